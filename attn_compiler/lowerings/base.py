@@ -1,0 +1,72 @@
+"""The contract of a lowering: one way to compute an attention site. To add one: a file here, a line in LOWERINGS, its test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutDemand:
+    """What a kernel needs of its q, k and v. The layout pass copies an operand only where its strides break this.
+
+    last_stride_one: elements of one head are adjacent. alignment: bytes that every other stride must be a multiple of (1: any).
+    zero_strides: an expanded (stride-0) axis is readable.
+    """
+
+    last_stride_one: bool = True
+    alignment: int = 1
+    zero_strides: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operands:
+    """Dynamo-graph nodes of one site, in logical BHSD (see AttentionSpec); mask and bias broadcast to (B, Hq, Sq, Skv); sinks is (Hq,)."""
+
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    mask: fx.Node | None = None
+    sinks: fx.Node | None = None
+
+
+class Emitter(Protocol):
+    """Puts nodes into the Dynamo graph at the site. Every node gets its fake value, source line and module path."""
+
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert `function(*args, **kwargs)`; args may hold nodes."""
+        ...
+
+    def value(self, node: fx.Node) -> torch.Tensor:
+        """The node's fake value: shape, strides, dtype, device, requires_grad."""
+        ...
+
+    def shared_mask(self, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """`mask` as an additive tensor of `dtype` (bool True -> 0, False -> -inf), made once a graph however many sites share it."""
+        ...
+
+
+class Lowering(Protocol):
+    """One way to compute a site. Stateless; decides from the spec and the target alone."""
+
+    name: str
+
+    def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        """Every reason why this lowering can't or shouldn't serve the spec there; empty means yes."""
+        ...
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        """What the kernel needs of the strides of q, k and v."""
+        ...
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        """Insert the computation; returns the node of the output, logical (B, Hq, Sq, Dv), in any strides and in q's dtype."""
+        ...

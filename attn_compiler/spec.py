@@ -1,0 +1,135 @@
+"""What one attention is, as frozen data: imports neither FX nor CUDA.
+
+Logical axis order is BHSD everywhere (batch, heads, sequence, head dim); `TensorSpec.strides` say how that is laid out.
+A `Dim` is an int, or the name of a symbolic size ("s0"): equal names are equal sizes, and nothing else is known of them.
+The same `AttentionSpec` always gets the same decision, so layers that agree share one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from attn_compiler import masks, scores
+
+Dim = int | str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """One operand in logical BHSD order.
+
+    shape, strides: in elements, one entry a logical axis. dtype: torch's name without the prefix ("bfloat16").
+    """
+
+    shape: tuple[Dim, ...]
+    strides: tuple[Dim, ...]
+    dtype: str
+    requires_grad: bool = False
+
+    @property
+    def is_static(self) -> bool:
+        return all(isinstance(d, int) for d in self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSpec:
+    """softmax(score(q kᵀ)) v, with everything that a lowering may decide on.
+
+    q: (B, Hq, Sq, Dqk); k: (B, Hkv, Skv, Dqk); v: (B, Hkv, Skv, Dv). Hq % Hkv == 0, query head h reads kv head h // (Hq // Hkv).
+    device: "cpu" or "cuda". needs_grad: the site's output is differentiated. returns_weights: the attention weights have
+    a reader besides the product with v. out_dtype: dtype the model goes on with.
+    """
+
+    q: TensorSpec
+    k: TensorSpec
+    v: TensorSpec
+    mask: masks.MaskSpec
+    score: scores.ScoreSpec
+    device: str
+    out_dtype: str
+    needs_grad: bool = False
+    returns_weights: bool = False
+
+    @property
+    def batch(self) -> Dim:
+        return self.q.shape[0]
+
+    @property
+    def num_heads_q(self) -> Dim:
+        return self.q.shape[1]
+
+    @property
+    def num_heads_kv(self) -> Dim:
+        return self.k.shape[1]
+
+    @property
+    def seqlen_q(self) -> Dim:
+        return self.q.shape[2]
+
+    @property
+    def seqlen_kv(self) -> Dim:
+        return self.k.shape[2]
+
+    @property
+    def head_dim_qk(self) -> Dim:
+        return self.q.shape[3]
+
+    @property
+    def head_dim_v(self) -> Dim:
+        return self.v.shape[3]
+
+    @property
+    def dtype(self) -> str:
+        return self.q.dtype
+
+    @property
+    def is_gqa(self) -> bool:
+        return self.num_heads_q != self.num_heads_kv
+
+    def to_text(self) -> str:
+        """Canonical JSON: the same spec always gives the same text, and `from_text` gives the spec back."""
+        return json.dumps(_encode(self), sort_keys=True, separators=(",", ":"))
+
+    @staticmethod
+    def from_text(text: str) -> AttentionSpec:
+        """Inverse of `to_text`, parsed once per text."""
+        return _parse(text)
+
+
+_CLASSES: dict[str, type[Any]] = {
+    cls.__name__: cls for cls in (TensorSpec, AttentionSpec, masks.MaskSpec, scores.ScoreSpec, *masks.KINDS, *scores.KINDS)
+}
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, masks.Alignment):
+        return {"kind": "Alignment", "value": value.value}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"kind": type(value).__name__, **fields}
+    if isinstance(value, tuple):
+        return [_encode(v) for v in value]
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_decode(v) for v in value)
+    if isinstance(value, dict):
+        if value["kind"] == "Alignment":
+            return masks.Alignment(value["value"])
+        cls = _CLASSES[value["kind"]]
+        return cls(**{name: _decode(v) for name, v in value.items() if name != "kind"})
+    return value
+
+
+@functools.lru_cache(maxsize=1024)
+def _parse(text: str) -> AttentionSpec:
+    spec = _decode(json.loads(text))
+    if not isinstance(spec, AttentionSpec):
+        raise TypeError(f"expected the text of an AttentionSpec, got {type(spec).__name__}")
+    return spec
