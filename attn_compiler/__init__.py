@@ -1,0 +1,36 @@
+"""A torch.compile backend that makes attention in unmodified models fast, and says what it did.
+
+`torch.compile(model, backend="attn_compiler")` needs no import of this package. What is here is for asking:
+`explain(model, *args, **kwargs)` says what would be done to each attention, `reports()` what was done in this process,
+`reset()` forgets those reports; `Options` documents the options. Importing this package imports neither torch nor CUDA.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attn_compiler.options import Options
+    from attn_compiler.report import explain, reports, reset
+
+__all__ = ["Options", "__version__", "explain", "reports", "reset"]
+
+_HOMES = {
+    "Options": "attn_compiler.options",
+    "explain": "attn_compiler.report",
+    "reports": "attn_compiler.report",
+    "reset": "attn_compiler.report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("attn_compiler")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

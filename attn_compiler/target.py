@@ -1,16 +1,25 @@
-"""The facts about a machine that a decision may read: `Target.current(device)` asks PyTorch, `Target.fake(...)` makes one up for tests."""
+"""The facts about a machine that a decision may read: `Target.current(device)` is this one, `Target.fake()` a made-up one."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
 from dataclasses import dataclass
+from typing import Any
+
+TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-windows")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """device: "cpu" or "cuda". sm: compute capability as major*10+minor, 0 on CPU. cudnn: e.g. 91900 for 9.19.0, 0 if absent.
+    """device: "cpu" or "cuda". sm: compute capability, major*10+minor; 0 on CPU. cudnn: 91900 for 9.19.0, 0 if absent.
 
-    torch, triton: version strings, "" if absent. disabled: SDPA kernels that the user switched off ("flash", "efficient",
-    "cudnn"), read once when a graph is compiled. deterministic: torch.use_deterministic_algorithms is on.
+    torch, triton: version strings, "" if absent. disabled: SDPA kernels that the user switched off ("flash",
+    "efficient", "cudnn", "math"), read once when a graph is compiled. deterministic:
+    torch.use_deterministic_algorithms is on.
     """
 
     device: str
@@ -20,3 +29,99 @@ class Target:
     triton: str = ""
     disabled: frozenset[str] = frozenset()
     deterministic: bool = False
+
+    @staticmethod
+    def current(device: str) -> Target:
+        """This machine, seen from `device` ("cpu", "cuda", "cuda:1"), with the flags that are set now.
+
+        Never initialises CUDA for another device. "cuda" without a usable GPU (fake tensors may name it) has sm 0.
+        """
+        import torch as torch_module
+
+        parsed = torch_module.device(device)
+        has_gpu = parsed.type == "cuda" and torch_module.cuda.is_available()
+        major, minor = torch_module.cuda.get_device_capability(parsed) if has_gpu else (0, 0)
+        return Target(
+            device=parsed.type,
+            sm=major * 10 + minor,
+            cudnn=cudnn_version() if has_gpu else 0,
+            torch=str(torch_module.__version__),
+            triton=_triton_version(),
+            disabled=_disabled_kernels(),
+            deterministic=torch_module.are_deterministic_algorithms_enabled(),
+        )
+
+    @staticmethod
+    def fake(
+        *,
+        device: str = "cuda",
+        sm: int | None = None,
+        cudnn: int | None = None,
+        torch: str = "2.13.0",
+        triton: str = "3.7.0",
+        disabled: frozenset[str] = frozenset(),
+        deterministic: bool = False,
+    ) -> Target:
+        """A made-up machine: an H200 with cuDNN 9.19.0 unless told otherwise; on "cpu", sm and cudnn default to 0."""
+        on_gpu = device == "cuda"
+        return Target(
+            device=device,
+            sm=(90 if on_gpu else 0) if sm is None else sm,
+            cudnn=(91900 if on_gpu else 0) if cudnn is None else cudnn,
+            torch=torch,
+            triton=triton,
+            disabled=disabled,
+            deterministic=deterministic,
+        )
+
+    @property
+    def words(self) -> str:
+        """For people: "cuda sm90, cuDNN 9.19.0, torch 2.13.0, triton 3.7.0; flash off"."""
+        parts = [f"{self.device} sm{self.sm}" if self.sm else self.device]
+        parts += [f"cuDNN {cudnn_words(self.cudnn)}"] if self.cudnn else []
+        parts += [f"{name} {version}" for name, version in (("torch", self.torch), ("triton", self.triton)) if version]
+        notes = [f"{kernel} off" for kernel in sorted(self.disabled)] + ["deterministic"] * self.deterministic
+        return ", ".join(parts) + "".join(f"; {note}" for note in notes)
+
+    def digest(self) -> str:
+        """A short hash of every field. The same in every process."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        text = json.dumps(fields, sort_keys=True, default=sorted)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def cudnn_version() -> int:
+    """The cuDNN that torch runs with, e.g. 91900 for 9.19.0; 0 if this build of torch has none. Needs no GPU."""
+    import torch
+
+    cudnn: Any = torch.backends.cudnn
+    return cudnn.version() or 0
+
+
+def cudnn_words(version: int) -> str:
+    """9.19.0 for 91900, 8.9.2 for 8902 (cuDNN moved to five digits with 9)."""
+    major, rest = divmod(version, 10_000 if version >= 10_000 else 1_000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def _disabled_kernels() -> frozenset[str]:
+    import torch
+
+    cuda: Any = torch.backends.cuda
+    enabled = {
+        "flash": cuda.flash_sdp_enabled(),
+        "efficient": cuda.mem_efficient_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+    }
+    return frozenset(kernel for kernel, on in enabled.items() if not on)
+
+
+@functools.cache
+def _triton_version() -> str:
+    for distribution in TRITON_DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""

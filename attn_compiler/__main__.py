@@ -1,0 +1,38 @@
+"""`python -m attn_compiler doctor`: what this machine has, and which lowerings can run on it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. argparse exits with 2 and the usage for anything it does not know."""
+    parser = argparse.ArgumentParser(prog="python -m attn_compiler", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    doctor = commands.add_parser("doctor", help="versions, GPUs, and which lowerings can run here, or why not")
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parsed = parser.parse_args(arguments)
+    _doctor(as_json=parsed.json)
+    return 0
+
+
+def _doctor(*, as_json: bool) -> None:
+    # Imported late, so that the usage text does not wait for torch.
+    from rich.console import Console
+
+    from attn_compiler.doctor import examine, to_tables
+
+    checkup = examine()
+    if as_json:
+        print(json.dumps(checkup.to_json(), indent=2))
+        return
+    console = Console()
+    for table in to_tables(checkup):
+        console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

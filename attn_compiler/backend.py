@@ -1,0 +1,90 @@
+"""The torch.compile backend: split the options, rewrite Dynamo's graph, hand it to the compiler that generates code."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from attn_compiler import torch_compat
+from attn_compiler.cache import cache_key
+from attn_compiler.errors import AttnCompilerError, LoweringUnavailable
+from attn_compiler.options import Options, check_lowering_names, split_options
+from attn_compiler.report import Report
+from attn_compiler.target import Target
+
+log = logging.getLogger(__name__)
+
+
+def attn_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """torch.compile(model, backend="attn_compiler", mode=..., options={...}) calls this once per captured graph.
+
+    gm: Dynamo's graph; rewritten in place and given away. kwargs: torch.compile's `mode`, `options` and `name`, those
+    that are not empty. Raises a class of errors.py for a wrong option, and, under strict=True, for a failing pass.
+    """
+    try:
+        return _compile(gm, example_inputs, **kwargs)
+    except AttnCompilerError as error:
+        raise torch_compat.unwrapped(error) from error.__cause__
+
+
+def _reset() -> None:
+    """Called by torch._dynamo.reset() for every backend that was used."""
+    torch_compat.forget_cuda_graphs()
+
+
+attn_compiler.reset = _reset  # type: ignore[attr-defined]
+
+
+def _compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    **others: Any,
+) -> Callable[..., Any]:
+    # Imported at the first graph, so that naming the backend and printing its options stay cheap.
+    from attn_compiler.lowerings import LOWERINGS
+    from attn_compiler.passes import run_pipeline
+    from attn_compiler.report import publish
+
+    if others:
+        log.warning("ignored arguments of torch.compile that attn_compiler does not know: %s", ", ".join(others))
+    own, patches = split_options(mode, options)
+    check_lowering_names(own, (lowering.name for lowering in LOWERINGS))
+    targets = {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
+    report = run_pipeline(gm, own)
+    publish(report, own)
+    _require_available(own, report, targets, LOWERINGS)
+    return _compile_inner(gm, example_inputs, own, patches, cache_key(own, targets), name)
+
+
+def _compile_inner(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    patches: dict[str, Any],
+    key: str,
+    region: str | None,
+) -> Callable[..., Any]:
+    if options.inner == "inductor":
+        return torch_compat.compile_with_inductor(gm, example_inputs, patches=patches, cache_key=key, region=region)
+    if patches:
+        log.warning("inner=%r ignores Inductor's options: %s", options.inner, ", ".join(patches))
+    return torch_compat.compile_with_backend(options.inner, gm, example_inputs)
+
+
+def _require_available(options: Options, report: Report, targets: set[Target], lowerings: Sequence[Any]) -> None:
+    """Raise LoweringUnavailable if the one lowering asked for can't run at all on the device of some site."""
+    if options.lowering is None:
+        return
+    (lowering,) = (candidate for candidate in lowerings if candidate.name == options.lowering)
+    devices = {site.spec.device for site in report.sites}
+    for target in (t for t in targets if t.device in devices):
+        reasons = tuple(lowering.unavailable(target))
+        if reasons:
+            raise LoweringUnavailable(lowering=options.lowering, target=target.words, reasons=reasons)

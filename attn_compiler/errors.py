@@ -1,0 +1,152 @@
+"""Every error and warning that a user can meet. Each has one message template: what happened, where, why, what to do.
+
+An error is a dataclass: its fields fill its template (`{e.field}`), can be read by who catches it, and are pickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from attn_compiler.report import Reason
+
+
+class AttnCompilerWarning(UserWarning):
+    """Compilation went on, but something that was asked for was not done."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class AttnCompilerError(Exception):
+    """Base of every error of this package. A subclass has a `message` template and the fields that fill it."""
+
+    message: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        self.args = (self.message.format(e=self),)
+
+    def fields(self) -> dict[str, Any]:
+        """The keyword arguments that build this error again."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def __reduce__(self) -> tuple[Callable[..., Self], tuple[Any, ...]]:
+        # BaseException would rebuild from the positional args, which a keyword-only class refuses.
+        return _rebuild, (type(self), self.fields())
+
+
+def _rebuild(cls: type[AttnCompilerError], fields: Mapping[str, Any]) -> Any:
+    return cls(**fields)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class UnknownOption(AttnCompilerError):
+    """A key of torch.compile's `options` that is neither ours nor Inductor's. ours, inductors: the valid names."""
+
+    message = (
+        "torch.compile(backend='attn_compiler', options=...): there is no option {e.option!r}. {e.suggestion} "
+        "attn_compiler's own options: {e.own_names}; Inductor's: torch._inductor.list_options()"
+    )
+
+    option: str
+    ours: tuple[str, ...]
+    inductors: tuple[str, ...] = dataclasses.field(default=())
+
+    @property
+    def nearest(self) -> tuple[str, ...]:
+        """Up to three valid names, the likeliest first."""
+        return nearest(self.option.removeprefix("attn."), (*self.ours, *self.inductors))
+
+    @property
+    def suggestion(self) -> str:
+        if not self.nearest:
+            return "No valid option has a similar name."
+        owners = (f"{name!r} ({'attn_compiler' if name in self.ours else 'Inductor'})" for name in self.nearest)
+        return f"Nearest: {', '.join(owners)}."
+
+    @property
+    def own_names(self) -> str:
+        return ", ".join(self.ours)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class InvalidOption(AttnCompilerError):
+    """A known option with a value that it can't have. expected: what it takes, in words. value: what was given."""
+
+    message = "torch.compile(backend='attn_compiler'): {e.option!r} takes {e.expected}, got {e.observed}"
+
+    option: str
+    expected: str
+    value: Any
+
+    @property
+    def observed(self) -> str:
+        return f"{self.value!r} ({type(self.value).__name__})"
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class UnsupportedTorch(AttnCompilerError):
+    """The installed torch is outside the range whose private API we know. minimum, limit: e.g. "2.11", "2.16"."""
+
+    message = (
+        "torch {e.found} is not supported: attn_compiler needs torch >={e.minimum},<{e.limit}, because it uses parts "
+        "of torch.compile that change between releases. Install one: pip install 'torch>={e.minimum},<{e.limit}'"
+    )
+
+    found: str
+    minimum: str
+    limit: str
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class LoweringUnavailable(AttnCompilerError):
+    """options["lowering"] names a lowering that this machine can't run at all. target: the machine, in words."""
+
+    message = (
+        "options={{'lowering': {e.lowering!r}}} was asked for, but it is not available on {e.target}: {e.why}. "
+        "`python -m attn_compiler doctor` lists what is; without this option the best available lowering is taken"
+    )
+
+    lowering: str
+    target: str
+    reasons: tuple[Reason, ...]
+
+    @property
+    def why(self) -> str:
+        return "; and ".join(str(reason) for reason in self.reasons)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PassFailed(AttnCompilerError):
+    """A pass raised. site: module path, or the graph's name. cause: the exception's text. reproduce: how to see it."""
+
+    message = (
+        "attn_compiler's pass {e.pass_name!r} failed at {e.site}: {e.cause}. Without strict=True the graph is left as "
+        "it was, and the model stays correct. To reproduce: {e.reproduce}"
+    )
+
+    pass_name: str
+    site: str
+    cause: str
+    reproduce: str
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class VerifyFailed(AttnCompilerError):
+    """A pass broke an invariant of the graph. invariant: what has to hold. observed: what was found instead."""
+
+    message = (
+        "after attn_compiler's pass {e.pass_name!r}, at {e.site}, it no longer holds that {e.invariant}: {e.observed}. "
+        "This is a bug of attn_compiler; options={{'dump_dir': ...}} writes the graphs before and after each pass"
+    )
+
+    pass_name: str
+    site: str
+    invariant: str
+    observed: str
+
+
+def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> tuple[str, ...]:
+    """The candidates that `name` may be a misspelling of, the likeliest first."""
+    return tuple(difflib.get_close_matches(name, list(candidates), n=limit))

@@ -1,0 +1,145 @@
+"""What a user may ask for: `Options`, and `split_options`, which finds it in torch.compile's `mode=` and `options=`."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from attn_compiler import torch_compat
+from attn_compiler.errors import InvalidOption, UnknownOption, nearest
+
+PREFIX = "attn."
+DUMP_DIR_VARIABLE = "ATTN_COMPILER_DUMP_DIR"
+INNER_COMPILERS = ("inductor", "aot_eager", "eager")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Every option of ours, checked when built (InvalidOption).
+
+    lowering: use this one alone; a site that it refuses stays untouched, with the reasons in the report.
+    lowerings: consider only these, in this order. strict: a failing pass raises instead of leaving the graph as it was.
+    dump_dir: write each pass's graphs there; the environment variable ATTN_COMPILER_DUMP_DIR is its default.
+    check_invariants: verify the graph between passes. inner: what compiles the rewritten graph; "aot_eager" and "eager"
+    are for debugging and ignore Inductor's options.
+    """
+
+    lowering: str | None = None
+    lowerings: tuple[str, ...] | None = None
+    strict: bool = False
+    # Where dumps go changes no compiled code, so it must not cost a recompilation.
+    dump_dir: str | None = field(default=None, metadata={"changes_code": False})
+    check_invariants: bool = True
+    inner: str = "inductor"
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.lowering, str | None), "lowering", "a lowering's name or None", self.lowering)
+        _require(_is_names(self.lowerings), "lowerings", "a non-empty list of lowerings' names or None", self.lowerings)
+        _require(isinstance(self.strict, bool), "strict", "True or False", self.strict)
+        _require(isinstance(self.dump_dir, str | os.PathLike | None), "dump_dir", "a path or None", self.dump_dir)
+        _require(isinstance(self.check_invariants, bool), "check_invariants", "True or False", self.check_invariants)
+        _require(self.inner in INNER_COMPILERS, "inner", f"one of {', '.join(map(repr, INNER_COMPILERS))}", self.inner)
+        if self.lowering is not None and self.lowerings is not None:
+            raise InvalidOption(option="lowerings", expected="nothing while 'lowering' is given", value=self.lowerings)
+        if self.lowerings is not None:
+            object.__setattr__(self, "lowerings", tuple(self.lowerings))
+        if self.dump_dir is not None:
+            object.__setattr__(self, "dump_dir", os.fspath(self.dump_dir))
+
+    def digest(self) -> str:
+        """A short hash that differs whenever two Options could lead to different code. The same in every process."""
+        changing = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("changes_code", True)
+        }
+        return hashlib.sha256(json.dumps(changing, sort_keys=True).encode()).hexdigest()[:16]
+
+
+OPTION_NAMES: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Options))
+
+
+def split_options(
+    mode: str | None, options: Mapping[str, Any] | None, environ: Mapping[str, str] = os.environ
+) -> tuple[Options, dict[str, Any]]:
+    """Our options, and the config patches for Inductor: those of `mode` and the keys of `options` that are Inductor's.
+
+    A key that is one of ours, or starts with "attn.", is ours. torch.compile allows either `mode` or `options`; to use
+    both, unpack `torch._inductor.list_mode_options(mode)` into the options.
+    Raises UnknownOption for a key that is nobody's, InvalidOption for a value of the wrong type or an unknown mode.
+    """
+    if not isinstance(options, Mapping | None):
+        raise InvalidOption(option="options", expected="a dict of options", value=options)
+    ours: dict[str, Any] = {}
+    inductors: dict[str, Any] = {}
+    for key, value in (options or {}).items():
+        name = own_name(key)
+        if name is None:
+            inductors[key] = value
+        elif name in ours:
+            raise InvalidOption(option=key, expected=f"no second value: {name!r} is given twice", value=value)
+        else:
+            ours[name] = value
+    if environ.get(DUMP_DIR_VARIABLE):
+        ours.setdefault("dump_dir", environ[DUMP_DIR_VARIABLE])
+    return Options(**ours), torch_compat.inductor_patches(_known_mode(mode), _known_inductor_options(inductors))
+
+
+def own_name(key: str) -> str | None:
+    """The field of Options that `key` means, None if it isn't ours. UnknownOption for "attn." and no such field."""
+    if not isinstance(key, str):
+        raise UnknownOption(option=str(key), ours=OPTION_NAMES)
+    if key in OPTION_NAMES:
+        return key
+    if not key.startswith(PREFIX):
+        return None
+    if key.removeprefix(PREFIX) not in OPTION_NAMES:
+        raise UnknownOption(option=key, ours=OPTION_NAMES)
+    return key.removeprefix(PREFIX)
+
+
+def check_lowering_names(options: Options, known: Iterable[str]) -> None:
+    """Raise InvalidOption, naming the nearest, if the options ask for a lowering that does not exist."""
+    known = tuple(known)
+    option, asked = (
+        ("lowerings", options.lowerings or ()) if options.lowering is None else ("lowering", (options.lowering,))
+    )
+    for name in asked:
+        if name not in known:
+            close = nearest(name, known)
+            hint = f" (nearest: {', '.join(map(repr, close))})" if close else ""
+            raise InvalidOption(option=option, expected=f"names among {', '.join(known)}{hint}", value=name)
+
+
+def _known_mode(mode: str | None) -> str:
+    modes = torch_compat.inductor_modes()
+    if mode is not None and mode not in modes:
+        raise InvalidOption(option="mode", expected=f"one of {', '.join(map(repr, modes))}", value=mode)
+    return mode or "default"
+
+
+def _known_inductor_options(options: dict[str, Any]) -> dict[str, Any]:
+    if not options:
+        return options
+    known = torch_compat.inductor_option_names()
+    for key, value in options.items():
+        if key.replace("-", "_") not in known:
+            raise UnknownOption(option=key, ours=OPTION_NAMES, inductors=tuple(sorted(known)))
+        expected = torch_compat.inductor_option_type(key.replace("-", "_"))
+        if expected is not None and not isinstance(value, expected):
+            raise InvalidOption(option=key, expected=f"{expected.__name__} (an option of Inductor)", value=value)
+    return options
+
+
+def _require(holds: bool, option: str, expected: str, value: Any) -> None:
+    if not holds:
+        raise InvalidOption(option=option, expected=expected, value=value)
+
+
+def _is_names(value: Any) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, tuple | list) and len(value) > 0 and all(isinstance(name, str) for name in value)

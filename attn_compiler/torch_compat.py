@@ -1,0 +1,239 @@
+"""The only place that uses PyTorch's private API. Importing it on an unsupported torch raises UnsupportedTorch.
+
+Versions are told apart by what they have (a parameter, a type), not by their number, wherever that is possible.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.errors import AttnCompilerError, UnsupportedTorch
+
+log = logging.getLogger(__name__)
+
+MINIMUM_TORCH = (2, 11)
+TORCH_LIMIT = (2, 16)
+
+
+def require_supported_torch(version: str) -> None:
+    """Raise UnsupportedTorch unless MINIMUM_TORCH <= version < TORCH_LIMIT. version: e.g. "2.13.0+cpu"."""
+    release = tuple(int(part) for part in version.split(".")[:2])
+    if not MINIMUM_TORCH <= release < TORCH_LIMIT:
+        minimum, limit = (".".join(map(str, bound)) for bound in (MINIMUM_TORCH, TORCH_LIMIT))
+        raise UnsupportedTorch(found=version, minimum=minimum, limit=limit)
+
+
+require_supported_torch(str(torch.__version__))
+
+# Private names come after the check, so that an unsupported torch is named before one of them is found missing.
+from torch._guards import CompileContext, detect_fake_mode  # noqa: E402
+from torch._inductor.custom_graph_pass import CustomGraphPass  # noqa: E402
+from torch._logging import trace_structured  # type: ignore[attr-defined]  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.fx.experimental import symbolic_shapes  # noqa: E402
+from torch.utils import _pytree as pytree  # noqa: E402
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # noqa: E402
+
+CompiledFn = Callable[..., Any]
+GraphPass = Callable[[fx.Graph], None]
+
+
+# ---- Inductor's options -------------------------------------------------------------------------------------------
+
+
+def inductor_modes() -> tuple[str, ...]:
+    """Every value that torch.compile's `mode` takes."""
+    from torch._inductor import list_mode_options
+
+    return tuple(list_mode_options())
+
+
+def inductor_option_names() -> frozenset[str]:
+    """Every config name that Inductor takes in torch.compile's `options`."""
+    from torch._inductor import list_options
+
+    return frozenset(list_options())
+
+
+def inductor_option_type(name: str) -> type | None:
+    """The type that Inductor checks the option's value against; None where it checks nothing (`int | None` ...)."""
+    from torch._inductor import config
+
+    declared = config.get_type(name)  # type: ignore[attr-defined]
+    return declared if isinstance(declared, type) and typing.get_origin(declared) is None else None
+
+
+def inductor_patches(mode: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The config patches that backend="inductor" would use for the same mode and (already checked) options.
+
+    Made by PyTorch's own wrapper, which also prepares the process for CUDA graphs and honours the compiler bisector.
+    """
+    return dict(torch._TorchCompileInductorWrapper(mode, options, None).config)  # type: ignore[no-untyped-call]
+
+
+# ---- compiling ----------------------------------------------------------------------------------------------------
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    patches: dict[str, Any],
+    cache_key: str,
+    region: str | None = None,
+) -> CompiledFn:
+    """Inductor's compile_fx. It takes ownership of `gm`. region: torch.compile's `name=`, where this torch has it.
+
+    The patches also hold for the backward, which is compiled later, outside of this call. cache_key: what decides the
+    compiled code besides the graph and the config; it enters the keys of the AOTAutograd and FX graph caches.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    users = patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
+    patches = {**patches, "joint_custom_pre_pass": CacheKeyPass(cache_key, before=_as_passes(users))}
+    extra: dict[str, Any] = {}
+    if region is not None and "compile_region_name" in inspect.signature(compile_fx).parameters:
+        extra["compile_region_name"] = region
+    return typing.cast(CompiledFn, compile_fx(gm, example_inputs, config_patches=patches, **extra))
+
+
+def compile_with_backend(name: str, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> CompiledFn:
+    """Compile with another registered backend ("eager", "aot_eager")."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend(name)(gm, list(example_inputs))
+
+
+class CacheKeyPass(CustomGraphPass):
+    """Changes no graph: puts `key` into the keys of both compile caches, which take in the uuid of every custom pass.
+
+    Without it an artifact of another version or other options is reused, backward included. before: the passes that the
+    user had set in the same place; they run, and count in the key, as they would without us.
+    """
+
+    def __init__(self, key: str, before: tuple[GraphPass, ...] = ()) -> None:
+        self.key = key
+        self.before = before
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for graph_pass in self.before:
+            graph_pass(graph)
+
+    def uuid(self) -> Any | None:
+        """None, which means "do not cache", if a pass of the user has no uuid: what PyTorch does with such a pass."""
+        uuids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.before]
+        return None if None in uuids else ("attn_compiler", self.key, *uuids)
+
+
+def _as_passes(value: Any) -> tuple[GraphPass, ...]:
+    """Inductor's setting of a custom pass: nothing, one, or (since 2.13) several."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def forget_cuda_graphs() -> None:
+    """Free what CUDA graphs hold, as torch._dynamo.reset() does for backend="inductor"."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is not None:
+        trees.reset_cudagraph_trees()
+
+
+# ---- errors through Dynamo ----------------------------------------------------------------------------------------
+
+
+def unwrapped(error: AttnCompilerError) -> AttnCompilerError:
+    """The same error in a class that Dynamo hands to the user as it is, instead of inside a BackendCompilerFailed.
+
+    It is still an instance of its own class, so `except UnknownOption` works. Raise it from the caller's frame: Dynamo
+    cuts its own frames above that from the traceback. It also drops the cause, whose traceback goes along as a note.
+    """
+    from torch._dynamo.exc import ShortenTraceback
+
+    frame = inspect.currentframe()
+    copy = _unwrapped_class(type(error))(**error.fields())
+    ShortenTraceback.__init__(copy, *error.args, first_useful_frame=frame.f_back if frame else None)  # type: ignore[arg-type]
+    if error.__cause__ is not None:
+        copy.add_note("".join(traceback.format_exception(error.__cause__)))
+    return copy
+
+
+def _unwrapped_class(cls: type[AttnCompilerError]) -> type[AttnCompilerError]:
+    from torch._dynamo.exc import ShortenTraceback
+
+    return type(cls.__name__, (cls, ShortenTraceback), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+# ---- graphs, fake values, symbolic sizes --------------------------------------------------------------------------
+
+
+def fake_value(node: fx.Node) -> Any:
+    """What Dynamo recorded as the node's value: fake tensors, symbolic numbers, or nests of them; None if nothing."""
+    return node.meta.get("example_value")
+
+
+def graph_modules(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """`gm` and every graph nested in it (bodies of checkpoint and other higher-order operators)."""
+    return (module for module in gm.modules() if isinstance(module, fx.GraphModule))
+
+
+def graph_devices(gm: fx.GraphModule) -> tuple[torch.device, ...]:
+    """Every device that a value of the graph lives on, sorted."""
+    nodes = (node for module in graph_modules(gm) for node in module.graph.nodes)
+    leaves = (leaf for node in nodes for leaf in pytree.tree_leaves(fake_value(node)))
+    return tuple(sorted({leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}, key=str))
+
+
+def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
+    """The FakeTensorMode of the compilation under way, or of the fake tensors among `values`."""
+    return detect_fake_mode(list(values))
+
+
+def is_wrapper_subclass(value: Any) -> bool:
+    """Whether `value` is a tensor that wraps others (DTensor, nested ...): its ops are not those of a plain tensor."""
+    return bool(is_traceable_wrapper_subclass(value))
+
+
+def statically_known(condition: bool | torch.SymBool) -> bool:
+    """Whether `condition` always holds. Adds no guard: a symbolic condition that can't be proved is False."""
+    return bool(symbolic_shapes.statically_known_true(condition))
+
+
+def dim_of(size: int | torch.SymInt) -> int | str:
+    """A size as a spec has it: the int if it is one always, else its symbolic expression ("s0"). Adds no guard."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    constant = size.node.maybe_as_int()
+    return str(size.node.expr) if constant is None else int(constant)
+
+
+# ---- names and traces ---------------------------------------------------------------------------------------------
+
+
+def graph_name() -> str:
+    """The compilation under way as logs and tlparse show it ("0/0": frame 0, first compile); "-" outside of one."""
+    compile_id = CompileContext.current_compile_id()
+    return "-" if compile_id is None else str(compile_id)
+
+
+def trace_artifact(name: str, payload: Callable[[], str], *, encoding: str = "string") -> None:
+    """Put a file into TORCH_TRACE, under the compilation under way, for tlparse to show. encoding: "string" or "json".
+
+    payload is called only if a trace is being written.
+    """
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=payload,
+        expect_trace_id=False,
+    )

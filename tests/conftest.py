@@ -1,0 +1,26 @@
+"""What every test shares: tests that need a GPU are skipped without one, and no test sees another's compiled code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and there is none")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """Dynamo's caches are emptied after each test that used it: a function compiled again is traced again."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from attn_compiler import errors
+from attn_compiler.report import Reason
+
+EXAMPLES = [
+    errors.UnknownOption(option="stric", ours=("strict", "dump_dir"), inductors=("max_autotune",)),
+    errors.InvalidOption(option="strict", expected="True or False", value="yes"),
+    errors.UnsupportedTorch(found="2.9.1", minimum="2.11", limit="2.16"),
+    errors.LoweringUnavailable(
+        lowering="cudnn",
+        target="cpu",
+        reasons=(Reason(rule="needs a CUDA device", observed="cpu", remedy="move the model to a GPU"),),
+    ),
+    errors.PassFailed(pass_name="match", site="layers.0.attn", cause="ValueError: odd", reproduce="pass strict=True"),
+    errors.VerifyFailed(
+        pass_name="lower", site="layers.0.attn", invariant="every node has a fake value", observed="add_3 has none"
+    ),
+]
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)
+def test_message_holds_every_field(error: errors.AttnCompilerError) -> None:
+    for name, value in error.fields().items():
+        if name == "inductors":  # too many to print: the message says how to list them
+            continue
+        for part in value if isinstance(value, tuple) else (value,):
+            assert str(part) in str(error)
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)
+def test_survives_pickling(error: errors.AttnCompilerError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert copy.fields() == error.fields()
+
+
+def test_examples_cover_every_class() -> None:
+    assert {type(error) for error in EXAMPLES} == set(errors.AttnCompilerError.__subclasses__())
+
+
+def test_unknown_option_names_the_nearest_and_its_owner() -> None:
+    error = errors.UnknownOption(option="cudagraphs", ours=("strict",), inductors=("triton.cudagraphs", "cpp.simdlen"))
+    assert error.nearest == ("triton.cudagraphs",)
+    assert "'triton.cudagraphs' (Inductor)" in str(error)
+    assert "'strict' (attn_compiler)" in str(EXAMPLES[0])
+
+
+def test_unknown_option_far_from_everything_lists_ours() -> None:
+    error = errors.UnknownOption(option="zzz", ours=("strict", "dump_dir"), inductors=("max_autotune",))
+    assert error.nearest == ()
+    assert "strict, dump_dir" in str(error)
+
+
+def test_unknown_option_ignores_the_prefix_when_it_looks_for_the_nearest() -> None:
+    assert errors.UnknownOption(option="attn.stric", ours=("strict",)).nearest == ("strict",)
+
+
+def test_lowering_unavailable_says_what_to_do() -> None:
+    assert "move the model to a GPU" in str(EXAMPLES[3])
+    assert "python -m attn_compiler doctor" in str(EXAMPLES[3])
+
+
+def test_fields_are_keyword_only() -> None:
+    with pytest.raises(TypeError):
+        errors.InvalidOption("strict", "True or False", 1)  # type: ignore[misc]
