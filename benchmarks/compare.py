@@ -1,0 +1,118 @@
+"""Our backend beside Inductor's own on one model and one set of inputs: times, ratio, numeric error, and what was chosen."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import attn_compiler
+from attn_compiler.report import Report
+from benchmarks import harness
+from benchmarks.harness import BACKEND, BASELINE, Step
+
+# What float32 disagrees with itself by, between two orders of summation, over the depth of a model.
+ROUNDING_NOISE = 2e-5
+
+COLUMNS = (
+    "sites",
+    "misses",
+    "lowerings",
+    "rounds",
+    *(f"{side}_{p}_ms" for side in (BASELINE, BACKEND) for p in ("p20", "p50", "p80")),
+    "ratio",
+    "error",
+    "error_eager",
+    "numerics",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A model in its own dtype and the inputs of one call.
+
+    valid: bool (batch, seqlen), the output positions that mean something (None: all); padding's own output is nobody's.
+    softcap: scores go through tanh, where the numeric rule allows 3 times the error instead of 2.
+    """
+
+    model: nn.Module
+    inputs: Mapping[str, Any]
+    device: str = "cpu"
+    training: bool = False
+    valid: torch.Tensor | None = None
+    softcap: bool = False
+
+
+def compile_both(case: Case) -> dict[str, Step]:
+    """A step for Inductor and one for us, each compiled by its first call. Forgets what Dynamo compiled before."""
+    torch.compiler.reset()
+    attn_compiler.reset()
+    steps = {}
+    for name in (BASELINE, BACKEND):
+        model = torch.compile(case.model, backend=harness.backend(name))
+        steps[name] = harness.make_step(model, case.inputs, training=case.training)
+        steps[name]()
+    return steps
+
+
+def compare(case: Case, steps: Mapping[str, Step], *, seconds: float) -> dict[str, str]:
+    """COLUMNS of one case, from the steps of `compile_both`; the timing alone takes about `seconds`."""
+    return {
+        **chosen(attn_compiler.reports()),
+        **numerics(case, steps[BACKEND]),
+        **harness.timing_columns(harness.interleave(steps, case.device, seconds=seconds)),
+    }
+
+
+def chosen(reports: Sequence[Report]) -> dict[str, str]:
+    """Sites found, anchors missed, and the lowering of each site ("sdpa_flash x8")."""
+    counts = Counter[str]()
+    for report in reports:
+        for site in report.sites:
+            counts[site.decision.lowering] += len(site.modules)
+    return {
+        "sites": str(sum(counts.values())),
+        "misses": str(sum(len(miss.modules) for report in reports for miss in report.misses)),
+        "lowerings": " + ".join(f"{name} x{count}" for name, count in counts.most_common()),
+    }
+
+
+def numerics(case: Case, ours: Step) -> dict[str, str]:
+    """FlashAttention's rule: our error against float32 is at most twice (softcap: 3 times) that of the uncompiled model in its dtype.
+
+    Of a forward the output is compared, of a training step all the parameters' gradients, as ‖x - reference‖ / ‖reference‖.
+    """
+    eager = harness.make_step(case.model, case.inputs, training=case.training)
+    values = {"error": _results(case, case.model, ours), "error_eager": _results(case, case.model, eager)}
+    precise = copy.deepcopy(case.model).float()
+    inputs = {name: v.float() if _is_floating(v) else v for name, v in case.inputs.items()}
+    reference = _results(case, precise, harness.make_step(precise, inputs, training=case.training))
+    errors = {name: relative_error(value, reference) for name, value in values.items()}
+    allowed = (3 if case.softcap else 2) * errors["error_eager"] + ROUNDING_NOISE
+    columns = {name: f"{error:.3g}" for name, error in errors.items()}
+    return columns | {"numerics": "ok" if errors["error"] <= allowed else "WRONG"}
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _results(case: Case, model: nn.Module, step: Step) -> list[torch.Tensor]:
+    output = step()
+    if case.training:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        model.zero_grad(set_to_none=True)
+        return gradients
+    return [output if case.valid is None else output[case.valid]]
+
+
+def relative_error(value: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> float:
+    """‖value - reference‖ / ‖reference‖ over all the tensors together; NaN where anything is not finite."""
+    difference = sum(float((v.double() - r.double()).square().sum()) for v, r in zip(value, reference, strict=True))
+    norm = sum(float(r.double().square().sum()) for r in reference)
+    return (difference / norm) ** 0.5

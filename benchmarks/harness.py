@@ -1,0 +1,232 @@
+"""What every benchmark shares: a step to time, two of them timed in turn, and a CSV that says where it ran.
+
+Times are wall-clock milliseconds on a CPU and CUDA-event milliseconds on a GPU. Both sides run in one process and take turns,
+call by call and in alternating order, so that a drift of the machine falls on both; the ratio is the median of the rounds' own.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import nn
+
+BACKEND = "attn_compiler"
+BASELINE = "inductor"
+# A ratio (baseline's time over ours) below this is slower beyond noise.
+MIN_RATIO = 0.98
+
+Step = Callable[[], torch.Tensor]
+
+
+def backend(name: str) -> str | Callable[..., Any]:
+    """What to hand to `torch.compile(backend=…)`.
+
+    The name itself where it is registered; where the package is only on PYTHONPATH (no entry point), the function that it names.
+    """
+    if name != BACKEND or name in torch.compiler.list_backends():
+        return name
+    from attn_compiler.backend import attn_compiler
+
+    function: Callable[..., Any] = attn_compiler
+    return function
+
+
+def main_output(output: Any) -> torch.Tensor:
+    """The tensor that a model is called for: its logits, or its last hidden state."""
+    if isinstance(output, torch.Tensor):
+        return output
+    logits = getattr(output, "logits", None)
+    first: torch.Tensor = output[0] if logits is None else logits
+    return first
+
+
+def make_step(model: nn.Module, inputs: Mapping[str, Any], *, training: bool) -> Step:
+    """One call of a (compiled) model: a forward without gradients, or forward, loss and backward. Returns the main output.
+
+    The loss is the output's product with fixed noise: every position counts, and unlike a mean square it does not vanish after a
+    norm. The optimizer is left out: it is no part of the compiled graph, and the same on both sides.
+    """
+    if not training:
+
+        def forward() -> torch.Tensor:
+            with torch.no_grad():
+                return main_output(model(**inputs))
+
+        return forward
+
+    noise: list[torch.Tensor] = []
+
+    def forward_backward() -> torch.Tensor:
+        model.zero_grad(set_to_none=True)
+        output = main_output(model(**inputs))
+        if not noise:
+            generator = torch.Generator().manual_seed(1)
+            noise.append(torch.randn(output.shape, generator=generator).to(output.device) / output[..., 0].numel())
+        torch.autograd.backward((output.float() * noise[0]).sum())
+        return output.detach()
+
+    return forward_backward
+
+
+def interleave(
+    steps: Mapping[str, Step],
+    device: str,
+    *,
+    seconds: float,
+    max_rounds: int = 200,
+    min_rounds: int = 5,
+    warmup: int = 3,
+) -> dict[str, list[float]]:
+    """Milliseconds of every call of each step, round by round, until `seconds` are over (but at least `min_rounds`)."""
+    for _ in range(warmup):
+        for step in steps.values():
+            step()
+    _synchronize(device)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    order = list(steps)
+    deadline = time.perf_counter() + seconds
+    for round_ in range(max_rounds):
+        if round_ >= min_rounds and time.perf_counter() > deadline:
+            break
+        for name in order:
+            times[name].append(_milliseconds(steps[name], device))
+        order.reverse()
+    return times
+
+
+def _milliseconds(step: Step, device: str) -> float:
+    if device == "cpu":
+        start = time.perf_counter()
+        step()
+        return (time.perf_counter() - start) * 1e3
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    step()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """p20, p50 and p80."""
+    fifths = statistics.quantiles(times, n=5, method="inclusive")
+    return fifths[0], statistics.median(times), fifths[3]
+
+
+def ratio(baseline: Sequence[float], ours: Sequence[float]) -> float:
+    """How many times as fast we are: the median over rounds of baseline / ours. Above 1 is faster."""
+    return statistics.median(b / o for b, o in zip(baseline, ours, strict=True))
+
+
+def timing_columns(times: Mapping[str, Sequence[float]]) -> dict[str, str]:
+    """The p20, p50 and p80 of every side, and the ratio of the baseline to ours."""
+    columns = {"rounds": str(len(times[BACKEND]))}
+    for name, values in times.items():
+        for label, value in zip(("p20", "p50", "p80"), percentiles(values), strict=True):
+            columns[f"{name}_{label}_ms"] = f"{value:.4g}"
+    return columns | {"ratio": f"{ratio(times[BASELINE], times[BACKEND]):.3f}"}
+
+
+def environment(device: str, commit: str | None = None) -> dict[str, str]:
+    """Columns that say where and with what a row was measured."""
+    import transformers
+
+    import attn_compiler
+
+    on_gpu = device != "cpu"
+    cudnn = torch.backends.cudnn.version() if on_gpu else None
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit or _commit(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
+        "threads": str(torch.get_num_threads()),
+        "attn_compiler": attn_compiler.__version__,
+        "torch": torch.__version__,
+        "cuda": (torch.version.cuda or "") if on_gpu else "",
+        "cudnn": str(cudnn or ""),
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """The short commit, with "-dirty" where tracked files differ from it; "unknown" outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+class CsvFile:
+    """Rows that are on disk as soon as they are added, so that a run that is cut off keeps what it measured."""
+
+    def __init__(self, path: Path, columns: Sequence[str], *, append: bool = False) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.rows: list[Mapping[str, str]] = []
+        self._columns = list(columns)
+        if append and path.exists():
+            with path.open(newline="") as file:
+                self.rows.extend(csv.DictReader(file))
+        else:
+            with path.open("w", newline="") as file:
+                csv.DictWriter(file, self._columns).writeheader()
+
+    def add(self, row: Mapping[str, str]) -> None:
+        """Append a row. Raises ValueError for a column that the file has not."""
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow(row)
+        self.rows.append(row)
+
+
+def print_table(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> None:
+    """The rows for people: what was measured (`names`), the medians of both sides, the ratio, and whether the numbers are right."""
+    table = Table(title="milliseconds, medians; ratio above 1: we are faster")
+    for name in (*names, BASELINE, "ours", "ratio", "numerics"):
+        table.add_column(name)
+    for row in rows:
+        cells = [row[name] for name in names]
+        if row.get("error_text"):
+            table.add_row(*cells, "", "", "", f"[red]{escape(row['error_text'])}")
+            continue
+        slow = float(row["ratio"]) < MIN_RATIO
+        table.add_row(
+            *cells,
+            row[f"{BASELINE}_p50_ms"],
+            row[f"{BACKEND}_p50_ms"],
+            f"[red]{row['ratio']}" if slow else row["ratio"],
+            row["numerics"] if row["numerics"] == "ok" else f"[red]{row['numerics']}",
+        )
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def failures(rows: Sequence[Mapping[str, str]]) -> int:
+    """1 where a row is slower than the baseline beyond noise, or wrong; else 0: an exit status."""
+    measured = [row for row in rows if not row.get("error_text")]
+    return int(any(float(row["ratio"]) < MIN_RATIO or row["numerics"] != "ok" for row in measured))

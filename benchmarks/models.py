@@ -1,0 +1,248 @@
+"""Shapes of real models as data, and the function that makes a model out of a row.
+
+A `Family` names a configuration and a model class of transformers, and holds one set of their arguments a size: "full" is the
+real model's width (with fewer layers, which all look alike), "small" runs on two CPU cores. Weights are random, from a fixed seed.
+To add a model: one row in FAMILIES.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+Size = Literal["full", "small"]
+Inputs = Literal["decoder", "encoder", "image", "audio", "text2text"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """The inputs of one size: batch of a forward (a training step takes half), seqlen in tokens or mel frames, arguments of the config."""
+
+    batch: int
+    seqlen: int
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """One model family. shared: arguments of the configuration in every size. softcap: attention scores go through tanh."""
+
+    name: str
+    config: str
+    model: str
+    inputs: Inputs
+    sizes: Mapping[Size, Shape]
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    softcap: bool = False
+
+
+def _decoder(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 8192,
+        "vocab_size": 1024,
+        **more,
+    }
+
+
+def _encoder(hidden: int, inner: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        **more,
+    }
+
+
+def _whisper(width: int, inner: int, layers: int, heads: int, frames: int, text: int) -> dict[str, Any]:
+    sides = ("encoder", "decoder")
+    return {
+        "d_model": width,
+        **{f"{side}_layers": layers for side in sides},
+        **{f"{side}_attention_heads": heads for side in sides},
+        **{f"{side}_ffn_dim": inner for side in sides},
+        # The encoder's convolution halves the frames.
+        "max_source_positions": frames // 2,
+        "max_target_positions": text,
+        "vocab_size": 1024,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+    }
+
+
+_SMALL_DECODER = _decoder(256, 512, 2, 8, 2, 32)
+
+FAMILIES: Mapping[str, Family] = {
+    f.name: f
+    for f in (
+        Family(
+            name="llama",
+            config="LlamaConfig",
+            model="LlamaModel",
+            inputs="decoder",
+            sizes={
+                "full": Shape(batch=4, seqlen=4096, config=_decoder(2048, 8192, 8, 32, 8, 64)),
+                "small": Shape(batch=2, seqlen=1024, config=_decoder(256, 768, 4, 8, 2, 32)),
+            },
+        ),
+        Family(
+            name="qwen3",
+            config="Qwen3Config",
+            model="Qwen3Model",
+            inputs="decoder",
+            sizes={
+                "full": Shape(batch=4, seqlen=4096, config=_decoder(2048, 6144, 8, 16, 8, 128)),
+                "small": Shape(batch=2, seqlen=256, config=_SMALL_DECODER),
+            },
+        ),
+        Family(
+            name="mistral",
+            config="MistralConfig",
+            model="MistralModel",
+            inputs="decoder",
+            sizes={
+                "full": Shape(batch=2, seqlen=4096, config=_decoder(4096, 14336, 4, 32, 8, 128, sliding_window=1024)),
+                "small": Shape(batch=2, seqlen=256, config={**_SMALL_DECODER, "sliding_window": 64}),
+            },
+        ),
+        Family(
+            name="gemma2",
+            config="Gemma2Config",
+            model="Gemma2Model",
+            inputs="decoder",
+            softcap=True,
+            sizes={
+                "full": Shape(batch=4, seqlen=4096, config=_decoder(2304, 9216, 4, 8, 4, 256, sliding_window=1024)),
+                "small": Shape(batch=2, seqlen=256, config={**_SMALL_DECODER, "sliding_window": 64}),
+            },
+        ),
+        Family(
+            name="gpt2",
+            config="GPT2Config",
+            model="GPT2Model",
+            inputs="decoder",
+            shared={"vocab_size": 1024, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+            sizes={
+                "full": Shape(
+                    batch=4, seqlen=4096, config={"n_embd": 768, "n_head": 12, "n_layer": 8, "n_positions": 4096}
+                ),
+                "small": Shape(
+                    batch=2, seqlen=256, config={"n_embd": 256, "n_head": 4, "n_layer": 2, "n_positions": 256}
+                ),
+            },
+        ),
+        Family(
+            name="bert",
+            config="BertConfig",
+            model="BertModel",
+            inputs="encoder",
+            shared={"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "vocab_size": 1024},
+            sizes={
+                "full": Shape(batch=32, seqlen=512, config=_encoder(768, 3072, 8, 12)),
+                "small": Shape(batch=4, seqlen=128, config=_encoder(256, 512, 2, 4)),
+            },
+        ),
+        Family(
+            name="vit",
+            config="ViTConfig",
+            model="ViTModel",
+            inputs="image",
+            shared={"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0},
+            sizes={
+                "full": Shape(batch=128, seqlen=197, config=_encoder(768, 3072, 8, 12, image_size=224, patch_size=16)),
+                "small": Shape(batch=2, seqlen=65, config=_encoder(128, 256, 2, 4, image_size=64, patch_size=8)),
+            },
+        ),
+        Family(
+            name="whisper",
+            config="WhisperConfig",
+            model="WhisperModel",
+            inputs="audio",
+            sizes={
+                "full": Shape(batch=16, seqlen=3000, config=_whisper(768, 3072, 4, 12, 3000, 448)),
+                "small": Shape(batch=2, seqlen=256, config=_whisper(128, 256, 2, 4, 256, 64)),
+            },
+        ),
+        Family(
+            name="t5",
+            config="T5Config",
+            model="T5Model",
+            inputs="text2text",
+            shared={"dropout_rate": 0.0, "vocab_size": 1024, "decoder_start_token_id": 0},
+            sizes={
+                "full": Shape(
+                    batch=16,
+                    seqlen=512,
+                    config={"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_heads": 12, "num_layers": 4},
+                ),
+                "small": Shape(
+                    batch=2,
+                    seqlen=64,
+                    config={"d_model": 128, "d_kv": 32, "d_ff": 256, "num_heads": 4, "num_layers": 2},
+                ),
+            },
+        ),
+        Family(
+            name="bloom",
+            config="BloomConfig",
+            model="BloomModel",
+            inputs="decoder",
+            shared={"vocab_size": 1024, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+            sizes={
+                "full": Shape(batch=4, seqlen=2048, config={"hidden_size": 1024, "n_head": 16, "n_layer": 4}),
+                "small": Shape(batch=2, seqlen=128, config={"hidden_size": 128, "n_head": 4, "n_layer": 2}),
+            },
+        ),
+        Family(
+            name="gpt_oss",
+            config="GptOssConfig",
+            model="GptOssModel",
+            inputs="decoder",
+            shared={"num_local_experts": 4, "num_experts_per_tok": 2},
+            sizes={
+                "full": Shape(batch=2, seqlen=4096, config=_decoder(2880, 2880, 2, 64, 8, 64, sliding_window=128)),
+                "small": Shape(batch=2, seqlen=128, config={**_SMALL_DECODER, "sliding_window": 32}),
+            },
+        ),
+    )
+}
+
+
+def build(
+    name: str,
+    size: Size,
+    attn_implementation: str,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> nn.Module:
+    """The model of a family with random weights, in eval mode. The weights are drawn on `device`, so they differ from one to another.
+
+    Raises KeyError for an unknown family or size, and transformers' own ValueError where the family has no such
+    `attn_implementation` ("sdpa" or "eager").
+    """
+    import transformers
+
+    family = FAMILIES[name]
+    # Nested dicts of a config (rope) are changed in place by transformers: FAMILIES must stay as it is.
+    arguments = copy.deepcopy({**family.shared, **family.sizes[size].config})
+    config = getattr(transformers, family.config)(attn_implementation=attn_implementation, **arguments)
+    with torch.random.fork_rng(devices=[] if device == "cpu" else [device]), torch.device(device):
+        torch.manual_seed(seed)
+        model: nn.Module = getattr(transformers, family.model)(config)
+    return model.to(dtype=dtype).eval()
