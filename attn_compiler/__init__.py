@@ -11,14 +11,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attn_compiler.explaining import explain
     from attn_compiler.options import Options
-    from attn_compiler.report import explain, reports, reset
+    from attn_compiler.report import reports, reset
 
 __all__ = ["Options", "__version__", "explain", "reports", "reset"]
 
 _HOMES = {
     "Options": "attn_compiler.options",
-    "explain": "attn_compiler.report",
+    "explain": "attn_compiler.explaining",
     "reports": "attn_compiler.report",
     "reset": "attn_compiler.report",
 }

@@ -9,9 +9,10 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from attn_compiler.report import Reason
+if TYPE_CHECKING:
+    from attn_compiler.report import Reason
 
 
 class AttnCompilerWarning(UserWarning):

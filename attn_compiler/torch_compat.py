@@ -229,7 +229,7 @@ def graph_name() -> str:
 def trace_artifact(name: str, payload: Callable[[], str], *, encoding: str = "string") -> None:
     """Put a file into TORCH_TRACE, under the compilation under way, for tlparse to show. encoding: "string" or "json".
 
-    payload is called only if a trace is being written.
+    payload is not called when PyTorch knows that no trace is being written.
     """
     trace_structured(
         "artifact",

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attn_compiler import cache
+from attn_compiler.options import Options
+from attn_compiler.target import Target
+
+CPU = Target.fake(device="cpu")
+GPU = Target.fake()
+
+
+def test_key_differs_with_everything_that_decides_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [
+        cache.cache_key(Options(), [CPU]),
+        cache.cache_key(Options(lowering="sdpa"), [CPU]),
+        cache.cache_key(Options(), [GPU]),
+        cache.cache_key(Options(), [CPU, GPU]),
+        cache.cache_key(Options(), [Target.fake(device="cpu", disabled=frozenset({"flash"}))]),
+    ]
+    monkeypatch.setattr(cache, "package_version", lambda: "999.0")
+    keys.append(cache.cache_key(Options(), [CPU]))
+    monkeypatch.setattr(cache, "sources_digest", lambda: "edited")
+    keys.append(cache.cache_key(Options(), [CPU]))
+    assert len(set(keys)) == len(keys)
+
+
+def test_key_is_the_same_for_the_same_compilation() -> None:
+    assert cache.cache_key(Options(), [CPU, GPU]) == cache.cache_key(Options(dump_dir="elsewhere"), [GPU, CPU])
+
+
+def test_digest_of_sources_sees_edits_new_files_and_renames_but_no_bytecode(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "a.py").write_text("x = 1")
+    first = cache.digest_of_tree(tmp_path)
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "a.pyc").write_bytes(b"any")
+    assert cache.digest_of_tree(tmp_path) == first
+    (tmp_path / "priorities.toml").write_text("")
+    second = cache.digest_of_tree(tmp_path)
+    (tmp_path / "kernels" / "a.py").write_text("x = 2")
+    third = cache.digest_of_tree(tmp_path)
+    (tmp_path / "kernels" / "a.py").rename(tmp_path / "kernels" / "b.py")
+    assert len({first, second, third, cache.digest_of_tree(tmp_path)}) == 4
+
+
+def test_sources_digest_covers_this_package() -> None:
+    package = Path(cache.__file__).parent
+    assert cache.sources_digest() == cache.digest_of_tree(package)
+    assert (package / "lowerings").is_dir()

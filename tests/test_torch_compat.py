@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from attn_compiler import torch_compat
+from attn_compiler.errors import InvalidOption, PassFailed, UnsupportedTorch
+
+Capture = Callable[..., list[fx.GraphModule]]
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.15.1", "2.15.0a0+git1234"])
+def test_supported_versions(version: str) -> None:
+    torch_compat.require_supported_torch(version)
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "1.13.0", "2.16.0", "2.16.0.dev20261201", "3.0.0"])
+def test_unsupported_versions(version: str) -> None:
+    with pytest.raises(UnsupportedTorch, match=re.escape(version) + r".*>=2\.11,<2\.16"):
+        torch_compat.require_supported_torch(version)
+
+
+def test_importing_checks_the_version_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    spec = importlib.util.spec_from_file_location("copy_of_torch_compat", torch_compat.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(UnsupportedTorch):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_inductors_own_type_of_an_option() -> None:
+    assert torch_compat.inductor_option_type("max_autotune") is bool
+    assert torch_compat.inductor_option_type("cpp.simdlen") is None
+
+
+class _Recorder(CustomGraphPass):
+    """A pass of a user: notes Inductor's settings while a graph is compiled."""
+
+    def __init__(self, uuid: str | None = "recorder") -> None:
+        self.cudagraphs: list[bool] = []
+        self._uuid = uuid
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.cudagraphs.append(torch._inductor.config.triton.cudagraphs)
+
+    def uuid(self) -> str | None:
+        return self._uuid
+
+
+def test_cache_key_pass_runs_and_counts_the_users_passes() -> None:
+    first, second = _Recorder("first"), _Recorder("second")
+    ours = torch_compat.CacheKeyPass("key", before=(first, second))
+    ours(fx.Graph())
+    assert (len(first.cudagraphs), len(second.cudagraphs)) == (1, 1)
+    assert ours.uuid() != torch_compat.CacheKeyPass("key").uuid()
+    assert ours.uuid() != torch_compat.CacheKeyPass("other key", before=(first, second)).uuid()
+
+
+@pytest.mark.parametrize("uncacheable", [_Recorder(uuid=None), lambda graph: None])
+def test_a_users_pass_without_uuid_still_switches_caching_off(uncacheable: Any) -> None:
+    assert torch_compat.CacheKeyPass("key", before=(uncacheable,)).uuid() is None
+
+
+def _capture(gm: fx.GraphModule, seen: list[fx.GraphModule]) -> Callable[..., Any]:
+    seen.append(gm)
+    return gm.forward
+
+
+@pytest.fixture
+def capture() -> Capture:
+    """Dynamo's graphs of one call."""
+
+    def run(function: Callable[..., Any], *args: Any, **compile_options: Any) -> list[fx.GraphModule]:
+        seen: list[fx.GraphModule] = []
+        torch.compile(function, backend=lambda gm, _: _capture(gm, seen), **compile_options)(*args)
+        return seen
+
+    return run
+
+
+def test_patches_and_the_users_pass_reach_forward_and_lazy_backward() -> None:
+    # Only matrix products: their graphs need no generated C++.
+    recorder = _Recorder()
+    patches = {"triton.cudagraphs": True, "joint_custom_pre_pass": recorder, "post_grad_custom_pre_pass": recorder}
+
+    def backend(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        return torch_compat.compile_with_inductor(gm, inputs, patches=patches, cache_key="test", region="here")
+
+    weight = torch.randn(4, 4, requires_grad=True)
+    x = torch.randn(4, 4)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        out = torch.compile(lambda a: a @ weight, backend=backend)(x)
+        out.backward(torch.ones_like(out))
+    torch.testing.assert_close(out, x @ weight)
+    torch.testing.assert_close(weight.grad, x.T @ torch.ones_like(out))
+    # The joint graph once, then the forward and the backward after it.
+    assert recorder.cudagraphs == [True, True, True]
+    assert torch._inductor.config.joint_custom_pre_pass is None
+
+
+def test_a_pass_set_in_inductors_config_is_kept() -> None:
+    recorder = _Recorder()
+
+    def backend(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        return torch_compat.compile_with_inductor(gm, inputs, patches={}, cache_key="test")
+
+    with torch._inductor.config.patch(force_disable_caches=True, joint_custom_pre_pass=recorder):
+        torch.compile(lambda a: a @ a, backend=backend)(torch.randn(4, 4))
+    assert len(recorder.cudagraphs) == 1
+
+
+def test_other_backends() -> None:
+    def backend(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        return torch_compat.compile_with_backend("aot_eager", gm, inputs)
+
+    x = torch.randn(3, requires_grad=True)
+    torch.compile(lambda a: a.sin().sum(), backend=backend)(x).backward()
+    torch.testing.assert_close(x.grad, x.detach().cos())
+
+
+def _raise(error: Exception) -> Callable[..., Any]:
+    raise error
+
+
+def test_unwrapped_error_reaches_the_user_in_its_own_class() -> None:
+    def backend(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        raise torch_compat.unwrapped(InvalidOption(option="strict", expected="True or False", value=3))
+
+    with pytest.raises(InvalidOption, match="got 3") as caught:
+        torch.compile(lambda a: a + 1, backend=backend)(torch.ones(1))
+    assert caught.value.value == 3
+    assert type(caught.value).__name__ == "InvalidOption"
+
+
+def test_unwrapped_error_keeps_the_traceback_of_its_cause() -> None:
+    def backend(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        failed = PassFailed(pass_name="match", site="attn", cause="KeyError: 'q'", reproduce="run it again")
+        failed.__cause__ = KeyError("q")
+        raise torch_compat.unwrapped(failed) from failed.__cause__
+
+    with pytest.raises(PassFailed) as caught:
+        torch.compile(lambda a: a + 1, backend=backend)(torch.ones(1))
+    assert "KeyError: 'q'" in "".join(traceback.format_exception(caught.value)).split("run it again")[1]
+
+
+def test_graph_devices_looks_into_nested_graphs(capture: Capture) -> None:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x.to("meta").sin()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
+
+    (gm,) = capture(outer, torch.randn(2))
+    assert torch_compat.graph_devices(gm) == (torch.device("cpu"), torch.device("meta"))
+    assert len(list(torch_compat.graph_modules(gm))) == 2
+
+
+def test_dims_and_conditions_add_no_guard(capture: Capture) -> None:
+    (gm,) = capture(lambda x: x.sin(), torch.randn(6, 3), dynamic=True)
+    sizes = [torch_compat.fake_value(n) for n in gm.graph.nodes if isinstance(torch_compat.fake_value(n), torch.SymInt)]
+    size = sizes[0]
+    guards = len(size.node.shape_env.guards)
+    name = torch_compat.dim_of(size)
+    assert isinstance(name, str)
+    assert torch_compat.dim_of(size * 2) == f"2*{name}"
+    assert torch_compat.dim_of(size - size + 4) == 4
+    assert torch_compat.dim_of(3) == 3
+    assert torch_compat.statically_known(size * 2 == size + size)
+    assert not torch_compat.statically_known(size == 6)
+    assert torch_compat.statically_known(True)
+    assert len(size.node.shape_env.guards) == guards
+
+
+def test_fake_mode_of_the_values() -> None:
+    with FakeTensorMode() as mode:
+        fake = torch.empty(2)
+    assert torch_compat.fake_mode_of([3, fake]) is mode
+    assert torch_compat.fake_mode_of([]) is None
+
+
+def test_wrapper_subclasses_are_seen() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)], layout=torch.jagged)
+    assert torch_compat.is_wrapper_subclass(nested)
+    assert not torch_compat.is_wrapper_subclass(torch.nn.Parameter(torch.ones(2)))
+
+
+def test_graph_name_is_the_compile_id() -> None:
+    names: list[str] = []
+
+    def backend(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        names.append(torch_compat.graph_name())
+        return gm.forward
+
+    compiled = torch.compile(lambda a: a + 1, backend=backend, dynamic=False)
+    compiled(torch.ones(1))
+    compiled(torch.ones(2))
+    assert re.fullmatch(r"\d+/0", names[0])
+    assert names[1] == names[0].replace("/0", "/1")
+    assert torch_compat.graph_name() == "-"
+
+
+class _Collector(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[Any] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def test_artifact_is_written_to_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = _Collector()
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [collector])
+    torch_compat.trace_artifact("attn_compiler_test", lambda: '{"a": 1}', encoding="json")
+    record = next(r for r in collector.records if "artifact" in r.metadata)
+    assert record.metadata["artifact"] == {"name": "attn_compiler_test", "encoding": "json"}
+    assert record.payload == '{"a": 1}'
+
+
+def test_artifact_costs_nothing_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [])
+    torch_compat.trace_artifact("attn_compiler_test", lambda: pytest.fail("payload was made for nobody"))
+
+
+def test_forgetting_cuda_graphs_needs_no_gpu() -> None:
+    torch_compat.forget_cuda_graphs()
