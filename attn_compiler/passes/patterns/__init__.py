@@ -1,0 +1,27 @@
+"""The ways in which attention is written. To add one: a file with NAME, ANCHORS and match(), a line in PATTERNS, its test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.patterns import sdpa_call, softmax_chain
+from attn_compiler.passes.site import Match
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pattern:
+    """anchors: the ATen ops that it starts from. match: anchor -> Match, or raises Refused with the place where it stopped."""
+
+    name: str
+    anchors: frozenset[object]
+    match: Callable[[Mirror, fx.Node], Match]
+
+
+PATTERNS: tuple[Pattern, ...] = (
+    Pattern(name=sdpa_call.NAME, anchors=sdpa_call.ANCHORS, match=sdpa_call.match),
+    Pattern(name=softmax_chain.NAME, anchors=softmax_chain.ANCHORS, match=softmax_chain.match),
+)

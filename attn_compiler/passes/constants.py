@@ -1,0 +1,76 @@
+"""Numbers that the mirror holds as tensors: `torch.full([], 8.0)`, `torch.tensor(0.125)`, `sqrt` of one, and so on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.passes.mirror import Mirror
+
+aten = torch.ops.aten
+_MAX_DEPTH = 8
+
+#: ops that make or change one number, safe to run on real tensors while compiling
+_FOLDABLE = frozenset(
+    {
+        aten.full.default,
+        aten.scalar_tensor.default,
+        aten.zeros.default,
+        aten.ones.default,
+        aten.new_full.default,
+        aten.full_like.default,
+        aten.sqrt.default,
+        aten.rsqrt.default,
+        aten.reciprocal.default,
+        aten.neg.default,
+        aten.pow.Tensor_Scalar,
+        aten.mul.Tensor,
+        aten.div.Tensor,
+        aten.add.Tensor,
+        aten.sub.Tensor,
+        aten.to.dtype,
+        aten.to.device,
+        aten.to.dtype_layout,
+        aten.clone.default,
+        aten.detach.default,
+        aten.alias.default,
+        aten.lift_fresh_copy.default,
+        aten.lift_fresh.default,
+    }
+)
+
+
+def number(mirror: Mirror, value: Any) -> float | None:
+    """The number that an argument of a mirror node is, if it is known while compiling; never a symbolic one."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, (int, float)):
+        return float(value)
+    if not isinstance(value, fx.Node):
+        return None
+    folded = _fold(mirror, value, _MAX_DEPTH)
+    return float(folded.item()) if folded is not None and folded.numel() == 1 else None
+
+
+def _fold(mirror: Mirror, node: fx.Node, depth: int) -> torch.Tensor | None:
+    held = mirror.constant(node)
+    if held is not None:
+        return held.detach().cpu() if held.numel() == 1 else None
+    fake = node.meta.get("val")
+    if depth == 0 or node.target not in _FOLDABLE or not isinstance(fake, torch.Tensor) or fake.dim() > 4:
+        return None
+    if any(not isinstance(s, int) or s != 1 for s in fake.shape):
+        return None
+    args = []
+    for arg in node.args:
+        folded = _fold(mirror, arg, depth - 1) if isinstance(arg, fx.Node) else arg
+        if folded is None or isinstance(folded, (torch.SymFloat, torch.SymInt)):
+            return None
+        args.append(folded)
+    kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")}
+    if any(isinstance(v, fx.Node) for v in kwargs.values()) or node.target is aten.to.device:
+        return args[0] if node.target is aten.to.device else None
+    result: torch.Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+    return result

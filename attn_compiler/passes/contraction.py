@@ -1,0 +1,133 @@
+"""matmul, bmm, baddbmm and einsum as one thing: a product of two tensors with a label on every axis.
+
+A label in both operands and in the output is a batch axis, in both operands only it is contracted, else it is free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from attn_compiler.passes.views import argument, value
+
+aten = torch.ops.aten
+Labels = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contraction:
+    """out = beta · addend + alpha · (lhs · rhs). A batch axis of size one broadcasts, as in matmul."""
+
+    node: fx.Node
+    lhs: fx.Node
+    rhs: fx.Node
+    lhs_labels: Labels
+    rhs_labels: Labels
+    out_labels: Labels
+    addend: fx.Node | None = None
+    alpha: float = 1.0
+    beta: float = 1.0
+
+    @property
+    def contracted(self) -> Labels:
+        return tuple(x for x in self.lhs_labels if x in self.rhs_labels and x not in self.out_labels)
+
+    @property
+    def batch(self) -> Labels:
+        return tuple(x for x in self.out_labels if x in self.lhs_labels and x in self.rhs_labels)
+
+    @property
+    def lhs_free(self) -> Labels:
+        return tuple(x for x in self.out_labels if x not in self.rhs_labels)
+
+    @property
+    def rhs_free(self) -> Labels:
+        return tuple(x for x in self.out_labels if x not in self.lhs_labels)
+
+
+PRODUCTS = frozenset(
+    {aten.matmul.default, aten.bmm.default, aten.mm.default, aten.baddbmm.default, aten.einsum.default}
+)
+
+
+def parse(node: fx.Node) -> Contraction | None:
+    """The contraction that this node is, or None: no product, not of two tensors, or an axis used twice in one of them."""
+    if node.target not in PRODUCTS:
+        return None
+    if node.target is aten.einsum.default:
+        return _einsum(node)
+    if node.target is aten.baddbmm.default:
+        return _baddbmm(node)
+    lhs, rhs = node.args[0], node.args[1]
+    if not isinstance(lhs, fx.Node) or not isinstance(rhs, fx.Node):
+        return None
+    return _matmul(node, lhs, rhs)
+
+
+def _matmul(node: fx.Node, lhs: fx.Node, rhs: fx.Node) -> Contraction | None:
+    left, right = value(lhs).dim(), value(rhs).dim()
+    if left < 2 or right < 2:
+        return None
+    rank = max(left, right)
+    batch = tuple(range(rank - 2))
+    m, n, d = rank, rank + 1, rank + 2
+    return Contraction(
+        node=node,
+        lhs=lhs,
+        rhs=rhs,
+        lhs_labels=(*batch[rank - left :], m, d),
+        rhs_labels=(*batch[rank - right :], d, n),
+        out_labels=(*batch, m, n),
+    )
+
+
+def _baddbmm(node: fx.Node) -> Contraction | None:
+    addend, lhs, rhs = node.args[:3]
+    alpha, beta = argument(node, "alpha"), argument(node, "beta")
+    if not (isinstance(addend, fx.Node) and isinstance(lhs, fx.Node) and isinstance(rhs, fx.Node)):
+        return None
+    if not isinstance(alpha, (int, float)) or not isinstance(beta, (int, float)):
+        return None
+    plain = _matmul(node, lhs, rhs)
+    if plain is None:
+        return None
+    return Contraction(
+        node=node,
+        lhs=lhs,
+        rhs=rhs,
+        lhs_labels=plain.lhs_labels,
+        rhs_labels=plain.rhs_labels,
+        out_labels=plain.out_labels,
+        addend=addend if beta != 0 else None,
+        alpha=float(alpha),
+        beta=float(beta),
+    )
+
+
+def _einsum(node: fx.Node) -> Contraction | None:
+    equation, operands = node.args[0], node.args[1]
+    if not isinstance(equation, str) or not isinstance(operands, (list, tuple)) or len(operands) != 2:
+        return None
+    lhs, rhs = operands
+    if not isinstance(lhs, fx.Node) or not isinstance(rhs, fx.Node) or "->" not in equation:
+        return None
+    inputs, output = equation.replace(" ", "").split("->")
+    terms = inputs.split(",")
+    if len(terms) != 2:
+        return None
+    ranks = [value(lhs).dim(), value(rhs).dim()]
+    dots = max((rank - len(t.replace("...", "")) for t, rank in zip(terms, ranks, strict=True) if "..." in t), default=0)
+    left, right = (_labels(t, rank - len(t.replace("...", "")), dots) for t, rank in zip(terms, ranks, strict=True))
+    out = _labels(output, dots, dots)
+    if any(len(set(labels)) != len(labels) for labels in (left, right, out)):
+        return None
+    return Contraction(node=node, lhs=lhs, rhs=rhs, lhs_labels=left, rhs_labels=right, out_labels=out)
+
+
+def _labels(term: str, own_dots: int, all_dots: int) -> Labels:
+    """Labels of one einsum term; the axes of an ellipsis are numbered from the right, so that they align as in matmul."""
+    before, ellipsis, after = term.partition("...")
+    dots = tuple(range(all_dots - own_dots, all_dots)) if ellipsis else ()
+    return (*(all_dots + ord(c) for c in before), *dots, *(all_dots + ord(c) for c in after))

@@ -1,0 +1,157 @@
+"""Two ways to carry out the same calls: on fake values, to know what would come out, and into the Dynamo graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from attn_compiler.passes import axes, mutation
+from attn_compiler.passes.axes import AxisError, Size
+from attn_compiler.passes.mirror import Mirror
+
+X = TypeVar("X")
+
+
+class Builder(Protocol[X]):
+    """Carries out calls on values of type X: fake tensors or graph nodes."""
+
+    def leaf(self, node: fx.Node) -> X:
+        """The value of a mirror node that exists in the Dynamo graph."""
+        ...
+
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> X: ...
+
+    def value(self, x: X) -> torch.Tensor: ...
+
+    def size(self, size: Size, known: list[fx.Node]) -> Any:
+        """A number for a size expression, taken from a dimension of one of the `known` mirror nodes if it is symbolic."""
+        ...
+
+    def once(self, key: Any, make: Callable[[], X]) -> X:
+        """make(), or what it gave for an equal key before."""
+        ...
+
+
+def example(mirror: Mirror, node: fx.Node) -> Any:
+    """Dynamo's own value for a mirror node: the one with the true dtype, strides and requires_grad."""
+    dynamo = mirror.dynamo_node(node)
+    if dynamo is None:
+        raise AxisError(f"{node.name} exists only inside one call of the graph")
+    return dynamo.meta["example_value"]
+
+
+def find_size(mirror: Mirror, size: Size, known: list[fx.Node]) -> tuple[fx.Node, int]:
+    """A (mirror node, dimension) that has this symbolic size."""
+    for node in known:
+        shape = example(mirror, node).shape
+        for dim, length in enumerate(shape):
+            if axes.same_size(axes.size_expr(length), size):
+                return node, dim
+    raise AxisError(f"no tensor of the site has the size {size}")
+
+
+class FakeBuilder(Generic[X]):
+    """Runs on fake values and leaves the graph alone."""
+
+    def __init__(self, mirror: Mirror, mode: FakeTensorMode) -> None:
+        self._mirror = mirror
+        self._mode = mode
+
+    def leaf(self, node: fx.Node) -> Any:
+        return example(self._mirror, node)
+
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        with self._mode, torch.no_grad():
+            return function(*args, **kwargs)
+
+    def value(self, x: Any) -> torch.Tensor:
+        tensor: torch.Tensor = x
+        return tensor
+
+    def size(self, size: Size, known: list[fx.Node]) -> Any:
+        if size.is_Integer:
+            return int(size)
+        node, dim = find_size(self._mirror, size, known)
+        return example(self._mirror, node).shape[dim]
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        return make()
+
+
+class GraphBuilder:
+    """Writes call_function nodes into the Dynamo graph, each with its value, source line and module path.
+
+    What several sites need is made once, before the first of them (once for each grad mode: a tensor that is made under
+    no_grad would lose its gradient).
+    """
+
+    def __init__(self, graph: fx.Graph, mirror: Mirror, mode: FakeTensorMode) -> None:
+        self._graph = graph
+        self._mirror = mirror
+        self.mode = mode
+        self._shared: dict[Any, fx.Node] = {}
+        self._origin: fx.Node | None = None
+        self._with_grad = False
+
+    @contextlib.contextmanager
+    def at(self, node: fx.Node, *, with_grad: bool) -> Iterator[None]:
+        """Insert before this Dynamo node, in its name."""
+        self._origin, self._with_grad = node, with_grad
+        with self._graph.inserting_before(node):
+            yield
+        self._origin = None
+
+    def leaf(self, node: fx.Node) -> fx.Node:
+        dynamo = self._mirror.dynamo_node(node)
+        if dynamo is None:
+            raise AxisError(f"{node.name} exists only inside one call of the graph")
+        return dynamo
+
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self._graph.call_function(function, args, kwargs)
+        if self._origin is not None:
+            node.meta.update({k: v for k, v in self._origin.meta.items() if k != "example_value"})
+        node.meta["example_value"] = self._run(function, args, kwargs)
+        return node
+
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        values = fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])
+        with self.mode, torch.set_grad_enabled(self._with_grad):
+            return function(*values[0], **values[1])
+
+    def value(self, x: fx.Node) -> torch.Tensor:
+        tensor: torch.Tensor = x.meta["example_value"]
+        return tensor
+
+    def size(self, size: Size, known: list[fx.Node]) -> Any:
+        if size.is_Integer:
+            return int(size)
+        node, dim = find_size(self._mirror, size, known)
+        return self.call(torch.ops.aten.sym_size.int, self.leaf(node), dim)
+
+    def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
+        key = (self._with_grad, key)
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def shared_mask(self, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """`mask` as an additive tensor of `dtype`: True -> 0, False -> -inf."""
+        return self.once(("additive", mask, dtype), lambda: self._additive(mask, dtype))
+
+    def _additive(self, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
+        if self.value(mask).dtype != torch.bool:
+            return mask if self.value(mask).dtype == dtype else self.call(torch.Tensor.to, mask, dtype)
+        zero = self.call(torch.zeros, (), dtype=dtype, device=self.value(mask).device)
+        return self.call(torch.where, mask, zero, float("-inf"))
+
+
+def version(mirror: Mirror, tensor: fx.Node, at: fx.Node) -> int:
+    """How often a tensor's storage was written before a place in the graph: equal versions hold equal elements."""
+    mine = mutation.storages(tensor)
+    return sum(1 for writer, written in mirror.writers if mirror.order(writer) < mirror.order(at) and mine & written)

@@ -1,0 +1,90 @@
+"""Rewrite the Dynamo graph: for each site the operands as views, the copies that layout planned, the kernel, the way back.
+
+Rewriting happens before AOTAutograd, which then differentiates what the lowering emitted. The model's own nodes are erased
+where nothing else reads them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from attn_compiler.lowerings import by_name
+from attn_compiler.lowerings.base import Operands
+from attn_compiler.passes import program, recover, strides
+from attn_compiler.passes.emit import GraphBuilder
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.select import UNTOUCHED
+from attn_compiler.passes.site import Site
+from attn_compiler.passes.unit import Unit
+from attn_compiler.report import Copy
+
+
+def run(unit: Unit, mirror: Mirror) -> None:
+    """Lower every site that has a lowering, then recompile."""
+    builder = GraphBuilder(unit.graph, mirror, unit.mode)
+    for site in unit.sites:
+        unit.current = site.module
+        if site.decision is not None and site.decision.lowering != UNTOUCHED:
+            _lower(unit, mirror, site, builder)
+    unit.graph_module.recompile()
+
+
+def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> None:
+    if site.spec is None or site.decision is None:
+        raise ValueError(f"the site at {site.module} was not decided")
+    old = builder.leaf(site.match.out)
+    with builder.at(old, with_grad=site.spec.needs_grad):
+        tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
+        operands = _operands(site, builder, tensors)
+        out = by_name(site.decision.lowering).emit(builder, site.spec, operands)
+        new = _finish(site, builder, out, old)
+    old.replace_all_uses_with(new)
+    site.new_out = new
+    _erase(unit.graph, mirror, site, old)
+
+
+def _operands(site: Site, builder: GraphBuilder, tensors: program.Tensors[fx.Node]) -> Operands:
+    copied = {c.operand for c in site.copies}
+    q, k, v = (
+        builder.call(torch.Tensor.contiguous, x) if name in copied else x
+        for name, x in (("q", tensors.q), ("k", tensors.k), ("v", tensors.v))
+    )
+    return Operands(q=q, k=k, v=v, mask=tensors.mask, sinks=tensors.sinks)
+
+
+def _finish(site: Site, builder: GraphBuilder, out: fx.Node, old: fx.Node) -> fx.Node:
+    """The kernel's output in the model's dimensions and dtype, and in its strides where somebody downstream relies on them."""
+    new = program.restore(site.match, builder, out)
+    dtype = old.meta["example_value"].dtype
+    if builder.value(new).dtype != dtype:
+        new = builder.call(torch.Tensor.to, new, dtype)
+    reader = strides.relies_on(old, builder.value(new), builder.mode)
+    if reader is None:
+        return new
+    wanted: torch.Tensor = old.meta["example_value"]
+    site.copies.append(Copy(operand="out", bytes=_bytes(wanted), why=f"{reader} needs the strides that the model made"))
+    return strides.restride(builder, new, wanted)
+
+
+def _bytes(value: torch.Tensor) -> int | None:
+    return None if any(isinstance(s, torch.SymInt) for s in value.shape) else value.numel() * value.element_size()
+
+
+def _erase(graph: fx.Graph, mirror: Mirror, site: Site, old: fx.Node) -> None:
+    """Erase the site's own nodes that nothing reads any more, and pure ones above them that only it read."""
+    own = {mirror.owner(n) for n in site.match.covered}
+    writers = {mirror.owner(writer) for writer, _ in mirror.writers} - own
+    candidates = [old]
+    while candidates:
+        node = candidates.pop()
+        if node.users or node.op not in ("call_function", "call_method") or node in writers:
+            continue
+        inputs = node.all_input_nodes
+        graph.erase_node(node)
+        candidates.extend(n for n in inputs if n in own or _is_pure(mirror, n))
+
+
+def _is_pure(mirror: Mirror, node: fx.Node) -> bool:
+    """Whether a node only computes its value: it exists in the mirror as ATen ops that write nothing."""
+    return node.op in ("call_function", "call_method") and mirror.computes_only(node)

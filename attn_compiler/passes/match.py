@@ -1,0 +1,73 @@
+"""Anchors to sites: each softmax and SDPA call of the mirror is given to the patterns that start from it."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from attn_compiler.passes import regions
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.patterns import PATTERNS, Pattern
+from attn_compiler.passes.site import Match, Miss, Refused, Site
+from attn_compiler.passes.unit import Unit, module_path, tensor_kind
+
+
+def run(unit: Unit, mirror: Mirror) -> None:
+    """Fill in unit.sites and unit.misses, in graph order."""
+    scopes = regions.of(unit.graph)
+    for anchor in mirror.graph.nodes:
+        patterns = [p for p in PATTERNS if anchor.target in p.anchors]
+        if patterns:
+            _match(unit, mirror, anchor, patterns, scopes)
+
+
+def _match(
+    unit: Unit, mirror: Mirror, anchor: fx.Node, patterns: list[Pattern], scopes: dict[fx.Node, regions.Region]
+) -> None:
+    refusals: list[tuple[Pattern, Refused]] = []
+    for pattern in patterns:
+        try:
+            match = pattern.match(mirror, anchor)
+            _require_rewritable(mirror, match, scopes)
+        except Refused as refused:
+            refusals.append((pattern, refused))
+        else:
+            unit.sites.append(Site(match=match, module=_module(mirror, match.out)))
+            return
+    pattern, furthest = max(refusals, key=lambda r: r[1].progress)
+    unit.misses.append(Miss(anchor=anchor, nearest=pattern.name, stopped_at=furthest.at, reason=furthest.reason))
+
+
+def _require_rewritable(mirror: Mirror, match: Match, scopes: dict[fx.Node, regions.Region]) -> None:
+    out = mirror.dynamo_node(match.out)
+    if out is None:
+        owner = mirror.owner(match.out)
+        raise Refused(
+            rule="the attention's output is a value of the captured graph",
+            observed=f"it is inside the call {owner.name if owner else match.out.name}",
+            at=match.out,
+            progress=5,
+        )
+    if scopes[out].sdpa_kernel:
+        raise Refused(
+            rule="the kernel is not already chosen by an sdpa_kernel scope",
+            observed="the call is inside one",
+            remedy="remove torch.nn.attention.sdpa_kernel to let the backend choose",
+            at=match.out,
+            progress=5,
+        )
+    for operand in (match.q, match.k, match.v):
+        kind = _kind(mirror, operand.root)
+        if kind is not None:
+            raise Refused(rule="q, k and v are plain strided tensors", observed=kind, at=match.out, progress=5)
+
+
+def _kind(mirror: Mirror, node: fx.Node) -> str | None:
+    dynamo = mirror.dynamo_node(node)
+    value = dynamo.meta.get("example_value") if dynamo is not None else None
+    return tensor_kind(value) if isinstance(value, torch.Tensor) else None
+
+
+def _module(mirror: Mirror, node: fx.Node) -> str:
+    owner = mirror.owner(node)
+    return module_path(owner) if owner is not None else "(no module)"

@@ -1,0 +1,214 @@
+"""The canonical pre-dispatch ATen mirror of one Dynamo graph, with provenance: what is matched on, and never compiled.
+
+Dynamo's graph has many spellings of one thing (methods, functions, operators); here there is one ATen op for each, with bound
+arguments and fake values, while SDPA, softmax, matmul, einsum and linear stay whole. Higher-order and functorch nodes are
+opaque: each result becomes an `opaque` call on the node's inputs, shaped like its example value. Autocast regions are entered for real while tracing, so that
+dtypes are right, and leave no node behind. Dynamo's example values are the truth: where tracing gives another dtype, the
+mirror takes Dynamo's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from attn_compiler import torch_tracing
+from attn_compiler.passes import mutation
+
+_OPAQUE_MODULES = ("torch._functorch", "torch._C._functorch", "torch.autograd.function", "torch.nn.attention")
+
+#: methods that turn an element into a number: the number is Dynamo's symbol for it, a fake tensor has none
+_READS_NUMBERS = ("item", "tolist")
+
+
+class Mirror:
+    """graph: the ATen graph; `meta["val"]` of each node is its fake value.
+
+    dynamo_node(n): the Dynamo node with the very value of mirror node n, or None (an intermediate of one Dynamo call).
+    owner(n): the Dynamo node whose execution made n. order(n): its place in the mirror. writers: nodes that write in place,
+    each with the storages that it writes to.
+    """
+
+    def __init__(self, graph: fx.Graph, owners: dict[fx.Node, fx.Node], values: dict[fx.Node, fx.Node]) -> None:
+        self.graph = graph
+        self._owners = owners
+        self._values = values
+        self._order = {node: i for i, node in enumerate(graph.nodes)}
+        self.writers = mutation.writers(graph)
+        self._owned: dict[fx.Node, list[fx.Node]] = {}
+        for node, owner in owners.items():
+            self._owned.setdefault(owner, []).append(node)
+        self._live = _live(graph, self.writers)
+
+    def dynamo_node(self, node: fx.Node) -> fx.Node | None:
+        return self._values.get(node)
+
+    def owner(self, node: fx.Node) -> fx.Node | None:
+        return self._owners.get(node)
+
+    def order(self, node: fx.Node) -> int:
+        return self._order[node]
+
+    def computes_only(self, dynamo_node: fx.Node) -> bool:
+        """Whether a Dynamo node does nothing but compute its value: ATen ops that write nothing in place."""
+        owned = self._owned.get(dynamo_node, [])
+        return all(isinstance(n.target, torch._ops.OpOverload) and not mutation.writes(n) for n in owned)
+
+    def readers(self, node: fx.Node) -> list[fx.Node]:
+        """The users of a node whose results matter: not those that nothing goes on to read."""
+        return [user for user in node.users if user in self._live]
+
+    def constant(self, node: fx.Node) -> torch.Tensor | None:
+        """The real tensor that a node is known to hold: a constant of the Dynamo graph, or one made while tracing."""
+        tensor = node.meta.get("constant")
+        return tensor if isinstance(tensor, torch.Tensor) else None
+
+
+def build(graph_module: fx.GraphModule) -> Mirror:
+    """Trace the mirror of one Dynamo graph module (not of the bodies nested in it)."""
+    placeholders = [n.meta["example_value"] for n in graph_module.graph.nodes if n.op == "placeholder"]
+    tracer = _Tracing(graph_module)
+    traced = torch_tracing.trace_pre_dispatch(tracer.run_all, placeholders)
+    return Mirror(traced.graph, *tracer.finish(traced))
+
+
+def opaque(*inputs: torch.Tensor) -> None:
+    """Stands in the mirror for a call that is not looked into: it reads `inputs`, and may do anything with them."""
+    raise NotImplementedError("a mirror is analysed, never run")
+
+
+def _live(graph: fx.Graph, writers: mutation.Writers) -> set[fx.Node]:
+    roots = [n for n in graph.nodes if n.op == "output" or n.target is opaque] + [writer for writer, _ in writers]
+    live: set[fx.Node] = set()
+    while roots:
+        node = roots.pop()
+        if node not in live:
+            live.add(node)
+            roots.extend(node.all_input_nodes)
+    return live
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Nodes that tracing must not enter."""
+    if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    module = getattr(node.target, "__module__", "") or ""
+    return node.op == "call_function" and module.startswith(_OPAQUE_MODULES)
+
+
+class _Tracing(fx.Interpreter):
+    """Runs the Dynamo graph under make_fx and writes down which Dynamo node made which ATen node."""
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        super().__init__(graph_module, garbage_collect_values=False)
+        self._owner_names: dict[str, fx.Node] = {}
+        self._value_names: dict[str, fx.Node] = {}
+        self._constants: dict[str, torch.Tensor] = {}
+        self._traced_so_far = 0
+        self._regions: list[torch.amp.autocast_mode.autocast] = []
+
+    def run_all(self, *args: Any) -> Any:
+        try:
+            return self.run(*args, enable_io_processing=False)
+        finally:
+            while self._regions:
+                self._regions.pop().__exit__(None, None, None)
+
+    def finish(self, traced: fx.GraphModule) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]]:
+        owners, values = {}, {}
+        for node in traced.graph.nodes:
+            if node.name in self._owner_names:
+                owners[node] = self._owner_names[node.name]
+            if node.name in self._value_names:
+                values[node] = self._value_names[node.name]
+            if node.name in self._constants:
+                node.meta["constant"] = self._constants[node.name]
+            elif node.op == "get_attr":
+                node.meta["constant"] = getattr(traced, str(node.target), None)
+        return owners, values
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "output":
+            return super().run_node(n)
+        tracer = torch_tracing.current_tracer()
+        result = self._truthful(n, self._execute(n), tracer)
+        nodes = tracer.graph.nodes
+        fresh = len(nodes) - self._traced_so_far
+        for aten_node in _last(tracer.graph, fresh):
+            self._owner_names[aten_node.name] = n
+        self._traced_so_far = len(nodes)
+        self._remember(n, result, tracer)
+        return result
+
+    def _execute(self, n: fx.Node) -> Any:
+        if n.op == "get_attr":
+            return self._attribute(n)
+        if n.target is torch.amp.autocast_mode._enter_autocast:
+            return self._enter(n)
+        if n.target is torch.amp.autocast_mode._exit_autocast:
+            return self._regions.pop().__exit__(None, None, None)
+        return self._stand_in(n) if is_opaque(n) or n.target in _READS_NUMBERS else super().run_node(n)
+
+    def _enter(self, n: fx.Node) -> None:
+        region = torch.amp.autocast_mode.autocast(*n.args, **n.kwargs)
+        region.__enter__()
+        self._regions.append(region)
+
+    def _attribute(self, n: fx.Node) -> Any:
+        attribute = self.fetch_attr(str(n.target))
+        if not isinstance(attribute, torch.Tensor):
+            return attribute
+        tracer = torch_tracing.current_tracer()
+        example = n.meta.get("example_value")
+        fake = example if isinstance(example, torch.Tensor) else torch_tracing.current_fake(attribute)
+        proxy = tracer.create_proxy("placeholder", f"constant_{n.name}", (), {})
+        self._constants[proxy.node.name] = attribute
+        return torch_tracing.track(_same_metadata(fake), proxy, tracer)
+
+    def _stand_in(self, n: fx.Node) -> Any:
+        tracer = torch_tracing.current_tracer()
+        values = [self.env[i] for i in n.all_input_nodes if isinstance(self.env[i], torch.Tensor)]
+        inputs = [fx.Proxy(node, tracer) for v in values if (node := torch_tracing.traced_node(v, tracer)) is not None]
+        flat, spec = pytree.tree_flatten(n.meta.get("example_value"))
+        out = []
+        for x in flat:
+            if isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+                proxy = tracer.create_proxy("call_function", opaque, tuple(inputs), {}, name=n.name)
+                x = torch_tracing.track(_same_metadata(x) if isinstance(x, torch.Tensor) else x, proxy, tracer)
+            out.append(x)
+        return pytree.tree_unflatten(out, spec)
+
+    def _truthful(self, n: fx.Node, result: Any, tracer: Any) -> Any:
+        example = n.meta.get("example_value")
+        if not isinstance(result, torch.Tensor) or not isinstance(example, torch.Tensor):
+            return result
+        if result.dtype == example.dtype:
+            return result
+        node = torch_tracing.traced_node(result, tracer)
+        if node is None:
+            return result
+        retyped = torch_tracing.track(_same_metadata(example), fx.Proxy(node, tracer), tracer)
+        node.meta["val"] = retyped
+        return retyped
+
+    def _remember(self, n: fx.Node, result: Any, tracer: Any) -> None:
+        if isinstance(result, (torch.Tensor, torch.SymFloat, torch.SymInt)):
+            node = torch_tracing.traced_node(result, tracer)
+            if node is not None:
+                self._value_names.setdefault(node.name, n)
+
+
+def _last(graph: fx.Graph, count: int) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for node in reversed(graph.nodes):
+        if len(found) == count:
+            break
+        found.append(node)
+    return found
+
+
+def _same_metadata(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)

@@ -1,0 +1,267 @@
+"""What may stand between q kᵀ and the softmax: one small reader for each op, in one table.
+
+A reader looks at one mirror node and says which input carries the scores and what is done to them. Several answers mean
+several ways on; none means that this op is not understood here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from attn_compiler.passes import constants, operands, views
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.views import argument, value
+
+aten = torch.ops.aten
+
+#: A score filled with this or less has weight zero beside any other: float16's lowest number, or anything below it
+MASKED_BELOW = -65504.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One op on the scores: `source` carries them, `node` is the result. `uses`: further nodes that belong to the op."""
+
+    node: fx.Node
+    source: fx.Node
+    uses: tuple[fx.Node, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class View(Step):
+    """Elements are moved, not changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast(Step):
+    """Another floating dtype."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale(Step):
+    """Times a number known now."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeScale(Step):
+    """Times (or over) a number known at run time only."""
+
+    by: fx.Node
+    divide: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Add(Step):
+    """Plus weight × term."""
+
+    term: fx.Node
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep(Step):
+    """Only where the condition holds (or, inverted, does not): the rest is masked out."""
+
+    condition: fx.Node
+    inverted: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tanh(Step):
+    """The middle of a softcap."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkColumn(Step):
+    """A column of logits is appended to the keys."""
+
+    sinks: fx.Node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neutral(Step):
+    """Changes nothing that a softmax can see: minus the row's maximum, or a clamp at the masking value."""
+
+
+Reader = Callable[[Mirror, fx.Node], list[Step]]
+
+
+def read(mirror: Mirror, node: fx.Node) -> list[Step]:
+    """Every way to understand `node` as a step on the scores; empty if there is none."""
+    if views.is_view(node):
+        return [View(node=node, source=views.source(node))]
+    reader = READERS.get(node.target)
+    return reader(mirror, node) if reader is not None else []
+
+
+def _scale(mirror: Mirror, node: fx.Node) -> list[Step]:
+    known = operands.scale_of(mirror, node)
+    if known is not None:
+        return [Scale(node=node, source=known[0], factor=known[1])]
+    left, right = node.args[:2]
+    divide = node.target in (aten.div.Tensor, aten.div_.Tensor)
+    steps: list[Step] = []
+    if isinstance(left, fx.Node) and isinstance(right, fx.Node):
+        if _is_number(right):
+            steps.append(RuntimeScale(node=node, source=left, by=right, divide=divide))
+        elif _is_number(left) and not divide:
+            steps.append(RuntimeScale(node=node, source=right, by=left, divide=False))
+    return steps
+
+
+def _is_number(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, (torch.SymFloat, torch.SymInt)) or (isinstance(val, torch.Tensor) and val.dim() == 0)
+
+
+def _add(mirror: Mirror, node: fx.Node) -> list[Step]:
+    left, right = node.args[:2]
+    alpha = constants.number(mirror, argument(node, "alpha"))
+    if alpha is None or not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+        return []
+    steps: list[Step] = [Add(node=node, source=left, term=right, weight=alpha)]
+    if alpha == 1.0 and not str(node.target).startswith("aten.add_"):
+        steps.append(Add(node=node, source=right, term=left))
+    return [s for s in steps if _carries_scores(s)]
+
+
+def _sub(mirror: Mirror, node: fx.Node) -> list[Step]:
+    left, right = node.args[:2]
+    alpha = constants.number(mirror, argument(node, "alpha"))
+    if alpha is None or not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+        return []
+    maximum = _row_maximum(right, left)
+    if maximum is not None and alpha == 1.0:
+        return [Neutral(node=node, source=left, uses=maximum)]
+    return [s for s in [Add(node=node, source=left, term=right, weight=-alpha)] if _carries_scores(s)]
+
+
+def _carries_scores(step: Step) -> bool:
+    """The scores have the full shape: what broadcasts up to the result is the other operand."""
+    return value(step.source).shape == value(step.node).shape
+
+
+def _row_maximum(node: fx.Node, scores: fx.Node) -> tuple[fx.Node, ...] | None:
+    """The nodes that compute `scores`' maximum over its last axis (kept), if that is what `node` is."""
+    path = [node]
+    while path[-1].target in (aten.detach.default, aten.alias.default) or _is_first_item(path[-1]):
+        path.append(views.source(path[-1]))
+    top = path[-1]
+    if top.target not in (aten.amax.default, aten.max.dim) or top.args[0] is not scores:
+        return None
+    dim = argument(top, "dim")
+    dims = [dim] if isinstance(dim, int) else list(dim)  # type: ignore[call-overload]
+    last = value(scores).dim() - 1
+    keeps = bool(argument(top, "keepdim"))
+    return tuple(path) if keeps and [d % (last + 1) for d in dims] == [last] else None
+
+
+def _is_first_item(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem" and node.args[1] == 0
+
+
+def _where(mirror: Mirror, node: fx.Node) -> list[Step]:
+    condition, yes, no = node.args[:3]
+    if not isinstance(condition, fx.Node):
+        return []
+    steps: list[Step] = []
+    if _masks(mirror, no) and isinstance(yes, fx.Node):
+        steps.append(Keep(node=node, source=yes, condition=condition, inverted=False))
+    if _masks(mirror, yes) and isinstance(no, fx.Node):
+        steps.append(Keep(node=node, source=no, condition=condition, inverted=True))
+    return [s for s in steps if _carries_scores(s)]
+
+
+def _masked_fill(mirror: Mirror, node: fx.Node) -> list[Step]:
+    scores, condition, fill = node.args[:3]
+    if not isinstance(scores, fx.Node) or not isinstance(condition, fx.Node) or not _masks(mirror, fill):
+        return []
+    step = Keep(node=node, source=scores, condition=condition, inverted=True)
+    return [step] if _carries_scores(step) else []
+
+
+def _masks(mirror: Mirror, fill: object) -> bool:
+    number = constants.number(mirror, fill)
+    return number is not None and number <= MASKED_BELOW
+
+
+def _floor(mirror: Mirror, node: fx.Node) -> list[Step]:
+    """max(scores, lowest): OPT and others keep -inf out of the softmax this way."""
+    left, right = node.args[:2]
+    for scores, bound in ((left, right), (right, left)):
+        if isinstance(scores, fx.Node) and _masks(mirror, bound):
+            return [Neutral(node=node, source=scores)]
+    return []
+
+
+def _clamp(mirror: Mirror, node: fx.Node) -> list[Step]:
+    low, high = argument(node, "min"), argument(node, "max")
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or (low is not None and not _masks(mirror, low)):
+        return []
+    number = constants.number(mirror, high)
+    if high is not None and (number is None or number < -MASKED_BELOW):
+        return []
+    return [Neutral(node=node, source=source)]
+
+
+def _cast(mirror: Mirror, node: fx.Node) -> list[Step]:
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or value(source).device != value(node).device:
+        return []
+    floats = value(source).is_floating_point() and value(node).is_floating_point()
+    return [Cast(node=node, source=source)] if floats else []
+
+
+def _tanh(mirror: Mirror, node: fx.Node) -> list[Step]:
+    return [Tanh(node=node, source=views.source(node))]
+
+
+def _sink_column(mirror: Mirror, node: fx.Node) -> list[Step]:
+    parts, dim = node.args[0], argument(node, "dim")
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or not isinstance(dim, int):
+        return []
+    scores, sinks = parts
+    if not isinstance(scores, fx.Node) or not isinstance(sinks, fx.Node) or dim % value(node).dim() != value(node).dim() - 1:
+        return []
+    return [SinkColumn(node=node, source=scores, sinks=sinks)] if value(sinks).shape[-1] == 1 else []
+
+
+#: The op in the mirror -> how to read it. A new step: one reader, one line here, one test.
+READERS: dict[object, Reader] = {
+    aten.mul.Tensor: _scale,
+    aten.mul.Scalar: _scale,
+    aten.mul_.Tensor: _scale,
+    aten.div.Tensor: _scale,
+    aten.div.Scalar: _scale,
+    aten.div_.Tensor: _scale,
+    aten.add.Tensor: _add,
+    aten.add_.Tensor: _add,
+    aten.sub.Tensor: _sub,
+    aten.where.self: _where,
+    aten.where.ScalarOther: _where,
+    aten.where.ScalarSelf: _where,
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill.Tensor: _masked_fill,
+    aten.masked_fill_.Scalar: _masked_fill,
+    aten.masked_fill_.Tensor: _masked_fill,
+    aten.max.other: _floor,
+    aten.maximum.default: _floor,
+    aten.clamp.default: _clamp,
+    aten.clamp_min.default: _floor,
+    aten.to.dtype: _cast,
+    aten.to.other: _cast,
+    aten.to.dtype_layout: _cast,
+    aten.type_as.default: _cast,
+    aten._to_copy.default: _cast,
+    aten.tanh.default: _tanh,
+    aten.cat.default: _sink_column,
+    aten.concat.default: _sink_column,
+    aten.concatenate.default: _sink_column,
+}

@@ -1,0 +1,134 @@
+"""`F.scaled_dot_product_attention` in every argument form: one ATen op in the mirror, its semantics in its schema."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.passes import axes, constants, operands, views
+from attn_compiler.passes.axes import Atom, AxisError, Dim, Dims
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.patterns import assembly
+from attn_compiler.passes.site import Factor, Match, Refused, Term
+
+NAME = "sdpa call"
+ANCHORS = frozenset({torch.ops.aten.scaled_dot_product_attention.default})
+
+
+def match(mirror: Mirror, anchor: fx.Node) -> Match:
+    """Raises Refused for operands that are not (..., S, D) tensors, and for a scale that can't be told."""
+    q, k, v = (_tensor(anchor, name) for name in ("query", "key", "value"))
+    try:
+        return _match(mirror, anchor, q, k, v)
+    except AxisError as error:
+        raise Refused(rule="every axis of q, k, v and the mask is known", observed=str(error), at=anchor, progress=2) from error
+
+
+def _tensor(anchor: fx.Node, name: str) -> fx.Node:
+    node = views.argument(anchor, name)
+    if not isinstance(node, fx.Node) or views.value(node).dim() < 3:
+        raise Refused(rule="q, k and v have at least 3 dimensions", observed=f"{name} is {node}", at=anchor, progress=0)
+    return node
+
+
+def _match(mirror: Mirror, anchor: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node) -> Match:
+    sizes = axes.shape_exprs(views.value(anchor))
+    batch = axes.fresh(sizes[:-2])
+    query, key = Atom(sizes[-2]), Atom(axes.shape_exprs(views.value(k))[-2])
+    d_qk, d_v = Atom(axes.shape_exprs(views.value(q))[-1]), Atom(sizes[-1])
+    gqa = bool(views.argument(anchor, "enable_gqa"))
+    q_dims: Dims = (*_batch_dims(q, batch), (query,), (d_qk,))
+    k_dims: Dims = (*_batch_dims(k, batch, gqa=gqa), (key,), (d_qk,))
+    v_dims: Dims = (*_batch_dims(v, batch, gqa=gqa), (key,), (d_v,))
+    scale, factors = _scale(mirror, anchor, d_qk)
+    q_op, q_factor = operands.read(mirror, q, q_dims, used=anchor, until=anchor, through_scales=True)
+    k_op, k_factor = operands.read(mirror, k, k_dims, used=anchor, until=anchor, through_scales=True)
+    v_op, _ = operands.read(mirror, v, v_dims, used=anchor, until=anchor)
+    mask = _mask(mirror, anchor, (*batch, (query,), (key,)))
+    boolean = mask is not None and views.value(mask.operand.node).dtype == torch.bool
+    return assembly.assemble(
+        pattern=NAME,
+        anchor=anchor,
+        first=anchor,
+        out=anchor,
+        out_dims=(*batch, (query,), (d_v,)),
+        q=q_op,
+        k=k_op,
+        v=v_op,
+        batch_dims=batch,
+        query=(query,),
+        key=(key,),
+        head_dim_qk=(d_qk,),
+        head_dim_v=(d_v,),
+        scale=scale * q_factor * k_factor,
+        factors=factors,
+        is_causal=bool(views.argument(anchor, "is_causal")),
+        additive=(mask,) if mask is not None and not boolean else (),
+        allowed=(mask,) if mask is not None and boolean else (),
+        dropout_p=float(_number(views.argument(anchor, "dropout_p"), anchor)),
+        covered=frozenset({anchor}),
+    )
+
+
+def _batch_dims(node: fx.Node, batch: Dims, *, gqa: bool = False) -> Dims:
+    """The site's batch axes of one operand: unit axes broadcast, and with enable_gqa several query heads read one head."""
+    sizes = axes.shape_exprs(views.value(node))[:-2]
+    own = batch[len(batch) - len(sizes) :]
+    dims: list[Dim] = []
+    for position, (size, dim) in enumerate(zip(sizes, own, strict=True)):
+        whole = axes.dim_size(dim)
+        if gqa and position == len(sizes) - 1 and not axes.same_size(size, whole):
+            dims.append(_kv_heads(dim, size))
+        else:
+            dims.append(() if size == axes.ONE and whole != axes.ONE else dim)
+    return tuple(dims)
+
+
+def _kv_heads(heads: Dim, size: axes.Size) -> Dim:
+    groups = axes.regroup((axes.resolve(heads),), (size, _quotient(axes.dim_size(heads), size)))
+    return groups[0]
+
+
+def _quotient(whole: axes.Size, part: axes.Size) -> axes.Size:
+    quotient = axes.exact_quotient(whole, part)
+    if quotient is None:
+        raise AxisError(f"{whole} query heads for {part} key heads")
+    return quotient
+
+
+def _scale(mirror: Mirror, anchor: fx.Node, d_qk: Atom) -> tuple[float, tuple[Factor, ...]]:
+    given = views.argument(anchor, "scale")
+    if given is None:
+        if not d_qk.size.is_Integer:
+            raise Refused(
+                rule="the default scale needs a static head dim",
+                observed=f"head dim {d_qk.size}",
+                remedy="mark the head dim static, or pass scale=",
+                at=anchor,
+                progress=1,
+            )
+        return 1.0 / math.sqrt(int(d_qk.size)), ()
+    known = constants.number(mirror, given)
+    if known is not None:
+        return known, ()
+    if isinstance(given, fx.Node) and mirror.dynamo_node(given) is not None:
+        return 1.0, (Factor(node=given),)
+    raise Refused(rule="scale is a number of the graph", observed=f"scale {given}", at=anchor, progress=1)
+
+
+def _number(given: Any, anchor: fx.Node) -> float:
+    if isinstance(given, (int, float)):
+        return given
+    raise Refused(rule="dropout_p is known while compiling", observed=f"dropout_p {given}", at=anchor, progress=1)
+
+
+def _mask(mirror: Mirror, anchor: fx.Node, score_dims: Dims) -> Term | None:
+    mask = views.argument(anchor, "attn_mask")
+    if not isinstance(mask, fx.Node):
+        return None
+    dims = operands.broadcast_dims(mask, score_dims)
+    operand, _ = operands.read(mirror, mask, dims, used=anchor, until=anchor)
+    return Term(operand=operand)

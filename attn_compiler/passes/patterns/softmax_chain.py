@@ -1,0 +1,362 @@
+"""Attention written out: a product, steps on the scores, a softmax over the keys, a product with v.
+
+Anchored on the softmax. Upwards, every op must be a step that score_steps.py can read, until a product of two tensors; downwards,
+only views, casts and dropout, until a product with v. The axes of both products and of the softmax are followed all the way
+and must fit; Inductor's own patterns skip that and fuse softmax(dim=-2) wrongly (https://github.com/pytorch/pytorch/issues/195320).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from attn_compiler.passes import axes, contraction, operands, views
+from attn_compiler.passes.axes import Atom, AxisError, Dim, Dims
+from attn_compiler.passes.contraction import Contraction
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.patterns import assembly, score_steps
+from attn_compiler.passes.patterns.score_steps import Step
+from attn_compiler.passes.site import Factor, Match, Operand, Refused, Term
+
+aten = torch.ops.aten
+NAME = "softmax chain"
+ANCHORS = frozenset({aten.softmax.int, aten._softmax.default, aten._safe_softmax.default, aten.special_softmax.default})
+_LONGEST_PATH = 40
+
+
+@dataclass(kw_only=True)
+class _Scores:
+    """The scores while their steps are followed from the product on: dims now, and what happened so far."""
+
+    dims: Dims
+    inner_scale: float = 1.0
+    outer_scale: float = 1.0
+    capped: bool = False
+    factors: list[Factor] = field(default_factory=list)
+    additive: list[tuple[fx.Node, float, Dims]] = field(default_factory=list)
+    keeps: list[tuple[fx.Node, bool, Dims]] = field(default_factory=list)
+    sinks: fx.Node | None = None
+    unusual: list[str] = field(default_factory=list)
+
+
+def match(mirror: Mirror, anchor: fx.Node) -> Match:
+    """Raises Refused with the place where the graph stops looking like attention."""
+    product, steps = _to_product(mirror, anchor)
+    down, weighted, returned = _to_values(mirror, anchor)
+    try:
+        return _match(mirror, anchor, product, steps, down, weighted, returned)
+    except AxisError as error:
+        raise Refused(rule="every axis of the scores is known", observed=str(error), at=anchor, progress=4) from error
+
+
+def _to_product(mirror: Mirror, anchor: fx.Node) -> tuple[Contraction, list[Step]]:
+    """Walk up from the softmax. Returns the product and the steps after it, in the order in which they run."""
+    deepest: list[tuple[int, fx.Node]] = []
+    found = _climb(mirror, views.source(anchor), [], deepest)
+    if found is not None:
+        return found
+    depth, stopped = max(deepest, key=lambda d: d[0])
+    raise Refused(
+        rule="between the product q kᵀ and the softmax stand only scales, masks, biases, softcap, casts and views",
+        observed=f"{stopped.target if stopped.op == 'call_function' else stopped.op} ({stopped.name})",
+        at=stopped,
+        progress=1 + min(depth, 1),
+    )
+
+
+def _climb(
+    mirror: Mirror, node: fx.Node, taken: list[Step], deepest: list[tuple[int, fx.Node]]
+) -> tuple[Contraction, list[Step]] | None:
+    product = contraction.parse(node)
+    if product is not None:
+        return product, taken[::-1]
+    deepest.append((len(taken), node))
+    if len(taken) == _LONGEST_PATH:
+        return None
+    for step in score_steps.read(mirror, node):
+        found = _climb(mirror, step.source, [*taken, step], deepest)
+        if found is not None:
+            return found
+    return None
+
+
+def _to_values(mirror: Mirror, anchor: fx.Node) -> tuple[list[fx.Node], Contraction, bool]:
+    """Walk down from the softmax to the product with v: (nodes in between, product, the weights have another reader)."""
+    furthest = anchor
+    paths: list[list[fx.Node]] = [[anchor]]
+    while paths:
+        path = paths.pop(0)
+        furthest = path[-1]
+        for user in mirror.readers(path[-1]):
+            product = contraction.parse(user)
+            if product is not None and path[-1] in (product.lhs, product.rhs) and product.addend is None:
+                return path[1:], product, _has_other_readers(mirror, path, user)
+            if _passes_weights(user) and user.all_input_nodes[0] is path[-1]:
+                paths.append([*path, user])
+    raise Refused(
+        rule="the softmax is followed by a product with v, after views, casts and dropout only",
+        observed=f"{furthest.name} is used by {', '.join(u.name for u in furthest.users) or 'nothing'}",
+        at=furthest,
+        progress=3,
+    )
+
+
+_CASTS = (aten.to.dtype, aten.to.other, aten.to.dtype_layout, aten.type_as.default, aten._to_copy.default)
+
+
+def _passes_weights(node: fx.Node) -> bool:
+    return views.is_view(node) or node.target in (*_CASTS, aten.dropout.default, aten.slice.Tensor)
+
+
+def _has_other_readers(mirror: Mirror, path: list[fx.Node], product: fx.Node) -> bool:
+    expected = {*path, product}
+    return any(user not in expected for node in path for user in mirror.readers(node))
+
+
+def _match(
+    mirror: Mirror,
+    anchor: fx.Node,
+    product: Contraction,
+    steps: list[Step],
+    down: list[fx.Node],
+    weighted: Contraction,
+    returned: bool,
+) -> Match:
+    meaning = _fresh_labels(product)
+    scores = _follow(product, steps, tuple(meaning[x] for x in product.out_labels))
+    key = _softmax_axis(anchor, scores.dims)
+    keys_on_the_right, query, batch = _roles(anchor, product, meaning, key)
+    _check_readers(mirror, anchor, product, steps)
+    weights = _follow_weights(anchor, down, scores)
+    out_dims, v_node, v_dims, d_v = _values(anchor, weighted, weights, key)
+    q_node, k_node = (product.lhs, product.rhs) if keys_on_the_right else (product.rhs, product.lhs)
+    q_labels, k_labels = product.lhs_labels, product.rhs_labels
+    if not keys_on_the_right:
+        q_labels, k_labels = k_labels, q_labels
+    q, q_factor = _operand(mirror, product.node, q_node, operands.dims_by_label(q_labels, meaning, q_node), weighted)
+    k, k_factor = _operand(mirror, product.node, k_node, operands.dims_by_label(k_labels, meaning, k_node), weighted)
+    v, _ = operands.read(mirror, v_node, v_dims, used=weighted.node, until=weighted.node)
+    scale = scores.inner_scale * scores.outer_scale * q_factor * k_factor
+    return assembly.assemble(
+        pattern=NAME,
+        anchor=anchor,
+        first=product.node,
+        out=weighted.node,
+        out_dims=out_dims,
+        q=q,
+        k=k,
+        v=v,
+        batch_dims=batch,
+        query=query,
+        key=key,
+        head_dim_qk=tuple(a for label in product.contracted for a in meaning[label]),
+        head_dim_v=d_v,
+        scale=scale,
+        factors=tuple(scores.factors),
+        softcap=scores.outer_scale if scores.capped else None,
+        additive=tuple(_term(mirror, *t, weighted) for t in scores.additive),
+        allowed=tuple(_condition(mirror, *t, weighted) for t in scores.keeps),
+        sinks=_sinks(mirror, scores, weighted),
+        dropout_p=_dropout(down),
+        returns_weights=returned,
+        softmax_dtype=str(views.value(anchor).dtype).removeprefix("torch."),
+        unusual=tuple(scores.unusual),
+        covered=frozenset({product.node, *(s.node for s in steps), anchor, *down, weighted.node}),
+    )
+
+
+def _fresh_labels(product: Contraction) -> dict[int, Dim]:
+    """A new atom for each label; where one operand broadcasts (size 1), the other one's size counts."""
+    sizes: dict[int, axes.Size] = {}
+    for node, labels in ((product.lhs, product.lhs_labels), (product.rhs, product.rhs_labels)):
+        for label, size in zip(labels, axes.shape_exprs(views.value(node)), strict=True):
+            if sizes.get(label, axes.ONE) == axes.ONE:
+                sizes[label] = size
+    return {label: (Atom(size),) for label, size in sizes.items()}
+
+
+def _follow(product: Contraction, steps: list[Step], dims: Dims) -> _Scores:
+    scores = _Scores(dims=dims, inner_scale=product.alpha)
+    if product.addend is not None:
+        scores.additive.append((product.addend, product.beta, dims))
+    for step in steps:
+        _apply(scores, step)
+    return scores
+
+
+def _apply(scores: _Scores, step: Step) -> None:
+    match step:
+        case score_steps.View():
+            if scores.sinks is not None:
+                raise AxisError(f"{step.node.name} moves the scores after the sink column joined them")
+            scores.dims = views.forward(step.node, scores.dims)
+        case score_steps.Scale():
+            _scale(scores, step)
+        case score_steps.RuntimeScale():
+            _runtime_scale(scores, step)
+        case score_steps.Add():
+            scores.additive.append((step.term, step.weight, scores.dims))
+        case score_steps.Keep():
+            scores.keeps.append((step.condition, step.inverted, scores.dims))
+        case score_steps.Tanh():
+            _cap(scores)
+        case score_steps.SinkColumn():
+            scores.sinks = step.sinks
+
+
+def _scale(scores: _Scores, step: score_steps.Scale) -> None:
+    if scores.keeps and step.factor <= 0:
+        raise AxisError(f"{step.node.name} turns masked scores around")
+    if scores.sinks is not None:
+        scores.unusual.append("a scale after the sink column")
+    if scores.capped:
+        scores.outer_scale *= step.factor
+    else:
+        scores.inner_scale *= step.factor
+    scores.additive = [(term, weight * step.factor, dims) for term, weight, dims in scores.additive]
+
+
+def _runtime_scale(scores: _Scores, step: score_steps.RuntimeScale) -> None:
+    scores.factors.append(Factor(node=step.by, divide=step.divide))
+    if scores.capped or scores.additive or scores.keeps or scores.sinks is not None:
+        scores.unusual.append("a run-time scale after other score changes")
+
+
+def _cap(scores: _Scores) -> None:
+    """tanh: what is multiplied on afterwards is the cap. A bias inside it, or a second tanh, has no kind of its own."""
+    if scores.additive or scores.keeps or scores.capped:
+        scores.unusual.append("tanh after a mask, a bias or another tanh")
+    scores.capped = True
+
+
+def _softmax_axis(anchor: fx.Node, dims: Dims) -> Dim:
+    dim = views.argument(anchor, "dim")
+    if not isinstance(dim, int):
+        raise AxisError(f"softmax over {dim}")
+    return axes.resolve(dims[dim])
+
+
+def _roles(anchor: fx.Node, product: Contraction, meaning: dict[int, Dim], key: Dim) -> tuple[bool, Dim, Dims]:
+    """(k is the right operand, query atoms, batch axes): the keys are the free axis that the softmax runs over."""
+    for right in (True, False):
+        k_free, q_free = (product.rhs_free, product.lhs_free) if right else (product.lhs_free, product.rhs_free)
+        if [a for label in k_free for a in axes.resolve(meaning[label])] == list(key) and q_free and key:
+            query = q_free[-1]
+            batch = [label for label in product.out_labels if label not in k_free and label != query]
+            return right, axes.resolve(meaning[query]), tuple(meaning[label] for label in batch)
+    raise Refused(
+        rule="the softmax runs over exactly the free axis of one operand of the product: the keys",
+        observed=f"softmax over axes {key} of scores from {product.node.name}",
+        at=anchor,
+        progress=2,
+    )
+
+
+def _check_readers(mirror: Mirror, anchor: fx.Node, product: Contraction, steps: list[Step]) -> None:
+    """Nothing but the steps themselves may read a score: a fused kernel does not make it."""
+    allowed = {anchor, *(s.node for s in steps), *(u for s in steps for u in s.uses)}
+    for node in (product.node, *(s.node for s in steps)):
+        for user in mirror.readers(node):
+            if user not in allowed:
+                raise Refused(
+                    rule="the scores have no reader besides the softmax",
+                    observed=f"{user.name} reads {node.name}",
+                    at=user,
+                    progress=4,
+                )
+
+
+def _follow_weights(anchor: fx.Node, down: list[fx.Node], scores: _Scores) -> Dims:
+    dims = scores.dims
+    column = scores.sinks is not None
+    for node in down:
+        if column and node.target is aten.slice.Tensor:
+            _check_column_dropped(node)
+            column = False
+        elif views.is_view(node):
+            if column:
+                raise AxisError(f"{node.name} moves the weights before the sink column is dropped")
+            dims = views.forward(node, dims)
+        elif node.target is aten.slice.Tensor:
+            raise AxisError(f"{node.name} takes a part of the weights")
+    if column:
+        raise Refused(rule="the sink column is dropped again", observed="it reaches the values", at=anchor, progress=4)
+    return dims
+
+
+def _check_column_dropped(node: fx.Node) -> None:
+    before, after = views.value(views.source(node)).shape, views.value(node).shape
+    starts = views.argument(node, "start") in (0, None)
+    if not starts or before[:-1] != after[:-1] or axes.size_expr(before[-1]) - axes.size_expr(after[-1]) != 1:
+        raise AxisError(f"{node.name} drops something else than the sink column")
+
+
+def _values(
+    anchor: fx.Node, weighted: Contraction, weights: Dims, key: Dim
+) -> tuple[Dims, fx.Node, Dims, Dim]:
+    """(dims of the output, node of v, dims of v, head-dim atoms of v); refuses a product over another axis than the keys."""
+    on_the_left = _carries_weights(weighted.lhs, anchor)
+    w_labels, v_labels = weighted.lhs_labels, weighted.rhs_labels
+    v_node, free = weighted.rhs, weighted.rhs_free
+    if not on_the_left:
+        w_labels, v_labels, v_node, free = v_labels, w_labels, weighted.lhs, weighted.lhs_free
+    meaning = dict(zip(w_labels, weights, strict=True))
+    contracted = [a for label in weighted.contracted for a in axes.resolve(meaning[label])]
+    if contracted != list(axes.resolve(key)):
+        raise Refused(
+            rule="the product with v contracts the axis that the softmax ran over",
+            observed=f"it contracts {contracted}, the softmax ran over {key}",
+            at=weighted.node,
+            progress=4,
+        )
+    if len(free) != 1:
+        raise AxisError(f"v has {len(free)} free axes")
+    size = axes.shape_exprs(views.value(v_node))[v_labels.index(free[0])]
+    meaning[free[0]] = (Atom(size),)
+    out_dims = tuple(meaning[label] for label in weighted.out_labels)
+    return out_dims, v_node, operands.dims_by_label(v_labels, meaning, v_node), meaning[free[0]]
+
+
+def _carries_weights(node: fx.Node, anchor: fx.Node) -> bool:
+    while node is not anchor:
+        if not _passes_weights(node) or not node.all_input_nodes:
+            return False
+        node = node.all_input_nodes[0]
+    return True
+
+
+def _operand(
+    mirror: Mirror, product: fx.Node, node: fx.Node, dims: Dims, weighted: Contraction
+) -> tuple[Operand, float]:
+    return operands.read(mirror, node, dims, used=product, until=weighted.node, through_scales=True)
+
+
+def _term(mirror: Mirror, node: fx.Node, weight: float, dims: Dims, weighted: Contraction) -> Term:
+    return Term(operand=_joining(mirror, node, dims, weighted), weight=weight)
+
+
+def _condition(mirror: Mirror, node: fx.Node, inverted: bool, dims: Dims, weighted: Contraction) -> Term:
+    return Term(operand=_joining(mirror, node, dims, weighted), inverted=inverted)
+
+
+def _joining(mirror: Mirror, node: fx.Node, dims: Dims, weighted: Contraction) -> Operand:
+    site_dims = operands.broadcast_dims(node, dims)
+    operand, _ = operands.read(mirror, node, site_dims, used=node, until=weighted.node)
+    return operand
+
+
+def _sinks(mirror: Mirror, scores: _Scores, weighted: Contraction) -> Operand | None:
+    if scores.sinks is None:
+        return None
+    dims = tuple(() if i == len(scores.dims) - 1 else dim for i, dim in enumerate(scores.dims))
+    operand, _ = operands.read(mirror, scores.sinks, dims, used=scores.sinks, until=weighted.node)
+    return operand
+
+
+def _dropout(down: list[fx.Node]) -> float:
+    rates = [p for n in down if n.target is aten.dropout.default and (p := views.dropout_probability(n))]
+    if len(rates) > 1:
+        raise AxisError("two dropouts on the weights")
+    return rates[0] if rates else 0.0

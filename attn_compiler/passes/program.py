@@ -1,0 +1,129 @@
+"""The tensors that a kernel reads for a site, as calls on a Builder: run once on fake values for the spec, once into the graph."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import fx
+
+from attn_compiler.passes import axes
+from attn_compiler.passes.arrange import Recipe, arrange, simplified
+from attn_compiler.passes.axes import Dim
+from attn_compiler.passes.emit import Builder, version
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.site import Match, Operand, Term
+
+X = TypeVar("X")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensors(Generic[X]):
+    """q, k, v in logical BHSD and in the dtype that the site computes in; mask broadcasts to (B, Hq, Sq, Skv)."""
+
+    q: X
+    k: X
+    v: X
+    mask: X | None
+    sinks: X | None
+
+
+def build(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype) -> Tensors[X]:
+    """Make the operands of a site. Raises AxisError where an axis has no provable place."""
+    q = _arranged(match, builder, match.q, (match.batch, match.heads, match.query, match.head_dim_qk))
+    k = _arranged(match, builder, match.k, (match.batch, match.heads_kv, match.key, match.head_dim_qk))
+    v = _arranged(match, builder, match.v, (match.batch, match.heads_kv, match.key, match.head_dim_v))
+    return Tensors(
+        q=_factored(match, builder, _cast(builder, q, dtype)),
+        k=_cast(builder, k, dtype),
+        v=_cast(builder, v, dtype),
+        mask=_mask(mirror, match, builder),
+        sinks=_sinks(match, builder),
+    )
+
+
+def restore(match: Match, builder: Builder[X], out: X) -> X:
+    """The kernel's output (B, Hq, Sq, Dv) with the dimensions that the model expects."""
+    kernel_dims = (match.batch, match.heads, match.query, match.head_dim_v)
+    atoms = {a: a for a in axes.flat(kernel_dims)}
+    recipe = simplified(arrange(kernel_dims, atoms, match.out_dims, broadcast=False))
+    return _run(match, builder, recipe, out)
+
+
+def _run(match: Match, builder: Builder[X], recipe: Recipe, x: X) -> X:
+    known = [match.q.root, match.k.root, match.v.root]
+    known += [t.operand.root for t in (*match.additive, *match.allowed)]
+    result: X = recipe.run(x, builder.call, lambda size: builder.size(size, known))
+    return result
+
+
+def _arranged(
+    match: Match, builder: Builder[X], operand: Operand, target: tuple[Dim, ...], *, broadcast: bool = False
+) -> X:
+    recipe = simplified(arrange(operand.root_dims, operand.reads, target, broadcast=broadcast))
+    return _run(match, builder, recipe, builder.leaf(operand.root))
+
+
+def _cast(builder: Builder[X], x: X, dtype: torch.dtype) -> X:
+    return x if builder.value(x).dtype == dtype else builder.call(torch.Tensor.to, x, dtype)
+
+
+def _factored(match: Match, builder: Builder[X], q: X) -> X:
+    """Scales that are known at run time only are multiplied on q, in its own dtype."""
+    dtype = builder.value(q).dtype
+    for factor in match.factors:
+        q = builder.call(operator.truediv if factor.divide else operator.mul, q, builder.leaf(factor.node))
+    return _cast(builder, q, dtype)
+
+
+def _mask(mirror: Mirror, match: Match, builder: Builder[X]) -> X | None:
+    """One tensor of everything that is added or masked, shared by all sites that mean the same."""
+    if not match.additive and not match.allowed:
+        return None
+    return builder.once(_identity(mirror, match), lambda: _combined(match, builder))
+
+
+def _identity(mirror: Mirror, match: Match) -> tuple[object, ...]:
+    return tuple(
+        (t.operand.root, version(mirror, t.operand.root, match.out), t.weight, t.inverted, _recipe(match, t).text)
+        for t in (*match.additive, *match.allowed)
+    )
+
+
+def _recipe(match: Match, term: Term) -> Recipe:
+    target = (match.batch, match.heads, match.query, match.key)
+    return simplified(arrange(term.operand.root_dims, term.operand.reads, target, broadcast=True))
+
+
+def _combined(match: Match, builder: Builder[X]) -> X:
+    total = keep = None
+    for term in match.additive:
+        x = _run(match, builder, _recipe(match, term), builder.leaf(term.operand.root))
+        x = x if term.weight == 1.0 else builder.call(operator.mul, x, term.weight)
+        total = x if total is None else builder.call(operator.add, total, x)
+    for term in match.allowed:
+        c = _run(match, builder, _recipe(match, term), builder.leaf(term.operand.root))
+        c = builder.call(torch.logical_not, c) if term.inverted else c
+        keep = c if keep is None else builder.call(torch.logical_and, keep, c)
+    if total is not None and keep is not None:
+        return builder.call(torch.where, keep, total, float("-inf"))
+    combined = total if total is not None else keep
+    if combined is None:
+        raise ValueError("a mask was asked for where there is none")
+    return combined
+
+
+def _sinks(match: Match, builder: Builder[X]) -> X | None:
+    """(Hq,): the sink logits, which vary along the heads only."""
+    if match.sinks is None:
+        return None
+    return _arranged(match, builder, match.sinks, (match.heads,))
+
+
+def sources(match: Match) -> list[fx.Node]:
+    """Every mirror node that the kernel's operands are read from."""
+    terms = [t.operand.root for t in (*match.additive, *match.allowed)]
+    sinks = [match.sinks.root] if match.sinks is not None else []
+    return [match.q.root, match.k.root, match.v.root, *terms, *sinks]

@@ -1,0 +1,56 @@
+"""What is switched on where in a Dynamo graph: autocast, grad mode and `sdpa_kernel` scopes, read off the nodes that enter them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+_ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+_EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """The state in force at one node. autocast: arguments of the regions entered and not left, outermost first."""
+
+    autocast: tuple[tuple[Any, ...], ...] = ()
+    sdpa_kernel: bool = False
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Enter the same autocast regions for real, so that fake values come out in the dtypes that the model will see."""
+        with contextlib.ExitStack() as stack:
+            for args in self.autocast:
+                stack.enter_context(torch.amp.autocast_mode.autocast(*args))
+            yield
+
+
+def of(graph: fx.Graph) -> dict[fx.Node, Region]:
+    """The region of every node of a graph."""
+    current = Region()
+    regions: dict[fx.Node, Region] = {}
+    for node in graph.nodes:
+        current = _after(current, node)
+        regions[node] = current
+    return regions
+
+
+def _after(region: Region, node: fx.Node) -> Region:
+    if node.target is _ENTER_AUTOCAST:
+        return Region(autocast=(*region.autocast, tuple(node.args)), sdpa_kernel=region.sdpa_kernel)
+    if node.target is _EXIT_AUTOCAST:
+        return Region(autocast=region.autocast[:-1], sdpa_kernel=region.sdpa_kernel)
+    if _sets_sdpa_kernel(node):
+        return Region(autocast=region.autocast, sdpa_kernel=True)
+    return region
+
+
+def _sets_sdpa_kernel(node: fx.Node) -> bool:
+    """Dynamo writes an sdpa_kernel scope as calls that set the backends; once one is seen, the choice is the user's."""
+    name = getattr(node.target, "__name__", "")
+    return node.op == "call_function" and ("sdp" in name and ("set_" in name or "enable" in name or "_sdpa_kernel" in name))

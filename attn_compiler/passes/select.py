@@ -1,0 +1,46 @@
+"""The first lowering that does not refuse, in the order measured for the target: once for each distinct spec."""
+
+from __future__ import annotations
+
+from attn_compiler.lowerings import by_name, priorities
+from attn_compiler.options import Options
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.unit import Unit
+from attn_compiler.report import Decision, Refusal
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+UNTOUCHED = "untouched"
+
+
+def run(unit: Unit, mirror: Mirror) -> None:
+    """Give every site its decision."""
+    decided: dict[AttentionSpec, Decision] = {}
+    for site in unit.sites:
+        spec = site.spec
+        if spec is None:
+            raise ValueError(f"the site at {site.module} has no spec")
+        if spec not in decided:
+            decided[spec] = decide(spec, unit.target(spec.device), unit.options)
+        site.decision = decided[spec]
+
+
+def decide(spec: AttentionSpec, target: Target, options: Options) -> Decision:
+    """The lowering for a spec on a target. Reads nothing else: no environment, no tensor values, no globals."""
+    refusals = []
+    for name in _candidates(spec, target, options):
+        reasons = by_name(name).why_not(spec, target)
+        if not reasons:
+            return Decision(lowering=name, refusals=tuple(refusals))
+        refusals.append(Refusal(lowering=name, reasons=tuple(reasons)))
+    return Decision(lowering=UNTOUCHED, refusals=tuple(refusals))
+
+
+def _candidates(spec: AttentionSpec, target: Target, options: Options) -> tuple[str, ...]:
+    if options.lowering is not None:
+        return (options.lowering,)
+    if options.lowerings is not None:
+        return options.lowerings
+    return priorities.order(spec, target)
+
+

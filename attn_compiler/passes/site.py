@@ -1,0 +1,122 @@
+"""One attention found in a mirror: where its tensors are and which of their axes mean what. Every pass adds its own part.
+
+Site space: one set of atoms (axes.py) for batch, head, query, key and head-dim axes, shared by all tensors of the site.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from attn_compiler.passes.axes import Atom, Dim, Dims, resolve
+from attn_compiler.report import Copy, Decision, Reason
+from attn_compiler.spec import AttentionSpec
+
+
+class Refused(Exception):
+    """Matching stopped: `reason` says why, `at` is the node. Internal: becomes a Miss, never reaches a user."""
+
+    def __init__(self, *, rule: str, observed: str, at: fx.Node, progress: int, remedy: str | None = None) -> None:
+        super().__init__(rule)
+        self.reason = Reason(rule=rule, observed=observed, remedy=remedy)
+        self.at = at
+        self.progress = progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Miss:
+    """An anchor that no pattern took. nearest: the pattern that came furthest, and where it stopped."""
+
+    anchor: fx.Node
+    nearest: str
+    stopped_at: fx.Node
+    reason: Reason
+
+
+@dataclass(kw_only=True, eq=False)
+class Operand:
+    """A tensor of the site. node: as the model uses it (mirror). dims: for each of its dimensions, the site's atoms.
+
+    root: the mirror node to read instead, above repetitions, copies and folded scales; root_dims: its own atoms, one tuple a
+    dimension; reads: site atom -> root atom. A site atom that is missing there does not change what is read.
+    """
+
+    node: fx.Node
+    dims: Dims
+    root: fx.Node
+    root_dims: Dims
+    reads: dict[Atom, Atom]
+
+    def varies_along(self, atom: Atom) -> bool:
+        """Whether an index along this site atom changes the element read."""
+        own = {a for dim in self.root_dims for a in resolve(dim)}
+        return self.reads.get(atom) in own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """A tensor that joins the scores. weight: the factor it has in the end. inverted: (bool only) True means masked out."""
+
+    operand: Operand
+    weight: float = 1.0
+    inverted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factor:
+    """A scale that is known at run time only: a mirror node of a 0-d tensor or a symbolic number. divide: 1 / factor."""
+
+    node: fx.Node
+    divide: bool = False
+
+
+@dataclass(kw_only=True, eq=False)
+class Match:
+    """What a pattern recognised. first, out: where the model's computation begins and ends (mirror nodes).
+
+    out_dims: what the output's dimensions mean in the site's atoms. covered: the nodes from first to out; the scores live
+    nowhere else, so writing to them in place is the site's own business.
+    """
+
+    pattern: str
+    anchor: fx.Node
+    first: fx.Node
+    out: fx.Node
+    out_dims: Dims
+    q: Operand
+    k: Operand
+    v: Operand
+    batch: Dim
+    heads: Dim
+    heads_kv: Dim
+    query: Dim
+    key: Dim
+    head_dim_qk: Dim
+    head_dim_v: Dim
+    scale: float = 1.0
+    factors: tuple[Factor, ...] = ()
+    is_causal: bool = False
+    softcap: float | None = None
+    additive: tuple[Term, ...] = ()
+    allowed: tuple[Term, ...] = ()
+    sinks: Operand | None = None
+    dropout_p: float = 0.0
+    unusual: tuple[str, ...] = ()
+    covered: frozenset[fx.Node] = frozenset()
+    returns_weights: bool = False
+    softmax_dtype: str = "float32"
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True, eq=False)
+class Site:
+    """A match on its way through the passes. new_out: the Dynamo node that took the old output's place."""
+
+    match: Match
+    module: str
+    spec: AttentionSpec | None = None
+    decision: Decision | None = None
+    new_out: fx.Node | None = None
+    copies: list[Copy] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)

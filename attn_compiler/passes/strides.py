@@ -1,0 +1,91 @@
+"""Whether anything after a rewritten node depends on the strides that it used to have, and how to give them back.
+
+A model's `view` only works on the strides that it was written for, and code after a graph break sees a graph's outputs. So the
+nodes downstream are run on fake values with the new strides, until those are the recorded ones again (after a contiguous, a
+linear, ...). What fails, or would hand other strides out of the graph, relies on the old ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from attn_compiler import torch_compat
+from attn_compiler.passes import axes
+from attn_compiler.passes.emit import GraphBuilder
+from attn_compiler.passes.mirror import is_opaque
+
+_MOST_NODES = 64
+_LARGE = 1009
+
+
+def relies_on(old: fx.Node, new: torch.Tensor, mode: FakeTensorMode) -> str | None:
+    """The name of the first node downstream of `old` that can't do with `new` in its place; None if all can."""
+    if _same_strides(new, old.meta["example_value"]):
+        return None
+    values: dict[fx.Node, Any] = {old: new}
+    queue = list(old.users)
+    for _ in range(_MOST_NODES):
+        if not queue:
+            return None
+        node = queue.pop(0)
+        if node in values:
+            continue
+        if node.op == "output" or is_opaque(node) or "example_value" not in node.meta:
+            return str(node.name)
+        value = _run(node, values, mode)
+        if value is None:
+            return str(node.name)
+        if not _all_same(value, node.meta["example_value"]):
+            values[node] = value
+            queue.extend(node.users)
+    return str(queue[0].name) if queue else None
+
+
+def _run(node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode) -> Any:
+    """The node's value with the new strides above it; None if it can't be computed with them."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values.get(n, n.meta.get("example_value")))
+    with mode, torch.no_grad():
+        try:
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        except (RuntimeError, ValueError, TypeError):
+            return None
+
+
+def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    sizes = zip(a.stride(), b.stride(), a.shape, strict=True)
+    return a.shape == b.shape and all(_known_equal(x, y) for x, y, size in sizes if not _known_equal(size, 1))
+
+
+def _known_equal(a: Any, b: Any) -> bool:
+    return torch_compat.statically_known(a == b)
+
+
+def _all_same(a: Any, b: Any) -> bool:
+    left, right = pytree.tree_leaves(a), pytree.tree_leaves(b)
+    if len(left) != len(right):
+        return False
+    tensors = [(x, y) for x, y in zip(left, right, strict=True) if isinstance(x, torch.Tensor)]
+    return all(isinstance(y, torch.Tensor) and _same_strides(x, y) for x, y in tensors)
+
+
+def restride(builder: GraphBuilder, node: fx.Node, wanted: torch.Tensor) -> fx.Node:
+    """A copy of `node` in the memory order of `wanted` (dense, but for size-one axes)."""
+    order = sorted(range(wanted.dim()), key=lambda i: _rank(wanted, i))
+    if order == list(range(wanted.dim())):
+        return builder.call(torch.Tensor.contiguous, node)
+    back = [order.index(i) for i in range(len(order))]
+    permuted = builder.call(torch.permute, node, tuple(order))
+    return builder.call(torch.permute, builder.call(torch.Tensor.contiguous, permuted), tuple(back))
+
+
+def _rank(wanted: torch.Tensor, axis: int) -> tuple[int, int]:
+    """Largest stride first, equal ones in axis order. A symbolic stride counts as if every size in it were large."""
+    stride = axes.size_expr(wanted.stride(axis))
+    return (-int(stride.subs({symbol: _LARGE for symbol in stride.free_symbols})), axis)

@@ -1,0 +1,89 @@
+"""What the passes found, as a Report: one row for each distinct spec, however many layers share it."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from attn_compiler import torch_compat
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.site import Miss, Site
+from attn_compiler.passes.unit import Unit, is_anchor_like, module_path
+from attn_compiler.report import Decision, MissReport, Reason, Report, SiteReport
+
+
+def report(gm: fx.GraphModule, units: list[Unit], seconds: dict[str, float], failure: str | None) -> Report:
+    """The report of one graph handed to the backend. After a failure nothing was rewritten, and no site is claimed."""
+    targets = {target.words for unit in units for target in unit.targets.values()}
+    return Report(
+        graph=torch_compat.graph_name(),
+        target="; ".join(sorted(targets)),
+        sites=() if failure else tuple(_site_rows(units)),
+        misses=() if failure else tuple(_miss_rows(units)),
+        seconds=tuple(seconds.items()),
+        failure=failure,
+    )
+
+
+def _site_rows(units: list[Unit]) -> list[SiteReport]:
+    rows: dict[object, list[Site]] = {}
+    for site in (s for unit in units for s in unit.sites):
+        rows.setdefault(_row_key(site), []).append(site)
+    return [_row(sites) for sites in rows.values()]
+
+
+def _row_key(site: Site) -> object:
+    return (site.match.pattern, site.spec, site.decision, tuple(site.copies), tuple(site.notes))
+
+
+def _row(sites: list[Site]) -> SiteReport:
+    first = sites[0]
+    if first.spec is None:
+        raise ValueError(f"the site at {first.module} has no spec")
+    return SiteReport(
+        modules=tuple(site.module for site in sites),
+        pattern=first.match.pattern,
+        spec=first.spec,
+        decision=first.decision or Decision(lowering="untouched"),
+        copies=tuple(first.copies),
+        notes=tuple(first.notes),
+    )
+
+
+def _miss_rows(units: list[Unit]) -> list[MissReport]:
+    rows: list[MissReport] = []
+    for unit in units:
+        if unit.left_alone is not None:
+            rows.extend(_left_alone(unit, unit.left_alone))
+        grouped: dict[tuple[str, str, Reason], list[Miss]] = {}
+        for miss in unit.misses:
+            grouped.setdefault((str(miss.anchor.target), miss.nearest, miss.reason), []).append(miss)
+        rows.extend(_miss_row(unit.mirror, misses) for misses in grouped.values() if unit.mirror is not None)
+    return rows
+
+
+def _miss_row(mirror: Mirror, misses: list[Miss]) -> MissReport:
+    first = misses[0]
+    owners = [mirror.owner(miss.anchor) for miss in misses]
+    return MissReport(
+        modules=tuple(module_path(owner) if owner is not None else "(no module)" for owner in owners),
+        anchor=str(first.anchor.target),
+        nearest=first.nearest,
+        stopped_at=_place(mirror, first.stopped_at),
+        reason=first.reason,
+    )
+
+
+def _place(mirror: Mirror, node: fx.Node) -> str:
+    """A node and the model's own line for it."""
+    owner = mirror.owner(node)
+    trace = (owner.meta.get("stack_trace") or "").strip().splitlines() if owner is not None else []
+    return f"{node.name}: {trace[-1].strip()}" if trace else node.name
+
+
+def _left_alone(unit: Unit, why: str) -> list[MissReport]:
+    reason = Reason(rule="the graph's inputs are plain strided tensors", observed=why)
+    anchors = [node for node in unit.graph.nodes if is_anchor_like(node)]
+    return [
+        MissReport(modules=(module_path(n),), anchor=n.name, nearest="none tried", stopped_at=n.name, reason=reason)
+        for n in anchors
+    ]

@@ -1,0 +1,44 @@
+"""What must hold after rewriting, whatever the passes did."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from attn_compiler.errors import VerifyFailed
+from attn_compiler.passes import axes
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.site import Site
+from attn_compiler.passes.unit import Unit
+
+
+def run(unit: Unit, mirror: Mirror) -> None:
+    """Raise VerifyFailed if the graph is malformed, or a site's value changed in shape, dtype or device."""
+    if not unit.options.check_invariants:
+        return
+    try:
+        unit.graph.lint()
+    except RuntimeError as error:
+        raise VerifyFailed(
+            pass_name="lower", site=unit.name or "the graph", invariant="every node is defined before it is used", observed=str(error)
+        ) from error
+    for site in unit.sites:
+        if site.new_out is not None:
+            _check_output(site, site.new_out)
+
+
+def _check_output(site: Site, new_out: fx.Node) -> None:
+    before: torch.Tensor = site.match.out.meta["val"]
+    after: torch.Tensor = new_out.meta["example_value"]
+    if _differs(before, after):
+        raise VerifyFailed(
+            pass_name="lower", site=site.module, invariant=f"the output is {_words(before)}", observed=_words(after)
+        )
+
+
+def _differs(before: torch.Tensor, after: torch.Tensor) -> bool:
+    return axes.shape_exprs(before) != axes.shape_exprs(after) or before.dtype != after.dtype or before.device != after.device
+
+
+def _words(value: torch.Tensor) -> str:
+    return f"{value.dtype} {tuple(value.shape)} on {value.device}"

@@ -1,0 +1,233 @@
+"""Ops of the mirror that only move, repeat or re-label elements, as functions on dimensions: one line of VIEWS each.
+
+An op that is not listed is no view. `detach` is left out on purpose: looking through it would bring a gradient back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from attn_compiler.passes import axes
+from attn_compiler.passes.axes import Atom, AxisError, Dim, Dims
+
+aten = torch.ops.aten
+Handler = Callable[[fx.Node, Dims], Dims]
+
+
+def value(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that a mirror node stands for."""
+    val: torch.Tensor = node.meta["val"]
+    return val
+
+
+def source(node: fx.Node) -> fx.Node:
+    """The node that a view, a cast or another one-tensor op reads."""
+    first = node.args[0]
+    if not isinstance(first, fx.Node):
+        raise AxisError(f"{node.target} reads no single tensor")
+    return first
+
+
+def argument(node: fx.Node, name: str, default: object = None) -> object:
+    """An argument of an ATen node by its schema name, whether it was passed by position, by keyword or not at all."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        for position, parameter in enumerate(target._schema.arguments):
+            if parameter.name == name:
+                if position < len(node.args):
+                    return node.args[position]
+                return parameter.default_value if parameter.has_default_value() else default
+    return default
+
+
+def _same(node: fx.Node, dims: Dims) -> Dims:
+    return dims
+
+
+def _reshape(node: fx.Node, dims: Dims) -> Dims:
+    return axes.regroup(dims, axes.shape_exprs(value(node)))
+
+
+def _expand(node: fx.Node, dims: Dims) -> Dims:
+    return axes.expand(dims, axes.shape_exprs(value(node)))
+
+
+def _int(node: fx.Node, name: str) -> int:
+    given = argument(node, name)
+    if not isinstance(given, int):
+        raise AxisError(f"{node.target} has the {name} {given}")
+    return given
+
+
+def _swap(dims: Dims, i: int, j: int) -> Dims:
+    out = list(dims)
+    out[i], out[j] = out[j], out[i]
+    return tuple(out)
+
+
+def _transpose(node: fx.Node, dims: Dims) -> Dims:
+    return _swap(dims, _int(node, "dim0"), _int(node, "dim1"))
+
+
+def _last_two(node: fx.Node, dims: Dims) -> Dims:
+    return _swap(dims, -1, -2) if len(dims) >= 2 else dims
+
+
+def _all_reversed(node: fx.Node, dims: Dims) -> Dims:
+    return tuple(reversed(dims))
+
+
+def _permute(node: fx.Node, dims: Dims) -> Dims:
+    order = argument(node, "dims")
+    return tuple(dims[i] for i in order)  # type: ignore[attr-defined]
+
+
+def _movedim(node: fx.Node, dims: Dims) -> Dims:
+    src, dst = argument(node, "source"), argument(node, "destination")
+    sources = [src] if isinstance(src, int) else list(src)  # type: ignore[call-overload]
+    targets = [dst] if isinstance(dst, int) else list(dst)  # type: ignore[call-overload]
+    rank = len(dims)
+    moved = {t % rank: dims[s % rank] for s, t in zip(sources, targets, strict=True)}
+    rest = iter(d for i, d in enumerate(dims) if i not in {s % rank for s in sources})
+    return tuple(moved[i] if i in moved else next(rest) for i in range(rank))
+
+
+def _unsqueeze(node: fx.Node, dims: Dims) -> Dims:
+    at = _int(node, "dim") % (len(dims) + 1)
+    return (*dims[:at], (), *dims[at:])
+
+
+def _squeeze(node: fx.Node, dims: Dims) -> Dims:
+    given = argument(node, "dim")
+    asked = range(len(dims)) if given is None else [given] if isinstance(given, int) else list(given)  # type: ignore[call-overload]
+    dropped = {i % len(dims) for i in asked if axes.is_unit(dims[i])}
+    return tuple(d for i, d in enumerate(dims) if i not in dropped)
+
+
+def _repeat_interleave(node: fx.Node, dims: Dims) -> Dims:
+    times, dim = argument(node, "repeats"), argument(node, "dim")
+    if not isinstance(dim, int) or not isinstance(times, (int, torch.SymInt)):
+        raise AxisError("repeat_interleave without one dimension and one count")
+    at = dim % len(dims)
+    return (*dims[:at], (*dims[at], Atom(axes.size_expr(times), broadcast=True)), *dims[at + 1 :])
+
+
+def _repeat(node: fx.Node, dims: Dims) -> Dims:
+    times = list(argument(node, "repeats"))  # type: ignore[call-overload]
+    padded: list[Dim] = [()] * (len(times) - len(dims)) + list(dims)
+    return tuple(_tiled(dim, count) for dim, count in zip(padded, times, strict=True))
+
+
+def _tiled(dim: Dim, count: object) -> Dim:
+    if not isinstance(count, (int, torch.SymInt)):
+        raise AxisError("repeat by a traced count")
+    size = axes.size_expr(count)
+    return dim if size == axes.ONE else (Atom(size, broadcast=True), *dim)
+
+
+def _whole(node: fx.Node, dims: Dims) -> Dims:
+    """A slice or a conversion that keeps everything is no op at all."""
+    before, after = value(source(node)), value(node)
+    same_shape = axes.shape_exprs(before) == axes.shape_exprs(after)
+    if not same_shape or before.dtype != after.dtype or before.device != after.device:
+        raise AxisError(f"{node.target} changes its input")
+    return dims
+
+
+VIEWS: dict[object, Handler] = {
+    aten.view.default: _reshape,
+    aten._unsafe_view.default: _reshape,
+    aten.reshape.default: _reshape,
+    aten.view_as.default: _reshape,
+    aten.flatten.using_ints: _reshape,
+    aten.unflatten.int: _reshape,
+    aten.expand.default: _expand,
+    aten.expand_as.default: _expand,
+    aten.transpose.int: _transpose,
+    aten.swapaxes.default: lambda n, d: _swap(d, _int(n, "axis0"), _int(n, "axis1")),
+    aten.swapdims.default: _transpose,
+    aten.t.default: _last_two,
+    aten.mT.default: _last_two,
+    aten.numpy_T.default: _all_reversed,
+    aten.permute.default: _permute,
+    aten.movedim.int: _movedim,
+    aten.movedim.intlist: _movedim,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+    aten.repeat_interleave.self_int: _repeat_interleave,
+    aten.repeat.default: _repeat,
+    aten.contiguous.default: _same,
+    aten.clone.default: _same,
+    aten.alias.default: _same,
+    aten.lift_fresh.default: _same,
+    aten.slice.Tensor: _whole,
+    aten.to.dtype: _whole,
+    aten.to.other: _whole,
+    aten.to.device: _whole,
+    aten.to.dtype_layout: _whole,
+    aten.type_as.default: _whole,
+    aten.dropout.default: lambda n, d: _inactive_dropout(n, d),
+}
+
+#: ops that cost memory traffic or repeat elements: an operand is read from above them where it can be
+_COSTLY = {
+    aten.expand.default,
+    aten.expand_as.default,
+    aten.repeat_interleave.self_int,
+    aten.repeat.default,
+    aten.contiguous.default,
+    aten.clone.default,
+}
+
+
+def _inactive_dropout(node: fx.Node, dims: Dims) -> Dims:
+    if dropout_probability(node) != 0.0:
+        raise AxisError("dropout")
+    return dims
+
+
+def dropout_probability(node: fx.Node) -> float:
+    """The probability that aten.dropout really drops with."""
+    return float(argument(node, "p")) if argument(node, "train") else 0.0  # type: ignore[arg-type]
+
+
+def forward(node: fx.Node, dims: Dims) -> Dims:
+    """The dimensions of `node`, a view of something that has `dims`. Raises AxisError if it is none, or can't be followed."""
+    handler = VIEWS.get(node.target)
+    if handler is None:
+        raise AxisError(f"{node.target} is no view")
+    return handler(node, dims)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether `forward` can follow this node (a cast to the same dtype counts, another one does not)."""
+    handler = VIEWS.get(node.target)
+    if handler in (_whole, VIEWS[aten.dropout.default]):
+        try:
+            handler(node, ())
+        except AxisError:
+            return False
+    return handler is not None
+
+
+def is_costly(node: fx.Node) -> bool:
+    """Whether reading above this view saves a copy or a repetition."""
+    if node.target in _COSTLY:
+        return True
+    merges = VIEWS.get(node.target) is _reshape and value(node).dim() < value(source(node)).dim()
+    return merges
+
+
+def chain(node: fx.Node) -> list[fx.Node]:
+    """`node` and everything above it through views, nearest first; the last one is no view."""
+    nodes = [node]
+    while is_view(nodes[-1]):
+        nodes.append(source(nodes[-1]))
+    return nodes

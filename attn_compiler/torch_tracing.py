@@ -1,0 +1,67 @@
+"""Private PyTorch API of pre-dispatch tracing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, track_tensor_tree
+
+
+def fake_mode_of_values(values: Iterable[Any]) -> FakeTensorMode | None:
+    """The mode that Dynamo's example values live in. The tracing context may already hold another one, for the compiler."""
+    for leaf in pytree.tree_leaves(list(values)):
+        if isinstance(leaf, FakeTensor):
+            return leaf.fake_mode
+    return None
+
+
+@contextlib.contextmanager
+def tracing_in(mode: FakeTensorMode) -> Iterator[None]:
+    """Within the block, what asks PyTorch for the fake mode of this compilation gets `mode`."""
+    if TracingContext.try_get() is None:
+        yield
+    else:
+        with TracingContext.patch(fake_mode=mode):
+            yield
+
+
+def trace_pre_dispatch(function: Callable[..., Any], args: Sequence[Any]) -> fx.GraphModule:
+    """make_fx above autograd and autocast, inside the fake mode that `args` come from."""
+    with detect_fake_mode(list(args)) or FakeTensorMode(allow_non_fake_inputs=True):
+        return make_fx(function, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+
+
+def current_tracer() -> Any:
+    """The tracer of the make_fx call that we are inside of."""
+    mode = get_proxy_mode()
+    if mode is None:
+        raise RuntimeError("no make_fx tracing is active")
+    return mode.tracer
+
+
+def current_fake(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as a fake tensor of the active fake mode."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return tensor if mode is None else mode.from_tensor(tensor)
+
+
+def track(tensor: torch.Tensor, proxy: fx.Proxy, tracer: Any) -> torch.Tensor:
+    """Let `proxy` stand for `tensor` in the trace; returns the tensor."""
+    track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
+    return tensor
+
+
+def traced_node(value: torch.Tensor | torch.SymInt | torch.SymFloat, tracer: Any) -> fx.Node | None:
+    """The node that stands for a tensor or a symbolic number in the trace, if one does."""
+    slot = get_proxy_slot(value, tracer, None)
+    if slot is None:
+        return None
+    proxy = slot.proxy if isinstance(value, torch.Tensor) else slot.force()
+    return proxy.node
