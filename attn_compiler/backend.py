@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -14,6 +14,9 @@ from attn_compiler.errors import AttnCompilerError, LoweringUnavailable
 from attn_compiler.options import Options, check_lowering_names, split_options
 from attn_compiler.report import Report
 from attn_compiler.target import Target
+
+if TYPE_CHECKING:
+    from attn_compiler.lowerings import Lowering
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +81,7 @@ def _compile_inner(
     return torch_compat.compile_with_backend(options.inner, gm, example_inputs)
 
 
-def _require_available(options: Options, report: Report, targets: set[Target], lowerings: Sequence[Any]) -> None:
+def _require_available(options: Options, report: Report, targets: set[Target], lowerings: Sequence[Lowering]) -> None:
     """Raise LoweringUnavailable if the one lowering asked for can't run at all on the device of some site."""
     if options.lowering is None:
         return

@@ -7,7 +7,7 @@ import importlib.metadata
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.table import Table
@@ -16,15 +16,8 @@ from attn_compiler.errors import UnsupportedTorch
 from attn_compiler.report import Reason
 from attn_compiler.target import Target, cudnn_version, cudnn_words
 
-
-class Listed(Protocol):
-    """The part of a lowering that is asked here."""
-
-    name: str
-
-    def unavailable(self, target: Target) -> list[Reason]:
-        """Why the lowering can't run on that machine at all; empty if it can."""
-        ...
+if TYPE_CHECKING:
+    from attn_compiler.lowerings import Lowering
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +71,7 @@ def examine() -> Checkup:
     return Checkup(facts=machine_facts(), lowerings=availabilities(LOWERINGS, targets))
 
 
-def availabilities(lowerings: Iterable[Listed], targets: Iterable[Target]) -> tuple[Availability, ...]:
+def availabilities(lowerings: Iterable[Lowering], targets: Iterable[Target]) -> tuple[Availability, ...]:
     """Ask every lowering about every target."""
     targets = tuple(targets)
     return tuple(

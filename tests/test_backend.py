@@ -221,7 +221,7 @@ def test_pass_that_fails_in_strict_mode_reaches_the_user(pipeline: Pipeline) -> 
 
 def test_forced_lowering_that_can_never_run_here(pipeline: Pipeline) -> None:
     pipeline.report = _report_with_one_site()
-    with pytest.raises(LoweringUnavailable, match="'cudnn'.*needs a CUDA device; observed cpu") as caught:
+    with pytest.raises(LoweringUnavailable, match=r"'cudnn'.*needs a CUDA device; observed cpu") as caught:
         _compile(torch.sin, lowering="cudnn")(torch.ones(1))
     assert caught.value.reasons == (NO_GPU,)
 

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from rich.console import Console
+
+from attn_compiler import __main__ as command_line
+from attn_compiler import doctor, lowerings
+from attn_compiler.report import Reason
+from attn_compiler.target import Target
+
+NEEDS_GPU = Reason(rule="needs a CUDA device", observed="cpu", remedy="run on a GPU")
+NEEDS_SM90 = Reason(rule="needs sm90", observed="sm80")
+INSTALL = Reason(rule="package fa4 is installed", observed="it is not", remedy="pip install fa4")
+
+
+@dataclass
+class _Lowering:
+    name: str
+    on_cpu: tuple[Reason, ...] = ()
+    on_cuda: tuple[Reason, ...] = ()
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        return list(self.on_cuda if target.device == "cuda" else self.on_cpu)
+
+
+KNOWN = (
+    _Lowering("sdpa"),
+    _Lowering("cudnn", on_cpu=(NEEDS_GPU,)),
+    _Lowering("fa4", on_cpu=(NEEDS_GPU, INSTALL), on_cuda=(NEEDS_SM90, INSTALL)),
+)
+CPU, GPU = Target.fake(device="cpu"), Target.fake()
+
+
+def _rendered(checkup: doctor.Checkup) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(*doctor.to_tables(checkup))
+    return capture.get()
+
+
+def test_every_lowering_is_asked_about_every_target() -> None:
+    rows = doctor.availabilities(KNOWN, [GPU, CPU])
+    assert [(row.lowering, row.device, row.available) for row in rows] == [
+        ("sdpa", "cuda", True),
+        ("sdpa", "cpu", True),
+        ("cudnn", "cuda", True),
+        ("cudnn", "cpu", False),
+        ("fa4", "cuda", False),
+        ("fa4", "cpu", False),
+    ]
+
+
+def test_table_says_where_or_why_not_and_what_to_do() -> None:
+    checkup = doctor.Checkup(facts=(), lowerings=doctor.availabilities(KNOWN, [GPU, CPU]))
+    lines = _rendered(checkup).splitlines()
+    assert any("sdpa" in line and "cuda, cpu" in line for line in lines)
+    cudnn = next(line for line in lines if "cudnn" in line)
+    assert "needs a CUDA device" not in cudnn  # it runs on the GPU that is here
+    assert any("fa4" in line and "nothing here" in line and "needs sm90; observed sm80" in line for line in lines)
+    assert any("pip install fa4" in line for line in lines)
+    assert sum("needs a CUDA device" in line for line in lines) == 0
+
+
+def test_table_on_a_machine_without_gpu() -> None:
+    lines = _rendered(doctor.Checkup(facts=(), lowerings=doctor.availabilities(KNOWN, [CPU]))).splitlines()
+    assert any("cudnn" in line and "nothing here" in line and "run on a GPU" in line for line in lines)
+
+
+def test_facts_of_this_machine() -> None:
+    facts = {fact.name: fact for fact in doctor.machine_facts()}
+    assert facts["torch"].value == str(torch.__version__)
+    assert facts["Python"].value == ".".join(map(str, sys.version_info[:3]))
+    assert {"triton", "cuDNN", "transformers", "attn_compiler"} <= set(facts)
+    assert any(name.startswith("GPU") for name in facts)
+
+
+@pytest.mark.gpu
+def test_gpu_is_named() -> None:
+    facts = {fact.name: fact for fact in doctor.machine_facts()}
+    assert torch.cuda.get_device_name(0) in facts["GPU 0"].value
+
+
+def test_missing_package_comes_with_advice() -> None:
+    fact = doctor._package("surely-not-installed", "pip install it")
+    assert (fact.value, fact.advice) == ("not installed", "pip install it")
+    assert doctor._package("torch", "pip install it").advice is None
+
+
+def test_unsupported_torch_is_told_and_nothing_else_is_tried() -> None:
+    code = """
+import sys, torch
+torch.__version__ = "2.10.0"
+from attn_compiler.doctor import examine
+checkup = examine()
+assert not checkup.lowerings
+assert "not supported" in next(fact.advice for fact in checkup.facts if fact.name == "torch")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(lowerings, "LOWERINGS", KNOWN, raising=False)
+    assert command_line.main(["doctor", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert {fact["name"] for fact in printed["facts"]} >= {"torch", "Python", "cuDNN"}
+    cudnn = next(row for row in printed["lowerings"] if row["lowering"] == "cudnn" and row["device"] == "cpu")
+    assert cudnn["available"] is False
+    assert cudnn["reasons"] == [{"rule": NEEDS_GPU.rule, "observed": "cpu", "remedy": "run on a GPU"}]
+
+
+def test_tables_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(lowerings, "LOWERINGS", KNOWN, raising=False)
+    assert command_line.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert all(lowering.name in printed for lowering in KNOWN)
+
+
+@pytest.mark.parametrize("arguments", [["docter"], []])
+def test_unknown_command_prints_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command_line.main(arguments)
+    assert caught.value.code == 2
+    assert "usage: python -m attn_compiler" in capsys.readouterr().err
+
+
+def test_runs_as_a_module() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "attn_compiler", "unknown"], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2
+    assert "doctor" in run.stderr
