@@ -1,10 +1,31 @@
-"""What was found, chosen and refused, as data: `Report` is one compiled graph's answer, for people (table) and tools (JSON)."""
+"""What was found, chosen and refused, as data: `Report` is one compiled graph's answer, for people (table) and tools (JSON).
+
+`publish` is how the backend hands a report out; `reports` is where a user finds the last ones.
+
+The JSON (`Report.to_dict`, `Reports.to_dict`) has a "version". Keys are only ever added within a version, and every key is
+always there; a value that is not known is null, and a symbolic size is a string ("s0").
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import logging
+from collections import Counter, deque
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
+from attn_compiler import render
 from attn_compiler.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from attn_compiler.options import Options
+
+log = logging.getLogger(__name__)
+
+JSON_VERSION = 1
+KEPT_REPORTS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +70,7 @@ class SiteReport:
     """Every site that shares one spec, decision and set of copies (one row of the table).
 
     modules: the module paths, one a site. notes: what else the rewrite did (a repeat_kv taken out, a mask combined).
+    source: the line of the model that the first of them was traced from ("llama.py:120"), if known.
     """
 
     modules: tuple[str, ...]
@@ -57,22 +79,30 @@ class SiteReport:
     decision: Decision
     copies: tuple[Copy, ...] = ()
     notes: tuple[str, ...] = ()
+    source: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MissReport:
-    """An anchor (a softmax or an SDPA call) that is no attention that we understand. nearest: the pattern that came furthest."""
+    """An anchor (a softmax or an SDPA call) that is no attention that we understand. nearest: the pattern that came furthest.
+
+    source: the line of the model that the first of them was traced from, if known.
+    """
 
     modules: tuple[str, ...]
     anchor: str
     nearest: str
     stopped_at: str
     reason: Reason
+    source: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """One graph handed to the backend. seconds: time by pass. failure: set when a pass failed and the graph was left as it was."""
+    """One graph handed to the backend. seconds: time by pass. failure: set when a pass failed and the graph was left as it was.
+
+    str(report) is the plain table, 100 columns wide; rich's print shows it in colour.
+    """
 
     graph: str
     target: str
@@ -84,3 +114,142 @@ class Report:
     @property
     def num_sites(self) -> int:
         return sum(len(site.modules) for site in self.sites)
+
+    @property
+    def num_misses(self) -> int:
+        return sum(len(miss.modules) for miss in self.misses)
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(seconds for _, seconds in self.seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON as nested dicts and lists; see the module's docstring for what stays stable."""
+        return {
+            "version": JSON_VERSION,
+            "graph": self.graph,
+            "target": self.target,
+            "num_sites": self.num_sites,
+            "num_misses": self.num_misses,
+            "sites": [_site_dict(site) for site in self.sites],
+            "misses": [_miss_dict(miss) for miss in self.misses],
+            "seconds": [{"pass": name, "seconds": seconds} for name, seconds in self.seconds],
+            "failure": self.failure,
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    def __str__(self) -> str:
+        return render.plain(render.report_view(self))
+
+    def __rich__(self) -> RenderableType:
+        return render.report_view(self)
+
+
+class Reports(tuple[Report, ...]):
+    """The reports of several graphs, in the order in which they were compiled: one table, one JSON, with totals."""
+
+    __slots__ = ()
+
+    @property
+    def num_sites(self) -> int:
+        return sum(report.num_sites for report in self)
+
+    @property
+    def num_misses(self) -> int:
+        return sum(report.num_misses for report in self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As Report.to_dict; "graphs" holds what Report.to_dict gives for each."""
+        return {
+            "version": JSON_VERSION,
+            "num_graphs": len(self),
+            "num_sites": self.num_sites,
+            "num_misses": self.num_misses,
+            "graphs": [report.to_dict() for report in self],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    def __str__(self) -> str:
+        return render.plain(render.reports_view(self))
+
+    def __repr__(self) -> str:
+        return f"<Reports: {render.totals(self)}; print() shows the table>"
+
+    def __rich__(self) -> RenderableType:
+        return render.reports_view(self)
+
+
+_published: deque[Report] = deque(maxlen=KEPT_REPORTS)
+
+
+def reports() -> Reports:
+    """The reports of the last 64 graphs that were compiled in this process, oldest first."""
+    return Reports(_published)
+
+
+def reset() -> None:
+    """Forget every report."""
+    _published.clear()
+
+
+def publish(report: Report, options: Options) -> None:
+    """Keep the report, log it, and put it into PyTorch's own counters and, with the options it was made under, into TORCH_TRACE.
+
+    The log is a line at INFO and the table at DEBUG, so TORCH_LOGS="+attn_compiler" shows the table.
+    """
+    # errors.py, which torch_compat raises from, is built on the Reason above.
+    from attn_compiler import torch_compat, torch_observe
+
+    _published.append(report)
+    log.info("%s", render.summary(report))
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", report)
+    torch_observe.add_to_counters(counts(report))
+    torch_compat.trace_artifact(
+        "attn_compiler_report",
+        lambda: json.dumps({**report.to_dict(), "options": asdict(options)}, indent=1),
+        encoding="json",
+    )
+
+
+def counts(report: Report) -> Counter[str]:
+    """What torch._dynamo.utils.counters["attn_compiler"] gains: graphs, sites, misses, failures, and "lowering:<name>"."""
+    counted = Counter(
+        graphs=1, sites=report.num_sites, misses=report.num_misses, failures=int(report.failure is not None)
+    )
+    for site in report.sites:
+        counted[f"lowering:{site.decision.lowering}"] += len(site.modules)
+    return counted
+
+
+def _site_dict(site: SiteReport) -> dict[str, Any]:
+    return {
+        "modules": list(site.modules),
+        "pattern": site.pattern,
+        "spec": json.loads(site.spec.to_text()),
+        "mask": site.spec.mask.words,
+        "score": site.spec.score.words,
+        "lowering": site.decision.lowering,
+        "refusals": [
+            {"lowering": refusal.lowering, "reasons": [asdict(reason) for reason in refusal.reasons]}
+            for refusal in site.decision.refusals
+        ],
+        "copies": [asdict(copy) for copy in site.copies],
+        "notes": list(site.notes),
+        "source": site.source,
+    }
+
+
+def _miss_dict(miss: MissReport) -> dict[str, Any]:
+    return {
+        "modules": list(miss.modules),
+        "anchor": miss.anchor,
+        "nearest": miss.nearest,
+        "stopped_at": miss.stopped_at,
+        "reason": asdict(miss.reason),
+        "source": miss.source,
+    }

@@ -1,0 +1,66 @@
+"""`explain`: what the backend would do to each attention of a model, found by running the model once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from attn_compiler import torch_compat, torch_observe
+from attn_compiler.errors import AttnCompilerError
+from attn_compiler.options import Options, check_lowering_names, split_options
+from attn_compiler.report import Report, Reports
+
+
+def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Reports:
+    """Run `model(*args, **kwargs)` once and report every attention in it: what was found, what it becomes, and why.
+
+    The result prints as a table and has `to_json()`; there is one report for each graph, so graph breaks give several.
+    model: a module or function, compiled already or not; all arguments go to it. Options: see `explainer`.
+
+    The run is real: it happens in the caller's grad mode, mutates caches that are passed in, and draws random numbers. The
+    rewritten graphs run eagerly, without Inductor. Nothing compiled is kept, and a later torch.compile of the same
+    model starts as if explain had not been called; only torch 2.11 then compiles again what it had compiled before.
+    """
+    return explainer()(model, *args, **kwargs)
+
+
+def explainer(
+    *, options: Mapping[str, Any] | None = None, mode: str | None = None, dynamic: bool | None = None
+) -> Callable[..., Reports]:
+    """`explain` for a torch.compile with these settings: explainer(options={...}, dynamic=True)(model, *args, **kwargs).
+
+    options, mode, dynamic: as torch.compile takes them; of options, Inductor's keys are checked and have no effect.
+    Raises UnknownOption or InvalidOption at once.
+    """
+    from attn_compiler.lowerings import LOWERINGS
+
+    own, _ = split_options(mode, options)
+    check_lowering_names(own, (lowering.name for lowering in LOWERINGS))
+
+    def explain_with_settings(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Reports:
+        found: list[Report] = []
+
+        def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            found.append(_rewrite(gm, own))
+            return gm.forward
+
+        original = torch_observe.original_of(model)
+        with torch_observe.nothing_left_behind(backend), torch_observe.uncompiled_modules(original):
+            torch_observe.compile_apart(original, backend, dynamic)(*args, **kwargs)
+        return Reports(found)
+
+    return explain_with_settings
+
+
+def _rewrite(gm: fx.GraphModule, options: Options) -> Report:
+    from attn_compiler.passes import run_pipeline
+
+    try:
+        report = run_pipeline(gm, options)
+    except AttnCompilerError as error:
+        raise torch_compat.unwrapped(error) from error.__cause__
+    for module in torch_compat.graph_modules(gm):
+        module.recompile()
+    return report

@@ -1,0 +1,257 @@
+"""Reports as a table for people: the same view in colour on a terminal (rich) and as plain text in a log file."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from attn_compiler.report import Copy, MissReport, Reason, Refusal, Report, Reports, SiteReport
+    from attn_compiler.spec import AttentionSpec, TensorSpec
+
+WIDTH = 100
+
+# A whole component of a module path ("layers.12.attn", "layers[12]"), not a digit of a name ("conv2d"). No leading zero,
+# so that the number stands for the text.
+_INDEX = re.compile(r"(?<!\w)(0|[1-9]\d*)(?!\w)")
+
+
+def plain(view: RenderableType, width: int = WIDTH) -> str:
+    """`view` as text without colours or trailing blanks, at most `width` columns wide wherever it can be broken."""
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    console.print(view)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip().splitlines())
+
+
+def reports_view(reports: Reports) -> RenderableType:
+    """Every graph's report, and the totals if there are several. Graphs without attention share one line."""
+    if not reports:
+        return Text("attn_compiler: no graph was compiled (was the model run, and is torch.compile enabled?)")
+    if len(reports) == 1:
+        return report_view(reports[0])
+    empty = [report for report in reports if not _has_content(report)]
+    views: list[RenderableType] = []
+    for report in reports:
+        if _has_content(report):
+            views += [report_view(report), Text()]
+    if empty:
+        names = ", ".join(report.graph for report in empty)
+        views += [_text(f"{_count(len(empty), 'graph')} without attention: {names}"), Text()]
+    return Group(*views, _text(f"total: {totals(reports)}", "bold"))
+
+
+def report_view(report: Report) -> RenderableType:
+    """One graph: a line of totals, a block for each distinct site, then the misses."""
+    blocks = [_site_block(number, site) for number, site in enumerate(report.sites, start=1)]
+    blocks += [_miss_block(miss) for miss in report.misses]
+    head: list[RenderableType] = [
+        _text(f"attn_compiler · graph {report.graph} · {report.target}", "bold"),
+        _text(_found(report)),
+    ]
+    if report.seconds:
+        head.append(_text(_times(report)))
+    if report.failure:
+        message, _, details = report.failure.partition("\n")
+        head.append(_text(f"FAILED, the graph was left as it was: {message}", "bold red"))
+        head += [Padding(_text(details.rstrip()), (0, 0, 0, 4))] if details.strip() else []
+    return Group(*head, *(part for block in blocks for part in (Text(), block)))
+
+
+def summary(report: Report) -> str:
+    """One line for a log: what was found in one graph, and what it became."""
+    return f"graph {report.graph} on {report.target}: {totals([report])}"
+
+
+def totals(reports: Sequence[Report]) -> str:
+    """Counts over the graphs: "2 graphs, 33 attention sites (sdpa 32, untouched 1), 1 miss, 0.21 s in passes"."""
+    chosen: Counter[str] = Counter()
+    for report in reports:
+        for site in report.sites:
+            chosen[site.decision.lowering] += len(site.modules)
+    misses = sum(report.num_misses for report in reports)
+    failures = sum(report.failure is not None for report in reports)
+    seconds = sum(report.total_seconds for report in reports)
+    parts = [_count(len(reports), "graph")] if len(reports) > 1 else []
+    lowerings = ", ".join(f"{name} {count}" for name, count in chosen.items())
+    parts.append(_count(chosen.total(), "attention site") + (f" ({lowerings})" if lowerings else ""))
+    parts += [_count(misses, "miss", "misses")] if misses else []
+    parts += [f"{failures} FAILED"] if failures else []
+    return ", ".join([*parts, f"{_duration(seconds)} in passes"])
+
+
+def abbreviate(modules: Iterable[str]) -> list[str]:
+    """Module paths that differ in their layer numbers alone, as one: "model.layers.{0..31}.self_attn ×32".
+
+    Exact: the abbreviations together name every path as often as it was given, and no other path.
+    """
+    families: dict[tuple[tuple[str, ...], int], list[tuple[int, ...]]] = {}
+    for path, times in Counter(modules).items():
+        pieces = _INDEX.split(path)
+        families.setdefault((tuple(pieces[::2]), times), []).append(tuple(int(index) for index in pieces[1::2]))
+    lines = []
+    for (fixed, times), indices in families.items():
+        for box in _boxes(indices):
+            sites = times
+            path = fixed[0]
+            for numbers, piece in zip(box, fixed[1:], strict=True):
+                sites *= len(numbers)
+                path += _numbers(numbers) + piece
+            lines.append((path or "(the model itself)") + (f" ×{sites}" if sites > 1 else ""))
+    return lines
+
+
+def _boxes(rows: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
+    """Cover the rows exactly by products of sets: {0,1} × {0..5} is one box, {(0,0),(1,0),(1,1)} takes two."""
+    if not rows[0]:
+        return [()]
+    tails: dict[int, list[tuple[int, ...]]] = {}
+    for head, *tail in rows:
+        tails.setdefault(head, []).append(tuple(tail))
+    heads: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for head, rest in tails.items():
+        heads.setdefault(tuple(sorted(rest)), []).append(head)
+    return [(tuple(sorted(same)), *box) for rest, same in heads.items() for box in _boxes(rest)]
+
+
+def _numbers(values: tuple[int, ...]) -> str:
+    """ "7", "{0..31}", "{0,2,..,30}", "{0..4,6..10}"."""
+    if len(values) == 1:
+        return str(values[0])
+    step = values[1] - values[0]
+    if step > 1 and len(values) > 3 and values == tuple(range(values[0], values[-1] + 1, step)):
+        return f"{{{values[0]},{values[1]},..,{values[-1]}}}"
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    parts = [f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
+    return "{" + ",".join(parts) + "}"
+
+
+def _site_block(number: int, site: SiteReport) -> RenderableType:
+    rows: list[tuple[str, RenderableType]] = [
+        ("lowering", _text(site.decision.lowering, "green")),
+        ("pattern", _text(site.pattern)),
+        ("mask", _text(site.spec.mask.words)),
+        ("score", _text(site.spec.score.words)),
+        ("dtype", _text(_dtype_words(site.spec))),
+        ("q, k, v", _operands(site.spec)),
+    ]
+    rows += [("source", _text(site.source))] if site.source else []
+    rows += [("copies" if i == 0 else "", _copy(copy)) for i, copy in enumerate(site.copies)]
+    rows += [("notes" if i == 0 else "", _text(note)) for i, note in enumerate(site.notes)]
+    rows += [("refused" if i == 0 else "", row) for i, row in enumerate(_refusals(site.decision.refusals))]
+    return _block(f"[{number}]", site.modules, rows)
+
+
+def _miss_block(miss: MissReport) -> RenderableType:
+    rows: list[tuple[str, RenderableType]] = [
+        ("anchor", _text(miss.anchor)),
+        ("nearest", _text(f"{miss.nearest}, stopped at {miss.stopped_at}")),
+    ]
+    rows += [("source", _text(miss.source))] if miss.source else []
+    return _block("[miss]", miss.modules, [*rows, ("why", _reason(miss.reason))])
+
+
+def _block(mark: str, modules: Iterable[str], rows: Sequence[tuple[str, RenderableType]]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold")
+    for label, value in rows:
+        grid.add_row(label, value)
+    return Group(_text(f"{mark} {', '.join(abbreviate(modules))}", "bold"), Padding(grid, (0, 0, 0, 4)))
+
+
+def _operands(spec: AttentionSpec) -> RenderableType:
+    """One line an operand; operands that agree in everything share it."""
+    same: dict[TensorSpec, list[str]] = {}
+    for name, operand in (("q", spec.q), ("k", spec.k), ("v", spec.v)):
+        same.setdefault(operand, []).append(name)
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(3):
+        grid.add_column(overflow="fold")
+    for operand, names in same.items():
+        grid.add_row(
+            _text(",".join(names)),
+            _text(f"{operand.dtype}[{_dims(operand.shape)}]"),
+            _text(f"strides ({_dims(operand.strides)})"),
+        )
+    return grid
+
+
+def _refusals(refusals: Iterable[Refusal]) -> list[RenderableType]:
+    """One row for lowerings that give the same reasons, in the order in which they were asked."""
+    names: dict[tuple[Reason, ...], list[str]] = {}
+    for refusal in refusals:
+        names.setdefault(refusal.reasons, []).append(refusal.lowering)
+    rows: list[RenderableType] = []
+    for reasons, lowerings in names.items():
+        indented = Padding(Group(*(_reason(reason) for reason in reasons)), (0, 0, 0, 2))
+        rows.append(Group(_text(", ".join(lowerings), "yellow"), indented))
+    return rows
+
+
+def _reason(reason: Reason) -> RenderableType:
+    lines = [_text(f"rule: {reason.rule}; observed: {reason.observed}")]
+    if reason.remedy:
+        lines.append(_text(f"remedy: {reason.remedy}"))
+    return Group(*lines)
+
+
+def _copy(copy: Copy) -> Text:
+    size = "size known at run time" if copy.bytes is None else decimal(copy.bytes)
+    return _text(f"{copy.operand}, {size}: {copy.why}")
+
+
+def _dtype_words(spec: AttentionSpec) -> str:
+    parts = [spec.dtype if spec.out_dtype == spec.dtype else f"{spec.dtype}, goes on as {spec.out_dtype}"]
+    parts.append("needs grad" if spec.needs_grad else "no grad")
+    if spec.returns_weights:
+        parts.append("returns the weights")
+    return ", ".join(parts)
+
+
+def _found(report: Report) -> str:
+    sites, misses = report.num_sites, report.num_misses
+    if not sites and not misses:
+        return "0 sites: no attention was found in this graph"
+    kinds = f" of {_count(len(report.sites), 'kind')}" if sites > 1 else ""
+    return f"{_count(sites, 'attention site')}{kinds}, {_count(misses, 'miss', 'misses')}"
+
+
+def _times(report: Report) -> str:
+    each = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in report.seconds)
+    return f"passes took {_duration(report.total_seconds)}: {each}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _dims(dims: Iterable[int | str]) -> str:
+    return ", ".join(map(str, dims))
+
+
+def _count(number: int, noun: str, plural: str | None = None) -> str:
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def _has_content(report: Report) -> bool:
+    return bool(report.sites or report.misses or report.failure)
+
+
+def _text(words: str, style: str = "") -> Text:
+    # Text, not str: rich would read "[2, 8]" in a str as markup. Fold: a path without a blank is broken, not cut.
+    return Text(words, style=style, overflow="fold")

@@ -1,0 +1,215 @@
+"""explain: every graph is reported, the model really runs on the rewritten graphs, and nothing compiled stays behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from attn_compiler import lowerings, passes, torch_compat, torch_observe
+from attn_compiler.errors import InvalidOption, PassFailed, UnknownOption
+from attn_compiler.explaining import explain, explainer
+from attn_compiler.options import Options
+from attn_compiler.report import Report, Reports
+
+
+class Broken(nn.Module):
+    """Two graphs: one before and one after the graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.project(x).relu()
+        torch._dynamo.graph_break()
+        return y.relu()
+
+
+class Seen:
+    """Stands for the pipeline: records its graphs and options, and rewrites relu to sigmoid, so that a rewrite shows."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.GraphModule] = []
+        self.options: list[Options] = []
+
+    def __call__(self, gm: fx.GraphModule, options: Options) -> Report:
+        self.graphs.append(gm)
+        self.options.append(options)
+        for module in torch_compat.graph_modules(gm):
+            for node in module.graph.nodes:
+                node.target = "sigmoid" if node.target == "relu" else node.target
+        return Report(graph=f"g{len(self.graphs)}", target="cpu")
+
+    def shapes(self) -> list[list[Any]]:
+        """The shapes of the placeholders, graph by graph."""
+        return [
+            [tuple(value.shape) for node in gm.graph.find_nodes(op="placeholder") if _is_tensor(value := _value(node))]
+            for gm in self.graphs
+        ]
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["example_value"]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    seen = Seen()
+    monkeypatch.setattr(passes, "run_pipeline", seen, raising=False)
+    monkeypatch.setattr(lowerings, "LOWERINGS", (), raising=False)
+    return seen
+
+
+class Counted:
+    """A user's backend that counts what it compiles and with which sizes."""
+
+    def __init__(self) -> None:
+        self.inputs: list[list[Any]] = []
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.inputs.append([value for value in example_inputs if not isinstance(value, nn.Parameter)])
+        return gm.forward
+
+
+def test_every_graph_is_reported_in_order(seen: Seen) -> None:
+    reports = explain(Broken(), torch.randn(2, 4))
+    assert isinstance(reports, Reports)
+    assert [report.graph for report in reports] == ["g1", "g2"]
+
+
+def test_the_package_exports_explain() -> None:
+    import attn_compiler
+
+    assert attn_compiler.explain is explain
+    assert attn_compiler.explain is explain, "a second look-up must not find a submodule instead"
+
+
+def test_the_model_runs_once_on_the_rewritten_graphs(seen: Seen) -> None:
+    cache = torch.zeros(1)
+
+    def model(x: torch.Tensor, *, cache: torch.Tensor) -> torch.Tensor:
+        return cache.add_(x.relu())
+
+    explain(model, torch.tensor([-1.0]), cache=cache)
+    torch.testing.assert_close(cache, torch.tensor([-1.0]).sigmoid())
+
+
+def test_all_arguments_reach_the_model(seen: Seen) -> None:
+    got: dict[str, Any] = {}
+
+    def model(*args: Any, **kwargs: Any) -> None:
+        got.update(kwargs, args=args)
+
+    explain(model, 1, model=2, options=3, dynamic=4, self=5)
+    assert got == {"args": (1,), "model": 2, "options": 3, "dynamic": 4, "self": 5}
+
+
+def test_it_runs_in_the_callers_grad_mode(seen: Seen) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x.relu()
+
+    x = torch.randn(3, requires_grad=True)
+    explain(model, x)
+    with torch.no_grad():
+        explain(model, x)
+    outputs = [_value(gm.graph.output_node().args[0][0]) for gm in seen.graphs]
+    assert [output.requires_grad for output in outputs] == [True, False]
+
+
+def test_dynamic_and_options(seen: Seen) -> None:
+    asked = {"strict": True, "max_autotune": False}
+    explainer(options=asked, mode=None, dynamic=True)(torch.relu, torch.randn(5, 6))
+    assert seen.options == [Options(strict=True)]
+    [[shape]] = seen.shapes()
+    assert all(isinstance(size, torch.SymInt) for size in shape)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"stricct": True}, UnknownOption), ({"strict": 1}, InvalidOption), ({"lowering": "none such"}, InvalidOption)],
+)
+def test_wrong_options_are_refused_before_the_model_runs(seen: Seen, options: dict[str, Any], error: type) -> None:
+    with pytest.raises(error):
+        explainer(options=options)
+
+
+def test_no_graph_gives_empty_reports(seen: Seen) -> None:
+    assert explain(lambda x: 3, torch.ones(2)) == ()
+
+
+def test_an_error_of_the_pipeline_reaches_the_user_as_itself_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, seen: Seen
+) -> None:
+    def failing(gm: fx.GraphModule, options: Options) -> Report:
+        raise PassFailed(pass_name="lower", site="attn", cause="KeyError", reproduce="strict=True")
+
+    model = Broken()
+    with monkeypatch.context() as patch:
+        patch.setattr(passes, "run_pipeline", failing)
+        with pytest.raises(PassFailed, match="pass 'lower' failed at attn"):
+            explain(model, torch.randn(2, 4))
+    assert len(explain(model, torch.randn(2, 4))) == 2
+
+
+@pytest.mark.parametrize("compiled_by", ["torch.compile", "module.compile"])
+def test_a_compiled_model_is_explained_as_the_model_itself(seen: Seen, compiled_by: str) -> None:
+    users, model = Counted(), Broken()
+    if compiled_by == "torch.compile":
+        compiled: Callable[..., Any] = torch.compile(model, backend=users)
+    else:
+        model.compile(backend=users)
+        compiled = model
+    assert len(explain(compiled, torch.randn(2, 4))) == 2
+    assert not users.inputs, "explain ran the user's compiled code"
+    compiled(torch.randn(2, 4))
+    assert len(users.inputs) == 2
+
+
+def test_a_compiled_function_is_explained_as_the_function_itself(seen: Seen) -> None:
+    users = Counted()
+    compiled = torch.compile(lambda x: x.relu(), backend=users)
+    compiled(torch.randn(2, 4))
+    users.inputs.clear()
+    assert len(explain(compiled, torch.randn(3, 4))) == 1
+    assert not users.inputs
+
+
+def test_repeated_explains_find_everything_each_time_and_use_up_no_recompile_limit(seen: Seen) -> None:
+    model, users = Broken(), Counted()
+    for rows in range(2, 14):
+        assert len(explain(model, torch.randn(rows, 4))) == 2
+    torch.compile(model, backend=users)(torch.randn(2, 4))
+    assert len(users.inputs) == 2
+
+
+def test_the_sizes_that_explain_saw_make_no_later_compile_dynamic(seen: Seen) -> None:
+    model, users = Broken(), Counted()
+    explain(model, torch.randn(3, 4))
+    explainer(dynamic=True)(model, torch.randn(4, 4))
+    torch.compile(model, backend=users)(torch.randn(5, 4))
+    assert [[tuple(value.shape) for value in inputs] for inputs in users.inputs] == [[(5, 4)], [(5, 4)]]
+    assert all(isinstance(size, int) for inputs in users.inputs for value in inputs for size in value.shape)
+
+
+def test_what_the_user_compiled_before_is_kept(seen: Seen) -> None:
+    model, users = Broken(), Counted()
+    compiled = torch.compile(model, backend=users)
+    compiled(torch.randn(2, 4))
+    for rows in range(2, 14):
+        explain(model, torch.randn(rows, 4))
+    users.inputs.clear()
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(compiled(x), model(x))
+    if torch_observe.HAS_ISOLATION:
+        assert not users.inputs, "explain made the user's model compile again"
+    users.inputs.clear()
+    compiled(torch.randn(3, 4))
+    assert any(isinstance(value, torch.SymInt) for value in users.inputs[0]), "automatic dynamic shapes were lost"
