@@ -46,7 +46,7 @@ def measure(layers: int, scenario: str, implementation: str) -> dict[str, str]:
     )
     training = SCENARIOS[scenario].training
     model = transformers.LlamaModel(config).train(training)
-    compiled = torch.compile(model, backend=harness.backend(harness.BACKEND))
+    compiled = torch.compile(model, backend=harness.BACKEND)
     ids = {"input_ids": torch.arange(64)[None, :], "use_cache": False}
     step = harness.make_step(compiled, ids, training=training)
     first, later = (_seconds(step) for _ in range(2))

@@ -31,19 +31,6 @@ MIN_RATIO = 0.98
 Step = Callable[[], torch.Tensor]
 
 
-def backend(name: str) -> str | Callable[..., Any]:
-    """What to hand to `torch.compile(backend=…)`.
-
-    The name itself where it is registered; where the package is only on PYTHONPATH (no entry point), the function that it names.
-    """
-    if name != BACKEND or name in torch.compiler.list_backends():
-        return name
-    from attn_compiler.backend import attn_compiler
-
-    function: Callable[..., Any] = attn_compiler
-    return function
-
-
 def main_output(output: Any) -> torch.Tensor:
     """The tensor that a model is called for: its logits, or its last hidden state."""
     if isinstance(output, torch.Tensor):
@@ -212,8 +199,8 @@ def print_table(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> None
         table.add_column(name)
     for row in rows:
         cells = [row[name] for name in names]
-        if row.get("error_text"):
-            table.add_row(*cells, "", "", "", f"[red]{escape(row['error_text'])}")
+        if row.get("failure"):
+            table.add_row(*cells, "", "", "", f"[red]{escape(row['failure'])}")
             continue
         slow = float(row["ratio"]) < MIN_RATIO
         table.add_row(
@@ -228,5 +215,5 @@ def print_table(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> None
 
 def failures(rows: Sequence[Mapping[str, str]]) -> int:
     """1 where a row is slower than the baseline beyond noise, or wrong; else 0: an exit status."""
-    measured = [row for row in rows if not row.get("error_text")]
-    return int(any(float(row["ratio"]) < MIN_RATIO or row["numerics"] != "ok" for row in measured))
+    measured = [row for row in rows if not row.get("failure")]
+    return int(any(float(row["ratio"]) < MIN_RATIO or row["numerics"] == "WRONG" for row in measured))

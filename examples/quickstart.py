@@ -50,7 +50,7 @@ def main() -> None:
         return torch.nn.functional.normalize((tokens * keep).sum(1) / keep.sum(1))
 
     difference = (embed(model) - embed(compiled)).abs().max().item()
-    print(*attn_compiler.reports(), sep="\n")
+    print(attn_compiler.reports())
     print(f"batch {tuple(batch['input_ids'].shape)}, largest difference of an embedding from eager: {difference:.1e}")
     for name, ms in median_ms({"eager": lambda: embed(model), "attn_compiler": lambda: embed(compiled)}).items():
         print(f"{name:>14}: {ms:.1f} ms")

@@ -50,7 +50,7 @@ def main() -> None:
     ours = copy.deepcopy(model)
     eager_losses = train(model, model, "eager")
     losses = train(torch.compile(ours, backend="attn_compiler"), ours, "attn_compiler")
-    print(*attn_compiler.reports(), sep="\n")
+    print(attn_compiler.reports())
     print(f"loss {losses[0]:.3f} → {losses[-1]:.3f} nats a byte in {STEPS} steps")
     print(f"largest difference from eager: {max(abs(a - b) for a, b in zip(losses, eager_losses, strict=True)):.1e}")
 

@@ -1,0 +1,40 @@
+"""Sessions outside CI's default path: the public API on every torch that we support, and on the newest.
+
+nox                        all three
+nox -s "api(2.11.0)"       one of them; arguments after -- go to pytest
+"""
+
+from __future__ import annotations
+
+import nox
+
+# Fresh environments of their own: the pinned versions of constraints.txt are for one torch only.
+nox.options.default_venv_backend = "venv"
+
+TORCHES = {"2.11.0": "torch==2.11.0", "2.13.0": "torch==2.13.0", "newest": "torch>=2.13,<2.16"}
+
+# What a user calls: the entry point, its options, reports and errors. The passes behind it are in torch's hands as far as
+# these reach them; a tests path after -- runs more.
+PUBLIC_API = (
+    "tests/test_backend.py",
+    "tests/test_cache_safety.py",
+    "tests/test_doctor.py",
+    "tests/test_errors.py",
+    "tests/test_explaining.py",
+    "tests/test_init.py",
+    "tests/test_options.py",
+    "tests/test_report.py",
+    "tests/test_torch_compat.py",
+    "tests/test_torch_observe.py",
+)
+
+
+@nox.session
+@nox.parametrize("torch", list(TORCHES), ids=list(TORCHES))
+def api(session: nox.Session, torch: str) -> None:
+    """The public API's tests on one version of torch."""
+    # torch on its own first, so that no other package's wish picks its version.
+    session.install(TORCHES[torch])
+    session.install("-e", ".[models]", "pytest", "pytest-xdist", "hypothesis")
+    session.run("python", "-c", "import torch; print(torch.__version__)")
+    session.run("python", "-m", "pytest", *(session.posargs or PUBLIC_API))

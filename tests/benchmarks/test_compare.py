@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from benchmarks import compare, harness
+from benchmarks.compare import Case
+
+
+def test_relative_error_is_over_all_tensors_together() -> None:
+    reference = [torch.tensor([3.0]), torch.tensor([4.0])]
+    assert compare.relative_error(reference, reference) == 0
+    assert abs(compare.relative_error([torch.tensor([3.0]), torch.tensor([4.5])], reference) - 0.1) < 1e-6
+
+
+def test_an_error_that_is_no_number_is_wrong() -> None:
+    model = nn.Linear(4, 4)
+    case = Case(model=model, inputs={"input": torch.randn(2, 4)})
+    assert compare.numerics(case, lambda: torch.full((2, 4), torch.nan))["numerics"] == "WRONG"
+
+
+def test_numerics_compares_only_valid_positions() -> None:
+    model = nn.Linear(4, 4)
+    inputs = {"input": torch.randn(2, 3, 4)}
+    valid = torch.tensor([[True, True, False], [True, True, True]])
+
+    def ours() -> torch.Tensor:
+        output = model(inputs["input"]).detach()
+        output[0, 2] = 100.0
+        return output
+
+    assert compare.numerics(Case(model=model, inputs=inputs, valid=valid), ours)["numerics"] == "ok"
+    assert compare.numerics(Case(model=model, inputs=inputs), ours)["numerics"] == "WRONG"
+
+
+def test_numerics_of_a_training_step_compares_gradients() -> None:
+    model = nn.Linear(4, 4)
+    inputs = {"input": torch.randn(2, 4)}
+    case = Case(model=model, inputs=inputs, training=True)
+    right = harness.make_step(model, inputs, training=True)
+
+    def wrong() -> torch.Tensor:
+        output = right()
+        assert model.weight.grad is not None
+        model.weight.grad *= 1.01
+        return output
+
+    assert compare.numerics(case, right)["numerics"] == "ok"
+    assert compare.numerics(case, wrong)["numerics"] == "WRONG"
+
+
+def test_nothing_compiled_is_no_site() -> None:
+    assert compare.chosen(()) == {"sites": "0", "misses": "0", "lowerings": ""}
