@@ -61,8 +61,8 @@ def _compile(
     check_lowering_names(own, (lowering.name for lowering in LOWERINGS))
     targets = {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
     report = run_pipeline(gm, own)
-    publish(report, own)
     _require_available(own, report, targets, LOWERINGS)
+    publish(report, own)
     return _compile_inner(gm, example_inputs, own, patches, cache_key(own, targets), name)
 
 
