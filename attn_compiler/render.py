@@ -59,7 +59,7 @@ def report_view(report: Report) -> RenderableType:
         _text(_found(report)),
     ]
     if report.seconds:
-        head.append(_text(_times(report)))
+        head.append(_times(report))
     if report.failure:
         message, _, details = report.failure.partition("\n")
         head.append(_text(f"FAILED, the graph was left as it was: {message}", "bold red"))
@@ -231,9 +231,11 @@ def _found(report: Report) -> str:
     return f"{_count(sites, 'attention site')}{kinds}, {_count(misses, 'miss', 'misses')}"
 
 
-def _times(report: Report) -> str:
+def _times(report: Report) -> RenderableType:
+    grid = Table.grid(padding=(0, 1, 0, 0))
     each = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in report.seconds)
-    return f"passes took {_duration(report.total_seconds)}: {each}"
+    grid.add_row(_text(f"passes took {_duration(report.total_seconds)}:"), _text(each))
+    return grid
 
 
 def _duration(seconds: float) -> str:
