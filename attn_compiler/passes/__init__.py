@@ -19,9 +19,9 @@ from attn_compiler import torch_compat, torch_tracing
 from attn_compiler.dump import Dumper
 from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, PassFailed
 from attn_compiler.options import Options
-from attn_compiler.passes import expand, layout, lower, match, mirror, recover, select, summary, verify
+from attn_compiler.passes import expand, layout, lower, match, mirror, recover, relevance, select, summary, verify
 from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.unit import Unit, units, unsupported_tensor
+from attn_compiler.passes.unit import Unit, is_anchor_like, units, unsupported_tensor
 from attn_compiler.report import Report
 from attn_compiler.target import Target
 
@@ -42,7 +42,7 @@ def _expand(unit: Unit, _: Mirror | None) -> None:
 
 
 def _mirror(unit: Unit, _: Mirror | None) -> None:
-    unit.mirror = mirror.build(unit.graph_module)
+    unit.mirror = mirror.build(unit.graph_module, relevance.skippable(unit.graph, is_anchor_like))
 
 
 def _facts(*names: str) -> frozenset[str]:
@@ -104,7 +104,7 @@ def _run(unit: Unit, dumper: Dumper, seconds: dict[str, float]) -> None:
         return
     with torch_tracing.tracing_in(unit.mode):
         for step in PIPELINE:
-            with _timed(step.name, seconds), _located(step.name, unit), _dumped(step, unit, dumper):
+            with _dumped(step, unit, dumper), _timed(step.name, seconds), _located(step.name, unit):
                 step.run(unit, unit.mirror)  # type: ignore[arg-type]
             if step.name == "match" and not unit.sites:
                 return
@@ -124,8 +124,7 @@ def _dumped(step: Pass, unit: Unit, dumper: Dumper) -> Iterator[None]:
     with dumper.around(step.name, unit.graph_module):
         yield
     if step.name == "mirror" and unit.mirror is not None:
-        graph = unit.mirror.graph
-        dumper.text("mirror", lambda: str(graph.python_code("self").src))
+        dumper.graph("mirror", unit.mirror.graph)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ _FOLDABLE = frozenset(
         aten.to.dtype_layout,
         aten.clone.default,
         aten.detach.default,
+        aten.detach_.default,
         aten.alias.default,
         aten.lift_fresh_copy.default,
         aten.lift_fresh.default,

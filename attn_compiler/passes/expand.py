@@ -132,6 +132,7 @@ def run(graph_module: fx.GraphModule) -> list[str]:
     for call in calls:
         with where[call].active():
             _expand(graph, call)
+    graph_module.recompile()
     return [call.name for call in calls]
 
 

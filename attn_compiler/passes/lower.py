@@ -41,6 +41,7 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> Non
         new = _finish(site, builder, out, old)
     old.replace_all_uses_with(new)
     site.new_out = new
+    site.notes.extend(site.match.notes)
     _erase(unit.graph, mirror, site, old)
 
 
@@ -76,12 +77,14 @@ def _erase(graph: fx.Graph, mirror: Mirror, site: Site, old: fx.Node) -> None:
     own = {mirror.owner(n) for n in site.match.covered}
     writers = {mirror.owner(writer) for writer, _ in mirror.writers} - own
     candidates = [old]
+    erased: set[fx.Node] = set()
     while candidates:
         node = candidates.pop()
-        if node.users or node.op not in ("call_function", "call_method") or node in writers:
+        if node in erased or node in writers or node.users or node.op not in ("call_function", "call_method"):
             continue
         inputs = node.all_input_nodes
         graph.erase_node(node)
+        erased.add(node)
         candidates.extend(n for n in inputs if n in own or _is_pure(mirror, n))
 
 

@@ -9,7 +9,7 @@ from attn_compiler.passes import regions
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.patterns import PATTERNS, Pattern
 from attn_compiler.passes.site import Match, Miss, Refused, Site
-from attn_compiler.passes.unit import Unit, module_path, tensor_kind
+from attn_compiler.passes.unit import Unit, module_path, source_line, tensor_kind
 
 
 def run(unit: Unit, mirror: Mirror) -> None:
@@ -32,7 +32,9 @@ def _match(
         except Refused as refused:
             refusals.append((pattern, refused))
         else:
-            unit.sites.append(Site(match=match, module=_module(mirror, match.out)))
+            owner = mirror.owner(match.out)
+            source = source_line(owner) if owner is not None else None
+            unit.sites.append(Site(match=match, module=_module(mirror, match.out), source=source))
             return
     pattern, furthest = max(refusals, key=lambda r: r[1].progress)
     unit.misses.append(Miss(anchor=anchor, nearest=pattern.name, stopped_at=furthest.at, reason=furthest.reason))

@@ -9,6 +9,7 @@ mirror takes Dynamo's.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -54,23 +55,22 @@ class Mirror:
 
     def computes_only(self, dynamo_node: fx.Node) -> bool:
         """Whether a Dynamo node does nothing but compute its value: ATen ops that write nothing in place."""
-        owned = self._owned.get(dynamo_node, [])
-        return all(isinstance(n.target, torch._ops.OpOverload) and not mutation.writes(n) for n in owned)
+        return all(_is_plain(n) and not mutation.writes(n) for n in self._owned.get(dynamo_node, []))
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
         """The users of a node whose results matter: not those that nothing goes on to read."""
         return [user for user in node.users if user in self._live]
 
     def constant(self, node: fx.Node) -> torch.Tensor | None:
-        """The real tensor that a node is known to hold: a constant of the Dynamo graph, or one made while tracing."""
+        """The real tensor behind `torch.tensor(0.125)` and the like. An attribute of the model is none: it may change."""
         tensor = node.meta.get("constant")
         return tensor if isinstance(tensor, torch.Tensor) else None
 
 
-def build(graph_module: fx.GraphModule) -> Mirror:
-    """Trace the mirror of one Dynamo graph module (not of the bodies nested in it)."""
+def build(graph_module: fx.GraphModule, skipped: frozenset[fx.Node] = frozenset()) -> Mirror:
+    """Trace the mirror of one Dynamo graph module (not of the bodies nested in it). skipped: nodes to treat as opaque."""
     placeholders = [n.meta["example_value"] for n in graph_module.graph.nodes if n.op == "placeholder"]
-    tracer = _Tracing(graph_module)
+    tracer = _Tracing(graph_module, skipped)
     traced = torch_tracing.trace_pre_dispatch(tracer.run_all, placeholders)
     return Mirror(traced.graph, *tracer.finish(traced))
 
@@ -91,6 +91,10 @@ def _live(graph: fx.Graph, writers: mutation.Writers) -> set[fx.Node]:
     return live
 
 
+def _is_plain(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+
+
 def is_opaque(node: fx.Node) -> bool:
     """Nodes that tracing must not enter."""
     if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -102,11 +106,11 @@ def is_opaque(node: fx.Node) -> bool:
 class _Tracing(fx.Interpreter):
     """Runs the Dynamo graph under make_fx and writes down which Dynamo node made which ATen node."""
 
-    def __init__(self, graph_module: fx.GraphModule) -> None:
+    def __init__(self, graph_module: fx.GraphModule, skipped: frozenset[fx.Node]) -> None:
         super().__init__(graph_module, garbage_collect_values=False)
+        self._skipped = skipped
         self._owner_names: dict[str, fx.Node] = {}
         self._value_names: dict[str, fx.Node] = {}
-        self._constants: dict[str, torch.Tensor] = {}
         self._traced_so_far = 0
         self._regions: list[torch.amp.autocast_mode.autocast] = []
 
@@ -124,9 +128,7 @@ class _Tracing(fx.Interpreter):
                 owners[node] = self._owner_names[node.name]
             if node.name in self._value_names:
                 values[node] = self._value_names[node.name]
-            if node.name in self._constants:
-                node.meta["constant"] = self._constants[node.name]
-            elif node.op == "get_attr":
+            if node.op == "get_attr":
                 node.meta["constant"] = getattr(traced, str(node.target), None)
         return owners, values
 
@@ -150,7 +152,8 @@ class _Tracing(fx.Interpreter):
             return self._enter(n)
         if n.target is torch.amp.autocast_mode._exit_autocast:
             return self._regions.pop().__exit__(None, None, None)
-        return self._stand_in(n) if is_opaque(n) or n.target in _READS_NUMBERS else super().run_node(n)
+        hidden = n in self._skipped or is_opaque(n) or n.target in _READS_NUMBERS
+        return self._stand_in(n) if hidden else super().run_node(n)
 
     def _enter(self, n: fx.Node) -> None:
         region = torch.amp.autocast_mode.autocast(*n.args, **n.kwargs)
@@ -164,9 +167,8 @@ class _Tracing(fx.Interpreter):
         tracer = torch_tracing.current_tracer()
         example = n.meta.get("example_value")
         fake = example if isinstance(example, torch.Tensor) else torch_tracing.current_fake(attribute)
-        proxy = tracer.create_proxy("placeholder", f"constant_{n.name}", (), {})
-        self._constants[proxy.node.name] = attribute
-        return torch_tracing.track(_same_metadata(fake), proxy, tracer)
+        proxy = tracer.create_proxy("placeholder", f"attribute_{n.name}", (), {})
+        return torch_tracing.track(fake, proxy, tracer)
 
     def _stand_in(self, n: fx.Node) -> Any:
         tracer = torch_tracing.current_tracer()
@@ -177,7 +179,7 @@ class _Tracing(fx.Interpreter):
         for x in flat:
             if isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
                 proxy = tracer.create_proxy("call_function", opaque, tuple(inputs), {}, name=n.name)
-                x = torch_tracing.track(_same_metadata(x) if isinstance(x, torch.Tensor) else x, proxy, tracer)
+                x = torch_tracing.track(x, proxy, tracer)
             out.append(x)
         return pytree.tree_unflatten(out, spec)
 
@@ -190,7 +192,7 @@ class _Tracing(fx.Interpreter):
         node = torch_tracing.traced_node(result, tracer)
         if node is None:
             return result
-        retyped = torch_tracing.track(_same_metadata(example), fx.Proxy(node, tracer), tracer)
+        retyped = torch_tracing.track(example, fx.Proxy(node, tracer), tracer)
         node.meta["val"] = retyped
         return retyped
 
@@ -208,7 +210,3 @@ def _last(graph: fx.Graph, count: int) -> list[fx.Node]:
             break
         found.append(node)
     return found
-
-
-def _same_metadata(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)

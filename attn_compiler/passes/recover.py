@@ -29,7 +29,6 @@ def run(unit: Unit, mirror: Mirror) -> None:
         except AxisError as error:
             unit.misses.append(_miss(site, error))
         else:
-            site.notes.extend(site.match.notes)
             kept.append(site)
     unit.sites = kept
 

@@ -115,6 +115,7 @@ class Site:
 
     match: Match
     module: str
+    source: str | None = None
     spec: AttentionSpec | None = None
     decision: Decision | None = None
     new_out: fx.Node | None = None

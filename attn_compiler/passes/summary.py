@@ -7,13 +7,15 @@ from torch import fx
 from attn_compiler import torch_compat
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Miss, Site
-from attn_compiler.passes.unit import Unit, is_anchor_like, module_path
+from attn_compiler.passes.unit import Unit, is_anchor_like, module_path, source_line
 from attn_compiler.report import Decision, MissReport, Reason, Report, SiteReport
+from attn_compiler.target import Target
 
 
 def report(gm: fx.GraphModule, units: list[Unit], seconds: dict[str, float], failure: str | None) -> Report:
     """The report of one graph handed to the backend. After a failure nothing was rewritten, and no site is claimed."""
-    targets = {target.words for unit in units for target in unit.targets.values()}
+    used = {target for unit in units for target in unit.targets.values()}
+    targets = {t.words for t in used or (Target.current(str(device)) for device in torch_compat.graph_devices(gm))}
     return Report(
         graph=torch_compat.graph_name(),
         target="; ".join(sorted(targets)),
@@ -46,6 +48,7 @@ def _row(sites: list[Site]) -> SiteReport:
         decision=first.decision or Decision(lowering="untouched"),
         copies=tuple(first.copies),
         notes=tuple(first.notes),
+        source=first.source,
     )
 
 
@@ -76,8 +79,8 @@ def _miss_row(mirror: Mirror, misses: list[Miss]) -> MissReport:
 def _place(mirror: Mirror, node: fx.Node) -> str:
     """A node and the model's own line for it."""
     owner = mirror.owner(node)
-    trace = (owner.meta.get("stack_trace") or "").strip().splitlines() if owner is not None else []
-    return f"{node.name}: {trace[-1].strip()}" if trace else node.name
+    line = source_line(owner) if owner is not None else None
+    return f"{node.name}, {line}" if line else node.name
 
 
 def _left_alone(unit: Unit, why: str) -> list[MissReport]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from attn_compiler import torch_compat, torch_tracing
 from attn_compiler.options import Options
 from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.relevance import target_name
 from attn_compiler.passes.site import Miss, Site
 from attn_compiler.target import Target
 
@@ -85,7 +87,7 @@ def is_anchor_like(node: fx.Node) -> bool:
     """Whether a Dynamo node can hold an anchor. A cheap look at its name, so that other graphs never get a mirror."""
     if node.op not in ("call_function", "call_method"):
         return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    name = target_name(node)
     softmax = "softmax" in name and "log_softmax" not in name and "gumbel" not in name
     return softmax or "scaled_dot_product_attention" in name or any(call in name for call in _FUSED_CALLS)
 
@@ -117,6 +119,12 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     paths = [entry[0] for entry in stack.values()]
     return clean_path(paths[-1]) if paths else "(no module)"
+
+
+def source_line(node: fx.Node) -> str | None:
+    """Where the model's code makes a Dynamo node: "modeling_llama.py:191"."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else None
 
 
 def clean_path(path: str) -> str:

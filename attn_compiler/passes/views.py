@@ -187,6 +187,32 @@ _COSTLY = {
 }
 
 
+#: ops that ask a tensor for its shape, dtype or device -> which argument that is; no element of it is read
+_ASKS_METADATA: dict[object, int] = {
+    aten.expand_as.default: 1,
+    aten.view_as.default: 1,
+    aten.type_as.default: 1,
+    aten.to.other: 1,
+    aten.zeros_like.default: 0,
+    aten.ones_like.default: 0,
+    aten.full_like.default: 0,
+    aten.empty_like.default: 0,
+    aten.new_zeros.default: 0,
+    aten.new_ones.default: 0,
+    aten.new_full.default: 0,
+    aten.new_empty.default: 0,
+    aten.sym_size.int: 0,
+    aten.sym_stride.int: 0,
+    aten.sym_numel.default: 0,
+}
+
+
+def reads_elements(user: fx.Node, node: fx.Node) -> bool:
+    """Whether `user` needs the elements of `node`, not only its shape, dtype or device."""
+    asks = _ASKS_METADATA.get(user.target)
+    return asks is None or [i for i, arg in enumerate(user.args) if arg is node] != [asks]
+
+
 def _inactive_dropout(node: fx.Node, dims: Dims) -> Dims:
     if dropout_probability(node) != 0.0:
         raise AxisError("dropout")

@@ -40,11 +40,14 @@ def _shared_tail(atoms: Dim, k: Operand, v: Operand) -> int:
 
 
 def _first_head(atoms: Dim, shared: int) -> int:
-    """Where the heads begin: the last axis, or with shared heads also the axis that they are grouped in, if batch is left."""
+    """Where the heads begin: the last axis, or with shared heads also the axis that they are grouped in, if batch is left.
+
+    An axis of unknown size is batch: no model computes its number of heads, and kernels need to know it.
+    """
     own = len(atoms) - shared
-    if shared == 0 or own >= 2:
-        return max(own - 1, 0)
-    return own
+    if own == 0 or (shared and own == 1) or not atoms[own - 1].size.is_Integer:
+        return own
+    return own - 1
 
 
 def _notes(match: Match) -> list[str]:

@@ -112,7 +112,8 @@ def _passes_weights(node: fx.Node) -> bool:
 
 def _has_other_readers(mirror: Mirror, path: list[fx.Node], product: fx.Node) -> bool:
     expected = {*path, product}
-    return any(user not in expected for node in path for user in mirror.readers(node))
+    readers = ((user, node) for node in path for user in mirror.readers(node) if user not in expected)
+    return any(views.reads_elements(user, node) for user, node in readers)
 
 
 def _match(
@@ -259,7 +260,7 @@ def _check_readers(mirror: Mirror, anchor: fx.Node, product: Contraction, steps:
     allowed = {anchor, *(s.node for s in steps), *(u for s in steps for u in s.uses)}
     for node in (product.node, *(s.node for s in steps)):
         for user in mirror.readers(node):
-            if user not in allowed:
+            if user not in allowed and views.reads_elements(user, node):
                 raise Refused(
                     rule="the scores have no reader besides the softmax",
                     observed=f"{user.name} reads {node.name}",

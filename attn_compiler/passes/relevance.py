@@ -1,0 +1,98 @@
+"""Which nodes of a Dynamo graph the mirror need not look into: most of a transformer is no attention, and tracing it costs time.
+
+A node is skipped only if it is known to compute a new tensor and to write nothing, so that skipping can hide an attention (a
+miss), but never a view or a mutation. Around every anchor all that matching and mask recovery look at is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import fx
+
+#: calls where the way up from an anchor, and the way down, ends: what is beyond belongs to something else
+_BOUNDARIES = frozenset(
+    "linear addmm conv1d conv2d conv3d layer_norm rms_norm batch_norm group_norm cross_entropy cross_entropy_loss".split()
+)
+
+#: calls that make a new tensor from their inputs, whatever these are
+_MAKES_NEW = _BOUNDARIES | frozenset(
+    "add sub mul truediv div pow neg mean var rsqrt sqrt exp erf cos sin sigmoid silu gelu relu tanh softplus cat square".split()
+)
+
+_PRODUCTS = frozenset("matmul bmm mm baddbmm einsum __matmul__".split())
+_SCALES = frozenset("mul truediv div".split())
+_STEPS_DOWN = 8
+
+
+def target_name(node: fx.Node) -> str:
+    """The bare name of what a node calls: "linear" for F.linear, torch.linear, aten.linear.default."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target.overloadpacket.__name__
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def skippable(graph: fx.Graph, is_anchor: Callable[[fx.Node], bool]) -> frozenset[fx.Node]:
+    """The nodes that a mirror may treat as opaque."""
+    kept = _kept([node for node in graph.nodes if is_anchor(node)])
+    return frozenset(node for node in graph.nodes if node not in kept and _makes_new(node))
+
+
+def _makes_new(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    called = node.op in ("call_function", "call_method")
+    return called and isinstance(value, torch.Tensor) and target_name(node) in _MAKES_NEW and "out" not in node.kwargs
+
+
+def _kept(anchors: list[fx.Node]) -> set[fx.Node]:
+    """The anchors, all that makes their scores and masks, and the tensors of both products up to where they are computed."""
+    scores: set[fx.Node] = set()
+    operands: set[fx.Node] = set()
+    for anchor in anchors:
+        if target_name(anchor) == "scaled_dot_product_attention":
+            scores.add(anchor)
+            _climb_operands(anchor.args[:3], operands)
+            _climb_scores([*anchor.args[3:], *anchor.kwargs.values()], scores, operands)
+            _climb_operands([anchor.kwargs.get(name) for name in ("query", "key", "value")], operands)
+        else:
+            _climb_scores([anchor, *_products_below(anchor)], scores, operands)
+    return scores | operands
+
+
+def _climb_scores(start: Iterable[object], scores: set[fx.Node], operands: set[fx.Node]) -> None:
+    queue = [node for node in start if isinstance(node, fx.Node)]
+    while queue:
+        node = queue.pop()
+        name = target_name(node)
+        if node in scores or name in _BOUNDARIES:
+            continue
+        scores.add(node)
+        if name in _PRODUCTS:
+            _climb_operands(node.all_input_nodes, operands)
+            queue.extend(n for n in node.all_input_nodes[:1] if name == "baddbmm")
+        else:
+            queue.extend(node.all_input_nodes)
+
+
+def _climb_operands(start: Iterable[object], operands: set[fx.Node]) -> None:
+    """Through views and scales only: matching goes no further up from q, k and v."""
+    queue = [node for node in start if isinstance(node, fx.Node)]
+    while queue:
+        node = queue.pop()
+        stops = _makes_new(node) and target_name(node) not in _SCALES
+        if node not in operands and not stops:
+            operands.add(node)
+            queue.extend(node.all_input_nodes)
+
+
+def _products_below(anchor: fx.Node) -> list[fx.Node]:
+    """The products that an anchor's result flows into, and what is on the way there."""
+    reached: list[fx.Node] = []
+    level = [anchor]
+    for _ in range(_STEPS_DOWN):
+        level = [u for node in level for u in node.users if target_name(u) not in _BOUNDARIES]
+        reached.extend(level)
+        level = [node for node in level if target_name(node) not in _PRODUCTS]
+    return reached
