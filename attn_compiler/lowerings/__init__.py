@@ -1,0 +1,30 @@
+"""Every way to compute an attention site. To add one: its file, its line in LOWERINGS, its row in priorities, its test."""
+
+from __future__ import annotations
+
+from attn_compiler.lowerings import ops as ops  # defines the leaf ops that lowerings put into graphs
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.priorities import order
+from attn_compiler.lowerings.reference import Reference
+from attn_compiler.lowerings.sdpa import SdpaCpuFlash, SdpaCudnn, SdpaEfficient, SdpaFlash
+from attn_compiler.lowerings.untouched import Untouched
+
+__all__ = ["LOWERINGS", "Emitter", "LayoutDemand", "Lowering", "Operands", "by_name", "order"]
+
+LOWERINGS: tuple[Lowering, ...] = (
+    Reference(),
+    SdpaCudnn(),
+    SdpaFlash(),
+    SdpaEfficient(),
+    SdpaCpuFlash(),
+    Untouched(),
+)
+
+_BY_NAME = {lowering.name: lowering for lowering in LOWERINGS}
+
+
+def by_name(name: str) -> Lowering:
+    """The lowering of that name. Raises KeyError, naming those that there are."""
+    if name not in _BY_NAME:
+        raise KeyError(f"no lowering {name!r}; there are {', '.join(_BY_NAME)}")
+    return _BY_NAME[name]

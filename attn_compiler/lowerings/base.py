@@ -29,7 +29,11 @@ class LayoutDemand:
 
 @dataclass(frozen=True, kw_only=True)
 class Operands:
-    """Dynamo-graph nodes of one site, in logical BHSD (see AttentionSpec); mask and bias broadcast to (B, Hq, Sq, Skv); sinks is (Hq,)."""
+    """Dynamo-graph nodes of one site, in logical BHSD (see AttentionSpec); sinks is (Hq,).
+
+    mask: the tensor of the spec's Dense mask or, if that has none, of its DenseBias; broadcasts to (B, Hq, Sq, Skv).
+    A spec with both has two tensors where there is one place: every lowering refuses it.
+    """
 
     q: fx.Node
     k: fx.Node
@@ -42,11 +46,15 @@ class Emitter(Protocol):
     """Puts nodes into the Dynamo graph at the site. Every node gets its fake value, source line and module path."""
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
-        """Insert `function(*args, **kwargs)`; args may hold nodes."""
+        """Insert `function(*args, **kwargs)`; args may hold nodes, alone or in lists."""
         ...
 
     def value(self, node: fx.Node) -> torch.Tensor:
         """The node's fake value: shape, strides, dtype, device, requires_grad."""
+        ...
+
+    def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
+        """make(), or the node that it gave for an equal key before: what several sites of a graph need is made once."""
         ...
 
     def shared_mask(self, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -58,6 +66,10 @@ class Lowering(Protocol):
     """One way to compute a site. Stateless; decides from the spec and the target alone."""
 
     name: str
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        """Every reason why this lowering can't run on that machine, whatever the site; empty means it can."""
+        ...
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         """Every reason why this lowering can't or shouldn't serve the spec there; empty means yes."""

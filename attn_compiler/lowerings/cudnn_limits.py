@@ -1,0 +1,125 @@
+"""What cuDNN's attention, as PyTorch calls it, can't do or gets wrong: by cuDNN version, torch release and architecture.
+
+From `check_cudnn_*` of PyTorch's sdp_utils.cpp, and from the issues that are named where they are used.
+"""
+
+from __future__ import annotations
+
+from attn_compiler.lowerings import dims, sdpa_limits
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target, cudnn_words
+
+OLDEST = 90_000
+# PyTorch 2.13 took over new rules for head_dim 256 (https://github.com/pytorch/pytorch/pull/185553).
+NEW_HEAD_DIM_RULES = (2, 13)
+HEAD_DIM_192_128 = (192, 128)
+HEAD_DIM_256 = (256, 256)
+NAN_FIXED = 92_600
+NAN_ISSUE = "https://github.com/pytorch/pytorch/issues/196678"
+ONE_QUERY_ISSUE = "https://github.com/NVIDIA/cudnn-frontend/issues/1072"
+DECODE_ISSUE = "https://github.com/pytorch/pytorch/issues/193893"
+
+
+def check_version(target: Target) -> list[Reason]:
+    if target.cudnn >= OLDEST:
+        return []
+    observed = cudnn_words(target.cudnn) if target.cudnn else "none"
+    remedy = "install a CUDA build of torch; it brings its own cuDNN"
+    return [Reason(rule=f"cuDNN {cudnn_words(OLDEST)} or newer", observed=observed, remedy=remedy)]
+
+
+def check_deterministic(target: Target) -> list[Reason]:
+    if not target.deterministic:
+        return []
+    remedy = "torch.use_deterministic_algorithms(False)"
+    return [Reason(rule="no deterministic algorithms are asked for", observed="they are", remedy=remedy)]
+
+
+def check_head_dims(spec: AttentionSpec, target: Target) -> list[Reason]:
+    reasons = sdpa_limits.check_head_dims(spec, multiple=8, limit=_head_dim_limit(spec, target))
+    head_dims = (spec.head_dim_qk, spec.head_dim_v)
+    if reasons or not spec.needs_grad or head_dims in (HEAD_DIM_192_128, HEAD_DIM_256):
+        return reasons
+    large = [size for size in head_dims if isinstance(size, int) and size > 128]
+    if not large:
+        return reasons
+    observed = f"head_dim_qk {spec.head_dim_qk}, head_dim_v {spec.head_dim_v}"
+    return [Reason(rule="with gradients, head dims are at most 128, or (192, 128), or (256, 256)", observed=observed)]
+
+
+def _head_dim_limit(spec: AttentionSpec, target: Target) -> int:
+    is_192_128 = (spec.head_dim_qk, spec.head_dim_v) == HEAD_DIM_192_128
+    is_sm10x = target.sm // 10 == 10
+    if sdpa_limits.torch_release(target.torch) < NEW_HEAD_DIM_RULES:
+        if target.sm == 90 and target.cudnn >= 91_000:
+            return 256
+        return 192 if is_sm10x and is_192_128 and target.cudnn >= 91_100 else 128
+    if not (target.sm == 90 or is_sm10x):
+        return 128
+    if target.cudnn > 92_200 and not (target.sm == 107 and target.cudnn <= 92_500):
+        return 256
+    return 192 if is_192_128 and target.cudnn >= 91_100 else 128
+
+
+def check_dropout(spec: AttentionSpec, target: Target) -> list[Reason]:
+    p = spec.score.dropout_p
+    if not p:
+        return []
+    reasons = []
+    if 91_100 < target.cudnn < 91_400:
+        observed = cudnn_words(target.cudnn)
+        reasons.append(Reason(rule="for dropout, a cuDNN outside of 9.11 to 9.13", observed=observed))
+    if not (p * 16).is_integer():
+        remedy = "round it to a multiple of 1/16 (0.125, 0.0625)"
+        reasons.append(Reason(rule="dropout is a multiple of 1/16", observed=f"{p:g}", remedy=remedy))
+    if dims.at_least(spec.seqlen_q) < 2:
+        reasons.append(Reason(rule="with dropout, more than one query", observed=f"seqlen_q {spec.seqlen_q}"))
+    return reasons
+
+
+def check_lengths(spec: AttentionSpec, target: Target) -> list[Reason]:
+    """Lengths that a kernel does not take, or is known to compute wrong."""
+    reasons = []
+    if dims.at_least(spec.seqlen_kv) < 2:
+        reasons.append(Reason(rule="more than one key", observed=f"seqlen_kv {spec.seqlen_kv}"))
+    one_query = dims.at_least(spec.seqlen_q) < 2
+    if one_query and _has_broken_decode(target):
+        observed = f"cuDNN {cudnn_words(target.cudnn)} on sm{target.sm}, seqlen_q {spec.seqlen_q}"
+        rule = f"a cuDNN that decodes right on this GPU: not 9.19.0 to 9.25.0 but for 9.24.1 ({DECODE_ISSUE})"
+        reasons.append(Reason(rule=rule, observed=observed, remedy="update cuDNN"))
+    if one_query and spec.needs_grad:
+        rule = f"with gradients, more than one query: its dK and dV can be NaN ({ONE_QUERY_ISSUE})"
+        reasons.append(Reason(rule=rule, observed=f"seqlen_q {spec.seqlen_q}"))
+    return reasons + _check_nan_backward(spec, target)
+
+
+def _has_broken_decode(target: Target) -> bool:
+    return target.sm // 10 in (10, 11) and 91_900 <= target.cudnn <= 92_500 and target.cudnn != 92_401
+
+
+def _check_nan_backward(spec: AttentionSpec, target: Target) -> list[Reason]:
+    """The padded half of a last 128-wide tile is scored 0 instead of -inf: dQ is NaN where all real scores are far below 0.
+
+    PyTorch 2.15 refuses it by seqlen_kv and for every mask but a causal one; with a mask tensor seqlen_q is watched as well.
+    """
+    if not spec.needs_grad or target.sm != 90 or target.cudnn >= NAN_FIXED:
+        return []
+    has_tensor = sdpa_limits.additive(spec) is not None
+    if sdpa_limits.causal_flag(spec) and not has_tensor:
+        return []
+    watched = (spec.seqlen_kv, spec.seqlen_q) if has_tensor else (spec.seqlen_kv,)
+    if not any(dims.can_have_remainder(size, modulus=128, remainder=64) for size in watched):
+        return []
+    rule = f"with gradients and cuDNN before 9.26, no length is 64 modulo 128: dQ can be NaN ({NAN_ISSUE})"
+    observed = f"cuDNN {cudnn_words(target.cudnn)}, seqlen_q {spec.seqlen_q}, seqlen_kv {spec.seqlen_kv}"
+    return [Reason(rule=rule, observed=observed, remedy="update cuDNN, or pad the keys to a multiple of 128")]
+
+
+def tensor_dtypes(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
+    """dtypes of a mask tensor that are read as they are.
+
+    Before 2.15 a float32 mask of a bfloat16 q was read as bfloat16 (https://github.com/pytorch/pytorch/pull/191612).
+    """
+    reads_float32 = sdpa_limits.torch_release(target.torch) >= (2, 15)
+    return (spec.dtype, "float32") if reads_float32 else (spec.dtype,)

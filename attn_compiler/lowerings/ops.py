@@ -1,0 +1,159 @@
+"""Leaf ops: one a lowering family, all of one shape, registered here with fakes and autograd. Imports torch alone.
+
+    attn_compiler::<family>(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)
+    attn_compiler::<family>_backward(grad_out, grad_lse, q, k, v, operands, out, lse, spec) -> (dq, dk, dv, Tensor[])
+
+q, k, v, out: logical BHSD. out: q's dtype, BSHD in memory, which is what models transpose to next. lse: (B, Hq, Sq),
+contiguous, float32 (float64 for float64), natural logarithm.
+operands, in this order, each only if the spec has it: the Dense mask, the DenseBias, the Sinks (Hq,). The backward's list
+holds the gradients of those that want one, in the same order. Gradients are contiguous.
+spec: `AttentionSpec.to_text()`: the choice is spelled in the graph, and so in every cache key. Sizes and strides in it are
+those that were decided on; the op itself goes by its tensors.
+
+Ops take their inputs in the strides that the graph gives them (needs_exact_strides): layouts are nodes of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from attn_compiler.lowerings import reference
+from attn_compiler.spec import AttentionSpec
+
+NAMESPACE = "attn_compiler"
+LEAF_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)"
+BACKWARD_SCHEMA = (
+    "(Tensor grad_out, Tensor grad_lse, Tensor q, Tensor k, Tensor v, Tensor[] operands, Tensor out, Tensor lse, "
+    "str spec) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor[] grad_operands)"
+)
+
+Tensors = Sequence[torch.Tensor]
+Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]]
+Differentiable = Callable[[Tensors, AttentionSpec], list[bool]]
+
+# Holds the registrations, which end when it is collected. A reload has to keep it: torch 2.11 crashes in an op that was
+# called, deregistered and defined again.
+_LIBRARY: Any = globals().get("_LIBRARY") or torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def register_family(
+    name: str, *, forward: Forward, backward: Backward, differentiable: Differentiable, dispatch_key: str
+) -> None:
+    """Define the leaf op `name` and its backward. Does nothing if they are there: a reloaded module keeps the first ones.
+
+    forward, backward: implementations under the schemas above. differentiable: which operands get a gradient.
+    dispatch_key: "CompositeExplicitAutograd" for any device, or that of one ("CUDA").
+    """
+    if hasattr(getattr(torch.ops, NAMESPACE), name):
+        return
+    tags = (torch.Tag.needs_exact_strides,)
+    for op, schema, function in ((name, LEAF_SCHEMA, forward), (f"{name}_backward", BACKWARD_SCHEMA, backward)):
+        _LIBRARY.define(op + schema, tags=tags)
+        _LIBRARY.impl(op, function, dispatch_key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _fake_forward, lib=_LIBRARY)
+    torch.library.register_fake(f"{NAMESPACE}::{name}_backward", _fake_backward(differentiable), lib=_LIBRARY)
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{name}",
+        _autograd_backward(f"{name}_backward", differentiable),
+        setup_context=_setup_context,
+        lib=_LIBRARY,
+    )
+
+
+def empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, unfilled, in the strides that every family gives them."""
+    batch, heads, seqlen_q, _ = q.shape
+    out = torch.empty((batch, seqlen_q, heads, v.shape[3]), dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, torch.empty((batch, heads, seqlen_q), dtype=lse_dtype, device=q.device)
+
+
+def empty_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """A gradient of `tensor`, unfilled, in the strides that every family gives it."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _fake_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, spec: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return empty_outputs(q, v)
+
+
+def _fake_backward(differentiable: Differentiable) -> Backward:
+    def fake(
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        operands: Tensors,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        spec: str,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        wanted = differentiable(operands, AttentionSpec.from_text(spec))
+        grads = [empty_gradient(tensor) for tensor, is_wanted in zip(operands, wanted, strict=True) if is_wanted]
+        return empty_gradient(q), empty_gradient(k), empty_gradient(v), grads
+
+    return fake
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, operands, ctx.spec = inputs
+    ctx.save_for_backward(q, k, v, *output, *operands)
+
+
+def _autograd_backward(op: str, differentiable: Differentiable) -> Callable[..., tuple[Any, ...]]:
+    def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse, *operands = ctx.saved_tensors
+        leaf = getattr(getattr(torch.ops, NAMESPACE), op).default
+        *grads, grad_operands = leaf(grad_out, grad_lse, q, k, v, operands, out, lse, ctx.spec)
+        found = iter(grad_operands)
+        wanted = differentiable(operands, AttentionSpec.from_text(ctx.spec))
+        return *grads, [next(found) if is_wanted else None for is_wanted in wanted], None
+
+    return backward
+
+
+# ---- reference ------------------------------------------------------------------------------------------------------
+
+
+def _reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, spec: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = empty_outputs(q, v)
+    exact_out, exact_lse = reference.forward(q, k, v, operands, AttentionSpec.from_text(spec))
+    return out.copy_(exact_out), lse.copy_(exact_lse)
+
+
+def _reference_backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    operands: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spec: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    parsed = AttentionSpec.from_text(spec)
+    *exact, exact_operands = reference.backward(grad_out, grad_lse, q, k, v, operands, lse, parsed)
+    wanted = reference.differentiable(operands, parsed)
+    targets = [tensor for tensor, is_wanted in zip(operands, wanted, strict=True) if is_wanted]
+    grad_q, grad_k, grad_v = (empty_gradient(t).copy_(grad) for t, grad in zip((q, k, v), exact, strict=True))
+    grads = [empty_gradient(t).copy_(grad) for t, grad in zip(targets, exact_operands, strict=True)]
+    return grad_q, grad_k, grad_v, grads
+
+
+register_family(
+    "reference",
+    forward=_reference,
+    backward=_reference_backward,
+    differentiable=reference.differentiable,
+    dispatch_key="CompositeExplicitAutograd",
+)

@@ -1,0 +1,223 @@
+"""The oracle: attention exactly as its spec says it, in float32 (float64 for float64), any device, forward and backward.
+
+Slow and large (all scores are in memory): it is what other lowerings are held against, and runs only when asked for.
+
+    s = scale · (q kᵀ);  s = softcap · tanh(s / softcap);  s = s + mask + bias;  p = softmax([s, sinks])[..., :Skv];  out = p v
+
+A row without any allowed key (and without a sink) gives 0, its lse is -inf, and its gradients are 0.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from attn_compiler.lowerings import sdpa_limits
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.masks import Alignment, Causal, Dense, Opaque
+from attn_compiler.report import Reason
+from attn_compiler.scores import DenseBias, Sinks, Softcap
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Reference:
+    """`attn_compiler::reference` (ops.py): everything that a spec can say, but for dropout and returned weights."""
+
+    name = "reference"
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        return []
+
+    def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        return [
+            *_check_changes(spec),
+            *sdpa_limits.check_opaque(spec),
+            *sdpa_limits.check_dtypes(spec, ("float32", "float64", "bfloat16", "float16")),
+            *_check_one_tensor(spec),
+        ]
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        return LayoutDemand(last_stride_one=False)
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        further = [node for node in (operands.mask, operands.sinks) if node is not None]
+        leaf = torch.ops.attn_compiler.reference.default
+        outputs = emitter.call(leaf, operands.q, operands.k, operands.v, further, spec.to_text())
+        return emitter.call(operator.getitem, outputs, 0)
+
+
+def _check_changes(spec: AttentionSpec) -> list[Reason]:
+    known = (Softcap, Sinks, DenseBias)
+    reasons = [
+        Reason(rule="score changes that have a kind of their own", observed=change.words)
+        for change in spec.score.changes
+        if not isinstance(change, known)
+    ]
+    if spec.score.dropout_p:
+        remedy = "call model.eval(), or set the dropout to 0"
+        reasons.append(Reason(rule="no dropout", observed=f"{spec.score.dropout_p:g}", remedy=remedy))
+    return reasons + sdpa_limits.check_weights_unread(spec)
+
+
+def _check_one_tensor(spec: AttentionSpec) -> list[Reason]:
+    """A site has one node for what is added to its scores (see Operands)."""
+    if spec.mask.dense is None or spec.score.bias is None:
+        return []
+    observed = f"{spec.mask.dense.words} and {spec.score.bias.words}"
+    return [Reason(rule="one tensor is added to the scores", observed=observed, remedy="add them up in the model")]
+
+
+# ---- the leaf op's two bodies ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scores:
+    """raw: scale · (q kᵀ); capped: after the softcap; logits: after masks and biases, -inf where a pair is not allowed.
+
+    All are (B, Hq, Sq, Skv) in the compute dtype; sinks: (Hq,) in it, or None.
+    """
+
+    raw: torch.Tensor
+    capped: torch.Tensor
+    logits: torch.Tensor
+    sinks: torch.Tensor | None
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), the natural logarithm of the softmax's denominator, sinks included.
+
+    Both come in the compute dtype. operands: see `ops.LEAF_SCHEMA`. Sizes are those of the tensors, not the spec's.
+    """
+    scores = _scores(q, k, operands, spec)
+    terms = scores.logits
+    if scores.sinks is not None:
+        sinks = scores.sinks[None, :, None, None].expand(*terms.shape[:3], 1)
+        terms = torch.cat((terms, sinks), dim=-1)
+    lse = torch.logsumexp(terms, dim=-1)
+    out = _weights(scores, lse) @ _repeated(v, q).to(lse.dtype)
+    return out, lse
+
+
+def backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    operands: Tensors,
+    lse: torch.Tensor,
+    spec: AttentionSpec,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Gradients of q, k, v and of `differentiable(operands, spec)`, in the compute dtype; grad_lse: gradient of the lse."""
+    scores = _scores(q, k, operands, spec)
+    dtype = scores.logits.dtype
+    weights = _weights(scores, lse.to(dtype))
+    grad_out = grad_out.to(dtype)
+    grad_v = _folded(weights.transpose(-1, -2) @ grad_out, v)
+    grad_weights = grad_out @ _repeated(v, q).to(dtype).transpose(-1, -2)
+    # softmax's own term and the lse's: both move a row's logits by its weights.
+    row = grad_lse.to(dtype)[..., None] - (weights * grad_weights).sum(-1, keepdim=True)
+    grad_logits = weights * (grad_weights + row)
+    grad_raw = _through_softcap(grad_logits, scores, spec) * spec.score.scale
+    grad_q = grad_raw @ _repeated(k, q).to(dtype)
+    grad_k = _folded(grad_raw.transpose(-1, -2) @ q.to(dtype), k)
+    return grad_q, grad_k, grad_v, _operand_gradients(grad_logits, row, scores, lse.to(dtype), operands, spec)
+
+
+def differentiable(operands: Tensors, spec: AttentionSpec) -> list[bool]:
+    """For each operand whether it gets a gradient: a bias or sinks whose spec asks for it; a mask never does."""
+    dense, bias, sinks = spec.mask.dense, spec.score.bias, spec.score.sinks
+    wanted = [False] * (dense is not None)
+    wanted += [bias.requires_grad] if bias is not None else []
+    wanted += [sinks.requires_grad] if sinks is not None else []
+    if len(wanted) != len(operands):
+        raise ValueError(f"the spec has {len(wanted)} operands (mask, bias, sinks), got {len(operands)}")
+    return wanted
+
+
+def _split(operands: Tensors, spec: AttentionSpec) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """What is added to the scores (mask and bias), and the sinks."""
+    differentiable(operands, spec)
+    if spec.score.sinks is None:
+        return list(operands), None
+    return list(operands[:-1]), operands[-1]
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, operands: Tensors, spec: AttentionSpec) -> _Scores:
+    unknown = [kind for kind in spec.mask.kinds if not isinstance(kind, Causal | Dense)]
+    if unknown or any(isinstance(kind, Opaque) for kind in spec.mask.kinds):
+        raise ValueError(f"the reference does not know the mask {spec.mask.words}")
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    added, sinks = _split(operands, spec)
+    raw = (q.to(dtype) @ _repeated(k, q).to(dtype).transpose(-1, -2)) * spec.score.scale
+    cap = spec.score.softcap
+    capped = raw if cap is None else cap * torch.tanh(raw / cap)
+    logits = capped
+    for tensor in added:
+        logits = torch.where(tensor, logits, -torch.inf) if tensor.dtype == torch.bool else logits + tensor.to(dtype)
+    for kind in spec.mask.kinds:
+        if isinstance(kind, Causal):
+            logits = torch.where(_causal(kind, logits), logits, -torch.inf)
+    return _Scores(raw=raw, capped=capped, logits=logits, sinks=None if sinks is None else sinks.to(dtype))
+
+
+def _causal(kind: Causal, logits: torch.Tensor) -> torch.Tensor:
+    seqlen_q, seqlen_kv = logits.shape[-2:]
+    shift = 0 if kind.alignment is Alignment.TOP_LEFT else seqlen_kv - seqlen_q
+    rows = torch.arange(seqlen_q, device=logits.device)[:, None]
+    return torch.arange(seqlen_kv, device=logits.device)[None, :] <= rows + shift
+
+
+def _weights(scores: _Scores, lse: torch.Tensor) -> torch.Tensor:
+    return _softmax_part(scores.logits, lse[..., None])
+
+
+def _softmax_part(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """exp(logits - lse), 0 in a row that has nothing to attend to (lse -inf)."""
+    return torch.where(lse == -torch.inf, 0.0, torch.exp(logits - lse))
+
+
+def _through_softcap(grad: torch.Tensor, scores: _Scores, spec: AttentionSpec) -> torch.Tensor:
+    cap = spec.score.softcap
+    return grad if cap is None else grad * (1 - (scores.capped / cap).square())
+
+
+def _operand_gradients(
+    grad_logits: torch.Tensor,
+    row: torch.Tensor,
+    scores: _Scores,
+    lse: torch.Tensor,
+    operands: Tensors,
+    spec: AttentionSpec,
+) -> list[torch.Tensor]:
+    gradients = []
+    added, sinks = _split(operands, spec)
+    wanted = differentiable(operands, spec)
+    for tensor, is_wanted in zip(added, wanted, strict=False):
+        if is_wanted:
+            gradients.append(grad_logits.sum_to_size(tensor.shape))
+    if sinks is not None and scores.sinks is not None and wanted[-1]:
+        # A sink has no value to weigh: only the row's common term reaches it.
+        part = _softmax_part(scores.sinks[None, :, None], lse)
+        gradients.append((part * row[..., 0]).sum((0, 2)))
+    return gradients
+
+
+def _repeated(tensor: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """(B, Hkv, ...) -> (B, Hq, ...): query head h reads kv head h // (Hq // Hkv)."""
+    return tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1)
+
+
+def _folded(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The inverse for gradients: query heads that read one kv head add up."""
+    batch, heads_kv = like.shape[:2]
+    return grad.reshape(batch, heads_kv, grad.shape[1] // heads_kv, *grad.shape[2:]).sum(2)

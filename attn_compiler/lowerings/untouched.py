@@ -1,0 +1,28 @@
+"""The lowering that does nothing: the site stays as the model wrote it."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+
+class Untouched:
+    """Last in every order: runs anywhere, refuses nothing, asks for nothing, and has nothing to emit."""
+
+    name = "untouched"
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        return []
+
+    def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        return []
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        return LayoutDemand(last_stride_one=False)
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        raise TypeError("an untouched site keeps its nodes: it is left out of the rewrite, never emitted")

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import cast
+
+import pytest
+from torch import fx
+
+from attn_compiler.lowerings import Emitter, Operands, by_name
+from attn_compiler.masks import MaskSpec, Opaque
+from attn_compiler.target import Target
+from tests import cases
+from tests.cases import BY_NAME
+
+UNTOUCHED = by_name("untouched")
+
+
+def test_takes_anything_anywhere() -> None:
+    spec = cases.build(BY_NAME["everything"]).spec
+    opaque = dataclasses.replace(spec, mask=MaskSpec(kinds=(Opaque(reason="?"),)), returns_weights=True)
+    for target in (Target.fake(), Target.fake(device="cpu"), Target.fake(sm=0)):
+        assert UNTOUCHED.unavailable(target) == []
+        assert UNTOUCHED.why_not(opaque, target) == []
+
+
+def test_asks_for_no_layout_and_emits_nothing() -> None:
+    spec = cases.build(BY_NAME["plain"]).spec
+    demand = UNTOUCHED.demand(spec)
+    assert (demand.last_stride_one, demand.alignment, demand.zero_strides) == (False, 1, True)
+    node = fx.Graph().placeholder("q")
+    with pytest.raises(TypeError, match="never emitted"):
+        UNTOUCHED.emit(cast("Emitter", None), spec, Operands(q=node, k=node, v=node))

@@ -1,0 +1,111 @@
+"""The numeric rule, FlashAttention's: a fused kernel may be off by twice what the same math in the input dtype is off by.
+
+    max|out - exact| <= factor · max|plain - exact| + floor        factor 2, with a softcap 3; gradients the same
+
+exact: the math in float32 (in float64 for float32 and float64 inputs). plain: the same math, every step in the input's
+dtype. floor: the rounding of the result itself, for the shapes where the plain math happens to be exact.
+
+The math here is written on its own, from the definition: it shares no code with the reference lowering.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+from attn_compiler.masks import Alignment, Causal
+from tests.cases import Inputs
+
+FACTOR = 2.0
+FACTOR_SOFTCAP = 3.0
+# CPU flash takes exp from a polynomial that is good to 20 of float32's 24 bits (Vectorized::exp_u20).
+FLOOR_ULPS = {torch.float64: 64.0, torch.float32: 16.0, torch.float16: 2.0, torch.bfloat16: 2.0}
+
+Attention = Callable[[Inputs], torch.Tensor]
+
+
+def attention(inputs: Inputs) -> torch.Tensor:
+    """Attention by its definition, every step in the inputs' dtype. A row without any allowed key gives 0."""
+    spec = inputs.spec
+    group = inputs.q.shape[1] // inputs.k.shape[1]
+    k, v = (t.repeat_interleave(group, dim=1) for t in (inputs.k, inputs.v))
+    scores = inputs.q @ k.transpose(-1, -2) * spec.score.scale
+    if spec.score.softcap is not None:
+        scores = spec.score.softcap * (scores / spec.score.softcap).tanh()
+    if inputs.bias is not None:
+        scores = scores + inputs.bias
+    allowed = torch.ones_like(scores, dtype=torch.bool)
+    if inputs.mask is not None and inputs.mask.dtype == torch.bool:
+        allowed = allowed & inputs.mask
+    elif inputs.mask is not None:
+        scores, allowed = scores + inputs.mask, allowed & (inputs.mask > -torch.inf)
+    for kind in spec.mask.kinds:
+        if isinstance(kind, Causal):
+            shift = 0 if kind.alignment is Alignment.TOP_LEFT else scores.shape[-1] - scores.shape[-2]
+            allowed = allowed & torch.ones_like(scores, dtype=torch.bool).tril(shift)
+    sinks = None if inputs.sinks is None else inputs.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    return _weights(scores, allowed, sinks) @ v
+
+
+def _weights(scores: torch.Tensor, allowed: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax over the allowed keys and the sink; -inf never enters it, so that no gradient becomes NaN."""
+    lowest = torch.finfo(scores.dtype).min
+    scores = scores.where(allowed, lowest)
+    joined = scores if sinks is None else torch.cat((scores, sinks), dim=-1)
+    weights = joined.softmax(-1)[..., : scores.shape[-1]]
+    return weights.where(allowed, 0.0)
+
+
+def with_gradients(function: Attention, inputs: Inputs, *, seed: int = 1) -> tuple[torch.Tensor, ...]:
+    """The output, then the gradients of `inputs.differentiable` for one random upstream gradient."""
+    out = function(inputs)
+    generator = torch.Generator().manual_seed(seed)
+    # Drawn contiguous in float32 and rounded once, so that every dtype and layout gets the same one.
+    upstream = torch.randn(out.shape, generator=generator).to(inputs.q.dtype).to(device=out.device, dtype=out.dtype)
+    return out, *torch.autograd.grad(out, inputs.differentiable, upstream)
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.float64
+
+
+def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """The same numbers in another dtype, as new leaves."""
+    tensors = {}
+    for name in ("q", "k", "v", "mask", "bias", "sinks"):
+        tensor = getattr(inputs, name)
+        if tensor is None or tensor.dtype == torch.bool:
+            continue
+        tensors[name] = tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+    return dataclasses.replace(inputs, **tensors)
+
+
+def worst(got: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest difference; infinite where one of them is not finite and the other is something else."""
+    got, exact = got.detach().double(), exact.detach().double()
+    difference = torch.where(got == exact, 0.0, (got - exact).abs())
+    return float(difference.nan_to_num(nan=torch.inf).max()) if difference.numel() else 0.0
+
+
+def assert_within_rule(
+    got: Sequence[torch.Tensor], inputs: Inputs, *, names: Sequence[str] = ("out", "dq", "dk", "dv")
+) -> None:
+    """Hold `got` (as `with_gradients` returns it, or the output alone) against the rule."""
+    exact = with_gradients(attention, cast(inputs, exact_dtype(inputs.q.dtype)))
+    plain = with_gradients(attention, cast(inputs, inputs.q.dtype))
+    factor = FACTOR if inputs.spec.score.softcap is None else FACTOR_SOFTCAP
+    labels = [*names, *(f"d{name}" for name in ("bias", "sinks") if getattr(inputs, name) is not None)]
+    for label, mine, right, usual in zip(labels, got, exact, plain, strict=False):
+        allowed = factor * worst(usual, right) + floor(right, inputs.q.dtype)
+        found = worst(mine, right)
+        assert mine.shape == right.shape, f"{label}: shape {tuple(mine.shape)} instead of {tuple(right.shape)}"
+        assert mine.dtype == usual.dtype, f"{label}: {mine.dtype} instead of {usual.dtype}"
+        assert found <= allowed, f"{label}: off by {found:.3g}, allowed {allowed:.3g}"
+
+
+def floor(exact: torch.Tensor, dtype: torch.dtype) -> float:
+    """Rounding of a result of this size in `dtype`, and of one that cancels to less: terms of size one were rounded for it."""
+    size = max(float(exact.detach().abs().max()), 0.5) if exact.numel() else 0.0
+    return FLOOR_ULPS[dtype] * torch.finfo(dtype).eps * size
