@@ -1,0 +1,119 @@
+"""The survey's results as a CSV (a row a case) and as a Markdown page (a row a family, then what failed and what is absent)."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.hf.scenarios import SCENARIOS
+from tests.hf.survey import Result
+
+COLUMNS = (
+    "family",
+    "scenario",
+    "impl",
+    "dtype",
+    "status",
+    "found",
+    "expected",
+    "graphs",
+    "lowerings",
+    "patterns",
+    "masks",
+    "scores",
+    "misses",
+    "max_error",
+    "limit",
+    "seconds",
+    "detail",
+)
+
+
+def write_csv(results: Sequence[Result], path: Path) -> None:
+    """max_error: the worst tensor's error over its largest value; limit: that error over the allowed one. seconds: wall time."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        writer.writerows(_row(result) for result in results)
+
+
+def _row(result: Result) -> list[str]:
+    row = []
+    for column in COLUMNS:
+        value = getattr(result.case, column) if hasattr(result.case, column) else getattr(result, column)
+        if isinstance(value, tuple):
+            value = "; ".join(value)
+        elif isinstance(value, float):
+            value = f"{value:.3g}"
+        row.append("" if value is None else str(value))
+    return row
+
+
+def write_markdown(results: Sequence[Result], path: Path, versions: str) -> None:
+    """The same as one page: totals, a table of found/expected per family and scenario, failures, absences."""
+    ran = [result for result in results if result.status not in ("absent", "unavailable")]
+    lines = [
+        "# Survey of model families",
+        "",
+        f"{versions}.",
+        "",
+        f"{len(ran)} cases ran: {sum(r.found for r in ran)} of {sum(r.expected for r in ran)} attention sites found,"
+        f" {sum(r.failed for r in ran)} cases failed.",
+        "",
+        *_grid(ran),
+        "",
+        *_section("Failures", [(r.case.id, f"{r.status}: {r.detail}") for r in ran if r.failed]),
+        *_section("Lowerings", _lowerings(ran)),
+        *_section("Absent", _absences(results)),
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _grid(ran: Sequence[Result]) -> list[str]:
+    """A row a family and implementation, a column a scenario; a cell sums its dtypes and shows the worst error over its limit."""
+    scenarios = [scenario.name for scenario in SCENARIOS]
+    cells: dict[tuple[str, str], dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
+    for result in ran:
+        cells[result.case.family, result.case.impl][result.case.scenario].append(result)
+    lines = [
+        "Sites found / in the model and, in brackets, the worst error as a part of what is allowed.",
+        "",
+        "| family | attention | " + " | ".join(scenarios) + " |",
+        "|---" * (len(scenarios) + 2) + "|",
+    ]
+    for (family, impl), row in cells.items():
+        lines.append(f"| {family} | {impl} | " + " | ".join(_cell(row[name]) for name in scenarios) + " |")
+    return lines
+
+
+def _cell(results: Sequence[Result]) -> str:
+    if not results:
+        return "–"
+    text = f"{sum(r.found for r in results)}/{sum(r.expected for r in results)}"
+    limits = [r.limit for r in results if r.limit is not None]
+    text += f" ({max(limits):.2g})" if limits else ""
+    return f"**{text}**" if any(r.failed for r in results) else text
+
+
+def _lowerings(ran: Sequence[Result]) -> list[tuple[str, str]]:
+    """For each set of lowerings, the families that it serves."""
+    families: dict[str, dict[str, None]] = defaultdict(dict)
+    for result in ran:
+        families[", ".join(result.lowerings) or "none"][f"{result.case.family} ({result.case.impl})"] = None
+    return [(lowering, ", ".join(names)) for lowering, names in sorted(families.items())]
+
+
+def _absences(results: Sequence[Result]) -> list[tuple[str, str]]:
+    found: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+    for result in results:
+        if result.status in ("absent", "unavailable"):
+            found[result.case.family, result.detail][f"{result.case.impl} {result.case.scenario}"] = None
+    return [(family, f"{', '.join(where)}: {why}") for (family, why), where in found.items()]
+
+
+def _section(title: str, rows: Sequence[tuple[str, str]]) -> list[str]:
+    if not rows:
+        return []
+    return [f"## {title}", "", *(f"- {name}: {text.splitlines()[0]}" for name, text in rows), ""]
