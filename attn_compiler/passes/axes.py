@@ -54,6 +54,16 @@ def shape_exprs(value: torch.Tensor) -> tuple[Size, ...]:
     return tuple(size_expr(s) for s in value.shape)
 
 
+def unify(a: int | torch.SymInt, b: int | torch.SymInt) -> None:
+    """Make two symbolic sizes one, by a guard, where the op that reads them can only run if they are equal.
+
+    Most ops add that guard themselves. Sizes that are known, that differ now, or that only the device knows stay as they are.
+    """
+    symbolic = isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt)
+    if symbolic and not same_size(size_expr(a), size_expr(b)) and a.node.has_hint() and b.node.has_hint():
+        bool(a == b)
+
+
 def same_size(a: Size, b: Size) -> bool:
     return a == b or sympy.expand(a - b) == 0
 

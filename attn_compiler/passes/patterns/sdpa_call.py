@@ -35,6 +35,7 @@ def _tensor(anchor: fx.Node, name: str) -> fx.Node:
 
 
 def _match(mirror: Mirror, anchor: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node) -> Match:
+    _unify_sizes(anchor, q, k, v)
     sizes = axes.shape_exprs(views.value(anchor))
     batch = axes.fresh(sizes[:-2])
     query, key = Atom(sizes[-2]), Atom(axes.shape_exprs(views.value(k))[-2])
@@ -71,6 +72,20 @@ def _match(mirror: Mirror, anchor: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node) 
         dropout_p=float(_number(views.argument(anchor, "dropout_p"), anchor)),
         covered=frozenset({anchor}),
     )
+
+
+def _unify_sizes(anchor: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node) -> None:
+    """The call does not compare the sizes of its inputs while compiling, and no kernel may read beyond the shorter one."""
+    out = views.value(anchor).shape
+    of_q, of_k, of_v = (views.value(node).shape for node in (q, k, v))
+    pairs = [(of_k[-2], of_v[-2]), (of_q[-1], of_k[-1])]
+    for shape in (of_q, of_k, of_v):
+        pairs += zip(reversed(shape[:-2]), reversed(out[:-2]), strict=False)
+    mask = views.argument(anchor, "attn_mask")
+    if isinstance(mask, fx.Node):
+        pairs += zip(reversed(views.value(mask).shape), (of_k[-2], *reversed(out[:-1])), strict=False)
+    for own, other in pairs:
+        axes.unify(own, other)
 
 
 def _batch_dims(node: fx.Node, batch: Dims, *, gqa: bool = False) -> Dims:
