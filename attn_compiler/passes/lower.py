@@ -21,9 +21,12 @@ from attn_compiler.report import Copy
 
 
 def run(unit: Unit, mirror: Mirror) -> None:
-    """Lower every site that has a lowering, then recompile."""
+    """Lower every site that has a lowering, then recompile.
+
+    In the order of the outputs: what sites share is made before the first of them, and kernels stand where outputs stood.
+    """
     builder = GraphBuilder(unit.graph, mirror, unit.mode)
-    for site in unit.sites:
+    for site in sorted(unit.sites, key=lambda site: mirror.order(site.match.out)):
         unit.current = site.module
         if site.decision is not None and site.decision.lowering != UNTOUCHED:
             _lower(unit, mirror, site, builder)

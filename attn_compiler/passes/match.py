@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from attn_compiler.passes import regions
+from attn_compiler.passes import gradients, regions
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.patterns import PATTERNS, Pattern
 from attn_compiler.passes.site import Match, Miss, Refused, Site
@@ -56,6 +56,15 @@ def _require_rewritable(mirror: Mirror, match: Match, scopes: dict[fx.Node, regi
             observed="the call is inside one",
             remedy="remove torch.nn.attention.sdpa_kernel to let the backend choose",
             at=match.out,
+            progress=5,
+        )
+    stopped = gradients.stopped_at(mirror, match.covered) if gradients.known(mirror, match.out) else None
+    if stopped is not None:
+        raise Refused(
+            rule="the gradient of the output reaches the scores",
+            observed=f"{stopped.name} stops it",
+            remedy="compute the whole attention in one grad mode",
+            at=stopped,
             progress=5,
         )
     for operand in (match.q, match.k, match.v):

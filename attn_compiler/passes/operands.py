@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from attn_compiler.passes import axes, constants, mutation, views
+from attn_compiler.passes import axes, constants, gradients, mutation, views
 from attn_compiler.passes.axes import Atom, AxisError, Dim, Dims
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Operand
@@ -84,15 +84,19 @@ def _roots(mirror: Mirror, chain: list[tuple[fx.Node, float]], used: fx.Node, un
     """Places in the chain to read from, best first: above the highest costly step, then ever lower ones."""
     costly = [i + 1 for i, (n, _) in enumerate(chain[:-1]) if views.is_costly(n) or not views.is_view(n)]
     wanted = [_above_unit_axes(mirror, chain, i) for i in reversed(costly)] + [0, *range(1, len(chain))]
-    found = []
-    for position in dict.fromkeys(wanted):
-        root = chain[position][0]
-        if mirror.dynamo_node(root) is None:
-            continue
-        read_at = chain[position - 1][0] if position else used
-        if mutation.written_between(mirror, root, read_at, until) is None:
-            found.append(position)
-    return found
+    return [p for p in dict.fromkeys(wanted) if _is_readable(mirror, [n for n, _ in chain[: p + 1]], used, until)]
+
+
+def _is_readable(mirror: Mirror, chain: list[fx.Node], used: fx.Node, until: fx.Node) -> bool:
+    """Whether the last of the chain, read at `until`, stands for the first, used at `used`: same elements, same gradient."""
+    root = chain[-1]
+    if mirror.dynamo_node(root) is None:
+        return False
+    if gradients.known(mirror, until) and gradients.stops_below(mirror, root, chain[:-1]):
+        return False
+    ends = [*reversed(chain[:-1]), used]
+    rewritten = (mutation.written_between(mirror, n, n, end) for n, end in zip(reversed(chain[:-1]), ends[1:], strict=True))
+    return mutation.written_between(mirror, root, ends[0], until) is None and not any(rewritten)
 
 
 def _above_unit_axes(mirror: Mirror, chain: list[tuple[fx.Node, float]], position: int) -> int:

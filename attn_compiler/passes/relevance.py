@@ -43,7 +43,14 @@ def skippable(graph: fx.Graph, is_anchor: Callable[[fx.Node], bool]) -> frozense
 def _makes_new(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     called = node.op in ("call_function", "call_method")
-    return called and isinstance(value, torch.Tensor) and target_name(node) in _MAKES_NEW and "out" not in node.kwargs
+    return called and isinstance(value, torch.Tensor) and target_name(node) in _MAKES_NEW and not _may_write(node)
+
+
+def _may_write(node: fx.Node) -> bool:
+    """F.relu(x, inplace=True), torch.add(..., out=x), or an op of somebody else's that only has a familiar name."""
+    foreign = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "aten"
+    in_place = any(arg is True for arg in (*node.args, node.kwargs.get("inplace")))
+    return foreign or in_place or "out" in node.kwargs
 
 
 def _kept(anchors: list[fx.Node]) -> set[fx.Node]:

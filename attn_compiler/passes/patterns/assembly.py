@@ -52,7 +52,8 @@ def _first_head(atoms: Dim, shared: int) -> int:
 
 def _notes(match: Match) -> list[str]:
     notes = []
-    if _repeated(match.k) or _repeated(match.v):
+    grouped = len(match.heads_kv) < len(match.heads)
+    if grouped and (_repeated(match.k) or _repeated(match.v)):
         group = axes.dim_size(match.heads) / axes.dim_size(match.heads_kv)
         notes.append(f"K/V read without their {group}-fold repetition")
     return notes
