@@ -53,7 +53,10 @@ PRODUCTS = frozenset(
 
 
 def parse(node: fx.Node) -> Contraction | None:
-    """The contraction that this node is, or None: no product, not of two tensors, or an axis used twice in one of them."""
+    """The contraction that this node is, or None.
+
+    None: no product, not of two tensors, an axis used twice in one of them, or one that is summed without the other tensor.
+    """
     if node.target not in PRODUCTS:
         return None
     if node.target is aten.einsum.default:
@@ -122,6 +125,8 @@ def _einsum(node: fx.Node) -> Contraction | None:
     left, right = (_labels(t, rank - len(t.replace("...", "")), dots) for t, rank in zip(terms, ranks, strict=True))
     out = _labels(output, dots, dots)
     if any(len(set(labels)) != len(labels) for labels in (left, right, out)):
+        return None
+    if (set(left) ^ set(right)) - set(out):
         return None
     return Contraction(node=node, lhs=lhs, rhs=rhs, lhs_labels=left, rhs_labels=right, out_labels=out)
 

@@ -6,6 +6,7 @@ several ways on; none means that this op is not understood here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -66,10 +67,11 @@ class Add(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Keep(Step):
-    """Only where the condition holds (or, inverted, does not): the rest is masked out."""
+    """Only where the condition holds (or, inverted, does not): the rest is masked out, with the score `fill`."""
 
     condition: fx.Node
     inverted: bool
+    fill: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +87,15 @@ class SinkColumn(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Neutral(Step):
-    """Changes nothing that a softmax can see: minus the row's maximum, or a clamp at the masking value."""
+class Floor(Step):
+    """No score below `bound`, which masks: changes nothing that a softmax can see."""
+
+    bound: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shift(Step):
+    """Minus the maximum along the last axis: a softmax over that axis does not see it."""
 
 
 Reader = Callable[[Mirror, fx.Node], list[Step]]
@@ -97,7 +106,8 @@ def read(mirror: Mirror, node: fx.Node) -> list[Step]:
     if views.is_view(node):
         return [View(node=node, source=views.source(node))]
     reader = READERS.get(node.target)
-    return reader(mirror, node) if reader is not None else []
+    steps = reader(mirror, node) if reader is not None else []
+    return [s for s in steps if isinstance(s, SinkColumn) or _carries_scores(s)]
 
 
 def _scale(mirror: Mirror, node: fx.Node) -> list[Step]:
@@ -125,10 +135,15 @@ def _add(mirror: Mirror, node: fx.Node) -> list[Step]:
     alpha = constants.number(mirror, argument(node, "alpha"))
     if alpha is None or not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
         return []
-    steps: list[Step] = [Add(node=node, source=left, term=right, weight=alpha)]
+    steps = [Add(node=node, source=left, term=right, weight=alpha)]
     if alpha == 1.0 and not str(node.target).startswith("aten.add_"):
         steps.append(Add(node=node, source=right, term=left))
-    return [s for s in steps if _carries_scores(s)]
+    return [s for s in steps if _adds_numbers(s)]
+
+
+def _adds_numbers(step: Add) -> bool:
+    """A bool that is added counts as 0 or 1, where a kernel would take it for a mask."""
+    return value(step.term).is_floating_point()
 
 
 def _sub(mirror: Mirror, node: fx.Node) -> list[Step]:
@@ -138,13 +153,14 @@ def _sub(mirror: Mirror, node: fx.Node) -> list[Step]:
         return []
     maximum = _row_maximum(right, left)
     if maximum is not None and alpha == 1.0:
-        return [Neutral(node=node, source=left, uses=maximum)]
-    return [s for s in [Add(node=node, source=left, term=right, weight=-alpha)] if _carries_scores(s)]
+        return [Shift(node=node, source=left, uses=maximum)]
+    return [s for s in [Add(node=node, source=left, term=right, weight=-alpha)] if _adds_numbers(s)]
 
 
 def _carries_scores(step: Step) -> bool:
     """The scores have the full shape: what broadcasts up to the result is the other operand."""
-    return value(step.source).shape == value(step.node).shape
+    same: bool = value(step.source).shape == value(step.node).shape
+    return same
 
 
 def _row_maximum(node: fx.Node, scores: fx.Node) -> tuple[fx.Node, ...] | None:
@@ -171,44 +187,47 @@ def _where(mirror: Mirror, node: fx.Node) -> list[Step]:
     if not isinstance(condition, fx.Node):
         return []
     steps: list[Step] = []
-    if _masks(mirror, no) and isinstance(yes, fx.Node):
-        steps.append(Keep(node=node, source=yes, condition=condition, inverted=False))
-    if _masks(mirror, yes) and isinstance(no, fx.Node):
-        steps.append(Keep(node=node, source=no, condition=condition, inverted=True))
-    return [s for s in steps if _carries_scores(s)]
+    for scores, other, inverted in ((yes, no, False), (no, yes, True)):
+        fill = _masking(mirror, other)
+        if fill is not None and isinstance(scores, fx.Node):
+            steps.append(Keep(node=node, source=scores, condition=condition, inverted=inverted, fill=fill))
+    return steps
 
 
 def _masked_fill(mirror: Mirror, node: fx.Node) -> list[Step]:
-    scores, condition, fill = node.args[:3]
-    if not isinstance(scores, fx.Node) or not isinstance(condition, fx.Node) or not _masks(mirror, fill):
+    scores, condition = node.args[:2]
+    fill = _masking(mirror, node.args[2])
+    if not isinstance(scores, fx.Node) or not isinstance(condition, fx.Node) or fill is None:
         return []
-    step = Keep(node=node, source=scores, condition=condition, inverted=True)
-    return [step] if _carries_scores(step) else []
+    return [Keep(node=node, source=scores, condition=condition, inverted=True, fill=fill)]
 
 
-def _masks(mirror: Mirror, fill: object) -> bool:
+def _masking(mirror: Mirror, fill: object) -> float | None:
+    """The number that `fill` is, if a score with it is masked."""
     number = constants.number(mirror, fill)
-    return number is not None and number <= MASKED_BELOW
+    return number if number is not None and number <= MASKED_BELOW else None
 
 
 def _floor(mirror: Mirror, node: fx.Node) -> list[Step]:
     """max(scores, lowest): OPT and others keep -inf out of the softmax this way."""
     left, right = node.args[:2]
     for scores, bound in ((left, right), (right, left)):
-        if isinstance(scores, fx.Node) and _masks(mirror, bound):
-            return [Neutral(node=node, source=scores)]
+        lowest = _masking(mirror, bound)
+        if isinstance(scores, fx.Node) and lowest is not None:
+            return [Floor(node=node, source=scores, bound=lowest)]
     return []
 
 
 def _clamp(mirror: Mirror, node: fx.Node) -> list[Step]:
     low, high = argument(node, "min"), argument(node, "max")
     source = node.args[0]
-    if not isinstance(source, fx.Node) or (low is not None and not _masks(mirror, low)):
+    lowest = -math.inf if low is None else _masking(mirror, low)
+    if not isinstance(source, fx.Node) or lowest is None:
         return []
     number = constants.number(mirror, high)
     if high is not None and (number is None or number < -MASKED_BELOW):
         return []
-    return [Neutral(node=node, source=source)]
+    return [Floor(node=node, source=source, bound=lowest)]
 
 
 def _cast(mirror: Mirror, node: fx.Node) -> list[Step]:

@@ -7,38 +7,22 @@ and must fit; Inductor's own patterns skip that and fuse softmax(dim=-2) wrongly
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import fx
 
-from attn_compiler.passes import axes, contraction, operands, views
+from attn_compiler.passes import axes, contraction, mutation, operands, views
 from attn_compiler.passes.axes import Atom, AxisError, Dim, Dims
 from attn_compiler.passes.contraction import Contraction
 from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.patterns import assembly, score_steps
+from attn_compiler.passes.patterns import assembly, score_chain, score_steps
+from attn_compiler.passes.patterns.score_chain import Scores
 from attn_compiler.passes.patterns.score_steps import Step
-from attn_compiler.passes.site import Factor, Match, Operand, Refused, Term
+from attn_compiler.passes.site import Match, Operand, Refused, Term
 
 aten = torch.ops.aten
 NAME = "softmax chain"
 ANCHORS = frozenset({aten.softmax.int, aten._softmax.default, aten._safe_softmax.default, aten.special_softmax.default})
 _LONGEST_PATH = 40
-
-
-@dataclass(kw_only=True)
-class _Scores:
-    """The scores while their steps are followed from the product on: dims now, and what happened so far."""
-
-    dims: Dims
-    inner_scale: float = 1.0
-    outer_scale: float = 1.0
-    capped: bool = False
-    factors: list[Factor] = field(default_factory=list)
-    additive: list[tuple[fx.Node, float, Dims]] = field(default_factory=list)
-    keeps: list[tuple[fx.Node, bool, Dims]] = field(default_factory=list)
-    sinks: fx.Node | None = None
-    unusual: list[str] = field(default_factory=list)
 
 
 def match(mirror: Mirror, anchor: fx.Node) -> Match:
@@ -48,13 +32,14 @@ def match(mirror: Mirror, anchor: fx.Node) -> Match:
     try:
         return _match(mirror, anchor, product, steps, down, weighted, returned)
     except AxisError as error:
-        raise Refused(rule="every axis of the scores is known", observed=str(error), at=anchor, progress=4) from error
+        rule = "every axis and every step of the scores can be followed"
+        raise Refused(rule=rule, observed=str(error), at=anchor, progress=4) from error
 
 
 def _to_product(mirror: Mirror, anchor: fx.Node) -> tuple[Contraction, list[Step]]:
     """Walk up from the softmax. Returns the product and the steps after it, in the order in which they run."""
     deepest: list[tuple[int, fx.Node]] = []
-    found = _climb(mirror, views.source(anchor), [], deepest)
+    found = _climb(mirror, views.source(anchor), [], deepest, set())
     if found is not None:
         return found
     depth, stopped = max(deepest, key=lambda d: d[0])
@@ -67,16 +52,20 @@ def _to_product(mirror: Mirror, anchor: fx.Node) -> tuple[Contraction, list[Step
 
 
 def _climb(
-    mirror: Mirror, node: fx.Node, taken: list[Step], deepest: list[tuple[int, fx.Node]]
+    mirror: Mirror, node: fx.Node, taken: list[Step], deepest: list[tuple[int, fx.Node]], seen: set[fx.Node]
 ) -> tuple[Contraction, list[Step]] | None:
+    """Depth first; `seen` nodes led nowhere and are not tried again: two ways that meet would double the paths each time."""
     product = contraction.parse(node)
     if product is not None:
         return product, taken[::-1]
     deepest.append((len(taken), node))
+    seen.add(node)
     if len(taken) == _LONGEST_PATH:
         return None
     for step in score_steps.read(mirror, node):
-        found = _climb(mirror, step.source, [*taken, step], deepest)
+        if step.source in seen:
+            continue
+        found = _climb(mirror, step.source, [*taken, step], deepest, seen)
         if found is not None:
             return found
     return None
@@ -91,7 +80,7 @@ def _to_values(mirror: Mirror, anchor: fx.Node) -> tuple[list[fx.Node], Contract
         furthest = path[-1]
         for user in mirror.readers(path[-1]):
             product = contraction.parse(user)
-            if product is not None and path[-1] in (product.lhs, product.rhs) and product.addend is None:
+            if product is not None and path[-1] in (product.lhs, product.rhs) and _is_plain(product):
                 return path[1:], product, _has_other_readers(mirror, path, user)
             if _passes_weights(user) and user.all_input_nodes[0] is path[-1]:
                 paths.append([*path, user])
@@ -106,8 +95,14 @@ def _to_values(mirror: Mirror, anchor: fx.Node) -> tuple[list[fx.Node], Contract
 _CASTS = (aten.to.dtype, aten.to.other, aten.to.dtype_layout, aten.type_as.default, aten._to_copy.default)
 
 
+def _is_plain(product: Contraction) -> bool:
+    return product.addend is None and product.alpha == 1.0
+
+
 def _passes_weights(node: fx.Node) -> bool:
-    return views.is_view(node) or node.target in (*_CASTS, aten.dropout.default, aten.slice.Tensor)
+    if node.target in _CASTS:
+        return views.value(node).is_floating_point()
+    return views.is_view(node) or node.target in (aten.dropout.default, aten.slice.Tensor)
 
 
 def _has_other_readers(mirror: Mirror, path: list[fx.Node], product: fx.Node) -> bool:
@@ -126,10 +121,11 @@ def _match(
     returned: bool,
 ) -> Match:
     meaning = _fresh_labels(product)
-    scores = _follow(product, steps, tuple(meaning[x] for x in product.out_labels))
-    key = _softmax_axis(anchor, scores.dims)
+    scores = score_chain.follow(product, steps, tuple(meaning[x] for x in product.out_labels))
+    key = score_chain.softmax_axis(anchor, scores)
     keys_on_the_right, query, batch = _roles(anchor, product, meaning, key)
     _check_readers(mirror, anchor, product, steps)
+    _check_factors(mirror, steps, weighted)
     weights = _follow_weights(anchor, down, scores)
     out_dims, v_node, v_dims, d_v = _values(anchor, weighted, weights, key)
     q_node, k_node = (product.lhs, product.rhs) if keys_on_the_right else (product.rhs, product.lhs)
@@ -178,67 +174,6 @@ def _fresh_labels(product: Contraction) -> dict[int, Dim]:
     return {label: (Atom(size),) for label, size in sizes.items()}
 
 
-def _follow(product: Contraction, steps: list[Step], dims: Dims) -> _Scores:
-    scores = _Scores(dims=dims, inner_scale=product.alpha)
-    if product.addend is not None:
-        scores.additive.append((product.addend, product.beta, dims))
-    for step in steps:
-        _apply(scores, step)
-    return scores
-
-
-def _apply(scores: _Scores, step: Step) -> None:
-    match step:
-        case score_steps.View():
-            if scores.sinks is not None:
-                raise AxisError(f"{step.node.name} moves the scores after the sink column joined them")
-            scores.dims = views.forward(step.node, scores.dims)
-        case score_steps.Scale():
-            _scale(scores, step)
-        case score_steps.RuntimeScale():
-            _runtime_scale(scores, step)
-        case score_steps.Add():
-            scores.additive.append((step.term, step.weight, scores.dims))
-        case score_steps.Keep():
-            scores.keeps.append((step.condition, step.inverted, scores.dims))
-        case score_steps.Tanh():
-            _cap(scores)
-        case score_steps.SinkColumn():
-            scores.sinks = step.sinks
-
-
-def _scale(scores: _Scores, step: score_steps.Scale) -> None:
-    if scores.keeps and step.factor <= 0:
-        raise AxisError(f"{step.node.name} turns masked scores around")
-    if scores.sinks is not None:
-        scores.unusual.append("a scale after the sink column")
-    if scores.capped:
-        scores.outer_scale *= step.factor
-    else:
-        scores.inner_scale *= step.factor
-    scores.additive = [(term, weight * step.factor, dims) for term, weight, dims in scores.additive]
-
-
-def _runtime_scale(scores: _Scores, step: score_steps.RuntimeScale) -> None:
-    scores.factors.append(Factor(node=step.by, divide=step.divide))
-    if scores.capped or scores.additive or scores.keeps or scores.sinks is not None:
-        scores.unusual.append("a run-time scale after other score changes")
-
-
-def _cap(scores: _Scores) -> None:
-    """tanh: what is multiplied on afterwards is the cap. A bias inside it, or a second tanh, has no kind of its own."""
-    if scores.additive or scores.keeps or scores.capped:
-        scores.unusual.append("tanh after a mask, a bias or another tanh")
-    scores.capped = True
-
-
-def _softmax_axis(anchor: fx.Node, dims: Dims) -> Dim:
-    dim = views.argument(anchor, "dim")
-    if not isinstance(dim, int):
-        raise AxisError(f"softmax over {dim}")
-    return axes.resolve(dims[dim])
-
-
 def _roles(anchor: fx.Node, product: Contraction, meaning: dict[int, Dim], key: Dim) -> tuple[bool, Dim, Dims]:
     """(k is the right operand, query atoms, batch axes): the keys are the free axis that the softmax runs over."""
     for right in (True, False):
@@ -269,7 +204,16 @@ def _check_readers(mirror: Mirror, anchor: fx.Node, product: Contraction, steps:
                 )
 
 
-def _follow_weights(anchor: fx.Node, down: list[fx.Node], scores: _Scores) -> Dims:
+def _check_factors(mirror: Mirror, steps: list[Step], weighted: Contraction) -> None:
+    """A scale is read where the model reads it, but multiplied where the kernel stands: nothing may write to it in between."""
+    for step in steps:
+        if isinstance(step, score_steps.RuntimeScale):
+            writer = mutation.written_between(mirror, step.by, step.node, weighted.node)
+            if writer is not None:
+                raise AxisError(f"the scale {step.by.name} is written in place by {writer.name}")
+
+
+def _follow_weights(anchor: fx.Node, down: list[fx.Node], scores: Scores) -> Dims:
     dims = scores.dims
     column = scores.sinks is not None
     for node in down:
@@ -348,7 +292,7 @@ def _joining(mirror: Mirror, node: fx.Node, dims: Dims, weighted: Contraction) -
     return operand
 
 
-def _sinks(mirror: Mirror, scores: _Scores, weighted: Contraction) -> Operand | None:
+def _sinks(mirror: Mirror, scores: Scores, weighted: Contraction) -> Operand | None:
     if scores.sinks is None:
         return None
     dims = tuple(() if i == len(scores.dims) - 1 else dim for i, dim in enumerate(scores.dims))

@@ -1,0 +1,123 @@
+"""What the steps between the product and the softmax add up to: one scale, what is added and masked, a cap, a sink column."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from attn_compiler.passes import axes, views
+from attn_compiler.passes.axes import AxisError, Dim, Dims
+from attn_compiler.passes.contraction import Contraction
+from attn_compiler.passes.patterns import score_steps
+from attn_compiler.passes.patterns.score_steps import Step
+from attn_compiler.passes.site import Factor
+
+#: What masked scores must still be below after later scales: 1 / sqrt(1024) is allowed
+_STILL_MASKED_BELOW = score_steps.MASKED_BELOW / 32
+
+
+@dataclass(kw_only=True)
+class Scores:
+    """The scores while their steps are followed from the product on: dims now, and what happened so far.
+
+    masked_at: the highest number that a masked score may be by now. shifted_along: axes whose maximum was subtracted.
+    """
+
+    dims: Dims
+    inner_scale: float = 1.0
+    outer_scale: float = 1.0
+    capped: bool = False
+    factors: list[Factor] = field(default_factory=list)
+    additive: list[tuple[fx.Node, float, Dims]] = field(default_factory=list)
+    keeps: list[tuple[fx.Node, bool, Dims]] = field(default_factory=list)
+    masked_at: list[float] = field(default_factory=list)
+    shifted_along: list[Dim] = field(default_factory=list)
+    sinks: fx.Node | None = None
+    unusual: list[str] = field(default_factory=list)
+
+
+def follow(product: Contraction, steps: list[Step], dims: Dims) -> Scores:
+    """dims: those of the product. Raises AxisError for steps whose meaning depends on their order in a way that is not kept."""
+    scores = Scores(dims=dims, inner_scale=product.alpha)
+    if product.addend is not None:
+        scores.additive.append((product.addend, product.beta, dims))
+    for step in steps:
+        _apply(scores, step)
+    return scores
+
+
+def softmax_axis(anchor: fx.Node, scores: Scores) -> Dim:
+    """The atoms that the softmax runs over. Raises AxisError if an earlier step only makes sense for another axis."""
+    dim = views.argument(anchor, "dim")
+    if not isinstance(dim, int):
+        raise AxisError(f"softmax over {dim}")
+    key = axes.resolve(scores.dims[dim])
+    if any(axes.resolve(along) != key for along in scores.shifted_along):
+        raise AxisError("the maximum that is subtracted was taken along another axis than the softmax")
+    if scores.sinks is not None and axes.resolve(scores.dims[-1]) != key:
+        raise AxisError("the sink column lies along another axis than the softmax")
+    return key
+
+
+def _apply(scores: Scores, step: Step) -> None:
+    if scores.sinks is not None:
+        _check_after_sinks(scores, step)
+    match step:
+        case score_steps.View():
+            scores.dims = views.forward(step.node, scores.dims)
+        case score_steps.Scale():
+            _scale(scores, step)
+        case score_steps.RuntimeScale():
+            _runtime_scale(scores, step)
+        case score_steps.Add():
+            scores.additive.append((step.term, step.weight, scores.dims))
+        case score_steps.Keep():
+            scores.keeps.append((step.condition, step.inverted, scores.dims))
+            scores.masked_at.append(step.fill)
+        case score_steps.Floor():
+            scores.masked_at.append(step.bound)
+        case score_steps.Shift():
+            scores.shifted_along.append(scores.dims[-1])
+        case score_steps.Tanh():
+            _cap(scores)
+        case score_steps.SinkColumn():
+            _join_sinks(scores, step)
+
+
+def _check_after_sinks(scores: Scores, step: Step) -> None:
+    """The kinds say what happens to the scores before the sink column joins them: what comes later would change it too."""
+    if isinstance(step, (score_steps.View, score_steps.SinkColumn)):
+        raise AxisError(f"{step.node.name} moves the scores after the sink column joined them")
+    if not isinstance(step, (score_steps.Cast, score_steps.Floor, score_steps.Shift)):
+        scores.unusual.append(f"{type(step).__name__.lower()} after the sink column")
+
+
+def _join_sinks(scores: Scores, step: score_steps.SinkColumn) -> None:
+    if scores.shifted_along:
+        scores.unusual.append("a sink column beside scores that their maximum was subtracted from")
+    scores.sinks = step.sinks
+
+
+def _scale(scores: Scores, step: score_steps.Scale) -> None:
+    scores.masked_at = [number * step.factor for number in scores.masked_at]
+    if any(number > _STILL_MASKED_BELOW for number in scores.masked_at):
+        raise AxisError(f"{step.node.name} multiplies scores that are masked by now with {step.factor:g}")
+    if scores.capped:
+        scores.outer_scale *= step.factor
+    else:
+        scores.inner_scale *= step.factor
+    scores.additive = [(term, weight * step.factor, dims) for term, weight, dims in scores.additive]
+
+
+def _runtime_scale(scores: Scores, step: score_steps.RuntimeScale) -> None:
+    scores.factors.append(Factor(node=step.by, divide=step.divide))
+    if scores.capped or scores.additive or scores.masked_at or scores.sinks is not None:
+        scores.unusual.append("a run-time scale after other score changes")
+
+
+def _cap(scores: Scores) -> None:
+    """tanh: what is multiplied on afterwards is the cap. A bias inside it, or a second tanh, has no kind of its own."""
+    if scores.additive or scores.keeps or scores.capped or scores.shifted_along:
+        scores.unusual.append("tanh after a mask, a bias, a shift or another tanh")
+    scores.capped = True
