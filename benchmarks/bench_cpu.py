@@ -58,16 +58,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0, help="timing of one case (default %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of a kernel")
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "process"),
+        default="wall",
+        help="process: the process's own time, steadier on a busy machine; of use with one thread (default %(default)s)",
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
     where = harness.environment("cpu", options.commit)
+    where["clock"] = options.clock
     file = harness.CsvFile(options.output, [*KEYS, *compare.COLUMNS, *where])
     for names, case in cases():
         print("measuring", *names.values(), flush=True)
-        row = compare.compare(case, compare.compile_both(case), seconds=options.seconds)
+        row = compare.compare(case, compare.compile_both(case), seconds=options.seconds, clock=options.clock)
         file.add({**names, **row, **where})
     harness.print_table(file.rows, (*KEYS[:3], "lowerings"))
     return harness.failures(file.rows)

@@ -62,11 +62,13 @@ def compile_both(case: Case) -> dict[str, Step]:
     return steps
 
 
-def compare(case: Case, steps: Mapping[str, Step], *, seconds: float) -> dict[str, str]:
+def compare(
+    case: Case, steps: Mapping[str, Step], *, seconds: float, clock: harness.CpuClock = "wall"
+) -> dict[str, str]:
     """COLUMNS of one case, from the steps of `compile_both`; the timing alone takes about `seconds`."""
     columns = {
         **chosen(attn_compiler.reports()),
-        **harness.timing_columns(harness.interleave(steps, case.device, seconds=seconds)),
+        **harness.timing_columns(harness.interleave(steps, case.device, seconds=seconds, clock=clock)),
     }
     try:
         return columns | numerics(case, steps[BACKEND])

