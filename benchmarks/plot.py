@@ -31,7 +31,7 @@ def draw(rows: Sequence[Mapping[str, str]], output: Path) -> None:
         speed = float(row["ratio"])
         axes.barh(height, speed, color=_color(speed), height=0.72)
         words = f"{speed:.2f}x   {_ms(row, BASELINE)} → {_ms(row, BACKEND)} ms   {row['lowerings']}"
-        axes.text(speed + 0.02, height, words, va="center", fontsize=8)
+        axes.text(max(speed, 1.0) + 0.02, height, words, va="center", fontsize=8)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(measured)), [f"{r['model']}, {r['implementation']}, {r['scenario']}" for r in measured])
     axes.tick_params(axis="y", labelsize=8)
