@@ -72,14 +72,131 @@ KINDS: tuple[type[MaskKind], ...] = (Causal, Dense, Opaque)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MaskSpec:
-    """All of `kinds` must allow a pair. Empty: every pair is allowed."""
+class CausalFrom:
+    """k <= q + offset, where the offset is a formula over sizes and run-time tensors (a cache's length)."""
 
-    kinds: tuple[MaskKind, ...] = ()
+    offset: str
 
     @property
     def words(self) -> str:
-        return " ∧ ".join(kind.words for kind in self.kinds) or "none"
+        return f"causal from {self.offset}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlidingWindow:
+    """q - left <= k <= q + right; None is no bound on that side."""
+
+    left: int | None
+    right: int | None
+
+    @property
+    def words(self) -> str:
+        sides = [f"{n} {side}" for n, side in ((self.left, "back"), (self.right, "ahead")) if n is not None]
+        return f"window ({', '.join(sides)})"
+
+    def mask_mod(self, q: int, k: int) -> bool:
+        """The kind's meaning for one pair."""
+        return (self.left is None or k >= q - self.left) and (self.right is None or k <= q + self.right)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyPadding:
+    """Key k of batch row b is allowed where `tensor` says so, whatever the query. text: the condition as a formula."""
+
+    tensor: str
+    text: str
+    inverted: bool = False
+
+    @property
+    def words(self) -> str:
+        return f"key padding {self.text}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyBound:
+    """k <= bound ("last") or k >= bound ("first"), a formula over run-time tensors: the filled part of a cache."""
+
+    side: str
+    bound: str
+
+    @property
+    def words(self) -> str:
+        return f"keys {'up to' if self.side == 'last' else 'from'} {self.bound}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """Query and key belong to the same document: tensor[b, q] == tensor[b, k]."""
+
+    tensor: str
+
+    @property
+    def words(self) -> str:
+        return f"document {self.tensor}[b, q] = {self.tensor}[b, k]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunked:
+    """Query and key fall into the same chunk of `size` positions (Llama 4)."""
+
+    size: int
+
+    @property
+    def words(self) -> str:
+        return f"chunks of {self.size}"
+
+    def mask_mod(self, q: int, k: int) -> bool:
+        """The kind's meaning for one pair."""
+        return q // self.size == k // self.size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnyOf:
+    """One of the alternatives holds, each a conjunction of kinds (a prefix that all may see, an image block)."""
+
+    alternatives: tuple[tuple[ProvedKind, ...], ...]
+
+    @property
+    def words(self) -> str:
+        return " or ".join("(" + " ∧ ".join(k.words for k in kinds) + ")" for kinds in self.alternatives)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Formula:
+    """A condition that was read in full and has no kind of its own yet."""
+
+    text: str
+
+    @property
+    def words(self) -> str:
+        return self.text
+
+
+ProvedKind = Causal | CausalFrom | SlidingWindow | KeyPadding | KeyBound | Document | Chunked | AnyOf | Formula
+PROVED_KINDS: tuple[type[ProvedKind], ...] = (
+    Causal, CausalFrom, SlidingWindow, KeyPadding, KeyBound, Document, Chunked, AnyOf, Formula
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskSpec:
+    """All of `kinds` must allow a pair; empty: every pair is allowed. These are what a lowering has to apply.
+
+    proved: kinds whose conjunction the mask was shown to be, read off the model's graph; they say what a Dense tensor means.
+    reason: why it could not be read, where it could not.
+    """
+
+    kinds: tuple[MaskKind, ...] = ()
+    proved: tuple[ProvedKind, ...] = ()
+    reason: str | None = None
+
+    @property
+    def words(self) -> str:
+        applied = " ∧ ".join(kind.words for kind in self.kinds) or "none"
+        meaning = " ∧ ".join(kind.words for kind in self.proved)
+        if meaning == applied:
+            return f"{applied} (proved)"
+        return f"{meaning} (proved), as {applied}" if meaning else applied
 
     @property
     def is_causal(self) -> bool:

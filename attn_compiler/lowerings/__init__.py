@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attn_compiler.lowerings import ops as ops  # defines the leaf ops that lowerings put into graphs
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.plain_math import PlainMath
 from attn_compiler.lowerings.priorities import order
 from attn_compiler.lowerings.reference import Reference
 from attn_compiler.lowerings.sdpa import SdpaCpuFlash, SdpaCudnn, SdpaEfficient, SdpaFlash
@@ -17,6 +18,7 @@ LOWERINGS: tuple[Lowering, ...] = (
     SdpaFlash(),
     SdpaEfficient(),
     SdpaCpuFlash(),
+    PlainMath(),
     Untouched(),
 )
 

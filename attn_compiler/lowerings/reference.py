@@ -20,7 +20,6 @@ from attn_compiler.lowerings import sdpa_limits
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.masks import Alignment, Causal, Dense, Opaque
 from attn_compiler.report import Reason
-from attn_compiler.scores import DenseBias, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -37,10 +36,12 @@ class Reference:
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return [
-            *_check_changes(spec),
+            *sdpa_limits.check_known_changes(spec),
+            *_check_dropout(spec),
+            *sdpa_limits.check_weights_unread(spec),
             *sdpa_limits.check_opaque(spec),
             *sdpa_limits.check_dtypes(spec, ("float32", "float64", "bfloat16", "float16")),
-            *_check_one_tensor(spec),
+            *sdpa_limits.check_one_tensor(spec),
         ]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
@@ -53,25 +54,11 @@ class Reference:
         return emitter.call(operator.getitem, outputs, 0)
 
 
-def _check_changes(spec: AttentionSpec) -> list[Reason]:
-    known = (Softcap, Sinks, DenseBias)
-    reasons = [
-        Reason(rule="score changes that have a kind of their own", observed=change.words)
-        for change in spec.score.changes
-        if not isinstance(change, known)
-    ]
-    if spec.score.dropout_p:
-        remedy = "call model.eval(), or set the dropout to 0"
-        reasons.append(Reason(rule="no dropout", observed=f"{spec.score.dropout_p:g}", remedy=remedy))
-    return reasons + sdpa_limits.check_weights_unread(spec)
-
-
-def _check_one_tensor(spec: AttentionSpec) -> list[Reason]:
-    """A site has one node for what is added to its scores (see Operands)."""
-    if spec.mask.dense is None or spec.score.bias is None:
+def _check_dropout(spec: AttentionSpec) -> list[Reason]:
+    if not spec.score.dropout_p:
         return []
-    observed = f"{spec.mask.dense.words} and {spec.score.bias.words}"
-    return [Reason(rule="one tensor is added to the scores", observed=observed, remedy="add them up in the model")]
+    remedy = "call model.eval(), or set the dropout to 0"
+    return [Reason(rule="no dropout", observed=f"{spec.score.dropout_p:g}", remedy=remedy)]
 
 
 # ---- the leaf op's two bodies ---------------------------------------------------------------------------------------

@@ -112,6 +112,8 @@ def _check_not_empty(spec: AttentionSpec) -> list[Reason]:
 def _check_heads(spec: AttentionSpec) -> list[Reason]:
     heads_q, heads_kv = spec.num_heads_q, spec.num_heads_kv
     observed = f"num_heads_q {heads_q}, num_heads_kv {heads_kv}"
+    if dims.same(heads_q, heads_kv) and dims.at_least(heads_q) >= 1:
+        return []
     if not isinstance(heads_q, int) or not isinstance(heads_kv, int):
         return [Reason(rule="the numbers of heads are known", observed=observed, remedy="mark them static")]
     if heads_kv < 1 or heads_q % heads_kv:
@@ -133,7 +135,8 @@ def check_head_dims(spec: AttentionSpec, *, multiple: int, limit: int | None = N
     reasons: list[Reason] = []
     for name, size in (("head_dim_qk", spec.head_dim_qk), ("head_dim_v", spec.head_dim_v)):
         if not isinstance(size, int):
-            reasons.append(Reason(rule=f"{name} is known", observed=str(size), remedy="mark it static"))
+            if multiple > 1 or limit is not None or dims.at_least(size) < 1:
+                reasons.append(Reason(rule=f"{name} is known", observed=str(size), remedy="mark it static"))
         elif size < 1 or size % multiple:
             remedy = f"pad it with zeros to {-(-max(size, 1) // multiple) * multiple} and keep the scale"
             reasons.append(Reason(rule=f"{name} is a multiple of {multiple}", observed=str(size), remedy=remedy))
@@ -159,11 +162,17 @@ def check_scores(spec: AttentionSpec) -> list[Reason]:
         if isinstance(change, Softcap):
             remedy = "if accuracy allows, switch it off in the model's config (Gemma 2: attn_logit_softcapping=None)"
             reasons.append(Reason(rule="no softcap", observed=change.words, remedy=remedy))
-        elif isinstance(change, Unusual):
-            reasons.append(Reason(rule="scores are only scaled, masked and biased", observed=change.words))
     if spec.score.sinks is not None:
         reasons.append(Reason(rule="no attention sinks", observed="one learned logit a head joins the softmax"))
-    return reasons + check_weights_unread(spec) + _check_scale(spec)
+    return reasons + check_known_changes(spec) + check_weights_unread(spec) + _check_scale(spec)
+
+
+def check_known_changes(spec: AttentionSpec) -> list[Reason]:
+    return [
+        Reason(rule="score changes that have a kind of their own", observed=change.words)
+        for change in spec.score.changes
+        if isinstance(change, Unusual)
+    ]
 
 
 def check_weights_unread(spec: AttentionSpec) -> list[Reason]:
@@ -240,9 +249,9 @@ def check_tensor(spec: AttentionSpec, *, dtypes: Iterable[str]) -> list[Reason]:
     tensor = additive(spec)
     if tensor is None:
         return []
-    if spec.mask.dense is not None and spec.score.bias is not None:
-        observed = f"{spec.mask.dense.words} and {spec.score.bias.words}"
-        return [Reason(rule="one tensor is added to the scores", observed=observed, remedy="add them up in the model")]
+    both = check_one_tensor(spec)
+    if both:
+        return both
     reasons = []
     scores = (spec.batch, spec.num_heads_q, spec.seqlen_q, spec.seqlen_kv)
     if not dims.broadcasts(tensor.shape, scores):
@@ -252,6 +261,14 @@ def check_tensor(spec: AttentionSpec, *, dtypes: Iterable[str]) -> list[Reason]:
         rule = f"the mask is bool or {' or '.join(dict.fromkeys(dtypes))}"
         reasons.append(Reason(rule=rule, observed=tensor.dtype, remedy=remedy))
     return reasons
+
+
+def check_one_tensor(spec: AttentionSpec) -> list[Reason]:
+    """A site has one node for what is added to its scores (see Operands)."""
+    if spec.mask.dense is None or spec.score.bias is None:
+        return []
+    observed = f"{spec.mask.dense.words} and {spec.score.bias.words}"
+    return [Reason(rule="one tensor is added to the scores", observed=observed, remedy="add them up in the model")]
 
 
 def check_no_bias_gradient(spec: AttentionSpec) -> list[Reason]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from attn_compiler.passes import mutation
 from attn_compiler.passes.mirror import Mirror
 
 aten = torch.ops.aten
@@ -44,7 +45,10 @@ _FOLDABLE = frozenset(
 
 
 def number(mirror: Mirror, value: Any) -> float | None:
-    """The number that an argument of a mirror node is, if it is known while compiling; never a symbolic one."""
+    """The number that an argument of a mirror node is, if it is known while compiling; never a symbolic one.
+
+    Never one that is written in place, wherever in the graph: what it is then depends on when it is read.
+    """
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, (int, float)):
@@ -56,6 +60,8 @@ def number(mirror: Mirror, value: Any) -> float | None:
 
 
 def _fold(mirror: Mirror, node: fx.Node, depth: int) -> torch.Tensor | None:
+    if mutation.written_after(mirror, mutation.storages(node), node) is not None:
+        return None
     held = mirror.constant(node)
     if held is not None:
         return held.detach().cpu() if held.numel() == 1 else None

@@ -95,21 +95,32 @@ class GraphBuilder:
         self._mirror = mirror
         self.mode = mode
         self._shared: dict[Any, fx.Node] = {}
+        self._replaced: dict[fx.Node, fx.Node] = {}
+        self._versions: dict[fx.Node, int] = {}
+        self._place: fx.Node | None = None
         self._origin: fx.Node | None = None
         self._with_grad = False
 
     @contextlib.contextmanager
-    def at(self, node: fx.Node, *, with_grad: bool) -> Iterator[None]:
-        """Insert before this Dynamo node, in its name."""
-        self._origin, self._with_grad = node, with_grad
-        with self._graph.inserting_before(node):
-            yield
-        self._origin = None
+    def at(self, node: fx.Node, *, with_grad: bool) -> Iterator[fx.Node]:
+        """Insert before the Dynamo node of this mirror node, in its name. Gives the Dynamo node."""
+        self._origin, self._place, self._with_grad = self.leaf(node), node, with_grad
+        with self._graph.inserting_before(self._origin):
+            yield self._origin
+        self._origin = self._place = None
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let `new` take the place of a Dynamo node, also for later sites that read it as a leaf."""
+        old.replace_all_uses_with(new)
+        self._replaced[old] = new
 
     def leaf(self, node: fx.Node) -> fx.Node:
         dynamo = self._mirror.dynamo_node(node)
         if dynamo is None:
             raise AxisError(f"{node.name} exists only inside one call of the graph")
+        dynamo = self._replaced.get(dynamo, dynamo)
+        if self._place is not None:
+            self._versions[dynamo] = version(self._mirror, node, self._place)
         return dynamo
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
@@ -141,8 +152,8 @@ class GraphBuilder:
         return self._shared[key]
 
     def shared_mask(self, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """`mask` as an additive tensor of `dtype`: True -> 0, False -> -inf."""
-        return self.once(("additive", mask, dtype), lambda: self._additive(mask, dtype))
+        """`mask` as an additive tensor of `dtype`: True -> 0, False -> -inf. A mask that was written to is another one."""
+        return self.once(("additive", mask, self._versions.get(mask), dtype), lambda: self._additive(mask, dtype))
 
     def _additive(self, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
         if self.value(mask).dtype != torch.bool:

@@ -11,7 +11,7 @@ from torch import fx
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands
-from attn_compiler.passes import program, recover, strides
+from attn_compiler.passes import mutation, program, recover, strides
 from attn_compiler.passes.emit import GraphBuilder
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.select import UNTOUCHED
@@ -36,13 +36,12 @@ def run(unit: Unit, mirror: Mirror) -> None:
 def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> None:
     if site.spec is None or site.decision is None:
         raise ValueError(f"the site at {site.module} was not decided")
-    old = builder.leaf(site.match.out)
-    with builder.at(old, with_grad=site.spec.needs_grad):
+    with builder.at(site.match.out, with_grad=site.spec.needs_grad) as old:
         tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
         operands = _operands(site, builder, tensors)
         out = by_name(site.decision.lowering).emit(builder, site.spec, operands)
-        new = _finish(site, builder, out, old)
-    old.replace_all_uses_with(new)
+        new = _finish(mirror, site, builder, out, old)
+    builder.replace(old, new)
     site.new_out = new
     site.notes.extend(site.match.notes)
     _erase(unit.graph, mirror, site, old)
@@ -57,18 +56,21 @@ def _operands(site: Site, builder: GraphBuilder, tensors: program.Tensors[fx.Nod
     return Operands(q=q, k=k, v=v, mask=tensors.mask, sinks=tensors.sinks)
 
 
-def _finish(site: Site, builder: GraphBuilder, out: fx.Node, old: fx.Node) -> fx.Node:
-    """The kernel's output in the model's dimensions and dtype, and in its strides where somebody downstream relies on them."""
+def _finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old: fx.Node) -> fx.Node:
+    """The kernel's output in the model's dimensions and dtype, and in a copy of its own where somebody downstream needs one."""
     new = program.restore(site.match, builder, out)
-    dtype = old.meta["example_value"].dtype
-    if builder.value(new).dtype != dtype:
-        new = builder.call(torch.Tensor.to, new, dtype)
-    reader = strides.relies_on(old, builder.value(new), builder.mode)
-    if reader is None:
-        return new
     wanted: torch.Tensor = old.meta["example_value"]
-    site.copies.append(Copy(operand="out", bytes=_bytes(wanted), why=f"{reader} needs the strides that the model made"))
-    return strides.restride(builder, new, wanted)
+    if builder.value(new).dtype != wanted.dtype:
+        new = builder.call(torch.Tensor.to, new, wanted.dtype)
+    reader = strides.relies_on(mirror, site.match.out, old, builder.value(new), builder.mode)
+    if reader is not None:
+        site.copies.append(Copy(operand="out", bytes=_bytes(wanted), why=f"{reader} needs the strides that the model made"))
+        return strides.restride(builder, new, wanted)
+    writer = mutation.written_after(mirror, mutation.storages(site.match.out), site.match.out)
+    if writer is not None and site.spec is not None and site.spec.needs_grad:
+        site.copies.append(Copy(operand="out", bytes=_bytes(wanted), why=f"{writer.name} writes into it, and the backward reads it"))
+        return builder.call(torch.clone, new)
+    return new
 
 
 def _bytes(value: torch.Tensor) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from attn_compiler.passes import gradients, regions
+from attn_compiler.passes import gradients, mutation, program, regions
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.patterns import PATTERNS, Pattern
 from attn_compiler.passes.site import Match, Miss, Refused, Site
@@ -50,6 +50,13 @@ def _require_rewritable(mirror: Mirror, match: Match, scopes: dict[fx.Node, regi
             at=match.out,
             progress=5,
         )
+    if scopes[out].transforms:
+        raise Refused(
+            rule="the attention is not inside a transform of torch.func",
+            observed="vmap, grad, vjp or jvp is applied to it in the graph",
+            at=match.out,
+            progress=5,
+        )
     if scopes[out].sdpa_kernel:
         raise Refused(
             rule="the kernel is not already chosen by an sdpa_kernel scope",
@@ -65,6 +72,15 @@ def _require_rewritable(mirror: Mirror, match: Match, scopes: dict[fx.Node, regi
             observed=f"{stopped.name} stops it",
             remedy="compute the whole attention in one grad mode",
             at=stopped,
+            progress=5,
+        )
+    of_site = (*match.covered, *program.sources(match))
+    reshaped = mutation.reshaped(mirror, set().union(*map(mutation.storages, of_site)))
+    if reshaped is not None:
+        raise Refused(
+            rule="no tensor of the attention changes its shape in place",
+            observed=f"{reshaped.target} ({reshaped.name})",
+            at=reshaped,
             progress=5,
         )
     for operand in (match.q, match.k, match.v):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_tracing
@@ -28,7 +29,8 @@ _READS_NUMBERS = ("item", "tolist")
 class Mirror:
     """graph: the ATen graph; `meta["val"]` of each node is its fake value.
 
-    dynamo_node(n): the Dynamo node with the very value of mirror node n, or None (an intermediate of one Dynamo call).
+    dynamo_node(n): the Dynamo node with the very value of mirror node n, or None (an intermediate of one Dynamo call). What an
+    in-place op returns is the tensor that it wrote to.
     owner(n): the Dynamo node whose execution made n. order(n): its place in the mirror. writers: nodes that write in place,
     each with the storages that it writes to.
     """
@@ -45,17 +47,23 @@ class Mirror:
         self._live = _live(graph, self.writers)
 
     def dynamo_node(self, node: fx.Node) -> fx.Node | None:
+        while node not in self._values and (written := mutation.returned(node)) is not None:
+            node = written
         return self._values.get(node)
 
     def owner(self, node: fx.Node) -> fx.Node | None:
         return self._owners.get(node)
+
+    def owned(self, dynamo_node: fx.Node) -> list[fx.Node]:
+        """The nodes that the execution of a Dynamo node made."""
+        return self._owned.get(dynamo_node, [])
 
     def order(self, node: fx.Node) -> int:
         return self._order[node]
 
     def computes_only(self, dynamo_node: fx.Node) -> bool:
         """Whether a Dynamo node does nothing but compute its value: ATen ops that write nothing in place."""
-        return all(_is_plain(n) and not mutation.writes(n) for n in self._owned.get(dynamo_node, []))
+        return all(_is_plain(n) and not mutation.writes(n) for n in self.owned(dynamo_node))
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
         """The users of a node whose results matter: not those that nothing goes on to read."""
@@ -179,7 +187,7 @@ class _Tracing(fx.Interpreter):
         for x in flat:
             if isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
                 proxy = tracer.create_proxy("call_function", opaque, tuple(inputs), {}, name=n.name)
-                x = torch_tracing.track(x, proxy, tracer)
+                x = torch_tracing.track(_unwrapped(x), proxy, tracer)
             out.append(x)
         return pytree.tree_unflatten(out, spec)
 
@@ -210,3 +218,10 @@ def _last(graph: fx.Graph, count: int) -> list[fx.Node]:
             break
         found.append(node)
     return found
+
+
+def _unwrapped(x: Any) -> Any:
+    """A plain fake tensor for one that only exists inside a transform of torch.func; anything else as it is."""
+    if not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)

@@ -16,9 +16,14 @@ Writers = list[tuple[fx.Node, set[StorageWeakRef]]]
 
 
 def writes(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose storage this mirror node writes to; a higher-order call is taken to write nothing it was not given."""
+    """The nodes whose storage this mirror node writes to; a higher-order call is taken to write nothing it was not given.
+
+    PyTorch detaches a tensor that it makes from a Python number in place: that writes no element.
+    """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return []
+    if target is torch.ops.aten.detach_.default:
         return []
     written = []
     for position, parameter in enumerate(target._schema.arguments):
@@ -26,6 +31,17 @@ def writes(node: fx.Node) -> list[fx.Node]:
             given: Any = node.args[position] if position < len(node.args) else node.kwargs.get(parameter.name)
             written += [x for x in pytree.tree_leaves(given) if isinstance(x, fx.Node)]
     return written
+
+
+def returned(node: fx.Node) -> fx.Node | None:
+    """The node that this one writes to and gives back (`x.index_put_(...)` is x); None if it is no such op."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or len(target._schema.returns) != 1 or not node.args:
+        return None
+    alias = target._schema.returns[0].alias_info
+    given = target._schema.arguments[0].alias_info
+    same = alias is not None and alias.is_write and given is not None and given.is_write
+    return node.args[0] if same and isinstance(node.args[0], fx.Node) else None
 
 
 def storages(node: fx.Node) -> set[StorageWeakRef]:
@@ -41,6 +57,28 @@ def writers(graph: fx.Graph) -> Writers:
         if written:
             found.append((node, set().union(*map(storages, written))))
     return found
+
+
+def reshaped(mirror: Mirror, tensors: set[StorageWeakRef]) -> fx.Node | None:
+    """The first node that changes shape or strides of one of these tensors in place (`transpose_`): what is known of it is its
+    last state, wherever it is read."""
+    return next((w for w, written in mirror.writers if tensors & written and _is_view_in_place(w.target)), None)
+
+
+def _is_view_in_place(target: object) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.inplace_view in target.tags
+
+
+def views_in_place(method: str) -> bool:
+    """Whether a method of that name changes shape or strides of its tensor in place."""
+    packet = getattr(torch.ops.aten, method, None) if method.endswith("_") else None
+    return packet is not None and any(_is_view_in_place(getattr(packet, name)) for name in packet.overloads())
+
+
+def written_after(mirror: Mirror, tensors: set[StorageWeakRef], start: fx.Node) -> fx.Node | None:
+    """The first node after `start` that writes into one of these storages, if there is one."""
+    after = (w for w, written in mirror.writers if mirror.order(w) > mirror.order(start) and tensors & written)
+    return next(after, None)
 
 
 def written_between(mirror: Mirror, tensor: fx.Node, start: fx.Node, end: fx.Node) -> fx.Node | None:

@@ -21,7 +21,7 @@ X = TypeVar("X")
 
 @dataclass(frozen=True, kw_only=True)
 class Tensors(Generic[X]):
-    """q, k, v in logical BHSD and in the dtype that the site computes in; mask broadcasts to (B, Hq, Sq, Skv)."""
+    """q, k, v in logical BHSD and in the dtypes that the site computes in; mask broadcasts to (B, Hq, Sq, Skv)."""
 
     q: X
     k: X
@@ -31,14 +31,17 @@ class Tensors(Generic[X]):
 
 
 def build(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype) -> Tensors[X]:
-    """Make the operands of a site. Raises AxisError where an axis has no provable place."""
+    """Make the operands of a site. Raises AxisError where an axis has no provable place.
+
+    dtype: that of the product q kᵀ. The product with v may run in a wider one, which v then keeps: lowerings refuse two dtypes.
+    """
     q = _arranged(match, builder, match.q, (match.batch, match.heads, match.query, match.head_dim_qk))
     k = _arranged(match, builder, match.k, (match.batch, match.heads_kv, match.key, match.head_dim_qk))
     v = _arranged(match, builder, match.v, (match.batch, match.heads_kv, match.key, match.head_dim_v))
     return Tensors(
         q=_factored(match, builder, _cast(builder, q, dtype)),
         k=_cast(builder, k, dtype),
-        v=_cast(builder, v, dtype),
+        v=_cast(builder, v, torch.promote_types(dtype, _dtype_of(match.out))),
         mask=_mask(mirror, match, builder),
         sinks=_sinks(match, builder),
     )
@@ -68,6 +71,11 @@ def _arranged(
 
 def _cast(builder: Builder[X], x: X, dtype: torch.dtype) -> X:
     return x if builder.value(x).dtype == dtype else builder.call(torch.Tensor.to, x, dtype)
+
+
+def _dtype_of(node: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
 
 
 def _factored(match: Match, builder: Builder[X], q: X) -> X:

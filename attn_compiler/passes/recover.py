@@ -1,6 +1,8 @@
 """A match to an AttentionSpec: the operands are made on fake values, so that shapes, strides and dtypes are what a kernel would see.
 
-Masks stay as they are here: absent, `is_causal`, or one dense tensor that combines everything that is added or masked.
+The mask is read as a condition over (b, h, q, k) (meaning.py). One that lets everything through is dropped, a causal one becomes
+the kernels' own `is_causal`; any other stays one dense tensor that combines all that is added or masked, and its spec says what
+it was proved to be, or why it could not be read.
 """
 
 from __future__ import annotations
@@ -8,11 +10,13 @@ from __future__ import annotations
 import torch
 
 from attn_compiler import masks, scores, torch_compat
-from attn_compiler.passes import emit, program
+from attn_compiler.passes import axes, emit, meaning, program
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.emit import FakeBuilder
 from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.meaning import Meaning
 from attn_compiler.passes.program import Tensors
+from attn_compiler.passes.reading import Reader
 from attn_compiler.passes.site import Match, Miss, Site
 from attn_compiler.passes.unit import Unit
 from attn_compiler.report import Reason
@@ -23,9 +27,11 @@ def run(unit: Unit, mirror: Mirror) -> None:
     """Give every site its spec. A site whose operands can't be arranged becomes a miss."""
     kept = []
     builder: FakeBuilder[torch.Tensor] = FakeBuilder(mirror, unit.mode)
+    reader = Reader(mirror)
     for site in unit.sites:
+        unit.current = site.module
         try:
-            site.spec = describe(mirror, site.match, builder)
+            site.spec = describe(mirror, site.match, builder, reader)
         except AxisError as error:
             unit.misses.append(_miss(site, error))
         else:
@@ -45,17 +51,19 @@ def compute_dtype(mirror: Mirror, match: Match) -> torch.dtype:
     return dtype
 
 
-def describe(mirror: Mirror, match: Match, builder: FakeBuilder[torch.Tensor]) -> AttentionSpec:
-    """The spec of one match. Raises AxisError."""
+def describe(mirror: Mirror, match: Match, builder: FakeBuilder[torch.Tensor], reader: Reader) -> AttentionSpec:
+    """The spec of one match, which loses a mask that the kernel needs no tensor for. Raises AxisError."""
     out = emit.example(mirror, match.out)
     needs_grad = bool(out.requires_grad)
+    bias = needs_grad and _wants_bias_gradient(mirror, match)
+    proved = _prove(match, reader, bias)
     tensors = program.build(mirror, match, builder, compute_dtype(mirror, match))
     return AttentionSpec(
         q=_tensor_spec(tensors.q, emit.example(mirror, match.q.root)),
         k=_tensor_spec(tensors.k, emit.example(mirror, match.k.root)),
         v=_tensor_spec(tensors.v, emit.example(mirror, match.v.root)),
-        mask=_mask_spec(mirror, match, tensors, needs_grad),
-        score=_score_spec(mirror, match, tensors, needs_grad),
+        mask=_mask_spec(match, tensors, proved, bias),
+        score=_score_spec(mirror, match, tensors, bias),
         device=out.device.type,
         out_dtype=_name(out.dtype),
         needs_grad=needs_grad,
@@ -84,23 +92,32 @@ def _wants_bias_gradient(mirror: Mirror, match: Match) -> bool:
     return any(emit.example(mirror, t.operand.root).requires_grad for t in match.additive)
 
 
-def _mask_spec(
-    mirror: Mirror, match: Match, tensors: Tensors[torch.Tensor], needs_grad: bool
-) -> masks.MaskSpec:
+def _prove(match: Match, reader: Reader, bias: bool) -> Meaning:
+    """What the mask means. Takes it off the match where nothing, or `is_causal`, says as much."""
+    if bias or not (match.additive or match.allowed):
+        return Meaning()
+    proved = meaning.of(match, reader)
+    square = axes.same_size(axes.dim_size(match.query), axes.dim_size(match.key))
+    if proved.is_everything or (proved.is_causal_only and square):
+        match.is_causal = match.is_causal or proved.is_causal_only
+        match.additive, match.allowed = (), ()
+        match.notes = (*match.notes, f"the mask tensor is not needed: it is {proved.words}")
+    return proved
+
+
+def _mask_spec(match: Match, tensors: Tensors[torch.Tensor], proved: Meaning, bias: bool) -> masks.MaskSpec:
     kinds: list[masks.MaskKind] = [masks.Causal()] if match.is_causal else []
-    if tensors.mask is not None and not (needs_grad and _wants_bias_gradient(mirror, match)):
+    if tensors.mask is not None and not bias:
         terms = len(match.additive) + len(match.allowed)
         kinds.append(masks.Dense(shape=_dims(tensors.mask.shape), dtype=_name(tensors.mask.dtype), terms=terms))
-    return masks.MaskSpec(kinds=tuple(kinds))
+    return masks.MaskSpec(kinds=tuple(kinds), proved=proved.kinds, reason=proved.reason)
 
 
-def _score_spec(
-    mirror: Mirror, match: Match, tensors: Tensors[torch.Tensor], needs_grad: bool
-) -> scores.ScoreSpec:
+def _score_spec(mirror: Mirror, match: Match, tensors: Tensors[torch.Tensor], bias: bool) -> scores.ScoreSpec:
     changes: list[scores.ScoreChange] = [scores.Unusual(what=what) for what in match.unusual]
     if match.softcap is not None:
         changes.append(scores.Softcap(cap=match.softcap))
-    if tensors.mask is not None and needs_grad and _wants_bias_gradient(mirror, match):
+    if tensors.mask is not None and bias:
         changes.append(scores.DenseBias(shape=_dims(tensors.mask.shape), dtype=_name(tensors.mask.dtype)))
     if match.sinks is not None:
         changes.append(scores.Sinks(requires_grad=emit.example(mirror, match.sinks.root).requires_grad))

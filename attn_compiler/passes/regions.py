@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,15 @@ _EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """The state in force at one node. autocast: arguments of the regions entered and not left, outermost first."""
+    """The state in force at one node.
+
+    autocast: arguments of the regions entered and not left, outermost first. transforms: how many of torch.func's (vmap, grad,
+    jvp ...) are around it.
+    """
 
     autocast: tuple[tuple[Any, ...], ...] = ()
     sdpa_kernel: bool = False
+    transforms: int = 0
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -42,12 +48,18 @@ def of(graph: fx.Graph) -> dict[fx.Node, Region]:
 
 def _after(region: Region, node: fx.Node) -> Region:
     if node.target is _ENTER_AUTOCAST:
-        return Region(autocast=(*region.autocast, tuple(node.args)), sdpa_kernel=region.sdpa_kernel)
+        return dataclasses.replace(region, autocast=(*region.autocast, tuple(node.args)))
     if node.target is _EXIT_AUTOCAST:
-        return Region(autocast=region.autocast[:-1], sdpa_kernel=region.sdpa_kernel)
+        return dataclasses.replace(region, autocast=region.autocast[:-1])
     if _sets_sdpa_kernel(node):
-        return Region(autocast=region.autocast, sdpa_kernel=True)
-    return region
+        return dataclasses.replace(region, sdpa_kernel=True)
+    return dataclasses.replace(region, transforms=region.transforms + _nesting(node)) if _nesting(node) else region
+
+
+def _nesting(node: fx.Node) -> int:
+    """1 for a call that enters a transform of torch.func (`_vmap_increment_nesting`), -1 for one that leaves it, else 0."""
+    name = getattr(node.target, "__name__", "")
+    return int(name.endswith("_increment_nesting")) - int(name.endswith("_decrement_nesting"))
 
 
 def _sets_sdpa_kernel(node: fx.Node) -> bool:

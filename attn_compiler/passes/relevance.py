@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import fx
 
+from attn_compiler.passes import mutation
+
 #: calls where the way up from an anchor, and the way down, ends: what is beyond belongs to something else
 _BOUNDARIES = frozenset(
     "linear addmm conv1d conv2d conv3d layer_norm rms_norm batch_norm group_norm cross_entropy cross_entropy_loss".split()
@@ -43,7 +45,8 @@ def skippable(graph: fx.Graph, is_anchor: Callable[[fx.Node], bool]) -> frozense
 def _makes_new(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     called = node.op in ("call_function", "call_method")
-    return called and isinstance(value, torch.Tensor) and target_name(node) in _MAKES_NEW and not _may_write(node)
+    known = called and isinstance(value, torch.Tensor) and target_name(node) in _MAKES_NEW
+    return known and not _may_write(node) and not _is_reshaped(node)
 
 
 def _may_write(node: fx.Node) -> bool:
@@ -51,6 +54,11 @@ def _may_write(node: fx.Node) -> bool:
     foreign = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "aten"
     in_place = any(arg is True for arg in (*node.args, node.kwargs.get("inplace")))
     return foreign or in_place or "out" in node.kwargs
+
+
+def _is_reshaped(node: fx.Node) -> bool:
+    """Whether the result changes its shape in place later (`transpose_`): its example value is what it was in the end."""
+    return any(mutation.views_in_place(target_name(user)) for user in node.users)
 
 
 def _kept(anchors: list[fx.Node]) -> set[fx.Node]:

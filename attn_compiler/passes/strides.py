@@ -2,7 +2,8 @@
 
 A model's `view` only works on the strides that it was written for, and code after a graph break sees a graph's outputs. So the
 nodes downstream are run on fake values with the new strides, until those are the recorded ones again (after a contiguous, a
-linear, ...). What fails, or would hand other strides out of the graph, relies on the old ones.
+linear, ...). What fails, or would hand other strides out of the graph, relies on the old ones; so does a reshape or a contiguous
+that becomes a view, or no longer is one, if one of the two tensors is written in place later on.
 """
 
 from __future__ import annotations
@@ -12,19 +13,24 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_compat
-from attn_compiler.passes import axes
+from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.emit import GraphBuilder
-from attn_compiler.passes.mirror import is_opaque
+from attn_compiler.passes.mirror import Mirror, is_opaque
+from attn_compiler.passes.relevance import target_name
 
 _MOST_NODES = 64
 _LARGE = 1009
 
 
-def relies_on(old: fx.Node, new: torch.Tensor, mode: FakeTensorMode) -> str | None:
-    """The name of the first node downstream of `old` that can't do with `new` in its place; None if all can."""
+def relies_on(mirror: Mirror, out: fx.Node, old: fx.Node, new: torch.Tensor, mode: FakeTensorMode) -> str | None:
+    """The name of the first node downstream of `old` that can't do with `new` in its place; None if all can.
+
+    out: the mirror node of `old`.
+    """
     if _same_strides(new, old.meta["example_value"]):
         return None
     values: dict[fx.Node, Any] = {old: new}
@@ -37,8 +43,8 @@ def relies_on(old: fx.Node, new: torch.Tensor, mode: FakeTensorMode) -> str | No
             continue
         if node.op == "output" or is_opaque(node) or "example_value" not in node.meta:
             return str(node.name)
-        value = _run(node, values, mode)
-        if value is None:
+        value = None if target_name(node).startswith("as_strided") else _run(node, values, mode)
+        if value is None or _aliases_otherwise(mirror, out, node, value, values):
             return str(node.name)
         if not _all_same(value, node.meta["example_value"]):
             values[node] = value
@@ -56,6 +62,21 @@ def _run(node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode) -> Any
             return node.target(*args, **kwargs)  # type: ignore[operator]
         except (RuntimeError, ValueError, TypeError):
             return None
+
+
+def _aliases_otherwise(mirror: Mirror, out: fx.Node, node: fx.Node, value: Any, values: dict[fx.Node, Any]) -> bool:
+    """Whether the node's result shares memory with its inputs where it did not before, or the reverse, and that shows."""
+    inputs = [n for n in node.all_input_nodes if n in values]
+    before = _storages(node.meta["example_value"]) & _storages([n.meta["example_value"] for n in inputs])
+    now = _storages(value) & _storages([values[n] for n in inputs])
+    if bool(before) == bool(now):
+        return False
+    of_both = [m for n in (node, *inputs) for m in mirror.owned(n)]
+    return mutation.written_after(mirror, set().union(*map(mutation.storages, of_both)), out) is not None
+
+
+def _storages(values: Any) -> set[StorageWeakRef]:
+    return {StorageWeakRef(x.untyped_storage()) for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)}
 
 
 def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
