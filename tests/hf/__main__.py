@@ -33,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for result in _run_all([case for case in chosen if case not in results], options.jobs, console):
         results[result.case] = result
         if result.failed:
-            console.print(f"{result.status}  {result.case.id}  {result.detail.splitlines()[0]}", markup=False)
+            console.print(
+                f"{result.status}  {result.case.id}  {result.detail.splitlines()[0]}", markup=False, soft_wrap=True
+            )
     ordered = [results[case] for case in chosen]
     if options.out is not None:
         write_csv(ordered, options.out.with_suffix(".csv"))

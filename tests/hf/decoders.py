@@ -1,4 +1,8 @@
-"""Decoder-only language models: two layers each, head counts and dims that are no powers of two where the model allows it."""
+"""Decoder-only language models: two layers each, head counts and dims that are no powers of two where the model allows it.
+
+Smooth activations only, here and in the other families: where rounding flips the sign of a relu's input its gradient jumps,
+and the numeric rule would judge that jump instead of the attention.
+"""
 
 from __future__ import annotations
 
@@ -93,6 +97,7 @@ DECODERS: tuple[Family, ...] = (
             **_TOKENS,
             "hidden_size": 45,
             "word_embed_proj_dim": 45,
+            "activation_function": "gelu",
             "ffn_dim": 56,
             "num_hidden_layers": 2,
             "num_attention_heads": 5,

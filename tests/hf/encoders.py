@@ -222,6 +222,7 @@ SEQ2SEQ: tuple[Family, ...] = (
             "pad_token_id": 0,
             "eos_token_id": 2,
             "decoder_start_token_id": 0,
+            "feed_forward_proj": "gated-gelu",
             "relative_attention_num_buckets": 8,
             "relative_attention_max_distance": 20,
         },

@@ -65,7 +65,7 @@ class CausalEncoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(45, 5, 56, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(45, 5, 56, activation="gelu", batch_first=True, norm_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def _nn_builder(make: Callable[[], nn.Module]) -> Callable[[str], nn.Module]:
 
 
 def _encoder_layer() -> nn.TransformerEncoderLayer:
-    return nn.TransformerEncoderLayer(_EVEN, _EVEN_HEADS, 56, batch_first=True)
+    return nn.TransformerEncoderLayer(_EVEN, _EVEN_HEADS, 56, activation="gelu", batch_first=True)
 
 
 def _encoder() -> nn.Module:
@@ -90,7 +90,7 @@ def _encoder() -> nn.Module:
 
 
 def _decoder() -> nn.Module:
-    return nn.TransformerDecoder(nn.TransformerDecoderLayer(45, 5, 56, batch_first=True), 2)
+    return nn.TransformerDecoder(nn.TransformerDecoderLayer(45, 5, 56, activation="gelu", batch_first=True), 2)
 
 
 def _states(name: str, width: int = _EVEN) -> Callable[[Size], Kwargs]:
