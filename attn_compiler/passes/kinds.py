@@ -17,17 +17,24 @@ Q, K, B = Index("q"), Index("k"), Index("b")
 #: A number at or below this, added to a score, masks it (see score_steps.MASKED_BELOW)
 MASKED_BELOW = -65504.0
 
+#: the same after the scores, and with them what was added, were scaled (see score_chain)
+_STILL_MASKED_BELOW = MASKED_BELOW / 32
 
-def condition_of(additive: Expr) -> Expr | None:
-    """When an additive term lets a pair through: x where the term is `x ? 0 : lowest`; None if it does anything else."""
+
+def condition_of(additive: Expr, weight: float = 1.0) -> Expr | None:
+    """When an additive term lets a pair through: x where the term is `x ? 0 : lowest`; None if it does anything else.
+
+    weight: the factor that the term has in the end; above zero.
+    """
     match additive:
         case Const(value=value):
-            return ix.TRUE if value == 0 else ix.FALSE if value <= MASKED_BELOW else None
+            masks_out = value <= MASKED_BELOW and value * weight <= _STILL_MASKED_BELOW
+            return ix.TRUE if value == 0 else ix.FALSE if masks_out else None
         case Apply(op="where", args=(condition, a, b)):
-            yes, no = condition_of(a), condition_of(b)
+            yes, no = condition_of(a, weight), condition_of(b, weight)
             return None if yes is None or no is None else ix.where(condition, yes, no)
         case Apply(op="add", args=args):
-            parts = [condition_of(a) for a in args]
+            parts = [condition_of(a, weight) for a in args]
             return None if any(p is None for p in parts) else ix.apply("and", *(p for p in parts if p is not None))
         case _:
             return None

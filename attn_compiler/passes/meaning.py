@@ -65,7 +65,7 @@ def _condition(match: Match, term: Term, reader: Reader) -> Expr:
         return ix.invert(element) if term.inverted else element
     if term.weight <= 0:
         raise Unreadable(f"{node.name} is added with the weight {term.weight:g}")
-    condition = kinds.condition_of(element)
+    condition = kinds.condition_of(element, term.weight)
     if condition is None:
         raise Unreadable(f"{node.name} adds more than masking: {_shortened(ix.text(element))}")
     return condition

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Const, Expr, Index, Load
+from attn_compiler import torch_compat
+from attn_compiler.index_expr import Apply, Const, Expr, Index, Load
 from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.views import argument
@@ -76,7 +77,9 @@ class Reader:
         name = dynamo.name if dynamo is not None else node.name
         short = _ARGUMENT.sub(r"\1", name)
         name = short if self.tensors.setdefault(short, node) is node else name
-        self.tensors[name] = node
+        # A node that only the mirror has may be named as another one of Dynamo's is.
+        while self.tensors.setdefault(name, node) is not node:
+            name += "'"
         return Load(name, at, _kind(fake(node).dtype))
 
     def scan_variable(self) -> Index:
@@ -135,7 +138,7 @@ def _arange(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     start = argument(node, "start", 0) if node.target is not aten.arange.default else 0
     step = argument(node, "step", 1) if node.target is aten.arange.start_step else 1
     first = reader.operand(start, torch.Size(()), ())
-    if first is None or not isinstance(step, int) or fake(node).dtype.is_floating_point:
+    if first is None or not isinstance(step, int) or not _is_unbounded(fake(node).dtype):
         return None
     return ix.add(first, ix.mul(at[0], Const(step)))
 
@@ -148,8 +151,22 @@ def _fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     return cast(Const(value), fake(node).dtype)
 
 
+def _is_unbounded(dtype: torch.dtype) -> bool:
+    """Whether whole numbers of that dtype may be taken as unbounded: positions overflow uint8, and differences of them wrap."""
+    return dtype in (torch.int32, torch.int64)
+
+
+def _fits(x: Expr, dtype: torch.dtype) -> bool:
+    """Whether a whole number or truth value surely survives a conversion to the dtype."""
+    if _is_unbounded(dtype) or dtype == torch.bool or dtype.is_floating_point or ix.kind_of(x) == "bool":
+        return True
+    if isinstance(x, Const):
+        return torch.iinfo(dtype).min <= x.value <= torch.iinfo(dtype).max
+    return isinstance(x, Apply) and x.op == "where" and all(_fits(a, dtype) for a in x.args[1:])
+
+
 def cast(x: Expr, dtype: torch.dtype) -> Expr:
-    """A dtype conversion. Whole numbers are taken as unbounded: no mask is built on overflow."""
+    """A dtype conversion of what fits into the dtype."""
     if dtype == torch.bool:
         return ix.as_bool(x)
     if dtype.is_floating_point:
@@ -159,7 +176,10 @@ def cast(x: Expr, dtype: torch.dtype) -> Expr:
 
 def _cast(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     source = node.args[0]
-    return cast(reader.read(source, at), fake(node).dtype) if isinstance(source, fx.Node) else None
+    if not isinstance(source, fx.Node):
+        return None
+    element = reader.read(source, at)
+    return cast(element, fake(node).dtype) if _fits(element, fake(node).dtype) else None
 
 
 def _same(reader: Reader, node: fx.Node, at: At) -> Expr | None:
@@ -176,6 +196,22 @@ def _pointwise(combine: Callable[..., Expr | None]) -> ReadOp:
         if any(x is None for x in operands) or any(v not in (1, None) for v in node.kwargs.values()):
             return None
         return combine(*operands)
+
+    return read
+
+
+def _arithmetic(combine: Callable[..., Expr | None]) -> ReadOp:
+    """A pointwise op whose result is as exact as its expression: true of whole numbers that don't overflow, and of choices."""
+    exactly = _pointwise(combine)
+
+    def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        dtype = fake(node).dtype
+        found = exactly(reader, node, at)
+        if found is None or dtype == torch.bool:
+            return None if found is None else ix.as_bool(found)
+        if dtype.is_floating_point:
+            return cast(found, dtype)
+        return found if _fits(found, dtype) else None
 
     return read
 
@@ -306,10 +342,16 @@ def _slice(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     if dim is None or not isinstance(source, fx.Node) or not isinstance(step, int):
         return None
     first = reader.operand(start or 0, torch.Size(()), ())
-    if first is None or (isinstance(first, Const) and first.value < 0) or not isinstance(start or 0, (int, torch.SymInt, fx.Node)):
+    if first is None or not _is_from_the_front(start or 0):
         return None
     dim %= len(at)
     return reader.read(source, (*at[:dim], ix.add(first, ix.mul(at[dim], Const(step))), *at[dim + 1 :]))
+
+
+def _is_from_the_front(start: Any) -> bool:
+    """A start below zero counts from the end."""
+    value = start.meta.get("val") if isinstance(start, fx.Node) else start
+    return isinstance(value, (int, torch.SymInt)) and torch_compat.statically_known(value >= 0)
 
 
 def _indexed(reader: Reader, node: fx.Node, at: At) -> Expr | None:
@@ -365,7 +407,7 @@ def _running_sum(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     dim %= len(at)
     variable = reader.scan_variable()
     body = ix.as_int(reader.read(source, (*at[:dim], variable, *at[dim + 1 :])))
-    if not isinstance(body, Const):
+    if not isinstance(body, Const) or not _is_unbounded(fake(node).dtype):
         return None
     return ix.mul(ix.add(at[dim], ix.ONE), body)
 
@@ -396,12 +438,12 @@ READERS: dict[object, ReadOp] = {
     aten.alias.default: _same,
     aten.detach.default: _same,
     aten.lift_fresh_copy.default: _same,
-    aten.add.Tensor: _pointwise(ix.add),
-    aten.sub.Tensor: _pointwise(_subtract),
-    aten.rsub.Scalar: _pointwise(lambda a, b: _subtract(b, a)),
-    aten.mul.Tensor: _pointwise(ix.mul),
-    aten.neg.default: _pointwise(lambda a: ix.mul(a, Const(-1))),
-    aten.abs.default: _pointwise(lambda a: ix.apply("abs", a)),
+    aten.add.Tensor: _arithmetic(ix.add),
+    aten.sub.Tensor: _arithmetic(_subtract),
+    aten.rsub.Scalar: _arithmetic(lambda a, b: _subtract(b, a)),
+    aten.mul.Tensor: _arithmetic(ix.mul),
+    aten.neg.default: _arithmetic(lambda a: ix.mul(a, Const(-1))),
+    aten.abs.default: _arithmetic(lambda a: ix.apply("abs", a)),
     aten.minimum.default: _pointwise(lambda a, b: ix.apply("min", a, b)),
     aten.maximum.default: _pointwise(lambda a, b: ix.apply("max", a, b)),
     aten.remainder.Scalar: _pointwise(_remainder),
