@@ -61,6 +61,9 @@ class Reader:
             raise Unreadable(f"{node.name} is written in place")
         if self._depth == _DEEPEST:
             raise Unreadable(f"more than {_DEEPEST} ops in a row")
+        held = self._mirror.constant(node)
+        if held is not None and held.numel() == 1:
+            return cast(Const(held.item()), held.dtype)
         rule = READERS.get(node.target)
         if rule is None:
             return self.load(node, at)
@@ -437,6 +440,8 @@ READERS: dict[object, ReadOp] = {
     aten.contiguous.default: _same,
     aten.alias.default: _same,
     aten.detach.default: _same,
+    aten.detach_.default: _same,
+    aten.lift_fresh.default: _same,
     aten.lift_fresh_copy.default: _same,
     aten.add.Tensor: _arithmetic(ix.add),
     aten.sub.Tensor: _arithmetic(_subtract),
