@@ -30,11 +30,11 @@ KEYS = ("model", "implementation", "scenario", "dtype")
 KERNELS = ("attention_kernels", "attention_ms", f"{BASELINE}_attention_kernels", f"{BASELINE}_attention_ms", "pinned")
 
 ATTENTION_KERNEL = re.compile(r"flash|fmha|sdpa|attention|softmax", re.IGNORECASE)
-# What the profiler calls the kernel of a lowering.
+# What the profiler calls the kernel of a lowering. cuDNN has helpers whose names hold the others' words.
 PINNED_KERNEL = {
     "sdpa_cudnn": re.compile(r"cudnn.*(sdpa|flash)", re.IGNORECASE),
-    "sdpa_flash": re.compile(r"flash_(fwd|bwd)", re.IGNORECASE),
-    "sdpa_efficient": re.compile(r"fmha", re.IGNORECASE),
+    "sdpa_flash": re.compile(r"^(?!.*cudnn).*flash_(fwd|bwd)", re.IGNORECASE),
+    "sdpa_efficient": re.compile(r"^(?!.*cudnn).*fmha", re.IGNORECASE),
 }
 
 

@@ -113,7 +113,8 @@ def _is_floating(value: Any) -> bool:
 def _results(case: Case, model: nn.Module, step: Step) -> list[torch.Tensor]:
     output = step()
     if case.training:
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        # A parameter that the loss does not reach has no gradient eagerly, and may have one of zeros compiled.
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
         model.zero_grad(set_to_none=True)
         return gradients
     return [output if case.valid is None else output[case.valid]]

@@ -203,7 +203,7 @@ def print_table(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> None
     for name in (*names, BASELINE, "ours", "ratio", "numerics"):
         table.add_column(name)
     for row in rows:
-        cells = [row[name] for name in names]
+        cells = [row.get(name, "") for name in names]
         if row.get("failure"):
             table.add_row(*cells, "", "", "", f"[red]{escape(row['failure'])}")
             continue
