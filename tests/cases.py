@@ -264,7 +264,8 @@ _IN_LOW_PRECISION = (
 )
 
 
-def _lowered(case: Case, name: str, dtype: torch.dtype) -> Case:
+def lowered(case: Case, name: str, dtype: torch.dtype) -> Case:
+    """The case in a lower precision; an additive mask goes with it."""
     mask_dtype = case.mask_dtype if case.mask_dtype == torch.bool else dtype
     return dataclasses.replace(case, name=f"{case.name}_{name}", dtype=dtype, mask_dtype=mask_dtype)
 
@@ -272,7 +273,7 @@ def _lowered(case: Case, name: str, dtype: torch.dtype) -> Case:
 CASES: tuple[Case, ...] = (
     *FLOAT32,
     *(
-        _lowered(case, name, dtype)
+        lowered(case, name, dtype)
         for name, dtype in _LOW_PRECISION.items()
         for case in FLOAT32
         if case.name in _IN_LOW_PRECISION

@@ -1,6 +1,6 @@
-"""Which lowering is asked first, by architecture: dated data, each row with what it rests on. `order` reads it.
+"""Which lowering is asked first, by machine and shape: dated data, each row with what it rests on. `order` reads it.
 
-Times are of 2026-11-21 on one H200 with torch 2.11 and cuDNN 9.19, bf16, causal, in microseconds: forward / backward.
+GPU: one H200, torch 2.11, cuDNN 9.19, 2026-11-21; bf16, causal, microseconds, forward / backward.
 
     B, H, S, D          cuDNN         flash         memory-efficient
     8, 32, 2048, 64     349 / 1050    525 / 1550    1165 / 3568
@@ -10,6 +10,25 @@ Times are of 2026-11-21 on one H200 with torch 2.11 and cuDNN 9.19, bf16, causal
     1, 16, 16384, 128   1846          3547
     decode, 16 sequences, 32/8 heads of 128, 4096 keys: 76 cuDNN, 83 flash; with a mask tensor 85 cuDNN with GQA,
     1340 cuDNN and 1575 memory-efficient with K/V repeated.
+
+CPU: one thread of an AMD EPYC (AVX-512 with BF16), torch 2.13 with Inductor, 2026-11-21; microseconds, best of many, of
+the model's own decomposed attention / "math" / "sdpa_cpu_flash". e: a padded batch, all heads their own; c: causal, GQA 4.
+
+                        float32                       bfloat16
+    e 32x12, S 24       1510 / 1261 / 1333            1234 / 1280 / 1801
+    e 4x12, S 128       9285 / 9695 / 3905            2383 / 2702 / 3715
+    c 2x8, S 128        978 / 910 / 964               553 / 453 / 1136
+    c 1x8, S 512        20060 / 17983 / 11522         3413 / 3865 / 11547
+    c 1x4, S 1024       40837 / 41958 / 17756         7051 / 11654 / 14536
+    c 1x2, S 2048       108138 / 123916 / 36315       85911 / 90718 / 32689
+    decode, 512 keys    57 / 69 / 74                  71 / 150 / 426
+    decode, 2048 keys   2223 / 2800 / 2439            1693 / 2289 / 36587
+    with the backward:
+    e 32x12, S 24       4366 / 3480 / 5149            3570 / 3135 / 22912
+    c 2x8, S 128        2995 / 2714 / 3716            1621 / 1215 / 5522
+    c 1x8, S 256        6533 / 10579 / 9843           3445 / 2674 / 10238
+    c 1x8, S 512        23487 / 25266 / 23364         11335 / 8657 / 20196
+    c 1x4, S 1024       108150 / 96852 / 69964        134193 / 105831 / 69806
 """
 
 from __future__ import annotations
@@ -24,35 +43,136 @@ LAST = "untouched"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """The order on one kind of machine. sms: architectures from .. to, both included; None: no GPU. cudnn: at least this
-    version. since: the date of the evidence. why: the evidence."""
+    """The order for some machines and sites. Every field that is not None has to hold.
+
+    sms: architectures from .. to, both included; None: the CPU. cudnn: at least this version. dtypes: q's. training: the
+    site needs gradients. decomposed: the model spells the attention as products and a softmax, so that "untouched" is what
+    Inductor makes of those; otherwise it is the kernel that SDPA picks. one_query: decode. least_scores, most_scores:
+    bounds on seqlen_q · seqlen_kv, which has to be known. since: the date of the evidence. why: the evidence.
+    """
 
     sms: tuple[int, int] | None
     cudnn: int = 0
+    dtypes: tuple[str, ...] | None = None
+    training: bool | None = None
+    decomposed: bool | None = None
+    one_query: bool | None = None
+    least_scores: int | None = None
+    most_scores: int | None = None
     order: tuple[str, ...]
     since: str
     why: str
+
+    def fits(self, spec: AttentionSpec, target: Target, *, decomposed: bool) -> bool:
+        return (
+            self._fits_machine(target)
+            and (self.dtypes is None or spec.dtype in self.dtypes)
+            and self.training in (None, spec.needs_grad)
+            and self.decomposed in (None, decomposed)
+            and self.one_query in (None, spec.seqlen_q == 1)
+            and self._fits_scores(spec)
+        )
+
+    def _fits_machine(self, target: Target) -> bool:
+        if self.sms is None:
+            return target.device == "cpu"
+        first, last = self.sms
+        return target.device == "cuda" and first <= target.sm <= last and target.cudnn >= self.cudnn
+
+    def _fits_scores(self, spec: AttentionSpec) -> bool:
+        if self.least_scores is None and self.most_scores is None:
+            return True
+        if not isinstance(spec.seqlen_q, int) or not isinstance(spec.seqlen_kv, int):
+            return False
+        scores = spec.seqlen_q * spec.seqlen_kv
+        return (self.least_scores or 0) <= scores and (self.most_scores is None or scores <= self.most_scores)
 
 
 # PyTorch puts cuDNN first from 9.15.1 on (check_prefer_cudnn_attention in sdp_utils.cpp: "> 91500").
 _PREFERRED_CUDNN = 91_501
 _FLASH_FIRST = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn")
 _CUDNN_FIRST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
+_HALF = ("bfloat16", "float16")
 
 # The first row that fits counts.
 ROWS: tuple[Row, ...] = (
     Row(
         sms=None,
+        dtypes=_HALF,
+        decomposed=False,
+        training=False,
+        most_scores=1024 * 1024,
+        order=("math", "sdpa_cpu_flash"),
+        since="2026-11-21",
+        why="math is 1.2 to 16 times faster than CPU flash, which SDPA would pick, and as fast in the one batch of S 256",
+    ),
+    Row(
+        sms=None,
+        dtypes=_HALF,
+        decomposed=False,
+        training=True,
+        most_scores=512 * 512,
+        order=("math", "sdpa_cpu_flash"),
+        since="2026-11-21",
+        why="forward and backward: math is 1.3 to 7 times faster than CPU flash, which SDPA would pick",
+    ),
+    Row(
+        sms=None,
+        dtypes=_HALF,
+        decomposed=True,
+        training=True,
+        least_scores=1024 * 1024,
         order=("sdpa_cpu_flash",),
         since="2026-11-21",
-        why="the only fused kernel that PyTorch has there",
+        why="S 1024 with the backward: 1.9 times faster than the model's own; up to S 512 slower",
+    ),
+    Row(
+        sms=None,
+        dtypes=_HALF,
+        decomposed=True,
+        training=False,
+        least_scores=2048 * 2048,
+        order=("sdpa_cpu_flash",),
+        since="2026-11-21",
+        why="S 2048: 2.6 times faster than the model's own; up to S 1024 slower",
+    ),
+    Row(
+        sms=None,
+        dtypes=_HALF,
+        decomposed=True,
+        order=(),
+        since="2026-11-21",
+        why="CPU flash is 1.1 to 20 times slower than Inductor's own products and softmax, and lengths may be unknown",
+    ),
+    Row(
+        sms=None,
+        decomposed=True,
+        training=True,
+        most_scores=256 * 256,
+        order=(),
+        since="2026-11-21",
+        why="float32 with the backward: CPU flash is up to 1.5 times slower up to S 256",
+    ),
+    Row(
+        sms=None,
+        decomposed=True,
+        one_query=True,
+        order=(),
+        since="2026-11-21",
+        why="float32 decode: CPU flash is 1.1 to 1.3 times slower than Inductor's own products and softmax",
+    ),
+    Row(
+        sms=None,
+        order=("sdpa_cpu_flash",),
+        since="2026-11-21",
+        why="float32: from 1.0 times at S 24 to 3 times faster at S 2048; what SDPA picks",
     ),
     Row(
         sms=(90, 90),
         cudnn=_PREFERRED_CUDNN,
         order=_CUDNN_FIRST,
         since="2026-11-21",
-        why="measured on an H200 (table above): cuDNN is first in every shape, forward, backward and decode; PyTorch's order",
+        why="measured on an H200: cuDNN is first in every shape, forward, backward and decode; PyTorch's order",
     ),
     Row(
         sms=(100, 109),
@@ -80,22 +200,16 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def row_of(target: Target) -> Row | None:
-    """The row for a machine; None for one that no row knows."""
-    return next((row for row in ROWS if _fits(row, target)), None)
+def row_of(spec: AttentionSpec, target: Target, *, decomposed: bool = False) -> Row | None:
+    """The row that decides; None for a machine that no row knows."""
+    return next((row for row in ROWS if row.fits(spec, target, decomposed=decomposed)), None)
 
 
-def order(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
+def order(spec: AttentionSpec, target: Target, *, decomposed: bool = False) -> tuple[str, ...]:
     """Names of lowerings in the order to ask them; "untouched" is always the last. "reference" is never among them.
 
-    spec: rows may come to tell shapes apart; those of today do not.
+    decomposed: the model spells out the products and the softmax. What is left untouched then is something else than an
+    SDPA call that is left untouched, so the two have rows of their own.
     """
-    row = row_of(target)
+    row = row_of(spec, target, decomposed=decomposed)
     return (*(row.order if row is not None else ()), LAST)
-
-
-def _fits(row: Row, target: Target) -> bool:
-    if row.sms is None or target.device != "cuda":
-        return row.sms is None and target.device == "cpu"
-    first, last = row.sms
-    return first <= target.sm <= last and target.cudnn >= row.cudnn

@@ -3,9 +3,11 @@ from __future__ import annotations
 import pytest
 
 from attn_compiler.lowerings import LOWERINGS, by_name, order, priorities
+from attn_compiler.spec import Dim
 from attn_compiler.target import Target
 from tests import cases
 from tests.cases import BY_NAME
+from tests.lowerings.specs import make_spec
 
 SPEC = cases.build(BY_NAME["causal_bfloat16"]).spec
 
@@ -16,7 +18,6 @@ FLASH_FIRST = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "untouched")
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
-        (Target.fake(device="cpu"), ("sdpa_cpu_flash", "untouched")),
         (Target.fake(sm=90), CUDNN_FIRST),
         (Target.fake(sm=100), CUDNN_FIRST),
         (Target.fake(sm=103), CUDNN_FIRST),
@@ -37,6 +38,44 @@ def test_order(target: Target, expected: tuple[str, ...]) -> None:
     assert order(SPEC, target) == expected
 
 
+CPU = Target.fake(device="cpu")
+FLASH, MATH, NOTHING = ("sdpa_cpu_flash", "untouched"), ("math", "sdpa_cpu_flash", "untouched"), ("untouched",)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "training", "seqlen_q", "seqlen_kv", "of_sdpa", "of_products"),
+    [
+        ("float32", False, 24, 24, FLASH, FLASH),
+        ("float32", False, 1, 512, FLASH, NOTHING),
+        ("float32", False, "s0", "s0", FLASH, FLASH),
+        ("float32", True, 128, 128, FLASH, NOTHING),
+        ("float32", True, 512, 512, FLASH, FLASH),
+        ("float32", True, "s0", "s0", FLASH, FLASH),
+        ("float64", False, 24, 24, FLASH, FLASH),
+        ("bfloat16", False, 24, 24, MATH, NOTHING),
+        ("bfloat16", False, 1, 4096, MATH, NOTHING),
+        ("bfloat16", False, 1024, 1024, MATH, NOTHING),
+        ("bfloat16", False, 2048, 2048, FLASH, FLASH),
+        ("bfloat16", False, 16384, 16384, FLASH, FLASH),
+        ("bfloat16", False, "s0", "s0", FLASH, NOTHING),
+        ("float16", True, 512, 512, MATH, NOTHING),
+        ("float16", True, 1024, 1024, FLASH, FLASH),
+        ("float16", True, 512, "s0", FLASH, NOTHING),
+    ],
+)
+def test_order_on_the_cpu(
+    dtype: str, training: bool, seqlen_q: Dim, seqlen_kv: Dim, of_sdpa: tuple[str, ...], of_products: tuple[str, ...]
+) -> None:
+    spec = make_spec(dtype=dtype, needs_grad=training, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, device="cpu")
+    assert order(spec, CPU) == of_sdpa
+    assert order(spec, CPU, decomposed=True) == of_products
+
+
+@pytest.mark.parametrize("sm", [75, 80, 90, 100])
+def test_the_spelling_changes_nothing_on_a_gpu(sm: int) -> None:
+    assert order(SPEC, Target.fake(sm=sm)) == order(SPEC, Target.fake(sm=sm), decomposed=True)
+
+
 def test_rows_name_lowerings_and_their_evidence() -> None:
     names = {lowering.name for lowering in LOWERINGS}
     for row in priorities.ROWS:
@@ -53,6 +92,7 @@ def test_lowerings_are_registered_once_each() -> None:
         "sdpa_flash",
         "sdpa_efficient",
         "sdpa_cpu_flash",
+        "math",
         "untouched",
     ]
     with pytest.raises(KeyError, match="no lowering 'fa9'; there are reference, sdpa_cudnn"):

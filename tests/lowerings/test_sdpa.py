@@ -294,15 +294,16 @@ def test_demands() -> None:
 # ---- on a real GPU ----------------------------------------------------------------------------------------------------
 
 
-def gpu_cases() -> list[Any]:
-    half = [case for case in CASES if case.dtype in (torch.float16, torch.bfloat16)]
-    more = [dataclasses.replace(case, dtype=HALF) for case in cases.FLOAT32 if case.mask_dtype == torch.bool]
-    return [pytest.param(case, id=f"{case.name}-{case.dtype}") for case in (*half, *more, *cases.FLOAT32)]
+def gpu_cases() -> list[Case]:
+    """Every case in bfloat16, and those that are run in several dtypes in float32 and float16 too."""
+    in_bfloat16 = [case if case.dtype == HALF else cases.lowered(case, "bfloat16", HALF) for case in cases.FLOAT32]
+    others = [case for case in CASES if case.dtype == torch.float16]
+    return [*in_bfloat16, *others, *(BY_NAME[case.name.removesuffix("_float16")] for case in others)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CUDA)
-@pytest.mark.parametrize("case", gpu_cases())
+@pytest.mark.parametrize("case", gpu_cases(), ids=lambda case: case.name)
 def test_cuda_kernels_are_within_the_numeric_rule(name: str, case: Case) -> None:
     inputs = cases.build(case, device="cuda")
     lowering = by_name(name)

@@ -49,7 +49,7 @@ def test_the_plain_case_is_served(name: str) -> None:
         ({"seqlen_kv": "u0"}, "no axis can be empty; observed seqlen_kv u0; compile with dynamic=False"),
         ({"heads": "s0"}, "the numbers of heads are known; observed num_heads_q s0, num_heads_kv 8"),
         ({"heads": 6, "heads_kv": 4}, "num_heads_q is a multiple of num_heads_kv"),
-        ({"head_dim": "s0"}, "head_dim_qk is known; observed s0"),
+        ({"head_dim": "u0"}, "head_dim_qk is known; observed u0"),
         ({"mask": dense(2, 8, 128, 64)}, "the mask broadcasts to (2, 8, 128, 128); observed (2, 8, 128, 64)"),
         ({"mask": dense(2, 1, "s0", 128)}, "observed (2, 1, s0, 128)"),
         ({"mask": dense(1, 1, 128, 128), "changes": (bias(1, 8, 128, 128),)}, "one tensor is added to the scores"),
@@ -141,6 +141,13 @@ def test_bfloat16_needs_ampere() -> None:
 def test_head_dims(name: str, dtype: str, taken: set[int]) -> None:
     sizes = {1, 4, 8, 36, 64, 72, 100, 128, 256, 264}
     assert {size for size in sizes if takes(name, dtype=dtype, head_dim=size)} == taken
+
+
+def test_symbolic_heads_and_head_dims() -> None:
+    assert {name for name in ALL if takes(name, heads="s0", heads_kv="s0")} == set(ALL)
+    assert {name for name in ALL if takes(name, head_dim="s0")} == {"sdpa_cpu_flash"}
+    assert not takes("sdpa_cpu_flash", head_dim="s0", head_dim_v="s1")
+    assert not takes("sdpa_cpu_flash", heads="u0", heads_kv="u0")
 
 
 def test_a_head_dim_off_the_multiple_comes_with_the_size_to_pad_to() -> None:
