@@ -5,6 +5,7 @@ Versions are told apart by what they have (a parameter, a type), not by their nu
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import sys
@@ -185,6 +186,15 @@ def fake_value(node: fx.Node) -> Any:
 def graph_modules(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
     """`gm` and every graph nested in it (bodies of checkpoint and other higher-order operators)."""
     return (module for module in gm.modules() if isinstance(module, fx.GraphModule))
+
+
+def copied_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy that a compiler takes for the graph itself: fx leaves out where Dynamo has each input from."""
+    copied = copy.deepcopy(graph)
+    for node, original in zip(copied.nodes, graph.nodes, strict=True):
+        if hasattr(original, "_dynamo_source"):
+            node._dynamo_source = original._dynamo_source
+    return copied
 
 
 def graph_devices(gm: fx.GraphModule) -> tuple[torch.device, ...]:

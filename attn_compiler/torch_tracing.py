@@ -10,16 +10,24 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, track_tensor_tree
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def fake_mode_of_values(values: Iterable[Any]) -> FakeTensorMode | None:
     """The mode that Dynamo's example values live in. The tracing context may already hold another one, for the compiler."""
-    for leaf in pytree.tree_leaves(list(values)):
-        if isinstance(leaf, FakeTensor):
-            return leaf.fake_mode
-    return None
+    tensors = (plain for leaf in pytree.tree_leaves(list(values)) for plain in _plain_tensors(leaf))
+    return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
+
+
+def _plain_tensors(value: Any) -> Iterator[Any]:
+    """The tensors inside a tensor that wraps others (DTensor, nested ...), else the value itself."""
+    if is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _plain_tensors(getattr(value, name))
+    else:
+        yield value
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ A pass is a function (unit, mirror) -> None on one GraphModule. A pass that fail
 
 from __future__ import annotations
 
-import copy
 import time
 import traceback
 import warnings
@@ -19,7 +18,7 @@ from attn_compiler import torch_compat, torch_tracing
 from attn_compiler.dump import Dumper
 from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, PassFailed
 from attn_compiler.options import Options
-from attn_compiler.passes import expand, layout, lower, match, mirror, recover, relevance, select, summary, verify
+from attn_compiler.passes import expand, keys_last, layout, lower, match, mirror, recover, relevance, select, summary, verify
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.unit import Unit, is_anchor_like, units, unsupported_tensor
 from attn_compiler.report import Report
@@ -39,6 +38,7 @@ class Pass:
 
 def _expand(unit: Unit, _: Mirror | None) -> None:
     unit.expanded = expand.run(unit.graph_module)
+    keys_last.run(unit.graph_module, unit.mode)
 
 
 def _mirror(unit: Unit, _: Mirror | None) -> None:
@@ -82,7 +82,7 @@ def run_pipeline(gm: fx.GraphModule, options: Options, targets: dict[str, Target
     """
     found = units(gm, options, targets or {})
     dumper = Dumper.create(options.dump_dir if found else None, torch_compat.graph_name())
-    saved = [(unit.graph_module, copy.deepcopy(unit.graph_module.graph)) for unit in found]
+    saved = [(unit.graph_module, torch_compat.copied_graph(unit.graph)) for unit in found]
     seconds = dict.fromkeys((step.name for step in PIPELINE), 0.0)
     failure = None
     try:

@@ -1,0 +1,289 @@
+"""The pipeline as a whole: contracts, failures, what is left untouched, graph breaks."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import attn_compiler
+from attn_compiler import passes
+from attn_compiler.errors import AttnCompilerWarning, PassFailed
+from attn_compiler.lowerings.sdpa import SdpaCpuFlash
+from attn_compiler.options import Options
+from attn_compiler.passes import PIPELINE, Pass, check_contracts, lower, match, recover, run_pipeline
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.unit import Unit
+from attn_compiler.target import Target
+from tests.passes.compiling import CPU_FLASH, captured, compiled
+
+B, H, S, D = 2, 4, 6, 8
+Tensor = torch.Tensor
+sdpa = F.scaled_dot_product_attention
+
+
+def _q() -> Tensor:
+    return torch.randn(B, H, S, D, generator=torch.Generator().manual_seed(0))
+
+
+# ---- contracts ----------------------------------------------------------------------------------------------------
+
+
+def test_pipeline_keeps_its_contracts() -> None:
+    check_contracts(PIPELINE)
+
+
+@pytest.mark.parametrize("position", range(1, len(PIPELINE)))
+def test_a_pass_that_comes_too_early_is_refused(position: int) -> None:
+    """Every neighbour exchange breaks a contract: no two passes may be swapped unnoticed."""
+    swapped = list(PIPELINE)
+    swapped[position - 1], swapped[position] = swapped[position], swapped[position - 1]
+    with pytest.raises(ValueError, match=rf"the pass '{PIPELINE[position].name}' needs"):
+        check_contracts(tuple(swapped))
+
+
+def test_a_pass_that_is_missing_is_named_by_what_it_gives() -> None:
+    without = tuple(step for step in PIPELINE if step.name != "select")
+    with pytest.raises(ValueError, match="decisions"):
+        check_contracts(without)
+
+
+# ---- failures -----------------------------------------------------------------------------------------------------
+
+
+def _break(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The pass of that name does its work, then fails."""
+
+    def broken(run: Callable[[Unit, Mirror], None]) -> Callable[[Unit, Mirror], None]:
+        def fail(unit: Unit, mirror: Mirror) -> None:
+            run(unit, mirror)
+            raise KeyError(f"broken {name}")
+
+        return fail
+
+    steps = (dataclasses.replace(s, run=broken(s.run)) if s.name == name else s for s in PIPELINE)
+    monkeypatch.setattr(passes, "PIPELINE", tuple(steps))
+
+
+NAMES = [step.name for step in PIPELINE]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_failing_pass_leaves_the_graph_as_it_came_and_warns_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _break(monkeypatch, name)
+    encoder = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True).eval()
+
+    def function(x: Tensor) -> Tensor:
+        return encoder(x) + torch.utils.checkpoint.checkpoint(lambda y: sdpa(y, y, y), x, use_reentrant=False)
+
+    run = compiled(function, strict=False)
+    x = torch.randn(2, 6, 16)
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        torch.testing.assert_close(run(x), function(x))
+    ours = [str(w.message) for w in caught if issubclass(w.category, AttnCompilerWarning)]
+    assert len(ours) == 1
+    assert f"pass {name!r} failed" in ours[0]
+    assert "To reproduce" in ours[0]
+    assert run.report.failure is not None
+    assert f"broken {name}" in run.report.failure
+    assert run.report.sites == ()
+    assert CPU_FLASH not in run.calls
+    assert "_transformer_encoder_layer_fwd" in run.calls
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_failing_pass_raises_in_strict_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _break(monkeypatch, name)
+    run = compiled(lambda q: sdpa(q, q, q))
+    with pytest.raises(PassFailed, match=f"broken {name}") as caught:
+        run(_q())
+    assert caught.value.pass_name == name
+
+
+def test_the_site_that_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no kernel today")
+
+    monkeypatch.setattr(SdpaCpuFlash, "emit", fail)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Identity(), _Attention()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))
+
+    with pytest.raises(PassFailed, match="no kernel today") as caught:
+        compiled(Model())(_q())
+    assert (caught.value.pass_name, caught.value.site) == ("lower", "second")
+
+
+class _Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return sdpa(x, x, x)
+
+
+def test_the_graph_is_the_very_same_text_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    _break(monkeypatch, "lower")
+    gm, _ = captured(lambda q: F.softmax(q @ q.mT, -1) @ q, _q())
+    before = gm.code
+    with pytest.warns(AttnCompilerWarning):
+        run_pipeline(gm, Options())
+    assert gm.code == before
+    assert all("example_value" in n.meta for n in gm.graph.nodes if n.op == "call_function")
+
+
+# ---- what runs at all ---------------------------------------------------------------------------------------------
+
+
+def test_a_graph_without_attention_is_not_even_mirrored() -> None:
+    run = compiled(lambda x: x.relu() + 1)
+    run(torch.ones(2))
+    assert run.report.num_sites == run.report.num_misses == 0
+    assert all(seconds == 0.0 for _, seconds in run.report.seconds)
+
+
+def test_a_graph_of_misses_is_not_touched() -> None:
+    run = compiled(lambda x: F.softmax(x, -1).cumsum(-1))
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(run(x), F.softmax(x, -1).cumsum(-1))
+    assert run.report.num_misses == 1
+    assert run.calls == ["softmax", "cumsum"]
+
+
+def test_targets_for_tests_decide_instead_of_this_machine() -> None:
+    gm, _ = captured(lambda q: sdpa(q, q, q), _q())
+    report = run_pipeline(gm, Options(), {"cpu": Target.fake(device="cpu", disabled=frozenset({"flash"}))})
+    (site,) = report.sites
+    assert site.decision.lowering == "untouched"
+    assert "flash off" in report.target
+
+
+def test_every_pass_is_timed() -> None:
+    run = compiled(lambda q: sdpa(q, q, q))
+    run(_q())
+    assert [name for name, _ in run.report.seconds] == NAMES
+    assert all(seconds > 0.0 for _, seconds in run.report.seconds)
+
+
+def test_a_new_pass_needs_only_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def count(unit: Unit, mirror: Mirror) -> None:
+        seen.extend(site.match.pattern for site in unit.sites)
+
+    extra = Pass(name="count", run=count, needs=frozenset({"sites"}), gives=frozenset())
+    monkeypatch.setattr(passes, "PIPELINE", (*PIPELINE, extra))
+    compiled(lambda q: sdpa(q, q, q))(_q())
+    assert seen == ["sdpa call"]
+
+
+# ---- models that Dynamo cuts into pieces --------------------------------------------------------------------------
+
+
+def test_graph_break_inside_the_attention() -> None:
+    """Each half is a graph of its own; neither holds a whole attention, and the strides between them are kept."""
+
+    def function(q: Tensor) -> Tensor:
+        weights = F.softmax(q @ q.mT, -1)
+        torch._dynamo.graph_break()
+        return weights @ q
+
+    run = compiled(function)
+    torch.testing.assert_close(run(_q()), function(_q()))
+    assert [(r.num_sites, r.num_misses) for r in run.reports] == [(0, 1), (0, 0)]
+
+
+def test_graph_break_between_two_attentions() -> None:
+    def function(q: Tensor) -> Tensor:
+        q = sdpa(q, q, q)
+        torch._dynamo.graph_break()
+        return sdpa(q, q, q)
+
+    run = compiled(function)
+    torch.testing.assert_close(run(_q()), function(_q()))
+    assert [r.num_sites for r in run.reports] == [1, 1]
+
+
+def test_outputs_keep_their_strides_for_code_after_the_graph() -> None:
+    def attention(q: Tensor) -> Tensor:
+        return F.softmax(q @ q.mT, -1) @ q
+
+    def function(q: Tensor) -> Tensor:
+        out = attention(q.transpose(1, 2))
+        torch._dynamo.graph_break()
+        return out.view(B, -1)
+
+    run = compiled(function)
+    torch.testing.assert_close(run(_q()), function(_q()))
+    (site,) = run.reports[0].sites
+    assert [copy.operand for copy in site.copies] == ["out"]
+
+
+def test_softmax_over_the_queries_is_refused_and_right() -> None:
+    def function(q: Tensor, v: Tensor) -> Tensor:
+        return F.softmax(q @ q.mT, dim=-2) @ v
+
+    run = compiled(function)
+    torch.testing.assert_close(run(_q(), _q() * 2), function(_q(), _q() * 2))
+    (miss,) = run.report.misses
+    assert miss.reason.rule == "the product with v contracts the axis that the softmax ran over"
+    assert CPU_FLASH not in run.calls
+
+
+# ---- one decision for many layers ---------------------------------------------------------------------------------
+
+
+def test_eight_equal_layers_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    why_not = SdpaCpuFlash.why_not
+
+    def count(self: SdpaCpuFlash, spec: Any, target: Any) -> Any:
+        asked.append(spec.to_text())
+        return why_not(self, spec, target)
+
+    monkeypatch.setattr(SdpaCpuFlash, "why_not", count)
+
+    def function(q: Tensor) -> Tensor:
+        for _ in range(8):
+            q = sdpa(q, q, q)
+        return sdpa(q, q, q, is_causal=True)
+
+    run = compiled(function)
+    torch.testing.assert_close(run(_q()), function(_q()), atol=2e-5, rtol=2e-5)
+    assert len(asked) == len(set(asked)) == 2
+    assert [len(site.modules) for site in run.report.sites] == [8, 1]
+
+
+def test_public_reports_hold_the_report() -> None:
+    run = compiled(lambda q: sdpa(q, q, q))
+    run(_q())
+    assert attn_compiler.reports()[-1] is run.report
+
+
+def test_passes_are_what_the_pipeline_names() -> None:
+    by_name = {step.name: step.run for step in PIPELINE}
+    assert by_name["match"] is match.run
+    assert by_name["recover"] is recover.run
+    assert by_name["lower"] is lower.run
+    assert {step.name for step in PIPELINE if step.rewrites} == {"expand", "lower"}
+
+
+def test_attention_in_a_graph_of_constants() -> None:
+    """No input is a tensor: there is nothing to trace with, and nothing to gain."""
+    constant = torch.randn(B, H, S, D)
+    run = compiled(lambda n: sdpa(constant, constant, constant) * n)
+    torch.testing.assert_close(run(2.0), sdpa(constant, constant, constant) * 2.0)
+
+
+def test_empty_graph_module() -> None:
+    gm = fx.symbolic_trace(lambda x: x)
+    assert run_pipeline(gm, Options()).num_sites == 0
