@@ -411,7 +411,7 @@ def mentions(x: Expr, index: Index) -> bool:
 def rebuilt(op: str, args: tuple[Expr, ...]) -> Expr:
     """apply, for ops that have a builder of their own too."""
     if op == "add":
-        return add(*args)
+        return add(args[0], args[1])
     return mul(*args) if op == "mul" else apply(op, *args)
 
 

@@ -174,7 +174,15 @@ class Formula:
 
 ProvedKind = Causal | CausalFrom | SlidingWindow | KeyPadding | KeyBound | Document | Chunked | AnyOf | Formula
 PROVED_KINDS: tuple[type[ProvedKind], ...] = (
-    Causal, CausalFrom, SlidingWindow, KeyPadding, KeyBound, Document, Chunked, AnyOf, Formula
+    Causal,
+    CausalFrom,
+    SlidingWindow,
+    KeyPadding,
+    KeyBound,
+    Document,
+    Chunked,
+    AnyOf,
+    Formula,
 )
 
 

@@ -101,7 +101,14 @@ class AttentionSpec:
 
 
 _CLASSES: dict[str, type[Any]] = {
-    cls.__name__: cls for cls in (TensorSpec, AttentionSpec, masks.MaskSpec, scores.ScoreSpec, *masks.KINDS, *masks.PROVED_KINDS, *scores.KINDS)
+    cls.__name__: cls
+    for kinds in (
+        masks.KINDS,
+        masks.PROVED_KINDS,
+        scores.KINDS,
+        (TensorSpec, AttentionSpec, masks.MaskSpec, scores.ScoreSpec),
+    )
+    for cls in kinds
 }
 
 

@@ -71,5 +71,6 @@ def traced_node(value: torch.Tensor | torch.SymInt | torch.SymFloat, tracer: Any
     slot = get_proxy_slot(value, tracer, None)
     if slot is None:
         return None
-    proxy = slot.proxy if isinstance(value, torch.Tensor) else slot.force()
-    return proxy.node
+    held: Any = slot
+    node: fx.Node = held.proxy.node if isinstance(value, torch.Tensor) else held.force().node
+    return node

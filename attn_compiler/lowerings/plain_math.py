@@ -32,7 +32,7 @@ class PlainMath:
         return [
             *sdpa_limits.check_known_changes(spec),
             *sdpa_limits.check_weights_unread(spec),
-            *sdpa_limits.check_opaque(spec),
+            *sdpa_limits.check_masks(spec),
             *sdpa_limits.check_dtypes(spec, ("float32", "float64", "bfloat16", "float16")),
             *sdpa_limits.check_shapes(spec),
             *sdpa_limits.check_one_tensor(spec),

@@ -18,7 +18,7 @@ from torch import fx
 
 from attn_compiler.lowerings import sdpa_limits
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
-from attn_compiler.masks import Alignment, Causal, Dense, Opaque
+from attn_compiler.masks import Alignment, Causal
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -39,7 +39,7 @@ class Reference:
             *sdpa_limits.check_known_changes(spec),
             *_check_dropout(spec),
             *sdpa_limits.check_weights_unread(spec),
-            *sdpa_limits.check_opaque(spec),
+            *sdpa_limits.check_masks(spec),
             *sdpa_limits.check_dtypes(spec, ("float32", "float64", "bfloat16", "float16")),
             *sdpa_limits.check_one_tensor(spec),
         ]
@@ -140,8 +140,7 @@ def _split(operands: Tensors, spec: AttentionSpec) -> tuple[list[torch.Tensor], 
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, operands: Tensors, spec: AttentionSpec) -> _Scores:
-    unknown = [kind for kind in spec.mask.kinds if not isinstance(kind, Causal | Dense)]
-    if unknown or any(isinstance(kind, Opaque) for kind in spec.mask.kinds):
+    if sdpa_limits.check_masks(spec):
         raise ValueError(f"the reference does not know the mask {spec.mask.words}")
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     added, sinks = _split(operands, spec)

@@ -54,7 +54,7 @@ class _Pinned(ABC):
             return machine
         return [
             *sdpa_limits.check_scores(spec),
-            *sdpa_limits.check_opaque(spec),
+            *sdpa_limits.check_masks(spec),
             *sdpa_limits.check_softmax_dtype(spec),
             *sdpa_limits.check_shapes(spec),
             *self._limits(spec, target),

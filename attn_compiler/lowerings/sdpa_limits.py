@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from attn_compiler.lowerings import dims
-from attn_compiler.masks import Alignment, Causal, Dense, Opaque
+from attn_compiler.masks import Alignment, Causal, Dense
 from attn_compiler.report import Reason
 from attn_compiler.scores import DenseBias, Softcap, Unusual
 from attn_compiler.spec import AttentionSpec, Dim
@@ -226,12 +226,13 @@ def check_causal_alone(spec: AttentionSpec) -> list[Reason]:
     return [Reason(rule="a causal mask or a mask tensor, not both", observed=spec.mask.words, remedy=remedy)]
 
 
-def check_opaque(spec: AttentionSpec) -> list[Reason]:
+def check_masks(spec: AttentionSpec) -> list[Reason]:
+    """A kind that is not listed here is refused: what can't be applied must not be dropped."""
     remedy = "build the mask from comparisons of positions, or pass none"
     return [
-        Reason(rule="the mask is understood", observed=kind.words, remedy=remedy)
+        Reason(rule="the mask is causal, a tensor, or both", observed=kind.words, remedy=remedy)
         for kind in spec.mask.kinds
-        if isinstance(kind, Opaque)
+        if not isinstance(kind, Causal | Dense)
     ]
 
 

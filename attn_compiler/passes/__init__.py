@@ -18,7 +18,19 @@ from attn_compiler import torch_compat, torch_tracing
 from attn_compiler.dump import Dumper
 from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, PassFailed
 from attn_compiler.options import Options
-from attn_compiler.passes import expand, keys_last, layout, lower, match, mirror, recover, relevance, select, summary, verify
+from attn_compiler.passes import (
+    expand,
+    keys_last,
+    layout,
+    lower,
+    match,
+    mirror,
+    recover,
+    relevance,
+    select,
+    summary,
+    verify,
+)
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.unit import Unit, is_anchor_like, units, unsupported_tensor
 from attn_compiler.report import Report
@@ -56,7 +68,13 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(name="recover", run=recover.run, needs=_facts("sites"), gives=_facts("specs")),
     Pass(name="select", run=select.run, needs=_facts("specs"), gives=_facts("decisions")),
     Pass(name="layout", run=layout.run, needs=_facts("specs", "decisions"), gives=_facts("copies")),
-    Pass(name="lower", run=lower.run, needs=_facts("mirror", "decisions", "copies"), gives=_facts("kernels"), rewrites=True),
+    Pass(
+        name="lower",
+        run=lower.run,
+        needs=_facts("mirror", "decisions", "copies"),
+        gives=_facts("kernels"),
+        rewrites=True,
+    ),
     Pass(name="verify", run=verify.run, needs=_facts("kernels"), gives=_facts("checked graph")),
 )
 
@@ -88,7 +106,7 @@ def run_pipeline(gm: fx.GraphModule, options: Options, targets: dict[str, Target
     try:
         for unit in found:
             _run(unit, dumper, seconds)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (whatever breaks in a pass, the user's model still runs)
         for graph_module, graph in saved:
             graph_module.graph = graph
         failure = _failed(error, options)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import sympy
 import torch
 
 from attn_compiler.passes import axes
@@ -46,7 +47,7 @@ class Recipe:
 
 
 def _resolved(arg: Any, resolve: Resolve) -> Any:
-    if isinstance(arg, Size):
+    if isinstance(arg, sympy.Expr):
         return resolve(arg)
     return [_resolved(a, resolve) for a in arg] if isinstance(arg, (tuple, list)) else arg
 
@@ -134,7 +135,9 @@ def simplified(recipe: Recipe) -> Recipe:
         changed = False
         for i in range(len(views) - 1):
             first, second = views[i], views[i + 1]
-            undone = first.function is torch.squeeze and second.function is torch.unsqueeze and first.args == second.args
+            undone = (
+                first.function is torch.squeeze and second.function is torch.unsqueeze and first.args == second.args
+            )
             if undone:
                 del views[i : i + 2]
                 changed = True

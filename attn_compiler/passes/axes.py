@@ -8,11 +8,12 @@ in the atom itself: everything that held it sees its parts. Sizes are sympy expr
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import sympy
 import torch
 
-Size = sympy.Expr
+Size: TypeAlias = sympy.Expr
 ONE = sympy.Integer(1)
 
 
@@ -47,7 +48,7 @@ Dims = tuple[Dim, ...]
 
 def size_expr(size: int | torch.SymInt) -> Size:
     """A size as a sympy expression; never specialises a symbolic one."""
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)  # type: ignore[union-attr]
 
 
 def shape_exprs(value: torch.Tensor) -> tuple[Size, ...]:
@@ -65,7 +66,7 @@ def unify(a: int | torch.SymInt, b: int | torch.SymInt) -> None:
 
 
 def same_size(a: Size, b: Size) -> bool:
-    return a == b or sympy.expand(a - b) == 0
+    return bool(a == b or sympy.expand(a - b) == 0)
 
 
 def exact_quotient(a: Size, b: Size) -> Size | None:
@@ -106,7 +107,7 @@ def fresh(sizes: Sequence[Size]) -> Dims:
 
 
 def is_unit(dim: Dim) -> bool:
-    return dim_size(dim) == ONE
+    return bool(dim_size(dim) == ONE)
 
 
 def regroup(dims: Dims, sizes: Sequence[Size]) -> Dims:
@@ -159,7 +160,7 @@ def align(mine: Dim, theirs: Dim) -> list[tuple[Atom, Atom]]:
 
     Unit atoms are left out: they carry no index.
     """
-    left, right = [list(a for a in resolve(d) if a.size != ONE) for d in (mine, theirs)]
+    left, right = [[a for a in resolve(d) if a.size != ONE] for d in (mine, theirs)]
     pairs: list[tuple[Atom, Atom]] = []
     while left and right:
         a, b = left.pop(0), right.pop(0)

@@ -70,14 +70,18 @@ def _fold(mirror: Mirror, node: fx.Node, depth: int) -> torch.Tensor | None:
         return None
     if any(not isinstance(s, int) or s != 1 for s in fake.shape):
         return None
-    args = []
+    args: list[Any] = []
     for arg in node.args:
         folded = _fold(mirror, arg, depth - 1) if isinstance(arg, fx.Node) else arg
         if folded is None or isinstance(folded, (torch.SymFloat, torch.SymInt)):
             return None
         args.append(folded)
     kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")}
-    if any(isinstance(v, fx.Node) for v in kwargs.values()) or node.target is aten.to.device:
-        return args[0] if node.target is aten.to.device else None
-    result: torch.Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+    if node.target is aten.to.device:
+        moved: torch.Tensor = args[0]
+        return moved
+    if any(isinstance(v, fx.Node) for v in kwargs.values()):
+        return None
+    op: Any = node.target
+    result: torch.Tensor = op(*args, **kwargs)
     return result

@@ -121,7 +121,9 @@ def _einsum(node: fx.Node) -> Contraction | None:
     if len(terms) != 2:
         return None
     ranks = [value(lhs).dim(), value(rhs).dim()]
-    dots = max((rank - len(t.replace("...", "")) for t, rank in zip(terms, ranks, strict=True) if "..." in t), default=0)
+    dots = max(
+        (rank - len(t.replace("...", "")) for t, rank in zip(terms, ranks, strict=True) if "..." in t), default=0
+    )
     left, right = (_labels(t, rank - len(t.replace("...", "")), dots) for t, rank in zip(terms, ranks, strict=True))
     out = _labels(output, dots, dots)
     if any(len(set(labels)) != len(labels) for labels in (left, right, out)):

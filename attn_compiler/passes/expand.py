@@ -20,7 +20,7 @@ from attn_compiler.passes import regions
 
 
 def _heads(x_BSE: torch.Tensor, num_heads: int) -> torch.Tensor:
-    return x_BSE.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    return torch.unflatten(x_BSE, -1, (num_heads, -1)).transpose(1, 2)
 
 
 def _allowed(mask: torch.Tensor | None, mask_type: int | None) -> torch.Tensor | None:

@@ -130,7 +130,12 @@ def _key_padding(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind 
     loaded, negated = part, False
     if isinstance(loaded, Apply) and loaded.op == "not":
         loaded, negated = loaded.args[0], True
-    if isinstance(loaded, Test) and loaded.relation in ("!=", "==") and loaded.form.const == 0 and len(loaded.form.terms) == 1:
+    if (
+        isinstance(loaded, Test)
+        and loaded.relation in ("!=", "==")
+        and loaded.form.const == 0
+        and len(loaded.form.terms) == 1
+    ):
         negated = loaded.relation == "=="
         loaded = loaded.form.terms[0][0]
     if isinstance(loaded, Load) and loaded.at in ((B, K), (K,), (B, ix.ZERO, ix.ZERO, K), (ix.ZERO, K)):

@@ -64,11 +64,15 @@ def _finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old
         new = builder.call(torch.Tensor.to, new, wanted.dtype)
     reader = strides.relies_on(mirror, site.match.out, old, builder.value(new), builder.mode)
     if reader is not None:
-        site.copies.append(Copy(operand="out", bytes=_bytes(wanted), why=f"{reader} needs the strides that the model made"))
+        site.copies.append(
+            Copy(operand="out", bytes=_bytes(wanted), why=f"{reader} needs the strides that the model made")
+        )
         return strides.restride(builder, new, wanted)
     writer = mutation.written_after(mirror, mutation.storages(site.match.out), site.match.out)
     if writer is not None and site.spec is not None and site.spec.needs_grad:
-        site.copies.append(Copy(operand="out", bytes=_bytes(wanted), why=f"{writer.name} writes into it, and the backward reads it"))
+        site.copies.append(
+            Copy(operand="out", bytes=_bytes(wanted), why=f"{writer.name} writes into it, and the backward reads it")
+        )
         return builder.call(torch.clone, new)
     return new
 

@@ -1,10 +1,10 @@
 """The canonical pre-dispatch ATen mirror of one Dynamo graph, with provenance: what is matched on, and never compiled.
 
-Dynamo's graph has many spellings of one thing (methods, functions, operators); here there is one ATen op for each, with bound
-arguments and fake values, while SDPA, softmax, matmul, einsum and linear stay whole. Higher-order and functorch nodes are
-opaque: each result becomes an `opaque` call on the node's inputs, shaped like its example value. Autocast regions are entered for real while tracing, so that
-dtypes are right, and leave no node behind. Dynamo's example values are the truth: where tracing gives another dtype, the
-mirror takes Dynamo's.
+Dynamo's graph has many spellings of one thing (methods, functions, operators); here there is one ATen op for each,
+with bound arguments and fake values, while SDPA, softmax, matmul, einsum and linear stay whole. Higher-order and
+functorch nodes are opaque: each result becomes an `opaque` call on the node's inputs, shaped like its example value.
+Autocast regions are entered for real while tracing, so that dtypes are right, and leave no node behind. Dynamo's
+example values are the truth: where tracing gives another dtype, the mirror takes Dynamo's.
 """
 
 from __future__ import annotations
@@ -164,8 +164,9 @@ class _Tracing(fx.Interpreter):
         return self._stand_in(n) if hidden else super().run_node(n)
 
     def _enter(self, n: fx.Node) -> None:
-        region = torch.amp.autocast_mode.autocast(*n.args, **n.kwargs)
-        region.__enter__()
+        arguments: Any = n.args
+        region = torch.amp.autocast_mode.autocast(*arguments)
+        region.__enter__()  # type: ignore[no-untyped-call]
         self._regions.append(region)
 
     def _attribute(self, n: fx.Node) -> Any:

@@ -45,8 +45,14 @@ def returned(node: fx.Node) -> fx.Node | None:
 
 
 def storages(node: fx.Node) -> set[StorageWeakRef]:
-    values = pytree.tree_leaves(node.meta.get("val"))
-    return {StorageWeakRef(v.untyped_storage()) for v in values if isinstance(v, torch.Tensor)}
+    """The storages behind a mirror node's value."""
+    return storages_of(node.meta.get("val"))
+
+
+def storages_of(values: Any) -> set[StorageWeakRef]:
+    """The storages behind the tensors in a value or a nest of values."""
+    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    return {StorageWeakRef(v.untyped_storage()) for v in tensors}  # type: ignore[no-untyped-call]
 
 
 def writers(graph: fx.Graph) -> Writers:

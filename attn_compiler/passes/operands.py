@@ -95,13 +95,17 @@ def _is_readable(mirror: Mirror, chain: list[fx.Node], used: fx.Node, until: fx.
     if gradients.known(mirror, until) and gradients.stops_below(mirror, root, chain[:-1]):
         return False
     ends = [*reversed(chain[:-1]), used]
-    rewritten = (mutation.written_between(mirror, n, n, end) for n, end in zip(reversed(chain[:-1]), ends[1:], strict=True))
+    rewritten = (
+        mutation.written_between(mirror, n, n, end) for n, end in zip(reversed(chain[:-1]), ends[1:], strict=True)
+    )
     return mutation.written_between(mirror, root, ends[0], until) is None and not any(rewritten)
 
 
 def _above_unit_axes(mirror: Mirror, chain: list[tuple[fx.Node, float]], position: int) -> int:
     """Go on up past unsqueezes: they only prepared the expand that is left out."""
-    while chain[position][0].target is aten.unsqueeze.default and mirror.dynamo_node(chain[position + 1][0]) is not None:
+    while (
+        chain[position][0].target is aten.unsqueeze.default and mirror.dynamo_node(chain[position + 1][0]) is not None
+    ):
         position += 1
     return position
 

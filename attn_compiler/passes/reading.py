@@ -463,9 +463,11 @@ READERS: dict[object, ReadOp] = {
     aten.masked_fill.Tensor: _masked_fill,
     aten.tril.default: _triangle(True),
     aten.triu.default: _triangle(False),
-    **{getattr(getattr(aten, name), kind): _compare(op) for name, op in (
-        ("le", "<="), ("lt", "<"), ("ge", ">="), ("gt", ">"), ("eq", "=="), ("ne", "!=")
-    ) for kind in ("Tensor", "Scalar")},
+    **{
+        getattr(getattr(aten, name), kind): _compare(op)
+        for name, op in (("le", "<="), ("lt", "<"), ("ge", ">="), ("gt", ">"), ("eq", "=="), ("ne", "!="))
+        for kind in ("Tensor", "Scalar")
+    },
     aten.logical_and.default: _logical("and"),
     aten.logical_or.default: _logical("or"),
     aten.logical_not.default: _logical("not"),
@@ -491,4 +493,3 @@ READERS: dict[object, ReadOp] = {
     aten.diff.default: _difference,
     aten.cumsum.default: _running_sum,
 }
-

@@ -13,8 +13,8 @@ from attn_compiler import masks, scores, torch_compat
 from attn_compiler.passes import axes, emit, meaning, program
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.emit import FakeBuilder
-from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.meaning import Meaning
+from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.program import Tensors
 from attn_compiler.passes.reading import Reader
 from attn_compiler.passes.site import Match, Miss, Site
@@ -40,7 +40,9 @@ def run(unit: Unit, mirror: Mirror) -> None:
 
 
 def _miss(site: Site, error: AxisError) -> Miss:
-    reason = Reason(rule="q, k, v and the mask can be brought into (batch, heads, sequence, head dim)", observed=str(error))
+    reason = Reason(
+        rule="q, k, v and the mask can be brought into (batch, heads, sequence, head dim)", observed=str(error)
+    )
     return Miss(anchor=site.match.anchor, nearest=site.match.pattern, stopped_at=site.match.out, reason=reason)
 
 

@@ -65,4 +65,6 @@ def _nesting(node: fx.Node) -> int:
 def _sets_sdpa_kernel(node: fx.Node) -> bool:
     """Dynamo writes an sdpa_kernel scope as calls that set the backends; once one is seen, the choice is the user's."""
     name = getattr(node.target, "__name__", "")
-    return node.op == "call_function" and ("sdp" in name and ("set_" in name or "enable" in name or "_sdpa_kernel" in name))
+    return node.op == "call_function" and (
+        "sdp" in name and ("set_" in name or "enable" in name or "_sdpa_kernel" in name)
+    )

@@ -27,7 +27,7 @@ def run(unit: Unit, mirror: Mirror) -> None:
 
 def decide(spec: AttentionSpec, target: Target, options: Options) -> Decision:
     """The lowering for a spec on a target. Reads nothing else: no environment, no tensor values, no globals."""
-    refusals = []
+    refusals: list[Refusal] = []
     for name in _candidates(spec, target, options):
         reasons = by_name(name).why_not(spec, target)
         if not reasons:
@@ -42,5 +42,3 @@ def _candidates(spec: AttentionSpec, target: Target, options: Options) -> tuple[
     if options.lowerings is not None:
         return options.lowerings
     return priorities.order(spec, target)
-
-

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_compat
@@ -67,16 +66,13 @@ def _run(node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode) -> Any
 def _aliases_otherwise(mirror: Mirror, out: fx.Node, node: fx.Node, value: Any, values: dict[fx.Node, Any]) -> bool:
     """Whether the node's result shares memory with its inputs where it did not before, or the reverse, and that shows."""
     inputs = [n for n in node.all_input_nodes if n in values]
-    before = _storages(node.meta["example_value"]) & _storages([n.meta["example_value"] for n in inputs])
-    now = _storages(value) & _storages([values[n] for n in inputs])
+    old_inputs = mutation.storages_of([n.meta["example_value"] for n in inputs])
+    before = mutation.storages_of(node.meta["example_value"]) & old_inputs
+    now = mutation.storages_of(value) & mutation.storages_of([values[n] for n in inputs])
     if bool(before) == bool(now):
         return False
     of_both = [m for n in (node, *inputs) for m in mirror.owned(n)]
     return mutation.written_after(mirror, set().union(*map(mutation.storages, of_both)), out) is not None
-
-
-def _storages(values: Any) -> set[StorageWeakRef]:
-    return {StorageWeakRef(x.untyped_storage()) for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)}
 
 
 def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -109,4 +105,4 @@ def restride(builder: GraphBuilder, node: fx.Node, wanted: torch.Tensor) -> fx.N
 def _rank(wanted: torch.Tensor, axis: int) -> tuple[int, int]:
     """Largest stride first, equal ones in axis order. A symbolic stride counts as if every size in it were large."""
     stride = axes.size_expr(wanted.stride(axis))
-    return (-int(stride.subs({symbol: _LARGE for symbol in stride.free_symbols})), axis)
+    return (-int(stride.subs(dict.fromkeys(stride.free_symbols, _LARGE))), axis)

@@ -20,7 +20,10 @@ def run(unit: Unit, mirror: Mirror) -> None:
         unit.graph.lint()
     except RuntimeError as error:
         raise VerifyFailed(
-            pass_name="lower", site=unit.name or "the graph", invariant="every node is defined before it is used", observed=str(error)
+            pass_name="lower",
+            site=unit.name or "the graph",
+            invariant="every node is defined before it is used",
+            observed=str(error),
         ) from error
     for site in unit.sites:
         if site.new_out is not None:
@@ -37,7 +40,11 @@ def _check_output(site: Site, new_out: fx.Node) -> None:
 
 
 def _differs(before: torch.Tensor, after: torch.Tensor) -> bool:
-    return axes.shape_exprs(before) != axes.shape_exprs(after) or before.dtype != after.dtype or before.device != after.device
+    return (
+        axes.shape_exprs(before) != axes.shape_exprs(after)
+        or before.dtype != after.dtype
+        or before.device != after.device
+    )
 
 
 def _words(value: torch.Tensor) -> str:

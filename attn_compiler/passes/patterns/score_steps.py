@@ -179,7 +179,7 @@ def _row_maximum(node: fx.Node, scores: fx.Node) -> tuple[fx.Node, ...] | None:
 
 
 def _is_first_item(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem" and node.args[1] == 0
+    return getattr(node.target, "__name__", "") == "getitem" and bool(node.args[1] == 0)
 
 
 def _where(mirror: Mirror, node: fx.Node) -> list[Step]:
@@ -247,7 +247,11 @@ def _sink_column(mirror: Mirror, node: fx.Node) -> list[Step]:
     if not isinstance(parts, (list, tuple)) or len(parts) != 2 or not isinstance(dim, int):
         return []
     scores, sinks = parts
-    if not isinstance(scores, fx.Node) or not isinstance(sinks, fx.Node) or dim % value(node).dim() != value(node).dim() - 1:
+    if (
+        not isinstance(scores, fx.Node)
+        or not isinstance(sinks, fx.Node)
+        or dim % value(node).dim() != value(node).dim() - 1
+    ):
         return []
     return [SinkColumn(node=node, source=scores, sinks=sinks)] if value(sinks).shape[-1] == 1 else []
 

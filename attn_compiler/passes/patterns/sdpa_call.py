@@ -24,7 +24,9 @@ def match(mirror: Mirror, anchor: fx.Node) -> Match:
     try:
         return _match(mirror, anchor, q, k, v)
     except AxisError as error:
-        raise Refused(rule="every axis of q, k, v and the mask is known", observed=str(error), at=anchor, progress=2) from error
+        raise Refused(
+            rule="every axis of q, k, v and the mask is known", observed=str(error), at=anchor, progress=2
+        ) from error
 
 
 def _tensor(anchor: fx.Node, name: str) -> fx.Node:

@@ -238,9 +238,7 @@ def _check_column_dropped(node: fx.Node) -> None:
         raise AxisError(f"{node.name} drops something else than the sink column")
 
 
-def _values(
-    anchor: fx.Node, weighted: Contraction, weights: Dims, key: Dim
-) -> tuple[Dims, fx.Node, Dims, Dim]:
+def _values(anchor: fx.Node, weighted: Contraction, weights: Dims, key: Dim) -> tuple[Dims, fx.Node, Dims, Dim]:
     """(dims of the output, node of v, dims of v, head-dim atoms of v); refuses a product over another axis than the keys."""
     on_the_left = _carries_weights(weighted.lhs, anchor)
     w_labels, v_labels = weighted.lhs_labels, weighted.rhs_labels
