@@ -63,7 +63,7 @@ class Row:
     since: str
     why: str
 
-    def fits(self, spec: AttentionSpec, target: Target, *, decomposed: bool) -> bool:
+    def fits(self, spec: AttentionSpec, target: Target, *, decomposed: bool | None) -> bool:
         return (
             self._fits_machine(target)
             and (self.dtypes is None or spec.dtype in self.dtypes)
@@ -200,16 +200,16 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def row_of(spec: AttentionSpec, target: Target, *, decomposed: bool = False) -> Row | None:
+def row_of(spec: AttentionSpec, target: Target, *, decomposed: bool | None = None) -> Row | None:
     """The row that decides; None for a machine that no row knows."""
     return next((row for row in ROWS if row.fits(spec, target, decomposed=decomposed)), None)
 
 
-def order(spec: AttentionSpec, target: Target, *, decomposed: bool = False) -> tuple[str, ...]:
+def order(spec: AttentionSpec, target: Target, *, decomposed: bool | None = None) -> tuple[str, ...]:
     """Names of lowerings in the order to ask them; "untouched" is always the last. "reference" is never among them.
 
-    decomposed: the model spells out the products and the softmax. What is left untouched then is something else than an
-    SDPA call that is left untouched, so the two have rows of their own.
+    decomposed: whether the model spells out the products and the softmax. What is left untouched then is something else
+    than an SDPA call that is left untouched, so the two have rows of their own; None, where it is not known, has none.
     """
     row = row_of(spec, target, decomposed=decomposed)
     return (*(row.order if row is not None else ()), LAST)
