@@ -8,7 +8,7 @@ spellings of one mask meet in equal expressions, and `evaluate` gives the meanin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -406,6 +406,23 @@ def mentions(x: Expr, index: Index) -> bool:
             return any(mentions(a, index) for a in args)
         case _:
             return False
+
+
+def loads(x: Expr) -> Iterator[Load]:
+    """Every load in x, outermost first."""
+    match x:
+        case Load(at=at):
+            yield x
+            for a in at:
+                yield from loads(a)
+        case Linear(terms=terms):
+            for term, _ in terms:
+                yield from loads(term)
+        case Test(form=form):
+            yield from loads(form)
+        case Apply(args=args):
+            for a in args:
+                yield from loads(a)
 
 
 def rebuilt(op: str, args: tuple[Expr, ...]) -> Expr:

@@ -128,18 +128,20 @@ def _merge(recipe: Recipe, wanted: list[Dim]) -> None:
 
 
 def simplified(recipe: Recipe) -> Recipe:
-    """The recipe without pairs of squeeze and unsqueeze that undo each other."""
-    views = list(recipe.views)
-    changed = True
-    while changed:
-        changed = False
-        for i in range(len(views) - 1):
-            first, second = views[i], views[i + 1]
-            undone = (
-                first.function is torch.squeeze and second.function is torch.unsqueeze and first.args == second.args
-            )
-            if undone:
-                del views[i : i + 2]
-                changed = True
-                break
+    """The recipe without pairs of views that undo each other."""
+    views: list[View] = []
+    for view in recipe.views:
+        if views and _undoes(views[-1], view):
+            views.pop()
+        else:
+            views.append(view)
     return Recipe(views=views)
+
+
+def _undoes(first: View, second: View) -> bool:
+    if first.function is torch.squeeze and second.function is torch.unsqueeze:
+        return first.args == second.args
+    if first.function is torch.unflatten and second.function is torch.flatten:
+        dim, sizes = first.args
+        return bool(second.args == (dim, dim + len(sizes) - 1))
+    return False

@@ -48,7 +48,7 @@ Dims = tuple[Dim, ...]
 
 def size_expr(size: int | torch.SymInt) -> Size:
     """A size as a sympy expression; never specialises a symbolic one."""
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)  # type: ignore[union-attr]
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
 def shape_exprs(value: torch.Tensor) -> tuple[Size, ...]:
@@ -60,8 +60,9 @@ def unify(a: int | torch.SymInt, b: int | torch.SymInt) -> None:
 
     Most ops add that guard themselves. Sizes that are known, that differ now, or that only the device knows stay as they are.
     """
-    symbolic = isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt)
-    if symbolic and not same_size(size_expr(a), size_expr(b)) and a.node.has_hint() and b.node.has_hint():
+    if not isinstance(a, torch.SymInt) or not isinstance(b, torch.SymInt):
+        return
+    if not same_size(size_expr(a), size_expr(b)) and a.node.has_hint() and b.node.has_hint():
         bool(a == b)
 
 

@@ -20,8 +20,6 @@ _FOLDABLE = frozenset(
         aten.scalar_tensor.default,
         aten.zeros.default,
         aten.ones.default,
-        aten.new_full.default,
-        aten.full_like.default,
         aten.sqrt.default,
         aten.rsqrt.default,
         aten.reciprocal.default,
@@ -42,6 +40,10 @@ _FOLDABLE = frozenset(
         aten.lift_fresh.default,
     }
 )
+
+
+#: ops that take shape and dtype from a tensor, and their number from this argument
+_FILLED: dict[object, int] = {aten.new_full.default: 2, aten.full_like.default: 1}
 
 
 def number(mirror: Mirror, value: Any) -> float | None:
@@ -66,9 +68,14 @@ def _fold(mirror: Mirror, node: fx.Node, depth: int) -> torch.Tensor | None:
     if held is not None:
         return held.detach().cpu() if held.numel() == 1 else None
     fake = node.meta.get("val")
-    if depth == 0 or node.target not in _FOLDABLE or not isinstance(fake, torch.Tensor) or fake.dim() > 4:
+    if depth == 0 or not isinstance(fake, torch.Tensor) or fake.dim() > 4:
         return None
     if any(not isinstance(s, int) or s != 1 for s in fake.shape):
+        return None
+    if node.target in _FILLED:
+        fill = number(mirror, node.args[_FILLED[node.target]])
+        return None if fill is None else torch.tensor(fill, dtype=fake.dtype)
+    if node.target not in _FOLDABLE:
         return None
     args: list[Any] = []
     for arg in node.args:

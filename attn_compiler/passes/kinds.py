@@ -11,14 +11,9 @@ from attn_compiler import index_expr as ix
 from attn_compiler import masks
 from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Load, Test
 from attn_compiler.masks import ProvedKind
+from attn_compiler.passes.patterns.score_steps import MASKED_BELOW, STILL_MASKED_BELOW
 
 Q, K, B = Index("q"), Index("k"), Index("b")
-
-#: A number at or below this, added to a score, masks it (see score_steps.MASKED_BELOW)
-MASKED_BELOW = -65504.0
-
-#: the same after the scores, and with them what was added, were scaled (see score_chain)
-_STILL_MASKED_BELOW = MASKED_BELOW / 32
 
 
 def condition_of(additive: Expr, weight: float = 1.0) -> Expr | None:
@@ -28,7 +23,7 @@ def condition_of(additive: Expr, weight: float = 1.0) -> Expr | None:
     """
     match additive:
         case Const(value=value):
-            masks_out = value <= MASKED_BELOW and value * weight <= _STILL_MASKED_BELOW
+            masks_out = value <= MASKED_BELOW and value * weight <= STILL_MASKED_BELOW
             return ix.TRUE if value == 0 else ix.FALSE if masks_out else None
         case Apply(op="where", args=(condition, a, b)):
             yes, no = condition_of(a, weight), condition_of(b, weight)

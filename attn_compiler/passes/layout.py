@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from attn_compiler.lowerings import by_name
+from attn_compiler.lowerings import by_name, dims
 from attn_compiler.lowerings.base import LayoutDemand
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.select import UNTOUCHED
@@ -44,7 +44,7 @@ def broken(tensor: TensorSpec, demand: LayoutDemand) -> str | None:
     element = torch.empty((), dtype=getattr(torch, tensor.dtype), device="meta").element_size()
     step = math.lcm(demand.alignment, element) // element
     for stride, _ in strides:
-        if step > 1 and stride != last and not (isinstance(stride, int) and stride % step == 0):
+        if step > 1 and stride != last and not dims.is_multiple(stride, step):
             return f"the kernel needs strides that are multiples of {demand.alignment} bytes; one is {stride} elements"
     return None
 

@@ -44,6 +44,11 @@ def of(match: Match, reader: Reader) -> Meaning:
     seqlen_q, seqlen_kv = _length(match.query), _length(match.key)
     if seqlen_q is None or seqlen_kv is None:
         return Meaning(reason="a sequence length is no plain size")
+    whole = next((load for load in ix.loads(condition) if all(ix.mentions(load, i) for i in (kinds.Q, kinds.K))), None)
+    if whole is not None:
+        return Meaning(
+            reason=f"{whole.tensor} holds an element for each query and key, and how it was made is not in the graph"
+        )
     condition = ix.decide(condition, {"q": _last(seqlen_q), "k": _last(seqlen_kv)})
     return Meaning(condition=condition, kinds=kinds.recognise(condition, seqlen_q, seqlen_kv))
 

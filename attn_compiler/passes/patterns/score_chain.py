@@ -13,9 +13,6 @@ from attn_compiler.passes.patterns import score_steps
 from attn_compiler.passes.patterns.score_steps import Step
 from attn_compiler.passes.site import Factor
 
-#: What masked scores must still be below after later scales: 1 / sqrt(1024) is allowed
-_STILL_MASKED_BELOW = score_steps.MASKED_BELOW / 32
-
 
 @dataclass(kw_only=True)
 class Scores:
@@ -101,7 +98,7 @@ def _join_sinks(scores: Scores, step: score_steps.SinkColumn) -> None:
 
 def _scale(scores: Scores, step: score_steps.Scale) -> None:
     scores.masked_at = [number * step.factor for number in scores.masked_at]
-    if any(number > _STILL_MASKED_BELOW for number in scores.masked_at):
+    if any(number > score_steps.STILL_MASKED_BELOW for number in scores.masked_at):
         raise AxisError(f"{step.node.name} multiplies scores that are masked by now with {step.factor:g}")
     if scores.capped:
         scores.outer_scale *= step.factor

@@ -22,6 +22,9 @@ aten = torch.ops.aten
 #: A score filled with this or less has weight zero beside any other: float16's lowest number, or anything below it
 MASKED_BELOW = -65504.0
 
+#: What masked scores must still be below after later scales: 1 / sqrt(1024) is allowed
+STILL_MASKED_BELOW = MASKED_BELOW / 32
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -206,6 +209,42 @@ def _masking(mirror: Mirror, fill: object) -> float | None:
     """The number that `fill` is, if a score with it is masked."""
     number = constants.number(mirror, fill)
     return number if number is not None and number <= MASKED_BELOW else None
+
+
+#: views that leave a tensor aligned with the scores from the right
+_KEEP_ALIGNMENT = frozenset(
+    {
+        aten.expand.default,
+        aten.alias.default,
+        aten.contiguous.default,
+        aten.clone.default,
+        aten.slice.Tensor,
+        aten.to.dtype,
+        aten.to.device,
+        aten.to.dtype_layout,
+    }
+)
+
+
+def condition_of_mask(mirror: Mirror, term: fx.Node, weight: float) -> tuple[fx.Node, bool] | None:
+    """(condition, inverted) of an added tensor that is 0 where a condition holds and masks elsewhere; None for any other.
+
+    Adding such a tensor and masking by its condition differ only in rows without any allowed key (0 here, the mean of v
+    there), and kernels are slower on float32's lowest number than on -inf.
+    """
+    top = term
+    while views.is_view(top) and top.target in _KEEP_ALIGNMENT:
+        top = views.source(top)
+    if top.target not in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar):
+        return None
+    condition, yes, no = (constants.number(mirror, x) if i else x for i, x in enumerate(top.args[:3]))
+    if not isinstance(condition, fx.Node) or yes is None or no is None:
+        return None
+    if yes == 0 and no <= MASKED_BELOW and no * weight <= STILL_MASKED_BELOW:
+        return condition, False
+    if no == 0 and yes <= MASKED_BELOW and yes * weight <= STILL_MASKED_BELOW:
+        return condition, True
+    return None
 
 
 def _floor(mirror: Mirror, node: fx.Node) -> list[Step]:

@@ -136,6 +136,7 @@ def _match(
     k, k_factor = _operand(mirror, product.node, k_node, operands.dims_by_label(k_labels, meaning, k_node), weighted)
     v, _ = operands.read(mirror, v_node, v_dims, used=weighted.node, until=weighted.node)
     scale = scores.inner_scale * scores.outer_scale * q_factor * k_factor
+    added, masking = _split_masks(mirror, scores)
     return assembly.assemble(
         pattern=NAME,
         anchor=anchor,
@@ -153,8 +154,8 @@ def _match(
         scale=scale,
         factors=tuple(scores.factors),
         softcap=scores.outer_scale if scores.capped else None,
-        additive=tuple(_term(mirror, *t, weighted) for t in scores.additive),
-        allowed=tuple(_condition(mirror, *t, weighted) for t in scores.keeps),
+        additive=tuple(_term(mirror, *t, weighted) for t in added),
+        allowed=tuple(_condition(mirror, *t, weighted) for t in (*scores.keeps, *masking)),
         sinks=_sinks(mirror, scores, weighted),
         dropout_p=_dropout(down),
         returns_weights=returned,
@@ -274,6 +275,23 @@ def _operand(
     mirror: Mirror, product: fx.Node, node: fx.Node, dims: Dims, weighted: Contraction
 ) -> tuple[Operand, float]:
     return operands.read(mirror, node, dims, used=product, until=weighted.node, through_scales=True)
+
+
+Added = list[tuple[fx.Node, float, Dims]]
+Masking = list[tuple[fx.Node, bool, Dims]]
+
+
+def _split_masks(mirror: Mirror, scores: Scores) -> tuple[Added, Masking]:
+    """What is added to the scores, and of that the tensors that only mask, as their conditions."""
+    added: Added = []
+    masking: Masking = []
+    for node, weight, dims in scores.additive:
+        found = score_steps.condition_of_mask(mirror, node, weight)
+        if found is None:
+            added.append((node, weight, dims))
+        else:
+            masking.append((*found, dims))
+    return added, masking
 
 
 def _term(mirror: Mirror, node: fx.Node, weight: float, dims: Dims, weighted: Contraction) -> Term:
