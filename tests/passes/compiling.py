@@ -17,7 +17,8 @@ from attn_compiler.passes import mirror, relevance, unit
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.report import Report, SiteReport
 
-OPTIONS = {"inner": "aot_eager", "strict": True}
+#: Of all lowerings one, whatever the measured priorities of this machine say.
+OPTIONS: dict[str, Any] = {"inner": "aot_eager", "strict": True, "lowerings": ["sdpa_cpu_flash"]}
 CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 #: What no graph holds any more once its attention is a kernel.
@@ -69,10 +70,12 @@ class Compiled:
 
 
 def compiled(function: Callable[..., Any], *, dynamic: bool | None = None, **options: Any) -> Compiled:
-    """torch.compile with our backend, from an empty cache. options: on top of OPTIONS."""
+    """torch.compile with our backend, from an empty cache. options: on top of OPTIONS; `lowering` in place of its lowerings."""
     torch._dynamo.reset()
     attn_compiler.reset()
     chosen = {**OPTIONS, **options}
+    if "lowering" in options:
+        del chosen["lowerings"]
     return Compiled(function=torch.compile(function, backend="attn_compiler", dynamic=dynamic, options=chosen))
 
 

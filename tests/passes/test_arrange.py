@@ -116,13 +116,30 @@ def test_symbolic_sizes_are_resolved_when_the_recipe_runs() -> None:
         assert torch.equal(_run(recipe, x, {s: size}), wanted)
 
 
-def test_simplified_takes_out_what_undoes_itself_and_nothing_else() -> None:
-    squeeze, unsqueeze = View(function=torch.squeeze, args=(1,)), View(function=torch.unsqueeze, args=(1,))
-    other = View(function=torch.unsqueeze, args=(2,))
-    assert simplified(Recipe(views=[squeeze, unsqueeze])).views == []
-    assert simplified(Recipe(views=[other, squeeze, unsqueeze])).views == [other]
-    assert simplified(Recipe(views=[squeeze, other])).views == [squeeze, other]
-    assert simplified(Recipe(views=[unsqueeze, squeeze])).views == [unsqueeze, squeeze]
+def _view(function: Callable[..., Any], *args: Any) -> View:
+    return View(function=function, args=args)
+
+
+SQUEEZE, UNSQUEEZE = _view(torch.squeeze, 1), _view(torch.unsqueeze, 1)
+UNFLATTEN, FLATTEN = _view(torch.unflatten, 1, (2, 3)), _view(torch.flatten, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("views", "kept"),
+    [
+        ([SQUEEZE, UNSQUEEZE], []),
+        ([UNFLATTEN, FLATTEN], []),
+        ([UNFLATTEN, SQUEEZE, UNSQUEEZE, FLATTEN], []),
+        ([UNSQUEEZE, SQUEEZE], [UNSQUEEZE, SQUEEZE]),
+        ([FLATTEN, UNFLATTEN], [FLATTEN, UNFLATTEN]),
+        ([SQUEEZE, _view(torch.unsqueeze, 2)], [SQUEEZE, _view(torch.unsqueeze, 2)]),
+        ([UNFLATTEN, _view(torch.flatten, 0, 1)], [UNFLATTEN, _view(torch.flatten, 0, 1)]),
+        ([UNFLATTEN, _view(torch.flatten, 1, 3)], [UNFLATTEN, _view(torch.flatten, 1, 3)]),
+        ([_view(torch.transpose, 0, 1), SQUEEZE, UNSQUEEZE], [_view(torch.transpose, 0, 1)]),
+    ],
+)
+def test_simplified_takes_out_what_undoes_itself_and_nothing_else(views: list[View], kept: list[View]) -> None:
+    assert simplified(Recipe(views=views)).views == kept
 
 
 def test_text_tells_recipes_apart() -> None:

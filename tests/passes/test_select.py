@@ -1,0 +1,91 @@
+"""The decision: from the spec, the target and the options alone, with every refusal kept."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from attn_compiler import lowerings
+from attn_compiler.lowerings import priorities
+from attn_compiler.masks import MaskSpec
+from attn_compiler.options import Options
+from attn_compiler.passes import select
+from attn_compiler.scores import ScoreSpec, Softcap
+from attn_compiler.spec import AttentionSpec, TensorSpec
+from attn_compiler.target import Target
+from tests.passes.compiling import CPU_FLASH, compiled
+
+TENSOR = TensorSpec(shape=(2, 4, 128, 64), strides=(32768, 8192, 64, 1), dtype="bfloat16")
+SPEC = AttentionSpec(
+    q=TENSOR,
+    k=TENSOR,
+    v=TENSOR,
+    mask=MaskSpec(),
+    score=ScoreSpec(scale=0.125),
+    device="cuda",
+    out_dtype="bfloat16",
+)
+CPU = dataclasses.replace(SPEC, device="cpu")
+CAPPED = dataclasses.replace(CPU, score=ScoreSpec(scale=0.125, changes=(Softcap(cap=50.0),)))
+
+
+def test_the_first_that_does_not_refuse_is_taken_and_the_refusals_before_it_are_kept() -> None:
+    target = Target.fake(disabled=frozenset({"cudnn"}))
+    decision = select.decide(SPEC, target, Options())
+    assert decision.lowering == "sdpa_flash"
+    assert [refusal.lowering for refusal in decision.refusals] == ["sdpa_cudnn"]
+    assert all(refusal.reasons for refusal in decision.refusals)
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    answers = {select.decide(SPEC, Target.fake(), Options()) for _ in range(3)}
+    assert len(answers) == 1
+
+
+def test_without_options_the_priorities_of_the_target_decide() -> None:
+    for spec, target in ((SPEC, Target.fake()), (CPU, Target.fake(device="cpu"))):
+        decision = select.decide(spec, target, Options())
+        asked = [*(refusal.lowering for refusal in decision.refusals), decision.lowering]
+        assert asked == list(priorities.order(spec, target)[: len(asked)])
+        assert decision.lowering != "untouched"
+
+
+def test_what_everybody_refuses_stays_untouched_with_the_reasons() -> None:
+    decision = select.decide(CAPPED, Target.fake(device="cpu"), Options(lowerings=("sdpa_cpu_flash",)))
+    assert decision.lowering == "untouched"
+    (refusal,) = decision.refusals
+    assert refusal.lowering == "sdpa_cpu_flash"
+    assert "softcap" in str(refusal.reasons[0])
+
+
+def test_one_lowering_alone() -> None:
+    target = Target.fake(device="cpu")
+    assert select.decide(CAPPED, target, Options(lowering="reference")).lowering == "reference"
+    refused = select.decide(CAPPED, target, Options(lowering="sdpa_cpu_flash"))
+    assert refused.lowering == "untouched"
+    assert [refusal.lowering for refusal in refused.refusals] == ["sdpa_cpu_flash"]
+
+
+def test_some_lowerings_in_an_order_of_ones_own() -> None:
+    options = Options(lowerings=("sdpa_efficient", "sdpa_cudnn"))
+    assert select.decide(SPEC, Target.fake(), options).lowering == "sdpa_efficient"
+
+
+def test_reference_is_taken_only_when_asked_for() -> None:
+    for target in (Target.fake(), Target.fake(device="cpu")):
+        spec = dataclasses.replace(CAPPED, device=target.device)
+        assert select.decide(spec, target, Options()).lowering != "reference"
+
+
+def test_unknown_name_says_which_there_are() -> None:
+    with pytest.raises(KeyError, match="sdpa_cpu_flash"):
+        lowerings.by_name("sdpa_cpu_flush")
+
+
+def test_options_reach_the_decision() -> None:
+    run = compiled(lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q), lowering="untouched")
+    run(torch.randn(2, 4, 6, 8))
+    assert run.site.decision.lowering == "untouched"
+    assert CPU_FLASH not in run.calls
