@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from rich.console import Console
@@ -69,15 +69,17 @@ def _run_all(chosen: Sequence[Case], jobs: int, console: Console) -> Iterator[Re
         ProcessPoolExecutor(jobs, mp_context=context) as pool,
     ):
         task = progress.add_task("survey", total=len(chosen))
-        waiting: dict[Future[Result], Case] = {pool.submit(run_case, case): case for case in chosen}
-        for future in as_completed(waiting):
-            case = waiting[future]
-            progress.update(task, advance=1, description=case.id)
-            error = future.exception()
-            if error is None:
-                yield future.result()
-            else:
-                yield Result(case=case, status="error", detail=f"{type(error).__name__}: {error}")
+        for future in as_completed([pool.submit(_run_or_tell, case) for case in chosen]):
+            result = future.result()
+            progress.update(task, advance=1, description=result.case.id)
+            yield result
+
+
+def _run_or_tell(case: Case) -> Result:
+    try:
+        return run_case(case)
+    except Exception as error:  # noqa: BLE001 - one broken case is a row of the table, not the end of the survey
+        return Result(case=case, status="error", detail=f"{type(error).__name__}: {error}")
 
 
 def _totals(results: Sequence[Result]) -> Table:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.hf.family import VOCAB, Family, hf_builder, text_inputs
+from tests.hf.family import VOCAB, Family, Uncaptured, hf_builder, text_inputs
 
 _TOKENS: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LLAMA: dict[str, Any] = {
@@ -31,6 +31,7 @@ def _decoder(
     settings: Mapping[str, Any],
     *,
     absent: Mapping[str, str] | None = None,
+    uncaptured: Mapping[str, Uncaptured] | None = None,
     impls: tuple[str, ...] = ("sdpa", "eager"),
 ) -> Family:
     return Family(
@@ -42,6 +43,7 @@ def _decoder(
         mask="attention_mask",
         impls=impls,
         absent=dict(absent or {}),
+        uncaptured=dict(uncaptured or {}),
     )
 
 
@@ -118,10 +120,11 @@ DECODERS: tuple[Family, ...] = (
         "MptConfig",
         {**_TOKENS, "d_model": 48, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
         impls=("eager",),
-        absent={
-            "sdpa": _NO_SDPA.format("MPT", "it adds ALiBi to the scores"),
-            "static_decode": "transformers has no compiled StaticCache decode of MPT (_can_compile_fullgraph is unset): it slices"
-            " its ALiBi by the cache's length, so Dynamo leaves the attention's frame to Python",
+        absent={"sdpa": _NO_SDPA.format("MPT", "it adds ALiBi to the scores")},
+        uncaptured={
+            "static_decode": Uncaptured(
+                sites=4, why="it slices its ALiBi by the cache's length, a tensor, between the scores and their softmax"
+            )
         },
     ),
     _decoder(

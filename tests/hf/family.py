@@ -26,6 +26,14 @@ class Size:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Uncaptured:
+    """sites: how many attentions of one run Dynamo leaves to Python. why: what in the model makes it."""
+
+    sites: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """build(impl): the model in fp32 with dropout as its config says. impl: an attention implementation's name, see `impls`.
 
@@ -34,7 +42,8 @@ class Family:
     (torch.nn marks padding with True, HF marks real tokens with 1).
     sites: attention sites of one forward, by the family's own formula. sites_in: other numbers, by scenario.
     impls: the implementations it has. absent: scenario or implementation -> why the family does not have it.
-    decoder_start: "decoder" models generate from input_ids, "encoder_decoder" ones from decoder_input_ids.
+    uncaptured: scenario -> attentions that never reach a backend, because Dynamo leaves their frame to Python.
+    kind: "decoder" models generate from input_ids, "encoder_decoder" ones from decoder_input_ids.
     """
 
     name: str
@@ -47,6 +56,7 @@ class Family:
     sites_in: Mapping[str, int] = field(default_factory=dict)
     impls: tuple[str, ...] = ("sdpa", "eager")
     absent: Mapping[str, str] = field(default_factory=dict)
+    uncaptured: Mapping[str, Uncaptured] = field(default_factory=dict)
 
     def expected(self, scenario: str) -> int:
         """Sites of one forward in `scenario`."""

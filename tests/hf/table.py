@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.hf.scenarios import SCENARIOS
-from tests.hf.survey import Result
+from tests.hf.survey import FAMILY, Result
 
 COLUMNS = (
     "family",
@@ -18,6 +18,7 @@ COLUMNS = (
     "status",
     "found",
     "expected",
+    "uncaptured",
     "graphs",
     "lowerings",
     "patterns",
@@ -66,6 +67,7 @@ def write_markdown(results: Sequence[Result], path: Path, versions: str) -> None
         "",
         *_section("Failures", [(r.case.id, f"{r.status}: {r.detail}") for r in ran if r.failed]),
         *_section("Lowerings", _lowerings(ran)),
+        *_section("Left to Python by Dynamo", _uncaptured(ran)),
         *_section("Absent", _absences(results)),
     ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -103,6 +105,14 @@ def _lowerings(ran: Sequence[Result]) -> list[tuple[str, str]]:
     for result in ran:
         families[", ".join(result.lowerings) or "none"][f"{result.case.family} ({result.case.impl})"] = None
     return [(lowering, ", ".join(names)) for lowering, names in sorted(families.items())]
+
+
+def _uncaptured(ran: Sequence[Result]) -> list[tuple[str, str]]:
+    return [
+        (r.case.id, f"{r.uncaptured} attentions: {FAMILY[r.case.family].uncaptured[r.case.scenario].why}")
+        for r in ran
+        if r.uncaptured
+    ]
 
 
 def _absences(results: Sequence[Result]) -> list[tuple[str, str]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -87,9 +89,25 @@ def test_what_is_said_to_have_no_sdpa_has_none(family: Family) -> None:
     assert model._supports_sdpa == ("sdpa" in family.impls)
 
 
-def test_what_is_said_to_have_no_static_cache_has_none() -> None:
-    model = _build(FAMILY["mpt"], "eager")
-    assert not model._can_compile_fullgraph
+@pytest.mark.parametrize(
+    ("name", "scenario"), [(family.name, scenario) for family in FAMILIES for scenario in family.uncaptured]
+)
+def test_what_is_said_to_be_left_to_python_never_reaches_a_backend(name: str, scenario: str) -> None:
+    """Any backend: this one runs each graph as it is, and counts what is in it."""
+    family = FAMILY[name]
+    captured = AttentionCounter()
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        def run_counted(*args: Any) -> Any:
+            with captured:
+                return gm.forward(*args)
+
+        return run_counted
+
+    trial = prepare(family, SCENARIO[scenario], "eager", "fp32")
+    run(trial, trial.model, torch.compile(trial.model, backend=backend))
+    total = family.expected(scenario) * SCENARIO[scenario].calls
+    assert captured.sites == total - family.uncaptured[scenario].sites
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -68,7 +68,8 @@ def _check(case: Case) -> Result:
     if result.status == "unavailable":
         pytest.skip(result.detail)
     assert result.status == "ok", f"{result.status}: {result.detail} {' | '.join(result.misses)}"
-    assert result.found == result.expected > 0
+    assert result.found == result.expected
+    assert result.found + result.uncaptured > 0
     return result
 
 
