@@ -2,9 +2,10 @@
 
 Dynamo's graph has many spellings of one thing (methods, functions, operators); here there is one ATen op for each,
 with bound arguments and fake values, while SDPA, softmax, matmul, einsum and linear stay whole. Higher-order and
-functorch nodes are opaque: each result becomes an `opaque` call on the node's inputs, shaped like its example value.
-Autocast regions are entered for real while tracing, so that dtypes are right, and leave no node behind. Dynamo's
-example values are the truth: where tracing gives another dtype, the mirror takes Dynamo's.
+functorch nodes are opaque: each result becomes an `opaque` call on the node's inputs, shaped like its example value;
+one without a result becomes an `effect`, which may have written to them.
+Autocast regions are entered for real while tracing, so that dtypes are right. Dynamo's example values are the truth:
+where tracing gives another dtype, the mirror takes Dynamo's.
 """
 
 from __future__ import annotations
@@ -190,6 +191,8 @@ class _Tracing(fx.Interpreter):
                 proxy = tracer.create_proxy("call_function", opaque, tuple(inputs), {}, name=n.name)
                 x = torch_tracing.track(_unwrapped(x), proxy, tracer)
             out.append(x)
+        if inputs and n.meta.get("example_value") is None:
+            tracer.create_proxy("call_function", mutation.effect, tuple(inputs), {}, name=n.name)
         return pytree.tree_unflatten(out, spec)
 
     def _truthful(self, n: fx.Node, result: Any, tracer: Any) -> Any:

@@ -15,12 +15,22 @@ if TYPE_CHECKING:
 Writers = list[tuple[fx.Node, set[StorageWeakRef]]]
 
 
+def effect(*inputs: torch.Tensor) -> None:
+    """Stands in the mirror for a call that is not looked into and has no result, such as a model's own Triton kernel.
+
+    What it is there for is what it does to `inputs`.
+    """
+    raise NotImplementedError("a mirror is analysed, never run")
+
+
 def writes(node: fx.Node) -> list[fx.Node]:
     """The nodes whose storage this mirror node writes to; a higher-order call is taken to write nothing it was not given.
 
     PyTorch detaches a tensor that it makes from a Python number in place: that writes no element.
     """
     target = node.target
+    if target is effect:
+        return node.all_input_nodes
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return []
     if target is torch.ops.aten.detach_.default:
