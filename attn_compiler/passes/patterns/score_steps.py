@@ -237,7 +237,8 @@ def condition_of_mask(mirror: Mirror, term: fx.Node, weight: float) -> tuple[fx.
         top = views.source(top)
     if top.target not in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar):
         return None
-    condition, yes, no = (constants.number(mirror, x) if i else x for i, x in enumerate(top.args[:3]))
+    condition = top.args[0]
+    yes, no = (constants.number(mirror, x) for x in top.args[1:3])
     if not isinstance(condition, fx.Node) or yes is None or no is None:
         return None
     if yes == 0 and no <= MASKED_BELOW and no * weight <= STILL_MASKED_BELOW:
