@@ -11,7 +11,7 @@ from torch import fx
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands
-from attn_compiler.passes import mutation, program, recover, strides
+from attn_compiler.passes import gradients, mutation, program, recover, strides
 from attn_compiler.passes.emit import GraphBuilder
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.select import UNTOUCHED
@@ -62,6 +62,8 @@ def _finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old
     wanted: torch.Tensor = old.meta["example_value"]
     if builder.value(new).dtype != wanted.dtype:
         new = builder.call(torch.Tensor.to, new, wanted.dtype)
+    if not wanted.requires_grad and _brings_gradient(mirror, site):
+        new = builder.call(torch.Tensor.detach, new)
     reader = strides.relies_on(mirror, site.match.out, old, builder.value(new), builder.mode)
     if reader is not None:
         site.copies.append(
@@ -75,6 +77,12 @@ def _finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old
         )
         return builder.call(torch.clone, new)
     return new
+
+
+def _brings_gradient(mirror: Mirror, site: Site) -> bool:
+    """Whether something that the kernel reads carries a gradient: the model may have stopped it on the way, or all around."""
+    factors = (factor.node for factor in site.match.factors)
+    return any(gradients.known(mirror, node) for node in (*program.sources(site.match), *factors))
 
 
 def _bytes(value: torch.Tensor) -> int | None:

@@ -158,31 +158,32 @@ def assert_same(
     attn_compiler.reset()
     options = {"inner": "aot_eager", "strict": True, "lowerings": lowerings}
     compiled = torch.compile(function, backend="attn_compiler", fullgraph=True, dynamic=dynamic, options=options)
-    for expected, found in zip(_run(function, inputs()), _run(compiled, inputs()), strict=True):
+    for expected, found in zip(run(function, inputs()), run(compiled, inputs()), strict=True):
         _assert_equal(expected, found)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Result:
+class Result:
     name: str
     value: torch.Tensor | None
     is_output: bool = False
 
 
-def _run(function: Function, inputs: Sequence[torch.Tensor]) -> list[_Result]:
+def run(function: Function, inputs: Sequence[torch.Tensor]) -> list[Result]:
+    """Call the function and take the gradients of its outputs with respect to the inputs."""
     torch.manual_seed(0)
     # Clones of the leaves, so that the function may write to them in place.
     found = function(*(x.clone() if x.requires_grad else x for x in inputs))
     outputs = [found] if isinstance(found, torch.Tensor) else list(found)
     leaves = [x for x in inputs if x.requires_grad]
     differentiable = [o for o in outputs if o.requires_grad]
-    results = [_Result(name=f"output {i}", value=o.detach(), is_output=True) for i, o in enumerate(outputs)]
-    results.append(_Result(name="who requires a gradient", value=torch.tensor([o.requires_grad for o in outputs])))
+    results = [Result(name=f"output {i}", value=o.detach(), is_output=True) for i, o in enumerate(outputs)]
+    results.append(Result(name="who requires a gradient", value=torch.tensor([o.requires_grad for o in outputs])))
     if leaves and differentiable:
         loss = sum((o.double() * _upstream(o)).sum() for o in differentiable)
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)  # type: ignore[arg-type]
-        results += [_Result(name=f"gradient {i}", value=g) for i, g in enumerate(gradients)]
-    results += [_Result(name=f"input {i}", value=x.detach()) for i, x in enumerate(inputs)]
+        results += [Result(name=f"gradient {i}", value=g) for i, g in enumerate(gradients)]
+    results += [Result(name=f"input {i}", value=x.detach()) for i, x in enumerate(inputs)]
     return results
 
 
@@ -190,7 +191,7 @@ def _upstream(output: torch.Tensor) -> torch.Tensor:
     return torch.linspace(-1, 1, output.numel(), dtype=torch.float64).reshape(output.shape)
 
 
-def _assert_equal(expected: _Result, found: _Result) -> None:
+def _assert_equal(expected: Result, found: Result) -> None:
     a, b = expected.value, found.value
     if a is None or b is None:
         # Eager gives no gradient where a compiled graph may give zeros.

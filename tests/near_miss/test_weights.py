@@ -257,6 +257,22 @@ def k_scaled_without_a_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weigh(q, k) @ v
 
 
+@CASES.near_miss(described("scale 0.6"))
+def everything_read_without_a_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The output has none, so the kernel may read above the scales and copies, and must not bring one back."""
+    with torch.no_grad():
+        q, k, v = q * 2, k.clone(), v.clone()
+    return weigh(q, k) @ v
+
+
+@CASES.near_miss(described("scale 0.45"))
+def scores_without_a_gradient_times_values_without(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT * 0.3
+    with torch.no_grad():
+        scores = scores * 1.5
+    return scores.softmax(-1) @ v.detach()
+
+
 @CASES.near_miss(described("dense additive"), inputs=lambda: qkv(normal(1, HEADS, LENGTH, LENGTH, grad=True)))
 def bias_expanded_without_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     with torch.no_grad():
