@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from torch import fx
 
 from attn_compiler import torch_compat
@@ -57,11 +59,17 @@ def _miss_rows(units: list[Unit]) -> list[MissReport]:
     for unit in units:
         if unit.left_alone is not None:
             rows.extend(_left_alone(unit, unit.left_alone))
-        grouped: dict[tuple[str, str, Reason], list[Miss]] = {}
+        grouped: dict[tuple[str, ...], list[Miss]] = {}
         for miss in unit.misses:
-            grouped.setdefault((str(miss.anchor.target), miss.nearest, miss.reason), []).append(miss)
+            grouped.setdefault(_miss_key(miss), []).append(miss)
         rows.extend(_miss_row(unit.mirror, misses) for misses in grouped.values() if unit.mirror is not None)
     return rows
+
+
+def _miss_key(miss: Miss) -> tuple[str, ...]:
+    """Equal for the same miss in every layer, where nodes only have other numbers: "exp_3" for "exp"."""
+    observed = re.sub(r"_\d+\b", "", miss.reason.observed)
+    return str(miss.anchor.target), miss.nearest, miss.reason.rule, observed
 
 
 def _miss_row(mirror: Mirror, misses: list[Miss]) -> MissReport:
@@ -73,6 +81,7 @@ def _miss_row(mirror: Mirror, misses: list[Miss]) -> MissReport:
         nearest=first.nearest,
         stopped_at=_place(mirror, first.stopped_at),
         reason=first.reason,
+        source=source_line(owners[0]) if owners[0] is not None else None,
     )
 
 
@@ -87,6 +96,13 @@ def _left_alone(unit: Unit, why: str) -> list[MissReport]:
     reason = Reason(rule="the graph's inputs are plain strided tensors", observed=why)
     anchors = [node for node in unit.graph.nodes if is_anchor_like(node)]
     return [
-        MissReport(modules=(module_path(n),), anchor=n.name, nearest="none tried", stopped_at=n.name, reason=reason)
+        MissReport(
+            modules=(module_path(n),),
+            anchor=n.name,
+            nearest="none tried",
+            stopped_at=n.name,
+            reason=reason,
+            source=source_line(n),
+        )
         for n in anchors
     ]

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.passes.compiling import compiled
 from tests.passes.patterns import forms
 from tests.passes.patterns.forms import HKV, KEYS, B, Collection, D, Form, H, S, dense
 
@@ -423,3 +425,24 @@ def test_form_in_symbolic_sizes_without_gradients(spelling: Form) -> None:
 @pytest.mark.parametrize("spelling", [f for f in SOME if f.lowering != "untouched"], ids=_name)
 def test_form_in_bfloat16(spelling: Form) -> None:
     forms.check_bfloat16(spelling)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["inference", "backward"])
+@pytest.mark.parametrize(
+    "spelling", [f for f in FORMS.forms if f.lowering == "untouched" and not f.returns_weights], ids=_name
+)
+def test_form_on_the_reference(spelling: Form, backward: bool) -> None:
+    """What no kernel does yet is still understood well enough to be computed from its spec alone."""
+    tensors = forms.inputs(spelling, backward=backward)
+    run = compiled(spelling.function, lowering="reference")
+    forms.assert_same(forms.results(run, tensors), forms.results(spelling.function, tensors))
+    assert run.calls.count("reference") == 1
+    assert "softmax" not in run.calls
+
+
+def test_learned_bias_on_the_reference_gets_its_gradient() -> None:
+    spelling = dataclasses.replace(next(f for f in FORMS.forms if f.name == "bias_and_two_masks"), trainable=("bias",))
+    tensors = forms.inputs(spelling, backward=True)
+    run = compiled(spelling.function, lowering="reference")
+    forms.assert_same(forms.results(run, tensors), forms.results(spelling.function, tensors))
+    assert run.site.spec.score.bias is not None

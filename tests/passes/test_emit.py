@@ -1,0 +1,122 @@
+"""The same calls on fake values and into the graph."""
+
+from __future__ import annotations
+
+import pytest
+import sympy
+import torch
+
+from attn_compiler.passes import axes, emit
+from attn_compiler.passes.axes import AxisError
+from attn_compiler.passes.emit import FakeBuilder, GraphBuilder
+from attn_compiler.torch_tracing import fake_mode_of_values
+from tests.passes.compiling import captured, mark, mirror_of
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+
+
+def _builders(*, grad: bool = False) -> tuple[GraphBuilder, FakeBuilder[Tensor], torch.fx.Node, torch.fx.Node]:
+    """(graph builder, fake builder, mirror node of x, mirror node of the output) for x.sin().cos()."""
+    x = mark(torch.randn(5, 3, requires_grad=grad), [5])
+    gm, mirror = captured(lambda x: x.sin().cos(), x)
+    mode = fake_mode_of_values(n.meta.get("example_value") for n in gm.graph.nodes)
+    assert mode is not None
+    (cos,) = (n for n in mirror.graph.nodes if n.target is aten.cos.default)
+    (sin,) = cos.all_input_nodes
+    (source,) = sin.all_input_nodes
+    return GraphBuilder(gm.graph, mirror, mode), FakeBuilder(mirror, mode), source, cos
+
+
+def test_both_builders_see_the_same_values() -> None:
+    graph, fake, x, out = _builders()
+    with graph.at(out, with_grad=False):
+        node = graph.call(torch.mul, graph.leaf(x), 2)
+    value = fake.call(torch.mul, fake.leaf(x), 2)
+    assert graph.value(node).shape == fake.value(value).shape
+    assert graph.value(node).stride() == fake.value(value).stride()
+
+
+def test_calls_stand_before_the_output_with_its_line_and_module() -> None:
+    graph, _, x, out = _builders()
+    with graph.at(out, with_grad=False) as old:
+        node = graph.call(torch.mul, graph.leaf(x), 2)
+    assert node.meta["stack_trace"] == old.meta["stack_trace"]
+    order = list(node.graph.nodes)
+    assert order.index(node) < order.index(old)
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_values_want_gradients_where_the_site_does(with_grad: bool) -> None:
+    graph, _, x, out = _builders(grad=True)
+    with graph.at(out, with_grad=with_grad):
+        node = graph.call(torch.mul, graph.leaf(x), 2)
+    assert graph.value(node).requires_grad == with_grad
+
+
+def test_known_sizes_are_numbers_and_symbolic_ones_come_from_a_tensor() -> None:
+    graph, fake, x, out = _builders()
+    with graph.at(out, with_grad=False):
+        assert graph.size(sympy.Integer(7), []) == 7
+        length = axes.size_expr(graph.value(graph.leaf(x)).shape[0])
+        node = graph.size(length, [x])
+    assert node.target is aten.sym_size.int
+    assert node.args == (graph.leaf(x), 0)
+    assert fake.size(sympy.Integer(7), []) == 7
+    assert str(fake.size(length, [x])) == str(length)
+
+
+def test_a_symbolic_size_that_no_tensor_has_is_refused() -> None:
+    _, fake, x, _ = _builders()
+    with pytest.raises(AxisError, match="no tensor of the site has the size"):
+        fake.size(sympy.Symbol("s99"), [x])
+
+
+def test_what_is_shared_is_made_once_in_each_grad_mode() -> None:
+    graph, _, x, out = _builders(grad=True)
+    nodes = []
+    for with_grad in (True, True, False):
+        with graph.at(out, with_grad=with_grad):
+            nodes.append(graph.once("key", lambda: graph.call(torch.mul, graph.leaf(x), 2)))
+    assert nodes[0] is nodes[1]
+    assert nodes[0] is not nodes[2]
+
+
+def test_shared_mask_is_additive_and_made_once() -> None:
+    gm, mirror = captured(lambda x, allowed: torch.where(allowed, x, 0.0).cos(), torch.ones(3), torch.ones(3) > 0)
+    mode = fake_mode_of_values(n.meta.get("example_value") for n in gm.graph.nodes)
+    assert mode is not None
+    builder = GraphBuilder(gm.graph, mirror, mode)
+    (out,) = (n for n in mirror.graph.nodes if n.target is aten.cos.default)
+    (allowed,) = (n for n in mirror.graph.nodes if n.op == "placeholder" and n.meta["val"].dtype == torch.bool)
+    with builder.at(out, with_grad=False):
+        first = builder.shared_mask(builder.leaf(allowed), torch.bfloat16)
+        second = builder.shared_mask(builder.leaf(allowed), torch.bfloat16)
+        other = builder.shared_mask(builder.leaf(allowed), torch.float32)
+        same = builder.shared_mask(other, torch.float32)
+    assert first is second
+    assert builder.value(first).dtype == torch.bfloat16
+    assert builder.value(other).dtype == torch.float32
+    assert same is other
+
+
+def test_a_value_inside_one_call_of_the_graph_is_no_leaf() -> None:
+    layer = torch.nn.MultiheadAttention(4, 2, batch_first=True)
+    mirror = mirror_of(lambda x: layer(x, x, x, need_weights=False)[0], torch.randn(2, 3, 4))
+    (inside,) = (n for n in mirror.graph.nodes if n.target is aten.scaled_dot_product_attention.default)
+    with pytest.raises(AxisError, match="only inside one call"):
+        emit.example(mirror, inside)
+
+
+def test_versions_count_the_writes_before_a_place() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        a = x.sin()
+        x.add_(1)
+        y.add_(1)
+        return a + x.cos()
+
+    mirror = mirror_of(function, torch.ones(2), torch.ones(2))
+    nodes = {n.target: n for n in mirror.graph.nodes}
+    x = next(n for n in mirror.graph.nodes if n.op == "placeholder")
+    assert emit.version(mirror, x, nodes[aten.sin.default]) == 0
+    assert emit.version(mirror, x, nodes[aten.cos.default]) == 1
