@@ -315,4 +315,6 @@ def test_cuda_kernels_are_within_the_numeric_rule(name: str, case: Case) -> None
     module = emit(lowering, inputs)
     got = numerics.with_gradients(run(module), inputs)
     numerics.assert_within_rule(got, inputs)
-    assert got[0].stride() == output_value(module).stride()
+    # Strides of axes of size one differ at Sq = 1, and mean nothing: nobody steps along such an axis.
+    strides = zip(got[0].stride(), output_value(module).stride(), got[0].shape, strict=True)
+    assert all(real == fake for real, fake, size in strides if size != 1)
