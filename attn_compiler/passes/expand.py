@@ -129,6 +129,8 @@ def run(graph_module: fx.GraphModule) -> list[str]:
     if not calls:
         return []
     where = regions.of(graph)
+    # Inside vmap a value has fewer axes than its tensor; no attention is taken there.
+    calls = [call for call in calls if not where[call].transforms]
     for call in calls:
         with where[call].active():
             _expand(graph, call)

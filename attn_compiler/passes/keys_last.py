@@ -24,6 +24,8 @@ def run(graph_module: fx.GraphModule, mode: FakeTensorMode) -> list[str]:
     graph = graph_module.graph
     found = [n for n in graph.nodes if _is_over_another_axis(n) and _reaches_product(n)]
     where = regions.of(graph) if found else {}
+    # Inside vmap a value has fewer axes than its tensor; no attention is taken there.
+    found = [n for n in found if not where[n].transforms]
     for node in found:
         with where[node].active():
             _move_axis(graph, node, mode)

@@ -243,6 +243,9 @@ def _mask(draft: Draft) -> None:
         draft.add(f"c = {_term(draft, 'kept')}")
     forms = [f"s = s.masked_fill(~c, {fill})", f"s = torch.where(c, s, {fill})", f"s = torch.where(~c, {fill}, s)"]
     forms += [f"s = s + torch.zeros_like(c, dtype=s.dtype).masked_fill(~c, {fill})"]
+    forms += [f"n = torch.where(c, 0.0, {fill}).to(s.dtype); s = s + n"]
+    if draft.writes:
+        forms += [f"n = torch.where(c, 0.0, {fill}).to(s.dtype).clone(); n[..., 0] = 0.5; s = s + n"]
     draft.add(draft.pick(*forms))
 
 

@@ -136,6 +136,29 @@ def bias_written_between_the_products(q: Tensor, k: Tensor, v: Tensor, bias: Ten
     return weights @ v
 
 
+@CASES.near_miss(described("dense additive"), inputs=lambda: plain(normal(LENGTH, LENGTH) > 0))
+def mask_written_after_it_was_made(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    """It was zeros and lowest numbers, and would be its condition."""
+    mask = torch.where(kept, 0.0, -1e9)
+    mask[..., 1] = 0.5
+    return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
+
+
+@CASES.near_miss(described("dense additive"), inputs=lambda: plain(normal(LENGTH, LENGTH) > 0))
+def copy_of_a_mask_written(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    mask = torch.where(kept, 0.0, -1e9).expand(HEADS, -1, -1).clone()
+    mask[1, :, :2] = 0.5
+    return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
+
+
+@CASES.near_miss(described("sinks", lowering="reference"), inputs=lambda: plain(normal(HEADS)))
+def copy_of_the_sinks_written(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+    column = sink.clone()
+    column[:2].mul_(3)
+    column = column.view(1, -1, 1, 1).expand(BATCH, -1, LENGTH, 1)
+    return torch.cat([q @ k.mT * 0.3, column], dim=-1).softmax(-1)[..., :-1] @ v
+
+
 @CASES.near_miss(described("scale 0.3"), inputs=lambda: plain(torch.zeros(*SHAPE)))
 def cache_filled_before_and_after(q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
     cache[:, :, 2:4] = k[:, :, 2:4]

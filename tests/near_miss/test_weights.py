@@ -296,6 +296,11 @@ def under_vmap_over_the_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @CASES.near_miss(missed(TRANSFORM), inputs=lambda: qkv(grad=False))
+def under_vmap_with_the_keys_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.func.vmap(lambda q, k, v: (k @ q.mT * 0.3).softmax(-2).mT @ v)(q, k, v)
+
+
+@CASES.near_miss(missed(TRANSFORM), inputs=lambda: qkv(grad=False))
 def under_grad(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.func.grad(lambda q, k, v: (weigh(q, k) @ v).square().sum())(q, k, v)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -12,6 +12,20 @@ from attn_compiler.passes.contraction import Contraction
 from attn_compiler.passes.patterns import score_steps
 from attn_compiler.passes.patterns.score_steps import Step
 from attn_compiler.passes.site import Factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """A tensor that joins the scores: added with `weight`, or (a bool) masking where it is False, or, `inverted`, True.
+
+    dims: those of the scores where it does, at the mirror node `used`.
+    """
+
+    node: fx.Node
+    dims: Dims
+    used: fx.Node
+    weight: float = 1.0
+    inverted: bool = False
 
 
 @dataclass(kw_only=True)
@@ -26,11 +40,11 @@ class Scores:
     outer_scale: float = 1.0
     capped: bool = False
     factors: list[Factor] = field(default_factory=list)
-    additive: list[tuple[fx.Node, float, Dims]] = field(default_factory=list)
-    keeps: list[tuple[fx.Node, bool, Dims]] = field(default_factory=list)
+    additive: list[Joined] = field(default_factory=list)
+    keeps: list[Joined] = field(default_factory=list)
     masked_at: list[float] = field(default_factory=list)
     shifted_along: list[Dim] = field(default_factory=list)
-    sinks: fx.Node | None = None
+    sinks: Joined | None = None
     unusual: list[str] = field(default_factory=list)
 
 
@@ -38,7 +52,7 @@ def follow(product: Contraction, steps: list[Step], dims: Dims) -> Scores:
     """dims: those of the product. Raises AxisError for steps whose meaning depends on their order in a way that is not kept."""
     scores = Scores(dims=dims, inner_scale=product.alpha)
     if product.addend is not None:
-        scores.additive.append((product.addend, product.beta, dims))
+        scores.additive.append(Joined(node=product.addend, dims=dims, used=product.node, weight=product.beta))
     for step in steps:
         _apply(scores, step)
     return scores
@@ -68,9 +82,11 @@ def _apply(scores: Scores, step: Step) -> None:
         case score_steps.RuntimeScale():
             _runtime_scale(scores, step)
         case score_steps.Add():
-            scores.additive.append((step.term, step.weight, scores.dims))
+            added = Joined(node=step.term, dims=scores.dims, used=step.node, weight=step.weight)
+            scores.additive.append(added)
         case score_steps.Keep():
-            scores.keeps.append((step.condition, step.inverted, scores.dims))
+            kept = Joined(node=step.condition, dims=scores.dims, used=step.node, inverted=step.inverted)
+            scores.keeps.append(kept)
             scores.masked_at.append(step.fill)
         case score_steps.Floor():
             scores.masked_at.append(step.bound)
@@ -93,7 +109,7 @@ def _check_after_sinks(scores: Scores, step: Step) -> None:
 def _join_sinks(scores: Scores, step: score_steps.SinkColumn) -> None:
     if scores.shifted_along:
         scores.unusual.append("a sink column beside scores that their maximum was subtracted from")
-    scores.sinks = step.sinks
+    scores.sinks = Joined(node=step.sinks, dims=scores.dims, used=step.node)
 
 
 def _scale(scores: Scores, step: score_steps.Scale) -> None:
@@ -104,7 +120,7 @@ def _scale(scores: Scores, step: score_steps.Scale) -> None:
         scores.outer_scale *= step.factor
     else:
         scores.inner_scale *= step.factor
-    scores.additive = [(term, weight * step.factor, dims) for term, weight, dims in scores.additive]
+    scores.additive = [replace(term, weight=term.weight * step.factor) for term in scores.additive]
 
 
 def _runtime_scale(scores: Scores, step: score_steps.RuntimeScale) -> None:

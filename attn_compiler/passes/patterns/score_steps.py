@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from attn_compiler.passes import constants, operands, views
+from attn_compiler.passes import constants, mutation, operands, views
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.views import argument, value
 
@@ -226,15 +226,20 @@ _KEEP_ALIGNMENT = frozenset(
 )
 
 
-def condition_of_mask(mirror: Mirror, term: fx.Node, weight: float) -> tuple[fx.Node, bool] | None:
-    """(condition, inverted) of an added tensor that is 0 where a condition holds and masks elsewhere; None for any other.
+def condition_of_mask(mirror: Mirror, term: fx.Node, weight: float) -> tuple[fx.Node, bool, fx.Node] | None:
+    """(condition, inverted, where it is read) of an added tensor that is 0 where a condition holds and masks elsewhere.
+
+    None for any other tensor.
 
     Adding such a tensor and masking by its condition differ only in rows without any allowed key (0 here, the mean of v
-    there), and kernels are slower on float32's lowest number than on -inf.
+    there), and kernels are slower on float32's lowest number than on -inf. A tensor that is written to later is another one.
     """
-    top = term
-    while views.is_view(top) and top.target in _KEEP_ALIGNMENT:
-        top = views.source(top)
+    path = [term]
+    while views.is_view(path[-1]) and path[-1].target in _KEEP_ALIGNMENT:
+        path.append(views.source(path[-1]))
+    top = path[-1]
+    if any(mutation.written_after(mirror, mutation.storages(node), node) is not None for node in path):
+        return None
     if top.target not in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar):
         return None
     condition = top.args[0]
@@ -242,9 +247,9 @@ def condition_of_mask(mirror: Mirror, term: fx.Node, weight: float) -> tuple[fx.
     if not isinstance(condition, fx.Node) or yes is None or no is None:
         return None
     if yes == 0 and no <= MASKED_BELOW and no * weight <= STILL_MASKED_BELOW:
-        return condition, False
+        return condition, False, top
     if no == 0 and yes <= MASKED_BELOW and yes * weight <= STILL_MASKED_BELOW:
-        return condition, True
+        return condition, True, top
     return None
 
 

@@ -15,7 +15,7 @@ from attn_compiler.passes.axes import Atom, AxisError, Dim, Dims
 from attn_compiler.passes.contraction import Contraction
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.patterns import assembly, score_chain, score_steps
-from attn_compiler.passes.patterns.score_chain import Scores
+from attn_compiler.passes.patterns.score_chain import Joined, Scores
 from attn_compiler.passes.patterns.score_steps import Step
 from attn_compiler.passes.site import Match, Operand, Refused, Term
 
@@ -154,8 +154,8 @@ def _match(
         scale=scale,
         factors=tuple(scores.factors),
         softcap=scores.outer_scale if scores.capped else None,
-        additive=tuple(_term(mirror, *t, weighted) for t in added),
-        allowed=tuple(_condition(mirror, *t, weighted) for t in (*scores.keeps, *masking)),
+        additive=tuple(_term(mirror, t, weighted) for t in added),
+        allowed=tuple(_term(mirror, t, weighted) for t in (*scores.keeps, *masking)),
         sinks=_sinks(mirror, scores, weighted),
         dropout_p=_dropout(down),
         returns_weights=returned,
@@ -277,42 +277,32 @@ def _operand(
     return operands.read(mirror, node, dims, used=product, until=weighted.node, through_scales=True)
 
 
-Added = list[tuple[fx.Node, float, Dims]]
-Masking = list[tuple[fx.Node, bool, Dims]]
-
-
-def _split_masks(mirror: Mirror, scores: Scores) -> tuple[Added, Masking]:
+def _split_masks(mirror: Mirror, scores: Scores) -> tuple[list[Joined], list[Joined]]:
     """What is added to the scores, and of that the tensors that only mask, as their conditions."""
-    added: Added = []
-    masking: Masking = []
-    for node, weight, dims in scores.additive:
-        found = score_steps.condition_of_mask(mirror, node, weight)
+    added: list[Joined] = []
+    masking: list[Joined] = []
+    for term in scores.additive:
+        found = score_steps.condition_of_mask(mirror, term.node, term.weight)
         if found is None:
-            added.append((node, weight, dims))
+            added.append(term)
         else:
-            masking.append((*found, dims))
+            condition, inverted, used = found
+            masking.append(Joined(node=condition, dims=term.dims, used=used, inverted=inverted))
     return added, masking
 
 
-def _term(mirror: Mirror, node: fx.Node, weight: float, dims: Dims, weighted: Contraction) -> Term:
-    return Term(operand=_joining(mirror, node, dims, weighted), weight=weight)
-
-
-def _condition(mirror: Mirror, node: fx.Node, inverted: bool, dims: Dims, weighted: Contraction) -> Term:
-    return Term(operand=_joining(mirror, node, dims, weighted), inverted=inverted)
-
-
-def _joining(mirror: Mirror, node: fx.Node, dims: Dims, weighted: Contraction) -> Operand:
-    site_dims = operands.broadcast_dims(node, dims)
-    operand, _ = operands.read(mirror, node, site_dims, used=node, until=weighted.node)
-    return operand
+def _term(mirror: Mirror, joined: Joined, weighted: Contraction) -> Term:
+    """Read where the model reads it: it may have been written to after it was made."""
+    site_dims = operands.broadcast_dims(joined.node, joined.dims)
+    operand, _ = operands.read(mirror, joined.node, site_dims, used=joined.used, until=weighted.node)
+    return Term(operand=operand, weight=joined.weight, inverted=joined.inverted)
 
 
 def _sinks(mirror: Mirror, scores: Scores, weighted: Contraction) -> Operand | None:
     if scores.sinks is None:
         return None
-    dims = tuple(() if i == len(scores.dims) - 1 else dim for i, dim in enumerate(scores.dims))
-    operand, _ = operands.read(mirror, scores.sinks, dims, used=scores.sinks, until=weighted.node)
+    site_dims = (*scores.sinks.dims[:-1], ())
+    operand, _ = operands.read(mirror, scores.sinks.node, site_dims, used=scores.sinks.used, until=weighted.node)
     return operand
 
 

@@ -73,7 +73,7 @@ def test_scales_multiply_up() -> None:
 
 def test_a_later_scale_reaches_what_was_added_before() -> None:
     found = _Graph().follow(add(), scale(0.5), add(-1.0), scale(4.0))
-    assert [weight for _, weight, _ in found.additive] == [2.0, -4.0]
+    assert [term.weight for term in found.additive] == [2.0, -4.0]
     assert found.inner_scale == 2.0
 
 
@@ -135,7 +135,7 @@ def test_addend_of_a_product_is_added_with_its_factor() -> None:
     product = contraction.parse(node)
     assert product is not None
     found = score_chain.follow(product, [], axes.fresh([sympy.Integer(n) for n in (8, 5, 6)]))
-    assert [(term, weight) for term, weight, _ in found.additive] == [(nodes[0], 0.5)]
+    assert [(term.node, term.weight) for term in found.additive] == [(nodes[0], 0.5)]
     assert found.inner_scale == 2.0
 
 
