@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tests.hf.survey import Case, Result, cases, run_case, why_absent
+from tests.hf.survey import Case, Result, cases, run_or_tell, why_absent
 from tests.hf.table import write_csv, write_markdown
 
 
@@ -69,17 +69,10 @@ def _run_all(chosen: Sequence[Case], jobs: int, console: Console) -> Iterator[Re
         ProcessPoolExecutor(jobs, mp_context=context) as pool,
     ):
         task = progress.add_task("survey", total=len(chosen))
-        for future in as_completed([pool.submit(_run_or_tell, case) for case in chosen]):
+        for future in as_completed([pool.submit(run_or_tell, case) for case in chosen]):
             result = future.result()
             progress.update(task, advance=1, description=result.case.id)
             yield result
-
-
-def _run_or_tell(case: Case) -> Result:
-    try:
-        return run_case(case)
-    except Exception as error:  # noqa: BLE001 - one broken case is a row of the table, not the end of the survey
-        return Result(case=case, status="error", detail=f"{type(error).__name__}: {error}")
 
 
 def _totals(results: Sequence[Result]) -> Table:

@@ -128,7 +128,7 @@ class Recorder:
 
 
 def run_case(case: Case) -> Result:
-    """Run one case; failures of the model or the backend become a Result with their message."""
+    """Run one case. What the model or the backend raises, it raises."""
     reason = why_absent(case)
     if reason is not None:
         return Result(case=case, status="absent", detail=reason)
@@ -141,6 +141,14 @@ def run_case(case: Case) -> Result:
     finally:
         torch._dynamo.reset()
     return dataclasses.replace(result, seconds=time.perf_counter() - started)
+
+
+def run_or_tell(case: Case) -> Result:
+    """As run_case, with status "error" and the message instead of an exception."""
+    try:
+        return run_case(case)
+    except Exception as error:  # noqa: BLE001 - one broken case is a row of the table, not the end of the survey
+        return Result(case=case, status="error", detail=f"{type(error).__name__}: {error}")
 
 
 def _compare(case: Case, family: Family, scenario: Scenario) -> Result:

@@ -1,0 +1,24 @@
+"""The survey's command, in its own processes: what it writes, and its exit status."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from tests.hf.__main__ import main
+
+
+def test_the_command_writes_both_tables(tmp_path: Path) -> None:
+    out = tmp_path / "survey"
+    assert main(["--only", "mha_self-padded", "--only", "fp32", "--jobs", "1", "--out", str(out)]) == 0
+    with out.with_suffix(".csv").open(encoding="utf-8") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["status"], row["found"], row["expected"]) == ("ok", "1", "1")
+    assert "1 of 1 attention sites found" in out.with_suffix(".md").read_text(encoding="utf-8")
+
+
+def test_a_word_that_no_case_has_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--only", "lama2"]) == 2
+    assert "lama2" in capsys.readouterr().out
