@@ -146,6 +146,12 @@ def no_key_at_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention(q, k, v)
 
 
+@CASES.near_miss(described("scale 0.3"), inputs=lambda: tensors(*[(2, 2, 4, 5)] * 3), dynamic=True)
+def as_many_heads_as_batch_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One symbol for both; a size that is divided by itself is spelled otherwise, and is the same."""
+    return attention(q, k, v, scale=0.3)
+
+
 # ---- masks that are read --------------------------------------------------------------------------------------------
 
 
