@@ -165,6 +165,18 @@ def test_called_without_gradients_though_parameters_want_them(mode: Callable[[],
     assert CPU_FLASH in run.calls
 
 
+def test_inference_mode_inside_of_the_graph() -> None:
+    def function(q: Tensor, kv: Tensor) -> Tensor:
+        with torch.inference_mode():
+            k = kv.repeat_interleave(2, 1)
+            out = sdpa(q, k, k)
+        return q + out
+
+    run = _check(function, Q, KV)
+    assert not run.site.spec.needs_grad
+    assert CPU_FLASH in run.calls
+
+
 def test_sinks_are_found_without_gradients_though_they_want_one() -> None:
     sinks = torch.randn(H, requires_grad=True)
 

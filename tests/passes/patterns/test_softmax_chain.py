@@ -446,3 +446,43 @@ def test_learned_bias_on_the_reference_gets_its_gradient() -> None:
     run = compiled(spelling.function, lowering="reference")
     forms.assert_same(forms.results(run, tensors), forms.results(spelling.function, tensors))
     assert run.site.spec.score.bias is not None
+
+
+@pytest.mark.parametrize("lowering", ["sdpa_cpu_flash", "reference"])
+def test_dropout_in_training_is_described_and_left_to_the_model(lowering: str) -> None:
+    def function(q: Tensor) -> Tensor:
+        return F.dropout(F.softmax(q @ q.mT * 0.25, -1), p=0.5, training=True) @ q
+
+    run = compiled(function, lowering=lowering)
+    q = torch.randn(B, H, S, D)
+    torch.manual_seed(3)
+    got = run(q)
+    torch.manual_seed(3)
+    torch.testing.assert_close(got, function(q))
+    assert run.site.spec.score.dropout_p == 0.5
+    assert run.site.decision.lowering == "untouched"
+
+
+def test_two_dropouts_are_refused() -> None:
+    def function(q: Tensor) -> Tensor:
+        return F.dropout(F.dropout(F.softmax(q @ q.mT, -1), 0.5), 0.5) @ q
+
+    run = compiled(function)
+    run(torch.randn(B, H, S, D))
+    assert run.report.num_misses == 1
+
+
+def test_ways_up_that_meet_again_are_not_tried_in_every_combination() -> None:
+    """Either side of each sum could carry the scores: 2 to the 30 ways, none of which leads to a product."""
+
+    def function(x: Tensor) -> Tensor:
+        y = x
+        for _ in range(30):
+            y = y + y * 0.01
+        return F.softmax(y, -1) @ x.mT
+
+    run = compiled(function)
+    x = torch.randn(B, H, S, D)
+    torch.testing.assert_close(run(x), function(x))
+    assert run.report.num_misses == 1
+    assert run.report.total_seconds < 10
