@@ -164,8 +164,12 @@ def _fits(x: Expr, dtype: torch.dtype) -> bool:
     if _is_unbounded(dtype) or dtype == torch.bool or dtype.is_floating_point or ix.kind_of(x) == "bool":
         return True
     if isinstance(x, Const):
-        return torch.iinfo(dtype).min <= x.value <= torch.iinfo(dtype).max
+        return _in_range(x, dtype)
     return isinstance(x, Apply) and x.op == "where" and all(_fits(a, dtype) for a in x.args[1:])
+
+
+def _in_range(x: Const, dtype: torch.dtype) -> bool:
+    return torch.iinfo(dtype).min <= x.value <= torch.iinfo(dtype).max
 
 
 def cast(x: Expr, dtype: torch.dtype) -> Expr:
@@ -198,9 +202,17 @@ def _pointwise(combine: Callable[..., Expr | None]) -> ReadOp:
         operands = [reader.operand(x, fake(node).shape, at) for x in node.args]
         if any(x is None for x in operands) or any(v not in (1, None) for v in node.kwargs.values()):
             return None
-        return combine(*operands)
+        return combine(*operands) if _numbers_fit(node) else None
 
     return read
+
+
+def _numbers_fit(node: fx.Node) -> bool:
+    """Whether the Python numbers of a call fit into the dtype of its tensors, which they are converted to: -1 is 255 in uint8."""
+    values = [x.meta.get("val") for x in node.args if isinstance(x, fx.Node)]
+    dtypes = [v.dtype for v in values if isinstance(v, torch.Tensor) and _kind(v.dtype) == "int"]
+    numbers = [Const(x) for x in node.args if isinstance(x, int) and not isinstance(x, bool)]
+    return all(_in_range(number, dtype) for number in numbers for dtype in dtypes)
 
 
 def _arithmetic(combine: Callable[..., Expr | None]) -> ReadOp:

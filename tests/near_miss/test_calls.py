@@ -215,6 +215,13 @@ def difference_that_wraps(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return masked((positions[:, None] - positions).to(torch.uint8) >= 0, q, k, v)
 
 
+@CASES.near_miss(described("dense bool"))
+def number_that_wraps(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compared with uint8, -1 is 255: nothing is larger, and only the diagonal is left."""
+    zeros = torch.zeros(LENGTH, LENGTH, dtype=torch.uint8)
+    return masked((zeros > -1) | torch.eye(LENGTH, dtype=torch.bool), q, k, v)
+
+
 @CASES.near_miss(described("dense bool"), inputs=lambda: tensors(*[(1, 1, 300, 4)] * 3))
 def positions_that_stop_counting(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A running sum in bfloat16 stays at 256."""
