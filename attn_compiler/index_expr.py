@@ -242,6 +242,9 @@ def compare(op: str, a: Expr, b: Expr) -> Expr:
 
 
 def _compare_floats(op: str, a: Expr, b: Expr) -> Expr:
+    chosen = _comparison_of_choice(op, a, b)
+    if chosen is not None:
+        return chosen
     match op:
         case "==":
             return apply("eq", a, b)
@@ -255,6 +258,17 @@ def _compare_floats(op: str, a: Expr, b: Expr) -> Expr:
             # Not `invert(b < a)`: with a NaN both are false.
             less = apply("lt", a, b) if op == "<=" else apply("lt", b, a)
             return apply("or", less, apply("eq", a, b))
+
+
+def _comparison_of_choice(op: str, a: Expr, b: Expr) -> Expr | None:
+    """A comparison of `c ? x : y` with a number is one for each of x and y, if those are numbers."""
+    for choice, other, turned in ((a, b, False), (b, a, True)):
+        if isinstance(choice, Apply) and choice.op == "where" and isinstance(other, Const):
+            condition, *numbers = choice.args
+            if all(isinstance(number, Const) for number in numbers):
+                pairs = [(other, number) if turned else (number, other) for number in numbers]
+                return where(condition, *(_compare_floats(op, *pair) for pair in pairs))
+    return None
 
 
 def invert(x: Expr) -> Expr:
