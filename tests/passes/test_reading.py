@@ -263,7 +263,7 @@ PADDING = torch.tensor([[1] * S, [1] * (S - 2) + [0] * 2])
         (_square(lambda q, k: torch.ones(S, S).tril() > 0), "causal"),
         (_square(lambda q, k: torch.ones(S, S).tril() != 0), "causal"),
         (_square(lambda q, k: ~(torch.tril(torch.ones(S, S)) == 0)), "causal"),
-        (_square(lambda q, k: 0.5 <= torch.ones(S, S).tril()), "causal"),
+        (_square(lambda q, k: torch.ones(S, S).tril() >= 0.5), "causal"),
         (_square(lambda q, k: torch.full((S, S), LOWEST).triu(1)), "causal"),
         (_square(lambda q, k: torch.where(k <= q, 0.0, LOWEST)), "causal"),
         (_square(lambda q, k: (k <= q) & (q - k < 3)), "causal ∧ window (2 back)"),

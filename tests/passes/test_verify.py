@@ -38,12 +38,10 @@ def _wrong_device(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> 
     return emitter.call(torch.Tensor.to, operands.q, "meta")
 
 
-def _used_before_defined(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-    first = emitter.call(torch.sin, operands.q)
-    second = emitter.call(torch.cos, first)
-    first.graph.call_function(torch.tan, (second,))
-    second.append(first)
-    return second
+def _no_such_attribute(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+    missing = operands.q.graph.create_node("get_attr", "nowhere")
+    missing.meta["example_value"] = emitter.value(operands.q)
+    return emitter.call(torch.add, operands.q, missing)
 
 
 def _break(monkeypatch: pytest.MonkeyPatch, emit: Emit) -> None:
@@ -56,7 +54,7 @@ def _break(monkeypatch: pytest.MonkeyPatch, emit: Emit) -> None:
         (_wrong_shape, r"\(2, 4, 6, 4\)"),
         (_wrong_size, r"\(2, 4, 5, 8\)"),
         (_wrong_device, "on meta"),
-        (_used_before_defined, "before it has been defined"),
+        (_no_such_attribute, "nonexistent attribute nowhere"),
     ],
 )
 def test_strict_raises_with_what_should_hold(emit: Emit, observed: str, monkeypatch: pytest.MonkeyPatch) -> None:
