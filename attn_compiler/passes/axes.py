@@ -159,18 +159,27 @@ def expand(dims: Dims, sizes: Sequence[Size]) -> Dims:
 def align(mine: Dim, theirs: Dim) -> list[tuple[Atom, Atom]]:
     """Pair the atoms of two dimensions of equal size, splitting either side until they correspond one to one.
 
-    Unit atoms are left out: they carry no index.
+    Unit atoms are left out: they carry no index. What remains of both is as large on one side as on the other, even where that
+    stands in a guard only (`scores[s0] + slopes[64 - Max(0, 64 - s0)]`).
     """
     left, right = [[a for a in resolve(d) if a.size != ONE] for d in (mine, theirs)]
     pairs: list[tuple[Atom, Atom]] = []
     while left and right:
         a, b = left.pop(0), right.pop(0)
         if not same_size(a.size, b.size):
-            a, b = _cut(a, b, left, right)
+            a, b = (a, b) if not left and not right and _agree(a, b) else _cut(a, b, left, right)
         pairs.append((a, b))
     if left or right:
         raise AxisError(f"axes {mine} and {theirs} differ in size")
     return pairs
+
+
+def _agree(a: Atom, b: Atom) -> bool:
+    """Let two spellings of one size be one; False for two numbers, which can't be."""
+    if a.size.is_Integer and b.size.is_Integer:
+        return False
+    a.size = b.size = min(a.size, b.size, key=lambda size: (not size.is_Integer, not size.is_Symbol))
+    return True
 
 
 def _cut(a: Atom, b: Atom, left: list[Atom], right: list[Atom]) -> tuple[Atom, Atom]:

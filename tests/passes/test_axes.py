@@ -206,6 +206,42 @@ def test_align_of_symbolic_axes() -> None:
     assert [(a.size, b.size) for a, b in axes.align(mine, theirs)] == [(4, 4), (S0, S0)]
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "settled"),
+    [
+        (64 - sympy.Max(0, 64 - S0), S0, S0),
+        (S0, sympy.Integer(9), sympy.Integer(9)),
+        (S0 // 3 * 3, sympy.Integer(9), sympy.Integer(9)),
+        (S0, S1, S0),
+    ],
+)
+def test_the_last_of_two_equal_axes_are_one_size_however_it_is_spelled(
+    one: axes.Size, other: axes.Size, settled: axes.Size
+) -> None:
+    two = sympy.Integer(2)
+    mine, theirs = (Atom(two), Atom(one)), (Atom(two), Atom(other))
+    assert [(a.size, b.size) for a, b in axes.align(mine, theirs)] == [(two, two), (settled, settled)]
+
+
+def test_two_spellings_are_told_apart_while_more_axes_follow() -> None:
+    with pytest.raises(AxisError):
+        axes.align((Atom(S0), Atom(S1)), (Atom(S1), Atom(S0)))
+
+
+def test_a_mask_whose_length_stands_in_a_guard_only_is_followed() -> None:
+    slopes = torch.randn(4, 1, 64)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = q @ k.transpose(-1, -2) + slopes[:, :, 64 - k.shape[-2] :]
+        return scores.softmax(-1) @ v
+
+    run = compiled(attention, dynamic=True)
+    for length in (16, 23):
+        qkv = [torch.randn(2, 4, length, 8) for _ in range(3)]
+        torch.testing.assert_close(run(*qkv), attention(*qkv))
+    assert run.report.num_sites == 1
+
+
 @pytest.mark.parametrize(("mine", "theirs"), [((6,), (4,)), ((2, 3), (2,)), ((2,), (2, 3))])
 def test_align_of_different_sizes_is_refused(mine: tuple[int, ...], theirs: tuple[int, ...]) -> None:
     with pytest.raises(AxisError):
