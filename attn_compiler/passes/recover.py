@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from attn_compiler import masks, scores, torch_compat
-from attn_compiler.passes import axes, emit, meaning, program
+from attn_compiler.passes import axes, emit, meaning, program, reading
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.emit import FakeBuilder
 from attn_compiler.passes.meaning import Meaning
@@ -27,7 +27,7 @@ def run(unit: Unit, mirror: Mirror) -> None:
     """Give every site its spec. A site whose operands can't be arranged becomes a miss."""
     kept = []
     builder: FakeBuilder[torch.Tensor] = FakeBuilder(mirror, unit.mode)
-    reader = Reader(mirror)
+    reader = reading.of(mirror)
     for site in unit.sites:
         unit.current = site.module
         try:

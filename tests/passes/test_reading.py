@@ -17,7 +17,8 @@ from attn_compiler.index_expr import Index
 from attn_compiler.masks import MaskSpec
 from attn_compiler.passes import axes
 from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.reading import Reader, Unreadable
+from attn_compiler.passes import reading as reading_rules
+from attn_compiler.passes.reading import Unreadable
 from tests.passes.compiling import compiled, mark, mirror_of
 
 Tensor = torch.Tensor
@@ -58,7 +59,7 @@ def _read(function: Callable[..., Tensor], *inputs: Tensor, dynamic_sizes: tuple
     mirror = mirror_of(function, *(mark(t, dynamic_sizes) for t in inputs))
     output = next(n for n in mirror.graph.nodes if n.op == "output").args[0]
     node = output[0] if isinstance(output, (list, tuple)) else output
-    reader = Reader(mirror)
+    reader = reading_rules.of(mirror)
     rank = node.meta["val"].dim()
     expression = reader.read(node, tuple(map(Index, NAMES[4 - rank :])))
     values, sizes = _run(mirror, inputs)

@@ -1,127 +1,24 @@
-"""The small language that masks and biases are recovered in: expressions over the indices (b, h, q, k) of a score. Pure data.
-
-Expressions are built by `apply` and its relatives only, which keep a normal form: numbers are folded, integer arithmetic is a
-linear form, an integer comparison is one of `form >= 0`, `form == 0`, `form != 0`, and conjunctions are flat and sorted. So two
-spellings of one mask meet in equal expressions, and `evaluate` gives the meaning back on real numbers and tensors.
-"""
+"""Building expressions in normal form: numbers folded, whole-number sums linear, comparisons against zero, junctions flat and sorted."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
-
-@dataclass(frozen=True, slots=True)
-class Const:
-    """A number or a truth value."""
-
-    value: bool | int | float
-
-
-@dataclass(frozen=True, slots=True)
-class Index:
-    """An index: "b", "h", "q", "k" of the score, or the bound variable of a scan. It is a whole number >= 0."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """A size that is symbolic while compiling; >= 1 wherever an index runs below it."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """An element of a tensor that is only known at run time. kind: "bool", "int" or "float"."""
-
-    tensor: str
-    at: tuple[Expr, ...]
-    kind: str
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """const + sum of coefficient · term over whole numbers. Terms are sorted by their text and no coefficient is zero."""
-
-    terms: tuple[tuple[Expr, int], ...]
-    const: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Test:
-    """A linear form compared with zero. relation: ">=", "==" or "!="."""
-
-    relation: str
-    form: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class Apply:
-    """Any other op of OPS on its arguments."""
-
-    op: str
-    args: tuple[Expr, ...]
-
-
-Expr = Const | Index | Size | Load | Linear | Test | Apply
-
-TRUE, FALSE, ZERO, ONE = Const(True), Const(False), Const(0), Const(1)
-
-
-#: ops that are kept as they are: name -> (meaning on numbers, how it is printed)
-OPS: dict[str, tuple[Callable[..., Any], str]] = {
-    "and": (lambda *xs: all(xs), " ∧ "),
-    "or": (lambda *xs: any(xs), " ∨ "),
-    "not": (lambda x: not x, "¬{}"),
-    "where": (lambda c, a, b: a if c else b, "({} ? {} : {})"),
-    "floordiv": (lambda a, b: a // b, "({} // {})"),
-    "mod": (lambda a, b: a % b, "({} % {})"),
-    "mul": (lambda a, b: a * b, "({} · {})"),
-    "add": (lambda a, b: a + b, "({} + {})"),
-    "div": (lambda a, b: a / b, "({} / {})"),
-    "abs": (abs, "|{}|"),
-    "min": (min, "min({}, {})"),
-    "max": (max, "max({}, {})"),
-    "eq": (lambda a, b: a == b, "({} = {})"),
-    "lt": (lambda a, b: a < b, "({} < {})"),
-    "float": (float, "float({})"),
-    "int": (int, "int({})"),
-    "log": (math.log, "log({})"),
-    "exp": (math.exp, "exp({})"),
-    "xor": (lambda a, b: bool(a) != bool(b), "({} ⊕ {})"),
-}
-
-
-# ---- building ------------------------------------------------------------------------------------------------------
-
-
-def kind_of(x: Expr) -> str:
-    """ "bool", "int" or "float"."""
-    match x:
-        case Const(value=bool()):
-            return "bool"
-        case Const(value=int()) | Index() | Size() | Linear():
-            return "int"
-        case Const():
-            return "float"
-        case Load(kind=kind):
-            return kind
-        case Test():
-            return "bool"
-        case Apply(op="and" | "or" | "not" | "eq" | "lt" | "xor"):
-            return "bool"
-        case Apply(op="where", args=(_, a, b)):
-            return kind_of(a) if kind_of(a) == kind_of(b) else "float"
-        case Apply(op="float" | "div" | "log" | "exp"):
-            return "float"
-        case Apply(op="int" | "floordiv" | "mod"):
-            return "int" if x.op == "int" or all(kind_of(a) == "int" for a in x.args) else "float"
-        case Apply(args=args):
-            return "int" if all(kind_of(a) == "int" for a in args) else "float"
+from attn_compiler.index_expr.nodes import (
+    FALSE,
+    ONE,
+    OPS,
+    TRUE,
+    ZERO,
+    Apply,
+    Const,
+    Expr,
+    Index,
+    Linear,
+    Load,
+    Test,
+    kind_of,
+)
 
 
 def linear(x: Expr) -> Linear:
@@ -444,113 +341,3 @@ def rebuilt(op: str, args: tuple[Expr, ...]) -> Expr:
     if op == "add":
         return add(args[0], args[1])
     return mul(*args) if op == "mul" else apply(op, *args)
-
-
-# ---- ranges --------------------------------------------------------------------------------------------------------
-
-#: largest value of each index, as a linear form: {"q": Sq - 1, "k": Skv - 1}
-Ranges = Mapping[str, Linear]
-
-
-def decide(x: Expr, ranges: Ranges) -> Expr:
-    """x with every comparison settled that holds (or fails) for all indices in their ranges."""
-    match x:
-        case Test(relation=relation, form=form):
-            return _decided(relation, form, ranges) or x
-        case Apply(op=op, args=args):
-            return rebuilt(op, tuple(decide(a, ranges) for a in args))
-        case _:
-            return x
-
-
-def _decided(relation: str, form: Linear, ranges: Ranges) -> Expr | None:
-    low, high = (_bound(form, ranges, lowest=lowest) for lowest in (True, False))
-    if relation == ">=":
-        if low is not None and low >= 0:
-            return TRUE
-        return FALSE if high is not None and high < 0 else None
-    apart = (low is not None and low > 0) or (high is not None and high < 0)
-    return Const(relation == "!=") if apart else None
-
-
-def _bound(form: Linear, ranges: Ranges, *, lowest: bool) -> int | None:
-    """A number that the form never goes below (above), if there is one. Sizes are at least 1."""
-    rest = form
-    for term, factor in form.terms:
-        if isinstance(term, Index) and (factor > 0) != lowest:
-            if term.name not in ranges:
-                return None
-            rest = combine(rest, combine(ranges[term.name], linear(term), -1), factor)
-    total = rest.const
-    for term, factor in rest.terms:
-        if isinstance(term, Index) and (factor > 0) == lowest:
-            continue
-        if isinstance(term, Size) and (factor > 0) == lowest:
-            total += factor
-            continue
-        return None
-    return total
-
-
-def lower_bound(x: Expr) -> int | None:
-    """A number that a whole-number expression never goes below, if there is one for all indices."""
-    return _bound(linear(x), {}, lowest=True) if kind_of(x) == "int" else None
-
-
-# ---- meaning and text ----------------------------------------------------------------------------------------------
-
-
-def evaluate(x: Expr, values: Mapping[str, int], load: Callable[[str, tuple[int, ...]], Any]) -> Any:
-    """The value for numbers of the indices and sizes. load(tensor, indices): an element of a run-time tensor."""
-    match x:
-        case Const(value=value):
-            return value
-        case Index(name=name) | Size(name=name):
-            return values[name]
-        case Load(tensor=tensor, at=at):
-            return load(tensor, tuple(int(evaluate(a, values, load)) for a in at))
-        case Linear(terms=terms, const=const):
-            return const + sum(factor * int(evaluate(term, values, load)) for term, factor in terms)
-        case Test(relation=relation, form=form):
-            number = evaluate(form, values, load)
-            return {">=": number >= 0, "==": number == 0, "!=": number != 0}[relation]
-        case Apply(op="where", args=(condition, a, b)):
-            return evaluate(a if evaluate(condition, values, load) else b, values, load)
-        case Apply(op=op, args=args):
-            return OPS[op][0](*(evaluate(a, values, load) for a in args))
-
-
-def text(x: Expr) -> str:
-    """For people: "k <= q ∧ attention_mask[b, k] != 0"."""
-    match x:
-        case Const(value=bool()):
-            return "true" if x.value else "false"
-        case Const(value=value):
-            return str(value) if isinstance(value, int) else f"{value:g}"
-        case Index(name=name) | Size(name=name):
-            return name
-        case Load(tensor=tensor, at=at):
-            return f"{tensor}[{', '.join(map(text, at))}]"
-        case Linear():
-            return _sum_text(x)
-        case Test(relation=relation, form=form):
-            return _test_text(relation, form)
-        case Apply(op="and" | "or" as op, args=args):
-            return "(" + OPS[op][1].join(map(text, args)) + ")" if op == "or" else OPS[op][1].join(map(text, args))
-        case Apply(op=op, args=args):
-            return OPS[op][1].format(*map(text, args))
-
-
-def _test_text(relation: str, form: Linear) -> str:
-    """Negative terms go to the other side: q - k >= 0 is printed as k <= q."""
-    left = Linear(tuple((t, -c) for t, c in form.terms if c < 0), -form.const if form.const < 0 else 0)
-    right = Linear(tuple((t, c) for t, c in form.terms if c > 0), form.const if form.const > 0 else 0)
-    if relation != ">=":
-        return f"{_sum_text(right)} {'=' if relation == '==' else '≠'} {_sum_text(left)}"
-    return f"{_sum_text(left)} <= {_sum_text(right)}"
-
-
-def _sum_text(form: Linear) -> str:
-    parts = [text(t) if c == 1 else f"{c}·{text(t)}" for t, c in form.terms]
-    parts += [str(form.const)] if form.const or not parts else []
-    return " + ".join(parts)

@@ -1,0 +1,81 @@
+"""The small language that masks and biases are recovered in: expressions over the indices (b, h, q, k) of a score. Pure data.
+
+Expressions are built by `apply` and its relatives only, which keep a normal form: numbers are folded, integer arithmetic is a
+linear form, an integer comparison is one of `form >= 0`, `form == 0`, `form != 0`, and conjunctions are flat and sorted. So two
+spellings of one mask meet in equal expressions, and `evaluate` gives the meaning back on real numbers and tensors.
+
+nodes.py: the data. building.py: the normal form. ranges.py: what the indices' ranges settle. meaning.py: values and text.
+"""
+
+from attn_compiler.index_expr.building import (
+    add,
+    apply,
+    as_bool,
+    as_int,
+    combine,
+    compare,
+    invert,
+    linear,
+    loads,
+    mentions,
+    mul,
+    rebuilt,
+    substitute,
+    test,
+    where,
+)
+from attn_compiler.index_expr.meaning import evaluate, text
+from attn_compiler.index_expr.nodes import (
+    FALSE,
+    ONE,
+    OPS,
+    TRUE,
+    ZERO,
+    Apply,
+    Const,
+    Expr,
+    Index,
+    Linear,
+    Load,
+    Size,
+    Test,
+    kind_of,
+)
+from attn_compiler.index_expr.ranges import Ranges, decide, lower_bound
+
+__all__ = [
+    "FALSE",
+    "ONE",
+    "OPS",
+    "TRUE",
+    "ZERO",
+    "Apply",
+    "Const",
+    "Expr",
+    "Index",
+    "Linear",
+    "Load",
+    "Ranges",
+    "Size",
+    "Test",
+    "add",
+    "apply",
+    "as_bool",
+    "as_int",
+    "combine",
+    "compare",
+    "decide",
+    "evaluate",
+    "invert",
+    "kind_of",
+    "linear",
+    "loads",
+    "lower_bound",
+    "mentions",
+    "mul",
+    "rebuilt",
+    "substitute",
+    "test",
+    "text",
+    "where",
+]

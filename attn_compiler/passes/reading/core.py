@@ -1,0 +1,156 @@
+"""The reader itself, and what every rule uses: conversions that are exact, and the indices of an operand that broadcasts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Apply, Const, Expr, Index, Load
+from attn_compiler.passes import axes, mutation
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.views import argument
+
+At = tuple[Expr, ...]
+ReadOp = Callable[["Reader", fx.Node, At], Expr | None]
+
+_DEEPEST = 200
+
+#: how Dynamo names what the model was called with: l_kwargs_attention_mask_
+_ARGUMENT = re.compile(r"^l_(?:kwargs_|self_)?(\w+?)_*$")
+
+
+class Unreadable(Exception):
+    """Reading would be wrong or endless; the text says why. Internal: the mask stays dense, with this reason."""
+
+
+class Reader:
+    """Reads elements of one mirror's nodes. rules: by ATen op. tensors: the node behind each name that a load uses.
+
+    An expression says what a tensor holds at one time. So a tensor that anything in the graph writes to in place is not read.
+    """
+
+    def __init__(self, mirror: Mirror, rules: Mapping[object, ReadOp]) -> None:
+        self._mirror = mirror
+        self._rules = rules
+        self._written = set().union(*(written for _, written in mirror.writers))
+        self._known: dict[tuple[fx.Node, At], Expr] = {}
+        self._depth = 0
+        self._scans = 0
+        self.tensors: dict[str, fx.Node] = {}
+
+    def read(self, node: fx.Node, at: At) -> Expr:
+        """The element of `node` at `at`, one expression a dimension."""
+        key = (node, at)
+        if key not in self._known:
+            self._known[key] = self._read(node, at)
+        return self._known[key]
+
+    def _read(self, node: fx.Node, at: At) -> Expr:
+        if self._written & mutation.storages(node):
+            raise Unreadable(f"{node.name} is written in place")
+        if self._depth == _DEEPEST:
+            raise Unreadable(f"more than {_DEEPEST} ops in a row")
+        held = self._mirror.constant(node)
+        if held is not None and held.numel() == 1:
+            return cast(Const(held.item()), held.dtype)
+        rule = self._rules.get(node.target)
+        if rule is None:
+            return self.load(node, at)
+        self._depth += 1
+        try:
+            found = rule(self, node, at)
+        finally:
+            self._depth -= 1
+        return found if found is not None else self.load(node, at)
+
+    def load(self, node: fx.Node, at: At) -> Expr:
+        """An element of the tensor itself."""
+        dynamo = self._mirror.dynamo_node(node)
+        name = dynamo.name if dynamo is not None else node.name
+        short = _ARGUMENT.sub(r"\1", name)
+        name = short if self.tensors.setdefault(short, node) is node else name
+        # A node that only the mirror has may be named as another one of Dynamo's is.
+        while self.tensors.setdefault(name, node) is not node:
+            name += "'"
+        return Load(name, at, kind_of_dtype(fake(node).dtype))
+
+    def scan_variable(self) -> Index:
+        """A new bound variable for a cumulative op."""
+        self._scans += 1
+        return Index(f"j{self._scans}")
+
+    def operand(self, x: Any, shape: torch.Size, at: At) -> Expr | None:
+        """An argument of a pointwise op: a number, or a tensor that broadcasts to `shape`."""
+        if isinstance(x, (bool, int, float)):
+            return Const(x)
+        if isinstance(x, torch.SymInt):
+            return size(axes.size_expr(x))
+        if not isinstance(x, fx.Node):
+            return None
+        if isinstance(x.meta.get("val"), torch.SymInt):
+            return size(axes.size_expr(x.meta["val"]))
+        return self.read(x, broadcast(fake(x), at)) if isinstance(x.meta.get("val"), torch.Tensor) else None
+
+
+def fake(node: fx.Node) -> torch.Tensor:
+    value: torch.Tensor = node.meta["val"]
+    return value
+
+
+def kind_of_dtype(dtype: torch.dtype) -> str:
+    return "bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "int"
+
+
+def broadcast(value: torch.Tensor, at: At) -> At:
+    """The indices of an operand that broadcasts: the last ones, 0 along axes of size one."""
+    own = at[len(at) - value.dim() :]
+    return tuple(ix.ZERO if axes.size_expr(s) == axes.ONE else i for i, s in zip(own, value.shape, strict=True))
+
+
+def size(expr: sympy.Expr) -> Expr | None:
+    """A size as an expression; None if it is no whole-number combination of symbols."""
+    total: Expr = ix.ZERO
+    for symbols, coefficient in expr.as_coefficients_dict().items():
+        if not coefficient.is_Integer or not (symbols == 1 or symbols.is_Symbol):
+            return None
+        part: Expr = ix.ONE if symbols == 1 else ix.Size(str(symbols))
+        total = ix.add(total, part, int(coefficient))
+    return total
+
+
+def dim_of(node: fx.Node, default: int | None = None) -> int | None:
+    given = argument(node, "dim", default)
+    return given if isinstance(given, int) else default
+
+
+def is_unbounded(dtype: torch.dtype) -> bool:
+    """Whether whole numbers of that dtype may be taken as unbounded: positions overflow uint8, and differences of them wrap."""
+    return dtype in (torch.int32, torch.int64)
+
+
+def fits(x: Expr, dtype: torch.dtype) -> bool:
+    """Whether a whole number or truth value surely survives a conversion to the dtype."""
+    if is_unbounded(dtype) or dtype == torch.bool or dtype.is_floating_point or ix.kind_of(x) == "bool":
+        return True
+    if isinstance(x, Const):
+        return in_range(x, dtype)
+    return isinstance(x, Apply) and x.op == "where" and all(fits(a, dtype) for a in x.args[1:])
+
+
+def in_range(x: Const, dtype: torch.dtype) -> bool:
+    return torch.iinfo(dtype).min <= x.value <= torch.iinfo(dtype).max
+
+
+def cast(x: Expr, dtype: torch.dtype) -> Expr:
+    """A dtype conversion of what fits into the dtype."""
+    if dtype == torch.bool:
+        return ix.as_bool(x)
+    if dtype.is_floating_point:
+        return x if ix.kind_of(x) == "float" else ix.apply("float", x)
+    return ix.as_int(x) if ix.kind_of(x) != "float" else ix.apply("int", x)
