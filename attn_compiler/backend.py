@@ -52,7 +52,7 @@ def _compile(
 ) -> Callable[..., Any]:
     # Imported at the first graph, so that naming the backend and printing its options stay cheap.
     from attn_compiler.lowerings import LOWERINGS
-    from attn_compiler.passes import run_pipeline
+    from attn_compiler.passes import rewrite
     from attn_compiler.report import publish
 
     if others:
@@ -60,7 +60,7 @@ def _compile(
     own, patches = split_options(mode, options)
     check_lowering_names(own, (lowering.name for lowering in LOWERINGS))
     targets = {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
-    report = run_pipeline(gm, own)
+    report = rewrite(gm, own).report
     _require_available(own, report, targets, LOWERINGS)
     publish(report, own)
     return _compile_inner(gm, example_inputs, own, patches, cache_key(own, targets), name)

@@ -39,10 +39,10 @@ class Pipeline:
     calls: list[tuple[fx.GraphModule, Options]] = field(default_factory=list)
     published: list[tuple[Report, Options]] = field(default_factory=list)
 
-    def run(self, gm: fx.GraphModule, options: Options) -> Report:
+    def run(self, gm: fx.GraphModule, options: Options) -> passes.Rewritten:
         self.calls.append((gm, options))
         self.rewrite(gm)
-        return self.report
+        return passes.Rewritten(report=self.report, units=(), originals=(), failed=False)
 
     def publish(self, report: Report, options: Options) -> None:
         self.published.append((report, options))
@@ -51,7 +51,7 @@ class Pipeline:
 @pytest.fixture
 def pipeline(monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     stand_in = Pipeline()
-    monkeypatch.setattr(passes, "run_pipeline", stand_in.run)
+    monkeypatch.setattr(passes, "rewrite", stand_in.run)
     monkeypatch.setattr(report, "publish", stand_in.publish)
     known = (_Lowering("sdpa"), _Lowering("cudnn", [NO_GPU]))
     monkeypatch.setattr(lowerings, "LOWERINGS", known)

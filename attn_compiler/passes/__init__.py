@@ -92,7 +92,22 @@ def check_contracts(pipeline: tuple[Pass, ...]) -> None:
 check_contracts(PIPELINE)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rewritten:
+    """What became of one graph. originals: each unit's graph as the model made it. failed: nothing was rewritten."""
+
+    report: Report
+    units: tuple[Unit, ...]
+    originals: tuple[fx.Graph, ...]
+    failed: bool
+
+
 def run_pipeline(gm: fx.GraphModule, options: Options, targets: dict[str, Target] | None = None) -> Report:
+    """As `rewrite`, for those who want the report alone."""
+    return rewrite(gm, options, targets).report
+
+
+def rewrite(gm: fx.GraphModule, options: Options, targets: dict[str, Target] | None = None) -> Rewritten:
     """Rewrite `gm` and the bodies nested in it in place, and say what was done.
 
     targets: by device type, for tests; a device that is missing there is this machine. If a pass fails, every graph is left as
@@ -100,19 +115,19 @@ def run_pipeline(gm: fx.GraphModule, options: Options, targets: dict[str, Target
     """
     found = units(gm, options, targets or {})
     dumper = Dumper.create(options.dump_dir if found else None, torch_compat.graph_name())
-    saved = [(unit.graph_module, torch_compat.copied_graph(unit.graph)) for unit in found]
+    originals = tuple(torch_compat.copied_graph(unit.graph) for unit in found)
     seconds = dict.fromkeys((step.name for step in PIPELINE), 0.0)
     failure = None
     try:
         for unit in found:
             _run(unit, dumper, seconds)
     except Exception as error:  # noqa: BLE001 (whatever breaks in a pass, the user's model still runs)
-        for graph_module, graph in saved:
-            graph_module.graph = graph
+        for unit, graph in zip(found, originals, strict=True):
+            unit.graph_module.graph = graph
         failure = _failed(error, options)
     report = summary.report(gm, found, seconds, failure)
     dumper.report(report)
-    return report
+    return Rewritten(report=report, units=tuple(found), originals=originals, failed=failure is not None)
 
 
 def _run(unit: Unit, dumper: Dumper, seconds: dict[str, float]) -> None:

@@ -31,7 +31,7 @@ def run(unit: Unit, mirror: Mirror) -> None:
     for site in unit.sites:
         unit.current = site.module
         try:
-            site.spec = describe(mirror, site.match, builder, reader)
+            _describe(mirror, site, builder, reader)
         except AxisError as error:
             unit.misses.append(_miss(site, error))
         else:
@@ -53,14 +53,17 @@ def compute_dtype(mirror: Mirror, match: Match) -> torch.dtype:
     return dtype
 
 
-def describe(mirror: Mirror, match: Match, builder: FakeBuilder[torch.Tensor], reader: Reader) -> AttentionSpec:
-    """The spec of one match, which loses a mask that the kernel needs no tensor for. Raises AxisError."""
+def _describe(mirror: Mirror, site: Site, builder: FakeBuilder[torch.Tensor], reader: Reader) -> None:
+    """Fill in the spec and the meaning of the mask. The match loses a mask that the kernel needs no tensor for. Raises AxisError."""
+    match = site.match
     out = emit.example(mirror, match.out)
     needs_grad = bool(out.requires_grad)
     bias = needs_grad and _wants_bias_gradient(mirror, match)
+    site.mask_terms = (*match.additive, *match.allowed)
     proved = _prove(match, reader, bias)
+    site.condition = proved.condition
     tensors = program.build(mirror, match, builder, compute_dtype(mirror, match))
-    return AttentionSpec(
+    site.spec = AttentionSpec(
         q=_tensor_spec(tensors.q, emit.example(mirror, match.q.root)),
         k=_tensor_spec(tensors.k, emit.example(mirror, match.k.root)),
         v=_tensor_spec(tensors.v, emit.example(mirror, match.v.root)),

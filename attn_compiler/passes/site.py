@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from attn_compiler.index_expr import Expr
 from attn_compiler.passes.axes import Atom, Dim, Dims, resolve
 from attn_compiler.report import Copy, Decision, Reason
 from attn_compiler.spec import AttentionSpec
@@ -111,12 +112,18 @@ class Match:
 
 @dataclass(kw_only=True, eq=False)
 class Site:
-    """A match on its way through the passes. new_out: the Dynamo node that took the old output's place."""
+    """A match on its way through the passes.
+
+    condition: when a (query, key) pair is allowed, if the mask could be read. mask_terms: what it was read from. new_out: the
+    Dynamo node that took the old output's place.
+    """
 
     match: Match
     module: str
     source: str | None = None
     spec: AttentionSpec | None = None
+    condition: Expr | None = None
+    mask_terms: tuple[Term, ...] = ()
     decision: Decision | None = None
     new_out: fx.Node | None = None
     copies: list[Copy] = field(default_factory=list)

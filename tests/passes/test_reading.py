@@ -16,8 +16,8 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index
 from attn_compiler.masks import MaskSpec
 from attn_compiler.passes import axes
-from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes import reading as reading_rules
+from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.reading import Unreadable
 from tests.passes.compiling import compiled, mark, mirror_of
 
