@@ -161,8 +161,17 @@ class _Tracing(fx.Interpreter):
             return self._enter(n)
         if n.target is torch.amp.autocast_mode._exit_autocast:
             return self._regions.pop().__exit__(None, None, None)
+        if self._is_among_skipped(n):
+            return n.meta["example_value"]
         hidden = n in self._skipped or is_opaque(n) or n.target in _READS_NUMBERS
         return self._stand_in(n) if hidden else super().run_node(n)
+
+    def _is_among_skipped(self, n: fx.Node) -> bool:
+        """Whether all around a skipped node is skipped too, or an input that only such nodes read: then nobody asks for it."""
+        return n in self._skipped and all(
+            other in self._skipped or (other.op == "placeholder" and self._skipped.issuperset(other.users))
+            for other in (*n.all_input_nodes, *n.users)
+        )
 
     def _enter(self, n: fx.Node) -> None:
         arguments: Any = n.args

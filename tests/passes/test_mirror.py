@@ -11,8 +11,9 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 from attn_compiler.passes import mirror as mirror_module
-from attn_compiler.passes import mutation
+from attn_compiler.passes import mutation, relevance
 from attn_compiler.passes.mirror import Mirror, is_opaque, opaque
+from attn_compiler.passes.unit import examples, is_anchor_like
 from attn_compiler.torch_tracing import fake_mode_of_values, tracing_in
 from tests.passes.compiling import captured, mark, mirror_of
 
@@ -238,3 +239,20 @@ def test_what_only_computes() -> None:
     calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
     assert all(mirror.computes_only(n) for n in calls)
     assert not any(mutation.writes(n) for n in mirror.graph.nodes)
+
+
+def test_what_lies_among_skipped_nodes_is_not_in_the_mirror() -> None:
+    """A view is never skipped, so what it looks at is known, and what that was made from is not."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, w)), w).view(-1)
+
+    gm, whole = captured(function, torch.randn(3, 4), torch.randn(4, 4))
+    skipped = relevance.skippable(gm.graph, is_anchor_like)
+    mode = fake_mode_of_values(examples(gm))
+    assert mode is not None
+    with tracing_in(mode):
+        small = mirror_module.build(gm, skipped)
+    first, gelu, second = (n for n in gm.graph.nodes if n in skipped)
+    assert [len(small.owned(n)) for n in (first, gelu, second)] == [0, 0, 1]
+    assert [len(whole.owned(n)) for n in (first, gelu, second)] == [1, 1, 1]
