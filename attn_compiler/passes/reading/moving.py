@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -41,6 +42,40 @@ def _reshaped(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 def _expanded(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     source = node.args[0]
     return reader.read(source, broadcast(fake(source), at)) if isinstance(source, fx.Node) else None
+
+
+def _repeated(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """repeat, tile: the whole tensor again and again, along new axes in front too."""
+    source, times = node.args[0], argument(node, "repeats", argument(node, "dims"))
+    if not isinstance(source, fx.Node) or not isinstance(times, (list, tuple)):
+        return None
+    sizes = axes.shape_exprs(fake(source))
+    times = [1] * (len(at) - len(times)) + list(times)
+    new = len(at) - len(sizes)
+    own = [_within(i, s, n) for i, s, n in zip(at[new:], sizes, times[new:], strict=True)]
+    return None if any(i is None for i in own) else reader.read(source, tuple(i for i in own if i is not None))
+
+
+def _within(i: Expr, size: sympy.Expr, times: object) -> Expr | None:
+    """The index below `size` that an index below times · size falls on."""
+    if size == axes.ONE:
+        return ix.ZERO
+    if isinstance(times, int) and times == 1:
+        return i
+    return ix.apply("mod", i, Const(int(size))) if size.is_Integer else None
+
+
+def _repeated_in_place(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """repeat_interleave: each element the same number of times."""
+    source, times, dim = node.args[0], argument(node, "repeats"), dim_of(node)
+    if not isinstance(source, fx.Node) or dim is None:
+        return None
+    dim %= len(at)
+    alone = axes.shape_exprs(fake(source))[dim] == axes.ONE
+    if not alone and not isinstance(times, int):
+        return None
+    own = ix.ZERO if alone else ix.apply("floordiv", at[dim], Const(times))  # type: ignore[arg-type]
+    return reader.read(source, (*at[:dim], own, *at[dim + 1 :]))
 
 
 def _transposed(reader: Reader, node: fx.Node, at: At) -> Expr | None:
@@ -119,6 +154,9 @@ READERS: dict[object, ReadOp] = {
     aten.reshape.default: _reshaped,
     aten.expand.default: _expanded,
     aten.expand_as.default: _expanded,
+    aten.repeat.default: _repeated,
+    aten.tile.default: _repeated,
+    aten.repeat_interleave.self_int: _repeated_in_place,
     aten.transpose.int: _transposed,
     aten.permute.default: _permuted,
     aten.select.int: _select,
