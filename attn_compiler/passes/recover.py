@@ -61,7 +61,7 @@ def _describe(mirror: Mirror, site: Site, builder: FakeBuilder[torch.Tensor], re
     bias = needs_grad and _wants_bias_gradient(mirror, match)
     site.mask_terms = (*match.additive, *match.allowed)
     proved = _prove(match, reader, bias)
-    site.condition = proved.condition
+    site.condition, site.loads = proved.condition, reader.tensors
     tensors = program.build(mirror, match, builder, compute_dtype(mirror, match))
     site.spec = AttentionSpec(
         q=_tensor_spec(tensors.q, emit.example(mirror, match.q.root)),

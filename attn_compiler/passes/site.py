@@ -5,6 +5,7 @@ Site space: one set of atoms (axes.py) for batch, head, query, key and head-dim 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -114,8 +115,8 @@ class Match:
 class Site:
     """A match on its way through the passes.
 
-    condition: when a (query, key) pair is allowed, if the mask could be read. mask_terms: what it was read from. new_out: the
-    Dynamo node that took the old output's place.
+    condition: when a (query, key) pair is allowed, if the mask could be read. mask_terms: what it was read from. loads: the
+    mirror node behind each name that a load of the condition uses. new_out: the Dynamo node that took the old output's place.
     """
 
     match: Match
@@ -124,6 +125,7 @@ class Site:
     spec: AttentionSpec | None = None
     condition: Expr | None = None
     mask_terms: tuple[Term, ...] = ()
+    loads: Mapping[str, fx.Node] = field(default_factory=dict)
     decision: Decision | None = None
     new_out: fx.Node | None = None
     copies: list[Copy] = field(default_factory=list)

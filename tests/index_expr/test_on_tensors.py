@@ -1,0 +1,176 @@
+"""Expressions on index tensors against the same expressions on numbers, element by element."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Load, Size, Test
+from attn_compiler.index_expr.on_tensors import ON_TENSORS, evaluate_on
+
+SIZES = {"b": 2, "h": 1, "q": 3, "k": 4}
+SYMBOLS = {"s0": 5}
+TENSORS = {
+    "flags": torch.tensor([[True, False, True, True], [False, False, True, False]]),
+    "lengths": torch.tensor([2, -1, 0], dtype=torch.int32),
+    "slopes": torch.tensor([0.5, -1.25, 3.0, 0.0], dtype=torch.float32),
+    "length": torch.tensor(3),
+}
+RANKS = {"flags": (2, "bool"), "lengths": (1, "int"), "slopes": (1, "float"), "length": (0, "int")}
+
+# ---- random expressions, by the kind of their value; not through the builders, which would simplify most of them away ---
+
+
+def _load(kind: str, index: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
+    names = [name for name, (_, own) in RANKS.items() if own == kind]
+    return st.one_of(*(st.builds(Load, st.just(n), st.tuples(*[index] * RANKS[n][0]), st.just(kind)) for n in names))
+
+
+def _apply(op: str, *args: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
+    return st.builds(Apply, st.just(op), st.tuples(*args))
+
+
+_small = st.integers(-4, 6)
+_indices: st.SearchStrategy[Expr] = st.sampled_from([Index(name) for name in SIZES])
+_ints: st.SearchStrategy[Expr] = st.deferred(
+    lambda: st.one_of(
+        st.builds(Const, _small),
+        _indices,
+        st.just(Size("s0")),
+        st.builds(Linear, st.lists(st.tuples(_ints, _small), max_size=3).map(tuple), _small),
+        _load("int", _indices),
+        *(_apply(op, _ints, _ints) for op in ("floordiv", "mod", "mul", "add", "min", "max")),
+        _apply("abs", _ints),
+        _apply("int", _floats),
+        _apply("where", _bools, _ints, _ints),
+    )
+)
+_floats: st.SearchStrategy[Expr] = st.deferred(
+    lambda: st.one_of(
+        st.builds(Const, st.sampled_from([0.0, -0.5, 2.25, 1e4])),
+        _load("float", _indices),
+        _apply("float", _ints),
+        *(_apply(op, _floats, _floats) for op in ("add", "min", "max")),
+        _apply("mul", _floats, st.builds(Const, st.sampled_from([0.5, -1.5]))),
+        _apply("div", _ints, st.builds(Const, st.sampled_from([3, 0.5]))),
+        _apply("abs", _floats),
+        _apply("where", _bools, _floats, _floats),
+    )
+)
+_bools: st.SearchStrategy[Expr] = st.deferred(
+    lambda: st.one_of(
+        st.builds(Const, st.booleans()),
+        st.builds(
+            Test,
+            st.sampled_from([">=", "==", "!="]),
+            st.builds(Linear, st.lists(st.tuples(_ints, _small), max_size=2).map(tuple), _small),
+        ),
+        _load("bool", _indices),
+        st.lists(_bools, min_size=1, max_size=3).map(lambda xs: Apply("and", tuple(xs))),
+        st.lists(_bools, min_size=1, max_size=3).map(lambda xs: Apply("or", tuple(xs))),
+        _apply("not", _bools),
+        _apply("xor", _bools, _bools),
+        *(_apply(op, kind, kind) for op in ("eq", "lt") for kind in (_ints, _floats)),
+        _apply("where", _bools, _bools, _bools),
+    )
+)
+
+
+# ---- the two evaluations ------------------------------------------------------------------------------------------
+
+
+def _element(name: str, at: tuple[int, ...]) -> Any:
+    return TENSORS[name][at].item()
+
+
+def _one_by_one(x: Expr) -> list[Any]:
+    places = itertools.product(*(range(size) for size in SIZES.values()))
+    return [ix.evaluate(x, {**SYMBOLS, **dict(zip(SIZES, place, strict=True))}, _element) for place in places]
+
+
+def _at_once(x: Expr) -> list[Any]:
+    grids = torch.meshgrid(*(torch.arange(size) for size in SIZES.values()), indexing="ij")
+    values = {**SYMBOLS, **dict(zip(SIZES, grids, strict=True))}
+    return evaluate_on(x, values, TENSORS).expand(*SIZES.values()).flatten().tolist()
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+@given(st.one_of(_ints, _bools, _floats))
+def test_equals_evaluate_at_every_index(x: Expr) -> None:
+    try:
+        expected = _one_by_one(x)
+    except (IndexError, ZeroDivisionError):
+        expected = []
+    if expected:
+        assert all(map(_same, _at_once(x), expected)), ix.text(x)
+    else:
+        with pytest.raises((IndexError, ZeroDivisionError)):
+            _at_once(x)
+
+
+@pytest.mark.parametrize("op", ["log", "exp"])
+def test_functions_of_numbers(op: str) -> None:
+    x = Apply(op, (ix.add(Index("k"), ix.ONE),))
+    assert _at_once(x) == pytest.approx(_one_by_one(x))
+
+
+def test_every_op_has_a_meaning() -> None:
+    assert {*ON_TENSORS, "where"} == set(ix.OPS)
+
+
+def test_unknown_op_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="'cosine'"):
+        _at_once(Apply("cosine", (Index("q"),)))
+
+
+# ---- what only counts in the branch that is taken -----------------------------------------------------------------
+
+_BEYOND = Load("lengths", (Index("k"),), "int")
+
+
+def test_reading_beyond_a_tensor_is_an_error() -> None:
+    with pytest.raises(IndexError, match="lengths has size 3 in dimension 0"):
+        _at_once(_BEYOND)
+
+
+def test_reading_beyond_a_tensor_in_the_branch_not_taken_is_none() -> None:
+    x = Apply("where", (ix.compare("<", Index("k"), Const(3)), _BEYOND, Const(7)))
+    assert _at_once(x) == _one_by_one(x)
+
+
+def test_an_index_below_zero_counts_from_the_end() -> None:
+    x = Load("slopes", (Linear(((Index("k"), 1),), -4),), "float")
+    assert _at_once(x) == _one_by_one(x)
+
+
+def test_dividing_by_zero_in_the_branch_not_taken_is_none() -> None:
+    quotient = Apply("floordiv", (Const(6), Index("q")))
+    x = Apply("where", (ix.compare(">", Index("q"), ix.ZERO), quotient, ix.ZERO))
+    assert _at_once(x) == _one_by_one(x)
+    with pytest.raises(ZeroDivisionError):
+        _at_once(quotient)
+
+
+def test_missing_names() -> None:
+    with pytest.raises(KeyError, match="s9"):
+        _at_once(Size("s9"))
+    with pytest.raises(KeyError, match="nothing"):
+        _at_once(Load("nothing", (), "int"))
+
+
+def test_index_tensors_may_broadcast_and_loads_of_any_dtype_are_exact() -> None:
+    values = {"q": torch.arange(3)[:, None], "k": torch.arange(4)}
+    tensors = {"x": torch.tensor([1.5, 2.0, -3.0, 0.1], dtype=torch.bfloat16)}
+    got = evaluate_on(Apply("add", (Load("x", (Index("k"),), "float"), Index("q"))), values, tensors)
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got, tensors["x"].double() + torch.arange(3)[:, None], rtol=0, atol=0)
