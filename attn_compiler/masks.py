@@ -1,12 +1,43 @@
 """Which (query, key) pairs an attention may use: `MaskSpec` is a conjunction of kinds. Pure data, no FX, no CUDA.
 
-To add a kind: one class here with `words`, its name in KINDS, and its test. Lowerings refuse a kind until they list it.
+A proved kind has `words` for people, its `formula`, and a reference, `mask_mod(b, h, q, k, inputs)`: the kind's meaning for one
+pair, which every kernel and every recovery is held against. What depends on run-time tensors holds an index expression.
+
+To add a kind: one class here, its name in PROVED_KINDS (KINDS, if lowerings apply it), its recogniser in passes/kinds.py, and
+its test. Lowerings refuse a kind until they list it.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Expr, Index
+
+
+def _no_tensor(tensor: str, at: tuple[int, ...]) -> Any:
+    raise LookupError(f"the mask reads {tensor}{list(at)}, and no run-time tensors were given")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a mask depends on besides the pair.
+
+    seqlen_q, seqlen_kv: sizes of the scores. load(tensor, indices): an element of a run-time tensor. sizes: every symbolic size
+    that the mask's expressions name.
+    """
+
+    seqlen_q: int
+    seqlen_kv: int
+    load: Callable[[str, tuple[int, ...]], Any] = _no_tensor
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def value(self, x: Expr, b: int, h: int, q: int, k: int) -> Any:
+        """An index expression's value for one pair. Raises LookupError for a tensor or a size that was not given."""
+        return ix.evaluate(x, {**self.sizes, "b": b, "h": h, "q": q, "k": k}, self.load)
 
 
 class Alignment(enum.Enum):
@@ -26,9 +57,13 @@ class Causal:
     def words(self) -> str:
         return "causal" if self.alignment is Alignment.TOP_LEFT else "causal (bottom-right)"
 
-    def mask_mod(self, q: int, k: int, *, seqlen_q: int, seqlen_kv: int) -> bool:
-        """The kind's meaning for one pair: the reference that every kernel and every recovery is held against."""
-        shift = 0 if self.alignment is Alignment.TOP_LEFT else seqlen_kv - seqlen_q
+    @property
+    def formula(self) -> str:
+        return "k <= q" if self.alignment is Alignment.TOP_LEFT else "k <= q + Skv - Sq"
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        shift = 0 if self.alignment is Alignment.TOP_LEFT else inputs.seqlen_kv - inputs.seqlen_q
         return k <= q + shift
 
 
@@ -73,13 +108,23 @@ KINDS: tuple[type[MaskKind], ...] = (Causal, Dense, Opaque)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CausalFrom:
-    """k <= q + offset, where the offset is a formula over sizes and run-time tensors (a cache's length)."""
+    """k <= q + offset. offset: over b, sizes and run-time tensors (how much a cache holds); -1 is strictly causal."""
 
-    offset: str
+    offset: Expr
 
     @property
     def words(self) -> str:
-        return f"causal from {self.offset}"
+        if self.offset == ix.Const(-1):
+            return "strictly causal"
+        return f"causal from {ix.text(self.offset)}"
+
+    @property
+    def formula(self) -> str:
+        return ix.text(ix.compare("<=", Index("k"), ix.add(Index("q"), self.offset)))
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        return bool(k <= q + inputs.value(self.offset, b, h, q, k))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,89 +139,189 @@ class SlidingWindow:
         sides = [f"{n} {side}" for n, side in ((self.left, "back"), (self.right, "ahead")) if n is not None]
         return f"window ({', '.join(sides)})"
 
-    def mask_mod(self, q: int, k: int) -> bool:
-        """The kind's meaning for one pair."""
+    @property
+    def formula(self) -> str:
+        low = f"q - {self.left} <= " if self.left is not None else ""
+        high = f" <= q + {self.right}" if self.right is not None else ""
+        return f"{low}k{high}"
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
         return (self.left is None or k >= q - self.left) and (self.right is None or k <= q + self.right)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeyPadding:
-    """Key k of batch row b is allowed where `tensor` says so, whatever the query. text: the condition as a formula."""
+class Prefix:
+    """k < length or k <= q: all see the prefix, the rest is causal. length: over b, sizes and run-time tensors."""
 
-    tensor: str
-    text: str
-    inverted: bool = False
+    length: Expr
 
     @property
     def words(self) -> str:
-        return f"key padding {self.text}"
+        return f"causal after a prefix of {ix.text(self.length)}"
+
+    @property
+    def formula(self) -> str:
+        return f"(k < {ix.text(self.length)} ∨ k <= q)"
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        return bool(k <= q or k < inputs.value(self.length, b, h, q, k))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyPadding:
+    """Key k of batch row b is allowed where the condition over (b, k) holds, whatever the query and the head.
+
+    Its run-time tensors may leave out any keys: at the left, at the right, or between others. See KeyBound for one that can't.
+    """
+
+    condition: Expr
+
+    @property
+    def words(self) -> str:
+        loaded, negated = ix.nonzero(self.condition)
+        if isinstance(loaded, ix.Load):
+            return f"key padding {'¬' * negated}{ix.text(loaded)}"
+        return f"keys where {self.formula}"
+
+    @property
+    def formula(self) -> str:
+        return ix.text(self.condition)
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        return bool(inputs.value(self.condition, b, h, q, k))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyBound:
-    """k <= bound ("last") or k >= bound ("first"), a formula over run-time tensors: the filled part of a cache."""
+    """k <= bound ("last") or k >= bound ("first"); bound: over b, sizes and run-time tensors.
+
+    The keys that are left out are in one piece: right ("last") or left ("first") padding where the bound is a batch row's own,
+    else the part of a cache that is not filled.
+    """
 
     side: str
-    bound: str
+    bound: Expr
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether each batch row has its own bound."""
+        return ix.mentions(self.bound, Index("b"))
 
     @property
     def words(self) -> str:
-        return f"keys {'up to' if self.side == 'last' else 'from'} {self.bound}"
+        what = f"{'right' if self.side == 'last' else 'left'} padding, " if self.is_padding else ""
+        return f"{what}keys {'up to' if self.side == 'last' else 'from'} {ix.text(self.bound)}"
+
+    @property
+    def formula(self) -> str:
+        return ix.text(ix.compare("<=" if self.side == "last" else ">=", Index("k"), self.bound))
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        bound = inputs.value(self.bound, b, h, q, k)
+        return bool(k <= bound if self.side == "last" else k >= bound)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """Query and key belong to the same document: tensor[b, q] == tensor[b, k]."""
+    """Query and key belong to the same document. of_key: the key's document, over (b, k); the query's is the same at q."""
 
-    tensor: str
+    of_key: Expr
+
+    @property
+    def of_query(self) -> Expr:
+        return ix.substitute(self.of_key, Index("k"), Index("q"))
 
     @property
     def words(self) -> str:
-        return f"document {self.tensor}[b, q] = {self.tensor}[b, k]"
+        return f"document {self.formula}"
+
+    @property
+    def formula(self) -> str:
+        return f"{ix.text(self.of_query)} = {ix.text(self.of_key)}"
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        return bool(inputs.value(self.of_key, b, h, q, q) == inputs.value(self.of_key, b, h, q, k))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunked:
-    """Query and key fall into the same chunk of `size` positions (Llama 4)."""
+    """Query and key fall into the same chunk of `size` positions (Llama 4), counted from `start`, which may differ by batch row."""
 
     size: int
+    start: Expr = ix.ZERO
 
     @property
     def words(self) -> str:
-        return f"chunks of {self.size}"
+        return f"chunks of {self.size}" + ("" if self.start == ix.ZERO else f" from {ix.text(self.start)}")
 
-    def mask_mod(self, q: int, k: int) -> bool:
-        """The kind's meaning for one pair."""
-        return q // self.size == k // self.size
+    @property
+    def formula(self) -> str:
+        query, key = (
+            ix.text(ix.apply("floordiv", ix.add(Index(i), self.start, -1), ix.Const(self.size))) for i in "qk"
+        )
+        return f"{query} = {key}"
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        start = inputs.value(self.start, b, h, q, k)
+        return bool((q - start) // self.size == (k - start) // self.size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnyOf:
-    """One of the alternatives holds, each a conjunction of kinds (a prefix that all may see, an image block)."""
+    """One of the alternatives holds, each a conjunction of kinds (causal, or the same image block)."""
 
     alternatives: tuple[tuple[ProvedKind, ...], ...]
 
     @property
     def words(self) -> str:
-        return " or ".join("(" + " ∧ ".join(k.words for k in kinds) + ")" for kinds in self.alternatives)
+        return " ∨ ".join(_grouped([kind.words for kind in kinds]) for kinds in self.alternatives)
+
+    @property
+    def formula(self) -> str:
+        return "(" + " ∨ ".join(_grouped([kind.formula for kind in kinds]) for kinds in self.alternatives) + ")"
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        return any(all(kind.mask_mod(b, h, q, k, inputs) for kind in kinds) for kinds in self.alternatives)
+
+
+def _grouped(texts: list[str]) -> str:
+    joined = " ∧ ".join(texts) or "true"
+    return f"({joined})" if len(texts) > 1 else joined
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formula:
-    """A condition that was read in full and has no kind of its own yet."""
+    """A condition over (b, h, q, k) that was read in full and has no kind of its own."""
 
-    text: str
+    condition: Expr
 
     @property
     def words(self) -> str:
-        return self.text
+        return self.formula
+
+    @property
+    def formula(self) -> str:
+        return ix.text(self.condition)
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        return bool(inputs.value(self.condition, b, h, q, k))
 
 
-ProvedKind = Causal | CausalFrom | SlidingWindow | KeyPadding | KeyBound | Document | Chunked | AnyOf | Formula
+ProvedKind = Causal | CausalFrom | SlidingWindow | Prefix | KeyPadding | KeyBound | Document | Chunked | AnyOf | Formula
+#: in the order in which they are printed
 PROVED_KINDS: tuple[type[ProvedKind], ...] = (
     Causal,
     CausalFrom,
     SlidingWindow,
+    Prefix,
     KeyPadding,
     KeyBound,
     Document,
@@ -205,6 +350,11 @@ class MaskSpec:
         if meaning == applied:
             return f"{applied} (proved)"
         return f"{meaning} (proved), as {applied}" if meaning else applied
+
+    @property
+    def formula(self) -> str | None:
+        """What was proved, over (b, h, q, k); None if nothing was. A mask that lets everything through has none."""
+        return " ∧ ".join(kind.formula for kind in self.proved) or None
 
     @property
     def is_causal(self) -> bool:

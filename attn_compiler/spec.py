@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import typing
 from dataclasses import dataclass
 from typing import Any
 
-from attn_compiler import masks, scores
+from attn_compiler import index_expr, masks, scores
 
 Dim = int | str
 
@@ -112,9 +113,18 @@ _CLASSES: dict[str, type[Any]] = {
 }
 
 
+#: written as {"expr": its class, "of": its fields}
+_EXPRESSIONS: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(index_expr.Expr)}
+
+
 def _encode(value: Any) -> Any:
     if isinstance(value, masks.Alignment):
         return {"kind": "Alignment", "value": value.value}
+    if type(value).__name__ in _EXPRESSIONS:
+        return {
+            "expr": type(value).__name__,
+            "of": [_encode(getattr(value, f.name)) for f in dataclasses.fields(value)],
+        }
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"kind": type(value).__name__, **fields}
@@ -127,6 +137,8 @@ def _decode(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_decode(v) for v in value)
     if isinstance(value, dict):
+        if "expr" in value:
+            return _EXPRESSIONS[value["expr"]](*map(_decode, value["of"]))
         if value["kind"] == "Alignment":
             return masks.Alignment(value["value"])
         cls = _CLASSES[value["kind"]]

@@ -4,26 +4,27 @@ Expressions are built by `apply` and its relatives only, which keep a normal for
 linear form, an integer comparison is one of `form >= 0`, `form == 0`, `form != 0`, and conjunctions are flat and sorted. So two
 spellings of one mask meet in equal expressions, and `evaluate` gives the meaning back on real numbers and tensors.
 
-nodes.py: the data. building.py: the normal form. ranges.py: what the indices' ranges settle. meaning.py: values and text.
+nodes.py: the data. building.py: the normal form. looking.py: what is in one. ranges.py: what the indices' ranges
+settle. meaning.py: values and text.
 """
 
 from attn_compiler.index_expr.building import (
     add,
     apply,
     as_bool,
+    as_float,
     as_int,
     combine,
     compare,
     invert,
     linear,
-    loads,
-    mentions,
     mul,
     rebuilt,
     substitute,
     test,
     where,
 )
+from attn_compiler.index_expr.looking import is_exact, loads, mentions, nonzero
 from attn_compiler.index_expr.meaning import evaluate, text
 from attn_compiler.index_expr.nodes import (
     FALSE,
@@ -41,7 +42,7 @@ from attn_compiler.index_expr.nodes import (
     Test,
     kind_of,
 )
-from attn_compiler.index_expr.ranges import Ranges, decide, lower_bound
+from attn_compiler.index_expr.ranges import Ranges, bounds, decide, lower_bound
 
 __all__ = [
     "FALSE",
@@ -61,18 +62,22 @@ __all__ = [
     "add",
     "apply",
     "as_bool",
+    "as_float",
     "as_int",
+    "bounds",
     "combine",
     "compare",
     "decide",
     "evaluate",
     "invert",
+    "is_exact",
     "kind_of",
     "linear",
     "loads",
     "lower_bound",
     "mentions",
     "mul",
+    "nonzero",
     "rebuilt",
     "substitute",
     "test",

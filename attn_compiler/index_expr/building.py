@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable
 
 from attn_compiler.index_expr.nodes import (
     FALSE,
@@ -19,6 +20,9 @@ from attn_compiler.index_expr.nodes import (
     Test,
     kind_of,
 )
+
+#: float ops whose results are rounded even for whole numbers
+_ROUNDED = frozenset({"div", "log", "exp", "pow"})
 
 
 def linear(x: Expr) -> Linear:
@@ -57,9 +61,9 @@ def add(a: Expr, b: Expr, factor: int = 1) -> Expr:
     if factor != 1:
         b = mul(b, Const(factor))
     if isinstance(a, Const) and a.value == 0:
-        return b
+        return as_float(b)
     if isinstance(b, Const) and b.value == 0:
-        return a
+        return as_float(a)
     return _lifted("add", a, b)
 
 
@@ -71,8 +75,9 @@ def mul(a: Expr, b: Expr) -> Expr:
         a, b = as_int(a), as_int(b)
         if isinstance(b, Const):
             return _plain(combine(Linear(()), linear(a), int(b.value)))
+        return _lifted("mul", a, b)
     if isinstance(b, Const) and b.value == 1:
-        return a
+        return as_float(a)
     return _lifted("mul", a, b)
 
 
@@ -81,6 +86,11 @@ def as_int(x: Expr) -> Expr:
     if isinstance(x, Const) and isinstance(x.value, bool):
         return Const(int(x.value))
     return where(x, ONE, ZERO) if kind_of(x) == "bool" else x
+
+
+def as_float(x: Expr) -> Expr:
+    """The same number as a float."""
+    return x if kind_of(x) == "float" else apply("float", x)
 
 
 def as_bool(x: Expr) -> Expr:
@@ -97,9 +107,17 @@ def as_bool(x: Expr) -> Expr:
 
 
 def test(relation: str, form: Linear) -> Expr:
-    """The comparison of a linear form with zero, in a normal form: an equation's leading coefficient is positive."""
+    """The comparison of a linear form with zero, in a normal form.
+
+    Coefficients have no common divisor; the leading one of an equation is positive.
+    """
     if not form.terms:
         return Const({">=": form.const >= 0, "==": form.const == 0, "!=": form.const != 0}[relation])
+    divisor = math.gcd(*(factor for _, factor in form.terms))
+    if relation != ">=" and form.const % divisor:
+        return Const(relation == "!=")
+    # 2q - 2k + 1 >= 0 is q - k >= 0: over whole numbers the rest of the division never counts.
+    form = Linear(tuple((term, factor // divisor) for term, factor in form.terms), form.const // divisor)
     if relation != ">=" and form.terms[0][1] < 0:
         form = combine(Linear(()), form, -1)
     chosen = _test_of_choice(relation, form)
@@ -191,11 +209,15 @@ def invert(x: Expr) -> Expr:
 
 def where(condition: Expr, a: Expr, b: Expr) -> Expr:
     """a where the condition holds, else b."""
+    kinds = {kind_of(a), kind_of(b)}
+    if len(kinds) > 1:
+        convert = as_float if "float" in kinds else as_int
+        return where(condition, convert(a), convert(b))
     if isinstance(condition, Const):
         return a if condition.value else b
     if a == b:
         return a
-    if kind_of(a) == kind_of(b) == "bool":
+    if kinds == {"bool"}:
         return _where_bools(condition, a, b)
     pinned = _pinned(condition)
     if pinned is not None and substitute(b, *pinned) == substitute(a, *pinned):
@@ -245,8 +267,11 @@ def apply(op: str, *args: Expr) -> Expr:
         return invert(args[0])
     if op == "where":
         return where(*args)
-    if all(isinstance(a, Const) for a in args):
-        return Const(OPS[op][0](*(a.value for a in args)))  # type: ignore[union-attr]
+    if op in ("abs", "min", "max", "floordiv", "mod"):
+        args = _alike(args)
+    values = [a.value for a in args if isinstance(a, Const)]
+    if len(values) == len(args) and _has_value(op, values):
+        return Const(OPS[op][0](*values))
     if op == "xor":
         return _xor(*args)
     if op == "float" and isinstance(args[0], Apply) and args[0].op == "where":
@@ -259,6 +284,23 @@ def apply(op: str, *args: Expr) -> Expr:
     if op in ("min", "max") and args[0] == args[1]:
         return args[0]
     return Apply(op, args)
+
+
+def _alike(args: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """Arguments of arithmetic: all whole numbers, or all floats."""
+    return tuple(map(as_float if any(kind_of(a) == "float" for a in args) else as_int, args))
+
+
+def _has_value(op: str, values: list[bool | int | float]) -> bool:
+    """Whether an op can be done now: a division of whole numbers by zero, or a NaN as a whole number, is nobody's value.
+
+    Nor is what a float op rounds: the model's dtype rounds it another way, and `is_exact` has to find it.
+    """
+    if op in _ROUNDED:
+        return False
+    if op in ("floordiv", "mod"):
+        return values[1] != 0 and all(map(math.isfinite, values))
+    return op != "int" or math.isfinite(values[0])
 
 
 def _xor(a: Expr, b: Expr) -> Expr:
@@ -278,10 +320,35 @@ def _junction(op: str, args: tuple[Expr, ...]) -> Expr:
                 return absorbing
             if part != neutral:
                 flat[part] = None
-    if any(invert(part) in flat for part in flat):
+    kept = _without_implied(op, _strongest(op, flat))
+    if any(invert(part) in kept for part in kept):
         return absorbing
-    parts = sorted(flat, key=str)
+    parts = sorted(kept, key=str)
     return neutral if not parts else parts[0] if len(parts) == 1 else Apply(op, tuple(parts))
+
+
+def _strongest(op: str, parts: Iterable[Expr]) -> list[Expr]:
+    """Of bounds on the same form, the one that decides: k <= q ∧ k <= q + 3 is k <= q."""
+    bounds: dict[tuple[tuple[Expr, int], ...], int] = {}
+    rest = []
+    for part in parts:
+        if isinstance(part, Test) and part.relation == ">=":
+            terms, const = part.form.terms, part.form.const
+            choose = min if op == "and" else max
+            bounds[terms] = choose(bounds.get(terms, const), const)
+        else:
+            rest.append(part)
+    return rest + [Test(">=", Linear(terms, const)) for terms, const in bounds.items()]
+
+
+def _without_implied(op: str, parts: list[Expr]) -> list[Expr]:
+    """a ∨ (a ∧ b) is a, and a ∧ (a ∨ b) is a."""
+    other = "or" if op == "and" else "and"
+
+    def is_implied(part: Expr) -> bool:
+        return isinstance(part, Apply) and part.op == other and any(arg in parts for arg in part.args)
+
+    return [part for part in parts if not is_implied(part)]
 
 
 def substitute(x: Expr, index: Expr, by: Expr) -> Expr:
@@ -302,38 +369,6 @@ def substitute(x: Expr, index: Expr, by: Expr) -> Expr:
             return rebuilt(op, tuple(substitute(a, index, by) for a in args))
         case _:
             return x
-
-
-def mentions(x: Expr, index: Index) -> bool:
-    """Whether the index occurs anywhere in x."""
-    match x:
-        case Index():
-            return x == index
-        case Linear(terms=terms):
-            return any(mentions(term, index) for term, _ in terms)
-        case Test(form=form):
-            return mentions(form, index)
-        case Load(at=args) | Apply(args=args):
-            return any(mentions(a, index) for a in args)
-        case _:
-            return False
-
-
-def loads(x: Expr) -> Iterator[Load]:
-    """Every load in x, outermost first."""
-    match x:
-        case Load(at=at):
-            yield x
-            for a in at:
-                yield from loads(a)
-        case Linear(terms=terms):
-            for term, _ in terms:
-                yield from loads(term)
-        case Test(form=form):
-            yield from loads(form)
-        case Apply(args=args):
-            for a in args:
-                yield from loads(a)
 
 
 def rebuilt(op: str, args: tuple[Expr, ...]) -> Expr:

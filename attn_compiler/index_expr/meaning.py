@@ -28,25 +28,56 @@ def evaluate(x: Expr, values: Mapping[str, int], load: Callable[[str, tuple[int,
             return OPS[op][0](*(evaluate(a, values, load) for a in args))
 
 
+# ---- text ---------------------------------------------------------------------------------------------------------
+
+#: how tightly a text holds together, from the loosest; in a looser place it needs no brackets
+_OR, _AND, _COMPARISON, _SUM, _PRODUCT, _WHOLE = range(6)
+
+
 def text(x: Expr) -> str:
-    """For people: "k <= q ∧ attention_mask[b, k] != 0"."""
+    """For people: "k <= q ∧ attention_mask[b, k] ≠ 0"."""
+    return _text(x, _AND)
+
+
+def _text(x: Expr, place: int) -> str:
+    """place: how tightly the text has to hold together; it is put in brackets if it doesn't."""
+    written, tightness = _written(x)
+    return written if tightness >= place else f"({written})"
+
+
+def _written(x: Expr) -> tuple[str, int]:
     match x:
-        case Const(value=bool()):
-            return "true" if x.value else "false"
         case Const(value=value):
-            return str(value) if isinstance(value, int) else f"{value:g}"
+            return _number_text(value), _WHOLE if isinstance(value, bool) or value >= 0 else _SUM
         case Index(name=name) | Size(name=name):
-            return name
+            # A size may be a product of symbols.
+            return name, _WHOLE if name.replace("_", "").isalnum() else _OR
         case Load(tensor=tensor, at=at):
-            return f"{tensor}[{', '.join(map(text, at))}]"
+            return (f"{tensor}[{', '.join(map(text, at))}]" if at else tensor), _WHOLE
         case Linear():
-            return _sum_text(x)
+            return _sum_text(x), _SUM
         case Test(relation=relation, form=form):
-            return _test_text(relation, form)
+            return _test_text(relation, form), _COMPARISON
         case Apply(op="and" | "or" as op, args=args):
-            return "(" + OPS[op][1].join(map(text, args)) + ")" if op == "or" else OPS[op][1].join(map(text, args))
+            tightness = _AND if op == "and" else _OR
+            # Brackets around "and" inside "or" too, for those who don't know which binds tighter.
+            return OPS[op][1].join(_text(a, _COMPARISON) for a in args), tightness
+        case Apply(op="not", args=(inner,)):
+            return f"¬{_text(inner, _WHOLE)}", _WHOLE
+        case Apply(op="abs" | "min" | "max" | "float" | "int" | "log" | "exp" as op, args=args):
+            return OPS[op][1].format(*(_text(a, _OR) for a in args)), _WHOLE
+        case Apply(op="where", args=(condition, a, b)):
+            return OPS["where"][1].format(_text(condition, _AND), _text(a, _SUM), _text(b, _SUM)), _WHOLE
+        case Apply(op="eq" | "lt" | "xor" as op, args=args):
+            return OPS[op][1].format(*(_text(a, _SUM) for a in args)), _WHOLE
         case Apply(op=op, args=args):
-            return OPS[op][1].format(*map(text, args))
+            return OPS[op][1].format(*(_text(a, _PRODUCT) for a in args)), _WHOLE
+
+
+def _number_text(value: float) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _test_text(relation: str, form: Linear) -> str:
@@ -55,10 +86,18 @@ def _test_text(relation: str, form: Linear) -> str:
     right = Linear(tuple((t, c) for t, c in form.terms if c > 0), form.const if form.const > 0 else 0)
     if relation != ">=":
         return f"{_sum_text(right)} {'=' if relation == '==' else '≠'} {_sum_text(left)}"
+    if not right.terms:
+        # The bound stands alone: k <= -3, not k + 3 <= 0.
+        left, right = Linear(left.terms), Linear((), right.const - left.const)
     return f"{_sum_text(left)} <= {_sum_text(right)}"
 
 
 def _sum_text(form: Linear) -> str:
-    parts = [text(t) if c == 1 else f"{c}·{text(t)}" for t, c in form.terms]
-    parts += [str(form.const)] if form.const or not parts else []
-    return " + ".join(parts)
+    """Positive terms first, so that no sum begins with a sign where it can be helped."""
+    signed = sorted(form.terms, key=lambda tc: tc[1] < 0)
+    parts = [(c, _text(t, _WHOLE) if abs(c) == 1 else f"{abs(c)}·{_text(t, _WHOLE)}") for t, c in signed]
+    parts += [(form.const, str(abs(form.const)))] if form.const or not parts else []
+    parts.sort(key=lambda part: part[0] < 0)
+    first, *rest = parts
+    written = f"-{first[1]}" if first[0] < 0 else first[1]
+    return written + "".join(f" {'-' if c < 0 else '+'} {t}" for c, t in rest)

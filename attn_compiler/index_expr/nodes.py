@@ -8,11 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Const:
-    """A number or a truth value."""
+    """A number or a truth value. Unlike in Python, 1, 1.0 and true are three constants, and a NaN equals itself."""
 
     value: bool | int | float
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Const) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[type, str]:
+        return type(self.value), repr(self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,43 @@ Expr = Const | Index | Size | Load | Linear | Test | Apply
 TRUE, FALSE, ZERO, ONE = Const(True), Const(False), Const(0), Const(1)
 
 
+def _divided(a: float, b: float) -> float:
+    """a / b as tensors divide: 1 / 0 is infinite, 0 / 0 is NaN."""
+    if b != 0:
+        return a / b
+    return math.nan if a == 0 or math.isnan(a) else math.copysign(math.inf, a) * math.copysign(1.0, b)
+
+
+def _logarithm(x: float) -> float:
+    return math.log(x) if x > 0 else -math.inf if x == 0 else math.nan
+
+
+def _exponential(x: float) -> float:
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
+
+
+def _power(a: float, b: float) -> float:
+    """a to the power of b, as floats: NaN where no real number is."""
+    try:
+        return math.pow(a, b)
+    except OverflowError:
+        return math.inf if a > 0 or b % 2 == 0 else -math.inf
+    except ValueError:
+        return math.inf if a == 0 else math.nan
+
+
+def _least(a: float, b: float) -> float:
+    """As torch.minimum: a NaN on either side is the result."""
+    return a if math.isnan(a) else b if math.isnan(b) else min(a, b)
+
+
+def _largest(a: float, b: float) -> float:
+    return a if math.isnan(a) else b if math.isnan(b) else max(a, b)
+
+
 #: ops that are kept as they are: name -> (meaning on numbers, how it is printed)
 OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "and": (lambda *xs: all(xs), " ∧ "),
@@ -77,16 +124,17 @@ OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "mod": (lambda a, b: a % b, "({} % {})"),
     "mul": (lambda a, b: a * b, "({} · {})"),
     "add": (lambda a, b: a + b, "({} + {})"),
-    "div": (lambda a, b: a / b, "({} / {})"),
+    "div": (_divided, "({} / {})"),
     "abs": (abs, "|{}|"),
-    "min": (min, "min({}, {})"),
-    "max": (max, "max({}, {})"),
+    "min": (_least, "min({}, {})"),
+    "max": (_largest, "max({}, {})"),
     "eq": (lambda a, b: a == b, "({} = {})"),
     "lt": (lambda a, b: a < b, "({} < {})"),
     "float": (float, "float({})"),
     "int": (int, "int({})"),
-    "log": (math.log, "log({})"),
-    "exp": (math.exp, "exp({})"),
+    "log": (_logarithm, "log({})"),
+    "exp": (_exponential, "exp({})"),
+    "pow": (_power, "({} ^ {})"),
     "xor": (lambda a, b: bool(a) != bool(b), "({} ⊕ {})"),
 }
 
@@ -108,7 +156,7 @@ def kind_of(x: Expr) -> str:
             return "bool"
         case Apply(op="where", args=(_, a, b)):
             return kind_of(a) if kind_of(a) == kind_of(b) else "float"
-        case Apply(op="float" | "div" | "log" | "exp"):
+        case Apply(op="float" | "div" | "log" | "exp" | "pow"):
             return "float"
         case Apply(op="int" | "floordiv" | "mod"):
             return "int" if x.op == "int" or all(kind_of(a) == "int" for a in x.args) else "float"

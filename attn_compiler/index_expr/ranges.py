@@ -1,8 +1,8 @@
-"""What the ranges of the indices settle: comparisons that hold, or fail, for every index."""
+"""What the ranges of the indices settle: bounds of whole numbers, and comparisons that hold, or fail, for every index."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from attn_compiler.index_expr.building import combine, linear, rebuilt
 from attn_compiler.index_expr.nodes import FALSE, TRUE, Apply, Const, Expr, Index, Linear, Size, Test, kind_of
@@ -22,8 +22,22 @@ def decide(x: Expr, ranges: Ranges) -> Expr:
             return x
 
 
+def bounds(x: Expr, ranges: Ranges) -> tuple[int | None, int | None]:
+    """Numbers that a whole-number expression never goes below and above, where there are some. (None, None) for floats."""
+    if kind_of(x) == "bool":
+        return 0, 1
+    if kind_of(x) != "int":
+        return None, None
+    return _bound(linear(x), ranges, lowest=True), _bound(linear(x), ranges, lowest=False)
+
+
+def lower_bound(x: Expr) -> int | None:
+    """A number that a whole-number expression never goes below, if there is one for all indices."""
+    return bounds(x, {})[0]
+
+
 def _decided(relation: str, form: Linear, ranges: Ranges) -> Expr | None:
-    low, high = (_bound(form, ranges, lowest=lowest) for lowest in (True, False))
+    low, high = bounds(form, ranges)
     if relation == ">=":
         if low is not None and low >= 0:
             return TRUE
@@ -39,6 +53,7 @@ def _bound(form: Linear, ranges: Ranges, *, lowest: bool) -> int | None:
         if isinstance(term, Index) and (factor > 0) != lowest:
             if term.name not in ranges:
                 return None
+            # Sizes that an index runs below may cancel against the form's own, so they are put in first.
             rest = combine(rest, combine(ranges[term.name], linear(term), -1), factor)
     total = rest.const
     for term, factor in rest.terms:
@@ -47,10 +62,40 @@ def _bound(form: Linear, ranges: Ranges, *, lowest: bool) -> int | None:
         if isinstance(term, Size) and (factor > 0) == lowest:
             total += factor
             continue
-        return None
+        bound = _bound_of_term(term, ranges)[0 if (factor > 0) == lowest else 1]
+        if bound is None:
+            return None
+        total += factor * bound
     return total
 
 
-def lower_bound(x: Expr) -> int | None:
-    """A number that a whole-number expression never goes below, if there is one for all indices."""
-    return _bound(linear(x), {}, lowest=True) if kind_of(x) == "int" else None
+def _bound_of_term(term: Expr, ranges: Ranges) -> tuple[int | None, int | None]:
+    if not isinstance(term, Apply):
+        return None, None
+    match term.op, [bounds(a, ranges) for a in term.args]:
+        case "where", [_, (low_a, high_a), (low_b, high_b)]:
+            return _or_none(min, low_a, low_b), _or_none(max, high_a, high_b)
+        case "abs", [(low, high)]:
+            furthest = _or_none(max, high, None if low is None else -low)
+            nearest = max(0, low if low is not None else 0, -high if high is not None else 0)
+            return nearest, furthest
+        case "min", [(low_a, high_a), (low_b, high_b)]:
+            return _or_none(min, low_a, low_b), _either(min, high_a, high_b)
+        case "max", [(low_a, high_a), (low_b, high_b)]:
+            return _either(max, low_a, low_b), _or_none(max, high_a, high_b)
+        case "mod", [_, (divisor, same)] if divisor is not None and divisor == same and divisor > 0:
+            return 0, divisor - 1
+        case "floordiv", [(low, high), (divisor, same)] if divisor is not None and divisor == same and divisor > 0:
+            return (None if low is None else low // divisor), (None if high is None else high // divisor)
+        case _:
+            return None, None
+
+
+def _or_none(choose: Callable[[Iterable[int]], int], a: int | None, b: int | None) -> int | None:
+    """The outer one of two bounds: unknown if one of them is."""
+    return None if a is None or b is None else choose((a, b))
+
+
+def _either(choose: Callable[[Iterable[int]], int], a: int | None, b: int | None) -> int | None:
+    """The inner one of two bounds: one of them is enough."""
+    return choose(known) if (known := [bound for bound in (a, b) if bound is not None]) else None

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from attn_compiler import index_expr as ix
 from attn_compiler import masks
-from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Load, Test
+from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Test
 from attn_compiler.masks import ProvedKind
 from attn_compiler.passes.patterns.score_steps import MASKED_BELOW, STILL_MASKED_BELOW
 
-Q, K, B = Index("q"), Index("k"), Index("b")
+B, H, Q, K = map(Index, "bhqk")
 
 
 def condition_of(additive: Expr, weight: float = 1.0) -> Expr | None:
@@ -53,44 +53,49 @@ def _kind(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind:
         found = recogniser(part, seqlen_q, seqlen_kv)
         if found is not None:
             return found
-    return masks.Formula(text=ix.text(part))
+    return masks.Formula(condition=part)
 
 
-def _bound(part: Expr, key_factor: int) -> Linear | None:
-    """r of `k <= q + r` (key_factor -1) or of `k >= q - r` (key_factor 1)."""
-    if not isinstance(part, Test) or part.relation != ">=":
-        return None
-    factors = dict(part.form.terms)
-    if factors.get(K) != key_factor or factors.get(Q) != -key_factor:
-        return None
-    rest = ix.combine(part.form, Linear(((K, key_factor),)), -1)
-    rest = ix.combine(rest, Linear(((Q, -key_factor),)), -1)
-    return None if _mentions_pair(rest) else rest
+# ---- bounds -------------------------------------------------------------------------------------------------------
 
 
-def _mentions_pair(x: Expr) -> bool:
-    return ix.mentions(x, Q) or ix.mentions(x, K)
+def _without(form: Linear, *indices: tuple[Index, int]) -> Linear | None:
+    """The rest of a form that has these indices with these factors, and neither a query, a key nor a head in the rest."""
+    factors = dict(form.terms)
+    for index, factor in indices:
+        if factors.get(index) != factor:
+            return None
+        form = ix.combine(form, ix.linear(index), -factor)
+    return None if _mentions(form, Q, K, H) else form
 
 
-def _causal(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
-    rest = _bound(part, -1)
-    if rest is None:
-        return None
-    if rest == Linear(()):
-        return masks.Causal()
-    if rest == ix.combine(seqlen_kv, seqlen_q, -1):
-        return masks.Causal(alignment=masks.Alignment.BOTTOM_RIGHT)
-    if not rest.terms and rest.const > 0:
-        return masks.SlidingWindow(left=None, right=rest.const)
-    return masks.CausalFrom(offset=ix.text(_plain(rest)))
+def _mentions(x: Expr, *indices: Index) -> bool:
+    return any(ix.mentions(x, index) for index in indices)
 
 
 def _plain(form: Linear) -> Expr:
     return ix.add(form, ix.ZERO)
 
 
+def _causal(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
+    """k <= q + r."""
+    if not isinstance(part, Test) or part.relation != ">=":
+        return None
+    rest = _without(part.form, (K, -1), (Q, 1))
+    if rest is None:
+        return None
+    if rest == Linear(()):
+        return masks.Causal()
+    if rest == ix.combine(seqlen_kv, seqlen_q, -1):
+        return masks.Causal(alignment=masks.Alignment.BOTTOM_RIGHT)
+    return masks.CausalFrom(offset=_plain(rest))
+
+
 def _window(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
-    rest = _bound(part, 1)
+    """k >= q - w."""
+    if not isinstance(part, Test) or part.relation != ">=":
+        return None
+    rest = _without(part.form, (K, 1), (Q, -1))
     if rest is None or rest.terms or rest.const < 0:
         return None
     return masks.SlidingWindow(left=rest.const, right=None)
@@ -108,85 +113,111 @@ def _band(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
 
 
 def _key_bound(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
-    """k <= r (or k >= -r) with r read at run time, for a batch row or for all."""
+    """k <= r, or k >= -r."""
     if not isinstance(part, Test) or part.relation != ">=":
         return None
-    factor = dict(part.form.terms).get(K)
-    rest = ix.combine(part.form, Linear(((K, factor or 0),)), -1)
-    if factor not in (1, -1) or _mentions_pair(rest):
-        return None
-    side = "last" if factor == -1 else "first"
-    bound = rest if factor == -1 else ix.combine(Linear(()), rest, -1)
-    return masks.KeyBound(side=side, bound=ix.text(_plain(bound)))
+    last = _without(part.form, (K, -1))
+    if last is not None:
+        return masks.KeyBound(side="last", bound=_plain(last))
+    first = _without(part.form, (K, 1))
+    return None if first is None else masks.KeyBound(side="first", bound=_plain(ix.combine(Linear(()), first, -1)))
+
+
+# ---- what tensors say ---------------------------------------------------------------------------------------------
 
 
 def _key_padding(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
-    """A tensor [b, k] (or [k]) that is nonzero, or true, where a key may be used."""
-    loaded, negated = part, False
-    if isinstance(loaded, Apply) and loaded.op == "not":
-        loaded, negated = loaded.args[0], True
-    if (
-        isinstance(loaded, Test)
-        and loaded.relation in ("!=", "==")
-        and loaded.form.const == 0
-        and len(loaded.form.terms) == 1
-    ):
-        negated = loaded.relation == "=="
-        loaded = loaded.form.terms[0][0]
-    if isinstance(loaded, Load) and loaded.at in ((B, K), (K,), (B, ix.ZERO, ix.ZERO, K), (ix.ZERO, K)):
-        return masks.KeyPadding(tensor=loaded.tensor, text=ix.text(part), inverted=negated)
-    return None
+    """Any condition on the key that a tensor is asked for: attention_mask[b, k] ≠ 0, or token_type_ids[b, k] = 1."""
+    reads_keys = any(ix.mentions(load, K) for load in ix.loads(part))
+    return masks.KeyPadding(condition=part) if reads_keys and not _mentions(part, Q, H) else None
 
 
 def _document(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
-    """doc[b, q] = doc[b, k]."""
-    if not isinstance(part, Test) or part.relation != "==" or part.form.const != 0 or len(part.form.terms) != 2:
-        return None
-    (a, x), (b, y) = part.form.terms
-    if not isinstance(a, Load) or not isinstance(b, Load) or a.tensor != b.tensor or x != -y or abs(x) != 1:
-        return None
-    return masks.Document(tensor=a.tensor) if {a.at, b.at} in ({(B, Q), (B, K)}, {(Q,), (K,)}) else None
+    """f[b, q] = f[b, k], where f is read from tensors."""
+    for query, key in _equal_sides(part):
+        if not _mentions(key, Q, H) and ix.substitute(key, K, Q) == query and any(ix.loads(key)):
+            return masks.Document(of_key=key)
+    return None
+
+
+def _equal_sides(part: Expr) -> tuple[tuple[Expr, Expr], ...]:
+    """(x, y) and (y, x) for x = y, an equation of two terms."""
+    if isinstance(part, Apply) and part.op == "eq":
+        a, b = part.args
+    elif isinstance(part, Test) and part.relation == "==" and part.form.const == 0 and len(part.form.terms) == 2:
+        (a, x), (b, y) = part.form.terms
+        if x != -y:
+            return ()
+    else:
+        return ()
+    return ((a, b), (b, a))
 
 
 def _chunked(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
-    """q // c = k // c."""
-    if not isinstance(part, Test) or part.relation != "==" or part.form.const != 0 or len(part.form.terms) != 2:
+    """(q - s) // c = (k - s) // c."""
+    for query, key in _equal_sides(part):
+        if not isinstance(key, Apply) or key.op != "floordiv" or ix.substitute(key, K, Q) != query:
+            continue
+        position, size = key.args
+        start = _without(ix.linear(position), (K, 1)) if ix.kind_of(position) == "int" else None
+        if start is not None and isinstance(size, Const) and isinstance(size.value, int) and size.value > 0:
+            return masks.Chunked(size=size.value, start=_plain(ix.combine(Linear(()), start, -1)))
+    return None
+
+
+# ---- alternatives -------------------------------------------------------------------------------------------------
+
+
+def _prefix(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
+    """k <= q ∨ k < r."""
+    if not isinstance(part, Apply) or part.op != "or" or len(part.args) != 2:
         return None
-    (a, x), (b, y) = part.form.terms
-    if x != -y or abs(x) != 1 or not all(isinstance(t, Apply) and t.op == "floordiv" for t in (a, b)):
+    kinds = [_kind(alternative, seqlen_q, seqlen_kv) for alternative in part.args]
+    bounds = [kind.bound for kind in kinds if isinstance(kind, masks.KeyBound) and kind.side == "last"]
+    if masks.Causal() not in kinds or not bounds:
         return None
-    (left, size), (right, other) = a.args, b.args  # type: ignore[union-attr]
-    same = size == other and isinstance(size, Const) and {left, right} == {Q, K}
-    return masks.Chunked(size=int(size.value)) if same and isinstance(size, Const) else None
+    return masks.Prefix(length=ix.add(bounds[0], ix.ONE))
 
 
 def _any_of(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
+    """Alternatives of which at least one is no mere formula: causal ∨ the same image block."""
     if not isinstance(part, Apply) or part.op != "or":
         return None
-    kinds = [_joined([_kind(p, seqlen_q, seqlen_kv) for p in conjuncts(alternative)]) for alternative in part.args]
-    if any(isinstance(kind, masks.Formula) for kinds_ in kinds for kind in kinds_):
+    kinds = [recognise(alternative, seqlen_q, seqlen_kv) for alternative in part.args]
+    if all(isinstance(kind, masks.Formula) for alternative in kinds for kind in alternative):
         return None
-    return masks.AnyOf(alternatives=tuple(tuple(k) for k in kinds))
+    return masks.AnyOf(alternatives=tuple(sorted(kinds, key=_place)))
+
+
+def _place(alternative: tuple[ProvedKind, ...]) -> int:
+    return masks.PROVED_KINDS.index(type(alternative[0]))
 
 
 def _joined(kinds: list[ProvedKind]) -> list[ProvedKind]:
-    """A left and a right bound are one window."""
+    """A number of positions back and a number ahead are one window."""
     left = [k for k in kinds if isinstance(k, masks.SlidingWindow) and k.right is None]
-    right = [k for k in kinds if isinstance(k, masks.SlidingWindow) and k.left is None]
+    right = [(k, n) for k in kinds if (n := _positions_ahead(k)) is not None]
     if len(left) == 1 and len(right) == 1:
-        rest = [k for k in kinds if k not in (left[0], right[0])]
-        return [*rest, masks.SlidingWindow(left=left[0].left, right=right[0].right)]
+        rest = [k for k in kinds if k not in (left[0], right[0][0])]
+        return [*rest, masks.SlidingWindow(left=left[0].left, right=right[0][1])]
     return kinds
 
 
-#: A new kind: one recogniser here, its class in masks.py, its test
+def _positions_ahead(kind: ProvedKind) -> int | None:
+    if isinstance(kind, masks.CausalFrom) and isinstance(kind.offset, Const) and isinstance(kind.offset.value, int):
+        return kind.offset.value if kind.offset.value > 0 else None
+    return None
+
+
+#: A new kind: one recogniser here, its class in masks.py, its test. The first that knows a part names it
 RECOGNISERS: tuple[Callable[[Expr, Linear, Linear], ProvedKind | None], ...] = (
     _causal,
     _window,
     _band,
-    _key_padding,
-    _document,
-    _chunked,
     _key_bound,
+    _chunked,
+    _document,
+    _prefix,
+    _key_padding,
     _any_of,
 )

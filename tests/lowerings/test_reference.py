@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attn_compiler.lowerings import by_name, reference
-from attn_compiler.masks import Dense, MaskSpec, Opaque
+from attn_compiler.masks import Dense, Inputs, MaskSpec, Opaque
 from attn_compiler.scores import ScoreSpec, Unusual
 from attn_compiler.target import Target
 from tests import cases, numerics
@@ -75,7 +75,7 @@ def test_a_sink_alone_takes_all_weight() -> None:
 def test_the_causal_mask_is_that_of_the_mask_kind() -> None:
     for kind in (cases.Causal(alignment=cases.TOP_LEFT), cases.Causal(alignment=cases.BOTTOM_RIGHT)):
         got = reference._causal(kind, torch.empty(3, 5))
-        expected = [[kind.mask_mod(q, k, seqlen_q=3, seqlen_kv=5) for k in range(5)] for q in range(3)]
+        expected = [[kind.mask_mod(0, 0, q, k, Inputs(seqlen_q=3, seqlen_kv=5)) for k in range(5)] for q in range(3)]
         assert got.tolist() == expected
 
 

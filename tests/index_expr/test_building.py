@@ -1,0 +1,107 @@
+"""No rule of the builders changes a meaning: random expressions against the trees that nothing has simplified."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Const, Expr, Index, Load
+from tests.index_expr.expressions import Tree, bools, element, floats, ints, is_same, points
+
+B, H, Q, K = map(Index, "bhqk")
+MANY = settings(max_examples=400, deadline=None)
+
+
+def _value(x: Expr, point: Mapping[str, int]) -> Any:
+    return ix.evaluate(x, point, element)
+
+
+def _wanted(tree: Tree, point: Mapping[str, int]) -> Any:
+    """The oracle's value. What has none, such as a NaN as a whole number, is no example."""
+    try:
+        return tree.value(point)
+    except (ValueError, OverflowError):
+        assume(False)
+
+
+@MANY
+@given(st.one_of(bools(), ints(), floats()), points())
+def test_what_is_built_means_what_was_asked_for(tree: Tree, point: dict[str, int]) -> None:
+    wanted = _wanted(tree, point)
+    built = tree.build()
+    assert is_same(_value(built, point), wanted), ix.text(built)
+    assert ix.kind_of(built) == tree.kind
+
+
+@MANY
+@given(bools(), points())
+def test_a_negation_is_false_where_its_condition_holds(tree: Tree, point: dict[str, int]) -> None:
+    wanted = _wanted(tree, point)
+    inverted = ix.invert(tree.build())
+    assert _value(inverted, point) is (not wanted)
+    assert ix.invert(ix.invert(tree.build())) == tree.build()
+
+
+@MANY
+@given(st.one_of(bools(2), ints(2), floats(2)), ints(1), points())
+def test_substitution_is_evaluation_at_another_place(tree: Tree, by: Tree, point: dict[str, int]) -> None:
+    wanted = _wanted(tree, {**point, "q": _wanted(by, point)})
+    moved = ix.substitute(tree.build(), Q, by.build())
+    assert is_same(_value(moved, point), wanted)
+
+
+@MANY
+@given(st.one_of(bools(2), ints(2), floats(2)))
+def test_building_again_changes_nothing(tree: Tree) -> None:
+    built = tree.build()
+    assert ix.substitute(built, Index("nowhere"), ix.ZERO) == built
+
+
+PADDING = Load("mask", (B, K), "int")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (ix.compare("<=", K, Q), ix.invert(ix.compare(">", K, Q))),
+        (ix.compare("<=", K, Q), ix.compare("<", K, ix.add(Q, ix.ONE))),
+        (ix.compare("<=", K, Q), ix.compare(">=", ix.add(Q, K, -1), ix.ZERO)),
+        (ix.compare("<=", ix.mul(K, Const(2)), ix.add(ix.mul(Q, Const(2)), ix.ONE)), ix.compare("<=", K, Q)),
+        (ix.compare("==", ix.mul(K, Const(-2)), ix.mul(Q, Const(-2))), ix.compare("==", Q, K)),
+        (ix.compare("==", ix.mul(K, Const(2)), ix.add(ix.mul(Q, Const(2)), ix.ONE)), ix.FALSE),
+        (ix.apply("and", ix.compare("<=", K, Q), ix.compare("<=", K, ix.add(Q, ix.ONE))), ix.compare("<=", K, Q)),
+        (ix.apply("or", ix.compare("<=", K, Q), ix.compare("<=", K, ix.add(Q, ix.ONE))), ix.compare("<=", K, ix.add(Q, ix.ONE))),
+        (ix.apply("or", ix.compare("<=", K, Q), ix.compare(">", K, Q)), ix.TRUE),
+        (ix.apply("and", ix.as_bool(PADDING), ix.compare("==", PADDING, ix.ZERO)), ix.FALSE),
+        (
+            ix.apply("or", ix.as_bool(PADDING), ix.apply("and", ix.as_bool(PADDING), ix.compare("<=", K, Q))),
+            ix.as_bool(PADDING),
+        ),
+        (ix.as_bool(ix.apply("float", ix.compare("<=", K, Q))), ix.compare("<=", K, Q)),
+        (ix.compare("==", ix.add(ix.as_int(ix.compare("<=", K, Q)), ix.ONE), Const(2)), ix.compare("<=", K, Q)),
+        (ix.where(ix.compare("==", Q, Const(3)), Q, Const(3)), ix.where(ix.compare("==", Q, Const(3)), Const(3), Const(3))),
+        (ix.apply("xor", PADDING, PADDING), ix.FALSE),
+    ],
+)  # fmt: skip
+def test_spellings_of_one_mask_meet(one: Expr, other: Expr) -> None:
+    assert one == other
+
+
+def test_comparisons_of_floats_with_nan_are_not_turned_round() -> None:
+    x, y = Load("x", (Q,), "float"), Load("x", (K,), "float")
+    assert ix.invert(ix.compare("<", x, y)) != ix.compare(">=", x, y)
+
+
+@pytest.mark.parametrize("op", ["floordiv", "mod"])
+def test_a_division_by_zero_is_not_done_while_compiling(op: str) -> None:
+    assert ix.apply(op, ix.ONE, ix.ZERO) == ix.Apply(op, (ix.ONE, ix.ZERO))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_no_whole_number_is_not_made_one_while_compiling(value: float) -> None:
+    assert ix.apply("int", Const(value)) == ix.Apply("int", (Const(value),))

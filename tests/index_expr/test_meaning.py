@@ -1,0 +1,171 @@
+"""Texts for people: what they say, and that each says one thing (they are read again here, and evaluated)."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import OPS, Const, Expr, Index, Load, Size
+from tests.index_expr.expressions import Tree, bools, element, floats, ints, points
+
+B, H, Q, K = map(Index, "bhqk")
+PADDING, FLAG, X = Load("mask", (B, K), "int"), Load("flag", (B, Q), "bool"), Load("x", (K,), "float")
+CAUSAL = ix.compare("<=", K, Q)
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [
+        (CAUSAL, "k <= q"),
+        (ix.apply("and", CAUSAL, ix.as_bool(PADDING)), "mask[b, k] ≠ 0 ∧ k <= q"),
+        (ix.apply("or", CAUSAL, ix.apply("and", FLAG, ix.as_bool(PADDING))), "((flag[b, q] ∧ mask[b, k] ≠ 0) ∨ k <= q)"),
+        (ix.invert(FLAG), "¬flag[b, q]"),
+        (ix.add(Q, K, -1), "q - k"),
+        (ix.add(ix.mul(K, Const(-2)), Const(-3)), "-2·k - 3"),
+        (ix.add(Const(3), K, -1), "3 - k"),
+        (ix.apply("floordiv", ix.add(Q, Const(1)), Const(2)), "((q + 1) // 2)"),
+        (ix.apply("abs", ix.add(Q, K, -1)), "|q - k|"),
+        (ix.compare("<=", ix.apply("abs", ix.add(Q, K, -1)), Const(3)), "|q - k| <= 3"),
+        (ix.compare("<", K, Const(-2)), "k <= -3"),
+        (ix.compare("<", K, Size("4*s0")), "k + 1 <= (4*s0)"),
+        (ix.where(CAUSAL, Const(0.0), Const(-1e9)), "(k <= q ? 0 : -1e+09)"),
+        (ix.compare("<", X, Const(-0.5)), "(x[k] < -0.5)"),
+        (ix.apply("xor", CAUSAL, FLAG), "((k <= q) ⊕ flag[b, q])"),
+        (Load("past", (), "int"), "past"),
+        (ix.TRUE, "true"),
+        (Load("x", (ix.add(K, Const(1)),), "float"), "x[k + 1]"),
+    ],
+)  # fmt: skip
+def test_texts(x: Expr, text: str) -> None:
+    assert ix.text(x) == text
+
+
+def test_loads_are_looked_up_at_the_indices_values() -> None:
+    seen = []
+
+    def load(tensor: str, at: tuple[int, ...]) -> int:
+        seen.append((tensor, at))
+        return 5
+
+    assert ix.evaluate(ix.add(Load("x", (B, ix.add(K, Const(2))), "int"), K), {"b": 1, "k": 3}, load) == 8
+    assert seen == [("x", (1, 5))]
+
+
+def test_a_branch_that_is_not_taken_is_not_looked_at() -> None:
+    x = ix.where(ix.compare("==", Q, ix.ZERO), Const(7), Load("x", (ix.add(Q, Const(-1)),), "int"))
+
+    def load(tensor: str, at: tuple[int, ...]) -> int:
+        raise IndexError(at)
+
+    assert ix.evaluate(x, {"q": 0}, load) == 7
+
+
+# ---- texts, read again --------------------------------------------------------------------------------------------
+
+_TOKENS = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?|\w+|<=|//|[^\s\w]")
+
+#: two-sided operators of each level, from the loosest
+_LEVELS: list[dict[str, Callable[[Any, Any], Any]]] = [
+    {"∨": lambda a, b: bool(a or b)},
+    {"∧": lambda a, b: bool(a and b)},
+    {"<=": operator.le, "=": operator.eq, "≠": operator.ne, "<": operator.lt, "⊕": lambda a, b: bool(a) != bool(b)},
+    {"+": operator.add, "-": operator.sub},
+    {"·": operator.mul, "//": operator.floordiv, "%": operator.mod, "/": OPS["div"][0]},
+]
+
+
+class _Read:
+    """Evaluates a text by the usual precedences; brackets and calls as everywhere. Strict: both sides of everything are computed."""
+
+    def __init__(self, text: str, point: dict[str, int]) -> None:
+        self.tokens, self.point = [*_TOKENS.findall(text), ""], point
+
+    def whole(self) -> Any:
+        value = self.level(0)
+        assert self.tokens == [""], self.tokens
+        return value
+
+    def take(self, *expected: str) -> str:
+        token = self.tokens.pop(0)
+        assert not expected or token in expected, (token, self.tokens)
+        return token
+
+    def level(self, number: int) -> Any:
+        if number == len(_LEVELS):
+            return self.whole_part()
+        value = self.level(number + 1)
+        while self.tokens[0] in _LEVELS[number]:
+            value = _LEVELS[number][self.take()](value, self.level(number + 1))
+        return value
+
+    def whole_part(self) -> Any:
+        token = self.take()
+        match token:
+            case "(":
+                return self.bracket()
+            case "|":
+                value = abs(self.level(0))
+                self.take("|")
+                return value
+            case "¬":
+                return not self.whole_part()
+            case "-":
+                # Binds like a factor: -2·k is (-2)·k.
+                return -self.whole_part()
+            case "true" | "false":
+                return token == "true"
+            case "inf" | "nan":
+                return float(token)
+            case "min" | "max" | "float" | "int" if self.tokens[0] == "(":
+                return OPS[token][0](*self.listed("(", ")"))
+            case "bool" | "int" | "float" if self.tokens[0] == "[":
+                return element(token, tuple(map(int, self.listed("[", "]"))))
+            case _ if token in self.point:
+                return self.point[token]
+            case _:
+                return float(token) if "." in token or "e" in token else int(token)
+
+    def bracket(self) -> Any:
+        value = self.level(0)
+        if self.take(")", "?") == "?":
+            yes = self.level(0)
+            self.take(":")
+            no = self.level(0)
+            self.take(")")
+            return yes if value else no
+        return value
+
+    def listed(self, opening: str, closing: str) -> list[Any]:
+        self.take(opening)
+        values = [self.level(0)]
+        while self.take(",", closing) == ",":
+            values.append(self.level(0))
+        return values
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(bools(), ints(), floats(2)), points())
+def test_a_text_can_be_read_in_one_way_only(tree: Tree, point: dict[str, int]) -> None:
+    x = tree.build()
+    try:
+        wanted = ix.evaluate(x, point, element)
+        found = _Read(ix.text(x), point).whole()
+    except (ValueError, OverflowError):
+        # No whole number, in a branch that is not taken perhaps.
+        assume(False)
+    assert found == wanted or (found != found and wanted != wanted), ix.text(x)
+
+
+@given(st.one_of(bools(2), ints(2), floats(2)))
+def test_equal_expressions_have_equal_texts_and_one_line(tree: Tree) -> None:
+    text = ix.text(tree.build())
+    assert text == ix.text(tree.build())
+    assert "\n" not in text
+    assert "Const(" not in text
