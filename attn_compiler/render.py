@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from attn_compiler.masks import MaskSpec
     from attn_compiler.report import Copy, MissReport, Reason, Refusal, Report, Reports, SiteReport
     from attn_compiler.spec import AttentionSpec, TensorSpec
 
@@ -144,7 +145,7 @@ def _site_block(number: int, site: SiteReport) -> RenderableType:
     rows: list[tuple[str, RenderableType]] = [
         ("lowering", _text(site.decision.lowering, "green")),
         ("pattern", _text(site.pattern)),
-        ("mask", _text(site.spec.mask.words)),
+        *_mask_rows(site.spec.mask),
         ("score", _text(site.spec.score.words)),
         ("dtype", _text(_dtype_words(site.spec))),
         ("q, k, v", _operands(site.spec)),
@@ -154,6 +155,14 @@ def _site_block(number: int, site: SiteReport) -> RenderableType:
     rows += [("notes" if i == 0 else "", _text(note)) for i, note in enumerate(site.notes)]
     rows += [("refused" if i == 0 else "", row) for i, row in enumerate(_refusals(site.decision.refusals))]
     return _block(f"[{number}]", site.modules, rows)
+
+
+def _mask_rows(mask: MaskSpec) -> list[tuple[str, RenderableType]]:
+    """The mask in words, as a formula if it was proved to be one, and why it was not."""
+    rows: list[tuple[str, RenderableType]] = [("mask", _text(mask.words))]
+    rows += [("formula", _text(mask.formula))] if mask.formula else []
+    rows += [("unproved", _text(mask.reason))] if mask.reason else []
+    return rows
 
 
 def _miss_block(miss: MissReport) -> RenderableType:

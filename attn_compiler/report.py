@@ -232,6 +232,8 @@ def _site_dict(site: SiteReport) -> dict[str, Any]:
         "pattern": site.pattern,
         "spec": json.loads(site.spec.to_text()),
         "mask": site.spec.mask.words,
+        "mask_formula": site.spec.mask.formula,
+        "mask_unproved": site.spec.mask.reason,
         "score": site.spec.score.words,
         "lowering": site.decision.lowering,
         "refusals": [

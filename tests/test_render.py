@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attn_compiler import index_expr as ix
 from attn_compiler import masks, render, scores
 from attn_compiler.report import (
     Copy,
@@ -156,6 +157,31 @@ def test_unusual_dtypes_symbolic_sizes_and_returned_weights_are_shown() -> None:
     assert "float16, goes on as float32, no grad, returns the weights" in text
     assert "float16[s0, 32, s1, 64]" in text
     assert "strides (2048*s1, 64, 2048, 1)" in text
+
+
+def _rows_of_mask(mask: masks.MaskSpec) -> list[str]:
+    site = dataclasses.replace(SITE, spec=dataclasses.replace(SPEC, mask=mask))
+    lines = [line.strip() for line in str(dataclasses.replace(REPORT, sites=(site,), misses=())).splitlines()]
+    return lines[
+        lines.index("pattern   softmax_matmul") + 1 : next(i for i, x in enumerate(lines) if x.startswith("score"))
+    ]
+
+
+def test_a_proved_mask_is_shown_in_words_and_as_a_formula() -> None:
+    padding = masks.KeyPadding(condition=ix.as_bool(ix.Load("attention_mask", (ix.Index("b"), ix.Index("k")), "int")))
+    proved = masks.MaskSpec(kinds=(masks.Dense(shape=(2, 1, 8, 8), dtype="bool"),), proved=(masks.Causal(), padding))
+    assert _rows_of_mask(proved) == [
+        "mask      causal ∧ key padding attention_mask[b, k] (proved), as dense bool[2, 1, 8, 8]",
+        "formula   k <= q ∧ attention_mask[b, k] ≠ 0",
+    ]
+
+
+def test_a_mask_that_stays_dense_says_why() -> None:
+    dense = masks.Dense(shape=(1, 1, 8, 8), dtype="float32")
+    assert _rows_of_mask(masks.MaskSpec(kinds=(dense,), reason="bias adds more than masking: x[q, k]")) == [
+        "mask      dense additive float32[1, 1, 8, 8]",
+        "unproved  bias adds more than masking: x[q, k]",
+    ]
 
 
 def test_nothing_is_lost_when_lines_are_broken() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -79,6 +80,8 @@ def test_json_has_every_field_under_its_name() -> None:
                 "pattern": "sdpa",
                 "spec": json.loads(SPEC.to_text()),
                 "mask": "causal (bottom-right)",
+                "mask_formula": None,
+                "mask_unproved": None,
                 "score": "scale 0.5",
                 "lowering": "sdpa",
                 "refusals": [
@@ -107,6 +110,21 @@ def test_json_has_every_field_under_its_name() -> None:
 def test_the_spec_can_be_built_again_from_the_json() -> None:
     spec = json.loads(make_report().to_json())["sites"][0]["spec"]
     assert AttentionSpec.from_text(json.dumps(spec)) == SPEC
+
+
+@pytest.mark.parametrize(
+    ("mask", "formula", "unproved"),
+    [
+        (masks.MaskSpec(proved=(masks.Causal(),)), "k <= q", None),
+        (masks.MaskSpec(reason="m holds an element for each pair"), None, "m holds an element for each pair"),
+    ],
+)
+def test_what_a_mask_was_proved_to_be_or_why_not(
+    mask: masks.MaskSpec, formula: str | None, unproved: str | None
+) -> None:
+    site = dataclasses.replace(make_report().sites[0], spec=dataclasses.replace(SPEC, mask=mask))
+    [row] = dataclasses.replace(make_report(), sites=(site,)).to_dict()["sites"]
+    assert (row["mask_formula"], row["mask_unproved"]) == (formula, unproved)
 
 
 def test_an_empty_report_has_every_key_too() -> None:
