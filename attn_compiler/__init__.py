@@ -2,7 +2,8 @@
 
 `torch.compile(model, backend="attn_compiler")` needs no import of this package. What is here is for asking:
 `explain(model, *args, **kwargs)` says what would be done to each attention, `reports()` what was done in this process,
-`reset()` forgets those reports; `Options` documents the options. Importing this package imports neither torch nor CUDA.
+`reset()` forgets those reports; `verifications()` what `options={"verify": True}` compared with the model's own; `Options`
+documents the options. Importing this package imports neither torch nor CUDA.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ if TYPE_CHECKING:
     from attn_compiler.explaining import explain
     from attn_compiler.options import Options
     from attn_compiler.report import reports, reset
+    from attn_compiler.verifying import verifications
 
-__all__ = ["Options", "__version__", "explain", "reports", "reset"]
+__all__ = ["Options", "__version__", "explain", "reports", "reset", "verifications"]
 
 _HOMES = {
     "Options": "attn_compiler.options",
     "explain": "attn_compiler.explaining",
     "reports": "attn_compiler.report",
     "reset": "attn_compiler.report",
+    "verifications": "attn_compiler.verifying",
 }
 
 

@@ -54,16 +54,20 @@ def _compile(
     from attn_compiler.lowerings import LOWERINGS
     from attn_compiler.passes import rewrite
     from attn_compiler.report import publish
+    from attn_compiler.verifying import checked, prepare
 
     if others:
         log.warning("ignored arguments of torch.compile that attn_compiler does not know: %s", ", ".join(others))
     own, patches = split_options(mode, options)
     check_lowering_names(own, (lowering.name for lowering in LOWERINGS))
     targets = {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
-    report = rewrite(gm, own).report
-    _require_available(own, report, targets, LOWERINGS)
-    publish(report, own)
-    return _compile_inner(gm, example_inputs, own, patches, cache_key(own, targets), name)
+    rewritten = rewrite(gm, own)
+    _require_available(own, rewritten.report, targets, LOWERINGS)
+    publish(rewritten.report, own)
+    # Before the graph is given away: the compiler changes it.
+    plan = prepare(gm, rewritten) if own.verify else None
+    compiled = _compile_inner(gm, example_inputs, own, patches, cache_key(own, targets), name)
+    return checked(compiled, plan)
 
 
 def _compile_inner(

@@ -148,6 +148,32 @@ class VerifyFailed(AttnCompilerError):
     observed: str
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
+class VerificationMismatch(AttnCompilerError):
+    """options={"verify": True}, first call: what was made of an attention is not what the model does.
+
+    what: "recovered mask", or "output of <lowering>". formula: the mask as it was read. index: the worst element. expected,
+    observed: there, the model's value and ours. allowed: how far apart they may be. differing: how many elements are not right.
+    """
+
+    message = (
+        "options={{'verify': True}}: at {e.site}, the {e.what} is not the model's own. Mask as it was read: {e.formula}. "
+        "Worst element: {e.index}; there the model has {e.expected}, attn_compiler {e.observed}; allowed is {e.allowed}; "
+        "{e.differing} differ. This is a bug of attn_compiler: please report it, with the dump that "
+        "options={{'dump_dir': ...}} writes. Until then, options={{'lowering': 'untouched'}} leaves every attention as "
+        "the model made it"
+    )
+
+    site: str
+    what: str
+    formula: str
+    index: str
+    expected: str
+    observed: str
+    allowed: str
+    differing: str
+
+
 def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> tuple[str, ...]:
     """The candidates that `name` may be a misspelling of, the likeliest first."""
     return tuple(difflib.get_close_matches(name, list(candidates), n=limit))

@@ -25,8 +25,9 @@ class Options:
     lowering: use this one alone; a site that it refuses stays untouched, with the reasons in the report.
     lowerings: consider only these, in this order. strict: a failing pass raises instead of leaving the graph as it was.
     dump_dir: write each pass's graphs there; the environment variable ATTN_COMPILER_DUMP_DIR is its default.
-    check_invariants: verify the graph between passes. inner: what compiles the rewritten graph; "aot_eager" and "eager"
-    are for debugging and ignore Inductor's options.
+    check_invariants: verify the graph between passes. verify: on the first call of each graph, compare every recovered mask
+    and every lowered output with the model's own on the real inputs; VerificationMismatch if they differ. inner: what
+    compiles the rewritten graph; "aot_eager" and "eager" are for debugging and ignore Inductor's options.
     """
 
     lowering: str | None = None
@@ -35,6 +36,7 @@ class Options:
     # Where dumps go changes no compiled code, so it must not cost a recompilation.
     dump_dir: str | None = field(default=None, metadata={"changes_code": False})
     check_invariants: bool = True
+    verify: bool = False
     inner: str = "inductor"
 
     def __post_init__(self) -> None:
@@ -43,6 +45,7 @@ class Options:
         _require(isinstance(self.strict, bool), "strict", "True or False", self.strict)
         _require(isinstance(self.dump_dir, str | os.PathLike | None), "dump_dir", "a path or None", self.dump_dir)
         _require(isinstance(self.check_invariants, bool), "check_invariants", "True or False", self.check_invariants)
+        _require(isinstance(self.verify, bool), "verify", "True or False", self.verify)
         _require(self.inner in INNER_COMPILERS, "inner", f"one of {', '.join(map(repr, INNER_COMPILERS))}", self.inner)
         if self.lowering is not None and self.lowerings is not None:
             raise InvalidOption(option="lowerings", expected="nothing while 'lowering' is given", value=self.lowerings)

@@ -20,6 +20,16 @@ EXAMPLES = [
     errors.VerifyFailed(
         pass_name="lower", site="layers.0.attn", invariant="every node has a fake value", observed="add_3 has none"
     ),
+    errors.VerificationMismatch(
+        site="layers.0.attn",
+        what="recovered mask",
+        formula="k + 1 <= q",
+        index="b=0, h=0, q=3, k=3",
+        expected="allowed (le holds True)",
+        observed="masked out",
+        allowed="no difference",
+        differing="8 of 64 pairs of its slice",
+    ),
 ]
 
 

@@ -80,6 +80,7 @@ def test_key_that_is_no_string_is_unknown() -> None:
         ("strict", 1),
         ("dump_dir", 7),
         ("check_invariants", None),
+        ("verify", 1),
         ("inner", "inductr"),
         ("max_autotune", "yes"),
         ("mode", "max-autotune"),
@@ -136,6 +137,7 @@ def test_digest_differs_with_every_option_but_the_dumps() -> None:
         {"lowerings": ("flex", "sdpa")},
         {"strict": True},
         {"check_invariants": False},
+        {"verify": True},
         {"inner": "eager"},
     ]
     assert {name for one in changed for name in one} == set(OPTION_NAMES) - {"dump_dir"}

@@ -1,0 +1,43 @@
+"""`options={"verify": True}`: on the first call of a compiled graph, what was made of it is held against the model's own graph.
+
+The model's own graph runs once more, op by op, on copies of the real inputs. At each site the recovered mask is evaluated at
+every (b, h, q, k) against the tensors that the model masks with (masks.py), and what the rewritten graph computes there against
+the model's output (outputs.py); both from the model's own values, so that one wrong site is one mismatch. The first mismatch
+raises VerificationMismatch before the compiled function runs. Later calls run the compiled function alone.
+
+plan.py: what to check, made ready before the graph is given away. running.py: the run. values.py: values of nodes. copies.py: of
+graphs and inputs. results.py: what was found. The run holds a copy of the inputs (of trained parameters only where the graph
+may write to them) and, for one site at a time, its attention in a wider dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._subclasses import FakeTensor
+
+from attn_compiler.verifying import results, running
+from attn_compiler.verifying.plan import Plan, prepare
+from attn_compiler.verifying.results import Verification, verifications
+
+__all__ = ["Plan", "Verification", "checked", "prepare", "verifications"]
+
+
+def checked(compiled: Callable[..., Any], plan: Plan | None) -> Callable[..., Any]:
+    """The compiled function, which verifies on its first call. plan: from `prepare`; with None there is nothing to check.
+
+    A call on fake tensors, by which PyTorch learns shapes, is not the first call. One that raises VerificationMismatch does not
+    count either: the next call verifies again.
+    """
+    if plan is None:
+        return compiled
+    pending: list[Plan] = [plan]
+
+    def call(*args: Any) -> Any:
+        if pending and not any(isinstance(x, FakeTensor) for x in args):
+            results.keep(running.run(pending[0], args))
+            pending.clear()
+        return compiled(*args)
+
+    return call

@@ -1,0 +1,72 @@
+"""What a run that must leave no trace is done on: copies of graphs, which the compiler is given, and of inputs, which graphs write to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from attn_compiler import torch_compat
+
+
+def copied_module(module: fx.GraphModule, graphs: Mapping[fx.GraphModule, fx.Graph]) -> fx.GraphModule:
+    """A graph module with the graph that `graphs` has for it, else a copy of its own; bodies nested in it likewise."""
+    graph = graphs.get(module)
+    copy = fx.GraphModule(module, graph if graph is not None else torch_compat.copied_graph(module.graph))
+    copy.meta.update(module.meta)
+    for target in {str(n.target) for n in copy.graph.nodes if n.op == "get_attr"}:
+        body = getattr(copy, target, None)
+        if isinstance(body, fx.GraphModule):
+            setattr(copy, target, copied_module(body, graphs))
+    return copy
+
+
+def isolated(args: Sequence[Any], shared: Sequence[bool]) -> list[Any]:
+    """Tensors with the same elements, strides and aliasing as those of `args`, in memory of their own; the rest as it is.
+
+    shared: which to leave in their memory, because nothing writes to it. No tensor of the result requires grad.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+    return [
+        (x.detach() if keep else _isolated(x.detach(), storages)) if isinstance(x, torch.Tensor) else x
+        for x, keep in zip(args, shared, strict=True)
+    ]
+
+
+def _isolated(x: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    if x.layout != torch.strided or torch_compat.is_wrapper_subclass(x) or x.is_conj() or x.is_neg():
+        return x.clone()
+    old = x.untyped_storage()
+    # Two tensors are aliases of each other when their storages start at one address, whoever holds them.
+    key = old.data_ptr() if old.nbytes() else id(x)
+    if key not in storages:
+        storages[key] = old.clone()  # type: ignore[no-untyped-call]
+    empty = torch.empty(0, dtype=x.dtype, device=x.device)
+    return empty.set_(storages[key], x.storage_offset(), x.shape, x.stride())
+
+
+def is_trained_parameter(x: object) -> bool:
+    """Whether autograd itself would refuse most writes to the tensor."""
+    return isinstance(x, nn.Parameter) and x.requires_grad
+
+
+@contextlib.contextmanager
+def leaving_no_trace(args: Sequence[Any]) -> Iterator[None]:
+    """Random numbers are drawn, by the default generators and by those among `args`, as if nothing had been run in between."""
+    generators = [x for x in args if isinstance(x, torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    devices = {x.device for x in args if isinstance(x, torch.Tensor) and x.device.type != "cpu"}
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            for kind in {device.type for device in devices} - {"meta"}:
+                own = [device for device in devices if device.type == kind]
+                stack.enter_context(torch.random.fork_rng(devices=own, device_type=kind))
+            stack.enter_context(torch.no_grad())
+            yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

@@ -1,0 +1,223 @@
+"""The output of a lowered site against the model's own, both computed from the model's own values on the first call.
+
+What is allowed is FlashAttention's rule: the lowered output may be off from the exact one by twice what the model's own is off
+by (three times with a softcap), plus the rounding of the result. Exact: the model's own operations on the same inputs of the
+site, in float32 for 16-bit outputs and in float64 for others. The site's inputs are the model's own, so errors of other
+sites do not add up, and the rule can be as tight for the last layer as for the first.
+
+Left out are rows without any key that the model allows: a kernel may give 0 there, where the model's own masking gives the
+mean of v (docs: "Masked rows").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.errors import VerificationMismatch
+from attn_compiler.passes import axes, mutation, program
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.select import UNTOUCHED
+from attn_compiler.passes.site import Match, Site
+from attn_compiler.verifying import masks
+from attn_compiler.verifying.values import Body, Key, NoValueError, Values, require_computable
+
+FACTOR, FACTOR_SOFTCAP = 2.0, 3.0
+#: Rounding of a result, in units of the last place. CPU flash takes exp from a polynomial that is good to 20 of 24 bits.
+FLOOR_ULPS = {torch.float64: 64.0, torch.float32: 16.0, torch.float16: 2.0, torch.bfloat16: 2.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """elements: how many. error: the lowered output's largest one. allowed: its limit."""
+
+    elements: int
+    error: float
+    allowed: float
+
+
+def needs(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> set[Key]:
+    """What has to be recorded for `check`. new_out: in the body's rewritten graph. Raises NoValueError where it can't be."""
+    if site.spec is None or site.decision is None or site.decision.lowering == UNTOUCHED or new_out is None:
+        raise NoValueError("the site is as the model made it")
+    if site.spec.score.dropout_p > 0:
+        raise NoValueError("dropout draws other numbers in every kernel")
+    inside = dependents(body.mirror, site.match)
+    found = set(values.rewritten_needs(body, new_out)) | values.needs(site.match.out)
+    for node in inside:
+        _require_exact(node)
+    known = set(inside)
+    for leaf in (n for node in inside for n in node.all_input_nodes if n not in known):
+        found |= values.needs(leaf)
+    for term in site.mask_terms:
+        found |= values.needs(term.operand.node)
+    return found | values.needs(site.match.v.node)
+
+
+def _require_exact(node: fx.Node) -> None:
+    if not mutation.writes(node):
+        require_computable(node)
+    elif not isinstance(node.target, torch._ops.OpOverload):
+        raise NoValueError(f"{node.name} can't be run by itself")
+
+
+def dependents(mirror: Mirror, match: Match) -> list[fx.Node]:
+    """The mirror nodes that make the output from the first product, in order: those on the way, and what they write in place."""
+    reached: set[fx.Node] = {match.first}
+    span = []
+    for node in mirror.graph.nodes:
+        if not mirror.order(match.first) <= mirror.order(node) <= mirror.order(match.out):
+            continue
+        if node in reached or any(n in reached for n in node.all_input_nodes):
+            reached.add(node)
+            span.append(node)
+    wanted = {match.out}
+    for node in reversed(span):
+        if node in wanted or mutation.writes(node):
+            wanted.update((node, *(n for n in node.all_input_nodes if n in reached)))
+    return [node for node in span if node in wanted]
+
+
+def check(site: Site, body: Body, new_out: fx.Node, values: Values) -> Compared:
+    """Compare one site's output. Raises VerificationMismatch, or NoValueError."""
+    own = _result(values.mirror(site.match.out))
+    new = _result(values.rewritten(body, new_out))
+    if (new.shape, new.dtype) != (own.shape, own.dtype):
+        raise _other_kind(site, own, new)
+    try:
+        exact, largest_v = _exact(site.match, body.mirror, values, exact_dtype(own.dtype))
+    except torch.OutOfMemoryError as error:
+        raise NoValueError("there is not enough memory for the exact result") from error
+    kept = _kept(site, values, own)
+    own_error, new_error = (difference(x, exact) for x in (own, new))
+    # Where the model's own result overflows and the exact one does not, there is nothing to compare with.
+    counts = ~own_error.isinf() if kept is None else kept & ~own_error.isinf()
+    floor = FLOOR_ULPS[own.dtype] * torch.finfo(own.dtype).eps * max(_largest(exact, counts), largest_v)
+    factor = FACTOR if site.spec is None or site.spec.score.softcap is None else FACTOR_SOFTCAP
+    allowed = factor * _largest(own_error, counts) + floor
+    found = _largest(new_error, counts)
+    if not found <= allowed:
+        raise _mismatch(site, own, new, exact, torch.where(counts, new_error, 0.0), allowed)
+    return Compared(elements=int(counts.sum()), error=found, allowed=allowed)
+
+
+def _result(x: Any) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor) or x.dtype not in FLOOR_ULPS:
+        raise NoValueError("the output is no tensor of a floating dtype that has a rule")
+    return x
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.float64
+
+
+def difference(x: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """|x - exact|; infinite where one of them is not finite and the other is something else."""
+    x = x.to(exact.dtype)
+    same = (x == exact) | (x.isnan() & exact.isnan())
+    return torch.where(same, 0.0, (x - exact).abs().nan_to_num(nan=torch.inf, posinf=torch.inf))
+
+
+def _largest(x: torch.Tensor, counts: torch.Tensor) -> float:
+    return float(torch.where(counts, x, 0.0).abs().nan_to_num(nan=0.0).max()) if x.numel() else 0.0
+
+
+def _exact(match: Match, mirror: Mirror, values: Values, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+    """(the model's own operations in a wider dtype, the largest magnitude in v)"""
+    inside = dependents(mirror, match)
+    last_use = {n: node for node in inside for n in (node, *node.all_input_nodes)}
+    known: dict[fx.Node, Any] = {}
+
+    def value(node: fx.Node) -> Any:
+        if node not in known:
+            known[node] = _wide(values.mirror(node), dtype)
+        return known[node]
+
+    result = None
+    v = values.mirror(match.v.node)
+    with torch.autocast(v.device.type, enabled=False):
+        for node in inside:
+            result = known[node] = values.call(node, value, dtype=dtype)
+            for used in {node, *node.all_input_nodes}:
+                if last_use[used] is node:
+                    known.pop(used, None)
+    return _wide(result, dtype), float(v.abs().max()) if v.numel() else 0.0
+
+
+def _wide(x: Any, dtype: torch.dtype) -> Any:
+    """A copy in the wider dtype: what is written in place must not reach the model's own values."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return x.to(dtype, copy=True) if x.is_floating_point() else x
+
+
+def _kept(site: Site, values: Values, own: torch.Tensor) -> torch.Tensor | None:
+    """Which elements of the output belong to rows with keys, in the output's own dimensions; None if all do."""
+    rows = masks.rows_with_keys(site, values)
+    if rows is None or bool(rows.all()):
+        return None
+    match = site.match
+    batch, heads, seqlen_q, _ = masks.shape(match, values)
+    head_dim = values.size(axes.dim_size(match.head_dim_v))
+    spread = rows.to(own.device).expand(batch, heads, seqlen_q, head_dim)
+    kept: torch.Tensor = program.restore(match, _RealBuilder(values), spread)
+    return kept
+
+
+@dataclass(frozen=True)
+class _RealBuilder:
+    """Runs calls on real tensors."""
+
+    values: Values
+
+    def leaf(self, node: fx.Node) -> torch.Tensor:
+        return _result(self.values.mirror(node))
+
+    def call(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    def value(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def size(self, size: Any, known: Iterable[fx.Node]) -> int:
+        return self.values.size(size)
+
+    def once(self, key: Any, make: Any) -> Any:
+        return make()
+
+
+def _lowered(site: Site) -> str:
+    return f"output of {site.decision.lowering}" if site.decision is not None else "output"
+
+
+def _other_kind(site: Site, own: torch.Tensor, new: torch.Tensor) -> VerificationMismatch:
+    return VerificationMismatch(
+        site=site.module,
+        what=_lowered(site),
+        formula=masks.formula(site),
+        index="every element",
+        expected=f"{own.dtype} {list(own.shape)}",
+        observed=f"{new.dtype} {list(new.shape)}",
+        allowed="no difference",
+        differing="all elements",
+    )
+
+
+def _mismatch(
+    site: Site, own: torch.Tensor, new: torch.Tensor, exact: torch.Tensor, error: torch.Tensor, allowed: float
+) -> VerificationMismatch:
+    place = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    return VerificationMismatch(
+        site=site.module,
+        what=_lowered(site),
+        formula=masks.formula(site),
+        index=str(list(place)),
+        expected=f"{own[place].item():.6g} (exactly {exact[place].item():.6g})",
+        observed=f"{new[place].item():.6g}",
+        allowed=f"an error of {allowed:.3g}",
+        differing=f"{int((error > allowed).sum())} of {error.numel()} elements",
+    )

@@ -1,0 +1,176 @@
+"""What is to be checked on the first call, made ready before the graph is given away: copies, and what each check needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler import torch_compat
+from attn_compiler.passes import Rewritten, axes, mutation
+from attn_compiler.passes.site import Site
+from attn_compiler.passes.unit import Unit
+from attn_compiler.verifying import masks, outputs
+from attn_compiler.verifying.copies import copied_module
+from attn_compiler.verifying.values import Body, Key, NoValueError, Values
+
+
+@dataclass(kw_only=True, eq=False)
+class Check:
+    """One thing to compare for one site. needs: what has to be recorded first; skipped: why it can't be compared, if so."""
+
+    subject: str
+    site: Site
+    body: Body
+    new_out: fx.Node | None = None
+    needs: set[Key] = field(default_factory=set)
+    skipped: str | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class Plan:
+    """graph: its name in the report. module: the model's own graph. bodies: by graph module of `module`. checks: in order.
+
+    symbols: name of a symbolic size -> (body, node, dimension) of a value that has it; the dimension is None for a number.
+    may_write: for each input of the graph, whether something in the graph may write to it.
+    """
+
+    graph: str
+    module: fx.GraphModule
+    bodies: dict[fx.Graph, Body]
+    mirrors: dict[fx.Graph, Body]
+    checks: list[Check]
+    symbols: dict[tuple[fx.Graph, str], list[tuple[str, int | None]]]
+    may_write: list[bool]
+
+
+def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> Plan | None:
+    """The plan for one graph that was rewritten and is about to be given away; None if it holds no site."""
+    if rewritten.failed or not any(unit.sites for unit in rewritten.units):
+        return None
+    graphs = {u.graph_module: graph for u, graph in zip(rewritten.units, rewritten.originals, strict=True)}
+    # A graph without attention is as it was; masks of the bodies that it calls may have been read in it.
+    units = _with_callers(rewritten.units)
+    for unit in units:
+        if unit.graph_module not in graphs:
+            graphs[unit.graph_module] = torch_compat.copied_graph(unit.graph)
+    module = copied_module(gm, graphs)
+    found = [(unit, graphs[unit.graph_module]) for unit in units if unit.mirror is not None]
+    made = [_body(index, unit, graph) for index, (unit, graph) in enumerate(found)]
+    bodies = {graph: body for (_, graph), body in zip(found, made, strict=True)}
+    mirrors = {body.mirror.graph: body for body in made}
+    checks = [check for (unit, _), body in zip(found, made, strict=True) for check in _checks(unit, body)]
+    plan = Plan(
+        graph=rewritten.report.graph,
+        module=module,
+        bodies=bodies,
+        mirrors=mirrors,
+        checks=checks,
+        symbols=_symbols(module),
+        may_write=_may_write(module, bodies),
+    )
+    for check in checks:
+        _find_needs(check, Values(bodies=mirrors))
+    return plan
+
+
+def _with_callers(units: Sequence[Unit]) -> list[Unit]:
+    """The units, and those whose graphs call them, and so on."""
+    found: dict[Unit, None] = {}
+    waiting = list(units)
+    while waiting:
+        unit = waiting.pop(0)
+        if unit not in found:
+            found[unit] = None
+            waiting.extend(call.unit for call in getattr(unit, "calls", ()))
+    return list(found)
+
+
+def _body(index: int, unit: Unit, original: fx.Graph) -> Body:
+    if unit.mirror is None:
+        raise ValueError("a unit without a mirror has nothing to check")
+    rewritten = torch_compat.copied_graph(unit.graph)
+    body = Body(index=index, original=_kept(original, rewritten), rewritten=rewritten, mirror=unit.mirror)
+    for site in unit.sites:
+        old = unit.mirror.dynamo_node(site.match.out)
+        if site.new_out is not None and old is not None:
+            body.outs[site.new_out.name] = old.name
+    return body
+
+
+def _kept(original: fx.Graph, rewritten: fx.Graph) -> frozenset[str]:
+    """The names of the model's own nodes, but for those that mean something else after the rewriting.
+
+    Nodes that read others than before are still the same: the rewriting puts equal values in their places. Other numbers among
+    the arguments (another softmax axis) are not.
+    """
+    after = {node.name: node for node in rewritten.nodes}
+    return frozenset(n.name for n in original.nodes if n.name not in after or _says(n) == _says(after[n.name]))
+
+
+def _says(node: fx.Node) -> tuple[object, ...]:
+    return node.op, str(node.target), str(fx.map_arg((node.args, dict(node.kwargs)), lambda n: None))
+
+
+def _checks(unit: Unit, body: Body) -> list[Check]:
+    by_name = {node.name: node for node in body.rewritten.nodes}
+    found = []
+    for site in unit.sites:
+        if site.mask_terms:
+            found.append(Check(subject="mask", site=site, body=body))
+        new_out = by_name.get(site.new_out.name) if site.new_out is not None else None
+        found.append(Check(subject="output", site=site, body=body, new_out=new_out))
+    return found
+
+
+def _find_needs(check: Check, values: Values) -> None:
+    try:
+        if check.subject == "mask":
+            check.needs = masks.needs(check.site, values)
+        else:
+            check.needs = outputs.needs(check.site, check.body, check.new_out, values)
+    except NoValueError as error:
+        check.skipped = str(error)
+
+
+def _symbols(module: fx.GraphModule) -> dict[tuple[fx.Graph, str], list[tuple[str, int | None]]]:
+    """Where each symbolic size can be seen: the first value that has it, in every graph."""
+    found: dict[tuple[fx.Graph, str], list[tuple[str, int | None]]] = {}
+    for inside in torch_compat.graph_modules(module):
+        seen: set[str] = set()
+        for node in inside.graph.nodes:
+            for size, dim in _sizes(node.meta.get("example_value")):
+                expr = axes.size_expr(size)
+                if expr.is_Symbol and str(expr) not in seen:
+                    seen.add(str(expr))
+                    found.setdefault((inside.graph, node.name), []).append((str(expr), dim))
+    return found
+
+
+def _sizes(value: Any) -> list[tuple[Any, int | None]]:
+    if isinstance(value, torch.SymInt):
+        return [(value, None)]
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()
+    return [(size, dim) for dim, size in enumerate(sizes) if isinstance(size, torch.SymInt)]
+
+
+def _may_write(module: fx.GraphModule, bodies: dict[fx.Graph, Body]) -> list[bool]:
+    """A graph without a mirror, or a body that writes to its inputs, may write to any input."""
+    inputs = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+    nested = [inside.graph for inside in torch_compat.graph_modules(module)]
+    if any(graph not in bodies for graph in nested):
+        return [True] * len(inputs)
+    if any(_written(bodies[graph]) for graph in nested if graph is not module.graph):
+        return [True] * len(inputs)
+    written = _written(bodies[module.graph])
+    return [name in written for name in inputs]
+
+
+def _written(body: Body) -> set[str]:
+    """The names of the inputs that something in the mirror writes to."""
+    written = set().union(*(memory for _, memory in body.mirror.writers))
+    inputs: Sequence[fx.Node] = [node for node in body.mirror.graph.nodes if node.op == "placeholder"]
+    return {body.names.get(node, node.name) for node in inputs if mutation.storages(node) & written}

@@ -1,0 +1,54 @@
+"""What `options={"verify": True}` found, as data: one `Verification` a check, kept for this process."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+KEPT_VERIFICATIONS = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """One check of one attention, on the real inputs of a graph's first call.
+
+    graph: as in the report ("0/0"). module: the site's path. subject: "mask" (the recovered condition against the model's
+    own mask, exactly) or "output" (of the lowered graph, against the model's own). formula: the condition, if it was read.
+    elements: how many were compared. error, allowed: (output) the largest difference from the exact result, and its limit.
+    skipped: why nothing was compared; None if it was, and it held. A check that does not hold raises, and is not kept.
+    """
+
+    graph: str
+    module: str
+    subject: str
+    formula: str | None = None
+    elements: int = 0
+    error: float | None = None
+    allowed: float | None = None
+    skipped: str | None = None
+
+    def __str__(self) -> str:
+        if self.skipped is not None:
+            return f"{self.module}: {self.subject} not verified: {self.skipped}"
+        limits = "" if self.error is None else f", off by {self.error:.3g} of {self.allowed:.3g} allowed"
+        formula = "" if self.formula is None else f" ({self.formula})"
+        return f"{self.module}: {self.subject}{formula} verified on {self.elements} elements{limits}"
+
+
+_kept: deque[Verification] = deque(maxlen=KEPT_VERIFICATIONS)
+
+
+def verifications() -> tuple[Verification, ...]:
+    """The last 4096 checks of this process that held or were skipped, oldest first."""
+    return tuple(_kept)
+
+
+def keep(found: Iterable[Verification]) -> None:
+    """Keep the checks, and log what was not checked as a warning."""
+    for verification in found:
+        _kept.append(verification)
+        log.log(logging.INFO if verification.skipped is None else logging.WARNING, "%s", verification)
