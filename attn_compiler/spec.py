@@ -42,7 +42,8 @@ class AttentionSpec:
 
     q: (B, Hq, Sq, Dqk); k: (B, Hkv, Skv, Dqk); v: (B, Hkv, Skv, Dv). Hq % Hkv == 0, query head h reads kv head h // (Hq // Hkv).
     device: "cpu" or "cuda". needs_grad: the site's output is differentiated. returns_weights: the attention weights have
-    a reader besides the product with v. out_dtype: dtype the model goes on with.
+    a reader besides the product with v. out_dtype: dtype the model goes on with. decomposed: the model spells out the products
+    and the softmax, so that leaving the site alone means Inductor's own code for those, and not the kernel that SDPA picks.
     """
 
     q: TensorSpec
@@ -54,6 +55,7 @@ class AttentionSpec:
     out_dtype: str
     needs_grad: bool = False
     returns_weights: bool = False
+    decomposed: bool = False
 
     @property
     def batch(self) -> Dim:

@@ -46,8 +46,7 @@ class Row:
     """The order for some machines and sites. Every field that is not None has to hold.
 
     sms: architectures from .. to, both included; None: the CPU. cudnn: at least this version. dtypes: q's. training: the
-    site needs gradients. decomposed: the model spells the attention as products and a softmax, so that "untouched" is what
-    Inductor makes of those; otherwise it is the kernel that SDPA picks. one_query: decode. least_scores, most_scores:
+    site needs gradients. decomposed: as in AttentionSpec. one_query: decode. least_scores, most_scores:
     bounds on seqlen_q · seqlen_kv, which has to be known. since: the date of the evidence. why: the evidence.
     """
 
@@ -63,12 +62,12 @@ class Row:
     since: str
     why: str
 
-    def fits(self, spec: AttentionSpec, target: Target, *, decomposed: bool | None) -> bool:
+    def fits(self, spec: AttentionSpec, target: Target) -> bool:
         return (
             self._fits_machine(target)
             and (self.dtypes is None or spec.dtype in self.dtypes)
             and self.training in (None, spec.needs_grad)
-            and self.decomposed in (None, decomposed)
+            and self.decomposed in (None, spec.decomposed)
             and self.one_query in (None, spec.seqlen_q == 1)
             and self._fits_scores(spec)
         )
@@ -200,16 +199,12 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def row_of(spec: AttentionSpec, target: Target, *, decomposed: bool | None = None) -> Row | None:
+def row_of(spec: AttentionSpec, target: Target) -> Row | None:
     """The row that decides; None for a machine that no row knows."""
-    return next((row for row in ROWS if row.fits(spec, target, decomposed=decomposed)), None)
+    return next((row for row in ROWS if row.fits(spec, target)), None)
 
 
-def order(spec: AttentionSpec, target: Target, *, decomposed: bool | None = None) -> tuple[str, ...]:
-    """Names of lowerings in the order to ask them; "untouched" is always the last. "reference" is never among them.
-
-    decomposed: whether the model spells out the products and the softmax. What is left untouched then is something else
-    than an SDPA call that is left untouched, so the two have rows of their own; None, where it is not known, has none.
-    """
-    row = row_of(spec, target, decomposed=decomposed)
+def order(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
+    """Names of lowerings in the order to ask them; "untouched" is always the last. "reference" is never among them."""
+    row = row_of(spec, target)
     return (*(row.order if row is not None else ()), LAST)

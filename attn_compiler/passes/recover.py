@@ -73,6 +73,7 @@ def _describe(mirror: Mirror, site: Site, builder: FakeBuilder[torch.Tensor], re
         out_dtype=_name(out.dtype),
         needs_grad=needs_grad,
         returns_weights=match.returns_weights,
+        decomposed=match.decomposed,
     )
 
 

@@ -78,7 +78,7 @@ class Match:
     """What a pattern recognised. first, out: where the model's computation begins and ends (mirror nodes).
 
     out_dims: what the output's dimensions mean in the site's atoms. covered: the nodes from first to out; the scores live
-    nowhere else, so writing to them in place is the site's own business.
+    nowhere else, so writing to them in place is the site's own business. decomposed: as in AttentionSpec.
     """
 
     pattern: str
@@ -107,6 +107,7 @@ class Match:
     unusual: tuple[str, ...] = ()
     covered: frozenset[fx.Node] = frozenset()
     returns_weights: bool = False
+    decomposed: bool = False
     softmax_dtype: str = "float32"
     notes: tuple[str, ...] = ()
 

@@ -37,6 +37,7 @@ def make_spec(
     device: str = "cuda",
     needs_grad: bool = True,
     returns_weights: bool = False,
+    decomposed: bool = False,
 ) -> AttentionSpec:
     """Contiguous bfloat16 on a GPU, without a mask and with gradients, unless told otherwise."""
 
@@ -53,6 +54,7 @@ def make_spec(
         out_dtype=dtype,
         needs_grad=needs_grad,
         returns_weights=returns_weights,
+        decomposed=decomposed,
     )
 
 

@@ -139,6 +139,7 @@ def _match(
     added, masking = _split_masks(mirror, scores)
     return assembly.assemble(
         pattern=NAME,
+        decomposed=True,
         anchor=anchor,
         first=product.node,
         out=weighted.node,
