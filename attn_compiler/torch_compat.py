@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -225,6 +226,11 @@ def dim_of(size: int | torch.SymInt) -> int | str:
         return int(size)
     constant = size.node.maybe_as_int()
     return str(size.node.expr) if constant is None else int(constant)
+
+
+def simplified(mode: FakeTensorMode, size: sympy.Expr) -> sympy.Expr:
+    """A size as the guards of by now have it: a symbol that some op fixed in the meantime is a number."""
+    return size if mode.shape_env is None else mode.shape_env.replace(size)
 
 
 # ---- names and traces ---------------------------------------------------------------------------------------------

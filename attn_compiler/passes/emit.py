@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
+from attn_compiler import torch_compat
 from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.axes import AxisError, Size
 from attn_compiler.passes.mirror import Mirror
@@ -74,6 +75,7 @@ class FakeBuilder(Generic[X]):
         return tensor
 
     def size(self, size: Size, known: list[fx.Node]) -> Any:
+        size = torch_compat.simplified(self._mode, size)
         if size.is_Integer:
             return int(size)
         node, dim = find_size(self._mirror, size, known)
@@ -140,6 +142,7 @@ class GraphBuilder:
         return tensor
 
     def size(self, size: Size, known: list[fx.Node]) -> Any:
+        size = torch_compat.simplified(self.mode, size)
         if size.is_Integer:
             return int(size)
         node, dim = find_size(self._mirror, size, known)

@@ -66,6 +66,14 @@ def test_known_sizes_are_numbers_and_symbolic_ones_come_from_a_tensor() -> None:
     assert str(fake.size(length, [x])) == str(length)
 
 
+def test_a_size_that_was_fixed_after_it_was_read_is_a_number() -> None:
+    _, fake, x, _ = _builders()
+    length = fake.leaf(x).shape[0]
+    before = axes.size_expr(length)
+    bool(length == int(length.node.hint))
+    assert fake.size(before, [x]) == length.node.hint
+
+
 def test_a_symbolic_size_that_no_tensor_has_is_refused() -> None:
     _, fake, x, _ = _builders()
     with pytest.raises(AxisError, match="no tensor of the site has the size"):
