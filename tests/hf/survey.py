@@ -19,6 +19,8 @@ from torch import nn
 
 import attn_compiler
 from attn_compiler.report import Report
+from attn_compiler.verifying import Verification
+from tests.hf import mask_kinds
 from tests.hf.comparison import Worst, worst
 from tests.hf.counting import AttentionCounter
 from tests.hf.decoders import DECODERS
@@ -33,7 +35,8 @@ FAMILIES: tuple[Family, ...] = (*DECODERS, *ENCODERS, *VISION, *SEQ2SEQ, *TORCH_
 FAMILY = {family.name: family for family in FAMILIES}
 
 # Kernels even where, at these sizes, the model's own code is measured to be faster: the numbers of the kernels are the point.
-OPTIONS = {"inner": "aot_eager", "strict": True, "lowerings": ("sdpa_cpu_flash", "math")}
+# verify: every recovered mask, at every index, against the model's own, in each case.
+OPTIONS = {"inner": "aot_eager", "strict": True, "verify": True, "lowerings": ("sdpa_cpu_flash", "math")}
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -55,6 +58,8 @@ class Result:
     """What a case gave. status: "ok"; "sites" (found differs from expected); "numbers"; "miscounted" (the family's formula is
     wrong); "error"; "absent" (the family does not have the scenario); "unavailable" (a package is missing).
 
+    kinds: what the masks were proved to be, and at how many sites. unproved: why masks made in the graph were not. verified: masks
+    held against the model's own; unverified: why others were not.
     detail: the reason for every status but "ok". graphs: compiled graphs that held a site or a miss. max_error: the worst
     tensor's error over its largest value; limit: that error over what is allowed.
     """
@@ -69,6 +74,10 @@ class Result:
     lowerings: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
     masks: tuple[str, ...] = ()
+    kinds: tuple[tuple[str, int], ...] = ()
+    unproved: tuple[str, ...] = ()
+    verified: int = 0
+    unverified: tuple[str, ...] = ()
     scores: tuple[str, ...] = ()
     misses: tuple[str, ...] = ()
     max_error: float | None = None
@@ -109,6 +118,7 @@ class Recorder:
     def __init__(self) -> None:
         self.reports: list[Report] = []
         self.runs: list[int] = []
+        self.checks: list[Verification] = []
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
         backend: Any = torch._dynamo.lookup_backend("attn_compiler")
@@ -191,12 +201,16 @@ def _run_compiled(trial: Trial) -> tuple[Recorder, Named]:
     dynamic = True if trial.scenario.dynamic else None
     with distributed(trial) as target:
         compiled = torch.compile(target, backend=recorder, dynamic=dynamic)
-        return recorder, run(trial, trial.model, compiled)
+        before = attn_compiler.verifications()
+        outputs = run(trial, trial.model, compiled)
+        recorder.checks = [v for v in attn_compiler.verifications() if not any(v is old for old in before)]
+        return recorder, outputs
 
 
 def _described(case: Case, recorder: Recorder) -> Result:
     sites = [site for report in recorder.reports for site in report.sites]
     misses = [miss for report in recorder.reports for miss in report.misses]
+    checks = [check for check in recorder.checks if check.subject == "mask"]
     return Result(
         case=case,
         status="ok",
@@ -204,6 +218,10 @@ def _described(case: Case, recorder: Recorder) -> Result:
         lowerings=_distinct(site.decision.lowering for site in sites),
         patterns=_distinct(site.pattern for site in sites),
         masks=_distinct(site.spec.mask.words for site in sites),
+        kinds=mask_kinds.counted(zip(recorder.reports, recorder.runs, strict=True)),
+        unproved=mask_kinds.reasons(recorder.reports),
+        verified=sum(v.skipped is None for v in checks),
+        unverified=_distinct(v.skipped for v in checks if v.skipped is not None),
         scores=_distinct(site.spec.score.words for site in sites),
         misses=_distinct(
             f"{miss.anchor}: {miss.nearest} stopped at {miss.stopped_at}: {miss.reason}" for miss in misses

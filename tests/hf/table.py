@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.hf import mask_kinds
 from tests.hf.scenarios import SCENARIOS
 from tests.hf.survey import FAMILY, Result
 
@@ -23,6 +24,10 @@ COLUMNS = (
     "lowerings",
     "patterns",
     "masks",
+    "kinds",
+    "unproved",
+    "verified",
+    "unverified",
     "scores",
     "misses",
     "max_error",
@@ -45,7 +50,7 @@ def _row(result: Result) -> list[str]:
     for column in COLUMNS:
         value = getattr(result.case, column) if hasattr(result.case, column) else getattr(result, column)
         if isinstance(value, tuple):
-            value = "; ".join(value)
+            value = "; ".join(x if isinstance(x, str) else " × ".join(map(str, reversed(x))) for x in value)
         elif isinstance(value, float):
             value = f"{value:.3g}"
         row.append("" if value is None else str(value))
@@ -65,6 +70,14 @@ def write_markdown(results: Sequence[Result], path: Path, versions: str) -> None
         "",
         *_grid(ran),
         "",
+        "## Masks",
+        "",
+        *mask_kinds.table([(r.case.family, r.kinds) for r in ran]),
+        "",
+        f"{sum(r.verified for r in ran)} masks were held against the model's own at every index.",
+        "",
+        *_section("Masks made in the graph and not proved", _reasons(ran, "unproved")),
+        *_section("Masks not held against the model's own", _reasons(ran, "unverified")),
         *_section("Failures", [(r.case.id, f"{r.status}: {r.detail}") for r in ran if r.failed]),
         *_section("Lowerings", _lowerings(ran)),
         *_section("Left to Python by Dynamo", _uncaptured(ran)),
@@ -105,6 +118,15 @@ def _lowerings(ran: Sequence[Result]) -> list[tuple[str, str]]:
     for result in ran:
         families[", ".join(result.lowerings) or "none"][f"{result.case.family} ({result.case.impl})"] = None
     return [(lowering, ", ".join(names)) for lowering, names in sorted(families.items())]
+
+
+def _reasons(ran: Sequence[Result], column: str) -> list[tuple[str, str]]:
+    """Each reason with the families and scenarios that it was given in."""
+    where: dict[str, dict[str, None]] = defaultdict(dict)
+    for result in ran:
+        for reason in getattr(result, column):
+            where[reason][f"{result.case.family} {result.case.scenario} {result.case.impl}"] = None
+    return [(", ".join(names), reason) for reason, names in where.items()]
 
 
 def _uncaptured(ran: Sequence[Result]) -> list[tuple[str, str]]:
