@@ -38,7 +38,7 @@ def needs(site: Site, values: Values) -> set[Key]:
     """What has to be recorded for `check`. Raises NoValueError where it can't be."""
     if site.condition is None:
         mask = site.spec.mask if site.spec is not None else None
-        raise NoValueError((mask.reason if mask is not None else None) or "the mask was not read")
+        raise NoValueError((mask.reason if mask is not None else None) or "more is added to the scores than what masks")
     nodes = [term.operand.node for term in site.mask_terms]
     nodes += [_loaded(site, load.tensor) for load in ix.loads(site.condition)]
     return set().union(*(values.needs(node) for node in nodes))

@@ -27,9 +27,12 @@ def run(plan: Plan, args: Sequence[Any]) -> list[Verification]:
     """
     shared = [is_trained_parameter(x) and not may_write for x, may_write in zip(args, plan.may_write, strict=True)]
     session = _Session(plan)
-    with leaving_no_trace(args):
-        session.interpret(plan.module, *isolated(args, shared))
-    return session.finish()
+    try:
+        with leaving_no_trace(args):
+            session.interpret(plan.module, *isolated(args, shared))
+        return session.finish()
+    finally:
+        session.close()
 
 
 class _Session:
@@ -109,6 +112,10 @@ class _Session:
             elif check not in self._found:
                 self._found[check] = self._skipped(check, "the first call did not run the graph that it is in")
         return [self._found[check] for check in self._plan.checks]
+
+    def close(self) -> None:
+        """Let go of all values: the plan's modules hold the session."""
+        self._values.recorded.clear()
 
 
 class _Recorder(fx.Interpreter):

@@ -1,0 +1,74 @@
+"""A plan for one function, and what its compiled graph would be called with, without compiling anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.options import Options
+from attn_compiler.passes import rewrite
+from attn_compiler.verifying.plan import Check, Plan, prepare
+
+Tensor = torch.Tensor
+SHAPE = (2, 4, 6, 8)
+LENGTH = SHAPE[2]
+
+
+@dataclass
+class Planned:
+    """module: rewritten, as the compiler would get it. args: of the call."""
+
+    plan: Plan
+    module: fx.GraphModule
+    args: tuple[Any, ...]
+
+    def check(self, subject: str) -> Check:
+        (check,) = (check for check in self.plan.checks if check.subject == subject)
+        return check
+
+
+def plans(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[tuple[Plan | None, fx.GraphModule, Any]]:
+    """For each graph of `function`: the plan, the rewritten graph module, and the arguments of its call."""
+    found: list[tuple[Plan | None, fx.GraphModule, Any]] = []
+    chosen = Options(**{"lowerings": ("sdpa_cpu_flash",), "strict": True, "verify": True, **options})
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        plan = prepare(gm, rewrite(gm, chosen))
+
+        def call(*args: Any) -> Any:
+            found.append((plan, gm, args))
+            return gm.forward(*args)
+
+        return call
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend)(*inputs)
+    torch._dynamo.reset()
+    return found
+
+
+def planned(function: Callable[..., Any], *inputs: Any, **options: Any) -> Planned:
+    """The plan of the one graph of `function`, which holds an attention."""
+    ((plan, module, args),) = plans(function, *inputs, **options)
+    assert plan is not None
+    return Planned(plan, module, args)
+
+
+def qkv(*, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    positions = torch.arange(q.shape[-2])
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=positions <= positions[:, None])
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor) -> Tensor:
+    """Key padding, as an additive mask."""
+    mask = torch.zeros(attention_mask.shape).masked_fill(attention_mask == 0, torch.finfo(torch.float32).min)
+    return (q @ k.transpose(-1, -2) * 0.3 + mask[:, None, None, :]).softmax(-1) @ v

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import fx
+
+from attn_compiler.errors import VerificationMismatch
+from attn_compiler.verifying import outputs, running
+from attn_compiler.verifying.outputs import dependents, difference, exact_dtype
+from tests.verifying.planning import SHAPE, Planned, Tensor, causal, masked, planned, qkv
+
+
+def _with_factor(found: Planned, factor: float) -> Planned:
+    """The same plan, with a kernel whose result is too large by a factor."""
+    check = found.check("output")
+    assert check.new_out is not None
+    graph = check.new_out.graph
+    with graph.inserting_after(check.new_out):
+        check.new_out = graph.call_function(torch.mul, (check.new_out, factor))
+    check.body.outs[check.new_out.name] = check.body.outs[str(check.new_out.args[0])]
+    del check.body.outs[str(check.new_out.args[0])]
+    return found
+
+
+# Off by a part of 1 of the result: what has to be allowed, and what has to be noticed.
+@pytest.mark.parametrize(
+    ("dtype", "little", "much"),
+    [(torch.float32, 1e-7, 1e-5), (torch.bfloat16, 2e-3, 5e-2), (torch.float16, 2e-4, 5e-3)],
+    ids=lambda x: str(x)[6:] if isinstance(x, torch.dtype) else None,
+)
+def test_the_rule_is_neither_too_strict_nor_too_lax(dtype: torch.dtype, little: float, much: float) -> None:
+    found = _with_factor(planned(causal, *qkv(dtype=dtype)), 1 + little)
+    assert running.run(found.plan, found.args)[-1].skipped is None
+    found = _with_factor(planned(causal, *qkv(dtype=dtype)), 1 + much)
+    with pytest.raises(VerificationMismatch, match="output of sdpa_cpu_flash"):
+        running.run(found.plan, found.args)
+
+
+def test_errors_of_small_results_count() -> None:
+    """The rounding that is allowed is that of the values, not an absolute number."""
+    q, k, v = qkv()
+    found = _with_factor(planned(causal, q, k, v * 1e-6), 1 + 1e-3)
+    with pytest.raises(VerificationMismatch):
+        running.run(found.plan, found.args)
+
+
+def test_another_dtype_is_a_mismatch() -> None:
+    found = planned(causal, *qkv())
+    check = found.check("output")
+    assert check.new_out is not None
+    graph = check.new_out.graph
+    old = check.new_out
+    with graph.inserting_after(old):
+        check.new_out = graph.call_function(torch.Tensor.double, (old,))
+    check.body.outs[check.new_out.name] = check.body.outs.pop(old.name)
+    with pytest.raises(VerificationMismatch, match=r"torch\.float64 .*differ"):
+        running.run(found.plan, found.args)
+
+
+def test_a_site_of_the_model_that_wrote_its_scores_in_place() -> None:
+    """The exact result is made from copies, so that the model's own values stay what they are."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT
+        scores *= 0.3
+        scores.masked_fill_(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+        return scores.softmax(-1) @ v + q
+
+    found = planned(function, *qkv())
+    output = running.run(found.plan, found.args)[-1]
+    assert output.skipped is None
+    assert output.elements == math.prod(SHAPE)
+
+
+def test_dependents_run_from_the_product_to_the_output() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q.sin() @ k.mT * 0.3
+        scores = scores - scores.amax(-1, keepdim=True)
+        return (scores.softmax(-1) @ v.cos()).exp()
+
+    check = planned(function, *qkv()).check("output")
+    names = [str(n.target).split(".")[1] for n in dependents(check.body.mirror, check.site.match)]
+    assert names == ["matmul", "mul", "amax", "sub", "softmax", "matmul"]
+
+
+def test_exact_results_are_closer_than_the_models_own() -> None:
+    found = planned(masked, *qkv(dtype=torch.float32), torch.ones(2, 6, dtype=torch.int64))
+    output = running.run(found.plan, found.args)[-1]
+    assert output.error is not None
+    assert 0 < output.error < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_exact_dtypes(dtype: torch.dtype) -> None:
+    assert exact_dtype(dtype) == torch.float32
+    assert exact_dtype(torch.float32) == exact_dtype(torch.float64) == torch.float64
+
+
+def test_difference_of_what_is_not_finite() -> None:
+    inf, nan = math.inf, math.nan
+    x = torch.tensor([1.0, nan, nan, inf, inf, -inf, 1.0, 1.0])
+    exact = torch.tensor([1.5, nan, 1.0, inf, 1.0, inf, nan, inf], dtype=torch.float64)
+    assert difference(x, exact).tolist() == [0.5, 0.0, inf, 0.0, inf, inf, inf, inf]
+
+
+def test_where_the_model_itself_overflows_there_is_nothing_to_compare() -> None:
+    q, k, v = qkv(dtype=torch.float16)
+    v[0, 0, 0, 0] = torch.inf
+    found = planned(causal, q, k, v)
+    output = running.run(found.plan, found.args)[-1]
+    assert output.skipped is None
+
+
+def test_not_enough_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(outputs, "_exact", full)
+    found = planned(causal, *qkv())
+    output = running.run(found.plan, found.args)[-1]
+    assert output.skipped == "there is not enough memory for the exact result"
+
+
+def test_a_new_output_that_is_not_there_has_nothing_to_compare() -> None:
+    found = planned(causal, *qkv(), lowerings=("untouched",))
+    assert found.check("output").skipped == "the site is as the model made it"
+    assert isinstance(found.check("output").body.rewritten, fx.Graph)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from attn_compiler.errors import VerificationMismatch
+from attn_compiler.passes import reading
+from attn_compiler.verifying import masks, running
+from attn_compiler.verifying.values import NoValueError
+from tests.verifying.planning import LENGTH, SHAPE, Tensor, causal, planned, qkv
+
+aten = torch.ops.aten
+
+
+def test_results_come_in_the_order_of_the_plan() -> None:
+    found = planned(lambda q, k, v: causal(q.sin(), k, v) @ causal(q, k, v).mT, *qkv())
+    results = running.run(found.plan, found.args)
+    assert [result.subject for result in results] == ["mask", "output"] * 2
+    assert [result.skipped for result in results] == [None] * 4
+    assert [result.formula for result in results] == ["k <= q", None] * 2
+    assert {result.elements for result in results} == {LENGTH * LENGTH, torch.Size(SHAPE).numel()}
+    for result in results[1::2]:
+        assert result.error is not None
+        assert result.allowed is not None
+        assert 0 < result.error <= result.allowed < 1e-4
+
+
+def test_what_turns_out_to_have_no_value_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> int:
+        raise NoValueError("odd")
+
+    monkeypatch.setattr(masks, "check", none)
+    found = planned(causal, *qkv())
+    mask, output = running.run(found.plan, found.args)
+    assert mask.skipped == "odd"
+    assert output.skipped is None
+
+
+def test_the_graph_runs_to_its_end_before_a_mismatch_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regions that the graph enters, such as autocast, are left again."""
+    monkeypatch.setitem(reading.READERS, aten.le.Tensor, reading.READERS[aten.lt.Tensor])
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return causal(q, k, v) @ v.mT
+
+    found = planned(function, *qkv())
+    with pytest.raises(VerificationMismatch):
+        running.run(found.plan, found.args)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_body_that_is_not_run_is_said_to_be_unchecked() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, flag: Tensor) -> Tensor:
+        return torch.cond(flag.any(), causal, lambda q, k, v: q + 1, (q, k, v))
+
+    found = planned(function, *qkv(), torch.tensor([False]))
+    assert [v.skipped for v in running.run(found.plan, found.args)] == [
+        "the first call did not run the graph that it is in"
+    ] * len(found.plan.checks)
+    found = planned(function, *qkv(), torch.tensor([True]))
+    assert [v.skipped for v in running.run(found.plan, found.args)] == [None, None]
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_nothing_is_held_afterwards(monkeypatch: pytest.MonkeyPatch, flag: bool) -> None:
+    copies: list[weakref.ref[Tensor]] = []
+    real = running.isolated
+
+    def isolated(args: Sequence[Any], shared: Sequence[bool]) -> list[Any]:
+        found = real(args, shared)
+        copies.extend(weakref.ref(x) for x in found)
+        return found
+
+    def function(q: Tensor, k: Tensor, v: Tensor, flag: Tensor) -> Tensor:
+        return torch.cond(flag.any(), causal, lambda q, k, v: q + 1, (q, k, v))
+
+    monkeypatch.setattr(running, "isolated", isolated)
+    found = planned(function, *qkv(), torch.tensor([flag]))
+    gc.collect()
+    gc.disable()
+    try:
+        running.run(found.plan, found.args)
+        assert [ref() for ref in copies] == [None] * len(found.args)
+    finally:
+        gc.enable()
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return causal(q * self.weight, k, v)
+
+
+def test_trained_parameters_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[bool]] = []
+    real = running.isolated
+    monkeypatch.setattr(running, "isolated", lambda args, shared: seen.append(shared) or real(args, shared))
+    found = planned(_Scaled(), *qkv())
+    running.run(found.plan, found.args)
+    assert seen == [[isinstance(x, nn.Parameter) for x in found.args]]
+    assert any(seen[0])
