@@ -10,7 +10,13 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, track_tensor_tree
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+    track_tensor_tree,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -58,6 +64,25 @@ def current_fake(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as a fake tensor of the active fake mode."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return tensor if mode is None else mode.from_tensor(tensor)
+
+
+def alias(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A fake tensor in the memory of `tensor` with dtype, shape, strides and offset of `like`, made without a trace of it."""
+    with disable_proxy_modes_tracing(), torch.no_grad():
+        made = torch.empty(0, dtype=like.dtype, device=like.device)
+        return made.set_(tensor.untyped_storage(), like.storage_offset(), like.shape, like.stride())
+
+
+def untraced_empty(like: torch.Tensor) -> torch.Tensor:
+    """A new fake tensor with dtype, shape and strides of `like`, made without a trace of it."""
+    with disable_proxy_modes_tracing():
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+def untraced_select(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """A view of a fake tensor without one of its dimensions, made without a trace of it."""
+    with disable_proxy_modes_tracing(), torch.no_grad():
+        return tensor.select(dim, 0)
 
 
 def track(tensor: torch.Tensor, proxy: fx.Proxy, tracer: Any) -> torch.Tensor:

@@ -24,15 +24,13 @@ from attn_compiler.passes import (
     layout,
     lower,
     match,
-    mirror,
     recover,
-    relevance,
     select,
     summary,
     verify,
 )
 from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.unit import Unit, is_anchor_like, units, unsupported_tensor
+from attn_compiler.passes.unit import Unit, units, unsupported_tensor
 from attn_compiler.report import Report
 from attn_compiler.target import Target
 
@@ -54,7 +52,7 @@ def _expand(unit: Unit, _: Mirror | None) -> None:
 
 
 def _mirror(unit: Unit, _: Mirror | None) -> None:
-    unit.mirror = mirror.build(unit.graph_module, relevance.skippable(unit.graph, is_anchor_like))
+    unit.mirrored()
 
 
 def _facts(*names: str) -> frozenset[str]:

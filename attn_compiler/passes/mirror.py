@@ -2,8 +2,9 @@
 
 Dynamo's graph has many spellings of one thing (methods, functions, operators); here there is one ATen op for each,
 with bound arguments and fake values, while SDPA, softmax, matmul, einsum and linear stay whole. Higher-order and
-functorch nodes are opaque: each result becomes an `opaque` call on the node's inputs, shaped like its example value;
-one without a result becomes an `effect`, which may have written to them.
+functorch nodes are opaque: each result becomes an `opaque` call on the node's inputs, shaped like its example value and in
+the memory of the input that it is a view of; what a body writes to is an `effect` on those inputs, and so are the inputs of a
+call without a result. Which axis a vmap adds or removes is kept (vmap_axes).
 Autocast regions are entered for real while tracing, so that dtypes are right. Dynamo's example values are the truth:
 where tracing gives another dtype, the mirror takes Dynamo's.
 """
@@ -11,6 +12,7 @@ where tracing gives another dtype, the mirror takes Dynamo's.
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +21,23 @@ from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_tracing
-from attn_compiler.passes import mutation
+from attn_compiler.passes import bodies, mutation, vmap_axes
+from attn_compiler.passes.vmap_axes import VmapAxis
 
 _OPAQUE_MODULES = ("torch._functorch", "torch._C._functorch", "torch.autograd.function", "torch.nn.attention")
 
 #: methods that turn an element into a number: the number is Dynamo's symbol for it, a fake tensor has none
 _READS_NUMBERS = ("item", "tolist")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Origins:
+    """Where a mirror's nodes come from, by node; arguments: by higher-order call of the Dynamo graph."""
+
+    owners: dict[fx.Node, fx.Node]
+    values: dict[fx.Node, fx.Node]
+    arguments: dict[fx.Node, tuple[fx.Node | None, ...]]
+    vmap_axes: dict[fx.Node, VmapAxis]
 
 
 class Mirror:
@@ -33,17 +46,19 @@ class Mirror:
     dynamo_node(n): the Dynamo node with the very value of mirror node n, or None (an intermediate of one Dynamo call). What an
     in-place op returns is the tensor that it wrote to.
     owner(n): the Dynamo node whose execution made n. order(n): its place in the mirror. writers: nodes that write in place,
-    each with the storages that it writes to.
+    each with the storages that it writes to. vmap_axes: the stand-ins of vmap's own calls, each with its axis.
     """
 
-    def __init__(self, graph: fx.Graph, owners: dict[fx.Node, fx.Node], values: dict[fx.Node, fx.Node]) -> None:
+    def __init__(self, graph: fx.Graph, origins: Origins) -> None:
         self.graph = graph
-        self._owners = owners
-        self._values = values
+        self._owners = origins.owners
+        self._values = origins.values
+        self._arguments = origins.arguments
+        self.vmap_axes = origins.vmap_axes
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self.writers = mutation.writers(graph)
         self._owned: dict[fx.Node, list[fx.Node]] = {}
-        for node, owner in owners.items():
+        for node, owner in origins.owners.items():
             self._owned.setdefault(owner, []).append(node)
         self._live = _live(graph, self.writers)
 
@@ -58,6 +73,10 @@ class Mirror:
     def owned(self, dynamo_node: fx.Node) -> list[fx.Node]:
         """The nodes that the execution of a Dynamo node made."""
         return self._owned.get(dynamo_node, [])
+
+    def arguments(self, call: fx.Node) -> tuple[fx.Node | None, ...]:
+        """What a higher-order call of the Dynamo graph was given, as it was then: a node for each argument that is a tensor."""
+        return self._arguments.get(call, ())
 
     def order(self, node: fx.Node) -> int:
         return self._order[node]
@@ -81,7 +100,7 @@ def build(graph_module: fx.GraphModule, skipped: frozenset[fx.Node] = frozenset(
     placeholders = [n.meta["example_value"] for n in graph_module.graph.nodes if n.op == "placeholder"]
     tracer = _Tracing(graph_module, skipped)
     traced = torch_tracing.trace_pre_dispatch(tracer.run_all, placeholders)
-    return Mirror(traced.graph, *tracer.finish(traced))
+    return Mirror(traced.graph, tracer.finish(traced))
 
 
 def opaque(*inputs: torch.Tensor) -> None:
@@ -120,6 +139,8 @@ class _Tracing(fx.Interpreter):
         self._skipped = skipped
         self._owner_names: dict[str, fx.Node] = {}
         self._value_names: dict[str, fx.Node] = {}
+        self._argument_names: dict[fx.Node, tuple[str | None, ...]] = {}
+        self._vmaps = vmap_axes.Tracker()
         self._traced_so_far = 0
         self._regions: list[torch.amp.autocast_mode.autocast] = []
 
@@ -130,16 +151,22 @@ class _Tracing(fx.Interpreter):
             while self._regions:
                 self._regions.pop().__exit__(None, None, None)
 
-    def finish(self, traced: fx.GraphModule) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]]:
-        owners, values = {}, {}
-        for node in traced.graph.nodes:
-            if node.name in self._owner_names:
-                owners[node] = self._owner_names[node.name]
-            if node.name in self._value_names:
-                values[node] = self._value_names[node.name]
+    def finish(self, traced: fx.GraphModule) -> Origins:
+        nodes = {node.name: node for node in traced.graph.nodes}
+        for node in nodes.values():
             if node.op == "get_attr":
                 node.meta["constant"] = getattr(traced, str(node.target), None)
-        return owners, values
+        owners = {node: self._owner_names[name] for name, node in nodes.items() if name in self._owner_names}
+        axes = self._vmaps.axes()
+        return Origins(
+            owners=owners,
+            values={node: self._value_names[name] for name, node in nodes.items() if name in self._value_names},
+            arguments={
+                call: tuple(nodes.get(name) if name is not None else None for name in names)
+                for call, names in self._argument_names.items()
+            },
+            vmap_axes={n: axes[owner] for n, owner in owners.items() if owner in axes and n.target is opaque},
+        )
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "output":
@@ -164,6 +191,10 @@ class _Tracing(fx.Interpreter):
         if self._is_among_skipped(n):
             return n.meta["example_value"]
         hidden = n in self._skipped or is_opaque(n) or n.target in _READS_NUMBERS
+        if not hidden and self._vmaps.is_inside and vmap_axes.is_indexed_by_elements(n):
+            x, index = self.fetch_args_kwargs_from_env(n)[0]
+            found = vmap_axes.indexed(x, index)
+            return found if found is not None else self._stand_in(n)
         return self._stand_in(n) if hidden else super().run_node(n)
 
     def _is_among_skipped(self, n: fx.Node) -> bool:
@@ -191,18 +222,48 @@ class _Tracing(fx.Interpreter):
 
     def _stand_in(self, n: fx.Node) -> Any:
         tracer = torch_tracing.current_tracer()
-        values = [self.env[i] for i in n.all_input_nodes if isinstance(self.env[i], torch.Tensor)]
-        inputs = [fx.Proxy(node, tracer) for v in values if (node := torch_tracing.traced_node(v, tracer)) is not None]
+        self._vmaps.see(n)
+        traced = {i: node for i in n.all_input_nodes if (node := self._traced(i, tracer)) is not None}
+        inputs = {i: fx.Proxy(node, tracer) for i, node in traced.items()}
+        if bodies.is_higher_order(n):
+            given = [traced.get(x) if isinstance(x, fx.Node) else None for x in n.args]
+            self._argument_names[n] = tuple(node.name if node is not None else None for node in given)
         flat, spec = pytree.tree_flatten(n.meta.get("example_value"))
         out = []
         for x in flat:
             if isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
-                proxy = tracer.create_proxy("call_function", opaque, tuple(inputs), {}, name=n.name)
-                x = torch_tracing.track(_unwrapped(x), proxy, tracer)
+                proxy = tracer.create_proxy("call_function", opaque, tuple(inputs.values()), {}, name=n.name)
+                x = torch_tracing.track(self._in_its_memory(n, x), proxy, tracer)
             out.append(x)
-        if inputs and n.meta.get("example_value") is None:
-            tracer.create_proxy("call_function", mutation.effect, tuple(inputs), {}, name=n.name)
+        written = [inputs[i] for i in inputs if i in self._written(n)]
+        if written:
+            tracer.create_proxy("call_function", mutation.effect, tuple(written), {}, name=n.name)
         return pytree.tree_unflatten(out, spec)
+
+    def _traced(self, n: fx.Node, tracer: Any) -> fx.Node | None:
+        value = self.env[n]
+        return torch_tracing.traced_node(value, tracer) if isinstance(value, torch.Tensor) else None
+
+    def _written(self, n: fx.Node) -> set[fx.Node]:
+        if bodies.is_higher_order(n):
+            return bodies.written_by(n)
+        return set(n.all_input_nodes) if n.meta.get("example_value") is None else set()
+
+    def _in_its_memory(self, n: fx.Node, x: Any) -> Any:
+        """What stands for a result of an opaque call: in the memory of the input that it is a view of, and else in its own.
+
+        A tensor that only exists inside a transform of torch.func gets a plain one of its shape.
+        """
+        if not isinstance(x, torch.Tensor) or n in self._skipped:
+            return x
+        if not isinstance(x, FakeTensor):
+            source = self.env[n.args[0]] if n.args and isinstance(n.args[0], fx.Node) else None
+            view = vmap_axes.example(n, source, x) if isinstance(source, torch.Tensor) else None
+            return view if view is not None else torch_tracing.untraced_empty(x)
+        memory = mutation.storages_of(x)
+        plain = [i for i in n.all_input_nodes if isinstance(i.meta.get("example_value"), FakeTensor)]
+        source = next((i for i in plain if memory & mutation.storages_of(i.meta["example_value"])), None)
+        return torch_tracing.alias(self.env[source], x) if source is not None else x
 
     def _truthful(self, n: fx.Node, result: Any, tracer: Any) -> Any:
         example = n.meta.get("example_value")
@@ -231,10 +292,3 @@ def _last(graph: fx.Graph, count: int) -> list[fx.Node]:
             break
         found.append(node)
     return found
-
-
-def _unwrapped(x: Any) -> Any:
-    """A plain fake tensor for one that only exists inside a transform of torch.func; anything else as it is."""
-    if not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor):
-        return x
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)

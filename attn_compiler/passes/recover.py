@@ -27,7 +27,7 @@ def run(unit: Unit, mirror: Mirror) -> None:
     """Give every site its spec. A site whose operands can't be arranged becomes a miss."""
     kept = []
     builder: FakeBuilder[torch.Tensor] = FakeBuilder(mirror, unit.mode)
-    reader = reading.of(mirror)
+    reader = reading.of_unit(unit)
     for site in unit.sites:
         unit.current = site.module
         try:

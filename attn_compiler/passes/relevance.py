@@ -36,10 +36,20 @@ def target_name(node: fx.Node) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
-def skippable(graph: fx.Graph, is_anchor: Callable[[fx.Node], bool]) -> frozenset[fx.Node]:
-    """The nodes that a mirror may treat as opaque."""
-    kept = _kept([node for node in graph.nodes if is_anchor(node)])
-    return frozenset(node for node in graph.nodes if node not in kept and _makes_new(node))
+def skippable(
+    graph: fx.Graph, is_anchor: Callable[[fx.Node], bool], masks: Iterable[fx.Node] = ()
+) -> frozenset[fx.Node]:
+    """The nodes that a mirror may treat as opaque. masks: what bodies that this graph calls may have their masks from."""
+    scores, operands = _kept([node for node in graph.nodes if is_anchor(node)], masks)
+    return frozenset(n for n in graph.nodes if n not in scores and n not in operands and _makes_new(n))
+
+
+def mask_inputs(
+    graph: fx.Graph, is_anchor: Callable[[fx.Node], bool], masks: Iterable[fx.Node] = ()
+) -> frozenset[fx.Node]:
+    """The inputs of a graph that its masks, or those of bodies that it calls, may be made of."""
+    scores, _ = _kept([node for node in graph.nodes if is_anchor(node)], masks)
+    return frozenset(node for node in scores if node.op == "placeholder")
 
 
 def _makes_new(node: fx.Node) -> bool:
@@ -61,8 +71,8 @@ def _is_reshaped(node: fx.Node) -> bool:
     return any(mutation.views_in_place(target_name(user)) for user in node.users)
 
 
-def _kept(anchors: list[fx.Node]) -> set[fx.Node]:
-    """The anchors, all that makes their scores and masks, and the tensors of both products up to where they are computed."""
+def _kept(anchors: list[fx.Node], masks: Iterable[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The anchors and all that makes scores and masks; the tensors of both products up to where they are computed."""
     scores: set[fx.Node] = set()
     operands: set[fx.Node] = set()
     for anchor in anchors:
@@ -73,7 +83,8 @@ def _kept(anchors: list[fx.Node]) -> set[fx.Node]:
             _climb_operands([anchor.kwargs.get(name) for name in ("query", "key", "value")], operands)
         else:
             _climb_scores([anchor, *_products_below(anchor)], scores, operands)
-    return scores | operands
+    _climb_scores(masks, scores, operands)
+    return scores, operands
 
 
 def _climb_scores(start: Iterable[object], scores: set[fx.Node], operands: set[fx.Node]) -> None:
@@ -81,7 +92,7 @@ def _climb_scores(start: Iterable[object], scores: set[fx.Node], operands: set[f
     while queue:
         node = queue.pop()
         name = target_name(node)
-        if node in scores or name in _BOUNDARIES:
+        if node in scores or name in _BOUNDARIES or isinstance(node.target, torch._ops.HigherOrderOperator):
             continue
         scores.add(node)
         if name in _PRODUCTS:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -13,10 +14,23 @@ from torch._subclasses import FakeTensorMode
 
 from attn_compiler import torch_compat, torch_tracing
 from attn_compiler.options import Options
+from attn_compiler.passes import bodies, mirror, relevance
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.relevance import target_name
 from attn_compiler.passes.site import Miss, Site
 from attn_compiler.target import Target
+
+if TYPE_CHECKING:
+    from attn_compiler.passes.reading import Reader
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """A higher-order call in the graph of `unit` that passes its arguments on to a body: the first one is its argument `first`."""
+
+    unit: Unit
+    node: fx.Node
+    first: int
 
 
 @dataclass(kw_only=True, eq=False)
@@ -24,7 +38,9 @@ class Unit:
     """name: "" for the graph itself, else the path of the body. The passes fill in the rest, in the order of PIPELINE.
 
     current: the module whose site is being worked on, for messages. left_alone: why the whole graph is, if it is.
-    targets: by device type, read when first needed.
+    targets: by device type, read when first needed. calls: every call of a body, if all are understood; callees: what this graph
+    calls so. reader: reads elements of the mirror's tensors. A graph without attention that calls a body with one is a unit
+    too, but goes through no pass: it has a mirror only if a mask of the body was followed there.
     """
 
     graph_module: fx.GraphModule
@@ -38,6 +54,9 @@ class Unit:
     current: str = ""
     left_alone: str | None = None
     targets: dict[str, Target] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    callees: list[tuple[Call, Unit]] = field(default_factory=list)
+    reader: Reader | None = None
 
     def target(self, device: str) -> Target:
         """The machine that a site on this device type will run on."""
@@ -49,27 +68,73 @@ class Unit:
     def graph(self) -> fx.Graph:
         return self.graph_module.graph
 
+    def mirrored(self) -> Mirror:
+        """The unit's mirror, made if there is none yet."""
+        if self.mirror is None:
+            skipped = relevance.skippable(self.graph, is_anchor_like, self._masks_passed_on())
+            with torch_tracing.tracing_in(self.mode):
+                self.mirror = mirror.build(self.graph_module, skipped)
+        return self.mirror
+
+    def _masks_passed_on(self) -> list[fx.Node]:
+        """What this graph gives to bodies that may make a mask of it."""
+        found = []
+        for call, body in self.callees:
+            wanted = relevance.mask_inputs(body.graph, is_anchor_like, body._masks_passed_on())
+            inputs = bodies.placeholders(body.graph_module)
+            found += [call.node.args[call.first + i] for i, node in enumerate(inputs) if node in wanted]
+        return [x for x in found if isinstance(x, fx.Node)]
+
 
 def units(graph_module: fx.GraphModule, options: Options, targets: dict[str, Target]) -> list[Unit]:
-    """The graph module and every body that is nested in it and holds something that looks like attention."""
+    """The graph module and every body nested in it that holds something like attention; callers before what they call."""
     targets = dict(targets)
-    found = []
+    every: dict[fx.GraphModule, Unit] = {}
     for name, module in _bodies(graph_module, ""):
-        if any(is_anchor_like(node) for node in module.graph.nodes):
-            mode = torch_tracing.fake_mode_of_values(examples(module))
-            if mode is not None:
-                found.append(Unit(graph_module=module, name=name, options=options, mode=mode, targets=targets))
-    return found
+        mode = torch_tracing.fake_mode_of_values(examples(module))
+        if mode is not None and module not in every:
+            every[module] = Unit(graph_module=module, name=name, options=options, mode=mode, targets=targets)
+    _connect(graph_module, every)
+    return [unit for unit in _callers_first(list(every.values())) if any(map(is_anchor_like, unit.graph.nodes))]
 
 
 def _bodies(graph_module: fx.GraphModule, name: str) -> Iterator[tuple[str, fx.GraphModule]]:
-    """Depth first, each body once. Backward bodies of autograd.Function have no placeholder values and are left out."""
+    """Depth first. Backward bodies of autograd.Function have no placeholder values and are left out."""
     yield name, graph_module
     targets = {str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr"}
     for target in sorted(targets):
         body = getattr(graph_module, target, None)
         if isinstance(body, fx.GraphModule) and _has_values(body):
             yield from _bodies(body, f"{name}.{target}" if name else target)
+
+
+def _connect(root: fx.GraphModule, every: dict[fx.GraphModule, Unit]) -> None:
+    """Tell each body's unit where it is called. One that is called in a way that is not looked into is told nothing."""
+    closed: set[fx.GraphModule] = set()
+    for module in torch_compat.graph_modules(root):
+        for call in [n for n in module.graph.nodes if n.op == "call_function"]:
+            for body in bodies.bodies(call):
+                first = bodies.first_argument(call, body)
+                if body not in every or module not in every or first is None:
+                    closed.add(body)
+                else:
+                    every[body].calls.append(Call(unit=every[module], node=call, first=first))
+    for body in closed & every.keys():
+        every[body].calls.clear()
+    for unit in every.values():
+        for call in unit.calls:
+            call.unit.callees.append((call, unit))
+
+
+def _callers_first(found: list[Unit]) -> list[Unit]:
+    """The same units in an order in which each comes after all that call it."""
+    ordered: list[Unit] = []
+    rest = found
+    while rest:
+        free = next((u for u in rest if all(call.unit in ordered for call in u.calls)), rest[0])
+        ordered.append(free)
+        rest = [unit for unit in rest if unit is not free]
+    return ordered
 
 
 def _has_values(graph_module: fx.GraphModule) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import sympy
 import torch
@@ -14,6 +14,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Apply, Const, Expr, Index, Load
 from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.reading import vmap_alias
 from attn_compiler.passes.views import argument
 
 At = tuple[Expr, ...]
@@ -25,57 +26,94 @@ _DEEPEST = 200
 _ARGUMENT = re.compile(r"^l_(?:kwargs_|self_)?(\w+?)_*$")
 
 
+class Inputs(Protocol):
+    """What the inputs of a body are in the graphs that call it."""
+
+    def element(self, reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        """The element of an input at `at`, its loads entered in reader.tensors; None if it is not the same at every call."""
+        ...
+
+
 class Unreadable(Exception):
     """Reading would be wrong or endless; the text says why. Internal: the mask stays dense, with this reason."""
 
 
 class Reader:
-    """Reads elements of one mirror's nodes. rules: by ATen op. tensors: the node behind each name that a load uses.
+    """Reads elements of one mirror's nodes. rules: by ATen op. inputs: what the inputs of a body are where it is called.
 
-    An expression says what a tensor holds at one time. So a tensor that anything in the graph writes to in place is not read.
+    tensors: the node behind each name that a load uses. It belongs to this mirror or, for what an input of a body was followed
+    to, to the mirror of a graph that calls the body: `tensors[name].graph` is that mirror's graph.
+
+    An expression says what a tensor holds where the model uses it. So a tensor that is used after it was written to again is
+    not read, and what is loaded is nothing that is written to later.
     """
 
-    def __init__(self, mirror: Mirror, rules: Mapping[object, ReadOp]) -> None:
-        self._mirror = mirror
+    def __init__(self, mirror: Mirror, rules: Mapping[object, ReadOp], inputs: Inputs | None = None) -> None:
+        self.mirror = mirror
         self._rules = rules
-        self._written = set().union(*(written for _, written in mirror.writers))
+        self._inputs = inputs
+        self._shared = vmap_alias.shared(mirror)
+        self._varies = vmap_alias.regions_of(mirror)
         self._known: dict[tuple[fx.Node, At], Expr] = {}
         self._depth = 0
         self._scans = 0
         self.tensors: dict[str, fx.Node] = {}
 
     def read(self, node: fx.Node, at: At) -> Expr:
-        """The element of `node` at `at`, one expression a dimension."""
+        """The element of `node` at `at`, one expression a dimension. Raises Unreadable."""
         key = (node, at)
         if key not in self._known:
             self._known[key] = self._read(node, at)
         return self._known[key]
 
     def _read(self, node: fx.Node, at: At) -> Expr:
-        if self._written & mutation.storages(node):
-            raise Unreadable(f"{node.name} is written in place")
+        self._require_unwritten(node)
         if self._depth == _DEEPEST:
             raise Unreadable(f"more than {_DEEPEST} ops in a row")
-        held = self._mirror.constant(node)
+        held = self.mirror.constant(node)
         if held is not None and held.numel() == 1:
             return cast(Const(held.item()), held.dtype)
-        rule = self._rules.get(node.target)
-        if rule is None:
-            return self.load(node, at)
         self._depth += 1
         try:
-            found = rule(self, node, at)
+            found = self._looked_into(node, at)
         finally:
             self._depth -= 1
         return found if found is not None else self.load(node, at)
 
+    def _looked_into(self, node: fx.Node, at: At) -> Expr | None:
+        if node.op == "placeholder" and self._inputs is not None:
+            return self._inputs.element(self, node, at)
+        rule = self._rules.get(node.target)
+        return None if rule is None else rule(self, node, at)
+
+    def _require_unwritten(self, node: fx.Node) -> None:
+        """Whoever reads the node reads what it held when it was made."""
+        again = self._written_after(node)
+        if again is not None and any(self.mirror.order(user) > self.mirror.order(again) for user in node.users):
+            raise Unreadable(f"{node.name} is written in place, by {again.name}, and used after that")
+
+    def _written_after(self, node: fx.Node) -> fx.Node | None:
+        """The first node after this one that may write into its memory."""
+        own = mutation.storages(node)
+        memory = own.union(*(self._shared.get(one, ()) for one in own))
+        return mutation.written_after(self.mirror, memory, node)
+
+    def varies(self, node: fx.Node) -> bool:
+        """Whether the node is one example's of a vmap: nothing outside of that vmap has this tensor."""
+        return bool(self._varies.get(node))
+
     def load(self, node: fx.Node, at: At) -> Expr:
-        """An element of the tensor itself."""
-        dynamo = self._mirror.dynamo_node(node)
+        """An element of the tensor itself. Raises Unreadable where there is no such tensor, or it does not stay as it is."""
+        if self.varies(node):
+            raise Unreadable(f"{node.name} is computed inside of a vmap")
+        again = self._written_after(node)
+        if again is not None:
+            raise Unreadable(f"{node.name} is written in place, by {again.name}")
+        dynamo = self.mirror.dynamo_node(node)
         name = dynamo.name if dynamo is not None else node.name
         short = _ARGUMENT.sub(r"\1", name)
         name = short if self.tensors.setdefault(short, node) is node else name
-        # A node that only the mirror has may be named as another one of Dynamo's is.
+        # A node that only the mirror has may be named as another one of Dynamo's is, and one of a body as one of its caller.
         while self.tensors.setdefault(name, node) is not node:
             name += "'"
         return Load(name, at, kind_of_dtype(fake(node).dtype))

@@ -1,0 +1,57 @@
+"""Ops that write in place: what they give back is read as what the same op without the underscore computes.
+
+Only the result is: whoever still holds the tensor under an older name reads what was written, and is refused by the reader.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from attn_compiler.index_expr import Const, Expr
+from attn_compiler.passes.reading import pointwise
+from attn_compiler.passes.reading.core import At, Reader, ReadOp, cast, fake, fits
+from attn_compiler.passes.views import argument
+
+aten = torch.ops.aten
+
+
+def _written(rule: ReadOp) -> ReadOp:
+    """The result of an op as its tensor takes it, which keeps its dtype."""
+
+    def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        found = rule(reader, node, at)
+        return cast(found, fake(node).dtype) if found is not None and fits(found, fake(node).dtype) else None
+
+    return read
+
+
+def _fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    value = argument(node, "value", 0)
+    number = Const(value) if isinstance(value, (bool, int, float)) else None
+    return cast(number, fake(node).dtype) if number is not None and fits(number, fake(node).dtype) else None
+
+
+READERS: dict[object, ReadOp] = {
+    in_place: _written(pointwise.READERS[functional])
+    for in_place, functional in (
+        (aten.add_.Tensor, aten.add.Tensor),
+        (aten.sub_.Tensor, aten.sub.Tensor),
+        (aten.mul_.Tensor, aten.mul.Tensor),
+        (aten.neg_.default, aten.neg.default),
+        (aten.abs_.default, aten.abs.default),
+        (aten.masked_fill_.Scalar, aten.masked_fill.Scalar),
+        (aten.masked_fill_.Tensor, aten.masked_fill.Tensor),
+        (aten.tril_.default, aten.tril.default),
+        (aten.triu_.default, aten.triu.default),
+        (aten.logical_and_.default, aten.logical_and.default),
+        (aten.logical_or_.default, aten.logical_or.default),
+        (aten.logical_xor_.default, aten.logical_xor.default),
+        (aten.logical_not_.default, aten.logical_not.default),
+        (aten.bitwise_and_.Tensor, aten.bitwise_and.Tensor),
+        (aten.bitwise_or_.Tensor, aten.bitwise_or.Tensor),
+        (aten.bitwise_not_.default, aten.bitwise_not.default),
+        (aten.__iand__.Tensor, aten.__and__.Tensor),
+        (aten.__ior__.Tensor, aten.__or__.Tensor),
+    )
+} | {aten.fill_.Scalar: _fill, aten.zero_.default: _fill}

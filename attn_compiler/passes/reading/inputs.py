@@ -1,0 +1,63 @@
+"""The inputs of a body (of a checkpoint, say) read on in the graphs that call it, where masks are made once for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Expr
+from attn_compiler.passes import axes
+from attn_compiler.passes import bodies as higher_order
+from attn_compiler.passes.reading.core import At, Reader, Unreadable, fake
+from attn_compiler.passes.unit import Call, Unit, unsupported_tensor
+
+
+class BodyInputs:
+    """calls: every call of the body. reader_of: of the graph that a call is in, which only then gets a mirror."""
+
+    def __init__(self, calls: Sequence[Call], reader_of: Callable[[Unit], Reader]) -> None:
+        self._calls = calls
+        self._reader_of = reader_of
+
+    def element(self, reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        """The element of an input at `at`; None if it can't be read at a call, or is not the same at every call."""
+        found = [self._given(call, reader, node, at) for call in self._calls]
+        first = found[0]
+        if first is None or any(other != first for other in found):
+            return None
+        element, tensors = first
+        if any(reader.tensors.get(name, tensor) is not tensor for name, tensor in tensors.items()):
+            return None
+        reader.tensors.update(tensors)
+        return element
+
+    def _given(self, call: Call, reader: Reader, node: fx.Node, at: At) -> tuple[Expr, dict[str, fx.Node]] | None:
+        """The element as the caller reads it, and the tensors that it loads from."""
+        if unsupported_tensor(call.unit.graph_module) is not None:
+            return None
+        above = self._reader_of(call.unit)
+        argument = _argument(call, above, reader.mirror.dynamo_node(node))
+        if argument is None or above.varies(argument) or not _alike(argument, node):
+            return None
+        try:
+            element = above.read(argument, at)
+        except Unreadable:
+            return None
+        return element, {load.tensor: above.tensors[load.tensor] for load in ix.loads(element)}
+
+
+def _argument(call: Call, above: Reader, placeholder: fx.Node | None) -> fx.Node | None:
+    if placeholder is None:
+        return None
+    owner = placeholder.graph.owning_module
+    inputs = higher_order.placeholders(owner) if isinstance(owner, fx.GraphModule) else []
+    given = above.mirror.arguments(call.node)
+    position = call.first + inputs.index(placeholder) if placeholder in inputs else len(given)
+    return given[position] if position < len(given) else None
+
+
+def _alike(argument: fx.Node, placeholder: fx.Node) -> bool:
+    a, b = fake(argument), fake(placeholder)
+    return a.dtype == b.dtype and axes.shape_exprs(a) == axes.shape_exprs(b)
