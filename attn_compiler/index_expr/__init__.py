@@ -4,7 +4,7 @@ Expressions are built by `apply` and its relatives only, which keep a normal for
 linear form, an integer comparison is one of `form >= 0`, `form == 0`, `form != 0`, and conjunctions are flat and sorted. So two
 spellings of one mask meet in equal expressions, and `evaluate` gives the meaning back on real numbers and tensors.
 
-nodes.py: the data. building.py: the normal form. looking.py: what is in one. ranges.py: what the indices' ranges
+nodes.py: the data. building.py, comparing.py: the normal form. looking.py: what is in one. ranges.py: what the indices' ranges
 settle. meaning.py: values and text.
 """
 
@@ -15,7 +15,6 @@ from attn_compiler.index_expr.building import (
     as_float,
     as_int,
     combine,
-    compare,
     invert,
     linear,
     mul,
@@ -24,7 +23,8 @@ from attn_compiler.index_expr.building import (
     test,
     where,
 )
-from attn_compiler.index_expr.looking import is_exact, loads, mentions, nonzero
+from attn_compiler.index_expr.comparing import compare
+from attn_compiler.index_expr.looking import is_exact, loads, mentions, nonzero, parts
 from attn_compiler.index_expr.meaning import evaluate, text
 from attn_compiler.index_expr.nodes import (
     FALSE,
@@ -78,6 +78,7 @@ __all__ = [
     "mentions",
     "mul",
     "nonzero",
+    "parts",
     "rebuilt",
     "substitute",
     "test",

@@ -1,4 +1,4 @@
-"""Building expressions in normal form: numbers folded, whole-number sums linear, comparisons against zero, junctions flat and sorted."""
+"""Building expressions in normal form: numbers folded, whole-number sums linear, tests against zero, junctions flat and sorted."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from attn_compiler.index_expr.nodes import (
     kind_of,
 )
 
+#: Floats up to here are calculated with as whole numbers are: none of their sums and products is rounded
+_LARGEST_WHOLE = 2.0**24
+
 #: float ops whose results are rounded even for whole numbers
-_ROUNDED = frozenset({"div", "log", "exp", "pow"})
+_ROUNDED = frozenset({"div", "log", "exp", "pow", "rounded"})
 
 
 def linear(x: Expr) -> Linear:
@@ -135,57 +138,6 @@ def _test_of_choice(relation: str, form: Linear) -> Expr | None:
     return where(term.args[0], yes, no)
 
 
-def compare(op: str, a: Expr, b: Expr) -> Expr:
-    """a op b for op in <=, <, >=, >, ==, !=."""
-    if kind_of(a) == kind_of(b) == "bool" and op in ("==", "!="):
-        different = apply("xor", a, b)
-        return different if op == "!=" else invert(different)
-    if "float" in (kind_of(a), kind_of(b)):
-        return _compare_floats(op, a, b)
-    x, y = linear(as_int(a)), linear(as_int(b))
-    match op:
-        case "<=":
-            return test(">=", combine(y, x, -1))
-        case "<":
-            return test(">=", combine(combine(y, x, -1), Linear((), 1), -1))
-        case ">=":
-            return test(">=", combine(x, y, -1))
-        case ">":
-            return test(">=", combine(combine(x, y, -1), Linear((), 1), -1))
-        case _:
-            return test(op, combine(x, y, -1))
-
-
-def _compare_floats(op: str, a: Expr, b: Expr) -> Expr:
-    chosen = _comparison_of_choice(op, a, b)
-    if chosen is not None:
-        return chosen
-    match op:
-        case "==":
-            return apply("eq", a, b)
-        case "!=":
-            return invert(apply("eq", a, b))
-        case "<":
-            return apply("lt", a, b)
-        case ">":
-            return apply("lt", b, a)
-        case _:
-            # Not `invert(b < a)`: with a NaN both are false.
-            less = apply("lt", a, b) if op == "<=" else apply("lt", b, a)
-            return apply("or", less, apply("eq", a, b))
-
-
-def _comparison_of_choice(op: str, a: Expr, b: Expr) -> Expr | None:
-    """A comparison of `c ? x : y` with a number is one for each of x and y, if those are numbers."""
-    for choice, other, turned in ((a, b, False), (b, a, True)):
-        if isinstance(choice, Apply) and choice.op == "where" and isinstance(other, Const):
-            condition, *numbers = choice.args
-            if all(isinstance(number, Const) for number in numbers):
-                pairs = [(other, number) if turned else (number, other) for number in numbers]
-                return where(condition, *(_compare_floats(op, *pair) for pair in pairs))
-    return None
-
-
 def invert(x: Expr) -> Expr:
     """Not x, with the negation carried inwards."""
     match x:
@@ -219,10 +171,20 @@ def where(condition: Expr, a: Expr, b: Expr) -> Expr:
         return a
     if kinds == {"bool"}:
         return _where_bools(condition, a, b)
+    a, b = _settled(a, condition, holds=True), _settled(b, condition, holds=False)
+    if a == b:
+        return a
     pinned = _pinned(condition)
     if pinned is not None and substitute(b, *pinned) == substitute(a, *pinned):
         return b
     return Apply("where", (condition, a, b))
+
+
+def _settled(x: Expr, condition: Expr, *, holds: bool) -> Expr:
+    """x where it is known whether the condition holds: c ? 0 : (¬c ? -100 : x) is c ? 0 : -100."""
+    while isinstance(x, Apply) and x.op == "where" and x.args[0] in (condition, invert(condition)):
+        x = x.args[1 if (x.args[0] == condition) == holds else 2]
+    return x
 
 
 def _where_bools(condition: Expr, a: Expr, b: Expr) -> Expr:
@@ -256,7 +218,21 @@ def _lifted(op: str, a: Expr, b: Expr) -> Expr:
             if isinstance(yes, Const) and isinstance(no, Const):
                 pairs = ((y, yes), (y, no)) if swap else ((yes, y), (no, y))
                 return where(x.args[0], *(_lifted(op, *p) for p in pairs))
+    whole, other = whole_of(a), whole_of(b)
+    if whole is not None and other is not None:
+        return as_float(add(whole, other) if op == "add" else mul(whole, other))
     return Apply(op, (a, b))
+
+
+def whole_of(x: Expr) -> Expr | None:
+    """The whole number that x is, if it surely is one."""
+    match x:
+        case Apply(op="float", args=(inner,)) if kind_of(inner) == "int":
+            return inner
+        case Const(value=float() as value) if value.is_integer() and abs(value) <= _LARGEST_WHOLE:
+            return Const(int(value))
+        case _:
+            return None if kind_of(x) == "float" else as_int(x)
 
 
 def apply(op: str, *args: Expr) -> Expr:

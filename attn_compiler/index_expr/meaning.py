@@ -64,7 +64,7 @@ def _written(x: Expr) -> tuple[str, int]:
             return OPS[op][1].join(_text(a, _COMPARISON) for a in args), tightness
         case Apply(op="not", args=(inner,)):
             return f"¬{_text(inner, _WHOLE)}", _WHOLE
-        case Apply(op="abs" | "min" | "max" | "float" | "int" | "log" | "exp" as op, args=args):
+        case Apply(op="abs" | "min" | "max" | "float" | "rounded" | "int" | "log" | "exp" as op, args=args):
             return OPS[op][1].format(*(_text(a, _OR) for a in args)), _WHOLE
         case Apply(op="where", args=(condition, a, b)):
             return OPS["where"][1].format(_text(condition, _AND), _text(a, _SUM), _text(b, _SUM)), _WHOLE

@@ -114,7 +114,8 @@ def _largest(a: float, b: float) -> float:
     return a if math.isnan(a) else b if math.isnan(b) else max(a, b)
 
 
-#: ops that are kept as they are: name -> (meaning on numbers, how it is printed)
+#: ops that are kept as they are: name -> (meaning on numbers, how it is printed). "float" loses nothing; "rounded" is the
+#: nearest number of a float dtype, and here the number itself
 OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "and": (lambda *xs: all(xs), " ∧ "),
     "or": (lambda *xs: any(xs), " ∨ "),
@@ -131,6 +132,7 @@ OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "eq": (lambda a, b: a == b, "({} = {})"),
     "lt": (lambda a, b: a < b, "({} < {})"),
     "float": (float, "float({})"),
+    "rounded": (float, "float({})"),
     "int": (int, "int({})"),
     "log": (_logarithm, "log({})"),
     "exp": (_exponential, "exp({})"),
@@ -156,7 +158,7 @@ def kind_of(x: Expr) -> str:
             return "bool"
         case Apply(op="where", args=(_, a, b)):
             return kind_of(a) if kind_of(a) == kind_of(b) else "float"
-        case Apply(op="float" | "div" | "log" | "exp" | "pow"):
+        case Apply(op="float" | "rounded" | "div" | "log" | "exp" | "pow"):
             return "float"
         case Apply(op="int" | "floordiv" | "mod"):
             return "int" if x.op == "int" or all(kind_of(a) == "int" for a in x.args) else "float"

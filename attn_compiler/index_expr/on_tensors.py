@@ -143,6 +143,7 @@ ON_TENSORS: dict[str, Callable[..., torch.Tensor]] = {
     "eq": lambda a, b: _numbers(a) == _numbers(b),
     "lt": lambda a, b: _numbers(a) < _numbers(b),
     "float": _real,
+    "rounded": _real,
     "int": _whole,
     "log": lambda x: _real(x).log(),
     "exp": lambda x: _real(x).exp(),

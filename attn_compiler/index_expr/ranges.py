@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from attn_compiler.index_expr.building import combine, linear, rebuilt
 from attn_compiler.index_expr.nodes import FALSE, TRUE, Apply, Const, Expr, Index, Linear, Size, Test, kind_of
 
-#: largest value of each index, as a linear form: {"q": Sq - 1, "k": Skv - 1}
+#: largest value of each index, and of sizes where that is known, as a linear form: {"q": Sq - 1, "k": Skv - 1}
 Ranges = Mapping[str, Linear]
 
 
@@ -50,9 +50,10 @@ def _bound(form: Linear, ranges: Ranges, *, lowest: bool) -> int | None:
     """A number that the form never goes below (above), if there is one. Sizes are at least 1."""
     rest = form
     for term, factor in form.terms:
-        if isinstance(term, Index) and (factor > 0) != lowest:
+        if isinstance(term, (Index, Size)) and (factor > 0) != lowest:
             if term.name not in ranges:
-                return None
+                # A size may cancel against that of an index.
+                continue
             # Sizes that an index runs below may cancel against the form's own, so they are put in first.
             rest = combine(rest, combine(ranges[term.name], linear(term), -1), factor)
     total = rest.const
@@ -62,6 +63,8 @@ def _bound(form: Linear, ranges: Ranges, *, lowest: bool) -> int | None:
         if isinstance(term, Size) and (factor > 0) == lowest:
             total += factor
             continue
+        if isinstance(term, (Index, Size)):
+            return None
         bound = _bound_of_term(term, ranges)[0 if (factor > 0) == lowest else 1]
         if bound is None:
             return None

@@ -181,12 +181,18 @@ def _prefix(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | Non
 
 def _any_of(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
     """Alternatives of which at least one is no mere formula: causal ∨ the same image block."""
-    if not isinstance(part, Apply) or part.op != "or":
+    if not isinstance(part, Apply) or part.op != "or" or _is_at_most(part):
         return None
     kinds = [recognise(alternative, seqlen_q, seqlen_kv) for alternative in part.args]
     if all(isinstance(kind, masks.Formula) for alternative in kinds for kind in alternative):
         return None
     return masks.AnyOf(alternatives=tuple(sorted(kinds, key=_place)))
+
+
+def _is_at_most(part: Apply) -> bool:
+    """Whether two alternatives are `x < y ∨ x = y` of floats: one comparison, and no document."""
+    ops = {x.op: x.args for x in part.args if isinstance(x, Apply)}
+    return len(part.args) == 2 and "lt" in ops and set(ops["lt"]) == set(ops.get("eq", ()))
 
 
 def _place(alternative: tuple[ProvedKind, ...]) -> int:

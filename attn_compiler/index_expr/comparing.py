@@ -1,0 +1,78 @@
+"""Comparisons: of whole numbers as tests of a linear form, of floats as they are, NaN and all."""
+
+from __future__ import annotations
+
+import math
+
+from attn_compiler.index_expr.building import apply, as_int, combine, invert, linear, test, where, whole_of
+from attn_compiler.index_expr.nodes import Apply, Const, Expr, Linear, kind_of
+
+
+def compare(op: str, a: Expr, b: Expr) -> Expr:
+    """a op b for op in <=, <, >=, >, ==, !=."""
+    if kind_of(a) == kind_of(b) == "bool" and op in ("==", "!="):
+        different = apply("xor", a, b)
+        return different if op == "!=" else invert(different)
+    if "float" in (kind_of(a), kind_of(b)):
+        return _compare_floats(op, a, b)
+    x, y = linear(as_int(a)), linear(as_int(b))
+    match op:
+        case "<=":
+            return test(">=", combine(y, x, -1))
+        case "<":
+            return test(">=", combine(combine(y, x, -1), Linear((), 1), -1))
+        case ">=":
+            return test(">=", combine(x, y, -1))
+        case ">":
+            return test(">=", combine(combine(x, y, -1), Linear((), 1), -1))
+        case _:
+            return test(op, combine(x, y, -1))
+
+
+def _compare_floats(op: str, a: Expr, b: Expr) -> Expr:
+    found = _comparison_of_choice(op, a, b) or _comparison_of_whole(op, a, b)
+    if found is not None:
+        return found
+    match op:
+        case "==":
+            return apply("eq", a, b)
+        case "!=":
+            return invert(apply("eq", a, b))
+        case "<":
+            return apply("lt", a, b)
+        case ">":
+            return apply("lt", b, a)
+        case _:
+            # Not `invert(b < a)`: with a NaN both are false.
+            less = apply("lt", a, b) if op == "<=" else apply("lt", b, a)
+            return apply("or", less, apply("eq", a, b))
+
+
+def _comparison_of_choice(op: str, a: Expr, b: Expr) -> Expr | None:
+    """A comparison of `c ? x : y` with a number is one for each of x and y, if those are numbers."""
+    for choice, other, turned in ((a, b, False), (b, a, True)):
+        if isinstance(choice, Apply) and choice.op == "where" and isinstance(other, Const):
+            condition, *numbers = choice.args
+            if all(isinstance(number, Const) for number in numbers):
+                pairs = [(other, number) if turned else (number, other) for number in numbers]
+                return where(condition, *(_compare_floats(op, *pair) for pair in pairs))
+    return None
+
+
+_TURNED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "==", "!=": "!="}
+
+
+def _comparison_of_whole(op: str, a: Expr, b: Expr) -> Expr | None:
+    """A comparison of a whole number with another one, or with a float that is known now, is one of whole numbers."""
+    whole, other = whole_of(a), whole_of(b)
+    if whole is not None and other is not None:
+        return compare(op, whole, other)
+    if whole is None and other is not None:
+        return _comparison_of_whole(_TURNED[op], b, a)
+    if whole is None or not isinstance(b, Const):
+        return None
+    if not math.isfinite(b.value):
+        return Const({"<=": b.value > 0, "<": b.value > 0, ">=": b.value < 0, ">": b.value < 0}.get(op, op == "!="))
+    if op in ("==", "!="):
+        return Const(op == "!=")
+    return compare(op, whole, Const(math.floor(b.value) if op in ("<=", ">") else math.ceil(b.value)))
