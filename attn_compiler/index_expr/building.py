@@ -219,7 +219,7 @@ def _lifted(op: str, a: Expr, b: Expr) -> Expr:
                 pairs = ((y, yes), (y, no)) if swap else ((yes, y), (no, y))
                 return where(x.args[0], *(_lifted(op, *p) for p in pairs))
     whole, other = whole_of(a), whole_of(b)
-    if whole is not None and other is not None:
+    if whole is not None and other is not None and "float" in (kind_of(a), kind_of(b)):
         return as_float(add(whole, other) if op == "add" else mul(whole, other))
     return Apply(op, (a, b))
 
