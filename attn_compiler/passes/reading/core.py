@@ -1,4 +1,4 @@
-"""The reader itself, and what every rule uses: conversions that are exact, and the indices of an operand that broadcasts."""
+"""The reader itself, and what every rule uses: conversions, and the indices of an operand that broadcasts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Apply, Const, Expr, Index, Load
+from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.reading import vmap_alias
+from attn_compiler.passes.reading.converting import converted, kind_of_dtype, ranges
 from attn_compiler.passes.views import argument
 
 At = tuple[Expr, ...]
@@ -72,7 +73,7 @@ class Reader:
             raise Unreadable(f"more than {_DEEPEST} ops in a row")
         held = self.mirror.constant(node)
         if held is not None and held.numel() == 1:
-            return cast(Const(held.item()), held.dtype)
+            return Const(held.item())
         self._depth += 1
         try:
             found = self._looked_into(node, at)
@@ -141,10 +142,6 @@ def fake(node: fx.Node) -> torch.Tensor:
     return value
 
 
-def kind_of_dtype(dtype: torch.dtype) -> str:
-    return "bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "int"
-
-
 def broadcast(value: torch.Tensor, at: At) -> At:
     """The indices of an operand that broadcasts: the last ones, 0 along axes of size one."""
     own = at[len(at) - value.dim() :]
@@ -167,28 +164,6 @@ def dim_of(node: fx.Node, default: int | None = None) -> int | None:
     return given if isinstance(given, int) else default
 
 
-def is_unbounded(dtype: torch.dtype) -> bool:
-    """Whether whole numbers of that dtype may be taken as unbounded: positions overflow uint8, and differences of them wrap."""
-    return dtype in (torch.int32, torch.int64)
-
-
-def fits(x: Expr, dtype: torch.dtype) -> bool:
-    """Whether a whole number or truth value surely survives a conversion to the dtype."""
-    if is_unbounded(dtype) or dtype == torch.bool or dtype.is_floating_point or ix.kind_of(x) == "bool":
-        return True
-    if isinstance(x, Const):
-        return in_range(x, dtype)
-    return isinstance(x, Apply) and x.op == "where" and all(fits(a, dtype) for a in x.args[1:])
-
-
-def in_range(x: Const, dtype: torch.dtype) -> bool:
-    return torch.iinfo(dtype).min <= x.value <= torch.iinfo(dtype).max
-
-
-def cast(x: Expr, dtype: torch.dtype) -> Expr:
-    """A dtype conversion of what fits into the dtype."""
-    if dtype == torch.bool:
-        return ix.as_bool(x)
-    if dtype.is_floating_point:
-        return x if ix.kind_of(x) == "float" else ix.apply("float", x)
-    return ix.as_int(x) if ix.kind_of(x) != "float" else ix.apply("int", x)
+def converted_of(x: Expr, node: fx.Node, source: torch.dtype | None, at: At) -> Expr | None:
+    """x, of dtype `source` (None for a number), as the element of `node` at `at` holds it; None if that may wrap around."""
+    return converted(x, source, fake(node).dtype, ranges(x, fake(node).shape, at))

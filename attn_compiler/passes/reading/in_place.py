@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
 from attn_compiler.passes.reading import pointwise
-from attn_compiler.passes.reading.core import At, Reader, ReadOp, cast, fake, fits
+from attn_compiler.passes.reading.core import At, Reader, ReadOp, converted_of, fake
 from attn_compiler.passes.views import argument
 
 aten = torch.ops.aten
@@ -21,7 +22,8 @@ def _written(rule: ReadOp) -> ReadOp:
 
     def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
         found = rule(reader, node, at)
-        return cast(found, fake(node).dtype) if found is not None and fits(found, fake(node).dtype) else None
+        source = fake(node).dtype if found is not None and ix.kind_of(found) == "float" else None
+        return None if found is None else converted_of(found, node, source, at)
 
     return read
 
@@ -29,7 +31,7 @@ def _written(rule: ReadOp) -> ReadOp:
 def _fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     value = argument(node, "value", 0)
     number = Const(value) if isinstance(value, (bool, int, float)) else None
-    return cast(number, fake(node).dtype) if number is not None and fits(number, fake(node).dtype) else None
+    return None if number is None else converted_of(number, node, None, at)
 
 
 READERS: dict[object, ReadOp] = {

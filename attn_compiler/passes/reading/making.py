@@ -9,7 +9,8 @@ from torch import fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
-from attn_compiler.passes.reading.core import At, Reader, ReadOp, cast, fake, fits, is_unbounded
+from attn_compiler.passes.reading.converting import is_unbounded
+from attn_compiler.passes.reading.core import At, Reader, ReadOp, Unreadable, converted_of, fake
 from attn_compiler.passes.views import argument
 
 aten = torch.ops.aten
@@ -29,20 +30,27 @@ def _fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     value: Any = 0 if "zeros" in name else 1 if "ones" in name else argument(node, "fill_value", argument(node, "s"))
     if not isinstance(value, (bool, int, float)):
         return None
-    return cast(Const(value), fake(node).dtype)
+    return converted_of(Const(value), node, None, at)
 
 
 def _cast(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     source = node.args[0]
     if not isinstance(source, fx.Node):
         return None
-    element = reader.read(source, at)
-    return cast(element, fake(node).dtype) if fits(element, fake(node).dtype) else None
+    return converted_of(reader.read(source, at), node, fake(source).dtype, at)
 
 
 def _same(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     source = node.args[0]
     return reader.read(source, at) if isinstance(source, fx.Node) else None
+
+
+def _copied(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """A copy is a tensor of its own: what is written to its source later makes no difference to it (a cache's length)."""
+    try:
+        return _same(reader, node, at)
+    except Unreadable:
+        return None
 
 
 READERS: dict[object, ReadOp] = {
@@ -65,7 +73,7 @@ READERS: dict[object, ReadOp] = {
     aten.to.device: _cast,
     aten.type_as.default: _cast,
     aten._to_copy.default: _cast,
-    aten.clone.default: _same,
+    aten.clone.default: _copied,
     aten.contiguous.default: _same,
     aten.alias.default: _same,
     aten.detach.default: _same,

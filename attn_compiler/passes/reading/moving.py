@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import sympy
@@ -12,10 +14,12 @@ from attn_compiler import index_expr as ix
 from attn_compiler import torch_compat
 from attn_compiler.index_expr import Const, Expr
 from attn_compiler.passes import axes
-from attn_compiler.passes.reading.core import At, Reader, ReadOp, broadcast, dim_of, fake
+from attn_compiler.passes.reading.core import At, Reader, ReadOp, broadcast, converted_of, dim_of, fake, size
 from attn_compiler.passes.views import argument
 
 aten = torch.ops.aten
+
+_TO_THE_END = torch.iinfo(torch.int64).max
 
 
 def _unsqueeze(reader: Reader, node: fx.Node, at: At) -> Expr | None:
@@ -27,16 +31,63 @@ def _unsqueeze(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _reshaped(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """view, reshape, squeeze, flatten: only where nothing but axes of size one come and go."""
+    """view, reshape, squeeze, flatten. Axes that are split or merged need known sizes, all but the outermost of each group."""
     source = node.args[0]
     if not isinstance(source, fx.Node):
         return None
-    kept = [i for i, s in zip(at, fake(node).shape, strict=True) if axes.size_expr(s) != axes.ONE]
-    own = [s for s in axes.shape_exprs(fake(source)) if s != axes.ONE]
-    if own != [s for s in axes.shape_exprs(fake(node)) if s != axes.ONE]:
+    mine = [(i, s) for i, s in zip(at, axes.shape_exprs(fake(node)), strict=True) if s != axes.ONE]
+    theirs = [s for s in axes.shape_exprs(fake(source)) if s != axes.ONE]
+    found: list[Expr] = []
+    for taken, sizes in _groups(mine, theirs):
+        own = [taken[0][0]] if len(sizes) == len(taken) == 1 else _unflattened(_flattened(taken), sizes)
+        if own is None:
+            return None
+        found += own
+    if len(found) != len(theirs):
         return None
-    rest = iter(kept)
+    rest = iter(found)
     return reader.read(source, tuple(ix.ZERO if s == axes.ONE else next(rest) for s in axes.shape_exprs(fake(source))))
+
+
+_Sized = tuple[Expr, sympy.Expr]
+
+
+def _groups(mine: list[_Sized], theirs: list[sympy.Expr]) -> Iterator[tuple[list[_Sized], list[sympy.Expr]]]:
+    """Dimensions of both sides, in order, that together have the same size; ends early where there are none."""
+    mine, theirs = list(mine), list(theirs)
+    while mine and theirs:
+        taken, sizes = [mine.pop(0)], [theirs.pop(0)]
+        while not axes.same_size(own := axes.product(s for _, s in taken), other := axes.product(sizes)):
+            grows = theirs if axes.exact_quotient(own, other) is not None else mine
+            if not grows:
+                return
+            if grows is theirs:
+                sizes.append(theirs.pop(0))
+            else:
+                taken.append(mine.pop(0))
+        yield taken, sizes
+
+
+def _flattened(indices: list[_Sized]) -> Expr | None:
+    """The position in row-major order of an index a dimension, each with its size."""
+    position, *rest = indices
+    total = position[0]
+    for index, extent in rest:
+        if not extent.is_Integer:
+            return None
+        total = ix.add(ix.mul(total, Const(int(extent))), index)
+    return total
+
+
+def _unflattened(position: Expr | None, sizes: list[sympy.Expr]) -> list[Expr] | None:
+    """An index for each of the sizes, from the position in row-major order."""
+    if position is None or not all(s.is_Integer for s in sizes[1:]):
+        return None
+    indices: list[Expr] = []
+    for extent in reversed(sizes[1:]):
+        indices.insert(0, ix.apply("mod", position, Const(int(extent))))
+        position = ix.apply("floordiv", position, Const(int(extent)))
+    return [position, *indices]
 
 
 def _expanded(reader: Reader, node: fx.Node, at: At) -> Expr | None:
@@ -87,6 +138,14 @@ def _transposed(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     return reader.read(source, tuple(swapped))
 
 
+def _mirrored(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """mT and t: the last two axes change places."""
+    source = node.args[0]
+    if not isinstance(source, fx.Node):
+        return None
+    return reader.read(source, (*at[:-2], at[-1], at[-2]) if len(at) > 1 else at)
+
+
 def _permuted(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     source, order = node.args[0], list(argument(node, "dims"))  # type: ignore[call-overload]
     if not isinstance(source, fx.Node):
@@ -107,14 +166,46 @@ def _select(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 def _slice(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     dim, source = dim_of(node, 0), node.args[0]
-    start, step = argument(node, "start"), argument(node, "step", 1)
+    step = argument(node, "step", 1)
     if dim is None or not isinstance(source, fx.Node) or not isinstance(step, int):
         return None
-    first = reader.operand(start or 0, torch.Size(()), ())
-    if first is None or not _is_from_the_front(start or 0):
-        return None
     dim %= len(at)
+    first = _first(reader, node, source, dim)
+    if first is None:
+        return None
     return reader.read(source, (*at[:dim], ix.add(first, ix.mul(at[dim], Const(step))), *at[dim + 1 :]))
+
+
+def _first(reader: Reader, node: fx.Node, source: fx.Node, dim: int) -> Expr | None:
+    """Where a slice begins."""
+    start: Any = argument(node, "start") or 0
+    if _is_from_the_front(start):
+        value = start.meta["val"] if isinstance(start, fx.Node) else start
+        return Const(value) if isinstance(value, int) else _whole_number(axes.size_expr(value))
+    if argument(node, "step", 1) != 1 or argument(node, "end") not in (None, _TO_THE_END):
+        return None
+    # What is left out in front is what the result is shorter by, however the start was counted.
+    whole, kept = (_whole_number(axes.shape_exprs(fake(n))[dim]) for n in (source, node))
+    return None if whole is None or kept is None else ix.add(whole, kept, -1)
+
+
+def _whole_number(expr: sympy.Expr) -> Expr | None:
+    """A size, or the larger or smaller one of several (MPT's `max(0, most - length)`)."""
+    plain = size(expr)
+    if plain is not None:
+        return plain
+    op = type(expr).__name__.lower()
+    if op in ("max", "min"):
+        parts = [_whole_number(part) for part in expr.args]
+        known = [part for part in parts if part is not None]
+        return functools.reduce(functools.partial(ix.apply, op), known) if len(known) == len(parts) else None
+    total: Expr = ix.ZERO
+    for part, coefficient in expr.as_coefficients_dict().items():
+        own = ix.ONE if part == 1 else None if part == expr else _whole_number(part)
+        if own is None or not coefficient.is_Integer:
+            return None
+        total = ix.add(total, own, int(coefficient))
+    return total
 
 
 def _is_from_the_front(start: Any) -> bool:
@@ -124,19 +215,56 @@ def _is_from_the_front(start: Any) -> bool:
 
 
 def _indexed(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """x[i, j, ...] with index tensors for the leading axes and nothing left out between them."""
+    """x[:, i, j, ...] with index tensors for axes that stand together."""
     source, given = node.args[0], node.args[1]
     if not isinstance(source, fx.Node) or not isinstance(given, (list, tuple)):
         return None
     indices = [x for x in given if isinstance(x, fx.Node)]
-    if len(indices) != len(given) or any(fake(i).dtype == torch.bool for i in indices):
+    first = len(given) - len(indices)
+    if any(x is not None for x in given[:first]) or any(fake(i).dtype == torch.bool for i in indices):
         return None
-    rank = max(fake(i).dim() for i in indices)
-    read = tuple(reader.read(i, broadcast(fake(i), at[:rank])) for i in indices)
+    last = first + max(fake(i).dim() for i in indices)
+    read = tuple(reader.read(i, broadcast(fake(i), at[first:last])) for i in indices)
+    whole = (*at[:first], *read, *at[last:])
     if all((lowest := ix.lower_bound(i)) is not None and lowest >= 0 for i in read):
-        return reader.read(source, (*read, *at[rank:]))
+        return reader.read(source, whole)
     # An index that may be negative counts from the end: true of an element of the tensor, not of what it is made of.
-    return reader.load(source, (*read, *at[rank:]))
+    return reader.load(source, whole)
+
+
+def _picked(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """index_select and gather, whose indices are never negative."""
+    source, dim, indices = node.args[0], dim_of(node), argument(node, "index")
+    if not isinstance(source, fx.Node) or not isinstance(indices, fx.Node) or dim is None or not at:
+        return None
+    dim %= len(at)
+    picked = reader.read(indices, at if node.target is aten.gather.default else (at[dim],)[: fake(indices).dim()])
+    return reader.read(source, (*at[:dim], picked, *at[dim + 1 :]))
+
+
+def _joined(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """cat: the part that the index falls into. Every part but the last has a known size."""
+    parts, dim = node.args[0], dim_of(node, 0)
+    if not isinstance(parts, (list, tuple)) or dim is None:
+        return None
+    nodes = [x for x in parts if isinstance(x, fx.Node) and fake(x).dim() == len(at)]
+    dim %= len(at)
+    sizes = [axes.shape_exprs(fake(x))[dim] for x in nodes]
+    if len(nodes) != len(parts) or not all(s.is_Integer for s in sizes[:-1]):
+        return None
+    starts = [sum(map(int, sizes[:i])) for i in range(len(nodes))]
+    elements = [
+        converted_of(
+            reader.read(x, (*at[:dim], ix.add(at[dim], Const(-start)), *at[dim + 1 :])), node, fake(x).dtype, at
+        )
+        for x, start in zip(nodes, starts, strict=True)
+    ]
+    found = elements[-1]
+    for start, element in zip(reversed(starts[1:]), reversed(elements[:-1]), strict=True):
+        if found is None or element is None:
+            return None
+        found = ix.where(ix.compare("<", at[dim], Const(start)), element, found)
+    return found
 
 
 def _embedding(reader: Reader, node: fx.Node, at: At) -> Expr | None:
@@ -158,9 +286,19 @@ READERS: dict[object, ReadOp] = {
     aten.tile.default: _repeated,
     aten.repeat_interleave.self_int: _repeated_in_place,
     aten.transpose.int: _transposed,
+    aten.mT.default: _mirrored,
+    aten.t.default: _mirrored,
     aten.permute.default: _permuted,
+    aten._unsafe_view.default: _reshaped,
+    aten.flatten.using_ints: _reshaped,
+    aten.unflatten.int: _reshaped,
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
     aten.index.Tensor: _indexed,
     aten.embedding.default: _embedding,
+    aten.index_select.default: _picked,
+    aten.gather.default: _picked,
+    aten.cat.default: _joined,
+    aten.concat.default: _joined,
+    aten.concatenate.default: _joined,
 }

@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
-from attn_compiler.passes.reading.core import At, Reader, ReadOp, cast, fake, fits, in_range, kind_of_dtype
+from attn_compiler.passes.reading.converting import computed, converted, fits, ranges
+from attn_compiler.passes.reading.core import At, Reader, ReadOp, fake
 from attn_compiler.passes.views import argument
 
 aten = torch.ops.aten
 
 
 def _pointwise(combine: Callable[..., Expr | None]) -> ReadOp:
+    """An op that first converts its operands to one dtype, as PyTorch does: -1 is 255 for uint8, and stays unread."""
+
     def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-        operands = [reader.operand(x, fake(node).shape, at) for x in node.args]
-        if any(x is None for x in operands) or any(v not in (1, None) for v in node.kwargs.values()):
+        if any(v not in (1, None) for v in node.kwargs.values()):
             return None
-        return combine(*operands) if _numbers_fit(node) else None
+        dtype = _common_dtype(node.args)
+        operands = [_operand(reader, node, x, at, dtype) for x in node.args]
+        return None if any(x is None for x in operands) else combine(*operands)
 
     return read
 
 
-def _numbers_fit(node: fx.Node) -> bool:
-    """Whether the Python numbers of a call fit into the dtype of its tensors, which they are converted to: -1 is 255 in uint8."""
-    values = [x.meta.get("val") for x in node.args if isinstance(x, fx.Node)]
-    dtypes = [v.dtype for v in values if isinstance(v, torch.Tensor) and kind_of_dtype(v.dtype) == "int"]
-    numbers = [Const(x) for x in node.args if isinstance(x, int) and not isinstance(x, bool)]
-    return all(in_range(number, dtype) for number in numbers for dtype in dtypes)
+def _common_dtype(args: Iterable[Any]) -> torch.dtype:
+    """What PyTorch converts the operands of an op to. A symbolic number counts as a whole one."""
+    values = [x.meta.get("val") if isinstance(x, fx.Node) else x for x in args]
+    known = [v if isinstance(v, (bool, int, float, torch.Tensor)) else 0 for v in values]
+    return torch.result_type(known[0], known[-1])
+
+
+def _operand(reader: Reader, node: fx.Node, x: Any, at: At, dtype: torch.dtype) -> Expr | None:
+    """An operand of a node, converted to a dtype; None if that may wrap."""
+    element = reader.operand(x, fake(node).shape, at)
+    value = x.meta.get("val") if isinstance(x, fx.Node) else None
+    source = value.dtype if isinstance(value, torch.Tensor) else None
+    return None if element is None else converted(element, source, dtype, ranges(element, fake(node).shape, at))
 
 
 def _arithmetic(combine: Callable[..., Expr | None]) -> ReadOp:
@@ -42,9 +54,10 @@ def _arithmetic(combine: Callable[..., Expr | None]) -> ReadOp:
         found = exactly(reader, node, at)
         if found is None or dtype == torch.bool:
             return None if found is None else ix.as_bool(found)
+        within = ranges(found, fake(node).shape, at)
         if dtype.is_floating_point:
-            return cast(found, dtype)
-        return found if fits(found, dtype) else None
+            return computed(found, dtype, within)
+        return found if fits(found, dtype, within) else None
 
     return read
 
@@ -68,22 +81,51 @@ def _logical(op: str) -> ReadOp:
     return read
 
 
+def _rounded(combine: Callable[..., Expr | None]) -> ReadOp:
+    """A pointwise op on floats whose result is rounded: good for what is added to scores, never for what masks (ix.is_exact)."""
+    pointwise = _pointwise(lambda *operands: combine(*map(ix.as_float, operands)))
+
+    def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        return pointwise(reader, node, at) if fake(node).dtype.is_floating_point else None
+
+    return read
+
+
+def _divide(a: Expr, b: Expr) -> Expr:
+    return a if b == Const(1.0) else ix.apply("div", a, b)
+
+
+def _power(a: Expr, b: Expr) -> Expr:
+    return a if b == Const(1.0) else ix.apply("pow", a, b)
+
+
+def _clamp(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    source = _operand(reader, node, node.args[0], at, fake(node).dtype)
+    if source is None:
+        return None
+    for name, op in (("min", "max"), ("max", "min")):
+        given = argument(node, name)
+        bound = None if given is None else _operand(reader, node, given, at, fake(node).dtype)
+        if given is not None and bound is None:
+            return None
+        source = source if bound is None else ix.apply(op, source, bound)
+    return source
+
+
 def _subtract(a: Expr, b: Expr) -> Expr:
     return ix.add(a, b, -1)
 
 
 def _where(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    condition, a, b = (reader.operand(x, fake(node).shape, at) for x in node.args[:3])
-    if condition is None or a is None or b is None:
-        return None
-    return ix.where(ix.as_bool(condition), cast(a, fake(node).dtype), cast(b, fake(node).dtype))
+    condition = reader.operand(node.args[0], fake(node).shape, at)
+    a, b = (_operand(reader, node, x, at, fake(node).dtype) for x in node.args[1:3])
+    return None if condition is None or a is None or b is None else ix.where(ix.as_bool(condition), a, b)
 
 
 def _masked_fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    source, mask, value = (reader.operand(x, fake(node).shape, at) for x in node.args[:3])
-    if source is None or mask is None or value is None:
-        return None
-    return ix.where(ix.as_bool(mask), cast(value, fake(node).dtype), source)
+    source, mask = (reader.operand(x, fake(node).shape, at) for x in node.args[:2])
+    value = _operand(reader, node, node.args[2], at, fake(node).dtype)
+    return None if source is None or mask is None or value is None else ix.where(ix.as_bool(mask), value, source)
 
 
 def _triangle(keeps_lower: bool) -> ReadOp:
@@ -93,8 +135,8 @@ def _triangle(keeps_lower: bool) -> ReadOp:
             return None
         column_minus_row = ix.add(at[-1], at[-2], -1)
         kept = ix.compare("<=" if keeps_lower else ">=", column_minus_row, Const(diagonal))
-        zero = cast(Const(0), fake(node).dtype)
-        return ix.where(kept, reader.read(source, at), zero)
+        zero = converted(ix.ZERO, None, fake(node).dtype, {})
+        return None if zero is None else ix.where(kept, reader.read(source, at), zero)
 
     return read
 
@@ -120,8 +162,22 @@ READERS: dict[object, ReadOp] = {
     aten.mul.Tensor: _arithmetic(ix.mul),
     aten.neg.default: _arithmetic(lambda a: ix.mul(a, Const(-1))),
     aten.abs.default: _arithmetic(lambda a: ix.apply("abs", a)),
-    aten.minimum.default: _pointwise(lambda a, b: ix.apply("min", a, b)),
-    aten.maximum.default: _pointwise(lambda a, b: ix.apply("max", a, b)),
+    aten.minimum.default: _arithmetic(lambda a, b: ix.apply("min", a, b)),
+    aten.maximum.default: _arithmetic(lambda a, b: ix.apply("max", a, b)),
+    aten.min.other: _arithmetic(lambda a, b: ix.apply("min", a, b)),
+    aten.max.other: _arithmetic(lambda a, b: ix.apply("max", a, b)),
+    aten.clamp.default: _clamp,
+    aten.clamp.Tensor: _clamp,
+    aten.clamp_min.default: _clamp,
+    aten.clamp_max.default: _clamp,
+    aten.div.Tensor: _rounded(_divide),
+    aten.reciprocal.default: _rounded(lambda x: _divide(Const(1.0), x)),
+    aten.log.default: _rounded(lambda x: ix.apply("log", x)),
+    aten.exp.default: _rounded(lambda x: ix.apply("exp", x)),
+    aten.exp2.default: _rounded(lambda x: _power(Const(2.0), x)),
+    aten.pow.Tensor_Tensor: _rounded(_power),
+    aten.pow.Tensor_Scalar: _rounded(_power),
+    aten.pow.Scalar: _rounded(_power),
     aten.remainder.Scalar: _pointwise(_remainder),
     aten.floor_divide.default: _floor_div,
     aten.div.Tensor_mode: _floor_div,
@@ -141,6 +197,10 @@ READERS: dict[object, ReadOp] = {
     aten.bitwise_and.Tensor: _logical("and"),
     aten.bitwise_or.Tensor: _logical("or"),
     aten.bitwise_not.default: _logical("not"),
+    aten.bitwise_and.Scalar: _logical("and"),
+    aten.bitwise_or.Scalar: _logical("or"),
+    aten.__and__.Scalar: _logical("and"),
+    aten.__or__.Scalar: _logical("or"),
     aten.__and__.Tensor: _logical("and"),
     aten.__or__.Tensor: _logical("or"),
     **{

@@ -8,7 +8,8 @@ from torch import fx
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
 from attn_compiler.passes import axes
-from attn_compiler.passes.reading.core import At, Reader, ReadOp, dim_of, fake, is_unbounded
+from attn_compiler.passes.reading.converting import is_unbounded, kind_of_dtype
+from attn_compiler.passes.reading.core import At, Reader, ReadOp, dim_of, fake
 from attn_compiler.passes.views import argument
 
 aten = torch.ops.aten
@@ -19,7 +20,7 @@ def _difference(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     source, before = node.args[0], argument(node, "prepend")
     if argument(node, "n", 1) != 1 or argument(node, "append") is not None or not isinstance(source, fx.Node):
         return None
-    if fake(source).dtype == torch.bool:
+    if kind_of_dtype(fake(source).dtype) != "float" and not is_unbounded(fake(source).dtype):
         return None
     dim = (dim_of(node, -1) or 0) % len(at)
     here = at[dim]

@@ -1,0 +1,497 @@
+"""Masks that are one thing off from a kind, or are of a kind for some inputs only.
+
+Three things are held: the compiled function is eager's; what the mask was proved to be is, for each pair, what it really is (each
+kind's own `mask_mod` against the tensor that the model makes); and the report gives the words and the formula, or the reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+import attn_compiler
+from attn_compiler.masks import Inputs
+from attn_compiler.spec import AttentionSpec
+from tests.near_miss.checking import BATCH, HEAD_DIM, HEADS, assert_same, normal
+from tests.passes.compiling import captured
+
+Tensor = torch.Tensor
+Make = Callable[..., Tensor]
+S, KEYS = 6, 8
+LOWEST = torch.finfo(torch.float32).min
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """make: the mask, from inputs by name. words: of the kinds that it is proved to be. unproved: part of the reason otherwise.
+
+    is_bias: it is no mask at all, and nothing may be said to be masked.
+    """
+
+    make: Make
+    words: str = ""
+    unproved: str = ""
+    inputs: tuple[Callable[[], Tensor], ...] = ()
+    keys: int = S
+    dynamic: bool | None = None
+    is_bias: bool = False
+
+
+CASES: dict[str, Case] = {}
+
+
+def near_miss(
+    words: str = "",
+    *,
+    unproved: str = "",
+    keys: int = S,
+    dynamic: bool | None = None,
+    is_bias: bool = False,
+    **inputs: Callable[[], Tensor],
+) -> Callable[[Make], Make]:
+    """The decorated function makes a mask from its arguments, which are made anew for each side. It is a case of its own name."""
+
+    def add(make: Make) -> Make:
+        CASES[make.__name__] = Case(
+            make=make,
+            words=words,
+            unproved=unproved,
+            inputs=tuple(inputs.values()),
+            keys=keys,
+            dynamic=dynamic,
+            is_bias=is_bias,
+        )
+        return make
+
+    return add
+
+
+def rows(n: int = S) -> Tensor:
+    return torch.arange(n)[:, None]
+
+
+def columns(n: int = S) -> Tensor:
+    return torch.arange(n)[None, :]
+
+
+def causal() -> Tensor:
+    return columns() <= rows()
+
+
+def whole(*numbers: object) -> Callable[[], Tensor]:
+    """An input of whole numbers."""
+    return lambda: torch.tensor(numbers)
+
+
+# ---- what a user passes ---------------------------------------------------------------------------------------------
+
+PACKED = whole([0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5])
+PADDING = whole([1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0])
+IDS = whole([0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1])
+
+
+def documents(positions: Tensor) -> Tensor:
+    """As transformers finds packed sequences."""
+    return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+
+@near_miss("causal ∧ document ids[b, q] = ids[b, k]", position_ids=PACKED)
+def packed_by_positions_of_the_user(position_ids: Tensor) -> Tensor:
+    ids = documents(position_ids)
+    return (ids[:, None, :, None] == ids[:, None, None, :]) & causal()
+
+
+@near_miss("causal")
+def packed_by_positions_of_the_graph() -> Tensor:
+    ids = documents(torch.arange(S)[None])
+    return (ids[:, None, :, None] == ids[:, None, None, :]) & causal()
+
+
+@near_miss("causal ∧ document ids[0, q] = ids[0, k]", position_ids=whole([0, 1, 2, 0, 1, 2]))
+def packed_by_one_row_of_positions(position_ids: Tensor) -> Tensor:
+    ids = documents(position_ids)
+    return (ids[:, None, :, None] == ids[:, None, None, :]) & causal()
+
+
+@near_miss("position_ids[b, k] <= position_ids[b, q]", position_ids=PACKED)
+def causal_by_positions_of_the_user(position_ids: Tensor) -> Tensor:
+    return position_ids[:, None, None, :] <= position_ids[:, None, :, None]
+
+
+@near_miss(unproved="holds an element for each query and key", mask=lambda: torch.ones(S, S, dtype=torch.bool).tril())
+def causal_only_by_what_the_mask_holds(mask: Tensor) -> Tensor:
+    return mask & True
+
+
+@near_miss("ids[b, k] = other[b, q]", ids=IDS, other=IDS)
+def documents_of_two_tensors(ids: Tensor, other: Tensor) -> Tensor:
+    return ids[:, None, None, :] == other[:, None, :, None]
+
+
+@near_miss("(ids[b, k] ≠ ids[b, q] ∨ k = q)", ids=IDS)
+def documents_inverted(ids: Tensor) -> Tensor:
+    return (ids[:, None, None, :] != ids[:, None, :, None]) | (columns() == rows())
+
+
+@near_miss("mask[b, q] ≠ 0", mask=PADDING)
+def padding_along_the_queries(mask: Tensor) -> Tensor:
+    return mask[:, None, :, None] != 0
+
+
+@near_miss("key padding mask[b, k]", mask=PADDING)
+def padding_along_the_keys(mask: Tensor) -> Tensor:
+    return mask[:, None, None, :] != 0
+
+
+@near_miss("key padding ¬mask[b, k]", mask=lambda: 1 - PADDING())
+def padding_inverted(mask: Tensor) -> Tensor:
+    return mask[:, None, None, :] == 0
+
+
+@near_miss("keys where mask[b, k] = 1", mask=whole([1, 1, 2, 1, 1, 0], [1, 1, 1, 1, 0, -1]))
+def padding_that_has_to_be_one(mask: Tensor) -> Tensor:
+    return mask[:, None, None, :] == 1
+
+
+@near_miss("mask[b, h, 0, k]", mask=lambda: normal(BATCH, HEADS, 1, S, seed=3) > -1)
+def padding_of_each_head(mask: Tensor) -> Tensor:
+    return mask & True
+
+
+@near_miss("key padding mask[b, 0, 0, k]", mask=lambda: PADDING()[:, None, None, :].bool())
+def padding_ready_made(mask: Tensor) -> Tensor:
+    return mask & True
+
+
+@near_miss("right padding, keys up to lengths[b] - 1", lengths=whole(6, 4))
+def keys_below_a_length(lengths: Tensor) -> Tensor:
+    return (columns() < lengths[:, None])[:, None, None, :]
+
+
+@near_miss("right padding, keys up to lengths[b]", lengths=whole(5, 3))
+def keys_up_to_a_length(lengths: Tensor) -> Tensor:
+    return (columns() <= lengths[:, None])[:, None, None, :]
+
+
+@near_miss("left padding, keys from starts[b]", starts=whole(0, 2))
+def keys_from_a_start(starts: Tensor) -> Tensor:
+    return (columns() >= starts[:, None])[:, None, None, :]
+
+
+@near_miss("causal after a prefix of prefix[b]", prefix=whole(2, 4))
+def prefix_below_a_length(prefix: Tensor) -> Tensor:
+    return causal() | (columns() < prefix[:, None])[:, None, None, :]
+
+
+@near_miss("causal after a prefix of prefix[b] + 1", prefix=whole(2, 4))
+def prefix_up_to_a_length(prefix: Tensor) -> Tensor:
+    return causal() | (columns() <= prefix[:, None])[:, None, None, :]
+
+
+@near_miss("causal ∧ q <= k + size[0]", size=whole(2))
+def window_of_a_run_time_size(size: Tensor) -> Tensor:
+    return causal() & (columns() >= rows() - size[0])
+
+
+# ---- one node off ---------------------------------------------------------------------------------------------------
+
+
+@near_miss("strictly causal")
+def strictly_below() -> Tensor:
+    return columns() < rows()
+
+
+@near_miss("causal from 1")
+def one_diagonal_more() -> Tensor:
+    return torch.ones(S, S, dtype=torch.bool).tril(diagonal=1)
+
+
+@near_miss("causal ∧ window (2 back)")
+def window_without_its_edge() -> Tensor:
+    return causal() & (columns() > rows() - 3)
+
+
+@near_miss("causal ∧ window (3 back)")
+def window_with_its_edge() -> Tensor:
+    return causal() & (columns() >= rows() - 3)
+
+
+@near_miss("window (0 back)")
+def causal_transposed() -> Tensor:
+    return causal().mT
+
+
+@near_miss("window (0 back)")
+def causal_of_positions_backwards() -> Tensor:
+    backwards = S - 1 - torch.arange(S)
+    return backwards[None, :] <= backwards[:, None]
+
+
+@near_miss("q + 1 <= k")
+def causal_inverted() -> Tensor:
+    return ~causal()
+
+
+@near_miss("causal", keys=KEYS)
+def causal_from_the_top_left() -> Tensor:
+    return columns(KEYS) <= rows()
+
+
+@near_miss("causal (bottom-right)", keys=KEYS)
+def causal_from_the_bottom_right() -> Tensor:
+    return torch.ones(S, KEYS, dtype=torch.bool).tril(diagonal=KEYS - S)
+
+
+@near_miss("causal from 1", keys=KEYS)
+def causal_from_neither_corner() -> Tensor:
+    return torch.ones(S, KEYS, dtype=torch.bool).tril(diagonal=1)
+
+
+@near_miss("k <= h + q")
+def causal_of_each_head() -> Tensor:
+    return columns() <= rows() + torch.arange(HEADS)[:, None, None]
+
+
+@near_miss("causal ∨ b = 1")
+def causal_in_one_batch_row() -> Tensor:
+    return causal() | (torch.arange(BATCH) == 1)[:, None, None, None]
+
+
+@near_miss("causal ∨ (k = 3 ∧ q = 1)")
+def causal_but_for_one_pair() -> Tensor:
+    return causal() | ((rows() == 1) & (columns() == 3))
+
+
+@near_miss("2·k <= 3·q")
+def causal_in_other_steps() -> Tensor:
+    return 2 * columns() <= 3 * rows()
+
+
+@near_miss("(k // 3) = (q // 2)")
+def chunks_of_two_sizes() -> Tensor:
+    return rows() // 2 == columns() // 3
+
+
+@near_miss("(q // 2) = ((k + 1) // 2)")
+def chunks_with_shifted_keys() -> Tensor:
+    return rows() // 2 == (columns() + 1) // 2
+
+
+@near_miss("((k + q) % 2) = 0")
+def every_other_pair() -> Tensor:
+    return (rows() + columns()) % 2 == 0
+
+
+# ---- edited after it was made -----------------------------------------------------------------------------------------
+
+
+@near_miss(unproved="written in place")
+def edited_by_an_assignment() -> Tensor:
+    mask = causal().clone()
+    mask[0, 2] = True
+    return mask
+
+
+@near_miss(unproved="written in place")
+def edited_through_a_view() -> Tensor:
+    mask = causal().clone()
+    mask.view(-1)[2:4].fill_(True)
+    return mask
+
+
+@near_miss(unproved="copy_ holds an element", other=lambda: normal(S, S, seed=5) > -1)
+def edited_by_copying(other: Tensor) -> Tensor:
+    mask = causal().clone()
+    mask.copy_(other)
+    return mask
+
+
+# ---- dtypes that don't hold the positions -----------------------------------------------------------------------------
+
+
+@near_miss(unproved="le holds an element for each query and key")
+def positions_that_overflow() -> Tensor:
+    positions = (torch.arange(S) * 60).to(torch.uint8)
+    return positions[None, :] <= positions[:, None]
+
+
+@near_miss(unproved="le holds an element for each query and key")
+def differences_that_wrap() -> Tensor:
+    positions = torch.arange(S).to(torch.uint8)
+    return positions[:, None] - positions[None, :] <= 2
+
+
+@near_miss(unproved="numbers that are rounded")
+def positions_beyond_bfloat16() -> Tensor:
+    positions = torch.arange(255, 255 + S).bfloat16()
+    return positions[None, :] <= positions[:, None]
+
+
+@near_miss(unproved="numbers that are rounded")
+def positions_beyond_float32() -> Tensor:
+    positions = torch.arange(2**24 - 2, 2**24 - 2 + S).float()
+    return positions[None, :] <= positions[:, None]
+
+
+@near_miss("((positions[k] = positions[q]) ∨ (positions[k] < positions[q]))")
+def an_arange_of_bfloat16() -> Tensor:
+    positions = torch.arange(255, 255 + S, dtype=torch.bfloat16)
+    return positions[None, :] <= positions[:, None]
+
+
+@near_miss("causal")
+def positions_within_float32() -> Tensor:
+    positions = torch.arange(S).float()
+    return positions[None, :] <= positions[:, None]
+
+
+@near_miss(unproved="numbers that are rounded")
+def a_threshold_that_is_rounded() -> Tensor:
+    return torch.full((S, S), 0.1) + (rows() - columns()) * 0.1 >= 0.1
+
+
+# ---- numbers that are added ---------------------------------------------------------------------------------------------
+
+
+@near_miss("causal")
+def added_zeros_and_lowest() -> Tensor:
+    return torch.where(causal(), 0.0, LOWEST)
+
+
+@near_miss("causal ∧ key padding mask[b, k]", mask=PADDING)
+def added_twice(mask: Tensor) -> Tensor:
+    padding = torch.where(mask.bool(), 0.0, LOWEST)[:, None, None, :]
+    return torch.where(causal(), 0.0, LOWEST) + padding
+
+
+@near_miss(is_bias=True)
+def added_minus_ten_thousand() -> Tensor:
+    return torch.where(causal(), 0.0, -1e4)
+
+
+@near_miss(is_bias=True)
+def added_one_where_it_is_allowed() -> Tensor:
+    return torch.where(columns() == 2, 1.0, 0.0).expand(S, S)
+
+
+@near_miss(is_bias=True, mask=PADDING)
+def added_lowest_times_what_is_missing(mask: Tensor) -> Tensor:
+    """Padding, as long as the tensor holds nothing but zeros and ones."""
+    return ((1.0 - mask.float()) * LOWEST)[:, None, None, :]
+
+
+@near_miss(is_bias=True, bias=lambda: torch.zeros(S, S).masked_fill(~causal(), -1e9).requires_grad_())
+def added_and_learned(bias: Tensor) -> Tensor:
+    return bias * 1.0
+
+
+# ---- sizes that are symbolic --------------------------------------------------------------------------------------------
+
+
+@near_miss("causal", dynamic=True, like=lambda: torch.zeros(S, S))
+def causal_of_symbolic_sizes(like: Tensor) -> Tensor:
+    return torch.ones_like(like, dtype=torch.bool).tril()
+
+
+@near_miss("causal (bottom-right)", keys=KEYS, dynamic=True, like=lambda: torch.zeros(S, KEYS))
+def bottom_right_of_symbolic_sizes(like: Tensor) -> Tensor:
+    queries, keys = like.shape
+    return torch.arange(keys)[None, :] <= torch.arange(queries)[:, None] + (keys - queries)
+
+
+@near_miss("causal", keys=KEYS, dynamic=True, like=lambda: torch.zeros(S, KEYS))
+def top_left_of_symbolic_sizes(like: Tensor) -> Tensor:
+    queries, keys = like.shape
+    return torch.arange(keys)[None, :] <= torch.arange(queries)[:, None]
+
+
+# ---- the check --------------------------------------------------------------------------------------------------------
+
+
+def _tensors(case: Case) -> list[Tensor]:
+    kv = (BATCH, HEADS, case.keys, HEAD_DIM)
+    return [
+        normal(BATCH, HEADS, S, HEAD_DIM),
+        normal(*kv, seed=1),
+        normal(*kv, seed=2),
+        *(make() for make in case.inputs),
+    ]
+
+
+def _attention(case: Case) -> Callable[..., Tensor]:
+    """A function with the mask's arguments by their own names, since those are what the kinds read."""
+    names = case.make.__code__.co_varnames[: case.make.__code__.co_argcount]
+    head = ", ".join(("query", "key", "value", *names))
+    source = (
+        f"def attention({head}):\n    return sdpa(query, key, value, attn_mask=make({', '.join(names)}), scale=0.3)\n"
+    )
+    known: dict[str, Any] = {"sdpa": F.scaled_dot_product_attention, "make": case.make}
+    exec(source, known)
+    return known["attention"]  # type: ignore[no-any-return]
+
+
+class _ByName(fx.Interpreter):
+    """Runs Dynamo's graph and keeps each value under its node's name, and an input under the argument's."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.values: dict[str, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        self.values |= {n.name: value, n.name.removeprefix("l_").removesuffix("_"): value}
+        return value
+
+
+def _values(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> dict[str, Any]:
+    gm, _ = captured(function, *inputs)
+    by_name = {n.name.removeprefix("l_").removesuffix("_"): n for n in gm.graph.nodes if n.op == "placeholder"}
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    given = {by_name[name]: tensor for name, tensor in zip(names, inputs, strict=True) if name in by_name}
+    interpreter = _ByName(gm)
+    interpreter.run(*(given[n] for n in gm.graph.nodes if n.op == "placeholder"))
+    return interpreter.values
+
+
+def _assert_true(spec: AttentionSpec, case: Case, function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
+    """What was proved is the mask itself, for every pair."""
+    mask, seqlens = spec.mask, (spec.seqlen_q, spec.seqlen_kv)
+    values = _values(function, inputs)
+    real = case.make(*inputs[3:]).expand(BATCH, HEADS, S, case.keys)
+    sizes = {str(d): n for d, n in zip(seqlens, (S, case.keys), strict=True)}
+    known = Inputs(seqlen_q=S, seqlen_kv=case.keys, load=lambda name, at: values[name][at].item(), sizes=sizes)
+    for at in itertools.product(*map(range, real.shape)):
+        claimed = all(kind.mask_mod(*at, known) for kind in mask.proved)
+        allowed = bool(real[at]) if real.dtype == torch.bool else real[at].item() == 0
+        assert claimed == allowed, f"{mask.words} at {at}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_near_misses(name: str) -> None:
+    case = CASES[name]
+    function = _attention(case)
+    assert_same(function, lambda: _tensors(case), dynamic=case.dynamic)
+    (report,) = attn_compiler.reports()
+    (site,) = report.sites
+    mask = site.spec.mask
+    assert " ∧ ".join(kind.words for kind in mask.proved) == case.words, mask
+    if case.is_bias:
+        assert mask.proved == ()
+        assert mask.dense is not None or site.spec.score.bias is not None
+        return
+    if mask.proved:
+        _assert_true(site.spec, case, function, _tensors(case))
+        assert mask.formula in str(report).replace("\n", " ") or len(mask.formula or "") > 60
+        assert "(proved)" in str(report)
+        return
+    assert mask.reason
+    assert case.unproved in mask.reason, mask.reason
+    assert mask.dense is not None
+    assert "unproved" in str(report)
