@@ -235,9 +235,10 @@ class _Tracing(fx.Interpreter):
                 proxy = tracer.create_proxy("call_function", opaque, tuple(inputs.values()), {}, name=n.name)
                 x = torch_tracing.track(self._in_its_memory(n, x), proxy, tracer)
             out.append(x)
-        written = [inputs[i] for i in inputs if i in self._written(n)]
-        if written:
-            tracer.create_proxy("call_function", mutation.effect, tuple(written), {}, name=n.name)
+        written = self._written(n)
+        effects = tuple(proxy for i, proxy in inputs.items() if i in written)
+        if effects:
+            tracer.create_proxy("call_function", mutation.effect, effects, {}, name=n.name)
         return pytree.tree_unflatten(out, spec)
 
     def _traced(self, n: fx.Node, tracer: Any) -> fx.Node | None:

@@ -256,3 +256,50 @@ def test_what_lies_among_skipped_nodes_is_not_in_the_mirror() -> None:
     first, gelu, second = (n for n in gm.graph.nodes if n in skipped)
     assert [len(small.owned(n)) for n in (first, gelu, second)] == [0, 0, 1]
     assert [len(whole.owned(n)) for n in (first, gelu, second)] == [1, 1, 1]
+
+
+# ---- bodies -------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_body_writes_to_is_an_effect_on_it_alone() -> None:
+    def body(x: Tensor, y: Tensor) -> Tensor:
+        y.mul_(2)
+        return x * y
+
+    def function(x: Tensor) -> Tensor:
+        y = x.cos()
+        return checkpoint(body, x.sin(), y, use_reentrant=False) + y
+
+    mirror = mirror_of(function, torch.randn(X))
+    effect = _only(mirror, mutation.effect)
+    assert effect.all_input_nodes == [_only(mirror, aten.cos.default)]
+    ((writer, memory),) = mirror.writers
+    assert writer is effect
+    assert memory == mutation.storages(_only(mirror, aten.cos.default))
+
+
+def test_what_a_body_gives_back_is_in_the_memory_that_it_is_a_view_of() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x.cos()
+        new, view = checkpoint(lambda y: (y.sin(), y[1:, None]), y, use_reentrant=False)
+        return new.sum() + view.sum()
+
+    mirror = mirror_of(function, torch.randn(X))
+    cos = _only(mirror, aten.cos.default)
+    new, view = (n for n in mirror.graph.nodes if n.target is opaque)
+    assert mutation.storages(view) == mutation.storages(cos)
+    assert mutation.storages(new) != mutation.storages(cos)
+    assert view.meta["val"].shape == (1, 1, 3, 4)
+    assert view.meta["val"].storage_offset() == 12
+
+
+def test_the_arguments_of_a_call_are_what_it_was_given_then() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x.cos()
+        y.mul_(2)
+        return checkpoint(lambda y: y.sin(), y, use_reentrant=False)
+
+    gm, mirror = captured(function, torch.randn(X))
+    (call,) = (n for n in gm.graph.nodes if isinstance(n.target, torch._ops.HigherOrderOperator))
+    assert mirror.arguments(call) == (None, _only(mirror, aten.mul_.Tensor))
+    assert mirror.arguments(next(iter(gm.graph.nodes))) == ()

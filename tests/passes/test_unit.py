@@ -353,3 +353,58 @@ def test_dtensor_is_left_alone() -> None:
     local = x.to_local()
     torch.testing.assert_close(run(x).to_local(), F.softmax(local @ local.mT, dim=-1) @ local)
     assert "DTensor" in _left_alone(run)
+
+
+# ---- who calls what -----------------------------------------------------------------------------------------------
+
+
+def _units(function: Callable[..., Tensor], *inputs: Tensor) -> list[unit.Unit]:
+    gm, _ = captured(function, *inputs)
+    return unit.units(gm, Options(), {})
+
+
+def test_a_body_knows_its_call_and_the_caller_is_no_unit_without_attention() -> None:
+    def function(q: Tensor, mask: Tensor) -> Tensor:
+        return checkpoint(lambda q, m: sdpa(q, q, q, attn_mask=m), q.sin(), mask > 0, use_reentrant=False)
+
+    (body,) = _units(function, torch.randn(Q, requires_grad=True), torch.randn(S, S))
+    (call,) = body.calls
+    assert call.unit.name == ""
+    assert call.unit.mirror is None
+    assert [target for _, target in call.unit.callees] == [body]
+    assert call.node.args[call.first].meta["example_value"].shape in (Q, (S, S))
+
+
+def test_a_body_that_is_called_in_a_way_not_looked_into_has_no_calls() -> None:
+    def function(q: Tensor) -> Tensor:
+        return torch.cond(q.sum() > 0, lambda q: sdpa(q, q, q), lambda q: sdpa(q, q, q, is_causal=True), (q,))
+
+    with torch.no_grad():
+        bodies = _units(function, torch.randn(Q))
+    assert len(bodies) == 2
+    assert all(body.calls == [] for body in bodies)
+
+
+def test_callers_come_before_what_they_call() -> None:
+    def layer(q: Tensor) -> Tensor:
+        return checkpoint(lambda q: sdpa(q, q, q), sdpa(q, q, q), use_reentrant=False)
+
+    def function(q: Tensor) -> Tensor:
+        return sdpa(q, q, checkpoint(layer, q, use_reentrant=False))
+
+    found = _units(function, torch.randn(Q, requires_grad=True))
+    assert [len(body.calls) for body in found] == [0, 1, 1]
+    for body in found:
+        assert all(found.index(call.unit) < found.index(body) for call in body.calls)
+
+
+def test_what_a_bodys_mask_is_made_of_is_not_skipped_in_the_caller() -> None:
+    def function(q: Tensor, mask: Tensor) -> Tensor:
+        shifted = mask + 1
+        beside = (q * 2 + 1).exp()
+        return checkpoint(lambda q, m, x: sdpa(q, q, q, attn_mask=m) + x, q, shifted > 0, beside, use_reentrant=False)
+
+    (body,) = _units(function, torch.randn(Q, requires_grad=True), torch.randn(S, S))
+    targets = [node.target for node in body.calls[0].unit.mirrored().graph.nodes]
+    assert torch.ops.aten.add.Tensor in targets
+    assert torch.ops.aten.exp.default not in targets
