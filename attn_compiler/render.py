@@ -147,6 +147,7 @@ def _site_block(number: int, site: SiteReport) -> RenderableType:
         ("pattern", _text(site.pattern)),
         *_mask_rows(site.spec.mask),
         ("score", _text(site.spec.score.words)),
+        *([("added", _text(site.spec.score.added))] if site.spec.score.added else []),
         ("dtype", _text(_dtype_words(site.spec))),
         ("q, k, v", _operands(site.spec)),
     ]

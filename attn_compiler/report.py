@@ -235,6 +235,7 @@ def _site_dict(site: SiteReport) -> dict[str, Any]:
         "mask_formula": site.spec.mask.formula,
         "mask_unproved": site.spec.mask.reason,
         "score": site.spec.score.words,
+        "score_added": site.spec.score.added,
         "lowering": site.decision.lowering,
         "refusals": [
             {"lowering": refusal.lowering, "reasons": [asdict(reason) for reason in refusal.reasons]}

@@ -109,6 +109,8 @@ _CLASSES: dict[str, type[Any]] = {
         masks.KINDS,
         masks.PROVED_KINDS,
         scores.KINDS,
+        scores.PROVED_KINDS,
+        scores.PARTS,
         (TensorSpec, AttentionSpec, masks.MaskSpec, scores.ScoreSpec),
     )
     for cls in kinds

@@ -83,6 +83,7 @@ def test_json_has_every_field_under_its_name() -> None:
                 "mask_formula": None,
                 "mask_unproved": None,
                 "score": "scale 0.5",
+                "score_added": None,
                 "lowering": "sdpa",
                 "refusals": [
                     {"lowering": "cudnn", "reasons": [{"rule": "rule", "observed": "observed", "remedy": None}]}

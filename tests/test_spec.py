@@ -49,6 +49,8 @@ def _of_type(hint: Any) -> st.SearchStrategy[Any]:
         Expr: expressions(1).filter(_has_no_nan),
         masks.Alignment: st.sampled_from(masks.Alignment),
         tuple[int | str, ...]: st.lists(DIMS, max_size=4).map(tuple),
+        tuple[Expr, ...]: st.lists(expressions(1).filter(_has_no_nan), max_size=2).map(tuple),
+        scores.LogBuckets | None: st.none() | st.builds(scores.LogBuckets),
     }
     if hint in known:
         return known[hint]
@@ -57,6 +59,7 @@ def _of_type(hint: Any) -> st.SearchStrategy[Any]:
     return st.lists(st.lists(_kinds(simple), max_size=2).map(tuple), max_size=2).map(tuple)
 
 
+SCORES = (*scores.PROVED_KINDS, *scores.PARTS)
 SPECS = st.builds(
     AttentionSpec,
     q=_tensors(),
@@ -74,6 +77,7 @@ SPECS = st.builds(
         runtime_scale=st.booleans(),
         changes=st.lists(_kinds(scores.KINDS), max_size=2).map(tuple),
         dropout_p=st.floats(0, 1),
+        proved=st.lists(_kinds(scores.PROVED_KINDS), max_size=2).map(tuple),
         softmax_dtype=DTYPES,
     ),
     device=st.sampled_from(["cpu", "cuda"]),
@@ -148,7 +152,7 @@ def test_a_spec_is_frozen(field: str) -> None:
 
 def test_every_kind_can_be_written_and_read() -> None:
     """A kind that is not listed would be written, and fail when the text is read in the backward."""
-    listed = {cls.__name__ for cls in (*masks.KINDS, *masks.PROVED_KINDS, *scores.KINDS)}
+    listed = {cls.__name__ for cls in (*masks.KINDS, *masks.PROVED_KINDS, *scores.KINDS, *SCORES)}
     defined = {
         name
         for module in (masks, scores)

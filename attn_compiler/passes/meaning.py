@@ -1,26 +1,44 @@
-"""What the mask of a site is, proved: its tensors read as one condition over (b, h, q, k), and that as kinds."""
+"""What is added to a site's scores and masks them, proved: read as a condition over (b, h, q, k) and kinds of both.
+
+The two are told apart (score_kinds.py). A condition must be exact; what is added need only be named.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field, replace
+
+from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler import masks
-from attn_compiler.index_expr import Expr, Index, Linear
+from attn_compiler import masks, scores
+from attn_compiler.index_expr import Expr, Linear
+from attn_compiler.index_expr.dividing import divide
 from attn_compiler.masks import ProvedKind
-from attn_compiler.passes import axes, kinds, reading
+from attn_compiler.passes import axes, elements, kinds, reading, score_kinds
 from attn_compiler.passes.axes import Dim
+from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.reading import Reader, Unreadable
 from attn_compiler.passes.site import Match, Term
+from attn_compiler.scores import ProvedScore
+
+#: how Dynamo names a parameter or a buffer: l_self_modules_attn_modules_bias_parameters_table_
+_PARAMETER = re.compile(r"(?:.*modules_(?P<module>\w+?)_)?(?:parameters|buffers)_(?P<name>\w+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meaning:
-    """condition: when a pair is allowed, None if that could not be read; then `reason` says why. kinds: the same in words."""
+    """condition: when a pair is allowed, None if it could not be read, or if more is added than masks.
+
+    kinds: what is masked; reason: why that could not be read. scores: what else is added. tensors: the mirror node behind
+    each name that `scores` loads from.
+    """
 
     condition: Expr | None = None
     kinds: tuple[ProvedKind, ...] = ()
     reason: str | None = None
+    scores: tuple[ProvedScore, ...] = ()
+    tensors: dict[str, fx.Node] = field(default_factory=dict)
 
     @property
     def is_everything(self) -> bool:
@@ -35,57 +53,149 @@ class Meaning:
         return " ∧ ".join(kind.words for kind in self.kinds) or "true everywhere"
 
 
-def of(match: Match, reader: Reader) -> Meaning:
-    """Read the mask of a match. Reading a mask never fails: what can't be read comes back with its reason."""
-    try:
-        condition = ix.apply("and", *(_condition(match, term, reader) for term in (*match.additive, *match.allowed)))
-    except Unreadable as unreadable:
-        return Meaning(reason=str(unreadable))
-    seqlen_q, seqlen_kv = _length(match.query), _length(match.key)
-    if seqlen_q is None or seqlen_kv is None:
-        return Meaning(reason="a sequence length is no plain size")
-    whole = next((load for load in ix.loads(condition) if all(ix.mentions(load, i) for i in (kinds.Q, kinds.K))), None)
-    if whole is not None:
+def of(mirror: Mirror, match: Match, reader: Reader) -> Meaning:
+    """Read what joins the scores of a match. That never fails: what can't be read comes back with its reason."""
+    read = _Read(mirror, match, reader)
+    for term in match.additive:
+        read.add(term)
+    for term in match.allowed:
+        read.mask(term)
+    return read.meaning()
+
+
+class _Read:
+    """What was read of one match so far."""
+
+    def __init__(self, mirror: Mirror, match: Match, reader: Reader) -> None:
+        self._mirror = mirror
+        self._match = match
+        self._reader = reader
+        self._ranges = elements.ranges(match)
+        self._conditions: list[Expr] = []
+        self._scores: list[ProvedScore] = []
+        self._reasons: list[str] = []
+        self._unread_masks: list[str] = []
+        self._unread: dict[str, fx.Node] = {}
+        self._names: dict[str, str] = {}
+        self._tensors: dict[str, fx.Node] = {}
+
+    def add(self, term: Term) -> None:
+        """A tensor that is added: what of it masks, and kinds of the rest."""
+        try:
+            found = score_kinds.split(self._element(term), term.weight)
+        except Unreadable as unreadable:
+            self._reasons.append(str(unreadable))
+            self._add_unread(term)
+            return
+        if not ix.is_exact(found.allowed):
+            self._reasons.append(f"{term.operand.node.name} masks by numbers that are rounded: {_text(found.allowed)}")
+            self._add_unread(term)
+            return
+        self._conditions.append(found.allowed)
+        for kind in score_kinds.recognise(found.added):
+            self._scores.append(self._named(kind, term))
+            if isinstance(kind, scores.Bias) and found.allowed == ix.TRUE:
+                self._reasons.append(f"how {kind.tensor} was made is not in the graph: it may mask too")
+
+    def mask(self, term: Term) -> None:
+        """A truth value for each pair."""
+        try:
+            allowed = ix.as_bool(self._element(term))
+        except Unreadable as unreadable:
+            self._unread_masks.append(str(unreadable))
+            return
+        if ix.is_exact(allowed):
+            self._conditions.append(ix.invert(allowed) if term.inverted else allowed)
+        else:
+            self._unread_masks.append(f"{term.operand.node.name} compares numbers that are rounded: {_text(allowed)}")
+
+    def meaning(self) -> Meaning:
+        condition = ix.apply("and", *self._conditions)
+        seqlen_q, seqlen_kv = _length(self._match.query), _length(self._match.key)
+        found: tuple[ProvedKind, ...] = ()
+        reason = next(iter(self._unread_masks), None) or self._why_not(condition)
+        if reason is None and (seqlen_q is None or seqlen_kv is None):
+            reason = "a sequence length is no plain size"
+        elif reason is None and seqlen_q is not None and seqlen_kv is not None:
+            found = kinds.recognise(condition, seqlen_q, seqlen_kv)
+            # A tensor that may mask too is one of the scores, so what the others mask is still all that has to be said.
+            reason = None if found else next(iter(self._reasons), None)
         return Meaning(
-            reason=f"{whole.tensor} holds an element for each query and key, and how it was made is not in the graph"
+            condition=condition if reason is None and not self._scores else None,
+            kinds=found,
+            reason=reason,
+            scores=score_kinds.joined(self._scores),
+            tensors=self._tensors,
         )
-    condition = ix.decide(condition, {"q": _last(seqlen_q), "k": _last(seqlen_kv)})
-    return Meaning(condition=condition, kinds=kinds.recognise(condition, seqlen_q, seqlen_kv))
+
+    def _why_not(self, condition: Expr) -> str | None:
+        """Why a condition that was read says nothing."""
+        whole = next((x for x in ix.loads(condition) if all(ix.mentions(x, i) for i in (kinds.Q, kinds.K))), None)
+        if whole is None:
+            return None
+        return f"{whole.tensor} holds an element for each query and key, and how it was made is not in the graph"
+
+    def _element(self, term: Term) -> Expr:
+        at = elements.indices(self._match, term.operand.dims)
+        return ix.decide(divide(self._reader.read(term.operand.node, at), self._ranges), self._ranges)
+
+    # ---- scores ---------------------------------------------------------------------------------------------------
+
+    def _add_unread(self, term: Term) -> None:
+        """A tensor that can't be looked into is at least an element of itself, and varies along no more than its axes."""
+        along = elements.varies_along(self._match, term.operand)
+        shape = elements.shape(self._match, along)
+        node = term.operand.node
+        try:
+            at = elements.indices(self._match, term.operand.dims)
+        except Unreadable:
+            at = tuple(map(ix.Index, along))
+        self._unread[node.name] = node
+        bias = scores.Bias(tensor=node.name, at=at, shape=shape, weight=term.weight)
+        self._scores.append(self._named(bias, term))
+
+    def _named(self, kind: ProvedScore, term: Term) -> ProvedScore:
+        """The kind with its loads under short names, its shape, and whether it wants a gradient."""
+        nodes = map(self._node, score_kinds.tensors(kind))
+        wants = self._requires_grad(term.operand.root) and any(map(self._requires_grad, nodes))
+        if isinstance(kind, scores.Bias) and not kind.shape:
+            kind = replace(kind, shape=elements.shape(self._match, kind.varies_along))
+        renamed = score_kinds.renamed(kind, self._short)
+        return score_kinds.with_gradient(renamed) if wants else renamed
+
+    def _requires_grad(self, node: fx.Node) -> bool:
+        """By Dynamo's own value where it has one."""
+        dynamo = self._mirror.dynamo_node(node)
+        value = node.meta["val"] if dynamo is None else dynamo.meta["example_value"]
+        return bool(value.requires_grad)
+
+    def _short(self, name: str) -> str:
+        """A name that equal layers share: a parameter's own, a node's without its number."""
+        if name not in self._names:
+            node = self._node(name)
+            found = _PARAMETER.fullmatch(name)
+            short = name if node.op == "placeholder" else re.sub(r"_\d+$", "", name)
+            short = short if found is None else _parameter(found)
+            while self._tensors.setdefault(short, node) is not node:
+                short += "'"
+            self._names[name] = short
+        return self._names[name]
+
+    def _node(self, name: str) -> fx.Node:
+        return self._unread[name] if name in self._unread else self._reader.tensors[name]
+
+
+def _parameter(found: re.Match[str]) -> str:
+    """The name alone, unless it is what every module calls its own."""
+    module, name = found["module"], found["name"]
+    return f"{module}.{name}" if name in ("weight", "bias") and module and not module.isdigit() else str(name)
+
+
+def _text(x: Expr, most: int = 120) -> str:
+    text = ix.text(x)
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _length(dim: Dim) -> Linear | None:
     expr = reading.size(axes.dim_size(dim))
     return None if expr is None else ix.linear(expr)
-
-
-def _last(length: Linear) -> Linear:
-    return ix.combine(length, Linear((), 1), -1)
-
-
-def _condition(match: Match, term: Term, reader: Reader) -> Expr:
-    node = term.operand.node
-    at = tuple(_index(match, dim) for dim in term.operand.dims)
-    element = reader.read(node, at)
-    if ix.kind_of(element) == "bool":
-        return ix.invert(element) if term.inverted else element
-    if term.weight <= 0:
-        raise Unreadable(f"{node.name} is added with the weight {term.weight:g}")
-    condition = kinds.condition_of(element, term.weight)
-    if condition is None:
-        raise Unreadable(f"{node.name} adds more than masking: {_shortened(ix.text(element))}")
-    return condition
-
-
-def _index(match: Match, dim: Dim) -> Expr:
-    """The score's index that runs along one dimension of a mask."""
-    atoms = axes.resolve(dim)
-    if all(atom.size == axes.ONE for atom in atoms):
-        return ix.ZERO
-    for name, group in (("b", match.batch), ("h", match.heads), ("q", match.query), ("k", match.key)):
-        if atoms == axes.resolve(group):
-            return Index(name)
-    raise Unreadable("a dimension of the mask is a part of the batch or of the heads")
-
-
-def _shortened(text: str, most: int = 120) -> str:
-    return text if len(text) <= most else f"{text[:most]}…"

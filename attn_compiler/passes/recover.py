@@ -7,6 +7,8 @@ it was proved to be, or why it could not be read.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from attn_compiler import masks, scores, torch_compat
@@ -60,7 +62,7 @@ def _describe(mirror: Mirror, site: Site, builder: FakeBuilder[torch.Tensor], re
     needs_grad = bool(out.requires_grad)
     bias = needs_grad and _wants_bias_gradient(mirror, match)
     site.mask_terms = (*match.additive, *match.allowed)
-    proved = _prove(match, reader, bias)
+    proved = _prove(mirror, match, reader, bias)
     site.condition, site.loads = proved.condition, reader.tensors
     tensors = program.build(mirror, match, builder, compute_dtype(mirror, match))
     site.spec = AttentionSpec(
@@ -68,7 +70,7 @@ def _describe(mirror: Mirror, site: Site, builder: FakeBuilder[torch.Tensor], re
         k=_tensor_spec(tensors.k, emit.example(mirror, match.k.root)),
         v=_tensor_spec(tensors.v, emit.example(mirror, match.v.root)),
         mask=_mask_spec(match, tensors, proved, bias),
-        score=_score_spec(mirror, match, tensors, bias),
+        score=_score_spec(mirror, match, tensors, proved, bias),
         device=out.device.type,
         out_dtype=_name(out.dtype),
         needs_grad=needs_grad,
@@ -98,11 +100,16 @@ def _wants_bias_gradient(mirror: Mirror, match: Match) -> bool:
     return any(emit.example(mirror, t.operand.root).requires_grad for t in match.additive)
 
 
-def _prove(match: Match, reader: Reader, bias: bool) -> Meaning:
-    """What the mask means. Takes it off the match where nothing, or `is_causal`, says as much."""
-    if bias or not (match.additive or match.allowed):
+def _prove(mirror: Mirror, match: Match, reader: Reader, bias: bool) -> Meaning:
+    """What is masked and added means. Takes a mask off the match where nothing, or `is_causal`, says as much.
+
+    bias: something that is added wants a gradient, so its tensor stays whatever it is.
+    """
+    if not (match.additive or match.allowed):
         return Meaning()
-    proved = meaning.of(match, reader)
+    proved = meaning.of(mirror, match, reader)
+    if bias:
+        return dataclasses.replace(proved, condition=None)
     square = axes.same_size(axes.dim_size(match.query), axes.dim_size(match.key))
     if proved.is_everything or (proved.is_causal_only and square):
         match.is_causal = match.is_causal or proved.is_causal_only
@@ -119,7 +126,9 @@ def _mask_spec(match: Match, tensors: Tensors[torch.Tensor], proved: Meaning, bi
     return masks.MaskSpec(kinds=tuple(kinds), proved=proved.kinds, reason=proved.reason)
 
 
-def _score_spec(mirror: Mirror, match: Match, tensors: Tensors[torch.Tensor], bias: bool) -> scores.ScoreSpec:
+def _score_spec(
+    mirror: Mirror, match: Match, tensors: Tensors[torch.Tensor], proved: Meaning, bias: bool
+) -> scores.ScoreSpec:
     changes: list[scores.ScoreChange] = [scores.Unusual(what=what) for what in match.unusual]
     if match.softcap is not None:
         changes.append(scores.Softcap(cap=match.softcap))
@@ -133,4 +142,5 @@ def _score_spec(mirror: Mirror, match: Match, tensors: Tensors[torch.Tensor], bi
         changes=tuple(changes),
         dropout_p=match.dropout_p,
         softmax_dtype=match.softmax_dtype,
+        proved=proved.scores,
     )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from attn_compiler.masks import Causal, Dense
 from attn_compiler.report import SiteReport
-from attn_compiler.scores import DenseBias, Sinks, Softcap
+from attn_compiler.scores import Alibi, DenseBias, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from tests.passes.compiling import CPU_FLASH, Compiled, compiled, mark
 
@@ -165,3 +165,63 @@ def test_several_masks_are_one_tensor() -> None:
     allowed = torch.ones(B, 1, S, S, dtype=torch.bool).tril()
     spec = _spec(function, _q(), torch.randn(1, H, S, S), torch.randn(S), allowed)
     assert spec.mask.kinds == (Dense(shape=(B, H, S, S), dtype="float32", terms=3),)
+
+
+# ---- what is added ------------------------------------------------------------------------------------------------
+
+
+def _alibi(q: Tensor, slopes: Tensor) -> Tensor:
+    positions = torch.arange(q.size(2))
+    return slopes[:, None, None] * (positions[None, :] - positions[:, None])
+
+
+def test_a_bias_and_a_mask_in_one_tensor_are_described_apart_and_stay_dense() -> None:
+    def function(q: Tensor, slopes: Tensor) -> Tensor:
+        causal = torch.ones(q.size(2), q.size(2), dtype=torch.bool).tril()
+        return sdpa(q, q, q, attn_mask=_alibi(q, slopes).masked_fill(~causal, torch.finfo(q.dtype).min))
+
+    spec = _spec(function, _q(), torch.rand(H))
+    assert spec.mask.kinds == (Dense(shape=(1, H, S, S), dtype="float32"),)
+    assert spec.mask.proved == (Causal(),)
+    assert spec.score.changes == ()
+    assert [type(kind) for kind in spec.score.proved] == [Alibi]
+    assert AttentionSpec.from_text(spec.to_text()) == spec
+
+
+def test_a_learned_bias_is_described_and_keeps_its_gradient() -> None:
+    slopes = torch.rand(H, requires_grad=True)
+    spec = _spec(lambda q, slopes: sdpa(q, q, q, attn_mask=_alibi(q, slopes)), _q(), slopes)
+    assert spec.score.bias == DenseBias(shape=(1, H, S, S), dtype="float32")
+    (kind,) = spec.score.proved
+    assert isinstance(kind, Alibi)
+    assert kind.requires_grad
+
+
+def test_a_mask_that_wants_a_gradient_is_not_dropped() -> None:
+    zeros = torch.zeros(1, requires_grad=True)
+
+    def function(q: Tensor, zeros: Tensor) -> Tensor:
+        causal = torch.ones(S, S, dtype=torch.bool).tril()
+        return sdpa(q, q, q, attn_mask=torch.where(causal, zeros, -torch.inf))
+
+    spec = _spec(function, _q(), zeros)
+    assert not spec.mask.is_causal
+    assert spec.mask.proved == (Causal(),)
+    assert spec.score.bias is not None
+
+
+def test_layers_with_tables_of_their_own_share_a_spec() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.randn(2 * S - 1, H))
+
+        def forward(self, q: Tensor) -> Tensor:
+            positions = torch.arange(S)
+            bias = self.table[positions[None, :] - positions[:, None] + S - 1].permute(2, 0, 1)
+            return sdpa(q, q, q, attn_mask=bias)
+
+    layers = torch.nn.Sequential(Layer(), Layer()).requires_grad_(False)
+    (site,) = _run(layers, _q()).report.sites
+    assert len(site.modules) == 2
+    assert site.spec.score.added == "relative bias table[f(k - q), h]"

@@ -1,0 +1,29 @@
+"""Divisions that the ranges of the indices settle: (4·b + h) // 4 is b, and its rest is h, as long as h stays below 4."""
+
+from __future__ import annotations
+
+from attn_compiler.index_expr.building import add, combine, linear
+from attn_compiler.index_expr.changing import with_parts
+from attn_compiler.index_expr.nodes import ZERO, Apply, Const, Expr, Linear, kind_of
+from attn_compiler.index_expr.ranges import Ranges, bounds
+
+
+def divide(x: Expr, ranges: Ranges) -> Expr:
+    """x with every quotient and rest of whole numbers carried out that is the same for all indices in their ranges."""
+    done = with_parts(x, lambda part: divide(part, ranges))
+    return _divided(done, ranges) if isinstance(done, Apply) and done.op in ("floordiv", "mod") else done
+
+
+def _divided(x: Apply, ranges: Ranges) -> Expr:
+    """Terms that the divisor divides are the quotient's, if what is left is surely not below zero, and below the divisor."""
+    dividend, divisor = x.args[0], x.args[1].value if isinstance(x.args[1], Const) else None
+    if not isinstance(divisor, int) or divisor <= 0 or kind_of(dividend) != "int":
+        return x
+    form = linear(dividend)
+    whole = Linear(tuple((t, c) for t, c in form.terms if c % divisor == 0), form.const - form.const % divisor)
+    rest = add(combine(form, whole, -1), ZERO)
+    low, high = bounds(rest, ranges)
+    if low is None or high is None or low < 0 or high >= divisor:
+        return x
+    quotient = Linear(tuple((t, c // divisor) for t, c in whole.terms), whole.const // divisor)
+    return rest if x.op == "mod" else add(quotient, ZERO)

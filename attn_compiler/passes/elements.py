@@ -1,0 +1,95 @@
+"""Where in a tensor that joins the scores the element of one score (b, h, q, k) stands, whatever axes its dimensions are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Const, Expr, Index, Linear, Ranges
+from attn_compiler.passes import axes, reading
+from attn_compiler.passes.axes import Atom, Dim, Dims
+from attn_compiler.passes.reading import Unreadable
+from attn_compiler.passes.site import Match, Operand
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """Axes of the site that stand together, and the index that runs along them."""
+
+    atoms: Dim
+    index: Expr
+
+
+def indices(match: Match, dims: Dims) -> tuple[Expr, ...]:
+    """An expression over (b, h, q, k) for each dimension of a tensor whose dimensions mean these axes of the site.
+
+    Raises Unreadable where a symbolic size stands inside a dimension that is made of several axes.
+    """
+    places = _places(match)
+    return tuple(_index(axes.resolve(dim), places) for dim in dims)
+
+
+def ranges(match: Match) -> Ranges:
+    """The largest value of each index, where its size is a plain one."""
+    found: dict[str, Linear] = {}
+    for name, group in _groups(match):
+        size = reading.size(axes.dim_size(group))
+        if size is not None:
+            found[name] = ix.combine(ix.linear(size), Linear((), 1), -1)
+    return found
+
+
+def varies_along(match: Match, operand: Operand) -> str:
+    """The letters of the indices, of "bhqk", that pick another element of the operand."""
+    return "".join(name for name, group in _groups(match) if any(map(operand.varies_along, _long(group))))
+
+
+def shape(match: Match, along: str) -> tuple[int | str, ...]:
+    """(B, Hq, Sq, Skv), with 1 for what is not among the letters `along`."""
+    sizes = ((name, axes.dim_size(group)) for name, group in _groups(match))
+    return tuple(1 if name not in along else int(size) if size.is_Integer else str(size) for name, size in sizes)
+
+
+def _groups(match: Match) -> tuple[tuple[str, Dim], ...]:
+    return (("b", match.batch), ("h", match.heads), ("q", match.query), ("k", match.key))
+
+
+def _long(dim: Dim) -> Dim:
+    """The atoms that an index runs along: those of size one have none."""
+    return tuple(atom for atom in axes.resolve(dim) if atom.size != axes.ONE)
+
+
+def _places(match: Match) -> list[_Place]:
+    """Whole groups first, then their parts: b as it is, or b // windows and b % windows."""
+    groups = [(Index(name), _long(group)) for name, group in _groups(match)]
+    whole = [_Place(atoms=atoms, index=index) for index, atoms in groups if atoms]
+    parts = [part for index, atoms in groups if len(atoms) > 1 for part in _parts(index, atoms)]
+    return whole + parts
+
+
+def _parts(index: Expr, atoms: Dim) -> Iterable[_Place]:
+    inner = 1
+    for position in reversed(range(len(atoms))):
+        atom = atoms[position]
+        if inner != 0:
+            own = ix.apply("floordiv", index, Const(inner))
+            if position == 0:
+                yield _Place(atoms=(atom,), index=own)
+            elif atom.size.is_Integer:
+                yield _Place(atoms=(atom,), index=ix.apply("mod", own, Const(int(atom.size))))
+        # Outside of an axis of unknown size nothing can be told by a division.
+        inner = inner * int(atom.size) if atom.size.is_Integer else 0
+
+
+def _index(atoms: Dim, places: list[_Place]) -> Expr:
+    rest: tuple[Atom, ...] = tuple(atom for atom in atoms if atom.size != axes.ONE)
+    total: Expr = ix.ZERO
+    while rest:
+        place = next((p for p in places if rest[: len(p.atoms)] == p.atoms), None)
+        size = None if place is None else axes.product(atom.size for atom in place.atoms)
+        if place is None or size is None or (total != ix.ZERO and not size.is_Integer):
+            raise Unreadable("a dimension of the mask is a part of the batch or of the heads")
+        total = place.index if total == ix.ZERO else ix.add(ix.mul(total, Const(int(size))), place.index)
+        rest = rest[len(place.atoms) :]
+    return total
