@@ -12,7 +12,8 @@ may write to them) and, for one site at a time, its attention in a wider dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch._subclasses import FakeTensor
@@ -32,12 +33,25 @@ def checked(compiled: Callable[..., Any], plan: Plan | None) -> Callable[..., An
     """
     if plan is None:
         return compiled
-    pending: list[Plan] = [plan]
+    first = _First(plan)
 
     def call(*args: Any) -> Any:
-        if pending and not any(isinstance(x, FakeTensor) for x in args):
-            results.keep(running.run(pending[0], args))
-            pending.clear()
+        if first.plan is not None and not any(isinstance(x, FakeTensor) for x in args):
+            first.verify(args)
         return compiled(*args)
 
     return call
+
+
+class _First:
+    """The first call: several threads may make it at once, and one of them verifies. plan: None once it is done."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan: Plan | None = plan
+        self._lock = threading.Lock()
+
+    def verify(self, args: Sequence[Any]) -> None:
+        with self._lock:
+            if self.plan is not None:
+                results.keep(running.run(self.plan, args))
+                self.plan = None

@@ -54,15 +54,18 @@ def is_trained_parameter(x: object) -> bool:
 
 
 @contextlib.contextmanager
-def leaving_no_trace(args: Sequence[Any]) -> Iterator[None]:
-    """Random numbers are drawn, by the default generators and by those among `args`, as if nothing had been run in between."""
+def leaving_no_trace(args: Sequence[Any], devices: Sequence[torch.device]) -> Iterator[None]:
+    """Without gradients, and so that random numbers are drawn afterwards as if nothing had been run.
+
+    That holds for the default generators of the CPU and of `devices`, and for the generators among `args`.
+    """
     generators = [x for x in args if isinstance(x, torch.Generator)]
     states = [generator.get_state() for generator in generators]
-    devices = {x.device for x in args if isinstance(x, torch.Tensor) and x.device.type != "cpu"}
+    kinds = {device.type for device in devices} - {"cpu", "meta"}
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            for kind in {device.type for device in devices} - {"meta"}:
+            for kind in kinds:
                 own = [device for device in devices if device.type == kind]
                 stack.enter_context(torch.random.fork_rng(devices=own, device_type=kind))
             stack.enter_context(torch.no_grad())

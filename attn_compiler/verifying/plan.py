@@ -35,7 +35,7 @@ class Plan:
     """graph: its name in the report. module: the model's own graph. bodies: by graph module of `module`. checks: in order.
 
     symbols: name of a symbolic size -> (body, node, dimension) of a value that has it; the dimension is None for a number.
-    may_write: for each input of the graph, whether something in the graph may write to it.
+    may_write: for each input of the graph, whether something in the graph may write to it. devices: that values live on.
     """
 
     graph: str
@@ -45,6 +45,7 @@ class Plan:
     checks: list[Check]
     symbols: dict[tuple[fx.Graph, str], list[tuple[str, int | None]]]
     may_write: list[bool]
+    devices: tuple[torch.device, ...]
 
 
 def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> Plan | None:
@@ -71,6 +72,7 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> Plan | None:
         checks=checks,
         symbols=_symbols(module),
         may_write=_may_write(module, bodies),
+        devices=torch_compat.graph_devices(gm),
     )
     for check in checks:
         _find_needs(check, Values(bodies=mirrors))
@@ -85,7 +87,7 @@ def _with_callers(units: Sequence[Unit]) -> list[Unit]:
         unit = waiting.pop(0)
         if unit not in found:
             found[unit] = None
-            waiting.extend(call.unit for call in getattr(unit, "calls", ()))
+            waiting.extend(call.unit for call in unit.calls)
     return list(found)
 
 

@@ -28,7 +28,7 @@ def run(plan: Plan, args: Sequence[Any]) -> list[Verification]:
     shared = [is_trained_parameter(x) and not may_write for x, may_write in zip(args, plan.may_write, strict=True)]
     session = _Session(plan)
     try:
-        with leaving_no_trace(args):
+        with leaving_no_trace(args, plan.devices):
             session.interpret(plan.module, *isolated(args, shared))
         return session.finish()
     finally:

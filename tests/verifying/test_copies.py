@@ -70,7 +70,7 @@ def test_random_numbers_and_grad_mode_are_as_before() -> None:
     before = generator.get_state(), torch.get_rng_state()
 
     def draw() -> None:
-        with leaving_no_trace([generator]):
+        with leaving_no_trace([generator], [torch.device("cpu")]):
             torch.rand(3)
             torch.rand(3, generator=generator)
             assert not torch.is_grad_enabled()

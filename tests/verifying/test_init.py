@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
@@ -21,6 +24,7 @@ from attn_compiler.lowerings.sdpa import SdpaCpuFlash
 from attn_compiler.passes import reading
 from attn_compiler.verifying import Verification, results
 from tests.passes.compiling import Compiled, compiled, mark
+from tests.verifying.planning import planned
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -256,9 +260,55 @@ def test_only_the_first_call_of_each_graph_verifies(monkeypatch: pytest.MonkeyPa
     assert len(runs) == 2
 
 
+def test_threads_that_call_at_once_verify_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned(causal, *qkv())
+    runs: list[Any] = []
+    real = verifying.running.run
+
+    def slow(plan: Any, args: Any) -> list[Verification]:
+        runs.append(args)
+        time.sleep(0.1)
+        return real(plan, args)
+
+    monkeypatch.setattr(verifying.running, "run", slow)
+    function = verifying.checked(lambda *args: len(runs), found.plan)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: function(*found.args), range(4))) == [1] * 4
+
+
+def test_a_call_on_fake_tensors_is_no_first_call() -> None:
+    found = planned(causal, *qkv())
+    function = verifying.checked(found.module.forward, found.plan)
+    with FakeTensorMode() as mode:
+        function(*(mode.from_tensor(x) for x in found.args))
+    assert attn_compiler.verifications() == ()
+    function(*found.args)
+    assert_verified("output")
+
+
 def test_without_the_option_nothing_is_verified() -> None:
     compiled(causal)(*qkv())
     assert attn_compiler.verifications() == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("lowering", ["sdpa_cudnn", "sdpa_flash", "sdpa_efficient"])
+def test_right_attention_passes_on_a_gpu(lowering: str, dtype: torch.dtype) -> None:
+    shape = (2, 4, 128, 64)
+    inputs = [x.cuda().requires_grad_() for x in qkv(shape, shape, shape, dtype=dtype)]
+    states = []
+    for verify in (True, False):
+        function = compiled(
+            lambda q, k, v: window(F.dropout(q, 0.1), k, v) + causal(q, k, v), lowerings=[lowering], verify=verify
+        )
+        torch.manual_seed(0)
+        function(*inputs)
+        states.append(torch.cuda.get_rng_state())
+    assert torch.equal(*states)
+    checks = attn_compiler.verifications()
+    assert [v.skipped for v in checks if v.subject == "mask"] == [None] * 2
+    assert {v.skipped for v in checks if v.subject == "output"} <= {None, "the site is as the model made it"}
 
 
 # ---- what is wrong ------------------------------------------------------------------------------------------------
