@@ -42,7 +42,7 @@ def build(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype)
         q=_factored(match, builder, _cast(builder, q, dtype)),
         k=_cast(builder, k, dtype),
         v=_cast(builder, v, torch.promote_types(dtype, _dtype_of(match.out))),
-        mask=_mask(mirror, match, builder),
+        mask=_mask(mirror, match, builder, dtype),
         sinks=_sinks(match, builder),
     )
 
@@ -86,17 +86,18 @@ def _factored(match: Match, builder: Builder[X], q: X) -> X:
     return _cast(builder, q, dtype)
 
 
-def _mask(mirror: Mirror, match: Match, builder: Builder[X]) -> X | None:
+def _mask(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype) -> X | None:
     """One tensor of everything that is added or masked, shared by all sites that mean the same."""
     if not match.additive and not match.allowed:
         return None
-    return builder.once(_identity(mirror, match), lambda: _combined(match, builder))
+    return builder.once((dtype, *_identity(mirror, match)), lambda: _combined(match, builder, dtype))
 
 
 def _identity(mirror: Mirror, match: Match) -> tuple[object, ...]:
     return tuple(
-        (t.operand.root, version(mirror, t.operand.root, match.out), t.weight, t.inverted, _recipe(match, t).text)
-        for t in (*match.additive, *match.allowed)
+        (adds, t.operand.root, version(mirror, t.operand.root, match.out), t.weight, t.inverted, _recipe(match, t).text)
+        for adds, terms in ((True, match.additive), (False, match.allowed))
+        for t in terms
     )
 
 
@@ -105,10 +106,12 @@ def _recipe(match: Match, term: Term) -> Recipe:
     return simplified(arrange(term.operand.root_dims, term.operand.reads, target, broadcast=True))
 
 
-def _combined(match: Match, builder: Builder[X]) -> X:
+def _combined(match: Match, builder: Builder[X], dtype: torch.dtype) -> X:
     total = keep = None
     for term in match.additive:
         x = _run(match, builder, _recipe(match, term), builder.leaf(term.operand.root))
+        # A truth value that is added counts as 0 or 1; a kernel would take it for a mask.
+        x = x if builder.value(x).is_floating_point() else builder.call(torch.Tensor.to, x, dtype)
         x = x if term.weight == 1.0 else builder.call(operator.mul, x, term.weight)
         total = x if total is None else builder.call(operator.add, total, x)
     for term in match.allowed:

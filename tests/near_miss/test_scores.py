@@ -127,12 +127,12 @@ def mask_multiplied_instead_of_added(q: Tensor, k: Tensor, v: Tensor, kept: Tens
     return (q @ k.mT * 0.3 * kept).softmax(-1) @ v
 
 
-@CASES.near_miss(missed(STEPS, "add"), inputs=lambda: qkv(condition(LENGTH, LENGTH)))
+@CASES.near_miss(described("dense additive float32"), inputs=lambda: qkv(condition(LENGTH, LENGTH)))
 def bool_added_as_a_number(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
     return (q @ k.mT * 0.3 + kept).softmax(-1) @ v
 
 
-@CASES.near_miss(missed(STEPS, "add"), inputs=lambda: qkv(condition(LENGTH, LENGTH).long()))
+@CASES.near_miss(described("dense additive float32"), inputs=lambda: qkv(condition(LENGTH, LENGTH).long()))
 def whole_numbers_added(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return (q @ k.mT * 0.3 + bias).softmax(-1) @ v
 

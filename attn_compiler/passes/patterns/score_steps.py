@@ -138,15 +138,10 @@ def _add(mirror: Mirror, node: fx.Node) -> list[Step]:
     alpha = constants.number(mirror, argument(node, "alpha"))
     if alpha is None or not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
         return []
-    steps = [Add(node=node, source=left, term=right, weight=alpha)]
+    steps: list[Step] = [Add(node=node, source=left, term=right, weight=alpha)]
     if alpha == 1.0 and not str(node.target).startswith("aten.add_"):
         steps.append(Add(node=node, source=right, term=left))
-    return [s for s in steps if _adds_numbers(s)]
-
-
-def _adds_numbers(step: Add) -> bool:
-    """A bool that is added counts as 0 or 1, where a kernel would take it for a mask."""
-    return value(step.term).is_floating_point()
+    return steps
 
 
 def _sub(mirror: Mirror, node: fx.Node) -> list[Step]:
@@ -157,7 +152,7 @@ def _sub(mirror: Mirror, node: fx.Node) -> list[Step]:
     maximum = _row_maximum(right, left)
     if maximum is not None and alpha == 1.0:
         return [Shift(node=node, source=left, uses=maximum)]
-    return [s for s in [Add(node=node, source=left, term=right, weight=-alpha)] if _adds_numbers(s)]
+    return [Add(node=node, source=left, term=right, weight=-alpha)]
 
 
 def _carries_scores(step: Step) -> bool:
