@@ -12,7 +12,7 @@ import dataclasses
 import torch
 
 from attn_compiler import masks, scores, torch_compat
-from attn_compiler.passes import axes, emit, meaning, program, reading
+from attn_compiler.passes import axes, emit, meaning, packing, program, reading
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.emit import FakeBuilder
 from attn_compiler.passes.meaning import Meaning
@@ -108,6 +108,8 @@ def _prove(mirror: Mirror, match: Match, reader: Reader, bias: bool) -> Meaning:
     if not (match.additive or match.allowed):
         return Meaning()
     proved = meaning.of(mirror, match, reader)
+    if proved.reason is None:
+        match.notes = (*match.notes, *packing.notes((*match.additive, *match.allowed), reader, proved.words))
     if bias:
         return dataclasses.replace(proved, condition=None)
     square = axes.same_size(axes.dim_size(match.query), axes.dim_size(match.key))
