@@ -94,6 +94,17 @@ def checkpointed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return checkpoint(causal, q.sin(), k, v, use_reentrant=False) + 1
 
 
+def with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def mask_from_outside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One mask for two bodies, read in a graph that holds no attention itself."""
+    mask = positions(k) <= positions(q)[:, None]
+    x = checkpoint(with_mask, q, k, v, mask, use_reentrant=False)
+    return checkpoint(with_mask, x + q, k, v, mask, use_reentrant=False)
+
+
 def several(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     x = q
     for _ in range(3):
@@ -127,6 +138,7 @@ CASES = [
     Case(padded_additive, (PADDING,)),
     Case(documents, (DOCUMENTS,)),
     Case(checkpointed),
+    Case(mask_from_outside, sites=2),
     Case(several, sites=3),
     Case(autocast),
 ]
@@ -355,7 +367,7 @@ def test_lowering_that_ignores_the_mask_inside_a_checkpoint() -> None:
 
 
 @pytest.mark.usefixtures("less_or_equal_is_less")
-@pytest.mark.parametrize("function", [causal, checkpointed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [causal, checkpointed, mask_from_outside], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dynamic_sizes", [(), (SHAPE[0], LENGTH)], ids=["static", "dynamic"])
 def test_condition_that_is_off_by_one(function: Callable[..., Tensor], dynamic_sizes: tuple[int, ...]) -> None:
     with pytest.raises(VerificationMismatch) as caught:
