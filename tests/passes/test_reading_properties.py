@@ -243,7 +243,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
 @given(data=st.data())
 def test_what_is_read_is_what_is_computed(dynamic: bool, data: st.DataObject) -> None:
     _check(data.draw(programs(dynamic)), dynamic)
