@@ -66,23 +66,16 @@ def current_fake(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if mode is None else mode.from_tensor(tensor)
 
 
-def alias(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A fake tensor in the memory of `tensor` with dtype, shape, strides and offset of `like`, made without a trace of it."""
+def untraced(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """A fake tensor, or a view of one, made without a trace of it."""
     with disable_proxy_modes_tracing(), torch.no_grad():
-        made = torch.empty(0, dtype=like.dtype, device=like.device)
-        return made.set_(tensor.untyped_storage(), like.storage_offset(), like.shape, like.stride())
+        return make()
 
 
-def untraced_empty(like: torch.Tensor) -> torch.Tensor:
-    """A new fake tensor with dtype, shape and strides of `like`, made without a trace of it."""
-    with disable_proxy_modes_tracing():
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-
-
-def untraced_select(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """A view of a fake tensor without one of its dimensions, made without a trace of it."""
-    with disable_proxy_modes_tracing(), torch.no_grad():
-        return tensor.select(dim, 0)
+def in_memory_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A fake tensor in the memory of `tensor` with dtype, shape, strides and offset of `like`."""
+    made = torch.empty(0, dtype=like.dtype, device=like.device)
+    return made.set_(tensor.untyped_storage(), like.storage_offset(), like.shape, like.stride())
 
 
 def track(tensor: torch.Tensor, proxy: fx.Proxy, tracer: Any) -> torch.Tensor:

@@ -141,6 +141,7 @@ class _Tracing(fx.Interpreter):
         self._value_names: dict[str, fx.Node] = {}
         self._argument_names: dict[fx.Node, tuple[str | None, ...]] = {}
         self._vmaps = vmap_axes.Tracker()
+        self._memory = vmap_axes.Memory()
         self._traced_so_far = 0
         self._regions: list[torch.amp.autocast_mode.autocast] = []
 
@@ -257,14 +258,18 @@ class _Tracing(fx.Interpreter):
         """
         if not isinstance(x, torch.Tensor) or n in self._skipped:
             return x
+        source = self.env[n.args[0]] if n.args and isinstance(n.args[0], fx.Node) else None
+        view = self._memory.view(n, source, x) if isinstance(source, torch.Tensor) else None
+        if view is not None:
+            return view
         if not isinstance(x, FakeTensor):
-            source = self.env[n.args[0]] if n.args and isinstance(n.args[0], fx.Node) else None
-            view = vmap_axes.example(n, source, x) if isinstance(source, torch.Tensor) else None
-            return view if view is not None else torch_tracing.untraced_empty(x)
+            return torch_tracing.untraced(lambda: _empty(x))
         memory = mutation.storages_of(x)
         plain = [i for i in n.all_input_nodes if isinstance(i.meta.get("example_value"), FakeTensor)]
-        source = next((i for i in plain if memory & mutation.storages_of(i.meta["example_value"])), None)
-        return torch_tracing.alias(self.env[source], x) if source is not None else x
+        owner = next((i for i in plain if memory & mutation.storages_of(i.meta["example_value"])), None)
+        if owner is None:
+            return x
+        return torch_tracing.untraced(lambda: torch_tracing.in_memory_of(self.env[owner], x))
 
     def _truthful(self, n: fx.Node, result: Any, tracer: Any) -> Any:
         example = n.meta.get("example_value")
@@ -293,3 +298,7 @@ def _last(graph: fx.Graph, count: int) -> list[fx.Node]:
             break
         found.append(node)
     return found
+
+
+def _empty(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from attn_compiler import torch_tracing
+from attn_compiler import torch_compat, torch_tracing
+from attn_compiler.passes import mutation
 from attn_compiler.passes.relevance import target_name
 
 _ENTERS, _LEAVES = "_increment_nesting", "_decrement_nesting"
@@ -78,14 +80,42 @@ class Tracker:
             self._found[node] = (self._open[-1], dim[0], added)
 
 
-def example(node: fx.Node, source: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
-    """For the result of a functorch call that is a view of its first input: that view, for one example. hidden: Dynamo's value."""
-    name = target_name(node)
-    if name == "_add_batch_dim" and isinstance(node.args[1], int) and hidden.dim() + 1 == source.dim():
-        return torch_tracing.untraced_select(source, node.args[1])
-    if name in ("_wrap_for_grad", "_unwrap_for_grad") and hidden.dim() == source.dim():
-        return torch_tracing.alias(source, source)
-    return None
+class Memory:
+    """What memory the results of functorch's calls are in. Told of the calls in order, as `Tracker` is."""
+
+    def __init__(self) -> None:
+        self._mapped: set[StorageWeakRef] = set()
+
+    def view(self, node: fx.Node, source: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The result, for one example, as a view of the call's first input; None if it is none. hidden: Dynamo's value of it.
+
+        Only a map that computes nothing gives back memory that it was given.
+        """
+        name = target_name(node)
+        if name == "_add_batch_dim" and hidden.dim() + 1 == source.dim():
+            self._mapped |= mutation.storages_of(source)
+            return torch_tracing.untraced(lambda: source.select(_dim(node, 1), 0))
+        if name == "_remove_batch_dim" and self._mapped & mutation.storages_of(source):
+            return torch_tracing.untraced(lambda: _given_back(source, hidden, _dim(node, 3)))
+        if name in ("_wrap_for_grad", "_unwrap_for_grad") and hidden.dim() == source.dim():
+            return torch_tracing.untraced(lambda: source.view_as(source))
+        return None
+
+
+def _given_back(source: torch.Tensor, hidden: torch.Tensor, dim: int) -> torch.Tensor:
+    """A tensor like `hidden` in the memory of `source`. Where it does not fit, it repeats one example, and can't be written to."""
+    reach = hidden.storage_offset() + 1
+    reach += sum((size - 1) * stride for size, stride in zip(hidden.shape, hidden.stride(), strict=True))
+    if torch_compat.statically_known(reach * source.element_size() <= source.untyped_storage().nbytes()):
+        return torch_tracing.in_memory_of(source, hidden)
+    return source.unsqueeze(dim).expand(hidden.shape)
+
+
+def _dim(node: fx.Node, position: int) -> int:
+    dim = node.args[position]
+    if not isinstance(dim, int):
+        raise TypeError(f"{node.name} has the dimension {dim!r}")
+    return dim
 
 
 def is_indexed_by_elements(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from attn_compiler.passes import mutation
 from attn_compiler.passes.vmap_axes import VmapAxis
 from tests.passes.compiling import mirror_of
 
@@ -50,6 +51,20 @@ def test_a_gradient_closes_what_is_around_it_and_inside_of_it() -> None:
         axes = _axes(function, X.float())
         assert axes
         assert not any(axis.is_plain for axis in axes)
+
+
+def test_a_map_that_computes_nothing_gives_back_the_memory_that_it_was_given() -> None:
+    def function(x: Tensor) -> Tensor:
+        rows = x + 1
+        turned = torch.vmap(lambda row: row, in_dims=1, out_dims=0)(rows)
+        return turned + torch.vmap(lambda row: row * 2, in_dims=1)(rows)
+
+    mirror = mirror_of(function, X)
+    rows = next(n for n in mirror.graph.nodes if n.target is torch.ops.aten.add.Tensor)
+    turned, doubled = (n for n, axis in mirror.vmap_axes.items() if not axis.added)
+    assert mutation.storages(turned) == mutation.storages(rows)
+    assert mutation.storages(doubled) != mutation.storages(rows)
+    assert turned.meta["val"].shape == (4, 3)
 
 
 def test_an_element_index_inside_of_a_map_is_a_gather() -> None:

@@ -14,7 +14,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.reading import vmap_alias
+from attn_compiler.passes.reading import per_example
 from attn_compiler.passes.reading.converting import converted, kind_of_dtype, ranges
 from attn_compiler.passes.views import argument
 
@@ -53,8 +53,7 @@ class Reader:
         self.mirror = mirror
         self._rules = rules
         self._inputs = inputs
-        self._shared = vmap_alias.shared(mirror)
-        self._varies = vmap_alias.regions_of(mirror)
+        self._varies = per_example.regions_of(mirror)
         self._known: dict[tuple[fx.Node, At], Expr] = {}
         self._depth = 0
         self._scans = 0
@@ -89,15 +88,9 @@ class Reader:
 
     def _require_unwritten(self, node: fx.Node) -> None:
         """Whoever reads the node reads what it held when it was made."""
-        again = self._written_after(node)
+        again = mutation.written_after(self.mirror, mutation.storages(node), node)
         if again is not None and any(self.mirror.order(user) > self.mirror.order(again) for user in node.users):
             raise Unreadable(f"{node.name} is written in place, by {again.name}, and used after that")
-
-    def _written_after(self, node: fx.Node) -> fx.Node | None:
-        """The first node after this one that may write into its memory."""
-        own = mutation.storages(node)
-        memory = own.union(*(self._shared.get(one, ()) for one in own))
-        return mutation.written_after(self.mirror, memory, node)
 
     def varies(self, node: fx.Node) -> bool:
         """Whether the node is one example's of a vmap: nothing outside of that vmap has this tensor."""
@@ -107,7 +100,7 @@ class Reader:
         """An element of the tensor itself. Raises Unreadable where there is no such tensor, or it does not stay as it is."""
         if self.varies(node):
             raise Unreadable(f"{node.name} is computed inside of a vmap")
-        again = self._written_after(node)
+        again = mutation.written_after(self.mirror, mutation.storages(node), node)
         if again is not None:
             raise Unreadable(f"{node.name} is written in place, by {again.name}")
         dynamo = self.mirror.dynamo_node(node)
