@@ -87,7 +87,11 @@ def total(added: tuple[Added, ...]) -> Expr:
 
 def recognise(added: tuple[Added, ...]) -> tuple[ProvedScore, ...]:
     """The kinds whose sum this is. Loads of tensors as such come back as Bias without a shape (an empty one)."""
-    return tuple(_kind(replace(part, value=_unrounded(part.value))) for part in added)
+    weights: dict[Expr, float] = {}
+    for part in added:
+        value = _unrounded(part.value)
+        weights[value] = weights.get(value, 0.0) + part.weight
+    return tuple(_kind(Added(value=value, weight=weight)) for value, weight in weights.items())
 
 
 def joined(kinds: Iterable[ProvedScore]) -> tuple[ProvedScore, ...]:

@@ -152,6 +152,12 @@ def test_slopes_of_one_position_are_added() -> None:
     assert [type(kind) for kind in found.meaning.scores] == [Alibi]
 
 
+def test_what_is_added_several_times_is_one_kind_with_a_weight() -> None:
+    (kind,) = recovered(lambda q, k, bias: bias * 2.0 + bias - 0.5 * bias, torch.randn(H, S, KEYS)).meaning.scores
+    assert isinstance(kind, Bias)
+    assert kind.weight == 2.5
+
+
 # ---- tables -------------------------------------------------------------------------------------------------------
 
 

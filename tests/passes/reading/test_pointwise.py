@@ -84,3 +84,16 @@ def test_a_choice_that_its_condition_settles() -> None:
     found = read(lambda x: x.masked_fill(x != 2.0, -100.0).masked_fill(x == 2.0, 0.0), X)
     assert found.equal
     assert found.text.count("?") == 1
+
+
+def test_what_grows_beyond_all_formulas_is_loaded() -> None:
+    """Twenty doublings would be a million summands, and take as long as that."""
+
+    def function(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = x * 1.1 + x
+        return x
+
+    loads = list(ix.loads(_expression(function)))
+    assert loads
+    assert {load.tensor for load in loads} != {"x"}
