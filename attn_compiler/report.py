@@ -192,8 +192,12 @@ def reports() -> Reports:
 
 
 def reset() -> None:
-    """Forget every report."""
+    """Forget every report, and every verification."""
+    # It imports torch, and reports are data.
+    from attn_compiler.verifying import results
+
     _published.clear()
+    results.forget()
 
 
 def publish(report: Report, options: Options) -> None:

@@ -47,6 +47,11 @@ def verifications() -> tuple[Verification, ...]:
     return tuple(_kept)
 
 
+def forget() -> None:
+    """Forget every check."""
+    _kept.clear()
+
+
 def keep(found: Iterable[Verification]) -> None:
     """Keep the checks, and log what was not checked as a warning."""
     for verification in found:

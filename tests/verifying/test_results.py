@@ -16,15 +16,21 @@ SKIPPED = Verification(graph="0/0", module="layers.1", subject="output", skipped
 
 @pytest.fixture(autouse=True)
 def _empty() -> Iterator[None]:
-    results._kept.clear()
+    results.forget()
     yield
-    results._kept.clear()
+    results.forget()
 
 
 def test_kept_in_order() -> None:
     keep([MASK, OUTPUT])
     keep([SKIPPED])
     assert attn_compiler.verifications() == (MASK, OUTPUT, SKIPPED)
+
+
+def test_reset_forgets() -> None:
+    keep([MASK])
+    attn_compiler.reset()
+    assert attn_compiler.verifications() == ()
 
 
 def test_only_the_last_are_kept() -> None:
