@@ -1,12 +1,22 @@
-"""What every test shares: tests that need a GPU are skipped without one, and no test sees another's compiled code."""
+"""What every test shares: tests that need a GPU are skipped without one, and no test sees another's compiled code.
+
+Property tests try the same examples in every run; HYPOTHESIS_PROFILE=explore tries new ones.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+# Before any test module is imported: what they decorate takes these over.
+settings.register_profile("explore")
+settings.register_profile("repeat", derandomize=True, database=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,6 +24,9 @@ from attn_compiler.index_expr.nodes import (
 #: Floats up to here are calculated with as whole numbers are: none of their sums and products is rounded
 _LARGEST_WHOLE = 2.0**24
 
+#: whole numbers up to this one, and their neighbours, are no other number rounded, in bfloat16 as in any wider dtype
+_EXACT_IN_EVERY_DTYPE = 256
+
 #: float ops whose results are rounded even for whole numbers
 _ROUNDED = frozenset({"div", "log", "exp", "pow", "rounded"})
 
@@ -174,17 +177,18 @@ def where(condition: Expr, a: Expr, b: Expr) -> Expr:
     a, b = _settled(a, condition, holds=True), _settled(b, condition, holds=False)
     if a == b:
         return a
-    pinned = _pinned(condition)
+    pinned = _pinned(condition, Index)
     if pinned is not None and substitute(b, *pinned) == substitute(a, *pinned):
         return b
     return Apply("where", (condition, a, b))
 
 
 def _settled(x: Expr, condition: Expr, *, holds: bool) -> Expr:
-    """x where it is known whether the condition holds: c ? 0 : (¬c ? -100 : x) is c ? 0 : -100."""
+    """x where it is known whether the condition holds: c ? 0 : (¬c ? -100 : x) is c ? 0 : -100, and m = 1 ? m : 0 is m = 1 ? 1 : 0."""
     while isinstance(x, Apply) and x.op == "where" and x.args[0] in (condition, invert(condition)):
         x = x.args[1 if (x.args[0] == condition) == holds else 2]
-    return x
+    pinned = _pinned(condition if holds else invert(condition), Load)
+    return x if pinned is None else substitute(x, *pinned)
 
 
 def _where_bools(condition: Expr, a: Expr, b: Expr) -> Expr:
@@ -199,11 +203,11 @@ def _where_bools(condition: Expr, a: Expr, b: Expr) -> Expr:
     return apply("or", apply("and", condition, a), apply("and", invert(condition), b))
 
 
-def _pinned(condition: Expr) -> tuple[Expr, Expr] | None:
-    """(index, value) if the condition says that one index has one value."""
+def _pinned(condition: Expr, what: type[Index | Load]) -> tuple[Expr, Expr] | None:
+    """(index or load, value) if the condition says that it has one value."""
     if isinstance(condition, Test) and condition.relation == "==" and len(condition.form.terms) == 1:
         (term, factor), const = condition.form.terms[0], condition.form.const
-        if isinstance(term, Index) and const % factor == 0:
+        if isinstance(term, what) and const % factor == 0:
             return term, Const(-const // factor)
     return None
 
@@ -250,6 +254,8 @@ def apply(op: str, *args: Expr) -> Expr:
         return Const(OPS[op][0](*values))
     if op == "xor":
         return _xor(*args)
+    if op == "eq":
+        return _equal_floats(*args)
     if op == "float" and isinstance(args[0], Apply) and args[0].op == "where":
         condition, a, b = args[0].args
         return where(condition, apply("float", a), apply("float", b))
@@ -262,6 +268,22 @@ def apply(op: str, *args: Expr) -> Expr:
     return Apply(op, args)
 
 
+def _equal_floats(a: Expr, b: Expr) -> Expr:
+    """a = b. A difference from a number is zero just where its sides are equal: no dtype rounds one of numbers about 1 to zero."""
+    match a, b:
+        case Apply(op="add", args=(Const(value=c), x) | (x, Const(value=c))), Const(value=0) if 1 <= abs(c) < math.inf:
+            return _equal_floats(x, Const(-float(c)))
+        case Apply(op="mul", args=(x, Const(value=-1))), Const(value=c):
+            return _equal_floats(x, Const(-float(c)))
+        case Apply(op="rounded", args=(x,)), Const(value=c) if kind_of(x) == "int" and abs(c) < _EXACT_IN_EVERY_DTYPE:
+            return _equal_floats(apply("float", x), b)
+        case _:
+            whole, other = whole_of(a), whole_of(b)
+            if whole is None or other is None:
+                return Apply("eq", (a, b))
+            return test("==", combine(linear(whole), linear(other), -1))
+
+
 def _alike(args: tuple[Expr, ...]) -> tuple[Expr, ...]:
     """Arguments of arithmetic: all whole numbers, or all floats."""
     return tuple(map(as_float if any(kind_of(a) == "float" for a in args) else as_int, args))
@@ -272,6 +294,8 @@ def _has_value(op: str, values: list[bool | int | float]) -> bool:
 
     Nor is what a float op rounds: the model's dtype rounds it another way, and `is_exact` has to find it.
     """
+    if op == "rounded":
+        return abs(values[0]) <= _EXACT_IN_EVERY_DTYPE and values[0] == int(values[0])
     if op in _ROUNDED:
         return False
     if op in ("floordiv", "mod"):

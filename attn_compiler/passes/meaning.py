@@ -95,7 +95,7 @@ class _Read:
         for kind in score_kinds.recognise(found.added):
             self._scores.append(self._named(kind, term))
             if isinstance(kind, scores.Bias) and found.allowed == ix.TRUE:
-                self._reasons.append(f"how {kind.tensor} was made is not in the graph: it may mask too")
+                self._reasons.append(f"{self._origin(kind.tensor)}: it may mask too")
 
     def mask(self, term: Term) -> None:
         """A truth value for each pair."""
@@ -133,11 +133,16 @@ class _Read:
         whole = next((x for x in ix.loads(condition) if all(ix.mentions(x, i) for i in (kinds.Q, kinds.K))), None)
         if whole is None:
             return None
-        return f"{whole.tensor} holds an element for each query and key, and how it was made is not in the graph"
+        return f"{self._origin(whole.tensor)}, and holds an element for each query and key"
 
     def _element(self, term: Term) -> Expr:
         at = elements.indices(self._match, term.operand.dims)
         return ix.decide(divide(self._reader.read(term.operand.node, at), self._ranges), self._ranges)
+
+    def _origin(self, name: str) -> str:
+        """Why nothing is known of the elements of a tensor."""
+        came_in = self._node(name).op == "placeholder"
+        return f"{name} {'is an input of the graph' if came_in else 'was made in a way that can not be read'}"
 
     # ---- scores ---------------------------------------------------------------------------------------------------
 

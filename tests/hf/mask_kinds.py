@@ -23,7 +23,7 @@ NAMES: Mapping[type, str] = {
 }
 NO_MASK, READY_MADE, DENSE = "no mask", "ready-made", "dense"
 #: how meaning.py words that a mask came in from outside of the graph
-_FROM_OUTSIDE = "how it was made is not in the graph"
+_FROM_OUTSIDE = "is an input of the graph"
 
 
 def kind_of(site: SiteReport) -> str:

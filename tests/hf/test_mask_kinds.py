@@ -34,7 +34,7 @@ def _site(mask: masks.MaskSpec, modules: int = 1) -> SiteReport:
         (masks.MaskSpec(kinds=(DENSE,), proved=(PADDING, PADDING)), "key padding", True),
         (masks.MaskSpec(kinds=(DENSE,), proved=(masks.Causal(), FORMULA)), "causal ∧ formula", False),
         (
-            masks.MaskSpec(kinds=(DENSE,), reason="m holds …, and how it was made is not in the graph"),
+            masks.MaskSpec(kinds=(DENSE,), reason="m is an input of the graph, and holds …"),
             "ready-made",
             False,
         ),

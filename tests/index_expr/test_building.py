@@ -100,3 +100,31 @@ def test_a_division_by_zero_is_not_done_while_compiling(op: str) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_no_whole_number_is_not_made_one_while_compiling(value: float) -> None:
     assert ix.apply("int", Const(value)) == ix.Apply("int", (Const(value),))
+
+
+M = Load("m", (Index("k"),), "int")
+
+
+@pytest.mark.parametrize(
+    ("inverted", "shown"),
+    [
+        (ix.add(Const(1.0), ix.apply("float", M), -1), "m[k] = 1"),
+        (ix.add(ix.apply("float", M), Const(-1.0)), "m[k] = 1"),
+        (ix.mul(ix.apply("float", M), Const(-1)), "m[k] = 0"),
+        (ix.add(Const(1.0), Load("x", (K,), "float"), -1), "(x[k] = 1)"),
+        (ix.add(Const(1.0), ix.apply("rounded", M), -1), "m[k] = 1"),
+        (ix.add(Const(300.0), ix.apply("rounded", M), -1), "(float(m[k]) = 300)"),
+        (ix.add(Const(1e-30), ix.apply("float", M), -1), "((1e-30 + float(-m[k])) = 0)"),
+        (ix.add(Const(0.5), ix.apply("float", M), -1), "((0.5 + float(-m[k])) = 0)"),
+    ],
+)
+def test_a_difference_is_zero_where_both_sides_are_equal(inverted: Expr, shown: str) -> None:
+    assert ix.text(ix.compare("==", inverted, Const(0.0))) == shown
+    assert ix.text(ix.invert(ix.as_bool(inverted))) == shown
+
+
+def test_an_element_that_the_condition_fixes_is_a_number_in_its_branch() -> None:
+    """Masks that transformers used to make: `x = 1 - m; x.masked_fill(x != 0, lowest)`."""
+    x = ix.add(Const(1.0), ix.apply("rounded", M), -1)
+    assert ix.text(ix.where(ix.as_bool(x), Const(-1e9), x)) == "(m[k] ≠ 1 ? -1e+09 : 0)"
+    assert ix.text(ix.where(ix.compare("==", M, Const(3)), M, ix.ZERO)) == "(m[k] = 3 ? 3 : 0)"

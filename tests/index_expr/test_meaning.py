@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import OPS, Const, Expr, Index, Load, Size
+from attn_compiler.index_expr.looking import parts
 from tests.index_expr.expressions import Tree, bools, element, floats, ints, points
 
 B, H, Q, K = map(Index, "bhqk")
@@ -150,10 +151,18 @@ class _Read:
         return values
 
 
+def _prints_its_numbers(x: Expr) -> bool:
+    """Whether no number in x has more digits than a text for people shows."""
+    if isinstance(x, Const) and isinstance(x.value, float):
+        return float(f"{x.value:g}") == x.value or x.value != x.value
+    return all(map(_prints_its_numbers, parts(x)))
+
+
 @settings(max_examples=400, deadline=None)
 @given(st.one_of(bools(), ints(), floats(2)), points())
 def test_a_text_can_be_read_in_one_way_only(tree: Tree, point: dict[str, int]) -> None:
     x = tree.build()
+    assume(_prints_its_numbers(x))
     try:
         wanted = ix.evaluate(x, point, element)
         found = _Read(ix.text(x), point).whole()

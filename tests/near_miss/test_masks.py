@@ -125,7 +125,7 @@ def causal_by_positions_of_the_user(position_ids: Tensor) -> Tensor:
     return position_ids[:, None, None, :] <= position_ids[:, None, :, None]
 
 
-@near_miss(unproved="holds an element for each query and key", mask=lambda: torch.ones(S, S, dtype=torch.bool).tril())
+@near_miss(unproved="is an input of the graph, and holds an element for each query and key", mask=lambda: torch.ones(S, S, dtype=torch.bool).tril())
 def causal_only_by_what_the_mask_holds(mask: Tensor) -> Tensor:
     return mask & True
 
@@ -306,7 +306,7 @@ def edited_through_a_view() -> Tensor:
     return mask
 
 
-@near_miss(unproved="copy_ holds an element", other=lambda: normal(S, S, seed=5) > -1)
+@near_miss(unproved="copy_ was made in a way that can not be read", other=lambda: normal(S, S, seed=5) > -1)
 def edited_by_copying(other: Tensor) -> Tensor:
     mask = causal().clone()
     mask.copy_(other)
@@ -316,13 +316,13 @@ def edited_by_copying(other: Tensor) -> Tensor:
 # ---- dtypes that don't hold the positions -----------------------------------------------------------------------------
 
 
-@near_miss(unproved="le holds an element for each query and key")
+@near_miss(unproved="le was made in a way that can not be read, and holds an element for each query and key")
 def positions_that_overflow() -> Tensor:
     positions = (torch.arange(S) * 60).to(torch.uint8)
     return positions[None, :] <= positions[:, None]
 
 
-@near_miss(unproved="le holds an element for each query and key")
+@near_miss(unproved="le was made in a way that can not be read, and holds an element for each query and key")
 def differences_that_wrap() -> Tensor:
     positions = torch.arange(S).to(torch.uint8)
     return positions[:, None] - positions[None, :] <= 2

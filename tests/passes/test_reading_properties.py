@@ -168,7 +168,13 @@ def _is_accepted(text: str, values: dict[str, Any]) -> bool:
         found = eval(text, dict(values))
     except (RuntimeError, TypeError, IndexError, NotImplementedError, OverflowError, ZeroDivisionError):
         return False
-    return found.dim() == 2 and found.size(0) in (1, QUERIES) and found.size(1) in (1, KEYS)
+    whole = not text.endswith(".long()") or _has_whole_numbers(eval(text.removesuffix(".long()"), dict(values)))
+    return whole and found.dim() == 2 and found.size(0) in (1, QUERIES) and found.size(1) in (1, KEYS)
+
+
+def _has_whole_numbers(x: Tensor) -> bool:
+    """Whether every element has a whole part that int64 can hold: what a NaN, an infinity or 1e30 becomes is the machine's choice."""
+    return not x.is_floating_point() or bool((x.isfinite() & (x.abs() < 2.0**62)).all())
 
 
 # ---- evaluating -----------------------------------------------------------------------------------------------------
