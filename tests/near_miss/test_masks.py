@@ -125,7 +125,10 @@ def causal_by_positions_of_the_user(position_ids: Tensor) -> Tensor:
     return position_ids[:, None, None, :] <= position_ids[:, None, :, None]
 
 
-@near_miss(unproved="is an input of the graph, and holds an element for each query and key", mask=lambda: torch.ones(S, S, dtype=torch.bool).tril())
+@near_miss(
+    unproved="is an input of the graph, and holds an element for each query and key",
+    mask=lambda: torch.ones(S, S, dtype=torch.bool).tril(),
+)
 def causal_only_by_what_the_mask_holds(mask: Tensor) -> Tensor:
     return mask & True
 
