@@ -11,7 +11,7 @@ import logging
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -37,7 +37,7 @@ def require_supported_torch(version: str) -> None:
 require_supported_torch(str(torch.__version__))
 
 # Private names come after the check, so that an unsupported torch is named before one of them is found missing.
-from torch._guards import CompileContext, detect_fake_mode  # noqa: E402
+from torch._guards import CompileContext  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomGraphPass  # noqa: E402
 from torch._logging import trace_structured  # type: ignore[attr-defined]  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
@@ -203,11 +203,6 @@ def graph_devices(gm: fx.GraphModule) -> tuple[torch.device, ...]:
     nodes = (node for module in graph_modules(gm) for node in module.graph.nodes)
     leaves = (leaf for node in nodes for leaf in pytree.tree_leaves(fake_value(node)))
     return tuple(sorted({leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}, key=str))
-
-
-def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
-    """The FakeTensorMode of the compilation under way, or of the fake tensors among `values`."""
-    return detect_fake_mode(list(values))
 
 
 def is_wrapper_subclass(value: Any) -> bool:

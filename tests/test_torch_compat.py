@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_compiler import torch_compat
 from attn_compiler.errors import InvalidOption, PassFailed, UnsupportedTorch
@@ -180,13 +179,6 @@ def test_dims_and_conditions_add_no_guard(capture: Capture) -> None:
     assert not torch_compat.statically_known(size == 6)
     assert torch_compat.statically_known(True)
     assert len(size.node.shape_env.guards) == guards
-
-
-def test_fake_mode_of_the_values() -> None:
-    with FakeTensorMode() as mode:
-        fake = torch.empty(2)
-    assert torch_compat.fake_mode_of([3, fake]) is mode
-    assert torch_compat.fake_mode_of([]) is None
 
 
 def test_wrapper_subclasses_are_seen() -> None:

@@ -82,7 +82,7 @@ class _Read:
     def add(self, term: Term) -> None:
         """A tensor that is added: what of it masks, and kinds of the rest."""
         try:
-            found = score_kinds.split(_as_number(self._element(term)), term.weight)
+            found = score_kinds.split(ix.as_float(self._element(term)), term.weight)
         except Unreadable as unreadable:
             self._reasons.append(str(unreadable))
             self._add_unread(term)
@@ -194,11 +194,6 @@ def _parameter(found: re.Match[str]) -> str:
     """The name alone, unless it is what every module calls its own."""
     module, name = found["module"], found["name"]
     return f"{module}.{name}" if name in ("weight", "bias") and module and not module.isdigit() else str(name)
-
-
-def _as_number(x: Expr) -> Expr:
-    """A truth value that is added counts as 0 or 1."""
-    return x if ix.kind_of(x) == "float" else ix.apply("float", x)
 
 
 def _text(x: Expr, most: int = 120) -> str:

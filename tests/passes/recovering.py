@@ -18,6 +18,7 @@ from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.patterns import PATTERNS
 from attn_compiler.passes.reading import Reader
 from attn_compiler.passes.site import Match, Refused, Term
+from tests.passes.mirror_values import MirrorValues
 
 Tensor = torch.Tensor
 
@@ -29,15 +30,11 @@ MASKED = -20_000.0
 _UNKNOWN = object()
 
 
-class _Values(fx.Interpreter):
-    """Runs a mirror on real tensors and keeps every node's value."""
+class _Values(MirrorValues):
+    """Also of mirrors that do not look into everything, and of tensors that are written to."""
 
     def __init__(self, mirror: Mirror) -> None:
-        constants = {str(n.target): n.meta["constant"] for n in mirror.graph.nodes if n.op == "get_attr"}
-        # The module has a copy of the graph, node for node.
-        super().__init__(fx.GraphModule(constants, mirror.graph), garbage_collect_values=False)
-        self._originals = dict(zip(self.module.graph.nodes, mirror.graph.nodes, strict=True))
-        self.of_node: dict[fx.Node, Any] = {}
+        super().__init__(mirror)
         self.in_the_end: dict[fx.Node, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:

@@ -20,6 +20,7 @@ from attn_compiler.passes import reading as reading_rules
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.reading import Unreadable
 from tests.passes.compiling import compiled, mark, mirror_of
+from tests.passes.mirror_values import MirrorValues
 
 Tensor = torch.Tensor
 B, S, KEYS, D = 2, 5, 7, 8
@@ -28,22 +29,6 @@ NAMES = ("b", "h", "q", "k")
 
 
 # ---- evaluating ---------------------------------------------------------------------------------------------------
-
-
-class _Values(fx.Interpreter):
-    """Runs a mirror on real tensors and keeps every node's value."""
-
-    def __init__(self, mirror: Mirror) -> None:
-        constants = {str(n.target): n.meta["constant"] for n in mirror.graph.nodes if n.op == "get_attr"}
-        # The module has a copy of the graph, node for node.
-        super().__init__(fx.GraphModule(constants, mirror.graph), garbage_collect_values=False)
-        self._originals = dict(zip(self.module.graph.nodes, mirror.graph.nodes, strict=True))
-        self.of_node: dict[fx.Node, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        original = self._originals[n]
-        self.of_node[original] = super().run_node(n)
-        return self.of_node[original]
 
 
 @dataclass
@@ -88,7 +73,7 @@ def _run(mirror: Mirror, inputs: tuple[Tensor, ...]) -> tuple[dict[fx.Node, Any]
         given[node] = tensor
         sizes |= {str(axes.size_expr(s)): n for s, n in zip(node.meta["val"].shape, tensor.shape, strict=True)}
     arguments = [given.get(n, sizes.get(str(n.meta.get("val")))) for n in placeholders]
-    interpreter = _Values(mirror)
+    interpreter = MirrorValues(mirror)
     interpreter.run(*arguments)
     return interpreter.of_node, {name: n for name, n in sizes.items() if not name.isdigit()}
 

@@ -26,6 +26,7 @@ from attn_compiler.passes import axes, reading
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.reading import Unreadable
 from tests.passes.compiling import mirror_of
+from tests.passes.mirror_values import MirrorValues
 
 Tensor = torch.Tensor
 QUERIES, KEYS = 3, 4
@@ -180,21 +181,6 @@ def _has_whole_numbers(x: Tensor) -> bool:
 # ---- evaluating -----------------------------------------------------------------------------------------------------
 
 
-class _Values(fx.Interpreter):
-    """Runs a mirror on real tensors and keeps every node's value."""
-
-    def __init__(self, mirror: Mirror) -> None:
-        constants = {str(n.target): n.meta["constant"] for n in mirror.graph.nodes if n.op == "get_attr"}
-        super().__init__(fx.GraphModule(constants, mirror.graph), garbage_collect_values=False)
-        self._originals = dict(zip(self.module.graph.nodes, mirror.graph.nodes, strict=True))
-        self.of_node: dict[fx.Node, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        original = self._originals[n]
-        self.of_node[original] = super().run_node(n)
-        return self.of_node[original]
-
-
 def _run(mirror: Mirror, given: Mapping[str, Tensor]) -> tuple[dict[fx.Node, Any], dict[str, int]]:
     """Every node's value, and every symbol's."""
     sizes: dict[str, int] = {}
@@ -208,7 +194,7 @@ def _run(mirror: Mirror, given: Mapping[str, Tensor]) -> tuple[dict[fx.Node, Any
             arguments[node] = given.get(name, TABLE)
             known = zip(value.shape, arguments[node].shape, strict=True)
             sizes |= {str(axes.size_expr(s)): n for s, n in known}
-    interpreter = _Values(mirror)
+    interpreter = MirrorValues(mirror)
     interpreter.run(*(arguments.get(n, sizes.get(str(n.meta.get("val")))) for n in placeholders))
     return interpreter.of_node, {name: n for name, n in sizes.items() if not name.isdigit()}
 
