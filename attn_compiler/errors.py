@@ -152,12 +152,13 @@ class VerifyFailed(AttnCompilerError):
 class VerificationMismatch(AttnCompilerError):
     """options={"verify": True}, first call: what was made of an attention is not what the model does.
 
-    what: "recovered mask", or "output of <lowering>". formula: the mask as it was read. index: the worst element. expected,
-    observed: there, the model's value and ours. allowed: how far apart they may be. differing: how many elements are not right.
+    what: "recovered mask", "recovered bias", or "output of <lowering>". formula: the mask, or the bias, as it was read. index: the
+    worst element. expected, observed: there, the model's value and ours. allowed: how far apart they may be. differing: how many
+    elements are not right.
     """
 
     message = (
-        "options={{'verify': True}}: at {e.site}, the {e.what} is not the model's own. Mask as it was read: {e.formula}. "
+        "options={{'verify': True}}: at {e.site}, the {e.what} is not the model's own. As it was read: {e.formula}. "
         "Worst element: {e.index}; there the model has {e.expected}, attn_compiler {e.observed}; allowed is {e.allowed}; "
         "{e.differing} differ. This is a bug of attn_compiler: please report it, with the dump that "
         "options={{'dump_dir': ...}} writes. Until then, options={{'lowering': 'untouched'}} leaves every attention as "

@@ -4,9 +4,9 @@
 
 To add a score change: one class here with `words`, its name in KINDS, a field or an entry of `changes`, and its test.
 
-A proved kind says what an added tensor was shown to be. It has `words` for people and a reference, `score_mod(b, h, q, k,
-inputs)`: what it adds to one score, up to rounding. To add one: a class here, its name in PROVED_KINDS, its recogniser in
-passes/score_kinds.py, and its test.
+A proved kind says what an added tensor was shown to be. It has `words` for people and a `summand`: the expression of what it
+adds to one score, up to rounding, which its reference `score_mod(b, h, q, k, inputs)` evaluates. To add one: a class here, its
+name in PROVED_KINDS, its recogniser in passes/score_kinds.py, and its test.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Expr, Index, Load
+from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.masks import Inputs
 
 
@@ -81,8 +81,26 @@ def _with_gradient(requires_grad: bool) -> str:
     return " with gradient" if requires_grad else ""
 
 
+def _element(tensor: str, at: tuple[Expr, ...], weight: float) -> Expr:
+    return ix.mul(Load(tensor, at, "float"), Const(weight))
+
+
+class _Added:
+    """What all proved kinds share: they are an expression that is added."""
+
+    __slots__ = ()
+
+    @property
+    def summand(self) -> Expr:
+        raise NotImplementedError
+
+    def score_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> float:
+        """What is added to one score."""
+        return float(inputs.value(self.summand, b, h, q, k))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Alibi:
+class Alibi(_Added):
     """slope · position. slopes: over h and run-time tensors. position: a whole number, linear in k or in the distance of k and q.
 
     A position that leaves out the query (Bloom's slope · k) is the same up to a number for each row, which no softmax sees.
@@ -101,9 +119,10 @@ class Alibi:
         position = f"({position})" if isinstance(self.position, ix.Linear) else position
         return f"ALiBi {slopes} · {position}{_with_gradient(self.requires_grad)}"
 
-    def score_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> float:
-        """What is added to one score."""
-        return float(inputs.value(self.slopes, b, h, q, k) * inputs.value(self.position, b, h, q, k))
+    @property
+    def summand(self) -> Expr:
+        """What is added to the score of (b, h, q, k)."""
+        return ix.mul(self.slopes, ix.as_float(self.position))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +156,7 @@ class LogBuckets:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RelativeBias:
+class RelativeBias(_Added):
     """An element of a table that the distance of key and query picks: table[row(k - q), h].
 
     at: the table's indices, over h, k - q and scalars of run time. buckets: T5's, if the row is exactly those of `distance`,
@@ -159,13 +178,14 @@ class RelativeBias:
         name = f"T5 relative bias ({self.buckets.words})" if self.buckets is not None else "relative bias"
         return f"{name} {_times(self.weight)}{self.table}[{at}]{_with_gradient(self.requires_grad)}"
 
-    def score_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> float:
-        """What is added to one score."""
-        return self.weight * float(inputs.value(Load(self.table, self.at, "float"), b, h, q, k))
+    @property
+    def summand(self) -> Expr:
+        """What is added to the score of (b, h, q, k)."""
+        return _element(self.table, self.at, self.weight)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GatheredBias:
+class GatheredBias(_Added):
     """An element of a table that an index picks for each query and key: table[index[q, k], h] (Swin).
 
     at: the table's indices, over (b, h, q, k) and run-time tensors. weight: a factor on the element.
@@ -181,13 +201,14 @@ class GatheredBias:
         element = ix.text(Load(self.table, self.at, "float"))
         return f"gathered bias {_times(self.weight)}{_shortened(element)}{_with_gradient(self.requires_grad)}"
 
-    def score_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> float:
-        """What is added to one score."""
-        return self.weight * float(inputs.value(Load(self.table, self.at, "float"), b, h, q, k))
+    @property
+    def summand(self) -> Expr:
+        """What is added to the score of (b, h, q, k)."""
+        return _element(self.table, self.at, self.weight)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RegionPenalty:
+class RegionPenalty(_Added):
     """A number, too near to zero to mask, that is added where query and key are of different regions (Swin's shifted windows).
 
     of_key: the key's region, a whole number over (b, k) and run-time tensors; the query's is the same at q.
@@ -200,14 +221,15 @@ class RegionPenalty:
     def words(self) -> str:
         return f"{self.value:g} between regions"
 
-    def score_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> float:
-        """What is added to one score."""
-        same = inputs.value(self.of_key, b, h, q, q) == inputs.value(self.of_key, b, h, q, k)
-        return 0.0 if same else self.value
+    @property
+    def summand(self) -> Expr:
+        """What is added to the score of (b, h, q, k)."""
+        of_query = ix.substitute(self.of_key, Index("k"), Index("q"))
+        return ix.where(ix.compare("==", of_query, self.of_key), Const(0.0), Const(self.value))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Penalty:
+class Penalty(_Added):
     """A number, too near to zero to mask, that is added where a condition holds (the -10000 of older models)."""
 
     value: float
@@ -217,13 +239,14 @@ class Penalty:
     def words(self) -> str:
         return f"{self.value:g} where {_shortened(ix.text(self.condition))}"
 
-    def score_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> float:
-        """What is added to one score."""
-        return self.value if inputs.value(self.condition, b, h, q, k) else 0.0
+    @property
+    def summand(self) -> Expr:
+        """What is added to the score of (b, h, q, k)."""
+        return ix.where(self.condition, Const(self.value), Const(0.0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bias:
+class Bias(_Added):
     """A tensor whose values come ready-made, or could not be looked into.
 
     at: its indices, over (b, h, q, k). shape: (B, Hq, Sq, Skv), with 1 where it does not vary. weight: a factor on the element.
@@ -246,13 +269,14 @@ class Bias:
         along = f"over {', '.join(self.varies_along)}" if self.varies_along else "one number"
         return f"bias {_times(self.weight)}{self.tensor}[{dims}] {along}{_with_gradient(self.requires_grad)}"
 
-    def score_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> float:
-        """What is added to one score."""
-        return self.weight * float(inputs.value(Load(self.tensor, self.at, "float"), b, h, q, k))
+    @property
+    def summand(self) -> Expr:
+        """What is added to the score of (b, h, q, k)."""
+        return _element(self.tensor, self.at, self.weight)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BiasFormula:
+class BiasFormula(_Added):
     """A bias that was read in full and has no kind of its own."""
 
     value: Expr
@@ -262,9 +286,10 @@ class BiasFormula:
     def words(self) -> str:
         return f"bias {_shortened(ix.text(self.value), 120)}{_with_gradient(self.requires_grad)}"
 
-    def score_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> float:
-        """What is added to one score."""
-        return float(inputs.value(self.value, b, h, q, k))
+    @property
+    def summand(self) -> Expr:
+        """What is added to the score of (b, h, q, k)."""
+        return self.value
 
 
 def _is_plain(index: Expr) -> bool:

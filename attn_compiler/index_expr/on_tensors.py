@@ -17,16 +17,19 @@ from attn_compiler.index_expr.nodes import Apply, Const, Expr, Index, Linear, Lo
 Indices = tuple[torch.Tensor, ...]
 
 
-def evaluate_on(x: Expr, values: Mapping[str, int | torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def evaluate_on(
+    x: Expr, values: Mapping[str, int | torch.Tensor], tensors: Mapping[str, torch.Tensor], *, nudge: float = 0.0
+) -> torch.Tensor:
     """The value of `x` at every element of the index tensors, which broadcast against each other.
 
     values: of the indices and the symbolic sizes. tensors: what the loads read; their index is computed here, so it must lie
     within the tensor wherever its value counts (as in `evaluate`, not in the branch of a choice that is not taken).
+    nudge: by what part of itself a float is made larger before it is cut off to a whole number, to see what rounding would do.
     Result: bool, int64 or float64, on the device of the index tensors. Raises KeyError for a name without a value,
     IndexError and ZeroDivisionError where `evaluate` would, NotImplementedError for an op that has no meaning here.
     """
     device = next((v.device for v in values.values() if isinstance(v, torch.Tensor)), torch.device("cpu"))
-    return _Evaluation(values, tensors, device).value(x, None)
+    return _Evaluation(values, tensors, device, nudge).value(x, None)
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class _Evaluation:
     values: Mapping[str, int | torch.Tensor]
     tensors: Mapping[str, torch.Tensor]
     device: torch.device
+    nudge: float
 
     def value(self, x: Expr, counts: torch.Tensor | None) -> torch.Tensor:
         match x:
@@ -53,6 +57,8 @@ class _Evaluation:
                 return _RELATIONS[relation](self.value(form, counts))
             case Apply(op="where", args=(condition, yes, no)):
                 return self._chosen(_truth(self.value(condition, counts)), yes, no, counts)
+            case Apply(op="int", args=(a,)) if self.nudge:
+                return _whole(_real(self.value(a, counts)) * (1.0 + self.nudge))
             case Apply(op="floordiv" | "mod" as op, args=(a, b)):
                 return self._divided(op, self.value(a, counts), self.value(b, counts), counts)
             case Apply(op=op, args=args):

@@ -28,10 +28,10 @@ _PARAMETER = re.compile(r"(?:.*modules_(?P<module>\w+?)_)?(?:parameters|buffers)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meaning:
-    """condition: when a pair is allowed, None if it could not be read, or if more is added than masks.
+    """condition: when a pair is allowed by what masks; None if that could not be read.
 
-    kinds: what is masked; reason: why that could not be read. scores: what else is added. tensors: the mirror node behind
-    each name that `scores` loads from.
+    kinds: what is masked; reason: why that could not be read. scores: what else is added, if all of it is known. tensors: the
+    mirror node behind each name that `scores` loads from.
     """
 
     condition: Expr | None = None
@@ -42,11 +42,13 @@ class Meaning:
 
     @property
     def is_everything(self) -> bool:
-        return self.condition == ix.TRUE
+        """Whether nothing is masked and nothing added."""
+        return self.condition == ix.TRUE and not self.scores
 
     @property
     def is_causal_only(self) -> bool:
-        return self.condition is not None and len(self.kinds) == 1 and isinstance(self.kinds[0], masks.Causal)
+        """Whether all that is done is a causal mask."""
+        return not self.scores and len(self.kinds) == 1 and isinstance(self.kinds[0], masks.Causal)
 
     @property
     def words(self) -> str:
@@ -75,6 +77,7 @@ class _Read:
         self._scores: list[ProvedScore] = []
         self._reasons: list[str] = []
         self._unread_masks: list[str] = []
+        self._is_whole = True
         self._unread: dict[str, fx.Node] = {}
         self._names: dict[str, str] = {}
         self._tensors: dict[str, fx.Node] = {}
@@ -121,10 +124,10 @@ class _Read:
             # A tensor that may mask too is one of the scores, so what the others mask is still all that has to be said.
             reason = None if found else next(iter(self._reasons), None)
         return Meaning(
-            condition=condition if reason is None and not self._scores else None,
+            condition=condition if reason is None else None,
             kinds=found,
             reason=reason,
-            scores=score_kinds.joined(self._scores),
+            scores=score_kinds.joined(self._scores) if self._is_whole else (),
             tensors=self._tensors,
         )
 
@@ -148,13 +151,15 @@ class _Read:
 
     def _add_unread(self, term: Term) -> None:
         """A tensor that can't be looked into is at least an element of itself, and varies along no more than its axes."""
-        along = elements.varies_along(self._match, term.operand)
-        shape = elements.shape(self._match, along)
         node = term.operand.node
         try:
             at = elements.indices(self._match, term.operand.dims)
-        except Unreadable:
-            at = tuple(map(ix.Index, along))
+        except Unreadable as unreadable:
+            # What else is added is not all then.
+            self._unread_masks.append(str(unreadable))
+            self._is_whole = False
+            return
+        shape = elements.shape(self._match, elements.varies_along(self._match, term.operand))
         self._unread[node.name] = node
         bias = scores.Bias(tensor=node.name, at=at, shape=shape, weight=term.weight)
         self._scores.append(self._named(bias, term))

@@ -7,8 +7,6 @@ it was proved to be, or why it could not be read.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from attn_compiler import masks, scores, torch_compat
@@ -61,9 +59,9 @@ def _describe(mirror: Mirror, site: Site, builder: FakeBuilder[torch.Tensor], re
     out = emit.example(mirror, match.out)
     needs_grad = bool(out.requires_grad)
     bias = needs_grad and _wants_bias_gradient(mirror, match)
-    site.mask_terms = (*match.additive, *match.allowed)
+    site.added, site.allowed = match.additive, match.allowed
     proved = _prove(mirror, match, reader, bias)
-    site.condition, site.loads = proved.condition, reader.tensors
+    site.condition, site.loads, site.score_loads = proved.condition, reader.tensors, proved.tensors
     tensors = program.build(mirror, match, builder, compute_dtype(mirror, match))
     site.spec = AttentionSpec(
         q=_tensor_spec(tensors.q, emit.example(mirror, match.q.root)),
@@ -111,7 +109,7 @@ def _prove(mirror: Mirror, match: Match, reader: Reader, bias: bool) -> Meaning:
     if proved.reason is None:
         match.notes = (*match.notes, *packing.notes((*match.additive, *match.allowed), reader, proved.words))
     if bias:
-        return dataclasses.replace(proved, condition=None)
+        return proved
     square = axes.same_size(axes.dim_size(match.query), axes.dim_size(match.key))
     if proved.is_everything or (proved.is_causal_only and square):
         match.is_causal = match.is_causal or proved.is_causal_only

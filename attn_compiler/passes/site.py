@@ -116,17 +116,20 @@ class Match:
 class Site:
     """A match on its way through the passes.
 
-    condition: when a (query, key) pair is allowed, if the mask could be read. mask_terms: what it was read from. loads: the
-    mirror node behind each name that a load of the condition uses. new_out: the Dynamo node that took the old output's place.
+    added, allowed: the terms that the match had before recovery. condition: when they let a (query, key) pair through, if that
+    could be read; what else they add is `spec.score.proved`. loads, score_loads: the mirror node behind each name that a load of
+    the condition, or of what is added, uses. new_out: the Dynamo node that took the old output's place.
     """
 
     match: Match
     module: str
     source: str | None = None
     spec: AttentionSpec | None = None
+    added: tuple[Term, ...] = ()
+    allowed: tuple[Term, ...] = ()
     condition: Expr | None = None
-    mask_terms: tuple[Term, ...] = ()
     loads: Mapping[str, fx.Node] = field(default_factory=dict)
+    score_loads: Mapping[str, fx.Node] = field(default_factory=dict)
     decision: Decision | None = None
     new_out: fx.Node | None = None
     copies: list[Copy] = field(default_factory=list)

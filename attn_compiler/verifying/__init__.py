@@ -1,13 +1,15 @@
 """`options={"verify": True}`: on the first call of a compiled graph, what was made of it is held against the model's own graph.
 
 The model's own graph runs once more, op by op, on copies of the real inputs. At each site the recovered mask is evaluated at
-every (b, h, q, k) against the tensors that the model masks with (masks.py), and what the rewritten graph computes there against
-the model's output (outputs.py); both from the model's own values, so that one wrong site is one mismatch. The first mismatch
-raises VerificationMismatch before the compiled function runs. Later calls run the compiled function alone.
+every (b, h, q, k) against the tensors that the model masks with (masks.py), what was proved to be added against those that it
+adds (scores.py), and what the rewritten graph computes there against the model's output (outputs.py); all from the model's own
+values, so that one wrong site is one mismatch. The first mismatch raises VerificationMismatch before the compiled function
+runs. Later calls run the compiled function alone.
 
-plan.py: what to check, made ready before the graph is given away. running.py: the run. values.py: values of nodes. copies.py: of
-graphs and inputs. results.py: what was found. The run holds a copy of the inputs (of trained parameters only where the graph
-may write to them) and, for one site at a time, its attention in a wider dtype.
+plan.py: what to check, made ready before the graph is given away. running.py: the run. pairs.py: the model's tensors, query by
+key. rounding.py: how far a bias may be off. values.py: values of nodes. copies.py: of graphs and inputs. results.py: what was
+found. The run holds a copy of the inputs (of trained parameters only where the graph may write to them) and, for one site at a
+time, its attention in a wider dtype.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from attn_compiler.passes import axes, mutation, program
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.select import UNTOUCHED
 from attn_compiler.passes.site import Match, Site
-from attn_compiler.verifying import masks
+from attn_compiler.verifying import masks, pairs
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values, require_computable
 
 FACTOR, FACTOR_SOFTCAP = 2.0, 3.0
@@ -33,7 +33,7 @@ FLOOR_ULPS = {torch.float64: 64.0, torch.float32: 16.0, torch.float16: 2.0, torc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """elements: how many. error: the lowered output's largest one. allowed: its limit."""
+    """elements: how many. error: the largest difference. allowed: its limit."""
 
     elements: int
     error: float
@@ -53,7 +53,7 @@ def needs(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> se
     known = set(inside)
     for leaf in (n for node in inside for n in node.all_input_nodes if n not in known):
         found |= values.needs(leaf)
-    for term in site.mask_terms:
+    for term in pairs.terms(site):
         found |= values.needs(term.operand.node)
     return found | values.needs(site.match.v.node)
 
@@ -157,11 +157,11 @@ def _wide(x: Any, dtype: torch.dtype) -> Any:
 
 def _kept(site: Site, values: Values, own: torch.Tensor) -> torch.Tensor | None:
     """Which elements of the output belong to rows with keys, in the output's own dimensions; None if all do."""
-    rows = masks.rows_with_keys(site, values)
+    rows = pairs.rows_with_keys(site, values)
     if rows is None or bool(rows.all()):
         return None
     match = site.match
-    batch, heads, seqlen_q, _ = masks.shape(match, values)
+    batch, heads, seqlen_q, _ = pairs.shape(match, values)
     head_dim = values.size(axes.dim_size(match.head_dim_v))
     spread = rows.to(own.device).expand(batch, heads, seqlen_q, head_dim)
     kept: torch.Tensor = program.restore(match, _RealBuilder(values), spread)

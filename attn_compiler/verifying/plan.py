@@ -13,7 +13,7 @@ from attn_compiler import torch_compat
 from attn_compiler.passes import Rewritten, axes, mutation
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unit import Unit
-from attn_compiler.verifying import masks, outputs
+from attn_compiler.verifying import masks, outputs, pairs, scores
 from attn_compiler.verifying.copies import copied_module
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 
@@ -121,8 +121,10 @@ def _checks(unit: Unit, body: Body) -> list[Check]:
     by_name = {node.name: node for node in body.rewritten.nodes}
     found = []
     for site in unit.sites:
-        if site.mask_terms:
+        if pairs.terms(site):
             found.append(Check(subject="mask", site=site, body=body))
+        if pairs.biases(site):
+            found.append(Check(subject="bias", site=site, body=body))
         new_out = by_name.get(site.new_out.name) if site.new_out is not None else None
         found.append(Check(subject="output", site=site, body=body, new_out=new_out))
     return found
@@ -132,6 +134,8 @@ def _find_needs(check: Check, values: Values) -> None:
     try:
         if check.subject == "mask":
             check.needs = masks.needs(check.site, values)
+        elif check.subject == "bias":
+            check.needs = scores.needs(check.site, values)
         else:
             check.needs = outputs.needs(check.site, check.body, check.new_out, values)
     except NoValueError as error:

@@ -17,8 +17,9 @@ class Verification:
     """One check of one attention, on the real inputs of a graph's first call.
 
     graph: as in the report ("0/0"). module: the site's path. subject: "mask" (the recovered condition against the model's
-    own mask, exactly) or "output" (of the lowered graph, against the model's own). formula: the condition, if it was read.
-    elements: how many were compared. error, allowed: (output) the largest difference from the exact result, and its limit.
+    own mask, exactly), "bias" (what else is added, as it was proved, against what the model adds, up to rounding) or "output" (of
+    the lowered graph, against the model's own). formula: the condition, or the bias in words, if it was read. elements: how
+    many were compared. error, allowed: (bias, output) the largest difference, and its limit.
     skipped: why nothing was compared; None if it was, and it held. A check that does not hold raises, and is not kept.
     """
 

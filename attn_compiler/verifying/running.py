@@ -11,7 +11,7 @@ from torch import fx
 
 from attn_compiler import torch_compat
 from attn_compiler.errors import VerificationMismatch
-from attn_compiler.verifying import masks, outputs
+from attn_compiler.verifying import masks, outputs, scores
 from attn_compiler.verifying.copies import is_trained_parameter, isolated, leaving_no_trace
 from attn_compiler.verifying.plan import Check, Plan
 from attn_compiler.verifying.results import Verification
@@ -86,14 +86,23 @@ class _Session:
                 del self._values.recorded[key]
 
     def _checked(self, check: Check) -> Verification:
-        if check.subject == "mask" or check.new_out is None:
+        if check.subject == "mask":
             return self._verification(check, elements=masks.check(check.site, self._values))
-        compared = outputs.check(check.site, check.body, check.new_out, self._values)
+        compared = self._compared(check)
         return self._verification(check, elements=compared.elements, error=compared.error, allowed=compared.allowed)
+
+    def _compared(self, check: Check) -> outputs.Compared:
+        if check.subject == "bias":
+            return scores.check(check.site, self._values)
+        if check.new_out is None:
+            raise NoValueError("the site is as the model made it")
+        return outputs.check(check.site, check.body, check.new_out, self._values)
 
     def _verification(self, check: Check, **found: Any) -> Verification:
         site = check.site
-        formula = masks.formula(site) if check.subject == "mask" and site.condition is not None else None
+        formula = scores.words(site) if check.subject == "bias" else None
+        if check.subject == "mask" and site.condition is not None:
+            formula = masks.formula(site)
         return Verification(graph=self._plan.graph, module=site.module, subject=check.subject, formula=formula, **found)
 
     def _skipped(self, check: Check, why: str) -> Verification:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ FAMILIES: tuple[Family, ...] = (*DECODERS, *ENCODERS, *VISION, *SEQ2SEQ, *TORCH_
 FAMILY = {family.name: family for family in FAMILIES}
 
 # Kernels even where, at these sizes, the model's own code is measured to be faster: the numbers of the kernels are the point.
-# verify: every recovered mask, at every index, against the model's own, in each case.
+# verify: every recovered mask and bias, at every index, against the model's own, in each case.
 OPTIONS = {"inner": "aot_eager", "strict": True, "verify": True, "lowerings": ("sdpa_cpu_flash", "math")}
 
 
@@ -58,8 +59,8 @@ class Result:
     """What a case gave. status: "ok"; "sites" (found differs from expected); "numbers"; "miscounted" (the family's formula is
     wrong); "error"; "absent" (the family does not have the scenario); "unavailable" (a package is missing).
 
-    kinds: what the masks were proved to be, and at how many sites. unproved: why masks made in the graph were not. verified: masks
-    held against the model's own; unverified: why others were not.
+    kinds: what the masks were proved to be, and at how many sites. unproved: why masks made in the graph were not. verified,
+    biases: masks, and what else is added, held against the model's own; unverified: why others were not.
     detail: the reason for every status but "ok". graphs: compiled graphs that held a site or a miss. max_error: the worst
     tensor's error over its largest value; limit: that error over what is allowed.
     """
@@ -77,6 +78,7 @@ class Result:
     kinds: tuple[tuple[str, int], ...] = ()
     unproved: tuple[str, ...] = ()
     verified: int = 0
+    biases: int = 0
     unverified: tuple[str, ...] = ()
     scores: tuple[str, ...] = ()
     misses: tuple[str, ...] = ()
@@ -210,7 +212,8 @@ def _run_compiled(trial: Trial) -> tuple[Recorder, Named]:
 def _described(case: Case, recorder: Recorder) -> Result:
     sites = [site for report in recorder.reports for site in report.sites]
     misses = [miss for report in recorder.reports for miss in report.misses]
-    checks = [check for check in recorder.checks if check.subject == "mask"]
+    checks = [check for check in recorder.checks if check.subject in ("mask", "bias")]
+    held = Counter(check.subject for check in checks if check.skipped is None)
     return Result(
         case=case,
         status="ok",
@@ -220,7 +223,8 @@ def _described(case: Case, recorder: Recorder) -> Result:
         masks=_distinct(site.spec.mask.words for site in sites),
         kinds=mask_kinds.counted(zip(recorder.reports, recorder.runs, strict=True)),
         unproved=mask_kinds.reasons(recorder.reports),
-        verified=sum(v.skipped is None for v in checks),
+        verified=held["mask"],
+        biases=held["bias"],
         unverified=_distinct(v.skipped for v in checks if v.skipped is not None),
         scores=_distinct(site.spec.score.words for site in sites),
         misses=_distinct(

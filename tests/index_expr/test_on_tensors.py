@@ -192,3 +192,12 @@ def test_index_tensors_may_broadcast_and_loads_of_any_dtype_are_exact() -> None:
     got = evaluate_on(Apply("add", (Load("x", (Index("k"),), "float"), Index("q"))), values, tensors)
     assert got.dtype == torch.float64
     torch.testing.assert_close(got, tensors["x"].double() + torch.arange(3)[:, None], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("nudge", [1e-6, -1e-6])
+def test_a_nudge_moves_what_is_cut_off_at_a_boundary(nudge: float) -> None:
+    """log(8) / log(2) is 3 up to rounding."""
+    whole = ix.apply("int", ix.apply("div", ix.apply("log", ix.as_float(Index("k"))), Const(math.log(2.0))))
+    at = {"k": torch.tensor([8, 9, 15])}
+    cut = evaluate_on(whole, at, {}, nudge=nudge).tolist()
+    assert cut == [3 if nudge > 0 else 2, 3, 3]

@@ -18,10 +18,11 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
+from attn_compiler import index_expr as ix
 from attn_compiler import verifying
 from attn_compiler.errors import VerificationMismatch
 from attn_compiler.lowerings.sdpa import SdpaCpuFlash
-from attn_compiler.passes import reading
+from attn_compiler.passes import reading, score_kinds
 from attn_compiler.verifying import Verification, results
 from tests.passes.compiling import Compiled, compiled, mark
 from tests.verifying.planning import planned
@@ -117,7 +118,28 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return written_out(q, k, v)
 
 
+def alibi(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, attention_mask: Tensor) -> Tensor:
+    apart = positions(k) - positions(q)[:, None]
+    allowed = (positions(k) <= positions(q)[:, None]) & (attention_mask != 0)[:, None, None, :]
+    bias = torch.where(allowed, slopes[:, None, None] * apart, torch.finfo(q.dtype).min)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
+
+
+def checkpointed_alibi(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, attention_mask: Tensor) -> Tensor:
+    apart = positions(k) - positions(q)[:, None]
+    allowed = (positions(k) <= positions(q)[:, None]) & (attention_mask != 0)[:, None, None, :]
+    bias = torch.where(allowed, slopes[:, None, None] * apart, torch.finfo(q.dtype).min).to(q.dtype)
+    return checkpoint(with_mask, q.sin(), k, v, bias, use_reentrant=False) + 1
+
+
+def relative(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """A learned table, of relative positions."""
+    apart = positions(k) - positions(q)[:, None] + q.shape[-2] - 1
+    return (q @ k.mT + F.embedding(apart, table).permute(2, 0, 1)).softmax(-1) @ v
+
+
 PADDING = torch.tensor([[1] * LENGTH, [0, 0, 1, 1, 0, 1]])
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
 
 
@@ -183,6 +205,21 @@ def test_dynamic_sizes(case: Case) -> None:
     run(case.function, *inputs)
     assert_verified("output")
     assert_verified("mask")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("dynamic_sizes", [(), (SHAPE[0], LENGTH)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("function", [alibi, checkpointed_alibi, relative], ids=lambda f: f.__name__)
+def test_right_bias_passes(function: Callable[..., Tensor], dynamic_sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    table = torch.randn(2 * LENGTH, SHAPE[1], generator=torch.Generator().manual_seed(1))
+    more = [table.to(dtype).requires_grad_()] if function is relative else [SLOPES, PADDING]
+    inputs = [*qkv(dtype=dtype, grad=True), *(x if x.requires_grad else x.clone() for x in more)]
+    run(function, *(mark(x, dynamic_sizes) for x in inputs))
+    assert_verified("mask")
+    assert_verified("bias")
+    (bias,) = found("bias")
+    assert bias.formula is not None
+    assert ("relative bias" if function is relative else "ALiBi") in bias.formula
 
 
 def test_training_keeps_its_gradients() -> None:
@@ -379,6 +416,32 @@ def test_condition_that_is_off_by_one(function: Callable[..., Tensor], dynamic_s
     assert "allowed" in error.expected
     assert error.observed == "masked out"
     assert error.differing.startswith(f"{LENGTH} of {LENGTH * LENGTH} pairs")
+
+
+@pytest.mark.parametrize("function", [alibi, checkpointed_alibi], ids=lambda f: f.__name__)
+def test_bias_that_is_off_by_a_position(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Tensor]) -> None:
+    real = score_kinds.RECOGNISERS[0]
+
+    def off_by_one(part: score_kinds.Added) -> Any:
+        kind = real(part)
+        return kind and dataclasses.replace(kind, position=ix.add(kind.position, ix.ONE))
+
+    monkeypatch.setattr(score_kinds, "RECOGNISERS", (off_by_one, *score_kinds.RECOGNISERS[1:]))
+    with pytest.raises(VerificationMismatch) as caught:
+        run(function, *qkv(grad=True), SLOPES, PADDING)
+    error = caught.value
+    assert error.what == "recovered bias"
+    assert error.formula.startswith("ALiBi")
+    assert error.formula.endswith("· (k + 1 - q)")
+    assert error.index.startswith("b=0, h=0, ")
+
+
+@pytest.mark.usefixtures("less_or_equal_is_less")
+def test_condition_beside_a_bias_that_is_off_by_one() -> None:
+    with pytest.raises(VerificationMismatch) as caught:
+        run(alibi, *qkv(), SLOPES, PADDING)
+    assert caught.value.what == "recovered mask"
+    assert caught.value.index == "b=0, h=0, q=0, k=0"
 
 
 @pytest.mark.usefixtures("less_or_equal_is_less")

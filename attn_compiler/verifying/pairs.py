@@ -1,0 +1,236 @@
+"""What the model masks with and adds to its scores, pair by pair: its own tensors over (b, h, q, k), and expressions beside them.
+
+A pair is a query and a key of one batch row and head. Tensors and expressions are looked at in slices of bounded size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Expr, Index
+from attn_compiler.index_expr.on_tensors import evaluate_on
+from attn_compiler.passes import axes
+from attn_compiler.passes.arrange import arrange, simplified
+from attn_compiler.passes.axes import AxisError
+from attn_compiler.passes.patterns.score_steps import MASKED_BELOW, STILL_MASKED_BELOW
+from attn_compiler.passes.site import Match, Site, Term
+from attn_compiler.scores import ProvedScore
+from attn_compiler.verifying.values import Key, NoValueError, Values
+
+#: pairs of one slice: what is evaluated at once, in int64 or float64
+MOST_PAIRS = 2**24
+
+#: what the model does with a pair
+MASKED, ALLOWED, NEITHER = 0, 1, 2
+
+#: A mask that a bias was added to may be above float16's lowest number by as much; no penalty is as low
+BIASED_MASKED_BELOW = MASKED_BELOW / 2
+
+NAMES = ("b", "h", "q", "k")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Own:
+    """One of the model's own tensors. x: broadcasts to (B, Hq, Sq, Skv). adds: it is added; else it holds truth values."""
+
+    x: torch.Tensor
+    term: Term
+    adds: bool
+
+    def at(self, place: Slice) -> Own:
+        return Own(x=sliced(self.x, place), term=self.term, adds=self.adds)
+
+    def element(self, place: Sequence[int]) -> Any:
+        return self.x[tuple(i if size != 1 else 0 for i, size in zip(place, self.x.shape, strict=True))].item()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """One batch row, one head, and queries from `first` up to `end`."""
+
+    b: int
+    h: int
+    first: int
+    end: int
+
+    def place(self, query: int, key: int) -> tuple[int, int, int, int]:
+        """(b, h, q, k) of a pair, whose query is counted from the first of the slice."""
+        return self.b, self.h, self.first + query, key
+
+    def __str__(self) -> str:
+        return f"b={self.b}, h={self.h}, q from {self.first} up to {self.end}"
+
+
+def terms(site: Site) -> tuple[Term, ...]:
+    return (*site.added, *site.allowed)
+
+
+def biases(site: Site) -> tuple[ProvedScore, ...]:
+    """What was proved to be added besides the mask; none if nothing is."""
+    return site.spec.score.proved if site.spec is not None else ()
+
+
+def needs(site: Site, loads: Iterable[tuple[Expr, Mapping[str, fx.Node]]], values: Values) -> set[Key]:
+    """What has to be recorded: the site's own tensors, and what each expression loads. Raises NoValueError where it can't be."""
+    nodes = [term.operand.node for term in terms(site)]
+    nodes += [_loaded(load.tensor, known) for x, known in loads for load in ix.loads(x)]
+    return set().union(*(values.needs(node) for node in nodes))
+
+
+def _loaded(tensor: str, known: Mapping[str, fx.Node]) -> fx.Node:
+    if tensor not in known:
+        raise NoValueError(f"where {tensor} is read from is not known")
+    return known[tensor]
+
+
+def loaded(expressions: Iterable[Expr], known: Mapping[str, fx.Node], values: Values) -> dict[str, torch.Tensor]:
+    """The tensors that expressions load from. Raises NoValueError."""
+    names = {load.tensor for x in expressions for load in ix.loads(x)}
+    return {name: _tensor(values, _loaded(name, known)) for name in names}
+
+
+def _tensor(values: Values, node: fx.Node) -> torch.Tensor:
+    value = values.mirror(node)
+    if not isinstance(value, torch.Tensor):
+        raise NoValueError(f"{node.name} is no tensor")
+    return value
+
+
+def shape(match: Match, values: Values) -> tuple[int, ...]:
+    """(B, Hq, Sq, Skv) as numbers."""
+    return tuple(values.size(axes.dim_size(dim)) for dim in (match.batch, match.heads, match.query, match.key))
+
+
+def own(site: Site, values: Values) -> list[Own]:
+    """Everything that the model adds or masks with. Raises NoValueError."""
+    found = [Own(x=_arranged(site.match, term, values), term=term, adds=True) for term in site.added]
+    return found + [Own(x=_arranged(site.match, term, values), term=term, adds=False) for term in site.allowed]
+
+
+def _arranged(match: Match, term: Term, values: Values) -> torch.Tensor:
+    """A term's tensor, so that it broadcasts to (B, Hq, Sq, Skv)."""
+    operand = term.operand
+    reads = {atom: atom for atom in axes.flat(operand.dims)}
+    try:
+        recipe = simplified(
+            arrange(operand.dims, reads, (match.batch, match.heads, match.query, match.key), broadcast=True)
+        )
+    except AxisError as error:
+        raise NoValueError(f"{operand.node.name} can't be brought into (b, h, q, k): {error}") from error
+    return _over_pairs(recipe.run(values.mirror(operand.node), _call, values.size))
+
+
+def _call(function: Any, x: torch.Tensor, *args: Any) -> Any:
+    return function(x, *args)
+
+
+def _over_pairs(x: Any) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor) or x.dim() != len(NAMES):
+        raise NoValueError("a mask is no tensor over (b, h, q, k)")
+    return x
+
+
+# ---- what the model does with a pair ------------------------------------------------------------------------------
+
+
+def effects(one: Own, lowest: float = MASKED_BELOW) -> torch.Tensor:
+    """What one tensor does with each pair: MASKED, ALLOWED or NEITHER, as int8. lowest: numbers up to here mask."""
+    x, term = one.x, one.term
+    if not one.adds:
+        return ((x != 0) ^ term.inverted).to(torch.int8)
+    masked = (x <= lowest) & (x * term.weight <= STILL_MASKED_BELOW)
+    return torch.where(masked, MASKED, torch.where(x == 0, ALLOWED, NEITHER)).to(torch.int8)
+
+
+def together(parts: list[torch.Tensor]) -> torch.Tensor:
+    """What several do together: one that masks is enough."""
+    result = parts[0]
+    for part in parts[1:]:
+        either = torch.maximum(result, part)
+        result = torch.where((result == MASKED) | (part == MASKED), MASKED, either).to(torch.int8)
+    return result
+
+
+def rows_with_keys(site: Site, values: Values) -> torch.Tensor | None:
+    """Which rows have any key that is not masked: bool, broadcasts to (B, Hq, Sq, 1). None if the site has no mask."""
+    if not terms(site):
+        return None
+    rows = None
+    found = own(site, values)
+    full = tuple(max(sizes) for sizes in zip(*(one.x.shape for one in found), strict=True))
+    for at in slices(full):
+        part = together([effects(one.at(at)) for one in found]) != MASKED
+        if rows is None:
+            rows = torch.empty(*full[:3], 1, dtype=torch.bool, device=part.device)
+        sliced(rows, at).copy_(part.any(-1, keepdim=True))
+    return rows
+
+
+# ---- slices -------------------------------------------------------------------------------------------------------
+
+
+def slices(sizes: tuple[int, ...]) -> Iterator[Slice]:
+    step = max(1, MOST_PAIRS // max(1, sizes[3]))
+    for b, h, first in itertools.product(range(sizes[0]), range(sizes[1]), range(0, sizes[2], step)):
+        yield Slice(b=b, h=h, first=first, end=min(first + step, sizes[2]))
+
+
+def sliced(x: torch.Tensor, at: Slice) -> torch.Tensor:
+    """(1, 1, queries or 1, keys or 1)"""
+    for dim, (start, end) in enumerate(((at.b, at.b + 1), (at.h, at.h + 1), (at.first, at.end))):
+        if x.shape[dim] != 1:
+            x = x[(slice(None),) * dim + (slice(start, end),)]
+    return x
+
+
+def varying(expressions: Sequence[Expr], found: list[Own], full: tuple[int, ...]) -> tuple[int, ...]:
+    """The part of (B, Hq, Sq, Skv) to look at: one index is enough along an axis that changes neither side."""
+    return tuple(
+        size
+        if any(ix.mentions(x, Index(name)) for x in expressions) or any(one.x.shape[dim] != 1 for one in found)
+        else min(size, 1)
+        for dim, (name, size) in enumerate(zip(NAMES, full, strict=True))
+    )
+
+
+def evaluated(
+    x: Expr,
+    at: Slice,
+    keys: int,
+    values: Values,
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device,
+    *,
+    nudge: float = 0.0,
+) -> torch.Tensor:
+    """An expression on a slice, broadcasts to (queries, keys). Raises NoValueError, and what `evaluate_on` does of the indices."""
+    grid: dict[str, int | torch.Tensor] = {
+        **values.symbols,
+        "b": torch.tensor(at.b, device=device),
+        "h": torch.tensor(at.h, device=device),
+        "q": torch.arange(at.first, at.end, device=device)[:, None],
+        "k": torch.arange(keys, device=device),
+    }
+    try:
+        return evaluate_on(x, grid, tensors, nudge=nudge)
+    except KeyError as error:
+        raise NoValueError(f"the size {error} is not known on the first call") from error
+    except NotImplementedError as error:
+        raise NoValueError(str(error)) from error
+
+
+def index(place: Sequence[int]) -> str:
+    """For people: "b=0, h=1, q=2, k=3"."""
+    return ", ".join(f"{name}={i}" for name, i in zip(NAMES, place, strict=True))
+
+
+def elements(found: list[Own], place: Sequence[int]) -> str:
+    """What the model's tensors hold at a pair."""
+    return ", ".join(f"{one.term.operand.node.name} holds {one.element(place)}" for one in found)
