@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 
+from attn_compiler.index_expr import junctions
 from attn_compiler.index_expr.nodes import (
     FALSE,
     ONE,
@@ -26,6 +27,9 @@ _LARGEST_WHOLE = 2.0**24
 
 #: whole numbers up to this one, and their neighbours, are no other number rounded, in bfloat16 as in any wider dtype
 _EXACT_IN_EVERY_DTYPE = 256
+
+#: no whole number of 64 bits is as large as this, nor rounded up to it
+_BEYOND_WHOLE = 2.0**65
 
 #: float ops whose results are rounded even for whole numbers
 _ROUNDED = frozenset({"div", "log", "exp", "pow", "rounded"})
@@ -213,19 +217,35 @@ def _pinned(condition: Expr, what: type[Index | Load]) -> tuple[Expr, Expr] | No
 
 
 def _lifted(op: str, a: Expr, b: Expr) -> Expr:
-    """A float op; on a choice between numbers it is done to each of them."""
+    """A float op; on a choice between numbers, or two by the same condition, it is done to each of them."""
     if isinstance(a, Const) and isinstance(b, Const):
         return Const(OPS[op][0](a.value, b.value))
-    for x, y, swap in ((a, b, False), (b, a, True)):
-        if isinstance(x, Apply) and x.op == "where" and isinstance(y, Const):
-            yes, no = x.args[1:]
-            if isinstance(yes, Const) and isinstance(no, Const):
-                pairs = ((y, yes), (y, no)) if swap else ((yes, y), (no, y))
-                return where(x.args[0], *(_lifted(op, *p) for p in pairs))
+    choices = choice_of_numbers(a), choice_of_numbers(b)
+    condition = next((choice[0] for choice in choices if choice is not None), None)
+    if condition is not None:
+        (yes, no), (other_yes, other_no) = (
+            _under(condition, x, choice) for x, choice in zip((a, b), choices, strict=True)
+        )
+        if all(isinstance(x, Const) for x in (yes, no, other_yes, other_no)):
+            return where(condition, _lifted(op, yes, other_yes), _lifted(op, no, other_no))
     whole, other = whole_of(a), whole_of(b)
     if whole is not None and other is not None and "float" in (kind_of(a), kind_of(b)):
         return as_float(add(whole, other) if op == "add" else mul(whole, other))
     return Apply(op, (a, b))
+
+
+def choice_of_numbers(x: Expr) -> tuple[Expr, Expr, Expr] | None:
+    """(condition, number where it holds, number where not) if x is a choice between two numbers that are known now."""
+    if isinstance(x, Apply) and x.op == "where" and all(isinstance(number, Const) for number in x.args[1:]):
+        return x.args[0], x.args[1], x.args[2]
+    return None
+
+
+def _under(condition: Expr, x: Expr, choice: tuple[Expr, Expr, Expr] | None) -> tuple[Expr, Expr]:
+    """What x is where the condition holds, and where it does not: itself, unless x is a choice by it."""
+    if choice is None or choice[0] not in (condition, invert(condition)):
+        return x, x
+    return choice[1:] if choice[0] == condition else (choice[2], choice[1])
 
 
 def whole_of(x: Expr) -> Expr | None:
@@ -269,7 +289,10 @@ def apply(op: str, *args: Expr) -> Expr:
 
 
 def _equal_floats(a: Expr, b: Expr) -> Expr:
-    """a = b. A difference from a number is zero just where its sides are equal: no dtype rounds one of numbers about 1 to zero."""
+    """a = b. A difference from a number is zero just where its sides are equal: no dtype rounds one of numbers about 1 to zero.
+
+    Whole numbers have 64 bits, so in no dtype are they equal to a number far beyond that, such as float32's lowest.
+    """
     match a, b:
         case Apply(op="add", args=(Const(value=c), x) | (x, Const(value=c))), Const(value=0) if 1 <= abs(c) < math.inf:
             return _equal_floats(x, Const(-float(c)))
@@ -277,6 +300,10 @@ def _equal_floats(a: Expr, b: Expr) -> Expr:
             return _equal_floats(x, Const(-float(c)))
         case Apply(op="rounded", args=(x,)), Const(value=c) if kind_of(x) == "int" and abs(c) < _EXACT_IN_EVERY_DTYPE:
             return _equal_floats(apply("float", x), b)
+        case Apply(op="rounded" | "float", args=(x,)), Const(value=c) if (
+            kind_of(x) == "int" and _BEYOND_WHOLE < abs(c) < math.inf
+        ):
+            return FALSE
         case _:
             whole, other = whole_of(a), whole_of(b)
             if whole is None or other is None:
@@ -320,35 +347,33 @@ def _junction(op: str, args: tuple[Expr, ...]) -> Expr:
                 return absorbing
             if part != neutral:
                 flat[part] = None
-    kept = _without_implied(op, _strongest(op, flat))
-    if any(invert(part) in kept for part in kept):
+    kept = junctions.without_implied(op, junctions.strongest(op, flat))
+    known = {part: neutral for part in kept if not junctions.is_other(op, part)}
+    known |= {invert(part): absorbing for part in known}
+    if any(known.get(part) == absorbing for part in kept):
         return absorbing
+    reduced = [_knowing(known, part) if junctions.is_other(op, part) else part for part in kept]
+    if reduced != kept:
+        return _junction(op, tuple(reduced))
+    common = junctions.in_each(op, kept)
+    if common:
+        return apply(junctions.OTHER[op], *common, apply(op, *(_without(common, op, part) for part in kept)))
     parts = sorted(kept, key=str)
     return neutral if not parts else parts[0] if len(parts) == 1 else Apply(op, tuple(parts))
 
 
-def _strongest(op: str, parts: Iterable[Expr]) -> list[Expr]:
-    """Of bounds on the same form, the one that decides: k <= q ∧ k <= q + 3 is k <= q."""
-    bounds: dict[tuple[tuple[Expr, int], ...], int] = {}
-    rest = []
-    for part in parts:
-        if isinstance(part, Test) and part.relation == ">=":
-            terms, const = part.form.terms, part.form.const
-            choose = min if op == "and" else max
-            bounds[terms] = choose(bounds.get(terms, const), const)
-        else:
-            rest.append(part)
-    return rest + [Test(">=", Linear(terms, const)) for terms, const in bounds.items()]
+def _without(common: list[Expr], op: str, part: Expr) -> Expr:
+    return apply(junctions.OTHER[op], *(x for x in junctions.joined(op, part) if x not in common))
 
 
-def _without_implied(op: str, parts: list[Expr]) -> list[Expr]:
-    """a ∨ (a ∧ b) is a, and a ∧ (a ∨ b) is a."""
-    other = "or" if op == "and" else "and"
-
-    def is_implied(part: Expr) -> bool:
-        return isinstance(part, Apply) and part.op == other and any(arg in parts for arg in part.args)
-
-    return [part for part in parts if not is_implied(part)]
+def _knowing(known: Mapping[Expr, Expr], x: Expr) -> Expr:
+    """A part of a junction, where others settle some of what it is made of: a ∧ (¬a ∨ b) is a ∧ b."""
+    if x in known:
+        return known[x]
+    if not isinstance(x, Apply) or x.op not in ("and", "or"):
+        return x
+    changed = tuple(_knowing(known, part) for part in x.args)
+    return x if changed == x.args else apply(x.op, *changed)
 
 
 def substitute(x: Expr, index: Expr, by: Expr) -> Expr:

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
-from attn_compiler.index_expr.building import apply, as_int, combine, invert, linear, test, where, whole_of
+from attn_compiler.index_expr.building import (
+    add,
+    apply,
+    as_int,
+    choice_of_numbers,
+    combine,
+    invert,
+    linear,
+    test,
+    where,
+    whole_of,
+)
 from attn_compiler.index_expr.nodes import Apply, Const, Expr, Linear, kind_of
 
 
@@ -49,14 +61,25 @@ def _compare_floats(op: str, a: Expr, b: Expr) -> Expr:
 
 
 def _comparison_of_choice(op: str, a: Expr, b: Expr) -> Expr | None:
-    """A comparison of `c ? x : y` with a number is one for each of x and y, if those are numbers."""
-    for choice, other, turned in ((a, b, False), (b, a, True)):
-        if isinstance(choice, Apply) and choice.op == "where" and isinstance(other, Const):
-            condition, *numbers = choice.args
-            if all(isinstance(number, Const) for number in numbers):
-                pairs = [(other, number) if turned else (number, other) for number in numbers]
+    """A comparison of `c ? x : y`, or of its sum with something, with a number is one for each of x and y, if those are numbers."""
+    for x, other, turned in ((a, b, False), (b, a, True)):
+        if not isinstance(other, Const):
+            continue
+        for choice, rest in _summands(x):
+            numbers = choice_of_numbers(choice)
+            if numbers is not None:
+                condition, *found = (*numbers[:1], *(n if rest is None else add(n, rest) for n in numbers[1:]))
+                pairs = [(other, number) if turned else (number, other) for number in found]
                 return where(condition, *(_compare_floats(op, *pair) for pair in pairs))
     return None
+
+
+def _summands(x: Expr) -> Iterator[tuple[Expr, Expr | None]]:
+    """x itself, or each side of a sum with the other one."""
+    if isinstance(x, Apply) and x.op == "add":
+        yield from (x.args, x.args[::-1])  # type: ignore[misc]
+    else:
+        yield x, None
 
 
 _TURNED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "==", "!=": "!="}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from attn_compiler.index_expr.nodes import Apply, Const, Expr, Index, Linear, Load, Test, kind_of
 
@@ -36,6 +36,11 @@ def loads(x: Expr) -> Iterator[Load]:
         yield x
     for part in parts(x):
         yield from loads(part)
+
+
+def loads_last(xs: Iterable[Expr]) -> list[Expr]:
+    """Parts of a junction in the order to look at them: what only depends on indices says whether a load is within its tensor."""
+    return sorted(xs, key=lambda x: any(True for _ in loads(x)))
 
 
 def is_exact(x: Expr) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from attn_compiler.index_expr.looking import loads_last
 from attn_compiler.index_expr.nodes import OPS, Apply, Const, Expr, Index, Linear, Load, Size, Test
 
 
@@ -24,6 +25,10 @@ def evaluate(x: Expr, values: Mapping[str, int], load: Callable[[str, tuple[int,
             return {">=": number >= 0, "==": number == 0, "!=": number != 0}[relation]
         case Apply(op="where", args=(condition, a, b)):
             return evaluate(a if evaluate(condition, values, load) else b, values, load)
+        case Apply(op="and" | "or" as op, args=args):
+            # One that decides is enough: what is loaded beside it need not be within its tensor.
+            decides = op == "or"
+            return any(bool(evaluate(a, values, load)) == decides for a in loads_last(args)) == decides
         case Apply(op=op, args=args):
             return OPS[op][0](*(evaluate(a, values, load) for a in args))
 

@@ -6,12 +6,13 @@ element, as long as whole numbers stay below 2**63.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
 import torch
 
+from attn_compiler.index_expr.looking import loads_last
 from attn_compiler.index_expr.nodes import Apply, Const, Expr, Index, Linear, Load, Size, Test
 
 Indices = tuple[torch.Tensor, ...]
@@ -23,7 +24,8 @@ def evaluate_on(
     """The value of `x` at every element of the index tensors, which broadcast against each other.
 
     values: of the indices and the symbolic sizes. tensors: what the loads read; their index is computed here, so it must lie
-    within the tensor wherever its value counts (as in `evaluate`, not in the branch of a choice that is not taken).
+    within the tensor wherever its value counts (as in `evaluate`: not in the branch of a choice that is not taken, nor in a part
+    of a junction that one without loads decides).
     nudge: by what part of itself a float is made larger before it is cut off to a whole number, to see what rounding would do.
     Result: bool, int64 or float64, on the device of the index tensors. Raises KeyError for a name without a value,
     IndexError and ZeroDivisionError where `evaluate` would, NotImplementedError for an op that has no meaning here.
@@ -59,6 +61,8 @@ class _Evaluation:
                 return self._chosen(_truth(self.value(condition, counts)), yes, no, counts)
             case Apply(op="int", args=(a,)) if self.nudge:
                 return _whole(_real(self.value(a, counts)) * (1.0 + self.nudge))
+            case Apply(op="and" | "or" as op, args=args):
+                return self._junction(args, counts, decides=op == "or")
             case Apply(op="floordiv" | "mod" as op, args=(a, b)):
                 return self._divided(op, self.value(a, counts), self.value(b, counts), counts)
             case Apply(op=op, args=args):
@@ -73,6 +77,14 @@ class _Evaluation:
     def _chosen(self, condition: torch.Tensor, yes: Expr, no: Expr, counts: torch.Tensor | None) -> torch.Tensor:
         taken, left = self.value(yes, _both(counts, condition)), self.value(no, _both(counts, ~condition))
         return torch.where(condition, *_alike(taken, left))
+
+    def _junction(self, args: Sequence[Expr], counts: torch.Tensor | None, *, decides: bool) -> torch.Tensor:
+        result: torch.Tensor | None = None
+        for arg in loads_last(args):
+            open_still = counts if result is None else _both(counts, result != decides)
+            value = _truth(self.value(arg, open_still))
+            result = value if result is None else result | value if decides else result & value
+        return self._number(not decides) if result is None else result
 
     def _loaded(self, name: str, at: Indices, counts: torch.Tensor | None) -> torch.Tensor:
         tensor = self.tensors[name].to(self.device)
@@ -133,10 +145,8 @@ _RELATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "!=": lambda form: form != 0,
 }
 
-#: the ops of OPS, but for `where`: name -> meaning on tensors
+#: the ops of OPS, but for `where` and the junctions: name -> meaning on tensors
 ON_TENSORS: dict[str, Callable[..., torch.Tensor]] = {
-    "and": lambda *xs: reduce(torch.logical_and, map(_truth, xs)),
-    "or": lambda *xs: reduce(torch.logical_or, map(_truth, xs)),
     "not": lambda x: ~_truth(x),
     "floordiv": lambda a, b: torch.div(a, b, rounding_mode="floor"),
     "mod": torch.remainder,

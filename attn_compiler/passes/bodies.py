@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
 from attn_compiler.passes import mutation
-from attn_compiler.passes.relevance import target_name
+from attn_compiler.passes.calls import target_name
 
 #: calls whose last arguments are the inputs of their one body, in order
 _PASSES_ON = frozenset({"tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"})

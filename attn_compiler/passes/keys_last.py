@@ -14,7 +14,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from attn_compiler.passes import regions
-from attn_compiler.passes.relevance import target_name
+from attn_compiler.passes.calls import target_name
 
 _MOST_STEPS = 8
 

@@ -10,8 +10,12 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from attn_compiler.passes import mutation
+from attn_compiler.passes import bodies, mutation
+from attn_compiler.passes.calls import target_name
+
+Writers = dict[StorageWeakRef, list[fx.Node]]
 
 #: calls where the way up from an anchor, and the way down, ends: what is beyond belongs to something else
 _BOUNDARIES = frozenset(
@@ -28,19 +32,11 @@ _SCALES = frozenset("mul truediv div".split())
 _STEPS_DOWN = 8
 
 
-def target_name(node: fx.Node) -> str:
-    """The bare name of what a node calls: "linear" for F.linear, torch.linear, aten.linear.default."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target.overloadpacket.__name__)
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
-
-
 def skippable(
     graph: fx.Graph, is_anchor: Callable[[fx.Node], bool], masks: Iterable[fx.Node] = ()
 ) -> frozenset[fx.Node]:
     """The nodes that a mirror may treat as opaque. masks: what bodies that this graph calls may have their masks from."""
-    scores, operands = _kept([node for node in graph.nodes if is_anchor(node)], masks)
+    scores, operands = _kept(graph, is_anchor, masks)
     return frozenset(n for n in graph.nodes if n not in scores and n not in operands and _makes_new(n))
 
 
@@ -48,7 +44,7 @@ def mask_inputs(
     graph: fx.Graph, is_anchor: Callable[[fx.Node], bool], masks: Iterable[fx.Node] = ()
 ) -> frozenset[fx.Node]:
     """The inputs of a graph that its masks, or those of bodies that it calls, may be made of."""
-    scores, _ = _kept([node for node in graph.nodes if is_anchor(node)], masks)
+    scores, _ = _kept(graph, is_anchor, masks)
     return frozenset(node for node in scores if node.op == "placeholder")
 
 
@@ -71,23 +67,42 @@ def _is_reshaped(node: fx.Node) -> bool:
     return any(mutation.views_in_place(target_name(user)) for user in node.users)
 
 
-def _kept(anchors: list[fx.Node], masks: Iterable[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+def _kept(
+    graph: fx.Graph, is_anchor: Callable[[fx.Node], bool], masks: Iterable[fx.Node]
+) -> tuple[set[fx.Node], set[fx.Node]]:
     """The anchors and all that makes scores and masks; the tensors of both products up to where they are computed."""
     scores: set[fx.Node] = set()
     operands: set[fx.Node] = set()
+    anchors = [node for node in graph.nodes if is_anchor(node)]
+    writers = _writers(graph) if anchors or masks else {}
     for anchor in anchors:
         if target_name(anchor) == "scaled_dot_product_attention":
             scores.add(anchor)
             _climb_operands(anchor.args[:3], operands)
-            _climb_scores([*anchor.args[3:], *anchor.kwargs.values()], scores, operands)
+            _climb_scores([*anchor.args[3:], *anchor.kwargs.values()], scores, operands, writers)
             _climb_operands([anchor.kwargs.get(name) for name in ("query", "key", "value")], operands)
         else:
-            _climb_scores([anchor, *_products_below(anchor)], scores, operands)
-    _climb_scores(masks, scores, operands)
+            _climb_scores([anchor, *_products_below(anchor)], scores, operands, writers)
+    _climb_scores(masks, scores, operands, writers)
     return scores, operands
 
 
-def _climb_scores(start: Iterable[object], scores: set[fx.Node], operands: set[fx.Node]) -> None:
+def _writers(graph: fx.Graph) -> Writers:
+    """The calls that may write in place into each memory. What they write is in nobody's arguments (`mask[:, :n] = other`)."""
+    found: Writers = {}
+    for node in graph.nodes:
+        written = [] if bodies.is_higher_order(node) else bodies.writes(node)
+        for storage in set().union(*map(_memory, written)):
+            found.setdefault(storage, []).append(node)
+    return found
+
+
+def _memory(node: fx.Node) -> set[StorageWeakRef]:
+    value = node.meta.get("example_value")
+    return mutation.storages_of(value) if bodies.has_known_memory(value) else set()
+
+
+def _climb_scores(start: Iterable[object], scores: set[fx.Node], operands: set[fx.Node], writers: Writers) -> None:
     queue = [node for node in start if isinstance(node, fx.Node)]
     while queue:
         node = queue.pop()
@@ -100,6 +115,8 @@ def _climb_scores(start: Iterable[object], scores: set[fx.Node], operands: set[f
             queue.extend(n for n in node.all_input_nodes[:1] if name == "baddbmm")
         else:
             queue.extend(node.all_input_nodes)
+        if writers:
+            queue.extend(writer for storage in _memory(node) for writer in writers.get(storage, ()))
 
 
 def _climb_operands(start: Iterable[object], operands: set[fx.Node]) -> None:

@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_compat
 from attn_compiler.passes import axes, mutation
+from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.emit import GraphBuilder
 from attn_compiler.passes.mirror import Mirror, is_opaque
-from attn_compiler.passes.relevance import target_name
 
 _MOST_NODES = 64
 _LARGE = 1009

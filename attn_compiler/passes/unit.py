@@ -15,8 +15,8 @@ from torch._subclasses import FakeTensorMode
 from attn_compiler import torch_compat, torch_tracing
 from attn_compiler.options import Options
 from attn_compiler.passes import bodies, mirror, relevance
+from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.relevance import target_name
 from attn_compiler.passes.site import Miss, Site
 from attn_compiler.target import Target
 

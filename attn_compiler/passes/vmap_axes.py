@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_compat, torch_tracing
 from attn_compiler.passes import mutation
-from attn_compiler.passes.relevance import target_name
+from attn_compiler.passes.calls import target_name
 
 _ENTERS, _LEAVES = "_increment_nesting", "_decrement_nesting"
 

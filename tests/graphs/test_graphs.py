@@ -16,7 +16,7 @@ from torch import fx
 
 from attn_compiler.options import Options
 from attn_compiler.passes import run_pipeline
-from attn_compiler.passes.relevance import target_name
+from attn_compiler.passes.calls import target_name
 from attn_compiler.report import Report
 from tests.graphs.programs import PROGRAMS, Program
 from tests.passes.compiling import captured, mark

@@ -128,3 +128,50 @@ def test_an_element_that_the_condition_fixes_is_a_number_in_its_branch() -> None
     x = ix.add(Const(1.0), ix.apply("rounded", M), -1)
     assert ix.text(ix.where(ix.as_bool(x), Const(-1e9), x)) == "(m[k] ≠ 1 ? -1e+09 : 0)"
     assert ix.text(ix.where(ix.compare("==", M, Const(3)), M, ix.ZERO)) == "(m[k] = 3 ? 3 : 0)"
+
+
+WIDE = Load("m", (B, K), "int")
+PADDED, LATER, FIRST = ix.compare("!=", WIDE, ix.ZERO), ix.compare(">", K, Q), ix.compare("==", K, ix.ZERO)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (ix.apply("and", ix.invert(LATER), ix.apply("or", LATER, PADDED)), ix.apply("and", ix.invert(LATER), PADDED)),
+        (ix.apply("or", LATER, ix.apply("and", ix.invert(LATER), PADDED)), ix.apply("or", LATER, PADDED)),
+        (
+            ix.apply("or", FIRST, ix.apply("and", PADDED, ix.apply("or", ix.invert(FIRST), LATER))),
+            ix.apply("or", FIRST, PADDED),
+        ),
+        (
+            ix.apply("or", ix.apply("and", LATER, PADDED), ix.apply("and", LATER, FIRST)),
+            ix.apply("and", LATER, ix.apply("or", PADDED, FIRST)),
+        ),
+        (
+            ix.apply("and", ix.apply("or", LATER, PADDED), ix.apply("or", LATER, FIRST)),
+            ix.apply("or", LATER, ix.apply("and", PADDED, FIRST)),
+        ),
+        (ix.apply("and", LATER, ix.apply("or", ix.invert(LATER), ix.apply("and", ix.invert(LATER), PADDED))), ix.FALSE),
+    ],
+    ids=["refuted", "settled", "refuted below", "common to both", "common to both alternatives", "nothing left"],
+)
+def test_what_the_other_parts_say_is_not_said_again(one: Expr, other: Expr) -> None:
+    assert one == other
+
+
+def test_choices_by_one_condition_are_multiplied_number_by_number() -> None:
+    lowest, here = ix.where(LATER, Const(-3e38), Const(0.0)), ix.where(LATER, Const(1.0), Const(0.0))
+    assert ix.mul(lowest, here) == lowest
+    turned = ix.add(ix.where(ix.invert(LATER), Const(2.0), Const(5.0)), here)
+    assert turned == ix.where(ix.invert(LATER), Const(2.0), Const(6.0))
+    other = ix.where(FIRST, Const(1.0), Const(0.0))
+    assert {LATER, FIRST} <= {part.args[0] for part in ix.parts(ix.mul(lowest, other)) if isinstance(part, ix.Apply)}
+
+
+def test_no_whole_number_is_float32s_lowest() -> None:
+    rounded, lowest = ix.apply("rounded", WIDE), Const(-3.4028234663852886e38)
+    assert ix.compare("==", rounded, lowest) == ix.FALSE
+    assert ix.compare("==", ix.apply("float", WIDE), lowest) == ix.FALSE
+    # 2**64 - 1 is rounded up to 2**64, and in half precision to infinity.
+    assert ix.compare("==", rounded, Const(2.0**64)) != ix.FALSE
+    assert ix.compare("==", rounded, Const(float("inf"))) != ix.FALSE

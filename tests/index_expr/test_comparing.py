@@ -53,3 +53,11 @@ def test_floats_of_tensors(op: str, a: float, b: float) -> None:
 def test_comparisons_of_floats_with_nan_are_not_turned_round() -> None:
     x, y = Load("x", (Q,), "float"), Load("x", (K,), "float")
     assert ix.invert(ix.compare("<", x, y)) != ix.compare(">=", x, y)
+
+
+def test_a_sum_with_a_choice_is_compared_in_each_branch() -> None:
+    """transformers 4.57 adds the padding mask to a causal mask, and looks where that gives zero."""
+    later, padding = ix.compare(">", Index("k"), Index("q")), Load("m", (Index("b"), Index("k")), "int")
+    total = ix.add(ix.where(later, Const(-3e38), Const(0.0)), ix.apply("rounded", padding))
+    asked = ix.compare("==", total, Const(0.0))
+    assert asked == ix.apply("and", ix.invert(later), ix.compare("==", padding, ix.ZERO))

@@ -143,7 +143,7 @@ def test_each_op(op: str) -> None:
 
 
 def test_every_op_has_a_meaning() -> None:
-    assert {*ON_TENSORS, "where"} == set(ix.OPS)
+    assert {*ON_TENSORS, "where", "and", "or"} == set(ix.OPS)
 
 
 def test_unknown_op_is_refused() -> None:
@@ -201,3 +201,17 @@ def test_a_nudge_moves_what_is_cut_off_at_a_boundary(nudge: float) -> None:
     at = {"k": torch.tensor([8, 9, 15])}
     cut = evaluate_on(whole, at, {}, nudge=nudge).tolist()
     assert cut == [3 if nudge > 0 else 2, 3, 3]
+
+
+@pytest.mark.parametrize("op", ["and", "or"])
+def test_reading_beyond_a_tensor_beside_what_decides_is_none(op: str) -> None:
+    """A padding mask that is shorter than the keys."""
+    k, tensors = Index("k"), {"m": torch.tensor([True, False])}
+    beyond = ix.compare(">=", k, Const(2))
+    condition = ix.apply(op, beyond if op == "or" else ix.invert(beyond), Load("m", (k,), "bool"))
+    wanted = [True, False, op == "or", op == "or"]
+    assert evaluate_on(condition, {"k": torch.arange(4)}, tensors).tolist() == wanted
+    assert [ix.evaluate(condition, {"k": i}, lambda _, at: tensors["m"][at].item()) for i in range(4)] == wanted
+    unguarded = ix.apply(op, Load("m", (k,), "bool"), ix.compare("==", k, Const(3)))
+    with pytest.raises(IndexError):
+        evaluate_on(unguarded, {"k": torch.arange(4)}, tensors)

@@ -13,7 +13,8 @@ from torch import fx
 
 import attn_compiler
 from attn_compiler import torch_compat, torch_tracing
-from attn_compiler.passes import mirror, relevance, unit
+from attn_compiler.passes import mirror, unit
+from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.report import Report, SiteReport
 
@@ -84,7 +85,7 @@ def _recording(graphs: list[Graph]) -> Iterator[None]:
     compile_with_backend = torch_compat.compile_with_backend
 
     def record(name: str, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        calls = [relevance.target_name(n) for m in torch_compat.graph_modules(gm) for n in m.graph.nodes if is_call(n)]
+        calls = [target_name(n) for m in torch_compat.graph_modules(gm) for n in m.graph.nodes if is_call(n)]
         graphs.append(Graph(calls=calls, text=str(gm.graph.python_code("self").src)))
         return compile_with_backend(name, gm, example_inputs)
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from attn_compiler.passes import relevance
+from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.unit import is_anchor_like
 from tests.passes.compiling import captured, compiled
 
@@ -23,7 +24,7 @@ def _skipped(function: Callable[..., object], *args: Tensor) -> tuple[set[str], 
     gm, _ = captured(function, *args)
     skipped = relevance.skippable(gm.graph, is_anchor_like)
     calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
-    names = ({relevance.target_name(n) for n in calls if (n in skipped) == wanted} for wanted in (True, False))
+    names = ({target_name(n) for n in calls if (n in skipped) == wanted} for wanted in (True, False))
     return next(names), next(names)
 
 
@@ -82,7 +83,7 @@ def test_an_op_of_somebody_else_with_a_familiar_name_is_not_skipped() -> None:
     x.meta["example_value"] = torch.ones(2)
     node = graph.call_function(op, (x,))
     node.meta["example_value"] = torch.ones(2)
-    assert relevance.target_name(node) == "linear"
+    assert target_name(node) == "linear"
     assert relevance.skippable(graph, is_anchor_like) == frozenset()
     library._destroy()
 
@@ -109,16 +110,15 @@ def test_a_write_into_a_skipped_nodes_result_is_still_seen() -> None:
     torch.testing.assert_close(run(x, w), function(x, w))
 
 
-@pytest.mark.parametrize(
-    ("target", "name"),
-    [
-        (torch.ops.aten.linear.default, "linear"),
-        (F.linear, "linear"),
-        ("softmax", "softmax"),
-        (torch.ops.aten.add_.Tensor, "add_"),
-    ],
-)
-def test_target_name(target: object, name: str) -> None:
-    graph = fx.Graph()
-    node = graph.call_method(target) if isinstance(target, str) else graph.call_function(target)
-    assert relevance.target_name(node) == name
+def test_what_is_written_into_a_mask_is_kept() -> None:
+    """Nothing that comes after takes the write as an argument."""
+
+    def function(q: Tensor, mask: Tensor, padding: Tensor) -> Tensor:
+        mask = mask.clone()
+        mask[:, 1:] = padding.exp() - 1
+        mask[:, :1].mul_(padding.sin()[:, :1])
+        return sdpa(q, q, q, mask)
+
+    skipped, kept = _skipped(function, torch.randn(B, H, S, D), torch.randn(S, S), torch.randn(S, S - 1))
+    assert {"exp", "sub", "sin", "setitem"} <= kept
+    assert not skipped
