@@ -345,11 +345,14 @@ class MaskSpec:
 
     @property
     def words(self) -> str:
-        applied = " ∧ ".join(kind.words for kind in self.kinds) or "none"
+        applied = " ∧ ".join(kind.words for kind in self.kinds)
         meaning = " ∧ ".join(kind.words for kind in self.proved)
+        if not meaning:
+            return applied or "none"
         if meaning == applied:
             return f"{applied} (proved)"
-        return f"{meaning} (proved), as {applied}" if meaning else applied
+        # A mask that is proved and not applied is one in the scores' DenseBias.
+        return f"{meaning} (proved), {f'as {applied}' if applied else 'within the bias'}"
 
     @property
     def formula(self) -> str | None:

@@ -173,6 +173,7 @@ def test_words_of_a_mask() -> None:
     assert MaskSpec(kinds=(Causal(),), proved=(Causal(),)).words == "causal (proved)"
     proved = MaskSpec(kinds=(dense,), proved=(Causal(), KeyPadding(condition=ix.as_bool(PADDING))))
     assert proved.words == "causal ∧ key padding padding[b, k] (proved), as dense bool[1]"
+    assert MaskSpec(proved=(Causal(),)).words == "causal (proved), within the bias"
     assert proved.formula == "k <= q ∧ padding[b, k] ≠ 0"
     assert MaskSpec(kinds=(dense,), reason="it is not in the graph").formula is None
 
