@@ -22,6 +22,8 @@ from attn_compiler.passes.reading import Reader, Unreadable
 from attn_compiler.passes.site import Match, Term
 from attn_compiler.scores import ProvedScore
 
+_INDICES = (kinds.B, kinds.H, kinds.Q, kinds.K)
+
 #: how Dynamo names a parameter or a buffer: l_self_modules_attn_modules_bias_parameters_table_
 _PARAMETER = re.compile(r"(?:.*modules_(?P<module>\w+?)_)?(?:parameters|buffers)_(?P<name>\w+)")
 
@@ -31,7 +33,8 @@ class Meaning:
     """condition: when a pair is allowed by what masks; None if that could not be read.
 
     kinds: what is masked; reason: why that could not be read. scores: what else is added, if all of it is known. tensors: the
-    mirror node behind each name that `scores` loads from.
+    mirror node behind each name that `scores` loads from. along: of each term (added ones first), the letters of the indices that
+    its elements were not shown to be the same along.
     """
 
     condition: Expr | None = None
@@ -39,6 +42,7 @@ class Meaning:
     reason: str | None = None
     scores: tuple[ProvedScore, ...] = ()
     tensors: dict[str, fx.Node] = field(default_factory=dict)
+    along: tuple[str, ...] = ()
 
     @property
     def is_everything(self) -> bool:
@@ -78,6 +82,7 @@ class _Read:
         self._reasons: list[str] = []
         self._unread_masks: list[str] = []
         self._is_whole = True
+        self._along: list[str] = []
         self._unread: dict[str, fx.Node] = {}
         self._names: dict[str, str] = {}
         self._tensors: dict[str, fx.Node] = {}
@@ -129,6 +134,7 @@ class _Read:
             reason=reason,
             scores=score_kinds.joined(self._scores) if self._is_whole else (),
             tensors=self._tensors,
+            along=tuple(self._along),
         )
 
     def _why_not(self, condition: Expr) -> str | None:
@@ -139,8 +145,11 @@ class _Read:
         return f"{self._origin(whole.tensor)}, and holds an element for each query and key"
 
     def _element(self, term: Term) -> Expr:
+        self._along.append(term.along)
         at = elements.indices(self._match, term.operand.dims)
-        return ix.decide(divide(self._reader.read(term.operand.node, at), self._ranges), self._ranges)
+        found = ix.decide(divide(self._reader.read(term.operand.node, at), self._ranges), self._ranges)
+        self._along[-1] = "".join(index.name for index in _INDICES if ix.mentions(found, index))
+        return found
 
     def _origin(self, name: str) -> str:
         """Why nothing is known of the elements of a tensor."""

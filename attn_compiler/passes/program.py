@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import fx
 
+from attn_compiler import torch_compat
 from attn_compiler.passes import axes
 from attn_compiler.passes.arrange import Recipe, arrange, simplified
 from attn_compiler.passes.axes import Dim
@@ -95,7 +96,15 @@ def _mask(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype)
 
 def _identity(mirror: Mirror, match: Match) -> tuple[object, ...]:
     return tuple(
-        (adds, t.operand.root, version(mirror, t.operand.root, match.out), t.weight, t.inverted, _recipe(match, t).text)
+        (
+            adds,
+            t.operand.root,
+            version(mirror, t.operand.root, match.out),
+            t.weight,
+            t.inverted,
+            t.along,
+            _recipe(match, t).text,
+        )
         for adds, terms in ((True, match.additive), (False, match.allowed))
         for t in terms
     )
@@ -106,16 +115,25 @@ def _recipe(match: Match, term: Term) -> Recipe:
     return simplified(arrange(term.operand.root_dims, term.operand.reads, target, broadcast=True))
 
 
+def _over_pairs(match: Match, builder: Builder[X], term: Term) -> X:
+    """The term's tensor, which broadcasts to (B, Hq, Sq, Skv); of elements that are all equal along an axis, the first."""
+    x = _run(match, builder, _recipe(match, term), builder.leaf(term.operand.root))
+    for axis, letter in enumerate("bhqk"):
+        if letter not in term.along and torch_compat.statically_known(builder.value(x).shape[axis] > 1):
+            x = builder.call(torch.narrow, x, axis, 0, 1)
+    return x
+
+
 def _combined(match: Match, builder: Builder[X], dtype: torch.dtype) -> X:
     total = keep = None
     for term in match.additive:
-        x = _run(match, builder, _recipe(match, term), builder.leaf(term.operand.root))
+        x = _over_pairs(match, builder, term)
         # A truth value that is added counts as 0 or 1; a kernel would take it for a mask.
         x = x if builder.value(x).is_floating_point() else builder.call(torch.Tensor.to, x, dtype)
         x = x if term.weight == 1.0 else builder.call(operator.mul, x, term.weight)
         total = x if total is None else builder.call(operator.add, total, x)
     for term in match.allowed:
-        c = _run(match, builder, _recipe(match, term), builder.leaf(term.operand.root))
+        c = _over_pairs(match, builder, term)
         c = builder.call(torch.logical_not, c) if term.inverted else c
         keep = c if keep is None else builder.call(torch.logical_and, keep, c)
     if total is not None and keep is not None:

@@ -7,6 +7,8 @@ it was proved to be, or why it could not be read.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from attn_compiler import masks, scores, torch_compat
@@ -99,7 +101,8 @@ def _wants_bias_gradient(mirror: Mirror, match: Match) -> bool:
 
 
 def _prove(mirror: Mirror, match: Match, reader: Reader, bias: bool) -> Meaning:
-    """What is masked and added means. Takes a mask off the match where nothing, or `is_causal`, says as much.
+    """What is masked and added means. Takes a mask off the match where nothing, or `is_causal`, says as much; what is left is told
+    which indices it depends on.
 
     bias: something that is added wants a gradient, so its tensor stays whatever it is.
     """
@@ -110,6 +113,9 @@ def _prove(mirror: Mirror, match: Match, reader: Reader, bias: bool) -> Meaning:
         match.notes = (*match.notes, *packing.notes((*match.additive, *match.allowed), reader, proved.words))
     if bias:
         return proved
+    along = iter(proved.along)
+    match.additive = tuple(dataclasses.replace(term, along=next(along)) for term in match.additive)
+    match.allowed = tuple(dataclasses.replace(term, along=next(along)) for term in match.allowed)
     square = axes.same_size(axes.dim_size(match.query), axes.dim_size(match.key))
     if proved.is_everything or (proved.is_causal_only and square):
         match.is_causal = match.is_causal or proved.is_causal_only

@@ -58,11 +58,15 @@ class Operand:
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """A tensor that joins the scores. weight: the factor it has in the end. inverted: (bool only) True means masked out."""
+    """A tensor that joins the scores. weight: the factor it has in the end. inverted: (bool only) True means masked out.
+
+    along: the indices, of "bhqk", that its elements may depend on. Along the others all elements are equal, and one is enough.
+    """
 
     operand: Operand
     weight: float = 1.0
     inverted: bool = False
+    along: str = "bhqk"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import fx
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.sdpa import SdpaCpuFlash
 from attn_compiler.spec import AttentionSpec
-from tests.passes.compiling import compiled
+from tests.passes.compiling import compiled, mark
 
 B, H, HKV, S, D = 2, 4, 2, 6, 8
 Tensor = torch.Tensor
@@ -145,3 +145,95 @@ def test_a_mask_of_each_group_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     given = _operands(function, q, kv, mask, monkeypatch=monkeypatch)
     assert torch.equal(given["mask"], mask.flatten(1, 2))
     assert torch.equal(given["k"], kv)
+
+
+# ---- what masks do not depend on ----------------------------------------------------------------------------------
+
+KEYS = 7
+PADDING = torch.tensor([[1] * KEYS, [1, 0, 1, 1, 1, 0, 1]])
+LOWEST = torch.finfo(torch.float32).min
+
+
+def _rows(q: Tensor) -> Tensor:
+    return torch.arange(q.shape[-2])[:, None]
+
+
+def _padding_of_every_row(q: Tensor, padding: Tensor) -> Tensor:
+    return (padding != 0)[:, None, None, :] & (_rows(q) >= 0)
+
+
+NARROW: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    "bool": (_padding_of_every_row, (B, 1, 1, KEYS)),
+    "additive": (
+        lambda q, p: torch.zeros(B, 1, q.shape[-2], KEYS).masked_fill(~_padding_of_every_row(q, p), LOWEST),
+        (B, 1, 1, KEYS),
+    ),
+    "of every head": (
+        lambda q, p: _padding_of_every_row(q, p) & torch.ones(H, 1, 1, dtype=torch.bool),
+        (B, 1, 1, KEYS),
+    ),
+    "copied for every row": (
+        lambda q, p: (p != 0)[:, None, None, :].expand(-1, H, q.shape[-2], -1).clone(),
+        (B, 1, 1, KEYS),
+    ),
+    "the same for all of the batch": (
+        lambda q, p: (_rows(q) >= torch.arange(KEYS)) & torch.ones(B, 1, 1, 1, dtype=torch.bool),
+        (1, 1, S, KEYS),
+    ),
+    "a bias for each head and key": (
+        lambda q, p: torch.arange(1.0, 1 + H)[:, None, None] * (torch.arange(KEYS) + 0 * _rows(q)),
+        (1, H, 1, KEYS),
+    ),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", NARROW)
+def test_a_mask_has_one_element_along_what_it_does_not_depend_on(
+    monkeypatch: pytest.MonkeyPatch, name: str, dynamic: bool
+) -> None:
+    make, shape = NARROW[name]
+
+    def function(q: Tensor, k: Tensor, padding: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, k, attn_mask=make(q, padding))
+
+    inputs = [_q(), _kv(B, H, KEYS, D), PADDING.clone()]
+    if dynamic:
+        mark(inputs[0], [S])
+    given = _operands(function, *inputs, monkeypatch=monkeypatch)
+    assert given["mask"].shape == shape
+
+
+def test_a_mask_of_two_terms_depends_on_what_either_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(q: Tensor, k: Tensor, padding: Tensor) -> Tensor:
+        padded = torch.zeros(B, 1, S, KEYS).masked_fill(~_padding_of_every_row(q, padding), LOWEST)
+        later = (_rows(q) < torch.arange(KEYS)) & torch.ones(B, H, 1, 1, dtype=torch.bool)
+        return (q @ k.mT + padded).masked_fill(later, LOWEST).softmax(-1) @ k
+
+    given = _operands(function, _q(), _kv(B, H, KEYS, D), PADDING, monkeypatch=monkeypatch)
+    assert given["mask"].shape == (B, 1, S, KEYS)
+
+
+WHOLE: dict[str, Callable[..., Tensor]] = {
+    "one row is another": lambda q, m: _padding_of_every_row(q, PADDING) | (_rows(q) == S - 1),
+    "ready-made": lambda q, m: m,
+    "edited in one row": lambda q, m: _edited(_padding_of_every_row(q, PADDING)),
+    "another number of a mask in one row": lambda q, m: torch.where(
+        _padding_of_every_row(q, PADDING), 0.0, torch.where(_rows(q) == 0, -torch.inf, LOWEST)
+    ),
+}
+
+
+def _edited(mask: Tensor) -> Tensor:
+    mask[:, :, 2] = True
+    return mask
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_mask_that_may_differ_from_row_to_row_is_left_whole(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def function(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, k, attn_mask=WHOLE[name](q, mask))
+
+    mask = (PADDING != 0)[:, None, None, :].expand(-1, 1, S, -1).clone()
+    given = _operands(function, _q(), _kv(B, H, KEYS, D), mask, monkeypatch=monkeypatch)
+    assert given["mask"].shape == (B, 1, S, KEYS)

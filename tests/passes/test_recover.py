@@ -225,3 +225,16 @@ def test_layers_with_tables_of_their_own_share_a_spec() -> None:
     (site,) = _run(layers, _q()).report.sites
     assert len(site.modules) == 2
     assert site.spec.score.added == "relative bias table[f(k - q), h]"
+
+
+def test_a_learned_bias_is_left_whole() -> None:
+    """Its gradient is the model's own to sum over the queries."""
+
+    def function(q: Tensor, bias: Tensor) -> Tensor:
+        return sdpa(q, q, q, attn_mask=bias + 0.0 * torch.arange(S)[:, None])
+
+    bias = torch.randn(1, H, 1, S)
+    spec = compiled(function, lowering="untouched")
+    spec(_q(), bias.requires_grad_())
+    assert spec.site.spec.score.bias == DenseBias(shape=(1, H, S, S), dtype="float32")
+    assert spec.site.spec.score.proved[0].words.startswith("bias")
