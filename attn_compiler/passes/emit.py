@@ -14,6 +14,7 @@ from attn_compiler import torch_compat
 from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.axes import AxisError, Size
 from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.mutation import Version
 
 X = TypeVar("X")
 
@@ -54,6 +55,37 @@ def find_size(mirror: Mirror, size: Size, known: list[fx.Node]) -> tuple[fx.Node
             if axes.same_size(axes.size_expr(length), size):
                 return node, dim
     raise AxisError(f"no tensor of the site has the size {size}")
+
+
+def copied_before(mirror: Mirror, version: Version, at: fx.Node) -> fx.Node | None:
+    """The Dynamo node before which a tensor has to be copied, so that what it holds then can be read right before `at`.
+
+    None: it still holds the same there. at: a mirror node with a Dynamo node. Raises AxisError where the tensor belongs to another
+    graph or exists only inside one call, is not yet what it has to be, or carries a gradient that a copy might lose.
+    """
+    node = version.node
+    if node.graph is not mirror.graph:
+        raise AxisError(f"{node.name} is a tensor of the graph that calls this body")
+    wants_gradient = bool(example(mirror, node).requires_grad)
+    place, _ = _span(mirror, at, mirror.dynamo_node(at))
+    if version.since is not None and _span(mirror, version.since)[1] >= place:
+        raise AxisError(f"{node.name} is not read before {version.since.name} writes to it")
+    if version.until is None or (begin := _span(mirror, version.until)[0]) >= place:
+        return None
+    writer = mirror.owner(version.until)
+    made = [n for n in (node, version.since) if n is not None and n.op != "placeholder"]
+    if writer is None or any(_span(mirror, n)[1] >= begin for n in made):
+        raise AxisError(f"{node.name} is made and written in place, by {version.until.name}, inside of one call")
+    if wants_gradient:
+        raise AxisError(f"{node.name} wants a gradient, and is written in place, by {version.until.name}")
+    return writer
+
+
+def _span(mirror: Mirror, node: fx.Node, dynamo: fx.Node | None = None) -> tuple[int, int]:
+    """The first and the last place in the mirror of what a Dynamo node made: the one given, or the one that made `node`."""
+    dynamo = dynamo or mirror.owner(node)
+    places = [mirror.order(n) for n in mirror.owned(dynamo)] if dynamo is not None else []
+    return (min(places), max(places)) if places else (mirror.order(node), mirror.order(node))
 
 
 class FakeBuilder(Generic[X]):
@@ -98,7 +130,7 @@ class GraphBuilder:
         self.mode = mode
         self._shared: dict[Any, fx.Node] = {}
         self._replaced: dict[fx.Node, fx.Node] = {}
-        self._versions: dict[fx.Node, int] = {}
+        self._versions: dict[fx.Node, fx.Node | None] = {}
         self._place: fx.Node | None = None
         self._origin: fx.Node | None = None
         self._with_grad = False
@@ -122,8 +154,29 @@ class GraphBuilder:
             raise AxisError(f"{node.name} exists only inside one call of the graph")
         dynamo = self._replaced.get(dynamo, dynamo)
         if self._place is not None:
-            self._versions[dynamo] = version(self._mirror, node, self._place)
+            self._versions[dynamo] = mutation.version(self._mirror, node, self._mirror.order(self._place)).since
         return dynamo
+
+    def loaded(self, version: Version) -> fx.Node:
+        """What a tensor holds between two writes, for what is inserted here: the tensor itself, or a copy from before it was written.
+
+        To be used inside of `at`. Raises AxisError where neither can be had (copied_before).
+        """
+        if self._place is None:
+            raise ValueError("where to read the tensor is not known outside of `at`")
+        writer = copied_before(self._mirror, version, self._place)
+        if writer is None:
+            return self.leaf(version.node)
+        return self.once(("copied", version), lambda: self._copied(version.node, writer))
+
+    def _copied(self, node: fx.Node, writer: fx.Node) -> fx.Node:
+        """A copy of a tensor from right before a Dynamo node writes to it, in that node's name."""
+        with self._graph.inserting_before(writer):
+            origin, self._origin = self._origin, writer
+            try:
+                return self.call(torch.clone, self.leaf(node))
+            finally:
+                self._origin = origin
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
         node = self._graph.call_function(function, args, kwargs)
@@ -163,9 +216,3 @@ class GraphBuilder:
             return mask if self.value(mask).dtype == dtype else self.call(torch.Tensor.to, mask, dtype)
         zero = self.call(torch.zeros, (), dtype=dtype, device=self.value(mask).device)
         return self.call(torch.where, mask, zero, float("-inf"))
-
-
-def version(mirror: Mirror, tensor: fx.Node, at: fx.Node) -> int:
-    """How often a tensor's storage was written before a place in the graph: equal versions hold equal elements."""
-    mine = mutation.storages(tensor)
-    return sum(1 for writer, written in mirror.writers if mirror.order(writer) < mirror.order(at) and mine & written)

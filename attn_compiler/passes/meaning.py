@@ -15,9 +15,10 @@ from attn_compiler import masks, scores
 from attn_compiler.index_expr import Expr, Linear
 from attn_compiler.index_expr.dividing import divide
 from attn_compiler.masks import ProvedKind
-from attn_compiler.passes import axes, elements, kinds, reading, score_kinds
+from attn_compiler.passes import axes, elements, kinds, mutation, reading, score_kinds
 from attn_compiler.passes.axes import Dim
 from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.reading import Reader, Unreadable
 from attn_compiler.passes.site import Match, Term
 from attn_compiler.scores import ProvedScore
@@ -32,16 +33,16 @@ _PARAMETER = re.compile(r"(?:.*modules_(?P<module>\w+?)_)?(?:parameters|buffers)
 class Meaning:
     """condition: when a pair is allowed by what masks; None if that could not be read.
 
-    kinds: what is masked; reason: why that could not be read. scores: what else is added, if all of it is known. tensors: the
-    mirror node behind each name that `scores` loads from. along: of each term (added ones first), the letters of the indices that
-    its elements were not shown to be the same along.
+    kinds: what is masked; reason: why that could not be read. scores: what else is added, if all of it is known. tensors: what
+    each name that `scores` loads from stands for. along: of each term (added ones first), the letters of the indices that its
+    elements were not shown to be the same along.
     """
 
     condition: Expr | None = None
     kinds: tuple[ProvedKind, ...] = ()
     reason: str | None = None
     scores: tuple[ProvedScore, ...] = ()
-    tensors: dict[str, fx.Node] = field(default_factory=dict)
+    tensors: dict[str, Version] = field(default_factory=dict)
     along: tuple[str, ...] = ()
 
     @property
@@ -83,9 +84,9 @@ class _Read:
         self._unread_masks: list[str] = []
         self._is_whole = True
         self._along: list[str] = []
-        self._unread: dict[str, fx.Node] = {}
+        self._unread: dict[str, Version] = {}
         self._names: dict[str, str] = {}
-        self._tensors: dict[str, fx.Node] = {}
+        self._tensors: dict[str, Version] = {}
 
     def add(self, term: Term) -> None:
         """A tensor that is added: what of it masks, and kinds of the rest."""
@@ -147,13 +148,17 @@ class _Read:
     def _element(self, term: Term) -> Expr:
         self._along.append(term.along)
         at = elements.indices(self._match, term.operand.dims)
-        found = ix.decide(divide(self._reader.read(term.operand.node, at), self._ranges), self._ranges)
+        read = self._reader.read_at(self._mirror.order(term.operand.used), term.operand.node, at)
+        found = ix.decide(divide(read, self._ranges), self._ranges)
         self._along[-1] = "".join(index.name for index in _INDICES if ix.mentions(found, index))
         return found
 
     def _origin(self, name: str) -> str:
         """Why nothing is known of the elements of a tensor."""
-        came_in = self._node(name).op == "placeholder"
+        version = self._version(name)
+        if version.since is not None and version.since is not version.node:
+            return f"{name} is written in place, by {version.since.name}"
+        came_in = version.node.op == "placeholder"
         return f"{name} {'is an input of the graph' if came_in else 'was made in a way that can not be read'}"
 
     # ---- scores ---------------------------------------------------------------------------------------------------
@@ -169,13 +174,13 @@ class _Read:
             self._is_whole = False
             return
         shape = elements.shape(self._match, elements.varies_along(self._match, term.operand))
-        self._unread[node.name] = node
+        self._unread[node.name] = mutation.version(self._mirror, node, self._mirror.order(term.operand.used))
         bias = scores.Bias(tensor=node.name, at=at, shape=shape, weight=term.weight)
         self._scores.append(self._named(bias, term))
 
     def _named(self, kind: ProvedScore, term: Term) -> ProvedScore:
         """The kind with its loads under short names, its shape, and whether it wants a gradient."""
-        nodes = map(self._node, score_kinds.tensors(kind))
+        nodes = (self._version(name).node for name in score_kinds.tensors(kind))
         wants = self._requires_grad(term.operand.root) and any(map(self._requires_grad, nodes))
         if isinstance(kind, scores.Bias) and not kind.shape:
             kind = replace(kind, shape=elements.shape(self._match, kind.varies_along))
@@ -191,16 +196,16 @@ class _Read:
     def _short(self, name: str) -> str:
         """A name that equal layers share: a parameter's own, a node's without its number."""
         if name not in self._names:
-            node = self._node(name)
+            version = self._version(name)
             found = _PARAMETER.fullmatch(name)
-            short = name if node.op == "placeholder" else re.sub(r"_\d+$", "", name)
+            short = name if version.node.op == "placeholder" else re.sub(r"_\d+$", "", name)
             short = short if found is None else _parameter(found)
-            while self._tensors.setdefault(short, node) is not node:
+            while self._tensors.setdefault(short, version) != version:
                 short += "'"
             self._names[name] = short
         return self._names[name]
 
-    def _node(self, name: str) -> fx.Node:
+    def _version(self, name: str) -> Version:
         return self._unread[name] if name in self._unread else self._reader.tensors[name]
 
 

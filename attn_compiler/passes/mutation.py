@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,19 @@ if TYPE_CHECKING:
     from attn_compiler.passes.mirror import Mirror
 
 Writers = list[tuple[fx.Node, set[StorageWeakRef]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """What a tensor holds from one write into its memory to the next.
+
+    node: the tensor, in a mirror. since: the last mirror node that wrote before, None: the tensor is as it was made or came in.
+    until: the first that writes after, None: nothing does. A node that writes and gives back its tensor (`add_`) is `since` itself.
+    """
+
+    node: fx.Node
+    since: fx.Node | None = None
+    until: fx.Node | None = None
 
 
 def effect(*inputs: torch.Tensor) -> None:
@@ -89,6 +103,18 @@ def views_in_place(method: str) -> bool:
     """Whether a method of that name changes shape or strides of its tensor in place."""
     packet = getattr(torch.ops.aten, method, None) if method.endswith("_") else None
     return packet is not None and any(_is_view_in_place(getattr(packet, name)) for name in packet.overloads())
+
+
+def version(mirror: Mirror, tensor: fx.Node, when: int) -> Version:
+    """What a tensor holds right before the place `when` in the order of the mirror (mirror.order)."""
+    mine = storages(tensor)
+    since = None
+    for writer, written in mirror.writers:
+        if mine & written:
+            if mirror.order(writer) >= when:
+                return Version(node=tensor, since=since, until=writer)
+            since = writer
+    return Version(node=tensor, since=since)
 
 
 def written_after(mirror: Mirror, tensors: set[StorageWeakRef], start: fx.Node) -> fx.Node | None:

@@ -74,7 +74,7 @@ def read(
     error: AxisError | None = None
     for position in candidates:
         try:
-            return _describe(chain, position, site_dims), chain[position][1]
+            return _describe(chain, position, site_dims, used), chain[position][1]
         except AxisError as problem:
             error = problem
     raise error or AxisError(f"{node.name} is written in place, or exists only inside one call of the graph")
@@ -110,7 +110,7 @@ def _above_unit_axes(mirror: Mirror, chain: list[tuple[fx.Node, float]], positio
     return position
 
 
-def _describe(chain: list[tuple[fx.Node, float]], position: int, site_dims: Dims) -> Operand:
+def _describe(chain: list[tuple[fx.Node, float]], position: int, site_dims: Dims, used: fx.Node) -> Operand:
     root = chain[position][0]
     root_dims = axes.fresh(axes.shape_exprs(views.value(root)))
     dims = root_dims
@@ -118,6 +118,7 @@ def _describe(chain: list[tuple[fx.Node, float]], position: int, site_dims: Dims
         dims = _forward(node, dims)
     return Operand(
         node=chain[0][0],
+        used=used,
         dims=site_dims,
         root=root,
         root_dims=root_dims,

@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from attn_compiler import torch_compat
-from attn_compiler.passes import axes
+from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.arrange import Recipe, arrange, simplified
 from attn_compiler.passes.axes import Dim
-from attn_compiler.passes.emit import Builder, version
+from attn_compiler.passes.emit import Builder
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Match, Operand, Term
 
@@ -95,11 +95,11 @@ def _mask(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype)
 
 
 def _identity(mirror: Mirror, match: Match) -> tuple[object, ...]:
+    when = mirror.order(match.out)
     return tuple(
         (
             adds,
-            t.operand.root,
-            version(mirror, t.operand.root, match.out),
+            mutation.version(mirror, t.operand.root, when),
             t.weight,
             t.inverted,
             t.along,

@@ -12,6 +12,7 @@ from torch import fx
 
 from attn_compiler.index_expr import Expr
 from attn_compiler.passes.axes import Atom, Dim, Dims, resolve
+from attn_compiler.passes.mutation import Version
 from attn_compiler.report import Copy, Decision, Reason
 from attn_compiler.spec import AttentionSpec
 
@@ -38,13 +39,14 @@ class Miss:
 
 @dataclass(kw_only=True, eq=False)
 class Operand:
-    """A tensor of the site. node: as the model uses it (mirror). dims: for each of its dimensions, the site's atoms.
+    """A tensor of the site. node: as the model uses it (mirror), at the node `used`. dims: for each of its dimensions, the site's atoms.
 
     root: the mirror node to read instead, above repetitions, copies and folded scales; root_dims: its own atoms, one tuple a
     dimension; reads: site atom -> root atom. A site atom that is missing there does not change what is read.
     """
 
     node: fx.Node
+    used: fx.Node
     dims: Dims
     root: fx.Node
     root_dims: Dims
@@ -121,8 +123,8 @@ class Site:
     """A match on its way through the passes.
 
     added, allowed: the terms that the match had before recovery. condition: when they let a (query, key) pair through, if that
-    could be read; what else they add is `spec.score.proved`. loads, score_loads: the mirror node behind each name that a load of
-    the condition, or of what is added, uses. new_out: the Dynamo node that took the old output's place.
+    could be read; what else they add is `spec.score.proved`. loads, score_loads: what each name that a load of the condition, or of
+    what is added, uses stands for. new_out: the Dynamo node that took the old output's place.
     """
 
     match: Match
@@ -132,8 +134,8 @@ class Site:
     added: tuple[Term, ...] = ()
     allowed: tuple[Term, ...] = ()
     condition: Expr | None = None
-    loads: Mapping[str, fx.Node] = field(default_factory=dict)
-    score_loads: Mapping[str, fx.Node] = field(default_factory=dict)
+    loads: Mapping[str, Version] = field(default_factory=dict)
+    score_loads: Mapping[str, Version] = field(default_factory=dict)
     decision: Decision | None = None
     new_out: fx.Node | None = None
     copies: list[Copy] = field(default_factory=list)

@@ -54,7 +54,7 @@ def needs(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> se
     for leaf in (n for node in inside for n in node.all_input_nodes if n not in known):
         found |= values.needs(leaf)
     for term in pairs.terms(site):
-        found |= values.needs(term.operand.node)
+        found |= pairs.term_needs(term, values)
     return found | values.needs(site.match.v.node)
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr, Index
@@ -19,6 +18,7 @@ from attn_compiler.index_expr.on_tensors import evaluate_on
 from attn_compiler.passes import axes
 from attn_compiler.passes.arrange import arrange, simplified
 from attn_compiler.passes.axes import AxisError
+from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.patterns.score_steps import MASKED_BELOW, STILL_MASKED_BELOW
 from attn_compiler.passes.site import Match, Site, Term
 from attn_compiler.scores import ProvedScore
@@ -77,29 +77,40 @@ def biases(site: Site) -> tuple[ProvedScore, ...]:
     return site.spec.score.proved if site.spec is not None else ()
 
 
-def needs(site: Site, loads: Iterable[tuple[Expr, Mapping[str, fx.Node]]], values: Values) -> set[Key]:
+def needs(site: Site, loads: Iterable[tuple[Expr, Mapping[str, Version]]], values: Values) -> set[Key]:
     """What has to be recorded: the site's own tensors, and what each expression loads. Raises NoValueError where it can't be."""
-    nodes = [term.operand.node for term in terms(site)]
-    nodes += [_loaded(load.tensor, known) for x, known in loads for load in ix.loads(x)]
-    return set().union(*(values.needs(node) for node in nodes))
+    found = set().union(*(term_needs(term, values) for term in terms(site)))
+    for version in (_loaded(load.tensor, known) for x, known in loads for load in ix.loads(x)):
+        found |= values.needs(version.node, values.when(version))
+    return found
 
 
-def _loaded(tensor: str, known: Mapping[str, fx.Node]) -> fx.Node:
+def term_needs(term: Term, values: Values) -> set[Key]:
+    """What has to be recorded to have a term's tensor as the model uses it. Raises NoValueError where it can't be."""
+    return values.needs(term.operand.node, _when(term, values))
+
+
+def _when(term: Term, values: Values) -> int:
+    """The place in its mirror where the model uses the term."""
+    return values.mirror_of(term.operand.used).order(term.operand.used)
+
+
+def _loaded(tensor: str, known: Mapping[str, Version]) -> Version:
     if tensor not in known:
         raise NoValueError(f"where {tensor} is read from is not known")
     return known[tensor]
 
 
-def loaded(expressions: Iterable[Expr], known: Mapping[str, fx.Node], values: Values) -> dict[str, torch.Tensor]:
+def loaded(expressions: Iterable[Expr], known: Mapping[str, Version], values: Values) -> dict[str, torch.Tensor]:
     """The tensors that expressions load from. Raises NoValueError."""
     names = {load.tensor for x in expressions for load in ix.loads(x)}
     return {name: _tensor(values, _loaded(name, known)) for name in names}
 
 
-def _tensor(values: Values, node: fx.Node) -> torch.Tensor:
-    value = values.mirror(node)
+def _tensor(values: Values, version: Version) -> torch.Tensor:
+    value = values.mirror(version.node, values.when(version))
     if not isinstance(value, torch.Tensor):
-        raise NoValueError(f"{node.name} is no tensor")
+        raise NoValueError(f"{version.node.name} is no tensor")
     return value
 
 
@@ -124,7 +135,7 @@ def _arranged(match: Match, term: Term, values: Values) -> torch.Tensor:
         )
     except AxisError as error:
         raise NoValueError(f"{operand.node.name} can't be brought into (b, h, q, k): {error}") from error
-    return _over_pairs(recipe.run(values.mirror(operand.node), _call, values.size))
+    return _over_pairs(recipe.run(values.mirror(operand.node, _when(term, values)), _call, values.size))
 
 
 def _call(function: Any, x: torch.Tensor, *args: Any) -> Any:

@@ -37,7 +37,7 @@ _OUTSIDE = 8
 
 def relative(site: Site, values: Values) -> float:
     """The largest error of what the model adds at a site, as a part of the largest number among it."""
-    loads = set(site.score_loads.values())
+    loads = {version.node for version in site.score_loads.values()}
     total = 0.0
     for node in _between(site, loads):
         dtype = _floating(node)

@@ -43,6 +43,10 @@ class _Session:
         self._values = Values(bodies=plan.mirrors)
         self._waiting = [(check, set(check.needs)) for check in plan.checks if check.skipped is None]
         self._wanted: Counter[Key] = Counter(key for check in plan.checks for key in check.needs)
+        self._moments: dict[tuple[int, str], list[Key]] = {}
+        for key in self._wanted:
+            self._moments.setdefault((key.body, key.after or key.name), []).append(key)
+        self._held: dict[tuple[int, str], Any] = dict.fromkeys((k.body, k.name) for k in self._wanted if k.after)
         self._found: dict[Check, Verification] = {}
         self._mismatches: list[VerificationMismatch] = []
         for body in torch_compat.graph_modules(plan.module):
@@ -60,15 +64,22 @@ class _Session:
         for symbol, dim in self._plan.symbols.get((node.graph, node.name), ()):
             self._values.symbols.setdefault(symbol, int(value if dim is None else value.shape[dim]))
         body = self._plan.bodies.get(node.graph)
-        if body is None or not self._wanted[body.index, node.name]:
+        if body is None:
             return
-        key = (body.index, node.name)
-        self._values.recorded[key] = value
-        ready = []
-        for check, missing in self._waiting:
-            missing.discard(key)
-            if not missing:
-                ready.append(check)
+        now = (body.index, node.name)
+        if now in self._held:
+            self._held[now] = value
+        keys = {key for key in self._moments.get(now, ()) if self._wanted[key]}
+        for key in keys:
+            found = value if key.after is None else self._held[key.body, key.name]
+            self._values.recorded[key] = found.clone() if key.copied and isinstance(found, torch.Tensor) else found
+        if keys:
+            self._check_what_waited_for(keys)
+
+    def _check_what_waited_for(self, keys: set[Key]) -> None:
+        for _, missing in self._waiting:
+            missing -= keys
+        ready = [check for check, missing in self._waiting if not missing]
         self._waiting = [(check, missing) for check, missing in self._waiting if missing]
         for check in ready:
             self._make(check)
@@ -125,6 +136,7 @@ class _Session:
     def close(self) -> None:
         """Let go of all values: the plan's modules hold the session."""
         self._values.recorded.clear()
+        self._held.clear()
 
 
 class _Recorder(fx.Interpreter):

@@ -8,18 +8,33 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
 from torch import fx
 from torch._subclasses import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_compiler.passes import axes, mutation, views
 from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.mutation import Version
 
-#: (index of the body, name of a node of the model's own graph)
-Key = tuple[int, str]
+
+class Key(NamedTuple):
+    """A value to record: of the node `name` of the model's own graph, in the body of that index.
+
+    after: the node of that graph after which the tensor holds it, None: from when it is made. copied: something writes to the tensor
+    later.
+    """
+
+    body: int
+    name: str
+    after: str | None = None
+    copied: bool = False
+
+
+_Seen = tuple[fx.Node, int | None]
 
 
 class NoValueError(Exception):
@@ -43,6 +58,11 @@ class Body:
     outs: dict[str, str] = field(default_factory=dict)
     names: dict[fx.Node, str] = field(default_factory=dict)
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    @property
+    def written(self) -> set[StorageWeakRef]:
+        """The memory that something in the mirror writes to."""
+        return set().union(*(memory for _, memory in self.mirror.writers))
 
     def __post_init__(self) -> None:
         rewritten = {node.name: node for node in self.rewritten.nodes}
@@ -78,10 +98,14 @@ class Values:
 
     # ---- the mirror -----------------------------------------------------------------------------------------------
 
-    def leaf(self, node: fx.Node) -> Key | None:
-        """Where the value of a mirror node was recorded, if it was."""
+    def leaf(self, node: fx.Node, when: int | None = None) -> Key | None:
+        """Where the value of a mirror node was recorded, if it was. when: as in `needs`. Raises NoValueError."""
         body = self._body(node)
-        return (body.index, body.names[node]) if node in body.names else None
+        if node not in body.names:
+            return None
+        if when is None:
+            return Key(body.index, body.names[node])
+        return _recorded_at(body, mutation.version(body.mirror, node, when))
 
     def _body(self, node: fx.Node) -> Body:
         body = self.bodies.get(node.graph)
@@ -89,34 +113,50 @@ class Values:
             raise NoValueError(f"{node.name} is in a graph that was not recorded")
         return body
 
-    def needs(self, node: fx.Node) -> set[Key]:
-        """What has to be recorded for `mirror(node)`. Raises NoValueError."""
-        return self._needs(node, set())
+    def needs(self, node: fx.Node, when: int | None = None) -> set[Key]:
+        """What has to be recorded for `mirror(node, when)`. Raises NoValueError."""
+        return self._needs(node, when, set())
 
-    def _needs(self, node: fx.Node, seen: set[fx.Node]) -> set[Key]:
-        if node in seen or _is_size(node):
+    def _needs(self, node: fx.Node, when: int | None, seen: set[_Seen]) -> set[Key]:
+        if (node, when) in seen or _is_size(node):
             return set()
-        seen.add(node)
-        leaf = self.leaf(node)
+        seen.add((node, when))
+        leaf = self.leaf(node, when)
         if leaf is not None:
             return {leaf}
         body = self._body(node)
+        if when is not None and mutation.storages(node) & body.written:
+            raise NoValueError(f"{node.name} exists only inside one call of the graph, and is written in place")
         if node in body.made:
             return self.rewritten_needs(body, body.made[node])
         require_computable(node)
-        return set().union(*(self._needs(n, seen) for n in node.all_input_nodes))
+        return set().union(*(self._needs(n, _before(body, node, when), seen) for n in node.all_input_nodes))
 
-    def mirror(self, node: fx.Node, known: dict[fx.Node, Any] | None = None) -> Any:
-        """The real value of a mirror node, or the number that it stands for."""
-        known = {} if known is None else known
-        if node not in known:
-            known[node] = self._mirror(node, known)
-        return known[node]
+    def mirror(self, node: fx.Node, when: int | None = None) -> Any:
+        """The real value of a mirror node, or the number that it stands for.
 
-    def _mirror(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+        when: right before that place in the order of its mirror; None: as it is now, in the run of the model's own graph.
+        """
+        return self._known(node, when, {})
+
+    def mirror_of(self, node: fx.Node) -> Mirror:
+        """The mirror that a node belongs to. Raises NoValueError."""
+        return self._body(node).mirror
+
+    def when(self, version: Version) -> int:
+        """A place in its mirror where a tensor holds what the version says. Raises NoValueError."""
+        mirror = self.mirror_of(version.node)
+        return len(mirror.graph.nodes) if version.until is None else mirror.order(version.until)
+
+    def _known(self, node: fx.Node, when: int | None, known: dict[_Seen, Any]) -> Any:
+        if (node, when) not in known:
+            known[node, when] = self._mirror(node, when, known)
+        return known[node, when]
+
+    def _mirror(self, node: fx.Node, when: int | None, known: dict[_Seen, Any]) -> Any:
         if _is_size(node):
             return self.number(node.meta["val"])
-        leaf = self.leaf(node)
+        leaf = self.leaf(node, when)
         if leaf is not None:
             return self.recorded[leaf]
         body = self._body(node)
@@ -124,7 +164,7 @@ class Values:
             return self.rewritten(body, body.made[node])
         if node.op == "get_attr":
             return node.meta["constant"]
-        return self.call(node, lambda n: self.mirror(n, known))
+        return self.call(node, lambda n: self._known(n, _before(body, node, when), known))
 
     def call(self, node: fx.Node, value: Callable[[fx.Node], Any], *, dtype: torch.dtype | None = None) -> Any:
         """Run one mirror node on the values of its inputs. dtype: takes the place of every floating dtype it asks for."""
@@ -152,7 +192,7 @@ class Values:
         seen.add(node)
         name = _recorded_as(body, node) if node is not start else None
         if name is not None:
-            return {(body.index, name)}
+            return {Key(body.index, name)}
         if node.op not in ("call_function", "call_method"):
             raise NoValueError(f"{node.name} of the rewritten graph is not in the model's own graph")
         return set().union(*(self._rewritten_needs(body, n, start, seen) for n in node.all_input_nodes))
@@ -166,13 +206,30 @@ class Values:
             return known[node]
         name = _recorded_as(body, node) if node is not start else None
         if name is not None:
-            return self.recorded[body.index, name]
+            return self.recorded[Key(body.index, name)]
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: self._rewritten(body, n, start, known))
         if node.op == "call_method":
             known[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:
             known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return known[node]
+
+
+def _before(body: Body, node: fx.Node, when: int | None) -> int | None:
+    """When a node that nothing writes to reads its inputs: an older name of their memory is not written either."""
+    return None if when is None else body.mirror.order(node)
+
+
+def _recorded_at(body: Body, version: Version) -> Key:
+    """Where what a tensor holds between two writes was recorded. Raises NoValueError where that is inside of one call of the graph."""
+    node, since, until = version.node, version.since, version.until
+    mirror, name = body.mirror, body.names[node]
+    written = since is not None and mirror.order(since) >= mirror.order(node)
+    call = mirror.owner(since if since is not None and written else node)
+    if until is not None and call is not None and call is mirror.owner(until):
+        raise NoValueError(f"what {name} holds inside one call of the graph was not recorded")
+    after = call.name if written and call is not None and call.name != name else None
+    return Key(body.index, name, after, copied=until is not None)
 
 
 def _recorded_as(body: Body, node: fx.Node) -> str | None:

@@ -234,7 +234,7 @@ def edited_through_a_view() -> Tensor:
     return mask
 
 
-@near_miss(unproved="copy_ was made in a way that can not be read", other=lambda: normal(S, S, seed=5) > -1)
+@near_miss(unproved="written in place, by copy_", other=lambda: normal(S, S, seed=5) > -1)
 def edited_by_copying(other: Tensor) -> Tensor:
     mask = causal().clone()
     mask.copy_(other)

@@ -12,7 +12,7 @@ from torch import fx
 
 from attn_compiler import torch_tracing
 from attn_compiler.masks import Inputs
-from attn_compiler.passes import axes, elements, meaning, mirror, reading, unit
+from attn_compiler.passes import axes, elements, meaning, mirror, mutation, reading, unit
 from attn_compiler.passes.meaning import Meaning
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.patterns import PATTERNS
@@ -31,18 +31,13 @@ _UNKNOWN = object()
 
 
 class _Values(MirrorValues):
-    """Also of mirrors that do not look into everything, and of tensors that are written to."""
-
-    def __init__(self, mirror: Mirror) -> None:
-        super().__init__(mirror)
-        self.in_the_end: dict[fx.Node, Any] = {}
+    """Also of mirrors that do not look into everything."""
 
     def run_node(self, n: fx.Node) -> Any:
         unknown = n.target is mirror.opaque or any(self.env[i] is _UNKNOWN for i in n.all_input_nodes)
-        result = _UNKNOWN if unknown and n.op == "call_function" else super().run_node(n)
-        # What a tensor held then: it may be written to later.
-        self.of_node[self._originals[n]] = result.clone() if isinstance(result, Tensor) else result
-        self.in_the_end[self._originals[n]] = result
+        result = _UNKNOWN if unknown and n.op == "call_function" else fx.Interpreter.run_node(self, n)
+        self.of_node[self._originals[n]] = result
+        self.keep(self._originals[n])
         return result
 
 
@@ -53,8 +48,7 @@ class Recovered:
     match: Match
     reader: Reader
     meaning: Meaning
-    values: dict[fx.Node, Any]
-    in_the_end: dict[fx.Node, Any]
+    values: MirrorValues
     symbols: dict[str, int]
 
     @property
@@ -100,7 +94,10 @@ class Recovered:
         return out
 
     def _dense(self, term: Term) -> Tensor:
-        value, dims = self.in_the_end[term.operand.node], term.operand.dims
+        node, dims = term.operand.node, term.operand.dims
+        value = self.values.held(
+            mutation.version(self.reader.mirror, node, self.reader.mirror.order(term.operand.used))
+        )
         out = torch.empty(self.sizes(), dtype=value.dtype)
         where = elements.indices(self.match, dims)
         for at in itertools.product(*map(range, out.shape)):
@@ -109,9 +106,8 @@ class Recovered:
         return out
 
     def _load(self, name: str, at: tuple[int, ...]) -> Any:
-        node = self.meaning.tensors.get(name) or self.reader.tensors[name]
-        joins = any(node is term.operand.node for term in (*self.match.additive, *self.match.allowed))
-        return (self.in_the_end if joins else self.values)[node][at].item()
+        version = self.meaning.tensors.get(name) or self.reader.tensors[name]
+        return self.values.held(version)[at].item()
 
     def _number(self, size: Any) -> int:
         return int(size.subs({s: self.symbols[str(s)] for s in size.free_symbols}))
@@ -177,8 +173,7 @@ def _recovered(gm: fx.GraphModule, graph: Mirror, matches: list[Match], inputs: 
             match=match,
             reader=reader,
             meaning=meaning.of(graph, match, reader),
-            values=interpreter.of_node,
-            in_the_end=interpreter.in_the_end,
+            values=interpreter,
             symbols=symbols,
         )
         for match in matches

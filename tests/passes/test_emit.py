@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import sympy
 import torch
+from torch import fx
 
-from attn_compiler.passes import axes, emit
+from attn_compiler.passes import axes, emit, mutation
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.emit import FakeBuilder, GraphBuilder
+from attn_compiler.passes.mutation import Version
 from attn_compiler.torch_tracing import fake_mode_of_values
 from tests.passes.compiling import captured, mark, mirror_of
 
@@ -116,15 +121,102 @@ def test_a_value_inside_one_call_of_the_graph_is_no_leaf() -> None:
         emit.example(mirror, inside)
 
 
-def test_versions_count_the_writes_before_a_place() -> None:
-    def function(x: Tensor, y: Tensor) -> Tensor:
-        a = x.sin()
-        x.add_(1)
-        y.add_(1)
-        return a + x.cos()
+# ---- loads of tensors that are written to --------------------------------------------------------------------------
 
-    mirror = mirror_of(function, torch.ones(2), torch.ones(2))
+
+def _counted(x: Tensor, length: Tensor, *, before: int = 0, between: int = 1, after: int = 1) -> Tensor:
+    """A length as a cache counts it up in place: it is read once, and a site stands further down."""
+    for _ in range(before):
+        length.add_(10)
+    a = x * length
+    for _ in range(between):
+        length.add_(100)
+    b = a.cos()
+    for _ in range(after):
+        length.add_(1000)
+    return b + x
+
+
+def _loading(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[fx.GraphModule, GraphBuilder, Version, fx.Node]:
+    """(graph, builder, the length where `mul` reads it, the mirror node of `cos`)"""
+    gm, mirror = captured(function, *inputs)
+    mode = fake_mode_of_values(n.meta.get("example_value") for n in gm.graph.nodes)
+    assert mode is not None
     nodes = {n.target: n for n in mirror.graph.nodes}
-    x = next(n for n in mirror.graph.nodes if n.op == "placeholder")
-    assert emit.version(mirror, x, nodes[aten.sin.default]) == 0
-    assert emit.version(mirror, x, nodes[aten.cos.default]) == 1
+    read = nodes[aten.mul.Tensor]
+    version = mutation.version(mirror, read.args[1], mirror.order(read))
+    return gm, GraphBuilder(gm.graph, mirror, mode), version, nodes[aten.cos.default]
+
+
+@pytest.mark.parametrize("between", [0, 1, 2])
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_load_has_the_value_of_its_time(before: int, between: int) -> None:
+    function = functools.partial(_counted, before=before, between=between)
+    x, length = torch.ones(3), torch.tensor(1.0)
+    gm, builder, version, site = _loading(function, x, length.clone())
+    with builder.at(site, with_grad=False) as old:
+        node = builder.loaded(version)
+        again = builder.loaded(version)
+        out = builder.call(torch.add, old.args[0], node)
+    assert again is node
+    old.replace_input_with(old.args[0], out)
+    assert ("clone" in str(node.target)) == (between > 0)
+    gm.recompile()
+    gm.graph.lint()
+    # Dynamo orders the inputs by their first use.
+    inputs = [n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"]
+    (got,) = gm(*(x if fake.dim() else length for fake in inputs))
+    value = 1.0 + 10 * before
+    torch.testing.assert_close(got, (x * value + value).cos() + x)
+
+
+def test_a_write_through_a_view_counts() -> None:
+    def function(x: Tensor, lengths: Tensor) -> Tensor:
+        length = lengths[0]
+        a = x * length
+        lengths.add_(1)
+        return a.cos()
+
+    _, builder, version, site = _loading(function, torch.ones(3), torch.ones(2))
+    with builder.at(site, with_grad=False):
+        node = builder.loaded(version)
+    assert "clone" in str(node.target)
+    order = list(node.graph.nodes)
+    assert order.index(node) < next(i for i, n in enumerate(order) if n.target == "add_")
+
+
+def test_copies_carry_the_line_of_the_write() -> None:
+    _, builder, version, site = _loading(_counted, torch.ones(3), torch.tensor(1.0))
+    with builder.at(site, with_grad=False) as old:
+        node = builder.loaded(version)
+        below = builder.call(torch.neg, node)
+    assert node.meta["stack_trace"] == node.next.meta["stack_trace"] != old.meta["stack_trace"]
+    assert below.meta["stack_trace"] == old.meta["stack_trace"]
+
+
+def test_loads_that_can_not_be_had_are_refused() -> None:
+    _, builder, version, site = _loading(_counted, torch.ones(3), torch.tensor(1.0))
+    with pytest.raises(ValueError, match="outside of `at`"):
+        builder.loaded(version)
+    with builder.at(site, with_grad=False):
+        with pytest.raises(AxisError, match="not read before"):
+            builder.loaded(Version(node=version.node, since=_last_write(site)))
+        foreign = next(n for n in mirror_of(_counted, torch.ones(3), torch.tensor(1.0)).graph.nodes)
+        with pytest.raises(AxisError, match="graph that calls this body"):
+            builder.loaded(Version(node=foreign))
+
+
+def _last_write(site: fx.Node) -> fx.Node:
+    return [n for n in site.graph.nodes if n.target is aten.add_.Tensor][-1]
+
+
+def test_a_copy_that_would_need_a_gradient_is_refused() -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        scale = weight.sin()
+        a = x * scale
+        scale.add_(1)
+        return a.cos()
+
+    _, builder, version, site = _loading(function, torch.ones(3), torch.ones((), requires_grad=True))
+    with builder.at(site, with_grad=True), pytest.raises(AxisError, match="wants a gradient"):
+        builder.loaded(version)

@@ -88,6 +88,27 @@ def test_repeated_after_the_write_reads_above_the_repetition() -> None:
     assert run.site.spec.k.shape == (B, HKV, S, D)
 
 
+def test_versions_are_told_apart_by_the_writes_around_them() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        a = x.sin()
+        x.mT.add_(1)
+        y.add_(1)
+        b = x.cos()
+        x.mul_(2)
+        return a + b + x.exp()
+
+    mirror = mirror_of(function, torch.ones(2, 2), torch.ones(2))
+    nodes = {n.target: n for n in mirror.graph.nodes}
+    x = nodes[aten.sin.default].args[0]
+    add, mul = (n for n in mirror.graph.nodes if mutation.writes(n) and n.args[0].meta["val"].dim() == 2)
+    found = [mutation.version(mirror, x, mirror.order(nodes[op])) for op in (aten.sin.default, aten.cos.default)]
+    assert [(v.since, v.until) for v in found] == [(None, add), (add, mul)]
+    assert mutation.version(mirror, x, mirror.order(add)) == found[0]
+    assert mutation.version(mirror, x, len(nodes) + 9) == mutation.Version(node=x, since=mul)
+    # What an in-place op gives back is its tensor after the write.
+    assert mutation.version(mirror, mul, mirror.order(nodes[aten.exp.default])).since is mul
+
+
 def test_written_after_the_attention_is_no_matter() -> None:
     def function(q: Tensor, kv: Tensor) -> Tensor:
         k = kv.repeat_interleave(2, dim=1)

@@ -6,9 +6,10 @@ to (QUERIES, KEYS), so that any two of them meet. Bools and whole numbers must b
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +114,34 @@ STEPS = [
     "torch.zeros_like({x}.float()).masked_fill({y}.bool(), {n})",
     "torch.full_like({x}, {n})",
 ]
+#: whole tensors and parts of them, in place and through views
+WRITES = [
+    "{x}.logical_not_()",
+    "{x}.neg_()",
+    "{x}.add_({n})",
+    "{x}.add_({y})",
+    "{x}.mul_({y})",
+    "{x}.fill_({n})",
+    "{x}.copy_({y})",
+    "{x}.logical_or_({y})",
+    "{x}.masked_fill_({y}.bool(), {n})",
+    "{x}[:, 1:].logical_not_()[:, :1]",
+    "{x}[:1].add_({n})",
+    "{x}[:, {i} : {i} + 1].copy_({y}[:, :1])",
+    "{x}[..., ::2].mul_(-1)[..., :1]",
+    "{x}.mT.logical_not_().mT",
+    "torch.logical_not({x}, out={x})",
+]
+VIEWS = [
+    "{x}[:, :]",
+    "{x}.mT.mT",
+    "{x}.unsqueeze(0)[0]",
+    "{x}.detach()",
+    "{x}[:, 1:2]",
+    "{x}[1:2]",
+    "{x} * 1",
+    "{x}.clone()",
+]
 NAMES = {"torch": torch, "F": F, "TABLE": TABLE, "KEYS": KEYS}
 
 
@@ -136,11 +165,11 @@ class Program:
 
 
 @st.composite
-def programs(draw: st.DrawFn, dynamic: bool) -> Program:
+def programs(draw: st.DrawFn, dynamic: bool, steps: Sequence[str] = STEPS) -> Program:
     lines: list[str] = []
-    values: dict[str, Any] = {**NAMES, **INPUTS}
+    values: dict[str, Any] = {**NAMES, **_copied(INPUTS)}
     for step in range(draw(st.integers(2, 8))):
-        template = draw(st.sampled_from(SOURCES if step == 0 or draw(st.integers(0, 2)) == 0 else STEPS))
+        template = draw(st.sampled_from(SOURCES if step == 0 or draw(st.integers(0, 2)) == 0 else steps))
         earlier = [f"v{i}" for i in range(len(lines))] or ["mask"]
         # Later values are more likely: the last one is the result.
         pick = st.sampled_from([*earlier, *earlier[-2:], *earlier[-1:] * 2])
@@ -165,6 +194,7 @@ def programs(draw: st.DrawFn, dynamic: bool) -> Program:
 
 def _is_accepted(text: str, values: dict[str, Any]) -> bool:
     """Whether eager PyTorch takes the line, and its result still broadcasts with all others."""
+    values = copy.deepcopy({name: x for name, x in values.items() if isinstance(x, Tensor)}) | NAMES
     try:
         found = eval(text, dict(values))
     except (RuntimeError, TypeError, IndexError, NotImplementedError, OverflowError, ZeroDivisionError):
@@ -191,18 +221,23 @@ def _run(mirror: Mirror, given: Mapping[str, Tensor]) -> tuple[dict[fx.Node, Any
         if isinstance(value, Tensor):
             dynamo = mirror.dynamo_node(node)
             name = (dynamo if dynamo is not None else node).name.removeprefix("l_").removesuffix("_")
-            arguments[node] = given.get(name, TABLE)
+            arguments[node] = given.get(name, TABLE).clone()
             known = zip(value.shape, arguments[node].shape, strict=True)
             sizes |= {str(axes.size_expr(s)): n for s, n in known}
     interpreter = MirrorValues(mirror)
     interpreter.run(*(arguments.get(n, sizes.get(str(n.meta.get("val")))) for n in placeholders))
-    return interpreter.of_node, {name: n for name, n in sizes.items() if not name.isdigit()}
+    return interpreter, {name: n for name, n in sizes.items() if not name.isdigit()}
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Programs write to their inputs."""
+    return {name: x.clone() for name, x in tensors.items()}
 
 
 def _check(program: Program, dynamic: bool) -> None:
     given = {name: INPUTS[name] for name in program.used}
     try:
-        mirror = mirror_of(program.function(), *given.values(), dynamic=dynamic)
+        mirror = mirror_of(program.function(), *_copied(given).values(), dynamic=dynamic)
     except TorchRuntimeError:
         # Fake tensors are stricter than real ones about some dtypes.
         return
@@ -212,11 +247,11 @@ def _check(program: Program, dynamic: bool) -> None:
         x = reader.read(node, (Index("q"), Index("k")))
     except Unreadable:
         return
-    values, sizes = _run(mirror, given)
-    wanted = values[node]
+    run, sizes = _run(mirror, given)
+    wanted = run.of_node[node]
 
     def load(name: str, at: tuple[int, ...]) -> Any:
-        return values[reader.tensors[name]][at].item()
+        return run.held(reader.tensors[name])[at].item()
 
     for q, k in itertools.product(*map(range, wanted.shape)):
         found = ix.evaluate(x, {"q": q, "k": k} | sizes, load)
@@ -239,3 +274,10 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too
 @given(data=st.data())
 def test_what_is_read_is_what_is_computed(dynamic: bool, data: st.DataObject) -> None:
     _check(data.draw(programs(dynamic)), dynamic)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
+@given(data=st.data())
+def test_what_is_read_of_tensors_that_are_written_is_what_they_hold_then(dynamic: bool, data: st.DataObject) -> None:
+    _check(data.draw(programs(dynamic, [*STEPS, *(WRITES + VIEWS) * 4])), dynamic)

@@ -30,7 +30,7 @@ PADDING = torch.tensor([[1] * LENGTH, [1, 1, 1, 0, 0, 1]])
 
 def _own(x: Tensor, *, adds: bool = True, weight: float = 1.0, inverted: bool = False) -> Own:
     node = torch.fx.Graph().placeholder("mask")
-    operand = Operand(node=node, dims=(), root=node, root_dims=(), reads={})
+    operand = Operand(node=node, used=node, dims=(), root=node, root_dims=(), reads={})
     return Own(x=x, term=Term(operand=operand, weight=weight, inverted=inverted), adds=adds)
 
 

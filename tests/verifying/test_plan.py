@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.lowerings.sdpa import SdpaCpuFlash
 from attn_compiler.verifying import running
+from attn_compiler.verifying.values import Key
 from tests.verifying.planning import Tensor, causal, masked, planned, plans, qkv
 
 
@@ -27,7 +28,7 @@ def test_each_site_has_its_checks() -> None:
     plan = planned(lambda q, k, v: causal(causal(q, k, v), k, v) @ v.mT, *qkv()).plan
     assert [check.subject for check in plan.checks] == ["mask", "output", "mask", "output"]
     assert [check.skipped for check in plan.checks] == [None] * 4
-    names = {(0, node.name) for node in plan.module.graph.nodes}
+    names = {Key(0, node.name) for node in plan.module.graph.nodes}
     assert all(check.needs and check.needs <= names for check in plan.checks)
 
 

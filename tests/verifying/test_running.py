@@ -109,3 +109,37 @@ def test_trained_parameters_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> N
     running.run(found.plan, found.args)
     assert seen == [[isinstance(x, nn.Parameter) for x in found.args]]
     assert any(seen[0])
+
+
+def test_values_are_those_of_their_time() -> None:
+    """A check that has to wait for the second write still gets what the tensors held before each of them."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
+        mask = torch.arange(LENGTH) < length
+        length.add_(2)
+        mask = (mask & (torch.arange(LENGTH) < length)).expand(LENGTH, LENGTH).clone()
+        length.zero_()
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        mask.zero_()
+        return out
+
+    found = planned(function, *qkv(), torch.tensor(3))
+    (loaded,) = (key for key in found.plan.checks[0].needs if "length" in key.name)
+    assert loaded.copied
+    results = running.run(found.plan, found.args)
+    assert [result.skipped for result in results] == [None, None]
+    assert results[0].formula == "k + 1 <= length"
+
+
+def test_a_value_is_recorded_after_what_writes_it() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, length: Tensor, other: Tensor) -> Tensor:
+        length.copy_(other)
+        mask = (torch.arange(LENGTH) < length)[None, :]
+        length.zero_()
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    found = planned(function, *qkv(), torch.tensor(0), torch.tensor(3))
+    (loaded,) = (key for key in found.plan.checks[0].needs if "length" in key.name)
+    assert "copy" in str(loaded.after)
+    assert loaded.copied
+    assert [result.skipped for result in running.run(found.plan, found.args)] == [None, None]

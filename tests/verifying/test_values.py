@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from attn_compiler.passes import mutation
 from attn_compiler.passes.mirror import Mirror
-from attn_compiler.verifying.values import Body, NoValueError, Values
+from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 from tests.passes.compiling import captured
 
 Tensor = torch.Tensor
@@ -26,7 +27,7 @@ class _Recorded:
         self.body = Body(index=3, original=names, rewritten=fx.Graph(), mirror=self.mirror)
         self.values = Values(bodies={self.mirror.graph: self.body})
         for node, x in zip(placeholders, inputs, strict=True):
-            self.values.recorded[3, node.name] = x
+            self.values.recorded[Key(3, node.name)] = x
 
     def node(self, name: str) -> fx.Node:
         return _named(self.mirror, name)
@@ -40,7 +41,7 @@ def _named(mirror: Mirror, name: str) -> fx.Node:
 def test_values_are_computed_from_what_was_recorded() -> None:
     x = torch.randn(3, 4)
     found = _Recorded(lambda x: (x + 1).mT.cos(), x)
-    assert found.values.needs(found.node("cos")) == {(3, n) for n in found.body.original}
+    assert found.values.needs(found.node("cos")) == {Key(3, n) for n in found.body.original}
     torch.testing.assert_close(found.values.mirror(found.node("cos")), (x + 1).mT.cos())
 
 
@@ -60,6 +61,21 @@ def test_what_is_random_or_written_or_opaque_has_none() -> None:
         found = _Recorded(function, torch.ones(3))
         with pytest.raises(NoValueError, match=why):
             found.values.needs(found.node("cos"))
+
+
+def test_what_is_held_between_two_writes_inside_of_one_call_has_none() -> None:
+    def function(x: Tensor) -> Tensor:
+        return F.relu(x + 1, inplace=True).cos()
+
+    found = _Recorded(function, torch.ones(3), known=("all",))
+    relu = next(n for n in found.mirror.graph.nodes if mutation.writes(n))
+    source = relu.all_input_nodes[0]
+    before, after = (mutation.version(found.mirror, source, found.mirror.order(relu) + i) for i in (0, 1))
+    assert found.values.needs(source, found.values.when(before)) == {Key(3, "add", None, copied=True)}
+    assert found.values.needs(source, found.values.when(after)) == {Key(3, "add", found.mirror.owner(relu).name)}
+    found.body.names.pop(source)
+    with pytest.raises(NoValueError, match="written in place"):
+        found.values.needs(source, found.values.when(after))
 
 
 def test_dropout_that_drops_nothing_is_not_random() -> None:
@@ -100,8 +116,8 @@ def test_new_nodes_are_computed_and_the_others_are_not() -> None:
     body = Body(
         index=0, original=frozenset({"x", "old_out"}), rewritten=graph, mirror=found.mirror, outs={last.name: "old_out"}
     )
-    values = Values(bodies={}, recorded={(0, "x"): torch.ones(2), (0, "old_out"): torch.tensor([1.0, 2.0])})
-    assert values.rewritten_needs(body, last) == {(0, "x"), (0, "old_out")}
+    values = Values(bodies={}, recorded={Key(0, "x"): torch.ones(2), Key(0, "old_out"): torch.tensor([1.0, 2.0])})
+    assert values.rewritten_needs(body, last) == {Key(0, "x"), Key(0, "old_out")}
     # At the site itself its own new output is computed; anywhere below, the model's own value stands for it.
     assert values.rewritten(body, last).tolist() == [20.0, 30.0]
     below = graph.call_function(torch.neg, (last,))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import sympy
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.reading import per_example
 from attn_compiler.passes.reading.converting import converted, kind_of_dtype, ranges
 from attn_compiler.passes.views import argument
@@ -39,14 +43,23 @@ class Unreadable(Exception):
     """Reading would be wrong or endless; the text says why. Internal: the mask stays dense, with this reason."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Moment:
+    """What is being read: `node`, as it is right before the place `when` in the order of the mirror. None: nothing yet."""
+
+    node: fx.Node | None
+    when: int
+
+
 class Reader:
     """Reads elements of one mirror's nodes. rules: by ATen op. inputs: what the inputs of a body are where it is called.
 
-    tensors: the node behind each name that a load uses. It belongs to this mirror or, for what an input of a body was followed
-    to, to the mirror of a graph that calls the body: `tensors[name].graph` is that mirror's graph.
+    tensors: what each name that a load uses stands for: a tensor, as it is between two writes to its memory. Its node belongs to
+    this mirror or, for what an input of a body was followed to, to the mirror of a graph that calls the body:
+    `tensors[name].node.graph` is that mirror's graph.
 
-    An expression says what a tensor holds where the model uses it. So a tensor that is used after it was written to again is
-    not read, and what is loaded is nothing that is written to later.
+    An expression says what a tensor holds at a certain place of the graph: an op reads what its inputs hold when it runs, through
+    views too. What was written to a tensor since it was made is read where the write says it, and is a load else.
     """
 
     def __init__(self, mirror: Mirror, rules: Mapping[object, ReadOp], inputs: Inputs | None = None) -> None:
@@ -54,63 +67,120 @@ class Reader:
         self._rules = rules
         self._inputs = inputs
         self._varies = per_example.regions_of(mirror)
-        self._known: dict[tuple[fx.Node, At], Expr] = {}
+        self._known: dict[tuple[fx.Node, At, fx.Node | None], Expr] = {}
+        self._memory: dict[fx.Node, set[StorageWeakRef]] = {}
+        self._moment = _Moment(node=None, when=len(mirror.graph.nodes))
         self._depth = 0
         self._scans = 0
-        self.tensors: dict[str, fx.Node] = {}
+        self.tensors: dict[str, Version] = {}
+
+    def read_at(self, when: int, node: fx.Node, at: At) -> Expr:
+        """The element of `node` at `at`, right before the place `when` in the order of the mirror. Raises Unreadable."""
+        with self._at(_Moment(node=None, when=when)):
+            return self.read(node, at)
 
     def read(self, node: fx.Node, at: At) -> Expr:
-        """The element of `node` at `at`, one expression a dimension. Raises Unreadable."""
-        key = (node, at)
+        """The element of `node` at `at`, one expression a dimension. Raises Unreadable.
+
+        For a rule: as the op that it is a rule for reads it. For others: as it is in the end.
+        """
+        version = self._version(node)
+        key = (node, at, version.since)
         if key not in self._known:
-            self._known[key] = self._read(node, at)
+            with self._at(_Moment(node=node, when=self._when(node))):
+                self._known[key] = self._read(version, at)
         return self._known[key]
 
-    def _read(self, node: fx.Node, at: At) -> Expr:
-        self._require_unwritten(node)
+    @contextlib.contextmanager
+    def _at(self, moment: _Moment) -> Iterator[None]:
+        outer, self._moment = self._moment, moment
+        try:
+            yield
+        finally:
+            self._moment = outer
+
+    def _version(self, node: fx.Node) -> Version:
+        return mutation.version(self.mirror, node, self._when(node))
+
+    def _when(self, source: fx.Node) -> int:
+        """When the node that is being read reads this input: a view whenever it is read itself, another op when it runs."""
+        reading, when = self._moment.node, self._moment.when
+        if reading is None or (self._is_view_of(reading, source)):
+            return when
+        return self.mirror.order(reading)
+
+    def _is_view_of(self, node: fx.Node, source: fx.Node) -> bool:
+        return bool(self._storages(node) & self._storages(source)) and not mutation.writes(node)
+
+    def _storages(self, node: fx.Node) -> set[StorageWeakRef]:
+        if node not in self._memory:
+            self._memory[node] = mutation.storages(node)
+        return self._memory[node]
+
+    def _read(self, version: Version, at: At) -> Expr:
+        node = version.node
+        if (reshaped := mutation.reshaped(self.mirror, self._storages(node))) is not None:
+            raise Unreadable(f"{node.name} changes its shape in place, by {reshaped.name}")
         if self._depth == _DEEPEST:
             raise Unreadable(f"more than {_DEEPEST} ops in a row")
+        self._depth += 1
+        try:
+            found = self._written(version, at) if self._is_written_since_made(version) else self._looked_into(node, at)
+        finally:
+            self._depth -= 1
+        return found if found is not None else self._load(version, at)
+
+    def _is_written_since_made(self, version: Version) -> bool:
+        """Whether its op no longer says what the tensor holds. What a view holds, the tensor that it is a view of knows."""
+        node, since = version.node, version.since
+        if since is None or any(self._is_view_of(node, source) for source in node.all_input_nodes):
+            return False
+        return self.mirror.order(since) > self.mirror.order(node)
+
+    def _written(self, version: Version, at: At) -> Expr | None:
+        """The element as the last write left it, if that wrote these very elements and is understood; else None."""
+        since = version.since
+        if since is None or mutation.returned(since) is None or not _are_the_same(since, version.node):
+            return None
+        with self._at(_Moment(node=since, when=self._moment.when)):
+            return self._looked_into(since, at)
+
+    def _looked_into(self, node: fx.Node, at: At) -> Expr | None:
         held = self.mirror.constant(node)
         if held is not None and held.numel() == 1:
             return Const(held.item())
-        self._depth += 1
-        try:
-            found = self._looked_into(node, at)
-        finally:
-            self._depth -= 1
-        return found if found is not None else self.load(node, at)
-
-    def _looked_into(self, node: fx.Node, at: At) -> Expr | None:
         if node.op == "placeholder" and self._inputs is not None:
             return self._inputs.element(self, node, at)
         rule = self._rules.get(node.target)
         return None if rule is None else rule(self, node, at)
-
-    def _require_unwritten(self, node: fx.Node) -> None:
-        """Whoever reads the node reads what it held when it was made."""
-        again = mutation.written_after(self.mirror, mutation.storages(node), node)
-        if again is not None and any(self.mirror.order(user) > self.mirror.order(again) for user in node.users):
-            raise Unreadable(f"{node.name} is written in place, by {again.name}, and used after that")
 
     def varies(self, node: fx.Node) -> bool:
         """Whether the node is one example's of a vmap: nothing outside of that vmap has this tensor."""
         return bool(self._varies.get(node))
 
     def load(self, node: fx.Node, at: At) -> Expr:
-        """An element of the tensor itself. Raises Unreadable where there is no such tensor, or it does not stay as it is."""
-        if self.varies(node):
-            raise Unreadable(f"{node.name} is computed inside of a vmap")
-        again = mutation.written_after(self.mirror, mutation.storages(node), node)
-        if again is not None:
-            raise Unreadable(f"{node.name} is written in place, by {again.name}")
+        """An element of the tensor itself, as it is when it is read. Raises Unreadable where there is no such tensor."""
+        return self._load(self._version(node), at)
+
+    def _load(self, version: Version, at: At) -> Expr:
+        if self.varies(version.node):
+            raise Unreadable(f"{version.node.name} is computed inside of a vmap")
+        version = dataclasses.replace(version, node=self._first_name(version.node))
+        node = version.node
         dynamo = self.mirror.dynamo_node(node)
         name = dynamo.name if dynamo is not None else node.name
         short = _ARGUMENT.sub(r"\1", name)
-        name = short if self.tensors.setdefault(short, node) is node else name
+        name = short if self.tensors.setdefault(short, version).node is node else name
         # A node that only the mirror has may be named as another one of Dynamo's is, and one of a body as one of its caller.
-        while self.tensors.setdefault(name, node) is not node:
+        while self.tensors.setdefault(name, version) != version:
             name += "'"
         return Load(name, at, kind_of_dtype(fake(node).dtype))
+
+    def _first_name(self, node: fx.Node) -> fx.Node:
+        """The tensor that a chain of in-place ops gave back, by the name that it had before them."""
+        while (written := mutation.returned(node)) is not None and self.mirror.dynamo_node(written) is not None:
+            node = written
+        return node
 
     def scan_variable(self) -> Index:
         """A new bound variable for a cumulative op."""
@@ -128,6 +198,13 @@ class Reader:
         if isinstance(x.meta.get("val"), torch.SymInt):
             return size(axes.size_expr(x.meta["val"]))
         return self.read(x, broadcast(fake(x), at)) if isinstance(x.meta.get("val"), torch.Tensor) else None
+
+
+def _are_the_same(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two tensors in one memory have the same elements in the same order."""
+    x, y = fake(a), fake(b)
+    placed = [(axes.size_expr(v.storage_offset()), *map(axes.size_expr, (*v.shape, *v.stride()))) for v in (x, y)]
+    return x.dtype == y.dtype and x.dim() == y.dim() and placed[0] == placed[1]
 
 
 def fake(node: fx.Node) -> torch.Tensor:

@@ -10,6 +10,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr
 from attn_compiler.passes import axes
 from attn_compiler.passes import bodies as higher_order
+from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.reading.core import At, Reader, Unreadable, fake
 from attn_compiler.passes.unit import Call, Unit, unsupported_tensor
 
@@ -28,24 +29,30 @@ class BodyInputs:
         if first is None or any(other != first for other in found):
             return None
         element, tensors = first
-        if any(reader.tensors.get(name, tensor) is not tensor for name, tensor in tensors.items()):
+        if any(reader.tensors.get(name, tensor) != tensor for name, tensor in tensors.items()):
             return None
         reader.tensors.update(tensors)
         return element
 
-    def _given(self, call: Call, reader: Reader, node: fx.Node, at: At) -> tuple[Expr, dict[str, fx.Node]] | None:
+    def _given(self, call: Call, reader: Reader, node: fx.Node, at: At) -> tuple[Expr, dict[str, Version]] | None:
         """The element as the caller reads it, and the tensors that it loads from."""
         if unsupported_tensor(call.unit.graph_module) is not None:
             return None
         above = self._reader_of(call.unit)
         argument = _argument(call, above, reader.mirror.dynamo_node(node))
-        if argument is None or above.varies(argument) or not _alike(argument, node):
+        when = _when(call, above)
+        if argument is None or when is None or above.varies(argument) or not _alike(argument, node):
             return None
         try:
-            element = above.read(argument, at)
+            element = above.read_at(when, argument, at)
         except Unreadable:
             return None
         return element, {load.tensor: above.tensors[load.tensor] for load in ix.loads(element)}
+
+
+def _when(call: Call, above: Reader) -> int | None:
+    """The place of the call among the caller's mirror nodes, None if it has none. What the call writes it writes after that."""
+    return min((above.mirror.order(n) for n in above.mirror.owned(call.node)), default=None)
 
 
 def _argument(call: Call, above: Reader, placeholder: fx.Node | None) -> fx.Node | None:

@@ -21,7 +21,7 @@ def _operand(dims: tuple[Dim, ...], varies: list[Atom], repeated: tuple[Atom, ..
     node = next(iter(mirror.graph.nodes))
     own = {a: Atom(a.size) for a in varies}
     reads = {**own, **{a: Atom(a.size, broadcast=True) for a in repeated}}
-    return Operand(node=node, dims=dims, root=node, root_dims=tuple((o,) for o in own.values()), reads=reads)
+    return Operand(node=node, used=node, dims=dims, root=node, root_dims=tuple((o,) for o in own.values()), reads=reads)
 
 
 def _assemble(
@@ -106,12 +106,12 @@ def test_a_split_that_one_operand_brings_reaches_all() -> None:
     own = {a: Atom(a.size) for a in (batch, key, d)}
     reads = {**own, **{site: mine for mine, site in axes.align((group_of_k, shared_of_k), (heads,))}}
     root_dims = ((own[batch],), (group_of_k,), (own[key],), (own[d],))
-    k = Operand(node=node, dims=k_dims, root=node, root_dims=root_dims, reads=reads)
+    k = Operand(node=node, used=node, dims=k_dims, root=node, root_dims=root_dims, reads=reads)
     match = assembly.assemble(
         batch_dims=dims,
         q=_operand((*dims, (query,), (d,)), [batch, heads, query, d]),
         k=k,
-        v=Operand(node=node, dims=k_dims, root=node, root_dims=root_dims, reads=dict(reads)),
+        v=Operand(node=node, used=node, dims=k_dims, root=node, root_dims=root_dims, reads=dict(reads)),
         pattern="test",
         anchor=node,
         first=node,

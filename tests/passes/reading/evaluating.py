@@ -21,7 +21,10 @@ NAMES = ("b", "h", "q", "k")
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """text: of the expression read for the output. loads: the tensors in it. equal: whether it is the output, at every index."""
+    """text: of the expression read for the output. loads: the tensors in it. equal: whether it is the output, at every index.
+
+    An output that loads other tensors than inputs is not evaluated: never equal.
+    """
 
     text: str
     loads: set[str]

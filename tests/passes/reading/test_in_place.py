@@ -1,4 +1,4 @@
-"""Masks edited in place: the result is read, an older name of the same memory is not."""
+"""Masks edited in place: the result is read, and so is an older name of the same memory where it holds just that."""
 
 from __future__ import annotations
 
@@ -77,7 +77,59 @@ def _a_view_of_it(m: Tensor) -> Tensor:
     mask = _ones()
     view = mask[1:]
     mask.logical_not_()
-    return view & m[1:]
+    return view | m[1:]
+
+
+def _alias(m: Tensor) -> Tensor:
+    mask = _ones()
+    alias = mask.view(S, S)
+    alias &= m
+    return mask.tril()
+
+
+def _input(m: Tensor) -> Tensor:
+    before = m.logical_not()
+    m.logical_not_()
+    return before
+
+
+def _input_before_and_after(m: Tensor) -> Tensor:
+    before = m.tril(1)
+    m.logical_not_()
+    return before | m.triu()
+
+
+def _twice(m: Tensor) -> Tensor:
+    mask = _ones()
+    mask &= m
+    before = mask.tril()
+    mask.logical_not_()
+    return before.logical_xor(mask)
+
+
+def _view_read_after_a_write_that_the_op_above_it_is_before(m: Tensor) -> Tensor:
+    mask = _ones().triu()
+    rows = mask[:, None]
+    lower = mask.logical_not()
+    mask.logical_not_().logical_or_(m)
+    return lower & rows[:, 0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _a_view_of_it,
+        _alias,
+        _input,
+        _input_before_and_after,
+        _twice,
+        _view_read_after_a_write_that_the_op_above_it_is_before,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_an_older_name_of_written_memory_is_read_as_it_then_is(function: Callable[[Tensor], Tensor]) -> None:
+    found = read(function, torch.rand(S, S) < 0.5)
+    assert found.equal, found.text
 
 
 def _under_a_view(m: Tensor) -> Tensor:
@@ -92,20 +144,38 @@ def _part(m: Tensor) -> Tensor:
     return mask & m
 
 
-def _alias(m: Tensor) -> Tensor:
-    mask = _ones()
-    alias = mask.view(S, S)
-    alias &= m
+def _another_order(m: Tensor) -> Tensor:
+    mask = _ones().tril()
+    mask.mT.logical_and_(m)
     return mask & m
 
 
-def _input(m: Tensor) -> Tensor:
-    before = m.logical_not()
-    m.logical_not_()
-    return before
+def _overlapping(m: Tensor) -> Tensor:
+    row = torch.zeros(2 * S, dtype=torch.bool)
+    row[1 : S + 1].logical_not_()
+    return row[:S] & m
 
 
-@pytest.mark.parametrize("function", [_a_view_of_it, _under_a_view, _part, _alias, _input], ids=lambda f: f.__name__)
-def test_an_older_name_of_written_memory_is_not_read(function: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(Unreadable, match="written in place"):
+def _through_an_opaque_op(m: Tensor) -> Tensor:
+    mask = _ones()
+    torch.logical_not(m, out=mask)
+    return mask & m
+
+
+@pytest.mark.parametrize(
+    "function", [_under_a_view, _part, _another_order, _overlapping, _through_an_opaque_op], ids=lambda f: f.__name__
+)
+def test_what_a_write_left_that_is_not_understood_is_a_load(function: Callable[[Tensor], Tensor]) -> None:
+    found = read(function, torch.rand(S, S) < 0.5)
+    assert not found.loads <= {"m"}, found.text
+
+
+def test_a_tensor_that_changes_its_shape_in_place_is_not_read() -> None:
+    def function(m: Tensor) -> Tensor:
+        mask = _ones().triu()
+        before = mask & m
+        mask.t_()
+        return before & mask
+
+    with pytest.raises(Unreadable, match="changes its shape"):
         read(function, torch.rand(S, S) < 0.5)

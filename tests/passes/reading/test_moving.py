@@ -94,4 +94,6 @@ def test_a_copy_stays_what_it_was_when_its_source_is_written() -> None:
         x.add_(1)
         return kept[:, None] + torch.arange(3)[None, :]
 
-    assert read(function, torch.randn(4)).loads == {"kept"}
+    found = read(function, torch.randn(4))
+    assert found.loads == {"x"}
+    assert found.equal, found.text
