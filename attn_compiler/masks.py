@@ -336,12 +336,14 @@ class MaskSpec:
     """All of `kinds` must allow a pair; empty: every pair is allowed. These are what a lowering has to apply.
 
     proved: kinds whose conjunction the mask was shown to be, read off the model's graph; they say what a Dense tensor means.
-    reason: why it could not be read, where it could not.
+    reason: why it could not be read, where it could not. out_of_reach: tensors and sizes among what `proved` reads that a
+    lowering can't get: they are another graph's, exist only inside one call, or hold something else by then.
     """
 
     kinds: tuple[MaskKind, ...] = ()
     proved: tuple[ProvedKind, ...] = ()
     reason: str | None = None
+    out_of_reach: tuple[str, ...] = ()
 
     @property
     def words(self) -> str:

@@ -316,7 +316,7 @@ class ScoreSpec:
     """scale: the factor on q kᵀ that a kernel applies. runtime_scale: a further factor is only known at run time
     (a tensor or a symbolic float) and multiplies q in the graph, before the kernel. softmax_dtype: dtype the model's
     own softmax ran in. proved: kinds whose sum the added tensors were shown to be, besides what they mask; they say what a
-    DenseBias or a mask's Dense tensor means, and nothing that a lowering has to apply."""
+    DenseBias or a mask's Dense tensor means, and nothing that a lowering has to apply. out_of_reach: as in MaskSpec."""
 
     scale: float
     runtime_scale: bool = False
@@ -324,6 +324,7 @@ class ScoreSpec:
     dropout_p: float = 0.0
     softmax_dtype: str = "float32"
     proved: tuple[ProvedScore, ...] = ()
+    out_of_reach: tuple[str, ...] = ()
 
     @property
     def softcap(self) -> float | None:

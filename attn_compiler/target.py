@@ -7,8 +7,12 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import os
 from dataclasses import dataclass
 from typing import Any
+
+#: Triton reads this when a kernel is defined: kernels are then interpreted, on the CPU too
+TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-windows")
 
@@ -19,7 +23,7 @@ class Target:
 
     torch, triton: version strings, "" if absent. disabled: SDPA kernels that the user switched off ("flash",
     "efficient", "cudnn", "math"), read once when a graph is compiled. deterministic:
-    torch.use_deterministic_algorithms is on.
+    torch.use_deterministic_algorithms is on. triton_interpreted: Triton's kernels run in its interpreter, on any device.
     """
 
     device: str
@@ -29,6 +33,7 @@ class Target:
     triton: str = ""
     disabled: frozenset[str] = frozenset()
     deterministic: bool = False
+    triton_interpreted: bool = False
 
     @staticmethod
     def current(device: str) -> Target:
@@ -49,6 +54,7 @@ class Target:
             triton=_triton_version(),
             disabled=_disabled_kernels(),
             deterministic=torch_module.are_deterministic_algorithms_enabled(),
+            triton_interpreted=TRITON_INTERPRETED,
         )
 
     @staticmethod
@@ -61,6 +67,7 @@ class Target:
         triton: str = "3.7.0",
         disabled: frozenset[str] = frozenset(),
         deterministic: bool = False,
+        triton_interpreted: bool = False,
     ) -> Target:
         """A made-up machine: an H200 with cuDNN 9.19.0 unless told otherwise; on "cpu", sm and cudnn default to 0."""
         on_gpu = device == "cuda"
@@ -72,6 +79,7 @@ class Target:
             triton=triton,
             disabled=disabled,
             deterministic=deterministic,
+            triton_interpreted=triton_interpreted,
         )
 
     @property
@@ -81,6 +89,7 @@ class Target:
         parts += [f"cuDNN {cudnn_words(self.cudnn)}"] if self.cudnn else []
         parts += [f"{name} {version}" for name, version in (("torch", self.torch), ("triton", self.triton)) if version]
         notes = [f"{kernel} off" for kernel in sorted(self.disabled)] + ["deterministic"] * self.deterministic
+        notes += ["triton interpreted"] * self.triton_interpreted
         return ", ".join(parts) + "".join(f"; {note}" for note in notes)
 
     def digest(self) -> str:

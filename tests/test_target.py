@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from typing import Any
@@ -55,6 +56,14 @@ def test_deterministic_mode_is_seen() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_whether_triton_is_interpreted_is_known_from_the_start(value: str) -> None:
+    code = "from attn_compiler.target import Target; print(Target.current('cpu').triton_interpreted)"
+    environment = {**os.environ, "TRITON_INTERPRET": value}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert run.stdout.strip() == str(value == "1")
+
+
 def test_fake_is_an_h200_or_a_cpu() -> None:
     assert (Target.fake().sm, Target.fake().cudnn) == (90, 91900)
     assert (Target.fake(device="cpu").sm, Target.fake(device="cpu").cudnn) == (0, 0)
@@ -70,6 +79,7 @@ def test_digest_differs_with_every_field() -> None:
         "triton": "",
         "disabled": frozenset({"flash", "math"}),
         "deterministic": True,
+        "triton_interpreted": True,
     }
     assert set(changed) == {field.name for field in dataclasses.fields(Target)}
     base = Target.fake()
@@ -81,6 +91,7 @@ def test_words() -> None:
     assert Target.fake(torch="2.13.0", triton="3.7.0").words == "cuda sm90, cuDNN 9.19.0, torch 2.13.0, triton 3.7.0"
     cpu = Target.fake(device="cpu", triton="", disabled=frozenset({"math", "flash"}), deterministic=True)
     assert cpu.words == "cpu, torch 2.13.0; flash off; math off; deterministic"
+    assert Target.fake(triton_interpreted=True).words.endswith("triton 3.7.0; triton interpreted")
 
 
 @pytest.mark.parametrize(("version", "words"), [(91900, "9.19.0"), (92601, "9.26.1"), (8902, "8.9.2")])

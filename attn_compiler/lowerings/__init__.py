@@ -8,6 +8,7 @@ from attn_compiler.lowerings.plain_math import PlainMath
 from attn_compiler.lowerings.priorities import order
 from attn_compiler.lowerings.reference import Reference
 from attn_compiler.lowerings.sdpa import SdpaCpuFlash, SdpaCudnn, SdpaEfficient, SdpaFlash
+from attn_compiler.lowerings.triton import TritonAttention
 from attn_compiler.lowerings.untouched import Untouched
 
 __all__ = ["LOWERINGS", "Emitter", "LayoutDemand", "Lowering", "Operands", "by_name", "order"]
@@ -18,6 +19,7 @@ LOWERINGS: tuple[Lowering, ...] = (
     SdpaFlash(),
     SdpaEfficient(),
     SdpaCpuFlash(),
+    TritonAttention(),
     PlainMath(),
     Untouched(),
 )

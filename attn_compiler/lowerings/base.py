@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -28,11 +28,21 @@ class LayoutDemand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SizeOf:
+    """Where a symbolic size is at hand: an axis of a tensor's node, or a node that is the number itself (axis None)."""
+
+    node: fx.Node
+    axis: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Operands:
     """Dynamo-graph nodes of one site, in logical BHSD (see AttentionSpec); sinks is (Hq,).
 
     mask: the tensor of the spec's Dense mask or, if that has none, of its DenseBias; broadcasts to (B, Hq, Sq, Skv).
     A spec with both has two tensors where there is one place: every lowering refuses it.
+    loads, score_loads: the tensors that the spec's proved kinds of masks and of scores read, by their names in it; sizes: the
+    symbolic sizes in both. Those that are out of reach (MaskSpec, ScoreSpec) are missing.
     """
 
     q: fx.Node
@@ -40,10 +50,18 @@ class Operands:
     v: fx.Node
     mask: fx.Node | None = None
     sinks: fx.Node | None = None
+    loads: Mapping[str, fx.Node] = field(default_factory=dict)
+    score_loads: Mapping[str, fx.Node] = field(default_factory=dict)
+    sizes: Mapping[str, SizeOf] = field(default_factory=dict)
 
 
 class Emitter(Protocol):
     """Puts nodes into the Dynamo graph at the site. Every node gets its fake value, source line and module path."""
+
+    @property
+    def target(self) -> Target:
+        """The machine that the site runs on: the one that it was decided for."""
+        ...
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
         """Insert `function(*args, **kwargs)`; args may hold nodes, alone or in lists."""

@@ -26,8 +26,11 @@ STATIC = "compile with dynamic=False, or mark the length static"
 
 def torch_release(version: str) -> tuple[int, int]:
     """(2, 13) for "2.13.0+cpu"; the oldest supported release, which has the narrowest limits, for ""."""
-    if not version:
-        return OLDEST_TORCH
+    return release(version) if version else OLDEST_TORCH
+
+
+def release(version: str) -> tuple[int, int]:
+    """(2, 13) for "2.13.0+cpu"."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
 

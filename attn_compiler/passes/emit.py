@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.axes import AxisError, Size
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
+from attn_compiler.target import Target
 
 X = TypeVar("X")
 
@@ -134,14 +135,32 @@ class GraphBuilder:
         self._place: fx.Node | None = None
         self._origin: fx.Node | None = None
         self._with_grad = False
+        self._target: Target | None = None
+        self._made: list[fx.Node] = []
+
+    @property
+    def target(self) -> Target:
+        if self._target is None:
+            raise ValueError("nothing is emitted outside of a site")
+        return self._target
 
     @contextlib.contextmanager
-    def at(self, node: fx.Node, *, with_grad: bool) -> Iterator[fx.Node]:
+    def at(self, node: fx.Node, *, with_grad: bool, target: Target | None = None) -> Iterator[fx.Node]:
         """Insert before the Dynamo node of this mirror node, in its name. Gives the Dynamo node."""
-        self._origin, self._place, self._with_grad = self.leaf(node), node, with_grad
+        self._origin, self._place, self._with_grad, self._target = self.leaf(node), node, with_grad, target
         with self._graph.inserting_before(self._origin):
             yield self._origin
-        self._origin = self._place = None
+        self._origin = self._place = self._target = None
+
+    def erase_unused(self, kept: Collection[fx.Node]) -> None:
+        """Erase what was made and nothing reads, but for `kept`: operands that the lowerings of no site took.
+
+        A call without a value is there for what it does.
+        """
+        for node in reversed(self._made):
+            if not node.users and node not in kept and node.meta["example_value"] is not None:
+                self._graph.erase_node(node)
+        self._made.clear()
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Let `new` take the place of a Dynamo node, also for later sites that read it as a leaf."""
@@ -183,6 +202,7 @@ class GraphBuilder:
         if self._origin is not None:
             node.meta.update({k: v for k, v in self._origin.meta.items() if k != "example_value"})
         node.meta["example_value"] = self._run(function, args, kwargs)
+        self._made.append(node)
         return node
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

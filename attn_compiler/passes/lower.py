@@ -11,13 +11,14 @@ from torch import fx
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands
-from attn_compiler.passes import gradients, mutation, program, recover, strides
+from attn_compiler.passes import gradients, mutation, program, reach, recover, strides
 from attn_compiler.passes.emit import GraphBuilder
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.select import UNTOUCHED
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unit import Unit
 from attn_compiler.report import Copy
+from attn_compiler.spec import AttentionSpec
 
 
 def run(unit: Unit, mirror: Mirror) -> None:
@@ -30,15 +31,17 @@ def run(unit: Unit, mirror: Mirror) -> None:
         unit.current = site.module
         if site.decision is not None and site.decision.lowering != UNTOUCHED:
             _lower(unit, mirror, site, builder)
+    builder.erase_unused([site.new_out for site in unit.sites if site.new_out is not None])
     unit.graph_module.recompile()
 
 
 def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> None:
     if site.spec is None or site.decision is None:
         raise ValueError(f"the site at {site.module} was not decided")
-    with builder.at(site.match.out, with_grad=site.spec.needs_grad) as old:
+    target = unit.target(site.spec.device)
+    with builder.at(site.match.out, with_grad=site.spec.needs_grad, target=target) as old:
         tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
-        operands = _operands(site, builder, tensors)
+        operands = _operands(mirror, site, site.spec, builder, tensors)
         out = by_name(site.decision.lowering).emit(builder, site.spec, operands)
         new = _finish(mirror, site, builder, out, old)
     builder.replace(old, new)
@@ -47,13 +50,25 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> Non
     _erase(unit.graph, mirror, site, old)
 
 
-def _operands(site: Site, builder: GraphBuilder, tensors: program.Tensors[fx.Node]) -> Operands:
+def _operands(
+    mirror: Mirror, site: Site, spec: AttentionSpec, builder: GraphBuilder, tensors: program.Tensors[fx.Node]
+) -> Operands:
     copied = {c.operand for c in site.copies}
     q, k, v = (
         builder.call(torch.Tensor.contiguous, x) if name in copied else x
         for name, x in (("q", tensors.q), ("k", tensors.k), ("v", tensors.v))
     )
-    return Operands(q=q, k=k, v=v, mask=tensors.mask, sinks=tensors.sinks)
+    mask, score = spec.mask, spec.score
+    return Operands(
+        q=q,
+        k=k,
+        v=v,
+        mask=tensors.mask,
+        sinks=tensors.sinks,
+        loads=reach.tensors(builder, site.loads, mask.proved, mask.out_of_reach),
+        score_loads=reach.tensors(builder, site.score_loads, score.proved, score.out_of_reach),
+        sizes=reach.sizes(mirror, site.match),
+    )
 
 
 def _finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old: fx.Node) -> fx.Node:

@@ -12,7 +12,7 @@ import dataclasses
 import torch
 
 from attn_compiler import masks, scores, torch_compat
-from attn_compiler.passes import axes, emit, meaning, packing, program, reading
+from attn_compiler.passes import axes, emit, meaning, packing, program, reach, reading
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.emit import FakeBuilder
 from attn_compiler.passes.meaning import Meaning
@@ -65,12 +65,13 @@ def _describe(mirror: Mirror, site: Site, builder: FakeBuilder[torch.Tensor], re
     proved = _prove(mirror, match, reader, bias)
     site.condition, site.loads, site.score_loads = proved.condition, reader.tensors, proved.tensors
     tensors = program.build(mirror, match, builder, compute_dtype(mirror, match))
+    mask, score = _mask_spec(match, tensors, proved, bias), _score_spec(mirror, match, tensors, proved, bias)
     site.spec = AttentionSpec(
         q=_tensor_spec(tensors.q, emit.example(mirror, match.q.root)),
         k=_tensor_spec(tensors.k, emit.example(mirror, match.k.root)),
         v=_tensor_spec(tensors.v, emit.example(mirror, match.v.root)),
-        mask=_mask_spec(match, tensors, proved, bias),
-        score=_score_spec(mirror, match, tensors, proved, bias),
+        mask=dataclasses.replace(mask, out_of_reach=reach.missing(mirror, match, site.loads, mask.proved)),
+        score=dataclasses.replace(score, out_of_reach=reach.missing(mirror, match, site.score_loads, score.proved)),
         device=out.device.type,
         out_dtype=_name(out.dtype),
         needs_grad=needs_grad,

@@ -14,83 +14,7 @@ from hypothesis import strategies as st
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Load, Size, Test
 from attn_compiler.index_expr.on_tensors import ON_TENSORS, evaluate_on
-
-SIZES = {"b": 2, "h": 1, "q": 3, "k": 4}
-SYMBOLS = {"s0": 5}
-TENSORS = {
-    "flags": torch.tensor([[True, False, True, True], [False, False, True, False]]),
-    "lengths": torch.tensor([2, -1, 0], dtype=torch.int32),
-    "slopes": torch.tensor([0.5, -1.25, 3.0, 0.0], dtype=torch.float32),
-    "length": torch.tensor(3),
-}
-RANKS = {"flags": (2, "bool"), "lengths": (1, "int"), "slopes": (1, "float"), "length": (0, "int")}
-
-# ---- random expressions, by the kind of their value; not through the builders, which would simplify most of them away ---
-
-
-def _load(kind: str) -> st.SearchStrategy[Expr]:
-    """Loads within the tensor; reading beyond one has tests of its own."""
-    found = []
-    for name, (_, own) in RANKS.items():
-        if own == kind:
-            fitting = [[Index(i) for i, size in SIZES.items() if size <= length] for length in TENSORS[name].shape]
-            found.append(st.builds(Load, st.just(name), st.tuples(*map(st.sampled_from, fitting)), st.just(kind)))
-    return st.one_of(*found)
-
-
-def _apply(op: str, *args: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
-    return st.builds(Apply, st.just(op), st.tuples(*args))
-
-
-_small = st.integers(-4, 6)
-_indices: st.SearchStrategy[Expr] = st.sampled_from([Index(name) for name in SIZES])
-_divisors: st.SearchStrategy[Expr] = st.one_of(
-    st.builds(Const, _small.filter(bool)), st.just(Size("s0")), _indices.map(lambda i: ix.add(i, ix.ONE))
-)
-_ints: st.SearchStrategy[Expr] = st.deferred(
-    lambda: st.one_of(
-        st.builds(Const, _small),
-        _indices,
-        st.just(Size("s0")),
-        st.builds(Linear, st.lists(st.tuples(_ints, _small), max_size=3).map(tuple), _small),
-        _load("int"),
-        *(_apply(op, _ints, _ints) for op in ("mul", "add", "min", "max")),
-        *(_apply(op, _ints, _divisors) for op in ("floordiv", "mod")),
-        _apply("abs", _ints),
-        _apply("int", _floats),
-        _apply("where", _bools, _ints, _ints),
-    )
-)
-_floats: st.SearchStrategy[Expr] = st.deferred(
-    lambda: st.one_of(
-        st.builds(Const, st.sampled_from([0.0, -0.5, 2.25, 1e4])),
-        _load("float"),
-        _apply("float", _ints),
-        *(_apply(op, _floats, _floats) for op in ("add", "min", "max")),
-        _apply("mul", _floats, st.builds(Const, st.sampled_from([0.5, -1.5]))),
-        _apply("div", _ints, st.builds(Const, st.sampled_from([3, 0.5]))),
-        _apply("abs", _floats),
-        _apply("where", _bools, _floats, _floats),
-    )
-)
-_bools: st.SearchStrategy[Expr] = st.deferred(
-    lambda: st.one_of(
-        st.builds(Const, st.booleans()),
-        st.builds(
-            Test,
-            st.sampled_from([">=", "==", "!="]),
-            st.builds(Linear, st.lists(st.tuples(_ints, _small), max_size=2).map(tuple), _small),
-        ),
-        _load("bool"),
-        st.lists(_bools, min_size=1, max_size=3).map(lambda xs: Apply("and", tuple(xs))),
-        st.lists(_bools, min_size=1, max_size=3).map(lambda xs: Apply("or", tuple(xs))),
-        _apply("not", _bools),
-        _apply("xor", _bools, _bools),
-        *(_apply(op, kind, kind) for op in ("eq", "lt") for kind in (_ints, _floats)),
-        _apply("where", _bools, _bools, _bools),
-    )
-)
-
+from tests.index_expr.tensor_expressions import SIZES, SYMBOLS, TENSORS, bools, floats, ints
 
 # ---- the two evaluations ------------------------------------------------------------------------------------------
 
@@ -114,7 +38,7 @@ def _same(a: Any, b: Any) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b))
 
 
-@given(st.one_of(_ints, _bools, _floats))
+@given(st.one_of(ints, bools, floats))
 def test_equals_evaluate_at_every_index(x: Expr) -> None:
     assert all(map(_same, _at_once(x), _one_by_one(x))), ix.text(x)
 

@@ -10,16 +10,18 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from attn_compiler.lowerings.base import Lowering, Operands
+from attn_compiler.target import Target
 from tests.cases import Inputs
 
 SLOTS = ("q", "k", "v", "mask", "sinks")
 
 
 class GraphEmitter:
-    """`Emitter` over an fx.Graph whose placeholders hold fake values."""
+    """`Emitter` over an fx.Graph whose placeholders hold fake values; a site on an H200 unless told otherwise."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, target: Target | None = None) -> None:
         self.graph = graph
+        self.target = target or Target.fake()
         self._shared: dict[Any, fx.Node] = {}
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:

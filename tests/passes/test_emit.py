@@ -14,6 +14,7 @@ from attn_compiler.passes import axes, emit, mutation
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.emit import FakeBuilder, GraphBuilder
 from attn_compiler.passes.mutation import Version
+from attn_compiler.target import Target
 from attn_compiler.torch_tracing import fake_mode_of_values
 from tests.passes.compiling import captured, mark, mirror_of
 
@@ -220,3 +221,25 @@ def test_a_copy_that_would_need_a_gradient_is_refused() -> None:
     _, builder, version, site = _loading(function, torch.ones(3), torch.ones((), requires_grad=True))
     with builder.at(site, with_grad=True), pytest.raises(AxisError, match="wants a gradient"):
         builder.loaded(version)
+
+
+def test_what_nothing_reads_is_erased() -> None:
+    graph, _, x, out = _builders()
+    with graph.at(out, with_grad=False) as old:
+        read, unread, output = (graph.call(torch.mul, graph.leaf(x), n) for n in range(2, 5))
+        above = graph.call(torch.add, unread, 1)
+    old.replace_all_uses_with(read)
+    graph.erase_unused([output])
+    left = list(old.graph.nodes)
+    assert read in left
+    assert output in left
+    assert unread not in left
+    assert above not in left
+
+
+def test_the_target_is_the_site_s() -> None:
+    graph, _, _, out = _builders()
+    with graph.at(out, with_grad=False, target=Target.fake(sm=80)):
+        assert graph.target.sm == 80
+    with pytest.raises(ValueError, match="outside of a site"):
+        _ = graph.target

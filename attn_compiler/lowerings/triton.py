@@ -1,0 +1,72 @@
+"""Our own Triton kernels: every mask and score change that a spec can hold, forward and backward, any GPU since Ampere.
+
+The kernels know nothing of graphs (`Plan` says what they are told); what they read at run time is made here by ordinary nodes.
+Imports no Triton: a site is described, decided and rewritten on machines that have none.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from attn_compiler.lowerings import sdpa_limits, triton_operands, triton_tiles_table
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.triton_plan import Call
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+_FIRST_SM = 80
+_FIRST_TRITON = (3, 2)
+_HEAD_DIM_LIMIT = 256
+_DTYPES = ("bfloat16", "float16", "float32")
+# Bytes that the kernels load at once along a head.
+_ALIGNMENT = 16
+
+
+class TritonAttention:
+    """`attn_compiler::triton` (triton_ops.py)."""
+
+    name = "triton"
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        gpu = [] if target.triton_interpreted else sdpa_limits.check_gpu(target, first_sm=_FIRST_SM)
+        return gpu or _check_triton(target)
+
+    def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        machine = self.unavailable(target) or sdpa_limits.check_device(spec, target.device)
+        if machine:
+            return machine
+        return [
+            *sdpa_limits.check_known_changes(spec),
+            *sdpa_limits.check_weights_unread(spec),
+            *sdpa_limits.check_masks(spec),
+            *sdpa_limits.check_softmax_dtype(spec),
+            *sdpa_limits.check_shapes(spec),
+            *sdpa_limits.check_dtypes(spec, _DTYPES),
+            *sdpa_limits.check_head_dims(spec, multiple=1, limit=_HEAD_DIM_LIMIT),
+            *sdpa_limits.check_grid(spec),
+            *sdpa_limits.check_tensor(spec, dtypes=_DTYPES),
+        ]
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        return LayoutDemand(alignment=_ALIGNMENT)
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        tiles = triton_tiles_table.tiles(spec, emitter.target)
+        further = triton_operands.emit(emitter, spec, operands, tiles)
+        leaf = torch.ops.attn_compiler.triton.default
+        text = Call(spec=spec, tiles=tiles).to_text()
+        outputs = emitter.call(leaf, operands.q, operands.k, operands.v, further, text)
+        return emitter.call(operator.getitem, outputs, 0)
+
+
+def _check_triton(target: Target) -> list[Reason]:
+    rule = f"Triton {'.'.join(map(str, _FIRST_TRITON))} or newer is installed"
+    if not target.triton:
+        return [Reason(rule=rule, observed="no Triton", remedy="pip install triton")]
+    if sdpa_limits.release(target.triton) >= _FIRST_TRITON:
+        return []
+    return [Reason(rule=rule, observed=target.triton, remedy="pip install --upgrade triton")]

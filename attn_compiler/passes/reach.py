@@ -1,0 +1,72 @@
+"""What a lowering can get of what proved kinds read: tensors that have a Dynamo node, and symbolic sizes, where the kernel stands.
+
+A mask may have been read in a graph that calls this one, or through the inside of one call: what it was made from is not at hand
+then. What a tensor held before it was written to is, as a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensor
+
+from attn_compiler import reads, torch_compat
+from attn_compiler.lowerings.base import SizeOf
+from attn_compiler.masks import ProvedKind
+from attn_compiler.passes import axes
+from attn_compiler.passes.axes import AxisError
+from attn_compiler.passes.emit import GraphBuilder, copied_before, example
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.mutation import Version
+from attn_compiler.passes.site import Match
+from attn_compiler.scores import ProvedScore
+
+Kinds = Iterable[ProvedKind | ProvedScore]
+
+
+def missing(mirror: Mirror, match: Match, loads: Mapping[str, Version], kinds: Kinds) -> tuple[str, ...]:
+    """The names of tensors and sizes that the kinds read and a lowering of this match can't get. loads: what each name stands for."""
+    kinds = tuple(kinds)
+    tensors = {name for kind in kinds for name in reads.tensors(kind)}
+    lost = {name for name in tensors if name not in loads or not _is_at_hand(mirror, match, loads[name])}
+    wanted = {name for kind in kinds for name in reads.sizes(kind)}
+    return tuple(sorted(lost | (wanted - sizes(mirror, match).keys())))
+
+
+def tensors(
+    builder: GraphBuilder, loads: Mapping[str, Version], kinds: Kinds, lost: Iterable[str]
+) -> dict[str, fx.Node]:
+    """The Dynamo node of what each name that the kinds load from stands for. lost: what `missing` found."""
+    found = {name for kind in kinds for name in reads.tensors(kind)} - set(lost)
+    return {name: builder.loaded(loads[name]) for name in sorted(found)}
+
+
+def sizes(mirror: Mirror, match: Match) -> dict[str, SizeOf]:
+    """Where each symbolic size that the graph is given can be seen: the first input that has it."""
+    out = mirror.dynamo_node(match.out)
+    found: dict[str, SizeOf] = {}
+    for node in out.graph.find_nodes(op="placeholder") if out is not None else ():
+        for name, axis in _named(node.meta.get("example_value")):
+            found.setdefault(name, SizeOf(node=node, axis=axis))
+    return found
+
+
+def _named(value: object) -> Iterable[tuple[str, int | None]]:
+    if isinstance(value, torch.SymInt):
+        return [(str(torch_compat.dim_of(value)), None)]
+    if not isinstance(value, FakeTensor):
+        return []
+    return [(str(torch_compat.dim_of(size)), axis) for axis, size in enumerate(value.shape)]
+
+
+def _is_at_hand(mirror: Mirror, match: Match, version: Version) -> bool:
+    try:
+        copied_before(mirror, version, match.out)
+        value = example(mirror, version.node)
+    except AxisError:
+        return False
+    device = example(mirror, match.out).device
+    same = isinstance(value, FakeTensor) and axes.shape_exprs(value) == axes.shape_exprs(version.node.meta["val"])
+    return same and value.device == device

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from attn_compiler.lowerings.triton_tiles import UNIT
+from attn_compiler.lowerings.triton_tiles_table import ROWS, tiles
+from attn_compiler.target import Target
+from tests.lowerings.specs import make_spec
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("sm", [0, 80, 90, 100])
+def test_every_shape_has_tiles_that_the_lists_can_be_made_for(dtype: str, sm: int) -> None:
+    for qk, v, seqlen in itertools.product((1, 64, 72, 128, 192, 256), (16, 128, 256), (1, 33, "s0")):
+        spec = make_spec(head_dim=qk, head_dim_v=v, seqlen_q=seqlen, dtype=dtype)
+        found = tiles(spec, Target.fake(sm=sm))
+        for tile in (found.forward, found.grad_q, found.grad_kv):
+            assert tile.queries % UNIT == tile.keys % UNIT == 0
+        # The gradient of q visits the forward's lists.
+        assert (found.grad_q.queries, found.grad_q.keys) == (found.forward.queries, found.forward.keys)
+
+
+def test_the_larger_head_dim_counts() -> None:
+    target = Target.fake()
+    assert tiles(make_spec(head_dim=64, head_dim_v=256), target) == tiles(make_spec(head_dim=256), target)
+    assert tiles(make_spec(head_dim=64), target) != tiles(make_spec(head_dim=256), target)
+
+
+def test_few_queries_get_small_tiles_if_their_number_is_known() -> None:
+    target = Target.fake()
+    assert tiles(make_spec(seqlen_q=1), target).forward.queries == 32
+    assert tiles(make_spec(seqlen_q="s0"), target) == tiles(make_spec(seqlen_q=4096), target)
+
+
+def test_a_newer_gpu_gets_larger_tiles() -> None:
+    spec = make_spec(head_dim=256)
+    assert tiles(spec, Target.fake(sm=90)).forward.queries > tiles(spec, Target.fake(sm=80)).forward.queries
+
+
+def test_there_are_none_for_other_dtypes() -> None:
+    with pytest.raises(LookupError, match="no tiles for float64"):
+        tiles(make_spec(dtype="float64"), Target.fake())
+
+
+def test_no_row_is_hidden_by_one_before_it() -> None:
+    for index, row in enumerate(ROWS):
+        for before in ROWS[:index]:
+            hidden = (
+                before.bytes >= row.bytes
+                and before.head_dim >= row.head_dim
+                and before.first_sm <= row.first_sm
+                and before.seqlen_q is None
+            )
+            assert not hidden, row
