@@ -44,6 +44,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.fx.experimental import symbolic_shapes  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # noqa: E402
+from torch.utils._sympy import functions as sympy_functions  # noqa: E402
 
 CompiledFn = Callable[..., Any]
 GraphPass = Callable[[fx.Graph], None]
@@ -221,6 +222,26 @@ def dim_of(size: int | torch.SymInt) -> int | str:
         return int(size)
     constant = size.node.maybe_as_int()
     return str(size.node.expr) if constant is None else int(constant)
+
+
+def decided(size: int | torch.SymInt) -> sympy.Expr:
+    """A size as an expression; where it is the larger or smaller of two, and guards of by now say which: that one. Adds no guard."""
+    if not isinstance(size, torch.SymInt):
+        return sympy.Integer(size)
+    env = size.node.shape_env
+
+    def surely_above(a: sympy.Expr, b: sympy.Expr) -> bool:
+        return bool(env.bound_sympy(a - b).lower >= 0)
+
+    def chosen(largest: bool, *args: sympy.Expr) -> sympy.Expr | None:
+        at_end = (a for a in args if all(surely_above(*((a, b) if largest else (b, a))) for b in args))
+        return next(at_end, None)
+
+    expr = size.node.expr
+    for choice in expr.atoms(sympy_functions.Max, sympy_functions.Min):
+        found = chosen(isinstance(choice, sympy_functions.Max), *choice.args)
+        expr = expr if found is None else expr.xreplace({choice: found})
+    return expr
 
 
 def simplified(mode: FakeTensorMode, size: sympy.Expr) -> sympy.Expr:

@@ -181,6 +181,31 @@ def test_dims_and_conditions_add_no_guard(capture: Capture) -> None:
     assert len(size.node.shape_env.guards) == guards
 
 
+def test_the_larger_of_two_sizes_is_the_one_that_guards_say() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        n = x.size(0)
+        rest = torch.sym_max(n - 4, 0)
+        if n >= 4:
+            return x.new_zeros(rest) + x.new_zeros(torch.sym_min(n, 9))[:1]
+        return x
+
+    found: list[str] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        values = (n.meta.get("example_value") for n in gm.graph.nodes)
+        found.extend(str(torch_compat.decided(value)) for value in values if isinstance(value, torch.SymInt))
+        return gm.forward
+
+    x = torch.zeros(6)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend)(x)
+    symbol = found[0]
+    assert f"{symbol} - 4" in found
+    assert f"Min(9, {symbol})" in found
+    assert torch_compat.decided(3) == 3
+
+
 def test_wrapper_subclasses_are_seen() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)], layout=torch.jagged)
     assert torch_compat.is_wrapper_subclass(nested)

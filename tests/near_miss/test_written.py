@@ -6,15 +6,24 @@ and that this is what the model masks with, on the first call's values as they w
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr.on_tensors import evaluate_on
+from attn_compiler.lowerings.base import Operands
+from attn_compiler.passes import lower
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.site import Site
 from attn_compiler.verifying.values import Values
 from tests.near_miss.checking import BATCH, HEAD_DIM, HEADS
 from tests.near_miss.checking import normal as random
@@ -267,10 +276,16 @@ def _inputs(case: Case) -> list[Tensor]:
     return [random(BATCH, HEADS, 1, HEAD_DIM, grad=case.trains), *case.inputs()]
 
 
-def _compiled(case: Case) -> Callable[..., Tensor]:
+def _compiled(case: Case, **more: Any) -> Callable[..., Tensor]:
     attn_compiler.reset()
     torch._dynamo.reset()
-    options = {"inner": "aot_eager", "strict": True, "verify": True, "lowerings": ("sdpa_cpu_flash", "reference")}
+    options = {
+        "inner": "aot_eager",
+        "strict": True,
+        "verify": True,
+        "lowerings": ("sdpa_cpu_flash", "reference"),
+        **more,
+    }
     return torch.compile(case.function, backend="attn_compiler", fullgraph=True, options=options)
 
 
@@ -302,13 +317,53 @@ def test_another_time_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         _compiled(case)(*_inputs(case))
 
 
-def test_inputs_that_share_memory() -> None:
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.trains])
+def test_masks_made_anew_of_what_they_load_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lowering that computes the mask from its loads reads them where the kernel stands."""
+    made: list[fx.Node] = []
+
+    def anew(mirror: Mirror, site: Site, *more: Any) -> Operands:
+        operands = as_it_is(mirror, site, *more)
+        made.append(_made_anew(site, operands))
+        return dataclasses.replace(operands, mask=made[-1])
+
+    as_it_is = lower._operands
+    monkeypatch.setattr(lower, "_operands", anew)
+    case = CASES[name]
+    wanted, found = _inputs(case), _inputs(case)
+    torch.testing.assert_close(_compiled(case, inner="eager", verify=False)(*found), case.function(*wanted))
+    torch.testing.assert_close(found, wanted)
+    assert len(made) == sum(len(site.modules) for site in attn_compiler.reports()[0].sites)
+
+
+def _made_anew(site: Site, operands: Operands) -> fx.Node:
+    """A node that computes the recovered condition from the tensors that it loads."""
+    condition = site.condition
+    assert condition is not None
+    assert operands.mask is not None
+    names = sorted({load.tensor for load in ix.loads(condition)})
+    like = operands.mask.meta["example_value"]
+    shape = tuple(map(int, like.shape))
+
+    def make(*loaded: Tensor) -> Tensor:
+        b, h, q, k = (torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(shape))
+        return evaluate_on(condition, {"b": b, "h": h, "q": q, "k": k}, dict(zip(names, loaded, strict=True))).expand(
+            shape
+        )
+
+    node = operands.mask.graph.call_function(make, tuple(operands.loads[name] for name in names))
+    node.meta["example_value"] = like
+    return node
+
+
+@pytest.mark.parametrize("alias", [lambda both: both[0], lambda both: both.view(2, 1)[0, 0]])
+def test_inputs_that_share_memory(alias: Callable[[Tensor], Tensor]) -> None:
     """The length is counted up through another input."""
     case = Case(function=_counted_through_another_input, words=(), inputs=list)
 
     def result(function: Callable[..., Tensor]) -> Tensor:
         both = torch.tensor([4, 5])
-        return function(_inputs(case)[0], both[0], both)
+        return function(_inputs(case)[0], alias(both), both)
 
     torch.testing.assert_close(result(_compiled(case)), result(case.function))
     assert [check.skipped for check in attn_compiler.verifications()] == [None, None]

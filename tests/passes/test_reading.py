@@ -202,6 +202,19 @@ def test_symbolic_sizes_are_read_as_sizes(length: int) -> None:
     assert reading.equal, reading.text
 
 
+@pytest.mark.parametrize("length", [3, 6])
+def test_the_larger_of_two_sizes_is_read(length: int) -> None:
+    """The first position that a cache of a sliding window still holds."""
+
+    def function(x: Tensor) -> Tensor:
+        first = torch.sym_max(x.size(1) - 4, 0)
+        return (torch.arange(5) + first)[None, :] <= torch.arange(S)[:, None]
+
+    reading = _read(lambda x: _joined(function(x), x[0, 0]), torch.zeros(B, length), dynamic_sizes=(length,))
+    assert reading.equal, reading.text
+    assert "max(0, " in reading.text
+
+
 def test_a_tensor_that_is_written_in_part_is_loaded_as_it_then_is() -> None:
     def function(x: Tensor) -> Tensor:
         mask = torch.zeros(S, S)

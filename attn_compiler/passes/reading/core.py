@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_compiler import index_expr as ix
+from attn_compiler import torch_compat
 from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.mirror import Mirror
@@ -192,11 +194,11 @@ class Reader:
         if isinstance(x, (bool, int, float)):
             return Const(x)
         if isinstance(x, torch.SymInt):
-            return size(axes.size_expr(x))
+            return whole_number(torch_compat.decided(x))
         if not isinstance(x, fx.Node):
             return None
         if isinstance(x.meta.get("val"), torch.SymInt):
-            return size(axes.size_expr(x.meta["val"]))
+            return whole_number(torch_compat.decided(x.meta["val"]))
         return self.read(x, broadcast(fake(x), at)) if isinstance(x.meta.get("val"), torch.Tensor) else None
 
 
@@ -226,6 +228,25 @@ def size(expr: sympy.Expr) -> Expr | None:
             return None
         part: Expr = ix.ONE if symbols == 1 else ix.Size(str(symbols))
         total = ix.add(total, part, int(coefficient))
+    return total
+
+
+def whole_number(expr: sympy.Expr) -> Expr | None:
+    """A size, or the larger or smaller one of several (MPT's `max(0, most - length)`)."""
+    plain = size(expr)
+    if plain is not None:
+        return plain
+    op = type(expr).__name__.lower()
+    if op in ("max", "min"):
+        parts = [whole_number(part) for part in expr.args]
+        known = [part for part in parts if part is not None]
+        return functools.reduce(functools.partial(ix.apply, op), known) if len(known) == len(parts) else None
+    total: Expr = ix.ZERO
+    for part, coefficient in expr.as_coefficients_dict().items():
+        own = ix.ONE if part == 1 else None if part == expr else whole_number(part)
+        if own is None or not coefficient.is_Integer:
+            return None
+        total = ix.add(total, own, int(coefficient))
     return total
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,16 @@ from attn_compiler import index_expr as ix
 from attn_compiler import torch_compat
 from attn_compiler.index_expr import Const, Expr
 from attn_compiler.passes import axes
-from attn_compiler.passes.reading.core import At, Reader, ReadOp, broadcast, converted_of, dim_of, fake, size
+from attn_compiler.passes.reading.core import (
+    At,
+    Reader,
+    ReadOp,
+    broadcast,
+    converted_of,
+    dim_of,
+    fake,
+    whole_number,
+)
 from attn_compiler.passes.views import argument
 
 aten = torch.ops.aten
@@ -181,31 +189,12 @@ def _first(reader: Reader, node: fx.Node, source: fx.Node, dim: int) -> Expr | N
     start: Any = argument(node, "start") or 0
     if _is_from_the_front(start):
         value = start.meta["val"] if isinstance(start, fx.Node) else start
-        return Const(value) if isinstance(value, int) else _whole_number(axes.size_expr(value))
+        return Const(value) if isinstance(value, int) else whole_number(torch_compat.decided(value))
     if argument(node, "step", 1) != 1 or argument(node, "end") not in (None, _TO_THE_END):
         return None
     # What is left out in front is what the result is shorter by, however the start was counted.
-    whole, kept = (_whole_number(axes.shape_exprs(fake(n))[dim]) for n in (source, node))
+    whole, kept = (whole_number(axes.shape_exprs(fake(n))[dim]) for n in (source, node))
     return None if whole is None or kept is None else ix.add(whole, kept, -1)
-
-
-def _whole_number(expr: sympy.Expr) -> Expr | None:
-    """A size, or the larger or smaller one of several (MPT's `max(0, most - length)`)."""
-    plain = size(expr)
-    if plain is not None:
-        return plain
-    op = type(expr).__name__.lower()
-    if op in ("max", "min"):
-        parts = [_whole_number(part) for part in expr.args]
-        known = [part for part in parts if part is not None]
-        return functools.reduce(functools.partial(ix.apply, op), known) if len(known) == len(parts) else None
-    total: Expr = ix.ZERO
-    for part, coefficient in expr.as_coefficients_dict().items():
-        own = ix.ONE if part == 1 else None if part == expr else _whole_number(part)
-        if own is None or not coefficient.is_Integer:
-            return None
-        total = ix.add(total, own, int(coefficient))
-    return total
 
 
 def _is_from_the_front(start: Any) -> bool:
