@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Const, Expr, Index, Linear, Ranges
+from attn_compiler.index_expr import Expr, Index, Linear, Ranges
 from attn_compiler.passes import axes, reading
 from attn_compiler.passes.axes import Atom, Dim, Dims
 from attn_compiler.passes.reading import Unreadable
@@ -24,7 +24,7 @@ class _Place:
 def indices(match: Match, dims: Dims) -> tuple[Expr, ...]:
     """An expression over (b, h, q, k) for each dimension of a tensor whose dimensions mean these axes of the site.
 
-    Raises Unreadable where a symbolic size stands inside a dimension that is made of several axes.
+    Raises Unreadable where a size that is more than a sum of symbols stands inside a dimension that is made of several axes.
     """
     places = _places(match)
     return tuple(_index(axes.resolve(dim), places) for dim in dims)
@@ -69,17 +69,17 @@ def _places(match: Match) -> list[_Place]:
 
 
 def _parts(index: Expr, atoms: Dim) -> Iterable[_Place]:
-    inner = 1
+    inner: Expr | None = ix.ONE
     for position in reversed(range(len(atoms))):
-        atom = atoms[position]
-        if inner != 0:
-            own = ix.apply("floordiv", index, Const(inner))
-            if position == 0:
-                yield _Place(atoms=(atom,), index=own)
-            elif atom.size.is_Integer:
-                yield _Place(atoms=(atom,), index=ix.apply("mod", own, Const(int(atom.size))))
-        # Outside of an axis of unknown size nothing can be told by a division.
-        inner = inner * int(atom.size) if atom.size.is_Integer else 0
+        size = reading.size(atoms[position].size)
+        if inner is None:
+            return
+        own = ix.apply("floordiv", index, inner)
+        if position == 0:
+            yield _Place(atoms=atoms[:1], index=own)
+        elif size is not None:
+            yield _Place(atoms=(atoms[position],), index=ix.apply("mod", own, size))
+        inner = None if size is None else ix.mul(inner, size)
 
 
 def _index(atoms: Dim, places: list[_Place]) -> Expr:
@@ -87,9 +87,11 @@ def _index(atoms: Dim, places: list[_Place]) -> Expr:
     total: Expr = ix.ZERO
     while rest:
         place = next((p for p in places if rest[: len(p.atoms)] == p.atoms), None)
-        size = None if place is None else axes.product(atom.size for atom in place.atoms)
-        if place is None or size is None or (total != ix.ZERO and not size.is_Integer):
-            raise Unreadable("a dimension of the mask is a part of the batch or of the heads")
-        total = place.index if total == ix.ZERO else ix.add(ix.mul(total, Const(int(size))), place.index)
+        size = None if place is None else reading.size(axes.product(atom.size for atom in place.atoms))
+        if place is None or (total != ix.ZERO and size is None):
+            raise Unreadable(
+                "a dimension of the mask is a part of the batch or of the heads, of a size that is no plain one"
+            )
+        total = place.index if size is None else ix.add(ix.mul(total, size), place.index)
         rest = rest[len(place.atoms) :]
     return total

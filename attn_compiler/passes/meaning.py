@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
@@ -17,6 +18,7 @@ from attn_compiler.index_expr.dividing import divide
 from attn_compiler.masks import ProvedKind
 from attn_compiler.passes import axes, elements, kinds, mutation, reading, score_kinds
 from attn_compiler.passes.axes import Dim
+from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.reading import Reader, Unreadable
@@ -158,8 +160,11 @@ class _Read:
         version = self._version(name)
         if version.since is not None and version.since is not version.node:
             return f"{name} is written in place, by {version.since.name}"
-        came_in = version.node.op == "placeholder"
-        return f"{name} {'is an input of the graph' if came_in else 'was made in a way that can not be read'}"
+        if name in self._reader.not_followed:
+            return f"{name} is an input of a body (of a checkpoint, say), and can not be followed to where it was made"
+        if version.node.op == "placeholder":
+            return f"{name} is an input of the graph"
+        return f"{name} was made {_how(version.node)}in a way that can not be read"
 
     # ---- scores ---------------------------------------------------------------------------------------------------
 
@@ -207,6 +212,12 @@ class _Read:
 
     def _version(self, name: str) -> Version:
         return self._unread[name] if name in self._unread else self._reader.tensors[name]
+
+
+def _how(node: fx.Node) -> str:
+    """By which op, and whether its sizes may be what is in the way."""
+    by = f"by {target_name(node)} " if isinstance(node.target, torch._ops.OpOverload) else ""
+    return by + ("of symbolic sizes " if any(not s.is_Integer for s in axes.shape_exprs(reading.fake(node))) else "")
 
 
 def _parameter(found: re.Match[str]) -> str:

@@ -300,7 +300,7 @@ def _is_axis(index: Expr) -> bool:
     match index:
         case Const() | Index():
             return True
-        case Apply(op="floordiv" | "mod", args=(inner, Const())):
+        case Apply(op="floordiv" | "mod", args=(inner, Const() | ix.Size())):
             return _is_axis(inner)
         case _:
             return False

@@ -68,6 +68,11 @@ class Unit:
     def graph(self) -> fx.Graph:
         return self.graph_module.graph
 
+    @property
+    def is_body(self) -> bool:
+        """Whether another graph runs this one."""
+        return bool(self.name)
+
     def mirrored(self) -> Mirror:
         """The unit's mirror, made if there is none yet."""
         if self.mirror is None:
@@ -101,8 +106,9 @@ def units(graph_module: fx.GraphModule, options: Options, targets: dict[str, Tar
 def _bodies(graph_module: fx.GraphModule, name: str) -> Iterator[tuple[str, fx.GraphModule]]:
     """Depth first. Backward bodies of autograd.Function have no placeholder values and are left out."""
     yield name, graph_module
-    targets = {str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr"}
-    for target in sorted(targets):
+    # In the order of the graph, in which what a body gives back is made before another is given it.
+    targets = dict.fromkeys(str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr")
+    for target in targets:
         body = getattr(graph_module, target, None)
         if isinstance(body, fx.GraphModule) and _has_values(body):
             yield from _bodies(body, f"{name}.{target}" if name else target)

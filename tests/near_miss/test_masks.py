@@ -244,13 +244,13 @@ def edited_by_copying(other: Tensor) -> Tensor:
 # ---- dtypes that don't hold the positions -----------------------------------------------------------------------------
 
 
-@near_miss(unproved="le was made in a way that can not be read, and holds an element for each query and key")
+@near_miss(unproved="le was made by le in a way that can not be read, and holds an element for each query and key")
 def positions_that_overflow() -> Tensor:
     positions = (torch.arange(S) * 60).to(torch.uint8)
     return positions[None, :] <= positions[:, None]
 
 
-@near_miss(unproved="le was made in a way that can not be read, and holds an element for each query and key")
+@near_miss(unproved="le was made by le in a way that can not be read, and holds an element for each query and key")
 def differences_that_wrap() -> Tensor:
     positions = torch.arange(S).to(torch.uint8)
     return positions[:, None] - positions[None, :] <= 2

@@ -13,6 +13,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Linear, Size
 from attn_compiler.passes import elements
 from attn_compiler.passes.reading import Unreadable
+from attn_compiler.scores import Bias
 from tests.passes.compiling import mark
 from tests.passes.recovering import Recovered, recover
 
@@ -76,3 +77,20 @@ def test_a_dimension_that_is_none_of_the_scores_is_unreadable() -> None:
     )
     with pytest.raises(Unreadable):
         elements.indices(found.match, (found.match.head_dim_qk,))
+
+
+@pytest.mark.parametrize("sizes", [(3,), (4,), (4, 3)], ids=["inner", "outer", "both"])
+def test_parts_of_the_batch_of_symbolic_sizes(sizes: tuple[int, ...]) -> None:
+    """(windows · images) attentions, with a bias for each window, or for each image."""
+    images, windows = 4, 3
+
+    def function(x: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
+        q = x.flatten(0, 1)
+        scores = (q @ q.mT).view(x.shape[0], x.shape[1], H, S, S) + inner[None, :, None] + outer[:, None, None, None]
+        return F.softmax(scores.flatten(0, 1), -1) @ q
+
+    x = torch.randn(images, windows, H, S, D)
+    inputs = [x, torch.randn(windows, S, S), torch.randn(images, S)]
+    found = _only(function, *(mark(tensor, sizes) for tensor in inputs))
+    assert {len(kind.varies_along) for kind in found.meaning.scores if isinstance(kind, Bias)} == {2, 3}
+    assert [type(kind) for kind in found.meaning.scores] == [Bias, Bias]

@@ -4,10 +4,14 @@ Each op has one line in a READERS table of this package. What can't be looked in
 those indices, which is true of any tensor. So reading never guesses; at worst it says little.
 """
 
-from attn_compiler.passes.mirror import Mirror
+from torch import fx
+
+from attn_compiler.index_expr import Expr
+from attn_compiler.passes.mirror import Mirror, opaque
 from attn_compiler.passes.reading import in_place, making, moving, pointwise, scans, vmap
-from attn_compiler.passes.reading.core import Reader, ReadOp, Unreadable, size
+from attn_compiler.passes.reading.core import At, Reader, ReadOp, Unreadable, fake, size
 from attn_compiler.passes.reading.inputs import BodyInputs
+from attn_compiler.passes.reading.outputs import BodyOutputs
 from attn_compiler.passes.unit import Unit
 
 #: the ATen op -> how an element of its result reads
@@ -27,11 +31,21 @@ def of(mirror: Mirror) -> Reader:
 
 
 def of_unit(unit: Unit) -> Reader:
-    """The one reader of a unit, which goes on from the inputs of a body to where it is called."""
+    """The one reader of a unit, which goes on from the inputs of a body to where it is called, and from results into bodies."""
     if unit.reader is None:
-        inputs = BodyInputs(unit.calls, of_unit) if unit.calls else None
-        unit.reader = Reader(unit.mirrored(), READERS, inputs)
+        inputs = BodyInputs(unit.calls, of_unit) if unit.is_body else None
+        unit.reader = Reader(unit.mirrored(), {**READERS, opaque: _results_of_calls(unit)}, inputs)
     return unit.reader
 
 
-__all__ = ["READERS", "Reader", "Unreadable", "of", "of_unit", "size"]
+def _results_of_calls(unit: Unit) -> ReadOp:
+    outputs, other = BodyOutputs(unit, of_unit), READERS[opaque]
+
+    def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        found = outputs.element(reader, node, at)
+        return found if found is not None else other(reader, node, at)
+
+    return read
+
+
+__all__ = ["READERS", "Reader", "Unreadable", "fake", "of", "of_unit", "size"]

@@ -58,7 +58,7 @@ class Reader:
 
     tensors: what each name that a load uses stands for: a tensor, as it is between two writes to its memory. Its node belongs to
     this mirror or, for what an input of a body was followed to, to the mirror of a graph that calls the body:
-    `tensors[name].node.graph` is that mirror's graph.
+    `tensors[name].node.graph` is that mirror's graph. not_followed: those names that are inputs of a body, and could not be.
 
     An expression says what a tensor holds at a certain place of the graph: an op reads what its inputs hold when it runs, through
     views too. What was written to a tensor since it was made is read where the write says it, and is a load else.
@@ -75,6 +75,7 @@ class Reader:
         self._depth = 0
         self._scans = 0
         self.tensors: dict[str, Version] = {}
+        self.not_followed: set[str] = set()
 
     def read_at(self, when: int, node: fx.Node, at: At) -> Expr:
         """The element of `node` at `at`, right before the place `when` in the order of the mirror. Raises Unreadable."""
@@ -176,6 +177,8 @@ class Reader:
         # A node that only the mirror has may be named as another one of Dynamo's is, and one of a body as one of its caller.
         while self.tensors.setdefault(name, version) != version:
             name += "'"
+        if node.op == "placeholder" and self._inputs is not None:
+            self.not_followed.add(name)
         return Load(name, at, kind_of_dtype(fake(node).dtype))
 
     def _first_name(self, node: fx.Node) -> fx.Node:

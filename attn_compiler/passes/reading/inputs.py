@@ -16,22 +16,25 @@ from attn_compiler.passes.unit import Call, Unit, unsupported_tensor
 
 
 class BodyInputs:
-    """calls: every call of the body. reader_of: of the graph that a call is in, which only then gets a mirror."""
+    """calls: every call of the body; none if there is one that is not understood. reader_of: of the graph that a call is in, which
+    only then gets a mirror."""
 
     def __init__(self, calls: Sequence[Call], reader_of: Callable[[Unit], Reader]) -> None:
         self._calls = calls
         self._reader_of = reader_of
+        self._not_followed: set[str] = set()
 
     def element(self, reader: Reader, node: fx.Node, at: At) -> Expr | None:
         """The element of an input at `at`; None if it can't be read at a call, or is not the same at every call."""
         found = [self._given(call, reader, node, at) for call in self._calls]
-        first = found[0]
+        first = next(iter(found), None)
         if first is None or any(other != first for other in found):
             return None
         element, tensors = first
         if any(reader.tensors.get(name, tensor) != tensor for name, tensor in tensors.items()):
             return None
         reader.tensors.update(tensors)
+        reader.not_followed |= self._not_followed & tensors.keys()
         return element
 
     def _given(self, call: Call, reader: Reader, node: fx.Node, at: At) -> tuple[Expr, dict[str, Version]] | None:
@@ -41,12 +44,13 @@ class BodyInputs:
         above = self._reader_of(call.unit)
         argument = _argument(call, above, reader.mirror.dynamo_node(node))
         when = _when(call, above)
-        if argument is None or when is None or above.varies(argument) or not _alike(argument, node):
+        if argument is None or when is None or above.varies(argument) or not are_alike(argument, node):
             return None
         try:
             element = above.read_at(when, argument, at)
         except Unreadable:
             return None
+        self._not_followed |= above.not_followed
         return element, {load.tensor: above.tensors[load.tensor] for load in ix.loads(element)}
 
 
@@ -65,6 +69,7 @@ def _argument(call: Call, above: Reader, placeholder: fx.Node | None) -> fx.Node
     return given[position] if position < len(given) else None
 
 
-def _alike(argument: fx.Node, placeholder: fx.Node) -> bool:
+def are_alike(argument: fx.Node, placeholder: fx.Node) -> bool:
+    """Whether two nodes of different mirrors stand for tensors of one dtype and shape."""
     a, b = fake(argument), fake(placeholder)
     return a.dtype == b.dtype and axes.shape_exprs(a) == axes.shape_exprs(b)
