@@ -181,6 +181,12 @@ def where(condition: Expr, a: Expr, b: Expr) -> Expr:
     a, b = _settled(a, condition, holds=True), _settled(b, condition, holds=False)
     if a == b:
         return a
+    if isinstance(b, Apply) and b.op == "where" and a in b.args[1:]:
+        inner, other = (b.args[0], b.args[2]) if b.args[1] == a else (invert(b.args[0]), b.args[1])
+        return where(apply("or", condition, inner), a, other)
+    if isinstance(a, Apply) and a.op == "where" and b in a.args[1:]:
+        inner, other = (a.args[0], a.args[1]) if a.args[2] == b else (invert(a.args[0]), a.args[2])
+        return where(apply("and", condition, inner), other, b)
     pinned = _pinned(condition, Index)
     if pinned is not None and substitute(b, *pinned) == substitute(a, *pinned):
         return b

@@ -175,3 +175,16 @@ def test_no_whole_number_is_float32s_lowest() -> None:
     # 2**64 - 1 is rounded up to 2**64, and in half precision to infinity.
     assert ix.compare("==", rounded, Const(2.0**64)) != ix.FALSE
     assert ix.compare("==", rounded, Const(float("inf"))) != ix.FALSE
+
+
+def test_a_choice_within_a_choice_of_the_same_number_is_one() -> None:
+    """Masked twice, by two conditions."""
+    lowest, nothing = Const(-3e38), Const(0.0)
+    inner = ix.where(PADDED, nothing, lowest)
+    assert ix.where(LATER, lowest, inner) == ix.where(ix.apply("or", LATER, ix.invert(PADDED)), lowest, nothing)
+    assert ix.where(LATER, ix.where(FIRST, nothing, lowest), lowest) == ix.where(
+        ix.apply("and", LATER, FIRST), nothing, lowest
+    )
+    assert ix.where(LATER, lowest, ix.where(FIRST, lowest, nothing)) == ix.where(
+        ix.apply("or", LATER, FIRST), lowest, nothing
+    )

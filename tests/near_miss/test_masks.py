@@ -217,30 +217,6 @@ def every_other_pair() -> Tensor:
     return (rows() + columns()) % 2 == 0
 
 
-# ---- edited after it was made -----------------------------------------------------------------------------------------
-
-
-@near_miss(unproved="written in place")
-def edited_by_an_assignment() -> Tensor:
-    mask = causal().clone()
-    mask[0, 2] = True
-    return mask
-
-
-@near_miss(unproved="written in place")
-def edited_through_a_view() -> Tensor:
-    mask = causal().clone()
-    mask.view(-1)[2:4].fill_(True)
-    return mask
-
-
-@near_miss(unproved="written in place, by copy_", other=lambda: normal(S, S, seed=5) > -1)
-def edited_by_copying(other: Tensor) -> Tensor:
-    mask = causal().clone()
-    mask.copy_(other)
-    return mask
-
-
 # ---- dtypes that don't hold the positions -----------------------------------------------------------------------------
 
 

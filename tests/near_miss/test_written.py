@@ -138,7 +138,7 @@ def another_element_counted_before(x: Tensor, lengths: Tensor) -> Tensor:
     return attend(x, filled(lengths[0]))
 
 
-@near_miss("keys up to length", inputs=lengths(4, 6))
+@near_miss("keys up to other", inputs=lengths(4, 6))
 def overwritten_before_the_mask(x: Tensor, length: Tensor, other: Tensor) -> Tensor:
     """What it came in with does not matter."""
     length.copy_(other)
@@ -172,7 +172,7 @@ def counted_between_two_layers_that_share_a_mask(x: Tensor, length: Tensor) -> T
     return attend(x, mask)
 
 
-@near_miss("keys up to length", "keys up to length", inputs=lengths(4, 1))
+@near_miss("keys up to length", "keys up to other", inputs=lengths(4, 1))
 def replaced_between_two_layers(x: Tensor, length: Tensor, other: Tensor) -> Tensor:
     """The same name, and another value: the second mask is another one."""
     x = attend(x, filled(length))
@@ -218,7 +218,10 @@ def mask_edited_between_two_layers(x: Tensor, kept: Tensor) -> Tensor:
     return attend(x, kept)
 
 
-@near_miss("mask[b, h, 0, k]", inputs=lambda: [PADDING.clone()])
+@near_miss(
+    "(key padding attention_mask[b, k] ∧ keys up to 4) ∨ (keys up to 3 ∧ keys from 2 ∧ h = 1)",
+    inputs=lambda: [PADDING.clone()],
+)
 def mask_edited_between_its_making_and_its_use(x: Tensor, attention_mask: Tensor) -> Tensor:
     mask = (attention_mask[:, None, None, :].bool() & (torch.arange(KEYS) < 5)).expand(-1, HEADS, 1, -1).clone()
     mask[:, 1, 0, 2:4] = True

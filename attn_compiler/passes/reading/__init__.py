@@ -8,7 +8,7 @@ from torch import fx
 
 from attn_compiler.index_expr import Expr
 from attn_compiler.passes.mirror import Mirror, opaque
-from attn_compiler.passes.reading import in_place, making, moving, pointwise, scans, vmap
+from attn_compiler.passes.reading import in_place, inside, making, moving, pointwise, scans, vmap
 from attn_compiler.passes.reading.core import At, Reader, ReadOp, Unreadable, fake, size
 from attn_compiler.passes.reading.inputs import BodyInputs
 from attn_compiler.passes.reading.outputs import BodyOutputs
@@ -27,14 +27,14 @@ READERS: dict[object, ReadOp] = {
 
 def of(mirror: Mirror) -> Reader:
     """A reader of one mirror's nodes."""
-    return Reader(mirror, READERS)
+    return Reader(mirror, READERS, inside.reached)
 
 
 def of_unit(unit: Unit) -> Reader:
     """The one reader of a unit, which goes on from the inputs of a body to where it is called, and from results into bodies."""
     if unit.reader is None:
         inputs = BodyInputs(unit.calls, of_unit) if unit.is_body else None
-        unit.reader = Reader(unit.mirrored(), {**READERS, opaque: _results_of_calls(unit)}, inputs)
+        unit.reader = Reader(unit.mirrored(), {**READERS, opaque: _results_of_calls(unit)}, inside.reached, inputs)
     return unit.reader
 
 

@@ -27,6 +27,12 @@ from attn_compiler.passes.views import argument
 At = tuple[Expr, ...]
 ReadOp = Callable[["Reader", fx.Node, At], Expr | None]
 
+#: (condition, indices): an element is one of a view's where the condition holds, and there it is that one
+Inside = tuple[Expr, At]
+
+#: (what is written to, a tensor in the same memory, indices in that) -> what of the tensor is written; None: that can't be said
+Reach = Callable[[fx.Node, fx.Node, At], Inside | None]
+
 _DEEPEST = 200
 
 #: how Dynamo names what the model was called with: l_kwargs_attention_mask_
@@ -54,7 +60,8 @@ class _Moment:
 
 
 class Reader:
-    """Reads elements of one mirror's nodes. rules: by ATen op. inputs: what the inputs of a body are where it is called.
+    """Reads elements of one mirror's nodes. rules: by ATen op. reach: what a write reaches. inputs: what the inputs of a body are
+    where it is called.
 
     tensors: what each name that a load uses stands for: a tensor, as it is between two writes to its memory. Its node belongs to
     this mirror or, for what an input of a body was followed to, to the mirror of a graph that calls the body:
@@ -64,9 +71,12 @@ class Reader:
     views too. What was written to a tensor since it was made is read where the write says it, and is a load else.
     """
 
-    def __init__(self, mirror: Mirror, rules: Mapping[object, ReadOp], inputs: Inputs | None = None) -> None:
+    def __init__(
+        self, mirror: Mirror, rules: Mapping[object, ReadOp], reach: Reach, inputs: Inputs | None = None
+    ) -> None:
         self.mirror = mirror
         self._rules = rules
+        self._reach = reach
         self._inputs = inputs
         self._varies = per_example.regions_of(mirror)
         self._known: dict[tuple[fx.Node, At, fx.Node | None], Expr] = {}
@@ -141,12 +151,22 @@ class Reader:
         return self.mirror.order(since) > self.mirror.order(node)
 
     def _written(self, version: Version, at: At) -> Expr | None:
-        """The element as the last write left it, if that wrote these very elements and is understood; else None."""
-        since = version.since
-        if since is None or mutation.returned(since) is None or not _are_the_same(since, version.node):
+        """The element as the last write left it: what it wrote, or what was there before; None if the write is not understood."""
+        node, since = version.node, version.since
+        target = mutation.returned(since) if since is not None else None
+        place = self._reach(target, node, at) if target is not None else None
+        if since is None or place is None:
             return None
+        reached, own = place
+        before = None if reached == ix.TRUE else self.read_at(self.mirror.order(since), node, at)
+        if isinstance(before, Load) and self.tensors[before.tensor].node is self._first_name(node):
+            # Of a tensor that is not understood, one load after the write says as much as one before it and what was written.
+            return None
+        if reached == ix.FALSE:
+            return before
         with self._at(_Moment(node=since, when=self._moment.when)):
-            return self._looked_into(since, at)
+            value = self._looked_into(since, own)
+        return value if value is None or before is None else ix.where(reached, value, before)
 
     def _looked_into(self, node: fx.Node, at: At) -> Expr | None:
         held = self.mirror.constant(node)
@@ -203,13 +223,6 @@ class Reader:
         if isinstance(x.meta.get("val"), torch.SymInt):
             return whole_number(torch_compat.decided(x.meta["val"]))
         return self.read(x, broadcast(fake(x), at)) if isinstance(x.meta.get("val"), torch.Tensor) else None
-
-
-def _are_the_same(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two tensors in one memory have the same elements in the same order."""
-    x, y = fake(a), fake(b)
-    placed = [(axes.size_expr(v.storage_offset()), *map(axes.size_expr, (*v.shape, *v.stride()))) for v in (x, y)]
-    return x.dtype == y.dtype and x.dim() == y.dim() and placed[0] == placed[1]
 
 
 def fake(node: fx.Node) -> torch.Tensor:

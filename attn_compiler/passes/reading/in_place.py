@@ -1,6 +1,6 @@
-"""Ops that write in place: what they give back is read as what the same op without the underscore computes.
+"""Ops that write in place: what they write is read as what the same op without the underscore computes.
 
-Only the result is: whoever still holds the tensor under an older name reads what was written, and is refused by the reader.
+The reader says which elements of which tensors that reaches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import fx
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
 from attn_compiler.passes.reading import pointwise
-from attn_compiler.passes.reading.core import At, Reader, ReadOp, converted_of, fake
+from attn_compiler.passes.reading.core import At, Reader, ReadOp, broadcast, converted_of, fake
 from attn_compiler.passes.views import argument
 
 aten = torch.ops.aten
@@ -32,6 +32,23 @@ def _fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     value = argument(node, "value", 0)
     number = Const(value) if isinstance(value, (bool, int, float)) else None
     return None if number is None else converted_of(number, node, None, at)
+
+
+def _fill_with(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    value = argument(node, "value")
+    return _given(reader, node, value, ())
+
+
+def _copy(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """The source, as large or broadcast, converted to the dtype of the tensor."""
+    return _given(reader, node, argument(node, "src"), at)
+
+
+def _given(reader: Reader, node: fx.Node, value: object, at: At) -> Expr | None:
+    if not isinstance(value, fx.Node):
+        return None
+    found = reader.read(value, broadcast(fake(value), at))
+    return converted_of(found, node, fake(value).dtype, at)
 
 
 READERS: dict[object, ReadOp] = {
@@ -56,4 +73,9 @@ READERS: dict[object, ReadOp] = {
         (aten.__iand__.Tensor, aten.__and__.Tensor),
         (aten.__ior__.Tensor, aten.__or__.Tensor),
     )
-} | {aten.fill_.Scalar: _fill, aten.zero_.default: _fill}
+} | {
+    aten.fill_.Scalar: _fill,
+    aten.fill_.Tensor: _fill_with,
+    aten.zero_.default: _fill,
+    aten.copy_.default: _copy,
+}

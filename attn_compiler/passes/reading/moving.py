@@ -43,8 +43,14 @@ def _reshaped(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     source = node.args[0]
     if not isinstance(source, fx.Node):
         return None
-    mine = [(i, s) for i, s in zip(at, axes.shape_exprs(fake(node)), strict=True) if s != axes.ONE]
-    theirs = [s for s in axes.shape_exprs(fake(source)) if s != axes.ONE]
+    own = reindexed(at, fake(node), fake(source))
+    return None if own is None else reader.read(source, own)
+
+
+def reindexed(at: At, value: torch.Tensor, other: torch.Tensor) -> At | None:
+    """The indices in `other` of the element of `value` at `at`, where one is a reshape of the other; None if that can't be said."""
+    mine = [(i, s) for i, s in zip(at, axes.shape_exprs(value), strict=True) if s != axes.ONE]
+    theirs = [s for s in axes.shape_exprs(other) if s != axes.ONE]
     found: list[Expr] = []
     for taken, sizes in _groups(mine, theirs):
         own = [taken[0][0]] if len(sizes) == len(taken) == 1 else _unflattened(_flattened(taken), sizes)
@@ -54,7 +60,7 @@ def _reshaped(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     if len(found) != len(theirs):
         return None
     rest = iter(found)
-    return reader.read(source, tuple(ix.ZERO if s == axes.ONE else next(rest) for s in axes.shape_exprs(fake(source))))
+    return tuple(ix.ZERO if s == axes.ONE else next(rest) for s in axes.shape_exprs(other))
 
 
 _Sized = tuple[Expr, sympy.Expr]
@@ -138,20 +144,25 @@ def _repeated_in_place(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _transposed(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    source, i, j = node.args[0], argument(node, "dim0"), argument(node, "dim1")
-    if not isinstance(source, fx.Node) or not isinstance(i, int) or not isinstance(j, int):
+    source, own = node.args[0], transposed(node, at)
+    return reader.read(source, own) if isinstance(source, fx.Node) and own is not None else None
+
+
+def transposed(node: fx.Node, at: At) -> At | None:
+    """Indices with the two axes changed that transpose, mT or t changes."""
+    last_two = (-2, -1) if len(at) > 1 else (0, 0)
+    i, j = argument(node, "dim0", last_two[0]), argument(node, "dim1", last_two[1])
+    if not isinstance(i, int) or not isinstance(j, int):
         return None
     swapped = list(at)
     swapped[i], swapped[j] = swapped[j], swapped[i]
-    return reader.read(source, tuple(swapped))
+    return tuple(swapped)
 
 
-def _mirrored(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """mT and t: the last two axes change places."""
+def _reversed(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """x.T: the axes in the opposite order."""
     source = node.args[0]
-    if not isinstance(source, fx.Node):
-        return None
-    return reader.read(source, (*at[:-2], at[-1], at[-2]) if len(at) > 1 else at)
+    return reader.read(source, at[::-1]) if isinstance(source, fx.Node) else None
 
 
 def _permuted(reader: Reader, node: fx.Node, at: At) -> Expr | None:
@@ -178,18 +189,21 @@ def _slice(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     if dim is None or not isinstance(source, fx.Node) or not isinstance(step, int):
         return None
     dim %= len(at)
-    first = _first(reader, node, source, dim)
+    first = first_of_slice(node, source, dim)
     if first is None:
         return None
     return reader.read(source, (*at[:dim], ix.add(first, ix.mul(at[dim], Const(step))), *at[dim + 1 :]))
 
 
-def _first(reader: Reader, node: fx.Node, source: fx.Node, dim: int) -> Expr | None:
+def first_of_slice(node: fx.Node, source: fx.Node, dim: int) -> Expr | None:
     """Where a slice begins."""
     start: Any = argument(node, "start") or 0
     if _is_from_the_front(start):
         value = start.meta["val"] if isinstance(start, fx.Node) else start
         return Const(value) if isinstance(value, int) else whole_number(torch_compat.decided(value))
+    extent = axes.shape_exprs(fake(source))[dim]
+    if isinstance(start, int) and extent.is_Integer:
+        return Const(max(0, start + int(extent)))
     if argument(node, "step", 1) != 1 or argument(node, "end") not in (None, _TO_THE_END):
         return None
     # What is left out in front is what the result is shorter by, however the start was counted.
@@ -275,8 +289,9 @@ READERS: dict[object, ReadOp] = {
     aten.tile.default: _repeated,
     aten.repeat_interleave.self_int: _repeated_in_place,
     aten.transpose.int: _transposed,
-    aten.mT.default: _mirrored,
-    aten.t.default: _mirrored,
+    aten.mT.default: _transposed,
+    aten.t.default: _transposed,
+    aten.numpy_T.default: _reversed,
     aten.permute.default: _permuted,
     aten._unsafe_view.default: _reshaped,
     aten.flatten.using_ints: _reshaped,

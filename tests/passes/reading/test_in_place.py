@@ -50,6 +50,41 @@ def _written_after_its_use(m: Tensor) -> Tensor:
     return used
 
 
+def _between_writes(m: Tensor) -> Tensor:
+    """Each reader finds another mask, the last one through the first name."""
+    mask = torch.zeros(S, S)
+    first = mask + 3
+    mask[:, 1:] = 2.0
+    second = mask * 1.0
+    mask[1:] = m[1:].to(mask.dtype)
+    mask[:, :2].add_(1.0)
+    return mask + 10 * second + 100 * first
+
+
+def _overlapping_slices(m: Tensor) -> Tensor:
+    mask = torch.zeros(S, S)
+    mask[1:4] = 1.0
+    mask[:, 2:] += m[:, 2:]
+    mask[3:] = mask[:2] * 2
+    return mask * 1.0
+
+
+def _of_itself(m: Tensor) -> Tensor:
+    """The right side is read before anything is written."""
+    mask = torch.arange(S * S).view(S, S) + m.long()
+    mask[1:] = mask[:-1].clone()
+    return mask + 0
+
+
+def _copied_as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def function(m: Tensor) -> Tensor:
+        mask = torch.zeros(S, S, dtype=dtype)
+        mask[:3].copy_(torch.arange(S)[:, None][:3] * m[:3])
+        return mask.logical_not()
+
+    return function
+
+
 READ: dict[str, Callable[[Tensor], Tensor]] = {
     "positions moved on": _augmented,
     "&=": _and,
@@ -64,6 +99,12 @@ READ: dict[str, Callable[[Tensor], Tensor]] = {
     "multiplied": lambda m: torch.ones(S, S).mul_(m),
     "the value before": _older_value_used_before,
     "written after its use": _written_after_its_use,
+    "between writes": _between_writes,
+    "overlapping slices": _overlapping_slices,
+    "of itself": _of_itself,
+    "copied to float": _copied_as(torch.float16),
+    "copied to bool": _copied_as(torch.bool),
+    "filled with a tensor": lambda m: torch.zeros(S, S).fill_(torch.tensor(3)).mul_(m),
 }
 
 
@@ -115,23 +156,6 @@ def _view_read_after_a_write_that_the_op_above_it_is_before(m: Tensor) -> Tensor
     return lower & rows[:, 0]
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        _a_view_of_it,
-        _alias,
-        _input,
-        _input_before_and_after,
-        _twice,
-        _view_read_after_a_write_that_the_op_above_it_is_before,
-    ],
-    ids=lambda f: f.__name__,
-)
-def test_an_older_name_of_written_memory_is_read_as_it_then_is(function: Callable[[Tensor], Tensor]) -> None:
-    found = read(function, torch.rand(S, S) < 0.5)
-    assert found.equal, found.text
-
-
 def _under_a_view(m: Tensor) -> Tensor:
     mask = _ones()
     mask[1:].logical_not_()
@@ -156,15 +180,47 @@ def _overlapping(m: Tensor) -> Tensor:
     return row[:S] & m
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        _a_view_of_it,
+        _alias,
+        _input,
+        _input_before_and_after,
+        _twice,
+        _view_read_after_a_write_that_the_op_above_it_is_before,
+        _under_a_view,
+        _part,
+        _another_order,
+        _overlapping,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_an_older_name_of_written_memory_is_read_as_it_then_is(function: Callable[[Tensor], Tensor]) -> None:
+    found = read(function, torch.rand(S, S) < 0.5)
+    assert found.equal, found.text
+
+
+def _narrowed(m: Tensor) -> Tensor:
+    """255 - 300 wraps around."""
+    mask = torch.zeros(S, S, dtype=torch.uint8)
+    mask[1:] = torch.arange(S - 1)[:, None] * 100 - m[1:].long()
+    return mask + m
+
+
+def _input_in_part(m: Tensor) -> Tensor:
+    """Nothing is known of it before: one load after the write says the same."""
+    m[1:] = True
+    return m.logical_not()
+
+
 def _through_an_opaque_op(m: Tensor) -> Tensor:
     mask = _ones()
     torch.logical_not(m, out=mask)
     return mask & m
 
 
-@pytest.mark.parametrize(
-    "function", [_under_a_view, _part, _another_order, _overlapping, _through_an_opaque_op], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("function", [_narrowed, _input_in_part, _through_an_opaque_op], ids=lambda f: f.__name__)
 def test_what_a_write_left_that_is_not_understood_is_a_load(function: Callable[[Tensor], Tensor]) -> None:
     found = read(function, torch.rand(S, S) < 0.5)
     assert not found.loads <= {"m"}, found.text

@@ -194,7 +194,7 @@ def test_a_shared_body_whose_calls_load_other_tensors_loads_its_input() -> None:
     assert site.spec.mask.dense is not None
 
 
-# ---- near misses: the mask was changed ----------------------------------------------------------------------------
+# ---- the mask was changed, in a way that can be read ------------------------------------------------------------------
 
 
 def _edited_before_the_call(q: Tensor) -> Tensor:
@@ -216,6 +216,22 @@ def _edited_inside(q: Tensor) -> Tensor:
         return _attention(q, mask)
 
     return checkpoint(body, q, _causal(), use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (_edited_before_the_call, "causal ∨ (k = 3 ∧ q = 1)"),
+        (_edited_through_a_view, "(causal ∧ q <= 1) ∨ (q + 1 <= k ∧ 2 <= q) ∨ k = 0"),
+        (_edited_inside, "causal ∨ (k = 3 ∧ q = 1)"),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_a_mask_is_read_with_what_was_written_to_it(function: Callable[[Tensor], Tensor], words: str) -> None:
+    assert _words(_forward(function)) == [words]
+
+
+# ---- near misses: the mask was changed ----------------------------------------------------------------------------
 
 
 def _edited_inside_under_another_name(q: Tensor) -> Tensor:
@@ -269,9 +285,6 @@ def _edited_in_a_body_in_a_body(q: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        _edited_before_the_call,
-        _edited_through_a_view,
-        _edited_inside,
         _edited_inside_under_another_name,
         _edited_by_an_earlier_body,
         _edited_by_an_earlier_body_and_used_outside,
