@@ -67,7 +67,7 @@ def _operands(
         sinks=tensors.sinks,
         loads=reach.tensors(builder, site.loads, mask.proved, mask.out_of_reach),
         score_loads=reach.tensors(builder, site.score_loads, score.proved, score.out_of_reach),
-        sizes=reach.sizes(mirror, site.match),
+        sizes=reach.sizes(mirror, site.match, (*mask.proved, *score.proved)),
     )
 
 

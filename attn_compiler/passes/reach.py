@@ -32,7 +32,7 @@ def missing(mirror: Mirror, match: Match, loads: Mapping[str, Version], kinds: K
     tensors = {name for kind in kinds for name in reads.tensors(kind)}
     lost = {name for name in tensors if name not in loads or not _is_at_hand(mirror, match, loads[name])}
     wanted = {name for kind in kinds for name in reads.sizes(kind)}
-    return tuple(sorted(lost | (wanted - sizes(mirror, match).keys())))
+    return tuple(sorted(lost | (wanted - sizes(mirror, match, kinds).keys())))
 
 
 def tensors(
@@ -43,13 +43,15 @@ def tensors(
     return {name: builder.loaded(loads[name]) for name in sorted(found)}
 
 
-def sizes(mirror: Mirror, match: Match) -> dict[str, SizeOf]:
-    """Where each symbolic size that the graph is given can be seen: the first input that has it."""
+def sizes(mirror: Mirror, match: Match, kinds: Kinds) -> dict[str, SizeOf]:
+    """Where each symbolic size in the kinds can be seen: the first input of the graph that has it. Those that none has are missing."""
+    wanted = {name for kind in kinds for name in reads.sizes(kind)}
     out = mirror.dynamo_node(match.out)
     found: dict[str, SizeOf] = {}
-    for node in out.graph.find_nodes(op="placeholder") if out is not None else ():
+    for node in out.graph.find_nodes(op="placeholder") if wanted and out is not None else ():
         for name, axis in _named(node.meta.get("example_value")):
-            found.setdefault(name, SizeOf(node=node, axis=axis))
+            if name in wanted:
+                found.setdefault(name, SizeOf(node=node, axis=axis))
     return found
 
 

@@ -5,6 +5,7 @@ A node that the model's own graph has too is a leaf: its value was recorded. Any
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ class Body:
     index: its place among the bodies. original: the names of the nodes that mean in the model's own graph what they mean to the
     mirror and to the rewritten graph. rewritten: a copy of the rewritten graph. outs: name of a site's new output -> name of the
     old one. names: mirror node -> the name that its value was recorded under. made: mirror node -> the node of the rewritten
-    graph that has its value, where only that graph has one.
+    graph that has its value, where only that graph has one. named: the first mirror node that was recorded under a name.
     """
 
     index: int
@@ -58,6 +59,7 @@ class Body:
     outs: dict[str, str] = field(default_factory=dict)
     names: dict[fx.Node, str] = field(default_factory=dict)
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    named: dict[str, fx.Node] = field(default_factory=dict)
 
     @property
     def written(self) -> set[StorageWeakRef]:
@@ -72,8 +74,29 @@ class Body:
                 continue
             if dynamo.name in self.original:
                 self.names[node] = dynamo.name
+                self.named.setdefault(dynamo.name, node)
             elif dynamo.name in rewritten:
                 self.made[node] = rewritten[dynamo.name]
+
+    def place(self, made: fx.Node) -> int:
+        """The place in the mirror of a node that only the rewritten graph has: right before what the model computes next."""
+        following = made.next
+        while following.op != "output":
+            places = self._places.get(following.name)
+            if places is not None and following.name in self.original:
+                return places
+            following = following.next
+        return len(self.mirror.graph.nodes)
+
+    @functools.cached_property
+    def _places(self) -> dict[str, int]:
+        """Where in the mirror what a node of the model's graph computes begins."""
+        found: dict[str, int] = {}
+        for place, node in enumerate(self.mirror.graph.nodes):
+            owner = self.mirror.owner(node)
+            if owner is not None:
+                found.setdefault(owner.name, place)
+        return found
 
 
 def _is_plain(value: object) -> bool:
@@ -190,12 +213,13 @@ class Values:
         if node in seen:
             return set()
         seen.add(node)
-        name = _recorded_as(body, node) if node is not start else None
-        if name is not None:
-            return {Key(body.index, name)}
         if node.op not in ("call_function", "call_method"):
             raise NoValueError(f"{node.name} of the rewritten graph is not in the model's own graph")
-        return set().union(*(self._rewritten_needs(body, n, start, seen) for n in node.all_input_nodes))
+        found: set[Key] = set()
+        for source in node.all_input_nodes:
+            own = _own(body, source, node) if source is not start else None
+            found |= self._rewritten_needs(body, source, start, seen) if own is None else {own}
+        return found
 
     def rewritten(self, body: Body, node: fx.Node) -> Any:
         """What the rewritten graph computes at `node` from the model's own values."""
@@ -204,10 +228,12 @@ class Values:
     def _rewritten(self, body: Body, node: fx.Node, start: fx.Node, known: dict[fx.Node, Any]) -> Any:
         if node in known:
             return known[node]
-        name = _recorded_as(body, node) if node is not start else None
-        if name is not None:
-            return self.recorded[Key(body.index, name)]
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: self._rewritten(body, n, start, known))
+
+        def value(source: fx.Node) -> Any:
+            own = _own(body, source, node) if source is not start else None
+            return self._rewritten(body, source, start, known) if own is None else self.recorded[own]
+
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
         if node.op == "call_method":
             known[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:
@@ -232,9 +258,16 @@ def _recorded_at(body: Body, version: Version) -> Key:
     return Key(body.index, name, after, copied=until is not None)
 
 
-def _recorded_as(body: Body, node: fx.Node) -> str | None:
+def _own(body: Body, node: fx.Node, reader: fx.Node) -> Key | None:
+    """Where the value of a node of the rewritten graph was recorded, if the model has it too: as `reader`, which only the rewritten
+    graph has, reads it. Raises NoValueError where that was not recorded."""
     name = body.outs.get(node.name, node.name)
-    return name if name in body.original else None
+    if name not in body.original:
+        return None
+    mirrored = body.named.get(name)
+    if mirrored is None or not mutation.storages(mirrored) & body.written:
+        return Key(body.index, name)
+    return _recorded_at(body, mutation.version(body.mirror, mirrored, body.place(reader)))
 
 
 def _filled(x: Any, value: Callable[[fx.Node], Any]) -> Any:

@@ -220,3 +220,22 @@ def test_a_learned_table_is_gathered_once_for_each_distance() -> None:
         assert torch.allclose(a.grad, b.grad, atol=1e-4)
     assert str(function.site.spec.score.added).startswith("relative bias table[f(k - q), h]")
     assert function.calls.count("index") == 1
+
+
+def _counted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
+    """A cache's length is counted up after the mask was made of it, and before the attention."""
+    mask = torch.arange(k.shape[2]) <= filled
+    filled.add_(1)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[None, None, None])
+
+
+@pytest.mark.usefixtures("_interpreted")
+def test_a_length_that_is_counted_up_is_read_as_it_was() -> None:
+    q, k, v, _ = (x.detach() for x in _tensors(1, 21))
+    function = compiled(_counted, lowering="triton", verify=True)
+    for length in (0, 7):
+        ours, theirs = torch.tensor(length), torch.tensor(length)
+        assert torch.allclose(function(q, k, v, ours), _counted(q, k, v, theirs), atol=1e-5)
+        assert torch.equal(ours, theirs)
+    assert "keys up to filled" in function.site.spec.mask.words
+    assert function.site.spec.mask.out_of_reach == ()
