@@ -23,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen cases in `--jobs` processes; returns the exit status."""
     options = _parse(arguments)
     console = Console()
+    if options.packages is not None:
+        _prefer(options.packages)
     chosen = [case for case in cases() if all(word in case.id for word in options.only)]
     if not chosen:
         console.print(f"no case has {' and '.join(options.only)} in its name")
@@ -48,8 +50,21 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.hf", description=__doc__)
     parser.add_argument("--out", type=Path, help="path of the tables, without a suffix")
     parser.add_argument("--jobs", type=int, default=max(1, os.cpu_count() or 1), help="processes (default: one a core)")
+    parser.add_argument(
+        "--packages",
+        type=Path,
+        metavar="FOLDER",
+        help="take packages from here first, such as another release: pip install --target FOLDER 'transformers==4.57.*'",
+    )
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="run cases with WORD in their name")
     return parser.parse_args(arguments)
+
+
+def _prefer(packages: Path) -> None:
+    """Take packages from this folder before any other, in this process and in those that it starts."""
+    folder = str(packages.resolve())
+    sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _run_all(chosen: Sequence[Case], jobs: int, console: Console) -> Iterator[Result]:

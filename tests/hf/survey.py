@@ -21,7 +21,7 @@ from torch import nn
 import attn_compiler
 from attn_compiler.report import Report
 from attn_compiler.verifying import Verification
-from tests.hf import mask_kinds
+from tests.hf import mask_kinds, older
 from tests.hf.comparison import Worst, worst
 from tests.hf.counting import AttentionCounter
 from tests.hf.decoders import DECODERS
@@ -108,6 +108,9 @@ def why_absent(case: Case) -> str | None:
         return absent[case.impl]
     if case.scenario in absent:
         return absent[case.scenario]
+    with_this_release = older.why_absent(case.family, case.scenario, case.impl)
+    if with_this_release is not None:
+        return with_this_release
     return SCENARIO[case.scenario].why_not(FAMILY[case.family])
 
 

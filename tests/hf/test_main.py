@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,3 +24,12 @@ def test_the_command_writes_both_tables(tmp_path: Path) -> None:
 def test_a_word_that_no_case_has_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "lama2"]) == 2
     assert "lama2" in capsys.readouterr().out
+
+
+def test_packages_of_a_folder_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the workers too, which are other processes."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    assert main(["--packages", str(tmp_path), "--only", "no such case"]) == 2
+    assert sys.path[0] == str(tmp_path)
+    assert os.environ["PYTHONPATH"] == os.pathsep.join([str(tmp_path), "elsewhere"])
