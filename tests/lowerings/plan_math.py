@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from attn_compiler.lowerings import triton_planning
+from attn_compiler.lowerings.ops import empty_outputs
 from attn_compiler.lowerings.triton_plan import Call, Plan
 
-SCHEMA = "triton(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)"
+_SCHEMA = "triton(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)"
+_BACKWARD = "triton_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> Tensor[]"
 
 
-def allowed(plan: Plan, named: Mapping[str, torch.Tensor], seqlen_q: int, seqlen_kv: int) -> torch.Tensor:
+def allowed(plan: Plan, named: Mapping[str, Tensor], seqlen_q: int, seqlen_kv: int) -> Tensor:
     """bool, broadcasts to (B, Hq, Sq, Skv)."""
     queries, keys = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_kv)
     found = torch.ones(1, 1, seqlen_q, seqlen_kv, dtype=torch.bool)
@@ -30,7 +34,7 @@ def allowed(plan: Plan, named: Mapping[str, torch.Tensor], seqlen_q: int, seqlen
     return found & named["mask"] if plan.mask else found
 
 
-def added(plan: Plan, named: Mapping[str, torch.Tensor], seqlen_q: int, seqlen_kv: int) -> torch.Tensor:
+def added(plan: Plan, named: Mapping[str, Tensor], seqlen_q: int, seqlen_kv: int) -> Tensor:
     """float32, broadcasts to (B, Hq, Sq, Skv): what is added to the scores."""
     distance = torch.arange(seqlen_kv) - torch.arange(seqlen_q)[:, None]
     total = torch.zeros(1, 1, seqlen_q, seqlen_kv)
@@ -41,9 +45,7 @@ def added(plan: Plan, named: Mapping[str, torch.Tensor], seqlen_q: int, seqlen_k
     return total + named["slopes"][None, :, None, None] * distance if plan.slopes else total
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Sequence[torch.Tensor], text: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
     """out and lse, differentiable by what PyTorch knows of its own ops. Without dropout."""
     spec = Call.from_text(text).spec
     plan = triton_planning.of(spec)
@@ -63,3 +65,60 @@ def attention(
     weights = torch.where((lse == -torch.inf)[..., None], 0.0, torch.exp(logits - lse[..., None]))
     out = weights[..., : sizes[1]] @ values
     return out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse
+
+
+def define(namespace: str) -> Any:
+    """`namespace::triton`, opaque to tracing and differentiable as the leaf op is. It ends with the library that is returned."""
+    library: Any = torch.library.Library(namespace, "DEF")  # type: ignore[no-untyped-call]
+    for op, schema, function in (("triton", _SCHEMA, _forward), ("triton_backward", _BACKWARD, _gradients)):
+        library.define(schema)
+        library.impl(op, function, "CPU")
+    torch.library.register_fake(
+        f"{namespace}::triton", lambda q, k, v, operands, spec: empty_outputs(q, v), lib=library
+    )
+    torch.library.register_fake(f"{namespace}::triton_backward", _fake_gradients, lib=library)
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        q, k, v, operands, ctx.spec = inputs
+        ctx.save_for_backward(q, k, v, *operands)
+
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+        q, k, v, *operands = ctx.saved_tensors
+        leaf = getattr(torch.ops, namespace).triton_backward.default
+        grad_q, grad_k, grad_v, *others = leaf(grad_out, q, k, v, operands, ctx.spec)
+        found = iter(others)
+        wanted = _wanted(ctx.spec)
+        return grad_q, grad_k, grad_v, [next(found) if is_wanted else None for is_wanted in wanted], None
+
+    torch.library.register_autograd(f"{namespace}::triton", backward, setup_context=setup_context, lib=library)
+    return library
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], spec: str) -> tuple[Tensor, Tensor]:
+    out, lse = empty_outputs(q, v)
+    exact_out, exact_lse = attention(q, k, v, operands, spec)
+    return out.copy_(exact_out), lse.copy_(exact_lse)
+
+
+def _wanted(text: str) -> list[bool]:
+    plan = triton_planning.of(Call.from_text(text).spec)
+    return [name in plan.differentiable for name in plan.operands]
+
+
+def _gradients(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], spec: str
+) -> list[Tensor]:
+    wanted = _wanted(spec)
+    given = [x.detach().requires_grad_() for x in (q, k, v)]
+    further = [x.detach().requires_grad_(is_wanted) for x, is_wanted in zip(operands, wanted, strict=True)]
+    with torch.enable_grad():
+        out, _ = attention(*given, further, spec)
+    leaves = [*given, *(x for x in further if x.requires_grad)]
+    return [grad.contiguous() for grad in torch.autograd.grad(out, leaves, grad_out)]
+
+
+def _fake_gradients(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], spec: str
+) -> list[Tensor]:
+    further = [x for x, is_wanted in zip(operands, _wanted(spec), strict=True) if is_wanted]
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, *further)]

@@ -113,11 +113,10 @@ def test_demands_aligned_strides() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _stand_in() -> Iterator[None]:
     """The leaf op, spelled out in PyTorch's own ops: kernels have tests of their own."""
-    library: Any = torch.library.Library("stand_in", "DEF")  # type: ignore[no-untyped-call]
-    library.define(plan_math.SCHEMA)
-    library.impl("triton", plan_math.attention, "CompositeImplicitAutograd")
+    library = plan_math.define("stand_in")
     with mock.patch.object(torch.ops.attn_compiler, "triton", torch.ops.stand_in.triton, create=True):
         yield
+    del library
 
 
 #: without dropout, which no reference has, and without two tensors for one place
