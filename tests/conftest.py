@@ -13,6 +13,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Without a GPU the Triton kernels run in Triton's interpreter, which has to be known before they are imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Before any test module is imported: what they decorate takes these over.
 settings.register_profile("explore")
 settings.register_profile("repeat", derandomize=True, database=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attn_compiler.lowerings import ops as ops  # defines the leaf ops that lowerings put into graphs
+from attn_compiler.lowerings import triton_ops as triton_ops
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.plain_math import PlainMath
 from attn_compiler.lowerings.priorities import order

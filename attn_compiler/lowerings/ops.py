@@ -5,10 +5,13 @@
 
 q, k, v, out: logical BHSD. out: q's dtype, BSHD in memory, which is what models transpose to next. lse: (B, Hq, Sq),
 contiguous, float32 (float64 for float64), natural logarithm.
-operands, in this order, each only if the spec has it: the Dense mask, the DenseBias, the Sinks (Hq,). The backward's list
-holds the gradients of those that want one, in the same order. Gradients are contiguous.
-spec: `AttentionSpec.to_text()`: the choice is spelled in the graph, and so in every cache key. Sizes and strides in it are
-those that were decided on; the op itself goes by its tensors.
+operands: what masks and score changes load, in the family's own order. The backward's list holds the gradients of those that
+want one, in the same order. Gradients are contiguous.
+spec: the spec's text, and whatever else was decided: the choice is spelled in the graph, and so in every cache key. Sizes and
+strides in it are those that were decided on; the op itself goes by its tensors.
+
+reference: its operands are, each only if the spec has it, the Dense mask, the DenseBias, the Sinks (Hq,); its text is
+`AttentionSpec.to_text()`.
 
 Ops take their inputs in the strides that the graph gives them (needs_exact_strides): layouts are nodes of the graph.
 """
@@ -33,7 +36,7 @@ BACKWARD_SCHEMA = (
 Tensors = Sequence[torch.Tensor]
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]]
-Differentiable = Callable[[Tensors, AttentionSpec], list[bool]]
+Differentiable = Callable[[Tensors, str], list[bool]]
 
 # Holds the registrations, which end when it is collected. A reload has to keep it: torch 2.11 crashes in an op that was
 # called, deregistered and defined again.
@@ -45,7 +48,7 @@ def register_family(
 ) -> None:
     """Define the leaf op `name` and its backward. Does nothing if they are there: a reloaded module keeps the first ones.
 
-    forward, backward: implementations under the schemas above. differentiable: which operands get a gradient.
+    forward, backward: implementations under the schemas above. differentiable(operands, text): which operands get a gradient.
     dispatch_key: "CompositeExplicitAutograd" for any device, or that of one ("CUDA").
     """
     if hasattr(getattr(torch.ops, NAMESPACE), name):
@@ -95,7 +98,7 @@ def _fake_backward(differentiable: Differentiable) -> Backward:
         lse: torch.Tensor,
         spec: str,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        wanted = differentiable(operands, AttentionSpec.from_text(spec))
+        wanted = differentiable(operands, spec)
         grads = [empty_gradient(tensor) for tensor, is_wanted in zip(operands, wanted, strict=True) if is_wanted]
         return empty_gradient(q), empty_gradient(k), empty_gradient(v), grads
 
@@ -113,13 +116,17 @@ def _autograd_backward(op: str, differentiable: Differentiable) -> Callable[...,
         leaf = getattr(getattr(torch.ops, NAMESPACE), op).default
         *grads, grad_operands = leaf(grad_out, grad_lse, q, k, v, operands, out, lse, ctx.spec)
         found = iter(grad_operands)
-        wanted = differentiable(operands, AttentionSpec.from_text(ctx.spec))
+        wanted = differentiable(operands, ctx.spec)
         return *grads, [next(found) if is_wanted else None for is_wanted in wanted], None
 
     return backward
 
 
 # ---- reference ------------------------------------------------------------------------------------------------------
+
+
+def _reference_differentiable(operands: Tensors, spec: str) -> list[bool]:
+    return reference.differentiable(operands, AttentionSpec.from_text(spec))
 
 
 def _reference(
@@ -154,6 +161,6 @@ register_family(
     "reference",
     forward=_reference,
     backward=_reference_backward,
-    differentiable=reference.differentiable,
+    differentiable=_reference_differentiable,
     dispatch_key="CompositeExplicitAutograd",
 )

@@ -20,7 +20,7 @@ from attn_compiler.lowerings.expression_nodes import Names
 from attn_compiler.lowerings.triton_plan import Plan, Tiles
 from attn_compiler.lowerings.triton_planning import SEQLEN_KV, SEQLEN_Q, Interval, Parts
 from attn_compiler.lowerings.triton_tiles import Masking
-from attn_compiler.scores import ProvedScore
+from attn_compiler.scores import ProvedScore, RelativeBias
 from attn_compiler.spec import AttentionSpec, Dim
 
 aten = torch.ops.aten
@@ -28,6 +28,9 @@ aten = torch.ops.aten
 B = Index("b")
 
 Size = int | fx.Node
+
+#: of what is added by distance: elements of the widest vector that a kernel loads
+_COPIES = 8
 
 #: Seeds are drawn below this: all that int64 holds
 _SEEDS = 2**63 - 1
@@ -199,7 +202,7 @@ class _Made:
         return self._once("slopes", (slopes,), self.given.score_loads, make)
 
     def _distances(self, kinds: tuple[ProvedScore, ...], *, with_grad: bool) -> fx.Node:
-        """float32 (Hq|1, Sq + Skv - 1): what is added to the scores, by k - q + Sq - 1.
+        """(Hq|1, 8, L): what is added to the scores, by k - q + Sq - 1, in the 8 copies that `Plan` asks for.
 
         Evaluated at one pair of each distance: k = max(distance, 0), q = max(-distance, 0) are indices that there are.
         """
@@ -216,9 +219,30 @@ class _Made:
             # What the model rounds to whole numbers it computes in float32, and so does this.
             values = [expression_nodes.emit(self.emitter, x, names, real=torch.float32) for x in summands]
             total = reduce(lambda a, b: self._call(torch.add, a, b), values)
-            return self._packed(total if with_grad else self._call(torch.Tensor.detach, total), torch.float32)
+            total = total if with_grad else self._call(torch.Tensor.detach, total)
+            if self.emitter.value(total).dim() < 2:
+                total = self._call(torch.add, total, self._call(torch.zeros_like, distance))
+            return self._in_copies(self._packed(total, self._distances_dtype(kinds)))
 
         return self._once(f"distances {with_grad}", summands, self.given.score_loads, make)
+
+    def _distances_dtype(self, kinds: tuple[ProvedScore, ...]) -> torch.dtype:
+        """float32, unless all that is read is a table in the dtype of q: half as much to load, and nothing lost."""
+        own = self.emitter.value(self.given.q).dtype
+        tables = [kind.table for kind in kinds if isinstance(kind, RelativeBias) and kind.weight == 1.0]
+        exact = len(tables) == len(kinds) == 1 and self.emitter.value(self.given.score_loads[tables[0]]).dtype == own
+        return own if exact else torch.float32
+
+    def _in_copies(self, values: fx.Node) -> fx.Node:
+        """(Hq|1, Sq + Skv - 1) eight times, each moved on by one, up to a length that is a multiple of 8. What is beyond the end
+        is never used."""
+        count = self._number(operator.add, self._seqlen_q, self._seqlen_kv)
+        blocks = self._number(operator.floordiv, self._number(operator.add, count, _COPIES - 1), _COPIES)
+        length = self._number(operator.mul, blocks, _COPIES)
+        shifts = self._along(_COPIES, 1)
+        at = self._call(torch.add, shifts, self._call(torch.arange, length, device=self._device))
+        at = self._call(torch.clamp, at, max=self._number(operator.sub, count, 2))
+        return self._call(aten.index.Tensor, values, [None, at])
 
     def _distance(self) -> fx.Node:
         """int64 (1, Sq + Skv - 1): -(Sq - 1) up to Skv - 1."""

@@ -32,12 +32,14 @@ class Plan:
     keys: bool (B|1, Skv), contiguous: which keys may be used at all.
     documents: two operands, int32 (B|1, Sq) and (B|1, Skv), contiguous: a query uses the keys of its own document.
     mask: bool (B|1, Hq|1, Sq|1, Skv|1), any strides: which pairs are allowed.
-    tiles: int32 (B|1, Hq|1, nQ, nK + 2), contiguous: for each block of queries how many blocks of keys are partly allowed, how
-        many are allowed in full, then the indices of the former, then of the latter. With gradients also the same by blocks of
-        keys, (B|1, Hq|1, nK', nQ' + 2). A block that goes beyond the last key is not allowed in full; one that goes beyond the
-        last query may be. For symbolic sizes there are more blocks than needed, so strides tell where a list is.
+    tiles: int32 (B|1, Hq|1, nQ, nK + 3), contiguous: for each block of queries the number of blocks of keys that need the mask
+        evaluated, then the first and the end of a run of blocks that are allowed in full, then the indices of the former. Blocks
+        in neither are not visited. With gradients also the same by blocks of keys, (B|1, Hq|1, nK', nQ' + 3). A block that goes
+        beyond the last key is not allowed in full; one that goes beyond the last query may be. For symbolic sizes there are more
+        blocks than needed, so strides tell where a list is.
     bias: a float tensor (B|1, Hq|1, Sq|1, Skv|1), any strides, is added to the scores.
-    distances: float32 (Hq|1, Sq + Skv - 1), contiguous: what is added at k - q + Sq - 1.
+    distances: a float tensor (Hq|1, 8, L), contiguous, L a multiple of 8 and at least Sq + Skv: element [h, p, x] is what is added
+        where k - q + Sq - 1 is x + p. The 8 copies let every query read from an aligned address. A gradient comes for p = 0 alone.
     slopes: float32 (Hq,), contiguous: slope · (k - q) is added.
     sinks: float (Hq,), contiguous.
     seed: int64 (1,) for dropout.
@@ -101,8 +103,8 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """Tiles of the three kernels: forward; the gradient of q (the lists that it visits are the forward's, so its tile is as
-    large); the gradients of k and v."""
+    """Tiles of the three kernels: forward; the gradient of q, whose tile is the forward's if there are lists, since it visits the
+    same; the gradients of k and v."""
 
     forward: Tile
     grad_q: Tile

@@ -47,7 +47,7 @@ class Masking:
 
 
 def lists(emitter: Emitter, masking: Masking, tiles: Tiles, *, by_key: bool) -> fx.Node:
-    """int32 (B|1, Hq|1, n, m + 2): for each block of queries (by_key: of keys) which blocks of the other side to visit.
+    """int32 (B|1, Hq|1, n, m + 3): for each block of queries (by_key: of keys) which blocks of the other side to visit.
 
     Tiles are the forward's (by_key: those of the gradients of k and v). n and m are the numbers of blocks; for a symbolic size
     they may be some more, which have no allowed pair. The rest of a list means nothing.
@@ -83,15 +83,33 @@ class _Lists:
         some, holes = states.some, states.holes
         if by_key:
             some, holes = (self._transposed(x) for x in (some, holes))
-        partial = self._call(torch.logical_and, some, holes)
         full = self._call(torch.logical_and, some, self._call(torch.logical_not, holes))
-        # Sorted by this, partly allowed blocks come first, then those allowed in full, each in the order that they stand in.
-        rank = self._call(torch.where, full, 1, self._call(torch.where, partial, 0, 2))
-        rank = self._call(torch.Tensor.to, rank, torch.int32)
-        order = self._call(torch.argsort, rank, dim=-1, stable=True)
-        counts = [self._call(torch.sum, x, -1, keepdim=True) for x in (partial, full)]
-        listed = self._call(torch.cat, [*counts, order], -1)
-        return self._call(torch.Tensor.to, listed, torch.int32)
+        first, end, inside = self._longest_run(full)
+        partial = self._call(torch.logical_and, some, self._call(torch.logical_not, inside))
+        count = self._call(torch.sum, partial, -1, keepdim=True)
+        # Stable, so blocks that need the mask come first, in the order that they stand in.
+        rest = self._call(torch.Tensor.to, self._call(torch.logical_not, partial), torch.int32)
+        order = self._call(torch.argsort, rest, dim=-1, stable=True)
+        return self._call(torch.Tensor.to, self._call(torch.cat, [count, first, end, order], -1), torch.int32)
+
+    def _longest_run(self, full: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """First and end of the longest run of blocks that are allowed in full, (…, 1), and which blocks are in it.
+
+        A run is visited without reading any list. Padding, windows and documents have but one.
+        """
+        at = self._call(torch.arange, self._length(full), device=self._masking.device)
+        gaps = self._call(torch.cummax, self._call(torch.where, full, -1, at), -1)
+        so_far = self._call(torch.where, full, self._call(torch.sub, at, self._call(operator.getitem, gaps, 0)), 0)
+        length = self._call(torch.amax, so_far, -1, True)
+        end = self._call(torch.add, self._call(torch.argmax, so_far, -1, True), 1)
+        first = self._call(torch.sub, end, length)
+        inside = self._call(torch.logical_and, self._call(torch.ge, at, first), self._call(torch.lt, at, end))
+        return first, end, inside
+
+    def _length(self, x: fx.Node) -> Size:
+        """Of the last axis."""
+        size = self._emitter.value(x).shape[-1]
+        return size if isinstance(size, int) else self._size_of(x, self._emitter.value(x).dim() - 1)
 
     def _transposed(self, states: fx.Node) -> fx.Node:
         """Packed anew: strides of symbolic sizes in another order can't be compared without guards."""

@@ -1,13 +1,24 @@
-"""Tile sizes of the Triton kernels, by machine, dtype, head dim and length: data, which `tiles` looks up.
+"""Tile sizes of the Triton kernels, by machine, dtype, head dim, length and what is added: data, which `tiles` looks up.
 
-Rows are tried in order. Not measured yet: these are the sizes that FlashAttention 2 and Triton's own tutorial start from.
+Rows are tried in order. sm90, half precision: the best of 5 to 8 tiles each on an H200, torch 2.11, Triton 3.6, 2026-11-21, causal,
+S 8192, B·S·H·D = 32M, in TFLOP/s (cuDNN 9.19 and FlexAttention beside them in the same run):
+
+    head dim      forward               dq                    dk, dv                cuDNN       Flex
+    64            64x64 w4 s3: 415      64x64 w4 s3: 595      64x64 w4 s3: 416      457, 425    368, 282
+    128           64x64 w4 s3: 480      128x64 w8 s3: 605     64x128 w8 s2: 466     604, 532    372, 373
+    256           128x64 w8 s2: 421     128x32 w8 s2: 433     32x64 w8 s2: 216      630, 387
+    192/128       128x64 w8 s3: 494
+    with a bias of all heads, D 128: 128x64 w8 s3: 370, 64x64 w4 s3: 282; D 64: 64x64 w4 s3: 304, 128x64 w8 s3: 226
+
+Other machines and float32 were compiled, not measured.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attn_compiler.lowerings.triton_plan import Tile, Tiles
+from attn_compiler.lowerings import triton_planning
+from attn_compiler.lowerings.triton_plan import Plan, Tile, Tiles
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -15,37 +26,85 @@ from attn_compiler.target import Target
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """Tiles of every spec whose element size is at most `bytes`, whose head dims are at most `head_dim`, with at most `seqlen_q`
-    queries (None: any, or not known), on a GPU from `first_sm` on."""
+    queries (None: any, or not known), on a GPU from `first_sm` on. added: a tensor is added to the scores (None: whether or not).
+
+    listed_grad_q: for dq where it visits the forward's lists, and so has the forward's tile.
+    """
 
     bytes: int
     head_dim: int
     seqlen_q: int | None = None
     first_sm: int = 0
+    added: bool | None = None
     tiles: Tiles
+    listed_grad_q: Tile
 
 
 def _tile(queries: int, keys: int, warps: int, stages: int) -> Tile:
     return Tile(queries=queries, keys=keys, warps=warps, stages=stages)
 
 
-def _tiles(forward: Tile, grad_kv: Tile) -> Tiles:
-    return Tiles(forward=forward, grad_q=forward, grad_kv=grad_kv)
-
+_SMALL = Tiles(forward=_tile(32, 64, 4, 3), grad_q=_tile(32, 64, 4, 2), grad_kv=_tile(32, 64, 4, 2))
+_SMALL_WIDE = Tiles(forward=_tile(32, 32, 4, 2), grad_q=_tile(32, 32, 4, 2), grad_kv=_tile(32, 64, 8, 1))
+_FP32 = Tiles(forward=_tile(64, 32, 4, 2), grad_q=_tile(64, 32, 4, 1), grad_kv=_tile(32, 64, 8, 1))
+_FP32_SMALL = Tiles(forward=_tile(32, 32, 4, 1), grad_q=_tile(32, 32, 4, 1), grad_kv=_tile(32, 32, 8, 1))
 
 ROWS: tuple[Row, ...] = (
-    # few queries: a decoding step
-    Row(bytes=2, head_dim=128, seqlen_q=32, tiles=_tiles(_tile(32, 64, 4, 3), _tile(32, 64, 4, 2))),
-    Row(bytes=2, head_dim=256, seqlen_q=32, tiles=_tiles(_tile(32, 64, 4, 2), _tile(32, 64, 8, 1))),
-    Row(bytes=4, head_dim=128, seqlen_q=32, tiles=_tiles(_tile(32, 32, 4, 2), _tile(32, 32, 4, 1))),
-    Row(bytes=4, head_dim=256, seqlen_q=32, tiles=_tiles(_tile(32, 32, 4, 1), _tile(32, 32, 8, 1))),
+    # few queries
+    Row(bytes=2, head_dim=128, seqlen_q=32, tiles=_SMALL, listed_grad_q=_SMALL.grad_q),
+    Row(bytes=2, head_dim=256, seqlen_q=32, tiles=_SMALL_WIDE, listed_grad_q=_SMALL_WIDE.grad_q),
+    Row(bytes=4, head_dim=256, seqlen_q=32, tiles=_FP32_SMALL, listed_grad_q=_FP32_SMALL.grad_q),
     # half precision
-    Row(bytes=2, head_dim=64, tiles=_tiles(_tile(128, 64, 4, 3), _tile(64, 128, 8, 2))),
-    Row(bytes=2, head_dim=128, tiles=_tiles(_tile(128, 64, 8, 3), _tile(64, 128, 8, 2))),
-    Row(bytes=2, head_dim=256, first_sm=90, tiles=_tiles(_tile(128, 64, 8, 2), _tile(64, 64, 8, 1))),
-    Row(bytes=2, head_dim=256, tiles=_tiles(_tile(64, 64, 4, 2), _tile(64, 64, 8, 1))),
+    Row(
+        bytes=2,
+        head_dim=64,
+        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)),
+        listed_grad_q=_tile(64, 64, 4, 3),
+    ),
+    Row(
+        bytes=2,
+        head_dim=128,
+        first_sm=90,
+        added=True,
+        tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(128, 64, 8, 2), grad_kv=_tile(64, 128, 8, 2)),
+        listed_grad_q=_tile(128, 64, 8, 2),
+    ),
+    Row(
+        bytes=2,
+        head_dim=128,
+        first_sm=90,
+        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(64, 128, 8, 2)),
+        listed_grad_q=_tile(64, 64, 4, 2),
+    ),
+    Row(
+        bytes=2,
+        head_dim=128,
+        tiles=Tiles(forward=_tile(64, 64, 4, 2), grad_q=_tile(64, 64, 4, 2), grad_kv=_tile(64, 64, 8, 1)),
+        listed_grad_q=_tile(64, 64, 4, 2),
+    ),
+    Row(
+        bytes=2,
+        head_dim=192,
+        first_sm=90,
+        tiles=Tiles(forward=_tile(128, 64, 8, 2), grad_q=_tile(128, 32, 8, 2), grad_kv=_tile(32, 64, 8, 2)),
+        listed_grad_q=_tile(128, 64, 8, 1),
+    ),
+    Row(
+        bytes=2,
+        head_dim=256,
+        first_sm=90,
+        tiles=Tiles(forward=_tile(128, 64, 8, 2), grad_q=_tile(128, 32, 8, 2), grad_kv=_tile(32, 64, 8, 2)),
+        listed_grad_q=_tile(128, 64, 8, 1),
+    ),
+    Row(
+        bytes=2,
+        head_dim=256,
+        tiles=Tiles(forward=_tile(64, 32, 4, 2), grad_q=_tile(64, 32, 4, 1), grad_kv=_tile(32, 64, 8, 1)),
+        listed_grad_q=_tile(64, 32, 4, 1),
+    ),
     # float32
-    Row(bytes=4, head_dim=128, tiles=_tiles(_tile(64, 32, 4, 2), _tile(32, 64, 8, 1))),
-    Row(bytes=4, head_dim=256, tiles=_tiles(_tile(32, 32, 4, 1), _tile(32, 32, 8, 1))),
+    Row(bytes=4, head_dim=128, tiles=_FP32, listed_grad_q=_FP32.grad_q),
+    Row(bytes=4, head_dim=256, tiles=_FP32_SMALL, listed_grad_q=_FP32_SMALL.grad_q),
 )
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -53,14 +112,17 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 def tiles(spec: AttentionSpec, target: Target) -> Tiles:
     """The tiles of a spec that the Triton lowering takes. Raises LookupError where there is no row for it."""
+    plan = triton_planning.of(spec)
     for row in ROWS:
-        if _applies(row, spec, target):
-            return row.tiles
+        if _applies(row, spec, plan, target):
+            grad_q = row.listed_grad_q if plan.tiles else row.tiles.grad_q
+            return Tiles(forward=row.tiles.forward, grad_q=grad_q, grad_kv=row.tiles.grad_kv)
     raise LookupError(f"no tiles for {spec.dtype} with head dims {spec.head_dim_qk} and {spec.head_dim_v}")
 
 
-def _applies(row: Row, spec: AttentionSpec, target: Target) -> bool:
+def _applies(row: Row, spec: AttentionSpec, plan: Plan, target: Target) -> bool:
     head_dims, seqlen_q = (spec.head_dim_qk, spec.head_dim_v), spec.seqlen_q
     fits = all(isinstance(size, int) and size <= row.head_dim for size in head_dims)
     few = row.seqlen_q is None or (isinstance(seqlen_q, int) and seqlen_q <= row.seqlen_q)
-    return fits and few and _BYTES.get(spec.dtype, 8) <= row.bytes and target.sm >= row.first_sm
+    added = row.added is None or row.added == (plan.bias or plan.distances)
+    return fits and few and added and _BYTES.get(spec.dtype, 8) <= row.bytes and target.sm >= row.first_sm

@@ -41,7 +41,7 @@ def added(plan: Plan, named: Mapping[str, Tensor], seqlen_q: int, seqlen_kv: int
     if plan.bias:
         total = total + named["bias"].float()
     if plan.distances:
-        total = total + named["distances"][:, distance + seqlen_q - 1][None]
+        total = total + named["distances"][:, 0, distance + seqlen_q - 1][None].float()
     return total + named["slopes"][None, :, None, None] * distance if plan.slopes else total
 
 

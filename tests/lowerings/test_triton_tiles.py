@@ -30,8 +30,19 @@ SQUARE = tiles_of((32, 32), (32, 32))
 UNEQUAL = tiles_of((128, 64), (64, 128))
 
 
+def longest_run(states: list[str]) -> list[int]:
+    """The first of the longest runs of blocks that are allowed in full."""
+    runs: list[list[int]] = [[]]
+    for m, state in enumerate(states):
+        if state == "full":
+            runs[-1].append(m)
+        else:
+            runs.append([])
+    return max(runs, key=len)
+
+
 def sought(allowed: torch.Tensor, tile: Tile, *, by_key: bool) -> list[list[list[tuple[list[int], list[int]]]]]:
-    """For each batch row, head and block: the blocks of the other side that are allowed in part, and those allowed in full."""
+    """For each batch row, head and block: the blocks of the other side that need the mask, and the run of those that don't."""
     seqlen_q, seqlen_kv = allowed.shape[2:]
     count_q, count_k = -(-seqlen_q // tile.queries), -(-seqlen_kv // tile.keys)
 
@@ -43,7 +54,8 @@ def sought(allowed: torch.Tensor, tile: Tile, *, by_key: bool) -> list[list[list
     def blocks(b: int, h: int, n: int) -> tuple[list[int], list[int]]:
         pairs = [(i, n) for i in range(count_q)] if by_key else [(n, j) for j in range(count_k)]
         states = [state(b, h, i, j) for i, j in pairs]
-        return [m for m, s in enumerate(states) if s == "partial"], [m for m, s in enumerate(states) if s == "full"]
+        run = longest_run(states)
+        return [m for m, s in enumerate(states) if s != "none" and m not in run], run
 
     count = count_k if by_key else count_q
     return [[[blocks(b, h, n) for n in range(count)] for h in range(allowed.shape[1])] for b in range(allowed.shape[0])]
@@ -53,11 +65,12 @@ def read(listed: torch.Tensor, count: int) -> list[list[list[tuple[list[int], li
     """The same out of the lists. What is left of them, for blocks that there are not, must be empty."""
     assert listed.dtype == torch.int32
     assert listed.is_contiguous()
-    assert not listed[:, :, count:, :2].any()
+    assert not listed[:, :, count:, 0].any()
+    assert torch.equal(listed[:, :, count:, 1], listed[:, :, count:, 2])
 
     def blocks(row: list[int]) -> tuple[list[int], list[int]]:
-        partial, full = row[:2]
-        return row[2 : 2 + partial], row[2 + partial : 2 + partial + full]
+        count, first, end = row[:3]
+        return row[3 : 3 + count], list(range(first, end))
 
     return [[[blocks(row) for row in head[:count]] for head in batch] for batch in listed.tolist()]
 
@@ -130,7 +143,7 @@ def test_lists_are_those_of_a_search(
     (listed,) = bench.run([listing(bench, have, band, tiles, by_key=by_key)])
     tile = tiles.grad_kv if by_key else tiles.forward
     count_q, count_k = -(-seqlen_q // tile.queries), -(-seqlen_kv // tile.keys)
-    assert listed.shape[2:] == ((count_k, count_q + 2) if by_key else (count_q, count_k + 2))
+    assert listed.shape[2:] == ((count_k, count_q + 3) if by_key else (count_q, count_k + 3))
     check(listed, have, band, (seqlen_q, seqlen_kv), tile, by_key)
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
 from attn_compiler.lowerings.triton_tiles import UNIT
 from attn_compiler.lowerings.triton_tiles_table import ROWS, tiles
+from attn_compiler.masks import Dense, MaskSpec
 from attn_compiler.target import Target
 from tests.lowerings.specs import make_spec
 
@@ -18,8 +20,24 @@ def test_every_shape_has_tiles_that_the_lists_can_be_made_for(dtype: str, sm: in
         found = tiles(spec, Target.fake(sm=sm))
         for tile in (found.forward, found.grad_q, found.grad_kv):
             assert tile.queries % UNIT == tile.keys % UNIT == 0
-        # The gradient of q visits the forward's lists.
-        assert (found.grad_q.queries, found.grad_q.keys) == (found.forward.queries, found.forward.keys)
+
+
+def test_where_there_are_lists_the_gradient_of_q_visits_the_forwards() -> None:
+    for row in ROWS:
+        assert (row.listed_grad_q.queries, row.listed_grad_q.keys) == (
+            row.tiles.forward.queries,
+            row.tiles.forward.keys,
+        )
+    spec, target = make_spec(head_dim=128, seqlen_q=4096, seqlen_kv=4096), Target.fake()
+    padded = dataclasses.replace(spec, mask=MaskSpec(kinds=(Dense(shape=(2, 1, 1, 4096), dtype="bool"),)))
+    assert tiles(spec, target).grad_q.queries != tiles(spec, target).forward.queries
+    assert tiles(padded, target).grad_q.queries == tiles(padded, target).forward.queries
+
+
+def test_what_is_added_may_want_other_tiles() -> None:
+    spec, target = make_spec(head_dim=128, seqlen_q=4096, seqlen_kv=4096), Target.fake()
+    bias = MaskSpec(kinds=(Dense(shape=(1, 8, 4096, 4096), dtype="bfloat16"),))
+    assert tiles(dataclasses.replace(spec, mask=bias), target).forward != tiles(spec, target).forward
 
 
 def test_the_larger_head_dim_counts() -> None:
@@ -52,5 +70,6 @@ def test_no_row_is_hidden_by_one_before_it() -> None:
                 and before.head_dim >= row.head_dim
                 and before.first_sm <= row.first_sm
                 and before.seqlen_q is None
+                and before.added is None
             )
             assert not hidden, row

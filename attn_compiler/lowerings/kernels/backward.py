@@ -1,0 +1,398 @@
+"""Attention backward in two passes over the scores: one program a block of queries for dq, one a block of keys for dk and dv.
+
+Each gradient has one writer, so the result is the same in every run; seven products instead of the five that a single pass with
+atomic additions to dq takes. Grouped query heads are summed within a program. bias_backward.py has the biases' gradients.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_compiler.lowerings.kernels.tile_parts import (
+    LOG2E,
+    at_head,
+    change,
+    is_allowed,
+    kept,
+    keys_in_band,
+    load_distances,
+    load_pairs,
+    load_tile,
+    partial_tile,
+    queries_in_band,
+    store_tile,
+)
+
+
+@triton.jit
+def attention_delta(
+    Out, GradOut, GradLse, Delta,
+    stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs, heads_q, seqlen_q,
+    BLOCK_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """delta = sum(out · grad_out) - grad_lse for each row, float32 (B, Hq, Sq). Grid: (blocks of queries, Hq, B)."""
+    start, head, batch = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
+    offsets = start + tl.arange(0, BLOCK_M)
+    inside = offsets < seqlen_q
+    row = (batch.to(tl.int64) * heads_q + head) * seqlen_q
+    Out = at_head(Out, batch, head, stride_ob, stride_oh, ALIGN)
+    GradOut = at_head(GradOut, batch, head, stride_gb, stride_gh, ALIGN)
+    out = load_tile(Out, start, stride_os, seqlen_q, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
+    grad_out = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
+    grad_lse = tl.load(GradLse + row + offsets, mask=inside, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1) - grad_lse
+    tl.store(Delta + row + offsets, delta, mask=inside)
+
+
+@triton.jit
+def load_lse(Lse, offsets, seqlen_q):
+    """Of each row, in units of log 2. Infinite for rows without an allowed key and beyond the last: their weights are 0."""
+    lse = tl.load(Lse + offsets, mask=offsets < seqlen_q, other=float("inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+
+
+@triton.jit
+def weights_of(logits, lse, scale, PLAIN: tl.constexpr):
+    """The softmax's weights again, from its logits (as `change` gives them) and log-sum-exp."""
+    if PLAIN:
+        weights = tl.exp2(logits * (scale * LOG2E) - lse)
+    else:
+        weights = tl.exp2(logits - lse)
+    return weights
+
+
+@triton.jit
+def _step_q(
+    grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, lse, delta, tile,
+    queries, lower, upper, document_q, slope, seed, head,
+    K, V, Keys, DocumentsK, Mask, Bias, Distances,
+    stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
+    band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
+    BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
+    PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What one block of keys adds to the gradient of a block of queries."""
+    start = tile * BLOCK_N
+    keys = start + tl.arange(0, BLOCK_N)[None, :]
+    rows_allowed = None
+    keys_allowed = None
+    document_k = None
+    if MASKED:
+        if Keys is not None:
+            keys_allowed = tl.load(Keys + keys, mask=keys < seqlen_kv, other=0) != 0
+            rows = start + tl.arange(0, BLOCK_N)[:, None]
+            rows_allowed = tl.load(Keys + rows, mask=rows < seqlen_kv, other=0) != 0
+        if DocumentsK is not None:
+            document_k = tl.load(DocumentsK + keys, mask=keys < seqlen_kv, other=0)
+    bias, distances = None, None
+    if Bias is not None:
+        bias = load_pairs(Bias, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, MASKED)
+    if Distances is not None:
+        distances = load_distances(Distances, queries, keys, distances_phase, seqlen_q, seqlen_kv, MASKED)
+    k_0 = load_tile(K, start, stride_ks, seqlen_kv, rows_allowed, BLOCK_N, 0, QK_0, HEAD_DIM_QK, MASKED, ALIGN)
+    k_1 = k_0
+    qk = tl.dot(q_0, tl.trans(k_0), input_precision=PRECISION)
+    if QK_1 > 0:
+        k_1 = load_tile(K, start, stride_ks, seqlen_kv, rows_allowed, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, MASKED, ALIGN)
+        qk = tl.dot(q_1, tl.trans(k_1), qk, input_precision=PRECISION)
+    v_0 = load_tile(V, start, stride_vs, seqlen_kv, rows_allowed, BLOCK_N, 0, V_0, HEAD_DIM_V, MASKED, ALIGN)
+    grad_weights = tl.dot(grad_out_0, tl.trans(v_0), input_precision=PRECISION)
+    if V_1 > 0:
+        v_1 = load_tile(V, start, stride_vs, seqlen_kv, rows_allowed, BLOCK_N, V_0, V_1, HEAD_DIM_V, MASKED, ALIGN)
+        grad_weights = tl.dot(grad_out_1, tl.trans(v_1), grad_weights, input_precision=PRECISION)
+    logits, capped = change(qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, PLAIN)
+    weights = weights_of(logits, lse, scale, PLAIN)
+    if DROPOUT:
+        grad_weights = tl.where(kept(seed, head, queries, keys, dropout_p), grad_weights / (1.0 - dropout_p), 0.0)
+    grad = weights * (grad_weights - delta)
+    if MASKED:
+        allowed = is_allowed(
+            queries, keys, lower, upper, document_q, document_k, keys_allowed, Mask, mask_q, mask_k,
+            band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        grad = tl.where(allowed, grad, 0.0)
+    if SOFTCAP:
+        grad *= 1.0 - capped * capped
+    grad = grad.to(k_0.dtype)
+    grad_0 = tl.dot(grad, k_0, grad_0, input_precision=PRECISION)
+    if QK_1 > 0:
+        grad_1 = tl.dot(grad, k_1, grad_1, input_precision=PRECISION)
+    return grad_0, grad_1
+
+
+@triton.jit
+def attention_grad_q(
+    Q, K, V, GradOut, Lse, Delta, GradQ,
+    Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Seed,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_gb, stride_gh, stride_gs, stride_dqb, stride_dqh, stride_dqs,
+    rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
+    tiles_b, tiles_h, tiles_row, bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
+    heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
+    PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of queries, Hq, B). Lse, Delta: (B, Hq, Sq), contiguous, float32; Delta as `attention_delta` leaves it."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head, batch = tl.program_id(1), tl.program_id(2)
+    row = batch.to(tl.int64) * heads_q + head
+    start = block * BLOCK_M
+    offsets = start + tl.arange(0, BLOCK_M)
+    inside = offsets < seqlen_q
+    queries = offsets[:, None]
+
+    Q = at_head(Q, batch, head, stride_qb, stride_qh, ALIGN)
+    K = at_head(K, batch, head // group, stride_kb, stride_kh, ALIGN)
+    V = at_head(V, batch, head // group, stride_vb, stride_vh, ALIGN)
+    GradOut = at_head(GradOut, batch, head, stride_gb, stride_gh, ALIGN)
+    GradQ += batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
+    lower, upper, document_q, slope, seed = None, None, None, None, None
+    if Rows is not None:
+        Rows += batch.to(tl.int64) * rows_b
+        lower = tl.load(Rows + offsets, mask=inside, other=0)[:, None]
+        upper = tl.load(Rows + rows_side + offsets, mask=inside, other=0)[:, None]
+    if Keys is not None:
+        Keys += batch.to(tl.int64) * keys_b
+    if DocumentsQ is not None:
+        document_q = tl.load(DocumentsQ + batch.to(tl.int64) * documents_qb + offsets, mask=inside, other=0)[:, None]
+        DocumentsK += batch.to(tl.int64) * documents_kb
+    if Mask is not None:
+        Mask += batch.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h
+    if Bias is not None:
+        Bias += batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
+    if Distances is not None:
+        Distances += head.to(tl.int64) * distances_h
+    if Slopes is not None:
+        slope = tl.load(Slopes + head)
+    if DROPOUT:
+        seed = tl.load(Seed)
+    List = None
+    if Tiles is not None:
+        List = Tiles + batch.to(tl.int64) * tiles_b + head.to(tl.int64) * tiles_h + block * tiles_row
+        partial, full_first, full_last = tl.load(List), tl.load(List + 1), tl.load(List + 2)
+        first = full_first
+    else:
+        first, full_first, full_last, last = keys_in_band(
+            start, tl.minimum(start + BLOCK_M, seqlen_q) - 1, band_left, band_right, seqlen_kv,
+            BLOCK_N, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        partial = (full_first - first) + (last - full_last)
+
+    lse = load_lse(Lse + row * seqlen_q, offsets, seqlen_q)[:, None]
+    delta = tl.load(Delta + row * seqlen_q + offsets, mask=inside, other=0.0)[:, None]
+    q_0 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
+    grad_out_0 = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN)
+    q_1, grad_out_1 = q_0, grad_out_0
+    if QK_1 > 0:
+        q_1 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN)
+    if V_1 > 0:
+        grad_out_1 = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
+    grad_0 = tl.zeros([BLOCK_M, QK_0], tl.float32)
+    grad_1 = tl.zeros([BLOCK_M, QK_1 if QK_1 > 0 else 16], tl.float32)
+    for i in tl.range(0, partial):
+        grad_0, grad_1 = _step_q(
+            grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, lse, delta,
+            partial_tile(List, i, first, full_first, full_last),
+            queries, lower, upper, document_q, slope, seed, row,
+            K, V, Keys, DocumentsK, Mask, Bias, Distances,
+            stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
+            band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
+            BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
+            HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, True,
+        )  # fmt: skip
+    for tile in tl.range(full_first, full_last):
+        grad_0, grad_1 = _step_q(
+            grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, lse, delta,
+            tile,
+            queries, lower, upper, document_q, slope, seed, row,
+            K, V, Keys, DocumentsK, Mask, Bias, Distances,
+            stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
+            band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
+            BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
+            HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, False,
+        )  # fmt: skip
+    store_tile(GradQ, start, stride_dqs, seqlen_q, grad_0 * scale, BLOCK_M, 0, QK_0, HEAD_DIM_QK)
+    if QK_1 > 0:
+        store_tile(GradQ, start, stride_dqs, seqlen_q, grad_1 * scale, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK)
+
+
+@triton.jit
+def _step_kv(
+    grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1, tile, keys, keys_allowed, document_k, slope, seed, head,
+    Q, GradOut, Lse, Delta, Rows, rows_side, DocumentsQ, Mask, Bias, Distances,
+    stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase,
+    band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
+    BLOCK_M: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
+    PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What one block of queries adds to the gradients of a block of keys. The scores are transposed: (N, M)."""
+    start = tile * BLOCK_M
+    offsets = start + tl.arange(0, BLOCK_M)
+    inside = offsets < seqlen_q
+    queries = offsets[None, :]
+    lower, upper, document_q = None, None, None
+    if MASKED:
+        if Rows is not None:
+            lower = tl.load(Rows + offsets, mask=inside, other=0)[None, :]
+            upper = tl.load(Rows + rows_side + offsets, mask=inside, other=0)[None, :]
+        if DocumentsQ is not None:
+            document_q = tl.load(DocumentsQ + offsets, mask=inside, other=0)[None, :]
+    bias, distances = None, None
+    if Bias is not None:
+        bias = load_pairs(Bias, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, True)
+    if Distances is not None:
+        distances = load_distances(Distances, queries, keys, distances_phase, seqlen_q, seqlen_kv, True)
+    q_0 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
+    q_1 = q_0
+    qk = tl.dot(k_0, tl.trans(q_0), input_precision=PRECISION)
+    if QK_1 > 0:
+        q_1 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN)
+        qk = tl.dot(k_1, tl.trans(q_1), qk, input_precision=PRECISION)
+    logits, capped = change(qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, PLAIN)
+    lse = load_lse(Lse, offsets, seqlen_q)[None, :]
+    weights = weights_of(logits, lse, scale, PLAIN)
+    if MASKED:
+        allowed = is_allowed(
+            queries, keys, lower, upper, document_q, document_k, keys_allowed, Mask, mask_q, mask_k,
+            band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        weights = tl.where(allowed, weights, 0.0)
+    grad_out_0 = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN)
+    grad_out_1 = grad_out_0
+    if V_1 > 0:
+        grad_out_1 = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
+    used = weights
+    if DROPOUT:
+        keep = kept(seed, head, queries, keys, dropout_p)
+        used = tl.where(keep, weights / (1.0 - dropout_p), 0.0)
+    used = used.to(grad_out_0.dtype)
+    grad_v_0 = tl.dot(used, grad_out_0, grad_v_0, input_precision=PRECISION)
+    if V_1 > 0:
+        grad_v_1 = tl.dot(used, grad_out_1, grad_v_1, input_precision=PRECISION)
+    grad_weights = tl.dot(v_0, tl.trans(grad_out_0), input_precision=PRECISION)
+    if V_1 > 0:
+        grad_weights = tl.dot(v_1, tl.trans(grad_out_1), grad_weights, input_precision=PRECISION)
+    if DROPOUT:
+        grad_weights = tl.where(keep, grad_weights / (1.0 - dropout_p), 0.0)
+    delta = tl.load(Delta + offsets, mask=inside, other=0.0)[None, :]
+    grad = weights * (grad_weights - delta)
+    if MASKED:
+        grad = tl.where(allowed, grad, 0.0)
+    if SOFTCAP:
+        grad *= 1.0 - capped * capped
+    grad = grad.to(q_0.dtype)
+    grad_k_0 = tl.dot(grad, q_0, grad_k_0, input_precision=PRECISION)
+    if QK_1 > 0:
+        grad_k_1 = tl.dot(grad, q_1, grad_k_1, input_precision=PRECISION)
+    return grad_k_0, grad_k_1, grad_v_0, grad_v_1
+
+
+@triton.jit
+def attention_grad_kv(
+    Q, K, V, GradOut, Lse, Delta, GradK, GradV,
+    Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Seed,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_gb, stride_gh, stride_gs, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
+    rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
+    tiles_b, tiles_h, tiles_row, bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
+    heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
+    PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of keys, Hkv, B). Sums over the query heads of the group, in their order."""
+    block, head_kv, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = block * BLOCK_N
+    offsets = start + tl.arange(0, BLOCK_N)
+    keys = offsets[:, None]
+    inside = keys < seqlen_kv
+
+    K = at_head(K, batch, head_kv, stride_kb, stride_kh, ALIGN)
+    V = at_head(V, batch, head_kv, stride_vb, stride_vh, ALIGN)
+    GradK += batch.to(tl.int64) * stride_dkb + head_kv.to(tl.int64) * stride_dkh
+    GradV += batch.to(tl.int64) * stride_dvb + head_kv.to(tl.int64) * stride_dvh
+    keys_allowed, document_k, seed = None, None, None
+    if Rows is not None:
+        Rows += batch.to(tl.int64) * rows_b
+    if Keys is not None:
+        keys_allowed = tl.load(Keys + batch.to(tl.int64) * keys_b + keys, mask=inside, other=0) != 0
+    if DocumentsK is not None:
+        document_k = tl.load(DocumentsK + batch.to(tl.int64) * documents_kb + keys, mask=inside, other=0)
+        DocumentsQ += batch.to(tl.int64) * documents_qb
+    if DROPOUT:
+        seed = tl.load(Seed)
+
+    k_0 = load_tile(K, start, stride_ks, seqlen_kv, keys_allowed, BLOCK_N, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
+    v_0 = load_tile(V, start, stride_vs, seqlen_kv, keys_allowed, BLOCK_N, 0, V_0, HEAD_DIM_V, True, ALIGN)
+    k_1, v_1 = k_0, v_0
+    if QK_1 > 0:
+        k_1 = load_tile(K, start, stride_ks, seqlen_kv, keys_allowed, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN)
+    if V_1 > 0:
+        v_1 = load_tile(V, start, stride_vs, seqlen_kv, keys_allowed, BLOCK_N, V_0, V_1, HEAD_DIM_V, True, ALIGN)
+    grad_k_0 = tl.zeros([BLOCK_N, QK_0], tl.float32)
+    grad_k_1 = tl.zeros([BLOCK_N, QK_1 if QK_1 > 0 else 16], tl.float32)
+    grad_v_0 = tl.zeros([BLOCK_N, V_0], tl.float32)
+    grad_v_1 = tl.zeros([BLOCK_N, V_1 if V_1 > 0 else 16], tl.float32)
+    for member in range(group):
+        head = head_kv * group + member
+        row = batch.to(tl.int64) * heads_q + head
+        q_head = at_head(Q, batch, head, stride_qb, stride_qh, ALIGN)
+        grad_head = at_head(GradOut, batch, head, stride_gb, stride_gh, ALIGN)
+        mask_head, bias_head, distances_head, slope = None, None, None, None
+        if Mask is not None:
+            mask_head = Mask + batch.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h
+        if Bias is not None:
+            bias_head = Bias + batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
+        if Distances is not None:
+            distances_head = Distances + head.to(tl.int64) * distances_h
+        if Slopes is not None:
+            slope = tl.load(Slopes + head)
+        List = None
+        if Tiles is not None:
+            List = Tiles + batch.to(tl.int64) * tiles_b + head.to(tl.int64) * tiles_h + block * tiles_row
+            partial, full_first, full_last = tl.load(List), tl.load(List + 1), tl.load(List + 2)
+            first = full_first
+        else:
+            first, full_first, full_last, last = queries_in_band(
+                start, tl.minimum(start + BLOCK_N, seqlen_kv) - 1, band_left, band_right, seqlen_q,
+                BLOCK_M, HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+            partial = (full_first - first) + (last - full_last)
+        for i in tl.range(0, partial):
+            grad_k_0, grad_k_1, grad_v_0, grad_v_1 = _step_kv(
+                grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1,
+                partial_tile(List, i, first, full_first, full_last),
+                keys, keys_allowed, document_k, slope, seed, row,
+                q_head, grad_head, Lse + row * seqlen_q, Delta + row * seqlen_q, Rows, rows_side, DocumentsQ,
+                mask_head, bias_head, distances_head,
+                stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase,
+                band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
+                BLOCK_M, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
+                HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, True,
+            )  # fmt: skip
+        for tile in tl.range(full_first, full_last):
+            grad_k_0, grad_k_1, grad_v_0, grad_v_1 = _step_kv(
+                grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1,
+                tile,
+                keys, keys_allowed, document_k, slope, seed, row,
+                q_head, grad_head, Lse + row * seqlen_q, Delta + row * seqlen_q, Rows, rows_side, DocumentsQ,
+                mask_head, bias_head, distances_head,
+                stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase,
+                band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
+                BLOCK_M, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
+                HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, False,
+            )  # fmt: skip
+    store_tile(GradK, start, stride_dks, seqlen_kv, grad_k_0 * scale, BLOCK_N, 0, QK_0, HEAD_DIM_QK)
+    store_tile(GradV, start, stride_dvs, seqlen_kv, grad_v_0, BLOCK_N, 0, V_0, HEAD_DIM_V)
+    if QK_1 > 0:
+        store_tile(GradK, start, stride_dks, seqlen_kv, grad_k_1 * scale, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK)
+    if V_1 > 0:
+        store_tile(GradV, start, stride_dvs, seqlen_kv, grad_v_1, BLOCK_N, V_0, V_1, HEAD_DIM_V)

@@ -1,0 +1,207 @@
+"""Gradients of what is added to the scores: a bias that broadcasts, or one number for each distance of key and query.
+
+Each program owns a tile of the result and adds up, in a fixed order, the scores' gradients of everything that broadcasts to it:
+two products again for each tile of the scores, no atomics, and never a tensor as large as the scores unless the bias is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_compiler.lowerings.kernels.backward import load_lse, weights_of
+from attn_compiler.lowerings.kernels.tile_parts import (
+    at_head,
+    change,
+    is_allowed,
+    kept,
+    load_distances,
+    load_pairs,
+    load_tile,
+)
+
+
+@triton.jit
+def _scores_gradient(
+    start_q, start_k, batch, head,
+    Q, K, V, GradOut, Lse, Delta, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, seed,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_gb, stride_gh, stride_gs,
+    rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
+    bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
+    heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """(M, N) gradient of the logits of one tile, 0 where a pair is not allowed."""
+    row = batch.to(tl.int64) * heads_q + head
+    offsets = start_q + tl.arange(0, BLOCK_M)
+    inside = offsets < seqlen_q
+    queries = offsets[:, None]
+    keys = start_k + tl.arange(0, BLOCK_N)[None, :]
+    lower, upper, document_q, document_k, keys_allowed, slope = None, None, None, None, None, None
+    mask_head, bias_head, distances_head = None, None, None
+    if Rows is not None:
+        lower = tl.load(Rows + batch.to(tl.int64) * rows_b + offsets, mask=inside, other=0)[:, None]
+        upper = tl.load(Rows + batch.to(tl.int64) * rows_b + rows_side + offsets, mask=inside, other=0)[:, None]
+    if Keys is not None:
+        keys_allowed = tl.load(Keys + batch.to(tl.int64) * keys_b + keys, mask=keys < seqlen_kv, other=0) != 0
+    if DocumentsQ is not None:
+        document_q = tl.load(DocumentsQ + batch.to(tl.int64) * documents_qb + offsets, mask=inside, other=0)[:, None]
+        document_k = tl.load(DocumentsK + batch.to(tl.int64) * documents_kb + keys, mask=keys < seqlen_kv, other=0)
+    if Mask is not None:
+        mask_head = Mask + batch.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h
+    if Bias is not None:
+        bias_head = Bias + batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
+    if Distances is not None:
+        distances_head = Distances + head.to(tl.int64) * distances_h
+    if Slopes is not None:
+        slope = tl.load(Slopes + head)
+    allowed = is_allowed(
+        queries, keys, lower, upper, document_q, document_k, keys_allowed, mask_head, mask_q, mask_k,
+        band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
+    )  # fmt: skip
+    grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if tl.max(tl.max(allowed.to(tl.int32), 1), 0) > 0:
+        q_head = at_head(Q, batch, head, stride_qb, stride_qh, ALIGN)
+        k_head = at_head(K, batch, head // group, stride_kb, stride_kh, ALIGN)
+        v_head = at_head(V, batch, head // group, stride_vb, stride_vh, ALIGN)
+        grad_head = at_head(GradOut, batch, head, stride_gb, stride_gh, ALIGN)
+        q = load_tile(q_head, start_q, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
+        k = load_tile(k_head, start_k, stride_ks, seqlen_kv, None, BLOCK_N, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
+        bias, distances = None, None
+        if Bias is not None:
+            bias = load_pairs(bias_head, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, True)
+        if Distances is not None:
+            distances = load_distances(distances_head, queries, keys, distances_phase, seqlen_q, seqlen_kv, True)
+        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if QK_1 > 0:
+            q = load_tile(q_head, start_q, stride_qs, seqlen_q, None, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN)
+            k = load_tile(k_head, start_k, stride_ks, seqlen_kv, None, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN)
+            qk = tl.dot(q, tl.trans(k), qk, input_precision=PRECISION)
+        g = load_tile(grad_head, start_q, stride_gs, seqlen_q, None, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN)
+        v = load_tile(v_head, start_k, stride_vs, seqlen_kv, None, BLOCK_N, 0, V_0, HEAD_DIM_V, True, ALIGN)
+        grad_weights = tl.dot(g, tl.trans(v), input_precision=PRECISION)
+        if V_1 > 0:
+            g = load_tile(grad_head, start_q, stride_gs, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
+            v = load_tile(v_head, start_k, stride_vs, seqlen_kv, None, BLOCK_N, V_0, V_1, HEAD_DIM_V, True, ALIGN)
+            grad_weights = tl.dot(g, tl.trans(v), grad_weights, input_precision=PRECISION)
+        logits, _ = change(qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, False)
+        weights = weights_of(logits, load_lse(Lse + row * seqlen_q, offsets, seqlen_q)[:, None], scale, False)
+        if DROPOUT:
+            keep = kept(seed, row, queries, keys, dropout_p)
+            grad_weights = tl.where(keep, grad_weights / (1.0 - dropout_p), 0.0)
+        delta = tl.load(Delta + row * seqlen_q + offsets, mask=inside, other=0.0)[:, None]
+        grad = tl.where(allowed, weights * (grad_weights - delta), 0.0)
+    return grad
+
+
+@triton.jit
+def attention_grad_bias(
+    Q, K, V, GradOut, Lse, Delta, Grad,
+    Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Seed,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_gb, stride_gh, stride_gs, grad_b, grad_h, grad_q, grad_k,
+    rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
+    bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
+    batch_size, heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    ONE_B: tl.constexpr, ONE_H: tl.constexpr, ONE_Q: tl.constexpr, ONE_K: tl.constexpr,
+):  # fmt: skip
+    """Grad: the bias' own shape, strides given, any float dtype. ONE_*: it has size one there, so that axis is summed over.
+
+    Grid: (blocks of queries · blocks of keys, heads, batch rows) of the bias, one along each axis of size one.
+    """
+    blocks_k = tl.cdiv(seqlen_kv, BLOCK_N)
+    tile, head_0, batch_0 = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if ONE_K:
+        block_q, block_k = tile, tile * 0
+    elif ONE_Q:
+        block_q, block_k = tile * 0, tile
+    else:
+        block_q, block_k = tile // blocks_k, tile % blocks_k
+    seed = None
+    if DROPOUT:
+        seed = tl.load(Seed)
+    grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for b in range(batch_size if ONE_B else 1):
+        for h in range(heads_q if ONE_H else 1):
+            for m in range(tl.cdiv(seqlen_q, BLOCK_M) if ONE_Q else 1):
+                for n in range(blocks_k if ONE_K else 1):
+                    grad += _scores_gradient(
+                        (block_q + m) * BLOCK_M, (block_k + n) * BLOCK_N, batch_0 + b, head_0 + h,
+                        Q, K, V, GradOut, Lse, Delta, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes,
+                        seed, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
+                        stride_vs, stride_gb, stride_gh, stride_gs,
+                        rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
+                        bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
+                        heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
+                        BLOCK_M, BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
+                        HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, DROPOUT, PRECISION, ALIGN,
+                    )  # fmt: skip
+    Grad += batch_0.to(tl.int64) * grad_b + head_0.to(tl.int64) * grad_h
+    rows = block_q * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = block_k * BLOCK_N + tl.arange(0, BLOCK_N)
+    if ONE_Q and ONE_K:
+        tl.store(Grad, tl.sum(tl.sum(grad, 1), 0).to(Grad.dtype.element_ty))
+    elif ONE_Q:
+        tl.store(Grad + cols * grad_k, tl.sum(grad, 0).to(Grad.dtype.element_ty), mask=cols < seqlen_kv)
+    elif ONE_K:
+        tl.store(Grad + rows * grad_q, tl.sum(grad, 1).to(Grad.dtype.element_ty), mask=rows < seqlen_q)
+    else:
+        pointers = Grad + rows[:, None].to(tl.int64) * grad_q + cols[None, :] * grad_k
+        inside = (rows[:, None] < seqlen_q) & (cols[None, :] < seqlen_kv)
+        tl.store(pointers, grad.to(Grad.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def attention_grad_distances(
+    Q, K, V, GradOut, Lse, Delta, Grad,
+    Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Seed,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_gb, stride_gh, stride_gs, grad_h,
+    rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
+    bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
+    batch_size, heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, ONE_H: tl.constexpr,
+):  # fmt: skip
+    """Sums over tiles along a diagonal: BLOCK_M = BLOCK_N, so that an element of a tile has one distance on all of them.
+
+    Grad: float32 (Hq|1, nQ + nK - 1, M, N), contiguous, for the diagonals k block - q block = d - (nQ - 1); a further sum along
+    the diagonals of each tile gives the gradient. Grid: (nQ + nK - 1, heads, 1).
+    """
+    blocks_q = tl.cdiv(seqlen_q, BLOCK_M)
+    blocks_k = tl.cdiv(seqlen_kv, BLOCK_N)
+    diagonal, head_0, batch_0 = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    offset = diagonal - (blocks_q - 1)
+    first = tl.maximum(0, -offset)
+    last = tl.minimum(blocks_q, blocks_k - offset)
+    seed = None
+    if DROPOUT:
+        seed = tl.load(Seed)
+    grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for b in range(batch_size):
+        for h in range(heads_q if ONE_H else 1):
+            for m in range(last - first):
+                grad += _scores_gradient(
+                    (first + m) * BLOCK_M, (first + m + offset) * BLOCK_N, batch_0 + b, head_0 + h,
+                    Q, K, V, GradOut, Lse, Delta, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes,
+                    seed, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
+                    stride_vs, stride_gb, stride_gh, stride_gs,
+                    rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
+                    bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
+                    heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
+                    BLOCK_M, BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
+                    HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, DROPOUT, PRECISION, ALIGN,
+                )  # fmt: skip
+    Grad += head_0.to(tl.int64) * grad_h + diagonal.to(tl.int64) * (BLOCK_M * BLOCK_N)
+    elements = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(Grad + elements, grad)

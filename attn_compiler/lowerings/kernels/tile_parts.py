@@ -1,0 +1,224 @@
+"""What every Triton kernel does with one tile of the scores: load, change and mask it, and find the tiles to visit.
+
+Positions come shaped: queries (M, 1) and keys (1, N), or (1, M) and (N, 1) in a kernel that holds the scores transposed. So each
+function here has no orientation of its own. Optional tensors are None where an attention has no such part, which a kernel is
+compiled for.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_tile(
+    base, start, stride, length, allowed,
+    SIZE: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    """(SIZE, PART) elements: positions from `start`, head dims from FIRST. Zeros beyond the head dim and, if CHECK, beyond the
+    length and where `allowed` (SIZE, 1) does not hold: what is stored there may be NaN.
+
+    ALIGN: every position begins at a multiple of so many elements, which is what lets a thread load a vector at once.
+    """
+    local = tl.arange(0, SIZE)[:, None]
+    dims = FIRST + tl.arange(0, PART)[None, :]
+    first = tl.multiple_of(start.to(tl.int64) * stride, ALIGN)
+    pointers = base + first + tl.multiple_of(local * stride, [ALIGN, ALIGN]) + dims
+    if CHECK:
+        inside = start + local < length
+        if allowed is not None:
+            inside = inside & allowed
+        if FIRST + PART > HEAD_DIM:
+            inside = inside & (dims < HEAD_DIM)
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    elif FIRST + PART > HEAD_DIM:
+        tile = tl.load(pointers, mask=dims < HEAD_DIM, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def at_head(base, batch, head, stride_b, stride_h, ALIGN: tl.constexpr):
+    """The address of one batch row and head, a multiple of ALIGN elements after `base`."""
+    return base + tl.multiple_of(batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h, ALIGN)
+
+
+@triton.jit
+def store_tile(
+    base, start, stride, length, tile,
+    SIZE: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `load_tile`, in the dtype of the memory."""
+    local = tl.arange(0, SIZE)[:, None]
+    dims = FIRST + tl.arange(0, PART)[None, :]
+    inside = start + local < length
+    if FIRST + PART > HEAD_DIM:
+        inside = inside & (dims < HEAD_DIM)
+    pointers = base + start.to(tl.int64) * stride + local * stride + dims
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tanh(x, FAST: tl.constexpr):
+    """FAST: the hardware's own, to 2**-11 (PTX tanh.approx.f32); else to a few units in the last place of 1."""
+    if FAST:
+        y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+    return y
+
+
+@triton.jit
+def load_pairs(base, queries, keys, stride_q, stride_k, seqlen_q, seqlen_kv, CHECK: tl.constexpr):
+    """The element of each pair of the tile. Rows beyond the last query are whatever; CHECK: keys beyond the last one are 0."""
+    rows = tl.minimum(queries, seqlen_q - 1).to(tl.int64) * stride_q
+    # Keys are not clamped: what is known of their contiguity is what makes this a load of whole vectors.
+    if CHECK:
+        found = tl.load(base + rows + keys * stride_k, mask=(keys < seqlen_kv) & (queries < seqlen_q), other=0)
+    else:
+        found = tl.load(base + rows + keys * stride_k)
+    return found
+
+
+@triton.jit
+def load_distances(base, queries, keys, phase, seqlen_q, seqlen_kv, CHECK: tl.constexpr):
+    """What is added at each pair's distance, index k - q + Sq - 1 of a vector.
+
+    base holds the vector 8 times, `phase` elements apart, the p-th moved to the left by p: so each row reads whole vectors, from
+    an address that is a multiple of 8.
+    """
+    first = seqlen_q - 1 - tl.minimum(queries, seqlen_q - 1)
+    remainder = first % 8
+    rows = tl.multiple_of(first - remainder, [8, 8]) + remainder * phase
+    if CHECK:
+        found = tl.load(base + rows + keys, mask=(keys < seqlen_kv) & (queries < seqlen_q), other=0)
+    else:
+        found = tl.load(base + rows + keys)
+    return found
+
+
+@triton.jit
+def is_allowed(
+    queries, keys, lower, upper, document_q, document_k, keys_allowed, Mask, mask_q, mask_k,
+    band_left, band_right, seqlen_q, seqlen_kv,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Which pairs of the tile are allowed; none beyond the last key.
+
+    lower, upper, document_q: of each query, in its shape; document_k, keys_allowed: of each key. Mask: the dense mask of this
+    batch row and head, with its strides along queries and keys.
+    """
+    allowed = (keys < seqlen_kv) & (queries < seqlen_q)
+    if HAS_RIGHT:
+        allowed = allowed & (keys <= queries + band_right)
+    if HAS_LEFT:
+        allowed = allowed & (keys >= queries - band_left)
+    if lower is not None:
+        allowed = allowed & (keys >= lower) & (keys < upper)
+    if document_q is not None:
+        allowed = allowed & (document_q == document_k)
+    if keys_allowed is not None:
+        allowed = allowed & keys_allowed
+    if Mask is not None:
+        allowed = allowed & (load_pairs(Mask, queries, keys, mask_q, mask_k, seqlen_q, seqlen_kv, True) != 0)
+    return allowed
+
+
+@triton.jit
+def change(
+    qk, queries, keys, bias, distances, slope, scale, softcap,
+    SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """q kᵀ (float32) as logits in units of log 2, before the mask; and the softcap's tanh, which its gradient needs.
+
+    bias, distances: what is added to each pair, or None. slope: of this head.
+
+    PLAIN: nothing but a positive scale, which the caller applies together with the row's maximum: q kᵀ as it is.
+    """
+    capped = qk
+    if PLAIN:
+        logits = qk
+    else:
+        if SOFTCAP:
+            capped = tanh(qk * (scale / softcap), FAST_TANH)
+            logits = capped * (softcap * LOG2E)
+        else:
+            logits = qk * (scale * LOG2E)
+        if slope is not None:
+            logits += (slope * LOG2E) * (keys - queries).to(tl.float32)
+        if distances is not None:
+            logits += distances.to(tl.float32) * LOG2E
+        if bias is not None:
+            logits += bias.to(tl.float32) * LOG2E
+    return logits, capped
+
+
+@triton.jit
+def kept(seed, head, queries, keys, dropout_p):
+    """Which weights dropout keeps: Philox with (key, query, head) as its counter, so every kernel draws the same."""
+    queries, keys = tl.broadcast(queries, keys)
+    zero = keys * 0
+    bits, _, _, _ = tl.philox(seed, keys, queries, zero + head, zero)
+    return tl.uint_to_uniform_float(bits) >= dropout_p
+
+
+@triton.jit
+def keys_in_band(
+    first_query, last_query, band_left, band_right, seqlen_kv,
+    BLOCK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """The blocks of keys that a block of queries uses, and of those the ones that it uses in full, both as first and end."""
+    start, all_from = 0, 0
+    end, all_until = seqlen_kv, seqlen_kv
+    if HAS_LEFT:
+        start = tl.maximum(first_query - band_left, 0)
+        all_from = tl.maximum(last_query - band_left, 0)
+    if HAS_RIGHT:
+        end = tl.maximum(tl.minimum(last_query + band_right + 1, seqlen_kv), 0)
+        all_until = tl.maximum(tl.minimum(first_query + band_right + 1, seqlen_kv), 0)
+    first, last = start // BLOCK, tl.cdiv(end, BLOCK)
+    last = tl.maximum(first, last)
+    full_first = tl.minimum(tl.maximum(tl.cdiv(all_from, BLOCK), first), last)
+    full_last = tl.maximum(tl.minimum(all_until // BLOCK, last), full_first)
+    return first, full_first, full_last, last
+
+
+@triton.jit
+def queries_in_band(
+    first_key, last_key, band_left, band_right, seqlen_q,
+    BLOCK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """The blocks of queries that use a block of keys, and of those the ones that use it in full.
+
+    A block that reaches beyond the last query counts as full: its surplus rows are zeros.
+    """
+    start, all_from = 0, 0
+    end, all_until = seqlen_q, seqlen_q + BLOCK - 1
+    if HAS_RIGHT:
+        start = tl.maximum(first_key - band_right, 0)
+        all_from = tl.maximum(last_key - band_right, 0)
+    if HAS_LEFT:
+        end = tl.maximum(tl.minimum(last_key + band_left + 1, seqlen_q), 0)
+        all_until = tl.where(first_key + band_left + 1 >= seqlen_q, all_until, tl.maximum(first_key + band_left + 1, 0))
+    first, last = start // BLOCK, tl.cdiv(end, BLOCK)
+    last = tl.maximum(first, last)
+    full_first = tl.minimum(tl.maximum(tl.cdiv(all_from, BLOCK), first), last)
+    full_last = tl.maximum(tl.minimum(all_until // BLOCK, last), full_first)
+    return first, full_first, full_last, last
+
+
+@triton.jit
+def partial_tile(List, i, first, full_first, full_last):
+    """The i-th block that is used in part: the list's, else those on both sides of the blocks that are used in full."""
+    if List is not None:
+        tile = tl.load(List + 3 + i)
+    else:
+        before = full_first - first
+        tile = tl.where(i < before, first + i, full_last + i - before)
+    return tile
