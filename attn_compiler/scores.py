@@ -69,8 +69,8 @@ ScoreChange = Softcap | Sinks | DenseBias | Unusual
 KINDS: tuple[type[ScoreChange], ...] = (Softcap, Sinks, DenseBias, Unusual)
 
 
-def _shortened(text: str, most: int = 80) -> str:
-    return text if len(text) <= most else f"{text[:most]}…"
+#: characters of a formula in the words of a kind
+_MOST = 80
 
 
 def _times(weight: float) -> str:
@@ -115,7 +115,7 @@ class Alibi(_Added):
     @property
     def words(self) -> str:
         slopes = ix.text(self.slopes) if isinstance(self.slopes, Load) else "slopes(h)"
-        position = _shortened(ix.text(self.position))
+        position = ix.text(self.position, _MOST)
         position = f"({position})" if isinstance(self.position, ix.Linear) else position
         return f"ALiBi {slopes} · {position}{_with_gradient(self.requires_grad)}"
 
@@ -198,8 +198,8 @@ class GatheredBias(_Added):
 
     @property
     def words(self) -> str:
-        element = ix.text(Load(self.table, self.at, "float"))
-        return f"gathered bias {_times(self.weight)}{_shortened(element)}{_with_gradient(self.requires_grad)}"
+        element = ix.text(Load(self.table, self.at, "float"), _MOST)
+        return f"gathered bias {_times(self.weight)}{element}{_with_gradient(self.requires_grad)}"
 
     @property
     def summand(self) -> Expr:
@@ -237,7 +237,7 @@ class Penalty(_Added):
 
     @property
     def words(self) -> str:
-        return f"{self.value:g} where {_shortened(ix.text(self.condition))}"
+        return f"{self.value:g} where {ix.text(self.condition, _MOST)}"
 
     @property
     def summand(self) -> Expr:
@@ -265,7 +265,7 @@ class Bias(_Added):
 
     @property
     def words(self) -> str:
-        dims = _shortened(", ".join(map(str, self.shape)), 40)
+        dims = ix.shortened(", ".join(map(str, self.shape)), _MOST // 2)
         along = f"over {', '.join(self.varies_along)}" if self.varies_along else "one number"
         return f"bias {_times(self.weight)}{self.tensor}[{dims}] {along}{_with_gradient(self.requires_grad)}"
 
@@ -284,7 +284,7 @@ class BiasFormula(_Added):
 
     @property
     def words(self) -> str:
-        return f"bias {_shortened(ix.text(self.value), 120)}{_with_gradient(self.requires_grad)}"
+        return f"bias {ix.text(self.value, _MOST * 3 // 2)}{_with_gradient(self.requires_grad)}"
 
     @property
     def summand(self) -> Expr:

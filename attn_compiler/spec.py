@@ -31,10 +31,6 @@ class TensorSpec:
     dtype: str
     requires_grad: bool = False
 
-    @property
-    def is_static(self) -> bool:
-        return all(isinstance(d, int) for d in self.shape)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:

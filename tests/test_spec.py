@@ -124,8 +124,6 @@ def test_names_of_the_axes() -> None:
     assert (found.seqlen_q, found.seqlen_kv, found.head_dim_qk, found.head_dim_v) == (5, "s0", 64, 32)
     assert found.dtype == "bfloat16"
     assert found.is_gqa
-    assert found.q.is_static
-    assert not found.k.is_static
 
 
 def test_text_is_json_that_people_can_read() -> None:

@@ -25,7 +25,7 @@ from attn_compiler.index_expr.building import (
 )
 from attn_compiler.index_expr.comparing import compare
 from attn_compiler.index_expr.looking import is_exact, loads, mentions, nonzero, parts
-from attn_compiler.index_expr.meaning import evaluate, text
+from attn_compiler.index_expr.meaning import evaluate, shortened, text
 from attn_compiler.index_expr.nodes import (
     FALSE,
     ONE,
@@ -80,6 +80,7 @@ __all__ = [
     "nonzero",
     "parts",
     "rebuilt",
+    "shortened",
     "substitute",
     "test",
     "text",

@@ -39,9 +39,15 @@ def evaluate(x: Expr, values: Mapping[str, int], load: Callable[[str, tuple[int,
 _OR, _AND, _COMPARISON, _SUM, _PRODUCT, _WHOLE = range(6)
 
 
-def text(x: Expr) -> str:
-    """For people: "k <= q ∧ attention_mask[b, k] ≠ 0"."""
-    return _text(x, _AND)
+def text(x: Expr, most: int | None = None) -> str:
+    """For people: "k <= q ∧ attention_mask[b, k] ≠ 0". most: characters, beyond which it ends in "…"."""
+    whole = _text(x, _AND)
+    return whole if most is None else shortened(whole, most)
+
+
+def shortened(words: str, most: int) -> str:
+    """Words that are not longer than `most` characters, but for the "…" in which they then end."""
+    return words if len(words) <= most else f"{words[:most]}…"
 
 
 def _text(x: Expr, place: int) -> str:

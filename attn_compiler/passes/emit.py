@@ -48,8 +48,11 @@ def example(mirror: Mirror, node: fx.Node) -> Any:
     return dynamo.meta["example_value"]
 
 
-def find_size(mirror: Mirror, size: Size, known: list[fx.Node]) -> tuple[fx.Node, int]:
-    """A (mirror node, dimension) that has this symbolic size."""
+def find_size(mirror: Mirror, mode: FakeTensorMode, size: Size, known: list[fx.Node]) -> int | tuple[fx.Node, int]:
+    """A number, or the (mirror node, dimension) of the `known` nodes that has this size. Raises AxisError where none has."""
+    size = torch_compat.simplified(mode, size)
+    if size.is_Integer:
+        return int(size)
     for node in known:
         shape = example(mirror, node).shape
         for dim, length in enumerate(shape):
@@ -108,11 +111,8 @@ class FakeBuilder(Generic[X]):
         return tensor
 
     def size(self, size: Size, known: list[fx.Node]) -> Any:
-        size = torch_compat.simplified(self._mode, size)
-        if size.is_Integer:
-            return int(size)
-        node, dim = find_size(self._mirror, size, known)
-        return example(self._mirror, node).shape[dim]
+        found = find_size(self._mirror, self._mode, size, known)
+        return found if isinstance(found, int) else example(self._mirror, found[0]).shape[found[1]]
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         return make()
@@ -215,10 +215,10 @@ class GraphBuilder:
         return tensor
 
     def size(self, size: Size, known: list[fx.Node]) -> Any:
-        size = torch_compat.simplified(self.mode, size)
-        if size.is_Integer:
-            return int(size)
-        node, dim = find_size(self._mirror, size, known)
+        found = find_size(self._mirror, self.mode, size, known)
+        if isinstance(found, int):
+            return found
+        node, dim = found
         return self.call(torch.ops.aten.sym_size.int, self.leaf(node), dim)
 
     def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:

@@ -25,6 +25,9 @@ from attn_compiler.passes.reading import Reader, Unreadable
 from attn_compiler.passes.site import Match, Term
 from attn_compiler.scores import ProvedScore
 
+#: characters of a formula in a reason
+_MOST = 120
+
 _INDICES = (kinds.B, kinds.H, kinds.Q, kinds.K)
 
 #: how Dynamo names a parameter or a buffer: l_self_modules_attn_modules_bias_parameters_table_
@@ -99,7 +102,9 @@ class _Read:
             self._add_unread(term)
             return
         if not ix.is_exact(found.allowed):
-            self._reasons.append(f"{term.operand.node.name} masks by numbers that are rounded: {_text(found.allowed)}")
+            self._reasons.append(
+                f"{term.operand.node.name} masks by numbers that are rounded: {ix.text(found.allowed, _MOST)}"
+            )
             self._add_unread(term)
             return
         self._conditions.append(found.allowed)
@@ -118,7 +123,9 @@ class _Read:
         if ix.is_exact(allowed):
             self._conditions.append(ix.invert(allowed) if term.inverted else allowed)
         else:
-            self._unread_masks.append(f"{term.operand.node.name} compares numbers that are rounded: {_text(allowed)}")
+            self._unread_masks.append(
+                f"{term.operand.node.name} compares numbers that are rounded: {ix.text(allowed, _MOST)}"
+            )
 
     def meaning(self) -> Meaning:
         condition = ix.apply("and", *self._conditions)
@@ -150,8 +157,13 @@ class _Read:
     def _element(self, term: Term) -> Expr:
         self._along.append(term.along)
         at = elements.indices(self._match, term.operand.dims)
-        read = self._reader.read_at(self._mirror.order(term.operand.used), term.operand.node, at)
-        found = ix.decide(divide(read, self._ranges), self._ranges)
+        try:
+            read = self._reader.read_at(self._mirror.order(term.operand.used), term.operand.node, at)
+            found = ix.decide(divide(read, self._ranges), self._ranges)
+        except RecursionError as error:
+            raise Unreadable(
+                f"{term.operand.node.name} is made by more ops in a row than Python's stack can hold"
+            ) from error
         self._along[-1] = "".join(index.name for index in _INDICES if ix.mentions(found, index))
         return found
 
@@ -224,11 +236,6 @@ def _parameter(found: re.Match[str]) -> str:
     """The name alone, unless it is what every module calls its own."""
     module, name = found["module"], found["name"]
     return f"{module}.{name}" if name in ("weight", "bias") and module and not module.isdigit() else str(name)
-
-
-def _text(x: Expr, most: int = 120) -> str:
-    text = ix.text(x)
-    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _length(dim: Dim) -> Linear | None:

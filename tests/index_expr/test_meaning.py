@@ -178,3 +178,10 @@ def test_equal_expressions_have_equal_texts_and_one_line(tree: Tree) -> None:
     assert text == ix.text(tree.build())
     assert "\n" not in text
     assert "Const(" not in text
+
+
+def test_text_that_is_cut_off() -> None:
+    x = ix.compare("<=", Index("k"), Index("q"))
+    assert ix.text(x, 6) == ix.text(x) == "k <= q"
+    assert ix.text(x, 4) == "k <=…"
+    assert ix.shortened("words", 5) == "words"
