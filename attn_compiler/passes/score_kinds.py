@@ -47,7 +47,11 @@ def split(x: Expr, weight: float = 1.0) -> Split:
             one, other = split(a, weight), split(b, weight)
             return Split(allowed=ix.apply("and", one.allowed, other.allowed), added=one.added + other.added)
         case Apply(op="mul", args=(a, Const(value=factor))) if _is_factor(factor):
-            return split(a, weight * factor)
+            found = split(a, weight * factor)
+            if found.allowed == ix.TRUE and len(found.added) > 1 and abs(weight * factor) >= -MASKED_BELOW:
+                # 3e38 · (1 - mask): its parts are so large that next to each of them all else that is added is rounded away.
+                return Split(allowed=ix.TRUE, added=(Added(value=a, weight=weight * factor),))
+            return found
         case Apply(op="div", args=(a, Const(value=factor))) if _is_factor(factor):
             return split(a, weight / factor)
         case Apply(op="rounded", args=(a,)) if ix.kind_of(a) == "float":

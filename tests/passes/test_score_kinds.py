@@ -315,6 +315,22 @@ def test_a_number_that_is_too_near_to_zero_to_mask() -> None:
     assert found.meaning.kinds == ()
 
 
+def test_a_mask_that_is_multiplied_to_a_large_number_is_not_taken_apart() -> None:
+    """transformers 4.57 in T5, of a mask that may hold any number. Next to 3e38 the relative bias would be rounded away."""
+
+    def function(x: Tensor, table: Tensor, mask: Tensor) -> Tensor:
+        distance = torch.arange(S)[None, :] - torch.arange(S)[:, None] + S
+        bias = (
+            F.embedding(distance, table).permute(2, 0, 1)[None]
+            + (1.0 - mask[:, None, None, :]) * torch.finfo(x.dtype).min
+        )
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=bias)
+
+    (site,) = recover(function, x=torch.randn(B, H, S, D), table=torch.randn(2 * S, H), mask=torch.ones(B, S))
+    assert {type(kind) for kind in site.meaning.scores} == {RelativeBias, BiasFormula}
+    assert site.worst() < 1e-5, site.words
+
+
 def test_a_formula_without_a_name() -> None:
     (kind,) = recovered(lambda q, k: torch.log(apart(q, k).abs().float() + 1.0) * 0.5).meaning.scores
     assert isinstance(kind, BiasFormula)
