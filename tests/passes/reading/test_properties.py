@@ -130,7 +130,6 @@ WRITES = [
     "{x}[:, {i} : {i} + 1].copy_({y}[:, :1])",
     "{x}[..., ::2].mul_(-1)[..., :1]",
     "{x}.mT.logical_not_().mT",
-    "torch.logical_not({x}, out={x})",
 ]
 VIEWS = [
     "{x}[:, :]",
