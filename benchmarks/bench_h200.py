@@ -35,6 +35,7 @@ PINNED_KERNEL = {
     "sdpa_cudnn": re.compile(r"cudnn.*(sdpa|flash)", re.IGNORECASE),
     "sdpa_flash": re.compile(r"^(?!.*cudnn).*flash_(fwd|bwd)", re.IGNORECASE),
     "sdpa_efficient": re.compile(r"^(?!.*cudnn).*fmha", re.IGNORECASE),
+    "triton": re.compile(r"^attention_(forward|grad_kv)"),
 }
 
 
@@ -140,7 +141,9 @@ def main() -> int:
     parser.add_argument("--budget-seconds", type=float, default=540.0, help="start no case after this (%(default)s)")
     parser.add_argument("--seconds", type=float, default=2.0, help="timing of one case (default %(default)s)")
     parser.add_argument("--families", nargs="+", default=list(models.FAMILIES), choices=list(models.FAMILIES))
-    parser.add_argument("--scenarios", nargs="+", default=["prefill", "train", "prefill_padded", "prefill_cache"])
+    parser.add_argument(
+        "--scenarios", nargs="+", default=["prefill", "train", "prefill_padded", "prefill_cache", "train_padded"]
+    )
     parser.add_argument("--append", action="store_true", help="keep the rows of the file and measure only the others")
     parser.add_argument("--size", choices=("full", "small"), default="full")
     parser.add_argument("--device", default="cuda:0")

@@ -28,6 +28,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario(name="prefill_padded", padded=True),
         Scenario(name="prefill_cache", use_cache=True),
         Scenario(name="train", training=True),
+        Scenario(name="train_padded", training=True, padded=True),
     )
 }
 

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attn_compiler.lowerings import sdpa_limits
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -46,7 +47,7 @@ class Row:
     """The order for some machines and sites. Every field that is not None has to hold.
 
     sms: architectures from .. to, both included; None: the CPU. cudnn: at least this version. dtypes: q's. training: the
-    site needs gradients. decomposed: as in AttentionSpec. one_query: decode. least_scores, most_scores:
+    site needs gradients. decomposed: as in AttentionSpec. one_query: decode. tensor: a dense mask or bias joins the scores. least_scores, most_scores:
     bounds on seqlen_q · seqlen_kv, which has to be known. since: the date of the evidence. why: the evidence.
     """
 
@@ -56,6 +57,7 @@ class Row:
     training: bool | None = None
     decomposed: bool | None = None
     one_query: bool | None = None
+    tensor: bool | None = None
     least_scores: int | None = None
     most_scores: int | None = None
     order: tuple[str, ...]
@@ -69,6 +71,7 @@ class Row:
             and self.training in (None, spec.needs_grad)
             and self.decomposed in (None, spec.decomposed)
             and self.one_query in (None, spec.seqlen_q == 1)
+            and self.tensor in (None, sdpa_limits.additive(spec) is not None)
             and self._fits_scores(spec)
         )
 
@@ -89,8 +92,9 @@ class Row:
 
 # PyTorch puts cuDNN first from 9.15.1 on (check_prefer_cudnn_attention in sdp_utils.cpp: "> 91500").
 _PREFERRED_CUDNN = 91_501
-_FLASH_FIRST = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn")
-_CUDNN_FIRST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
+# Last, "triton" serves what no kernel of PyTorch's does: softcap, sinks, several changes at once.
+_FLASH_FIRST = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "triton")
+_CUDNN_FIRST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "triton")
 _HALF = ("bfloat16", "float16")
 
 # The first row that fits counts.
@@ -165,6 +169,15 @@ ROWS: tuple[Row, ...] = (
         order=("sdpa_cpu_flash",),
         since="2026-11-21",
         why="float32: from 1.0 times at S 24 to 3 times faster at S 2048; what SDPA picks",
+    ),
+    Row(
+        sms=(90, 90),
+        dtypes=_HALF,
+        one_query=False,
+        tensor=True,
+        order=("triton", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"),
+        since="2026-11-21",
+        why="padding, windows, documents, biases: cuDNN computes the whole square with a tensor, our kernels what is allowed",
     ),
     Row(
         sms=(90, 90),

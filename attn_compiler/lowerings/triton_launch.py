@@ -79,6 +79,7 @@ def prepare(text: str) -> Prepared:
             "PLAIN": not changed and spec.score.scale > 0,
             "DROPOUT": plan.dropout,
             "PRECISION": "ieee",
+            "MASK_ALL": plan.unlisted,
         },
     )
 
@@ -348,7 +349,7 @@ def _for_bias(shared: _Backward) -> tuple[dict[str, Any], Tile]:
     """Numbers and the tile of both kernels of biases' gradients."""
     numbers = shared.numbers()
     tile = _BIAS_TILE_FP32 if shared.prepared.call.spec.dtype == "float32" or numbers["QK_0"] > 128 else _BIAS_TILE
-    del numbers["PLAIN"]
+    del numbers["PLAIN"], numbers["MASK_ALL"]
     batch = shared.tensors["Q"].shape[0]  # type: ignore[union-attr]
     return numbers | {"batch_size": batch, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys}, tile
 

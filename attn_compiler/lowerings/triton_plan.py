@@ -43,6 +43,8 @@ class Plan:
     slopes: float32 (Hq,), contiguous: slope · (k - q) is added.
     sinks: float (Hq,), contiguous.
     seed: int64 (1,) for dropout.
+
+    few_pairs: the scores are known to be small, so nothing is worth leaving out.
     """
 
     band: Band | None = None
@@ -59,10 +61,20 @@ class Plan:
     sinks_grad: bool = False
     dropout: bool = False
     needs_grad: bool = False
+    few_pairs: bool = False
 
     @property
     def tiles(self) -> bool:
-        """Whether the tiles to visit are only known at run time."""
+        """Whether the tiles to visit are read from lists."""
+        return self._reads_mask and not self.few_pairs
+
+    @property
+    def unlisted(self) -> bool:
+        """Whether the mask is evaluated in every tile of the band: there are so few that lists would cost more than they save."""
+        return self._reads_mask and self.few_pairs
+
+    @property
+    def _reads_mask(self) -> bool:
         return self.rows or self.keys or self.documents or self.mask
 
     @property

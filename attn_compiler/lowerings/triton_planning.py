@@ -21,6 +21,9 @@ from attn_compiler.spec import AttentionSpec
 
 B, H, Q, K = map(Index, "bhqk")
 
+#: up to so many the mask is evaluated everywhere
+_FEW_QUERIES, _FEW_KEYS = 32, 512
+
 #: the sizes of the scores, as expressions name them here
 SEQLEN_Q, SEQLEN_KV = Size("Sq"), Size("Skv")
 
@@ -81,7 +84,14 @@ def of(spec: AttentionSpec) -> Plan:
         sinks_grad=sinks is not None and sinks.requires_grad and spec.needs_grad,
         dropout=spec.score.dropout_p > 0,
         needs_grad=spec.needs_grad,
+        few_pairs=_has_few_pairs(spec),
     )
+
+
+def _has_few_pairs(spec: AttentionSpec) -> bool:
+    """Lists take some ten small kernels to make."""
+    few_queries = isinstance(spec.seqlen_q, int) and spec.seqlen_q <= _FEW_QUERIES
+    return few_queries or (isinstance(spec.seqlen_kv, int) and spec.seqlen_kv <= _FEW_KEYS)
 
 
 def parts(spec: AttentionSpec) -> Parts:

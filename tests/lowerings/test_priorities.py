@@ -13,8 +13,8 @@ from tests.lowerings.specs import make_spec
 
 SPEC = cases.build(BY_NAME["causal_bfloat16"]).spec
 
-CUDNN_FIRST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "untouched")
-FLASH_FIRST = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "untouched")
+CUDNN_FIRST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "triton", "untouched")
+FLASH_FIRST = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "triton", "untouched")
 
 
 @pytest.mark.parametrize(

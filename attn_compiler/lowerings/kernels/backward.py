@@ -136,6 +136,7 @@ def attention_grad_q(
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
     PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    MASK_ALL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of queries, Hq, B). Lse, Delta: (B, Hq, Sq), contiguous, float32; Delta as `attention_delta` leaves it."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -181,6 +182,8 @@ def attention_grad_q(
             start, tl.minimum(start + BLOCK_M, seqlen_q) - 1, band_left, band_right, seqlen_kv,
             BLOCK_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
+        if MASK_ALL:
+            full_first, full_last = last, last
         partial = (full_first - first) + (last - full_last)
 
     lse = load_lse(Lse + row * seqlen_q, offsets, seqlen_q)[:, None]
@@ -307,6 +310,7 @@ def attention_grad_kv(
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
     PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    MASK_ALL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of keys, Hkv, B). Sums over the query heads of the group, in their order."""
     block, head_kv, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -365,6 +369,8 @@ def attention_grad_kv(
                 start, tl.minimum(start + BLOCK_N, seqlen_kv) - 1, band_left, band_right, seqlen_q,
                 BLOCK_M, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
+            if MASK_ALL:
+                full_first, full_last = last, last
             partial = (full_first - first) + (last - full_last)
         for i in tl.range(0, partial):
             grad_k_0, grad_k_1, grad_v_0, grad_v_1 = _step_kv(

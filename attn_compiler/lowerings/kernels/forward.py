@@ -103,6 +103,7 @@ def attention_forward(
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
     PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    MASK_ALL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of queries, Hq, B). See triton_launch.py for the arguments and triton_plan.Plan for the operands.
 
@@ -151,6 +152,8 @@ def attention_forward(
             start, tl.minimum(start + BLOCK_M, seqlen_q) - 1, band_left, band_right, seqlen_kv,
             BLOCK_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
+        if MASK_ALL:
+            full_first, full_last = last, last
         partial = (full_first - first) + (last - full_last)
 
     q_0 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
