@@ -47,8 +47,8 @@ class Row:
     """The order for some machines and sites. Every field that is not None has to hold.
 
     sms: architectures from .. to, both included; None: the CPU. cudnn: at least this version. dtypes: q's. training: the
-    site needs gradients. decomposed: as in AttentionSpec. one_query: decode. tensor: a dense mask or bias joins the scores. least_scores, most_scores:
-    bounds on seqlen_q · seqlen_kv, which has to be known. since: the date of the evidence. why: the evidence.
+    site needs gradients. decomposed: as in AttentionSpec. one_query: decode. tensor: a dense mask or bias joins the scores.
+    least_scores, most_scores: bounds on seqlen_q · seqlen_kv, which has to be known. since: the date of the evidence. why: the evidence.
     """
 
     sms: tuple[int, int] | None

@@ -325,7 +325,9 @@ def _slopes(kind: ProvedScore, spec: AttentionSpec) -> Expr | None:
 
 def _is_of_distance(kind: ProvedScore, spec: AttentionSpec) -> bool:
     """Whether a kind is a function of the head and of k - q that can be evaluated."""
-    if reads.names(kind) & set(spec.score.out_of_reach) or _mentions(kind.summand, B) or not _mentions(kind.summand, K):
+    if isinstance(kind, scores.Bias) or reads.names(kind) & set(spec.score.out_of_reach):
+        return False
+    if _mentions(kind.summand, B) or not _mentions(kind.summand, K):
         return False
     # With the key counted from the query, none is left in what knows of nothing but their difference.
     return not _mentions(ix.substitute(kind.summand, K, ix.add(K, Q)), Q)

@@ -21,14 +21,14 @@ from attn_compiler.passes.emit import GraphBuilder, copied_before, example
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.site import Match
-from attn_compiler.scores import ProvedScore
+from attn_compiler.scores import Bias, ProvedScore
 
 Kinds = Iterable[ProvedKind | ProvedScore]
 
 
 def missing(mirror: Mirror, match: Match, loads: Mapping[str, Version], kinds: Kinds) -> tuple[str, ...]:
     """The names of tensors and sizes that the kinds read and a lowering of this match can't get. loads: what each name stands for."""
-    kinds = tuple(kinds)
+    kinds = _evaluated(kinds)
     tensors = {name for kind in kinds for name in reads.tensors(kind)}
     lost = {name for name in tensors if name not in loads or not _is_at_hand(mirror, match, loads[name])}
     wanted = {name for kind in kinds for name in reads.sizes(kind)}
@@ -39,13 +39,13 @@ def tensors(
     builder: GraphBuilder, loads: Mapping[str, Version], kinds: Kinds, lost: Iterable[str]
 ) -> dict[str, fx.Node]:
     """The Dynamo node of what each name that the kinds load from stands for. lost: what `missing` found."""
-    found = {name for kind in kinds for name in reads.tensors(kind)} - set(lost)
+    found = {name for kind in _evaluated(kinds) for name in reads.tensors(kind)} - set(lost)
     return {name: builder.loaded(loads[name]) for name in sorted(found)}
 
 
 def sizes(mirror: Mirror, match: Match, kinds: Kinds) -> dict[str, SizeOf]:
     """Where each symbolic size in the kinds can be seen: the first input of the graph that has it. Those that none has are missing."""
-    wanted = {name for kind in kinds for name in reads.sizes(kind)}
+    wanted = {name for kind in _evaluated(kinds) for name in reads.sizes(kind)}
     out = mirror.dynamo_node(match.out)
     found: dict[str, SizeOf] = {}
     for node in out.graph.find_nodes(op="placeholder") if wanted and out is not None else ():
@@ -53,6 +53,11 @@ def sizes(mirror: Mirror, match: Match, kinds: Kinds) -> dict[str, SizeOf]:
             if name in wanted:
                 found.setdefault(name, SizeOf(node=node, axis=axis))
     return found
+
+
+def _evaluated(kinds: Kinds) -> tuple[ProvedKind | ProvedScore, ...]:
+    """Those that a lowering may compute anew. A Bias is no more than the operand that the site has anyway."""
+    return tuple(kind for kind in kinds if not isinstance(kind, Bias))
 
 
 def _named(value: object) -> Iterable[tuple[str, int | None]]:
