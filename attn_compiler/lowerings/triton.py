@@ -46,6 +46,7 @@ class TritonAttention:
             *sdpa_limits.check_softmax_dtype(spec),
             *sdpa_limits.check_shapes(spec),
             *sdpa_limits.check_dtypes(spec, _DTYPES),
+            *_check_interpreter(spec, target),
             *sdpa_limits.check_head_dims(spec, multiple=1, limit=_HEAD_DIM_LIMIT),
             *sdpa_limits.check_grid(spec),
             *sdpa_limits.check_tensor(spec, dtypes=_DTYPES),
@@ -61,6 +62,14 @@ class TritonAttention:
         text = Call(spec=spec, tiles=tiles).to_text()
         outputs = emitter.call(leaf, operands.q, operands.k, operands.v, further, text)
         return emitter.call(operator.getitem, outputs, 0)
+
+
+def _check_interpreter(spec: AttentionSpec, target: Target) -> list[Reason]:
+    """Triton's interpreter holds bfloat16 as integers, and multiplies those: https://github.com/triton-lang/triton/issues/11584."""
+    if not target.triton_interpreted or spec.dtype != "bfloat16":
+        return []
+    rule = "Triton's interpreter computes in float16 or float32"
+    return [Reason(rule=rule, observed=spec.dtype, remedy="call model.float(), or unset TRITON_INTERPRET on a GPU")]
 
 
 def _check_triton(target: Target) -> list[Reason]:

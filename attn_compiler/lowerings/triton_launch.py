@@ -380,6 +380,8 @@ def _grad_distances(shared: _Backward) -> torch.Tensor:
     numbers, tile = _for_bias(shared)
     size, heads = tile.queries, distances.shape[0]
     blocks_q, blocks_k = (triton.cdiv(numbers[n], size) for n in ("seqlen_q", "seqlen_kv"))
+    if blocks_q == 0 or blocks_k == 0:
+        return torch.zeros_like(distances)
     diagonals = blocks_q + blocks_k - 1
     sums = torch.zeros((heads, diagonals, size, size), dtype=torch.float32, device=distances.device)
 

@@ -16,10 +16,12 @@ _SCHEMA = "triton(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> 
 _BACKWARD = "triton_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> Tensor[]"
 
 
-def allowed(plan: Plan, named: Mapping[str, Tensor], seqlen_q: int, seqlen_kv: int) -> Tensor:
+def allowed(
+    plan: Plan, named: Mapping[str, Tensor], seqlen_q: int, seqlen_kv: int, *, device: torch.device | None = None
+) -> Tensor:
     """bool, broadcasts to (B, Hq, Sq, Skv)."""
-    queries, keys = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_kv)
-    found = torch.ones(1, 1, seqlen_q, seqlen_kv, dtype=torch.bool)
+    queries, keys = torch.arange(seqlen_q, device=device)[:, None], torch.arange(seqlen_kv, device=device)
+    found = torch.ones(1, 1, seqlen_q, seqlen_kv, dtype=torch.bool, device=device)
     if plan.band is not None:
         at = queries + (seqlen_kv - seqlen_q if plan.band.from_end else 0)
         found = found if plan.band.left is None else found & (keys >= at - plan.band.left)
@@ -34,15 +36,23 @@ def allowed(plan: Plan, named: Mapping[str, Tensor], seqlen_q: int, seqlen_kv: i
     return found & named["mask"] if plan.mask else found
 
 
-def added(plan: Plan, named: Mapping[str, Tensor], seqlen_q: int, seqlen_kv: int) -> Tensor:
-    """float32, broadcasts to (B, Hq, Sq, Skv): what is added to the scores."""
-    distance = torch.arange(seqlen_kv) - torch.arange(seqlen_q)[:, None]
-    total = torch.zeros(1, 1, seqlen_q, seqlen_kv)
+def added(
+    plan: Plan,
+    named: Mapping[str, Tensor],
+    seqlen_q: int,
+    seqlen_kv: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:
+    """In `dtype`, broadcasts to (B, Hq, Sq, Skv): what is added to the scores."""
+    distance = torch.arange(seqlen_kv, device=device) - torch.arange(seqlen_q, device=device)[:, None]
+    total = torch.zeros(1, 1, seqlen_q, seqlen_kv, dtype=dtype, device=device)
     if plan.bias:
-        total = total + named["bias"].float()
+        total = total + named["bias"].to(dtype)
     if plan.distances:
-        total = total + named["distances"][:, 0, distance + seqlen_q - 1][None].float()
-    return total + named["slopes"][None, :, None, None] * distance if plan.slopes else total
+        total = total + named["distances"][:, 0, distance + seqlen_q - 1][None].to(dtype)
+    return total + named["slopes"].to(dtype)[None, :, None, None] * distance if plan.slopes else total
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:

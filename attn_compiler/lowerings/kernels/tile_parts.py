@@ -164,7 +164,7 @@ def kept(seed, head, queries, keys, dropout_p):
     """Which weights dropout keeps: Philox with (key, query, head) as its counter, so every kernel draws the same."""
     queries, keys = tl.broadcast(queries, keys)
     zero = keys * 0
-    bits, _, _, _ = tl.philox(seed, keys, queries, zero + head, zero)
+    bits, _, _, _ = tl.philox(seed, keys, queries, zero + head.to(tl.int32), zero)
     return tl.uint_to_uniform_float(bits) >= dropout_p
 
 

@@ -1,0 +1,438 @@
+"""The Triton kernels as they are launched: every part of a plan, outputs and all gradients, in Triton's interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_compiler.lowerings import by_name, triton_launch
+from attn_compiler.lowerings.triton_plan import Band, Call, Tile
+from attn_compiler.target import Target
+from tests import cases, numerics
+from tests.lowerings import emitting, kernel_problems
+from tests.lowerings.kernel_problems import Case, Problem, build, planned, results
+
+CAUSAL = Band(right=0)
+BOTTOM_RIGHT = Band(right=0, from_end=True)
+
+MASKS = (
+    Case(name="plain"),
+    Case(name="causal", band=CAUSAL),
+    Case(name="causal_from_end", band=BOTTOM_RIGHT, seqlen_q=37),
+    Case(name="causal_from_end_more_queries", band=BOTTOM_RIGHT, seqlen_kv=37),
+    Case(name="causal_more_queries", band=CAUSAL, seqlen_kv=37),
+    Case(name="causal_more_keys", band=CAUSAL, seqlen_q=37, seqlen_kv=130),
+    Case(name="offset", band=Band(right=21), seqlen_q=37, seqlen_kv=101),
+    Case(name="strict", band=Band(right=-1)),
+    Case(name="window", band=Band(left=9, right=0)),
+    Case(name="window_wide", band=Band(left=70, right=0), seqlen_q=130, seqlen_kv=130),
+    Case(name="window_both_sides", band=Band(left=40, right=7)),
+    Case(name="window_left_alone", band=Band(left=5)),
+    Case(name="keys_right", keys="right", band=CAUSAL),
+    Case(name="keys_left", keys="left", band=CAUSAL),
+    Case(name="keys_holes", keys="holes", seqlen_q=33),
+    Case(name="keys_none", keys="none"),
+    Case(name="documents", documents=True, band=CAUSAL),
+    Case(name="rows", rows=True),
+    Case(name="mask_bqk", mask="bqk"),
+    Case(name="mask_hqk", mask="hqk"),
+    Case(name="mask_k", mask="k", seqlen_q=33),
+    Case(name="mask_q", mask="q", seqlen_kv=33),
+    Case(name="all_masks", band=Band(left=50, right=3), keys="holes", documents=True, rows=True, mask="bhqk"),
+)
+
+SCORES = (
+    Case(name="bias_bhqk", bias="bhqk", seqlen_q=33),
+    Case(name="bias_hqk_causal", bias="hqk", band=CAUSAL),
+    Case(name="bias_without_gradient", bias="qk", bias_grad=False, keys="right"),
+    Case(name="distances", distances=2, keys="right"),
+    Case(name="distances_cross", distances=2, seqlen_q=33, seqlen_kv=101),
+    Case(name="slopes", slopes=True, band=CAUSAL),
+    Case(name="slopes_from_end", slopes=True, band=BOTTOM_RIGHT, seqlen_q=37),
+    Case(name="sinks", sinks=True, band=Band(left=20, right=0)),
+    Case(name="sinks_keys_none", sinks=True, keys="none"),
+    Case(name="softcap", softcap=2.0, band=CAUSAL),
+    Case(name="softcap_keys", softcap=2.0, keys="left"),
+    Case(name="negative_scale", scale=-0.5, band=CAUSAL),
+    Case(name="dropout", dropout_p=0.3, band=CAUSAL),
+    Case(name="dropout_keys_bias", dropout_p=0.1, keys="left", bias="hqk"),
+    Case(
+        name="everything",
+        band=CAUSAL,
+        keys="left",
+        documents=True,
+        bias="hqk",
+        distances=1,
+        slopes=True,
+        sinks=True,
+        softcap=3.0,
+        dropout_p=0.2,
+    ),
+)
+
+SHAPES = (
+    Case(name="one", seqlen_q=1, seqlen_kv=1),
+    Case(name="decode", seqlen_q=1, seqlen_kv=101, layout="bhsd"),
+    Case(name="one_key", seqlen_q=70, seqlen_kv=1, band=CAUSAL),
+    Case(name="one_head", batch=1, heads_q=1, heads_kv=1, band=CAUSAL),
+    Case(name="mqa", heads_q=3, band=CAUSAL, batch=1),
+    Case(name="gqa", heads_q=4, heads_kv=2, batch=1, band=CAUSAL),
+    Case(name="even", seqlen_q=64, seqlen_kv=64, band=CAUSAL),
+    Case(name="wide_blocks_of_queries", band=CAUSAL, keys="right", seqlen_q=130, seqlen_kv=97, grad_kv=(64, 32)),
+    Case(name="head_dim_5", head_dim=5),
+    Case(name="head_dim_72", head_dim=72, band=CAUSAL),
+    Case(name="head_dims_80_48", head_dim=80, head_dim_v=48),
+    Case(name="head_dims_16_112", head_dim=16, head_dim_v=112, keys="holes"),
+    Case(name="head_dims_192_128", head_dim=192, head_dim_v=128, band=CAUSAL, batch=1),
+    Case(name="head_dim_256", head_dim=256, band=CAUSAL, batch=1, seqlen_q=33, seqlen_kv=40),
+)
+
+LAYOUTS = (
+    Case(name="layout_bhsd", layout="bhsd", band=CAUSAL),
+    Case(name="layout_expanded_heads", layout="expanded_heads", heads_kv=2),
+    Case(name="layout_expanded_batch", layout="expanded_batch", band=CAUSAL),
+    Case(name="layout_slice", layout="slice", band=CAUSAL),
+    Case(name="layout_joined_mqa", layout="sb(h+2hg)d", heads_q=3, band=CAUSAL, batch=3),
+)
+
+ALL = (*MASKS, *SCORES, *SHAPES, *LAYOUTS)
+BY_NAME = {case.name: case for case in ALL}
+
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the same cases run on the GPU, with larger tiles")
+
+
+@interpreted
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_attention_and_all_gradients(case: Case) -> None:
+    problem = build(case)
+    kernel_problems.assert_within_rule(results(problem), problem)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["causal", "bias_hqk_causal", "softcap_keys", "sinks", "head_dims_80_48"])
+def test_half_precision(name: str) -> None:
+    """float16 alone: the interpreter multiplies the bit patterns of bfloat16 (https://github.com/triton-lang/triton/issues/11584)."""
+    problem = build(BY_NAME[name], dtype=torch.float16)
+    found = results(problem)
+    assert {x.dtype for x in found} == {torch.float16, torch.float32}
+    kernel_problems.assert_within_rule(found, problem)
+
+
+def test_without_gradients_there_are_no_lists_by_key() -> None:
+    problem = build(dataclasses.replace(BY_NAME["keys_left"], needs_grad=False))
+    assert "tiles_by_key" not in problem.plan.operands
+    kernel_problems.assert_within_rule(results(problem), problem)
+
+
+# ---- on a GPU, with the tiles of the table -------------------------------------------------------------------------
+
+_TIMES = 7
+
+
+def grown(case: Case) -> Case:
+    """Long enough for several tiles of the table, and just as odd."""
+    longer = {name: getattr(case, name) * _TIMES for name in ("seqlen_q", "seqlen_kv") if getattr(case, name) > 1}
+    band = case.band
+    if band is not None and band.left is not None:
+        band = dataclasses.replace(band, left=band.left * _TIMES)
+    return dataclasses.replace(case, band=band, **longer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_bfloat16_on_a_gpu(case: Case) -> None:
+    check_on_a_gpu(case, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "name", ["causal", "all_masks", "bias_hqk_causal", "distances", "softcap", "dropout", "everything", "head_dim_256"]
+)
+def test_other_dtypes_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    check_on_a_gpu(BY_NAME[name], dtype)
+
+
+def check_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
+    # What dropout keeps is drawn in one piece for the reference.
+    problem = build(case if case.dropout_p else grown(case), dtype=dtype, table=True)
+    first = results(problem)
+    kernel_problems.assert_within_rule(first, problem)
+    # The second call takes the arguments of the first, but for the addresses.
+    other = build(problem.case, dtype=dtype, table=True, seed=3)
+    kernel_problems.assert_within_rule(results(other), other)
+    assert all(map(torch.equal, first, results(problem)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_named_cases_on_a_gpu(case: cases.Case) -> None:
+    check_named(case, "cuda", Target.current("cuda"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["causal_bottom_right_empty_rows", "head_dim_odd", "additive_empty_rows", "softcap_mask_gqa", "layout_slice"],
+)
+def test_named_cases_through_their_specs(name: str) -> None:
+    case = dataclasses.replace(cases.BY_NAME[name], batch=1)
+    check_named(case, "cpu", Target.fake(device="cpu", triton_interpreted=True))
+
+
+def check_named(case: cases.Case, device: str, target: Target) -> None:
+    """A case of tests/cases.py as the lowering decides it, against the math of tests/numerics.py."""
+    triton = by_name("triton")
+    inputs = cases.build(case, device=device)
+    if case.dropout_p or triton.why_not(inputs.spec, target):
+        pytest.skip("the lowering refuses it, or no reference draws the same")
+    module = emitting.emit(triton, inputs)
+    numerics.assert_within_rule(numerics.with_gradients(lambda _: module(*emitting.arguments(inputs)), inputs), inputs)
+
+
+# ---- rows and tensors without anything -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["keys_none", "strict", "causal_from_end_more_queries"])
+def test_rows_without_a_key_are_zero_and_leak_nothing(name: str) -> None:
+    problem = build(BY_NAME[name])
+    out, lse, grad_q, *_ = found = results(problem)
+    empty = lse == -torch.inf
+    assert 0 < empty.sum() < empty.numel()
+    assert not out[empty].any()
+    assert not grad_q[empty].any()
+    assert all(bool(x.isfinite().all()) for x in (out, *found[2:]))
+
+
+def test_padded_keys_get_zero_gradients_whatever_they_hold() -> None:
+    problem = build(BY_NAME["keys_right"])
+    *_, grad_k, grad_v = results(problem)
+    unused = ~problem.named["keys"][:, None, :].expand(grad_k.shape[:3])
+    assert problem.k[unused].isnan().all()
+    assert unused.any()
+    assert not grad_k[unused].any()
+    assert not grad_v[unused].any()
+
+
+@pytest.mark.parametrize("sizes", [{"seqlen_q": 0}, {"seqlen_kv": 0}, {"seqlen_q": 0, "seqlen_kv": 0}, {"batch": 0}])
+@pytest.mark.parametrize(
+    "parts",
+    [{}, {"band": BOTTOM_RIGHT, "sinks": True}, {"bias": "hqk"}, {"bias": "hq"}, {"bias": "k"}, {"distances": 2}],
+    ids=str,
+)
+def test_sizes_of_zero(sizes: dict[str, int], parts: dict[str, Any]) -> None:
+    problem = build(Case(name="zero", **parts, **sizes))
+    out, lse, *gradients = results(problem)
+    assert not out.any()
+    assert torch.equal(lse, _sinks_alone(problem) if problem.plan.sinks else torch.full_like(lse, -torch.inf))
+    for leaf, gradient in zip(problem.leaves, gradients, strict=True):
+        assert gradient.shape == leaf.shape
+        if leaf is problem.named.get("sinks"):
+            continue
+        assert not gradient.any()
+
+
+def _sinks_alone(problem: Problem) -> Tensor:
+    """lse of rows in which nothing but the sink is allowed."""
+    shape = (problem.case.batch, -1, problem.case.seqlen_q)
+    return problem.named["sinks"].detach()[None, :, None].expand(shape)
+
+
+# ---- dropout ------------------------------------------------------------------------------------------------------
+
+
+def _dropped(seed: int, p: float = 0.25) -> tuple[Tensor, Tensor, Problem]:
+    """The weights that were used, which is out where v is the identity; and those that would be without dropout."""
+    case = Case(name="dropout_identity", heads_kv=2, seqlen_q=64, seqlen_kv=64, head_dim_v=64, dropout_p=p)
+    problem = build(case)
+    identity = torch.eye(64, device=problem.v.device).expand_as(problem.v).contiguous().requires_grad_()
+    problem = dataclasses.replace(problem, v=identity)
+    problem.named["seed"].fill_(seed)
+    kept = dataclasses.replace(case, dropout_p=0.0)
+    undropped = build(kept)
+    used, _ = kernel_problems.outputs(problem)
+    whole, _ = kernel_problems.outputs(dataclasses.replace(undropped, q=problem.q, k=problem.k, v=identity))
+    return used.detach(), whole.detach(), problem
+
+
+def test_dropout_drops_as_many_as_it_is_told_and_scales_the_rest() -> None:
+    used, whole, problem = _dropped(1)
+    kept = used != 0
+    assert torch.equal(kept, kernel_problems.drawn(problem))
+    # 16384 draws: four standard deviations of their mean.
+    assert abs(kept.float().mean().item() - 0.75) < 4 * (0.75 * 0.25 / kept.numel()) ** 0.5
+    assert torch.allclose(used, whole / 0.75 * kept, atol=1e-6)
+    # Every query, key and head has draws of its own.
+    for axis in (0, 1, 2, 3):
+        first, second = kept.select(axis, 0), kept.select(axis, 1)
+        assert not torch.equal(first, second)
+
+
+def test_dropout_follows_the_seed_all_64_bits_of_it() -> None:
+    first, again, low, high = (_dropped(seed)[0] for seed in (1, 1, 2, 1 + 2**32))
+    assert torch.equal(first, again)
+    assert not torch.equal(first != 0, low != 0)
+    assert not torch.equal(first != 0, high != 0)
+
+
+def test_without_dropout_nothing_is_drawn() -> None:
+    problem = build(BY_NAME["plain"])
+    with planned(problem.plan):
+        assert triton_launch.prepare(problem.text).constants["DROPOUT"] is False
+    assert "seed" not in problem.plan.operands
+
+
+@pytest.mark.parametrize("name", ["all_masks", "everything"])
+def test_every_run_gives_the_same_bits(name: str) -> None:
+    problem = build(BY_NAME[name])
+    assert all(map(torch.equal, results(problem), results(problem)))
+
+
+# ---- what is launched ---------------------------------------------------------------------------------------------
+
+Launches = dict[str, tuple[tuple[int, int, int], Mapping[str, Any], Tile | None]]
+
+
+def launched(problem: Problem) -> Launches:
+    """Grid, numbers and tile of each kernel of a forward and a backward, none of which runs."""
+    found: Launches = {}
+
+    def record(kernel: Any, text: str, tensors: Any, arguments: Callable[[], Any]) -> None:
+        found[kernel.fn.__name__] = arguments()
+
+    with planned(problem.plan), mock.patch.object(triton_launch, "_launch", record), torch.no_grad():
+        given = (problem.q, problem.k, problem.v, problem.operands)
+        out, lse = triton_launch.forward(*given, problem.text)
+        triton_launch.gradients(out, lse, *given, out, lse, problem.text)
+    return found
+
+
+SIZES = {"batch": 3, "heads_q": 8, "heads_kv": 2, "seqlen_q": 157, "seqlen_kv": 513}
+
+
+def test_grids_cover_every_block_head_and_batch_row_once() -> None:
+    problem = build(Case(name="grids", **SIZES, grad_kv=(32, 64), distances=8))  # type: ignore[arg-type]
+    grids = {name: grid for name, (grid, _, _) in launched(problem).items()}
+    assert grids == {
+        "attention_forward": (5, 8, 3),
+        "attention_delta": (3, 8, 3),
+        "attention_grad_q": (5, 8, 3),
+        "attention_grad_kv": (9, 2, 3),
+        "attention_grad_distances": (5 + 17 - 1, 8, 1),
+    }
+
+
+@pytest.mark.parametrize(
+    ("axes", "grid"),
+    [("bhqk", (5 * 17, 8, 3)), ("hqk", (5 * 17, 8, 1)), ("hq", (5, 8, 1)), ("bk", (17, 1, 3)), ("", (1, 1, 1))],
+)
+def test_the_gradient_of_a_bias_has_a_program_for_each_of_its_own_tiles(axes: str, grid: tuple[int, int, int]) -> None:
+    problem = build(Case(name="grids_bias", **SIZES, bias=axes))  # type: ignore[arg-type]
+    assert launched(problem)["attention_grad_bias"][0] == grid
+
+
+def test_tiles_are_those_of_the_call() -> None:
+    problem = build(Case(name="tiles", grad_kv=(64, 32)))
+    found = launched(problem)
+    tiles = Call.from_text(problem.text).tiles
+    for name, tile in (("forward", tiles.forward), ("grad_q", tiles.grad_q), ("grad_kv", tiles.grad_kv)):
+        _, numbers, launched_with = found[f"attention_{name}"]
+        assert launched_with == tile
+        assert (numbers["BLOCK_M"], numbers["BLOCK_N"]) == (tile.queries, tile.keys)
+
+
+@pytest.mark.parametrize(
+    ("layout", "head_dim", "vector"),
+    [
+        ("bshd", 16, 4),
+        ("bhsd", 16, 4),
+        ("expanded_heads", 16, 4),
+        ("slice", 16, 1),
+        ("bshd", 5, 1),
+        ("sb(h+2hg)d", 16, 4),
+    ],
+)
+def test_whole_vectors_are_loaded_only_where_all_heads_and_positions_are_aligned(
+    layout: str, head_dim: int, vector: int
+) -> None:
+    found = launched(build(Case(name="align", layout=layout, head_dim=head_dim)))
+    assert {found[f"attention_{kernel}"][1]["ALIGN"] for kernel in ("forward", "grad_q", "grad_kv")} == {vector}
+
+
+def test_an_upstream_gradient_may_lie_otherwise() -> None:
+    """A sum expands one number to the gradient of everything."""
+    problem = build(BY_NAME["causal"])
+    cast = build(BY_NAME["causal"])
+    with planned(problem.plan):
+        out, _ = kernel_problems.outputs(problem)
+        found = torch.autograd.grad(out.sum(), problem.leaves)
+    exact, _ = kernel_problems.attention(cast, cast.q, cast.k, cast.v, cast.named)
+    for ours, theirs in zip(found, torch.autograd.grad(exact.sum(), cast.leaves), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+# ---- arguments that were worked out before -------------------------------------------------------------------------
+
+
+class _Compiled:
+    """Keeps what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *given: self.calls.append((grid, given))
+
+
+class _Kernel:
+    """Keeps what it is compiled for."""
+
+    arg_names = ("Q", "Absent", "number", "Out")
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.compiled = _Compiled()
+
+    def __getitem__(self, grid: Any) -> Callable[..., _Compiled]:
+        def compile_and_run(**given: Any) -> _Compiled:
+            self.calls.append((grid, given))
+            return self.compiled
+
+        return compile_and_run
+
+
+def test_a_further_call_has_its_own_tensors_and_the_numbers_of_the_first() -> None:
+    kernel, asked = _Kernel(), []
+
+    def arguments() -> Any:
+        asked.append(1)
+        return (2, 1, 1), {"number": 7}, Tile(queries=32, keys=32, warps=8, stages=3)
+
+    def launch(q: Tensor, out: Tensor) -> None:
+        triton_launch._launch(kernel, "text", {"Q": q, "Absent": None, "Out": out}, arguments)
+
+    first, second = (tuple(torch.empty(4, 8) for _ in range(2)) for _ in range(2))
+    launch(*first)
+    launch(*second)
+    ((grid, given),), ((grid_again, later),) = kernel.calls, kernel.compiled.calls
+    assert grid == grid_again == (2, 1, 1)
+    assert (given["number"], given["num_warps"], given["num_stages"]) == (7, 8, 3)
+    assert later[0] is second[0]
+    assert later[1:3] == (None, 7)
+    assert later[3] is second[1]
+    assert len(asked) == 1
+    # Other strides, another alignment: other numbers.
+    launch(torch.empty(8, 4).t(), second[1])
+    assert len(asked) == 2
+
+
+def test_nothing_is_launched_on_an_empty_grid() -> None:
+    kernel = _Kernel()
+    triton_launch._launch(kernel, "text", {"Q": torch.empty(0)}, lambda: ((0, 1, 1), {}, None))
+    assert not kernel.calls
