@@ -5,8 +5,8 @@ S 8192, B·S·H·D = 32M, in TFLOP/s (cuDNN 9.19 and FlexAttention beside them i
 
     head dim      forward               dq                    dk, dv                cuDNN       Flex
     64            64x64 w4 s3: 415      64x64 w4 s3: 595      64x64 w4 s3: 416      457, 425    368, 282
-    128           64x64 w4 s3: 480      128x64 w8 s3: 605     64x128 w8 s2: 466     604, 532    372, 373
-    256           128x64 w8 s2: 421     128x32 w8 s2: 433     32x64 w8 s2: 216      630, 387
+    128           64x64 w4 s3: 480      128x64 w8 s3: 605     64x128 w8 s3: 484     604, 532    372, 373
+    256           128x64 w8 s2: 421     128x32 w8 s2: 433     32x32 w4 s2: 227      630, 387
     192/128       128x64 w8 s3: 494
     with a bias of all heads, D 128: 128x64 w8 s3: 370, 64x64 w4 s3: 282; D 64: 64x64 w4 s3: 304, 128x64 w8 s3: 226
 
@@ -73,7 +73,7 @@ ROWS: tuple[Row, ...] = (
         bytes=2,
         head_dim=128,
         first_sm=90,
-        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(64, 128, 8, 2)),
+        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(64, 128, 8, 3)),
         listed_grad_q=_tile(64, 64, 4, 2),
     ),
     Row(
@@ -93,7 +93,7 @@ ROWS: tuple[Row, ...] = (
         bytes=2,
         head_dim=256,
         first_sm=90,
-        tiles=Tiles(forward=_tile(128, 64, 8, 2), grad_q=_tile(128, 32, 8, 2), grad_kv=_tile(32, 64, 8, 2)),
+        tiles=Tiles(forward=_tile(128, 64, 8, 2), grad_q=_tile(128, 32, 8, 2), grad_kv=_tile(32, 32, 4, 2)),
         listed_grad_q=_tile(128, 64, 8, 1),
     ),
     Row(

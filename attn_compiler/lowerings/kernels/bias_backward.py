@@ -33,9 +33,12 @@ def _scores_gradient(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, SPARSE: tl.constexpr,
 ):  # fmt: skip
-    """(M, N) gradient of the logits of one tile, 0 where a pair is not allowed."""
+    """(M, N) gradient of the logits of one tile, 0 where a pair is not allowed.
+
+    SPARSE: whole tiles may be without an allowed pair, and are left out. A branch in the loop costs its pipelining.
+    """
     row = batch.to(tl.int64) * heads_q + head
     offsets = start_q + tl.arange(0, BLOCK_M)
     inside = offsets < seqlen_q
@@ -64,7 +67,10 @@ def _scores_gradient(
         band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
     )  # fmt: skip
     grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if tl.max(tl.max(allowed.to(tl.int32), 1), 0) > 0:
+    some = True
+    if SPARSE:
+        some = tl.max(tl.max(allowed.to(tl.int32), 1), 0) > 0
+    if some:
         q_head = at_head(Q, batch, head, stride_qb, stride_qh, ALIGN)
         k_head = at_head(K, batch, head // group, stride_kb, stride_kh, ALIGN)
         v_head = at_head(V, batch, head // group, stride_vb, stride_vh, ALIGN)
@@ -110,7 +116,7 @@ def attention_grad_bias(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, SPARSE: tl.constexpr,
     ONE_B: tl.constexpr, ONE_H: tl.constexpr, ONE_Q: tl.constexpr, ONE_K: tl.constexpr,
 ):  # fmt: skip
     """Grad: the bias' own shape, strides given, any float dtype. ONE_*: it has size one there, so that axis is summed over.
@@ -129,21 +135,24 @@ def attention_grad_bias(
     if DROPOUT:
         seed = tl.load(Seed)
     grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for b in range(batch_size if ONE_B else 1):
-        for h in range(heads_q if ONE_H else 1):
-            for m in range(tl.cdiv(seqlen_q, BLOCK_M) if ONE_Q else 1):
-                for n in range(blocks_k if ONE_K else 1):
-                    grad += _scores_gradient(
-                        (block_q + m) * BLOCK_M, (block_k + n) * BLOCK_N, batch_0 + b, head_0 + h,
-                        Q, K, V, GradOut, Lse, Delta, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes,
-                        seed, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
-                        stride_vs, stride_gb, stride_gh, stride_gs,
-                        rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
-                        bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
-                        heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
-                        BLOCK_M, BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
-                        HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, DROPOUT, PRECISION, ALIGN,
-                    )  # fmt: skip
+    count_h = heads_q if ONE_H else 1
+    count_m = tl.cdiv(seqlen_q, BLOCK_M) if ONE_Q else 1
+    count_n = blocks_k if ONE_K else 1
+    # One loop over all axes that are summed: loads of the next tile are under way only within the innermost.
+    for i in range((batch_size if ONE_B else 1) * count_h * count_m * count_n):
+        n, rest = i % count_n, i // count_n
+        m, rest = rest % count_m, rest // count_m
+        grad += _scores_gradient(
+            (block_q + m) * BLOCK_M, (block_k + n) * BLOCK_N, batch_0 + rest // count_h, head_0 + rest % count_h,
+            Q, K, V, GradOut, Lse, Delta, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes,
+            seed, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
+            stride_vs, stride_gb, stride_gh, stride_gs,
+            rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
+            bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
+            heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
+            BLOCK_M, BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
+            HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, DROPOUT, PRECISION, ALIGN, SPARSE,
+        )  # fmt: skip
     Grad += batch_0.to(tl.int64) * grad_b + head_0.to(tl.int64) * grad_h
     rows = block_q * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = block_k * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -171,7 +180,7 @@ def attention_grad_distances(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, ONE_H: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, SPARSE: tl.constexpr, ONE_H: tl.constexpr,
 ):  # fmt: skip
     """Sums over tiles along a diagonal: BLOCK_M = BLOCK_N, so that an element of a tile has one distance on all of them.
 
@@ -188,20 +197,21 @@ def attention_grad_distances(
     if DROPOUT:
         seed = tl.load(Seed)
     grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for b in range(batch_size):
-        for h in range(heads_q if ONE_H else 1):
-            for m in range(last - first):
-                grad += _scores_gradient(
-                    (first + m) * BLOCK_M, (first + m + offset) * BLOCK_N, batch_0 + b, head_0 + h,
-                    Q, K, V, GradOut, Lse, Delta, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes,
-                    seed, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
-                    stride_vs, stride_gb, stride_gh, stride_gs,
-                    rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
-                    bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
-                    heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
-                    BLOCK_M, BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
-                    HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, DROPOUT, PRECISION, ALIGN,
-                )  # fmt: skip
+    count_h = heads_q if ONE_H else 1
+    count_m = last - first
+    for i in range(batch_size * count_h * count_m):
+        m, rest = first + i % count_m, i // count_m
+        grad += _scores_gradient(
+            m * BLOCK_M, (m + offset) * BLOCK_N, batch_0 + rest // count_h, head_0 + rest % count_h,
+            Q, K, V, GradOut, Lse, Delta, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes,
+            seed, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
+            stride_vs, stride_gb, stride_gh, stride_gs,
+            rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
+            bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
+            heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
+            BLOCK_M, BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
+            HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, DROPOUT, PRECISION, ALIGN, SPARSE,
+        )  # fmt: skip
     Grad += head_0.to(tl.int64) * grad_h + diagonal.to(tl.int64) * (BLOCK_M * BLOCK_N)
     elements = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     tl.store(Grad + elements, grad)
