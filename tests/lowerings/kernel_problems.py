@@ -1,7 +1,7 @@
 """What the Triton kernels are run on: a plan given part by part, random operands for it, and the same attention from its definition.
 
-A `Case` is data. `build` makes its tensors on a device, with tiles of 32 to 64 that odd lengths of 70 make full, partial and
-skipped blocks of, or with those of the measured table. No spec has to be thought of that would lead to the plan.
+`build` makes the tensors of a `Case` on a device, with tiles of 32 to 64 or with those of the measured table. No spec has to be
+thought of that would lead to the plan.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings import triton_launch, triton_planning, triton_tiles, triton_tiles_table
 from attn_compiler.lowerings.kernels.tile_parts import kept
-from attn_compiler.lowerings.triton_plan import Band, Call, Plan, Tile, Tiles
+from attn_compiler.lowerings.triton_plan import Call, Plan, Tile, Tiles
 from attn_compiler.lowerings.triton_tiles import Masking
 from attn_compiler.masks import MaskSpec
 from attn_compiler.scores import ScoreSpec, Softcap
@@ -28,63 +28,12 @@ from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
 from tests import numerics
 from tests.lowerings import plan_math
+from tests.lowerings.kernel_cases import Case
 
 #: without a GPU, Triton's interpreter (see tests/conftest.py)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-AXES = "bhqk"
 SMALL = Tile(queries=32, keys=32, warps=4, stages=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """keys: which may be used: "left" or "right" padding, "holes", or "none" of the first batch row. mask, bias: the axes that
-    they vary along. distances: heads that they are for. layout: see `_in_memory`. grad_kv: queries × keys of that kernel's tile."""
-
-    name: str
-    batch: int = 2
-    heads_q: int = 2
-    heads_kv: int = 1
-    seqlen_q: int = 70
-    seqlen_kv: int = 70
-    head_dim: int = 16
-    head_dim_v: int | None = None
-    layout: str = "bshd"
-    band: Band | None = None
-    keys: str | None = None
-    documents: bool = False
-    rows: bool = False
-    mask: str | None = None
-    bias: str | None = None
-    bias_grad: bool = True
-    distances: int | None = None
-    slopes: bool = False
-    sinks: bool = False
-    softcap: float | None = None
-    scale: float | None = None
-    dropout_p: float = 0.0
-    needs_grad: bool = True
-    grad_kv: tuple[int, int] = (32, 64)
-
-    @property
-    def plan(self) -> Plan:
-        wants = self.needs_grad
-        return Plan(
-            band=self.band,
-            rows=self.rows,
-            keys=self.keys is not None,
-            documents=self.documents,
-            mask=self.mask is not None,
-            bias=self.bias is not None,
-            bias_grad=self.bias is not None and self.bias_grad and wants,
-            distances=self.distances is not None,
-            distances_grad=self.distances is not None and wants,
-            slopes=self.slopes,
-            sinks=self.sinks,
-            sinks_grad=self.sinks and wants,
-            dropout=self.dropout_p > 0,
-            needs_grad=wants,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +83,14 @@ class _Draws:
 
 
 def build(
-    case: Case, *, dtype: torch.dtype = torch.float32, device: str = DEVICE, seed: int = 0, table: bool = False
+    case: Case,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = DEVICE,
+    seed: int = 0,
+    target: Target | None = None,
 ) -> Problem:
-    """table: with the tiles that the table gives for this machine."""
+    """target: take the tiles that the table gives for it."""
     draws = _Draws(device, dtype, seed)
     q, k, v = _in_memory(case, draws)
     named = _operands(case, draws)
@@ -146,7 +100,7 @@ def build(
         k, v = (_like(x, x.masked_fill(unused, torch.nan)) for x in (k, v))
     spec = _spec(case, q, k, v)
     with planned(case.plan):
-        tiles = triton_tiles_table.tiles(spec, Target.current(device)) if table else _small_tiles(case)
+        tiles = _small_tiles(case) if target is None else triton_tiles_table.tiles(spec, target)
     if case.plan.tiles:
         named |= _lists(case, named, tiles, device)
     leaves = {name: named[name].requires_grad_() for name in case.plan.differentiable}
@@ -194,7 +148,7 @@ def _like(x: Tensor, values: Tensor) -> Tensor:
 
 
 def _shape(case: Case, axes: str) -> tuple[int, ...]:
-    sizes = zip(AXES, (case.batch, case.heads_q, case.seqlen_q, case.seqlen_kv), strict=True)
+    sizes = zip("bhqk", (case.batch, case.heads_q, case.seqlen_q, case.seqlen_kv), strict=True)
     return tuple(size if axis in axes else 1 for axis, size in sizes)
 
 

@@ -12,98 +12,12 @@ import torch
 from torch import Tensor
 
 from attn_compiler.lowerings import by_name, triton_launch
-from attn_compiler.lowerings.triton_plan import Band, Call, Tile
+from attn_compiler.lowerings.triton_plan import Call, Tile
 from attn_compiler.target import Target
 from tests import cases, numerics
 from tests.lowerings import emitting, kernel_problems
-from tests.lowerings.kernel_problems import Case, Problem, build, planned, results
-
-CAUSAL = Band(right=0)
-BOTTOM_RIGHT = Band(right=0, from_end=True)
-
-MASKS = (
-    Case(name="plain"),
-    Case(name="causal", band=CAUSAL),
-    Case(name="causal_from_end", band=BOTTOM_RIGHT, seqlen_q=37),
-    Case(name="causal_from_end_more_queries", band=BOTTOM_RIGHT, seqlen_kv=37),
-    Case(name="causal_more_queries", band=CAUSAL, seqlen_kv=37),
-    Case(name="causal_more_keys", band=CAUSAL, seqlen_q=37, seqlen_kv=130),
-    Case(name="offset", band=Band(right=21), seqlen_q=37, seqlen_kv=101),
-    Case(name="strict", band=Band(right=-1)),
-    Case(name="window", band=Band(left=9, right=0)),
-    Case(name="window_wide", band=Band(left=70, right=0), seqlen_q=130, seqlen_kv=130),
-    Case(name="window_both_sides", band=Band(left=40, right=7)),
-    Case(name="window_left_alone", band=Band(left=5)),
-    Case(name="keys_right", keys="right", band=CAUSAL),
-    Case(name="keys_left", keys="left", band=CAUSAL),
-    Case(name="keys_holes", keys="holes", seqlen_q=33),
-    Case(name="keys_none", keys="none"),
-    Case(name="documents", documents=True, band=CAUSAL),
-    Case(name="rows", rows=True),
-    Case(name="mask_bqk", mask="bqk"),
-    Case(name="mask_hqk", mask="hqk"),
-    Case(name="mask_k", mask="k", seqlen_q=33),
-    Case(name="mask_q", mask="q", seqlen_kv=33),
-    Case(name="all_masks", band=Band(left=50, right=3), keys="holes", documents=True, rows=True, mask="bhqk"),
-)
-
-SCORES = (
-    Case(name="bias_bhqk", bias="bhqk", seqlen_q=33),
-    Case(name="bias_hqk_causal", bias="hqk", band=CAUSAL),
-    Case(name="bias_without_gradient", bias="qk", bias_grad=False, keys="right"),
-    Case(name="distances", distances=2, keys="right"),
-    Case(name="distances_cross", distances=2, seqlen_q=33, seqlen_kv=101),
-    Case(name="slopes", slopes=True, band=CAUSAL),
-    Case(name="slopes_from_end", slopes=True, band=BOTTOM_RIGHT, seqlen_q=37),
-    Case(name="sinks", sinks=True, band=Band(left=20, right=0)),
-    Case(name="sinks_keys_none", sinks=True, keys="none"),
-    Case(name="softcap", softcap=2.0, band=CAUSAL),
-    Case(name="softcap_keys", softcap=2.0, keys="left"),
-    Case(name="negative_scale", scale=-0.5, band=CAUSAL),
-    Case(name="dropout", dropout_p=0.3, band=CAUSAL),
-    Case(name="dropout_keys_bias", dropout_p=0.1, keys="left", bias="hqk"),
-    Case(
-        name="everything",
-        band=CAUSAL,
-        keys="left",
-        documents=True,
-        bias="hqk",
-        distances=1,
-        slopes=True,
-        sinks=True,
-        softcap=3.0,
-        dropout_p=0.2,
-    ),
-)
-
-SHAPES = (
-    Case(name="one", seqlen_q=1, seqlen_kv=1),
-    Case(name="decode", seqlen_q=1, seqlen_kv=101, layout="bhsd"),
-    Case(name="one_key", seqlen_q=70, seqlen_kv=1, band=CAUSAL),
-    Case(name="one_head", batch=1, heads_q=1, heads_kv=1, band=CAUSAL),
-    Case(name="mqa", heads_q=3, band=CAUSAL, batch=1),
-    Case(name="gqa", heads_q=4, heads_kv=2, batch=1, band=CAUSAL),
-    Case(name="even", seqlen_q=64, seqlen_kv=64, band=CAUSAL),
-    Case(name="wide_blocks_of_queries", band=CAUSAL, keys="right", seqlen_q=130, seqlen_kv=97, grad_kv=(64, 32)),
-    Case(name="head_dim_5", head_dim=5),
-    Case(name="head_dim_72", head_dim=72, band=CAUSAL),
-    Case(name="head_dims_80_48", head_dim=80, head_dim_v=48),
-    Case(name="head_dims_16_112", head_dim=16, head_dim_v=112, keys="holes"),
-    Case(name="head_dims_192_128", head_dim=192, head_dim_v=128, band=CAUSAL, batch=1),
-    Case(name="head_dim_256", head_dim=256, band=CAUSAL, batch=1, seqlen_q=33, seqlen_kv=40),
-)
-
-LAYOUTS = (
-    Case(name="layout_bhsd", layout="bhsd", band=CAUSAL),
-    Case(name="layout_expanded_heads", layout="expanded_heads", heads_kv=2),
-    Case(name="layout_expanded_batch", layout="expanded_batch", band=CAUSAL),
-    Case(name="layout_slice", layout="slice", band=CAUSAL),
-    Case(name="layout_joined_mqa", layout="sb(h+2hg)d", heads_q=3, band=CAUSAL, batch=3),
-)
-
-ALL = (*MASKS, *SCORES, *SHAPES, *LAYOUTS)
-BY_NAME = {case.name: case for case in ALL}
-
+from tests.lowerings.kernel_cases import ALL, BOTTOM_RIGHT, BY_NAME, Case
+from tests.lowerings.kernel_problems import Problem, build, planned, results
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the same cases run on the GPU, with larger tiles")
 
@@ -162,11 +76,11 @@ def test_other_dtypes_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 
 def check_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
     # What dropout keeps is drawn in one piece for the reference.
-    problem = build(case if case.dropout_p else grown(case), dtype=dtype, table=True)
+    problem = build(case if case.dropout_p else grown(case), dtype=dtype, target=Target.current("cuda"))
     first = results(problem)
     kernel_problems.assert_within_rule(first, problem)
     # The second call takes the arguments of the first, but for the addresses.
-    other = build(problem.case, dtype=dtype, table=True, seed=3)
+    other = build(problem.case, dtype=dtype, target=Target.current("cuda"), seed=3)
     kernel_problems.assert_within_rule(results(other), other)
     assert all(map(torch.equal, first, results(problem)))
 
@@ -244,41 +158,7 @@ def _sinks_alone(problem: Problem) -> Tensor:
     return problem.named["sinks"].detach()[None, :, None].expand(shape)
 
 
-# ---- dropout ------------------------------------------------------------------------------------------------------
-
-
-def _dropped(seed: int, p: float = 0.25) -> tuple[Tensor, Tensor, Problem]:
-    """The weights that were used, which is out where v is the identity; and those that would be without dropout."""
-    case = Case(name="dropout_identity", heads_kv=2, seqlen_q=64, seqlen_kv=64, head_dim_v=64, dropout_p=p)
-    problem = build(case)
-    identity = torch.eye(64, device=problem.v.device).expand_as(problem.v).contiguous().requires_grad_()
-    problem = dataclasses.replace(problem, v=identity)
-    problem.named["seed"].fill_(seed)
-    kept = dataclasses.replace(case, dropout_p=0.0)
-    undropped = build(kept)
-    used, _ = kernel_problems.outputs(problem)
-    whole, _ = kernel_problems.outputs(dataclasses.replace(undropped, q=problem.q, k=problem.k, v=identity))
-    return used.detach(), whole.detach(), problem
-
-
-def test_dropout_drops_as_many_as_it_is_told_and_scales_the_rest() -> None:
-    used, whole, problem = _dropped(1)
-    kept = used != 0
-    assert torch.equal(kept, kernel_problems.drawn(problem))
-    # 16384 draws: four standard deviations of their mean.
-    assert abs(kept.float().mean().item() - 0.75) < 4 * (0.75 * 0.25 / kept.numel()) ** 0.5
-    assert torch.allclose(used, whole / 0.75 * kept, atol=1e-6)
-    # Every query, key and head has draws of its own.
-    for axis in (0, 1, 2, 3):
-        first, second = kept.select(axis, 0), kept.select(axis, 1)
-        assert not torch.equal(first, second)
-
-
-def test_dropout_follows_the_seed_all_64_bits_of_it() -> None:
-    first, again, low, high = (_dropped(seed)[0] for seed in (1, 1, 2, 1 + 2**32))
-    assert torch.equal(first, again)
-    assert not torch.equal(first != 0, low != 0)
-    assert not torch.equal(first != 0, high != 0)
+# ---- what is launched ---------------------------------------------------------------------------------------------
 
 
 def test_without_dropout_nothing_is_drawn() -> None:
@@ -293,8 +173,6 @@ def test_every_run_gives_the_same_bits(name: str) -> None:
     problem = build(BY_NAME[name])
     assert all(map(torch.equal, results(problem), results(problem)))
 
-
-# ---- what is launched ---------------------------------------------------------------------------------------------
 
 Launches = dict[str, tuple[tuple[int, int, int], Mapping[str, Any], Tile | None]]
 
@@ -412,7 +290,7 @@ def test_a_further_call_has_its_own_tensors_and_the_numbers_of_the_first() -> No
 
     def arguments() -> Any:
         asked.append(1)
-        return (2, 1, 1), {"number": 7}, Tile(queries=32, keys=32, warps=8, stages=3)
+        return (2, 1, 1), {"number": 7, "ALIGN": 4}, Tile(queries=32, keys=32, warps=8, stages=3)
 
     def launch(q: Tensor, out: Tensor) -> None:
         triton_launch._launch(kernel, "text", {"Q": q, "Absent": None, "Out": out}, arguments)
@@ -430,6 +308,17 @@ def test_a_further_call_has_its_own_tensors_and_the_numbers_of_the_first() -> No
     # Other strides, another alignment: other numbers.
     launch(torch.empty(8, 4).t(), second[1])
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "aligned", "stages"), [(torch.bfloat16, 1, 1), (torch.bfloat16, 8, 3), (torch.float32, 1, 3)]
+)
+def test_what_lies_anywhere_is_not_copied_asynchronously(dtype: torch.dtype, aligned: int, stages: int) -> None:
+    kernel, tile = _Kernel(), Tile(queries=32, keys=32, warps=8, stages=3)
+    tensors = {"Q": torch.empty(4, 8, dtype=dtype), "Absent": None, "Out": torch.empty(4)}
+    triton_launch._launch(kernel, "text", tensors, lambda: ((2, 1, 1), {"number": 7, "ALIGN": aligned}, tile))
+    ((_, given),) = kernel.calls
+    assert given["num_stages"] == stages
 
 
 def test_nothing_is_launched_on_an_empty_grid() -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from attn_compiler.lowerings import ops, triton_ops
 from attn_compiler.lowerings.triton_plan import Band
 from tests.lowerings import kernel_problems
-from tests.lowerings.kernel_problems import DEVICE, Case, Problem, build, planned
+from tests.lowerings.kernel_cases import Case
+from tests.lowerings.kernel_problems import DEVICE, Problem, build, planned
 from tests.passes.compiling import compiled, mark
 
 CAUSAL = Case(name="causal", batch=1, seqlen_q=37, seqlen_kv=37, band=Band(right=0))

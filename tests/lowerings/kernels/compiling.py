@@ -1,0 +1,153 @@
+"""Compiles the kernels for GPUs that are not there, and says what came out: python -m tests.lowerings.kernels.compiling
+
+Runs in a process of its own, since Triton's interpreter, which the other tests use, compiles nothing. Kernels, constants and
+numbers are those of a launch; each is compiled for what Triton's launch would see of it: which numbers are 1 or multiples of 16.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_kernel
+
+from attn_compiler.lowerings import triton_launch
+from attn_compiler.lowerings.triton_plan import Band
+from attn_compiler.target import Target
+from tests.lowerings.kernel_cases import Case
+from tests.lowerings.kernel_problems import Problem, build, planned
+
+KERNELS = ("forward", "grad_q", "grad_kv")
+MACHINES = (80, 90, 100)
+
+_SIZES: Any = {"batch": 1, "heads_q": 2, "heads_kv": 1, "seqlen_q": 1024, "seqlen_kv": 1024, "band": Band(right=0)}
+_CAUSAL = (Case(name="causal_64", head_dim=64, **_SIZES), Case(name="causal_128", head_dim=128, **_SIZES))
+_FURTHER = (
+    Case(name="keys_128", head_dim=128, keys="left", **_SIZES),
+    Case(name="bias_128", head_dim=128, bias="hqk", **_SIZES),
+    Case(name="distances_128", head_dim=128, distances=2, **_SIZES),
+    Case(name="causal_80", head_dim=80, **_SIZES),
+    Case(name="causal_192_128", head_dim=192, head_dim_v=128, **_SIZES),
+)
+CASES = {case.name: case for case in (*_CAUSAL, *_FURTHER)}
+
+#: (case, kernel, sm)
+JOBS = (
+    *((case.name, kernel, sm) for case in _CAUSAL for kernel in KERNELS for sm in MACHINES),
+    *((case.name, "forward", 90) for case in _FURTHER),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """registers, spilled (bytes of a thread's stack), shared (bytes); counts of tensor core instructions in the PTX."""
+
+    case: str
+    kernel: str
+    sm: int
+    registers: int
+    spilled: int
+    shared: int
+    mma: int
+    wgmma: int
+    tcgen05: int
+
+
+def run(job: tuple[str, str, int]) -> Found:
+    name, kernel, sm = job
+    problem = build(CASES[name], dtype=torch.bfloat16, device="cpu", target=Target.fake(sm=sm))
+    function, values, options = _launch_of(problem, f"attention_{kernel}")
+    compiled = compile_kernel(_source(function, values), target=GPUTarget("cuda", sm, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    registers, spilled = _resources(compiled.asm["cubin"])
+    return Found(
+        case=name,
+        kernel=kernel,
+        sm=sm,
+        registers=registers,
+        spilled=spilled,
+        shared=compiled.metadata.shared,
+        mma=ptx.count("mma.sync"),
+        wgmma=ptx.count("wgmma.mma_async"),
+        tcgen05=ptx.count("tcgen05.mma"),
+    )
+
+
+def _launch_of(problem: Problem, name: str) -> tuple[Any, dict[str, Any], dict[str, int]]:
+    """The kernel, its arguments by name and its options, as they are launched."""
+    found: dict[str, Any] = {}
+
+    def record(kernel: Any, text: str, tensors: Mapping[str, Any], arguments: Any) -> None:
+        _, numbers, tile = arguments()
+        if tile is not None:
+            options = {"num_warps": tile.warps, "num_stages": triton_launch._stages(tile, tensors, numbers)}
+            found[kernel.fn.__name__] = (kernel, {**tensors, **numbers}, options)
+
+    with planned(problem.plan), mock.patch.object(triton_launch, "_launch", record), torch.no_grad():
+        given = (problem.q, problem.k, problem.v, problem.operands)
+        out, lse = triton_launch.forward(*given, problem.text)
+        triton_launch.gradients(out, lse, *given, out, lse, problem.text)
+    kernel, values, options = found[name]
+    return kernel, values, options
+
+
+_POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+    torch.int64: "*i64",
+}
+
+
+def _source(function: Any, values: Mapping[str, Any]) -> ASTSource:
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(function.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[parameter.name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = _POINTERS[value.dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32"
+            if value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    return ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers, and bytes of the stack."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (re.search(rf"{word}:(\d+)", text) for word in ("REG", "STACK"))
+    if registers is None or stack is None:
+        raise ValueError(f"cuobjdump said nothing of registers: {text}")
+    return int(registers[1]), int(stack[1])
+
+
+def main() -> None:
+    with ProcessPoolExecutor(max_workers=2) as pool:
+        found = [asdict(found) for found in pool.map(run, JOBS)]
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

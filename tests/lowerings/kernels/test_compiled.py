@@ -1,0 +1,70 @@
+"""The kernels compiled for sm80, sm90 and sm100 with the table's tiles: tensor cores are used, and registers and shared memory suffice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.lowerings.kernels import compiling
+from tests.lowerings.kernels.compiling import CASES, JOBS, KERNELS, MACHINES, Found
+
+ROOT = Path(__file__).parents[3]
+
+#: bytes that a block may have, of Nvidia's tuning guides
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+#: Bytes of a thread's stack. Of the tiles for dk and dv at head dim 128 that were measured on an H200 (see triton_tiles_table.py),
+#: the one that spills is faster than all that do not: four accumulators share the registers, and what spills is used once a block.
+SPILLED = {"forward": 0, "grad_q": 0, "grad_kv": 256}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple[str, str, int], Found]:
+    """One process for all, since Triton's interpreter compiles nothing: it was chosen for this one before Triton was imported."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", compiling.__name__]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [Found(**each) for each in json.loads(done.stdout)]
+    return {(each.case, each.kernel, each.sm): each for each in found}
+
+
+def ids(job: tuple[str, str, int]) -> str:
+    return "-".join(map(str, job))
+
+
+def test_each_kernel_is_compiled_for_each_machine() -> None:
+    for case in ("causal_64", "causal_128"):
+        assert {(kernel, sm) for name, kernel, sm in JOBS if name == case} == {
+            (k, sm) for k in KERNELS for sm in MACHINES
+        }
+    assert {name for name, _, _ in JOBS} == set(CASES)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=ids)
+def test_registers_suffice(job: tuple[str, str, int], compiled: dict[tuple[str, str, int], Found]) -> None:
+    assert compiled[job].spilled <= SPILLED[job[1]]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=ids)
+def test_products_run_on_the_tensor_cores_of_the_machine(
+    job: tuple[str, str, int], compiled: dict[tuple[str, str, int], Found]
+) -> None:
+    found = compiled[job]
+    of_machine = {80: found.mma, 90: found.wgmma, 100: found.tcgen05}
+    assert of_machine.pop(found.sm) > 0
+    assert not any(of_machine.values())
+
+
+@pytest.mark.parametrize("job", JOBS, ids=ids)
+def test_shared_memory_suffices(job: tuple[str, str, int], compiled: dict[tuple[str, str, int], Found]) -> None:
+    assert 0 < compiled[job].shared <= SHARED[job[2]]
