@@ -1,4 +1,4 @@
-"""Calls the Triton kernels on tensors: their arguments from a Call, the grids, the outputs. Imports triton, so it comes late.
+"""Calls the Triton kernels on tensors: grids, outputs, launches. Imports triton, so it comes late.
 
 A kernel is compiled for what its Plan has and for the tensors' alignment, never for their sizes: one compiled kernel serves
 every sequence length. triton's own launch goes over some eighty arguments in Python each time; a call whose tensors lie as
@@ -7,24 +7,31 @@ those of an earlier one did reuses that one's arguments.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
-from attn_compiler.lowerings import triton_planning
 from attn_compiler.lowerings.kernels import backward, bias_backward
 from attn_compiler.lowerings.kernels import forward as forward_kernels
 from attn_compiler.lowerings.ops import empty_gradient, empty_outputs
-from attn_compiler.lowerings.triton_plan import Call, Plan, Tile
+from attn_compiler.lowerings.triton_arguments import (
+    VECTOR,
+    Prepared,
+    Tensors,
+    alignment,
+    common,
+    lists,
+    operand_tensors,
+    prepare,
+    strides,
+)
+from attn_compiler.lowerings.triton_plan import Tile
 
-Tensors = Sequence[torch.Tensor]
-
-#: positions that no band bounds: further than any sequence is long, and sums with a position still fit into int32
-_FAR = 1 << 30
 #: of the bias kernels, whose tiles do not depend on the lists: up to so many head dims, in half precision
 _BIAS_TILES = {
     64: Tile(queries=64, keys=64, warps=4, stages=2),
@@ -33,150 +40,6 @@ _BIAS_TILES = {
 }
 _BIAS_TILE_SMALL = Tile(queries=32, keys=32, warps=4, stages=1)
 _DELTA_ROWS = 64
-
-
-def head_dim_parts(head_dim: int) -> tuple[int, int]:
-    """Tile widths that a head dim is computed in: one power of two, or two of them where that is less work (80 = 64 + 16)."""
-    whole = max(16, triton.next_power_of_2(head_dim))
-    first = max(16, whole // 2)
-    second = max(16, triton.next_power_of_2(max(head_dim - first, 1)))
-    return (first, second) if first < head_dim and first + second < whole else (whole, 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A Call as the kernels take it: `constants` are what they are compiled for."""
-
-    call: Call
-    plan: Plan
-    constants: Mapping[str, Any]
-
-    def named(self, operands: Tensors) -> dict[str, torch.Tensor]:
-        """The operands by their names. Raises ValueError if their number is not the plan's."""
-        return dict(zip(self.plan.operands, operands, strict=True))
-
-
-@functools.lru_cache(maxsize=1024)
-def prepare(text: str) -> Prepared:
-    """Everything that follows from the leaf op's text."""
-    call = Call.from_text(text)
-    plan = triton_planning.of(call.spec)
-    spec = call.spec
-    if not isinstance(spec.head_dim_qk, int) or not isinstance(spec.head_dim_v, int):
-        raise TypeError(f"why_not refuses unknown head dims, got {spec.head_dim_qk!r} and {spec.head_dim_v!r}")
-    qk, v = head_dim_parts(spec.head_dim_qk), head_dim_parts(spec.head_dim_v)
-    changed = spec.score.softcap is not None or plan.bias or plan.distances or plan.slopes
-    return Prepared(
-        call=call,
-        plan=plan,
-        constants={
-            "HEAD_DIM_QK": spec.head_dim_qk,
-            "HEAD_DIM_V": spec.head_dim_v,
-            "QK_0": qk[0],
-            "QK_1": qk[1],
-            "V_0": v[0],
-            "V_1": v[1],
-            "HAS_LEFT": plan.band is not None and plan.band.left is not None,
-            "HAS_RIGHT": plan.band is not None and plan.band.right is not None,
-            "SOFTCAP": spec.score.softcap is not None,
-            "FAST_TANH": spec.dtype != "float32" and not triton.knobs.runtime.interpret,
-            "PLAIN": not changed and spec.score.scale > 0,
-            "DROPOUT": plan.dropout,
-            "PRECISION": "ieee",
-            "MASK_ALL": plan.unlisted,
-        },
-    )
-
-
-def _strides(name: str, tensor: torch.Tensor) -> dict[str, int]:
-    """Of logical BHSD, the last one being 1."""
-    b, h, s, _ = tensor.stride()
-    return {f"stride_{name}b": b, f"stride_{name}h": h, f"stride_{name}s": s}
-
-
-#: elements whose addresses a thread may load at once, in bytes
-_VECTOR = 16
-
-
-def _alignment(*tensors: torch.Tensor) -> int:
-    """How many elements every head and position of every tensor begins at a multiple of: a whole vector, or no more than one."""
-    size = tensors[0].element_size()
-    aligned = all(t.data_ptr() % _VECTOR == 0 and all(_is_aligned(t, dim, size) for dim in range(3)) for t in tensors)
-    return _VECTOR // size if aligned else 1
-
-
-def _is_aligned(tensor: torch.Tensor, dim: int, size: int) -> bool:
-    return tensor.shape[dim] == 1 or tensor.stride(dim) * size % _VECTOR == 0
-
-
-def _along(tensor: torch.Tensor, dim: int) -> int:
-    """The stride of an axis, 0 where it broadcasts."""
-    return 0 if tensor.shape[dim] == 1 else tensor.stride(dim)
-
-
-def _operand_tensors(have: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-    """What every kernel reads of the operands, but for the tile lists."""
-    return {
-        "Rows": have.get("rows"),
-        "Keys": _bytes(have.get("keys")),
-        "DocumentsQ": have.get("documents_q"),
-        "DocumentsK": have.get("documents_k"),
-        "Mask": _bytes(have.get("mask")),
-        "Bias": have.get("bias"),
-        "Distances": have.get("distances"),
-        "Slopes": have.get("slopes"),
-        "Seed": have.get("seed"),
-    }
-
-
-def _common(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors) -> dict[str, Any]:
-    """Numbers that every kernel takes but for those of its tile lists."""
-    plan, spec = prepared.plan, prepared.call.spec
-    shift = k.shape[2] - q.shape[2] if plan.band is not None and plan.band.from_end else 0
-    left = plan.band.left if plan.band is not None else None
-    right = plan.band.right if plan.band is not None else None
-    return {
-        **_strides("q", q),
-        **_strides("k", k),
-        **_strides("v", v),
-        **_operand_strides(prepared.named(operands)),
-        "heads_q": q.shape[1],
-        "group": q.shape[1] // k.shape[1],
-        "seqlen_q": q.shape[2],
-        "seqlen_kv": k.shape[2],
-        "band_left": _FAR if left is None else left - shift,
-        "band_right": _FAR if right is None else right + shift,
-        "scale": spec.score.scale,
-        "softcap": spec.score.softcap or 1.0,
-        "dropout_p": spec.score.dropout_p,
-        "ALIGN": _alignment(q, k, v),
-        **prepared.constants,
-    }
-
-
-def _bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Truth values as bytes: triton reads those without a detour over single bits."""
-    return None if tensor is None else tensor.view(torch.uint8)
-
-
-def _operand_strides(have: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    rows, mask, bias, distances = have.get("rows"), have.get("mask"), have.get("bias"), have.get("distances")
-    found = {"rows_side": 0 if rows is None else rows.stride(0), "rows_b": 0 if rows is None else _along(rows, 1)}
-    for argument, name in (("keys_b", "keys"), ("documents_qb", "documents_q"), ("documents_kb", "documents_k")):
-        tensor = have.get(name)
-        found[argument] = 0 if tensor is None else _along(tensor, 0)
-    for argument, tensor in (("mask", mask), ("bias", bias)):
-        for dim, axis in enumerate("bhqk"):
-            found[f"{argument}_{axis}"] = 0 if tensor is None else _along(tensor, dim)
-    found["distances_h"] = 0 if distances is None else _along(distances, 0)
-    found["distances_phase"] = 0 if distances is None else distances.stride(1)
-    return found
-
-
-def _lists(tiles: torch.Tensor | None) -> dict[str, int]:
-    if tiles is None:
-        return {"tiles_b": 0, "tiles_h": 0, "tiles_row": 0}
-    return {"tiles_b": _along(tiles, 0), "tiles_h": _along(tiles, 1), "tiles_row": tiles.stride(2)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +58,7 @@ _MOST_READY = 4096
 
 def _key(kernel: Any, text: str, tensors: Mapping[str, torch.Tensor | None]) -> tuple[Any, ...]:
     """Whatever a kernel's arguments but the addresses follow from."""
-    shapes = [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % _VECTOR) for t in tensors.values()]
+    shapes = [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % VECTOR) for t in tensors.values()]
     return (kernel, text, tensors["Q" if "Q" in tensors else "Out"].device, *shapes)  # type: ignore[union-attr]
 
 
@@ -227,7 +90,7 @@ def _stages(tile: Tile, tensors: Mapping[str, torch.Tensor | None], numbers: Map
     """Asynchronous copies move at least 4 bytes. Of 2 that lie anywhere, Triton 3.6 made copies that read the wrong elements, or
     beyond the tensor: those are loaded without."""
     q = tensors["Q"]
-    return 1 if numbers["ALIGN"] == 1 and q is not None and q.element_size() < 4 else tile.stages
+    return 1 if numbers.get("ALIGN") == 1 and q is not None and q.element_size() < 4 else tile.stages
 
 
 def _remember(
@@ -257,10 +120,11 @@ def forward(
 
     def arguments() -> tuple[tuple[int, int, int], dict[str, Any], Tile]:
         grid = (triton.cdiv(q.shape[2], tile.queries), q.shape[1], q.shape[0])
-        numbers = {**_common(prepared, q, k, v, operands), **_lists(have.get("tiles")), **_strides("o", out)}
+        numbers = {**common(prepared, q, k, v, operands), **lists(have.get("tiles")), **strides("o", out)}
         return grid, numbers | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys}, tile
 
-    _launch(forward_kernels.attention_forward, text, tensors | _operand_tensors(have), arguments)
+    with _on(q.device):
+        _launch(forward_kernels.attention_forward, text, tensors | operand_tensors(have), arguments)
     return out, lse
 
 
@@ -276,8 +140,8 @@ class _Backward:
 
     def numbers(self) -> dict[str, Any]:
         q, k, v, grad_out = (self._tensor(name) for name in ("Q", "K", "V", "GradOut"))
-        shared = _common(self.prepared, q, k, v, self.operands) | _strides("g", grad_out)
-        return shared | {"ALIGN": _alignment(q, k, v, grad_out)}
+        shared = common(self.prepared, q, k, v, self.operands) | strides("g", grad_out)
+        return shared | {"ALIGN": alignment(q, k, v, grad_out)}
 
     def _tensor(self, name: str) -> torch.Tensor:
         found = self.tensors[name]
@@ -298,11 +162,33 @@ def gradients(
     text: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Gradients of q, k, v and of the plan's differentiable operands, as `ops.BACKWARD_SCHEMA` says."""
+    with _on(q.device):
+        return _gradients(grad_out, grad_lse, q, k, v, operands, out, lse, text)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, whatever the tensors are on."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def _gradients(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    operands: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    text: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     prepared = prepare(text)
     have = prepared.named(operands)
     grad_out = grad_out if grad_out.stride(3) == 1 else grad_out.contiguous()
     delta = _delta(text, grad_out, grad_lse.contiguous(), out)
-    tensors = {"Q": q, "K": k, "V": v, "GradOut": grad_out, "Lse": lse, "Delta": delta} | _operand_tensors(have)
+    tensors = {"Q": q, "K": k, "V": v, "GradOut": grad_out, "Lse": lse, "Delta": delta} | operand_tensors(have)
     shared = _Backward(text=text, prepared=prepared, have=have, tensors=tensors, operands=operands)
     grad_q, grad_k, grad_v = empty_gradient(q), empty_gradient(k), empty_gradient(v)
     _grad_q(shared, grad_q)
@@ -321,8 +207,8 @@ def _delta(text: str, grad_out: torch.Tensor, grad_lse: torch.Tensor, out: torch
     tensors = {"Out": out, "GradOut": grad_out, "GradLse": grad_lse, "Delta": delta}
 
     def arguments() -> tuple[tuple[int, int, int], dict[str, Any], None]:
-        numbers = {**_strides("o", out), **_strides("g", grad_out), "heads_q": heads, "seqlen_q": seqlen_q}
-        numbers |= {"BLOCK_M": _DELTA_ROWS, "HEAD_DIM_V": head_dim, "ALIGN": _alignment(out, grad_out)}
+        numbers = {**strides("o", out), **strides("g", grad_out), "heads_q": heads, "seqlen_q": seqlen_q}
+        numbers |= {"BLOCK_M": _DELTA_ROWS, "HEAD_DIM_V": head_dim, "ALIGN": alignment(out, grad_out)}
         numbers["V_ALL"] = max(16, triton.next_power_of_2(head_dim))
         return (triton.cdiv(seqlen_q, _DELTA_ROWS), heads, batch), numbers, None
 
@@ -335,7 +221,7 @@ def _grad_q(shared: _Backward, grad_q: torch.Tensor) -> None:
     tiles = shared.have.get("tiles")
 
     def arguments() -> tuple[tuple[int, int, int], dict[str, Any], Tile]:
-        numbers = {**shared.numbers(), **_lists(tiles), **_strides("dq", grad_q)}
+        numbers = {**shared.numbers(), **lists(tiles), **strides("dq", grad_q)}
         grid = (triton.cdiv(grad_q.shape[2], tile.queries), grad_q.shape[1], grad_q.shape[0])
         return grid, numbers | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys}, tile
 
@@ -348,7 +234,7 @@ def _grad_kv(shared: _Backward, grad_k: torch.Tensor, grad_v: torch.Tensor) -> N
     tiles = shared.have.get("tiles_by_key")
 
     def arguments() -> tuple[tuple[int, int, int], dict[str, Any], Tile]:
-        numbers = {**shared.numbers(), **_lists(tiles), **_strides("dk", grad_k), **_strides("dv", grad_v)}
+        numbers = {**shared.numbers(), **lists(tiles), **strides("dk", grad_k), **strides("dv", grad_v)}
         grid = (triton.cdiv(grad_k.shape[2], tile.keys), grad_k.shape[1], grad_k.shape[0])
         return grid, numbers | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys}, tile
 

@@ -1,0 +1,163 @@
+"""The arguments of the Triton kernels: what follows from a Call, and from how its tensors lie in memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from attn_compiler.lowerings import triton_planning
+from attn_compiler.lowerings.triton_plan import Call, Plan
+
+Tensors = Sequence[torch.Tensor]
+
+#: positions that no band bounds: further than any sequence is long, and sums with a position still fit into int32
+_FAR = 1 << 30
+
+
+def head_dim_parts(head_dim: int) -> tuple[int, int]:
+    """Tile widths that a head dim is computed in: one power of two, or two of them where that is less work (80 = 64 + 16)."""
+    whole = max(16, triton.next_power_of_2(head_dim))
+    first = max(16, whole // 2)
+    second = max(16, triton.next_power_of_2(max(head_dim - first, 1)))
+    return (first, second) if first < head_dim and first + second < whole else (whole, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A Call as the kernels take it: `constants` are what they are compiled for."""
+
+    call: Call
+    plan: Plan
+    constants: Mapping[str, Any]
+
+    def named(self, operands: Tensors) -> dict[str, torch.Tensor]:
+        """The operands by their names. Raises ValueError if their number is not the plan's."""
+        return dict(zip(self.plan.operands, operands, strict=True))
+
+
+@functools.lru_cache(maxsize=1024)
+def prepare(text: str) -> Prepared:
+    """Everything that follows from the leaf op's text."""
+    call = Call.from_text(text)
+    plan = triton_planning.of(call.spec)
+    spec = call.spec
+    if not isinstance(spec.head_dim_qk, int) or not isinstance(spec.head_dim_v, int):
+        raise TypeError(f"why_not refuses unknown head dims, got {spec.head_dim_qk!r} and {spec.head_dim_v!r}")
+    qk, v = head_dim_parts(spec.head_dim_qk), head_dim_parts(spec.head_dim_v)
+    changed = spec.score.softcap is not None or plan.bias or plan.distances or plan.slopes
+    return Prepared(
+        call=call,
+        plan=plan,
+        constants={
+            "HEAD_DIM_QK": spec.head_dim_qk,
+            "HEAD_DIM_V": spec.head_dim_v,
+            "QK_0": qk[0],
+            "QK_1": qk[1],
+            "V_0": v[0],
+            "V_1": v[1],
+            "HAS_LEFT": plan.band is not None and plan.band.left is not None,
+            "HAS_RIGHT": plan.band is not None and plan.band.right is not None,
+            "SOFTCAP": spec.score.softcap is not None,
+            "FAST_TANH": spec.dtype != "float32" and not triton.knobs.runtime.interpret,
+            "PLAIN": not changed and spec.score.scale > 0,
+            "DROPOUT": plan.dropout,
+            "PRECISION": "ieee",
+            "MASK_ALL": plan.unlisted,
+        },
+    )
+
+
+def strides(name: str, tensor: torch.Tensor) -> dict[str, int]:
+    """Of logical BHSD, the last one being 1."""
+    b, h, s, _ = tensor.stride()
+    return {f"stride_{name}b": b, f"stride_{name}h": h, f"stride_{name}s": s}
+
+
+#: elements whose addresses a thread may load at once, in bytes
+VECTOR = 16
+
+
+def alignment(*tensors: torch.Tensor) -> int:
+    """How many elements every head and position of every tensor begins at a multiple of: a whole vector, or no more than one."""
+    size = tensors[0].element_size()
+    aligned = all(t.data_ptr() % VECTOR == 0 and all(_is_aligned(t, dim, size) for dim in range(3)) for t in tensors)
+    return VECTOR // size if aligned else 1
+
+
+def _is_aligned(tensor: torch.Tensor, dim: int, size: int) -> bool:
+    return tensor.shape[dim] == 1 or tensor.stride(dim) * size % VECTOR == 0
+
+
+def _along(tensor: torch.Tensor, dim: int) -> int:
+    """The stride of an axis, 0 where it broadcasts."""
+    return 0 if tensor.shape[dim] == 1 else tensor.stride(dim)
+
+
+def operand_tensors(have: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    """What every kernel reads of the operands, but for the tile lists."""
+    return {
+        "Rows": have.get("rows"),
+        "Keys": _bytes(have.get("keys")),
+        "DocumentsQ": have.get("documents_q"),
+        "DocumentsK": have.get("documents_k"),
+        "Mask": _bytes(have.get("mask")),
+        "Bias": have.get("bias"),
+        "Distances": have.get("distances"),
+        "Slopes": have.get("slopes"),
+        "Seed": have.get("seed"),
+    }
+
+
+def common(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors) -> dict[str, Any]:
+    """Numbers that every kernel takes but for those of its tile lists."""
+    plan, spec = prepared.plan, prepared.call.spec
+    shift = k.shape[2] - q.shape[2] if plan.band is not None and plan.band.from_end else 0
+    left = plan.band.left if plan.band is not None else None
+    right = plan.band.right if plan.band is not None else None
+    return {
+        **strides("q", q),
+        **strides("k", k),
+        **strides("v", v),
+        **_operand_strides(prepared.named(operands)),
+        "heads_q": q.shape[1],
+        "group": q.shape[1] // k.shape[1],
+        "seqlen_q": q.shape[2],
+        "seqlen_kv": k.shape[2],
+        "band_left": _FAR if left is None else left - shift,
+        "band_right": _FAR if right is None else right + shift,
+        "scale": spec.score.scale,
+        "softcap": spec.score.softcap or 1.0,
+        "dropout_p": spec.score.dropout_p,
+        "ALIGN": alignment(q, k, v),
+        **prepared.constants,
+    }
+
+
+def _bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Truth values as bytes: triton reads those without a detour over single bits."""
+    return None if tensor is None else tensor.view(torch.uint8)
+
+
+def _operand_strides(have: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    rows, mask, bias, distances = have.get("rows"), have.get("mask"), have.get("bias"), have.get("distances")
+    found = {"rows_side": 0 if rows is None else rows.stride(0), "rows_b": 0 if rows is None else _along(rows, 1)}
+    for argument, name in (("keys_b", "keys"), ("documents_qb", "documents_q"), ("documents_kb", "documents_k")):
+        tensor = have.get(name)
+        found[argument] = 0 if tensor is None else _along(tensor, 0)
+    for argument, tensor in (("mask", mask), ("bias", bias)):
+        for dim, axis in enumerate("bhqk"):
+            found[f"{argument}_{axis}"] = 0 if tensor is None else _along(tensor, dim)
+    found["distances_h"] = 0 if distances is None else _along(distances, 0)
+    found["distances_phase"] = 0 if distances is None else distances.stride(1)
+    return found
+
+
+def lists(tiles: torch.Tensor | None) -> dict[str, int]:
+    if tiles is None:
+        return {"tiles_b": 0, "tiles_h": 0, "tiles_row": 0}
+    return {"tiles_b": _along(tiles, 0), "tiles_h": _along(tiles, 1), "tiles_row": tiles.stride(2)}
