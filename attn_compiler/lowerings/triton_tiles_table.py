@@ -46,14 +46,14 @@ def _tile(queries: int, keys: int, warps: int, stages: int) -> Tile:
 
 _SMALL = Tiles(forward=_tile(32, 64, 4, 3), grad_q=_tile(32, 64, 4, 2), grad_kv=_tile(32, 64, 4, 2))
 _SMALL_WIDE = Tiles(forward=_tile(32, 32, 4, 2), grad_q=_tile(32, 32, 4, 2), grad_kv=_tile(32, 64, 8, 1))
-_FP32 = Tiles(forward=_tile(64, 32, 4, 2), grad_q=_tile(64, 32, 4, 1), grad_kv=_tile(32, 64, 8, 1))
-_FP32_SMALL = Tiles(forward=_tile(32, 32, 4, 1), grad_q=_tile(32, 32, 4, 1), grad_kv=_tile(32, 32, 8, 1))
+_FP32_NARROW = Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(32, 32, 8, 1), grad_kv=_tile(32, 64, 8, 1))
+_FP32 = Tiles(forward=_tile(32, 32, 8, 1), grad_q=_tile(32, 32, 8, 1), grad_kv=_tile(32, 32, 8, 1))
 
 ROWS: tuple[Row, ...] = (
     # few queries
     Row(bytes=2, head_dim=128, seqlen_q=32, tiles=_SMALL, listed_grad_q=_SMALL.grad_q),
     Row(bytes=2, head_dim=256, seqlen_q=32, tiles=_SMALL_WIDE, listed_grad_q=_SMALL_WIDE.grad_q),
-    Row(bytes=4, head_dim=256, seqlen_q=32, tiles=_FP32_SMALL, listed_grad_q=_FP32_SMALL.grad_q),
+    Row(bytes=4, head_dim=256, seqlen_q=32, tiles=_FP32, listed_grad_q=_FP32.grad_q),
     # half precision
     Row(
         bytes=2,
@@ -128,12 +128,12 @@ ROWS: tuple[Row, ...] = (
     Row(
         bytes=2,
         head_dim=256,
-        tiles=Tiles(forward=_tile(64, 32, 4, 2), grad_q=_tile(64, 32, 4, 1), grad_kv=_tile(32, 64, 8, 1)),
-        listed_grad_q=_tile(64, 32, 4, 1),
+        tiles=Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(64, 32, 4, 1), grad_kv=_tile(32, 32, 8, 2)),
+        listed_grad_q=_tile(64, 32, 8, 1),
     ),
     # float32
-    Row(bytes=4, head_dim=128, tiles=_FP32, listed_grad_q=_FP32.grad_q),
-    Row(bytes=4, head_dim=256, tiles=_FP32_SMALL, listed_grad_q=_FP32_SMALL.grad_q),
+    Row(bytes=4, head_dim=64, tiles=_FP32_NARROW, listed_grad_q=_tile(64, 32, 8, 1)),
+    Row(bytes=4, head_dim=256, tiles=_FP32, listed_grad_q=_FP32.grad_q),
 )
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

@@ -76,6 +76,7 @@ MASKS = (
     Case(name="window", band=Band(left=9, right=0)),
     Case(name="window_wide", band=Band(left=70, right=0), seqlen_q=130, seqlen_kv=130),
     Case(name="window_both_sides", band=Band(left=40, right=7)),
+    Case(name="window_from_end", band=Band(left=20, right=0, from_end=True), seqlen_q=37),
     Case(name="window_left_alone", band=Band(left=5)),
     Case(name="keys_right", keys="right", band=CAUSAL),
     Case(name="keys_left", keys="left", band=CAUSAL),
