@@ -139,6 +139,10 @@ ROWS: tuple[Row, ...] = (
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
+# GeForce and workstation Blackwell have the tensor core instructions of Ampere, and less shared memory than Hopper.
+_FIRST_SM_LIKE_AMPERE = 120
+
+
 def tiles(spec: AttentionSpec, target: Target) -> Tiles:
     """The tiles of a spec that the Triton lowering takes. Raises LookupError where there is no row for it."""
     plan = triton_planning.of(spec)
@@ -154,4 +158,5 @@ def _applies(row: Row, spec: AttentionSpec, plan: Plan, target: Target) -> bool:
     fits = all(isinstance(size, int) and size <= row.head_dim for size in head_dims)
     few = row.seqlen_q is None or (isinstance(seqlen_q, int) and seqlen_q <= row.seqlen_q)
     added = row.added is None or row.added == (plan.bias or plan.distances)
-    return fits and few and added and _BYTES.get(spec.dtype, 8) <= row.bytes and target.sm >= row.first_sm
+    sm = 80 if target.sm >= _FIRST_SM_LIKE_AMPERE else target.sm
+    return fits and few and added and _BYTES.get(spec.dtype, 8) <= row.bytes and sm >= row.first_sm

@@ -57,6 +57,13 @@ def test_a_newer_gpu_gets_larger_tiles() -> None:
     assert tiles(spec, Target.fake(sm=90)).forward.queries > tiles(spec, Target.fake(sm=80)).forward.queries
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_small_blackwell_is_given_the_tiles_of_ampere(head_dim: int) -> None:
+    spec = make_spec(head_dim=head_dim)
+    assert tiles(spec, Target.fake(sm=120)) == tiles(spec, Target.fake(sm=89)) == tiles(spec, Target.fake(sm=80))
+    assert tiles(spec, Target.fake(sm=103)) == tiles(spec, Target.fake(sm=100))
+
+
 def test_there_are_none_for_other_dtypes() -> None:
     with pytest.raises(LookupError, match="no tiles for float64"):
         tiles(make_spec(dtype="float64"), Target.fake())

@@ -30,7 +30,7 @@ from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import Problem, build, planned
 
 KERNELS = ("forward", "grad_q", "grad_kv")
-MACHINES = (80, 90, 100)
+MACHINES = (80, 90, 100, 120)
 
 _SIZES: Any = {"batch": 1, "heads_q": 2, "heads_kv": 1, "seqlen_q": 1024, "seqlen_kv": 1024, "band": Band(right=0)}
 _CAUSAL = (Case(name="causal_64", head_dim=64, **_SIZES), Case(name="causal_128", head_dim=128, **_SIZES))
