@@ -61,7 +61,7 @@ def compile_both(case: Case) -> dict[str, Step]:
     steps = {}
     for name in (BASELINE, BACKEND):
         model = torch.compile(case.model, backend=name, dynamic=False)
-        steps[name] = harness.make_step(model, case.inputs, training=case.training)
+        steps[name] = harness.make_step(model, case.inputs, training=case.training, valid=case.valid)
         steps[name]()
     return steps
 
@@ -99,11 +99,11 @@ def numerics(case: Case, ours: Step) -> dict[str, str]:
 
     Of a forward the output is compared, of a training step all the parameters' gradients, as ‖x - reference‖ / ‖reference‖.
     """
-    eager = harness.make_step(case.model, case.inputs, training=case.training)
+    eager = harness.make_step(case.model, case.inputs, training=case.training, valid=case.valid)
     values = {"error": _results(case, case.model, ours), "error_eager": _results(case, case.model, eager)}
     precise = copy.deepcopy(case.model).float()
     inputs = {name: v.float() if _is_floating(v) else v for name, v in case.inputs.items()}
-    reference = _results(case, precise, harness.make_step(precise, inputs, training=case.training))
+    reference = _results(case, precise, harness.make_step(precise, inputs, training=case.training, valid=case.valid))
     errors = {name: relative_error(value, reference) for name, value in values.items()}
     allowed = (3 if case.softcap else 2) * errors["error_eager"] + ROUNDING_NOISE
     columns = {name: f"{error:.3g}" for name, error in errors.items()}

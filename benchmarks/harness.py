@@ -43,10 +43,13 @@ def main_output(output: Any) -> torch.Tensor:
     return first
 
 
-def make_step(model: nn.Module, inputs: Mapping[str, Any], *, training: bool) -> Step:
+def make_step(
+    model: nn.Module, inputs: Mapping[str, Any], *, training: bool, valid: torch.Tensor | None = None
+) -> Step:
     """One call of a (compiled) model: a forward without gradients, or forward, loss and backward. Returns the main output.
 
-    The loss is the output's product with fixed noise: every position counts, and unlike a mean square it does not vanish after a
+    valid: bool (batch, seqlen), the positions that count; None: all. Padding has no label: what a model computes there is nobody's.
+    The loss is the output's product with fixed noise: every position counts alike, and unlike a mean square it does not vanish after a
     norm. The optimizer is left out: it is no part of the compiled graph, and the same on both sides.
     """
     if not training:
@@ -64,7 +67,8 @@ def make_step(model: nn.Module, inputs: Mapping[str, Any], *, training: bool) ->
         output = main_output(model(**inputs))
         if not noise:
             generator = torch.Generator().manual_seed(1)
-            noise.append(torch.randn(output.shape, generator=generator).to(output.device) / output[..., 0].numel())
+            made = torch.randn(output.shape, generator=generator).to(output.device) / output[..., 0].numel()
+            noise.append(made if valid is None else made * valid[..., None])
         torch.autograd.backward((output.float() * noise[0]).sum())
         return output.detach()
 

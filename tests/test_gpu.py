@@ -23,7 +23,7 @@ def test_right_numbers_from_the_reported_kernel(family: str, implementation: str
     way = inputs.SCENARIOS[scenario]
     case = bench_h200.Measured(family=family, implementation=implementation, scenario=way).case("small", "cuda:0")
     model = torch.compile(case.model, backend="attn_compiler")
-    step = harness.make_step(model, case.inputs, training=case.training)
+    step = harness.make_step(model, case.inputs, training=case.training, valid=case.valid)
     step()
 
     errors = compare.numerics(case, step)

@@ -21,6 +21,7 @@ from attn_compiler.target import Target
 _FIRST_SM = 80
 _FIRST_TRITON = (3, 2)
 _HEAD_DIM_LIMIT = 256
+_SMALL_MACHINE_HEAD_DIM = 128
 _DTYPES = ("bfloat16", "float16", "float32")
 # Bytes that the kernels load at once along a head.
 _ALIGNMENT = 16
@@ -47,7 +48,8 @@ class TritonAttention:
             *sdpa_limits.check_shapes(spec),
             *sdpa_limits.check_dtypes(spec, _DTYPES),
             *_check_interpreter(spec, target),
-            *sdpa_limits.check_head_dims(spec, multiple=1, limit=_HEAD_DIM_LIMIT),
+            *sdpa_limits.check_head_dims(spec, multiple=_multiple(spec), limit=_HEAD_DIM_LIMIT),
+            *_check_shared_memory(spec, target),
             *sdpa_limits.check_grid(spec),
             *sdpa_limits.check_tensor(spec, dtypes=_DTYPES),
         ]
@@ -70,6 +72,21 @@ def _check_interpreter(spec: AttentionSpec, target: Target) -> list[Reason]:
         return []
     rule = "Triton's interpreter computes in float16 or float32"
     return [Reason(rule=rule, observed=spec.dtype, remedy="call model.float(), or unset TRITON_INTERPRET on a GPU")]
+
+
+def _check_shared_memory(spec: AttentionSpec, target: Target) -> list[Reason]:
+    """Wide heads in a backward, or in float32, take up to 160 KB of a multiprocessor; these machines have 99."""
+    is_small = target.sm in (86, 87, 89) or target.sm >= 120
+    widest = max(size for size in (spec.head_dim_qk, spec.head_dim_v, 0) if isinstance(size, int))
+    if not is_small or widest <= _SMALL_MACHINE_HEAD_DIM or not (spec.needs_grad or spec.dtype == "float32"):
+        return []
+    rule = f"on sm86 to sm89 and from sm120 on, head dims are at most {_SMALL_MACHINE_HEAD_DIM} with gradients or in float32"
+    return [Reason(rule=rule, observed=f"{widest}, sm{target.sm}")]
+
+
+def _multiple(spec: AttentionSpec) -> int:
+    """In half precision every head has to begin where a vector does."""
+    return 1 if spec.dtype == "float32" else _ALIGNMENT // 2
 
 
 def _check_triton(target: Target) -> list[Reason]:

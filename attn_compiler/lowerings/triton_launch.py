@@ -75,7 +75,7 @@ def _launch(
         grid, others, tile = arguments()
         if 0 in grid:
             return
-        options = {} if tile is None else {"num_warps": tile.warps, "num_stages": _stages(tile, tensors, others)}
+        options = {} if tile is None else {"num_warps": tile.warps, "num_stages": tile.stages}
         compiled = kernel[grid](**tensors, **others, **options)
         if compiled is not None:  # The interpreter compiles nothing.
             _remember(key, kernel, grid, compiled, tensors, others)
@@ -84,13 +84,6 @@ def _launch(
     for position, name in ready.where:
         values[position] = tensors[name]
     ready.compiled[ready.grid](*values)
-
-
-def _stages(tile: Tile, tensors: Mapping[str, torch.Tensor | None], numbers: Mapping[str, Any]) -> int:
-    """Asynchronous copies move at least 4 bytes. Of 2 that lie anywhere, Triton 3.6 made copies that read the wrong elements, or
-    beyond the tensor: those are loaded without."""
-    q = tensors["Q"]
-    return 1 if numbers.get("ALIGN") == 1 and q is not None and q.element_size() < 4 else tile.stages
 
 
 def _remember(
@@ -113,6 +106,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, as `ops.LEAF_SCHEMA` says."""
     prepared = prepare(text)
+    q, k, v = map(_readable, (q, k, v))
     out, lse = empty_outputs(q, v)
     have = prepared.named(operands)
     tensors = {"Q": q, "K": k, "V": v, "Out": out, "Lse": lse, "Tiles": have.get("tiles"), "Sinks": have.get("sinks")}
@@ -162,8 +156,27 @@ def gradients(
     text: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Gradients of q, k, v and of the plan's differentiable operands, as `ops.BACKWARD_SCHEMA` says."""
+    q, k, v = map(_readable, (q, k, v))
+    grad_out = _readable(grad_out if grad_out.stride(3) == 1 else grad_out.contiguous())
     with _on(q.device):
         return _gradients(grad_out, grad_lse, q, k, v, operands, out, lse, text)
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it if it begins between two vectors, in half precision: what Triton 3.6 compiles for those reads the wrong
+    elements, or beyond the tensor, where a head dim takes two tiles.
+
+    The one copy outside of the graph. The layout pass sees to strides; where a tensor begins in its memory none of them says, and
+    a slice at an odd element is rare.
+    """
+    if not x.is_cuda or x.element_size() >= 4 or alignment(x) > 1:
+        return x
+    copied = x.clone(memory_format=torch.contiguous_format)
+    if alignment(copied) == 1:
+        raise ValueError(
+            f"the Triton kernels take head dims that are multiples of 8 in half precision, got {x.shape[3]}"
+        )
+    return copied
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -186,7 +199,6 @@ def _gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     prepared = prepare(text)
     have = prepared.named(operands)
-    grad_out = grad_out if grad_out.stride(3) == 1 else grad_out.contiguous()
     delta = _delta(text, grad_out, grad_lse.contiguous(), out)
     tensors = {"Q": q, "K": k, "V": v, "GradOut": grad_out, "Lse": lse, "Delta": delta} | operand_tensors(have)
     shared = _Backward(text=text, prepared=prepared, have=have, tensors=tensors, operands=operands)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from attn_compiler.lowerings import LOWERINGS, by_name, order, priorities
+from attn_compiler.masks import Dense, MaskSpec
 from attn_compiler.spec import Dim
 from attn_compiler.target import Target
 from tests import cases
@@ -13,8 +14,8 @@ from tests.lowerings.specs import make_spec
 
 SPEC = cases.build(BY_NAME["causal_bfloat16"]).spec
 
-CUDNN_FIRST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "triton", "untouched")
-FLASH_FIRST = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "triton", "untouched")
+CUDNN_FIRST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "untouched")
+FLASH_FIRST = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "untouched")
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,33 @@ FLASH_FIRST = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "triton", "untouche
 )
 def test_order(target: Target, expected: tuple[str, ...]) -> None:
     assert order(SPEC, target) == expected
+
+
+@pytest.mark.parametrize(
+    ("sm", "seqlen_q", "seqlen_kv", "tensor", "place"),
+    [
+        (90, 1024, 1024, True, 0),
+        (90, 4096, 4096, True, 0),
+        (90, 512, 512, True, None),
+        (90, 1, 1 << 20, True, None),
+        (90, "s0", "s0", True, None),
+        (90, 4096, 4096, False, 3),
+        (90, 512, 512, False, None),
+        (80, 4096, 4096, True, 3),
+        (89, 4096, 4096, False, 3),
+        (80, 512, 4096, False, 3),
+        (80, 1, 1 << 20, False, None),
+        (100, 4096, 4096, True, None),
+        (75, 4096, 4096, True, None),
+    ],
+)
+def test_our_kernels_come_where_there_is_work_for_them(
+    sm: int, seqlen_q: Dim, seqlen_kv: Dim, tensor: bool, place: int | None
+) -> None:
+    mask = MaskSpec(kinds=(Dense(shape=(2, 1, seqlen_q, seqlen_kv), dtype="bool"),)) if tensor else MaskSpec()
+    spec = dataclasses.replace(make_spec(dtype="bfloat16", seqlen_q=seqlen_q, seqlen_kv=seqlen_kv), mask=mask)
+    found = order(spec, Target.fake(sm=sm))
+    assert (found.index("triton") if "triton" in found else None) == place
 
 
 CPU = Target.fake(device="cpu")

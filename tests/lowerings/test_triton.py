@@ -72,7 +72,7 @@ def test_the_interpreter_computes_no_bfloat16() -> None:
         {},
         {"dtype": "float32"},
         {"head_dim": 72, "head_dim_v": 256},
-        {"head_dim": 1},
+        {"head_dim": 8},
         {"heads": 8, "heads_kv": 2, "seqlen_q": "s0", "seqlen_kv": "s1", "batch": "s2"},
         {"mask": dense(2, 1, 128, 128)},
         {"mask": dense(2, 1, 1, 128, dtype="float32")},
@@ -89,7 +89,7 @@ def test_takes(spec: dict[str, Any]) -> None:
     ("spec", "said"),
     [
         ({"dtype": "float64"}, "q is bfloat16 or float16 or float32"),
-        ({"head_dim": 257}, "head_dim_qk is at most 256"),
+        ({"head_dim": 264}, "head_dim_qk is at most 256"),
         ({"head_dim": "s3"}, "head_dim_qk is known"),
         ({"returns_weights": True}, "no other reader"),
         ({"softmax_dtype": "float64"}, "at most float32"),
@@ -106,6 +106,21 @@ def test_takes(spec: dict[str, Any]) -> None:
 )
 def test_refuses(spec: dict[str, Any], said: str) -> None:
     assert said in why_not(spec)
+
+
+def test_half_precision_takes_multiples_of_8() -> None:
+    odd = make_spec(head_dim=36, dtype="bfloat16")
+    assert "head_dim_qk is a multiple of 8" in " ".join(r.rule for r in TRITON.why_not(odd, Target.fake()))
+    assert not TRITON.why_not(make_spec(head_dim=36, dtype="float32"), Target.fake())
+
+
+@pytest.mark.parametrize(
+    ("sm", "refused"), [(80, False), (86, True), (89, True), (90, False), (100, False), (120, True)]
+)
+def test_wide_heads_need_shared_memory(sm: int, refused: bool) -> None:
+    for spec in (make_spec(head_dim=256, needs_grad=True), make_spec(head_dim=256, dtype="float32", needs_grad=False)):
+        assert bool(TRITON.why_not(spec, Target.fake(sm=sm))) == refused
+    assert not TRITON.why_not(make_spec(head_dim=128, needs_grad=True), Target.fake(sm=sm))
 
 
 def test_demands_aligned_strides() -> None:
