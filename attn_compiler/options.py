@@ -27,7 +27,8 @@ class Options:
     dump_dir: write each pass's graphs there; the environment variable ATTN_COMPILER_DUMP_DIR is its default.
     check_invariants: verify the graph between passes. verify: on the first call of each graph, compare every recovered mask
     and bias and every lowered output with the model's own on the real inputs; VerificationMismatch if they differ. inner: what
-    compiles the rewritten graph; "aot_eager" and "eager" are for debugging and ignore Inductor's options.
+    compiles the rewritten graph; "aot_eager" and "eager" are for debugging and ignore Inductor's options. autotune: measure the
+    Triton kernels' tiles on each site's shape while compiling, and keep the fastest on disk; else they come from a table.
     """
 
     lowering: str | None = None
@@ -38,6 +39,7 @@ class Options:
     check_invariants: bool = True
     verify: bool = False
     inner: str = "inductor"
+    autotune: bool = False
 
     def __post_init__(self) -> None:
         _require(isinstance(self.lowering, str | None), "lowering", "a lowering's name or None", self.lowering)
@@ -47,6 +49,7 @@ class Options:
         _require(isinstance(self.check_invariants, bool), "check_invariants", "True or False", self.check_invariants)
         _require(isinstance(self.verify, bool), "verify", "True or False", self.verify)
         _require(self.inner in INNER_COMPILERS, "inner", f"one of {', '.join(map(repr, INNER_COMPILERS))}", self.inner)
+        _require(isinstance(self.autotune, bool), "autotune", "True or False", self.autotune)
         if self.lowering is not None and self.lowerings is not None:
             raise InvalidOption(option="lowerings", expected="nothing while 'lowering' is given", value=self.lowerings)
         if self.lowerings is not None:

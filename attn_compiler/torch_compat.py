@@ -5,6 +5,7 @@ Versions are told apart by what they have (a parameter, a type), not by their nu
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import logging
@@ -12,6 +13,7 @@ import sys
 import traceback
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -43,7 +45,10 @@ from torch._logging import trace_structured  # type: ignore[attr-defined]  # noq
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.fx.experimental import symbolic_shapes  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # noqa: E402
+from torch.utils._python_dispatch import (  # noqa: E402
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._sympy import functions as sympy_functions  # noqa: E402
 
 CompiledFn = Callable[..., Any]
@@ -150,6 +155,20 @@ def forget_cuda_graphs() -> None:
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is not None:
         trees.reset_cudagraph_trees()
+
+
+def cache_folder() -> Path:
+    """Where Inductor keeps what it compiled (TORCHINDUCTOR_CACHE_DIR). It exists, unless it can't be made: OSError."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Within the block, calls run on real tensors, without gradients: no fake, tracing or other mode of a compilation is active."""
+    with _disable_current_modes(), torch.no_grad():
+        yield
 
 
 # ---- errors through Dynamo ----------------------------------------------------------------------------------------

@@ -82,6 +82,7 @@ def test_key_that_is_no_string_is_unknown() -> None:
         ("check_invariants", None),
         ("verify", 1),
         ("inner", "inductr"),
+        ("autotune", 1),
         ("max_autotune", "yes"),
         ("mode", "max-autotune"),
     ],
@@ -139,6 +140,7 @@ def test_digest_differs_with_every_option_but_the_dumps() -> None:
         {"check_invariants": False},
         {"verify": True},
         {"inner": "eager"},
+        {"autotune": True},
     ]
     assert {name for one in changed for name in one} == set(OPTION_NAMES) - {"dump_dir"}
     assert len({Options(**one).digest() for one in changed}) == len(changed)

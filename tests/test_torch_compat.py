@@ -5,12 +5,14 @@ import logging
 import re
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_compiler import torch_compat
 from attn_compiler.errors import InvalidOption, PassFailed, UnsupportedTorch
@@ -252,3 +254,18 @@ def test_artifact_costs_nothing_without_a_trace(monkeypatch: pytest.MonkeyPatch)
 
 def test_forgetting_cuda_graphs_needs_no_gpu() -> None:
     torch_compat.forget_cuda_graphs()
+
+
+def test_the_cache_folder_is_inductors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "made"))
+    assert torch_compat.cache_folder() == tmp_path / "made"
+    assert (tmp_path / "made").is_dir()
+
+
+def test_real_tensors_in_the_middle_of_tracing() -> None:
+    with FakeTensorMode() as mode, torch.enable_grad():
+        with torch_compat.real_tensors():
+            made = torch.ones(2, requires_grad=True) * 2
+            assert type(made) is torch.Tensor
+            assert not made.requires_grad
+        assert torch.ones(2).fake_mode is mode  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from attn_compiler.lowerings.triton_plan import Tiles
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -61,6 +62,10 @@ class Emitter(Protocol):
     @property
     def target(self) -> Target:
         """The machine that the site runs on: the one that it was decided for."""
+        ...
+
+    def tuned(self, spec: AttentionSpec, device: torch.device) -> Tiles | None:
+        """The Triton kernels' tiles that were measured for the spec; None unless the user asked for that, and it can be done there."""
         ...
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:

@@ -58,7 +58,8 @@ class TritonAttention:
         return LayoutDemand(alignment=_ALIGNMENT)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        tiles = triton_tiles_table.tiles(spec, emitter.target)
+        measured = emitter.tuned(spec, emitter.value(operands.q).device)
+        tiles = measured or triton_tiles_table.tiles(spec, emitter.target)
         further = triton_operands.emit(emitter, spec, operands, tiles)
         leaf = torch.ops.attn_compiler.triton.default
         text = Call(spec=spec, tiles=tiles).to_text()

@@ -117,7 +117,7 @@ def forward(
         numbers = {**common(prepared, q, k, v, operands), **lists(have.get("tiles")), **strides("o", out)}
         return grid, numbers | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys}, tile
 
-    with _on(q.device):
+    with on(q.device):
         _launch(forward_kernels.attention_forward, text, tensors | operand_tensors(have), arguments)
     return out, lse
 
@@ -133,11 +133,11 @@ class _Backward:
     operands: Tensors
 
     def numbers(self) -> dict[str, Any]:
-        q, k, v, grad_out = (self._tensor(name) for name in ("Q", "K", "V", "GradOut"))
+        q, k, v, grad_out = (self.tensor(name) for name in ("Q", "K", "V", "GradOut"))
         shared = common(self.prepared, q, k, v, self.operands) | strides("g", grad_out)
         return shared | {"ALIGN": alignment(q, k, v, grad_out)}
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
         found = self.tensors[name]
         if found is None:
             raise KeyError(name)
@@ -158,7 +158,7 @@ def gradients(
     """Gradients of q, k, v and of the plan's differentiable operands, as `ops.BACKWARD_SCHEMA` says."""
     q, k, v = map(_readable, (q, k, v))
     grad_out = _readable(grad_out if grad_out.stride(3) == 1 else grad_out.contiguous())
-    with _on(q.device):
+    with on(q.device):
         return _gradients(grad_out, grad_lse, q, k, v, operands, out, lse, text)
 
 
@@ -179,7 +179,30 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     return copied
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def single_gradients(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    operands: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    text: str,
+) -> dict[str, Callable[[], None]]:
+    """Arguments as those of `gradients`: for each kernel that has a tile in `Tiles`, a call that runs it alone, to be measured.
+
+    They launch on the current device, which has to be the tensors', and read q, k, v and grad_out as they are.
+    """
+    shared = _backward(grad_out, grad_lse, q, k, v, operands, out, lse, text)
+    grad_q, grad_k, grad_v = empty_gradient(q), empty_gradient(k), empty_gradient(v)
+    return {
+        "grad_q": functools.partial(_grad_q, shared, grad_q),
+        "grad_kv": functools.partial(_grad_kv, shared, grad_k, grad_v),
+    }
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, whatever the tensors are on."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
@@ -197,20 +220,36 @@ def _gradients(
     lse: torch.Tensor,
     text: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    prepared = prepare(text)
-    have = prepared.named(operands)
-    delta = _delta(text, grad_out, grad_lse.contiguous(), out)
-    tensors = {"Q": q, "K": k, "V": v, "GradOut": grad_out, "Lse": lse, "Delta": delta} | operand_tensors(have)
-    shared = _Backward(text=text, prepared=prepared, have=have, tensors=tensors, operands=operands)
+    shared = _backward(grad_out, grad_lse, q, k, v, operands, out, lse, text)
     grad_q, grad_k, grad_v = empty_gradient(q), empty_gradient(k), empty_gradient(v)
     _grad_q(shared, grad_q)
     _grad_kv(shared, grad_k, grad_v)
+    delta = shared.tensor("Delta")
+    prepared, have = shared.prepared, shared.have
     further = {
         "bias": functools.partial(_grad_bias, shared),
         "distances": functools.partial(_grad_distances, shared),
         "sinks": functools.partial(_grad_sinks, lse, delta, have),
     }
     return grad_q, grad_k, grad_v, [further[name]() for name in prepared.plan.differentiable]
+
+
+def _backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    operands: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    text: str,
+) -> _Backward:
+    prepared = prepare(text)
+    have = prepared.named(operands)
+    delta = _delta(text, grad_out, grad_lse.contiguous(), out)
+    tensors = {"Q": q, "K": k, "V": v, "GradOut": grad_out, "Lse": lse, "Delta": delta} | operand_tensors(have)
+    return _Backward(text=text, prepared=prepared, have=have, tensors=tensors, operands=operands)
 
 
 def _delta(text: str, grad_out: torch.Tensor, grad_lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -136,11 +136,17 @@ ROWS: tuple[Row, ...] = (
     Row(bytes=4, head_dim=256, tiles=_FP32, listed_grad_q=_FP32.grad_q),
 )
 
-_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+#: of an element
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
-# GeForce and workstation Blackwell have the tensor core instructions of Ampere, and less shared memory than Hopper.
 _FIRST_SM_LIKE_AMPERE = 120
+
+
+def generation(target: Target) -> int:
+    """The sm whose rows a machine takes: GeForce and workstation Blackwell have the tensor core instructions of Ampere, and less
+    shared memory than Hopper."""
+    return 80 if target.sm >= _FIRST_SM_LIKE_AMPERE else target.sm
 
 
 def tiles(spec: AttentionSpec, target: Target) -> Tiles:
@@ -158,5 +164,4 @@ def _applies(row: Row, spec: AttentionSpec, plan: Plan, target: Target) -> bool:
     fits = all(isinstance(size, int) and size <= row.head_dim for size in head_dims)
     few = row.seqlen_q is None or (isinstance(seqlen_q, int) and seqlen_q <= row.seqlen_q)
     added = row.added is None or row.added == (plan.bias or plan.distances)
-    sm = 80 if target.sm >= _FIRST_SM_LIKE_AMPERE else target.sm
-    return fits and few and added and _BYTES.get(spec.dtype, 8) <= row.bytes and sm >= row.first_sm
+    return fits and few and added and BYTES.get(spec.dtype, 8) <= row.bytes and generation(target) >= row.first_sm

@@ -11,13 +11,18 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from attn_compiler import torch_compat
+from attn_compiler.lowerings.triton_plan import Tiles
 from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.axes import AxisError, Size
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
+from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
 X = TypeVar("X")
+
+#: what `GraphBuilder.tuned` asks
+Tune = Callable[[AttentionSpec, torch.device], Tiles | None]
 
 
 class Builder(Protocol[X]):
@@ -136,6 +141,7 @@ class GraphBuilder:
         self._origin: fx.Node | None = None
         self._with_grad = False
         self._target: Target | None = None
+        self._tune: Tune | None = None
         self._made: list[fx.Node] = []
 
     @property
@@ -144,13 +150,19 @@ class GraphBuilder:
             raise ValueError("nothing is emitted outside of a site")
         return self._target
 
+    def tuned(self, spec: AttentionSpec, device: torch.device) -> Tiles | None:
+        return None if self._tune is None else self._tune(spec, device)
+
     @contextlib.contextmanager
-    def at(self, node: fx.Node, *, with_grad: bool, target: Target | None = None) -> Iterator[fx.Node]:
+    def at(
+        self, node: fx.Node, *, with_grad: bool, target: Target | None = None, tune: Tune | None = None
+    ) -> Iterator[fx.Node]:
         """Insert before the Dynamo node of this mirror node, in its name. Gives the Dynamo node."""
-        self._origin, self._place, self._with_grad, self._target = self.leaf(node), node, with_grad, target
+        self._origin, self._place, self._with_grad = self.leaf(node), node, with_grad
+        self._target, self._tune = target, tune
         with self._graph.inserting_before(self._origin):
             yield self._origin
-        self._origin = self._place = self._target = None
+        self._origin = self._place = self._target = self._tune = None
 
     def erase_unused(self, kept: Collection[fx.Node]) -> None:
         """Erase what was made and nothing reads, but for `kept`: operands that the lowerings of no site took.

@@ -6,11 +6,14 @@ where nothing else reads them.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import fx
 
-from attn_compiler.lowerings import by_name
+from attn_compiler.lowerings import autotune, by_name
 from attn_compiler.lowerings.base import Operands
+from attn_compiler.lowerings.triton_plan import Tiles
 from attn_compiler.passes import gradients, mutation, program, reach, recover, strides
 from attn_compiler.passes.emit import GraphBuilder
 from attn_compiler.passes.mirror import Mirror
@@ -39,7 +42,8 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> Non
     if site.spec is None or site.decision is None:
         raise ValueError(f"the site at {site.module} was not decided")
     target = unit.target(site.spec.device)
-    with builder.at(site.match.out, with_grad=site.spec.needs_grad, target=target) as old:
+    tune = functools.partial(_tuned, unit, site)
+    with builder.at(site.match.out, with_grad=site.spec.needs_grad, target=target, tune=tune) as old:
         tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
         operands = _operands(mirror, site, site.spec, builder, tensors)
         out = by_name(site.decision.lowering).emit(builder, site.spec, operands)
@@ -47,7 +51,19 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> Non
     builder.replace(old, new)
     site.new_out = new
     site.notes.extend(site.match.notes)
+    why_not = autotune.unmeasurable(target)
+    if unit.tuner is not None and why_not is not None:
+        site.notes.append(f"autotune has nothing to measure: {why_not}")
     _erase(unit.graph, mirror, site, old)
+
+
+def _tuned(unit: Unit, site: Site, spec: AttentionSpec, device: torch.device) -> Tiles | None:
+    """The tiles that were measured, and a note of them; None without options.autotune."""
+    found = None if unit.tuner is None else unit.tuner.of(spec, unit.target(spec.device), device)
+    if found is None:
+        return None
+    site.notes.append(found.note)
+    return found.tiles
 
 
 def _operands(

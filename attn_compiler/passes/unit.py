@@ -13,6 +13,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from attn_compiler import torch_compat, torch_tracing
+from attn_compiler.lowerings.autotune import Tuner
 from attn_compiler.options import Options
 from attn_compiler.passes import bodies, mirror, relevance
 from attn_compiler.passes.calls import target_name
@@ -38,9 +39,10 @@ class Unit:
     """name: "" for the graph itself, else the path of the body. The passes fill in the rest, in the order of PIPELINE.
 
     current: the module whose site is being worked on, for messages. left_alone: why the whole graph is, if it is.
-    targets: by device type, read when first needed. calls: every call of a body, if all are understood; callees: what this graph
-    calls so. reader: reads elements of the mirror's tensors. A graph without attention that calls a body with one is a unit
-    too, but goes through no pass: it has a mirror only if a mask of the body was followed there.
+    targets: by device type, read when first needed. tuner: if options.autotune; one for all units. calls: every call of a body, if
+    all are understood; callees: what this graph calls so. reader: reads elements of the mirror's tensors. A graph without
+    attention that calls a body with one is a unit too, but goes through no pass: it has a mirror only if a mask of the body was
+    followed there.
     """
 
     graph_module: fx.GraphModule
@@ -54,6 +56,7 @@ class Unit:
     current: str = ""
     left_alone: str | None = None
     targets: dict[str, Target] = field(default_factory=dict)
+    tuner: Tuner | None = None
     calls: list[Call] = field(default_factory=list)
     callees: list[tuple[Call, Unit]] = field(default_factory=list)
     reader: Reader | None = None
@@ -94,11 +97,14 @@ class Unit:
 def units(graph_module: fx.GraphModule, options: Options, targets: dict[str, Target]) -> list[Unit]:
     """The graph module and every body nested in it that holds something like attention; callers before what they call."""
     targets = dict(targets)
+    tuner = Tuner.here() if options.autotune else None
     every: dict[fx.GraphModule, Unit] = {}
     for name, module in _bodies(graph_module, ""):
         mode = torch_tracing.fake_mode_of_values(examples(module))
         if mode is not None and module not in every:
-            every[module] = Unit(graph_module=module, name=name, options=options, mode=mode, targets=targets)
+            every[module] = Unit(
+                graph_module=module, name=name, options=options, mode=mode, targets=targets, tuner=tuner
+            )
     _connect(graph_module, every)
     return [unit for unit in _callers_first(list(every.values())) if any(map(is_anchor_like, unit.graph.nodes))]
 

@@ -10,6 +10,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from attn_compiler.lowerings.base import Lowering, Operands
+from attn_compiler.lowerings.triton_plan import Tiles
+from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 from tests.cases import Inputs
 
@@ -28,6 +30,9 @@ class GraphEmitter:
         node = self.graph.call_function(function, args, kwargs)
         node.meta["example_value"] = function(*_values(args), **_values(kwargs))
         return node
+
+    def tuned(self, spec: AttentionSpec, device: torch.device) -> Tiles | None:
+        return None
 
     def value(self, node: fx.Node) -> torch.Tensor:
         return node.meta["example_value"]
