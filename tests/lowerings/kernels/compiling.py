@@ -92,7 +92,7 @@ def _launch_of(problem: Problem, name: str) -> tuple[Any, dict[str, Any], dict[s
     def record(kernel: Any, text: str, tensors: Mapping[str, Any], arguments: Any) -> None:
         _, numbers, tile = arguments()
         if tile is not None:
-            options = {"num_warps": tile.warps, "num_stages": triton_launch._stages(tile, tensors, numbers)}
+            options = {"num_warps": tile.warps, "num_stages": tile.stages}
             found[kernel.fn.__name__] = (kernel, {**tensors, **numbers}, options)
 
     with planned(problem.plan), mock.patch.object(triton_launch, "_launch", record), torch.no_grad():
