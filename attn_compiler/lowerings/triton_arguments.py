@@ -33,11 +33,12 @@ class Prepared:
 
     call: Call
     plan: Plan
+    operands: tuple[str, ...]
     constants: Mapping[str, Any]
 
     def named(self, operands: Tensors) -> dict[str, torch.Tensor]:
         """The operands by their names. Raises ValueError if their number is not the plan's."""
-        return dict(zip(self.plan.operands, operands, strict=True))
+        return dict(zip(self.operands, operands, strict=True))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -53,6 +54,7 @@ def prepare(text: str) -> Prepared:
     return Prepared(
         call=call,
         plan=plan,
+        operands=plan.operands,
         constants={
             "HEAD_DIM_QK": spec.head_dim_qk,
             "HEAD_DIM_V": spec.head_dim_v,
