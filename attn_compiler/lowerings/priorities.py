@@ -47,7 +47,8 @@ class Row:
     """The order for some machines and sites. Every field that is not None has to hold.
 
     sms: architectures from .. to, both included; None: the CPU. cudnn: at least this version. dtypes: q's. training: the
-    site needs gradients. decomposed: as in AttentionSpec. one_query: decode. tensor: a dense mask or bias joins the scores.
+    site needs gradients. decomposed: as in AttentionSpec. one_query: decode. tensor: a dense mask or bias joins the scores. dropout:
+    some weights are dropped.
     least_scores, most_scores: bounds on seqlen_q · seqlen_kv, which has to be known. since: the date of the evidence. why: the evidence.
     """
 
@@ -58,6 +59,7 @@ class Row:
     decomposed: bool | None = None
     one_query: bool | None = None
     tensor: bool | None = None
+    dropout: bool | None = None
     least_scores: int | None = None
     most_scores: int | None = None
     order: tuple[str, ...]
@@ -72,6 +74,7 @@ class Row:
             and self.decomposed in (None, spec.decomposed)
             and self.one_query in (None, spec.seqlen_q == 1)
             and self.tensor in (None, sdpa_limits.additive(spec) is not None)
+            and self.dropout in (None, spec.score.dropout_p > 0)
             and self._fits_scores(spec)
         )
 
@@ -175,6 +178,8 @@ ROWS: tuple[Row, ...] = (
         sms=(90, 90),
         dtypes=_HALF,
         tensor=True,
+        # Ours draws each weight's number by itself, which was not measured yet.
+        dropout=False,
         one_query=False,
         least_scores=_MANY_SCORES,
         order=("triton", *_CUDNN_FIRST),

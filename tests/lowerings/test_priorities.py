@@ -66,6 +66,8 @@ def test_our_kernels_come_where_there_is_work_for_them(
     spec = dataclasses.replace(make_spec(dtype="bfloat16", seqlen_q=seqlen_q, seqlen_kv=seqlen_kv), mask=mask)
     found = order(spec, Target.fake(sm=sm))
     assert (found.index("triton") if "triton" in found else None) == place
+    dropped = dataclasses.replace(spec, score=dataclasses.replace(spec.score, dropout_p=0.1))
+    assert "triton" not in order(dropped, Target.fake(sm=sm))[:1]
 
 
 CPU = Target.fake(device="cpu")
