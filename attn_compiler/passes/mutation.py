@@ -101,8 +101,12 @@ def _is_view_in_place(target: object) -> bool:
 
 def views_in_place(method: str) -> bool:
     """Whether a method of that name changes shape or strides of its tensor in place."""
+    # The namespace has methods of its own: __eq__ is none of ATen's ops.
     packet = getattr(torch.ops.aten, method, None) if method.endswith("_") else None
-    return packet is not None and any(_is_view_in_place(getattr(packet, name)) for name in packet.overloads())
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    overloads: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
+    return any(_is_view_in_place(getattr(packet, name)) for name in overloads)
 
 
 def version(mirror: Mirror, tensor: fx.Node, when: int) -> Version:

@@ -332,3 +332,11 @@ def test_decoding_step_by_step_from_one_compilation() -> None:
         torch.testing.assert_close(run(q, new, own_cache, position), wanted)
     torch.testing.assert_close(own_cache, eager_cache)
     assert len(run.reports) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [("t_", True), ("unsqueeze_", True), ("add_", False), ("__eq__", False), ("__and__", False), ("none_such_", False)],
+)
+def test_methods_that_change_the_shape_in_place(method: str, changes: bool) -> None:
+    assert mutation.views_in_place(method) == changes
