@@ -61,7 +61,8 @@ class Program:
 
     def function(self) -> Callable[..., Any]:
         scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "inf": float("inf")}
-        exec(self.source, scope)
+        # Under a file's name, without which torch 2.11 does not trace it.
+        exec(compile(self.source, __file__, "exec"), scope)
         function: Callable[..., Any] = scope["attention"]
         return function
 

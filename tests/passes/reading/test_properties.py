@@ -159,7 +159,8 @@ class Program:
 
     def function(self) -> Callable[..., tuple[Tensor, Tensor]]:
         names: dict[str, Any] = dict(NAMES)
-        exec(self.source, names)
+        # Under a file's name, without which torch 2.11 does not trace it.
+        exec(compile(self.source, __file__, "exec"), names)
         return names["program"]  # type: ignore[no-any-return]
 
 
