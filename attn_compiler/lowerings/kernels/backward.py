@@ -15,7 +15,7 @@ from attn_compiler.lowerings.kernels.tile_parts import (
     change,
     is_allowed,
     kept,
-    keys_in_band,
+    keys_to_visit,
     load_distances,
     load_pairs,
     load_tile,
@@ -175,16 +175,9 @@ def attention_grad_q(
     List = None
     if Tiles is not None:
         List = Tiles + batch.to(tl.int64) * tiles_b + head.to(tl.int64) * tiles_h + block * tiles_row
-        partial, full_first, full_last = tl.load(List), tl.load(List + 1), tl.load(List + 2)
-        first = full_first
-    else:
-        first, full_first, full_last, last = keys_in_band(
-            start, tl.minimum(start + BLOCK_M, seqlen_q) - 1, band_left, band_right, seqlen_kv,
-            BLOCK_N, HAS_LEFT, HAS_RIGHT,
-        )  # fmt: skip
-        if MASK_ALL:
-            full_first, full_last = last, last
-        partial = (full_first - first) + (last - full_last)
+    partial, first, full_first, full_last = keys_to_visit(
+        List, start, band_left, band_right, seqlen_q, seqlen_kv, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, MASK_ALL
+    )
 
     lse = load_lse(Lse + row * seqlen_q, offsets, seqlen_q)[:, None]
     delta = tl.load(Delta + row * seqlen_q + offsets, mask=inside, other=0.0)[:, None]

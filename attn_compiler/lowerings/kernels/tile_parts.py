@@ -214,6 +214,28 @@ def queries_in_band(
 
 
 @triton.jit
+def keys_to_visit(
+    List, start, band_left, band_right, seqlen_q, seqlen_kv,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    MASK_ALL: tl.constexpr,
+):  # fmt: skip
+    """For a block of queries: how many blocks of keys need the mask, the first of all (see `partial_tile`), and the run of blocks that
+    don't need it, as first and end."""
+    if List is not None:
+        partial, full_first, full_last = tl.load(List), tl.load(List + 1), tl.load(List + 2)
+        first = full_first
+    else:
+        first, full_first, full_last, last = keys_in_band(
+            start, tl.minimum(start + BLOCK_M, seqlen_q) - 1, band_left, band_right, seqlen_kv,
+            BLOCK_N, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        if MASK_ALL:
+            full_first, full_last = last, last
+        partial = (full_first - first) + (last - full_last)
+    return partial, first, full_first, full_last
+
+
+@triton.jit
 def partial_tile(List, i, first, full_first, full_last):
     """The i-th block that is used in part: the list's, else those on both sides of the blocks that are used in full."""
     if List is not None:
