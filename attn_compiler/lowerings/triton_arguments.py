@@ -160,6 +160,7 @@ def _operand_strides(have: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def lists(tiles: torch.Tensor | None) -> dict[str, int]:
+    """Where the lists of a batch row, a head and a block are."""
     if tiles is None:
         return {"tiles_b": 0, "tiles_h": 0, "tiles_row": 0}
     return {"tiles_b": _along(tiles, 0), "tiles_h": _along(tiles, 1), "tiles_row": tiles.stride(2)}

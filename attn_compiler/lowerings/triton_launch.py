@@ -159,7 +159,7 @@ def gradients(
     q, k, v = map(_readable, (q, k, v))
     grad_out = _readable(grad_out if grad_out.stride(3) == 1 else grad_out.contiguous())
     with on(q.device):
-        return _gradients(grad_out, grad_lse, q, k, v, operands, out, lse, text)
+        return _all_gradients(_backward(grad_out, grad_lse, q, k, v, operands, out, lse, text))
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
@@ -209,29 +209,12 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def _gradients(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    operands: Tensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    text: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    shared = _backward(grad_out, grad_lse, q, k, v, operands, out, lse, text)
-    grad_q, grad_k, grad_v = empty_gradient(q), empty_gradient(k), empty_gradient(v)
+def _all_gradients(shared: _Backward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    grad_q, grad_k, grad_v = (empty_gradient(shared.tensor(name)) for name in "QKV")
     _grad_q(shared, grad_q)
     _grad_kv(shared, grad_k, grad_v)
-    delta = shared.tensor("Delta")
-    prepared, have = shared.prepared, shared.have
-    further = {
-        "bias": functools.partial(_grad_bias, shared),
-        "distances": functools.partial(_grad_distances, shared),
-        "sinks": functools.partial(_grad_sinks, lse, delta, have),
-    }
-    return grad_q, grad_k, grad_v, [further[name]() for name in prepared.plan.differentiable]
+    further = {"bias": _grad_bias, "distances": _grad_distances, "sinks": _grad_sinks}
+    return grad_q, grad_k, grad_v, [further[name](shared) for name in shared.prepared.plan.differentiable]
 
 
 def _backward(
@@ -308,7 +291,7 @@ def _for_bias(shared: _Backward) -> tuple[dict[str, Any], Tile]:
     del numbers["PLAIN"], numbers["MASK_ALL"]
     plan = shared.prepared.plan
     numbers["SPARSE"] = plan.band is not None or plan.tiles or plan.unlisted
-    batch = shared.tensors["Q"].shape[0]  # type: ignore[union-attr]
+    batch = shared.tensor("Q").shape[0]
     return numbers | {"batch_size": batch, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys}, tile
 
 
@@ -362,8 +345,8 @@ def _grad_distances(shared: _Backward) -> torch.Tensor:
     return grad
 
 
-def _grad_sinks(lse: torch.Tensor, delta: torch.Tensor, have: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _grad_sinks(shared: _Backward) -> torch.Tensor:
     """A sink's weight takes from its row and adds to the lse: weight · (grad_lse - sum(out · grad_out)) = -weight · delta."""
-    sinks = have["sinks"]
+    sinks, lse, delta = shared.have["sinks"], shared.tensor("Lse"), shared.tensor("Delta")
     weights = torch.exp(sinks.float()[None, :, None] - lse)
     return empty_gradient(sinks).copy_(-(weights * delta).sum((0, 2)))

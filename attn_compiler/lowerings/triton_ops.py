@@ -6,7 +6,8 @@ triton itself is imported by the first call, not before: a dump or a fake needs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -25,34 +26,21 @@ def differentiable(operands: Tensors, text: str) -> list[bool]:
     return [name in plan.differentiable for name in plan.operands]
 
 
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, spec: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from attn_compiler.lowerings import triton_launch
+def _launched(name: str) -> Callable[..., Any]:
+    """The function of that name in triton_launch.py, which is imported when it is first called."""
 
-    return triton_launch.forward(q, k, v, operands, spec)
+    def call(*arguments: Any) -> Any:
+        from attn_compiler.lowerings import triton_launch
 
+        return getattr(triton_launch, name)(*arguments)
 
-def _backward(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    operands: Tensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spec: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    from attn_compiler.lowerings import triton_launch
-
-    return triton_launch.gradients(grad_out, grad_lse, q, k, v, operands, out, lse, spec)
+    return call
 
 
 register_family(
     "triton",
-    forward=_forward,
-    backward=_backward,
+    forward=_launched("forward"),
+    backward=_launched("gradients"),
     differentiable=differentiable,
     dispatch_key="CompositeExplicitAutograd",
 )

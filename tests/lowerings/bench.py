@@ -15,7 +15,9 @@ from tests.lowerings.emitting import GraphEmitter
 
 
 class Bench:
-    """tensors: by name, each a placeholder. dynamic: their symbolic axes; equal sizes are one symbol."""
+    """tensors: by name, each a placeholder. dynamic: their symbolic axes. SYMBOLS: DUCK, where equal sizes are one symbol, or DYNAMIC."""
+
+    SYMBOLS = DimDynamic.DUCK
 
     def __init__(self, dynamic: dict[str, tuple[int, ...]] | None = None, **tensors: torch.Tensor) -> None:
         self.env = ShapeEnv()
@@ -26,7 +28,7 @@ class Bench:
         self.nodes = {name: self._placeholder(name, t, (dynamic or {}).get(name, ())) for name, t in tensors.items()}
 
     def _placeholder(self, name: str, tensor: torch.Tensor, dynamic: tuple[int, ...]) -> fx.Node:
-        sizes = [DimDynamic.DUCK if axis in dynamic else DimDynamic.STATIC for axis in range(tensor.dim())]
+        sizes = [self.SYMBOLS if axis in dynamic else DimDynamic.STATIC for axis in range(tensor.dim())]
         context = StatelessSymbolicContext(dynamic_sizes=sizes)
         node = self.graph.placeholder(name)
         source = torch._dynamo.source.ConstantSource(name)
