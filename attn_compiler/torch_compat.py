@@ -164,6 +164,14 @@ def cache_folder() -> Path:
     return Path(cache_dir())
 
 
+def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """An unfilled tensor on the current device of that type, by the function that Inductor's own code allocates with on a GPU: it
+    takes the host a fraction of the 2 µs of torch.empty."""
+    if device == "cuda":
+        return torch._C._dynamo.guards._empty_strided_cuda(size, stride, dtype)  # type: ignore[attr-defined,no-any-return]
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
     """Within the block, calls run on real tensors, without gradients: no fake, tracing or other mode of a compilation is active."""

@@ -98,14 +98,19 @@ def assert_within_rule(
     factor = FACTOR if inputs.spec.score.softcap is None else FACTOR_SOFTCAP
     labels = [*names, *(f"d{name}" for name in ("bias", "sinks") if getattr(inputs, name) is not None)]
     for label, mine, right, usual in zip(labels, got, exact, plain, strict=False):
-        allowed = factor * worst(usual, right) + floor(right, inputs.q.dtype)
+        allowed = factor * worst(usual, right) + floor(right, inputs.q.dtype, gradient=label != "out")
         found = worst(mine, right)
         assert mine.shape == right.shape, f"{label}: shape {tuple(mine.shape)} instead of {tuple(right.shape)}"
         assert mine.dtype == usual.dtype, f"{label}: {mine.dtype} instead of {usual.dtype}"
         assert found <= allowed, f"{label}: off by {found:.3g}, allowed {allowed:.3g}"
 
 
-def floor(exact: torch.Tensor, dtype: torch.dtype) -> float:
-    """Rounding of a result of this size in `dtype`, and of one that cancels to less: terms of size one were rounded for it."""
+def floor(exact: torch.Tensor, dtype: torch.dtype, *, gradient: bool = False) -> float:
+    """Rounding of a result of this size in `dtype`, and of one that cancels to less: terms of size one were rounded for it.
+
+    gradient: of a softmax's scores, which cancels products of whole heads; with a single key it is exactly 0, and the plain math
+    has no error at all to compare with. In half precision the products are rounded less than the result.
+    """
     size = max(float(exact.detach().abs().max()), 0.5) if exact.numel() else 0.0
-    return FLOOR_ULPS[dtype] * torch.finfo(dtype).eps * size
+    terms = 4.0 if gradient and dtype in (torch.float32, torch.float64) else 1.0
+    return FLOOR_ULPS[dtype] * torch.finfo(dtype).eps * size * terms

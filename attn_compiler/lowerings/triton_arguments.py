@@ -11,6 +11,7 @@ import torch
 import triton
 
 from attn_compiler.lowerings import triton_planning
+from attn_compiler.lowerings.launching import VECTOR
 from attn_compiler.lowerings.triton_plan import Call, Plan
 
 Tensors = Sequence[torch.Tensor]
@@ -39,6 +40,10 @@ class Prepared:
     def named(self, operands: Tensors) -> dict[str, torch.Tensor]:
         """The operands by their names. Raises ValueError if their number is not the plan's."""
         return dict(zip(self.operands, operands, strict=True))
+
+    def present(self, name: str) -> str | None:
+        """The name, if there is such an operand."""
+        return name if name in self.operands else None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -80,10 +85,6 @@ def strides(name: str, tensor: torch.Tensor) -> dict[str, int]:
     return {f"stride_{name}b": b, f"stride_{name}h": h, f"stride_{name}s": s}
 
 
-#: elements whose addresses a thread may load at once, in bytes
-VECTOR = 16
-
-
 def alignment(*tensors: torch.Tensor) -> int:
     """How many elements every head and position of every tensor begins at a multiple of: a whole vector, or no more than one."""
     size = tensors[0].element_size()
@@ -100,23 +101,28 @@ def _along(tensor: torch.Tensor, dim: int) -> int:
     return 0 if tensor.shape[dim] == 1 else tensor.stride(dim)
 
 
-def operand_tensors(have: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+#: names of the operands by the parameters of the kernels that read them, but for the tile lists
+_PARAMETERS = {
+    "Rows": "rows",
+    "Keys": "keys",
+    "DocumentsQ": "documents_q",
+    "DocumentsK": "documents_k",
+    "Mask": "mask",
+    "Bias": "bias",
+    "Distances": "distances",
+    "Slopes": "slopes",
+    "Seed": "seed",
+}
+
+
+def operand_parameters(prepared: Prepared) -> dict[str, str | None]:
     """What every kernel reads of the operands, but for the tile lists."""
-    return {
-        "Rows": have.get("rows"),
-        "Keys": _bytes(have.get("keys")),
-        "DocumentsQ": have.get("documents_q"),
-        "DocumentsK": have.get("documents_k"),
-        "Mask": _bytes(have.get("mask")),
-        "Bias": have.get("bias"),
-        "Distances": have.get("distances"),
-        "Slopes": have.get("slopes"),
-        "Seed": have.get("seed"),
-    }
+    return {parameter: prepared.present(name) for parameter, name in _PARAMETERS.items()}
 
 
-def common(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors) -> dict[str, Any]:
-    """Numbers that every kernel takes but for those of its tile lists."""
+def common(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Numbers that every kernel takes but for those of its tile lists. tensors: Q, K, V and the operands, by their names."""
+    q, k, v = tensors["Q"], tensors["K"], tensors["V"]
     plan, spec = prepared.plan, prepared.call.spec
     shift = k.shape[2] - q.shape[2] if plan.band is not None and plan.band.from_end else 0
     left = plan.band.left if plan.band is not None else None
@@ -125,7 +131,7 @@ def common(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         **strides("q", q),
         **strides("k", k),
         **strides("v", v),
-        **_operand_strides(prepared.named(operands)),
+        **_operand_strides(tensors),
         "heads_q": q.shape[1],
         "group": q.shape[1] // k.shape[1],
         "seqlen_q": q.shape[2],
@@ -138,11 +144,6 @@ def common(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         "ALIGN": alignment(q, k, v),
         **prepared.constants,
     }
-
-
-def _bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Truth values as bytes: triton reads those without a detour over single bits."""
-    return None if tensor is None else tensor.view(torch.uint8)
 
 
 def _operand_strides(have: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -10,7 +10,7 @@ from triton.errors import TritonError
 from triton.testing import do_bench
 
 from attn_compiler import torch_compat
-from attn_compiler.lowerings import triton_launch
+from attn_compiler.lowerings import launching, triton_launch
 from attn_compiler.lowerings.autotune import Unfit
 from attn_compiler.lowerings.triton_plan import Call, Tiles
 from attn_compiler.lowerings.triton_stand_ins import StandIn
@@ -38,7 +38,7 @@ class Measurer:
     def __call__(self, kernel: str, tiles: Tiles) -> float:
         """Microseconds of "forward", "grad_q" or "grad_kv". Raises Unfit if it does not compile or does not fit into the GPU."""
         try:
-            with torch_compat.real_tensors(), triton_launch.on(self._device):
+            with torch_compat.real_tensors(), launching.on(self._device):
                 return self._clock(self._run(kernel, tiles))
         except (TritonError, RuntimeError) as error:
             raise Unfit(

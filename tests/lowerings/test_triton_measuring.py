@@ -14,6 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 from attn_compiler.lowerings import triton_launch
 from attn_compiler.lowerings.autotune import Unfit
+from attn_compiler.lowerings.launching import Arguments
 from attn_compiler.lowerings.triton_measuring import Measurer, gpu_clock
 from attn_compiler.lowerings.triton_plan import Tile, Tiles
 from attn_compiler.scores import Sinks, Softcap
@@ -49,13 +50,13 @@ def clock(run: Callable[[], object]) -> float:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_runs_alone(name: str, kernel: str) -> None:
     launched: list[str] = []
-    launch = triton_launch._launch
+    launch = triton_launch.launch
 
     def counting(function: object, *others: object) -> None:
         launched.append(function.fn.__name__)  # type: ignore[attr-defined]
         launch(function, *others)  # type: ignore[arg-type]
 
-    with mock.patch.object(triton_launch, "_launch", counting):
+    with mock.patch.object(triton_launch, "launch", counting):
         assert Measurer(SPECS[name], DEVICE, clock)(kernel, TILES) == 7.0
     before = ["attention_forward", "attention_delta"] if kernel != "forward" else []
     assert launched == [*before, f"attention_{kernel}", f"attention_{kernel}"]
@@ -63,14 +64,14 @@ def test_a_kernel_runs_alone(name: str, kernel: str) -> None:
 
 def test_tiles_are_those_asked_for() -> None:
     seen: list[Tile] = []
-    launch = triton_launch._launch
+    launch = triton_launch.launch
 
-    def looking(function: Any, text: str, tensors: Any, arguments: Any) -> None:
-        seen.append(arguments()[2])
-        launch(function, text, tensors, arguments)
+    def looking(function: Any, same: Any, tensors: Any, arguments: Callable[[], Arguments]) -> None:
+        seen.append(arguments().tile)
+        launch(function, same, tensors, arguments)
 
     wide = dataclasses.replace(SMALL, keys=64)
-    with mock.patch.object(triton_launch, "_launch", looking):
+    with mock.patch.object(triton_launch, "launch", looking):
         Measurer(SPECS["open"], DEVICE, clock)("grad_q", dataclasses.replace(TILES, grad_q=wide))
     assert seen == [SMALL, None, wide, wide]
 

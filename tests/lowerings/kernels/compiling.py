@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
 from attn_compiler.lowerings import triton_launch
+from attn_compiler.lowerings.launching import Arguments
 from attn_compiler.lowerings.triton_plan import Band
 from attn_compiler.target import Target
 from tests.lowerings.kernel_cases import Case
@@ -89,13 +90,14 @@ def _launch_of(problem: Problem, name: str) -> tuple[Any, dict[str, Any], dict[s
     """The kernel, its arguments by name and its options, as they are launched."""
     found: dict[str, Any] = {}
 
-    def record(kernel: Any, text: str, tensors: Mapping[str, Any], arguments: Any) -> None:
-        _, numbers, tile = arguments()
-        if tile is not None:
-            options = {"num_warps": tile.warps, "num_stages": tile.stages}
-            found[kernel.fn.__name__] = (kernel, {**tensors, **numbers}, options)
+    def record(kernel: Any, same: Any, tensors: Mapping[str, Any], arguments: Callable[[], Arguments]) -> None:
+        asked = arguments()
+        if asked.tile is not None:
+            options = {"num_warps": asked.tile.warps, "num_stages": asked.tile.stages}
+            given = {parameter: None if name is None else tensors[name] for parameter, name in asked.tensors.items()}
+            found[kernel.fn.__name__] = (kernel, {**given, **asked.numbers}, options)
 
-    with planned(problem.plan), mock.patch.object(triton_launch, "_launch", record), torch.no_grad():
+    with planned(problem.plan), mock.patch.object(triton_launch, "launch", record), torch.no_grad():
         given = (problem.q, problem.k, problem.v, problem.operands)
         out, lse = triton_launch.forward(*given, problem.text)
         triton_launch.gradients(out, lse, *given, out, lse, problem.text)
@@ -108,6 +110,7 @@ _POINTERS = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.uint8: "*u8",
+    torch.bool: "*u8",
     torch.int64: "*i64",
 }
 
