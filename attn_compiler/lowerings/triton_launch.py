@@ -7,6 +7,7 @@ every sequence length.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,10 @@ _BIAS_TILES = {
 }
 _BIAS_TILE_SMALL = Tile(queries=32, keys=32, warps=4, stages=1)
 _DELTA_ROWS = 64
+#: a learned bias' backward keeps the scores' gradients up to this size, and beyond takes their products again: see `_add_scores`
+_MOST_KEPT_BYTES = 2 << 30
+# Elements: rows of the kept scores begin at whole vectors.
+_PITCH = 16
 
 
 def forward(
@@ -81,11 +86,13 @@ class _Backward:
     def numbers(self) -> dict[str, Any]:
         q, k, v, grad_out = (self.tensors[name] for name in ("Q", "K", "V", "GradOut"))
         shared = common(self.prepared, self.tensors) | strides("g", grad_out)
-        return shared | {"ALIGN": alignment(q, k, v, grad_out)}
+        pitch = self.tensors["Scores"].stride(2) if "Scores" in self.tensors else 0
+        return shared | {"ALIGN": alignment(q, k, v, grad_out), "pitch": pitch}
 
     def parameters(self, *outputs: str) -> dict[str, str | None]:
         names = {name: name for name in ("Q", "K", "V", "GradOut", "Lse", "Delta", *outputs)}
-        return {**names, **operand_parameters(self.prepared)}
+        scores = "Scores" if "Scores" in self.tensors else None
+        return {**names, **operand_parameters(self.prepared), "Scores": scores}
 
     def launch(self, kernel: Any, arguments: Callable[[_Backward], Arguments]) -> None:
         launch(kernel, self.same, self.tensors, functools.partial(arguments, self))
@@ -154,8 +161,10 @@ def single_gradients(
 
 def _all_gradients(shared: _Backward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     _add_empty_gradients(shared)
-    shared.launch(backward.attention_grad_q, _grad_q)
+    _add_scores(shared)
+    # In this order, since it keeps the scores that the others read.
     shared.launch(backward.attention_grad_kv, _grad_kv)
+    shared.launch(backward.attention_grad_q, _grad_q)
     further = {"bias": _grad_bias, "distances": _grad_distances, "sinks": _grad_sinks}
     grads = [further[name](shared) for name in shared.prepared.plan.differentiable]
     return shared.tensors["GradQ"], shared.tensors["GradK"], shared.tensors["GradV"], grads
@@ -165,6 +174,31 @@ def _add_empty_gradients(shared: _Backward) -> None:
     for name in ("Q", "K", "V"):
         make = functools.partial(empty_gradient, shared.tensors[name])
         shared.tensors[f"Grad{name}"] = shared.same.empty(f"Grad{name}", make)
+
+
+def _add_scores(shared: _Backward) -> None:
+    """Room for the scores' gradients, (B, Hq, Skv, pitch), where a bias is learned: five products instead of nine.
+
+    As much memory as the gradient that PyTorch's own kernels make for such a bias, before they sum it.
+    """
+    if shared.same.fact("keeps scores", lambda: _keeps_scores(shared)):
+        q, k = shared.tensors["Q"], shared.tensors["K"]
+        make = functools.partial(torch.empty, _scores_shape(q, k), dtype=q.dtype, device=q.device)
+        shared.tensors["Scores"] = shared.same.empty("Scores", make)
+
+
+def _keeps_scores(shared: _Backward) -> bool:
+    plan, score = shared.prepared.plan, shared.prepared.call.spec.score
+    # A softcap is beneath the bias: its derivative needs the products again.
+    if not (plan.bias_grad or plan.distances_grad) or score.softcap is not None:
+        return False
+    q = shared.tensors["Q"]
+    return math.prod(_scores_shape(q, shared.tensors["K"])) * q.element_size() <= _MOST_KEPT_BYTES
+
+
+def _scores_shape(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, int]:
+    pitch = triton.cdiv(q.shape[2], _PITCH) * _PITCH
+    return (q.shape[0], q.shape[1], k.shape[2], pitch)
 
 
 def _backward(

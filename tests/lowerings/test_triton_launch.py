@@ -159,6 +159,14 @@ def _sinks_alone(problem: Problem) -> Tensor:
     return problem.named["sinks"].detach()[None, :, None].expand(shape)
 
 
+@interpreted
+@pytest.mark.parametrize("case", [case for case in ALL if case.bias or case.distances], ids=lambda case: case.name)
+def test_biases_too_large_to_keep_the_scores_gradients(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_launch, "_MOST_KEPT_BYTES", 0)
+    problem = build(case)
+    kernel_problems.assert_within_rule(results(problem), problem)
+
+
 # ---- what is launched ---------------------------------------------------------------------------------------------
 
 
@@ -211,6 +219,28 @@ def test_grids_cover_every_block_head_and_batch_row_once() -> None:
 def test_the_gradient_of_a_bias_has_a_program_for_each_of_its_own_tiles(axes: str, grid: tuple[int, int, int]) -> None:
     problem = build(Case(name="grids_bias", **SIZES, bias=axes))  # type: ignore[arg-type]
     assert launched(problem)["attention_grad_bias"].grid == grid
+
+
+@pytest.mark.parametrize(
+    ("case", "kept"),
+    [
+        (Case(name="kept_bias", bias="hqk"), True),
+        (Case(name="kept_distances", distances=2), True),
+        (Case(name="kept_softcap", bias="hqk", softcap=5.0), False),
+        (Case(name="kept_none"), False),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_scores_gradients_are_kept_where_a_bias_is_learned(case: Case, kept: bool) -> None:
+    found = launched(build(case))
+    readers = [asked for name, asked in found.items() if name not in ("attention_forward", "attention_delta")]
+    assert {asked.tensors["Scores"] for asked in readers} == ({"Scores"} if kept else {None})
+    assert all(asked.numbers["pitch"] % 16 == 0 for asked in readers)
+
+
+def test_what_keeps_the_scores_gradients_runs_before_those_that_read_them() -> None:
+    order = list(launched(build(BY_NAME["bias_hqk_causal"])))
+    assert order[-3:] == ["attention_grad_kv", "attention_grad_q", "attention_grad_bias"]
 
 
 def test_tiles_are_those_of_the_call() -> None:

@@ -2,6 +2,9 @@
 
 Each gradient has one writer, so the result is the same in every run; seven products instead of the five that a single pass with
 atomic additions to dq takes. Grouped query heads are summed within a program. bias_backward.py has the biases' gradients.
+
+Scores: where a bias is learned, the pass over the keys may keep the scores' gradients, (B, Hq, Skv, pitch) in q's dtype, for the
+others to read: then all take five products, and as much memory as PyTorch's own kernels for such a bias.
 """
 
 from __future__ import annotations
@@ -14,9 +17,12 @@ from attn_compiler.lowerings.kernels.tile_parts import (
     at_head,
     change,
     is_allowed,
+    keep_scores,
     kept,
+    kept_scores,
     keys_to_visit,
     load_distances,
+    load_kept_scores,
     load_pairs,
     load_tile,
     partial_tile,
@@ -66,8 +72,8 @@ def weights_of(logits, lse, scale, PLAIN: tl.constexpr):
 def _step_q(
     grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, lse, delta, tile,
     queries, lower, upper, document_q, slope, seed, head,
-    K, V, Keys, DocumentsK, Mask, Bias, Distances,
-    stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
+    K, V, Keys, DocumentsK, Mask, Bias, Distances, Scores,
+    stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
     band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
     BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
@@ -87,27 +93,32 @@ def _step_q(
             rows_allowed = tl.load(Keys + rows, mask=rows < seqlen_kv, other=0) != 0
         if DocumentsK is not None:
             document_k = tl.load(DocumentsK + keys, mask=keys < seqlen_kv, other=0)
-    bias, distances = None, None
-    if Bias is not None:
-        bias = load_pairs(Bias, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, MASKED)
-    if Distances is not None:
-        distances = load_distances(Distances, queries, keys, distances_phase, seqlen_q, seqlen_kv, MASKED)
     k_0 = load_tile(K, start, stride_ks, seqlen_kv, rows_allowed, BLOCK_N, 0, QK_0, HEAD_DIM_QK, MASKED, ALIGN)
     k_1 = k_0
-    qk = tl.dot(q_0, tl.trans(k_0), input_precision=PRECISION)
     if QK_1 > 0:
         k_1 = load_tile(K, start, stride_ks, seqlen_kv, rows_allowed, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, MASKED, ALIGN)
-        qk = tl.dot(q_1, tl.trans(k_1), qk, input_precision=PRECISION)
-    v_0 = load_tile(V, start, stride_vs, seqlen_kv, rows_allowed, BLOCK_N, 0, V_0, HEAD_DIM_V, MASKED, ALIGN)
-    grad_weights = tl.dot(grad_out_0, tl.trans(v_0), input_precision=PRECISION)
-    if V_1 > 0:
-        v_1 = load_tile(V, start, stride_vs, seqlen_kv, rows_allowed, BLOCK_N, V_0, V_1, HEAD_DIM_V, MASKED, ALIGN)
-        grad_weights = tl.dot(grad_out_1, tl.trans(v_1), grad_weights, input_precision=PRECISION)
-    logits, capped = change(qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, PLAIN)
-    weights = weights_of(logits, lse, scale, PLAIN)
-    if DROPOUT:
-        grad_weights = tl.where(kept(seed, head, queries, keys, dropout_p), grad_weights / (1.0 - dropout_p), 0.0)
-    grad = weights * (grad_weights - delta)
+    if Scores is not None:
+        rows_k, rows_q = start + tl.arange(0, BLOCK_N)[:, None], tl.trans(queries)
+        grad = tl.trans(load_kept_scores(Scores, rows_q, rows_k, pitch, seqlen_q, seqlen_kv))
+    else:
+        bias, distances = None, None
+        if Bias is not None:
+            bias = load_pairs(Bias, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, MASKED)
+        if Distances is not None:
+            distances = load_distances(Distances, queries, keys, distances_phase, seqlen_q, seqlen_kv, MASKED)
+        qk = tl.dot(q_0, tl.trans(k_0), input_precision=PRECISION)
+        if QK_1 > 0:
+            qk = tl.dot(q_1, tl.trans(k_1), qk, input_precision=PRECISION)
+        v_0 = load_tile(V, start, stride_vs, seqlen_kv, rows_allowed, BLOCK_N, 0, V_0, HEAD_DIM_V, MASKED, ALIGN)
+        grad_weights = tl.dot(grad_out_0, tl.trans(v_0), input_precision=PRECISION)
+        if V_1 > 0:
+            v_1 = load_tile(V, start, stride_vs, seqlen_kv, rows_allowed, BLOCK_N, V_0, V_1, HEAD_DIM_V, MASKED, ALIGN)
+            grad_weights = tl.dot(grad_out_1, tl.trans(v_1), grad_weights, input_precision=PRECISION)
+        logits, capped = change(qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, PLAIN)
+        weights = weights_of(logits, lse, scale, PLAIN)
+        if DROPOUT:
+            grad_weights = tl.where(kept(seed, head, queries, keys, dropout_p), grad_weights / (1.0 - dropout_p), 0.0)
+        grad = weights * (grad_weights - delta)
     if MASKED:
         allowed = is_allowed(
             queries, keys, lower, upper, document_q, document_k, keys_allowed, Mask, mask_q, mask_k,
@@ -126,9 +137,9 @@ def _step_q(
 @triton.jit
 def attention_grad_q(
     Q, K, V, GradOut, Lse, Delta, GradQ,
-    Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Seed,
+    Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Seed, Scores,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_gb, stride_gh, stride_gs, stride_dqb, stride_dqh, stride_dqs,
+    stride_gb, stride_gh, stride_gs, stride_dqb, stride_dqh, stride_dqs, pitch,
     rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
     tiles_b, tiles_h, tiles_row, bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
     heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
@@ -170,6 +181,8 @@ def attention_grad_q(
         Distances += head.to(tl.int64) * distances_h
     if Slopes is not None:
         slope = tl.load(Slopes + head)
+    if Scores is not None:
+        Scores = kept_scores(Scores, row, seqlen_kv, pitch)
     if DROPOUT:
         seed = tl.load(Seed)
     List = None
@@ -195,8 +208,8 @@ def attention_grad_q(
             grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, lse, delta,
             partial_tile(List, i, first, full_first, full_last),
             queries, lower, upper, document_q, slope, seed, row,
-            K, V, Keys, DocumentsK, Mask, Bias, Distances,
-            stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
+            K, V, Keys, DocumentsK, Mask, Bias, Distances, Scores,
+            stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
             band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
             BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
             HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, True,
@@ -206,8 +219,8 @@ def attention_grad_q(
             grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, lse, delta,
             tile,
             queries, lower, upper, document_q, slope, seed, row,
-            K, V, Keys, DocumentsK, Mask, Bias, Distances,
-            stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
+            K, V, Keys, DocumentsK, Mask, Bias, Distances, Scores,
+            stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
             band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
             BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
             HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, False,
@@ -220,8 +233,8 @@ def attention_grad_q(
 @triton.jit
 def _step_kv(
     grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1, tile, keys, keys_allowed, document_k, slope, seed, head,
-    Q, GradOut, Lse, Delta, Rows, rows_side, DocumentsQ, Mask, Bias, Distances,
-    stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase,
+    Q, GradOut, Lse, Delta, Rows, rows_side, DocumentsQ, Mask, Bias, Distances, Scores,
+    stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
     band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
     BLOCK_M: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
@@ -281,6 +294,8 @@ def _step_kv(
     grad = weights * (grad_weights - delta)
     if MASKED:
         grad = tl.where(allowed, grad, 0.0)
+    if Scores is not None:
+        keep_scores(Scores, queries, keys, pitch, grad, seqlen_q, seqlen_kv)
     if SOFTCAP:
         grad *= 1.0 - capped * capped
     grad = grad.to(q_0.dtype)
@@ -293,9 +308,9 @@ def _step_kv(
 @triton.jit
 def attention_grad_kv(
     Q, K, V, GradOut, Lse, Delta, GradK, GradV,
-    Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Seed,
+    Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Seed, Scores,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_gb, stride_gh, stride_gs, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
+    stride_gb, stride_gh, stride_gs, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs, pitch,
     rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
     tiles_b, tiles_h, tiles_row, bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
     heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
@@ -343,13 +358,15 @@ def attention_grad_kv(
         row = batch.to(tl.int64) * heads_q + head
         q_head = at_head(Q, batch, head, stride_qb, stride_qh, ALIGN)
         grad_head = at_head(GradOut, batch, head, stride_gb, stride_gh, ALIGN)
-        mask_head, bias_head, distances_head, slope = None, None, None, None
+        mask_head, bias_head, distances_head, scores_head, slope = None, None, None, None, None
         if Mask is not None:
             mask_head = Mask + batch.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h
         if Bias is not None:
             bias_head = Bias + batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
         if Distances is not None:
             distances_head = Distances + head.to(tl.int64) * distances_h
+        if Scores is not None:
+            scores_head = kept_scores(Scores, row, seqlen_kv, pitch)
         if Slopes is not None:
             slope = tl.load(Slopes + head)
         List = None
@@ -371,8 +388,8 @@ def attention_grad_kv(
                 partial_tile(List, i, first, full_first, full_last),
                 keys, keys_allowed, document_k, slope, seed, row,
                 q_head, grad_head, Lse + row * seqlen_q, Delta + row * seqlen_q, Rows, rows_side, DocumentsQ,
-                mask_head, bias_head, distances_head,
-                stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase,
+                mask_head, bias_head, distances_head, scores_head,
+                stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
                 band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
                 BLOCK_M, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
                 HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, True,
@@ -383,8 +400,8 @@ def attention_grad_kv(
                 tile,
                 keys, keys_allowed, document_k, slope, seed, row,
                 q_head, grad_head, Lse + row * seqlen_q, Delta + row * seqlen_q, Rows, rows_side, DocumentsQ,
-                mask_head, bias_head, distances_head,
-                stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase,
+                mask_head, bias_head, distances_head, scores_head,
+                stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
                 band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
                 BLOCK_M, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
                 HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, False,

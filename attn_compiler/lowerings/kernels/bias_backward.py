@@ -1,7 +1,7 @@
 """Gradients of what is added to the scores: a bias that broadcasts, or one number for each distance of key and query.
 
-Each program owns a tile of the result and adds up, in a fixed order, the scores' gradients of everything that broadcasts to it:
-two products again for each tile of the scores, no atomics, and never a tensor as large as the scores unless the bias is.
+Each program owns a tile of the result and adds up, in a fixed order, the scores' gradients of everything that broadcasts to it. It
+reads them where the backward kept them (backward.py), or takes two products again for each tile of the scores. No atomics.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from attn_compiler.lowerings.kernels.tile_parts import (
     change,
     is_allowed,
     kept,
+    kept_scores,
     load_distances,
+    load_kept_scores,
     load_pairs,
     load_tile,
 )
@@ -24,8 +26,8 @@ from attn_compiler.lowerings.kernels.tile_parts import (
 @triton.jit
 def _scores_gradient(
     start_q, start_k, batch, head,
-    Q, K, V, GradOut, Lse, Delta, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, seed,
-    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    Q, K, V, GradOut, Lse, Delta, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Scores, seed,
+    pitch, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_gb, stride_gh, stride_gs,
     rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
     bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
@@ -66,49 +68,57 @@ def _scores_gradient(
         queries, keys, lower, upper, document_q, document_k, keys_allowed, mask_head, mask_q, mask_k,
         band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
     )  # fmt: skip
-    grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    some = True
-    if SPARSE:
-        some = tl.max(tl.max(allowed.to(tl.int32), 1), 0) > 0
-    if some:
-        q_head = at_head(Q, batch, head, stride_qb, stride_qh, ALIGN)
-        k_head = at_head(K, batch, head // group, stride_kb, stride_kh, ALIGN)
-        v_head = at_head(V, batch, head // group, stride_vb, stride_vh, ALIGN)
-        grad_head = at_head(GradOut, batch, head, stride_gb, stride_gh, ALIGN)
-        q = load_tile(q_head, start_q, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
-        k = load_tile(k_head, start_k, stride_ks, seqlen_kv, None, BLOCK_N, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
-        bias, distances = None, None
-        if Bias is not None:
-            bias = load_pairs(bias_head, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, True)
-        if Distances is not None:
-            distances = load_distances(distances_head, queries, keys, distances_phase, seqlen_q, seqlen_kv, True)
-        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if QK_1 > 0:
-            q = load_tile(q_head, start_q, stride_qs, seqlen_q, None, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN)
-            k = load_tile(k_head, start_k, stride_ks, seqlen_kv, None, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN)
-            qk = tl.dot(q, tl.trans(k), qk, input_precision=PRECISION)
-        g = load_tile(grad_head, start_q, stride_gs, seqlen_q, None, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN)
-        v = load_tile(v_head, start_k, stride_vs, seqlen_kv, None, BLOCK_N, 0, V_0, HEAD_DIM_V, True, ALIGN)
-        grad_weights = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-        if V_1 > 0:
-            g = load_tile(grad_head, start_q, stride_gs, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
-            v = load_tile(v_head, start_k, stride_vs, seqlen_kv, None, BLOCK_N, V_0, V_1, HEAD_DIM_V, True, ALIGN)
-            grad_weights = tl.dot(g, tl.trans(v), grad_weights, input_precision=PRECISION)
-        logits, _ = change(qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, False)
-        weights = weights_of(logits, load_lse(Lse + row * seqlen_q, offsets, seqlen_q)[:, None], scale, False)
-        if DROPOUT:
-            keep = kept(seed, row, queries, keys, dropout_p)
-            grad_weights = tl.where(keep, grad_weights / (1.0 - dropout_p), 0.0)
-        delta = tl.load(Delta + row * seqlen_q + offsets, mask=inside, other=0.0)[:, None]
-        grad = tl.where(allowed, weights * (grad_weights - delta), 0.0)
+    if Scores is not None:
+        grad = load_kept_scores(kept_scores(Scores, row, seqlen_kv, pitch), queries, keys, pitch, seqlen_q, seqlen_kv)
+        grad = grad.to(tl.float32)
+        if SPARSE:
+            grad = tl.where(allowed, grad, 0.0)
+    else:
+        grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        some = True
+        if SPARSE:
+            some = tl.max(tl.max(allowed.to(tl.int32), 1), 0) > 0
+        if some:
+            q_head = at_head(Q, batch, head, stride_qb, stride_qh, ALIGN)
+            k_head = at_head(K, batch, head // group, stride_kb, stride_kh, ALIGN)
+            v_head = at_head(V, batch, head // group, stride_vb, stride_vh, ALIGN)
+            grad_head = at_head(GradOut, batch, head, stride_gb, stride_gh, ALIGN)
+            q = load_tile(q_head, start_q, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
+            k = load_tile(k_head, start_k, stride_ks, seqlen_kv, None, BLOCK_N, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
+            bias, distances = None, None
+            if Bias is not None:
+                bias = load_pairs(bias_head, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, True)
+            if Distances is not None:
+                distances = load_distances(distances_head, queries, keys, distances_phase, seqlen_q, seqlen_kv, True)
+            qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if QK_1 > 0:
+                q = load_tile(q_head, start_q, stride_qs, seqlen_q, None, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN)
+                k = load_tile(
+                    k_head, start_k, stride_ks, seqlen_kv, None, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN
+                )
+                qk = tl.dot(q, tl.trans(k), qk, input_precision=PRECISION)
+            g = load_tile(grad_head, start_q, stride_gs, seqlen_q, None, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN)
+            v = load_tile(v_head, start_k, stride_vs, seqlen_kv, None, BLOCK_N, 0, V_0, HEAD_DIM_V, True, ALIGN)
+            grad_weights = tl.dot(g, tl.trans(v), input_precision=PRECISION)
+            if V_1 > 0:
+                g = load_tile(grad_head, start_q, stride_gs, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
+                v = load_tile(v_head, start_k, stride_vs, seqlen_kv, None, BLOCK_N, V_0, V_1, HEAD_DIM_V, True, ALIGN)
+                grad_weights = tl.dot(g, tl.trans(v), grad_weights, input_precision=PRECISION)
+            logits, _ = change(qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, False)
+            weights = weights_of(logits, load_lse(Lse + row * seqlen_q, offsets, seqlen_q)[:, None], scale, False)
+            if DROPOUT:
+                keep = kept(seed, row, queries, keys, dropout_p)
+                grad_weights = tl.where(keep, grad_weights / (1.0 - dropout_p), 0.0)
+            delta = tl.load(Delta + row * seqlen_q + offsets, mask=inside, other=0.0)[:, None]
+            grad = tl.where(allowed, weights * (grad_weights - delta), 0.0)
     return grad
 
 
 @triton.jit
 def attention_grad_bias(
     Q, K, V, GradOut, Lse, Delta, Grad,
-    Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Seed,
-    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Seed, Scores,
+    pitch, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_gb, stride_gh, stride_gs, grad_b, grad_h, grad_q, grad_k,
     rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
     bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
@@ -144,8 +154,8 @@ def attention_grad_bias(
         m, rest = rest % count_m, rest // count_m
         grad += _scores_gradient(
             (block_q + m) * BLOCK_M, (block_k + n) * BLOCK_N, batch_0 + rest // count_h, head_0 + rest % count_h,
-            Q, K, V, GradOut, Lse, Delta, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes,
-            seed, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
+            Q, K, V, GradOut, Lse, Delta, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Scores,
+            seed, pitch, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
             stride_vs, stride_gb, stride_gh, stride_gs,
             rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
             bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
@@ -171,8 +181,8 @@ def attention_grad_bias(
 @triton.jit
 def attention_grad_distances(
     Q, K, V, GradOut, Lse, Delta, Grad,
-    Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Seed,
-    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Seed, Scores,
+    pitch, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_gb, stride_gh, stride_gs, grad_h,
     rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
     bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
@@ -203,8 +213,8 @@ def attention_grad_distances(
         m, rest = first + i % count_m, i // count_m
         grad += _scores_gradient(
             m * BLOCK_M, (m + offset) * BLOCK_N, batch_0 + rest // count_h, head_0 + rest % count_h,
-            Q, K, V, GradOut, Lse, Delta, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes,
-            seed, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
+            Q, K, V, GradOut, Lse, Delta, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Scores,
+            seed, pitch, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
             stride_vs, stride_gb, stride_gh, stride_gs,
             rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
             bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,

@@ -244,3 +244,24 @@ def partial_tile(List, i, first, full_first, full_last):
         before = full_first - first
         tile = tl.where(i < before, first + i, full_last + i - before)
     return tile
+
+
+@triton.jit
+def kept_scores(Scores, row, seqlen_kv, pitch):
+    """Where one head keeps its scores' gradients: (Skv, pitch), of which the first Sq of each row are used."""
+    return Scores + row * seqlen_kv * tl.multiple_of(pitch, 16)
+
+
+@triton.jit
+def keep_scores(scores, queries, keys, pitch, tile, seqlen_q, seqlen_kv):
+    """Write a tile there, in the dtype of the tensor."""
+    inside = (queries < seqlen_q) & (keys < seqlen_kv)
+    pointers = scores + keys.to(tl.int64) * tl.multiple_of(pitch, 16) + queries
+    tl.store(pointers, tile.to(scores.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_kept_scores(scores, queries, keys, pitch, seqlen_q, seqlen_kv):
+    """A tile as it was written; whatever where no tile was, and 0 beyond the last query and key."""
+    inside = (queries < seqlen_q) & (keys < seqlen_kv)
+    return tl.load(scores + keys.to(tl.int64) * tl.multiple_of(pitch, 16) + queries, mask=inside, other=0.0)
