@@ -63,10 +63,16 @@ def _compile(
     targets = {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
     rewritten = rewrite(gm, own)
     _require_available(own, rewritten.report, targets, LOWERINGS)
-    publish(rewritten.report, own)
     # Before the graph is given away: the compiler changes it.
     plan = prepare(gm, rewritten) if own.verify else None
-    compiled = _compile_inner(gm, example_inputs, own, patches, cache_key(own, targets), name)
+    try:
+        compiled = _compile_inner(gm, example_inputs, own, patches, cache_key(own, targets), name)
+    except Exception as error:
+        # What failed has its report. What starts over comes again, with a report of its own.
+        if not torch_compat.starts_over(error):
+            publish(rewritten.report, own)
+        raise
+    publish(rewritten.report, own)
     return checked(compiled, plan)
 
 

@@ -122,6 +122,13 @@ def compile_with_backend(name: str, gm: fx.GraphModule, example_inputs: Sequence
     return lookup_backend(name)(gm, list(example_inputs))
 
 
+def starts_over(error: Exception) -> bool:
+    """Whether it makes Dynamo trace the frame again: a compiler that found a float to be fixed has the graph made anew without it."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    return isinstance(error, RestartAnalysis)
+
+
 class CacheKeyPass(CustomGraphPass):
     """Changes no graph: puts `key` into the keys of both compile caches, which take in the uuid of every custom pass.
 

@@ -110,6 +110,26 @@ def test_passes_rewrite_then_publish_then_compile(pipeline: Pipeline) -> None:
     assert pipeline.published == [(pipeline.report, Options(inner="eager", strict=True))]
 
 
+def test_a_graph_that_dynamo_traces_again_has_one_report() -> None:
+    report.reset()
+    attend = nn.functional.scaled_dot_product_attention
+    scaled = torch.compile(lambda q, scale: attend(q, q, q, scale=scale), backend="attn_compiler", dynamic=True)
+    torch._dynamo.utils.counters.clear()
+    q = torch.randn(1, 2, 5, 8)
+    torch.testing.assert_close(scaled(q, 0.5), attend(q, q, q, scale=0.5))
+    assert len(report.reports()) == torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_what_the_inner_compiler_fails_on_has_its_report(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ValueError("no code for this")
+
+    monkeypatch.setattr(torch_compat, "compile_with_inductor", fails)
+    with pytest.raises(Exception, match="no code for this"):
+        _compile(lambda a: torch.sin(a))(torch.randn(3))
+    assert [found for found, _ in pipeline.published] == [pipeline.report]
+
+
 class _Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

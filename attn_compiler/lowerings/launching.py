@@ -56,7 +56,7 @@ class Alike:
     """
 
     device: torch.device
-    launches: dict[int, _Ready] = field(default_factory=dict)
+    launches: dict[tuple[int, str], _Ready] = field(default_factory=dict)
     empties: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -92,14 +92,23 @@ def alike(text: str, tensors: Sequence[torch.Tensor]) -> Alike:
     return found
 
 
-def launch(kernel: Any, same: Alike, tensors: Mapping[str, torch.Tensor], arguments: Callable[[], Arguments]) -> None:
+def launch(
+    kernel: Any,
+    same: Alike,
+    tensors: Mapping[str, torch.Tensor],
+    arguments: Callable[[], Arguments],
+    part: str = "",
+) -> None:
     """Run a kernel on the current device, which has to be the tensors'.
 
-    tensors: of the call, by name. arguments: is asked the first time only, so it may depend on nothing but `same`.
+    tensors: of the call, by name. arguments: is asked the first time only, so it may depend on nothing but `same`. part: tells
+    launches of one kernel in one call apart.
     """
-    ready = same.launches.get(id(kernel))
+    ready = same.launches.get((id(kernel), part))
     if ready is None:
-        _first_launch(kernel, same, tensors, arguments())
+        first = _first_launch(kernel, tensors, arguments())
+        if first is not None:
+            same.launches[id(kernel), part] = first
         return
     values = ready.values.copy()
     for position, name in ready.where:
@@ -114,18 +123,19 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def _first_launch(kernel: Any, same: Alike, tensors: Mapping[str, torch.Tensor], found: Arguments) -> None:
+def _first_launch(kernel: Any, tensors: Mapping[str, torch.Tensor], found: Arguments) -> _Ready | None:
+    """What further launches need; None if there is nothing to launch, or nothing to keep of it."""
     if 0 in found.grid:
-        return
+        return None
     given = {name: None if source is None else _bytes(tensors[source]) for name, source in found.tensors.items()}
     options = {} if found.tile is None else {"num_warps": found.tile.warps, "num_stages": found.tile.stages}
     compiled = kernel[found.grid](**given, **found.numbers, **options)
     if compiled is None:  # The interpreter compiles nothing.
-        return
+        return None
     names = kernel.arg_names
     where = tuple((i, source) for i, name in enumerate(names) if (source := found.tensors.get(name)) is not None)
     values = [found.numbers.get(name) for name in names]
-    same.launches[id(kernel)] = _Ready(kernel=kernel, compiled=compiled, grid=found.grid, values=values, where=where)
+    return _Ready(kernel=kernel, compiled=compiled, grid=found.grid, values=values, where=where)
 
 
 def _start(ready: _Ready, device: torch.device, values: Sequence[Any]) -> None:

@@ -94,8 +94,8 @@ class _Backward:
         scores = "Scores" if "Scores" in self.tensors else None
         return {**names, **operand_parameters(self.prepared), "Scores": scores}
 
-    def launch(self, kernel: Any, arguments: Callable[[_Backward], Arguments]) -> None:
-        launch(kernel, self.same, self.tensors, functools.partial(arguments, self))
+    def launch(self, kernel: Any, arguments: Callable[[_Backward], Arguments], part: str = "") -> None:
+        launch(kernel, self.same, self.tensors, functools.partial(arguments, self), part)
 
 
 def gradients(
@@ -155,7 +155,7 @@ def single_gradients(
     _add_empty_gradients(shared)
     return {
         "grad_q": functools.partial(shared.launch, backward.attention_grad_q, _grad_q),
-        "grad_kv": functools.partial(shared.launch, backward.attention_grad_kv, _grad_kv),
+        "grad_kv": functools.partial(_launch_grad_kv, shared),
     }
 
 
@@ -163,7 +163,7 @@ def _all_gradients(shared: _Backward) -> tuple[torch.Tensor, torch.Tensor, torch
     _add_empty_gradients(shared)
     _add_scores(shared)
     # In this order, since it keeps the scores that the others read.
-    shared.launch(backward.attention_grad_kv, _grad_kv)
+    _launch_grad_kv(shared)
     shared.launch(backward.attention_grad_q, _grad_q)
     further = {"bias": _grad_bias, "distances": _grad_distances, "sinks": _grad_sinks}
     grads = [further[name](shared) for name in shared.prepared.plan.differentiable]
@@ -250,10 +250,15 @@ def _grad_q(shared: _Backward) -> Arguments:
     )
 
 
-def _grad_kv(shared: _Backward) -> Arguments:
+def _launch_grad_kv(shared: _Backward) -> None:
+    for part in ("k", "v") if shared.prepared.call.tiles.grad_kv.apart else ("kv",):
+        shared.launch(backward.attention_grad_kv, functools.partial(_grad_kv, part=part), part)
+
+
+def _grad_kv(shared: _Backward, part: str) -> Arguments:
     tile, grad_k, grad_v = shared.prepared.call.tiles.grad_kv, shared.tensors["GradK"], shared.tensors["GradV"]
     numbers = {**shared.numbers(), **lists(shared.tensors.get("tiles_by_key"))}
-    numbers |= {**strides("dk", grad_k), **strides("dv", grad_v)}
+    numbers |= {**strides("dk", grad_k), **strides("dv", grad_v), "FOR_K": "k" in part, "FOR_V": "v" in part}
     return Arguments(
         grid=(triton.cdiv(grad_k.shape[2], tile.keys), grad_k.shape[1], grad_k.shape[0]),
         tensors={**shared.parameters("GradK", "GradV"), "Tiles": shared.prepared.present("tiles_by_key")},

@@ -105,12 +105,16 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """One kernel's tile of the scores, queries × keys, and how it is compiled."""
+    """One kernel's tile of the scores, queries × keys, and how it is compiled.
+
+    apart: of dk and dv, each in a pass of its own, which is five products instead of four, and half the sums to hold.
+    """
 
     queries: int
     keys: int
     warps: int
     stages: int
+    apart: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -123,6 +123,15 @@ def test_kernels_of_one_call_are_kept_apart() -> None:
     assert (len(one.compiled.runs), len(other.compiled.runs)) == (1, 0)
 
 
+def test_parts_of_one_kernel_are_kept_apart() -> None:
+    kernel, asked = Kernel(), list[int]()
+    q = torch.empty(4, 8)
+    for part in ("k", "v", "k"):
+        launch(kernel, alike("text", (q,)), {"q": q, "out": q}, arguments(asked), part)
+    assert len(asked) == 2
+    assert len(kernel.compiled.runs) == 1
+
+
 def test_profilers_that_hook_into_launches_see_them(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, asked = Kernel(), list[int]()
     q = torch.empty(4, 8)

@@ -167,6 +167,20 @@ def test_biases_too_large_to_keep_the_scores_gradients(case: Case, monkeypatch: 
     kernel_problems.assert_within_rule(results(problem), problem)
 
 
+def apart(problem: Problem) -> Problem:
+    """With dk and dv in passes of their own."""
+    call = Call.from_text(problem.text)
+    tiles = dataclasses.replace(call.tiles, grad_kv=dataclasses.replace(call.tiles.grad_kv, apart=True))
+    return dataclasses.replace(problem, text=dataclasses.replace(call, tiles=tiles).to_text())
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["plain", "all_masks", "bias_hqk_causal", "everything", "dropout", "head_dims_80_48"])
+def test_gradients_of_keys_and_values_apart(name: str) -> None:
+    problem = apart(build(BY_NAME[name]))
+    kernel_problems.assert_within_rule(results(problem), problem)
+
+
 # ---- what is launched ---------------------------------------------------------------------------------------------
 
 
@@ -187,7 +201,7 @@ def launched(problem: Problem) -> dict[str, Arguments]:
     """The arguments of each kernel of a forward and a backward, none of which runs."""
     found: dict[str, Arguments] = {}
 
-    def record(kernel: Any, same: Any, tensors: Any, arguments: Callable[[], Arguments]) -> None:
+    def record(kernel: Any, same: Any, tensors: Any, arguments: Callable[[], Arguments], part: str = "") -> None:
         found[kernel.fn.__name__] = arguments()
 
     with planned(problem.plan), mock.patch.object(triton_launch, "launch", record), torch.no_grad():

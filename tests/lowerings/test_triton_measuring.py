@@ -66,9 +66,9 @@ def test_tiles_are_those_asked_for() -> None:
     seen: list[Tile] = []
     launch = triton_launch.launch
 
-    def looking(function: Any, same: Any, tensors: Any, arguments: Callable[[], Arguments]) -> None:
+    def looking(function: Any, same: Any, tensors: Any, arguments: Callable[[], Arguments], part: str = "") -> None:
         seen.append(arguments().tile)
-        launch(function, same, tensors, arguments)
+        launch(function, same, tensors, arguments, part)
 
     wide = dataclasses.replace(SMALL, keys=64)
     with mock.patch.object(triton_launch, "launch", looking):

@@ -240,6 +240,7 @@ def _step_kv(
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
     PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
+    FOR_K: tl.constexpr, FOR_V: tl.constexpr,
 ):  # fmt: skip
     """What one block of queries adds to the gradients of a block of keys. The scores are transposed: (N, M)."""
     start = tile * BLOCK_M
@@ -281,27 +282,29 @@ def _step_kv(
     if DROPOUT:
         keep = kept(seed, head, queries, keys, dropout_p)
         used = tl.where(keep, weights / (1.0 - dropout_p), 0.0)
-    used = used.to(grad_out_0.dtype)
-    grad_v_0 = tl.dot(used, grad_out_0, grad_v_0, input_precision=PRECISION)
-    if V_1 > 0:
-        grad_v_1 = tl.dot(used, grad_out_1, grad_v_1, input_precision=PRECISION)
-    grad_weights = tl.dot(v_0, tl.trans(grad_out_0), input_precision=PRECISION)
-    if V_1 > 0:
-        grad_weights = tl.dot(v_1, tl.trans(grad_out_1), grad_weights, input_precision=PRECISION)
-    if DROPOUT:
-        grad_weights = tl.where(keep, grad_weights / (1.0 - dropout_p), 0.0)
-    delta = tl.load(Delta + offsets, mask=inside, other=0.0)[None, :]
-    grad = weights * (grad_weights - delta)
-    if MASKED:
-        grad = tl.where(allowed, grad, 0.0)
-    if Scores is not None:
-        keep_scores(Scores, queries, keys, pitch, grad, seqlen_q, seqlen_kv)
-    if SOFTCAP:
-        grad *= 1.0 - capped * capped
-    grad = grad.to(q_0.dtype)
-    grad_k_0 = tl.dot(grad, q_0, grad_k_0, input_precision=PRECISION)
-    if QK_1 > 0:
-        grad_k_1 = tl.dot(grad, q_1, grad_k_1, input_precision=PRECISION)
+    if FOR_V:
+        used = used.to(grad_out_0.dtype)
+        grad_v_0 = tl.dot(used, grad_out_0, grad_v_0, input_precision=PRECISION)
+        if V_1 > 0:
+            grad_v_1 = tl.dot(used, grad_out_1, grad_v_1, input_precision=PRECISION)
+    if FOR_K:
+        grad_weights = tl.dot(v_0, tl.trans(grad_out_0), input_precision=PRECISION)
+        if V_1 > 0:
+            grad_weights = tl.dot(v_1, tl.trans(grad_out_1), grad_weights, input_precision=PRECISION)
+        if DROPOUT:
+            grad_weights = tl.where(keep, grad_weights / (1.0 - dropout_p), 0.0)
+        delta = tl.load(Delta + offsets, mask=inside, other=0.0)[None, :]
+        grad = weights * (grad_weights - delta)
+        if MASKED:
+            grad = tl.where(allowed, grad, 0.0)
+        if Scores is not None:
+            keep_scores(Scores, queries, keys, pitch, grad, seqlen_q, seqlen_kv)
+        if SOFTCAP:
+            grad *= 1.0 - capped * capped
+        grad = grad.to(q_0.dtype)
+        grad_k_0 = tl.dot(grad, q_0, grad_k_0, input_precision=PRECISION)
+        if QK_1 > 0:
+            grad_k_1 = tl.dot(grad, q_1, grad_k_1, input_precision=PRECISION)
     return grad_k_0, grad_k_1, grad_v_0, grad_v_1
 
 
@@ -318,9 +321,12 @@ def attention_grad_kv(
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
     PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
-    MASK_ALL: tl.constexpr,
+    MASK_ALL: tl.constexpr, FOR_K: tl.constexpr, FOR_V: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of keys, Hkv, B). Sums over the query heads of the group, in their order."""
+    """Grid: (blocks of keys, Hkv, B). Sums over the query heads of the group, in their order.
+
+    FOR_K, FOR_V: what is asked for. Wide heads leave no room for both sums beside the tiles.
+    """
     block, head_kv, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = block * BLOCK_N
     offsets = start + tl.arange(0, BLOCK_N)
@@ -392,7 +398,7 @@ def attention_grad_kv(
                 stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
                 band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
                 BLOCK_M, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
-                HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, True,
+                HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, True, FOR_K, FOR_V,
             )  # fmt: skip
         for tile in tl.range(full_first, full_last):
             grad_k_0, grad_k_1, grad_v_0, grad_v_1 = _step_kv(
@@ -404,11 +410,13 @@ def attention_grad_kv(
                 stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
                 band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
                 BLOCK_M, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
-                HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, False,
+                HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, False, FOR_K, FOR_V,
             )  # fmt: skip
-    store_tile(GradK, start, stride_dks, seqlen_kv, grad_k_0 * scale, BLOCK_N, 0, QK_0, HEAD_DIM_QK)
-    store_tile(GradV, start, stride_dvs, seqlen_kv, grad_v_0, BLOCK_N, 0, V_0, HEAD_DIM_V)
-    if QK_1 > 0:
-        store_tile(GradK, start, stride_dks, seqlen_kv, grad_k_1 * scale, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK)
-    if V_1 > 0:
-        store_tile(GradV, start, stride_dvs, seqlen_kv, grad_v_1, BLOCK_N, V_0, V_1, HEAD_DIM_V)
+    if FOR_K:
+        store_tile(GradK, start, stride_dks, seqlen_kv, grad_k_0 * scale, BLOCK_N, 0, QK_0, HEAD_DIM_QK)
+        if QK_1 > 0:
+            store_tile(GradK, start, stride_dks, seqlen_kv, grad_k_1 * scale, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK)
+    if FOR_V:
+        store_tile(GradV, start, stride_dvs, seqlen_kv, grad_v_0, BLOCK_N, 0, V_0, HEAD_DIM_V)
+        if V_1 > 0:
+            store_tile(GradV, start, stride_dvs, seqlen_kv, grad_v_1, BLOCK_N, V_0, V_1, HEAD_DIM_V)

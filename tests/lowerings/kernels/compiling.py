@@ -90,7 +90,9 @@ def _launch_of(problem: Problem, name: str) -> tuple[Any, dict[str, Any], dict[s
     """The kernel, its arguments by name and its options, as they are launched."""
     found: dict[str, Any] = {}
 
-    def record(kernel: Any, same: Any, tensors: Mapping[str, Any], arguments: Callable[[], Arguments]) -> None:
+    def record(
+        kernel: Any, same: Any, tensors: Mapping[str, Any], arguments: Callable[[], Arguments], part: str = ""
+    ) -> None:
         asked = arguments()
         if asked.tile is not None:
             options = {"num_warps": asked.tile.warps, "num_stages": asked.tile.stages}
