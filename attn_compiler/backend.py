@@ -84,8 +84,13 @@ def _compile_inner(
     key: str,
     region: str | None,
 ) -> Callable[..., Any]:
+    # As above: imports the lowerings.
+    from attn_compiler.lowerings.ops import without_autograd
+
     if options.inner == "inductor":
-        return torch_compat.compile_with_inductor(gm, example_inputs, patches=patches, cache_key=key, region=region)
+        return torch_compat.compile_with_inductor(
+            gm, example_inputs, patches=patches, cache_key=key, joint_pass=without_autograd, region=region
+        )
     if patches:
         log.warning("inner=%r ignores Inductor's options: %s", options.inner, ", ".join(patches))
     return torch_compat.compile_with_backend(options.inner, gm, example_inputs)

@@ -97,10 +97,12 @@ def compile_with_inductor(
     *,
     patches: dict[str, Any],
     cache_key: str,
+    joint_pass: GraphPass,
     region: str | None = None,
 ) -> CompiledFn:
     """Inductor's compile_fx. It takes ownership of `gm`. region: torch.compile's `name=`, where this torch has it.
 
+    joint_pass: runs on the graph of the forward or, in training, of both, once autograd was traced; has to be covered by the key.
     The patches also hold for the backward, which is compiled later, outside of this call. cache_key: what decides the
     compiled code besides the graph and the config; it enters the keys of the AOTAutograd and FX graph caches.
     """
@@ -108,7 +110,7 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx
 
     users = patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
-    patches = {**patches, "joint_custom_pre_pass": CacheKeyPass(cache_key, before=_as_passes(users))}
+    patches = {**patches, "joint_custom_pre_pass": JointPass(cache_key, joint_pass, before=_as_passes(users))}
     extra: dict[str, Any] = {}
     if region is not None and "compile_region_name" in inspect.signature(compile_fx).parameters:
         extra["compile_region_name"] = region
@@ -129,19 +131,20 @@ def starts_over(error: Exception) -> bool:
     return isinstance(error, RestartAnalysis)
 
 
-class CacheKeyPass(CustomGraphPass):
-    """Changes no graph: puts `key` into the keys of both compile caches, which take in the uuid of every custom pass.
+class JointPass(CustomGraphPass):
+    """Runs our pass, and puts `key` into the keys of both compile caches, which take in the uuid of every custom pass.
 
-    Without it an artifact of another version or other options is reused, backward included. before: the passes that the
-    user had set in the same place; they run, and count in the key, as they would without us.
+    Without that an artifact of another version or other options is reused, backward included. key: covers `own`. before: the passes
+    that the user had set in the same place; they run, and count in the key, as they would without us.
     """
 
-    def __init__(self, key: str, before: tuple[GraphPass, ...] = ()) -> None:
+    def __init__(self, key: str, own: GraphPass, before: tuple[GraphPass, ...] = ()) -> None:
         self.key = key
+        self.own = own
         self.before = before
 
     def __call__(self, graph: fx.Graph) -> None:
-        for graph_pass in self.before:
+        for graph_pass in (*self.before, self.own):
             graph_pass(graph)
 
     def uuid(self) -> Any | None:

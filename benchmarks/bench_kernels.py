@@ -33,7 +33,6 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from attn_compiler.lowerings.triton_plan import Tile
 from attn_compiler.target import Target
 from benchmarks import harness, kernel_cases, kernel_peers
 from benchmarks.harness import BACKEND
@@ -252,11 +251,7 @@ def _tiles(problem: Problem, which: Pass) -> str:
     tiles = problem.tiles
     ran = {"forward": [tiles.forward], "backward": [tiles.grad_q, tiles.grad_kv]}
     ran["both"] = ran["forward"] + ran["backward"]
-    return ", ".join(map(_tile, ran[which]))
-
-
-def _tile(tile: Tile) -> str:
-    return f"{tile.queries}x{tile.keys} w{tile.warps} s{tile.stages}"
+    return ", ".join(tile.words for tile in ran[which])
 
 
 def _reason(failure: Exception, said: Sequence[warnings.WarningMessage]) -> str:

@@ -59,18 +59,29 @@ class _Recorder(CustomGraphPass):
         return self._uuid
 
 
+def unchanged(graph: fx.Graph) -> None:
+    pass
+
+
+def test_our_pass_runs_after_the_users() -> None:
+    order: list[str] = []
+    ours = torch_compat.JointPass("key", lambda _: order.append("ours"), before=(lambda _: order.append("the user's"),))
+    ours(fx.Graph())
+    assert order == ["the user's", "ours"]
+
+
 def test_cache_key_pass_runs_and_counts_the_users_passes() -> None:
     first, second = _Recorder("first"), _Recorder("second")
-    ours = torch_compat.CacheKeyPass("key", before=(first, second))
+    ours = torch_compat.JointPass("key", unchanged, before=(first, second))
     ours(fx.Graph())
     assert (len(first.cudagraphs), len(second.cudagraphs)) == (1, 1)
-    assert ours.uuid() != torch_compat.CacheKeyPass("key").uuid()
-    assert ours.uuid() != torch_compat.CacheKeyPass("other key", before=(first, second)).uuid()
+    assert ours.uuid() != torch_compat.JointPass("key", unchanged).uuid()
+    assert ours.uuid() != torch_compat.JointPass("other key", unchanged, before=(first, second)).uuid()
 
 
 @pytest.mark.parametrize("uncacheable", [_Recorder(uuid=None), lambda graph: None])
 def test_a_users_pass_without_uuid_still_switches_caching_off(uncacheable: Any) -> None:
-    assert torch_compat.CacheKeyPass("key", before=(uncacheable,)).uuid() is None
+    assert torch_compat.JointPass("key", unchanged, before=(uncacheable,)).uuid() is None
 
 
 def _capture(gm: fx.GraphModule, seen: list[fx.GraphModule]) -> Callable[..., Any]:
@@ -96,7 +107,9 @@ def test_patches_and_the_users_pass_reach_forward_and_lazy_backward() -> None:
     patches = {"triton.cudagraphs": True, "joint_custom_pre_pass": recorder, "post_grad_custom_pre_pass": recorder}
 
     def backend(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        return torch_compat.compile_with_inductor(gm, inputs, patches=patches, cache_key="test", region="here")
+        return torch_compat.compile_with_inductor(
+            gm, inputs, patches=patches, cache_key="test", joint_pass=unchanged, region="here"
+        )
 
     weight = torch.randn(4, 4, requires_grad=True)
     x = torch.randn(4, 4)
@@ -114,7 +127,7 @@ def test_a_pass_set_in_inductors_config_is_kept() -> None:
     recorder = _Recorder()
 
     def backend(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        return torch_compat.compile_with_inductor(gm, inputs, patches={}, cache_key="test")
+        return torch_compat.compile_with_inductor(gm, inputs, patches={}, cache_key="test", joint_pass=unchanged)
 
     with torch._inductor.config.patch(force_disable_caches=True, joint_custom_pre_pass=recorder):
         torch.compile(lambda a: a @ a, backend=backend)(torch.randn(4, 4))

@@ -174,7 +174,7 @@ class _Search:
                 self._times[kernel][tile] = self._measure(kernel, self._with(kernel, tile))
             except Unfit as error:
                 self.failure = str(error)
-                log.debug("autotune left out %s %s: %s", kernel, _name(tile), error)
+                log.debug("autotune left out %s %s: %s", kernel, tile.words, error)
             advance()
 
     def _with(self, kernel: str, tile: Tile) -> Tiles:
@@ -277,12 +277,8 @@ def _compared(kernel: str, chosen: Tile, own: Tile, times: Mapping[Tile, float])
     def timed(tile: Tile) -> str:
         return f"{times[tile]:.0f} µs" if tile in times else "not measurable"
 
-    against = "as in the table" if chosen == own else f"the table's {_name(own)} {timed(own)}"
-    return f"{_WORDS[kernel]} {_name(chosen)} {timed(chosen)} ({against})"
-
-
-def _name(tile: Tile) -> str:
-    return f"{tile.queries}x{tile.keys} w{tile.warps} s{tile.stages}"
+    against = "as in the table" if chosen == own else f"the table's {own.words} {timed(own)}"
+    return f"{_WORDS[kernel]} {chosen.words} {timed(chosen)} ({against})"
 
 
 def _shape(spec: AttentionSpec) -> str:

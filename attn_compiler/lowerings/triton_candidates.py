@@ -44,8 +44,8 @@ class Row:
     listed_grad_q: tuple[Tile, ...] = ()
 
 
-def _tiles(*given: tuple[int, int, int, int]) -> tuple[Tile, ...]:
-    return tuple(Tile(queries=q, keys=k, warps=warps, stages=stages) for q, k, warps, stages in given)
+def _tiles(*given: tuple[int, int, int, int], apart: bool = False) -> tuple[Tile, ...]:
+    return tuple(Tile(queries=q, keys=k, warps=warps, stages=stages, apart=apart) for q, k, warps, stages in given)
 
 
 ROWS: tuple[Row, ...] = (
@@ -76,7 +76,7 @@ ROWS: tuple[Row, ...] = (
         forward=_tiles((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 3)),
         grad_q=_tiles((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3)),
         grad_kv=_tiles(
-            (64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (64, 64, 8, 2), (32, 128, 8, 3), (32, 64, 8, 2)
+            (64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (32, 128, 8, 3), (32, 64, 8, 2)
         ),
         listed_grad_q=_tiles((128, 128, 8, 1), (128, 128, 8, 2)),
     ),
@@ -94,7 +94,10 @@ ROWS: tuple[Row, ...] = (
         first_sm=90,
         forward=_tiles((128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2)),
         grad_q=_tiles((128, 32, 8, 2), (64, 32, 4, 1), (64, 32, 4, 2), (128, 64, 8, 1)),
-        grad_kv=_tiles((32, 32, 4, 2), (32, 32, 8, 2), (32, 64, 8, 1), (32, 64, 8, 2)),
+        grad_kv=(
+            *_tiles((32, 32, 4, 2), (32, 64, 8, 2)),
+            *_tiles((32, 128, 8, 2), (32, 64, 4, 2), (64, 128, 8, 1), apart=True),
+        ),
         listed_grad_q=_tiles((128, 32, 8, 1), (64, 64, 4, 1)),
     ),
     Row(

@@ -116,6 +116,11 @@ class Tile:
     stages: int
     apart: bool = False
 
+    @property
+    def words(self) -> str:
+        """For people: "64x128 w8 s3"."""
+        return f"{self.queries}x{self.keys} w{self.warps} s{self.stages}" + (" apart" if self.apart else "")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:

@@ -3,10 +3,14 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
+from attn_compiler import torch_compat
 from attn_compiler.lowerings import ops
 from tests import cases, numerics
 from tests.cases import BY_NAME, Inputs
@@ -41,6 +45,33 @@ def test_opcheck_of_the_backward(name: str) -> None:
     out, lse = leaf(inputs)
     arguments = (out, lse, inputs.q, inputs.k, inputs.v, operands(inputs), out, lse, inputs.spec.to_text())
     torch.library.opcheck(torch.ops.attn_compiler.reference_backward.default, arguments)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_compiled_code_calls_the_leaf_op_without_its_formula(training: bool) -> None:
+    inputs = cases.build(BY_NAME["causal"], needs_grad=training)
+    calls: list[str] = []
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        given = operands(inputs)
+        out: torch.Tensor = torch.ops.attn_compiler.reference(q, k, v, given, inputs.spec.to_text())[0]
+        return out
+
+    def noted(graph: fx.Graph) -> None:
+        ops.without_autograd(graph)
+        calls.extend(str(node.target) for node in graph.nodes if "attn_compiler" in str(node.target))
+
+    def backend(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
+        return torch_compat.compile_with_inductor(gm, given, patches={}, cache_key=str(training), joint_pass=noted)
+
+    with torch._inductor.config.patch(force_disable_caches=True):  # type: ignore[attr-defined]
+        found = torch.compile(run, backend=backend)(inputs.q, inputs.k, inputs.v)
+    torch.testing.assert_close(found, leaf(inputs)[0])
+    backward = ["attn_compiler.reference_backward.default"] if training else []
+    assert calls == ["attn_compiler.reference_forward.default", *backward]
+    if training:
+        right = torch.autograd.grad(leaf(inputs)[0].sum(), inputs.q)[0]
+        torch.testing.assert_close(torch.autograd.grad(found.sum(), inputs.q)[0], right)
 
 
 def test_out_is_bshd_in_memory_and_lse_contiguous() -> None:

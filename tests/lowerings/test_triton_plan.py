@@ -42,3 +42,14 @@ def test_a_call_is_its_text() -> None:
     call = Call(spec=make_spec(mask=mask, seqlen_q="s0"), tiles=TILES)
     assert Call.from_text(call.to_text()) == call
     assert Call(spec=call.spec, tiles=dataclasses.replace(TILES, grad_kv=TILE)).to_text() != call.to_text()
+
+
+def test_words_of_a_tile() -> None:
+    assert TILE.words == f"{TILE.queries}x{TILE.keys} w{TILE.warps} s{TILE.stages}"
+    assert dataclasses.replace(TILE, apart=True).words == f"{TILE.words} apart"
+
+
+def test_a_tile_whose_gradients_are_apart_survives_its_text() -> None:
+    tiles = dataclasses.replace(TILES, grad_kv=dataclasses.replace(TILE, apart=True))
+    call = Call(spec=make_spec(), tiles=tiles)
+    assert Call.from_text(call.to_text()) == call
