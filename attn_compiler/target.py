@@ -15,6 +15,7 @@ from typing import Any
 TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-windows")
+FLASH_ATTN_4_DISTRIBUTION = "flash-attn-4"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +25,7 @@ class Target:
     torch, triton: version strings, "" if absent. disabled: SDPA kernels that the user switched off ("flash",
     "efficient", "cudnn", "math"), read once when a graph is compiled. deterministic:
     torch.use_deterministic_algorithms is on. triton_interpreted: Triton's kernels run in its interpreter, on any device.
+    flash_attn_4: its version, "" if absent or without a GPU. mixed_gpus: the process sees GPUs of several architectures.
     """
 
     device: str
@@ -34,6 +36,8 @@ class Target:
     disabled: frozenset[str] = frozenset()
     deterministic: bool = False
     triton_interpreted: bool = False
+    flash_attn_4: str = ""
+    mixed_gpus: bool = False
 
     @staticmethod
     def current(device: str) -> Target:
@@ -55,6 +59,8 @@ class Target:
             disabled=_disabled_kernels(),
             deterministic=torch_module.are_deterministic_algorithms_enabled(),
             triton_interpreted=TRITON_INTERPRETED,
+            flash_attn_4=_version(FLASH_ATTN_4_DISTRIBUTION) if has_gpu else "",
+            mixed_gpus=has_gpu and _has_mixed_gpus(),
         )
 
     @staticmethod
@@ -68,6 +74,8 @@ class Target:
         disabled: frozenset[str] = frozenset(),
         deterministic: bool = False,
         triton_interpreted: bool = False,
+        flash_attn_4: str = "",
+        mixed_gpus: bool = False,
     ) -> Target:
         """A made-up machine: an H200 with cuDNN 9.19.0 unless told otherwise; on "cpu", sm and cudnn default to 0."""
         on_gpu = device == "cuda"
@@ -80,6 +88,8 @@ class Target:
             disabled=disabled,
             deterministic=deterministic,
             triton_interpreted=triton_interpreted,
+            flash_attn_4=flash_attn_4,
+            mixed_gpus=mixed_gpus,
         )
 
     @property
@@ -87,9 +97,11 @@ class Target:
         """For people: "cuda sm90, cuDNN 9.19.0, torch 2.13.0, triton 3.7.0; flash off"."""
         parts = [f"{self.device} sm{self.sm}" if self.sm else self.device]
         parts += [f"cuDNN {cudnn_words(self.cudnn)}"] if self.cudnn else []
-        parts += [f"{name} {version}" for name, version in (("torch", self.torch), ("triton", self.triton)) if version]
+        versions = (("torch", self.torch), ("triton", self.triton), (FLASH_ATTN_4_DISTRIBUTION, self.flash_attn_4))
+        parts += [f"{name} {version}" for name, version in versions if version]
         notes = [f"{kernel} off" for kernel in sorted(self.disabled)] + ["deterministic"] * self.deterministic
         notes += ["triton interpreted"] * self.triton_interpreted
+        notes += ["GPUs of several architectures"] * self.mixed_gpus
         return ", ".join(parts) + "".join(f"; {note}" for note in notes)
 
     def digest(self) -> str:
@@ -127,10 +139,19 @@ def _disabled_kernels() -> frozenset[str]:
 
 
 @functools.cache
+def _has_mixed_gpus() -> bool:
+    import torch
+
+    return len({torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}) > 1
+
+
 def _triton_version() -> str:
-    for distribution in TRITON_DISTRIBUTIONS:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
+    return next(filter(None, map(_version, TRITON_DISTRIBUTIONS)), "")
+
+
+@functools.cache
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -107,8 +107,12 @@ def error(found: Sequence[Tensor], expected: Sequence[Tensor], used: Tensor | No
     return worst
 
 
-def interleave(sides: Mapping[str, Timed], device: str, seconds: float) -> dict[str, list[float]]:
+def interleave(
+    sides: Mapping[str, Timed], device: str, seconds: float, rounds: tuple[int, int] = _ROUNDS
+) -> dict[str, list[float]]:
     """Microseconds of every call of each side, round by round, for about so many seconds; nothing for no sides.
+
+    rounds: at least and at most so many.
 
     On a GPU nothing waits until the end: the host stays ahead, and events see the GPU's time alone.
     """
@@ -120,9 +124,9 @@ def interleave(sides: Mapping[str, Timed], device: str, seconds: float) -> dict[
         _round(sides, order, flushed)
         _synchronize(device)
         took = time.perf_counter() - start
-    rounds = min(max(int(seconds / max(took, 1e-6)), _ROUNDS[0]), _ROUNDS[1])
+    count = min(max(int(seconds / max(took, 1e-6)), rounds[0]), rounds[1])
     marks: dict[str, list[Callable[[], float]]] = {name: [] for name in sides}
-    for _ in range(rounds):
+    for _ in range(count):
         for name, elapsed in _round(sides, order, flushed).items():
             marks[name].append(elapsed)
         order.reverse()
@@ -198,7 +202,7 @@ def measure(
         if BACKEND in sides:
             rows[BACKEND] |= {"tiles": _tiles(problem, which), "host_us": _host_column(case, which, device, dtype)}
     except Exception as failure:  # noqa: BLE001 (one broken case must not cost the others, and its rows name it)
-        return [{"failure": _reason(failure, []), **row} for row in rows.values()]
+        return [{"failure": reason(failure, []), **row} for row in rows.values()]
     return list(rows.values())
 
 
@@ -218,7 +222,7 @@ def _sides(
                 _synchronize(str(problem.q.device))
                 sides[name] = side
             except Exception as failure:  # noqa: BLE001 (a row of its own says so)
-                rows[name]["failure"] = _reason(failure, said)
+                rows[name]["failure"] = reason(failure, said)
     return sides, outcome
 
 
@@ -254,7 +258,7 @@ def _tiles(problem: Problem, which: Pass) -> str:
     return ", ".join(tile.words for tile in ran[which])
 
 
-def _reason(failure: Exception, said: Sequence[warnings.WarningMessage]) -> str:
+def reason(failure: Exception, said: Sequence[warnings.WarningMessage]) -> str:
     """The error's first line and, where a kernel was refused, what PyTorch warned of: that says why."""
     text = str(failure).strip()
     found = f"{type(failure).__name__}: {text.splitlines()[0] if text else ''}"
@@ -313,7 +317,7 @@ def failures(rows: Sequence[Mapping[str, str]]) -> int:
     return int(broken or any(float(row["error"]) > MAX_ERROR for row in rows if row.get("error")))
 
 
-def _is_usable(device: str) -> bool:
+def is_usable(device: str) -> bool:
     """Whether the GPU still answers: after an illegal address it does not in this process."""
     try:
         _synchronize(device)
@@ -363,7 +367,7 @@ def main() -> int:
             file.add({**row, **where})
         took = time.monotonic() - start
         print(f"{took:4.0f} s", case.name, which, *map(_summary, rows), sep="  ", flush=True)
-        if not _is_usable(options.device):
+        if not is_usable(options.device):
             print("the GPU no longer answers: run the rest with --append")
             break
         _forget(options.device)

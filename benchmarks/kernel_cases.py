@@ -290,7 +290,7 @@ def build(case: Case, *, device: str, dtype: torch.dtype, training: bool) -> Pro
         )
     )
     given = _given(case, normal, device)
-    spec = _spec(case, q, k, v, training=training)
+    spec = spec_of(case, q, k, v, training=training)
     tiles = triton_tiles_table.tiles(spec, Target.current(device))
     plan = triton_planning.of(spec)
     with torch.no_grad():
@@ -322,7 +322,8 @@ def _given(case: Case, normal: Callable[..., Tensor], device: str) -> dict[str, 
     return found
 
 
-def _spec(case: Case, q: Tensor, k: Tensor, v: Tensor, *, training: bool) -> AttentionSpec:
+def spec_of(case: Case, q: Tensor, k: Tensor, v: Tensor, *, training: bool) -> AttentionSpec:
+    """What is recovered from a model of that kind."""
     dtype = str(q.dtype).removeprefix("torch.")
 
     def described(x: Tensor) -> TensorSpec:
@@ -360,6 +361,18 @@ class EagerEmitter:
         real_args, real_kwargs = fx.map_arg((args, kwargs), self.value)
         node.meta["example_value"] = function(*real_args, **real_kwargs)
         return node
+
+    def tuned(self, spec: AttentionSpec, device: torch.device) -> Tiles | None:
+        """None: the tiles of the table."""
+        return None
+
+    def shared_mask(self, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """A bool mask as what is added to the scores."""
+        given = self.value(mask)
+        if given.dtype != torch.bool:
+            return self.call(torch.Tensor.to, mask, dtype)
+        zero = torch.zeros((), dtype=dtype, device=given.device)
+        return self.once(("additive", mask, dtype), lambda: self.call(torch.where, mask, zero, -torch.inf))
 
     def value(self, node: fx.Node) -> Any:
         """What a node holds."""

@@ -82,7 +82,7 @@ def dense_bias(problem: Problem) -> Tensor | None:
     else:
         found = torch.zeros((), dtype=dtype, device=problem.q.device)
     if masks or case.causal:
-        found = torch.where(_allowed(problem), found, -torch.inf)
+        found = torch.where(allowed(problem), found, -torch.inf)
     return found.detach().requires_grad_(problem.training and (case.bias or case.table))
 
 
@@ -96,15 +96,15 @@ def _by_distance(case: Case, given: Mapping[str, Tensor]) -> Tensor:
     return (given["slopes"][:, None, None] * distance)[None]
 
 
-def _allowed(problem: Problem) -> Tensor:
+def allowed(problem: Problem) -> Tensor:
     """bool (B|1, 1, S, S); everything for a query without any allowed key."""
     device = problem.q.device
     keys = torch.arange(problem.case.seqlen, device=device)
     first, end = (bound.to(device) for bound in kernel_cases.intervals(problem.case))
     if problem.case.padding is None:
         first, end = first[:1], end[:1]
-    allowed = (keys >= first[..., None]) & (keys < end[..., None])
-    return (allowed | (end <= first)[..., None])[:, None]
+    found = (keys >= first[..., None]) & (keys < end[..., None])
+    return (found | (end <= first)[..., None])[:, None]
 
 
 # ---- FlexAttention ------------------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def check_scores(spec: AttentionSpec) -> list[Reason]:
             reasons.append(Reason(rule="no softcap", observed=change.words, remedy=remedy))
     if spec.score.sinks is not None:
         reasons.append(Reason(rule="no attention sinks", observed="one learned logit a head joins the softmax"))
-    return reasons + check_known_changes(spec) + check_weights_unread(spec) + _check_scale(spec)
+    return reasons + check_known_changes(spec) + check_weights_unread(spec) + check_scale(spec)
 
 
 def check_known_changes(spec: AttentionSpec) -> list[Reason]:
@@ -185,7 +185,7 @@ def check_weights_unread(spec: AttentionSpec) -> list[Reason]:
     return [Reason(rule="the attention weights have no other reader", observed="they are returned", remedy=remedy)]
 
 
-def _check_scale(spec: AttentionSpec) -> list[Reason]:
+def check_scale(spec: AttentionSpec) -> list[Reason]:
     """Masked scores are -inf before they are scaled, and a row's largest score is looked for before that too."""
     if spec.score.scale > 0:
         return []

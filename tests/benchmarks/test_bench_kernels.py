@@ -150,7 +150,7 @@ def test_the_spec_of_a_full_case_is_taken_and_becomes_the_parts_that_it_should(c
                 (case.heads_kv, case.head_dim_v),
             )
         )
-        spec = kernel_cases._spec(case, q, k, v, training=training)
+        spec = kernel_cases.spec_of(case, q, k, v, training=training)
     assert TritonAttention().why_not(spec, Target.fake()) == []
     assert triton_tiles_table.tiles(spec, Target.fake())
     plan = triton_planning.of(spec)

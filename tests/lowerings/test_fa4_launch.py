@@ -1,0 +1,213 @@
+"""What flash_attn is given, what it compiles and when (with a stand-in), and, on a GPU, its numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_compiler.lowerings import fa4_launch
+from attn_compiler.lowerings.fa4 import FlashAttention4
+from attn_compiler.lowerings.fa4_plan import Call
+from attn_compiler.passes import layout
+from attn_compiler.target import Target
+from tests import numerics
+from tests.cases import Inputs
+from tests.lowerings.fa4_cases import PROBLEMS, Built, Problem, inputs
+from tests.lowerings.fa4_stand_in import StandIn, flash  # noqa: F401 - a fixture
+
+BY_NAME = {problem.name: problem for problem in PROBLEMS}
+MODES = [{}, {"sm": 100}]
+
+
+def attention(built: Built, text: str | None = None) -> numerics.Attention:
+    """Of the leaf op, with the copies that the layout pass would plan."""
+    copied = {copy.operand for copy in layout.needed(built.spec, FlashAttention4().demand(built.spec))}
+
+    def run(given: Inputs) -> Tensor:
+        q, k, v = (
+            x.contiguous() if name in copied else x for name, x in zip("qkv", (given.q, given.k, given.v), strict=True)
+        )
+        operands = [] if given.sinks is None else [given.sinks]
+        out: Tensor = torch.ops.attn_compiler.fa4.default(q, k, v, operands, text or built.text())[0]
+        return out
+
+    return run
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["sm90", "sm100"])
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+def test_arguments_mean_what_the_spec_says(problem: Problem, mode: dict[str, int], flash: StandIn) -> None:  # noqa: F811
+    built = inputs(problem, device="cpu")
+    numerics.assert_within_rule(numerics.with_gradients(attention(built, built.text(**mode)), built), built)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["sm90", "sm100"])
+def test_what_it_returns(mode: dict[str, int], flash: StandIn) -> None:  # noqa: F811
+    built = inputs(BY_NAME["causal_bottom_right_empty_rows_bfloat16"], device="cpu", needs_grad=False)
+    out, lse = torch.ops.attn_compiler.fa4.default(built.q, built.k, built.v, [], built.text(**mode))
+    assert out.transpose(1, 2).is_contiguous()
+    assert (lse.dtype, lse.shape) == (torch.float32, built.q.shape[:3])
+    empty = built.q.shape[2] - built.k.shape[2]
+    assert (out[:, :, :empty] == 0).all()
+    assert (lse[:, :, :empty] == -torch.inf).all()
+    assert lse[:, :, empty:].isfinite().all()
+
+
+def test_a_gradient_of_the_lse_arrives(flash: StandIn) -> None:  # noqa: F811
+    built = inputs(BY_NAME["causal_bfloat16"], device="cpu")
+    _, lse = torch.ops.attn_compiler.fa4.default(built.q, built.k, built.v, [], built.text())
+    (found,) = torch.autograd.grad(lse.sum(), [built.q])
+    scores = built.q.float() @ built.k.float().mT * built.spec.score.scale
+    causal = torch.ones_like(scores, dtype=torch.bool).tril()
+    expected = torch.autograd.grad(scores.masked_fill(~causal, -torch.inf).logsumexp(-1).sum(), [built.q])
+    assert torch.allclose(found, expected[0], atol=2e-2)
+
+
+# ---- which kernel, and when it is compiled -------------------------------------------------------------------------
+
+
+def test_on_hopper_a_forward_calls_its_kernel_itself(flash: StandIn) -> None:  # noqa: F811
+    built = inputs(BY_NAME["causal_bfloat16"], device="cpu", needs_grad=False)
+    for _ in range(3):
+        attention(built)(built)
+    assert len(flash.kernels) == len(flash.forwards) == 1
+    assert len(flash.launches) == 3
+    attention(built, built.text(sm=100))(built)
+    assert len(flash.forwards) == 2
+    assert flash.forwards[-1]["_arch"] == 100
+
+
+def test_what_the_kernel_can_not_read_as_it_is_goes_through_the_function(flash: StandIn) -> None:  # noqa: F811
+    built = inputs(BY_NAME["causal_bfloat16"], device="cpu", needs_grad=False)
+    off = torch.empty(built.q.numel() + 1, dtype=built.q.dtype)[1:].view(built.q.shape).copy_(built.q)
+    repeated = built.k[:, :1].expand(built.k.shape)
+    assert off.data_ptr() % 16 == 2
+    for q, k in ((off, built.k), (built.q, repeated)):
+        flash.forwards.clear()
+        torch.ops.attn_compiler.fa4.default(q, k, built.v, [], built.text())
+        assert len(flash.forwards) == 1
+
+
+def test_flash_attn_keeps_its_own_cache_of_kernels(flash: StandIn) -> None:  # noqa: F811
+    kept = flash._flash_attn_fwd.compile_cache
+    built = inputs(BY_NAME["causal_bfloat16"], device="cpu", needs_grad=False)
+    attention(built)(built)
+    assert flash._flash_attn_fwd.compile_cache is kept
+    assert list(kept.cache) == flash.kernels
+    longer = inputs(BY_NAME["causal_long_bfloat16"], device="cpu", needs_grad=False)
+    attention(longer)(longer)
+    assert len(flash.kernels) == 1
+
+
+def call_of(built: Built) -> Call:
+    return Call.from_text(built.text())
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The made-up machine is this one."""
+    monkeypatch.setattr(Target, "current", lambda device: Target.fake(flash_attn_4="4.0.0b36"))
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_decision_compiles_and_the_first_call_does_not(needs_grad: bool, here: None, flash: StandIn) -> None:  # noqa: F811
+    built = inputs(BY_NAME["window_gqa_sinks"], device="cpu", needs_grad=needs_grad)
+    assert fa4_launch.why_not_compiled(call_of(built)) == []
+    assert (len(flash.kernels), len(flash.launches), len(flash.backwards)) == (1, 0, int(needs_grad))
+    attention(built)(built)
+    assert (len(flash.kernels), len(flash.launches)) == (1, 1)
+    assert len(flash.forwards) == 1
+
+
+def test_unknown_sizes_are_compiled_for_as_well(here: None, flash: StandIn) -> None:  # noqa: F811
+    built = inputs(BY_NAME["causal_bfloat16"], device="cpu")
+    spec = built.spec_on_gpu
+    tensors = {
+        name: dataclasses.replace(getattr(spec, name), shape=("s0", *getattr(spec, name).shape[1:2], "s1", 64))
+        for name in "qkv"
+    }
+    call = dataclasses.replace(call_of(built), spec=dataclasses.replace(spec, **tensors))
+    assert fa4_launch.why_not_compiled(call) == []
+    assert flash.forwards[0]["out"].shape == (2, 1024, 4, 64)
+
+
+@pytest.mark.parametrize("side", ["fails", "fails_backward"])
+def test_what_does_not_compile_is_refused_with_its_own_words(side: str, here: None, flash: StandIn) -> None:  # noqa: F811
+    setattr(flash, side, AssertionError("smem_capacity\nmore"))
+    built = inputs(BY_NAME["causal_bfloat16"], device="cpu")
+    (reason,) = FlashAttention4().why_not(built.spec_on_gpu, Target.current("cuda"))
+    assert reason.observed == "AssertionError: smem_capacity"
+    with pytest.raises(RuntimeError, match="smem_capacity"):
+        attention(built)(built)
+
+
+def test_another_machine_s_kernels_are_not_compiled(flash: StandIn) -> None:  # noqa: F811
+    assert fa4_launch.why_not_compiled(call_of(inputs(BY_NAME["causal_bfloat16"], device="cpu"))) == []
+    assert not flash.kernels
+
+
+def test_deterministic_gradients_are_asked_for(flash: StandIn) -> None:  # noqa: F811
+    built = inputs(BY_NAME["causal_bfloat16"], device="cpu")
+    for deterministic in (False, True):
+        attention(built, built.text(deterministic=deterministic))(built).sum().backward()
+        assert flash.backwards[-1]["deterministic"] is deterministic
+        assert 0 not in flash.backwards[-1]["dout"].stride()
+
+
+def test_sinks_that_are_not_learned_get_no_gradient(flash: StandIn) -> None:  # noqa: F811
+    built = inputs(BY_NAME["sinks_full"], device="cpu")
+    assert built.sinks is not None
+    sinks = dataclasses.replace(built.spec.score.sinks, requires_grad=False)  # type: ignore[type-var]
+    score = dataclasses.replace(built.spec.score, changes=(sinks,))
+    frozen = dataclasses.replace(built, sinks=built.sinks.detach(), spec=dataclasses.replace(built.spec, score=score))
+    out = attention(frozen)(frozen)
+    torch.autograd.grad(out.sum(), [frozen.q])
+    assert flash.backwards[-1]["learnable_sink"] is None
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------------------------
+
+
+needs_flash_attn = pytest.mark.skipif(
+    importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn-4: pip install 'attn_compiler[fa4]'"
+)
+
+
+@pytest.mark.gpu
+@needs_flash_attn
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+def test_numbers_on_a_gpu(problem: Problem) -> None:
+    built = inputs(problem, device="cuda")
+    target = Target.current("cuda")
+    text = built.text(sm=target.sm, version=target.flash_attn_4)
+    numerics.assert_within_rule(numerics.with_gradients(attention(built, text), built), built)
+
+
+@pytest.mark.gpu
+@needs_flash_attn
+def test_deterministic_gradients_are_the_same_bits() -> None:
+    built = inputs(BY_NAME["long_128"], device="cuda")
+    target = Target.current("cuda")
+    text = built.text(sm=target.sm, version=target.flash_attn_4, deterministic=True)
+    first, *others = (numerics.with_gradients(attention(built, text), built) for _ in range(5))
+    assert all(torch.equal(mine, right) for other in others for mine, right in zip(other, first, strict=True))
+
+
+@pytest.mark.gpu
+@needs_flash_attn
+def test_a_cuda_graph_replays_it() -> None:
+    built = inputs(BY_NAME["long_64"], device="cuda", needs_grad=False)
+    target = Target.current("cuda")
+    run = attention(built, built.text(sm=target.sm, version=target.flash_attn_4))
+    run(built)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(built)
+    built.q.mul_(0.5)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(found, run(built))
