@@ -1,5 +1,8 @@
 """Which lowering is asked first, by machine and shape: dated data, each row with what it rests on. `order` reads it.
 
+Rows by classes of shapes come from priorities_sm90.csv, which `python -m benchmarks.select_rows` makes from the measured times of
+benchmarks/results/select_h200.csv: nobody writes in it. Those below are for what was not measured so, and for sizes that are not known.
+
 GPU: one H200, torch 2.11, cuDNN 9.19, 2026-11-21; bf16, causal, microseconds, forward / backward.
 
     B, H, S, D          cuDNN         flash         memory-efficient
@@ -33,9 +36,13 @@ the model's own decomposed attention / "math" / "sdpa_cpu_flash". e: a padded ba
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from attn_compiler.lowerings import sdpa_limits
+from attn_compiler.lowerings import sdpa_limits, shape_class
+from attn_compiler.lowerings.shape_class import ShapeClass
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -49,7 +56,9 @@ class Row:
     sms: architectures from .. to, both included; None: the CPU. cudnn: at least this version. dtypes: q's. training: the
     site needs gradients. decomposed: as in AttentionSpec. one_query: decode. tensor: a dense mask or bias joins the scores. dropout:
     some weights are dropped.
-    least_scores, most_scores: bounds on seqlen_q · seqlen_kv, which has to be known. since: the date of the evidence. why: the evidence.
+    least_scores, most_scores: bounds on seqlen_q · seqlen_kv, which has to be known. mask, grouped: as in ShapeClass. head_dims,
+    seqlens: both of the spec's are known and within them, bounds included; None is no upper bound.
+    since: the date of the evidence. why: the evidence.
     """
 
     sms: tuple[int, int] | None
@@ -62,6 +71,10 @@ class Row:
     dropout: bool | None = None
     least_scores: int | None = None
     most_scores: int | None = None
+    mask: shape_class.Mask | None = None
+    grouped: bool | None = None
+    head_dims: tuple[int, int | None] | None = None
+    seqlens: tuple[int, int | None] | None = None
     order: tuple[str, ...]
     since: str
     why: str
@@ -76,6 +89,7 @@ class Row:
             and self.tensor in (None, sdpa_limits.additive(spec) is not None)
             and self.dropout in (None, spec.score.dropout_p > 0)
             and self._fits_scores(spec)
+            and self._fits_shape(shape_class.of(spec))
         )
 
     def _fits_machine(self, target: Target) -> bool:
@@ -92,6 +106,23 @@ class Row:
         scores = spec.seqlen_q * spec.seqlen_kv
         return (self.least_scores or 0) <= scores and (self.most_scores is None or scores <= self.most_scores)
 
+    def _fits_shape(self, shape: ShapeClass) -> bool:
+        head_dims = None if shape.head_dim is None else (shape.head_dim, shape.head_dim)
+        return (
+            self.mask in (None, shape.mask)
+            and self.grouped in (None, shape.grouped)
+            and _is_within(head_dims, self.head_dims)
+            and _is_within(shape.seqlens, self.seqlens)
+        )
+
+
+def _is_within(sizes: tuple[int, int] | None, bounds: tuple[int, int | None] | None) -> bool:
+    """Whether the smaller and the larger size are known to be within the bounds."""
+    if bounds is None:
+        return True
+    first, last = bounds
+    return sizes is not None and first <= sizes[0] and (last is None or sizes[1] <= last)
+
 
 # Fewer are over sooner than a kernel of ours is started.
 _MANY_SCORES = 1024 * 1024
@@ -101,8 +132,41 @@ _FLASH_FIRST = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn")
 _CUDNN_FIRST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
 _HALF = ("bfloat16", "float16")
 
+MEASURED = Path(__file__).with_name("priorities_sm90.csv")
+#: columns of MEASURED, in its order
+COLUMNS = tuple("mask head_dim_from head_dim_to seqlen_from seqlen_to training grouped order since why".split())
+
+
+def _measured(line: Mapping[str, str]) -> Row:
+    """A row of MEASURED. What is not said there: half precision, no dropout, and the cuDNN that PyTorch prefers too, or a newer one."""
+    return Row(
+        sms=(90, 90),
+        cudnn=_PREFERRED_CUDNN,
+        dtypes=_HALF,
+        dropout=False,
+        training=_YES_NO[line["training"]],
+        mask=_MASKS[line["mask"]],
+        grouped=_YES_NO[line["grouped"]],
+        head_dims=(int(line["head_dim_from"]), int(line["head_dim_to"])),
+        seqlens=(int(line["seqlen_from"]), int(line["seqlen_to"]) if line["seqlen_to"] else None),
+        order=tuple(line["order"].split()),
+        since=line["since"],
+        why=line["why"],
+    )
+
+
+_YES_NO = {"yes": True, "no": False, "": None}
+_MASKS: Mapping[str, shape_class.Mask] = {mask: mask for mask in shape_class.MASKS}
+
+
+def _read() -> tuple[Row, ...]:
+    with MEASURED.open(newline="") as file:
+        return tuple(map(_measured, csv.DictReader(file)))
+
+
 # The first row that fits counts.
 ROWS: tuple[Row, ...] = (
+    *_read(),
     Row(
         sms=None,
         dtypes=_HALF,

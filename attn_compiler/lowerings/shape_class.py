@@ -1,0 +1,56 @@
+"""What the choice of a kernel depends on, of a spec: sizes that are known, and the sort of its mask. `of` reads it off."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from attn_compiler.lowerings import triton_planning
+from attn_compiler.spec import AttentionSpec, Dim
+
+#: the first that applies: "added", a bias of any kind; "tensor", pairs that only run-time tensors know; "padding", an interval or truth
+#: values of keys from run-time tensors; "sinks"; "softcap"; "window", a band that is no plain diagonal; "causal"; "full"
+Mask = Literal["added", "tensor", "padding", "sinks", "softcap", "window", "causal", "full"]
+MASKS: tuple[Mask, ...] = get_args(Mask)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapeClass:
+    """head_dim: the larger one. seqlens: the smaller and the larger one. grouped: k and v have fewer heads. None: not known."""
+
+    mask: Mask
+    head_dim: int | None
+    seqlens: tuple[int, int] | None
+    grouped: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def of(spec: AttentionSpec) -> ShapeClass:
+    """The class of a spec, whatever kernels there are for it."""
+    head_dims, seqlens = _sorted(spec.head_dim_qk, spec.head_dim_v), _sorted(spec.seqlen_q, spec.seqlen_kv)
+    return ShapeClass(
+        mask=_mask(spec), head_dim=None if head_dims is None else head_dims[1], seqlens=seqlens, grouped=spec.is_gqa
+    )
+
+
+def _mask(spec: AttentionSpec) -> Mask:
+    parts = triton_planning.parts(spec)
+    band = parts.band
+    if parts.bias or parts.slopes is not None or parts.distances:
+        return "added"
+    if parts.documents is not None or parts.mask:
+        return "tensor"
+    if parts.rows is not None or parts.keys is not None or parts.keys_given:
+        return "padding"
+    if spec.score.sinks is not None:
+        return "sinks"
+    if spec.score.softcap is not None:
+        return "softcap"
+    if band is None:
+        return "full"
+    return "causal" if band.left is None and band.right == 0 else "window"
+
+
+def _sorted(a: Dim, b: Dim) -> tuple[int, int] | None:
+    return (min(a, b), max(a, b)) if isinstance(a, int) and isinstance(b, int) else None

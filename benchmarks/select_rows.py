@@ -1,0 +1,179 @@
+"""Make the rows of the choice of kernels from what bench_select.py measured.
+
+    python -m benchmarks.select_rows
+
+Reads benchmarks/results/select_h200.csv and writes attn_compiler/lowerings/priorities_sm90.csv, one row for each class of shapes: the
+lowerings in the order of their times (geometric mean over the shapes of the class, relative to the fastest), first one that takes at
+most 1.1 times the fastest on each of them, if there is one. For a training step that is forward and backward together. What was
+not measured comes last. Lengths below 1024 are left to the rows of priorities.py: starting our kernels takes as long as they do there.
+
+--replay prints how the choice that the rows make now stands to the other sides in the measured times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from attn_compiler.lowerings import LOWERINGS, priorities, shape_class
+from attn_compiler.options import Options
+from attn_compiler.passes import select
+from attn_compiler.target import Target
+from benchmarks import bench_select, select_cases, standing
+
+HEAD_DIMS = ((1, 64), (65, 96), (97, 128), (129, 256))
+SEQLENS: tuple[tuple[int, int | None], ...] = ((1024, 4095), (4096, 16383), (16384, None))
+_LAST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "triton")
+# What a lowering may cost on one shape of a class and still come first.
+_MOST_REGRET = 1.1
+
+#: microseconds by lowering
+Times = Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """A class of shapes: a row of the file but for its order."""
+
+    mask: shape_class.Mask
+    head_dims: tuple[int, int]
+    seqlens: tuple[int, int | None]
+    training: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What was measured of one case, for one key."""
+
+    case: str
+    grouped: bool
+    times: Times
+    date: str
+
+
+def read(path: Path = bench_select.RESULTS) -> list[dict[str, str]]:
+    """The measured rows; none if there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def evidence(rows: Iterable[Mapping[str, str]]) -> dict[Key, list[Evidence]]:
+    """The times of lowerings by class. A training step's are of the lowerings that have both."""
+    names = {lowering.name for lowering in LOWERINGS}
+    times: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    dates: dict[str, str] = {}
+    for row in rows:
+        if row["side"] in names and row["p50_us"]:
+            times[row["case"], row["pass"]][row["side"]] = float(row["p50_us"])
+            dates[row["case"]] = row["date"]
+    found: dict[Key, list[Evidence]] = defaultdict(list)
+    for case in select_cases.CASES:
+        if case.name not in dates:
+            continue
+        forward, backward = times[case.name, "forward"], times[case.name, "backward"]
+        both = {name: forward[name] + backward[name] for name in forward if name in backward}
+        for training, took in ((False, forward), (True, both)):
+            key = _key(case, training=training)
+            if key is not None and took:
+                grouped = case.heads_kv != case.heads_q
+                found[key].append(Evidence(case=case.name, grouped=grouped, times=took, date=dates[case.name]))
+    return found
+
+
+def _key(case: select_cases.Case, *, training: bool) -> Key | None:
+    shape = shape_class.of(select_cases.spec_of(case, training=training))
+    seqlens = next((bounds for bounds in SEQLENS if _is_within(case.seqlen, bounds)), None)
+    head_dims = next((first, last) for first, last in HEAD_DIMS if first <= case.head_dim <= last)
+    if seqlens is None:
+        return None
+    return Key(mask=shape.mask, head_dims=head_dims, seqlens=seqlens, training=training)
+
+
+def _is_within(size: int, bounds: tuple[int, int | None]) -> bool:
+    return bounds[0] <= size and (bounds[1] is None or size <= bounds[1])
+
+
+def ranked(measured: Sequence[Evidence]) -> list[tuple[str, float]]:
+    """Lowerings that ran on every shape, in the order to ask them, with the geometric mean of their times over the fastest's."""
+    common = set.intersection(*(set(one.times) for one in measured))
+    regrets = {name: [one.times[name] / min(one.times.values()) for one in measured] for name in common}
+    means = {name: statistics.geometric_mean(values) for name, values in regrets.items()}
+    order = sorted(common, key=lambda name: (means[name], name))
+    safe = [name for name in order if max(regrets[name]) <= _MOST_REGRET]
+    first = safe[:1] or order[:1]
+    return [(name, means[name]) for name in (*first, *(name for name in order if name not in first))]
+
+
+def lines(found: Mapping[Key, Sequence[Evidence]]) -> list[dict[str, str]]:
+    """The rows of the file. Fewer heads of k and v have a row of their own where another lowering comes first with them."""
+    written = []
+    for key in sorted(found, key=_place):
+        measured = found[key]
+        parts = [[one for one in measured if one.grouped == grouped] for grouped in (False, True)]
+        if all(parts) and ranked(parts[0])[0][0] != ranked(parts[1])[0][0]:
+            written += [_line(key, part, grouped) for part, grouped in zip(parts, ("no", "yes"), strict=True)]
+        else:
+            written.append(_line(key, measured, ""))
+    return written
+
+
+def _place(key: Key) -> tuple[int, tuple[int, int], int, bool]:
+    return shape_class.MASKS.index(key.mask), key.head_dims, key.seqlens[0], key.training
+
+
+def _line(key: Key, measured: Sequence[Evidence], grouped: str) -> dict[str, str]:
+    order = ranked(measured)
+    names = [name for name, _ in order]
+    said = ", ".join(f"{name} {mean:.2f}" for name, mean in order)
+    return {
+        "mask": key.mask,
+        "head_dim_from": str(key.head_dims[0]),
+        "head_dim_to": str(key.head_dims[1]),
+        "seqlen_from": str(key.seqlens[0]),
+        "seqlen_to": "" if key.seqlens[1] is None else str(key.seqlens[1]),
+        "training": "yes" if key.training else "no",
+        "grouped": grouped,
+        "order": " ".join([*names, *(name for name in _LAST if name not in names)]),
+        "since": max(one.date for one in measured),
+        "why": f"times the fastest: {said} ({', '.join(one.case for one in measured)})",
+    }
+
+
+def replayed(rows: Sequence[Mapping[str, str]], target: Target) -> list[standing.Shape]:
+    """The measured shapes with the choice that is made for them now, on that machine."""
+    found = []
+    for shape in standing.of(rows):
+        spec = select_cases.spec_of(select_cases.BY_NAME[shape.case], training=shape.which != "forward")
+        chosen = select.decide(spec, target, Options()).lowering
+        if chosen in shape.times:
+            found.append(dataclasses.replace(shape, chosen=chosen))
+    return found
+
+
+def main() -> None:
+    """Write the file, or print how its choices stand."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=bench_select.RESULTS)
+    parser.add_argument("--output", type=Path, default=priorities.MEASURED)
+    parser.add_argument("--replay", action="store_true")
+    options = parser.parse_args()
+    rows = read(options.results)
+    if options.replay:
+        print(standing.summary(replayed(rows, Target.fake(torch="2.11.0", triton="3.6.0", flash_attn_4="4.0.0b36"))))
+        return
+    with options.output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, priorities.COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines(evidence(rows)))
+
+
+if __name__ == "__main__":
+    main()
