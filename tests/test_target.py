@@ -80,6 +80,8 @@ def test_digest_differs_with_every_field() -> None:
         "disabled": frozenset({"flash", "math"}),
         "deterministic": True,
         "triton_interpreted": True,
+        "flash_attn_4": "4.0.0b36",
+        "mixed_gpus": True,
     }
     assert set(changed) == {field.name for field in dataclasses.fields(Target)}
     base = Target.fake()
@@ -92,6 +94,8 @@ def test_words() -> None:
     cpu = Target.fake(device="cpu", triton="", disabled=frozenset({"math", "flash"}), deterministic=True)
     assert cpu.words == "cpu, torch 2.13.0; flash off; math off; deterministic"
     assert Target.fake(triton_interpreted=True).words.endswith("triton 3.7.0; triton interpreted")
+    mixed = Target.fake(flash_attn_4="4.0.0b36", mixed_gpus=True)
+    assert mixed.words.endswith("triton 3.7.0, flash-attn-4 4.0.0b36; GPUs of several architectures")
 
 
 @pytest.mark.parametrize(("version", "words"), [(91900, "9.19.0"), (92601, "9.26.1"), (8902, "8.9.2")])

@@ -6,6 +6,7 @@ As the real ones do, they compile a kernel for each new key, under a FakeTensorM
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,16 @@ from torch._guards import active_fake_mode
 
 from attn_compiler.lowerings import fa4_launch
 
-Mod = Callable[[Tensor], Tensor]
+
+@dataclass(frozen=True, kw_only=True)
+class Softcapped:
+    cap: float
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        return self.cap * (scores / self.cap).tanh()
+
+
+Mod = Softcapped
 
 
 class Cache:
@@ -97,30 +107,19 @@ class StandIn:
         window = (None, 0) if further["causal"] else (further["window_size_left"], further["window_size_right"])
         mod = further.get("score_mod")
         assert (mod is None) == (further.get("score_mod_bwd") is None)
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
-            # Learned or not, the sinks are in the lse: without them here the weights follow from it.
-            found = attend(*leaves[:3], further["softmax_scale"], window, mod, leaves[3] if sinks is not None else None)
-            grads = torch.autograd.grad(found, leaves, (dout.float(), further["dlse"]))
+        grads = gradients(q, k, v, dout, lse, further["dlse"], further["softmax_scale"], window, mod, sinks)
         for result, grad in zip(results, grads, strict=True):
             result.copy_(grad)
         return results
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    window: tuple[int | None, int | None],
-    mod: Mod | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """out (B, S, H, D) and lse (B, H, S) in float32; windows are counted from the end."""
-    group = q.shape[2] // k.shape[2]
-    keys, values = (x.float().repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
+Window = tuple[int | None, int | None]
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, window: Window, mod: Mod | None) -> tuple[Tensor, Tensor]:
+    """After the softcap, and which pairs are allowed; windows are counted from the end."""
+    keys = k.float().repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2)
     scores = q.float().transpose(1, 2) @ keys.mT * scale
-    scores = scores if mod is None else mod(scores)
     rows = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
     distance = torch.arange(k.shape[1]) - rows
     left, right = window
@@ -129,19 +128,60 @@ def attend(
         allowed &= distance >= -left
     if right is not None:
         allowed &= distance <= right
-    scores = scores.masked_fill(~allowed, -1e30)
+    return scores if mod is None else mod(scores), allowed
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window, mod: Mod | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out (B, S, H, D) and lse (B, H, S) in float32."""
+    scores, allowed = _scores(q, k, scale, window, mod)
+    scores = scores.masked_fill(~allowed, -torch.inf)
     joined = scores
     if sinks is not None:
         joined = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
     lse = joined.logsumexp(-1)
-    weights = (scores - lse[..., None]).exp() * allowed
-    if sinks is None:
-        lse = lse.masked_fill(~allowed.any(-1), -torch.inf)
+    values = v.float().repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2)
+    weights = (scores - lse[..., None]).exp().where(allowed, 0.0)
     return (weights @ values).transpose(1, 2), lse
 
 
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    lse: Tensor,
+    grad_lse: Tensor,
+    scale: float,
+    window: Window,
+    mod: Mod | None,
+    sinks: Tensor | None,
+) -> list[Tensor]:
+    """Of q, k, v (B, S, H, D), and of the sinks if there are some. The lse knows of sinks in any case."""
+    scores, allowed = _scores(q, k, scale, window, mod)
+    keys, values = (x.float().repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2) for x in (k, v))
+    weights = (scores - lse[..., None]).exp().where(allowed, 0.0)
+    upstream = grad_out.float().transpose(1, 2)
+    grad_weights = upstream @ values.mT
+    row = grad_lse[..., None] - (weights * grad_weights).sum(-1, keepdim=True)
+    grad_scores = weights * (grad_weights + row) * scale
+    if mod is not None:
+        grad_scores = grad_scores * (1 - (scores / mod.cap).square())
+    grad_q = grad_scores @ keys
+    grad_k, grad_v = grad_scores.mT @ q.float().transpose(1, 2), weights.mT @ upstream
+    grads = [
+        grad_q.transpose(1, 2),
+        *(x.transpose(1, 2).unflatten(2, (k.shape[2], -1)).sum(3) for x in (grad_k, grad_v)),
+    ]
+    if sinks is None:
+        return grads
+    share = (sinks.float().view(1, -1, 1) - lse).exp()
+    return [*grads, (share * row[..., 0]).sum((0, 2))]
+
+
 def _softcap(cap: float) -> Mod:
-    return lambda scores: cap * (scores / cap).tanh()
+    return Softcapped(cap=cap)
 
 
 @pytest.fixture

@@ -164,9 +164,10 @@ def test_sinks_that_are_not_learned_get_no_gradient(flash: StandIn) -> None:  # 
     sinks = dataclasses.replace(built.spec.score.sinks, requires_grad=False)  # type: ignore[type-var]
     score = dataclasses.replace(built.spec.score, changes=(sinks,))
     frozen = dataclasses.replace(built, sinks=built.sinks.detach(), spec=dataclasses.replace(built.spec, score=score))
-    out = attention(frozen)(frozen)
-    torch.autograd.grad(out.sum(), [frozen.q])
+    found = torch.autograd.grad(attention(frozen)(frozen).square().sum(), [frozen.q])
     assert flash.backwards[-1]["learnable_sink"] is None
+    learned = torch.autograd.grad(attention(built)(built).square().sum(), [built.q, built.sinks])
+    assert torch.equal(found[0], learned[0])
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------------------------

@@ -125,6 +125,7 @@ def test_lowerings_are_registered_once_each() -> None:
         "sdpa_flash",
         "sdpa_efficient",
         "sdpa_cpu_flash",
+        "fa4",
         "triton",
         "math",
         "untouched",
