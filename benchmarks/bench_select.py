@@ -53,7 +53,7 @@ PASSES: tuple[Pass, ...] = ("forward", "backward")
 _LEFT_OUT = ("reference", "math", "untouched", "sdpa_cpu_flash")
 # A side that takes so many times as long as the fastest is timed less often: it is not chosen.
 _FAR, _FEW_ROUNDS = 2.0, (3, 3)
-_ROUNDS = (12, 200)
+_ROUNDS = (9, 100)
 
 
 # ---- sides --------------------------------------------------------------------------------------------------------
