@@ -14,7 +14,7 @@ from rich.table import Table
 
 from attn_compiler.errors import UnsupportedTorch
 from attn_compiler.report import Reason
-from attn_compiler.target import Target, cudnn_version, cudnn_words
+from attn_compiler.target import FLASH_ATTN_4_DISTRIBUTION, Target, cudnn_version, cudnn_words
 
 if TYPE_CHECKING:
     from attn_compiler.lowerings import Lowering
@@ -89,6 +89,7 @@ def machine_facts(torch_advice: str | None = None) -> tuple[Fact, ...]:
         Fact(name="torch", value=str(torch.__version__), advice=torch_advice),
         _package("triton", "comes with the CUDA builds of torch; needed by Triton kernels"),
         _cudnn(),
+        _package(FLASH_ATTN_4_DISTRIBUTION, "optional, on Hopper and Blackwell: pip install 'attn_compiler[fa4]'"),
         *_gpus(),
         _package("transformers", "optional: pip install 'attn_compiler[models]' to compile Hugging Face models"),
     )

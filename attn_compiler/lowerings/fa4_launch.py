@@ -208,9 +208,9 @@ def _launch(
     """The kernel of sm90, with the arguments that `_flash_attn_fwd` gives it."""
     left, right = prepared.window
     kernel(
-        q.detach().transpose(1, 2),
-        k.detach().transpose(1, 2),
-        v.detach().transpose(1, 2),
+        _without_gradient(q).transpose(1, 2),
+        _without_gradient(k).transpose(1, 2),
+        _without_gradient(v).transpose(1, 2),
         out.transpose(1, 2),
         lse,
         prepared.settings.scale,
@@ -222,6 +222,11 @@ def _launch(
         _no_aux_data(),
         *_NO_TOTALS,
     )
+
+
+def _without_gradient(x: Tensor) -> Tensor:
+    """DLPack refuses a tensor that requires a gradient."""
+    return x.detach() if x.requires_grad else x
 
 
 @functools.cache
