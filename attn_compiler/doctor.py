@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from attn_compiler.errors import UnsupportedTorch
@@ -99,7 +100,7 @@ def to_tables(checkup: Checkup) -> tuple[Table, ...]:
     """For people: the machine, then one row per lowering with what stands in its way on this machine's best target."""
     machine = Table("", "found", "what to do", title="machine", title_justify="left")
     for fact in checkup.facts:
-        machine.add_row(fact.name, fact.value, fact.advice or "")
+        machine.add_row(fact.name, fact.value, escape(fact.advice or ""))
     if not checkup.lowerings:
         return (machine,)
     lowerings = Table("lowering", "available on", "why not, and what to do", title="lowerings", title_justify="left")
@@ -108,7 +109,7 @@ def to_tables(checkup: Checkup) -> tuple[Table, ...]:
         usable = [row.device for row in rows if row.available]
         # A lowering that runs on some device here is fine; that it does not run on the other is by design.
         against = () if usable else rows[0].reasons
-        lowerings.add_row(name, ", ".join(usable) or "nothing here", "\n".join(map(str, against)))
+        lowerings.add_row(name, ", ".join(usable) or "nothing here", escape("\n".join(map(str, against))))
     return machine, lowerings
 
 

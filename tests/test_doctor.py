@@ -72,6 +72,13 @@ def test_table_on_a_machine_without_gpu() -> None:
     assert any("cudnn" in line and "nothing here" in line and "run on a GPU" in line for line in lines)
 
 
+def test_the_extras_of_an_advice_are_no_markup() -> None:
+    against = Reason(rule="flash-attn-4 is installed", observed="none", remedy="pip install 'attn_compiler[fa4]'")
+    fact = doctor.Fact(name="flash-attn-4", value="not installed", advice="pip install 'attn_compiler[fa4]'")
+    row = doctor.Availability(lowering="fa4", device="cuda", reasons=(against,))
+    assert _rendered(doctor.Checkup(facts=(fact,), lowerings=(row,))).count("'attn_compiler[fa4]'") == 2
+
+
 def test_facts_of_this_machine() -> None:
     facts = {fact.name: fact for fact in doctor.machine_facts()}
     assert facts["torch"].value == str(torch.__version__)
