@@ -17,7 +17,7 @@ from attn_compiler.target import Target
 from tests import numerics
 from tests.cases import Inputs
 from tests.lowerings.fa4_cases import PROBLEMS, Built, Problem, inputs
-from tests.lowerings.fa4_stand_in import StandIn, flash  # noqa: F401 - a fixture
+from tests.lowerings.fa4_stand_in import StandIn, flash, forget  # noqa: F401 - a fixture
 
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
 MODES = [{}, {"sm": 100}]
@@ -170,12 +170,29 @@ def test_sinks_that_are_not_learned_get_no_gradient(flash: StandIn) -> None:  # 
     assert torch.equal(found[0], learned[0])
 
 
-# ---- on a GPU -----------------------------------------------------------------------------------------------------
+# ---- with flash_attn ----------------------------------------------------------------------------------------------
 
 
 needs_flash_attn = pytest.mark.skipif(
     importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn-4: pip install 'attn_compiler[fa4]'"
 )
+
+
+@needs_flash_attn
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+@pytest.mark.parametrize("name", ["window_gqa_sinks", "softcap_wide", "wide_192_128", "head_dim_72_bfloat16"])
+def test_kernels_of_hopper_compile_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash_attn reads these when it first needs them."""
+    for variable, value in (
+        ("FLASH_ATTENTION_ARCH", "sm_90"),
+        ("CUTE_DSL_ARCH", "sm_90a"),
+        ("FLASH_ATTENTION_NUM_SMS", "132"),
+    ):
+        monkeypatch.setenv(variable, value)
+    forget()
+    found = fa4_launch._compiled(call_of(inputs(BY_NAME[name], device="cpu")), torch.bfloat16)
+    forget()
+    assert callable(found), found
 
 
 @pytest.mark.gpu
