@@ -108,18 +108,23 @@ def error(found: Sequence[Tensor], expected: Sequence[Tensor], used: Tensor | No
 
 
 def interleave(
-    sides: Mapping[str, Timed], device: str, seconds: float, rounds: tuple[int, int] = _ROUNDS
+    sides: Mapping[str, Timed],
+    device: str,
+    seconds: float,
+    *,
+    rounds: tuple[int, int] = _ROUNDS,
+    warmup: int = 2,
 ) -> dict[str, list[float]]:
     """Microseconds of every call of each side, round by round, for about so many seconds; nothing for no sides.
 
-    rounds: at least and at most so many.
+    rounds: at least and at most so many. warmup: rounds before those, the last of which says how long one takes.
 
     On a GPU nothing waits until the end: the host stays ahead, and events see the GPU's time alone.
     """
     flushed = torch.empty(_FLUSHED_BYTES if device != "cpu" else 1, dtype=torch.int8, device=device)
     order = list(sides)
     took = 0.0
-    for _ in range(2):
+    for _ in range(warmup):
         start = time.perf_counter()
         _round(sides, order, flushed)
         _synchronize(device)

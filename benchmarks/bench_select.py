@@ -52,7 +52,7 @@ PASSES: tuple[Pass, ...] = ("forward", "backward")
 # Not kernels that a model would run.
 _LEFT_OUT = ("reference", "math", "untouched", "sdpa_cpu_flash")
 # A side that takes so many times as long as the fastest is timed less often: it is not chosen.
-_FAR, _FEW_ROUNDS = 2.0, (3, 3)
+_FAR, _FEW_ROUNDS = 2.0, (2, 2)
 _ROUNDS = (9, 100)
 
 
@@ -200,12 +200,12 @@ def timed(side: Side, which: Pass, grad_out: Tensor, *, once: bool) -> Timed:
 
 def contest(sides: Mapping[str, Timed], device: str, seconds: float) -> dict[str, list[float]]:
     """Microseconds of every call of each side; those that can't win have few."""
-    first = bench_kernels.interleave(sides, device, 0.0, _FEW_ROUNDS)
+    first = bench_kernels.interleave(sides, device, 0.0, rounds=_FEW_ROUNDS, warmup=0)
     if not first:
         return {}
     fastest = min(map(statistics.median, first.values()))
     near = {name: side for name, side in sides.items() if statistics.median(first[name]) <= _FAR * fastest}
-    return first | bench_kernels.interleave(near, device, seconds, _ROUNDS)
+    return first | bench_kernels.interleave(near, device, seconds, rounds=_ROUNDS, warmup=1)
 
 
 def _compare(
@@ -241,9 +241,8 @@ def plan(
     yield from (pair for place, pair in enumerate(pairs) if place % count == index)
 
 
-def print_tables(rows: Sequence[Mapping[str, str]]) -> None:
+def print_shapes(found: Sequence[standing.Shape]) -> None:
     """One line for each pass of each case, and how the choice stands to the others over all of them."""
-    found = standing.of(rows)
     table = Table(title="µs, medians; ratios: the other's time over that of our choice")
     for name in ("case", "pass", "chosen", "µs", "best", "µs", "best/ours", "sdpa/ours", "presented/ours"):
         table.add_column(name)
@@ -333,7 +332,7 @@ class Run:
     def finish(self) -> None:
         """Print what was found."""
         if self._file is not None:
-            print_tables(self._file.rows)
+            print_shapes(standing.of(self._file.rows))
         if self._left:
             print(f"{self._left} passes left for a run with --append")
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import standing
+from benchmarks import select_rows, standing
 from benchmarks.plot import EVEN, FASTER, SLOWER
 
 # The name of a side, or "best"; its colour, mark and words.
@@ -26,10 +26,10 @@ _SERIES = (
 
 
 def draw(rows: Sequence[Mapping[str, str]], output: Path) -> None:
-    """One figure with a panel for each pass. Raises ValueError where nothing was measured."""
+    """One figure with a panel for each pass, of the choices that are made now. Raises ValueError where nothing was measured."""
     from matplotlib import pyplot
 
-    shapes = standing.of(rows)
+    shapes = select_rows.replayed(rows)
     if not shapes:
         raise ValueError("no row has a time and a choice: nothing was measured")
     passes = list(dict.fromkeys(shape.which for shape in shapes))

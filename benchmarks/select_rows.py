@@ -4,8 +4,9 @@
 
 Reads benchmarks/results/select_h200.csv and writes attn_compiler/lowerings/priorities_sm90.csv, one row for each class of shapes: the
 lowerings in the order of their times (geometric mean over the shapes of the class, relative to the fastest), first one that takes at
-most 1.1 times the fastest on each of them, if there is one. For a training step that is forward and backward together. What was
-not measured comes last. Lengths below 1024 are left to the rows of priorities.py: starting our kernels takes as long as they do there.
+most 1.1 times the fastest on each of them, if there is one. In training the order is that of forward and backward together, and the
+first is no slower than that in the backward alone either. What was not measured comes last. Lengths below 1024 are left to the rows
+of priorities.py: starting our kernels takes as long as they do there.
 
 --replay prints how the choice that the rows make now stands to the other sides in the measured times.
 """
@@ -49,12 +50,18 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What was measured of one case, for one key."""
+    """What was measured of one case, for one key. times: of all passes together. backward: of that alone, in training."""
 
     case: str
     grouped: bool
     times: Times
     date: str
+    backward: Times | None = None
+
+    def regret(self, name: str) -> float:
+        """How many times the fastest's time the lowering takes, at worst."""
+        passes = [self.times] if self.backward is None else [self.times, self.backward]
+        return max(times[name] / min(times.values()) for times in passes)
 
 
 def read(path: Path = bench_select.RESULTS) -> list[dict[str, str]]:
@@ -83,8 +90,14 @@ def evidence(rows: Iterable[Mapping[str, str]]) -> dict[Key, list[Evidence]]:
         for training, took in ((False, forward), (True, both)):
             key = _key(case, training=training)
             if key is not None and took:
-                grouped = case.heads_kv != case.heads_q
-                found[key].append(Evidence(case=case.name, grouped=grouped, times=took, date=dates[case.name]))
+                one = Evidence(
+                    case=case.name,
+                    grouped=case.heads_kv != case.heads_q,
+                    times=took,
+                    date=dates[case.name],
+                    backward={name: backward[name] for name in took} if training else None,
+                )
+                found[key].append(one)
     return found
 
 
@@ -104,10 +117,12 @@ def _is_within(size: int, bounds: tuple[int, int | None]) -> bool:
 def ranked(measured: Sequence[Evidence]) -> list[tuple[str, float]]:
     """Lowerings that ran on every shape, in the order to ask them, with the geometric mean of their times over the fastest's."""
     common = set.intersection(*(set(one.times) for one in measured))
-    regrets = {name: [one.times[name] / min(one.times.values()) for one in measured] for name in common}
-    means = {name: statistics.geometric_mean(values) for name, values in regrets.items()}
+    means = {
+        name: statistics.geometric_mean(one.times[name] / min(one.times.values()) for one in measured)
+        for name in common
+    }
     order = sorted(common, key=lambda name: (means[name], name))
-    safe = [name for name in order if max(regrets[name]) <= _MOST_REGRET]
+    safe = [name for name in order if all(one.regret(name) <= _MOST_REGRET for one in measured)]
     first = safe[:1] or order[:1]
     return [(name, means[name]) for name in (*first, *(name for name in order if name not in first))]
 
@@ -147,15 +162,22 @@ def _line(key: Key, measured: Sequence[Evidence], grouped: str) -> dict[str, str
     }
 
 
-def replayed(rows: Sequence[Mapping[str, str]], target: Target) -> list[standing.Shape]:
-    """The measured shapes with the choice that is made for them now, on that machine."""
+def replayed(rows: Sequence[Mapping[str, str]]) -> list[standing.Shape]:
+    """The measured shapes with the choice that is made for them now, on the machine that they were measured on."""
     found = []
     for shape in standing.of(rows):
+        row = next(row for row in rows if (row["case"], row["pass"]) == (shape.case, shape.which))
         spec = select_cases.spec_of(select_cases.BY_NAME[shape.case], training=shape.which != "forward")
-        chosen = select.decide(spec, target, Options()).lowering
+        chosen = select.decide(spec, _target(row), Options()).lowering
         if chosen in shape.times:
             found.append(dataclasses.replace(shape, chosen=chosen))
     return found
+
+
+def _target(row: Mapping[str, str]) -> Target:
+    """The H200 of a row."""
+    versions = {name: row[name] for name in ("torch", "triton", "flash_attn_4")}
+    return Target.fake(cudnn=int(row["cudnn"]), **versions)
 
 
 def main() -> None:
@@ -167,7 +189,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = read(options.results)
     if options.replay:
-        print(standing.summary(replayed(rows, Target.fake(torch="2.11.0", triton="3.6.0", flash_attn_4="4.0.0b36"))))
+        bench_select.print_shapes(replayed(rows))
         return
     with options.output.open("w", newline="") as file:
         writer = csv.DictWriter(file, priorities.COLUMNS, lineterminator="\n")

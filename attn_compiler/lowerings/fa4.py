@@ -11,14 +11,13 @@ import operator
 import torch
 from torch import fx
 
-from attn_compiler.lowerings import fa4_launch, fa4_limits, sdpa_limits
+from attn_compiler.lowerings import fa4_launch, fa4_limits
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.fa4_plan import Call
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
-_DTYPES = ("bfloat16", "float16")
 # Bytes that TMA wants strides to be multiples of.
 _ALIGNMENT = 16
 _SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,23 +32,7 @@ class FlashAttention4:
         return fa4_limits.check_machine(target)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        machine = self.unavailable(target) or sdpa_limits.check_device(spec, target.device)
-        if machine:
-            return machine
-        reasons = [
-            *sdpa_limits.check_known_changes(spec),
-            *sdpa_limits.check_weights_unread(spec),
-            *sdpa_limits.check_masks(spec),
-            *sdpa_limits.check_softmax_dtype(spec),
-            *sdpa_limits.check_shapes(spec),
-            *sdpa_limits.check_dtypes(spec, _DTYPES),
-            *sdpa_limits.check_scale(spec),
-            *sdpa_limits.check_grid(spec),
-            *fa4_limits.check_dropout(spec),
-            *fa4_limits.check_mask(spec),
-            *fa4_limits.check_added(spec),
-            *fa4_limits.check_head_dims(spec, target),
-        ]
+        reasons = fa4_limits.check(spec, target)
         return reasons or fa4_launch.why_not_compiled(_call(spec, target))
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:

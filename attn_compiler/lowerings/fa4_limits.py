@@ -14,9 +14,31 @@ FIRST_BETA, LAST_BETA = 34, 36
 _VERSION = re.compile(r"4\.0\.0b(\d+)")
 INSTALL = "pip install 'attn_compiler[fa4]'"
 
+_DTYPES = ("bfloat16", "float16")
 _HEAD_DIM_LIMIT = 256
 # Bytes that one vector has: heads are whole vectors.
 _MULTIPLE = 8
+
+
+def check(spec: AttentionSpec, target: Target) -> list[Reason]:
+    """Every reason against the spec on that machine, but for what only a compiler can say."""
+    machine = check_machine(target) or sdpa_limits.check_device(spec, target.device)
+    if machine:
+        return machine
+    return [
+        *sdpa_limits.check_known_changes(spec),
+        *sdpa_limits.check_weights_unread(spec),
+        *sdpa_limits.check_masks(spec),
+        *sdpa_limits.check_softmax_dtype(spec),
+        *sdpa_limits.check_shapes(spec),
+        *sdpa_limits.check_dtypes(spec, _DTYPES),
+        *sdpa_limits.check_scale(spec),
+        *sdpa_limits.check_grid(spec),
+        *_check_dropout(spec),
+        *_check_mask(spec),
+        *_check_added(spec),
+        *_check_head_dims(spec, target),
+    ]
 
 
 def check_machine(target: Target) -> list[Reason]:
@@ -40,7 +62,7 @@ def _check_version(version: str) -> list[Reason]:
     return [Reason(rule=rule, observed=version or "none", remedy=INSTALL)]
 
 
-def check_mask(spec: AttentionSpec) -> list[Reason]:
+def _check_mask(spec: AttentionSpec) -> list[Reason]:
     """A diagonal, a window, or nothing; whatever else a mask is made of has no argument there."""
     parts = triton_planning.parts(spec)
     if (
@@ -63,7 +85,7 @@ def check_mask(spec: AttentionSpec) -> list[Reason]:
     return [sdpa_limits.lengths_reason(spec, rule)]
 
 
-def check_added(spec: AttentionSpec) -> list[Reason]:
+def _check_added(spec: AttentionSpec) -> list[Reason]:
     parts = triton_planning.parts(spec)
     if not (parts.bias or parts.slopes is not None or parts.distances):
         return []
@@ -72,14 +94,14 @@ def check_added(spec: AttentionSpec) -> list[Reason]:
     return [Reason(rule="nothing is added to the scores", observed=observed)]
 
 
-def check_dropout(spec: AttentionSpec) -> list[Reason]:
+def _check_dropout(spec: AttentionSpec) -> list[Reason]:
     if not spec.score.dropout_p:
         return []
     remedy = "set attention_dropout=0.0 in the model's config, or call model.eval()"
     return [Reason(rule="no dropout", observed=f"{spec.score.dropout_p:g}", remedy=remedy)]
 
 
-def check_head_dims(spec: AttentionSpec, target: Target) -> list[Reason]:
+def _check_head_dims(spec: AttentionSpec, target: Target) -> list[Reason]:
     reasons = sdpa_limits.check_head_dims(spec, multiple=_MULTIPLE, limit=_HEAD_DIM_LIMIT)
     if reasons:
         return reasons

@@ -133,7 +133,7 @@ def test_what_is_far_behind_is_timed_less_often() -> None:
         return bench_kernels.Timed(prepare=lambda: None, run=lambda _: time.sleep(seconds) or ())
 
     times = bench_select.contest({"near": timed(0.001), "far": timed(0.01)}, "cpu", 0.02)
-    assert (len(times["far"]), len(times["near"]) >= 9) == (3, True)
+    assert (len(times["far"]), len(times["near"]) >= 9) == (2, True)
     assert bench_select.contest({}, "cpu", 0.02) == {}
 
 

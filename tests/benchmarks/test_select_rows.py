@@ -78,6 +78,15 @@ def test_training_counts_forward_and_backward() -> None:
     assert (inference["seqlen_from"], inference["seqlen_to"]) == ("1024", "4095")
 
 
+def test_what_is_slow_in_the_backward_does_not_come_first_in_training() -> None:
+    measured = rows(
+        "padded_d256_s2048", {"triton": 500.0, "sdpa_cudnn": 1050.0}, {"triton": 3900.0, "sdpa_cudnn": 3400.0}
+    )
+    inference, training = select_rows.lines(select_rows.evidence(measured))
+    assert inference["order"].startswith("triton sdpa_cudnn")
+    assert training["order"].startswith("sdpa_cudnn triton")
+
+
 def test_peers_that_are_no_lowerings_are_not_ranked() -> None:
     (line,) = select_rows.lines(select_rows.evidence(rows("causal_d64_s8192", {"fa4": 9.0, "sdpa": 1.0, "flex": 1.0})))
     assert line["order"].split()[0] == "fa4"
@@ -125,5 +134,6 @@ def test_replaying_puts_today_s_choice_into_the_measured_shapes() -> None:
     times = {"sdpa_cudnn": 10.0, "sdpa_flash": 5.0}
     measured = rows("causal_d64_s512", times)
     measured[1]["chosen"] = "yes"
-    (shape,) = select_rows.replayed(measured, Target.fake())
+    where = {"cudnn": "91900", "torch": "2.11.0+cu130", "triton": "3.6.0", "flash_attn_4": ""}
+    (shape,) = select_rows.replayed([row | where for row in measured])
     assert (shape.chosen, shape.best) == ("sdpa_cudnn", "sdpa_flash")

@@ -10,7 +10,7 @@ from attn_compiler.spec import Dim
 from attn_compiler.target import Target
 from tests import cases
 from tests.cases import BY_NAME
-from tests.lowerings.specs import make_spec
+from tests.lowerings.specs import CAUSAL, make_spec
 
 SPEC = cases.build(BY_NAME["causal_bfloat16"]).spec
 
@@ -49,7 +49,7 @@ def test_order(target: Target, expected: tuple[str, ...]) -> None:
         (90, 512, 512, True, None),
         (90, 1, 1 << 20, True, None),
         (90, "s0", "s0", True, None),
-        (90, 4096, 4096, False, 3),
+        (90, 4096, 4096, False, 2),
         (90, 512, 512, False, None),
         (80, 4096, 4096, True, 3),
         (89, 4096, 4096, False, 3),
@@ -68,6 +68,32 @@ def test_our_kernels_come_where_there_is_work_for_them(
     assert (found.index("triton") if "triton" in found else None) == place
     dropped = dataclasses.replace(spec, score=dataclasses.replace(spec.score, dropout_p=0.1))
     assert "triton" not in order(dropped, Target.fake(sm=sm))[:1]
+
+
+def test_a_measured_row_counts_where_all_sizes_are_known() -> None:
+    target = Target.fake(flash_attn_4="4.0.0b36")
+    known = make_spec(mask=CAUSAL, seqlen_q=8192, seqlen_kv=8192, head_dim=128)
+    row = priorities.row_of(known, target)
+    assert row is not None
+    assert (row.mask, row.head_dims, row.seqlens, row.training) == ("causal", (97, 128), (4096, 16383), True)
+    assert order(known, target)[0] == "fa4"
+    for unknown in ({"seqlen_q": "s0", "seqlen_kv": "s0"}, {"seqlen_q": 8192, "seqlen_kv": "s0"}, {"head_dim": "s0"}):
+        sizes = {"seqlen_q": 8192, "seqlen_kv": 8192, "head_dim": 128} | unknown
+        assert order(make_spec(mask=CAUSAL, **sizes), target)[0] == "sdpa_cudnn"  # type: ignore[arg-type]
+    assert order(make_spec(mask=CAUSAL, seqlen_q=8192, seqlen_kv=8192, batch="s0"), target)[0] == "fa4"
+    assert (
+        order(dataclasses.replace(known, score=dataclasses.replace(known.score, dropout_p=0.1)), target)[0]
+        == "sdpa_cudnn"
+    )
+    assert order(make_spec(mask=CAUSAL, seqlen_q=1, seqlen_kv=8192), target)[0] == "sdpa_cudnn"
+
+
+def test_no_machine_but_the_measured_one_takes_its_rows() -> None:
+    known = make_spec(mask=CAUSAL, seqlen_q=8192, seqlen_kv=8192, head_dim=128)
+    for target in (Target.fake(sm=100), Target.fake(sm=80), Target.fake(cudnn=91500)):
+        row = priorities.row_of(known, target)
+        assert row is not None
+        assert row.mask is None
 
 
 CPU = Target.fake(device="cpu")
