@@ -26,6 +26,7 @@ class Target:
     "efficient", "cudnn", "math"), read once when a graph is compiled. deterministic:
     torch.use_deterministic_algorithms is on. triton_interpreted: Triton's kernels run in its interpreter, on any device.
     flash_attn_4: its version, "" if absent or without a GPU. mixed_gpus: the process sees GPUs of several architectures.
+    processors: multiprocessors of the GPU, 0 on CPU.
     """
 
     device: str
@@ -38,6 +39,7 @@ class Target:
     triton_interpreted: bool = False
     flash_attn_4: str = ""
     mixed_gpus: bool = False
+    processors: int = 0
 
     @staticmethod
     def current(device: str) -> Target:
@@ -61,6 +63,7 @@ class Target:
             triton_interpreted=TRITON_INTERPRETED,
             flash_attn_4=_version(FLASH_ATTN_4_DISTRIBUTION) if has_gpu else "",
             mixed_gpus=has_gpu and _has_mixed_gpus(),
+            processors=torch_module.cuda.get_device_properties(parsed).multi_processor_count if has_gpu else 0,
         )
 
     @staticmethod
@@ -76,8 +79,9 @@ class Target:
         triton_interpreted: bool = False,
         flash_attn_4: str = "",
         mixed_gpus: bool = False,
+        processors: int | None = None,
     ) -> Target:
-        """A made-up machine: an H200 with cuDNN 9.19.0 unless told otherwise; on "cpu", sm and cudnn default to 0."""
+        """A made-up machine: an H200 with cuDNN 9.19.0 unless told otherwise; on "cpu", sm, cudnn and processors default to 0."""
         on_gpu = device == "cuda"
         return Target(
             device=device,
@@ -90,6 +94,7 @@ class Target:
             triton_interpreted=triton_interpreted,
             flash_attn_4=flash_attn_4,
             mixed_gpus=mixed_gpus,
+            processors=(132 if on_gpu else 0) if processors is None else processors,
         )
 
     @property

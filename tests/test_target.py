@@ -36,6 +36,7 @@ def test_cuda_facts_are_those_of_the_device() -> None:
     target = Target.current("cuda:0")
     major, minor = torch.cuda.get_device_capability(0)
     assert (target.device, target.sm, target.cudnn) == ("cuda", 10 * major + minor, torch.backends.cudnn.version())
+    assert target.processors == torch.cuda.get_device_properties(0).multi_processor_count
 
 
 def test_kernels_that_the_user_switched_off_are_seen() -> None:
@@ -67,6 +68,7 @@ def test_whether_triton_is_interpreted_is_known_from_the_start(value: str) -> No
 def test_fake_is_an_h200_or_a_cpu() -> None:
     assert (Target.fake().sm, Target.fake().cudnn) == (90, 91900)
     assert (Target.fake(device="cpu").sm, Target.fake(device="cpu").cudnn) == (0, 0)
+    assert (Target.fake().processors, Target.fake(device="cpu").processors) == (132, 0)
     assert Target.fake(sm=100, cudnn=0) == dataclasses.replace(Target.fake(), sm=100, cudnn=0)
 
 
@@ -82,6 +84,7 @@ def test_digest_differs_with_every_field() -> None:
         "triton_interpreted": True,
         "flash_attn_4": "4.0.0b36",
         "mixed_gpus": True,
+        "processors": 114,
     }
     assert set(changed) == {field.name for field in dataclasses.fields(Target)}
     base = Target.fake()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from attn_compiler.lowerings import decode_ops as decode_ops
 from attn_compiler.lowerings import fa4_ops as fa4_ops
 from attn_compiler.lowerings import ops as ops  # defines the leaf ops that lowerings put into graphs
 from attn_compiler.lowerings import triton_ops as triton_ops
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.decode import Decode
 from attn_compiler.lowerings.fa4 import FlashAttention4
 from attn_compiler.lowerings.plain_math import PlainMath
 from attn_compiler.lowerings.priorities import order
@@ -24,6 +26,7 @@ LOWERINGS: tuple[Lowering, ...] = (
     SdpaCpuFlash(),
     FlashAttention4(),
     TritonAttention(),
+    Decode(),
     PlainMath(),
     Untouched(),
 )

@@ -113,7 +113,7 @@ def launch(
     values = ready.values.copy()
     for position, name in ready.where:
         values[position] = tensors[name].data_ptr()
-    _start(ready, same.device, values)
+    start(ready.compiled, ready.grid, same.device.index, values)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -138,14 +138,17 @@ def _first_launch(kernel: Any, tensors: Mapping[str, torch.Tensor], found: Argum
     return _Ready(kernel=kernel, compiled=compiled, grid=found.grid, values=values, where=where)
 
 
-def _start(ready: _Ready, device: torch.device, values: Sequence[Any]) -> None:
-    """What `CompiledKernel.__getitem__` does. Profilers that hook into launches get theirs through that."""
-    compiled, (x, y, z) = ready.compiled, ready.grid
+def start(compiled: Any, grid: Grid, device: int | None, values: Sequence[Any]) -> None:
+    """What `CompiledKernel.__getitem__` does, on a device by its index. Profilers that hook into launches get theirs through that.
+
+    values: addresses, numbers and constants in the order of the kernel's parameters.
+    """
+    x, y, z = grid
     hooks = triton.knobs.runtime
     if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-        compiled[ready.grid](*values)
+        compiled[grid](*values)
         return
-    stream = triton.runtime.driver.active.get_current_stream(device.index)
+    stream = triton.runtime.driver.active.get_current_stream(device)
     compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
 
 

@@ -47,6 +47,15 @@ Differentiable = Callable[[Tensors, str], list[bool]]
 _LIBRARY: Any = globals().get("_LIBRARY") or torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
+def register_forward(name: str, *, forward: Forward, dispatch_key: str) -> None:
+    """Define the leaf op `name` without a backward, for what is never differentiated. As `register_family` otherwise."""
+    if hasattr(getattr(torch.ops, NAMESPACE), name):
+        return
+    _LIBRARY.define(name + LEAF_SCHEMA, tags=(torch.Tag.needs_exact_strides,))
+    _LIBRARY.impl(name, forward, dispatch_key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _fake_forward, lib=_LIBRARY)
+
+
 def register_family(
     name: str, *, forward: Forward, backward: Backward, differentiable: Differentiable, dispatch_key: str
 ) -> None:

@@ -52,7 +52,7 @@ def forward(
     prepared = prepare(text)
     same = alike(text, (q, k, v, *operands))
     if same.fact("misaligned", lambda: _misaligned(q, k, v)):
-        return forward(_readable(q), _readable(k), _readable(v), operands, text)
+        return forward(readable(q), readable(k), readable(v), operands, text)
     tensors = {"Q": q, "K": k, "V": v, **prepared.named(operands)}
     with on(q.device):
         tensors["Out"] = same.empty("Out", lambda: empty_outputs(q, v)[0])
@@ -120,7 +120,7 @@ def _misaligned(*tensors: torch.Tensor) -> bool:
     return any(x.is_cuda and x.element_size() < 4 and alignment(x) == 1 for x in tensors)
 
 
-def _readable(x: torch.Tensor) -> torch.Tensor:
+def readable(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy of it if its elements are not where a kernel can read them.
 
     The one copy outside of the graph. The layout pass sees to strides; where a tensor begins in its memory none of them says, and
@@ -216,7 +216,7 @@ def _backward(
     prepared = prepare(text)
     same = alike(text, (q, k, v, *operands, grad_out, grad_lse, out, lse))
     if same.fact("unreadable", lambda: grad_out.stride(3) != 1 or _misaligned(q, k, v, grad_out)):
-        q, k, v, grad_out = map(_readable, (q, k, v, grad_out))
+        q, k, v, grad_out = map(readable, (q, k, v, grad_out))
         return _backward(grad_out, grad_lse, q, k, v, operands, out, lse, text)
     tensors = {"Q": q, "K": k, "V": v, "GradOut": grad_out, "GradLse": grad_lse.contiguous(), "Out": out, "Lse": lse}
     tensors |= prepared.named(operands)

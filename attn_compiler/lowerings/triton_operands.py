@@ -43,6 +43,11 @@ def emit(emitter: Emitter, spec: AttentionSpec, operands: Operands, tiles: Tiles
     return [made[name] for name in plan.operands]
 
 
+def emit_parts(emitter: Emitter, spec: AttentionSpec, operands: Operands, parts: Parts) -> dict[str, fx.Node]:
+    """The tensors of the parts by the names that `Plan` gives them: all but lists of tiles and a seed."""
+    return _Made(emitter, spec, operands).all_of_parts(parts)
+
+
 @dataclass
 class _Made:
     emitter: Emitter
@@ -51,12 +56,19 @@ class _Made:
 
     def all_of(self, plan: Plan, parts: Parts, tiles: Tiles) -> dict[str, fx.Node]:
         """By name; those that the plan asks for are among them."""
-        made = self._masking(parts)
+        made = self.all_of_parts(parts)
         if plan.tiles:
             masking = self._masking_of(parts, made)
             made["tiles"] = triton_tiles.lists(self.emitter, masking, tiles, by_key=False)
             if plan.needs_grad:
                 made["tiles_by_key"] = triton_tiles.lists(self.emitter, masking, tiles, by_key=True)
+        if plan.dropout:
+            made["seed"] = self._call(torch.randint, 0, _SEEDS, (1,), dtype=torch.int64, device=self._device)
+        return made
+
+    def all_of_parts(self, parts: Parts) -> dict[str, fx.Node]:
+        """By name; what follows from the parts alone."""
+        made = self._masking(parts)
         if parts.bias:
             made["bias"] = self._as_four(self._tensor())
         if parts.distances:
@@ -65,8 +77,6 @@ class _Made:
             made["slopes"] = self._slopes(parts.slopes)
         if self.given.sinks is not None:
             made["sinks"] = self._call(torch.Tensor.contiguous, self.given.sinks)
-        if plan.dropout:
-            made["seed"] = self._call(torch.randint, 0, _SEEDS, (1,), dtype=torch.int64, device=self._device)
         return made
 
     # ---- masks ----------------------------------------------------------------------------------------------------

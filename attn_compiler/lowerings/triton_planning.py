@@ -6,6 +6,7 @@ dense tensor. So does everything that was not proved. Pure data: no FX, no CUDA.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -86,6 +87,15 @@ def of(spec: AttentionSpec) -> Plan:
         needs_grad=spec.needs_grad,
         few_pairs=_has_few_pairs(spec),
     )
+
+
+def with_band_as_rows(found: Parts) -> Parts:
+    """The same, with the band as an interval of each query; for kernels that know of no band."""
+    if found.band is None:
+        return found
+    interval = _as_interval(found.band)
+    rows = interval if found.rows is None else found.rows.both(interval)
+    return dataclasses.replace(found, band=None, rows=rows)
 
 
 def _has_few_pairs(spec: AttentionSpec) -> bool:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from attn_compiler.spec import Dim
 from attn_compiler.target import Target
 from tests import cases
 from tests.cases import BY_NAME
-from tests.lowerings.specs import CAUSAL, make_spec
+from tests.lowerings.specs import CAUSAL, dense, make_spec
 
 SPEC = cases.build(BY_NAME["causal_bfloat16"]).spec
 
@@ -96,6 +97,35 @@ def test_no_machine_but_the_measured_one_takes_its_rows() -> None:
         assert row.mask is None
 
 
+@pytest.mark.parametrize(
+    ("machine", "spec", "place"),
+    [
+        ({"sm": 90}, {}, 0),
+        ({"sm": 90}, {"seqlen_q": 16, "dtype": "float16"}, 0),
+        ({"sm": 90}, {"seqlen_kv": "s0", "batch": "s1"}, 0),
+        ({"sm": 90}, {"mask": dense(2, 1, 1, 4096)}, 0),
+        ({"sm": 90}, {"seqlen_q": 17}, None),
+        ({"sm": 90}, {"seqlen_q": "s0"}, None),
+        ({"sm": 90}, {"needs_grad": True}, None),
+        ({"sm": 90}, {"dtype": "float32"}, None),
+        ({"sm": 80}, {"mask": dense(2, 1, 1, 4096)}, 0),
+        ({"sm": 100}, {"mask": dense(2, 1, 1, 4096)}, 0),
+        ({"sm": 120}, {"mask": dense(2, 1, 1, 4096)}, 0),
+        ({"sm": 90, "cudnn": 91000}, {"mask": dense(2, 1, 1, 4096)}, 0),
+        ({"sm": 80}, {}, 3),
+        ({"sm": 100}, {}, None),
+        ({"sm": 75}, {"mask": dense(2, 1, 1, 4096)}, None),
+    ],
+    ids=str,
+)
+def test_decode_comes_where_few_queries_read_a_cache(
+    machine: dict[str, int], spec: dict[str, Any], place: int | None
+) -> None:
+    made = make_spec(**{"seqlen_q": 1, "seqlen_kv": 4096, "needs_grad": False, **spec})
+    found = order(made, Target.fake(**machine))  # type: ignore[arg-type]
+    assert (found.index("decode") if "decode" in found else None) == place
+
+
 CPU = Target.fake(device="cpu")
 FLASH, MATH, NOTHING = ("sdpa_cpu_flash", "untouched"), ("math", "sdpa_cpu_flash", "untouched"), ("untouched",)
 
@@ -153,6 +183,7 @@ def test_lowerings_are_registered_once_each() -> None:
         "sdpa_cpu_flash",
         "fa4",
         "triton",
+        "decode",
         "math",
         "untouched",
     ]

@@ -1,0 +1,23 @@
+"""The leaf op of the decode kernel, `attn_compiler::decode`: its text is a `decode_plan.Call`. It has no backward.
+
+operands: those that the plan names, in its order. triton itself is imported by the first call, not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from attn_compiler.lowerings.ops import register_forward
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Sequence[torch.Tensor], text: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from attn_compiler.lowerings import decode_launch
+
+    return decode_launch.forward(q, k, v, operands, text)
+
+
+register_forward("decode", forward=_forward, dispatch_key="CompositeExplicitAutograd")

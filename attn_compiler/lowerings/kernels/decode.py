@@ -1,0 +1,379 @@
+"""Attention of few queries over a long cache: split-KV, in one launch (https://pytorch.org/blog/flash-decoding).
+
+A program has all queries of a group of heads as the rows of its tile, so keys and values are read once, where they lie, and only
+from the first to the last key that a row may use: the work follows what the device knows of a cache's length. The keys are
+shared out evenly among the splits; a split that there is no work for ends at once, and is not waited for. Each of the others
+leaves a partial result, and the last one to arrive combines them, which the counters tell.
+
+Where rows are few, warps go on alone (SLICES): each has a part of every tile of keys and a softmax of its own, and they meet after
+the last tile. What a row's keys have in common would otherwise cross warps three times a tile, through shared memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_compiler.lowerings.kernels.tile_parts import (
+    LN2,
+    LOG2E,
+    at_head,
+    change,
+    load_pairs,
+)
+
+#: Numbers and operands that kernels are not compiled for: one serves every length, stride and address.
+ANY_VALUE = (
+    "stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks", "stride_vb", "stride_vh", "stride_vs",
+    "bounds_side", "bounds_b", "keys_b", "pairs_b", "pairs_h", "pairs_q", "pairs_k", "distances_h",
+    "lse_at", "seqlen_kv", "scale", "softcap",
+)  # fmt: skip
+ANY_ADDRESS = ("Out", "Lse", "Partial", "Count", "Bounds", "Keys", "Pairs", "Distances", "Slopes", "Sinks")
+
+
+@triton.jit
+def _bounds(
+    Bounds, batch, queries, bounds_side, bounds_b, seqlen_kv, BLOCK_M: tl.constexpr, SEQLEN_Q: tl.constexpr
+):  # fmt: skip
+    """For each row the first key that it may use and the one after the last, and both for all rows."""
+    if Bounds is None:
+        lower = tl.zeros([BLOCK_M], tl.int32)
+        upper = lower + seqlen_kv
+        first, end = 0, seqlen_kv
+    else:
+        Bounds += batch.to(tl.int64) * bounds_b
+        if SEQLEN_Q == 1:
+            first = tl.maximum(tl.load(Bounds), 0)
+            end = tl.minimum(tl.load(Bounds + bounds_side), seqlen_kv)
+            lower = tl.zeros([BLOCK_M], tl.int32) + first
+            upper = tl.zeros([BLOCK_M], tl.int32) + end
+        else:
+            lower = tl.maximum(tl.load(Bounds + queries), 0)
+            upper = tl.minimum(tl.load(Bounds + bounds_side + queries), seqlen_kv)
+            first = tl.min(tl.where(lower < upper, lower, seqlen_kv), 0)
+            end = tl.max(tl.where(lower < upper, upper, 0), 0)
+    return lower, upper, first, end
+
+
+@triton.jit
+def _keys(start, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, OF_SCORES: tl.constexpr):
+    """Positions of a tile of keys. OF_SCORES: (1, N) or, in slices, (S, 1, N), as columns of scores; else (N, 1) or (S, N, 1)."""
+    if SLICES == 1:
+        at = tl.arange(0, BLOCK_N)
+        at = at[None, :] if OF_SCORES else at[:, None]
+    else:
+        size: tl.constexpr = BLOCK_N // SLICES
+        at = tl.arange(0, SLICES)[:, None] * size + tl.arange(0, size)[None, :]
+        at = at[:, None, :] if OF_SCORES else at[:, :, None]
+    return start + at
+
+
+@triton.jit
+def _rows(x, SLICES: tl.constexpr):
+    """(M, …) as rows of scores: the same, or (1, M, …)."""
+    if SLICES > 1:
+        x = tl.expand_dims(x, 0)
+    return x
+
+
+@triton.jit
+def _load(
+    base, keys, stride, end, allowed,
+    FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """(N, PART) or (S, N, PART) elements of keys or values; zeros beyond the end and the head dim, and where `allowed` does not hold."""
+    dims = _rows(FIRST + tl.arange(0, PART)[None, :], SLICES)
+    inside = keys < end
+    if allowed is not None:
+        inside = inside & allowed
+    if FIRST + PART > HEAD_DIM:
+        inside = inside & (dims < HEAD_DIM)
+    rows = keys.to(tl.int64) * stride
+    rows = tl.multiple_of(rows, [ALIGN, ALIGN]) if SLICES == 1 else tl.multiple_of(rows, [ALIGN, ALIGN, ALIGN])
+    return tl.load(base + rows + dims, mask=inside, other=0.0)
+
+
+@triton.jit
+def _transposed(x, SLICES: tl.constexpr):
+    if SLICES == 1:
+        x = tl.trans(x)
+    else:
+        x = tl.trans(x, 0, 2, 1)
+    return x
+
+
+@triton.jit
+def _step(
+    total, peak, out_0, out_1, q_0, q_1, start, end, queries, lower, upper, slope,
+    K, V, Keys, Pairs, Distances, stride_ks, stride_vs, pairs_q, pairs_k, scale, softcap,
+    BLOCK_N: tl.constexpr, SLICES: tl.constexpr, SEQLEN_Q: tl.constexpr,
+    HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+    PAIRS_MASK: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr, PLAIN: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys of the online softmax. total, peak: (M,) or (S, M) so far; out_0, out_1: (…, M, V_0), (…, M, V_1). What there
+    is of each row comes in the shape of scores."""
+    keys = _keys(start, BLOCK_N, SLICES, True)
+    rows = _keys(start, BLOCK_N, SLICES, False)
+    allowed = keys < end
+    values_allowed = None
+    if SEQLEN_Q > 1:
+        allowed = allowed & (keys >= lower) & (keys < upper)
+    if Keys is not None:
+        allowed = allowed & (tl.load(Keys + keys, mask=keys < end, other=0) != 0)
+        values_allowed = tl.load(Keys + rows, mask=rows < end, other=0) != 0
+    bias, distances = None, None
+    if Pairs is not None:
+        pairs = load_pairs(Pairs, queries, keys, pairs_q, pairs_k, SEQLEN_Q, end, True)
+        if PAIRS_MASK:
+            allowed = allowed & (pairs != 0)
+        else:
+            bias = pairs
+    if Distances is not None:
+        distances = tl.load(Distances + (SEQLEN_Q - 1 - queries) + keys, mask=keys < end, other=0)
+    k_0 = _load(K, rows, stride_ks, end, None, 0, QK_0, HEAD_DIM_QK, ALIGN, SLICES)
+    qk = tl.dot(q_0, _transposed(k_0, SLICES), input_precision=PRECISION)
+    if QK_1 > 0:
+        k_1 = _load(K, rows, stride_ks, end, None, QK_0, QK_1, HEAD_DIM_QK, ALIGN, SLICES)
+        qk = tl.dot(q_1, _transposed(k_1, SLICES), qk, input_precision=PRECISION)
+    logits, _ = change(qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, PLAIN)
+    logits = tl.where(allowed, logits, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(logits, 1 if SLICES == 1 else 2))
+    # Nothing allowed so far: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    if PLAIN:
+        weights = tl.exp2(logits * (scale * LOG2E) - tl.expand_dims(shift * (scale * LOG2E), -1))
+        decay = tl.exp2((peak - shift) * (scale * LOG2E))
+    else:
+        weights = tl.exp2(logits - tl.expand_dims(shift, -1))
+        decay = tl.exp2(peak - shift)
+    total = total * decay + tl.sum(weights, 1 if SLICES == 1 else 2)
+    decay = tl.expand_dims(decay, -1)
+    v_0 = _load(V, rows, stride_vs, end, values_allowed, 0, V_0, HEAD_DIM_V, ALIGN, SLICES)
+    weights = weights.to(v_0.dtype)
+    out_0 = tl.dot(weights, v_0, out_0 * decay, input_precision=PRECISION)
+    if V_1 > 0:
+        v_1 = _load(V, rows, stride_vs, end, values_allowed, V_0, V_1, HEAD_DIM_V, ALIGN, SLICES)
+        out_1 = tl.dot(weights, v_1, out_1 * decay, input_precision=PRECISION)
+    return total, new_peak, out_0, out_1
+
+
+@triton.jit
+def _joined(total, peak, out_0, out_1, V_1: tl.constexpr):
+    """The slices' results, whose peaks are in units of log 2, as one: (S, M) and (S, M, …) to (M,) and (M, …)."""
+    top = tl.max(peak, 0)
+    weights = tl.exp2(peak - tl.where(top == float("-inf"), 0.0, top)[None, :])
+    total = tl.sum(total * weights, 0)
+    out_0 = tl.sum(out_0 * weights[:, :, None], 0)
+    if V_1 > 0:
+        out_1 = tl.sum(out_1 * weights[:, :, None], 0)
+    return total, top, out_0, out_1
+
+
+@triton.jit
+def _weighted(
+    total, peak, out_0, out_1, Partial, lse_at, record, start, splits, rows,
+    PARTS: tl.constexpr, KEPT: tl.constexpr, KEPT_ALL: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+):  # fmt: skip
+    """PARTS partial results more, from `start` on, in the sum. total, peak: (KEPT_ALL,) so far; out_0, out_1: their sums."""
+    parts = start + tl.arange(0, PARTS)
+    here = (parts < splits)[:, None] & (rows < KEPT)[None, :]
+    row = (record + parts).to(tl.int64)[:, None] * KEPT + rows[None, :]
+    # Written by other programs: not to be taken from the cache of this multiprocessor.
+    lse = tl.load(Partial + lse_at + row, mask=here, other=float("-inf"), cache_modifier=".cg")
+    new_peak = tl.maximum(peak, tl.max(lse, 0))
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(lse - shift[None, :])
+    decay = tl.exp2(peak - shift)
+    total = total * decay + tl.sum(weights, 0)
+    at = Partial + row[:, :, None] * HEAD_DIM_V
+    dims = tl.arange(0, V_0)[None, None, :]
+    found = tl.load(at + dims, mask=here[:, :, None] & (dims < HEAD_DIM_V), other=0.0, cache_modifier=".cg")
+    out_0 = out_0 * decay[:, None] + tl.sum(found * weights[:, :, None], 0)
+    if V_1 > 0:
+        dims = V_0 + tl.arange(0, V_1)[None, None, :]
+        found = tl.load(at + dims, mask=here[:, :, None] & (dims < HEAD_DIM_V), other=0.0, cache_modifier=".cg")
+        out_1 = out_1 * decay[:, None] + tl.sum(found * weights[:, :, None], 0)
+    return total, new_peak, out_0, out_1
+
+
+@triton.jit
+def _store(
+    Out, Lse, Sinks, batch, kv_head, rows, lse, out_0, out_1,
+    HEADS_KV: tl.constexpr, GROUP: tl.constexpr, SEQLEN_Q: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+):  # fmt: skip
+    """The results of all keys: out into (B, Sq, Hq, Dv) and lse, which comes in units of log 2, into (B, Hq, Sq), both contiguous."""
+    head, query = kv_head * GROUP + rows // SEQLEN_Q, rows % SEQLEN_Q
+    inside = rows < GROUP * SEQLEN_Q
+    if Sinks is not None:
+        sink = tl.load(Sinks + head, mask=inside, other=0.0).to(tl.float32) * LOG2E
+        top = tl.maximum(lse, sink)
+        joined = top + tl.log2(tl.exp2(lse - top) + tl.exp2(sink - top))
+        share = tl.exp2(lse - joined)
+        out_0, out_1, lse = out_0 * share[:, None], out_1 * share[:, None], joined
+    heads: tl.constexpr = HEADS_KV * GROUP
+    batch = batch.to(tl.int64)
+    tl.store(Lse + (batch * heads + head) * SEQLEN_Q + query, lse * LN2, mask=inside)
+    at = Out + ((batch * SEQLEN_Q + query) * heads + head)[:, None] * HEAD_DIM_V
+    dims = tl.arange(0, V_0)[None, :]
+    tl.store(at + dims, out_0.to(Out.dtype.element_ty), mask=inside[:, None] & (dims < HEAD_DIM_V))
+    if V_1 > 0:
+        dims = V_0 + tl.arange(0, V_1)[None, :]
+        tl.store(at + dims, out_1.to(Out.dtype.element_ty), mask=inside[:, None] & (dims < HEAD_DIM_V))
+
+
+@triton.jit
+def _leave(
+    Partial, lse_at, record, lse, out_0, out_1,
+    BLOCK_M: tl.constexpr, KEPT: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+):  # fmt: skip
+    """The results of one split, for the program that combines them."""
+    kept = tl.arange(0, BLOCK_M)
+    row = record * KEPT + kept
+    tl.store(Partial + lse_at + row, lse, mask=kept < KEPT)
+    at, here = Partial + row[:, None] * HEAD_DIM_V, (kept < KEPT)[:, None]
+    dims = tl.arange(0, V_0)[None, :]
+    tl.store(at + dims, out_0, mask=here & (dims < HEAD_DIM_V))
+    if V_1 > 0:
+        dims = V_0 + tl.arange(0, V_1)[None, :]
+        tl.store(at + dims, out_1, mask=here & (dims < HEAD_DIM_V))
+
+
+@triton.jit
+def _combine(
+    Out, Lse, Partial, Sinks, batch, kv_head, first_row, lse_at, record, splits,
+    PARTS: tl.constexpr, KEPT: tl.constexpr, KEPT_ALL: tl.constexpr,
+    HEADS_KV: tl.constexpr, GROUP: tl.constexpr, SEQLEN_Q: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+):  # fmt: skip
+    """What all splits have left, as one result."""
+    rows = tl.arange(0, KEPT_ALL)
+    total = tl.zeros([KEPT_ALL], tl.float32)
+    peak = tl.full([KEPT_ALL], float("-inf"), tl.float32)
+    out_0 = tl.zeros([KEPT_ALL, V_0], tl.float32)
+    out_1 = tl.zeros([KEPT_ALL, V_1 if V_1 > 0 else 16], tl.float32)
+    for chunk in tl.range(0, tl.cdiv(splits, PARTS)):
+        total, peak, out_0, out_1 = _weighted(
+            total, peak, out_0, out_1, Partial, lse_at, record, chunk * PARTS, splits, rows,
+            PARTS, KEPT, KEPT_ALL, HEAD_DIM_V, V_0, V_1,
+        )  # fmt: skip
+    divisor = tl.where(total == 0.0, 1.0, total)
+    _store(
+        Out, Lse, Sinks, batch, kv_head, first_row + rows, peak + tl.log2(divisor),
+        out_0 / divisor[:, None], out_1 / divisor[:, None], HEADS_KV, GROUP, SEQLEN_Q, HEAD_DIM_V, V_0, V_1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=ANY_VALUE, do_not_specialize_on_alignment=ANY_ADDRESS)
+def attention_decode(
+    Q, K, V, Out, Lse, Partial, Count, Bounds, Keys, Pairs, Distances, Slopes, Sinks,
+    stride_qb: tl.int64, stride_qh: tl.int64, stride_qs: tl.int64,
+    stride_kb: tl.int64, stride_kh: tl.int64, stride_ks: tl.int64,
+    stride_vb: tl.int64, stride_vh: tl.int64, stride_vs: tl.int64,
+    bounds_side: tl.int32, bounds_b: tl.int32, keys_b: tl.int32,
+    pairs_b: tl.int64, pairs_h: tl.int64, pairs_q: tl.int64, pairs_k: tl.int64,
+    distances_h: tl.int32, lse_at: tl.int64, seqlen_kv: tl.int32, scale: tl.float32, softcap: tl.float32,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, LEAST_KEYS: tl.constexpr,
+    PARTS: tl.constexpr, KEPT: tl.constexpr, KEPT_ALL: tl.constexpr,
+    HEADS_KV: tl.constexpr, GROUP: tl.constexpr, SEQLEN_Q: tl.constexpr,
+    HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+    PAIRS_MASK: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr, PLAIN: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Grid: (splits, Hkv · blocks of rows, B). See decode_launch.py for the arguments and decode_plan.py for the operands.
+
+    Row r of a kv head's GROUP · SEQLEN_Q is query r % SEQLEN_Q of head r // SEQLEN_Q of the group. KEPT: those of a block that have
+    partial results; KEPT_ALL: the next power of two. PARTS: partial results that are added up at a time.
+    SLICES: as many as warps, or 1.
+    Partial: float32, (B, Hkv · blocks, splits, KEPT, Dv) results and, from lse_at on, (…, KEPT) logarithms; Count: int32 (B, Hkv · blocks),
+    zero, and zero again in the end. Both None for one split.
+    """
+    split, place, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    blocks: tl.constexpr = (GROUP * SEQLEN_Q + BLOCK_M - 1) // BLOCK_M
+    kv_head, block = place // blocks, place % blocks
+    local = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Rows beyond the last one repeat it, and are not stored.
+    used = tl.minimum(local, GROUP * SEQLEN_Q - 1)
+    heads, queries = kv_head * GROUP + used // SEQLEN_Q, used % SEQLEN_Q
+    # On its way while the bounds come.
+    row = tl.multiple_of(batch * stride_qb + heads * stride_qh + queries * stride_qs, ALIGN)[:, None]
+    dims = tl.arange(0, QK_0)[None, :]
+    q_0 = tl.load(Q + row + dims, mask=dims < HEAD_DIM_QK, other=0.0)
+    q_1 = q_0
+    if QK_1 > 0:
+        dims = QK_0 + tl.arange(0, QK_1)[None, :]
+        q_1 = tl.load(Q + row + dims, mask=dims < HEAD_DIM_QK, other=0.0)
+    lower, upper, first, end = _bounds(Bounds, batch, queries, bounds_side, bounds_b, seqlen_kv, BLOCK_M, SEQLEN_Q)
+
+    span = tl.maximum(end - first, 0)
+    share = tl.cdiv(tl.cdiv(span, tl.num_programs(0)), BLOCK_N) * BLOCK_N
+    share = tl.maximum(share, LEAST_KEYS)
+    splits = tl.maximum(tl.cdiv(span, share), 1)
+    if split >= splits:
+        return
+    begin = first + split * share
+    end = tl.minimum(begin + share, end)
+
+    K = at_head(K, batch, kv_head, stride_kb, stride_kh, ALIGN)
+    V = at_head(V, batch, kv_head, stride_vb, stride_vh, ALIGN)
+    slope = None
+    if Keys is not None:
+        Keys += batch.to(tl.int64) * keys_b
+    if Pairs is not None:
+        Pairs = _rows(Pairs + batch * pairs_b + heads[:, None] * pairs_h, SLICES)
+    if Distances is not None:
+        Distances = _rows(Distances + heads[:, None] * distances_h, SLICES)
+    if Slopes is not None:
+        slope = _rows(tl.load(Slopes + heads)[:, None], SLICES)
+    of_row = _rows(queries[:, None], SLICES)
+    lower, upper = _rows(lower[:, None], SLICES), _rows(upper[:, None], SLICES)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    out_0 = tl.zeros([BLOCK_M, V_0], tl.float32)
+    out_1 = tl.zeros([BLOCK_M, V_1 if V_1 > 0 else 16], tl.float32)
+    if SLICES > 1:
+        q_0, q_1 = tl.broadcast_to(q_0[None], (SLICES, BLOCK_M, QK_0)), q_1[None]
+        if QK_1 > 0:
+            q_1 = tl.broadcast_to(q_1, (SLICES, BLOCK_M, QK_1))
+        total = tl.zeros([SLICES, BLOCK_M], tl.float32)
+        peak = tl.full([SLICES, BLOCK_M], float("-inf"), tl.float32)
+        out_0 = tl.zeros([SLICES, BLOCK_M, V_0], tl.float32)
+        out_1 = tl.zeros([SLICES, BLOCK_M, V_1 if V_1 > 0 else 16], tl.float32)
+    for tile in tl.range(0, tl.cdiv(end - begin, BLOCK_N)):
+        total, peak, out_0, out_1 = _step(
+            total, peak, out_0, out_1, q_0, q_1, begin + tile * BLOCK_N, end, of_row, lower, upper, slope,
+            K, V, Keys, Pairs, Distances, stride_ks, stride_vs, pairs_q, pairs_k, scale, softcap,
+            BLOCK_N, SLICES, SEQLEN_Q, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
+            PAIRS_MASK, SOFTCAP, FAST_TANH, PLAIN, PRECISION, ALIGN,
+        )  # fmt: skip
+
+    if PLAIN:
+        peak = peak * (scale * LOG2E)
+    if SLICES > 1:
+        total, peak, out_0, out_1 = _joined(total, peak, out_0, out_1, V_1)
+    # A row without any allowed key has a total of 0 and a peak of -inf: so is its lse, and its results stay 0.
+    divisor = tl.where(total == 0.0, 1.0, total)
+    lse = peak + tl.log2(divisor)
+    out_0, out_1 = out_0 / divisor[:, None], out_1 / divisor[:, None]
+    if splits == 1:
+        _store(
+            Out, Lse, Sinks, batch, kv_head, local, lse, out_0, out_1,
+            HEADS_KV, GROUP, SEQLEN_Q, HEAD_DIM_V, V_0, V_1,
+        )  # fmt: skip
+    elif Partial is not None:
+        index = batch * tl.num_programs(1) + place
+        record = index.to(tl.int64) * tl.num_programs(0)
+        _leave(Partial, lse_at, record + split, lse, out_0, out_1, BLOCK_M, KEPT, HEAD_DIM_V, V_0, V_1)
+        # All threads have written before the one that counts says so.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(Count + index, 1, sem="acq_rel")
+        if arrived == splits - 1:
+            _combine(
+                Out, Lse, Partial, Sinks, batch, kv_head, block * BLOCK_M, lse_at, record, splits,
+                PARTS, KEPT, KEPT_ALL, HEADS_KV, GROUP, SEQLEN_Q, HEAD_DIM_V, V_0, V_1,
+            )  # fmt: skip
+            tl.store(Count + index, 0)
