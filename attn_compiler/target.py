@@ -16,6 +16,7 @@ TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-windows")
 FLASH_ATTN_4_DISTRIBUTION = "flash-attn-4"
+CUDNN_FRONTEND_DISTRIBUTION = "nvidia-cudnn-frontend"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +26,7 @@ class Target:
     torch, triton: version strings, "" if absent. disabled: SDPA kernels that the user switched off ("flash",
     "efficient", "cudnn", "math"), read once when a graph is compiled. deterministic:
     torch.use_deterministic_algorithms is on. triton_interpreted: Triton's kernels run in its interpreter, on any device.
-    flash_attn_4: its version, "" if absent or without a GPU. mixed_gpus: the process sees GPUs of several architectures.
+    flash_attn_4, cudnn_frontend: their versions, "" if absent or without a GPU. mixed_gpus: the process sees GPUs of several architectures.
     processors: multiprocessors of the GPU, 0 on CPU.
     """
 
@@ -34,6 +35,7 @@ class Target:
     cudnn: int = 0
     torch: str = ""
     triton: str = ""
+    cudnn_frontend: str = ""
     disabled: frozenset[str] = frozenset()
     deterministic: bool = False
     triton_interpreted: bool = False
@@ -58,6 +60,7 @@ class Target:
             cudnn=cudnn_version() if has_gpu else 0,
             torch=str(torch_module.__version__),
             triton=_triton_version(),
+            cudnn_frontend=_version(CUDNN_FRONTEND_DISTRIBUTION) if has_gpu else "",
             disabled=_disabled_kernels(),
             deterministic=torch_module.are_deterministic_algorithms_enabled(),
             triton_interpreted=TRITON_INTERPRETED,
@@ -74,6 +77,7 @@ class Target:
         cudnn: int | None = None,
         torch: str = "2.13.0",
         triton: str = "3.7.0",
+        cudnn_frontend: str = "",
         disabled: frozenset[str] = frozenset(),
         deterministic: bool = False,
         triton_interpreted: bool = False,
@@ -89,6 +93,7 @@ class Target:
             cudnn=(91900 if on_gpu else 0) if cudnn is None else cudnn,
             torch=torch,
             triton=triton,
+            cudnn_frontend=cudnn_frontend,
             disabled=disabled,
             deterministic=deterministic,
             triton_interpreted=triton_interpreted,
@@ -102,7 +107,12 @@ class Target:
         """For people: "cuda sm90, cuDNN 9.19.0, torch 2.13.0, triton 3.7.0; flash off"."""
         parts = [f"{self.device} sm{self.sm}" if self.sm else self.device]
         parts += [f"cuDNN {cudnn_words(self.cudnn)}"] if self.cudnn else []
-        versions = (("torch", self.torch), ("triton", self.triton), (FLASH_ATTN_4_DISTRIBUTION, self.flash_attn_4))
+        versions = (
+            ("torch", self.torch),
+            ("triton", self.triton),
+            (FLASH_ATTN_4_DISTRIBUTION, self.flash_attn_4),
+            (CUDNN_FRONTEND_DISTRIBUTION, self.cudnn_frontend),
+        )
         parts += [f"{name} {version}" for name, version in versions if version]
         notes = [f"{kernel} off" for kernel in sorted(self.disabled)] + ["deterministic"] * self.deterministic
         notes += ["triton interpreted"] * self.triton_interpreted

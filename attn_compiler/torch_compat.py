@@ -286,6 +286,17 @@ def simplified(mode: FakeTensorMode, size: sympy.Expr) -> sympy.Expr:
     return size if mode.shape_env is None else mode.shape_env.replace(size)
 
 
+# ---- CUDA ----------------------------------------------------------------------------------------------------------
+
+
+def _no_cuda(device: int) -> int:
+    raise RuntimeError(f"this torch was built without CUDA, so cuda:{device} has no stream")
+
+
+#: the address of the stream that is current on a device, by its index. torch.cuda.current_stream makes an object of it first.
+current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
+
+
 # ---- names and traces ---------------------------------------------------------------------------------------------
 
 

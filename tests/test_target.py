@@ -79,6 +79,7 @@ def test_digest_differs_with_every_field() -> None:
         "cudnn": 91500,
         "torch": "2.14.0",
         "triton": "",
+        "cudnn_frontend": "1.22.1",
         "disabled": frozenset({"flash", "math"}),
         "deterministic": True,
         "triton_interpreted": True,

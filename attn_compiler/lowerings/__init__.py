@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from attn_compiler.lowerings import cudnn_ops as cudnn_ops
 from attn_compiler.lowerings import decode_ops as decode_ops
 from attn_compiler.lowerings import fa4_ops as fa4_ops
 from attn_compiler.lowerings import ops as ops  # defines the leaf ops that lowerings put into graphs
 from attn_compiler.lowerings import triton_ops as triton_ops
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.cudnn import CudnnAttention
 from attn_compiler.lowerings.decode import Decode
 from attn_compiler.lowerings.fa4 import FlashAttention4
 from attn_compiler.lowerings.plain_math import PlainMath
@@ -26,6 +28,7 @@ LOWERINGS: tuple[Lowering, ...] = (
     SdpaCpuFlash(),
     FlashAttention4(),
     TritonAttention(),
+    CudnnAttention(),
     Decode(),
     PlainMath(),
     Untouched(),

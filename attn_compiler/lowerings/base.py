@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -9,9 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from attn_compiler.lowerings import dims
 from attn_compiler.lowerings.triton_plan import Tiles
 from attn_compiler.report import Reason
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
 
 
@@ -26,6 +28,23 @@ class LayoutDemand:
     last_stride_one: bool = True
     alignment: int = 1
     zero_strides: bool = True
+
+    def broken_by(self, tensor: TensorSpec) -> str | None:
+        """What the kernel can't read in these strides; None if it can read them. An axis of size one has no stride to speak of."""
+        strides = [(stride, size) for stride, size in zip(tensor.strides, tensor.shape, strict=True) if size != 1]
+        last_size, last = tensor.shape[-1], tensor.strides[-1]
+        if self.last_stride_one and last_size != 1 and last != 1:
+            return f"the kernel reads a head's elements side by side; their stride is {last}"
+        if not self.zero_strides and any(stride == 0 for stride, _ in strides):
+            return "the kernel can't read a repeated (stride 0) axis"
+        element = torch.empty((), dtype=getattr(torch, tensor.dtype), device="meta").element_size()
+        step = math.lcm(self.alignment, element) // element
+        for stride, _ in strides:
+            if step > 1 and stride != last and not dims.is_multiple(stride, step):
+                return (
+                    f"the kernel needs strides that are multiples of {self.alignment} bytes; one is {stride} elements"
+                )
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +81,10 @@ class Emitter(Protocol):
     @property
     def target(self) -> Target:
         """The machine that the site runs on: the one that it was decided for."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Tell people something of the site: it stands in the report."""
         ...
 
     def tuned(self, spec: AttentionSpec, device: torch.device) -> Tiles | None:

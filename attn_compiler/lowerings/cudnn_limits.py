@@ -5,25 +5,26 @@ From `check_cudnn_*` of PyTorch's sdp_utils.cpp, and from the issues that are na
 
 from __future__ import annotations
 
-from attn_compiler.lowerings import dims, sdpa_limits
+from dataclasses import replace
+
+from attn_compiler.lowerings import dims, known_bad, sdpa_limits
+from attn_compiler.lowerings.cudnn_call import Call
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target, cudnn_words
 
 OLDEST = 90_000
+# The first with sinks, and with windows that no diagonal bounds.
+OLDEST_GRAPHS = 91_300
 # PyTorch 2.13 took over new rules for head_dim 256 (https://github.com/pytorch/pytorch/pull/185553).
 NEW_HEAD_DIM_RULES = (2, 13)
 HEAD_DIM_192_128 = (192, 128)
 HEAD_DIM_256 = (256, 256)
-NAN_FIXED = 92_600
-NAN_ISSUE = "https://github.com/pytorch/pytorch/issues/196678"
-ONE_QUERY_ISSUE = "https://github.com/NVIDIA/cudnn-frontend/issues/1072"
-DECODE_ISSUE = "https://github.com/pytorch/pytorch/issues/193893"
 
 
 def check_version(target: Target) -> list[Reason]:
     if target.cudnn >= OLDEST:
-        return []
+        return known_bad.refusal("blacklisted", target, "any attention")
     observed = cudnn_words(target.cudnn) if target.cudnn else "none"
     remedy = "install a CUDA build of torch; it brings its own cuDNN"
     return [Reason(rule=f"cuDNN {cudnn_words(OLDEST)} or newer", observed=observed, remedy=remedy)]
@@ -66,10 +67,7 @@ def check_dropout(spec: AttentionSpec, target: Target) -> list[Reason]:
     p = spec.score.dropout_p
     if not p:
         return []
-    reasons = []
-    if 91_100 < target.cudnn < 91_400:
-        observed = cudnn_words(target.cudnn)
-        reasons.append(Reason(rule="for dropout, a cuDNN outside of 9.11 to 9.13", observed=observed))
+    reasons = known_bad.refusal("dropout", target, f"dropout {p:g}")
     if not (p * 16).is_integer():
         remedy = "round it to a multiple of 1/16 (0.125, 0.0625)"
         reasons.append(Reason(rule="dropout is a multiple of 1/16", observed=f"{p:g}", remedy=remedy))
@@ -80,40 +78,61 @@ def check_dropout(spec: AttentionSpec, target: Target) -> list[Reason]:
 
 def check_lengths(spec: AttentionSpec, target: Target) -> list[Reason]:
     """Lengths that a kernel does not take, or is known to compute wrong."""
+    reasons = _check_few(spec, target)
+    if sdpa_limits.causal_flag(spec) and sdpa_limits.additive(spec) is None:
+        return reasons
+    return reasons + _check_nan_backward(spec, target, with_queries=sdpa_limits.additive(spec) is not None)
+
+
+def check_graph(call: Call, spec: AttentionSpec, target: Target) -> list[Reason]:
+    """The same for cuDNN's own graphs, by what they are told."""
+    reasons = _check_few(spec, target)
+    lengths = f"seqlen_q {spec.seqlen_q}, seqlen_kv {spec.seqlen_kv}"
+    if not dims.is_multiple(spec.seqlen_kv, 128):
+        reasons += known_bad.refusal("keys_off_128", target, lengths)
+    if call.left is not None and call.right != 0:
+        reasons += known_bad.refusal("window", target, lengths)
+    looks = call.left is not None or call.right is not None or call.lengths
+    if looks and not call.bias:
+        return reasons
+    return reasons + _check_nan_backward(spec, target, with_queries=call.bias)
+
+
+def counted(call: Call, spec: AttentionSpec, target: Target) -> Call:
+    """The call as it has to be said where cuDNN forgets what lies behind the last key (nan_dq): with the number of keys.
+
+    On an H200 with cuDNN 9.19, scores far below 0 and 192 keys gave NaN without any mask, and none with a band or lengths
+    (tests/lowerings/test_cudnn_on_gpu.py).
+    """
+    if call.bias or call.lengths or call.left is not None or call.right is not None:
+        return call
+    return replace(call, lengths=True, counted=True) if _check_nan_backward(spec, target, with_queries=False) else call
+
+
+def check_graph_version(target: Target) -> list[Reason]:
+    """For cuDNN's own graphs."""
+    rule = f"cuDNN {cudnn_words(OLDEST_GRAPHS)} or newer for graphs of our own"
+    too_old = OLDEST <= target.cudnn < OLDEST_GRAPHS
+    return [Reason(rule=rule, observed=cudnn_words(target.cudnn), remedy="update cuDNN")] if too_old else []
+
+
+def _check_few(spec: AttentionSpec, target: Target) -> list[Reason]:
     reasons = []
     if dims.at_least(spec.seqlen_kv) < 2:
         reasons.append(Reason(rule="more than one key", observed=f"seqlen_kv {spec.seqlen_kv}"))
-    one_query = dims.at_least(spec.seqlen_q) < 2
-    if one_query and _has_broken_decode(target):
-        observed = f"cuDNN {cudnn_words(target.cudnn)} on sm{target.sm}, seqlen_q {spec.seqlen_q}"
-        rule = f"a cuDNN that decodes right on this GPU: not 9.19.0 to 9.25.0 but for 9.24.1 ({DECODE_ISSUE})"
-        reasons.append(Reason(rule=rule, observed=observed, remedy="update cuDNN"))
-    if one_query and spec.needs_grad:
-        rule = f"with gradients, more than one query: its dK and dV can be NaN ({ONE_QUERY_ISSUE})"
-        reasons.append(Reason(rule=rule, observed=f"seqlen_q {spec.seqlen_q}"))
-    return reasons + _check_nan_backward(spec, target)
+    if dims.at_least(spec.seqlen_q) >= 2:
+        return reasons
+    observed = f"seqlen_q {spec.seqlen_q}"
+    reasons += known_bad.refusal("decode", target, observed)
+    return reasons + (known_bad.refusal("one_query_gradient", target, observed) if spec.needs_grad else [])
 
 
-def _has_broken_decode(target: Target) -> bool:
-    return target.sm // 10 in (10, 11) and 91_900 <= target.cudnn <= 92_500 and target.cudnn != 92_401
-
-
-def _check_nan_backward(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """The padded half of a last 128-wide tile is scored 0 instead of -inf: dQ is NaN where all real scores are far below 0.
-
-    PyTorch 2.15 refuses it by seqlen_kv and for every mask but a causal one; with a mask tensor seqlen_q is watched as well.
-    """
-    if not spec.needs_grad or target.sm != 90 or target.cudnn >= NAN_FIXED:
+def _check_nan_backward(spec: AttentionSpec, target: Target, *, with_queries: bool) -> list[Reason]:
+    """PyTorch 2.15 refuses it by seqlen_kv and for every mask but a causal one; with a mask tensor seqlen_q is watched as well."""
+    watched = (spec.seqlen_kv, spec.seqlen_q) if with_queries else (spec.seqlen_kv,)
+    if not spec.needs_grad or not any(dims.can_have_remainder(size, modulus=128, remainder=64) for size in watched):
         return []
-    has_tensor = sdpa_limits.additive(spec) is not None
-    if sdpa_limits.causal_flag(spec) and not has_tensor:
-        return []
-    watched = (spec.seqlen_kv, spec.seqlen_q) if has_tensor else (spec.seqlen_kv,)
-    if not any(dims.can_have_remainder(size, modulus=128, remainder=64) for size in watched):
-        return []
-    rule = f"with gradients and cuDNN before 9.26, no length is 64 modulo 128: dQ can be NaN ({NAN_ISSUE})"
-    observed = f"cuDNN {cudnn_words(target.cudnn)}, seqlen_q {spec.seqlen_q}, seqlen_kv {spec.seqlen_kv}"
-    return [Reason(rule=rule, observed=observed, remedy="update cuDNN, or pad the keys to a multiple of 128")]
+    return known_bad.refusal("nan_dq", target, f"seqlen_q {spec.seqlen_q}, seqlen_kv {spec.seqlen_kv}")
 
 
 def tensor_dtypes(spec: AttentionSpec, target: Target) -> tuple[str, ...]:

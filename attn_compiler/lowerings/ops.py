@@ -7,7 +7,7 @@
 q, k, v, out: logical BHSD. out: q's dtype, BSHD in memory, which is what models transpose to next. lse: (B, Hq, Sq),
 contiguous, float32 (float64 for float64), natural logarithm.
 operands: what masks and score changes load, in the family's own order. The backward's list holds the gradients of those that
-want one, in the same order. Gradients are contiguous.
+want one, in the same order. Gradients are contiguous; a family may give those of q, k and v other strides.
 spec: the spec's text, and whatever else was decided: the choice is spelled in the graph, and so in every cache key. Sizes and
 strides in it are those that were decided on; the op itself goes by its tensors.
 
@@ -41,10 +41,27 @@ Tensors = Sequence[torch.Tensor]
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]]
 Differentiable = Callable[[Tensors, str], list[bool]]
+OfTensor = Callable[[torch.Tensor], torch.Tensor]
+InGraph = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Tensors, str], list[torch.Tensor | None]]
 
 # Holds the registrations, which end when it is collected. A reload has to keep it: torch 2.11 crashes in an op that was
 # called, deregistered and defined again.
 _LIBRARY: Any = globals().get("_LIBRARY") or torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def empty_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """A gradient of `tensor`, unfilled, in the strides that families give it unless they say otherwise."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _nothing(
+    grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, operands: Tensors, text: str
+) -> list[torch.Tensor | None]:
+    return [None] * len(operands)
 
 
 def register_forward(name: str, *, forward: Forward, dispatch_key: str) -> None:
@@ -57,12 +74,22 @@ def register_forward(name: str, *, forward: Forward, dispatch_key: str) -> None:
 
 
 def register_family(
-    name: str, *, forward: Forward, backward: Backward, differentiable: Differentiable, dispatch_key: str
+    name: str,
+    *,
+    forward: Forward,
+    backward: Backward,
+    differentiable: Differentiable,
+    dispatch_key: str,
+    gradient: OfTensor = empty_gradient,
+    prepare_grad_out: OfTensor = _as_it_is,
+    in_graph: InGraph = _nothing,
 ) -> None:
     """Define the leaf op `name` and its backward. Does nothing if they are there: a reloaded module keeps the first ones.
 
     forward, backward: implementations under the schemas above. differentiable(operands, text): which operands get a gradient.
-    dispatch_key: "CompositeExplicitAutograd" for any device, or that of one ("CUDA").
+    dispatch_key: "CompositeExplicitAutograd" for any device, or that of one ("CUDA"). gradient(tensor): an unfilled gradient of q, k or
+    v. prepare_grad_out: traced, in front of the backward: what strides grad_out gets. in_graph(grad_out, out, lse, operands, text):
+    traced too: the gradients of those operands that ordinary nodes compute best; None for all others.
     """
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
@@ -73,10 +100,11 @@ def register_family(
         _LIBRARY.impl(op, function, dispatch_key)
     for op in (name, name + _WITHOUT_AUTOGRAD):
         torch.library.register_fake(f"{NAMESPACE}::{op}", _fake_forward, lib=_LIBRARY)
-    torch.library.register_fake(f"{NAMESPACE}::{name}_backward", _fake_backward(differentiable), lib=_LIBRARY)
+    backward_fake = _fake_backward(differentiable, gradient)
+    torch.library.register_fake(f"{NAMESPACE}::{name}_backward", backward_fake, lib=_LIBRARY)
     torch.library.register_autograd(
         f"{NAMESPACE}::{name}",
-        _autograd_backward(f"{name}_backward", differentiable),
+        _autograd_backward(f"{name}_backward", differentiable, prepare_grad_out, in_graph),
         setup_context=_setup_context,
         lib=_LIBRARY,
     )
@@ -102,18 +130,13 @@ def empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch
     return out, torch.empty((batch, heads, seqlen_q), dtype=lse_dtype, device=q.device)
 
 
-def empty_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient of `tensor`, unfilled, in the strides that every family gives it."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
 def _fake_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, spec: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return empty_outputs(q, v)
 
 
-def _fake_backward(differentiable: Differentiable) -> Backward:
+def _fake_backward(differentiable: Differentiable, gradient: OfTensor) -> Backward:
     def fake(
         grad_out: torch.Tensor,
         grad_lse: torch.Tensor,
@@ -127,7 +150,7 @@ def _fake_backward(differentiable: Differentiable) -> Backward:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         wanted = differentiable(operands, spec)
         grads = [empty_gradient(tensor) for tensor, is_wanted in zip(operands, wanted, strict=True) if is_wanted]
-        return empty_gradient(q), empty_gradient(k), empty_gradient(v), grads
+        return gradient(q), gradient(k), gradient(v), grads
 
     return fake
 
@@ -137,14 +160,19 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.save_for_backward(q, k, v, *output, *operands)
 
 
-def _autograd_backward(op: str, differentiable: Differentiable) -> Callable[..., tuple[Any, ...]]:
+def _autograd_backward(
+    op: str, differentiable: Differentiable, prepare_grad_out: OfTensor, in_graph: InGraph
+) -> Callable[..., tuple[Any, ...]]:
     def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse, *operands = ctx.saved_tensors
         leaf = getattr(getattr(torch.ops, NAMESPACE), op).default
+        grad_out = prepare_grad_out(grad_out)
         *grads, grad_operands = leaf(grad_out, grad_lse, q, k, v, operands, out, lse, ctx.spec)
         found = iter(grad_operands)
         wanted = differentiable(operands, ctx.spec)
-        return *grads, [next(found) if is_wanted else None for is_wanted in wanted], None
+        by_nodes = in_graph(grad_out, out, lse, operands, ctx.spec)
+        pairs = zip(wanted, by_nodes, strict=True)
+        return *grads, [next(found) if is_wanted else by_node for is_wanted, by_node in pairs], None
 
     return backward
 

@@ -160,14 +160,19 @@ def check_one_head_dim(spec: AttentionSpec) -> list[Reason]:
 
 def check_scores(spec: AttentionSpec) -> list[Reason]:
     """What none of PyTorch's kernels does between the two products."""
-    reasons: list[Reason] = []
-    for change in spec.score.changes:
-        if isinstance(change, Softcap):
-            remedy = "if accuracy allows, switch it off in the model's config (Gemma 2: attn_logit_softcapping=None)"
-            reasons.append(Reason(rule="no softcap", observed=change.words, remedy=remedy))
+    reasons = check_softcap(spec)
     if spec.score.sinks is not None:
         reasons.append(Reason(rule="no attention sinks", observed="one learned logit a head joins the softmax"))
     return reasons + check_known_changes(spec) + check_weights_unread(spec) + check_scale(spec)
+
+
+def check_softcap(spec: AttentionSpec) -> list[Reason]:
+    remedy = "if accuracy allows, switch it off in the model's config (Gemma 2: attn_logit_softcapping=None)"
+    return [
+        Reason(rule="no softcap", observed=change.words, remedy=remedy)
+        for change in spec.score.changes
+        if isinstance(change, Softcap)
+    ]
 
 
 def check_known_changes(spec: AttentionSpec) -> list[Reason]:

@@ -23,6 +23,8 @@ X = TypeVar("X")
 
 #: what `GraphBuilder.tuned` asks
 Tune = Callable[[AttentionSpec, torch.device], Tiles | None]
+#: what `GraphBuilder.note` tells
+Note = Callable[[str], None]
 
 
 class Builder(Protocol[X]):
@@ -142,6 +144,7 @@ class GraphBuilder:
         self._with_grad = False
         self._target: Target | None = None
         self._tune: Tune | None = None
+        self._note: Note | None = None
         self._made: list[fx.Node] = []
 
     @property
@@ -150,19 +153,29 @@ class GraphBuilder:
             raise ValueError("nothing is emitted outside of a site")
         return self._target
 
+    def note(self, text: str) -> None:
+        if self._note is not None:
+            self._note(text)
+
     def tuned(self, spec: AttentionSpec, device: torch.device) -> Tiles | None:
         return None if self._tune is None else self._tune(spec, device)
 
     @contextlib.contextmanager
     def at(
-        self, node: fx.Node, *, with_grad: bool, target: Target | None = None, tune: Tune | None = None
+        self,
+        node: fx.Node,
+        *,
+        with_grad: bool,
+        target: Target | None = None,
+        tune: Tune | None = None,
+        note: Note | None = None,
     ) -> Iterator[fx.Node]:
         """Insert before the Dynamo node of this mirror node, in its name. Gives the Dynamo node."""
         self._origin, self._place, self._with_grad = self.leaf(node), node, with_grad
-        self._target, self._tune = target, tune
+        self._target, self._tune, self._note = target, tune, note
         with self._graph.inserting_before(self._origin):
             yield self._origin
-        self._origin = self._place = self._target = self._tune = None
+        self._origin = self._place = self._target = self._tune = self._note = None
 
     def erase_unused(self, kept: Collection[fx.Node]) -> None:
         """Erase what was made and nothing reads, but for `kept`: operands that the lowerings of no site took.

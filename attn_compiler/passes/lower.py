@@ -43,7 +43,8 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> Non
         raise ValueError(f"the site at {site.module} was not decided")
     target = unit.target(site.spec.device)
     tune = functools.partial(_tuned, unit, site)
-    with builder.at(site.match.out, with_grad=site.spec.needs_grad, target=target, tune=tune) as old:
+    note, with_grad = site.notes.append, site.spec.needs_grad
+    with builder.at(site.match.out, with_grad=with_grad, target=target, tune=tune, note=note) as old:
         tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
         operands = _operands(mirror, site, site.spec, builder, tensors)
         out = by_name(site.decision.lowering).emit(builder, site.spec, operands)

@@ -24,12 +24,16 @@ class GraphEmitter:
     def __init__(self, graph: fx.Graph, target: Target | None = None) -> None:
         self.graph = graph
         self.target = target or Target.fake()
+        self.notes: list[str] = []
         self._shared: dict[Any, fx.Node] = {}
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(function, args, kwargs)
         node.meta["example_value"] = function(*_values(args), **_values(kwargs))
         return node
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     def tuned(self, spec: AttentionSpec, device: torch.device) -> Tiles | None:
         return None

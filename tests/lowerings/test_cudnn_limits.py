@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from attn_compiler.lowerings import by_name, cudnn_limits
+from attn_compiler.lowerings import by_name, known_bad
 from attn_compiler.spec import Dim
 from attn_compiler.target import Target
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, dense, make_spec, words
@@ -42,7 +42,7 @@ def test_deterministic_mode_is_refused() -> None:
         (80, 91900, OLD, (136, 136), False),
         (100, 91900, OLD, (256, 256), False),
         (100, 91900, OLD, (192, 128), True),
-        (100, 91000, OLD, (192, 128), False),
+        (100, 91002, OLD, (192, 128), False),
         (103, 91900, OLD, (192, 128), True),
         (90, 92000, "2.13.0", (256, 256), False),
         (90, 92000, "2.13.0", (192, 128), True),
@@ -87,7 +87,7 @@ def test_head_dims_of_the_backward(torch: str, head_dims: tuple[int, int], taken
     [
         (0.125, 91900, 128, ""),
         (0.1, 91900, 128, "dropout is a multiple of 1/16; observed 0.1"),
-        (0.125, 91101, 128, "a cuDNN outside of 9.11 to 9.13; observed 9.11.1"),
+        (0.125, 91101, 128, "for dropout, a cuDNN outside of 9.11 to 9.13"),
         (0.125, 91300, 128, "a cuDNN outside of 9.11 to 9.13"),
         (0.125, 91400, 128, ""),
         (0.125, 91900, 1, "with dropout, more than one query; observed seqlen_q 1"),
@@ -124,7 +124,7 @@ def test_broken_decode(sm: int, cudnn: int, broken: bool) -> None:
     target = Target.fake(sm=sm, cudnn=cudnn)
     reasons = why_not(target, seqlen_q=1, seqlen_kv=512, needs_grad=False)
     assert ("decodes right on this GPU" in reasons) == broken
-    assert (cudnn_limits.DECODE_ISSUE in reasons) == broken
+    assert (known_bad.CUDNN["decode"].link in reasons) == broken
     assert "decodes right" not in why_not(target, seqlen_q="s0", seqlen_kv=512, needs_grad=False)
 
 

@@ -183,6 +183,7 @@ def test_lowerings_are_registered_once_each() -> None:
         "sdpa_cpu_flash",
         "fa4",
         "triton",
+        "cudnn",
         "decode",
         "math",
         "untouched",

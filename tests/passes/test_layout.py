@@ -32,7 +32,7 @@ ODD = _tensor((2, 4, 6, 7), (168, 42, 7, 1))
 @pytest.mark.parametrize("tensor", [BHSD, BSHD])
 @pytest.mark.parametrize("demand", [LayoutDemand(), LayoutDemand(alignment=16, zero_strides=False)])
 def test_usual_layouts_are_readable(tensor: TensorSpec, demand: LayoutDemand) -> None:
-    assert layout.broken(tensor, demand) is None
+    assert demand.broken_by(tensor) is None
 
 
 @pytest.mark.parametrize(
@@ -46,29 +46,29 @@ def test_usual_layouts_are_readable(tensor: TensorSpec, demand: LayoutDemand) ->
     ],
 )
 def test_what_a_kernel_cannot_read_is_said(tensor: TensorSpec, demand: LayoutDemand, why: str) -> None:
-    broken = layout.broken(tensor, demand)
+    broken = demand.broken_by(tensor)
     assert broken is not None
     assert why in broken
 
 
 @pytest.mark.parametrize("tensor", [KEYS_FIRST, REPEATED, ODD])
 def test_a_kernel_that_reads_anything_copies_nothing(tensor: TensorSpec) -> None:
-    assert layout.broken(tensor, LayoutDemand(last_stride_one=False)) is None
+    assert LayoutDemand(last_stride_one=False).broken_by(tensor) is None
 
 
 def test_the_stride_of_an_axis_of_size_one_does_not_count() -> None:
     one_key = _tensor((2, 4, 6, 1), (24, 6, 1, 99))
     one_head = _tensor((2, 1, 6, 8), (48, 3, 8, 1))
     demand = LayoutDemand(alignment=16, zero_strides=False)
-    assert layout.broken(one_head, demand) is None
-    assert layout.broken(one_key, LayoutDemand()) is None
+    assert demand.broken_by(one_head) is None
+    assert LayoutDemand().broken_by(one_key) is None
 
 
 def test_alignment_is_in_bytes() -> None:
     four_elements = (2, 4, 6, 4), (96, 24, 4, 1)
     demand = LayoutDemand(alignment=16)
-    assert layout.broken(_tensor(*four_elements, dtype="float32"), demand) is None
-    assert layout.broken(_tensor(*four_elements, dtype="bfloat16"), demand) is not None
+    assert demand.broken_by(_tensor(*four_elements, dtype="float32")) is None
+    assert demand.broken_by(_tensor(*four_elements, dtype="bfloat16")) is not None
 
 
 def test_bytes_of_a_copy() -> None:

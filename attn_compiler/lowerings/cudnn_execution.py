@@ -1,0 +1,210 @@
+"""What the leaf op `attn_compiler::cudnn` does on the device: find the plan for the tensors, and execute it.
+
+A plan goes by the tensors' real shapes and strides. Those of a compiled graph were built with it; another one is built at first
+sight, and counted as late. Calls whose tensors lie alike share what follows from that, and only fill in addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn_compiler import torch_compat
+from attn_compiler.lowerings import cudnn_frontend, cudnn_graphs
+from attn_compiler.lowerings.cudnn_call import Call
+from attn_compiler.lowerings.cudnn_graphs import Laid, Plan
+from attn_compiler.lowerings.cudnn_ops import gradient_like, like_output
+from attn_compiler.lowerings.ops import empty_outputs
+from attn_compiler.target import cudnn_version
+
+Tensors = Sequence[torch.Tensor]
+
+#: bytes that cuDNN needs every tensor to begin at a multiple of
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Empty:
+    """How a tensor is allocated, on the current device."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @staticmethod
+    def like(tensor: torch.Tensor) -> Empty:
+        return Empty(shape=tuple(tensor.shape), strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device.type)
+
+    def make(self) -> torch.Tensor:
+        return torch_compat.empty_strided(self.shape, self.strides, self.dtype, self.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """What calls that lie alike share. made: outputs to allocate. picks: of inputs, outputs and operands, in this order, those that the
+    plan takes, in its own order. clears: cuDNN does not write all of the outputs."""
+
+    plan: Plan
+    made: tuple[Empty, ...]
+    picks: tuple[int, ...]
+    clears: bool
+
+
+#: by what a call can read cheaply
+_READY: dict[tuple[Any, ...], Ready] = {}
+_MOST_READY = 4096
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, as `ops.LEAF_SCHEMA` says. lse is only written if the call needs gradients, and for batch rows with keys."""
+    device = q.device
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            return forward(q, k, v, operands, text)
+    addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
+    if (addresses[0] | addresses[1] | addresses[2]) % ALIGNMENT:
+        return forward(_aligned(q), _aligned(k), _aligned(v), operands, text)
+    key: tuple[Any, ...] = (text, device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
+    if operands:
+        key += tuple(t.stride() for t in operands)
+    ready = _READY.get(key)
+    if ready is None:
+        ready = _keep(key, _forward_ready(q, k, v, operands, text))
+    out, lse = (empty.make() for empty in ready.made)
+    if ready.clears:
+        _zero(out, lse)
+    addresses += [out.data_ptr(), lse.data_ptr(), *[t.data_ptr() for t in operands]]
+    cudnn_frontend.execute(ready.plan, [addresses[i] for i in ready.picks], device)
+    return out, lse
+
+
+def gradients(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    operands: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    text: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """As `ops.BACKWARD_SCHEMA` says; grad_lse is not read: nothing that is lowered differentiates lse."""
+    device = q.device
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            return gradients(grad_out, grad_lse, q, k, v, operands, out, lse, text)
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    out, grad_out = _aligned(_as_output(out)), _aligned(_as_output(grad_out))
+    key: tuple[Any, ...] = (
+        "backward",
+        text,
+        device,
+        q.dtype,
+        q.shape,
+        q.stride(),
+        k.shape,
+        k.stride(),
+        v.shape,
+        v.stride(),
+    )
+    if operands:
+        key += tuple(t.stride() for t in operands)
+    ready = _READY.get(key)
+    if ready is None:
+        ready = _keep(key, _backward_ready(q, k, v, operands, text))
+    made = [empty.make() for empty in ready.made]
+    further = made[3:]
+    # What is reduced over batch and queries is added up in place.
+    _zero(*(made if ready.clears else further))
+    tensors = (q, k, v, out, lse, grad_out, *made, *operands)
+    addresses = [t.data_ptr() for t in tensors]
+    cudnn_frontend.execute(ready.plan, [addresses[i] for i in ready.picks], device)
+    return made[0], made[1], made[2], further
+
+
+# ---- what calls that lie alike share ------------------------------------------------------------------------------
+
+
+def _keep(key: tuple[Any, ...], ready: Ready) -> Ready:
+    if len(_READY) >= _MOST_READY:
+        _READY.clear()
+    _READY[key] = ready
+    return ready
+
+
+def _forward_ready(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str) -> Ready:
+    """Raises Refused where cuDNN has no plan, which compilation has ruled out for its own strides."""
+    call = Call.from_text(text)
+    key = cudnn_graphs.forward_key(call, **_shared(call, q, k, v, operands))
+    plan = cudnn_frontend.PLANS.get(key)
+    names = ("q", "k", "v", "out", "lse", *call.operands)
+    return Ready(
+        plan=plan,
+        made=tuple(map(Empty.like, empty_outputs(q, v))),
+        picks=tuple(names.index(name) for name in plan.order),
+        clears=call.may_be_empty,
+    )
+
+
+def _backward_ready(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str) -> Ready:
+    """As `_forward_ready`."""
+    call = Call.from_text(text)
+    named = dict(zip(call.operands, operands, strict=True))
+    grads = {f"grad_{name}": gradient_like(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
+    laid = {name: _laid(grad) for name, grad in grads.items()}
+    key = cudnn_graphs.backward_key(call, gradients=laid, **_shared(call, q, k, v, operands))
+    plan = cudnn_frontend.PLANS.get(key)
+    made = grads | {f"grad_{name}": torch.empty_like(named[name]) for name in call.by_kernel}
+    names = ("q", "k", "v", "out", "lse", "grad_out", *made, *call.operands)
+    return Ready(
+        plan=plan,
+        made=tuple(map(Empty.like, made.values())),
+        picks=tuple(names.index(name) for name in plan.order),
+        clears=call.may_be_empty,
+    )
+
+
+def _shared(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors) -> dict[str, Any]:
+    named: Mapping[str, torch.Tensor] = dict(zip(call.operands, operands, strict=True))
+    tensors = {"q": q, "k": k, "v": v} | ({"bias": named["bias"]} if call.bias else {})
+    return {
+        "dtype": str(q.dtype).removeprefix("torch."),
+        "inputs": {name: _laid(tensor) for name, tensor in tensors.items()},
+        "device": q.device.index,
+        "cudnn": cudnn_version(),
+    }
+
+
+def _laid(tensor: torch.Tensor) -> Laid:
+    return Laid.of(tuple(tensor.shape), tensor.stride())
+
+
+# ---- tensors ------------------------------------------------------------------------------------------------------
+
+
+def _zero(*tensors: torch.Tensor) -> None:
+    """cuDNN writes nothing for a batch row without keys, whose output and gradients are 0."""
+    for tensor in tensors:
+        tensor.zero_()
+
+
+def _as_output(tensor: torch.Tensor) -> torch.Tensor:
+    """The output or its gradient as the plan reads it: as it is, in every graph that was compiled."""
+    _, heads, seqlen, head_dim = tensor.shape
+    row = heads * head_dim
+    return tensor if tensor.stride() == (seqlen * row, head_dim, row, 1) else like_output(tensor)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it if it begins between two vectors. The layout pass sees to strides; where a tensor begins in its
+    memory none of them says."""
+    if tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    return torch.empty_like(tensor).copy_(tensor)

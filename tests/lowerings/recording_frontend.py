@@ -1,0 +1,152 @@
+"""A stand-in for NVIDIA's cuDNN frontend that records what it is told: graphs, handles, streams and launches; no GPU, no cuDNN."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class DataType(Enum):
+    BFLOAT16 = 1
+    HALF = 2
+    FLOAT = 3
+    INT32 = 4
+    INT64 = 5
+
+
+class Alignment(Enum):
+    TOP_LEFT = 0
+    BOTTOM_RIGHT = 1
+
+
+class Heuristics(Enum):
+    A = 0
+    FALLBACK = 1
+
+
+class NotSupported(Exception):
+    pass
+
+
+@dataclass
+class Tensor:
+    name: str = ""
+    dim: list[int] = field(default_factory=list)
+    stride: list[int] = field(default_factory=list)
+    data_type: DataType | None = None
+    uid: int = 0
+    is_output: bool = False
+
+    def set_output(self, value: bool) -> Tensor:
+        self.is_output = value
+        return self
+
+    def set_uid(self, uid: int) -> Tensor:
+        self.uid = uid
+        return self
+
+    def set_data_type(self, data_type: DataType) -> Tensor:
+        self.data_type = data_type
+        return self
+
+    def set_dim(self, dim: list[int]) -> Tensor:
+        self.dim = dim
+        return self
+
+    def set_stride(self, stride: list[int]) -> Tensor:
+        self.stride = stride
+        return self
+
+
+class Graph:
+    """steps: the names of the methods that were called. told: the arguments of sdpa or sdpa_backward."""
+
+    def __init__(self, frontend: Frontend, **machine: Any) -> None:
+        self._frontend = frontend
+        self.machine = machine
+        self.steps: list[str] = []
+        self.told: dict[str, Any] = {}
+        self.tensors: list[Tensor] = []
+        self.launches: list[tuple[list[int], int, int]] = []
+
+    def tensor(self, **fields: Any) -> Tensor:
+        self.tensors.append(Tensor(**fields))
+        return self.tensors[-1]
+
+    def sdpa(self, **told: Any) -> list[Tensor]:
+        self.told = told
+        outputs = [Tensor(), Tensor()]
+        self.tensors += outputs if told["generate_stats"] else outputs[:1]
+        return outputs
+
+    def sdpa_backward(self, **told: Any) -> list[Tensor]:
+        self.told = told
+        outputs = [Tensor() for _ in range(3)]
+        self.tensors += outputs
+        return outputs
+
+    def __getattr__(self, step: str) -> Any:
+        if step not in ("validate", "build_operation_graph", "create_execution_plans", "check_support", "build_plans"):
+            raise AttributeError(step)
+
+        def do(*_: Any) -> None:
+            self.steps.append(step)
+            error = self._frontend.errors.get(step)
+            if error is not None and self._frontend.refuses(self):
+                raise error
+
+        return do
+
+    def get_plan_name_at_index(self, index: int) -> str:
+        return f"engine{index}"
+
+    def get_workspace_size(self) -> int:
+        return self._frontend.workspace
+
+    def _get_variant_pack_uids_sorted(self) -> list[int]:
+        return sorted(tensor.uid for tensor in self.tensors)
+
+    def _execute_with_ptrs(self, addresses: list[int], workspace: int, handle: int) -> None:
+        self.launches.append((list(addresses), workspace, handle))
+
+    def named(self, uids: dict[str, int]) -> dict[str, Tensor]:
+        names = {uid: name for name, uid in uids.items()}
+        return {names[tensor.uid]: tensor for tensor in self.tensors}
+
+
+@dataclass
+class Frontend:
+    """errors: what a step of a graph raises, by its name. only_backward: the forward's steps raise nothing."""
+
+    errors: dict[str, Exception] = field(default_factory=dict)
+    only_backward: bool = False
+    workspace: int = 256
+    graphs: list[Graph] = field(default_factory=list)
+    streams: list[tuple[int, int]] = field(default_factory=list)
+    version: int = 91900
+
+    data_type = DataType
+    diagonal_alignment = Alignment
+    heur_mode = Heuristics
+    cudnnGraphNotSupportedError = NotSupported
+
+    def __post_init__(self) -> None:
+        self._handles = itertools.count(1000)
+
+    def pygraph(self, **machine: Any) -> Graph:
+        self.graphs.append(Graph(self, **machine))
+        return self.graphs[-1]
+
+    def refuses(self, graph: Graph) -> bool:
+        return not self.only_backward or "dO" in graph.told
+
+    def backend_version(self) -> int:
+        return self.version
+
+    def create_handle(self) -> int:
+        return next(self._handles)
+
+    def set_stream(self, *, handle: int, stream: int) -> None:
+        self.streams.append((handle, stream))
