@@ -175,6 +175,21 @@ class VerificationMismatch(AttnCompilerError):
     differing: str
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
+class CudnnRefused(AttnCompilerError):
+    """cuDNN does not build a graph, or can't be used. said: why, in its own words and in one line.
+
+    While a graph is compiled it becomes the reason why a site gets another lowering.
+    """
+
+    message = (
+        "cuDNN runs no plan for this attention: {e.said}. Another kernel serves it: compile with options={{'lowerings': [...]}} and "
+        "leave out 'cudnn'"
+    )
+
+    said: str
+
+
 def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> tuple[str, ...]:
     """The candidates that `name` may be a misspelling of, the likeliest first."""
     return tuple(difflib.get_close_matches(name, list(candidates), n=limit))

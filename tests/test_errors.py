@@ -30,6 +30,7 @@ EXAMPLES = [
         allowed="no difference",
         differing="8 of 64 pairs of its slice",
     ),
+    errors.CudnnRefused(said="No valid engine configs"),
 ]
 
 

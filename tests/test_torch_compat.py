@@ -282,3 +282,17 @@ def test_real_tensors_in_the_middle_of_tracing() -> None:
             assert type(made) is torch.Tensor
             assert not made.requires_grad
         assert torch.ones(2).fake_mode is mode  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+def test_the_raw_stream_is_the_current_one() -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        assert torch_compat.current_raw_stream(torch.cuda.current_device()) == stream.cuda_stream
+    assert torch_compat.current_raw_stream(torch.cuda.current_device()) == torch.cuda.current_stream().cuda_stream
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="is about builds without CUDA")
+def test_without_cuda_there_is_no_stream() -> None:
+    with pytest.raises(RuntimeError, match="cuda:0 has no stream"):
+        torch_compat.current_raw_stream(0)

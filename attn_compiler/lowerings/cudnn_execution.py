@@ -140,7 +140,7 @@ def _keep(key: tuple[Any, ...], ready: Ready) -> Ready:
 
 
 def _forward_ready(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str) -> Ready:
-    """Raises Refused where cuDNN has no plan, which compilation has ruled out for its own strides."""
+    """Raises CudnnRefused where cuDNN has no plan, which compilation has ruled out for its own strides."""
     call = Call.from_text(text)
     key = cudnn_graphs.forward_key(call, **_shared(call, q, k, v, operands))
     plan = cudnn_frontend.PLANS.get(key)

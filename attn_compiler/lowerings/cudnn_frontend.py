@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from attn_compiler import torch_compat, torch_observe
+from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings import cudnn_graphs
-from attn_compiler.lowerings.cudnn_graphs import Key, Plan, Plans, Refused
+from attn_compiler.lowerings.cudnn_graphs import Key, Plan, Plans
 from attn_compiler.target import cudnn_version, cudnn_words
 
 log = logging.getLogger(__name__)
@@ -30,21 +31,23 @@ _handles = threading.local()
 
 @functools.cache
 def load() -> ModuleType:
-    """The frontend's module. Raises Refused, saying why, where it can't be imported or opened another cuDNN than torch's."""
+    """The frontend's module. Raises CudnnRefused, saying why, where it can't be imported or opened another cuDNN than torch's."""
     torch_version = cudnn_version()
     try:
         module = importlib.import_module("cudnn")
         opened = int(module.backend_version())
     # Whatever a broken installation raises (OSError of a missing library, RuntimeError of the loader), the site falls back.
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        raise Refused(f"import cudnn: {cudnn_graphs.in_one_line(str(error))}") from error
+        raise CudnnRefused(said=f"import cudnn: {cudnn_graphs.in_one_line(str(error))}") from error
     if opened != torch_version:
-        raise Refused(f"the frontend opened cuDNN {cudnn_words(opened)}, torch runs with {cudnn_words(torch_version)}")
+        raise CudnnRefused(
+            said=f"the frontend opened cuDNN {cudnn_words(opened)}, torch runs with {cudnn_words(torch_version)}"
+        )
     return module
 
 
 def build(key: Key) -> Plan:
-    """A plan for the key's device, which becomes the current one while it is built. Raises Refused."""
+    """A plan for the key's device, which becomes the current one while it is built. Raises CudnnRefused."""
     fe = load()
     with torch.cuda.device(key.device):
         return cudnn_graphs.build(fe, key, time.perf_counter, handle=handle(key.device))
@@ -53,7 +56,10 @@ def build(key: Key) -> Plan:
 def tell(key: Key, plan: Plan, is_late: bool) -> None:
     """Count a plan among PyTorch's own counters ("cudnn_plans", "cudnn_plans_late") and log it; a late one as a warning."""
     torch_observe.add_to_counters(Counter({"cudnn_plans": 1, "cudnn_plans_late": int(is_late)}))
-    kind, shapes = "backward" if key.backward else "forward", ", ".join(f"{n} {laid}" for n, laid in key.tensors[:3])
+    kind, shapes = (
+        "backward" if key.backward else "forward",
+        ", ".join(f"{n} {laid.words}" for n, laid in key.tensors[:3]),
+    )
     text = "cuDNN plan built in %.0f ms (%s, %s): %s; %s"
     when = "in the middle of a step: its strides are not those that were compiled for" if is_late else "while compiling"
     log.log(logging.WARNING if is_late else logging.INFO, text, plan.milliseconds, kind, plan.engine, when, shapes)
@@ -64,7 +70,7 @@ PLANS = Plans(build, tell)
 
 
 def handle(device: int) -> int:
-    """cuDNN's handle of this thread and device, set to the stream that is current there. Raises Refused where none can be made."""
+    """cuDNN's handle of this thread and device, set to the stream that is current there. Raises CudnnRefused where none can be made."""
     stream = torch_compat.current_raw_stream(device)
     try:
         held = _handles.by_device
@@ -92,7 +98,7 @@ class _Handle:
             with torch.cuda.device(device):
                 self.number = int(self._fe.create_handle())
         except RuntimeError as error:
-            raise Refused(cudnn_graphs.in_one_line(str(error))) from error
+            raise CudnnRefused(said=cudnn_graphs.in_one_line(str(error))) from error
         self.stream = -1
 
     def use(self, stream: int) -> None:

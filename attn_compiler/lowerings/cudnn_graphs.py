@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings.cudnn_call import Call
 
 Shape = tuple[int, ...]
@@ -43,6 +44,10 @@ class Laid:
 
     shape: Shape
     strides: Shape
+
+    @property
+    def words(self) -> str:
+        return f"{self.shape} in strides of {self.strides}"
 
     @staticmethod
     def of(shape: Shape, strides: Shape) -> Laid:
@@ -94,10 +99,6 @@ class Plan:
     milliseconds: float
 
 
-class Refused(Exception):
-    """cuDNN does not build the graph. str() is its own message, in one line."""
-
-
 @dataclass
 class Counts:
     """Plans that were built. late: of those, by the call of an op and not while a graph was compiled."""
@@ -118,18 +119,18 @@ class Plans:
         self._build = build
         self._tell = tell
         self._lock = threading.Lock()
-        self._known: dict[Key, Plan | Refused] = {}
+        self._known: dict[Key, Plan | CudnnRefused] = {}
         self._compiling = threading.local()
         self.counts = Counts()
 
     def get(self, key: Key) -> Plan:
-        """The plan, built if there is none yet. Raises Refused."""
+        """The plan, built if there is none yet. Raises CudnnRefused."""
         with self._lock:
             found = self._known.get(key)
             if found is None:
                 found = self._known[key] = self._built(key)
-        if isinstance(found, Refused):
-            raise found
+        if isinstance(found, CudnnRefused):
+            raise CudnnRefused(said=found.said)
         return found
 
     @contextmanager
@@ -142,10 +143,10 @@ class Plans:
         finally:
             self._compiling.on = before
 
-    def _built(self, key: Key) -> Plan | Refused:
+    def _built(self, key: Key) -> Plan | CudnnRefused:
         try:
             plan = self._build(key)
-        except Refused as refusal:
+        except CudnnRefused as refusal:
             return refusal
         kind = "backward" if key.backward else "forward"
         setattr(self.counts, kind, getattr(self.counts, kind) + 1)
@@ -311,7 +312,7 @@ def make_graph(fe: Any, key: Key, **machine: Any) -> tuple[Any, tuple[str, ...]]
 
 
 def build(fe: Any, key: Key, clock: Callable[[], float], **machine: Any) -> Plan:
-    """A plan that can be executed. clock: seconds. Raises Refused with cuDNN's message."""
+    """A plan that can be executed. clock: seconds. Raises CudnnRefused with cuDNN's message."""
     begin = clock()
     try:
         graph, names = make_graph(fe, key, **machine)
@@ -324,7 +325,7 @@ def build(fe: Any, key: Key, clock: Callable[[], float], **machine: Any) -> Plan
         engine, workspace = graph.get_plan_name_at_index(0), graph.get_workspace_size()
     # The frontend raises its own class for what is not supported, and RuntimeError for what it could not do.
     except (fe.cudnnGraphNotSupportedError, RuntimeError) as error:
-        raise Refused(in_one_line(str(error))) from error
+        raise CudnnRefused(said=in_one_line(str(error))) from error
     milliseconds = 1000 * (clock() - begin)
     return Plan(graph=graph, order=order, workspace=workspace, engine=engine, milliseconds=milliseconds)
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings import cudnn_graphs, cudnn_ops, sdpa_limits
 from attn_compiler.lowerings.base import LayoutDemand
 from attn_compiler.lowerings.cudnn_call import Call
-from attn_compiler.lowerings.cudnn_graphs import Laid, Plan, Refused
+from attn_compiler.lowerings.cudnn_graphs import Laid, Plan
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target, cudnn_version
@@ -33,14 +34,14 @@ def refusals(call: Call, spec: AttentionSpec, demand: LayoutDemand, target: Targ
         tensors["bias"] = Laid.contiguous(_numbers(shape))
     try:
         _plans(call, tensors, spec.dtype, torch.cuda.current_device())
-    except Refused as refused:
-        return [Reason(rule="cuDNN builds a plan", observed=str(refused))]
+    except CudnnRefused as refused:
+        return [Reason(rule="cuDNN builds a plan", observed=refused.said)]
     return []
 
 
 def built(call: Call, values: Mapping[str, torch.Tensor], target: Target) -> tuple[Plan, ...]:
     """The plans for a site's tensors as they are in its graph: forward, and backward if it needs gradients. None for a made-up
-    machine. Raises Refused if the GPU that they are on is not the one that was asked, and has no plan: nothing is rewritten then.
+    machine. Raises CudnnRefused if the GPU that they are on is not the one that was asked, and has no plan: nothing is rewritten then.
 
     values: fake ones, by name: q, k, v and the call's operands.
     """

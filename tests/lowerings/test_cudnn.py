@@ -225,13 +225,6 @@ def test_copies_that_layout_will_make_are_planned_for(frontend: Frontend) -> Non
     assert k.stride == [8 * 128 * 64, 128 * 64, 64, 1]
 
 
-def test_a_note_says_what_runs() -> None:
-    plan = cudnn_graphs.Plan(graph=None, order=(), workspace=2**20, engine="eng6", milliseconds=1.0)
-    assert cudnn_plans.words((plan, plan)) == (
-        "cuDNN's plans: forward eng6, 1.0 MiB of workspace; backward eng6, 1.0 MiB of workspace"
-    )
-
-
 @pytest.mark.parametrize(
     ("changes", "target", "counted"),
     [

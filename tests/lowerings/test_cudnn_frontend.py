@@ -11,8 +11,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from attn_compiler import torch_compat
+from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings import cudnn_frontend
-from attn_compiler.lowerings.cudnn_graphs import Plan, Refused
+from attn_compiler.lowerings.cudnn_graphs import Plan
 from tests.lowerings.recording_frontend import Frontend
 from tests.lowerings.test_cudnn_graphs import backward_key, forward_key
 
@@ -37,7 +38,7 @@ def test_torchs_own_cudnn_is_used(frontend: Frontend) -> None:
 
 def test_another_cudnn_than_torchs_is_refused(frontend: Frontend) -> None:
     frontend.version = 92100
-    with pytest.raises(Refused, match=r"the frontend opened cuDNN 9.21.0, torch runs with 9.19.0"):
+    with pytest.raises(CudnnRefused, match=r"the frontend opened cuDNN 9.21.0, torch runs with 9.19.0"):
         cudnn_frontend.load()
 
 
@@ -49,7 +50,7 @@ def test_a_frontend_that_can_not_be_loaded_is_refused_with_its_message(
         raise error
 
     monkeypatch.setattr(cudnn_frontend.importlib, "import_module", broken)
-    with pytest.raises(Refused, match=str(error)):
+    with pytest.raises(CudnnRefused, match=str(error)):
         cudnn_frontend.load()
 
 
@@ -80,7 +81,7 @@ def test_a_handle_that_can_not_be_made_is_a_refusal(frontend: Frontend, monkeypa
         raise RuntimeError("cudaGetDeviceCount(&count) != cudaSuccess")
 
     monkeypatch.setattr(frontend, "create_handle", fail)
-    with pytest.raises(Refused, match="cudaGetDeviceCount"):
+    with pytest.raises(CudnnRefused, match="cudaGetDeviceCount"):
         cudnn_frontend.build(forward_key())
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings import cudnn_graphs
 from attn_compiler.lowerings.cudnn_call import Call
-from attn_compiler.lowerings.cudnn_graphs import UIDS, Key, Laid, Plan, Plans, Refused
+from attn_compiler.lowerings.cudnn_graphs import UIDS, Key, Laid, Plan, Plans
 from attn_compiler.target import cudnn_version
 from tests.lowerings.recording_frontend import Alignment, DataType, Frontend, Graph, NotSupported
 
@@ -258,9 +259,9 @@ MESSAGE = (
 @pytest.mark.parametrize("error", [NotSupported, RuntimeError])
 def test_cudnns_own_message_is_kept_in_one_line(step: str, error: type[Exception]) -> None:
     frontend = Frontend(errors={step: error(MESSAGE)})
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(CudnnRefused) as refused:
         cudnn_graphs.build(frontend, forward_key(), lambda: 0.0)
-    assert str(refused.value) == "No valid engine configs for ______ (head dim is odd at: d % 8)"
+    assert refused.value.said == "No valid engine configs for ______ (head dim is odd at: d % 8)"
 
 
 def test_other_errors_are_not_taken_for_refusals() -> None:
@@ -272,7 +273,7 @@ def test_what_was_refused_is_not_tried_again_and_not_counted() -> None:
     frontend = Frontend(errors={"check_support": NotSupported("no")})
     known = plans(frontend)
     for _ in range(2):
-        with pytest.raises(Refused, match="no"):
+        with pytest.raises(CudnnRefused, match="no"):
             known.get(forward_key())
     assert (len(frontend.graphs), known.counts.builds) == (1, 0)
 
