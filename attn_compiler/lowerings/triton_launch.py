@@ -84,14 +84,19 @@ class _Backward:
     tensors: dict[str, torch.Tensor]
 
     def numbers(self) -> dict[str, Any]:
-        q, k, v, grad_out = (self.tensors[name] for name in ("Q", "K", "V", "GradOut"))
+        q, k, v, grad_out, out = (self.tensors[name] for name in ("Q", "K", "V", "GradOut", "Out"))
         shared = common(self.prepared, self.tensors) | strides("g", grad_out)
-        pitch = self.tensors["Scores"].stride(2) if "Scores" in self.tensors else 0
-        return shared | {"ALIGN": alignment(q, k, v, grad_out), "pitch": pitch}
+        pitch = self.tensors["Scores"].stride(2) if self.keeps_scores else 0
+        return shared | {"ALIGN": alignment(q, k, v, grad_out, out), "pitch": pitch}
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether the pass over the keys comes first, and keeps the scores' gradients for the others."""
+        return "Scores" in self.tensors
 
     def parameters(self, *outputs: str) -> dict[str, str | None]:
         names = {name: name for name in ("Q", "K", "V", "GradOut", "Lse", "Delta", *outputs)}
-        scores = "Scores" if "Scores" in self.tensors else None
+        scores = "Scores" if self.keeps_scores else None
         return {**names, **operand_parameters(self.prepared), "Scores": scores}
 
     def launch(self, kernel: Any, arguments: Callable[[_Backward], Arguments], part: str = "") -> None:
@@ -152,7 +157,7 @@ def single_gradients(
     They launch on the current device, which has to be the tensors'.
     """
     shared = _backward(grad_out, grad_lse, q, k, v, operands, out, lse, text)
-    _add_empty_gradients(shared)
+    shared.launch(backward.attention_delta, _delta)
     return {
         "grad_q": functools.partial(shared.launch, backward.attention_grad_q, _grad_q),
         "grad_kv": functools.partial(_launch_grad_kv, shared),
@@ -160,20 +165,17 @@ def single_gradients(
 
 
 def _all_gradients(shared: _Backward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    _add_empty_gradients(shared)
     _add_scores(shared)
-    # In this order, since it keeps the scores that the others read.
-    _launch_grad_kv(shared)
-    shared.launch(backward.attention_grad_q, _grad_q)
+    if shared.keeps_scores:
+        shared.launch(backward.attention_delta, _delta)
+        _launch_grad_kv(shared)
+        shared.launch(backward.attention_grad_q, _grad_q)
+    else:
+        shared.launch(backward.attention_grad_q, _grad_q)
+        _launch_grad_kv(shared)
     further = {"bias": _grad_bias, "distances": _grad_distances, "sinks": _grad_sinks}
     grads = [further[name](shared) for name in shared.prepared.plan.differentiable]
     return shared.tensors["GradQ"], shared.tensors["GradK"], shared.tensors["GradV"], grads
-
-
-def _add_empty_gradients(shared: _Backward) -> None:
-    for name in ("Q", "K", "V"):
-        make = functools.partial(empty_gradient, shared.tensors[name])
-        shared.tensors[f"Grad{name}"] = shared.same.empty(f"Grad{name}", make)
 
 
 def _add_scores(shared: _Backward) -> None:
@@ -212,7 +214,7 @@ def _backward(
     lse: torch.Tensor,
     text: str,
 ) -> _Backward:
-    """With delta made, which every further kernel reads."""
+    """With room for delta and the gradients of q, k and v."""
     prepared = prepare(text)
     same = alike(text, (q, k, v, *operands, grad_out, grad_lse, out, lse))
     if same.fact("unreadable", lambda: grad_out.stride(3) != 1 or _misaligned(q, k, v, grad_out)):
@@ -221,9 +223,9 @@ def _backward(
     tensors = {"Q": q, "K": k, "V": v, "GradOut": grad_out, "GradLse": grad_lse.contiguous(), "Out": out, "Lse": lse}
     tensors |= prepared.named(operands)
     tensors["Delta"] = same.empty("Delta", lambda: torch.empty(lse.shape, dtype=torch.float32, device=lse.device))
-    shared = _Backward(prepared=prepared, same=same, tensors=tensors)
-    shared.launch(backward.attention_delta, _delta)
-    return shared
+    for name in ("Q", "K", "V"):
+        tensors[f"Grad{name}"] = same.empty(f"Grad{name}", functools.partial(empty_gradient, tensors[name]))
+    return _Backward(prepared=prepared, same=same, tensors=tensors)
 
 
 def _delta(shared: _Backward) -> Arguments:
@@ -242,10 +244,12 @@ def _delta(shared: _Backward) -> Arguments:
 def _grad_q(shared: _Backward) -> Arguments:
     tile, grad_q = shared.prepared.call.tiles.grad_q, shared.tensors["GradQ"]
     numbers = {**shared.numbers(), **lists(shared.tensors.get("tiles")), **strides("dq", grad_q)}
+    # It comes first, and makes delta, where no scores are kept.
+    makes_delta = {name: None if shared.keeps_scores else name for name in ("Out", "GradLse")}
     return Arguments(
         grid=(triton.cdiv(grad_q.shape[2], tile.queries), grad_q.shape[1], grad_q.shape[0]),
-        tensors={**shared.parameters("GradQ"), "Tiles": shared.prepared.present("tiles")},
-        numbers=numbers | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys},
+        tensors={**shared.parameters("GradQ"), **makes_delta, "Tiles": shared.prepared.present("tiles")},
+        numbers=numbers | strides("o", shared.tensors["Out"]) | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys},
         tile=tile,
     )
 

@@ -253,8 +253,16 @@ def test_scores_gradients_are_kept_where_a_bias_is_learned(case: Case, kept: boo
 
 
 def test_what_keeps_the_scores_gradients_runs_before_those_that_read_them() -> None:
-    order = list(launched(build(BY_NAME["bias_hqk_causal"])))
-    assert order[-3:] == ["attention_grad_kv", "attention_grad_q", "attention_grad_bias"]
+    found = launched(build(BY_NAME["bias_hqk_causal"]))
+    order = ["attention_delta", "attention_grad_kv", "attention_grad_q", "attention_grad_bias"]
+    assert list(found) == ["attention_forward", *order]
+    assert found["attention_grad_q"].tensors["Out"] is None
+
+
+def test_dq_makes_delta_where_it_comes_first() -> None:
+    found = launched(build(BY_NAME["causal"]))
+    assert list(found) == ["attention_forward", "attention_grad_q", "attention_grad_kv"]
+    assert found["attention_grad_q"].tensors["Out"] == "Out"
 
 
 def test_tiles_are_those_of_the_call() -> None:

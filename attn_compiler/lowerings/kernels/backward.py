@@ -136,10 +136,10 @@ def _step_q(
 
 @triton.jit
 def attention_grad_q(
-    Q, K, V, GradOut, Lse, Delta, GradQ,
+    Q, K, V, GradOut, Lse, Delta, GradQ, Out, GradLse,
     Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Seed, Scores,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_gb, stride_gh, stride_gs, stride_dqb, stride_dqh, stride_dqs, pitch,
+    stride_gb, stride_gh, stride_gs, stride_dqb, stride_dqh, stride_dqs, stride_ob, stride_oh, stride_os, pitch,
     rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
     tiles_b, tiles_h, tiles_row, bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
     heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
@@ -149,7 +149,10 @@ def attention_grad_q(
     PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
     MASK_ALL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of queries, Hq, B). Lse, Delta: (B, Hq, Sq), contiguous, float32; Delta as `attention_delta` leaves it."""
+    """Grid: (blocks of queries, Hq, B). Lse, Delta: (B, Hq, Sq), contiguous, float32.
+
+    Delta is as `attention_delta` leaves it or, if there is an Out, still to be made: for the pass over the keys, which comes later.
+    """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = tl.program_id(1), tl.program_id(2)
     row = batch.to(tl.int64) * heads_q + head
@@ -193,14 +196,26 @@ def attention_grad_q(
     )
 
     lse = load_lse(Lse + row * seqlen_q, offsets, seqlen_q)[:, None]
-    delta = tl.load(Delta + row * seqlen_q + offsets, mask=inside, other=0.0)[:, None]
-    q_0 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
     grad_out_0 = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN)
-    q_1, grad_out_1 = q_0, grad_out_0
-    if QK_1 > 0:
-        q_1 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN)
+    grad_out_1 = grad_out_0
     if V_1 > 0:
         grad_out_1 = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
+    if Out is not None:
+        Out = at_head(Out, batch, head, stride_ob, stride_oh, ALIGN)
+        out_0 = load_tile(Out, start, stride_os, seqlen_q, None, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN)
+        made = tl.sum(out_0.to(tl.float32) * grad_out_0.to(tl.float32), 1)
+        if V_1 > 0:
+            out_1 = load_tile(Out, start, stride_os, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
+            made += tl.sum(out_1.to(tl.float32) * grad_out_1.to(tl.float32), 1)
+        made -= tl.load(GradLse + row * seqlen_q + offsets, mask=inside, other=0.0)
+        tl.store(Delta + row * seqlen_q + offsets, made, mask=inside)
+        delta = made[:, None]
+    else:
+        delta = tl.load(Delta + row * seqlen_q + offsets, mask=inside, other=0.0)[:, None]
+    q_0 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
+    q_1 = q_0
+    if QK_1 > 0:
+        q_1 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN)
     grad_0 = tl.zeros([BLOCK_M, QK_0], tl.float32)
     grad_1 = tl.zeros([BLOCK_M, QK_1 if QK_1 > 0 else 16], tl.float32)
     for i in tl.range(0, partial):
