@@ -119,10 +119,14 @@ def of(spec: AttentionSpec, *, deterministic: bool) -> Call:
 
 
 def parts(spec: AttentionSpec) -> Parts:
-    """What cuDNN applies: the proved parts, or the model's own additive tensor if there is one and they are not enough."""
+    """What cuDNN applies: the proved parts, or the model's own additive tensor where that adds more than a mask.
+
+    A tensor that only masks is not added: cuDNN computes the whole square then, and kernels that know what it means leave work out.
+    """
     found = triton_planning.parts(spec)
     tensor = sdpa_limits.additive(spec)
-    if not _unserved(found) or tensor is None or tensor.dtype == "bool":
+    adds = found.bias or found.slopes is not None or bool(found.distances)
+    if not _unserved(found) or not adds or tensor is None or tensor.dtype == "bool":
         return found
     # What the tensor says may be known and still be no part for cuDNN. It says everything but what a flag says.
     flags = [kind for kind in spec.mask.kinds if isinstance(kind, Causal)]

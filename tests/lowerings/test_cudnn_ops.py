@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -80,3 +83,57 @@ def test_the_outputs_gradient_is_brought_into_place_by_a_node(contiguous: bool, 
     (leaf,) = (node for node in traced.graph.nodes if "cudnn_backward" in str(node.target))
     grad_out = leaf.args[0].meta["val"]
     assert grad_out.transpose(1, 2).is_contiguous()
+
+
+# ---- the op in compiled code, its device side stood in for by its definition ------------------------------------------
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """The op and its backward run on the CPU, as call_math says."""
+    library: Any = torch.library.Library("attn_compiler", "IMPL")  # type: ignore[no-untyped-call]
+
+    def math(q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
+        call = Call.from_text(text)
+        named = dict(zip(call.operands, operands, strict=True))
+        group = q.shape[1] // k.shape[1]
+        usable = call_math.allowed(call, named, q.shape[2], k.shape[2], q.device)
+        scores = (q @ k.repeat_interleave(group, 1).transpose(-1, -2) * call.scale).masked_fill(~usable, -torch.inf)
+        column = named["sinks"][None, :, None, None].expand(*scores.shape[:3], 1)
+        out = call_math.attention(q, k, v, named, call).transpose(1, 2).contiguous().transpose(1, 2)
+        return out, torch.logsumexp(torch.cat([scores, column], -1), -1)
+
+    def gradients(grad_out: Tensor, _: Tensor, q: Tensor, k: Tensor, v: Tensor, operands: Any, *rest: Any) -> Any:
+        assert grad_out.transpose(1, 2).is_contiguous()
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            out, _lse = math(*leaves, operands, rest[-1])
+        found = torch.autograd.grad(out, leaves, grad_out)
+        return (*(torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), found, strict=True)), [])
+
+    for name, function in (("cudnn", math), ("cudnn_forward", math), ("cudnn_backward", gradients)):
+        library.impl(name, function, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("bshd_upstream", [True, False])
+@pytest.mark.usefixtures("on_cpu")
+def test_compiled_gradients_are_those_of_the_definition(backend: str, bshd_upstream: bool) -> None:
+    call = Call(scale=0.25, right=0, sinks=True, sinks_grad=True, needs_grad=True)
+    q = torch.randn(2, 8, 4, 16).transpose(1, 2).requires_grad_()
+    k, v = (torch.randn(2, 8, 2, 16).transpose(1, 2).requires_grad_() for _ in range(2))
+    sinks = torch.randn(4, requires_grad=True)
+    upstream = torch.randn(2, 8, 4, 16).transpose(1, 2) if bshd_upstream else torch.randn(2, 4, 8, 16)
+
+    def fused(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        out: Tensor = torch.ops.attn_compiler.cudnn.default(q, k, v, [sinks], call.to_text())[0]
+        return out * 2
+
+    leaves = (q, k, v, sinks)
+    found = torch.autograd.grad(torch.compile(fused, backend=backend)(*leaves), leaves, upstream)
+    expected = torch.autograd.grad(call_math.attention(q, k, v, {"sinks": sinks}, call) * 2, leaves, upstream)
+    for got, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
+    assert [grad.stride() for grad in found[:3]] == [x.stride() for x in (q, k, v)]
