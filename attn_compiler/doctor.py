@@ -15,7 +15,13 @@ from rich.table import Table
 
 from attn_compiler.errors import UnsupportedTorch
 from attn_compiler.report import Reason
-from attn_compiler.target import FLASH_ATTN_4_DISTRIBUTION, Target, cudnn_version, cudnn_words
+from attn_compiler.target import (
+    CUDNN_FRONTEND_DISTRIBUTION,
+    FLASH_ATTN_4_DISTRIBUTION,
+    Target,
+    cudnn_version,
+    cudnn_words,
+)
 
 if TYPE_CHECKING:
     from attn_compiler.lowerings import Lowering
@@ -90,6 +96,7 @@ def machine_facts(torch_advice: str | None = None) -> tuple[Fact, ...]:
         Fact(name="torch", value=str(torch.__version__), advice=torch_advice),
         _package("triton", "comes with the CUDA builds of torch; needed by Triton kernels"),
         _cudnn(),
+        _package(CUDNN_FRONTEND_DISTRIBUTION, "optional: pip install 'attn_compiler[cudnn]' for cuDNN's own graphs"),
         _package(FLASH_ATTN_4_DISTRIBUTION, "optional, on Hopper and Blackwell: pip install 'attn_compiler[fa4]'"),
         *_gpus(),
         _package("transformers", "optional: pip install 'attn_compiler[models]' to compile Hugging Face models"),
