@@ -22,7 +22,7 @@ from attn_compiler.target import Target
 
 _FIRST_SM = 80
 # 1.22 is the first to take addresses as a list (_execute_with_ptrs). 1.24 to 1.26 set an attribute in every backward that cuDNN 9.19
-# does not know (CUDNN_ATTR_OPERATION_RESHAPE_MODE), and later ones are written anew and come to require CUTLASS's wheels.
+# does not know (CUDNN_ATTR_OPERATION_RESHAPE_MODE), and 1.27 is written anew.
 _FIRST_FRONTEND, _FRONTEND_LIMIT = (1, 22), (1, 24)
 _HEAD_DIM_LIMIT = 256
 _ALIGNMENT = 16
