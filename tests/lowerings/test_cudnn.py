@@ -229,6 +229,8 @@ def test_copies_that_layout_will_make_are_planned_for(frontend: Frontend) -> Non
     ("changes", "target", "counted"),
     [
         ({"seqlen_q": 192, "seqlen_kv": 192}, TARGET, True),
+        ({"seqlen_q": 192, "seqlen_kv": 192, "dropout_p": 0.125}, TARGET, True),
+        ({"seqlen_q": 192, "seqlen_kv": 256, "changes": (bias(1, 8, 192, 256),)}, TARGET, True),
         ({"seqlen_q": 192, "seqlen_kv": 192, "needs_grad": False}, TARGET, False),
         ({"seqlen_q": 192, "seqlen_kv": 192, "mask": CAUSAL}, TARGET, False),
         ({"seqlen_q": 192, "seqlen_kv": 256}, TARGET, False),

@@ -185,7 +185,10 @@ def test_every_case_that_is_not_refused(case: Case) -> None:
     ("call", "is_nan"),
     [
         ({}, True),
+        ({"bias": True}, True),
+        ({"dropout_p": 0.125}, True),
         ({"lengths": True, "counted": True}, False),
+        ({"lengths": True, "counted": True, "bias": True}, False),
         ({"right": 0}, False),
         ({"right": 0, "left": 40}, False),
         ({"right": 30, "left": 40}, False),
@@ -199,7 +202,9 @@ def test_nan_in_dq_and_the_way_around_it(call: dict[str, Any], is_nan: bool) -> 
     k = (0.1 * torch.randn(shape, device=DEVICE) - 6).to(BF16).requires_grad_()
     v = torch.randn(shape, device=DEVICE).to(BF16).requires_grad_()
     lengths = torch.full((1,), 192, dtype=torch.int32, device=DEVICE)
-    out = leaf(told, q, k, v, {"lengths": lengths, "lengths_q": lengths})
+    seed = torch.ones(1, dtype=torch.int64, device=DEVICE)
+    added = torch.zeros(1, 4, 192, 192, dtype=BF16, device=DEVICE)
+    out = leaf(told, q, k, v, {"lengths": lengths, "lengths_q": lengths, "bias": added, "seed": seed, "offset": seed})
     (grad_q,) = torch.autograd.grad(out, q, torch.randn_like(out))
     is_known = known_bad.CUDNN["nan_dq"].meets(Target.current(DEVICE))
     assert bool(grad_q.isnan().any()) == (is_nan and is_known)

@@ -9,7 +9,7 @@ from attn_compiler.lowerings.known_bad import CUDNN, refusal
 from attn_compiler.masks import Causal, Dense, MaskSpec, SlidingWindow
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
-from tests.lowerings.specs import bias, make_spec, words
+from tests.lowerings.specs import CAUSAL, bias, make_spec, words
 from tests.lowerings.test_cudnn import laid
 
 WINDOW = MaskSpec(kinds=(Dense(shape=(1, 1, 2048, 2048), dtype="bool"),), proved=(SlidingWindow(left=9, right=9),))
@@ -54,7 +54,12 @@ def test_a_refusal_names_the_link_and_the_version() -> None:
 REFUSED: tuple[tuple[str, str, int, AttentionSpec], ...] = (
     ("blacklisted", "cudnn", 91_000, laid(make_spec())),
     ("blacklisted", "sdpa_cudnn", 91_001, make_spec()),
-    ("nan_dq", "cudnn", 91_900, laid(make_spec(seqlen_q=192, seqlen_kv=192, changes=(bias(1, 8, 192, 192),)))),
+    (
+        "nan_dq",
+        "cudnn",
+        91_900,
+        laid(make_spec(seqlen_q=192, seqlen_kv=192, mask=CAUSAL, changes=(bias(1, 8, 192, 192),))),
+    ),
     ("nan_dq", "sdpa_cudnn", 91_900, make_spec(seqlen_q=192, seqlen_kv=192)),
     ("one_query_gradient", "cudnn", 91_900, laid(make_spec(seqlen_q=1))),
     ("one_query_gradient", "sdpa_cudnn", 91_900, make_spec(seqlen_q=1)),
