@@ -182,8 +182,11 @@ def keys_in_band(
     if HAS_RIGHT:
         end = tl.maximum(tl.minimum(last_query + band_right + 1, seqlen_kv), 0)
         all_until = tl.maximum(tl.minimum(first_query + band_right + 1, seqlen_kv), 0)
-    first = start // BLOCK
-    last = tl.where(start < end, tl.cdiv(end, BLOCK), first)
+    first, last = start // BLOCK, tl.cdiv(end, BLOCK)
+    if HAS_LEFT:
+        last = tl.where(start < end, last, first)
+    # Said for the compiler: where it can't tell that no loop runs a negative number of times, every product waits for the one before.
+    last = tl.maximum(first, last)
     full_first = tl.minimum(tl.maximum(tl.cdiv(all_from, BLOCK), first), last)
     full_last = tl.maximum(tl.minimum(all_until // BLOCK, last), full_first)
     return first, full_first, full_last, last

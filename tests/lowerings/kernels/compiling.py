@@ -53,7 +53,8 @@ JOBS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """registers, spilled (bytes of a thread's stack), shared (bytes); counts of tensor core instructions in the PTX."""
+    """registers, spilled (bytes of a thread's stack), shared (bytes); counts of tensor core instructions in the PTX; of Hopper's in the
+    machine code, products and waits for them."""
 
     case: str
     kernel: str
@@ -64,6 +65,8 @@ class Found:
     mma: int
     wgmma: int
     tcgen05: int
+    products: int
+    waits: int
 
 
 def run(job: tuple[str, str, int]) -> Found:
@@ -73,6 +76,7 @@ def run(job: tuple[str, str, int]) -> Found:
     compiled = compile_kernel(_source(function, values), target=GPUTarget("cuda", sm, 32), options=options)
     ptx = compiled.asm["ptx"]
     registers, spilled = _resources(compiled.asm["cubin"])
+    code = _said_of(compiled.asm["cubin"], "-sass") if sm == 90 else ""
     return Found(
         case=name,
         kernel=kernel,
@@ -83,6 +87,8 @@ def run(job: tuple[str, str, int]) -> Found:
         mma=ptx.count("mma.sync"),
         wgmma=ptx.count("wgmma.mma_async"),
         tcgen05=ptx.count("tcgen05.mma"),
+        products=code.count("HGMMA"),
+        waits=code.count("WARPGROUP.DEPBAR"),
     )
 
 
@@ -137,15 +143,20 @@ def _source(function: Any, values: Mapping[str, Any]) -> ASTSource:
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers, and bytes of the stack."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = _said_of(cubin, "--dump-resource-usage")
     registers, stack = (re.search(rf"{word}:(\d+)", text) for word in ("REG", "STACK"))
     if registers is None or stack is None:
         raise ValueError(f"cuobjdump said nothing of registers: {text}")
     return int(registers[1]), int(stack[1])
+
+
+def _said_of(cubin: bytes, option: str) -> str:
+    """What cuobjdump says."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def main() -> None:

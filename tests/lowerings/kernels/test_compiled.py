@@ -24,7 +24,8 @@ INSTRUCTIONS = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
 
 #: Bytes of a thread's stack. Of the tiles for dk and dv at head dim 128 that were measured on an H200 (see triton_tiles_table.py),
 #: the one that spills is faster than all that do not: four accumulators share the registers, and what spills is used once a block.
-SPILLED = {"forward": 0, "grad_q": 0, "grad_kv": 256}
+#: Elsewhere a few registers at most, used outside of the loops.
+SPILLED = {"forward": 16, "grad_q": 16, "grad_kv": 256}
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,13 @@ def test_products_run_on_the_tensor_cores_of_the_machine(
     found = compiled[job]
     used = {name for name in ("mma", "wgmma", "tcgen05") if getattr(found, name)}
     assert used == {INSTRUCTIONS[found.sm]}
+
+
+@pytest.mark.parametrize("job", [job for job in JOBS if job[2] == 90], ids=ids)
+def test_products_of_hopper_overlap(job: tuple[str, str, int], compiled: dict[tuple[str, str, int], Found]) -> None:
+    """ptxas makes all of them wait for each other if it can't follow one through a loop: a causal forward took 1.25 times as long."""
+    found = compiled[job]
+    assert 0 < 2 * found.waits <= found.products
 
 
 @pytest.mark.parametrize("job", JOBS, ids=ids)
