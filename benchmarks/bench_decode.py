@@ -1,0 +1,286 @@
+"""On a GPU, our decode kernel alone, beside cuDNN and FlashAttention 2 over the whole cache, in bfloat16.
+
+    python -m benchmarks.bench_decode --budget-seconds 90
+
+Times are microseconds of the GPU for one layer, from replays of a CUDA graph that holds one call for each of many caches, which
+together are larger than the L2 cache: as a model's layers find theirs. `hot_us`: the same cache each time. The peers get no mask,
+softcap or sink: where there is one, or a cache is filled in part, they compute something else, and what they read is the point.
+`error` is the largest difference from float32's math relative to its largest element.
+
+`rule` rows are the schedule that the lowering picks, `tried` rows others, for cases that are marked so. A side that fails is a row
+with the reason. Writes benchmarks/results/decode_h200.csv and prints a table last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from attn_compiler.lowerings import decode_plan, decode_schedule
+from attn_compiler.lowerings.decode_plan import Call, Schedule
+from attn_compiler.target import Target
+from benchmarks import decode_cases, harness
+from benchmarks.decode_cases import Case, Problem
+
+RESULTS = Path(__file__).parent / "results" / "decode_h200.csv"
+SCHEDULE = ("keys", "warps", "stages", "slices", "splits")
+COLUMNS = (*decode_cases.COLUMNS, "side", *SCHEDULE, "us", "hot_us", "gb_per_s", "error", "host_us", "failure")
+# Of bfloat16's output.
+MAX_ERROR = 0.02
+
+_REPLAYS = 5
+_HOT_CALLS = 40
+
+#: by head dim: (keys, warps, stages, slices)
+CANDIDATES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    64: ((128, 4, 3, 4), (128, 4, 3, 1), (128, 4, 4, 4), (64, 4, 4, 4), (64, 2, 4, 1), (64, 4, 3, 1)),
+    128: ((64, 4, 4, 4), (64, 4, 4, 1), (64, 4, 3, 4), (64, 4, 3, 1), (128, 8, 3, 8), (128, 8, 2, 8), (64, 8, 2, 1)),
+    256: ((32, 4, 3, 1), (32, 4, 4, 1), (64, 8, 2, 1), (64, 8, 3, 1), (32, 2, 3, 2), (64, 4, 2, 4)),
+}
+_SPLITS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 32)
+#: programs for each multiprocessor, at least and at most, among what is tried
+_TRIED_FILL = (0.4, 4.2)
+
+Calls = list[Callable[[], Tensor]]
+
+
+# ---- what is run --------------------------------------------------------------------------------------------------
+
+
+def ours(problem: Problem, schedule: Schedule) -> Calls:
+    """`attn_compiler::decode` with a schedule, once for each cache."""
+    call = Call(spec=problem.spec, schedule=schedule)
+    tiles = problem.case.batch * problem.case.heads_kv * decode_plan.rows_of(problem.spec)[1]
+    named = {**problem.named, "count": torch.zeros(tiles, dtype=torch.int32, device=problem.q.device)}
+    operands = [named[name] for name in decode_plan.of(call).operands]
+    text, q = call.to_text(), problem.q
+
+    def of(k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            out: Tensor = torch.ops.attn_compiler.decode.default(q, k, v, operands, text)[0]
+            return out
+
+        return run
+
+    return [of(k, v) for k, v in problem.caches]
+
+
+def sdpa(problem: Problem, backend: SDPBackend) -> Calls:
+    """scaled_dot_product_attention over the whole cache with one kernel alone."""
+    grouped = problem.case.heads_q != problem.case.heads_kv
+
+    def of(k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(problem.q, k, v, enable_gqa=grouped)
+
+        return run
+
+    return [of(k, v) for k, v in problem.caches]
+
+
+def tried(problem: Problem, target: Target) -> Iterator[Schedule]:
+    """Schedules besides the lowering's own: every tile of the head dim, with splits that leave the machine neither empty nor overfull."""
+    rule = decode_schedule.schedule(problem.spec, target)
+    rows, blocks = decode_plan.rows_of(problem.spec)
+    tiles = problem.case.batch * problem.case.heads_kv * blocks
+    wide = next((dim for dim in sorted(CANDIDATES) if max(problem.case.head_dim, problem.case.width_v) <= dim), 256)
+    for keys, warps, stages, slices in CANDIDATES[wide]:
+        if slices > 1 and rows > 16:
+            continue
+        for splits in _SPLITS:
+            fill = tiles * splits / max(target.processors, 1)
+            if splits > 1 and not (_TRIED_FILL[0] <= fill <= _TRIED_FILL[1] and keys * splits <= problem.case.used):
+                continue
+            found = dataclasses.replace(
+                rule, keys=keys, warps=warps, stages=stages, slices=slices, splits=splits, least_keys=max(keys, 64)
+            )
+            if found != rule:
+                yield found
+
+
+# ---- how it is timed ----------------------------------------------------------------------------------------------
+
+
+def microseconds(calls: Calls, *, replays: int = _REPLAYS) -> float:
+    """Of one call, the median over replays of a CUDA graph that holds them all."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls[:2]:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
+    for begin, end in events:
+        begin.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in events) * 1e3 / len(calls)
+
+
+def host_microseconds(call: Callable[[], Tensor]) -> float:
+    """What a call takes the host, the best of batches that the GPU is not waited for in."""
+    found = []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(50):
+            call()
+        found.append((time.perf_counter() - start) / 50 * 1e6)
+    torch.cuda.synchronize()
+    return min(found)
+
+
+def error(found: Tensor, right: Tensor) -> float:
+    return float((found.float() - right).abs().max() / right.abs().max())
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------
+
+
+def measure(problem: Problem, target: Target, *, with_tried: bool) -> Iterator[dict[str, str]]:
+    """The rows of a case, the lowering's own first."""
+    rule = decode_schedule.schedule(problem.spec, target)
+    yield _row(problem, "rule", rule, lambda: ours(problem, rule), checked=True)
+    for side, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+        yield _row(problem, side, None, lambda backend=backend: sdpa(problem, backend))  # type: ignore[misc]
+    for other in tried(problem, target) if with_tried and problem.case.tried else ():
+        yield _row(problem, "tried", other, lambda other=other: ours(problem, other))  # type: ignore[misc]
+
+
+def _row(
+    problem: Problem, side: str, schedule: Schedule | None, make: Callable[[], Calls], *, checked: bool = False
+) -> dict[str, str]:
+    shown = {} if schedule is None else {name: str(getattr(schedule, name)) for name in SCHEDULE}
+    row = {**problem.case.columns, "side": side, **shown}
+    try:
+        calls = make()
+        us = microseconds(calls, replays=_REPLAYS if side != "tried" else 3)
+        row |= {"us": f"{us:.2f}", "gb_per_s": f"{problem.case.bytes_used / us / 1e3:.0f}"}
+        if side != "tried":
+            row["hot_us"] = f"{microseconds(calls[:1] * _HOT_CALLS):.2f}"
+        if checked:
+            row["error"] = f"{error(calls[0](), decode_cases.expected(problem)):.2g}"
+            row["host_us"] = f"{host_microseconds(calls[0]):.1f}"
+    except Exception as failure:  # noqa: BLE001 - the reason is the row
+        row["failure"] = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
+    return row
+
+
+Job = tuple[Case, Schedule]
+
+
+def jobs(cases: Sequence[Case], target: Target) -> list[Job]:
+    """Every kernel of the cases once, each on a short cache. Lengths and batches make no other kernel."""
+    found: dict[Job, None] = {}
+    for case in cases:
+        short = dataclasses.replace(case, name="", batch=1, length=256, filled=None, window=None, tried=False)
+        # A spec says nothing of how many bytes lie behind it.
+        problem = decode_cases.build(case, "meta")
+        for schedule in (
+            decode_schedule.schedule(problem.spec, target),
+            *(tried(problem, target) if case.tried else ()),
+        ):
+            splits = 1 if schedule.splits == 1 else 2
+            found[short, dataclasses.replace(schedule, splits=splits)] = None
+    return list(found)
+
+
+def _compile(job: Job) -> None:
+    case, schedule = job
+    problem = decode_cases.build(case, "cuda")
+    ours(dataclasses.replace(problem, caches=problem.caches[:1]), schedule)[0]()
+    torch.cuda.synchronize()
+
+
+def compiled_before(cases: Sequence[Case], target: Target, processes: int) -> None:
+    """Compile in parallel, so that each kernel is on disk when it is measured."""
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_compile, jobs(cases, target)))
+
+
+def print_table(rows: Sequence[dict[str, str]]) -> None:
+    """One line a case: ours, the best of what was tried, the peers."""
+    table = Table(title="µs of one layer; hot: the same cache again and again")
+    for name in ("case", "rule", "", "best tried", "", "cudnn", "flash", "hot: rule", "cudnn", "GB/s", "error", "host"):
+        table.add_column(name)
+    for case in dict.fromkeys(row["name"] for row in rows):
+        own = [row for row in rows if row["name"] == case]
+        sides = {row["side"]: row for row in own if row["side"] != "tried"}
+        rule = sides["rule"]
+        best = min((row for row in own if row.get("us")), key=_of_ours, default={})
+        cells = [
+            case,
+            rule.get("us", rule.get("failure", "")),
+            _schedule(rule),
+            best.get("us", ""),
+            _schedule(best),
+            *(sides.get(side, {}).get("us", "") for side in ("cudnn", "flash")),
+            *(sides.get(side, {}).get("hot_us", "") for side in ("rule", "cudnn")),
+            *(rule.get(name, "") for name in ("gb_per_s", "error", "host_us")),
+        ]
+        table.add_row(*cells)
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
+
+
+def _of_ours(row: dict[str, str]) -> float:
+    return float(row["us"]) if row["side"] in ("rule", "tried") else float("inf")
+
+
+def _schedule(row: dict[str, str]) -> str:
+    return "/".join(row.get(name, "") for name in SCHEDULE) if row.get("keys") else ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", default=["*"], help="names, with wildcards")
+    parser.add_argument("--budget-seconds", type=float, default=300.0)
+    parser.add_argument("--processes", type=int, default=8, help="that compile before anything is measured")
+    parser.add_argument("--no-tried", action="store_true", help="only the lowering's own schedules")
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args(arguments)
+    deadline = time.monotonic() + given.budget_seconds
+    cases = [case for case in decode_cases.CASES if any(fnmatch.fnmatch(case.name, p) for p in given.cases)]
+    if given.no_tried:
+        cases = [dataclasses.replace(case, tried=False) for case in cases]
+    target = Target.current("cuda")
+    compiled_before(cases, target, given.processes)
+    environment = harness.environment("cuda", given.commit)
+    file = harness.CsvFile(given.out, (*COLUMNS, *environment))
+    rows: list[dict[str, str]] = []
+    for case in cases:
+        if time.monotonic() > deadline:
+            break
+        for row in measure(decode_cases.build(case, "cuda"), target, with_tried=not given.no_tried):
+            rows.append(row)
+            file.add({**row, **environment})
+        torch.cuda.empty_cache()
+    print_table(rows)
+    wrong = [row for row in rows if row["side"] == "rule" and (row.get("failure") or float(row["error"]) > MAX_ERROR)]
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,174 @@
+"""Attentions over a cache for bench_decode.py: shapes, what they mask, and the tensors of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_compiler import masks
+from attn_compiler.index_expr import Index, Load
+from attn_compiler.masks import Dense, MaskSpec, ProvedKind
+from attn_compiler.scores import ScoreChange, ScoreSpec, Sinks, Softcap
+from attn_compiler.spec import AttentionSpec, TensorSpec
+
+#: caches of one case together, so that none is in the L2 cache when its turn comes
+CACHES_BYTES = 300_000_000
+MOST_CACHES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """length: of the cache; filled: keys in use. window: so many of those. tried: other schedules are measured too."""
+
+    name: str
+    batch: int
+    length: int
+    filled: int | None = None
+    heads_q: int = 32
+    heads_kv: int = 8
+    head_dim: int = 128
+    head_dim_v: int | None = None
+    seqlen_q: int = 1
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    tried: bool = False
+
+    @property
+    def used(self) -> int:
+        """Keys from the first to the last that the last query may use."""
+        filled = self.length if self.filled is None else self.filled
+        return filled if self.window is None else min(self.window, filled)
+
+    @property
+    def bytes_used(self) -> int:
+        """Of keys and values in bfloat16, those in use."""
+        return 2 * self.batch * self.heads_kv * self.used * (self.head_dim + self.width_v)
+
+    @property
+    def width_v(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def columns(self) -> dict[str, str]:
+        shown = {**dataclasses.asdict(self), "filled": self.length if self.filled is None else self.filled}
+        shown["head_dim_v"] = self.width_v
+        del shown["tried"]
+        return {name: "" if value is None else str(value) for name, value in shown.items()}
+
+
+COLUMNS = tuple(f.name for f in dataclasses.fields(Case) if f.name != "tried")
+
+_PLAIN = (
+    Case(name="b1_1k", batch=1, length=1024, tried=True),
+    Case(name="b1_4k", batch=1, length=4096, tried=True),
+    Case(name="b1_32k", batch=1, length=32768, tried=True),
+    Case(name="b1_32k_half", batch=1, length=32768, filled=16384, tried=True),
+    Case(name="b16_4k", batch=16, length=4096, tried=True),
+    Case(name="b16_4k_half", batch=16, length=4096, filled=2048, tried=True),
+    Case(name="b64_8k", batch=64, length=8192, tried=True),
+)
+_D64 = {"heads_q": 64, "head_dim": 64, "tried": True}
+_D256 = {"heads_q": 16, "head_dim": 256, "tried": True}
+_FURTHER = (
+    Case(name="d64_b1_4k", batch=1, length=4096, **_D64),  # type: ignore[arg-type]
+    Case(name="d64_b16_4k", batch=16, length=4096, **_D64),  # type: ignore[arg-type]
+    Case(name="d64_b16_4k_half", batch=16, length=4096, filled=2048, **_D64),  # type: ignore[arg-type]
+    Case(name="d64_sinks_b16_4k", batch=16, length=4096, sinks=True, **_D64),  # type: ignore[arg-type]
+    Case(name="d256_softcap_b1_4k", batch=1, length=4096, softcap=50.0, **_D256),  # type: ignore[arg-type]
+    Case(name="d256_softcap_b16_4k", batch=16, length=4096, softcap=50.0, **_D256),  # type: ignore[arg-type]
+    Case(name="window_b16_8k", batch=16, length=8192, filled=8000, window=1024, tried=True),
+    Case(name="softcap_b16_4k", batch=16, length=4096, softcap=50.0, tried=True),
+    Case(name="q4_b16_4k", batch=16, length=4096, seqlen_q=4, tried=True),
+    Case(name="q16_b16_4k", batch=16, length=4096, seqlen_q=16, tried=True),
+    Case(name="d192_b4_8k", batch=4, length=8192, heads_q=16, heads_kv=16, head_dim=192, head_dim_v=128),
+    Case(name="mha_b4_4k", batch=4, length=4096, heads_kv=32),
+)
+#: numbers of tiles that no number of splits fills a machine with evenly
+_BETWEEN = tuple(
+    Case(name=f"b{batch}_4k", batch=batch, length=4096, tried=True) for batch in (2, 3, 5, 6, 10, 12, 20, 24, 40)
+)
+CASES: tuple[Case, ...] = (*_PLAIN, *_FURTHER, *_BETWEEN)
+BY_NAME = {case.name: case for case in CASES}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """caches: keys and values, (B, Hkv, L, D) each, one pair a layer. named: operands of the leaf op but for its counters."""
+
+    case: Case
+    q: Tensor
+    caches: list[tuple[Tensor, Tensor]]
+    named: dict[str, Tensor]
+    spec: AttentionSpec
+
+
+def build(case: Case, device: str, *, dtype: torch.dtype = torch.bfloat16) -> Problem:
+    """On "meta" the tensors hold nothing: a spec to decide on."""
+    torch.manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=device)
+
+    q = normal(case.batch, case.seqlen_q, case.heads_q, case.head_dim).transpose(1, 2)
+    shape = (case.batch, case.heads_kv, case.length)
+    size = case.batch * case.heads_kv * case.length * (case.head_dim + case.width_v) * dtype.itemsize
+    count = max(1, min(MOST_CACHES, CACHES_BYTES // size)) if device != "cpu" else 1
+    caches = [(normal(*shape, case.head_dim), normal(*shape, case.width_v)) for _ in range(max(count, 2))]
+    first, end = (bound.to(device) for bound in intervals(case))
+    bounds = torch.stack([first, end]).int()[:, None].expand(2, case.batch, -1).contiguous()
+    named = {"bounds": bounds}
+    if case.sinks:
+        named["sinks"] = normal(case.heads_q)
+    return Problem(case=case, q=q, caches=caches, named=named, spec=_spec(case, q, *caches[0]))
+
+
+def intervals(case: Case) -> tuple[Tensor, Tensor]:
+    """(Sq,) each: the first key of each query and the one after its last."""
+    filled = case.length if case.filled is None else case.filled
+    end = filled - case.seqlen_q + 1 + torch.arange(case.seqlen_q)
+    first = torch.zeros_like(end) if case.window is None else (end - case.window).clamp(min=0)
+    return first, end
+
+
+def _spec(case: Case, q: Tensor, k: Tensor, v: Tensor) -> AttentionSpec:
+    def described(x: Tensor) -> TensorSpec:
+        return TensorSpec(shape=tuple(x.shape), strides=tuple(x.stride()), dtype=str(x.dtype).removeprefix("torch."))
+
+    bound = Load("lengths", (Index("b"),), "int")
+    proved: tuple[ProvedKind, ...] = (masks.KeyBound(side="last", bound=bound),)
+    if case.seqlen_q > 1:
+        proved = (masks.CausalFrom(offset=bound),)
+    if case.window is not None:
+        proved = (*proved, masks.KeyBound(side="first", bound=Load("firsts", (Index("b"),), "int")))
+    changes: tuple[ScoreChange, ...] = () if case.softcap is None else (Softcap(cap=case.softcap),)
+    changes = (*changes, Sinks(requires_grad=False)) if case.sinks else changes
+    dense = Dense(shape=(case.batch, 1, case.seqlen_q, case.length), dtype="bool")
+    return AttentionSpec(
+        q=described(q),
+        k=described(k),
+        v=described(v),
+        mask=MaskSpec(kinds=(dense,), proved=proved),
+        score=ScoreSpec(scale=case.head_dim**-0.5, changes=changes),
+        device=q.device.type,
+        out_dtype=str(q.dtype).removeprefix("torch."),
+    )
+
+
+def expected(problem: Problem) -> Tensor:
+    """Attention over the first cache by its definition, in float32."""
+    case, (k, v) = problem.case, problem.caches[0]
+    k, v = (x.float().repeat_interleave(case.heads_q // case.heads_kv, 1) for x in (k, v))
+    scores = problem.q.float() @ k.transpose(2, 3) * case.head_dim**-0.5
+    if case.softcap is not None:
+        scores = torch.tanh(scores / case.softcap) * case.softcap
+    keys = torch.arange(case.length, device=scores.device)
+    first, end = (bound[..., None] for bound in problem.named["bounds"])
+    scores = scores.masked_fill(~((keys >= first) & (keys < end))[:, None], -torch.inf)
+    if case.sinks:
+        sinks = problem.named["sinks"].float()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], -1)
+    return scores.softmax(-1)[..., : case.length] @ v

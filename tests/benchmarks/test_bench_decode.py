@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from attn_compiler.lowerings import decode_plan, decode_schedule
+from attn_compiler.lowerings.decode_plan import Call
+from attn_compiler.target import Target
+from benchmarks import bench_decode, decode_cases
+from benchmarks.decode_cases import Case
+
+H200 = Target.fake()
+SMALL = Case(name="small", batch=2, length=150, filled=130, heads_q=4, heads_kv=2, head_dim=16)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"window": 40}, {"seqlen_q": 3, "softcap": 2.0}, {"sinks": True, "head_dim_v": 32}],
+    ids=str,
+)
+def test_our_side_computes_what_is_expected(changes: dict[str, int]) -> None:
+    problem = decode_cases.build(dataclasses.replace(SMALL, **changes), "cpu", dtype=torch.float32)
+    call = bench_decode.ours(problem, decode_schedule.schedule(problem.spec, Target.fake(device="cpu")))[0]
+    assert bench_decode.error(call(), decode_cases.expected(problem)) < 1e-5
+
+
+@pytest.mark.parametrize("case", decode_cases.CASES, ids=lambda case: case.name)
+def test_operands_are_those_that_the_lowering_would_make(case: Case) -> None:
+    problem = decode_cases.build(case, "meta")
+    plan = decode_plan.of(Call(spec=problem.spec, schedule=decode_schedule.schedule(problem.spec, H200)))
+    assert set(plan.operands) - {"count"} == set(problem.named)
+    assert problem.named["bounds"].shape == (2, case.batch, case.seqlen_q)
+
+
+def test_what_is_tried_leaves_the_machine_neither_empty_nor_overfull() -> None:
+    for case in decode_cases.CASES:
+        problem = decode_cases.build(case, "meta")
+        found = list(bench_decode.tried(problem, H200))
+        assert len(set(found)) == len(found) > 0
+        assert decode_schedule.schedule(problem.spec, H200) not in found
+        tiles = case.batch * case.heads_kv * decode_plan.rows_of(problem.spec)[1]
+        assert all(s.splits == 1 or 0.4 <= tiles * (s.splits or 0) / 132 <= 4.2 for s in found)
+
+
+def test_each_kernel_is_compiled_once_before() -> None:
+    cases = [decode_cases.BY_NAME[name] for name in ("b1_4k", "b1_32k", "b16_4k", "b16_4k_half")]
+    jobs = bench_decode.jobs(cases, H200)
+    assert len(set(jobs)) == len(jobs)
+    assert {case.length for case, _ in jobs} == {256}
+    # Every tile, in one split and in several.
+    assert len(jobs) <= 2 * (len(bench_decode.CANDIDATES[128]) + 1)
+
+
+def test_bytes_are_those_of_the_keys_in_use() -> None:
+    assert decode_cases.BY_NAME["b16_4k"].bytes_used == 2 * 16 * 8 * 4096 * 256
+    assert decode_cases.BY_NAME["b16_4k_half"].bytes_used == decode_cases.BY_NAME["b16_4k"].bytes_used // 2
+    assert decode_cases.BY_NAME["window_b16_8k"].used == 1024
+
+
+def test_a_case_is_a_row() -> None:
+    assert set(SMALL.columns) == set(decode_cases.COLUMNS)
+    assert SMALL.columns["head_dim_v"] == "16"
+    rows = [
+        {**SMALL.columns, "side": "rule", "us": "2.0", "hot_us": "1.5", "keys": "64", "error": "0.001"},
+        {**SMALL.columns, "side": "tried", "us": "1.9", "keys": "32"},
+        {**SMALL.columns, "side": "cudnn", "us": "3.0", "failure": ""},
+    ]
+    bench_decode.print_table(rows)
