@@ -1,0 +1,299 @@
+"""On a GPU, whole decoding steps: 8-layer Llama- and Qwen3-like models with a static cache, our backend beside Inductor's own.
+
+    pip install --no-deps --no-build-isolation -e .
+    python -m benchmarks.bench_decode_models                       # steps, and tokens a second of model.generate
+    python -m benchmarks.bench_decode_models --cases llama_b16
+
+bfloat16, mode="reduce-overhead" (CUDA graphs), unmodified transformers models with random weights. `step_ms` is the time of one step
+among many that are enqueued one after another, the host's part included where it is the slower one; the sides take turns. Of `generate`
+it is a token's share of a call's time, prefill included. `error` is the largest difference of the logits from those of the uncompiled
+model, relative to the largest. `inductor` is Inductor with SDPA, `inductor_flex` with transformers' FlexAttention.
+
+Writes benchmarks/results/decode_models_h200.csv and prints a table last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import nn
+
+from benchmarks import harness
+
+RESULTS = Path(__file__).parent / "results" / "decode_models_h200.csv"
+COLUMNS = ("case", "family", "batch", "length", "filled", "what", "side", "step_ms", "tokens_per_s", "error", "failure")
+SIDES: dict[str, dict[str, Any]] = {
+    "attn_compiler": {"backend": "attn_compiler"},
+    "inductor": {},
+    "inductor_flex": {},
+}
+_STEPS, _ROUNDS = 20, 5
+_PIECE = 512
+
+Step = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """filled: lengths of the cache that steps are measured at. generated: new tokens of a `generate` call instead of steps."""
+
+    name: str
+    family: str
+    batch: int
+    length: int = 4096
+    filled: tuple[int, ...] = (2048, 4000, 64)
+    sides: tuple[str, ...] = ("attn_compiler", "inductor")
+    generated: int | None = None
+
+
+CASES = (
+    Case(name="llama_b16", family="Llama", batch=16, sides=("attn_compiler", "inductor", "inductor_flex")),
+    Case(name="llama_b1", family="Llama", batch=1),
+    Case(name="qwen3_b16", family="Qwen3", batch=16),
+    Case(name="qwen3_b1", family="Qwen3", batch=1),
+    Case(name="llama_generate_b16", family="Llama", batch=16, length=2048 + 256, filled=(2048,), generated=256),
+)
+_CONFIG = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+}
+
+
+def build(case: Case, side: str, device: str, weights: dict[str, torch.Tensor] | None = None, **config: Any) -> Any:
+    """The case's model for a side, with those weights if they are given. config: other sizes than the benchmark's."""
+    import transformers
+
+    implementation = "flex_attention" if side == "inductor_flex" else "sdpa"
+    sizes = {**_CONFIG, **({"head_dim": 128} if case.family == "Qwen3" else {}), **config}
+    made = getattr(transformers, f"{case.family}Config")(attn_implementation=implementation, **sizes)
+    with torch.device(device):
+        torch.manual_seed(0)
+        model: nn.Module = getattr(transformers, f"{case.family}ForCausalLM")(made)
+    if weights is not None:
+        model.load_state_dict(weights, assign=True)
+    return model.to(torch.bfloat16 if device != "cpu" else torch.float32).eval()
+
+
+class Stepper:
+    """A model, compiled, and a cache of its own that is filled up to any length."""
+
+    def __init__(self, case: Case, model: Any, compiled: Callable[..., Any], device: str) -> None:
+        import transformers
+
+        self.token = torch.full((case.batch, 1), 7, device=device)
+        self.cache = transformers.StaticCache(config=model.config, max_cache_len=case.length)
+        self._model, self._compiled = model, compiled
+        generator = torch.Generator(device=device).manual_seed(1)
+        ids = torch.randint(3, 1000, (case.batch, max(case.filled)), device=device, generator=generator)
+        with torch.no_grad():
+            for start in range(0, ids.shape[1], _PIECE):
+                self._call(model, ids[:, start : start + _PIECE])
+
+    def fill(self, length: int) -> None:
+        """What lies beyond is not there any more: the layers count on from here."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(length)
+
+    @torch.no_grad()
+    def step(self) -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return self._call(self._compiled, self.token)
+
+    @torch.no_grad()
+    def eager_step(self) -> torch.Tensor:
+        return self._call(self._model, self.token)
+
+    def _call(self, run: Callable[..., Any], ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = run(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        return logits
+
+
+def stepper(case: Case, side: str, weights: dict[str, torch.Tensor] | None, device: str, **config: Any) -> Stepper:
+    """Compiled when it is given."""
+    model = build(case, side, device, weights, **config)
+    settings: dict[str, Any] = {"mode": "reduce-overhead"} if device != "cpu" else {}
+    found = Stepper(case, model, torch.compile(model, **SIDES[side], **settings), device)
+    for _ in range(4):
+        found.fill(case.filled[0])
+        found.step()
+    return found
+
+
+def error(made: Stepper, filled: int) -> float:
+    made.fill(filled)
+    right = made.eager_step().float()
+    made.fill(filled)
+    return float((made.step().float() - right).abs().max() / right.abs().max())
+
+
+def milliseconds(made: dict[str, Stepper], filled: int) -> dict[str, float]:
+    """Of one step, for each side, median over rounds."""
+    found: dict[str, list[float]] = {side: [] for side in made}
+    for _ in range(_ROUNDS):
+        for side, own in made.items():
+            own.fill(filled)
+            own.step()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(_STEPS):
+                own.step()
+            end.record()
+            end.synchronize()
+            found[side].append(begin.elapsed_time(end) / _STEPS)
+    return {side: statistics.median(times) for side, times in found.items()}
+
+
+def measure(case: Case, device: str, ready: Callable[[], None]) -> Iterator[dict[str, str]]:
+    """The rows of a case. ready: called between compiling and measuring."""
+    same = {"case": case.name, "family": case.family, "batch": str(case.batch), "length": str(case.length)}
+    if case.generated is not None:
+        for row in _generate_rows(case, device, ready):
+            yield {**same, **row}
+        return
+    made: dict[str, Stepper] = {}
+    weights = build(case, "inductor", device).state_dict()
+    for side in case.sides:
+        try:
+            made[side] = stepper(case, side, weights, device)
+        except Exception as failure:  # noqa: BLE001 - the reason is the row
+            yield {**same, "what": "step", "side": side, "failure": _words(failure)}
+    ready()
+    errors = {side: error(own, case.filled[0]) for side, own in made.items()}
+    for filled in case.filled:
+        for side, ms in milliseconds(made, filled).items():
+            tokens = f"{case.batch / ms * 1e3:.0f}"
+            shown = {
+                "filled": str(filled),
+                "what": "step",
+                "side": side,
+                "step_ms": f"{ms:.3f}",
+                "tokens_per_s": tokens,
+            }
+            yield {**same, **shown, "error": f"{errors[side]:.2g}"}
+
+
+# ---- model.generate ------------------------------------------------------------------------------------------------
+
+
+def generate(model: Any, ids: torch.Tensor, tokens: int, side: str, bar: Progress) -> tuple[float, torch.Tensor]:
+    """Seconds of a greedy call with a static cache, whose decoding steps transformers compiles, and all tokens."""
+    import transformers
+
+    task = bar.add_task(side, total=tokens)
+
+    def advance(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        bar.advance(task)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    settings = {"mode": "reduce-overhead", "fullgraph": False, "dynamic": None}
+    config = transformers.CompileConfig(**{"backend": "inductor", **SIDES[side], **settings})
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    found: torch.Tensor = model.generate(
+        ids,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        cache_implementation="static",
+        compile_config=config,
+        pad_token_id=0,
+        stopping_criteria=transformers.StoppingCriteriaList([advance]),
+    )
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, found
+
+
+def _generate_rows(case: Case, device: str, ready: Callable[[], None]) -> Iterator[dict[str, str]]:
+    """A first call compiles; the second is timed. Each side has a model of its own, since transformers keeps what it compiled there."""
+    filled, tokens = case.filled[0], case.generated or 0
+    generator = torch.Generator(device=device).manual_seed(1)
+    ids = torch.randint(3, 1000, (case.batch, filled), device=device, generator=generator)
+    weights = build(case, "inductor", device).state_dict()
+    models: dict[str, Any] = {}
+    with Progress(console=Console(stderr=True)) as bar:
+        for side in case.sides:
+            model = build(case, side, device, weights)
+            try:
+                generate(model, ids, tokens, f"{side}", bar)
+                models[side] = model
+            except Exception as failure:  # noqa: BLE001 - the reason is the row
+                yield {"what": "generate", "side": side, "failure": _words(failure)}
+        ready()
+        for side, model in models.items():
+            seconds, _ = generate(model, ids, tokens, side, bar)
+            rate = case.batch * tokens / seconds
+            shown = {"filled": str(filled), "what": "generate", "side": side, "tokens_per_s": f"{rate:.0f}"}
+            yield {**shown, "step_ms": f"{seconds / tokens * 1e3:.3f}"}
+
+
+def _words(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
+
+
+def print_table(rows: Sequence[dict[str, str]]) -> None:
+    shown = ("case", "what", "filled", "side", "step_ms", "tokens_per_s", "error", "failure")
+    table = Table(title="decoding steps; reduce-overhead")
+    for name in (*shown, "times inductor's"):
+        table.add_column(name)
+    base = {
+        tuple(row.get(name, "") for name in ("case", "what", "filled")): row["step_ms"]
+        for row in rows
+        if row["side"] == "inductor" and row.get("step_ms")
+    }
+    for row in rows:
+        other = base.get(tuple(row.get(name, "") for name in ("case", "what", "filled")))
+        ratio = f"{float(other) / float(row['step_ms']):.2f}" if other and row.get("step_ms") else ""
+        table.add_row(*(row.get(name, "") for name in shown), ratio)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", default=["*"], help="names, with wildcards")
+    parser.add_argument("--wait-for", type=Path, help="measure when this file exists: others compile at the same time")
+    parser.add_argument("--commit")
+    parser.add_argument("--append", action="store_true", help="keep the rows that are there")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args(arguments)
+
+    def ready() -> None:
+        if given.wait_for is not None:
+            given.wait_for.with_suffix(".compiled").touch()
+            while not given.wait_for.exists():
+                time.sleep(0.1)
+
+    environment = harness.environment("cuda", given.commit)
+    file = harness.CsvFile(given.out, (*COLUMNS, *environment), append=given.append)
+    rows: list[dict[str, str]] = []
+    for case in CASES:
+        if any(fnmatch.fnmatch(case.name, pattern) for pattern in given.cases):
+            for row in measure(case, "cuda", ready):
+                rows.append(row)
+                file.add({**row, **environment})
+            torch._dynamo.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+    print_table(rows)
+    return int(any(row.get("failure") for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
