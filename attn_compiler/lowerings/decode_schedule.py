@@ -1,4 +1,27 @@
-"""How the decode kernel shares out its work, by machine, dtype and head dim: data, which `schedule` looks up."""
+"""How the decode kernel shares out its work, by machine, dtype and head dim: data, which `schedule` looks up.
+
+sm90, half precision: an H200, torch 2.11, Triton 3.6, 2026-11-21, CUDA graphs, caches that are not in the L2 cache, microseconds
+(benchmarks/results/decode_sweep_h200.csv; every tile with every number of splits). What the rule picks, the best of all, cuDNN over
+the whole cache:
+
+    B, Hq/Hkv, keys, D        rule: tile, splits           best    cuDNN
+    1, 32/8, 1024, 128        64 w4 s4, 8        7.3       6.8     6.9
+    1, 32/8, 4096, 128        64 w4 s4, 16       11.6      11.3    11.6
+    4, 32/8, 4096, 128        64 w4 s4, 4        22.7      22.7    23.3
+    16, 32/8, 4096, 128       64 w4 s4, 1        66.3      65.9    64.7
+    16, …, 2048 of 4096       64 w4 s4, 1        35.9      35.9    64.8
+    1, 32/8, 32768, 128       64 w4 s4, 16       38.8      38.8    38.8
+    1, …, 16384 of 32768      64 w4 s4, 16       24.3      24.3    38.7
+    64, 32/8, 8192, 128       64 w4 s4, 1        482       479     480
+    1, 64/8, 4096, 64         64 w2 s4, 32 of which 16 work   10.9   10.4   9.1
+    16, 64/8, 4096, 64        64 w2 s4, 2        38.2      37.4    38.5
+    1, 16/8, 4096, 256        32 w4 s3, 16       15.2      15.2    21.5
+    16, 16/8, 4096, 256       32 w4 s3, 2        127       127     154
+
+That was before warps took slices of a tile by themselves, as they do now at head dim 128, and before q was loaded ahead of the
+bounds. What came of both was only measured in whole models, at head dim 128 (decode_models_h200.csv). Other machines, float32 and
+more than 16 rows were compiled, not measured.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +56,12 @@ class Row:
 
 
 ROWS: tuple[Row, ...] = (
-    Row(bytes=2, head_dim=64, rows=16, keys=128, warps=4, stages=3, slices=4),
+    Row(bytes=2, head_dim=64, rows=16, keys=64, warps=2, stages=4, programs=2, least_keys=256),
     Row(bytes=2, head_dim=64, rows=64, keys=64, warps=4, stages=3),
     Row(bytes=2, head_dim=128, rows=16, first_sm=90, keys=64, warps=4, stages=4, slices=4),
     Row(bytes=2, head_dim=128, rows=16, keys=64, warps=4, stages=3, slices=4),
     Row(bytes=2, head_dim=128, rows=64, keys=64, warps=8, stages=2),
-    Row(bytes=2, head_dim=256, rows=32, keys=32, warps=4, stages=3, programs=2),
+    Row(bytes=2, head_dim=256, rows=32, keys=32, warps=4, stages=3, programs=2, least_keys=256),
     Row(bytes=4, head_dim=128, rows=16, keys=32, warps=4, stages=1, programs=2),
     Row(bytes=4, head_dim=256, rows=16, keys=16, warps=8, stages=1, programs=2),
 )
