@@ -12,8 +12,10 @@ from benchmarks.kernel_cases import Case
 _TOKENS, _WIDTH = 16384, 2048
 HEAD_DIMS = (128, 64, 256, 96)
 SEQLENS = (8192, 2048, 512, 32768)
+# Lengths that rows are not made from.
+HELD_OUT_SEQLENS = (1024, 4096)
 # Windows that models of such lengths have.
-_WINDOWS = {512: 128, 2048: 512, 8192: 1024, 32768: 4096}
+_WINDOWS = {512: 128, 1024: 256, 2048: 512, 4096: 1024, 8192: 1024, 32768: 4096}
 _FLEX = ("flex",)
 
 
@@ -76,9 +78,18 @@ def _scores() -> Iterator[Case]:
         yield _case("sinks_window", seqlen=seqlen, head_dim=64, grouped=True, sinks=True, window=128)
 
 
+def _held_out() -> Iterator[Case]:
+    for seqlen in reversed(HELD_OUT_SEQLENS):
+        yield from (_case("causal", seqlen=seqlen, head_dim=d, grouped=d == 128) for d in (128, 64))
+        yield _case("window", seqlen=seqlen, head_dim=128, window=_WINDOWS[seqlen])
+        yield _case("full", seqlen=seqlen, head_dim=64, causal=False)
+        yield _case("padded_causal", seqlen=seqlen, head_dim=128, padding="right")
+        yield _case("softcap", seqlen=seqlen, head_dim=256, softcap=50.0)
+
+
 def _ordered() -> Iterator[Case]:
     """The most telling first: a run that is cut off has some of everything."""
-    sorts = [list(sort()) for sort in (_plain, _grouped, _windows, _padded, _scores)]
+    sorts = [list(sort()) for sort in (_plain, _grouped, _windows, _padded, _scores, _held_out)]
     lengths = [len(sort) for sort in sorts]
     places = ((place + 0.5) / length for length in lengths for place in range(length))
     flat = (case for sort in sorts for case in sort)

@@ -6,7 +6,8 @@ Reads benchmarks/results/select_h200.csv and writes attn_compiler/lowerings/prio
 lowerings in the order of their times (geometric mean over the shapes of the class, relative to the fastest), first one that takes at
 most 1.1 times the fastest on each of them, if there is one. In training the order is that of forward and backward together, and the
 first is no slower than that in the backward alone either. What was not measured comes last. Lengths below 1024 are left to the rows
-of priorities.py: starting our kernels takes as long as they do there.
+of priorities.py: starting our kernels takes as long as they do there. No row is made from the shapes of select_cases.HELD_OUT_SEQLENS:
+they show how rows do on lengths that they were not made from.
 
 --replay prints how the choice that the rows make now stands to the other sides in the measured times.
 """
@@ -29,7 +30,7 @@ from attn_compiler.target import Target
 from benchmarks import bench_select, select_cases, standing
 
 HEAD_DIMS = ((1, 64), (65, 96), (97, 128), (129, 256))
-SEQLENS: tuple[tuple[int, int | None], ...] = ((1024, 4095), (4096, 16383), (16384, None))
+SEQLENS: tuple[tuple[int, int | None], ...] = ((1024, 4095), (4096, None))
 _LAST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "triton")
 # What a lowering may cost on one shape of a class and still come first.
 _MOST_REGRET = 1.1
@@ -83,7 +84,7 @@ def evidence(rows: Iterable[Mapping[str, str]]) -> dict[Key, list[Evidence]]:
             dates[row["case"]] = row["date"]
     found: dict[Key, list[Evidence]] = defaultdict(list)
     for case in select_cases.CASES:
-        if case.name not in dates:
+        if case.name not in dates or case.seqlen in select_cases.HELD_OUT_SEQLENS:
             continue
         forward, backward = times[case.name, "forward"], times[case.name, "backward"]
         both = {name: forward[name] + backward[name] for name in forward if name in backward}

@@ -3,8 +3,9 @@
 flash_attn compiles a kernel the first time that its Python function meets a new combination of dtype, head dims, mask and so on;
 under a FakeTensorMode it compiles alone. Sizes and strides are no part of that combination.
 
-On sm90 a forward calls the compiled kernel itself: flash_attn's function takes 25 µs to find it (146 with a softcap, whose
-function it makes and hashes anew each time). What that function would have to copy, or to compile anew, still goes through it.
+Those functions take the host 60 to 90 µs a call on an H200 machine (more than twice that with a softcap, whose function they make and
+hash anew each time), a launch 7. So a call of shapes that were there before launches the same kernels again (fa4_replay.py). What the
+functions would have to copy still goes through them.
 """
 
 from __future__ import annotations
@@ -14,29 +15,32 @@ import functools
 import importlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attn_compiler.lowerings import ops
+from attn_compiler import torch_compat
+from attn_compiler.lowerings import fa4_replay
 from attn_compiler.lowerings.fa4_plan import Call, Settings
+from attn_compiler.lowerings.fa4_replay import Recording
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec, Dim
 from attn_compiler.target import Target
 
-Kernel = Callable[..., Any]
+#: a call's tensors by name
+Named = dict[str, Tensor]
+Shape = tuple[int, int, int, int]
 
 # In place of sizes that are not known: more than one block of queries and of keys.
 _SOME_BATCH, _SOME_LENGTH = 2, 1024
-_DIRECT_SM = 90
+# Bytes that addresses and strides are multiples of.
 _ALIGNMENT = 16
-# What sm90's kernel also takes: lengths of batch rows and where they begin, pages; numbers of blocks.
-_NO_LENGTHS = (None,) * 5
-_NO_TOTALS = (None,) * 2
+_ALIGNED_ELEMENTS = _ALIGNMENT // 2  # in half precision
+_MOST_RECORDINGS = 1024
 
 _lock = threading.RLock()
 
@@ -61,69 +65,40 @@ def _is_here(call: Call) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _compiled(call: Call, sinks_dtype: torch.dtype) -> Kernel | Reason:
-    """The forward's kernel, once everything that the call needs is compiled; or why that failed."""
+def _compiled(call: Call, sinks_dtype: torch.dtype) -> Reason | None:
+    """None once everything that the call needs is compiled; or why that failed."""
     try:
         with _lock, FakeTensorMode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _compile(call, sinks_dtype)
+            _compile(call, sinks_dtype)
     except Exception as failure:  # noqa: BLE001 - whatever the compiler raises is why the site goes elsewhere
         said = str(failure).strip().splitlines()
         observed = f"{type(failure).__name__}: {said[0] if said else ''}"[:240]
         return Reason(rule="its kernels compile", observed=observed)
+    return None
 
 
-def _compile(call: Call, sinks_dtype: torch.dtype) -> Kernel:
+def _compile(call: Call, sinks_dtype: torch.dtype) -> None:
     spec, prepared = call.spec, _prepared(call.to_text())
     q, k, v = (_fake(tensor.shape, spec) for tensor in (spec.q, spec.k, spec.v))
-    sinks = torch.empty(q.shape[1], dtype=sinks_dtype, device=spec.device) if prepared.settings.sinks else None
-    out, lse = ops.empty_outputs(q, v)
-    with _noting_keys(_flash()._flash_attn_fwd) as noted:
-        _flash_forward(prepared, q, k, v, sinks, out, lse)
+    heads, width = q.shape[2], v.shape[3]
+    given = {"q": q, "k": k, "v": v, "out": q.new_empty((*q.shape[:2], heads, width))}
+    given["lse"] = q.new_empty((q.shape[0], heads, q.shape[1]), dtype=torch.float32)
+    if prepared.settings.sinks:
+        given["sinks"] = q.new_empty(heads, dtype=sinks_dtype)
+    _flash_forward(prepared, given)
     if spec.needs_grad:
-        _flash_backward(prepared, out, lse, q, k, v, sinks, out, lse)
-    kernel: Kernel = noted.kept[noted.key]
-    return kernel
+        given |= {f"grad_{name}": torch.empty_like(given[name]) for name in ("q", "k", "v", "out", "lse")}
+        _flash_backward(prepared, given)
 
 
 def _fake(shape: Sequence[Dim], spec: AttentionSpec) -> Tensor:
-    """A tensor of that shape, BHSD in BSHD memory, where a FakeTensorMode is on."""
+    """(B, S, H, D) for a logical BHSD shape, where a FakeTensorMode is on."""
     some = (_SOME_BATCH, 1, _SOME_LENGTH, 1)
     batch, heads, length, width = (
         size if isinstance(size, int) else other for size, other in zip(shape, some, strict=True)
     )
-    dtype = getattr(torch, spec.dtype)
-    return torch.empty((batch, length, heads, width), dtype=dtype, device=spec.device).transpose(1, 2)
-
-
-class _Noting:
-    """A cache of flash_attn's kernels that remembers what was last asked for. kept: flash_attn's own."""
-
-    def __init__(self, kept: Any) -> None:
-        self.kept = kept
-        self.key: Any = None
-
-    def __contains__(self, key: Any) -> bool:
-        self.key = key
-        return key in self.kept
-
-    def __getitem__(self, key: Any) -> Kernel:
-        kernel: Kernel = self.kept[key]
-        return kernel
-
-    def __setitem__(self, key: Any, kernel: Kernel) -> None:
-        self.kept[key] = kernel
-
-
-@contextlib.contextmanager
-def _noting_keys(function: Any) -> Iterator[_Noting]:
-    """While it lasts, a function of flash_attn's notes the key of the kernel that it was called for."""
-    noting = _Noting(function.compile_cache)
-    function.compile_cache = noting
-    try:
-        yield noting
-    finally:
-        function.compile_cache = noting.kept
+    return torch.empty((batch, length, heads, width), dtype=getattr(torch, spec.dtype), device=spec.device)
 
 
 @functools.cache
@@ -137,16 +112,14 @@ def _flash() -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Prepared:
-    """What a call text comes to, looked up once: hashing a spec takes longer than a launch."""
+    """What a call text comes to, looked up once: hashing a spec takes longer than a launch. forwards, backwards: by the shapes of the
+    tensors; None where a call can't be replayed."""
 
     call: Call
     settings: Settings
     window: tuple[int | None, int | None]
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether the forward's kernel is called without flash_attn's function."""
-        return self.call.sm == _DIRECT_SM
+    forwards: dict[Any, Recording | None] = field(default_factory=dict)
+    backwards: dict[Any, Recording | None] = field(default_factory=dict)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -156,26 +129,16 @@ def _prepared(text: str) -> _Prepared:
     return _Prepared(call=call, settings=settings, window=settings.window)
 
 
-@functools.lru_cache(maxsize=1024)
-def _kernel(text: str, sinks_dtype: torch.dtype) -> Kernel:
-    """The forward's. Raises RuntimeError where it does not compile: it did when the site was decided."""
-    found = _compiled(Call.from_text(text), sinks_dtype)
-    if isinstance(found, Reason):
-        raise RuntimeError(str(found))
-    return found
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
-    """out and lse: see `ops`. Sizes are those of the tensors, not the spec's."""
+    """out and lse, laid out as `ops` says. Sizes are those of the tensors, not the spec's."""
     prepared = _prepared(text)
-    sinks = operands[0].detach() if operands else None
-    out, lse = ops.empty_outputs(q, v)
     with _on(q.device):
-        if prepared.is_direct and _is_plain(q) and _is_plain(k) and _is_plain(v):
-            _launch(_kernel(text, q.dtype if sinks is None else sinks.dtype), prepared, q, k, v, sinks, out, lse)
-        else:
-            _flash_forward(prepared, q, k, v, sinks, out, lse)
-    return out, lse
+        batch, heads, length, _ = q.shape
+        out, lse = _empty((batch, length, heads, v.shape[3]), q), _empty_lse(q)
+        given = {"q": _bshd(q), "k": _bshd(k), "v": _bshd(v), "out": out, "lse": lse}
+        is_plain = _is_plain(q) and _is_plain(k) and _is_plain(v)
+        _run(prepared, prepared.forwards, _flash_forward, _with_sinks(given, operands), is_plain=is_plain)
+    return out.transpose(1, 2), lse
 
 
 def gradients(
@@ -190,100 +153,87 @@ def gradients(
     text: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of q, k and v, and of the sinks if they are learned."""
-    sinks = operands[0].detach() if operands else None
+    prepared = _prepared(text)
+    # A stride of 0 has kernels of its own, which were not compiled ahead.
+    grad_out = grad_out.contiguous() if 0 in grad_out.stride() else grad_out
     with _on(q.device):
-        return _flash_backward(_prepared(text), grad_out, grad_lse, q, k, v, sinks, out, lse)
+        grad_q, grad_k, grad_v = (_empty(cast(Shape, x.shape), x) for x in (q, k, v))
+        given = {"q": _bshd(q), "k": _bshd(k), "v": _bshd(v), "out": _bshd(out), "grad_out": _bshd(grad_out)}
+        given |= {"lse": lse.detach(), "grad_lse": grad_lse.detach()}
+        given |= {"grad_q": _bshd(grad_q), "grad_k": _bshd(grad_k), "grad_v": _bshd(grad_v)}
+        is_plain = all(map(_is_plain, (q, k, v, out, grad_out))) and lse.is_contiguous() and grad_lse.is_contiguous()
+        given = _with_sinks(given, operands)
+        named = _run(prepared, prepared.backwards, _flash_backward, given, is_plain=is_plain)
+    return grad_q, grad_k, grad_v, [named["grad_sinks"]] if prepared.settings.sinks_grad else []
 
 
-def _launch(
-    kernel: Kernel,
+def _run(
     prepared: _Prepared,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """The kernel of sm90, with the arguments that `_flash_attn_fwd` gives it."""
-    left, right = prepared.window
-    kernel(
-        _without_gradient(q).transpose(1, 2),
-        _without_gradient(k).transpose(1, 2),
-        _without_gradient(v).transpose(1, 2),
-        out.transpose(1, 2),
-        lse,
-        prepared.settings.scale,
-        *_NO_LENGTHS,
-        left,
-        right,
-        sinks,
-        None,  # blocks to visit
-        _no_aux_data(),
-        *_NO_TOTALS,
-    )
+    recordings: dict[Any, Recording | None],
+    function: Callable[[_Prepared, Named], Named],
+    given: Named,
+    *,
+    is_plain: bool,
+) -> Named:
+    """All tensors by name: those that are given, filled in, and what else the function returns."""
+    if not is_plain:
+        return given | function(prepared, given)
+    shapes = (given["q"].shape, given["k"].shape, given["sinks"].dtype if "sinks" in given else None)
+    if shapes not in recordings:
+        if len(recordings) >= _MOST_RECORDINGS:
+            recordings.clear()
+        with fa4_replay.watching(_launching()) as watch:
+            results = function(prepared, given)
+        recordings[shapes] = watch.recording(given, results)
+        return given | results
+    recording = recordings[shapes]
+    if recording is None:
+        return given | function(prepared, given)
+    return recording.replay(given, given["q"].device.type)
 
 
-def _without_gradient(x: Tensor) -> Tensor:
-    """DLPack refuses a tensor that requires a gradient."""
-    return x.detach() if x.requires_grad else x
+def _launching() -> tuple[Any, ...]:
+    """The functions of flash_attn's that have kernels."""
+    flash = _flash()
+    return flash._flash_attn_fwd, flash._bwd_preprocess, flash._flash_attn_bwd, flash._bwd_postprocess_convert
 
 
-@functools.cache
-def _no_aux_data() -> Any:
-    return _flash().AuxData()
-
-
-def _flash_forward(
-    prepared: _Prepared, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor
-) -> None:
+def _flash_forward(prepared: _Prepared, given: Named) -> Named:
+    """Fills in out and lse. q, k, v, out: (B, S, H, D)."""
     settings, (left, right) = prepared.settings, prepared.window
     _flash()._flash_attn_fwd(
-        *(x.transpose(1, 2) for x in (q, k, v)),
+        *(given[name] for name in ("q", "k", "v")),
         softmax_scale=settings.scale,
         causal=settings.causal,
         window_size_left=left,
         window_size_right=right,
-        learnable_sink=sinks,
-        out=out.transpose(1, 2),
-        lse=lse,
+        learnable_sink=given.get("sinks"),
+        out=given["out"],
+        lse=given["lse"],
         _arch=prepared.call.sm,
         **_softcap(settings, backward=False),
     )
+    return {}
 
 
-def _flash_backward(
-    prepared: _Prepared,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+def _flash_backward(prepared: _Prepared, given: Named) -> Named:
+    """Fills in the gradients of q, k and v; returns that of the sinks if they are learned."""
     settings, (left, right) = prepared.settings, prepared.window
-    grads = [ops.empty_gradient(x) for x in (q, k, v)]
-    # A stride of 0 has kernels of its own, which were not compiled ahead.
-    grad_out = grad_out.contiguous() if 0 in grad_out.stride() else grad_out
-    grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
     found = _flash()._flash_attn_bwd(
-        *(x.transpose(1, 2) for x in (q, k, v, out, grad_out)),
-        lse,
+        *(given[name] for name in ("q", "k", "v", "out", "grad_out", "lse")),
         softmax_scale=settings.scale,
         causal=settings.causal,
         window_size_left=left,
         window_size_right=right,
         deterministic=prepared.call.deterministic,
-        dq=grad_q,
-        dk=grad_k,
-        dv=grad_v,
-        dlse=grad_lse,
-        learnable_sink=sinks if settings.sinks_grad else None,
+        dq=given["grad_q"],
+        dk=given["grad_k"],
+        dv=given["grad_v"],
+        dlse=given["grad_lse"],
+        learnable_sink=given["sinks"] if settings.sinks_grad else None,
         **_softcap(settings, backward=True),
     )
-    return grads[0], grads[1], grads[2], [found[3]] if settings.sinks_grad else []
+    return {"grad_sinks": found[3]} if settings.sinks_grad else {}
 
 
 def _softcap(settings: Settings, *, backward: bool) -> dict[str, Any]:
@@ -304,9 +254,37 @@ def _softcap_mod_backward(cap: float) -> Any:
     return _flash().utils.create_softcap_scoremod_bwd(cap)
 
 
+def _bshd(x: Tensor) -> Tensor:
+    """What flash_attn takes. DLPack refuses a tensor that requires a gradient."""
+    return (x.detach() if x.requires_grad else x).transpose(1, 2)
+
+
+def _empty(shape: Shape, like: Tensor) -> Tensor:
+    """Contiguous, on the current device."""
+    batch, rows, columns, width = shape
+    strides = (rows * columns * width, columns * width, width, 1)
+    return torch_compat.empty_strided((batch, rows, columns, width), strides, like.dtype, like.device.type)
+
+
+def _empty_lse(q: Tensor) -> Tensor:
+    batch, heads, length, _ = q.shape
+    strides = (heads * length, length, 1)
+    return torch_compat.empty_strided((batch, heads, length), strides, torch.float32, q.device.type)
+
+
+def _with_sinks(given: Named, operands: Sequence[Tensor]) -> Named:
+    return given | {"sinks": operands[0].detach()} if operands else given
+
+
 def _is_plain(x: Tensor) -> bool:
-    """Whether the compiled kernel reads it as it is: TMA wants addresses of 16 bytes, and a stride of 0 has kernels of its own."""
-    return 0 not in x.stride() and x.data_ptr() % _ALIGNMENT == 0
+    """Whether kernels read it as it is: TMA wants addresses and strides of 16 bytes, and a stride of 0 has kernels of its own."""
+    batch, heads, length, width = x.stride()
+    return (
+        width == 1
+        and (batch | heads | length) % _ALIGNED_ELEMENTS == 0
+        and 0 not in (batch, heads, length)
+        and x.data_ptr() % _ALIGNMENT == 0
+    )
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

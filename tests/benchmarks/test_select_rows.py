@@ -87,6 +87,10 @@ def test_what_is_slow_in_the_backward_does_not_come_first_in_training() -> None:
     assert training["order"].startswith("sdpa_cudnn triton")
 
 
+def test_some_lengths_are_held_out() -> None:
+    assert select_rows.lines(select_rows.evidence(rows("causal_d64_s4096", {"fa4": 9.0}))) == []
+
+
 def test_peers_that_are_no_lowerings_are_not_ranked() -> None:
     (line,) = select_rows.lines(select_rows.evidence(rows("causal_d64_s8192", {"fa4": 9.0, "sdpa": 1.0, "flex": 1.0})))
     assert line["order"].split()[0] == "fa4"
@@ -107,7 +111,7 @@ def test_fewer_heads_have_a_row_of_their_own_where_that_changes_the_choice() -> 
 
 def test_a_row_is_read_back_as_it_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"triton": 1.0, "fa4": 2.0}
-    measured = rows("window_d128_s8192", times) + rows("causal_d128_s32768", times, times)
+    measured = rows("window_d128_s2048", times) + rows("causal_d128_s32768", times, times)
     path = tmp_path / "rows.csv"
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, priorities.COLUMNS)
@@ -115,9 +119,9 @@ def test_a_row_is_read_back_as_it_was_meant(tmp_path: Path, monkeypatch: pytest.
         writer.writerows(select_rows.lines(select_rows.evidence(measured)))
     monkeypatch.setattr(priorities, "MEASURED", path)
     window, causal, training = sorted(priorities._read(), key=lambda row: (row.mask == "causal", row.training is True))
-    assert (window.seqlens, causal.seqlens) == ((4096, 16383), (16384, None))
+    assert (window.seqlens, causal.seqlens) == ((1024, 4095), (4096, None))
     for row, name, grad in (
-        (window, "window_d128_s8192", False),
+        (window, "window_d128_s2048", False),
         (causal, "causal_d128_s32768", False),
         (training, "causal_d128_s32768", True),
     ):

@@ -91,9 +91,9 @@ class Built(Inputs):
         return Call(spec=self.spec_on_gpu, version=version, sm=sm, deterministic=deterministic).to_text()
 
 
-def inputs(problem: Problem, *, device: str, needs_grad: bool = True) -> Built:
+def inputs(problem: Problem, *, device: str, needs_grad: bool = True, seed: int = 0) -> Built:
     """The tensors, and the spec that says what the window is."""
-    made = cases.build(problem.case, device=device, needs_grad=needs_grad)
+    made = cases.build(problem.case, device=device, needs_grad=needs_grad, seed=seed)
     fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
     if problem.window is None:
         return Built(**fields)

@@ -1,32 +1,41 @@
 """A stand-in for flash_attn: its functions as fa4_launch.py calls them, by definition and on any device, with a record of the calls.
 
-As the real ones do, they compile a kernel for each new key, under a FakeTensorMode nothing else, and call it else.
+As the real ones do, they compile a kernel for each new key, call it unless a FakeTensorMode is on, and allocate what a backward needs in
+between: sums for each row, and accumulators in float32, of which those of k and v have to be zeros.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_compiler.lowerings import fa4_launch
 
+Window = tuple[int | None, int | None]
+
 
 @dataclass(frozen=True, kw_only=True)
-class Softcapped:
+class Softcap:
     cap: float
 
     def __call__(self, scores: Tensor) -> Tensor:
         return self.cap * (scores / self.cap).tanh()
 
 
-Mod = Softcapped
+class SinkTensors(NamedTuple):
+    dpsum: Tensor
+    lse: Tensor
+    sink: Tensor
+    dsink: Tensor
 
 
 class Cache:
@@ -44,82 +53,111 @@ class Cache:
 
 
 class StandIn:
-    """flash_attn.cute.interface. functions: keyword arguments of each call of its functions. kernels: keys that were compiled, in
-    order. launches: arguments of each call of a compiled forward. fails: what compiling a forward raises."""
+    """flash_attn.cute.interface. forwards, backwards: keyword arguments of each call of the functions. kernels: names and keys of
+    those that were compiled, launches: names of those that ran, both in order. fails, fails_backward: what compiling raises."""
 
     def __init__(self) -> None:
         self.forwards: list[dict[str, Any]] = []
         self.backwards: list[dict[str, Any]] = []
         self.kernels: list[Any] = []
-        self.launches: list[tuple[Any, ...]] = []
+        self.launches: list[str] = []
         self.fails: Exception | None = None
         self.fails_backward: Exception | None = None
         self.utils = SimpleNamespace(create_softcap_scoremod=_softcap, create_softcap_scoremod_bwd=_softcap)
-        self.AuxData = lambda: "no aux data"
+        for name in ("_flash_attn_fwd", "_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert"):
+            function = functools.partial(getattr(type(self), f"_do{name}"), self)
+            function.compile_cache = Cache()  # type: ignore[attr-defined]
+            setattr(self, name, function)
 
-        def forward(q: Tensor, k: Tensor, v: Tensor, **further: Any) -> None:
-            self._forward(q, k, v, **further)
-
-        self._flash_attn_fwd: Any = forward
-        self._flash_attn_fwd.compile_cache = Cache()
-
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, **further: Any) -> None:
-        self.forwards.append(further)
-        cache, sinks = self._flash_attn_fwd.compile_cache, further["learnable_sink"]
-        mod = further.get("score_mod")
-        key = (q.dtype, q.shape[3], v.shape[3], q.shape[2] // k.shape[2], further["causal"], mod)
-        key += (*(further[f"window_size_{side}"] is not None for side in ("left", "right")), sinks is not None)
+    def _call(self, name: str, key: Any, kernel: Callable[..., None], *arguments: Any) -> None:
+        cache = getattr(self, name).compile_cache
         if key not in cache:
-            if self.fails is not None:
-                raise self.fails
-            self.kernels.append(key)
-            cache[key] = self._kernel(causal=further["causal"], mod=mod)
-        if active_fake_mode() is None:
-            left, right = further["window_size_left"], further["window_size_right"]
-            out, lse, scale = further["out"], further["lse"], further["softmax_scale"]
-            given = (q.detach(), k.detach(), v.detach(), out, lse, scale, *(None,) * 5, left, right, sinks)
-            cache[key](*given, None, "no aux data", None, None)
+            failure = self.fails if name == "_flash_attn_fwd" else self.fails_backward
+            if failure is not None:
+                raise failure
+            self.kernels.append((name, key))
 
-    def _kernel(self, *, causal: bool, mod: Mod | None) -> Callable[..., None]:
-        def kernel(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, *rest: Any) -> None:
-            self.launches.append((q, k, v, out, lse, scale, *rest))
-            assert rest[:5] == (None,) * 5
-            left, right, sinks, blocks, aux, *totals = rest[5:]
-            assert (blocks, aux, totals) == (None, "no aux data", [None, None])
-            assert not any(x.requires_grad for x in (q, k, v, sinks) if x is not None)
-            window = (None, 0) if causal else (left, right)
+            def compiled(*given: Any) -> None:
+                self.launches.append(name)
+                assert not any(x.requires_grad for x in given if isinstance(x, Tensor))
+                with _disable_current_modes(), torch.no_grad():
+                    kernel(*given)
+
+            cache[key] = compiled
+        if active_fake_mode() is None:
+            cache[key](*arguments)
+
+    def _do_flash_attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, **further: Any) -> None:
+        self.forwards.append(further)
+        key, window, mod, sinks = _settings(q, k, v, further)
+        given = (q.detach(), k.detach(), v.detach(), further["out"], further["lse"], further["softmax_scale"])
+
+        def kernel(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            out: Tensor,
+            lse: Tensor,
+            scale: float,
+            window: Window,
+            sinks: Tensor | None,
+        ) -> None:
             found = attend(q, k, v, scale, window, mod, sinks)
             out.copy_(found[0])
             lse.copy_(found[1])
 
-        return kernel
+        self._call("_flash_attn_fwd", key, kernel, *given, window, sinks)
 
-    def _flash_attn_bwd(
+    def _do_flash_attn_bwd(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, **further: Any
     ) -> tuple[Tensor, ...]:
         self.backwards.append({"dout": dout} | further)
-        if self.fails_backward is not None:
-            raise self.fails_backward
-        sinks = further["learnable_sink"]
-        results = (further["dq"], further["dk"], further["dv"], *([] if sinks is None else [torch.empty_like(sinks)]))
-        if active_fake_mode() is not None:
-            return results
-        window = (None, 0) if further["causal"] else (further["window_size_left"], further["window_size_right"])
-        mod = further.get("score_mod")
+        key, window, mod, sinks = _settings(q, k, v, further)
         assert (mod is None) == (further.get("score_mod_bwd") is None)
-        grads = gradients(q, k, v, dout, lse, further["dlse"], further["softmax_scale"], window, mod, sinks)
-        for result, grad in zip(results, grads, strict=True):
-            result.copy_(grad)
-        return results
+        dq, dk, dv = further["dq"], further["dk"], further["dv"]
+        dsink = None if sinks is None else torch.empty_like(sinks)
+        dpsum = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
+        dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        grouped = q.shape[2] > k.shape[2]
+        dk_sum, dv_sum = (
+            (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v)) if grouped else (dk, dv)
+        )
+        self._call("_bwd_preprocess", q.dtype, _preprocess, out, dout, dpsum, further["dlse"], dq_sum)
+
+        def kernel(*given: Any) -> None:
+            _backward(*given, mod=mod)
+
+        given = (q.detach(), k.detach(), v.detach(), dout, lse, dpsum, dq_sum, dk_sum, dv_sum)
+        self._call("_flash_attn_bwd", key, kernel, *given, further["softmax_scale"], window, (None, None))
+        tensors = None if dsink is None else SinkTensors(dpsum, lse, sinks, dsink)
+        self._call("_bwd_postprocess_convert", ("q", sinks is None), _postprocess, dq_sum, dq, tensors)
+        if grouped:
+            self._call("_bwd_postprocess_convert", "kv", _postprocess, dk_sum, dk, None)
+            self._call("_bwd_postprocess_convert", "kv", _postprocess, dv_sum, dv, None)
+        return (dq, dk, dv) if dsink is None else (dq, dk, dv, dsink)
+
+    def _do_bwd_preprocess(self) -> None:
+        raise NotImplementedError
+
+    def _do_bwd_postprocess_convert(self) -> None:
+        raise NotImplementedError
 
 
-Window = tuple[int | None, int | None]
+def _settings(q: Tensor, k: Tensor, v: Tensor, further: dict[str, Any]) -> tuple[Any, Window, Softcap | None, Any]:
+    sinks, mod = further["learnable_sink"], further.get("score_mod")
+    left, right = further["window_size_left"], further["window_size_right"]
+    window = (None, 0) if further["causal"] else (left, right)
+    key = (q.dtype, q.shape[3], v.shape[3], q.shape[2] // k.shape[2], further["causal"], mod)
+    broadcast = tuple(0 in x.stride() for x in (q, k, v))
+    return (*key, left is not None, right is not None, sinks is not None, broadcast), window, mod, sinks
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, window: Window, mod: Mod | None) -> tuple[Tensor, Tensor]:
+# ---- kernels: q, k, v, out and their gradients are (B, S, H, D), sums for each row (B, H, S) -------------------------
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, window: Window, mod: Softcap | None) -> tuple[Tensor, Tensor]:
     """After the softcap, and which pairs are allowed; windows are counted from the end."""
-    keys = k.float().repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2)
-    scores = q.float().transpose(1, 2) @ keys.mT * scale
+    scores = q.float().transpose(1, 2) @ _repeated(k, q).mT * scale
     rows = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
     distance = torch.arange(k.shape[1]) - rows
     left, right = window
@@ -131,57 +169,71 @@ def _scores(q: Tensor, k: Tensor, scale: float, window: Window, mod: Mod | None)
     return scores if mod is None else mod(scores), allowed
 
 
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    return x.float().repeat_interleave(q.shape[2] // x.shape[2], 2).transpose(1, 2)
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window, mod: Mod | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window, mod: Softcap | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """out (B, S, H, D) and lse (B, H, S) in float32."""
+    """out and lse."""
     scores, allowed = _scores(q, k, scale, window, mod)
     scores = scores.masked_fill(~allowed, -torch.inf)
     joined = scores
     if sinks is not None:
         joined = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
     lse = joined.logsumexp(-1)
-    values = v.float().repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2)
     weights = (scores - lse[..., None]).exp().where(allowed, 0.0)
-    return (weights @ values).transpose(1, 2), lse
+    return (weights @ _repeated(v, q)).transpose(1, 2), lse
 
 
-def gradients(
+def _preprocess(out: Tensor, dout: Tensor, dpsum: Tensor, dlse: Tensor, dq_sum: Tensor) -> None:
+    dpsum.copy_((out.float() * dout.float()).sum(-1).transpose(1, 2) - dlse)
+    dq_sum.zero_()
+
+
+def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    grad_out: Tensor,
+    dout: Tensor,
     lse: Tensor,
-    grad_lse: Tensor,
+    dpsum: Tensor,
+    dq_sum: Tensor,
+    dk_sum: Tensor,
+    dv_sum: Tensor,
     scale: float,
     window: Window,
-    mod: Mod | None,
-    sinks: Tensor | None,
-) -> list[Tensor]:
-    """Of q, k, v (B, S, H, D), and of the sinks if there are some. The lse knows of sinks in any case."""
+    aux: tuple[None, None],
+    *,
+    mod: Softcap | None,
+) -> None:
+    """Adds to the sums that are in float32, else writes. The lse knows of sinks."""
+    assert aux == (None, None)
     scores, allowed = _scores(q, k, scale, window, mod)
-    keys, values = (x.float().repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2) for x in (k, v))
     weights = (scores - lse[..., None]).exp().where(allowed, 0.0)
-    upstream = grad_out.float().transpose(1, 2)
-    grad_weights = upstream @ values.mT
-    row = grad_lse[..., None] - (weights * grad_weights).sum(-1, keepdim=True)
-    grad_scores = weights * (grad_weights + row) * scale
+    upstream = dout.float().transpose(1, 2)
+    grad = weights * (upstream @ _repeated(v, q).mT - dpsum[..., None]) * scale
     if mod is not None:
-        grad_scores = grad_scores * (1 - (scores / mod.cap).square())
-    grad_q = grad_scores @ keys
-    grad_k, grad_v = grad_scores.mT @ q.float().transpose(1, 2), weights.mT @ upstream
-    grads = [
-        grad_q.transpose(1, 2),
-        *(x.transpose(1, 2).unflatten(2, (k.shape[2], -1)).sum(3) for x in (grad_k, grad_v)),
-    ]
-    if sinks is None:
-        return grads
-    share = (sinks.float().view(1, -1, 1) - lse).exp()
-    return [*grads, (share * row[..., 0]).sum((0, 2))]
+        grad = grad * (1 - (scores / mod.cap).square())
+    dq_sum += (grad @ _repeated(k, q)).transpose(1, 2)
+    for total, found in ((dk_sum, grad.mT @ q.float().transpose(1, 2)), (dv_sum, weights.mT @ upstream)):
+        added = found.transpose(1, 2).unflatten(2, (k.shape[2], -1)).sum(3)
+        if total.dtype == torch.float32:
+            total += added
+        else:
+            total.copy_(added)
 
 
-def _softcap(cap: float) -> Mod:
-    return Softcapped(cap=cap)
+def _postprocess(total: Tensor, result: Tensor, sinks: SinkTensors | None) -> None:
+    result.copy_(total)
+    if sinks is not None:
+        share = (sinks.sink.float().view(1, -1, 1) - sinks.lse).exp()
+        sinks.dsink.copy_(-(share * sinks.dpsum).sum((0, 2)))
+
+
+def _softcap(cap: float) -> Softcap:
+    return Softcap(cap=cap)
 
 
 @pytest.fixture
@@ -195,5 +247,5 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 
 def forget() -> None:
-    for name in ("_compiled", "_prepared", "_kernel", "_no_aux_data", "_softcap_mod", "_softcap_mod_backward"):
+    for name in ("_compiled", "_prepared", "_softcap_mod", "_softcap_mod_backward"):
         getattr(fa4_launch, name).cache_clear()

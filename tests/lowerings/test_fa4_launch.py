@@ -20,7 +20,6 @@ from tests.lowerings.fa4_cases import PROBLEMS, Built, Problem, inputs
 from tests.lowerings.fa4_stand_in import StandIn, flash, forget  # noqa: F401 - a fixture
 
 BY_NAME = {problem.name: problem for problem in PROBLEMS}
-MODES = [{}, {"sm": 100}]
 
 
 def attention(built: Built, text: str | None = None) -> numerics.Attention:
@@ -38,23 +37,25 @@ def attention(built: Built, text: str | None = None) -> numerics.Attention:
     return run
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["sm90", "sm100"])
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
-def test_arguments_mean_what_the_spec_says(problem: Problem, mode: dict[str, int], flash: StandIn) -> None:  # noqa: F811
-    built = inputs(problem, device="cpu")
-    numerics.assert_within_rule(numerics.with_gradients(attention(built, built.text(**mode)), built), built)
+def test_arguments_mean_what_the_spec_says(problem: Problem, flash: StandIn) -> None:  # noqa: F811
+    """The first call, and one that is replayed, of other numbers."""
+    for seed in (0, 1):
+        built = inputs(problem, device="cpu", seed=seed)
+        numerics.assert_within_rule(numerics.with_gradients(attention(built), built), built)
+    assert len(flash.forwards) == len(flash.backwards) == 1
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["sm90", "sm100"])
-def test_what_it_returns(mode: dict[str, int], flash: StandIn) -> None:  # noqa: F811
+def test_what_it_returns(flash: StandIn) -> None:  # noqa: F811
     built = inputs(BY_NAME["causal_bottom_right_empty_rows_bfloat16"], device="cpu", needs_grad=False)
-    out, lse = torch.ops.attn_compiler.fa4.default(built.q, built.k, built.v, [], built.text(**mode))
-    assert out.transpose(1, 2).is_contiguous()
-    assert (lse.dtype, lse.shape) == (torch.float32, built.q.shape[:3])
-    empty = built.q.shape[2] - built.k.shape[2]
-    assert (out[:, :, :empty] == 0).all()
-    assert (lse[:, :, :empty] == -torch.inf).all()
-    assert lse[:, :, empty:].isfinite().all()
+    for _ in range(2):
+        out, lse = torch.ops.attn_compiler.fa4.default(built.q, built.k, built.v, [], built.text())
+        assert out.transpose(1, 2).is_contiguous()
+        assert (lse.dtype, lse.shape) == (torch.float32, built.q.shape[:3])
+        empty = built.q.shape[2] - built.k.shape[2]
+        assert (out[:, :, :empty] == 0).all()
+        assert (lse[:, :, :empty] == -torch.inf).all()
+        assert lse[:, :, empty:].isfinite().all()
 
 
 def test_a_gradient_of_the_lse_arrives(flash: StandIn) -> None:  # noqa: F811
@@ -67,40 +68,68 @@ def test_a_gradient_of_the_lse_arrives(flash: StandIn) -> None:  # noqa: F811
     assert torch.allclose(found, expected[0], atol=2e-2)
 
 
-# ---- which kernel, and when it is compiled -------------------------------------------------------------------------
+# ---- what is replayed, and when kernels are compiled ----------------------------------------------------------------
 
 
-def test_on_hopper_a_forward_calls_its_kernel_itself(flash: StandIn) -> None:  # noqa: F811
-    built = inputs(BY_NAME["causal_bfloat16"], device="cpu", needs_grad=False)
-    for _ in range(3):
-        attention(built)(built)
-    assert len(flash.kernels) == len(flash.forwards) == 1
-    assert len(flash.launches) == 3
-    attention(built, built.text(sm=100))(built)
-    assert len(flash.forwards) == 2
-    assert flash.forwards[-1]["_arch"] == 100
+def test_calls_of_the_same_shapes_are_launched_without_the_functions(flash: StandIn) -> None:  # noqa: F811
+    grouped = inputs(BY_NAME["gqa_bfloat16"], device="cpu")
+    for count in (1, 2, 3):
+        attention(grouped)(grouped).sum().backward()
+        assert (len(flash.forwards), len(flash.backwards)) == (1, 1)
+        assert len(flash.launches) == 6 * count
+    assert flash.launches[:6] == [
+        *("_flash_attn_fwd", "_bwd_preprocess", "_flash_attn_bwd"),
+        *["_bwd_postprocess_convert"] * 3,
+    ]
 
 
-def test_what_the_kernel_can_not_read_as_it_is_goes_through_the_function(flash: StandIn) -> None:  # noqa: F811
-    built = inputs(BY_NAME["causal_bfloat16"], device="cpu", needs_grad=False)
-    off = torch.empty(built.q.numel() + 1, dtype=built.q.dtype)[1:].view(built.q.shape).copy_(built.q)
-    repeated = built.k[:, :1].expand(built.k.shape)
-    assert off.data_ptr() % 16 == 2
-    for q, k in ((off, built.k), (built.q, repeated)):
-        flash.forwards.clear()
-        torch.ops.attn_compiler.fa4.default(q, k, built.v, [], built.text())
-        assert len(flash.forwards) == 1
+def test_other_shapes_go_through_the_functions_once(flash: StandIn) -> None:  # noqa: F811
+    text = inputs(BY_NAME["causal_bfloat16"], device="cpu").text()
+    for length in (16, 24, 16, 24):
+        q, k, v = torch.randn(3, 1, 4, length, 64, dtype=torch.bfloat16).unbind()
+        torch.ops.attn_compiler.fa4.default(q, k, v, [], text)
+    assert [call["out"].shape[1] for call in flash.forwards] == [16, 24]
+    assert len(flash.kernels) == 1
 
 
-def test_flash_attn_keeps_its_own_cache_of_kernels(flash: StandIn) -> None:  # noqa: F811
-    kept = flash._flash_attn_fwd.compile_cache
+def test_what_kernels_can_not_read_as_it_is_goes_through_the_function(flash: StandIn) -> None:  # noqa: F811
     built = inputs(BY_NAME["causal_bfloat16"], device="cpu", needs_grad=False)
     attention(built)(built)
-    assert flash._flash_attn_fwd.compile_cache is kept
-    assert list(kept.cache) == flash.kernels
-    longer = inputs(BY_NAME["causal_long_bfloat16"], device="cpu", needs_grad=False)
-    attention(longer)(longer)
-    assert len(flash.kernels) == 1
+    off = torch.empty(built.q.numel() + 1, dtype=built.q.dtype)[1:].view(built.q.shape).copy_(built.q)
+    repeated = built.k[:, :1].expand(built.k.shape)
+    transposed = built.v.mT.contiguous().mT
+    assert off.data_ptr() % 16 == 2
+    for q, k, v in ((off, built.k, built.v), (built.q, repeated, built.v), (built.q, built.k, transposed)):
+        for _ in range(2):
+            flash.forwards.clear()
+            out = torch.ops.attn_compiler.fa4.default(q, k, v, [], built.text())[0]
+            assert len(flash.forwards) == 1
+            assert torch.equal(out, torch.ops.attn_compiler.fa4.default(q, k, v, [], built.text(sm=100))[0])
+
+
+def test_a_gradient_without_strides_is_written_out(flash: StandIn) -> None:  # noqa: F811
+    built = inputs(BY_NAME["causal_bfloat16"], device="cpu")
+    attention(built)(built).sum().backward()
+    assert 0 not in flash.backwards[0]["dout"].stride()
+
+
+def test_one_tensor_in_two_roles_is_never_replayed(flash: StandIn) -> None:  # noqa: F811
+    """What was recorded could not tell which of the two an argument was."""
+    built = inputs(BY_NAME["plain_bfloat16"], device="cpu", needs_grad=False)
+    for k in (built.q, built.k, built.k):
+        found = torch.ops.attn_compiler.fa4.default(built.q, k, built.v, [], built.text())[0]
+        expected = numerics.attention(dataclasses.replace(numerics.cast(built, torch.float32), k=k.float()))
+        assert torch.allclose(found.float(), expected, atol=2e-2)
+    assert len(flash.forwards) == 3
+
+
+def test_flash_attn_keeps_its_own_caches_of_kernels(flash: StandIn) -> None:  # noqa: F811
+    kept = [function.compile_cache for function in fa4_launch._launching()]
+    for name in ("causal_bfloat16", "causal_long_bfloat16"):
+        built = inputs(BY_NAME[name], device="cpu")
+        attention(built)(built).sum().backward()
+    assert [function.compile_cache for function in fa4_launch._launching()] == kept
+    assert sum(len(cache.cache) for cache in kept) == len(flash.kernels) == 4
 
 
 def call_of(built: Built) -> Call:
@@ -117,10 +146,13 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_decision_compiles_and_the_first_call_does_not(needs_grad: bool, here: None, flash: StandIn) -> None:  # noqa: F811
     built = inputs(BY_NAME["window_gqa_sinks"], device="cpu", needs_grad=needs_grad)
     assert fa4_launch.why_not_compiled(call_of(built)) == []
-    assert (len(flash.kernels), len(flash.launches), len(flash.backwards)) == (1, 0, int(needs_grad))
-    attention(built)(built)
-    assert (len(flash.kernels), len(flash.launches)) == (1, 1)
-    assert len(flash.forwards) == 1
+    compiled = list(flash.kernels)
+    assert (len(compiled), len(flash.launches), len(flash.backwards)) == (5 if needs_grad else 1, 0, int(needs_grad))
+    out = attention(built)(built)
+    if needs_grad:
+        out.sum().backward()
+    assert flash.kernels == compiled
+    assert len(flash.launches) == (6 if needs_grad else 1)
 
 
 def test_unknown_sizes_are_compiled_for_as_well(here: None, flash: StandIn) -> None:  # noqa: F811
@@ -141,8 +173,6 @@ def test_what_does_not_compile_is_refused_with_its_own_words(side: str, here: No
     built = inputs(BY_NAME["causal_bfloat16"], device="cpu")
     (reason,) = FlashAttention4().why_not(built.spec_on_gpu, Target.current("cuda"))
     assert reason.observed == "AssertionError: smem_capacity"
-    with pytest.raises(RuntimeError, match="smem_capacity"):
-        attention(built)(built)
 
 
 def test_another_machine_s_kernels_are_not_compiled(flash: StandIn) -> None:  # noqa: F811
@@ -155,7 +185,6 @@ def test_deterministic_gradients_are_asked_for(flash: StandIn) -> None:  # noqa:
     for deterministic in (False, True):
         attention(built, built.text(deterministic=deterministic))(built).sum().backward()
         assert flash.backwards[-1]["deterministic"] is deterministic
-        assert 0 not in flash.backwards[-1]["dout"].stride()
 
 
 def test_sinks_that_are_not_learned_get_no_gradient(flash: StandIn) -> None:  # noqa: F811
@@ -192,7 +221,7 @@ def test_kernels_of_hopper_compile_without_a_gpu(name: str, monkeypatch: pytest.
     forget()
     found = fa4_launch._compiled(call_of(inputs(BY_NAME[name], device="cpu")), torch.bfloat16)
     forget()
-    assert callable(found), found
+    assert found is None
 
 
 @pytest.mark.gpu

@@ -1,0 +1,183 @@
+"""Launches again what a function of flash_attn's launched before, without the function: it takes the host ten times as long as a launch.
+
+A recording is a list of compiled kernels with their arguments: constants, names of the call's tensors, and what was allocated in
+between. It holds for other calls of the same shapes, since kernels take strides as they come. It is only made where the function did
+nothing but allocate, take views and launch; what it copied or computed itself could not be replayed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attn_compiler import torch_compat
+
+Kernel = Callable[..., Any]
+Tensors = Mapping[str, Tensor]
+
+_aten = torch.ops.aten
+_EMPTY = (_aten.empty.memory_format, _aten.empty_like.default)
+_ZEROS = (_aten.zeros.default, _aten.zeros_like.default)
+_VIEWS = (_aten.detach.default, _aten.transpose.int, _aten.alias.default)
+
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Made:
+    """What was allocated."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    zeros: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Launch:
+    """values: the arguments, None for tensors. where: position and name of each tensor. tuples: position, type and items of each tuple
+    that holds some; an item is a name, or None."""
+
+    kernel: Kernel
+    values: list[Any]
+    where: tuple[tuple[int, str], ...]
+    tuples: tuple[tuple[int, Callable[..., Any], tuple[str | None, ...]], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recording:
+    """made: by name. launches: in order."""
+
+    made: Mapping[str, _Made]
+    launches: tuple[_Launch, ...]
+
+    def replay(self, tensors: Tensors, device: str) -> dict[str, Tensor]:
+        """Launch everything on the current device with the call's tensors, whose names are those of the recorded call. Returns all
+        tensors, those that were allocated included."""
+        named = dict(tensors)
+        for name, made in self.made.items():
+            allocated = torch_compat.empty_strided(made.size, made.stride, made.dtype, device)
+            named[name] = allocated.zero_() if made.zeros else allocated
+        for launch in self.launches:
+            values = launch.values.copy()
+            for position, name in launch.where:
+                values[position] = named[name]
+            for position, kind, items in launch.tuples:
+                values[position] = kind(*(None if item is None else named[item] for item in items))
+            launch.kernel(*values)
+        return named
+
+
+@dataclass(kw_only=True)
+class Watch:
+    """What happens while a function of flash_attn's runs."""
+
+    launched: list[tuple[Kernel, tuple[Any, ...]]] = field(default_factory=list)
+    made: dict[int, _Made] = field(default_factory=dict)
+    computed: bool = False
+
+    def recording(self, given: Tensors, results: Tensors) -> Recording | None:
+        """To be replayed with tensors of the same names as `given`; None if that can't be told. results: tensors that the function
+        allocated and returned, which get these names."""
+        names = {tensor.data_ptr(): name for name, tensor in given.items()}
+        if self.computed or len(names) < len(given):
+            return None
+        names |= {tensor.data_ptr(): name for name, tensor in results.items()}
+        for index, address in enumerate(self.made):
+            names.setdefault(address, f"made {index}")
+        try:
+            launches = tuple(_template(kernel, arguments, names) for kernel, arguments in self.launched)
+        except LookupError:
+            return None
+        used = {name for launch in launches for name in _names(launch)}
+        made = {names[address]: one for address, one in self.made.items() if names[address] in used - given.keys()}
+        return Recording(made=made, launches=launches)
+
+
+def _template(kernel: Kernel, arguments: Sequence[Any], names: Mapping[int, str]) -> _Launch:
+    """Raises LookupError for a tensor that has no name."""
+    values, where, tuples = [], [], []
+    for position, value in enumerate(arguments):
+        if isinstance(value, Tensor):
+            where.append((position, names[value.data_ptr()]))
+        elif isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
+            if not all(item is None or isinstance(item, Tensor) for item in value):
+                raise LookupError(f"a tuple of tensors and other things: {value}")
+            items = tuple(None if item is None else names[item.data_ptr()] for item in value)
+            tuples.append((position, type(value), items))
+        values.append(None if isinstance(value, Tensor) else value)
+    for position, _, _ in tuples:
+        values[position] = None
+    return _Launch(kernel=kernel, values=values, where=tuple(where), tuples=tuple(tuples))
+
+
+def _names(launch: _Launch) -> Iterator[str]:
+    yield from (name for _, name in launch.where)
+    yield from (item for _, _, items in launch.tuples for item in items if item is not None)
+
+
+@contextlib.contextmanager
+def watching(functions: Sequence[Any]) -> Iterator[Watch]:
+    """While it lasts, on this thread: what is allocated, and which kernels of the functions' caches are launched."""
+    watch = Watch()
+    with _lock, contextlib.ExitStack() as stack:
+        for function in functions:
+            stack.enter_context(_noting(function, watch))
+        with _Operations(watch):
+            yield watch
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _EMPTY or func in _ZEROS:
+            made = _Made(size=tuple(result.shape), stride=result.stride(), dtype=result.dtype, zeros=func in _ZEROS)
+            self._watch.made[result.data_ptr()] = made
+        elif func not in _VIEWS:
+            self._watch.computed = True
+        return result
+
+
+class _Cache:
+    """In place of a function's cache of compiled kernels: those that are taken out note their launches."""
+
+    def __init__(self, kept: Any, watch: Watch) -> None:
+        self._kept, self._watch, self._thread = kept, watch, threading.get_ident()
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._kept
+
+    def __setitem__(self, key: Any, kernel: Kernel) -> None:
+        self._kept[key] = kernel
+
+    def __getitem__(self, key: Any) -> Kernel:
+        kernel: Kernel = self._kept[key]
+        if threading.get_ident() != self._thread:
+            return kernel
+
+        def noted(*arguments: Any) -> Any:
+            self._watch.launched.append((kernel, arguments))
+            return kernel(*arguments)
+
+        return noted
+
+
+@contextlib.contextmanager
+def _noting(function: Any, watch: Watch) -> Iterator[None]:
+    kept = function.compile_cache
+    function.compile_cache = _Cache(kept, watch)
+    try:
+        yield
+    finally:
+        function.compile_cache = kept
