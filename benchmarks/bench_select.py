@@ -234,9 +234,12 @@ def _synchronize(device: str) -> None:
 def plan(
     patterns: Sequence[str], passes: Sequence[Pass], shard: tuple[int, int] = (0, 1)
 ) -> Iterator[tuple[Case, Pass]]:
-    """Every case whose name fits one of the patterns, the most telling first. shard: (i, n), every n-th from the i-th on."""
+    """Every case whose name fits one of the patterns: in the order of these, the most telling first. shard: (i, n), every n-th from the
+    i-th on."""
     index, count = shard
-    fitting = (case for case in select_cases.CASES if any(fnmatch.fnmatch(case.name, pattern) for pattern in patterns))
+    fitting = dict.fromkeys(
+        case for pattern in patterns for case in select_cases.CASES if fnmatch.fnmatch(case.name, pattern)
+    )
     pairs = ((case, which) for case in fitting for which in passes)
     yield from (pair for place, pair in enumerate(pairs) if place % count == index)
 

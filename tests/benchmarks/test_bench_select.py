@@ -114,6 +114,13 @@ def test_shards_share_the_plan() -> None:
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
+def test_cases_come_in_the_order_of_the_patterns() -> None:
+    pairs = list(bench_select.plan(["sinks_gqa_*", "causal_d64_s8192", "*_s8192"], ["forward"]))
+    names = [case.name for case, _ in pairs]
+    assert names[:3] == ["sinks_gqa_d64_s8192", "sinks_gqa_d64_s2048", "causal_d64_s8192"]
+    assert len(set(names)) == len(names)
+
+
 def test_a_side_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(problem: Problem) -> Side:
         raise RuntimeError("no such kernel\nmore")
