@@ -48,6 +48,8 @@ COLUMNS = (
     *kernel_cases.COLUMNS,
     *("dtype", "pass", "side", "chosen", "rounds", "p20_us", "p50_us", "p80_us", "tflops", "error", "failure"),
 )
+#: optional ones, by their names in Target, whose versions a row has
+PACKAGES = ("flash_attn_4", "cudnn_frontend")
 PASSES: tuple[Pass, ...] = ("forward", "backward")
 # Not kernels that a model would run.
 _LEFT_OUT = ("reference", "math", "untouched", "sdpa_cpu_flash")
@@ -304,9 +306,7 @@ class Run:
     def __init__(self, options: argparse.Namespace, dtype: torch.dtype) -> None:
         self._options, self._dtype = options, dtype
         self._start, self._left = time.monotonic(), 0
-        self._where = bench_kernels.environment(options.device, options.commit) | {
-            "flash_attn_4": _flash_attn_4(options)
-        }
+        self._where = bench_kernels.environment(options.device, options.commit) | _packages(options.device)
         columns = [*COLUMNS, *self._where]
         self._file = None if options.compile else harness.CsvFile(options.output, columns, append=options.append)
         rows = self._file.rows if self._file is not None else []
@@ -340,8 +340,9 @@ class Run:
             print(f"{self._left} passes left for a run with --append")
 
 
-def _flash_attn_4(options: argparse.Namespace) -> str:
-    return Target.current(options.device).flash_attn_4
+def _packages(device: str) -> dict[str, str]:
+    target = Target.current(device)
+    return {name: getattr(target, name) for name in PACKAGES}
 
 
 def _summary(row: Mapping[str, str]) -> str:

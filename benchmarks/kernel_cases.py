@@ -35,7 +35,8 @@ _B, _H, _Q, _K = map(Index, "bhqk")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """padding: the lengths of the batch rows fall evenly from all to half of the keys. window: keys back from the query, itself among
+    """padding: the lengths of the batch rows fall evenly from all to half of the keys; "lengths": at the right, and the model compares
+    positions with numbers of keys, where it else has a vector of truth values. window: keys back from the query, itself among
     them. documents: of equal length, so many a row. bias: a learned [1, Hq, S, S]. table: learned, for each distance and head.
 
     peers: names of kernel_peers.PEERS.
@@ -49,7 +50,7 @@ class Case:
     head_dim: int
     head_dim_v: int
     causal: bool = True
-    padding: Literal["left", "right"] | None = None
+    padding: Literal["left", "right", "lengths"] | None = None
     window: int | None = None
     documents: int | None = None
     softcap: float | None = None
@@ -165,7 +166,7 @@ def key_bounds(case: Case) -> tuple[Tensor, Tensor]:
     if case.padding is None:
         return first, end
     missing = torch.arange(case.batch) * case.seqlen // (2 * max(case.batch - 1, 1))
-    return (first, end - missing) if case.padding == "right" else (missing, end)
+    return (missing, end) if case.padding == "left" else (first, end - missing)
 
 
 def document_ids(case: Case) -> Tensor:
@@ -199,7 +200,9 @@ def _mask(case: Case) -> masks.MaskSpec:
     proved: list[masks.ProvedKind] = [masks.Causal()] if case.causal else []
     if case.window is not None:
         proved.append(masks.SlidingWindow(left=case.window - 1, right=None))
-    if case.padding is not None:
+    if case.padding == "lengths":
+        proved.append(masks.KeyBound(side="last", bound=ix.add(Load("lengths", (_B,), "int"), Const(-1))))
+    elif case.padding is not None:
         proved.append(masks.KeyPadding(condition=ix.as_bool(Load("attention_mask", (_B, _K), "int"))))
     if case.documents is not None:
         proved.append(masks.Document(of_key=Load("ids", (_B, _K), "int")))
@@ -309,6 +312,7 @@ def _given(case: Case, normal: Callable[..., Tensor], device: str) -> dict[str, 
         first, end = (bound[:, None] for bound in key_bounds(case))
         keys = torch.arange(case.seqlen)
         found["attention_mask"] = ((keys >= first) & (keys < end)).long().to(device)
+        found["lengths"] = end[:, 0].to(device)
     if case.documents is not None:
         found["ids"] = document_ids(case).to(device)
     if case.sinks:
@@ -368,6 +372,9 @@ class EagerEmitter:
     def tuned(self, spec: AttentionSpec, device: torch.device) -> Tiles | None:
         """None: the tiles of the table."""
         return None
+
+    def note(self, text: str) -> None:
+        """Nobody reads it."""
 
     def shared_mask(self, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
         """A bool mask as what is added to the scores."""

@@ -70,6 +70,13 @@ def _padded() -> Iterator[Case]:
         yield from (_case("padded_causal", seqlen=seqlen, head_dim=d, padding="left", grouped=True) for d in (128, 64))
 
 
+def _lengths() -> Iterator[Case]:
+    for seqlen in (2048, 8192):
+        for kind in ("lengths", "lengths_causal"):
+            causal = kind == "lengths_causal"
+            yield from (_case(kind, seqlen=seqlen, head_dim=d, padding="lengths", causal=causal) for d in (128, 64))
+
+
 def _scores() -> Iterator[Case]:
     """What the model's softmax has besides: Gemma 2, gpt-oss."""
     for seqlen in (8192, 2048):
@@ -89,7 +96,7 @@ def _held_out() -> Iterator[Case]:
 
 def _ordered() -> Iterator[Case]:
     """The most telling first: a run that is cut off has some of everything."""
-    sorts = [list(sort()) for sort in (_plain, _grouped, _windows, _padded, _scores, _held_out)]
+    sorts = [list(sort()) for sort in (_plain, _grouped, _windows, _padded, _lengths, _scores, _held_out)]
     lengths = [len(sort) for sort in sorts]
     places = ((place + 0.5) / length for length in lengths for place in range(length))
     flat = (case for sort in sorts for case in sort)

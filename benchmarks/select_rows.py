@@ -177,7 +177,7 @@ def replayed(rows: Sequence[Mapping[str, str]]) -> list[standing.Shape]:
 
 def _target(row: Mapping[str, str]) -> Target:
     """The H200 of a row."""
-    versions = {name: row[name] for name in ("torch", "triton", "flash_attn_4")}
+    versions = {name: row[name] for name in ("torch", "triton", *bench_select.PACKAGES)}
     return Target.fake(cudnn=int(row["cudnn"]), **versions)
 
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from attn_compiler.lowerings import triton_planning
+from attn_compiler.masks import Causal, KeyBound, ProvedKind, SlidingWindow
 from attn_compiler.spec import AttentionSpec, Dim
 
-#: the first that applies: "added", a bias of any kind; "tensor", pairs that only run-time tensors know; "padding", an interval or truth
-#: values of keys from run-time tensors; "sinks"; "softcap"; "window", a band that is no plain diagonal; "causal"; "full"
-Mask = Literal["added", "tensor", "padding", "sinks", "softcap", "window", "causal", "full"]
+#: The first that applies. "added": a bias of any kind. "tensor": pairs that only run-time tensors know. "lengths": numbers of keys for
+#: batch rows and, at most, a band. "padding": another interval of keys, or truth values of them, from run-time tensors. "sinks".
+#: "softcap". "window": a band that is no plain diagonal. "causal". "full".
+Mask = Literal["added", "tensor", "lengths", "padding", "sinks", "softcap", "window", "causal", "full"]
 MASKS: tuple[Mask, ...] = get_args(Mask)
 
 
@@ -41,8 +43,10 @@ def _mask(spec: AttentionSpec) -> Mask:
         return "added"
     if parts.documents is not None or parts.mask:
         return "tensor"
-    if parts.rows is not None or parts.keys is not None or parts.keys_given:
+    if parts.keys is not None or parts.keys_given:
         return "padding"
+    if parts.rows is not None:
+        return "lengths" if all(map(_is_band_or_length, spec.mask.proved)) else "padding"
     if spec.score.sinks is not None:
         return "sinks"
     if spec.score.softcap is not None:
@@ -50,6 +54,15 @@ def _mask(spec: AttentionSpec) -> Mask:
     if band is None:
         return "full"
     return "causal" if band.left is None and band.right == 0 else "window"
+
+
+def _is_band_or_length(kind: ProvedKind) -> bool:
+    match kind:
+        case KeyBound(side="last"):
+            return kind.is_padding
+        case Causal() | SlidingWindow():
+            return True
+    return False
 
 
 def _sorted(a: Dim, b: Dim) -> tuple[int, int] | None:

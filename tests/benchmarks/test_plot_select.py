@@ -15,6 +15,7 @@ def rows(which: str) -> list[dict[str, str]]:
         "dtype": "bfloat16",
         "triton": "3.6.0",
         "flash_attn_4": "",
+        "cudnn_frontend": "",
     }
     sides = {"fa4": "100", "sdpa_cudnn": "99", "sdpa": "120", "presented": "300", "triton": ""}
     return [

@@ -138,6 +138,6 @@ def test_replaying_puts_today_s_choice_into_the_measured_shapes() -> None:
     times = {"sdpa_cudnn": 10.0, "sdpa_flash": 5.0}
     measured = rows("causal_d64_s512", times)
     measured[1]["chosen"] = "yes"
-    where = {"cudnn": "91900", "torch": "2.11.0+cu130", "triton": "3.6.0", "flash_attn_4": ""}
+    where = {"cudnn": "91900", "torch": "2.11.0+cu130", "triton": "3.6.0", "flash_attn_4": "", "cudnn_frontend": ""}
     (shape,) = select_rows.replayed([row | where for row in measured])
     assert (shape.chosen, shape.best) == ("sdpa_cudnn", "sdpa_flash")

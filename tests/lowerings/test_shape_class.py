@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from attn_compiler import index_expr as ix
@@ -33,7 +35,11 @@ def proved(*kinds: masks.ProvedKind) -> MaskSpec:
         (CAUSAL, (SOFTCAP,), "softcap"),
         (proved(Causal(), SlidingWindow(left=31, right=None)), (SOFTCAP, SINKS), "sinks"),
         (proved(Causal(), PADDING), (), "padding"),
-        (proved(Causal(), BOUND), (SINKS,), "padding"),
+        (proved(Causal(), BOUND), (SINKS,), "lengths"),
+        (proved(BOUND, SlidingWindow(left=31, right=None)), (), "lengths"),
+        (proved(Causal(), dataclasses.replace(BOUND, side="first")), (), "padding"),
+        (proved(dataclasses.replace(BOUND, bound=Load("filled", (), "int"))), (), "padding"),
+        (proved(Causal(), BOUND, PADDING), (), "padding"),
         (dense(2, 1, 1, 128), (), "padding"),
         (proved(Causal(), DOCUMENT), (), "tensor"),
         (dense(2, 1, 128, 128), (SOFTCAP,), "tensor"),
