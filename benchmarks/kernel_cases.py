@@ -366,9 +366,6 @@ class EagerEmitter:
         node.meta["example_value"] = function(*real_args, **real_kwargs)
         return node
 
-    def note(self, text: str) -> None:
-        """Nobody reads it."""
-
     def tuned(self, spec: AttentionSpec, device: torch.device) -> Tiles | None:
         """None: the tiles of the table."""
         return None

@@ -33,7 +33,7 @@ def evidence(**times: float) -> Evidence:
 def test_the_committed_rows_are_what_the_committed_times_give() -> None:
     with priorities.MEASURED.open(newline="") as file:
         committed = list(csv.DictReader(file))
-    assert committed == select_rows.lines(select_rows.evidence(select_rows.read()))
+    assert committed == select_rows.all_lines()
 
 
 def test_no_times_give_no_rows(tmp_path: Path) -> None:
@@ -132,6 +132,56 @@ def test_a_row_is_read_back_as_it_was_meant(tmp_path: Path, monkeypatch: pytest.
         assert not row.fits(spec, Target.fake(cudnn=91500))
         for another in ("causal_d256_s32768", "causal_d128_s2048", "full_d128_s8192"):
             assert not row.fits(select_cases.spec_of(select_cases.BY_NAME[another], training=grad), TARGET)
+
+
+def test_peers_fill_in_shapes_that_were_not_measured_otherwise() -> None:
+    measured, peers = (
+        rows("causal_d64_s2048", {"fa4": 1.0}),
+        rows("causal_d64_s2048", {"fa4": 9.0}) + rows("a", {"fa4": 2.0}),
+    )
+    assert [(row["case"], row["p50_us"]) for row in select_rows.with_peers(measured, peers)] == [
+        ("causal_d64_s2048", "1.0"),
+        ("a", "2.0"),
+    ]
+
+
+def run_of(lowering: str, forward: float, backward: float, case: str = "causal, window of 1024 keys") -> dict[str, str]:
+    sizes = {"batch": "1", "heads_q": "16", "heads_kv": "16", "seqlen": "8192", "head_dim": "128", "case": case}
+    return sizes | {"lowering": lowering, "forward_us_p50": str(forward), "backward_us_p50": str(backward)}
+
+
+def test_what_ran_beside_others_is_placed_by_its_time_relative_to_theirs() -> None:
+    found = select_rows.beside([run_of("cudnn", 80.0, 300.0), run_of("triton", 100.0, 400.0)])
+    assert [(one.key.mask, one.key.training, one.other, one.ratio) for one in found] == [
+        ("window", False, "triton", 0.8),
+        ("window", True, "triton", 0.76),
+    ]
+    times = {"fa4": 100.0, "triton": 200.0, "sdpa_cudnn": 1000.0}
+    inference, training = select_rows.lines(select_rows.evidence(rows("window_d128_s8192", times, times)), found)
+    assert inference["order"].split()[:4] == ["fa4", "cudnn", "triton", "sdpa_cudnn"]
+    assert "cudnn 1.60" in inference["why"]
+    assert training["order"].split()[:3] == ["fa4", "cudnn", "triton"]
+
+
+def test_what_was_only_beside_others_never_comes_first_and_not_for_noise() -> None:
+    faster = select_rows.beside([run_of("cudnn", 10.0, 10.0), run_of("triton", 100.0, 400.0)])
+    same = select_rows.beside([run_of("cudnn", 99.0, 399.0), run_of("triton", 100.0, 400.0)])
+    order = [("fa4", 1.0), ("triton", 1.5), ("sdpa_cudnn", 3.0)]
+    assert [name for name, _ in select_rows.placed(order, faster[:1])] == ["fa4", "cudnn", "triton", "sdpa_cudnn"]
+    assert [name for name, _ in select_rows.placed(order, same[:1])] == ["fa4", "triton", "cudnn", "sdpa_cudnn"]
+    assert select_rows.placed([("fa4", 1.0)], faster[:1]) == [("fa4", 1.0)]
+    assert select_rows.placed([("cudnn", 1.0), ("triton", 2.0)], faster[:1])[0] == ("cudnn", 1.0)
+
+
+def test_runs_of_other_things_say_nothing() -> None:
+    assert select_rows.beside([run_of("cudnn", 1.0, 1.0)]) == []
+    others = [run_of(name, 1.0, 1.0, "causal, dropout 1/8") for name in ("cudnn", "triton")]
+    assert (
+        select_rows.beside(
+            [*others, run_of("cudnn", 1.0, 1.0, "full"), run_of("sdpa_cudnn with a mask", 1.0, 1.0, "full")]
+        )
+        == []
+    )
 
 
 def test_replaying_puts_today_s_choice_into_the_measured_shapes() -> None:

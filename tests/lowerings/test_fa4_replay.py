@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -119,3 +122,12 @@ def test_another_thread_s_launches_are_not_recorded() -> None:
         assert not watch.launched
         called(torch.ones(3))
     assert len(watch.launched) == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn-4")
+def test_what_flash_attn_launches_is_what_is_replayed() -> None:
+    """In a process of its own, without the assertions of flash_attn's that tensors are on a GPU."""
+    command = [sys.executable, "-O", "-W", "ignore", "-m", "tests.lowerings.fa4_functions"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "launches are the same" in run.stdout

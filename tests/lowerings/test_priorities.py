@@ -50,7 +50,7 @@ def test_order(target: Target, expected: tuple[str, ...]) -> None:
         (90, 512, 512, True, None),
         (90, 1, 1 << 20, True, None),
         (90, "s0", "s0", True, None),
-        (90, 4096, 4096, False, 2),
+        (90, 4096, 4096, False, 3),
         (90, 512, 512, False, None),
         (80, 4096, 4096, True, 3),
         (89, 4096, 4096, False, 3),
