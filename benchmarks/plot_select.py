@@ -39,7 +39,8 @@ def draw(rows: Sequence[Mapping[str, str]], output: Path) -> None:
     for axes, which in zip(panels[0], passes, strict=True):
         _panel(axes, sorted((s for s in shapes if s.which == which), key=lambda shape: shape.case, reverse=True))
         axes.set_title(which, fontsize=10)
-    panels[0][0].legend(fontsize=8, loc="lower right")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=len(_SERIES))
     where = rows[0]
     figure.suptitle(f"{where['device']}, torch {where['torch']}, cuDNN {where['cudnn']}, {where['dtype']}", fontsize=10)
     figure.savefig(output, dpi=110)
@@ -57,6 +58,7 @@ def _panel(axes: Any, shapes: Sequence[standing.Shape]) -> None:
         axes.scatter(xs, ys, color=color, marker=mark, s=22, label=words)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}x")
     axes.set_yticks(range(len(shapes)), [f"{shape.case}: {shape.chosen}" for shape in shapes], fontsize=6)
     axes.set_xlabel("its time over that of the kernel we choose; right of the line, ours is faster", fontsize=8)
     axes.set_ylim(-0.7, len(shapes) - 0.3)
