@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import triton
 
-from attn_compiler.lowerings.kernels import backward, bias_backward
+from attn_compiler.lowerings.kernels import backward, bias_backward, kv_backward
 from attn_compiler.lowerings.kernels import forward as forward_kernels
 from attn_compiler.lowerings.launching import Alike, Arguments, alike, launch, on
 from attn_compiler.lowerings.ops import empty_gradient, empty_outputs
@@ -256,7 +256,7 @@ def _grad_q(shared: _Backward) -> Arguments:
 
 def _launch_grad_kv(shared: _Backward) -> None:
     for part in ("k", "v") if shared.prepared.call.tiles.grad_kv.apart else ("kv",):
-        shared.launch(backward.attention_grad_kv, functools.partial(_grad_kv, part=part), part)
+        shared.launch(kv_backward.attention_grad_kv, functools.partial(_grad_kv, part=part), part)
 
 
 def _grad_kv(shared: _Backward, part: str) -> Arguments:
