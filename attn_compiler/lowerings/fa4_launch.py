@@ -4,8 +4,8 @@ flash_attn compiles a kernel the first time that its Python function meets a new
 under a FakeTensorMode it compiles alone. Sizes and strides are no part of that combination.
 
 A forward through those functions takes the host 84 µs on an H200 machine (190 with a softcap, whose function they make and hash anew
-each time), a backward 106 or more, a launch 7. So a call of shapes that were there before launches the same kernels again (fa4_replay.py). What the
-functions would have to copy still goes through them.
+each time), a backward 106 or more, a launch 7. So a call of shapes that were there before launches the same kernels again
+(fa4_replay.py). What the functions would have to copy still goes through them.
 """
 
 from __future__ import annotations
