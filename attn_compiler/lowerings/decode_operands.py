@@ -42,7 +42,8 @@ class _Making:
         batch = expression_nodes.size_of(self.emitter, self.given.q, 0)
         length = batch * tiles if isinstance(batch, int) else self._call(operator.mul, batch, tiles)
         key = ("decode count", self.call.spec.batch, tiles, self._device)
-        return self.emitter.once(key, lambda: self._call(torch.zeros, length, dtype=torch.int32, device=self._device))
+        leaf = torch.ops.attn_compiler.decode_count.default
+        return self.emitter.once(key, lambda: self._call(leaf, self.given.q, length))
 
     def bounds(self, made: Mapping[str, fx.Node], *, only_masks: bool) -> fx.Node:
         """int32 (2, B|1, Sq): the rows' intervals without what keys and masks leave out at both ends.

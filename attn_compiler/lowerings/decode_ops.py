@@ -1,6 +1,7 @@
 """The leaf op of the decode kernel, `attn_compiler::decode`: its text is a `decode_plan.Call`. It has no backward.
 
 operands: those that the plan names, in its order. triton itself is imported by the first call, not before.
+`attn_compiler::decode_count` makes the counters: int32 zeros on a tensor's device, once for all sites of a graph.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attn_compiler.lowerings.ops import register_forward
+from attn_compiler.lowerings.ops import register_forward, register_helper
 
 
 def _forward(
@@ -20,4 +21,9 @@ def _forward(
     return decode_launch.forward(q, k, v, operands, text)
 
 
+def _count(like: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.zeros(length, dtype=torch.int32, device=like.device)
+
+
+register_helper("decode_count", "(Tensor like, SymInt length) -> Tensor", function=_count)
 register_forward("decode", forward=_forward, dispatch_key="CompositeExplicitAutograd")

@@ -73,6 +73,19 @@ def register_forward(name: str, *, forward: Forward, dispatch_key: str) -> None:
     torch.library.register_fake(f"{NAMESPACE}::{name}", _fake_forward, lib=_LIBRARY)
 
 
+def register_helper(name: str, schema: str, *, function: Callable[..., torch.Tensor]) -> None:
+    """Define an op that makes an operand of leaf ops, on any device. function: also on fake tensors.
+
+    For what every site of a graph reads and Inductor would make anew for each: it fuses what is pointwise into a copy of its own
+    before every op that it knows nothing of.
+    """
+    if hasattr(getattr(torch.ops, NAMESPACE), name):
+        return
+    _LIBRARY.define(name + schema, tags=(torch.Tag.flexible_layout,))
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", function, lib=_LIBRARY)
+
+
 def register_family(
     name: str,
     *,

@@ -30,3 +30,10 @@ def test_opcheck(name: str) -> None:
     with planned(problem.plan):
         arguments = (problem.q, problem.k, problem.v, problem.operands, problem.text)
         torch.library.opcheck(torch.ops.attn_compiler.decode.default, arguments)
+
+
+def test_counters_are_zeros_where_the_queries_are() -> None:
+    q = torch.empty(2, 4, 1, 16)
+    arguments = (q, 6)
+    assert torch.equal(torch.ops.attn_compiler.decode_count(*arguments), torch.zeros(6, dtype=torch.int32))
+    torch.library.opcheck(torch.ops.attn_compiler.decode_count.default, arguments)
