@@ -3,7 +3,7 @@
 `torch.compile(model, backend="attn_compiler")` needs no import of this package. What is here is for asking:
 `explain(model, *args, **kwargs)` says what would be done to each attention, `reports()` what was done in this process,
 `reset()` forgets those reports; `verifications()` what `options={"verify": True}` compared with the model's own; `Options`
-documents the options. Importing this package imports neither torch nor CUDA.
+documents the options, `Fp8Recipe` one of them. Importing this package imports neither torch nor CUDA.
 """
 
 from __future__ import annotations
@@ -13,15 +13,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attn_compiler.explaining import explain
+    from attn_compiler.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
+    from attn_compiler.fp8_state import fp8_state_dict, load_fp8_state_dict
     from attn_compiler.options import Options
     from attn_compiler.report import reports, reset
     from attn_compiler.verifying import verifications
 
-__all__ = ["Options", "__version__", "explain", "reports", "reset", "verifications"]
+__all__ = [
+    "CurrentScaling",
+    "DelayedScaling",
+    "Fp8Recipe",
+    "Options",
+    "StaticScaling",
+    "__version__",
+    "explain",
+    "fp8_state_dict",
+    "load_fp8_state_dict",
+    "reports",
+    "reset",
+    "verifications",
+]
 
 _HOMES = {
+    "CurrentScaling": "attn_compiler.fp8_recipe",
+    "DelayedScaling": "attn_compiler.fp8_recipe",
+    "Fp8Recipe": "attn_compiler.fp8_recipe",
     "Options": "attn_compiler.options",
+    "StaticScaling": "attn_compiler.fp8_recipe",
     "explain": "attn_compiler.explaining",
+    "fp8_state_dict": "attn_compiler.fp8_state",
+    "load_fp8_state_dict": "attn_compiler.fp8_state",
     "reports": "attn_compiler.report",
     "reset": "attn_compiler.report",
     "verifications": "attn_compiler.verifying",

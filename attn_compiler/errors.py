@@ -119,6 +119,43 @@ class LoweringUnavailable(AttnCompilerError):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class Fp8RecipeUnused(AttnCompilerError):
+    """options["fp8_recipe"] applies to no attention of a graph that has some. modules: their paths; exclude: the recipe's patterns."""
+
+    message = (
+        "options={{'fp8_recipe': ...}}: the recipe applies to none of the {e.count} attentions found ({e.shown}); its patterns "
+        "exclude them all: {e.patterns}. Give other patterns, or no recipe; attn_compiler.explain(model, ...) lists the paths"
+    )
+
+    modules: tuple[str, ...]
+    exclude: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.modules)
+
+    @property
+    def shown(self) -> str:
+        return ", ".join(self.modules[:3]) + (", ..." if self.count > 3 else "")
+
+    @property
+    def patterns(self) -> str:
+        return ", ".join(map(repr, self.exclude))
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Fp8StateMismatch(AttnCompilerError):
+    """load_fp8_state_dict was given other histories than there are. problem: which."""
+
+    message = (
+        "load_fp8_state_dict: the histories given are not those of the compiled graphs: {e.problem}. Histories are there from a "
+        "model's first compiled call on, for a recipe with DelayedScaling; run the model once before loading them"
+    )
+
+    problem: str
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class PassFailed(AttnCompilerError):
     """A pass raised. site: module path, or the graph's name. cause: the exception's text. reproduce: how to see it."""
 

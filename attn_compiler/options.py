@@ -12,6 +12,7 @@ from typing import Any
 
 from attn_compiler import torch_compat
 from attn_compiler.errors import InvalidOption, UnknownOption, nearest
+from attn_compiler.fp8_recipe import Fp8Recipe
 
 PREFIX = "attn."
 DUMP_DIR_VARIABLE = "ATTN_COMPILER_DUMP_DIR"
@@ -28,7 +29,8 @@ class Options:
     check_invariants: verify the graph between passes. verify: on the first call of each graph, compare every recovered mask
     and bias and every lowered output with the model's own on the real inputs; VerificationMismatch if they differ. inner: what
     compiles the rewritten graph; "aot_eager" and "eager" are for debugging and ignore Inductor's options. autotune: measure the
-    Triton kernels' tiles on each site's shape while compiling, and keep the fastest on disk; else they come from a table.
+    Triton kernels' tiles on each site's shape while compiling, and keep the fastest on disk; else they come from a table. fp8_recipe:
+    run attention in FP8 where the recipe applies and a kernel can (fp8_recipe.py); without it nothing does.
     """
 
     lowering: str | None = None
@@ -40,6 +42,7 @@ class Options:
     verify: bool = False
     inner: str = "inductor"
     autotune: bool = False
+    fp8_recipe: Fp8Recipe | None = None
 
     def __post_init__(self) -> None:
         _require(isinstance(self.lowering, str | None), "lowering", "a lowering's name or None", self.lowering)
@@ -50,6 +53,7 @@ class Options:
         _require(isinstance(self.verify, bool), "verify", "True or False", self.verify)
         _require(self.inner in INNER_COMPILERS, "inner", f"one of {', '.join(map(repr, INNER_COMPILERS))}", self.inner)
         _require(isinstance(self.autotune, bool), "autotune", "True or False", self.autotune)
+        _require(isinstance(self.fp8_recipe, Fp8Recipe | None), "fp8_recipe", "a Fp8Recipe or None", self.fp8_recipe)
         if self.lowering is not None and self.lowerings is not None:
             raise InvalidOption(option="lowerings", expected="nothing while 'lowering' is given", value=self.lowerings)
         if self.lowerings is not None:
@@ -62,7 +66,12 @@ class Options:
         changing = {
             f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("changes_code", True)
         }
-        return hashlib.sha256(json.dumps(changing, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(changing, sort_keys=True, default=_named_fields).encode()).hexdigest()[:16]
+
+
+def _named_fields(value: Any) -> dict[str, Any]:
+    """A nested dataclass for JSON: its class tells apart those with the same fields."""
+    return {"class": type(value).__name__, **{f.name: getattr(value, f.name) for f in dataclasses.fields(value)}}
 
 
 OPTION_NAMES: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Options))

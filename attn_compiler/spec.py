@@ -14,7 +14,8 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from attn_compiler import index_expr, masks, scores
+from attn_compiler import fp8_recipe, index_expr, masks, scores
+from attn_compiler.fp8_recipe import Fp8Recipe
 
 Dim = int | str
 
@@ -40,6 +41,7 @@ class AttentionSpec:
     device: "cpu" or "cuda". needs_grad: the site's output is differentiated. returns_weights: the attention weights have
     a reader besides the product with v. out_dtype: dtype the model goes on with. decomposed: the model spells out the products
     and the softmax, so that leaving the site alone means Inductor's own code for those, and not the kernel that SDPA picks.
+    fp8: the recipe that the user gave, if it applies to the site; without its patterns, which are done with.
     """
 
     q: TensorSpec
@@ -52,6 +54,7 @@ class AttentionSpec:
     needs_grad: bool = False
     returns_weights: bool = False
     decomposed: bool = False
+    fp8: Fp8Recipe | None = None
 
     @property
     def batch(self) -> Dim:
@@ -107,6 +110,7 @@ _CLASSES: dict[str, type[Any]] = {
         scores.KINDS,
         scores.PROVED_KINDS,
         scores.PARTS,
+        fp8_recipe.PARTS,
         (TensorSpec, AttentionSpec, masks.MaskSpec, scores.ScoreSpec),
     )
     for cls in kinds

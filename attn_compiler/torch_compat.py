@@ -236,6 +236,22 @@ def copied_graph(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
+def add_buffer(gm: fx.GraphModule, name: str, tensor: torch.Tensor) -> None:
+    """Give Dynamo's graph a buffer of ours. AOTAutograd lifts it to an input with a fixed address, and wants to know where each is from."""
+    from torch._dynamo.source import ConstantSource
+
+    gm.register_buffer(name, tensor)
+    sources = getattr(gm, "_param_name_to_source", None)
+    if sources is not None:
+        sources[name] = ConstantSource(name)
+
+
+def remove_buffer(gm: fx.GraphModule, name: str) -> None:
+    """Undo `add_buffer`, if it was done."""
+    gm._buffers.pop(name, None)
+    getattr(gm, "_param_name_to_source", {}).pop(name, None)
+
+
 def graph_devices(gm: fx.GraphModule) -> tuple[torch.device, ...]:
     """Every device that a value of the graph lives on, sorted."""
     nodes = (node for module in graph_modules(gm) for node in module.graph.nodes)

@@ -11,6 +11,7 @@ import pytest
 
 from attn_compiler import torch_compat
 from attn_compiler.errors import InvalidOption, UnknownOption
+from attn_compiler.fp8_recipe import Fp8Recipe
 from attn_compiler.options import DUMP_DIR_VARIABLE, OPTION_NAMES, Options, check_lowering_names, split_options
 
 NO_ENVIRONMENT: dict[str, str] = {}
@@ -83,6 +84,9 @@ def test_key_that_is_no_string_is_unknown() -> None:
         ("verify", 1),
         ("inner", "inductr"),
         ("autotune", 1),
+        ("fp8_recipe", "current"),
+        ("fp8_recipe", {"smooth_k": True}),
+        ("fp8_recipe", Fp8Recipe),
         ("max_autotune", "yes"),
         ("mode", "max-autotune"),
     ],
@@ -141,6 +145,7 @@ def test_digest_differs_with_every_option_but_the_dumps() -> None:
         {"verify": True},
         {"inner": "eager"},
         {"autotune": True},
+        {"fp8_recipe": Fp8Recipe()},
     ]
     assert {name for one in changed for name in one} == set(OPTION_NAMES) - {"dump_dir"}
     assert len({Options(**one).digest() for one in changed}) == len(changed)

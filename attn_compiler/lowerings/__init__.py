@@ -14,20 +14,24 @@ from attn_compiler.lowerings.fa4 import FlashAttention4
 from attn_compiler.lowerings.plain_math import PlainMath
 from attn_compiler.lowerings.priorities import order
 from attn_compiler.lowerings.reference import Reference
+from attn_compiler.lowerings.reference_fp8 import ReferenceFp8
 from attn_compiler.lowerings.sdpa import SdpaCpuFlash, SdpaCudnn, SdpaEfficient, SdpaFlash
 from attn_compiler.lowerings.triton import TritonAttention
+from attn_compiler.lowerings.triton_fp8 import TritonFp8
 from attn_compiler.lowerings.untouched import Untouched
 
 __all__ = ["LOWERINGS", "Emitter", "LayoutDemand", "Lowering", "Operands", "by_name", "order"]
 
 LOWERINGS: tuple[Lowering, ...] = (
     Reference(),
+    ReferenceFp8(),
     SdpaCudnn(),
     SdpaFlash(),
     SdpaEfficient(),
     SdpaCpuFlash(),
     FlashAttention4(),
     TritonAttention(),
+    TritonFp8(),
     CudnnAttention(),
     Decode(),
     PlainMath(),

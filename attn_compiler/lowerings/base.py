@@ -99,6 +99,11 @@ class Emitter(Protocol):
         """The node's fake value: shape, strides, dtype, device, requires_grad."""
         ...
 
+    def buffer(self, name: str, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node]:
+        """A float32 tensor of the site's own that starts as zeros and lives as long as the compiled code: to be written in place, and
+        what it held before the call, which recomputation sees too."""
+        ...
+
     def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
         """make(), or the node that it gave for an equal key before: what several sites of a graph need is made once."""
         ...

@@ -111,16 +111,52 @@ def register_family(
     for op, schema, function in (*forwards, (f"{name}_backward", BACKWARD_SCHEMA, backward)):
         _LIBRARY.define(op + schema, tags=tags)
         _LIBRARY.impl(op, function, dispatch_key)
-    for op in (name, name + _WITHOUT_AUTOGRAD):
-        torch.library.register_fake(f"{NAMESPACE}::{op}", _fake_forward, lib=_LIBRARY)
+    _register_fakes(name)
     backward_fake = _fake_backward(differentiable, gradient)
     torch.library.register_fake(f"{NAMESPACE}::{name}_backward", backward_fake, lib=_LIBRARY)
     torch.library.register_autograd(
         f"{NAMESPACE}::{name}",
         _autograd_backward(f"{name}_backward", differentiable, prepare_grad_out, in_graph),
-        setup_context=_setup_context,
+        setup_context=_setup_context(_none),
         lib=_LIBRARY,
     )
+
+
+def register_with_backward_of(
+    family: str,
+    name: str,
+    *,
+    forward: Forward,
+    leading: Callable[[str], int],
+    differentiable: Differentiable,
+    dispatch_key: str,
+) -> None:
+    """Define the leaf op `name` whose backward is that of a registered family, from the same q, k, v, out, lse and text.
+
+    leading(text): how many of its operands come before the family's; they are not kept for the backward, and get no gradient.
+    differentiable: the family's, asked about its own operands. As `register_family` otherwise.
+    """
+    if hasattr(getattr(torch.ops, NAMESPACE), name):
+        return
+    for op in (name, name + _WITHOUT_AUTOGRAD):
+        _LIBRARY.define(op + LEAF_SCHEMA, tags=(torch.Tag.needs_exact_strides,))
+        _LIBRARY.impl(op, forward, dispatch_key)
+    _register_fakes(name)
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{name}",
+        _autograd_backward(f"{family}_backward", differentiable, _as_it_is, _nothing, leading),
+        setup_context=_setup_context(leading),
+        lib=_LIBRARY,
+    )
+
+
+def _register_fakes(name: str) -> None:
+    for op in (name, name + _WITHOUT_AUTOGRAD):
+        torch.library.register_fake(f"{NAMESPACE}::{op}", _fake_forward, lib=_LIBRARY)
+
+
+def _none(_: str) -> int:
+    return 0
 
 
 def without_autograd(graph: fx.Graph) -> None:
@@ -168,13 +204,20 @@ def _fake_backward(differentiable: Differentiable, gradient: OfTensor) -> Backwa
     return fake
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, operands, ctx.spec = inputs
-    ctx.save_for_backward(q, k, v, *output, *operands)
+def _setup_context(leading: Callable[[str], int]) -> Callable[..., None]:
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        q, k, v, operands, ctx.spec = inputs
+        ctx.save_for_backward(q, k, v, *output, *operands[leading(ctx.spec) :])
+
+    return setup
 
 
 def _autograd_backward(
-    op: str, differentiable: Differentiable, prepare_grad_out: OfTensor, in_graph: InGraph
+    op: str,
+    differentiable: Differentiable,
+    prepare_grad_out: OfTensor,
+    in_graph: InGraph,
+    leading: Callable[[str], int] = _none,
 ) -> Callable[..., tuple[Any, ...]]:
     def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse, *operands = ctx.saved_tensors
@@ -185,9 +228,25 @@ def _autograd_backward(
         wanted = differentiable(operands, ctx.spec)
         by_nodes = in_graph(grad_out, out, lse, operands, ctx.spec)
         pairs = zip(wanted, by_nodes, strict=True)
-        return *grads, [next(found) if is_wanted else by_node for is_wanted, by_node in pairs], None
+        own = [next(found) if is_wanted else by_node for is_wanted, by_node in pairs]
+        return *grads, [None] * leading(ctx.spec) + own, None
 
     return backward
+
+
+# ---- buffers --------------------------------------------------------------------------------------------------------
+
+
+def _held(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.clone()
+
+
+#: What a buffer holds now. An op of its own since the partitioner would rather compute a clone again in the backward, from what was
+#: written by then.
+if not hasattr(getattr(torch.ops, NAMESPACE), "held"):
+    _LIBRARY.define("held(Tensor buffer) -> Tensor")
+    _LIBRARY.impl("held", _held, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::held", _held, lib=_LIBRARY)
 
 
 # ---- reference ------------------------------------------------------------------------------------------------------

@@ -48,6 +48,10 @@ from attn_compiler.target import Target
 
 LAST = "untouched"
 
+#: Lowerings in FP8: the first ones for a site that the user gave a recipe for, and for no other. The oracle is asked for by name.
+FP8 = ("triton_fp8", "reference_fp8")
+_FP8_FIRST = ("triton_fp8",)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
@@ -401,4 +405,5 @@ def row_of(spec: AttentionSpec, target: Target) -> Row | None:
 def order(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
     """Names of lowerings in the order to ask them; "untouched" is always the last. "reference" is never among them."""
     row = row_of(spec, target)
-    return (*(row.order if row is not None else ()), LAST)
+    fp8 = _FP8_FIRST if spec.fp8 is not None else ()
+    return (*fp8, *(row.order if row is not None else ()), LAST)

@@ -90,7 +90,7 @@ def forward(
         sinks = scores.sinks[None, :, None, None].expand(*terms.shape[:3], 1)
         terms = torch.cat((terms, sinks), dim=-1)
     lse = torch.logsumexp(terms, dim=-1)
-    out = _weights(scores, lse) @ _repeated(v, q).to(lse.dtype)
+    out = _weights(scores, lse) @ repeated(v, q).to(lse.dtype)
     return out, lse
 
 
@@ -110,12 +110,12 @@ def backward(
     weights = _weights(scores, lse.to(dtype))
     grad_out = grad_out.to(dtype)
     grad_v = _folded(weights.transpose(-1, -2) @ grad_out, v)
-    grad_weights = grad_out @ _repeated(v, q).to(dtype).transpose(-1, -2)
+    grad_weights = grad_out @ repeated(v, q).to(dtype).transpose(-1, -2)
     # softmax's own term and the lse's: both move a row's logits by its weights.
     row = grad_lse.to(dtype)[..., None] - (weights * grad_weights).sum(-1, keepdim=True)
     grad_logits = weights * (grad_weights + row)
     grad_raw = _through_softcap(grad_logits, scores, spec) * spec.score.scale
-    grad_q = grad_raw @ _repeated(k, q).to(dtype)
+    grad_q = grad_raw @ repeated(k, q).to(dtype)
     grad_k = _folded(grad_raw.transpose(-1, -2) @ q.to(dtype), k)
     return grad_q, grad_k, grad_v, _operand_gradients(grad_logits, row, scores, lse.to(dtype), operands, spec)
 
@@ -144,7 +144,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, operands: Tensors, spec: Attention
         raise ValueError(f"the reference does not know the mask {spec.mask.words}")
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     added, sinks = _split(operands, spec)
-    raw = (q.to(dtype) @ _repeated(k, q).to(dtype).transpose(-1, -2)) * spec.score.scale
+    raw = (q.to(dtype) @ repeated(k, q).to(dtype).transpose(-1, -2)) * spec.score.scale
     cap = spec.score.softcap
     capped = raw if cap is None else cap * torch.tanh(raw / cap)
     logits = capped
@@ -198,7 +198,15 @@ def _operand_gradients(
     return gradients
 
 
-def _repeated(tensor: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def logits(
+    q: torch.Tensor, k: torch.Tensor, operands: Tensors, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(B, Hq, Sq, Skv), -inf where a pair is not allowed, and the sinks (Hq,), both in the compute dtype."""
+    scores = _scores(q, k, operands, spec)
+    return scores.logits, scores.sinks
+
+
+def repeated(tensor: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """(B, Hkv, ...) -> (B, Hq, ...): query head h reads kv head h // (Hq // Hkv)."""
     return tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1)
 

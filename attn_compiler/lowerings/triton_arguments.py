@@ -20,11 +20,14 @@ Tensors = Sequence[torch.Tensor]
 _FAR = 1 << 30
 
 
-def head_dim_parts(head_dim: int) -> tuple[int, int]:
-    """Tile widths that a head dim is computed in: one power of two, or two of them where that is less work (80 = 64 + 16)."""
-    whole = max(16, triton.next_power_of_2(head_dim))
-    first = max(16, whole // 2)
-    second = max(16, triton.next_power_of_2(max(head_dim - first, 1)))
+def head_dim_parts(head_dim: int, least: int = 16) -> tuple[int, int]:
+    """Tile widths that a head dim is computed in: one power of two, or two of them where that is less work (80 = 64 + 16).
+
+    least: elements that tensor cores take at once.
+    """
+    whole = max(least, triton.next_power_of_2(head_dim))
+    first = max(least, whole // 2)
+    second = max(least, triton.next_power_of_2(max(head_dim - first, 1)))
     return (first, second) if first < head_dim and first + second < whole else (whole, 0)
 
 
@@ -96,7 +99,7 @@ def _is_aligned(tensor: torch.Tensor, dim: int, size: int) -> bool:
     return tensor.shape[dim] == 1 or tensor.stride(dim) * size % VECTOR == 0
 
 
-def _along(tensor: torch.Tensor, dim: int) -> int:
+def along(tensor: torch.Tensor, dim: int) -> int:
     """The stride of an axis, 0 where it broadcasts."""
     return 0 if tensor.shape[dim] == 1 else tensor.stride(dim)
 
@@ -148,14 +151,14 @@ def common(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[str,
 
 def _operand_strides(have: Mapping[str, torch.Tensor]) -> dict[str, int]:
     rows, mask, bias, distances = have.get("rows"), have.get("mask"), have.get("bias"), have.get("distances")
-    found = {"rows_side": 0 if rows is None else rows.stride(0), "rows_b": 0 if rows is None else _along(rows, 1)}
+    found = {"rows_side": 0 if rows is None else rows.stride(0), "rows_b": 0 if rows is None else along(rows, 1)}
     for argument, name in (("keys_b", "keys"), ("documents_qb", "documents_q"), ("documents_kb", "documents_k")):
         tensor = have.get(name)
-        found[argument] = 0 if tensor is None else _along(tensor, 0)
+        found[argument] = 0 if tensor is None else along(tensor, 0)
     for argument, tensor in (("mask", mask), ("bias", bias)):
         for dim, axis in enumerate("bhqk"):
-            found[f"{argument}_{axis}"] = 0 if tensor is None else _along(tensor, dim)
-    found["distances_h"] = 0 if distances is None else _along(distances, 0)
+            found[f"{argument}_{axis}"] = 0 if tensor is None else along(tensor, dim)
+    found["distances_h"] = 0 if distances is None else along(distances, 0)
     found["distances_phase"] = 0 if distances is None else distances.stride(1)
     return found
 
@@ -164,4 +167,4 @@ def lists(tiles: torch.Tensor | None) -> dict[str, int]:
     """Where the lists of a batch row, a head and a block are."""
     if tiles is None:
         return {"tiles_b": 0, "tiles_h": 0, "tiles_row": 0}
-    return {"tiles_b": _along(tiles, 0), "tiles_h": _along(tiles, 1), "tiles_row": tiles.stride(2)}
+    return {"tiles_b": along(tiles, 0), "tiles_h": along(tiles, 1), "tiles_row": tiles.stride(2)}

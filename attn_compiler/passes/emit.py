@@ -23,6 +23,8 @@ X = TypeVar("X")
 
 #: what `GraphBuilder.tuned` asks
 Tune = Callable[[AttentionSpec, torch.device], Tiles | None]
+#: what `GraphBuilder.buffer` asks, with the fake value
+MakeBuffer = Callable[[str, torch.Tensor], tuple[fx.Node, fx.Node]]
 #: what `GraphBuilder.note` tells
 Note = Callable[[str], None]
 
@@ -145,6 +147,7 @@ class GraphBuilder:
         self._target: Target | None = None
         self._tune: Tune | None = None
         self._note: Note | None = None
+        self._buffers: MakeBuffer | None = None
         self._made: list[fx.Node] = []
 
     @property
@@ -169,13 +172,21 @@ class GraphBuilder:
         target: Target | None = None,
         tune: Tune | None = None,
         note: Note | None = None,
+        buffers: MakeBuffer | None = None,
     ) -> Iterator[fx.Node]:
         """Insert before the Dynamo node of this mirror node, in its name. Gives the Dynamo node."""
         self._origin, self._place, self._with_grad = self.leaf(node), node, with_grad
-        self._target, self._tune, self._note = target, tune, note
+        self._target, self._tune, self._note, self._buffers = target, tune, note, buffers
         with self._graph.inserting_before(self._origin):
             yield self._origin
-        self._origin = self._place = self._target = self._tune = self._note = None
+        self._origin = self._place = self._target = self._tune = self._note = self._buffers = None
+
+    def buffer(self, name: str, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node]:
+        if self._buffers is None or self._origin is None:
+            raise ValueError("buffers belong to a site")
+        with self.mode:
+            value = torch.zeros(shape, device=self.value(self._origin).device)
+        return self._buffers(name, value)
 
     def erase_unused(self, kept: Collection[fx.Node]) -> None:
         """Erase what was made and nothing reads, but for `kept`: operands that the lowerings of no site took.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attn_compiler.lowerings import by_name, priorities
 from attn_compiler.options import Options
+from attn_compiler.passes import fp8_sites
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.unit import Unit
 from attn_compiler.report import Decision, Refusal
@@ -15,6 +16,7 @@ UNTOUCHED = "untouched"
 
 def run(unit: Unit, mirror: Mirror) -> None:
     """Give every site its decision."""
+    fp8_sites.apply(unit)
     decided: dict[AttentionSpec, Decision] = {}
     for site in unit.sites:
         spec = site.spec

@@ -34,6 +34,19 @@ class Call:
     first: int
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Buffer:
+    """A tensor that compiled code keeps from call to call. name: the attribute of the root graph module that holds it. label: for people,
+    "model.layers.0.self_attn/amax_q". value: fake. node, held: in a body's graph, the placeholders that stand for it, and for what it held
+    before the call; None in the root's own."""
+
+    name: str
+    label: str
+    value: torch.Tensor
+    node: fx.Node | None = None
+    held: fx.Node | None = None
+
+
 @dataclass(kw_only=True, eq=False)
 class Unit:
     """name: "" for the graph itself, else the path of the body. The passes fill in the rest, in the order of PIPELINE.
@@ -42,7 +55,7 @@ class Unit:
     targets: by device type, read when first needed. tuner: if options.autotune; one for all units. calls: every call of a body, if
     all are understood; callees: what this graph calls so. reader: reads elements of the mirror's tensors. A graph without
     attention that calls a body with one is a unit too, but goes through no pass: it has a mirror only if a mask of the body was
-    followed there.
+    followed there. buffers: what its sites keep (buffers.py).
     """
 
     graph_module: fx.GraphModule
@@ -60,6 +73,7 @@ class Unit:
     calls: list[Call] = field(default_factory=list)
     callees: list[tuple[Call, Unit]] = field(default_factory=list)
     reader: Reader | None = None
+    buffers: list[Buffer] = field(default_factory=list)
 
     def target(self, device: str) -> Target:
         """The machine that a site on this device type will run on."""

@@ -41,6 +41,9 @@ class GraphEmitter:
     def value(self, node: fx.Node) -> torch.Tensor:
         return node.meta["example_value"]
 
+    def buffer(self, name: str, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node]:
+        raise AssertionError(f"no lowering under test keeps anything; asked for {name}")
+
     def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
         if key not in self._shared:
             self._shared[key] = make()

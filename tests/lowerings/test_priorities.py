@@ -168,7 +168,7 @@ def test_the_spelling_changes_nothing_on_a_gpu(sm: int) -> None:
 def test_rows_name_lowerings_and_their_evidence() -> None:
     names = {lowering.name for lowering in LOWERINGS}
     for row in priorities.ROWS:
-        assert set(row.order) < names - {"reference", "untouched"}
+        assert set(row.order) < names - {"reference", "untouched", *priorities.FP8}
         assert len(set(row.order)) == len(row.order)
         assert row.why
         assert row.since
@@ -177,18 +177,20 @@ def test_rows_name_lowerings_and_their_evidence() -> None:
 def test_lowerings_are_registered_once_each() -> None:
     assert [lowering.name for lowering in LOWERINGS] == [
         "reference",
+        "reference_fp8",
         "sdpa_cudnn",
         "sdpa_flash",
         "sdpa_efficient",
         "sdpa_cpu_flash",
         "fa4",
         "triton",
+        "triton_fp8",
         "cudnn",
         "decode",
         "math",
         "untouched",
     ]
-    with pytest.raises(KeyError, match="no lowering 'fa9'; there are reference, sdpa_cudnn"):
+    with pytest.raises(KeyError, match="no lowering 'fa9'; there are reference, reference_fp8, sdpa_cudnn"):
         by_name("fa9")
 
 

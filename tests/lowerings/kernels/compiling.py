@@ -73,9 +73,9 @@ def run(job: tuple[str, str, int]) -> Found:
     name, kernel, sm = job
     problem = build(CASES[name], dtype=torch.bfloat16, device="cpu", target=Target.fake(sm=sm))
     function, values, options = _launch_of(problem, f"attention_{kernel}")
-    compiled = compile_kernel(_source(function, values), target=GPUTarget("cuda", sm, 32), options=options)
+    compiled = compile_kernel(source(function, values), target=GPUTarget("cuda", sm, 32), options=options)
     ptx = compiled.asm["ptx"]
-    registers, spilled = _resources(compiled.asm["cubin"])
+    registers, spilled = resources(compiled.asm["cubin"])
     code = _said_of(compiled.asm["cubin"], "-sass") if sm == 90 else ""
     return Found(
         case=name,
@@ -120,10 +120,12 @@ _POINTERS = {
     torch.uint8: "*u8",
     torch.bool: "*u8",
     torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
 }
 
 
-def _source(function: Any, values: Mapping[str, Any]) -> ASTSource:
+def source(function: Any, values: Mapping[str, Any]) -> ASTSource:
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(function.params):
         value = values[parameter.name]
@@ -141,7 +143,7 @@ def _source(function: Any, values: Mapping[str, Any]) -> ASTSource:
     return ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def resources(cubin: bytes) -> tuple[int, int]:
     """Registers, and bytes of the stack."""
     text = _said_of(cubin, "--dump-resource-usage")
     registers, stack = (re.search(rf"{word}:(\d+)", text) for word in ("REG", "STACK"))

@@ -1,0 +1,54 @@
+"""The state of delayed FP8 scaling, to be saved and loaded: the amax histories that compiled code keeps.
+
+They belong to compiled graphs, not to the model, so `model.state_dict()` does not hold them. Save `fp8_state_dict()` beside it, and
+give it to `load_fp8_state_dict` when the model has run once after loading; nothing is compiled again by that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from attn_compiler.errors import Fp8StateMismatch
+
+if TYPE_CHECKING:
+    import torch
+
+_kept: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+
+
+def keep(label: str, tensor: torch.Tensor) -> None:
+    """Know a buffer as long as some compiled graph holds it. label: "model.layers.0.self_attn/amax_q"."""
+    _kept[:] = [(name, ref) for name, ref in _kept if ref() is not None]
+    _kept.append((label, weakref.ref(tensor)))
+
+
+def fp8_state_dict() -> dict[str, torch.Tensor]:
+    """Copies of all histories, float32 (amax_history_len, heads|1), newest first. By module path; what a path has several of (a graph
+    for training and one for inference, say) is numbered in the order of compilation: "path/amax_q", "path/amax_q#2"."""
+    return {name: tensor.detach().clone() for name, tensor in _live().items()}
+
+
+def load_fp8_state_dict(state: Mapping[str, torch.Tensor]) -> None:
+    """Write saved histories into those that there are. Raises Fp8StateMismatch if names or shapes differ; nothing is written then."""
+    live = _live()
+    if live.keys() != state.keys():
+        unknown, missing = sorted(state.keys() - live.keys()), sorted(live.keys() - state.keys())
+        raise Fp8StateMismatch(problem=f"not there: {unknown or 'none'}; not given: {missing or 'none'}")
+    for name, tensor in live.items():
+        if state[name].shape != tensor.shape:
+            shapes = f"{name} is {tuple(tensor.shape)}, given is {tuple(state[name].shape)}"
+            raise Fp8StateMismatch(problem=shapes)
+    for name, tensor in live.items():
+        tensor.detach().copy_(state[name])
+
+
+def _live() -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for label, ref in _kept:
+        tensor = ref()
+        if tensor is not None:
+            count = sum(name == label or name.startswith(f"{label}#") for name in found)
+            found[f"{label}#{count + 1}" if count else label] = tensor
+    return found

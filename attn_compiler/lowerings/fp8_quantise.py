@@ -1,0 +1,267 @@
+"""q, k and v in FP8, as ordinary nodes of the graph: what Inductor fuses into whatever made them.
+
+    x8 = cast(clamp(x · scale)), scale = largest of the format / amax, descale = 1 / scale
+
+amax is the largest finite magnitude: what kernels leave out (padding) may hold anything. A number that is not finite becomes NaN.
+
+The backward gets what the forward saw: q, k and v as they were rounded, again in the model's dtype. Its weights come from the scores
+and the forward's lse; those of the model's own q and k are others, and where scores are large, or a scale is too old, by factors without
+a bound. Rounding itself passes gradients on as if it were not there.
+
+With smooth_k, k loses its mean over the sequence before it is rounded. Every score of a row loses the same by that, q · mean, which
+the kernel adds to the lse, or to the scores beneath a softcap. With hadamard, q and k are turned by H / √D, H of Sylvester's:
+scores stay.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.fp8_recipe import DTYPES, CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
+from attn_compiler.lowerings.base import Emitter, Operands
+from attn_compiler.spec import AttentionSpec
+
+aten = torch.ops.aten
+
+#: Bytes: the vectors that kernels load, along a head dim and, of v, along the sequence.
+VECTOR = 16
+
+#: what comes before a family's own operands
+_ALWAYS = ("q8", "k8", "v8", "descale_q", "descale_k", "descale_v")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounded:
+    """q, k, v: for the backward, in the model's dtype (without gradients: anything of their shape, so that nothing has to be written).
+    operands: those of `names`."""
+
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    operands: list[fx.Node]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scales:
+    """How a descale lies: float32 (B|1, Hq|Hkv|1, n), contiguous. block: the positions of each of the n, None if n is 1."""
+
+    block: int | None
+
+
+def recipe_of(spec: AttentionSpec) -> Fp8Recipe:
+    """The site's recipe. Raises ValueError without one, which why_not refuses."""
+    if spec.fp8 is None:
+        raise ValueError("an FP8 lowering needs a recipe")
+    return spec.fp8
+
+
+def scales_of(spec: AttentionSpec) -> Scales:
+    scaling = recipe_of(spec).scaling
+    is_blocks = isinstance(scaling, CurrentScaling) and scaling.granularity == "block"
+    return Scales(block=scaling.block if is_blocks and isinstance(scaling, CurrentScaling) else None)
+
+
+def names(spec: AttentionSpec) -> tuple[str, ...]:
+    """Of the operands that `emit` makes, in order.
+
+    q8 (B, Hq, Sq, D), k8 (B, Hkv, Skv, D): the format's dtype. v8 (B, Hkv, Dv, Skv'): with positions last, as tensor cores take it;
+    Skv' is Skv up to a multiple of 16, and what is beyond Skv is 0. descale_q, descale_k, descale_v: see `Scales`. shift: float32
+    (B, Hq, Sq), contiguous: q · mean.
+    """
+    return (*_ALWAYS, "shift") if recipe_of(spec).smooth_k else _ALWAYS
+
+
+def emit(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> Rounded:
+    """Round the site's q, k and v."""
+    made = _Quantiser(emitter, spec).all_of(operands)
+    return Rounded(q=made["q"], k=made["k"], v=made["v"], operands=[made[name] for name in names(spec)])
+
+
+@dataclass(frozen=True)
+class _Quantiser:
+    emitter: Emitter
+    spec: AttentionSpec
+
+    def all_of(self, operands: Operands) -> dict[str, fx.Node]:
+        given = {"q": operands.q, "k": operands.k, "v": operands.v}
+        turned = ("q", "k") if self._recipe.hadamard else ()
+        wide = {name: self._turned(x) if name in turned else self._wide(x) for name, x in given.items()}
+        exact = {name: self._call(torch.Tensor.detach, x) for name, x in wide.items()}
+        mean = None
+        if self._recipe.smooth_k:
+            mean = self._call(torch.mean, self._finite(exact["k"], exact["k"]), 2, True)
+            exact["k"] = self._call(torch.sub, exact["k"], mean)
+        made: dict[str, fx.Node] = {}
+        for name, x in exact.items():
+            scale = self._scale(name, x)
+            descale = self._call(torch.reciprocal, scale)
+            rounded = self._cast(self._scaled(x, scale))
+            restored = self._call(torch.mul, self._wide(rounded), self._spread(descale, x))
+            if name == "k" and mean is not None:
+                restored = self._call(torch.add, restored, mean)
+            if name == "q" and mean is not None:
+                made["shift"] = self._shift(restored, mean)
+            made[f"descale_{name}"] = self._packed(descale)
+            made[f"{name}8"] = self._positions_last(rounded) if name == "v" else rounded
+            made[name] = self._for_backward(given[name], wide[name], restored)
+        return made
+
+    def _for_backward(self, given: fx.Node, wide: fx.Node, restored: fx.Node) -> fx.Node:
+        """`restored` in the model's dtype, with the gradient of what was rounded."""
+        value = self.emitter.value(given)
+        if not self.spec.needs_grad:
+            empty = self._call(torch.empty, (1, 1, 1, 1), dtype=value.dtype, device=value.device)
+            return self._call(torch.Tensor.expand_as, empty, given)
+        restored = self._call(torch.Tensor.to, restored, value.dtype)
+        passed = self._call(torch.Tensor.to, wide, value.dtype)
+        # Exactly 0, or NaN where `restored` is NaN as well.
+        nothing = self._call(torch.sub, passed, self._call(torch.Tensor.detach, passed))
+        return self._call(torch.add, restored, nothing)
+
+    @property
+    def _recipe(self) -> Fp8Recipe:
+        return recipe_of(self.spec)
+
+    # ---- values -----------------------------------------------------------------------------------------------------
+
+    def _wide(self, x: fx.Node) -> fx.Node:
+        return self._call(torch.Tensor.to, x, torch.float32)
+
+    def _finite(self, of: fx.Node, x: fx.Node) -> fx.Node:
+        """x, and 0 where `of` is not finite."""
+        return self._call(torch.where, self._call(torch.isfinite, of), x, 0.0)
+
+    def _shift(self, q: fx.Node, mean: fx.Node) -> fx.Node:
+        """(B, Hq, Sq): each query with the mean of its kv head's keys."""
+        grouped = self._call(torch.unflatten, q, 1, (self._heads_kv, -1))
+        products = self._call(torch.mul, grouped, self._call(torch.unsqueeze, mean, 2))
+        return self._packed(self._call(torch.flatten, self._call(torch.sum, products, -1), 1, 2))
+
+    @property
+    def _heads_kv(self) -> int:
+        heads = self.spec.num_heads_kv
+        if not isinstance(heads, int):
+            raise TypeError(f"why_not refuses unknown numbers of heads, got {heads!r}")
+        return heads
+
+    def _turned(self, x: fx.Node) -> fx.Node:
+        """x H / √D in float32, by a product in x's dtype: a rounding far below FP8's, on tensor cores."""
+        size = self.emitter.value(x).shape[3]
+        # A power of two near 1 / √D, which is exact, keeps float16 in its range.
+        factor = 2.0 ** -math.ceil(math.log2(size) / 2)
+        value = self.emitter.value(x)
+        signs = self.emitter.once(
+            ("fp8 hadamard", size, value.dtype, value.device), lambda: self._hadamard(size, factor, value)
+        )
+        return self._call(torch.mul, self._wide(self._call(torch.matmul, x, signs)), size**-0.5 / factor)
+
+    def _hadamard(self, size: int, factor: float, like: torch.Tensor) -> fx.Node:
+        """(D, D): ±factor, by the parity of the bits that row and column share."""
+        at = self._call(torch.arange, size, device=like.device)
+        bits = self._call(torch.bitwise_and, self._call(torch.unsqueeze, at, 1), at)
+        for shift in (4, 2, 1):
+            bits = self._call(torch.bitwise_xor, bits, self._call(torch.bitwise_right_shift, bits, shift))
+        parity = self._call(torch.bitwise_and, bits, 1)
+        signs = self._call(torch.sub, factor, self._call(torch.mul, parity, 2 * factor))
+        return self._call(torch.Tensor.to, signs, like.dtype)
+
+    # ---- scales -----------------------------------------------------------------------------------------------------
+
+    def _scale(self, name: str, x: fx.Node) -> fx.Node:
+        """float32 (B|1, H|1, n)"""
+        match self._recipe.scaling:
+            case CurrentScaling(granularity=granularity, block=block, margin=margin):
+                amax = self._amax(x, granularity, block)
+                return self._from_amax(amax, margin)
+            case StaticScaling() as given:
+                number = self._recipe.largest / getattr(given, name)
+                return self._call(torch.full, (1, 1, 1), number, device=self.emitter.value(x).device)
+            case DelayedScaling() as delayed:
+                return self._delayed(name, x, delayed)
+
+    def _from_amax(self, amax: fx.Node, margin: int) -> fx.Node:
+        scale = self._call(torch.div, self._recipe.largest / 2**margin, amax)
+        # An amax of 0, or one so small that the quotient overflows: any scale does.
+        usable = self._call(torch.logical_and, self._call(torch.gt, amax, 0.0), self._call(torch.isfinite, scale))
+        return self._call(torch.where, usable, scale, 1.0)
+
+    def _amax(self, x: fx.Node, granularity: str, block: int) -> fx.Node:
+        """(B|1, H|1, n)"""
+        size = self._finite(x, self._call(torch.abs, x))
+        if granularity == "block":
+            length = self._length(size)
+            padded = self._call(torch.nn.functional.pad, size, (0, 0, 0, -length % block))
+            blocks = self._call(torch.unflatten, padded, 2, (-1, block))
+            return self._call(torch.amax, blocks, (3, 4))
+        if granularity == "head":
+            return self._call(torch.unsqueeze, self._call(torch.amax, size, (2, 3)), 2)
+        return self._call(torch.reshape, self._call(torch.amax, size), (1, 1, 1))
+
+    def _delayed(self, name: str, x: fx.Node, scaling: DelayedScaling) -> fx.Node:
+        """(1, H|1, 1), from what the buffer (amax_history_len, H|1) held; and the buffer moves on by one step."""
+        size = self._finite(x, self._call(torch.abs, x))
+        if scaling.granularity == "head":
+            newest = self._call(torch.amax, size, (0, 2, 3))
+        else:
+            newest = self._call(torch.reshape, self._call(torch.amax, size), (1,))
+        heads = self.emitter.value(newest).shape[0]
+        history, before = self.emitter.buffer(f"amax_{name}", (scaling.amax_history_len, heads))
+        newest_first = self._call(aten.slice.Tensor, before, 0, 0, 1) if scaling.amax_compute_algo != "max" else before
+        amax = self._call(torch.amax, newest_first, 0)
+        kept = self._call(aten.slice.Tensor, before, 0, 0, scaling.amax_history_len - 1)
+        moved_on = self._call(torch.cat, [self._call(torch.unsqueeze, newest, 0), kept])
+        self._call(operator.setitem, history, ..., moved_on)
+        return self._call(torch.reshape, self._from_amax(amax, scaling.margin), (1, -1, 1))
+
+    def _length(self, x: fx.Node) -> int:
+        length = self.emitter.value(x).shape[2]
+        if not isinstance(length, int):
+            raise TypeError("why_not refuses unknown lengths where blocks have scales")
+        return length
+
+    # ---- casts ------------------------------------------------------------------------------------------------------
+
+    def _scaled(self, x: fx.Node, scale: fx.Node) -> fx.Node:
+        """x in the format's range, in float32."""
+        largest = self._recipe.largest
+        inside = self._call(torch.clamp, self._call(torch.mul, x, self._spread(scale, x)), -largest, largest)
+        # Clamping alone would make a number of what has overflowed.
+        return self._call(torch.where, self._call(torch.isfinite, x), inside, float("nan"))
+
+    def _spread(self, scale: fx.Node, x: fx.Node) -> fx.Node:
+        """The scale of each position of x: (B|1, H|1, S|1, 1)."""
+        block = scales_of(self.spec).block
+        if block is not None:
+            positions = self._call(torch.arange, self._length(x), device=self.emitter.value(x).device)
+            at = self._call(torch.floor_divide, positions, block)
+            scale = self._call(aten.index.Tensor, scale, [None, None, at])
+        return self._call(torch.unsqueeze, scale, 3)
+
+    def _cast(self, x: fx.Node) -> fx.Node:
+        return self._call(torch.Tensor.to, x, getattr(torch, DTYPES[self._recipe.forward_format]))
+
+    def _positions_last(self, v: fx.Node) -> fx.Node:
+        """(B, Hkv, Skv, Dv) -> (B, Hkv, Dv, Skv')"""
+        length = self.emitter.value(v).shape[2]
+        if isinstance(length, int):
+            missing: Any = -length % VECTOR
+        else:
+            size = self._call(aten.sym_size.int, v, 2)
+            missing = self._call(operator.mod, self._call(operator.neg, size), VECTOR)
+        turned = self._call(torch.transpose, v, 2, 3)
+        if missing != 0:
+            turned = self._call(torch.nn.functional.pad, turned, (0, missing))
+        return self._call(torch.clone, turned, memory_format=torch.contiguous_format)
+
+    def _packed(self, x: fx.Node) -> fx.Node:
+        return self._call(torch.Tensor.contiguous, x)
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return self.emitter.call(function, *args, **kwargs)

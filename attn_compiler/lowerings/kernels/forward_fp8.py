@@ -1,0 +1,245 @@
+"""Attention forward on FP8 tensors, otherwise as forward.py: its masks, score changes, tile lists, and its lse.
+
+What differs is what FP8's few bits ask for:
+- Tensor cores of sm90 sum FP8 products in some 14 bits (https://github.com/vllm-project/flash-attention/pull/104). So weights · v is
+  summed over one tile of keys there, and over the tiles in float32.
+- Weights are rounded 2**8 times as large: at most 256 of the format's 448, so those down to 2**-14 of the largest stay normal numbers.
+  Their sum is taken before the rounding and has the same factor, which falls out.
+- The last keys come first. Where models put much weight on the first tokens (attention sinks), visiting those first would raise the
+  maximum that all other weights are rounded against, and push them below the smallest number
+  (https://arxiv.org/abs/2606.06521; FlashAttention-3 goes backwards too).
+- Dropout's factor comes after the rounding, which it would push out of the format's range.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_compiler.lowerings.kernels.tile_parts import (
+    LN2,
+    LOG2E,
+    at_head,
+    change,
+    is_allowed,
+    kept,
+    keys_to_visit,
+    load_distances,
+    load_pairs,
+    load_tile,
+    partial_tile,
+    store_tile,
+)
+
+#: log2 of what weights are rounded at; see above
+WEIGHT = tl.constexpr(8.0)
+
+
+@triton.jit
+def _load_turned(
+    base, start, stride, length, allowed,
+    SIZE: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    """(PART, SIZE) elements of a tensor with positions last: head dims from FIRST, positions from `start`. Zeros as in `load_tile`;
+    allowed: (1, SIZE)."""
+    positions = tl.arange(0, SIZE)[None, :]
+    dims = FIRST + tl.arange(0, PART)[:, None]
+    pointers = base + tl.multiple_of(start, SIZE) + tl.multiple_of(dims * stride, [ALIGN, ALIGN]) + positions
+    if CHECK:
+        inside = start + positions < length
+        if allowed is not None:
+            inside = inside & allowed
+        if FIRST + PART > HEAD_DIM:
+            inside = inside & (dims < HEAD_DIM)
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    elif FIRST + PART > HEAD_DIM:
+        tile = tl.load(pointers, mask=dims < HEAD_DIM, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def _step(
+    total, peak, out_0, out_1, q_0, q_1, descale_q, shift, tile, queries, lower, upper, document_q, slope, seed, head,
+    K, V, DescaleK, DescaleV, Keys, DocumentsK, Mask, Bias, Distances,
+    stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
+    band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
+    BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
+    DROPOUT: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One block of keys of the online softmax. total, out_0, out_1 are 2**8 times too large. descale_q, shift: (M, 1)."""
+    start = tile * BLOCK_N
+    keys = start + tl.arange(0, BLOCK_N)[None, :]
+    keys_allowed = None
+    document_k = None
+    if MASKED:
+        if Keys is not None:
+            keys_allowed = tl.load(Keys + keys, mask=keys < seqlen_kv, other=0) != 0
+        if DocumentsK is not None:
+            document_k = tl.load(DocumentsK + keys, mask=keys < seqlen_kv, other=0)
+    bias, distances = None, None
+    if Bias is not None:
+        bias = load_pairs(Bias, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, MASKED)
+    if Distances is not None:
+        distances = load_distances(Distances, queries, keys, distances_phase, seqlen_q, seqlen_kv, MASKED)
+    block = start // SCALE_BLOCK if SCALE_BLOCK > 0 else 0
+    descale = descale_q * tl.load(DescaleK + block)
+    k_0 = load_tile(K, start, stride_ks, seqlen_kv, None, BLOCK_N, 0, QK_0, HEAD_DIM_QK, MASKED, ALIGN)
+    qk = tl.dot(q_0, tl.trans(k_0))
+    if QK_1 > 0:
+        k_1 = load_tile(K, start, stride_ks, seqlen_kv, None, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, MASKED, ALIGN)
+        qk = tl.dot(q_1, tl.trans(k_1), qk)
+    if SOFTCAP:
+        qk = qk * descale
+        if shift is not None:
+            qk += shift
+        logits, _ = change(qk, queries, keys, bias, distances, slope, scale, softcap, True, FAST_TANH, False)
+    else:
+        # What the shift adds is the same for all keys, and comes at the end.
+        own = scale * descale
+        logits, _ = change(qk, queries, keys, bias, distances, slope, own, softcap, False, FAST_TANH, False)
+    if MASKED:
+        allowed = is_allowed(
+            queries, keys, lower, upper, document_q, document_k, keys_allowed, Mask, mask_q, mask_k,
+            band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        logits = tl.where(allowed, logits, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(logits, 1))
+    against = new_peak
+    if MASKED or Bias is not None:
+        # Nothing allowed so far: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
+        against = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(logits - (against - WEIGHT)[:, None])
+    decay = tl.exp2(peak - against)
+    total = total * decay + tl.sum(weights, 1)
+    if DROPOUT:
+        weights = tl.where(kept(seed, head, queries, keys, dropout_p), weights, 0.0)
+    descale_v = tl.load(DescaleV + block)
+    v_0 = _load_turned(V, start, stride_vs, seqlen_kv, keys_allowed, BLOCK_N, 0, V_0, HEAD_DIM_V, MASKED, ALIGN)
+    weights = weights.to(v_0.dtype)
+    out_0 = out_0 * decay[:, None] + tl.dot(weights, tl.trans(v_0)) * descale_v
+    if V_1 > 0:
+        v_1 = _load_turned(V, start, stride_vs, seqlen_kv, keys_allowed, BLOCK_N, V_0, V_1, HEAD_DIM_V, MASKED, ALIGN)
+        out_1 = out_1 * decay[:, None] + tl.dot(weights, tl.trans(v_1)) * descale_v
+    return total, new_peak, out_0, out_1
+
+
+@triton.jit
+def attention_forward_fp8(
+    Q, K, V, DescaleQ, DescaleK, DescaleV, Shift, Out, Lse,
+    Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Sinks, Seed,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_ob, stride_oh, stride_os,
+    descale_qb, descale_qh, descale_kb, descale_kh, descale_vb, descale_vh,
+    rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
+    tiles_b, tiles_h, tiles_row, bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
+    heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
+    DROPOUT: tl.constexpr, ALIGN: tl.constexpr, MASK_ALL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of queries, Hq, B). Q, K, V and descales: see fp8_quantise.names; the rest as in forward.py.
+
+    V: (B, Hkv, Dv, Skv'), so stride_vs is that of head dims. SCALE_BLOCK: positions that share a scale, 0 if all of a head do; a
+    multiple of BLOCK_N. Shift: float32 (B, Hq, Sq) that belongs to every product of a row, or None.
+    """
+    # Later blocks have more keys under a causal mask: they go first, so that the last programs to run are short.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head, batch = tl.program_id(1), tl.program_id(2)
+    row = batch.to(tl.int64) * heads_q + head
+    start = block * BLOCK_M
+    offsets = start + tl.arange(0, BLOCK_M)
+    inside = offsets < seqlen_q
+    queries = offsets[:, None]
+
+    lower, upper, document_q, slope, seed, shift = None, None, None, None, None, None
+    Q = at_head(Q, batch, head, stride_qb, stride_qh, ALIGN)
+    K = at_head(K, batch, head // group, stride_kb, stride_kh, ALIGN)
+    V = at_head(V, batch, head // group, stride_vb, stride_vh, ALIGN)
+    Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
+    DescaleQ += batch * descale_qb + head * descale_qh
+    DescaleK += batch * descale_kb + (head // group) * descale_kh
+    DescaleV += batch * descale_vb + (head // group) * descale_vh
+    blocks_q = offsets // SCALE_BLOCK if SCALE_BLOCK > 0 else offsets * 0
+    descale_q = tl.load(DescaleQ + blocks_q, mask=inside, other=1.0)[:, None]
+    if Shift is not None:
+        shift = tl.load(Shift + row * seqlen_q + offsets, mask=inside, other=0.0)[:, None]
+    if Rows is not None:
+        Rows += batch.to(tl.int64) * rows_b
+        lower = tl.load(Rows + offsets, mask=inside, other=0)[:, None]
+        upper = tl.load(Rows + rows_side + offsets, mask=inside, other=0)[:, None]
+    if Keys is not None:
+        Keys += batch.to(tl.int64) * keys_b
+    if DocumentsQ is not None:
+        document_q = tl.load(DocumentsQ + batch.to(tl.int64) * documents_qb + offsets, mask=inside, other=0)[:, None]
+        DocumentsK += batch.to(tl.int64) * documents_kb
+    if Mask is not None:
+        Mask += batch.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h
+    if Bias is not None:
+        Bias += batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
+    if Distances is not None:
+        Distances += head.to(tl.int64) * distances_h
+    if Slopes is not None:
+        slope = tl.load(Slopes + head)
+    if DROPOUT:
+        seed = tl.load(Seed)
+    List = None
+    if Tiles is not None:
+        List = Tiles + batch.to(tl.int64) * tiles_b + head.to(tl.int64) * tiles_h + block * tiles_row
+    partial, first, full_first, full_last = keys_to_visit(
+        List, start, band_left, band_right, seqlen_q, seqlen_kv, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, MASK_ALL
+    )
+
+    q_0 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
+    q_1 = q_0
+    if QK_1 > 0:
+        q_1 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    out_0 = tl.zeros([BLOCK_M, V_0], tl.float32)
+    out_1 = tl.zeros([BLOCK_M, V_1 if V_1 > 0 else 16], tl.float32)
+    for i in tl.range(0, partial):
+        total, peak, out_0, out_1 = _step(
+            total, peak, out_0, out_1, q_0, q_1, descale_q, shift,
+            partial_tile(List, partial - 1 - i, first, full_first, full_last),
+            queries, lower, upper, document_q, slope, seed, row,
+            K, V, DescaleK, DescaleV, Keys, DocumentsK, Mask, Bias, Distances,
+            stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
+            band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
+            BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1, SCALE_BLOCK,
+            HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, DROPOUT, ALIGN, True,
+        )  # fmt: skip
+    for i in tl.range(full_first, full_last):
+        total, peak, out_0, out_1 = _step(
+            total, peak, out_0, out_1, q_0, q_1, descale_q, shift, full_last - 1 - (i - full_first),
+            queries, lower, upper, document_q, slope, seed, row,
+            K, V, DescaleK, DescaleV, Keys, DocumentsK, Mask, Bias, Distances,
+            stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
+            band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
+            BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1, SCALE_BLOCK,
+            HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, DROPOUT, ALIGN, False,
+        )  # fmt: skip
+
+    if Shift is not None and not SOFTCAP:
+        peak += tl.load(Shift + row * seqlen_q + offsets, mask=inside, other=0.0) * (scale * LOG2E)
+    if Sinks is not None:
+        sink = tl.load(Sinks + head).to(tl.float32) * LOG2E
+        with_sink = tl.maximum(peak, sink)
+        decay = tl.exp2(peak - with_sink)
+        total = total * decay + tl.exp2(sink - with_sink + WEIGHT)
+        out_0, out_1 = out_0 * decay[:, None], out_1 * decay[:, None]
+        peak = with_sink
+    empty = total == 0.0
+    divisor = tl.where(empty, 1.0, total)
+    lse = tl.where(empty, float("-inf"), (peak - WEIGHT) * LN2 + tl.log(divisor))
+    tl.store(Lse + row * seqlen_q + offsets, lse, mask=inside)
+    if DROPOUT:
+        divisor *= 1.0 - dropout_p
+    store_tile(Out, start, stride_os, seqlen_q, out_0 / divisor[:, None], BLOCK_M, 0, V_0, HEAD_DIM_V)
+    if V_1 > 0:
+        store_tile(Out, start, stride_os, seqlen_q, out_1 / divisor[:, None], BLOCK_M, V_0, V_1, HEAD_DIM_V)

@@ -1,0 +1,128 @@
+"""The oracle of FP8 attention: what the kernel of triton_fp8 computes, tile by tile, in plain PyTorch on any device.
+
+q, k and v are rounded by the same nodes, the softmax's weights as the kernel rounds them: 2**8 times as large, against the largest score of
+the tiles so far, the last tile first. Products are summed in float32, where tensor cores keep fewer bits. All scores are in
+memory, so it runs only when asked for. The backward is the reference's, from q, k and v as they were rounded and the lse of the forward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from attn_compiler.fp8_recipe import DTYPES
+from attn_compiler.lowerings import fp8_limits, fp8_quantise, reference
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.ops import empty_outputs, register_with_backward_of
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+Tensors = Sequence[torch.Tensor]
+
+#: keys that the online softmax takes at once
+TILE = 128
+#: what weights are rounded at: up to 256, of 448 (see kernels/forward_fp8.py)
+WEIGHT = 2.0**8
+
+
+class ReferenceFp8:
+    """`attn_compiler::reference_fp8`: its operands are those of fp8_quantise.py, and then the reference's."""
+
+    name = "reference_fp8"
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        return []
+
+    def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        fp8 = [*fp8_limits.check_recipe(spec), *fp8_limits.check_inputs(spec), *fp8_limits.check_shapes(spec)]
+        return [*fp8, *reference.Reference().why_not(spec, target)]
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        return LayoutDemand(last_stride_one=False)
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        rounded = fp8_quantise.emit(emitter, spec, operands)
+        emitter.note(f"FP8 forward: {fp8_quantise.recipe_of(spec).words}; backward in {spec.dtype}")
+        further = [node for node in (operands.mask, operands.sinks) if node is not None]
+        leaf = torch.ops.attn_compiler.reference_fp8.default
+        outputs = emitter.call(leaf, rounded.q, rounded.k, rounded.v, [*rounded.operands, *further], spec.to_text())
+        return emitter.call(operator.getitem, outputs, 0)
+
+
+def leading(text: str) -> int:
+    """How many operands come before those of the family whose backward this is."""
+    return len(fp8_quantise.names(AttentionSpec.from_text(text)))
+
+
+def differentiable(operands: Tensors, text: str) -> list[bool]:
+    """For each of the reference's operands whether it gets a gradient."""
+    return reference.differentiable(operands, AttentionSpec.from_text(text))
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, as `ops.LEAF_SCHEMA` says. Of q, k and v only shapes and dtypes are read."""
+    spec = AttentionSpec.from_text(text)
+    count = leading(text)
+    given = dict(zip(fp8_quantise.names(spec), operands[:count], strict=True))
+    block = fp8_quantise.scales_of(spec).block
+    q_exact, k_exact = (_restored(given[f"{x}8"], given[f"descale_{x}"], block) for x in ("q", "k"))
+    v_exact = _restored(given["v8"].transpose(2, 3)[:, :, : k.shape[2]], given["descale_v"], block)
+    if "shift" in given:
+        # As one more element of each head, so that it is where the kernel adds it: before scale and softcap.
+        q_exact = torch.cat((q_exact, given["shift"][..., None]), -1)
+        k_exact = torch.cat((k_exact, torch.ones_like(k_exact[..., :1])), -1)
+    logits, sinks = reference.logits(q_exact, k_exact, operands[count:], spec)
+    dtype = getattr(torch, DTYPES[fp8_quantise.recipe_of(spec).forward_format])
+    exact_out, exact_lse = _attention(logits, sinks, reference.repeated(v_exact, q), dtype)
+    out, lse = empty_outputs(q, v)
+    return out.copy_(exact_out), lse.copy_(exact_lse)
+
+
+def _restored(x: torch.Tensor, descale: torch.Tensor, block: int | None) -> torch.Tensor:
+    spread = descale if block is None else descale.repeat_interleave(block, -1)[..., : x.shape[2]]
+    return x.float() * spread[..., None]
+
+
+def _attention(
+    logits: torch.Tensor, sinks: torch.Tensor | None, v: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, Hq, Sq, Dv) and (B, Hq, Sq), float32. dtype: of the rounded weights."""
+    total = torch.zeros_like(logits[..., 0])
+    peak = torch.full_like(total, -torch.inf)
+    out = v.new_zeros((*total.shape, v.shape[3]))
+    for start in reversed(range(0, logits.shape[3], TILE)):
+        part = logits[..., start : start + TILE]
+        new_peak = torch.maximum(peak, part.amax(-1))
+        shift = torch.where(new_peak == -torch.inf, 0.0, new_peak)
+        weights = torch.exp(part - shift[..., None]) * WEIGHT
+        decay = torch.exp(peak - shift)
+        total = total * decay + weights.sum(-1)
+        rounded = weights.to(dtype).float()
+        out = out * decay[..., None] + rounded @ v[:, :, start : start + TILE]
+        peak = new_peak
+    if sinks is not None:
+        sink = sinks[None, :, None]
+        with_sink = torch.maximum(peak, sink)
+        decay = torch.exp(peak - with_sink)
+        total = total * decay + torch.exp(sink - with_sink) * WEIGHT
+        out, peak = out * decay[..., None], with_sink
+    empty = total == 0
+    divisor = torch.where(empty, 1.0, total)
+    lse = torch.where(empty, -torch.inf, peak + torch.log(divisor / WEIGHT))
+    return out / divisor[..., None], lse
+
+
+register_with_backward_of(
+    "reference",
+    "reference_fp8",
+    forward=forward,
+    leading=leading,
+    differentiable=differentiable,
+    dispatch_key="CompositeExplicitAutograd",
+)

@@ -1,0 +1,112 @@
+"""Our Triton kernels with a forward in FP8, for sites that a recipe was given for: any mask and score change that `triton` takes.
+
+The backward is that of `triton`: from q, k and v as they were rounded, again in the model's dtype, and the forward's out and lse.
+
+Not measured yet, on any GPU: so the tiles are those of `triton` where they fit, and no site gets it unless a recipe asks for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.lowerings import (
+    fp8_limits,
+    fp8_quantise,
+    sdpa_limits,
+    triton_operands,
+    triton_ops,
+    triton_planning,
+    triton_tiles_table,
+)
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.ops import register_with_backward_of
+from attn_compiler.lowerings.triton import TritonAttention
+from attn_compiler.lowerings.triton_plan import Call, Tile, Tiles
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+#: head dims up to which the tiles of `triton` do not spill
+_ROOMY = 128
+_WIDE_HEADS = Tile(queries=64, keys=64, warps=8, stages=2)
+# Visits the forward's lists, so its queries and keys are the same.
+_WIDE_HEADS_GRAD_Q = Tile(queries=64, keys=64, warps=4, stages=1)
+
+#: the first with FP8 in its tensor cores
+_FIRST_SM = 89
+
+
+class TritonFp8:
+    """`attn_compiler::triton_fp8`: its operands are those of fp8_quantise.py, and then those of triton's plan."""
+
+    name = "triton_fp8"
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        old = [] if target.triton_interpreted else sdpa_limits.check_gpu(target, first_sm=_FIRST_SM)
+        return old or TritonAttention().unavailable(target)
+
+    def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        recipe = fp8_limits.check_recipe(spec)
+        machine = self.unavailable(target) or sdpa_limits.check_device(spec, target.device)
+        if machine or spec.fp8 is None:
+            return [*recipe, *machine]
+        inputs = fp8_limits.check_inputs(spec)
+        kernels = TritonAttention().why_not(spec, target)
+        return [*recipe, *inputs, *fp8_limits.check_shapes(spec), *kernels]
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        return TritonAttention().demand(spec)
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        tiles = _tiles(spec, emitter.target)
+        rounded = fp8_quantise.emit(emitter, spec, operands)
+        emitter.note(f"FP8 forward: {fp8_quantise.recipe_of(spec).words}; backward in {spec.dtype}")
+        further = triton_operands.emit(emitter, spec, operands, tiles)
+        leaf = torch.ops.attn_compiler.triton_fp8.default
+        text = Call(spec=spec, tiles=tiles).to_text()
+        outputs = emitter.call(leaf, rounded.q, rounded.k, rounded.v, [*rounded.operands, *further], text)
+        return emitter.call(operator.getitem, outputs, 0)
+
+
+def _tiles(spec: AttentionSpec, target: Target) -> Tiles:
+    """Those of `triton`, but where a product with v, beside the sum over tiles, has no room in registers: of those compiled for sm90, the
+    largest that does not spill."""
+    found = triton_tiles_table.tiles(spec, target)
+    if (
+        max(d for d in (spec.head_dim_qk, spec.head_dim_v) if isinstance(d, int)) <= _ROOMY
+        or found.forward.queries <= 64
+    ):
+        return found
+    listed = triton_planning.of(spec).tiles
+    return dataclasses.replace(found, forward=_WIDE_HEADS, grad_q=_WIDE_HEADS_GRAD_Q if listed else found.grad_q)
+
+
+def leading(text: str) -> int:
+    """How many operands come before those of `triton`."""
+    return len(fp8_quantise.names(Call.from_text(text).spec))
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Sequence[torch.Tensor], text: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # triton is imported by the first call, not before.
+    from attn_compiler.lowerings import triton_fp8_launch
+
+    result: Any = triton_fp8_launch.forward(q, k, v, operands, text)
+    return result[0], result[1]
+
+
+register_with_backward_of(
+    "triton",
+    "triton_fp8",
+    forward=_forward,
+    leading=leading,
+    differentiable=triton_ops.differentiable,
+    dispatch_key="CompositeExplicitAutograd",
+)

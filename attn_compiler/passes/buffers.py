@@ -1,0 +1,88 @@
+"""Tensors that compiled code keeps from call to call: buffers of the root graph module, which the graph reads and writes in place.
+
+A body of a checkpoint gets them, and what they held before the call, as further inputs: recomputation in the backward then sees what
+the forward saw, and the write happens once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from attn_compiler import fp8_state, torch_compat
+from attn_compiler.passes import bodies
+from attn_compiler.passes.calls import target_name
+from attn_compiler.passes.site import Site
+from attn_compiler.passes.unit import Buffer, Unit
+
+_PREFIX = "attn_compiler_buffer"
+_CHECKPOINT = "tag_activation_checkpoint"
+
+
+def why_not(unit: Unit) -> str | None:
+    """Why the sites of a graph can't have buffers; None if they can."""
+    if not unit.is_body:
+        return None
+    if len(unit.calls) != 1:
+        return "the graph that holds the attention is called in several places, or in a way that is not followed"
+    (call,) = unit.calls
+    if call.unit.is_body or target_name(call.node) != _CHECKPOINT:
+        return f"the graph that holds the attention is called by {target_name(call.node)} or from another such graph"
+    return None
+
+
+def make(unit: Unit, site: Site, name: str, value: torch.Tensor) -> tuple[fx.Node, fx.Node]:
+    """The node of a buffer, and of what it held before the call. To be used at the site. value: fake."""
+    label = f"{site.module}/{name}"
+    path = unit.name.split(".") if unit.is_body else []
+    attribute = "_".join((_PREFIX, *path, str(len(unit.buffers))))
+    if unit.is_body:
+        node, held = (_input(unit.graph_module, f"{attribute}{suffix}", value) for suffix in ("", "_held"))
+        unit.buffers.append(Buffer(name=attribute, label=label, value=value, node=node, held=held))
+        return node, held
+    unit.buffers.append(Buffer(name=attribute, label=label, value=value))
+    _register(unit.graph_module, unit.buffers[-1])
+    return _read(unit.graph, attribute, value)
+
+
+def install(root: fx.GraphModule, units: Iterable[Unit]) -> None:
+    """Give the calls of bodies the buffers that their sites asked for, once everything else is done."""
+    for unit in units:
+        if not unit.is_body or not unit.buffers:
+            continue
+        (call,) = unit.calls
+        for buffer in unit.buffers:
+            _register(root, buffer)
+            with root.graph.inserting_before(call.node):
+                call.node.args = (*call.node.args, *_read(root.graph, buffer.name, buffer.value))
+        root.recompile()
+
+
+def discard(root: fx.GraphModule, units: Iterable[Unit]) -> None:
+    """Nothing was rewritten after all."""
+    for buffer in (buffer for unit in units for buffer in unit.buffers):
+        torch_compat.remove_buffer(root, buffer.name)
+
+
+def _register(root: fx.GraphModule, buffer: Buffer) -> None:
+    with torch_compat.real_tensors():
+        tensor = torch.zeros(buffer.value.shape, dtype=buffer.value.dtype, device=buffer.value.device)
+    torch_compat.add_buffer(root, buffer.name, tensor)
+    fp8_state.keep(buffer.label, tensor)
+
+
+def _read(graph: fx.Graph, name: str, value: torch.Tensor) -> tuple[fx.Node, fx.Node]:
+    node = graph.get_attr(name)
+    held = graph.call_function(torch.ops.attn_compiler.held.default, (node,))
+    node.meta["example_value"], held.meta["example_value"] = value, value.clone()
+    return node, held
+
+
+def _input(body: fx.GraphModule, name: str, value: torch.Tensor) -> fx.Node:
+    last = bodies.placeholders(body)[-1]
+    with body.graph.inserting_after(last):
+        node = body.graph.placeholder(name)
+    node.meta["example_value"] = value
+    return node

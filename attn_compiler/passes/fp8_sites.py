@@ -1,0 +1,29 @@
+"""Which sites the FP8 recipe applies to: all but those that its patterns exclude. It becomes part of their specs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from attn_compiler.fp8_recipe import DelayedScaling
+from attn_compiler.lowerings import priorities
+from attn_compiler.passes import buffers
+from attn_compiler.passes.unit import Unit
+
+
+def apply(unit: Unit) -> None:
+    """Put the recipe into the specs of a unit's sites, and say of the others why it is not there."""
+    recipe, options = unit.options.fp8_recipe, unit.options
+    if recipe is None:
+        return
+    asked = options.lowerings if options.lowering is None else (options.lowering,)
+    no_buffers = buffers.why_not(unit) if isinstance(recipe.scaling, DelayedScaling) else None
+    for site in unit.sites:
+        pattern = recipe.excluding(site.module)
+        if pattern is not None:
+            site.notes.append(f"fp8_recipe: excluded by the pattern {pattern!r}")
+        elif no_buffers is not None:
+            site.notes.append(f"fp8_recipe: ignored, no history can be kept: {no_buffers}; use CurrentScaling")
+        elif site.spec is not None:
+            site.spec = dataclasses.replace(site.spec, fp8=recipe.of_a_site())
+            if asked is not None and not set(asked) & set(priorities.FP8):
+                site.notes.append(f"fp8_recipe: ignored, the lowerings asked for ({', '.join(asked)}) run in no FP8")

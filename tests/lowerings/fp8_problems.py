@@ -1,0 +1,175 @@
+"""`kernel_problems` in FP8: the same cases with a recipe, rounded by the graph's own nodes; and what may be off by that.
+
+Triton's interpreter multiplies FP8 tiles exactly (in float16 or float32), but cuts numbers off where GPUs round them to FP8: here
+the conversion is PyTorch's, which rounds to nearest as hardware does. Nothing of the kernel is changed for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attn_compiler.fp8_recipe import Fp8Recipe
+from attn_compiler.lowerings import fp8_quantise, triton_fp8
+from attn_compiler.lowerings.base import Operands
+from attn_compiler.lowerings.triton_plan import Call
+from attn_compiler.target import Target
+from tests import numerics
+from tests.lowerings import kernel_problems
+from tests.lowerings.kernel_cases import Case
+from tests.lowerings.kernel_problems import Problem, planned
+
+_DTYPES = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Problem:
+    """q, k, v: as they were rounded, for the backward. rounded: the operands of fp8_quantise.py by name."""
+
+    problem: Problem
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rounded: dict[str, Tensor]
+
+    @property
+    def operands(self) -> list[Tensor]:
+        return [*self.rounded.values(), *self.problem.operands]
+
+
+class Eager:
+    """An emitter whose nodes are tensors. buffers: what delayed scaling keeps, by name."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+
+    def call(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    def value(self, node: Any) -> Any:
+        return node
+
+    def once(self, key: Any, make: Any) -> Any:
+        return make()
+
+    def buffer(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        buffer = self.buffers.setdefault(name, torch.zeros(shape))
+        return buffer, buffer.clone()
+
+
+def build(case: Case, recipe: Fp8Recipe, *, target: Target | None = None, **given: Any) -> Fp8Problem:
+    """A case in half precision. target: as in `kernel_problems.build`."""
+    return rounded_problem(kernel_problems.build(case, target=target, **given), recipe, target)
+
+
+def rounded_problem(problem: Problem, recipe: Fp8Recipe, target: Target | None = None) -> Fp8Problem:
+    """The same problem, rounded."""
+    call = Call.from_text(problem.text)
+    spec = dataclasses.replace(call.spec, fp8=recipe)
+    nodes: Any = {"q": problem.q, "k": problem.k, "v": problem.v}
+    emitter: Any = Eager()
+    made: Any = fp8_quantise.emit(emitter, spec, Operands(**nodes))
+    rounded = dict(zip(fp8_quantise.names(spec), made.operands, strict=True))
+    if target is not None:
+        with planned(problem.plan):
+            call = dataclasses.replace(call, tiles=triton_fp8._tiles(spec, target))
+    text = dataclasses.replace(call, spec=spec).to_text()
+    return Fp8Problem(problem=dataclasses.replace(problem, text=text), q=made.q, k=made.k, v=made.v, rounded=rounded)
+
+
+def results(given: Fp8Problem) -> list[Tensor]:
+    """out, lse and the gradients of `inputs`, as `kernel_problems.results`."""
+    out, lse = outputs(given)
+    with planned(given.problem.plan):
+        grad_out, grad_lse = upstream(out, lse)
+        return [out, lse, *torch.autograd.grad([out, lse], inputs(given), [grad_out, grad_lse])]
+
+
+def outputs(given: Fp8Problem) -> tuple[Tensor, Tensor]:
+    """out and lse of the kernel."""
+    with planned(given.problem.plan), rounding_as_hardware():
+        leaf = torch.ops.attn_compiler.triton_fp8
+        found: tuple[Tensor, Tensor] = leaf(given.q, given.k, given.v, given.operands, given.problem.text)
+    return found
+
+
+def inputs(given: Fp8Problem) -> list[Tensor]:
+    """What gets gradients: q, k and v as they were rounded, and the operands that do."""
+    return [given.q, given.k, given.v, *given.problem.leaves[3:]]
+
+
+def upstream(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Random gradients of both, none for a row without keys."""
+    generator = torch.Generator().manual_seed(1)
+    grad_out, grad_lse = (torch.randn(x.shape, generator=generator) for x in (out, lse))
+    return grad_out.half().to(out.dtype), torch.where(lse == -torch.inf, 0.0, grad_lse).to(lse.dtype)
+
+
+def assert_within_rule(got: Sequence[Tensor], given: Fp8Problem) -> None:
+    """Hold `results` against the project's numeric rule (tests/numerics.py), from what was rounded on.
+
+    exact: in float32. plain: the same with weights that are rounded once, against the largest of their row; in a backward those
+    reach the gradients by sum(out · grad_out). To that comes what float16 takes.
+    """
+    problem = given.problem
+    leaves = [x.detach().float().requires_grad_() for x in inputs(given)]
+    further = dict(zip(problem.plan.differentiable, leaves[3:], strict=True))
+    named = {**problem.named, **further}
+    out, lse = kernel_problems.attention(problem, *leaves[:3], named)
+    plain_out = _with_rounded_weights(given, leaves, named)
+    grad_out, grad_lse = upstream(out, lse)
+    missing = ((plain_out - out) * grad_out).sum(-1).detach()
+    exact = [out, lse, *torch.autograd.grad([out, lse], leaves, [grad_out, grad_lse], retain_graph=True)]
+    plain = [plain_out, lse, *torch.autograd.grad([out, lse], leaves, [grad_out, grad_lse - missing])]
+    usual = kernel_problems.expected(_from_rounded(given), torch.float16)
+    factor = numerics.FACTOR if problem.case.softcap is None else numerics.FACTOR_SOFTCAP
+    for label, mine, right, rounded, half in zip(problem.labels, got, exact, plain, usual, strict=True):
+        allowed = factor * (numerics.worst(rounded, right) + numerics.worst(half, right))
+        allowed += numerics.floor(torch.where(right == -torch.inf, 0.0, right.detach()), torch.float16)
+        found = numerics.worst(mine, right)
+        assert found <= allowed, f"{label}: off by {found:.3g}, allowed {allowed:.3g}"
+
+
+def _with_rounded_weights(given: Fp8Problem, leaves: Sequence[Tensor], named: dict[str, Tensor]) -> Tensor:
+    case = given.problem.case
+    eye = torch.eye(case.seqlen_kv).expand(case.batch, case.heads_kv, -1, -1)
+    with torch.no_grad():
+        v = leaves[2]
+        if "keys" in named:
+            v = v.masked_fill(~named["keys"][:, None, :, None], 0.0)
+        weights, _ = kernel_problems.attention(given.problem, leaves[0], leaves[1], eye, named)
+        largest = weights.amax(-1, keepdim=True).clamp(min=1e-30)
+        rounded = (weights / largest * 256).to(torch.float8_e4m3fn).float() * largest / 256
+        return rounded @ v.repeat_interleave(case.heads_q // case.heads_kv, 1)
+
+
+def _from_rounded(given: Fp8Problem) -> Problem:
+    q, k, v = (x.detach() for x in (given.q, given.k, given.v))
+    return dataclasses.replace(given.problem, q=q, k=k, v=v)
+
+
+@contextlib.contextmanager
+def rounding_as_hardware() -> Iterator[None]:
+    """Conversions to FP8 in Triton's interpreter are to nearest, and saturate."""
+    interpreter = triton.runtime.interpreter
+    own = interpreter._convert_float
+
+    def convert(data: Any, source: Any, wanted: Any, rounding: Any) -> Any:
+        if source != tl.float32 or wanted not in _DTYPES:
+            return own(data, source, wanted, rounding)
+        values = torch.from_numpy(np.array(data, dtype=np.float32))
+        limit = torch.finfo(_DTYPES[wanted]).max
+        return values.clamp(-limit, limit).to(_DTYPES[wanted]).view(torch.uint8).numpy()
+
+    with mock.patch.object(interpreter, "_convert_float", convert):
+        yield

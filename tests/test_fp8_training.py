@@ -1,0 +1,242 @@
+"""Training with a recipe, on the CPU and so with FP8 emulated: what is decided once, what is kept, and where the loss ends."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import pydoc_data.topics
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import attn_compiler
+from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
+from attn_compiler.passes import select
+
+RECIPES = {
+    "current": Fp8Recipe(),
+    "block, accurate": Fp8Recipe(scaling=CurrentScaling(granularity="block"), smooth_k=True, hadamard=True),
+    "delayed": Fp8Recipe(scaling=DelayedScaling(amax_history_len=4)),
+    "delayed per head": Fp8Recipe(
+        scaling=DelayedScaling(granularity="head", amax_compute_algo="most_recent", margin=1)
+    ),
+    "static": Fp8Recipe(scaling=StaticScaling(q=8, k=8, v=8)),
+}
+HEADS, HEAD_DIM, LENGTH = 2, 16, 40
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        width = HEADS * HEAD_DIM
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+class Layers(nn.Module):
+    def __init__(self, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def no_reports() -> None:
+    attn_compiler.reset()
+
+
+def compiled(model: Callable[..., Any], recipe: Fp8Recipe | None, **options: Any) -> Any:
+    chosen = {"lowering": "reference_fp8", "inner": "aot_eager", "strict": True, "fp8_recipe": recipe, **options}
+    return torch.compile(model, backend="attn_compiler", options=chosen, fullgraph=True)
+
+
+def inputs(step: int, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return (torch.randn(2, LENGTH, HEADS * HEAD_DIM, generator=generator) * scale).bfloat16()
+
+
+def decisions() -> Any:
+    return mock.patch.object(select, "decide", wraps=select.decide)
+
+
+# ---- what is decided once -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["current", "delayed"])
+def test_two_hundred_steps_select_once_and_compile_once(name: str) -> None:
+    """The values that scales come from grow all the time, and are no part of any key."""
+    model = Layers().bfloat16()
+    optimiser = torch.optim.SGD(model.parameters(), lr=1e-3)
+    function = compiled(model, RECIPES[name])
+    with decisions() as decide:
+        for step in range(200):
+            with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+                function(inputs(step, 1 + step / 50)).float().square().mean().backward()
+            optimiser.step()
+            optimiser.zero_grad()
+    # One decision, which both layers share.
+    assert decide.call_count == 1
+    (report,) = attn_compiler.reports()
+    (site,) = report.sites
+    assert (len(site.modules), site.decision.lowering) == (2, "reference_fp8")
+
+
+def test_a_changed_recipe_compiles_exactly_once_more_and_an_equal_one_never() -> None:
+    model, x = Layers().bfloat16(), inputs(0)
+    compiled(model, RECIPES["current"])(x)
+    compiled(model, copy.deepcopy(RECIPES["current"]))(x)
+    assert len(attn_compiler.reports()) == 1
+    changed = compiled(model, dataclasses.replace(RECIPES["current"], smooth_k=True))
+    for step in range(3):
+        changed(inputs(step))
+    assert len(attn_compiler.reports()) == 2
+
+
+def test_a_recipe_that_is_rebound_afterwards_is_not_looked_at() -> None:
+    model, x = Layers().bfloat16(), inputs(0)
+    options: dict[str, Any] = {"lowering": "reference_fp8", "inner": "aot_eager", "fp8_recipe": RECIPES["current"]}
+    function = torch.compile(model, backend="attn_compiler", options=options)
+    before = function(x)
+    options["fp8_recipe"] = RECIPES["static"]
+    assert torch.equal(function(x), before)
+    assert [report.sites[0].spec.fp8 for report in attn_compiler.reports()] == [RECIPES["current"]]
+
+
+def test_no_step_waits_for_the_device() -> None:
+    """A tensor that becomes a number would have to arrive first."""
+    with mock.patch.object(torch.Tensor, "item", side_effect=AssertionError("a tensor was read")):
+        compiled(Layers().bfloat16(), RECIPES["delayed"])(inputs(0)).sum().backward()
+
+
+# ---- the history ----------------------------------------------------------------------------------------------------
+
+
+def amax_of(model: Layers, x: Tensor) -> Tensor:
+    """Of the first layer's q."""
+    layer = model.layers[0]
+    with torch.no_grad():
+        return layer.qkv(x).view(*x.shape[:2], 3, HEADS, HEAD_DIM)[:, :, 0].abs().amax().float()
+
+
+def last_history(name: str) -> Tensor:
+    """The newest of that name: those of earlier tests may not have been collected yet."""
+    found = [tensor for label, tensor in attn_compiler.fp8_state_dict().items() if label.partition("#")[0] == name]
+    return found[-1]
+
+
+def test_the_history_holds_the_last_steps_newest_first() -> None:
+    model = Layers().bfloat16()
+    function = compiled(model, RECIPES["delayed"])
+    for step in range(6):
+        function(inputs(step))
+    expected = torch.stack([amax_of(model, inputs(step)) for step in (5, 4, 3, 2)])
+    assert torch.equal(last_history("layers.0/amax_q")[:, 0], expected)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_recomputation_under_checkpoint_moves_the_history_on_once_and_sees_what_the_forward_saw(inner: str) -> None:
+    found = []
+    for checkpointed in (False, True):
+        torch._dynamo.reset()
+        model = Layers(checkpointed=checkpointed).bfloat16()
+        function = compiled(model, RECIPES["delayed"], inner=inner)
+        for step in range(3):
+            model.zero_grad()
+            # Were the scales of the recomputation those of the next step, gradients would be others.
+            function(inputs(step, 10.0**step)).float().square().mean().backward()
+        gradients = [p.grad for p in model.parameters()]
+        names = [f"layers.{layer}/amax_{x}" for layer in range(2) for x in "qkv"]
+        found.append((gradients, [last_history(name) for name in names]))
+    (plain, kept), (recomputed, kept_too) = found
+    assert all(map(torch.equal, kept, kept_too))
+    assert int((kept[0] > 0).sum()) == 3
+    for a, b in zip(plain, recomputed, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-3 * float(a.abs().max()))
+
+
+def test_a_saved_history_goes_on_where_it_was() -> None:
+    model = Layers().bfloat16()
+    function = compiled(model, RECIPES["delayed"])
+    for step in range(3):
+        function(inputs(step))
+    saved = attn_compiler.fp8_state_dict()
+    expected = function(inputs(3, 4.0))
+    attn_compiler.load_fp8_state_dict(saved)
+    assert torch.equal(function(inputs(3, 4.0)), expected)
+    assert len(attn_compiler.reports()) == 1
+
+
+# ---- the loss -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def text() -> Tensor:
+    """The standard library's own documentation, in bytes."""
+    joined = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+    return torch.tensor(list(joined.encode())[:200_000])
+
+
+def batch(step: int) -> Tensor:
+    starts = torch.randint(0, len(text()) - 65, (8,), generator=torch.Generator().manual_seed(step))
+    return torch.stack([text()[start : start + 65] for start in starts])
+
+
+def losses(recipe: Fp8Recipe | None, steps: int = 160) -> list[float]:
+    transformers = pytest.importorskip("transformers")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    lowering = "untouched" if recipe is None else "reference_fp8"
+    step_of = compiled(model, recipe, lowering=lowering)
+    found = []
+    for step in range(steps):
+        tokens = batch(step)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = step_of(input_ids=tokens[:, :-1], labels=tokens[:, :-1], use_cache=False).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+def test_a_small_llama_learns_as_well() -> None:
+    """Autocast's attention is in bfloat16, as FP8 wants it. The mean of the last twenty steps, within one per cent.
+
+    When this was written they were up to 0.3 apart. A larger learning rate takes two runs further apart than that, whatever it is that
+    rounds one of them.
+    """
+    usual = losses(None)
+    assert usual[-1] < 0.6 * usual[0]
+    for name in ("current", "delayed"):
+        found = losses(RECIPES[name])
+        assert {site.decision.lowering for site in attn_compiler.reports()[-1].sites} == {"reference_fp8"}
+        last, expected = (sum(each[-20:]) / 20 for each in (found, usual))
+        assert abs(last - expected) <= 0.01 * expected
