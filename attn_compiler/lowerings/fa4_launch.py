@@ -41,6 +41,8 @@ _SOME_BATCH, _SOME_LENGTH = 2, 1024
 _ALIGNMENT = 16
 _ALIGNED_ELEMENTS = _ALIGNMENT // 2  # in half precision
 _MOST_RECORDINGS = 1024
+#: what a backward fills in
+_GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_sinks")
 
 _lock = threading.RLock()
 
@@ -137,7 +139,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], text: s
         out, lse = _empty((batch, length, heads, v.shape[3]), q), _empty_lse(q)
         given = {"q": _bshd(q), "k": _bshd(k), "v": _bshd(v), "out": out, "lse": lse}
         is_plain = _is_plain(q) and _is_plain(k) and _is_plain(v)
-        _run(prepared, prepared.forwards, _flash_forward, _with_sinks(given, operands), is_plain=is_plain)
+        given = _with_sinks(given, operands)
+        _run(prepared, prepared.forwards, _flash_forward, given, outputs=("out", "lse"), is_plain=is_plain)
     return out.transpose(1, 2), lse
 
 
@@ -163,7 +166,7 @@ def gradients(
         given |= {"grad_q": _bshd(grad_q), "grad_k": _bshd(grad_k), "grad_v": _bshd(grad_v)}
         is_plain = all(map(_is_plain, (q, k, v, out, grad_out))) and lse.is_contiguous() and grad_lse.is_contiguous()
         given = _with_sinks(given, operands)
-        named = _run(prepared, prepared.backwards, _flash_backward, given, is_plain=is_plain)
+        named = _run(prepared, prepared.backwards, _flash_backward, given, outputs=_GRADIENTS, is_plain=is_plain)
     return grad_q, grad_k, grad_v, [named["grad_sinks"]] if prepared.settings.sinks_grad else []
 
 
@@ -173,23 +176,29 @@ def _run(
     function: Callable[[_Prepared, Named], Named],
     given: Named,
     *,
+    outputs: Sequence[str],
     is_plain: bool,
 ) -> Named:
-    """All tensors by name: those that are given, filled in, and what else the function returns."""
+    """All tensors by name: those that are given, of which it fills in `outputs`, and what else the function returns."""
     if not is_plain:
         return given | function(prepared, given)
+    device = given["q"].device.type
     shapes = (given["q"].shape, given["k"].shape, given["sinks"].dtype if "sinks" in given else None)
     if shapes not in recordings:
+        # A first call while a CUDA graph is captured can't be waited for.
+        if device == "cuda" and torch.cuda.is_current_stream_capturing():
+            return given | function(prepared, given)
         if len(recordings) >= _MOST_RECORDINGS:
             recordings.clear()
         with fa4_replay.watching(_launching()) as watch:
             results = function(prepared, given)
-        recordings[shapes] = watch.recording(given, results)
-        return given | results
+        named, found = given | results, watch.recording(given, results)
+        recordings[shapes] = found if found is not None and found.gives(named, outputs, device) else None
+        return named
     recording = recordings[shapes]
     if recording is None:
         return given | function(prepared, given)
-    return recording.replay(given, given["q"].device.type)
+    return recording.replay(given, device)
 
 
 def _launching() -> tuple[Any, ...]:

@@ -2,7 +2,8 @@
 
 A recording is a list of compiled kernels with their arguments: constants, names of the call's tensors, and what was allocated in
 between. It holds for other calls of the same shapes, since kernels take strides as they come. It is only made where the function did
-nothing but allocate, take views and launch; what it copied or computed itself could not be replayed.
+nothing but allocate, take views and launch; what it copied or computed itself could not be replayed. And it is only kept if it gives
+what the function gave.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.empty_like.default)
 _ZEROS = (_aten.zeros.default, _aten.zeros_like.default)
 _VIEWS = (_aten.detach.default, _aten.transpose.int, _aten.alias.default)
+
+#: of the largest element: what the order of sums in bfloat16 makes; anything else is another result altogether
+_NOISE = 0.02
 
 _lock = threading.Lock()
 
@@ -73,6 +77,21 @@ class Recording:
                 values[position] = kind(*(None if item is None else named[item] for item in items))
             launch.kernel(*values)
         return named
+
+    def gives(self, tensors: Tensors, outputs: Sequence[str], device: str) -> bool:
+        """Whether a replay fills fresh memory with what is in `outputs` now, but for the order of sums. Waits for the GPU.
+
+        tensors: the recorded call's, and what it returned, by name. outputs: names of those that the call filled in.
+        """
+        fresh = {name: torch.empty_like(tensor) for name, tensor in tensors.items() if name in outputs}
+        replayed = self.replay({**tensors, **{name: fresh[name] for name in fresh.keys() - self.made.keys()}}, device)
+        return all(_is_alike(replayed[name], tensors[name]) for name in fresh)
+
+
+def _is_alike(found: Tensor, expected: Tensor) -> bool:
+    found, expected = found.float(), expected.float()
+    size = expected[expected.isfinite()].abs().max() if expected.isfinite().any() else 0.0
+    return torch.allclose(found, expected, rtol=0.0, atol=_NOISE * float(size), equal_nan=True)
 
 
 @dataclass(kw_only=True)

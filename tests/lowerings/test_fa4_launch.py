@@ -12,6 +12,7 @@ from torch import Tensor
 from attn_compiler.lowerings import fa4_launch
 from attn_compiler.lowerings.fa4 import FlashAttention4
 from attn_compiler.lowerings.fa4_plan import Call
+from attn_compiler.lowerings.fa4_replay import Recording
 from attn_compiler.passes import layout
 from attn_compiler.target import Target
 from tests import numerics
@@ -76,11 +77,23 @@ def test_calls_of_the_same_shapes_are_launched_without_the_functions(flash: Stan
     for count in (1, 2, 3):
         attention(grouped)(grouped).sum().backward()
         assert (len(flash.forwards), len(flash.backwards)) == (1, 1)
-        assert len(flash.launches) == 6 * count
-    assert flash.launches[:6] == [
+        # The first call's are tried once more, before they are replayed.
+        assert len(flash.launches) == 6 * (count + 1)
+    assert flash.launches[-6:] == [
         *("_flash_attn_fwd", "_bwd_preprocess", "_flash_attn_bwd"),
         *["_bwd_postprocess_convert"] * 3,
     ]
+
+
+def test_what_gives_something_else_when_it_is_launched_again_is_not_replayed(
+    flash: StandIn,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Recording, "gives", lambda *_: False)
+    built = inputs(BY_NAME["causal_bfloat16"], device="cpu")
+    for count in (1, 2, 3):
+        attention(built)(built).sum().backward()
+        assert (len(flash.forwards), len(flash.backwards)) == (count, count)
 
 
 def test_other_shapes_go_through_the_functions_once(flash: StandIn) -> None:  # noqa: F811
@@ -152,7 +165,7 @@ def test_a_decision_compiles_and_the_first_call_does_not(needs_grad: bool, here:
     if needs_grad:
         out.sum().backward()
     assert flash.kernels == compiled
-    assert len(flash.launches) == (6 if needs_grad else 1)
+    assert len(flash.launches) == (12 if needs_grad else 2)
 
 
 def test_unknown_sizes_are_compiled_for_as_well(here: None, flash: StandIn) -> None:  # noqa: F811

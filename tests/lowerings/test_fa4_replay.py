@@ -67,6 +67,29 @@ def test_launches_again_with_other_tensors_and_fresh_memory() -> None:
         assert named["extra"].data_ptr() != given["x"].data_ptr()
 
 
+@pytest.mark.parametrize(("drift", "alike"), [(0.0, True), (0.001, True), (0.5, False), (-0.5, False)])
+def test_whether_a_replay_gives_what_the_function_gave(drift: float, alike: bool) -> None:
+    runs: list[int] = []
+
+    def kernel(x: Tensor, out: Tensor, extra: Tensor) -> None:
+        out.copy_(x + drift * len(runs))
+        extra.fill_(-torch.inf)
+        runs.append(1)
+
+    def body(launch: Any, x: Tensor, out: Tensor) -> tuple[Tensor]:
+        extra = torch.empty(3)
+        launch(x, out, extra)
+        return (extra,)
+
+    given = {"x": torch.ones(3), "out": torch.zeros(3)}
+    with fa4_replay.watching([called := function(body, kernel)]) as watch:
+        (extra,) = called(*given.values())
+    recording = watch.recording(given, {"extra": extra})
+    assert recording is not None
+    assert recording.gives({**given, "extra": extra}, ("out", "extra", "absent"), "cpu") is alike
+    assert given["out"].tolist() == [1.0] * 3
+
+
 def test_what_is_not_launched_is_not_allocated_again() -> None:
     def body(launch: Any, x: Tensor) -> None:
         torch.empty(1 << 20)
