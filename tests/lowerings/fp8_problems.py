@@ -111,7 +111,7 @@ def inputs(given: Fp8Problem) -> list[Tensor]:
 def upstream(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Random gradients of both, none for a row without keys."""
     generator = torch.Generator().manual_seed(1)
-    grad_out, grad_lse = (torch.randn(x.shape, generator=generator) for x in (out, lse))
+    grad_out, grad_lse = (torch.randn(x.shape, generator=generator).to(x.device) for x in (out, lse))
     return grad_out.half().to(out.dtype), torch.where(lse == -torch.inf, 0.0, grad_lse).to(lse.dtype)
 
 
@@ -119,7 +119,7 @@ def assert_within_rule(got: Sequence[Tensor], given: Fp8Problem) -> None:
     """Hold `results` against the project's numeric rule (tests/numerics.py), from what was rounded on.
 
     exact: in float32. plain: the same with weights that are rounded once, against the largest of their row; in a backward those
-    reach the gradients by sum(out · grad_out). To that comes what float16 takes.
+    reach the gradients by sum(out · grad_out). To that comes what the model's dtype takes.
     """
     problem = given.problem
     leaves = [x.detach().float().requires_grad_() for x in inputs(given)]
@@ -131,18 +131,18 @@ def assert_within_rule(got: Sequence[Tensor], given: Fp8Problem) -> None:
     missing = ((plain_out - out) * grad_out).sum(-1).detach()
     exact = [out, lse, *torch.autograd.grad([out, lse], leaves, [grad_out, grad_lse], retain_graph=True)]
     plain = [plain_out, lse, *torch.autograd.grad([out, lse], leaves, [grad_out, grad_lse - missing])]
-    usual = kernel_problems.expected(_from_rounded(given), torch.float16)
+    usual = kernel_problems.expected(_from_rounded(given), given.q.dtype)
     factor = numerics.FACTOR if problem.case.softcap is None else numerics.FACTOR_SOFTCAP
     for label, mine, right, rounded, half in zip(problem.labels, got, exact, plain, usual, strict=True):
         allowed = factor * (numerics.worst(rounded, right) + numerics.worst(half, right))
-        allowed += numerics.floor(torch.where(right == -torch.inf, 0.0, right.detach()), torch.float16)
+        allowed += numerics.floor(torch.where(right == -torch.inf, 0.0, right.detach()), given.q.dtype)
         found = numerics.worst(mine, right)
         assert found <= allowed, f"{label}: off by {found:.3g}, allowed {allowed:.3g}"
 
 
 def _with_rounded_weights(given: Fp8Problem, leaves: Sequence[Tensor], named: dict[str, Tensor]) -> Tensor:
     case = given.problem.case
-    eye = torch.eye(case.seqlen_kv).expand(case.batch, case.heads_kv, -1, -1)
+    eye = torch.eye(case.seqlen_kv, device=leaves[0].device).expand(case.batch, case.heads_kv, -1, -1)
     with torch.no_grad():
         v = leaves[2]
         if "keys" in named:
@@ -160,7 +160,10 @@ def _from_rounded(given: Fp8Problem) -> Problem:
 
 @contextlib.contextmanager
 def rounding_as_hardware() -> Iterator[None]:
-    """Conversions to FP8 in Triton's interpreter are to nearest, and saturate."""
+    """Conversions to FP8 in Triton's interpreter are to nearest, and saturate. On a GPU they are the hardware's own."""
+    if not triton.knobs.runtime.interpret:
+        yield
+        return
     interpreter = triton.runtime.interpreter
     own = interpreter._convert_float
 
