@@ -8,14 +8,12 @@ What it does on the device is imported by the first call, not before: a dump or 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from attn_compiler.lowerings.cudnn_call import Call
-from attn_compiler.lowerings.ops import register_family
+from attn_compiler.lowerings.ops import late, register_family
 
 Tensors = Sequence[torch.Tensor]
 
@@ -56,25 +54,10 @@ def like_output(grad_out: torch.Tensor) -> torch.Tensor:
     return grad_out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@functools.cache
-def _loaded(name: str) -> Callable[..., Any]:
-    from attn_compiler.lowerings import cudnn_execution
-
-    return getattr(cudnn_execution, name)  # type: ignore[no-any-return]
-
-
-def _forward(*arguments: Any) -> Any:
-    return _loaded("forward")(*arguments)
-
-
-def _gradients(*arguments: Any) -> Any:
-    return _loaded("gradients")(*arguments)
-
-
 register_family(
     "cudnn",
-    forward=_forward,
-    backward=_gradients,
+    forward=late("cudnn_execution", "forward"),
+    backward=late("cudnn_execution", "gradients"),
     differentiable=differentiable,
     gradient=gradient_like,
     prepare_grad_out=like_output,

@@ -6,19 +6,9 @@ operands: those that the plan names, in its order. triton itself is imported by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from attn_compiler.lowerings.ops import register_forward, register_helper
-
-
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Sequence[torch.Tensor], text: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from attn_compiler.lowerings import decode_launch
-
-    return decode_launch.forward(q, k, v, operands, text)
+from attn_compiler.lowerings.ops import late, register_forward, register_helper
 
 
 def _count(like: torch.Tensor, length: int) -> torch.Tensor:
@@ -26,4 +16,4 @@ def _count(like: torch.Tensor, length: int) -> torch.Tensor:
 
 
 register_helper("decode_count", "(Tensor like, SymInt length) -> Tensor", function=_count)
-register_forward("decode", forward=_forward, dispatch_key="CompositeExplicitAutograd")
+register_forward("decode", forward=late("decode_launch", "forward"), dispatch_key="CompositeExplicitAutograd")

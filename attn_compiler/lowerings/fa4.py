@@ -11,15 +11,17 @@ import operator
 import torch
 from torch import fx
 
-from attn_compiler.lowerings import fa4_launch, fa4_limits
+from attn_compiler.lowerings import fa4_limits
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.fa4_plan import Call
+from attn_compiler.lowerings.ops import late
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
 # Bytes that TMA wants strides to be multiples of.
 _ALIGNMENT = 16
+_why_not_compiled = late("fa4_launch", "why_not_compiled")
 _SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -33,7 +35,7 @@ class FlashAttention4:
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         reasons = fa4_limits.check(spec, target)
-        return reasons or fa4_launch.why_not_compiled(_call(spec, target))
+        return reasons or _why_not_compiled(_call(spec, target))
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(alignment=_ALIGNMENT, zero_strides=False)

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from attn_compiler.lowerings import fa4_launch
 from attn_compiler.lowerings.fa4_plan import Call
-from attn_compiler.lowerings.ops import register_family
+from attn_compiler.lowerings.ops import late, register_family
 
 Tensors = Sequence[torch.Tensor]
 
@@ -26,8 +25,8 @@ def differentiable(operands: Tensors, text: str) -> list[bool]:
 
 register_family(
     "fa4",
-    forward=fa4_launch.forward,
-    backward=fa4_launch.gradients,
+    forward=late("fa4_launch", "forward"),
+    backward=late("fa4_launch", "gradients"),
     differentiable=differentiable,
     dispatch_key="CompositeExplicitAutograd",
 )

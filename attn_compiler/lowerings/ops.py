@@ -19,6 +19,8 @@ Ops take their inputs in the strides that the graph gives them (needs_exact_stri
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,6 +49,20 @@ InGraph = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Tensors, str], lis
 # Holds the registrations, which end when it is collected. A reload has to keep it: torch 2.11 crashes in an op that was
 # called, deregistered and defined again.
 _LIBRARY: Any = globals().get("_LIBRARY") or torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def late(module: str, function: str) -> Callable[..., Any]:
+    """A function of a module of this package, which is imported when it is first called: a dump or a fake needs no triton."""
+
+    def call(*arguments: Any) -> Any:
+        return getattr(_module(module), function)(*arguments)
+
+    return call
+
+
+@functools.cache
+def _module(name: str) -> Any:
+    return importlib.import_module(f"attn_compiler.lowerings.{name}")
 
 
 def empty_gradient(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -25,7 +23,7 @@ from attn_compiler.lowerings import (
     triton_tiles_table,
 )
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
-from attn_compiler.lowerings.ops import register_with_backward_of
+from attn_compiler.lowerings.ops import late, register_with_backward_of
 from attn_compiler.lowerings.triton import TritonAttention
 from attn_compiler.lowerings.triton_plan import Call, Tile, Tiles
 from attn_compiler.report import Reason
@@ -92,20 +90,10 @@ def leading(text: str) -> int:
     return len(fp8_quantise.names(Call.from_text(text).spec))
 
 
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Sequence[torch.Tensor], text: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # triton is imported by the first call, not before.
-    from attn_compiler.lowerings import triton_fp8_launch
-
-    result: Any = triton_fp8_launch.forward(q, k, v, operands, text)
-    return result[0], result[1]
-
-
 register_with_backward_of(
     "triton",
     "triton_fp8",
-    forward=_forward,
+    forward=late("triton_fp8_launch", "forward"),
     leading=leading,
     differentiable=triton_ops.differentiable,
     dispatch_key="CompositeExplicitAutograd",

@@ -6,13 +6,12 @@ triton itself is imported by the first call, not before: a dump or a fake needs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from attn_compiler.lowerings import triton_planning
-from attn_compiler.lowerings.ops import register_family
+from attn_compiler.lowerings.ops import late, register_family
 from attn_compiler.lowerings.triton_plan import Call
 
 Tensors = Sequence[torch.Tensor]
@@ -26,21 +25,10 @@ def differentiable(operands: Tensors, text: str) -> list[bool]:
     return [name in plan.differentiable for name in plan.operands]
 
 
-def _launched(name: str) -> Callable[..., Any]:
-    """The function of that name in triton_launch.py, which is imported when it is first called."""
-
-    def call(*arguments: Any) -> Any:
-        from attn_compiler.lowerings import triton_launch
-
-        return getattr(triton_launch, name)(*arguments)
-
-    return call
-
-
 register_family(
     "triton",
-    forward=_launched("forward"),
-    backward=_launched("gradients"),
+    forward=late("triton_launch", "forward"),
+    backward=late("triton_launch", "gradients"),
     differentiable=differentiable,
     dispatch_key="CompositeExplicitAutograd",
 )
