@@ -113,7 +113,7 @@ def _launch_of(problem: Problem, name: str) -> tuple[Any, dict[str, Any], dict[s
     return kernel, values, options
 
 
-_POINTERS = {
+POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
@@ -132,7 +132,7 @@ def source(function: Any, values: Mapping[str, Any]) -> ASTSource:
         if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
             signature[parameter.name], constants[(i,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = _POINTERS[value.dtype]
+            signature[parameter.name] = POINTERS[value.dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"

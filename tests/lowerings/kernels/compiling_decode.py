@@ -18,7 +18,7 @@ from triton.compiler import compile as compile_kernel
 from attn_compiler.lowerings import decode_launch, decode_schedule
 from attn_compiler.target import Target
 from tests.lowerings.decode_problems import Case, build, results
-from tests.lowerings.kernels.compiling import _POINTERS, _resources
+from tests.lowerings.kernels.compiling import POINTERS, resources
 
 _SIZES: Any = {"batch": 2, "heads_q": 8, "heads_kv": 2, "seqlen_kv": 512}
 _SHAPES = (
@@ -69,7 +69,7 @@ def run(job: tuple[str, int]) -> Found:
     options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
     source = source_of(decode_launch.attention_decode, values)
     compiled = compile_kernel(source, target=GPUTarget("cuda", sm, 32), options=options)
-    registers, spilled = _resources(compiled.asm["cubin"])
+    registers, spilled = resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     return Found(
         case=name,
@@ -90,7 +90,7 @@ def source_of(function: Any, values: Mapping[str, Any]) -> ASTSource:
         if parameter.is_constexpr or value is None:
             signature[parameter.name], constants[(i,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = {**_POINTERS, torch.bool: "*i1"}[value.dtype]
+            signature[parameter.name] = {**POINTERS, torch.bool: "*i1"}[value.dtype]
             if not parameter.do_not_specialize_on_alignment:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         else:
