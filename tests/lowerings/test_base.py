@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from attn_compiler.lowerings.base import LayoutDemand
+from attn_compiler.spec import TensorSpec
+
+BSHD = TensorSpec(shape=(2, 4, 8, 64), strides=(2048, 64, 256, 1), dtype="bfloat16")
+CUDA = LayoutDemand(alignment=16, zero_strides=False)
+
+
+@pytest.mark.parametrize(
+    ("strides", "said"),
+    [
+        ((2048, 64, 256, 1), None),
+        ((2048, 512, 64, 1), None),
+        ((2048, 1, 256, 4), "side by side; their stride is 4"),
+        ((2048, 0, 256, 1), "repeated (stride 0) axis"),
+        ((2080, 65, 260, 1), "multiples of 16 bytes; one is"),
+    ],
+)
+def test_what_a_kernel_can_not_read_is_said(strides: tuple[int, ...], said: str | None) -> None:
+    found = CUDA.broken_by(dataclasses.replace(BSHD, strides=strides))
+    assert (found is None) == (said is None)
+    assert said is None or said in str(found)
+
+
+def test_a_kernel_that_asks_for_nothing_reads_everything() -> None:
+    anything = LayoutDemand(last_stride_one=False)
+    assert anything.broken_by(dataclasses.replace(BSHD, strides=(7, 0, 3, 5))) is None
+
+
+def test_the_stride_of_an_axis_of_size_one_says_nothing() -> None:
+    one = TensorSpec(shape=(1, 4, 8, 64), strides=(3, 64, 256, 1), dtype="bfloat16")
+    assert CUDA.broken_by(one) is None
+
+
+def test_bytes_are_counted_in_the_tensors_dtype() -> None:
+    strides = (1040, 65 * 4, 65 * 16, 1)
+    assert LayoutDemand(alignment=16).broken_by(dataclasses.replace(BSHD, strides=strides, dtype="float32")) is None
+    assert LayoutDemand(alignment=16).broken_by(dataclasses.replace(BSHD, strides=strides)) is not None
