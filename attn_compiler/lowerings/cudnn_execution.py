@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from attn_compiler import torch_compat
 from attn_compiler.lowerings import cudnn_frontend, cudnn_graphs
 from attn_compiler.lowerings.cudnn_call import Call
 from attn_compiler.lowerings.cudnn_graphs import Laid, Plan
 from attn_compiler.lowerings.cudnn_ops import gradient_like, like_output
+from attn_compiler.lowerings.on_device import Empty
 from attn_compiler.lowerings.ops import empty_outputs
 from attn_compiler.target import cudnn_version
 
@@ -24,23 +24,6 @@ Tensors = Sequence[torch.Tensor]
 
 #: bytes that cuDNN needs every tensor to begin at a multiple of
 ALIGNMENT = 16
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Empty:
-    """How a tensor is allocated, on the current device."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-
-    @staticmethod
-    def like(tensor: torch.Tensor) -> Empty:
-        return Empty(shape=tuple(tensor.shape), strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device.type)
-
-    def make(self) -> torch.Tensor:
-        return torch_compat.empty_strided(self.shape, self.strides, self.dtype, self.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

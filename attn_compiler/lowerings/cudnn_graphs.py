@@ -16,6 +16,7 @@ from typing import Any
 
 from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings.cudnn_call import Call
+from attn_compiler.lowerings.ops import output_strides
 
 Shape = tuple[int, ...]
 
@@ -180,9 +181,8 @@ def _outputs(inputs: Mapping[str, Laid]) -> dict[str, Laid]:
     """As `ops.empty_outputs` makes them: BSHD in memory, and lse (B, Hq, Sq) with a last axis of one, which cuDNN counts."""
     batch, heads, seqlen_q, _ = inputs["q"].shape
     head_dim = inputs["v"].shape[3]
-    strides = (seqlen_q * heads * head_dim, head_dim, heads * head_dim, 1)
     return {
-        "out": Laid.of((batch, heads, seqlen_q, head_dim), strides),
+        "out": Laid.of((batch, heads, seqlen_q, head_dim), output_strides(heads, seqlen_q, head_dim)),
         "lse": Laid(shape=(batch, heads, seqlen_q, 1), strides=(heads * seqlen_q, seqlen_q, 1, 1)),
     }
 

@@ -20,7 +20,8 @@ from attn_compiler.lowerings import decode_plan
 from attn_compiler.lowerings.decode_plan import Call, Plan, Schedule
 from attn_compiler.lowerings.kernels.decode import attention_decode
 from attn_compiler.lowerings.launching import VECTOR, start
-from attn_compiler.lowerings.triton_arguments import alignment, head_dim_parts
+from attn_compiler.lowerings.on_device import new_outputs
+from attn_compiler.lowerings.triton_arguments import alignment, along, kernel_constants
 from attn_compiler.lowerings.triton_launch import readable
 from attn_compiler.torch_compat import empty_strided
 
@@ -57,36 +58,25 @@ def prepare(text: str) -> Prepared:
     """Everything that follows from the leaf op's text."""
     call = Call.from_text(text)
     spec, plan = call.spec, decode_plan.of(call)
-    head_dim_qk, head_dim_v = decode_plan.known(spec.head_dim_qk), decode_plan.known(spec.head_dim_v)
     heads_kv, seqlen_q = decode_plan.known(spec.num_heads_kv), decode_plan.known(spec.seqlen_q)
     group = decode_plan.known(spec.num_heads_q) // heads_kv
     rows, blocks = decode_plan.rows_of(spec)
-    qk, v = head_dim_parts(head_dim_qk), head_dim_parts(head_dim_v)
+    shared = kernel_constants(spec, added=plan.bias or plan.distances or plan.slopes)
     kept = rows if blocks > 1 else group * seqlen_q
     kept_all = triton.next_power_of_2(kept)
-    changed = spec.score.softcap is not None or plan.bias or plan.distances or plan.slopes
     constants = {
         "BLOCK_M": rows,
         "BLOCK_N": call.schedule.keys,
         "SLICES": call.schedule.slices,
         "LEAST_KEYS": call.schedule.least_keys,
-        "PARTS": min(max(_HELD // (kept_all * v[0]), 1), _MOST_PARTS),
+        "PARTS": min(max(_HELD // (kept_all * shared["V_0"]), 1), _MOST_PARTS),
         "KEPT": kept,
         "KEPT_ALL": kept_all,
         "HEADS_KV": heads_kv,
         "GROUP": group,
         "SEQLEN_Q": seqlen_q,
-        "HEAD_DIM_QK": head_dim_qk,
-        "HEAD_DIM_V": head_dim_v,
-        "QK_0": qk[0],
-        "QK_1": qk[1],
-        "V_0": v[0],
-        "V_1": v[1],
         "PAIRS_MASK": plan.mask,
-        "SOFTCAP": spec.score.softcap is not None,
-        "FAST_TANH": spec.dtype != "float32" and not triton.knobs.runtime.interpret,
-        "PLAIN": not changed and spec.score.scale > 0,
-        "PRECISION": "ieee",
+        **shared,
     }
     return Prepared(
         schedule=call.schedule,
@@ -128,11 +118,8 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """On the current device."""
     device = q.device.type
-    (batch, heads, seqlen_q, _), seqlen_kv, width = q.shape, k.shape[2], v.shape[3]
-    # As `ops.empty_outputs` has them.
-    shape, size = (batch, heads, seqlen_q, width), heads * width
-    out = empty_strided(shape, (seqlen_q * size, width, size, 1), q.dtype, device)
-    lse = empty_strided(shape[:3], (heads * seqlen_q, seqlen_q, 1), torch.float32, device)
+    batch, seqlen_kv, width = q.shape[0], k.shape[2], v.shape[3]
+    out, lse = new_outputs(q, v)
     if batch == 0:
         return out, lse
     splits = prepared.schedule.splits
@@ -165,18 +152,14 @@ def _operand_strides(
 ) -> tuple[int, ...]:
     """0 where an axis broadcasts, and where there is no tensor."""
     return (
-        *(_NO_BOUNDS if bounds is None else (bounds.stride(0), _along(bounds, 1))),
-        0 if keys is None else _along(keys, 0),
-        *(_NO_PAIRS if pairs is None else [_along(pairs, dim) for dim in range(4)]),
-        0 if distances is None else _along(distances, 0),
+        *(_NO_BOUNDS if bounds is None else (bounds.stride(0), along(bounds, 1))),
+        0 if keys is None else along(keys, 0),
+        *(_NO_PAIRS if pairs is None else [along(pairs, dim) for dim in range(4)]),
+        0 if distances is None else along(distances, 0),
     )
 
 
 _NO_BOUNDS, _NO_PAIRS = (0, 0), (0, 0, 0, 0)
-
-
-def _along(tensor: torch.Tensor, dim: int) -> int:
-    return 0 if tensor.shape[dim] == 1 else tensor.stride(dim)
 
 
 def _launch(

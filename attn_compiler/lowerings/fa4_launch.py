@@ -10,7 +10,6 @@ each time), a backward 106 or more, a launch 7. So a call of shapes that were th
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import threading
@@ -27,6 +26,7 @@ from attn_compiler import torch_compat
 from attn_compiler.lowerings import fa4_replay
 from attn_compiler.lowerings.fa4_plan import Call, Settings
 from attn_compiler.lowerings.fa4_replay import Recording
+from attn_compiler.lowerings.on_device import new_outputs, on
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec, Dim
 from attn_compiler.target import Target
@@ -134,14 +134,13 @@ def _prepared(text: str) -> _Prepared:
 def forward(q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
     """out and lse, laid out as `ops` says. Sizes are those of the tensors, not the spec's."""
     prepared = _prepared(text)
-    with _on(q.device):
-        batch, heads, length, _ = q.shape
-        out, lse = _empty((batch, length, heads, v.shape[3]), q), _empty_lse(q)
-        given = {"q": _bshd(q), "k": _bshd(k), "v": _bshd(v), "out": out, "lse": lse}
+    with on(q.device):
+        out, lse = new_outputs(q, v)
+        given = {"q": _bshd(q), "k": _bshd(k), "v": _bshd(v), "out": _bshd(out), "lse": lse}
         is_plain = _is_plain(q) and _is_plain(k) and _is_plain(v)
         given = _with_sinks(given, operands)
         _run(prepared, prepared.forwards, _flash_forward, given, outputs=("out", "lse"), is_plain=is_plain)
-    return out.transpose(1, 2), lse
+    return out, lse
 
 
 def gradients(
@@ -159,7 +158,7 @@ def gradients(
     prepared = _prepared(text)
     # A stride of 0 has kernels of its own, which were not compiled ahead.
     grad_out = grad_out.contiguous() if 0 in grad_out.stride() else grad_out
-    with _on(q.device):
+    with on(q.device):
         grad_q, grad_k, grad_v = (_empty(cast(Shape, x.shape), x) for x in (q, k, v))
         given = {"q": _bshd(q), "k": _bshd(k), "v": _bshd(v), "out": _bshd(out), "grad_out": _bshd(grad_out)}
         given |= {"lse": lse.detach(), "grad_lse": grad_lse.detach()}
@@ -275,12 +274,6 @@ def _empty(shape: Shape, like: Tensor) -> Tensor:
     return torch_compat.empty_strided((batch, rows, columns, width), strides, like.dtype, like.device.type)
 
 
-def _empty_lse(q: Tensor) -> Tensor:
-    batch, heads, length, _ = q.shape
-    strides = (heads * length, length, 1)
-    return torch_compat.empty_strided((batch, heads, length), strides, torch.float32, q.device.type)
-
-
 def _with_sinks(given: Named, operands: Sequence[Tensor]) -> Named:
     return given | {"sinks": operands[0].detach()} if operands else given
 
@@ -294,10 +287,3 @@ def _is_plain(x: Tensor) -> bool:
         and 0 not in (batch, heads, length)
         and x.data_ptr() % _ALIGNMENT == 0
     )
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Kernels run on the current device and its stream."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)

@@ -7,7 +7,6 @@ machine a launch through `CompiledKernel.__getitem__` took 11 µs, of which the 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -15,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 import triton
 
-from attn_compiler import torch_compat
+from attn_compiler.lowerings.on_device import Empty
 from attn_compiler.lowerings.triton_plan import Tile
 
 #: bytes whose elements a thread may load at once
@@ -51,22 +50,21 @@ class _Ready:
 class Alike:
     """Calls of one text whose tensors have the same shapes, strides, dtypes, device and alignment.
 
-    launches: by the identity of the kernel, whose own hash is that of its source. empties: shape, strides and dtype of what a call
-    allocates.
+    launches: by the identity of the kernel, whose own hash is that of its source. empties: what a call allocates.
     """
 
     device: torch.device
     launches: dict[tuple[int, str], _Ready] = field(default_factory=dict)
-    empties: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    empties: dict[str, Empty] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def empty(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """make(), or an unfilled tensor like the one that it gave first. Allocates on the current device."""
         known = self.empties.get(name)
         if known is not None:
-            return torch_compat.empty_strided(*known)
+            return known.make()
         made = make()
-        self.empties[name] = (tuple(made.shape), made.stride(), made.dtype, made.device.type)
+        self.empties[name] = Empty.like(made)
         return made
 
     def fact(self, name: str, find: Callable[[], T]) -> T:
@@ -114,13 +112,6 @@ def launch(
     for position, name in ready.where:
         values[position] = tensors[name].data_ptr()
     start(ready.compiled, ready.grid, same.device.index, values)
-
-
-def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, whatever the tensors are on."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
 
 
 def _first_launch(kernel: Any, tensors: Mapping[str, torch.Tensor], found: Arguments) -> _Ready | None:

@@ -187,6 +187,11 @@ def without_autograd(graph: fx.Graph) -> None:
             node.target = node.target if bare is None else bare.default
 
 
+def output_strides(heads: int, seqlen_q: int, head_dim: int) -> tuple[int, int, int, int]:
+    """Of out, logical BHSD: BSHD in memory."""
+    return (seqlen_q * heads * head_dim, head_dim, heads * head_dim, 1)
+
+
 def empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, unfilled, in the strides that every family gives them."""
     batch, heads, seqlen_q, _ = q.shape

@@ -13,6 +13,7 @@ import triton
 from attn_compiler.lowerings import triton_planning
 from attn_compiler.lowerings.launching import VECTOR
 from attn_compiler.lowerings.triton_plan import Call, Plan
+from attn_compiler.spec import AttentionSpec
 
 Tensors = Sequence[torch.Tensor]
 
@@ -55,31 +56,41 @@ def prepare(text: str) -> Prepared:
     call = Call.from_text(text)
     plan = triton_planning.of(call.spec)
     spec = call.spec
-    if not isinstance(spec.head_dim_qk, int) or not isinstance(spec.head_dim_v, int):
-        raise TypeError(f"why_not refuses unknown head dims, got {spec.head_dim_qk!r} and {spec.head_dim_v!r}")
-    qk, v = head_dim_parts(spec.head_dim_qk), head_dim_parts(spec.head_dim_v)
-    changed = spec.score.softcap is not None or plan.bias or plan.distances or plan.slopes
     return Prepared(
         call=call,
         plan=plan,
         operands=plan.operands,
         constants={
-            "HEAD_DIM_QK": spec.head_dim_qk,
-            "HEAD_DIM_V": spec.head_dim_v,
-            "QK_0": qk[0],
-            "QK_1": qk[1],
-            "V_0": v[0],
-            "V_1": v[1],
+            **kernel_constants(spec, added=plan.bias or plan.distances or plan.slopes),
             "HAS_LEFT": plan.band is not None and plan.band.left is not None,
             "HAS_RIGHT": plan.band is not None and plan.band.right is not None,
-            "SOFTCAP": spec.score.softcap is not None,
-            "FAST_TANH": spec.dtype != "float32" and not triton.knobs.runtime.interpret,
-            "PLAIN": not changed and spec.score.scale > 0,
             "DROPOUT": plan.dropout,
-            "PRECISION": "ieee",
             "MASK_ALL": plan.unlisted,
         },
     )
+
+
+def kernel_constants(spec: AttentionSpec, *, added: bool) -> dict[str, Any]:
+    """What every kernel is compiled for that follows from head dims, dtype and scores. added: something is added to the scores.
+
+    Raises TypeError for head dims that are not known.
+    """
+    if not isinstance(spec.head_dim_qk, int) or not isinstance(spec.head_dim_v, int):
+        raise TypeError(f"why_not refuses unknown head dims, got {spec.head_dim_qk!r} and {spec.head_dim_v!r}")
+    qk, v = head_dim_parts(spec.head_dim_qk), head_dim_parts(spec.head_dim_v)
+    softcap = spec.score.softcap is not None
+    return {
+        "HEAD_DIM_QK": spec.head_dim_qk,
+        "HEAD_DIM_V": spec.head_dim_v,
+        "QK_0": qk[0],
+        "QK_1": qk[1],
+        "V_0": v[0],
+        "V_1": v[1],
+        "SOFTCAP": softcap,
+        "FAST_TANH": spec.dtype != "float32" and not triton.knobs.runtime.interpret,
+        "PLAIN": not (softcap or added) and spec.score.scale > 0,
+        "PRECISION": "ieee",
+    }
 
 
 def strides(name: str, tensor: torch.Tensor) -> dict[str, int]:

@@ -11,7 +11,8 @@ import triton
 
 from attn_compiler.lowerings import fp8_quantise
 from attn_compiler.lowerings.kernels import forward_fp8
-from attn_compiler.lowerings.launching import Arguments, alike, launch, on
+from attn_compiler.lowerings.launching import Arguments, alike, launch
+from attn_compiler.lowerings.on_device import on
 from attn_compiler.lowerings.ops import empty_outputs
 from attn_compiler.lowerings.triton_arguments import (
     Prepared,

@@ -17,7 +17,8 @@ import triton
 
 from attn_compiler.lowerings.kernels import backward, bias_backward, kv_backward
 from attn_compiler.lowerings.kernels import forward as forward_kernels
-from attn_compiler.lowerings.launching import Alike, Arguments, alike, launch, on
+from attn_compiler.lowerings.launching import Alike, Arguments, alike, launch
+from attn_compiler.lowerings.on_device import on
 from attn_compiler.lowerings.ops import empty_gradient, empty_outputs
 from attn_compiler.lowerings.triton_arguments import (
     Prepared,
@@ -75,7 +76,7 @@ def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argumen
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Backward:
+class Backward:
     """What the kernels of one backward share. tensors: Q, K, V, GradOut, GradLse, Out, Lse, Delta and the operands by their names;
     each kernel adds its own outputs."""
 
@@ -99,7 +100,7 @@ class _Backward:
         scores = "Scores" if self.keeps_scores else None
         return {**names, **operand_parameters(self.prepared), "Scores": scores}
 
-    def launch(self, kernel: Any, arguments: Callable[[_Backward], Arguments], part: str = "") -> None:
+    def launch(self, kernel: Any, arguments: Callable[[Backward], Arguments], part: str = "") -> None:
         launch(kernel, self.same, self.tensors, functools.partial(arguments, self), part)
 
 
@@ -116,7 +117,7 @@ def gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Gradients of q, k, v and of the plan's differentiable operands, as `ops.BACKWARD_SCHEMA` says."""
     with on(q.device):
-        return _all_gradients(_backward(grad_out, grad_lse, q, k, v, operands, out, lse, text))
+        return _all_gradients(begin_backward(grad_out, grad_lse, q, k, v, operands, out, lse, text))
 
 
 def _misaligned(*tensors: torch.Tensor) -> bool:
@@ -141,22 +142,11 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     return copied
 
 
-def single_gradients(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    operands: Tensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    text: str,
-) -> dict[str, Callable[[], None]]:
-    """Arguments as those of `gradients`: for each kernel that has a tile in `Tiles`, a call that runs it alone, to be measured.
+def single_gradients(shared: Backward) -> dict[str, Callable[[], None]]:
+    """For each kernel that has a tile in `Tiles`, a call that runs it alone, to be measured: as `gradients` would launch it.
 
     They launch on the current device, which has to be the tensors'.
     """
-    shared = _backward(grad_out, grad_lse, q, k, v, operands, out, lse, text)
     shared.launch(backward.attention_delta, _delta)
     return {
         "grad_q": functools.partial(shared.launch, backward.attention_grad_q, _grad_q),
@@ -164,8 +154,7 @@ def single_gradients(
     }
 
 
-def _all_gradients(shared: _Backward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    _add_scores(shared)
+def _all_gradients(shared: Backward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     if shared.keeps_scores:
         shared.launch(backward.attention_delta, _delta)
         _launch_grad_kv(shared)
@@ -178,7 +167,7 @@ def _all_gradients(shared: _Backward) -> tuple[torch.Tensor, torch.Tensor, torch
     return shared.tensors["GradQ"], shared.tensors["GradK"], shared.tensors["GradV"], grads
 
 
-def _add_scores(shared: _Backward) -> None:
+def _add_scores(shared: Backward) -> None:
     """Room for the scores' gradients, (B, Hq, Skv, pitch), where a bias is learned: five products instead of nine.
 
     As much memory as the gradient that PyTorch's own kernels make for such a bias, before they sum it.
@@ -189,7 +178,7 @@ def _add_scores(shared: _Backward) -> None:
         shared.tensors["Scores"] = shared.same.empty("Scores", make)
 
 
-def _keeps_scores(shared: _Backward) -> bool:
+def _keeps_scores(shared: Backward) -> bool:
     plan, score = shared.prepared.plan, shared.prepared.call.spec.score
     # A softcap is beneath the bias: its derivative needs the products again.
     if not (plan.bias_grad or plan.distances_grad) or score.softcap is not None:
@@ -203,7 +192,7 @@ def _scores_shape(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, int]
     return (q.shape[0], q.shape[1], k.shape[2], pitch)
 
 
-def _backward(
+def begin_backward(
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor,
     q: torch.Tensor,
@@ -213,22 +202,24 @@ def _backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     text: str,
-) -> _Backward:
-    """With room for delta and the gradients of q, k and v."""
+) -> Backward:
+    """Arguments as those of `gradients`. With room for delta, the gradients of q, k and v and, if they are kept, the scores'."""
     prepared = prepare(text)
     same = alike(text, (q, k, v, *operands, grad_out, grad_lse, out, lse))
     if same.fact("unreadable", lambda: grad_out.stride(3) != 1 or _misaligned(q, k, v, grad_out)):
         q, k, v, grad_out = map(readable, (q, k, v, grad_out))
-        return _backward(grad_out, grad_lse, q, k, v, operands, out, lse, text)
+        return begin_backward(grad_out, grad_lse, q, k, v, operands, out, lse, text)
     tensors = {"Q": q, "K": k, "V": v, "GradOut": grad_out, "GradLse": grad_lse.contiguous(), "Out": out, "Lse": lse}
     tensors |= prepared.named(operands)
     tensors["Delta"] = same.empty("Delta", lambda: torch.empty(lse.shape, dtype=torch.float32, device=lse.device))
     for name in ("Q", "K", "V"):
         tensors[f"Grad{name}"] = same.empty(f"Grad{name}", functools.partial(empty_gradient, tensors[name]))
-    return _Backward(prepared=prepared, same=same, tensors=tensors)
+    shared = Backward(prepared=prepared, same=same, tensors=tensors)
+    _add_scores(shared)
+    return shared
 
 
-def _delta(shared: _Backward) -> Arguments:
+def _delta(shared: Backward) -> Arguments:
     out, grad_out = shared.tensors["Out"], shared.tensors["GradOut"]
     batch, heads, seqlen_q, head_dim = out.shape
     numbers = {**strides("o", out), **strides("g", grad_out), "heads_q": heads, "seqlen_q": seqlen_q}
@@ -241,7 +232,7 @@ def _delta(shared: _Backward) -> Arguments:
     )
 
 
-def _grad_q(shared: _Backward) -> Arguments:
+def _grad_q(shared: Backward) -> Arguments:
     tile, grad_q = shared.prepared.call.tiles.grad_q, shared.tensors["GradQ"]
     numbers = {**shared.numbers(), **lists(shared.tensors.get("tiles")), **strides("dq", grad_q)}
     # It comes first, and makes delta, where no scores are kept.
@@ -254,12 +245,12 @@ def _grad_q(shared: _Backward) -> Arguments:
     )
 
 
-def _launch_grad_kv(shared: _Backward) -> None:
+def _launch_grad_kv(shared: Backward) -> None:
     for part in ("k", "v") if shared.prepared.call.tiles.grad_kv.apart else ("kv",):
         shared.launch(kv_backward.attention_grad_kv, functools.partial(_grad_kv, part=part), part)
 
 
-def _grad_kv(shared: _Backward, part: str) -> Arguments:
+def _grad_kv(shared: Backward, part: str) -> Arguments:
     tile, grad_k, grad_v = shared.prepared.call.tiles.grad_kv, shared.tensors["GradK"], shared.tensors["GradV"]
     numbers = {**shared.numbers(), **lists(shared.tensors.get("tiles_by_key"))}
     numbers |= {**strides("dk", grad_k), **strides("dv", grad_v), "FOR_K": "k" in part, "FOR_V": "v" in part}
@@ -282,7 +273,7 @@ def _bias_tile(prepared: Prepared) -> Tile:
     return next((tile for limit, tile in _BIAS_TILES.items() if width <= limit), _BIAS_TILE_SMALL)
 
 
-def _for_bias(shared: _Backward) -> tuple[dict[str, Any], Tile]:
+def _for_bias(shared: Backward) -> tuple[dict[str, Any], Tile]:
     """Numbers and the tile of both kernels of biases' gradients."""
     numbers = shared.numbers()
     tile = _bias_tile(shared.prepared)
@@ -293,14 +284,14 @@ def _for_bias(shared: _Backward) -> tuple[dict[str, Any], Tile]:
     return numbers | {"batch_size": batch, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys}, tile
 
 
-def _grad_bias(shared: _Backward) -> torch.Tensor:
+def _grad_bias(shared: Backward) -> torch.Tensor:
     make = functools.partial(empty_gradient, shared.tensors["bias"])
     shared.tensors["GradBias"] = shared.same.empty("GradBias", make)
     shared.launch(bias_backward.attention_grad_bias, _bias)
     return shared.tensors["GradBias"]
 
 
-def _bias(shared: _Backward) -> Arguments:
+def _bias(shared: Backward) -> Arguments:
     numbers, tile = _for_bias(shared)
     bias, grad = shared.tensors["bias"], shared.tensors["GradBias"]
     ones = [size == 1 for size in bias.shape]
@@ -316,7 +307,7 @@ def _bias(shared: _Backward) -> Arguments:
     )
 
 
-def _grad_distances(shared: _Backward) -> torch.Tensor:
+def _grad_distances(shared: Backward) -> torch.Tensor:
     """Tiles summed along the diagonals of the scores, then each along its own: d = (key block - query block) · size + j - i.
 
     All of it goes to the first of the copies that the operand holds of the numbers.
@@ -345,7 +336,7 @@ def _grad_distances(shared: _Backward) -> torch.Tensor:
     return grad
 
 
-def _distances(shared: _Backward) -> Arguments:
+def _distances(shared: Backward) -> Arguments:
     numbers, tile = _for_bias(shared)
     sums = shared.tensors["GradDistances"]
     heads, diagonals = sums.shape[:2]
@@ -358,7 +349,7 @@ def _distances(shared: _Backward) -> Arguments:
     )
 
 
-def _grad_sinks(shared: _Backward) -> torch.Tensor:
+def _grad_sinks(shared: Backward) -> torch.Tensor:
     """A sink's weight takes from its row and adds to the lse: weight · (grad_lse - sum(out · grad_out)) = -weight · delta."""
     sinks, lse, delta = shared.tensors["sinks"], shared.tensors["Lse"], shared.tensors["Delta"]
     weights = torch.exp(sinks.float()[None, :, None] - lse)

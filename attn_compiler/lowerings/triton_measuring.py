@@ -10,8 +10,9 @@ from triton.errors import TritonError
 from triton.testing import do_bench
 
 from attn_compiler import torch_compat
-from attn_compiler.lowerings import launching, triton_launch
+from attn_compiler.lowerings import triton_launch
 from attn_compiler.lowerings.autotune import Unfit
+from attn_compiler.lowerings.on_device import on
 from attn_compiler.lowerings.triton_plan import Call, Tiles
 from attn_compiler.lowerings.triton_stand_ins import StandIn
 from attn_compiler.spec import AttentionSpec
@@ -38,7 +39,7 @@ class Measurer:
     def __call__(self, kernel: str, tiles: Tiles) -> float:
         """Microseconds of "forward", "grad_q" or "grad_kv". Raises Unfit if it does not compile or does not fit into the GPU."""
         try:
-            with torch_compat.real_tensors(), launching.on(self._device):
+            with torch_compat.real_tensors(), on(self._device):
                 return self._clock(self._run(kernel, tiles))
         except (TritonError, RuntimeError) as error:
             raise Unfit(
@@ -52,8 +53,8 @@ class Measurer:
             return functools.partial(triton_launch.forward, given.q, given.k, given.v, operands, text)
         out, lse = triton_launch.forward(given.q, given.k, given.v, operands, text)
         upstream = given.gradients(out, lse)
-        kernels = triton_launch.single_gradients(*upstream, given.q, given.k, given.v, operands, out, lse, text)
-        return kernels[kernel]
+        shared = triton_launch.begin_backward(*upstream, given.q, given.k, given.v, operands, out, lse, text)
+        return triton_launch.single_gradients(shared)[kernel]
 
     @functools.cached_property
     def _given(self) -> StandIn:

@@ -62,6 +62,22 @@ def test_a_kernel_runs_alone(name: str, kernel: str) -> None:
     assert launched == [*before, f"attention_{kernel}", f"attention_{kernel}"]
 
 
+@pytest.mark.parametrize(("requires_grad", "kept"), [(True, "Scores"), (False, None)])
+def test_what_is_measured_is_what_a_backward_launches(requires_grad: bool, kept: str | None) -> None:
+    """Where a bias is learned, dq reads the scores' gradients that the pass over the keys keeps."""
+    learned = bias(1, 2, 40, 70, dtype="float32", requires_grad=requires_grad)
+    spec, seen = small(changes=(learned,), needs_grad=True), list[Arguments]()
+    launch = triton_launch.launch
+
+    def looking(function: Any, same: Any, tensors: Any, arguments: Callable[[], Arguments], part: str = "") -> None:
+        seen.append(arguments())
+        launch(function, same, tensors, arguments, part)
+
+    with mock.patch.object(triton_launch, "launch", looking):
+        Measurer(spec, DEVICE, clock)("grad_q", TILES)
+    assert seen[-1].tensors["Scores"] == kept
+
+
 def test_tiles_are_those_asked_for() -> None:
     seen: list[Tile] = []
     launch = triton_launch.launch
