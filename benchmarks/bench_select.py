@@ -53,6 +53,8 @@ PACKAGES = ("flash_attn_4", "cudnn_frontend")
 PASSES: tuple[Pass, ...] = ("forward", "backward")
 # Not kernels that a model would run.
 _LEFT_OUT = ("reference", "math", "untouched", "sdpa_cpu_flash")
+# What a run with --compile is for: kernels that are kept on disk. PyTorch's are there, cuDNN's are built anew in every process.
+_COMPILED = ("triton", "fa4", "flex")
 # A side that takes so many times as long as the fastest is timed less often: it is not chosen.
 _FAR, _FEW_ROUNDS = 2.0, (2, 2)
 _ROUNDS = (9, 100)
@@ -148,12 +150,14 @@ def sides_of(problem: Problem, peers: Sequence[str]) -> tuple[dict[str, Make], s
 def measure(
     case: Case, which: Pass, *, device: str, dtype: torch.dtype, seconds: float, peers: Sequence[str]
 ) -> list[dict[str, str]]:
-    """A row for each side. Whatever fails of a side becomes its row's `failure`. No time: run each side once, for its compilation."""
+    """A row for each side. Whatever fails of a side becomes its row's `failure`. No time: what is compiled runs once, and no more."""
     names = case.columns | {"dtype": str(dtype).removeprefix("torch."), "pass": which}
     rows: dict[str, dict[str, str]] = {}
     try:
         problem = kernel_cases.build(case, device=device, dtype=dtype, training=which != "forward")
         makes, chosen = sides_of(problem, peers)
+        if not seconds:
+            makes = {name: make for name, make in makes.items() if name in _COMPILED}
         rows = {name: names | {"side": name, "chosen": "yes" if name == chosen else ""} for name in makes}
         sides, outcome = _prepare(problem, which, makes, rows)
         _compare(rows, outcome, chosen, kernel_cases.used_queries(case).to(device) if which == "forward" else None)
@@ -236,14 +240,18 @@ def _synchronize(device: str) -> None:
 def plan(
     patterns: Sequence[str], passes: Sequence[Pass], shard: tuple[int, int] = (0, 1)
 ) -> Iterator[tuple[Case, Pass]]:
-    """Every case whose name fits one of the patterns: in the order of these, the most telling first. shard: (i, n), every n-th from the
-    i-th on."""
+    """Every case whose name fits one of the patterns: in the order of these, the most telling first. shard: (i, n), every n-th sort of
+    mask and head dim from the i-th on, whatever its lengths: these share kernels."""
     index, count = shard
     fitting = dict.fromkeys(
         case for pattern in patterns for case in select_cases.CASES if fnmatch.fnmatch(case.name, pattern)
     )
-    pairs = ((case, which) for case in fitting for which in passes)
-    yield from (pair for place, pair in enumerate(pairs) if place % count == index)
+    sorts = list(dict.fromkeys(map(_sort, fitting)))
+    yield from ((case, which) for case in fitting for which in passes if sorts.index(_sort(case)) % count == index)
+
+
+def _sort(case: Case) -> str:
+    return case.name.rpartition("_s")[0]
 
 
 def print_shapes(found: Sequence[standing.Shape]) -> None:
@@ -284,8 +292,8 @@ def main() -> int:
     parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--append", action="store_true", help="keep the rows of the file and measure only the others")
-    parser.add_argument("--compile", action="store_true", help="run each side once and write nothing: fills caches")
-    parser.add_argument("--shard", type=_shard, default=(0, 1), metavar="I/N", help="only every N-th, from the I-th on")
+    parser.add_argument("--compile", action="store_true", help="run what is compiled once, write nothing: fills caches")
+    parser.add_argument("--shard", type=_shard, default=(0, 1), metavar="I/N", help="every N-th sort, from the I-th on")
     parser.add_argument("--size", choices=("full", "small"), default="full", help="small: for a look at the script")
     parser.add_argument("--device", default="cuda:0", help="on cpu, in float32, with TRITON_INTERPRET=1")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -351,11 +359,13 @@ def _summary(row: Mapping[str, str]) -> str:
 
 
 def _forget(device: str) -> None:
-    """What a case leaves in memory, and compiled code, which counts against Dynamo's limit."""
+    """What a case leaves in memory, and compiled code, which counts against Dynamo's limit. What modules hold is not looked at again,
+    and memory is only given back where it gets scarce: either takes longer than most cases."""
     if torch._dynamo.utils.counters["stats"]:  # type: ignore[attr-defined]
         torch.compiler.reset()
     gc.collect()
-    if device != "cpu":
+    gc.freeze()
+    if device != "cpu" and torch.cuda.memory_reserved(device) > torch.cuda.mem_get_info(device)[1] // 3:
         torch.cuda.empty_cache()
 
 

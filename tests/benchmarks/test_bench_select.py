@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_compiler.target import Target
 from benchmarks import bench_kernels, bench_select, harness, kernel_cases, select_cases, standing
 from benchmarks.kernel_cases import Case, Problem
-from benchmarks.kernel_peers import Side
+from benchmarks.kernel_peers import Make, Side
 from tests.lowerings.fa4_stand_in import StandIn, flash  # noqa: F401 - a fixture
 
 KINDS = ["causal_d64_s8192", "causal_gqa_d64_s8192", "full_d64_s2048", "window_d64_s2048", "padded_d64_s2048"]
@@ -102,8 +102,18 @@ def test_a_run_that_is_continued(
 
 def test_compiling_alone_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "select.csv"
-    assert run(monkeypatch, output, "--cases", "full_d64_s512", "--peers", "sdpa", "--compile") == []
+    ran: list[str] = []
+    real = bench_select.lowering
+
+    def noted(name: str) -> Make:
+        return lambda problem: (ran.append(name), real(name)(problem))[1]
+
+    monkeypatch.setattr(bench_select, "lowering", noted)
+    monkeypatch.setattr(bench_select, "PEERS", {"sdpa": lambda _: ran.append("sdpa")})
+    case = ("--cases", "full_d64_s512", "--peers", "sdpa", "--passes", "forward")
+    assert run(monkeypatch, output, *case, "--compile") == []
     assert not output.exists()
+    assert ran == ["triton"]
 
 
 def test_shards_share_the_plan() -> None:
@@ -111,7 +121,8 @@ def test_shards_share_the_plan() -> None:
     parts = [list(bench_select.plan(["*"], bench_select.PASSES, (index, 3))) for index in range(3)]
     assert len(whole) == 2 * len(select_cases.CASES)
     assert sorted(map(str, whole)) == sorted(str(pair) for part in parts for pair in part)
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    sorts = [{case.name.rpartition("_s")[0] for case, _ in part} for part in parts]
+    assert sum(map(len, sorts)) == len(set.union(*sorts))
 
 
 def test_cases_come_in_the_order_of_the_patterns() -> None:

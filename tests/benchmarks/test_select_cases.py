@@ -13,6 +13,7 @@ def test_the_grid_has_what_it_should() -> None:
     assert {case.head_dim for case in CASES} == {64, 96, 128, 256}
     assert {case.seqlen for case in CASES} == {512, 1024, 2048, 4096, 8192, 32768}
     assert any(case.heads_kv < case.heads_q for case in CASES)
+    assert {case.name for case in CASES if case.peers} == set(select_cases._FLEX)
     for case in CASES:
         assert case.heads_q % case.heads_kv == 0
         assert set(case.peers) <= set(kernel_peers.PEERS)
