@@ -1,32 +1,45 @@
-"""On a GPU, our backend beside Inductor's own: every family of the registry, sdpa and eager, forward and training step, in bfloat16.
+"""On a GPU, our backend beside Inductor's own: every family of the registry, forward and training step, in bfloat16.
 
     pip install --no-deps --no-build-isolation -e .      # the entry point; torch, transformers and rich are there
     python -m benchmarks.bench_h200 --budget-seconds 540
 
-The most telling cases come first; what the budget leaves out is done by a later run with --append. A case that fails becomes a row
-with the failure. Writes benchmarks/results/h200.csv and prints a table last. Exits with 1 where we are slower beyond noise, where a
-result is wrong, or where the profiler saw another attention kernel than the one that the report names.
+Implementations of the model's attention: "sdpa" and "eager" are what both sides get; "flex_attention" is what Inductor gets beside our
+side with "sdpa" ("eager" where a softcap or sinks are more than that has).
+
+The most telling cases come first; what the budget leaves out is done by a later run with --append. --jobs: so many cases are compiled
+at a time, and timed one after another while the others wait (OMP_NUM_THREADS=1 and TORCHINDUCTOR_COMPILE_THREADS=1 suit that). A
+case that fails becomes a row with the failure. Writes benchmarks/results/h200.csv and prints a table last. Exits with 1 where we are
+slower beyond noise, where a result is wrong, or where the profiler saw another attention kernel than the one that the report names.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fnmatch
+import functools
 import gc
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks import compare, harness, inputs, models
+import attn_compiler
+from benchmarks import compare, harness, inputs, models, waves
 from benchmarks.compare import Case
 from benchmarks.harness import BACKEND, BASELINE, Step
 
+FLEX = "flex_attention"
+IMPLEMENTATIONS = ("sdpa", "eager", FLEX)
 RESULTS = Path(__file__).parent / "results" / "h200.csv"
 KEYS = ("model", "implementation", "scenario", "dtype")
+_SHORT = ("lowerings", f"{BASELINE}_p50_ms", f"{BACKEND}_p50_ms", "ratio", "numerics", "pinned", "failure")
 KERNELS = ("attention_kernels", "attention_ms", f"{BASELINE}_attention_kernels", f"{BASELINE}_attention_ms", "pinned")
 
 ATTENTION_KERNEL = re.compile(r"flash|fmha|sdpa|attention|softmax", re.IGNORECASE)
@@ -37,6 +50,7 @@ PINNED_KERNEL = {
     "sdpa_efficient": re.compile(r"^(?!.*cudnn).*fmha", re.IGNORECASE),
     "triton": re.compile(r"^attention_(forward|grad_kv)"),
 }
+PINNED_KERNEL["cudnn"] = PINNED_KERNEL["sdpa_cudnn"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,24 +62,34 @@ class Measured:
     scenario: inputs.Scenario
 
     @property
+    def words(self) -> str:
+        return f"{self.family}/{self.implementation}/{self.scenario.name}"
+
+    @property
     def names(self) -> dict[str, str]:
         return dict(zip(KEYS, (self.family, self.implementation, self.scenario.name, "bfloat16"), strict=True))
 
     def case(self, size: models.Size, device: str) -> Case:
         """Raises ValueError where the family has no such attention implementation."""
-        training = self.scenario.training
-        model = models.build(self.family, size, self.implementation, torch.bfloat16, device).train(training)
+        training, family = self.scenario.training, models.FAMILIES[self.family]
+        baseline = None
+        implementation = self.implementation
+        if implementation == FLEX:
+            baseline = models.build(self.family, size, FLEX, torch.bfloat16, device).train(training)
+            implementation = "eager" if family.softcap or family.sinks else "sdpa"
+        model = models.build(self.family, size, implementation, torch.bfloat16, device).train(training)
         arguments = inputs.example_inputs(self.family, size, self.scenario, torch.bfloat16, device)
         mask = arguments.get("attention_mask")
-        text2text = models.FAMILIES[self.family].inputs == "text2text"
+        text2text = family.inputs == "text2text"
         return Case(
             model=model,
+            baseline=baseline,
             inputs=arguments,
             device=device,
             training=training,
             # The padding of a text2text model is its encoder's; what comes out is the decoder's.
             valid=None if mask is None or text2text else mask.bool(),
-            softcap=models.FAMILIES[self.family].softcap,
+            softcap=family.softcap,
         )
 
 
@@ -73,7 +97,7 @@ def plan(families: list[str], scenarios: list[str]) -> Iterator[Measured]:
     """Every case, the most telling first."""
     for scenario in (inputs.SCENARIOS[name] for name in scenarios):
         for family in families:
-            for implementation in ("sdpa", "eager"):
+            for implementation in IMPLEMENTATIONS:
                 if inputs.applies(family, scenario):
                     yield Measured(family=family, implementation=implementation, scenario=scenario)
 
@@ -110,7 +134,9 @@ def pinned(lowerings: str, kernels: Mapping[str, object]) -> str:
     if not expected:
         return ""
     # An untouched site may run any kernel, so only where all are pinned is a stranger a mistake.
-    strangers = PINNED_KERNEL.keys() - named if named == expected else set()
+    patterns = {PINNED_KERNEL[name] for name in named & PINNED_KERNEL.keys()}
+    others = {name for name, pattern in PINNED_KERNEL.items() if pattern not in patterns}
+    strangers = others if named == expected else set()
     ran = {name for name, pattern in PINNED_KERNEL.items() if any(pattern.search(kernel) for kernel in kernels)}
     return "yes" if expected <= ran and not strangers & ran else "NO"
 
@@ -119,20 +145,92 @@ def _words(kernels: Mapping[str, tuple[int, float]]) -> str:
     return " | ".join(f"{name[:90]} x{count} {ms:.3f} ms" for name, (count, ms) in list(kernels.items())[:5])
 
 
-def measure(measured: Measured, size: models.Size, device: str, seconds: float) -> dict[str, str] | None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """How cases are measured. options: of our side's compilation."""
+
+    size: models.Size
+    device: str
+    seconds: float
+    options: Mapping[str, Any] | None = None
+
+
+def measure(measured: Measured, way: Way) -> dict[str, str] | None:
     """One row, or None where the family has no such implementation. Whatever fails becomes the row's `failure`."""
+    return prepare((measured, way), contextlib.nullcontext())()
+
+
+def prepare(what: tuple[Measured, Way], lock: AbstractContextManager[Any]) -> waves.Finish:
+    """Compile and check a case; its row follows by timing it. lock: held while its results are computed in float32."""
+    measured, way = what
+    torch.backends.cudnn.allow_tf32 = False  # The float32 reference has convolutions.
     try:
-        case = measured.case(size, device)
-    except ValueError as error:
-        if "does not support an attention implementation" in str(error):
-            return None
-        raise
-    try:
-        steps = compare.compile_both(case)
-        row = compare.compare(case, steps, seconds=seconds)
-        return row | (kernel_columns(steps, row["lowerings"]) if device != "cpu" else {})
+        case = measured.case(way.size, way.device)
+        steps = compare.compile_both(case, way.options)
+        row = compare.chosen(attn_compiler.reports())
+        if way.device != "cpu":
+            attention_kernels(lambda: torch.zeros(1, device=way.device))  # A process's first profile takes seconds.
+        with lock:
+            row |= compare.checked(case, steps[BACKEND])
+        forget(case, way.device)
     except Exception as error:  # noqa: BLE001 (one broken case must not cost the others, and the row names it)
-        return {"failure": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:200]}
+        missing = "does not support an attention implementation" in str(error)
+        failed = None if missing else {"failure": failure(error)}
+        return lambda: failed
+    return functools.partial(_finish, case, steps, row, way)
+
+
+def _finish(case: Case, steps: Mapping[str, Step], row: dict[str, str], way: Way) -> dict[str, str]:
+    """The rest of a row. Results are compared here where there was no memory for that while others were compiled."""
+    try:
+        row |= harness.timing_columns(harness.interleave(steps, way.device, seconds=way.seconds))
+        row |= kernel_columns(steps, row["lowerings"]) if way.device != "cpu" else {}
+        if row["numerics"] == compare.NO_MEMORY:
+            row |= compare.checked(case, steps[BACKEND])
+    except Exception as error:  # noqa: BLE001 (as above)
+        row = {"failure": failure(error)}
+    forget(case, way.device)
+    return row
+
+
+def failure(error: Exception) -> str:
+    """The first line of an error."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0] if said else ''}"[:200]
+
+
+def forget(case: Case, device: str) -> None:
+    """Give back what a case holds of the device's memory, but for its weights."""
+    for module in (case.model, case.baseline):
+        if module is not None:
+            module.zero_grad(set_to_none=True)
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
+
+
+def wanted(cases: Iterable[Measured], patterns: Sequence[str]) -> list[Measured]:
+    """Those that fit a pattern, in the order of these: "llama/sdpa/prefill", "*/eager/train*"."""
+    kept = list(cases)
+    fitting = (case for pattern in patterns for case in kept if fnmatch.fnmatch(case.words, pattern))
+    return list(dict.fromkeys(fitting))
+
+
+def results(
+    cases: Sequence[Measured], options: argparse.Namespace, until: float
+) -> Iterator[tuple[Measured, dict[str, str] | None]]:
+    """Cases with their rows, as they come; nothing is begun after that time."""
+    forced = None if options.lowering is None else {"lowering": options.lowering}
+    way = Way(size=options.size, device=options.device, seconds=options.seconds, options=forced)
+    if options.jobs > 1:
+        pairs = [(case, way) for case in cases]
+        found = waves.run(pairs, prepare, jobs=options.jobs, until=until, wave_seconds=options.wave_seconds)
+        yield from ((case, row) for (case, _), row in found)
+        return
+    for case in cases:
+        if time.monotonic() > until:
+            return
+        yield case, measure(case, way)
 
 
 def main() -> int:
@@ -144,35 +242,32 @@ def main() -> int:
     parser.add_argument(
         "--scenarios", nargs="+", default=["prefill", "train", "prefill_padded", "prefill_cache", "train_padded"]
     )
+    parser.add_argument("--cases", nargs="+", default=["*"], metavar="PATTERN", help="of llama/sdpa/prefill, ...")
+    parser.add_argument("--jobs", type=int, default=1, help="compile so many cases at a time (%(default)s)")
+    parser.add_argument("--wave-seconds", type=float, default=120.0, help="how long these may compile (%(default)s)")
+    parser.add_argument("--lowering", help="what our side is forced to take")
     parser.add_argument("--append", action="store_true", help="keep the rows of the file and measure only the others")
     parser.add_argument("--size", choices=("full", "small"), default="full")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
     options = parser.parse_args()
-    torch.backends.cudnn.allow_tf32 = False  # The float32 reference has convolutions.
-
     start = time.monotonic()
     where = harness.environment(options.device, options.commit)
     file = harness.CsvFile(
         options.output, [*KEYS, *compare.COLUMNS, *KERNELS, "failure", *where], append=options.append
     )
     done = {tuple(row[key] for key in KEYS) for row in file.rows}
-    left = 0
-    for measured in plan(options.families, options.scenarios):
-        if tuple(measured.names.values()) in done:
-            continue
-        if time.monotonic() - start > options.budget_seconds:
-            left += 1
-            continue
-        row = measure(measured, options.size, options.device, options.seconds)
+    cases = wanted(plan(options.families, options.scenarios), options.cases)
+    cases = [case for case in cases if tuple(case.names.values()) not in done]
+    until = start + options.budget_seconds
+    left = len(cases)
+    for measured, row in results(cases, options, until):
+        left -= 1
         if row is not None:
             file.add({**measured.names, **row, **where})
             took = time.monotonic() - start
-            print(f"{took:4.0f} s", *measured.names.values(), row.get("ratio", ""), row.get("failure", ""), flush=True)
-        gc.collect()
-        if options.device != "cpu":
-            torch.cuda.empty_cache()
+            print(f"{took:4.0f} s", measured.words, *(row.get(key, "") for key in _SHORT), flush=True)
     harness.print_table(file.rows, (*KEYS[:3], "lowerings"))
     if left:
         print(f"{left} cases left for a run with --append")

@@ -38,20 +38,22 @@ COLUMNS = (
 class Case:
     """A model in its own dtype and the inputs of one call.
 
+    baseline: what Inductor compiles, the same model with another attention implementation (None: the same object).
     valid: bool (batch, seqlen), the output positions that mean something (None: all); padding's own output is nobody's.
     softcap: scores go through tanh, where the numeric rule allows 3 times the error instead of 2.
     """
 
     model: nn.Module
     inputs: Mapping[str, Any]
+    baseline: nn.Module | None = None
     device: str = "cpu"
     training: bool = False
     valid: torch.Tensor | None = None
     softcap: bool = False
 
 
-def compile_both(case: Case) -> dict[str, Step]:
-    """A step for Inductor and one for us, each compiled by its first call. Forgets what Dynamo compiled before.
+def compile_both(case: Case, options: Mapping[str, Any] | None = None) -> dict[str, Step]:
+    """A step for Inductor and one for us, each compiled by its first call. Forgets what Dynamo compiled before. options: for our side.
 
     For these very sizes: with Dynamo's automatic choice, sizes that code shared by several layers saw while the first side was
     compiled would become symbolic for the second side alone.
@@ -59,8 +61,9 @@ def compile_both(case: Case) -> dict[str, Step]:
     torch.compiler.reset()
     attn_compiler.reset()
     steps = {}
-    for name in (BASELINE, BACKEND):
-        model = torch.compile(case.model, backend=name, dynamic=False)
+    sides = {BASELINE: (case.baseline or case.model, None), BACKEND: (case.model, options and dict(options))}
+    for name, (module, further) in sides.items():
+        model = torch.compile(module, backend=name, options=further, dynamic=False)
         steps[name] = harness.make_step(model, case.inputs, training=case.training, valid=case.valid)
         steps[name]()
     return steps
@@ -70,15 +73,19 @@ def compare(
     case: Case, steps: Mapping[str, Step], *, seconds: float, clock: harness.CpuClock = "wall"
 ) -> dict[str, str]:
     """COLUMNS of one case, from the steps of `compile_both`; the timing alone takes about `seconds`."""
-    columns = {
+    return {
         **chosen(attn_compiler.reports()),
         **harness.timing_columns(harness.interleave(steps, case.device, seconds=seconds, clock=clock)),
+        **checked(case, steps[BACKEND]),
     }
+
+
+def checked(case: Case, ours: Step) -> dict[str, str]:
+    """`numerics`, or that there was no memory: the uncompiled float32 model holds every score of every layer."""
     try:
-        return columns | numerics(case, steps[BACKEND])
+        return numerics(case, ours)
     except torch.OutOfMemoryError:
-        # The uncompiled float32 model holds every score of every layer; the times stand without it.
-        return columns | {"error": "", "error_eager": "", "numerics": NO_MEMORY}
+        return {"error": "", "error_eager": "", "numerics": NO_MEMORY}
 
 
 def chosen(reports: Sequence[Report]) -> dict[str, str]:

@@ -30,7 +30,8 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """One model family. shared: arguments of the configuration in every size. softcap: attention scores go through tanh."""
+    """One model family. shared: arguments of the configuration in every size. softcap: attention scores go through tanh. sinks: its
+    softmax has them. SDPA has neither: with that, a family has other numbers, or no such implementation."""
 
     name: str
     config: str
@@ -39,6 +40,7 @@ class Family:
     sizes: Mapping[Size, Shape]
     shared: Mapping[str, Any] = field(default_factory=dict)
     softcap: bool = False
+    sinks: bool = False
 
 
 def _decoder(
@@ -213,6 +215,7 @@ FAMILIES: Mapping[str, Family] = {
             config="GptOssConfig",
             model="GptOssModel",
             inputs="decoder",
+            sinks=True,
             shared={"num_local_experts": 4, "num_experts_per_tok": 2},
             sizes={
                 "full": Shape(batch=2, seqlen=4096, config=_decoder(2880, 2880, 2, 64, 8, 64, sliding_window=128)),
@@ -234,7 +237,7 @@ def build(
     """The model of a family with random weights, in eval mode. The weights are drawn on `device`, so they differ from one to another.
 
     Raises KeyError for an unknown family or size, and transformers' own ValueError where the family has no such
-    `attn_implementation` ("sdpa" or "eager").
+    `attn_implementation` ("sdpa", "eager" or "flex_attention").
     """
     import transformers
 

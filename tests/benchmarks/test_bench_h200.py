@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import bench_h200, inputs
+from benchmarks import bench_h200, compare, inputs
+from benchmarks.compare import Case
 
 FLASH = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128>>"
 CUDNN = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_kernel0_0"
@@ -20,6 +21,8 @@ EFFICIENT = "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::At
         ("sdpa_flash x8", [FLASH, EFFICIENT], "NO"),
         ("sdpa_flash x4 + untouched x4", [FLASH, EFFICIENT], "yes"),
         ("sdpa_flash x4 + sdpa_efficient x4", [FLASH, EFFICIENT], "yes"),
+        ("cudnn x8", [CUDNN], "yes"),
+        ("cudnn x8", [FLASH], "NO"),
         ("untouched x8", [EFFICIENT], ""),
         ("", [], ""),
     ],
@@ -34,4 +37,48 @@ def test_the_plan_covers_every_family_and_calls_none_as_it_can_not_be_called() -
     plan = list(bench_h200.plan(["llama", "vit"], list(inputs.SCENARIOS)))
     names = {(m.family, m.scenario.name) for m in plan}
     assert names == {("llama", name) for name in inputs.SCENARIOS} | {("vit", "prefill"), ("vit", "train")}
-    assert {m.implementation for m in plan} == {"sdpa", "eager"}
+    assert {m.implementation for m in plan} == {"sdpa", "eager", "flex_attention"}
+
+
+def test_cases_come_in_the_order_of_the_patterns() -> None:
+    plan = bench_h200.plan(["llama", "vit"], ["prefill", "train"])
+    found = bench_h200.wanted(plan, ["vit/sdpa/train", "*/eager/*", "vit/*/train"])
+    assert [case.words for case in found] == [
+        "vit/sdpa/train",
+        *(f"{family}/eager/{way}" for way in ("prefill", "train") for family in ("llama", "vit")),
+        "vit/flex_attention/train",
+    ]
+
+
+def case_of(family: str, implementation: str) -> Case:
+    pytest.importorskip("transformers", reason="the registry names models of transformers: pip install -e '.[models]'")
+    scenario = inputs.SCENARIOS["prefill"]
+    return bench_h200.Measured(family=family, implementation=implementation, scenario=scenario).case("small", "cpu")
+
+
+@pytest.mark.parametrize(("family", "ours"), [("qwen3", "sdpa"), ("gemma2", "eager"), ("gpt_oss", "eager")])
+def test_flex_attention_is_beside_the_same_model_with_an_attention_of_ours(family: str, ours: str) -> None:
+    case = case_of(family, "flex_attention")
+    assert case.baseline is not None
+    assert case.baseline.config._attn_implementation == "flex_attention"
+    assert case.model.config._attn_implementation == ours
+    for mine, other in zip(case.model.parameters(), case.baseline.parameters(), strict=True):
+        assert mine.equal(other)
+    assert case_of(family, "eager").baseline is None
+
+
+def test_a_family_without_the_implementation_has_no_row() -> None:
+    pytest.importorskip("transformers", reason="the registry names models of transformers: pip install -e '.[models]'")
+    measured = bench_h200.Measured(family="bloom", implementation="sdpa", scenario=inputs.SCENARIOS["prefill"])
+    assert bench_h200.measure(measured, bench_h200.Way(size="small", device="cpu", seconds=0.0)) is None
+
+
+def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such thing\nmore")
+
+    pytest.importorskip("transformers", reason="the registry names models of transformers: pip install -e '.[models]'")
+    monkeypatch.setattr(compare, "compile_both", broken)
+    measured = bench_h200.Measured(family="bert", implementation="sdpa", scenario=inputs.SCENARIOS["prefill"])
+    row = bench_h200.measure(measured, bench_h200.Way(size="small", device="cpu", seconds=0.0))
+    assert row == {"failure": "RuntimeError: no such thing"}

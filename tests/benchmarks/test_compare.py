@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -51,3 +52,19 @@ def test_numerics_of_a_training_step_compares_gradients() -> None:
 
 def test_nothing_compiled_is_no_site() -> None:
     assert compare.chosen(()) == {"sites": "0", "misses": "0", "lowerings": ""}
+
+
+def test_each_side_gets_its_own_model_and_ours_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = {}
+
+    def noted(model: nn.Module, *, backend: str, options: object, dynamic: bool) -> nn.Module:
+        compiled[backend] = (model, options, dynamic)
+        return model
+
+    monkeypatch.setattr(torch, "compile", noted)
+    ours, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    case = Case(model=ours, baseline=other, inputs={"input": torch.randn(2, 4)})
+    compare.compile_both(case, {"lowering": "triton"})
+    assert compiled == {"inductor": (other, None, False), "attn_compiler": (ours, {"lowering": "triton"}, False)}
+    compare.compile_both(Case(model=ours, inputs=case.inputs))
+    assert compiled == {"inductor": (ours, None, False), "attn_compiler": (ours, None, False)}

@@ -1,0 +1,65 @@
+"""Cases are prepared side by side and finished in turn; one that dies or is late costs itself alone."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import AbstractContextManager
+from typing import Any
+
+from benchmarks import waves
+
+
+def prepare(case: str, lock: AbstractContextManager[Any]) -> waves.Finish:
+    """Of processes: each case says what it does."""
+    if case == "dies":
+        os._exit(1)
+    if case == "late":
+        time.sleep(60)
+    with lock:
+        prepared = time.monotonic()
+
+    def finish() -> waves.Row | None:
+        if case == "dies later":
+            os._exit(1)
+        begun = time.monotonic()
+        time.sleep(0.1)
+        times = {"prepared": str(prepared), "begun": str(begun), "ended": str(time.monotonic())}
+        return None if case == "none" else {"pid": str(os.getpid()), **times}
+
+    return finish
+
+
+def run(cases: list[str], jobs: int, *, wave_seconds: float = 30.0, until: float = float("inf")) -> list[Any]:
+    return list(waves.run(cases, prepare, jobs=jobs, until=until, wave_seconds=wave_seconds))
+
+
+def test_a_wave_is_prepared_whole_before_its_cases_are_finished_one_by_one() -> None:
+    found = run(["a", "b", "c"], 2)
+    assert [case for case, _ in found] == ["a", "b", "c"]
+    first, second, third = (row for _, row in found)
+    assert first["pid"] != second["pid"]
+    assert first["pid"] == third["pid"]
+    assert float(second["prepared"]) < float(first["begun"])
+    assert float(first["ended"]) < float(second["begun"])
+    assert float(second["ended"]) < float(third["prepared"])
+
+
+def test_one_that_dies_costs_its_own_case() -> None:
+    found = dict(run(["dies", "none", "dies later", "a"], 2))
+    assert found["dies"] == {"failure": "its process died"}
+    assert found["none"] is None
+    assert found["dies later"]["failure"].startswith("EOFError")
+    assert "pid" in found["a"]
+
+
+def test_one_that_is_late_is_left_behind() -> None:
+    start = time.monotonic()
+    found = dict(run(["late", "a"], 2, wave_seconds=5.0))
+    assert found["late"] == {"failure": "it was not compiled in time"}
+    assert "pid" in found["a"]
+    assert time.monotonic() - start < 30
+
+
+def test_no_wave_begins_after_its_time() -> None:
+    assert run(["a"], 1, until=time.monotonic() - 1) == []
