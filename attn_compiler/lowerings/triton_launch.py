@@ -17,13 +17,14 @@ import triton
 
 from attn_compiler.lowerings.kernels import backward, bias_backward, kv_backward
 from attn_compiler.lowerings.kernels import forward as forward_kernels
-from attn_compiler.lowerings.launching import Alike, Arguments, alike, launch
+from attn_compiler.lowerings.launching import Alike, Arguments, Grid, alike, launch
 from attn_compiler.lowerings.on_device import on
 from attn_compiler.lowerings.ops import empty_gradient, empty_outputs
 from attn_compiler.lowerings.triton_arguments import (
     Prepared,
     Tensors,
     alignment,
+    along,
     common,
     lists,
     operand_parameters,
@@ -39,7 +40,7 @@ _BIAS_TILES = {
     128: Tile(queries=64, keys=64, warps=4, stages=1),
 }
 _BIAS_TILE_SMALL = Tile(queries=32, keys=32, warps=4, stages=1)
-_DELTA_ROWS = 64
+_STATS_BLOCK = 64
 #: a learned bias' backward keeps the scores' gradients up to this size, and beyond takes their products again: see `_add_scores`
 _MOST_KEPT_BYTES = 2 << 30
 # Elements: rows of the kept scores begin at whole vectors.
@@ -67,17 +68,29 @@ def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argumen
     numbers = {**common(prepared, tensors), **lists(tensors.get("tiles")), **strides("o", tensors["Out"])}
     names = {name: name for name in ("Q", "K", "V", "Out", "Lse")}
     further = {"Tiles": prepared.present("tiles"), "Sinks": prepared.present("sinks")}
+    heads_last = _heads_last(tensors)
     return Arguments(
-        grid=(triton.cdiv(q.shape[2], tile.queries), q.shape[1], q.shape[0]),
+        grid=_grid(triton.cdiv(q.shape[2], tile.queries), q.shape[1], q.shape[0], heads_last),
         tensors={**names, **further, **operand_parameters(prepared)},
-        numbers=numbers | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys},
+        numbers=numbers | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "HEADS_LAST": heads_last},
         tile=tile,
     )
 
 
+def _heads_last(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether programs of all batch rows follow each other before the next head's: where these share a bias, which is then read
+    from memory once, and from the L2 cache after that."""
+    bias = tensors.get("bias")
+    return bias is not None and along(bias, 0) == 0 and along(bias, 1) != 0 and tensors["Q"].shape[0] > 1
+
+
+def _grid(blocks: int, heads: int, batch: int, heads_last: bool) -> Grid:
+    return (blocks, batch, heads) if heads_last else (blocks, heads, batch)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Backward:
-    """What the kernels of one backward share. tensors: Q, K, V, GradOut, GradLse, Out, Lse, Delta and the operands by their names;
+    """What the kernels of one backward share. tensors: Q, K, V, GradOut, GradLse, Out, Lse, RowStats and the operands by their names;
     each kernel adds its own outputs."""
 
     prepared: Prepared
@@ -88,7 +101,8 @@ class Backward:
         q, k, v, grad_out, out = (self.tensors[name] for name in ("Q", "K", "V", "GradOut", "Out"))
         shared = common(self.prepared, self.tensors) | strides("g", grad_out)
         pitch = self.tensors["Scores"].stride(2) if self.keeps_scores else 0
-        return shared | {"ALIGN": alignment(q, k, v, grad_out, out), "pitch": pitch}
+        rows = self.tensors["RowStats"].shape[3]
+        return shared | {"ALIGN": alignment(q, k, v, grad_out, out), "pitch": pitch, "stats_rows": rows}
 
     @property
     def keeps_scores(self) -> bool:
@@ -96,7 +110,7 @@ class Backward:
         return "Scores" in self.tensors
 
     def parameters(self, *outputs: str) -> dict[str, str | None]:
-        names = {name: name for name in ("Q", "K", "V", "GradOut", "Lse", "Delta", *outputs)}
+        names = {name: name for name in ("Q", "K", "V", "GradOut", "RowStats", *outputs)}
         scores = "Scores" if self.keeps_scores else None
         return {**names, **operand_parameters(self.prepared), "Scores": scores}
 
@@ -147,7 +161,7 @@ def single_gradients(shared: Backward) -> dict[str, Callable[[], None]]:
 
     They launch on the current device, which has to be the tensors'.
     """
-    shared.launch(backward.attention_delta, _delta)
+    shared.launch(backward.attention_row_stats, _row_stats)
     return {
         "grad_q": functools.partial(shared.launch, backward.attention_grad_q, _grad_q),
         "grad_kv": functools.partial(_launch_grad_kv, shared),
@@ -156,7 +170,7 @@ def single_gradients(shared: Backward) -> dict[str, Callable[[], None]]:
 
 def _all_gradients(shared: Backward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     if shared.keeps_scores:
-        shared.launch(backward.attention_delta, _delta)
+        shared.launch(backward.attention_row_stats, _row_stats)
         _launch_grad_kv(shared)
         shared.launch(backward.attention_grad_q, _grad_q)
     else:
@@ -203,7 +217,7 @@ def begin_backward(
     lse: torch.Tensor,
     text: str,
 ) -> Backward:
-    """Arguments as those of `gradients`. With room for delta, the gradients of q, k and v and, if they are kept, the scores'."""
+    """Arguments as those of `gradients`. With room for the row stats, the gradients of q, k and v and, if they are kept, the scores'."""
     prepared = prepare(text)
     same = alike(text, (q, k, v, *operands, grad_out, grad_lse, out, lse))
     if same.fact("unreadable", lambda: grad_out.stride(3) != 1 or _misaligned(q, k, v, grad_out)):
@@ -211,7 +225,7 @@ def begin_backward(
         return begin_backward(grad_out, grad_lse, q, k, v, operands, out, lse, text)
     tensors = {"Q": q, "K": k, "V": v, "GradOut": grad_out, "GradLse": grad_lse.contiguous(), "Out": out, "Lse": lse}
     tensors |= prepared.named(operands)
-    tensors["Delta"] = same.empty("Delta", lambda: torch.empty(lse.shape, dtype=torch.float32, device=lse.device))
+    tensors["RowStats"] = same.empty("RowStats", lambda: _empty_row_stats(prepared, lse))
     for name in ("Q", "K", "V"):
         tensors[f"Grad{name}"] = same.empty(f"Grad{name}", functools.partial(empty_gradient, tensors[name]))
     shared = Backward(prepared=prepared, same=same, tensors=tensors)
@@ -219,15 +233,29 @@ def begin_backward(
     return shared
 
 
-def _delta(shared: Backward) -> Arguments:
+def _rounded_to(prepared: Prepared) -> int:
+    """The largest block of queries of all passes, each of which is a power of two."""
+    tiles = prepared.call.tiles
+    return max(_STATS_BLOCK, tiles.grad_q.queries, tiles.grad_kv.queries)
+
+
+def _empty_row_stats(prepared: Prepared, lse: torch.Tensor) -> torch.Tensor:
+    batch, heads, seqlen_q = lse.shape
+    block = _rounded_to(prepared)
+    rows = triton.cdiv(seqlen_q, block) * block
+    return torch.empty((batch, heads, 2, rows), dtype=torch.float32, device=lse.device)
+
+
+def _row_stats(shared: Backward) -> Arguments:
     out, grad_out = shared.tensors["Out"], shared.tensors["GradOut"]
     batch, heads, seqlen_q, head_dim = out.shape
+    rows = shared.tensors["RowStats"].shape[3]
     numbers = {**strides("o", out), **strides("g", grad_out), "heads_q": heads, "seqlen_q": seqlen_q}
-    numbers |= {"BLOCK_M": _DELTA_ROWS, "HEAD_DIM_V": head_dim, "ALIGN": alignment(out, grad_out)}
+    numbers |= {"stats_rows": rows, "BLOCK_M": _STATS_BLOCK, "HEAD_DIM_V": head_dim, "ALIGN": alignment(out, grad_out)}
     numbers["V_ALL"] = max(16, triton.next_power_of_2(head_dim))
     return Arguments(
-        grid=(triton.cdiv(seqlen_q, _DELTA_ROWS), heads, batch),
-        tensors={name: name for name in ("Out", "GradOut", "GradLse", "Delta")},
+        grid=(rows // _STATS_BLOCK, heads, batch),
+        tensors={name: name for name in ("Out", "GradOut", "Lse", "GradLse", "RowStats")},
         numbers=numbers,
     )
 
@@ -235,12 +263,15 @@ def _delta(shared: Backward) -> Arguments:
 def _grad_q(shared: Backward) -> Arguments:
     tile, grad_q = shared.prepared.call.tiles.grad_q, shared.tensors["GradQ"]
     numbers = {**shared.numbers(), **lists(shared.tensors.get("tiles")), **strides("dq", grad_q)}
-    # It comes first, and makes delta, where no scores are kept.
-    makes_delta = {name: None if shared.keeps_scores else name for name in ("Out", "GradLse")}
+    heads_last = _heads_last(shared.tensors)
+    numbers |= strides("o", shared.tensors["Out"]) | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys}
     return Arguments(
-        grid=(triton.cdiv(grad_q.shape[2], tile.queries), grad_q.shape[1], grad_q.shape[0]),
-        tensors={**shared.parameters("GradQ"), **makes_delta, "Tiles": shared.prepared.present("tiles")},
-        numbers=numbers | strides("o", shared.tensors["Out"]) | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys},
+        grid=_grid(triton.cdiv(grad_q.shape[2], tile.queries), grad_q.shape[1], grad_q.shape[0], heads_last),
+        tensors={
+            **shared.parameters("GradQ", "Out", "Lse", "GradLse"),
+            "Tiles": shared.prepared.present("tiles"),
+        },
+        numbers=numbers | {"HEADS_LAST": heads_last, "ROUND": _rounded_to(shared.prepared)},
         tile=tile,
     )
 
@@ -254,10 +285,11 @@ def _grad_kv(shared: Backward, part: str) -> Arguments:
     tile, grad_k, grad_v = shared.prepared.call.tiles.grad_kv, shared.tensors["GradK"], shared.tensors["GradV"]
     numbers = {**shared.numbers(), **lists(shared.tensors.get("tiles_by_key"))}
     numbers |= {**strides("dk", grad_k), **strides("dv", grad_v), "FOR_K": "k" in part, "FOR_V": "v" in part}
+    heads_last = _heads_last(shared.tensors)
     return Arguments(
-        grid=(triton.cdiv(grad_k.shape[2], tile.keys), grad_k.shape[1], grad_k.shape[0]),
+        grid=_grid(triton.cdiv(grad_k.shape[2], tile.keys), grad_k.shape[1], grad_k.shape[0], heads_last),
         tensors={**shared.parameters("GradK", "GradV"), "Tiles": shared.prepared.present("tiles_by_key")},
-        numbers=numbers | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys},
+        numbers=numbers | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "HEADS_LAST": heads_last},
         tile=tile,
     )
 
@@ -351,6 +383,7 @@ def _distances(shared: Backward) -> Arguments:
 
 def _grad_sinks(shared: Backward) -> torch.Tensor:
     """A sink's weight takes from its row and adds to the lse: weight · (grad_lse - sum(out · grad_out)) = -weight · delta."""
-    sinks, lse, delta = shared.tensors["sinks"], shared.tensors["Lse"], shared.tensors["Delta"]
+    sinks, lse = shared.tensors["sinks"], shared.tensors["Lse"]
+    delta = shared.tensors["RowStats"][:, :, 1, : lse.shape[2]]
     weights = torch.exp(sinks.float()[None, :, None] - lse)
     return empty_gradient(sinks).copy_(-(weights * delta).sum((0, 2)))

@@ -219,7 +219,7 @@ def test_grids_cover_every_block_head_and_batch_row_once() -> None:
     grids = {name: asked.grid for name, asked in launched(problem).items()}
     assert grids == {
         "attention_forward": (5, 8, 3),
-        "attention_delta": (3, 8, 3),
+        "attention_row_stats": (3, 8, 3),
         "attention_grad_q": (5, 8, 3),
         "attention_grad_kv": (9, 2, 3),
         "attention_grad_distances": (5 + 17 - 1, 8, 1),
@@ -247,22 +247,44 @@ def test_the_gradient_of_a_bias_has_a_program_for_each_of_its_own_tiles(axes: st
 )
 def test_scores_gradients_are_kept_where_a_bias_is_learned(case: Case, kept: bool) -> None:
     found = launched(build(case))
-    readers = [asked for name, asked in found.items() if name not in ("attention_forward", "attention_delta")]
+    readers = [asked for name, asked in found.items() if name not in ("attention_forward", "attention_row_stats")]
     assert {asked.tensors["Scores"] for asked in readers} == ({"Scores"} if kept else {None})
     assert all(asked.numbers["pitch"] % 16 == 0 for asked in readers)
 
 
 def test_what_keeps_the_scores_gradients_runs_before_those_that_read_them() -> None:
     found = launched(build(BY_NAME["bias_hqk_causal"]))
-    order = ["attention_delta", "attention_grad_kv", "attention_grad_q", "attention_grad_bias"]
+    order = ["attention_row_stats", "attention_grad_kv", "attention_grad_q", "attention_grad_bias"]
     assert list(found) == ["attention_forward", *order]
-    assert found["attention_grad_q"].tensors["Out"] is None
 
 
-def test_dq_makes_delta_where_it_comes_first() -> None:
+def test_dq_makes_the_row_stats_where_it_comes_first() -> None:
     found = launched(build(BY_NAME["causal"]))
     assert list(found) == ["attention_forward", "attention_grad_q", "attention_grad_kv"]
-    assert found["attention_grad_q"].tensors["Out"] == "Out"
+
+
+@pytest.mark.parametrize("tiles", [(32, 128), (128, 32)], ids=["dq_small", "dq_large"])
+def test_every_block_of_every_pass_finds_row_stats(tiles: tuple[int, int]) -> None:
+    problem = build(Case(name="row_stats", seqlen_q=130, grad_kv=(tiles[1], 32)))
+    call = Call.from_text(problem.text)
+    small = dataclasses.replace(call.tiles.grad_q, queries=tiles[0])
+    call = dataclasses.replace(call, tiles=dataclasses.replace(call.tiles, grad_q=small))
+    problem = dataclasses.replace(problem, text=call.to_text())
+    found = launched(problem)
+    for name in ("attention_grad_q", "attention_grad_kv"):
+        assert found[name].numbers["stats_rows"] == 256
+    assert found["attention_grad_q"].numbers["ROUND"] == 128
+    kernel_problems.assert_within_rule(results(problem), problem)
+
+
+@pytest.mark.parametrize(
+    ("axes", "batch", "expected"), [("hqk", 3, True), ("hqk", 1, False), ("bhqk", 3, False), ("qk", 3, False)]
+)
+def test_batch_rows_that_share_a_bias_follow_each_other(axes: str, batch: int, expected: bool) -> None:
+    found = launched(build(Case(name="heads_last", batch=batch, heads_q=4, heads_kv=2, bias=axes)))
+    for name, heads in (("attention_forward", 4), ("attention_grad_q", 4), ("attention_grad_kv", 2)):
+        assert found[name].numbers["HEADS_LAST"] == expected
+        assert found[name].grid[1:] == ((batch, heads) if expected else (heads, batch))
 
 
 def test_tiles_are_those_of_the_call() -> None:

@@ -58,7 +58,7 @@ def test_a_kernel_runs_alone(name: str, kernel: str) -> None:
 
     with mock.patch.object(triton_launch, "launch", counting):
         assert Measurer(SPECS[name], DEVICE, clock)(kernel, TILES) == 7.0
-    before = ["attention_forward", "attention_delta"] if kernel != "forward" else []
+    before = ["attention_forward", "attention_row_stats"] if kernel != "forward" else []
     assert launched == [*before, f"attention_{kernel}", f"attention_{kernel}"]
 
 

@@ -16,6 +16,7 @@ from attn_compiler.lowerings.kernels.tile_parts import (
     LOG2E,
     at_head,
     change,
+    head_and_batch,
     is_allowed,
     kept,
     kept_scores,
@@ -30,45 +31,51 @@ from attn_compiler.lowerings.kernels.tile_parts import (
 
 
 @triton.jit
-def attention_delta(
-    Out, GradOut, GradLse, Delta,
-    stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs, heads_q, seqlen_q,
+def attention_row_stats(
+    Out, GradOut, Lse, GradLse, RowStats,
+    stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs, heads_q, seqlen_q, stats_rows,
     BLOCK_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum(out · grad_out) - grad_lse for each row, float32 (B, Hq, Sq). Grid: (blocks of queries, Hq, B)."""
+    """What the passes need of each row, (B, Hq, 2, stats_rows) float32: -lse in units of log 2, and
+    delta = sum(out · grad_out) - grad_lse. Grid: (stats_rows / BLOCK_M, Hq, B).
+
+    -lse of rows without an allowed key, and of those beyond the last, is -inf: their weights are 0.
+    """
     start, head, batch = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
     offsets = start + tl.arange(0, BLOCK_M)
-    inside = offsets < seqlen_q
-    row = (batch.to(tl.int64) * heads_q + head) * seqlen_q
+    row = batch.to(tl.int64) * heads_q + head
     Out = at_head(Out, batch, head, stride_ob, stride_oh, ALIGN)
     GradOut = at_head(GradOut, batch, head, stride_gb, stride_gh, ALIGN)
     out = load_tile(Out, start, stride_os, seqlen_q, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
     grad_out = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
-    grad_lse = tl.load(GradLse + row + offsets, mask=inside, other=0.0)
+    grad_lse = tl.load(GradLse + row * seqlen_q + offsets, mask=offsets < seqlen_q, other=0.0)
     delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1) - grad_lse
-    tl.store(Delta + row + offsets, delta, mask=inside)
+    base = _minus_lse(Lse + row * seqlen_q, offsets, seqlen_q)
+    _store_row_stats(RowStats + row * 2 * stats_rows, offsets, stats_rows, base, delta)
 
 
 @triton.jit
-def load_lse(Lse, offsets, seqlen_q):
-    """Of each row, in units of log 2. Infinite for rows without an allowed key and beyond the last: their weights are 0."""
-    lse = tl.load(Lse + offsets, mask=offsets < seqlen_q, other=float("inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+def _minus_lse(Lse, offsets, seqlen_q):
+    lse = tl.load(Lse + offsets, mask=offsets < seqlen_q, other=float("-inf"))
+    return tl.where(lse == float("-inf"), lse, -lse * LOG2E)
 
 
 @triton.jit
-def weights_of(logits, lse, scale, PLAIN: tl.constexpr):
-    """The softmax's weights again, from its logits (as `change` gives them) and log-sum-exp."""
-    if PLAIN:
-        weights = tl.exp2(logits * (scale * LOG2E) - lse)
-    else:
-        weights = tl.exp2(logits - lse)
-    return weights
+def _store_row_stats(stats, offsets, stats_rows, base, delta):
+    inside = offsets < stats_rows
+    tl.store(stats + offsets, base, mask=inside)
+    tl.store(stats + stats_rows + offsets, delta, mask=inside)
+
+
+@triton.jit
+def row_stats(stats, offsets, stats_rows):
+    """-lse in units of log 2, and delta, of rows of one head; stats_rows is a multiple of every pass' block."""
+    return tl.load(stats + offsets), tl.load(stats + stats_rows + offsets)
 
 
 @triton.jit
 def _step_q(
-    grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, lse, delta, tile,
+    grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, base, delta, tile,
     queries, lower, upper, document_q, slope, seed, head,
     K, V, Keys, DocumentsK, Mask, Bias, Distances, Scores,
     stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
@@ -112,8 +119,10 @@ def _step_q(
         if V_1 > 0:
             v_1 = load_tile(V, start, stride_vs, seqlen_kv, rows_allowed, BLOCK_N, V_0, V_1, HEAD_DIM_V, MASKED, ALIGN)
             grad_weights = tl.dot(grad_out_1, tl.trans(v_1), grad_weights, input_precision=PRECISION)
-        logits, capped = change(qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, PLAIN)
-        weights = weights_of(logits, lse, scale, PLAIN)
+        logits, capped = change(
+            qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, PLAIN, base
+        )
+        weights = tl.exp2(logits)
         if DROPOUT:
             grad_weights = tl.where(kept(seed, head, queries, keys, dropout_p), grad_weights / (1.0 - dropout_p), 0.0)
         grad = weights * (grad_weights - delta)
@@ -134,10 +143,10 @@ def _step_q(
 
 @triton.jit
 def attention_grad_q(
-    Q, K, V, GradOut, Lse, Delta, GradQ, Out, GradLse,
+    Q, K, V, GradOut, Out, Lse, GradLse, RowStats, GradQ,
     Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Seed, Scores,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_gb, stride_gh, stride_gs, stride_dqb, stride_dqh, stride_dqs, stride_ob, stride_oh, stride_os, pitch,
+    stride_gb, stride_gh, stride_gs, stride_dqb, stride_dqh, stride_dqs, stride_ob, stride_oh, stride_os, pitch, stats_rows,
     rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
     tiles_b, tiles_h, tiles_row, bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
     heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
@@ -145,14 +154,15 @@ def attention_grad_q(
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
     PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
-    MASK_ALL: tl.constexpr,
+    MASK_ALL: tl.constexpr, HEADS_LAST: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of queries, Hq, B). Lse, Delta: (B, Hq, Sq), contiguous, float32.
+    """Grid: (blocks of queries, Hq, B), or as HEADS_LAST says. Lse, GradLse: (B, Hq, Sq), contiguous, float32.
 
-    Delta is as `attention_delta` leaves it or, if there is an Out, still to be made: for the pass over the keys, which comes later.
+    Makes RowStats as `attention_row_stats` does, for the pass over the keys, which comes later. ROUND: stats_rows is the next
+    multiple. Or it comes last, where Scores are kept, and needs neither those nor Out, Lse and GradLse.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
-    head, batch = tl.program_id(1), tl.program_id(2)
+    head, batch = head_and_batch(HEADS_LAST)
     row = batch.to(tl.int64) * heads_q + head
     start = block * BLOCK_M
     offsets = start + tl.arange(0, BLOCK_M)
@@ -193,23 +203,28 @@ def attention_grad_q(
         List, start, band_left, band_right, seqlen_q, seqlen_kv, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, MASK_ALL
     )
 
-    lse = load_lse(Lse + row * seqlen_q, offsets, seqlen_q)[:, None]
     grad_out_0 = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN)
     grad_out_1 = grad_out_0
     if V_1 > 0:
         grad_out_1 = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
-    if Out is not None:
+    base, delta = None, None
+    if Scores is None:
         Out = at_head(Out, batch, head, stride_ob, stride_oh, ALIGN)
         out_0 = load_tile(Out, start, stride_os, seqlen_q, None, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN)
-        made = tl.sum(out_0.to(tl.float32) * grad_out_0.to(tl.float32), 1)
+        delta = tl.sum(out_0.to(tl.float32) * grad_out_0.to(tl.float32), 1)
         if V_1 > 0:
             out_1 = load_tile(Out, start, stride_os, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
-            made += tl.sum(out_1.to(tl.float32) * grad_out_1.to(tl.float32), 1)
-        made -= tl.load(GradLse + row * seqlen_q + offsets, mask=inside, other=0.0)
-        tl.store(Delta + row * seqlen_q + offsets, made, mask=inside)
-        delta = made[:, None]
-    else:
-        delta = tl.load(Delta + row * seqlen_q + offsets, mask=inside, other=0.0)[:, None]
+            delta += tl.sum(out_1.to(tl.float32) * grad_out_1.to(tl.float32), 1)
+        delta -= tl.load(GradLse + row * seqlen_q + offsets, mask=inside, other=0.0)
+        base = _minus_lse(Lse + row * seqlen_q, offsets, seqlen_q)
+        stats = RowStats + row * 2 * stats_rows
+        _store_row_stats(stats, offsets, stats_rows, base, delta)
+        if ROUND > BLOCK_M:
+            if block == tl.num_programs(0) - 1:
+                beyond = start + BLOCK_M + tl.arange(0, ROUND)
+                nothing = tl.zeros([ROUND], tl.float32)
+                _store_row_stats(stats, beyond, stats_rows, nothing + float("-inf"), nothing)
+        base, delta = base[:, None], delta[:, None]
     q_0 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
     q_1 = q_0
     if QK_1 > 0:
@@ -218,7 +233,7 @@ def attention_grad_q(
     grad_1 = tl.zeros([BLOCK_M, QK_1 if QK_1 > 0 else 16], tl.float32)
     for i in tl.range(0, partial):
         grad_0, grad_1 = _step_q(
-            grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, lse, delta,
+            grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, base, delta,
             partial_tile(List, i, first, full_first, full_last),
             queries, lower, upper, document_q, slope, seed, row,
             K, V, Keys, DocumentsK, Mask, Bias, Distances, Scores,
@@ -229,7 +244,7 @@ def attention_grad_q(
         )  # fmt: skip
     for tile in tl.range(full_first, full_last):
         grad_0, grad_1 = _step_q(
-            grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, lse, delta,
+            grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, base, delta,
             tile,
             queries, lower, upper, document_q, slope, seed, row,
             K, V, Keys, DocumentsK, Mask, Bias, Distances, Scores,

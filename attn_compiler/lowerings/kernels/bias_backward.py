@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.kernels.backward import load_lse, weights_of
+from attn_compiler.lowerings.kernels.backward import row_stats
 from attn_compiler.lowerings.kernels.tile_parts import (
     at_head,
     change,
@@ -26,8 +26,8 @@ from attn_compiler.lowerings.kernels.tile_parts import (
 @triton.jit
 def _scores_gradient(
     start_q, start_k, batch, head,
-    Q, K, V, GradOut, Lse, Delta, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Scores, seed,
-    pitch, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    Q, K, V, GradOut, RowStats, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Scores, seed,
+    pitch, stats_rows, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_gb, stride_gh, stride_gs,
     rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
     bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
@@ -104,21 +104,23 @@ def _scores_gradient(
                 g = load_tile(grad_head, start_q, stride_gs, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
                 v = load_tile(v_head, start_k, stride_vs, seqlen_kv, None, BLOCK_N, V_0, V_1, HEAD_DIM_V, True, ALIGN)
                 grad_weights = tl.dot(g, tl.trans(v), grad_weights, input_precision=PRECISION)
-            logits, _ = change(qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, False)
-            weights = weights_of(logits, load_lse(Lse + row * seqlen_q, offsets, seqlen_q)[:, None], scale, False)
+            base, delta = row_stats(RowStats + row * 2 * stats_rows, offsets, stats_rows)
+            logits, _ = change(
+                qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, False, base[:, None]
+            )
+            weights = tl.exp2(logits)
             if DROPOUT:
                 keep = kept(seed, row, queries, keys, dropout_p)
                 grad_weights = tl.where(keep, grad_weights / (1.0 - dropout_p), 0.0)
-            delta = tl.load(Delta + row * seqlen_q + offsets, mask=inside, other=0.0)[:, None]
-            grad = tl.where(allowed, weights * (grad_weights - delta), 0.0)
+            grad = tl.where(allowed, weights * (grad_weights - delta[:, None]), 0.0)
     return grad
 
 
 @triton.jit
 def attention_grad_bias(
-    Q, K, V, GradOut, Lse, Delta, Grad,
+    Q, K, V, GradOut, RowStats, Grad,
     Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Seed, Scores,
-    pitch, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    pitch, stats_rows, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_gb, stride_gh, stride_gs, grad_b, grad_h, grad_q, grad_k,
     rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
     bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
@@ -154,9 +156,9 @@ def attention_grad_bias(
         m, rest = rest % count_m, rest // count_m
         grad += _scores_gradient(
             (block_q + m) * BLOCK_M, (block_k + n) * BLOCK_N, batch_0 + rest // count_h, head_0 + rest % count_h,
-            Q, K, V, GradOut, Lse, Delta, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Scores,
-            seed, pitch, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
-            stride_vs, stride_gb, stride_gh, stride_gs,
+            Q, K, V, GradOut, RowStats, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Scores,
+            seed, pitch, stats_rows, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb,
+            stride_vh, stride_vs, stride_gb, stride_gh, stride_gs,
             rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
             bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
             heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
@@ -180,9 +182,9 @@ def attention_grad_bias(
 
 @triton.jit
 def attention_grad_distances(
-    Q, K, V, GradOut, Lse, Delta, Grad,
+    Q, K, V, GradOut, RowStats, Grad,
     Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Seed, Scores,
-    pitch, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    pitch, stats_rows, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_gb, stride_gh, stride_gs, grad_h,
     rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
     bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
@@ -213,9 +215,9 @@ def attention_grad_distances(
         m, rest = first + i % count_m, i // count_m
         grad += _scores_gradient(
             m * BLOCK_M, (m + offset) * BLOCK_N, batch_0 + rest // count_h, head_0 + rest % count_h,
-            Q, K, V, GradOut, Lse, Delta, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Scores,
-            seed, pitch, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
-            stride_vs, stride_gb, stride_gh, stride_gs,
+            Q, K, V, GradOut, RowStats, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Scores,
+            seed, pitch, stats_rows, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb,
+            stride_vh, stride_vs, stride_gb, stride_gh, stride_gs,
             rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
             bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
             heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,

@@ -14,6 +14,7 @@ from attn_compiler.lowerings.kernels.tile_parts import (
     LOG2E,
     at_head,
     change,
+    head_and_batch,
     is_allowed,
     kept,
     keys_to_visit,
@@ -103,15 +104,15 @@ def attention_forward(
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
     PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
-    MASK_ALL: tl.constexpr,
+    MASK_ALL: tl.constexpr, HEADS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of queries, Hq, B). See triton_launch.py for the arguments and triton_plan.Plan for the operands.
+    """Grid: (blocks of queries, Hq, B), or as HEADS_LAST says. Arguments: triton_launch.py; operands: triton_plan.Plan.
 
     Lse: (B, Hq, Sq), contiguous, float32, natural logarithm. A row without any allowed key gets 0 and -inf.
     """
     # Later blocks have more keys under a causal mask: they go first, so that the last programs to run are short.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
-    head, batch = tl.program_id(1), tl.program_id(2)
+    head, batch = head_and_batch(HEADS_LAST)
     row = batch.to(tl.int64) * heads_q + head
     start = block * BLOCK_M
     offsets = start + tl.arange(0, BLOCK_M)

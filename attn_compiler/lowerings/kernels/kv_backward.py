@@ -8,10 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.kernels.backward import load_lse, weights_of
+from attn_compiler.lowerings.kernels.backward import row_stats
 from attn_compiler.lowerings.kernels.tile_parts import (
     at_head,
     change,
+    head_and_batch,
     is_allowed,
     keep_scores,
     kept,
@@ -28,7 +29,7 @@ from attn_compiler.lowerings.kernels.tile_parts import (
 @triton.jit
 def _step_kv(
     grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1, tile, keys, keys_allowed, document_k, slope, seed, head,
-    Q, GradOut, Lse, Delta, Rows, rows_side, DocumentsQ, Mask, Bias, Distances, Scores,
+    Q, GradOut, RowStats, stats_rows, Rows, rows_side, DocumentsQ, Mask, Bias, Distances, Scores,
     stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
     band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
     BLOCK_M: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -40,10 +41,10 @@ def _step_kv(
     """What one block of queries adds to the gradients of a block of keys. The scores are transposed: (N, M)."""
     start = tile * BLOCK_M
     offsets = start + tl.arange(0, BLOCK_M)
-    inside = offsets < seqlen_q
     queries = offsets[None, :]
     lower, upper, document_q = None, None, None
     if MASKED:
+        inside = offsets < seqlen_q
         if Rows is not None:
             lower = tl.load(Rows + offsets, mask=inside, other=0)[None, :]
             upper = tl.load(Rows + rows_side + offsets, mask=inside, other=0)[None, :]
@@ -60,9 +61,11 @@ def _step_kv(
     if QK_1 > 0:
         q_1 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN)
         qk = tl.dot(k_1, tl.trans(q_1), qk, input_precision=PRECISION)
-    logits, capped = change(qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, PLAIN)
-    lse = load_lse(Lse, offsets, seqlen_q)[None, :]
-    weights = weights_of(logits, lse, scale, PLAIN)
+    base, delta = row_stats(RowStats, offsets, stats_rows)
+    logits, capped = change(
+        qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, PLAIN, base[None, :]
+    )
+    weights = tl.exp2(logits)
     if MASKED:
         allowed = is_allowed(
             queries, keys, lower, upper, document_q, document_k, keys_allowed, Mask, mask_q, mask_k,
@@ -88,8 +91,7 @@ def _step_kv(
             grad_weights = tl.dot(v_1, tl.trans(grad_out_1), grad_weights, input_precision=PRECISION)
         if DROPOUT:
             grad_weights = tl.where(keep, grad_weights / (1.0 - dropout_p), 0.0)
-        delta = tl.load(Delta + offsets, mask=inside, other=0.0)[None, :]
-        grad = weights * (grad_weights - delta)
+        grad = weights * (grad_weights - delta[None, :])
         if MASKED:
             grad = tl.where(allowed, grad, 0.0)
         if Scores is not None:
@@ -105,10 +107,10 @@ def _step_kv(
 
 @triton.jit
 def attention_grad_kv(
-    Q, K, V, GradOut, Lse, Delta, GradK, GradV,
+    Q, K, V, GradOut, RowStats, GradK, GradV,
     Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Seed, Scores,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_gb, stride_gh, stride_gs, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs, pitch,
+    stride_gb, stride_gh, stride_gs, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs, pitch, stats_rows,
     rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
     tiles_b, tiles_h, tiles_row, bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
     heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
@@ -116,13 +118,14 @@ def attention_grad_kv(
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
     PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
-    MASK_ALL: tl.constexpr, FOR_K: tl.constexpr, FOR_V: tl.constexpr,
+    MASK_ALL: tl.constexpr, HEADS_LAST: tl.constexpr, FOR_K: tl.constexpr, FOR_V: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of keys, Hkv, B). Sums over the query heads of the group, in their order.
+    """Grid: (blocks of keys, Hkv, B), or as HEADS_LAST says. Sums over the query heads of the group, in their order.
 
     FOR_K, FOR_V: what is asked for. Wide heads leave no room for both sums beside the tiles.
     """
-    block, head_kv, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block = tl.program_id(0)
+    head_kv, batch = head_and_batch(HEADS_LAST)
     start = block * BLOCK_N
     offsets = start + tl.arange(0, BLOCK_N)
     keys = offsets[:, None]
@@ -157,6 +160,7 @@ def attention_grad_kv(
     for member in range(group):
         head = head_kv * group + member
         row = batch.to(tl.int64) * heads_q + head
+        stats_head = RowStats + row * 2 * stats_rows
         q_head = at_head(Q, batch, head, stride_qb, stride_qh, ALIGN)
         grad_head = at_head(GradOut, batch, head, stride_gb, stride_gh, ALIGN)
         mask_head, bias_head, distances_head, scores_head, slope = None, None, None, None, None
@@ -188,7 +192,7 @@ def attention_grad_kv(
                 grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1,
                 partial_tile(List, i, first, full_first, full_last),
                 keys, keys_allowed, document_k, slope, seed, row,
-                q_head, grad_head, Lse + row * seqlen_q, Delta + row * seqlen_q, Rows, rows_side, DocumentsQ,
+                q_head, grad_head, stats_head, stats_rows, Rows, rows_side, DocumentsQ,
                 mask_head, bias_head, distances_head, scores_head,
                 stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
                 band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
@@ -200,7 +204,7 @@ def attention_grad_kv(
                 grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1,
                 tile,
                 keys, keys_allowed, document_k, slope, seed, row,
-                q_head, grad_head, Lse + row * seqlen_q, Delta + row * seqlen_q, Rows, rows_side, DocumentsQ,
+                q_head, grad_head, stats_head, stats_rows, Rows, rows_side, DocumentsQ,
                 mask_head, bias_head, distances_head, scores_head,
                 stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
                 band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,

@@ -133,30 +133,50 @@ def is_allowed(
 @triton.jit
 def change(
     qk, queries, keys, bias, distances, slope, scale, softcap,
-    SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr, PLAIN: tl.constexpr,
+    SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr, PLAIN: tl.constexpr, base=None,
 ):  # fmt: skip
     """q kᵀ (float32) as logits in units of log 2, before the mask; and the softcap's tanh, which its gradient needs.
 
-    bias, distances: what is added to each pair, or None. slope: of this head.
+    bias, distances: what is added to each pair, or None. slope: of this head. base: what the logits of each query
+    begin from, in its shape, PLAIN or not; that costs nothing, as each further term is a product and a sum.
 
     PLAIN: nothing but a positive scale, which the caller applies together with the row's maximum: q kᵀ as it is.
     """
     capped = qk
-    if PLAIN:
+    if PLAIN and base is None:
         logits = qk
     else:
+        factor = scale * LOG2E
         if SOFTCAP:
             capped = tanh(qk * (scale / softcap), FAST_TANH)
-            logits = capped * (softcap * LOG2E)
-        else:
-            logits = qk * (scale * LOG2E)
+            factor = softcap * LOG2E
+        added = base
         if slope is not None:
-            logits += (slope * LOG2E) * (keys - queries).to(tl.float32)
+            added = plus(added, (slope * LOG2E) * (keys - queries).to(tl.float32))
         if distances is not None:
-            logits += distances.to(tl.float32) * LOG2E
+            added = plus(added, distances.to(tl.float32) * LOG2E)
         if bias is not None:
-            logits += bias.to(tl.float32) * LOG2E
+            added = plus(added, bias.to(tl.float32) * LOG2E)
+        logits = plus(added, capped * factor)
     return logits, capped
+
+
+@triton.jit
+def plus(so_far, more):
+    """Their sum; more, if there is nothing so far."""
+    if so_far is not None:
+        more = so_far + more
+    return more
+
+
+@triton.jit
+def head_and_batch(HEADS_LAST: tl.constexpr):
+    """Of a program, whose grid is (blocks, heads, batch rows) or, HEADS_LAST, (blocks, batch rows, heads)."""
+    if HEADS_LAST:
+        head, batch = tl.program_id(2), tl.program_id(1)
+    else:
+        head, batch = tl.program_id(1), tl.program_id(2)
+    return head, batch
 
 
 @triton.jit
