@@ -278,10 +278,12 @@ def test_every_block_of_every_pass_finds_row_stats(tiles: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize(
-    ("axes", "batch", "expected"), [("hqk", 3, True), ("hqk", 1, False), ("bhqk", 3, False), ("qk", 3, False)]
+    ("axes", "batch", "head_dim", "expected"),
+    [("hqk", 3, 64, True), ("hqk", 3, 80, False), ("hqk", 1, 64, False), ("bhqk", 3, 64, False), ("qk", 3, 64, False)],
 )
-def test_batch_rows_that_share_a_bias_follow_each_other(axes: str, batch: int, expected: bool) -> None:
-    found = launched(build(Case(name="heads_last", batch=batch, heads_q=4, heads_kv=2, bias=axes)))
+def test_batch_rows_that_share_a_bias_follow_each_other(axes: str, batch: int, head_dim: int, expected: bool) -> None:
+    case = Case(name="heads_last", batch=batch, heads_q=4, heads_kv=2, head_dim=head_dim, bias=axes)
+    found = launched(build(case))
     for name, heads in (("attention_forward", 4), ("attention_grad_q", 4), ("attention_grad_kv", 2)):
         assert found[name].numbers["HEADS_LAST"] == expected
         assert found[name].grid[1:] == ((batch, heads) if expected else (heads, batch))
