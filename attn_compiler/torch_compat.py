@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import logging
 import sys
@@ -182,6 +183,35 @@ def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.d
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
+def allocator(
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: str
+) -> Callable[[], torch.Tensor]:
+    """`empty_strided` of these, for those who call it again and again."""
+    if device == "cuda":
+        return functools.partial(torch._C._dynamo.guards._empty_strided_cuda, size, stride, dtype)  # type: ignore[attr-defined]
+    return functools.partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
+
+
+def call_directly(op: str, module: str, function: str) -> None:
+    """Code that Inductor writes from now on calls a function of a module for the op ("namespace::name"), which does the same: to
+    come by the dispatcher takes the host some 5 µs a call. The rest of PyTorch goes on calling the op."""
+    from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
+
+    alias = f"{op.replace('::', '_')}_directly"
+
+    def write(node: Any, writeline: Callable[[Any], None]) -> None:
+        from torch._inductor.codegen.wrapper import ExternKernelAllocLine
+        from torch._inductor.virtualized import V
+
+        wrapper = V.graph.wrapper_code
+        wrapper.add_import_once(f"from {module} import {function} as {alias}")
+        node.python_kernel_name = alias
+        writeline(ExternKernelAllocLine(wrapper, node))
+
+    name = f"torch.ops.{op.replace('::', '.')}.default"
+    CUSTOM_EXTERN_KERNEL_CODEGEN[name] = CustomCodegen(python=write)
+
+
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
     """Within the block, calls run on real tensors, without gradients: no fake, tracing or other mode of a compilation is active."""
@@ -311,6 +341,14 @@ def _no_cuda(device: int) -> int:
 
 #: the address of the stream that is current on a device, by its index. torch.cuda.current_stream makes an object of it first.
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
+
+
+def _no_device() -> int:
+    raise RuntimeError("this torch was built without CUDA, so no device is the current one")
+
+
+#: the index of the current device, once CUDA is in use. torch.cuda.current_device sees to that first, each time.
+current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _no_device)
 
 
 # ---- names and traces ---------------------------------------------------------------------------------------------

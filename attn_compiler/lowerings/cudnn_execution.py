@@ -6,7 +6,8 @@ sight, and counted as late. Calls whose tensors lie alike share what follows fro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,54 +17,57 @@ from attn_compiler.lowerings import cudnn_frontend, cudnn_graphs
 from attn_compiler.lowerings.cudnn_call import Call
 from attn_compiler.lowerings.cudnn_graphs import Laid, Plan
 from attn_compiler.lowerings.cudnn_ops import gradient_like, like_output
-from attn_compiler.lowerings.on_device import Empty
+from attn_compiler.lowerings.on_device import Empty, Known
 from attn_compiler.lowerings.ops import empty_outputs
 from attn_compiler.target import cudnn_version
+from attn_compiler.torch_compat import current_cuda_device
 
 Tensors = Sequence[torch.Tensor]
+Key = tuple[Any, ...]
 
-#: bytes that cuDNN needs every tensor to begin at a multiple of
+#: cuDNN needs every tensor to begin at a multiple of so many bytes, which are a power of two
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
-    """What calls that lie alike share. made: outputs to allocate. picks: of inputs, outputs and operands, in this order, those that the
-    plan takes, in its own order. clears: cuDNN does not write all of the outputs."""
+    """What calls that lie alike share. launch(addresses): the plan's, in its own order. made: outputs to allocate. pick: of the
+    addresses of inputs, outputs and operands those that the plan takes. clears: cuDNN does not write all of the outputs."""
 
-    plan: Plan
-    made: tuple[Empty, ...]
-    picks: tuple[int, ...]
+    launch: Callable[[Sequence[int]], None]
+    made: tuple[Callable[[], torch.Tensor], ...]
+    pick: Callable[[Sequence[int]], Sequence[int]]
     clears: bool
 
 
-#: by what a call can read cheaply
-_READY: dict[tuple[Any, ...], Ready] = {}
-_MOST_READY = 4096
+_READY: Known[Ready] = Known()
 
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, as `ops.LEAF_SCHEMA` says. lse is only written if the call needs gradients, and for batch rows with keys."""
-    device = q.device
-    if torch.cuda.current_device() != device.index:
+    device = q.get_device()
+    key: Key = (text, device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
+    if operands:
+        key += tuple([t.stride() for t in operands])
+    addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
+    if (addresses[0] | addresses[1] | addresses[2]) & (ALIGNMENT - 1):
+        return forward(_aligned(q), _aligned(k), _aligned(v), operands, text)
+    if current_cuda_device() != device:
         with torch.cuda.device(device):
             return forward(q, k, v, operands, text)
-    addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
-    if (addresses[0] | addresses[1] | addresses[2]) % ALIGNMENT:
-        return forward(_aligned(q), _aligned(k), _aligned(v), operands, text)
-    key: tuple[Any, ...] = (text, device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
-    if operands:
-        key += tuple(t.stride() for t in operands)
     ready = _READY.get(key)
     if ready is None:
-        ready = _keep(key, _forward_ready(q, k, v, operands, text))
-    out, lse = (empty.make() for empty in ready.made)
+        ready = _READY.keep(key, _forward_ready(q, k, v, operands, text))
+    make_out, make_lse = ready.made
+    out, lse = make_out(), make_lse()
     if ready.clears:
         _zero(out, lse)
-    addresses += [out.data_ptr(), lse.data_ptr(), *[t.data_ptr() for t in operands]]
-    cudnn_frontend.execute(ready.plan, [addresses[i] for i in ready.picks], device)
+    addresses += (out.data_ptr(), lse.data_ptr())
+    if operands:
+        addresses += [t.data_ptr() for t in operands]
+    ready.launch(ready.pick(addresses))
     return out, lse
 
 
@@ -79,61 +83,44 @@ def gradients(
     text: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """As `ops.BACKWARD_SCHEMA` says; grad_lse is not read: nothing that is lowered differentiates lse."""
-    device = q.device
-    if torch.cuda.current_device() != device.index:
+    device = q.get_device()
+    if current_cuda_device() != device:
         with torch.cuda.device(device):
             return gradients(grad_out, grad_lse, q, k, v, operands, out, lse, text)
-    q, k, v = _aligned(q), _aligned(k), _aligned(v)
-    out, grad_out = _aligned(_as_output(out)), _aligned(_as_output(grad_out))
-    key: tuple[Any, ...] = (
-        "backward",
-        text,
-        device,
-        q.dtype,
-        q.shape,
-        q.stride(),
-        k.shape,
-        k.stride(),
-        v.shape,
-        v.stride(),
-    )
+    out, grad_out = _as_output(out), _as_output(grad_out)
+    addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), grad_out.data_ptr()]
+    if (addresses[0] | addresses[1] | addresses[2] | addresses[3] | addresses[5]) & (ALIGNMENT - 1):
+        tensors = (_aligned(grad_out), grad_lse, _aligned(q), _aligned(k), _aligned(v), operands, _aligned(out), lse)
+        return gradients(*tensors, text)
+    key: Key = ("backward", text, device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
     if operands:
-        key += tuple(t.stride() for t in operands)
+        key += tuple([t.stride() for t in operands])
     ready = _READY.get(key)
     if ready is None:
-        ready = _keep(key, _backward_ready(q, k, v, operands, text))
-    made = [empty.make() for empty in ready.made]
+        ready = _READY.keep(key, _backward_ready(q, k, v, operands, text))
+    made = [make() for make in ready.made]
     further = made[3:]
-    # What is reduced over batch and queries is added up in place.
-    _zero(*(made if ready.clears else further))
-    tensors = (q, k, v, out, lse, grad_out, *made, *operands)
-    addresses = [t.data_ptr() for t in tensors]
-    cudnn_frontend.execute(ready.plan, [addresses[i] for i in ready.picks], device)
+    if ready.clears:
+        _zero(*made)
+    elif further:
+        # What is reduced over batch and queries is added up in place.
+        _zero(*further)
+    addresses += [t.data_ptr() for t in made]
+    if operands:
+        addresses += [t.data_ptr() for t in operands]
+    ready.launch(ready.pick(addresses))
     return made[0], made[1], made[2], further
 
 
 # ---- what calls that lie alike share ------------------------------------------------------------------------------
 
 
-def _keep(key: tuple[Any, ...], ready: Ready) -> Ready:
-    if len(_READY) >= _MOST_READY:
-        _READY.clear()
-    _READY[key] = ready
-    return ready
-
-
 def _forward_ready(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str) -> Ready:
     """Raises CudnnRefused where cuDNN has no plan, which compilation has ruled out for its own strides."""
     call = Call.from_text(text)
-    key = cudnn_graphs.forward_key(call, **_shared(call, q, k, v, operands))
-    plan = cudnn_frontend.PLANS.get(key)
+    plan = cudnn_frontend.PLANS.get(cudnn_graphs.forward_key(call, **_shared(call, q, k, v, operands)))
     names = ("q", "k", "v", "out", "lse", *call.operands)
-    return Ready(
-        plan=plan,
-        made=tuple(map(Empty.like, empty_outputs(q, v))),
-        picks=tuple(names.index(name) for name in plan.order),
-        clears=call.may_be_empty,
-    )
+    return _ready(plan, q.device, names, empty_outputs(q, v), clears=call.may_be_empty)
 
 
 def _backward_ready(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str) -> Ready:
@@ -142,15 +129,21 @@ def _backward_ready(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands:
     named = dict(zip(call.operands, operands, strict=True))
     grads = {f"grad_{name}": gradient_like(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
     laid = {name: _laid(grad) for name, grad in grads.items()}
-    key = cudnn_graphs.backward_key(call, gradients=laid, **_shared(call, q, k, v, operands))
-    plan = cudnn_frontend.PLANS.get(key)
+    plan = cudnn_frontend.PLANS.get(cudnn_graphs.backward_key(call, gradients=laid, **_shared(call, q, k, v, operands)))
     made = grads | {f"grad_{name}": torch.empty_like(named[name]) for name in call.by_kernel}
     names = ("q", "k", "v", "out", "lse", "grad_out", *made, *call.operands)
+    return _ready(plan, q.device, names, made.values(), clears=call.may_be_empty)
+
+
+def _ready(
+    plan: Plan, device: torch.device, names: Sequence[str], made: Iterable[torch.Tensor], *, clears: bool
+) -> Ready:
+    """names: of the tensors whose addresses a call has, in its order."""
     return Ready(
-        plan=plan,
-        made=tuple(map(Empty.like, made.values())),
-        picks=tuple(names.index(name) for name in plan.order),
-        clears=call.may_be_empty,
+        launch=cudnn_frontend.launcher(plan, device),
+        made=tuple(Empty.like(tensor).make for tensor in made),
+        pick=operator.itemgetter(*[names.index(name) for name in plan.order]),
+        clears=clears,
     )
 
 

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -106,8 +106,16 @@ class _Handle:
         self.stream = stream
 
 
-def execute(plan: Plan, addresses: Sequence[int], device: torch.device) -> None:
-    """Launch on the current stream. addresses: in the plan's order. The workspace is the caching allocator's, so it is safe to
-    free here and to capture. The caller has made `device` the current one."""
-    space = torch_compat.empty_strided((plan.workspace,), (1,), torch.uint8, device.type)
-    plan.graph._execute_with_ptrs(addresses, space.data_ptr(), handle(device.index))
+def launcher(plan: Plan, device: torch.device) -> Callable[[Sequence[int]], None]:
+    """Launches the plan on the current stream, given addresses in the plan's order. The caller has made `device` the current one.
+
+    The workspace is the caching allocator's, so it is safe to free at once and to capture.
+    """
+    execute, index = plan.graph._execute_with_ptrs, device.index
+    workspace = torch_compat.allocator((plan.workspace,), (1,), torch.uint8, device.type)
+
+    def launch(addresses: Sequence[int]) -> None:
+        space = workspace()
+        execute(addresses, space.data_ptr(), handle(index))
+
+    return launch

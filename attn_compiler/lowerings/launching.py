@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 import triton
 
-from attn_compiler.lowerings.on_device import Empty
+from attn_compiler.lowerings.on_device import Empty, Known
 from attn_compiler.lowerings.triton_plan import Tile
 
 #: bytes whose elements a thread may load at once
@@ -74,8 +74,7 @@ class Alike:
         return cast(T, self.facts[name])
 
 
-_ALIKE: dict[tuple[Any, ...], Alike] = {}
-_MOST_ALIKE = 4096
+_ALIKE: Known[Alike] = Known()
 
 
 def alike(text: str, tensors: Sequence[torch.Tensor]) -> Alike:
@@ -83,11 +82,7 @@ def alike(text: str, tensors: Sequence[torch.Tensor]) -> Alike:
     device = tensors[0].device
     key = (text, device, *[(t.shape, t.stride(), t.dtype, t.data_ptr() % VECTOR) for t in tensors])
     found = _ALIKE.get(key)
-    if found is None:
-        if len(_ALIKE) >= _MOST_ALIKE:
-            _ALIKE.clear()
-        found = _ALIKE[key] = Alike(device=device)
-    return found
+    return _ALIKE.keep(key, Alike(device=device)) if found is None else found
 
 
 def launch(

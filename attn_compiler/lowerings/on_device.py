@@ -6,13 +6,16 @@ Imports Inductor (torch_compat), so it comes late.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from attn_compiler.lowerings.ops import output_strides
-from attn_compiler.torch_compat import empty_strided
+from attn_compiler.torch_compat import allocator, empty_strided
+
+T = TypeVar("T")
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -22,21 +25,27 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
+class Known(dict[tuple[Any, ...], T]):
+    """What calls share that are alike, by what tells them apart. Forgets everything rather than grow without a bound."""
+
+    _MOST = 4096
+
+    def keep(self, key: tuple[Any, ...], value: T) -> T:
+        if len(self) >= self._MOST:
+            self.clear()
+        self[key] = value
+        return value
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Empty:
-    """How a tensor is allocated, on the current device."""
+    """How a tensor is allocated. make(): one, unfilled, on the current device."""
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
+    make: Callable[[], torch.Tensor]
 
     @staticmethod
     def like(tensor: torch.Tensor) -> Empty:
-        return Empty(shape=tuple(tensor.shape), strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device.type)
-
-    def make(self) -> torch.Tensor:
-        return empty_strided(self.shape, self.strides, self.dtype, self.device)
+        return Empty(make=allocator(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type))
 
 
 def new_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,18 +52,36 @@ InGraph = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Tensors, str], lis
 _LIBRARY: Any = globals().get("_LIBRARY") or torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def late(module: str, function: str) -> Callable[..., Any]:
-    """A function of a module of this package, which is imported when it is first called: a dump or a fake needs no triton."""
+@dataclass(frozen=True)
+class Late:
+    """A function of a module, which is imported when it is first called: a dump or a fake needs no triton."""
 
-    def call(*arguments: Any) -> Any:
-        return getattr(_module(module), function)(*arguments)
+    module: str
+    function: str
 
-    return call
+    def __call__(self, *arguments: Any) -> Any:
+        return self.found(*arguments)
+
+    @functools.cached_property
+    def found(self) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(importlib.import_module(self.module), self.function)
+        return found
 
 
-@functools.cache
-def _module(name: str) -> Any:
-    return importlib.import_module(f"attn_compiler.lowerings.{name}")
+def late(module: str, function: str) -> Late:
+    """Of a module of this package."""
+    return Late(f"attn_compiler.lowerings.{module}", function)
+
+
+#: the bodies of leaf ops that compiled code may call by themselves, by the op's name
+_BODIES: dict[str, Late] = globals().get("_BODIES") or {}
+
+
+def _define(op: str, schema: str, body: Callable[..., Any], dispatch_key: str) -> None:
+    _LIBRARY.define(op + schema, tags=(torch.Tag.needs_exact_strides,))
+    _LIBRARY.impl(op, body, dispatch_key)
+    if isinstance(body, Late):
+        _BODIES[op] = body
 
 
 def empty_gradient(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,8 +103,7 @@ def register_forward(name: str, *, forward: Forward, dispatch_key: str) -> None:
     """Define the leaf op `name` without a backward, for what is never differentiated. As `register_family` otherwise."""
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
-    _LIBRARY.define(name + LEAF_SCHEMA, tags=(torch.Tag.needs_exact_strides,))
-    _LIBRARY.impl(name, forward, dispatch_key)
+    _define(name, LEAF_SCHEMA, forward, dispatch_key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", _fake_forward, lib=_LIBRARY)
 
 
@@ -122,11 +140,9 @@ def register_family(
     """
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
-    tags = (torch.Tag.needs_exact_strides,)
-    forwards = ((op, LEAF_SCHEMA, forward) for op in (name, name + _WITHOUT_AUTOGRAD))
-    for op, schema, function in (*forwards, (f"{name}_backward", BACKWARD_SCHEMA, backward)):
-        _LIBRARY.define(op + schema, tags=tags)
-        _LIBRARY.impl(op, function, dispatch_key)
+    for op in (name, name + _WITHOUT_AUTOGRAD):
+        _define(op, LEAF_SCHEMA, forward, dispatch_key)
+    _define(f"{name}_backward", BACKWARD_SCHEMA, backward, dispatch_key)
     _register_fakes(name)
     backward_fake = _fake_backward(differentiable, gradient)
     torch.library.register_fake(f"{NAMESPACE}::{name}_backward", backward_fake, lib=_LIBRARY)
@@ -155,8 +171,7 @@ def register_with_backward_of(
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
     for op in (name, name + _WITHOUT_AUTOGRAD):
-        _LIBRARY.define(op + LEAF_SCHEMA, tags=(torch.Tag.needs_exact_strides,))
-        _LIBRARY.impl(op, forward, dispatch_key)
+        _define(op, LEAF_SCHEMA, forward, dispatch_key)
     _register_fakes(name)
     torch.library.register_autograd(
         f"{NAMESPACE}::{name}",
@@ -176,15 +191,22 @@ def _none(_: str) -> int:
 
 
 def without_autograd(graph: fx.Graph) -> None:
-    """Calls of leaf ops, in a graph that autograd was traced through, become calls of the same without their formula.
+    """Calls of leaf ops, in a graph that autograd was traced through, become calls of the same without their formula; and Inductor
+    writes calls of their bodies.
 
     To come by the formula, which has nothing left to do, takes the host 10 of 34 µs of a call on an H200 machine.
     """
+    from attn_compiler.torch_compat import call_directly
+
     for node in graph.nodes:
         if node.op == "call_function" and getattr(node.target, "namespace", None) == NAMESPACE:
             _, _, name = node.target.name().partition("::")
             bare = getattr(getattr(torch.ops, NAMESPACE), name + _WITHOUT_AUTOGRAD, None)
             node.target = node.target if bare is None else bare.default
+            _, _, called = node.target.name().partition("::")
+            if called in _BODIES:
+                body = _BODIES[called]
+                call_directly(node.target.name(), body.module, body.function)
 
 
 def output_strides(heads: int, seqlen_q: int, head_dim: int) -> tuple[int, int, int, int]:

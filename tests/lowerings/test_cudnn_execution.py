@@ -9,6 +9,7 @@ from attn_compiler.lowerings import cudnn_execution, cudnn_frontend, cudnn_graph
 from attn_compiler.lowerings.cudnn import CudnnAttention
 from attn_compiler.lowerings.cudnn_call import Call
 from attn_compiler.lowerings.cudnn_graphs import Plan, Plans
+from attn_compiler.lowerings.on_device import Known
 from attn_compiler.masks import MaskSpec
 from attn_compiler.scores import ScoreSpec
 from attn_compiler.spec import AttentionSpec, TensorSpec
@@ -24,14 +25,19 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, list[int]]]:
     """What was executed; plans come from a recording frontend, and tensors of the CPU stand in for those of a GPU."""
     executed: list[tuple[Plan, list[int]]] = []
-    monkeypatch.setattr(cudnn_execution, "_READY", {})
+    monkeypatch.setattr(cudnn_execution, "_READY", Known())
     monkeypatch.setattr(cudnn_execution, "cudnn_version", lambda: 91900)
     monkeypatch.setattr(cudnn_plans, "cudnn_version", lambda: 91900)
     monkeypatch.setattr(cudnn_plans, "_is_here", lambda target: True)
+    monkeypatch.setattr(cudnn_execution, "current_cuda_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     recording = Frontend()
     monkeypatch.setattr(cudnn_frontend, "PLANS", Plans(lambda key: cudnn_graphs.build(recording, key, lambda: 0.0)))
-    monkeypatch.setattr(cudnn_frontend, "execute", lambda plan, addresses, device: executed.append((plan, addresses)))
+
+    def launcher(plan: Plan, device: torch.device) -> Any:
+        return lambda addresses: executed.append((plan, list(addresses)))
+
+    monkeypatch.setattr(cudnn_frontend, "launcher", launcher)
     return executed
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -284,6 +284,32 @@ def test_forward_and_backward_can_be_captured() -> None:
         torch.cuda.synchronize()
         for got, expected in zip(captured, step(), strict=True):
             torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}])
+def test_compiled_code_calls_what_eager_code_calls(options: dict[str, Any]) -> None:
+    """Inductor's code calls the bodies by themselves; forward and gradients are the op's, and no plan is built for them."""
+    given = problem(right=0, heads=8, heads_kv=2)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    compiled = torch.compile(attention, backend="attn_compiler", options={"lowering": "cudnn", **options})
+    upstream = torch.randn(given.q.shape, device=DEVICE).to(BF16)
+
+    def results(function: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (given.q, given.k, given.v)]
+        out = function(*leaves)
+        return [x.detach().clone() for x in (out, *torch.autograd.grad(out, leaves, upstream))]
+
+    expected = results(lambda q, k, v: leaf(given.call, q, k, v, {}))
+    for _ in range(3):
+        found = results(compiled)
+    late = cudnn_frontend.PLANS.counts.late
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+    results(compiled)
+    assert cudnn_frontend.PLANS.counts.late == late
 
 
 def test_threads_on_streams_of_their_own() -> None:

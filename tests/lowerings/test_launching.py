@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings import launching
 from attn_compiler.lowerings.launching import Arguments, alike, launch
+from attn_compiler.lowerings.on_device import Known
 from attn_compiler.lowerings.triton_plan import Tile
 
 TILE = Tile(queries=32, keys=32, warps=8, stages=3)
@@ -54,7 +55,7 @@ class Kernel:
 
 @pytest.fixture(autouse=True)
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_ALIKE", {})
+    monkeypatch.setattr(launching, "_ALIKE", Known())
     monkeypatch.setattr(triton.runtime, "driver", mock.Mock())
     triton.runtime.driver.active.get_current_stream.return_value = STREAM
 
@@ -174,7 +175,7 @@ def test_an_output_is_like_the_first_one() -> None:
 
 
 def test_what_is_known_of_calls_does_not_grow_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_MOST_ALIKE", 3)
+    monkeypatch.setattr(Known, "_MOST", 3)
     for size in range(10):
         alike("text", (torch.empty(size),))
     assert len(launching._ALIKE) <= 3

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._inductor.codegen import custom_extern_kernel_codegen
 
 from attn_compiler import torch_compat
 from attn_compiler.lowerings import ops
@@ -72,6 +73,54 @@ def test_compiled_code_calls_the_leaf_op_without_its_formula(training: bool) -> 
     if training:
         right = torch.autograd.grad(leaf(inputs)[0].sum(), inputs.q)[0]
         torch.testing.assert_close(torch.autograd.grad(found.sum(), inputs.q)[0], right)
+
+
+def counted(*arguments: Any) -> Any:
+    """The body that compiled code is told of below, in place of the reference's own."""
+    COUNTED.append(len(arguments))
+    return ops._reference(*arguments)
+
+
+COUNTED: list[int] = []
+
+
+def test_compiled_code_calls_a_body_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of two calls; where the caller is PyTorch, the op is what it was."""
+    registry = custom_extern_kernel_codegen.CUSTOM_EXTERN_KERNEL_CODEGEN
+    monkeypatch.setitem(ops._BODIES, "reference_forward", ops.Late(__name__, "counted"))
+    monkeypatch.setitem(registry, "torch.ops.attn_compiler.reference_forward.default", None)  # is deleted afterwards
+    inputs = cases.build(BY_NAME["causal"])
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        once: torch.Tensor = torch.ops.attn_compiler.reference(q, k, v, operands(inputs), inputs.spec.to_text())[0]
+        out: torch.Tensor = torch.ops.attn_compiler.reference(once, k, v, operands(inputs), inputs.spec.to_text())[0]
+        return out
+
+    def backend(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
+        joint_pass = ops.without_autograd
+        return torch_compat.compile_with_inductor(gm, given, patches={}, cache_key="directly", joint_pass=joint_pass)
+
+    with torch._inductor.config.patch(force_disable_caches=True):  # type: ignore[attr-defined]
+        compiled = torch.compile(run, backend=backend)
+        compiled(inputs.q, inputs.k, inputs.v)
+        COUNTED.clear()
+        found = compiled(inputs.q, inputs.k, inputs.v)
+    right = run(inputs.q, inputs.k, inputs.v)
+    assert COUNTED == [5, 5]
+    torch.testing.assert_close(found, right)
+    leaves = (inputs.q, inputs.k, inputs.v)
+    upstream = torch.randn_like(right)
+    for got, want in zip(
+        torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(right, leaves, upstream), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_body_is_imported_by_its_first_call() -> None:
+    late = ops.Late("attn_compiler.nowhere", "forward")
+    with pytest.raises(ModuleNotFoundError):
+        late(1)
+    assert ops.Late("operator", "add")(1, 2) == 3
 
 
 def test_out_is_bshd_in_memory_and_lse_contiguous() -> None:
