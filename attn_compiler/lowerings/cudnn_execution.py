@@ -50,7 +50,7 @@ def forward(
     device = q.get_device()
     key: Key = (text, device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
     if operands:
-        key += tuple([t.stride() for t in operands])
+        key += tuple([(t.shape, t.stride()) for t in operands])
     addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
     if (addresses[0] | addresses[1] | addresses[2]) & (ALIGNMENT - 1):
         return forward(_aligned(q), _aligned(k), _aligned(v), operands, text)
@@ -94,7 +94,7 @@ def gradients(
         return gradients(*tensors, text)
     key: Key = ("backward", text, device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
     if operands:
-        key += tuple([t.stride() for t in operands])
+        key += tuple([(t.shape, t.stride()) for t in operands])
     ready = _READY.get(key)
     if ready is None:
         ready = _READY.keep(key, _backward_ready(q, k, v, operands, text))

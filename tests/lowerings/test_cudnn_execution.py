@@ -127,6 +127,16 @@ def test_equal_calls_look_their_plan_up_once(
     assert len({id(plan) for plan, _ in launches}) == 3
 
 
+def test_operands_of_equal_strides_and_other_shapes_are_not_alike(launches: list[tuple[Plan, list[int]]]) -> None:
+    """A bias for all batch rows, and one for each: their strides say nothing of that."""
+    call = Call(scale=1.0, needs_grad=True, bias=True)
+    qkv, _ = given()
+    for batch in (1, 2):
+        backward(qkv, [bf16(batch, 4, 16, 16)], call)
+    shapes = [plan.graph.named(cudnn_graphs.UIDS)["bias"].dim[0] for plan, _ in launches]
+    assert shapes == [1, 1, 2, 2]
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_tensor_that_begins_between_vectors_is_copied(launches: list[tuple[Plan, list[int]]], name: str) -> None:
     qkv, _ = given()
