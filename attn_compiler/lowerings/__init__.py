@@ -9,6 +9,7 @@ from attn_compiler.lowerings import ops as ops  # defines the leaf ops that lowe
 from attn_compiler.lowerings import triton_ops as triton_ops
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.cudnn import CudnnAttention
+from attn_compiler.lowerings.cudnn_fp8 import CudnnFp8
 from attn_compiler.lowerings.decode import Decode
 from attn_compiler.lowerings.fa4 import FlashAttention4
 from attn_compiler.lowerings.plain_math import PlainMath
@@ -33,6 +34,7 @@ LOWERINGS: tuple[Lowering, ...] = (
     TritonAttention(),
     TritonFp8(),
     CudnnAttention(),
+    CudnnFp8(),
     Decode(),
     PlainMath(),
     Untouched(),

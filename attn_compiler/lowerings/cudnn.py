@@ -45,36 +45,14 @@ class CudnnAttention:
         ]
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        machine = self.unavailable(target) or sdpa_limits.check_device(spec, "cuda")
-        if machine:
-            return machine
-        reasons = [
-            *sdpa_limits.check_softcap(spec),
-            *sdpa_limits.check_known_changes(spec),
-            *sdpa_limits.check_weights_unread(spec),
-            *sdpa_limits.check_scale(spec),
-            *sdpa_limits.check_masks(spec),
-            *sdpa_limits.check_softmax_dtype(spec),
-            *sdpa_limits.check_shapes(spec),
-            *sdpa_limits.check_dtypes(spec, ("float16", "bfloat16")),
-            *sdpa_limits.check_head_dims(spec, multiple=8, limit=_HEAD_DIM_LIMIT),
-            *sdpa_limits.check_grid(spec),
-            *sdpa_limits.check_tensor(spec, dtypes=(spec.dtype,)),
-            *cudnn_limits.check_dropout(spec, target),
-            *_check_sizes(spec),
-            *cudnn_call.reasons(spec),
-        ]
-        if reasons:
-            return reasons
-        call = _call(spec, target)
-        refused = [*_check_call(call, spec), *cudnn_limits.check_graph(call, spec, target)]
-        return refused or cudnn_plans.refusals(call, spec, self.demand(spec), target)
+        refused = self.unavailable(target) or rules(spec, target)
+        return refused or cudnn_plans.refusals(call_of(spec, target), spec, self.demand(spec), target)
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(alignment=_ALIGNMENT, zero_strides=False)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        call = _call(spec, emitter.target)
+        call = call_of(spec, emitter.target)
         further = cudnn_operands.emit(emitter, call, spec, operands)
         given = {"q": operands.q, "k": operands.k, "v": operands.v} | dict(zip(call.operands, further, strict=True))
         values = {name: emitter.value(node) for name, node in given.items()}
@@ -86,7 +64,35 @@ class CudnnAttention:
         return emitter.call(operator.getitem, outputs, 0)
 
 
-def _call(spec: AttentionSpec, target: Target) -> Call:
+def rules(spec: AttentionSpec, target: Target) -> list[Reason]:
+    """What this lowering refuses on a machine that has it, before cuDNN is asked."""
+    machine = sdpa_limits.check_device(spec, "cuda")
+    if machine:
+        return machine
+    reasons = [
+        *sdpa_limits.check_softcap(spec),
+        *sdpa_limits.check_known_changes(spec),
+        *sdpa_limits.check_weights_unread(spec),
+        *sdpa_limits.check_scale(spec),
+        *sdpa_limits.check_masks(spec),
+        *sdpa_limits.check_softmax_dtype(spec),
+        *sdpa_limits.check_shapes(spec),
+        *sdpa_limits.check_dtypes(spec, ("float16", "bfloat16")),
+        *sdpa_limits.check_head_dims(spec, multiple=8, limit=_HEAD_DIM_LIMIT),
+        *sdpa_limits.check_grid(spec),
+        *sdpa_limits.check_tensor(spec, dtypes=(spec.dtype,)),
+        *cudnn_limits.check_dropout(spec, target),
+        *_check_sizes(spec),
+        *cudnn_call.reasons(spec),
+    ]
+    if reasons:
+        return reasons
+    call = call_of(spec, target)
+    return [*_check_call(call, spec), *cudnn_limits.check_graph(call, spec, target)]
+
+
+def call_of(spec: AttentionSpec, target: Target) -> Call:
+    """The call for a spec that `cudnn_call.reasons` has nothing against."""
     return cudnn_limits.counted(cudnn_call.of(spec, deterministic=target.deterministic), spec, target)
 
 

@@ -20,6 +20,19 @@ from attn_compiler.masks import Causal
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 
+#: of q, k, v and out in FP8
+FP8_DTYPE = "float8_e4m3fn"
+_READ_SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s")
+#: operands by `Call.fp8`
+SCALES: dict[str, tuple[str, ...]] = {
+    "": (),
+    "forward": (*_READ_SCALES, "scale_out"),
+    "backward": (
+        *_READ_SCALES,
+        *("descale_out", "descale_grad_out", "descale_ds", "scale_ds", "scale_grad_q", "scale_grad_k", "scale_grad_v"),
+    ),
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
@@ -29,7 +42,8 @@ class Call:
     from_end: positions are counted so that the last query meets the last key. lengths: the keys of each batch row end at a length
     that is read at run time. counted: the lengths are those of all keys, and given only so that cuDNN looks at them. bias, sinks:
     tensors that join the scores, the latter one logit a head. dropout_p: the share of weights that is dropped. needs_grad: lse is
-    written. deterministic: the backward adds up in a fixed order.
+    written. deterministic: the backward adds up in a fixed order. fp8: "forward" or "backward", which this call is the one of: q, k, v
+    and out are in FP8 then, with scales among the operands, and no row is without keys. gradients: the dtype of gradients in FP8.
     """
 
     scale: float
@@ -45,13 +59,16 @@ class Call:
     dropout_p: float = 0.0
     needs_grad: bool = False
     deterministic: bool = False
+    fp8: str = ""
+    gradients: str = ""
 
     @property
     def operands(self) -> tuple[str, ...]:
         """Names of the run-time tensors in the order in which the leaf op takes them.
 
         bias: (B|1, Hq|1, Sq|1, Skv) in q's dtype. sinks: float32 (Hq,). lengths_q, lengths: int32 (B,), how many queries and keys of a
-        batch row there are. seed, offset: int64 (1,), of dropout.
+        batch row there are. seed, offset: int64 (1,), of dropout. Scales, each float32 and one number: what is read was multiplied by
+        1 / descale, what is written is multiplied by scale; s are the softmax's weights, ds the gradients of the scores.
         """
         has = {
             "bias": self.bias,
@@ -61,7 +78,7 @@ class Call:
             "seed": self.dropout_p > 0,
             "offset": self.dropout_p > 0,
         }
-        return tuple(name for name, here in has.items() if here)
+        return (*(name for name, here in has.items() if here), *SCALES[self.fp8])
 
     @property
     def differentiable(self) -> tuple[str, ...]:
@@ -77,7 +94,7 @@ class Call:
     @property
     def may_be_empty(self) -> bool:
         """Whether a batch row may be without keys."""
-        return self.lengths and not self.counted
+        return self.lengths and not self.counted and not self.fp8
 
     def to_text(self) -> str:
         """Canonical JSON of what is not at its default."""

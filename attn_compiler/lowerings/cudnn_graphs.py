@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn_compiler.errors import CudnnRefused
-from attn_compiler.lowerings.cudnn_call import Call
+from attn_compiler.lowerings.cudnn_call import SCALES, Call
 from attn_compiler.lowerings.ops import output_strides
 
 Shape = tuple[int, ...]
@@ -24,11 +24,19 @@ Shape = tuple[int, ...]
 UIDS = {
     name: uid
     for uid, name in enumerate(
-        "q k v out lse grad_out grad_q grad_k grad_v bias grad_bias sinks lengths_q lengths seed offset".split(),
+        (
+            *"q k v out lse grad_out grad_q grad_k grad_v bias grad_bias sinks lengths_q lengths seed offset".split(),
+            *dict.fromkeys((*SCALES["forward"], *SCALES["backward"])),
+        ),
         1,
     )
 }
-_DTYPES = {"bfloat16": "BFLOAT16", "float16": "HALF"}
+_DTYPES = {
+    "bfloat16": "BFLOAT16",
+    "float16": "HALF",
+    "float8_e4m3fn": "FP8_E4M3",
+    "float8_e5m2": "FP8_E5M2",
+}
 _OTHER_DTYPES = {
     "lse": "FLOAT",
     "sinks": "FLOAT",
@@ -36,6 +44,18 @@ _OTHER_DTYPES = {
     "lengths": "INT32",
     "seed": "INT64",
     "offset": "INT64",
+} | {name: "FLOAT" for names in SCALES.values() for name in names}
+_ONE = (1, 1, 1, 1)
+#: the frontend's names of scales, where they are others
+_SCALE_NAMES = {
+    "scale_out": "scale_o",
+    "descale_out": "descale_o",
+    "descale_grad_out": "descale_dO",
+    "descale_ds": "descale_dP",
+    "scale_ds": "scale_dP",
+    "scale_grad_q": "scale_dQ",
+    "scale_grad_k": "scale_dK",
+    "scale_grad_v": "scale_dV",
 }
 
 
@@ -225,15 +245,18 @@ class _Graph:
             return Laid(shape=(1, heads, 1, 1), strides=(heads, 1, 1, 1))
         if name in ("lengths_q", "lengths"):
             return Laid(shape=(batch, 1, 1, 1), strides=(1, 1, 1, 1))
-        if name in ("seed", "offset"):
-            return Laid(shape=(1, 1, 1, 1), strides=(1, 1, 1, 1))
+        if name in ("seed", "offset") or name in SCALES[self.call.fp8]:
+            return Laid(shape=_ONE, strides=_ONE)
         return self.laid[name]
 
     def dtype(self, name: str) -> Any:
-        return getattr(self.fe.data_type, _OTHER_DTYPES.get(name, _DTYPES[self.key.dtype]))
+        usual = self.call.gradients if self.call.gradients and name.startswith("grad_") else self.key.dtype
+        return getattr(self.fe.data_type, _OTHER_DTYPES.get(name, _DTYPES[usual]))
 
     def attention(self) -> None:
-        if self.key.backward:
+        if self.call.fp8:
+            self._fp8()
+        elif self.key.backward:
             self._backward()
         else:
             self._forward()
@@ -272,14 +295,31 @@ class _Graph:
         for tensor, name in zip(gradients, ("grad_q", "grad_k", "grad_v"), strict=True):
             self.output(tensor, name)
 
-    def _shared(self) -> dict[str, Any]:
-        """What forward and backward are told alike."""
+    def _fp8(self) -> None:
+        """The largest of the weights, of out and of the gradients are not asked for: they are no outputs then."""
+        told = {_SCALE_NAMES.get(name, name): self.input(name) for name in SCALES[self.call.fp8]}
+        told |= {name: self.input(name) for name in "qkv"} | self._shared(band="")
+        if self.key.backward:
+            told |= {"o": self.input("out"), "dO": self.input("grad_out"), "stats": self.input("lse")}
+            told["use_deterministic_algorithm"] = self.call.deterministic
+            made = self.graph.sdpa_fp8_backward(name="attention_fp8_backward", **told)
+            names, largest = ["grad_q", "grad_k", "grad_v"], made[3:7]
+        else:
+            made = self.graph.sdpa_fp8(name="attention_fp8", generate_stats=self.call.needs_grad, **told)
+            names, largest = ["out", "lse"] if self.call.needs_grad else ["out"], made[2:4]
+        for tensor, name in zip(made, names, strict=False):
+            self.output(tensor, name)
+        for tensor in largest:
+            tensor.set_dim(list(_ONE)).set_stride(list(_ONE)).set_data_type(self.fe.data_type.FLOAT)
+
+    def _shared(self, band: str = "diagonal_band_") -> dict[str, Any]:
+        """What forward and backward are told alike. band: how the names of its two bounds begin."""
         call, alignment = self.call, self.fe.diagonal_alignment
         told: dict[str, Any] = {
             "attn_scale": call.scale,
             "diagonal_alignment": alignment.BOTTOM_RIGHT if call.from_end else alignment.TOP_LEFT,
-            "diagonal_band_left_bound": None if call.left is None else call.left + 1,
-            "diagonal_band_right_bound": call.right,
+            f"{band}left_bound": None if call.left is None else call.left + 1,
+            f"{band}right_bound": call.right,
             "compute_data_type": self.fe.data_type.FLOAT,
         }
         if call.bias:

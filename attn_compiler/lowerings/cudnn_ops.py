@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from attn_compiler.lowerings.cudnn_call import Call
-from attn_compiler.lowerings.ops import late, register_family
+from attn_compiler.lowerings.ops import late, register_family, register_forward, register_given
 
 Tensors = Sequence[torch.Tensor]
 
@@ -64,3 +64,7 @@ register_family(
     in_graph=in_graph,
     dispatch_key="CUDA",
 )
+
+register_given("cudnn", differentiable=differentiable, prepare_grad_out=like_output)
+# q, k, v and out in FP8: its text is a Call with fp8="forward", and no gradient comes by it.
+register_forward("cudnn_fp8", forward=late("cudnn_execution", "forward"), dispatch_key="CUDA")

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings import cudnn_graphs, cudnn_ops, sdpa_limits
 from attn_compiler.lowerings.base import LayoutDemand
-from attn_compiler.lowerings.cudnn_call import Call
+from attn_compiler.lowerings.cudnn_call import FP8_DTYPE, Call
 from attn_compiler.lowerings.cudnn_graphs import Laid, Plan
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec, TensorSpec
@@ -22,8 +22,13 @@ from attn_compiler.target import Target, cudnn_version
 
 log = logging.getLogger(__name__)
 
+Kind = Literal["forward", "backward"]
+BOTH: tuple[Kind, ...] = ("forward", "backward")
 
-def refusals(call: Call, spec: AttentionSpec, demand: LayoutDemand, target: Target) -> list[Reason]:
+
+def refusals(
+    call: Call, spec: AttentionSpec, demand: LayoutDemand, target: Target, *, kinds: tuple[Kind, ...] = BOTH
+) -> list[Reason]:
     """cuDNN's own refusal of the forward or, if the site needs gradients, of the backward."""
     if not _is_here(target):
         return []
@@ -33,13 +38,15 @@ def refusals(call: Call, spec: AttentionSpec, demand: LayoutDemand, target: Targ
         shape = (*(1,) * (4 - len(added.shape)), *added.shape[:-1], spec.seqlen_kv)
         tensors["bias"] = Laid.contiguous(_numbers(shape))
     try:
-        _plans(call, tensors, spec.dtype, torch.cuda.current_device())
+        _plans(call, tensors, FP8_DTYPE if call.fp8 else spec.dtype, torch.cuda.current_device(), kinds)
     except CudnnRefused as refused:
         return [Reason(rule="cuDNN builds a plan", observed=refused.said)]
     return []
 
 
-def built(call: Call, values: Mapping[str, torch.Tensor], target: Target) -> tuple[Plan, ...]:
+def built(
+    call: Call, values: Mapping[str, torch.Tensor], target: Target, *, kinds: tuple[Kind, ...] = BOTH
+) -> tuple[Plan, ...]:
     """The plans for a site's tensors as they are in its graph: forward, and backward if it needs gradients. None for a made-up
     machine. Raises CudnnRefused if the GPU that they are on is not the one that was asked, and has no plan: nothing is rewritten then.
 
@@ -54,7 +61,7 @@ def built(call: Call, values: Mapping[str, torch.Tensor], target: Target) -> tup
         if n in values
     }
     device = torch.cuda.current_device() if q.device.index is None else q.device.index
-    return _plans(call, tensors, str(q.dtype).removeprefix("torch."), device)
+    return _plans(call, tensors, str(q.dtype).removeprefix("torch."), device, kinds)
 
 
 def words(plans: tuple[Plan, ...]) -> str:
@@ -70,17 +77,21 @@ def _bytes(count: int) -> str:
     return f"{count} bytes" if count < 2**10 else f"{count / 2**20:.1f} MiB"
 
 
-def _plans(call: Call, tensors: Mapping[str, Laid], dtype: str, device: int) -> tuple[Plan, ...]:
+def _plans(
+    call: Call, tensors: Mapping[str, Laid], dtype: str, device: int, kinds: tuple[Kind, ...]
+) -> tuple[Plan, ...]:
     # By way of torch_compat it imports Inductor, which is not needed to be asked for reasons.
     from attn_compiler.lowerings import cudnn_frontend
 
     shared: dict[str, Any] = {"dtype": dtype, "inputs": tensors, "device": device, "cudnn": cudnn_version()}
-    with cudnn_frontend.PLANS.at_compile_time():
-        forward = cudnn_frontend.PLANS.get(cudnn_graphs.forward_key(call, **shared))
-        if not call.needs_grad:
-            return (forward,)
+    keys = []
+    if "forward" in kinds:
+        keys.append(cudnn_graphs.forward_key(call, **shared))
+    if "backward" in kinds and call.needs_grad:
         grads = {f"grad_{name}": _gradient(tensors[name]) for name in ("q", "k", "v")}
-        return forward, cudnn_frontend.PLANS.get(cudnn_graphs.backward_key(call, gradients=grads, **shared))
+        keys.append(cudnn_graphs.backward_key(call, gradients=grads, **shared))
+    with cudnn_frontend.PLANS.at_compile_time():
+        return tuple(cudnn_frontend.PLANS.get(key) for key in keys)
 
 
 def _gradient(laid: Laid) -> Laid:

@@ -13,8 +13,8 @@ _HALF = ("bfloat16", "float16")
 _FEW_QUERIES = 32
 
 
-def check_recipe(spec: AttentionSpec) -> list[Reason]:
-    """There is one, and it is one that can be carried out."""
+def check_recipe(spec: AttentionSpec, *, has_backward: bool = False) -> list[Reason]:
+    """There is one, and it is one that can be carried out. has_backward: in FP8."""
     recipe = spec.fp8
     if recipe is None:
         remedy = "compile with options={'fp8_recipe': attn_compiler.Fp8Recipe()}"
@@ -25,7 +25,7 @@ def check_recipe(spec: AttentionSpec) -> list[Reason]:
     if not recipe.forward:
         remedy = "give Fp8Recipe(forward=True)"
         reasons.append(Reason(rule="the recipe asks for a forward in FP8", observed="forward=False", remedy=remedy))
-    if recipe.backward and spec.needs_grad:
+    if recipe.backward and spec.needs_grad and not has_backward:
         rule = "the backward runs in the inputs' dtype: no kernel for it in FP8 yet"
         reasons.append(Reason(rule=rule, observed="backward=True", remedy="give Fp8Recipe(backward=False)"))
     return reasons

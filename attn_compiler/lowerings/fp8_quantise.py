@@ -78,9 +78,9 @@ def names(spec: AttentionSpec) -> tuple[str, ...]:
     return (*_ALWAYS, "shift") if recipe_of(spec).smooth_k else _ALWAYS
 
 
-def emit(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> Rounded:
-    """Round the site's q, k and v."""
-    made = _Quantiser(emitter, spec).all_of(operands)
+def emit(emitter: Emitter, spec: AttentionSpec, operands: Operands, *, positions_last: bool = True) -> Rounded:
+    """Round the site's q, k and v. positions_last: v8 as `names` says; else it lies as k8 does."""
+    made = _Quantiser(emitter, spec, positions_last).all_of(operands)
     return Rounded(q=made["q"], k=made["k"], v=made["v"], operands=[made[name] for name in names(spec)])
 
 
@@ -88,6 +88,7 @@ def emit(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> Rounded:
 class _Quantiser:
     emitter: Emitter
     spec: AttentionSpec
+    positions_last: bool = True
 
     def all_of(self, operands: Operands) -> dict[str, fx.Node]:
         given = {"q": operands.q, "k": operands.k, "v": operands.v}
@@ -109,7 +110,8 @@ class _Quantiser:
             if name == "q" and mean is not None:
                 made["shift"] = self._shift(restored, mean)
             made[f"descale_{name}"] = self._packed(descale)
-            made[f"{name}8"] = self._positions_last(rounded) if name == "v" else rounded
+            is_turned = name == "v" and self.positions_last
+            made[f"{name}8"] = self._positions_last(rounded) if is_turned else rounded
             made[name] = self._for_backward(given[name], wide[name], restored)
         return made
 

@@ -3,6 +3,8 @@
     attn_compiler::<family>(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)
     attn_compiler::<family>_backward(grad_out, grad_lse, q, k, v, operands, out, lse, spec) -> (dq, dk, dv, Tensor[])
     attn_compiler::<family>_forward: the leaf op without its formula of autograd
+    attn_compiler::<family>_given: hands on out and lse, the first two of its operands, which other nodes computed; with the
+        family's backward. Compiled code is without it
 
 q, k, v, out: logical BHSD. out: q's dtype, BSHD in memory, which is what models transpose to next. lse: (B, Hq, Sq),
 contiguous, float32 (float64 for float64), natural logarithm.
@@ -39,6 +41,7 @@ BACKWARD_SCHEMA = (
 )
 
 _WITHOUT_AUTOGRAD = "_forward"
+_GIVEN = "_given"
 
 Tensors = Sequence[torch.Tensor]
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -162,11 +165,12 @@ def register_with_backward_of(
     leading: Callable[[str], int],
     differentiable: Differentiable,
     dispatch_key: str,
+    prepare_grad_out: OfTensor = _as_it_is,
 ) -> None:
     """Define the leaf op `name` whose backward is that of a registered family, from the same q, k, v, out, lse and text.
 
     leading(text): how many of its operands come before the family's; they are not kept for the backward, and get no gradient.
-    differentiable: the family's, asked about its own operands. As `register_family` otherwise.
+    differentiable, prepare_grad_out: the family's, asked about its own operands. As `register_family` otherwise.
     """
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
@@ -175,10 +179,36 @@ def register_with_backward_of(
     _register_fakes(name)
     torch.library.register_autograd(
         f"{NAMESPACE}::{name}",
-        _autograd_backward(f"{family}_backward", differentiable, _as_it_is, _nothing, leading),
+        _autograd_backward(f"{family}_backward", differentiable, prepare_grad_out, _nothing, leading),
         setup_context=_setup_context(leading),
         lib=_LIBRARY,
     )
+
+
+def register_given(family: str, *, differentiable: Differentiable, prepare_grad_out: OfTensor = _as_it_is) -> None:
+    """Define `<family>_given`, of a registered family: for a forward that consists of several nodes. As `register_family` otherwise.
+
+    Only `without_autograd` makes it cost nothing; where it runs, it copies.
+    """
+    register_with_backward_of(
+        family,
+        family + _GIVEN,
+        forward=_hand_on,
+        leading=_two,
+        differentiable=differentiable,
+        dispatch_key="CompositeExplicitAutograd",
+        prepare_grad_out=prepare_grad_out,
+    )
+
+
+def _hand_on(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return operands[0].clone(), operands[1].clone()
+
+
+def _two(_: str) -> int:
+    return 2
 
 
 def _register_fakes(name: str) -> None:
@@ -192,21 +222,33 @@ def _none(_: str) -> int:
 
 def without_autograd(graph: fx.Graph) -> None:
     """Calls of leaf ops, in a graph that autograd was traced through, become calls of the same without their formula; and Inductor
-    writes calls of their bodies.
+    writes calls of their bodies. What only carried a formula is left out.
 
     To come by the formula, which has nothing left to do, takes the host 10 of 34 µs of a call on an H200 machine.
     """
     from attn_compiler.torch_compat import call_directly
 
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         if node.op == "call_function" and getattr(node.target, "namespace", None) == NAMESPACE:
             _, _, name = node.target.name().partition("::")
+            if name.endswith(_GIVEN):
+                _leave_out(node)
+                continue
             bare = getattr(getattr(torch.ops, NAMESPACE), name + _WITHOUT_AUTOGRAD, None)
             node.target = node.target if bare is None else bare.default
             _, _, called = node.target.name().partition("::")
             if called in _BODIES:
                 body = _BODIES[called]
                 call_directly(node.target.name(), body.module, body.function)
+
+
+def _leave_out(given: fx.Node) -> None:
+    """Its operands take the place of its outputs."""
+    handed_on: Any = given.args[3]
+    for output in list(given.users):
+        output.replace_all_uses_with(handed_on[output.args[1]])
+        output.graph.erase_node(output)
+    given.graph.erase_node(given)
 
 
 def output_strides(heads: int, seqlen_q: int, head_dim: int) -> tuple[int, int, int, int]:

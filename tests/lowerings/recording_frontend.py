@@ -14,6 +14,8 @@ class DataType(Enum):
     FLOAT = 3
     INT32 = 4
     INT64 = 5
+    FP8_E4M3 = 6
+    FP8_E5M2 = 7
 
 
 class Alignment(Enum):
@@ -61,7 +63,8 @@ class Tensor:
 
 
 class Graph:
-    """steps: the names of the methods that were called. told: the arguments of sdpa or sdpa_backward."""
+    """steps: the names of the methods that were called. told: the arguments of sdpa, sdpa_backward or those in FP8. largest: what
+    those give besides, and nobody asks for."""
 
     def __init__(self, frontend: Frontend, **machine: Any) -> None:
         self._frontend = frontend
@@ -69,6 +72,7 @@ class Graph:
         self.steps: list[str] = []
         self.told: dict[str, Any] = {}
         self.tensors: list[Tensor] = []
+        self.largest: list[Tensor] = []
         self.launches: list[tuple[list[int], int, int]] = []
 
     def tensor(self, **fields: Any) -> Tensor:
@@ -86,6 +90,20 @@ class Graph:
         outputs = [Tensor() for _ in range(3)]
         self.tensors += outputs
         return outputs
+
+    def sdpa_fp8(self, **told: Any) -> list[Tensor | None]:
+        self.told = told
+        out, lse, *largest = (Tensor() for _ in range(4))
+        self.tensors += [out, lse] if told["generate_stats"] else [out]
+        self.largest = largest
+        return [out, lse if told["generate_stats"] else None, *largest]
+
+    def sdpa_fp8_backward(self, **told: Any) -> list[Tensor | None]:
+        self.told = told
+        outputs = [Tensor() for _ in range(3)]
+        self.tensors += outputs
+        self.largest = [Tensor() for _ in range(4)]
+        return [*outputs, *self.largest, None]
 
     def __getattr__(self, step: str) -> Any:
         if step not in ("validate", "build_operation_graph", "create_execution_plans", "check_support", "build_plans"):

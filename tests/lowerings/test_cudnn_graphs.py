@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from attn_compiler.errors import CudnnRefused
-from attn_compiler.lowerings import cudnn_graphs
+from attn_compiler.lowerings import cudnn_call, cudnn_graphs
 from attn_compiler.lowerings.cudnn_call import Call
 from attn_compiler.lowerings.cudnn_graphs import UIDS, Key, Laid, Plan, Plans
 from attn_compiler.target import cudnn_version
@@ -280,6 +280,74 @@ def test_what_was_refused_is_not_tried_again_and_not_counted() -> None:
 
 def test_a_message_may_be_empty() -> None:
     assert cudnn_graphs.in_one_line("") == "no message"
+
+
+# ---- FP8 --------------------------------------------------------------------------------------------------------------
+
+FP8_FORWARD = Call(scale=0.125, right=0, needs_grad=True, fp8="forward")
+FP8_BACKWARD = Call(scale=0.125, right=0, needs_grad=True, fp8="backward", gradients="float8_e5m2")
+E4M3, E5M2, FLOAT = DataType.FP8_E4M3, DataType.FP8_E5M2, DataType.FLOAT
+
+
+def test_the_forward_in_fp8_reads_and_writes_it_with_one_scale_a_tensor() -> None:
+    graph = graph_of(forward_key(FP8_FORWARD, dtype="float8_e4m3fn"))
+    tensors = graph.named(UIDS)
+    assert set(tensors) == {"q", "k", "v", "out", "lse", *cudnn_call.SCALES["forward"]}
+    assert {tensors[name].data_type for name in ("q", "k", "v", "out")} == {E4M3}
+    assert {tensors[name].data_type for name in ("lse", *cudnn_call.SCALES["forward"])} == {FLOAT}
+    assert tensors["descale_q"].dim == tensors["scale_out"].stride == [1, 1, 1, 1]
+    told = graph.told
+    assert (told["scale_s"].name, told["scale_o"].name, told["descale_v"].name) == ("scale_s", "scale_out", "descale_v")
+    assert (told["right_bound"], told["left_bound"], told["generate_stats"]) == (0, None, True)
+    assert [(x.is_output, x.data_type) for x in graph.largest] == [(False, FLOAT)] * 2
+
+
+def test_without_gradients_no_statistics_in_fp8() -> None:
+    graph = graph_of(forward_key(Call(scale=1.0, fp8="forward"), dtype="float8_e4m3fn"))
+    assert "lse" not in graph.named(UIDS)
+    assert graph.told["generate_stats"] is False
+
+
+def test_the_backward_in_fp8_has_gradients_of_their_own_format() -> None:
+    graph = graph_of(backward_key(FP8_BACKWARD, dtype="float8_e4m3fn"))
+    tensors = graph.named(UIDS)
+    assert {tensors[name].data_type for name in ("q", "k", "v", "out")} == {E4M3}
+    assert {tensors[f"grad_{name}"].data_type for name in ("q", "k", "v", "out")} == {E5M2}
+    told = graph.told
+    names = {"descale_o": "descale_out", "descale_dO": "descale_grad_out", "descale_dP": "descale_ds"}
+    names |= {
+        "scale_dP": "scale_ds",
+        "scale_dQ": "scale_grad_q",
+        "scale_dK": "scale_grad_k",
+        "scale_dV": "scale_grad_v",
+    }
+    assert {name: told[name].name for name in names} == names
+    assert (told["stats"].name, told["o"].name, told["dO"].name) == ("lse", "out", "grad_out")
+
+
+def test_lengths_in_fp8() -> None:
+    call = dataclasses.replace(FP8_FORWARD, lengths=True)
+    told = graph_of(forward_key(call, dtype="float8_e4m3fn")).told
+    assert told["use_padding_mask"] is True
+    assert told["seq_len_kv"].name == "lengths"
+
+
+@pytest.mark.parametrize(
+    "call", [FP8_FORWARD, FP8_BACKWARD, Call(scale=1.0, needs_grad=True, lengths=True, fp8="forward")]
+)
+def test_the_frontend_takes_the_graph_in_fp8(call: Call) -> None:
+    frontend = pytest.importorskip("cudnn", reason="needs the extra: pip install -e '.[cudnn]'")
+    if not cudnn_version():
+        pytest.skip("this torch brings no cuDNN")
+    square = {name: bshd(heads=heads, head_dim=128) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+    told: dict[str, Any] = {"dtype": "float8_e4m3fn", "inputs": square}
+    if call.fp8 == "backward":
+        key = backward_key(call, **told, gradients={f"grad_{n}": square[n] for n in "qkv"})
+    else:
+        key = forward_key(call, **told)
+    graph, _ = cudnn_graphs.make_graph(frontend, key, sm_version=90, sm_count=132)
+    graph.validate()
+    graph.build_operation_graph()
 
 
 # ---- the real frontend ------------------------------------------------------------------------------------------------

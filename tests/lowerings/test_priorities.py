@@ -186,6 +186,7 @@ def test_lowerings_are_registered_once_each() -> None:
         "triton",
         "triton_fp8",
         "cudnn",
+        "cudnn_fp8",
         "decode",
         "math",
         "untouched",

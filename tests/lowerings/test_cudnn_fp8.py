@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Const, Index, Load
+from attn_compiler.lowerings import by_name, cudnn_call, cudnn_fp8, cudnn_frontend, cudnn_graphs, cudnn_plans, ops
+from attn_compiler.lowerings.base import Operands
+from attn_compiler.lowerings.cudnn_call import Call
+from attn_compiler.lowerings.cudnn_graphs import Plans
+from attn_compiler.masks import Dense, KeyBound, MaskSpec, SlidingWindow
+from attn_compiler.scores import Sinks
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+from tests.lowerings import call_math
+from tests.lowerings.emitting import GraphEmitter
+from tests.lowerings.recording_frontend import Frontend, NotSupported
+from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, make_spec, words
+from tests.lowerings.test_cudnn import laid, window
+
+TARGET = Target.fake(cudnn_frontend="1.22.1")
+BACK = dataclasses.replace(CAUSAL, kinds=(*CAUSAL.kinds, *window(40).kinds), proved=window(40).proved)
+RECIPE = Fp8Recipe(scaling=CurrentScaling(granularity="tensor"))
+
+
+def spec_of(recipe: Fp8Recipe | None = RECIPE, **changes: Any) -> AttentionSpec:
+    return dataclasses.replace(laid(make_spec(**changes)), fp8=recipe)
+
+
+def why_not(recipe: Fp8Recipe | None = RECIPE, target: Target = TARGET, **changes: Any) -> str:
+    return words(by_name("cudnn_fp8").why_not(spec_of(recipe, **changes), target))
+
+
+def padded(bound: Any = None, **changes: Any) -> dict[str, Any]:
+    """A number of keys for each of two batch rows."""
+    bound = Load("lengths", (Index("b"),), "int") if bound is None else bound
+    kinds = (Dense(shape=(2, 1, 1, 128), dtype="bool"),)
+    return {"mask": MaskSpec(kinds=kinds, proved=(KeyBound(side="last", bound=ix.add(bound, Const(-1))),)), **changes}
+
+
+# ---- decisions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mask": CAUSAL},
+        {"mask": CAUSAL, "needs_grad": False},
+        {"mask": BACK},
+        padded(),
+        {"heads": 16, "heads_kv": 2},
+        {"head_dim": 256},
+        {"head_dim": 192, "head_dim_v": 128},
+        {"dtype": "float16"},
+        {"recipe": Fp8Recipe(scaling=DelayedScaling())},
+        {"recipe": Fp8Recipe(scaling=StaticScaling(q=4.0, k=4.0, v=4.0), smooth_k=True, hadamard=True)},
+    ],
+)
+def test_sites_that_it_serves(changes: dict[str, Any]) -> None:
+    assert why_not(**changes) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"recipe": None}, "no recipe for this site"),
+        (
+            {"recipe": Fp8Recipe()},
+            "one scale for each tensor; observed per head; give CurrentScaling(granularity='tensor')",
+        ),
+        (
+            {"recipe": Fp8Recipe(scaling=DelayedScaling(granularity="head"))},
+            "observed per head; give DelayedScaling(granularity='tensor')",
+        ),
+        ({"recipe": dataclasses.replace(RECIPE, forward_format="e5m2")}, "the forward is in e4m3; observed e5m2"),
+        ({"target": Target.fake(cudnn_frontend="1.22.1", sm=100)}, "sm90: it was tried on no other; observed sm100"),
+        ({"target": Target.fake()}, "observed not installed"),
+        ({"dtype": "float32"}, "call model.bfloat16()"),
+        ({"head_dim": 72}, "in FP8 head dims are multiples of 16"),
+        ({"head_dim": 272}, "at most 256"),
+        ({"changes": (bias(1, 8, 128, 128),)}, "observed a bias"),
+        ({"changes": (Sinks(requires_grad=True),)}, "observed sinks"),
+        ({"dropout_p": 0.125}, "observed dropout"),
+        ({"mask": BOTTOM_RIGHT, "seqlen_kv": 256}, "observed a diagonal from the bottom right"),
+        ({"mask": window(40, 7)}, "observed keys after the query's own position"),
+        ({"mask": window(40)}, "observed a window that no diagonal bounds"),
+        ({"seqlen_q": 16, "seqlen_kv": 128}, "more than 32 queries"),
+        ({"seqlen_q": "s0", "seqlen_kv": "s0"}, "a plan serves one shape"),
+    ],
+)
+def test_sites_that_it_refuses(changes: dict[str, Any], expected: str) -> None:
+    assert expected in why_not(**changes)
+
+
+def test_a_tile_without_a_valid_key_would_not_end() -> None:
+    """A window may lie beyond a row's length (known_bad, "fp8_hang")."""
+    given = padded()
+    kinds = (*given["mask"].proved, SlidingWindow(left=40, right=None))
+    refused = why_not(mask=dataclasses.replace(given["mask"], proved=kinds))
+    assert "https://github.com/NVIDIA/cudnn-frontend/issues/1009" in refused
+    assert "issues/1009" not in why_not(**given)
+
+
+# ---- plans ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def frontend(monkeypatch: pytest.MonkeyPatch) -> Frontend:
+    """As if TARGET were this machine, with a frontend that records."""
+    recording = Frontend()
+    monkeypatch.setattr(cudnn_frontend, "PLANS", Plans(lambda key: cudnn_graphs.build(recording, key, lambda: 0.0)))
+    monkeypatch.setattr(cudnn_plans, "_is_here", lambda target: target == TARGET)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return recording
+
+
+def test_asking_builds_the_forward_in_fp8_and_the_backward_in_the_model_s_dtype(frontend: Frontend) -> None:
+    assert why_not(mask=CAUSAL) == ""
+    forward, backward = frontend.graphs
+    assert "scale_o" in forward.told
+    assert "dO" in backward.told
+    assert (forward.machine["io_data_type"].name, backward.machine["io_data_type"].name) == ("FP8_E4M3", "BFLOAT16")
+
+
+def test_plans_are_for_tensors_without_gaps(frontend: Frontend) -> None:
+    spec = spec_of()
+    spec = dataclasses.replace(spec, q=dataclasses.replace(spec.q, strides=(128 * 24 * 64, 64, 24 * 64, 1)))
+    assert by_name("cudnn_fp8").why_not(spec, TARGET) == []
+    for graph in frontend.graphs:
+        assert graph.named(cudnn_graphs.UIDS)["q"].stride == [128 * 8 * 64, 64, 8 * 64, 1]
+
+
+def test_cudnn_s_refusal_is_handed_on(frontend: Frontend) -> None:
+    frontend.errors["check_support"] = NotSupported("no engine in FP8")
+    assert "cuDNN builds a plan; observed no engine in FP8" in why_not()
+
+
+# ---- what is computed -------------------------------------------------------------------------------------------------
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, operands: list[Tensor], text: str) -> tuple[Tensor, Tensor]:
+    """cuDNN's forward in FP8, in float32 but for what it rounds: the output."""
+    call = Call.from_text(text)
+    named = dict(zip(call.operands, operands, strict=True))
+    if call.lengths:
+        assert named["lengths"].min() > 0, "a row without keys: this would hang"
+    wide = [x.float() * named[f"descale_{name}"] for name, x in (("q", q), ("k", k), ("v", v))]
+    out, lse = ops.empty_outputs(q, v)
+    exact = call_math.attention(*wide, named, call)
+    group = q.shape[1] // k.shape[1]
+    scores = wide[0] @ wide[1].repeat_interleave(group, 1).mT * call.scale
+    allowed = call_math.allowed(call, named, q.shape[2], k.shape[2], q.device)
+    lse.copy_(scores.masked_fill(~allowed, -torch.inf).logsumexp(-1))
+    written = exact * named["scale_out"]
+    assert written.abs().max() <= 448
+    return out.copy_(written.to(q.dtype)), lse
+
+
+def _backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    operands: list[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    text: str,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """cuDNN's backward, in float32, from the output and lse that it is given."""
+    call = Call.from_text(text)
+    named = dict(zip(call.operands, operands, strict=True))
+    group = q.shape[1] // k.shape[1]
+    wide_q, wide_k, wide_v, grad = (x.float() for x in (q, k, v, grad_out))
+    wide_k, wide_v = (x.repeat_interleave(group, 1) for x in (wide_k, wide_v))
+    allowed = call_math.allowed(call, named, q.shape[2], k.shape[2], q.device)
+    weights = torch.where(allowed, torch.exp(wide_q @ wide_k.mT * call.scale - lse[..., None]), 0.0)
+    scores = weights * (grad @ wide_v.mT - (grad * out.float()).sum(-1, keepdim=True)) * call.scale
+    grads = (scores @ wide_k, _summed(scores.mT @ wide_q, group), _summed(weights.mT @ grad, group))
+    grad_q, grad_k, grad_v = (x.to(q.dtype) for x in grads)
+    return grad_q, grad_k, grad_v, []
+
+
+def _summed(grad: Tensor, group: int) -> Tensor:
+    return grad.unflatten(1, (-1, group)).sum(2)
+
+
+@pytest.fixture
+def on_the_cpu() -> Iterator[None]:
+    """The ops of cuDNN, spelled out for tensors of the CPU."""
+    library = torch.library.Library("attn_compiler", "FRAGMENT")
+    library.impl("cudnn_fp8", _forward, "CPU")
+    library.impl("cudnn_backward", _backward, "CPU")
+    yield
+    library._destroy()
+
+
+def emitted(spec: AttentionSpec, given: dict[str, Tensor], lengths: Tensor | None = None) -> tuple[fx.GraphModule, Any]:
+    """The lowering's nodes as a function of the tensors, and the emitter."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    tensors = given | ({} if lengths is None else {"lengths": lengths})
+    nodes = {name: graph.placeholder(name) for name in tensors}
+    for name, node in nodes.items():
+        node.meta["example_value"] = mode.from_tensor(tensors[name], static_shapes=True)
+    loads = {} if lengths is None else {"lengths": nodes["lengths"]}
+    emitter = GraphEmitter(graph, TARGET)
+    with mode:
+        operands = Operands(q=nodes["q"], k=nodes["k"], v=nodes["v"], loads=loads)
+        graph.output(by_name("cudnn_fp8").emit(emitter, spec, operands))
+    return fx.GraphModule(torch.nn.Module(), graph), emitter
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"mask": CAUSAL},
+    "window": {"mask": BACK},
+    "gqa": {"mask": CAUSAL, "heads_kv": 2},
+    "lengths": padded(),
+    "smooth_k": {"mask": CAUSAL, "recipe": dataclasses.replace(RECIPE, smooth_k=True)},
+    "hadamard": {"recipe": dataclasses.replace(RECIPE, hadamard=True)},
+    "static": {"recipe": Fp8Recipe(scaling=StaticScaling(q=5.0, k=5.0, v=5.0))},
+}
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("name", CASES)
+def test_out_and_gradients_are_near_those_that_are_not_rounded(name: str) -> None:
+    torch.manual_seed(0)
+    spec = spec_of(**{"heads": 4, "heads_kv": 4, **CASES[name]})
+    shapes = {n: getattr(spec, n).shape for n in "qkv"}
+    given = {n: torch.randn(s[0], s[2], s[1], s[3]).bfloat16().transpose(1, 2) for n, s in shapes.items()}
+    if name == "smooth_k":
+        given["k"] = (given["k"].float() + 3).bfloat16()
+    lengths = torch.tensor([100, 0]) if name == "lengths" else None
+    module, emitter = emitted(spec, given, lengths)
+    upstream = torch.randn(2, 4, 128, 64).bfloat16()
+
+    def results(function: Any, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in given.values()]
+        out = function(*leaves)
+        return [out.detach().float(), *(x.float() for x in torch.autograd.grad(out, leaves, upstream.to(out.dtype)))]
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        named = {} if lengths is None else {"lengths": lengths}
+        band = cudnn_call.band_of(spec)
+        call = Call(scale=0.125, left=band.left, right=band.right, lengths=lengths is not None)
+        return call_math.attention(q, k, v, named, call)
+
+    found = results(lambda *x: module(*x, *([] if lengths is None else [lengths])), torch.bfloat16)
+    right = results(exact, torch.float32)
+    # What rounding the output adds to a row's sum of score gradients is multiplied by the mean of k.
+    allowed = 0.15 if name == "smooth_k" else 0.08
+    for mine, wanted in zip(found, right, strict=True):
+        assert (mine - wanted).norm() / wanted.norm() < allowed
+    if lengths is not None:
+        assert all(x[1].abs().max() == 0 for x in found)
+    assert any("nodes of the graph cast it to bfloat16" in note for note in emitter.notes)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_without_gradients_nothing_is_attached() -> None:
+    spec = spec_of(needs_grad=False)
+    given = {n: torch.randn(getattr(spec, n).shape).bfloat16() for n in "qkv"}
+    module, _ = emitted(spec, given)
+    names = [str(node.target) for node in module.graph.nodes if "attn_compiler" in str(node.target)]
+    assert names == ["attn_compiler.cudnn_fp8.default"]
+
+
+def test_weights_are_rounded_as_large_as_the_format_allows_and_out_has_room() -> None:
+    assert cudnn_fp8._WEIGHT_SCALE <= 448
+    assert cudnn_fp8._OUT_MARGIN < 1
