@@ -33,6 +33,10 @@ aten = torch.ops.aten
 #: Bytes: the vectors that kernels load, along a head dim and, of v, along the sequence.
 VECTOR = 16
 
+#: Of 16 positions, 2t, 2t + 1, 8 + 2t and 9 + 2t lie side by side, for t of 0 ... 3: a thread of Hopper's tensor cores gets the weights of
+#: those, and has to hand on four neighbours. So no weight has to change its thread (FlashAttention-3 permutes v in its kernel).
+_GIVEN, _TAKEN = (2, 4, 2), (4, 2, 2)
+
 #: what comes before a family's own operands
 _ALWAYS = ("q8", "k8", "v8", "descale_q", "descale_k", "descale_v")
 
@@ -71,11 +75,16 @@ def scales_of(spec: AttentionSpec) -> Scales:
 def names(spec: AttentionSpec) -> tuple[str, ...]:
     """Of the operands that `emit` makes, in order.
 
-    q8 (B, Hq, Sq, D), k8 (B, Hkv, Skv, D): the format's dtype. v8 (B, Hkv, Dv, Skv'): with positions last, as tensor cores take it;
-    Skv' is Skv up to a multiple of 16, and what is beyond Skv is 0. descale_q, descale_k, descale_v: see `Scales`. shift: float32
-    (B, Hq, Sq), contiguous: q · mean.
+    q8 (B, Hq, Sq, D), k8 (B, Hkv, Skv, D): the format's dtype. v8 (B, Hkv, Dv, Skv'): with positions last, as tensor cores take it,
+    and in the order that `in_order` undoes; Skv' is Skv up to a multiple of 16, and what is beyond Skv is 0. descale_q, descale_k,
+    descale_v: see `Scales`. shift: float32 (B, Hq, Sq), contiguous: q · mean.
     """
     return (*_ALWAYS, "shift") if recipe_of(spec).smooth_k else _ALWAYS
+
+
+def in_order(v8: torch.Tensor) -> torch.Tensor:
+    """v8 of `names` with its positions in their order: (..., Skv')"""
+    return v8.unflatten(-1, (-1, *_TAKEN)).transpose(-3, -2).flatten(-4)
 
 
 def emit(emitter: Emitter, spec: AttentionSpec, operands: Operands, *, positions_last: bool = True) -> Rounded:
@@ -250,7 +259,7 @@ class _Quantiser:
         return self._call(torch.Tensor.to, x, getattr(torch, DTYPES[self._recipe.forward_format]))
 
     def _positions_last(self, v: fx.Node) -> fx.Node:
-        """(B, Hkv, Skv, Dv) -> (B, Hkv, Dv, Skv')"""
+        """(B, Hkv, Skv, Dv) -> (B, Hkv, Dv, Skv'), in the order of `names`"""
         length = self.emitter.value(v).shape[2]
         if isinstance(length, int):
             missing: Any = -length % VECTOR
@@ -260,7 +269,9 @@ class _Quantiser:
         turned = self._call(torch.transpose, v, 2, 3)
         if missing != 0:
             turned = self._call(torch.nn.functional.pad, turned, (0, missing))
-        return self._call(torch.clone, turned, memory_format=torch.contiguous_format)
+        groups = self._call(torch.unflatten, turned, 3, (-1, *_GIVEN))
+        ordered = self._call(torch.flatten, self._call(torch.transpose, groups, 4, 5), 3)
+        return self._call(torch.clone, ordered, memory_format=torch.contiguous_format)
 
     def _packed(self, x: fx.Node) -> fx.Node:
         return self._call(torch.Tensor.contiguous, x)

@@ -36,7 +36,7 @@ def rounded(
 
 def restored(found: dict[str, Tensor], name: str, block: int | None = None) -> Tensor:
     x = found[f"{name}8"].float()
-    x = x.transpose(2, 3)[:, :, :S] if name == "v" else x
+    x = fp8_quantise.in_order(x).transpose(2, 3)[:, :, :S] if name == "v" else x
     descale = found[f"descale_{name}"]
     return x * (descale if block is None else descale.repeat_interleave(block, -1)[..., :S])[..., None]
 
@@ -79,7 +79,17 @@ def test_v_has_positions_last_and_zeros_beyond_them() -> None:
     _, found = rounded(tensors(), Fp8Recipe())
     assert found["v8"].shape == (B, HKV, D, 304)
     assert found["v8"].is_contiguous()
-    assert not found["v8"][..., S:].float().any()
+    assert not fp8_quantise.in_order(found["v8"].float())[..., S:].any()
+
+
+def test_v_lies_as_threads_hold_its_weights() -> None:
+    """Of the accumulators of wgmma a thread has columns 2t, 2t + 1, 8 + 2t, 9 + 2t; of its 8-bit operand 4t ... 4t + 3."""
+    held = [column for t in range(4) for column in (2 * t, 2 * t + 1, 8 + 2 * t, 9 + 2 * t)]
+    given = tensors()
+    with torch.no_grad():
+        given["v"].copy_(torch.arange(S)[None, None, :, None] % 16)
+    _, found = rounded(given, Fp8Recipe(scaling=StaticScaling(q=1, k=1, v=448)))
+    assert found["v8"][0, 0, 0, 16:32].tolist() == held
 
 
 @pytest.mark.parametrize("hadamard", [False, True])

@@ -41,13 +41,14 @@ def _load_turned(
     SIZE: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """(PART, SIZE) elements of a tensor with positions last: head dims from FIRST, positions from `start`. Zeros as in `load_tile`;
-    allowed: (1, SIZE)."""
+    """(PART, SIZE) elements of a tensor with positions last, as they lie there: head dims from FIRST, positions from `start`. Zeros
+    beyond the head dim and, if CHECK, where `allowed` (1, SIZE) does not hold; what is beyond the length has been made 0."""
     positions = tl.arange(0, SIZE)[None, :]
     dims = FIRST + tl.arange(0, PART)[:, None]
     pointers = base + tl.multiple_of(start, SIZE) + tl.multiple_of(dims * stride, [ALIGN, ALIGN]) + positions
     if CHECK:
-        inside = start + positions < length
+        # Of the last 16 positions, those beyond the length are anywhere.
+        inside = start + positions < (length + 15) // 16 * 16
         if allowed is not None:
             inside = inside & allowed
         if FIRST + PART > HEAD_DIM:
@@ -61,24 +62,35 @@ def _load_turned(
 
 
 @triton.jit
+def _as_v_lies(weights, SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """(SIZE, KEYS) weights in the order of v's positions (fp8_quantise.in_order): for tensor cores of sm90 that is each thread's own."""
+    groups = tl.reshape(weights, (SIZE, KEYS // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(groups, (0, 1, 3, 2, 4)), (SIZE, KEYS))
+
+
+@triton.jit
 def _step(
     total, peak, out_0, out_1, q_0, q_1, descale_q, shift, tile, queries, lower, upper, document_q, slope, seed, head,
     K, V, DescaleK, DescaleV, Keys, DocumentsK, Mask, Bias, Distances,
     stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
     band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
-    BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
-    DROPOUT: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
+    PLAIN: tl.constexpr, DROPOUT: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys of the online softmax. total, out_0, out_1 are 2**8 times too large. descale_q, shift: (M, 1)."""
+    """One block of keys of the online softmax. total, out_0, out_1 are 2**8 times too large, and lack v's descale where a head has
+    one. descale_q: of all rows, with k's where a head has one; shift: (M, 1)."""
     start = tile * BLOCK_N
     keys = start + tl.arange(0, BLOCK_N)[None, :]
-    keys_allowed = None
+    keys_allowed, values_allowed = None, None
     document_k = None
     if MASKED:
         if Keys is not None:
             keys_allowed = tl.load(Keys + keys, mask=keys < seqlen_kv, other=0) != 0
+            i = tl.arange(0, BLOCK_N)[None, :]
+            lying = start + (i // 16 * 16 + i // 2 % 2 * 8 + i // 4 % 4 * 2 + i % 2)
+            values_allowed = tl.load(Keys + lying, mask=lying < seqlen_kv, other=0) != 0
         if DocumentsK is not None:
             document_k = tl.load(DocumentsK + keys, mask=keys < seqlen_kv, other=0)
     bias, distances = None, None
@@ -86,14 +98,20 @@ def _step(
         bias = load_pairs(Bias, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, MASKED)
     if Distances is not None:
         distances = load_distances(Distances, queries, keys, distances_phase, seqlen_q, seqlen_kv, MASKED)
-    block = start // SCALE_BLOCK if SCALE_BLOCK > 0 else 0
-    descale = descale_q * tl.load(DescaleK + block)
+    descale = descale_q
+    if SCALE_BLOCK > 0:
+        descale = descale_q * tl.load(DescaleK + start // SCALE_BLOCK)
     k_0 = load_tile(K, start, stride_ks, seqlen_kv, None, BLOCK_N, 0, QK_0, HEAD_DIM_QK, MASKED, ALIGN)
     qk = tl.dot(q_0, tl.trans(k_0))
     if QK_1 > 0:
         k_1 = load_tile(K, start, stride_ks, seqlen_kv, None, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, MASKED, ALIGN)
         qk = tl.dot(q_1, tl.trans(k_1), qk)
-    if SOFTCAP:
+    factor = 1.0
+    if PLAIN:
+        # With the maximum, one multiplication and addition for each pair.
+        factor = scale * LOG2E * descale
+        logits = qk
+    elif SOFTCAP:
         qk = qk * descale
         if shift is not None:
             qk += shift
@@ -108,23 +126,28 @@ def _step(
             band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
         logits = tl.where(allowed, logits, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(logits, 1))
+    new_peak = tl.maximum(peak, tl.max(logits, 1) * factor)
     against = new_peak
     if MASKED or Bias is not None:
         # Nothing allowed so far: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
         against = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = tl.exp2(logits - (against - WEIGHT)[:, None])
+    weights = tl.exp2(logits * factor - (against - WEIGHT)[:, None])
     decay = tl.exp2(peak - against)
     total = total * decay + tl.sum(weights, 1)
     if DROPOUT:
         weights = tl.where(kept(seed, head, queries, keys, dropout_p), weights, 0.0)
-    descale_v = tl.load(DescaleV + block)
-    v_0 = _load_turned(V, start, stride_vs, seqlen_kv, keys_allowed, BLOCK_N, 0, V_0, HEAD_DIM_V, MASKED, ALIGN)
-    weights = weights.to(v_0.dtype)
-    out_0 = out_0 * decay[:, None] + tl.dot(weights, tl.trans(v_0)) * descale_v
+    weights = _as_v_lies(weights, BLOCK_M, BLOCK_N).to(V.dtype.element_ty)
+    v_0 = _load_turned(V, start, stride_vs, seqlen_kv, values_allowed, BLOCK_N, 0, V_0, HEAD_DIM_V, MASKED, ALIGN)
+    part_0 = tl.dot(weights, tl.trans(v_0))
+    if SCALE_BLOCK > 0:
+        part_0 = part_0 * tl.load(DescaleV + start // SCALE_BLOCK)
+    out_0 = out_0 * decay[:, None] + part_0
     if V_1 > 0:
-        v_1 = _load_turned(V, start, stride_vs, seqlen_kv, keys_allowed, BLOCK_N, V_0, V_1, HEAD_DIM_V, MASKED, ALIGN)
-        out_1 = out_1 * decay[:, None] + tl.dot(weights, tl.trans(v_1)) * descale_v
+        v_1 = _load_turned(V, start, stride_vs, seqlen_kv, values_allowed, BLOCK_N, V_0, V_1, HEAD_DIM_V, MASKED, ALIGN)
+        part_1 = tl.dot(weights, tl.trans(v_1))
+        if SCALE_BLOCK > 0:
+            part_1 = part_1 * tl.load(DescaleV + start // SCALE_BLOCK)
+        out_1 = out_1 * decay[:, None] + part_1
     return total, new_peak, out_0, out_1
 
 
@@ -141,12 +164,12 @@ def attention_forward_fp8(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
-    DROPOUT: tl.constexpr, ALIGN: tl.constexpr, MASK_ALL: tl.constexpr,
+    PLAIN: tl.constexpr, DROPOUT: tl.constexpr, ALIGN: tl.constexpr, MASK_ALL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of queries, Hq, B). Q, K, V and descales: see fp8_quantise.names; the rest as in forward.py.
 
     V: (B, Hkv, Dv, Skv'), so stride_vs is that of head dims. SCALE_BLOCK: positions that share a scale, 0 if all of a head do; a
-    multiple of BLOCK_N. Shift: float32 (B, Hq, Sq) that belongs to every product of a row, or None.
+    multiple of BLOCK_M and BLOCK_N. Shift: float32 (B, Hq, Sq) that belongs to every product of a row, or None.
     """
     # Later blocks have more keys under a causal mask: they go first, so that the last programs to run are short.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -165,8 +188,10 @@ def attention_forward_fp8(
     DescaleQ += batch * descale_qb + head * descale_qh
     DescaleK += batch * descale_kb + (head // group) * descale_kh
     DescaleV += batch * descale_vb + (head // group) * descale_vh
-    blocks_q = offsets // SCALE_BLOCK if SCALE_BLOCK > 0 else offsets * 0
-    descale_q = tl.load(DescaleQ + blocks_q, mask=inside, other=1.0)[:, None]
+    # One for all rows: blocks are multiples of what a program computes.
+    descale_q = tl.load(DescaleQ + (start // SCALE_BLOCK if SCALE_BLOCK > 0 else 0))
+    if SCALE_BLOCK == 0:
+        descale_q *= tl.load(DescaleK)
     if Shift is not None:
         shift = tl.load(Shift + row * seqlen_q + offsets, mask=inside, other=0.0)[:, None]
     if Rows is not None:
@@ -211,8 +236,8 @@ def attention_forward_fp8(
             K, V, DescaleK, DescaleV, Keys, DocumentsK, Mask, Bias, Distances,
             stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
             band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
-            BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1, SCALE_BLOCK,
-            HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, DROPOUT, ALIGN, True,
+            BLOCK_M, BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1, SCALE_BLOCK,
+            HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, ALIGN, True,
         )  # fmt: skip
     for i in tl.range(full_first, full_last):
         total, peak, out_0, out_1 = _step(
@@ -221,8 +246,8 @@ def attention_forward_fp8(
             K, V, DescaleK, DescaleV, Keys, DocumentsK, Mask, Bias, Distances,
             stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
             band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
-            BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1, SCALE_BLOCK,
-            HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, DROPOUT, ALIGN, False,
+            BLOCK_M, BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1, SCALE_BLOCK,
+            HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, ALIGN, False,
         )  # fmt: skip
 
     if Shift is not None and not SOFTCAP:
@@ -240,6 +265,8 @@ def attention_forward_fp8(
     tl.store(Lse + row * seqlen_q + offsets, lse, mask=inside)
     if DROPOUT:
         divisor *= 1.0 - dropout_p
+    if SCALE_BLOCK == 0:
+        divisor /= tl.load(DescaleV)
     store_tile(Out, start, stride_os, seqlen_q, out_0 / divisor[:, None], BLOCK_M, 0, V_0, HEAD_DIM_V)
     if V_1 > 0:
         store_tile(Out, start, stride_os, seqlen_q, out_1 / divisor[:, None], BLOCK_M, V_0, V_1, HEAD_DIM_V)
