@@ -12,6 +12,7 @@ from attn_compiler.lowerings.cudnn import CudnnAttention
 from attn_compiler.lowerings.cudnn_fp8 import CudnnFp8
 from attn_compiler.lowerings.decode import Decode
 from attn_compiler.lowerings.fa4 import FlashAttention4
+from attn_compiler.lowerings.hopper_fp8 import HopperFp8
 from attn_compiler.lowerings.plain_math import PlainMath
 from attn_compiler.lowerings.priorities import order
 from attn_compiler.lowerings.reference import Reference
@@ -32,6 +33,7 @@ LOWERINGS: tuple[Lowering, ...] = (
     SdpaCpuFlash(),
     FlashAttention4(),
     TritonAttention(),
+    HopperFp8(),
     TritonFp8(),
     CudnnAttention(),
     CudnnFp8(),

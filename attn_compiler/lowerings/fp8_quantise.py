@@ -84,7 +84,8 @@ def names(spec: AttentionSpec) -> tuple[str, ...]:
 
 def in_order(v8: torch.Tensor) -> torch.Tensor:
     """v8 of `names` with its positions in their order: (..., Skv')"""
-    return v8.unflatten(-1, (-1, *_TAKEN)).transpose(-3, -2).flatten(-4)
+    groups = torch.unflatten(v8, -1, (-1, *_TAKEN))
+    return groups.transpose(-3, -2).flatten(-4)
 
 
 def emit(emitter: Emitter, spec: AttentionSpec, operands: Operands, *, positions_last: bool = True) -> Rounded:

@@ -145,16 +145,32 @@ def register_family(
         return
     for op in (name, name + _WITHOUT_AUTOGRAD):
         _define(op, LEAF_SCHEMA, forward, dispatch_key)
-    _define(f"{name}_backward", BACKWARD_SCHEMA, backward, dispatch_key)
     _register_fakes(name)
-    backward_fake = _fake_backward(differentiable, gradient)
-    torch.library.register_fake(f"{NAMESPACE}::{name}_backward", backward_fake, lib=_LIBRARY)
+    register_backward(
+        name, backward=backward, differentiable=differentiable, dispatch_key=dispatch_key, gradient=gradient
+    )
     torch.library.register_autograd(
         f"{NAMESPACE}::{name}",
         _autograd_backward(f"{name}_backward", differentiable, prepare_grad_out, in_graph),
         setup_context=_setup_context(_none),
         lib=_LIBRARY,
     )
+
+
+def register_backward(
+    name: str,
+    *,
+    backward: Backward,
+    differentiable: Differentiable,
+    dispatch_key: str,
+    gradient: OfTensor = empty_gradient,
+) -> None:
+    """Define the backward of a family, or of what has no leaf op of its own (`register_with_backward_of`). As `register_family`."""
+    op = f"{name}_backward"
+    if hasattr(getattr(torch.ops, NAMESPACE), op):
+        return
+    _define(op, BACKWARD_SCHEMA, backward, dispatch_key)
+    torch.library.register_fake(f"{NAMESPACE}::{op}", _fake_backward(differentiable, gradient), lib=_LIBRARY)
 
 
 def register_with_backward_of(
@@ -167,7 +183,7 @@ def register_with_backward_of(
     dispatch_key: str,
     prepare_grad_out: OfTensor = _as_it_is,
 ) -> None:
-    """Define the leaf op `name` whose backward is that of a registered family, from the same q, k, v, out, lse and text.
+    """Define the leaf op `name` whose backward is a registered one, from the same q, k, v, out, lse and text.
 
     leading(text): how many of its operands come before the family's; they are not kept for the backward, and get no gradient.
     differentiable, prepare_grad_out: the family's, asked about its own operands. As `register_family` otherwise.

@@ -72,7 +72,9 @@ def forward(
     given = dict(zip(fp8_quantise.names(spec), operands[:count], strict=True))
     block = fp8_quantise.scales_of(spec).block
     q_exact, k_exact = (_restored(given[f"{x}8"], given[f"descale_{x}"], block) for x in ("q", "k"))
-    v_exact = _restored(fp8_quantise.in_order(given["v8"]).transpose(2, 3)[:, :, : k.shape[2]], given["descale_v"], block)
+    v_exact = _restored(
+        fp8_quantise.in_order(given["v8"]).transpose(2, 3)[:, :, : k.shape[2]], given["descale_v"], block
+    )
     if "shift" in given:
         # As one more element of each head, so that it is where the kernel adds it: before scale and softcap.
         q_exact = torch.cat((q_exact, given["shift"][..., None]), -1)

@@ -34,8 +34,9 @@ _DTYPES = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Problem:
-    """q, k, v: as they were rounded, for the backward. rounded: the operands of fp8_quantise.py by name."""
+    """q, k, v: as they were rounded, for the backward. rounded: the operands of fp8_quantise.py by name. leaf: the op."""
 
+    leaf: str = "triton_fp8"
     problem: Problem
     q: Tensor
     k: Tensor
@@ -98,7 +99,7 @@ def results(given: Fp8Problem) -> list[Tensor]:
 def outputs(given: Fp8Problem) -> tuple[Tensor, Tensor]:
     """out and lse of the kernel."""
     with planned(given.problem.plan), rounding_as_hardware():
-        leaf = torch.ops.attn_compiler.triton_fp8
+        leaf = getattr(torch.ops.attn_compiler, given.leaf)
         found: tuple[Tensor, Tensor] = leaf(given.q, given.k, given.v, given.operands, given.problem.text)
     return found
 

@@ -184,6 +184,7 @@ def test_lowerings_are_registered_once_each() -> None:
         "sdpa_cpu_flash",
         "fa4",
         "triton",
+        "hopper_fp8",
         "triton_fp8",
         "cudnn",
         "cudnn_fp8",

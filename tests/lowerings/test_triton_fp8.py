@@ -28,18 +28,19 @@ H100 = Target.fake(sm=90)
 def test_a_recipe_puts_it_first_on_a_gpu_that_has_fp8() -> None:
     spec = make_spec(mask=CAUSAL, seqlen_q=4096, seqlen_kv=4096)
     asked = dataclasses.replace(spec, fp8=Fp8Recipe())
-    assert select.decide(asked, H100, Options()).lowering == "triton_fp8"
-    assert select.decide(spec, H100, Options()).lowering not in priorities.FP8
+    ada = Target.fake(sm=89)
+    assert select.decide(asked, ada, Options()).lowering == "triton_fp8"
+    assert select.decide(spec, ada, Options()).lowering not in priorities.FP8
     ampere = select.decide(asked, Target.fake(sm=80), Options())
-    assert ampere.lowering != "triton_fp8"
-    assert ampere.refusals[0].lowering == "triton_fp8"
+    assert ampere.lowering not in priorities.FP8
+    assert "triton_fp8" in [refusal.lowering for refusal in ampere.refusals]
 
 
 def test_on_the_cpu_a_recipe_is_refused_with_the_reason() -> None:
     asked = dataclasses.replace(make_spec(device="cpu"), fp8=Fp8Recipe())
     decision = select.decide(asked, Target.fake(device="cpu", sm=0), Options())
     assert decision.lowering not in priorities.FP8
-    assert decision.refusals[0].lowering == "triton_fp8"
+    assert "triton_fp8" in [refusal.lowering for refusal in decision.refusals]
 
 
 @pytest.mark.parametrize("mask", [MaskSpec(), CAUSAL], ids=["full", "causal"])

@@ -1,0 +1,121 @@
+"""FP8 attention on Hopper as its hardware wants it (kernels/forward_fp8_sm90.py): a band, softcap and sinks, head dims up to 128.
+
+What it does not take, `triton_fp8` does. The backward is another family's, in the model's dtype, from q, k and v as they were rounded.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from attn_compiler.lowerings import (
+    fp8_limits,
+    fp8_quantise,
+    sdpa_cudnn_backward,
+    sdpa_limits,
+    triton_operands,
+    triton_ops,
+    triton_planning,
+    triton_tiles_table,
+)
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.ops import late, register_with_backward_of
+from attn_compiler.lowerings.triton import TritonAttention
+from attn_compiler.lowerings.triton_plan import Call, Plan
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+_SM = 90
+#: Gluon may change from one release to the next: those that the kernel was compiled with
+_TRITON = ((3, 6), (3, 7))
+#: beyond, registers hold no sum of one tile beside the sum of all
+_HEAD_DIM_LIMIT = 128
+
+
+class HopperFp8:
+    """`attn_compiler::hopper_fp8`: operands as those of `triton_fp8`. With cuDNN's backward it is `hopper_fp8_sdpa_cudnn`."""
+
+    name = "hopper_fp8"
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        reasons = TritonAttention().unavailable(target)
+        if reasons:
+            return reasons
+        if target.sm != _SM or target.triton_interpreted:
+            observed = "Triton's interpreter" if target.triton_interpreted else f"sm{target.sm}"
+            return [Reason(rule=f"its kernel is made of the instructions of sm{_SM}", observed=observed)]
+        if sdpa_limits.release(target.triton) in _TRITON:
+            return []
+        checked = " or ".join(f"{major}.{minor}" for major, minor in _TRITON)
+        return [Reason(rule=f"its kernel was compiled with Triton {checked}", observed=target.triton)]
+
+    def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        recipe = fp8_limits.check_recipe(spec)
+        machine = self.unavailable(target) or sdpa_limits.check_device(spec, target.device)
+        if machine or spec.fp8 is None:
+            return [*recipe, *machine]
+        inputs = fp8_limits.check_inputs(spec)
+        further = [*fp8_limits.check_shapes(spec), *TritonAttention().why_not(spec, target)]
+        return [*recipe, *inputs, *(further or _check_kernel(spec))]
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        return TritonAttention().demand(spec)
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        tiles = triton_tiles_table.tiles(spec, emitter.target)
+        rounded = fp8_quantise.emit(emitter, spec, operands)
+        family = backward_of(spec, emitter.target)
+        emitter.note(f"FP8 forward: {fp8_quantise.recipe_of(spec).words}; backward in {spec.dtype} ({family})")
+        further = triton_operands.emit(emitter, spec, operands, tiles)
+        text = Call(spec=spec, tiles=tiles).to_text()
+        leaf = getattr(torch.ops.attn_compiler, _NAMES[family]).default
+        outputs = emitter.call(leaf, rounded.q, rounded.k, rounded.v, [*rounded.operands, *further], text)
+        return emitter.call(operator.getitem, outputs, 0)
+
+
+def backward_of(spec: AttentionSpec, target: Target) -> str:
+    """Whose backward it gets: cuDNN's where that takes it, which is the faster one, or that of our kernels."""
+    return "triton" if sdpa_cudnn_backward.why_not(spec, target) else sdpa_cudnn_backward.FAMILY
+
+
+def _check_kernel(spec: AttentionSpec) -> list[Reason]:
+    reasons = []
+    plan = triton_planning.of(spec)
+    parts = _parts_beyond(plan)
+    if parts:
+        rule = "its kernel knows a band, a softcap and sinks"
+        reasons.append(Reason(rule=rule, observed=", ".join(parts)))
+    if spec.score.scale <= 0:
+        reasons.append(Reason(rule="its kernel takes scales above 0", observed=f"{spec.score.scale:g}"))
+    return [*reasons, *sdpa_limits.check_head_dims(spec, multiple=fp8_quantise.VECTOR, limit=_HEAD_DIM_LIMIT)]
+
+
+def _parts_beyond(plan: Plan) -> list[str]:
+    own = ("sinks",)
+    return [name for name in plan.operands if name not in own]
+
+
+def leading(text: str) -> int:
+    """How many operands come before those of `triton`."""
+    return len(fp8_quantise.names(Call.from_text(text).spec))
+
+
+#: leaf ops by whose backward they have
+_NAMES = {"triton": "hopper_fp8", sdpa_cudnn_backward.FAMILY: f"hopper_fp8_{sdpa_cudnn_backward.FAMILY}"}
+_DIFFERENTIABLE = {
+    "triton": triton_ops.differentiable,
+    sdpa_cudnn_backward.FAMILY: sdpa_cudnn_backward.differentiable,
+}
+
+for _family, _name in _NAMES.items():
+    register_with_backward_of(
+        _family,
+        _name,
+        forward=late("hopper_fp8_launch", "forward"),
+        leading=leading,
+        differentiable=_DIFFERENTIABLE[_family],
+        dispatch_key="CUDA",
+    )

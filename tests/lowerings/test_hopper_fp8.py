@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from attn_compiler import Fp8Recipe
+from attn_compiler.lowerings import hopper_fp8, priorities
+from attn_compiler.masks import MaskSpec
+from attn_compiler.options import Options
+from attn_compiler.passes import select
+from attn_compiler.scores import Softcap
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+from tests.lowerings.specs import CAUSAL, make_spec
+
+H200 = Target.fake(sm=90)
+
+
+def asked(**given: Any) -> AttentionSpec:
+    sizes: dict[str, Any] = {"mask": CAUSAL, "head_dim": 128, "seqlen_q": 8192, "seqlen_kv": 8192} | given
+    return dataclasses.replace(make_spec(**sizes), fp8=Fp8Recipe())
+
+
+def test_it_is_first_where_its_kernel_runs() -> None:
+    assert select.decide(asked(), H200, Options()).lowering == "hopper_fp8"
+    assert select.decide(asked(head_dim=64), H200, Options()).lowering == "hopper_fp8"
+    assert select.decide(dataclasses.replace(asked(), fp8=None), H200, Options()).lowering not in priorities.FP8
+
+
+@pytest.mark.parametrize(
+    "target",
+    [Target.fake(sm=100), Target.fake(sm=89), Target.fake(triton="3.5.1"), Target.fake(triton="3.9.0")],
+    ids=["sm100", "sm89", "Triton 3.5", "Triton 3.9"],
+)
+def test_elsewhere_it_is_refused_with_the_reason(target: Target) -> None:
+    (reason,) = hopper_fp8.HopperFp8().why_not(asked(), target)
+    assert "its kernel" in reason.rule
+
+
+def test_wide_heads_are_left_to_the_other_kernel() -> None:
+    decision = select.decide(asked(head_dim=256), H200, Options())
+    assert decision.lowering == "triton_fp8"
+    refused = {refusal.lowering: refusal.reasons for refusal in decision.refusals}
+    assert "128" in refused["hopper_fp8"][0].rule
+
+
+def test_cudnn_differentiates_what_it_can() -> None:
+    assert hopper_fp8.backward_of(asked(), H200) == "sdpa_cudnn"
+    assert hopper_fp8.backward_of(asked(mask=MaskSpec()), H200) == "sdpa_cudnn"
+    assert hopper_fp8.backward_of(asked(), Target.fake(sm=90, disabled=frozenset({"cudnn"}))) == "triton"
+    assert hopper_fp8.backward_of(asked(changes=(Softcap(cap=30.0),)), H200) == "triton"

@@ -1,0 +1,105 @@
+"""The FP8 kernel for Hopper as it is launched: parts of a plan, recipes, head dims, layouts; out, lse and all gradients. GPUs only."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import attn_compiler
+from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe, StaticScaling
+from attn_compiler.lowerings import fp8_quantise, hopper_fp8
+from attn_compiler.lowerings.triton_plan import Call
+from attn_compiler.target import Target
+from tests import numerics
+from tests.lowerings import fp8_problems, kernel_problems
+from tests.lowerings.kernel_cases import BY_NAME, Case
+from tests.lowerings.test_triton_launch import grown
+
+pytestmark = pytest.mark.gpu
+
+RECIPES = {
+    "tensor": Fp8Recipe(scaling=CurrentScaling(granularity="tensor")),
+    "head": Fp8Recipe(),
+    "block": Fp8Recipe(scaling=CurrentScaling(granularity="block"), smooth_k=True, hadamard=True),
+    "static": Fp8Recipe(scaling=StaticScaling(q=5, k=5, v=5), smooth_k=True),
+}
+
+PAIRS = (
+    ("even", "tensor"),
+    ("gqa", "head"),
+    ("causal", "block"),
+    ("window_both_sides", "block"),
+    ("window_from_end", "static"),
+    ("softcap", "block"),
+    ("sinks", "head"),
+    ("head_dims_80_48", "head"),
+    ("one_key", "static"),
+    ("layout_joined_mqa", "tensor"),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hopper() -> Target:
+    target = Target.current("cuda")
+    reasons = hopper_fp8.HopperFp8().unavailable(target)
+    if reasons:
+        pytest.skip(str(reasons[0]))
+    return target
+
+
+def problem(case: Case, recipe: Fp8Recipe, target: Target) -> fp8_problems.Fp8Problem:
+    given = fp8_problems.build(case, recipe, dtype=torch.bfloat16, target=target)
+    return dataclasses.replace(given, leaf="hopper_fp8")
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_attention_and_all_gradients(pair: tuple[str, str], hopper: Target) -> None:
+    case, recipe = pair
+    given = problem(grown(BY_NAME[case]), RECIPES[recipe], hopper)
+    fp8_problems.assert_within_rule(fp8_problems.results(given), given)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_cudnn_differentiates_it(is_causal: bool, head_dim: int) -> None:
+    """Through the whole backend. The gradients of FP8's weights and those of exact ones differ by FP8's rounding."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+
+    shapes = ((2, 300, 4, head_dim), (2, 300, 2, head_dim), (2, 300, 2, head_dim))
+    given = [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for shape in shapes
+    ]
+    options = {"fp8_recipe": Fp8Recipe(), "lowering": "hopper_fp8", "strict": True}
+    compiled = torch.compile(attention, backend="attn_compiler", options=options, dynamic=False)
+    out = compiled(*given)
+    upstream = torch.randn_like(out)
+    got = torch.autograd.grad(out, given, upstream)
+    assert "sdpa_cudnn" in str(attn_compiler.reports()[-1])
+    exact = [x.detach().float().requires_grad_() for x in given]
+    right = attention(*exact)
+    for mine, wanted in zip((out, *got), (right, *torch.autograd.grad(right, exact, upstream.float())), strict=True):
+        assert float((mine.float() - wanted).norm() / wanted.norm()) < 0.08
+
+
+def test_the_wider_format_is_computed_too(hopper: Target) -> None:
+    given = problem(grown(BY_NAME["even"]), Fp8Recipe(forward_format="e5m2"), hopper)
+    assert given.rounded["q8"].dtype == torch.float8_e5m2
+    out = fp8_problems.outputs(given)[0]
+    exact = kernel_problems.expected(given.problem, torch.float32)[0]
+    assert 0.01 < numerics.worst(out, exact) < 0.3
+
+
+def test_scales_of_several_blocks_are_told_apart(hopper: Target) -> None:
+    case = dataclasses.replace(BY_NAME["even"], name="blocks", seqlen_q=300, seqlen_kv=300, batch=1, head_dim=64)
+    given = problem(case, RECIPES["block"], hopper)
+    assert fp8_quantise.scales_of(Call.from_text(given.problem.text).spec).block == 128
+    right = fp8_problems.outputs(given)[0]
+    for name in ("descale_q", "descale_k", "descale_v"):
+        other = dict(given.rounded) | {name: given.rounded[name].flip(-1) * 1.5}
+        assert not torch.allclose(fp8_problems.outputs(dataclasses.replace(given, rounded=other))[0], right)
