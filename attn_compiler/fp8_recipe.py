@@ -16,8 +16,10 @@ from attn_compiler.errors import InvalidOption
 
 #: largest finite number of each format: https://arxiv.org/abs/2209.05433
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
+#: of int8: as far down as up
+_LARGEST_INT8 = 127.0
 #: torch's names, without the prefix
-DTYPES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+DTYPES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "int8": "int8"}
 
 #: Positions that share a scale are whole tiles of the kernels, which have up to so many keys.
 BLOCK_MULTIPLE = 128
@@ -110,7 +112,9 @@ class Fp8Recipe:
     """`options={"fp8_recipe": Fp8Recipe()}`: attention in FP8 where a kernel can. Checked when built (InvalidOption).
 
     scaling: where scales come from. forward, backward: which of the two runs in FP8. forward_format: of q, k, v and the softmax's
-    weights; gradient_format: of gradients, where the backward runs in FP8. exclude: patterns (fnmatch) of module paths whose
+    weights; gradient_format: of gradients, where the backward runs in FP8. qk_format: "int8" makes q and k whole numbers up to 127
+    instead, as SageAttention does (https://arxiv.org/abs/2410.02367): finer where values are alike, which hadamard makes them, and
+    their products are exact; int8 has no NaN, what is not finite becomes 0. exclude: patterns (fnmatch) of module paths whose
     attention stays as it is ("model.layers.0.*"). smooth_k: subtract from k its mean over the sequence, which changes no weight.
     hadamard: turn q and k by the same orthogonal matrix, which spreads outliers over the head dim and changes no score.
     """
@@ -120,6 +124,7 @@ class Fp8Recipe:
     backward: bool = False
     forward_format: Literal["e4m3", "e5m2"] = "e4m3"
     gradient_format: Literal["e4m3", "e5m2"] = "e5m2"
+    qk_format: Literal["fp8", "int8"] = "fp8"
     exclude: tuple[str, ...] = ()
     smooth_k: bool = False
     hadamard: bool = False
@@ -132,6 +137,7 @@ class Fp8Recipe:
                 raise _invalid(name, "True or False", getattr(self, name))
         for name in ("forward_format", "gradient_format"):
             _one_of(name, getattr(self, name), tuple(LARGEST))
+        _one_of("qk_format", self.qk_format, ("fp8", "int8"))
         if not self.forward and not self.backward:
             raise _invalid(
                 "forward", "True where backward is False: a recipe for neither asks for nothing", self.forward
@@ -149,15 +155,19 @@ class Fp8Recipe:
         """What it says of one attention, so that equal layers share a decision: who is excluded is decided by then."""
         return dataclasses.replace(self, exclude=())
 
-    @property
-    def largest(self) -> float:
-        """The largest number of the forward's format."""
-        return LARGEST[self.forward_format]
+    def format_of(self, name: str) -> str:
+        """What "q", "k" or "v" is rounded to: a name of DTYPES."""
+        return "int8" if name in ("q", "k") and self.qk_format == "int8" else self.forward_format
+
+    def largest_of(self, name: str) -> float:
+        """The largest number of that format."""
+        return LARGEST.get(self.format_of(name), _LARGEST_INT8)
 
     @property
     def words(self) -> str:
         """For people: "e4m3, current scaling per head, smooth_k"."""
         further = [name for name in ("smooth_k", "hadamard") if getattr(self, name)]
+        further += ["q and k in int8"] if self.qk_format == "int8" else []
         return ", ".join((self.forward_format, _scaling_words(self.scaling), *further))
 
 

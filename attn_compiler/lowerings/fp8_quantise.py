@@ -2,7 +2,8 @@
 
     x8 = cast(clamp(x · scale)), scale = largest of the format / amax, descale = 1 / scale
 
-amax is the largest finite magnitude: what kernels leave out (padding) may hold anything. A number that is not finite becomes NaN.
+amax is the largest finite magnitude: what kernels leave out (padding) may hold anything. A number that is not finite becomes NaN; in
+int8, which has none, 0.
 
 The backward gets what the forward saw: q, k and v as they were rounded, again in the model's dtype. Its weights come from the scores
 and the forward's lse; those of the model's own q and k are others, and where scores are large, or a scale is too old, by factors without
@@ -75,9 +76,9 @@ def scales_of(spec: AttentionSpec) -> Scales:
 def names(spec: AttentionSpec) -> tuple[str, ...]:
     """Of the operands that `emit` makes, in order.
 
-    q8 (B, Hq, Sq, D), k8 (B, Hkv, Skv, D): the format's dtype. v8 (B, Hkv, Dv, Skv'): with positions last, as tensor cores take it,
-    and in the order that `in_order` undoes; Skv' is Skv up to a multiple of 16, and what is beyond Skv is 0. descale_q, descale_k,
-    descale_v: see `Scales`. shift: float32 (B, Hq, Sq), contiguous: q · mean.
+    q8 (B, Hq, Sq, D), k8 (B, Hkv, Skv, D): the dtypes of Fp8Recipe.format_of. v8 (B, Hkv, Dv, Skv'): with positions last, as tensor
+    cores take it, and in the order that `in_order` undoes; Skv' is Skv up to a multiple of 16, and what is beyond Skv is 0.
+    descale_q, descale_k, descale_v: see `Scales`. shift: float32 (B, Hq, Sq), contiguous: q · mean.
     """
     return (*_ALWAYS, "shift") if recipe_of(spec).smooth_k else _ALWAYS
 
@@ -113,7 +114,7 @@ class _Quantiser:
         for name, x in exact.items():
             scale = self._scale(name, x)
             descale = self._call(torch.reciprocal, scale)
-            rounded = self._cast(self._scaled(x, scale))
+            rounded = self._cast(name, self._scaled(name, x, scale))
             restored = self._call(torch.mul, self._wide(rounded), self._spread(descale, x))
             if name == "k" and mean is not None:
                 restored = self._call(torch.add, restored, mean)
@@ -191,15 +192,15 @@ class _Quantiser:
         match self._recipe.scaling:
             case CurrentScaling(granularity=granularity, block=block, margin=margin):
                 amax = self._amax(x, granularity, block)
-                return self._from_amax(amax, margin)
+                return self._from_amax(name, amax, margin)
             case StaticScaling() as given:
-                number = self._recipe.largest / getattr(given, name)
+                number = self._recipe.largest_of(name) / getattr(given, name)
                 return self._call(torch.full, (1, 1, 1), number, device=self.emitter.value(x).device)
             case DelayedScaling() as delayed:
                 return self._delayed(name, x, delayed)
 
-    def _from_amax(self, amax: fx.Node, margin: int) -> fx.Node:
-        scale = self._call(torch.div, self._recipe.largest / 2**margin, amax)
+    def _from_amax(self, name: str, amax: fx.Node, margin: int) -> fx.Node:
+        scale = self._call(torch.div, self._recipe.largest_of(name) / 2**margin, amax)
         # An amax of 0, or one so small that the quotient overflows: any scale does.
         usable = self._call(torch.logical_and, self._call(torch.gt, amax, 0.0), self._call(torch.isfinite, scale))
         return self._call(torch.where, usable, scale, 1.0)
@@ -230,7 +231,7 @@ class _Quantiser:
         kept = self._call(aten.slice.Tensor, before, 0, 0, scaling.amax_history_len - 1)
         moved_on = self._call(torch.cat, [self._call(torch.unsqueeze, newest, 0), kept])
         self._call(operator.setitem, history, ..., moved_on)
-        return self._call(torch.reshape, self._from_amax(amax, scaling.margin), (1, -1, 1))
+        return self._call(torch.reshape, self._from_amax(name, amax, scaling.margin), (1, -1, 1))
 
     def _length(self, x: fx.Node) -> int:
         length = self.emitter.value(x).shape[2]
@@ -240,10 +241,12 @@ class _Quantiser:
 
     # ---- casts ------------------------------------------------------------------------------------------------------
 
-    def _scaled(self, x: fx.Node, scale: fx.Node) -> fx.Node:
+    def _scaled(self, name: str, x: fx.Node, scale: fx.Node) -> fx.Node:
         """x in the format's range, in float32."""
-        largest = self._recipe.largest
+        largest = self._recipe.largest_of(name)
         inside = self._call(torch.clamp, self._call(torch.mul, x, self._spread(scale, x)), -largest, largest)
+        if self._recipe.format_of(name) == "int8":
+            return self._call(torch.round, self._call(torch.where, self._call(torch.isfinite, x), inside, 0.0))
         # Clamping alone would make a number of what has overflowed.
         return self._call(torch.where, self._call(torch.isfinite, x), inside, float("nan"))
 
@@ -256,8 +259,8 @@ class _Quantiser:
             scale = self._call(aten.index.Tensor, scale, [None, None, at])
         return self._call(torch.unsqueeze, scale, 3)
 
-    def _cast(self, x: fx.Node) -> fx.Node:
-        return self._call(torch.Tensor.to, x, getattr(torch, DTYPES[self._recipe.forward_format]))
+    def _cast(self, name: str, x: fx.Node) -> fx.Node:
+        return self._call(torch.Tensor.to, x, getattr(torch, DTYPES[self._recipe.format_of(name)]))
 
     def _positions_last(self, v: fx.Node) -> fx.Node:
         """(B, Hkv, Skv, Dv) -> (B, Hkv, Dv, Skv'), in the order of `names`"""

@@ -20,7 +20,7 @@ from attn_compiler.spec import AttentionSpec
 #: queries of a program: of two warpgroups
 QUERIES = 128
 KEYS = 128
-STAGES = 2
+STAGES = 3
 REGISTERS = 240
 _WARPS = 4
 _ROWS = 64
@@ -29,6 +29,7 @@ _LEAST_HEAD_DIM = 64
 _ELEMENTS = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float8_e5m2: gl.float8e5,
+    torch.int8: gl.int8,
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
 }

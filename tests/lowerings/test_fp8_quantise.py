@@ -58,12 +58,24 @@ def test_each_number_is_rounded_and_the_largest_is_the_formats(
     _, found = rounded(given, recipe)
     assert found["descale_q"].shape == SHAPES[granularity]
     assert {found[f"{x}8"].dtype for x in "qkv"} == {dtype}
-    assert float(found["q8"].float().abs().max()) == recipe.largest
+    assert float(found["q8"].float().abs().max()) == recipe.largest_of("q")
     for name in "qkv":
         x = given[name].float()
         error = (restored(found, name, 128 if granularity == "block" else None) - x).abs()
         # Half a unit in the last place, and of the smallest number.
-        assert bool((error <= x.abs() * 2.0**-bits + x.abs().max() / recipe.largest * 2.0**-9).all())
+        assert bool((error <= x.abs() * 2.0**-bits + x.abs().max() / recipe.largest_of(name) * 2.0**-9).all())
+
+
+def test_q_and_k_as_whole_numbers() -> None:
+    given = tensors()
+    with torch.no_grad():
+        given["q"][0, 0, 0, 0] = torch.nan
+    _, found = rounded(given, Fp8Recipe(qk_format="int8"))
+    assert [found[f"{x}8"].dtype for x in "qkv"] == [torch.int8, torch.int8, torch.float8_e4m3fn]
+    assert int(found["k8"].abs().max()) == 127
+    assert int(found["q8"][0, 0, 0, 0]) == 0
+    error = (restored(found, "k") - given["k"].float()).abs()
+    assert bool((error <= found["descale_k"][..., None] / 2 * 1.001).all())
 
 
 def test_blocks_of_one_head_have_their_own_scales() -> None:

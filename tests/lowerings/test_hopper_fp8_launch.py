@@ -26,11 +26,14 @@ RECIPES = {
     "head": Fp8Recipe(),
     "block": Fp8Recipe(scaling=CurrentScaling(granularity="block"), smooth_k=True, hadamard=True),
     "static": Fp8Recipe(scaling=StaticScaling(q=5, k=5, v=5), smooth_k=True),
+    "int8": Fp8Recipe(qk_format="int8", hadamard=True),
 }
 
 PAIRS = (
     ("even", "tensor"),
     ("gqa", "head"),
+    ("causal", "int8"),
+    ("softcap", "int8"),
     ("causal", "block"),
     ("window_both_sides", "block"),
     ("window_from_end", "static"),

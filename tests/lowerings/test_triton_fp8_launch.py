@@ -29,12 +29,16 @@ RECIPES = {
     "block": Fp8Recipe(scaling=CurrentScaling(granularity="block"), smooth_k=True, hadamard=True),
     "static": Fp8Recipe(scaling=StaticScaling(q=5, k=5, v=5), smooth_k=True),
     "e5m2": Fp8Recipe(forward_format="e5m2"),
+    "int8": Fp8Recipe(qk_format="int8", hadamard=True),
+    "int8 plain": Fp8Recipe(qk_format="int8", scaling=CurrentScaling(granularity="block")),
 }
 
 #: (case, recipe): each part of a plan once, and each recipe several times
 PAIRS = (
     ("even", "tensor"),
     ("gqa", "head"),
+    ("causal", "int8"),
+    ("head_dims_80_48", "int8 plain"),
     ("window_both_sides", "block"),
     ("window_from_end", "static"),
     ("keys_left", "block"),

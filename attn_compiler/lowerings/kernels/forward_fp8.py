@@ -102,10 +102,13 @@ def _step(
     if SCALE_BLOCK > 0:
         descale = descale_q * tl.load(DescaleK + start // SCALE_BLOCK)
     k_0 = load_tile(K, start, stride_ks, seqlen_kv, None, BLOCK_N, 0, QK_0, HEAD_DIM_QK, MASKED, ALIGN)
-    qk = tl.dot(q_0, tl.trans(k_0))
+    SUM: tl.constexpr = tl.int32 if q_0.dtype == tl.int8 else tl.float32
+    qk = tl.dot(q_0, tl.trans(k_0), out_dtype=SUM)
     if QK_1 > 0:
         k_1 = load_tile(K, start, stride_ks, seqlen_kv, None, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, MASKED, ALIGN)
-        qk = tl.dot(q_1, tl.trans(k_1), qk)
+        qk = tl.dot(q_1, tl.trans(k_1), qk, out_dtype=SUM)
+    # Of int8, whole numbers.
+    qk = qk.to(tl.float32)
     factor = 1.0
     if PLAIN:
         # With the maximum, one multiplication and addition for each pair.
@@ -166,7 +169,7 @@ def attention_forward_fp8(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
     PLAIN: tl.constexpr, DROPOUT: tl.constexpr, ALIGN: tl.constexpr, MASK_ALL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of queries, Hq, B). Q, K, V and descales: see fp8_quantise.names; the rest as in forward.py.
+    """Grid: (blocks of queries, Hq, B). Q, K, V (FP8, or int8 of Q and K) and descales: see fp8_quantise.names; the rest as in forward.py.
 
     V: (B, Hkv, Dv, Skv'), so stride_vs is that of head dims. SCALE_BLOCK: positions that share a scale, 0 if all of a head do; a
     multiple of BLOCK_M and BLOCK_N. Shift: float32 (B, Hq, Sq) that belongs to every product of a row, or None.

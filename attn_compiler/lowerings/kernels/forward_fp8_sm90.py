@@ -161,7 +161,8 @@ def _compute(
     total = gl.zeros([ROWS], gl.float32, layout=ROW)
     decay = total
     out = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, layout=OUT_LAYOUT)
-    no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=QK_LAYOUT)
+    SUM: gl.constexpr = gl.int32 if q_tiles.dtype == gl.int8 else gl.float32
+    no_scores = gl.zeros([ROWS, BLOCK_N], SUM, layout=QK_LAYOUT)
     no_out = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, layout=OUT_LAYOUT)
     weights = gl.zeros([ROWS, BLOCK_N], gl.int32, layout=QK_LAYOUT)
     descale_v = 1.0
@@ -174,7 +175,7 @@ def _compute(
         descale_v = gl.load(DescaleV + last * BLOCK_N // SCALE_BLOCK)
     mbarrier.wait(k_full.index(0), 0)
     k = k_tiles.index(0).reshape([BLOCK_N, HEAD_DIM_QK]).permute([1, 0])
-    qk = warpgroup_mma(q, k, no_scores, use_acc=False)
+    qk = warpgroup_mma(q, k, no_scores, use_acc=False).to(gl.float32)
     mbarrier.arrive(k_empty.index(0))
     if SOFTCAP:
         x = qk * own
@@ -204,6 +205,7 @@ def _compute(
         part_later = warpgroup_mma(_operand(weights, WEIGHTS, E4M3), v, no_out, use_acc=False, is_async=True)
         qk = warpgroup_mma_wait(1, deps=(qk_later,))
         mbarrier.arrive(k_empty.index(stage))
+        qk = qk.to(gl.float32)
         if SOFTCAP:
             x = qk * own
             if Shift is not None:
@@ -266,9 +268,9 @@ def attention_forward_fp8_sm90(
 ):  # fmt: skip
     """Grid: (blocks of 128 queries, Hq, B). num_warps: 4.
 
-    Q, K, V, Out: descriptors of logical BHSD (V: BHDS) with tiles of (1, 1, 64, D), (1, 1, BLOCK_N, D), (1, 1, Dv, BLOCK_N), (1, 1, 64,
-    Dv), D and Dv powers of two: what is beyond a tensor is 0, or not written. Lse: (B, Hq, Sq). Descales, Shift: as in forward_fp8.py.
-    Sinks: (Hq,) or None. scale is positive. REGISTERS: of a thread that computes.
+    Q, K (FP8 or int8), V, Out: descriptors of logical BHSD (V: BHDS) with tiles of (1, 1, 64, D), (1, 1, BLOCK_N, D),
+    (1, 1, Dv, BLOCK_N), (1, 1, 64, Dv), D and Dv powers of two: what is beyond a tensor is 0, or not written. Lse: (B, Hq, Sq).
+    Descales, Shift: as in forward_fp8.py. Sinks: (Hq,) or None. scale is positive. REGISTERS: of a thread that computes.
     """
     CONSUMERS: gl.constexpr = 2
     # Later blocks have more keys under a causal mask: they go first, so that the last programs to run are short.
