@@ -72,6 +72,9 @@ def _check_scaling(spec: AttentionSpec) -> list[Reason]:
         name = type(recipe.scaling).__name__
         remedy = f"give {name}(granularity='tensor')"
         reasons.append(Reason(rule="one scale for each tensor", observed=f"per {granularity}", remedy=remedy))
+    if recipe.qk_format != "fp8":
+        remedy = "give Fp8Recipe(qk_format='fp8')"
+        reasons.append(Reason(rule="q and k are in FP8", observed=recipe.qk_format, remedy=remedy))
     if recipe.forward_format != "e4m3":
         remedy = "give Fp8Recipe(forward_format='e4m3')"
         reasons.append(Reason(rule="the forward is in e4m3", observed=recipe.forward_format, remedy=remedy))

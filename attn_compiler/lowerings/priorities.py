@@ -408,7 +408,7 @@ def _fp8_first(spec: AttentionSpec) -> tuple[str, ...]:
     if spec.fp8 is None:
         return ()
     is_narrow = isinstance(spec.head_dim_qk, int) and spec.head_dim_qk <= 64
-    return tuple(reversed(_FP8_FIRST)) if is_narrow else _FP8_FIRST
+    return ("triton_fp8", "hopper_fp8", "cudnn_fp8") if is_narrow else _FP8_FIRST
 
 
 def order(spec: AttentionSpec, target: Target) -> tuple[str, ...]:

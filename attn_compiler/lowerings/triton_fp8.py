@@ -78,7 +78,7 @@ def _tiles(spec: AttentionSpec, target: Target) -> Tiles:
     """Those of `triton`, but where a product with v, beside the sum over tiles, has no room in registers: of those compiled for sm90, the
     largest that does not spill."""
     found = triton_tiles_table.tiles(spec, target)
-    if _is_plain_on_hopper(spec, target):
+    if _is_plain_on_hopper(spec, target) and found.forward.queries >= _HOPPER.queries:
         return dataclasses.replace(found, forward=_HOPPER)
     if (
         max(d for d in (spec.head_dim_qk, spec.head_dim_v) if isinstance(d, int)) <= _ROOMY
