@@ -5,7 +5,7 @@
 Times are microseconds of the GPU for one layer, from replays of a CUDA graph that holds one call for each of many caches, which
 together are larger than the L2 cache: as a model's layers find theirs. `hot_us`: the same cache each time. The peers get no mask,
 softcap or sink: where there is one, or a cache is filled in part, they compute something else, and what they read is the point.
-`error` is the largest difference from float32's math relative to its largest element.
+`read` is the best time in which keys and values are read and nothing else is done, the floor. `error` is the largest difference from float32's math relative to its largest element.
 
 `rule` rows are the schedule that the lowering picks, `tried` rows others, for cases that are marked so. A side that fails is a row
 with the reason. Writes benchmarks/results/decode_h200.csv and prints a table last.
@@ -34,7 +34,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attn_compiler.lowerings import decode_plan, decode_schedule
 from attn_compiler.lowerings.decode_plan import Call, Schedule
 from attn_compiler.target import Target
-from benchmarks import decode_cases, harness
+from benchmarks import decode_cases, decode_reading, harness
 from benchmarks.decode_cases import Case, Problem
 
 RESULTS = Path(__file__).parent / "results" / "decode_h200.csv"
@@ -48,8 +48,8 @@ _HOT_CALLS = 40
 
 #: by head dim: (keys, warps, stages, slices)
 CANDIDATES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
-    64: ((128, 4, 3, 4), (128, 4, 3, 1), (128, 4, 5, 4), (64, 4, 4, 4), (64, 2, 4, 1), (64, 4, 3, 1)),
-    128: ((64, 4, 4, 4), (64, 4, 4, 1), (64, 4, 3, 4), (64, 4, 3, 1), (64, 4, 6, 4), (128, 8, 3, 8), (64, 8, 2, 1)),
+    64: ((128, 4, 3, 4), (128, 4, 4, 4), (64, 4, 4, 4), (64, 4, 6, 4), (64, 2, 4, 2), (64, 2, 4, 1), (64, 4, 3, 1)),
+    128: ((64, 4, 4, 4), (64, 4, 3, 4), (64, 4, 5, 4), (64, 4, 6, 4), (128, 4, 3, 4), (128, 8, 3, 8), (64, 4, 4, 1), (64, 8, 2, 1)),
     256: ((32, 4, 3, 1), (32, 4, 4, 1), (64, 8, 2, 1), (64, 8, 3, 1), (32, 2, 3, 2), (64, 4, 2, 4)),
 }
 _SPLITS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 32)
@@ -165,6 +165,7 @@ def measure(problem: Problem, target: Target, *, with_tried: bool) -> Iterator[d
     yield _row(problem, "rule", rule, lambda: ours(problem, rule), checked=True)
     for side, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
         yield _row(problem, side, None, lambda backend=backend: sdpa(problem, backend))  # type: ignore[misc]
+    yield _read_row(problem)
     for other in tried(problem, target) if with_tried and problem.case.tried else ():
         yield _row(problem, "tried", other, lambda other=other: ours(problem, other))  # type: ignore[misc]
 
@@ -186,6 +187,16 @@ def _row(
     except Exception as failure:  # noqa: BLE001 - the reason is the row
         row["failure"] = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
     return row
+
+
+def _read_row(problem: Problem) -> dict[str, str]:
+    row = {**problem.case.columns, "side": "read"}
+    ways = list(decode_reading.ways(problem))
+    if not ways:
+        return {**row, "failure": "no grid to read this cache by"}
+    us = min(microseconds(calls) for calls in ways)
+    hot = min(microseconds(calls[:1] * _HOT_CALLS) for calls in ways)
+    return {**row, "us": f"{us:.2f}", "gb_per_s": f"{problem.case.bytes_used / us / 1e3:.0f}", "hot_us": f"{hot:.2f}"}
 
 
 Job = tuple[Case, Schedule]
@@ -223,7 +234,7 @@ def compiled_before(cases: Sequence[Case], target: Target, processes: int) -> No
 def print_table(rows: Sequence[dict[str, str]]) -> None:
     """One line a case: ours, the best of what was tried, the peers."""
     table = Table(title="µs of one layer; hot: the same cache again and again")
-    for name in ("case", "rule", "", "best tried", "", "cudnn", "flash", "hot: rule", "cudnn", "GB/s", "error", "host"):
+    for name in ("case", "rule", "", "best tried", "", "cudnn", "flash", "read", "hot: rule", "cudnn", "read", "GB/s", "error", "host"):
         table.add_column(name)
     for case in dict.fromkeys(row["name"] for row in rows):
         own = [row for row in rows if row["name"] == case]
@@ -236,8 +247,8 @@ def print_table(rows: Sequence[dict[str, str]]) -> None:
             _schedule(rule),
             best.get("us", ""),
             _schedule(best),
-            *(sides.get(side, {}).get("us", "") for side in ("cudnn", "flash")),
-            *(sides.get(side, {}).get("hot_us", "") for side in ("rule", "cudnn")),
+            *(sides.get(side, {}).get("us", "") for side in ("cudnn", "flash", "read")),
+            *(sides.get(side, {}).get("hot_us", "") for side in ("rule", "cudnn", "read")),
             *(rule.get(name, "") for name in ("gb_per_s", "error", "host_us")),
         ]
         table.add_row(*cells)

@@ -28,7 +28,7 @@ from attn_compiler.torch_compat import empty_strided
 Tensors = Sequence[torch.Tensor]
 
 #: elements of partial results that a program holds at a time while it adds them up, and how many of those at most
-_HELD, _MOST_PARTS = 4096, 64
+_HELD, _MOST_PARTS = 8192, 64
 
 #: of the parameters from Bounds on, the operand that each is, or either of two
 _PARAMETERS = (("bounds",), ("keys",), ("mask", "bias"), ("distances",), ("slopes",), ("sinks",))
@@ -76,6 +76,7 @@ def prepare(text: str) -> Prepared:
         "GROUP": group,
         "SEQLEN_Q": seqlen_q,
         "PAIRS_MASK": plan.mask,
+        "EARLY": call.schedule.early,
         **shared,
     }
     return Prepared(
@@ -176,7 +177,9 @@ def _launch(
     found = prepared.compiled.get(key)
     if found is None:
         constants = {**prepared.constants, "ALIGN": key[1]}
-        options = {"num_warps": prepared.schedule.warps, "num_stages": prepared.schedule.stages}
+        schedule = prepared.schedule
+        options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
+        options |= {"launch_pdl": True} if schedule.early else {}
         compiled = attention_decode[grid](*tensors, *numbers, **constants, **options)
         if compiled is not None:  # The interpreter compiles nothing.
             prepared.compiled[key] = compiled, tuple(constants[name] for name in CONSTANTS)

@@ -65,6 +65,8 @@ ROWS: tuple[Row, ...] = (
     Row(bytes=4, head_dim=128, rows=16, keys=32, warps=4, stages=1, programs=2),
     Row(bytes=4, head_dim=256, rows=16, keys=16, warps=8, stages=1, programs=2),
 )
+#: programmatic dependent launch (CUDA programming guide)
+_EARLY_SINCE = 90
 #: of a machine that is not known: Triton's interpreter
 _PROCESSORS = 1
 
@@ -93,5 +95,6 @@ def table(spec: AttentionSpec, target: Target) -> Schedule:
                 slices=row.slices,
                 programs=max(target.processors, _PROCESSORS) * row.programs,
                 least_keys=row.least_keys,
+                early=generation(target) >= _EARLY_SINCE,
             )
     raise LookupError(f"no schedule for {spec.dtype} with head dims {spec.head_dim_qk} and {spec.head_dim_v}")

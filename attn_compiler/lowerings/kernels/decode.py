@@ -28,7 +28,7 @@ ANY_VALUE = (
     "bounds_side", "bounds_b", "keys_b", "pairs_b", "pairs_h", "pairs_q", "pairs_k", "distances_h",
     "lse_at", "seqlen_kv", "scale", "softcap",
 )  # fmt: skip
-ANY_ADDRESS = ("Out", "Lse", "Partial", "Count", "Bounds", "Keys", "Pairs", "Distances", "Slopes", "Sinks")
+ANY_ADDRESS = ("Lse", "Count", "Bounds", "Keys", "Pairs", "Distances", "Slopes", "Sinks")
 
 
 @triton.jit
@@ -160,14 +160,48 @@ def _step(
 
 
 @triton.jit
-def _joined(total, peak, out_0, out_1, V_1: tl.constexpr):
+def _first_half(x, SLICES: tl.constexpr, ROWS: tl.constexpr):
+    """(…, 2 · ROWS) or (…, 2 · ROWS, N) to the first ROWS rows: of a product's result, registers of their own."""
+    if SLICES == 1:
+        if len(x.shape) == 1:
+            x = tl.trans(tl.reshape(x, 2, ROWS), 1, 0)
+        else:
+            x = tl.trans(tl.reshape(x, 2, ROWS, x.shape[1]), 1, 2, 0)
+    elif len(x.shape) == 2:
+        x = tl.trans(tl.reshape(x, SLICES, 2, ROWS), 0, 2, 1)
+    else:
+        x = tl.trans(tl.reshape(x, SLICES, 2, ROWS, x.shape[2]), 0, 2, 3, 1)
+    first, _ = tl.split(x)
+    return first
+
+
+@triton.jit
+def _halved(x):
+    """(M, N, S) to (M, N, S / 2), summed in pairs."""
+    a, b = tl.split(tl.reshape(x, x.shape[0], x.shape[1], x.shape[2] // 2, 2))
+    return a + b
+
+
+@triton.jit
+def _sum_of_slices(x, SLICES: tl.constexpr):
+    """(S, M, N) to (M, N). Moved once, so that a thread has what it adds: a reduction over warps would leave each warp the whole sum."""
+    x = tl.trans(x, 1, 2, 0)
+    if SLICES >= 8:
+        x = _halved(x)
+    if SLICES >= 4:
+        x = _halved(x)
+    a, b = tl.split(x)
+    return a + b
+
+
+@triton.jit
+def _joined(total, peak, out_0, out_1, SLICES: tl.constexpr, V_1: tl.constexpr):
     """The slices' results, whose peaks are in units of log 2, as one: (S, M) and (S, M, …) to (M,) and (M, …)."""
     top = tl.max(peak, 0)
     weights = tl.exp2(peak - tl.where(top == float("-inf"), 0.0, top)[None, :])
     total = tl.sum(total * weights, 0)
-    out_0 = tl.sum(out_0 * weights[:, :, None], 0)
-    if V_1 > 0:
-        out_1 = tl.sum(out_1 * weights[:, :, None], 0)
+    out_0 = _sum_of_slices(out_0 * weights[:, :, None], SLICES)
+    out_1 = _sum_of_slices(out_1 * weights[:, :, None], SLICES) if V_1 > 0 else out_0
     return total, top, out_0, out_1
 
 
@@ -228,10 +262,10 @@ def _store(
 @triton.jit
 def _leave(
     Partial, lse_at, record, lse, out_0, out_1,
-    BLOCK_M: tl.constexpr, KEPT: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+    ROWS: tl.constexpr, KEPT: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
 ):  # fmt: skip
     """The results of one split, for the program that combines them."""
-    kept = tl.arange(0, BLOCK_M)
+    kept = tl.arange(0, ROWS)
     row = record * KEPT + kept
     tl.store(Partial + lse_at + row, lse, mask=kept < KEPT)
     at, here = Partial + row[:, None] * HEAD_DIM_V, (kept < KEPT)[:, None]
@@ -263,7 +297,7 @@ def _combine(
     divisor = tl.where(total == 0.0, 1.0, total)
     _store(
         Out, Lse, Sinks, batch, kv_head, first_row + rows, peak + tl.log2(divisor),
-        out_0 / divisor[:, None], out_1 / divisor[:, None], HEADS_KV, GROUP, SEQLEN_Q, HEAD_DIM_V, V_0, V_1,
+        out_0 * (1.0 / divisor)[:, None], out_1 * (1.0 / divisor)[:, None], HEADS_KV, GROUP, SEQLEN_Q, HEAD_DIM_V, V_0, V_1,
     )  # fmt: skip
 
 
@@ -282,13 +316,13 @@ def attention_decode(
     HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     PAIRS_MASK: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr, PLAIN: tl.constexpr,
-    PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits, Hkv · blocks of rows, B). See decode_launch.py for the arguments and decode_plan.py for the operands.
 
     Row r of a kv head's GROUP · SEQLEN_Q is query r % SEQLEN_Q of head r // SEQLEN_Q of the group. KEPT: those of a block that have
     partial results; KEPT_ALL: the next power of two. PARTS: partial results that are added up at a time.
-    SLICES: as many as warps, or 1.
+    SLICES: as many as warps, or 1. EARLY: whether it is launched as a dependent of the kernel before (programmatic dependent launch).
     Partial: float32, (B, Hkv · blocks, splits, KEPT, Dv) results and, from lse_at on, (…, KEPT) logarithms; Count: int32 (B, Hkv · blocks),
     zero, and zero again in the end. Both None for one split.
     """
@@ -299,21 +333,24 @@ def attention_decode(
     # Rows beyond the last one repeat it, and are not stored.
     used = tl.minimum(local, GROUP * SEQLEN_Q - 1)
     heads, queries = kv_head * GROUP + used // SEQLEN_Q, used % SEQLEN_Q
+    if EARLY:
+        # The kernel before this one may still run: nothing that it writes is read before it has ended.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    lower, upper, first, end = _bounds(Bounds, batch, queries, bounds_side, bounds_b, seqlen_kv, BLOCK_M, SEQLEN_Q)
     # On its way while the bounds come.
-    row = tl.multiple_of(batch * stride_qb + heads * stride_qh + queries * stride_qs, ALIGN)[:, None]
+    row = (batch * stride_qb + heads * stride_qh + queries * stride_qs)[:, None]
+    row = tl.multiple_of(row, [ALIGN, ALIGN])
     dims = tl.arange(0, QK_0)[None, :]
-    q_0 = tl.load(Q + row + dims, mask=dims < HEAD_DIM_QK, other=0.0)
+    q_0 = tl.load(Q + row + dims, mask=dims < HEAD_DIM_QK, other=0.0, volatile=True)
     q_1 = q_0
     if QK_1 > 0:
         dims = QK_0 + tl.arange(0, QK_1)[None, :]
         q_1 = tl.load(Q + row + dims, mask=dims < HEAD_DIM_QK, other=0.0)
-    lower, upper, first, end = _bounds(Bounds, batch, queries, bounds_side, bounds_b, seqlen_kv, BLOCK_M, SEQLEN_Q)
-
     span = tl.maximum(end - first, 0)
     share = tl.cdiv(tl.cdiv(span, tl.num_programs(0)), BLOCK_N) * BLOCK_N
     share = tl.maximum(share, LEAST_KEYS)
-    splits = tl.maximum(tl.cdiv(span, share), 1)
-    if split >= splits:
+    if (split > 0) & (split * share >= span):
         return
     begin = first + split * share
     end = tl.minimum(begin + share, end)
@@ -353,21 +390,28 @@ def attention_decode(
 
     if PLAIN:
         peak = peak * (scale * LOG2E)
+    rows: tl.constexpr = BLOCK_M // 2 if 2 * KEPT <= BLOCK_M else BLOCK_M
+    if rows < BLOCK_M:
+        total, peak = _first_half(total, SLICES, rows), _first_half(peak, SLICES, rows)
+        out_0 = _first_half(out_0, SLICES, rows)
+        out_1 = _first_half(out_1, SLICES, rows) if V_1 > 0 else out_0
     if SLICES > 1:
-        total, peak, out_0, out_1 = _joined(total, peak, out_0, out_1, V_1)
+        total, peak, out_0, out_1 = _joined(total, peak, out_0, out_1, SLICES, V_1)
     # A row without any allowed key has a total of 0 and a peak of -inf: so is its lse, and its results stay 0.
     divisor = tl.where(total == 0.0, 1.0, total)
     lse = peak + tl.log2(divisor)
-    out_0, out_1 = out_0 / divisor[:, None], out_1 / divisor[:, None]
+    share_of_1 = (1.0 / divisor)[:, None]
+    out_0, out_1 = out_0 * share_of_1, out_1 * share_of_1
+    splits = tl.maximum(tl.cdiv(span, share), 1)
     if splits == 1:
         _store(
-            Out, Lse, Sinks, batch, kv_head, local, lse, out_0, out_1,
+            Out, Lse, Sinks, batch, kv_head, block * BLOCK_M + tl.arange(0, rows), lse, out_0, out_1,
             HEADS_KV, GROUP, SEQLEN_Q, HEAD_DIM_V, V_0, V_1,
         )  # fmt: skip
     elif Partial is not None:
         index = batch * tl.num_programs(1) + place
         record = index.to(tl.int64) * tl.num_programs(0)
-        _leave(Partial, lse_at, record + split, lse, out_0, out_1, BLOCK_M, KEPT, HEAD_DIM_V, V_0, V_1)
+        _leave(Partial, lse_at, record + split, lse, out_0, out_1, rows, KEPT, HEAD_DIM_V, V_0, V_1)
         # All threads have written before the one that counts says so.
         tl.debug_barrier()
         arrived = tl.atomic_add(Count + index, 1, sem="acq_rel")

@@ -38,6 +38,16 @@ def test_half_precision(name: str) -> None:
     decode_problems.assert_within_rule(found, problem)
 
 
+@interpreted
+@pytest.mark.parametrize("slices", [2, 4, 8])
+@pytest.mark.parametrize("name", ["lengths", "everything", "several_queries", "mqa", "head_dims_80_48", "sixteen_queries"])
+def test_warps_that_go_on_alone(name: str, slices: int) -> None:
+    schedule = dataclasses.replace(decode_problems.SMALL, keys=16 * slices, warps=slices, slices=slices)
+    problem = build(BY_NAME[name], schedule=schedule)
+    decode_problems.assert_within_rule(results(problem), problem)
+    assert_counted_down(problem)
+
+
 # ---- on a GPU, with the tiles of the table -------------------------------------------------------------------------
 
 _TIMES = 7
