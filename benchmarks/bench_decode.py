@@ -5,7 +5,9 @@
 Times are microseconds of the GPU for one layer, from replays of a CUDA graph that holds one call for each of many caches, which
 together are larger than the L2 cache: as a model's layers find theirs. `hot_us`: the same cache each time. The peers get no mask,
 softcap or sink: where there is one, or a cache is filled in part, they compute something else, and what they read is the point.
-`read` is the best time in which keys and values are read and nothing else is done, the floor. `error` is the largest difference from float32's math relative to its largest element.
+`read` is the
+best time in which keys and values are read and nothing else is done: the floor.
+`error` is the largest difference from float32's math relative to its largest element.
 
 `rule` rows are the schedule that the lowering picks, `tried` rows others, for cases that are marked so. A side that fails is a row
 with the reason. Writes benchmarks/results/decode_h200.csv and prints a table last.
@@ -49,7 +51,16 @@ _HOT_CALLS = 40
 #: by head dim: (keys, warps, stages, slices)
 CANDIDATES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
     64: ((128, 4, 3, 4), (128, 4, 4, 4), (64, 4, 4, 4), (64, 4, 6, 4), (64, 2, 4, 2), (64, 2, 4, 1), (64, 4, 3, 1)),
-    128: ((64, 4, 4, 4), (64, 4, 3, 4), (64, 4, 5, 4), (64, 4, 6, 4), (128, 4, 3, 4), (128, 8, 3, 8), (64, 4, 4, 1), (64, 8, 2, 1)),
+    128: (
+        (64, 4, 4, 4),
+        (64, 4, 3, 4),
+        (64, 4, 5, 4),
+        (64, 4, 6, 4),
+        (128, 4, 3, 4),
+        (128, 8, 3, 8),
+        (64, 4, 4, 1),
+        (64, 8, 2, 1),
+    ),
     256: ((32, 4, 3, 1), (32, 4, 4, 1), (64, 8, 2, 1), (64, 8, 3, 1), (32, 2, 3, 2), (64, 4, 2, 4)),
 }
 _SPLITS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 32)
@@ -95,12 +106,16 @@ def sdpa(problem: Problem, backend: SDPBackend) -> Calls:
 
 
 def tried(problem: Problem, target: Target) -> Iterator[Schedule]:
-    """Schedules besides the lowering's own: every tile of the head dim, with splits that leave the machine neither empty nor overfull."""
+    """Schedules besides the lowering's own: its tile, or every tile of the head dim, with splits that leave the machine neither empty nor
+    overfull."""
+    if problem.case.tried == "nothing":
+        return
     rule = decode_schedule.schedule(problem.spec, target)
     rows, blocks = decode_plan.rows_of(problem.spec)
     tiles = problem.case.batch * problem.case.heads_kv * blocks
     wide = next((dim for dim in sorted(CANDIDATES) if max(problem.case.head_dim, problem.case.width_v) <= dim), 256)
-    for keys, warps, stages, slices in CANDIDATES[wide]:
+    own = (rule.keys, rule.warps, rule.stages, rule.slices)
+    for keys, warps, stages, slices in CANDIDATES[wide] if problem.case.tried == "tiles" else (own,):
         if slices > 1 and rows > 16:
             continue
         for splits in _SPLITS:
@@ -166,7 +181,7 @@ def measure(problem: Problem, target: Target, *, with_tried: bool) -> Iterator[d
     for side, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
         yield _row(problem, side, None, lambda backend=backend: sdpa(problem, backend))  # type: ignore[misc]
     yield _read_row(problem)
-    for other in tried(problem, target) if with_tried and problem.case.tried else ():
+    for other in tried(problem, target) if with_tried else ():
         yield _row(problem, "tried", other, lambda other=other: ours(problem, other))  # type: ignore[misc]
 
 
@@ -206,13 +221,10 @@ def jobs(cases: Sequence[Case], target: Target) -> list[Job]:
     """Every kernel of the cases once, each on a short cache. Lengths and batches make no other kernel."""
     found: dict[Job, None] = {}
     for case in cases:
-        short = dataclasses.replace(case, name="", batch=1, length=256, filled=None, window=None, tried=False)
+        short = dataclasses.replace(case, name="", batch=1, length=256, filled=None, window=None, tried="nothing")
         # A spec says nothing of how many bytes lie behind it.
         problem = decode_cases.build(case, "meta")
-        for schedule in (
-            decode_schedule.schedule(problem.spec, target),
-            *(tried(problem, target) if case.tried else ()),
-        ):
+        for schedule in (decode_schedule.schedule(problem.spec, target), *tried(problem, target)):
             splits = 1 if schedule.splits == 1 else 2
             found[short, dataclasses.replace(schedule, splits=splits)] = None
     return list(found)
@@ -234,7 +246,22 @@ def compiled_before(cases: Sequence[Case], target: Target, processes: int) -> No
 def print_table(rows: Sequence[dict[str, str]]) -> None:
     """One line a case: ours, the best of what was tried, the peers."""
     table = Table(title="µs of one layer; hot: the same cache again and again")
-    for name in ("case", "rule", "", "best tried", "", "cudnn", "flash", "read", "hot: rule", "cudnn", "read", "GB/s", "error", "host"):
+    for name in (
+        "case",
+        "rule",
+        "",
+        "best tried",
+        "",
+        "cudnn",
+        "flash",
+        "read",
+        "hot: rule",
+        "cudnn",
+        "read",
+        "GB/s",
+        "error",
+        "host",
+    ):
         table.add_column(name)
     for case in dict.fromkeys(row["name"] for row in rows):
         own = [row for row in rows if row["name"] == case]
@@ -267,7 +294,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=["*"], help="names, with wildcards")
     parser.add_argument("--budget-seconds", type=float, default=300.0)
-    parser.add_argument("--processes", type=int, default=8, help="that compile before anything is measured")
+    parser.add_argument(
+        "--processes", type=int, default=8, help="that compile before anything is measured; 0: none does"
+    )
     parser.add_argument("--no-tried", action="store_true", help="only the lowering's own schedules")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -275,9 +304,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     deadline = time.monotonic() + given.budget_seconds
     cases = [case for case in decode_cases.CASES if any(fnmatch.fnmatch(case.name, p) for p in given.cases)]
     if given.no_tried:
-        cases = [dataclasses.replace(case, tried=False) for case in cases]
+        cases = [dataclasses.replace(case, tried="nothing") for case in cases]
     target = Target.current("cuda")
-    compiled_before(cases, target, given.processes)
+    if given.processes:
+        compiled_before(cases, target, given.processes)
     environment = harness.environment("cuda", given.commit)
     file = harness.CsvFile(given.out, (*COLUMNS, *environment))
     rows: list[dict[str, str]] = []

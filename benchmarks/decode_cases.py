@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ MOST_CACHES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """length: of the cache; filled: keys in use. window: so many of those. tried: other schedules are measured too."""
+    """length: of the cache; filled: keys in use. window: so many of those. tried: which other schedules are measured too."""
 
     name: str
     batch: int
@@ -35,7 +36,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    tried: bool = False
+    tried: Literal["nothing", "splits", "tiles"] = "nothing"
 
     @property
     def used(self) -> int:
@@ -63,16 +64,16 @@ class Case:
 COLUMNS = tuple(f.name for f in dataclasses.fields(Case) if f.name != "tried")
 
 _PLAIN = (
-    Case(name="b1_1k", batch=1, length=1024, tried=True),
-    Case(name="b1_4k", batch=1, length=4096, tried=True),
-    Case(name="b1_32k", batch=1, length=32768, tried=True),
-    Case(name="b1_32k_half", batch=1, length=32768, filled=16384, tried=True),
-    Case(name="b16_4k", batch=16, length=4096, tried=True),
-    Case(name="b16_4k_half", batch=16, length=4096, filled=2048, tried=True),
-    Case(name="b64_8k", batch=64, length=8192, tried=True),
+    Case(name="b1_1k", batch=1, length=1024, tried="tiles"),
+    Case(name="b1_4k", batch=1, length=4096, tried="tiles"),
+    Case(name="b1_32k", batch=1, length=32768, tried="tiles"),
+    Case(name="b1_32k_half", batch=1, length=32768, filled=16384, tried="tiles"),
+    Case(name="b16_4k", batch=16, length=4096, tried="tiles"),
+    Case(name="b16_4k_half", batch=16, length=4096, filled=2048, tried="tiles"),
+    Case(name="b64_8k", batch=64, length=8192, tried="tiles"),
 )
-_D64 = {"heads_q": 64, "head_dim": 64, "tried": True}
-_D256 = {"heads_q": 16, "head_dim": 256, "tried": True}
+_D64 = {"heads_q": 64, "head_dim": 64, "tried": "tiles"}
+_D256 = {"heads_q": 16, "head_dim": 256, "tried": "tiles"}
 _FURTHER = (
     Case(name="d64_b1_4k", batch=1, length=4096, **_D64),  # type: ignore[arg-type]
     Case(name="d64_b16_4k", batch=16, length=4096, **_D64),  # type: ignore[arg-type]
@@ -80,16 +81,16 @@ _FURTHER = (
     Case(name="d64_sinks_b16_4k", batch=16, length=4096, sinks=True, **_D64),  # type: ignore[arg-type]
     Case(name="d256_softcap_b1_4k", batch=1, length=4096, softcap=50.0, **_D256),  # type: ignore[arg-type]
     Case(name="d256_softcap_b16_4k", batch=16, length=4096, softcap=50.0, **_D256),  # type: ignore[arg-type]
-    Case(name="window_b16_8k", batch=16, length=8192, filled=8000, window=1024, tried=True),
-    Case(name="softcap_b16_4k", batch=16, length=4096, softcap=50.0, tried=True),
-    Case(name="q4_b16_4k", batch=16, length=4096, seqlen_q=4, tried=True),
-    Case(name="q16_b16_4k", batch=16, length=4096, seqlen_q=16, tried=True),
+    Case(name="window_b16_8k", batch=16, length=8192, filled=8000, window=1024, tried="tiles"),
+    Case(name="softcap_b16_4k", batch=16, length=4096, softcap=50.0, tried="tiles"),
+    Case(name="q4_b16_4k", batch=16, length=4096, seqlen_q=4, tried="tiles"),
+    Case(name="q16_b16_4k", batch=16, length=4096, seqlen_q=16, tried="tiles"),
     Case(name="d192_b4_8k", batch=4, length=8192, heads_q=16, heads_kv=16, head_dim=192, head_dim_v=128),
     Case(name="mha_b4_4k", batch=4, length=4096, heads_kv=32),
 )
 #: numbers of tiles that no number of splits fills a machine with evenly
 _BETWEEN = tuple(
-    Case(name=f"b{batch}_4k", batch=batch, length=4096, tried=True) for batch in (2, 3, 5, 6, 10, 12, 20, 24, 40)
+    Case(name=f"b{batch}_4k", batch=batch, length=4096, tried="splits") for batch in (2, 3, 5, 6, 10, 12, 20, 24, 40)
 )
 CASES: tuple[Case, ...] = (*_PLAIN, *_FURTHER, *_BETWEEN)
 BY_NAME = {case.name: case for case in CASES}

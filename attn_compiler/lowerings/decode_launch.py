@@ -76,7 +76,7 @@ def prepare(text: str) -> Prepared:
         "GROUP": group,
         "SEQLEN_Q": seqlen_q,
         "PAIRS_MASK": plan.mask,
-        "EARLY": call.schedule.early,
+        "EARLY": call.schedule.early and not triton.knobs.runtime.interpret,
         **shared,
     }
     return Prepared(
@@ -179,7 +179,7 @@ def _launch(
         constants = {**prepared.constants, "ALIGN": key[1]}
         schedule = prepared.schedule
         options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
-        options |= {"launch_pdl": True} if schedule.early else {}
+        options |= {"launch_pdl": True} if constants["EARLY"] else {}
         compiled = attention_decode[grid](*tensors, *numbers, **constants, **options)
         if compiled is not None:  # The interpreter compiles nothing.
             prepared.compiled[key] = compiled, tuple(constants[name] for name in CONSTANTS)

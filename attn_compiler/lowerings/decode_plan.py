@@ -27,7 +27,8 @@ class Schedule:
     each warp, or 1: warps share it.
 
     programs: how many the machine runs at a time, as fast as it can. least_keys: a split has no fewer, or it would cost more than
-    it saves. early: the kernel is launched while the one before it ends, and waits for it. splits: of each kv head's keys, at most; None where sizes are only known at the launch, which then asks `splits` itself.
+    it saves. early: the kernel is launched while the one before it ends, and waits for that.
+    splits: of each kv head's keys, at most; None where sizes are only known at the launch, which then asks `splits` itself.
     """
 
     keys: int

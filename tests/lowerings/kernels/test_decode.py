@@ -40,7 +40,9 @@ def test_half_precision(name: str) -> None:
 
 @interpreted
 @pytest.mark.parametrize("slices", [2, 4, 8])
-@pytest.mark.parametrize("name", ["lengths", "everything", "several_queries", "mqa", "head_dims_80_48", "sixteen_queries"])
+@pytest.mark.parametrize(
+    "name", ["lengths", "everything", "several_queries", "mqa", "head_dims_80_48", "sixteen_queries"]
+)
 def test_warps_that_go_on_alone(name: str, slices: int) -> None:
     schedule = dataclasses.replace(decode_problems.SMALL, keys=16 * slices, warps=slices, slices=slices)
     problem = build(BY_NAME[name], schedule=schedule)
