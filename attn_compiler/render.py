@@ -187,7 +187,8 @@ def _block(mark: str, modules: Iterable[str], rows: Sequence[tuple[str, Renderab
 def _operands(spec: AttentionSpec) -> RenderableType:
     """One line an operand; operands that agree in everything share it."""
     same: dict[TensorSpec, list[str]] = {}
-    for name, operand in (("q", spec.q), ("k", spec.k), ("v", spec.v)):
+    kept = () if spec.stored is None else (("k in the cache", spec.stored.k), ("v in the cache", spec.stored.v))
+    for name, operand in (("q", spec.q), ("k", spec.k), ("v", spec.v), *kept):
         same.setdefault(operand, []).append(name)
     grid = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):

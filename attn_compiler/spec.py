@@ -34,6 +34,16 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StoredSpec:
+    """What a cache in FP8 holds of k and v, logical BHSD. k_scaled, v_scaled: the model multiplies it by a number that is a tensor."""
+
+    k: TensorSpec
+    v: TensorSpec
+    k_scaled: bool = False
+    v_scaled: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
     """softmax(score(q kᵀ)) v, with everything that a lowering may decide on.
 
@@ -42,6 +52,7 @@ class AttentionSpec:
     a reader besides the product with v. out_dtype: dtype the model goes on with. decomposed: the model spells out the products
     and the softmax, so that leaving the site alone means Inductor's own code for those, and not the kernel that SDPA picks.
     fp8: the recipe that the user gave, if it applies to the site; without its patterns, which are done with.
+    stored: k and v come from a cache in FP8, which a kernel may read in their place.
     """
 
     q: TensorSpec
@@ -55,6 +66,7 @@ class AttentionSpec:
     returns_weights: bool = False
     decomposed: bool = False
     fp8: Fp8Recipe | None = None
+    stored: StoredSpec | None = None
 
     @property
     def batch(self) -> Dim:
@@ -111,7 +123,7 @@ _CLASSES: dict[str, type[Any]] = {
         scores.PROVED_KINDS,
         scores.PARTS,
         fp8_recipe.PARTS,
-        (TensorSpec, AttentionSpec, masks.MaskSpec, scores.ScoreSpec),
+        (TensorSpec, StoredSpec, AttentionSpec, masks.MaskSpec, scores.ScoreSpec),
     )
     for cls in kinds
 }

@@ -56,13 +56,23 @@ class SizeOf:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredNodes:
+    """k and v as a cache in FP8 holds them, logical BHSD; k_scale, v_scale: (), float32, what they are multiplied by."""
+
+    k: fx.Node
+    v: fx.Node
+    k_scale: fx.Node | None = None
+    v_scale: fx.Node | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Operands:
     """Dynamo-graph nodes of one site, in logical BHSD (see AttentionSpec); sinks is (Hq,).
 
     mask: the tensor of the spec's Dense mask or, if that has none, of its DenseBias; broadcasts to (B, Hq, Sq, Skv).
     A spec with both has two tensors where there is one place: every lowering refuses it.
     loads, score_loads: the tensors that the spec's proved kinds of masks and of scores read, by their names in it; sizes: the
-    symbolic sizes in both. Those that are out of reach (MaskSpec, ScoreSpec) are missing.
+    symbolic sizes in both. Those that are out of reach (MaskSpec, ScoreSpec) are missing. stored: of the spec's `stored`.
     """
 
     q: fx.Node
@@ -73,6 +83,7 @@ class Operands:
     loads: Mapping[str, fx.Node] = field(default_factory=dict)
     score_loads: Mapping[str, fx.Node] = field(default_factory=dict)
     sizes: Mapping[str, SizeOf] = field(default_factory=dict)
+    stored: StoredNodes | None = None
 
 
 class Emitter(Protocol):

@@ -5,6 +5,7 @@ Imports no Triton: a site is described, decided and rewritten on machines that h
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 
 import torch
@@ -20,6 +21,8 @@ from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
 _TRITON = TritonAttention()
+#: compute capability from which Triton converts both FP8 dtypes, and bytes that a vector of them has
+_FP8_SINCE, _VECTOR = 89, 16
 
 
 class Decode:
@@ -46,11 +49,22 @@ class Decode:
         return LayoutDemand() if spec.dtype == "float32" else _TRITON.demand(spec)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        spec, k, v = as_read(spec, operands, emitter.target)
         call = Call(spec=spec, schedule=decode_schedule.schedule(spec, emitter.target))
         further = decode_operands.emit(emitter, call, operands)
         leaf = torch.ops.attn_compiler.decode.default
-        outputs = emitter.call(leaf, operands.q, operands.k, operands.v, further, call.to_text())
+        outputs = emitter.call(leaf, operands.q, k, v, further, call.to_text())
         return emitter.call(operator.getitem, outputs, 0)
+
+
+def as_read(spec: AttentionSpec, operands: Operands, target: Target) -> tuple[AttentionSpec, fx.Node, fx.Node]:
+    """The spec of what the kernel reads, and k and v: as a cache in FP8 holds them where the machine can, and vectors are aligned."""
+    kept = spec.stored
+    if kept is not None and operands.stored is not None and (target.sm >= _FP8_SINCE or target.triton_interpreted):
+        demand = LayoutDemand(alignment=_VECTOR)
+        if not any(demand.broken_by(tensor) for tensor in (kept.k, kept.v)):
+            return spec, operands.stored.k, operands.stored.v
+    return dataclasses.replace(spec, stored=None), operands.k, operands.v
 
 
 def _check_no_grad(spec: AttentionSpec) -> list[Reason]:

@@ -23,6 +23,7 @@ from attn_compiler.lowerings.launching import VECTOR, start
 from attn_compiler.lowerings.on_device import new_outputs
 from attn_compiler.lowerings.triton_arguments import alignment, along, kernel_constants
 from attn_compiler.lowerings.triton_launch import readable
+from attn_compiler.lowerings.triton_tiles_table import BYTES
 from attn_compiler.torch_compat import empty_strided
 
 Tensors = Sequence[torch.Tensor]
@@ -31,7 +32,16 @@ Tensors = Sequence[torch.Tensor]
 _HELD, _MOST_PARTS = 8192, 64
 
 #: of the parameters from Bounds on, the operand that each is, or either of two
-_PARAMETERS = (("bounds",), ("keys",), ("mask", "bias"), ("distances",), ("slopes",), ("sinks",))
+_PARAMETERS = (
+    ("bounds",),
+    ("keys",),
+    ("mask", "bias"),
+    ("distances",),
+    ("slopes",),
+    ("sinks",),
+    ("k_scale",),
+    ("v_scale",),
+)
 CONSTANTS = tuple(attention_decode.arg_names[attention_decode.arg_names.index("BLOCK_M") :])
 
 
@@ -61,7 +71,8 @@ def prepare(text: str) -> Prepared:
     heads_kv, seqlen_q = decode_plan.known(spec.num_heads_kv), decode_plan.known(spec.seqlen_q)
     group = decode_plan.known(spec.num_heads_q) // heads_kv
     rows, blocks = decode_plan.rows_of(spec)
-    shared = kernel_constants(spec, added=plan.bias or plan.distances or plan.slopes)
+    # A scale that is a tensor may be negative.
+    shared = kernel_constants(spec, added=plan.bias or plan.distances or plan.slopes or plan.k_scale)
     kept = rows if blocks > 1 else group * seqlen_q
     kept_all = triton.next_power_of_2(kept)
     constants = {
@@ -76,6 +87,7 @@ def prepare(text: str) -> Prepared:
         "GROUP": group,
         "SEQLEN_Q": seqlen_q,
         "PAIRS_MASK": plan.mask,
+        "NARROWER": 1 if spec.stored is None else BYTES[spec.dtype],
         "EARLY": call.schedule.early and not triton.knobs.runtime.interpret,
         **shared,
     }
@@ -101,7 +113,7 @@ def forward(
     if align == 1:
         q, k, v = map(readable, (q, k, v))
         strides, _ = _strides(q, k, v)
-        align = alignment(q, k, v)
+        align = alignment(q, k, v) if k.dtype == q.dtype else 1
     if not q.is_cuda or q.get_device() == driver.active.get_current_device():
         return _forward(prepared, q, k, v, operands, strides, align)
     with torch.cuda.device(q.device):
@@ -143,8 +155,10 @@ def _strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[i
     qb, qh, qs, _ = q.stride()
     kb, kh, ks, _ = k.stride()
     vb, vh, vs, _ = v.stride()
-    size = q.element_size()
-    together = (qb | qh | qs | kb | kh | ks | vb | vh | vs) * size | q.data_ptr() | k.data_ptr() | v.data_ptr()
+    size, of_keys = q.element_size(), k.element_size()
+    together = (
+        (qb | qh | qs) * size | (kb | kh | ks | vb | vh | vs) * of_keys | q.data_ptr() | k.data_ptr() | v.data_ptr()
+    )
     return (qb, qh, qs, kb, kh, ks, vb, vh, vs), 1 if together % VECTOR else VECTOR // size
 
 

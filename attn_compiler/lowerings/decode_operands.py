@@ -27,6 +27,9 @@ def emit(emitter: Emitter, call: Call, operands: Operands) -> list[fx.Node]:
         made["count"] = making.count()
     if plan.bounds:
         made["bounds"] = making.bounds(made, only_masks=not decode_plan.masks_by_bias(call.spec, parts))
+    if operands.stored is not None:
+        scales = {"k_scale": operands.stored.k_scale, "v_scale": operands.stored.v_scale}
+        made |= {name: node for name, node in scales.items() if node is not None}
     return [made[name] for name in plan.operands]
 
 
@@ -55,7 +58,8 @@ class _Making:
             masks["bias"] = made["bias"]
         rows = made.get("rows")
         key = ("decode bounds", rows, tuple(masks.items()), self.call.spec.seqlen_q, self.call.spec.seqlen_kv)
-        return self.emitter.once(key, lambda: self._bounds(rows, masks))
+        leaf = torch.ops.attn_compiler.decode_bounds.default
+        return self.emitter.once(key, lambda: self._call(leaf, self._bounds(rows, masks)))
 
     def _bounds(self, rows: fx.Node | None, masks: Mapping[str, fx.Node]) -> fx.Node:
         if not masks and rows is not None:

@@ -52,6 +52,7 @@ class Plan:
     mask: bool (B|1, Hq|1, Sq|1, Skv|1), any strides: which pairs are allowed.
     bias: a float tensor (B|1, Hq|1, Sq|1, Skv|1), any strides, is added to the scores. There is no mask then.
     distances, slopes, sinks: as in `triton_plan.Plan`.
+    k_scale, v_scale: (), float32: what keys and values in FP8 are multiplied by.
     """
 
     count: bool = False
@@ -62,6 +63,8 @@ class Plan:
     distances: bool = False
     slopes: bool = False
     sinks: bool = False
+    k_scale: bool = False
+    v_scale: bool = False
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -118,6 +121,8 @@ def of(call: Call) -> Plan:
         distances=bool(found.distances),
         slopes=found.slopes is not None,
         sinks=call.spec.score.sinks is not None,
+        k_scale=call.spec.stored is not None and call.spec.stored.k_scaled,
+        v_scale=call.spec.stored is not None and call.spec.stored.v_scaled,
     )
 
 
@@ -149,9 +154,12 @@ def _power_of_two(least: int) -> int:
 def splits(schedule: Schedule, *, tiles: int, seqlen_kv: int) -> int:
     """Into how many the keys of each of so many tiles of rows are split.
 
-    As many as fill the machine once, if that leaves little of it idle; else as fill it twice, or a few times more often.
+    As many as the machine runs at once. Where there are more tiles than that: one, if the last round of programs leaves little of the
+    machine idle; else as many as fill it twice, or a few times more often.
     """
     room, tiles = max(schedule.programs, 1), max(tiles, 1)
+    if tiles <= room:
+        return max(min(room // tiles, -(-seqlen_kv // schedule.least_keys)), 1)
     fills = []
     for times in range(1, _MOST_TIMES + 1):
         found = times * room // tiles

@@ -37,8 +37,8 @@ from attn_compiler.target import Target
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Of every spec whose element size is at most `bytes`, with head dims up to `head_dim` and tiles of up to `rows` rows, on a GPU
-    from `first_sm` on.
+    """Of every spec whose k and v have elements of at most `bytes`, with head dims up to `head_dim` and tiles of up to `rows` rows, on
+    a GPU from `first_sm` on.
 
     keys, warps, stages, slices, least_keys: as in Schedule. programs: of one multiprocessor.
     """
@@ -56,11 +56,15 @@ class Row:
 
 
 ROWS: tuple[Row, ...] = (
-    Row(bytes=2, head_dim=64, rows=16, keys=64, warps=2, stages=4, programs=2, least_keys=256),
+    Row(bytes=1, head_dim=128, rows=16, first_sm=90, keys=128, warps=4, stages=4, slices=4),
+    Row(bytes=2, head_dim=64, rows=16, first_sm=90, keys=128, warps=4, stages=4, slices=4),
+    Row(bytes=2, head_dim=64, rows=16, keys=64, warps=4, stages=4, slices=4),
     Row(bytes=2, head_dim=64, rows=64, keys=64, warps=4, stages=3),
-    Row(bytes=2, head_dim=128, rows=16, first_sm=90, keys=64, warps=4, stages=4, slices=4),
+    Row(bytes=2, head_dim=128, rows=16, first_sm=90, keys=64, warps=4, stages=4, slices=4, least_keys=64),
     Row(bytes=2, head_dim=128, rows=16, keys=64, warps=4, stages=3, slices=4),
+    Row(bytes=2, head_dim=128, rows=64, first_sm=90, keys=64, warps=4, stages=4),
     Row(bytes=2, head_dim=128, rows=64, keys=64, warps=8, stages=2),
+    Row(bytes=2, head_dim=256, rows=32, first_sm=90, keys=64, warps=8, stages=3, least_keys=256),
     Row(bytes=2, head_dim=256, rows=32, keys=32, warps=4, stages=3, programs=2, least_keys=256),
     Row(bytes=4, head_dim=128, rows=16, keys=32, warps=4, stages=1, programs=2),
     Row(bytes=4, head_dim=256, rows=16, keys=16, warps=8, stages=1, programs=2),
@@ -85,8 +89,9 @@ def table(spec: AttentionSpec, target: Target) -> Schedule:
     """What the table says. Raises LookupError where there is no row for the spec."""
     rows, _ = decode_plan.rows_of(spec)
     head_dim = max(decode_plan.known(spec.head_dim_qk), decode_plan.known(spec.head_dim_v))
+    size = BYTES.get(spec.dtype, 8) if spec.stored is None else 1
     for row in ROWS:
-        fits = BYTES.get(spec.dtype, 8) <= row.bytes and head_dim <= row.head_dim and rows <= row.rows
+        fits = size <= row.bytes and head_dim <= row.head_dim and rows <= row.rows
         if fits and generation(target) >= row.first_sm:
             return Schedule(
                 keys=row.keys,

@@ -59,7 +59,7 @@ class Row:
 
     sms: architectures from .. to, both included; None: the CPU. cudnn: at least this version. dtypes: q's. training: the
     site needs gradients. decomposed: as in AttentionSpec. one_query: decode. most_queries: no more, and known. tensor: a dense mask
-    or bias joins the scores. dropout: some weights are dropped.
+    or bias joins the scores. stored: a cache in FP8 holds k and v. dropout: some weights are dropped.
     least_scores, most_scores: bounds on seqlen_q · seqlen_kv, which has to be known. mask, grouped: as in ShapeClass. head_dims,
     seqlens: both of the spec's are known and within them, bounds included; None is no upper bound.
     since: the date of the evidence. why: the evidence.
@@ -73,6 +73,7 @@ class Row:
     one_query: bool | None = None
     most_queries: int | None = None
     tensor: bool | None = None
+    stored: bool | None = None
     dropout: bool | None = None
     least_scores: int | None = None
     most_scores: int | None = None
@@ -93,6 +94,7 @@ class Row:
             and self.one_query in (None, spec.seqlen_q == 1)
             and self._fits_queries(spec)
             and self.tensor in (None, sdpa_limits.additive(spec) is not None)
+            and self.stored in (None, spec.stored is not None)
             and self.dropout in (None, spec.score.dropout_p > 0)
             and self._fits_scores(spec)
             and self._fits_shape(shape_class.of(spec))
@@ -249,6 +251,16 @@ ROWS: tuple[Row, ...] = (
         order=("sdpa_cpu_flash",),
         since="2026-11-21",
         why="float32: from 1.0 times at S 24 to 3 times faster at S 2048; what SDPA picks",
+    ),
+    Row(
+        sms=(89, 121),
+        dtypes=_HALF,
+        training=False,
+        most_queries=MOST_QUERIES,
+        stored=True,
+        order=("decode", *_FLASH_FIRST),
+        since="2026-11-21",
+        why="ours alone reads FP8; for the others the whole cache is made the model's dtype first, which moves 5 bytes for each of its own",
     ),
     Row(
         sms=(90, 90),

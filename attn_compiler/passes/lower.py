@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from attn_compiler.lowerings import autotune, by_name
-from attn_compiler.lowerings.base import Operands
+from attn_compiler.lowerings.base import Operands, StoredNodes
 from attn_compiler.lowerings.triton_plan import Tiles
 from attn_compiler.passes import buffers, gradients, mutation, program, reach, recover, strides
 from attn_compiler.passes.emit import GraphBuilder
@@ -83,6 +83,7 @@ def _operands(
         v=v,
         mask=tensors.mask,
         sinks=tensors.sinks,
+        stored=None if tensors.stored is None else StoredNodes(**vars(tensors.stored)),
         loads=reach.tensors(builder, site.loads, mask.proved, mask.out_of_reach),
         score_loads=reach.tensors(builder, site.score_loads, score.proved, score.out_of_reach),
         sizes=reach.sizes(mirror, site.match, (*mask.proved, *score.proved)),

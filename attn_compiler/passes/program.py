@@ -21,6 +21,16 @@ X = TypeVar("X")
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredTensors(Generic[X]):
+    """k and v in logical BHSD as a cache in FP8 holds them; k_scale, v_scale: (), float32."""
+
+    k: X
+    v: X
+    k_scale: X | None
+    v_scale: X | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tensors(Generic[X]):
     """q, k, v in logical BHSD and in the dtypes that the site computes in; mask broadcasts to (B, Hq, Sq, Skv)."""
 
@@ -29,6 +39,7 @@ class Tensors(Generic[X]):
     v: X
     mask: X | None
     sinks: X | None
+    stored: StoredTensors[X] | None = None
 
 
 def build(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype) -> Tensors[X]:
@@ -45,6 +56,7 @@ def build(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype)
         v=_cast(builder, v, torch.promote_types(dtype, _dtype_of(match.out))),
         mask=_mask(mirror, match, builder, dtype),
         sinks=_sinks(match, builder),
+        stored=_stored(match, builder),
     )
 
 
@@ -149,6 +161,19 @@ def _sinks(match: Match, builder: Builder[X]) -> X | None:
     if match.sinks is None:
         return None
     return _arranged(match, builder, match.sinks, (match.heads,))
+
+
+def _stored(match: Match, builder: Builder[X]) -> StoredTensors[X] | None:
+    if match.stored is None:
+        return None
+    k, v = match.stored
+    scales = (None if x.scale is None else _cast(builder, builder.leaf(x.scale), torch.float32) for x in (k, v))
+    return StoredTensors(
+        k=_arranged(match, builder, k.operand, (match.batch, match.heads_kv, match.key, match.head_dim_qk)),
+        v=_arranged(match, builder, v.operand, (match.batch, match.heads_kv, match.key, match.head_dim_v)),
+        k_scale=next(scales),
+        v_scale=next(scales),
+    )
 
 
 def sources(match: Match) -> list[fx.Node]:

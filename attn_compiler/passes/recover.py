@@ -12,7 +12,7 @@ import dataclasses
 import torch
 
 from attn_compiler import masks, scores, torch_compat
-from attn_compiler.passes import axes, emit, meaning, packing, program, reach, reading
+from attn_compiler.passes import axes, emit, meaning, packing, program, reach, reading, stored
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.emit import FakeBuilder
 from attn_compiler.passes.meaning import Meaning
@@ -22,7 +22,7 @@ from attn_compiler.passes.reading import Reader
 from attn_compiler.passes.site import Match, Miss, Site
 from attn_compiler.passes.unit import Unit
 from attn_compiler.report import Reason
-from attn_compiler.spec import AttentionSpec, Dim, TensorSpec
+from attn_compiler.spec import AttentionSpec, Dim, StoredSpec, TensorSpec
 
 
 def run(unit: Unit, mirror: Mirror) -> None:
@@ -64,6 +64,7 @@ def _describe(mirror: Mirror, site: Site, builder: FakeBuilder[torch.Tensor], re
     site.added, site.allowed = match.additive, match.allowed
     proved = _prove(mirror, match, reader, bias)
     site.condition, site.loads, site.score_loads = proved.condition, reader.tensors, proved.tensors
+    match.stored = None if needs_grad else stored.find(mirror, match)
     tensors = program.build(mirror, match, builder, compute_dtype(mirror, match))
     mask, score = _mask_spec(match, tensors, proved, bias), _score_spec(mirror, match, tensors, proved, bias)
     site.spec = AttentionSpec(
@@ -77,6 +78,7 @@ def _describe(mirror: Mirror, site: Site, builder: FakeBuilder[torch.Tensor], re
         needs_grad=needs_grad,
         returns_weights=match.returns_weights,
         decomposed=match.decomposed,
+        stored=_stored_spec(match, tensors),
     )
 
 
@@ -94,6 +96,18 @@ def _tensor_spec(value: torch.Tensor, root: torch.Tensor) -> TensorSpec:
         strides=_dims(value.stride()),
         dtype=_name(value.dtype),
         requires_grad=bool(root.requires_grad),
+    )
+
+
+def _stored_spec(match: Match, tensors: Tensors[torch.Tensor]) -> StoredSpec | None:
+    if match.stored is None or tensors.stored is None:
+        return None
+    k, v = match.stored
+    return StoredSpec(
+        k=_tensor_spec(tensors.stored.k, tensors.stored.k),
+        v=_tensor_spec(tensors.stored.v, tensors.stored.v),
+        k_scaled=k.scale is not None,
+        v_scaled=v.scale is not None,
     )
 
 

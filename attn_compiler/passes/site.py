@@ -79,12 +79,21 @@ class Factor:
     divide: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """K or V as a cache in FP8 holds it. operand: reads the FP8 tensor. scale: a mirror node of the 0-d tensor that it is multiplied by."""
+
+    operand: Operand
+    scale: fx.Node | None = None
+
+
 @dataclass(kw_only=True, eq=False)
 class Match:
     """What a pattern recognised. first, out: where the model's computation begins and ends (mirror nodes).
 
     out_dims: what the output's dimensions mean in the site's atoms. covered: the nodes from first to out; the scores live
-    nowhere else, so writing to them in place is the site's own business. decomposed: as in AttentionSpec.
+    nowhere else, so writing to them in place is the site's own business. decomposed: as in AttentionSpec. stored: k and v, if a cache in
+    FP8 holds both.
     """
 
     pattern: str
@@ -115,6 +124,7 @@ class Match:
     returns_weights: bool = False
     decomposed: bool = False
     softmax_dtype: str = "float32"
+    stored: tuple[Stored, Stored] | None = None
     notes: tuple[str, ...] = ()
 
 

@@ -39,7 +39,8 @@ def test_what_is_tried_leaves_the_machine_neither_empty_nor_overfull() -> None:
         problem = decode_cases.build(case, "meta")
         found = list(bench_decode.tried(problem, H200))
         assert len(set(found)) == len(found)
-        assert bool(found) == (case.tried != "nothing")
+        assert found or case.tried != "tiles"
+        assert not found or case.tried != "nothing"
         assert decode_schedule.schedule(problem.spec, H200) not in found
         tiles = case.batch * case.heads_kv * decode_plan.rows_of(problem.spec)[1]
         assert all(s.splits == 1 or 0.4 <= tiles * (s.splits or 0) / 132 <= 4.2 for s in found)

@@ -72,6 +72,7 @@ def _generated(model: Any, inputs: dict[str, torch.Tensor], **settings: Any) -> 
         ("mistral", "sdpa"),
         ("gpt_oss", "eager"),
         ("gpt2", "sdpa"),
+        ("deepseek_v3", "sdpa"),
         ("whisper", "sdpa"),
     ],
 )
@@ -146,6 +147,31 @@ def test_a_growing_cache_is_compiled_once_for_all_lengths() -> None:
     sites = [site for report in attn_compiler.reports() for site in report.sites]
     assert {site.decision.lowering for site in sites} == {"decode"}
     assert len(attn_compiler.reports()) == graphs
+
+
+def test_a_cache_in_fp8_is_read_as_it_is() -> None:
+    transformers: Any = import_package("transformers")
+    if not hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
+        pytest.skip("this version of transformers has no cache in FP8")
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99}
+    config = transformers.LlamaConfig(num_hidden_layers=2, intermediate_size=96, **sizes)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.randint(3, 99, (2, 12))
+
+    def loop(run: Any) -> torch.Tensor:
+        cache = transformers.QuantizedCache(backend="fp8", config=config)
+        model(input_ids=ids[:, :5], past_key_values=cache)
+        steps = [run(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(5, 12)]
+        return torch.cat(steps, 1)
+
+    attn_compiler.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="attn_compiler", dynamic=True, options=OPTIONS)
+        torch.testing.assert_close(loop(compiled), loop(model), rtol=1e-4, atol=1e-5)
+    sites = [site for report in attn_compiler.reports() for site in report.sites]
+    assert {site.decision.lowering for site in sites} == {"decode"}
+    assert all(site.spec.stored is not None and site.spec.stored.k_scaled for site in sites)
 
 
 def test_a_prompt_is_read_up_to_its_own_end() -> None:

@@ -16,7 +16,7 @@ from attn_compiler.lowerings import decode_launch, decode_plan, triton_plan
 from attn_compiler.lowerings.decode_plan import Call, Plan, Schedule
 from attn_compiler.masks import MaskSpec
 from attn_compiler.scores import ScoreSpec, Softcap
-from attn_compiler.spec import AttentionSpec, TensorSpec
+from attn_compiler.spec import AttentionSpec, StoredSpec, TensorSpec
 from tests import numerics
 from tests.lowerings import plan_math
 
@@ -32,7 +32,8 @@ class Case:
 
     keys: "holes" or "left" padding. pairs: the axes that a dense mask or (bias) a bias varies along. distances: heads they are for.
     layout: "cache" (B, Hkv, L, D), of which q has its own, "bshd", "wide" (a slice of a longer cache), "joined" (k and v in one
-    tensor), "odd" (beginning between two vectors), "one_batch" (the batch is expanded).
+    tensor), "odd" (beginning between two vectors), "one_batch" (the batch is expanded). stored: k's and v's own dtype, in FP8; k_scale,
+    v_scale: what they are multiplied by.
     """
 
     name: str
@@ -54,6 +55,9 @@ class Case:
     softcap: float | None = None
     scale: float | None = None
     splits: int | None = 3
+    stored: str | None = None
+    k_scale: float | None = None
+    v_scale: float | None = None
 
     @property
     def plan(self) -> Plan:
@@ -66,6 +70,8 @@ class Case:
             distances=self.distances is not None,
             slopes=self.slopes,
             sinks=self.sinks,
+            k_scale=self.k_scale is not None,
+            v_scale=self.v_scale is not None,
         )
 
     @property
@@ -141,7 +147,18 @@ LAYOUTS = tuple(
     Case(name=f"layout_{layout}", layout=layout, bounds=((0, 99), (0, 150)))
     for layout in ("bshd", "wide", "joined", "odd", "one_batch")
 )
-ALL = (*MASKS, *SCORES, *SHAPES, *LAYOUTS)
+_E4M3: Any = {"stored": "float8_e4m3fn", "bounds": ((0, 99), (0, 150))}
+STORED = (
+    Case(name="fp8", **_E4M3),
+    Case(name="fp8_scaled", k_scale=0.02, v_scale=3.0, **_E4M3),
+    Case(name="fp8_negative_scale", k_scale=-0.5, **_E4M3),
+    Case(name="fp8_softcap", k_scale=0.5, v_scale=0.25, softcap=2.0, seqlen_q=3, **_E4M3),
+    Case(name="fp8_one_split", v_scale=0.7, splits=1, sinks=True, **_E4M3),
+    Case(name="fp8_head_dims_80_48", head_dim=80, head_dim_v=48, k_scale=0.3, **_E4M3),
+    Case(name="fp8_odd", layout="odd", k_scale=0.3, **_E4M3),
+    Case(name="fp8_e5m2", stored="float8_e5m2", keys="holes", v_scale=0.5),
+)
+ALL = (*MASKS, *SCORES, *SHAPES, *LAYOUTS, *STORED)
 BY_NAME = {case.name: case for case in ALL}
 
 
@@ -178,10 +195,12 @@ def build(
         return torch.randn(shape, generator=generator)
 
     q, k, v = _in_memory(case, normal, dtype, device)
+    if case.stored is not None:
+        k, v = (_like(x, x, getattr(torch, case.stored)) for x in (k, v))
     named = _operands(case, normal, dtype, device, generator)
     unused = ~_of_any_query(case, named, device)
     if case.layout != "one_batch":
-        k, v = (_like(x, x.masked_fill(unused[:, None, :, None], torch.nan)) for x in (k, v))
+        k, v = (_like(x, x.float().masked_fill(unused[:, None, :, None], torch.nan), x.dtype) for x in (k, v))
     chosen = dataclasses.replace(schedule or SMALL, splits=case.splits)
     spec = _spec(case, q, k, v)
     text = Call(spec=spec, schedule=chosen).to_text()
@@ -226,9 +245,9 @@ def _in_memory(case: Case, normal: Any, dtype: torch.dtype, device: str) -> tupl
     return q, one(case.head_dim), one(width_v)
 
 
-def _like(x: Tensor, values: Tensor) -> Tensor:
-    """The values where x lies: an offset of the memory stays."""
-    room = torch.empty(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype, device=x.device)
+def _like(x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values where x lies, in a dtype: an offset of the memory stays."""
+    room = torch.empty(x.untyped_storage().nbytes() // x.element_size(), dtype=dtype, device=x.device)
     return room.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(values)
 
 
@@ -263,6 +282,9 @@ def _operands(
         found["slopes"] = (normal(case.heads_q).abs() * 0.1).to(device)
     if case.sinks:
         found["sinks"] = normal(case.heads_q).to(device, dtype)
+    for name, value in (("k_scale", case.k_scale), ("v_scale", case.v_scale)):
+        if value is not None:
+            found[name] = torch.tensor(value, device=device)
     return found
 
 
@@ -280,6 +302,9 @@ def _spec(case: Case, q: Tensor, k: Tensor, v: Tensor) -> AttentionSpec:
         score=ScoreSpec(scale=case.scale_used, changes=changes),
         device=q.device.type,
         out_dtype=str(q.dtype).removeprefix("torch."),
+        stored=None
+        if case.stored is None
+        else StoredSpec(k=described(k), v=described(v), k_scaled=case.plan.k_scale, v_scaled=case.plan.v_scale),
     )
 
 
@@ -324,9 +349,11 @@ def expected(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if plan.rows:
         named["rows"] = named["bounds"]
     sizes = (case.seqlen_q, case.seqlen_kv)
+    scales = (named.pop(name, torch.ones(())).to(problem.q) for name in ("k_scale", "v_scale"))
     # Where no query may read, there is NaN.
     k, v = (
-        x.to(dtype).nan_to_num(0.0).repeat_interleave(case.heads_q // case.heads_kv, 1) for x in (problem.k, problem.v)
+        (x.to(dtype) * scale).nan_to_num(0.0).repeat_interleave(case.heads_q // case.heads_kv, 1)
+        for x, scale in zip((problem.k, problem.v), scales, strict=True)
     )
     logits = problem.q.to(dtype) @ k.transpose(-1, -2) * case.scale_used
     if case.softcap is not None:

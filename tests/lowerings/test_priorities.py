@@ -7,7 +7,7 @@ import pytest
 
 from attn_compiler.lowerings import LOWERINGS, by_name, order, priorities
 from attn_compiler.masks import Dense, MaskSpec
-from attn_compiler.spec import Dim
+from attn_compiler.spec import Dim, StoredSpec, TensorSpec
 from attn_compiler.target import Target
 from tests import cases
 from tests.cases import BY_NAME
@@ -97,6 +97,10 @@ def test_no_machine_but_the_measured_one_takes_its_rows() -> None:
         assert row.mask is None
 
 
+_CACHE = TensorSpec(shape=(2, 8, 4096, 64), strides=(2097152, 262144, 64, 1), dtype="float8_e4m3fn")
+IN_FP8 = StoredSpec(k=_CACHE, v=_CACHE)
+
+
 @pytest.mark.parametrize(
     ("machine", "spec", "place"),
     [
@@ -115,13 +119,19 @@ def test_no_machine_but_the_measured_one_takes_its_rows() -> None:
         ({"sm": 80}, {}, 3),
         ({"sm": 100}, {}, None),
         ({"sm": 75}, {"mask": dense(2, 1, 1, 4096)}, None),
+        ({"sm": 90}, {"stored": IN_FP8}, 0),
+        ({"sm": 120}, {"stored": IN_FP8}, 0),
+        ({"sm": 80}, {"stored": IN_FP8}, 3),
     ],
     ids=str,
 )
 def test_decode_comes_where_few_queries_read_a_cache(
     machine: dict[str, int], spec: dict[str, Any], place: int | None
 ) -> None:
-    made = make_spec(**{"seqlen_q": 1, "seqlen_kv": 4096, "needs_grad": False, **spec})
+    made = make_spec(
+        **{"seqlen_q": 1, "seqlen_kv": 4096, "needs_grad": False, **{k: v for k, v in spec.items() if k != "stored"}}
+    )
+    made = dataclasses.replace(made, stored=spec.get("stored"))
     found = order(made, Target.fake(**machine))  # type: ignore[arg-type]
     assert (found.index("decode") if "decode" in found else None) == place
 

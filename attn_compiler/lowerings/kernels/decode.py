@@ -28,7 +28,7 @@ ANY_VALUE = (
     "bounds_side", "bounds_b", "keys_b", "pairs_b", "pairs_h", "pairs_q", "pairs_k", "distances_h",
     "lse_at", "seqlen_kv", "scale", "softcap",
 )  # fmt: skip
-ANY_ADDRESS = ("Lse", "Count", "Bounds", "Keys", "Pairs", "Distances", "Slopes", "Sinks")
+ANY_ADDRESS = ("Lse", "Count", "Bounds", "Keys", "Pairs", "Distances", "Slopes", "Sinks", "KScale", "VScale")
 
 
 @triton.jit
@@ -132,10 +132,10 @@ def _step(
             bias = pairs
     if Distances is not None:
         distances = tl.load(Distances + (SEQLEN_Q - 1 - queries) + keys, mask=keys < end, other=0)
-    k_0 = _load(K, rows, stride_ks, end, None, 0, QK_0, HEAD_DIM_QK, ALIGN, SLICES)
+    k_0 = _load(K, rows, stride_ks, end, None, 0, QK_0, HEAD_DIM_QK, ALIGN, SLICES).to(q_0.dtype)
     qk = tl.dot(q_0, _transposed(k_0, SLICES), input_precision=PRECISION)
     if QK_1 > 0:
-        k_1 = _load(K, rows, stride_ks, end, None, QK_0, QK_1, HEAD_DIM_QK, ALIGN, SLICES)
+        k_1 = _load(K, rows, stride_ks, end, None, QK_0, QK_1, HEAD_DIM_QK, ALIGN, SLICES).to(q_0.dtype)
         qk = tl.dot(q_1, _transposed(k_1, SLICES), qk, input_precision=PRECISION)
     logits, _ = change(qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, PLAIN)
     logits = tl.where(allowed, logits, float("-inf"))
@@ -150,11 +150,11 @@ def _step(
         decay = tl.exp2(peak - shift)
     total = total * decay + tl.sum(weights, 1 if SLICES == 1 else 2)
     decay = tl.expand_dims(decay, -1)
-    v_0 = _load(V, rows, stride_vs, end, values_allowed, 0, V_0, HEAD_DIM_V, ALIGN, SLICES)
+    v_0 = _load(V, rows, stride_vs, end, values_allowed, 0, V_0, HEAD_DIM_V, ALIGN, SLICES).to(q_0.dtype)
     weights = weights.to(v_0.dtype)
     out_0 = tl.dot(weights, v_0, out_0 * decay, input_precision=PRECISION)
     if V_1 > 0:
-        v_1 = _load(V, rows, stride_vs, end, values_allowed, V_0, V_1, HEAD_DIM_V, ALIGN, SLICES)
+        v_1 = _load(V, rows, stride_vs, end, values_allowed, V_0, V_1, HEAD_DIM_V, ALIGN, SLICES).to(q_0.dtype)
         out_1 = tl.dot(weights, v_1, out_1 * decay, input_precision=PRECISION)
     return total, new_peak, out_0, out_1
 
@@ -206,30 +206,46 @@ def _joined(total, peak, out_0, out_1, SLICES: tl.constexpr, V_1: tl.constexpr):
 
 
 @triton.jit
+def _found(
+    Partial, record, start, splits,
+    PARTS: tl.constexpr, KEPT: tl.constexpr, KEPT_ALL: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    FIRST: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """(KEPT_ALL, PART, PARTS) of the partial results of PARTS splits, from `start` on. The splits come last: so threads share out the
+    other two axes, and each adds up what it holds.
+
+    Written by other programs: not to be taken from the cache of this multiprocessor.
+    """
+    rows, dims = tl.arange(0, KEPT_ALL)[:, None, None], FIRST + tl.arange(0, PART)[None, :, None]
+    parts = start + tl.arange(0, PARTS)[None, None, :]
+    at = Partial + ((record + parts) * KEPT + rows) * HEAD_DIM_V + dims
+    here = (parts < splits) & (rows < KEPT) & (dims < HEAD_DIM_V)
+    return tl.load(at, mask=here, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
 def _weighted(
-    total, peak, out_0, out_1, Partial, lse_at, record, start, splits, rows,
+    total, peak, out_0, out_1, Partial, lse_at, record, start, splits,
     PARTS: tl.constexpr, KEPT: tl.constexpr, KEPT_ALL: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
 ):  # fmt: skip
     """PARTS partial results more, from `start` on, in the sum. total, peak: (KEPT_ALL,) so far; out_0, out_1: their sums."""
-    parts = start + tl.arange(0, PARTS)
-    here = (parts < splits)[:, None] & (rows < KEPT)[None, :]
-    row = (record + parts).to(tl.int64)[:, None] * KEPT + rows[None, :]
-    # Written by other programs: not to be taken from the cache of this multiprocessor.
-    lse = tl.load(Partial + lse_at + row, mask=here, other=float("-inf"), cache_modifier=".cg")
-    new_peak = tl.maximum(peak, tl.max(lse, 0))
-    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = tl.exp2(lse - shift[None, :])
-    decay = tl.exp2(peak - shift)
-    total = total * decay + tl.sum(weights, 0)
-    at = Partial + row[:, :, None] * HEAD_DIM_V
-    dims = tl.arange(0, V_0)[None, None, :]
-    found = tl.load(at + dims, mask=here[:, :, None] & (dims < HEAD_DIM_V), other=0.0, cache_modifier=".cg")
-    out_0 = out_0 * decay[:, None] + tl.sum(found * weights[:, :, None], 0)
+    # All loads are on their way before the first is waited for.
+    found_0 = _found(Partial, record, start, splits, PARTS, KEPT, KEPT_ALL, HEAD_DIM_V, 0, V_0)
+    found_1 = found_0
     if V_1 > 0:
-        dims = V_0 + tl.arange(0, V_1)[None, None, :]
-        found = tl.load(at + dims, mask=here[:, :, None] & (dims < HEAD_DIM_V), other=0.0, cache_modifier=".cg")
-        out_1 = out_1 * decay[:, None] + tl.sum(found * weights[:, :, None], 0)
+        found_1 = _found(Partial, record, start, splits, PARTS, KEPT, KEPT_ALL, HEAD_DIM_V, V_0, V_1)
+    rows, parts = tl.arange(0, KEPT_ALL)[:, None], start + tl.arange(0, PARTS)[None, :]
+    at = Partial + lse_at + (record + parts) * KEPT + rows
+    lse = tl.load(at, mask=(parts < splits) & (rows < KEPT), other=float("-inf"), cache_modifier=".cg")
+    new_peak = tl.maximum(peak, tl.max(lse, 1))
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(lse - shift[:, None])
+    decay = tl.exp2(peak - shift)
+    total = total * decay + tl.sum(weights, 1)
+    out_0 = out_0 * decay[:, None] + tl.sum(found_0 * weights[:, None, :], 2)
+    if V_1 > 0:
+        out_1 = out_1 * decay[:, None] + tl.sum(found_1 * weights[:, None, :], 2)
     return total, new_peak, out_0, out_1
 
 
@@ -291,7 +307,7 @@ def _combine(
     out_1 = tl.zeros([KEPT_ALL, V_1 if V_1 > 0 else 16], tl.float32)
     for chunk in tl.range(0, tl.cdiv(splits, PARTS)):
         total, peak, out_0, out_1 = _weighted(
-            total, peak, out_0, out_1, Partial, lse_at, record, chunk * PARTS, splits, rows,
+            total, peak, out_0, out_1, Partial, lse_at, record, chunk * PARTS, splits,
             PARTS, KEPT, KEPT_ALL, HEAD_DIM_V, V_0, V_1,
         )  # fmt: skip
     divisor = tl.where(total == 0.0, 1.0, total)
@@ -303,7 +319,7 @@ def _combine(
 
 @triton.jit(do_not_specialize=ANY_VALUE, do_not_specialize_on_alignment=ANY_ADDRESS)
 def attention_decode(
-    Q, K, V, Out, Lse, Partial, Count, Bounds, Keys, Pairs, Distances, Slopes, Sinks,
+    Q, K, V, Out, Lse, Partial, Count, Bounds, Keys, Pairs, Distances, Slopes, Sinks, KScale, VScale,
     stride_qb: tl.int64, stride_qh: tl.int64, stride_qs: tl.int64,
     stride_kb: tl.int64, stride_kh: tl.int64, stride_ks: tl.int64,
     stride_vb: tl.int64, stride_vh: tl.int64, stride_vs: tl.int64,
@@ -316,12 +332,13 @@ def attention_decode(
     HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     PAIRS_MASK: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr, PLAIN: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr, ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr, NARROWER: tl.constexpr, EARLY: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits, Hkv · blocks of rows, B). See decode_launch.py for the arguments and decode_plan.py for the operands.
 
     Row r of a kv head's GROUP · SEQLEN_Q is query r % SEQLEN_Q of head r // SEQLEN_Q of the group. KEPT: those of a block that have
     partial results; KEPT_ALL: the next power of two. PARTS: partial results that are added up at a time.
+    KScale, VScale: what keys and values in FP8 are multiplied by, or None. NARROWER: how many of them fit into one element of Q.
     SLICES: as many as warps, or 1. EARLY: whether it is launched as a dependent of the kernel before (programmatic dependent launch).
     Partial: float32, (B, Hkv · blocks, splits, KEPT, Dv) results and, from lse_at on, (…, KEPT) logarithms; Count: int32 (B, Hkv · blocks),
     zero, and zero again in the end. Both None for one split.
@@ -355,8 +372,12 @@ def attention_decode(
     begin = first + split * share
     end = tl.minimum(begin + share, end)
 
-    K = at_head(K, batch, kv_head, stride_kb, stride_kh, ALIGN)
-    V = at_head(V, batch, kv_head, stride_vb, stride_vh, ALIGN)
+    # Of keys and values a vector has NARROWER times as many elements.
+    align: tl.constexpr = ALIGN * NARROWER if ALIGN > 1 else 1
+    K = at_head(K, batch, kv_head, stride_kb, stride_kh, align)
+    V = at_head(V, batch, kv_head, stride_vb, stride_vh, align)
+    if KScale is not None:
+        scale *= tl.load(KScale)
     slope = None
     if Keys is not None:
         Keys += batch.to(tl.int64) * keys_b
@@ -385,7 +406,7 @@ def attention_decode(
             total, peak, out_0, out_1, q_0, q_1, begin + tile * BLOCK_N, end, of_row, lower, upper, slope,
             K, V, Keys, Pairs, Distances, stride_ks, stride_vs, pairs_q, pairs_k, scale, softcap,
             BLOCK_N, SLICES, SEQLEN_Q, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
-            PAIRS_MASK, SOFTCAP, FAST_TANH, PLAIN, PRECISION, ALIGN,
+            PAIRS_MASK, SOFTCAP, FAST_TANH, PLAIN, PRECISION, align,
         )  # fmt: skip
 
     if PLAIN:
@@ -401,6 +422,8 @@ def attention_decode(
     divisor = tl.where(total == 0.0, 1.0, total)
     lse = peak + tl.log2(divisor)
     share_of_1 = (1.0 / divisor)[:, None]
+    if VScale is not None:
+        share_of_1 *= tl.load(VScale)
     out_0, out_1 = out_0 * share_of_1, out_1 * share_of_1
     splits = tl.maximum(tl.cdiv(span, share), 1)
     if splits == 1:

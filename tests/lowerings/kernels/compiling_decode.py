@@ -30,9 +30,11 @@ _FURTHER = (
     Case(name="head_dim_256", head_dim=256, softcap=30.0, **_SIZES),
     Case(name="head_dims_192_128", head_dim=192, head_dim_v=128, **_SIZES),
     Case(name="keys_sinks", head_dim=64, keys="left", bounds=((0, 300),), sinks=True, **_SIZES),
+    Case(name="fp8", head_dim=128, bounds=((0, 300),), stored="float8_e4m3fn", k_scale=0.5, v_scale=0.5, **_SIZES),
     Case(name="queries", head_dim=128, seqlen_q=16, bounds=((0, 300),), mask="bqk", **_SIZES),
 )
 CASES = {case.name: case for case in (*_SHAPES, *_FURTHER)}
+_POINTERS = {torch.bool: "*i1", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5"}
 MACHINES = (80, 90, 100, 120)
 
 #: (case, sm)
@@ -90,7 +92,7 @@ def source_of(function: Any, values: Mapping[str, Any]) -> ASTSource:
         if parameter.is_constexpr or value is None:
             signature[parameter.name], constants[(i,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = {**POINTERS, torch.bool: "*i1"}[value.dtype]
+            signature[parameter.name] = {**POINTERS, **_POINTERS}[value.dtype]
             if not parameter.do_not_specialize_on_alignment:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         else:
