@@ -20,8 +20,8 @@ from attn_compiler.masks import Causal
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 
-#: of q, k, v and out in FP8
-FP8_DTYPE = "float8_e4m3fn"
+#: in FP8, of q, k, v and out; and of their gradients
+FP8_DTYPE, FP8_GRADIENT_DTYPE = "float8_e4m3fn", "float8_e5m2"
 _READ_SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s")
 #: operands by `Call.fp8`
 SCALES: dict[str, tuple[str, ...]] = {
@@ -43,7 +43,7 @@ class Call:
     that is read at run time. counted: the lengths are those of all keys, and given only so that cuDNN looks at them. bias, sinks:
     tensors that join the scores, the latter one logit a head. dropout_p: the share of weights that is dropped. needs_grad: lse is
     written. deterministic: the backward adds up in a fixed order. fp8: "forward" or "backward", which this call is the one of: q, k, v
-    and out are in FP8 then, with scales among the operands, and no row is without keys. gradients: the dtype of gradients in FP8.
+    and out are in FP8 then, with scales among the operands, and no row is without keys.
     """
 
     scale: float
@@ -60,7 +60,6 @@ class Call:
     needs_grad: bool = False
     deterministic: bool = False
     fp8: str = ""
-    gradients: str = ""
 
     @property
     def operands(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import torch
 from attn_compiler.lowerings import cudnn_frontend, cudnn_graphs
 from attn_compiler.lowerings.cudnn_call import Call
 from attn_compiler.lowerings.cudnn_graphs import Laid, Plan
-from attn_compiler.lowerings.cudnn_ops import gradient_like, like_output
+from attn_compiler.lowerings.cudnn_ops import gradient_in_fp8, gradient_like, like_output
 from attn_compiler.lowerings.on_device import Empty, Known
 from attn_compiler.lowerings.ops import empty_outputs
 from attn_compiler.target import cudnn_version
@@ -127,7 +127,8 @@ def _backward_ready(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands:
     """As `_forward_ready`."""
     call = Call.from_text(text)
     named = dict(zip(call.operands, operands, strict=True))
-    grads = {f"grad_{name}": gradient_like(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
+    unfilled = gradient_in_fp8 if call.fp8 else gradient_like
+    grads = {f"grad_{name}": unfilled(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
     laid = {name: _laid(grad) for name, grad in grads.items()}
     plan = cudnn_frontend.PLANS.get(cudnn_graphs.backward_key(call, gradients=laid, **_shared(call, q, k, v, operands)))
     made = grads | {f"grad_{name}": torch.empty_like(named[name]) for name in call.by_kernel}

@@ -3,8 +3,9 @@
 q, k and v are rounded by nodes of the graph (fp8_quantise.py); v lies as it did. On sm90 cuDNN writes the output in FP8 too, so nodes
 of the graph cast it. Its scale has to be known before: an output is a mean of rows of v, so none is larger than the largest of those.
 
-The backward is that of `cudnn`, from q, k and v as they were rounded, and the output and lse that the forward gave. As the
-output passes through nodes, its gradient is attached by `cudnn_given` (ops.register_given).
+The backward is that of `cudnn`, from q, k and v as they were rounded, and the output and lse that the forward gave; or, if the recipe
+says so, in FP8 too (cudnn_fp8_gradients.py), for heads of 128. As the output passes through nodes, its gradient is attached by
+`cudnn_given` or `cudnn_fp8_given` (given_ops.py).
 """
 
 from __future__ import annotations
@@ -15,23 +16,36 @@ import operator
 import torch
 from torch import fx
 
-from attn_compiler.lowerings import cudnn, cudnn_operands, cudnn_plans, fp8_limits, fp8_quantise, known_bad, sdpa_limits
+from attn_compiler.lowerings import (
+    cudnn,
+    cudnn_fp8_gradients,
+    cudnn_operands,
+    cudnn_plans,
+    fp8_limits,
+    fp8_quantise,
+    known_bad,
+    sdpa_limits,
+)
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.cudnn import CudnnAttention
 from attn_compiler.lowerings.cudnn_call import Call
+from attn_compiler.lowerings.fp8_quantise import Rounded
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec, Dim, TensorSpec
 from attn_compiler.target import Target
 
 _SM = 90
 #: what weights are rounded at, of 448: the softmax's are at most 1
-_WEIGHT_SCALE = 256.0
+_WEIGHT_SCALE = 448.0
 #: of the largest number of the format: rounded weights may add up to a little more than 1
 _OUT_MARGIN = 0.5
+_BACKWARD_HEAD_DIM = 128
+#: Beyond, the bounds that dK's scale comes from are so far above it that numbers get lost (cudnn_fp8_gradients.py).
+_MOST_QUERIES_OF_A_KEY = 32 * 1024
 
 
 class CudnnFp8:
-    """`attn_compiler::cudnn_fp8`, and in training `attn_compiler::cudnn_given` (cudnn_ops.py)."""
+    """`attn_compiler::cudnn_fp8`, and what attaches a gradient (cudnn_ops.py, cudnn_fp8_gradients.py)."""
 
     name = "cudnn_fp8"
 
@@ -42,11 +56,16 @@ class CudnnFp8:
         return other or CudnnAttention().unavailable(target)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        recipe = fp8_limits.check_recipe(spec)
+        recipe = fp8_limits.check_recipe(spec, has_backward=True)
         machine = self.unavailable(target) or sdpa_limits.check_device(spec, "cuda")
         if machine or spec.fp8 is None:
             return [*recipe, *machine]
-        inputs = [*fp8_limits.check_inputs(spec), *fp8_limits.check_shapes(spec), *_check_scaling(spec)]
+        inputs = [
+            *fp8_limits.check_inputs(spec),
+            *fp8_limits.check_shapes(spec),
+            *_check_scaling(spec),
+            *_check_backward(spec),
+        ]
         reasons = [*recipe, *inputs, *cudnn.rules(spec, target)]
         if reasons:
             return reasons
@@ -81,6 +100,30 @@ def _check_scaling(spec: AttentionSpec) -> list[Reason]:
     return reasons
 
 
+def _check_backward(spec: AttentionSpec) -> list[Reason]:
+    """What its backward in FP8 can't do."""
+    recipe, reasons = fp8_quantise.recipe_of(spec), []
+    if not (recipe.backward and spec.needs_grad):
+        return []
+    remedy = "give Fp8Recipe(backward=False)"
+    head_dims = (spec.head_dim_qk, spec.head_dim_v)
+    if head_dims != (_BACKWARD_HEAD_DIM, _BACKWARD_HEAD_DIM):
+        rule = f"with a backward in FP8, head dims are {_BACKWARD_HEAD_DIM}"
+        reasons.append(Reason(rule=rule, observed=f"{head_dims[0]} and {head_dims[1]}", remedy=remedy))
+    if recipe.gradient_format != "e5m2":
+        rule = "with a backward in FP8, gradients are in e5m2"
+        remedy_format = "give Fp8Recipe(gradient_format='e5m2')"
+        reasons.append(Reason(rule=rule, observed=recipe.gradient_format, remedy=remedy_format))
+    sizes = (spec.seqlen_q, spec.num_heads_q, spec.num_heads_kv)
+    seqlen_q, heads, heads_kv = (size if isinstance(size, int) else 1 for size in sizes)
+    if seqlen_q * (heads // heads_kv) > _MOST_QUERIES_OF_A_KEY:
+        rule = (
+            f"with a backward in FP8, at most {_MOST_QUERIES_OF_A_KEY} queries for each key, those of a group together"
+        )
+        reasons.append(Reason(rule=rule, observed=f"{seqlen_q} x {heads // heads_kv}", remedy=remedy))
+    return reasons
+
+
 def _check_call(call: Call, spec: AttentionSpec, target: Target) -> list[Reason]:
     """What cuDNN's forward in FP8 can't say, or would not come back from."""
     has = {
@@ -102,9 +145,15 @@ def _check_call(call: Call, spec: AttentionSpec, target: Target) -> list[Reason]
     return reasons
 
 
+def _backward(call: Call, spec: AttentionSpec) -> Call:
+    """The backward's, if there is one: in FP8 if the recipe says so."""
+    in_fp8 = fp8_quantise.recipe_of(spec).backward and call.needs_grad
+    return dataclasses.replace(call, fp8="backward") if in_fp8 else call
+
+
 def _check_plans(call: Call, rounded: AttentionSpec, demand: LayoutDemand, target: Target) -> list[Reason]:
     forward = cudnn_plans.refusals(_forward(call), rounded, demand, target, kinds=("forward",))
-    return forward or cudnn_plans.refusals(call, rounded, demand, target, kinds=("backward",))
+    return forward or cudnn_plans.refusals(_backward(call, rounded), rounded, demand, target, kinds=("backward",))
 
 
 def _as_rounded(spec: AttentionSpec) -> AttentionSpec:
@@ -143,15 +192,29 @@ class _Emission:
         outputs = emitter.call(leaf, *inputs, [given[name] for name in forward.operands], forward.to_text())
         out = self._cast(emitter.call(operator.getitem, outputs, 0), given["descale_v"])
         if call.may_be_empty:
-            out = self._without_empty_rows(out, lengths[call.operands.index("lengths")])
+            given["used"] = self._used(lengths[call.operands.index("lengths")])
+            out = emitter.call(torch.where, given["used"], out, 0.0)
         if not call.needs_grad:
             return out
         lse = emitter.call(operator.getitem, outputs, 1)
+        if _backward(call, spec).fp8:
+            given |= {"lse": lse, "out": emitter.call(operator.getitem, outputs, 0), "q": read["q8"]}
+            return self._attached_in_fp8(rounded, out, given | {"k": read["k8"], "v": read["v8"]})
         if "shift" in read:
             lse = emitter.call(torch.add, lse, emitter.call(torch.mul, read["shift"], call.scale))
         attach = torch.ops.attn_compiler.cudnn_given.default
         attached = emitter.call(attach, rounded.q, rounded.k, rounded.v, [out, lse, *lengths], call.to_text())
         return emitter.call(operator.getitem, attached, 0)
+
+    def _attached_in_fp8(self, rounded: Rounded, out: fx.Node, given: dict[str, fx.Node]) -> fx.Node:
+        """The output with a gradient that is computed in FP8."""
+        backward = _backward(self.call, self.spec)
+        given["descale_out"] = self.emitter.call(torch.reciprocal, given["scale_out"])
+        names = cudnn_fp8_gradients.names(backward, may_be_empty=self.call.may_be_empty)
+        attach = torch.ops.attn_compiler.cudnn_fp8_given.default
+        operands = [out, given["lse"], *(given[name] for name in names)]
+        attached = self.emitter.call(attach, rounded.q, rounded.k, rounded.v, operands, backward.to_text())
+        return self.emitter.call(operator.getitem, attached, 0)
 
     def _scales(self, descale_v: fx.Node) -> dict[str, fx.Node]:
         """Of what is not read: the weights, and the output."""
@@ -179,19 +242,19 @@ class _Emission:
         """cuDNN's forward in FP8 does not come back from a row without keys (known_bad, "fp8_hang")."""
         return self.emitter.once(("cudnn fp8 lengths", lengths), lambda: self.emitter.call(torch.clamp, lengths, min=1))
 
-    def _without_empty_rows(self, out: fx.Node, lengths: fx.Node) -> fx.Node:
-        """The output with 0 where a batch row has no keys."""
-        used = self.emitter.call(torch.gt, lengths, 0)
-        used = self.emitter.call(torch.reshape, used, (-1, 1, 1, 1))
-        return self.emitter.call(torch.where, used, out, 0.0)
+    def _used(self, lengths: fx.Node) -> fx.Node:
+        """bool (B, 1, 1, 1): whether a batch row has keys."""
+        return self.emitter.call(torch.reshape, self.emitter.call(torch.gt, lengths, 0), (-1, 1, 1, 1))
 
     def _note(self, read: dict[str, fx.Node], restored: dict[str, fx.Node]) -> None:
         emitter, spec, target = self.emitter, self.spec, self.emitter.target
         recipe = fp8_quantise.recipe_of(spec)
-        emitter.note(f"FP8 forward: {recipe.words}; backward in {spec.dtype}")
-        emitter.note(f"cuDNN writes the output in FP8 on sm{_SM}; nodes of the graph cast it to {spec.dtype}")
+        backward = _backward(self.call, spec)
+        emitter.note(f"FP8 forward: {recipe.words}; backward in {'FP8, e5m2' if backward.fp8 else spec.dtype}")
+        written = "the output and the gradients" if backward.fp8 else "the output"
+        emitter.note(f"cuDNN writes {written} in FP8 on sm{_SM}; nodes of the graph cast to {spec.dtype}")
         first, then = ({name: emitter.value(x) for name, x in tensors.items()} for tensors in (read, restored))
         plans = cudnn_plans.built(_forward(self.call), first, target, kinds=("forward",))
-        plans += cudnn_plans.built(self.call, then, target, kinds=("backward",))
+        plans += cudnn_plans.built(backward, first if backward.fp8 else then, target, kinds=("backward",))
         if plans:
             emitter.note(cudnn_plans.words(plans))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn_compiler.errors import CudnnRefused
-from attn_compiler.lowerings.cudnn_call import SCALES, Call
+from attn_compiler.lowerings.cudnn_call import FP8_GRADIENT_DTYPE, SCALES, Call
 from attn_compiler.lowerings.ops import output_strides
 
 Shape = tuple[int, ...]
@@ -250,7 +250,7 @@ class _Graph:
         return self.laid[name]
 
     def dtype(self, name: str) -> Any:
-        usual = self.call.gradients if self.call.gradients and name.startswith("grad_") else self.key.dtype
+        usual = FP8_GRADIENT_DTYPE if self.call.fp8 and name.startswith("grad_") else self.key.dtype
         return getattr(self.fe.data_type, _OTHER_DTYPES.get(name, _DTYPES[usual]))
 
     def attention(self) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from attn_compiler.lowerings.cudnn_call import Call
-from attn_compiler.lowerings.ops import late, register_family, register_forward, register_given
+from attn_compiler.lowerings.given_ops import register_given
+from attn_compiler.lowerings.ops import late, register_backward, register_family, register_forward
 
 Tensors = Sequence[torch.Tensor]
 
@@ -49,6 +50,11 @@ def gradient_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor)
 
 
+def gradient_in_fp8(tensor: torch.Tensor) -> torch.Tensor:
+    """The same in the format of gradients."""
+    return torch.empty_like(tensor, dtype=torch.float8_e5m2)
+
+
 def like_output(grad_out: torch.Tensor) -> torch.Tensor:
     """The gradient of the output, BSHD in memory. Traced: no node at all where it already is."""
     return grad_out.transpose(1, 2).contiguous().transpose(1, 2)
@@ -66,5 +72,12 @@ register_family(
 )
 
 register_given("cudnn", differentiable=differentiable, prepare_grad_out=like_output)
-# q, k, v and out in FP8: its text is a Call with fp8="forward", and no gradient comes by it.
+# q, k, v and out in FP8: their texts are Calls with fp8="forward" and "backward", and no gradient comes by the former.
 register_forward("cudnn_fp8", forward=late("cudnn_execution", "forward"), dispatch_key="CUDA")
+register_backward(
+    "cudnn_fp8",
+    backward=late("cudnn_execution", "gradients"),
+    differentiable=differentiable,
+    gradient=gradient_in_fp8,
+    dispatch_key="CUDA",
+)

@@ -3,8 +3,7 @@
     attn_compiler::<family>(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)
     attn_compiler::<family>_backward(grad_out, grad_lse, q, k, v, operands, out, lse, spec) -> (dq, dk, dv, Tensor[])
     attn_compiler::<family>_forward: the leaf op without its formula of autograd
-    attn_compiler::<family>_given: hands on out and lse, the first two of its operands, which other nodes computed; with the
-        family's backward. Compiled code is without it
+    attn_compiler::<family>_given: a formula of autograd for what other nodes computed (given_ops.py)
 
 q, k, v, out: logical BHSD. out: q's dtype, BSHD in memory, which is what models transpose to next. lse: (B, Hq, Sq),
 contiguous, float32 (float64 for float64), natural logarithm.
@@ -41,7 +40,7 @@ BACKWARD_SCHEMA = (
 )
 
 _WITHOUT_AUTOGRAD = "_forward"
-_GIVEN = "_given"
+GIVEN = "_given"
 
 Tensors = Sequence[torch.Tensor]
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -52,7 +51,7 @@ InGraph = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Tensors, str], lis
 
 # Holds the registrations, which end when it is collected. A reload has to keep it: torch 2.11 crashes in an op that was
 # called, deregistered and defined again.
-_LIBRARY: Any = globals().get("_LIBRARY") or torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY: Any = globals().get("LIBRARY") or torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,10 @@ def late(module: str, function: str) -> Late:
 _BODIES: dict[str, Late] = globals().get("_BODIES") or {}
 
 
-def _define(op: str, schema: str, body: Callable[..., Any], dispatch_key: str) -> None:
-    _LIBRARY.define(op + schema, tags=(torch.Tag.needs_exact_strides,))
-    _LIBRARY.impl(op, body, dispatch_key)
+def define(op: str, schema: str, body: Callable[..., Any], dispatch_key: str) -> None:
+    """Define an op of the namespace, for one device or all of them."""
+    LIBRARY.define(op + schema, tags=(torch.Tag.needs_exact_strides,))
+    LIBRARY.impl(op, body, dispatch_key)
     if isinstance(body, Late):
         _BODIES[op] = body
 
@@ -92,7 +92,7 @@ def empty_gradient(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
@@ -106,8 +106,8 @@ def register_forward(name: str, *, forward: Forward, dispatch_key: str) -> None:
     """Define the leaf op `name` without a backward, for what is never differentiated. As `register_family` otherwise."""
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
-    _define(name, LEAF_SCHEMA, forward, dispatch_key)
-    torch.library.register_fake(f"{NAMESPACE}::{name}", _fake_forward, lib=_LIBRARY)
+    define(name, LEAF_SCHEMA, forward, dispatch_key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake_forward, lib=LIBRARY)
 
 
 def register_helper(name: str, schema: str, *, function: Callable[..., torch.Tensor]) -> None:
@@ -118,9 +118,9 @@ def register_helper(name: str, schema: str, *, function: Callable[..., torch.Ten
     """
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
-    _LIBRARY.define(name + schema, tags=(torch.Tag.flexible_layout,))
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", function, lib=_LIBRARY)
+    LIBRARY.define(name + schema, tags=(torch.Tag.flexible_layout,))
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", function, lib=LIBRARY)
 
 
 def register_family(
@@ -131,7 +131,7 @@ def register_family(
     differentiable: Differentiable,
     dispatch_key: str,
     gradient: OfTensor = empty_gradient,
-    prepare_grad_out: OfTensor = _as_it_is,
+    prepare_grad_out: OfTensor = as_it_is,
     in_graph: InGraph = _nothing,
 ) -> None:
     """Define the leaf op `name` and its backward. Does nothing if they are there: a reloaded module keeps the first ones.
@@ -144,7 +144,7 @@ def register_family(
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
     for op in (name, name + _WITHOUT_AUTOGRAD):
-        _define(op, LEAF_SCHEMA, forward, dispatch_key)
+        define(op, LEAF_SCHEMA, forward, dispatch_key)
     _register_fakes(name)
     register_backward(
         name, backward=backward, differentiable=differentiable, dispatch_key=dispatch_key, gradient=gradient
@@ -153,7 +153,7 @@ def register_family(
         f"{NAMESPACE}::{name}",
         _autograd_backward(f"{name}_backward", differentiable, prepare_grad_out, in_graph),
         setup_context=_setup_context(_none),
-        lib=_LIBRARY,
+        lib=LIBRARY,
     )
 
 
@@ -169,8 +169,8 @@ def register_backward(
     op = f"{name}_backward"
     if hasattr(getattr(torch.ops, NAMESPACE), op):
         return
-    _define(op, BACKWARD_SCHEMA, backward, dispatch_key)
-    torch.library.register_fake(f"{NAMESPACE}::{op}", _fake_backward(differentiable, gradient), lib=_LIBRARY)
+    define(op, BACKWARD_SCHEMA, backward, dispatch_key)
+    torch.library.register_fake(f"{NAMESPACE}::{op}", _fake_backward(differentiable, gradient), lib=LIBRARY)
 
 
 def register_with_backward_of(
@@ -181,7 +181,7 @@ def register_with_backward_of(
     leading: Callable[[str], int],
     differentiable: Differentiable,
     dispatch_key: str,
-    prepare_grad_out: OfTensor = _as_it_is,
+    prepare_grad_out: OfTensor = as_it_is,
 ) -> None:
     """Define the leaf op `name` whose backward is a registered one, from the same q, k, v, out, lse and text.
 
@@ -191,45 +191,19 @@ def register_with_backward_of(
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
     for op in (name, name + _WITHOUT_AUTOGRAD):
-        _define(op, LEAF_SCHEMA, forward, dispatch_key)
+        define(op, LEAF_SCHEMA, forward, dispatch_key)
     _register_fakes(name)
     torch.library.register_autograd(
         f"{NAMESPACE}::{name}",
         _autograd_backward(f"{family}_backward", differentiable, prepare_grad_out, _nothing, leading),
         setup_context=_setup_context(leading),
-        lib=_LIBRARY,
+        lib=LIBRARY,
     )
-
-
-def register_given(family: str, *, differentiable: Differentiable, prepare_grad_out: OfTensor = _as_it_is) -> None:
-    """Define `<family>_given`, of a registered family: for a forward that consists of several nodes. As `register_family` otherwise.
-
-    Only `without_autograd` makes it cost nothing; where it runs, it copies.
-    """
-    register_with_backward_of(
-        family,
-        family + _GIVEN,
-        forward=_hand_on,
-        leading=_two,
-        differentiable=differentiable,
-        dispatch_key="CompositeExplicitAutograd",
-        prepare_grad_out=prepare_grad_out,
-    )
-
-
-def _hand_on(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return operands[0].clone(), operands[1].clone()
-
-
-def _two(_: str) -> int:
-    return 2
 
 
 def _register_fakes(name: str) -> None:
     for op in (name, name + _WITHOUT_AUTOGRAD):
-        torch.library.register_fake(f"{NAMESPACE}::{op}", _fake_forward, lib=_LIBRARY)
+        torch.library.register_fake(f"{NAMESPACE}::{op}", fake_forward, lib=LIBRARY)
 
 
 def _none(_: str) -> int:
@@ -247,7 +221,7 @@ def without_autograd(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function" and getattr(node.target, "namespace", None) == NAMESPACE:
             _, _, name = node.target.name().partition("::")
-            if name.endswith(_GIVEN):
+            if name.endswith(GIVEN):
                 _leave_out(node)
                 continue
             bare = getattr(getattr(torch.ops, NAMESPACE), name + _WITHOUT_AUTOGRAD, None)
@@ -280,7 +254,7 @@ def empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch
     return out, torch.empty((batch, heads, seqlen_q), dtype=lse_dtype, device=q.device)
 
 
-def _fake_forward(
+def fake_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, spec: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return empty_outputs(q, v)
@@ -345,9 +319,9 @@ def _held(buffer: torch.Tensor) -> torch.Tensor:
 #: What a buffer holds now. An op of its own since the partitioner would rather compute a clone again in the backward, from what was
 #: written by then.
 if not hasattr(getattr(torch.ops, NAMESPACE), "held"):
-    _LIBRARY.define("held(Tensor buffer) -> Tensor")
-    _LIBRARY.impl("held", _held, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::held", _held, lib=_LIBRARY)
+    LIBRARY.define("held(Tensor buffer) -> Tensor")
+    LIBRARY.impl("held", _held, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::held", _held, lib=LIBRARY)
 
 
 # ---- reference ------------------------------------------------------------------------------------------------------

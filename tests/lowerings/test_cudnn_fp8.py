@@ -31,6 +31,9 @@ BACK = dataclasses.replace(CAUSAL, kinds=(*CAUSAL.kinds, *window(40).kinds), pro
 RECIPE = Fp8Recipe(scaling=CurrentScaling(granularity="tensor"))
 
 
+IN_FP8: dict[str, Any] = {"head_dim": 128, "recipe": dataclasses.replace(RECIPE, backward=True)}
+
+
 def spec_of(recipe: Fp8Recipe | None = RECIPE, **changes: Any) -> AttentionSpec:
     return dataclasses.replace(laid(make_spec(**changes)), fp8=recipe)
 
@@ -59,6 +62,8 @@ def padded(bound: Any = None, **changes: Any) -> dict[str, Any]:
         padded(),
         {"heads": 16, "heads_kv": 2},
         {"head_dim": 256},
+        IN_FP8,
+        {**IN_FP8, "needs_grad": False, "head_dim": 64},
         {"head_dim": 192, "head_dim_v": 128},
         {"dtype": "float16"},
         {"recipe": Fp8Recipe(scaling=DelayedScaling())},
@@ -84,6 +89,15 @@ def test_sites_that_it_serves(changes: dict[str, Any]) -> None:
         ({"recipe": dataclasses.replace(RECIPE, forward_format="e5m2")}, "the forward is in e4m3; observed e5m2"),
         ({"target": Target.fake(cudnn_frontend="1.22.1", sm=100)}, "sm90: it was tried on no other; observed sm100"),
         ({"target": Target.fake()}, "observed not installed"),
+        ({**IN_FP8, "head_dim": 64}, "with a backward in FP8, head dims are 128; observed 64 and 64; give Fp8Recipe(b"),
+        (
+            {**IN_FP8, "recipe": dataclasses.replace(IN_FP8["recipe"], gradient_format="e4m3")},
+            "gradients are in e5m2; observed e4m3",
+        ),
+        (
+            {**IN_FP8, "heads_kv": 2, "seqlen_q": 16384, "seqlen_kv": 16384},
+            "at most 32768 queries for each key, those of a group together; observed 16384 x 4",
+        ),
         ({"dtype": "float32"}, "call model.bfloat16()"),
         ({"head_dim": 72}, "in FP8 head dims are multiples of 16"),
         ({"head_dim": 272}, "at most 256"),
@@ -190,6 +204,36 @@ def _backward(
     return grad_q, grad_k, grad_v, []
 
 
+def _backward_in_fp8(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    operands: list[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    text: str,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """cuDNN's backward in FP8, in float32 but for what it writes; scales have to be small enough for all of it."""
+    call = Call.from_text(text)
+    named = dict(zip(call.operands, operands, strict=True))
+    tensors = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
+    assert {x.dtype for x in (q, k, v, out)} == {torch.float8_e4m3fn}
+    assert grad_out.transpose(1, 2).is_contiguous()
+    wide = {name: x.float() * named[f"descale_{name}"] for name, x in tensors.items()}
+    lengths = [named[name] for name in ("lengths_q", "lengths") if name in named]
+    plain = dataclasses.replace(call, fp8="")
+    *grads, _ = _backward(
+        wide["grad_out"], grad_lse, wide["q"], wide["k"], wide["v"], lengths, wide["out"], lse, plain.to_text()
+    )
+    written = [g * named[f"scale_grad_{name}"] for name, g in zip("qkv", grads, strict=True)]
+    assert all(x.abs().max() <= 57344 for x in written)
+    torch.testing.assert_close(named["scale_ds"] * named["descale_ds"], torch.ones(1))
+    grad_q, grad_k, grad_v = (x.to(torch.float8_e5m2) for x in written)
+    return grad_q, grad_k, grad_v, []
+
+
 def _summed(grad: Tensor, group: int) -> Tensor:
     return grad.unflatten(1, (-1, group)).sum(2)
 
@@ -200,6 +244,7 @@ def on_the_cpu() -> Iterator[None]:
     library = torch.library.Library("attn_compiler", "FRAGMENT")
     library.impl("cudnn_fp8", _forward, "CPU")
     library.impl("cudnn_backward", _backward, "CPU")
+    library.impl("cudnn_fp8_backward", _backward_in_fp8, "CPU")
     yield
     library._destroy()
 
@@ -227,6 +272,12 @@ CASES: dict[str, dict[str, Any]] = {
     "lengths": padded(),
     "smooth_k": {"mask": CAUSAL, "recipe": dataclasses.replace(RECIPE, smooth_k=True)},
     "hadamard": {"recipe": dataclasses.replace(RECIPE, hadamard=True)},
+    "backward": {"mask": CAUSAL, "heads_kv": 2, **IN_FP8},
+    "backward, lengths, smooth_k": {
+        **padded(),
+        "head_dim": 128,
+        "recipe": dataclasses.replace(RECIPE, backward=True, smooth_k=True),
+    },
     "static": {"recipe": Fp8Recipe(scaling=StaticScaling(q=5.0, k=5.0, v=5.0))},
 }
 
@@ -238,11 +289,11 @@ def test_out_and_gradients_are_near_those_that_are_not_rounded(name: str) -> Non
     spec = spec_of(**{"heads": 4, "heads_kv": 4, **CASES[name]})
     shapes = {n: getattr(spec, n).shape for n in "qkv"}
     given = {n: torch.randn(s[0], s[2], s[1], s[3]).bfloat16().transpose(1, 2) for n, s in shapes.items()}
-    if name == "smooth_k":
+    if "smooth_k" in name:
         given["k"] = (given["k"].float() + 3).bfloat16()
-    lengths = torch.tensor([100, 0]) if name == "lengths" else None
+    lengths = torch.tensor([100, 0]) if "lengths" in name else None
     module, emitter = emitted(spec, given, lengths)
-    upstream = torch.randn(2, 4, 128, 64).bfloat16()
+    upstream = torch.randn(2, 4, 128, spec.v.shape[3]).bfloat16()
 
     def results(function: Any, dtype: torch.dtype) -> list[Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in given.values()]
@@ -258,12 +309,12 @@ def test_out_and_gradients_are_near_those_that_are_not_rounded(name: str) -> Non
     found = results(lambda *x: module(*x, *([] if lengths is None else [lengths])), torch.bfloat16)
     right = results(exact, torch.float32)
     # What rounding the output adds to a row's sum of score gradients is multiplied by the mean of k.
-    allowed = 0.15 if name == "smooth_k" else 0.08
+    allowed = 0.15 if "smooth_k" in name or "backward" in name else 0.08
     for mine, wanted in zip(found, right, strict=True):
         assert (mine - wanted).norm() / wanted.norm() < allowed
     if lengths is not None:
         assert all(x[1].abs().max() == 0 for x in found)
-    assert any("nodes of the graph cast it to bfloat16" in note for note in emitter.notes)
+    assert any("nodes of the graph cast to bfloat16" in note for note in emitter.notes)
 
 
 @pytest.mark.usefixtures("on_the_cpu")

@@ -285,7 +285,7 @@ def test_a_message_may_be_empty() -> None:
 # ---- FP8 --------------------------------------------------------------------------------------------------------------
 
 FP8_FORWARD = Call(scale=0.125, right=0, needs_grad=True, fp8="forward")
-FP8_BACKWARD = Call(scale=0.125, right=0, needs_grad=True, fp8="backward", gradients="float8_e5m2")
+FP8_BACKWARD = Call(scale=0.125, right=0, needs_grad=True, fp8="backward")
 E4M3, E5M2, FLOAT = DataType.FP8_E4M3, DataType.FP8_E5M2, DataType.FLOAT
 
 

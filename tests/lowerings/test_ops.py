@@ -12,7 +12,7 @@ from torch import fx
 from torch._inductor.codegen import custom_extern_kernel_codegen
 
 from attn_compiler import torch_compat
-from attn_compiler.lowerings import ops
+from attn_compiler.lowerings import given_ops, ops
 from tests import cases, numerics
 from tests.cases import BY_NAME, Inputs
 
@@ -118,7 +118,7 @@ def test_compiled_code_calls_a_body_by_itself(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_is_given_gets_the_family_s_gradients_and_is_left_out_of_compiled_code() -> None:
     """out and lse of nodes of their own, here of the reference itself."""
-    ops.register_given("reference", differentiable=ops._reference_differentiable)
+    given_ops.register_given("reference", differentiable=ops._reference_differentiable)
     inputs = cases.build(BY_NAME["causal"])
     text, calls = inputs.spec.to_text(), []
 
