@@ -26,7 +26,7 @@ def check_recipe(spec: AttentionSpec, *, has_backward: bool = False) -> list[Rea
         remedy = "give Fp8Recipe(forward=True)"
         reasons.append(Reason(rule="the recipe asks for a forward in FP8", observed="forward=False", remedy=remedy))
     if recipe.backward and spec.needs_grad and not has_backward:
-        rule = "the backward runs in the inputs' dtype: no kernel for it in FP8 yet"
+        rule = "a lowering with a backward in FP8, which cudnn_fp8 alone has"
         reasons.append(Reason(rule=rule, observed="backward=True", remedy="give Fp8Recipe(backward=False)"))
     return reasons
 

@@ -12,7 +12,7 @@ from torch import fx
 from torch._inductor.codegen import custom_extern_kernel_codegen
 
 from attn_compiler import torch_compat
-from attn_compiler.lowerings import given_ops, ops
+from attn_compiler.lowerings import ops
 from tests import cases, numerics
 from tests.cases import BY_NAME, Inputs
 
@@ -114,37 +114,6 @@ def test_compiled_code_calls_a_body_by_itself(monkeypatch: pytest.MonkeyPatch) -
         torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(right, leaves, upstream), strict=True
     ):
         torch.testing.assert_close(got, want)
-
-
-def test_what_is_given_gets_the_family_s_gradients_and_is_left_out_of_compiled_code() -> None:
-    """out and lse of nodes of their own, here of the reference itself."""
-    given_ops.register_given("reference", differentiable=ops._reference_differentiable)
-    inputs = cases.build(BY_NAME["causal"])
-    text, calls = inputs.spec.to_text(), []
-
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        given = (x.detach() for x in (q, k, v))
-        out, lse = torch.ops.attn_compiler.reference(*given, operands(inputs), text)
-        outputs = torch.ops.attn_compiler.reference_given(q, k, v, [out * 1, lse, *operands(inputs)], text)
-        attached: torch.Tensor = outputs[0]
-        return attached
-
-    def noted(graph: fx.Graph) -> None:
-        ops.without_autograd(graph)
-        calls.extend(str(node.target) for node in graph.nodes if "attn_compiler" in str(node.target))
-
-    def backend(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
-        return torch_compat.compile_with_inductor(gm, given, patches={}, cache_key="given", joint_pass=noted)
-
-    leaves = (inputs.q, inputs.k, inputs.v)
-    right = leaf(inputs)[0]
-    upstream = torch.randn_like(right)
-    expected = [right, *torch.autograd.grad(right, leaves, upstream)]
-    with torch._inductor.config.patch(force_disable_caches=True):  # type: ignore[attr-defined]
-        for function in (run, torch.compile(run, backend=backend)):
-            out = function(*leaves)
-            torch.testing.assert_close([out, *torch.autograd.grad(out, leaves, upstream)], expected)
-    assert calls == ["attn_compiler.reference_forward.default", "attn_compiler.reference_backward.default"]
 
 
 def test_a_body_is_imported_by_its_first_call() -> None:
