@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
+from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling, torch_compat
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings import by_name, cudnn_call, cudnn_fp8, cudnn_frontend, cudnn_graphs, cudnn_plans, ops
@@ -200,7 +200,7 @@ def _backward(
     weights = torch.where(allowed, torch.exp(wide_q @ wide_k.mT * call.scale - lse[..., None]), 0.0)
     scores = weights * (grad @ wide_v.mT - (grad * out.float()).sum(-1, keepdim=True)) * call.scale
     grads = (scores @ wide_k, _summed(scores.mT @ wide_q, group), _summed(weights.mT @ grad, group))
-    grad_q, grad_k, grad_v = (x.to(q.dtype) for x in grads)
+    grad_q, grad_k, grad_v = (torch.empty_like(x).copy_(g) for x, g in zip((q, k, v), grads, strict=True))
     return grad_q, grad_k, grad_v, []
 
 
@@ -230,7 +230,8 @@ def _backward_in_fp8(
     written = [g * named[f"scale_grad_{name}"] for name, g in zip("qkv", grads, strict=True)]
     assert all(x.abs().max() <= 57344 for x in written)
     torch.testing.assert_close(named["scale_ds"] * named["descale_ds"], torch.ones(1))
-    grad_q, grad_k, grad_v = (x.to(torch.float8_e5m2) for x in written)
+    pairs = zip((q, k, v), written, strict=True)
+    grad_q, grad_k, grad_v = (torch.empty_like(x, dtype=torch.float8_e5m2).copy_(g) for x, g in pairs)
     return grad_q, grad_k, grad_v, []
 
 
@@ -315,6 +316,37 @@ def test_out_and_gradients_are_near_those_that_are_not_rounded(name: str) -> Non
     if lengths is not None:
         assert all(x[1].abs().max() == 0 for x in found)
     assert any("nodes of the graph cast to bfloat16" in note for note in emitter.notes)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize(("name", "backward"), [("lengths", "cudnn"), ("backward, lengths, smooth_k", "cudnn_fp8")])
+def test_compiled_code_holds_two_leaf_ops_and_no_copy_for_what_is_attached(
+    name: str, backward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "_BODIES", {})
+    torch.manual_seed(0)
+    spec = spec_of(**{"heads": 4, "heads_kv": 4, **CASES[name]})
+    given = {n: torch.randn(getattr(spec, n).shape).bfloat16() for n in "qkv"}
+    lengths = torch.tensor([100, 0])
+    module, _ = emitted(spec, given, lengths)
+    calls: list[str] = []
+
+    def noted(graph: fx.Graph) -> None:
+        ops.without_autograd(graph)
+        calls.extend(str(node.target) for node in graph.nodes if "attn_compiler" in str(node.target))
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        return torch_compat.compile_with_inductor(gm, inputs, patches={}, cache_key=name, joint_pass=noted)
+
+    upstream = torch.randn(spec.q.shape).bfloat16()
+    found = []
+    with torch._inductor.config.patch(force_disable_caches=True):  # type: ignore[attr-defined]
+        for function in (module, torch.compile(module, backend=backend)):
+            leaves = [x.clone().requires_grad_() for x in given.values()]
+            out = function(*leaves, lengths)
+            found.append([out, *torch.autograd.grad(out, leaves, upstream)])
+    torch.testing.assert_close(found[1], found[0])
+    assert calls == ["attn_compiler.cudnn_fp8.default", f"attn_compiler.{backward}_backward.default"]
 
 
 @pytest.mark.usefixtures("on_the_cpu")
