@@ -28,6 +28,11 @@ _MOST_MARGIN = 16
 Granularity = Literal["tensor", "head", "block"]
 
 
+def largest_of(format_: str) -> float:
+    """The largest number of a format of DTYPES that is rounded to."""
+    return LARGEST.get(format_, _LARGEST_INT8)
+
+
 def _margin(value: Any) -> None:
     if not _is_int(value) or not 0 <= value <= _MOST_MARGIN:
         raise _invalid("margin", f"a whole number from 0 to {_MOST_MARGIN}", value)
@@ -50,11 +55,11 @@ def _invalid(name: str, expected: str, value: Any) -> InvalidOption:
 class CurrentScaling:
     """Scales from the tensors themselves, in each step.
 
-    granularity: one scale for a tensor, for each head of a batch row, or for each `block` positions of such a head. margin: scales are
-    2**margin smaller than what fits.
+    granularity: one scale for a tensor, for each head of a batch row, or for each `block` positions of such a head, which takes one
+    pass over memory instead of two. margin: scales are 2**margin smaller than what fits.
     """
 
-    granularity: Granularity = "head"
+    granularity: Granularity = "block"
     block: int = BLOCK_MULTIPLE
     margin: int = 0
 
@@ -161,7 +166,7 @@ class Fp8Recipe:
 
     def largest_of(self, name: str) -> float:
         """The largest number of that format."""
-        return LARGEST.get(self.format_of(name), _LARGEST_INT8)
+        return largest_of(self.format_of(name))
 
     @property
     def words(self) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from attn_compiler.fp8_recipe import CurrentScaling
-from attn_compiler.lowerings.fp8_quantise import VECTOR
+from attn_compiler.lowerings.fp8_rounding import VECTOR
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 
@@ -50,12 +49,6 @@ def check_shapes(spec: AttentionSpec) -> list[Reason]:
     if recipe is not None and recipe.hadamard and not (isinstance(size, int) and size & (size - 1) == 0):
         rule = "a Hadamard rotation needs a head dim that is a power of two"
         reasons.append(Reason(rule=rule, observed=str(size), remedy="give Fp8Recipe(hadamard=False)"))
-    blocks = recipe is not None and isinstance(recipe.scaling, CurrentScaling) and recipe.scaling.granularity == "block"
-    lengths = (spec.seqlen_q, spec.seqlen_kv)
-    if blocks and not all(isinstance(length, int) for length in lengths):
-        rule = "scales for blocks need lengths that are known while compiling"
-        remedy = "give CurrentScaling(granularity='head'), or compile with dynamic=False"
-        reasons.append(Reason(rule=rule, observed=f"{lengths[0]} x {lengths[1]}", remedy=remedy))
     if isinstance(spec.seqlen_q, int) and spec.seqlen_q <= _FEW_QUERIES:
         rule = f"more than {_FEW_QUERIES} queries: for fewer, rounding k and v takes longer than what it saves"
         reasons.append(Reason(rule=rule, observed=str(spec.seqlen_q)))

@@ -26,17 +26,11 @@ import torch
 from torch import fx
 
 from attn_compiler.fp8_recipe import DTYPES, CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
+from attn_compiler.lowerings import fp8_rounding
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.spec import AttentionSpec
 
 aten = torch.ops.aten
-
-#: Bytes: the vectors that kernels load, along a head dim and, of v, along the sequence.
-VECTOR = 16
-
-#: Of 16 positions, 2t, 2t + 1, 8 + 2t and 9 + 2t lie side by side, for t of 0 ... 3: a thread of Hopper's tensor cores gets the weights of
-#: those, and has to hand on four neighbours. So no weight has to change its thread (FlashAttention-3 permutes v in its kernel).
-_GIVEN, _TAKEN = (2, 4, 2), (4, 2, 2)
 
 #: what comes before a family's own operands
 _ALWAYS = ("q8", "k8", "v8", "descale_q", "descale_k", "descale_v")
@@ -77,16 +71,10 @@ def names(spec: AttentionSpec) -> tuple[str, ...]:
     """Of the operands that `emit` makes, in order.
 
     q8 (B, Hq, Sq, D), k8 (B, Hkv, Skv, D): the dtypes of Fp8Recipe.format_of. v8 (B, Hkv, Dv, Skv'): with positions last, as tensor
-    cores take it, and in the order that `in_order` undoes; Skv' is Skv up to a multiple of 16, and what is beyond Skv is 0.
+    cores take it, and in the order that fp8_rounding.in_order undoes; Skv' is Skv up to a multiple of 16, and what is beyond Skv is 0.
     descale_q, descale_k, descale_v: see `Scales`. shift: float32 (B, Hq, Sq), contiguous: q · mean.
     """
     return (*_ALWAYS, "shift") if recipe_of(spec).smooth_k else _ALWAYS
-
-
-def in_order(v8: torch.Tensor) -> torch.Tensor:
-    """v8 of `names` with its positions in their order: (..., Skv')"""
-    groups = torch.unflatten(v8, -1, (-1, *_TAKEN))
-    return groups.transpose(-3, -2).flatten(-4)
 
 
 def emit(emitter: Emitter, spec: AttentionSpec, operands: Operands, *, positions_last: bool = True) -> Rounded:
@@ -103,35 +91,100 @@ class _Quantiser:
 
     def all_of(self, operands: Operands) -> dict[str, fx.Node]:
         given = {"q": operands.q, "k": operands.k, "v": operands.v}
+        return self._by_nodes(given) if scales_of(self.spec).block is None else self._in_one_pass(given)
+
+    def _in_one_pass(self, given: dict[str, fx.Node]) -> dict[str, fx.Node]:
+        """Each tensor by one op. k first, whose mean q is multiplied by."""
+        made: dict[str, fx.Node] = {}
+        mean = None
+        for name in ("k", "q", "v"):
+            x, factor = (given[name], 1.0)
+            if name != "v" and self._recipe.hadamard:
+                x, factor = self._product_with_signs(x)
+            own_mean = None
+            if name == "k" and self._recipe.smooth_k:
+                exact = self._call(torch.mul, self._wide(self._call(torch.Tensor.detach, x)), factor)
+                mean = own_mean = self._packed(self._mean(exact))
+            meets = mean if name == "q" else None
+            rounded, descale, restored = self._rounded(name, x, mean=own_mean, factor=factor, restore=meets is not None)
+            if meets is not None:
+                made["shift"] = self._shift(self._wide(self._call(torch.Tensor.detach, restored)), meets)
+            made |= {f"{name}8": rounded, f"descale_{name}": descale}
+            made[name] = restored if self.spec.needs_grad else self._nothing_of(given[name])
+        return made
+
+    def _rounded(
+        self,
+        name: str,
+        x: fx.Node,
+        *,
+        mean: fx.Node | None = None,
+        scale: fx.Node | None = None,
+        factor: float = 1.0,
+        restore: bool = False,
+    ) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """Of `fp8_rounding.round_fp8`. The restored one is empty where no gradients are wanted, unless it is asked for."""
+        scaling, with_grad = self._recipe.scaling, self.spec.needs_grad
+        current = scaling if isinstance(scaling, CurrentScaling) else CurrentScaling()
+        how = fp8_rounding.How(
+            format=self._recipe.format_of(name),
+            block=current.block,
+            margin=current.margin,
+            factor=factor,
+            turned=name == "v" and self.positions_last,
+            restore=self.spec.dtype if with_grad or restore else "",
+        )
+        x = x if with_grad else self._call(torch.Tensor.detach, x)
+        op = torch.ops.attn_compiler.round_fp8.default
+        outputs = self._call(op, x, mean, scale, how.to_text())
+        rounded, descale, restored = (self._call(operator.getitem, outputs, i) for i in range(3))
+        return rounded, descale, restored
+
+    def _by_nodes(self, given: dict[str, fx.Node]) -> dict[str, fx.Node]:
         turned = ("q", "k") if self._recipe.hadamard else ()
         wide = {name: self._turned(x) if name in turned else self._wide(x) for name, x in given.items()}
         exact = {name: self._call(torch.Tensor.detach, x) for name, x in wide.items()}
         mean = None
         if self._recipe.smooth_k:
-            mean = self._call(torch.mean, self._finite(exact["k"], exact["k"]), 2, True)
+            mean = self._mean(exact["k"])
             exact["k"] = self._call(torch.sub, exact["k"], mean)
         made: dict[str, fx.Node] = {}
         for name, x in exact.items():
             scale = self._scale(name, x)
             descale = self._call(torch.reciprocal, scale)
+            made[f"descale_{name}"] = self._packed(descale)
+            if name == "v" and self.positions_last:
+                made["v8"], _, restored = self._rounded(name, given[name], scale=self._packed(scale))
+                made["v"] = restored if self.spec.needs_grad else self._nothing_of(given[name])
+                continue
             rounded = self._cast(name, self._scaled(name, x, scale))
-            restored = self._call(torch.mul, self._wide(rounded), self._spread(descale, x))
+            restored = self._restored(rounded, descale)
             if name == "k" and mean is not None:
                 restored = self._call(torch.add, restored, mean)
             if name == "q" and mean is not None:
                 made["shift"] = self._shift(restored, mean)
-            made[f"descale_{name}"] = self._packed(descale)
-            is_turned = name == "v" and self.positions_last
-            made[f"{name}8"] = self._positions_last(rounded) if is_turned else rounded
+            made[f"{name}8"] = rounded
             made[name] = self._for_backward(given[name], wide[name], restored)
         return made
 
+    def _mean(self, k: fx.Node) -> fx.Node:
+        """(B, Hkv, 1, D), of what is finite."""
+        return self._call(torch.mean, self._finite(k, k), 2, True)
+
+    def _restored(self, rounded: fx.Node, descale: fx.Node) -> fx.Node:
+        return self._call(torch.mul, self._wide(rounded), self._spread(descale))
+
+    def _nothing_of(self, given: fx.Node) -> fx.Node:
+        """Anything of the shape and dtype, so that nothing has to be written."""
+        value = self.emitter.value(given)
+        empty = self._call(torch.empty, (1, 1, 1, 1), dtype=value.dtype, device=value.device)
+        return self._call(torch.Tensor.expand_as, empty, given)
+
     def _for_backward(self, given: fx.Node, wide: fx.Node, restored: fx.Node) -> fx.Node:
         """`restored` in the model's dtype, with the gradient of what was rounded."""
-        value = self.emitter.value(given)
         if not self.spec.needs_grad:
-            empty = self._call(torch.empty, (1, 1, 1, 1), dtype=value.dtype, device=value.device)
-            return self._call(torch.Tensor.expand_as, empty, given)
+            return self._nothing_of(given)
+        value = self.emitter.value(given)
         restored = self._call(torch.Tensor.to, restored, value.dtype)
         passed = self._call(torch.Tensor.to, wide, value.dtype)
         # Exactly 0, or NaN where `restored` is NaN as well.
@@ -165,7 +218,12 @@ class _Quantiser:
         return heads
 
     def _turned(self, x: fx.Node) -> fx.Node:
-        """x H / √D in float32, by a product in x's dtype: a rounding far below FP8's, on tensor cores."""
+        """x H / √D in float32."""
+        product, factor = self._product_with_signs(x)
+        return self._call(torch.mul, self._wide(product), factor)
+
+    def _product_with_signs(self, x: fx.Node) -> tuple[fx.Node, float]:
+        """x H / √D, but for a factor; in x's dtype: a rounding far below FP8's, on tensor cores."""
         size = self.emitter.value(x).shape[3]
         # A power of two near 1 / √D, which is exact, keeps float16 in its range.
         factor = 2.0 ** -math.ceil(math.log2(size) / 2)
@@ -173,7 +231,7 @@ class _Quantiser:
         signs = self.emitter.once(
             ("fp8 hadamard", size, value.dtype, value.device), lambda: self._hadamard(size, factor, value)
         )
-        return self._call(torch.mul, self._wide(self._call(torch.matmul, x, signs)), size**-0.5 / factor)
+        return self._call(torch.matmul, x, signs), size**-0.5 / factor
 
     def _hadamard(self, size: int, factor: float, like: torch.Tensor) -> fx.Node:
         """(D, D): ±factor, by the parity of the bits that row and column share."""
@@ -188,11 +246,10 @@ class _Quantiser:
     # ---- scales -----------------------------------------------------------------------------------------------------
 
     def _scale(self, name: str, x: fx.Node) -> fx.Node:
-        """float32 (B|1, H|1, n)"""
+        """float32 (B|1, H|1, 1)"""
         match self._recipe.scaling:
-            case CurrentScaling(granularity=granularity, block=block, margin=margin):
-                amax = self._amax(x, granularity, block)
-                return self._from_amax(name, amax, margin)
+            case CurrentScaling(granularity=granularity, margin=margin):
+                return self._from_amax(name, self._amax(x, granularity), margin)
             case StaticScaling() as given:
                 number = self._recipe.largest_of(name) / getattr(given, name)
                 return self._call(torch.full, (1, 1, 1), number, device=self.emitter.value(x).device)
@@ -205,14 +262,9 @@ class _Quantiser:
         usable = self._call(torch.logical_and, self._call(torch.gt, amax, 0.0), self._call(torch.isfinite, scale))
         return self._call(torch.where, usable, scale, 1.0)
 
-    def _amax(self, x: fx.Node, granularity: str, block: int) -> fx.Node:
-        """(B|1, H|1, n)"""
+    def _amax(self, x: fx.Node, granularity: str) -> fx.Node:
+        """(B|1, H|1, 1)"""
         size = self._finite(x, self._call(torch.abs, x))
-        if granularity == "block":
-            length = self._length(size)
-            padded = self._call(torch.nn.functional.pad, size, (0, 0, 0, -length % block))
-            blocks = self._call(torch.unflatten, padded, 2, (-1, block))
-            return self._call(torch.amax, blocks, (3, 4))
         if granularity == "head":
             return self._call(torch.unsqueeze, self._call(torch.amax, size, (2, 3)), 2)
         return self._call(torch.reshape, self._call(torch.amax, size), (1, 1, 1))
@@ -233,49 +285,23 @@ class _Quantiser:
         self._call(operator.setitem, history, ..., moved_on)
         return self._call(torch.reshape, self._from_amax(name, amax, scaling.margin), (1, -1, 1))
 
-    def _length(self, x: fx.Node) -> int:
-        length = self.emitter.value(x).shape[2]
-        if not isinstance(length, int):
-            raise TypeError("why_not refuses unknown lengths where blocks have scales")
-        return length
-
     # ---- casts ------------------------------------------------------------------------------------------------------
 
     def _scaled(self, name: str, x: fx.Node, scale: fx.Node) -> fx.Node:
         """x in the format's range, in float32."""
         largest = self._recipe.largest_of(name)
-        inside = self._call(torch.clamp, self._call(torch.mul, x, self._spread(scale, x)), -largest, largest)
+        inside = self._call(torch.clamp, self._call(torch.mul, x, self._spread(scale)), -largest, largest)
         if self._recipe.format_of(name) == "int8":
             return self._call(torch.round, self._call(torch.where, self._call(torch.isfinite, x), inside, 0.0))
         # Clamping alone would make a number of what has overflowed.
         return self._call(torch.where, self._call(torch.isfinite, x), inside, float("nan"))
 
-    def _spread(self, scale: fx.Node, x: fx.Node) -> fx.Node:
-        """The scale of each position of x: (B|1, H|1, S|1, 1)."""
-        block = scales_of(self.spec).block
-        if block is not None:
-            positions = self._call(torch.arange, self._length(x), device=self.emitter.value(x).device)
-            at = self._call(torch.floor_divide, positions, block)
-            scale = self._call(aten.index.Tensor, scale, [None, None, at])
+    def _spread(self, scale: fx.Node) -> fx.Node:
+        """(B|1, H|1, 1, 1)"""
         return self._call(torch.unsqueeze, scale, 3)
 
     def _cast(self, name: str, x: fx.Node) -> fx.Node:
         return self._call(torch.Tensor.to, x, getattr(torch, DTYPES[self._recipe.format_of(name)]))
-
-    def _positions_last(self, v: fx.Node) -> fx.Node:
-        """(B, Hkv, Skv, Dv) -> (B, Hkv, Dv, Skv'), in the order of `names`"""
-        length = self.emitter.value(v).shape[2]
-        if isinstance(length, int):
-            missing: Any = -length % VECTOR
-        else:
-            size = self._call(aten.sym_size.int, v, 2)
-            missing = self._call(operator.mod, self._call(operator.neg, size), VECTOR)
-        turned = self._call(torch.transpose, v, 2, 3)
-        if missing != 0:
-            turned = self._call(torch.nn.functional.pad, turned, (0, missing))
-        groups = self._call(torch.unflatten, turned, 3, (-1, *_GIVEN))
-        ordered = self._call(torch.flatten, self._call(torch.transpose, groups, 4, 5), 3)
-        return self._call(torch.clone, ordered, memory_format=torch.contiguous_format)
 
     def _packed(self, x: fx.Node) -> fx.Node:
         return self._call(torch.Tensor.contiguous, x)

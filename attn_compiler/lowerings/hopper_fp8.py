@@ -13,6 +13,7 @@ from torch import fx
 from attn_compiler.lowerings import (
     fp8_limits,
     fp8_quantise,
+    fp8_rounding,
     sdpa_cudnn_backward,
     sdpa_limits,
     triton_operands,
@@ -90,7 +91,7 @@ def _check_kernel(spec: AttentionSpec) -> list[Reason]:
         reasons.append(Reason(rule=rule, observed=", ".join(parts)))
     if spec.score.scale <= 0:
         reasons.append(Reason(rule="its kernel takes scales above 0", observed=f"{spec.score.scale:g}"))
-    return [*reasons, *sdpa_limits.check_head_dims(spec, multiple=fp8_quantise.VECTOR, limit=_HEAD_DIM_LIMIT)]
+    return [*reasons, *sdpa_limits.check_head_dims(spec, multiple=fp8_rounding.VECTOR, limit=_HEAD_DIM_LIMIT)]
 
 
 def _parts_beyond(plan: Plan) -> list[str]:

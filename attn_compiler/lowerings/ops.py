@@ -110,17 +110,29 @@ def register_forward(name: str, *, forward: Forward, dispatch_key: str) -> None:
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake_forward, lib=LIBRARY)
 
 
-def register_helper(name: str, schema: str, *, function: Callable[..., torch.Tensor]) -> None:
-    """Define an op that makes an operand of leaf ops, on any device. function: also on fake tensors.
+def register_helper(
+    name: str,
+    schema: str,
+    *,
+    function: Callable[..., Any],
+    fake: Callable[..., Any] | None = None,
+    differentiated: tuple[Callable[..., None], Callable[..., Any]] | None = None,
+    exact_strides: bool = False,
+) -> None:
+    """Define an op that makes operands of leaf ops, on any device. function: also on fake tensors, unless there is a `fake`.
 
     For what every site of a graph reads and Inductor would make anew for each: it fuses what is pointwise into a copy of its own
-    before every op that it knows nothing of.
+    before every op that it knows nothing of. differentiated: what autograd keeps, and its formula (torch.library.register_autograd).
     """
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
-    LIBRARY.define(name + schema, tags=(torch.Tag.flexible_layout,))
+    tag = torch.Tag.needs_exact_strides if exact_strides else torch.Tag.flexible_layout
+    LIBRARY.define(name + schema, tags=(tag,))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", function, lib=LIBRARY)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", function if fake is None else fake, lib=LIBRARY)
+    if differentiated is not None:
+        setup_context, backward = differentiated
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=LIBRARY)
 
 
 def register_family(

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from attn_compiler.fp8_recipe import DTYPES
-from attn_compiler.lowerings import fp8_limits, fp8_quantise, reference
+from attn_compiler.lowerings import fp8_limits, fp8_quantise, fp8_rounding, reference
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.ops import empty_outputs, register_with_backward_of
 from attn_compiler.report import Reason
@@ -73,7 +73,7 @@ def forward(
     block = fp8_quantise.scales_of(spec).block
     q_exact, k_exact = (_restored(given[f"{x}8"], given[f"descale_{x}"], block) for x in ("q", "k"))
     v_exact = _restored(
-        fp8_quantise.in_order(given["v8"]).transpose(2, 3)[:, :, : k.shape[2]], given["descale_v"], block
+        fp8_rounding.in_order(given["v8"]).transpose(2, 3)[:, :, : k.shape[2]], given["descale_v"], block
     )
     if "shift" in given:
         # As one more element of each head, so that it is where the kernel adds it: before scale and softcap.

@@ -80,7 +80,7 @@ def test_sites_that_it_serves(changes: dict[str, Any]) -> None:
         ({"recipe": None}, "no recipe for this site"),
         (
             {"recipe": Fp8Recipe()},
-            "one scale for each tensor; observed per head; give CurrentScaling(granularity='tensor')",
+            "one scale for each tensor; observed per block; give CurrentScaling(granularity='tensor')",
         ),
         (
             {"recipe": Fp8Recipe(scaling=DelayedScaling(granularity="head"))},

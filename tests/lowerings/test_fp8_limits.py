@@ -53,9 +53,8 @@ def test_a_hadamard_rotation_needs_a_power_of_two() -> None:
     assert refusals(recipe, head_dim=64) == ""
 
 
-def test_blocks_need_lengths() -> None:
-    assert "granularity='head'" in refusals(BLOCKS, seqlen_kv="s0")
-    assert refusals(BLOCKS) == ""
+def test_blocks_need_no_lengths() -> None:
+    assert refusals(BLOCKS, seqlen_kv="s0") == ""
 
 
 def test_few_queries() -> None:

@@ -51,7 +51,7 @@ def test_a_recipe_applies_to_every_site() -> None:
     assert site.modules == ("first", "second")
     assert site.spec.fp8 == Fp8Recipe(smooth_k=True)
     assert site.decision.lowering == "reference_fp8"
-    assert site.notes == ("FP8 forward: e4m3, current scaling per head, smooth_k; backward in bfloat16",)
+    assert site.notes == ("FP8 forward: e4m3, current scaling per block of 128, smooth_k; backward in bfloat16",)
 
 
 def test_without_one_nothing_is_different() -> None:

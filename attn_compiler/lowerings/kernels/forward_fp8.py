@@ -63,14 +63,14 @@ def _load_turned(
 
 @triton.jit
 def _as_v_lies(weights, SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """(SIZE, KEYS) weights in the order of v's positions (fp8_quantise.in_order): for tensor cores of sm90 that is each thread's own."""
+    """(SIZE, KEYS) weights in the order of v's positions (fp8_rounding.in_order): for tensor cores of sm90 that is each thread's own."""
     groups = tl.reshape(weights, (SIZE, KEYS // 16, 2, 4, 2))
     return tl.reshape(tl.permute(groups, (0, 1, 3, 2, 4)), (SIZE, KEYS))
 
 
 @triton.jit
 def _step(
-    total, peak, out_0, out_1, q_0, q_1, descale_q, shift, tile, queries, lower, upper, document_q, slope, seed, head,
+    total, peak, out_0, out_1, descale_v, q_0, q_1, descale_q, shift, tile, queries, lower, upper, document_q, slope, seed, head,
     K, V, DescaleK, DescaleV, Keys, DocumentsK, Mask, Bias, Distances,
     stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
     band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
@@ -79,8 +79,8 @@ def _step(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
     PLAIN: tl.constexpr, DROPOUT: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys of the online softmax. total, out_0, out_1 are 2**8 times too large, and lack v's descale where a head has
-    one. descale_q: of all rows, with k's where a head has one; shift: (M, 1)."""
+    """One block of keys of the online softmax. total, out_0, out_1 are 2**8 times too large, the latter in units of v's newest descale,
+    descale_v. descale_q: of all rows, with k's where a head has one; shift: (M, 1)."""
     start = tile * BLOCK_N
     keys = start + tl.arange(0, BLOCK_N)[None, :]
     keys_allowed, values_allowed = None, None
@@ -141,17 +141,15 @@ def _step(
         weights = tl.where(kept(seed, head, queries, keys, dropout_p), weights, 0.0)
     weights = _as_v_lies(weights, BLOCK_M, BLOCK_N).to(V.dtype.element_ty)
     v_0 = _load_turned(V, start, stride_vs, seqlen_kv, values_allowed, BLOCK_N, 0, V_0, HEAD_DIM_V, MASKED, ALIGN)
-    part_0 = tl.dot(weights, tl.trans(v_0))
     if SCALE_BLOCK > 0:
-        part_0 = part_0 * tl.load(DescaleV + start // SCALE_BLOCK)
-    out_0 = out_0 * decay[:, None] + part_0
+        own_v = tl.load(DescaleV + start // SCALE_BLOCK)
+        decay = decay * (descale_v / own_v)
+        descale_v = own_v
+    out_0 = out_0 * decay[:, None] + tl.dot(weights, tl.trans(v_0))
     if V_1 > 0:
         v_1 = _load_turned(V, start, stride_vs, seqlen_kv, values_allowed, BLOCK_N, V_0, V_1, HEAD_DIM_V, MASKED, ALIGN)
-        part_1 = tl.dot(weights, tl.trans(v_1))
-        if SCALE_BLOCK > 0:
-            part_1 = part_1 * tl.load(DescaleV + start // SCALE_BLOCK)
-        out_1 = out_1 * decay[:, None] + part_1
-    return total, new_peak, out_0, out_1
+        out_1 = out_1 * decay[:, None] + tl.dot(weights, tl.trans(v_1))
+    return total, new_peak, out_0, out_1, descale_v
 
 
 @triton.jit
@@ -193,6 +191,7 @@ def attention_forward_fp8(
     DescaleV += batch * descale_vb + (head // group) * descale_vh
     # One for all rows: blocks are multiples of what a program computes.
     descale_q = tl.load(DescaleQ + (start // SCALE_BLOCK if SCALE_BLOCK > 0 else 0))
+    descale_v = tl.load(DescaleV)
     if SCALE_BLOCK == 0:
         descale_q *= tl.load(DescaleK)
     if Shift is not None:
@@ -232,8 +231,8 @@ def attention_forward_fp8(
     out_0 = tl.zeros([BLOCK_M, V_0], tl.float32)
     out_1 = tl.zeros([BLOCK_M, V_1 if V_1 > 0 else 16], tl.float32)
     for i in tl.range(0, partial):
-        total, peak, out_0, out_1 = _step(
-            total, peak, out_0, out_1, q_0, q_1, descale_q, shift,
+        total, peak, out_0, out_1, descale_v = _step(
+            total, peak, out_0, out_1, descale_v, q_0, q_1, descale_q, shift,
             partial_tile(List, partial - 1 - i, first, full_first, full_last),
             queries, lower, upper, document_q, slope, seed, row,
             K, V, DescaleK, DescaleV, Keys, DocumentsK, Mask, Bias, Distances,
@@ -243,8 +242,8 @@ def attention_forward_fp8(
             HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, ALIGN, True,
         )  # fmt: skip
     for i in tl.range(full_first, full_last):
-        total, peak, out_0, out_1 = _step(
-            total, peak, out_0, out_1, q_0, q_1, descale_q, shift, full_last - 1 - (i - full_first),
+        total, peak, out_0, out_1, descale_v = _step(
+            total, peak, out_0, out_1, descale_v, q_0, q_1, descale_q, shift, full_last - 1 - (i - full_first),
             queries, lower, upper, document_q, slope, seed, row,
             K, V, DescaleK, DescaleV, Keys, DocumentsK, Mask, Bias, Distances,
             stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
@@ -268,8 +267,7 @@ def attention_forward_fp8(
     tl.store(Lse + row * seqlen_q + offsets, lse, mask=inside)
     if DROPOUT:
         divisor *= 1.0 - dropout_p
-    if SCALE_BLOCK == 0:
-        divisor /= tl.load(DescaleV)
+    divisor /= descale_v
     store_tile(Out, start, stride_os, seqlen_q, out_0 / divisor[:, None], BLOCK_M, 0, V_0, HEAD_DIM_V)
     if V_1 > 0:
         store_tile(Out, start, stride_os, seqlen_q, out_1 / divisor[:, None], BLOCK_M, V_0, V_1, HEAD_DIM_V)

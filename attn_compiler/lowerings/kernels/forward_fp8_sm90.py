@@ -4,7 +4,7 @@ As FlashAttention-3 (https://arxiv.org/abs/2407.08608): one warpgroup has the co
 each. Of one tile of keys the scores are multiplied while the weights of the tile before, which have been rounded, are multiplied with v;
 between warpgroups softmax and products overlap. Triton's own language keeps products and softmax in turn.
 
-Weights become the operand of the next product where they are: v lies in the order that each thread has them in (fp8_quantise.in_order).
+Weights become the operand of the next product where they are: v lies in the order that each thread has them in (fp8_rounding.in_order).
 Four of them are one word, since between iterations Triton would take bytes apart.
 """
 
@@ -165,7 +165,8 @@ def _compute(
     no_scores = gl.zeros([ROWS, BLOCK_N], SUM, layout=QK_LAYOUT)
     no_out = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, layout=OUT_LAYOUT)
     weights = gl.zeros([ROWS, BLOCK_N], gl.int32, layout=QK_LAYOUT)
-    descale_v = 1.0
+    # Of the newest tile that was multiplied, in which units sums are kept; and of the one before.
+    descale_v, descale_before = 1.0, 1.0
     mbarrier.wait(q_full.index(consumer), 0)
 
     # The first tile has no weights before it.
@@ -173,6 +174,7 @@ def _compute(
     if SCALE_BLOCK > 0:
         own = gl.maximum(factor * gl.load(DescaleK + last * BLOCK_N // SCALE_BLOCK), _LEAST_SCALE)
         descale_v = gl.load(DescaleV + last * BLOCK_N // SCALE_BLOCK)
+        descale_before = descale_v
     mbarrier.wait(k_full.index(0), 0)
     k = k_tiles.index(0).reshape([BLOCK_N, HEAD_DIM_QK]).permute([1, 0])
     qk = warpgroup_mma(q, k, no_scores, use_acc=False).to(gl.float32)
@@ -220,16 +222,16 @@ def _compute(
         part = warpgroup_mma_wait(0, deps=(part_later,))
         mbarrier.arrive(v_empty.index(before))
         if SCALE_BLOCK > 0:
-            part = part * descale_v
+            decay = decay * (descale_before / descale_v)
         out = out * gl.convert_layout(decay, OUT_ROW, assert_trivial=True)[:, None] + part
-        weights, decay, descale_v = new_weights, new_decay, next_descale_v
+        weights, decay, descale_before, descale_v = new_weights, new_decay, descale_v, next_descale_v
 
     before = (count - 1) % STAGES
     mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
     v = v_tiles.index(before).reshape([HEAD_DIM_V, BLOCK_N]).permute([1, 0])
     part = warpgroup_mma(_operand(weights, WEIGHTS, E4M3), v, no_out, use_acc=False)
     if SCALE_BLOCK > 0:
-        part = part * descale_v
+        decay = decay * (descale_before / descale_v)
     out = out * gl.convert_layout(decay, OUT_ROW, assert_trivial=True)[:, None] + part
 
     if Shift is not None and not SOFTCAP:
@@ -246,9 +248,7 @@ def _compute(
     divisor = gl.where(empty, 1.0, total)
     lse = gl.where(empty, float("-inf"), (peak - WEIGHT) * LN2 + gl.log(divisor))
     gl.store(Lse + lse_row + rows, lse, mask=inside)
-    share = 1.0 / divisor
-    if SCALE_BLOCK == 0:
-        share = share * gl.load(DescaleV)
+    share = (descale_v if SCALE_BLOCK > 0 else gl.load(DescaleV)) / divisor
     out = out * gl.convert_layout(share, OUT_ROW, assert_trivial=True)[:, None]
     own_tile = out_tiles.index(consumer)
     own_tile.reshape([ROWS, HEAD_DIM_V]).store(out.to(out_tiles.dtype))
