@@ -121,7 +121,8 @@ class Fp8Recipe:
     instead, as SageAttention does (https://arxiv.org/abs/2410.02367): finer where values are alike, which hadamard makes them, and
     their products are exact; int8 has no NaN, what is not finite becomes 0. exclude: patterns (fnmatch) of module paths whose
     attention stays as it is ("model.layers.0.*"). smooth_k: subtract from k its mean over the sequence, which changes no weight.
-    hadamard: turn q and k by the same orthogonal matrix, which spreads outliers over the head dim and changes no score.
+    hadamard: turn q and k by the same orthogonal matrix, which spreads outliers over the head dim and changes no score. force: also
+    where FP8 was measured to be slower than the model's own dtype.
     """
 
     scaling: Scaling = CurrentScaling()
@@ -133,11 +134,12 @@ class Fp8Recipe:
     exclude: tuple[str, ...] = ()
     smooth_k: bool = False
     hadamard: bool = False
+    force: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.scaling, Scaling):
             raise _invalid("scaling", "a CurrentScaling, DelayedScaling or StaticScaling", self.scaling)
-        for name in ("forward", "backward", "smooth_k", "hadamard"):
+        for name in ("forward", "backward", "smooth_k", "hadamard", "force"):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, "True or False", getattr(self, name))
         for name in ("forward_format", "gradient_format"):

@@ -366,6 +366,14 @@ class EagerEmitter:
         node.meta["example_value"] = function(*real_args, **real_kwargs)
         return node
 
+    def leaf_call(self, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The op of the last call of a leaf op whose name begins so, and its arguments. Raises ValueError if there was none."""
+        for node in reversed(self._graph.nodes):
+            if node.op == "call_function" and str(node.target).startswith(f"attn_compiler.{name}"):
+                function: Any = node.target
+                return function, tuple(fx.map_arg(node.args, self.value))
+        raise ValueError(f"no call of {name}")
+
     def tuned(self, spec: AttentionSpec, device: torch.device) -> Tiles | None:
         """None: the tiles of the table."""
         return None

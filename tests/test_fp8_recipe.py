@@ -25,6 +25,7 @@ RECIPES = (
     Fp8Recipe(scaling=DelayedScaling(amax_compute_algo="most_recent")),
     Fp8Recipe(scaling=DelayedScaling(granularity="head")),
     Fp8Recipe(qk_format="int8"),
+    Fp8Recipe(force=True),
     Fp8Recipe(scaling=STATIC),
     Fp8Recipe(scaling=dataclasses.replace(STATIC, v=4)),
     Fp8Recipe(forward=False, backward=True),

@@ -1,0 +1,272 @@
+"""On a GPU, attention in FP8 beside bfloat16: compiled with its rounding, and the kernel alone; forward, and forward with backward.
+
+    python -m benchmarks.bench_fp8 --budget-seconds 60
+
+Times are microseconds of the GPU, as in bench_kernels.py. Each row is one side of a case's pass. "whole" is what
+torch.compile(backend="attn_compiler") makes of one attention whose q, k and v are in memory in bfloat16: in FP8 with finding scales and
+rounding, which a model's own projections and rotations may hide some of. "kernel" is the leaf op alone, on rounded tensors. `ratio` is the
+time of the first side, cuDNN in bfloat16 as PyTorch has it, over that of the row; `error` is the root mean square of the
+difference from that side's output, relative to its own.
+
+Writes benchmarks/results/fp8_h200.csv, prints a table last. Exits with 1 where something fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+from attn_compiler import CurrentScaling, Fp8Recipe
+from attn_compiler.lowerings import by_name
+from attn_compiler.lowerings.base import Operands
+from attn_compiler.target import Target
+from benchmarks import bench_kernels, harness, kernel_cases
+from benchmarks.bench_kernels import Timed
+from benchmarks.harness import BACKEND
+from benchmarks.kernel_cases import Case, EagerEmitter, Pass
+
+RESULTS = Path(__file__).parent / "results" / "fp8_h200.csv"
+BASELINE = "sdpa_cudnn"
+COLUMNS = (
+    *kernel_cases.COLUMNS,
+    *("pass", "side", "recipe", "part", "rounds", "p20_us", "p50_us", "p80_us", "tflops", "ratio", "error", "failure"),
+)
+_TOKENS, _WIDTH = 16384, 2048
+#: errors beyond these are no rounding: of out, and of gradients
+_MAX_ERROR = {"forward": 0.08, "both": 0.15}
+
+RECIPES: Mapping[str, Fp8Recipe] = {
+    "": Fp8Recipe(),
+    "per tensor": Fp8Recipe(scaling=CurrentScaling(granularity="tensor")),
+    "accurate": Fp8Recipe(smooth_k=True, hadamard=True, qk_format="int8"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """lowering: by its name. recipe: of RECIPES; None: bfloat16."""
+
+    lowering: str
+    recipe: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.lowering if not self.recipe else f"{self.lowering}, {self.recipe}"
+
+
+SIDES = (
+    Side(lowering=BASELINE),
+    Side(lowering="triton"),
+    Side(lowering="hopper_fp8", recipe=""),
+    Side(lowering="triton_fp8", recipe=""),
+    Side(lowering="cudnn_fp8", recipe="per tensor"),
+    Side(lowering="hopper_fp8", recipe="accurate"),
+    Side(lowering="triton_fp8", recipe="accurate"),
+)
+
+
+def case_of(head_dim: int, seqlen: int, *, causal: bool, window: int | None = None) -> Case:
+    """16k tokens of width 2048."""
+    mask = ("window" if window else "causal") if causal else "full"
+    heads = _WIDTH // head_dim
+    return Case(
+        name=f"{mask}_d{head_dim}_s{seqlen}",
+        batch=max(_TOKENS // seqlen, 1),
+        heads_q=heads,
+        heads_kv=heads,
+        seqlen=seqlen,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        causal=causal,
+        window=window,
+    )
+
+
+#: the most telling first
+CASES: tuple[Case, ...] = tuple(
+    case_of(head_dim, seqlen, causal=causal)
+    for seqlen in (8192, 4096, 16384, 2048, 1024)
+    for head_dim in (128, 64, 256)
+    for causal in (True, False)
+)
+
+
+# ---- sides ----------------------------------------------------------------------------------------------------------
+
+
+def attention(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """What a model of that kind calls."""
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+
+
+def compiled(case: Case, side: Side) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The same with one lowering. Raises in its first call where that is refused."""
+    options: dict[str, Any] = {"lowering": side.lowering, "strict": True}
+    if side.recipe is not None:
+        options["fp8_recipe"] = RECIPES[side.recipe]
+    function: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compile(
+        attention(case), backend=BACKEND, options=options, dynamic=False
+    )
+    return function
+
+
+def kernel(case: Case, side: Side, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    """The leaf op alone, on operands that were made before. Raises ValueError where there is no leaf op of that name."""
+    lowering, target = by_name(side.lowering), Target.current(str(q.device))
+    described = kernel_cases.spec_of(case, q, k, v, training=False)
+    spec = dataclasses.replace(described, fp8=RECIPES[side.recipe or ""])
+    emitter: Any = EagerEmitter(target)
+    nodes = {name: emitter.given(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
+    lowering.emit(emitter, spec, Operands(**nodes))
+    leaf, arguments = emitter.leaf_call(side.lowering)
+    return lambda: leaf(*arguments)[0]
+
+
+def steps(case: Case, which: Pass, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Side, str, Callable[[], Timed]]]:
+    """Every side and part of a pass, and what makes it."""
+    upstream = torch.ones_like(q) if which == "forward" else torch.randn_like(q)
+    for side in SIDES:
+        yield side, "whole", functools.partial(_whole, case, side, which, (q, k, v), upstream)
+        if which == "forward" and side.recipe in ("", "per tensor"):
+            yield side, "kernel", functools.partial(_kernel, case, side, q, k, v)
+
+
+def _whole(case: Case, side: Side, which: Pass, given: tuple[Tensor, Tensor, Tensor], upstream: Tensor) -> Timed:
+    q, k, v = (x.detach().requires_grad_(which != "forward") for x in given)
+    function = compiled(case, side)
+
+    def forward(_: None) -> Sequence[Tensor]:
+        with torch.no_grad():
+            return (function(q, k, v),)
+
+    def both(_: None) -> Sequence[Tensor]:
+        return torch.autograd.grad(function(q, k, v), (q, k, v), upstream)
+
+    return Timed(prepare=lambda: None, run=forward if which == "forward" else both)
+
+
+def _kernel(case: Case, side: Side, q: Tensor, k: Tensor, v: Tensor) -> Timed:
+    call = kernel(case, side, q, k, v)
+
+    def run(_: None) -> Sequence[Tensor]:
+        with torch.no_grad():
+            return (call(),)
+
+    return Timed(prepare=lambda: None, run=run)
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def measure(case: Case, which: Pass, *, device: str, seconds: float) -> list[dict[str, str]]:
+    """A row for each side and part; whatever fails becomes its row's `failure`."""
+    torch.compiler.reset()
+    generator = torch.Generator(device=device).manual_seed(0)
+    shape = (case.batch, case.seqlen, case.heads_q, case.head_dim)
+    q, k, v = (
+        torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).transpose(1, 2) for _ in "qkv"
+    )
+    rows: dict[str, dict[str, str]] = {}
+    timed: dict[str, Timed] = {}
+    found: dict[str, Sequence[Tensor]] = {}
+    for side, part, make in steps(case, which, q, k, v):
+        name = f"{side.name} {part}"
+        rows[name] = case.columns | {"pass": which, "side": side.lowering, "recipe": side.recipe or "", "part": part}
+        try:
+            step = make()
+            found[name] = step.run(step.prepare())
+            torch.cuda.synchronize(device)
+            timed[name] = step
+        except Exception as failure:  # noqa: BLE001 (a row of its own says so)
+            rows[name]["failure"] = bench_kernels.reason(failure, [])
+    base = f"{BASELINE} whole"
+    for name, got in found.items():
+        if base in found:
+            rows[name]["error"] = f"{max(map(_error, got, found[base])):.2g}"
+    found.clear()
+    times = bench_kernels.interleave(timed, device, seconds, rounds=(5, 60))
+    for name, values in times.items():
+        p20, p50, p80 = harness.percentiles(values)
+        rows[name] |= {"rounds": str(len(values)), "tflops": f"{case.flops(which) / p50 / 1e6:.1f}"}
+        rows[name] |= {"p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}"}
+        if base in times:
+            rows[name]["ratio"] = f"{harness.ratio(times[base], values):.3f}"
+    return list(rows.values())
+
+
+def _error(mine: Tensor, other: Tensor) -> float:
+    return float((mine.float() - other.float()).norm() / other.float().norm())
+
+
+def print_table(rows: Sequence[Mapping[str, str]]) -> None:
+    """A line for each pass of each case: TFLOP/s of every side."""
+    names = list(dict.fromkeys((row["side"], row["recipe"], row["part"]) for row in rows))
+    table = Table(title="effective TFLOP/s, medians")
+    for column in ("case", "pass", *(" ".join(filter(None, name)) for name in names)):
+        table.add_column(column)
+    for (case, which), group in itertools.groupby(rows, key=lambda row: (row["case"], row["pass"])):
+        cells = {(row["side"], row["recipe"], row["part"]): _cell(row) for row in group}
+        table.add_row(case, which, *(cells.get(name, "") for name in names))
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _cell(row: Mapping[str, str]) -> str:
+    if row.get("failure"):
+        return f"[yellow]{escape(row['failure'][:24])}"
+    is_wrong = float(row.get("error") or 0) > _MAX_ERROR[row["pass"]]
+    return f"[red]{row['tflops']} WRONG" if is_wrong else row["tflops"]
+
+
+def failures(rows: Sequence[Mapping[str, str]]) -> int:
+    """1 where a side is wrong, else 0: an exit status. A side that refuses a case is no failure."""
+    return int(any(float(row.get("error") or 0) > _MAX_ERROR[row["pass"]] for row in rows))
+
+
+def main() -> int:
+    """Measure, with the rows on disk as they come."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--append", action="store_true")
+    parser.add_argument("--cases", nargs="+", default=[case.name for case in CASES])
+    parser.add_argument("--passes", nargs="+", choices=("forward", "both"), default=["forward", "both"])
+    parser.add_argument("--seconds", type=float, default=0.3, help="for all sides of one pass of a case")
+    parser.add_argument("--budget-seconds", type=float, default=600.0)
+    parser.add_argument(
+        "--shard", default="0/1", help="i/n: every n-th pass from the i-th on; fills compilation caches side by side"
+    )
+    parser.add_argument("--commit")
+    given = parser.parse_args()
+    device = "cuda"
+    environment = harness.environment(device, given.commit)
+    file = harness.CsvFile(given.output, [*COLUMNS, *environment], append=given.append)
+    index, count = map(int, given.shard.split("/"))
+    jobs = [(case, which) for which in given.passes for case in CASES if case.name in given.cases][index::count]
+    deadline = time.perf_counter() + given.budget_seconds
+    with Progress(console=Console(stderr=True)) as progress:
+        for case, which in progress.track(jobs, description="cases"):
+            if time.perf_counter() > deadline:
+                break
+            for row in measure(case, which, device=device, seconds=given.seconds):
+                file.add(row | environment)
+    print_table(file.rows)
+    return failures(file.rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""On a GPU, a Llama-like model's training step and prefill with attention in FP8, beside our own bfloat16.
+
+    python -m benchmarks.bench_fp8_models --budget-seconds 120
+
+Eight layers with heads of 128 or 64 in bfloat16, 8192 and 16384 tokens, random weights. All sides are compiled by our backend and take
+turns, call by call. Milliseconds of the GPU; `ratio` is bfloat16's time over that of the row, `memory_gb` the most that one step
+allocates, `difference` that of the outputs' root mean square from bfloat16's. Writes benchmarks/results/fp8_models_h200.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import nn
+
+import attn_compiler
+from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
+from benchmarks import bench_kernels, harness
+from benchmarks.harness import BACKEND
+
+RESULTS = Path(__file__).parent / "results" / "fp8_models_h200.csv"
+BASELINE = "bfloat16"
+KEYS = ("scenario", "layers", "hidden", "heads", "head_dim", "batch", "seqlen", "side")
+MEASURED = ("lowerings", "rounds", "p20_ms", "p50_ms", "p80_ms", "ratio", "memory_gb", "difference", "failure")
+COLUMNS = (*KEYS, *MEASURED)
+
+SIDES: Mapping[str, Fp8Recipe | None] = {
+    BASELINE: None,
+    "fp8, per block": Fp8Recipe(force=True),
+    "fp8, per tensor": Fp8Recipe(scaling=CurrentScaling(granularity="tensor"), force=True),
+    "fp8, delayed": Fp8Recipe(scaling=DelayedScaling(), force=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """training: a step without the optimizer; else a prefill. lowerings: of FP8, in this order; None: our own choice."""
+
+    training: bool
+    hidden: int
+    heads: int
+    batch: int
+    seqlen: int
+    layers: int = 8
+
+    @property
+    def columns(self) -> dict[str, str]:
+        sizes = {name: str(getattr(self, name)) for name in ("layers", "hidden", "heads", "batch", "seqlen")}
+        return {
+            "scenario": "training" if self.training else "prefill",
+            "head_dim": str(self.hidden // self.heads),
+        } | sizes
+
+
+SCENARIOS = (
+    Scenario(training=True, hidden=2048, heads=16, batch=2, seqlen=8192),
+    Scenario(training=True, hidden=1024, heads=8, batch=2, seqlen=8192),
+    Scenario(training=False, hidden=2048, heads=16, batch=2, seqlen=8192),
+    Scenario(training=True, hidden=1024, heads=8, batch=1, seqlen=16384),
+    Scenario(training=False, hidden=1024, heads=8, batch=1, seqlen=16384),
+    Scenario(training=True, hidden=2048, heads=32, batch=2, seqlen=8192),
+)
+
+
+def model_of(scenario: Scenario, device: str) -> nn.Module:
+    """Without a head: its logits would take most of the memory."""
+    from transformers import LlamaConfig, LlamaModel
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=scenario.hidden,
+        intermediate_size=scenario.hidden * 8 // 3 // 128 * 128,
+        num_hidden_layers=scenario.layers,
+        num_attention_heads=scenario.heads,
+        num_key_value_heads=scenario.heads,
+        vocab_size=1024,
+        max_position_embeddings=scenario.seqlen,
+        use_cache=False,
+    )
+    model: nn.Module = LlamaModel(config).to(device, torch.bfloat16)
+    return model.train(scenario.training)
+
+
+def measure(scenario: Scenario, *, device: str, seconds: float, sides: Sequence[str]) -> list[dict[str, str]]:
+    """A row for each side; whatever fails becomes its row's `failure`."""
+    torch.compiler.reset()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 1024, (scenario.batch, scenario.seqlen), generator=generator).to(device)
+    model = model_of(scenario, device)
+    rows: dict[str, dict[str, str]] = {}
+    steps: dict[str, harness.Step] = {}
+    outputs: dict[str, torch.Tensor] = {}
+    for name in sides:
+        rows[name] = scenario.columns | {"side": name}
+        recipe = SIDES[name]
+        options: dict[str, Any] = {} if recipe is None else {"fp8_recipe": recipe}
+        try:
+            compiled: Any = torch.compile(model, backend=BACKEND, options=options, dynamic=False)
+            step = harness.make_step(compiled, {"input_ids": tokens}, training=scenario.training)
+            outputs[name] = step()
+            rows[name]["lowerings"] = _lowerings()
+            step()
+            torch.cuda.reset_peak_memory_stats(device)
+            step()
+            torch.cuda.synchronize(device)
+            rows[name]["memory_gb"] = f"{torch.cuda.max_memory_allocated(device) / 2**30:.2f}"
+            steps[name] = step
+        except Exception as failure:  # noqa: BLE001 (a row of its own says so)
+            rows[name]["failure"] = bench_kernels.reason(failure, [])
+        model.zero_grad(set_to_none=True)
+    for name, out in outputs.items():
+        if BASELINE in outputs:
+            exact = outputs[BASELINE].float()
+            rows[name]["difference"] = f"{float((out.float() - exact).norm() / exact.norm()):.3g}"
+    outputs.clear()
+    times = harness.interleave(steps, device, seconds=seconds, max_rounds=60) if steps else {}
+    for name, values in times.items():
+        p20, p50, p80 = harness.percentiles(values)
+        rows[name] |= {"rounds": str(len(values))}
+        rows[name] |= {"p20_ms": f"{p20:.3f}", "p50_ms": f"{p50:.3f}", "p80_ms": f"{p80:.3f}"}
+        if BASELINE in times:
+            rows[name]["ratio"] = f"{harness.ratio(times[BASELINE], values):.3f}"
+    del model, steps
+    gc.collect()
+    torch.cuda.empty_cache()
+    return list(rows.values())
+
+
+def _lowerings() -> str:
+    """Of the newest report."""
+    report = attn_compiler.reports()[-1]
+    names = {site.decision.lowering for site in report.sites if site.decision is not None}
+    return ", ".join(sorted(names))
+
+
+def print_table(rows: Sequence[Mapping[str, str]]) -> None:
+    """Every row."""
+    table = Table(title="milliseconds, medians; ratio above 1: faster than bfloat16")
+    names = (
+        *KEYS[:1],
+        "hidden",
+        "head_dim",
+        "seqlen",
+        "side",
+        "lowerings",
+        "p50_ms",
+        "ratio",
+        "memory_gb",
+        "difference",
+    )
+    for name in (*names, "failure"):
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*(row.get(name, "") for name in names), row.get("failure", "")[:60])
+    Console(width=None if sys.stdout.isatty() else 190).print(table)
+
+
+def main() -> int:
+    """Measure, with the rows on disk as they come."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--append", action="store_true")
+    parser.add_argument("--sides", nargs="+", choices=tuple(SIDES), default=list(SIDES))
+    parser.add_argument("--seconds", type=float, default=2.0, help="for all sides of a scenario")
+    parser.add_argument("--budget-seconds", type=float, default=600.0)
+    parser.add_argument("--shard", default="0/1", help="i/n: every n-th scenario from the i-th on")
+    parser.add_argument("--commit")
+    given = parser.parse_args()
+    device = "cuda"
+    environment = harness.environment(device, given.commit)
+    file = harness.CsvFile(given.output, [*COLUMNS, *environment], append=given.append)
+    index, count = map(int, given.shard.split("/"))
+    deadline = time.perf_counter() + given.budget_seconds
+    with Progress(console=Console(stderr=True)) as progress:
+        for scenario in progress.track(SCENARIOS[index::count], description="scenarios"):
+            if time.perf_counter() > deadline:
+                break
+            for row in measure(scenario, device=device, seconds=given.seconds, sides=given.sides):
+                file.add(row | environment)
+    print_table(file.rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
