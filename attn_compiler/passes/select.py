@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from attn_compiler.lowerings import by_name, priorities
+import dataclasses
+
+from attn_compiler.lowerings import by_name, fp8_speed, priorities
 from attn_compiler.options import Options
 from attn_compiler.passes import fp8_sites
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.unit import Unit
-from attn_compiler.report import Decision, Refusal
+from attn_compiler.report import Decision, Reason, Refusal
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -31,11 +33,20 @@ def decide(spec: AttentionSpec, target: Target, options: Options) -> Decision:
     """The lowering for a spec on a target. Reads nothing else: no environment, no tensor values, no globals."""
     refusals: list[Refusal] = []
     for name in _candidates(spec, target, options):
-        reasons = by_name(name).why_not(spec, target)
+        reasons = by_name(name).why_not(spec, target) or _slower(name, spec, target, options)
         if not reasons:
             return Decision(lowering=name, refusals=tuple(refusals))
         refusals.append(Refusal(lowering=name, reasons=tuple(reasons)))
     return Decision(lowering=UNTOUCHED, refusals=tuple(refusals))
+
+
+def _slower(name: str, spec: AttentionSpec, target: Target, options: Options) -> list[Reason]:
+    """Why FP8 does not pay here, unless it was asked for by name."""
+    is_named = options.lowering is not None or options.lowerings is not None
+    if name not in priorities.FP8 or spec.fp8 is None or spec.fp8.force or is_named:
+        return []
+    other = decide(dataclasses.replace(spec, fp8=None), target, options)
+    return fp8_speed.check(spec, target, name, other.lowering)
 
 
 def _candidates(spec: AttentionSpec, target: Target, options: Options) -> tuple[str, ...]:

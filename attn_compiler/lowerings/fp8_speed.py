@@ -1,0 +1,92 @@
+"""Whether FP8 is faster than the model's own dtype for a shape: by what was measured, which `python -m benchmarks.fp8_rows` writes down.
+
+fp8_sm90.csv holds effective TFLOP/s of whole attentions on an H200, in FP8 with finding scales and rounding, and in bfloat16 beside them.
+The nearest length of the same sort of mask and head dim speaks for a shape. What has no row is not refused.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from attn_compiler.lowerings import shape_class
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+MEASURED = Path(__file__).with_name("fp8_sm90.csv")
+#: columns of MEASURED, in its order
+COLUMNS = ("lowering", "mask", "head_dim_from", "head_dim_to", "seqlen", "training", "tflops", "since", "case")
+_SM = 90
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One lowering's speed. training: of forward and backward together. since: the date of the measurement."""
+
+    lowering: str
+    mask: str
+    head_dims: tuple[int, int]
+    seqlen: int
+    training: bool
+    tflops: float
+    since: str
+
+    def fits(self, lowering: str, spec: AttentionSpec) -> bool:
+        """Whether it is of that lowering, mask, head dim and pass."""
+        shape = shape_class.of(spec)
+        first, last = self.head_dims
+        return (
+            self.lowering == lowering
+            and self.mask == shape.mask
+            and self.training == spec.needs_grad
+            and shape.head_dim is not None
+            and first <= shape.head_dim <= last
+        )
+
+
+@functools.cache
+def rows() -> tuple[Row, ...]:
+    """Of MEASURED."""
+    with MEASURED.open(newline="") as file:
+        return tuple(map(_row, csv.DictReader(file)))
+
+
+def _row(line: Mapping[str, str]) -> Row:
+    return Row(
+        lowering=line["lowering"],
+        mask=line["mask"],
+        head_dims=(int(line["head_dim_from"]), int(line["head_dim_to"])),
+        seqlen=int(line["seqlen"]),
+        training=line["training"] == "yes",
+        tflops=float(line["tflops"]),
+        since=line["since"],
+    )
+
+
+def estimate(lowering: str, spec: AttentionSpec) -> Row | None:
+    """What was measured nearest to a spec; None for unknown lengths, or if there is nothing like it."""
+    seqlens = shape_class.of(spec).seqlens
+    if seqlens is None:
+        return None
+    length = math.log(max(seqlens[1], 1))
+    found = [row for row in rows() if row.fits(lowering, spec)]
+    return min(found, key=lambda row: abs(math.log(row.seqlen) - length), default=None)
+
+
+def check(spec: AttentionSpec, target: Target, lowering: str, other: str) -> list[Reason]:
+    """Refuses a lowering in FP8 that was slower than `other`, which the site gets without a recipe."""
+    mine, its = estimate(lowering, spec), estimate(other, spec)
+    if target.sm != _SM or mine is None or its is None or mine.tflops > its.tflops:
+        return []
+    passes = "forward and backward" if spec.needs_grad else "forward"
+    observed = (
+        f"{lowering} with rounding {mine.tflops:.0f} TFLOP/s (S {mine.seqlen}), {other} in {spec.dtype} {its.tflops:.0f} "
+        f"(S {its.seqlen}); {passes}, H200, {mine.since}"
+    )
+    remedy = "give Fp8Recipe(force=True)"
+    return [Reason(rule="FP8 is faster than the model's dtype for such a shape", observed=observed, remedy=remedy)]

@@ -1,0 +1,105 @@
+"""Make the rows that say where FP8 is faster, from what bench_fp8.py and bench_select.py measured.
+
+    python -m benchmarks.fp8_rows
+
+Reads benchmarks/results/fp8_h200.csv and select_h200.csv, and writes attn_compiler/lowerings/fp8_sm90.csv: effective TFLOP/s of each
+lowering for each case. Lowerings that only the second file has are placed by their speed relative to cuDNN's of that file, since
+the two were measured at different times.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from attn_compiler.lowerings import fp8_speed
+from benchmarks import bench_fp8, bench_select
+
+#: head dims that a measured one stands for
+HEAD_DIMS = {64: (33, 64), 128: (65, 128), 256: (129, 256)}
+#: recipes whose rows say how fast a lowering is
+_RECIPES = ("", "per tensor")
+_OTHERS = ("fa4", "cudnn")
+
+#: TFLOP/s by lowering, of a case and whether it is training
+Speeds = dict[tuple[str, bool], dict[str, float]]
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a file; none if there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def measured(rows: Sequence[Mapping[str, str]]) -> Speeds:
+    """Of bench_fp8.py. The newest row of a side counts."""
+    found: Speeds = {}
+    for row in rows:
+        if row["part"] == "whole" and row["recipe"] in _RECIPES and row.get("tflops"):
+            found.setdefault((row["case"], row["pass"] == "both"), {})[row["side"]] = float(row["tflops"])
+    return found
+
+
+def beside(rows: Sequence[Mapping[str, str]]) -> Speeds:
+    """Of bench_select.py: forward, and forward with backward, by case and side."""
+    microseconds: dict[tuple[str, str], dict[str, float]] = {}
+    flops: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if row.get("p50_us"):
+            key = (row["case"], row["pass"])
+            microseconds.setdefault(key, {})[row["side"]] = float(row["p50_us"])
+            flops[key] = float(row["p50_us"]) * float(row["tflops"])
+    found: Speeds = {}
+    for (case, which), sides in microseconds.items():
+        if which != "forward":
+            continue
+        found[case, False] = {side: flops[case, which] / took for side, took in sides.items()}
+        backward = microseconds.get((case, "backward"), {})
+        total = flops[case, which] + flops.get((case, "backward"), 0.0)
+        found[case, True] = {side: total / (took + backward[side]) for side, took in sides.items() if side in backward}
+    return found
+
+
+def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Rows of fp8_speed.MEASURED."""
+    facts = {row["case"]: row for row in fp8}
+    others = beside(select)
+    found = []
+    for (case, training), speeds in measured(fp8).items():
+        merged = dict(speeds)
+        other = others.get((case, training), {})
+        if bench_fp8.BASELINE in other and bench_fp8.BASELINE in speeds:
+            share = speeds[bench_fp8.BASELINE] / other[bench_fp8.BASELINE]
+            merged |= {name: other[name] * share for name in _OTHERS if name in other and name not in merged}
+        first, last = HEAD_DIMS[int(facts[case]["head_dim"])]
+        for lowering, tflops in merged.items():
+            found.append(
+                {
+                    "lowering": lowering,
+                    "mask": case.split("_")[0],
+                    "head_dim_from": str(first),
+                    "head_dim_to": str(last),
+                    "seqlen": facts[case]["seqlen"],
+                    "training": "yes" if training else "no",
+                    "tflops": f"{tflops:.0f}",
+                    "since": facts[case]["date"],
+                    "case": case,
+                }
+            )
+    return found
+
+
+def main() -> None:
+    """Write the file anew."""
+    rows = rows_of(read(bench_fp8.RESULTS), read(bench_select.RESULTS))
+    with fp8_speed.MEASURED.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fp8_speed.COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from benchmarks import bench_fp8
+from benchmarks.bench_fp8 import Side
+
+
+def test_cases_are_of_one_size() -> None:
+    assert {case.batch * case.seqlen * case.heads_q * case.head_dim for case in bench_fp8.CASES} == {16384 * 2048}
+    assert len({case.name for case in bench_fp8.CASES}) == len(bench_fp8.CASES)
+
+
+def test_a_kernel_alone_gives_what_its_lowering_gives() -> None:
+    case = dataclasses.replace(bench_fp8.case_of(64, 8192, causal=True), batch=1, heads_q=2, heads_kv=2, seqlen=96)
+    q, k, v = (torch.randn(1, 96, 2, 64).half().transpose(1, 2) for _ in "qkv")
+    side = Side(lowering="reference_fp8", recipe="")
+    alone, whole = bench_fp8.kernel(case, side, q, k, v)(), bench_fp8.compiled(case, side)(q, k, v)
+    torch.testing.assert_close(alone, whole, rtol=0, atol=0.02)
+
+
+def test_a_wrong_side_is_marked_and_fails() -> None:
+    good = {"case": "a", "pass": "forward", "side": "x", "recipe": "", "part": "whole", "error": "0.03", "tflops": "1"}
+    assert bench_fp8.failures([good]) == 0
+    assert bench_fp8.failures([good, good | {"error": "0.5"}]) == 1
+    assert "WRONG" in bench_fp8._cell(good | {"error": "0.5"})
+    bench_fp8.print_table([good])

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from benchmarks import fp8_rows
+
+FP8 = [
+    {"case": "causal_d128_s8192", "head_dim": "128", "seqlen": "8192", "date": "2026-11-21", "recipe": "", "part": part}
+    | {"pass": "forward", "side": side, "tflops": tflops}
+    for side, part, tflops in (
+        ("sdpa_cudnn", "whole", "600"),
+        ("hopper_fp8", "whole", "700"),
+        ("hopper_fp8", "kernel", "800"),
+        ("triton_fp8", "whole", ""),
+    )
+]
+SELECT = [
+    {"case": "causal_d128_s8192", "pass": which, "side": side, "p50_us": us, "tflops": tflops}
+    for which, side, us, tflops in (
+        ("forward", "sdpa_cudnn", "1000", "500"),
+        ("forward", "fa4", "800", "625"),
+        ("backward", "sdpa_cudnn", "2500", "500"),
+        ("backward", "fa4", "2000", "625"),
+    )
+]
+
+
+def test_speeds_of_another_run_are_placed_beside_cudnns() -> None:
+    rows = {row["lowering"]: row for row in fp8_rows.rows_of(FP8, SELECT)}
+    assert {name: row["tflops"] for name, row in rows.items()} == {
+        "sdpa_cudnn": "600",
+        "hopper_fp8": "700",
+        "fa4": "750",
+    }
+    assert rows["fa4"]["training"] == "no"
+    assert (rows["fa4"]["head_dim_from"], rows["fa4"]["head_dim_to"]) == ("65", "128")
+
+
+def test_training_is_forward_and_backward_together() -> None:
+    both = [row | {"pass": "both"} for row in FP8]
+    rows = {row["lowering"]: row for row in fp8_rows.rows_of(both, SELECT)}
+    assert rows["fa4"]["tflops"] == "750"
+    assert {row["training"] for row in rows.values()} == {"yes"}

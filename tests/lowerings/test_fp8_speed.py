@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_compiler import Fp8Recipe
+from attn_compiler.lowerings import fp8_speed, priorities
+from attn_compiler.masks import MaskSpec
+from attn_compiler.options import Options
+from attn_compiler.passes import select
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+from tests.lowerings.specs import CAUSAL, make_spec
+
+H200 = Target.fake(sm=90)
+LINES = """\
+lowering,mask,head_dim_from,head_dim_to,seqlen,training,tflops,since,case
+hopper_fp8,causal,65,128,1024,no,300,2026-11-21,causal_d128_s1024
+sdpa_cudnn,causal,65,128,1024,no,430,2026-11-21,causal_d128_s1024
+hopper_fp8,causal,65,128,8192,no,740,2026-11-21,causal_d128_s8192
+sdpa_cudnn,causal,65,128,8192,no,608,2026-11-21,causal_d128_s8192
+fa4,causal,65,128,8192,no,760,2026-11-21,causal_d128_s8192
+hopper_fp8,causal,65,128,8192,yes,500,2026-11-21,causal_d128_s8192
+"""
+
+
+@pytest.fixture(autouse=True)
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    path = tmp_path / "rows.csv"
+    path.write_text(LINES)
+    monkeypatch.setattr(fp8_speed, "MEASURED", path)
+    fp8_speed.rows.cache_clear()
+    yield
+    fp8_speed.rows.cache_clear()
+
+
+def asked(seqlen: int, **given: Any) -> AttentionSpec:
+    sizes: dict[str, Any] = {"mask": CAUSAL, "head_dim": 128, "needs_grad": False} | given
+    spec = make_spec(seqlen_q=seqlen, seqlen_kv=seqlen, **sizes)
+    return dataclasses.replace(spec, fp8=Fp8Recipe())
+
+
+def test_it_is_refused_where_it_was_slower_with_both_speeds() -> None:
+    (reason,) = fp8_speed.check(asked(1200), H200, "hopper_fp8", "sdpa_cudnn")
+    assert "300 TFLOP/s" in reason.observed
+    assert "430" in reason.observed
+    assert reason.remedy is not None
+    assert "force" in reason.remedy
+    assert fp8_speed.check(asked(6000), H200, "hopper_fp8", "sdpa_cudnn") == []
+
+
+def test_it_is_held_against_what_the_site_would_get() -> None:
+    assert fp8_speed.check(asked(8192), H200, "hopper_fp8", "fa4") != []
+    assert fp8_speed.check(asked(8192), H200, "hopper_fp8", "triton") == []
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [asked(1200, mask=MaskSpec()), asked(1200, head_dim=64), asked(1200, needs_grad=True)],
+    ids=["another mask", "another head dim", "training"],
+)
+def test_what_was_not_measured_is_not_refused(spec: AttentionSpec) -> None:
+    assert fp8_speed.check(spec, H200, "hopper_fp8", "sdpa_cudnn") == []
+
+
+def test_other_machines_were_not_measured() -> None:
+    assert fp8_speed.check(asked(1200), Target.fake(sm=100), "hopper_fp8", "sdpa_cudnn") == []
+
+
+def test_the_choice_goes_by_it_unless_it_is_forced() -> None:
+    slow = asked(1200)
+    decision = select.decide(slow, H200, Options())
+    assert "hopper_fp8" in [refusal.lowering for refusal in decision.refusals]
+    forced = dataclasses.replace(slow, fp8=Fp8Recipe(force=True))
+    assert select.decide(forced, H200, Options()).lowering == "hopper_fp8"
+    assert select.decide(slow, H200, Options(lowering="hopper_fp8")).lowering == "hopper_fp8"
+    assert select.decide(asked(8192), H200, Options()).lowering == "hopper_fp8"
+
+
+def test_names_of_the_file_are_lowerings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_speed, "MEASURED", Path(fp8_speed.__file__).with_name("fp8_sm90.csv"))
+    fp8_speed.rows.cache_clear()
+    known = set(priorities.FP8) | {"sdpa_cudnn", "triton", "fa4", "cudnn"}
+    assert {row.lowering for row in fp8_speed.rows()} <= known
