@@ -86,8 +86,8 @@ def assert_near(
         assert all(x[lengths.index(0)].abs().max() == 0 for x in found)
 
 
-@pytest.mark.parametrize("mask", ["full", "causal", "window"])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 96, 192, 256])
 def test_head_dims(head_dim: int, mask: str) -> None:
     assert_near(mask, RECIPE, (2, 4, 4, 512, head_dim))
 
