@@ -296,3 +296,24 @@ def test_the_raw_stream_is_the_current_one() -> None:
 def test_without_cuda_there_is_no_stream() -> None:
     with pytest.raises(RuntimeError, match="cuda:0 has no stream"):
         torch_compat.current_raw_stream(0)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="is about builds without CUDA")
+def test_without_cuda_no_device_is_the_current_one() -> None:
+    with pytest.raises(RuntimeError, match="no device is the current one"):
+        torch_compat.current_cuda_device()
+
+
+@pytest.mark.gpu
+def test_the_current_device_is_torchs() -> None:
+    assert torch_compat.current_cuda_device() == torch.cuda.current_device()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_allocator_gives_a_new_tensor_each_time(device: str) -> None:
+    make = torch_compat.allocator((2, 3), (1, 2), torch.bfloat16, device)
+    first, second = make(), make()
+    assert first.data_ptr() != second.data_ptr()
+    like = torch_compat.empty_strided((2, 3), (1, 2), torch.bfloat16, device)
+    for made in (first, second):
+        assert (made.shape, made.stride(), made.dtype, made.device) == (like.shape, (1, 2), torch.bfloat16, like.device)
