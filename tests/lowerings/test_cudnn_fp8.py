@@ -115,6 +115,21 @@ def test_sites_that_it_refuses(changes: dict[str, Any], expected: str) -> None:
     assert expected in why_not(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_counted"),
+    [
+        ({"seqlen_q": 201, "seqlen_kv": 201}, True),
+        ({"seqlen_q": 256, "seqlen_kv": 200}, True),
+        ({"seqlen_q": 256, "seqlen_kv": 256}, False),
+        ({"seqlen_q": 201, "seqlen_kv": 201, "recipe": RECIPE}, False),
+        ({"seqlen_q": 201, "seqlen_kv": 201, "needs_grad": False}, False),
+    ],
+)
+def test_a_backward_in_fp8_is_told_where_the_keys_end(changes: dict[str, Any], is_counted: bool) -> None:
+    call = cudnn_fp8._call(spec_of(**{**IN_FP8, **changes}), TARGET)
+    assert (call.lengths, call.counted, call.may_be_empty) == (is_counted, is_counted, False)
+
+
 def test_a_tile_without_a_valid_key_would_not_end() -> None:
     """A window may lie beyond a row's length (known_bad, "fp8_hang")."""
     given = padded()

@@ -101,6 +101,7 @@ def test_head_dims(head_dim: int, mask: str) -> None:
         ("causal", (2, 8, 2, 512, 128), None),
         ("causal", (2, 4, 4, 500, 128), None),
         ("full", (2, 8, 1, 201, 128), None),
+        ("full", (2, 4, 4, 192, 128), None),
         ("window", (1, 4, 4, 1000, 128), None),
         ("lengths", (2, 4, 4, 512, 128), [512, 100]),
         ("lengths", (3, 8, 2, 512, 128), [0, 1, 300]),
@@ -129,16 +130,17 @@ def test_recipes(recipe: Fp8Recipe) -> None:
 @pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}])
 @pytest.mark.parametrize("backward", [False, True])
 def test_steps_with_delayed_scaling_build_no_plan_and_compile_nothing(backward: bool, options: dict[str, Any]) -> None:
-    recipe = Fp8Recipe(scaling=DelayedScaling(amax_history_len=2), backward=backward)
+    recipe = Fp8Recipe(scaling=DelayedScaling(amax_history_len=4), backward=backward)
     function = compiled("causal", recipe, **options)
     unused = torch.tensor([0], device=DEVICE)
     before = builds = 0
     for step in range(12):
-        given = [(x.detach() * (1 + step % 3)).requires_grad_() for x in tensors(1, 4, 4, 512, 128)]
+        given = [(x.detach() * (1 + step % 3 / 10)).requires_grad_() for x in tensors(1, 4, 4, 512, 128)]
         upstream = torch.randn(1, 4, 512, 128, device=DEVICE)
         found = [x.clone() for x in results(function, given, unused, upstream)]
         if step == 3:
             before, builds = len(attn_compiler.reports()), cudnn_frontend.PLANS.counts.builds
     assert (len(attn_compiler.reports()), cudnn_frontend.PLANS.counts.builds) == (before, builds)
     right = results(attention("causal"), [x.detach().float().requires_grad_() for x in given], unused, upstream)
-    assert all((a - b).norm() / b.norm() < 0.2 for a, b in zip(found, right, strict=True))
+    off = [((a - b).norm() / b.norm()).item() for a, b in zip(found, right, strict=True)]
+    assert max(off) < 0.15, f"off by {off} of the norm"
