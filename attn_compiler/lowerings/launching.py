@@ -1,13 +1,14 @@
 """Launches Triton kernels with little work for the host. Imports triton, so it comes late.
 
 Triton's own launch binds and specialises every argument in Python, each time. Here calls whose tensors lie alike share what
-follows from that: a compiled kernel, its numbers, the outputs' strides. A further call only fills in addresses. On an H200
-machine a launch through `CompiledKernel.__getitem__` took 11 µs, of which the driver's own is 5, and through `run` 6.5.
+follows from that: a compiled kernel, its numbers, the outputs' strides. A further call only fills in addresses, and where nothing
+but kernels ran, the whole of it is replayed. On an H200 machine a launch through `CompiledKernel.__getitem__` took 11 µs, of which
+the driver's own is 5, and through `run` 6.5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -16,6 +17,7 @@ import triton
 
 from attn_compiler.lowerings.on_device import Empty, Known
 from attn_compiler.lowerings.triton_plan import Tile
+from attn_compiler.torch_compat import current_cuda_device
 
 #: bytes whose elements a thread may load at once
 VECTOR = 16
@@ -36,7 +38,7 @@ class Arguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ready:
+class Ready:
     """A compiled kernel and its arguments, all but the addresses. where: position and name of each tensor."""
 
     kernel: Any
@@ -46,17 +48,47 @@ class _Ready:
     where: tuple[tuple[int, str], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """A call that allocates and launches, and does nothing else. Tensors are counted: the inputs, then what is allocated.
+
+    launches: a kernel, its grid, its arguments, and of those that are addresses position and tensor. returned: which tensors.
+    """
+
+    device: int
+    allocate: tuple[Callable[[], torch.Tensor], ...]
+    launches: tuple[tuple[Any, Grid, list[Any], tuple[tuple[int, int], ...]], ...]
+    returned: tuple[int, ...]
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What is returned, of inputs that lie like those of the first call."""
+        device = self.device
+        if current_cuda_device() != device:
+            with torch.cuda.device(device):
+                return self.run(inputs)
+        tensors = [*inputs, *[make() for make in self.allocate]]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        for compiled, grid, first, where in self.launches:
+            values = first.copy()
+            for position, tensor in where:
+                values[position] = addresses[tensor]
+            start(compiled, grid, device, values)
+        return [tensors[i] for i in self.returned]
+
+
+@dataclass(kw_only=True)
 class Alike:
     """Calls of one text whose tensors have the same shapes, strides, dtypes, device and alignment.
 
-    launches: by the identity of the kernel, whose own hash is that of its source. empties: what a call allocates.
+    launches: by the identity of the kernel, whose own hash is that of its source. empties: what a call allocates. replay: for further
+    calls, if that is all there is to them.
     """
 
     device: torch.device
-    launches: dict[tuple[int, str], _Ready] = field(default_factory=dict)
+    launches: dict[tuple[int, str], Ready] = field(default_factory=dict)
     empties: dict[str, Empty] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    replay: Replay | None = None
 
     def empty(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """make(), or an unfilled tensor like the one that it gave first. Allocates on the current device."""
@@ -72,6 +104,23 @@ class Alike:
         if name not in self.facts:
             self.facts[name] = find()
         return cast(T, self.facts[name])
+
+    def keep(self, ran: Sequence[Ready | None], *, inputs: Iterable[str], returned: Iterable[str]) -> None:
+        """Replay further calls. ran: what `launch` gave, in order. inputs, returned: names of tensors."""
+        index = {name: i for i, name in enumerate([*inputs, *self.empties])}
+        if self.device.index is None or any(ready is None for ready in ran):
+            return
+        launches = [
+            (ready.compiled, ready.grid, ready.values, tuple((i, index[name]) for i, name in ready.where))
+            for ready in ran
+            if ready is not None
+        ]
+        self.replay = Replay(
+            device=self.device.index,
+            allocate=tuple(empty.make for empty in self.empties.values()),
+            launches=tuple(launches),
+            returned=tuple(index[name] for name in returned),
+        )
 
 
 _ALIKE: Known[Alike] = Known()
@@ -91,8 +140,8 @@ def launch(
     tensors: Mapping[str, torch.Tensor],
     arguments: Callable[[], Arguments],
     part: str = "",
-) -> None:
-    """Run a kernel on the current device, which has to be the tensors'.
+) -> Ready | None:
+    """Run a kernel on the current device, which has to be the tensors'. Gives what a further launch needs, if that can be kept.
 
     tensors: of the call, by name. arguments: is asked the first time only, so it may depend on nothing but `same`. part: tells
     launches of one kernel in one call apart.
@@ -102,14 +151,15 @@ def launch(
         first = _first_launch(kernel, tensors, arguments())
         if first is not None:
             same.launches[id(kernel), part] = first
-        return
+        return first
     values = ready.values.copy()
     for position, name in ready.where:
         values[position] = tensors[name].data_ptr()
     start(ready.compiled, ready.grid, same.device.index, values)
+    return ready
 
 
-def _first_launch(kernel: Any, tensors: Mapping[str, torch.Tensor], found: Arguments) -> _Ready | None:
+def _first_launch(kernel: Any, tensors: Mapping[str, torch.Tensor], found: Arguments) -> Ready | None:
     """What further launches need; None if there is nothing to launch, or nothing to keep of it."""
     if 0 in found.grid:
         return None
@@ -121,7 +171,7 @@ def _first_launch(kernel: Any, tensors: Mapping[str, torch.Tensor], found: Argum
     names = kernel.arg_names
     where = tuple((i, source) for i, name in enumerate(names) if (source := found.tensors.get(name)) is not None)
     values = [found.numbers.get(name) for name in names]
-    return _Ready(kernel=kernel, compiled=compiled, grid=found.grid, values=values, where=where)
+    return Ready(kernel=kernel, compiled=compiled, grid=found.grid, values=values, where=where)
 
 
 def start(compiled: Any, grid: Grid, device: int | None, values: Sequence[Any]) -> None:

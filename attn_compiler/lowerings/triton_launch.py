@@ -9,15 +9,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import triton
 
-from attn_compiler.lowerings.kernels import backward, bias_backward, kv_backward
+from attn_compiler.lowerings import triton_launch_added
+from attn_compiler.lowerings.kernels import backward, kv_backward
 from attn_compiler.lowerings.kernels import forward as forward_kernels
-from attn_compiler.lowerings.launching import Alike, Arguments, Grid, alike, launch
+from attn_compiler.lowerings.launching import Alike, Arguments, Grid, Ready, alike, launch
 from attn_compiler.lowerings.on_device import on
 from attn_compiler.lowerings.ops import empty_gradient, empty_outputs
 from attn_compiler.lowerings.triton_arguments import (
@@ -31,17 +32,10 @@ from attn_compiler.lowerings.triton_arguments import (
     prepare,
     strides,
 )
-from attn_compiler.lowerings.triton_plan import Tile
 
-#: of the bias kernels, whose tiles do not depend on the lists: up to so many head dims, in half precision
-_BIAS_TILES = {
-    64: Tile(queries=64, keys=64, warps=4, stages=2),
-    # Two stages spill: 2296 µs instead of 1659 on an H200 (B 8, H 16, S 2048, D 128).
-    128: Tile(queries=64, keys=64, warps=4, stages=1),
-}
-_BIAS_TILE_SMALL = Tile(queries=32, keys=32, warps=4, stages=1)
 _STATS_BLOCK = 64
 _NARROW = 64
+_BACKWARD_INPUTS = ("Q", "K", "V", "GradOut", "GradLse", "Out", "Lse")
 #: a learned bias' backward keeps the scores' gradients up to this size, and beyond takes their products again: see `_add_scores`
 _MOST_KEPT_BYTES = 2 << 30
 # Elements: rows of the kept scores begin at whole vectors.
@@ -52,15 +46,21 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, as `ops.LEAF_SCHEMA` says."""
+    inputs = (q, k, v, *operands)
+    same = alike(text, inputs)
+    if same.replay is not None:
+        out, lse = same.replay.run(inputs)
+        return out, lse
     prepared = prepare(text)
-    same = alike(text, (q, k, v, *operands))
     if same.fact("misaligned", lambda: _misaligned(q, k, v)):
         return forward(readable(q), readable(k), readable(v), operands, text)
     tensors = {"Q": q, "K": k, "V": v, **prepared.named(operands)}
     with on(q.device):
         tensors["Out"] = same.empty("Out", lambda: empty_outputs(q, v)[0])
         tensors["Lse"] = same.empty("Lse", lambda: empty_outputs(q, v)[1])
-        launch(forward_kernels.attention_forward, same, tensors, functools.partial(_forward, prepared, tensors))
+        arguments = functools.partial(_forward, prepared, tensors)
+        ran = launch(forward_kernels.attention_forward, same, tensors, arguments)
+    same.keep([ran], inputs=("Q", "K", "V", *prepared.operands), returned=("Out", "Lse"))
     return tensors["Out"], tensors["Lse"]
 
 
@@ -94,11 +94,12 @@ def _grid(blocks: int, heads: int, batch: int, heads_last: bool) -> Grid:
 @dataclass(frozen=True, kw_only=True)
 class Backward:
     """What the kernels of one backward share. tensors: Q, K, V, GradOut, GradLse, Out, Lse, RowStats and the operands by their names;
-    each kernel adds its own outputs."""
+    each kernel adds its own outputs. ran: what was launched so far."""
 
     prepared: Prepared
     same: Alike
     tensors: dict[str, torch.Tensor]
+    ran: list[Ready | None] = field(default_factory=list)
 
     def numbers(self) -> dict[str, Any]:
         q, k, v, grad_out, out = (self.tensors[name] for name in ("Q", "K", "V", "GradOut", "Out"))
@@ -118,7 +119,7 @@ class Backward:
         return {**names, **operand_parameters(self.prepared), "Scores": scores}
 
     def launch(self, kernel: Any, arguments: Callable[[Backward], Arguments], part: str = "") -> None:
-        launch(kernel, self.same, self.tensors, functools.partial(arguments, self), part)
+        self.ran.append(launch(kernel, self.same, self.tensors, functools.partial(arguments, self), part))
 
 
 def gradients(
@@ -133,8 +134,27 @@ def gradients(
     text: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Gradients of q, k, v and of the plan's differentiable operands, as `ops.BACKWARD_SCHEMA` says."""
+    inputs = _backward_inputs(grad_out, grad_lse, q, k, v, operands, out, lse)
+    same = alike(text, inputs)
+    if same.replay is not None:
+        grad_q, grad_k, grad_v, *grads = same.replay.run(inputs)
+        return grad_q, grad_k, grad_v, grads
     with on(q.device):
         return _all_gradients(begin_backward(grad_out, grad_lse, q, k, v, operands, out, lse, text))
+
+
+def _backward_inputs(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    operands: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """In the order of `_BACKWARD_INPUTS` and then the operands."""
+    return (q, k, v, grad_out, grad_lse, out, lse, *operands)
 
 
 def _misaligned(*tensors: torch.Tensor) -> bool:
@@ -179,9 +199,23 @@ def _all_gradients(shared: Backward) -> tuple[torch.Tensor, torch.Tensor, torch.
     else:
         shared.launch(backward.attention_grad_q, _grad_q)
         _launch_grad_kv(shared)
-    further = {"bias": _grad_bias, "distances": _grad_distances, "sinks": _grad_sinks}
+    further = {
+        "bias": triton_launch_added.grad_bias,
+        "distances": triton_launch_added.grad_distances,
+        "sinks": triton_launch_added.grad_sinks,
+    }
     grads = [further[name](shared) for name in shared.prepared.plan.differentiable]
+    _keep(shared)
     return shared.tensors["GradQ"], shared.tensors["GradK"], shared.tensors["GradV"], grads
+
+
+def _keep(shared: Backward) -> None:
+    """Further calls like this one are replayed, if no gradient was finished by PyTorch and nothing was copied."""
+    names, operands = shared.prepared.plan.differentiable, shared.prepared.operands
+    if shared.same.facts["copies"] or {*names} - {"bias"}:
+        return
+    returned = ["GradQ", "GradK", "GradV", *("GradBias" for _ in names)]
+    shared.same.keep(shared.ran, inputs=(*_BACKWARD_INPUTS, *operands), returned=returned)
 
 
 def _add_scores(shared: Backward) -> None:
@@ -222,10 +256,11 @@ def begin_backward(
 ) -> Backward:
     """Arguments as those of `gradients`. With room for the row stats, the gradients of q, k and v and, if they are kept, the scores'."""
     prepared = prepare(text)
-    same = alike(text, (q, k, v, *operands, grad_out, grad_lse, out, lse))
+    same = alike(text, _backward_inputs(grad_out, grad_lse, q, k, v, operands, out, lse))
     if same.fact("unreadable", lambda: grad_out.stride(3) != 1 or _misaligned(q, k, v, grad_out)):
         q, k, v, grad_out = map(readable, (q, k, v, grad_out))
         return begin_backward(grad_out, grad_lse, q, k, v, operands, out, lse, text)
+    same.fact("copies", lambda: not grad_lse.is_contiguous())
     tensors = {"Q": q, "K": k, "V": v, "GradOut": grad_out, "GradLse": grad_lse.contiguous(), "Out": out, "Lse": lse}
     tensors |= prepared.named(operands)
     tensors["RowStats"] = same.empty("RowStats", lambda: _empty_row_stats(prepared, lse))
@@ -295,98 +330,3 @@ def _grad_kv(shared: Backward, part: str) -> Arguments:
         numbers=numbers | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "HEADS_LAST": heads_last},
         tile=tile,
     )
-
-
-# ---- what is added to the scores ----------------------------------------------------------------------------------
-
-
-def _bias_tile(prepared: Prepared) -> Tile:
-    constants = prepared.constants
-    width = max(constants["QK_0"] + constants["QK_1"], constants["V_0"] + constants["V_1"])
-    if prepared.call.spec.dtype == "float32":
-        return _BIAS_TILE_SMALL
-    return next((tile for limit, tile in _BIAS_TILES.items() if width <= limit), _BIAS_TILE_SMALL)
-
-
-def _for_bias(shared: Backward) -> tuple[dict[str, Any], Tile]:
-    """Numbers and the tile of both kernels of biases' gradients."""
-    numbers = shared.numbers()
-    tile = _bias_tile(shared.prepared)
-    del numbers["PLAIN"], numbers["MASK_ALL"]
-    plan = shared.prepared.plan
-    numbers["SPARSE"] = plan.band is not None or plan.tiles or plan.unlisted
-    batch = shared.tensors["Q"].shape[0]
-    return numbers | {"batch_size": batch, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys}, tile
-
-
-def _grad_bias(shared: Backward) -> torch.Tensor:
-    make = functools.partial(empty_gradient, shared.tensors["bias"])
-    shared.tensors["GradBias"] = shared.same.empty("GradBias", make)
-    shared.launch(bias_backward.attention_grad_bias, _bias)
-    return shared.tensors["GradBias"]
-
-
-def _bias(shared: Backward) -> Arguments:
-    numbers, tile = _for_bias(shared)
-    bias, grad = shared.tensors["bias"], shared.tensors["GradBias"]
-    ones = [size == 1 for size in bias.shape]
-    numbers |= {f"grad_{axis}": grad.stride(dim) for dim, axis in enumerate("bhqk")}
-    numbers |= {f"ONE_{axis}": one for axis, one in zip("BHQK", ones, strict=True)}
-    blocks_q = 1 if ones[2] else triton.cdiv(numbers["seqlen_q"], tile.queries)
-    blocks_k = 1 if ones[3] else triton.cdiv(numbers["seqlen_kv"], tile.keys)
-    return Arguments(
-        grid=(blocks_q * blocks_k, bias.shape[1], bias.shape[0]),
-        tensors={**shared.parameters(), "Grad": "GradBias"},
-        numbers=numbers,
-        tile=tile,
-    )
-
-
-def _grad_distances(shared: Backward) -> torch.Tensor:
-    """Tiles summed along the diagonals of the scores, then each along its own: d = (key block - query block) · size + j - i.
-
-    All of it goes to the first of the copies that the operand holds of the numbers.
-    """
-    distances = shared.tensors["distances"]
-    seqlen_q, seqlen_kv = shared.tensors["Q"].shape[2], shared.tensors["K"].shape[2]
-    size, heads = _bias_tile(shared.prepared).queries, distances.shape[0]
-    blocks_q, blocks_k = triton.cdiv(seqlen_q, size), triton.cdiv(seqlen_kv, size)
-    if blocks_q == 0 or blocks_k == 0:
-        return torch.zeros_like(distances)
-    diagonals = blocks_q + blocks_k - 1
-    sums = torch.zeros((heads, diagonals, size, size), dtype=torch.float32, device=distances.device)
-    shared.tensors["GradDistances"] = sums
-    shared.launch(bias_backward.attention_grad_distances, _distances)
-    # Row i of a tile, moved right by size - 1 - i, has distance j - i in column j - i + size - 1: shear by padding rows.
-    pad = torch.nn.functional.pad
-    sheared = pad(sums.flip(-2), (0, size)).reshape(heads, diagonals, 2 * size * size)
-    by_column = sheared[..., : (2 * size - 1) * size].reshape(heads, diagonals, size, 2 * size - 1).sum(-2)
-    halves = pad(by_column, (0, 1)).reshape(heads, diagonals, 2, size)
-    total = pad(halves[:, :, 0], (0, 0, 0, 1)) + pad(halves[:, :, 1], (0, 0, 1, 0))
-    # Column 0 is distance -(nQ - 1) · size - (size - 1).
-    first = blocks_q * size - seqlen_q
-    count = seqlen_q + seqlen_kv - 1
-    grad = torch.zeros_like(distances)
-    grad[:, 0, :count] = total.reshape(heads, -1)[:, first : first + count]
-    return grad
-
-
-def _distances(shared: Backward) -> Arguments:
-    numbers, tile = _for_bias(shared)
-    sums = shared.tensors["GradDistances"]
-    heads, diagonals = sums.shape[:2]
-    one = heads == 1 and numbers["heads_q"] > 1
-    return Arguments(
-        grid=(diagonals, heads, 1),
-        tensors={**shared.parameters(), "Grad": "GradDistances"},
-        numbers=numbers | {"grad_h": sums.stride(0), "ONE_H": one},
-        tile=tile,
-    )
-
-
-def _grad_sinks(shared: Backward) -> torch.Tensor:
-    """A sink's weight takes from its row and adds to the lse: weight · (grad_lse - sum(out · grad_out)) = -weight · delta."""
-    sinks, lse = shared.tensors["sinks"], shared.tensors["Lse"]
-    delta = shared.tensors["RowStats"][:, :, 1, : lse.shape[2]]
-    weights = torch.exp(sinks.float()[None, :, None] - lse)
-    return empty_gradient(sinks).copy_(-(weights * delta).sum((0, 2)))

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from attn_compiler.lowerings import by_name, triton_launch
-from attn_compiler.lowerings.launching import Arguments
 from attn_compiler.lowerings.triton_plan import Call
 from attn_compiler.target import Target
 from tests import cases, numerics
 from tests.lowerings import emitting, kernel_problems
 from tests.lowerings.kernel_cases import ALL, BOTTOM_RIGHT, BY_NAME, Case
+from tests.lowerings.kernel_launches import SIZES, launched
 from tests.lowerings.kernel_problems import Problem, build, planned, results
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the same cases run on the GPU, with larger tiles")
@@ -197,23 +195,6 @@ def test_every_run_gives_the_same_bits(name: str) -> None:
     assert all(map(torch.equal, results(problem), results(problem)))
 
 
-def launched(problem: Problem) -> dict[str, Arguments]:
-    """The arguments of each kernel of a forward and a backward, none of which runs."""
-    found: dict[str, Arguments] = {}
-
-    def record(kernel: Any, same: Any, tensors: Any, arguments: Callable[[], Arguments], part: str = "") -> None:
-        found[kernel.fn.__name__] = arguments()
-
-    with planned(problem.plan), mock.patch.object(triton_launch, "launch", record), torch.no_grad():
-        given = (problem.q, problem.k, problem.v, problem.operands)
-        out, lse = triton_launch.forward(*given, problem.text)
-        triton_launch.gradients(out, lse, *given, out, lse, problem.text)
-    return found
-
-
-SIZES = {"batch": 3, "heads_q": 8, "heads_kv": 2, "seqlen_q": 157, "seqlen_kv": 513}
-
-
 def test_grids_cover_every_block_head_and_batch_row_once() -> None:
     problem = build(Case(name="grids", **SIZES, grad_kv=(32, 64), distances=8))  # type: ignore[arg-type]
     grids = {name: asked.grid for name, asked in launched(problem).items()}
@@ -224,15 +205,6 @@ def test_grids_cover_every_block_head_and_batch_row_once() -> None:
         "attention_grad_kv": (9, 2, 3),
         "attention_grad_distances": (5 + 17 - 1, 8, 1),
     }
-
-
-@pytest.mark.parametrize(
-    ("axes", "grid"),
-    [("bhqk", (5 * 17, 8, 3)), ("hqk", (5 * 17, 8, 1)), ("hq", (5, 8, 1)), ("bk", (17, 1, 3)), ("", (1, 1, 1))],
-)
-def test_the_gradient_of_a_bias_has_a_program_for_each_of_its_own_tiles(axes: str, grid: tuple[int, int, int]) -> None:
-    problem = build(Case(name="grids_bias", **SIZES, bias=axes))  # type: ignore[arg-type]
-    assert launched(problem)["attention_grad_bias"].grid == grid
 
 
 @pytest.mark.parametrize(
