@@ -199,7 +199,7 @@ def attention_grad_q(
     List = None
     if Tiles is not None:
         List = Tiles + batch.to(tl.int64) * tiles_b + head.to(tl.int64) * tiles_h + block * tiles_row
-    partial, first, full_first, full_last = keys_to_visit(
+    partial, first, second, full_first, full_last = keys_to_visit(
         List, start, band_left, band_right, seqlen_q, seqlen_kv, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, MASK_ALL
     )
 
@@ -234,7 +234,7 @@ def attention_grad_q(
     for i in tl.range(0, partial):
         grad_0, grad_1 = _step_q(
             grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, base, delta,
-            partial_tile(List, i, first, full_first, full_last),
+            partial_tile(List, i, first, second, full_first, full_last),
             queries, lower, upper, document_q, slope, seed, row,
             K, V, Keys, DocumentsK, Mask, Bias, Distances, Scores,
             stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,

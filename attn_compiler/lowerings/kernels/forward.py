@@ -146,7 +146,7 @@ def attention_forward(
     List = None
     if Tiles is not None:
         List = Tiles + batch.to(tl.int64) * tiles_b + head.to(tl.int64) * tiles_h + block * tiles_row
-    partial, first, full_first, full_last = keys_to_visit(
+    partial, first, second, full_first, full_last = keys_to_visit(
         List, start, band_left, band_right, seqlen_q, seqlen_kv, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, MASK_ALL
     )
 
@@ -160,7 +160,7 @@ def attention_forward(
     out_1 = tl.zeros([BLOCK_M, V_1 if V_1 > 0 else 16], tl.float32)
     for i in tl.range(0, partial):
         total, peak, out_0, out_1 = _step(
-            total, peak, out_0, out_1, q_0, q_1, partial_tile(List, i, first, full_first, full_last),
+            total, peak, out_0, out_1, q_0, q_1, partial_tile(List, i, first, second, full_first, full_last),
             queries, lower, upper, document_q, slope, seed, row,
             K, V, Keys, DocumentsK, Mask, Bias, Distances,
             stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,

@@ -218,7 +218,7 @@ def attention_forward_fp8(
     List = None
     if Tiles is not None:
         List = Tiles + batch.to(tl.int64) * tiles_b + head.to(tl.int64) * tiles_h + block * tiles_row
-    partial, first, full_first, full_last = keys_to_visit(
+    partial, first, second, full_first, full_last = keys_to_visit(
         List, start, band_left, band_right, seqlen_q, seqlen_kv, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, MASK_ALL
     )
 
@@ -233,7 +233,7 @@ def attention_forward_fp8(
     for i in tl.range(0, partial):
         total, peak, out_0, out_1, descale_v = _step(
             total, peak, out_0, out_1, descale_v, q_0, q_1, descale_q, shift,
-            partial_tile(List, partial - 1 - i, first, full_first, full_last),
+            partial_tile(List, partial - 1 - i, first, second, full_first, full_last),
             queries, lower, upper, document_q, slope, seed, row,
             K, V, DescaleK, DescaleV, Keys, DocumentsK, Mask, Bias, Distances,
             stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,

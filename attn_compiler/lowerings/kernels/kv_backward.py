@@ -18,6 +18,7 @@ from attn_compiler.lowerings.kernels.tile_parts import (
     kept,
     kept_scores,
     load_distances,
+    load_list,
     load_pairs,
     load_tile,
     partial_tile,
@@ -177,8 +178,7 @@ def attention_grad_kv(
         List = None
         if Tiles is not None:
             List = Tiles + batch.to(tl.int64) * tiles_b + head.to(tl.int64) * tiles_h + block * tiles_row
-            partial, full_first, full_last = tl.load(List), tl.load(List + 1), tl.load(List + 2)
-            first = full_first
+            partial, first, second, full_first, full_last = load_list(List, seqlen_q > BLOCK_M)
         else:
             first, full_first, full_last, last = queries_in_band(
                 start, tl.minimum(start + BLOCK_N, seqlen_kv) - 1, band_left, band_right, seqlen_q,
@@ -187,10 +187,11 @@ def attention_grad_kv(
             if MASK_ALL:
                 full_first, full_last = last, last
             partial = (full_first - first) + (last - full_last)
+            second = first
         for i in tl.range(0, partial):
             grad_k_0, grad_k_1, grad_v_0, grad_v_1 = _step_kv(
                 grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1,
-                partial_tile(List, i, first, full_first, full_last),
+                partial_tile(List, i, first, second, full_first, full_last),
                 keys, keys_allowed, document_k, slope, seed, row,
                 q_head, grad_head, stats_head, stats_rows, Rows, rows_side, DocumentsQ,
                 mask_head, bias_head, distances_head, scores_head,

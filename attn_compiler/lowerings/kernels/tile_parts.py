@@ -242,11 +242,10 @@ def keys_to_visit(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     MASK_ALL: tl.constexpr,
 ):  # fmt: skip
-    """For a block of queries: how many blocks of keys need the mask, the first of all (see `partial_tile`), and the run of blocks that
-    don't need it, as first and end."""
+    """For a block of queries: how many blocks of keys need the mask, the first and the second of them (see `partial_tile`), and the run
+    of blocks that don't need it, as first and end."""
     if List is not None:
-        partial, full_first, full_last = tl.load(List), tl.load(List + 1), tl.load(List + 2)
-        first = full_first
+        partial, first, second, full_first, full_last = load_list(List, seqlen_kv > BLOCK_N)
     else:
         first, full_first, full_last, last = keys_in_band(
             start, tl.minimum(start + BLOCK_M, seqlen_q) - 1, band_left, band_right, seqlen_kv,
@@ -255,14 +254,28 @@ def keys_to_visit(
         if MASK_ALL:
             full_first, full_last = last, last
         partial = (full_first - first) + (last - full_last)
-    return partial, first, full_first, full_last
+        second = first
+    return partial, first, second, full_first, full_last
 
 
 @triton.jit
-def partial_tile(List, i, first, full_first, full_last):
+def load_list(List, several):
+    """As `keys_to_visit`. several: there is more than one block, so room for two.
+
+    The first two are loaded with the rest of the list: loaded one after the other, each would wait for memory before anything else
+    of its block is under way.
+    """
+    first = tl.load(List + 3)
+    second = tl.load(List + 4, mask=several, other=0)
+    return tl.load(List), first, second, tl.load(List + 1), tl.load(List + 2)
+
+
+@triton.jit
+def partial_tile(List, i, first, second, full_first, full_last):
     """The i-th block that is used in part: the list's, else those on both sides of the blocks that are used in full."""
     if List is not None:
-        tile = tl.load(List + 3 + i)
+        later = tl.load(List + 3 + i, mask=i > 1, other=0)
+        tile = tl.where(i == 0, first, tl.where(i == 1, second, later))
     else:
         before = full_first - first
         tile = tl.where(i < before, first + i, full_last + i - before)
