@@ -150,23 +150,17 @@ def change(
         if SOFTCAP:
             capped = tanh(qk * (scale / softcap), FAST_TANH)
             factor = softcap * LOG2E
-        added = base
+        # In this order there is no whole tile of sums to hold while the products are under way.
+        logits = capped * factor
+        if base is not None:
+            logits += base
         if slope is not None:
-            added = plus(added, (slope * LOG2E) * (keys - queries).to(tl.float32))
+            logits += (slope * LOG2E) * (keys - queries).to(tl.float32)
         if distances is not None:
-            added = plus(added, distances.to(tl.float32) * LOG2E)
+            logits += distances.to(tl.float32) * LOG2E
         if bias is not None:
-            added = plus(added, bias.to(tl.float32) * LOG2E)
-        logits = plus(added, capped * factor)
+            logits = tl.fma(bias.to(tl.float32), LOG2E, logits)
     return logits, capped
-
-
-@triton.jit
-def plus(so_far, more):
-    """Their sum; more, if there is nothing so far."""
-    if so_far is not None:
-        more = so_far + more
-    return more
 
 
 @triton.jit
