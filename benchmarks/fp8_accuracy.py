@@ -21,17 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_compiler import CurrentScaling, Fp8Recipe
+from benchmarks import fp8_training
 
 BASELINE = "bfloat16"
 RECIPES: dict[str, Fp8Recipe] = {
     "per tensor": Fp8Recipe(scaling=CurrentScaling(granularity="tensor")),
-    "per head": Fp8Recipe(),
-    "per block": Fp8Recipe(scaling=CurrentScaling(granularity="block")),
-    "per head, smooth_k": Fp8Recipe(smooth_k=True),
-    "per head, hadamard": Fp8Recipe(hadamard=True),
-    "per block, smooth_k, hadamard": Fp8Recipe(
-        scaling=CurrentScaling(granularity="block"), smooth_k=True, hadamard=True
-    ),
+    "per head": Fp8Recipe(scaling=CurrentScaling(granularity="head")),
+    "per block": Fp8Recipe(),
+    "smooth_k": Fp8Recipe(smooth_k=True),
+    "hadamard": Fp8Recipe(hadamard=True),
+    "smooth_k, hadamard": Fp8Recipe(smooth_k=True, hadamard=True),
+    "int8": Fp8Recipe(qk_format="int8"),
+    "smooth_k, hadamard, int8": Fp8Recipe(smooth_k=True, hadamard=True, qk_format="int8"),
 }
 HEADS = 4
 #: Of the retrieval: queries, and what they look for among.
@@ -131,8 +132,13 @@ def measure(
     kind: str, seqlen: int, head_dim: int, device: str = "cpu", lowering: str = "reference_fp8"
 ) -> Iterator[Row]:
     """A row for bfloat16, and one for each recipe."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (x.to(device, torch.bfloat16) for x in INPUTS[kind](seqlen, head_dim, generator))
+    yield from of_inputs(kind, INPUTS[kind](seqlen, head_dim, torch.Generator().manual_seed(0)), device, lowering)
+
+
+def of_inputs(kind: str, given: Sequence[Tensor], device: str, lowering: str) -> Iterator[Row]:
+    """The same for q, k and v, (1, heads, S, D)."""
+    q, k, v = (x.to(device, torch.bfloat16) for x in given)
+    seqlen, head_dim = q.shape[2:]
     exact = exactly(q, k, v)
     for recipe in (BASELINE, *RECIPES):
         torch._dynamo.reset()
@@ -210,11 +216,15 @@ def main() -> None:
     parser.add_argument("--retrieval", type=int, nargs="*", default=[65536])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--lowering", default="reference_fp8")
+    parser.add_argument("--activations", action="store_true", help="those of a small model that learns first, too")
     given = parser.parse_args()
     rows = []
     cases = [(kind, length, d) for kind in INPUTS for d in given.head_dims for length in given.seqlens]
     for kind, length, d in cases:
         rows.extend(measure(kind, length, d, given.device, given.lowering))
+    if given.activations:
+        setup = fp8_training.ON_GPU if given.device == "cuda" else fp8_training.EMULATED
+        rows.extend(of_inputs("llama", fp8_training.activations(300, setup), given.device, given.lowering))
     for length in given.retrieval:
         rows.extend(retrieve(length, max(given.head_dims), given.device, given.lowering))
     for row in rows:

@@ -1,9 +1,10 @@
 """A small Llama learns the standard library's documentation, its attention in bfloat16 and in FP8: both losses, step by step.
 
     python -m benchmarks.fp8_training benchmarks/results/fp8_training.csv docs/fp8_training.png
+    python -m benchmarks.fp8_training benchmarks/results/fp8_training_h200.csv --on-gpu
 
-Emulated, as in fp8_accuracy.py: what is compared is what rounding does to learning, not time. Wants transformers, and matplotlib for
-the picture.
+The first is emulated on a CPU, as in fp8_accuracy.py; the second runs the kernels, on a larger model. What is compared is what rounding
+does to learning, not time. Wants transformers, and matplotlib for the picture.
 """
 
 from __future__ import annotations
@@ -13,24 +14,72 @@ import csv
 import functools
 import pydoc_data.topics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
+from attn_compiler import DelayedScaling, Fp8Recipe
 
 BASELINE = "bfloat16"
 RECIPES = {
     "current": Fp8Recipe(),
     "delayed": Fp8Recipe(scaling=DelayedScaling()),
-    "accurate": Fp8Recipe(scaling=CurrentScaling(granularity="block"), smooth_k=True, hadamard=True),
+    "accurate": Fp8Recipe(smooth_k=True, hadamard=True, qk_format="int8"),
 }
-STEPS, BATCH, LENGTH = 600, 8, 64
+STEPS = 600
 # A larger one takes two runs apart by more than rounding does, whatever it is that rounds one of them.
 LEARNING_RATE = 1e-3
 #: steps that a loss is the mean of
 WINDOW = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A model and where it runs. lowering: of FP8; inner: what compiles the rest. length: bytes of one text."""
+
+    device: str = "cpu"
+    lowering: str = "reference_fp8"
+    inner: str = "aot_eager"
+    hidden: int = 64
+    layers: int = 2
+    heads: int = 2
+    heads_kv: int = 1
+    batch: int = 8
+    length: int = 64
+
+    def model(self) -> Any:
+        """The same weights each time."""
+        import transformers
+
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=256,
+            hidden_size=self.hidden,
+            intermediate_size=2 * self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads_kv,
+            max_position_embeddings=self.length,
+        )
+        return transformers.LlamaForCausalLM(config).to(self.device)
+
+
+EMULATED = Setup()
+ON_GPU = Setup(
+    device="cuda",
+    lowering="hopper_fp8",
+    inner="inductor",
+    hidden=512,
+    layers=4,
+    heads=4,
+    heads_kv=2,
+    batch=8,
+    length=1024,
+)
 
 
 @functools.cache
@@ -40,42 +89,58 @@ def text() -> Tensor:
     return torch.tensor(list(joined.encode()))
 
 
-def batch(step: int) -> Tensor:
-    """int64 (BATCH, LENGTH), the same in every run."""
-    starts = torch.randint(0, len(text()) - LENGTH, (BATCH,), generator=torch.Generator().manual_seed(step))
-    return torch.stack([text()[start : start + LENGTH] for start in starts])
+def batch(step: int, setup: Setup = EMULATED) -> Tensor:
+    """int64 (batch, length), the same in every run."""
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(0, len(text()) - setup.length, (setup.batch,), generator=generator)
+    return torch.stack([text()[start : start + setup.length] for start in starts]).to(setup.device)
 
 
-def losses(recipe: Fp8Recipe | None, steps: int = STEPS) -> list[float]:
+def losses(recipe: Fp8Recipe | None, steps: int = STEPS, setup: Setup = EMULATED) -> list[float]:
     """Of each step; the model's attention is in bfloat16 by autocast, or in FP8."""
-    import transformers
-
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=LENGTH,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    lowering = "untouched" if recipe is None else "reference_fp8"
-    options = {"fp8_recipe": recipe, "lowering": lowering, "inner": "aot_eager", "strict": True}
+    lowering = "untouched" if recipe is None else setup.lowering
+    options = {"fp8_recipe": recipe, "lowering": lowering, "inner": setup.inner, "strict": True}
+    model = setup.model()
     function = torch.compile(model, backend="attn_compiler", options=options, fullgraph=True)
+    return learn(model, function, steps, setup)
+
+
+def learn(model: Any, function: Any, steps: int, setup: Setup) -> list[float]:
+    """The losses of training a model in place. function: the model, or what was compiled of it."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     found = []
     for step in range(steps):
-        tokens = batch(step)
-        with torch.autocast("cpu", torch.bfloat16):
+        tokens = batch(step, setup)
+        with torch.autocast(setup.device, torch.bfloat16):
             loss = function(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         optimiser.step()
         optimiser.zero_grad()
-        found.append(float(loss.detach()))
-    return found
+        found.append(loss.detach())
+    return [float(loss) for loss in found]
+
+
+def activations(steps: int, setup: Setup) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of the last layer of a model that has learnt so many steps, for a text: (1, heads, length, D), as it attends to them."""
+    model = setup.model()
+    learn(model, model, steps, setup)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, *further: Any, **named: Any) -> Tensor:
+        groups = q.shape[1] // k.shape[1]
+        seen.append((q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
+        return attend(q, k, v, *further, **named)
+
+    with (
+        torch.no_grad(),
+        torch.autocast(setup.device, torch.bfloat16),
+        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", noted),
+    ):
+        model(input_ids=batch(steps, setup)[:1], use_cache=False)
+    q, k, v = (x.float().cpu() for x in seen[-1])
+    return q, k, v
 
 
 def last(found: Sequence[float]) -> float:
@@ -122,10 +187,12 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("picture", type=Path, nargs="?")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--on-gpu", action="store_true")
     given = parser.parse_args()
-    runs = {BASELINE: losses(None, given.steps)}
+    setup = ON_GPU if given.on_gpu else EMULATED
+    runs = {BASELINE: losses(None, given.steps, setup)}
     for name, recipe in RECIPES.items():
-        runs[name] = losses(recipe, given.steps)
+        runs[name] = losses(recipe, given.steps, setup)
     for name, found in runs.items():
         share = 100 * (last(found) / last(runs[BASELINE]) - 1)
         print(f"{name:10} {last(found):.4f}  {share:+.2f}%")

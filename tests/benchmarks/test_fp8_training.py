@@ -36,3 +36,11 @@ def test_runs_are_written_and_drawn(tmp_path: Path) -> None:
     assert [float(row["current"]) for row in rows] == pytest.approx(runs["current"])
     draw(runs, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_activations_are_those_of_the_last_layer() -> None:
+    pytest.importorskip("transformers")
+    setup = fp8_training.EMULATED
+    q, k, v = fp8_training.activations(1, setup)
+    assert q.shape == k.shape == v.shape == (1, setup.heads, setup.length, setup.hidden // setup.heads)
+    assert bool((k[:, 0] == k[:, 1]).all())
