@@ -17,9 +17,11 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ from attn_compiler import CurrentScaling, Fp8Recipe
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.target import Target
-from benchmarks import bench_kernels, harness, kernel_cases
+from benchmarks import bench_kernels, harness, kernel_cases, waves
 from benchmarks.bench_kernels import Timed
 from benchmarks.harness import BACKEND
 from benchmarks.kernel_cases import Case, EagerEmitter, Pass
@@ -48,6 +50,7 @@ COLUMNS = (
     *("pass", "side", "recipe", "part", "rounds", "p20_us", "p50_us", "p80_us", "tflops", "ratio", "error", "failure"),
 )
 _TOKENS, _WIDTH = 16384, 2048
+_FIRST = f"{BASELINE} whole"
 #: errors beyond these are no rounding: of out, and of gradients
 _MAX_ERROR = {"forward": 0.08, "both": 0.15}
 
@@ -174,13 +177,24 @@ def _kernel(case: Case, side: Side, q: Tensor, k: Tensor, v: Tensor) -> Timed:
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 
-def measure(case: Case, which: Pass, *, device: str, seconds: float) -> list[dict[str, str]]:
-    """A row for each side and part; whatever fails becomes its row's `failure`."""
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One pass of a case, and how long it is timed."""
+
+    case: Case
+    which: Pass
+    device: str
+    seconds: float
+
+
+def prepare(job: Job, lock: AbstractContextManager[Any]) -> waves.Finish:
+    """Compile every side, and hold what it gives against the first one's; rows follow by timing them, as JSON."""
     torch.compiler.reset()
-    generator = torch.Generator(device=device).manual_seed(0)
+    case, which = job.case, job.which
+    generator = torch.Generator(device=job.device).manual_seed(0)
     shape = (case.batch, case.seqlen, case.heads_q, case.head_dim)
     q, k, v = (
-        torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).transpose(1, 2) for _ in "qkv"
+        torch.randn(shape, generator=generator, device=job.device, dtype=torch.bfloat16).transpose(1, 2) for _ in "qkv"
     )
     rows: dict[str, dict[str, str]] = {}
     timed: dict[str, Timed] = {}
@@ -191,23 +205,34 @@ def measure(case: Case, which: Pass, *, device: str, seconds: float) -> list[dic
         try:
             step = make()
             found[name] = step.run(step.prepare())
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(job.device)
             timed[name] = step
         except Exception as failure:  # noqa: BLE001 (a row of its own says so)
             rows[name]["failure"] = bench_kernels.reason(failure, [])
-    base = f"{BASELINE} whole"
     for name, got in found.items():
-        if base in found:
-            rows[name]["error"] = f"{max(map(_error, got, found[base])):.2g}"
-    found.clear()
-    times = bench_kernels.interleave(timed, device, seconds, rounds=(5, 60))
+        if _FIRST in found:
+            rows[name]["error"] = f"{max(map(_error, got, found[_FIRST])):.2g}"
+    return functools.partial(_finish, job, rows, timed)
+
+
+def _finish(job: Job, rows: dict[str, dict[str, str]], timed: Mapping[str, Timed]) -> waves.Row:
+    times = bench_kernels.interleave(timed, job.device, job.seconds, rounds=(5, 60))
     for name, values in times.items():
         p20, p50, p80 = harness.percentiles(values)
-        rows[name] |= {"rounds": str(len(values)), "tflops": f"{case.flops(which) / p50 / 1e6:.1f}"}
+        rows[name] |= {"rounds": str(len(values)), "tflops": f"{job.case.flops(job.which) / p50 / 1e6:.1f}"}
         rows[name] |= {"p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}"}
-        if base in times:
-            rows[name]["ratio"] = f"{harness.ratio(times[base], values):.3f}"
-    return list(rows.values())
+        if _FIRST in times:
+            rows[name]["ratio"] = f"{harness.ratio(times[_FIRST], values):.3f}"
+    return {"rows": json.dumps(list(rows.values()))}
+
+
+def rows_of(job: Job, given: waves.Row | None) -> list[dict[str, str]]:
+    """What a wave gave of a job: its rows, or one that says what went wrong."""
+    if given is None or "rows" not in given:
+        failure = (given or {}).get("failure", "")
+        return [job.case.columns | {"pass": job.which, "side": BASELINE, "failure": failure}]
+    rows: list[dict[str, str]] = json.loads(given["rows"])
+    return rows
 
 
 def _error(mine: Tensor, other: Tensor) -> float:
@@ -247,23 +272,25 @@ def main() -> int:
     parser.add_argument("--passes", nargs="+", choices=("forward", "both"), default=["forward", "both"])
     parser.add_argument("--seconds", type=float, default=0.3, help="for all sides of one pass of a case")
     parser.add_argument("--budget-seconds", type=float, default=600.0)
-    parser.add_argument(
-        "--shard", default="0/1", help="i/n: every n-th pass from the i-th on; fills compilation caches side by side"
-    )
+    parser.add_argument("--jobs", type=int, default=1, help="compile so many cases at a time")
+    parser.add_argument("--wave-seconds", type=float, default=120.0, help="how long these may compile")
     parser.add_argument("--commit")
     given = parser.parse_args()
     device = "cuda"
     environment = harness.environment(device, given.commit)
     file = harness.CsvFile(given.output, [*COLUMNS, *environment], append=given.append)
-    index, count = map(int, given.shard.split("/"))
-    jobs = [(case, which) for which in given.passes for case in CASES if case.name in given.cases][index::count]
-    deadline = time.perf_counter() + given.budget_seconds
+    jobs = [
+        Job(case=case, which=which, device=device, seconds=given.seconds)
+        for which in given.passes
+        for case in CASES
+        if case.name in given.cases
+    ]
+    until = time.monotonic() + given.budget_seconds
+    found = waves.run(jobs, prepare, jobs=given.jobs, until=until, wave_seconds=given.wave_seconds)
     with Progress(console=Console(stderr=True)) as progress:
-        for case, which in progress.track(jobs, description="cases"):
-            if time.perf_counter() > deadline:
-                break
-            for row in measure(case, which, device=device, seconds=given.seconds):
-                file.add(row | environment)
+        for job, row in progress.track(found, total=len(jobs), description="cases"):
+            for each in rows_of(job, row):
+                file.add(each | environment)
     print_table(file.rows)
     return failures(file.rows)
 

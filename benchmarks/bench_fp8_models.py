@@ -10,10 +10,13 @@ allocates, `difference` that of the outputs' root mean square from bfloat16's. W
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ from torch import nn
 
 import attn_compiler
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
-from benchmarks import bench_kernels, harness
+from benchmarks import bench_kernels, harness, waves
 from benchmarks.harness import BACKEND
 
 RESULTS = Path(__file__).parent / "results" / "fp8_models_h200.csv"
@@ -92,49 +95,75 @@ def model_of(scenario: Scenario, device: str) -> nn.Module:
     return model.train(scenario.training)
 
 
-def measure(scenario: Scenario, *, device: str, seconds: float, sides: Sequence[str]) -> list[dict[str, str]]:
-    """A row for each side; whatever fails becomes its row's `failure`."""
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A scenario, and how long its sides are timed."""
+
+    scenario: Scenario
+    device: str
+    seconds: float
+    sides: tuple[str, ...]
+
+
+def prepare(job: Job, lock: AbstractContextManager[Any]) -> waves.Finish:
+    """Compile every side and hold its output against the first one's; rows follow by timing them, as JSON. lock: while steps run."""
     torch.compiler.reset()
+    scenario = job.scenario
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 1024, (scenario.batch, scenario.seqlen), generator=generator).to(device)
-    model = model_of(scenario, device)
+    tokens = torch.randint(0, 1024, (scenario.batch, scenario.seqlen), generator=generator).to(job.device)
+    model = model_of(scenario, job.device)
     rows: dict[str, dict[str, str]] = {}
     steps: dict[str, harness.Step] = {}
-    outputs: dict[str, torch.Tensor] = {}
-    for name in sides:
+    exact: torch.Tensor | None = None
+    for name in job.sides:
         rows[name] = scenario.columns | {"side": name}
         recipe = SIDES[name]
         options: dict[str, Any] = {} if recipe is None else {"fp8_recipe": recipe}
         try:
             compiled: Any = torch.compile(model, backend=BACKEND, options=options, dynamic=False)
             step = harness.make_step(compiled, {"input_ids": tokens}, training=scenario.training)
-            outputs[name] = step()
+            out = step().float()
             rows[name]["lowerings"] = _lowerings()
-            step()
-            torch.cuda.reset_peak_memory_stats(device)
-            step()
-            torch.cuda.synchronize(device)
-            rows[name]["memory_gb"] = f"{torch.cuda.max_memory_allocated(device) / 2**30:.2f}"
+            exact = out if exact is None else exact
+            rows[name]["difference"] = f"{float((out - exact).norm() / exact.norm()):.3g}"
+            with lock:
+                rows[name]["memory_gb"] = _most_memory(step, job.device)
             steps[name] = step
         except Exception as failure:  # noqa: BLE001 (a row of its own says so)
             rows[name]["failure"] = bench_kernels.reason(failure, [])
         model.zero_grad(set_to_none=True)
-    for name, out in outputs.items():
-        if BASELINE in outputs:
-            exact = outputs[BASELINE].float()
-            rows[name]["difference"] = f"{float((out.float() - exact).norm() / exact.norm()):.3g}"
-    outputs.clear()
-    times = harness.interleave(steps, device, seconds=seconds, max_rounds=60) if steps else {}
+        torch.cuda.empty_cache()
+    return functools.partial(_finish, job, rows, steps)
+
+
+def _most_memory(step: harness.Step, device: str) -> str:
+    step()
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return f"{torch.cuda.max_memory_allocated(device) / 2**30:.2f}"
+
+
+def _finish(job: Job, rows: dict[str, dict[str, str]], steps: dict[str, harness.Step]) -> waves.Row:
+    times = harness.interleave(steps, job.device, seconds=job.seconds, max_rounds=60) if steps else {}
     for name, values in times.items():
         p20, p50, p80 = harness.percentiles(values)
         rows[name] |= {"rounds": str(len(values))}
         rows[name] |= {"p20_ms": f"{p20:.3f}", "p50_ms": f"{p50:.3f}", "p80_ms": f"{p80:.3f}"}
         if BASELINE in times:
             rows[name]["ratio"] = f"{harness.ratio(times[BASELINE], values):.3f}"
-    del model, steps
+    steps.clear()
     gc.collect()
     torch.cuda.empty_cache()
-    return list(rows.values())
+    return {"rows": json.dumps(list(rows.values()))}
+
+
+def rows_of(job: Job, given: waves.Row | None) -> list[dict[str, str]]:
+    """What a wave gave of a job: its rows, or one that says what went wrong."""
+    if given is None or "rows" not in given:
+        return [job.scenario.columns | {"side": BASELINE, "failure": (given or {}).get("failure", "")}]
+    rows: list[dict[str, str]] = json.loads(given["rows"])
+    return rows
 
 
 def _lowerings() -> str:
@@ -174,20 +203,22 @@ def main() -> int:
     parser.add_argument("--sides", nargs="+", choices=tuple(SIDES), default=list(SIDES))
     parser.add_argument("--seconds", type=float, default=2.0, help="for all sides of a scenario")
     parser.add_argument("--budget-seconds", type=float, default=600.0)
-    parser.add_argument("--shard", default="0/1", help="i/n: every n-th scenario from the i-th on")
+    parser.add_argument("--jobs", type=int, default=1, help="compile so many scenarios at a time")
+    parser.add_argument("--wave-seconds", type=float, default=120.0, help="how long these may compile")
     parser.add_argument("--commit")
     given = parser.parse_args()
     device = "cuda"
     environment = harness.environment(device, given.commit)
     file = harness.CsvFile(given.output, [*COLUMNS, *environment], append=given.append)
-    index, count = map(int, given.shard.split("/"))
-    deadline = time.perf_counter() + given.budget_seconds
+    jobs = [
+        Job(scenario=scenario, device=device, seconds=given.seconds, sides=tuple(given.sides)) for scenario in SCENARIOS
+    ]
+    until = time.monotonic() + given.budget_seconds
+    found = waves.run(jobs, prepare, jobs=given.jobs, until=until, wave_seconds=given.wave_seconds)
     with Progress(console=Console(stderr=True)) as progress:
-        for scenario in progress.track(SCENARIOS[index::count], description="scenarios"):
-            if time.perf_counter() > deadline:
-                break
-            for row in measure(scenario, device=device, seconds=given.seconds, sides=given.sides):
-                file.add(row | environment)
+        for job, row in progress.track(found, total=len(jobs), description="scenarios"):
+            for each in rows_of(job, row):
+                file.add(each | environment)
     print_table(file.rows)
     return 0
 

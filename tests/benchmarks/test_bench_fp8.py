@@ -27,3 +27,11 @@ def test_a_wrong_side_is_marked_and_fails() -> None:
     assert bench_fp8.failures([good, good | {"error": "0.5"}]) == 1
     assert "WRONG" in bench_fp8._cell(good | {"error": "0.5"})
     bench_fp8.print_table([good])
+
+
+def test_a_job_that_died_is_a_row_with_the_failure() -> None:
+    job = bench_fp8.Job(case=bench_fp8.CASES[0], which="forward", device="cuda", seconds=0.1)
+    (row,) = bench_fp8.rows_of(job, {"failure": "its process died"})
+    assert row["failure"] == "its process died"
+    assert set(row) <= set(bench_fp8.COLUMNS)
+    assert bench_fp8.rows_of(job, {"rows": '[{"case": "a"}]'}) == [{"case": "a"}]
