@@ -200,6 +200,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--append", action="store_true")
+    parser.add_argument(
+        "--scenarios", nargs="+", type=int, default=list(range(len(SCENARIOS))), help="places in SCENARIOS"
+    )
     parser.add_argument("--sides", nargs="+", choices=tuple(SIDES), default=list(SIDES))
     parser.add_argument("--seconds", type=float, default=2.0, help="for all sides of a scenario")
     parser.add_argument("--budget-seconds", type=float, default=600.0)
@@ -211,7 +214,8 @@ def main() -> int:
     environment = harness.environment(device, given.commit)
     file = harness.CsvFile(given.output, [*COLUMNS, *environment], append=given.append)
     jobs = [
-        Job(scenario=scenario, device=device, seconds=given.seconds, sides=tuple(given.sides)) for scenario in SCENARIOS
+        Job(scenario=SCENARIOS[place], device=device, seconds=given.seconds, sides=tuple(given.sides))
+        for place in given.scenarios
     ]
     until = time.monotonic() + given.budget_seconds
     found = waves.run(jobs, prepare, jobs=given.jobs, until=until, wave_seconds=given.wave_seconds)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -206,6 +207,18 @@ def write(rows: Sequence[Row], output: Path) -> None:
         writer.writerows(asdict(row) for row in rows)
 
 
+def _all(given: argparse.Namespace) -> Iterator[Iterator[Row]]:
+    """What is asked for, a case at a time, the short ones first."""
+    for length in given.seqlens:
+        for kind, d in itertools.product(INPUTS, given.head_dims):
+            yield measure(kind, length, d, given.device, given.lowering)
+    if given.activations:
+        setup = fp8_training.ON_GPU if given.device == "cuda" else fp8_training.EMULATED
+        yield of_inputs("llama", fp8_training.activations(300, setup), given.device, given.lowering)
+    for length in given.retrieval:
+        yield retrieve(length, max(given.head_dims), given.device, given.lowering)
+
+
 def main() -> None:
     """Measure, write the CSV and, if asked for, the picture; print a line for each row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -218,20 +231,14 @@ def main() -> None:
     parser.add_argument("--lowering", default="reference_fp8")
     parser.add_argument("--activations", action="store_true", help="those of a small model that learns first, too")
     given = parser.parse_args()
-    rows = []
-    cases = [(kind, length, d) for kind in INPUTS for d in given.head_dims for length in given.seqlens]
-    for kind, length, d in cases:
-        rows.extend(measure(kind, length, d, given.device, given.lowering))
-    if given.activations:
-        setup = fp8_training.ON_GPU if given.device == "cuda" else fp8_training.EMULATED
-        rows.extend(of_inputs("llama", fp8_training.activations(300, setup), given.device, given.lowering))
-    for length in given.retrieval:
-        rows.extend(retrieve(length, max(given.head_dims), given.device, given.lowering))
+    rows: list[Row] = []
+    for found in _all(given):
+        rows.extend(found)
+        write(rows, given.results)
     for row in rows:
         share = "" if row.found is None else f"  found {row.found:.3f}"
         place = f"{row.inputs:9} {row.seqlen:6} {row.head_dim:4}  {row.recipe:30}"
         print(f"{place} rmse {row.rmse:.2e}  cosine {row.cosine:.6f}  worst row {row.worst_row:.2e}{share}")
-    write(rows, given.results)
     if given.picture is not None:
         draw([asdict(row) for row in rows], given.picture)
 
