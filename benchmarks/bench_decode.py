@@ -50,7 +50,7 @@ _HOT_CALLS = 40
 
 #: by head dim: (keys, warps, stages, slices)
 CANDIDATES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
-    64: ((128, 4, 3, 4), (128, 4, 4, 4), (64, 4, 4, 4), (64, 4, 6, 4), (64, 2, 4, 2), (64, 2, 4, 1), (64, 4, 3, 1)),
+    64: ((128, 4, 3, 4), (128, 4, 4, 4), (64, 4, 4, 4), (64, 4, 6, 4), (64, 2, 4, 2), (128, 8, 4, 8)),
     128: (
         (64, 4, 4, 4),
         (64, 4, 3, 4),
@@ -63,9 +63,12 @@ CANDIDATES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
     ),
     256: ((32, 4, 3, 1), (32, 4, 4, 1), (64, 8, 2, 1), (64, 8, 3, 1), (32, 2, 3, 2), (64, 4, 2, 4)),
 }
-_SPLITS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 32)
+CANDIDATES_FP8 = ((128, 4, 4, 4), (128, 4, 3, 4), (64, 4, 4, 4), (64, 4, 6, 4), (128, 8, 3, 8), (128, 8, 4, 8))
+_SPLITS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 33)
 #: programs for each multiprocessor, at least and at most, among what is tried
 _TRIED_FILL = (0.4, 4.2)
+
+_PEERS = (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION))
 
 Calls = list[Callable[[], Tensor]]
 
@@ -114,8 +117,10 @@ def tried(problem: Problem, target: Target) -> Iterator[Schedule]:
     rows, blocks = decode_plan.rows_of(problem.spec)
     tiles = problem.case.batch * problem.case.heads_kv * blocks
     wide = next((dim for dim in sorted(CANDIDATES) if max(problem.case.head_dim, problem.case.width_v) <= dim), 256)
-    own = (rule.keys, rule.warps, rule.stages, rule.slices)
-    for keys, warps, stages, slices in CANDIDATES[wide] if problem.case.tried == "tiles" else (own,):
+    tiles_tried = CANDIDATES[wide] if problem.case.stored is None else CANDIDATES_FP8
+    if problem.case.tried == "splits":
+        tiles_tried = ((rule.keys, rule.warps, rule.stages, rule.slices),)
+    for keys, warps, stages, slices in tiles_tried:
         if slices > 1 and rows > 16:
             continue
         for splits in _SPLITS:
@@ -178,7 +183,8 @@ def measure(problem: Problem, target: Target, *, with_tried: bool) -> Iterator[d
     """The rows of a case, the lowering's own first."""
     rule = decode_schedule.schedule(problem.spec, target)
     yield _row(problem, "rule", rule, lambda: ours(problem, rule), checked=True)
-    for side, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+    peers = () if problem.case.stored is not None else _PEERS
+    for side, backend in peers:
         yield _row(problem, side, None, lambda backend=backend: sdpa(problem, backend))  # type: ignore[misc]
     yield _read_row(problem)
     for other in tried(problem, target) if with_tried else ():

@@ -13,7 +13,7 @@ from attn_compiler import masks
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.masks import Dense, MaskSpec, ProvedKind
 from attn_compiler.scores import ScoreChange, ScoreSpec, Sinks, Softcap
-from attn_compiler.spec import AttentionSpec, TensorSpec
+from attn_compiler.spec import AttentionSpec, StoredSpec, TensorSpec
 
 #: caches of one case together, so that none is in the L2 cache when its turn comes
 CACHES_BYTES = 300_000_000
@@ -22,7 +22,8 @@ MOST_CACHES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """length: of the cache; filled: keys in use. window: so many of those. tried: which other schedules are measured too."""
+    """length: of the cache; filled: keys in use. stored: its dtype, if that is FP8, with a scale for K and one for V.
+    window: so many of those. tried: which other schedules are measured too."""
 
     name: str
     batch: int
@@ -36,6 +37,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    stored: str | None = None
     tried: Literal["nothing", "splits", "tiles"] = "nothing"
 
     @property
@@ -46,8 +48,10 @@ class Case:
 
     @property
     def bytes_used(self) -> int:
-        """Of keys and values in bfloat16, those in use."""
-        return 2 * self.batch * self.heads_kv * self.used * (self.head_dim + self.width_v)
+        """Of keys and values, those in use."""
+        return (
+            (2 if self.stored is None else 1) * self.batch * self.heads_kv * self.used * (self.head_dim + self.width_v)
+        )
 
     @property
     def width_v(self) -> int:
@@ -85,7 +89,10 @@ _FURTHER = (
     Case(name="softcap_b16_4k", batch=16, length=4096, softcap=50.0, tried="tiles"),
     Case(name="q4_b16_4k", batch=16, length=4096, seqlen_q=4, tried="tiles"),
     Case(name="q16_b16_4k", batch=16, length=4096, seqlen_q=16, tried="tiles"),
-    Case(name="d192_b4_8k", batch=4, length=8192, heads_q=16, heads_kv=16, head_dim=192, head_dim_v=128),
+    Case(name="d192_b4_8k", batch=4, length=8192, heads_q=16, heads_kv=16, head_dim=192, head_dim_v=128, tried="tiles"),
+    Case(name="fp8_b1_4k", batch=1, length=4096, stored="float8_e4m3fn", tried="tiles"),
+    Case(name="fp8_b1_32k", batch=1, length=32768, stored="float8_e4m3fn", tried="tiles"),
+    Case(name="fp8_b16_4k", batch=16, length=4096, stored="float8_e4m3fn", tried="tiles"),
     Case(name="mha_b4_4k", batch=4, length=4096, heads_kv=32),
 )
 #: numbers of tiles that no number of splits fills a machine with evenly
@@ -118,12 +125,17 @@ def build(case: Case, device: str, *, dtype: torch.dtype = torch.bfloat16) -> Pr
     shape = (case.batch, case.heads_kv, case.length)
     size = case.batch * case.heads_kv * case.length * (case.head_dim + case.width_v) * dtype.itemsize
     count = max(1, min(MOST_CACHES, CACHES_BYTES // size)) if device != "cpu" else 1
-    caches = [(normal(*shape, case.head_dim), normal(*shape, case.width_v)) for _ in range(max(count, 2))]
+    held = dtype if case.stored is None else getattr(torch, case.stored)
+    caches = [
+        (normal(*shape, case.head_dim).to(held), normal(*shape, case.width_v).to(held)) for _ in range(max(count, 2))
+    ]
     first, end = (bound.to(device) for bound in intervals(case))
     bounds = torch.stack([first, end]).int()[:, None].expand(2, case.batch, -1).contiguous()
     named = {"bounds": bounds}
     if case.sinks:
         named["sinks"] = normal(case.heads_q)
+    if case.stored is not None:
+        named["k_scale"], named["v_scale"] = (torch.tensor(scale, device=device) for scale in (0.5, 2.0))
     return Problem(case=case, q=q, caches=caches, named=named, spec=_spec(case, q, *caches[0]))
 
 
@@ -156,12 +168,15 @@ def _spec(case: Case, q: Tensor, k: Tensor, v: Tensor) -> AttentionSpec:
         score=ScoreSpec(scale=case.head_dim**-0.5, changes=changes),
         device=q.device.type,
         out_dtype=str(q.dtype).removeprefix("torch."),
+        stored=StoredSpec(k=described(k), v=described(v), k_scaled=True, v_scaled=True) if case.stored else None,
     )
 
 
 def expected(problem: Problem) -> Tensor:
     """Attention over the first cache by its definition, in float32."""
     case, (k, v) = problem.case, problem.caches[0]
+    if case.stored is not None:
+        k, v = k.float() * problem.named["k_scale"], v.float() * problem.named["v_scale"]
     k, v = (x.float().repeat_interleave(case.heads_q // case.heads_kv, 1) for x in (k, v))
     scores = problem.q.float() @ k.transpose(2, 3) * case.head_dim**-0.5
     if case.softcap is not None:

@@ -218,7 +218,7 @@ def _found(
     """
     rows, dims = tl.arange(0, KEPT_ALL)[:, None, None], FIRST + tl.arange(0, PART)[None, :, None]
     parts = start + tl.arange(0, PARTS)[None, None, :]
-    at = Partial + ((record + parts) * KEPT + rows) * HEAD_DIM_V + dims
+    at = Partial + record * (KEPT * HEAD_DIM_V) + ((parts * KEPT + rows) * HEAD_DIM_V + dims)
     here = (parts < splits) & (rows < KEPT) & (dims < HEAD_DIM_V)
     return tl.load(at, mask=here, other=0.0, cache_modifier=".cg")
 
@@ -236,7 +236,7 @@ def _weighted(
     if V_1 > 0:
         found_1 = _found(Partial, record, start, splits, PARTS, KEPT, KEPT_ALL, HEAD_DIM_V, V_0, V_1)
     rows, parts = tl.arange(0, KEPT_ALL)[:, None], start + tl.arange(0, PARTS)[None, :]
-    at = Partial + lse_at + (record + parts) * KEPT + rows
+    at = Partial + (lse_at + record * KEPT) + (parts * KEPT + rows)
     lse = tl.load(at, mask=(parts < splits) & (rows < KEPT), other=float("-inf"), cache_modifier=".cg")
     new_peak = tl.maximum(peak, tl.max(lse, 1))
     shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
