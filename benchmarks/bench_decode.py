@@ -65,8 +65,8 @@ CANDIDATES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
 }
 CANDIDATES_FP8 = ((128, 4, 4, 4), (128, 4, 3, 4), (64, 4, 4, 4), (64, 4, 6, 4), (128, 8, 3, 8), (128, 8, 4, 8))
 _SPLITS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 33)
-#: programs for each multiprocessor, at least and at most, among what is tried
-_TRIED_FILL = (0.4, 4.2)
+#: programs for each multiprocessor, at least and at most, among what is tried; and at most where splits alone are
+_LEAST_FILL, _MOST_FILL, _MOST_FILL_OF_SPLITS = 0.4, 4.2, 8.2
 
 _PEERS = (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION))
 
@@ -118,14 +118,15 @@ def tried(problem: Problem, target: Target) -> Iterator[Schedule]:
     tiles = problem.case.batch * problem.case.heads_kv * blocks
     wide = next((dim for dim in sorted(CANDIDATES) if max(problem.case.head_dim, problem.case.width_v) <= dim), 256)
     tiles_tried = CANDIDATES[wide] if problem.case.stored is None else CANDIDATES_FP8
+    most_fill = _MOST_FILL
     if problem.case.tried == "splits":
-        tiles_tried = ((rule.keys, rule.warps, rule.stages, rule.slices),)
+        tiles_tried, most_fill = ((rule.keys, rule.warps, rule.stages, rule.slices),), _MOST_FILL_OF_SPLITS
     for keys, warps, stages, slices in tiles_tried:
         if slices > 1 and rows > 16:
             continue
         for splits in _SPLITS:
             fill = tiles * splits / max(target.processors, 1)
-            if splits > 1 and not (_TRIED_FILL[0] <= fill <= _TRIED_FILL[1] and keys * splits <= problem.case.used):
+            if splits > 1 and not (_LEAST_FILL <= fill <= most_fill and keys * splits <= problem.case.used):
                 continue
             found = dataclasses.replace(
                 rule, keys=keys, warps=warps, stages=stages, slices=slices, splits=splits, least_keys=max(keys, 64)

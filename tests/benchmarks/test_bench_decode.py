@@ -43,7 +43,7 @@ def test_what_is_tried_leaves_the_machine_neither_empty_nor_overfull() -> None:
         assert not found or case.tried != "nothing"
         assert decode_schedule.schedule(problem.spec, H200) not in found
         tiles = case.batch * case.heads_kv * decode_plan.rows_of(problem.spec)[1]
-        assert all(s.splits == 1 or 0.4 <= tiles * (s.splits or 0) / 132 <= 4.2 for s in found)
+        assert all(s.splits == 1 or 0.4 <= tiles * (s.splits or 0) / 132 <= 8.2 for s in found)
 
 
 def test_each_kernel_is_compiled_once_before() -> None:
