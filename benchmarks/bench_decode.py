@@ -37,7 +37,7 @@ from attn_compiler.lowerings import decode_plan, decode_schedule
 from attn_compiler.lowerings.decode_plan import Call, Schedule
 from attn_compiler.target import Target
 from benchmarks import decode_cases, decode_reading, harness
-from benchmarks.decode_cases import Case, Problem
+from benchmarks.decode_cases import TRIED, Case, Problem
 
 RESULTS = Path(__file__).parent / "results" / "decode_h200.csv"
 SCHEDULE = ("keys", "warps", "stages", "slices", "splits")
@@ -180,7 +180,7 @@ def error(found: Tensor, right: Tensor) -> float:
 # ---- rows ---------------------------------------------------------------------------------------------------------
 
 
-def measure(problem: Problem, target: Target, *, with_tried: bool) -> Iterator[dict[str, str]]:
+def measure(problem: Problem, target: Target) -> Iterator[dict[str, str]]:
     """The rows of a case, the lowering's own first."""
     rule = decode_schedule.schedule(problem.spec, target)
     yield _row(problem, "rule", rule, lambda: ours(problem, rule), checked=True)
@@ -188,7 +188,7 @@ def measure(problem: Problem, target: Target, *, with_tried: bool) -> Iterator[d
     for side, backend in peers:
         yield _row(problem, side, None, lambda backend=backend: sdpa(problem, backend))  # type: ignore[misc]
     yield _read_row(problem)
-    for other in tried(problem, target) if with_tried else ():
+    for other in tried(problem, target):
         yield _row(problem, "tried", other, lambda other=other: ours(problem, other))  # type: ignore[misc]
 
 
@@ -304,14 +304,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--processes", type=int, default=8, help="that compile before anything is measured; 0: none does"
     )
-    parser.add_argument("--no-tried", action="store_true", help="only the lowering's own schedules")
+    parser.add_argument("--tried", choices=TRIED, default="tiles", help="other schedules that are measured, at most")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)
     deadline = time.monotonic() + given.budget_seconds
     cases = [case for case in decode_cases.CASES if any(fnmatch.fnmatch(case.name, p) for p in given.cases)]
-    if given.no_tried:
-        cases = [dataclasses.replace(case, tried="nothing") for case in cases]
+    cases = [dataclasses.replace(case, tried=min(case.tried, given.tried, key=TRIED.index)) for case in cases]
     target = Target.current("cuda")
     if given.processes:
         compiled_before(cases, target, given.processes)
@@ -321,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for case in cases:
         if time.monotonic() > deadline:
             break
-        for row in measure(decode_cases.build(case, "cuda"), target, with_tried=not given.no_tried):
+        for row in measure(decode_cases.build(case, "cuda"), target):
             rows.append(row)
             file.add({**row, **environment})
         torch.cuda.empty_cache()

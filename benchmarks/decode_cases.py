@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from attn_compiler.spec import AttentionSpec, StoredSpec, TensorSpec
 #: caches of one case together, so that none is in the L2 cache when its turn comes
 CACHES_BYTES = 300_000_000
 MOST_CACHES = 64
+
+
+Tried = Literal["nothing", "splits", "tiles"]
+#: from less to more
+TRIED: tuple[Tried, ...] = get_args(Tried)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +43,7 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     stored: str | None = None
-    tried: Literal["nothing", "splits", "tiles"] = "nothing"
+    tried: Tried = "nothing"
 
     @property
     def used(self) -> int:

@@ -17,7 +17,13 @@ SMALL = Case(name="small", batch=2, length=150, filled=130, heads_q=4, heads_kv=
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"window": 40}, {"seqlen_q": 3, "softcap": 2.0}, {"sinks": True, "head_dim_v": 32}, {"stored": "float8_e4m3fn"}],
+    [
+        {},
+        {"window": 40},
+        {"seqlen_q": 3, "softcap": 2.0},
+        {"sinks": True, "head_dim_v": 32},
+        {"stored": "float8_e4m3fn"},
+    ],
     ids=str,
 )
 def test_our_side_computes_what_is_expected(changes: dict[str, int]) -> None:
