@@ -32,6 +32,9 @@ def _stored(mirror: Mirror, operand: Operand, until: fx.Node) -> Stored | None:
         above = _above(node)
         if above is None or (above[1] is not None and scale is not None):
             return None
+        # What the model makes of the cache, it may still change in place.
+        if mutation.written_between(mirror, node, node, until) is not None:
+            return None
         reader, node, scale = node, above[0], scale or above[1]
     needed = [node] if scale is None else [node, scale]
     if any(not _is_readable(mirror, x, reader, until) for x in needed):

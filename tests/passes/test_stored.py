@@ -72,9 +72,16 @@ def _overwritten(x: Tensor, scale: Tensor) -> Tensor:
     return read
 
 
+def _changed(x: Tensor, scale: Tensor) -> Tensor:
+    read = x.float() * scale
+    read[..., :3] += 1
+    return read
+
+
 @pytest.mark.parametrize(
     "read",
     [
+        _changed,
         lambda x, scale: x.float() * scale * scale,
         lambda x, scale: x.float() * scale.expand(2, 9, 16)[:, None],
         lambda x, scale: x.float() + scale,
