@@ -166,7 +166,7 @@ def prepare(what: tuple[Measured, Way], lock: AbstractContextManager[Any]) -> wa
     torch.backends.cudnn.allow_tf32 = False  # The float32 reference has convolutions.
     try:
         case = measured.case(way.size, way.device)
-        steps = compare.compile_both(case, way.options)
+        steps = compiled(case, way, lock)
         row = compare.chosen(attn_compiler.reports())
         if way.device != "cpu":
             attention_kernels(lambda: torch.zeros(1, device=way.device))  # A process's first profile takes seconds.
@@ -178,6 +178,16 @@ def prepare(what: tuple[Measured, Way], lock: AbstractContextManager[Any]) -> wa
         failed = None if missing else {"failure": failure(error)}
         return lambda: failed
     return functools.partial(_finish, case, steps, row, way)
+
+
+def compiled(case: Case, way: Way, lock: AbstractContextManager[Any]) -> dict[str, Step]:
+    """Both sides, tried once more where what other processes do at the same time left too little memory."""
+    try:
+        return compare.compile_both(case, way.options)
+    except torch.OutOfMemoryError:
+        forget(case, way.device)
+    with lock:
+        return compare.compile_both(case, way.options)
 
 
 def _finish(case: Case, steps: Mapping[str, Step], row: dict[str, str], way: Way) -> dict[str, str]:

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import contextlib
+
 import pytest
+import torch
 
 from benchmarks import bench_h200, compare, inputs
 from benchmarks.compare import Case
+from benchmarks.harness import Step
 
 FLASH = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128>>"
 CUDNN = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_kernel0_0"
@@ -82,3 +86,19 @@ def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = bench_h200.Measured(family="bert", implementation="sdpa", scenario=inputs.SCENARIOS["prefill"])
     row = bench_h200.measure(measured, bench_h200.Way(size="small", device="cpu", seconds=0.0))
     assert row == {"failure": "RuntimeError: no such thing"}
+
+
+def test_what_others_left_no_memory_for_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+
+    def scarce(*_: object) -> dict[str, Step]:
+        tries.append(1)
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {}
+
+    monkeypatch.setattr(compare, "compile_both", scarce)
+    case = Case(model=torch.nn.Linear(1, 1), inputs={})
+    way = bench_h200.Way(size="small", device="cpu", seconds=0.0)
+    assert bench_h200.compiled(case, way, contextlib.nullcontext()) == {}
+    assert len(tries) == 2
