@@ -5,14 +5,14 @@
 Reads benchmarks/results/select_h200.csv and writes attn_compiler/lowerings/priorities_sm90.csv, one row for each class of shapes: the
 lowerings in the order of their times (geometric mean over the shapes of the class, relative to the fastest), first one that takes at
 most 1.1 times the fastest on each of them, if there is one. In training the order is that of forward and backward together, and the
-first is no slower than that in the backward alone either. What was not measured comes last. Lengths below 1024 are left to the rows
-of priorities.py: starting our kernels takes as long as they do there. No row is made from the shapes of select_cases.HELD_OUT_SEQLENS:
-they show how rows do on lengths that they were not made from.
+first is no slower than that in the backward alone either. What was not measured comes last.
 
-Two more files say something of such shapes: peers_h200.csv, times of peers alone, for those that select_h200.csv has not; and
-cudnn_h200.csv, where cuDNN by its own graphs ran beside other lowerings: it is placed by its time relative to theirs, and never first.
+Below 1024 tokens a row wants a q of at least a quarter of the size that was measured: starting a kernel takes longer than some run
+there. No row is made from the shapes of
+select_cases.HELD_OUT_SEQLENS: they show how rows do on lengths that they were not made from.
 
---replay prints how the choice that the rows make now stands to the other sides in the measured times.
+--replay prints how the choice that the rows make now stands to the other sides in the measured times: of the file that the rows are
+made from, or of another run (--times).
 """
 
 from __future__ import annotations
@@ -33,12 +33,18 @@ from attn_compiler.target import Target
 from benchmarks import bench_select, select_cases, standing
 
 HEAD_DIMS = ((1, 64), (65, 96), (97, 128), (129, 256))
-SEQLENS: tuple[tuple[int, int | None], ...] = ((1024, 4095), (4096, None))
+#: the lengths that a measured one stands for; the longest that was measured of a sort stands for all longer ones too
+SEQLENS: Mapping[int, tuple[int, int | None]] = {
+    512: (512, 1023),
+    2048: (1024, 4095),
+    8192: (4096, 16383),
+    32768: (16384, None),
+}
+# Rows for shorter lengths want so many elements of q: a quarter of what was measured.
+_SHORT, _LEAST_ELEMENTS = 1024, 1 << 23
 _LAST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "triton")
 # What a lowering may cost on one shape of a class and still come first.
 _MOST_REGRET = 1.1
-# Times that differ by less are the same.
-_NOISE = 1.02
 
 #: microseconds by lowering
 Times = Mapping[str, float]
@@ -46,11 +52,11 @@ Times = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """A class of shapes: a row of the file but for its order."""
+    """A class of shapes: a row of the file but for its order. seqlen: the measured one."""
 
     mask: shape_class.Mask
     head_dims: tuple[int, int]
-    seqlens: tuple[int, int | None]
+    seqlen: int
     training: bool
 
 
@@ -78,50 +84,6 @@ def read(path: Path = bench_select.RESULTS) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def with_peers(rows: Sequence[Mapping[str, str]], peers: Iterable[Mapping[str, str]]) -> list[Mapping[str, str]]:
-    """The rows, and those of the peers for cases that the rows do not have."""
-    known = {row["case"] for row in rows}
-    return [*rows, *(row for row in peers if row["case"] not in known)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Beside:
-    """A lowering's time over that of another one in the same run."""
-
-    key: Key
-    name: str
-    other: str
-    ratio: float
-
-
-def beside(rows: Iterable[Mapping[str, str]], name: str = "cudnn") -> list[Beside]:
-    """What a run of a few lowerings says of one of them. A row has both passes of one lowering on one shape."""
-    names = {lowering.name for lowering in LOWERINGS}
-    runs: dict[tuple[str, ...], dict[str, tuple[float, float]]] = defaultdict(dict)
-    for row in rows:
-        if row["lowering"] in names and row["forward_us_p50"] and row["backward_us_p50"]:
-            shape = tuple(row[column] for column in ("batch", "heads_q", "heads_kv", "seqlen", "head_dim", "case"))
-            runs[shape][row["lowering"]] = (float(row["forward_us_p50"]), float(row["backward_us_p50"]))
-    found = []
-    for (*_, seqlen, head_dim, case), took in runs.items():
-        mask = _MASKS.get(case.split(" of ")[0])
-        if name not in took or mask is None:
-            continue
-        for training in (False, True):
-            key = _key_of(mask, int(head_dim), int(seqlen), training=training)
-            mine, others = _total(took[name], training), {n: _total(t, training) for n, t in took.items() if n != name}
-            if key is not None:
-                found += [Beside(key=key, name=name, other=n, ratio=mine / t) for n, t in others.items()]
-    return found
-
-
-_MASKS: Mapping[str, shape_class.Mask] = {"full": "full", "causal": "causal", "causal, window": "window"}
-
-
-def _total(passes: tuple[float, float], training: bool) -> float:
-    return sum(passes) if training else passes[0]
-
-
 def evidence(rows: Iterable[Mapping[str, str]]) -> dict[Key, list[Evidence]]:
     """The times of lowerings by class. A training step's are of the lowerings that have both."""
     names = {lowering.name for lowering in LOWERINGS}
@@ -138,8 +100,7 @@ def evidence(rows: Iterable[Mapping[str, str]]) -> dict[Key, list[Evidence]]:
         forward, backward = times[case.name, "forward"], times[case.name, "backward"]
         both = {name: forward[name] + backward[name] for name in forward if name in backward}
         for training, took in ((False, forward), (True, both)):
-            key = _key(case, training=training)
-            if key is not None and took:
+            if took:
                 one = Evidence(
                     case=case.name,
                     grouped=case.heads_kv != case.heads_q,
@@ -147,23 +108,14 @@ def evidence(rows: Iterable[Mapping[str, str]]) -> dict[Key, list[Evidence]]:
                     date=dates[case.name],
                     backward={name: backward[name] for name in took} if training else None,
                 )
-                found[key].append(one)
+                found[_key(case, training=training)].append(one)
     return found
 
 
-def _key(case: select_cases.Case, *, training: bool) -> Key | None:
+def _key(case: select_cases.Case, *, training: bool) -> Key:
     mask = shape_class.of(select_cases.spec_of(case, training=training)).mask
-    return _key_of(mask, case.head_dim, case.seqlen, training=training)
-
-
-def _key_of(mask: shape_class.Mask, head_dim: int, seqlen: int, *, training: bool) -> Key | None:
-    seqlens = next((bounds for bounds in SEQLENS if _is_within(seqlen, bounds)), None)
-    head_dims = next((first, last) for first, last in HEAD_DIMS if first <= head_dim <= last)
-    return None if seqlens is None else Key(mask=mask, head_dims=head_dims, seqlens=seqlens, training=training)
-
-
-def _is_within(size: int, bounds: tuple[int, int | None]) -> bool:
-    return bounds[0] <= size and (bounds[1] is None or size <= bounds[1])
+    head_dims = next((first, last) for first, last in HEAD_DIMS if first <= case.head_dim <= last)
+    return Key(mask=mask, head_dims=head_dims, seqlen=case.seqlen, training=training)
 
 
 def ranked(measured: Sequence[Evidence]) -> list[tuple[str, float]]:
@@ -179,46 +131,42 @@ def ranked(measured: Sequence[Evidence]) -> list[tuple[str, float]]:
     return [(name, means[name]) for name in (*first, *(name for name in order if name not in first))]
 
 
-def placed(order: list[tuple[str, float]], others: Sequence[Beside]) -> list[tuple[str, float]]:
-    """The order with the lowerings that were only measured beside some of it, each after those that are as fast, and never first."""
-    means = dict(order)
-    for name in dict.fromkeys(one.name for one in others):
-        ratios = [means[one.other] * one.ratio for one in others if one.name == name and one.other in means]
-        if name in means or not ratios:
-            continue
-        mean = statistics.geometric_mean(ratios)
-        at = next((i for i, (_, other) in enumerate(order) if i > 0 and other > mean * _NOISE), len(order))
-        order = [*order[:at], (name, mean), *order[at:]]
-    return order
-
-
-def lines(found: Mapping[Key, Sequence[Evidence]], others: Sequence[Beside] = ()) -> list[dict[str, str]]:
+def lines(found: Mapping[Key, Sequence[Evidence]]) -> list[dict[str, str]]:
     """The rows of the file. Fewer heads of k and v have a row of their own where another lowering comes first with them."""
     written = []
     for key in sorted(found, key=_place):
-        measured = found[key]
+        measured, last = found[key], _last_seqlen(key, found)
         parts = [[one for one in measured if one.grouped == grouped] for grouped in (False, True)]
         if all(parts) and ranked(parts[0])[0][0] != ranked(parts[1])[0][0]:
-            written += [_line(key, part, grouped, others) for part, grouped in zip(parts, ("no", "yes"), strict=True)]
+            written += [_line(key, part, last, grouped) for part, grouped in zip(parts, ("no", "yes"), strict=True)]
         else:
-            written.append(_line(key, measured, "", others))
+            written.append(_line(key, measured, last, ""))
     return written
 
 
 def _place(key: Key) -> tuple[int, tuple[int, int], int, bool]:
-    return shape_class.MASKS.index(key.mask), key.head_dims, key.seqlens[0], key.training
+    return shape_class.MASKS.index(key.mask), key.head_dims, key.seqlen, key.training
 
 
-def _line(key: Key, measured: Sequence[Evidence], grouped: str, others: Sequence[Beside]) -> dict[str, str]:
-    order = placed(ranked(measured), [one for one in others if one.key == key])
+def _last_seqlen(key: Key, found: Iterable[Key]) -> int | None:
+    """None: there is no end, since no longer one was measured of the same sort."""
+    first, last = SEQLENS[key.seqlen]
+    alike = (other.seqlen for other in found if dataclasses.replace(other, seqlen=key.seqlen) == key)
+    return last if first < _SHORT or any(seqlen > key.seqlen for seqlen in alike) else None
+
+
+def _line(key: Key, measured: Sequence[Evidence], last: int | None, grouped: str) -> dict[str, str]:
+    order = ranked(measured)
     names = [name for name, _ in order]
     said = ", ".join(f"{name} {mean:.2f}" for name, mean in order)
+    first, _ = SEQLENS[key.seqlen]
     return {
         "mask": key.mask,
         "head_dim_from": str(key.head_dims[0]),
         "head_dim_to": str(key.head_dims[1]),
-        "seqlen_from": str(key.seqlens[0]),
-        "seqlen_to": "" if key.seqlens[1] is None else str(key.seqlens[1]),
+        "seqlen_from": str(first),
+        "seqlen_to": "" if last is None else str(last),
+        "elements_from": str(_LEAST_ELEMENTS) if first < _SHORT else "",
         "training": "yes" if key.training else "no",
         "grouped": grouped,
         "order": " ".join([*names, *(name for name in _LAST if name not in names)]),
@@ -227,10 +175,9 @@ def _line(key: Key, measured: Sequence[Evidence], grouped: str, others: Sequence
     }
 
 
-def all_lines(folder: Path = bench_select.RESULTS.parent) -> list[dict[str, str]]:
-    """The rows that the CSVs of a folder give."""
-    rows = with_peers(read(folder / bench_select.RESULTS.name), read(folder / "peers_h200.csv"))
-    return lines(evidence(rows), beside(read(folder / "cudnn_h200.csv")))
+def all_lines(path: Path = bench_select.RESULTS) -> list[dict[str, str]]:
+    """The rows that a CSV gives."""
+    return lines(evidence(read(path)))
 
 
 def replayed(rows: Sequence[Mapping[str, str]]) -> list[standing.Shape]:
@@ -254,17 +201,17 @@ def _target(row: Mapping[str, str]) -> Target:
 def main() -> None:
     """Write the file, or print how its choices stand."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=bench_select.RESULTS.parent, help="the folder of the CSVs")
+    parser.add_argument("--times", type=Path, default=bench_select.RESULTS, help="what was measured (%(default)s)")
     parser.add_argument("--output", type=Path, default=priorities.MEASURED)
-    parser.add_argument("--replay", action="store_true")
+    parser.add_argument("--replay", action="store_true", help="print how the committed rows stand in these times")
     options = parser.parse_args()
     if options.replay:
-        bench_select.print_shapes(replayed(read(options.results / bench_select.RESULTS.name)))
+        bench_select.print_shapes(replayed(read(options.times)))
         return
     with options.output.open("w", newline="") as file:
         writer = csv.DictWriter(file, priorities.COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(all_lines(options.results))
+        writer.writerows(all_lines(options.times))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,8 @@ class Row:
     site needs gradients. decomposed: as in AttentionSpec. one_query: decode. most_queries: no more, and known. tensor: a dense mask
     or bias joins the scores. stored: a cache in FP8 holds k and v. dropout: some weights are dropped.
     least_scores, most_scores: bounds on seqlen_q · seqlen_kv, which has to be known. mask, grouped: as in ShapeClass. head_dims,
-    seqlens: both of the spec's are known and within them, bounds included; None is no upper bound.
+    seqlens: both of the spec's are known and within them, bounds included; None is no upper bound. least_elements: q has so many, and
+    they are known.
     since: the date of the evidence. why: the evidence.
     """
 
@@ -81,6 +82,7 @@ class Row:
     grouped: bool | None = None
     head_dims: tuple[int, int | None] | None = None
     seqlens: tuple[int, int | None] | None = None
+    least_elements: int | None = None
     order: tuple[str, ...]
     since: str
     why: str
@@ -125,6 +127,7 @@ class Row:
             and self.grouped in (None, shape.grouped)
             and _is_within(head_dims, self.head_dims)
             and _is_within(shape.seqlens, self.seqlens)
+            and (self.least_elements is None or (shape.elements or 0) >= self.least_elements)
         )
 
 
@@ -148,7 +151,9 @@ MOST_QUERIES = 16
 
 MEASURED = Path(__file__).with_name("priorities_sm90.csv")
 #: columns of MEASURED, in its order
-COLUMNS = tuple("mask head_dim_from head_dim_to seqlen_from seqlen_to training grouped order since why".split())
+COLUMNS = tuple(
+    "mask head_dim_from head_dim_to seqlen_from seqlen_to elements_from training grouped order since why".split()
+)
 
 
 def _measured(line: Mapping[str, str]) -> Row:
@@ -163,6 +168,7 @@ def _measured(line: Mapping[str, str]) -> Row:
         grouped=_YES_NO[line["grouped"]],
         head_dims=(int(line["head_dim_from"]), int(line["head_dim_to"])),
         seqlens=(int(line["seqlen_from"]), int(line["seqlen_to"]) if line["seqlen_to"] else None),
+        least_elements=int(line["elements_from"]) if line["elements_from"] else None,
         order=tuple(line["order"].split()),
         since=line["since"],
         why=line["why"],

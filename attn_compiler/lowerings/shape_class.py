@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -19,12 +21,14 @@ MASKS: tuple[Mask, ...] = get_args(Mask)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShapeClass:
-    """head_dim: the larger one. seqlens: the smaller and the larger one. grouped: k and v have fewer heads. None: not known."""
+    """head_dim: the larger one. seqlens: the smaller and the larger one. grouped: k and v have fewer heads. elements: of q. None: not
+    known."""
 
     mask: Mask
     head_dim: int | None
     seqlens: tuple[int, int] | None
     grouped: bool
+    elements: int | None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -32,7 +36,11 @@ def of(spec: AttentionSpec) -> ShapeClass:
     """The class of a spec, whatever kernels there are for it."""
     head_dims, seqlens = _sorted(spec.head_dim_qk, spec.head_dim_v), _sorted(spec.seqlen_q, spec.seqlen_kv)
     return ShapeClass(
-        mask=_mask(spec), head_dim=None if head_dims is None else head_dims[1], seqlens=seqlens, grouped=spec.is_gqa
+        mask=_mask(spec),
+        head_dim=None if head_dims is None else head_dims[1],
+        seqlens=seqlens,
+        grouped=spec.is_gqa,
+        elements=_product(spec.q.shape),
     )
 
 
@@ -67,3 +75,8 @@ def _is_band_or_length(kind: ProvedKind) -> bool:
 
 def _sorted(a: Dim, b: Dim) -> tuple[int, int] | None:
     return (min(a, b), max(a, b)) if isinstance(a, int) and isinstance(b, int) else None
+
+
+def _product(sizes: Sequence[Dim]) -> int | None:
+    known = [size for size in sizes if isinstance(size, int)]
+    return math.prod(known) if len(known) == len(sizes) else None

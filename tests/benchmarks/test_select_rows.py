@@ -12,6 +12,7 @@ from attn_compiler.lowerings import priorities
 from attn_compiler.target import Target
 from benchmarks import select_cases, select_rows
 from benchmarks.select_rows import Evidence
+from tests.lowerings.specs import CAUSAL, make_spec
 
 TARGET = Target.fake(flash_attn_4="4.0.0b36")
 
@@ -75,7 +76,7 @@ def test_training_counts_forward_and_backward() -> None:
     assert training["order"].split()[0] == "sdpa_cudnn"
     assert inference["why"] == "times the fastest: fa4 1.00, sdpa_cudnn 1.11 (causal_d64_s2048)"
     assert (inference["head_dim_from"], inference["head_dim_to"]) == ("1", "64")
-    assert (inference["seqlen_from"], inference["seqlen_to"]) == ("1024", "4095")
+    assert (inference["seqlen_from"], inference["seqlen_to"]) == ("1024", "")
 
 
 def test_what_is_slow_in_the_backward_does_not_come_first_in_training() -> None:
@@ -96,8 +97,24 @@ def test_peers_that_are_no_lowerings_are_not_ranked() -> None:
     assert line["order"].split()[0] == "fa4"
 
 
-def test_short_lengths_have_no_rows() -> None:
-    assert select_rows.lines(select_rows.evidence(rows("causal_d64_s512", {"fa4": 9.0}))) == []
+def test_a_measured_length_stands_for_those_up_to_the_next_one() -> None:
+    names = ("causal_d64_s512", "causal_d64_s2048", "causal_gqa_d64_s8192", "full_d64_s512", "causal_d128_s32768")
+    found = select_rows.lines(select_rows.evidence([row for name in names for row in rows(name, {"fa4": 9.0})]))
+    bounds = [(line["mask"], line["head_dim_to"], line["seqlen_from"], line["seqlen_to"]) for line in found]
+    assert bounds == [
+        ("causal", "64", "512", "1023"),
+        ("causal", "64", "1024", "4095"),
+        ("causal", "64", "4096", ""),
+        ("causal", "128", "16384", ""),
+        ("full", "64", "512", "1023"),
+    ]
+
+
+def test_rows_for_short_lengths_want_a_large_q(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = read_back(rows("causal_d64_s512", {"fa4": 9.0}), tmp_path, monkeypatch)
+    for batch, fits in ((32, True), (8, True), (7, False), ("s0", False)):
+        spec = make_spec(mask=CAUSAL, batch=batch, heads=32, seqlen_q=512, seqlen_kv=512, needs_grad=False)  # type: ignore[arg-type]
+        assert row.fits(spec, TARGET) == fits
 
 
 def test_fewer_heads_have_a_row_of_their_own_where_that_changes_the_choice() -> None:
@@ -109,17 +126,24 @@ def test_fewer_heads_have_a_row_of_their_own_where_that_changes_the_choice() -> 
     assert [(line["grouped"], line["order"].split()[0]) for line in found] == [("no", "fa4"), ("yes", "sdpa_cudnn")]
 
 
-def test_a_row_is_read_back_as_it_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"triton": 1.0, "fa4": 2.0}
-    measured = rows("window_d128_s2048", times) + rows("causal_d128_s32768", times, times)
+def read_back(
+    measured: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[priorities.Row, ...]:
     path = tmp_path / "rows.csv"
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, priorities.COLUMNS)
         writer.writeheader()
         writer.writerows(select_rows.lines(select_rows.evidence(measured)))
     monkeypatch.setattr(priorities, "MEASURED", path)
-    window, causal, training = sorted(priorities._read(), key=lambda row: (row.mask == "causal", row.training is True))
-    assert (window.seqlens, causal.seqlens) == ((1024, 4095), (4096, None))
+    return priorities._read()
+
+
+def test_a_row_is_read_back_as_it_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"triton": 1.0, "fa4": 2.0}
+    measured = rows("window_d128_s2048", times) + rows("causal_d128_s32768", times, times)
+    found = read_back(measured, tmp_path, monkeypatch)
+    window, causal, training = sorted(found, key=lambda row: (row.mask == "causal", row.training is True))
+    assert (window.seqlens, causal.seqlens) == ((1024, None), (16384, None))
     for row, name, grad in (
         (window, "window_d128_s2048", False),
         (causal, "causal_d128_s32768", False),
@@ -132,56 +156,6 @@ def test_a_row_is_read_back_as_it_was_meant(tmp_path: Path, monkeypatch: pytest.
         assert not row.fits(spec, Target.fake(cudnn=91500))
         for another in ("causal_d256_s32768", "causal_d128_s2048", "full_d128_s8192"):
             assert not row.fits(select_cases.spec_of(select_cases.BY_NAME[another], training=grad), TARGET)
-
-
-def test_peers_fill_in_shapes_that_were_not_measured_otherwise() -> None:
-    measured, peers = (
-        rows("causal_d64_s2048", {"fa4": 1.0}),
-        rows("causal_d64_s2048", {"fa4": 9.0}) + rows("a", {"fa4": 2.0}),
-    )
-    assert [(row["case"], row["p50_us"]) for row in select_rows.with_peers(measured, peers)] == [
-        ("causal_d64_s2048", "1.0"),
-        ("a", "2.0"),
-    ]
-
-
-def run_of(lowering: str, forward: float, backward: float, case: str = "causal, window of 1024 keys") -> dict[str, str]:
-    sizes = {"batch": "1", "heads_q": "16", "heads_kv": "16", "seqlen": "8192", "head_dim": "128", "case": case}
-    return sizes | {"lowering": lowering, "forward_us_p50": str(forward), "backward_us_p50": str(backward)}
-
-
-def test_what_ran_beside_others_is_placed_by_its_time_relative_to_theirs() -> None:
-    found = select_rows.beside([run_of("cudnn", 80.0, 300.0), run_of("triton", 100.0, 400.0)])
-    assert [(one.key.mask, one.key.training, one.other, one.ratio) for one in found] == [
-        ("window", False, "triton", 0.8),
-        ("window", True, "triton", 0.76),
-    ]
-    times = {"fa4": 100.0, "triton": 200.0, "sdpa_cudnn": 1000.0}
-    inference, training = select_rows.lines(select_rows.evidence(rows("window_d128_s8192", times, times)), found)
-    assert inference["order"].split()[:4] == ["fa4", "cudnn", "triton", "sdpa_cudnn"]
-    assert "cudnn 1.60" in inference["why"]
-    assert training["order"].split()[:3] == ["fa4", "cudnn", "triton"]
-
-
-def test_what_was_only_beside_others_never_comes_first_and_not_for_noise() -> None:
-    faster = select_rows.beside([run_of("cudnn", 10.0, 10.0), run_of("triton", 100.0, 400.0)])
-    same = select_rows.beside([run_of("cudnn", 99.0, 399.0), run_of("triton", 100.0, 400.0)])
-    order = [("fa4", 1.0), ("triton", 1.5), ("sdpa_cudnn", 3.0)]
-    assert [name for name, _ in select_rows.placed(order, faster[:1])] == ["fa4", "cudnn", "triton", "sdpa_cudnn"]
-    assert [name for name, _ in select_rows.placed(order, same[:1])] == ["fa4", "triton", "cudnn", "sdpa_cudnn"]
-    assert select_rows.placed([("fa4", 1.0)], faster[:1]) == [("fa4", 1.0)]
-    assert select_rows.placed([("cudnn", 1.0), ("triton", 2.0)], faster[:1])[0] == ("cudnn", 1.0)
-
-
-def test_runs_of_other_things_say_nothing() -> None:
-    assert select_rows.beside([run_of("cudnn", 1.0, 1.0)]) == []
-    others = [run_of(name, 1.0, 1.0, "causal, dropout 1/8") for name in ("cudnn", "triton")]
-    assert (
-        select_rows.beside(
-            [*others, run_of("cudnn", 1.0, 1.0, "full"), run_of("sdpa_cudnn with a mask", 1.0, 1.0, "full")]
-        )
-        == []
-    )
 
 
 def test_replaying_puts_today_s_choice_into_the_measured_shapes() -> None:

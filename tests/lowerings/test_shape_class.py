@@ -55,9 +55,11 @@ def test_sorts_of_masks(mask: MaskSpec, changes: tuple[ScoreChange, ...], expect
 def test_sizes() -> None:
     shape = shape_class.of(make_spec(head_dim=64, head_dim_v=96, seqlen_q=512, seqlen_kv=100, heads_kv=2))
     assert (shape.head_dim, shape.seqlens, shape.grouped) == (96, (100, 512), True)
+    assert shape.elements == 2 * 8 * 512 * 64
 
 
 @pytest.mark.parametrize("unknown", [{"seqlen_q": "s0"}, {"seqlen_kv": "s0"}, {"seqlen_q": "s0", "seqlen_kv": "s0"}])
 def test_sizes_that_are_not_known(unknown: dict[str, str]) -> None:
     assert shape_class.of(make_spec(**unknown)).seqlens is None  # type: ignore[arg-type]
     assert shape_class.of(make_spec(head_dim="s1")).head_dim is None
+    assert shape_class.of(make_spec(head_dim="s1")).elements is None
