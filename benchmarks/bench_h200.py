@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import fnmatch
 import functools
 import gc
@@ -38,7 +39,7 @@ from benchmarks.harness import BACKEND, BASELINE, Step
 FLEX = "flex_attention"
 IMPLEMENTATIONS = ("sdpa", "eager", FLEX)
 RESULTS = Path(__file__).parent / "results" / "h200.csv"
-KEYS = ("model", "implementation", "scenario", "dtype")
+KEYS = ("model", "implementation", "scenario", "dtype", "forced")
 _SHORT = ("lowerings", f"{BASELINE}_p50_ms", f"{BACKEND}_p50_ms", "ratio", "numerics", "pinned", "failure")
 KERNELS = ("attention_kernels", "attention_ms", f"{BASELINE}_attention_kernels", f"{BASELINE}_attention_ms", "pinned")
 
@@ -55,19 +56,22 @@ PINNED_KERNEL["cudnn"] = PINNED_KERNEL["sdpa_cudnn"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """A row's name and how to make its case."""
+    """A row's name and how to make its case. forced: the lowering that our side has to take, instead of its own choice."""
 
     family: str
     implementation: str
     scenario: inputs.Scenario
+    forced: str = ""
 
     @property
     def words(self) -> str:
-        return f"{self.family}/{self.implementation}/{self.scenario.name}"
+        name = f"{self.family}/{self.implementation}/{self.scenario.name}"
+        return f"{name}={self.forced}" if self.forced else name
 
     @property
     def names(self) -> dict[str, str]:
-        return dict(zip(KEYS, (self.family, self.implementation, self.scenario.name, "bfloat16"), strict=True))
+        values = (self.family, self.implementation, self.scenario.name, "bfloat16", self.forced)
+        return dict(zip(KEYS, values, strict=True))
 
     def case(self, size: models.Size, device: str) -> Case:
         """Raises ValueError where the family has no such attention implementation."""
@@ -147,12 +151,11 @@ def _words(kernels: Mapping[str, tuple[int, float]]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """How cases are measured. options: of our side's compilation."""
+    """How cases are measured."""
 
     size: models.Size
     device: str
     seconds: float
-    options: Mapping[str, Any] | None = None
 
 
 def measure(measured: Measured, way: Way) -> dict[str, str] | None:
@@ -166,7 +169,7 @@ def prepare(what: tuple[Measured, Way], lock: AbstractContextManager[Any]) -> wa
     torch.backends.cudnn.allow_tf32 = False  # The float32 reference has convolutions.
     try:
         case = measured.case(way.size, way.device)
-        steps = compiled(case, way, lock)
+        steps = compiled(case, measured.forced, way.device, lock)
         row = compare.chosen(attn_compiler.reports())
         if way.device != "cpu":
             attention_kernels(lambda: torch.zeros(1, device=way.device))  # A process's first profile takes seconds.
@@ -180,14 +183,15 @@ def prepare(what: tuple[Measured, Way], lock: AbstractContextManager[Any]) -> wa
     return functools.partial(_finish, case, steps, row, way)
 
 
-def compiled(case: Case, way: Way, lock: AbstractContextManager[Any]) -> dict[str, Step]:
+def compiled(case: Case, forced: str, device: str, lock: AbstractContextManager[Any]) -> dict[str, Step]:
     """Both sides, tried once more where what other processes do at the same time left too little memory."""
+    options = {"lowering": forced} if forced else None
     try:
-        return compare.compile_both(case, way.options)
+        return compare.compile_both(case, options)
     except torch.OutOfMemoryError:
-        forget(case, way.device)
+        forget(case, device)
     with lock:
-        return compare.compile_both(case, way.options)
+        return compare.compile_both(case, options)
 
 
 def _finish(case: Case, steps: Mapping[str, Step], row: dict[str, str], way: Way) -> dict[str, str]:
@@ -220,18 +224,20 @@ def forget(case: Case, device: str) -> None:
 
 
 def wanted(cases: Iterable[Measured], patterns: Sequence[str]) -> list[Measured]:
-    """Those that fit a pattern, in the order of these: "llama/sdpa/prefill", "*/eager/train*"."""
-    kept = list(cases)
-    fitting = (case for pattern in patterns for case in kept if fnmatch.fnmatch(case.words, pattern))
-    return list(dict.fromkeys(fitting))
+    """Those that fit a pattern, in the order of these: "llama/sdpa/prefill", "*/eager/train*", "bert/sdpa/train=triton" (forced)."""
+    kept, found = list(cases), []
+    for pattern in patterns:
+        names, _, forced = pattern.partition("=")
+        fitting = (case for case in kept if fnmatch.fnmatch(case.words, names))
+        found += [dataclasses.replace(case, forced=forced) for case in fitting]
+    return list(dict.fromkeys(found))
 
 
 def results(
     cases: Sequence[Measured], options: argparse.Namespace, until: float
 ) -> Iterator[tuple[Measured, dict[str, str] | None]]:
     """Cases with their rows, as they come; nothing is begun after that time."""
-    forced = None if options.lowering is None else {"lowering": options.lowering}
-    way = Way(size=options.size, device=options.device, seconds=options.seconds, options=forced)
+    way = Way(size=options.size, device=options.device, seconds=options.seconds)
     if options.jobs > 1:
         pairs = [(case, way) for case in cases]
         found = waves.run(pairs, prepare, jobs=options.jobs, until=until, wave_seconds=options.wave_seconds)
@@ -252,10 +258,11 @@ def main() -> int:
     parser.add_argument(
         "--scenarios", nargs="+", default=["prefill", "train", "prefill_padded", "prefill_cache", "train_padded"]
     )
-    parser.add_argument("--cases", nargs="+", default=["*"], metavar="PATTERN", help="of llama/sdpa/prefill, ...")
+    parser.add_argument(
+        "--cases", nargs="+", default=["*"], metavar="PATTERN", help="of llama/sdpa/prefill; =triton forces a lowering"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="compile so many cases at a time (%(default)s)")
     parser.add_argument("--wave-seconds", type=float, default=120.0, help="how long these may compile (%(default)s)")
-    parser.add_argument("--lowering", help="what our side is forced to take")
     parser.add_argument("--append", action="store_true", help="keep the rows of the file and measure only the others")
     parser.add_argument("--size", choices=("full", "small"), default="full")
     parser.add_argument("--device", default="cuda:0")
@@ -267,7 +274,7 @@ def main() -> int:
     file = harness.CsvFile(
         options.output, [*KEYS, *compare.COLUMNS, *KERNELS, "failure", *where], append=options.append
     )
-    done = {tuple(row[key] for key in KEYS) for row in file.rows}
+    done = {tuple(row.get(key, "") for key in KEYS) for row in file.rows}
     cases = wanted(plan(options.families, options.scenarios), options.cases)
     cases = [case for case in cases if tuple(case.names.values()) not in done]
     until = start + options.budget_seconds

@@ -54,6 +54,18 @@ def test_cases_come_in_the_order_of_the_patterns() -> None:
     ]
 
 
+def test_a_pattern_may_force_a_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = bench_h200.wanted(bench_h200.plan(["bert"], ["train"]), ["bert/sdpa/train=triton"])
+    assert case.words == "bert/sdpa/train=triton"
+    assert case.names["forced"] == "triton"
+    asked = []
+    monkeypatch.setattr(compare, "compile_both", lambda case, options: asked.append(options) or {})
+    made = Case(model=torch.nn.Linear(1, 1), inputs={})
+    for forced in ("triton", ""):
+        bench_h200.compiled(made, forced, "cpu", contextlib.nullcontext())
+    assert asked == [{"lowering": "triton"}, None]
+
+
 def case_of(family: str, implementation: str) -> Case:
     pytest.importorskip("transformers", reason="the registry names models of transformers: pip install -e '.[models]'")
     scenario = inputs.SCENARIOS["prefill"]
@@ -99,6 +111,5 @@ def test_what_others_left_no_memory_for_is_compiled_again(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(compare, "compile_both", scarce)
     case = Case(model=torch.nn.Linear(1, 1), inputs={})
-    way = bench_h200.Way(size="small", device="cpu", seconds=0.0)
-    assert bench_h200.compiled(case, way, contextlib.nullcontext()) == {}
+    assert bench_h200.compiled(case, "", "cpu", contextlib.nullcontext()) == {}
     assert len(tries) == 2

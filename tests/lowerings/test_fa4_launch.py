@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings import fa4_launch
+from attn_compiler.lowerings import fa4_launch, reference
 from attn_compiler.lowerings.fa4 import FlashAttention4
 from attn_compiler.lowerings.fa4_plan import Call
 from attn_compiler.lowerings.fa4_replay import Recording
@@ -241,18 +241,45 @@ def test_kernels_of_hopper_compile_without_a_gpu(name: str, monkeypatch: pytest.
 @needs_flash_attn
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
 def test_numbers_on_a_gpu(problem: Problem) -> None:
-    built = inputs(problem, device="cuda")
+    """The first call, and one that is replayed, of other numbers."""
+    text = text_here(inputs(problem, device="cuda"))
+    for seed in (0, 1):
+        built = inputs(problem, device="cuda", seed=seed)
+        numerics.assert_within_rule(numerics.with_gradients(attention(built, text), built), built)
+    kept = fa4_launch._prepared(text)
+    for recordings in (kept.forwards, kept.backwards):
+        assert None not in recordings.values(), "what the functions did was not replayed"
+
+
+def text_here(built: Built, *, deterministic: bool = False) -> str:
+    """The leaf op's, for this machine."""
     target = Target.current("cuda")
-    text = built.text(sm=target.sm, version=target.flash_attn_4)
-    numerics.assert_within_rule(numerics.with_gradients(attention(built, text), built), built)
+    return built.text(sm=target.sm, version=target.flash_attn_4, deterministic=deterministic)
+
+
+@pytest.mark.gpu
+@needs_flash_attn
+def test_the_lse_and_its_gradient_on_a_gpu() -> None:
+    for name in ("causal_bottom_right_empty_rows_bfloat16", "long_128"):
+        built = inputs(BY_NAME[name], device="cuda")
+        given = (built.q, built.k, built.v)
+        out, lse = torch.ops.attn_compiler.fa4.default(*given, [], text_here(built))
+        plain = tuple(x.detach() for x in given)
+        _, right = reference.forward(*plain, [], built.spec)
+        assert torch.equal(lse.isinf(), right.isinf())
+        assert torch.allclose(lse, right, atol=1e-3)
+        grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+        found = torch.autograd.grad((out, lse), given, (grad_out, grad_lse))
+        expected = reference.backward(grad_out, grad_lse, *plain, [], right, built.spec)
+        for mine, other in zip(found, expected[:3], strict=True):
+            assert float((mine - other).abs().max() / other.abs().max()) < 0.02
 
 
 @pytest.mark.gpu
 @needs_flash_attn
 def test_deterministic_gradients_are_the_same_bits() -> None:
     built = inputs(BY_NAME["long_128"], device="cuda")
-    target = Target.current("cuda")
-    text = built.text(sm=target.sm, version=target.flash_attn_4, deterministic=True)
+    text = text_here(built, deterministic=True)
     first, *others = (numerics.with_gradients(attention(built, text), built) for _ in range(5))
     assert all(torch.equal(mine, right) for other in others for mine, right in zip(other, first, strict=True))
 
@@ -261,8 +288,7 @@ def test_deterministic_gradients_are_the_same_bits() -> None:
 @needs_flash_attn
 def test_a_cuda_graph_replays_it() -> None:
     built = inputs(BY_NAME["long_64"], device="cuda", needs_grad=False)
-    target = Target.current("cuda")
-    run = attention(built, built.text(sm=target.sm, version=target.flash_attn_4))
+    run = attention(built, text_here(built))
     run(built)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
