@@ -4,8 +4,9 @@
 
 Reads benchmarks/results/select_h200.csv and writes attn_compiler/lowerings/priorities_sm90.csv, one row for each class of shapes: the
 lowerings in the order of their times (geometric mean over the shapes of the class, relative to the fastest), first one that takes at
-most 1.1 times the fastest on each of them, if there is one. In training the order is that of forward and backward together, and the
-first is no slower than that in the backward alone either. What was not measured comes last.
+most 1.1 times the fastest on each of them, if there is one, then the same of those that are left: each is what is best on a machine
+that has none of those before. In training the order is that of forward and backward together, and the first is no slower than that
+in the backward alone either. What was not measured comes last.
 
 Below 1024 tokens a row wants a q of at least a quarter of the size that was measured: starting a kernel takes longer than some run
 there. No row is made from the shapes of
@@ -45,6 +46,8 @@ _SHORT, _LEAST_ELEMENTS = 1024, 1 << 23
 _LAST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "triton")
 # What a lowering may cost on one shape of a class and still come first.
 _MOST_REGRET = 1.1
+# What machines may lack: a part of a class has a row of its own where another choice is made there with or without these.
+_LACKING: tuple[frozenset[str], ...] = (frozenset(), frozenset({"fa4"}), frozenset({"fa4", "cudnn"}))
 
 #: microseconds by lowering
 Times = Mapping[str, float]
@@ -65,15 +68,17 @@ class Evidence:
     """What was measured of one case, for one key. times: of all passes together. backward: of that alone, in training."""
 
     case: str
+    band: shape_class.Band
     grouped: bool
     times: Times
     date: str
     backward: Times | None = None
 
-    def regret(self, name: str) -> float:
+    def regret(self, name: str, among: Iterable[str]) -> float:
         """How many times the fastest's time the lowering takes, at worst."""
+        names = set(among)
         passes = [self.times] if self.backward is None else [self.times, self.backward]
-        return max(times[name] / min(times.values()) for times in passes)
+        return max(times[name] / min(times[other] for other in names) for times in passes)
 
 
 def read(path: Path = bench_select.RESULTS) -> list[dict[str, str]]:
@@ -103,6 +108,7 @@ def evidence(rows: Iterable[Mapping[str, str]]) -> dict[Key, list[Evidence]]:
             if took:
                 one = Evidence(
                     case=case.name,
+                    band=shape_class.of(select_cases.spec_of(case, training=training)).band,
                     grouped=case.heads_kv != case.heads_q,
                     times=took,
                     date=dates[case.name],
@@ -120,28 +126,44 @@ def _key(case: select_cases.Case, *, training: bool) -> Key:
 
 def ranked(measured: Sequence[Evidence]) -> list[tuple[str, float]]:
     """Lowerings that ran on every shape, in the order to ask them, with the geometric mean of their times over the fastest's."""
-    common = set.intersection(*(set(one.times) for one in measured))
+    left = set.intersection(*(set(one.times) for one in measured))
     means = {
-        name: statistics.geometric_mean(one.times[name] / min(one.times.values()) for one in measured)
-        for name in common
+        name: statistics.geometric_mean(one.times[name] / min(one.times.values()) for one in measured) for name in left
     }
-    order = sorted(common, key=lambda name: (means[name], name))
-    safe = [name for name in order if all(one.regret(name) <= _MOST_REGRET for one in measured)]
-    first = safe[:1] or order[:1]
-    return [(name, means[name]) for name in (*first, *(name for name in order if name not in first))]
+    order = []
+    while left:
+        by_mean = sorted(left, key=lambda name: (means[name], name))
+        safe = (name for name in by_mean if all(one.regret(name, left) <= _MOST_REGRET for one in measured))
+        order.append(next(safe, by_mean[0]))
+        left.remove(order[-1])
+    return [(name, means[name]) for name in order]
+
+
+def choices(measured: Sequence[Evidence]) -> list[str]:
+    """The first of the order on machines that lack more and more."""
+    order = [name for name, _ in ranked(measured)]
+    return [name for lacking in _LACKING for name in [n for n in order if n not in lacking][:1]]
 
 
 def lines(found: Mapping[Key, Sequence[Evidence]]) -> list[dict[str, str]]:
-    """The rows of the file. Fewer heads of k and v have a row of their own where another lowering comes first with them."""
+    """The rows of the file. A band has a row of its own before that of its class where another lowering comes first with it."""
     written = []
     for key in sorted(found, key=_place):
         measured, last = found[key], _last_seqlen(key, found)
-        parts = [[one for one in measured if one.grouped == grouped] for grouped in (False, True)]
-        if all(parts) and ranked(parts[0])[0][0] != ranked(parts[1])[0][0]:
-            written += [_line(key, part, last, grouped) for part, grouped in zip(parts, ("no", "yes"), strict=True)]
-        else:
-            written.append(_line(key, measured, last, ""))
+        for band in shape_class.BANDS:
+            part = [one for one in measured if one.band == band]
+            if part and choices(part) != choices(measured):
+                written += _by_heads(key, part, last, band)
+        written += _by_heads(key, measured, last, "")
     return written
+
+
+def _by_heads(key: Key, measured: Sequence[Evidence], last: int | None, band: str) -> list[dict[str, str]]:
+    """Fewer heads of k and v have a row of their own where another lowering comes first with them."""
+    parts = [[one for one in measured if one.grouped == grouped] for grouped in (False, True)]
+    if all(parts) and choices(parts[0]) != choices(parts[1]):
+        return [_line(key, part, last, band, grouped) for part, grouped in zip(parts, ("no", "yes"), strict=True)]
+    return [_line(key, measured, last, band, "")]
 
 
 def _place(key: Key) -> tuple[int, tuple[int, int], int, bool]:
@@ -155,13 +177,14 @@ def _last_seqlen(key: Key, found: Iterable[Key]) -> int | None:
     return last if first < _SHORT or any(seqlen > key.seqlen for seqlen in alike) else None
 
 
-def _line(key: Key, measured: Sequence[Evidence], last: int | None, grouped: str) -> dict[str, str]:
+def _line(key: Key, measured: Sequence[Evidence], last: int | None, band: str, grouped: str) -> dict[str, str]:
     order = ranked(measured)
     names = [name for name, _ in order]
     said = ", ".join(f"{name} {mean:.2f}" for name, mean in order)
     first, _ = SEQLENS[key.seqlen]
     return {
         "mask": key.mask,
+        "band": band,
         "head_dim_from": str(key.head_dims[0]),
         "head_dim_to": str(key.head_dims[1]),
         "seqlen_from": str(first),

@@ -60,7 +60,7 @@ class Row:
     sms: architectures from .. to, both included; None: the CPU. cudnn: at least this version. dtypes: q's. training: the
     site needs gradients. decomposed: as in AttentionSpec. one_query: decode. most_queries: no more, and known. tensor: a dense mask
     or bias joins the scores. stored: a cache in FP8 holds k and v. dropout: some weights are dropped.
-    least_scores, most_scores: bounds on seqlen_q · seqlen_kv, which has to be known. mask, grouped: as in ShapeClass. head_dims,
+    least_scores, most_scores: bounds on seqlen_q · seqlen_kv, which has to be known. mask, band, grouped: as in ShapeClass. head_dims,
     seqlens: both of the spec's are known and within them, bounds included; None is no upper bound. least_elements: q has so many, and
     they are known.
     since: the date of the evidence. why: the evidence.
@@ -79,6 +79,7 @@ class Row:
     least_scores: int | None = None
     most_scores: int | None = None
     mask: shape_class.Mask | None = None
+    band: shape_class.Band | None = None
     grouped: bool | None = None
     head_dims: tuple[int, int | None] | None = None
     seqlens: tuple[int, int | None] | None = None
@@ -124,6 +125,7 @@ class Row:
         head_dims = None if shape.head_dim is None else (shape.head_dim, shape.head_dim)
         return (
             self.mask in (None, shape.mask)
+            and self.band in (None, shape.band)
             and self.grouped in (None, shape.grouped)
             and _is_within(head_dims, self.head_dims)
             and _is_within(shape.seqlens, self.seqlens)
@@ -152,7 +154,7 @@ MOST_QUERIES = 16
 MEASURED = Path(__file__).with_name("priorities_sm90.csv")
 #: columns of MEASURED, in its order
 COLUMNS = tuple(
-    "mask head_dim_from head_dim_to seqlen_from seqlen_to elements_from training grouped order since why".split()
+    "mask band head_dim_from head_dim_to seqlen_from seqlen_to elements_from training grouped order since why".split()
 )
 
 
@@ -165,6 +167,7 @@ def _measured(line: Mapping[str, str]) -> Row:
         dropout=False,
         training=_YES_NO[line["training"]],
         mask=_MASKS[line["mask"]],
+        band=_BANDS[line["band"]],
         grouped=_YES_NO[line["grouped"]],
         head_dims=(int(line["head_dim_from"]), int(line["head_dim_to"])),
         seqlens=(int(line["seqlen_from"]), int(line["seqlen_to"]) if line["seqlen_to"] else None),
@@ -177,6 +180,7 @@ def _measured(line: Mapping[str, str]) -> Row:
 
 _YES_NO = {"yes": True, "no": False, "": None}
 _MASKS: Mapping[str, shape_class.Mask] = {mask: mask for mask in shape_class.MASKS}
+_BANDS: Mapping[str, shape_class.Band | None] = {"": None} | {band: band for band in shape_class.BANDS}
 
 
 def _read() -> tuple[Row, ...]:

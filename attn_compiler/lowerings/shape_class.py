@@ -17,6 +17,9 @@ from attn_compiler.spec import AttentionSpec, Dim
 #: "softcap". "window": a band that is no plain diagonal. "causal". "full".
 Mask = Literal["added", "tensor", "lengths", "padding", "sinks", "softcap", "window", "causal", "full"]
 MASKS: tuple[Mask, ...] = get_args(Mask)
+#: What positions alone allow, whatever else the mask says.
+Band = Literal["window", "causal", "full"]
+BANDS: tuple[Band, ...] = get_args(Band)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +28,7 @@ class ShapeClass:
     known."""
 
     mask: Mask
+    band: Band
     head_dim: int | None
     seqlens: tuple[int, int] | None
     grouped: bool
@@ -37,6 +41,7 @@ def of(spec: AttentionSpec) -> ShapeClass:
     head_dims, seqlens = _sorted(spec.head_dim_qk, spec.head_dim_v), _sorted(spec.seqlen_q, spec.seqlen_kv)
     return ShapeClass(
         mask=_mask(spec),
+        band=_band(spec),
         head_dim=None if head_dims is None else head_dims[1],
         seqlens=seqlens,
         grouped=spec.is_gqa,
@@ -46,7 +51,6 @@ def of(spec: AttentionSpec) -> ShapeClass:
 
 def _mask(spec: AttentionSpec) -> Mask:
     parts = triton_planning.parts(spec)
-    band = parts.band
     if parts.bias or parts.slopes is not None or parts.distances:
         return "added"
     if parts.documents is not None or parts.mask:
@@ -59,6 +63,11 @@ def _mask(spec: AttentionSpec) -> Mask:
         return "sinks"
     if spec.score.softcap is not None:
         return "softcap"
+    return _band(spec)
+
+
+def _band(spec: AttentionSpec) -> Band:
+    band = triton_planning.parts(spec).band
     if band is None:
         return "full"
     return "causal" if band.left is None and band.right == 0 else "window"

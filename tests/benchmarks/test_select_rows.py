@@ -28,7 +28,7 @@ def rows(case: str, forward: Mapping[str, float], backward: Mapping[str, float] 
 
 
 def evidence(**times: float) -> Evidence:
-    return Evidence(case="a", grouped=False, times=times, date="2026-11-21")
+    return Evidence(case="a", band="causal", grouped=False, times=times, date="2026-11-21")
 
 
 def test_the_committed_rows_are_what_the_committed_times_give() -> None:
@@ -60,6 +60,26 @@ def test_what_is_slow_somewhere_does_not_come_first() -> None:
     assert [name for name, _ in select_rows.ranked(shapes)] == ["sdpa_cudnn", "fa4"]
     everywhere = [evidence(fa4=50.0, sdpa_cudnn=100.0), evidence(fa4=150.0, sdpa_cudnn=100.0)]
     assert select_rows.ranked(everywhere)[0][0] == "fa4"
+
+
+def test_what_comes_next_is_best_without_those_before() -> None:
+    shapes = [
+        evidence(fa4=50.0, cudnn=100.0, triton=101.0),
+        evidence(fa4=50.0, cudnn=60.0, triton=65.0),
+        evidence(fa4=50.0, cudnn=120.0, triton=100.0),
+    ]
+    assert [name for name, _ in select_rows.ranked(shapes)] == ["fa4", "triton", "cudnn"]
+
+
+def test_a_band_has_a_row_of_its_own_where_that_changes_the_choice() -> None:
+    """Also where it changes it only on machines without the first."""
+    plain = {"fa4": 1.0, "cudnn": 2.0, "triton": 3.0}
+    window = {"fa4": 1.0, "cudnn": 4.0, "triton": 3.0}
+    same = rows("sinks_gqa_d64_s8192", plain) + rows("sinks_window_gqa_d64_s8192", plain)
+    assert [line["band"] for line in select_rows.lines(select_rows.evidence(same))] == [""]
+    other = rows("sinks_gqa_d64_s8192", plain) + rows("sinks_window_gqa_d64_s8192", window)
+    found = [(line["band"], line["order"].split()[:3]) for line in select_rows.lines(select_rows.evidence(other))]
+    assert found == [("window", ["fa4", "triton", "cudnn"]), ("", ["fa4", "cudnn", "triton"])]
 
 
 def test_what_did_not_run_everywhere_is_not_ranked() -> None:

@@ -78,7 +78,7 @@ def test_a_measured_row_counts_where_all_sizes_are_known() -> None:
     known = make_spec(mask=CAUSAL, seqlen_q=8192, seqlen_kv=8192, head_dim=128)
     row = priorities.row_of(known, target)
     assert row is not None
-    assert (row.mask, row.head_dims, row.seqlens, row.training) == ("causal", (97, 128), (4096, None), True)
+    assert (row.mask, row.head_dims, row.seqlens, row.training) == ("causal", (97, 128), (4096, 16383), True)
     assert order(known, target)[0] == "fa4"
     for unknown in ({"seqlen_q": "s0", "seqlen_kv": "s0"}, {"seqlen_q": 8192, "seqlen_kv": "s0"}, {"head_dim": "s0"}):
         sizes = {"seqlen_q": 8192, "seqlen_kv": 8192, "head_dim": 128} | unknown

@@ -8,7 +8,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler import masks
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings import shape_class
-from attn_compiler.lowerings.shape_class import MASKS
+from attn_compiler.lowerings.shape_class import BANDS, MASKS
 from attn_compiler.masks import Causal, Dense, MaskSpec, SlidingWindow
 from attn_compiler.scores import ScoreChange, Sinks, Softcap
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, dense, make_spec
@@ -50,6 +50,22 @@ def proved(*kinds: masks.ProvedKind) -> MaskSpec:
 def test_sorts_of_masks(mask: MaskSpec, changes: tuple[ScoreChange, ...], expected: str) -> None:
     assert shape_class.of(make_spec(mask=mask, changes=changes)).mask == expected
     assert expected in MASKS
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (MaskSpec(), "full"),
+        (CAUSAL, "causal"),
+        (proved(Causal(), PADDING), "causal"),
+        (proved(PADDING), "full"),
+        (proved(Causal(), SlidingWindow(left=31, right=None), PADDING), "window"),
+        (proved(Causal(), DOCUMENT), "causal"),
+    ],
+)
+def test_bands(mask: MaskSpec, expected: str) -> None:
+    assert shape_class.of(make_spec(mask=mask)).band == expected
+    assert expected in BANDS
 
 
 def test_sizes() -> None:
