@@ -5,8 +5,9 @@
 Reads benchmarks/results/select_h200.csv and writes attn_compiler/lowerings/priorities_sm90.csv, one row for each class of shapes: the
 lowerings in the order of their times (geometric mean over the shapes of the class, relative to the fastest), first one that takes at
 most 1.1 times the fastest on each of them, if there is one, then the same of those that are left: each is what is best on a machine
-that has none of those before. In training the order is that of forward and backward together, and the first is no slower than that
-in the backward alone either. What was not measured comes last.
+that has none of those before. Of two that differ by less than 1%, one that wants no further package comes first. In training the order
+is that of forward and backward together, and the first is no slower than that in the backward alone either. What was not measured
+comes last.
 
 Below 1024 tokens a row wants a q of at least a quarter of the size that was measured: starting a kernel takes longer than some run
 there. No row is made from the shapes of
@@ -43,9 +44,11 @@ SEQLENS: Mapping[int, tuple[int, int | None]] = {
 }
 # Rows for shorter lengths want so many elements of q: a quarter of what was measured.
 _SHORT, _LEAST_ELEMENTS = 1024, 1 << 23
-_LAST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "triton")
 # What a lowering may cost on one shape of a class and still come first.
 _MOST_REGRET = 1.1
+# Means that differ by less are the same; then what every machine has comes first.
+_NOISE = 1.01
+_EVERYWHERE = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "triton")
 # What machines may lack: a part of a class has a row of its own where another choice is made there with or without these.
 _LACKING: tuple[frozenset[str], ...] = (frozenset(), frozenset({"fa4"}), frozenset({"fa4", "cudnn"}))
 
@@ -132,9 +135,10 @@ def ranked(measured: Sequence[Evidence]) -> list[tuple[str, float]]:
     }
     order = []
     while left:
-        by_mean = sorted(left, key=lambda name: (means[name], name))
-        safe = (name for name in by_mean if all(one.regret(name, left) <= _MOST_REGRET for one in measured))
-        order.append(next(safe, by_mean[0]))
+        safe = {name for name in left if all(one.regret(name, left) <= _MOST_REGRET for one in measured)} or left
+        least = min(means[name] for name in safe)
+        same = [name for name in safe if means[name] <= _NOISE * least]
+        order.append(min(same, key=lambda name: (name not in _EVERYWHERE, means[name], name)))
         left.remove(order[-1])
     return [(name, means[name]) for name in order]
 
@@ -192,7 +196,7 @@ def _line(key: Key, measured: Sequence[Evidence], last: int | None, band: str, g
         "elements_from": str(_LEAST_ELEMENTS) if first < _SHORT else "",
         "training": "yes" if key.training else "no",
         "grouped": grouped,
-        "order": " ".join([*names, *(name for name in _LAST if name not in names)]),
+        "order": " ".join([*names, *(name for name in _EVERYWHERE if name not in names)]),
         "since": max(one.date for one in measured),
         "why": f"times the fastest: {said} ({', '.join(one.case for one in measured)})",
     }

@@ -71,6 +71,13 @@ def test_what_comes_next_is_best_without_those_before() -> None:
     assert [name for name, _ in select_rows.ranked(shapes)] == ["fa4", "triton", "cudnn"]
 
 
+def test_of_two_that_are_as_fast_the_one_that_is_everywhere_comes_first() -> None:
+    close = [evidence(fa4=100.0, cudnn=100.5, sdpa_cudnn=100.9, triton=300.0)]
+    assert [name for name, _ in select_rows.ranked(close)] == ["sdpa_cudnn", "fa4", "cudnn", "triton"]
+    further = [evidence(fa4=100.0, cudnn=100.5, sdpa_cudnn=102.0)]
+    assert [name for name, _ in select_rows.ranked(further)] == ["fa4", "cudnn", "sdpa_cudnn"]
+
+
 def test_a_band_has_a_row_of_its_own_where_that_changes_the_choice() -> None:
     """Also where it changes it only on machines without the first."""
     plain = {"fa4": 1.0, "cudnn": 2.0, "triton": 3.0}
