@@ -44,12 +44,13 @@ _SHORT = ("lowerings", f"{BASELINE}_p50_ms", f"{BACKEND}_p50_ms", "ratio", "nume
 KERNELS = ("attention_kernels", "attention_ms", f"{BASELINE}_attention_kernels", f"{BASELINE}_attention_ms", "pinned")
 
 ATTENTION_KERNEL = re.compile(r"flash|fmha|sdpa|attention|softmax", re.IGNORECASE)
-# What the profiler calls the kernel of a lowering. cuDNN has helpers whose names hold the others' words.
+# What the profiler calls the kernel of a lowering. cuDNN has helpers whose names hold the others' words, FlashAttention-4 version 2's.
 PINNED_KERNEL = {
     "sdpa_cudnn": re.compile(r"cudnn.*(sdpa|flash)", re.IGNORECASE),
-    "sdpa_flash": re.compile(r"^(?!.*cudnn).*flash_(fwd|bwd)", re.IGNORECASE),
+    "sdpa_flash": re.compile(r"^(?!.*(cudnn|attncute)).*flash_(fwd|bwd)", re.IGNORECASE),
     "sdpa_efficient": re.compile(r"^(?!.*cudnn).*fmha", re.IGNORECASE),
     "triton": re.compile(r"^attention_(forward|grad_kv)"),
+    "fa4": re.compile(r"flash_attncuteflash_(fwd|bwd)"),
 }
 PINNED_KERNEL["cudnn"] = PINNED_KERNEL["sdpa_cudnn"]
 

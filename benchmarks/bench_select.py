@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import gc
-import statistics
 import sys
 import time
 import warnings
@@ -209,8 +208,8 @@ def contest(sides: Mapping[str, Timed], device: str, seconds: float) -> dict[str
     first = bench_kernels.interleave(sides, device, 0.0, rounds=_FEW_ROUNDS, warmup=0)
     if not first:
         return {}
-    fastest = min(map(statistics.median, first.values()))
-    near = {name: side for name, side in sides.items() if statistics.median(first[name]) <= _FAR * fastest}
+    least = {name: min(times) for name, times in first.items()}
+    near = {name: side for name, side in sides.items() if least[name] <= _FAR * min(least.values())}
     return first | bench_kernels.interleave(near, device, seconds, rounds=_ROUNDS, warmup=1)
 
 

@@ -9,9 +9,8 @@ that has none of those before. Of two that differ by less than 1%, one that want
 is that of forward and backward together, and the first is no slower than that in the backward alone either. What was not measured
 comes last.
 
-Below 1024 tokens a row wants a q of at least a quarter of the size that was measured: starting a kernel takes longer than some run
-there. No row is made from the shapes of
-select_cases.HELD_OUT_SEQLENS: they show how rows do on lengths that they were not made from.
+A row made from 512 tokens wants a q of at least a quarter of the size that was measured: starting a kernel takes longer than some run
+there. No row is made from the shapes of select_cases.HELD_OUT_SEQLENS: they show how rows do on lengths that they were not made from.
 
 --replay prints how the choice that the rows make now stands to the other sides in the measured times: of the file that the rows are
 made from, or of another run (--times).
@@ -35,15 +34,12 @@ from attn_compiler.target import Target
 from benchmarks import bench_select, select_cases, standing
 
 HEAD_DIMS = ((1, 64), (65, 96), (97, 128), (129, 256))
-#: the lengths that a measured one stands for; the longest that was measured of a sort stands for all longer ones too
-SEQLENS: Mapping[int, tuple[int, int | None]] = {
-    512: (512, 1023),
-    2048: (1024, 4095),
-    8192: (4096, 16383),
-    32768: (16384, None),
-}
-# Rows for shorter lengths want so many elements of q: a quarter of what was measured.
-_SHORT, _LEAST_ELEMENTS = 1024, 1 << 23
+#: where the lengths begin that a measured one stands for: the next one's begin ends them, if that was measured of the same sort
+FIRST_SEQLEN: Mapping[int, int] = {512: 512, 2048: 1536, 8192: 4096, 32768: 16384}
+# Where 512 was not measured, 2048 stands for these too; what is shorter has no rows.
+_LEAST_SEQLEN = 1024
+# Rows for 512 want so many elements of q, a quarter of what was measured.
+_LEAST_ELEMENTS = 1 << 23
 # What a lowering may cost on one shape of a class and still come first.
 _MOST_REGRET = 1.1
 # Means that differ by less are the same; then what every machine has comes first.
@@ -153,39 +149,48 @@ def lines(found: Mapping[Key, Sequence[Evidence]]) -> list[dict[str, str]]:
     """The rows of the file. A band has a row of its own before that of its class where another lowering comes first with it."""
     written = []
     for key in sorted(found, key=_place):
-        measured, last = found[key], _last_seqlen(key, found)
+        measured, bounds = found[key], _bounds(key, found)
         for band in shape_class.BANDS:
             part = [one for one in measured if one.band == band]
             if part and choices(part) != choices(measured):
-                written += _by_heads(key, part, last, band)
-        written += _by_heads(key, measured, last, "")
+                written += _by_heads(key, part, bounds, band)
+        written += _by_heads(key, measured, bounds, "")
     return written
 
 
-def _by_heads(key: Key, measured: Sequence[Evidence], last: int | None, band: str) -> list[dict[str, str]]:
+def _by_heads(
+    key: Key, measured: Sequence[Evidence], bounds: tuple[int, int | None], band: str
+) -> list[dict[str, str]]:
     """Fewer heads of k and v have a row of their own where another lowering comes first with them."""
     parts = [[one for one in measured if one.grouped == grouped] for grouped in (False, True)]
     if all(parts) and choices(parts[0]) != choices(parts[1]):
-        return [_line(key, part, last, band, grouped) for part, grouped in zip(parts, ("no", "yes"), strict=True)]
-    return [_line(key, measured, last, band, "")]
+        return [_line(key, part, bounds, band, grouped) for part, grouped in zip(parts, ("no", "yes"), strict=True)]
+    return [_line(key, measured, bounds, band, "")]
 
 
 def _place(key: Key) -> tuple[int, tuple[int, int], int, bool]:
     return shape_class.MASKS.index(key.mask), key.head_dims, key.seqlen, key.training
 
 
-def _last_seqlen(key: Key, found: Iterable[Key]) -> int | None:
-    """None: there is no end, since no longer one was measured of the same sort."""
-    first, last = SEQLENS[key.seqlen]
-    alike = (other.seqlen for other in found if dataclasses.replace(other, seqlen=key.seqlen) == key)
-    return last if first < _SHORT or any(seqlen > key.seqlen for seqlen in alike) else None
+def _bounds(key: Key, found: Iterable[Key]) -> tuple[int, int | None]:
+    """The first and the last length of its class; None: there is no end, since no longer one was measured of the same sort."""
+    alike = [other.seqlen for other in found if dataclasses.replace(other, seqlen=key.seqlen) == key]
+    first = FIRST_SEQLEN[key.seqlen]
+    if key.seqlen == 2048 and 512 not in alike:
+        first = _LEAST_SEQLEN
+    longer = [FIRST_SEQLEN[seqlen] for seqlen in alike if seqlen > key.seqlen]
+    if not longer and first < _LEAST_SEQLEN:
+        return first, _LEAST_SEQLEN - 1
+    return first, min(longer) - 1 if longer else None
 
 
-def _line(key: Key, measured: Sequence[Evidence], last: int | None, band: str, grouped: str) -> dict[str, str]:
+def _line(
+    key: Key, measured: Sequence[Evidence], bounds: tuple[int, int | None], band: str, grouped: str
+) -> dict[str, str]:
     order = ranked(measured)
     names = [name for name, _ in order]
     said = ", ".join(f"{name} {mean:.2f}" for name, mean in order)
-    first, _ = SEQLENS[key.seqlen]
+    first, last = bounds
     return {
         "mask": key.mask,
         "band": band,
@@ -193,7 +198,7 @@ def _line(key: Key, measured: Sequence[Evidence], last: int | None, band: str, g
         "head_dim_to": str(key.head_dims[1]),
         "seqlen_from": str(first),
         "seqlen_to": "" if last is None else str(last),
-        "elements_from": str(_LEAST_ELEMENTS) if first < _SHORT else "",
+        "elements_from": str(_LEAST_ELEMENTS) if first < _LEAST_SEQLEN else "",
         "training": "yes" if key.training else "no",
         "grouped": grouped,
         "order": " ".join([*names, *(name for name in _EVERYWHERE if name not in names)]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from attn_compiler.lowerings import dims, sdpa_limits, triton_planning
+from attn_compiler.lowerings import dims, known_bad, sdpa_limits, triton_planning
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import FLASH_ATTN_4_DISTRIBUTION, Target
@@ -18,6 +18,7 @@ _DTYPES = ("bfloat16", "float16")
 _HEAD_DIM_LIMIT = 256
 # Bytes that one vector has: heads are whole vectors.
 _MULTIPLE = 8
+_GRADIENT_MULTIPLE = 32
 
 
 def check(spec: AttentionSpec, target: Target) -> list[Reason]:
@@ -105,7 +106,12 @@ def _check_head_dims(spec: AttentionSpec, target: Target) -> list[Reason]:
     reasons = sdpa_limits.check_head_dims(spec, multiple=_MULTIPLE, limit=_HEAD_DIM_LIMIT)
     if reasons:
         return reasons
+    head_dims = (spec.head_dim_qk, spec.head_dim_v)
     observed = f"head_dim_qk {spec.head_dim_qk}, head_dim_v {spec.head_dim_v}"
+    if spec.needs_grad and any(isinstance(size, int) and size % _GRADIENT_MULTIPLE for size in head_dims):
+        padded = known_bad.refusal("padded_head_dim", target, observed)
+        if padded:
+            return padded
     if spec.needs_grad and spec.is_gqa and spec.head_dim_qk != spec.head_dim_v:
         rule = "with gradients and fewer heads of k and v, one head_dim"
         return [Reason(rule=rule, observed=observed)]

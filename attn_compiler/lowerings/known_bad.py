@@ -18,20 +18,22 @@ _ALL_SMS = (0, 999)
 class Bug:
     """what: what goes wrong, and for which sites. rule: what has to hold instead. link: where it is told.
 
-    cudnn: the first bad version and the first good one; None: no good one is known. good: good versions in between. sms: the
-    architectures, both included. remedy: what a user can do.
+    cudnn: the first bad version and the first good one (None: no good one is known); None: it is another library's bug. good: good
+    versions in between. sms: the architectures, both included. remedy: what a user can do.
     """
 
     what: str
     rule: str
     link: str
-    cudnn: tuple[int, int | None]
+    cudnn: tuple[int, int | None] | None = None
     good: tuple[int, ...] = ()
     sms: tuple[int, int] = _ALL_SMS
     remedy: str | None = "update cuDNN"
 
     def meets(self, target: Target) -> bool:
         """Whether the machine has it."""
+        if self.cudnn is None:
+            return self.sms[0] <= target.sm <= self.sms[1]
         first, fixed = self.cudnn
         is_bad = first <= target.cudnn and (fixed is None or target.cudnn < fixed) and target.cudnn not in self.good
         return is_bad and self.sms[0] <= target.sm <= self.sms[1]
@@ -110,10 +112,26 @@ CUDNN: dict[str, Bug] = {
 }
 
 
+#: of every version that is taken (fa4_limits.py)
+FLASH_ATTN_4: dict[str, Bug] = {
+    "padded_head_dim": Bug(
+        what=(
+            "head dims that are no multiples of 32 get a wrong dQ on Hopper: its kernel pads them to 16, what reads its sums to 32. On "
+            "Blackwell the same was mended (https://github.com/Dao-AILab/flash-attention/pull/2698); from which beta on is not known"
+        ),
+        rule="with gradients, head dims are multiples of 32: dQ is wrong",
+        link="https://github.com/Dao-AILab/flash-attention/pull/2896",
+        sms=(90, 109),
+        remedy="pad q, k and v with zeros to a multiple of 32",
+    ),
+}
+
+
 def refusal(name: str, target: Target, observed: str) -> list[Reason]:
-    """The refusal of one of CUDNN on a machine that has it; none elsewhere. observed: what of the site meets it."""
-    bug = CUDNN[name]
+    """The refusal of an entry on a machine that has it; none elsewhere. observed: what of the site meets it."""
+    bug = CUDNN.get(name) or FLASH_ATTN_4[name]
     if not bug.meets(target):
         return []
-    version = f"cuDNN {cudnn_words(target.cudnn)} on sm{target.sm}"
-    return [Reason(rule=f"{bug.rule} ({bug.link})", observed=f"{version}, {observed}", remedy=bug.remedy)]
+    library = f"flash-attn-4 {target.flash_attn_4}" if bug.cudnn is None else f"cuDNN {cudnn_words(target.cudnn)}"
+    observed = f"{library} on sm{target.sm}, {observed}"
+    return [Reason(rule=f"{bug.rule} ({bug.link})", observed=observed, remedy=bug.remedy)]

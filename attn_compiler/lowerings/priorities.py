@@ -329,9 +329,8 @@ ROWS: tuple[Row, ...] = (
         order=("cudnn", "triton", "fa4"),
         since="2026-11-21",
         why=(
-            "cudnn_h200.csv, window 1024, S 8192: cuDNN 146 and ours 180 us at head dim 128, 195 and 202 at 64, 137 and 198 at 256; with "
-            "the gradients 586, 1158; 747, 1079; 688, 1164 (cuDNN's without that of the sinks, which the graph adds by one reduction). "
-            "flash-attn-4's numbers with sinks were not held against the rule on a GPU"
+            "head dims above 64, of which windows alone were measured (cudnn_h200.csv: window 1024, S 8192: cuDNN 146 and ours 180 us at "
+            "head dim 128, 137 and 198 at 256; with the gradients 586, 1158; 688, 1164). flash-attn-4 with sinks was measured at 64 alone"
         ),
     ),
     Row(
@@ -339,15 +338,13 @@ ROWS: tuple[Row, ...] = (
         cudnn=_PREFERRED_CUDNN,
         dtypes=_HALF,
         mask="lengths",
-        training=True,
         dropout=False,
         seqlens=(1024, None),
         order=("cudnn", "triton", *_CUDNN_FIRST),
         since="2026-11-21",
         why=(
-            "S 2048, beside cuDNN with a dense mask: a quarter to all of the keys, 1404 and 3201 us at head dim 128, 1750 and 3649 at 64, "
-            "1805 and 4493 at 256 (cudnn_h200.csv); ours, half to all of the keys, 2002 and 3229, 2236 and 3656, 4485 and 4510 "
-            "(select_h200.csv). In a forward alone the two are as fast for the keys that there are"
+            "head dims 96 and 256, as at 128 and 64 (select_h200.csv, S 2048, forward and backward: cuDNN by lengths 409 and 1156 us, ours "
+            "492 and 1544, cuDNN with a dense mask 828 and 2564; 552 and 1468, 632 and 1528, 1101 and 2598)"
         ),
     ),
     Row(

@@ -12,6 +12,7 @@ from benchmarks.harness import Step
 FLASH = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128>>"
 CUDNN = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_kernel0_0"
 EFFICIENT = "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)"
+FA4 = "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor0"
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,9 @@ EFFICIENT = "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::At
         ("sdpa_flash x4 + untouched x4", [FLASH, EFFICIENT], "yes"),
         ("sdpa_flash x4 + sdpa_efficient x4", [FLASH, EFFICIENT], "yes"),
         ("cudnn x8", [CUDNN], "yes"),
+        ("fa4 x8", [FA4], "yes"),
+        ("sdpa_flash x8", [FA4], "NO"),
+        ("fa4 x8", [FLASH], "NO"),
         ("cudnn x8", [FLASH], "NO"),
         ("untouched x8", [EFFICIENT], ""),
         ("", [], ""),

@@ -129,8 +129,8 @@ def test_a_measured_length_stands_for_those_up_to_the_next_one() -> None:
     found = select_rows.lines(select_rows.evidence([row for name in names for row in rows(name, {"fa4": 9.0})]))
     bounds = [(line["mask"], line["head_dim_to"], line["seqlen_from"], line["seqlen_to"]) for line in found]
     assert bounds == [
-        ("causal", "64", "512", "1023"),
-        ("causal", "64", "1024", "4095"),
+        ("causal", "64", "512", "1535"),
+        ("causal", "64", "1536", "4095"),
         ("causal", "64", "4096", ""),
         ("causal", "128", "16384", ""),
         ("full", "64", "512", "1023"),

@@ -68,8 +68,8 @@ def _more() -> tuple[Case, ...]:
     )  # fmt: skip
 
 
-def _taken(problem: Problem) -> bool:
-    return not fa4_limits.check(inputs(problem, device="cpu").spec_on_gpu, H200)
+def _taken(problem: Problem, *, needs_grad: bool = True) -> bool:
+    return not fa4_limits.check(inputs(problem, device="cpu", needs_grad=needs_grad).spec_on_gpu, H200)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +113,9 @@ def inputs(problem: Problem, *, device: str, needs_grad: bool = True, seed: int 
     return Built(**{**fields, "mask": allowed[None, None], "spec": spec})
 
 
-PROBLEMS: tuple[Problem, ...] = tuple(
-    problem
-    for problem in (
-        *WINDOWS,
-        *(Problem(name=case.name, case=case) for case in _more()),
-        *map(_half, cases.FLOAT32),
-    )
-    if _taken(problem)
+_ALL = (*WINDOWS, *(Problem(name=case.name, case=case) for case in _more()), *map(_half, cases.FLOAT32))
+PROBLEMS: tuple[Problem, ...] = tuple(problem for problem in _ALL if _taken(problem))
+#: those that are taken without gradients alone
+FORWARDS: tuple[Problem, ...] = tuple(
+    problem for problem in _ALL if problem not in PROBLEMS and _taken(problem, needs_grad=False)
 )

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from attn_compiler.lowerings import by_name, known_bad
-from attn_compiler.lowerings.known_bad import CUDNN, refusal
+from attn_compiler.lowerings.known_bad import CUDNN, FLASH_ATTN_4, refusal
 from attn_compiler.masks import Causal, Dense, MaskSpec, SlidingWindow
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -26,6 +26,7 @@ def test_an_entry_says_what_where_and_until_when(name: str) -> None:
     assert bug.what
     assert bug.rule
     assert bug.link.startswith("https://github.com/")
+    assert bug.cudnn is not None
     first, fixed = bug.cudnn
     assert fixed is None or first < fixed
     assert all(fixed is None or first < version < fixed for version in bug.good)
@@ -34,6 +35,7 @@ def test_an_entry_says_what_where_and_until_when(name: str) -> None:
 @pytest.mark.parametrize("name", CUDNN)
 def test_an_entry_meets_its_versions_and_architectures_alone(name: str) -> None:
     bug = CUDNN[name]
+    assert bug.cudnn is not None
     first, fixed = bug.cudnn
     inside = max(first, 90_000)
     assert bug.meets(machine(name, inside))
@@ -42,6 +44,16 @@ def test_an_entry_meets_its_versions_and_architectures_alone(name: str) -> None:
     assert not any(bug.meets(machine(name, version)) for version in bug.good)
     assert bug.sms[0] == 0 or not bug.meets(machine(name, inside, sm=bug.sms[0] - 1))
     assert not bug.meets(machine(name, inside, sm=bug.sms[1] + 1))
+
+
+@pytest.mark.parametrize("name", FLASH_ATTN_4)
+def test_an_entry_of_another_library_meets_architectures_alone(name: str) -> None:
+    bug = FLASH_ATTN_4[name]
+    assert bug.link.startswith("https://github.com/")
+    for cudnn in (0, 91_900, 99_999):
+        assert bug.meets(Target.fake(sm=bug.sms[0], cudnn=cudnn))
+        assert not bug.meets(Target.fake(sm=bug.sms[0] - 1, cudnn=cudnn))
+        assert not bug.meets(Target.fake(sm=bug.sms[1] + 1, cudnn=cudnn))
 
 
 def test_a_refusal_names_the_link_and_the_version() -> None:
