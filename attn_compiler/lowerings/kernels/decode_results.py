@@ -1,0 +1,166 @@
+"""What the decode kernel does with results: of half a tile's rows, of warps that went on alone, and of splits."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_compiler.lowerings.kernels.tile_parts import LN2, LOG2E
+
+
+@triton.jit
+def first_half(x, SLICES: tl.constexpr, ROWS: tl.constexpr):
+    """(…, 2 · ROWS) or (…, 2 · ROWS, N) to the first ROWS rows: of a product's result, registers of their own."""
+    if SLICES == 1:
+        if len(x.shape) == 1:
+            x = tl.trans(tl.reshape(x, 2, ROWS), 1, 0)
+        else:
+            x = tl.trans(tl.reshape(x, 2, ROWS, x.shape[1]), 1, 2, 0)
+    elif len(x.shape) == 2:
+        x = tl.trans(tl.reshape(x, SLICES, 2, ROWS), 0, 2, 1)
+    else:
+        x = tl.trans(tl.reshape(x, SLICES, 2, ROWS, x.shape[2]), 0, 2, 3, 1)
+    first, _ = tl.split(x)
+    return first
+
+
+@triton.jit
+def _halved(x):
+    """(M, N, S) to (M, N, S / 2), summed in pairs."""
+    a, b = tl.split(tl.reshape(x, x.shape[0], x.shape[1], x.shape[2] // 2, 2))
+    return a + b
+
+
+@triton.jit
+def _sum_of_slices(x, SLICES: tl.constexpr):
+    """(S, M, N) to (M, N). Moved once, so that a thread has what it adds: a reduction over warps would leave each warp the whole sum."""
+    x = tl.trans(x, 1, 2, 0)
+    if SLICES >= 8:
+        x = _halved(x)
+    if SLICES >= 4:
+        x = _halved(x)
+    a, b = tl.split(x)
+    return a + b
+
+
+@triton.jit
+def joined(total, peak, out_0, out_1, SLICES: tl.constexpr, V_1: tl.constexpr):
+    """The slices' results, whose peaks are in units of log 2, as one: (S, M) and (S, M, …) to (M,) and (M, …)."""
+    top = tl.max(peak, 0)
+    weights = tl.exp2(peak - tl.where(top == float("-inf"), 0.0, top)[None, :])
+    total = tl.sum(total * weights, 0)
+    out_0 = _sum_of_slices(out_0 * weights[:, :, None], SLICES)
+    out_1 = _sum_of_slices(out_1 * weights[:, :, None], SLICES) if V_1 > 0 else out_0
+    return total, top, out_0, out_1
+
+
+@triton.jit
+def _found(
+    Partial, record, start, splits,
+    PARTS: tl.constexpr, KEPT: tl.constexpr, KEPT_ALL: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    FIRST: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """(KEPT_ALL, PART, PARTS) of the partial results of PARTS splits, from `start` on. The splits come last: so threads share out the
+    other two axes, and each adds up what it holds.
+
+    Written by other programs: not to be taken from the cache of this multiprocessor.
+    """
+    rows, dims = tl.arange(0, KEPT_ALL)[:, None, None], FIRST + tl.arange(0, PART)[None, :, None]
+    parts = start + tl.arange(0, PARTS)[None, None, :]
+    at = Partial + record * (KEPT * HEAD_DIM_V) + ((parts * KEPT + rows) * HEAD_DIM_V + dims)
+    here = (parts < splits) & (rows < KEPT) & (dims < HEAD_DIM_V)
+    return tl.load(at, mask=here, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _weighted(
+    total, peak, out_0, out_1, Partial, lse_at, record, start, splits,
+    PARTS: tl.constexpr, KEPT: tl.constexpr, KEPT_ALL: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+):  # fmt: skip
+    """PARTS partial results more, from `start` on, in the sum. total, peak: (KEPT_ALL,) so far; out_0, out_1: their sums."""
+    # All loads are on their way before the first is waited for.
+    found_0 = _found(Partial, record, start, splits, PARTS, KEPT, KEPT_ALL, HEAD_DIM_V, 0, V_0)
+    found_1 = found_0
+    if V_1 > 0:
+        found_1 = _found(Partial, record, start, splits, PARTS, KEPT, KEPT_ALL, HEAD_DIM_V, V_0, V_1)
+    rows, parts = tl.arange(0, KEPT_ALL)[:, None], start + tl.arange(0, PARTS)[None, :]
+    at = Partial + (lse_at + record * KEPT) + (parts * KEPT + rows)
+    lse = tl.load(at, mask=(parts < splits) & (rows < KEPT), other=float("-inf"), cache_modifier=".cg")
+    new_peak = tl.maximum(peak, tl.max(lse, 1))
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(lse - shift[:, None])
+    decay = tl.exp2(peak - shift)
+    total = total * decay + tl.sum(weights, 1)
+    out_0 = out_0 * decay[:, None] + tl.sum(found_0 * weights[:, None, :], 2)
+    if V_1 > 0:
+        out_1 = out_1 * decay[:, None] + tl.sum(found_1 * weights[:, None, :], 2)
+    return total, new_peak, out_0, out_1
+
+
+@triton.jit
+def store(
+    Out, Lse, Sinks, batch, kv_head, rows, lse, out_0, out_1,
+    HEADS_KV: tl.constexpr, GROUP: tl.constexpr, SEQLEN_Q: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+):  # fmt: skip
+    """The results of all keys: out into (B, Sq, Hq, Dv) and lse, which comes in units of log 2, into (B, Hq, Sq), both contiguous."""
+    head, query = kv_head * GROUP + rows // SEQLEN_Q, rows % SEQLEN_Q
+    inside = rows < GROUP * SEQLEN_Q
+    if Sinks is not None:
+        sink = tl.load(Sinks + head, mask=inside, other=0.0).to(tl.float32) * LOG2E
+        top = tl.maximum(lse, sink)
+        joined = top + tl.log2(tl.exp2(lse - top) + tl.exp2(sink - top))
+        share = tl.exp2(lse - joined)
+        out_0, out_1, lse = out_0 * share[:, None], out_1 * share[:, None], joined
+    heads: tl.constexpr = HEADS_KV * GROUP
+    batch = batch.to(tl.int64)
+    tl.store(Lse + (batch * heads + head) * SEQLEN_Q + query, lse * LN2, mask=inside)
+    at = Out + ((batch * SEQLEN_Q + query) * heads + head)[:, None] * HEAD_DIM_V
+    dims = tl.arange(0, V_0)[None, :]
+    tl.store(at + dims, out_0.to(Out.dtype.element_ty), mask=inside[:, None] & (dims < HEAD_DIM_V))
+    if V_1 > 0:
+        dims = V_0 + tl.arange(0, V_1)[None, :]
+        tl.store(at + dims, out_1.to(Out.dtype.element_ty), mask=inside[:, None] & (dims < HEAD_DIM_V))
+
+
+@triton.jit
+def leave(
+    Partial, lse_at, record, lse, out_0, out_1,
+    ROWS: tl.constexpr, KEPT: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+):  # fmt: skip
+    """The results of one split, for the program that combines them."""
+    kept = tl.arange(0, ROWS)
+    row = record * KEPT + kept
+    tl.store(Partial + lse_at + row, lse, mask=kept < KEPT)
+    at, here = Partial + row[:, None] * HEAD_DIM_V, (kept < KEPT)[:, None]
+    dims = tl.arange(0, V_0)[None, :]
+    tl.store(at + dims, out_0, mask=here & (dims < HEAD_DIM_V))
+    if V_1 > 0:
+        dims = V_0 + tl.arange(0, V_1)[None, :]
+        tl.store(at + dims, out_1, mask=here & (dims < HEAD_DIM_V))
+
+
+@triton.jit
+def combine(
+    Out, Lse, Partial, Sinks, batch, kv_head, first_row, lse_at, record, splits,
+    PARTS: tl.constexpr, KEPT: tl.constexpr, KEPT_ALL: tl.constexpr,
+    HEADS_KV: tl.constexpr, GROUP: tl.constexpr, SEQLEN_Q: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+):  # fmt: skip
+    """What all splits have left, as one result."""
+    rows = tl.arange(0, KEPT_ALL)
+    total = tl.zeros([KEPT_ALL], tl.float32)
+    peak = tl.full([KEPT_ALL], float("-inf"), tl.float32)
+    out_0 = tl.zeros([KEPT_ALL, V_0], tl.float32)
+    out_1 = tl.zeros([KEPT_ALL, V_1 if V_1 > 0 else 16], tl.float32)
+    for chunk in tl.range(0, tl.cdiv(splits, PARTS)):
+        total, peak, out_0, out_1 = _weighted(
+            total, peak, out_0, out_1, Partial, lse_at, record, chunk * PARTS, splits,
+            PARTS, KEPT, KEPT_ALL, HEAD_DIM_V, V_0, V_1,
+        )  # fmt: skip
+    divisor = tl.where(total == 0.0, 1.0, total)
+    store(
+        Out, Lse, Sinks, batch, kv_head, first_row + rows, peak + tl.log2(divisor),
+        out_0 * (1.0 / divisor)[:, None], out_1 * (1.0 / divisor)[:, None], HEADS_KV, GROUP, SEQLEN_Q, HEAD_DIM_V, V_0, V_1,
+    )  # fmt: skip
