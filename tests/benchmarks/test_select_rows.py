@@ -21,7 +21,7 @@ def rows(case: str, forward: Mapping[str, float], backward: Mapping[str, float] 
     shared = {"case": case, "date": "2026-11-21", "chosen": ""}
     passes = {"forward": forward, "backward": backward or {}}
     return [
-        {**shared, "pass": which, "side": side, "p50_us": str(took)}
+        {**shared, "pass": which, "side": side, "p50_us": str(took), "rounds": "9"}
         for which, times in passes.items()
         for side, took in times.items()
     ]
@@ -113,6 +113,13 @@ def test_what_is_slow_in_the_backward_does_not_come_first_in_training() -> None:
     inference, training = select_rows.lines(select_rows.evidence(measured))
     assert inference["order"].startswith("triton sdpa_cudnn")
     assert training["order"].startswith("sdpa_cudnn triton")
+
+
+def test_a_start_among_two_rounds_does_not_count() -> None:
+    measured = rows("causal_d64_s8192", {"fa4": 100.0, "sdpa_cudnn": 300.0, "sdpa_flash": 200.0})
+    measured[1] |= {"rounds": "2", "p20_us": "150.0"}
+    (line,) = select_rows.lines(select_rows.evidence(measured))
+    assert line["order"].split()[:3] == ["fa4", "sdpa_cudnn", "sdpa_flash"]
 
 
 def test_some_lengths_are_held_out() -> None:
