@@ -17,11 +17,11 @@ from attn_compiler.lowerings.on_device import new_outputs, on
 from attn_compiler.lowerings.triton_arguments import Prepared, Tensors, along, common, prepare
 from attn_compiler.spec import AttentionSpec
 
-#: queries of a program: of two warpgroups
-QUERIES = 128
+#: queries of a program: of three warpgroups
+QUERIES = 192
 KEYS = 128
-STAGES = 3
-REGISTERS = 240
+STAGES = 2
+REGISTERS = 160
 _WARPS = 4
 _ROWS = 64
 _LEAST_HEAD_DIM = 64

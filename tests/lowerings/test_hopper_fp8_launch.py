@@ -1,8 +1,13 @@
-"""The FP8 kernel for Hopper as it is launched: parts of a plan, recipes, head dims, layouts; out, lse and all gradients. GPUs only."""
+"""The FP8 kernel for Hopper as it is launched: parts of a plan, recipes, head dims, layouts; out, lse and, on a GPU, all gradients.
+
+Without a GPU its Python is run in PyTorch (kernels/gluon_in_torch.py).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import types
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +16,15 @@ from torch.nn import functional
 
 import attn_compiler
 from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe, StaticScaling
-from attn_compiler.lowerings import fp8_quantise, hopper_fp8
+from attn_compiler.lowerings import fp8_quantise, hopper_fp8, hopper_fp8_launch
+from attn_compiler.lowerings.kernels import forward_fp8_sm90
 from attn_compiler.lowerings.triton_plan import Call
 from attn_compiler.target import Target
 from tests import numerics
 from tests.lowerings import fp8_problems, kernel_problems
 from tests.lowerings.kernel_cases import BY_NAME, Case
+from tests.lowerings.kernels import gluon_in_torch
 from tests.lowerings.test_triton_launch import grown
-
-pytestmark = pytest.mark.gpu
 
 RECIPES = {
     "tensor": Fp8Recipe(scaling=CurrentScaling(granularity="tensor")),
@@ -28,6 +33,8 @@ RECIPES = {
     "static": Fp8Recipe(scaling=StaticScaling(q=5, k=5, v=5), smooth_k=True),
     "int8": Fp8Recipe(qk_format="int8", hadamard=True),
 }
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
 
 PAIRS = (
     ("even", "tensor"),
@@ -45,7 +52,7 @@ PAIRS = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def hopper() -> Target:
     target = Target.current("cuda")
     reasons = hopper_fp8.HopperFp8().unavailable(target)
@@ -59,6 +66,63 @@ def problem(case: Case, recipe: Fp8Recipe, target: Target) -> fp8_problems.Fp8Pr
     return dataclasses.replace(given, leaf="hopper_fp8")
 
 
+#: further ones without a GPU
+CPU_PAIRS = (
+    ("causal_from_end", "block"),
+    ("causal_more_queries", "head"),
+    ("causal_more_keys", "int8"),
+    ("window_left_alone", "block"),
+    ("window", "tensor"),
+)
+
+
+class InTorch:
+    """The kernel as it is launched, run in PyTorch with so many stages that none is used twice."""
+
+    arg_names = forward_fp8_sm90.attention_forward_fp8_sm90.arg_names
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launched(*, num_warps: int, STAGES: int, **given: Any) -> None:
+            gluon_in_torch.run(forward_fp8_sm90, "attention_forward_fp8_sm90", grid, given | {"STAGES": 16})
+
+        return launched
+
+
+def in_torch(given: fp8_problems.Fp8Problem, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+    """out and lse on a CPU."""
+    monkeypatch.setattr(hopper_fp8_launch, "_descriptor", lambda x, tile: gluon_in_torch.Descriptor(x, tuple(tile)))
+    stand_in = types.SimpleNamespace(attention_forward_fp8_sm90=InTorch())
+    monkeypatch.setattr(hopper_fp8_launch, "forward_fp8_sm90", stand_in)
+    with kernel_problems.planned(given.problem.plan), torch.no_grad():
+        return hopper_fp8_launch.forward(given.q, given.k, given.v, given.operands, given.problem.text)
+
+
+@pytest.mark.parametrize("pair", [*PAIRS, *CPU_PAIRS], ids="-".join)
+def test_what_the_kernel_says(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    case, recipe = pair
+    given = fp8_problems.build(grown(BY_NAME[case]), RECIPES[recipe], dtype=torch.float16, device="cpu")
+    with torch.no_grad():
+        out, lse = in_torch(given, monkeypatch)
+        q, k, v = (x.detach().float() for x in fp8_problems.inputs(given)[:3])
+        exact_out, exact_lse = kernel_problems.attention(given.problem, q, k, v, given.problem.named)
+        assert float((out - exact_out).norm() / exact_out.norm()) < 0.04
+        torch.testing.assert_close(lse, exact_lse, rtol=0, atol=0.02)
+
+
+def test_blocks_of_v_may_differ_by_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dataclasses.replace(BY_NAME["even"], name="blocks", seqlen_q=300, seqlen_kv=300, band=None, head_dim=64)
+    problem = kernel_problems.build(case, dtype=torch.float16, device="cpu")
+    with torch.no_grad():
+        for name, factor in (("q", 2.0), ("k", 2.0), ("v", 20.0)):
+            getattr(problem, name)[:, :, 128:256] *= factor
+    given = fp8_problems.rounded_problem(problem, RECIPES["head"])
+    out, _ = in_torch(given, monkeypatch)
+    with torch.no_grad():
+        exact, _ = kernel_problems.attention(problem, *(x.detach().float() for x in (given.q, given.k, given.v)), {})
+        assert float((out - exact).norm() / exact.norm()) < 0.04
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_attention_and_all_gradients(pair: tuple[str, str], hopper: Target) -> None:
     case, recipe = pair
@@ -66,9 +130,10 @@ def test_attention_and_all_gradients(pair: tuple[str, str], hopper: Target) -> N
     fp8_problems.assert_within_rule(fp8_problems.results(given), given)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_cudnn_differentiates_it(is_causal: bool, head_dim: int) -> None:
+def test_cudnn_differentiates_it(is_causal: bool, head_dim: int, hopper: Target) -> None:
     """Through the whole backend. The gradients of FP8's weights and those of exact ones differ by FP8's rounding."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -90,6 +155,7 @@ def test_cudnn_differentiates_it(is_causal: bool, head_dim: int) -> None:
         assert float((mine.float() - wanted).norm() / wanted.norm()) < 0.08
 
 
+@pytest.mark.gpu
 def test_the_wider_format_is_computed_too(hopper: Target) -> None:
     given = problem(grown(BY_NAME["even"]), Fp8Recipe(forward_format="e5m2"), hopper)
     assert given.rounded["q8"].dtype == torch.float8_e5m2
@@ -98,6 +164,7 @@ def test_the_wider_format_is_computed_too(hopper: Target) -> None:
     assert 0.01 < numerics.worst(out, exact) < 0.3
 
 
+@pytest.mark.gpu
 def test_scales_of_several_blocks_are_told_apart(hopper: Target) -> None:
     case = dataclasses.replace(BY_NAME["even"], name="blocks", seqlen_q=300, seqlen_kv=300, batch=1, head_dim=64)
     given = problem(case, RECIPES["block"], hopper)
