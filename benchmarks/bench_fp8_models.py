@@ -43,6 +43,7 @@ SIDES: Mapping[str, Fp8Recipe | None] = {
     "fp8, per block": Fp8Recipe(force=True),
     "fp8, per tensor": Fp8Recipe(scaling=CurrentScaling(granularity="tensor"), force=True),
     "fp8, delayed": Fp8Recipe(scaling=DelayedScaling(), force=True),
+    "fp8, backward too": Fp8Recipe(scaling=CurrentScaling(granularity="tensor"), backward=True, force=True),
 }
 
 

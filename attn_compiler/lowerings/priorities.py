@@ -421,16 +421,8 @@ def row_of(spec: AttentionSpec, target: Target) -> Row | None:
     return next((row for row in ROWS if row.fits(spec, target)), None)
 
 
-def _fp8_first(spec: AttentionSpec) -> tuple[str, ...]:
-    """On an H200, S 8192, causal and full, TFLOP/s: head dim 64 477 and 532 by hopper_fp8, 541 and 577 by triton_fp8; 128 784 and 816, and
-    671 and 724."""
-    if spec.fp8 is None:
-        return ()
-    is_narrow = isinstance(spec.head_dim_qk, int) and spec.head_dim_qk <= 64
-    return ("triton_fp8", "hopper_fp8", "cudnn_fp8") if is_narrow else _FP8_FIRST
-
-
 def order(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
     """Names of lowerings in the order to ask them; "untouched" is always the last. "reference" is never among them."""
     row = row_of(spec, target)
-    return (*_fp8_first(spec), *(row.order if row is not None else ()), LAST)
+    fp8 = _FP8_FIRST if spec.fp8 is not None else ()
+    return (*fp8, *(row.order if row is not None else ()), LAST)

@@ -32,8 +32,12 @@ from attn_compiler.target import Target
 
 #: head dims up to which the tiles of `triton` do not spill
 _ROOMY = 128
-#: On an H200, S 8192 causal and full, TFLOP/s: head dim 64 541 and 577 (64x64 w4 s3: 529 and 561), 128 671 and 724 (643 and 670).
-_HOPPER = Tile(queries=64, keys=128, warps=4, stages=2)
+#: By head dim, where nothing but a band masks. On an H200, S 8192, causal and full, TFLOP/s: 545 and 568 at head dim 64 (64x64 w4 s3: 529
+#: and 561), 773 and 834 at 128 (643 and 670).
+_HOPPER = {
+    64: Tile(queries=64, keys=128, warps=4, stages=2),
+    128: Tile(queries=64, keys=128, warps=4, stages=3),
+}
 _WIDE_HEADS = Tile(queries=64, keys=64, warps=8, stages=2)
 # Visits the forward's lists, so its queries and keys are the same.
 _WIDE_HEADS_GRAD_Q = Tile(queries=64, keys=64, warps=4, stages=1)
@@ -78,8 +82,9 @@ def _tiles(spec: AttentionSpec, target: Target) -> Tiles:
     """Those of `triton`, but where a product with v, beside the sum over tiles, has no room in registers: of those compiled for sm90, the
     largest that does not spill."""
     found = triton_tiles_table.tiles(spec, target)
-    if _is_plain_on_hopper(spec, target) and found.forward.queries >= _HOPPER.queries:
-        return dataclasses.replace(found, forward=_HOPPER)
+    measured = _HOPPER.get(spec.head_dim_v) if isinstance(spec.head_dim_v, int) else None
+    if measured is not None and _is_plain_on_hopper(spec, target) and found.forward.queries >= measured.queries:
+        return dataclasses.replace(found, forward=measured)
     if (
         max(d for d in (spec.head_dim_qk, spec.head_dim_v) if isinstance(d, int)) <= _ROOMY
         or found.forward.queries <= 64
@@ -91,8 +96,7 @@ def _tiles(spec: AttentionSpec, target: Target) -> Tiles:
 
 def _is_plain_on_hopper(spec: AttentionSpec, target: Target) -> bool:
     """Where `_HOPPER` was measured: nothing but a band, and no lists, whose tiles a backward shares."""
-    head_dims = (spec.head_dim_qk, spec.head_dim_v)
-    return target.sm == 90 and not triton_planning.of(spec).operands and all(d in (64, 128) for d in head_dims)
+    return target.sm == 90 and not triton_planning.of(spec).operands and spec.head_dim_qk == spec.head_dim_v
 
 
 def leading(text: str) -> int:

@@ -25,7 +25,7 @@ def asked(**given: Any) -> AttentionSpec:
 
 def test_it_is_first_where_its_kernel_runs() -> None:
     assert select.decide(asked(), H200, Options()).lowering == "hopper_fp8"
-    assert select.decide(asked(head_dim=64), H200, Options()).lowering == "triton_fp8"
+    assert select.decide(asked(head_dim=64), H200, Options()).lowering == "hopper_fp8"
     assert select.decide(dataclasses.replace(asked(), fp8=None), H200, Options()).lowering not in priorities.FP8
 
 

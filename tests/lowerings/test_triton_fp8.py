@@ -46,7 +46,7 @@ def test_on_the_cpu_a_recipe_is_refused_with_the_reason() -> None:
 @pytest.mark.parametrize("mask", [MaskSpec(), CAUSAL], ids=["full", "causal"])
 def test_wide_heads_get_tiles_that_do_not_spill(mask: MaskSpec) -> None:
     narrow, wide = (make_spec(mask=mask, head_dim=d, seqlen_q=4096, seqlen_kv=4096) for d in (128, 256))
-    assert triton_fp8._tiles(narrow, H100).forward.words == "64x128 w4 s2"
+    assert triton_fp8._tiles(narrow, H100).forward.words == "64x128 w4 s3"
     ada = Target.fake(sm=89)
     assert triton_fp8._tiles(narrow, ada) == triton_tiles_table.tiles(narrow, ada)
     assert triton_fp8._tiles(wide, H100).forward.queries == 64
