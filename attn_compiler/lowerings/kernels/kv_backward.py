@@ -30,7 +30,7 @@ from attn_compiler.lowerings.kernels.tile_parts import (
 @triton.jit
 def _step_kv(
     grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1, tile, keys, keys_allowed, document_k, slope, seed, head,
-    Q, GradOut, RowStats, stats_rows, Rows, rows_side, DocumentsQ, Mask, bias, Bias, Distances, Scores,
+    Q, GradOut, RowStats, stats_rows, Rows, rows_side, DocumentsQ, Mask, ahead, Bias, Distances, Scores,
     stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
     band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
     BLOCK_M: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -41,7 +41,7 @@ def _step_kv(
 ):  # fmt: skip
     """What one block of queries adds to the gradients of a block of keys. The scores are transposed: (N, M).
 
-    bias: of the block, where it was loaded ahead.
+    ahead: its bias, if it was loaded before: BIAS_AHEAD, where the mask is not needed.
     """
     start = tile * BLOCK_M
     offsets = start + tl.arange(0, BLOCK_M)
@@ -54,8 +54,9 @@ def _step_kv(
             upper = tl.load(Rows + rows_side + offsets, mask=inside, other=0)[None, :]
         if DocumentsQ is not None:
             document_q = tl.load(DocumentsQ + offsets, mask=inside, other=0)[None, :]
-    distances = None
+    bias, distances = None, None
     if Bias is not None:
+        bias = ahead
         if MASKED or not BIAS_AHEAD:
             bias = load_pairs(Bias, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, True)
     # Keys along rows, as they lie in memory: that takes fewer instructions.
@@ -205,23 +206,24 @@ def attention_grad_kv(
                 full_first, full_last = last, last
             partial = (full_first - first) + (last - full_last)
             second = first
-        bias = None
+        # Whatever, where it is not used: Triton carries no None from one step to the next.
+        ahead = offsets
         for i in tl.range(0, partial):
             grad_k_0, grad_k_1, grad_v_0, grad_v_1 = _step_kv(
                 grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1,
                 partial_tile(List, i, first, second, full_first, full_last),
                 keys, keys_allowed, document_k, slope, seed, row,
                 q_head, grad_head, stats_head, stats_rows, Rows, rows_side, DocumentsQ,
-                mask_head, bias, bias_head, distances_head, scores_head,
+                mask_head, ahead, bias_head, distances_head, scores_head,
                 stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
                 band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
                 BLOCK_M, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
                 HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, True, FOR_K, FOR_V, BIAS_AHEAD,
             )  # fmt: skip
         if BIAS_AHEAD:
-            bias = load_bias(bias_head, full_first, keys, bias_q, bias_k, seqlen_q, seqlen_kv, BLOCK_M)
+            ahead = load_bias(bias_head, full_first, keys, bias_q, bias_k, seqlen_q, seqlen_kv, BLOCK_M)
         for tile in tl.range(full_first, full_last):
-            following = None
+            following = ahead
             if BIAS_AHEAD:
                 following = load_bias(bias_head, tile + 1, keys, bias_q, bias_k, seqlen_q, seqlen_kv, BLOCK_M)
             grad_k_0, grad_k_1, grad_v_0, grad_v_1 = _step_kv(
@@ -229,13 +231,13 @@ def attention_grad_kv(
                 tile,
                 keys, keys_allowed, document_k, slope, seed, row,
                 q_head, grad_head, stats_head, stats_rows, Rows, rows_side, DocumentsQ,
-                mask_head, bias, bias_head, distances_head, scores_head,
+                mask_head, ahead, bias_head, distances_head, scores_head,
                 stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
                 band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
                 BLOCK_M, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
                 HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, False, FOR_K, FOR_V, BIAS_AHEAD,
             )  # fmt: skip
-            bias = following
+            ahead = following
     if FOR_K:
         store_tile(GradK, start, stride_dks, seqlen_kv, grad_k_0 * scale, BLOCK_N, 0, QK_0, HEAD_DIM_QK)
         if QK_1 > 0:
