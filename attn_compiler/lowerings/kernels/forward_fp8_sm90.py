@@ -29,6 +29,8 @@ ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(3)
 #: A maximum of nothing. Finite, so that differences are.
 _NOTHING = gl.constexpr(-1e30)
+#: its square is infinite
+_HUGE = gl.constexpr(3e38)
 #: Never 0, which -inf would turn into NaN.
 _LEAST_SCALE = gl.constexpr(1e-30)
 #: registers of a thread that only fetches
@@ -110,15 +112,17 @@ def _tiles(
             qk = _tanh(x)
             own = softcap * LOG2E
         if MASKED:
-            keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, QK_LAYOUT))
-            if HAS_RIGHT:
-                most = gl.minimum(rows + band_right, seqlen_kv - 1) - start
-                qk = gl.where(keys[None, :] <= most[:, None], qk, float("-inf"))
-            else:
-                qk = gl.where((keys < seqlen_kv - start)[None, :], qk, float("-inf"))
+            keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, QK_LAYOUT))[None, :]
+            most = (gl.minimum(rows + band_right, seqlen_kv - 1) - start)[:, None]
+            if not HAS_RIGHT:
+                most = (rows * 0 + (seqlen_kv - 1 - start))[:, None]
             if HAS_LEFT:
-                least = rows - band_left - start
-                qk = gl.where(keys[None, :] >= least[:, None], qk, float("-inf"))
+                least = (rows - band_left - start)[:, None]
+                qk = gl.where((keys <= most) & (keys >= least), qk, float("-inf"))
+            else:
+                # Comparisons are made while the product runs, and kept in bits that have to be taken apart again: with one bound,
+                # arithmetic is faster. A square that is infinite, times what is below 0, or 0.
+                qk = qk + gl.minimum(most.to(gl.float32) - keys.to(gl.float32), 0.0) * _HUGE * _HUGE
         new_peak = gl.maximum(peak, gl.max(qk, 1) * own)
         weights = gl.exp2(qk * own - (new_peak - WEIGHT)[:, None])
         decay = gl.exp2(peak - new_peak)
