@@ -64,10 +64,11 @@ RECIPES: Mapping[str, Fp8Recipe] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """lowering: by its name. recipe: of RECIPES; None: bfloat16."""
+    """lowering: by its name. recipe: of RECIPES; None: bfloat16. passes: that it is measured in."""
 
     lowering: str
     recipe: str | None = None
+    passes: tuple[Pass, ...] = ("forward", "both")
 
     @property
     def name(self) -> str:
@@ -76,12 +77,12 @@ class Side:
 
 SIDES = (
     Side(lowering=BASELINE),
-    Side(lowering="triton"),
+    Side(lowering="triton", passes=("forward",)),
     Side(lowering="hopper_fp8", recipe=""),
-    Side(lowering="triton_fp8", recipe=""),
+    Side(lowering="triton_fp8", recipe="", passes=("forward",)),
     Side(lowering="cudnn_fp8", recipe="per tensor"),
-    Side(lowering="cudnn_fp8", recipe="per tensor, backward"),
-    Side(lowering="hopper_fp8", recipe="accurate"),
+    Side(lowering="cudnn_fp8", recipe="per tensor, backward", passes=("both",)),
+    Side(lowering="hopper_fp8", recipe="accurate", passes=("forward",)),
 )
 
 
@@ -146,7 +147,7 @@ def steps(case: Case, which: Pass, q: Tensor, k: Tensor, v: Tensor) -> Iterator[
     """Every side and part of a pass, and what makes it."""
     upstream = torch.ones_like(q) if which == "forward" else torch.randn_like(q)
     for side in SIDES:
-        if which == "forward" and RECIPES.get(side.recipe or "", Fp8Recipe()).backward:
+        if which not in side.passes:
             continue
         yield side, "whole", functools.partial(_whole, case, side, which, (q, k, v), upstream)
         if which == "forward" and side.recipe in ("", "per tensor"):
