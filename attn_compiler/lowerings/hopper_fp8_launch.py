@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,8 +76,12 @@ def _descriptors(spec: AttentionSpec, tensors: Mapping[str, torch.Tensor]) -> di
 
 
 def _descriptor(tensor: torch.Tensor, tile: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(tile, _ELEMENTS[tensor.dtype])
-    return TensorDescriptor.from_tensor(tensor, tile, layout)
+    return TensorDescriptor.from_tensor(tensor, tile, _layout(tuple(tile), tensor.dtype))
+
+
+@functools.cache
+def _layout(tile: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(tile), _ELEMENTS[dtype])
 
 
 def head_dim_tiles(spec: AttentionSpec) -> tuple[int, int]:

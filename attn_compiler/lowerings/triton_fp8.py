@@ -2,7 +2,7 @@
 
 The backward is that of `triton`: from q, k and v as they were rounded, again in the model's dtype, and the forward's out and lse.
 
-Not measured yet, on any GPU: so the tiles are those of `triton` where they fit, and no site gets it unless a recipe asks for it.
+Tiles are those of `triton`, but where others were measured (`_HOPPER`), or where they do not fit.
 """
 
 from __future__ import annotations

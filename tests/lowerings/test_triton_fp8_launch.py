@@ -1,6 +1,6 @@
 """The FP8 kernel as it is launched, in Triton's interpreter: parts of a plan, recipes, head dims, layouts; out, lse and all gradients.
 
-On a GPU the same is run in bfloat16, longer, and with the tiles that the lowering chooses; that was not done yet.
+On a GPU the same is run in bfloat16, longer, and with the tiles that the lowering chooses.
 """
 
 from __future__ import annotations
