@@ -314,11 +314,6 @@ def _grad_q(shared: Backward) -> Arguments:
     )
 
 
-def _bias_ahead(shared: Backward) -> bool:
-    """Whether registers have room for the next block's bias beside the sums of dk and dv."""
-    return "bias" in shared.tensors and max(shared.tensors["K"].shape[3], shared.tensors["V"].shape[3]) <= _NARROW
-
-
 def _launch_grad_kv(shared: Backward) -> None:
     for part in ("k", "v") if shared.prepared.call.tiles.grad_kv.apart else ("kv",):
         shared.launch(kv_backward.attention_grad_kv, functools.partial(_grad_kv, part=part), part)
@@ -328,7 +323,6 @@ def _grad_kv(shared: Backward, part: str) -> Arguments:
     tile, grad_k, grad_v = shared.prepared.call.tiles.grad_kv, shared.tensors["GradK"], shared.tensors["GradV"]
     numbers = {**shared.numbers(), **lists(shared.tensors.get("tiles_by_key"))}
     numbers |= {**strides("dk", grad_k), **strides("dv", grad_v), "FOR_K": "k" in part, "FOR_V": "v" in part}
-    numbers["BIAS_AHEAD"] = _bias_ahead(shared)
     heads_last = _heads_last(shared.tensors)
     return Arguments(
         grid=_grid(triton.cdiv(grad_k.shape[2], tile.keys), grad_k.shape[1], grad_k.shape[0], heads_last),

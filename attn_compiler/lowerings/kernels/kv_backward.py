@@ -30,19 +30,16 @@ from attn_compiler.lowerings.kernels.tile_parts import (
 @triton.jit
 def _step_kv(
     grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1, tile, keys, keys_allowed, document_k, slope, seed, head,
-    Q, GradOut, RowStats, stats_rows, Rows, rows_side, DocumentsQ, Mask, ahead, Bias, Distances, Scores,
+    Q, GradOut, RowStats, stats_rows, Rows, rows_side, DocumentsQ, Mask, Bias, Distances, Scores,
     stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
     band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
     BLOCK_M: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
     PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
-    FOR_K: tl.constexpr, FOR_V: tl.constexpr, BIAS_AHEAD: tl.constexpr,
+    FOR_K: tl.constexpr, FOR_V: tl.constexpr,
 ):  # fmt: skip
-    """What one block of queries adds to the gradients of a block of keys. The scores are transposed: (N, M).
-
-    ahead: its bias, if it was loaded before: BIAS_AHEAD, where the mask is not needed.
-    """
+    """What one block of queries adds to the gradients of a block of keys. The scores are transposed: (N, M)."""
     start = tile * BLOCK_M
     offsets = start + tl.arange(0, BLOCK_M)
     queries = offsets[None, :]
@@ -56,15 +53,9 @@ def _step_kv(
             document_q = tl.load(DocumentsQ + offsets, mask=inside, other=0)[None, :]
     bias, distances = None, None
     if Bias is not None:
-        bias = ahead
-        if MASKED or not BIAS_AHEAD:
-            bias = load_pairs(Bias, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, True)
-    # Keys along rows, as they lie in memory: that takes fewer instructions.
+        bias = load_pairs(Bias, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, True)
     if Distances is not None:
-        distances = load_distances(
-            Distances, tl.trans(queries), tl.trans(keys), distances_phase, seqlen_q, seqlen_kv, True
-        )
-        distances = tl.trans(distances)
+        distances = load_distances(Distances, queries, keys, distances_phase, seqlen_q, seqlen_kv, True)
     q_0 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
     q_1 = q_0
     qk = tl.dot(k_0, tl.trans(q_0), input_precision=PRECISION)
@@ -116,13 +107,6 @@ def _step_kv(
 
 
 @triton.jit
-def load_bias(Bias, tile, keys, bias_q, bias_k, seqlen_q, seqlen_kv, BLOCK_M: tl.constexpr):
-    """Of a block of queries, transposed: (N, M)."""
-    queries = (tile * BLOCK_M + tl.arange(0, BLOCK_M))[None, :]
-    return load_pairs(Bias, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, True)
-
-
-@triton.jit
 def attention_grad_kv(
     Q, K, V, GradOut, RowStats, GradK, GradV,
     Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Seed, Scores,
@@ -136,12 +120,10 @@ def attention_grad_kv(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
     PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
     MASK_ALL: tl.constexpr, HEADS_LAST: tl.constexpr, FOR_K: tl.constexpr, FOR_V: tl.constexpr,
-    BIAS_AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of keys, Hkv, B), or as HEADS_LAST says. Sums over the query heads of the group, in their order.
 
-    FOR_K, FOR_V: what is asked for. Wide heads leave no room for both sums beside the tiles. BIAS_AHEAD: the bias of the next block is
-    loaded a whole step ahead, into registers: Triton 3.6 copies it to shared memory only where the scores are not transposed.
+    FOR_K, FOR_V: what is asked for. Wide heads leave no room for both sums beside the tiles.
     """
     block = tl.program_id(0)
     head_kv, batch = head_and_batch(HEADS_LAST)
@@ -206,38 +188,30 @@ def attention_grad_kv(
                 full_first, full_last = last, last
             partial = (full_first - first) + (last - full_last)
             second = first
-        # Whatever, where it is not used: Triton carries no None from one step to the next.
-        ahead = offsets
         for i in tl.range(0, partial):
             grad_k_0, grad_k_1, grad_v_0, grad_v_1 = _step_kv(
                 grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1,
                 partial_tile(List, i, first, second, full_first, full_last),
                 keys, keys_allowed, document_k, slope, seed, row,
                 q_head, grad_head, stats_head, stats_rows, Rows, rows_side, DocumentsQ,
-                mask_head, ahead, bias_head, distances_head, scores_head,
+                mask_head, bias_head, distances_head, scores_head,
                 stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
                 band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
                 BLOCK_M, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
-                HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, True, FOR_K, FOR_V, BIAS_AHEAD,
+                HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, True, FOR_K, FOR_V,
             )  # fmt: skip
-        if BIAS_AHEAD:
-            ahead = load_bias(bias_head, full_first, keys, bias_q, bias_k, seqlen_q, seqlen_kv, BLOCK_M)
         for tile in tl.range(full_first, full_last):
-            following = ahead
-            if BIAS_AHEAD:
-                following = load_bias(bias_head, tile + 1, keys, bias_q, bias_k, seqlen_q, seqlen_kv, BLOCK_M)
             grad_k_0, grad_k_1, grad_v_0, grad_v_1 = _step_kv(
                 grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1,
                 tile,
                 keys, keys_allowed, document_k, slope, seed, row,
                 q_head, grad_head, stats_head, stats_rows, Rows, rows_side, DocumentsQ,
-                mask_head, ahead, bias_head, distances_head, scores_head,
+                mask_head, bias_head, distances_head, scores_head,
                 stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
                 band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
                 BLOCK_M, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
-                HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, False, FOR_K, FOR_V, BIAS_AHEAD,
+                HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, False, FOR_K, FOR_V,
             )  # fmt: skip
-            ahead = following
     if FOR_K:
         store_tile(GradK, start, stride_dks, seqlen_kv, grad_k_0 * scale, BLOCK_N, 0, QK_0, HEAD_DIM_QK)
         if QK_1 > 0:
