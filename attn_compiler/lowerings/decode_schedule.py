@@ -1,26 +1,27 @@
 """How the decode kernel shares out its work, by machine, dtype and head dim: data, which `schedule` looks up.
 
 sm90, half precision: an H200, torch 2.11, Triton 3.6, 2026-11-21, CUDA graphs, caches that are not in the L2 cache, microseconds
-(benchmarks/results/decode_sweep_h200.csv; every tile with every number of splits). What the rule picks, the best of all, cuDNN over
-the whole cache:
+(benchmarks/results/decode_h200.csv, which has the peers too). What the rule picks, the best of all tiles and splits that were tried, and
+what it takes to read the keys in use and do nothing else:
 
-    B, Hq/Hkv, keys, D        rule: tile, splits           best    cuDNN
-    1, 32/8, 1024, 128        64 w4 s4, 8        7.3       6.8     6.9
-    1, 32/8, 4096, 128        64 w4 s4, 16       11.6      11.3    11.6
-    4, 32/8, 4096, 128        64 w4 s4, 4        22.7      22.7    23.3
-    16, 32/8, 4096, 128       64 w4 s4, 1        66.3      65.9    64.7
-    16, …, 2048 of 4096       64 w4 s4, 1        35.9      35.9    64.8
-    1, 32/8, 32768, 128       64 w4 s4, 16       38.8      38.8    38.8
-    1, …, 16384 of 32768      64 w4 s4, 16       24.3      24.3    38.7
-    64, 32/8, 8192, 128       64 w4 s4, 1        482       479     480
-    1, 64/8, 4096, 64         64 w2 s4, 32 of which 16 work   10.9   10.4   9.1
-    16, 64/8, 4096, 64        64 w2 s4, 2        38.2      37.4    38.5
-    1, 16/8, 4096, 256        32 w4 s3, 16       15.2      15.2    21.5
-    16, 16/8, 4096, 256       32 w4 s3, 2        127       127     154
+    B, Hq/Hkv, keys, D        rule: tile, splits           best    reading
+    1, 32/8, 1024, 128        64 w4 s4, 16      7.3        7.3     3.6
+    1, 32/8, 4096, 128        64 w4 s4, 16      10.9       10.8    6.7
+    2, 32/8, 4096, 128        64 w4 s4, 8       14.7       14.7    11.3
+    6, 32/8, 4096, 128        64 w4 s4, 2       32.1       32.1    26.5
+    12, 32/8, 4096, 128       64 w4 s4, 1       51.0       51.0    48.8
+    16, 32/8, 4096, 128       64 w4 s4, 1       65.2       65.2    64.5
+    20, 32/8, 4096, 128       64 w4 s4, 3       90.9       90.9    79.5
+    64, 32/8, 8192, 128       64 w4 s4, 1       480        476     478
+    1, 32/8, 32768, 128       64 w4 s4, 16      39.4       39.4    35.8
+    16, …, 16 queries         64 w4 s4, 1       71.9       71.9    65.3
+    1, 64/8, 4096, 64         128 w4 s4, 16     8.3        8.0     4.4
+    16, 64/8, 4096, 64        128 w4 s4, 1      35.3       35.3    35.5
+    1, 16/8, 4096, 256        64 w8 s3, 16      15.5       14.7    11.3
+    16, 16/8, 4096, 256       64 w8 s3, 1       126        126     124
 
-That was before warps took slices of a tile by themselves, as they do now at head dim 128, and before q was loaded ahead of the
-bounds. What came of both was only measured in whole models, at head dim 128 (decode_models_h200.csv). Other machines, float32 and
-more than 16 rows were compiled, not measured.
+Warps go on alone (slices) where there are no more than 16 rows, up to head dim 128. FP8 caches, other machines, float32, and more
+than 16 rows at other head dims than 128, were compiled, not measured.
 """
 
 from __future__ import annotations
