@@ -13,17 +13,17 @@ import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from attn_compiler.lowerings import fp8_speed
+from attn_compiler.lowerings import fp8_speed, priorities
 from benchmarks import bench_fp8, bench_select
 
 #: head dims that a measured one stands for
 HEAD_DIMS = {64: (33, 64), 128: (65, 128), 256: (129, 256)}
-#: recipes whose rows say how fast a lowering is
-_RECIPES = ("", "per tensor")
-_OTHERS = ("fa4", "cudnn")
+#: recipes whose rows say how fast a lowering is, and whether their backward is in FP8
+_RECIPES = {"": "no", "per tensor": "no", "per tensor, backward": "yes"}
+OTHERS = ("fa4", "cudnn")
 
-#: TFLOP/s by lowering, of a case and whether it is training
-Speeds = dict[tuple[str, bool], dict[str, float]]
+#: TFLOP/s by lowering and "backward" of fp8_speed.Row, of a case and whether it is training
+Speeds = dict[tuple[str, bool], dict[tuple[str, str], float]]
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -35,11 +35,12 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def measured(rows: Sequence[Mapping[str, str]]) -> Speeds:
-    """Of bench_fp8.py. The newest row of a side counts."""
+    """Of bench_fp8.py. The newest row of a side counts, and the kernel alone only where the whole was not measured: nothing is faster."""
     found: Speeds = {}
-    for row in rows:
-        if row["part"] == "whole" and row["recipe"] in _RECIPES and row.get("tflops"):
-            found.setdefault((row["case"], row["pass"] == "both"), {})[row["side"]] = float(row["tflops"])
+    for row in sorted(rows, key=lambda row: row["part"] == "whole"):
+        if row["recipe"] in _RECIPES and row.get("tflops"):
+            backward = _RECIPES[row["recipe"]] if row["side"] in priorities.FP8 else ""
+            found.setdefault((row["case"], row["pass"] == "both"), {})[row["side"], backward] = float(row["tflops"])
     return found
 
 
@@ -56,10 +57,12 @@ def beside(rows: Sequence[Mapping[str, str]]) -> Speeds:
     for (case, which), sides in microseconds.items():
         if which != "forward":
             continue
-        found[case, False] = {side: flops[case, which] / took for side, took in sides.items()}
+        found[case, False] = {(side, ""): flops[case, which] / took for side, took in sides.items()}
         backward = microseconds.get((case, "backward"), {})
         total = flops[case, which] + flops.get((case, "backward"), 0.0)
-        found[case, True] = {side: total / (took + backward[side]) for side, took in sides.items() if side in backward}
+        found[case, True] = {
+            (side, ""): total / (took + backward[side]) for side, took in sides.items() if side in backward
+        }
     return found
 
 
@@ -71,11 +74,12 @@ def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]
     for (case, training), speeds in measured(fp8).items():
         merged = dict(speeds)
         other = others.get((case, training), {})
-        if bench_fp8.BASELINE in other and bench_fp8.BASELINE in speeds:
-            share = speeds[bench_fp8.BASELINE] / other[bench_fp8.BASELINE]
-            merged |= {name: other[name] * share for name in _OTHERS if name in other and name not in merged}
+        base = (bench_fp8.BASELINE, "")
+        if base in other and base in speeds:
+            share = speeds[base] / other[base]
+            merged |= {(name, ""): other[name, ""] * share for name in OTHERS if (name, "") in other}
         first, last = HEAD_DIMS[int(facts[case]["head_dim"])]
-        for lowering, tflops in merged.items():
+        for (lowering, backward), tflops in merged.items():
             found.append(
                 {
                     "lowering": lowering,
@@ -84,6 +88,7 @@ def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]
                     "head_dim_to": str(last),
                     "seqlen": facts[case]["seqlen"],
                     "training": "yes" if training else "no",
+                    "backward": backward,
                     "tflops": f"{tflops:.0f}",
                     "since": facts[case]["date"],
                     "case": case,

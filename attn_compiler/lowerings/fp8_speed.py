@@ -13,26 +13,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from attn_compiler.lowerings import shape_class
+from attn_compiler.lowerings import priorities, shape_class
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
 MEASURED = Path(__file__).with_name("fp8_sm90.csv")
 #: columns of MEASURED, in its order
-COLUMNS = ("lowering", "mask", "head_dim_from", "head_dim_to", "seqlen", "training", "tflops", "since", "case")
+COLUMNS = (
+    *("lowering", "mask", "head_dim_from", "head_dim_to", "seqlen", "training", "backward", "tflops", "since", "case"),
+)
 _SM = 90
+_YES_NO = {"yes": True, "no": False, "": None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One lowering's speed. training: of forward and backward together. since: the date of the measurement."""
+    """One lowering's speed. training: of forward and backward together. backward: that is in FP8 too, as the recipe said; None: no FP8.
+    since: the date of the measurement."""
 
     lowering: str
     mask: str
     head_dims: tuple[int, int]
     seqlen: int
     training: bool
+    backward: bool | None
     tflops: float
     since: str
 
@@ -44,6 +49,7 @@ class Row:
             self.lowering == lowering
             and self.mask == shape.mask
             and self.training == spec.needs_grad
+            and self.backward in (None, spec.needs_grad and spec.fp8 is not None and spec.fp8.backward)
             and shape.head_dim is not None
             and first <= shape.head_dim <= last
         )
@@ -63,6 +69,7 @@ def _row(line: Mapping[str, str]) -> Row:
         head_dims=(int(line["head_dim_from"]), int(line["head_dim_to"])),
         seqlen=int(line["seqlen"]),
         training=line["training"] == "yes",
+        backward=_YES_NO[line["backward"]],
         tflops=float(line["tflops"]),
         since=line["since"],
     )
@@ -79,14 +86,21 @@ def estimate(lowering: str, spec: AttentionSpec) -> Row | None:
 
 
 def check(spec: AttentionSpec, target: Target, lowering: str, other: str) -> list[Reason]:
-    """Refuses a lowering in FP8 that was slower than `other`, which the site gets without a recipe."""
-    mine, its = estimate(lowering, spec), estimate(other, spec)
+    """Refuses a lowering in FP8 that was slower than `other`, which the site gets without a recipe; or that was not measured, where the
+    fastest of those that were is slower."""
+    its = estimate(other, spec)
+    mine = estimate(lowering, spec) or _fastest(spec)
     if target.sm != _SM or mine is None or its is None or mine.tflops > its.tflops:
         return []
     passes = "forward and backward" if spec.needs_grad else "forward"
     observed = (
-        f"{lowering} with rounding {mine.tflops:.0f} TFLOP/s (S {mine.seqlen}), {other} in {spec.dtype} {its.tflops:.0f} "
+        f"{mine.lowering} with rounding {mine.tflops:.0f} TFLOP/s (S {mine.seqlen}), {other} in {spec.dtype} {its.tflops:.0f} "
         f"(S {its.seqlen}); {passes}, H200, {mine.since}"
     )
     remedy = "give Fp8Recipe(force=True)"
     return [Reason(rule="FP8 is faster than the model's dtype for such a shape", observed=observed, remedy=remedy)]
+
+
+def _fastest(spec: AttentionSpec) -> Row | None:
+    found = [row for name in priorities.FP8 if (row := estimate(name, spec)) is not None]
+    return max(found, key=lambda row: row.tflops, default=None)

@@ -17,13 +17,16 @@ from tests.lowerings.specs import CAUSAL, make_spec
 
 H200 = Target.fake(sm=90)
 LINES = """\
-lowering,mask,head_dim_from,head_dim_to,seqlen,training,tflops,since,case
-hopper_fp8,causal,65,128,1024,no,300,2026-11-21,causal_d128_s1024
-sdpa_cudnn,causal,65,128,1024,no,430,2026-11-21,causal_d128_s1024
-hopper_fp8,causal,65,128,8192,no,740,2026-11-21,causal_d128_s8192
-sdpa_cudnn,causal,65,128,8192,no,608,2026-11-21,causal_d128_s8192
-fa4,causal,65,128,8192,no,760,2026-11-21,causal_d128_s8192
-hopper_fp8,causal,65,128,8192,yes,500,2026-11-21,causal_d128_s8192
+lowering,mask,head_dim_from,head_dim_to,seqlen,training,backward,tflops,since,case
+hopper_fp8,causal,65,128,1024,no,no,300,2026-11-21,causal_d128_s1024
+sdpa_cudnn,causal,65,128,1024,no,,430,2026-11-21,causal_d128_s1024
+hopper_fp8,causal,65,128,8192,no,no,740,2026-11-21,causal_d128_s8192
+sdpa_cudnn,causal,65,128,8192,no,,608,2026-11-21,causal_d128_s8192
+fa4,causal,65,128,8192,no,,760,2026-11-21,causal_d128_s8192
+hopper_fp8,causal,65,128,8192,yes,no,500,2026-11-21,causal_d128_s8192
+cudnn_fp8,causal,65,128,8192,yes,no,505,2026-11-21,causal_d128_s8192
+cudnn_fp8,causal,65,128,8192,yes,yes,588,2026-11-21,causal_d128_s8192
+sdpa_cudnn,causal,65,128,8192,yes,,508,2026-11-21,causal_d128_s8192
 """
 
 
@@ -59,11 +62,23 @@ def test_it_is_held_against_what_the_site_would_get() -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [asked(1200, mask=MaskSpec()), asked(1200, head_dim=64), asked(1200, needs_grad=True)],
-    ids=["another mask", "another head dim", "training"],
+    [asked(1200, mask=MaskSpec()), asked(1200, head_dim=64)],
+    ids=["another mask", "another head dim"],
 )
 def test_what_was_not_measured_is_not_refused(spec: AttentionSpec) -> None:
     assert fp8_speed.check(spec, H200, "hopper_fp8", "sdpa_cudnn") == []
+
+
+def test_one_that_was_not_measured_is_no_faster_than_those_that_were() -> None:
+    (reason,) = fp8_speed.check(asked(1200), H200, "triton_fp8", "sdpa_cudnn")
+    assert "hopper_fp8 with rounding 300" in reason.observed
+
+
+def test_a_backward_in_fp8_has_speeds_of_its_own() -> None:
+    training = asked(8192, needs_grad=True)
+    assert fp8_speed.check(training, H200, "cudnn_fp8", "sdpa_cudnn") != []
+    both = dataclasses.replace(training, fp8=Fp8Recipe(backward=True))
+    assert fp8_speed.check(both, H200, "cudnn_fp8", "sdpa_cudnn") == []
 
 
 def test_other_machines_were_not_measured() -> None:

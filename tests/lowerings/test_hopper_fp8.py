@@ -19,7 +19,13 @@ H200 = Target.fake(sm=90)
 
 
 def asked(**given: Any) -> AttentionSpec:
-    sizes: dict[str, Any] = {"mask": CAUSAL, "head_dim": 128, "seqlen_q": 8192, "seqlen_kv": 8192} | given
+    sizes: dict[str, Any] = {
+        "mask": CAUSAL,
+        "head_dim": 128,
+        "seqlen_q": 8192,
+        "seqlen_kv": 8192,
+        "needs_grad": False,
+    } | given
     return dataclasses.replace(make_spec(**sizes), fp8=Fp8Recipe())
 
 
@@ -40,7 +46,8 @@ def test_elsewhere_it_is_refused_with_the_reason(target: Target) -> None:
 
 
 def test_wide_heads_are_left_to_the_other_kernel() -> None:
-    decision = select.decide(asked(head_dim=256), H200, Options())
+    forced = dataclasses.replace(asked(head_dim=256), fp8=Fp8Recipe(force=True))
+    decision = select.decide(forced, H200, Options())
     assert decision.lowering == "triton_fp8"
     refused = {refusal.lowering: refusal.reasons for refusal in decision.refusals}
     assert "128" in refused["hopper_fp8"][0].rule
@@ -51,3 +58,9 @@ def test_cudnn_differentiates_what_it_can() -> None:
     assert hopper_fp8.backward_of(asked(mask=MaskSpec()), H200) == "sdpa_cudnn"
     assert hopper_fp8.backward_of(asked(), Target.fake(sm=90, disabled=frozenset({"cudnn"}))) == "triton"
     assert hopper_fp8.backward_of(asked(changes=(Softcap(cap=30.0),)), H200) == "triton"
+
+
+def test_short_lengths_keep_their_dtype() -> None:
+    decision = select.decide(asked(seqlen_q=2048, seqlen_kv=2048), H200, Options())
+    assert decision.lowering not in priorities.FP8
+    assert {refusal.lowering for refusal in decision.refusals} >= {"hopper_fp8", "triton_fp8"}
