@@ -210,11 +210,11 @@ def _all_gradients(shared: Backward) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def _keep(shared: Backward) -> None:
-    """Further calls like this one are replayed, if no gradient was finished by PyTorch and nothing was copied."""
+    """Further calls like this one are replayed, if nothing was copied."""
     names, operands = shared.prepared.plan.differentiable, shared.prepared.operands
-    if shared.same.facts["copies"] or {*names} - {"bias"}:
+    if shared.same.facts["copies"]:
         return
-    returned = ["GradQ", "GradK", "GradV", *("GradBias" for _ in names)]
+    returned = ["GradQ", "GradK", "GradV", *(f"Grad{name.capitalize()}" for name in names)]
     shared.same.keep(shared.ran, inputs=(*_BACKWARD_INPUTS, *operands), returned=returned)
 
 

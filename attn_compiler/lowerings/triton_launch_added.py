@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from attn_compiler.lowerings.kernels import bias_backward
+from attn_compiler.lowerings.kernels import bias_backward, sums_backward
 from attn_compiler.lowerings.launching import Arguments
 from attn_compiler.lowerings.ops import empty_gradient
 from attn_compiler.lowerings.triton_arguments import Prepared
@@ -27,6 +27,9 @@ _BIAS_TILES = {
     128: Tile(queries=64, keys=64, warps=4, stages=1),
 }
 _BIAS_TILE_SMALL = Tile(queries=32, keys=32, warps=4, stages=1)
+_DISTANCES_BLOCK = 128
+# Row stats are whole blocks of so many at least.
+_STATS_BLOCK = 64
 
 
 def _bias_tile(prepared: Prepared) -> Tile:
@@ -83,39 +86,56 @@ def grad_distances(shared: Backward) -> torch.Tensor:
     if blocks_q == 0 or blocks_k == 0:
         return torch.zeros_like(distances)
     diagonals = blocks_q + blocks_k - 1
-    sums = torch.zeros((heads, diagonals, size, size), dtype=torch.float32, device=distances.device)
-    shared.tensors["GradDistances"] = sums
+    make = functools.partial(torch.empty, (heads, diagonals, size, size), dtype=torch.float32, device=distances.device)
+    shared.tensors["Diagonals"] = shared.same.empty("Diagonals", make)
     shared.launch(bias_backward.attention_grad_distances, _distances)
-    # Row i of a tile, moved right by size - 1 - i, has distance j - i in column j - i + size - 1: shear by padding rows.
-    pad = torch.nn.functional.pad
-    sheared = pad(sums.flip(-2), (0, size)).reshape(heads, diagonals, 2 * size * size)
-    by_column = sheared[..., : (2 * size - 1) * size].reshape(heads, diagonals, size, 2 * size - 1).sum(-2)
-    halves = pad(by_column, (0, 1)).reshape(heads, diagonals, 2, size)
-    total = pad(halves[:, :, 0], (0, 0, 0, 1)) + pad(halves[:, :, 1], (0, 0, 1, 0))
+    shared.tensors["GradDistances"] = shared.same.empty("GradDistances", functools.partial(empty_gradient, distances))
     # Column 0 is distance -(nQ - 1) · size - (size - 1).
     first = blocks_q * size - seqlen_q
-    count = seqlen_q + seqlen_kv - 1
-    grad = torch.zeros_like(distances)
-    grad[:, 0, :count] = total.reshape(heads, -1)[:, first : first + count]
-    return grad
+    shared.launch(sums_backward.attention_sum_diagonals, functools.partial(_sum_diagonals, first=first))
+    return shared.tensors["GradDistances"]
 
 
 def _distances(shared: Backward) -> Arguments:
     numbers, tile = _for_bias(shared)
-    sums = shared.tensors["GradDistances"]
+    sums = shared.tensors["Diagonals"]
     heads, diagonals = sums.shape[:2]
     one = heads == 1 and numbers["heads_q"] > 1
     return Arguments(
         grid=(diagonals, heads, 1),
-        tensors={**shared.parameters(), "Grad": "GradDistances"},
+        tensors={**shared.parameters(), "Grad": "Diagonals"},
         numbers=numbers | {"grad_h": sums.stride(0), "ONE_H": one},
         tile=tile,
     )
 
 
+def _sum_diagonals(shared: Backward, first: int) -> Arguments:
+    sums, grad = shared.tensors["Diagonals"], shared.tensors["GradDistances"]
+    heads, phases, size = grad.shape
+    numbers = {
+        "grad_h": grad.stride(0),
+        "grad_phase": grad.stride(1),
+        "grad_size": size,
+        "diagonals": sums.shape[1],
+        "first": first,
+        "count": shared.tensors["Q"].shape[2] + shared.tensors["K"].shape[2] - 1,
+        "SIZE": sums.shape[2],
+        "PHASES": phases,
+        "BLOCK": _DISTANCES_BLOCK,
+    }
+    grid = (triton.cdiv(size, _DISTANCES_BLOCK), heads, 1)
+    return Arguments(grid=grid, tensors={"Sums": "Diagonals", "Grad": "GradDistances"}, numbers=numbers)
+
+
 def grad_sinks(shared: Backward) -> torch.Tensor:
-    """A sink's weight takes from its row and adds to the lse: weight · (grad_lse - sum(out · grad_out)) = -weight · delta."""
-    sinks, lse = shared.tensors["sinks"], shared.tensors["Lse"]
-    delta = shared.tensors["RowStats"][:, :, 1, : lse.shape[2]]
-    weights = torch.exp(sinks.float()[None, :, None] - lse)
-    return empty_gradient(sinks).copy_(-(weights * delta).sum((0, 2)))
+    sinks = shared.tensors["sinks"]
+    shared.tensors["GradSinks"] = shared.same.empty("GradSinks", functools.partial(empty_gradient, sinks))
+    shared.launch(sums_backward.attention_grad_sinks, _sinks)
+    return shared.tensors["GradSinks"]
+
+
+def _sinks(shared: Backward) -> Arguments:
+    batch, heads, _, rows = shared.tensors["RowStats"].shape
+    numbers = {"batch_size": batch, "heads_q": heads, "stats_rows": rows, "BLOCK": _STATS_BLOCK}
+    tensors = {"RowStats": "RowStats", "Sinks": "sinks", "Grad": "GradSinks"}
+    return Arguments(grid=(heads, 1, 1), tensors=tensors, numbers=numbers)
