@@ -47,7 +47,8 @@ def test_order(target: Target, expected: tuple[str, ...]) -> None:
     [
         (90, 1024, 1024, True, "first"),
         (90, 4096, 4096, True, "first"),
-        (90, 512, 512, True, "first"),
+        (90, 1023, 1024, True, "later"),
+        (90, 512, 512, True, "later"),
         (90, 511, 512, True, None),
         (90, 1, 1 << 20, True, None),
         (90, "s0", "s0", True, None),
@@ -71,6 +72,13 @@ def test_our_kernels_come_where_there_is_work_for_them(
     assert (("first" if found[0] == "triton" else "later") if "triton" in found else None) == place
     dropped = dataclasses.replace(spec, score=dataclasses.replace(spec.score, dropout_p=0.1))
     assert "triton" not in order(dropped, Target.fake(sm=sm))[:1]
+
+
+@pytest.mark.parametrize(("seqlen", "first"), [(512, "triton"), (511, "sdpa_cudnn")])
+def test_our_kernels_come_earlier_where_nothing_is_learnt(seqlen: int, first: str) -> None:
+    mask = MaskSpec(kinds=(Dense(shape=(2, 1, seqlen, seqlen), dtype="bool"),))
+    spec = make_spec(dtype="bfloat16", seqlen_q=seqlen, seqlen_kv=seqlen, needs_grad=False)
+    assert order(dataclasses.replace(spec, mask=mask), Target.fake(sm=90))[0] == first
 
 
 def test_a_measured_row_counts_where_all_sizes_are_known() -> None:
