@@ -3,7 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
+from attn_compiler import Fp8Recipe
 from attn_compiler.lowerings import fp8_rounding
 from attn_compiler.lowerings.fp8_rounding import How
 from tests.lowerings.fp8_problems import rounding_as_hardware
@@ -94,3 +97,29 @@ def test_positions_last_lie_as_threads_hold_weights() -> None:
     assert found[0, 0, :16].tolist() == held
     assert torch.equal(fp8_rounding.in_order(found)[0, 0, :20], x[0, :, 0])
     assert not fp8_rounding.in_order(found)[0, 0, 20:].any()
+
+
+def test_in_a_checkpoint_gradients_are_the_same() -> None:
+    """It is computed again there."""
+    torch.manual_seed(0)
+    projection = torch.nn.Linear(64, 192).bfloat16()
+
+    def attend(x: Tensor) -> Tensor:
+        q, k, v = projection(x).view(2, 96, 3, 2, 32).permute(2, 0, 3, 1, 4)
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(2, 96, 64)
+
+    def again(x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(attend, x, use_reentrant=False)
+        return out
+
+    x, found = torch.randn(2, 96, 64).bfloat16(), []
+    for function in (attend, again):
+        options = {"fp8_recipe": Fp8Recipe(), "lowering": "reference_fp8", "strict": True, "inner": "aot_eager"}
+        torch.compile(function, backend="attn_compiler", options=options, fullgraph=True)(
+            x
+        ).float().square().sum().backward()
+        assert projection.weight.grad is not None
+        found.append(projection.weight.grad.clone())
+        projection.zero_grad()
+    assert torch.equal(*found)
+    assert bool(found[0].any())
