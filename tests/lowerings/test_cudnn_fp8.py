@@ -360,7 +360,9 @@ def test_compiled_code_holds_two_leaf_ops_and_no_copy_for_what_is_attached(
             leaves = [x.clone().requires_grad_() for x in given.values()]
             out = function(*leaves, lengths)
             found.append([out, *torch.autograd.grad(out, leaves, upstream)])
-    torch.testing.assert_close(found[1], found[0])
+    # Sums in another order: now and then an element is rounded to the next number of the format.
+    for compiled, eager in zip(found[1], found[0], strict=True):
+        assert (compiled.float() - eager.float()).norm() <= 0.005 * eager.float().norm()
     assert calls == ["attn_compiler.cudnn_fp8.default", f"attn_compiler.{backward}_backward.default"]
 
 
