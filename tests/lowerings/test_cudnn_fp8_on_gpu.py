@@ -92,20 +92,25 @@ def test_head_dims(head_dim: int, mask: str) -> None:
     assert_near(mask, RECIPE, (2, 4, 4, 512, head_dim))
 
 
-@pytest.mark.parametrize("recipe", [RECIPE, BACKWARD], ids=["forward", "backward"])
+WHOLE_TILES: list[tuple[str, tuple[int, int, int, int, int], list[int] | None]] = [
+    ("full", (2, 4, 4, 1024, 128), None),
+    ("causal", (1, 4, 4, 4096, 128), None),
+    ("causal", (2, 8, 2, 512, 128), None),
+    ("window", (1, 4, 4, 1024, 128), None),
+    ("lengths", (2, 4, 4, 512, 128), [512, 100]),
+    ("lengths", (3, 8, 2, 512, 128), [0, 1, 300]),
+]
+OTHERS: list[tuple[str, tuple[int, int, int, int, int], list[int] | None]] = [
+    ("causal", (2, 4, 4, 500, 128), None),
+    ("full", (2, 8, 1, 201, 128), None),
+    ("full", (2, 4, 4, 192, 128), None),
+    ("window", (1, 4, 4, 1000, 128), None),
+]
+
+
 @pytest.mark.parametrize(
-    ("mask", "sizes", "lengths"),
-    [
-        ("full", (2, 4, 4, 1024, 128), None),
-        ("causal", (1, 4, 4, 4096, 128), None),
-        ("causal", (2, 8, 2, 512, 128), None),
-        ("causal", (2, 4, 4, 500, 128), None),
-        ("full", (2, 8, 1, 201, 128), None),
-        ("full", (2, 4, 4, 192, 128), None),
-        ("window", (1, 4, 4, 1000, 128), None),
-        ("lengths", (2, 4, 4, 512, 128), [512, 100]),
-        ("lengths", (3, 8, 2, 512, 128), [0, 1, 300]),
-    ],
+    ("recipe", "mask", "sizes", "lengths"),
+    [*((RECIPE, *case) for case in (*WHOLE_TILES, *OTHERS)), *((BACKWARD, *case) for case in WHOLE_TILES)],
 )
 def test_masks_and_sizes(
     recipe: Fp8Recipe, mask: str, sizes: tuple[int, int, int, int, int], lengths: list[int] | None
