@@ -35,7 +35,7 @@ def attention_sum_diagonals(
         total += tl.load(Sums + of.to(tl.int64) * (SIZE * SIZE) + i * SIZE + column, mask=there, other=0.0)
     Grad += head.to(tl.int64) * grad_h + distances
     for phase in tl.static_range(PHASES):
-        value = total if phase == 0 else total * 0.0
+        value = total if phase == 0 else tl.zeros([BLOCK], tl.float32)
         tl.store(Grad + phase * grad_phase, value.to(Grad.dtype.element_ty), mask=distances < grad_size)
 
 

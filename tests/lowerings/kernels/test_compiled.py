@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.lowerings.kernels import compiling
+from tests.lowerings.kernels.compilers import of_a_known_compiler
 from tests.lowerings.kernels.compiling import CASES, JOBS, KERNELS, MACHINES, Found
 
 ROOT = Path(__file__).parents[3]
@@ -53,6 +54,7 @@ def test_each_kernel_is_compiled_for_each_machine() -> None:
     assert {name for name, _, _ in JOBS} == set(CASES)
 
 
+@of_a_known_compiler
 @pytest.mark.parametrize("job", JOBS, ids=ids)
 def test_registers_suffice(job: tuple[str, str, int], compiled: dict[tuple[str, str, int], Found]) -> None:
     assert compiled[job].spilled <= SPILLED[job[1]]

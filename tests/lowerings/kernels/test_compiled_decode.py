@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.lowerings.kernels import compiling_decode
+from tests.lowerings.kernels.compilers import of_a_known_compiler
 from tests.lowerings.kernels.compiling_decode import CASES, JOBS, MACHINES, Found
 from tests.lowerings.kernels.test_compiled import ROOT, SHARED, ids
 
@@ -40,6 +41,7 @@ def test_it_is_compiled_for_each_machine() -> None:
     assert {name for name, _ in JOBS} == set(CASES)
 
 
+@of_a_known_compiler
 @pytest.mark.parametrize("job", JOBS, ids=ids)
 def test_registers_and_shared_memory_suffice(job: tuple[str, int], compiled: dict[tuple[str, int], Found]) -> None:
     found = compiled[job]

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.lowerings.kernels import compiling_fp8
+from tests.lowerings.kernels.compilers import of_a_known_compiler
 from tests.lowerings.kernels.compiling_fp8 import CASES, JOBS, RECIPES, Found
 
 ROOT = Path(__file__).parents[3]
@@ -38,6 +39,7 @@ def test_every_case_and_recipe_is_compiled() -> None:
     assert {recipe for _, recipe, _ in JOBS} == set(RECIPES)
 
 
+@of_a_known_compiler
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: "-".join(map(str, job)))
 def test_products_are_those_of_fp8_and_nothing_spills(
     job: tuple[str, str, int], compiled: dict[tuple[str, str, int], Found]

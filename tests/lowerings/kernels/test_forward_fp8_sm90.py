@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from tests.lowerings.kernels import compiling_fp8_sm90
+from tests.lowerings.kernels.compilers import of_a_known_compiler
 from tests.lowerings.kernels.compiling_fp8_sm90 import JOBS, Found, Job
 
 ROOT = Path(__file__).parents[3]
@@ -33,6 +34,7 @@ def compiled() -> dict[str, Found]:
     return {each["name"]: Found(**each) for each in json.loads(done.stdout)}
 
 
+@of_a_known_compiler
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 def test_products_are_those_of_its_formats(job: Job, compiled: dict[str, Found]) -> None:
     found = compiled[job.name]
