@@ -287,9 +287,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", default=[case.name for case in CASES])
     parser.add_argument("--passes", nargs="+", choices=("forward", "both"), default=["forward", "both"])
     parser.add_argument("--seconds", type=float, default=0.3, help="for all sides of one pass of a case")
-    parser.add_argument("--budget-seconds", type=float, default=600.0)
-    parser.add_argument("--jobs", type=int, default=1, help="compile so many cases at a time")
-    parser.add_argument("--wave-seconds", type=float, default=120.0, help="how long these may compile")
+    waves.add_arguments(parser, budget_seconds=600.0)
     parser.add_argument("--commit")
     given = parser.parse_args()
     device = "cuda"

@@ -206,9 +206,7 @@ def main() -> int:
     )
     parser.add_argument("--sides", nargs="+", choices=tuple(SIDES), default=list(SIDES))
     parser.add_argument("--seconds", type=float, default=2.0, help="for all sides of a scenario")
-    parser.add_argument("--budget-seconds", type=float, default=600.0)
-    parser.add_argument("--jobs", type=int, default=1, help="compile so many scenarios at a time")
-    parser.add_argument("--wave-seconds", type=float, default=120.0, help="how long these may compile")
+    waves.add_arguments(parser, budget_seconds=600.0)
     parser.add_argument("--commit")
     given = parser.parse_args()
     device = "cuda"

@@ -253,7 +253,7 @@ def results(
 def main() -> int:
     """Measure what the budget allows; 0 where nothing is slower, wrong, failed or pinned in vain."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget-seconds", type=float, default=540.0, help="start no case after this (%(default)s)")
+    waves.add_arguments(parser, budget_seconds=540.0)
     parser.add_argument("--seconds", type=float, default=2.0, help="timing of one case (default %(default)s)")
     parser.add_argument("--families", nargs="+", default=list(models.FAMILIES), choices=list(models.FAMILIES))
     parser.add_argument(
@@ -262,8 +262,6 @@ def main() -> int:
     parser.add_argument(
         "--cases", nargs="+", default=["*"], metavar="PATTERN", help="of llama/sdpa/prefill; =triton forces a lowering"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="compile so many cases at a time (%(default)s)")
-    parser.add_argument("--wave-seconds", type=float, default=120.0, help="how long these may compile (%(default)s)")
     parser.add_argument("--append", action="store_true", help="keep the rows of the file and measure only the others")
     parser.add_argument("--size", choices=("full", "small"), default="full")
     parser.add_argument("--device", default="cuda:0")

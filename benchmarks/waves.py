@@ -7,6 +7,7 @@ case alone, which becomes a row with the failure.
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,6 +68,15 @@ def _serve(connection: Connection, prepare: Prepare, lock: Any) -> None:
         connection.send(_READY)
         connection.recv()
         connection.send(finish())
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, budget_seconds: float) -> None:
+    """What a script asks for that runs its cases in waves. budget_seconds: unless told otherwise."""
+    parser.add_argument(
+        "--budget-seconds", type=float, default=budget_seconds, help="start no case after this (%(default)s)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="compile so many cases at a time (%(default)s)")
+    parser.add_argument("--wave-seconds", type=float, default=120.0, help="how long these may compile (%(default)s)")
 
 
 def run(

@@ -75,8 +75,6 @@ def differentiable(operands: Tensors, text: str) -> list[bool]:
     return [False] * len(operands)
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor)
-
-
-register_backward(FAMILY, backward=gradients, differentiable=differentiable, dispatch_key="CUDA", gradient=_like)
+register_backward(
+    FAMILY, backward=gradients, differentiable=differentiable, dispatch_key="CUDA", gradient=torch.empty_like
+)

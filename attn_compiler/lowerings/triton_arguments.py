@@ -19,6 +19,8 @@ Tensors = Sequence[torch.Tensor]
 
 #: positions that no band bounds: further than any sequence is long, and sums with a position still fit into int32
 _FAR = 1 << 30
+#: row stats are whole blocks of so many rows, or of more
+STATS_BLOCK = 64
 
 
 def head_dim_parts(head_dim: int, least: int = 16) -> tuple[int, int]:

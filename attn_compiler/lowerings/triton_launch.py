@@ -22,6 +22,7 @@ from attn_compiler.lowerings.launching import Alike, Arguments, Grid, Ready, ali
 from attn_compiler.lowerings.on_device import on
 from attn_compiler.lowerings.ops import empty_gradient, empty_outputs
 from attn_compiler.lowerings.triton_arguments import (
+    STATS_BLOCK,
     Prepared,
     Tensors,
     alignment,
@@ -33,7 +34,6 @@ from attn_compiler.lowerings.triton_arguments import (
     strides,
 )
 
-_STATS_BLOCK = 64
 _NARROW = 64
 _BACKWARD_INPUTS = ("Q", "K", "V", "GradOut", "GradLse", "Out", "Lse")
 #: a learned bias' backward keeps the scores' gradients up to this size, and beyond takes their products again: see `_add_scores`
@@ -274,7 +274,7 @@ def begin_backward(
 def _rounded_to(prepared: Prepared) -> int:
     """The largest block of queries of all passes, each of which is a power of two."""
     tiles = prepared.call.tiles
-    return max(_STATS_BLOCK, tiles.grad_q.queries, tiles.grad_kv.queries)
+    return max(STATS_BLOCK, tiles.grad_q.queries, tiles.grad_kv.queries)
 
 
 def _empty_row_stats(prepared: Prepared, lse: torch.Tensor) -> torch.Tensor:
@@ -289,10 +289,10 @@ def _row_stats(shared: Backward) -> Arguments:
     batch, heads, seqlen_q, head_dim = out.shape
     rows = shared.tensors["RowStats"].shape[3]
     numbers = {**strides("o", out), **strides("g", grad_out), "heads_q": heads, "seqlen_q": seqlen_q}
-    numbers |= {"stats_rows": rows, "BLOCK_M": _STATS_BLOCK, "HEAD_DIM_V": head_dim, "ALIGN": alignment(out, grad_out)}
+    numbers |= {"stats_rows": rows, "BLOCK_M": STATS_BLOCK, "HEAD_DIM_V": head_dim, "ALIGN": alignment(out, grad_out)}
     numbers["V_ALL"] = max(16, triton.next_power_of_2(head_dim))
     return Arguments(
-        grid=(rows // _STATS_BLOCK, heads, batch),
+        grid=(rows // STATS_BLOCK, heads, batch),
         tensors={name: name for name in ("Out", "GradOut", "Lse", "GradLse", "RowStats")},
         numbers=numbers,
     )

@@ -14,7 +14,7 @@ import triton
 from attn_compiler.lowerings.kernels import bias_backward, sums_backward
 from attn_compiler.lowerings.launching import Arguments
 from attn_compiler.lowerings.ops import empty_gradient
-from attn_compiler.lowerings.triton_arguments import Prepared
+from attn_compiler.lowerings.triton_arguments import STATS_BLOCK, Prepared
 from attn_compiler.lowerings.triton_plan import Tile
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ _BIAS_TILES = {
 }
 _BIAS_TILE_SMALL = Tile(queries=32, keys=32, warps=4, stages=1)
 _DISTANCES_BLOCK = 128
-# Row stats are whole blocks of so many at least.
-_STATS_BLOCK = 64
 
 
 def _bias_tile(prepared: Prepared) -> Tile:
@@ -136,6 +134,6 @@ def grad_sinks(shared: Backward) -> torch.Tensor:
 
 def _sinks(shared: Backward) -> Arguments:
     batch, heads, _, rows = shared.tensors["RowStats"].shape
-    numbers = {"batch_size": batch, "heads_q": heads, "stats_rows": rows, "BLOCK": _STATS_BLOCK}
+    numbers = {"batch_size": batch, "heads_q": heads, "stats_rows": rows, "BLOCK": STATS_BLOCK}
     tensors = {"RowStats": "RowStats", "Sinks": "sinks", "Grad": "GradSinks"}
     return Arguments(grid=(heads, 1, 1), tensors=tensors, numbers=numbers)
