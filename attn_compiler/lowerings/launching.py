@@ -164,7 +164,7 @@ def _first_launch(kernel: Any, tensors: Mapping[str, torch.Tensor], found: Argum
     if 0 in found.grid:
         return None
     given = {name: None if source is None else _bytes(tensors[source]) for name, source in found.tensors.items()}
-    options = {} if found.tile is None else {"num_warps": found.tile.warps, "num_stages": found.tile.stages}
+    options = {} if found.tile is None else found.tile.launch_options
     compiled = kernel[found.grid](**given, **found.numbers, **options)
     if compiled is None:  # The interpreter compiles nothing.
         return None

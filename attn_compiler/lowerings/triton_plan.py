@@ -108,6 +108,7 @@ class Tile:
     """One kernel's tile of the scores, queries × keys, and how it is compiled.
 
     apart: of dk and dv, each in a pass of its own, which is five products instead of four, and half the sums to hold.
+    registers: of a thread, at most; with fewer, more programs share a multiprocessor (65536 registers). None: what the compiler takes.
     """
 
     queries: int
@@ -115,11 +116,19 @@ class Tile:
     warps: int
     stages: int
     apart: bool = False
+    registers: int | None = None
 
     @property
     def words(self) -> str:
         """For people: "64x128 w8 s3"."""
-        return f"{self.queries}x{self.keys} w{self.warps} s{self.stages}" + (" apart" if self.apart else "")
+        capped = "" if self.registers is None else f" r{self.registers}"
+        return f"{self.queries}x{self.keys} w{self.warps} s{self.stages}{capped}" + (" apart" if self.apart else "")
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        """What Triton's launch and compiler take."""
+        capped = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages, **capped}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

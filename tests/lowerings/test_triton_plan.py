@@ -47,6 +47,13 @@ def test_a_call_is_its_text() -> None:
 def test_words_of_a_tile() -> None:
     assert TILE.words == f"{TILE.queries}x{TILE.keys} w{TILE.warps} s{TILE.stages}"
     assert dataclasses.replace(TILE, apart=True).words == f"{TILE.words} apart"
+    assert dataclasses.replace(TILE, registers=168).words == f"{TILE.words} r168"
+
+
+def test_registers_are_left_to_the_compiler_where_nothing_is_said() -> None:
+    options = {"num_warps": TILE.warps, "num_stages": TILE.stages}
+    assert TILE.launch_options == options
+    assert dataclasses.replace(TILE, registers=168).launch_options == {**options, "maxnreg": 168}
 
 
 def test_a_tile_whose_gradients_are_apart_survives_its_text() -> None:

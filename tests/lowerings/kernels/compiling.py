@@ -101,7 +101,7 @@ def _launch_of(problem: Problem, name: str) -> tuple[Any, dict[str, Any], dict[s
     ) -> None:
         asked = arguments()
         if asked.tile is not None:
-            options = {"num_warps": asked.tile.warps, "num_stages": asked.tile.stages}
+            options = asked.tile.launch_options
             given = {parameter: None if name is None else tensors[name] for parameter, name in asked.tensors.items()}
             found[kernel.fn.__name__] = (kernel, {**given, **asked.numbers}, options)
 

@@ -74,7 +74,7 @@ def run(job: tuple[str, str, int]) -> Found:
     def record(kernel: Any, same: Any, tensors: Mapping[str, Any], arguments: Callable[[], Arguments]) -> None:
         asked = arguments()
         values = {parameter: None if name is None else tensors[name] for parameter, name in asked.tensors.items()}
-        options = {} if asked.tile is None else {"num_warps": asked.tile.warps, "num_stages": asked.tile.stages}
+        options = {} if asked.tile is None else asked.tile.launch_options
         found.append((kernel, {**values, **asked.numbers}, options))
 
     problem = given.problem
