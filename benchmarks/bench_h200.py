@@ -4,7 +4,8 @@
     python -m benchmarks.bench_h200 --budget-seconds 540
 
 Implementations of the model's attention: "sdpa" and "eager" are what both sides get; "flex_attention" is what Inductor gets beside our
-side with "sdpa" ("eager" where a softcap or sinks are more than that has).
+side with "sdpa" ("eager" where a softcap or sinks are more than that has). --cases bert/sdpa/train=nothing: our side is a model whose
+attention is the sum of q, k and v. No kernel can be faster: its ratio is the bound of all others.
 
 The most telling cases come first; what the budget leaves out is done by a later run with --append. --jobs: so many cases are compiled
 at a time, and timed one after another while the others wait (OMP_NUM_THREADS=1 and TORCHINDUCTOR_COMPILE_THREADS=1 suit that). A
@@ -26,6 +27,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,20 @@ import attn_compiler
 from benchmarks import compare, harness, inputs, models, waves
 from benchmarks.compare import Case
 from benchmarks.harness import BACKEND, BASELINE, Step
+from benchmarks.models import NOTHING
 
 FLEX = "flex_attention"
 IMPLEMENTATIONS = ("sdpa", "eager", FLEX)
 RESULTS = Path(__file__).parent / "results" / "h200.csv"
 KEYS = ("model", "implementation", "scenario", "dtype", "forced")
+#: what every process of a case needs, and which touches no GPU
+IMPORTS = ("torch._dynamo", "transformers.modeling_utils", "attn_compiler", "benchmarks.compare")
 _SHORT = ("lowerings", f"{BASELINE}_p50_ms", f"{BACKEND}_p50_ms", "ratio", "numerics", "pinned", "failure")
 KERNELS = ("attention_kernels", "attention_ms", f"{BASELINE}_attention_kernels", f"{BASELINE}_attention_ms", "pinned")
+#: what a row took: both sides' compilation, with their first steps; that, and the comparison with float32
+SECONDS = ("compile_s", "prepare_s")
+#: distributions that are optional, and decide what can be chosen
+EXTRAS = ("nvidia-cudnn-frontend", "flash-attn-4")
 
 ATTENTION_KERNEL = re.compile(r"flash|fmha|sdpa|attention|softmax", re.IGNORECASE)
 # What the profiler calls the kernel of a lowering. cuDNN has helpers whose names hold the others' words, FlashAttention-4 version 2's.
@@ -57,7 +66,8 @@ PINNED_KERNEL["cudnn"] = PINNED_KERNEL["sdpa_cudnn"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """A row's name and how to make its case. forced: the lowering that our side has to take, instead of its own choice."""
+    """A row's name and how to make its case. forced: the lowering that our side has to take, instead of its own choice; or NOTHING,
+    where it has no attention."""
 
     family: str
     implementation: str
@@ -82,6 +92,9 @@ class Measured:
         if implementation == FLEX:
             baseline = models.build(self.family, size, FLEX, torch.bfloat16, device).train(training)
             implementation = "eager" if family.softcap or family.sinks else "sdpa"
+        if self.forced == NOTHING:
+            baseline = models.build(self.family, size, implementation, torch.bfloat16, device).train(training)
+            implementation = NOTHING
         model = models.build(self.family, size, implementation, torch.bfloat16, device).train(training)
         arguments = inputs.example_inputs(self.family, size, self.scenario, torch.bfloat16, device)
         mask = arguments.get("attention_mask")
@@ -167,15 +180,18 @@ def measure(measured: Measured, way: Way) -> dict[str, str] | None:
 def prepare(what: tuple[Measured, Way], lock: AbstractContextManager[Any]) -> waves.Finish:
     """Compile and check a case; its row follows by timing it. lock: held while its results are computed in float32."""
     measured, way = what
+    begun = time.monotonic()
     torch.backends.cudnn.allow_tf32 = False  # The float32 reference has convolutions.
     try:
         case = measured.case(way.size, way.device)
         steps = compiled(case, measured.forced, way.device, lock)
-        row = compare.chosen(attn_compiler.reports())
+        row = compare.chosen(attn_compiler.reports()) | {"compile_s": f"{time.monotonic() - begun:.1f}"}
+        forget(case, way.device)
         if way.device != "cpu":
             attention_kernels(lambda: torch.zeros(1, device=way.device))  # A process's first profile takes seconds.
         with lock:
             row |= compare.checked(case, steps[BACKEND])
+        row["prepare_s"] = f"{time.monotonic() - begun:.1f}"
         forget(case, way.device)
     except Exception as error:  # noqa: BLE001 (one broken case must not cost the others, and the row names it)
         missing = "does not support an attention implementation" in str(error)
@@ -186,7 +202,7 @@ def prepare(what: tuple[Measured, Way], lock: AbstractContextManager[Any]) -> wa
 
 def compiled(case: Case, forced: str, device: str, lock: AbstractContextManager[Any]) -> dict[str, Step]:
     """Both sides, tried once more where what other processes do at the same time left too little memory."""
-    options = {"lowering": forced} if forced else None
+    options = {"lowering": forced} if forced not in ("", NOTHING) else None
     try:
         return compare.compile_both(case, options)
     except torch.OutOfMemoryError:
@@ -224,6 +240,14 @@ def forget(case: Case, device: str) -> None:
         torch.cuda.empty_cache()
 
 
+def extras() -> str:
+    """Those that are installed, with their versions."""
+    found = {
+        name: distribution.version for distribution in metadata.distributions() if (name := distribution.name) in EXTRAS
+    }
+    return " ".join(f"{name} {found[name]}" for name in EXTRAS if name in found)
+
+
 def wanted(cases: Iterable[Measured], patterns: Sequence[str]) -> list[Measured]:
     """Those that fit a pattern, in the order of these: "llama/sdpa/prefill", "*/eager/train*", "bert/sdpa/train=triton" (forced)."""
     kept, found = list(cases), []
@@ -241,7 +265,15 @@ def results(
     way = Way(size=options.size, device=options.device, seconds=options.seconds)
     if options.jobs > 1:
         pairs = [(case, way) for case in cases]
-        found = waves.run(pairs, prepare, jobs=options.jobs, until=until, wave_seconds=options.wave_seconds)
+        found = waves.run(
+            pairs,
+            prepare,
+            jobs=options.jobs,
+            until=until,
+            wave_seconds=options.wave_seconds,
+            wave_cases=options.wave_cases,
+            imports=IMPORTS,
+        )
         yield from ((case, row) for (case, _), row in found)
         return
     for case in cases:
@@ -269,10 +301,9 @@ def main() -> int:
     parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
     options = parser.parse_args()
     start = time.monotonic()
-    where = harness.environment(options.device, options.commit)
-    file = harness.CsvFile(
-        options.output, [*KEYS, *compare.COLUMNS, *KERNELS, "failure", *where], append=options.append
-    )
+    where = harness.environment(options.device, options.commit) | {"extras": extras()}
+    columns = [*KEYS, *compare.COLUMNS, *KERNELS, *SECONDS, "failure", *where]
+    file = harness.CsvFile(options.output, columns, append=options.append)
     done = {tuple(row.get(key, "") for key in KEYS) for row in file.rows}
     cases = wanted(plan(options.families, options.scenarios), options.cases)
     cases = [case for case in cases if tuple(case.names.values()) not in done]

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 Size = Literal["full", "small"]
+#: an `attn_implementation` that only reads q, k and v and writes as much as attention does: what is left is the rest of the model
+NOTHING = "nothing"
 Inputs = Literal["decoder", "encoder", "image", "audio", "text2text"]
 
 
@@ -237,9 +239,11 @@ def build(
     """The model of a family with random weights, in eval mode. The weights are drawn on `device`, so they differ from one to another.
 
     Raises KeyError for an unknown family or size, and transformers' own ValueError where the family has no such
-    `attn_implementation` ("sdpa", "eager" or "flex_attention").
+    `attn_implementation` ("sdpa", "eager", "flex_attention" or NOTHING; Bloom has only the second).
     """
     import transformers
+
+    transformers.AttentionInterface.register(NOTHING, nothing)
 
     family = FAMILIES[name]
     # Nested dicts of a config (rope) are changed in place by transformers: FAMILIES must stay as it is.
@@ -249,3 +253,16 @@ def build(
         torch.manual_seed(seed)
         model: nn.Module = getattr(transformers, family.model)(config)
     return model.to(dtype=dtype).eval()
+
+
+def nothing(
+    _module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """NOTHING for transformers: q + k + v in place of attention. q, k, v: (batch, heads, seqlen, head_dim), of k and v maybe fewer heads,
+    and another seqlen. Returns (batch, seqlen_q, heads_q, head_dim) and no weights."""
+    both = key + value
+    missing = query.shape[2] - both.shape[2]
+    both = nn.functional.pad(both, (0, 0, 0, missing)) if missing > 0 else both[:, :, : query.shape[2]]
+    groups = query.shape[1] // both.shape[1]
+    grouped = torch.unflatten(query, 1, (both.shape[1], groups)) + both.unsqueeze(2)
+    return grouped.flatten(1, 2).transpose(1, 2).contiguous(), None

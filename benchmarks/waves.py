@@ -1,19 +1,25 @@
 """Cases that are prepared (compiled, checked) in several processes at a time, and timed one after another while the others wait.
 
-Compiling takes one core for half a minute; timing wants the GPU alone for a second. So each wave is prepared by as many processes as
-there are, and once all of them are done or given up, each finishes its own in turn. A process that dies or is too late costs its own
-case alone, which becomes a row with the failure.
+Compiling takes one core for half a minute; timing wants the GPU alone for a second. So each case of a wave has a process, so many of
+which prepare theirs at a time, and once all of them are done or given up, each finishes its own in turn. A process that dies or is too
+late costs its own case alone, which becomes a row with the failure.
+
+Where told what to import, processes are forked from one that has imported it: no GPU may be touched by importing that.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import multiprocessing
+import multiprocessing.connection
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -23,7 +29,8 @@ Finish = Callable[[], Row | None]
 #: a case and a lock, which is held where a lot of the GPU's memory is needed
 Prepare = Callable[[Any, AbstractContextManager[Any]], Finish]
 
-_CONTEXT = multiprocessing.get_context("spawn")
+_SPAWN, _FORKSERVER = multiprocessing.get_context("spawn"), multiprocessing.get_context("forkserver")
+_Context = SpawnContext | ForkServerContext
 _READY = "ready"
 
 
@@ -35,17 +42,17 @@ class Worker:
     connection: Connection
 
     @classmethod
-    def start(cls, prepare: Prepare, lock: Any) -> Worker:
+    def start(cls, context: _Context, prepare: Prepare, lock: Any) -> Worker:
         """A new one."""
-        here, there = _CONTEXT.Pipe()
-        process = _CONTEXT.Process(target=_serve, args=(there, prepare, lock), daemon=True)
+        here, there = context.Pipe()
+        process = context.Process(target=_serve, args=(there, prepare, lock), daemon=True)
         process.start()
         there.close()
         return cls(process=process, connection=here)
 
-    def is_ready(self, deadline: float) -> bool:
-        """Whether its case is prepared before that time. Raises EOFError where it died."""
-        return self.connection.poll(max(deadline - time.monotonic(), 0.0)) and self.connection.recv() == _READY
+    def is_ready(self) -> bool:
+        """Whether its case is prepared, once it says something. Raises EOFError where it died."""
+        return bool(self.connection.recv() == _READY)
 
     def finish(self, seconds: float) -> Row | None:
         """The row of its case. Raises EOFError where it died, TimeoutError where it takes longer."""
@@ -77,6 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, budget_seconds: float) -> 
     )
     parser.add_argument("--jobs", type=int, default=1, help="compile so many cases at a time (%(default)s)")
     parser.add_argument("--wave-seconds", type=float, default=120.0, help="how long these may compile (%(default)s)")
+    parser.add_argument(
+        "--wave-cases", type=int, help="cases that are compiled before any is timed (as many as --jobs)"
+    )
 
 
 def run(
@@ -86,41 +96,72 @@ def run(
     jobs: int,
     until: float,
     wave_seconds: float,
+    wave_cases: int | None = None,
+    imports: Sequence[str] = (),
     finish_seconds: float = 60.0,
 ) -> Iterator[tuple[Any, Row | None]]:
     """Each case with its row, as soon as it is there. prepare: a function of a module; what it raises ends its process.
 
-    until: of time.monotonic(); no wave begins later. wave_seconds: how long the cases of a wave may be prepared.
+    until: of time.monotonic(); no wave begins later. wave_seconds: how long the cases of a wave may be prepared. wave_cases: how
+    many cases it has, of which the first ones are prepared first (None: jobs). imports: modules that processes begin with.
     """
-    lock = _CONTEXT.Lock()
+    context = _forking(imports) if imports else _SPAWN
+    lock = context.Lock()
     workers: dict[int, Worker] = {}
     try:
-        for start in range(0, len(cases), jobs):
+        for start in range(0, len(cases), wave_cases or jobs):
             if time.monotonic() > until:
                 return
-            wave = cases[start : start + jobs]
-            for place, case in enumerate(wave):
-                workers[place] = workers.get(place) or Worker.start(prepare, lock)
-                workers[place].connection.send(case)
+            wave = cases[start : start + (wave_cases or jobs)]
             deadline = time.monotonic() + wave_seconds
-            late = dict(_late(workers, len(wave), deadline))
-            for place in late:
+            begin = functools.partial(_begin, workers, functools.partial(Worker.start, context, prepare, lock))
+            late = _prepare(wave, workers, begin, jobs, deadline)
+            for place in late.keys() & workers.keys():
                 workers.pop(place).end()
             for place, case in enumerate(wave):
-                yield case, {"failure": late[place]} if place in late else _row(workers, place, finish_seconds)
+                if place in late:
+                    yield case, {"failure": late[place]}
+                else:
+                    yield case, _row(workers, place, finish_seconds)
     finally:
         for worker in workers.values():
             worker.end()
 
 
-def _late(workers: Mapping[int, Worker], count: int, deadline: float) -> Iterator[tuple[int, str]]:
-    """The places of those that are not ready in time, and why."""
-    for place in range(count):
-        try:
-            if not workers[place].is_ready(deadline):
-                yield place, "it was not compiled in time"
-        except EOFError:
-            yield place, "its process died"
+def _begin(workers: dict[int, Worker], start: Callable[[], Worker], place: int, case: Any) -> Worker:
+    workers[place] = workers.get(place) or start()
+    workers[place].connection.send(case)
+    return workers[place]
+
+
+def _prepare(
+    wave: Sequence[Any],
+    workers: Mapping[int, Worker],
+    begin: Callable[[int, Any], Worker],
+    jobs: int,
+    deadline: float,
+) -> dict[int, str]:
+    """Prepare the cases of a wave, so many at a time. The places of those that are not ready before the deadline, and why."""
+    late = dict.fromkeys(range(len(wave)), "it was not compiled in time")
+    waiting, busy = iter(enumerate(wave)), dict[Any, int]()
+    while (left := deadline - time.monotonic()) > 0:
+        for place, case in itertools.islice(waiting, jobs - len(busy)):
+            busy[begin(place, case).connection] = place
+        if not busy:
+            break
+        for connection in multiprocessing.connection.wait(list(busy), left):
+            place = busy.pop(connection)
+            try:
+                if workers[place].is_ready():
+                    del late[place]
+            except EOFError:
+                late[place] = "its process died"
+    return late
+
+
+def _forking(imports: Sequence[str]) -> ForkServerContext:
+    _FORKSERVER.set_forkserver_preload(list(imports))
+    return _FORKSERVER
 
 
 def _row(workers: dict[int, Worker], place: int, seconds: float) -> Row | None:

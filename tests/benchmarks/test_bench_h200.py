@@ -65,9 +65,9 @@ def test_a_pattern_may_force_a_lowering(monkeypatch: pytest.MonkeyPatch) -> None
     asked = []
     monkeypatch.setattr(compare, "compile_both", lambda case, options: asked.append(options) or {})
     made = Case(model=torch.nn.Linear(1, 1), inputs={})
-    for forced in ("triton", ""):
+    for forced in ("triton", "", "nothing"):
         bench_h200.compiled(made, forced, "cpu", contextlib.nullcontext())
-    assert asked == [{"lowering": "triton"}, None]
+    assert asked == [{"lowering": "triton"}, None, None]
 
 
 def case_of(family: str, implementation: str) -> Case:
@@ -85,6 +85,16 @@ def test_flex_attention_is_beside_the_same_model_with_an_attention_of_ours(famil
     for mine, other in zip(case.model.parameters(), case.baseline.parameters(), strict=True):
         assert mine.equal(other)
     assert case_of(family, "eager").baseline is None
+
+
+def test_the_bound_is_a_model_without_attention_on_our_side() -> None:
+    pytest.importorskip("transformers", reason="the registry names models of transformers: pip install -e '.[models]'")
+    plan = bench_h200.plan(["bert"], ["prefill"])
+    (measured,) = bench_h200.wanted(plan, ["bert/sdpa/prefill=nothing"])
+    case = measured.case("small", "cpu")
+    assert case.baseline is not None
+    assert case.baseline.config._attn_implementation == "sdpa"
+    assert case.model.config._attn_implementation == "nothing"
 
 
 def test_a_family_without_the_implementation_has_no_row() -> None:
