@@ -49,6 +49,8 @@ _SHORT = ("lowerings", f"{BASELINE}_p50_ms", f"{BACKEND}_p50_ms", "ratio", "nume
 KERNELS = ("attention_kernels", "attention_ms", f"{BASELINE}_attention_kernels", f"{BASELINE}_attention_ms", "pinned")
 #: what a row took: both sides' compilation, with their first steps; that, and the comparison with float32
 SECONDS = ("compile_s", "prepare_s")
+#: seconds before a case is tried again that found too little memory
+WAITS = (2.0, 5.0, 8.0)
 #: distributions that are optional, and decide what can be chosen
 EXTRAS = ("nvidia-cudnn-frontend", "flash-attn-4")
 
@@ -187,6 +189,7 @@ def prepare(what: tuple[Measured, Way], lock: AbstractContextManager[Any]) -> wa
         steps = compiled(case, measured.forced, way.device, lock)
         row = compare.chosen(attn_compiler.reports()) | {"compile_s": f"{time.monotonic() - begun:.1f}"}
         forget(case, way.device)
+        print(measured.words, "compiled after", row["compile_s"], "s", file=sys.stderr, flush=True)
         if way.device != "cpu":
             attention_kernels(lambda: torch.zeros(1, device=way.device))  # A process's first profile takes seconds.
         with lock:
@@ -201,12 +204,18 @@ def prepare(what: tuple[Measured, Way], lock: AbstractContextManager[Any]) -> wa
 
 
 def compiled(case: Case, forced: str, device: str, lock: AbstractContextManager[Any]) -> dict[str, Step]:
-    """Both sides, tried once more where what other processes do at the same time left too little memory."""
+    """Both sides, tried again where what other processes do at the same time left too little memory: the last time while none compares.
+
+    What was compiled is kept on disk, so another try takes little time.
+    """
     options = {"lowering": forced} if forced not in ("", NOTHING) else None
-    try:
-        return compare.compile_both(case, options)
-    except torch.OutOfMemoryError:
-        forget(case, device)
+    for wait in WAITS:
+        try:
+            return compare.compile_both(case, options)
+        except torch.OutOfMemoryError:
+            forget(case, device)
+        print(f"too little memory, once more in {wait:.0f} s", file=sys.stderr, flush=True)
+        time.sleep(wait)
     with lock:
         return compare.compile_both(case, options)
 

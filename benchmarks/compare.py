@@ -66,6 +66,10 @@ def compile_both(case: Case, options: Mapping[str, Any] | None = None) -> dict[s
         model = torch.compile(module, backend=name, options=further, dynamic=False)
         steps[name] = harness.make_step(model, case.inputs, training=case.training, valid=case.valid)
         steps[name]()
+        if case.device != "cpu":
+            # What the first side's step held is not to be missing while the second one is compiled, nor in other processes.
+            module.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
     return steps
 
 
