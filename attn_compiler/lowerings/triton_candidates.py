@@ -44,8 +44,11 @@ class Row:
     listed_grad_q: tuple[Tile, ...] = ()
 
 
-def _tiles(*given: tuple[int, int, int, int], apart: bool = False) -> tuple[Tile, ...]:
-    return tuple(Tile(queries=q, keys=k, warps=warps, stages=stages, apart=apart) for q, k, warps, stages in given)
+def _tiles(*given: tuple[int, int, int, int], apart: bool = False, registers: int | None = None) -> tuple[Tile, ...]:
+    return tuple(
+        Tile(queries=q, keys=k, warps=warps, stages=stages, apart=apart, registers=registers)
+        for q, k, warps, stages in given
+    )
 
 
 ROWS: tuple[Row, ...] = (
@@ -62,12 +65,32 @@ ROWS: tuple[Row, ...] = (
     Row(
         bytes=2,
         head_dim=64,
-        forward=_tiles(
-            (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3)
+        forward=(
+            *_tiles((64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3)),
+            *_tiles((64, 64, 4, 2), (64, 64, 4, 3), registers=128),
         ),
-        grad_q=_tiles((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2)),
+        grad_q=(
+            *_tiles((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2)),
+            *_tiles((64, 64, 4, 3), registers=168),
+        ),
         grad_kv=_tiles((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (32, 128, 8, 2), (64, 128, 8, 3)),
         listed_grad_q=_tiles((128, 64, 4, 3), (128, 64, 8, 2), (128, 128, 8, 3)),
+    ),
+    Row(
+        bytes=2,
+        head_dim=96,
+        first_sm=90,
+        forward=(
+            *_tiles((64, 64, 4, 2), (64, 64, 4, 3), registers=168),
+            *_tiles((64, 64, 4, 2), registers=128),
+            *_tiles((64, 64, 4, 3), (128, 64, 8, 3)),
+        ),
+        grad_q=(
+            *_tiles((64, 64, 4, 2), registers=168),
+            *_tiles((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3)),
+        ),
+        grad_kv=_tiles((64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3)),
+        listed_grad_q=_tiles((128, 64, 8, 2)),
     ),
     Row(
         bytes=2,

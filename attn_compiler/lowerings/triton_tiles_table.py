@@ -21,17 +21,21 @@ Other machines and float32 were compiled, not measured: their tiles are those th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from attn_compiler.lowerings import triton_planning
 from attn_compiler.lowerings.triton_plan import Plan, Tile, Tiles
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
+#: What takes registers beside the tiles, the first that holds: a tensor added to the scores, lists of tiles, a band, nothing.
+Kind = Literal["added", "listed", "band", "full"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """Tiles of every spec whose element size is at most `bytes`, whose head dims are at most `head_dim`, with at most `seqlen_q`
-    queries (None: any, or not known), on a GPU from `first_sm` on. added: a tensor is added to the scores (None: whether or not).
+    queries (None: any, or not known), on a GPU from `first_sm` on, and whose plan is of one of the `kinds` (none given: of any).
 
     listed_grad_q: for dq where it visits the forward's lists, and so has the forward's tile.
     """
@@ -40,13 +44,15 @@ class Row:
     head_dim: int
     seqlen_q: int | None = None
     first_sm: int = 0
-    added: bool | None = None
+    kinds: tuple[Kind, ...] = ()
     tiles: Tiles
     listed_grad_q: Tile
 
 
-def _tile(queries: int, keys: int, warps: int, stages: int, *, apart: bool = False) -> Tile:
-    return Tile(queries=queries, keys=keys, warps=warps, stages=stages, apart=apart)
+def _tile(
+    queries: int, keys: int, warps: int, stages: int, *, apart: bool = False, registers: int | None = None
+) -> Tile:
+    return Tile(queries=queries, keys=keys, warps=warps, stages=stages, apart=apart, registers=registers)
 
 
 _SMALL = Tiles(forward=_tile(32, 64, 4, 3), grad_q=_tile(32, 64, 4, 2), grad_kv=_tile(32, 64, 4, 2))
@@ -71,6 +77,26 @@ ROWS: tuple[Row, ...] = (
         bytes=2,
         head_dim=64,
         first_sm=90,
+        kinds=("listed",),
+        tiles=Tiles(
+            forward=_tile(64, 64, 4, 2, registers=128), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)
+        ),
+        listed_grad_q=_tile(64, 64, 4, 3, registers=168),
+    ),
+    Row(
+        bytes=2,
+        head_dim=64,
+        first_sm=90,
+        kinds=("band",),
+        tiles=Tiles(
+            forward=_tile(64, 64, 4, 3, registers=128), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)
+        ),
+        listed_grad_q=_tile(64, 64, 4, 3),
+    ),
+    Row(
+        bytes=2,
+        head_dim=64,
+        first_sm=90,
         tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)),
         listed_grad_q=_tile(64, 64, 4, 3),
     ),
@@ -84,7 +110,7 @@ ROWS: tuple[Row, ...] = (
         bytes=2,
         head_dim=128,
         first_sm=100,
-        added=True,
+        kinds=("added",),
         tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(128, 64, 8, 2), grad_kv=_tile(32, 64, 8, 2)),
         listed_grad_q=_tile(128, 64, 8, 2),
     ),
@@ -99,15 +125,35 @@ ROWS: tuple[Row, ...] = (
         bytes=2,
         head_dim=128,
         first_sm=90,
-        added=True,
+        kinds=("added",),
         tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(64, 128, 8, 2)),
         listed_grad_q=_tile(128, 64, 8, 2),
     ),
     Row(
         bytes=2,
+        head_dim=72,
+        first_sm=90,
+        tiles=Tiles(
+            forward=_tile(64, 64, 4, 2, registers=128), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)
+        ),
+        listed_grad_q=_tile(64, 64, 4, 2),
+    ),
+    Row(
+        bytes=2,
         head_dim=80,
         first_sm=90,
-        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(64, 64, 4, 3)),
+        tiles=Tiles(
+            forward=_tile(64, 64, 4, 3, registers=168), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)
+        ),
+        listed_grad_q=_tile(64, 64, 4, 2),
+    ),
+    Row(
+        bytes=2,
+        head_dim=96,
+        first_sm=90,
+        tiles=Tiles(
+            forward=_tile(64, 64, 4, 2, registers=168), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 2)
+        ),
         listed_grad_q=_tile(64, 64, 4, 2),
     ),
     Row(
@@ -127,7 +173,7 @@ ROWS: tuple[Row, ...] = (
         bytes=2,
         head_dim=192,
         first_sm=90,
-        tiles=Tiles(forward=_tile(128, 64, 8, 2), grad_q=_tile(128, 64, 8, 1), grad_kv=_tile(32, 64, 4, 2, apart=True)),
+        tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(128, 64, 8, 1), grad_kv=_tile(32, 64, 4, 2, apart=True)),
         listed_grad_q=_tile(128, 64, 8, 1),
     ),
     Row(
@@ -177,5 +223,14 @@ def _applies(row: Row, spec: AttentionSpec, plan: Plan, target: Target) -> bool:
     head_dims, seqlen_q = (spec.head_dim_qk, spec.head_dim_v), spec.seqlen_q
     fits = all(isinstance(size, int) and size <= row.head_dim for size in head_dims)
     few = row.seqlen_q is None or (isinstance(seqlen_q, int) and seqlen_q <= row.seqlen_q)
-    added = row.added is None or row.added == (plan.bias or plan.distances)
-    return fits and few and added and BYTES.get(spec.dtype, 8) <= row.bytes and generation(target) >= row.first_sm
+    kind = not row.kinds or kind_of(plan) in row.kinds
+    return fits and few and kind and BYTES.get(spec.dtype, 8) <= row.bytes and generation(target) >= row.first_sm
+
+
+def kind_of(plan: Plan) -> Kind:
+    """Which rows a plan takes."""
+    if plan.bias or plan.distances:
+        return "added"
+    if plan.tiles:
+        return "listed"
+    return "full" if plan.band is None else "band"

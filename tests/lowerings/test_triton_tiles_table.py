@@ -5,9 +5,10 @@ import itertools
 
 import pytest
 
+from attn_compiler.lowerings import triton_planning
 from attn_compiler.lowerings.triton_tiles import UNIT
-from attn_compiler.lowerings.triton_tiles_table import ROWS, tiles
-from attn_compiler.masks import Dense, MaskSpec
+from attn_compiler.lowerings.triton_tiles_table import ROWS, kind_of, tiles
+from attn_compiler.masks import Causal, Dense, MaskSpec
 from attn_compiler.target import Target
 from tests.lowerings.specs import make_spec
 
@@ -38,6 +39,22 @@ def test_what_is_added_may_want_other_tiles() -> None:
     spec, target = make_spec(head_dim=128, seqlen_q=4096, seqlen_kv=4096), Target.fake()
     bias = MaskSpec(kinds=(Dense(shape=(1, 8, 4096, 4096), dtype="bfloat16"),))
     assert tiles(dataclasses.replace(spec, mask=bias), target).forward != tiles(spec, target).forward
+
+
+def test_a_plan_takes_the_rows_of_its_kind() -> None:
+    spec, target = make_spec(head_dim=64, seqlen_q=4096, seqlen_kv=4096), Target.fake(sm=90)
+    masks = {
+        "full": MaskSpec(),
+        "band": MaskSpec(kinds=(Causal(),)),
+        "listed": MaskSpec(kinds=(Causal(), Dense(shape=(2, 1, 1, 4096), dtype="bool"))),
+        "added": MaskSpec(kinds=(Dense(shape=(1, 8, 4096, 4096), dtype="bfloat16"),)),
+    }
+    specs = {kind: dataclasses.replace(spec, mask=mask) for kind, mask in masks.items()}
+    assert {kind: kind_of(triton_planning.of(each)) for kind, each in specs.items()} == {kind: kind for kind in masks}
+    found = {kind: tiles(each, target) for kind, each in specs.items()}
+    assert found["band"].forward.registers is not None
+    assert found["listed"].grad_q.registers is not None
+    assert found["full"] != found["band"] != found["listed"]
 
 
 def test_the_larger_head_dim_counts() -> None:
@@ -77,6 +94,6 @@ def test_no_row_is_hidden_by_one_before_it() -> None:
                 and before.head_dim >= row.head_dim
                 and before.first_sm <= row.first_sm
                 and before.seqlen_q is None
-                and before.added is None
+                and not before.kinds
             )
             assert not hidden, row
