@@ -42,7 +42,7 @@ _PARAMETERS = (
     ("k_scale",),
     ("v_scale",),
 )
-CONSTANTS = tuple(attention_decode.arg_names[attention_decode.arg_names.index("BLOCK_M") :])
+CONSTANTS = tuple(attention_decode.arg_names[attention_decode.arg_names.index("SPLITS") :])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +75,13 @@ def prepare(text: str) -> Prepared:
     shared = kernel_constants(spec, added=plan.bias or plan.distances or plan.slopes or plan.k_scale)
     kept = rows if blocks > 1 else group * seqlen_q
     kept_all = triton.next_power_of_2(kept)
+    most_parts = triton.next_power_of_2(call.schedule.splits or _MOST_PARTS)
     constants = {
+        "SPLITS": call.schedule.splits or 0,
         "BLOCK_M": rows,
         "BLOCK_N": call.schedule.keys,
         "SLICES": call.schedule.slices,
-        "LEAST_KEYS": call.schedule.least_keys,
-        "PARTS": min(max(_HELD // (kept_all * shared["V_0"]), 1), _MOST_PARTS),
+        "PARTS": min(max(_HELD // (kept_all * shared["V_0"]), 1), most_parts, _MOST_PARTS),
         "KEPT": kept,
         "KEPT_ALL": kept_all,
         "HEADS_KV": heads_kv,

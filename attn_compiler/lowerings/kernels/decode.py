@@ -1,9 +1,9 @@
 """Attention of few queries over a long cache: split-KV, in one launch (https://pytorch.org/blog/flash-decoding).
 
 A program has all queries of a group of heads as the rows of its tile, so keys and values are read once, where they lie, and only
-from the first to the last key that a row may use: the work follows what the device knows of a cache's length. The keys are
-shared out evenly among the splits; a split that there is no work for ends at once, and is not waited for. Each of the others
-leaves a partial result, and the last one to arrive combines them, which the counters tell.
+from the first to the last key that a row may use: the work follows what the device knows of a cache's length. Tiles of keys are
+dealt out to the splits in turn; a split that there is none for ends at once, and is not waited for. Each of the others leaves a
+partial result, and the last one to arrive combines them, which the counters tell.
 
 Where rows are few, warps go on alone (SLICES): each has a part of every tile of keys and a softmax of its own, and they meet after
 the last tile. What a row's keys have in common would otherwise cross warps three times a tile, through shared memory.
@@ -154,6 +154,27 @@ def _step(
     return total, new_peak, out_0, out_1
 
 
+@triton.jit
+def _finished(
+    total, peak, out_0, out_1, VScale,
+    SLICES: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, V_1: tl.constexpr,
+):  # fmt: skip
+    """What the loop leaves of the first ROWS rows, whose peaks are in units of log 2, as one: lse, in those units, and the results."""
+    if ROWS < BLOCK_M:
+        total, peak = first_half(total, SLICES, ROWS), first_half(peak, SLICES, ROWS)
+        out_0 = first_half(out_0, SLICES, ROWS)
+        out_1 = first_half(out_1, SLICES, ROWS) if V_1 > 0 else out_0
+    if SLICES > 1:
+        total, peak, out_0, out_1 = joined(total, peak, out_0, out_1, SLICES, V_1)
+    # A row without any allowed key has a total of 0 and a peak of -inf: so is its lse, and its results stay 0.
+    divisor = tl.where(total == 0.0, 1.0, total)
+    lse = peak + tl.log2(divisor)
+    share = (1.0 / divisor)[:, None]
+    if VScale is not None:
+        share *= tl.load(VScale)
+    return lse, out_0 * share, out_1 * share
+
+
 @triton.jit(do_not_specialize=ANY_VALUE, do_not_specialize_on_alignment=ANY_ADDRESS)
 def attention_decode(
     Q, K, V, Out, Lse, Partial, Count, Bounds, Keys, Pairs, Distances, Slopes, Sinks, KScale, VScale,
@@ -163,7 +184,7 @@ def attention_decode(
     bounds_side: tl.int32, bounds_b: tl.int32, keys_b: tl.int32,
     pairs_b: tl.int64, pairs_h: tl.int64, pairs_q: tl.int64, pairs_k: tl.int64,
     distances_h: tl.int32, lse_at: tl.int64, seqlen_kv: tl.int32, scale: tl.float32, softcap: tl.float32,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, LEAST_KEYS: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
     PARTS: tl.constexpr, KEPT: tl.constexpr, KEPT_ALL: tl.constexpr,
     HEADS_KV: tl.constexpr, GROUP: tl.constexpr, SEQLEN_Q: tl.constexpr,
     HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -174,7 +195,8 @@ def attention_decode(
     """Grid: (splits, Hkv · blocks of rows, B). See decode_launch.py for the arguments and decode_plan.py for the operands.
 
     Row r of a kv head's GROUP · SEQLEN_Q is query r % SEQLEN_Q of head r // SEQLEN_Q of the group. KEPT: those of a block that have
-    partial results; KEPT_ALL: the next power of two. PARTS: partial results that are added up at a time.
+    partial results; KEPT_ALL: the next power of two. PARTS: partial results that are added up at a time. SPLITS: the first axis of
+    the grid where the kernel is compiled for that, else 0.
     KScale, VScale: what keys and values in FP8 are multiplied by, or None. NARROWER: how many of them fit into one element of Q.
     SLICES: as many as warps, or 1. EARLY: whether it is launched as a dependent of the kernel before (programmatic dependent launch).
     Partial: float32, (B, Hkv · blocks, splits, KEPT, Dv) results and, from lse_at on, (…, KEPT) logarithms; Count: int32 (B, Hkv · blocks),
@@ -201,13 +223,12 @@ def attention_decode(
     if QK_1 > 0:
         dims = QK_0 + tl.arange(0, QK_1)[None, :]
         q_1 = tl.load(Q + row + dims, mask=dims < HEAD_DIM_QK, other=0.0)
-    span = tl.maximum(end - first, 0)
-    share = tl.cdiv(tl.cdiv(span, tl.num_programs(0)), BLOCK_N) * BLOCK_N
-    share = tl.maximum(share, LEAST_KEYS)
-    if (split > 0) & (split * share >= span):
+    # Divided by what the kernel is compiled for, where that is known: a division stands before the first load of a key.
+    splits = tl.num_programs(0) if SPLITS == 0 else SPLITS
+    tiles = tl.cdiv(tl.maximum(end - first, 0), BLOCK_N)
+    active = tl.minimum(tl.maximum(tiles, 1), splits)
+    if split >= active:
         return
-    begin = first + split * share
-    end = tl.minimum(begin + share, end)
 
     # Of keys and values a vector has NARROWER times as many elements.
     align: tl.constexpr = ALIGN * NARROWER if ALIGN > 1 else 1
@@ -238,9 +259,9 @@ def attention_decode(
         peak = tl.full([SLICES, BLOCK_M], float("-inf"), tl.float32)
         out_0 = tl.zeros([SLICES, BLOCK_M, V_0], tl.float32)
         out_1 = tl.zeros([SLICES, BLOCK_M, V_1 if V_1 > 0 else 16], tl.float32)
-    for tile in tl.range(0, tl.cdiv(end - begin, BLOCK_N)):
+    for tile in tl.range(split, tiles, splits):
         total, peak, out_0, out_1 = _step(
-            total, peak, out_0, out_1, q_0, q_1, begin + tile * BLOCK_N, end, of_row, lower, upper, slope,
+            total, peak, out_0, out_1, q_0, q_1, first + tile * BLOCK_N, end, of_row, lower, upper, slope,
             K, V, Keys, Pairs, Distances, stride_ks, stride_vs, pairs_q, pairs_k, scale, softcap,
             BLOCK_N, SLICES, SEQLEN_Q, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
             PAIRS_MASK, SOFTCAP, FAST_TANH, PLAIN, PRECISION, align,
@@ -249,35 +270,24 @@ def attention_decode(
     if PLAIN:
         peak = peak * (scale * LOG2E)
     rows: tl.constexpr = BLOCK_M // 2 if 2 * KEPT <= BLOCK_M else BLOCK_M
-    if rows < BLOCK_M:
-        total, peak = first_half(total, SLICES, rows), first_half(peak, SLICES, rows)
-        out_0 = first_half(out_0, SLICES, rows)
-        out_1 = first_half(out_1, SLICES, rows) if V_1 > 0 else out_0
-    if SLICES > 1:
-        total, peak, out_0, out_1 = joined(total, peak, out_0, out_1, SLICES, V_1)
-    # A row without any allowed key has a total of 0 and a peak of -inf: so is its lse, and its results stay 0.
-    divisor = tl.where(total == 0.0, 1.0, total)
-    lse = peak + tl.log2(divisor)
-    share_of_1 = (1.0 / divisor)[:, None]
-    if VScale is not None:
-        share_of_1 *= tl.load(VScale)
-    out_0, out_1 = out_0 * share_of_1, out_1 * share_of_1
-    splits = tl.maximum(tl.cdiv(span, share), 1)
-    if splits == 1:
+    # Each way has an end of its own: results of both would be moved twice, to where either stores them from.
+    if active == 1:
+        lse, done_0, done_1 = _finished(total, peak, out_0, out_1, VScale, SLICES, BLOCK_M, rows, V_1)
         store(
-            Out, Lse, Sinks, batch, kv_head, block * BLOCK_M + tl.arange(0, rows), lse, out_0, out_1,
+            Out, Lse, Sinks, batch, kv_head, block * BLOCK_M + tl.arange(0, rows), lse, done_0, done_1,
             HEADS_KV, GROUP, SEQLEN_Q, HEAD_DIM_V, V_0, V_1,
         )  # fmt: skip
     elif Partial is not None:
+        lse_part, part_0, part_1 = _finished(total, peak, out_0, out_1, VScale, SLICES, BLOCK_M, rows, V_1)
         index = batch * tl.num_programs(1) + place
-        record = index.to(tl.int64) * tl.num_programs(0)
-        leave(Partial, lse_at, record + split, lse, out_0, out_1, rows, KEPT, HEAD_DIM_V, V_0, V_1)
+        record = index.to(tl.int64) * splits
+        leave(Partial, lse_at, record + split, lse_part, part_0, part_1, rows, KEPT, HEAD_DIM_V, V_0, V_1)
         # All threads have written before the one that counts says so.
         tl.debug_barrier()
         arrived = tl.atomic_add(Count + index, 1, sem="acq_rel")
-        if arrived == splits - 1:
+        if arrived == active - 1:
             combine(
-                Out, Lse, Partial, Sinks, batch, kv_head, block * BLOCK_M, lse_at, record, splits,
-                PARTS, KEPT, KEPT_ALL, HEADS_KV, GROUP, SEQLEN_Q, HEAD_DIM_V, V_0, V_1,
+                Out, Lse, Partial, Sinks, batch, kv_head, block * BLOCK_M, lse_at, record, active,
+                SPLITS, PARTS, KEPT, KEPT_ALL, HEADS_KV, GROUP, SEQLEN_Q, HEAD_DIM_V, V_0, V_1,
             )  # fmt: skip
             tl.store(Count + index, 0)

@@ -44,11 +44,18 @@ def _sum_of_slices(x, SLICES: tl.constexpr):
 
 
 @triton.jit
+def _higher(peak_a, total_a, peak_b, total_b):
+    """Two parts of a softmax as one: their peaks and totals."""
+    top = tl.maximum(peak_a, peak_b)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    return top, total_a * tl.exp2(peak_a - shift) + total_b * tl.exp2(peak_b - shift)
+
+
+@triton.jit
 def joined(total, peak, out_0, out_1, SLICES: tl.constexpr, V_1: tl.constexpr):
     """The slices' results, whose peaks are in units of log 2, as one: (S, M) and (S, M, …) to (M,) and (M, …)."""
-    top = tl.max(peak, 0)
+    top, total = tl.reduce((peak, total), 0, _higher)
     weights = tl.exp2(peak - tl.where(top == float("-inf"), 0.0, top)[None, :])
-    total = tl.sum(total * weights, 0)
     out_0 = _sum_of_slices(out_0 * weights[:, :, None], SLICES)
     out_1 = _sum_of_slices(out_1 * weights[:, :, None], SLICES) if V_1 > 0 else out_0
     return total, top, out_0, out_1
@@ -144,7 +151,7 @@ def leave(
 @triton.jit
 def combine(
     Out, Lse, Partial, Sinks, batch, kv_head, first_row, lse_at, record, splits,
-    PARTS: tl.constexpr, KEPT: tl.constexpr, KEPT_ALL: tl.constexpr,
+    SPLITS: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr, KEPT_ALL: tl.constexpr,
     HEADS_KV: tl.constexpr, GROUP: tl.constexpr, SEQLEN_Q: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +161,8 @@ def combine(
     peak = tl.full([KEPT_ALL], float("-inf"), tl.float32)
     out_0 = tl.zeros([KEPT_ALL, V_0], tl.float32)
     out_1 = tl.zeros([KEPT_ALL, V_1 if V_1 > 0 else 16], tl.float32)
-    for chunk in tl.range(0, tl.cdiv(splits, PARTS)):
+    at_once: tl.constexpr = (SPLITS > 0) and (SPLITS <= PARTS)
+    for chunk in tl.range(0, 1 if at_once else tl.cdiv(splits, PARTS)):
         total, peak, out_0, out_1 = _weighted(
             total, peak, out_0, out_1, Partial, lse_at, record, chunk * PARTS, splits,
             PARTS, KEPT, KEPT_ALL, HEAD_DIM_V, V_0, V_1,
