@@ -8,7 +8,7 @@ costs the host little more than the launch itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from attn_compiler.lowerings import decode_plan
 from attn_compiler.lowerings.decode_plan import Call, Plan, Schedule
 from attn_compiler.lowerings.kernels.decode import attention_decode
 from attn_compiler.lowerings.launching import VECTOR, start
-from attn_compiler.lowerings.on_device import new_outputs
+from attn_compiler.lowerings.on_device import Empty, new_outputs
 from attn_compiler.lowerings.triton_arguments import alignment, along, kernel_constants
 from attn_compiler.lowerings.triton_launch import readable
 from attn_compiler.lowerings.triton_tiles_table import BYTES
@@ -45,11 +45,21 @@ _PARAMETERS = (
 CONSTANTS = tuple(attention_decode.arg_names[attention_decode.arg_names.index("SPLITS") :])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sized:
+    """What follows from the number of sequences: most_splits, and how the outputs are allocated."""
+
+    most_splits: int
+    make_out: Callable[[], torch.Tensor]
+    make_lse: Callable[[], torch.Tensor]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
     """A Call as the kernel takes it. constants: what it is compiled for, but for ALIGN. kept: rows that a split leaves behind.
     places: tiles of rows of a batch row. given: for each parameter from Bounds on, its place among the operands, or None. typed:
-    the places of those whose dtype the text does not tell. compiled: a kernel and its constants, by what else it was compiled for."""
+    the places of those whose dtype the text does not tell. sized: by the number of sequences and whether they are on a GPU.
+    compiled: a kernel and its constants, by what else it was compiled for."""
 
     schedule: Schedule
     plan: Plan
@@ -60,6 +70,7 @@ class Prepared:
     places: int
     given: tuple[int | None, ...]
     typed: tuple[int, ...]
+    sized: dict[tuple[int, bool], Sized] = field(default_factory=dict)
     compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
 
 
@@ -131,24 +142,34 @@ def _forward(
     align: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """On the current device."""
-    device = q.device.type
-    batch, seqlen_kv, width = q.shape[0], k.shape[2], v.shape[3]
-    out, lse = new_outputs(q, v)
+    batch, seqlen_kv = q.shape[0], k.shape[2]
+    sized = prepared.sized.get((batch, q.is_cuda)) or _size(prepared, q, v)
+    out, lse = sized.make_out(), sized.make_lse()
     if batch == 0:
         return out, lse
-    splits = prepared.schedule.splits
-    if splits is None:
-        splits = decode_plan.splits(prepared.schedule, tiles=batch * prepared.places, seqlen_kv=seqlen_kv)
+    schedule = prepared.schedule
+    splits = schedule.splits or max(min(sized.most_splits, -(-seqlen_kv // schedule.least_keys)), 1)
     partial, count, lse_at = None, None, 0
     if splits > 1:
         rows = batch * prepared.places * splits * prepared.kept
-        lse_at = rows * width
-        partial, count = empty_strided((lse_at + rows,), (1,), torch.float32, device), operands[0]
+        lse_at = rows * v.shape[3]
+        partial = empty_strided((lse_at + rows,), (1,), torch.float32, q.device.type)
+        count = operands[0]
     given = [None if place is None else operands[place] for place in prepared.given]
     numbers = (*strides, *_operand_strides(*given[:4]), lse_at, seqlen_kv, prepared.scale, prepared.softcap)
     key = (q.get_device(), align, partial is None, *[operands[place].dtype for place in prepared.typed])
     _launch(prepared, key, (splits, prepared.places, batch), (q, k, v, out, lse, partial, count, *given), numbers)
     return out, lse
+
+
+def _size(prepared: Prepared, q: torch.Tensor, v: torch.Tensor) -> Sized:
+    """Kept in `prepared`."""
+    batch = q.shape[0]
+    out, lse = (Empty.like(output) for output in new_outputs(q, v))
+    most = decode_plan.most_splits(prepared.schedule, tiles=batch * prepared.places)
+    found = Sized(most_splits=most, make_out=out.make, make_lse=lse.make)
+    prepared.sized[batch, q.is_cuda] = found
+    return found
 
 
 def _strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, ...], int]:

@@ -152,14 +152,19 @@ def _power_of_two(least: int) -> int:
 
 
 def splits(schedule: Schedule, *, tiles: int, seqlen_kv: int) -> int:
-    """Into how many the keys of each of so many tiles of rows are split.
+    """Into how many the keys of each of so many tiles of rows are split: `most_splits`, none of them too short."""
+    return max(min(most_splits(schedule, tiles=tiles), -(-seqlen_kv // schedule.least_keys)), 1)
+
+
+def most_splits(schedule: Schedule, *, tiles: int) -> int:
+    """Of sequences that are long enough.
 
     As many as the machine runs at once. Where there are more tiles than that: one, if the last round of programs leaves little of the
     machine idle; else as many as fill it twice, or a few times more often.
     """
     room, tiles = max(schedule.programs, 1), max(tiles, 1)
     if tiles <= room:
-        return max(min(room // tiles, -(-seqlen_kv // schedule.least_keys)), 1)
+        return room // tiles
     fills = []
     for times in range(1, _MOST_TIMES + 1):
         found = times * room // tiles
@@ -168,5 +173,4 @@ def splits(schedule: Schedule, *, tiles: int, seqlen_kv: int) -> int:
         if found and fills[-1][0] >= _LITTLE_IDLE:
             break
     enough = fills[-1:] if fills and fills[-1][0] >= _LITTLE_IDLE else fills
-    wanted = max(enough, key=lambda fill: (fill[0], -fill[1]), default=(1.0, 1))[1]
-    return max(min(wanted, -(-seqlen_kv // schedule.least_keys)), 1)
+    return max(enough, key=lambda fill: (fill[0], -fill[1]), default=(1.0, 1))[1]
