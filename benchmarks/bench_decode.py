@@ -233,8 +233,7 @@ def jobs(cases: Sequence[Case], target: Target) -> list[Job]:
         # A spec says nothing of how many bytes lie behind it.
         problem = decode_cases.build(case, "meta")
         for schedule in (decode_schedule.schedule(problem.spec, target), *tried(problem, target)):
-            splits = 1 if schedule.splits == 1 else 2
-            found[short, dataclasses.replace(schedule, splits=splits)] = None
+            found[short, schedule] = None
     return list(found)
 
 

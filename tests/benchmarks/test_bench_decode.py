@@ -57,8 +57,11 @@ def test_each_kernel_is_compiled_once_before() -> None:
     jobs = bench_decode.jobs(cases, H200)
     assert len(set(jobs)) == len(jobs)
     assert {case.length for case, _ in jobs} == {256}
-    # Every tile, in one split and in several.
-    assert len(jobs) <= 2 * (len(bench_decode.CANDIDATES[128]) + 1)
+    made = {(s.keys, s.warps, s.stages, s.slices, s.splits) for _, s in jobs}
+    assert len(made) == len(jobs)
+    # Cases share what differs in length and batch alone.
+    schedules = [decode_schedule.schedule(decode_cases.build(case, "meta").spec, H200) for case in cases]
+    assert {(s.keys, s.warps, s.stages, s.slices, s.splits) for s in schedules} <= made
 
 
 def test_bytes_are_those_of_the_keys_in_use() -> None:
