@@ -1,19 +1,34 @@
-"""Tile sizes of the Triton kernels, by machine, dtype, head dim, length and what is added: data, which `tiles` looks up.
+"""Tile sizes of the Triton kernels, by machine, dtype, head dim, length and what a kernel evaluates beside its products: data,
+which `tiles` looks up.
 
 Rows are tried in order. sm90, half precision: the best of 5 to 8 tiles each on an H200, torch 2.11, Triton 3.6, 2026-11-21, causal,
 S 8192, B·S·H·D = 32M, in TFLOP/s (cuDNN 9.19 and FlexAttention beside them in the same run):
 
-    head dim      forward               dq                    dk, dv                cuDNN       Flex
-    64            64x64 w4 s3: 417      64x64 w4 s3: 596      64x64 w4 s3: 454      457, 425    368, 282
-    128           64x64 w4 s3: 473      128x64 w8 s3: 590     64x128 w8 s3: 525     604, 532    372, 373
-    256           128x64 w8 s2: 421     128x32 w8 s2: 433     32x128 w8 s2 *: 339   630, 387
-    192/128       128x64 w8 s3: 494     128x64 w8 s1: 386     32x64 w4 s2 *: 281
-    80            64x64 w4 s3: 328      128x64 w8 s3: 393     64x64 w4 s3: 445
+    head dim      forward                    dq                    dk, dv                cuDNN       Flex
+    64            64x64 w4 s3 r128: 443      64x64 w4 s3: 596      64x64 w4 s3: 454      457, 425    368, 282
+    128           64x64 w4 s3: 486           128x64 w8 s3: 590     64x128 w8 s3: 527     604, 532    372, 373
+    256           128x64 w8 s2: 421          128x32 w8 s2: 433     32x128 w8 s2 *: 339   630, 387
+    192/128       128x64 w8 s3: 494          128x64 w8 s1: 386     32x64 w4 s2 *: 281
+    72            64x64 w4 s2 r128: 294      64x64 w4 s3: 433      64x64 w4 s3: 373
+    80            64x64 w4 s3 r168: 398      64x64 w4 s3: 499      64x64 w4 s3: 443
+    96            64x64 w4 s2 r168: 395      64x64 w4 s3: 548      64x64 w4 s2: 455
+    112           64x64 w4 s3: 377           128x64 w8 s3: 495     64x128 w8 s3: 453
     with a bias of all heads, D 128: 128x64 w8 s3: 370, 64x64 w4 s3: 282; D 64: 64x64 w4 s3: 304, 128x64 w8 s3: 226
 
 * apart: dk and dv in a pass each (together 228 and 191 at best). With learned biases the pass of dk and dv keeps the scores'
 gradients; B 8, S 2048, µs of dk and dv / dq / the bias' own: D 64 2270 / 550 / 665 (64x64 w4 s3), D 128 2024 / 382 / 339
 (dq 128x64 w8 s3; with 2 stages 573).
+
+Registers are capped (r) where the compiler's own choice is just above what lets one more program run on a multiprocessor (128 threads:
+168 for three, 128 for four) and nothing that loops is spilled for it. What that brings, TFLOP/s without and with:
+
+    forward, D 64: causal S 8192 418, 443; S 2048 315, 332; window 331, 359; ALiBi 311, 334; no mask 467, 417 (so not capped)
+        right padding 281, 349 (s2; 335 with s3 r168); left 239, 302 (281); documents 370, 354 (365) (so not)
+    dq, D 64: left padding 332, 389; documents 446, 526
+    D 72: causal 284, 294. D 80: causal 338, 398; left padding 220, 262, dq 292, 357. D 96: causal 388, 395; left padding 262, 286
+
+dk and dv at D 128, 64x128 w8 s3 and 32x64 w4 s3: left padding (grouped heads) 342, 404; softcap 399, 457; window 391, 425; but causal
+527, 491 (518 with 4 stages); no mask 583, 536; documents 471, 444; ALiBi 407, 406.
 
 Other machines and float32 were compiled, not measured: their tiles are those that spill little (tests/lowerings/kernels).
 """
@@ -28,14 +43,15 @@ from attn_compiler.lowerings.triton_plan import Plan, Tile, Tiles
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
-#: What takes registers beside the tiles, the first that holds: a tensor added to the scores, lists of tiles, a band, nothing.
-Kind = Literal["added", "listed", "band", "full"]
+#: What a kernel evaluates beside its products, which takes registers: parts of a plan, and softcap.
+Part = Literal["bias", "distances", "rows", "keys", "documents", "mask", "band", "window", "softcap"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """Tiles of every spec whose element size is at most `bytes`, whose head dims are at most `head_dim`, with at most `seqlen_q`
-    queries (None: any, or not known), on a GPU from `first_sm` on, and whose plan is of one of the `kinds` (none given: of any).
+    queries (None: any, or not known), that holds any of the parts in `holds` (none given: whatever it holds), on a GPU from
+    `first_sm` on.
 
     listed_grad_q: for dq where it visits the forward's lists, and so has the forward's tile.
     """
@@ -44,7 +60,7 @@ class Row:
     head_dim: int
     seqlen_q: int | None = None
     first_sm: int = 0
-    kinds: tuple[Kind, ...] = ()
+    holds: tuple[Part, ...] = ()
     tiles: Tiles
     listed_grad_q: Tile
 
@@ -77,7 +93,23 @@ ROWS: tuple[Row, ...] = (
         bytes=2,
         head_dim=64,
         first_sm=90,
-        kinds=("listed",),
+        holds=("bias", "distances"),
+        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)),
+        listed_grad_q=_tile(64, 64, 4, 3),
+    ),
+    Row(
+        bytes=2,
+        head_dim=64,
+        first_sm=90,
+        holds=("documents", "rows", "mask"),
+        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)),
+        listed_grad_q=_tile(64, 64, 4, 3, registers=168),
+    ),
+    Row(
+        bytes=2,
+        head_dim=64,
+        first_sm=90,
+        holds=("keys",),
         tiles=Tiles(
             forward=_tile(64, 64, 4, 2, registers=128), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)
         ),
@@ -87,7 +119,7 @@ ROWS: tuple[Row, ...] = (
         bytes=2,
         head_dim=64,
         first_sm=90,
-        kinds=("band",),
+        holds=("band",),
         tiles=Tiles(
             forward=_tile(64, 64, 4, 3, registers=128), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)
         ),
@@ -110,7 +142,7 @@ ROWS: tuple[Row, ...] = (
         bytes=2,
         head_dim=128,
         first_sm=100,
-        kinds=("added",),
+        holds=("bias", "distances"),
         tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(128, 64, 8, 2), grad_kv=_tile(32, 64, 8, 2)),
         listed_grad_q=_tile(128, 64, 8, 2),
     ),
@@ -125,7 +157,7 @@ ROWS: tuple[Row, ...] = (
         bytes=2,
         head_dim=128,
         first_sm=90,
-        kinds=("added",),
+        holds=("bias", "distances"),
         tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(64, 128, 8, 2)),
         listed_grad_q=_tile(128, 64, 8, 2),
     ),
@@ -136,7 +168,7 @@ ROWS: tuple[Row, ...] = (
         tiles=Tiles(
             forward=_tile(64, 64, 4, 2, registers=128), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)
         ),
-        listed_grad_q=_tile(64, 64, 4, 2),
+        listed_grad_q=_tile(64, 64, 4, 2, registers=168),
     ),
     Row(
         bytes=2,
@@ -145,7 +177,7 @@ ROWS: tuple[Row, ...] = (
         tiles=Tiles(
             forward=_tile(64, 64, 4, 3, registers=168), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)
         ),
-        listed_grad_q=_tile(64, 64, 4, 2),
+        listed_grad_q=_tile(64, 64, 4, 2, registers=168),
     ),
     Row(
         bytes=2,
@@ -154,6 +186,14 @@ ROWS: tuple[Row, ...] = (
         tiles=Tiles(
             forward=_tile(64, 64, 4, 2, registers=168), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 2)
         ),
+        listed_grad_q=_tile(64, 64, 4, 2),
+    ),
+    Row(
+        bytes=2,
+        head_dim=128,
+        first_sm=90,
+        holds=("keys", "window", "softcap"),
+        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(32, 64, 4, 3)),
         listed_grad_q=_tile(64, 64, 4, 2),
     ),
     Row(
@@ -223,14 +263,22 @@ def _applies(row: Row, spec: AttentionSpec, plan: Plan, target: Target) -> bool:
     head_dims, seqlen_q = (spec.head_dim_qk, spec.head_dim_v), spec.seqlen_q
     fits = all(isinstance(size, int) and size <= row.head_dim for size in head_dims)
     few = row.seqlen_q is None or (isinstance(seqlen_q, int) and seqlen_q <= row.seqlen_q)
-    kind = not row.kinds or kind_of(plan) in row.kinds
-    return fits and few and kind and BYTES.get(spec.dtype, 8) <= row.bytes and generation(target) >= row.first_sm
+    holds = not row.holds or not parts_of(spec, plan).isdisjoint(row.holds)
+    return fits and few and holds and BYTES.get(spec.dtype, 8) <= row.bytes and generation(target) >= row.first_sm
 
 
-def kind_of(plan: Plan) -> Kind:
-    """Which rows a plan takes."""
-    if plan.bias or plan.distances:
-        return "added"
-    if plan.tiles:
-        return "listed"
-    return "full" if plan.band is None else "band"
+def parts_of(spec: AttentionSpec, plan: Plan) -> frozenset[Part]:
+    """What rows may ask for."""
+    band = plan.band
+    here: dict[Part, bool] = {
+        "bias": plan.bias,
+        "distances": plan.distances,
+        "rows": plan.rows,
+        "keys": plan.keys,
+        "documents": plan.documents,
+        "mask": plan.mask,
+        "band": band is not None,
+        "window": band is not None and band.left is not None,
+        "softcap": spec.score.softcap is not None,
+    }
+    return frozenset(part for part, held in here.items() if held)
