@@ -60,7 +60,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     yield from _header("model", "attention", "case", "kernel", "Inductor, ms", "ours, ms", "ratio")
     for row in rows:
         times = (f"{float(row[f'{side}_p50_ms']):.3g}" for side in (BASELINE, BACKEND))
-        kernels = row["lowerings"].replace(" x", " ×")
+        kernels = (row["lowerings"] or row["forced"]).replace(" x", " ×")
         case = _WORDS.get(row["scenario"], row["scenario"])
         yield _line(row["model"], row["implementation"], case, kernels, *times, row["ratio"])
 
