@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import logging
 import sys
 import traceback
@@ -192,9 +193,13 @@ def allocator(
     return functools.partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
 
 
-def call_directly(op: str, module: str, function: str) -> None:
+def call_directly(op: str, module: str, function: str, *, site: str | None = None) -> None:
     """Code that Inductor writes from now on calls a function of a module for the op ("namespace::name"), which does the same: to
-    come by the dispatcher takes the host some 5 µs a call. The rest of PyTorch goes on calling the op."""
+    come by the dispatcher takes the host some 5 µs a call. The rest of PyTorch goes on calling the op.
+
+    site: a class of the module, called without arguments. Where the op's tensors lie the same in every call, an instance of its own is
+    called in place of the function.
+    """
     from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
 
     alias = f"{op.replace('::', '_')}_directly"
@@ -204,12 +209,27 @@ def call_directly(op: str, module: str, function: str) -> None:
         from torch._inductor.virtualized import V
 
         wrapper = V.graph.wrapper_code
-        wrapper.add_import_once(f"from {module} import {function} as {alias}")
-        node.python_kernel_name = alias
+        if site is None or not _lies_the_same(node):
+            node.python_kernel_name = alias
+            wrapper.add_import_once(f"from {module} import {function} as {alias}")
+        else:
+            node.python_kernel_name = f"{alias}_{next(_PLACES)}"
+            wrapper.add_import_once(f"from {module} import {site} as {alias}_class")
+            wrapper.add_import_once(f"{node.python_kernel_name} = {alias}_class()")
         writeline(ExternKernelAllocLine(wrapper, node))
 
-    name = f"torch.ops.{op.replace('::', '.')}.default"
-    CUSTOM_EXTERN_KERNEL_CODEGEN[name] = CustomCodegen(python=write)
+    CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{op.replace('::', '.')}.default"] = CustomCodegen(python=write)
+
+
+#: numbers of the places for `call_directly`
+_PLACES = itertools.count()
+
+
+def _lies_the_same(node: Any) -> bool:
+    """Whether the tensors that an Inductor node reads have the same sizes and strides in every call: guards see to those of a graph's
+    inputs, and Inductor's own code to all others."""
+    numbers = (number for tensor in node.inputs for number in (*tensor.get_size(), *tensor.get_stride()))
+    return all(isinstance(number, (int, sympy.Integer)) for number in numbers)
 
 
 @contextlib.contextmanager

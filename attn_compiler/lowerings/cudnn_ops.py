@@ -62,8 +62,8 @@ def like_output(grad_out: torch.Tensor) -> torch.Tensor:
 
 register_family(
     "cudnn",
-    forward=late("cudnn_execution", "forward"),
-    backward=late("cudnn_execution", "gradients"),
+    forward=late("cudnn_execution", "forward", site="ForwardSite"),
+    backward=late("cudnn_execution", "gradients", site="BackwardSite"),
     differentiable=differentiable,
     gradient=gradient_like,
     prepare_grad_out=like_output,
@@ -73,10 +73,10 @@ register_family(
 
 register_given("cudnn", differentiable=differentiable, prepare_grad_out=like_output)
 # q, k, v and out in FP8: their texts are Calls with fp8="forward" and "backward", and no gradient comes by the former.
-register_forward("cudnn_fp8", forward=late("cudnn_execution", "forward"), dispatch_key="CUDA")
+register_forward("cudnn_fp8", forward=late("cudnn_execution", "forward", site="ForwardSite"), dispatch_key="CUDA")
 register_backward(
     "cudnn_fp8",
-    backward=late("cudnn_execution", "gradients"),
+    backward=late("cudnn_execution", "gradients", site="BackwardSite"),
     differentiable=differentiable,
     gradient=gradient_in_fp8,
     dispatch_key="CUDA",

@@ -56,10 +56,15 @@ LIBRARY: Any = globals().get("LIBRARY") or torch.library.Library(NAMESPACE, "FRA
 
 @dataclass(frozen=True)
 class Late:
-    """A function of a module, which is imported when it is first called: a dump or a fake needs no triton."""
+    """A function of a module, which is imported when it is first called: a dump or a fake needs no triton.
+
+    site: a class of the module, whose instances do the same for one place in compiled code: tensors lie the same there in every call,
+    and an output that nothing reads may be None.
+    """
 
     module: str
     function: str
+    site: str | None = None
 
     def __call__(self, *arguments: Any) -> Any:
         return self.found(*arguments)
@@ -70,9 +75,9 @@ class Late:
         return found
 
 
-def late(module: str, function: str) -> Late:
+def late(module: str, function: str, *, site: str | None = None) -> Late:
     """Of a module of this package."""
-    return Late(f"attn_compiler.lowerings.{module}", function)
+    return Late(f"attn_compiler.lowerings.{module}", function, site)
 
 
 #: the bodies of leaf ops that compiled code may call by themselves, by the op's name
@@ -241,7 +246,7 @@ def without_autograd(graph: fx.Graph) -> None:
             _, _, called = node.target.name().partition("::")
             if called in _BODIES:
                 body = _BODIES[called]
-                call_directly(node.target.name(), body.module, body.function)
+                call_directly(node.target.name(), body.module, body.function, site=body.site)
 
 
 def _leave_out(given: fx.Node) -> None:

@@ -148,6 +148,50 @@ def test_a_tensor_that_begins_between_vectors_is_copied(launches: list[tuple[Pla
     assert all(address % 16 == 0 for address in launches[0][1])
 
 
+# ---- places in compiled code ------------------------------------------------------------------------------------------
+
+
+def test_a_place_looks_at_its_tensors_once(
+    launches: list[tuple[Plan, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, backward_ = cudnn_execution.ForwardSite(), cudnn_execution.BackwardSite()
+    text = CALL.to_text()
+    for step in range(3):
+        (q, k, v), _ = given()
+        out, lse = forward(q, k, v, [], text)
+        assert lse is not None
+        assert launches[-1][1] == [t.data_ptr() for t in (q, k, v, out, lse)]
+        grad_out = torch.randn_like(out)
+        grads = backward_(grad_out, lse, q, k, v, [], out, lse, text)[:3]
+        assert launches[-1][1] == [t.data_ptr() for t in (q, k, v, out, lse, grad_out, *grads)]
+        if step == 0:
+            monkeypatch.setattr(cudnn_execution, "_forward_key", None)
+            monkeypatch.setattr(cudnn_execution, "_backward_key", None)
+
+
+def test_a_place_without_gradients_makes_no_statistics(launches: list[tuple[Plan, list[int]]]) -> None:
+    place = cudnn_execution.ForwardSite()
+    call = Call(scale=1.0, lengths=True)
+    qkv, operands = given(call)
+    place(*qkv, operands, call.to_text())
+    out, lse = place(*qkv, operands, call.to_text())
+    assert lse is None
+    assert out.abs().max() == 0
+    assert launches[-1][0].order == ("q", "k", "v", "out", "lengths_q", "lengths")
+    assert launches[-1][1][3:] == [t.data_ptr() for t in (out, *operands)]
+
+
+def test_a_place_copies_what_begins_between_vectors(launches: list[tuple[Plan, list[int]]]) -> None:
+    forward, backward_ = cudnn_execution.ForwardSite(), cudnn_execution.BackwardSite()
+    (q, k, v), _ = given()
+    moved = torch.empty(k.numel() + 1, dtype=k.dtype)[1:].view(k.transpose(1, 2).shape).transpose(1, 2).copy_(k)
+    for key in (k, moved, k):
+        out, lse = forward(q, key, v, [], CALL.to_text())
+        assert lse is not None
+        backward_(torch.randn_like(out), lse, q, key, v, [], out, lse, CALL.to_text())
+    assert all(address % 16 == 0 for _, addresses in launches for address in addresses)
+
+
 # ---- what was planned while compiling is what is asked for ------------------------------------------------------------
 
 

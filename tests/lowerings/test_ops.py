@@ -81,13 +81,28 @@ def counted(*arguments: Any) -> Any:
     return ops._reference(*arguments)
 
 
+class Place:
+    """The same for one place: which of them is called."""
+
+    def __init__(self) -> None:
+        PLACES.append(self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        CALLED.append(self)
+        return counted(*arguments)
+
+
 COUNTED: list[int] = []
+PLACES: list[Place] = []
+CALLED: list[Place] = []
 
 
-def test_compiled_code_calls_a_body_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward of two calls; where the caller is PyTorch, the op is what it was."""
+@pytest.mark.parametrize(("site", "dynamic"), [(None, False), ("Place", False), ("Place", True)])
+def test_compiled_code_calls_a_body_by_itself(monkeypatch: pytest.MonkeyPatch, site: str | None, dynamic: bool) -> None:
+    """Forward and backward of two calls; where the caller is PyTorch, the op is what it was. Where sizes are symbols, no place is for one
+    way that tensors lie."""
     registry = custom_extern_kernel_codegen.CUSTOM_EXTERN_KERNEL_CODEGEN
-    monkeypatch.setitem(ops._BODIES, "reference_forward", ops.Late(__name__, "counted"))
+    monkeypatch.setitem(ops._BODIES, "reference_forward", ops.Late(__name__, "counted", site))
     monkeypatch.setitem(registry, "torch.ops.attn_compiler.reference_forward.default", None)  # is deleted afterwards
     inputs = cases.build(BY_NAME["causal"])
 
@@ -101,12 +116,14 @@ def test_compiled_code_calls_a_body_by_itself(monkeypatch: pytest.MonkeyPatch) -
         return torch_compat.compile_with_inductor(gm, given, patches={}, cache_key="directly", joint_pass=joint_pass)
 
     with torch._inductor.config.patch(force_disable_caches=True):  # type: ignore[attr-defined]
-        compiled = torch.compile(run, backend=backend)
+        compiled = torch.compile(run, backend=backend, dynamic=dynamic)
         compiled(inputs.q, inputs.k, inputs.v)
         COUNTED.clear()
+        CALLED.clear()
         found = compiled(inputs.q, inputs.k, inputs.v)
     right = run(inputs.q, inputs.k, inputs.v)
     assert COUNTED == [5, 5]
+    assert ([] if site is None or dynamic else PLACES[-2:]) == CALLED
     torch.testing.assert_close(found, right)
     leaves = (inputs.q, inputs.k, inputs.v)
     upstream = torch.randn_like(right)
