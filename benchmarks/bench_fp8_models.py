@@ -2,17 +2,16 @@
 
     python -m benchmarks.bench_fp8_models --budget-seconds 120
 
-Eight layers with heads of 128 or 64 in bfloat16, 8192 and 16384 tokens, random weights. All sides are compiled by our backend and take
-turns, call by call. Milliseconds of the GPU; `ratio` is bfloat16's time over that of the row, `memory_gb` the most that one step
-allocates, `difference` that of the outputs' root mean square from bfloat16's. Writes benchmarks/results/fp8_models_h200.csv.
+Eight layers with heads of 128 or 64 in bfloat16, 8192 and 16384 tokens, random weights. Each side is compiled by our backend in a process
+of its own, as many at a time as --jobs, and timed while the others wait; bfloat16 first and last. Milliseconds of the GPU; `ratio` is the
+mean of bfloat16's two medians over the row's, `memory_gb` the most that one step allocates, `difference` the root mean square of the
+difference from the model's output without any compilation, relative to its own. Writes benchmarks/results/fp8_models_h200.csv.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import gc
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -98,43 +97,38 @@ def model_of(scenario: Scenario, device: str) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A scenario, and how long its sides are timed."""
+    """One side of a scenario, and how long it is timed."""
 
     scenario: Scenario
+    side: str
     device: str
     seconds: float
-    sides: tuple[str, ...]
 
 
 def prepare(job: Job, lock: AbstractContextManager[Any]) -> waves.Finish:
-    """Compile every side and hold its output against the first one's; rows follow by timing them, as JSON. lock: while steps run."""
-    torch.compiler.reset()
+    """Compile a side and hold its output against the model's own; its row follows by timing it. lock: while steps run."""
     scenario = job.scenario
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 1024, (scenario.batch, scenario.seqlen), generator=generator).to(job.device)
     model = model_of(scenario, job.device)
-    rows: dict[str, dict[str, str]] = {}
-    steps: dict[str, harness.Step] = {}
-    exact: torch.Tensor | None = None
-    for name in job.sides:
-        rows[name] = scenario.columns | {"side": name}
-        recipe = SIDES[name]
-        options: dict[str, Any] = {} if recipe is None else {"fp8_recipe": recipe}
-        try:
-            compiled: Any = torch.compile(model, backend=BACKEND, options=options, dynamic=False)
-            step = harness.make_step(compiled, {"input_ids": tokens}, training=scenario.training)
-            out = step().float()
-            rows[name]["lowerings"] = _lowerings()
-            exact = out if exact is None else exact
-            rows[name]["difference"] = f"{float((out - exact).norm() / exact.norm()):.3g}"
-            with lock:
-                rows[name]["memory_gb"] = _most_memory(step, job.device)
-            steps[name] = step
-        except Exception as failure:  # noqa: BLE001 (a row of its own says so)
-            rows[name]["failure"] = bench_kernels.reason(failure, [])
-        model.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
-    return functools.partial(_finish, job, rows, steps)
+    recipe = SIDES[job.side]
+    options: dict[str, Any] = {} if recipe is None else {"fp8_recipe": recipe}
+    compiled: Any = torch.compile(model, backend=BACKEND, options=options, dynamic=False)
+    step = harness.make_step(compiled, {"input_ids": tokens}, training=scenario.training)
+    row = {}
+    try:
+        out = step().float()
+        row["lowerings"] = _lowerings()
+        with lock:
+            with torch.no_grad():
+                exact = harness.main_output(model(input_ids=tokens)).float()
+            row["difference"] = f"{float((out - exact).norm() / exact.norm()):.3g}"
+            del out, exact
+            torch.cuda.empty_cache()
+            row["memory_gb"] = _most_memory(step, job.device)
+    except Exception as failure:  # noqa: BLE001 (the row says so)
+        return functools.partial(dict, row, failure=bench_kernels.reason(failure, []))
+    return functools.partial(_finish, job, row, step)
 
 
 def _most_memory(step: harness.Step, device: str) -> str:
@@ -145,25 +139,23 @@ def _most_memory(step: harness.Step, device: str) -> str:
     return f"{torch.cuda.max_memory_allocated(device) / 2**30:.2f}"
 
 
-def _finish(job: Job, rows: dict[str, dict[str, str]], steps: dict[str, harness.Step]) -> waves.Row:
-    times = harness.interleave(steps, job.device, seconds=job.seconds, max_rounds=60) if steps else {}
-    for name, values in times.items():
-        p20, p50, p80 = harness.percentiles(values)
-        rows[name] |= {"rounds": str(len(values))}
-        rows[name] |= {"p20_ms": f"{p20:.3f}", "p50_ms": f"{p50:.3f}", "p80_ms": f"{p80:.3f}"}
-        if BASELINE in times:
-            rows[name]["ratio"] = f"{harness.ratio(times[BASELINE], values):.3f}"
-    steps.clear()
-    gc.collect()
-    torch.cuda.empty_cache()
-    return {"rows": json.dumps(list(rows.values()))}
+def _finish(job: Job, row: dict[str, str], step: harness.Step) -> waves.Row:
+    values = harness.interleave({job.side: step}, job.device, seconds=job.seconds, max_rounds=60)[job.side]
+    p20, p50, p80 = harness.percentiles(values)
+    return row | {"rounds": str(len(values)), "p20_ms": f"{p20:.3f}", "p50_ms": f"{p50:.3f}", "p80_ms": f"{p80:.3f}"}
 
 
-def rows_of(job: Job, given: waves.Row | None) -> list[dict[str, str]]:
-    """What a wave gave of a job: its rows, or one that says what went wrong."""
-    if given is None or "rows" not in given:
-        return [job.scenario.columns | {"side": BASELINE, "failure": (given or {}).get("failure", "")}]
-    rows: list[dict[str, str]] = json.loads(given["rows"])
+def rows_of(found: Sequence[tuple[Job, waves.Row | None]]) -> list[dict[str, str]]:
+    """All rows, with how many times as fast as bfloat16 each one is: as the mean of bfloat16's medians, measured first and last."""
+    rows = [job.scenario.columns | {"side": job.side} | (row or {"failure": "not run"}) for job, row in found]
+    for (job, _), row in zip(found, rows, strict=True):
+        usual = [
+            float(other["p50_ms"])
+            for (of, _), other in zip(found, rows, strict=True)
+            if of.scenario == job.scenario and of.side == BASELINE and "p50_ms" in other
+        ]
+        if usual and "p50_ms" in row:
+            row["ratio"] = f"{sum(usual) / len(usual) / float(row['p50_ms']):.3f}"
     return rows
 
 
@@ -197,7 +189,7 @@ def print_table(rows: Sequence[Mapping[str, str]]) -> None:
 
 
 def main() -> int:
-    """Measure, with the rows on disk as they come."""
+    """Measure, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--append", action="store_true")
@@ -205,7 +197,7 @@ def main() -> int:
         "--scenarios", nargs="+", type=int, default=list(range(len(SCENARIOS))), help="places in SCENARIOS"
     )
     parser.add_argument("--sides", nargs="+", choices=tuple(SIDES), default=list(SIDES))
-    parser.add_argument("--seconds", type=float, default=2.0, help="for all sides of a scenario")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each side")
     waves.add_arguments(parser, budget_seconds=600.0)
     parser.add_argument("--commit")
     given = parser.parse_args()
@@ -213,15 +205,16 @@ def main() -> int:
     environment = harness.environment(device, given.commit)
     file = harness.CsvFile(given.output, [*COLUMNS, *environment], append=given.append)
     jobs = [
-        Job(scenario=SCENARIOS[place], device=device, seconds=given.seconds, sides=tuple(given.sides))
+        Job(scenario=SCENARIOS[place], side=side, device=device, seconds=given.seconds)
         for place in given.scenarios
+        for side in (*given.sides, *([BASELINE] if BASELINE in given.sides else []))
     ]
     until = time.monotonic() + given.budget_seconds
     found = waves.run(jobs, prepare, jobs=given.jobs, until=until, wave_seconds=given.wave_seconds)
     with Progress(console=Console(stderr=True)) as progress:
-        for job, row in progress.track(found, total=len(jobs), description="scenarios"):
-            for each in rows_of(job, row):
-                file.add(each | environment)
+        done = list(progress.track(found, total=len(jobs), description="sides"))
+    for row in rows_of(done):
+        file.add(row | environment)
     print_table(file.rows)
     return 0
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
+import multiprocessing
 import pydoc_data.topics
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,11 +190,13 @@ def main() -> None:
     parser.add_argument("picture", type=Path, nargs="?")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--on-gpu", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1, help="so many runs at a time (%(default)s)")
     given = parser.parse_args()
     setup = ON_GPU if given.on_gpu else EMULATED
-    runs = {BASELINE: losses(None, given.steps, setup)}
-    for name, recipe in RECIPES.items():
-        runs[name] = losses(recipe, given.steps, setup)
+    recipes: dict[str, Fp8Recipe | None] = {BASELINE: None, **RECIPES}
+    with ProcessPoolExecutor(given.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {name: pool.submit(losses, recipe, given.steps, setup) for name, recipe in recipes.items()}
+        runs = {name: future.result() for name, future in futures.items()}
     for name, found in runs.items():
         share = 100 * (last(found) / last(runs[BASELINE]) - 1)
         print(f"{name:10} {last(found):.4f}  {share:+.2f}%")

@@ -21,7 +21,16 @@ def test_rows_have_their_columns() -> None:
     bench_fp8_models.print_table([SCENARIOS[0].columns | {"side": "bfloat16", "p50_ms": "1"}])
 
 
-def test_a_job_that_died_is_a_row_with_the_failure() -> None:
-    job = bench_fp8_models.Job(scenario=SCENARIOS[0], device="cuda", seconds=0.1, sides=("bfloat16",))
-    (row,) = bench_fp8_models.rows_of(job, None)
-    assert set(row) <= set(bench_fp8_models.COLUMNS)
+def test_ratios_are_those_to_the_mean_of_both_runs_in_bfloat16() -> None:
+    times = (("bfloat16", "3"), ("fp8, per block", "2"), ("fp8, per tensor", None), ("bfloat16", "1"))
+    found = [
+        (
+            bench_fp8_models.Job(scenario=SCENARIOS[0], side=side, device="cuda", seconds=0.1),
+            None if time is None else {"p50_ms": time},
+        )
+        for side, time in times
+    ]
+    rows = bench_fp8_models.rows_of(found)
+    assert [row.get("ratio") for row in rows] == ["0.667", "1.000", None, "2.000"]
+    assert rows[2]["failure"]
+    assert all(set(row) <= set(bench_fp8_models.COLUMNS) for row in rows)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import attn_compiler
-from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe, StaticScaling
+from attn_compiler.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
 from attn_compiler.lowerings import fp8_quantise, hopper_fp8, hopper_fp8_launch
 from attn_compiler.lowerings.kernels import forward_fp8_sm90
 from attn_compiler.lowerings.triton_plan import Call
@@ -173,3 +173,34 @@ def test_scales_of_several_blocks_are_told_apart(hopper: Target) -> None:
     for name in ("descale_q", "descale_k", "descale_v"):
         other = dict(given.rounded) | {name: given.rounded[name].flip(-1) * 1.5}
         assert not torch.allclose(fp8_problems.outputs(dataclasses.replace(given, rounded=other))[0], right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lowering", ["hopper_fp8", "triton_fp8"])
+def test_steps_with_delayed_scaling_compile_nothing(lowering: str, hopper: Target) -> None:
+    """And are as exact as FP8 is, once the history holds what came before."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    recipe = Fp8Recipe(scaling=DelayedScaling(amax_history_len=4))
+    options = {"fp8_recipe": recipe, "lowering": lowering, "strict": True}
+    compiled = torch.compile(attention, backend="attn_compiler", options=options, dynamic=False)
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    decided = 0
+    for step in range(12):
+        shape = (2, 300, 4, 64)
+        given = [
+            torch.randn(shape, generator=generator, device="cuda").mul(1 + step % 3 / 10).bfloat16().transpose(1, 2)
+            for _ in "qkv"
+        ]
+        given = [x.requires_grad_() for x in given]
+        out = compiled(*given)
+        upstream = torch.randn_like(out)
+        got = torch.autograd.grad(out, given, upstream)
+        decided = len(attn_compiler.reports()) if step == 3 else decided
+    assert len(attn_compiler.reports()) == decided
+    exact = [x.detach().float().requires_grad_() for x in given]
+    right = attention(*exact)
+    for mine, wanted in zip((out, *got), (right, *torch.autograd.grad(right, exact, upstream.float())), strict=True):
+        assert float((mine.float() - wanted).norm() / wanted.norm()) < 0.08
