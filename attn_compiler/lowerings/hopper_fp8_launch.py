@@ -26,6 +26,8 @@ REGISTERS = 160
 _WARPS = 4
 _ROWS = 64
 _LEAST_HEAD_DIM = 64
+#: bytes of the L2 cache's 50 MB that keys and values may take
+_CACHE = 32 * 2**20
 
 _ELEMENTS = {
     torch.float8_e4m3fn: gl.float8e4nv,
@@ -53,7 +55,7 @@ def forward(
 
 def _launch(same: Alike, prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> None:
     q = tensors["q8"]
-    grid = (triton.cdiv(q.shape[2], QUERIES), q.shape[1], q.shape[0])
+    grid = (triton.cdiv(q.shape[2], QUERIES) * q.shape[1] * q.shape[0], 1, 1)
     given = _descriptors(prepared.call.spec, tensors) | _pointers(tensors)
     numbers = same.fact("numbers", lambda: _numbers(prepared, tensors))
     kernel = forward_fp8_sm90.attention_forward_fp8_sm90
@@ -110,9 +112,20 @@ def _numbers(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[st
         "STAGES": STAGES,
         "SCALE_BLOCK": fp8_quantise.scales_of(spec).block or 0,
         "REGISTERS": REGISTERS,
+        "blocks": triton.cdiv(tensors["q8"].shape[2], QUERIES),
+        "heads_of_all": tensors["q8"].shape[0] * tensors["q8"].shape[1],
     }
     for name in "qkv":
         descale = tensors[f"descale_{name}"]
         found |= {f"descale_{name}b": along(descale, 0), f"descale_{name}h": along(descale, 1)}
+    found["section"] = _section(tensors) if every["HAS_RIGHT"] and not every["HAS_LEFT"] else 1
     wanted = forward_fp8_sm90.attention_forward_fp8_sm90.arg_names
     return {name: value for name, value in (every | found).items() if name in wanted}
+
+
+def _section(tensors: Mapping[str, torch.Tensor]) -> int:
+    """How many heads take turns where blocks differ in length: those whose keys and values stay in the L2 cache."""
+    k, v = tensors["k8"], tensors["v8"]
+    of_a_head = max(k[0, 0].numel() + v[0, 0].numel(), 1)
+    group = tensors["q8"].shape[1] // k.shape[1]
+    return max(_CACHE // of_a_head, 1) * group

@@ -76,6 +76,10 @@ CPU_PAIRS = (
 )
 
 
+#: four heads of queries for each of keys
+SHARED = (("q8", 32), ("k8", 8), ("v8", 8))
+
+
 class InTorch:
     """The kernel as it is launched, run in PyTorch with so many stages that none is used twice."""
 
@@ -107,6 +111,25 @@ def test_what_the_kernel_says(pair: tuple[str, str], monkeypatch: pytest.MonkeyP
         exact_out, exact_lse = kernel_problems.attention(given.problem, q, k, v, given.problem.named)
         assert float((out - exact_out).norm() / exact_out.norm()) < 0.04
         torch.testing.assert_close(lse, exact_lse, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("section", [1, 4, 100])
+def test_every_block_of_every_head_is_computed_once(section: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six heads, so that the last section of four is smaller."""
+    case = dataclasses.replace(BY_NAME["causal"], batch=2, heads_q=3, heads_kv=3, seqlen_q=400, seqlen_kv=400)
+    given = fp8_problems.build(case, RECIPES["head"], dtype=torch.float16, device="cpu")
+    monkeypatch.setattr(hopper_fp8_launch, "_section", lambda tensors: section)
+    with torch.no_grad():
+        out, lse = in_torch(given, monkeypatch)
+        q, k, v = (x.detach().float() for x in fp8_problems.inputs(given)[:3])
+        exact_out, exact_lse = kernel_problems.attention(given.problem, q, k, v, given.problem.named)
+        assert float((out - exact_out).norm() / exact_out.norm()) < 0.04
+        torch.testing.assert_close(lse, exact_lse, rtol=0, atol=0.02)
+
+
+def test_heads_that_take_turns_share_the_cache() -> None:
+    tensors = {name: torch.empty(1, heads, 8192, 128, dtype=torch.int8, device="meta") for name, heads in SHARED}
+    assert hopper_fp8_launch._section(tensors) == 64
 
 
 def test_blocks_of_v_may_differ_by_far(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,11 +86,12 @@ def _tiles(
 ):  # fmt: skip
     """The online softmax over the tiles from `first` to `end`, counted from the last one.
 
-    state: maximum and sum of each row, the output, and v's descale that it is in units of.
+    state: maximum and sum of each row, the output, v's descale that it is in units of, and the descales of the next tile's k and v, which
+    are loaded a tile ahead: a product would wait for them.
     """
     _, k_tiles, v_tiles, _ = tiles
     _, k_full, k_empty, v_full, v_empty = barriers
-    peak, total, out, descale_v = state
+    peak, total, out, descale_v, next_k, next_v = state
     SUM: gl.constexpr = gl.int32 if q.dtype == gl.int8 else gl.float32
     no_scores = gl.zeros([ROWS, BLOCK_N], SUM, layout=QK_LAYOUT)
     no_out = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, layout=OUT_LAYOUT)
@@ -99,8 +100,9 @@ def _tiles(
         start = (last - i) * BLOCK_N
         own, own_v = factor, descale_v
         if SCALE_BLOCK > 0:
-            own = gl.maximum(factor * gl.load(DescaleK + start // SCALE_BLOCK), _LEAST_SCALE)
-            own_v = gl.load(DescaleV + start // SCALE_BLOCK)
+            own, own_v = gl.maximum(factor * next_k, _LEAST_SCALE), next_v
+            following = gl.maximum(start - BLOCK_N, 0) // SCALE_BLOCK
+            next_k, next_v = gl.load(DescaleK + following), gl.load(DescaleV + following)
         mbarrier.wait(k_full.index(stage), phase)
         k = k_tiles.index(stage).reshape([BLOCK_N, HEAD_DIM_QK]).permute([1, 0])
         qk = warpgroup_mma(q, k, no_scores, use_acc=False).to(gl.float32)
@@ -141,7 +143,7 @@ def _tiles(
         part = warpgroup_mma(operand, v, no_out, use_acc=False)
         mbarrier.arrive(v_empty.index(stage))
         out = out * gl.convert_layout(decay, gl.SliceLayout(1, OUT_LAYOUT), assert_trivial=True)[:, None] + part
-    return peak, total, out, descale_v
+    return peak, total, out, descale_v, next_k, next_v
 
 
 @gluon.jit
@@ -194,7 +196,8 @@ def _compute(
     peak = gl.full([ROWS], _NOTHING, gl.float32, layout=ROW)
     total = gl.zeros([ROWS], gl.float32, layout=ROW)
     out = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, layout=OUT_LAYOUT)
-    state = (peak, total, out, gl.load(DescaleV))
+    scales = (last - skipped) * BLOCK_N // SCALE_BLOCK if SCALE_BLOCK > 0 else 0
+    state = (peak, total, out, gl.load(DescaleV), gl.load(DescaleK + scales), gl.load(DescaleV + scales))
     mbarrier.wait(q_full.index(consumer), 0)
     q = q_tiles.index(consumer).reshape([ROWS, HEAD_DIM_QK])
     _skip(0, skipped, barriers, STAGES)
@@ -214,7 +217,7 @@ def _compute(
             band_left, band_right, seqlen_kv, HEAD_DIM_QK, HEAD_DIM_V, BLOCK_N, STAGES,
             SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, SOFTCAP, HAS_SHIFT, True, QK_LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
-    peak, total, out, descale_v = state
+    peak, total, out, descale_v, _, _ = state
 
     if HAS_SHIFT and not SOFTCAP:
         # Of all keys the same, so it was left out so far.
@@ -238,24 +241,28 @@ def _compute(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["section", "blocks", "heads_of_all"])
 def attention_forward_fp8_sm90(
     Q, K, V, Out, Lse, DescaleQ, DescaleK, DescaleV, Shift, Sinks,
     descale_qb, descale_qh, descale_kb, descale_kh, descale_vb, descale_vh,
-    heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap,
+    heads_q, group, section, blocks, heads_of_all, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap,
     HEAD_DIM_QK: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     SCALE_BLOCK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of 192 queries, Hq, B). num_warps: 4.
+    """Grid: (blocks · heads_of_all,), for `blocks` blocks of 192 queries and heads_of_all = B · Hq. num_warps: 4. `section` heads take turns
+    block by block before the next heads do: their keys and values should fit the L2 cache.
 
     Q, K (FP8 or int8), V, Out: descriptors of logical BHSD (V: BHDS) with tiles of (1, 1, 64, D), (1, 1, BLOCK_N, D),
     (1, 1, Dv, BLOCK_N), (1, 1, 64, Dv), D and Dv powers of two: what is beyond a tensor is 0, or not written. Lse: (B, Hq, Sq).
     Descales, Shift: as in forward_fp8.py. Sinks: (Hq,) or None. scale is positive. REGISTERS: of a thread that computes.
     """
     # Later blocks have more keys under a causal mask: they go first, so that the last programs to run are short.
-    block = gl.num_programs(0) - 1 - gl.program_id(0)
-    head, batch = gl.program_id(1), gl.program_id(2)
+    nth, within = gl.program_id(0) // (section * blocks), gl.program_id(0) % (section * blocks)
+    together = gl.minimum(section, heads_of_all - nth * section)
+    block = blocks - 1 - within // together
+    row = nth * section + within % together
+    head, batch = row % heads_q, row // heads_q
     head_kv = head // group
     start = block * (ROWS * CONSUMERS)
     tiles = (
@@ -292,7 +299,7 @@ def attention_forward_fp8_sm90(
     DescaleQ += batch * descale_qb + head * descale_qh
     DescaleK += batch * descale_kb + head_kv * descale_kh
     DescaleV += batch * descale_vb + head_kv * descale_vh
-    lse_row = (batch.to(gl.int64) * heads_q + head) * seqlen_q
+    lse_row = row.to(gl.int64) * seqlen_q
     gl.warp_specialize(
         [
             (_compute, (
