@@ -35,7 +35,7 @@ from rich.table import Table
 from torch import Tensor
 
 import attn_compiler
-from attn_compiler import CurrentScaling, Fp8Recipe
+from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.target import Target
@@ -57,10 +57,15 @@ _MAX_ERROR = {"forward": 0.08, "both": 0.15}
 
 RECIPES: Mapping[str, Fp8Recipe] = {
     "": Fp8Recipe(),
+    "per head": Fp8Recipe(scaling=CurrentScaling(granularity="head")),
     "per tensor": Fp8Recipe(scaling=CurrentScaling(granularity="tensor")),
+    "delayed": Fp8Recipe(scaling=DelayedScaling()),
     "per tensor, backward": Fp8Recipe(scaling=CurrentScaling(granularity="tensor"), backward=True),
+    "delayed, backward": Fp8Recipe(scaling=DelayedScaling(), backward=True),
     "accurate": Fp8Recipe(smooth_k=True, hadamard=True, qk_format="int8"),
 }
+#: those whose kernel is timed alone: with other recipes it is the same
+KERNELS = ("", "per head", "per tensor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +86,12 @@ SIDES = (
     Side(lowering="triton", passes=("forward",)),
     Side(lowering="hopper_fp8", recipe=""),
     Side(lowering="triton_fp8", recipe="", passes=("forward",)),
+    Side(lowering="hopper_fp8", recipe="per head", passes=("forward",)),
+    Side(lowering="hopper_fp8", recipe="delayed"),
     Side(lowering="cudnn_fp8", recipe="per tensor"),
+    Side(lowering="cudnn_fp8", recipe="delayed"),
     Side(lowering="cudnn_fp8", recipe="per tensor, backward", passes=("both",)),
+    Side(lowering="cudnn_fp8", recipe="delayed, backward", passes=("both",)),
     Side(lowering="hopper_fp8", recipe="accurate", passes=("forward",)),
 )
 
@@ -159,7 +168,7 @@ def steps(case: Case, which: Pass, q: Tensor, k: Tensor, v: Tensor) -> Iterator[
         if which not in side.passes:
             continue
         yield side, "whole", functools.partial(_whole, case, side, which, (q, k, v), upstream)
-        if which == "forward" and side.recipe in ("", "per tensor"):
+        if which == "forward" and side.recipe in KERNELS:
             yield side, "kernel", functools.partial(_kernel, case, side, q, k, v)
 
 

@@ -18,12 +18,19 @@ from benchmarks import bench_fp8, bench_select
 
 #: head dims that a measured one stands for
 HEAD_DIMS = {64: (33, 64), 128: (65, 128), 256: (129, 256)}
-#: recipes whose rows say how fast a lowering is, and whether their backward is in FP8
-_RECIPES = {"": "no", "per tensor": "no", "per tensor, backward": "yes"}
+#: recipes whose rows say how fast a lowering is: "scaling" and "backward" of fp8_speed.Row
+_RECIPES = {
+    "": ("block", "no"),
+    "per head": ("head", "no"),
+    "per tensor": ("tensor", "no"),
+    "delayed": ("before", "no"),
+    "per tensor, backward": ("tensor", "yes"),
+    "delayed, backward": ("before", "yes"),
+}
 OTHERS = ("fa4", "cudnn")
 
-#: TFLOP/s by lowering and "backward" of fp8_speed.Row, of a case and whether it is training
-Speeds = dict[tuple[str, bool], dict[tuple[str, str], float]]
+#: TFLOP/s by lowering, "scaling" and "backward" of fp8_speed.Row, of a case and whether it is training
+Speeds = dict[tuple[str, bool], dict[tuple[str, str, str], float]]
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -39,8 +46,9 @@ def measured(rows: Sequence[Mapping[str, str]]) -> Speeds:
     found: Speeds = {}
     for row in sorted(rows, key=lambda row: row["part"] == "whole"):
         if row["recipe"] in _RECIPES and row.get("tflops"):
-            backward = _RECIPES[row["recipe"]] if row["side"] in priorities.FP8 else ""
-            found.setdefault((row["case"], row["pass"] == "both"), {})[row["side"], backward] = float(row["tflops"])
+            scaling, backward = _RECIPES[row["recipe"]] if row["side"] in priorities.FP8 else ("", "")
+            speeds = found.setdefault((row["case"], row["pass"] == "both"), {})
+            speeds[row["side"], scaling, backward] = float(row["tflops"])
     return found
 
 
@@ -57,11 +65,11 @@ def beside(rows: Sequence[Mapping[str, str]]) -> Speeds:
     for (case, which), sides in microseconds.items():
         if which != "forward":
             continue
-        found[case, False] = {(side, ""): flops[case, which] / took for side, took in sides.items()}
+        found[case, False] = {(side, "", ""): flops[case, which] / took for side, took in sides.items()}
         backward = microseconds.get((case, "backward"), {})
         total = flops[case, which] + flops.get((case, "backward"), 0.0)
         found[case, True] = {
-            (side, ""): total / (took + backward[side]) for side, took in sides.items() if side in backward
+            (side, "", ""): total / (took + backward[side]) for side, took in sides.items() if side in backward
         }
     return found
 
@@ -74,12 +82,12 @@ def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]
     for (case, training), speeds in measured(fp8).items():
         merged = dict(speeds)
         other = others.get((case, training), {})
-        base = (bench_fp8.BASELINE, "")
+        base = (bench_fp8.BASELINE, "", "")
         if base in other and base in speeds:
             share = speeds[base] / other[base]
-            merged |= {(name, ""): other[name, ""] * share for name in OTHERS if (name, "") in other}
+            merged |= {(name, "", ""): other[name, "", ""] * share for name in OTHERS if (name, "", "") in other}
         first, last = HEAD_DIMS[int(facts[case]["head_dim"])]
-        for (lowering, backward), tflops in merged.items():
+        for (lowering, scaling, backward), tflops in merged.items():
             found.append(
                 {
                     "lowering": lowering,
@@ -88,6 +96,7 @@ def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]
                     "head_dim_to": str(last),
                     "seqlen": facts[case]["seqlen"],
                     "training": "yes" if training else "no",
+                    "scaling": scaling,
                     "backward": backward,
                     "tflops": f"{tflops:.0f}",
                     "since": facts[case]["date"],

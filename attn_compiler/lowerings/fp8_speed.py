@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from attn_compiler.fp8_recipe import CurrentScaling
 from attn_compiler.lowerings import priorities, shape_class
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
@@ -21,7 +22,8 @@ from attn_compiler.target import Target
 MEASURED = Path(__file__).with_name("fp8_sm90.csv")
 #: columns of MEASURED, in its order
 COLUMNS = (
-    *("lowering", "mask", "head_dim_from", "head_dim_to", "seqlen", "training", "backward", "tflops", "since", "case"),
+    *("lowering", "mask", "head_dim_from", "head_dim_to", "seqlen", "training", "scaling", "backward", "tflops"),
+    *("since", "case"),
 )
 _SM = 90
 _YES_NO = {"yes": True, "no": False, "": None}
@@ -29,14 +31,15 @@ _YES_NO = {"yes": True, "no": False, "": None}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One lowering's speed. training: of forward and backward together. backward: that is in FP8 too, as the recipe said; None: no FP8.
-    since: the date of the measurement."""
+    """One lowering's speed. training: of forward and backward together. scaling: of `scaling_of`, "" for no FP8. backward: that is in FP8
+    too, as the recipe said; None: no FP8. since: the date of the measurement."""
 
     lowering: str
     mask: str
     head_dims: tuple[int, int]
     seqlen: int
     training: bool
+    scaling: str
     backward: bool | None
     tflops: float
     since: str
@@ -69,6 +72,7 @@ def _row(line: Mapping[str, str]) -> Row:
         head_dims=(int(line["head_dim_from"]), int(line["head_dim_to"])),
         seqlen=int(line["seqlen"]),
         training=line["training"] == "yes",
+        scaling=line["scaling"],
         backward=_YES_NO[line["backward"]],
         tflops=float(line["tflops"]),
         since=line["since"],
@@ -76,13 +80,24 @@ def _row(line: Mapping[str, str]) -> Row:
 
 
 def estimate(lowering: str, spec: AttentionSpec) -> Row | None:
-    """What was measured nearest to a spec; None for unknown lengths, or if there is nothing like it."""
+    """What was measured nearest to a spec; None for unknown lengths, or if there is nothing like it. Of all ways to find scales where the
+    recipe's own was not measured."""
     seqlens = shape_class.of(spec).seqlens
     if seqlens is None:
         return None
     length = math.log(max(seqlens[1], 1))
-    found = [row for row in rows() if row.fits(lowering, spec)]
+    fitting = [row for row in rows() if row.fits(lowering, spec)]
+    found = [row for row in fitting if row.scaling in ("", scaling_of(spec))] or fitting
     return min(found, key=lambda row: abs(math.log(row.seqlen) - length), default=None)
+
+
+def scaling_of(spec: AttentionSpec) -> str:
+    """How a site's recipe finds scales, as far as it costs time: for each "block", "head" or "tensor", which the last two read twice; or
+    "before" that step. "" without a recipe."""
+    if spec.fp8 is None:
+        return ""
+    scaling = spec.fp8.scaling
+    return scaling.granularity if isinstance(scaling, CurrentScaling) else "before"
 
 
 def check(spec: AttentionSpec, target: Target, lowering: str, other: str) -> list[Reason]:

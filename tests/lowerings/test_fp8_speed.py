@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from attn_compiler import Fp8Recipe
+from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
 from attn_compiler.lowerings import fp8_speed, priorities
 from attn_compiler.masks import MaskSpec
 from attn_compiler.options import Options
@@ -17,16 +17,17 @@ from tests.lowerings.specs import CAUSAL, make_spec
 
 H200 = Target.fake(sm=90)
 LINES = """\
-lowering,mask,head_dim_from,head_dim_to,seqlen,training,backward,tflops,since,case
-hopper_fp8,causal,65,128,1024,no,no,300,2026-11-21,causal_d128_s1024
-sdpa_cudnn,causal,65,128,1024,no,,430,2026-11-21,causal_d128_s1024
-hopper_fp8,causal,65,128,8192,no,no,740,2026-11-21,causal_d128_s8192
-sdpa_cudnn,causal,65,128,8192,no,,608,2026-11-21,causal_d128_s8192
-fa4,causal,65,128,8192,no,,760,2026-11-21,causal_d128_s8192
-hopper_fp8,causal,65,128,8192,yes,no,500,2026-11-21,causal_d128_s8192
-cudnn_fp8,causal,65,128,8192,yes,no,505,2026-11-21,causal_d128_s8192
-cudnn_fp8,causal,65,128,8192,yes,yes,588,2026-11-21,causal_d128_s8192
-sdpa_cudnn,causal,65,128,8192,yes,,508,2026-11-21,causal_d128_s8192
+lowering,mask,head_dim_from,head_dim_to,seqlen,training,scaling,backward,tflops,since,case
+hopper_fp8,causal,65,128,1024,no,block,no,300,2026-11-21,causal_d128_s1024
+sdpa_cudnn,causal,65,128,1024,no,,,430,2026-11-21,causal_d128_s1024
+hopper_fp8,causal,65,128,8192,no,block,no,740,2026-11-21,causal_d128_s8192
+hopper_fp8,causal,65,128,8192,no,before,no,780,2026-11-21,causal_d128_s8192
+sdpa_cudnn,causal,65,128,8192,no,,,608,2026-11-21,causal_d128_s8192
+fa4,causal,65,128,8192,no,,,760,2026-11-21,causal_d128_s8192
+hopper_fp8,causal,65,128,8192,yes,block,no,500,2026-11-21,causal_d128_s8192
+cudnn_fp8,causal,65,128,8192,yes,tensor,no,505,2026-11-21,causal_d128_s8192
+cudnn_fp8,causal,65,128,8192,yes,tensor,yes,588,2026-11-21,causal_d128_s8192
+sdpa_cudnn,causal,65,128,8192,yes,,,508,2026-11-21,causal_d128_s8192
 """
 
 
@@ -79,6 +80,17 @@ def test_a_backward_in_fp8_has_speeds_of_its_own() -> None:
     assert fp8_speed.check(training, H200, "cudnn_fp8", "sdpa_cudnn") != []
     both = dataclasses.replace(training, fp8=Fp8Recipe(backward=True))
     assert fp8_speed.check(both, H200, "cudnn_fp8", "sdpa_cudnn") == []
+
+
+def test_each_way_to_find_scales_has_speeds_of_its_own() -> None:
+    spec = asked(8192)
+    delayed = dataclasses.replace(spec, fp8=Fp8Recipe(scaling=DelayedScaling()))
+    assert fp8_speed.check(spec, H200, "hopper_fp8", "fa4") != []
+    assert fp8_speed.check(delayed, H200, "hopper_fp8", "fa4") == []
+    of_a_head = dataclasses.replace(spec, fp8=Fp8Recipe(scaling=CurrentScaling(granularity="head")))
+    nearest = fp8_speed.estimate("hopper_fp8", of_a_head)
+    assert nearest is not None
+    assert nearest.seqlen == 8192
 
 
 def test_other_machines_were_not_measured() -> None:

@@ -250,9 +250,9 @@ def attention_forward_fp8_sm90(
     SCALE_BLOCK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks · heads_of_all,), for `blocks` blocks of 192 queries and heads_of_all = B · Hq. num_warps: 4. `section` heads take turns
-    block by block before the next heads do: their keys and values should fit the L2 cache.
+    """Grid: (blocks · heads_of_all,): `blocks` blocks of 192 queries, heads_of_all = B · Hq. num_warps: 4.
 
+    `section` heads take turns block by block before the next ones do: their keys and values should fit the L2 cache.
     Q, K (FP8 or int8), V, Out: descriptors of logical BHSD (V: BHDS) with tiles of (1, 1, 64, D), (1, 1, BLOCK_N, D),
     (1, 1, Dv, BLOCK_N), (1, 1, 64, Dv), D and Dv powers of two: what is beyond a tensor is 0, or not written. Lse: (B, Hq, Sq).
     Descales, Shift: as in forward_fp8.py. Sinks: (Hq,) or None. scale is positive. REGISTERS: of a thread that computes.
