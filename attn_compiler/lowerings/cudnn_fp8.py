@@ -189,7 +189,8 @@ class _Emission:
     def all_of(self, operands: Operands) -> fx.Node:
         """The node of the output."""
         emitter, spec, call = self.emitter, self.spec, self.call
-        rounded = fp8_quantise.emit(emitter, spec, operands, positions_last=False)
+        reads_restored = not _backward(call, spec).fp8
+        rounded = fp8_quantise.emit(emitter, spec, operands, positions_last=False, restored=reads_restored)
         read = dict(zip(fp8_quantise.names(spec), rounded.operands, strict=True))
         lengths = cudnn_operands.emit(emitter, call, spec, operands)
         given = read | dict(zip(call.operands, lengths, strict=True)) | self._scales(read["descale_v"])

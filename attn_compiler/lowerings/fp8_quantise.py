@@ -1,4 +1,5 @@
-"""q, k and v in FP8, as ordinary nodes of the graph: what Inductor fuses into whatever made them.
+"""q, k and v in FP8: by one op for all three (fp8_rounding.py), or, where scales are known beforehand and nothing of the tensors has to be
+found, as ordinary nodes of the graph, which Inductor fuses into whatever made them.
 
     x8 = cast(clamp(x · scale)), scale = largest of the format / amax, descale = 1 / scale
 
@@ -16,6 +17,7 @@ scores stay.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Callable
@@ -28,12 +30,17 @@ from torch import fx
 from attn_compiler.fp8_recipe import DTYPES, CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
 from attn_compiler.lowerings import fp8_rounding
 from attn_compiler.lowerings.base import Emitter, Operands
+from attn_compiler.lowerings.fp8_rounding import Rounding
 from attn_compiler.spec import AttentionSpec
 
 aten = torch.ops.aten
 
 #: what comes before a family's own operands
 _ALWAYS = ("q8", "k8", "v8", "descale_q", "descale_k", "descale_v")
+
+
+#: for each tensor the buffer, and what it held before
+Histories = dict[str, tuple[fx.Node, fx.Node]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +84,17 @@ def names(spec: AttentionSpec) -> tuple[str, ...]:
     return (*_ALWAYS, "shift") if recipe_of(spec).smooth_k else _ALWAYS
 
 
-def emit(emitter: Emitter, spec: AttentionSpec, operands: Operands, *, positions_last: bool = True) -> Rounded:
-    """Round the site's q, k and v. positions_last: v8 as `names` says; else it lies as k8 does."""
-    made = _Quantiser(emitter, spec, positions_last).all_of(operands)
+def emit(
+    emitter: Emitter,
+    spec: AttentionSpec,
+    operands: Operands,
+    *,
+    positions_last: bool = True,
+    restored: bool = True,
+) -> Rounded:
+    """Round the site's q, k and v. positions_last: v8 as `names` says; else all three lie as they did. restored: the backward reads q, k
+    and v, else they are there for their gradients alone."""
+    made = _Quantiser(emitter, spec, positions_last, restored).all_of(operands)
     return Rounded(q=made["q"], k=made["k"], v=made["v"], operands=[made[name] for name in names(spec)])
 
 
@@ -88,57 +103,126 @@ class _Quantiser:
     emitter: Emitter
     spec: AttentionSpec
     positions_last: bool = True
+    restored: bool = True
 
     def all_of(self, operands: Operands) -> dict[str, fx.Node]:
         given = {"q": operands.q, "k": operands.k, "v": operands.v}
-        return self._by_nodes(given) if scales_of(self.spec).block is None else self._in_one_pass(given)
+        return self._by_nodes(given) if isinstance(self._recipe.scaling, StaticScaling) else self._by_op(given)
 
-    def _in_one_pass(self, given: dict[str, fx.Node]) -> dict[str, fx.Node]:
-        """Each tensor by one op. k first, whose mean q is multiplied by."""
+    # ---- one op -----------------------------------------------------------------------------------------------------
+
+    def _by_op(self, given: dict[str, fx.Node]) -> dict[str, fx.Node]:
+        turned = {name: self._product_with_signs(given[name]) for name in ("q", "k") if self._recipe.hadamard}
+        factors = {name: turned[name][1] if name in turned else 1.0 for name in given}
+        x = {name: turned[name][0] if name in turned else node for name, node in given.items()}
+        read = x if self._writes_restored else {name: self._detached(node) for name, node in x.items()}
+        mean = self._packed(self._mean(self._exact(x["k"], factors["k"]))) if self._recipe.smooth_k else None
+        how = self._how(factors)
+        histories = self._histories(read)
+        largest = self._magnitudes(read, mean, how, histories)
+        outputs = self._round(read, mean, list(largest.values()), how)
         made: dict[str, fx.Node] = {}
-        mean = None
-        for name in ("k", "q", "v"):
-            x, factor = (given[name], 1.0)
-            if name != "v" and self._recipe.hadamard:
-                x, factor = self._product_with_signs(x)
-            own_mean = None
-            if name == "k" and self._recipe.smooth_k:
-                exact = self._call(torch.mul, self._wide(self._call(torch.Tensor.detach, x)), factor)
-                mean = own_mean = self._packed(self._mean(exact))
-            meets = mean if name == "q" else None
-            rounded, descale, restored = self._rounded(name, x, mean=own_mean, factor=factor, restore=meets is not None)
-            if meets is not None:
-                made["shift"] = self._shift(self._wide(self._call(torch.Tensor.detach, restored)), meets)
-            made |= {f"{name}8": rounded, f"descale_{name}": descale}
-            made[name] = restored if self.spec.needs_grad else self._nothing_of(given[name])
+        for i, name in enumerate(given):
+            made[f"{name}8"], made[f"descale_{name}"], back = (
+                self._item(outputs, fp8_rounding.EACH * i + j) for j in range(fp8_rounding.EACH)
+            )
+            made[name] = back if self._writes_restored else self._in_its_place(given[name], x[name], factors[name])
+            if name == "q" and mean is not None:
+                made["shift"] = self._shift(self._wide(self._detached(back)), mean)
+        if isinstance(self._recipe.scaling, DelayedScaling):
+            newest = self._item(outputs, fp8_rounding.EACH * len(given))
+            self._move_on(histories, self._parts(newest, read, self._recipe.scaling.granularity))
         return made
 
-    def _rounded(
-        self,
-        name: str,
-        x: fx.Node,
-        *,
-        mean: fx.Node | None = None,
-        scale: fx.Node | None = None,
-        factor: float = 1.0,
-        restore: bool = False,
-    ) -> tuple[fx.Node, fx.Node, fx.Node]:
-        """Of `fp8_rounding.round_fp8`. The restored one is empty where no gradients are wanted, unless it is asked for."""
-        scaling, with_grad = self._recipe.scaling, self.spec.needs_grad
-        current = scaling if isinstance(scaling, CurrentScaling) else CurrentScaling()
-        how = fp8_rounding.How(
-            format=self._recipe.format_of(name),
-            block=current.block,
-            margin=current.margin,
-            factor=factor,
-            turned=name == "v" and self.positions_last,
-            restore=self.spec.dtype if with_grad or restore else "",
-        )
-        x = x if with_grad else self._call(torch.Tensor.detach, x)
+    @property
+    def _writes_restored(self) -> bool:
+        return self.spec.needs_grad and self.restored
+
+    def _how(self, factors: dict[str, float]) -> Rounding:
+        scaling = self._recipe.scaling
+        each = []
+        for name, factor in factors.items():
+            restore = self._writes_restored or (name == "q" and self._recipe.smooth_k)
+            how = fp8_rounding.How(
+                format=self._recipe.format_of(name),
+                margin=0 if isinstance(scaling, StaticScaling) else scaling.margin,
+                factor=factor,
+                turned=name == "v" and self.positions_last,
+                as_given=not self.positions_last,
+                restore=self.spec.dtype if restore else "",
+                has_mean=name == "k" and self._recipe.smooth_k,
+            )
+            each.append(how)
+        return Rounding(each=tuple(each), block=scales_of(self.spec).block or CurrentScaling().block)
+
+    def _round(self, x: dict[str, fx.Node], mean: fx.Node | None, largest: list[fx.Node], how: Rounding) -> fx.Node:
+        scaling = self._recipe.scaling
+        if isinstance(scaling, DelayedScaling):
+            how = dataclasses.replace(how, per=scaling.granularity)
         op = torch.ops.attn_compiler.round_fp8.default
-        outputs = self._call(op, x, mean, scale, how.to_text())
-        rounded, descale, restored = (self._call(operator.getitem, outputs, i) for i in range(3))
-        return rounded, descale, restored
+        return self._call(op, list(x.values()), mean, largest, how.to_text())
+
+    def _magnitudes(
+        self, x: dict[str, fx.Node], mean: fx.Node | None, how: Rounding, histories: Histories
+    ) -> dict[str, fx.Node]:
+        """float32 (B|1, H|1, 1) of each tensor; nothing where each block has its own."""
+        match self._recipe.scaling:
+            case CurrentScaling(granularity=granularity) if granularity != "block":
+                per: fp8_rounding.Per = "tensor" if granularity == "tensor" else "row"
+                op = torch.ops.attn_compiler.largest_fp8.default
+                text = dataclasses.replace(how, per=per).to_text()
+                kept = self._call(op, [self._detached(node) for node in x.values()], mean, text)
+                return self._parts(kept, x, per)
+            case DelayedScaling() as delayed:
+                return {name: self._of_steps_before(before, delayed) for name, (_, before) in histories.items()}
+            case _:
+                return {}
+
+    def _parts(self, kept: fx.Node, x: dict[str, fx.Node], per: fp8_rounding.Per) -> dict[str, fx.Node]:
+        found, start = {}, 0
+        for name, node in x.items():
+            value = self.emitter.value(node)
+            size = fp8_rounding.count(value, per)
+            part = self._call(aten.slice.Tensor, kept, 0, start, start + size)
+            shape = {"tensor": (1, 1, 1), "head": (1, -1, 1), "row": (-1, value.shape[1], 1)}[per]
+            found[name], start = self._call(torch.reshape, part, shape), start + size
+        return found
+
+    def _histories(self, x: dict[str, fx.Node]) -> Histories:
+        scaling = self._recipe.scaling
+        if not isinstance(scaling, DelayedScaling):
+            return {}
+        heads = {name: fp8_rounding.count(self.emitter.value(node), scaling.granularity) for name, node in x.items()}
+        return {name: self.emitter.buffer(f"amax_{name}", (scaling.amax_history_len, heads[name])) for name in x}
+
+    def _of_steps_before(self, before: fx.Node, scaling: DelayedScaling) -> fx.Node:
+        """(1, H|1, 1), from what the buffer (amax_history_len, H|1) held."""
+        newest_first = self._call(aten.slice.Tensor, before, 0, 0, 1) if scaling.amax_compute_algo != "max" else before
+        return self._call(torch.reshape, self._call(torch.amax, newest_first, 0), (1, -1, 1))
+
+    def _move_on(self, histories: Histories, newest: dict[str, fx.Node]) -> None:
+        """Each by one step."""
+        for name, (history, before) in histories.items():
+            kept = self._call(aten.slice.Tensor, before, 0, 0, self.emitter.value(before).shape[0] - 1)
+            row = self._call(torch.reshape, newest[name], (1, -1))
+            self._call(operator.setitem, history, ..., self._call(torch.cat, [row, kept]))
+
+    def _in_its_place(self, given: fx.Node, x: fx.Node, factor: float) -> fx.Node:
+        """Without a backward that reads it."""
+        if not self.spec.needs_grad:
+            return self._nothing_of(given)
+        return x if factor == 1.0 else self._call(torch.mul, x, factor)
+
+    def _exact(self, x: fx.Node, factor: float) -> fx.Node:
+        return self._call(torch.mul, self._wide(self._detached(x)), factor)
+
+    def _detached(self, x: fx.Node) -> fx.Node:
+        return self._call(torch.Tensor.detach, x)
+
+    def _item(self, outputs: fx.Node, i: int) -> fx.Node:
+        return self._call(operator.getitem, outputs, i)
+
+    # ---- nodes ------------------------------------------------------------------------------------------------------
 
     def _by_nodes(self, given: dict[str, fx.Node]) -> dict[str, fx.Node]:
         turned = ("q", "k") if self._recipe.hadamard else ()
@@ -154,8 +238,7 @@ class _Quantiser:
             descale = self._call(torch.reciprocal, scale)
             made[f"descale_{name}"] = self._packed(descale)
             if name == "v" and self.positions_last:
-                made["v8"], _, restored = self._rounded(name, given[name], scale=self._packed(scale))
-                made["v"] = restored if self.spec.needs_grad else self._nothing_of(given[name])
+                made |= self._v_by_op(given[name], scale)
                 continue
             rounded = self._cast(name, self._scaled(name, x, scale))
             restored = self._restored(rounded, descale)
@@ -166,6 +249,16 @@ class _Quantiser:
             made[f"{name}8"] = rounded
             made[name] = self._for_backward(given[name], wide[name], restored)
         return made
+
+    def _v_by_op(self, v: fx.Node, scale: fx.Node) -> dict[str, fx.Node]:
+        """Turned, which nodes would write a byte at a time."""
+        read = v if self._writes_restored else self._detached(v)
+        largest = self._call(torch.div, self._recipe.largest_of("v"), scale)
+        how = self._how({"v": 1.0})
+        outputs = self._round({"v": read}, None, [largest], how)
+        back = self._item(outputs, fp8_rounding.EACH - 1)
+        restored = back if self._writes_restored else self._in_its_place(v, v, 1.0)
+        return {"v8": self._item(outputs, 0), "v": restored}
 
     def _mean(self, k: fx.Node) -> fx.Node:
         """(B, Hkv, 1, D), of what is finite."""
@@ -246,44 +339,9 @@ class _Quantiser:
     # ---- scales -----------------------------------------------------------------------------------------------------
 
     def _scale(self, name: str, x: fx.Node) -> fx.Node:
-        """float32 (B|1, H|1, 1)"""
-        match self._recipe.scaling:
-            case CurrentScaling(granularity=granularity, margin=margin):
-                return self._from_amax(name, self._amax(x, granularity), margin)
-            case StaticScaling() as given:
-                number = self._recipe.largest_of(name) / getattr(given, name)
-                return self._call(torch.full, (1, 1, 1), number, device=self.emitter.value(x).device)
-            case DelayedScaling() as delayed:
-                return self._delayed(name, x, delayed)
-
-    def _from_amax(self, name: str, amax: fx.Node, margin: int) -> fx.Node:
-        scale = self._call(torch.div, self._recipe.largest_of(name) / 2**margin, amax)
-        # An amax of 0, or one so small that the quotient overflows: any scale does.
-        usable = self._call(torch.logical_and, self._call(torch.gt, amax, 0.0), self._call(torch.isfinite, scale))
-        return self._call(torch.where, usable, scale, 1.0)
-
-    def _amax(self, x: fx.Node, granularity: str) -> fx.Node:
-        """(B|1, H|1, 1)"""
-        size = self._finite(x, self._call(torch.abs, x))
-        if granularity == "head":
-            return self._call(torch.unsqueeze, self._call(torch.amax, size, (2, 3)), 2)
-        return self._call(torch.reshape, self._call(torch.amax, size), (1, 1, 1))
-
-    def _delayed(self, name: str, x: fx.Node, scaling: DelayedScaling) -> fx.Node:
-        """(1, H|1, 1), from what the buffer (amax_history_len, H|1) held; and the buffer moves on by one step."""
-        size = self._finite(x, self._call(torch.abs, x))
-        if scaling.granularity == "head":
-            newest = self._call(torch.amax, size, (0, 2, 3))
-        else:
-            newest = self._call(torch.reshape, self._call(torch.amax, size), (1,))
-        heads = self.emitter.value(newest).shape[0]
-        history, before = self.emitter.buffer(f"amax_{name}", (scaling.amax_history_len, heads))
-        newest_first = self._call(aten.slice.Tensor, before, 0, 0, 1) if scaling.amax_compute_algo != "max" else before
-        amax = self._call(torch.amax, newest_first, 0)
-        kept = self._call(aten.slice.Tensor, before, 0, 0, scaling.amax_history_len - 1)
-        moved_on = self._call(torch.cat, [self._call(torch.unsqueeze, newest, 0), kept])
-        self._call(operator.setitem, history, ..., moved_on)
-        return self._call(torch.reshape, self._from_amax(name, amax, scaling.margin), (1, -1, 1))
+        """float32 (1, 1, 1)"""
+        number = self._recipe.largest_of(name) / getattr(self._recipe.scaling, name)
+        return self._call(torch.full, (1, 1, 1), number, device=self.emitter.value(x).device)
 
     # ---- casts ------------------------------------------------------------------------------------------------------
 

@@ -1,13 +1,15 @@
-"""Calls the kernel that rounds one tensor. Imports triton, so it comes late."""
+"""Calls the kernels that round tensors, or find their largest magnitudes. Imports triton, so it comes late."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
 
-from attn_compiler.lowerings.fp8_rounding import VECTOR, How, Outputs, empty_outputs
+from attn_compiler.lowerings.fp8_rounding import EACH, Per, Rounding, count, empty_outputs
 from attn_compiler.lowerings.kernels import round_fp8 as kernels
 from attn_compiler.lowerings.launching import Arguments, alike, launch
 from attn_compiler.lowerings.on_device import on
@@ -17,53 +19,119 @@ from attn_compiler.lowerings.triton_plan import Tile
 #: positions that a program rounds at once
 PART = 128
 _WARPS = 8
+#: of a program that looks for the largest magnitude: positions at once, and how often
+_LOOK_PART, _LOOKS, _LOOK_WARPS = 64, 4, 4
+#: tensors of a launch
+_MOST = 3
+
+Named = Mapping[str, torch.Tensor]
 
 
-def round_fp8(x: torch.Tensor, mean: torch.Tensor | None, scale: torch.Tensor | None, text: str) -> Outputs:
+def round_fp8(
+    tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, largest: Sequence[torch.Tensor], text: str
+) -> list[torch.Tensor]:
     """As `fp8_rounding.round_fp8`."""
-    how = How.from_text(text)
-    given = [tensor for tensor in (x, mean, scale) if tensor is not None]
-    same = alike(f"round_fp8 {text} {mean is not None} {scale is not None}", given)
-    with on(x.device):
-        outputs = empty_outputs(x, scale is not None, how)
-        named = {"x": x, "mean": mean, "scale": scale, "rounded": outputs[0], "descale": outputs[1]}
-        named["restored"] = outputs[2] if how.restore else None
-        tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
-        if x.numel():
-            launch(kernels.round_fp8, same, tensors, functools.partial(_arguments, tensors, how))
-    return outputs
+    how = Rounding.from_text(text)
+    given = [*tensors, *([] if mean is None else [mean]), *largest]
+    same = alike(f"round_fp8 {text} {len(tensors)} {mean is not None} {len(largest)}", given)
+    with on(tensors[0].device):
+        outputs: list[torch.Tensor] = []
+        for i, (x, each) in enumerate(zip(tensors, how.each, strict=True)):
+            outputs += empty_outputs(x, largest[i] if largest else None, each, how.block)
+        newest = _zeros(tensors, how.per)
+        named = _named(tensors, mean) | {f"largest{i}": x for i, x in enumerate(largest)}
+        for i, each in enumerate(how.each):
+            found = dict(zip(("rounded", "descale", "restored"), outputs[EACH * i :], strict=False))
+            named |= {f"{name}{i}": x for name, x in found.items() if name != "restored" or each.restore}
+        if how.per:
+            named["newest"] = newest
+        launch(kernels.round_fp8, same, named, functools.partial(_rounding, named, how, len(tensors)))
+    return [*outputs, newest.view(torch.float32)]
 
 
-def _arguments(tensors: dict[str, torch.Tensor], how: How) -> Arguments:
-    x, restored, scale = tensors["x"], tensors.get("restored"), tensors.get("scale")
+def largest_fp8(tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, text: str) -> torch.Tensor:
+    """As `fp8_rounding.largest_fp8`."""
+    how = Rounding.from_text(text)
+    same = alike(f"largest_fp8 {text} {len(tensors)}", [*tensors, *([] if mean is None else [mean])])
+    with on(tensors[0].device):
+        kept = _zeros(tensors, how.per or "tensor")
+        named = _named(tensors, mean) | {"kept": kept}
+        launch(kernels.largest_fp8, same, named, functools.partial(_looking, named, how, len(tensors)))
+    return kept.view(torch.float32)
+
+
+def _zeros(tensors: Sequence[torch.Tensor], per: Per | None) -> torch.Tensor:
+    """int32: bits of float32."""
+    size = 0 if per is None else sum(count(x, per) for x in tensors)
+    return torch.zeros((size,), dtype=torch.int32, device=tensors[0].device)
+
+
+def _named(tensors: Sequence[torch.Tensor], mean: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    named = {f"x{i}": x for i, x in enumerate(tensors)}
+    return named if mean is None else named | {"mean": mean}
+
+
+def _rounding(named: Named, how: Rounding, many: int) -> Arguments:
+    given = "largest0" in named
+    block = PART if given else how.block
+    numbers: dict[str, Any] = {"BLOCK": block, "PART": PART, "MEAN_OF": _mean_of(how)}
+    for i in range(_MOST):
+        numbers |= _of_one(named, i, block)
+        each = how.each[i] if i < many else how.each[0]
+        numbers |= _strides(named, f"rounded{i}", "y", i) | _strides(named, f"restored{i}", "r", i)
+        numbers |= {f"largest{i}": each.largest, f"fits{i}": each.fits, f"FACTOR{i}": each.factor}
+        numbers |= {f"TURNED{i}": each.turned, f"WHOLE{i}": each.dtype == torch.int8}
+        of_all = named.get(f"largest{i}")
+        for axis, name in enumerate("bh"):
+            numbers[f"largest_{name}{i}"] = 0 if of_all is None else along(of_all, axis)
+    numbers |= _offsets("newest", named, how.per, many)
+    numbers |= {"newest_b": int(how.per == "row"), "newest_h": int(how.per in ("head", "row"))}
+    names = [*_names("x", "largest", "rounded", "descale", "restored"), "mean", "newest"]
+    return _arguments(named, names, numbers, Tile(queries=PART, keys=PART, warps=_WARPS, stages=1))
+
+
+def _looking(named: Named, how: Rounding, many: int) -> Arguments:
+    per = how.per or "tensor"
+    numbers: dict[str, Any] = {"PARTS": _LOOKS, "PART": _LOOK_PART, "MEAN_OF": _mean_of(how)}
+    for i in range(_MOST):
+        numbers |= _of_one(named, i, _LOOKS * _LOOK_PART)
+        numbers[f"FACTOR{i}"] = how.each[i].factor if i < many else 1.0
+        numbers[f"kept_h{i}"] = int(per != "tensor")
+        numbers[f"kept_b{i}"] = numbers[f"heads{i}"] if per == "row" else 0
+    numbers |= _offsets("kept", named, per, many)
+    tile = Tile(queries=_LOOK_PART, keys=_LOOK_PART, warps=_LOOK_WARPS, stages=1)
+    return _arguments(named, [*_names("x"), "mean", "kept"], numbers, tile)
+
+
+def _of_one(named: Named, i: int, block: int) -> dict[str, Any]:
+    """What both kernels want to know of a tensor; of one that is not there, anything but programs."""
+    x = named.get(f"x{i}", named["x0"])
     batch, heads, length, head_dim = x.shape
-    block = how.block if scale is None else PART
-    names = ("x", "mean", "scale", "rounded", "descale", "restored")
-    return Arguments(
-        grid=(triton.cdiv(length, block), heads, batch),
-        tensors={name.capitalize(): name if name in tensors else None for name in names},
-        numbers={
-            "stride_xb": x.stride(0),
-            "stride_xh": x.stride(1),
-            "stride_xs": x.stride(2),
-            "stride_rb": 0 if restored is None else restored.stride(0),
-            "stride_rh": 0 if restored is None else restored.stride(1),
-            "stride_rs": 0 if restored is None else restored.stride(2),
-            "scale_b": 0 if scale is None else along(scale, 0),
-            "scale_h": 0 if scale is None else along(scale, 1),
-            "heads": heads,
-            "length": length,
-            "padded": length + -length % VECTOR,
-            "blocks": triton.cdiv(length, block),
-            "factor": how.factor,
-            "largest": how.largest,
-            "fits": how.fits,
-            "BLOCK": block,
-            "PART": PART,
-            "HEAD_DIM": head_dim,
-            "WIDTH": triton.next_power_of_2(head_dim),
-            "TURNED": how.turned,
-            "WHOLE": how.dtype == torch.int8,
-        },
-        tile=Tile(queries=block, keys=head_dim, warps=_WARPS, stages=1),
-    )
+    programs = triton.cdiv(length, block) * heads * batch if f"x{i}" in named else 0
+    found = {"heads": heads, "length": length, "programs": programs, "HEAD_DIM": head_dim}
+    found["WIDTH"] = triton.next_power_of_2(head_dim)
+    return {f"{name}{i}": value for name, value in found.items()} | _strides(named, f"x{i}", "x", i)
+
+
+def _strides(named: Named, name: str, letter: str, i: int) -> dict[str, int]:
+    x = named.get(name)
+    return {f"stride_{letter}{axis}{i}": 0 if x is None else x.stride(at) for at, axis in enumerate("bhs")}
+
+
+def _offsets(name: str, named: Named, per: Per | None, many: int) -> dict[str, int]:
+    sizes = [count(named[f"x{i}"], per) if per and i < many else 0 for i in range(_MOST)]
+    return {f"{name}{i}": sum(sizes[:i]) for i in range(1, _MOST)}
+
+
+def _mean_of(how: Rounding) -> int:
+    return next((i for i, each in enumerate(how.each) if each.has_mean), -1)
+
+
+def _names(*names: str) -> list[str]:
+    return [f"{name}{i}" for name in names for i in range(_MOST)]
+
+
+def _arguments(named: Named, names: Sequence[str], numbers: dict[str, Any], tile: Tile) -> Arguments:
+    grid = (sum(numbers[f"programs{i}"] for i in range(_MOST)), 1, 1)
+    tensors = {name.capitalize(): name if name in named else None for name in names}
+    return Arguments(grid=grid, tensors=tensors, numbers=numbers, tile=tile)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_compiler import Fp8Recipe
 from attn_compiler.lowerings import fp8_rounding
-from attn_compiler.lowerings.fp8_rounding import How
+from attn_compiler.lowerings.fp8_rounding import How, Rounding
 from tests.lowerings.fp8_problems import rounding_as_hardware
 
 pytest.importorskip("triton")
@@ -20,12 +22,21 @@ interpreted = pytest.mark.skipif(
 B, H, S, D = 2, 3, 300, 48
 
 CASES = {
-    "block": How(format="e4m3", block=128),
-    "blocks of two parts": How(format="e4m3", block=256, margin=1, factor=0.5, restore="float16"),
-    "turned": How(format="e4m3", block=128, turned=True, restore="float16"),
-    "int8": How(format="int8", block=128, restore="float16"),
-    "e5m2": How(format="e5m2", block=128),
+    "block": Rounding(each=(How(format="e4m3"),), block=128),
+    "blocks of two parts": Rounding(each=(How(format="e4m3", margin=1, factor=0.5, restore="float16"),), block=256),
+    "turned": Rounding(each=(How(format="e4m3", turned=True, restore="float16"),), block=128),
+    "int8": Rounding(each=(How(format="int8", restore="float16"),), block=128),
+    "e5m2": Rounding(each=(How(format="e5m2", as_given=True),), block=128),
+    "three": Rounding(
+        each=(
+            How(format="int8"),
+            How(format="e4m3", has_mean=True, restore="float16"),
+            How(format="e4m3", turned=True),
+        ),
+        block=128,
+    ),
 }
+PER: tuple[fp8_rounding.Per, ...] = ("tensor", "head", "row")
 
 
 def given(device: str = "cpu", dtype: torch.dtype = torch.float16) -> Tensor:
@@ -37,13 +48,20 @@ def given(device: str = "cpu", dtype: torch.dtype = torch.float16) -> Tensor:
     return x.to(device, dtype)
 
 
-def extras(x: Tensor, how: How) -> list[tuple[Tensor | None, Tensor | None]]:
-    mean = torch.linspace(-1, 1, B * H * D, device=x.device).view(B, H, 1, D)
-    scale = how.largest / (torch.arange(1.0, 1 + B * H, device=x.device).view(B, H, 1) * 20)
-    return [(None, None), (mean, None), (None, scale), (None, scale[:1, :1])]
+def tensors(how: Rounding, x: Tensor) -> list[Tensor]:
+    """Of different sizes."""
+    return [x, x[:, :2, :200] * 3, x[:1, 1:, 50:] + 1][: len(how.each)]
 
 
-def assert_same(mine: fp8_rounding.Outputs, right: fp8_rounding.Outputs) -> None:
+def extras(given: list[Tensor]) -> list[tuple[Tensor | None, list[Tensor]]]:
+    """A mean, and magnitudes."""
+    wide = given[min(1, len(given) - 1)]
+    mean = torch.linspace(-1, 1, wide[:, :, :1].numel(), device=wide.device).view(wide[:, :, :1].shape)
+    of_rows = [1 + torch.arange(x[:, :, 0, 0].numel(), device=x.device).view(*x.shape[:2], 1).float() for x in given]
+    return [(None, []), (mean, []), (None, of_rows), (mean, [x[:1, :1].contiguous() for x in of_rows])]
+
+
+def assert_same(mine: list[Tensor], right: list[Tensor]) -> None:
     """Where a quotient is rounded otherwise, a number may be the next one: seldom."""
     for got, expected in zip(mine, right, strict=True):
         assert got.dtype == expected.dtype
@@ -59,10 +77,27 @@ def test_the_kernel_gives_what_pytorch_gives(name: str) -> None:
     from attn_compiler.lowerings import fp8_rounding_launch
 
     x, how = given(), CASES[name]
-    for mean, scale in extras(x, how):
-        with rounding_as_hardware():
-            mine = fp8_rounding_launch.round_fp8(x, mean, scale, how.to_text())
-        assert_same(mine, fp8_rounding._in_pytorch(x, mean, scale, how))
+    read = tensors(how, x)
+    for mean, largest in extras(read):
+        for per in (None, *(PER if largest else ())):
+            asked = dataclasses.replace(how, per=per)
+            with rounding_as_hardware():
+                mine = fp8_rounding_launch.round_fp8(read, mean, largest, asked.to_text())
+            assert_same(mine, fp8_rounding._round_in_pytorch(read, mean, largest, asked))
+
+
+@interpreted
+@pytest.mark.parametrize("per", PER)
+@pytest.mark.parametrize("name", ["blocks of two parts", "three"])
+def test_the_largest_magnitudes_are_those_of_what_is_finite(name: str, per: fp8_rounding.Per) -> None:
+    from attn_compiler.lowerings import fp8_rounding_launch
+
+    how = dataclasses.replace(CASES[name], per=per)
+    read = tensors(how, given())
+    for mean, _ in extras(read)[:2]:
+        mine = fp8_rounding_launch.largest_fp8(read, mean, how.to_text())
+        torch.testing.assert_close(mine, fp8_rounding._largest_in_pytorch(read, mean, how))
+        assert mine.shape == fp8_rounding._fake_largest(read, mean, how.to_text()).shape
 
 
 @pytest.mark.gpu
@@ -71,21 +106,30 @@ def test_the_kernel_gives_what_pytorch_gives(name: str) -> None:
 def test_on_a_gpu_too(name: str, head_dim: int) -> None:
     x, how = given("cuda", torch.bfloat16), CASES[name]
     x = torch.cat([x] * 6, 3)[..., :head_dim] if head_dim != D else x
-    mine = fp8_rounding.round_fp8(x, None, None, how.to_text())
-    right = fp8_rounding._in_pytorch(x, None, None, how)
-    assert_same(mine, right)
+    read = tensors(how, x)
+    for mean, largest in extras(read):
+        asked = dataclasses.replace(how, per="head" if largest else None)
+        mine = fp8_rounding.round_fp8(read, mean, largest, asked.to_text())
+        assert_same(mine, fp8_rounding._round_in_pytorch(read, mean, largest, asked))
+        for per in PER:
+            asked = dataclasses.replace(how, per=per)
+            found = fp8_rounding.largest_fp8(read, mean, asked.to_text())
+            torch.testing.assert_close(found, fp8_rounding._largest_in_pytorch(read, mean, asked))
 
 
 def test_what_is_restored_passes_gradients_on() -> None:
-    how = How(format="e4m3", block=128, factor=0.5, restore="float16")
+    each = (How(format="e4m3", factor=0.5, restore="float16"), How(format="e5m2", restore="float16"))
+    how = Rounding(each=each, block=128)
     x = torch.randn(B, H, S, D).half().requires_grad_()
-    rounded, descale, restored = torch.ops.attn_compiler.round_fp8(x, None, None, how.to_text())
-    assert not rounded.requires_grad
-    assert not descale.requires_grad
-    torch.testing.assert_close(restored.float(), 0.5 * x.float(), rtol=0.07, atol=1e-2)
-    restored.backward(torch.ones_like(restored))
+    y = torch.randn(B, H, S, D).half().requires_grad_()
+    outputs = torch.ops.attn_compiler.round_fp8([x, y], None, [], how.to_text())
+    assert [output.requires_grad for output in outputs] == [False, False, True] * 2 + [False]
+    torch.testing.assert_close(outputs[2].float(), 0.5 * x.float(), rtol=0.07, atol=1e-2)
+    (outputs[2] + 3 * outputs[5]).backward(torch.ones_like(x))
     assert x.grad is not None
+    assert y.grad is not None
     assert torch.equal(x.grad, torch.full_like(x, 0.5))
+    assert torch.equal(y.grad, torch.full_like(x, 3.0))
 
 
 def test_positions_last_lie_as_threads_hold_weights() -> None:

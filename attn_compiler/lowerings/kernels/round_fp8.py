@@ -1,6 +1,8 @@
-"""Rounds one tensor to FP8 or int8 in one pass: the largest magnitude of a block, its scale, the numbers, and what they stand for.
+"""Rounds up to three tensors to FP8 or int8 in one launch and one pass, and finds their largest magnitudes in another.
 
-Nodes that Inductor fuses need two passes for the same, and write v's turned tiles a byte at a time.
+Nodes that Inductor makes kernels of need a launch for each tensor, two where scales come from the numbers themselves, and write v's
+turned tiles a byte at a time. What a number costs counts here as much as its bytes: a number that is not finite is looked for only where
+the largest magnitude says that there is one, and becomes NaN by being multiplied by 0.
 """
 
 from __future__ import annotations
@@ -13,77 +15,257 @@ _WHOLE = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def _load(X, Mean, rows, dims, length, stride, factor, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
-    """(SIZE, WIDTH) in float32, 0 beyond the tensor; and where numbers are finite."""
-    inside = rows < length
-    if PADDED:
+def _rows(first, length, PART: tl.constexpr):
+    rows = first + tl.arange(0, PART)[:, None]
+    return rows, rows < length
+
+
+@triton.jit
+def _load(X, Mean, first, dims, length, stride, PART: tl.constexpr, HEAD_DIM: tl.constexpr, FACTOR: tl.constexpr):
+    """(PART, WIDTH) in float32, 0 beyond the tensor. X, Mean: of the head."""
+    rows, inside = _rows(first, length, PART)
+    if dims.shape[1] > HEAD_DIM:
         inside = inside & (dims < HEAD_DIM)
-    x = tl.load(X + rows.to(tl.int64) * stride + dims, mask=inside, other=0.0).to(tl.float32) * factor
+    x = tl.load(X + rows.to(tl.int64) * stride + dims, mask=inside, other=0.0).to(tl.float32)
+    if FACTOR != 1.0:
+        x = x * FACTOR
     if Mean is not None:
-        mean = tl.load(Mean + dims, mask=dims < HEAD_DIM, other=0.0)
-        x = tl.where(inside, x - mean, 0.0)
-    return x, tl.abs(x) < float("inf")
+        x = tl.where(inside, x - tl.load(Mean + dims, mask=dims < HEAD_DIM, other=0.0), 0.0)
+    return x
+
+
+@triton.jit
+def _largest_of(x):
+    return tl.max(tl.max(tl.abs(x), 1), 0)
+
+
+@triton.jit
+def _largest_finite(
+    X, Mean, first, dims, length, stride,
+    PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
+    """Of PARTS · PART positions, from memory again."""
+    found = 0.0
+    for part in range(PARTS):
+        x = _load(X, Mean, first + part * PART, dims, length, stride, PART, HEAD_DIM, FACTOR)
+        found = tl.maximum(found, _largest_of(tl.where(tl.abs(x) < float("inf"), x, 0.0)))
+    return found
+
+
+@triton.jit
+def _largest(
+    x, X, Mean, first, dims, length, stride,
+    PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
+    """The largest finite magnitude of PARTS · PART positions, whose first PART are x."""
+    found = _largest_of(x)
+    for part in tl.static_range(1, PARTS):
+        further = _load(X, Mean, first + part * PART, dims, length, stride, PART, HEAD_DIM, FACTOR)
+        found = tl.maximum(found, _largest_of(further))
+    # Not so for NaN, which a maximum may or may not pass on.
+    if found < float("inf"):
+        pass
+    else:
+        found = _largest_finite(X, Mean, first, dims, length, stride, PARTS, PART, HEAD_DIM, FACTOR)
+    return found
+
+
+@triton.jit
+def _keep_largest(Place, found):
+    """Of numbers that are not negative, bits are in the order of the numbers: the result is the same in any order."""
+    tl.atomic_max(Place, found.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _write(
+    x, scale, descale, Mean, Rounded, Restored, first, dims, length, stride, stride_restored, largest,
+    HEAD_DIM: tl.constexpr, PART: tl.constexpr, TURNED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """One part: rounded, and what that stands for."""
+    rows, inside = _rows(first, length, PART)
+    WIDTH: tl.constexpr = dims.shape[1]
+    y = x * scale
+    if WHOLE:
+        y = tl.minimum(tl.maximum(y, -largest), largest)
+        rounded = (tl.where(tl.abs(x) < float("inf"), y, 0.0) + _WHOLE - _WHOLE).to(Rounded.dtype.element_ty)
+    else:
+        # Conversion saturates, which would make a number of what is infinite.
+        rounded = (y + x * 0.0).to(Rounded.dtype.element_ty)
+    if TURNED:
+        # Kernels want positions last, in the order of fp8_rounding.in_order.
+        groups = tl.reshape(tl.trans(rounded), (WIDTH, PART // 16, 2, 4, 2))
+        lying = tl.reshape(tl.permute(groups, (0, 1, 3, 2, 4)), (WIDTH, PART))
+        positions = first + tl.arange(0, PART)[None, :]
+        turned_dims = tl.arange(0, WIDTH)[:, None]
+        mask = (positions < tl.cdiv(length, 16) * 16) & (turned_dims < HEAD_DIM)
+        tl.store(Rounded + turned_dims.to(tl.int64) * stride + positions, lying, mask=mask)
+    else:
+        tl.store(Rounded + rows.to(tl.int64) * stride + dims, rounded, mask=inside & (dims < HEAD_DIM))
+    if Restored is not None:
+        back = rounded.to(tl.float32) * descale
+        if Mean is not None:
+            back += tl.load(Mean + dims, mask=dims < HEAD_DIM, other=0.0)
+        pointers = Restored + rows.to(tl.int64) * stride_restored + dims
+        tl.store(pointers, back.to(Restored.dtype.element_ty), mask=inside & (dims < HEAD_DIM))
+
+
+@triton.jit
+def _round(
+    place, X, Mean, Largest, Newest, Rounded, Descale, Restored,
+    stride_xb, stride_xh, stride_xs, stride_yb, stride_yh, stride_ys, stride_rb, stride_rh, stride_rs,
+    largest_b, largest_h, newest_b, newest_h, heads, length,
+    largest, fits, BLOCK: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    FACTOR: tl.constexpr, TURNED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """BLOCK positions of one head of one tensor: `place` counts blocks, then heads, then batch rows."""
+    blocks = tl.cdiv(length, BLOCK)
+    block, row = place % blocks, place // blocks
+    head, batch = row % heads, (row // heads).to(tl.int64)
+    X += batch * stride_xb + head.to(tl.int64) * stride_xh
+    Rounded += batch * stride_yb + head.to(tl.int64) * stride_yh
+    if Restored is not None:
+        Restored += batch * stride_rb + head.to(tl.int64) * stride_rh
+    if Mean is not None:
+        Mean += row.to(tl.int64) * HEAD_DIM
+    dims = tl.arange(0, WIDTH)[None, :]
+    first = block * BLOCK
+    PARTS: tl.constexpr = BLOCK // PART
+    x = _load(X, Mean, first, dims, length, stride_xs, PART, HEAD_DIM, FACTOR)
+    if Largest is None or Newest is not None:
+        found = _largest(x, X, Mean, first, dims, length, stride_xs, PARTS, PART, HEAD_DIM, FACTOR)
+    if Newest is not None:
+        _keep_largest(Newest + (row - head) * newest_b + head * newest_h, found)
+    if Largest is None:
+        magnitude = found
+    else:
+        magnitude = tl.load(Largest + batch * largest_b + head * largest_h)
+    scale = fits / magnitude
+    # 0, or so small that the quotient overflows: any scale does.
+    scale = tl.where((magnitude > 0.0) & (scale < float("inf")), scale, 1.0)
+    descale = 1.0 / scale
+    if Largest is None:
+        tl.store(Descale + row.to(tl.int64) * blocks + block, descale)
+    else:
+        # Of those that share it the first one.
+        is_first = (block == 0) & ((largest_h != 0) | (head == 0)) & ((largest_b != 0) | (batch == 0))
+        tl.store(Descale + batch * largest_b + head * largest_h, descale, mask=is_first)
+    _write(
+        x, scale, descale, Mean, Rounded, Restored, first, dims, length, stride_ys, stride_rs, largest,
+        HEAD_DIM, PART, TURNED, WHOLE,
+    )  # fmt: skip
+    for part in tl.static_range(1, PARTS):
+        at = first + part * PART
+        x = _load(X, Mean, at, dims, length, stride_xs, PART, HEAD_DIM, FACTOR)
+        _write(
+            x, scale, descale, Mean, Rounded, Restored, at, dims, length, stride_ys, stride_rs, largest,
+            HEAD_DIM, PART, TURNED, WHOLE,
+        )  # fmt: skip
 
 
 @triton.jit
 def round_fp8(
-    X, Mean, Scale, Rounded, Descale, Restored,
-    stride_xb, stride_xh, stride_xs, stride_rb, stride_rh, stride_rs, scale_b, scale_h,
-    heads, length, padded, blocks, factor, largest, fits,
-    BLOCK: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    TURNED: tl.constexpr, WHOLE: tl.constexpr,
+    X0, X1, X2, Mean, Largest0, Largest1, Largest2, Newest,
+    Rounded0, Rounded1, Rounded2, Descale0, Descale1, Descale2, Restored0, Restored1, Restored2,
+    stride_xb0, stride_xh0, stride_xs0, stride_yb0, stride_yh0, stride_ys0, stride_rb0, stride_rh0, stride_rs0, largest_b0, largest_h0,
+    heads0, length0, programs0, largest0, fits0,
+    stride_xb1, stride_xh1, stride_xs1, stride_yb1, stride_yh1, stride_ys1, stride_rb1, stride_rh1, stride_rs1, largest_b1, largest_h1,
+    heads1, length1, programs1, largest1, fits1,
+    stride_xb2, stride_xh2, stride_xs2, stride_yb2, stride_yh2, stride_ys2, stride_rb2, stride_rh2, stride_rs2, largest_b2, largest_h2,
+    heads2, length2, programs2, largest2, fits2,
+    newest_b, newest_h, newest1, newest2,
+    BLOCK: tl.constexpr, PART: tl.constexpr, MEAN_OF: tl.constexpr,
+    HEAD_DIM0: tl.constexpr, WIDTH0: tl.constexpr, FACTOR0: tl.constexpr, TURNED0: tl.constexpr, WHOLE0: tl.constexpr,
+    HEAD_DIM1: tl.constexpr, WIDTH1: tl.constexpr, FACTOR1: tl.constexpr, TURNED1: tl.constexpr, WHOLE1: tl.constexpr,
+    HEAD_DIM2: tl.constexpr, WIDTH2: tl.constexpr, FACTOR2: tl.constexpr, TURNED2: tl.constexpr, WHOLE2: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of BLOCK positions, H, B). See fp8_rounding.round_fp8; X is (B, H, S, D), so is Restored.
+    """Grid: (programs0 + programs1 + programs2,). See fp8_rounding.round_fp8; X: (B, H, S, D), as is Restored; X1, X2 may be None.
 
-    Mean: float32 (B, H, 1, D), contiguous, or None. Scale: float32, or None: from the block's largest magnitude, which becomes `fits`.
-    Rounded: (B, H, S, D), or TURNED: (B, H, D, padded). WIDTH: D up to a power of two. WHOLE: to int8.
+    Mean: float32 (B, H, 1, D), contiguous, of the tensor MEAN_OF, or None. Largest: float32, or None: each block's own, which becomes
+    `fits`. Newest: the bits of float32, where the largest magnitudes are kept, of the second tensor from newest1 on. Rounded:
+    (B, H, S, D), or TURNED: (B, H, D, S'). WIDTH: D up to a power of two. WHOLE: to int8.
     """
-    block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = batch.to(tl.int64) * heads + head
+    # What a pass before this one read last is still in the cache.
+    place = tl.num_programs(0) - 1 - tl.program_id(0)
+    if place < programs0:
+        _round(
+            place, X0, Mean if MEAN_OF == 0 else None, Largest0, Newest, Rounded0, Descale0, Restored0,
+            stride_xb0, stride_xh0, stride_xs0, stride_yb0, stride_yh0, stride_ys0, stride_rb0, stride_rh0, stride_rs0,
+            largest_b0, largest_h0, newest_b, newest_h, heads0, length0,
+            largest0, fits0, BLOCK, PART, HEAD_DIM0, WIDTH0, FACTOR0, TURNED0, WHOLE0,
+        )  # fmt: skip
+    elif X1 is not None:
+        if place < programs0 + programs1:
+            _round(
+                place - programs0, X1, Mean if MEAN_OF == 1 else None, Largest1,
+                None if Newest is None else Newest + newest1, Rounded1, Descale1, Restored1,
+                stride_xb1, stride_xh1, stride_xs1, stride_yb1, stride_yh1, stride_ys1, stride_rb1, stride_rh1, stride_rs1,
+                largest_b1, largest_h1, newest_b, newest_h, heads1, length1,
+                largest1, fits1, BLOCK, PART, HEAD_DIM1, WIDTH1, FACTOR1, TURNED1, WHOLE1,
+            )  # fmt: skip
+        elif X2 is not None:
+            _round(
+                place - programs0 - programs1, X2, Mean if MEAN_OF == 2 else None, Largest2,
+                None if Newest is None else Newest + newest2, Rounded2, Descale2, Restored2,
+                stride_xb2, stride_xh2, stride_xs2, stride_yb2, stride_yh2, stride_ys2, stride_rb2, stride_rh2, stride_rs2,
+                largest_b2, largest_h2, newest_b, newest_h, heads2, length2,
+                largest2, fits2, BLOCK, PART, HEAD_DIM2, WIDTH2, FACTOR2, TURNED2, WHOLE2,
+            )  # fmt: skip
+
+
+@triton.jit
+def _keep_largest_of(
+    place, X, Mean, Kept, stride_xb, stride_xh, stride_xs, kept_b, kept_h, heads, length,
+    PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
+    """PARTS · PART positions of one head of one tensor."""
+    blocks = tl.cdiv(length, PARTS * PART)
+    block, row = place % blocks, place // blocks
+    head, batch = row % heads, row // heads
     X += batch.to(tl.int64) * stride_xb + head.to(tl.int64) * stride_xh
     if Mean is not None:
-        Mean += row * HEAD_DIM
+        Mean += row.to(tl.int64) * HEAD_DIM
     dims = tl.arange(0, WIDTH)[None, :]
-    local = tl.arange(0, PART)[:, None]
-    first = block * BLOCK
-    if Scale is None:
-        largest_here = 0.0
-        for part in tl.static_range(BLOCK // PART):
-            x, finite = _load(
-                X, Mean, first + part * PART + local, dims, length, stride_xs, factor, HEAD_DIM, WIDTH > HEAD_DIM
-            )
-            largest_here = tl.maximum(largest_here, tl.max(tl.max(tl.where(finite, tl.abs(x), 0.0), 1), 0))
-        scale = fits / largest_here
-        # 0, or so small that the quotient overflows: any scale does.
-        scale = tl.where((largest_here > 0.0) & (scale < float("inf")), scale, 1.0)
-        tl.store(Descale + row * blocks + block, 1.0 / scale)
+    first = block * (PARTS * PART)
+    most = tl.zeros((PART, WIDTH), tl.float32)
+    for part in tl.static_range(PARTS):
+        x = _load(X, Mean, first + part * PART, dims, length, stride_xs, PART, HEAD_DIM, FACTOR)
+        most = tl.maximum(most, tl.abs(x))
+    found = _largest_of(most)
+    if found < float("inf"):
+        pass
     else:
-        scale = tl.load(Scale + batch * scale_b + head * scale_h)
-    for part in tl.static_range(BLOCK // PART):
-        rows = first + part * PART + local
-        x, finite = _load(X, Mean, rows, dims, length, stride_xs, factor, HEAD_DIM, WIDTH > HEAD_DIM)
-        y = tl.minimum(tl.maximum(x * scale, -largest), largest)
-        if WHOLE:
-            rounded = (tl.where(finite, y, 0.0) + _WHOLE - _WHOLE).to(Rounded.dtype.element_ty)
-        else:
-            rounded = tl.where(finite, y, float("nan")).to(Rounded.dtype.element_ty)
-        inside = (rows < length) & (dims < HEAD_DIM)
-        if TURNED:
-            # Kernels want positions last, in the order of fp8_rounding.in_order.
-            groups = tl.reshape(tl.trans(rounded), (WIDTH, PART // 16, 2, 4, 2))
-            lying = tl.reshape(tl.permute(groups, (0, 1, 3, 2, 4)), (WIDTH, PART))
-            positions = first + part * PART + tl.arange(0, PART)[None, :]
-            turned_dims = tl.arange(0, WIDTH)[:, None]
-            pointers = Rounded + row * HEAD_DIM * padded + turned_dims * padded + positions
-            tl.store(pointers, lying, mask=(positions < padded) & (turned_dims < HEAD_DIM))
-        else:
-            tl.store(Rounded + (row * length + rows) * HEAD_DIM + dims, rounded, mask=inside)
-        if Restored is not None:
-            back = rounded.to(tl.float32) / scale
-            if not WHOLE:
-                back = tl.where(finite, back, float("nan"))
-            if Mean is not None:
-                back += tl.load(Mean + dims, mask=dims < HEAD_DIM, other=0.0)
-            pointers = Restored + batch.to(tl.int64) * stride_rb + head.to(tl.int64) * stride_rh
-            pointers += rows.to(tl.int64) * stride_rs + dims
-            tl.store(pointers, back.to(Restored.dtype.element_ty), mask=inside)
+        found = _largest_finite(X, Mean, first, dims, length, stride_xs, PARTS, PART, HEAD_DIM, FACTOR)
+    _keep_largest(Kept + batch * kept_b + head * kept_h, found)
+
+
+@triton.jit
+def largest_fp8(
+    X0, X1, X2, Mean, Kept,
+    stride_xb0, stride_xh0, stride_xs0, kept_b0, kept_h0, heads0, length0, programs0,
+    stride_xb1, stride_xh1, stride_xs1, kept_b1, kept_h1, heads1, length1, programs1,
+    stride_xb2, stride_xh2, stride_xs2, kept_b2, kept_h2, heads2, length2, programs2,
+    kept1, kept2,
+    PARTS: tl.constexpr, PART: tl.constexpr, MEAN_OF: tl.constexpr,
+    HEAD_DIM0: tl.constexpr, WIDTH0: tl.constexpr, FACTOR0: tl.constexpr,
+    HEAD_DIM1: tl.constexpr, WIDTH1: tl.constexpr, FACTOR1: tl.constexpr,
+    HEAD_DIM2: tl.constexpr, WIDTH2: tl.constexpr, FACTOR2: tl.constexpr,
+):  # fmt: skip
+    """Grid: (programs0 + programs1 + programs2,). See fp8_rounding.largest_fp8. Kept: the bits of float32, 0 before; of the second tensor
+    from kept1 on. The rest as in `round_fp8`."""
+    place = tl.program_id(0)
+    if place < programs0:
+        _keep_largest_of(
+            place, X0, Mean if MEAN_OF == 0 else None, Kept, stride_xb0, stride_xh0, stride_xs0,
+            kept_b0, kept_h0, heads0, length0, PARTS, PART, HEAD_DIM0, WIDTH0, FACTOR0,
+        )  # fmt: skip
+    elif X1 is not None:
+        if place < programs0 + programs1:
+            _keep_largest_of(
+                place - programs0, X1, Mean if MEAN_OF == 1 else None, Kept + kept1, stride_xb1, stride_xh1, stride_xs1,
+                kept_b1, kept_h1, heads1, length1, PARTS, PART, HEAD_DIM1, WIDTH1, FACTOR1,
+            )  # fmt: skip
+        elif X2 is not None:
+            _keep_largest_of(
+                place - programs0 - programs1, X2, Mean if MEAN_OF == 2 else None, Kept + kept2, stride_xb2, stride_xh2, stride_xs2,
+                kept_b2, kept_h2, heads2, length2, PARTS, PART, HEAD_DIM2, WIDTH2, FACTOR2,
+            )  # fmt: skip
