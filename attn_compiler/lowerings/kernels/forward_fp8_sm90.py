@@ -29,8 +29,6 @@ ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(3)
 #: A maximum of nothing. Finite, so that differences are.
 _NOTHING = gl.constexpr(-1e30)
-#: its square is infinite
-_HUGE = gl.constexpr(3e38)
 #: Never 0, which -inf would turn into NaN.
 _LEAST_SCALE = gl.constexpr(1e-30)
 #: registers of a thread that only fetches
@@ -63,6 +61,14 @@ def _fetch(
 @gluon.jit
 def _tanh(x):
     return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _not_before(x):
+    """x, each thread's own: not known before the product that was waited for. Comparisons with it are made while another product runs
+    otherwise, and kept in bits that have to be taken apart again."""
+    asm: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 0, 31, -1;"
+    return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -115,16 +121,13 @@ def _tiles(
             own = softcap * LOG2E
         if MASKED:
             keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, QK_LAYOUT))[None, :]
-            most = (gl.minimum(rows + band_right, seqlen_kv - 1) - start)[:, None]
+            most = gl.minimum(rows + band_right, seqlen_kv - 1) - start
             if not HAS_RIGHT:
-                most = (rows * 0 + (seqlen_kv - 1 - start))[:, None]
+                most = rows * 0 + (seqlen_kv - 1 - start)
+            allowed = keys <= _not_before(most)[:, None]
             if HAS_LEFT:
-                least = (rows - band_left - start)[:, None]
-                qk = gl.where((keys <= most) & (keys >= least), qk, float("-inf"))
-            else:
-                # Comparisons are made while the product runs, and kept in bits that have to be taken apart again: with one bound,
-                # arithmetic is faster. A square that is infinite, times what is below 0, or 0.
-                qk = qk + gl.minimum(most.to(gl.float32) - keys.to(gl.float32), 0.0) * _HUGE * _HUGE
+                allowed = allowed & (keys >= _not_before(rows - band_left - start)[:, None])
+            qk = gl.where(allowed, qk, float("-inf"))
         new_peak = gl.maximum(peak, gl.max(qk, 1) * own)
         weights = gl.exp2(qk * own - (new_peak - WEIGHT)[:, None])
         decay = gl.exp2(peak - new_peak)
