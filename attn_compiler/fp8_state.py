@@ -19,14 +19,15 @@ _kept: list[tuple[str, weakref.ref[torch.Tensor]]] = []
 
 
 def keep(label: str, tensor: torch.Tensor) -> None:
-    """Know a buffer as long as some compiled graph holds it. label: "model.layers.0.self_attn/amax_q"."""
+    """Know a buffer as long as some compiled graph holds it. label: "model.layers.0.self_attn/amax"."""
     _kept[:] = [(name, ref) for name, ref in _kept if ref() is not None]
     _kept.append((label, weakref.ref(tensor)))
 
 
 def fp8_state_dict() -> dict[str, torch.Tensor]:
-    """Copies of all histories, float32 (amax_history_len, heads|1), newest first. By module path; what a path has several of (a graph
-    for training and one for inference, say) is numbered in the order of compilation: "path/amax_q", "path/amax_q#2"."""
+    """Copies of all histories, float32 (amax_history_len, n), newest first, for n magnitudes of q, then of k and v. By module path; what
+    a path has several of (a graph for training and one for inference, say) is numbered in the order of compilation: "path/amax",
+    "path/amax#2"."""
     return {name: tensor.detach().clone() for name, tensor in _live().items()}
 
 

@@ -147,7 +147,7 @@ def test_the_history_holds_the_last_steps_newest_first() -> None:
     for step in range(6):
         function(inputs(step))
     expected = torch.stack([amax_of(model, inputs(step)) for step in (5, 4, 3, 2)])
-    assert torch.equal(last_history("layers.0/amax_q")[:, 0], expected)
+    assert torch.equal(last_history("layers.0/amax")[:, 0], expected)
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
@@ -162,11 +162,11 @@ def test_recomputation_under_checkpoint_moves_the_history_on_once_and_sees_what_
             # Were the scales of the recomputation those of the next step, gradients would be others.
             function(inputs(step, 10.0**step)).float().square().mean().backward()
         gradients = [p.grad for p in model.parameters()]
-        names = [f"layers.{layer}/amax_{x}" for layer in range(2) for x in "qkv"]
+        names = [f"layers.{layer}/amax" for layer in range(2)]
         found.append((gradients, [last_history(name) for name in names]))
     (plain, kept), (recomputed, kept_too) = found
     assert all(map(torch.equal, kept, kept_too))
-    assert int((kept[0] > 0).sum()) == 3
+    assert ((kept[0] > 0).sum(0) == 3).all()
     for a, b in zip(plain, recomputed, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-3 * float(a.abs().max()))
 

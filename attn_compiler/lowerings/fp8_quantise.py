@@ -39,8 +39,8 @@ aten = torch.ops.aten
 _ALWAYS = ("q8", "k8", "v8", "descale_q", "descale_k", "descale_v")
 
 
-#: for each tensor the buffer, and what it held before
-Histories = dict[str, tuple[fx.Node, fx.Node]]
+#: a buffer, and what it held before
+History = tuple[fx.Node, fx.Node]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +118,8 @@ class _Quantiser:
         read = x if self._writes_restored else {name: self._detached(node) for name, node in x.items()}
         mean = self._packed(self._mean(self._exact(x["k"], factors["k"]))) if self._recipe.smooth_k else None
         how = self._how(factors)
-        histories = self._histories(read)
-        largest = self._magnitudes(read, mean, how, histories)
+        history = self._history(read)
+        largest = self._magnitudes(read, mean, how, history)
         outputs = self._round(read, mean, list(largest.values()), how)
         made: dict[str, fx.Node] = {}
         for i, name in enumerate(given):
@@ -129,9 +129,8 @@ class _Quantiser:
             made[name] = back if self._writes_restored else self._in_its_place(given[name], x[name], factors[name])
             if name == "q" and mean is not None:
                 made["shift"] = self._shift(self._wide(self._detached(back)), mean)
-        if isinstance(self._recipe.scaling, DelayedScaling):
-            newest = self._item(outputs, fp8_rounding.EACH * len(given))
-            self._move_on(histories, self._parts(newest, read, self._recipe.scaling.granularity))
+        if history is not None:
+            self._move_on(history, self._item(outputs, fp8_rounding.EACH * len(given)))
         return made
 
     @property
@@ -163,7 +162,7 @@ class _Quantiser:
         return self._call(op, list(x.values()), mean, largest, how.to_text())
 
     def _magnitudes(
-        self, x: dict[str, fx.Node], mean: fx.Node | None, how: Rounding, histories: Histories
+        self, x: dict[str, fx.Node], mean: fx.Node | None, how: Rounding, history: History | None
     ) -> dict[str, fx.Node]:
         """float32 (B|1, H|1, 1) of each tensor; nothing where each block has its own."""
         match self._recipe.scaling:
@@ -173,8 +172,8 @@ class _Quantiser:
                 text = dataclasses.replace(how, per=per).to_text()
                 kept = self._call(op, [self._detached(node) for node in x.values()], mean, text)
                 return self._parts(kept, x, per)
-            case DelayedScaling() as delayed:
-                return {name: self._of_steps_before(before, delayed) for name, (_, before) in histories.items()}
+            case DelayedScaling() as delayed if history is not None:
+                return self._parts(self._of_steps_before(history, delayed), x, delayed.granularity)
             case _:
                 return {}
 
@@ -188,24 +187,26 @@ class _Quantiser:
             found[name], start = self._call(torch.reshape, part, shape), start + size
         return found
 
-    def _histories(self, x: dict[str, fx.Node]) -> Histories:
+    def _history(self, x: dict[str, fx.Node]) -> History | None:
+        """The buffer (amax_history_len, n), for n magnitudes of all tensors: the newest first."""
         scaling = self._recipe.scaling
         if not isinstance(scaling, DelayedScaling):
-            return {}
-        heads = {name: fp8_rounding.count(self.emitter.value(node), scaling.granularity) for name, node in x.items()}
-        return {name: self.emitter.buffer(f"amax_{name}", (scaling.amax_history_len, heads[name])) for name in x}
+            return None
+        counts = [fp8_rounding.count(self.emitter.value(node), scaling.granularity) for node in x.values()]
+        return self.emitter.buffer("amax", (scaling.amax_history_len, sum(counts)))
 
-    def _of_steps_before(self, before: fx.Node, scaling: DelayedScaling) -> fx.Node:
-        """(1, H|1, 1), from what the buffer (amax_history_len, H|1) held."""
-        newest_first = self._call(aten.slice.Tensor, before, 0, 0, 1) if scaling.amax_compute_algo != "max" else before
-        return self._call(torch.reshape, self._call(torch.amax, newest_first, 0), (1, -1, 1))
+    def _of_steps_before(self, history: History, scaling: DelayedScaling) -> fx.Node:
+        """(n,)"""
+        _, before = history
+        newest = self._call(aten.slice.Tensor, before, 0, 0, 1) if scaling.amax_compute_algo != "max" else before
+        return self._call(torch.amax, newest, 0)
 
-    def _move_on(self, histories: Histories, newest: dict[str, fx.Node]) -> None:
-        """Each by one step."""
-        for name, (history, before) in histories.items():
-            kept = self._call(aten.slice.Tensor, before, 0, 0, self.emitter.value(before).shape[0] - 1)
-            row = self._call(torch.reshape, newest[name], (1, -1))
-            self._call(operator.setitem, history, ..., self._call(torch.cat, [row, kept]))
+    def _move_on(self, history: History, newest: fx.Node) -> None:
+        """By one step."""
+        buffer, before = history
+        kept = self._call(aten.slice.Tensor, before, 0, 0, self.emitter.value(before).shape[0] - 1)
+        row = self._call(torch.unsqueeze, newest, 0)
+        self._call(operator.setitem, buffer, ..., self._call(torch.cat, [row, kept]))
 
     def _in_its_place(self, given: fx.Node, x: fx.Node, factor: float) -> fx.Node:
         """Without a backward that reads it."""

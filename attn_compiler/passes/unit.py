@@ -37,7 +37,7 @@ class Call:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Buffer:
     """A tensor that compiled code keeps from call to call. name: the attribute of the root graph module that holds it. label: for people,
-    "model.layers.0.self_attn/amax_q". value: fake. node, held: in a body's graph, the placeholders that stand for it, and for what it held
+    "model.layers.0.self_attn/amax". value: fake. node, held: in a body's graph, the placeholders that stand for it, and for what it held
     before the call; None in the root's own."""
 
     name: str

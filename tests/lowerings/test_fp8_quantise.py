@@ -192,7 +192,7 @@ def test_delayed_scales_are_those_of_steps_before(algorithm: Any, expected: floa
     heads = H if granularity == "head" else 1
     assert torch.equal(scales[0], torch.ones(1, heads, 1))
     torch.testing.assert_close(scales[4], torch.full((1, heads, 1), expected / 448))
-    assert emitter.buffers["amax_q"][:, 0].tolist() == [0.5, 2.0, 1.0]
+    assert emitter.buffers["amax"][:, 0].tolist() == [0.5, 2.0, 1.0]
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
