@@ -19,10 +19,13 @@ from attn_compiler.lowerings.triton_plan import Tile
 #: positions that a program rounds at once
 PART = 128
 _WARPS = 8
+#: of a thread: so many that two programs share a multiprocessor; of head dims up to 64 four
+_REGISTERS, _NARROW = 128, 64
 #: of a program that looks for the largest magnitude: positions at once, and how often
 _LOOK_PART, _LOOKS, _LOOK_WARPS = 64, 4, 4
 #: tensors of a launch
 _MOST = 3
+_USUAL_WIDTH = 128
 
 Named = Mapping[str, torch.Tensor]
 
@@ -87,7 +90,10 @@ def _rounding(named: Named, how: Rounding, many: int) -> Arguments:
     numbers |= _offsets("newest", named, how.per, many)
     numbers |= {"newest_b": int(how.per == "row"), "newest_h": int(how.per in ("head", "row"))}
     names = [*_names("x", "largest", "rounded", "descale", "restored"), "mean", "newest"]
-    return _arguments(named, names, numbers, Tile(queries=PART, keys=PART, warps=_WARPS, stages=1))
+    narrow = max(numbers[f"WIDTH{i}"] for i in range(_MOST)) <= _NARROW
+    registers = _REGISTERS // 2 if narrow else _REGISTERS
+    tile = Tile(queries=PART, keys=PART, warps=_warps(_WARPS, numbers), stages=1, registers=registers)
+    return _arguments(named, names, numbers, tile)
 
 
 def _looking(named: Named, how: Rounding, many: int) -> Arguments:
@@ -99,8 +105,13 @@ def _looking(named: Named, how: Rounding, many: int) -> Arguments:
         numbers[f"kept_h{i}"] = int(per != "tensor")
         numbers[f"kept_b{i}"] = numbers[f"heads{i}"] if per == "row" else 0
     numbers |= _offsets("kept", named, per, many)
-    tile = Tile(queries=_LOOK_PART, keys=_LOOK_PART, warps=_LOOK_WARPS, stages=1)
+    tile = Tile(queries=_LOOK_PART, keys=_LOOK_PART, warps=_warps(_LOOK_WARPS, numbers), stages=1)
     return _arguments(named, [*_names("x"), "mean", "kept"], numbers, tile)
+
+
+def _warps(usual: int, numbers: Mapping[str, Any]) -> int:
+    """Twice as many where rows are wider, so that each thread holds as much."""
+    return usual if max(numbers[f"WIDTH{i}"] for i in range(_MOST)) <= _USUAL_WIDTH else 2 * usual
 
 
 def _of_one(named: Named, i: int, block: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from attn_compiler.spec import AttentionSpec
 #: queries of a program: of three warpgroups
 QUERIES = 192
 KEYS = 128
-STAGES = 2
+STAGES = 3
 REGISTERS = 160
 _WARPS = 4
 _ROWS = 64

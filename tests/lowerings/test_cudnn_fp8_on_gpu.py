@@ -92,13 +92,17 @@ def test_head_dims(head_dim: int, mask: str) -> None:
     assert_near(mask, RECIPE, (2, 4, 4, 512, head_dim))
 
 
-WHOLE_TILES: list[tuple[str, tuple[int, int, int, int, int], list[int] | None]] = [
+MULTIPLES: list[tuple[str, tuple[int, int, int, int, int], list[int] | None]] = [
     ("full", (2, 4, 4, 1024, 128), None),
     ("causal", (1, 4, 4, 4096, 128), None),
     ("causal", (2, 8, 2, 512, 128), None),
     ("window", (1, 4, 4, 1024, 128), None),
     ("lengths", (2, 4, 4, 512, 128), [512, 100]),
     ("lengths", (3, 8, 2, 512, 128), [0, 1, 300]),
+    ("full", (2, 8, 1, 208, 128), None),
+    ("causal", (2, 8, 2, 2000, 128), None),
+    ("window", (1, 4, 4, 1008, 128), None),
+    ("lengths", (2, 8, 1, 336, 128), [336, 100]),
 ]
 OTHERS: list[tuple[str, tuple[int, int, int, int, int], list[int] | None]] = [
     ("causal", (2, 4, 4, 500, 128), None),
@@ -110,7 +114,7 @@ OTHERS: list[tuple[str, tuple[int, int, int, int, int], list[int] | None]] = [
 
 @pytest.mark.parametrize(
     ("recipe", "mask", "sizes", "lengths"),
-    [*((RECIPE, *case) for case in (*WHOLE_TILES, *OTHERS)), *((BACKWARD, *case) for case in WHOLE_TILES)],
+    [*((RECIPE, *case) for case in (*MULTIPLES, *OTHERS)), *((BACKWARD, *case) for case in MULTIPLES)],
 )
 def test_masks_and_sizes(
     recipe: Fp8Recipe, mask: str, sizes: tuple[int, int, int, int, int], lengths: list[int] | None
