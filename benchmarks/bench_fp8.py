@@ -161,11 +161,12 @@ def kernel(case: Case, side: Side, q: Tensor, k: Tensor, v: Tensor) -> Callable[
     return lambda: leaf(*arguments)[0]
 
 
-def steps(case: Case, which: Pass, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Side, str, Callable[[], Timed]]]:
+def steps(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Side, str, Callable[[], Timed]]]:
     """Every side and part of a pass, and what makes it."""
+    case, which = job.case, job.which
     upstream = torch.ones_like(q) if which == "forward" else torch.randn_like(q)
     for side in SIDES:
-        if which not in side.passes:
+        if which not in side.passes or side.name not in job.sides:
             continue
         yield side, "whole", functools.partial(_whole, case, side, which, (q, k, v), upstream)
         if which == "forward" and side.recipe in KERNELS:
@@ -201,12 +202,13 @@ def _kernel(case: Case, side: Side, q: Tensor, k: Tensor, v: Tensor) -> Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One pass of a case, and how long it is timed."""
+    """One pass of a case, and how long it is timed. sides: names."""
 
     case: Case
     which: Pass
     device: str
     seconds: float
+    sides: tuple[str, ...] = tuple(side.name for side in SIDES)
 
 
 def prepare(job: Job, lock: AbstractContextManager[Any]) -> waves.Finish:
@@ -221,7 +223,7 @@ def prepare(job: Job, lock: AbstractContextManager[Any]) -> waves.Finish:
     rows: dict[str, dict[str, str]] = {}
     timed: dict[str, Timed] = {}
     found: dict[str, Sequence[Tensor]] = {}
-    for side, part, make in steps(case, which, q, k, v):
+    for side, part, make in steps(job, q, k, v):
         name = f"{side.name} {part}"
         rows[name] = case.columns | {"pass": which, "side": side.lowering, "recipe": side.recipe or "", "part": part}
         try:
@@ -294,6 +296,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--append", action="store_true")
     parser.add_argument("--cases", nargs="+", default=[case.name for case in CASES])
+    names = [side.name for side in SIDES]
+    parser.add_argument("--sides", nargs="+", choices=names, default=names)
     parser.add_argument("--passes", nargs="+", choices=("forward", "both"), default=["forward", "both"])
     parser.add_argument("--seconds", type=float, default=0.3, help="for all sides of one pass of a case")
     waves.add_arguments(parser, budget_seconds=600.0)
@@ -303,7 +307,7 @@ def main() -> int:
     environment = harness.environment(device, given.commit)
     file = harness.CsvFile(given.output, [*COLUMNS, *environment], append=given.append)
     jobs = [
-        Job(case=case, which=which, device=device, seconds=given.seconds)
+        Job(case=case, which=which, device=device, seconds=given.seconds, sides=tuple(given.sides))
         for which in given.passes
         for case in CASES
         if case.name in given.cases
