@@ -91,10 +91,12 @@ def emit(
     *,
     positions_last: bool = True,
     restored: bool = True,
+    rounds_q: bool = True,
 ) -> Rounded:
     """Round the site's q, k and v. positions_last: v8 as `names` says; else all three lie as they did. restored: the backward reads q, k
-    and v, else they are there for their gradients alone."""
-    made = _Quantiser(emitter, spec, positions_last, restored).all_of(operands)
+    and v, else they are there for their gradients alone. rounds_q: else q8 is q in the model's dtype, for a kernel that rounds it, and
+    descale_q, one number, is what that is to be multiplied by; not with scales that are known beforehand."""
+    made = _Quantiser(emitter, spec, positions_last, restored, rounds_q).all_of(operands)
     return Rounded(q=made["q"], k=made["k"], v=made["v"], operands=[made[name] for name in names(spec)])
 
 
@@ -104,6 +106,7 @@ class _Quantiser:
     spec: AttentionSpec
     positions_last: bool = True
     restored: bool = True
+    rounds_q: bool = True
 
     def all_of(self, operands: Operands) -> dict[str, fx.Node]:
         given = {"q": operands.q, "k": operands.k, "v": operands.v}
@@ -115,23 +118,30 @@ class _Quantiser:
         turned = {name: self._product_with_signs(given[name]) for name in ("q", "k") if self._recipe.hadamard}
         factors = {name: turned[name][1] if name in turned else 1.0 for name in given}
         x = {name: turned[name][0] if name in turned else node for name, node in given.items()}
-        read = x if self._writes_restored else {name: self._detached(node) for name, node in x.items()}
+        rounded = [name for name in given if name != "q" or self.rounds_q]
+        read = {name: x[name] if self._writes_restored else self._detached(x[name]) for name in rounded}
         mean = self._packed(self._mean(self._exact(x["k"], factors["k"]))) if self._recipe.smooth_k else None
-        how = self._how(factors)
+        how = self._how({name: factors[name] for name in rounded})
         history = self._history(read)
         largest = self._magnitudes(read, mean, how, history)
         outputs = self._round(read, mean, list(largest.values()), how)
-        made: dict[str, fx.Node] = {}
-        for i, name in enumerate(given):
+        made: dict[str, fx.Node] = {} if self.rounds_q else self._q_as_it_is(given["q"], x["q"], factors["q"])
+        for i, name in enumerate(read):
             made[f"{name}8"], made[f"descale_{name}"], back = (
                 self._item(outputs, fp8_rounding.EACH * i + j) for j in range(fp8_rounding.EACH)
             )
             made[name] = back if self._writes_restored else self._in_its_place(given[name], x[name], factors[name])
             if name == "q" and mean is not None:
                 made["shift"] = self._shift(self._wide(self._detached(back)), mean)
+        if mean is not None and not self.rounds_q:
+            made["shift"] = self._shift(self._exact(x["q"], factors["q"]), mean)
         if history is not None:
-            self._move_on(history, self._item(outputs, fp8_rounding.EACH * len(given)))
+            self._move_on(history, self._item(outputs, fp8_rounding.EACH * len(read)))
         return made
+
+    def _q_as_it_is(self, given: fx.Node, x: fx.Node, factor: float) -> dict[str, fx.Node]:
+        times = self._call(torch.full, (1, 1, 1), factor, device=self.emitter.value(x).device)
+        return {"q8": self._detached(x), "descale_q": times, "q": self._in_its_place(given, x, factor)}
 
     @property
     def _writes_restored(self) -> bool:

@@ -10,6 +10,7 @@ import operator
 import torch
 from torch import fx
 
+from attn_compiler.fp8_recipe import CurrentScaling
 from attn_compiler.lowerings import (
     fp8_limits,
     fp8_quantise,
@@ -67,7 +68,7 @@ class HopperFp8:
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         tiles = triton_tiles_table.tiles(spec, emitter.target)
-        rounded = fp8_quantise.emit(emitter, spec, operands)
+        rounded = fp8_quantise.emit(emitter, spec, operands, rounds_q=not _rounds_q(emitter, spec, operands))
         family = backward_of(spec, emitter.target)
         emitter.note(f"FP8 forward: {fp8_quantise.recipe_of(spec).words}; backward in {spec.dtype} ({family})")
         further = triton_operands.emit(emitter, spec, operands, tiles)
@@ -75,6 +76,15 @@ class HopperFp8:
         leaf = getattr(torch.ops.attn_compiler, _NAMES[family]).default
         outputs = emitter.call(leaf, rounded.q, rounded.k, rounded.v, [*rounded.operands, *further], text)
         return emitter.call(operator.getitem, outputs, 0)
+
+
+def _rounds_q(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> bool:
+    """Whether the kernel does, each row by a scale of its own: where no backward wants to know what q became, and the copy engine can
+    read it."""
+    q = emitter.value(operands.q)
+    is_readable = q.storage_offset() * q.element_size() % fp8_rounding.VECTOR == 0 and 0 not in q.stride()
+    current = fp8_quantise.recipe_of(spec).scaling
+    return not spec.needs_grad and is_readable and isinstance(current, CurrentScaling) and current.margin == 0
 
 
 def backward_of(spec: AttentionSpec, target: Target) -> str:

@@ -113,6 +113,58 @@ def test_what_the_kernel_says(pair: tuple[str, str], monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(lse, exact_lse, rtol=0, atol=0.02)
 
 
+ROUNDING_PAIRS = (
+    ("gqa", "head"),
+    ("causal", "int8"),
+    ("window_both_sides", "block"),
+    ("softcap", "block"),
+    ("even", "tensor"),
+)
+#: in whole q is not rounded by then, so what that takes away is part of the error
+_ROUNDS_Q = pytest.mark.parametrize(
+    "pair", [*ROUNDING_PAIRS, ("head_dims_80_48", "head"), ("sinks", "head")], ids="-".join
+)
+
+
+@_ROUNDS_Q
+def test_the_kernel_rounds_q(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    case, recipe = pair
+    given = fp8_problems.build(grown(BY_NAME[case]), RECIPES[recipe], dtype=torch.float16, device="cpu", rounds_q=False)
+    assert given.rounded["q8"].dtype == torch.float16
+    with torch.no_grad():
+        out, lse = in_torch(given, monkeypatch)
+        q, k, v = (x.detach().float() for x in fp8_problems.inputs(given)[:3])
+        exact_out, exact_lse = kernel_problems.attention(given.problem, q, k, v, given.problem.named)
+        assert float((out - exact_out).norm() / exact_out.norm()) < 0.05
+        torch.testing.assert_close(lse, exact_lse, rtol=0, atol=0.1)
+
+
+@pytest.mark.gpu
+@_ROUNDS_Q
+def test_on_a_gpu_it_rounds_q_too(pair: tuple[str, str], hopper: Target) -> None:
+    case, recipe = pair
+    given = fp8_problems.build(
+        grown(BY_NAME[case]), RECIPES[recipe], dtype=torch.bfloat16, target=hopper, rounds_q=False
+    )
+    with torch.no_grad():
+        out, lse = fp8_problems.outputs(dataclasses.replace(given, leaf="hopper_fp8"))
+        q, k, v = (x.detach().float() for x in fp8_problems.inputs(given)[:3])
+        exact_out, exact_lse = kernel_problems.attention(given.problem, q, k, v, given.problem.named)
+        assert float((out - exact_out).norm() / exact_out.norm()) < 0.05
+        torch.testing.assert_close(lse, exact_lse, rtol=0, atol=0.1)
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = kernel_problems.build(BY_NAME["even"], dtype=torch.float16, device="cpu")
+    usual = in_torch(fp8_problems.rounded_problem(problem, RECIPES["head"], rounds_q=False), monkeypatch)[0]
+    with torch.no_grad():
+        problem.q[0, 0, 1, 3], problem.q[0, 0, 2, 5], problem.q[0, 0, 3] = torch.inf, torch.nan, 0.0
+    found = in_torch(fp8_problems.rounded_problem(problem, RECIPES["head"], rounds_q=False), monkeypatch)[0]
+    assert found[0, 0, 1:3].isnan().all()
+    assert found[0, 0, 3:].isfinite().all()
+    assert torch.equal(found[0, 0, 4:], usual[0, 0, 4:])
+
+
 @pytest.mark.parametrize("section", [1, 4, 100])
 def test_every_block_of_every_head_is_computed_once(section: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six heads, so that the last section of four is smaller."""

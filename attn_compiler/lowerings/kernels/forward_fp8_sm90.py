@@ -19,6 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+#: of Triton 3.7, else of 3.6
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 #: log2 of what weights are rounded at: forward_fp8.WEIGHT
@@ -29,6 +32,8 @@ ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(3)
 #: A maximum of nothing. Finite, so that differences are.
 _NOTHING = gl.constexpr(-1e30)
+#: Added and taken away again, it leaves a whole number, the nearest and of two the even one.
+_WHOLE = gl.constexpr(12582912.0)
 #: Never 0, which -inf would turn into NaN.
 _LEAST_SCALE = gl.constexpr(1e-30)
 #: registers of a thread that only fetches
@@ -41,12 +46,12 @@ def _fetch(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The queries of every warpgroup, then tiles of keys and values, the last ones first."""
-    q_tiles, k_tiles, v_tiles, _ = tiles
+    _, k_tiles, v_tiles, _, q_given = tiles
     q_full, k_full, k_empty, v_full, v_empty = barriers
     for consumer in gl.static_range(CONSUMERS):
         full = q_full.index(consumer)
         mbarrier.expect(full, Q.block_type.nbytes)
-        tma.async_copy_global_to_shared(Q, [batch, head, start + consumer * ROWS, 0], full, q_tiles.index(consumer))
+        tma.async_copy_global_to_shared(Q, [batch, head, start + consumer * ROWS, 0], full, q_given.index(consumer))
     for i in range(count):
         stage, phase = i % STAGES, (i // STAGES) & 1
         first = (last - i) * BLOCK_N
@@ -94,7 +99,7 @@ def _tiles(
 
     state: maximum and sum of each row, the output, and v's descale that it is in units of.
     """
-    _, k_tiles, v_tiles, _ = tiles
+    _, k_tiles, v_tiles, _, _ = tiles
     _, k_full, k_empty, v_full, v_empty = barriers
     peak, total, out, descale_v = state
     SUM: gl.constexpr = gl.int32 if q.dtype == gl.int8 else gl.float32
@@ -113,11 +118,11 @@ def _tiles(
         qk = warpgroup_mma(q, k, no_scores, use_acc=False).to(gl.float32)
         mbarrier.arrive(k_empty.index(stage))
         if SOFTCAP:
-            x = qk * own
+            x = qk * own[:, None]
             if HAS_SHIFT:
                 x = x + shift[:, None]
             qk = _tanh(x)
-            own = softcap * LOG2E
+            own = gl.full([ROWS], softcap * LOG2E, gl.float32, layout=gl.SliceLayout(1, QK_LAYOUT))
         if MASKED:
             keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, QK_LAYOUT))[None, :]
             most = gl.minimum(rows + band_right, seqlen_kv - 1) - start
@@ -128,7 +133,7 @@ def _tiles(
                 allowed = allowed & (keys >= _not_before(rows - band_left - start)[:, None])
             qk = gl.where(allowed, qk, float("-inf"))
         new_peak = gl.maximum(peak, gl.max(qk, 1) * own)
-        weights = gl.exp2(qk * own - (new_peak - WEIGHT)[:, None])
+        weights = gl.exp2(qk * own[:, None] - (new_peak - WEIGHT)[:, None])
         decay = gl.exp2(peak - new_peak)
         total = total * decay + gl.sum(weights, 1)
         peak = new_peak
@@ -149,11 +154,39 @@ def _tiles(
 
 
 @gluon.jit
+def _queries(consumer: gl.constexpr, tiles, ROUND_Q: gl.constexpr, HEAD_DIM_QK: gl.constexpr, ROW: gl.constexpr):
+    """A warpgroup's, rounded; and each row's descale, or 1."""
+    q_tiles, _, _, _, q_given = tiles
+    q = q_tiles.index(consumer).reshape([ROWS, HEAD_DIM_QK])
+    if ROUND_Q:
+        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM_QK, 16]
+        )
+        x = q_given.index(consumer).reshape([ROWS, HEAD_DIM_QK]).load(LAYOUT).to(gl.float32)
+        largest = gl.max(gl.abs(x), 1)
+        LARGEST: gl.constexpr = 127.0 if q.dtype == gl.int8 else (448.0 if q.dtype == gl.float8e4nv else 57344.0)
+        scale = LARGEST / largest
+        scale = gl.where((largest > 0.0) & (scale < float("inf")), scale, 1.0)
+        y = x * scale[:, None]
+        if q.dtype == gl.int8:
+            y = gl.where(gl.abs(x) < float("inf"), y, 0.0) + _WHOLE - _WHOLE
+        q.store(y.to(q.dtype))
+        fence_async_shared()
+        # Here, or the compiler puts one before each product.
+        _barrier()
+        descales = gl.convert_layout(1.0 / scale, ROW, assert_trivial=True)
+    else:
+        descales = gl.full([ROWS], 1.0, gl.float32, layout=ROW)
+    return q, descales
+
+
+@gluon.jit
 def _compute(
     consumer: gl.constexpr, Out, Lse, DescaleQ, DescaleK, DescaleV, Shift, Sinks, tiles, barriers,
     batch, head, lse_row, start, last, count, scale, softcap, band_left, band_right, seqlen_q, seqlen_kv,
     HEAD_DIM_QK: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     SCALE_BLOCK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    ROUND_Q: gl.constexpr,
 ):  # fmt: skip
     """64 queries of one head."""
     QK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -165,7 +198,7 @@ def _compute(
     ROW: gl.constexpr = gl.SliceLayout(1, QK_LAYOUT)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
     HAS_SHIFT: gl.constexpr = Shift is not None
-    q_tiles, _, _, out_tiles = tiles
+    _, _, _, out_tiles, _ = tiles
     q_full, _, _, _, _ = barriers
     first_row = start + consumer * ROWS
     rows = first_row + gl.arange(0, ROWS, layout=ROW)
@@ -176,11 +209,11 @@ def _compute(
         if SOFTCAP:
             shift = shift * (scale / softcap)
     # What q kᵀ is multiplied by for logits in units of log 2, or for tanh's argument; up to k's descale where blocks have one.
-    block = gl.minimum(first_row, seqlen_q - 1) // SCALE_BLOCK if SCALE_BLOCK > 0 else 0
+    block = gl.minimum(first_row, seqlen_q - 1) // SCALE_BLOCK if SCALE_BLOCK > 0 and not ROUND_Q else 0
     factor = scale * gl.load(DescaleQ + block)
     if SCALE_BLOCK == 0:
         factor = factor * gl.load(DescaleK)
-    factor = gl.maximum(factor / softcap if SOFTCAP else factor * LOG2E, _LEAST_SCALE)
+    factor = factor / softcap if SOFTCAP else factor * LOG2E
 
     # Tiles from the last one on: those beyond this warpgroup's queries, those with a mask, those in full, those with a left edge.
     skipped, full, edge = 0, 0, count
@@ -200,7 +233,8 @@ def _compute(
     out = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, layout=OUT_LAYOUT)
     state = (peak, total, out, gl.load(DescaleV))
     mbarrier.wait(q_full.index(consumer), 0)
-    q = q_tiles.index(consumer).reshape([ROWS, HEAD_DIM_QK])
+    q, descales = _queries(consumer, tiles, ROUND_Q, HEAD_DIM_QK, ROW)
+    factor = gl.maximum(descales * factor, _LEAST_SCALE)
     _skip(0, skipped, barriers, STAGES)
     state = _tiles(
         skipped, full, state, q, tiles, barriers, DescaleK, DescaleV, last, rows, shift, factor, softcap,
@@ -255,8 +289,9 @@ def attention_forward_fp8_sm90(
 
     `section` heads take turns block by block before the next ones do: their keys and values should fit the L2 cache.
     Q, K (FP8 or int8), V, Out: descriptors of logical BHSD (V: BHDS) with tiles of (1, 1, 64, D), (1, 1, BLOCK_N, D),
-    (1, 1, Dv, BLOCK_N), (1, 1, 64, Dv), D and Dv powers of two: what is beyond a tensor is 0, or not written. Lse: (B, Hq, Sq).
-    Descales, Shift: as in forward_fp8.py. Sinks: (Hq,) or None. scale is positive. REGISTERS: of a thread that computes.
+    (1, 1, Dv, BLOCK_N), (1, 1, 64, Dv), D and Dv powers of two: what is beyond a tensor is 0, or not written. Q may have Out's dtype: it
+    is rounded here then, each row by a scale of its own. Lse: (B, Hq, Sq). Descales, Shift: as in forward_fp8.py. Sinks: (Hq,) or None.
+    scale is positive. REGISTERS: of a thread that computes.
     """
     # Later blocks have more keys under a causal mask: they go first, so that the last programs to run are short.
     nth, within = gl.program_id(0) // (section * blocks), gl.program_id(0) % (section * blocks)
@@ -266,11 +301,22 @@ def attention_forward_fp8_sm90(
     head, batch = row % heads_q, row // heads_q
     head_kv = head // group
     start = block * (ROWS * CONSUMERS)
+    ROUND_Q: gl.constexpr = Q.dtype != K.dtype
+    out_tiles = gl.allocate_shared_memory(Out.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM_V], Out.layout)
+    q_tiles = gl.allocate_shared_memory(K.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM_QK], K.layout)
+    if not ROUND_Q:
+        q_given = q_tiles
+    elif HEAD_DIM_QK == HEAD_DIM_V:
+        # The output is written long after they were read.
+        q_given = out_tiles
+    else:
+        q_given = gl.allocate_shared_memory(Q.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM_QK], Q.layout)
     tiles = (
-        gl.allocate_shared_memory(Q.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM_QK], Q.layout),
+        q_tiles,
         gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM_QK], K.layout),
         gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, HEAD_DIM_V, BLOCK_N], V.layout),
-        gl.allocate_shared_memory(Out.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM_V], Out.layout),
+        out_tiles,
+        q_given,
     )
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -306,17 +352,17 @@ def attention_forward_fp8_sm90(
             (_compute, (
                 0, Out, Lse, DescaleQ, DescaleK, DescaleV, Shift, Sinks, tiles, barriers, batch, head, lse_row, start, last,
                 count, scale, softcap, band_left, band_right, seqlen_q, seqlen_kv, HEAD_DIM_QK, HEAD_DIM_V, BLOCK_N,
-                STAGES, SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, SOFTCAP,
+                STAGES, SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ROUND_Q,
             )),
             (_compute, (
                 1, Out, Lse, DescaleQ, DescaleK, DescaleV, Shift, Sinks, tiles, barriers, batch, head, lse_row, start, last,
                 count, scale, softcap, band_left, band_right, seqlen_q, seqlen_kv, HEAD_DIM_QK, HEAD_DIM_V, BLOCK_N,
-                STAGES, SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, SOFTCAP,
+                STAGES, SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ROUND_Q,
             )),
             (_compute, (
                 2, Out, Lse, DescaleQ, DescaleK, DescaleV, Shift, Sinks, tiles, barriers, batch, head, lse_row, start, last,
                 count, scale, softcap, band_left, band_right, seqlen_q, seqlen_kv, HEAD_DIM_QK, HEAD_DIM_V, BLOCK_N,
-                STAGES, SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, SOFTCAP,
+                STAGES, SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ROUND_Q,
             )),
             (_fetch, (Q, K, V, tiles, barriers, batch, head, head_kv, start, last, count, BLOCK_N, STAGES)),
         ],

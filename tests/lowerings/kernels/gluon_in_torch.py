@@ -50,6 +50,9 @@ class Shared:
     def store(self, value: Tensor) -> None:
         self.memory.copy_(value)
 
+    def load(self, layout: Any) -> Tensor:
+        return self.memory.clone()
+
 
 @dataclass(frozen=True)
 class Descriptor:
@@ -138,7 +141,8 @@ def _language(program: Sequence[int], programs: Sequence[int]) -> types.SimpleNa
         "max": lambda x, axis: x.amax(axis),
         "sum": lambda x, axis: x.sum(axis),
         "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-        "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+        "full": lambda shape, value, dtype, layout: torch.full(shape, float(value), dtype=dtype),
+        "abs": torch.abs,
         "arange": lambda first, end, layout: torch.arange(first, end),
         "convert_layout": lambda x, layout, assert_trivial=False: x,
         "inline_asm_elementwise": lambda asm, constraints, args, **_: torch.tanh(*args) if "tanh" in asm else args[0],
@@ -146,6 +150,7 @@ def _language(program: Sequence[int], programs: Sequence[int]) -> types.SimpleNa
         "int32": torch.int32,
         "int64": torch.int64,
         "int8": torch.int8,
+        "float8e4nv": torch.float8_e4m3fn,
     }
     layouts = ("NVMMADistributedLayout", "SliceLayout", "DotOperandLayout")
     return types.SimpleNamespace(**made, **{name: lambda *args, **kwargs: None for name in layouts})
@@ -169,7 +174,7 @@ def run(module: Any, kernel: str, grid: Sequence[int], arguments: Mapping[str, A
     for program in itertools.product(*map(range, grid)):
         scope: dict[str, Any] = {name: x for name, x in constants.items() if not callable(x)}
         scope |= {"gl": _language(program, grid), "mbarrier": barrier, "tma": copies, "range": range}
-        scope |= {"warpgroup_mma": _mma, "fence_async_shared": _nothing}
+        scope |= {"warpgroup_mma": _mma, "fence_async_shared": _nothing, "_barrier": _nothing}
         for name, function in functions.items():
             scope[name] = types.FunctionType(
                 function.__code__, scope, name, function.__defaults__, function.__closure__
