@@ -228,6 +228,8 @@ def prepare(job: Job, lock: AbstractContextManager[Any]) -> waves.Finish:
         rows[name] = case.columns | {"pass": which, "side": side.lowering, "recipe": side.recipe or "", "part": part}
         try:
             step = make()
+            step.run(step.prepare())
+            # Scales from steps before are there from the second one on.
             found[name] = step.run(step.prepare())
             torch.cuda.synchronize(job.device)
             if part == "whole":
