@@ -1,6 +1,7 @@
 """The gradients of k and v: one program a block of keys, which sums over the blocks of queries and the query heads of a group.
 
-The scores are held transposed, (keys, queries), so that they are the left operand of both products. See backward.py.
+The scores are held transposed, (keys, queries), so that they are the left operand of both products. See backward.py. Where something
+is added to them, or they are kept, keys and queries are taken in the order of fragments.py.
 """
 
 from __future__ import annotations
@@ -9,17 +10,22 @@ import triton
 import triton.language as tl
 
 from attn_compiler.lowerings.kernels.backward import row_stats
+from attn_compiler.lowerings.kernels.fragments import (
+    in_query_order,
+    key_order,
+    load_distance_fragments,
+    load_fragments,
+    query_order,
+    store_fragments,
+)
 from attn_compiler.lowerings.kernels.tile_parts import (
     at_head,
     change,
     head_and_batch,
     is_allowed,
-    keep_scores,
     kept,
     kept_scores,
-    load_distances,
     load_list,
-    load_pairs,
     load_tile,
     partial_tile,
     queries_in_band,
@@ -29,19 +35,24 @@ from attn_compiler.lowerings.kernels.tile_parts import (
 
 @triton.jit
 def _step_kv(
-    grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1, tile, keys, keys_allowed, document_k, slope, seed, head,
+    grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1, tile, start_k, keys, keys_allowed, document_k, slope, seed, head,
     Q, GradOut, RowStats, stats_rows, Rows, rows_side, DocumentsQ, Mask, Bias, Distances, Scores,
     stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
     band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
-    BLOCK_M: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
     PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
-    FOR_K: tl.constexpr, FOR_V: tl.constexpr,
+    FOR_K: tl.constexpr, FOR_V: tl.constexpr, IN_FRAGMENTS: tl.constexpr,
 ):  # fmt: skip
     """What one block of queries adds to the gradients of a block of keys. The scores are transposed: (N, M)."""
     start = tile * BLOCK_M
+    order = None
     offsets = start + tl.arange(0, BLOCK_M)
+    natural = offsets
+    if IN_FRAGMENTS:
+        order = query_order(BLOCK_M)
+        offsets = start + order
     queries = offsets[None, :]
     lower, upper, document_q = None, None, None
     if MASKED:
@@ -53,30 +64,39 @@ def _step_kv(
             document_q = tl.load(DocumentsQ + offsets, mask=inside, other=0)[None, :]
     bias, distances = None, None
     if Bias is not None:
-        bias = load_pairs(Bias, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, True)
+        bias = load_fragments(Bias, start, start_k, bias_q, bias_k, seqlen_q, seqlen_kv, BLOCK_N, BLOCK_M)
     if Distances is not None:
-        distances = load_distances(Distances, queries, keys, distances_phase, seqlen_q, seqlen_kv, True)
-    q_0 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
+        distances = load_distance_fragments(
+            Distances, start, start_k, distances_phase, seqlen_q, seqlen_kv, BLOCK_N, BLOCK_M
+        )
+    q_0 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN, order)
     q_1 = q_0
     qk = tl.dot(k_0, tl.trans(q_0), input_precision=PRECISION)
     if QK_1 > 0:
-        q_1 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN)
+        q_1 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN, order)
         qk = tl.dot(k_1, tl.trans(q_1), qk, input_precision=PRECISION)
-    base, delta = row_stats(RowStats, offsets, stats_rows)
+    base, delta = row_stats(RowStats, natural, stats_rows)
+    if IN_FRAGMENTS:
+        base, delta = in_query_order(base, BLOCK_M), in_query_order(delta, BLOCK_M)
     logits, capped = change(
         qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, PLAIN, base[None, :]
     )
     weights = tl.exp2(logits)
     if MASKED:
         allowed = is_allowed(
-            queries, keys, lower, upper, document_q, document_k, keys_allowed, Mask, mask_q, mask_k,
+            queries, keys, lower, upper, document_q, document_k, keys_allowed, None if IN_FRAGMENTS else Mask, mask_q, mask_k,
             band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
+        if IN_FRAGMENTS and Mask is not None:
+            mask = load_fragments(Mask, start, start_k, mask_q, mask_k, seqlen_q, seqlen_kv, BLOCK_N, BLOCK_M)
+            allowed = allowed & (mask != 0)
         weights = tl.where(allowed, weights, 0.0)
-    grad_out_0 = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN)
+    grad_out_0 = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN, order)
     grad_out_1 = grad_out_0
     if V_1 > 0:
-        grad_out_1 = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
+        grad_out_1 = load_tile(
+            GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN, order
+        )
     used = weights
     if DROPOUT:
         keep = kept(seed, head, queries, keys, dropout_p)
@@ -96,7 +116,7 @@ def _step_kv(
         if MASKED:
             grad = tl.where(allowed, grad, 0.0)
         if Scores is not None:
-            keep_scores(Scores, queries, keys, pitch, grad, seqlen_q, seqlen_kv)
+            store_fragments(Scores, grad, start, start_k, pitch, seqlen_q, seqlen_kv, BLOCK_N, BLOCK_M)
         if SOFTCAP:
             grad *= 1.0 - capped * capped
         grad = grad.to(q_0.dtype)
@@ -128,7 +148,12 @@ def attention_grad_kv(
     block = tl.program_id(0)
     head_kv, batch = head_and_batch(HEADS_LAST)
     start = block * BLOCK_N
+    IN_FRAGMENTS: tl.constexpr = Bias is not None or Distances is not None or Scores is not None
+    order = None
     offsets = start + tl.arange(0, BLOCK_N)
+    if IN_FRAGMENTS:
+        order = key_order(BLOCK_N)
+        offsets = start + order
     keys = offsets[:, None]
     inside = keys < seqlen_kv
 
@@ -147,13 +172,15 @@ def attention_grad_kv(
     if DROPOUT:
         seed = tl.load(Seed)
 
-    k_0 = load_tile(K, start, stride_ks, seqlen_kv, keys_allowed, BLOCK_N, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
-    v_0 = load_tile(V, start, stride_vs, seqlen_kv, keys_allowed, BLOCK_N, 0, V_0, HEAD_DIM_V, True, ALIGN)
+    k_0 = load_tile(K, start, stride_ks, seqlen_kv, keys_allowed, BLOCK_N, 0, QK_0, HEAD_DIM_QK, True, ALIGN, order)
+    v_0 = load_tile(V, start, stride_vs, seqlen_kv, keys_allowed, BLOCK_N, 0, V_0, HEAD_DIM_V, True, ALIGN, order)
     k_1, v_1 = k_0, v_0
     if QK_1 > 0:
-        k_1 = load_tile(K, start, stride_ks, seqlen_kv, keys_allowed, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN)
+        k_1 = load_tile(
+            K, start, stride_ks, seqlen_kv, keys_allowed, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN, order
+        )
     if V_1 > 0:
-        v_1 = load_tile(V, start, stride_vs, seqlen_kv, keys_allowed, BLOCK_N, V_0, V_1, HEAD_DIM_V, True, ALIGN)
+        v_1 = load_tile(V, start, stride_vs, seqlen_kv, keys_allowed, BLOCK_N, V_0, V_1, HEAD_DIM_V, True, ALIGN, order)
     grad_k_0 = tl.zeros([BLOCK_N, QK_0], tl.float32)
     grad_k_1 = tl.zeros([BLOCK_N, QK_1 if QK_1 > 0 else 16], tl.float32)
     grad_v_0 = tl.zeros([BLOCK_N, V_0], tl.float32)
@@ -192,31 +219,31 @@ def attention_grad_kv(
             grad_k_0, grad_k_1, grad_v_0, grad_v_1 = _step_kv(
                 grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1,
                 partial_tile(List, i, first, second, full_first, full_last),
-                keys, keys_allowed, document_k, slope, seed, row,
+                start, keys, keys_allowed, document_k, slope, seed, row,
                 q_head, grad_head, stats_head, stats_rows, Rows, rows_side, DocumentsQ,
                 mask_head, bias_head, distances_head, scores_head,
                 stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
                 band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
-                BLOCK_M, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
-                HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, True, FOR_K, FOR_V,
+                BLOCK_M, BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
+                HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, True, FOR_K, FOR_V, IN_FRAGMENTS,
             )  # fmt: skip
         for tile in tl.range(full_first, full_last):
             grad_k_0, grad_k_1, grad_v_0, grad_v_1 = _step_kv(
                 grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1,
                 tile,
-                keys, keys_allowed, document_k, slope, seed, row,
+                start, keys, keys_allowed, document_k, slope, seed, row,
                 q_head, grad_head, stats_head, stats_rows, Rows, rows_side, DocumentsQ,
                 mask_head, bias_head, distances_head, scores_head,
                 stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
                 band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
-                BLOCK_M, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
-                HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, False, FOR_K, FOR_V,
+                BLOCK_M, BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
+                HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, False, FOR_K, FOR_V, IN_FRAGMENTS,
             )  # fmt: skip
     if FOR_K:
-        store_tile(GradK, start, stride_dks, seqlen_kv, grad_k_0 * scale, BLOCK_N, 0, QK_0, HEAD_DIM_QK)
+        store_tile(GradK, start, stride_dks, seqlen_kv, grad_k_0 * scale, BLOCK_N, 0, QK_0, HEAD_DIM_QK, order)
         if QK_1 > 0:
-            store_tile(GradK, start, stride_dks, seqlen_kv, grad_k_1 * scale, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK)
+            store_tile(GradK, start, stride_dks, seqlen_kv, grad_k_1 * scale, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, order)
     if FOR_V:
-        store_tile(GradV, start, stride_dvs, seqlen_kv, grad_v_0, BLOCK_N, 0, V_0, HEAD_DIM_V)
+        store_tile(GradV, start, stride_dvs, seqlen_kv, grad_v_0, BLOCK_N, 0, V_0, HEAD_DIM_V, order)
         if V_1 > 0:
-            store_tile(GradV, start, stride_dvs, seqlen_kv, grad_v_1, BLOCK_N, V_0, V_1, HEAD_DIM_V)
+            store_tile(GradV, start, stride_dvs, seqlen_kv, grad_v_1, BLOCK_N, V_0, V_1, HEAD_DIM_V, order)

@@ -18,7 +18,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 def load_tile(
     base, start, stride, length, allowed,
     SIZE: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr,
-    ALIGN: tl.constexpr,
+    ALIGN: tl.constexpr, order=None,
 ):  # fmt: skip
     """(SIZE, PART) elements: positions from `start`, head dims from FIRST. Zeros beyond the head dim and, if CHECK, beyond the
     length and where `allowed` (SIZE, 1) does not hold: what is stored there may be NaN.
@@ -26,6 +26,8 @@ def load_tile(
     ALIGN: every position begins at a multiple of so many elements, which is what lets a thread load a vector at once.
     """
     local = tl.arange(0, SIZE)[:, None]
+    if order is not None:
+        local = order[:, None]
     dims = FIRST + tl.arange(0, PART)[None, :]
     first = tl.multiple_of(start.to(tl.int64) * stride, ALIGN)
     pointers = base + first + tl.multiple_of(local * stride, [ALIGN, ALIGN]) + dims
@@ -52,10 +54,12 @@ def at_head(base, batch, head, stride_b, stride_h, ALIGN: tl.constexpr):
 @triton.jit
 def store_tile(
     base, start, stride, length, tile,
-    SIZE: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr,
+    SIZE: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, order=None,
 ):  # fmt: skip
     """The inverse of `load_tile`, in the dtype of the memory."""
     local = tl.arange(0, SIZE)[:, None]
+    if order is not None:
+        local = order[:, None]
     dims = FIRST + tl.arange(0, PART)[None, :]
     inside = start + local < length
     if FIRST + PART > HEAD_DIM:
@@ -128,6 +132,34 @@ def is_allowed(
     if Mask is not None:
         allowed = allowed & (load_pairs(Mask, queries, keys, mask_q, mask_k, seqlen_q, seqlen_kv, True) != 0)
     return allowed
+
+
+@triton.jit
+def allowed_at(
+    start_q, start_k, batch, head, Rows, Keys, DocumentsQ, DocumentsK, Mask,
+    rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
+    band_left, band_right, seqlen_q, seqlen_kv,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Which pairs of a tile (M, N) of any head and batch row are allowed: loads what `is_allowed` asks for."""
+    offsets = start_q + tl.arange(0, BLOCK_M)
+    inside = offsets < seqlen_q
+    keys = start_k + tl.arange(0, BLOCK_N)[None, :]
+    lower, upper, document_q, document_k, keys_allowed = None, None, None, None, None
+    if Rows is not None:
+        lower = tl.load(Rows + batch.to(tl.int64) * rows_b + offsets, mask=inside, other=0)[:, None]
+        upper = tl.load(Rows + batch.to(tl.int64) * rows_b + rows_side + offsets, mask=inside, other=0)[:, None]
+    if Keys is not None:
+        keys_allowed = tl.load(Keys + batch.to(tl.int64) * keys_b + keys, mask=keys < seqlen_kv, other=0) != 0
+    if DocumentsQ is not None:
+        document_q = tl.load(DocumentsQ + batch.to(tl.int64) * documents_qb + offsets, mask=inside, other=0)[:, None]
+        document_k = tl.load(DocumentsK + batch.to(tl.int64) * documents_kb + keys, mask=keys < seqlen_kv, other=0)
+    if Mask is not None:
+        Mask += batch.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h
+    return is_allowed(
+        offsets[:, None], keys, lower, upper, document_q, document_k, keys_allowed, Mask, mask_q, mask_k,
+        band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -280,14 +312,6 @@ def partial_tile(List, i, first, second, full_first, full_last):
 def kept_scores(Scores, row, seqlen_kv, pitch):
     """Where one head keeps its scores' gradients: (Skv, pitch), of which the first Sq of each row are used."""
     return Scores + row * seqlen_kv * tl.multiple_of(pitch, 16)
-
-
-@triton.jit
-def keep_scores(scores, queries, keys, pitch, tile, seqlen_q, seqlen_kv):
-    """Write a tile there, in the dtype of the tensor."""
-    inside = (queries < seqlen_q) & (keys < seqlen_kv)
-    pointers = scores + keys.to(tl.int64) * tl.multiple_of(pitch, 16) + queries
-    tl.store(pointers, tile.to(scores.dtype.element_ty), mask=inside)
 
 
 @triton.jit
