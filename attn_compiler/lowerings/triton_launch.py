@@ -104,9 +104,8 @@ class Backward:
     def numbers(self) -> dict[str, Any]:
         q, k, v, grad_out, out = (self.tensors[name] for name in ("Q", "K", "V", "GradOut", "Out"))
         shared = common(self.prepared, self.tensors) | strides("g", grad_out)
-        pitch = self.tensors["Scores"].stride(2) if self.keeps_scores else 0
         rows = self.tensors["RowStats"].shape[3]
-        return shared | {"ALIGN": alignment(q, k, v, grad_out, out), "pitch": pitch, "stats_rows": rows}
+        return shared | {"ALIGN": alignment(q, k, v, grad_out, out), "stats_rows": rows}
 
     @property
     def keeps_scores(self) -> bool:
@@ -115,8 +114,17 @@ class Backward:
 
     def parameters(self, *outputs: str) -> dict[str, str | None]:
         names = {name: name for name in ("Q", "K", "V", "GradOut", "RowStats", *outputs)}
-        scores = "Scores" if self.keeps_scores else None
-        return {**names, **operand_parameters(self.prepared), "Scores": scores}
+        return {**names, **operand_parameters(self.prepared)}
+
+    @property
+    def scores(self) -> dict[str, str | None]:
+        """The parameter for kept scores."""
+        return {"Scores": "Scores" if self.keeps_scores else None}
+
+    @property
+    def pitch(self) -> dict[str, int]:
+        """Elements from one row of kept scores to the next."""
+        return {"pitch": self.tensors["Scores"].stride(2) if self.keeps_scores else 0}
 
     def launch(self, kernel: Any, arguments: Callable[[Backward], Arguments], part: str = "") -> None:
         self.ran.append(launch(kernel, self.same, self.tensors, functools.partial(arguments, self), part))
@@ -186,7 +194,7 @@ def single_gradients(shared: Backward) -> dict[str, Callable[[], None]]:
     """
     shared.launch(backward.attention_row_stats, _row_stats)
     return {
-        "grad_q": functools.partial(shared.launch, backward.attention_grad_q, _grad_q),
+        "grad_q": functools.partial(_launch_grad_q, shared),
         "grad_kv": functools.partial(_launch_grad_kv, shared),
     }
 
@@ -195,9 +203,9 @@ def _all_gradients(shared: Backward) -> tuple[torch.Tensor, torch.Tensor, torch.
     if shared.keeps_scores:
         shared.launch(backward.attention_row_stats, _row_stats)
         _launch_grad_kv(shared)
-        shared.launch(backward.attention_grad_q, _grad_q)
+        _launch_grad_q(shared)
     else:
-        shared.launch(backward.attention_grad_q, _grad_q)
+        _launch_grad_q(shared)
         _launch_grad_kv(shared)
     further = {
         "bias": triton_launch_added.grad_bias,
@@ -227,6 +235,7 @@ def _add_scores(shared: Backward) -> None:
         q, k = shared.tensors["Q"], shared.tensors["K"]
         make = functools.partial(torch.empty, _scores_shape(q, k), dtype=q.dtype, device=q.device)
         shared.tensors["Scores"] = shared.same.empty("Scores", make)
+        triton_launch_added.add_further(shared)
 
 
 def _keeps_scores(shared: Backward) -> bool:
@@ -298,6 +307,13 @@ def _row_stats(shared: Backward) -> Arguments:
     )
 
 
+def _launch_grad_q(shared: Backward) -> None:
+    if shared.keeps_scores:
+        triton_launch_added.launch_grad_q_kept(shared)
+    else:
+        shared.launch(backward.attention_grad_q, _grad_q)
+
+
 def _grad_q(shared: Backward) -> Arguments:
     tile, grad_q = shared.prepared.call.tiles.grad_q, shared.tensors["GradQ"]
     numbers = {**shared.numbers(), **lists(shared.tensors.get("tiles")), **strides("dq", grad_q)}
@@ -321,12 +337,16 @@ def _launch_grad_kv(shared: Backward) -> None:
 
 def _grad_kv(shared: Backward, part: str) -> Arguments:
     tile, grad_k, grad_v = shared.prepared.call.tiles.grad_kv, shared.tensors["GradK"], shared.tensors["GradV"]
-    numbers = {**shared.numbers(), **lists(shared.tensors.get("tiles_by_key"))}
+    numbers = {**shared.numbers(), **shared.pitch, **lists(shared.tensors.get("tiles_by_key"))}
     numbers |= {**strides("dk", grad_k), **strides("dv", grad_v), "FOR_K": "k" in part, "FOR_V": "v" in part}
     heads_last = _heads_last(shared.tensors)
     return Arguments(
         grid=_grid(triton.cdiv(grad_k.shape[2], tile.keys), grad_k.shape[1], grad_k.shape[0], heads_last),
-        tensors={**shared.parameters("GradK", "GradV"), "Tiles": shared.prepared.present("tiles_by_key")},
+        tensors={
+            **shared.parameters("GradK", "GradV"),
+            **shared.scores,
+            "Tiles": shared.prepared.present("tiles_by_key"),
+        },
         numbers=numbers | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "HEADS_LAST": heads_last},
         tile=tile,
     )

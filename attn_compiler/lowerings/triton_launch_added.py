@@ -6,15 +6,16 @@ Imports triton, so it comes late.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import triton
 
-from attn_compiler.lowerings.kernels import bias_backward, sums_backward
+from attn_compiler.lowerings.kernels import bias_backward, kept_backward, sums_backward
 from attn_compiler.lowerings.launching import Arguments
 from attn_compiler.lowerings.ops import empty_gradient
-from attn_compiler.lowerings.triton_arguments import STATS_BLOCK, Prepared
+from attn_compiler.lowerings.triton_arguments import STATS_BLOCK, Prepared, lists, strides
 from attn_compiler.lowerings.triton_plan import Tile
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ _BIAS_TILES = {
 }
 _BIAS_TILE_SMALL = Tile(queries=32, keys=32, warps=4, stages=1)
 _DISTANCES_BLOCK = 128
+#: Queries of a group of programs of dq's launch, at least. Of fewer there are more sums by distance, of more less stays in the L2 cache:
+#: H200, B 8, S 2048, D 64, dq and a table's 128 / 256 / 512: 866 / 944 / 1045 µs, dq and a bias' 64 / 128 / 256: 915 / 905 / 886.
+_SPAN = 128
+
+T = TypeVar("T")
 
 
 def _bias_tile(prepared: Prepared) -> Tile:
@@ -40,7 +46,7 @@ def _bias_tile(prepared: Prepared) -> Tile:
 
 def _for_bias(shared: Backward) -> tuple[dict[str, Any], Tile]:
     """Numbers and the tile of both kernels of biases' gradients."""
-    numbers = shared.numbers()
+    numbers = shared.numbers() | shared.pitch
     tile = _bias_tile(shared.prepared)
     del numbers["PLAIN"], numbers["MASK_ALL"]
     plan = shared.prepared.plan
@@ -49,10 +55,67 @@ def _for_bias(shared: Backward) -> tuple[dict[str, Any], Tile]:
     return numbers | {"batch_size": batch, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys}, tile
 
 
+def add_further(shared: Backward) -> None:
+    """Room for what dq's launch makes, too, of kept scores: the gradient of a bias of both axes, or else sums by distance."""
+    plan, bias = shared.prepared.plan, shared.tensors.get("bias")
+    if plan.bias_grad and bias is not None and 1 not in bias.shape[2:]:
+        shared.tensors["GradBias"] = shared.same.empty("GradBias", functools.partial(empty_gradient, bias))
+    elif plan.distances_grad:
+        _add_sums(shared, _SPAN)
+
+
+def _add_sums(shared: Backward, span: int | None) -> None:
+    """Sums: float32 (Hq|1, spans, diagonals of one, 2, size of a tile), of so many queries a span; None: of all."""
+    q, k, distances = (shared.tensors[name] for name in ("Q", "K", "distances"))
+    size = _bias_tile(shared.prepared).queries
+    blocks_q, blocks_k = (triton.cdiv(x.shape[2], size) for x in (q, k))
+    spans, blocks = (1, blocks_q) if span is None else (triton.cdiv(q.shape[2], span), span // size)
+    shape = (distances.shape[0], spans, blocks_k + blocks - 1, 2, size)
+    make = functools.partial(torch.empty, shape, dtype=torch.float32, device=q.device)
+    shared.tensors["Sums"] = shared.same.empty("Sums", make)
+
+
+def launch_grad_q_kept(shared: Backward) -> None:
+    """dq of kept scores, and what there is room for."""
+    shared.launch(kept_backward.attention_grad_q_kept, _grad_q_kept)
+
+
+def _grad_q_kept(shared: Backward) -> Arguments:
+    tile, kernel = shared.prepared.call.tiles.grad_q, kept_backward.attention_grad_q_kept
+    q, grad, sums = shared.tensors["Q"], shared.tensors.get("GradBias"), shared.tensors.get("Sums")
+    numbers, bias_tile = _for_bias(shared)
+    size, heads, batch = bias_tile.queries, 1, 1
+    span, blocks_k, others = tile.queries, triton.cdiv(numbers["seqlen_kv"], size), 0
+    if grad is not None:
+        span, (batch, heads) = max(span, size, _SPAN), grad.shape[:2]
+        others = blocks_k * (span // size)
+    elif sums is not None:
+        heads, span, others = sums.shape[0], _SPAN, sums.shape[2]
+    numbers |= {f"grad_{axis}": 0 if grad is None else grad.stride(dim) for dim, axis in enumerate("bhqk")}
+    numbers |= {**lists(shared.tensors.get("tiles")), **strides("dq", shared.tensors["GradQ"])}
+    numbers |= {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "MASK_ALL": shared.prepared.plan.unlisted}
+    numbers |= {"ONE_B": batch == 1, "ONE_H": heads == 1, "SPAN": span, "SIZE": min(size, span)}
+    of_dq = span // tile.queries * (q.shape[0] // batch) * (q.shape[1] // heads)
+    further = {"Grad": "GradBias" if grad is not None else None, "Sums": "Sums" if sums is not None else None}
+    names = {**shared.parameters("GradQ"), **shared.scores, **further, "Tiles": shared.prepared.present("tiles")}
+    return Arguments(
+        grid=(triton.cdiv(q.shape[2], span) * (of_dq + others), heads * batch, 1),
+        tensors=_taken_by(kernel, names),
+        numbers=_taken_by(kernel, numbers),
+        tile=tile,
+    )
+
+
+def _taken_by(kernel: Any, given: Mapping[str, T]) -> dict[str, T]:
+    """Those that the kernel has parameters for."""
+    return {name: given[name] for name in kernel.arg_names if name in given}
+
+
 def grad_bias(shared: Backward) -> torch.Tensor:
-    make = functools.partial(empty_gradient, shared.tensors["bias"])
-    shared.tensors["GradBias"] = shared.same.empty("GradBias", make)
-    shared.launch(bias_backward.attention_grad_bias, _bias)
+    if "GradBias" not in shared.tensors:
+        make = functools.partial(empty_gradient, shared.tensors["bias"])
+        shared.tensors["GradBias"] = shared.same.empty("GradBias", make)
+        shared.launch(bias_backward.attention_grad_bias, _bias)
     return shared.tensors["GradBias"]
 
 
@@ -66,63 +129,61 @@ def _bias(shared: Backward) -> Arguments:
     blocks_k = 1 if ones[3] else triton.cdiv(numbers["seqlen_kv"], tile.keys)
     return Arguments(
         grid=(blocks_q * blocks_k, bias.shape[1], bias.shape[0]),
-        tensors={**shared.parameters(), "Grad": "GradBias"},
+        tensors={**shared.parameters(), **shared.scores, "Grad": "GradBias"},
         numbers=numbers,
         tile=tile,
     )
 
 
 def grad_distances(shared: Backward) -> torch.Tensor:
-    """Tiles summed along the diagonals of the scores, then each along its own: d = (key block - query block) · size + j - i.
+    """Tiles summed along the diagonals of the scores, then each along its own: by dq's launch, or one of their own.
 
     All of it goes to the first of the copies that the operand holds of the numbers.
     """
     distances = shared.tensors["distances"]
-    seqlen_q, seqlen_kv = shared.tensors["Q"].shape[2], shared.tensors["K"].shape[2]
-    size, heads = _bias_tile(shared.prepared).queries, distances.shape[0]
-    blocks_q, blocks_k = triton.cdiv(seqlen_q, size), triton.cdiv(seqlen_kv, size)
-    if blocks_q == 0 or blocks_k == 0:
+    if shared.tensors["Q"].shape[2] == 0 or shared.tensors["K"].shape[2] == 0:
         return torch.zeros_like(distances)
-    diagonals = blocks_q + blocks_k - 1
-    make = functools.partial(torch.empty, (heads, diagonals, size, size), dtype=torch.float32, device=distances.device)
-    shared.tensors["Diagonals"] = shared.same.empty("Diagonals", make)
-    shared.launch(bias_backward.attention_grad_distances, _distances)
+    if "Sums" in shared.tensors:
+        span = _SPAN
+    else:
+        _add_sums(shared, None)
+        shared.launch(bias_backward.attention_grad_distances, _distances)
+        span = shared.tensors["Q"].shape[2]
     shared.tensors["GradDistances"] = shared.same.empty("GradDistances", functools.partial(empty_gradient, distances))
-    # Column 0 is distance -(nQ - 1) · size - (size - 1).
-    first = blocks_q * size - seqlen_q
-    shared.launch(sums_backward.attention_sum_diagonals, functools.partial(_sum_diagonals, first=first))
+    shared.launch(sums_backward.attention_sum_diagonals, functools.partial(_sum_diagonals, span=span))
     return shared.tensors["GradDistances"]
 
 
 def _distances(shared: Backward) -> Arguments:
     numbers, tile = _for_bias(shared)
-    sums = shared.tensors["Diagonals"]
-    heads, diagonals = sums.shape[:2]
-    one = heads == 1 and numbers["heads_q"] > 1
+    heads, _, diagonals = shared.tensors["Sums"].shape[:3]
     return Arguments(
         grid=(diagonals, heads, 1),
-        tensors={**shared.parameters(), "Grad": "Diagonals"},
-        numbers=numbers | {"grad_h": sums.stride(0), "ONE_H": one},
+        tensors={**shared.parameters(), **shared.scores, "Sums": "Sums"},
+        numbers=numbers | {"ONE_H": heads == 1 and numbers["heads_q"] > 1},
         tile=tile,
     )
 
 
-def _sum_diagonals(shared: Backward, first: int) -> Arguments:
-    sums, grad = shared.tensors["Diagonals"], shared.tensors["GradDistances"]
+def _sum_diagonals(shared: Backward, span: int) -> Arguments:
+    sums, grad = shared.tensors["Sums"], shared.tensors["GradDistances"]
     heads, phases, size = grad.shape
+    seqlen_q, seqlen_kv = shared.tensors["Q"].shape[2], shared.tensors["K"].shape[2]
     numbers = {
         "grad_h": grad.stride(0),
         "grad_phase": grad.stride(1),
         "grad_size": size,
-        "diagonals": sums.shape[1],
-        "first": first,
-        "count": shared.tensors["Q"].shape[2] + shared.tensors["K"].shape[2] - 1,
-        "SIZE": sums.shape[2],
+        "spans": sums.shape[1],
+        "diagonals": sums.shape[2],
+        "span_blocks": triton.cdiv(span, sums.shape[4]),
+        "seqlen_q": seqlen_q,
+        "count": seqlen_q + seqlen_kv - 1,
+        "SIZE": sums.shape[4],
         "PHASES": phases,
         "BLOCK": _DISTANCES_BLOCK,
     }
     grid = (triton.cdiv(size, _DISTANCES_BLOCK), heads, 1)
-    return Arguments(grid=grid, tensors={"Sums": "Diagonals", "Grad": "GradDistances"}, numbers=numbers)
+    return Arguments(grid=grid, tensors={"Sums": "Sums", "Grad": "GradDistances"}, numbers=numbers)
 
 
 def grad_sinks(shared: Backward) -> torch.Tensor:

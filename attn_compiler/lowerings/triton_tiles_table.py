@@ -15,9 +15,10 @@ S 8192, B·S·H·D = 32M, in TFLOP/s (cuDNN 9.19 and FlexAttention beside them i
     112           64x64 w4 s3: 377           128x64 w8 s3: 495     64x128 w8 s3: 453
     with a bias of all heads, D 128: 128x64 w8 s3: 370, 64x64 w4 s3: 282; D 64: 64x64 w4 s3: 304, 128x64 w8 s3: 226
 
-* apart: dk and dv in a pass each (together 228 and 191 at best). With learned biases the pass of dk and dv keeps the scores'
-gradients; B 8, S 2048, µs of dk and dv / dq / the bias' own: D 64 2270 / 550 / 665 (64x64 w4 s3), D 128 2024 / 382 / 339
-(dq 128x64 w8 s3; with 2 stages 573).
+* apart: dk and dv in a pass each (together 228 and 191 at best). With what is learned, which keeps the scores' gradients, B 8, S 2048,
+µs, a bias / T5's table: dk and dv D 64 64x64 w4 s3: 1521 / 1644 (32x64: 1742 / 1713), D 128 32x64 w4 s3: 1367 / 1370 (64x128 w8 s2:
+1723 / 1787); dq and the other gradient D 64 64x64 w4 s3: 905 / 866 (128x64 w4 s3: 974 / 926), D 128 64x64 w4 s3: 572 / 568, of
+spans of 64 / 256 queries (128x64 w8 s3: 987 / 847, as of its registers there is room for one program).
 
 Registers are capped (r) where the compiler's own choice is just above what lets one more program run on a multiprocessor (128 threads:
 168 for three, 128 for four) and nothing that loops is spilled for it. What that brings, TFLOP/s without and with:
@@ -43,8 +44,9 @@ from attn_compiler.lowerings.triton_plan import Plan, Tile, Tiles
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
-#: What a kernel evaluates beside its products, which takes registers: parts of a plan, and softcap.
-Part = Literal["bias", "distances", "rows", "keys", "documents", "mask", "band", "window", "softcap"]
+#: What a kernel evaluates beside its products, which takes registers: parts of a plan, and softcap. learned: what is added is, so that
+#: the scores' gradients are kept (without a softcap).
+Part = Literal["bias", "distances", "rows", "keys", "documents", "mask", "band", "window", "softcap", "learned"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,8 +159,16 @@ ROWS: tuple[Row, ...] = (
         bytes=2,
         head_dim=128,
         first_sm=90,
+        holds=("learned",),
+        tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(32, 64, 4, 3)),
+        listed_grad_q=_tile(128, 64, 8, 2),
+    ),
+    Row(
+        bytes=2,
+        head_dim=128,
+        first_sm=90,
         holds=("bias", "distances"),
-        tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(64, 128, 8, 2)),
+        tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(32, 64, 4, 3)),
         listed_grad_q=_tile(128, 64, 8, 2),
     ),
     Row(
@@ -280,5 +290,6 @@ def parts_of(spec: AttentionSpec, plan: Plan) -> frozenset[Part]:
         "band": band is not None,
         "window": band is not None and band.left is not None,
         "softcap": spec.score.softcap is not None,
+        "learned": plan.bias_grad or plan.distances_grad,
     }
     return frozenset(part for part, held in here.items() if held)

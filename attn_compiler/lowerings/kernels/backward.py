@@ -4,7 +4,7 @@ Each gradient has one writer, so the result is the same in every run; seven prod
 atomic additions to dq takes.
 
 Scores: where a bias is learned, the pass over the keys may keep the scores' gradients, (B, Hq, Skv, pitch) in q's dtype, for the
-others to read: then all take five products, and as much memory as PyTorch's own kernels for such a bias.
+others to read (kept_backward.py): then all take five products, and as much memory as PyTorch's own kernels for such a bias.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from attn_compiler.lowerings.kernels.tile_parts import (
     head_and_batch,
     is_allowed,
     kept,
-    kept_scores,
     keys_to_visit,
     load_distances,
-    load_kept_scores,
     load_pairs,
     load_tile,
     partial_tile,
@@ -77,8 +75,8 @@ def row_stats(stats, offsets, stats_rows):
 def _step_q(
     grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, base, delta, tile,
     queries, lower, upper, document_q, slope, seed, head,
-    K, V, Keys, DocumentsK, Mask, Bias, Distances, Scores,
-    stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
+    K, V, Keys, DocumentsK, Mask, Bias, Distances,
+    stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
     band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
     BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
@@ -102,30 +100,24 @@ def _step_q(
     k_1 = k_0
     if QK_1 > 0:
         k_1 = load_tile(K, start, stride_ks, seqlen_kv, rows_allowed, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, MASKED, ALIGN)
-    if Scores is not None:
-        rows_k, rows_q = start + tl.arange(0, BLOCK_N)[:, None], tl.trans(queries)
-        grad = tl.trans(load_kept_scores(Scores, rows_q, rows_k, pitch, seqlen_q, seqlen_kv))
-    else:
-        bias, distances = None, None
-        if Bias is not None:
-            bias = load_pairs(Bias, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, MASKED)
-        if Distances is not None:
-            distances = load_distances(Distances, queries, keys, distances_phase, seqlen_q, seqlen_kv, MASKED)
-        qk = tl.dot(q_0, tl.trans(k_0), input_precision=PRECISION)
-        if QK_1 > 0:
-            qk = tl.dot(q_1, tl.trans(k_1), qk, input_precision=PRECISION)
-        v_0 = load_tile(V, start, stride_vs, seqlen_kv, rows_allowed, BLOCK_N, 0, V_0, HEAD_DIM_V, MASKED, ALIGN)
-        grad_weights = tl.dot(grad_out_0, tl.trans(v_0), input_precision=PRECISION)
-        if V_1 > 0:
-            v_1 = load_tile(V, start, stride_vs, seqlen_kv, rows_allowed, BLOCK_N, V_0, V_1, HEAD_DIM_V, MASKED, ALIGN)
-            grad_weights = tl.dot(grad_out_1, tl.trans(v_1), grad_weights, input_precision=PRECISION)
-        logits, capped = change(
-            qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, PLAIN, base
-        )
-        weights = tl.exp2(logits)
-        if DROPOUT:
-            grad_weights = tl.where(kept(seed, head, queries, keys, dropout_p), grad_weights / (1.0 - dropout_p), 0.0)
-        grad = weights * (grad_weights - delta)
+    bias, distances = None, None
+    if Bias is not None:
+        bias = load_pairs(Bias, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, MASKED)
+    if Distances is not None:
+        distances = load_distances(Distances, queries, keys, distances_phase, seqlen_q, seqlen_kv, MASKED)
+    qk = tl.dot(q_0, tl.trans(k_0), input_precision=PRECISION)
+    if QK_1 > 0:
+        qk = tl.dot(q_1, tl.trans(k_1), qk, input_precision=PRECISION)
+    v_0 = load_tile(V, start, stride_vs, seqlen_kv, rows_allowed, BLOCK_N, 0, V_0, HEAD_DIM_V, MASKED, ALIGN)
+    grad_weights = tl.dot(grad_out_0, tl.trans(v_0), input_precision=PRECISION)
+    if V_1 > 0:
+        v_1 = load_tile(V, start, stride_vs, seqlen_kv, rows_allowed, BLOCK_N, V_0, V_1, HEAD_DIM_V, MASKED, ALIGN)
+        grad_weights = tl.dot(grad_out_1, tl.trans(v_1), grad_weights, input_precision=PRECISION)
+    logits, capped = change(qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, PLAIN, base)
+    weights = tl.exp2(logits)
+    if DROPOUT:
+        grad_weights = tl.where(kept(seed, head, queries, keys, dropout_p), grad_weights / (1.0 - dropout_p), 0.0)
+    grad = weights * (grad_weights - delta)
     if MASKED:
         allowed = is_allowed(
             queries, keys, lower, upper, document_q, document_k, keys_allowed, Mask, mask_q, mask_k,
@@ -144,9 +136,9 @@ def _step_q(
 @triton.jit
 def attention_grad_q(
     Q, K, V, GradOut, Out, Lse, GradLse, RowStats, GradQ,
-    Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Seed, Scores,
+    Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Seed,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_gb, stride_gh, stride_gs, stride_dqb, stride_dqh, stride_dqs, stride_ob, stride_oh, stride_os, pitch, stats_rows,
+    stride_gb, stride_gh, stride_gs, stride_dqb, stride_dqh, stride_dqs, stride_ob, stride_oh, stride_os, stats_rows,
     rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
     tiles_b, tiles_h, tiles_row, bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
     heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
@@ -159,7 +151,7 @@ def attention_grad_q(
     """Grid: (blocks of queries, Hq, B), or as HEADS_LAST says. Lse, GradLse: (B, Hq, Sq), contiguous, float32.
 
     Makes RowStats as `attention_row_stats` does, for the pass over the keys, which comes later. ROUND: stats_rows is the next
-    multiple. Or it comes last, where Scores are kept, and needs neither those nor Out, Lse and GradLse.
+    multiple.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = head_and_batch(HEADS_LAST)
@@ -192,8 +184,6 @@ def attention_grad_q(
         Distances += head.to(tl.int64) * distances_h
     if Slopes is not None:
         slope = tl.load(Slopes + head)
-    if Scores is not None:
-        Scores = kept_scores(Scores, row, seqlen_kv, pitch)
     if DROPOUT:
         seed = tl.load(Seed)
     List = None
@@ -207,24 +197,22 @@ def attention_grad_q(
     grad_out_1 = grad_out_0
     if V_1 > 0:
         grad_out_1 = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
-    base, delta = None, None
-    if Scores is None:
-        Out = at_head(Out, batch, head, stride_ob, stride_oh, ALIGN)
-        out_0 = load_tile(Out, start, stride_os, seqlen_q, None, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN)
-        delta = tl.sum(out_0.to(tl.float32) * grad_out_0.to(tl.float32), 1)
-        if V_1 > 0:
-            out_1 = load_tile(Out, start, stride_os, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
-            delta += tl.sum(out_1.to(tl.float32) * grad_out_1.to(tl.float32), 1)
-        delta -= tl.load(GradLse + row * seqlen_q + offsets, mask=inside, other=0.0)
-        base = _minus_lse(Lse + row * seqlen_q, offsets, seqlen_q)
-        stats = RowStats + row * 2 * stats_rows
-        _store_row_stats(stats, offsets, stats_rows, base, delta)
-        if ROUND > BLOCK_M:
-            if block == tl.num_programs(0) - 1:
-                beyond = start + BLOCK_M + tl.arange(0, ROUND)
-                nothing = tl.zeros([ROUND], tl.float32)
-                _store_row_stats(stats, beyond, stats_rows, nothing + float("-inf"), nothing)
-        base, delta = base[:, None], delta[:, None]
+    Out = at_head(Out, batch, head, stride_ob, stride_oh, ALIGN)
+    out_0 = load_tile(Out, start, stride_os, seqlen_q, None, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN)
+    delta = tl.sum(out_0.to(tl.float32) * grad_out_0.to(tl.float32), 1)
+    if V_1 > 0:
+        out_1 = load_tile(Out, start, stride_os, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
+        delta += tl.sum(out_1.to(tl.float32) * grad_out_1.to(tl.float32), 1)
+    delta -= tl.load(GradLse + row * seqlen_q + offsets, mask=inside, other=0.0)
+    base = _minus_lse(Lse + row * seqlen_q, offsets, seqlen_q)
+    stats = RowStats + row * 2 * stats_rows
+    _store_row_stats(stats, offsets, stats_rows, base, delta)
+    if ROUND > BLOCK_M:
+        if block == tl.num_programs(0) - 1:
+            beyond = start + BLOCK_M + tl.arange(0, ROUND)
+            nothing = tl.zeros([ROUND], tl.float32)
+            _store_row_stats(stats, beyond, stats_rows, nothing + float("-inf"), nothing)
+    base, delta = base[:, None], delta[:, None]
     q_0 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
     q_1 = q_0
     if QK_1 > 0:
@@ -236,8 +224,8 @@ def attention_grad_q(
             grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, base, delta,
             partial_tile(List, i, first, second, full_first, full_last),
             queries, lower, upper, document_q, slope, seed, row,
-            K, V, Keys, DocumentsK, Mask, Bias, Distances, Scores,
-            stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
+            K, V, Keys, DocumentsK, Mask, Bias, Distances,
+            stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
             band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
             BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
             HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, True,
@@ -247,8 +235,8 @@ def attention_grad_q(
             grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, base, delta,
             tile,
             queries, lower, upper, document_q, slope, seed, row,
-            K, V, Keys, DocumentsK, Mask, Bias, Distances, Scores,
-            stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
+            K, V, Keys, DocumentsK, Mask, Bias, Distances,
+            stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
             band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
             BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
             HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, False,

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 
 from attn_compiler.lowerings.kernels.backward import row_stats
+from attn_compiler.lowerings.kernels.sums_backward import store_diagonals
 from attn_compiler.lowerings.kernels.tile_parts import (
+    allowed_at,
     at_head,
     change,
-    is_allowed,
     kept,
     kept_scores,
     load_distances,
@@ -43,30 +44,12 @@ def _scores_gradient(
     """
     row = batch.to(tl.int64) * heads_q + head
     offsets = start_q + tl.arange(0, BLOCK_M)
-    inside = offsets < seqlen_q
     queries = offsets[:, None]
     keys = start_k + tl.arange(0, BLOCK_N)[None, :]
-    lower, upper, document_q, document_k, keys_allowed, slope = None, None, None, None, None, None
-    mask_head, bias_head, distances_head = None, None, None
-    if Rows is not None:
-        lower = tl.load(Rows + batch.to(tl.int64) * rows_b + offsets, mask=inside, other=0)[:, None]
-        upper = tl.load(Rows + batch.to(tl.int64) * rows_b + rows_side + offsets, mask=inside, other=0)[:, None]
-    if Keys is not None:
-        keys_allowed = tl.load(Keys + batch.to(tl.int64) * keys_b + keys, mask=keys < seqlen_kv, other=0) != 0
-    if DocumentsQ is not None:
-        document_q = tl.load(DocumentsQ + batch.to(tl.int64) * documents_qb + offsets, mask=inside, other=0)[:, None]
-        document_k = tl.load(DocumentsK + batch.to(tl.int64) * documents_kb + keys, mask=keys < seqlen_kv, other=0)
-    if Mask is not None:
-        mask_head = Mask + batch.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h
-    if Bias is not None:
-        bias_head = Bias + batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
-    if Distances is not None:
-        distances_head = Distances + head.to(tl.int64) * distances_h
-    if Slopes is not None:
-        slope = tl.load(Slopes + head)
-    allowed = is_allowed(
-        queries, keys, lower, upper, document_q, document_k, keys_allowed, mask_head, mask_q, mask_k,
-        band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
+    allowed = allowed_at(
+        start_q, start_k, batch, head, Rows, Keys, DocumentsQ, DocumentsK, Mask,
+        rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
+        band_left, band_right, seqlen_q, seqlen_kv, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT,
     )  # fmt: skip
     if Scores is not None:
         grad = load_kept_scores(kept_scores(Scores, row, seqlen_kv, pitch), queries, keys, pitch, seqlen_q, seqlen_kv)
@@ -85,11 +68,15 @@ def _scores_gradient(
             grad_head = at_head(GradOut, batch, head, stride_gb, stride_gh, ALIGN)
             q = load_tile(q_head, start_q, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
             k = load_tile(k_head, start_k, stride_ks, seqlen_kv, None, BLOCK_N, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
-            bias, distances = None, None
+            bias, distances, slope = None, None, None
             if Bias is not None:
+                bias_head = Bias + batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
                 bias = load_pairs(bias_head, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, True)
             if Distances is not None:
+                distances_head = Distances + head.to(tl.int64) * distances_h
                 distances = load_distances(distances_head, queries, keys, distances_phase, seqlen_q, seqlen_kv, True)
+            if Slopes is not None:
+                slope = tl.load(Slopes + head)
             qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if QK_1 > 0:
                 q = load_tile(q_head, start_q, stride_qs, seqlen_q, None, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN)
@@ -182,10 +169,10 @@ def attention_grad_bias(
 
 @triton.jit
 def attention_grad_distances(
-    Q, K, V, GradOut, RowStats, Grad,
+    Q, K, V, GradOut, RowStats, Sums,
     Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Seed, Scores,
     pitch, stats_rows, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_gb, stride_gh, stride_gs, grad_h,
+    stride_gb, stride_gh, stride_gs,
     rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
     bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
     batch_size, heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
@@ -196,8 +183,8 @@ def attention_grad_distances(
 ):  # fmt: skip
     """Sums over tiles along a diagonal: BLOCK_M = BLOCK_N, so that an element of a tile has one distance on all of them.
 
-    Grad: float32 (Hq|1, nQ + nK - 1, M, N), contiguous, for the diagonals k block - q block = d - (nQ - 1); a further sum along
-    the diagonals of each tile gives the gradient. Grid: (nQ + nK - 1, heads, 1).
+    Sums: float32 (Hq|1, 1, nQ + nK - 1, 2, M), contiguous, for the diagonals k block - q block = d - (nQ - 1), as
+    `attention_sum_diagonals` takes them. Grid: (nQ + nK - 1, heads, 1).
     """
     blocks_q = tl.cdiv(seqlen_q, BLOCK_M)
     blocks_k = tl.cdiv(seqlen_kv, BLOCK_N)
@@ -224,6 +211,5 @@ def attention_grad_distances(
             BLOCK_M, BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
             HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, DROPOUT, PRECISION, ALIGN, SPARSE,
         )  # fmt: skip
-    Grad += head_0.to(tl.int64) * grad_h + diagonal.to(tl.int64) * (BLOCK_M * BLOCK_N)
-    elements = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    tl.store(Grad + elements, grad)
+    at = head_0 * (blocks_q + blocks_k - 1) + diagonal
+    store_diagonals(Sums + at.to(tl.int64) * (2 * BLOCK_M), grad, BLOCK_M)

@@ -10,29 +10,42 @@ from attn_compiler.lowerings.kernels.tile_parts import LOG2E
 
 
 @triton.jit
+def store_diagonals(Sums, tile, SIZE: tl.constexpr):
+    """Sums of a tile of SIZE queries and keys along its diagonals, 2 · SIZE numbers: those of distances k - q of -SIZE (there is none, so
+    0) up to -1, then from 0 on."""
+    query = tl.arange(0, SIZE)[:, None]
+    column = tl.arange(0, SIZE)[None, :]
+    # Each row turned by its own number: a column has distances of one number, or of that number less SIZE.
+    turned = tl.gather(tile, (query + column) % SIZE, 1)
+    ahead = query + column < SIZE
+    tl.store(Sums + tl.arange(0, SIZE), tl.sum(tl.where(ahead, 0.0, turned), 0))
+    tl.store(Sums + SIZE + tl.arange(0, SIZE), tl.sum(tl.where(ahead, turned, 0.0), 0))
+
+
+@triton.jit
 def attention_sum_diagonals(
-    Sums, Grad, grad_h, grad_phase, grad_size, diagonals, first, count,
+    Sums, Grad, grad_h, grad_phase, grad_size, spans, diagonals, span_blocks, seqlen_q, count,
     SIZE: tl.constexpr, PHASES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grad: float (Hq|1, PHASES, grad_size), the gradient of each distance in the first phase, zeros else. Sums: float32 (Hq|1,
-    diagonals, SIZE, SIZE), contiguous, as `attention_grad_distances` leaves it. Grid: (blocks of Grad's last axis, heads, 1).
+    """Grad: float (Hq|1, PHASES, grad_size), the gradient of each distance k - q + Sq - 1 in the first phase, zeros else. Grid: (blocks of
+    Grad's last axis, heads, 1).
 
-    Distances are counted from the first of all tiles; first: where Grad begins. Column j of row i is distance j - i of its tile,
-    which is that of two diagonals of tiles: in one of them for rows from some i on, in the one before for those above.
+    Sums: float32 (Hq|1, spans, diagonals, 2, SIZE), contiguous, as `store_diagonals` leaves them. Of a span of so many blocks of queries:
+    one for each diagonal of tiles, from that of its last block of queries and the first block of keys on.
     """
     distances = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)
-    inside = distances < count
-    tile, offset = (distances + first) // SIZE, (distances + first) % SIZE
-    Sums += head.to(tl.int64) * diagonals * (SIZE * SIZE)
+    blocks_q = tl.cdiv(seqlen_q, SIZE)
+    # A tile ahead, so that it is not negative.
+    ahead = distances - (seqlen_q - 1) + blocks_q * SIZE
     total = tl.zeros([BLOCK], tl.float32)
-    for i in range(SIZE):
-        column = offset + i + 1
-        own = column >= SIZE
-        of = tl.where(own, tile, tile - 1)
-        column = tl.where(own, column - SIZE, column)
-        there = inside & (of >= 0) & (of < diagonals)
-        total += tl.load(Sums + of.to(tl.int64) * (SIZE * SIZE) + i * SIZE + column, mask=there, other=0.0)
+    for span in range(spans):
+        diagonal = ahead // SIZE - blocks_q + span * span_blocks + span_blocks - 1
+        row = Sums + ((head.to(tl.int64) * spans + span) * diagonals + diagonal) * (2 * SIZE) + ahead % SIZE
+        inside = distances < count
+        later = tl.load(row + SIZE, mask=inside & (diagonal >= 0) & (diagonal < diagonals), other=0.0)
+        earlier = tl.load(row + 2 * SIZE, mask=inside & (diagonal >= -1) & (diagonal < diagonals - 1), other=0.0)
+        total += later + earlier
     Grad += head.to(tl.int64) * grad_h + distances
     for phase in tl.static_range(PHASES):
         value = total if phase == 0 else tl.zeros([BLOCK], tl.float32)

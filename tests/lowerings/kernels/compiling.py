@@ -44,17 +44,21 @@ _FURTHER = (
 )
 CASES = {case.name: case for case in (*_CAUSAL, *_FURTHER)}
 
+#: what is added to the scores there, and the scores' gradients, need not cross shared memory
+ADDED = ("bias_128", "distances_128")
+
 #: (case, kernel, sm)
 JOBS = (
     *((case.name, kernel, sm) for case in _CAUSAL for kernel in KERNELS for sm in MACHINES),
     *((case.name, "forward", 90) for case in _FURTHER),
+    *((name, kernel, 90) for name in ADDED for kernel in ("grad_kv", "grad_q_kept")),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """registers, spilled (bytes of a thread's stack), shared (bytes); counts of tensor core instructions in the PTX; of Hopper's in the
-    machine code, products and waits for them."""
+    machine code, products, waits for them and stores to shared memory."""
 
     case: str
     kernel: str
@@ -67,6 +71,7 @@ class Found:
     tcgen05: int
     products: int
     waits: int
+    shared_stores: int
 
 
 def run(job: tuple[str, str, int]) -> Found:
@@ -89,6 +94,7 @@ def run(job: tuple[str, str, int]) -> Found:
         tcgen05=ptx.count("tcgen05.mma"),
         products=code.count("HGMMA"),
         waits=code.count("WARPGROUP.DEPBAR"),
+        shared_stores=len(re.findall(r"\bST(S|SM)\b", code)),
     )
 
 
