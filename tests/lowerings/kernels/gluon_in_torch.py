@@ -174,7 +174,12 @@ def run(module: Any, kernel: str, grid: Sequence[int], arguments: Mapping[str, A
     for program in itertools.product(*map(range, grid)):
         scope: dict[str, Any] = {name: x for name, x in constants.items() if not callable(x)}
         scope |= {"gl": _language(program, grid), "mbarrier": barrier, "tma": copies, "range": range}
-        scope |= {"warpgroup_mma": _mma, "fence_async_shared": _nothing, "_barrier": _nothing}
+        scope |= {
+            "warpgroup_mma": _mma,
+            "warpgroup_mma_wait": lambda count, deps: deps[0],
+            "fence_async_shared": _nothing,
+            "_barrier": _nothing,
+        }
         for name, function in functions.items():
             scope[name] = types.FunctionType(
                 function.__code__, scope, name, function.__defaults__, function.__closure__
