@@ -1,27 +1,33 @@
 """How the decode kernel shares out its work, by machine, dtype and head dim: data, which `schedule` looks up.
 
-sm90, half precision: an H200, torch 2.11, Triton 3.6, 2026-11-21, CUDA graphs, caches that are not in the L2 cache, microseconds
-(benchmarks/results/decode_h200.csv, which has the peers too). What the rule picks, the best of all tiles and splits that were tried, and
-what it takes to read the keys in use and do nothing else:
+sm90, half precision: an H200, torch 2.11, Triton 3.6, 2026-11-22, CUDA graphs, caches that are not in the L2 cache, microseconds
+(benchmarks/results/decode_h200.csv, which has the peers too). What the rule picks, and what it takes to read the keys in use and do
+nothing else:
 
-    B, Hq/Hkv, keys, D        rule: tile, splits           best    reading
-    1, 32/8, 1024, 128        64 w4 s4, 16      7.3        7.3     3.6
-    1, 32/8, 4096, 128        64 w4 s4, 16      10.9       10.8    6.7
-    2, 32/8, 4096, 128        64 w4 s4, 8       14.7       14.7    11.3
-    6, 32/8, 4096, 128        64 w4 s4, 2       32.1       32.1    26.5
-    12, 32/8, 4096, 128       64 w4 s4, 1       51.0       51.0    48.8
-    16, 32/8, 4096, 128       64 w4 s4, 1       65.2       65.2    64.5
-    20, 32/8, 4096, 128       64 w4 s4, 3       90.9       90.9    79.5
-    64, 32/8, 8192, 128       64 w4 s4, 1       480        476     478
-    1, 32/8, 32768, 128       64 w4 s4, 16      39.4       39.4    35.8
-    16, …, 16 queries         64 w4 s4, 1       71.9       71.9    65.3
-    1, 64/8, 4096, 64         128 w4 s4, 16     8.3        8.0     4.4
-    16, 64/8, 4096, 64        128 w4 s4, 1      35.3       35.3    35.5
-    1, 16/8, 4096, 256        64 w8 s3, 16      15.5       14.7    11.3
-    16, 16/8, 4096, 256       64 w8 s3, 1       126        126     124
+    B, Hq/Hkv, keys, D        rule: tile, splits           reading
+    1, 32/8, 1024, 128        64 w4 s4, 16      5.4        3.2
+    1, 32/8, 4096, 128        64 w4 s4, 16      8.8        6.8
+    2, 32/8, 4096, 128        64 w4 s4, 8       12.3       11.2
+    5, 32/8, 4096, 128        64 w4 s4, 3       25.0       23.3
+    6, 32/8, 4096, 128        64 w4 s4, 2       29.9       26.8
+    16, 32/8, 4096, 128       64 w4 s4, 1       64.7       64.6
+    20, 32/8, 4096, 128       64 w4 s4, 3       85.4       79.4
+    64, 32/8, 8192, 128       64 w4 s4, 1       481        479
+    1, 32/8, 32768, 128       64 w4 s4, 16      36.3       35.9
+    16, …, 16 queries         64 w4 s4, 1       71.1       65.7
+    1, 64/8, 4096, 64         128 w4 s4, 16     6.2        4.4
+    16, 64/8, 4096, 64, sinks 128 w4 s4, 1      35.6       35.7
+    1, 16/8, 4096, 256        64 w8 s3, 16      14.1       11.3
+    16, 16/8, 4096, 256       64 w8 s3, 1       125        124
+    FP8: 1, 32/8, 4096, 128   128 w4 s4, 16     10.9       4.6
+    FP8: 16, 32/8, 4096, 128  128 w4 s4, 1      87.8       34.7
 
-Warps go on alone (slices) where there are no more than 16 rows, up to head dim 128. FP8 caches, other machines, float32, and more
-than 16 rows at other head dims than 128, were compiled, not measured.
+Tiles and splits were tried with the kernel before (decode_tiles_h200.csv): the rule was within 5% of the best in all cases but one, head
+dim 256 with one sequence (5.4%). With the present one, for one sequence and head dim 128: 8 warps that share a tile, and tiles of 128 keys,
+are slower from 4096 keys on, and no faster at 1024.
+
+Warps go on alone (slices) where there are no more than 16 rows, up to head dim 128. Other tiles for FP8 caches, other machines, float32,
+and more than 16 rows at other head dims than 128, were compiled, not measured.
 """
 
 from __future__ import annotations

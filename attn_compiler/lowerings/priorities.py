@@ -283,7 +283,7 @@ ROWS: tuple[Row, ...] = (
         since="2026-11-21",
         why=(
             "8 layers of Llama and Qwen3, 16 sequences, a static cache of 4096: a step 6.04 to 1.58 and 5.99 to 1.52 ms half full, 6.04 to "
-            "1.80 at 4000 tokens, 6.04 to 1.35 at 64; one sequence 1.63 to 1.33. PyTorch's kernels repeat K/V and read every slot"
+            "1.80 at 4000 tokens, 6.04 to 1.35 at 64; one sequence 1.63 and 1.64 to 1.29. PyTorch's kernels repeat K/V and read every slot"
         ),
     ),
     Row(
@@ -295,8 +295,8 @@ ROWS: tuple[Row, ...] = (
         order=(*_CUDNN_FIRST, "decode"),
         since="2026-11-21",
         why=(
-            "decode_h200.csv: caches not in L2, cuDNN 73 and ours 65 us for 16 x 4096, 11.8 and 10.9 for 1 x 4096; in L2, or where "
-            "3 or 20 to 40 sequences share the machine unevenly, cuDNN is up to 9 percent faster. As a step of a model without a mask was "
+            "decode_h200.csv: caches not in L2, cuDNN 74 and ours 65 us for 16 x 4096, 11.0 and 8.8 for 1 x 4096; in L2 64.0 and 63.3, "
+            "8.9 and 6.9, but 81.5 and 83.8 for 20 sequences, which share the machine unevenly. As a step of a model without a mask was "
             "not measured, PyTorch's order stays. Ours serves softcap and sinks"
         ),
     ),
