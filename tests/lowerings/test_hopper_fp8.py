@@ -75,13 +75,15 @@ def test_the_kernel_rounds_q_where_nobody_else_reads_it() -> None:
 
     def rounds_q(q: Tensor, recipe: Fp8Recipe | None = None, **given: Any) -> bool:
         nodes: Any = {"q": q, "k": q, "v": q}
-        spec = dataclasses.replace(asked(**given), fp8=recipe or Fp8Recipe())
+        sizes: dict[str, Any] = {"head_dim": 64} | given
+        spec = dataclasses.replace(asked(**sizes), fp8=recipe or Fp8Recipe())
         return hopper_fp8._rounds_q(emitter, spec, Operands(**nodes))
 
-    q = torch.zeros(1, 8, 2, 128, dtype=torch.bfloat16).transpose(1, 2)
+    q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
     assert rounds_q(q)
     assert rounds_q(q, Fp8Recipe(scaling=CurrentScaling(granularity="tensor")))
+    assert not rounds_q(q, head_dim=128)
     assert not rounds_q(q, needs_grad=True)
     assert not rounds_q(q, Fp8Recipe(scaling=DelayedScaling()))
-    assert not rounds_q(q[:, :1, :1].expand(1, 2, 8, 128))
-    assert not rounds_q(torch.zeros(1, 2, 8, 129, dtype=torch.bfloat16)[..., 1:])
+    assert not rounds_q(q[:, :1, :1].expand(1, 2, 8, 64))
+    assert not rounds_q(torch.zeros(1, 2, 8, 65, dtype=torch.bfloat16)[..., 1:])

@@ -94,7 +94,7 @@ def _tiles(
     first, end, state, q, tiles, barriers, DescaleK, DescaleV, last, rows, shift, factor, softcap, band_left, band_right,
     seqlen_kv, HEAD_DIM_QK: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     SCALE_BLOCK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    HAS_SHIFT: gl.constexpr, MASKED: gl.constexpr, QK_LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    HAS_SHIFT: gl.constexpr, MASKED: gl.constexpr, ROUND_Q: gl.constexpr, QK_LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The online softmax over the tiles from `first` to `end`, counted from the last one.
 
@@ -110,21 +110,26 @@ def _tiles(
         stage, phase = i % STAGES, (i // STAGES) & 1
         start = (last - i) * BLOCK_N
         own, own_v = factor, descale_v
-        mbarrier.wait(k_full.index(stage), phase)
-        k = k_tiles.index(stage).reshape([BLOCK_N, HEAD_DIM_QK]).permute([1, 0])
-        product = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-        if SCALE_BLOCK > 0:
-            # While the product runs. A tile ahead was slower, by 3%.
+        if SCALE_BLOCK > 0 and not ROUND_Q:
             own = gl.maximum(factor * gl.load(DescaleK + start // SCALE_BLOCK), _LEAST_SCALE)
             own_v = gl.load(DescaleV + start // SCALE_BLOCK)
-        qk = warpgroup_mma_wait(0, deps=(product,)).to(gl.float32)
+        mbarrier.wait(k_full.index(stage), phase)
+        k = k_tiles.index(stage).reshape([BLOCK_N, HEAD_DIM_QK]).permute([1, 0])
+        product = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=ROUND_Q)
+        if ROUND_Q:
+            # While the product runs, which was faster where q is rounded here (hopper_fp8.py says where).
+            if SCALE_BLOCK > 0:
+                own = gl.maximum(factor * gl.load(DescaleK + start // SCALE_BLOCK), _LEAST_SCALE)
+                own_v = gl.load(DescaleV + start // SCALE_BLOCK)
+            product = warpgroup_mma_wait(0, deps=(product,))
+        qk = product.to(gl.float32)
         mbarrier.arrive(k_empty.index(stage))
         if SOFTCAP:
-            x = qk * own[:, None]
+            x = qk * (own[:, None] if ROUND_Q else own)
             if HAS_SHIFT:
                 x = x + shift[:, None]
             qk = _tanh(x)
-            own = gl.full([ROWS], softcap * LOG2E, gl.float32, layout=gl.SliceLayout(1, QK_LAYOUT))
+            own = softcap * LOG2E
         if MASKED:
             keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, QK_LAYOUT))[None, :]
             most = gl.minimum(rows + band_right, seqlen_kv - 1) - start
@@ -135,7 +140,7 @@ def _tiles(
                 allowed = allowed & (keys >= _not_before(rows - band_left - start)[:, None])
             qk = gl.where(allowed, qk, float("-inf"))
         new_peak = gl.maximum(peak, gl.max(qk, 1) * own)
-        weights = gl.exp2(qk * own[:, None] - (new_peak - WEIGHT)[:, None])
+        weights = gl.exp2(qk * (own[:, None] if ROUND_Q and not SOFTCAP else own) - (new_peak - WEIGHT)[:, None])
         decay = gl.exp2(peak - new_peak)
         total = total * decay + gl.sum(weights, 1)
         peak = new_peak
@@ -156,30 +161,24 @@ def _tiles(
 
 
 @gluon.jit
-def _queries(consumer: gl.constexpr, tiles, ROUND_Q: gl.constexpr, HEAD_DIM_QK: gl.constexpr, ROW: gl.constexpr):
-    """A warpgroup's, rounded; and each row's descale, or 1."""
-    q_tiles, _, _, _, q_given = tiles
-    q = q_tiles.index(consumer).reshape([ROWS, HEAD_DIM_QK])
-    if ROUND_Q:
-        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM_QK, 16]
-        )
-        x = q_given.index(consumer).reshape([ROWS, HEAD_DIM_QK]).load(LAYOUT).to(gl.float32)
-        largest = gl.max(gl.abs(x), 1)
-        LARGEST: gl.constexpr = 127.0 if q.dtype == gl.int8 else (448.0 if q.dtype == gl.float8e4nv else 57344.0)
-        scale = LARGEST / largest
-        scale = gl.where((largest > 0.0) & (scale < float("inf")), scale, 1.0)
-        y = x * scale[:, None]
-        if q.dtype == gl.int8:
-            y = gl.where(gl.abs(x) < float("inf"), y, 0.0) + _WHOLE - _WHOLE
-        q.store(y.to(q.dtype))
-        fence_async_shared()
-        # Here, or the compiler puts one before each product.
-        _barrier()
-        descales = gl.convert_layout(1.0 / scale, ROW, assert_trivial=True)
-    else:
-        descales = gl.full([ROWS], 1.0, gl.float32, layout=ROW)
-    return q, descales
+def _round_queries(q, given, HEAD_DIM_QK: gl.constexpr, ROW: gl.constexpr):
+    """A warpgroup's, from where the copy engine put them. Gives each row's descale."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM_QK, 16]
+    )
+    LARGEST: gl.constexpr = 127.0 if q.dtype == gl.int8 else (448.0 if q.dtype == gl.float8e4nv else 57344.0)
+    x = given.load(LAYOUT).to(gl.float32)
+    largest = gl.max(gl.abs(x), 1)
+    scale = LARGEST / largest
+    scale = gl.where((largest > 0.0) & (scale < float("inf")), scale, 1.0)
+    y = x * scale[:, None]
+    if q.dtype == gl.int8:
+        y = gl.where(gl.abs(x) < float("inf"), y, 0.0) + _WHOLE - _WHOLE
+    q.store(y.to(q.dtype))
+    fence_async_shared()
+    # Here, or the compiler puts one before each product.
+    _barrier()
+    return gl.convert_layout(1.0 / scale, ROW, assert_trivial=True)
 
 
 @gluon.jit
@@ -200,7 +199,7 @@ def _compute(
     ROW: gl.constexpr = gl.SliceLayout(1, QK_LAYOUT)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
     HAS_SHIFT: gl.constexpr = Shift is not None
-    _, _, _, out_tiles, _ = tiles
+    q_tiles, _, _, out_tiles, q_given = tiles
     q_full, _, _, _, _ = barriers
     first_row = start + consumer * ROWS
     rows = first_row + gl.arange(0, ROWS, layout=ROW)
@@ -216,6 +215,8 @@ def _compute(
     if SCALE_BLOCK == 0:
         factor = factor * gl.load(DescaleK)
     factor = factor / softcap if SOFTCAP else factor * LOG2E
+    if not ROUND_Q:
+        factor = gl.maximum(factor, _LEAST_SCALE)
 
     # Tiles from the last one on: those beyond this warpgroup's queries, those with a mask, those in full, those with a left edge.
     skipped, full, edge = 0, 0, count
@@ -235,24 +236,26 @@ def _compute(
     out = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, layout=OUT_LAYOUT)
     state = (peak, total, out, gl.load(DescaleV))
     mbarrier.wait(q_full.index(consumer), 0)
-    q, descales = _queries(consumer, tiles, ROUND_Q, HEAD_DIM_QK, ROW)
-    factor = gl.maximum(descales * factor, _LEAST_SCALE)
+    q = q_tiles.index(consumer).reshape([ROWS, HEAD_DIM_QK])
+    if ROUND_Q:
+        descales = _round_queries(q, q_given.index(consumer).reshape([ROWS, HEAD_DIM_QK]), HEAD_DIM_QK, ROW)
+        factor = gl.maximum(descales * factor, _LEAST_SCALE)
     _skip(0, skipped, barriers, STAGES)
     state = _tiles(
         skipped, full, state, q, tiles, barriers, DescaleK, DescaleV, last, rows, shift, factor, softcap,
         band_left, band_right, seqlen_kv, HEAD_DIM_QK, HEAD_DIM_V, BLOCK_N, STAGES,
-        SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, SOFTCAP, HAS_SHIFT, True, QK_LAYOUT, OUT_LAYOUT,
+        SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, SOFTCAP, HAS_SHIFT, True, ROUND_Q, QK_LAYOUT, OUT_LAYOUT,
     )  # fmt: skip
     state = _tiles(
         full, edge, state, q, tiles, barriers, DescaleK, DescaleV, last, rows, shift, factor, softcap,
         band_left, band_right, seqlen_kv, HEAD_DIM_QK, HEAD_DIM_V, BLOCK_N, STAGES,
-        SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, SOFTCAP, HAS_SHIFT, False, QK_LAYOUT, OUT_LAYOUT,
+        SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, SOFTCAP, HAS_SHIFT, False, ROUND_Q, QK_LAYOUT, OUT_LAYOUT,
     )  # fmt: skip
     if HAS_LEFT:
         state = _tiles(
             edge, count, state, q, tiles, barriers, DescaleK, DescaleV, last, rows, shift, factor, softcap,
             band_left, band_right, seqlen_kv, HEAD_DIM_QK, HEAD_DIM_V, BLOCK_N, STAGES,
-            SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, SOFTCAP, HAS_SHIFT, True, QK_LAYOUT, OUT_LAYOUT,
+            SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, SOFTCAP, HAS_SHIFT, True, ROUND_Q, QK_LAYOUT, OUT_LAYOUT,
         )  # fmt: skip
     peak, total, out, descale_v = state
 
@@ -304,8 +307,10 @@ def attention_forward_fp8_sm90(
     head_kv = head // group
     start = block * (ROWS * CONSUMERS)
     ROUND_Q: gl.constexpr = Q.dtype != K.dtype
-    out_tiles = gl.allocate_shared_memory(Out.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM_V], Out.layout)
     q_tiles = gl.allocate_shared_memory(K.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM_QK], K.layout)
+    k_tiles = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM_QK], K.layout)
+    v_tiles = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, HEAD_DIM_V, BLOCK_N], V.layout)
+    out_tiles = gl.allocate_shared_memory(Out.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM_V], Out.layout)
     if not ROUND_Q:
         q_given = q_tiles
     elif HEAD_DIM_QK == HEAD_DIM_V:
@@ -313,13 +318,7 @@ def attention_forward_fp8_sm90(
         q_given = out_tiles
     else:
         q_given = gl.allocate_shared_memory(Q.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM_QK], Q.layout)
-    tiles = (
-        q_tiles,
-        gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM_QK], K.layout),
-        gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, HEAD_DIM_V, BLOCK_N], V.layout),
-        out_tiles,
-        q_given,
-    )
+    tiles = (q_tiles, k_tiles, v_tiles, out_tiles, q_given)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
