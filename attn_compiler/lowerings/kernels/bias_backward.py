@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from attn_compiler.lowerings.kernels.backward import row_stats
+from attn_compiler.lowerings.kernels.optional import at_index, load_one, of_head
 from attn_compiler.lowerings.kernels.sums_backward import store_diagonals
 from attn_compiler.lowerings.kernels.tile_parts import (
     allowed_at,
@@ -68,15 +69,14 @@ def _scores_gradient(
             grad_head = at_head(GradOut, batch, head, stride_gb, stride_gh, ALIGN)
             q = load_tile(q_head, start_q, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
             k = load_tile(k_head, start_k, stride_ks, seqlen_kv, None, BLOCK_N, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
-            bias, distances, slope = None, None, None
+            bias, distances = None, None
             if Bias is not None:
-                bias_head = Bias + batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
+                bias_head = of_head(Bias, batch, head, bias_b, bias_h)
                 bias = load_pairs(bias_head, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, True)
             if Distances is not None:
-                distances_head = Distances + head.to(tl.int64) * distances_h
+                distances_head = at_index(Distances, head, distances_h)
                 distances = load_distances(distances_head, queries, keys, distances_phase, seqlen_q, seqlen_kv, True)
-            if Slopes is not None:
-                slope = tl.load(Slopes + head)
+            slope = load_one(Slopes, head)
             qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if QK_1 > 0:
                 q = load_tile(q_head, start_q, stride_qs, seqlen_q, None, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN)
@@ -130,9 +130,7 @@ def attention_grad_bias(
         block_q, block_k = tile * 0, tile
     else:
         block_q, block_k = tile // blocks_k, tile % blocks_k
-    seed = None
-    if DROPOUT:
-        seed = tl.load(Seed)
+    seed = load_one(Seed, 0)
     grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     count_h = heads_q if ONE_H else 1
     count_m = tl.cdiv(seqlen_q, BLOCK_M) if ONE_Q else 1
@@ -192,9 +190,7 @@ def attention_grad_distances(
     offset = diagonal - (blocks_q - 1)
     first = tl.maximum(0, -offset)
     last = tl.minimum(blocks_q, blocks_k - offset)
-    seed = None
-    if DROPOUT:
-        seed = tl.load(Seed)
+    seed = load_one(Seed, 0)
     grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     count_h = heads_q if ONE_H else 1
     count_m = last - first

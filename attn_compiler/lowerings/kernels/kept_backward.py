@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_compiler.lowerings.kernels.optional import at_index, list_of, load_column, load_upper, of_head
 from attn_compiler.lowerings.kernels.sums_backward import store_diagonals
 from attn_compiler.lowerings.kernels.tile_parts import (
     allowed_at,
@@ -76,20 +77,14 @@ def _grad_q(
     K = at_head(K, batch, head // group, stride_kb, stride_kh, ALIGN)
     GradQ += batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
     Scores = kept_scores(Scores, batch.to(tl.int64) * heads_q + head, seqlen_kv, pitch)
-    lower, upper, document_q, List = None, None, None, None
-    if Rows is not None:
-        Rows += batch.to(tl.int64) * rows_b
-        lower = tl.load(Rows + offsets, mask=inside, other=0)[:, None]
-        upper = tl.load(Rows + rows_side + offsets, mask=inside, other=0)[:, None]
-    if Keys is not None:
-        Keys += batch.to(tl.int64) * keys_b
-    if DocumentsQ is not None:
-        document_q = tl.load(DocumentsQ + batch.to(tl.int64) * documents_qb + offsets, mask=inside, other=0)[:, None]
-        DocumentsK += batch.to(tl.int64) * documents_kb
-    if Mask is not None:
-        Mask += batch.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h
-    if Tiles is not None:
-        List = Tiles + batch.to(tl.int64) * tiles_b + head.to(tl.int64) * tiles_h + block * tiles_row
+    Rows = at_index(Rows, batch, rows_b)
+    lower = load_column(Rows, offsets, inside)
+    upper = load_upper(Rows, rows_side, offsets, inside)
+    Keys = at_index(Keys, batch, keys_b)
+    document_q = load_column(at_index(DocumentsQ, batch, documents_qb), offsets, inside)
+    DocumentsK = at_index(DocumentsK, batch, documents_kb)
+    Mask = of_head(Mask, batch, head, mask_b, mask_h)
+    List = list_of(Tiles, batch, head, block, tiles_b, tiles_h, tiles_row)
     partial, first, second, full_first, full_last = keys_to_visit(
         List, start, band_left, band_right, seqlen_q, seqlen_kv, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, MASK_ALL
     )

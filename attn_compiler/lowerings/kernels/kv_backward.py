@@ -18,6 +18,7 @@ from attn_compiler.lowerings.kernels.fragments import (
     query_order,
     store_fragments,
 )
+from attn_compiler.lowerings.kernels.optional import at_index, list_of, load_one, of_head
 from attn_compiler.lowerings.kernels.tile_parts import (
     at_head,
     change,
@@ -161,16 +162,15 @@ def attention_grad_kv(
     V = at_head(V, batch, head_kv, stride_vb, stride_vh, ALIGN)
     GradK += batch.to(tl.int64) * stride_dkb + head_kv.to(tl.int64) * stride_dkh
     GradV += batch.to(tl.int64) * stride_dvb + head_kv.to(tl.int64) * stride_dvh
-    keys_allowed, document_k, seed = None, None, None
-    if Rows is not None:
-        Rows += batch.to(tl.int64) * rows_b
+    Rows = at_index(Rows, batch, rows_b)
+    keys_allowed = None
     if Keys is not None:
-        keys_allowed = tl.load(Keys + batch.to(tl.int64) * keys_b + keys, mask=inside, other=0) != 0
+        keys_allowed = tl.load(at_index(Keys, batch, keys_b) + keys, mask=inside, other=0) != 0
+    document_k = None
     if DocumentsK is not None:
-        document_k = tl.load(DocumentsK + batch.to(tl.int64) * documents_kb + keys, mask=inside, other=0)
-        DocumentsQ += batch.to(tl.int64) * documents_qb
-    if DROPOUT:
-        seed = tl.load(Seed)
+        document_k = tl.load(at_index(DocumentsK, batch, documents_kb) + keys, mask=inside, other=0)
+    DocumentsQ = at_index(DocumentsQ, batch, documents_qb)
+    seed = load_one(Seed, 0)
 
     k_0 = load_tile(K, start, stride_ks, seqlen_kv, keys_allowed, BLOCK_N, 0, QK_0, HEAD_DIM_QK, True, ALIGN, order)
     v_0 = load_tile(V, start, stride_vs, seqlen_kv, keys_allowed, BLOCK_N, 0, V_0, HEAD_DIM_V, True, ALIGN, order)
@@ -191,20 +191,15 @@ def attention_grad_kv(
         stats_head = RowStats + row * 2 * stats_rows
         q_head = at_head(Q, batch, head, stride_qb, stride_qh, ALIGN)
         grad_head = at_head(GradOut, batch, head, stride_gb, stride_gh, ALIGN)
-        mask_head, bias_head, distances_head, scores_head, slope = None, None, None, None, None
-        if Mask is not None:
-            mask_head = Mask + batch.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h
-        if Bias is not None:
-            bias_head = Bias + batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
-        if Distances is not None:
-            distances_head = Distances + head.to(tl.int64) * distances_h
+        mask_head = of_head(Mask, batch, head, mask_b, mask_h)
+        bias_head = of_head(Bias, batch, head, bias_b, bias_h)
+        distances_head = at_index(Distances, head, distances_h)
+        scores_head = None
         if Scores is not None:
             scores_head = kept_scores(Scores, row, seqlen_kv, pitch)
-        if Slopes is not None:
-            slope = tl.load(Slopes + head)
-        List = None
-        if Tiles is not None:
-            List = Tiles + batch.to(tl.int64) * tiles_b + head.to(tl.int64) * tiles_h + block * tiles_row
+        slope = load_one(Slopes, head)
+        List = list_of(Tiles, batch, head, block, tiles_b, tiles_h, tiles_row)
+        if List is not None:
             partial, first, second, full_first, full_last = load_list(List, seqlen_q > BLOCK_M)
         else:
             first, full_first, full_last, last = queries_in_band(

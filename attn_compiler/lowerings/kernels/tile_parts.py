@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_compiler.lowerings.kernels.optional import at_index, load_column, load_upper, of_head
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -145,17 +147,17 @@ def allowed_at(
     offsets = start_q + tl.arange(0, BLOCK_M)
     inside = offsets < seqlen_q
     keys = start_k + tl.arange(0, BLOCK_N)[None, :]
-    lower, upper, document_q, document_k, keys_allowed = None, None, None, None, None
-    if Rows is not None:
-        lower = tl.load(Rows + batch.to(tl.int64) * rows_b + offsets, mask=inside, other=0)[:, None]
-        upper = tl.load(Rows + batch.to(tl.int64) * rows_b + rows_side + offsets, mask=inside, other=0)[:, None]
+    Rows = at_index(Rows, batch, rows_b)
+    lower = load_column(Rows, offsets, inside)
+    upper = load_upper(Rows, rows_side, offsets, inside)
+    keys_allowed = None
     if Keys is not None:
-        keys_allowed = tl.load(Keys + batch.to(tl.int64) * keys_b + keys, mask=keys < seqlen_kv, other=0) != 0
-    if DocumentsQ is not None:
-        document_q = tl.load(DocumentsQ + batch.to(tl.int64) * documents_qb + offsets, mask=inside, other=0)[:, None]
-        document_k = tl.load(DocumentsK + batch.to(tl.int64) * documents_kb + keys, mask=keys < seqlen_kv, other=0)
-    if Mask is not None:
-        Mask += batch.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h
+        keys_allowed = tl.load(at_index(Keys, batch, keys_b) + keys, mask=keys < seqlen_kv, other=0) != 0
+    document_q = load_column(at_index(DocumentsQ, batch, documents_qb), offsets, inside)
+    document_k = None
+    if DocumentsK is not None:
+        document_k = tl.load(at_index(DocumentsK, batch, documents_kb) + keys, mask=keys < seqlen_kv, other=0)
+    Mask = of_head(Mask, batch, head, mask_b, mask_h)
     return is_allowed(
         offsets[:, None], keys, lower, upper, document_q, document_k, keys_allowed, Mask, mask_q, mask_k,
         band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,

@@ -1,0 +1,60 @@
+"""Operands that are there or not, on any device."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from attn_compiler.lowerings.kernels.optional import at_index, list_of, load_column, load_one, load_upper, of_head
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROWS, LENGTH = 16, 11
+
+
+@triton.jit
+def _sums(Table, Rows, Slopes, Tiles, Out, table_b, table_h, rows_b, length, ROWS: tl.constexpr):
+    """Out: (B, H, ROWS): all that is there, added up."""
+    head, batch = tl.program_id(0), tl.program_id(1)
+    offsets = tl.arange(0, ROWS)
+    inside = offsets < length
+    total = tl.zeros([ROWS, 1], tl.float32)
+    table = load_column(of_head(Table, batch, head, table_b, table_h), offsets, inside)
+    if table is not None:
+        total += table
+    rows = at_index(Rows, batch, rows_b)
+    lower, upper = load_column(rows, offsets, inside), load_upper(rows, length, offsets, inside)
+    if lower is not None:
+        total += lower + 2 * upper
+    slope = load_one(Slopes, head)
+    if slope is not None:
+        total += slope
+    found = list_of(Tiles, batch, head, head, 4, 2, 1)
+    if found is not None:
+        total += tl.load(found)
+    place = Out + (batch * tl.num_programs(0) + head) * ROWS + offsets[:, None]
+    tl.store(place, total)
+
+
+@pytest.mark.parametrize("here", itertools.product((False, True), repeat=4), ids=str)
+def test_what_is_absent_adds_nothing(here: tuple[bool, ...]) -> None:
+    batch, heads = 2, 2
+    table = torch.randn(batch, heads, LENGTH, device=DEVICE)
+    rows = torch.randint(0, 9, (batch, 2, LENGTH), device=DEVICE)
+    slopes, tiles = torch.randn(heads, device=DEVICE), torch.randn(batch * 4, device=DEVICE)
+    out = torch.full((batch, heads, ROWS), torch.nan, device=DEVICE)
+    given = [x if present else None for x, present in zip((table, rows, slopes, tiles), here, strict=True)]
+    _sums[(heads, batch)](*given, out, table.stride(0), table.stride(1), rows.stride(0), LENGTH, ROWS=ROWS)
+    expected = torch.zeros_like(out)
+    if here[0]:
+        expected[:, :, :LENGTH] += table
+    if here[1]:
+        expected[:, :, :LENGTH] += (rows[:, 0] + 2 * rows[:, 1])[:, None]
+    if here[2]:
+        expected += slopes[None, :, None]
+    if here[3]:
+        expected += tiles.view(batch, 4)[:, [0, 3], None]
+    torch.testing.assert_close(out, expected)
