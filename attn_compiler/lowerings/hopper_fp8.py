@@ -35,7 +35,7 @@ _SM = 90
 _TRITON = ((3, 6), (3, 7))
 #: beyond, registers hold no sum of one tile beside the sum of all
 _HEAD_DIM_LIMIT = 128
-#: head dims up to which the kernel rounds q. With 128 that was slower as a whole, by 3 to 5%.
+#: head dims up to which the kernel rounds q. With 128 and scales per block that was slower as a whole, by 1 to 5%.
 _ROUNDS_Q = 64
 
 
