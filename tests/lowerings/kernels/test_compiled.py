@@ -27,8 +27,8 @@ INSTRUCTIONS = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
 #: the one that spills is faster than all that do not: four accumulators share the registers, and what spills is used once a block.
 #: Elsewhere a few registers at most, used outside of the loops.
 SPILLED = {"forward": 16, "grad_q": 16, "grad_q_kept": 16, "grad_kv": 304}
-#: where something is added to the scores; none of it is read within the loops over full tiles
-SPILLED_ADDED = 456
+#: where something is added to the scores: 456 with Triton 3.7, 520 with 3.6; a loop over full tiles reads at most 8 registers of it
+SPILLED_ADDED = 520
 
 
 @pytest.fixture(scope="module")
