@@ -17,7 +17,7 @@ import triton
 from triton.runtime import driver
 
 from attn_compiler.lowerings import decode_plan
-from attn_compiler.lowerings.decode_plan import Call, Plan, Schedule
+from attn_compiler.lowerings.decode_plan import Call, Plan, Schedule, none_too_short
 from attn_compiler.lowerings.kernels.decode import attention_decode
 from attn_compiler.lowerings.launching import VECTOR, start
 from attn_compiler.lowerings.on_device import Empty, new_outputs
@@ -148,7 +148,7 @@ def _forward(
     if batch == 0:
         return out, lse
     schedule = prepared.schedule
-    splits = schedule.splits or max(min(sized.most_splits, -(-seqlen_kv // schedule.least_keys)), 1)
+    splits = schedule.splits or none_too_short(schedule, sized.most_splits, seqlen_kv=seqlen_kv)
     partial, count, lse_at = None, None, 0
     if splits > 1:
         rows = batch * prepared.places * splits * prepared.kept

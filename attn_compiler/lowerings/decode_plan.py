@@ -153,7 +153,12 @@ def _power_of_two(least: int) -> int:
 
 def splits(schedule: Schedule, *, tiles: int, seqlen_kv: int) -> int:
     """Into how many the keys of each of so many tiles of rows are split: `most_splits`, none of them too short."""
-    return max(min(most_splits(schedule, tiles=tiles), -(-seqlen_kv // schedule.least_keys)), 1)
+    return none_too_short(schedule, most_splits(schedule, tiles=tiles), seqlen_kv=seqlen_kv)
+
+
+def none_too_short(schedule: Schedule, most: int, *, seqlen_kv: int) -> int:
+    """So many splits at most."""
+    return max(min(most, -(-seqlen_kv // schedule.least_keys)), 1)
 
 
 def most_splits(schedule: Schedule, *, tiles: int) -> int:

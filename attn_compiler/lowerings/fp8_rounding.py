@@ -129,7 +129,7 @@ def round_fp8(
     """Of each tensor rounded, descale and restored, then the largest magnitudes of all as `largest_fp8` gives them, or nothing of those.
 
     tensors: up to three, (B, H, S, D), the last stride 1. mean: float32 (B, H, 1, D), contiguous. largest: float32 (B|1, H|1, 1) for each
-    tensor, the magnitude that becomes what fits; or none: of each block its own. text: of a `Rounding`. On a GPU one kernel
+    tensor, contiguous, the magnitude that becomes what fits; or none: of each block its own. text: of a `Rounding`. On a GPU one kernel
     (kernels/round_fp8.py), elsewhere plain PyTorch."""
     if tensors[0].device.type == "cuda":
         found: list[torch.Tensor] = _ROUND_ON_GPU(tensors, mean, largest, text)

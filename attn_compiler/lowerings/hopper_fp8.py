@@ -85,7 +85,9 @@ def _rounds_q(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> bool
     and that was measured to be faster."""
     q, current = emitter.value(operands.q), fp8_quantise.recipe_of(spec).scaling
     is_narrow = all(isinstance(d, int) and d <= _ROUNDS_Q for d in (spec.head_dim_qk, spec.head_dim_v))
-    is_readable = q.storage_offset() * q.element_size() % fp8_rounding.VECTOR == 0 and 0 not in q.stride()
+    # The copy engine asks it of axes of size one, too.
+    places = (q.storage_offset(), *q.stride()[:-1])
+    is_readable = all(place * q.element_size() % fp8_rounding.VECTOR == 0 for place in places) and 0 not in q.stride()
     is_current = isinstance(current, CurrentScaling) and current.margin == 0
     return is_narrow and not spec.needs_grad and is_readable and is_current
 

@@ -61,7 +61,12 @@ def add_further(shared: Backward) -> None:
     if plan.bias_grad and bias is not None and 1 not in bias.shape[2:]:
         shared.tensors["GradBias"] = shared.same.empty("GradBias", functools.partial(empty_gradient, bias))
     elif plan.distances_grad:
-        _add_sums(shared, _SPAN)
+        _add_sums(shared, _span(shared))
+
+
+def _span(shared: Backward) -> int:
+    """Queries of a group of programs of dq's launch that makes more than dq: whole tiles of both."""
+    return max(_SPAN, _bias_tile(shared.prepared).queries, shared.prepared.call.tiles.grad_q.queries)
 
 
 def _add_sums(shared: Backward, span: int | None) -> None:
@@ -87,19 +92,19 @@ def _grad_q_kept(shared: Backward) -> Arguments:
     size, heads, batch = bias_tile.queries, 1, 1
     span, blocks_k, others = tile.queries, triton.cdiv(numbers["seqlen_kv"], size), 0
     if grad is not None:
-        span, (batch, heads) = max(span, size, _SPAN), grad.shape[:2]
+        span, (batch, heads) = _span(shared), grad.shape[:2]
         others = blocks_k * (span // size)
     elif sums is not None:
-        heads, span, others = sums.shape[0], _SPAN, sums.shape[2]
+        heads, span, others = sums.shape[0], _span(shared), sums.shape[2]
     numbers |= {f"grad_{axis}": 0 if grad is None else grad.stride(dim) for dim, axis in enumerate("bhqk")}
     numbers |= {**lists(shared.tensors.get("tiles")), **strides("dq", shared.tensors["GradQ"])}
     numbers |= {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "MASK_ALL": shared.prepared.plan.unlisted}
     numbers |= {"ONE_B": batch == 1, "ONE_H": heads == 1, "SPAN": span, "SIZE": min(size, span)}
-    of_dq = span // tile.queries * (q.shape[0] // batch) * (q.shape[1] // heads)
+    of_dq = span // tile.queries * (q.shape[0] if batch == 1 else 1) * (q.shape[1] if heads == 1 else 1)
     further = {"Grad": "GradBias" if grad is not None else None, "Sums": "Sums" if sums is not None else None}
     names = {**shared.parameters("GradQ"), **shared.scores, **further, "Tiles": shared.prepared.present("tiles")}
     return Arguments(
-        grid=(triton.cdiv(q.shape[2], span) * (of_dq + others), heads * batch, 1),
+        grid=(triton.cdiv(q.shape[2], span) * (of_dq + others), heads, batch),
         tensors=_taken_by(kernel, names),
         numbers=_taken_by(kernel, numbers),
         tile=tile,
@@ -144,7 +149,7 @@ def grad_distances(shared: Backward) -> torch.Tensor:
     if shared.tensors["Q"].shape[2] == 0 or shared.tensors["K"].shape[2] == 0:
         return torch.zeros_like(distances)
     if "Sums" in shared.tensors:
-        span = _SPAN
+        span = _span(shared)
     else:
         _add_sums(shared, None)
         shared.launch(bias_backward.attention_grad_distances, _distances)

@@ -45,7 +45,7 @@ from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
 #: What a kernel evaluates beside its products, which takes registers: parts of a plan, and softcap. learned: what is added is, so that
-#: the scores' gradients are kept (without a softcap).
+#: the scores' gradients are kept (without a softcap, and up to the size that triton_launch.py sets).
 Part = Literal["bias", "distances", "rows", "keys", "documents", "mask", "band", "window", "softcap", "learned"]
 
 
@@ -290,6 +290,6 @@ def parts_of(spec: AttentionSpec, plan: Plan) -> frozenset[Part]:
         "band": band is not None,
         "window": band is not None and band.left is not None,
         "softcap": spec.score.softcap is not None,
-        "learned": plan.bias_grad or plan.distances_grad,
+        "learned": (plan.bias_grad or plan.distances_grad) and spec.score.softcap is None,
     }
     return frozenset(part for part, held in here.items() if held)

@@ -86,4 +86,5 @@ def test_the_kernel_rounds_q_where_nobody_else_reads_it() -> None:
     assert not rounds_q(q, needs_grad=True)
     assert not rounds_q(q, Fp8Recipe(scaling=DelayedScaling()))
     assert not rounds_q(q[:, :1, :1].expand(1, 2, 8, 64))
+    assert not rounds_q(q.new_zeros(2049).as_strided((1, 2, 8, 64), (1025, 512, 64, 1)))
     assert not rounds_q(torch.zeros(1, 2, 8, 65, dtype=torch.bfloat16)[..., 1:])

@@ -198,14 +198,12 @@ def attention_grad_q_kept(
     Sums: float32 (Hq|1, spans, nK + SPAN / SIZE - 1, 2, SIZE), contiguous, for `attention_sum_diagonals`.
 
     ONE_*: that has size one there, so the axis is summed over, in a fixed order. Its tiles have SIZE queries and keys. SPAN: queries of
-    a group of programs, a multiple of BLOCK_M and SIZE. Grid: (spans · all programs of one, heads · batch rows that are not summed
-    over, 1).
+    a group of programs, a multiple of BLOCK_M and SIZE. Grid: (spans · all programs of one, heads and batch rows that are not summed
+    over).
     """
     count_h = heads_q if ONE_H else 1
     count = (batch_size if ONE_B else 1) * count_h
-    head_0, batch_0 = tl.program_id(1) * 0, tl.program_id(1)
-    if not ONE_H:
-        head_0, batch_0 = batch_0 % heads_q, batch_0 // heads_q
+    head_0, batch_0 = tl.program_id(1), tl.program_id(2)
     of_dq, of_other, blocks_k = count * (SPAN // BLOCK_M), 0, tl.cdiv(seqlen_kv, SIZE)
     if Grad is not None:
         of_other = blocks_k * (SPAN // SIZE)
@@ -236,7 +234,7 @@ def attention_grad_q_kept(
         )  # fmt: skip
     elif Sums is not None:
         diagonal = part - of_dq
-        at = (tl.program_id(1) * spans + span) * of_other + diagonal
+        at = (head_0 * spans + span) * of_other + diagonal
         _sum_diagonal(
             span * (SPAN // SIZE), SPAN // SIZE, diagonal - span * (SPAN // SIZE) - (SPAN // SIZE - 1),
             head_0, count_h, count, Sums + at.to(tl.int64) * (2 * SIZE),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from attn_compiler.lowerings.triton_plan import Band
 from tests.lowerings import kernel_problems
@@ -11,6 +14,14 @@ from tests.lowerings.kernel_launches import launched
 from tests.lowerings.kernel_problems import build, results
 
 SEVERAL_SPANS = 140
+
+
+@pytest.fixture
+def nan_where_empty() -> Iterator[None]:
+    """What `torch.empty` gives holds NaN, whatever was there before."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def check(case: Case) -> None:
@@ -31,8 +42,17 @@ def test_diagonals_and_tiles_beyond_a_band_give_nothing(given: dict[str, object]
 
 
 @pytest.mark.parametrize("given", [{"bias": "bhqk"}, {"distances": 2}], ids=str)
-@pytest.mark.parametrize("mask", [{"keys": "holes"}, {"rows": True}, {"documents": True}, {"mask": "bq"}], ids=str)
-def test_tiles_that_were_not_written(mask: dict[str, object], given: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "mask", [{"keys": "right"}, {"keys": "left"}, {"documents": True}, {"band": Band(right=-40)}], ids=str
+)
+def test_tiles_that_were_not_written(mask: dict[str, object], given: dict[str, object], nan_where_empty: None) -> None:
+    """Each of these masks leaves whole tiles without a pair."""
+    check(Case(name="lists", seqlen_q=70, seqlen_kv=130, **mask, **given))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [{"bias": "bhqk"}, {"distances": 2}], ids=str)
+@pytest.mark.parametrize("mask", [{"keys": "holes"}, {"rows": True}, {"mask": "bq"}], ids=str)
+def test_masks_within_tiles(mask: dict[str, object], given: dict[str, object], nan_where_empty: None) -> None:
     check(Case(name="lists", seqlen_q=40, seqlen_kv=100, **mask, **given))  # type: ignore[arg-type]
 
 
