@@ -61,23 +61,20 @@ def given_away(function: Any) -> fx.GraphModule:
     return gm
 
 
-def test_the_graph_has_a_buffer_for_each_tensor_and_writes_it_once() -> None:
+def test_the_graph_has_a_buffer_for_q_k_and_v_and_writes_it_once() -> None:
     gm = given_away(attention)
-    assert {name: tuple(x.shape) for name, x in gm.named_buffers()} == {
-        f"attn_compiler_buffer_{i}": (2, 1) for i in range(3)
-    }
+    assert {name: tuple(x.shape) for name, x in gm.named_buffers()} == {"attn_compiler_buffer_0": (2, 3)}
     writes = [node for node in gm.graph.nodes if node.op == "call_function" and node.target.__name__ == "setitem"]
-    assert len(writes) == 3
+    assert len(writes) == 1
 
 
-def test_a_checkpoints_body_gets_them_as_inputs_and_so_what_they_held_before() -> None:
+def test_a_checkpoints_body_gets_it_as_an_input_and_so_what_it_held_before() -> None:
     gm = given_away(checkpointed)
-    assert len(list(gm.named_buffers())) == 3
+    assert len(list(gm.named_buffers())) == 1
     (call,) = (node for node in gm.graph.nodes if "checkpoint" in str(node.target))
-    names = [str(node.target) for node in call.args[-6:]]
-    assert names == ["attn_compiler_buffer_wrap_body_0_0", "attn_compiler.held.default"] + [
-        name for i in (1, 2) for name in (f"attn_compiler_buffer_wrap_body_0_{i}", "attn_compiler.held.default")
-    ]
+    names = [str(node.target) for node in call.args[-2:]]
+    assert names == ["attn_compiler_buffer_wrap_body_0_0", "attn_compiler.held.default"]
+    assert not any("buffer" in str(node.target) for node in call.args[:-2])
     (body,) = (module for module in torch_compat.graph_modules(gm) if module is not gm)
     assert not list(body.named_buffers())
 
@@ -85,8 +82,8 @@ def test_a_checkpoints_body_gets_them_as_inputs_and_so_what_they_held_before() -
 def test_each_of_two_checkpoints_has_its_own() -> None:
     gm = given_away(twice)
     buffers = dict(gm.named_buffers())
-    assert len(buffers) == 6
-    assert all(bool(x[0, 0] > 0) and not x[1, 0] for x in buffers.values())
+    assert len(buffers) == 2
+    assert all(bool((x[0] > 0).all()) and not x[1].any() for x in buffers.values())
 
 
 def test_what_fails_afterwards_leaves_none_and_the_model_as_it_was() -> None:
@@ -115,9 +112,7 @@ def test_a_graph_of_another_shape_starts_with_a_history_of_its_own(monkeypatch: 
     monkeypatch.setattr(fp8_state, "_kept", [])
     function = run(attention, dynamic=False)
     function(inputs()[:, :, :48])
-    assert sorted(attn_compiler.fp8_state_dict()) == sorted(
-        f"(no module)/amax_{x}{suffix}" for x in "qkv" for suffix in ("", "#2")
-    )
+    assert sorted(attn_compiler.fp8_state_dict()) == ["(no module)/amax", "(no module)/amax#2"]
 
 
 def test_the_pipeline_verifies_after_lowering() -> None:
