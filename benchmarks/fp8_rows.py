@@ -77,6 +77,7 @@ def beside(rows: Sequence[Mapping[str, str]]) -> Speeds:
 def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     """Rows of fp8_speed.MEASURED."""
     facts = {row["case"]: row for row in fp8}
+    dates = {(row["case"], row["side"], row["recipe"], row["pass"]): row["date"] for row in fp8}
     others = beside(select)
     found = []
     for (case, training), speeds in measured(fp8).items():
@@ -88,6 +89,8 @@ def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]
             merged |= {(name, "", ""): other[name, "", ""] * share for name in OTHERS if (name, "", "") in other}
         first, last = HEAD_DIMS[int(facts[case]["head_dim"])]
         for (lowering, scaling, backward), tflops in merged.items():
+            recipe = next((name for name, key in _RECIPES.items() if key == (scaling, backward)), "")
+            dated = (case, lowering, recipe, "both" if training else "forward")
             found.append(
                 {
                     "lowering": lowering,
@@ -99,7 +102,7 @@ def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]
                     "scaling": scaling,
                     "backward": backward,
                     "tflops": f"{tflops:.0f}",
-                    "since": facts[case]["date"],
+                    "since": dates.get(dated, facts[case]["date"]),
                     "case": case,
                 }
             )

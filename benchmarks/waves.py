@@ -116,13 +116,20 @@ def run(
             deadline = time.monotonic() + wave_seconds
             begin = functools.partial(_begin, workers, functools.partial(Worker.start, context, prepare, lock))
             late = _prepare(wave, workers, begin, jobs, deadline)
-            for place in late.keys() & workers.keys():
-                workers.pop(place).end()
+            ended = [workers.pop(place) for place in late.keys() & workers.keys()]
+            for worker in ended:
+                worker.end()
             for place, case in enumerate(wave):
                 if place in late:
                     yield case, {"failure": late[place]}
                 else:
                     yield case, _row(workers, place, finish_seconds)
+            if ended:
+                # One of them may have held the lock, which nobody gives back then: those who know it end, too.
+                for worker in workers.values():
+                    worker.end()
+                workers.clear()
+                lock = context.Lock()
     finally:
         for worker in workers.values():
             worker.end()

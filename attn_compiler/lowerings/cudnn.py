@@ -25,7 +25,6 @@ _FIRST_SM = 80
 # does not know (CUDNN_ATTR_OPERATION_RESHAPE_MODE), and 1.27 is written anew.
 _FIRST_FRONTEND, _FRONTEND_LIMIT = (1, 22), (1, 24)
 _HEAD_DIM_LIMIT = 256
-_ALIGNMENT = 16
 #: bytes of workspace that a backward may take for all scores at once
 WORKSPACE_LIMIT = 2 * 2**30
 
@@ -49,7 +48,7 @@ class CudnnAttention:
         return refused or cudnn_plans.refusals(call_of(spec, target), spec, self.demand(spec), target)
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
-        return LayoutDemand(alignment=_ALIGNMENT, zero_strides=False)
+        return LayoutDemand(alignment=cudnn_call.ALIGNMENT, zero_strides=False)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         call = call_of(spec, emitter.target)

@@ -20,6 +20,8 @@ from attn_compiler.masks import Causal
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 
+#: cuDNN needs every tensor to begin at a multiple of so many bytes, which are a power of two
+ALIGNMENT = 16
 #: in FP8, of q, k, v and out; and of their gradients
 FP8_DTYPE, FP8_GRADIENT_DTYPE = "float8_e4m3fn", "float8_e5m2"
 _READ_SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attn_compiler.lowerings import cudnn_frontend, cudnn_graphs
-from attn_compiler.lowerings.cudnn_call import Call
+from attn_compiler.lowerings.cudnn_call import ALIGNMENT, Call
 from attn_compiler.lowerings.cudnn_graphs import Laid, Plan
 from attn_compiler.lowerings.cudnn_ops import gradient_in_fp8, gradient_like, like_output
 from attn_compiler.lowerings.on_device import Empty, Known
@@ -25,8 +25,6 @@ from attn_compiler.torch_compat import current_cuda_device
 Tensors = Sequence[torch.Tensor]
 Key = tuple[Any, ...]
 
-#: cuDNN needs every tensor to begin at a multiple of so many bytes, which are a power of two
-ALIGNMENT = 16
 _BETWEEN = ALIGNMENT - 1
 
 

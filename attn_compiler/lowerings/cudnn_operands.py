@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -46,14 +47,16 @@ class _Made:
     given: Operands
 
     def bias(self) -> fx.Node:
-        """(B|1, Hq|1, Sq|1, Skv) in q's dtype, contiguous."""
+        """(B|1, Hq|1, Sq|1, Skv) in q's dtype, contiguous, from where cuDNN can read it."""
         if self.given.mask is None:
             raise ValueError("the call needs a tensor to add, and the site has none")
         added = mask_nodes.additive(self.emitter, self.given.mask, self._dtype)
         added = mask_nodes.with_adjacent_keys(self.emitter, added, self.given.k)
-        if self.emitter.value(added).is_contiguous():
+        value = self.emitter.value(added)
+        if value.is_contiguous() and value.storage_offset() * value.element_size() % cudnn_call.ALIGNMENT == 0:
             return added
-        return self.emitter.once(("packed", added), lambda: self.emitter.call(torch.Tensor.contiguous, added))
+        packed = functools.partial(self.emitter.call, torch.clone, added, memory_format=torch.contiguous_format)
+        return self.emitter.once(("packed", added), packed)
 
     def sinks(self) -> fx.Node:
         """float32 (Hq,), contiguous."""

@@ -1,7 +1,8 @@
 """Whether FP8 is faster than the model's own dtype for a shape: by what was measured, which `python -m benchmarks.fp8_rows` writes down.
 
 fp8_sm90.csv holds effective TFLOP/s of whole attentions on an H200, in FP8 with finding scales and rounding, and in bfloat16 beside them.
-The nearest length of the same sort of mask and head dim speaks for a shape. What has no row is not refused.
+The nearest length of the same sort of mask and head dim speaks for a shape. What has no row is not refused, but for lengths far below
+all that have one.
 """
 
 from __future__ import annotations
@@ -79,16 +80,18 @@ def _row(line: Mapping[str, str]) -> Row:
     )
 
 
-def estimate(lowering: str, spec: AttentionSpec) -> Row | None:
-    """What was measured nearest to a spec; None for unknown lengths, or if there is nothing like it. Of all ways to find scales where the
-    recipe's own was not measured."""
+def estimate(lowering: str, spec: AttentionSpec, seqlen: int | None = None) -> Row | None:
+    """What was measured nearest to a spec's length, or to another one; None for unknown lengths, or if there is nothing like it. Of all
+    ways to find scales where the recipe's own was not measured at that length: the length decides more."""
     seqlens = shape_class.of(spec).seqlens
     if seqlens is None:
         return None
-    length = math.log(max(seqlens[1], 1))
+    wanted = math.log(max(seqlens[1] if seqlen is None else seqlen, 1))
     fitting = [row for row in rows() if row.fits(lowering, spec)]
-    found = [row for row in fitting if row.scaling in ("", scaling_of(spec))] or fitting
-    return min(found, key=lambda row: abs(math.log(row.seqlen) - length), default=None)
+    nearest = min((row.seqlen for row in fitting), key=lambda length: abs(math.log(length) - wanted), default=None)
+    there = [row for row in fitting if row.seqlen == nearest]
+    own = [row for row in there if row.scaling in ("", scaling_of(spec))]
+    return max(own or there, key=lambda row: row.tflops, default=None)
 
 
 def scaling_of(spec: AttentionSpec) -> str:
@@ -102,16 +105,23 @@ def scaling_of(spec: AttentionSpec) -> str:
 
 def check(spec: AttentionSpec, target: Target, lowering: str, other: str) -> list[Reason]:
     """Refuses a lowering in FP8 that was slower than `other`, which the site gets without a recipe; or that was not measured, where the
-    fastest of those that were is slower."""
-    its = estimate(other, spec)
+    fastest of those that were is slower. And where all that was measured is more than twice as long: rounding takes the larger share
+    of the time, the shorter the sequence."""
     mine = estimate(lowering, spec) or _fastest(spec)
-    if target.sm != _SM or mine is None or its is None or mine.tflops > its.tflops:
+    its = None if mine is None else estimate(other, spec, mine.seqlen)
+    seqlens = shape_class.of(spec).seqlens
+    if target.sm != _SM or mine is None or its is None or seqlens is None:
+        return []
+    is_short = 2 * seqlens[1] < mine.seqlen
+    if mine.tflops > its.tflops and not is_short:
         return []
     passes = "forward and backward" if spec.needs_grad else "forward"
     observed = (
         f"{mine.lowering} with rounding {mine.tflops:.0f} TFLOP/s (S {mine.seqlen}), {other} in {spec.dtype} {its.tflops:.0f} "
         f"(S {its.seqlen}); {passes}, H200, {mine.since}"
     )
+    if is_short:
+        observed = f"S {seqlens[1]}, of which the shortest that was measured is more than twice as long: {observed}"
     remedy = "give Fp8Recipe(force=True)"
     return [Reason(rule="FP8 is faster than the model's dtype for such a shape", observed=observed, remedy=remedy)]
 

@@ -70,9 +70,11 @@ class HopperFp8:
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         tiles = triton_tiles_table.tiles(spec, emitter.target)
-        rounded = fp8_quantise.emit(emitter, spec, operands, rounds_q=not _rounds_q(emitter, spec, operands))
+        in_kernel = _rounds_q(emitter, spec, operands)
+        rounded = fp8_quantise.emit(emitter, spec, operands, rounds_q=not in_kernel)
         family = backward_of(spec, emitter.target)
-        emitter.note(f"FP8 forward: {fp8_quantise.recipe_of(spec).words}; backward in {spec.dtype} ({family})")
+        q_too = "; q in the kernel, each row by a scale of its own" if in_kernel else ""
+        emitter.note(f"FP8 forward: {fp8_quantise.recipe_of(spec).words}{q_too}; backward in {spec.dtype} ({family})")
         further = triton_operands.emit(emitter, spec, operands, tiles)
         text = Call(spec=spec, tiles=tiles).to_text()
         leaf = getattr(torch.ops.attn_compiler, _NAMES[family]).default
@@ -89,7 +91,9 @@ def _rounds_q(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> bool
     places = (q.storage_offset(), *q.stride()[:-1])
     is_readable = all(place * q.element_size() % fp8_rounding.VECTOR == 0 for place in places) and 0 not in q.stride()
     is_current = isinstance(current, CurrentScaling) and current.margin == 0
-    return is_narrow and not spec.needs_grad and is_readable and is_current
+    # An Inf becomes 0 in int8 everywhere else.
+    has_inf = fp8_quantise.recipe_of(spec).qk_format != "int8"
+    return is_narrow and not spec.needs_grad and is_readable and is_current and has_inf
 
 
 def backward_of(spec: AttentionSpec, target: Target) -> str:

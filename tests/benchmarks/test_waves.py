@@ -16,6 +16,9 @@ def prepare(case: str, lock: AbstractContextManager[Any]) -> waves.Finish:
         os._exit(1)
     if case == "late":
         time.sleep(60)
+    if case == "late with the lock":
+        with lock:
+            time.sleep(60)
     with lock:
         prepared = time.monotonic()
 
@@ -84,3 +87,10 @@ def test_processes_may_begin_with_modules() -> None:
     found = dict(waves.run(["a"], prepare, jobs=1, until=float("inf"), wave_seconds=30.0, imports=("torch",)))
     assert found["a"] is not None
     assert "pid" in found["a"]
+
+
+def test_what_a_late_one_held_is_free_again() -> None:
+    found = dict(run(["late with the lock", "a", "b"], 1, wave_seconds=6.0))
+    assert found["late with the lock"] == {"failure": "it was not compiled in time"}
+    assert "pid" in found["a"]
+    assert "pid" in found["b"]

@@ -106,6 +106,14 @@ def test_a_bias_has_four_axes_all_keys_and_no_gaps(mask: torch.Tensor, shape: tu
     torch.testing.assert_close(bias, mask.to(torch.bfloat16).expand(shape))
 
 
+def test_a_bias_that_begins_between_two_vectors_is_copied() -> None:
+    spec = make_spec(batch=1, heads=1, heads_kv=1, seqlen_q=8, seqlen_kv=16)
+    mask = torch.randn(1 + 8 * 16).bfloat16()[1:].view(1, 1, 8, 16)
+    values, *_ = run(Call(scale=1.0, bias=True), spec, mask=mask)
+    assert values["bias"].data_ptr() != mask.data_ptr()
+    assert torch.equal(values["bias"], mask)
+
+
 def test_each_call_draws_a_seed_of_its_own() -> None:
     call = Call(scale=1.0, dropout_p=0.5)
     values, made, again, twice = run(call, make_spec())

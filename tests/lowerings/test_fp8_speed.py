@@ -93,6 +93,27 @@ def test_each_way_to_find_scales_has_speeds_of_its_own() -> None:
     assert nearest.seqlen == 8192
 
 
+def test_the_nearest_length_counts_before_the_way_to_find_scales() -> None:
+    """Delayed scaling was measured at 8192 alone, where it pays."""
+    delayed = dataclasses.replace(asked(1200), fp8=Fp8Recipe(scaling=DelayedScaling()))
+    (reason,) = fp8_speed.check(delayed, H200, "hopper_fp8", "sdpa_cudnn")
+    assert "300 TFLOP/s (S 1024)" in reason.observed
+
+
+def test_both_speeds_are_of_one_length() -> None:
+    its = fp8_speed.estimate("sdpa_cudnn", asked(1200), 8192)
+    assert its is not None
+    assert its.seqlen == 8192
+
+
+@pytest.mark.parametrize(("seqlen", "refused"), [(4096, False), (4000, True), (64, True)])
+def test_far_below_what_was_measured_is_refused(seqlen: int, refused: bool) -> None:
+    training = dataclasses.replace(asked(seqlen, needs_grad=True), fp8=Fp8Recipe(backward=True))
+    reasons = fp8_speed.check(training, H200, "cudnn_fp8", "sdpa_cudnn")
+    assert bool(reasons) == refused
+    assert all(f"S {seqlen}" in reason.observed for reason in reasons)
+
+
 def test_other_machines_were_not_measured() -> None:
     assert fp8_speed.check(asked(1200), Target.fake(sm=100), "hopper_fp8", "sdpa_cudnn") == []
 

@@ -82,6 +82,7 @@ def test_the_kernel_rounds_q_where_nobody_else_reads_it() -> None:
     q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
     assert rounds_q(q)
     assert rounds_q(q, Fp8Recipe(scaling=CurrentScaling(granularity="tensor")))
+    assert not rounds_q(q, Fp8Recipe(qk_format="int8"))
     assert not rounds_q(q, head_dim=128)
     assert not rounds_q(q, needs_grad=True)
     assert not rounds_q(q, Fp8Recipe(scaling=DelayedScaling()))
