@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import re
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -317,3 +319,65 @@ def test_an_allocator_gives_a_new_tensor_each_time(device: str) -> None:
     like = torch_compat.empty_strided((2, 3), (1, 2), torch.bfloat16, device)
     for made in (first, second):
         assert (made.shape, made.stride(), made.dtype, made.device) == (like.shape, (1, 2), torch.bfloat16, like.device)
+
+
+BODIES = """
+calls = []
+
+def plus_one(x):
+    calls.append("function")
+    return x + 1
+
+class Place:
+    def __call__(self, x):
+        calls.append(self)
+        return x + 1
+"""
+
+
+@pytest.fixture
+def bodies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module whose function and class do what the op `attn_compiler_test::plus_one` does, and say that they were called."""
+    (tmp_path / "bodies_of_plus_one.py").write_text(BODIES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "bodies_of_plus_one", raising=False)
+    return importlib.import_module("bodies_of_plus_one")
+
+
+@pytest.fixture
+def plus_one() -> Iterator[Any]:
+    from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN
+
+    library = torch.library.Library("attn_compiler_test", "FRAGMENT")
+    library.define("plus_one(Tensor x) -> Tensor")
+    library.impl("plus_one", lambda x: x + 1, "CPU")
+    torch.library.register_fake("attn_compiler_test::plus_one", torch.empty_like, lib=library)
+    yield torch.ops.attn_compiler_test.plus_one.default
+    CUSTOM_EXTERN_KERNEL_CODEGEN.pop("torch.ops.attn_compiler_test.plus_one.default", None)
+    library._destroy()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_code_calls_an_instance_for_each_place_where_tensors_lie_the_same(
+    dynamic: bool, bodies: Any, plus_one: Any
+) -> None:
+    torch_compat.call_directly("attn_compiler_test::plus_one", bodies.__name__, "plus_one", site="Place")
+    x = torch.zeros(4, 6)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        compiled = torch.compile(lambda x: plus_one(plus_one(x).t()), dynamic=dynamic, fullgraph=True)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), torch.full((6, 4), 2.0))
+    first, second, *again = bodies.calls
+    assert again == [first, second]
+    if dynamic:
+        assert first == second == "function"
+    else:
+        assert first is not second
+        assert {type(first), type(second)} == {bodies.Place}
+
+
+def test_compiled_code_calls_the_function_where_there_is_no_class(bodies: Any, plus_one: Any) -> None:
+    torch_compat.call_directly("attn_compiler_test::plus_one", bodies.__name__, "plus_one")
+    with torch._inductor.config.patch(force_disable_caches=True):
+        torch.compile(plus_one)(torch.zeros(4))
+    assert bodies.calls == ["function"]
