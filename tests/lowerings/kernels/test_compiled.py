@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
 
 from tests.lowerings.kernels import compiling
-from tests.lowerings.kernels.compilers import of_a_known_compiler
+from tests.lowerings.kernels.compilers import of_a_known_compiler, printed_by
 from tests.lowerings.kernels.compiling import ADDED, CASES, JOBS, KERNELS, MACHINES, Found
-
-ROOT = Path(__file__).parents[3]
 
 #: bytes that a block may have, of Nvidia's tuning guides
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -33,14 +25,7 @@ SPILLED_ADDED = 520
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple[str, str, int], Found]:
-    """One process for all, since Triton's interpreter compiles nothing: it was chosen for this one before Triton was imported."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", compiling.__name__]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [Found(**each) for each in json.loads(done.stdout)]
+    found = [Found(**each) for each in printed_by(compiling)]
     return {(each.case, each.kernel, each.sm): each for each in found}
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("triton")
 
 from tests.lowerings.kernels import compiling_decode
-from tests.lowerings.kernels.compilers import of_a_known_compiler
+from tests.lowerings.kernels.compilers import of_a_known_compiler, printed_by
 from tests.lowerings.kernels.compiling_decode import CASES, JOBS, MACHINES, Found
-from tests.lowerings.kernels.test_compiled import ROOT, SHARED, ids
+from tests.lowerings.kernels.test_compiled import SHARED, ids
 
 #: Bytes of a thread's stack: Triton 3.7 has one or two registers fewer than needed at head dim 128 on some machines, 3.6 at 80.
 SPILLED = 8
@@ -24,14 +19,7 @@ SPILLED_WITH_A_MASK = 48
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple[str, int], Found]:
-    """In a process of its own: see test_compiled.py."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", compiling_decode.__name__]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [Found(**each) for each in json.loads(done.stdout)]
+    found = [Found(**each) for each in printed_by(compiling_decode)]
     return {(each.case, each.sm): each for each in found}
 
 

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
 from tests.lowerings.kernels import compiling_fp8
-from tests.lowerings.kernels.compilers import of_a_known_compiler
+from tests.lowerings.kernels.compilers import of_a_known_compiler, printed_by
 from tests.lowerings.kernels.compiling_fp8 import CASES, JOBS, RECIPES, Found
 
-ROOT = Path(__file__).parents[3]
 #: bytes that a block may have, of Nvidia's tuning guides
 SHARED = 227 * 1024
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple[str, str, int], Found]:
-    """In a process of its own: this one's Triton interprets."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", compiling_fp8.__name__]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {(each["case"], each["recipe"], each["sm"]): Found(**each) for each in json.loads(done.stdout)}
+    return {(each["case"], each["recipe"], each["sm"]): Found(**each) for each in printed_by(compiling_fp8)}
 
 
 def test_every_case_and_recipe_is_compiled() -> None:

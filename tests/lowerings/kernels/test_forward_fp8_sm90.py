@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from tests.lowerings.kernels import compiling_fp8_sm90
-from tests.lowerings.kernels.compilers import of_a_known_compiler
+from tests.lowerings.kernels.compilers import of_a_known_compiler, printed_by
 from tests.lowerings.kernels.compiling_fp8_sm90 import JOBS, Found, Job
 
-ROOT = Path(__file__).parents[3]
 SHARED = 227 * 1024
 #: bytes of a thread, of up to thirty words at head dim 128 where a mask or scales are held too
 SPILLED = 128
@@ -24,14 +17,7 @@ SPILLED = 128
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Found]:
-    """In a process of its own: this one's Triton interprets."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", compiling_fp8_sm90.__name__]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {each["name"]: Found(**each) for each in json.loads(done.stdout)}
+    return {each["name"]: Found(**each) for each in printed_by(compiling_fp8_sm90)}
 
 
 @of_a_known_compiler

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
 
 from tests.lowerings.kernels import compiling_round_fp8
-from tests.lowerings.kernels.compilers import of_a_known_compiler
+from tests.lowerings.kernels.compilers import of_a_known_compiler, printed_by
 from tests.lowerings.kernels.compiling_round_fp8 import HEAD_DIMS, Found
 
-ROOT = Path(__file__).parents[3]
 #: bytes of a thread: some words where head dims up to 64 have half as many registers
 SPILLED = 32
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Found]:
-    """In a process of its own: this one's Triton interprets."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", compiling_round_fp8.__name__]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {each["name"]: Found(**each) for each in json.loads(done.stdout)}
+    return {each["name"]: Found(**each) for each in printed_by(compiling_round_fp8)}
 
 
 @of_a_known_compiler
