@@ -101,16 +101,21 @@ def in_torch(given: fp8_problems.Fp8Problem, monkeypatch: pytest.MonkeyPatch) ->
         return hopper_fp8_launch.forward(given.q, given.k, given.v, given.operands, given.problem.text)
 
 
+def assert_near(given: fp8_problems.Fp8Problem, out: Tensor, lse: Tensor, *, share: float, atol: float) -> None:
+    """Of the exact results, from what the kernel was given: share of out's norm, atol of lse."""
+    q, k, v = (x.detach().float() for x in fp8_problems.inputs(given)[:3])
+    exact_out, exact_lse = kernel_problems.attention(given.problem, q, k, v, given.problem.named)
+    assert float((out - exact_out).norm() / exact_out.norm()) < share
+    torch.testing.assert_close(lse, exact_lse, rtol=0, atol=atol)
+
+
 @pytest.mark.parametrize("pair", [*PAIRS, *CPU_PAIRS], ids="-".join)
 def test_what_the_kernel_says(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     case, recipe = pair
     given = fp8_problems.build(grown(BY_NAME[case]), RECIPES[recipe], dtype=torch.float16, device="cpu")
     with torch.no_grad():
         out, lse = in_torch(given, monkeypatch)
-        q, k, v = (x.detach().float() for x in fp8_problems.inputs(given)[:3])
-        exact_out, exact_lse = kernel_problems.attention(given.problem, q, k, v, given.problem.named)
-        assert float((out - exact_out).norm() / exact_out.norm()) < 0.04
-        torch.testing.assert_close(lse, exact_lse, rtol=0, atol=0.02)
+        assert_near(given, out, lse, share=0.04, atol=0.02)
 
 
 ROUNDING_PAIRS = (
@@ -133,10 +138,7 @@ def test_the_kernel_rounds_q(pair: tuple[str, str], monkeypatch: pytest.MonkeyPa
     assert given.rounded["q8"].dtype == torch.float16
     with torch.no_grad():
         out, lse = in_torch(given, monkeypatch)
-        q, k, v = (x.detach().float() for x in fp8_problems.inputs(given)[:3])
-        exact_out, exact_lse = kernel_problems.attention(given.problem, q, k, v, given.problem.named)
-        assert float((out - exact_out).norm() / exact_out.norm()) < 0.05
-        torch.testing.assert_close(lse, exact_lse, rtol=0, atol=0.1)
+        assert_near(given, out, lse, share=0.05, atol=0.1)
 
 
 @pytest.mark.gpu
@@ -148,10 +150,7 @@ def test_on_a_gpu_it_rounds_q_too(pair: tuple[str, str], hopper: Target) -> None
     )
     with torch.no_grad():
         out, lse = fp8_problems.outputs(dataclasses.replace(given, leaf="hopper_fp8"))
-        q, k, v = (x.detach().float() for x in fp8_problems.inputs(given)[:3])
-        exact_out, exact_lse = kernel_problems.attention(given.problem, q, k, v, given.problem.named)
-        assert float((out - exact_out).norm() / exact_out.norm()) < 0.05
-        torch.testing.assert_close(lse, exact_lse, rtol=0, atol=0.1)
+        assert_near(given, out, lse, share=0.05, atol=0.1)
 
 
 def test_a_row_that_is_not_finite_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,10 +172,7 @@ def test_every_block_of_every_head_is_computed_once(section: int, monkeypatch: p
     monkeypatch.setattr(hopper_fp8_launch, "_section", lambda tensors: section)
     with torch.no_grad():
         out, lse = in_torch(given, monkeypatch)
-        q, k, v = (x.detach().float() for x in fp8_problems.inputs(given)[:3])
-        exact_out, exact_lse = kernel_problems.attention(given.problem, q, k, v, given.problem.named)
-        assert float((out - exact_out).norm() / exact_out.norm()) < 0.04
-        torch.testing.assert_close(lse, exact_lse, rtol=0, atol=0.02)
+        assert_near(given, out, lse, share=0.04, atol=0.02)
 
 
 def test_heads_that_take_turns_share_the_cache() -> None:
