@@ -9,7 +9,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import itertools
 import logging
 import sys
 import traceback
@@ -213,16 +212,13 @@ def call_directly(op: str, module: str, function: str, *, site: str | None = Non
             node.python_kernel_name = alias
             wrapper.add_import_once(f"from {module} import {function} as {alias}")
         else:
-            node.python_kernel_name = f"{alias}_{next(_PLACES)}"
+            # No other node of the code has its name, those of subgraphs included.
+            node.python_kernel_name = f"{alias}_{node.get_name()}"
             wrapper.add_import_once(f"from {module} import {site} as {alias}_class")
             wrapper.add_import_once(f"{node.python_kernel_name} = {alias}_class()")
         writeline(ExternKernelAllocLine(wrapper, node))
 
     CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{op.replace('::', '.')}.default"] = CustomCodegen(python=write)
-
-
-#: numbers of the places for `call_directly`
-_PLACES = itertools.count()
 
 
 def _lies_the_same(node: Any) -> bool:
