@@ -29,8 +29,10 @@ _RECIPES = {
 }
 OTHERS = ("fa4", "cudnn")
 
-#: TFLOP/s by lowering, "scaling" and "backward" of fp8_speed.Row, of a case and whether it is training
-Speeds = dict[tuple[str, bool], dict[tuple[str, str, str], float]]
+#: lowering, "scaling" and "backward" of fp8_speed.Row
+Key = tuple[str, str, str]
+#: TFLOP/s of a case and whether it is training
+Speeds = dict[tuple[str, bool], dict[Key, float]]
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -41,14 +43,14 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def measured(rows: Sequence[Mapping[str, str]]) -> Speeds:
-    """Of bench_fp8.py. The newest row of a side counts, and the kernel alone only where the whole was not measured: nothing is faster."""
-    found: Speeds = {}
+def measured(rows: Sequence[Mapping[str, str]]) -> dict[tuple[str, bool], dict[Key, Mapping[str, str]]]:
+    """Rows of bench_fp8.py as `Speeds` has them. The newest one of a side counts, and the kernel alone only where the whole was not
+    measured: nothing is faster."""
+    found: dict[tuple[str, bool], dict[Key, Mapping[str, str]]] = {}
     for row in sorted(rows, key=lambda row: row["part"] == "whole"):
         if row["recipe"] in _RECIPES and row.get("tflops"):
             scaling, backward = _RECIPES[row["recipe"]] if row["side"] in priorities.FP8 else ("", "")
-            speeds = found.setdefault((row["case"], row["pass"] == "both"), {})
-            speeds[row["side"], scaling, backward] = float(row["tflops"])
+            found.setdefault((row["case"], row["pass"] == "both"), {})[row["side"], scaling, backward] = row
     return found
 
 
@@ -77,10 +79,10 @@ def beside(rows: Sequence[Mapping[str, str]]) -> Speeds:
 def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     """Rows of fp8_speed.MEASURED."""
     facts = {row["case"]: row for row in fp8}
-    dates = {(row["case"], row["side"], row["recipe"], row["pass"]): row["date"] for row in fp8}
     others = beside(select)
     found = []
-    for (case, training), speeds in measured(fp8).items():
+    for (case, training), of_case in measured(fp8).items():
+        speeds = {key: float(row["tflops"]) for key, row in of_case.items()}
         merged = dict(speeds)
         other = others.get((case, training), {})
         base = (bench_fp8.BASELINE, "", "")
@@ -88,9 +90,8 @@ def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]
             share = speeds[base] / other[base]
             merged |= {(name, "", ""): other[name, "", ""] * share for name in OTHERS if (name, "", "") in other}
         first, last = HEAD_DIMS[int(facts[case]["head_dim"])]
-        for (lowering, scaling, backward), tflops in merged.items():
-            recipe = next((name for name, key in _RECIPES.items() if key == (scaling, backward)), "")
-            dated = (case, lowering, recipe, "both" if training else "forward")
+        for key, tflops in merged.items():
+            lowering, scaling, backward = key
             found.append(
                 {
                     "lowering": lowering,
@@ -102,7 +103,7 @@ def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]
                     "scaling": scaling,
                     "backward": backward,
                     "tflops": f"{tflops:.0f}",
-                    "since": dates.get(dated, facts[case]["date"]),
+                    "since": of_case.get(key, facts[case])["date"],
                     "case": case,
                 }
             )
