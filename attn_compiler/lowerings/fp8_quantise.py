@@ -38,7 +38,6 @@ aten = torch.ops.aten
 #: what comes before a family's own operands
 _ALWAYS = ("q8", "k8", "v8", "descale_q", "descale_k", "descale_v")
 
-
 #: a buffer, and what it held before
 History = tuple[fx.Node, fx.Node]
 

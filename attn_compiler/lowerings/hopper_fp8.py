@@ -85,15 +85,15 @@ class HopperFp8:
 def _rounds_q(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> bool:
     """Whether the kernel does, each row by a scale of its own: where no backward wants to know what q became, the copy engine can read it,
     and that was measured to be faster."""
-    q, current = emitter.value(operands.q), fp8_quantise.recipe_of(spec).scaling
+    q, recipe = emitter.value(operands.q), fp8_quantise.recipe_of(spec)
     is_narrow = all(isinstance(d, int) and d <= _ROUNDS_Q for d in (spec.head_dim_qk, spec.head_dim_v))
     # The copy engine asks it of axes of size one, too.
     places = (q.storage_offset(), *q.stride()[:-1])
     is_readable = all(place * q.element_size() % fp8_rounding.VECTOR == 0 for place in places) and 0 not in q.stride()
-    is_current = isinstance(current, CurrentScaling) and current.margin == 0
-    # An Inf becomes 0 in int8 everywhere else.
-    has_inf = fp8_quantise.recipe_of(spec).qk_format != "int8"
-    return is_narrow and not spec.needs_grad and is_readable and is_current and has_inf
+    is_current = isinstance(recipe.scaling, CurrentScaling) and recipe.scaling.margin == 0
+    # Where q becomes int8, an Inf becomes 0, which the kernel does not see to.
+    keeps_inf = recipe.qk_format != "int8"
+    return is_narrow and not spec.needs_grad and is_readable and is_current and keeps_inf
 
 
 def backward_of(spec: AttentionSpec, target: Target) -> str:
