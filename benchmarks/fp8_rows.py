@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from attn_compiler.lowerings import fp8_speed, priorities
-from benchmarks import bench_fp8, bench_select
+from benchmarks import bench_fp8, bench_select, harness
 
 #: head dims that a measured one stands for
 HEAD_DIMS = {64: (33, 64), 128: (65, 128), 256: (129, 256)}
@@ -33,14 +32,6 @@ OTHERS = ("fa4", "cudnn")
 Key = tuple[str, str, str]
 #: TFLOP/s of a case and whether it is training
 Speeds = dict[tuple[str, bool], dict[Key, float]]
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a file; none if there is no such file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def measured(rows: Sequence[Mapping[str, str]]) -> dict[tuple[str, bool], dict[Key, Mapping[str, str]]]:
@@ -112,7 +103,7 @@ def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]
 
 def main() -> None:
     """Write the file anew."""
-    rows = rows_of(read(bench_fp8.RESULTS), read(bench_select.RESULTS))
+    rows = rows_of(*(harness.read(path, missing_ok=True) for path in (bench_fp8.RESULTS, bench_select.RESULTS)))
     with fp8_speed.MEASURED.open("w", newline="") as file:
         writer = csv.DictWriter(file, fp8_speed.COLUMNS)
         writer.writeheader()

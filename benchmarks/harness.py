@@ -179,6 +179,14 @@ def _commit() -> str:
         return "unknown"
 
 
+def read(path: Path, *, missing_ok: bool = False) -> list[dict[str, str]]:
+    """The rows of a file; missing_ok: none if there is no such file."""
+    if missing_ok and not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 class CsvFile:
     """Rows that are on disk as soon as they are added, so that a run that is cut off keeps what it measured."""
 
@@ -188,8 +196,7 @@ class CsvFile:
         self.rows: list[Mapping[str, str]] = []
         self._columns = list(columns)
         if append and path.exists():
-            with path.open(newline="") as file:
-                self.rows.extend(csv.DictReader(file))
+            self.rows.extend(read(path))
         else:
             with path.open("w", newline="") as file:
                 csv.DictWriter(file, self._columns).writeheader()

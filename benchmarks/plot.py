@@ -8,10 +8,10 @@ Wants matplotlib (`pip install -e '.[dev]'`).
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks import harness
 from benchmarks.harness import BACKEND, BASELINE
 
 FASTER, EVEN, SLOWER = "#2a7f62", "#8d99ae", "#c1440e"
@@ -60,8 +60,7 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("output", type=Path)
     options = parser.parse_args()
-    with options.results.open(newline="") as file:
-        draw(list(csv.DictReader(file)), options.output)
+    draw(harness.read(options.results), options.output)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,11 @@ Wants matplotlib (`pip install -e '.[dev]'`).
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import select_rows, standing
+from benchmarks import harness, select_rows, standing
 from benchmarks.plot import EVEN, FASTER, SLOWER
 
 # The name of a side, or "best"; its colour, mark and words.
@@ -70,8 +69,7 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("output", type=Path)
     options = parser.parse_args()
-    with options.results.open(newline="") as file:
-        draw(list(csv.DictReader(file)), options.output)
+    draw(harness.read(options.results), options.output)
 
 
 if __name__ == "__main__":

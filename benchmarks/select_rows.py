@@ -31,7 +31,7 @@ from attn_compiler.lowerings import LOWERINGS, priorities, shape_class
 from attn_compiler.options import Options
 from attn_compiler.passes import select
 from attn_compiler.target import Target
-from benchmarks import bench_select, select_cases, standing
+from benchmarks import bench_select, harness, select_cases, standing
 
 HEAD_DIMS = ((1, 64), (65, 96), (97, 128), (129, 256))
 #: where the lengths begin that a measured one stands for: the next one's begin ends them, if that was measured of the same sort
@@ -82,10 +82,7 @@ class Evidence:
 
 def read(path: Path = bench_select.RESULTS) -> list[dict[str, str]]:
     """The rows of a file; none if there is no such file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return harness.read(path, missing_ok=True)
 
 
 def evidence(rows: Iterable[Mapping[str, str]]) -> dict[Key, list[Evidence]]:

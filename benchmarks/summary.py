@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import bench_h200, inputs, models
+from benchmarks import bench_h200, harness, inputs, models
 from benchmarks.harness import BACKEND, BASELINE
 
 Row = Mapping[str, str]
@@ -73,20 +73,15 @@ def _line(*cells: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _read(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def main() -> None:
     """Merge if asked to, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--newer", type=Path, nargs="+", default=[], help="files whose rows are taken into the first")
     options = parser.parse_args()
-    rows: Sequence[Row] = _read(options.results)
+    rows: Sequence[Row] = harness.read(options.results)
     if options.newer:
-        newer = [row for path in options.newer for row in _read(path)]
+        newer = [row for path in options.newer for row in harness.read(path)]
         rows = merged(rows, newer)
         with options.results.open("w", newline="") as file:
             columns = list(dict.fromkeys(name for row in (*newer, *rows) for name in row))

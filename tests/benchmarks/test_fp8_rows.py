@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from attn_compiler.lowerings import fp8_speed
-from benchmarks import bench_fp8, fp8_rows
+from benchmarks import bench_fp8, fp8_rows, harness
 
 FP8 = [
     {"case": "causal_d128_s8192", "head_dim": "128", "seqlen": "8192", "date": "2026-11-21", "recipe": "", "part": part}
@@ -44,6 +44,6 @@ def test_training_is_forward_and_backward_together() -> None:
 
 def test_the_file_holds_what_was_measured() -> None:
     """But for what comes from another file, whose rows may have become others since."""
-    made = fp8_rows.rows_of(fp8_rows.read(bench_fp8.RESULTS), [])
-    kept = [row for row in fp8_rows.read(fp8_speed.MEASURED) if row["lowering"] not in fp8_rows.OTHERS]
+    made = fp8_rows.rows_of(harness.read(bench_fp8.RESULTS), [])
+    kept = [row for row in harness.read(fp8_speed.MEASURED) if row["lowering"] not in fp8_rows.OTHERS]
     assert kept == made
