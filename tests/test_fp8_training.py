@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
@@ -123,6 +125,24 @@ def test_no_step_waits_for_the_device() -> None:
     """A tensor that becomes a number would have to arrive first."""
     with mock.patch.object(torch.Tensor, "item", side_effect=AssertionError("a tensor was read")):
         compiled(Layers().bfloat16(), RECIPES["delayed"])(inputs(0)).sum().backward()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_was_compiled_comes_out_of_the_cache_and_learns_the_same(name: str) -> None:
+    """With histories that begin anew."""
+    found, hits = [], []
+    with fresh_cache():
+        for _ in range(2):
+            torch._dynamo.reset()
+            counters.clear()
+            model = Layers().bfloat16()
+            function = compiled(model, RECIPES[name], inner="inductor")
+            for step in range(3):
+                function(inputs(step, 4.0**step)).float().square().mean().backward()
+            found.append([p.grad for p in model.parameters()])
+            hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 1]
+    assert all(map(torch.equal, *found))
 
 
 # ---- the history ----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -128,7 +129,7 @@ class FakeBuilder(Generic[X]):
 
 
 class GraphBuilder:
-    """Writes call_function nodes into the Dynamo graph, each with its value, source line and module path.
+    """Writes nodes into the Dynamo graph, each with its value, source line and module path.
 
     What several sites need is made once, before the first of them (once for each grad mode: a tensor that is made under
     no_grad would lose its gradient).
@@ -234,12 +235,18 @@ class GraphBuilder:
                 self._origin = origin
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self._graph.call_function(function, args, kwargs)
+        node = self._node(function, args, kwargs)
         if self._origin is not None:
             node.meta.update({k: v for k, v in self._origin.meta.items() if k != "example_value"})
         node.meta["example_value"] = self._run(function, args, kwargs)
         self._made.append(node)
         return node
+
+    def _node(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """A tensor's own methods as Dynamo writes them: AOTAutograd keeps no graph in its cache that calls them as functions."""
+        if isinstance(function, types.MethodDescriptorType):
+            return self._graph.call_method(function.__name__, args, kwargs)
+        return self._graph.call_function(function, args, kwargs)
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         values = fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])

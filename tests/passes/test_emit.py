@@ -43,6 +43,14 @@ def test_both_builders_see_the_same_values() -> None:
     assert graph.value(node).stride() == fake.value(value).stride()
 
 
+def test_methods_of_tensors_are_called_as_dynamo_calls_them() -> None:
+    graph, _, x, out = _builders()
+    with graph.at(out, with_grad=False):
+        node = graph.call(torch.Tensor.to, graph.leaf(x), torch.float64)
+    assert (node.op, node.target) == ("call_method", "to")
+    assert graph.value(node).dtype == torch.float64
+
+
 def test_calls_stand_before_the_output_with_its_line_and_module() -> None:
     graph, _, x, out = _builders()
     with graph.at(out, with_grad=False) as old:
