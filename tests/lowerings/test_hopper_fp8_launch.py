@@ -81,13 +81,13 @@ SHARED = (("q8", 32), ("k8", 8), ("v8", 8))
 
 
 class InTorch:
-    """The kernel as it is launched, run in PyTorch with so many stages that none is used twice."""
+    """The kernel as it is launched, run in PyTorch."""
 
     arg_names = forward_fp8_sm90.attention_forward_fp8_sm90.arg_names
 
     def __getitem__(self, grid: Any) -> Any:
-        def launched(*, num_warps: int, STAGES: int, **given: Any) -> None:
-            gluon_in_torch.run(forward_fp8_sm90, "attention_forward_fp8_sm90", grid, given | {"STAGES": 16})
+        def launched(*, num_warps: int, **given: Any) -> None:
+            gluon_in_torch.run(forward_fp8_sm90, "attention_forward_fp8_sm90", grid, given)
 
         return launched
 

@@ -1,16 +1,18 @@
-"""Runs a Gluon kernel's Python in PyTorch, on any device: what it computes, not how threads and barriers share the work.
+"""Runs a Gluon kernel's Python in PyTorch, on any device: what it computes, and who waits for whom.
 
-Its functions get stand-ins for `gl`, `tma` and the like in place of Triton's. Programs run one after another, and in each the
-partition that fetches first, into so many stages that none is used twice: nobody has to wait. What a tile holds beyond its tensor
-is 0, as the copy engine makes it.
+Its functions get stand-ins for `gl`, `tma` and the like in place of Triton's. Programs run one after another, the partitions of one as
+threads that meet at barriers in shared memory: a tile that is read before it came, or overwritten before it was read, gives wrong numbers
+or nobody's turn ever comes, which is an error. What a tile holds beyond its tensor is 0, as the copy engine makes it.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,15 +77,63 @@ class Descriptor:
         return ours, tuple(slice(0, size) for size in sizes)
 
 
+#: seconds that nobody should have to wait for another partition
+PATIENCE = 30.0
+
+
+@dataclass
+class Barrier:
+    """An mbarrier: its phase ends when so many have arrived, or when what it expects was copied."""
+
+    count: int = 0
+    arrived: int = 0
+    phase: int = 0
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def arrive(self) -> None:
+        with self.changed:
+            self.arrived += 1
+            if self.arrived == self.count:
+                self.arrived, self.phase = 0, self.phase + 1
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        """For the end of the last phase of this parity. Raises TimeoutError."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.phase % 2 != parity, timeout=PATIENCE):
+                raise TimeoutError(f"phase {self.phase} never ended: {self.arrived} of {self.count} arrived")
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """Those that were allocated together."""
+
+    each: tuple[Barrier, ...]
+
+    def index(self, i: Any) -> Barrier:
+        return self.each[int(i)]
+
+
+def _init(barrier: Barrier, count: int) -> None:
+    barrier.count = count
+
+
+def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared | Barriers:
+    if dtype == torch.int64:
+        return Barriers(tuple(Barrier() for _ in range(shape[0])))
+    return Shared(torch.zeros(list(shape), dtype=torch.uint8).to(dtype))
+
+
 def _bytes(x: Tensor) -> Tensor:
     """Of FP8, which can't be copied into slices everywhere."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
-def _to_shared(descriptor: Descriptor, at: Sequence[Any], barrier: Any, result: Shared) -> None:
+def _to_shared(descriptor: Descriptor, at: Sequence[Any], barrier: Barrier, result: Shared) -> None:
     ours, tile = descriptor.slices(at)
     _bytes(result.memory).zero_()
     _bytes(result.memory)[tile] = _bytes(descriptor.tensor)[ours]
+    barrier.arrive()
 
 
 def _from_shared(descriptor: Descriptor, at: Sequence[Any], source: Shared) -> None:
@@ -118,9 +168,12 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _specialise(partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
-    *computing, fetching = partitions
-    for function, arguments in (fetching, *computing):
-        function(*arguments)
+    # Whether autograd watches is each thread's own.
+    with ThreadPoolExecutor(len(partitions)) as pool:
+        running = [pool.submit(torch.no_grad()(function), *arguments) for function, arguments in partitions]
+        wait(running, return_when=FIRST_EXCEPTION)
+        for each in running:
+            each.result()
 
 
 def _language(program: Sequence[int], programs: Sequence[int]) -> types.SimpleNamespace:
@@ -129,7 +182,7 @@ def _language(program: Sequence[int], programs: Sequence[int]) -> types.SimpleNa
         "static_range": range,
         "program_id": lambda axis: torch.tensor(program[axis]),
         "num_programs": lambda axis: programs[axis],
-        "allocate_shared_memory": lambda dtype, shape, layout: Shared(torch.empty(list(shape), dtype=dtype)),
+        "allocate_shared_memory": _allocate,
         "warp_specialize": _specialise,
         "load": _load,
         "store": _store,
@@ -166,7 +219,7 @@ def run(module: Any, kernel: str, grid: Sequence[int], arguments: Mapping[str, A
         if name.isupper() or name[:1] == "_"
     }
     barrier = types.SimpleNamespace(
-        init=_nothing, expect=_nothing, wait=_nothing, arrive=_nothing, MBarrierLayout=_nothing
+        init=_init, expect=_nothing, wait=Barrier.wait, arrive=Barrier.arrive, MBarrierLayout=_nothing
     )
     copies = types.SimpleNamespace(
         async_copy_global_to_shared=_to_shared, async_copy_shared_to_global=_from_shared, store_wait=_nothing
