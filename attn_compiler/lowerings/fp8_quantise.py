@@ -1,5 +1,4 @@
-"""q, k and v in FP8: by one op for all three (fp8_rounding.py), or, where scales are known beforehand and nothing of the tensors has to be
-found, as ordinary nodes of the graph, which Inductor fuses into whatever made them.
+"""q, k and v in FP8, by one op for all three (fp8_rounding.py).
 
     x8 = cast(clamp(x · scale)), scale = largest of the format / amax, descale = 1 / scale
 
@@ -11,23 +10,22 @@ and the forward's lse; those of the model's own q and k are others, and where sc
 a bound. Rounding itself passes gradients on as if it were not there.
 
 With smooth_k, k loses its mean over the sequence before it is rounded. Every score of a row loses the same by that, q · mean, which
-the kernel adds to the lse, or to the scores beneath a softcap. With hadamard, q and k are turned by H / √D, H of Sylvester's:
-scores stay.
+the kernel adds to the lse, or to the scores beneath a softcap. With hadamard, q and k are turned by one rotation: scores stay, and what the
+backward reads is turned back.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from attn_compiler.fp8_recipe import DTYPES, CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
+from attn_compiler.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
 from attn_compiler.lowerings import fp8_rounding
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.fp8_rounding import Rounding
@@ -94,7 +92,7 @@ def emit(
 ) -> Rounded:
     """Round the site's q, k and v. positions_last: v8 as `names` says; else all three lie as they did. restored: the backward reads q, k
     and v, else they are there for their gradients alone. rounds_q: else q8 is q in the model's dtype, for a kernel that rounds it, and
-    descale_q, one number, is what that is to be multiplied by; not with scales that are known beforehand."""
+    descale_q is 1; not with smooth_k or hadamard."""
     made = _Quantiser(emitter, spec, positions_last, restored, rounds_q).all_of(operands)
     return Rounded(q=made["q"], k=made["k"], v=made["v"], operands=[made[name] for name in names(spec)])
 
@@ -109,58 +107,56 @@ class _Quantiser:
 
     def all_of(self, operands: Operands) -> dict[str, fx.Node]:
         given = {"q": operands.q, "k": operands.k, "v": operands.v}
-        return self._by_nodes(given) if isinstance(self._recipe.scaling, StaticScaling) else self._by_op(given)
-
-    # ---- one op -----------------------------------------------------------------------------------------------------
-
-    def _by_op(self, given: dict[str, fx.Node]) -> dict[str, fx.Node]:
-        turned = {name: self._product_with_signs(given[name]) for name in ("q", "k") if self._recipe.hadamard}
-        factors = {name: turned[name][1] if name in turned else 1.0 for name in given}
-        x = {name: turned[name][0] if name in turned else node for name, node in given.items()}
-        rounded = [name for name in given if name != "q" or self.rounds_q]
-        read = {name: x[name] if self._writes_restored else self._detached(x[name]) for name in rounded}
-        mean = self._packed(self._mean(self._exact(x["k"], factors["k"]))) if self._recipe.smooth_k else None
-        how = self._how({name: factors[name] for name in rounded})
-        history = self._history(read)
+        rounded = {name: x for name, x in given.items() if name != "q" or self.rounds_q}
+        read = rounded if self._writes_restored else {name: self._detached(x) for name, x in rounded.items()}
+        mean = self._mean(given["k"]) if self._recipe.smooth_k else None
+        how, history = self._how(list(rounded)), self._history(read)
         largest = self._magnitudes(read, mean, how, history)
         outputs = self._round(read, mean, list(largest.values()), how)
-        made: dict[str, fx.Node] = {} if self.rounds_q else self._q_as_it_is(given["q"], x["q"], factors["q"])
+        made: dict[str, fx.Node] = {} if self.rounds_q else self._q_as_it_is(given["q"])
         for i, name in enumerate(read):
             made[f"{name}8"], made[f"descale_{name}"], back = (
                 self._item(outputs, fp8_rounding.EACH * i + j) for j in range(fp8_rounding.EACH)
             )
-            made[name] = back if self._writes_restored else self._in_its_place(given[name], x[name], factors[name])
-            if name == "q" and mean is not None:
-                made["shift"] = self._shift(self._wide(self._detached(back)), mean)
-        if mean is not None and not self.rounds_q:
-            made["shift"] = self._shift(self._exact(x["q"], factors["q"]), mean)
+            made[name] = back if self._writes_restored else self._in_its_place(name, given[name])
+        newest = fp8_rounding.EACH * len(read)
         if history is not None:
-            self._move_on(history, self._item(outputs, fp8_rounding.EACH * len(read)))
+            self._move_on(history, self._item(outputs, newest))
+        if mean is not None:
+            made["shift"] = self._item(outputs, newest + 1)
         return made
 
-    def _q_as_it_is(self, given: fx.Node, x: fx.Node, factor: float) -> dict[str, fx.Node]:
-        times = self._call(torch.full, (1, 1, 1), factor, device=self.emitter.value(x).device)
-        return {"q8": self._detached(x), "descale_q": times, "q": self._in_its_place(given, x, factor)}
+    def _mean(self, k: fx.Node) -> fx.Node:
+        return self._call(torch.ops.attn_compiler.mean_fp8.default, self._detached(k), self._recipe.hadamard)
+
+    def _q_as_it_is(self, q: fx.Node) -> dict[str, fx.Node]:
+        one = self._call(torch.full, (1, 1, 1), 1.0, device=self.emitter.value(q).device)
+        return {"q8": self._detached(q), "descale_q": one, "q": self._in_its_place("q", q)}
+
+    @property
+    def _recipe(self) -> Fp8Recipe:
+        return recipe_of(self.spec)
 
     @property
     def _writes_restored(self) -> bool:
         return self.spec.needs_grad and self.restored
 
-    def _how(self, factors: dict[str, float]) -> Rounding:
-        scaling = self._recipe.scaling
-        each = []
-        for name, factor in factors.items():
-            restore = self._writes_restored or (name == "q" and self._recipe.smooth_k)
-            how = fp8_rounding.How(
-                format=self._recipe.format_of(name),
+    def _how(self, names: Sequence[str]) -> Rounding:
+        recipe, scaling = self._recipe, self._recipe.scaling
+        each = [
+            fp8_rounding.How(
+                format=recipe.format_of(name),
                 margin=0 if isinstance(scaling, StaticScaling) else scaling.margin,
-                factor=factor,
+                magnitude=getattr(scaling, name) if isinstance(scaling, StaticScaling) else None,
+                rotated=name != "v" and recipe.hadamard,
                 turned=name == "v" and self.positions_last,
                 as_given=not self.positions_last,
-                restore=self.spec.dtype if restore else "",
-                has_mean=name == "k" and self._recipe.smooth_k,
+                restore=self.spec.dtype if self._writes_restored else "",
+                has_mean=name == "k" and recipe.smooth_k,
+                has_shift=name == "q" and recipe.smooth_k,
             )
-            each.append(how)
+            for name in names
+        ]
         return Rounding(each=tuple(each), block=scales_of(self.spec).block or CurrentScaling().block)
 
     def _round(self, x: dict[str, fx.Node], mean: fx.Node | None, largest: list[fx.Node], how: Rounding) -> fx.Node:
@@ -217,162 +213,21 @@ class _Quantiser:
         row = self._call(torch.unsqueeze, newest, 0)
         self._call(operator.setitem, buffer, ..., self._call(torch.cat, [row, kept]))
 
-    def _in_its_place(self, given: fx.Node, x: fx.Node, factor: float) -> fx.Node:
+    def _in_its_place(self, name: str, given: fx.Node) -> fx.Node:
         """Without a backward that reads it."""
         if not self.spec.needs_grad:
-            return self._nothing_of(given)
-        return x if factor == 1.0 else self._call(torch.mul, x, factor)
-
-    def _exact(self, x: fx.Node, factor: float) -> fx.Node:
-        return self._call(torch.mul, self._wide(self._detached(x)), factor)
+            value = self.emitter.value(given)
+            nothing = self._call(torch.empty, (1, 1, 1, 1), dtype=value.dtype, device=value.device)
+            return self._call(torch.Tensor.expand_as, nothing, given)
+        if name == "v" or not self._recipe.hadamard:
+            return given
+        return self._call(torch.ops.attn_compiler.stand_in_fp8.default, given)
 
     def _detached(self, x: fx.Node) -> fx.Node:
         return self._call(torch.Tensor.detach, x)
 
     def _item(self, outputs: fx.Node, i: int) -> fx.Node:
         return self._call(operator.getitem, outputs, i)
-
-    # ---- nodes ------------------------------------------------------------------------------------------------------
-
-    def _by_nodes(self, given: dict[str, fx.Node]) -> dict[str, fx.Node]:
-        turned = ("q", "k") if self._recipe.hadamard else ()
-        wide = {name: self._turned(x) if name in turned else self._wide(x) for name, x in given.items()}
-        exact = {name: self._call(torch.Tensor.detach, x) for name, x in wide.items()}
-        mean = None
-        if self._recipe.smooth_k:
-            mean = self._mean(exact["k"])
-            exact["k"] = self._call(torch.sub, exact["k"], mean)
-        made: dict[str, fx.Node] = {}
-        for name, x in exact.items():
-            scale = self._scale(name, x)
-            descale = self._call(torch.reciprocal, scale)
-            made[f"descale_{name}"] = self._packed(descale)
-            if name == "v" and self.positions_last:
-                made |= self._v_by_op(given[name], scale)
-                continue
-            rounded = self._cast(name, self._scaled(name, x, scale))
-            restored = self._restored(rounded, descale)
-            if name == "k" and mean is not None:
-                restored = self._call(torch.add, restored, mean)
-            if name == "q" and mean is not None:
-                made["shift"] = self._shift(restored, mean)
-            made[f"{name}8"] = rounded
-            made[name] = self._for_backward(given[name], wide[name], restored)
-        return made
-
-    def _v_by_op(self, v: fx.Node, scale: fx.Node) -> dict[str, fx.Node]:
-        """Turned, which nodes would write a byte at a time."""
-        read = v if self._writes_restored else self._detached(v)
-        largest = self._call(torch.div, self._recipe.largest_of("v"), scale)
-        how = self._how({"v": 1.0})
-        outputs = self._round({"v": read}, None, [largest], how)
-        back = self._item(outputs, fp8_rounding.EACH - 1)
-        restored = back if self._writes_restored else self._in_its_place(v, v, 1.0)
-        return {"v8": self._item(outputs, 0), "v": restored}
-
-    def _mean(self, k: fx.Node) -> fx.Node:
-        """(B, Hkv, 1, D), of what is finite."""
-        return self._call(torch.mean, self._finite(k, k), 2, True)
-
-    def _restored(self, rounded: fx.Node, descale: fx.Node) -> fx.Node:
-        return self._call(torch.mul, self._wide(rounded), self._spread(descale))
-
-    def _nothing_of(self, given: fx.Node) -> fx.Node:
-        """Anything of the shape and dtype, so that nothing has to be written."""
-        value = self.emitter.value(given)
-        empty = self._call(torch.empty, (1, 1, 1, 1), dtype=value.dtype, device=value.device)
-        return self._call(torch.Tensor.expand_as, empty, given)
-
-    def _for_backward(self, given: fx.Node, wide: fx.Node, restored: fx.Node) -> fx.Node:
-        """`restored` in the model's dtype, with the gradient of what was rounded."""
-        if not self.spec.needs_grad:
-            return self._nothing_of(given)
-        value = self.emitter.value(given)
-        restored = self._call(torch.Tensor.to, restored, value.dtype)
-        passed = self._call(torch.Tensor.to, wide, value.dtype)
-        # Exactly 0, or NaN where `restored` is NaN as well.
-        nothing = self._call(torch.sub, passed, self._call(torch.Tensor.detach, passed))
-        return self._call(torch.add, restored, nothing)
-
-    @property
-    def _recipe(self) -> Fp8Recipe:
-        return recipe_of(self.spec)
-
-    # ---- values -----------------------------------------------------------------------------------------------------
-
-    def _wide(self, x: fx.Node) -> fx.Node:
-        return self._call(torch.Tensor.to, x, torch.float32)
-
-    def _finite(self, of: fx.Node, x: fx.Node) -> fx.Node:
-        """x, and 0 where `of` is not finite."""
-        return self._call(torch.where, self._call(torch.isfinite, of), x, 0.0)
-
-    def _shift(self, q: fx.Node, mean: fx.Node) -> fx.Node:
-        """(B, Hq, Sq): each query with the mean of its kv head's keys."""
-        grouped = self._call(torch.unflatten, q, 1, (self._heads_kv, -1))
-        products = self._call(torch.mul, grouped, self._call(torch.unsqueeze, mean, 2))
-        return self._packed(self._call(torch.flatten, self._call(torch.sum, products, -1), 1, 2))
-
-    @property
-    def _heads_kv(self) -> int:
-        heads = self.spec.num_heads_kv
-        if not isinstance(heads, int):
-            raise TypeError(f"why_not refuses unknown numbers of heads, got {heads!r}")
-        return heads
-
-    def _turned(self, x: fx.Node) -> fx.Node:
-        """x H / √D in float32."""
-        product, factor = self._product_with_signs(x)
-        return self._call(torch.mul, self._wide(product), factor)
-
-    def _product_with_signs(self, x: fx.Node) -> tuple[fx.Node, float]:
-        """x H / √D, but for a factor; in x's dtype: a rounding far below FP8's, on tensor cores."""
-        size = self.emitter.value(x).shape[3]
-        # A power of two near 1 / √D, which is exact, keeps float16 in its range.
-        factor = 2.0 ** -math.ceil(math.log2(size) / 2)
-        value = self.emitter.value(x)
-        signs = self.emitter.once(
-            ("fp8 hadamard", size, value.dtype, value.device), lambda: self._hadamard(size, factor, value)
-        )
-        return self._call(torch.matmul, x, signs), size**-0.5 / factor
-
-    def _hadamard(self, size: int, factor: float, like: torch.Tensor) -> fx.Node:
-        """(D, D): ±factor, by the parity of the bits that row and column share."""
-        at = self._call(torch.arange, size, device=like.device)
-        bits = self._call(torch.bitwise_and, self._call(torch.unsqueeze, at, 1), at)
-        for shift in (4, 2, 1):
-            bits = self._call(torch.bitwise_xor, bits, self._call(torch.bitwise_right_shift, bits, shift))
-        parity = self._call(torch.bitwise_and, bits, 1)
-        signs = self._call(torch.sub, factor, self._call(torch.mul, parity, 2 * factor))
-        return self._call(torch.Tensor.to, signs, like.dtype)
-
-    # ---- scales -----------------------------------------------------------------------------------------------------
-
-    def _scale(self, name: str, x: fx.Node) -> fx.Node:
-        """float32 (1, 1, 1)"""
-        number = self._recipe.largest_of(name) / getattr(self._recipe.scaling, name)
-        return self._call(torch.full, (1, 1, 1), number, device=self.emitter.value(x).device)
-
-    # ---- casts ------------------------------------------------------------------------------------------------------
-
-    def _scaled(self, name: str, x: fx.Node, scale: fx.Node) -> fx.Node:
-        """x in the format's range, in float32."""
-        largest = self._recipe.largest_of(name)
-        inside = self._call(torch.clamp, self._call(torch.mul, x, self._spread(scale)), -largest, largest)
-        if self._recipe.format_of(name) == "int8":
-            return self._call(torch.round, self._call(torch.where, self._call(torch.isfinite, x), inside, 0.0))
-        # Clamping alone would make a number of what has overflowed.
-        return self._call(torch.where, self._call(torch.isfinite, x), inside, float("nan"))
-
-    def _spread(self, scale: fx.Node) -> fx.Node:
-        """(B|1, H|1, 1, 1)"""
-        return self._call(torch.unsqueeze, scale, 3)
-
-    def _cast(self, name: str, x: fx.Node) -> fx.Node:
-        return self._call(torch.Tensor.to, x, getattr(torch, DTYPES[self._recipe.format_of(name)]))
-
-    def _packed(self, x: fx.Node) -> fx.Node:
-        return self._call(torch.Tensor.contiguous, x)
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.emitter.call(function, *args, **kwargs)

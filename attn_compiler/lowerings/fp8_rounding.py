@@ -1,11 +1,13 @@
 """`attn_compiler::round_fp8`: tensors in FP8 or int8, their descales, and what the rounded numbers stand for; `attn_compiler::largest_fp8`:
 their largest finite magnitudes.
 
-    x8 = cast(clamp((x · factor - mean) · scale)), scale = fits / largest, descale = 1 / scale, restored = x8 · descale + mean
+    x8 = cast(clamp((x · R - mean · R) · scale)), scale = fits / largest, descale = 1 / scale, restored = (x8 · descale) · Rᵀ + mean
+
+R is a rotation, H / √D with Sylvester's H of D rows, ±1, which is symmetric; or none. So is the mean: `attn_compiler::mean_fp8` finds it.
 
 Ops, where Inductor would make more passes over memory and more launches of nodes: a block's scale together with its rounding, magnitudes of
-the numbers themselves, and v with positions last. Up to three tensors of one site at once. `restored` passes gradients on as if it were
-x · factor.
+the numbers themselves, products with H, and v with positions last. Up to three tensors of one site at once. `restored` passes gradients on
+as if it were x.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,9 +33,11 @@ VECTOR = 16
 #: those, and has to hand on four neighbours. So no weight has to change its thread (FlashAttention-3 permutes v in its kernel).
 _GIVEN, _TAKEN = (2, 4, 2), (4, 2, 2)
 
-#: `rounded`: for each tensor rounded, descale, restored; and last the newest magnitudes.
+#: For each tensor rounded, descale, restored; then the newest magnitudes, and a shift where one is asked for.
 ROUND_SCHEMA = "(Tensor[] tensors, Tensor? mean, Tensor[] largest, str how) -> Tensor[]"
 LARGEST_SCHEMA = "(Tensor[] tensors, Tensor? mean, str how) -> Tensor"
+MEAN_SCHEMA = "(Tensor k, bool rotated) -> Tensor"
+STAND_IN_SCHEMA = "(Tensor x) -> Tensor"
 #: outputs for each tensor
 EACH = 3
 
@@ -42,17 +47,20 @@ Per = Literal["tensor", "head", "row"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class How:
-    """Of one tensor. format: of fp8_recipe.DTYPES. margin: as in CurrentScaling. turned: positions last, as `turned` says; as_given: the
-    rounded one's strides are in the order of the given one's, else it is contiguous. restore: the dtype of what is restored, "" for none.
-    has_mean: the mean is this one's."""
+    """Of one tensor. format: of fp8_recipe.DTYPES. margin: as in CurrentScaling. magnitude: the largest, known beforehand; then all
+    tensors' are. rotated: there is an R, for a D that is a power of two. turned: positions last, as `turned` says; as_given: the rounded
+    one's strides are in the order of the given one's, else it is contiguous. restore: the dtype of what is restored, "" for none.
+    has_mean: it loses the mean. has_shift: its products with the mean are asked for: of q with its kv head's."""
 
     format: str
     margin: int = 0
-    factor: float = 1.0
+    magnitude: float | None = None
+    rotated: bool = False
     turned: bool = False
     as_given: bool = False
     restore: str = ""
     has_mean: bool = False
+    has_shift: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,33 +110,55 @@ def in_order(x: torch.Tensor) -> torch.Tensor:
     return torch.unflatten(x, -1, (-1, *_TAKEN)).transpose(-3, -2).flatten(-4)
 
 
+def signs(size: int, like: torch.Tensor) -> torch.Tensor:
+    """H: (size, size) of ±1, by the parity of the bits that row and column share."""
+    at = torch.arange(size, device=like.device)
+    bits = at[:, None] & at
+    for shift in (4, 2, 1):
+        bits = bits ^ (bits >> shift)
+    return (1 - 2 * (bits & 1)).to(like.dtype)
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """x · R, in float32."""
+    wide, size = x.float(), x.shape[-1]
+    return wide @ signs(size, wide) * math.sqrt(1 / size)
+
+
 def count(x: torch.Tensor, per: Per) -> int:
     """How many magnitudes of a tensor (B, H, S, D)."""
     return {"tensor": 1, "head": x.shape[1], "row": x.shape[0] * x.shape[1]}[per]
 
 
 def empty_outputs(x: torch.Tensor, largest: torch.Tensor | None, how: How, block: int) -> list[torch.Tensor]:
-    """Of one tensor, unfilled. rounded: (B, H, S, D), or turned; descale: float32 (B, H, n), or as `largest`; restored: as x lies. Nothing
-    of what was not asked for."""
+    """Of one tensor, unfilled. rounded: (B, H, S, D), or turned; descale: float32 (B, H, n), as `largest`, or one; restored: as x lies.
+    Nothing of what was not asked for."""
     batch, heads, length, head_dim = x.shape
     if how.as_given and not how.turned:
         rounded = torch.empty_like(x, dtype=how.dtype)
     else:
         shape = (batch, heads, head_dim, length + -length % VECTOR) if how.turned else x.shape
         rounded = torch.empty(shape, dtype=how.dtype, device=x.device)
-    descales = (batch, heads, (length + block - 1) // block) if largest is None else largest.shape
-    descale = torch.empty(descales, dtype=torch.float32, device=x.device)
+    of_blocks = (batch, heads, (length + block - 1) // block) if how.magnitude is None else (1, 1, 1)
+    descale = torch.empty(of_blocks if largest is None else largest.shape, dtype=torch.float32, device=x.device)
     if not how.restore:
         return [rounded, descale, torch.empty((0,), dtype=torch.float32, device=x.device)]
     return [rounded, descale, torch.empty_like(x, dtype=getattr(torch, how.restore))]
 
 
+def empty_shift(tensors: Sequence[torch.Tensor], how: Rounding) -> list[torch.Tensor]:
+    """float32 (B, H, S), contiguous, unfilled, of the tensor that it is asked for; or nothing."""
+    asked = [x for x, each in zip(tensors, how.each, strict=True) if each.has_shift]
+    return [torch.empty(x.shape[:3], dtype=torch.float32, device=x.device) for x in asked]
+
+
 def round_fp8(
     tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, largest: Sequence[torch.Tensor], text: str
 ) -> list[torch.Tensor]:
-    """Of each tensor rounded, descale and restored, then the largest magnitudes of all as `largest_fp8` gives them, or nothing of those.
+    """Of each tensor rounded, descale and restored, then the largest magnitudes of all as `largest_fp8` gives them, or nothing of those;
+    then the shift, if one is asked for: of the tensor as it was rounded, (B, H, S), float32.
 
-    tensors: up to three, (B, H, S, D), the last stride 1. mean: float32 (B, H, 1, D), contiguous. largest: float32 (B|1, H|1, 1) for each
+    tensors: up to three, (B, H, S, D), the last stride 1. mean: of `mean_fp8`. largest: float32 (B|1, H|1, 1) for each
     tensor, contiguous, the magnitude that becomes what fits; or none: of each block its own. text: of a `Rounding`. On a GPU one kernel
     (kernels/round_fp8.py), elsewhere plain PyTorch."""
     if tensors[0].device.type == "cuda":
@@ -138,48 +168,61 @@ def round_fp8(
 
 
 def largest_fp8(tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, text: str) -> torch.Tensor:
-    """float32 (n,): the largest finite magnitudes of x · factor - mean, tensor after tensor. As `round_fp8` otherwise."""
+    """float32 (n,): the largest finite magnitudes of (x - mean) · R, tensor after tensor. As `round_fp8` otherwise."""
     if tensors[0].device.type == "cuda":
         found: torch.Tensor = _LARGEST_ON_GPU(tensors, mean, text)
         return found
     return _largest_in_pytorch(tensors, mean, Rounding.from_text(text))
 
 
+def mean_fp8(k: torch.Tensor, rotated: bool) -> torch.Tensor:
+    """float32 (B, H, n, D), contiguous: the mean over positions of what is finite, and with `rotated` that times R behind it. A mean that
+    overflows is 0: any vector does, if scores are given back what they lose by it."""
+    if k.device.type == "cuda":
+        found: torch.Tensor = _MEAN_ON_GPU(k, rotated)
+        return found
+    return _mean_in_pytorch(k, rotated)
+
+
+def stand_in_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Anything of x's shape and dtype, that nothing was written for: only gradients pass through, as those of x · R."""
+    return x.new_empty((1, 1, 1, 1)).expand_as(x)
+
+
 _ROUND_ON_GPU = late("fp8_rounding_launch", "round_fp8")
 _LARGEST_ON_GPU = late("fp8_rounding_launch", "largest_fp8")
+_MEAN_ON_GPU = late("fp8_rounding_launch", "mean_fp8")
 
 
 def _round_in_pytorch(
     tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, largest: Sequence[torch.Tensor], how: Rounding
 ) -> list[torch.Tensor]:
-    found = []
+    found, shift = [], []
     for i, (x, each) in enumerate(zip(tensors, how.each, strict=True)):
-        given = largest[i] if largest else None
-        found += _one_in_pytorch(_exact(x, mean, each), x, mean if each.has_mean else None, given, each, how.block)
+        outputs = _one_in_pytorch(x, mean, largest[i] if largest else None, each, how.block)
+        found += outputs[:EACH]
+        shift += outputs[EACH:]
     newest = _largest_in_pytorch(tensors, mean, how) if how.per else torch.empty((0,), device=tensors[0].device)
-    return [*found, newest]
+    return [*found, newest, *shift]
 
 
 def _exact(x: torch.Tensor, mean: torch.Tensor | None, how: How) -> torch.Tensor:
-    exact = x.float() * how.factor
-    return exact if mean is None or not how.has_mean else exact - mean
+    exact = rotated(x) if how.rotated else x.float()
+    return exact if mean is None or not how.has_mean else exact - mean[:, :, -1:]
 
 
 def _one_in_pytorch(
-    exact: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor | None,
-    given: torch.Tensor | None,
-    how: How,
-    block: int,
+    x: torch.Tensor, mean: torch.Tensor | None, given: torch.Tensor | None, how: How, block: int
 ) -> list[torch.Tensor]:
+    exact = _exact(x, mean, how)
     finite = exact.isfinite()
     amax = _amax_of_blocks(torch.where(finite, exact.abs(), 0.0), block) if given is None else given
+    if how.magnitude is not None:
+        amax = amax.new_full((1, 1, 1), how.magnitude)
     scale = how.fits / amax
     scale = torch.where((amax > 0) & scale.isfinite(), scale, 1.0)
-    spread = scale[..., None]
-    if given is None:
-        spread = scale.repeat_interleave(block, 2)[:, :, : x.shape[2], None]
+    is_of_blocks = given is None and how.magnitude is None
+    spread = (scale.repeat_interleave(block, 2)[:, :, : x.shape[2]] if is_of_blocks else scale)[..., None]
     inside = (exact * spread).clamp(-how.largest, how.largest)
     if how.dtype == torch.int8:
         numbers = torch.where(finite, inside, 0.0).round().to(how.dtype)
@@ -187,10 +230,15 @@ def _one_in_pytorch(
         numbers = torch.where(finite, inside, torch.nan).to(how.dtype)
     rounded, descale, restored = empty_outputs(x, given, how, block)
     descale.copy_(scale.reciprocal())
+    back = numbers.float() * spread.reciprocal()
     if how.restore:
-        back = numbers.float() * spread.reciprocal()
-        restored.copy_(back if mean is None else back + mean)
-    return [turned(numbers) if how.turned else rounded.copy_(numbers), descale, restored]
+        unrotated = rotated(back) if how.rotated else back
+        restored.copy_(unrotated if mean is None or not how.has_mean else unrotated + mean[:, :, :1])
+    outputs = [turned(numbers) if how.turned else rounded.copy_(numbers), descale, restored]
+    if mean is None or not how.has_shift:
+        return outputs
+    of_its_head = mean[:, :, -1:].repeat_interleave(x.shape[1] // mean.shape[1], 1)
+    return [*outputs, (back * of_its_head).sum(-1)]
 
 
 def _amax_of_blocks(size: torch.Tensor, block: int) -> torch.Tensor:
@@ -204,13 +252,25 @@ def _largest_in_pytorch(tensors: Sequence[torch.Tensor], mean: torch.Tensor | No
     return torch.cat([torch.where(x.isfinite(), x.abs(), 0.0).amax(dims).reshape(-1) for x in exact])
 
 
+def _mean_in_pytorch(k: torch.Tensor, with_rotated: bool) -> torch.Tensor:
+    wide = k.float()
+    mean = torch.where(wide.isfinite(), wide, 0.0).mean(2, keepdim=True)
+    mean = torch.where(mean.isfinite(), mean, 0.0)
+    return torch.cat([mean, rotated(mean)], 2) if with_rotated else mean
+
+
+def _fake_mean(k: torch.Tensor, rotated: bool) -> torch.Tensor:
+    return k.new_empty((*k.shape[:2], 1 + int(rotated), k.shape[3]), dtype=torch.float32)
+
+
 def _fake_round(
     tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, largest: Sequence[torch.Tensor], text: str
 ) -> list[torch.Tensor]:
     how, found = Rounding.from_text(text), []
     for i, (x, each) in enumerate(zip(tensors, how.each, strict=True)):
         found += empty_outputs(x, largest[i] if largest else None, each, how.block)
-    return [*found, _fake_largest(tensors, mean, text) if how.per else tensors[0].new_empty((0,), dtype=torch.float32)]
+    newest = _fake_largest(tensors, mean, text) if how.per else tensors[0].new_empty((0,), dtype=torch.float32)
+    return [*found, newest, *empty_shift(tensors, how)]
 
 
 def _fake_largest(tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, text: str) -> torch.Tensor:
@@ -219,18 +279,29 @@ def _fake_largest(tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, te
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    tensors, _, largest, text = inputs
-    ctx.factors = [how.factor for how in Rounding.from_text(text).each]
+    tensors, _, largest, _ = inputs
     ctx.dtypes, ctx.given = [x.dtype for x in tensors], len(largest)
-    ctx.mark_non_differentiable(*[x for i, x in enumerate(output) if i % EACH != EACH - 1])
+    restored = range(EACH - 1, EACH * len(tensors), EACH)
+    ctx.mark_non_differentiable(*[x for i, x in enumerate(output) if i not in restored])
 
 
 def _backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    found = []
-    for gradient, factor, dtype in zip(gradients[EACH - 1 :: EACH], ctx.factors, ctx.dtypes, strict=True):
-        exact = gradient if factor == 1.0 else gradient * factor
-        found.append(exact.to(dtype))
+    of_restored = gradients[EACH - 1 : EACH * len(ctx.dtypes) : EACH]
+    found = [gradient.to(dtype) for gradient, dtype in zip(of_restored, ctx.dtypes, strict=True)]
     return found, None, [None] * ctx.given, None
+
+
+def _stand_in_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    pass
+
+
+def _stand_in_backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    """Times Rᵀ, in the gradient's dtype: a rounding far below FP8's, on tensor cores."""
+    size = gradient.shape[-1]
+    # A power of two near 1 / √D, which is exact, keeps float16 in its range.
+    near = 2.0 ** -math.ceil(math.log2(size) / 2)
+    product = gradient @ (signs(size, gradient) * near)
+    return product * (math.sqrt(1 / size) / near)
 
 
 register_helper(
@@ -242,3 +313,10 @@ register_helper(
     exact_strides=True,
 )
 register_helper("largest_fp8", LARGEST_SCHEMA, function=largest_fp8, fake=_fake_largest, exact_strides=True)
+register_helper("mean_fp8", MEAN_SCHEMA, function=mean_fp8, fake=_fake_mean, exact_strides=True)
+register_helper(
+    "stand_in_fp8",
+    STAND_IN_SCHEMA,
+    function=stand_in_fp8,
+    differentiated=(_stand_in_context, _stand_in_backward),
+)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import triton
 
-from attn_compiler.lowerings.fp8_rounding import EACH, Per, Rounding, count, empty_outputs
+from attn_compiler.lowerings.fp8_rounding import EACH, Per, Rounding, count, empty_outputs, empty_shift
+from attn_compiler.lowerings.kernels import mean_fp8 as mean_kernels
 from attn_compiler.lowerings.kernels import round_fp8 as kernels
 from attn_compiler.lowerings.launching import Arguments, alike, launch
 from attn_compiler.lowerings.on_device import on
@@ -19,10 +20,14 @@ from attn_compiler.lowerings.triton_plan import Tile
 #: positions that a program rounds at once
 PART = 128
 _WARPS = 8
-#: of a thread: so many that two programs share a multiprocessor; of head dims up to 64 four
-_REGISTERS, _NARROW = 128, 64
+#: of a thread: so many that two programs share a multiprocessor; of head dims up to 64 four, or three where there is a rotation
+_REGISTERS, _REGISTERS_NARROW, _REGISTERS_ROTATED, _NARROW = 128, 64, 80, 64
 #: of a program that looks for the largest magnitude: positions at once, and how often
 _LOOK_PART, _LOOKS, _LOOK_WARPS = 64, 4, 4
+#: of a program that sums: positions at once, and how often; of one that adds up such sums: how many at once
+_SUM_PART, _SUMS, _SUM_WARPS, _SUMS_AT_ONCE = 64, 8, 8, 16
+#: where there is a rotation: blocks of a program, and how many are on their way
+_RUN, _STAGES = 4, 2
 #: tensors of a launch
 _MOST = 3
 _USUAL_WIDTH = 128
@@ -46,10 +51,11 @@ def round_fp8(
         for i, each in enumerate(how.each):
             found = dict(zip(("rounded", "descale", "restored"), outputs[EACH * i :], strict=False))
             named |= {f"{name}{i}": x for name, x in found.items() if name != "restored" or each.restore}
-        if how.per:
-            named["newest"] = newest
+        shift = empty_shift(tensors, how)
+        named |= {"newest": newest} if how.per else {}
+        named |= {"shift": shift[0]} if shift else {}
         launch(kernels.round_fp8, same, named, functools.partial(_rounding, named, how, len(tensors)))
-    return [*outputs, newest.view(torch.float32)]
+    return [*outputs, newest.view(torch.float32), *shift]
 
 
 def largest_fp8(tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, text: str) -> torch.Tensor:
@@ -61,6 +67,19 @@ def largest_fp8(tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, text
         named = _named(tensors, mean) | {"kept": kept}
         launch(kernels.largest_fp8, same, named, functools.partial(_looking, named, how, len(tensors)))
     return kept.view(torch.float32)
+
+
+def mean_fp8(k: torch.Tensor, rotated: bool) -> torch.Tensor:
+    """As `fp8_rounding.mean_fp8`."""
+    same = alike(f"mean_fp8 {rotated}", [k])
+    batch, heads, length, head_dim = k.shape
+    parts = triton.cdiv(length, _SUMS * _SUM_PART)
+    with on(k.device):
+        sums = torch.empty((batch, heads, parts, head_dim), dtype=torch.float32, device=k.device)
+        mean = torch.empty((batch, heads, 1 + int(rotated), head_dim), dtype=torch.float32, device=k.device)
+        launch(mean_kernels.sums_fp8, same, {"x": k, "sums": sums}, functools.partial(_summing, k, parts))
+        launch(mean_kernels.mean_fp8, same, {"sums": sums, "mean": mean}, functools.partial(_adding, k, parts, rotated))
+    return mean
 
 
 def _zeros(tensors: Sequence[torch.Tensor], per: Per | None) -> torch.Tensor:
@@ -75,23 +94,25 @@ def _named(tensors: Sequence[torch.Tensor], mean: torch.Tensor | None) -> dict[s
 
 
 def _rounding(named: Named, how: Rounding, many: int) -> Arguments:
-    given = "largest0" in named
-    block = PART if given else how.block
-    numbers: dict[str, Any] = {"BLOCK": block, "PART": PART, "MEAN_OF": _mean_of(how)}
+    is_known = how.each[0].magnitude is not None
+    block = PART if "largest0" in named or is_known else how.block
+    numbers: dict[str, Any] = {"BLOCK": block, "PART": PART, "MEAN_OF": _mean_of(how), "KNOWN": is_known}
+    numbers |= {"SHIFT_OF": _shift_of(how), "group": _group(named, how), "RUN": _RUN, "STAGES": _STAGES}
     for i in range(_MOST):
-        numbers |= _of_one(named, i, block)
         each = how.each[i] if i < many else how.each[0]
+        numbers |= _of_one(named, i, block * (_RUN if each.rotated else 1))
         numbers |= _strides(named, f"rounded{i}", "y", i) | _strides(named, f"restored{i}", "r", i)
-        numbers |= {f"largest{i}": each.largest, f"fits{i}": each.fits, f"FACTOR{i}": each.factor}
-        numbers |= {f"TURNED{i}": each.turned, f"WHOLE{i}": each.dtype == torch.int8}
+        numbers |= {f"largest{i}": each.largest, f"fits{i}": each.fits, f"known{i}": each.magnitude or 0.0}
+        numbers |= {f"TURNED{i}": each.turned, f"WHOLE{i}": each.dtype == torch.int8, f"ROTATED{i}": each.rotated}
         of_all = named.get(f"largest{i}")
         for axis, name in enumerate("bh"):
             numbers[f"largest_{name}{i}"] = 0 if of_all is None else along(of_all, axis)
     numbers |= _offsets("newest", named, how.per, many)
     numbers |= {"newest_b": int(how.per == "row"), "newest_h": int(how.per in ("head", "row"))}
-    names = [*_names("x", "largest", "rounded", "descale", "restored"), "mean", "newest"]
+    names = [*_names("x", "largest", "rounded", "descale", "restored"), "mean", "shift", "newest"]
     narrow = max(numbers[f"WIDTH{i}"] for i in range(_MOST)) <= _NARROW
-    registers = _REGISTERS // 2 if narrow else _REGISTERS
+    few = _REGISTERS_ROTATED if any(each.rotated for each in how.each) else _REGISTERS_NARROW
+    registers = few if narrow else _REGISTERS
     tile = Tile(queries=PART, keys=PART, warps=_warps(_WARPS, numbers), stages=1, registers=registers)
     return _arguments(named, names, numbers, tile)
 
@@ -101,12 +122,29 @@ def _looking(named: Named, how: Rounding, many: int) -> Arguments:
     numbers: dict[str, Any] = {"PARTS": _LOOKS, "PART": _LOOK_PART, "MEAN_OF": _mean_of(how)}
     for i in range(_MOST):
         numbers |= _of_one(named, i, _LOOKS * _LOOK_PART)
-        numbers[f"FACTOR{i}"] = how.each[i].factor if i < many else 1.0
+        numbers[f"ROTATED{i}"] = i < many and how.each[i].rotated
         numbers[f"kept_h{i}"] = int(per != "tensor")
         numbers[f"kept_b{i}"] = numbers[f"heads{i}"] if per == "row" else 0
     numbers |= _offsets("kept", named, per, many)
     tile = Tile(queries=_LOOK_PART, keys=_LOOK_PART, warps=_warps(_LOOK_WARPS, numbers), stages=1)
     return _arguments(named, [*_names("x"), "mean", "kept"], numbers, tile)
+
+
+def _summing(k: torch.Tensor, parts: int) -> Arguments:
+    batch, heads, length, head_dim = k.shape
+    numbers = {"heads": heads, "length": length, "parts": parts, "PARTS": _SUMS, "PART": _SUM_PART}
+    numbers |= {f"stride_{axis}": k.stride(at) for at, axis in enumerate("bhs")}
+    numbers |= {"HEAD_DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim)}
+    tile = Tile(queries=_SUM_PART, keys=_SUM_PART, warps=_SUM_WARPS, stages=1)
+    grid = (parts * heads * batch, 1, 1)
+    return Arguments(grid=grid, tensors={"X": "x", "Sums": "sums"}, numbers=numbers, tile=tile)
+
+
+def _adding(k: torch.Tensor, parts: int, rotated: bool) -> Arguments:
+    batch, heads, length, head_dim = k.shape
+    numbers = {"length": length, "parts": parts, "AT_ONCE": _SUMS_AT_ONCE, "ROTATED": rotated}
+    numbers |= {"HEAD_DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim)}
+    return Arguments(grid=(batch * heads, 1, 1), tensors={"Sums": "sums", "Mean": "mean"}, numbers=numbers)
 
 
 def _warps(usual: int, numbers: Mapping[str, Any]) -> int:
@@ -136,6 +174,16 @@ def _offsets(name: str, named: Named, per: Per | None, many: int) -> dict[str, i
 
 def _mean_of(how: Rounding) -> int:
     return next((i for i, each in enumerate(how.each) if each.has_mean), -1)
+
+
+def _shift_of(how: Rounding) -> int:
+    return next((i for i, each in enumerate(how.each) if each.has_shift), -1)
+
+
+def _group(named: Named, how: Rounding) -> int:
+    """Of the heads whose shift is asked for, how many share one of the mean's."""
+    i = _shift_of(how)
+    return 1 if i < 0 else named[f"x{i}"].shape[1] // named["mean"].shape[1]
 
 
 def _names(*names: str) -> list[str]:

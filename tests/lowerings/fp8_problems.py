@@ -173,6 +173,9 @@ def rounding_as_hardware() -> Iterator[None]:
     own = interpreter._convert_float
 
     def convert(data: Any, source: Any, wanted: Any, rounding: Any) -> Any:
+        if source in _DTYPES and wanted == tl.float32:
+            # Its own makes numbers of NaN.
+            return torch.from_numpy(np.array(data)).view(_DTYPES[source]).float().numpy()
         if source != tl.float32 or wanted not in _DTYPES:
             return own(data, source, wanted, rounding)
         values = torch.from_numpy(np.array(data, dtype=np.float32))

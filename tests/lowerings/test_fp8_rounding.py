@@ -16,18 +16,38 @@ B, H, S, D = 2, 3, 300, 48
 
 
 def test_what_is_restored_passes_gradients_on() -> None:
-    each = (How(format="e4m3", factor=0.5, restore="float16"), How(format="e5m2", restore="float16"))
+    each = (How(format="e4m3", restore="float16"), How(format="e5m2", rotated=True, restore="float16"))
     how = Rounding(each=each, block=128)
     x = torch.randn(B, H, S, D).half().requires_grad_()
-    y = torch.randn(B, H, S, D).half().requires_grad_()
+    y = torch.randn(B, H, S, 32).half().requires_grad_()
     outputs = torch.ops.attn_compiler.round_fp8([x, y], None, [], how.to_text())
     assert [output.requires_grad for output in outputs] == [False, False, True] * 2 + [False]
-    torch.testing.assert_close(outputs[2].float(), 0.5 * x.float(), rtol=0.07, atol=1e-2)
-    (outputs[2] + 3 * outputs[5]).backward(torch.ones_like(x))
+    torch.testing.assert_close(outputs[2].float(), x.float(), rtol=0.07, atol=1e-2)
+    (outputs[2].sum() + 3 * outputs[5].sum()).backward()  # type: ignore[no-untyped-call]
     assert x.grad is not None
     assert y.grad is not None
-    assert torch.equal(x.grad, torch.full_like(x, 0.5))
-    assert torch.equal(y.grad, torch.full_like(x, 3.0))
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert torch.equal(y.grad, torch.full_like(y, 3.0))
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
+def test_the_rotation_is_orthogonal_and_of_signs(size: int) -> None:
+    x = torch.eye(size)[None, None]
+    turned = fp8_rounding.rotated(x)[0, 0]
+    torch.testing.assert_close(turned.abs(), torch.full((size, size), size**-0.5))
+    torch.testing.assert_close(turned @ turned.T, torch.eye(size), rtol=0, atol=1e-5)
+    assert torch.equal(turned, turned.T)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [64, 128])
+def test_what_stands_in_for_what_was_rotated_turns_gradients_back(size: int, dtype: torch.dtype) -> None:
+    x = torch.randn(B, H, 20, size).to(dtype).requires_grad_()
+    found = torch.ops.attn_compiler.stand_in_fp8(x)
+    assert (found.shape, found.dtype, found.stride()) == (x.shape, dtype, (0, 0, 0, 0))
+    upstream = torch.randn(x.shape).to(dtype)
+    (gradient,) = torch.autograd.grad(found, x, upstream)
+    torch.testing.assert_close(gradient.float(), fp8_rounding.rotated(upstream), rtol=0.02, atol=0.02)
 
 
 def test_positions_last_lie_as_threads_hold_weights() -> None:
