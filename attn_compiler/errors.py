@@ -156,6 +156,31 @@ class Fp8StateMismatch(AttnCompilerError):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class Fp8StateOutdated(AttnCompilerError):
+    """load_fp8_state_dict was given histories of an earlier version, which kept q's, k's and v's apart. given: their names. wanted: the
+    names and shapes of those that there are now: "'layers.0/amax' (16, 3)"."""
+
+    message = (
+        "load_fp8_state_dict: the histories given were saved by an earlier version of attn_compiler, which kept q's, k's and v's apart "
+        "({e.shown}); wanted is one for all three ({e.shapes}). Join them and load that: {{name: torch.cat([state[name.replace('amax', "
+        "'amax_' + x)] for x in 'qkv'], 1) for name in attn_compiler.fp8_state_dict()}}; or load nothing: delayed scales are found anew "
+        "in the first steps"
+    )
+
+    given: tuple[str, ...]
+    wanted: tuple[str, ...]
+
+    @property
+    def shown(self) -> str:
+        return ", ".join(map(repr, self.given[:3])) + (", ..." if len(self.given) > 3 else "")
+
+    @property
+    def shapes(self) -> str:
+        first = ", ".join(self.wanted[:2]) + (", ..." if len(self.wanted) > 2 else "")
+        return first or "there is none yet, run the model once first"
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class PassFailed(AttnCompilerError):
     """A pass raised. site: module path, or the graph's name. cause: the exception's text. reproduce: how to see it."""
 

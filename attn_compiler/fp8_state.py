@@ -6,14 +6,18 @@ give it to `load_fp8_state_dict` when the model has run once after loading; noth
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from attn_compiler.errors import Fp8StateMismatch
+from attn_compiler.errors import Fp8StateMismatch, Fp8StateOutdated
 
 if TYPE_CHECKING:
     import torch
+
+#: names of when q, k and v had histories of their own
+_OUTDATED = re.compile(r"/amax_[qkv](#\d+)?$")
 
 _kept: list[tuple[str, weakref.ref[torch.Tensor]]] = []
 
@@ -32,8 +36,13 @@ def fp8_state_dict() -> dict[str, torch.Tensor]:
 
 
 def load_fp8_state_dict(state: Mapping[str, torch.Tensor]) -> None:
-    """Write saved histories into those that there are. Raises Fp8StateMismatch if names or shapes differ; nothing is written then."""
+    """Write saved histories into those that there are. Raises Fp8StateMismatch if names or shapes differ, Fp8StateOutdated if it was an
+    earlier version that saved them; nothing is written then."""
     live = _live()
+    outdated = sorted(name for name in state if _OUTDATED.search(name))
+    if outdated:
+        wanted = tuple(f"{name!r} {tuple(tensor.shape)}" for name, tensor in live.items())
+        raise Fp8StateOutdated(given=tuple(outdated), wanted=wanted)
     if live.keys() != state.keys():
         unknown, missing = sorted(state.keys() - live.keys()), sorted(live.keys() - state.keys())
         raise Fp8StateMismatch(problem=f"not there: {unknown or 'none'}; not given: {missing or 'none'}")

@@ -17,7 +17,8 @@ EXAMPLES = [
         reasons=(Reason(rule="needs a CUDA device", observed="cpu", remedy="move the model to a GPU"),),
     ),
     errors.Fp8RecipeUnused(modules=("layers.0", "layers.1"), exclude=("layers.*", "head")),
-    errors.Fp8StateMismatch(problem="not there: none; not given: layers.0/amax_q"),
+    errors.Fp8StateMismatch(problem="not there: none; not given: layers.0/amax"),
+    errors.Fp8StateOutdated(given=("layers.0/amax_q",), wanted=("'layers.0/amax' (16, 3)",)),
     errors.PassFailed(pass_name="match", site="layers.0.attn", cause="ValueError: odd", reproduce="pass strict=True"),
     errors.VerifyFailed(
         pass_name="lower", site="layers.0.attn", invariant="every node has a fake value", observed="add_3 has none"
