@@ -97,7 +97,8 @@ def _rounding(named: Named, how: Rounding, many: int) -> Arguments:
     is_known = how.each[0].magnitude is not None
     block = PART if "largest0" in named or is_known else how.block
     numbers: dict[str, Any] = {"BLOCK": block, "PART": PART, "MEAN_OF": _mean_of(how), "KNOWN": is_known}
-    numbers |= {"SHIFT_OF": _shift_of(how), "group": _group(named, how), "RUN": _RUN, "STAGES": _STAGES}
+    numbers |= {"SHIFT_OF": _shift_of(how), "group": _group(named, how), "RUN": _RUN}
+    numbers["STAGES"] = _STAGES if _is_narrow(named, _USUAL_WIDTH) else 1
     for i in range(_MOST):
         each = how.each[i] if i < many else how.each[0]
         numbers |= _of_one(named, i, block * (_RUN if each.rotated else 1))
@@ -110,23 +111,24 @@ def _rounding(named: Named, how: Rounding, many: int) -> Arguments:
     numbers |= _offsets("newest", named, how.per, many)
     numbers |= {"newest_b": int(how.per == "row"), "newest_h": int(how.per in ("head", "row"))}
     names = [*_names("x", "largest", "rounded", "descale", "restored"), "mean", "shift", "newest"]
-    narrow = max(numbers[f"WIDTH{i}"] for i in range(_MOST)) <= _NARROW
     few = _REGISTERS_ROTATED if any(each.rotated for each in how.each) else _REGISTERS_NARROW
-    registers = few if narrow else _REGISTERS
-    tile = Tile(queries=PART, keys=PART, warps=_warps(_WARPS, numbers), stages=1, registers=registers)
+    registers = few if _is_narrow(named, _NARROW) else _REGISTERS
+    tile = Tile(queries=PART, keys=PART, warps=_warps(_WARPS, named), stages=1, registers=registers)
     return _arguments(named, names, numbers, tile)
 
 
 def _looking(named: Named, how: Rounding, many: int) -> Arguments:
     per = how.per or "tensor"
-    numbers: dict[str, Any] = {"PARTS": _LOOKS, "PART": _LOOK_PART, "MEAN_OF": _mean_of(how)}
+    # H is made once a program.
+    more = 2 if any(each.rotated for each in how.each) else 1
+    numbers: dict[str, Any] = {"PARTS": _LOOKS * more, "PART": _LOOK_PART, "MEAN_OF": _mean_of(how)}
     for i in range(_MOST):
-        numbers |= _of_one(named, i, _LOOKS * _LOOK_PART)
+        numbers |= _of_one(named, i, _LOOKS * more * _LOOK_PART)
         numbers[f"ROTATED{i}"] = i < many and how.each[i].rotated
         numbers[f"kept_h{i}"] = int(per != "tensor")
         numbers[f"kept_b{i}"] = numbers[f"heads{i}"] if per == "row" else 0
     numbers |= _offsets("kept", named, per, many)
-    tile = Tile(queries=_LOOK_PART, keys=_LOOK_PART, warps=_warps(_LOOK_WARPS, numbers), stages=1)
+    tile = Tile(queries=_LOOK_PART, keys=_LOOK_PART, warps=_warps(_LOOK_WARPS * more, named), stages=1)
     return _arguments(named, [*_names("x"), "mean", "kept"], numbers, tile)
 
 
@@ -147,9 +149,13 @@ def _adding(k: torch.Tensor, parts: int, rotated: bool) -> Arguments:
     return Arguments(grid=(batch * heads, 1, 1), tensors={"Sums": "sums", "Mean": "mean"}, numbers=numbers)
 
 
-def _warps(usual: int, numbers: Mapping[str, Any]) -> int:
+def _warps(usual: int, named: Named) -> int:
     """Twice as many where rows are wider, so that each thread holds as much."""
-    return usual if max(numbers[f"WIDTH{i}"] for i in range(_MOST)) <= _USUAL_WIDTH else 2 * usual
+    return usual if _is_narrow(named, _USUAL_WIDTH) else 2 * usual
+
+
+def _is_narrow(named: Named, head_dim: int) -> bool:
+    return all(x.shape[3] <= head_dim for name, x in named.items() if name.startswith("x"))
 
 
 def _of_one(named: Named, i: int, block: int) -> dict[str, Any]:

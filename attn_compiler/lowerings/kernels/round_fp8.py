@@ -291,9 +291,14 @@ def _keep_largest_of(
     dims = tl.arange(0, WIDTH)[None, :]
     first = block * (PARTS * PART)
     most = tl.zeros((PART, WIDTH), tl.float32)
-    for part in tl.static_range(PARTS):
-        x = _load(X, Mean, turning, first + part * PART, dims, length, stride_xs, PART, HEAD_DIM)
-        most = tl.maximum(most, tl.abs(x))
+    if ROTATED:
+        for part in tl.range(0, PARTS, num_stages=2):
+            x = _load(X, Mean, turning, first + part * PART, dims, length, stride_xs, PART, HEAD_DIM)
+            most = tl.maximum(most, tl.abs(x))
+    else:
+        for part in tl.static_range(PARTS):
+            x = _load(X, Mean, turning, first + part * PART, dims, length, stride_xs, PART, HEAD_DIM)
+            most = tl.maximum(most, tl.abs(x))
     found = _largest_of(most)
     if found < float("inf"):
         pass
