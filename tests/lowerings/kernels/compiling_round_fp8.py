@@ -14,45 +14,79 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
 from attn_compiler.lowerings import fp8_rounding_launch
-from attn_compiler.lowerings.fp8_rounding import How, Rounding, empty_outputs
-from attn_compiler.lowerings.kernels import round_fp8
+from attn_compiler.lowerings.fp8_rounding import How, Rounding, empty_outputs, empty_shift
+from attn_compiler.lowerings.kernels import mean_fp8, round_fp8
 from attn_compiler.lowerings.launching import Arguments
 from tests.lowerings.kernels.compiling import resources
 
-_TYPES = {torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv", torch.float32: "*fp32", torch.int32: "*i32"}
+_TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int8: "*i8",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+}
 HEAD_DIMS = (64, 128, 256)
 TENSORS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """spilled: bytes of a thread's stack. loads, stores: the widest of global memory, in PTX."""
+    """spilled: bytes of a thread's stack. loads, stores: the widest of global memory, in PTX. shared: bytes of shared memory. ahead: how
+    many tiles' loads into shared memory the code has. on_tensor_cores: products."""
 
     name: str
     spilled: int
     loads: str
     stores: str
+    shared: int
+    ahead: int
+    on_tensor_cores: int
+
+
+#: what is rounded: with a backward that reads it again, the accurate recipe in inference, and that in training
+KINDS = ("plain", "accurate", "accurate, restored")
 
 
 def run(head_dim: int) -> list[Found]:
-    """Of both kernels, for q, k and v that lie as (B, S, H, D)."""
+    """Of all kernels, for q, k and v that lie as (B, S, H, D)."""
     x = [torch.empty(2, 512, 16, head_dim, dtype=torch.bfloat16, device="meta").transpose(1, 2) for _ in range(TENSORS)]
-    each = tuple(How(format="e4m3", turned=i == TENSORS - 1, restore="bfloat16") for i in range(TENSORS))
-    how = Rounding(each=each, block=128)
-    named = fp8_rounding_launch._named(x, None)
+    found = [each for kind in KINDS for each in _rounding(kind, head_dim, x)]
+    sums = {"x": x[0], "sums": torch.empty(2, 16, 1, head_dim, device="meta")}
+    mean = sums | {"mean": torch.empty(2, 16, 2, head_dim, device="meta")}
+    summing, adding = fp8_rounding_launch._summing(x[0], 1), fp8_rounding_launch._adding(x[0], 1, True)
+    found.append(_compiled(f"sums {head_dim}", mean_fp8.sums_fp8, summing, sums))
+    return [*found, _compiled(f"mean {head_dim}", mean_fp8.mean_fp8, adding, mean)]
+
+
+def _how(kind: str) -> Rounding:
+    restore = "" if kind == "accurate" else "bfloat16"
+    if kind == "plain":
+        each = tuple(How(format="e4m3", turned=i == TENSORS - 1, restore=restore) for i in range(TENSORS))
+    else:
+        q = How(format="int8", rotated=True, has_shift=True, restore=restore)
+        k = How(format="int8", rotated=True, has_mean=True, restore=restore)
+        each = (q, k, How(format="e4m3", turned=True, restore=restore))
+    return Rounding(each=each, block=128)
+
+
+def _rounding(kind: str, head_dim: int, x: list[torch.Tensor]) -> list[Found]:
+    """Of what rounds and what looks for magnitudes."""
+    how = _how(kind)
+    mean = None if kind == "plain" else torch.empty(2, 16, 2, head_dim, device="meta")
+    named = fp8_rounding_launch._named(x, mean)
     rounding = dict(named)
     for i, one in enumerate(x):
-        names = ("rounded", "descale", "restored")
-        outputs = empty_outputs(one, None, each[i], how.block)
-        rounding |= {f"{name}{i}": tensor for name, tensor in zip(names, outputs, strict=True)}
+        outputs = zip(("rounded", "descale", "restored"), empty_outputs(one, None, how.each[i], how.block), strict=True)
+        rounding |= {f"{name}{i}": tensor for name, tensor in outputs if tensor.numel()}
+    rounding |= {} if mean is None else {"shift": empty_shift(x, how)[0]}
     looking = named | {"kept": torch.empty(TENSORS, dtype=torch.int32, device="meta")}
+    rounds, looks = (f"{which} {kind} {head_dim}" for which in ("round", "look"))
+    of_rounding = fp8_rounding_launch._rounding(rounding, how, TENSORS)
+    of_looking = fp8_rounding_launch._looking(looking, how, TENSORS)
     return [
-        _compiled(
-            f"round {head_dim}", round_fp8.round_fp8, fp8_rounding_launch._rounding(rounding, how, TENSORS), rounding
-        ),
-        _compiled(
-            f"look {head_dim}", round_fp8.largest_fp8, fp8_rounding_launch._looking(looking, how, TENSORS), looking
-        ),
+        _compiled(rounds, round_fp8.round_fp8, of_rounding, rounding),
+        _compiled(looks, round_fp8.largest_fp8, of_looking, looking),
     ]
 
 
@@ -80,7 +114,15 @@ def _compiled(name: str, kernel: Any, arguments: Arguments, tensors: dict[str, t
     _, spilled = resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     widest = {kind: max(re.findall(rf"{kind}\.global(\.v\d)?", ptx), default="") for kind in ("ld", "st")}
-    return Found(name=name, spilled=spilled, loads=widest["ld"], stores=widest["st"])
+    return Found(
+        name=name,
+        spilled=spilled,
+        loads=widest["ld"],
+        stores=widest["st"],
+        shared=compiled.metadata.shared,
+        ahead=compiled.asm["ttgir"].count("async_copy_global_to_local"),
+        on_tensor_cores=ptx.count("wgmma.mma_async"),
+    )
 
 
 def main() -> None:
