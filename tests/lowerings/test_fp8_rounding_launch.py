@@ -196,7 +196,8 @@ def test_on_a_gpu_too(name: str, head_dim: int) -> None:
         for per in PER:
             asked = dataclasses.replace(how, per=per)
             found = fp8_rounding.largest_fp8(read, mean, asked.to_text())
-            torch.testing.assert_close(found, fp8_rounding._largest_in_pytorch(read, mean, asked))
+            # Tensor cores cut sums off.
+            torch.testing.assert_close(found, fp8_rounding._largest_in_pytorch(read, mean, asked), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.gpu
