@@ -1,6 +1,6 @@
 """cuDNN's attention with a forward in FP8, for sites that a recipe with scales per tensor was given for. Hopper (sm90) alone.
 
-q, k and v are rounded by nodes of the graph (fp8_quantise.py); v lies as it did. On sm90 cuDNN writes the output in FP8 too, so nodes
+q, k and v are rounded as fp8_quantise.py does; v lies as it did. On sm90 cuDNN writes the output in FP8 too, so nodes
 of the graph cast it. Its scale has to be known before: an output is a mean of rows of v, so none is larger than the largest of those.
 
 The backward is that of `cudnn`, from q, k and v as they were rounded, and the output and lse that the forward gave; or, if the recipe

@@ -1,6 +1,6 @@
 """The oracle of FP8 attention: what the kernel of triton_fp8 computes, tile by tile, in plain PyTorch on any device.
 
-q, k and v are rounded by the same nodes, the softmax's weights as the kernel rounds them: 2**8 times as large, against the largest score of
+q, k and v are rounded as for that one, the softmax's weights as the kernel rounds them: 2**8 times as large, against the largest score of
 the tiles so far, the last tile first. Products are summed in float32, where tensor cores keep fewer bits. All scores are in
 memory, so it runs only when asked for. The backward is the reference's, from q, k and v as they were rounded and the lse of the forward.
 """

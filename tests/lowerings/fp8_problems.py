@@ -1,4 +1,4 @@
-"""`kernel_problems` in FP8: the same cases with a recipe, rounded by the graph's own nodes; and what may be off by that.
+"""`kernel_problems` in FP8: the same cases with a recipe, rounded as fp8_quantise.py does; and what may be off by that.
 
 Triton's interpreter multiplies FP8 tiles exactly (in float16 or float32), but cuts numbers off where GPUs round them to FP8: here
 the conversion is PyTorch's, which rounds to nearest as hardware does. Nothing of the kernel is changed for that.

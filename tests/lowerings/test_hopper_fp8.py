@@ -83,6 +83,8 @@ def test_the_kernel_rounds_q_where_nobody_else_reads_it() -> None:
     assert rounds_q(q)
     assert rounds_q(q, Fp8Recipe(scaling=CurrentScaling(granularity="tensor")))
     assert not rounds_q(q, Fp8Recipe(qk_format="int8"))
+    assert not rounds_q(q, Fp8Recipe(smooth_k=True))
+    assert not rounds_q(q, Fp8Recipe(hadamard=True))
     assert not rounds_q(q, head_dim=128)
     assert not rounds_q(q, needs_grad=True)
     assert not rounds_q(q, Fp8Recipe(scaling=DelayedScaling()))
