@@ -51,6 +51,8 @@ COLUMNS = (
     *("pass", "side", "recipe", "part", "rounds", "p20_us", "p50_us", "p80_us", "tflops", "ratio", "error", "failure"),
 )
 _TOKENS, _WIDTH = 16384, 2048
+#: as in Llama 3, Qwen 3 and Mistral
+_GROUP = 4
 _FIRST = f"{BASELINE} whole"
 #: errors beyond these are no rounding: of out, and of gradients
 _MAX_ERROR = {"forward": 0.08, "both": 0.15}
@@ -98,15 +100,15 @@ SIDES = (
 )
 
 
-def case_of(head_dim: int, seqlen: int, *, causal: bool, window: int | None = None) -> Case:
-    """16k tokens of width 2048."""
+def case_of(head_dim: int, seqlen: int, *, causal: bool, window: int | None = None, group: int = 1) -> Case:
+    """16k tokens of width 2048. group: heads of q for one of k and v."""
     mask = ("window" if window else "causal") if causal else "full"
     heads = _WIDTH // head_dim
     return Case(
-        name=f"{mask}_d{head_dim}_s{seqlen}",
+        name=f"{mask}_d{head_dim}_s{seqlen}" + (f"_g{group}" if group > 1 else ""),
         batch=max(_TOKENS // seqlen, 1),
         heads_q=heads,
-        heads_kv=heads,
+        heads_kv=heads // group,
         seqlen=seqlen,
         head_dim=head_dim,
         head_dim_v=head_dim,
@@ -121,7 +123,7 @@ CASES: tuple[Case, ...] = tuple(
     for seqlen in (8192, 4096, 16384, 2048, 1024)
     for head_dim in (128, 64, 256)
     for causal in (True, False)
-)
+) + tuple(case_of(128, seqlen, causal=True, group=_GROUP) for seqlen in (8192, 4096, 2048))
 
 
 # ---- sides ----------------------------------------------------------------------------------------------------------
@@ -129,7 +131,8 @@ CASES: tuple[Case, ...] = tuple(
 
 def attention(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """What a model of that kind calls."""
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+    is_grouped = case.heads_q != case.heads_kv
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=is_grouped)
 
 
 def compiled(case: Case, side: Side) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -218,9 +221,14 @@ def prepare(job: Job, lock: AbstractContextManager[Any]) -> waves.Finish:
     torch.compiler.reset()
     case, which = job.case, job.which
     generator = torch.Generator(device=job.device).manual_seed(0)
-    shape = (case.batch, case.seqlen, case.heads_q, case.head_dim)
     q, k, v = (
-        torch.randn(shape, generator=generator, device=job.device, dtype=torch.bfloat16).transpose(1, 2) for _ in "qkv"
+        torch.randn(
+            (case.batch, case.seqlen, heads, case.head_dim),
+            generator=generator,
+            device=job.device,
+            dtype=torch.bfloat16,
+        ).transpose(1, 2)
+        for heads in (case.heads_q, case.heads_kv, case.heads_kv)
     )
     rows: dict[str, dict[str, str]] = {}
     timed: dict[str, Timed] = {}

@@ -90,6 +90,7 @@ def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]
                     "head_dim_from": str(first),
                     "head_dim_to": str(last),
                     "seqlen": facts[case]["seqlen"],
+                    "grouped": "no" if facts[case]["heads_q"] == facts[case]["heads_kv"] else "yes",
                     "training": "yes" if training else "no",
                     "scaling": scaling,
                     "backward": backward,

@@ -23,8 +23,8 @@ from attn_compiler.target import Target
 MEASURED = Path(__file__).with_name("fp8_sm90.csv")
 #: columns of MEASURED, in its order
 COLUMNS = (
-    *("lowering", "mask", "head_dim_from", "head_dim_to", "seqlen", "training", "scaling", "backward", "tflops"),
-    *("since", "case"),
+    *("lowering", "mask", "head_dim_from", "head_dim_to", "seqlen", "grouped", "training", "scaling", "backward"),
+    *("tflops", "since", "case"),
 )
 _SM = 90
 _YES_NO = {"yes": True, "no": False, "": None}
@@ -32,13 +32,15 @@ _YES_NO = {"yes": True, "no": False, "": None}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One lowering's speed. training: of forward and backward together. scaling: of `scaling_of`, "" for no FP8. backward: that is in FP8
-    too, as the recipe said; None: no FP8. since: the date of the measurement."""
+    """One lowering's speed. grouped: with fewer heads of k and v, which take less time to round. training: of forward and backward
+    together. scaling: of `scaling_of`, "" for no FP8. backward: that is in FP8 too, as the recipe said; None: no FP8. since: the
+    date of the measurement."""
 
     lowering: str
     mask: str
     head_dims: tuple[int, int]
     seqlen: int
+    grouped: bool
     training: bool
     scaling: str
     backward: bool | None
@@ -46,12 +48,13 @@ class Row:
     since: str
 
     def fits(self, lowering: str, spec: AttentionSpec) -> bool:
-        """Whether it is of that lowering, mask, head dim and pass."""
+        """Whether it is of that lowering, mask, head dim and pass, and no faster for having fewer heads than the spec."""
         shape = shape_class.of(spec)
         first, last = self.head_dims
         return (
             self.lowering == lowering
             and self.mask == shape.mask
+            and self.grouped <= shape.grouped
             and self.training == spec.needs_grad
             and self.backward in (None, spec.needs_grad and spec.fp8 is not None and spec.fp8.backward)
             and shape.head_dim is not None
@@ -72,6 +75,7 @@ def _row(line: Mapping[str, str]) -> Row:
         mask=line["mask"],
         head_dims=(int(line["head_dim_from"]), int(line["head_dim_to"])),
         seqlen=int(line["seqlen"]),
+        grouped=line["grouped"] == "yes",
         training=line["training"] == "yes",
         scaling=line["scaling"],
         backward=_YES_NO[line["backward"]],
@@ -81,15 +85,16 @@ def _row(line: Mapping[str, str]) -> Row:
 
 
 def estimate(lowering: str, spec: AttentionSpec, seqlen: int | None = None) -> Row | None:
-    """What was measured nearest to a spec's length, or to another one; None for unknown lengths, or if there is nothing like it. Of all
-    ways to find scales where the recipe's own was not measured at that length: the length decides more."""
-    seqlens = shape_class.of(spec).seqlens
-    if seqlens is None:
+    """What was measured nearest to a spec's length, or to another one; None for unknown lengths, or if there is nothing like it. Of
+    those the rows of its grouping, and of these of its way to find scales, where there are any: the length decides more."""
+    shape = shape_class.of(spec)
+    if shape.seqlens is None:
         return None
-    wanted = math.log(max(seqlens[1] if seqlen is None else seqlen, 1))
+    wanted = math.log(max(shape.seqlens[1] if seqlen is None else seqlen, 1))
     fitting = [row for row in rows() if row.fits(lowering, spec)]
     nearest = min((row.seqlen for row in fitting), key=lambda length: abs(math.log(length) - wanted), default=None)
     there = [row for row in fitting if row.seqlen == nearest]
+    there = [row for row in there if row.grouped == shape.grouped] or there
     own = [row for row in there if row.scaling in ("", scaling_of(spec))]
     return max(own or there, key=lambda row: row.tflops, default=None)
 

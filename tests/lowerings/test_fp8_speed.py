@@ -17,17 +17,18 @@ from tests.lowerings.specs import CAUSAL, make_spec
 
 H200 = Target.fake(sm=90)
 LINES = """\
-lowering,mask,head_dim_from,head_dim_to,seqlen,training,scaling,backward,tflops,since,case
-hopper_fp8,causal,65,128,1024,no,block,no,300,2026-11-21,causal_d128_s1024
-sdpa_cudnn,causal,65,128,1024,no,,,430,2026-11-21,causal_d128_s1024
-hopper_fp8,causal,65,128,8192,no,block,no,740,2026-11-21,causal_d128_s8192
-hopper_fp8,causal,65,128,8192,no,before,no,780,2026-11-21,causal_d128_s8192
-sdpa_cudnn,causal,65,128,8192,no,,,608,2026-11-21,causal_d128_s8192
-fa4,causal,65,128,8192,no,,,760,2026-11-21,causal_d128_s8192
-hopper_fp8,causal,65,128,8192,yes,block,no,500,2026-11-21,causal_d128_s8192
-cudnn_fp8,causal,65,128,8192,yes,tensor,no,505,2026-11-21,causal_d128_s8192
-cudnn_fp8,causal,65,128,8192,yes,tensor,yes,588,2026-11-21,causal_d128_s8192
-sdpa_cudnn,causal,65,128,8192,yes,,,508,2026-11-21,causal_d128_s8192
+lowering,mask,head_dim_from,head_dim_to,seqlen,grouped,training,scaling,backward,tflops,since,case
+hopper_fp8,causal,65,128,1024,no,no,block,no,300,2026-11-21,causal_d128_s1024
+sdpa_cudnn,causal,65,128,1024,no,no,,,430,2026-11-21,causal_d128_s1024
+hopper_fp8,causal,65,128,8192,no,no,block,no,740,2026-11-21,causal_d128_s8192
+hopper_fp8,causal,65,128,8192,no,no,before,no,780,2026-11-21,causal_d128_s8192
+sdpa_cudnn,causal,65,128,8192,no,no,,,608,2026-11-21,causal_d128_s8192
+fa4,causal,65,128,8192,no,no,,,760,2026-11-21,causal_d128_s8192
+hopper_fp8,causal,65,128,1024,yes,no,block,no,450,2026-11-21,causal_d128_s1024_g4
+hopper_fp8,causal,65,128,8192,no,yes,block,no,500,2026-11-21,causal_d128_s8192
+cudnn_fp8,causal,65,128,8192,no,yes,tensor,no,505,2026-11-21,causal_d128_s8192
+cudnn_fp8,causal,65,128,8192,no,yes,tensor,yes,588,2026-11-21,causal_d128_s8192
+sdpa_cudnn,causal,65,128,8192,no,yes,,,508,2026-11-21,causal_d128_s8192
 """
 
 
@@ -73,6 +74,14 @@ def test_what_was_not_measured_is_not_refused(spec: AttentionSpec) -> None:
 def test_one_that_was_not_measured_is_no_faster_than_those_that_were() -> None:
     (reason,) = fp8_speed.check(asked(1200), H200, "triton_fp8", "sdpa_cudnn")
     assert "hopper_fp8 with rounding 300" in reason.observed
+
+
+def test_fewer_heads_of_keys_and_values_count_for_those_that_have_them() -> None:
+    assert fp8_speed.check(asked(1200), H200, "hopper_fp8", "sdpa_cudnn") != []
+    assert fp8_speed.check(asked(1200, heads_kv=2), H200, "hopper_fp8", "sdpa_cudnn") == []
+    far = fp8_speed.estimate("hopper_fp8", asked(6000, heads_kv=2))
+    assert far is not None
+    assert (far.seqlen, far.grouped) == (8192, False)
 
 
 def test_a_backward_in_fp8_has_speeds_of_its_own() -> None:
