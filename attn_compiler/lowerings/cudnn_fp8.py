@@ -5,7 +5,7 @@ of the graph cast it. Its scale has to be known before: an output is a mean of r
 
 The backward is that of `cudnn`, from q, k and v as they were rounded, and the output and lse that the forward gave; or, if the recipe
 says so, in FP8 too (cudnn_fp8_gradients.py), for heads of 128. As the output passes through nodes, its gradient is attached by
-`cudnn_given` or `cudnn_fp8_given` (given_ops.py).
+an op that compiled code is without (given_ops.py): `cudnn_rounded_given` or `cudnn_fp8_given`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from attn_compiler.lowerings import (
     cudnn,
     cudnn_fp8_gradients,
     cudnn_operands,
+    cudnn_ops,
     cudnn_plans,
     dims,
     fp8_limits,
     fp8_quantise,
+    fp8_restoring,
     known_bad,
     sdpa_limits,
 )
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.cudnn import CudnnAttention
 from attn_compiler.lowerings.cudnn_call import Call
-from attn_compiler.lowerings.fp8_quantise import Rounded
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec, Dim, TensorSpec
 from attn_compiler.target import Target
@@ -187,12 +188,11 @@ class _Emission:
     def all_of(self, operands: Operands) -> fx.Node:
         """The node of the output."""
         emitter, spec, call = self.emitter, self.spec, self.call
-        reads_restored = not _backward(call, spec).fp8
-        rounded = fp8_quantise.emit(emitter, spec, operands, positions_last=False, restored=reads_restored)
+        rounded = fp8_quantise.emit(emitter, spec, operands, positions_last=False)
         read = dict(zip(fp8_quantise.names(spec), rounded.operands, strict=True))
         lengths = cudnn_operands.emit(emitter, call, spec, operands)
         given = read | dict(zip(call.operands, lengths, strict=True)) | self._scales(read["descale_v"])
-        self._note({name: read[f"{name}8"] for name in "qkv"}, {"q": rounded.q, "k": rounded.k, "v": rounded.v})
+        self._note({name: emitter.value(read[f"{name}8"]) for name in "qkv"})
         if call.may_be_empty:
             given["lengths"] = self._at_least_one(given["lengths"])
         forward = _forward(call)
@@ -208,21 +208,34 @@ class _Emission:
         lse = emitter.call(operator.getitem, outputs, 1)
         if _backward(call, spec).fp8:
             given |= {"lse": lse, "out": emitter.call(operator.getitem, outputs, 0), "q": read["q8"]}
-            return self._attached_in_fp8(rounded, out, given | {"k": read["k8"], "v": read["v8"]})
+            return self._attached_in_fp8(operands, out, given | {"k": read["k8"], "v": read["v8"]})
         if "shift" in read:
             lse = emitter.call(torch.add, lse, emitter.call(torch.mul, read["shift"], call.scale))
-        attach = torch.ops.attn_compiler.cudnn_given.default
-        attached = emitter.call(attach, rounded.q, rounded.k, rounded.v, [out, lse, *lengths], call.to_text())
-        return emitter.call(operator.getitem, attached, 0)
+        return fp8_restoring.attach(
+            emitter,
+            spec,
+            operands,
+            rounded,
+            [out, lse],
+            lengths,
+            family="cudnn",
+            text=call.to_text(),
+            positions_last=False,
+        )
 
-    def _attached_in_fp8(self, rounded: Rounded, out: fx.Node, given: dict[str, fx.Node]) -> fx.Node:
+    def _attached_in_fp8(self, of: Operands, out: fx.Node, given: dict[str, fx.Node]) -> fx.Node:
         """The output with a gradient that is computed in FP8."""
         backward = _backward(self.call, self.spec)
         given["descale_out"] = self.emitter.call(torch.reciprocal, given["scale_out"])
         names = cudnn_fp8_gradients.names(backward, may_be_empty=self.call.may_be_empty)
         attach = torch.ops.attn_compiler.cudnn_fp8_given.default
         operands = [out, given["lse"], *(given[name] for name in names)]
-        attached = self.emitter.call(attach, rounded.q, rounded.k, rounded.v, operands, backward.to_text())
+        q, k = of.q, of.k
+        if fp8_quantise.recipe_of(self.spec).hadamard:
+            # The gradients are those of turned ones.
+            stand_in = torch.ops.attn_compiler.stand_in_fp8.default
+            q, k = self.emitter.call(stand_in, q), self.emitter.call(stand_in, k)
+        attached = self.emitter.call(attach, q, k, of.v, operands, backward.to_text())
         return self.emitter.call(operator.getitem, attached, 0)
 
     def _scales(self, descale_v: fx.Node) -> dict[str, fx.Node]:
@@ -255,15 +268,19 @@ class _Emission:
         """bool (B, 1, 1, 1): whether a batch row has keys."""
         return self.emitter.call(torch.reshape, self.emitter.call(torch.gt, lengths, 0), (-1, 1, 1, 1))
 
-    def _note(self, read: dict[str, fx.Node], restored: dict[str, fx.Node]) -> None:
+    def _note(self, read: dict[str, torch.Tensor]) -> None:
+        """read: fake q8, k8 and v8, by the first letter."""
         emitter, spec, target = self.emitter, self.spec, self.emitter.target
         recipe = fp8_quantise.recipe_of(spec)
         backward = _backward(self.call, spec)
         emitter.note(f"FP8 forward: {recipe.words}; backward in {'FP8, e5m2' if backward.fp8 else spec.dtype}")
         written = "the output and the gradients" if backward.fp8 else "the output"
         emitter.note(f"cuDNN writes {written} in FP8 on sm{_SM}; nodes of the graph cast to {spec.dtype}")
-        first, then = ({name: emitter.value(x) for name, x in tensors.items()} for tensors in (read, restored))
-        plans = cudnn_plans.built(_forward(self.call), first, target, kinds=("forward",))
-        plans += cudnn_plans.built(backward, first if backward.fp8 else then, target, kinds=("backward",))
+        restored = {name: torch.empty_like(x, dtype=getattr(torch, spec.dtype)) for name, x in read.items()}
+        plans = cudnn_plans.built(_forward(self.call), read, target, kinds=("forward",))
+        plans += cudnn_plans.built(backward, read if backward.fp8 else restored, target, kinds=("backward",))
         if plans:
             emitter.note(cudnn_plans.words(plans))
+
+
+fp8_restoring.register("cudnn", differentiable=cudnn_ops.differentiable, prepare_grad_out=cudnn_ops.like_output)

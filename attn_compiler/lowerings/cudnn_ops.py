@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 
 from attn_compiler.lowerings.cudnn_call import Call
-from attn_compiler.lowerings.given_ops import register_given
 from attn_compiler.lowerings.ops import late, register_backward, register_family, register_forward
 
 Tensors = Sequence[torch.Tensor]
@@ -71,7 +70,6 @@ register_family(
     dispatch_key="CUDA",
 )
 
-register_given("cudnn", differentiable=differentiable, prepare_grad_out=like_output)
 # q, k, v and out in FP8: their texts are Calls with fp8="forward" and "backward", and no gradient comes by the former.
 register_forward("cudnn_fp8", forward=late("cudnn_execution", "forward", site="ForwardSite"), dispatch_key="CUDA")
 register_backward(

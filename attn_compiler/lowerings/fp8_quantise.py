@@ -1,24 +1,19 @@
-"""q, k and v in FP8, by one op for all three (fp8_rounding.py).
+"""q, k and v in FP8: by one op for all three (fp8_rounding.py); q and k, where their scales are known beforehand, by ordinary nodes of the
+graph, which Inductor fuses into whatever made them (fp8_nodes.py).
 
     x8 = cast(clamp(x · scale)), scale = largest of the format / amax, descale = 1 / scale
 
 amax is the largest finite magnitude: what kernels leave out (padding) may hold anything. A number that is not finite becomes NaN; in
-int8, which has none, 0.
-
-The backward gets what the forward saw: q, k and v as they were rounded, again in the model's dtype. Its weights come from the scores
-and the forward's lse; those of the model's own q and k are others, and where scores are large, or a scale is too old, by factors without
-a bound. Rounding itself passes gradients on as if it were not there.
+int8, which has none, 0. Rounding has no gradient: fp8_restoring.py attaches one to what comes of it.
 
 With smooth_k, k loses its mean over the sequence before it is rounded. Every score of a row loses the same by that, q · mean, which
-the kernel adds to the lse, or to the scores beneath a softcap. With hadamard, q and k are turned by one rotation: scores stay, and what the
-backward reads is turned back.
+the kernel adds to the lse, or to the scores beneath a softcap. With hadamard, q and k are turned by one rotation: scores stay.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +21,9 @@ import torch
 from torch import fx
 
 from attn_compiler.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
-from attn_compiler.lowerings import fp8_rounding
+from attn_compiler.lowerings import fp8_nodes, fp8_rounding
 from attn_compiler.lowerings.base import Emitter, Operands
-from attn_compiler.lowerings.fp8_rounding import Rounding
+from attn_compiler.lowerings.fp8_rounding import EACH, How, Rounding
 from attn_compiler.spec import AttentionSpec
 
 aten = torch.ops.aten
@@ -42,13 +37,10 @@ History = tuple[fx.Node, fx.Node]
 
 @dataclass(frozen=True, kw_only=True)
 class Rounded:
-    """q, k, v: for the backward, in the model's dtype (without gradients: anything of their shape, so that nothing has to be written).
-    operands: those of `names`."""
+    """operands: those of `names`, which leaf ops read. kept: those of `kept_names`, for the backward; none without gradients."""
 
-    q: fx.Node
-    k: fx.Node
-    v: fx.Node
     operands: list[fx.Node]
+    kept: list[fx.Node]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,20 +73,27 @@ def names(spec: AttentionSpec) -> tuple[str, ...]:
     return (*_ALWAYS, "shift") if recipe_of(spec).smooth_k else _ALWAYS
 
 
+def kept_names(*, has_mean: bool, positions_last: bool) -> tuple[str, ...]:
+    """Of what a backward makes q, k and v of: q8, k8 and their descales, as in `names`; v as it was rounded, in the model's dtype, where v8
+    has positions last, else v8 and its descale. mean: of fp8_rounding.mean_fp8, what k lost."""
+    v = ("v",) if positions_last else ("v8", "descale_v")
+    return ("q8", "k8", "descale_q", "descale_k", *v, *(("mean",) if has_mean else ()))
+
+
 def emit(
     emitter: Emitter,
     spec: AttentionSpec,
     operands: Operands,
     *,
     positions_last: bool = True,
-    restored: bool = True,
     rounds_q: bool = True,
 ) -> Rounded:
-    """Round the site's q, k and v. positions_last: v8 as `names` says; else all three lie as they did. restored: the backward reads q, k
-    and v, else they are there for their gradients alone. rounds_q: else q8 is q in the model's dtype, for a kernel that rounds it, and
-    descale_q is 1; not with smooth_k or hadamard."""
-    made = _Quantiser(emitter, spec, positions_last, restored, rounds_q).all_of(operands)
-    return Rounded(q=made["q"], k=made["k"], v=made["v"], operands=[made[name] for name in names(spec)])
+    """Round the site's q, k and v. positions_last: v8 as `names` says; else all three lie as they did. rounds_q: else q8 is q in the
+    model's dtype, for a kernel that rounds it, and descale_q is 1; not with smooth_k or hadamard, and not where there is a backward."""
+    made = _Quantiser(emitter, spec, positions_last, rounds_q).all_of(operands)
+    has_mean = recipe_of(spec).smooth_k
+    kept = kept_names(has_mean=has_mean, positions_last=positions_last) if spec.needs_grad else ()
+    return Rounded(operands=[made[name] for name in names(spec)], kept=[made[name] for name in kept])
 
 
 @dataclass(frozen=True)
@@ -102,80 +101,92 @@ class _Quantiser:
     emitter: Emitter
     spec: AttentionSpec
     positions_last: bool = True
-    restored: bool = True
     rounds_q: bool = True
 
     def all_of(self, operands: Operands) -> dict[str, fx.Node]:
-        given = {"q": operands.q, "k": operands.k, "v": operands.v}
-        rounded = {name: x for name, x in given.items() if name != "q" or self.rounds_q}
-        read = rounded if self._writes_restored else {name: self._detached(x) for name, x in rounded.items()}
-        mean = self._mean(given["k"]) if self._recipe.smooth_k else None
-        how, history = self._how(list(rounded)), self._history(read)
-        largest = self._magnitudes(read, mean, how, history)
-        outputs = self._round(read, mean, list(largest.values()), how)
-        made: dict[str, fx.Node] = {} if self.rounds_q else self._q_as_it_is(given["q"])
-        for i, name in enumerate(read):
-            made[f"{name}8"], made[f"descale_{name}"], back = (
-                self._item(outputs, fp8_rounding.EACH * i + j) for j in range(fp8_rounding.EACH)
+        x = {name: self._detached(node) for name, node in (("q", operands.q), ("k", operands.k), ("v", operands.v))}
+        made = {} if self.rounds_q else self._q_as_it_is(x["q"])
+        read = {name: node for name, node in x.items() if name != "q" or self.rounds_q}
+        if self._recipe.smooth_k:
+            made["mean"] = self._call(torch.ops.attn_compiler.mean_fp8.default, x["k"], self._recipe.hadamard)
+        how, history = {name: self._how(name) for name in read}, self._history(read)
+        largest = self._magnitudes(read, made.get("mean"), how, history)
+        by_nodes = {name: self._by_nodes(name, x[name], largest, how[name]) for name in read if self._fuses(name)}
+        for name, each in by_nodes.items():
+            made |= {f"{name}8": each.x8, f"descale_{name}": each.descale}
+        rest = [name for name in read if name not in by_nodes]
+        outputs = self._round({name: read[name] for name in rest}, made.get("mean"), largest, how)
+        for i, name in enumerate(rest):
+            made[f"{name}8"], made[f"descale_{name}"], made[name] = (
+                self._item(outputs, EACH * i + j) for j in range(EACH)
             )
-            made[name] = back if self._writes_restored else self._in_its_place(name, given[name])
-        newest = fp8_rounding.EACH * len(read)
+        newest = self._item(outputs, EACH * len(rest))
         if history is not None:
-            self._move_on(history, self._item(outputs, newest))
-        if mean is not None:
-            made["shift"] = self._item(outputs, newest + 1)
+            self._move_on(history, [*(each.newest for each in by_nodes.values() if each.newest is not None), newest])
+        if self._recipe.smooth_k:
+            made["shift"] = self._item(outputs, EACH * len(rest) + 1)
         return made
 
-    def _mean(self, k: fx.Node) -> fx.Node:
-        return self._call(torch.ops.attn_compiler.mean_fp8.default, self._detached(k), self._recipe.hadamard)
-
     def _q_as_it_is(self, q: fx.Node) -> dict[str, fx.Node]:
-        one = self._call(torch.full, (1, 1, 1), 1.0, device=self.emitter.value(q).device)
-        return {"q8": self._detached(q), "descale_q": one, "q": self._in_its_place("q", q)}
+        return {"q8": q, "descale_q": self._call(torch.full, (1, 1, 1), 1.0, device=self.emitter.value(q).device)}
+
+    def _fuses(self, name: str) -> bool:
+        """What is known beforehand, and not the op's to turn or to move: then the tensor need not be written for an op to read it."""
+        is_known = isinstance(self._recipe.scaling, StaticScaling | DelayedScaling)
+        return is_known and name != "v" and not self._recipe.hadamard and not self._recipe.smooth_k
+
+    def _by_nodes(self, name: str, x: fx.Node, largest: dict[str, fx.Node], how: How) -> fp8_nodes.ByNodes:
+        known = largest.get(name)
+        if known is None:
+            known = self._call(torch.full, (1, 1, 1), how.magnitude, device=self.emitter.value(x).device)
+        return fp8_nodes.rounded(self.emitter, x, known, how, self._newest_per)
 
     @property
     def _recipe(self) -> Fp8Recipe:
         return recipe_of(self.spec)
 
     @property
-    def _writes_restored(self) -> bool:
-        return self.spec.needs_grad and self.restored
-
-    def _how(self, names: Sequence[str]) -> Rounding:
-        recipe, scaling = self._recipe, self._recipe.scaling
-        each = [
-            fp8_rounding.How(
-                format=recipe.format_of(name),
-                margin=0 if isinstance(scaling, StaticScaling) else scaling.margin,
-                magnitude=getattr(scaling, name) if isinstance(scaling, StaticScaling) else None,
-                rotated=name != "v" and recipe.hadamard,
-                turned=name == "v" and self.positions_last,
-                as_given=not self.positions_last,
-                restore=self.spec.dtype if self._writes_restored else "",
-                has_mean=name == "k" and recipe.smooth_k,
-                has_shift=name == "q" and recipe.smooth_k,
-            )
-            for name in names
-        ]
-        return Rounding(each=tuple(each), block=scales_of(self.spec).block or CurrentScaling().block)
-
-    def _round(self, x: dict[str, fx.Node], mean: fx.Node | None, largest: list[fx.Node], how: Rounding) -> fx.Node:
+    def _newest_per(self) -> fp8_rounding.Per | None:
         scaling = self._recipe.scaling
-        if isinstance(scaling, DelayedScaling):
-            how = dataclasses.replace(how, per=scaling.granularity)
+        return scaling.granularity if isinstance(scaling, DelayedScaling) else None
+
+    def _how(self, name: str) -> How:
+        recipe, scaling = self._recipe, self._recipe.scaling
+        # Here, since it would take nodes long to bring v back into its order.
+        is_restored = name == "v" and self.positions_last and self.spec.needs_grad
+        return How(
+            format=recipe.format_of(name),
+            margin=0 if isinstance(scaling, StaticScaling) else scaling.margin,
+            magnitude=getattr(scaling, name) if isinstance(scaling, StaticScaling) else None,
+            rotated=name != "v" and recipe.hadamard,
+            turned=name == "v" and self.positions_last,
+            as_given=not self.positions_last,
+            restore=self.spec.dtype if is_restored else "",
+            has_mean=name == "k" and recipe.smooth_k,
+            has_shift=name == "q" and recipe.smooth_k,
+        )
+
+    def _rounding(self, how: Iterable[How], per: fp8_rounding.Per | None) -> str:
+        block = scales_of(self.spec).block or CurrentScaling().block
+        return Rounding(each=tuple(how), block=block, per=per).to_text()
+
+    def _round(
+        self, x: dict[str, fx.Node], mean: fx.Node | None, largest: dict[str, fx.Node], how: dict[str, How]
+    ) -> fx.Node:
         op = torch.ops.attn_compiler.round_fp8.default
-        return self._call(op, list(x.values()), mean, largest, how.to_text())
+        known = [largest[name] for name in x if name in largest]
+        text = self._rounding((how[name] for name in x), self._newest_per)
+        return self._call(op, list(x.values()), mean, known, text)
 
     def _magnitudes(
-        self, x: dict[str, fx.Node], mean: fx.Node | None, how: Rounding, history: History | None
+        self, x: dict[str, fx.Node], mean: fx.Node | None, how: dict[str, How], history: History | None
     ) -> dict[str, fx.Node]:
         """float32 (B|1, H|1, 1) of each tensor; nothing where each block has its own."""
         match self._recipe.scaling:
             case CurrentScaling(granularity=granularity) if granularity != "block":
                 per: fp8_rounding.Per = "tensor" if granularity == "tensor" else "row"
                 op = torch.ops.attn_compiler.largest_fp8.default
-                text = dataclasses.replace(how, per=per).to_text()
-                kept = self._call(op, [self._detached(node) for node in x.values()], mean, text)
+                kept = self._call(op, list(x.values()), mean, self._rounding(how.values(), per))
                 return self._parts(kept, x, per)
             case DelayedScaling() as delayed if history is not None:
                 return self._parts(self._of_steps_before(history, delayed), x, delayed.granularity)
@@ -206,22 +217,12 @@ class _Quantiser:
         newest = self._call(aten.slice.Tensor, before, 0, 0, 1) if scaling.amax_compute_algo != "max" else before
         return self._call(torch.amax, newest, 0)
 
-    def _move_on(self, history: History, newest: fx.Node) -> None:
-        """By one step."""
+    def _move_on(self, history: History, newest: list[fx.Node]) -> None:
+        """By one step. newest: of q, k and v, in this order."""
         buffer, before = history
         kept = self._call(aten.slice.Tensor, before, 0, 0, self.emitter.value(before).shape[0] - 1)
-        row = self._call(torch.unsqueeze, newest, 0)
+        row = self._call(torch.unsqueeze, self._call(torch.cat, newest), 0)
         self._call(operator.setitem, buffer, ..., self._call(torch.cat, [row, kept]))
-
-    def _in_its_place(self, name: str, given: fx.Node) -> fx.Node:
-        """Without a backward that reads it."""
-        if not self.spec.needs_grad:
-            value = self.emitter.value(given)
-            nothing = self._call(torch.empty, (1, 1, 1, 1), dtype=value.dtype, device=value.device)
-            return self._call(torch.Tensor.expand_as, nothing, given)
-        if name == "v" or not self._recipe.hadamard:
-            return given
-        return self._call(torch.ops.attn_compiler.stand_in_fp8.default, given)
 
     def _detached(self, x: fx.Node) -> fx.Node:
         return self._call(torch.Tensor.detach, x)

@@ -125,6 +125,21 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     return wide @ signs(size, wide) * math.sqrt(1 / size)
 
 
+def unrotated(x: torch.Tensor) -> torch.Tensor:
+    """x · Rᵀ, in x's dtype: a rounding far below FP8's, on tensor cores."""
+    size = x.shape[-1]
+    # A power of two near 1 / √D, which is exact, keeps float16 in its range.
+    near = 2.0 ** -math.ceil(math.log2(size) / 2)
+    product = x @ (signs(size, x) * near)
+    return product * (math.sqrt(1 / size) / near)
+
+
+def spread(descale: torch.Tensor, block: int, length: int) -> torch.Tensor:
+    """(B, H, n), each of `block` positions -> (B, H, length)."""
+    of_positions: torch.Tensor = descale[..., None].expand(*descale.shape, block).flatten(2)
+    return of_positions[:, :, :length]
+
+
 def count(x: torch.Tensor, per: Per) -> int:
     """How many magnitudes of a tensor (B, H, S, D)."""
     return {"tensor": 1, "head": x.shape[1], "row": x.shape[0] * x.shape[1]}[per]
@@ -278,40 +293,15 @@ def _fake_largest(tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, te
     return tensors[0].new_empty((sum(count(x, per) for x in tensors),), dtype=torch.float32)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    tensors, _, largest, _ = inputs
-    ctx.dtypes, ctx.given = [x.dtype for x in tensors], len(largest)
-    restored = range(EACH - 1, EACH * len(tensors), EACH)
-    ctx.mark_non_differentiable(*[x for i, x in enumerate(output) if i not in restored])
-
-
-def _backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    of_restored = gradients[EACH - 1 : EACH * len(ctx.dtypes) : EACH]
-    found = [gradient.to(dtype) for gradient, dtype in zip(of_restored, ctx.dtypes, strict=True)]
-    return found, None, [None] * ctx.given, None
-
-
 def _stand_in_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     pass
 
 
 def _stand_in_backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-    """Times Rᵀ, in the gradient's dtype: a rounding far below FP8's, on tensor cores."""
-    size = gradient.shape[-1]
-    # A power of two near 1 / √D, which is exact, keeps float16 in its range.
-    near = 2.0 ** -math.ceil(math.log2(size) / 2)
-    product = gradient @ (signs(size, gradient) * near)
-    return product * (math.sqrt(1 / size) / near)
+    return unrotated(gradient)
 
 
-register_helper(
-    "round_fp8",
-    ROUND_SCHEMA,
-    function=round_fp8,
-    fake=_fake_round,
-    differentiated=(_setup_context, _backward),
-    exact_strides=True,
-)
+register_helper("round_fp8", ROUND_SCHEMA, function=round_fp8, fake=_fake_round, exact_strides=True)
 register_helper("largest_fp8", LARGEST_SCHEMA, function=largest_fp8, fake=_fake_largest, exact_strides=True)
 register_helper("mean_fp8", MEAN_SCHEMA, function=mean_fp8, fake=_fake_mean, exact_strides=True)
 register_helper(

@@ -1,19 +1,18 @@
 """FP8 attention on Hopper as its hardware wants it (kernels/forward_fp8_sm90.py): a band, softcap and sinks, head dims up to 128.
 
-What it does not take, `triton_fp8` does. The backward is another family's, in the model's dtype, from q, k and v as they were rounded.
+What it does not take, `triton_fp8` does. The backward is another family's, in the model's dtype, from q, k and v as they were
+rounded (fp8_restoring.py).
 """
 
 from __future__ import annotations
 
-import operator
-
-import torch
 from torch import fx
 
 from attn_compiler.fp8_recipe import CurrentScaling
 from attn_compiler.lowerings import (
     fp8_limits,
     fp8_quantise,
+    fp8_restoring,
     fp8_rounding,
     sdpa_cudnn_backward,
     sdpa_limits,
@@ -23,7 +22,7 @@ from attn_compiler.lowerings import (
     triton_tiles_table,
 )
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
-from attn_compiler.lowerings.ops import late, register_with_backward_of
+from attn_compiler.lowerings.ops import late, register_forward
 from attn_compiler.lowerings.triton import TritonAttention
 from attn_compiler.lowerings.triton_plan import Call, Plan
 from attn_compiler.report import Reason
@@ -40,7 +39,7 @@ _ROUNDS_Q = 64
 
 
 class HopperFp8:
-    """`attn_compiler::hopper_fp8`: operands as those of `triton_fp8`. With cuDNN's backward it is `hopper_fp8_sdpa_cudnn`."""
+    """`attn_compiler::hopper_fp8`: operands as those of `triton_fp8`. What attaches a backward: fp8_restoring.py."""
 
     name = "hopper_fp8"
 
@@ -77,9 +76,9 @@ class HopperFp8:
         emitter.note(f"FP8 forward: {fp8_quantise.recipe_of(spec).words}{q_too}; backward in {spec.dtype} ({family})")
         further = triton_operands.emit(emitter, spec, operands, tiles)
         text = Call(spec=spec, tiles=tiles).to_text()
-        leaf = getattr(torch.ops.attn_compiler, _NAMES[family]).default
-        outputs = emitter.call(leaf, rounded.q, rounded.k, rounded.v, [*rounded.operands, *further], text)
-        return emitter.call(operator.getitem, outputs, 0)
+        return fp8_restoring.call_leaf(
+            emitter, spec, operands, rounded, further, leaf=self.name, family=family, text=text
+        )
 
 
 def _rounds_q(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> bool:
@@ -119,24 +118,6 @@ def _parts_beyond(plan: Plan) -> list[str]:
     return [name for name in plan.operands if name not in own]
 
 
-def leading(text: str) -> int:
-    """How many operands come before those of `triton`."""
-    return len(fp8_quantise.names(Call.from_text(text).spec))
-
-
-#: leaf ops by whose backward they have
-_NAMES = {"triton": "hopper_fp8", sdpa_cudnn_backward.FAMILY: f"hopper_fp8_{sdpa_cudnn_backward.FAMILY}"}
-_DIFFERENTIABLE = {
-    "triton": triton_ops.differentiable,
-    sdpa_cudnn_backward.FAMILY: sdpa_cudnn_backward.differentiable,
-}
-
-for _family, _name in _NAMES.items():
-    register_with_backward_of(
-        _family,
-        _name,
-        forward=late("hopper_fp8_launch", "forward"),
-        leading=leading,
-        differentiable=_DIFFERENTIABLE[_family],
-        dispatch_key="CUDA",
-    )
+register_forward("hopper_fp8", forward=late("hopper_fp8_launch", "forward"), dispatch_key="CUDA")
+fp8_restoring.register("triton", differentiable=triton_ops.differentiable)
+fp8_restoring.register(sdpa_cudnn_backward.FAMILY, differentiable=sdpa_cudnn_backward.differentiable)

@@ -169,7 +169,7 @@ def register_family(
     torch.library.register_autograd(
         f"{NAMESPACE}::{name}",
         _autograd_backward(f"{name}_backward", differentiable, prepare_grad_out, in_graph),
-        setup_context=_setup_context(_none),
+        setup_context=_setup_context,
         lib=LIBRARY,
     )
 
@@ -182,7 +182,7 @@ def register_backward(
     dispatch_key: str,
     gradient: OfTensor = empty_gradient,
 ) -> None:
-    """Define the backward of a family, or of what has no leaf op of its own (`register_with_backward_of`). As `register_family`."""
+    """Define the backward of a family, or of what has no leaf op of its own (given_ops.py). As `register_family`."""
     op = f"{name}_backward"
     if hasattr(getattr(torch.ops, NAMESPACE), op):
         return
@@ -190,41 +190,9 @@ def register_backward(
     torch.library.register_fake(f"{NAMESPACE}::{op}", _fake_backward(differentiable, gradient), lib=LIBRARY)
 
 
-def register_with_backward_of(
-    family: str,
-    name: str,
-    *,
-    forward: Forward,
-    leading: Callable[[str], int],
-    differentiable: Differentiable,
-    dispatch_key: str,
-    prepare_grad_out: OfTensor = as_it_is,
-) -> None:
-    """Define the leaf op `name` whose backward is a registered one, from the same q, k, v, out, lse and text.
-
-    leading(text): how many of its operands come before the family's; they are not kept for the backward, and get no gradient.
-    differentiable, prepare_grad_out: the family's, asked about its own operands. As `register_family` otherwise.
-    """
-    if hasattr(getattr(torch.ops, NAMESPACE), name):
-        return
-    for op in (name, name + _WITHOUT_AUTOGRAD):
-        define(op, LEAF_SCHEMA, forward, dispatch_key)
-    _register_fakes(name)
-    torch.library.register_autograd(
-        f"{NAMESPACE}::{name}",
-        _autograd_backward(f"{family}_backward", differentiable, prepare_grad_out, _nothing, leading),
-        setup_context=_setup_context(leading),
-        lib=LIBRARY,
-    )
-
-
 def _register_fakes(name: str) -> None:
     for op in (name, name + _WITHOUT_AUTOGRAD):
         torch.library.register_fake(f"{NAMESPACE}::{op}", fake_forward, lib=LIBRARY)
-
-
-def _none(_: str) -> int:
-    return 0
 
 
 def without_autograd(graph: fx.Graph) -> None:
@@ -296,20 +264,13 @@ def _fake_backward(differentiable: Differentiable, gradient: OfTensor) -> Backwa
     return fake
 
 
-def _setup_context(leading: Callable[[str], int]) -> Callable[..., None]:
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        q, k, v, operands, ctx.spec = inputs
-        ctx.save_for_backward(q, k, v, *output, *operands[leading(ctx.spec) :])
-
-    return setup
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, operands, ctx.spec = inputs
+    ctx.save_for_backward(q, k, v, *output, *operands)
 
 
 def _autograd_backward(
-    op: str,
-    differentiable: Differentiable,
-    prepare_grad_out: OfTensor,
-    in_graph: InGraph,
-    leading: Callable[[str], int] = _none,
+    op: str, differentiable: Differentiable, prepare_grad_out: OfTensor, in_graph: InGraph
 ) -> Callable[..., tuple[Any, ...]]:
     def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse, *operands = ctx.saved_tensors
@@ -320,8 +281,7 @@ def _autograd_backward(
         wanted = differentiable(operands, ctx.spec)
         by_nodes = in_graph(grad_out, out, lse, operands, ctx.spec)
         pairs = zip(wanted, by_nodes, strict=True)
-        own = [next(found) if is_wanted else by_node for is_wanted, by_node in pairs]
-        return *grads, [None] * leading(ctx.spec) + own, None
+        return *grads, [next(found) if is_wanted else by_node for is_wanted, by_node in pairs], None
 
     return backward
 

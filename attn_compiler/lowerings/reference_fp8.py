@@ -7,16 +7,15 @@ memory, so it runs only when asked for. The backward is the reference's, from q,
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from attn_compiler.fp8_recipe import DTYPES
-from attn_compiler.lowerings import fp8_limits, fp8_quantise, fp8_rounding, reference
+from attn_compiler.lowerings import fp8_limits, fp8_quantise, fp8_restoring, fp8_rounding, reference
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
-from attn_compiler.lowerings.ops import empty_outputs, register_with_backward_of
+from attn_compiler.lowerings.ops import empty_outputs, register_forward
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -48,14 +47,9 @@ class ReferenceFp8:
         rounded = fp8_quantise.emit(emitter, spec, operands)
         emitter.note(f"FP8 forward: {fp8_quantise.recipe_of(spec).words}; backward in {spec.dtype}")
         further = [node for node in (operands.mask, operands.sinks) if node is not None]
-        leaf = torch.ops.attn_compiler.reference_fp8.default
-        outputs = emitter.call(leaf, rounded.q, rounded.k, rounded.v, [*rounded.operands, *further], spec.to_text())
-        return emitter.call(operator.getitem, outputs, 0)
-
-
-def leading(text: str) -> int:
-    """How many operands come before those of the family whose backward this is."""
-    return len(fp8_quantise.names(AttentionSpec.from_text(text)))
+        return fp8_restoring.call_leaf(
+            emitter, spec, operands, rounded, further, leaf=self.name, family="reference", text=spec.to_text()
+        )
 
 
 def differentiable(operands: Tensors, text: str) -> list[bool]:
@@ -68,8 +62,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, as `ops.LEAF_SCHEMA` says. Of q, k and v only shapes and dtypes are read."""
     spec = AttentionSpec.from_text(text)
-    count = leading(text)
-    given = dict(zip(fp8_quantise.names(spec), operands[:count], strict=True))
+    names = fp8_quantise.names(spec)
+    given = dict(zip(names, operands[: len(names)], strict=True))
     block = fp8_quantise.scales_of(spec).block
     q_exact, k_exact = (_restored(given[f"{x}8"], given[f"descale_{x}"], block) for x in ("q", "k"))
     v_exact = _restored(
@@ -79,7 +73,7 @@ def forward(
         # As one more element of each head, so that it is where the kernel adds it: before scale and softcap.
         q_exact = torch.cat((q_exact, given["shift"][..., None]), -1)
         k_exact = torch.cat((k_exact, torch.ones_like(k_exact[..., :1])), -1)
-    logits, sinks = reference.logits(q_exact, k_exact, operands[count:], spec)
+    logits, sinks = reference.logits(q_exact, k_exact, operands[len(names) :], spec)
     dtype = getattr(torch, DTYPES[fp8_quantise.recipe_of(spec).forward_format])
     exact_out, exact_lse = _attention(logits, sinks, reference.repeated(v_exact, q), dtype)
     out, lse = empty_outputs(q, v)
@@ -87,7 +81,7 @@ def forward(
 
 
 def _restored(x: torch.Tensor, descale: torch.Tensor, block: int | None) -> torch.Tensor:
-    spread = descale if block is None else descale.repeat_interleave(block, -1)[..., : x.shape[2]]
+    spread = descale if block is None else fp8_rounding.spread(descale, block, x.shape[2])
     return x.float() * spread[..., None]
 
 
@@ -120,11 +114,5 @@ def _attention(
     return out / divisor[..., None], lse
 
 
-register_with_backward_of(
-    "reference",
-    "reference_fp8",
-    forward=forward,
-    leading=leading,
-    differentiable=differentiable,
-    dispatch_key="CompositeExplicitAutograd",
-)
+register_forward("reference_fp8", forward=forward, dispatch_key="CompositeExplicitAutograd")
+fp8_restoring.register("reference", differentiable=differentiable)

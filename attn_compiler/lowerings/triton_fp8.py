@@ -1,6 +1,6 @@
 """Our Triton kernels with a forward in FP8, for sites that a recipe was given for: any mask and score change that `triton` takes.
 
-The backward is that of `triton`: from q, k and v as they were rounded, again in the model's dtype, and the forward's out and lse.
+The backward is that of `triton`: from q, k and v as they were rounded (fp8_restoring.py), and the forward's out and lse.
 
 Tiles are those of `triton`, but where others were measured (`_HOPPER`), or where they do not fit.
 """
@@ -8,14 +8,13 @@ Tiles are those of `triton`, but where others were measured (`_HOPPER`), or wher
 from __future__ import annotations
 
 import dataclasses
-import operator
 
-import torch
 from torch import fx
 
 from attn_compiler.lowerings import (
     fp8_limits,
     fp8_quantise,
+    fp8_restoring,
     sdpa_limits,
     triton_operands,
     triton_ops,
@@ -23,7 +22,7 @@ from attn_compiler.lowerings import (
     triton_tiles_table,
 )
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
-from attn_compiler.lowerings.ops import late, register_with_backward_of
+from attn_compiler.lowerings.ops import late, register_forward
 from attn_compiler.lowerings.triton import TritonAttention
 from attn_compiler.lowerings.triton_plan import Call, Tile, Tiles
 from attn_compiler.report import Reason
@@ -72,10 +71,10 @@ class TritonFp8:
         rounded = fp8_quantise.emit(emitter, spec, operands)
         emitter.note(f"FP8 forward: {fp8_quantise.recipe_of(spec).words}; backward in {spec.dtype}")
         further = triton_operands.emit(emitter, spec, operands, tiles)
-        leaf = torch.ops.attn_compiler.triton_fp8.default
         text = Call(spec=spec, tiles=tiles).to_text()
-        outputs = emitter.call(leaf, rounded.q, rounded.k, rounded.v, [*rounded.operands, *further], text)
-        return emitter.call(operator.getitem, outputs, 0)
+        return fp8_restoring.call_leaf(
+            emitter, spec, operands, rounded, further, leaf=self.name, family="triton", text=text
+        )
 
 
 def _tiles(spec: AttentionSpec, target: Target) -> Tiles:
@@ -99,16 +98,5 @@ def _is_plain_on_hopper(spec: AttentionSpec, target: Target) -> bool:
     return target.sm == 90 and not triton_planning.of(spec).operands and spec.head_dim_qk == spec.head_dim_v
 
 
-def leading(text: str) -> int:
-    """How many operands come before those of `triton`."""
-    return len(fp8_quantise.names(Call.from_text(text).spec))
-
-
-register_with_backward_of(
-    "triton",
-    "triton_fp8",
-    forward=late("triton_fp8_launch", "forward"),
-    leading=leading,
-    differentiable=triton_ops.differentiable,
-    dispatch_key="CompositeExplicitAutograd",
-)
+register_forward("triton_fp8", forward=late("triton_fp8_launch", "forward"), dispatch_key="CompositeExplicitAutograd")
+fp8_restoring.register("triton", differentiable=triton_ops.differentiable)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_compiler.fp8_recipe import Fp8Recipe
-from attn_compiler.lowerings import fp8_quantise, triton_fp8
+from attn_compiler.lowerings import fp8_quantise, fp8_restoring, triton_fp8
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.triton_plan import Call
 from attn_compiler.target import Target
@@ -34,18 +34,41 @@ _DTYPES = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Problem:
-    """q, k, v: as they were rounded, for the backward. rounded: the operands of fp8_quantise.py by name. leaf: the op."""
+    """rounded, kept: what fp8_quantise.py makes, by name. leaf: the op, with the backward of `triton`."""
 
     leaf: str = "triton_fp8"
     problem: Problem
-    q: Tensor
-    k: Tensor
-    v: Tensor
     rounded: dict[str, Tensor]
+    kept: dict[str, Tensor]
 
     @property
     def operands(self) -> list[Tensor]:
         return [*self.rounded.values(), *self.problem.operands]
+
+    @property
+    def as_rounded(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What q, k and v became, in their dtype."""
+        kept = dict(self.kept)
+        if self.rounded["q8"].dtype == self.problem.q.dtype:
+            # For a kernel that rounds q.
+            kept |= {"q8": kept["k8"], "descale_q": kept["descale_k"]}
+            read = fp8_restoring._read(list(kept.values()), self._text)
+            return self.problem.q, read.k, read.v
+        read = fp8_restoring._read(list(kept.values()), self._text)
+        return read.q, read.k, read.v
+
+    @property
+    def _text(self) -> str:
+        spec = Call.from_text(self.problem.text).spec
+        return fp8_restoring.kept_of(spec, self.problem.text).to_text()
+
+    def attached(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """With the gradients of q, k and v."""
+        problem = self.problem
+        op = getattr(torch.ops.attn_compiler, fp8_restoring.op_of("triton"))
+        operands = [out, lse, *self.kept.values(), *problem.operands]
+        found: tuple[Tensor, Tensor] = op(problem.q, problem.k, problem.v, operands, self._text)
+        return found
 
 
 class Eager:
@@ -89,28 +112,25 @@ def rounded_problem(
         with planned(problem.plan):
             call = dataclasses.replace(call, tiles=triton_fp8._tiles(spec, target))
     text = dataclasses.replace(call, spec=spec).to_text()
-    return Fp8Problem(problem=dataclasses.replace(problem, text=text), q=made.q, k=made.k, v=made.v, rounded=rounded)
+    kept = dict(zip(fp8_restoring.kept_of(spec, text).names, made.kept, strict=True)) if made.kept else {}
+    return Fp8Problem(problem=dataclasses.replace(problem, text=text), rounded=rounded, kept=kept)
 
 
 def results(given: Fp8Problem) -> list[Tensor]:
-    """out, lse and the gradients of `inputs`, as `kernel_problems.results`."""
-    out, lse = outputs(given)
+    """out, lse and all gradients, as `kernel_problems.results`."""
+    out, lse = given.attached(*outputs(given))
     with planned(given.problem.plan):
         grad_out, grad_lse = upstream(out, lse)
-        return [out, lse, *torch.autograd.grad([out, lse], inputs(given), [grad_out, grad_lse])]
+        return [out, lse, *torch.autograd.grad([out, lse], given.problem.leaves, [grad_out, grad_lse])]
 
 
 def outputs(given: Fp8Problem) -> tuple[Tensor, Tensor]:
     """out and lse of the kernel."""
     with planned(given.problem.plan), rounding_as_hardware():
         leaf = getattr(torch.ops.attn_compiler, given.leaf)
-        found: tuple[Tensor, Tensor] = leaf(given.q, given.k, given.v, given.operands, given.problem.text)
-    return found
-
-
-def inputs(given: Fp8Problem) -> list[Tensor]:
-    """What gets gradients: q, k and v as they were rounded, and the operands that do."""
-    return [given.q, given.k, given.v, *given.problem.leaves[3:]]
+        problem = given.problem
+        found: tuple[Tensor, Tensor] = leaf(problem.q, problem.k, problem.v, given.operands, problem.text)
+    return found[0].detach(), found[1].detach()
 
 
 def upstream(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,8 +146,8 @@ def assert_within_rule(got: Sequence[Tensor], given: Fp8Problem) -> None:
     exact: in float32. plain: the same with weights that are rounded once, against the largest of their row; in a backward those
     reach the gradients by sum(out · grad_out). To that comes what the model's dtype takes.
     """
-    problem = given.problem
-    leaves = [x.detach().float().requires_grad_() for x in inputs(given)]
+    problem, (q, k, v) = given.problem, [x.detach() for x in given.as_rounded]
+    leaves = [x.detach().float().requires_grad_() for x in (q, k, v, *problem.leaves[3:])]
     further = dict(zip(problem.plan.differentiable, leaves[3:], strict=True))
     named = {**problem.named, **further}
     out, lse = kernel_problems.attention(problem, *leaves[:3], named)
@@ -136,11 +156,11 @@ def assert_within_rule(got: Sequence[Tensor], given: Fp8Problem) -> None:
     missing = ((plain_out - out) * grad_out).sum(-1).detach()
     exact = [out, lse, *torch.autograd.grad([out, lse], leaves, [grad_out, grad_lse], retain_graph=True)]
     plain = [plain_out, lse, *torch.autograd.grad([out, lse], leaves, [grad_out, grad_lse - missing])]
-    usual = kernel_problems.expected(_from_rounded(given), given.q.dtype)
+    usual = kernel_problems.expected(dataclasses.replace(problem, q=q, k=k, v=v), q.dtype)
     factor = numerics.FACTOR if problem.case.softcap is None else numerics.FACTOR_SOFTCAP
     for label, mine, right, rounded, half in zip(problem.labels, got, exact, plain, usual, strict=True):
         allowed = factor * (numerics.worst(rounded, right) + numerics.worst(half, right))
-        allowed += numerics.floor(torch.where(right == -torch.inf, 0.0, right.detach()), given.q.dtype)
+        allowed += numerics.floor(torch.where(right == -torch.inf, 0.0, right.detach()), q.dtype)
         found = numerics.worst(mine, right)
         assert found <= allowed, f"{label}: off by {found:.3g}, allowed {allowed:.3g}"
 
@@ -156,11 +176,6 @@ def _with_rounded_weights(given: Fp8Problem, leaves: Sequence[Tensor], named: di
         largest = weights.amax(-1, keepdim=True).clamp(min=1e-30)
         rounded = (weights / largest * 256).to(torch.float8_e4m3fn).float() * largest / 256
         return rounded @ v.repeat_interleave(case.heads_q // case.heads_kv, 1)
-
-
-def _from_rounded(given: Fp8Problem) -> Problem:
-    q, k, v = (x.detach() for x in (given.q, given.k, given.v))
-    return dataclasses.replace(given.problem, q=q, k=k, v=v)
 
 
 @contextlib.contextmanager

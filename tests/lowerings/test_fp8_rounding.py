@@ -8,26 +8,17 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_compiler import Fp8Recipe
 from attn_compiler.lowerings import fp8_rounding
-from attn_compiler.lowerings.fp8_rounding import How, Rounding
 
 pytest.importorskip("triton")
 
 B, H, S, D = 2, 3, 300, 48
 
 
-def test_what_is_restored_passes_gradients_on() -> None:
-    each = (How(format="e4m3", restore="float16"), How(format="e5m2", rotated=True, restore="float16"))
-    how = Rounding(each=each, block=128)
-    x = torch.randn(B, H, S, D).half().requires_grad_()
-    y = torch.randn(B, H, S, 32).half().requires_grad_()
-    outputs = torch.ops.attn_compiler.round_fp8([x, y], None, [], how.to_text())
-    assert [output.requires_grad for output in outputs] == [False, False, True] * 2 + [False]
-    torch.testing.assert_close(outputs[2].float(), x.float(), rtol=0.07, atol=1e-2)
-    (outputs[2].sum() + 3 * outputs[5].sum()).backward()  # type: ignore[no-untyped-call]
-    assert x.grad is not None
-    assert y.grad is not None
-    assert torch.equal(x.grad, torch.ones_like(x))
-    assert torch.equal(y.grad, torch.full_like(y, 3.0))
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_descales_of_blocks_spread_over_their_positions(blocks: int) -> None:
+    descale = torch.rand(B, H, blocks)
+    found = fp8_rounding.spread(descale, 128, 128 * blocks - 50)
+    assert torch.equal(found, descale.repeat_interleave(128, 2)[:, :, :-50])
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])

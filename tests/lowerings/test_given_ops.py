@@ -14,16 +14,27 @@ from tests.lowerings.test_ops import leaf, operands
 
 
 def test_what_is_given_gets_the_family_s_gradients_and_is_left_out_of_compiled_code() -> None:
-    """out and lse of nodes of their own, here of the reference itself."""
-    given_ops.register_given("reference", differentiable=ops._reference_differentiable)
+    """out and lse of nodes of their own, here of the reference itself; the backward reads what was kept, here half of q."""
+
+    def read(kept: Sequence[torch.Tensor], text: str) -> given_ops.Read:
+        half, k, v = kept
+        return given_ops.Read(q=half * 2, k=k, v=v, text=text.removeprefix("kept "))
+
+    given_ops.register_given(
+        "reference",
+        "reference_halved_given",
+        leading=lambda text: 3 if text.startswith("kept ") else 0,
+        read=read,
+        differentiable=ops._reference_differentiable,
+    )
     inputs = cases.build(BY_NAME["causal"])
     text, calls = inputs.spec.to_text(), []
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        given = (x.detach() for x in (q, k, v))
+        given = [x.detach() for x in (q, k, v)]
         out, lse = torch.ops.attn_compiler.reference(*given, operands(inputs), text)
-        outputs = torch.ops.attn_compiler.reference_given(q, k, v, [out * 1, lse, *operands(inputs)], text)
-        attached: torch.Tensor = outputs[0]
+        kept = [out * 1, lse, given[0] / 2, *given[1:], *operands(inputs)]
+        attached: torch.Tensor = torch.ops.attn_compiler.reference_halved_given(q, k, v, kept, f"kept {text}")[0]
         return attached
 
     def noted(graph: fx.Graph) -> None:

@@ -98,12 +98,13 @@ def in_torch(given: fp8_problems.Fp8Problem, monkeypatch: pytest.MonkeyPatch) ->
     stand_in = types.SimpleNamespace(attention_forward_fp8_sm90=InTorch())
     monkeypatch.setattr(hopper_fp8_launch, "forward_fp8_sm90", stand_in)
     with kernel_problems.planned(given.problem.plan), torch.no_grad():
-        return hopper_fp8_launch.forward(given.q, given.k, given.v, given.operands, given.problem.text)
+        tensors = (given.problem.q, given.problem.k, given.problem.v, given.operands)
+        return hopper_fp8_launch.forward(*tensors, given.problem.text)
 
 
 def assert_near(given: fp8_problems.Fp8Problem, out: Tensor, lse: Tensor, *, share: float, atol: float) -> None:
     """Of the exact results, from what the kernel was given: share of out's norm, atol of lse."""
-    q, k, v = (x.detach().float() for x in fp8_problems.inputs(given)[:3])
+    q, k, v = (x.detach().float() for x in given.as_rounded)
     exact_out, exact_lse = kernel_problems.attention(given.problem, q, k, v, given.problem.named)
     assert float((out - exact_out).norm() / exact_out.norm()) < share
     torch.testing.assert_close(lse, exact_lse, rtol=0, atol=atol)
@@ -195,7 +196,7 @@ def test_blocks_of_v_may_differ_by_far(monkeypatch: pytest.MonkeyPatch) -> None:
     given = fp8_problems.rounded_problem(problem, RECIPES["head"])
     out, _ = in_torch(given, monkeypatch)
     with torch.no_grad():
-        exact, _ = kernel_problems.attention(problem, *(x.detach().float() for x in (given.q, given.k, given.v)), {})
+        exact, _ = kernel_problems.attention(problem, *(x.detach().float() for x in given.as_rounded), {})
         assert float((out - exact).norm() / exact.norm()) < 0.04
 
 
