@@ -3,15 +3,19 @@
     python -m benchmarks.bench_fp8_models --budget-seconds 120
 
 Eight layers with heads of 128 or 64 in bfloat16, 8192 and 16384 tokens, random weights. Each side is compiled by our backend in a process
-of its own, as many at a time as --jobs, and timed while the others wait; bfloat16 first and last. Milliseconds of the GPU; `ratio` is the
-mean of bfloat16's two medians over the row's, `memory_gb` the most that one step allocates, `difference` the root mean square of the
-difference from the model's output without any compilation, relative to its own. Writes benchmarks/results/fp8_models_h200.csv.
+of its own, as many at a time as --jobs; those of a wave are timed in turn, a few steps each, forwards and backwards, while the others wait.
+As the GPU warms up its clock falls, and every step takes 1 to 2% longer: so `ratio` is the median over the turns of bfloat16's median
+in a turn over the side's, if bfloat16 is in the same wave. Milliseconds of the GPU; `memory_gb` the most that one step allocates,
+`difference` the root mean square of the difference from the model's output without any compilation, relative to its own. Writes
+benchmarks/results/fp8_models_h200.csv.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -36,6 +40,8 @@ BASELINE = "bfloat16"
 KEYS = ("scenario", "layers", "hidden", "heads", "head_dim", "batch", "seqlen", "side")
 MEASURED = ("lowerings", "rounds", "p20_ms", "p50_ms", "p80_ms", "ratio", "memory_gb", "difference", "failure")
 COLUMNS = (*KEYS, *MEASURED)
+#: of a row before it is written: milliseconds, turn by turn
+_TIMES = "times"
 
 SIDES: Mapping[str, Fp8Recipe | None] = {
     BASELINE: None,
@@ -97,7 +103,7 @@ def model_of(scenario: Scenario, device: str) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One side of a scenario, and how long it is timed."""
+    """One side of a scenario, and how long it is timed in each turn."""
 
     scenario: Scenario
     side: str
@@ -140,23 +146,39 @@ def _most_memory(step: harness.Step, device: str) -> str:
 
 
 def _finish(job: Job, row: dict[str, str], step: harness.Step) -> waves.Row:
-    values = harness.interleave({job.side: step}, job.device, seconds=job.seconds, max_rounds=60)[job.side]
-    p20, p50, p80 = harness.percentiles(values)
-    return row | {"rounds": str(len(values)), "p20_ms": f"{p20:.3f}", "p50_ms": f"{p50:.3f}", "p80_ms": f"{p80:.3f}"}
+    """With the times of one turn."""
+    values = harness.interleave({job.side: step}, job.device, seconds=job.seconds, min_rounds=3, warmup=1)[job.side]
+    torch.cuda.empty_cache()
+    return row | {_TIMES: json.dumps(values)}
+
+
+def merge(rows: Sequence[waves.Row]) -> waves.Row:
+    """One row of those of all turns: what they share, and percentiles of all times."""
+    if any(_TIMES not in row for row in rows):
+        return dict(rows[-1])
+    times = [json.loads(row[_TIMES]) for row in rows]
+    flat = [value for turn in times for value in turn]
+    p20, p50, p80 = harness.percentiles(flat)
+    medians = {"rounds": str(len(flat)), "p20_ms": f"{p20:.3f}", "p50_ms": f"{p50:.3f}", "p80_ms": f"{p80:.3f}"}
+    return rows[-1] | medians | {_TIMES: json.dumps(times)}
 
 
 def rows_of(found: Sequence[tuple[Job, waves.Row | None]]) -> list[dict[str, str]]:
-    """All rows, with how many times as fast as bfloat16 each one is: as the mean of bfloat16's medians, measured first and last."""
-    rows = [job.scenario.columns | {"side": job.side} | (row or {"failure": "not run"}) for job, row in found]
-    for (job, _), row in zip(found, rows, strict=True):
-        usual = [
-            float(other["p50_ms"])
-            for (of, _), other in zip(found, rows, strict=True)
-            if of.scenario == job.scenario and of.side == BASELINE and "p50_ms" in other
-        ]
-        if usual and "p50_ms" in row:
-            row["ratio"] = f"{sum(usual) / len(usual) / float(row['p50_ms']):.3f}"
+    """All rows, with how many times as fast as bfloat16 each one is, turn by turn."""
+    times = {(job.scenario, job.side): json.loads((row or {}).get(_TIMES, "[]")) for job, row in found}
+    rows = []
+    for job, measured in found:
+        row = job.scenario.columns | {"side": job.side} | (measured or {"failure": "not run"})
+        row.pop(_TIMES, None)
+        usual, own = times.get((job.scenario, BASELINE), []), times[job.scenario, job.side]
+        if own and len(usual) == len(own):
+            row["ratio"] = f"{statistics.median(map(_ratio, usual, own)):.3f}"
+        rows.append(row)
     return rows
+
+
+def _ratio(usual: Sequence[float], own: Sequence[float]) -> float:
+    return statistics.median(usual) / statistics.median(own)
 
 
 def _lowerings() -> str:
@@ -197,7 +219,8 @@ def main() -> int:
         "--scenarios", nargs="+", type=int, default=list(range(len(SCENARIOS))), help="places in SCENARIOS"
     )
     parser.add_argument("--sides", nargs="+", choices=tuple(SIDES), default=list(SIDES))
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each side")
+    parser.add_argument("--seconds", type=float, default=0.3, help="for each side in each turn")
+    parser.add_argument("--turns", type=int, default=6)
     waves.add_arguments(parser, budget_seconds=600.0)
     parser.add_argument("--commit")
     given = parser.parse_args()
@@ -207,10 +230,19 @@ def main() -> int:
     jobs = [
         Job(scenario=SCENARIOS[place], side=side, device=device, seconds=given.seconds)
         for place in given.scenarios
-        for side in (*given.sides, *([BASELINE] if BASELINE in given.sides else []))
+        for side in given.sides
     ]
     until = time.monotonic() + given.budget_seconds
-    found = waves.run(jobs, prepare, jobs=given.jobs, until=until, wave_seconds=given.wave_seconds)
+    found = waves.run(
+        jobs,
+        prepare,
+        jobs=given.jobs,
+        until=until,
+        wave_seconds=given.wave_seconds,
+        wave_cases=given.wave_cases,
+        turns=given.turns,
+        merge=merge,
+    )
     with Progress(console=Console(stderr=True)) as progress:
         done = list(progress.track(found, total=len(jobs), description="sides"))
     for row in rows_of(done):

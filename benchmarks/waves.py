@@ -1,8 +1,9 @@
 """Cases that are prepared (compiled, checked) in several processes at a time, and timed one after another while the others wait.
 
 Compiling takes one core for half a minute; timing wants the GPU alone for a second. So each case of a wave has a process, so many of
-which prepare theirs at a time, and once all of them are done or given up, each finishes its own in turn. A process that dies or is too
-late costs its own case alone, which becomes a row with the failure.
+which prepare theirs at a time, and once all of them are done or given up, each finishes its own in turn. A process that dies or is too late
+costs its own case alone, which becomes a row with the failure. In several turns, each case of a wave is finished once a turn, so
+that a drift of the machine falls on all of them: its clock falls as it warms up.
 
 Where told what to import, processes are forked from one that has imported it: no GPU may be touched by importing that.
 """
@@ -31,7 +32,7 @@ Prepare = Callable[[Any, AbstractContextManager[Any]], Finish]
 
 _SPAWN, _FORKSERVER = multiprocessing.get_context("spawn"), multiprocessing.get_context("forkserver")
 _Context = SpawnContext | ForkServerContext
-_READY = "ready"
+_READY, _FINISH, _DONE = "ready", "finish", "done"
 
 
 @dataclass(kw_only=True)
@@ -56,11 +57,15 @@ class Worker:
 
     def finish(self, seconds: float) -> Row | None:
         """The row of its case. Raises EOFError where it died, TimeoutError where it takes longer."""
-        self.connection.send(_READY)
+        self.connection.send(_FINISH)
         if not self.connection.poll(seconds):
             raise TimeoutError(f"timing took more than {seconds:.0f} s")
         row: Row | None = self.connection.recv()
         return row
+
+    def let_go(self) -> None:
+        """Of its case: it may have another."""
+        self.connection.send(_DONE)
 
     def end(self) -> None:
         """End it, whatever it does."""
@@ -73,8 +78,8 @@ def _serve(connection: Connection, prepare: Prepare, lock: Any) -> None:
     while (case := connection.recv()) is not None:
         finish = prepare(case, lock)
         connection.send(_READY)
-        connection.recv()
-        connection.send(finish())
+        while connection.recv() == _FINISH:
+            connection.send(finish())
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, budget_seconds: float) -> None:
@@ -99,11 +104,14 @@ def run(
     wave_cases: int | None = None,
     imports: Sequence[str] = (),
     finish_seconds: float = 60.0,
+    turns: int = 1,
+    merge: Callable[[Sequence[Row]], Row] | None = None,
 ) -> Iterator[tuple[Any, Row | None]]:
     """Each case with its row, as soon as it is there. prepare: a function of a module; what it raises ends its process.
 
     until: of time.monotonic(); no wave begins later. wave_seconds: how long the cases of a wave may be prepared. wave_cases: how
-    many cases it has, of which the first ones are prepared first (None: jobs). imports: modules that processes begin with.
+    many cases it has, of which the first ones are prepared first (None: jobs). imports: modules that processes begin with. turns: how
+    often each case of a wave is finished, forwards and backwards in turn; merge makes its row of those that this gave.
     """
     context = _forking(imports) if imports else _SPAWN
     lock = context.Lock()
@@ -119,11 +127,17 @@ def run(
             ended = [workers.pop(place) for place in late.keys() & workers.keys()]
             for worker in ended:
                 worker.end()
+            prepared = [place for place in range(len(wave)) if place not in late]
+            rows = {} if merge is None else _in_turns(workers, prepared, turns, finish_seconds)
             for place, case in enumerate(wave):
                 if place in late:
                     yield case, {"failure": late[place]}
+                elif merge is not None:
+                    yield case, merge(rows[place])
                 else:
                     yield case, _row(workers, place, finish_seconds)
+            for worker in (workers[place] for place in prepared if place in workers):
+                worker.let_go()
             if ended:
                 # One of them may have held the lock, which nobody gives back then: those who know it end, too.
                 for worker in workers.values():
@@ -164,6 +178,21 @@ def _prepare(
             except EOFError:
                 late[place] = "its process died"
     return late
+
+
+def _in_turns(workers: dict[int, Worker], places: Sequence[int], turns: int, seconds: float) -> dict[int, list[Row]]:
+    """The rows of each place; of one that failed, that one alone."""
+    found: dict[int, list[Row]] = {place: [] for place in places}
+    for turn in range(turns):
+        for place in places if turn % 2 == 0 else reversed(places):
+            if place not in workers:
+                continue
+            row = _row(workers, place, seconds)
+            if place not in workers:
+                found[place].clear()
+            if row is not None:
+                found[place].append(row)
+    return found
 
 
 def _forking(imports: Sequence[str]) -> ForkServerContext:

@@ -21,16 +21,29 @@ def test_rows_have_their_columns() -> None:
     bench_fp8_models.print_table([SCENARIOS[0].columns | {"side": "bfloat16", "p50_ms": "1"}])
 
 
-def test_ratios_are_those_to_the_mean_of_both_runs_in_bfloat16() -> None:
-    times = (("bfloat16", "3"), ("fp8, per block", "2"), ("fp8, per tensor", None), ("bfloat16", "1"))
+def test_ratios_are_those_of_each_turn() -> None:
+    """The last turn is on a machine that became slow."""
+    times = {
+        "bfloat16": [[3.0, 3.0], [3.0, 9.0, 3.0], [9.0]],
+        "fp8, per block": [[2.0, 2.0], [2.0], [6.0, 6.0]],
+        "fp8, per tensor": None,
+    }
     found = [
         (
             bench_fp8_models.Job(scenario=SCENARIOS[0], side=side, device="cuda", seconds=0.1),
-            None if time is None else {"p50_ms": time},
+            None
+            if turns is None
+            else bench_fp8_models.merge([{"times": str(turn), "memory_gb": "1"} for turn in turns]),
         )
-        for side, time in times
+        for side, turns in times.items()
     ]
     rows = bench_fp8_models.rows_of(found)
-    assert [row.get("ratio") for row in rows] == ["0.667", "1.000", None, "2.000"]
+    assert [row.get("ratio") for row in rows] == ["1.000", "1.500", None]
+    assert [row.get("p50_ms") for row in rows] == ["3.000", "2.000", None]
+    assert (rows[1]["rounds"], rows[1]["memory_gb"]) == ("5", "1")
     assert rows[2]["failure"]
     assert all(set(row) <= set(bench_fp8_models.COLUMNS) for row in rows)
+
+
+def test_a_failure_is_the_row() -> None:
+    assert bench_fp8_models.merge([{"times": "[1.0]"}, {"failure": "it died"}]) == {"failure": "it died"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -94,3 +95,17 @@ def test_what_a_late_one_held_is_free_again() -> None:
     assert found["late with the lock"] == {"failure": "it was not compiled in time"}
     assert "pid" in found["a"]
     assert "pid" in found["b"]
+
+
+def test_cases_of_a_wave_are_finished_in_turns() -> None:
+    """Forwards, then backwards; one that dies has that as its row, and its worker's next case another worker."""
+
+    def merge(rows: Sequence[waves.Row]) -> waves.Row:
+        return {"begun": " ".join(row.get("begun", row.get("failure", "")) for row in rows)}
+
+    cases = ["a", "dies later", "b", "c"]
+    given: dict[str, Any] = {"jobs": 3, "until": float("inf"), "wave_seconds": 30.0, "turns": 2, "merge": merge}
+    found = {case: row["begun"] for case, row in waves.run(cases, prepare, **given) if row}
+    assert found["dies later"].startswith("EOFError")
+    times = sorted((float(time), case) for case in ("a", "b", "c") for time in found[case].split())
+    assert [case for _, case in times] == ["a", "b", "b", "a", "c", "c"]
