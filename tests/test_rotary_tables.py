@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from attn_compiler import rotary_tables
+
+B, H, S, D = 2, 4, 16, 8
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotary_tables, "_WORTH_IT", B * H * S * D * 2)
+
+
+def held(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.target is torch.ops.attn_compiler.held.default]
+
+
+def kept(function: Callable[..., Any], *given: Tensor) -> tuple[fx.GraphModule, list[fx.Node]]:
+    gm = make_fx(function)(*given)
+    rotary_tables.keep_tables(gm.graph)
+    gm.recompile()
+    return gm, held(gm.graph)
+
+
+def rotary(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = ((getattr(angles, name)() * 2.0).to(torch.bfloat16) for name in ("cos", "sin"))
+    q, k = (x * cos[:, None] + x.flip(-1) * sin[:, None] for x in (q, k))
+    return q, k
+
+
+def tensors() -> tuple[Tensor, Tensor, Tensor]:
+    q, k = (torch.randn(B, H, S, D).bfloat16() for _ in range(2))
+    return q, k, torch.randn(1, S, D)
+
+
+def test_tables_of_rotary_embeddings_are_made_once_as_they_are_read() -> None:
+    given = tensors()
+    gm, found = kept(rotary, *given)
+    assert [node.meta["val"].dtype for node in found] == [torch.bfloat16] * 2
+    assert [len(node.args[0].users) for node in found] == [1, 1]  # type: ignore[union-attr]
+    assert all(torch.equal(mine, own) for mine, own in zip(gm(*given), rotary(*given), strict=True))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda q, k, x: q * x.cos(),
+        lambda q, k, x: (x.cos() + 1, x.cos() * x),
+        lambda q, k, x: (q * x.exp(), k * x.exp()),
+    ],
+    ids=["one reader", "readers of its own size", "another function"],
+)
+def test_others_are_left_to_inductor(function: Callable[..., Any]) -> None:
+    assert kept(function, *tensors())[1] == []
+
+
+def test_few_elements_are_left_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of decoding waits for launches."""
+    monkeypatch.setattr(rotary_tables, "_WORTH_IT", B * H * S * D * 2 + 1)
+    assert kept(rotary, *tensors())[1] == []
+
+
+def test_compiled_by_the_backend_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training, and the backward reads the same ones."""
+    seen: list[fx.Graph] = []
+    own = rotary_tables.keep_tables
+
+    def noted(graph: fx.Graph) -> None:
+        own(graph)
+        seen.append(graph)
+
+    monkeypatch.setattr(rotary_tables, "keep_tables", noted)
+    given = tensors()
+    leaves = [x.requires_grad_() for x in given[:2]]
+    with torch._inductor.config.patch(force_disable_caches=True):  # type: ignore[attr-defined]
+        found = torch.compile(rotary, backend="attn_compiler", dynamic=False)(*leaves, given[2])
+    (graph,) = seen
+    assert len(held(graph)) == 2
+    upstream = [torch.randn_like(x) for x in found]
+    mine = torch.autograd.grad(found, leaves, upstream)
+    right = torch.autograd.grad(rotary(*leaves, given[2]), leaves, upstream)
+    for a, b in zip(mine, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
