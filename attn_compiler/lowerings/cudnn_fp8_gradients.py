@@ -51,7 +51,9 @@ def gradients(grad_out: torch.Tensor, operands: Sequence[torch.Tensor], text: st
     leaf = torch.ops.attn_compiler.cudnn_fp8_backward.default
     tensors = (given["q"], given["k"], given["v"], [read[n] for n in call.operands], given["out"], given["lse"])
     *grads, _ = leaf(rounded, given["lse"], *tensors, text)
-    wide = (g.float() / scales[f"scale_grad_{n}"] for n, g in zip("qkv", grads, strict=True))
+    # Held: else Inductor would compute them anew for each number, and keep casts apart from what reads them.
+    descales = torch.ops.attn_compiler.held(torch.cat([scales[f"scale_grad_{n}"] for n in "qkv"]).reciprocal())
+    wide = (g.float() * descales[i] for i, g in enumerate(grads))
     grad_q, grad_k, grad_v = (g.to(grad_out.dtype) for g in wide)
     return grad_q, grad_k, grad_v
 
