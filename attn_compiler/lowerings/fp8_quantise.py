@@ -1,5 +1,5 @@
-"""q, k and v in FP8: by one op for all three (fp8_rounding.py); q and k, where their scales are known beforehand, by ordinary nodes of the
-graph, which Inductor fuses into whatever made them (fp8_nodes.py).
+"""q, k and v in FP8: by one op for all three (fp8_rounding.py); q and k, where their scales are numbers of the recipe, by ordinary nodes
+of the graph, which Inductor fuses into whatever made them (fp8_nodes.py).
 
     x8 = cast(clamp(x · scale)), scale = largest of the format / amax, descale = 1 / scale
 
@@ -111,18 +111,17 @@ class _Quantiser:
             made["mean"] = self._call(torch.ops.attn_compiler.mean_fp8.default, x["k"], self._recipe.hadamard)
         how, history = {name: self._how(name) for name in read}, self._history(read)
         largest = self._magnitudes(read, made.get("mean"), how, history)
-        by_nodes = {name: self._by_nodes(name, x[name], largest, how[name]) for name in read if self._fuses(name)}
-        for name, each in by_nodes.items():
-            made |= {f"{name}8": each.x8, f"descale_{name}": each.descale}
+        by_nodes = [name for name in read if self._fuses(name)]
+        for name in by_nodes:
+            made[f"{name}8"], made[f"descale_{name}"] = fp8_nodes.rounded(self.emitter, x[name], how[name])
         rest = [name for name in read if name not in by_nodes]
         outputs = self._round({name: read[name] for name in rest}, made.get("mean"), largest, how)
         for i, name in enumerate(rest):
             made[f"{name}8"], made[f"descale_{name}"], made[name] = (
                 self._item(outputs, EACH * i + j) for j in range(EACH)
             )
-        newest = self._item(outputs, EACH * len(rest))
         if history is not None:
-            self._move_on(history, [*(each.newest for each in by_nodes.values() if each.newest is not None), newest])
+            self._move_on(history, self._item(outputs, EACH * len(rest)))
         if self._recipe.smooth_k:
             made["shift"] = self._item(outputs, EACH * len(rest) + 1)
         return made
@@ -132,14 +131,8 @@ class _Quantiser:
 
     def _fuses(self, name: str) -> bool:
         """What is known beforehand, and not the op's to turn or to move: then the tensor need not be written for an op to read it."""
-        is_known = isinstance(self._recipe.scaling, StaticScaling | DelayedScaling)
-        return is_known and name != "v" and not self._recipe.hadamard and not self._recipe.smooth_k
-
-    def _by_nodes(self, name: str, x: fx.Node, largest: dict[str, fx.Node], how: How) -> fp8_nodes.ByNodes:
-        known = largest.get(name)
-        if known is None:
-            known = self._call(torch.full, (1, 1, 1), how.magnitude, device=self.emitter.value(x).device)
-        return fp8_nodes.rounded(self.emitter, x, known, how, self._newest_per)
+        recipe = self._recipe
+        return isinstance(recipe.scaling, StaticScaling) and name != "v" and not (recipe.hadamard or recipe.smooth_k)
 
     @property
     def _recipe(self) -> Fp8Recipe:
@@ -217,11 +210,11 @@ class _Quantiser:
         newest = self._call(aten.slice.Tensor, before, 0, 0, 1) if scaling.amax_compute_algo != "max" else before
         return self._call(torch.amax, newest, 0)
 
-    def _move_on(self, history: History, newest: list[fx.Node]) -> None:
-        """By one step. newest: of q, k and v, in this order."""
+    def _move_on(self, history: History, newest: fx.Node) -> None:
+        """By one step."""
         buffer, before = history
         kept = self._call(aten.slice.Tensor, before, 0, 0, self.emitter.value(before).shape[0] - 1)
-        row = self._call(torch.unsqueeze, self._call(torch.cat, newest), 0)
+        row = self._call(torch.unsqueeze, newest, 0)
         self._call(operator.setitem, buffer, ..., self._call(torch.cat, [row, kept]))
 
     def _detached(self, x: fx.Node) -> fx.Node:
