@@ -53,11 +53,11 @@ class Setup:
     batch: int = 8
     length: int = 64
 
-    def model(self) -> Any:
+    def model(self, seed: int = 0) -> Any:
         """The same weights each time."""
         import transformers
 
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         config = transformers.LlamaConfig(
             vocab_size=256,
             hidden_size=self.hidden,

@@ -1,0 +1,434 @@
+"""On a GPU, a small Llama learns documentation, its attention in bfloat16 and in FP8, several times each: how far apart rounding takes
+runs, beside how far apart they are without.
+
+    python -m benchmarks.fp8_learning benchmarks/results/fp8_training_h200.csv --budget-seconds 75
+    python -m benchmarks.fp8_learning benchmarks/results/fp8_training_h200.csv --draw docs/fp8_training_h200.png
+
+A seed is one beginning and one order of the text, the same for every way to compute attention, so that differences are taken seed by
+seed. A run sees each part of the text at most once (benchmarks/documentation.py). `held_out` is the loss on text that no run
+learns from, computed in bfloat16 for all. Each way is a process, and all run at a time: what is compared is not time.
+Writes a row a run. Wants transformers, and matplotlib for the picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import multiprocessing
+import queue
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import attn_compiler
+from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
+from benchmarks import documentation, harness
+from benchmarks.documentation import Text
+from benchmarks.fp8_training import LEARNING_RATE, STEPS, WINDOW, Setup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """To compute attention: a lowering by name, and the recipe of one in FP8."""
+
+    name: str
+    lowering: str
+    recipe: Fp8Recipe | None = None
+
+
+BASELINE = Way(name="bfloat16", lowering="sdpa_cudnn")
+_PER_TENSOR = CurrentScaling(granularity="tensor")
+WAYS = (
+    BASELINE,
+    Way(name="bfloat16, flash", lowering="sdpa_flash"),
+    Way(name="bfloat16, triton", lowering="triton"),
+    Way(name="per block", lowering="hopper_fp8", recipe=Fp8Recipe()),
+    Way(name="per tensor", lowering="hopper_fp8", recipe=Fp8Recipe(scaling=_PER_TENSOR)),
+    Way(name="delayed", lowering="hopper_fp8", recipe=Fp8Recipe(scaling=DelayedScaling())),
+    Way(name="accurate", lowering="hopper_fp8", recipe=Fp8Recipe(smooth_k=True, hadamard=True, qk_format="int8")),
+    Way(name="backward too", lowering="cudnn_fp8", recipe=Fp8Recipe(scaling=_PER_TENSOR, backward=True)),
+)
+ON_GPU = Setup(
+    device="cuda",
+    lowering="",
+    inner="inductor",
+    hidden=512,
+    layers=4,
+    heads=4,
+    heads_kv=2,
+    batch=8,
+    length=2048,
+)
+#: steps in which the learning rate rises to LEARNING_RATE; from there it falls to 0
+WARMUP = 40
+#: steps before one is captured: the first compiles, and makes the optimizer's state
+_UNCAPTURED = 3
+#: texts that a held-out loss is computed for at a time
+_AT_A_TIME = 16
+
+_ENDS = ("loss", "held_out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """losses: of each step. lowerings, note: what the report says of the attentions. captured: why the step was not made a CUDA graph, or
+    "yes"."""
+
+    way: str
+    seed: int
+    losses: list[float]
+    held_out: float
+    lowerings: str
+    note: str
+    captured: str
+    seconds: float
+
+    @property
+    def means(self) -> dict[str, str]:
+        """Of each WINDOW steps, by the one after the last of them."""
+        ends = range(WINDOW, len(self.losses) + 1, WINDOW)
+        return {f"step_{end}": f"{statistics.fmean(self.losses[end - WINDOW : end]):.5f}" for end in ends}
+
+    @property
+    def columns(self) -> dict[str, str]:
+        end = statistics.fmean(self.losses[-WINDOW:])
+        named = {"way": self.way, "seed": str(self.seed), "loss": f"{end:.5f}", "held_out": f"{self.held_out:.5f}"}
+        about = {"lowerings": self.lowerings, "note": self.note, "captured": self.captured}
+        return {**named, **about, "seconds": f"{self.seconds:.1f}", "steps": str(len(self.losses)), **self.means}
+
+
+class Learner:
+    """A model that is compiled once and learns again and again: the same tensors, with the numbers of another beginning."""
+
+    def __init__(self, way: Way, setup: Setup) -> None:
+        torch._dynamo.reset()
+        self._way, self._setup = way, setup
+        self._model = setup.model()
+        options = {"lowering": way.lowering, "fp8_recipe": way.recipe, "inner": setup.inner, "strict": True}
+        self._function = torch.compile(self._model, backend="attn_compiler", options=options, fullgraph=True)
+        self._rate = torch.zeros((), device=setup.device)
+        self._optimiser = torch.optim.AdamW(
+            self._model.parameters(), lr=self._rate, fused=True, capturable=setup.device != "cpu"
+        )
+        self._tokens = torch.zeros((setup.batch, setup.length), dtype=torch.int64, device=setup.device)
+        self._loss = torch.zeros((), device=setup.device)
+        self._step: Callable[[], None] = self._plain_step
+        self._captured = "no GPU"
+        for _ in range(_UNCAPTURED):
+            self._plain_step()
+        (self._lowerings, self._note) = _decided()
+        if setup.device != "cpu":
+            self._capture()
+
+    def learn(self, text: Text, seed: int, steps: int) -> Run:
+        """From a new beginning."""
+        start = time.perf_counter()
+        self._begin(seed)
+        found = torch.zeros(steps, device=self._setup.device)
+        learnt = _in_rows(text.learnt, self._setup)
+        order = torch.randperm(len(learnt), generator=torch.Generator().manual_seed(seed)).to(learnt.device)
+        for step in range(steps):
+            self._tokens.copy_(learnt[_rows(order, step, self._setup.batch)])
+            self._rate.fill_(rate(step, steps))
+            self._step()
+            found[step] = self._loss
+        return Run(
+            way=self._way.name,
+            seed=seed,
+            losses=found.tolist(),
+            held_out=self._held_out(text),
+            lowerings=self._lowerings,
+            note=self._note,
+            captured=self._captured,
+            seconds=time.perf_counter() - start,
+        )
+
+    def _begin(self, seed: int) -> None:
+        with torch.no_grad():
+            pairs = zip(self._model.parameters(), self._setup.model(seed).parameters(), strict=True)
+            for parameter, fresh in pairs:
+                parameter.copy_(fresh)
+            for state in self._optimiser.state.values():
+                for value in state.values():
+                    value.zero_()
+        histories = attn_compiler.fp8_state_dict()
+        attn_compiler.load_fp8_state_dict({name: torch.zeros_like(x) for name, x in histories.items()})
+
+    def _plain_step(self) -> None:
+        with torch.autocast(self._setup.device, torch.bfloat16):
+            loss = self._function(input_ids=self._tokens, labels=self._tokens, use_cache=False).loss
+        loss.backward()
+        self._optimiser.step()
+        self._optimiser.zero_grad()
+        self._loss.copy_(loss.detach())
+
+    def _capture(self) -> None:
+        """A step as one CUDA graph: it is small, and launching its kernels one by one takes longer than they do."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_UNCAPTURED):
+                self._plain_step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._plain_step()
+        except RuntimeError as failure:
+            self._captured = str(failure).splitlines()[0][:120]
+            return
+        self._step, self._captured = graph.replay, "yes"
+
+    @torch.no_grad()
+    def _held_out(self, text: Text) -> float:
+        rows = _in_rows(text.held_out, self._setup)
+        losses = []
+        for tokens in rows.split(_AT_A_TIME):
+            with torch.autocast(self._setup.device, torch.bfloat16):
+                loss = self._model(input_ids=tokens.long(), labels=tokens.long(), use_cache=False).loss
+            losses.append(loss.float() * len(tokens))
+        return float(torch.stack(losses).sum()) / len(rows)
+
+
+def rate(step: int, steps: int) -> float:
+    """The learning rate: up in a line, and down to 0."""
+    warmup = min(WARMUP, steps // 2)
+    return LEARNING_RATE * min((step + 1) / max(warmup, 1), (steps - step) / (steps - warmup))
+
+
+def _in_rows(text: bytes, setup: Setup) -> Tensor:
+    """uint8 (n, length), of which each byte of the text is in one row at most."""
+    count = len(text) // setup.length
+    whole = torch.frombuffer(bytearray(text[: count * setup.length]), dtype=torch.uint8)
+    return whole.view(count, setup.length).to(setup.device)
+
+
+def _rows(order: Tensor, step: int, batch: int) -> Tensor:
+    """Of a step; from the beginning again where there are no more."""
+    return order[torch.arange(step * batch, (step + 1) * batch, device=order.device) % len(order)]
+
+
+def _decided() -> tuple[str, str]:
+    """What the report of the compiled graph says of its attentions: lowerings and notes."""
+    sites = attn_compiler.reports()[-1].sites
+    return (
+        " ".join(sorted({site.decision.lowering for site in sites})),
+        "; ".join(sorted({note for site in sites for note in site.notes})),
+    )
+
+
+# ---- all of them at a time ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a process does: runs of a way, as many as there is time for until `deadline` (time.time())."""
+
+    way: Way
+    setup: Setup
+    seeds: tuple[int, ...]
+    steps: int
+    deadline: float
+
+
+def _work(job: Job, texts: Any, results: Any) -> None:
+    """In a process of its own. Puts each Run, or the words of a failure."""
+    try:
+        learner = Learner(job.way, job.setup)
+        text = texts.get()
+        longest = 0.0
+        for seed in job.seeds:
+            if time.time() + longest > job.deadline:
+                break
+            run = learner.learn(text, seed, job.steps)
+            longest = max(longest, run.seconds)
+            results.put(run)
+    except Exception as failure:  # noqa: BLE001 - the other ways go on
+        results.put(f"{job.way.name}: {type(failure).__name__}: {failure}".splitlines()[0][:300])
+
+
+def learnt(jobs: Sequence[Job], read: Callable[[], Text]) -> Iterator[Run | str | Text]:
+    """First the text, then each run as it ends, or the words of a way that failed. The text is read while models are compiled."""
+    context = multiprocessing.get_context("spawn")
+    texts, results = context.Queue(), context.Queue()
+    processes = [context.Process(target=_work, args=(job, texts, results)) for job in jobs]
+    for process in processes:
+        process.start()
+    text = read()
+    for _ in processes:
+        texts.put(text)
+    yield text
+    while True:
+        alive = any(process.is_alive() for process in processes)
+        try:
+            yield results.get(timeout=0.5)
+        except queue.Empty:
+            if not alive:
+                break
+    for job, process in zip(jobs, processes, strict=True):
+        if process.exitcode:
+            yield f"{job.way.name}: its process ended with {process.exitcode}"
+    # What nobody took would be waited for.
+    texts.cancel_join_thread()
+
+
+# ---- what came out ------------------------------------------------------------------------------------------------
+
+Rows = Sequence[Mapping[str, str]]
+
+
+def against_baseline(rows: Rows, way: str, column: str) -> list[float]:
+    """Per cent above the baseline's, seed by seed, of the seeds that both have."""
+    usual = {row["seed"]: float(row[column]) for row in rows if row["way"] == BASELINE.name}
+    own = [row for row in rows if row["way"] == way and row["seed"] in usual]
+    return [100 * (float(row[column]) / usual[row["seed"]] - 1) for row in own]
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and its standard error; NaN of one value alone."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    return statistics.fmean(values), error
+
+
+def ways_of(rows: Rows) -> list[str]:
+    """In the order of WAYS."""
+    known = [way.name for way in WAYS]
+    found = dict.fromkeys(row["way"] for row in rows)
+    return sorted(found, key=lambda name: known.index(name) if name in known else len(known))
+
+
+def print_table(rows: Rows) -> None:
+    table = Table(title=f"end of learning; %: above {BASELINE.name} of the same seed, mean and standard error")
+    for name in ("attention", "runs", "loss", "seeds ±", "%", "held out", "seeds ±", "%"):
+        table.add_column(name)
+    for way in ways_of(rows):
+        own = [row for row in rows if row["way"] == way]
+        cells = []
+        for column in _ENDS:
+            values = [float(row[column]) for row in own]
+            spread = statistics.stdev(values) if len(values) > 1 else float("nan")
+            cells += [f"{statistics.fmean(values):.4f}", f"{spread:.4f}", _percent(against_baseline(rows, way, column))]
+        table.add_row(way, str(len(own)), *cells)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def _percent(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    mean, error = mean_and_error(values)
+    return f"{mean:+.2f} ± {error:.2f}"
+
+
+def draw(rows: Rows, output: Path) -> None:
+    """Each way's loss, its distance from the baseline's seed by seed on the way, and at the end of each run on held-out text."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplot_mosaic(
+        [["loss", "held_out"], ["apart", "held_out"]], figsize=(11, 6), layout="constrained", width_ratios=[3, 2]
+    )
+    columns = [name for name in rows[0] if name.startswith("step_") and all(row[name] for row in rows)]
+    steps = [int(name.removeprefix("step_")) for name in columns]
+    names = ways_of(rows)
+    for i, way in enumerate(names):
+        own = [row for row in rows if row["way"] == way]
+        curves = [[float(row[name]) for name in columns] for row in own]
+        (line,) = axes["loss"].plot(steps, _means(curves), label=way, linewidth=1.2)
+        if way == BASELINE.name:
+            low, high = ([pick(values) for values in zip(*curves, strict=True)] for pick in (min, max))
+            axes["loss"].fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+            continue
+        color = line.get_color()
+        apart = [mean_and_error(against_baseline(rows, way, name)) for name in columns]
+        axes["apart"].errorbar(steps, *zip(*apart, strict=True), color=color, linewidth=1, elinewidth=0.5)
+        ends = against_baseline(rows, way, "held_out")
+        axes["held_out"].plot(ends, [i] * len(ends), "o", color=color, markersize=4, alpha=0.5)
+        mean, error = mean_and_error(ends)
+        axes["held_out"].errorbar([mean], [i], xerr=[error], fmt="|", color=color, markersize=16, capsize=4)
+    _label(axes, names)
+    figure.savefig(output, dpi=130)
+    pyplot.close(figure)
+
+
+def _means(curves: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.fmean(values) for values in zip(*curves, strict=True)]
+
+
+def _label(axes: Mapping[str, Any], names: Sequence[str]) -> None:
+    axes["loss"].set_ylabel(f"loss, mean of {WINDOW} steps\n(band: seeds of {BASELINE.name})")
+    axes["loss"].legend(frameon=False, fontsize="small")
+    axes["apart"].set_ylabel(f"% above {BASELINE.name}\n(mean and standard error)")
+    axes["apart"].set_xlabel("step")
+    axes["apart"].axhspan(-1, 1, color="0.93")
+    axes["held_out"].axvspan(-1, 1, color="0.93")
+    axes["held_out"].set_yticks(range(1, len(names)), names[1:])
+    axes["held_out"].invert_yaxis()
+    axes["held_out"].set_xlabel(f"held-out text: % above {BASELINE.name}, each seed, mean and standard error")
+    for each in axes.values():
+        each.spines[["top", "right"]].set_visible(False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Learn and write rows as runs end, or draw what is written. 1 if a way failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--draw", type=Path, help="a picture of the results that there are; nothing is run")
+    parser.add_argument("--ways", nargs="*", default=[way.name for way in WAYS])
+    parser.add_argument("--seeds", type=int, nargs="*", default=list(range(6)))
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--batch", type=int, default=ON_GPU.batch)
+    parser.add_argument("--budget-seconds", type=float, default=600.0, help="no run begins that would end later")
+    parser.add_argument("--readers", type=int, default=4, help="processes that read text (%(default)s)")
+    parser.add_argument("--append", action="store_true", help="keep the rows that are there")
+    parser.add_argument("--commit")
+    given = parser.parse_args(arguments)
+    if given.draw is not None:
+        rows = harness.read(given.results)
+        draw(rows, given.draw)
+        print_table(rows)
+        return 0
+    deadline = time.time() + given.budget_seconds
+    setup = dataclasses.replace(ON_GPU, batch=given.batch)
+    jobs = [
+        Job(way=way, setup=setup, seeds=tuple(given.seeds), steps=given.steps, deadline=deadline)
+        for way in WAYS
+        if way.name in given.ways
+    ]
+    return _write(jobs, given)
+
+
+def _write(jobs: Sequence[Job], given: argparse.Namespace) -> int:
+    text_columns: dict[str, str] = {}
+    file: harness.CsvFile | None = None
+    failures = []
+    for found in learnt(jobs, lambda: documentation.read(processes=given.readers)):
+        if isinstance(found, Text):
+            sizes = {"learnt_bytes": str(len(found.learnt)), "held_out_bytes": str(len(found.held_out))}
+            model = {
+                name: str(getattr(jobs[0].setup, name)) for name in ("hidden", "layers", "heads", "batch", "length")
+            }
+            text_columns = {**model, **sizes, "text": found.digest, "packages": " ".join(found.packages)}
+            text_columns |= harness.environment("cuda", given.commit)
+        elif isinstance(found, Run):
+            row = {**found.columns, **text_columns}
+            file = file or harness.CsvFile(given.results, tuple(row), append=given.append)
+            file.add(row)
+        else:
+            failures.append(found)
+    if file is not None:
+        print_table(file.rows)
+    for failure in failures:
+        Console().print(failure, markup=False)
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
