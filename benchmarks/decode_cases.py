@@ -98,6 +98,10 @@ _FURTHER = (
     Case(name="fp8_b1_4k", batch=1, length=4096, stored="float8_e4m3fn", tried="tiles"),
     Case(name="fp8_b1_32k", batch=1, length=32768, stored="float8_e4m3fn", tried="tiles"),
     Case(name="fp8_b16_4k", batch=16, length=4096, stored="float8_e4m3fn", tried="tiles"),
+    Case(name="fp8_b16_4k_half", batch=16, length=4096, filled=2048, stored="float8_e4m3fn"),
+    Case(name="fp8_e5m2_b16_4k", batch=16, length=4096, stored="float8_e5m2"),
+    Case(name="fp8_b64_8k", batch=64, length=8192, stored="float8_e4m3fn", tried="tiles"),
+    Case(name="fp8_d64_b16_4k", batch=16, length=4096, heads_q=64, head_dim=64, stored="float8_e4m3fn", tried="tiles"),
     Case(name="mha_b4_4k", batch=4, length=4096, heads_kv=32),
 )
 #: numbers of tiles that no number of splits fills a machine with evenly

@@ -101,6 +101,7 @@ def prepare(text: str) -> Prepared:
         "PAIRS_MASK": plan.mask,
         "NARROWER": 1 if spec.stored is None else BYTES[spec.dtype],
         "EARLY": call.schedule.early and not triton.knobs.runtime.interpret,
+        "COMPILED": not triton.knobs.runtime.interpret,
         **shared,
     }
     return Prepared(

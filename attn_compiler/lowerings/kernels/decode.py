@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_compiler.lowerings.kernels.decode_fp8 import WEIGHT, halves, near_the_top
 from attn_compiler.lowerings.kernels.decode_results import combine, first_half, joined, leave, store
 from attn_compiler.lowerings.kernels.tile_parts import LOG2E, at_head, change, load_pairs
 
@@ -99,16 +100,19 @@ def _transposed(x, SLICES: tl.constexpr):
 
 @triton.jit
 def _step(
-    total, peak, out_0, out_1, q_0, q_1, start, end, queries, lower, upper, slope,
+    total, peak, out_0, out_1, q_0, q_1, q_scale, start, end, queries, lower, upper, slope,
     K, V, Keys, Pairs, Distances, stride_ks, stride_vs, pairs_q, pairs_k, scale, softcap,
     BLOCK_N: tl.constexpr, SLICES: tl.constexpr, SEQLEN_Q: tl.constexpr,
     HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     PAIRS_MASK: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr, PLAIN: tl.constexpr,
-    PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr, TWOS: tl.constexpr, COMPILED: tl.constexpr, LIFT: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys of the online softmax. total, peak: (M,) or (S, M) so far; out_0, out_1: (…, M, V_0), (…, M, V_1). What there
-    is of each row comes in the shape of scores."""
+    is of each row comes in the shape of scores. q_scale: what q · k is to be multiplied by before all else, or None.
+
+    TWOS: the FP8 dtype of K and V if they come as pairs, else None. Head dims and ALIGN then count pairs, q_0 and out_0 are even dims
+    and q_1 and out_1 odd ones. LIFT: log2 of what weights are made larger by."""
     keys = _keys(start, BLOCK_N, SLICES, True)
     rows = _keys(start, BLOCK_N, SLICES, False)
     allowed = keys < end
@@ -127,29 +131,39 @@ def _step(
             bias = pairs
     if Distances is not None:
         distances = tl.load(Distances + (SEQLEN_Q - 1 - queries) + keys, mask=keys < end, other=0)
-    k_0 = _load(K, rows, stride_ks, end, None, 0, QK_0, HEAD_DIM_QK, ALIGN, SLICES).to(q_0.dtype)
-    qk = tl.dot(q_0, _transposed(k_0, SLICES), input_precision=PRECISION)
-    if QK_1 > 0:
+    k_0 = _load(K, rows, stride_ks, end, None, 0, QK_0, HEAD_DIM_QK, ALIGN, SLICES)
+    k_1 = k_0
+    if TWOS is not None:
+        k_0, k_1 = halves(k_0, TWOS, COMPILED)
+    elif QK_1 > 0:
         k_1 = _load(K, rows, stride_ks, end, None, QK_0, QK_1, HEAD_DIM_QK, ALIGN, SLICES).to(q_0.dtype)
+    qk = tl.dot(q_0, _transposed(k_0.to(q_0.dtype), SLICES), input_precision=PRECISION)
+    if TWOS is not None or QK_1 > 0:
         qk = tl.dot(q_1, _transposed(k_1, SLICES), qk, input_precision=PRECISION)
+    if q_scale is not None:
+        qk *= q_scale
     logits, _ = change(qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, PLAIN)
     logits = tl.where(allowed, logits, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(logits, 1 if SLICES == 1 else 2))
     # Nothing allowed so far: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
     shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     if PLAIN:
-        weights = tl.exp2(logits * (scale * LOG2E) - tl.expand_dims(shift * (scale * LOG2E), -1))
+        weights = tl.exp2(logits * (scale * LOG2E) - tl.expand_dims(shift * (scale * LOG2E) - LIFT, -1))
         decay = tl.exp2((peak - shift) * (scale * LOG2E))
     else:
-        weights = tl.exp2(logits - tl.expand_dims(shift, -1))
+        weights = tl.exp2(logits - tl.expand_dims(shift - LIFT, -1))
         decay = tl.exp2(peak - shift)
     total = total * decay + tl.sum(weights, 1 if SLICES == 1 else 2)
     decay = tl.expand_dims(decay, -1)
-    v_0 = _load(V, rows, stride_vs, end, values_allowed, 0, V_0, HEAD_DIM_V, ALIGN, SLICES).to(q_0.dtype)
-    weights = weights.to(v_0.dtype)
-    out_0 = tl.dot(weights, v_0, out_0 * decay, input_precision=PRECISION)
-    if V_1 > 0:
+    v_0 = _load(V, rows, stride_vs, end, values_allowed, 0, V_0, HEAD_DIM_V, ALIGN, SLICES)
+    v_1 = v_0
+    if TWOS is not None:
+        v_0, v_1 = halves(v_0, TWOS, COMPILED)
+    elif V_1 > 0:
         v_1 = _load(V, rows, stride_vs, end, values_allowed, V_0, V_1, HEAD_DIM_V, ALIGN, SLICES).to(q_0.dtype)
+    weights = weights.to(q_0.dtype)
+    out_0 = tl.dot(weights, v_0.to(q_0.dtype), out_0 * decay, input_precision=PRECISION)
+    if TWOS is not None or V_1 > 0:
         out_1 = tl.dot(weights, v_1, out_1 * decay, input_precision=PRECISION)
     return total, new_peak, out_0, out_1
 
@@ -157,9 +171,11 @@ def _step(
 @triton.jit
 def _finished(
     total, peak, out_0, out_1, VScale,
-    SLICES: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, V_1: tl.constexpr,
+    SLICES: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, V_1: tl.constexpr, TWOS: tl.constexpr,
+    LIFT: tl.constexpr,
 ):  # fmt: skip
-    """What the loop leaves of the first ROWS rows, whose peaks are in units of log 2, as one: lse, in those units, and the results."""
+    """What the loop leaves of the first ROWS rows, whose peaks are in units of log 2, as one: lse, in those units, and the results.
+    LIFT: log2 of what weights were made larger by. Of TWOS, even and odd dims come together: all are in the first."""
     if ROWS < BLOCK_M:
         total, peak = first_half(total, SLICES, ROWS), first_half(peak, SLICES, ROWS)
         out_0 = first_half(out_0, SLICES, ROWS)
@@ -168,11 +184,14 @@ def _finished(
         total, peak, out_0, out_1 = joined(total, peak, out_0, out_1, SLICES, V_1)
     # A row without any allowed key has a total of 0 and a peak of -inf: so is its lse, and its results stay 0.
     divisor = tl.where(total == 0.0, 1.0, total)
-    lse = peak + tl.log2(divisor)
+    lse = peak + (tl.log2(divisor) - LIFT)
     share = (1.0 / divisor)[:, None]
     if VScale is not None:
         share *= tl.load(VScale)
-    return lse, out_0 * share, out_1 * share
+    out_0, out_1 = out_0 * share, out_1 * share
+    if TWOS is not None:
+        out_0 = tl.interleave(out_0, out_1)
+    return lse, out_0, out_1
 
 
 @triton.jit(do_not_specialize=ANY_VALUE, do_not_specialize_on_alignment=ANY_ADDRESS)
@@ -190,7 +209,7 @@ def attention_decode(
     HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     PAIRS_MASK: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr, PLAIN: tl.constexpr,
-    PRECISION: tl.constexpr, NARROWER: tl.constexpr, EARLY: tl.constexpr, ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr, NARROWER: tl.constexpr, EARLY: tl.constexpr, COMPILED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits, Hkv · blocks of rows, B). See decode_launch.py for the arguments and decode_plan.py for the operands.
 
@@ -199,6 +218,7 @@ def attention_decode(
     the grid where the kernel is compiled for that, else 0.
     KScale, VScale: what keys and values in FP8 are multiplied by, or None. NARROWER: how many of them fit into one element of Q.
     SLICES: as many as warps, or 1. EARLY: whether it is launched as a dependent of the kernel before (programmatic dependent launch).
+    COMPILED: not in Triton's interpreter.
     Partial: float32, (B, Hkv · blocks, splits, KEPT, Dv) results and, from lse_at on, (…, KEPT) logarithms; Count: int32 (B, Hkv · blocks),
     zero, and zero again in the end. Both None for one split.
     """
@@ -217,11 +237,16 @@ def attention_decode(
     # On its way while the bounds come.
     row = (batch * stride_qb + heads * stride_qh + queries * stride_qs)[:, None]
     row = tl.multiple_of(row, [ALIGN, ALIGN])
-    dims = tl.arange(0, QK_0)[None, :]
+    # A vector of K and V, and a head of one part, are pairs.
+    twos: tl.constexpr = K.dtype.element_ty if NARROWER == 2 and ALIGN > 1 and QK_1 == 0 and V_1 == 0 else None
+    both: tl.constexpr = 1 if twos is None else 2
+    qk_1: tl.constexpr = QK_1 if twos is None else QK_0 // 2
+    v_1: tl.constexpr = V_1 if twos is None else V_0 // 2
+    dims = both * tl.arange(0, QK_0 // both)[None, :]
     q_0 = tl.load(Q + row + dims, mask=dims < HEAD_DIM_QK, other=0.0, volatile=True)
     q_1 = q_0
-    if QK_1 > 0:
-        dims = QK_0 + tl.arange(0, QK_1)[None, :]
+    if qk_1 > 0:
+        dims = (QK_0 if twos is None else 1) + both * tl.arange(0, qk_1)[None, :]
         q_1 = tl.load(Q + row + dims, mask=dims < HEAD_DIM_QK, other=0.0)
     # Divided by what the kernel is compiled for, where that is known: a division stands before the first load of a key.
     splits = tl.num_programs(0) if SPLITS == 0 else SPLITS
@@ -234,6 +259,14 @@ def attention_decode(
     align: tl.constexpr = ALIGN * NARROWER if ALIGN > 1 else 1
     K = at_head(K, batch, kv_head, stride_kb, stride_kh, align)
     V = at_head(V, batch, kv_head, stride_vb, stride_vh, align)
+    if twos is not None:
+        K, V = K.to(tl.pointer_type(tl.int16)), V.to(tl.pointer_type(tl.int16))
+        stride_ks, stride_vs = stride_ks // 2, stride_vs // 2
+    q_scale = None
+    if NARROWER == 2 and q_0.dtype != tl.float16:
+        q_0, q_1, q_scale = near_the_top(q_0, q_1, 2 if qk_1 > 0 else 1)
+        q_scale = _rows(q_scale, SLICES)
+    lift: tl.constexpr = WEIGHT if q_0.dtype == tl.float16 else 0.0
     if KScale is not None:
         scale *= tl.load(KScale)
     slope = None
@@ -249,22 +282,22 @@ def attention_decode(
     lower, upper = _rows(lower[:, None], SLICES), _rows(upper[:, None], SLICES)
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    out_0 = tl.zeros([BLOCK_M, V_0], tl.float32)
-    out_1 = tl.zeros([BLOCK_M, V_1 if V_1 > 0 else 16], tl.float32)
+    out_0 = tl.zeros([BLOCK_M, V_0 // both], tl.float32)
+    out_1 = tl.zeros([BLOCK_M, v_1 if v_1 > 0 else 16], tl.float32)
     if SLICES > 1:
-        q_0, q_1 = tl.broadcast_to(q_0[None], (SLICES, BLOCK_M, QK_0)), q_1[None]
-        if QK_1 > 0:
-            q_1 = tl.broadcast_to(q_1, (SLICES, BLOCK_M, QK_1))
+        q_0, q_1 = tl.broadcast_to(q_0[None], (SLICES, BLOCK_M, QK_0 // both)), q_1[None]
+        if qk_1 > 0:
+            q_1 = tl.broadcast_to(q_1, (SLICES, BLOCK_M, qk_1))
         total = tl.zeros([SLICES, BLOCK_M], tl.float32)
         peak = tl.full([SLICES, BLOCK_M], float("-inf"), tl.float32)
-        out_0 = tl.zeros([SLICES, BLOCK_M, V_0], tl.float32)
-        out_1 = tl.zeros([SLICES, BLOCK_M, V_1 if V_1 > 0 else 16], tl.float32)
+        out_0 = tl.zeros([SLICES, BLOCK_M, V_0 // both], tl.float32)
+        out_1 = tl.zeros([SLICES, BLOCK_M, v_1 if v_1 > 0 else 16], tl.float32)
     for tile in tl.range(split, tiles, splits):
         total, peak, out_0, out_1 = _step(
-            total, peak, out_0, out_1, q_0, q_1, first + tile * BLOCK_N, end, of_row, lower, upper, slope,
+            total, peak, out_0, out_1, q_0, q_1, q_scale, first + tile * BLOCK_N, end, of_row, lower, upper, slope,
             K, V, Keys, Pairs, Distances, stride_ks, stride_vs, pairs_q, pairs_k, scale, softcap,
-            BLOCK_N, SLICES, SEQLEN_Q, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
-            PAIRS_MASK, SOFTCAP, FAST_TANH, PLAIN, PRECISION, align,
+            BLOCK_N, SLICES, SEQLEN_Q, HEAD_DIM_QK // both, HEAD_DIM_V // both, QK_0 // both, QK_1, V_0 // both, V_1,
+            PAIRS_MASK, SOFTCAP, FAST_TANH, PLAIN, PRECISION, twos, COMPILED, lift, align // both,
         )  # fmt: skip
 
     if PLAIN:
@@ -272,13 +305,13 @@ def attention_decode(
     rows: tl.constexpr = BLOCK_M // 2 if 2 * KEPT <= BLOCK_M else BLOCK_M
     # Each way has an end of its own: results of both would be moved twice, to where either stores them from.
     if active == 1:
-        lse, done_0, done_1 = _finished(total, peak, out_0, out_1, VScale, SLICES, BLOCK_M, rows, V_1)
+        lse, done_0, done_1 = _finished(total, peak, out_0, out_1, VScale, SLICES, BLOCK_M, rows, v_1, twos, lift)
         store(
             Out, Lse, Sinks, batch, kv_head, block * BLOCK_M + tl.arange(0, rows), lse, done_0, done_1,
             HEADS_KV, GROUP, SEQLEN_Q, HEAD_DIM_V, V_0, V_1,
         )  # fmt: skip
     elif Partial is not None:
-        lse_part, part_0, part_1 = _finished(total, peak, out_0, out_1, VScale, SLICES, BLOCK_M, rows, V_1)
+        lse_part, part_0, part_1 = _finished(total, peak, out_0, out_1, VScale, SLICES, BLOCK_M, rows, v_1, twos, lift)
         index = batch * tl.num_programs(1) + place
         record = index.to(tl.int64) * splits
         leave(Partial, lse_at, record + split, lse_part, part_0, part_1, rows, KEPT, HEAD_DIM_V, V_0, V_1)
