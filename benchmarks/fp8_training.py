@@ -1,10 +1,9 @@
 """A small Llama learns the standard library's documentation, its attention in bfloat16 and in FP8: both losses, step by step.
 
     python -m benchmarks.fp8_training benchmarks/results/fp8_training.csv docs/fp8_training.png
-    python -m benchmarks.fp8_training benchmarks/results/fp8_training_h200.csv --on-gpu
 
-The first is emulated on a CPU, as in fp8_accuracy.py; the second runs the kernels, on a larger model. What is compared is what rounding
-does to learning, not time. Wants transformers, and matplotlib for the picture.
+Emulated on a CPU, as in fp8_accuracy.py; fp8_learning.py runs the kernels, on a larger model and other text, several times each. What is
+compared is what rounding does to learning, not time. Wants transformers, and matplotlib for the picture.
 """
 
 from __future__ import annotations
@@ -71,6 +70,7 @@ class Setup:
 
 
 EMULATED = Setup()
+#: what learns activations for fp8_accuracy.py and fp8_gradients.py
 ON_GPU = Setup(
     device="cuda",
     lowering="hopper_fp8",
@@ -189,13 +189,11 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("picture", type=Path, nargs="?")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--on-gpu", action="store_true")
     parser.add_argument("--jobs", type=int, default=1, help="so many runs at a time (%(default)s)")
     given = parser.parse_args()
-    setup = ON_GPU if given.on_gpu else EMULATED
     recipes: dict[str, Fp8Recipe | None] = {BASELINE: None, **RECIPES}
     with ProcessPoolExecutor(given.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {name: pool.submit(losses, recipe, given.steps, setup) for name, recipe in recipes.items()}
+        futures = {name: pool.submit(losses, recipe, given.steps) for name, recipe in recipes.items()}
         runs = {name: future.result() for name, future in futures.items()}
     for name, found in runs.items():
         share = 100 * (last(found) / last(runs[BASELINE]) - 1)
