@@ -1,11 +1,14 @@
 """Real text of any size, from what is installed: the documentation in the source files of the standard library and of packages.
 
-Files in the order of their names, read and not imported; each paragraph once, since documentation repeats itself. What is held
-out is whole files, so that no text of theirs is among what is learnt.
+    python -m benchmarks.documentation text.zip
+
+writes it down, for runs on other machines. Files in the order of their names, read and not imported; each paragraph once, since
+documentation repeats itself. What is held out is whole files, so that no text of theirs is among what is learnt.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import hashlib
@@ -14,6 +17,7 @@ import multiprocessing
 import re
 import sysconfig
 import warnings
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -63,6 +67,21 @@ def read(packages: Sequence[str] = PACKAGES, *, processes: int = 1) -> Text:
     return Text(learnt=_bytes(parts[False]), held_out=_bytes(parts[True]), packages=tuple(roots))
 
 
+def save(text: Text, path: Path) -> None:
+    """As a zip file."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file:
+        file.writestr("learnt", text.learnt)
+        file.writestr("held_out", text.held_out)
+        file.writestr("packages", " ".join(text.packages))
+
+
+def load(path: Path) -> Text:
+    """What `save` wrote."""
+    with zipfile.ZipFile(path) as file:
+        packages = file.read("packages").decode().split()
+        return Text(learnt=file.read("learnt"), held_out=file.read("held_out"), packages=tuple(packages))
+
+
 def source_files(root: Path) -> list[Path]:
     """A package's, without its tests."""
     inside = ((path.relative_to(root).parts, path) for path in root.rglob("*.py"))
@@ -108,3 +127,20 @@ def _root(name: str) -> Path | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     return Path(spec.submodule_search_locations[0])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read and save; print how much it is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--packages", nargs="*", default=PACKAGES)
+    parser.add_argument("--processes", type=int, default=1)
+    given = parser.parse_args(arguments)
+    text = read(given.packages, processes=given.processes)
+    save(text, given.output)
+    print(f"{len(text.learnt)} bytes and {len(text.held_out)} held out, of {' '.join(text.packages)}: {text.digest}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

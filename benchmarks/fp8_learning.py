@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import multiprocessing
 import queue
 import statistics
@@ -34,6 +35,8 @@ from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
 from benchmarks import documentation, harness
 from benchmarks.documentation import Text
 from benchmarks.fp8_training import LEARNING_RATE, STEPS, WINDOW, Setup
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +125,7 @@ class Learner:
         self._tokens = torch.zeros((setup.batch, setup.length), dtype=torch.int64, device=setup.device)
         self._loss = torch.zeros((), device=setup.device)
         self._step: Callable[[], None] = self._plain_step
-        self._captured = "no GPU"
+        self.captured = "no GPU"
         for _ in range(_UNCAPTURED):
             self._plain_step()
         (self._lowerings, self._note) = _decided()
@@ -148,7 +151,7 @@ class Learner:
             held_out=self._held_out(text),
             lowerings=self._lowerings,
             note=self._note,
-            captured=self._captured,
+            captured=self.captured,
             seconds=time.perf_counter() - start,
         )
 
@@ -184,9 +187,9 @@ class Learner:
             with torch.cuda.graph(graph):
                 self._plain_step()
         except RuntimeError as failure:
-            self._captured = str(failure).splitlines()[0][:120]
+            self.captured = str(failure).splitlines()[0][:120]
             return
-        self._step, self._captured = graph.replay, "yes"
+        self._step, self.captured = graph.replay, "yes"
 
     @torch.no_grad()
     def _held_out(self, text: Text) -> float:
@@ -242,8 +245,10 @@ class Job:
 
 def _work(job: Job, texts: Any, results: Any) -> None:
     """In a process of its own. Puts each Run, or the words of a failure."""
+    _show_progress()
     try:
         learner = Learner(job.way, job.setup)
+        _log.info("%s: compiled; captured: %s", job.way.name, learner.captured)
         text = texts.get()
         longest = 0.0
         for seed in job.seeds:
@@ -251,9 +256,15 @@ def _work(job: Job, texts: Any, results: Any) -> None:
                 break
             run = learner.learn(text, seed, job.steps)
             longest = max(longest, run.seconds)
+            _log.info("%s: seed %d took %.1f s", job.way.name, seed, run.seconds)
             results.put(run)
     except Exception as failure:  # noqa: BLE001 - the other ways go on
         results.put(f"{job.way.name}: {type(failure).__name__}: {failure}".splitlines()[0][:300])
+
+
+def _show_progress() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    _log.setLevel(logging.INFO)
 
 
 def learnt(jobs: Sequence[Job], read: Callable[[], Text]) -> Iterator[Run | str | Text]:
@@ -264,6 +275,7 @@ def learnt(jobs: Sequence[Job], read: Callable[[], Text]) -> Iterator[Run | str 
     for process in processes:
         process.start()
     text = read()
+    _log.info("text of %d bytes", len(text.learnt))
     for _ in processes:
         texts.put(text)
     yield text
@@ -386,7 +398,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--batch", type=int, default=ON_GPU.batch)
     parser.add_argument("--budget-seconds", type=float, default=600.0, help="no run begins that would end later")
-    parser.add_argument("--readers", type=int, default=4, help="processes that read text (%(default)s)")
+    parser.add_argument("--text", type=Path, help="that documentation.py wrote; else it is read here")
+    parser.add_argument("--readers", type=int, default=4, help="processes that read it (%(default)s)")
     parser.add_argument("--append", action="store_true", help="keep the rows that are there")
     parser.add_argument("--commit")
     given = parser.parse_args(arguments)
@@ -395,6 +408,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw(rows, given.draw)
         print_table(rows)
         return 0
+    _show_progress()
     deadline = time.time() + given.budget_seconds
     setup = dataclasses.replace(ON_GPU, batch=given.batch)
     jobs = [
@@ -405,11 +419,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _write(jobs, given)
 
 
+def _text(given: argparse.Namespace) -> Text:
+    return documentation.read(processes=given.readers) if given.text is None else documentation.load(given.text)
+
+
 def _write(jobs: Sequence[Job], given: argparse.Namespace) -> int:
     text_columns: dict[str, str] = {}
     file: harness.CsvFile | None = None
     failures = []
-    for found in learnt(jobs, lambda: documentation.read(processes=given.readers)):
+    for found in learnt(jobs, lambda: _text(given)):
         if isinstance(found, Text):
             sizes = {"learnt_bytes": str(len(found.learnt)), "held_out_bytes": str(len(found.held_out))}
             model = {

@@ -63,7 +63,8 @@ class Row:
 
 
 ROWS: tuple[Row, ...] = (
-    Row(bytes=1, head_dim=128, rows=16, first_sm=90, keys=128, warps=4, stages=4, slices=4),
+    Row(bytes=1, head_dim=64, rows=16, first_sm=90, keys=128, warps=4, stages=4, slices=4),
+    Row(bytes=1, head_dim=128, rows=16, first_sm=90, keys=256, warps=8, stages=3, slices=8, least_keys=256),
     Row(bytes=2, head_dim=64, rows=16, first_sm=90, keys=128, warps=4, stages=4, slices=4),
     Row(bytes=2, head_dim=64, rows=16, keys=64, warps=4, stages=4, slices=4),
     Row(bytes=2, head_dim=64, rows=64, keys=64, warps=4, stages=3),

@@ -50,3 +50,11 @@ def test_what_python_ships_is_enough_for_a_short_run() -> None:
     assert len(text.learnt) > 1_000_000
     assert len(text.held_out) > 10_000
     assert len(text.digest) == 16
+
+
+def test_a_text_is_saved_and_loaded(tmp_path: Path) -> None:
+    assert documentation.main([str(tmp_path / "a.zip"), "--packages", "json"]) == 0
+    text = documentation.load(tmp_path / "a.zip")
+    assert text == documentation.read(("json",))
+    assert text.packages == ("json",)
+    assert len(text.learnt) > 1000

@@ -237,8 +237,9 @@ def attention_decode(
     # On its way while the bounds come.
     row = (batch * stride_qb + heads * stride_qh + queries * stride_qs)[:, None]
     row = tl.multiple_of(row, [ALIGN, ALIGN])
-    # A vector of K and V, and a head of one part, are pairs.
-    twos: tl.constexpr = K.dtype.element_ty if NARROWER == 2 and ALIGN > 1 and QK_1 == 0 and V_1 == 0 else None
+    # Vectors are made of pairs, and so is a head of one part; half of it still fills a tensor core's instruction.
+    in_twos: tl.constexpr = NARROWER == 2 and ALIGN > 1 and QK_1 == 0 and V_1 == 0 and QK_0 >= 32 and V_0 >= 32
+    twos: tl.constexpr = K.dtype.element_ty if in_twos else None
     both: tl.constexpr = 1 if twos is None else 2
     qk_1: tl.constexpr = QK_1 if twos is None else QK_0 // 2
     v_1: tl.constexpr = V_1 if twos is None else V_0 // 2

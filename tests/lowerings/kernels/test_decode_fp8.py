@@ -18,6 +18,12 @@ from tests.lowerings import decode_problems
 from tests.lowerings.decode_problems import ALL, BY_NAME, DEVICE, Case, build, results
 
 FP8_CASES = [case for case in ALL if case.stored is not None]
+#: heads that are pairs as a whole
+WIDE = [
+    dataclasses.replace(case, name=f"{case.name}_wide", head_dim=32, head_dim_v=64)
+    for case in FP8_CASES
+    if case.head_dim_v is None
+]
 ON_GPU = DEVICE == "cuda"
 _TL = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
@@ -78,42 +84,42 @@ def check(case: Case, dtype: torch.dtype, *, slices: int = 1, large: float = 1.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*FP8_CASES, *WIDE], ids=lambda case: case.name)
 def test_products_in_float16(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype)
 
 
 @pytest.mark.parametrize("slices", [2, 4])
-@pytest.mark.parametrize("name", ["fp8_scaled", "fp8_e5m2", "fp8_head_dims_80_48"])
-def test_warps_that_go_on_alone(name: str, slices: int) -> None:
-    check(BY_NAME[name], torch.bfloat16, slices=slices)
+@pytest.mark.parametrize("case", [*WIDE, BY_NAME["fp8_head_dims_80_48"]], ids=lambda case: case.name)
+def test_warps_that_go_on_alone(case: Case, slices: int) -> None:
+    check(case, torch.bfloat16, slices=slices)
 
 
 @pytest.mark.parametrize("large", [2.0**-40, 2.0**40, 2.0**120])
 def test_queries_beyond_what_float16_holds(large: float) -> None:
-    case = dataclasses.replace(BY_NAME["fp8_scaled"], name=f"large_{large:g}", k_scale=0.5)
+    case = dataclasses.replace(BY_NAME["fp8_scaled"], name=f"large_{large:g}", k_scale=0.5, head_dim=64)
     check(case, torch.bfloat16, large=large)
 
 
 def test_a_long_row_of_small_weights() -> None:
     """The peak is far above all others, which together count as much: in float16 as it is, each would be 0."""
-    case = Case(name="small_weights", head_dim=16, seqlen_kv=4096, stored="float8_e4m3fn", splits=2)
+    case = Case(name="small_weights", head_dim=64, seqlen_kv=4096, stored="float8_e4m3fn", splits=2)
     problem = build(case, dtype=torch.bfloat16)
     problem.q.fill_(1.0)
     k, v = problem.k, problem.v
     k.copy_(torch.zeros_like(k, dtype=torch.float32))
-    k[:, :, 7] = torch.full_like(k[:, :, 7], 4.5, dtype=torch.float32)
+    k[:, :, 7] = torch.full_like(k[:, :, 7], 2.25, dtype=torch.float32)
     v.copy_(torch.ones_like(v, dtype=torch.float32))
     v[:, :, 7] = torch.zeros_like(v[:, :, 7], dtype=torch.float32)
     out, _ = results(problem)
-    weight = torch.exp(torch.tensor(-4.5 * 16 * case.scale_used))
+    weight = torch.exp(torch.tensor(-2.25 * 64 * case.scale_used))
     expected = 4095 * weight / (1 + 4095 * weight)
     torch.testing.assert_close(out.float(), torch.full_like(out.float(), float(expected)), rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e5m2", pytest.param("float8_e4m3fn", marks=pytest.mark.gpu)])
 def test_what_is_no_number_stays_none(dtype: str) -> None:
-    problem = build(Case(name=f"nan_{dtype}", stored=dtype), dtype=torch.bfloat16)
+    problem = build(Case(name=f"nan_{dtype}", head_dim=32, stored=dtype), dtype=torch.bfloat16)
     problem.v[0, 1, 40, 3] = torch.nan
     out, _ = results(problem)
     assert bool(out[0, 2:, :, 3].isnan().all())
