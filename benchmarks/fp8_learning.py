@@ -68,15 +68,15 @@ ON_GPU = Setup(
     layers=4,
     heads=4,
     heads_kv=2,
-    batch=8,
+    batch=4,
     length=2048,
 )
 #: steps in which the learning rate rises to LEARNING_RATE; from there it falls to 0
 WARMUP = 40
 #: steps before one is captured: the first compiles, and makes the optimizer's state
 _UNCAPTURED = 3
-#: texts that a held-out loss is computed for at a time
-_AT_A_TIME = 16
+#: texts that a held-out loss is computed for, and so many of them at a time
+_HELD_OUT, _AT_A_TIME = 256, 16
 
 _ENDS = ("loss", "held_out")
 
@@ -193,7 +193,7 @@ class Learner:
 
     @torch.no_grad()
     def _held_out(self, text: Text) -> float:
-        rows = _in_rows(text.held_out, self._setup)
+        rows = _in_rows(text.held_out, self._setup)[:_HELD_OUT]
         losses = []
         for tokens in rows.split(_AT_A_TIME):
             with torch.autocast(self._setup.device, torch.bfloat16):
