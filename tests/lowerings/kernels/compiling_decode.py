@@ -43,7 +43,8 @@ JOBS = (*((case.name, sm) for case in _SHAPES for sm in MACHINES), *((case.name,
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """registers, spilled (bytes of a thread's stack), shared (bytes); tensor core and asynchronous copy instructions in the PTX."""
+    """registers, spilled (bytes of a thread's stack), shared (bytes); of the PTX, instructions of tensor cores, asynchronous copies, and
+    those that load or convert a single number."""
 
     case: str
     sm: int
@@ -52,6 +53,7 @@ class Found:
     shared: int
     mma: int
     copies: int
+    singles: int
 
 
 def run(job: tuple[str, int]) -> Found:
@@ -81,6 +83,7 @@ def run(job: tuple[str, int]) -> Found:
         shared=compiled.metadata.shared,
         mma=ptx.count("mma.sync") + ptx.count("wgmma.mma_async") + ptx.count("tcgen05.mma"),
         copies=ptx.count("cp.async.cg"),
+        singles=ptx.count("ld.shared.b8") + ptx.count("cvt.bf16.f16"),
     )
 
 

@@ -44,3 +44,8 @@ def test_products_run_on_tensor_cores_while_keys_and_values_come(
     found = compiled[job]
     assert found.mma > 0
     assert found.copies > 0
+
+
+def test_a_cache_in_fp8_is_not_taken_apart(compiled: dict[tuple[str, int], Found]) -> None:
+    """With products in bfloat16, each number of a tile of 128 keys was converted by itself, and each of V loaded by itself: 256 and 128."""
+    assert compiled["fp8", 90].singles == 0
