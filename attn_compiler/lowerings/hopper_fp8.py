@@ -120,4 +120,8 @@ def _parts_beyond(plan: Plan) -> list[str]:
 
 register_forward("hopper_fp8", forward=late("hopper_fp8_launch", "forward"), dispatch_key="CUDA")
 fp8_restoring.register("triton", differentiable=triton_ops.differentiable)
-fp8_restoring.register(sdpa_cudnn_backward.FAMILY, differentiable=sdpa_cudnn_backward.differentiable)
+fp8_restoring.register(
+    sdpa_cudnn_backward.FAMILY,
+    differentiable=sdpa_cudnn_backward.differentiable,
+    prepare_grad_out=sdpa_cudnn_backward.grad_out_as_read,
+)

@@ -1,6 +1,11 @@
 """cuDNN's backward as PyTorch has it, `attn_compiler::sdpa_cudnn_backward`, for leaf ops with another forward.
 
 It needs out and lse of any forward, and no package besides PyTorch. Gradients of q, k and v lie in memory as those do.
+
+PyTorch keeps the graphs that cuDNN runs by how q, k and v lie, and not by how out and its gradient do (aten/src/ATen/native/cudnn/MHA.cpp,
+MHACacheKeyWrapper): a call of which those lie otherwise than when the graph was built reads the wrong numbers, and says nothing. On an
+H200, torch 2.11, after SDPA's own backward of the same q, k and v as (B, H, S, D) in memory, dQ and dK were wrong by 0.52 of their norms.
+So all calls from here have out and its gradient as BSHD (`grad_out_as_read`), and graphs of their own.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from attn_compiler.lowerings import sdpa_limits
+from attn_compiler.lowerings.cudnn_ops import like_output
 from attn_compiler.lowerings.ops import register_backward
 from attn_compiler.lowerings.sdpa import SdpaCudnn
 from attn_compiler.lowerings.triton_plan import Call
@@ -18,6 +24,9 @@ from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
 Tensors = Sequence[torch.Tensor]
+
+#: As a number 0, so nothing is dropped; its bits are part of what PyTorch knows a graph by, and no call of SDPA's has these.
+_NO_DROPOUT = -0.0
 
 #: its name without "_backward"
 FAMILY = "sdpa_cudnn"
@@ -63,11 +72,15 @@ def gradients(
         None,
         q.shape[2],
         k.shape[2],
-        0.0,
+        _NO_DROPOUT,
         sdpa_limits.causal_flag(spec),
         scale=spec.score.scale,
     )
     return grad_q, grad_k, grad_v, []
+
+
+#: what the gradient of the output is made before the backward
+grad_out_as_read = like_output
 
 
 def differentiable(operands: Tensors, text: str) -> list[bool]:
