@@ -79,6 +79,7 @@ _UNCAPTURED = 3
 _HELD_OUT, _AT_A_TIME = 256, 16
 
 _ENDS = ("loss", "held_out")
+_IMPORTED = ("benchmarks.fp8_learning", "transformers.models.llama.modeling_llama", "torch._inductor.compile_fx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +247,7 @@ class Job:
 def _work(job: Job, texts: Any, results: Any) -> None:
     """In a process of its own. Puts each Run, or the words of a failure."""
     _show_progress()
+    _log.info("%s: begins", job.way.name)
     try:
         learner = Learner(job.way, job.setup)
         _log.info("%s: compiled; captured: %s", job.way.name, learner.captured)
@@ -269,7 +271,9 @@ def _show_progress() -> None:
 
 def learnt(jobs: Sequence[Job], read: Callable[[], Text]) -> Iterator[Run | str | Text]:
     """First the text, then each run as it ends, or the words of a way that failed. The text is read while models are compiled."""
-    context = multiprocessing.get_context("spawn")
+    # What all of them import is imported once; that takes longer than to compile where files are slow.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_IMPORTED))
     texts, results = context.Queue(), context.Queue()
     processes = [context.Process(target=_work, args=(job, texts, results)) for job in jobs]
     for process in processes:
