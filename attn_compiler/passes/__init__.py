@@ -19,6 +19,7 @@ from attn_compiler.dump import Dumper
 from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, PassFailed
 from attn_compiler.options import Options
 from attn_compiler.passes import (
+    body_inputs,
     buffers,
     expand,
     keys_last,
@@ -121,6 +122,7 @@ def rewrite(gm: fx.GraphModule, options: Options, targets: dict[str, Target] | N
         for unit in found:
             _run(unit, dumper, seconds)
         buffers.install(gm, found)
+        body_inputs.pass_on(found)
     except Exception as error:  # noqa: BLE001 (whatever breaks in a pass, the user's model still runs)
         for unit, graph in zip(found, originals, strict=True):
             unit.graph_module.graph = graph

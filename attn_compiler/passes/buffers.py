@@ -12,25 +12,16 @@ import torch
 from torch import fx
 
 from attn_compiler import fp8_state, torch_compat
-from attn_compiler.passes import bodies
-from attn_compiler.passes.calls import target_name
+from attn_compiler.passes import body_inputs
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unit import Buffer, Unit
 
 _PREFIX = "attn_compiler_buffer"
-_CHECKPOINT = "tag_activation_checkpoint"
 
 
 def why_not(unit: Unit) -> str | None:
     """Why the sites of a graph can't have buffers; None if they can."""
-    if not unit.is_body:
-        return None
-    if len(unit.calls) != 1:
-        return "the graph that holds the attention is called in several places, or in a way that is not followed"
-    (call,) = unit.calls
-    if call.unit.is_body or target_name(call.node) != _CHECKPOINT:
-        return f"the graph that holds the attention is called by {target_name(call.node)} or from another such graph"
-    return None
+    return body_inputs.why_not(unit) if unit.is_body else None
 
 
 def make(unit: Unit, site: Site, name: str, value: torch.Tensor) -> tuple[fx.Node, fx.Node]:
@@ -39,8 +30,8 @@ def make(unit: Unit, site: Site, name: str, value: torch.Tensor) -> tuple[fx.Nod
     path = unit.name.split(".") if unit.is_body else []
     attribute = "_".join((_PREFIX, *path, str(len(unit.buffers))))
     if unit.is_body:
-        node, held = (_input(unit.graph_module, f"{attribute}{suffix}", value) for suffix in ("", "_held"))
-        unit.buffers.append(Buffer(name=attribute, label=label, value=value, node=node, held=held))
+        node, held = (body_inputs.add(unit, f"{attribute}{suffix}", value) for suffix in ("", "_held"))
+        unit.buffers.append(Buffer(name=attribute, label=label, value=value, inputs=(node, held)))
         return node, held
     unit.buffers.append(Buffer(name=attribute, label=label, value=value))
     _register(unit.graph_module, unit.buffers[-1])
@@ -48,16 +39,12 @@ def make(unit: Unit, site: Site, name: str, value: torch.Tensor) -> tuple[fx.Nod
 
 
 def install(root: fx.GraphModule, units: Iterable[Unit]) -> None:
-    """Give the calls of bodies the buffers that their sites asked for, once everything else is done."""
+    """Have what bodies' sites asked for in the root, where their calls can give it to them."""
     for unit in units:
-        if not unit.is_body or not unit.buffers:
-            continue
-        (call,) = unit.calls
-        for buffer in unit.buffers:
+        for buffer in unit.buffers if unit.is_body else ():
             _register(root, buffer)
-            with root.graph.inserting_before(call.node):
-                call.node.args = (*call.node.args, *_read(root.graph, buffer.name, buffer.value))
-        root.recompile()
+            with root.graph.inserting_before(unit.calls[0].node):
+                unit.given |= dict(zip(buffer.inputs, _read(root.graph, buffer.name, buffer.value), strict=True))
 
 
 def discard(root: fx.GraphModule, units: Iterable[Unit]) -> None:
@@ -78,11 +65,3 @@ def _read(graph: fx.Graph, name: str, value: torch.Tensor) -> tuple[fx.Node, fx.
     held = graph.call_function(torch.ops.attn_compiler.held.default, (node,))
     node.meta["example_value"], held.meta["example_value"] = value, value.clone()
     return node, held
-
-
-def _input(body: fx.GraphModule, name: str, value: torch.Tensor) -> fx.Node:
-    last = bodies.placeholders(body)[-1]
-    with body.graph.inserting_after(last):
-        node = body.graph.placeholder(name)
-    node.meta["example_value"] = value
-    return node

@@ -26,6 +26,8 @@ X = TypeVar("X")
 Tune = Callable[[AttentionSpec, torch.device], Tiles | None]
 #: what `GraphBuilder.buffer` asks, with the fake value
 MakeBuffer = Callable[[str, torch.Tensor], tuple[fx.Node, fx.Node]]
+#: what `GraphBuilder.loaded` asks for a tensor of another graph
+Carry = Callable[[Version], fx.Node]
 #: what `GraphBuilder.note` tells
 Note = Callable[[str], None]
 
@@ -95,6 +97,11 @@ def copied_before(mirror: Mirror, version: Version, at: fx.Node) -> fx.Node | No
     return writer
 
 
+def holds_from(mirror: Mirror, version: Version, place: int) -> bool:
+    """Whether a tensor holds that right before a place in the order of its mirror, and ever after."""
+    return version.until is None and (version.since is None or _span(mirror, version.since)[1] < place)
+
+
 def _span(mirror: Mirror, node: fx.Node, dynamo: fx.Node | None = None) -> tuple[int, int]:
     """The first and the last place in the mirror of what a Dynamo node made: the one given, or the one that made `node`."""
     dynamo = dynamo or mirror.owner(node)
@@ -149,6 +156,7 @@ class GraphBuilder:
         self._tune: Tune | None = None
         self._note: Note | None = None
         self._buffers: MakeBuffer | None = None
+        self._carry: Carry | None = None
         self._made: list[fx.Node] = []
 
     @property
@@ -174,13 +182,14 @@ class GraphBuilder:
         tune: Tune | None = None,
         note: Note | None = None,
         buffers: MakeBuffer | None = None,
+        carry: Carry | None = None,
     ) -> Iterator[fx.Node]:
         """Insert before the Dynamo node of this mirror node, in its name. Gives the Dynamo node."""
         self._origin, self._place, self._with_grad = self.leaf(node), node, with_grad
-        self._target, self._tune, self._note, self._buffers = target, tune, note, buffers
+        self._target, self._tune, self._note, self._buffers, self._carry = target, tune, note, buffers, carry
         with self._graph.inserting_before(self._origin):
             yield self._origin
-        self._origin = self._place = self._target = self._tune = self._note = self._buffers = None
+        self._origin = self._place = self._target = self._tune = self._note = self._buffers = self._carry = None
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node]:
         if self._buffers is None or self._origin is None:
@@ -214,12 +223,15 @@ class GraphBuilder:
         return dynamo
 
     def loaded(self, version: Version) -> fx.Node:
-        """What a tensor holds between two writes, for what is inserted here: the tensor itself, or a copy from before it was written.
+        """What a tensor holds between two writes, for what is inserted here: the tensor itself, or a copy from before it was written, or
+        an input that stands for it where it is a tensor of the graph that calls this one.
 
         To be used inside of `at`. Raises AxisError where neither can be had (copied_before).
         """
         if self._place is None:
             raise ValueError("where to read the tensor is not known outside of `at`")
+        if self._carry is not None and version.node.graph is not self._mirror.graph:
+            return self._carry(version)
         writer = copied_before(self._mirror, version, self._place)
         if writer is None:
             return self.leaf(version.node)

@@ -14,7 +14,7 @@ from torch import fx
 from attn_compiler.lowerings import autotune, by_name
 from attn_compiler.lowerings.base import Operands, StoredNodes
 from attn_compiler.lowerings.triton_plan import Tiles
-from attn_compiler.passes import buffers, gradients, mutation, program, reach, recover, strides
+from attn_compiler.passes import body_inputs, buffers, gradients, mutation, program, reach, recover, strides
 from attn_compiler.passes.emit import GraphBuilder
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.select import UNTOUCHED
@@ -44,8 +44,10 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> Non
     target = unit.target(site.spec.device)
     tune = functools.partial(_tuned, unit, site)
     note, with_grad = site.notes.append, site.spec.needs_grad
-    keep = functools.partial(buffers.make, unit, site)
-    with builder.at(site.match.out, with_grad=with_grad, target=target, tune=tune, note=note, buffers=keep) as old:
+    keep, carry = functools.partial(buffers.make, unit, site), functools.partial(body_inputs.carry, unit)
+    with builder.at(
+        site.match.out, with_grad=with_grad, target=target, tune=tune, note=note, buffers=keep, carry=carry
+    ) as old:
         tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
         operands = _operands(mirror, site, site.spec, builder, tensors)
         out = by_name(site.decision.lowering).emit(builder, site.spec, operands)

@@ -1,7 +1,7 @@
 """What a lowering can get of what proved kinds read: tensors that have a Dynamo node, and symbolic sizes, where the kernel stands.
 
-A mask may have been read in a graph that calls this one, or through the inside of one call: what it was made from is not at hand
-then. What a tensor held before it was written to is, as a copy.
+A mask may have been read through the inside of one call: what it was made from is not at hand then. What a tensor held before it was
+written to is, as a copy. So is a tensor of the graph that calls this one, as a further input, where it can have one (body_inputs.py).
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from torch._subclasses import FakeTensor
 from attn_compiler import reads, torch_compat
 from attn_compiler.lowerings.base import SizeOf
 from attn_compiler.masks import ProvedKind
-from attn_compiler.passes import axes
+from attn_compiler.passes import axes, body_inputs
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.emit import GraphBuilder, copied_before, example
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.site import Match
+from attn_compiler.passes.unit import Unit
 from attn_compiler.scores import Bias, ProvedScore
 
 Kinds = Iterable[ProvedKind | ProvedScore]
 
 
-def missing(mirror: Mirror, match: Match, loads: Mapping[str, Version], kinds: Kinds) -> tuple[str, ...]:
+def missing(unit: Unit, mirror: Mirror, match: Match, loads: Mapping[str, Version], kinds: Kinds) -> tuple[str, ...]:
     """The names of tensors and sizes that the kinds read and a lowering of this match can't get. loads: what each name stands for."""
     kinds = _evaluated(kinds)
     tensors = {name for kind in kinds for name in reads.tensors(kind)}
-    lost = {name for name in tensors if name not in loads or not _is_at_hand(mirror, match, loads[name])}
+    lost = {name for name in tensors if name not in loads or not _is_at_hand(unit, mirror, match, loads[name])}
     wanted = {name for kind in kinds for name in reads.sizes(kind)}
     return tuple(sorted(lost | (wanted - sizes(mirror, match, kinds).keys())))
 
@@ -68,12 +69,19 @@ def _named(value: object) -> Iterable[tuple[str, int | None]]:
     return [(str(torch_compat.dim_of(size)), axis) for axis, size in enumerate(value.shape)]
 
 
-def _is_at_hand(mirror: Mirror, match: Match, version: Version) -> bool:
+def _is_at_hand(unit: Unit, mirror: Mirror, match: Match, version: Version) -> bool:
     try:
-        copied_before(mirror, version, match.out)
-        value = example(mirror, version.node)
+        value = _at_hand(unit, mirror, match, version)
     except AxisError:
         return False
-    device = example(mirror, match.out).device
-    same = isinstance(value, FakeTensor) and axes.shape_exprs(value) == axes.shape_exprs(version.node.meta["val"])
-    return same and value.device == device
+    if not isinstance(value, FakeTensor) or axes.shape_exprs(value) != axes.shape_exprs(version.node.meta["val"]):
+        return False
+    return bool(value.device == example(mirror, match.out).device)
+
+
+def _at_hand(unit: Unit, mirror: Mirror, match: Match, version: Version) -> object:
+    """Its value. Raises AxisError where it can't be had."""
+    if version.node.graph is not mirror.graph:
+        return body_inputs.of_caller(unit, version).meta["example_value"]
+    copied_before(mirror, version, match.out)
+    return example(mirror, version.node)

@@ -33,7 +33,7 @@ def run(unit: Unit, mirror: Mirror) -> None:
     for site in unit.sites:
         unit.current = site.module
         try:
-            _describe(mirror, site, builder, reader)
+            _describe(unit, mirror, site, builder, reader)
         except AxisError as error:
             unit.misses.append(_miss(site, error))
         else:
@@ -55,7 +55,7 @@ def compute_dtype(mirror: Mirror, match: Match) -> torch.dtype:
     return dtype
 
 
-def _describe(mirror: Mirror, site: Site, builder: FakeBuilder[torch.Tensor], reader: Reader) -> None:
+def _describe(unit: Unit, mirror: Mirror, site: Site, builder: FakeBuilder[torch.Tensor], reader: Reader) -> None:
     """Fill in the spec and the meaning of the mask. The match loses a mask that the kernel needs no tensor for. Raises AxisError."""
     match = site.match
     out = emit.example(mirror, match.out)
@@ -71,8 +71,10 @@ def _describe(mirror: Mirror, site: Site, builder: FakeBuilder[torch.Tensor], re
         q=_tensor_spec(tensors.q, emit.example(mirror, match.q.root)),
         k=_tensor_spec(tensors.k, emit.example(mirror, match.k.root)),
         v=_tensor_spec(tensors.v, emit.example(mirror, match.v.root)),
-        mask=dataclasses.replace(mask, out_of_reach=reach.missing(mirror, match, site.loads, mask.proved)),
-        score=dataclasses.replace(score, out_of_reach=reach.missing(mirror, match, site.score_loads, score.proved)),
+        mask=dataclasses.replace(mask, out_of_reach=reach.missing(unit, mirror, match, site.loads, mask.proved)),
+        score=dataclasses.replace(
+            score, out_of_reach=reach.missing(unit, mirror, match, site.score_loads, score.proved)
+        ),
         device=out.device.type,
         out_dtype=_name(out.dtype),
         needs_grad=needs_grad,

@@ -37,14 +37,13 @@ class Call:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Buffer:
     """A tensor that compiled code keeps from call to call. name: the attribute of the root graph module that holds it. label: for people,
-    "model.layers.0.self_attn/amax". value: fake. node, held: in a body's graph, the placeholders that stand for it, and for what it held
-    before the call; None in the root's own."""
+    "model.layers.0.self_attn/amax". value: fake. inputs: in a body's graph, the placeholders that stand for it, and for what it held
+    before the call; none in the root's own."""
 
     name: str
     label: str
     value: torch.Tensor
-    node: fx.Node | None = None
-    held: fx.Node | None = None
+    inputs: tuple[fx.Node, ...] = ()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -55,7 +54,8 @@ class Unit:
     targets: by device type, read when first needed. tuner: if options.autotune; one for all units. calls: every call of a body, if
     all are understood; callees: what this graph calls so. reader: reads elements of the mirror's tensors. A graph without
     attention that calls a body with one is a unit too, but goes through no pass: it has a mirror only if a mask of the body was
-    followed there. buffers: what its sites keep (buffers.py).
+    followed there. buffers: what its sites keep (buffers.py). given: the further inputs of a
+    body, each with what its call gives for it (body_inputs.py).
     """
 
     graph_module: fx.GraphModule
@@ -74,6 +74,7 @@ class Unit:
     callees: list[tuple[Call, Unit]] = field(default_factory=list)
     reader: Reader | None = None
     buffers: list[Buffer] = field(default_factory=list)
+    given: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def target(self, device: str) -> Target:
         """The machine that a site on this device type will run on."""

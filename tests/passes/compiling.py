@@ -66,6 +66,10 @@ class Compiled:
         return site
 
     @property
+    def text(self) -> str:
+        return "\n".join(graph.text for graph in self.graphs)
+
+    @property
     def calls(self) -> list[str]:
         return [call for graph in self.graphs for call in graph.calls]
 

@@ -33,10 +33,25 @@ def test_an_input_is_at_hand() -> None:
     assert spec.mask.out_of_reach == ()
 
 
-def test_what_the_caller_of_a_body_made_a_mask_of_is_not() -> None:
+def test_what_the_caller_of_a_checkpoint_made_a_mask_of_is_at_hand() -> None:
     def model(q: Tensor, k: Tensor, v: Tensor, p: Tensor) -> Tensor:
         mask = p.bool()[:, None, None, :]
         return checkpoint(lambda q, k, v, m: sdpa(q, k, v, attn_mask=m), q, k, v, mask, use_reentrant=False)
+
+    q, k, v = _qkv()
+    spec = _spec(model, q.requires_grad_(), k, v, PADDING)
+    assert spec.mask.words.startswith("key padding p[b, k]")
+    assert spec.mask.out_of_reach == ()
+
+
+def test_what_the_caller_of_two_checkpoints_within_each_other_made_a_mask_of_is_not() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, p: Tensor) -> Tensor:
+        mask = p.bool()[:, None, None, :]
+
+        def outer(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+            return checkpoint(lambda q, k, v, m: sdpa(q, k, v, attn_mask=m), q, k, v, m, use_reentrant=False)
+
+        return checkpoint(outer, q, k, v, mask, use_reentrant=False)
 
     q, k, v = _qkv()
     spec = _spec(model, q.requires_grad_(), k, v, PADDING)
