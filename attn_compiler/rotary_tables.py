@@ -67,7 +67,12 @@ def _size(node: fx.Node) -> Any:
 
 
 def _keep(graph: fx.Graph, table: fx.Node) -> None:
+    """Contiguous, as it is read: angles come from a product of positions last."""
     with graph.inserting_after(table):
-        kept = graph.call_function(getattr(torch.ops, NAMESPACE).held.default, (table,))
-    kept.meta.update(table.meta)
-    table.replace_all_uses_with(kept, lambda reader: reader is not kept)
+        packed = graph.call_function(aten.clone.default, (table,), {"memory_format": torch.contiguous_format})
+    with graph.inserting_after(packed):
+        kept = graph.call_function(getattr(torch.ops, NAMESPACE).held.default, (packed,))
+    for node in (packed, kept):
+        node.meta.update(table.meta)
+        node.meta["val"] = table.meta["val"].contiguous()
+    table.replace_all_uses_with(kept, lambda reader: reader is not packed)
