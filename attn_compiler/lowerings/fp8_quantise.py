@@ -6,8 +6,10 @@ of the graph, which Inductor fuses into whatever made them (fp8_nodes.py).
 amax is the largest finite magnitude: what kernels leave out (padding) may hold anything. A number that is not finite becomes NaN; in
 int8, which has none, 0. Rounding has no gradient: fp8_restoring.py attaches one to what comes of it.
 
-With smooth_k, k loses its mean over the sequence before it is rounded. Every score of a row loses the same by that, q · mean, which
-the kernel adds to the lse, or to the scores beneath a softcap. With hadamard, q and k are turned by one rotation: scores stay.
+With smooth_k, k loses its mean over the sequence before it is rounded, and every score of a row loses the same by that, q · mean. A
+softmax does not change by it, so the backward gets k without its mean, too, and the lse that belongs to that: P, dK and dV are the same,
+and so is dQ, as a row of dS adds up to 0. A softcap and sinks compare with scores themselves: there the kernel adds the shift, q · mean,
+and the backward's k has its mean again. With hadamard, q and k are turned by one rotation: scores stay.
 """
 
 from __future__ import annotations
@@ -63,6 +65,11 @@ def scales_of(spec: AttentionSpec) -> Scales:
     return Scales(block=scaling.block if is_blocks and isinstance(scaling, CurrentScaling) else None)
 
 
+def needs_shift(spec: AttentionSpec) -> bool:
+    """Whether a kernel has to know by what scores of a row are too small."""
+    return recipe_of(spec).smooth_k and (spec.score.softcap is not None or spec.score.sinks is not None)
+
+
 def names(spec: AttentionSpec) -> tuple[str, ...]:
     """Of the operands that `emit` makes, in order.
 
@@ -70,12 +77,12 @@ def names(spec: AttentionSpec) -> tuple[str, ...]:
     cores take it, and in the order that fp8_rounding.in_order undoes; Skv' is Skv up to a multiple of 16, and what is beyond Skv is 0.
     descale_q, descale_k, descale_v: see `Scales`. shift: float32 (B, Hq, Sq), contiguous: q · mean.
     """
-    return (*_ALWAYS, "shift") if recipe_of(spec).smooth_k else _ALWAYS
+    return (*_ALWAYS, "shift") if needs_shift(spec) else _ALWAYS
 
 
 def kept_names(*, has_mean: bool, positions_last: bool) -> tuple[str, ...]:
     """Of what a backward makes q, k and v of: q8, k8 and their descales, as in `names`; v as it was rounded, in the model's dtype, where v8
-    has positions last, else v8 and its descale. mean: of fp8_rounding.mean_fp8, what k lost."""
+    has positions last, else v8 and its descale. mean: of fp8_rounding.mean_fp8, what k lost and gets back."""
     v = ("v",) if positions_last else ("v8", "descale_v")
     return ("q8", "k8", "descale_q", "descale_k", *v, *(("mean",) if has_mean else ()))
 
@@ -89,10 +96,10 @@ def emit(
     rounds_q: bool = True,
 ) -> Rounded:
     """Round the site's q, k and v. positions_last: v8 as `names` says; else all three lie as they did. rounds_q: else q8 is q in the
-    model's dtype, for a kernel that rounds it, and descale_q is 1; not with smooth_k or hadamard, and not where there is a backward."""
+    model's dtype, for a kernel that rounds it, and descale_q is 1: not with hadamard, nor where a shift is needed or a backward
+    follows."""
     made = _Quantiser(emitter, spec, positions_last, rounds_q).all_of(operands)
-    has_mean = recipe_of(spec).smooth_k
-    kept = kept_names(has_mean=has_mean, positions_last=positions_last) if spec.needs_grad else ()
+    kept = kept_names(has_mean=needs_shift(spec), positions_last=positions_last) if spec.needs_grad else ()
     return Rounded(operands=[made[name] for name in names(spec)], kept=[made[name] for name in kept])
 
 
@@ -122,7 +129,7 @@ class _Quantiser:
             )
         if history is not None:
             self._move_on(history, self._item(outputs, EACH * len(rest)))
-        if self._recipe.smooth_k:
+        if needs_shift(self.spec):
             made["shift"] = self._item(outputs, EACH * len(rest) + 1)
         return made
 
@@ -156,7 +163,7 @@ class _Quantiser:
             as_given=not self.positions_last,
             restore=self.spec.dtype if is_restored else "",
             has_mean=name == "k" and recipe.smooth_k,
-            has_shift=name == "q" and recipe.smooth_k,
+            has_shift=name == "q" and needs_shift(self.spec),
         )
 
     def _rounding(self, how: Iterable[How], per: fp8_rounding.Per | None) -> str:

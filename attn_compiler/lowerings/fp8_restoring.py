@@ -63,7 +63,7 @@ def kept_of(spec: AttentionSpec, text: str, *, positions_last: bool = True) -> K
     return Kept(
         block=fp8_quantise.scales_of(spec).block,
         rotated=recipe.hadamard,
-        has_mean=recipe.smooth_k,
+        has_mean=fp8_quantise.needs_shift(spec),
         positions_last=positions_last,
         dtype=spec.dtype,
         call=text,

@@ -1,7 +1,7 @@
 """`attn_compiler::round_fp8`: tensors in FP8 or int8, their descales, and what the rounded numbers stand for; `attn_compiler::largest_fp8`:
 their largest finite magnitudes.
 
-    x8 = cast(clamp((x · R - mean · R) · scale)), scale = fits / largest, descale = 1 / scale, restored = (x8 · descale) · Rᵀ + mean
+    x8 = cast(clamp((x · R - mean · R) · scale)), scale = fits / largest, descale = 1 / scale, restored = x8 · descale
 
 R is a rotation, H / √D with Sylvester's H of D rows, ±1, which is symmetric; or none. So is the mean: `attn_compiler::mean_fp8` finds it.
 
@@ -247,8 +247,7 @@ def _one_in_pytorch(
     descale.copy_(scale.reciprocal())
     back = numbers.float() * spread.reciprocal()
     if how.restore:
-        unrotated = rotated(back) if how.rotated else back
-        restored.copy_(unrotated if mean is None or not how.has_mean else unrotated + mean[:, :, :1])
+        restored.copy_(back)
     outputs = [turned(numbers) if how.turned else rounded.copy_(numbers), descale, restored]
     if mean is None or not how.has_shift:
         return outputs

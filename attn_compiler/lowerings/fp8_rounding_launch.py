@@ -20,14 +20,14 @@ from attn_compiler.lowerings.triton_plan import Tile
 #: positions that a program rounds at once
 PART = 128
 _WARPS = 8
-#: of a thread: so many that two programs share a multiprocessor; of head dims up to 64 four, or three where there is a rotation
-_REGISTERS, _REGISTERS_NARROW, _REGISTERS_ROTATED, _NARROW = 128, 64, 80, 64
+#: of a thread: so many that two programs share a multiprocessor; of head dims up to 64 four
+_REGISTERS, _NARROW = 128, 64
 #: of a program that looks for the largest magnitude: positions at once, and how often
 _LOOK_PART, _LOOKS, _LOOK_WARPS = 64, 4, 4
 #: of a program that sums: positions at once, and how often; of one that adds up such sums: how many at once
 _SUM_PART, _SUMS, _SUM_WARPS, _SUMS_AT_ONCE = 64, 8, 8, 16
-#: where there is a rotation: blocks of a program, and how many are on their way
-_RUN, _STAGES = 4, 2
+#: blocks of a program, where there is a rotation
+_RUN = 8
 #: tensors of a launch
 _MOST = 3
 _USUAL_WIDTH = 128
@@ -98,7 +98,6 @@ def _rounding(named: Named, how: Rounding, many: int) -> Arguments:
     block = PART if "largest0" in named or is_known else how.block
     numbers: dict[str, Any] = {"BLOCK": block, "PART": PART, "MEAN_OF": _mean_of(how), "KNOWN": is_known}
     numbers |= {"SHIFT_OF": _shift_of(how), "group": _group(named, how), "RUN": _RUN}
-    numbers["STAGES"] = _STAGES if _is_narrow(named, _USUAL_WIDTH) else 1
     for i in range(_MOST):
         each = how.each[i] if i < many else how.each[0]
         numbers |= _of_one(named, i, block * (_RUN if each.rotated else 1))
@@ -111,16 +110,25 @@ def _rounding(named: Named, how: Rounding, many: int) -> Arguments:
     numbers |= _offsets("newest", named, how.per, many)
     numbers |= {"newest_b": int(how.per == "row"), "newest_h": int(how.per in ("head", "row"))}
     names = [*_names("x", "largest", "rounded", "descale", "restored"), "mean", "shift", "newest"]
-    few = _REGISTERS_ROTATED if any(each.rotated for each in how.each) else _REGISTERS_NARROW
-    registers = few if _is_narrow(named, _NARROW) else _REGISTERS
-    tile = Tile(queries=PART, keys=PART, warps=_warps(_WARPS, named), stages=1, registers=registers)
-    return _arguments(named, names, numbers, tile)
+    return _arguments(named, names, numbers, _rounding_tile(named, how))
+
+
+def _rounding_tile(named: Named, how: Rounding) -> Tile:
+    warps, registers = _warps(_WARPS, named), _REGISTERS
+    if _is_narrow(named, _NARROW):
+        # With a rotation threads wait for each other more: 88 us with four warps, 91 with eight of 64 registers.
+        warps, registers = (warps // 2, registers) if _has_rotation(how) else (warps, registers // 2)
+    return Tile(queries=PART, keys=PART, warps=warps, stages=1, registers=registers)
+
+
+def _has_rotation(how: Rounding) -> bool:
+    return any(each.rotated for each in how.each)
 
 
 def _looking(named: Named, how: Rounding, many: int) -> Arguments:
     per = how.per or "tensor"
     # H is made once a program.
-    more = 2 if any(each.rotated for each in how.each) else 1
+    more = 2 if _has_rotation(how) else 1
     numbers: dict[str, Any] = {"PARTS": _LOOKS * more, "PART": _LOOK_PART, "MEAN_OF": _mean_of(how)}
     for i in range(_MOST):
         numbers |= _of_one(named, i, _LOOKS * more * _LOOK_PART)

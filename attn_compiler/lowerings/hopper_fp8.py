@@ -90,7 +90,7 @@ def _rounds_q(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> bool
     places = (q.storage_offset(), *q.stride()[:-1])
     is_readable = all(place * q.element_size() % fp8_rounding.VECTOR == 0 for place in places) and 0 not in q.stride()
     is_current = isinstance(recipe.scaling, CurrentScaling) and recipe.scaling.margin == 0
-    is_plain = not (recipe.smooth_k or recipe.hadamard)
+    is_plain = not (recipe.hadamard or fp8_quantise.needs_shift(spec))
     # Where q becomes int8, an Inf becomes 0, which the kernel does not see to.
     keeps_inf = recipe.qk_format != "int8"
     return is_narrow and not spec.needs_grad and is_readable and is_current and is_plain and keeps_inf

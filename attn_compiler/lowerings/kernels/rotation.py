@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Of H's rows, as many as one product has: shared memory has room for those beside a tile. Wider ones are made of two.
-_MOST_ROWS = tl.constexpr(128)
+#: Rows from which on H is made of its quarter: half the work, and of shared memory a quarter.
+_HALVED = tl.constexpr(128)
 #: bit n: the parity of the bits of n
 _PARITIES = tl.constexpr(0x6996)
 
@@ -22,24 +22,50 @@ def signs_of(rows, columns, dtype: tl.constexpr):
 
 @triton.jit
 def signs(HEAD_DIM: tl.constexpr, dtype: tl.constexpr):
-    """H for `times_signs`: (D, D), or its first quarter."""
-    ROWS: tl.constexpr = HEAD_DIM if HEAD_DIM < _MOST_ROWS else _MOST_ROWS
+    """H for what follows: (D, D), or its first quarter."""
+    ROWS: tl.constexpr = HEAD_DIM if HEAD_DIM < _HALVED else HEAD_DIM // 2
     at = tl.arange(0, ROWS)
     return signs_of(at[:, None], at[None, :], dtype)
 
 
 @triton.jit
-def times_signs(x, signs):
-    """x H: (N, D) in float32. signs: as `signs` gives it in x's dtype."""
-    N: tl.constexpr = x.shape[0]
-    HEAD_DIM: tl.constexpr = x.shape[1]
+def _products(one, other, signs):
+    """Of both halves of some rows with H, which is [[H', H'], [H', -H']], side by side in float32."""
+    one, other = tl.dot(one, signs), tl.dot(other, signs)
+    N: tl.constexpr = one.shape[0]
+    both = tl.permute(tl.join(one + other, one - other), (0, 2, 1))
+    return tl.reshape(both, (N, 2 * signs.shape[0]))
+
+
+@triton.jit
+def load_rotated(X, mean, signs, first, length, stride, PART: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """PART rows of X H / √D - mean in float32; from `length` on they are finite, and no more. X: of a head. mean: (1, D), or None."""
     ROWS: tl.constexpr = signs.shape[0]
+    rows = first + tl.arange(0, PART)[:, None]
+    places = X + rows.to(tl.int64) * stride + tl.arange(0, ROWS)[None, :]
+    one = tl.load(places, mask=rows < length, other=0.0)
     if HEAD_DIM == ROWS:
-        product = tl.dot(x, signs)
+        product = tl.dot(one, signs)
     else:
-        # H of twice the rows is [[H, H], [H, -H]].
-        tl.static_assert(HEAD_DIM == 2 * ROWS)
-        one, other = tl.split(tl.permute(tl.reshape(x, (N, 2, ROWS)), (0, 2, 1)))
-        one, other = tl.dot(one, signs), tl.dot(other, signs)
-        product = tl.reshape(tl.permute(tl.join(one + other, one - other), (0, 2, 1)), (N, HEAD_DIM))
+        product = _products(one, tl.load(places + ROWS, mask=rows < length, other=0.0), signs)
+    product *= HEAD_DIM**-0.5
+    if mean is not None:
+        product -= mean
     return product
+
+
+@triton.jit
+def finite_rows(x, first, length, instead):
+    """x, with `instead` in rows that are not finite, and the largest magnitude of the others. What is not finite makes all of a rotated row
+    so: a row has to be asked once."""
+    largest = tl.max(tl.abs(x), 1)
+    largest = tl.where(first + tl.arange(0, x.shape[0]) < length, largest, 0.0)
+    # A maximum may or may not pass on NaN.
+    found = tl.max(tl.where(largest < float("inf"), largest, float("inf")), 0)
+    if found < float("inf"):
+        pass
+    else:
+        is_finite = largest < float("inf")
+        found = tl.max(tl.where(is_finite, largest, 0.0), 0)
+        x = tl.where(is_finite[:, None], x, instead)
+    return x, found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.kernels.rotation import signs, times_signs
+from attn_compiler.lowerings.kernels.rotation import finite_rows, load_rotated, signs
 
 #: Added and taken away again, it leaves a whole number, the nearest and of two the even one.
 _WHOLE = tl.constexpr(12582912.0)
@@ -23,18 +23,14 @@ def _rows(first, length, PART: tl.constexpr):
 
 
 @triton.jit
-def _load(X, Mean, signs, first, dims, length, stride, PART: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """(PART, WIDTH) in float32, 0 beyond the tensor. X, Mean: of the head. signs: of a rotation, or None."""
+def _load(X, mean, first, dims, length, stride, PART: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """(PART, WIDTH) in float32, 0 beyond the tensor. X: of a head. mean: what it loses, (1, WIDTH), or None."""
     rows, inside = _rows(first, length, PART)
     if dims.shape[1] > HEAD_DIM:
         inside = inside & (dims < HEAD_DIM)
-    x = tl.load(X + rows.to(tl.int64) * stride + dims, mask=inside, other=0.0)
-    if signs is None:
-        x = x.to(tl.float32)
-    else:
-        x = times_signs(x, signs) * HEAD_DIM**-0.5
-    if Mean is not None:
-        x = tl.where(inside, x - tl.load(Mean + dims, mask=dims < HEAD_DIM, other=0.0), 0.0)
+    x = tl.load(X + rows.to(tl.int64) * stride + dims, mask=inside, other=0.0).to(tl.float32)
+    if mean is not None:
+        x = tl.where(inside, x - mean, 0.0)
     return x
 
 
@@ -44,41 +40,45 @@ def _largest_of(x):
 
 
 @triton.jit
-def _finite(x):
-    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
-
-
-@triton.jit
 def _largest_finite(
-    X, Mean, signs, first, dims, length, stride,
-    PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr,
+    X, mean, first, dims, length, stride, PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
     """Of PARTS · PART positions, from memory again."""
     found = 0.0
     for part in range(PARTS):
-        x = _load(X, Mean, signs, first + part * PART, dims, length, stride, PART, HEAD_DIM)
-        found = tl.maximum(found, _largest_of(_finite(x)))
+        x = _load(X, mean, first + part * PART, dims, length, stride, PART, HEAD_DIM)
+        found = tl.maximum(found, _largest_of(tl.where(tl.abs(x) < float("inf"), x, 0.0)))
     return found
 
 
 @triton.jit
 def _largest(
-    x, X, Mean, signs, first, dims, length, stride,
-    PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr,
+    x, X, mean, first, dims, length, stride, PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
     """The largest finite magnitude of PARTS · PART positions, whose first PART are x."""
     found = _largest_of(x)
     for part in tl.static_range(1, PARTS):
-        further = _load(X, Mean, signs, first + part * PART, dims, length, stride, PART, HEAD_DIM)
+        further = _load(X, mean, first + part * PART, dims, length, stride, PART, HEAD_DIM)
         found = tl.maximum(found, _largest_of(further))
     # Not so for NaN, which a maximum may or may not pass on.
     if found < float("inf"):
         pass
-    elif PARTS == 1 and signs is not None:
-        # A rotated tile is worth keeping.
-        found = _largest_of(_finite(x))
     else:
-        found = _largest_finite(X, Mean, signs, first, dims, length, stride, PARTS, PART, HEAD_DIM)
+        found = _largest_finite(X, mean, first, dims, length, stride, PARTS, PART, HEAD_DIM)
+    return found
+
+
+@triton.jit
+def _largest_rotated(
+    X, mean, signs, first, length, stride, PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """The same of rotated positions."""
+    found = 0.0
+    for part in range(PARTS):
+        at = first + part * PART
+        x = load_rotated(X, mean, signs, at, length, stride, PART, HEAD_DIM)
+        _, more = finite_rows(x, at, length, 0.0)
+        found = tl.maximum(found, more)
     return found
 
 
@@ -90,21 +90,25 @@ def _keep_largest(Place, found):
 
 @triton.jit
 def _write(
-    x, scale, descale, Mean, RotatedMean, Shift, signs, Rounded, Restored, first, dims, length, stride, stride_restored, largest,
-    HEAD_DIM: tl.constexpr, PART: tl.constexpr, TURNED: tl.constexpr, WHOLE: tl.constexpr,
+    x, scale, descale, mean, Shift, Rounded, Restored, first, dims, length, stride, stride_restored, largest,
+    HEAD_DIM: tl.constexpr, PART: tl.constexpr, TURNED: tl.constexpr, WHOLE: tl.constexpr, FITS: tl.constexpr,
 ):  # fmt: skip
-    """One part: rounded, and what that stands for; of its products with the mean, which go to Shift, or of itself with the mean."""
+    """One part: rounded, and what that stands for; and its products with the mean, which go to Shift. FITS: x · scale does, and what was
+    not finite is 0 or NaN already."""
     rows, inside = _rows(first, length, PART)
     WIDTH: tl.constexpr = dims.shape[1]
     y = x * scale
     if WHOLE:
+        if not FITS:
+            y = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(y, -largest), largest), 0.0)
         # The sum's last byte is the whole number, since conversions have few units.
-        moved = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(y, -largest), largest), 0.0) + _WHOLE
-        rounded = moved.to(tl.int32, bitcast=True).to(tl.int8)
+        moved = y + _WHOLE
+        bits = moved.to(tl.int32, bitcast=True)
+        rounded = bits.to(tl.int8)
         numbers = moved - _WHOLE
     else:
         # Conversion saturates, which would make a number of what is infinite.
-        rounded = (y + x * 0.0).to(Rounded.dtype.element_ty)
+        rounded = (y if FITS else y + x * 0.0).to(Rounded.dtype.element_ty)
         numbers = rounded.to(tl.float32)
     if TURNED:
         # Kernels want positions last, in the order of fp8_rounding.in_order.
@@ -114,40 +118,49 @@ def _write(
         turned_dims = tl.arange(0, WIDTH)[:, None]
         mask = (positions < tl.cdiv(length, 16) * 16) & (turned_dims < HEAD_DIM)
         tl.store(Rounded + turned_dims.to(tl.int64) * stride + positions, lying, mask=mask)
+    elif WHOLE and FITS:
+        # By twos, which tensor cores leave side by side in a thread.
+        one, other = tl.split(tl.reshape(bits, (PART, WIDTH // 2, 2)))
+        places = Rounded.to(tl.pointer_type(tl.int16), bitcast=True) + rows.to(tl.int64) * (stride // 2)
+        tl.store(places + tl.arange(0, WIDTH // 2)[None, :], ((one & 0xFF) | (other << 8)).to(tl.int16), mask=inside)
     else:
         tl.store(Rounded + rows.to(tl.int64) * stride + dims, rounded, mask=inside & (dims < HEAD_DIM))
     if Shift is not None:
-        mean = tl.load(RotatedMean + dims, mask=dims < HEAD_DIM, other=0.0)
         at = first + tl.arange(0, PART)
         tl.store(Shift + at, tl.sum(numbers * mean, 1) * descale, mask=at < length)
     if Restored is not None:
-        if signs is None:
-            back = numbers * descale
-        else:
-            # Exactly: all that the formats hold, bfloat16 and float16 hold as well.
-            back = times_signs(numbers.to(signs.dtype), signs) * (descale * HEAD_DIM**-0.5)
-        if Mean is not None and Shift is None:
-            back += tl.load(Mean + dims, mask=dims < HEAD_DIM, other=0.0)
+        back = numbers * descale
         pointers = Restored + rows.to(tl.int64) * stride_restored + dims
         tl.store(pointers, back.to(Restored.dtype.element_ty), mask=inside & (dims < HEAD_DIM))
 
 
 @triton.jit
 def _round_block(
-    block, row, head, batch, X, Mean, RotatedMean, Shift, signs, Largest, Newest, Rounded, Descale, Restored,
+    block, row, head, batch, X, mean, Shift, signs, Largest, Newest, Rounded, Descale, Restored,
     stride_xs, stride_ys, stride_rs, largest_b, largest_h, newest_b, newest_h, length, largest, fits, known,
     BLOCK: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
     WHOLE: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK positions of one head of one tensor; tensors: of that head, but Largest, Newest and Descale."""
+    """BLOCK positions of one head of one tensor; tensors: of that head, but Largest, Newest and Descale. mean: what x loses, or what
+    its products go to Shift with."""
     dims = tl.arange(0, WIDTH)[None, :]
     first = block * BLOCK
     PARTS: tl.constexpr = BLOCK // PART
     OF_BLOCKS: tl.constexpr = Largest is None and not KNOWN
-    lost = RotatedMean if Shift is None else None
-    x = _load(X, lost, signs, first, dims, length, stride_xs, PART, HEAD_DIM)
-    if OF_BLOCKS or Newest is not None:
-        found = _largest(x, X, lost, signs, first, dims, length, stride_xs, PARTS, PART, HEAD_DIM)
+    ROTATED: tl.constexpr = signs is not None
+    FITS: tl.constexpr = ROTATED and OF_BLOCKS
+    lost = mean if Shift is None else None
+    if ROTATED:
+        instead: tl.constexpr = 0.0 if WHOLE else float("nan")
+        if PARTS == 1:
+            x = load_rotated(X, lost, signs, first, length, stride_xs, PART, HEAD_DIM)
+            x, found = finite_rows(x, first, length, instead)
+        else:
+            found = _largest_rotated(X, lost, signs, first, length, stride_xs, PARTS, PART, HEAD_DIM)
+    else:
+        x = _load(X, lost, first, dims, length, stride_xs, PART, HEAD_DIM)
+        if OF_BLOCKS or Newest is not None:
+            found = _largest(x, X, lost, first, dims, length, stride_xs, PARTS, PART, HEAD_DIM)
     if Newest is not None:
         _keep_largest(Newest + (row - head) * newest_b + head * newest_h, found)
     if KNOWN:
@@ -166,17 +179,27 @@ def _round_block(
         # Of those that share it the first one.
         is_first = (block == 0) & ((largest_h != 0) | (head == 0)) & ((largest_b != 0) | (batch == 0))
         tl.store(Descale + batch * largest_b + head * largest_h, descale, mask=is_first)
-    _write(
-        x, scale, descale, Mean, RotatedMean, Shift, signs, Rounded, Restored, first, dims, length, stride_ys, stride_rs, largest,
-        HEAD_DIM, PART, TURNED, WHOLE,
-    )  # fmt: skip
-    for part in tl.static_range(1, PARTS):
-        at = first + part * PART
-        x = _load(X, lost, signs, at, dims, length, stride_xs, PART, HEAD_DIM)
+    if PARTS == 1 or not ROTATED:
         _write(
-            x, scale, descale, Mean, RotatedMean, Shift, signs, Rounded, Restored, at, dims, length, stride_ys, stride_rs, largest,
-            HEAD_DIM, PART, TURNED, WHOLE,
+            x, scale, descale, mean, Shift, Rounded, Restored, first, dims, length, stride_ys, stride_rs, largest,
+            HEAD_DIM, PART, TURNED, WHOLE, FITS,
         )  # fmt: skip
+        for part in tl.static_range(1, PARTS):
+            at = first + part * PART
+            x = _load(X, lost, at, dims, length, stride_xs, PART, HEAD_DIM)
+            _write(
+                x, scale, descale, mean, Shift, Rounded, Restored, at, dims, length, stride_ys, stride_rs, largest,
+                HEAD_DIM, PART, TURNED, WHOLE, FITS,
+            )  # fmt: skip
+    else:
+        for part in range(PARTS):
+            at = first + part * PART
+            x = load_rotated(X, lost, signs, at, length, stride_xs, PART, HEAD_DIM)
+            x, _ = finite_rows(x, at, length, instead)
+            _write(
+                x, scale, descale, mean, Shift, Rounded, Restored, at, dims, length, stride_ys, stride_rs, largest,
+                HEAD_DIM, PART, TURNED, WHOLE, FITS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -185,7 +208,8 @@ def _round(
     stride_xb, stride_xh, stride_xs, stride_yb, stride_yh, stride_ys, stride_rb, stride_rh, stride_rs,
     largest_b, largest_h, newest_b, newest_h, heads, length,
     largest, fits, known, group, BLOCK: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    TURNED: tl.constexpr, WHOLE: tl.constexpr, KNOWN: tl.constexpr, ROTATED: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr,
+    TURNED: tl.constexpr, WHOLE: tl.constexpr, KNOWN: tl.constexpr, ROTATED: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
     """BLOCK positions of one head of one tensor, or ROTATED RUN times as many: `place` counts those, then heads, then batch rows."""
     blocks = tl.cdiv(length, BLOCK)
@@ -196,24 +220,25 @@ def _round(
     Rounded += batch * stride_yb + head.to(tl.int64) * stride_yh
     if Restored is not None:
         Restored += batch * stride_rb + head.to(tl.int64) * stride_rh
-    RotatedMean = Mean
+    mean = None
     if Mean is not None:
         of_kv = row if Shift is None else batch * (heads // group) + head // group
         Mean += of_kv.to(tl.int64) * ((2 if ROTATED else 1) * HEAD_DIM)
-        RotatedMean = Mean + HEAD_DIM if ROTATED else Mean
+        dims = tl.arange(0, WIDTH)[None, :]
+        mean = tl.load(Mean + (HEAD_DIM if ROTATED else 0) + dims, mask=dims < HEAD_DIM, other=0.0)
     if Shift is not None:
         Shift += row.to(tl.int64) * length
     if ROTATED:
         turning = signs(HEAD_DIM, X.dtype.element_ty)
-        for at in tl.range(block * RUN, tl.minimum(block * RUN + RUN, blocks), num_stages=STAGES):
+        for at in range(block * RUN, tl.minimum(block * RUN + RUN, blocks)):
             _round_block(
-                at, row, head, batch, X, Mean, RotatedMean, Shift, turning, Largest, Newest, Rounded, Descale, Restored,
+                at, row, head, batch, X, mean, Shift, turning, Largest, Newest, Rounded, Descale, Restored,
                 stride_xs, stride_ys, stride_rs, largest_b, largest_h, newest_b, newest_h, length, largest, fits, known,
                 BLOCK, PART, HEAD_DIM, WIDTH, TURNED, WHOLE, KNOWN,
             )  # fmt: skip
     else:
         _round_block(
-            block, row, head, batch, X, Mean, RotatedMean, Shift, None, Largest, Newest, Rounded, Descale, Restored,
+            block, row, head, batch, X, mean, Shift, None, Largest, Newest, Rounded, Descale, Restored,
             stride_xs, stride_ys, stride_rs, largest_b, largest_h, newest_b, newest_h, length, largest, fits, known,
             BLOCK, PART, HEAD_DIM, WIDTH, TURNED, WHOLE, KNOWN,
         )  # fmt: skip
@@ -231,7 +256,7 @@ def round_fp8(
     heads2, length2, programs2, largest2, fits2, known2,
     newest_b, newest_h, newest1, newest2, group,
     BLOCK: tl.constexpr, PART: tl.constexpr, MEAN_OF: tl.constexpr, SHIFT_OF: tl.constexpr, KNOWN: tl.constexpr,
-    RUN: tl.constexpr, STAGES: tl.constexpr,
+    RUN: tl.constexpr,
     HEAD_DIM0: tl.constexpr, WIDTH0: tl.constexpr, TURNED0: tl.constexpr, WHOLE0: tl.constexpr, ROTATED0: tl.constexpr,
     HEAD_DIM1: tl.constexpr, WIDTH1: tl.constexpr, TURNED1: tl.constexpr, WHOLE1: tl.constexpr, ROTATED1: tl.constexpr,
     HEAD_DIM2: tl.constexpr, WIDTH2: tl.constexpr, TURNED2: tl.constexpr, WHOLE2: tl.constexpr, ROTATED2: tl.constexpr,
@@ -239,10 +264,11 @@ def round_fp8(
     """Grid: (programs0 + programs1 + programs2,). See fp8_rounding.round_fp8; X: (B, H, S, D), as is Restored; X1, X2 may be None.
 
     Mean: float32 (B, H, n, D), contiguous, which the tensor MEAN_OF loses, or None; Shift: (B, H, S), of the tensor SHIFT_OF, whose heads
-    share `group` by `group` one of the mean's. Largest: float32, or None: each block's own, which becomes `fits`, or KNOWN: `known`.
+    share `group` by `group` one of the mean's. Largest: float32, or None: each block's own, which
+    becomes `fits`, or KNOWN: `known`.
     Newest: the bits of float32, where the largest magnitudes are kept, of the second tensor from newest1 on. Rounded: (B, H, S, D), or
-    TURNED: (B, H, D, S'). WIDTH: D up to a power of two. WHOLE: to int8. ROTATED: times H / √D, RUN blocks to a program, of which STAGES
-    are on their way.
+    TURNED: (B, H, D, S'). WIDTH: D up to a power of two. WHOLE: to int8. ROTATED: times H / √D, RUN blocks to a
+    program.
     """
     # What a pass before this one read last is still in the cache.
     place = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -252,7 +278,7 @@ def round_fp8(
             Shift if SHIFT_OF == 0 else None, Largest0, Newest, Rounded0, Descale0, Restored0,
             stride_xb0, stride_xh0, stride_xs0, stride_yb0, stride_yh0, stride_ys0, stride_rb0, stride_rh0, stride_rs0,
             largest_b0, largest_h0, newest_b, newest_h, heads0, length0,
-            largest0, fits0, known0, group, BLOCK, PART, HEAD_DIM0, WIDTH0, TURNED0, WHOLE0, KNOWN, ROTATED0, RUN, STAGES,
+            largest0, fits0, known0, group, BLOCK, PART, HEAD_DIM0, WIDTH0, TURNED0, WHOLE0, KNOWN, ROTATED0, RUN,
         )  # fmt: skip
     elif X1 is not None:
         if place < programs0 + programs1:
@@ -262,7 +288,7 @@ def round_fp8(
                 None if Newest is None else Newest + newest1, Rounded1, Descale1, Restored1,
                 stride_xb1, stride_xh1, stride_xs1, stride_yb1, stride_yh1, stride_ys1, stride_rb1, stride_rh1, stride_rs1,
                 largest_b1, largest_h1, newest_b, newest_h, heads1, length1,
-                largest1, fits1, known1, group, BLOCK, PART, HEAD_DIM1, WIDTH1, TURNED1, WHOLE1, KNOWN, ROTATED1, RUN, STAGES,
+                largest1, fits1, known1, group, BLOCK, PART, HEAD_DIM1, WIDTH1, TURNED1, WHOLE1, KNOWN, ROTATED1, RUN,
             )  # fmt: skip
         elif X2 is not None:
             _round(
@@ -271,7 +297,7 @@ def round_fp8(
                 None if Newest is None else Newest + newest2, Rounded2, Descale2, Restored2,
                 stride_xb2, stride_xh2, stride_xs2, stride_yb2, stride_yh2, stride_ys2, stride_rb2, stride_rh2, stride_rs2,
                 largest_b2, largest_h2, newest_b, newest_h, heads2, length2,
-                largest2, fits2, known2, group, BLOCK, PART, HEAD_DIM2, WIDTH2, TURNED2, WHOLE2, KNOWN, ROTATED2, RUN, STAGES,
+                largest2, fits2, known2, group, BLOCK, PART, HEAD_DIM2, WIDTH2, TURNED2, WHOLE2, KNOWN, ROTATED2, RUN,
             )  # fmt: skip
 
 
@@ -285,25 +311,25 @@ def _keep_largest_of(
     block, row = place % blocks, place // blocks
     head, batch = row % heads, row // heads
     X += batch.to(tl.int64) * stride_xb + head.to(tl.int64) * stride_xh
+    dims = tl.arange(0, WIDTH)[None, :]
+    mean = None
     if Mean is not None:
         Mean += row.to(tl.int64) * ((2 if ROTATED else 1) * HEAD_DIM) + (HEAD_DIM if ROTATED else 0)
-    turning = signs(HEAD_DIM, X.dtype.element_ty) if ROTATED else None
-    dims = tl.arange(0, WIDTH)[None, :]
+        mean = tl.load(Mean + dims, mask=dims < HEAD_DIM, other=0.0)
     first = block * (PARTS * PART)
-    most = tl.zeros((PART, WIDTH), tl.float32)
     if ROTATED:
-        for part in tl.range(0, PARTS, num_stages=2):
-            x = _load(X, Mean, turning, first + part * PART, dims, length, stride_xs, PART, HEAD_DIM)
-            most = tl.maximum(most, tl.abs(x))
+        turning = signs(HEAD_DIM, X.dtype.element_ty)
+        found = _largest_rotated(X, mean, turning, first, length, stride_xs, PARTS, PART, HEAD_DIM)
     else:
+        most = tl.zeros((PART, WIDTH), tl.float32)
         for part in tl.static_range(PARTS):
-            x = _load(X, Mean, turning, first + part * PART, dims, length, stride_xs, PART, HEAD_DIM)
+            x = _load(X, mean, first + part * PART, dims, length, stride_xs, PART, HEAD_DIM)
             most = tl.maximum(most, tl.abs(x))
-    found = _largest_of(most)
-    if found < float("inf"):
-        pass
-    else:
-        found = _largest_finite(X, Mean, turning, first, dims, length, stride_xs, PARTS, PART, HEAD_DIM)
+        found = _largest_of(most)
+        if found < float("inf"):
+            pass
+        else:
+            found = _largest_finite(X, mean, first, dims, length, stride_xs, PARTS, PART, HEAD_DIM)
     _keep_largest(Kept + batch * kept_b + head * kept_h, found)
 
 

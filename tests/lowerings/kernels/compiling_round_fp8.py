@@ -32,20 +32,19 @@ TENSORS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """spilled: bytes of a thread's stack. loads, stores: the widest of global memory, in PTX. shared: bytes of shared memory. ahead: how
-    many tiles' loads into shared memory the code has. on_tensor_cores: products."""
+    """spilled: bytes of a thread's stack. loads, stores: the widest of global memory, in PTX. shared: bytes of shared memory.
+    on_tensor_cores: products."""
 
     name: str
     spilled: int
     loads: str
     stores: str
     shared: int
-    ahead: int
     on_tensor_cores: int
 
 
-#: what is rounded: with a backward that reads it again, the accurate recipe in inference, and that in training
-KINDS = ("plain", "accurate", "accurate, restored")
+#: what is rounded: v for a backward, too; for the accurate recipe; and for that beneath a softcap
+KINDS = ("plain", "accurate", "accurate, shift")
 
 
 def run(head_dim: int) -> list[Found]:
@@ -60,14 +59,11 @@ def run(head_dim: int) -> list[Found]:
 
 
 def _how(kind: str) -> Rounding:
-    restore = "" if kind == "accurate" else "bfloat16"
-    if kind == "plain":
-        each = tuple(How(format="e4m3", turned=i == TENSORS - 1, restore=restore) for i in range(TENSORS))
-    else:
-        q = How(format="int8", rotated=True, has_shift=True, restore=restore)
-        k = How(format="int8", rotated=True, has_mean=True, restore=restore)
-        each = (q, k, How(format="e4m3", turned=True, restore=restore))
-    return Rounding(each=each, block=128)
+    q, k = How(format="e4m3"), How(format="e4m3")
+    if kind != "plain":
+        q = How(format="int8", rotated=True, has_shift=kind != "accurate")
+        k = How(format="int8", rotated=True, has_mean=True)
+    return Rounding(each=(q, k, How(format="e4m3", turned=True, restore="bfloat16")), block=128)
 
 
 def _rounding(kind: str, head_dim: int, x: list[torch.Tensor]) -> list[Found]:
@@ -79,7 +75,7 @@ def _rounding(kind: str, head_dim: int, x: list[torch.Tensor]) -> list[Found]:
     for i, one in enumerate(x):
         outputs = zip(("rounded", "descale", "restored"), empty_outputs(one, None, how.each[i], how.block), strict=True)
         rounding |= {f"{name}{i}": tensor for name, tensor in outputs if tensor.numel()}
-    rounding |= {} if mean is None else {"shift": empty_shift(x, how)[0]}
+    rounding |= {} if kind != "accurate, shift" else {"shift": empty_shift(x, how)[0]}
     looking = named | {"kept": torch.empty(TENSORS, dtype=torch.int32, device="meta")}
     rounds, looks = (f"{which} {kind} {head_dim}" for which in ("round", "look"))
     of_rounding = fp8_rounding_launch._rounding(rounding, how, TENSORS)
@@ -120,7 +116,6 @@ def _compiled(name: str, kernel: Any, arguments: Arguments, tensors: dict[str, t
         loads=widest["ld"],
         stores=widest["st"],
         shared=compiled.metadata.shared,
-        ahead=compiled.asm["ttgir"].count("async_copy_global_to_local"),
         on_tensor_cores=ptx.count("wgmma.mma_async"),
     )
 
