@@ -25,7 +25,7 @@ _REGISTERS, _NARROW = 128, 64
 #: of a program that looks for the largest magnitude: positions at once, and how often
 _LOOK_PART, _LOOKS, _LOOK_WARPS = 64, 4, 4
 #: of a program that sums: positions at once, and how often; of one that adds up such sums: how many at once
-_SUM_PART, _SUMS, _SUM_WARPS, _SUMS_AT_ONCE = 64, 8, 8, 16
+_SUM_PART, _SUMS, _SUM_WARPS, _SUMS_AT_ONCE = 128, 4, 8, 16
 #: blocks of a program, where there is a rotation
 _RUN = 8
 #: tensors of a launch
