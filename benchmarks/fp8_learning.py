@@ -79,7 +79,6 @@ _UNCAPTURED = 3
 _HELD_OUT, _AT_A_TIME = 256, 16
 
 _ENDS = ("loss", "held_out")
-_IMPORTED = ("benchmarks.fp8_learning", "transformers.models.llama.modeling_llama", "torch._inductor.compile_fx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,9 +270,7 @@ def _show_progress() -> None:
 
 def learnt(jobs: Sequence[Job], read: Callable[[], Text]) -> Iterator[Run | str | Text]:
     """First the text, then each run as it ends, or the words of a way that failed. The text is read while models are compiled."""
-    # What all of them import is imported once; that takes longer than to compile where files are slow.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED))
+    context = multiprocessing.get_context("spawn")
     texts, results = context.Queue(), context.Queue()
     processes = [context.Process(target=_work, args=(job, texts, results)) for job in jobs]
     for process in processes:
