@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from attn_compiler import torch_compat
-from attn_compiler.lowerings.ops import NAMESPACE
+from attn_compiler.lowerings.ops import NAMESPACE, register_helper
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -67,12 +67,16 @@ def _size(node: fx.Node) -> Any:
 
 
 def _keep(graph: fx.Graph, table: fx.Node) -> None:
-    """Contiguous, as it is read: angles come from a product of positions last."""
     with graph.inserting_after(table):
-        packed = graph.call_function(aten.clone.default, (table,), {"memory_format": torch.contiguous_format})
-    with graph.inserting_after(packed):
-        kept = graph.call_function(getattr(torch.ops, NAMESPACE).held.default, (packed,))
-    for node in (packed, kept):
-        node.meta.update(table.meta)
-        node.meta["val"] = table.meta["val"].contiguous()
-    table.replace_all_uses_with(kept, lambda reader: reader is not packed)
+        kept = graph.call_function(getattr(torch.ops, NAMESPACE).table.default, (table,))
+    kept.meta.update(table.meta)
+    kept.meta["val"] = _table(table.meta["val"])
+    table.replace_all_uses_with(kept, lambda reader: reader is not kept)
+
+
+def _table(x: torch.Tensor) -> torch.Tensor:
+    """As it is read, not as the product of positions and frequencies lies that angles come from."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+register_helper("table", "(Tensor x) -> Tensor", function=_table)

@@ -18,15 +18,15 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotary_tables, "_WORTH_IT", B * H * S * D * 2)
 
 
-def held(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.target is torch.ops.attn_compiler.held.default]
+def made(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.target is torch.ops.attn_compiler.table.default]
 
 
 def kept(function: Callable[..., Any], *given: Tensor) -> tuple[fx.GraphModule, list[fx.Node]]:
     gm = make_fx(function)(*given)
     rotary_tables.keep_tables(gm.graph)
     gm.recompile()
-    return gm, held(gm.graph)
+    return gm, made(gm.graph)
 
 
 def rotary(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ def test_compiled_by_the_backend_they_are_kept(monkeypatch: pytest.MonkeyPatch) 
     with torch._inductor.config.patch(force_disable_caches=True):  # type: ignore[attr-defined]
         found = torch.compile(rotary, backend="attn_compiler", dynamic=False)(*leaves, given[2])
     (graph,) = seen
-    assert len(held(graph)) == 2
+    assert len(made(graph)) == 2
     upstream = [torch.randn_like(x) for x in found]
     mine = torch.autograd.grad(found, leaves, upstream)
     right = torch.autograd.grad(rotary(*leaves, given[2]), leaves, upstream)

@@ -296,7 +296,7 @@ def _held(buffer: torch.Tensor) -> torch.Tensor:
 #: What a buffer holds now. An op of its own since the partitioner would rather compute a clone again in the backward, from what was
 #: written by then.
 if not hasattr(getattr(torch.ops, NAMESPACE), "held"):
-    LIBRARY.define("held(Tensor buffer) -> Tensor", tags=(torch.Tag.needs_exact_strides,))
+    LIBRARY.define("held(Tensor buffer) -> Tensor")
     LIBRARY.impl("held", _held, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::held", _held, lib=LIBRARY)
 
