@@ -7,7 +7,7 @@ of its own, as many at a time as --jobs; those of a wave are timed in turn, a fe
 As the GPU warms up its clock falls, and every step takes 1 to 2% longer: so `ratio` is the median over the turns of bfloat16's median
 in a turn over the side's, if bfloat16 is in the same wave. Milliseconds of the GPU; `memory_gb` the most that one step allocates,
 `difference` the root mean square of the difference from the model's output without any compilation, relative to its own. Writes
-benchmarks/results/fp8_models_h200.csv.
+benchmarks/results/fp8_models_h200.csv, and with --kernels the GPU's time of one step by kernel.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ BASELINE = "bfloat16"
 KEYS = ("scenario", "layers", "hidden", "heads", "head_dim", "batch", "seqlen", "side")
 MEASURED = ("lowerings", "rounds", "p20_ms", "p50_ms", "p80_ms", "ratio", "memory_gb", "difference", "failure")
 COLUMNS = (*KEYS, *MEASURED)
-#: of a row before it is written: milliseconds, turn by turn
-_TIMES = "times"
+#: of a row before it is written: milliseconds, turn by turn; kernels, calls and microseconds of one step
+_TIMES, _KERNELS = "times", "kernels"
+KERNEL_COLUMNS = (*KEYS, "kernel", "calls", "us")
+#: of a step, the longest
+_MOST_KERNELS = 25
 
 SIDES: Mapping[str, Fp8Recipe | None] = {
     BASELINE: None,
@@ -111,6 +114,7 @@ class Job:
     side: str
     device: str
     seconds: float
+    kernels: bool = False
 
 
 def prepare(job: Job, lock: AbstractContextManager[Any]) -> waves.Finish:
@@ -141,7 +145,7 @@ def prepare(job: Job, lock: AbstractContextManager[Any]) -> waves.Finish:
             torch.cuda.empty_cache()
     except Exception as failure:  # noqa: BLE001 (the row says so)
         return functools.partial(dict, row, failure=bench_kernels.reason(failure, []))
-    return functools.partial(_finish, job, row, step)
+    return _Turns(job=job, row=row, step=step)
 
 
 def _most_memory(step: harness.Step, device: str) -> str:
@@ -152,11 +156,33 @@ def _most_memory(step: harness.Step, device: str) -> str:
     return f"{torch.cuda.max_memory_allocated(device) / 2**30:.2f}"
 
 
-def _finish(job: Job, row: dict[str, str], step: harness.Step) -> waves.Row:
-    """With the times of one turn."""
-    values = harness.interleave({job.side: step}, job.device, seconds=job.seconds, min_rounds=3, warmup=1)[job.side]
-    torch.cuda.empty_cache()
-    return row | {_TIMES: json.dumps(values)}
+@dataclass(kw_only=True)
+class _Turns:
+    """Gives a row with the times of one turn; the first one also has kernels, where they are asked for."""
+
+    job: Job
+    row: dict[str, str]
+    step: harness.Step
+    is_profiled: bool = False
+
+    def __call__(self) -> waves.Row:
+        job = self.job
+        values = harness.interleave({job.side: self.step}, job.device, seconds=job.seconds, min_rounds=3, warmup=1)
+        found = self.row | {_TIMES: json.dumps(values[job.side])}
+        if job.kernels and not self.is_profiled:
+            self.is_profiled, found[_KERNELS] = True, json.dumps(_kernels(self.step))
+        torch.cuda.empty_cache()
+        return found
+
+
+def _kernels(step: harness.Step) -> list[tuple[str, int, float]]:
+    """Of one step, with its calls and the microseconds of all of them; first all together."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    averages = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
+    found = sorted(((e.key, e.count, e.self_device_time_total) for e in averages), key=lambda each: -each[2])
+    return [("all", sum(calls for _, calls, _ in found), sum(us for *_, us in found)), *found[:_MOST_KERNELS]]
 
 
 def merge(rows: Sequence[waves.Row]) -> waves.Row:
@@ -167,7 +193,8 @@ def merge(rows: Sequence[waves.Row]) -> waves.Row:
     flat = [value for turn in times for value in turn]
     p20, p50, p80 = harness.percentiles(flat)
     medians = {"rounds": str(len(flat)), "p20_ms": f"{p20:.3f}", "p50_ms": f"{p50:.3f}", "p80_ms": f"{p80:.3f}"}
-    return rows[-1] | medians | {_TIMES: json.dumps(times)}
+    kernels = {_KERNELS: rows[0][_KERNELS]} if _KERNELS in rows[0] else {}
+    return rows[-1] | medians | kernels | {_TIMES: json.dumps(times)}
 
 
 def rows_of(found: Sequence[tuple[Job, waves.Row | None]]) -> list[dict[str, str]]:
@@ -176,11 +203,22 @@ def rows_of(found: Sequence[tuple[Job, waves.Row | None]]) -> list[dict[str, str
     rows = []
     for job, measured in found:
         row = job.scenario.columns | {"side": job.side} | (measured or {"failure": "not run"})
-        row.pop(_TIMES, None)
+        for name in (_TIMES, _KERNELS):
+            row.pop(name, None)
         usual, own = times.get((job.scenario, BASELINE), []), times[job.scenario, job.side]
         if own and len(usual) == len(own):
             row["ratio"] = f"{statistics.median(map(_ratio, usual, own)):.3f}"
         rows.append(row)
+    return rows
+
+
+def kernel_rows_of(found: Sequence[tuple[Job, waves.Row | None]]) -> list[dict[str, str]]:
+    """Of every side that was profiled: its longest kernels, behind all of them together ("all")."""
+    rows = []
+    for job, measured in found:
+        for kernel, calls, us in json.loads((measured or {}).get(_KERNELS, "[]")):
+            own = {"side": job.side, "kernel": kernel, "calls": str(calls), "us": f"{us:.1f}"}
+            rows.append(job.scenario.columns | own)
     return rows
 
 
@@ -228,6 +266,7 @@ def main() -> int:
     parser.add_argument("--sides", nargs="+", choices=tuple(SIDES), default=list(SIDES))
     parser.add_argument("--seconds", type=float, default=0.3, help="for each side in each turn")
     parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--kernels", type=Path, help="write the time of kernels here, too")
     waves.add_arguments(parser, budget_seconds=600.0)
     parser.add_argument("--commit")
     given = parser.parse_args()
@@ -235,7 +274,13 @@ def main() -> int:
     environment = harness.environment(device, given.commit)
     file = harness.CsvFile(given.output, [*COLUMNS, *environment], append=given.append)
     jobs = [
-        Job(scenario=SCENARIOS[place], side=side, device=device, seconds=given.seconds)
+        Job(
+            scenario=SCENARIOS[place],
+            side=side,
+            device=device,
+            seconds=given.seconds,
+            kernels=given.kernels is not None,
+        )
         for place in given.scenarios
         for side in given.sides
     ]
@@ -254,6 +299,10 @@ def main() -> int:
         done = list(progress.track(found, total=len(jobs), description="sides"))
     for row in rows_of(done):
         file.add(row | environment)
+    if given.kernels is not None:
+        kernels = harness.CsvFile(given.kernels, [*KERNEL_COLUMNS, *environment], append=given.append)
+        for row in kernel_rows_of(done):
+            kernels.add(row | environment)
     print_table(file.rows)
     return 0
 

@@ -47,3 +47,16 @@ def test_ratios_are_those_of_each_turn() -> None:
 
 def test_a_failure_is_the_row() -> None:
     assert bench_fp8_models.merge([{"times": "[1.0]"}, {"failure": "it died"}]) == {"failure": "it died"}
+
+
+def test_kernels_are_those_of_the_first_turn() -> None:
+    turns: list[dict[str, str]] = [
+        {"times": "[1.0]", "kernels": '[["all", 3, 5.0], ["a", 2, 4.0]]'},
+        {"times": "[2.0]"},
+    ]
+    job = bench_fp8_models.Job(scenario=SCENARIOS[0], side="bfloat16", device="cuda", seconds=0.1, kernels=True)
+    found = [(job, bench_fp8_models.merge(turns)), (job, None)]
+    rows = bench_fp8_models.kernel_rows_of(found)
+    assert [(row["kernel"], row["calls"], row["us"]) for row in rows] == [("all", "3", "5.0"), ("a", "2", "4.0")]
+    assert all(set(row) <= set(bench_fp8_models.KERNEL_COLUMNS) for row in rows)
+    assert all(set(row) <= set(bench_fp8_models.COLUMNS) for row in bench_fp8_models.rows_of(found))
