@@ -37,6 +37,7 @@ _GIVEN, _TAKEN = (2, 4, 2), (4, 2, 2)
 ROUND_SCHEMA = "(Tensor[] tensors, Tensor? mean, Tensor[] largest, str how) -> Tensor[]"
 LARGEST_SCHEMA = "(Tensor[] tensors, Tensor? mean, str how) -> Tensor"
 MEAN_SCHEMA = "(Tensor k, bool rotated) -> Tensor"
+UNROTATED_SCHEMA = "(Tensor x8, Tensor descale, Tensor? mean, int block, ScalarType dtype) -> Tensor"
 STAND_IN_SCHEMA = "(Tensor x) -> Tensor"
 #: outputs for each tensor
 EACH = 3
@@ -199,6 +200,27 @@ def mean_fp8(k: torch.Tensor, rotated: bool) -> torch.Tensor:
     return _mean_in_pytorch(k, rotated)
 
 
+def unrotated_fp8(
+    x8: torch.Tensor, descale: torch.Tensor, mean: torch.Tensor | None, block: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """(x8 · descale) · Rᵀ [+ mean] in a format of 16 bits, (B, H, S, D) in x8's strides: rounded once.
+
+    x8, descale: of `round_fp8`, the last stride 1. block: positions that share a descale, or 0. mean: of `mean_fp8` with `rotated`, whose
+    first row is added."""
+    if x8.device.type == "cuda":
+        found: torch.Tensor = _UNROTATED_ON_GPU(x8, descale, mean, block, dtype)
+        return found
+    of_positions = spread(descale, block, x8.shape[2]) if block else descale
+    exact = rotated(x8) * of_positions[..., None]
+    return torch.empty_like(x8, dtype=dtype).copy_(exact if mean is None else exact + mean[:, :, :1])
+
+
+def _fake_unrotated(
+    x8: torch.Tensor, descale: torch.Tensor, mean: torch.Tensor | None, block: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_like(x8, dtype=dtype)
+
+
 def stand_in_fp8(x: torch.Tensor) -> torch.Tensor:
     """Anything of x's shape and dtype, that nothing was written for: only gradients pass through, as those of x · R."""
     return x.new_empty((1, 1, 1, 1)).expand_as(x)
@@ -207,6 +229,7 @@ def stand_in_fp8(x: torch.Tensor) -> torch.Tensor:
 _ROUND_ON_GPU = late("fp8_rounding_launch", "round_fp8")
 _LARGEST_ON_GPU = late("fp8_rounding_launch", "largest_fp8")
 _MEAN_ON_GPU = late("fp8_rounding_launch", "mean_fp8")
+_UNROTATED_ON_GPU = late("fp8_rounding_launch", "unrotated_fp8")
 
 
 def _round_in_pytorch(
@@ -303,6 +326,7 @@ def _stand_in_backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
 register_helper("round_fp8", ROUND_SCHEMA, function=round_fp8, fake=_fake_round, exact_strides=True)
 register_helper("largest_fp8", LARGEST_SCHEMA, function=largest_fp8, fake=_fake_largest, exact_strides=True)
 register_helper("mean_fp8", MEAN_SCHEMA, function=mean_fp8, fake=_fake_mean, exact_strides=True)
+register_helper("unrotated_fp8", UNROTATED_SCHEMA, function=unrotated_fp8, fake=_fake_unrotated, exact_strides=True)
 register_helper(
     "stand_in_fp8",
     STAND_IN_SCHEMA,

@@ -11,6 +11,7 @@ import triton
 
 from attn_compiler.lowerings.fp8_rounding import EACH, Per, Rounding, count, empty_outputs, empty_shift
 from attn_compiler.lowerings.kernels import mean_fp8 as mean_kernels
+from attn_compiler.lowerings.kernels import rotation
 from attn_compiler.lowerings.kernels import round_fp8 as kernels
 from attn_compiler.lowerings.launching import Arguments, alike, launch
 from attn_compiler.lowerings.on_device import on
@@ -23,7 +24,7 @@ _WARPS = 8
 #: of a thread: so many that two programs share a multiprocessor; of head dims up to 64 four
 _REGISTERS, _NARROW = 128, 64
 #: of a program that looks for the largest magnitude: positions at once, and how often
-_LOOK_PART, _LOOKS, _LOOK_WARPS = 64, 4, 4
+_LOOK_PART, _LOOKS, _LOOK_WARPS = 128, 2, 8
 #: of a program that sums: positions at once, and how often; of one that adds up such sums: how many at once
 _SUM_PART, _SUMS, _SUM_WARPS, _SUMS_AT_ONCE = 128, 4, 8, 16
 #: blocks of a program, where there is a rotation
@@ -82,6 +83,18 @@ def mean_fp8(k: torch.Tensor, rotated: bool) -> torch.Tensor:
     return mean
 
 
+def unrotated_fp8(
+    x8: torch.Tensor, descale: torch.Tensor, mean: torch.Tensor | None, block: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """As `fp8_rounding.unrotated_fp8`."""
+    same = alike(f"unrotated_fp8 {block} {dtype}", [x8, descale, *([] if mean is None else [mean])])
+    with on(x8.device):
+        restored = torch.empty_like(x8, dtype=dtype)
+        named = {"x": x8, "descale": descale, "restored": restored} | ({} if mean is None else {"mean": mean})
+        launch(rotation.unrotate_fp8, same, named, functools.partial(_unrotating, named, block))
+    return restored
+
+
 def _zeros(tensors: Sequence[torch.Tensor], per: Per | None) -> torch.Tensor:
     """int32: bits of float32."""
     size = 0 if per is None else sum(count(x, per) for x in tensors)
@@ -128,15 +141,15 @@ def _has_rotation(how: Rounding) -> bool:
 def _looking(named: Named, how: Rounding, many: int) -> Arguments:
     per = how.per or "tensor"
     # H is made once a program.
-    more = 2 if _has_rotation(how) else 1
-    numbers: dict[str, Any] = {"PARTS": _LOOKS * more, "PART": _LOOK_PART, "MEAN_OF": _mean_of(how)}
+    part, looks = (_LOOK_PART // 2, _LOOKS * 4) if _has_rotation(how) else (_LOOK_PART, _LOOKS)
+    numbers: dict[str, Any] = {"PARTS": looks, "PART": part, "MEAN_OF": _mean_of(how)}
     for i in range(_MOST):
-        numbers |= _of_one(named, i, _LOOKS * more * _LOOK_PART)
+        numbers |= _of_one(named, i, looks * part)
         numbers[f"ROTATED{i}"] = i < many and how.each[i].rotated
         numbers[f"kept_h{i}"] = int(per != "tensor")
         numbers[f"kept_b{i}"] = numbers[f"heads{i}"] if per == "row" else 0
     numbers |= _offsets("kept", named, per, many)
-    tile = Tile(queries=_LOOK_PART, keys=_LOOK_PART, warps=_warps(_LOOK_WARPS * more, named), stages=1)
+    tile = Tile(queries=part, keys=part, warps=_warps(_LOOK_WARPS, named), stages=1)
     return _arguments(named, [*_names("x"), "mean", "kept"], numbers, tile)
 
 
@@ -155,6 +168,27 @@ def _adding(k: torch.Tensor, parts: int, rotated: bool) -> Arguments:
     numbers = {"length": length, "parts": parts, "AT_ONCE": _SUMS_AT_ONCE, "ROTATED": rotated}
     numbers |= {"HEAD_DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim)}
     return Arguments(grid=(batch * heads, 1, 1), tensors={"Sums": "sums", "Mean": "mean"}, numbers=numbers)
+
+
+def _unrotating(named: Named, block: int) -> Arguments:
+    x, descale = named["x"], named["descale"]
+    batch, heads, length, head_dim = x.shape
+    numbers = {
+        "heads": heads,
+        "length": length,
+        "block": block or length,
+        "RUN": _RUN,
+        "PART": PART,
+        "HEAD_DIM": head_dim,
+    }
+    for letter, tensor in (("x", x), ("r", named["restored"])):
+        numbers |= {f"stride_{letter}{axis}": tensor.stride(at) for at, axis in enumerate("bhs")}
+    numbers |= {f"descale_{axis}": along(descale, at) for at, axis in enumerate("bhn")}
+    tensors = {name.capitalize(): name if name in named else None for name in ("x", "descale", "mean", "restored")}
+    grid = (triton.cdiv(length, _RUN * PART) * heads * batch, 1, 1)
+    warps = _warps(_WARPS if head_dim > _NARROW else _WARPS // 2, {"x": x})
+    tile = Tile(queries=PART, keys=PART, warps=warps, stages=1, registers=_REGISTERS)
+    return Arguments(grid=grid, tensors=tensors, numbers=numbers, tile=tile)
 
 
 def _warps(usual: int, named: Named) -> int:
