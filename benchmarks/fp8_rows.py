@@ -23,6 +23,7 @@ _RECIPES = {
     "per head": ("head", "no"),
     "per tensor": ("tensor", "no"),
     "delayed": ("before", "no"),
+    "accurate": ("accurate", "no"),
     "per tensor, backward": ("tensor", "yes"),
     "delayed, backward": ("before", "yes"),
 }

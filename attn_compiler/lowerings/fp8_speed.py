@@ -101,9 +101,11 @@ def estimate(lowering: str, spec: AttentionSpec, seqlen: int | None = None) -> R
 
 def scaling_of(spec: AttentionSpec) -> str:
     """How a site's recipe finds scales, as far as it costs time: for each "block", "head" or "tensor", which the last two read twice; or
-    "before" that step. "" without a recipe."""
+    "before" that step; or "accurate", with a rotation or a mean. "" without a recipe."""
     if spec.fp8 is None:
         return ""
+    if spec.fp8.hadamard or spec.fp8.smooth_k:
+        return "accurate"
     scaling = spec.fp8.scaling
     return scaling.granularity if isinstance(scaling, CurrentScaling) else "before"
 

@@ -102,6 +102,17 @@ def test_each_way_to_find_scales_has_speeds_of_its_own() -> None:
     assert nearest.seqlen == 8192
 
 
+def test_a_rotation_has_a_speed_of_its_own() -> None:
+    fp8_speed.MEASURED.write_text(
+        LINES + "hopper_fp8,causal,65,128,8192,no,no,accurate,no,600,2026-11-22,causal_d128_s8192\n"
+    )
+    plain = asked(8192)
+    assert fp8_speed.check(plain, H200, "hopper_fp8", "sdpa_cudnn") == []
+    for changed in (Fp8Recipe(hadamard=True), Fp8Recipe(smooth_k=True)):
+        (reason,) = fp8_speed.check(dataclasses.replace(plain, fp8=changed), H200, "hopper_fp8", "sdpa_cudnn")
+        assert "with rounding 600" in reason.observed
+
+
 def test_the_nearest_length_counts_before_the_way_to_find_scales() -> None:
     """Delayed scaling was measured at 8192 alone, where it pays."""
     delayed = dataclasses.replace(asked(1200), fp8=Fp8Recipe(scaling=DelayedScaling()))
