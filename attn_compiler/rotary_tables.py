@@ -20,8 +20,6 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _FUNCTIONS = (aten.cos.default, aten.sin.default)
 #: what a table may pass through before it is read: other factors and dtypes
 _STEPS = (aten.mul.Tensor, prims.convert_element_type.default, aten._to_copy.default)
-#: what shows it to a reader
-_VIEWS = (aten.unsqueeze.default, aten.view.default, aten.expand.default, aten.permute.default, aten.transpose.int)
 
 
 #: elements of what is made of a table, for an op and its launch to be worth it: about 1 µs for each 2**20
@@ -48,15 +46,18 @@ def _last_step(node: fx.Node) -> fx.Node:
 
 
 def _sizes_of_larger_readers(table: fx.Node) -> list[Any]:
-    """In elements."""
+    """In elements, of what Inductor computes tables anew for; none where somebody sees how the table lies in memory."""
     found, waiting = [], list(table.users)
     while waiting:
         reader = waiting.pop()
-        size = _size(reader)
-        if reader.target in _VIEWS:
+        if reader.op == "output" or reader.target is aten.as_strided.default:
+            return []
+        if getattr(reader.target, "is_view", False):
             waiting.extend(reader.users)
-        elif size is not None and torch_compat.statically_known(size > _size(table)):
-            found.append(size)
+        elif torch.Tag.pointwise in getattr(reader.target, "tags", ()):
+            size = _size(reader)
+            if size is not None and torch_compat.statically_known(size > _size(table)):
+                found.append(size)
     return found
 
 

@@ -35,6 +35,10 @@ def rotary(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
     return q, k
 
 
+def _read_twice(q: Tensor, k: Tensor, cos: Tensor, shown: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+    return q * cos[:, None], k * cos[:, None], shown(cos)
+
+
 def tensors() -> tuple[Tensor, Tensor, Tensor]:
     q, k = (torch.randn(B, H, S, D).bfloat16() for _ in range(2))
     return q, k, torch.randn(1, D, S).transpose(1, 2)
@@ -54,8 +58,20 @@ def test_tables_of_rotary_embeddings_are_made_once_as_they_are_read() -> None:
         lambda q, k, x: q * x.cos(),
         lambda q, k, x: (x.cos() + 1, x.cos() * x),
         lambda q, k, x: (q * x.exp(), k * x.exp()),
+        lambda q, k, x: _read_twice(q, k, x.cos(), lambda c: c),
+        lambda q, k, x: _read_twice(q, k, x.cos(), lambda c: c[:, None, :5].squeeze(1)),
+        lambda q, k, x: _read_twice(q, k, x.cos(), lambda c: torch.as_strided(c, (S * D,), (1,), 0) + 1),
+        lambda q, k, x: [(c := x[0].cos()) @ torch.randn(D, 100), c @ torch.randn(D, 200)],
     ],
-    ids=["one reader", "readers of its own size", "another function"],
+    ids=[
+        "one reader",
+        "readers of its own size",
+        "another function",
+        "it is an output",
+        "a view of it is an output",
+        "its strides are known to a reader",
+        "products",
+    ],
 )
 def test_others_are_left_to_inductor(function: Callable[..., Any]) -> None:
     assert kept(function, *tensors())[1] == []
