@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,9 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> Plan | None:
     module = copied_module(gm, graphs)
     found = [(unit, graphs[unit.graph_module]) for unit in units if unit.mirror is not None]
     made = [_body(index, unit, graph) for index, (unit, graph) in enumerate(found)]
+    of_units = {unit: body for (unit, _), body in zip(found, made, strict=True)}
+    for unit, body in of_units.items():
+        body.given |= _given(unit, of_units)
     bodies = {graph: body for (_, graph), body in zip(found, made, strict=True)}
     mirrors = {body.mirror.graph: body for body in made}
     checks = [check for (unit, _), body in zip(found, made, strict=True) for check in _checks(unit, body)]
@@ -101,6 +104,14 @@ def _body(index: int, unit: Unit, original: fx.Graph) -> Body:
         if site.new_out is not None and old is not None:
             body.outs[site.new_out.name] = old.name
     return body
+
+
+def _given(unit: Unit, bodies: Mapping[Unit, Body]) -> dict[str, Key]:
+    """Nothing writes to what is passed on once its body is called: it holds the same whenever it is read."""
+    above = bodies.get(unit.calls[0].unit) if unit.given else None
+    if above is None:
+        return {}
+    return {node.name: Key(above.index, of.name) for node, of in unit.given.items() if of.name in above.original}
 
 
 def _kept(original: fx.Graph, rewritten: fx.Graph) -> frozenset[str]:

@@ -49,7 +49,8 @@ class Body:
     index: its place among the bodies. original: the names of the nodes that mean in the model's own graph what they mean to the
     mirror and to the rewritten graph. rewritten: a copy of the rewritten graph. outs: name of a site's new output -> name of the
     old one. names: mirror node -> the name that its value was recorded under. made: mirror node -> the node of the rewritten
-    graph that has its value, where only that graph has one. named: the first mirror node that was recorded under a name.
+    graph that has its value, where only that graph has one. named: the first mirror node that was recorded under a name. given: the
+    name of a further input of the rewritten graph (body_inputs.py) -> what the graph that calls it gives for it.
     """
 
     index: int
@@ -60,6 +61,7 @@ class Body:
     names: dict[fx.Node, str] = field(default_factory=dict)
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
     named: dict[str, fx.Node] = field(default_factory=dict)
+    given: dict[str, Key] = field(default_factory=dict)
 
     @property
     def written(self) -> set[StorageWeakRef]:
@@ -261,6 +263,8 @@ def _recorded_at(body: Body, version: Version) -> Key:
 def _own(body: Body, node: fx.Node, reader: fx.Node) -> Key | None:
     """Where the value of a node of the rewritten graph was recorded, if the model has it too: as `reader`, which only the rewritten
     graph has, reads it. Raises NoValueError where that was not recorded."""
+    if node.name in body.given:
+        return body.given[node.name]
     name = body.outs.get(node.name, node.name)
     if name not in body.original:
         return None

@@ -9,7 +9,11 @@ from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.lowerings.sdpa import SdpaCpuFlash
 from attn_compiler.verifying import running
 from attn_compiler.verifying.values import Key
-from tests.verifying.planning import Tensor, causal, masked, planned, plans, qkv
+from tests.verifying.planning import SHAPE, Tensor, causal, masked, planned, plans, qkv
+
+
+def with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def test_graph_without_attention_has_no_plan() -> None:
@@ -54,6 +58,19 @@ def test_a_body_outlives_the_graph() -> None:
     assert isinstance(body, torch.fx.GraphModule)
     body.graph = torch.fx.Graph()
     assert [v.skipped for v in running.run(found.plan, found.args)] == [None, None]
+
+
+def test_outputs_of_a_body_that_is_given_more_than_the_models_own_are_checked() -> None:
+    """Its kernel reads which tokens are padding, of which the model hands on no more than a mask."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+        return checkpoint(with_mask, q, k, v, real.bool()[:, None, None, :], use_reentrant=False)
+
+    real = torch.ones(SHAPE[0], SHAPE[2], dtype=torch.int64)
+    real[1, 4:] = 0
+    found = planned(function, *(x.requires_grad_() for x in qkv()), real, lowerings=("triton",))
+    assert [list(body.given.values()) for body in found.plan.bodies.values() if body.given] == [[Key(1, "l_real_")]]
+    assert [(v.subject, v.skipped) for v in running.run(found.plan, found.args)] == [("mask", None), ("output", None)]
 
 
 def test_a_node_that_means_something_else_after_the_rewriting_is_not_the_same() -> None:
