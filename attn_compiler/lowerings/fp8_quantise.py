@@ -93,12 +93,9 @@ def emit(
     operands: Operands,
     *,
     positions_last: bool = True,
-    rounds_q: bool = True,
 ) -> Rounded:
-    """Round the site's q, k and v. positions_last: v8 as `names` says; else all three lie as they did. rounds_q: else q8 is q in the
-    model's dtype, for a kernel that rounds it, and descale_q is 1: not with hadamard, nor where a shift is needed or a backward
-    follows."""
-    made = _Quantiser(emitter, spec, positions_last, rounds_q).all_of(operands)
+    """Round the site's q, k and v. positions_last: v8 as `names` says; else all three lie as they did."""
+    made = _Quantiser(emitter, spec, positions_last).all_of(operands)
     kept = kept_names(has_mean=needs_shift(spec), positions_last=positions_last) if spec.needs_grad else ()
     return Rounded(operands=[made[name] for name in names(spec)], kept=[made[name] for name in kept])
 
@@ -108,19 +105,17 @@ class _Quantiser:
     emitter: Emitter
     spec: AttentionSpec
     positions_last: bool = True
-    rounds_q: bool = True
 
     def all_of(self, operands: Operands) -> dict[str, fx.Node]:
-        x = {name: self._detached(node) for name, node in (("q", operands.q), ("k", operands.k), ("v", operands.v))}
-        made = {} if self.rounds_q else self._q_as_it_is(x["q"])
-        read = {name: node for name, node in x.items() if name != "q" or self.rounds_q}
+        read = {name: self._detached(node) for name, node in (("q", operands.q), ("k", operands.k), ("v", operands.v))}
+        made = {}
         if self._recipe.smooth_k:
-            made["mean"] = self._call(torch.ops.attn_compiler.mean_fp8.default, x["k"], self._recipe.hadamard)
+            made["mean"] = self._call(torch.ops.attn_compiler.mean_fp8.default, read["k"], self._recipe.hadamard)
         how, history = {name: self._how(name) for name in read}, self._history(read)
         largest = self._magnitudes(read, made.get("mean"), how, history)
         by_nodes = [name for name in read if self._fuses(name)]
         for name in by_nodes:
-            made[f"{name}8"], made[f"descale_{name}"] = fp8_nodes.rounded(self.emitter, x[name], how[name])
+            made[f"{name}8"], made[f"descale_{name}"] = fp8_nodes.rounded(self.emitter, read[name], how[name])
         rest = [name for name in read if name not in by_nodes]
         outputs = self._round({name: read[name] for name in rest}, made.get("mean"), largest, how)
         for i, name in enumerate(rest):
@@ -132,9 +127,6 @@ class _Quantiser:
         if needs_shift(self.spec):
             made["shift"] = self._item(outputs, EACH * len(rest) + 1)
         return made
-
-    def _q_as_it_is(self, q: fx.Node) -> dict[str, fx.Node]:
-        return {"q8": q, "descale_q": self._call(torch.full, (1, 1, 1), 1.0, device=self.emitter.value(q).device)}
 
     def _fuses(self, name: str) -> bool:
         """What is known beforehand, and not the op's to turn or to move: then the tensor need not be written for an op to read it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from torch import fx
 
-from attn_compiler.fp8_recipe import CurrentScaling
 from attn_compiler.lowerings import (
     fp8_limits,
     fp8_quantise,
@@ -34,8 +33,6 @@ _SM = 90
 _TRITON = ((3, 6), (3, 7))
 #: beyond, registers hold no sum of one tile beside the sum of all
 _HEAD_DIM_LIMIT = 128
-#: head dims up to which the kernel rounds q. With 128 and scales per block that was slower as a whole, by 1 to 5%.
-_ROUNDS_Q = 64
 
 
 class HopperFp8:
@@ -69,31 +66,14 @@ class HopperFp8:
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         tiles = triton_tiles_table.tiles(spec, emitter.target)
-        in_kernel = _rounds_q(emitter, spec, operands)
-        rounded = fp8_quantise.emit(emitter, spec, operands, rounds_q=not in_kernel)
+        rounded = fp8_quantise.emit(emitter, spec, operands)
         family = backward_of(spec, emitter.target)
-        q_too = "; q in the kernel, each row by a scale of its own" if in_kernel else ""
-        emitter.note(f"FP8 forward: {fp8_quantise.recipe_of(spec).words}{q_too}; backward in {spec.dtype} ({family})")
+        emitter.note(f"FP8 forward: {fp8_quantise.recipe_of(spec).words}; backward in {spec.dtype} ({family})")
         further = triton_operands.emit(emitter, spec, operands, tiles)
         text = Call(spec=spec, tiles=tiles).to_text()
         return fp8_restoring.call_leaf(
             emitter, spec, operands, rounded, further, leaf=self.name, family=family, text=text
         )
-
-
-def _rounds_q(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> bool:
-    """Whether the kernel does, each row by a scale of its own: where no backward wants to know what q became, the copy engine can read it,
-    and that was measured to be faster."""
-    q, recipe = emitter.value(operands.q), fp8_quantise.recipe_of(spec)
-    is_narrow = all(isinstance(d, int) and d <= _ROUNDS_Q for d in (spec.head_dim_qk, spec.head_dim_v))
-    # The copy engine asks it of axes of size one, too.
-    places = (q.storage_offset(), *q.stride()[:-1])
-    is_readable = all(place * q.element_size() % fp8_rounding.VECTOR == 0 for place in places) and 0 not in q.stride()
-    is_current = isinstance(recipe.scaling, CurrentScaling) and recipe.scaling.margin == 0
-    is_plain = not (recipe.hadamard or fp8_quantise.needs_shift(spec))
-    # Where q becomes int8, an Inf becomes 0, which the kernel does not see to.
-    keeps_inf = recipe.qk_format != "int8"
-    return is_narrow and not spec.needs_grad and is_readable and is_current and is_plain and keeps_inf
 
 
 def backward_of(spec: AttentionSpec, target: Target) -> str:

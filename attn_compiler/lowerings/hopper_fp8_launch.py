@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,19 +13,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_compiler.lowerings import fp8_quantise
-from attn_compiler.lowerings.kernels import forward_fp8_sm90
+from attn_compiler.lowerings.kernels import forward_fp8_sm90, tiles_sm90
 from attn_compiler.lowerings.launching import Alike, alike, start
 from attn_compiler.lowerings.on_device import new_outputs, on
 from attn_compiler.lowerings.triton_arguments import Prepared, Tensors, along, common, prepare
 from attn_compiler.spec import AttentionSpec
 
-#: queries of a program: of three warpgroups
-QUERIES = 192
-KEYS = 128
 STAGES = 3
-REGISTERS = 160
+#: of queries and of keys: what a warpgroup multiplies at once
+_ROWS: int = tiles_sm90.ROWS.value
+KEYS: int = tiles_sm90.KEYS.value
 _WARPS = 4
-_ROWS = 64
 _LEAST_HEAD_DIM = 64
 #: bytes of the L2 cache's 50 MB that keys and values may take
 _CACHE = 32 * 2**20
@@ -36,6 +35,18 @@ _ELEMENTS = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Warpgroups:
+    """Those that compute, and the registers of a thread of theirs: as many as the others leave."""
+
+    count: int
+    registers: int
+
+
+#: by the largest head dim that they suffice for
+WARPGROUPS = {64: Warpgroups(count=4, registers=112), 128: Warpgroups(count=3, registers=160)}
 
 
 def forward(
@@ -54,8 +65,7 @@ def forward(
 
 
 def _launch(same: Alike, prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> None:
-    q = tensors["q8"]
-    grid = (triton.cdiv(q.shape[2], QUERIES) * q.shape[1] * q.shape[0], 1, 1)
+    grid = same.fact("grid", lambda: _grid(prepared.call.spec, tensors["q8"]))
     given = _descriptors(prepared.call.spec, tensors) | _pointers(tensors)
     numbers = same.fact("numbers", lambda: _numbers(prepared, tensors))
     kernel = forward_fp8_sm90.attention_forward_fp8_sm90
@@ -65,6 +75,21 @@ def _launch(same: Alike, prepared: Prepared, tensors: Mapping[str, torch.Tensor]
         return
     arguments = {**given, **numbers}
     start(known, grid, same.device.index, [arguments[name] for name in kernel.arg_names])
+
+
+def _grid(spec: AttentionSpec, q: torch.Tensor) -> tuple[int, int, int]:
+    """One program for each block of queries of each head, or as many as run at once."""
+    return min(_blocks(spec, q) * q.shape[1] * q.shape[0], _processors(q.device)), 1, 1
+
+
+def _blocks(spec: AttentionSpec, q: torch.Tensor) -> int:
+    """Of one head."""
+    return -(-q.shape[2] // (_ROWS * warpgroups(spec).count))
+
+
+def _processors(device: torch.device) -> int:
+    """Each runs one program at a time."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _descriptors(spec: AttentionSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorDescriptor]:
@@ -94,6 +119,12 @@ def head_dim_tiles(spec: AttentionSpec) -> tuple[int, int]:
     return qk, v
 
 
+def warpgroups(spec: AttentionSpec) -> Warpgroups:
+    """The more the better: while one waits for its products, others compute."""
+    widest = max(head_dim_tiles(spec))
+    return next(found for limit, found in sorted(WARPGROUPS.items()) if widest <= limit)
+
+
 def _pointers(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
     named = {"Lse": "lse", "Shift": "shift", "Sinks": "sinks"}
     named |= {f"Descale{name.upper()}": f"descale_{name}" for name in "qkv"}
@@ -108,11 +139,11 @@ def _numbers(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[st
     found = {
         "HEAD_DIM_QK": qk,
         "HEAD_DIM_V": v,
-        "BLOCK_N": KEYS,
         "STAGES": STAGES,
         "SCALE_BLOCK": fp8_quantise.scales_of(spec).block or 0,
-        "REGISTERS": REGISTERS,
-        "blocks": triton.cdiv(tensors["q8"].shape[2], QUERIES),
+        "CONSUMERS": warpgroups(spec).count,
+        "REGISTERS": warpgroups(spec).registers,
+        "blocks": _blocks(spec, tensors["q8"]),
         "heads_of_all": tensors["q8"].shape[0] * tensors["q8"].shape[1],
     }
     for name in "qkv":
@@ -124,8 +155,9 @@ def _numbers(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[st
 
 
 def _section(tensors: Mapping[str, torch.Tensor]) -> int:
-    """How many heads take turns where blocks differ in length: those whose keys and values stay in the L2 cache."""
+    """How many heads take turns where blocks differ in length: such that keys and values stay in the L2 cache, and all sections are about
+    as long."""
     k, v = tensors["k8"], tensors["v8"]
-    of_a_head = max(k[0, 0].numel() + v[0, 0].numel(), 1)
-    group = tensors["q8"].shape[1] // k.shape[1]
-    return max(_CACHE // of_a_head, 1) * group
+    heads_kv, group = k.shape[0] * k.shape[1], tensors["q8"].shape[1] // k.shape[1]
+    sections = -(-(k.numel() + v.numel()) // _CACHE)
+    return -(-heads_kv // max(sections, 1)) * group

@@ -91,22 +91,18 @@ class Eager:
         return buffer, buffer.clone()
 
 
-def build(
-    case: Case, recipe: Fp8Recipe, *, target: Target | None = None, rounds_q: bool = True, **given: Any
-) -> Fp8Problem:
-    """A case in half precision. target: as in `kernel_problems.build`. rounds_q: as in `fp8_quantise.emit`."""
-    return rounded_problem(kernel_problems.build(case, target=target, **given), recipe, target, rounds_q=rounds_q)
+def build(case: Case, recipe: Fp8Recipe, *, target: Target | None = None, **given: Any) -> Fp8Problem:
+    """A case in half precision. target: as in `kernel_problems.build`."""
+    return rounded_problem(kernel_problems.build(case, target=target, **given), recipe, target)
 
 
-def rounded_problem(
-    problem: Problem, recipe: Fp8Recipe, target: Target | None = None, *, rounds_q: bool = True
-) -> Fp8Problem:
+def rounded_problem(problem: Problem, recipe: Fp8Recipe, target: Target | None = None) -> Fp8Problem:
     """The same problem, rounded."""
     call = Call.from_text(problem.text)
     spec = dataclasses.replace(call.spec, fp8=recipe)
     nodes: Any = {"q": problem.q, "k": problem.k, "v": problem.v}
     emitter: Any = Eager()
-    made: Any = fp8_quantise.emit(emitter, spec, Operands(**nodes), rounds_q=rounds_q)
+    made: Any = fp8_quantise.emit(emitter, spec, Operands(**nodes))
     rounded = dict(zip(fp8_quantise.names(spec), made.operands, strict=True))
     if target is not None:
         with planned(problem.plan):

@@ -4,19 +4,15 @@ import dataclasses
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
+from attn_compiler import Fp8Recipe
 from attn_compiler.lowerings import hopper_fp8, priorities
-from attn_compiler.lowerings.base import Operands
 from attn_compiler.masks import MaskSpec
 from attn_compiler.options import Options
 from attn_compiler.passes import select
 from attn_compiler.scores import Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
-from tests.lowerings.fp8_problems import Eager
 from tests.lowerings.specs import CAUSAL, make_spec
 
 H200 = Target.fake(sm=90)
@@ -68,27 +64,3 @@ def test_short_lengths_keep_their_dtype() -> None:
     decision = select.decide(asked(seqlen_q=2048, seqlen_kv=2048), H200, Options())
     assert decision.lowering not in priorities.FP8
     assert {refusal.lowering for refusal in decision.refusals} >= {"hopper_fp8", "triton_fp8"}
-
-
-def test_the_kernel_rounds_q_where_nobody_else_reads_it() -> None:
-    emitter: Any = Eager()
-
-    def rounds_q(q: Tensor, recipe: Fp8Recipe | None = None, **given: Any) -> bool:
-        nodes: Any = {"q": q, "k": q, "v": q}
-        sizes: dict[str, Any] = {"head_dim": 64} | given
-        spec = dataclasses.replace(asked(**sizes), fp8=recipe or Fp8Recipe())
-        return hopper_fp8._rounds_q(emitter, spec, Operands(**nodes))
-
-    q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
-    assert rounds_q(q)
-    assert rounds_q(q, Fp8Recipe(scaling=CurrentScaling(granularity="tensor")))
-    assert not rounds_q(q, Fp8Recipe(qk_format="int8"))
-    assert rounds_q(q, Fp8Recipe(smooth_k=True))
-    assert not rounds_q(q, Fp8Recipe(smooth_k=True), changes=(Softcap(cap=30.0),))
-    assert not rounds_q(q, Fp8Recipe(hadamard=True))
-    assert not rounds_q(q, head_dim=128)
-    assert not rounds_q(q, needs_grad=True)
-    assert not rounds_q(q, Fp8Recipe(scaling=DelayedScaling()))
-    assert not rounds_q(q[:, :1, :1].expand(1, 2, 8, 64))
-    assert not rounds_q(q.new_zeros(2049).as_strided((1, 2, 8, 64), (1025, 512, 64, 1)))
-    assert not rounds_q(torch.zeros(1, 2, 8, 65, dtype=torch.bfloat16)[..., 1:])

@@ -27,15 +27,14 @@ class Job:
     name: str
     head_dim: int
     qk: str = "fp8e4nv"
-    q: str | None = None
     v: str = "fp8e4nv"
     given: dict[str, Any] = field(default_factory=dict)
     present: tuple[str, ...] = ()
 
 
 JOBS = (
-    Job(name="round_q_128", head_dim=128, q="bf16", given={"SCALE_BLOCK": 128}),
-    Job(name="round_q_64", head_dim=64, q="bf16", given={"HAS_RIGHT": False}),
+    Job(name="blocks_64", head_dim=64, given={"SCALE_BLOCK": 128}),
+    Job(name="full_64", head_dim=64, given={"HAS_RIGHT": False}),
     Job(name="causal_128", head_dim=128),
     Job(name="causal_64", head_dim=64),
     Job(name="full_128", head_dim=128, given={"HAS_RIGHT": False}),
@@ -66,18 +65,17 @@ def run(job: Job) -> Found:
     constants: dict[str, Any] = {
         "HEAD_DIM_QK": d,
         "HEAD_DIM_V": d,
-        "BLOCK_N": keys,
         "STAGES": hopper_fp8_launch.STAGES,
         "SCALE_BLOCK": 0,
         "HAS_LEFT": False,
         "HAS_RIGHT": True,
         "SOFTCAP": False,
-        "REGISTERS": hopper_fp8_launch.REGISTERS,
     }
-    constants |= job.given
+    warpgroups = hopper_fp8_launch.WARPGROUPS[d]
+    constants |= {"CONSUMERS": warpgroups.count, "REGISTERS": warpgroups.registers} | job.given
     constants |= {name: None for name in ("Shift", "Sinks") if name not in job.present}
     descriptors = {
-        "Q": _descriptor(job.q or job.qk, [1, 1, 64, d]),
+        "Q": _descriptor(job.qk, [1, 1, 64, d]),
         "K": _descriptor(job.qk, [1, 1, keys, d]),
         "V": _descriptor(job.v, [1, 1, d, keys]),
         "Out": _descriptor("bf16", [1, 1, 64, d]),

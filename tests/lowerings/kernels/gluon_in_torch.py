@@ -8,6 +8,7 @@ or nobody's turn ever comes, which is an error. What a tile holds beyond its ten
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +72,10 @@ class Descriptor:
     block_type = types.SimpleNamespace(nbytes=0)
 
     def slices(self, at: Sequence[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Of the tensor, and of the tile, as far as both reach."""
+        """Of the tensor, and of the tile, as far as both reach. Raises IndexError before the first element: on an H200 that was an illegal
+        instruction."""
+        if min(map(int, at)) < 0:
+            raise IndexError(f"a tile at {tuple(map(int, at))}")
         sizes = [max(min(int(a) + t, s) - int(a), 0) for a, t, s in zip(at, self.tile, self.tensor.shape, strict=True)]
         ours = tuple(slice(int(a), int(a) + size) for a, size in zip(at, sizes, strict=True))
         return ours, tuple(slice(0, size) for size in sizes)
@@ -163,6 +167,16 @@ def _extreme(function: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor]:
     return lambda a, b: function(torch.as_tensor(a), torch.as_tensor(b))
 
 
+@dataclass(frozen=True)
+class Bits:
+    """Numbers that are to be seen as others of as many bits."""
+
+    memory: Tensor
+
+    def to(self, dtype: torch.dtype, bitcast: bool) -> Tensor:
+        return self.memory.view(dtype)
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """What only orders work."""
 
@@ -174,6 +188,19 @@ def _specialise(partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]
         wait(running, return_when=FIRST_EXCEPTION)
         for each in running:
             each.result()
+
+
+def _assembly(asm: str, constraints: str, args: Sequence[Tensor], **_: Any) -> Tensor | Bits:
+    first, *further = args
+    if "tanh" in asm:
+        return torch.tanh(first)
+    if "div" in asm:
+        return first / further[0]
+    for kind, dtype in (("e4m3x2", torch.float8_e4m3fn), ("e5m2x2", torch.float8_e5m2)):
+        if kind in asm:
+            most = torch.finfo(dtype).max
+            return Bits(first.clamp(-most, most).to(dtype))
+    return first
 
 
 def _language(program: Sequence[int], programs: Sequence[int]) -> types.SimpleNamespace:
@@ -198,43 +225,44 @@ def _language(program: Sequence[int], programs: Sequence[int]) -> types.SimpleNa
         "abs": torch.abs,
         "arange": lambda first, end, layout: torch.arange(first, end),
         "convert_layout": lambda x, layout, assert_trivial=False: x,
-        "inline_asm_elementwise": lambda asm, constraints, args, **_: torch.tanh(*args) if "tanh" in asm else args[0],
+        "inline_asm_elementwise": _assembly,
         "float32": torch.float32,
         "int32": torch.int32,
         "int64": torch.int64,
         "int8": torch.int8,
         "float8e4nv": torch.float8_e4m3fn,
     }
-    layouts = ("NVMMADistributedLayout", "SliceLayout", "DotOperandLayout")
+    layouts = (
+        "NVMMADistributedLayout",
+        "SliceLayout",
+        "DotOperandLayout",
+        "DistributedLinearLayout",
+    )
     return types.SimpleNamespace(**made, **{name: lambda *args, **kwargs: None for name in layouts})
 
 
-def run(module: Any, kernel: str, grid: Sequence[int], arguments: Mapping[str, Any]) -> None:
-    """Every program of a kernel of a module. arguments: by its parameters; tensors for pointers, `Descriptor`s."""
-    given = {name: Pointer(x.view(-1)) if isinstance(x, Tensor) else x for name, x in arguments.items()}
-    functions = {name: value.fn for name, value in vars(module).items() if hasattr(value, "fn")}
-    constants = {
-        name: getattr(value, "value", value)
-        for name, value in vars(module).items()
-        if name.isupper() or name[:1] == "_"
-    }
+def scope(module: Any, program: Sequence[int], programs: Sequence[int]) -> dict[str, Any]:
+    """A module's functions, and those of modules that it has functions of, as one program runs them."""
+    found = {name: x for name, x in vars(module).items() if hasattr(x, "fn")}
+    modules = {function.fn.__module__: sys.modules[function.fn.__module__] for function in found.values()}
     barrier = types.SimpleNamespace(
         init=_init, expect=_nothing, wait=Barrier.wait, arrive=Barrier.arrive, MBarrierLayout=_nothing
     )
     copies = types.SimpleNamespace(
         async_copy_global_to_shared=_to_shared, async_copy_shared_to_global=_from_shared, store_wait=_nothing
     )
+    given: dict[str, Any] = {"gl": _language(program, programs), "mbarrier": barrier, "tma": copies, "range": range}
+    given |= {"warpgroup_mma": _mma, "fence_async_shared": _nothing, "barrier_of_threads": _nothing}
+    for name, x in [item for each in modules.values() for item in vars(each).items()]:
+        if hasattr(x, "fn"):
+            given[name] = types.FunctionType(x.fn.__code__, given, name, x.fn.__defaults__, x.fn.__closure__)
+        elif hasattr(x, "value"):
+            given[name] = x.value
+    return given
+
+
+def run(module: Any, kernel: str, grid: Sequence[int], arguments: Mapping[str, Any]) -> None:
+    """Every program of a kernel of a module. arguments: by its parameters; tensors for pointers, `Descriptor`s."""
+    given = {name: Pointer(x.view(-1)) if isinstance(x, Tensor) else x for name, x in arguments.items()}
     for program in itertools.product(*map(range, grid)):
-        scope: dict[str, Any] = {name: x for name, x in constants.items() if not callable(x)}
-        scope |= {"gl": _language(program, grid), "mbarrier": barrier, "tma": copies, "range": range}
-        scope |= {
-            "warpgroup_mma": _mma,
-            "warpgroup_mma_wait": lambda count, deps: deps[0],
-            "fence_async_shared": _nothing,
-            "_barrier": _nothing,
-        }
-        for name, function in functions.items():
-            scope[name] = types.FunctionType(
-                function.__code__, scope, name, function.__defaults__, function.__closure__
-            )
-        scope[kernel](**given)
+        scope(module, program, grid)[kernel](**given)

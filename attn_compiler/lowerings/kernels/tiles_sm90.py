@@ -1,0 +1,77 @@
+"""What a warpgroup of Hopper does with a tile of 64 queries and 128 keys in its threads' registers, in Gluon: masks, sums, rounding."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+#: of Triton 3.7, else of 3.6
+barrier_of_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+#: queries of a warpgroup: what its tensor cores take at once
+ROWS = gl.constexpr(64)
+#: of a tile
+KEYS = gl.constexpr(128)
+#: of (ROWS, 16, 4, 2), what a tile of scores is: which eight keys, which thread of four, which of its two
+SCORES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0], [0, 8, 0, 0]],
+        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
+        block_bases=[],
+        shape=[64, 16, 4, 2],
+    )
+)
+#: of (ROWS, 4): two rows of one column a thread, as many threads a row as share it in the tensor cores' layouts
+SHARES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+)
+
+
+@gluon.jit
+def tanh(x):
+    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def quotient(a, b):
+    """To some 22 bits, in two instructions."""
+    asm: gl.constexpr = "div.approx.ftz.f32 $0, $1, $2;"
+    return gl.inline_asm_elementwise(asm, "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def rounded(x, as_what):
+    """To the FP8 of a tensor in shared memory. Four at once: the compiler moves no halves into a register then."""
+    KIND: gl.constexpr = "e4m3x2" if as_what.dtype == gl.float8e4nv else "e5m2x2"
+    CVT: gl.constexpr = "cvt.rn.satfinite." + KIND + ".f32"
+    ASM: gl.constexpr = "{ .reg .b16 a, b; " + CVT + " a, $2, $1; " + CVT + " b, $4, $3; mov.b32 $0, {a, b}; }"
+    bits = gl.inline_asm_elementwise(ASM, "=r,f,f,f,f", [x], dtype=gl.int8, is_pure=True, pack=4)
+    return bits.to(as_what.dtype, bitcast=True)
+
+
+@gluon.jit
+def up_to(most, QK_LAYOUT: gl.constexpr):
+    """(ROWS, KEYS): whether a key is at most `most`, of each row. Compared with constants: of a thread's keys all but where they begin is
+    known when this is compiled. Numbers of keys that threads hold instead took so many registers that scores were spilled."""
+    LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, SCORES))
+    lane = gl.arange(0, 4, layout=gl.SliceLayout(0, LANES))[None, :]
+    most = gl.convert_layout(most, gl.SliceLayout(1, LANES), assert_trivial=True)[:, None] - 2 * lane
+    EIGHTS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, SCORES)))
+    TWOS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, SCORES)))
+    own = 8 * gl.arange(0, 16, layout=EIGHTS)[None, :, None, None] + gl.arange(0, 2, layout=TWOS)[None, None, None, :]
+    allowed = own <= most[:, None, :, None]
+    return gl.convert_layout(allowed.reshape([ROWS, KEYS]), QK_LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def shares(weights):
+    """(ROWS, 4): of each row's sum what its four threads have. They tell each other last of all."""
+    mine = gl.sum(gl.sum(weights.reshape([ROWS, KEYS // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(mine, SHARES, assert_trivial=True)
