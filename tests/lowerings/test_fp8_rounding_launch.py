@@ -106,7 +106,8 @@ def extras(how: Rounding, given: list[Tensor]) -> list[tuple[Tensor | None, list
 
 
 def assert_same(mine: list[Tensor], right: list[Tensor], how: Rounding) -> None:
-    """Where a quotient is rounded otherwise, a number may be the next one: seldom. A sum of such is a little off."""
+    """Where a quotient is rounded otherwise, a number may be the next one: seldom. A sum of such is a little off. What is not finite is
+    rare, too, and has to be the same."""
     if how.each[0].has_shift:
         *mine, shift = mine
         *right, wanted = right
@@ -116,6 +117,7 @@ def assert_same(mine: list[Tensor], right: list[Tensor], how: Rounding) -> None:
         assert got.dtype == expected.dtype
         assert got.stride() == expected.stride()
         numbers, wanted = got.float(), expected.float()
+        assert torch.equal(numbers.isnan(), wanted.isnan())
         same = torch.isclose(numbers, wanted, rtol=2e-3, atol=1e-6, equal_nan=True)
         assert float(same.double().mean() if same.numel() else 1.0) > 0.999
 
