@@ -48,13 +48,7 @@ class Fp8Problem:
     @property
     def as_rounded(self) -> tuple[Tensor, Tensor, Tensor]:
         """What q, k and v became, in their dtype."""
-        kept = dict(self.kept)
-        if self.rounded["q8"].dtype == self.problem.q.dtype:
-            # For a kernel that rounds q.
-            kept |= {"q8": kept["k8"], "descale_q": kept["descale_k"]}
-            read = fp8_restoring._read(list(kept.values()), self._text)
-            return self.problem.q, read.k, read.v
-        read = fp8_restoring._read(list(kept.values()), self._text)
+        read = fp8_restoring._read(list(self.kept.values()), self._text)
         return read.q, read.k, read.v
 
     @property
