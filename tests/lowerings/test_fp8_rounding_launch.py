@@ -56,6 +56,10 @@ ROTATED = {
         ),
         block=128,
     ),
+    "rotated, a shift": Rounding(
+        each=(How(format="e4m3", rotated=True, has_shift=True), How(format="e4m3", rotated=True, has_mean=True)),
+        block=128,
+    ),
     "accurate": Rounding(
         each=(
             How(format="int8", rotated=True),
@@ -228,6 +232,8 @@ ON_A_GPU = [
     *(("three", head_dim) for head_dim in (D, 64, 256)),
     *((name, head_dim) for name in ROTATED for head_dim in (64, 128)),
     ("accurate", 256),
+    ("accurate, a shift", 16),
+    ("rotated, a shift", 16),
 ]
 
 
@@ -248,7 +254,7 @@ def test_on_a_gpu_too(name: str, head_dim: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("head_dim", "length"), [(D, 300), (64, 9000), (128, 5), (256, 300)])
+@pytest.mark.parametrize(("head_dim", "length"), [(D, 300), (16, 490), (64, 9000), (128, 5), (256, 300)])
 def test_on_a_gpu_the_mean_too(head_dim: int, length: int) -> None:
     k = given("cuda", torch.bfloat16, head_dim=head_dim).repeat(1, 1, 30, 1)[:, :, :length]
     for rotated in (False, *([True] if head_dim != D else [])):
