@@ -150,9 +150,7 @@ def _read(kept: Tensors, text: str) -> Read:
 def _restored(name: str, given: Mapping[str, torch.Tensor], how: Kept) -> torch.Tensor:
     numbers, descale, dtype = given[f"{name}8"], given[f"descale_{name}"], getattr(torch, how.dtype)
     if how.rotated and name != "v":
-        mean = given["mean"] if name == "k" and how.has_mean else None
-        unrotated: torch.Tensor = torch.ops.attn_compiler.unrotated_fp8(numbers, descale, mean, how.block or 0, dtype)
-        return unrotated
+        numbers = fp8_rounding.unrotated(numbers, dtype, near=1 / numbers.shape[3])
     of_positions = descale if how.block is None else fp8_rounding.spread(descale, how.block, numbers.shape[2])
     exact = numbers.float() * of_positions[..., None]
     return (exact + given["mean"][:, :, :1] if name == "k" and how.has_mean else exact).to(dtype)

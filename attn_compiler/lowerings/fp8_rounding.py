@@ -37,7 +37,6 @@ _GIVEN, _TAKEN = (2, 4, 2), (4, 2, 2)
 ROUND_SCHEMA = "(Tensor[] tensors, Tensor? mean, Tensor[] largest, str how) -> Tensor[]"
 LARGEST_SCHEMA = "(Tensor[] tensors, Tensor? mean, str how) -> Tensor"
 MEAN_SCHEMA = "(Tensor k, bool rotated) -> Tensor"
-UNROTATED_SCHEMA = "(Tensor x8, Tensor descale, Tensor? mean, int block, ScalarType dtype) -> Tensor"
 STAND_IN_SCHEMA = "(Tensor x) -> Tensor"
 #: outputs for each tensor
 EACH = 3
@@ -126,13 +125,12 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     return wide @ signs(size, wide) * math.sqrt(1 / size)
 
 
-def unrotated(x: torch.Tensor) -> torch.Tensor:
-    """x · Rᵀ, in x's dtype: a rounding far below FP8's, on tensor cores."""
+def unrotated(x: torch.Tensor, dtype: torch.dtype, *, near: float) -> torch.Tensor:
+    """x · Rᵀ in float32, on tensor cores, which round it to `dtype`, of 16 bits: far below FP8's rounding. near: a power of two, which is
+    exact, in the place of 1 / √D until it is float32: 1 / D keeps sums of the largest numbers in float16's range."""
     size = x.shape[-1]
-    # A power of two near 1 / √D, which is exact, keeps float16 in its range.
-    near = 2.0 ** -math.ceil(math.log2(size) / 2)
-    product = x @ (signs(size, x) * near)
-    return product * (math.sqrt(1 / size) / near)
+    product = x.to(dtype) @ (signs(size, x.new_empty((), dtype=dtype)) * near)
+    return product.float() * (math.sqrt(1 / size) / near)
 
 
 def spread(descale: torch.Tensor, block: int, length: int) -> torch.Tensor:
@@ -200,27 +198,6 @@ def mean_fp8(k: torch.Tensor, rotated: bool) -> torch.Tensor:
     return _mean_in_pytorch(k, rotated)
 
 
-def unrotated_fp8(
-    x8: torch.Tensor, descale: torch.Tensor, mean: torch.Tensor | None, block: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """(x8 · descale) · Rᵀ [+ mean] in a format of 16 bits, (B, H, S, D) in x8's strides: rounded once.
-
-    x8, descale: of `round_fp8`, the last stride 1. block: positions that share a descale, or 0. mean: of `mean_fp8` with `rotated`, whose
-    first row is added."""
-    if x8.device.type == "cuda":
-        found: torch.Tensor = _UNROTATED_ON_GPU(x8, descale, mean, block, dtype)
-        return found
-    of_positions = spread(descale, block, x8.shape[2]) if block else descale
-    exact = rotated(x8) * of_positions[..., None]
-    return torch.empty_like(x8, dtype=dtype).copy_(exact if mean is None else exact + mean[:, :, :1])
-
-
-def _fake_unrotated(
-    x8: torch.Tensor, descale: torch.Tensor, mean: torch.Tensor | None, block: int, dtype: torch.dtype
-) -> torch.Tensor:
-    return torch.empty_like(x8, dtype=dtype)
-
-
 def stand_in_fp8(x: torch.Tensor) -> torch.Tensor:
     """Anything of x's shape and dtype, that nothing was written for: only gradients pass through, as those of x · R."""
     return x.new_empty((1, 1, 1, 1)).expand_as(x)
@@ -229,7 +206,6 @@ def stand_in_fp8(x: torch.Tensor) -> torch.Tensor:
 _ROUND_ON_GPU = late("fp8_rounding_launch", "round_fp8")
 _LARGEST_ON_GPU = late("fp8_rounding_launch", "largest_fp8")
 _MEAN_ON_GPU = late("fp8_rounding_launch", "mean_fp8")
-_UNROTATED_ON_GPU = late("fp8_rounding_launch", "unrotated_fp8")
 
 
 def _round_in_pytorch(
@@ -320,13 +296,13 @@ def _stand_in_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -
 
 
 def _stand_in_backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-    return unrotated(gradient)
+    near = 2.0 ** -math.ceil(math.log2(gradient.shape[-1]) / 2)
+    return unrotated(gradient, gradient.dtype, near=near).to(gradient.dtype)
 
 
 register_helper("round_fp8", ROUND_SCHEMA, function=round_fp8, fake=_fake_round, exact_strides=True)
 register_helper("largest_fp8", LARGEST_SCHEMA, function=largest_fp8, fake=_fake_largest, exact_strides=True)
 register_helper("mean_fp8", MEAN_SCHEMA, function=mean_fp8, fake=_fake_mean, exact_strides=True)
-register_helper("unrotated_fp8", UNROTATED_SCHEMA, function=unrotated_fp8, fake=_fake_unrotated, exact_strides=True)
 register_helper(
     "stand_in_fp8",
     STAND_IN_SCHEMA,

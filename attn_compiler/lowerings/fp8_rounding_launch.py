@@ -11,7 +11,6 @@ import triton
 
 from attn_compiler.lowerings.fp8_rounding import EACH, Per, Rounding, count, empty_outputs, empty_shift
 from attn_compiler.lowerings.kernels import mean_fp8 as mean_kernels
-from attn_compiler.lowerings.kernels import rotation
 from attn_compiler.lowerings.kernels import round_fp8 as kernels
 from attn_compiler.lowerings.launching import Arguments, alike, launch
 from attn_compiler.lowerings.on_device import on
@@ -81,18 +80,6 @@ def mean_fp8(k: torch.Tensor, rotated: bool) -> torch.Tensor:
         launch(mean_kernels.sums_fp8, same, {"x": k, "sums": sums}, functools.partial(_summing, k, parts))
         launch(mean_kernels.mean_fp8, same, {"sums": sums, "mean": mean}, functools.partial(_adding, k, parts, rotated))
     return mean
-
-
-def unrotated_fp8(
-    x8: torch.Tensor, descale: torch.Tensor, mean: torch.Tensor | None, block: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """As `fp8_rounding.unrotated_fp8`."""
-    same = alike(f"unrotated_fp8 {block} {dtype}", [x8, descale, *([] if mean is None else [mean])])
-    with on(x8.device):
-        restored = torch.empty_like(x8, dtype=dtype)
-        named = {"x": x8, "descale": descale, "restored": restored} | ({} if mean is None else {"mean": mean})
-        launch(rotation.unrotate_fp8, same, named, functools.partial(_unrotating, named, block))
-    return restored
 
 
 def _zeros(tensors: Sequence[torch.Tensor], per: Per | None) -> torch.Tensor:
@@ -168,27 +155,6 @@ def _adding(k: torch.Tensor, parts: int, rotated: bool) -> Arguments:
     numbers = {"length": length, "parts": parts, "AT_ONCE": _SUMS_AT_ONCE, "ROTATED": rotated}
     numbers |= {"HEAD_DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim)}
     return Arguments(grid=(batch * heads, 1, 1), tensors={"Sums": "sums", "Mean": "mean"}, numbers=numbers)
-
-
-def _unrotating(named: Named, block: int) -> Arguments:
-    x, descale = named["x"], named["descale"]
-    batch, heads, length, head_dim = x.shape
-    numbers = {
-        "heads": heads,
-        "length": length,
-        "block": block or length,
-        "RUN": _RUN,
-        "PART": PART,
-        "HEAD_DIM": head_dim,
-    }
-    for letter, tensor in (("x", x), ("r", named["restored"])):
-        numbers |= {f"stride_{letter}{axis}": tensor.stride(at) for at, axis in enumerate("bhs")}
-    numbers |= {f"descale_{axis}": along(descale, at) for at, axis in enumerate("bhn")}
-    tensors = {name.capitalize(): name if name in named else None for name in ("x", "descale", "mean", "restored")}
-    grid = (triton.cdiv(length, _RUN * PART) * heads * batch, 1, 1)
-    warps = _warps(_WARPS if head_dim > _NARROW else _WARPS // 2, {"x": x})
-    tile = Tile(queries=PART, keys=PART, warps=warps, stages=1, registers=_REGISTERS)
-    return Arguments(grid=grid, tensors=tensors, numbers=numbers, tile=tile)
 
 
 def _warps(usual: int, named: Named) -> int:

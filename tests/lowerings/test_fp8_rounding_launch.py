@@ -195,37 +195,6 @@ def test_a_mean_that_overflows_is_none() -> None:
     assert not fp8_rounding_launch.mean_fp8(k, True).any()
 
 
-def rounded_to_restore(form: str, head_dim: int, block: int, device: str = "cpu") -> list[Tensor]:
-    """x8, its descale and a mean."""
-    x = given(device, torch.float16 if device == "cpu" else torch.bfloat16, head_dim)
-    how = Rounding(each=(How(format=form, rotated=True),), block=block or 128)
-    x8, descale = fp8_rounding._round_in_pytorch([x], None, [], how)[:2]
-    return [x8, descale if block else descale[:1, :, :1].contiguous(), fp8_rounding._mean_in_pytorch(x, True)]
-
-
-@interpreted
-@pytest.mark.parametrize("block", [0, 128, 256])
-@pytest.mark.parametrize(("form", "head_dim"), [("int8", 16), ("int8", 128), ("e4m3", 64), ("e5m2", 256)])
-def test_what_was_rotated_is_turned_back(form: str, head_dim: int, block: int) -> None:
-    x8, descale, mean = rounded_to_restore(form, head_dim, block)
-    for added in (None, mean):
-        with rounding_as_hardware():
-            mine = fp8_rounding_launch.unrotated_fp8(x8, descale, added, block, torch.float16)
-        right = fp8_rounding.unrotated_fp8(x8, descale, added, block, torch.float16)
-        torch.testing.assert_close(mine, right, rtol=2e-3, atol=1e-3, equal_nan=True)
-        assert mine.stride() == right.stride()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("form", "head_dim"), [("int8", 64), ("int8", 128), ("e4m3", 128), ("e5m2", 256)])
-def test_on_a_gpu_what_was_rotated_is_turned_back(form: str, head_dim: int) -> None:
-    for block in (0, 256):
-        x8, descale, mean = rounded_to_restore(form, head_dim, block, "cuda")
-        exact = fp8_rounding.unrotated_fp8(*(x.cpu() for x in (x8, descale, mean)), block, torch.bfloat16)
-        mine = fp8_rounding.unrotated_fp8(x8, descale, mean, block, torch.bfloat16)
-        torch.testing.assert_close(mine.cpu(), exact, rtol=1e-2, atol=1e-3, equal_nan=True)
-
-
 #: each compiles some kernels of its own
 ON_A_GPU = [
     *((name, 128) for name in CASES),

@@ -1,5 +1,4 @@
-"""R = H / √D in kernels: products with Sylvester's H of ±1 on tensor cores, which take it exactly in any format; sums are in float32. And
-one kernel that takes R back from rounded numbers."""
+"""R = H / √D in kernels: products with Sylvester's H of ±1 on tensor cores, which take it exactly in any format; sums are in float32."""
 
 from __future__ import annotations
 
@@ -10,8 +9,6 @@ import triton.language as tl
 _HALVED = tl.constexpr(128)
 #: bit n: the parity of the bits of n
 _PARITIES = tl.constexpr(0x6996)
-#: The bits of 1.5 · 2^23: those of whole numbers, up to a part of that, are further on by the number.
-_WHOLE, _WHOLE_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
 
 
 @triton.jit
@@ -41,31 +38,16 @@ def _products(one, other, signs):
 
 
 @triton.jit
-def _as(x, dtype: tl.constexpr):
-    """x, of that format or one that holds less."""
-    if x.dtype == tl.int8:
-        # Conversions have few units.
-        wide = (x.to(tl.int32) + _WHOLE_BITS).to(tl.float32, bitcast=True) - _WHOLE
-    elif x.dtype != dtype:
-        wide = x.to(tl.float32)
-    else:
-        wide = x
-    return wide.to(dtype)
-
-
-@triton.jit
 def load_rotated(X, mean, signs, first, length, stride, PART: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """PART rows of X H / √D - mean in float32; from `length` on they are finite, and no more. X: of a head, in the format of `signs` or
-    rounded. mean: (1, D), or None."""
+    """PART rows of X H / √D - mean in float32; from `length` on they are finite, and no more. X: of a head. mean: (1, D), or None."""
     ROWS: tl.constexpr = signs.shape[0]
     rows = first + tl.arange(0, PART)[:, None]
     places = X + rows.to(tl.int64) * stride + tl.arange(0, ROWS)[None, :]
-    one = _as(tl.load(places, mask=rows < length, other=0.0), signs.dtype)
+    one = tl.load(places, mask=rows < length, other=0.0)
     if HEAD_DIM == ROWS:
         product = tl.dot(one, signs)
     else:
-        other = _as(tl.load(places + ROWS, mask=rows < length, other=0.0), signs.dtype)
-        product = _products(one, other, signs)
+        product = _products(one, tl.load(places + ROWS, mask=rows < length, other=0.0), signs)
     product *= HEAD_DIM**-0.5
     if mean is not None:
         product -= mean
@@ -87,27 +69,3 @@ def finite_rows(x, first, length, instead):
         found = tl.max(tl.where(is_finite, largest, 0.0), 0)
         x = tl.where(is_finite[:, None], x, instead)
     return x, found
-
-
-@triton.jit
-def unrotate_fp8(
-    X, Descale, Mean, Restored, stride_xb, stride_xh, stride_xs, stride_rb, stride_rh, stride_rs,
-    descale_b, descale_h, descale_n, heads, length, block, RUN: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr,
-):  # fmt: skip
-    """Grid: (runs of RUN · PART positions · H · B,). X, Restored: (B, H, S, D), see fp8_rounding.unrotated_fp8. Mean: float32 (B, H, n, D),
-    contiguous, the first of each head, or None. Descale: with those strides, one for `block` positions, a multiple of PART."""
-    runs = tl.cdiv(length, RUN * PART)
-    run, row = tl.program_id(0) % runs, tl.program_id(0) // runs
-    batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
-    X += batch * stride_xb + head * stride_xh
-    Restored += batch * stride_rb + head * stride_rh
-    dims = tl.arange(0, HEAD_DIM)[None, :]
-    turning = signs(HEAD_DIM, Restored.dtype.element_ty)
-    for first in range(run * (RUN * PART), tl.minimum((run + 1) * (RUN * PART), length), PART):
-        descale = tl.load(Descale + batch * descale_b + head * descale_h + first // block * descale_n)
-        back = load_rotated(X, None, turning, first, length, stride_xs, PART, HEAD_DIM) * descale
-        if Mean is not None:
-            back += tl.load(Mean + row.to(tl.int64) * (2 * HEAD_DIM) + dims)
-        rows = first + tl.arange(0, PART)[:, None]
-        places = Restored + rows.to(tl.int64) * stride_rs + dims
-        tl.store(places, back.to(Restored.dtype.element_ty), mask=rows < length)
