@@ -6,8 +6,8 @@ their largest finite magnitudes.
 R is a rotation, H / √D with Sylvester's H of D rows, ±1, which is symmetric; or none. So is the mean: `attn_compiler::mean_fp8` finds it.
 
 Ops, where Inductor would make more passes over memory and more launches of nodes: a block's scale together with its rounding, magnitudes of
-the numbers themselves, products with H, and v with positions last. Up to three tensors of one site at once. `restored` passes gradients on
-as if it were x.
+the numbers themselves, products with H, and v with positions last. Up to three tensors of one site at once. None has a gradient:
+fp8_restoring.py attaches one to what comes of it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ Per = Literal["tensor", "head", "row"]
 class How:
     """Of one tensor. format: of fp8_recipe.DTYPES. margin: as in CurrentScaling. magnitude: the largest, known beforehand; then all
     tensors' are. rotated: there is an R, for a D that is a power of two. turned: positions last, as `turned` says; as_given: the rounded
-    one's strides are in the order of the given one's, else it is contiguous. restore: the dtype of what is restored, "" for none.
-    has_mean: it loses the mean. has_shift: its products with the mean are asked for: of q with its kv head's."""
+    one's strides are in the order of the given one's, else it is contiguous. restore: the dtype of what is restored, "" for none; it
+    is rotated and without its mean as the rounded one is. has_mean: it loses the mean. has_shift: its products with the mean are asked for:
+    of q with its kv head's."""
 
     format: str
     margin: int = 0
