@@ -85,23 +85,21 @@ def _compile_inner(
     key: str,
     region: str | None,
 ) -> Callable[..., Any]:
+    # Here and not in the pass, which does not run where a cache has the code: that calls their ops all the same.
+    from attn_compiler import rotary_tables
+    from attn_compiler.lowerings.ops import without_autograd
+
+    def joint_pass(graph: fx.Graph) -> None:
+        without_autograd(graph)
+        rotary_tables.keep_tables(graph)
+
     if options.inner == "inductor":
         return torch_compat.compile_with_inductor(
-            gm, example_inputs, patches=patches, cache_key=key, joint_pass=_joint_pass, region=region
+            gm, example_inputs, patches=patches, cache_key=key, joint_pass=joint_pass, region=region
         )
     if patches:
         log.warning("inner=%r ignores Inductor's options: %s", options.inner, ", ".join(patches))
     return torch_compat.compile_with_backend(options.inner, gm, example_inputs)
-
-
-def _joint_pass(graph: fx.Graph) -> None:
-    """What is done to a graph that autograd was traced through."""
-    # As above: imports the lowerings.
-    from attn_compiler import rotary_tables
-    from attn_compiler.lowerings.ops import without_autograd
-
-    without_autograd(graph)
-    rotary_tables.keep_tables(graph)
 
 
 def _require_available(options: Options, report: Report, targets: set[Target], lowerings: Sequence[Lowering]) -> None:

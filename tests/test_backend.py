@@ -95,6 +95,21 @@ torch.compile(torch.sin, backend="attn_compiler")  # nothing was half-registered
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_code_from_a_cache_finds_the_ops_that_it_calls() -> None:
+    """No pass of the joint graph runs then, in a process that has imported nothing yet."""
+    code = """
+import torch
+from attn_compiler import torch_compat
+
+def cached(gm, example_inputs, **_):
+    return lambda x: [torch.ops.attn_compiler.table(torch.ops.attn_compiler.held(x))]
+
+torch_compat.compile_with_inductor = cached
+assert torch.equal(torch.compile(torch.sin, backend="attn_compiler")(torch.ones(3)), torch.ones(3))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_passes_rewrite_then_publish_then_compile(pipeline: Pipeline) -> None:
     def sine_becomes_cosine(gm: fx.GraphModule) -> None:
         for node in gm.graph.nodes:
