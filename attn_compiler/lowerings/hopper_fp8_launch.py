@@ -149,7 +149,7 @@ def _numbers(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[st
     for name in "qkv":
         descale = tensors[f"descale_{name}"]
         found |= {f"descale_{name}b": along(descale, 0), f"descale_{name}h": along(descale, 1)}
-    found["section"] = _section(tensors) if every["HAS_RIGHT"] and not every["HAS_LEFT"] else 1
+    found["section"] = _section(tensors) if every["HAS_RIGHT"] else 1
     wanted = forward_fp8_sm90.attention_forward_fp8_sm90.arg_names
     return {name: value for name, value in (every | found).items() if name in wanted}
 

@@ -7,7 +7,7 @@ import pytest
 
 from attn_compiler import Fp8Recipe
 from attn_compiler.lowerings import hopper_fp8, priorities
-from attn_compiler.masks import MaskSpec
+from attn_compiler.masks import Alignment, Causal, MaskSpec, SlidingWindow
 from attn_compiler.options import Options
 from attn_compiler.passes import select
 from attn_compiler.scores import Softcap
@@ -43,6 +43,17 @@ def test_it_is_first_where_its_kernel_runs() -> None:
 def test_elsewhere_it_is_refused_with_the_reason(target: Target) -> None:
     (reason,) = hopper_fp8.HopperFp8().why_not(asked(), target)
     assert "its kernel" in reason.rule
+
+
+def test_windows_are_left_to_the_other_kernel() -> None:
+    windows = (
+        MaskSpec(kinds=(SlidingWindow(left=1023, right=0),)),
+        MaskSpec(kinds=(Causal(alignment=Alignment.BOTTOM_RIGHT),)),
+    )
+    for mask in windows:
+        (reason,) = hopper_fp8.HopperFp8().why_not(asked(mask=mask, seqlen_q=4096), H200)
+        assert "causal" in reason.rule
+    assert not hopper_fp8.HopperFp8().why_not(asked(mask=windows[1]), H200)
 
 
 def test_wide_heads_are_left_to_the_other_kernel() -> None:
