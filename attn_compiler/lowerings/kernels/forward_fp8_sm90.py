@@ -17,6 +17,7 @@ from attn_compiler.lowerings.kernels.tiles_sm90 import (
     KEYS,
     ROWS,
     SHARES,
+    as_numbers,
     barrier_of_threads,
     quotient,
     rounded,
@@ -139,7 +140,7 @@ def _tiles(
             own_v = gl.load(DescaleV + start // SCALE_BLOCK)
         mbarrier.wait(k_full.index(stage), phase)
         k = k_tiles.index(stage).reshape([KEYS, HEAD_DIM_QK]).permute([1, 0])
-        qk = warpgroup_mma(q, k, no_scores, use_acc=False).to(gl.float32)
+        qk = as_numbers(warpgroup_mma(q, k, no_scores, use_acc=False))
         mbarrier.arrive(k_empty.index(stage))
         if SOFTCAP:
             x = qk * own

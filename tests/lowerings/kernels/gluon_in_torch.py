@@ -196,6 +196,8 @@ def _assembly(asm: str, constraints: str, args: Sequence[Tensor], **_: Any) -> T
         return torch.tanh(first)
     if "div" in asm:
         return first / further[0]
+    if "mov.b32" in asm and constraints == "=f,r":
+        return first.view(torch.float32)
     for kind, dtype in (("e4m3x2", torch.float8_e4m3fn), ("e5m2x2", torch.float8_e5m2)):
         if kind in asm:
             most = torch.finfo(dtype).max

@@ -40,3 +40,10 @@ def test_numbers_beyond_the_largest_become_it(dtype: torch.dtype, largest: float
     found = in_torch["rounded"](x, types.SimpleNamespace(dtype=dtype))
     assert found.dtype == dtype
     assert found.float().tolist() == [[0.0, 1.0, 256.0, largest]]
+
+
+def test_sums_of_whole_numbers_stay_what_they_are(in_torch: dict[str, Any]) -> None:
+    most = 127 * 127 * 128
+    sums = torch.tensor([-most, -65537, -1, 0, 1, 4097, most], dtype=torch.int32)
+    assert in_torch["as_numbers"](sums).tolist() == sums.tolist()
+    assert in_torch["as_numbers"](sums.float()).dtype == torch.float32
