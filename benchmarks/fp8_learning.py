@@ -3,11 +3,12 @@ runs, beside how far apart they are without.
 
     python -m benchmarks.fp8_learning benchmarks/results/fp8_training_h200.csv --budget-seconds 75
     python -m benchmarks.fp8_learning benchmarks/results/fp8_training_h200.csv --draw docs/fp8_training_h200.png
+    python -m benchmarks.fp8_learning benchmarks/results/fp8_learning.csv --emulated --jobs 1
 
-A seed is one beginning and one order of the text, the same for every way to compute attention, so that differences are taken seed by
-seed. A run sees each part of the text at most once (benchmarks/documentation.py). `held_out` is the loss on text that no run
-learns from, computed in bfloat16 for all. Each way is a process, and all run at a time: what is compared is not time.
-Writes a row a run. Wants transformers, and matplotlib for the picture.
+The last is emulated on a CPU, as in fp8_accuracy.py, by a smaller model. A seed is one beginning and one order of the text, the same for
+every way to compute attention, so that differences are taken seed by seed. A run sees each part of the text at most once
+(benchmarks/documentation.py). `held_out` is the loss on text that no run learns from, computed in bfloat16 for all. Each way is a
+process, and all run at a time: what is compared is not time. Writes a row a run. Wants transformers, and matplotlib for the picture.
 """
 
 from __future__ import annotations
@@ -18,22 +19,21 @@ import logging
 import multiprocessing
 import queue
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import attn_compiler
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
-from benchmarks import documentation, harness
+from benchmarks import documentation, fp8_learning_rows, harness
 from benchmarks.documentation import Text
+from benchmarks.fp8_learning_rows import BASELINE
 from benchmarks.fp8_training import LEARNING_RATE, STEPS, WINDOW, Setup
 
 _log = logging.getLogger(__name__)
@@ -48,10 +48,9 @@ class Way:
     recipe: Fp8Recipe | None = None
 
 
-BASELINE = Way(name="bfloat16", lowering="sdpa_cudnn")
 _PER_TENSOR = CurrentScaling(granularity="tensor")
 WAYS = (
-    BASELINE,
+    Way(name=BASELINE, lowering="sdpa_cudnn"),
     Way(name="bfloat16, flash", lowering="sdpa_flash"),
     Way(name="bfloat16, triton", lowering="triton"),
     Way(name="per block", lowering="hopper_fp8", recipe=Fp8Recipe()),
@@ -60,6 +59,13 @@ WAYS = (
     Way(name="accurate", lowering="hopper_fp8", recipe=Fp8Recipe(smooth_k=True, hadamard=True, qk_format="int8")),
     Way(name="backward too", lowering="cudnn_fp8", recipe=Fp8Recipe(scaling=_PER_TENSOR, backward=True)),
 )
+#: by the names of what they emulate
+EMULATED_WAYS = (
+    Way(name=BASELINE, lowering="untouched"),
+    Way(name="bfloat16, flash", lowering="sdpa_cpu_flash"),
+    *(dataclasses.replace(way, lowering="reference_fp8") for way in WAYS if way.lowering == "hopper_fp8"),
+)
+EMULATED = Setup(batch=4, length=256)
 ON_GPU = Setup(
     device="cuda",
     lowering="",
@@ -77,8 +83,6 @@ WARMUP = 40
 _UNCAPTURED = 3
 #: texts that a held-out loss is computed for, and so many of them at a time
 _HELD_OUT, _AT_A_TIME = 256, 16
-
-_ENDS = ("loss", "held_out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,12 +272,16 @@ def _show_progress() -> None:
     _log.setLevel(logging.INFO)
 
 
-def learnt(jobs: Sequence[Job], read: Callable[[], Text]) -> Iterator[Run | str | Text]:
-    """First the text, then each run as it ends, or the words of a way that failed. The text is read while models are compiled."""
+def learnt(
+    jobs: Sequence[Job], read: Callable[[], Text], *, at_a_time: int | None = None
+) -> Iterator[Run | str | Text]:
+    """First the text, then each run as it ends, or the words of a way that failed. The text is read while models are compiled.
+    at_a_time: so many jobs; None: all."""
     context = multiprocessing.get_context("spawn")
     texts, results = context.Queue(), context.Queue()
     processes = [context.Process(target=_work, args=(job, texts, results)) for job in jobs]
-    for process in processes:
+    started = processes[:at_a_time]
+    for process in started:
         process.start()
     text = read()
     _log.info("text of %d bytes", len(text.learnt))
@@ -281,7 +289,10 @@ def learnt(jobs: Sequence[Job], read: Callable[[], Text]) -> Iterator[Run | str 
         texts.put(text)
     yield text
     while True:
-        alive = any(process.is_alive() for process in processes)
+        if len(started) < len(processes) and not all(process.is_alive() for process in started[-(at_a_time or 1) :]):
+            started.append(processes[len(started)])
+            started[-1].start()
+        alive = any(process.is_alive() for process in started)
         try:
             yield results.get(timeout=0.5)
         except queue.Empty:
@@ -294,110 +305,16 @@ def learnt(jobs: Sequence[Job], read: Callable[[], Text]) -> Iterator[Run | str 
     texts.cancel_join_thread()
 
 
-# ---- what came out ------------------------------------------------------------------------------------------------
-
-Rows = Sequence[Mapping[str, str]]
-
-
-def against_baseline(rows: Rows, way: str, column: str) -> list[float]:
-    """Per cent above the baseline's, seed by seed, of the seeds that both have."""
-    usual = {row["seed"]: float(row[column]) for row in rows if row["way"] == BASELINE.name}
-    own = [row for row in rows if row["way"] == way and row["seed"] in usual]
-    return [100 * (float(row[column]) / usual[row["seed"]] - 1) for row in own]
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and its standard error; NaN of one value alone."""
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return statistics.fmean(values), error
-
-
-def ways_of(rows: Rows) -> list[str]:
-    """In the order of WAYS."""
-    known = [way.name for way in WAYS]
-    found = dict.fromkeys(row["way"] for row in rows)
-    return sorted(found, key=lambda name: known.index(name) if name in known else len(known))
-
-
-def print_table(rows: Rows) -> None:
-    table = Table(title=f"end of learning; %: above {BASELINE.name} of the same seed, mean and standard error")
-    for name in ("attention", "runs", "loss", "seeds ±", "%", "held out", "seeds ±", "%"):
-        table.add_column(name)
-    for way in ways_of(rows):
-        own = [row for row in rows if row["way"] == way]
-        cells = []
-        for column in _ENDS:
-            values = [float(row[column]) for row in own]
-            spread = statistics.stdev(values) if len(values) > 1 else float("nan")
-            cells += [f"{statistics.fmean(values):.4f}", f"{spread:.4f}", _percent(against_baseline(rows, way, column))]
-        table.add_row(way, str(len(own)), *cells)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-
-
-def _percent(values: Sequence[float]) -> str:
-    if not values:
-        return ""
-    mean, error = mean_and_error(values)
-    return f"{mean:+.2f} ± {error:.2f}"
-
-
-def draw(rows: Rows, output: Path) -> None:
-    """Each way's loss, its distance from the baseline's seed by seed on the way, and at the end of each run on held-out text."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplot_mosaic(
-        [["loss", "held_out"], ["apart", "held_out"]], figsize=(11, 6), layout="constrained", width_ratios=[3, 2]
-    )
-    columns = [name for name in rows[0] if name.startswith("step_") and all(row[name] for row in rows)]
-    steps = [int(name.removeprefix("step_")) for name in columns]
-    names = ways_of(rows)
-    for i, way in enumerate(names):
-        own = [row for row in rows if row["way"] == way]
-        curves = [[float(row[name]) for name in columns] for row in own]
-        (line,) = axes["loss"].plot(steps, _means(curves), label=way, linewidth=1.2)
-        if way == BASELINE.name:
-            low, high = ([pick(values) for values in zip(*curves, strict=True)] for pick in (min, max))
-            axes["loss"].fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-            continue
-        color = line.get_color()
-        apart = [mean_and_error(against_baseline(rows, way, name)) for name in columns]
-        axes["apart"].errorbar(steps, *zip(*apart, strict=True), color=color, linewidth=1, elinewidth=0.5)
-        ends = against_baseline(rows, way, "held_out")
-        axes["held_out"].plot(ends, [i] * len(ends), "o", color=color, markersize=4, alpha=0.5)
-        mean, error = mean_and_error(ends)
-        axes["held_out"].errorbar([mean], [i], xerr=[error], fmt="|", color=color, markersize=16, capsize=4)
-    _label(axes, names)
-    figure.savefig(output, dpi=130)
-    pyplot.close(figure)
-
-
-def _means(curves: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.fmean(values) for values in zip(*curves, strict=True)]
-
-
-def _label(axes: Mapping[str, Any], names: Sequence[str]) -> None:
-    axes["loss"].set_ylabel(f"loss, mean of {WINDOW} steps\n(band: seeds of {BASELINE.name})")
-    axes["loss"].legend(frameon=False, fontsize="small")
-    axes["apart"].set_ylabel(f"% above {BASELINE.name}\n(mean and standard error)")
-    axes["apart"].set_xlabel("step")
-    axes["apart"].axhspan(-1, 1, color="0.93")
-    axes["held_out"].axvspan(-1, 1, color="0.93")
-    axes["held_out"].set_yticks(range(1, len(names)), names[1:])
-    axes["held_out"].invert_yaxis()
-    axes["held_out"].set_xlabel(f"held-out text: % above {BASELINE.name}, each seed, mean and standard error")
-    for each in axes.values():
-        each.spines[["top", "right"]].set_visible(False)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Learn and write rows as runs end, or draw what is written. 1 if a way failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--draw", type=Path, help="a picture of the results that there are; nothing is run")
     parser.add_argument("--ways", nargs="*", default=[way.name for way in WAYS])
+    parser.add_argument("--emulated", action="store_true", help="on a CPU")
+    parser.add_argument("--jobs", type=int, help="ways at a time; else all")
     parser.add_argument("--seeds", type=int, nargs="*", default=list(range(6)))
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--batch", type=int, default=ON_GPU.batch)
     parser.add_argument("--budget-seconds", type=float, default=600.0, help="no run begins that would end later")
     parser.add_argument("--text", type=Path, help="that documentation.py wrote; else it is read here")
     parser.add_argument("--readers", type=int, default=4, help="processes that read it (%(default)s)")
@@ -406,15 +323,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.draw is not None:
         rows = harness.read(given.results)
-        draw(rows, given.draw)
-        print_table(rows)
+        fp8_learning_rows.draw(rows, given.draw)
+        fp8_learning_rows.print_table(rows)
         return 0
     _show_progress()
     deadline = time.time() + given.budget_seconds
-    setup = dataclasses.replace(ON_GPU, batch=given.batch)
+    ways, setup = (EMULATED_WAYS, EMULATED) if given.emulated else (WAYS, ON_GPU)
     jobs = [
         Job(way=way, setup=setup, seeds=tuple(given.seeds), steps=given.steps, deadline=deadline)
-        for way in WAYS
+        for way in ways
         if way.name in given.ways
     ]
     return _write(jobs, given)
@@ -428,14 +345,14 @@ def _write(jobs: Sequence[Job], given: argparse.Namespace) -> int:
     text_columns: dict[str, str] = {}
     file: harness.CsvFile | None = None
     failures = []
-    for found in learnt(jobs, lambda: _text(given)):
+    for found in learnt(jobs, lambda: _text(given), at_a_time=given.jobs):
         if isinstance(found, Text):
             sizes = {"learnt_bytes": str(len(found.learnt)), "held_out_bytes": str(len(found.held_out))}
             model = {
                 name: str(getattr(jobs[0].setup, name)) for name in ("hidden", "layers", "heads", "batch", "length")
             }
             text_columns = {**model, **sizes, "text": found.digest, "packages": " ".join(found.packages)}
-            text_columns |= harness.environment("cuda", given.commit)
+            text_columns |= harness.environment(jobs[0].setup.device, given.commit)
         elif isinstance(found, Run):
             row = {**found.columns, **text_columns}
             file = file or harness.CsvFile(given.results, tuple(row), append=given.append)
@@ -443,7 +360,7 @@ def _write(jobs: Sequence[Job], given: argparse.Namespace) -> int:
         else:
             failures.append(found)
     if file is not None:
-        print_table(file.rows)
+        fp8_learning_rows.print_table(file.rows)
     for failure in failures:
         Console().print(failure, markup=False)
     return int(bool(failures))

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from attn_compiler import DelayedScaling, Fp8Recipe, fp8_state_dict
-from benchmarks import fp8_learning, harness
+from benchmarks import fp8_learning
 from benchmarks.documentation import Text
-from benchmarks.fp8_learning import BASELINE, Job, Learner, Run, Way, against_baseline, mean_and_error, rate
+from benchmarks.fp8_learning import Job, Learner, Run, Way, rate
+from benchmarks.fp8_learning_rows import ORDER
 from benchmarks.fp8_training import EMULATED, WINDOW
 
 _TEXT = Text(
@@ -64,32 +64,13 @@ def test_a_way_that_fails_leaves_the_others_alone() -> None:
     pytest.importorskip("transformers")
     job = Job(way=_PLAIN, setup=_SETUP, seeds=(0,), steps=WINDOW, deadline=time.time() + 600)
     broken = dataclasses.replace(job, way=Way(name="broken", lowering="nowhere"))
-    text, *found = fp8_learning.learnt([job, broken], lambda: _TEXT)
+    text, *found = fp8_learning.learnt([broken, job], lambda: _TEXT, at_a_time=1)
     assert text == _TEXT
     runs = [run for run in found if isinstance(run, Run)]
     assert [(run.way, run.seed, len(run.losses)) for run in runs] == [("bfloat16", 0, WINDOW)]
     assert [words for words in found if isinstance(words, str) and words.startswith("broken: InvalidOption")]
 
 
-def _row(way: str, seed: int, loss: float) -> dict[str, str]:
-    run = Run(
-        way=way, seed=seed, losses=[loss] * 3 * WINDOW, held_out=loss, lowerings="", note="", captured="", seconds=1.0
-    )
-    return run.columns
-
-
-def test_differences_are_taken_seed_by_seed(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    rows = [
-        _row(BASELINE.name, 0, 2.0),
-        _row(BASELINE.name, 1, 1.0),
-        _row("per block", 1, 1.02),
-        _row("per block", 0, 2.0),
-    ]
-    assert against_baseline(rows, "per block", "loss") == pytest.approx([2.0, 0.0])
-    assert mean_and_error([2.0, 0.0]) == pytest.approx((1.0, 1.0))
-    file = harness.CsvFile(tmp_path / "a.csv", tuple(rows[0]))
-    for row in rows:
-        file.add(row)
-    assert fp8_learning.main([str(tmp_path / "a.csv"), "--draw", str(tmp_path / "a.png")]) == 0
-    assert (tmp_path / "a.png").stat().st_size > 1000
+def test_every_way_has_its_place_in_tables() -> None:
+    assert tuple(way.name for way in fp8_learning.WAYS) == ORDER
+    assert {way.name for way in fp8_learning.EMULATED_WAYS} <= set(ORDER)
