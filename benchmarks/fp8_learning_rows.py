@@ -36,6 +36,13 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), error
 
 
+def shared(rows: Rows) -> Rows:
+    """Those of the seeds that every way has: means over them compare."""
+    of_each = [{row["seed"] for row in rows if row["way"] == way} for way in ways_of(rows)]
+    common = set.intersection(*of_each)
+    return [row for row in rows if row["seed"] in common]
+
+
 def ways_of(rows: Rows) -> list[str]:
     """In ORDER, and then as they come."""
     found = dict.fromkeys(row["way"] for row in rows)
@@ -43,18 +50,23 @@ def ways_of(rows: Rows) -> list[str]:
 
 
 def print_table(rows: Rows) -> None:
-    table = Table(title=f"end of learning; %: above {BASELINE} of the same seed, mean and standard error")
-    for name in ("attention", "runs", "loss", "seeds ±", "%", "held out", "seeds ±", "%"):
+    title = f"end of learning: mean of the seeds that all have, deviation of all; % above {BASELINE} seed by seed, with standard error"
+    table = Table(title=title)
+    for name in ("attention", "runs", "loss", "±", "%", "held out", "±", "%"):
         table.add_column(name)
     for way in ways_of(rows):
-        own = [row for row in rows if row["way"] == way]
         cells = []
         for column in _ENDS:
-            values = [float(row[column]) for row in own]
+            values = _values(rows, way, column)
             spread = statistics.stdev(values) if len(values) > 1 else float("nan")
-            cells += [f"{statistics.fmean(values):.4f}", f"{spread:.4f}", _percent(against_baseline(rows, way, column))]
-        table.add_row(way, str(len(own)), *cells)
+            mean = statistics.fmean(_values(shared(rows), way, column) or values)
+            cells += [f"{mean:.4f}", f"{spread:.4f}", _percent(against_baseline(rows, way, column))]
+        table.add_row(way, str(len(_values(rows, way, "seed"))), *cells)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def _values(rows: Rows, way: str, column: str) -> list[float]:
+    return [float(row[column]) for row in rows if row["way"] == way]
 
 
 def _percent(values: Sequence[float]) -> str:
@@ -75,11 +87,10 @@ def draw(rows: Rows, output: Path) -> None:
     steps = [int(name.removeprefix("step_")) for name in columns]
     names = ways_of(rows)
     for i, way in enumerate(names):
-        own = [row for row in rows if row["way"] == way]
-        curves = [[float(row[name]) for name in columns] for row in own]
-        (line,) = axes["loss"].plot(steps, _means(curves), label=way, linewidth=1.2)
+        means = [statistics.fmean(_values(shared(rows) or rows, way, name)) for name in columns]
+        (line,) = axes["loss"].plot(steps, means, label=way, linewidth=1.2)
         if way == BASELINE:
-            low, high = ([pick(values) for values in zip(*curves, strict=True)] for pick in (min, max))
+            low, high = ([pick(_values(rows, way, name)) for name in columns] for pick in (min, max))
             axes["loss"].fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
             continue
         color = line.get_color()
@@ -94,12 +105,8 @@ def draw(rows: Rows, output: Path) -> None:
     pyplot.close(figure)
 
 
-def _means(curves: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.fmean(values) for values in zip(*curves, strict=True)]
-
-
 def _label(axes: Mapping[str, Any], names: Sequence[str]) -> None:
-    axes["loss"].set_ylabel(f"loss, mean of {WINDOW} steps\n(band: seeds of {BASELINE})")
+    axes["loss"].set_ylabel(f"loss, mean of {WINDOW} steps\n(band: all seeds of {BASELINE})")
     axes["loss"].legend(frameon=False, fontsize="small")
     axes["apart"].set_ylabel(f"% above {BASELINE}\n(mean and standard error)")
     axes["apart"].set_xlabel("step")
@@ -107,6 +114,6 @@ def _label(axes: Mapping[str, Any], names: Sequence[str]) -> None:
     axes["held_out"].axvspan(-1, 1, color="0.93")
     axes["held_out"].set_yticks(range(1, len(names)), names[1:])
     axes["held_out"].invert_yaxis()
-    axes["held_out"].set_xlabel(f"held-out text: % above {BASELINE}, each seed, mean and standard error")
+    axes["held_out"].set_xlabel(f"held-out text: % above {BASELINE}\n(each seed, mean and standard error)")
     for each in axes.values():
         each.spines[["top", "right"]].set_visible(False)

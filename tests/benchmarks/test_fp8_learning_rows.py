@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import fp8_learning, harness
 from benchmarks.fp8_learning import Run
-from benchmarks.fp8_learning_rows import BASELINE, against_baseline, mean_and_error, ways_of
+from benchmarks.fp8_learning_rows import BASELINE, against_baseline, mean_and_error, shared, ways_of
 from benchmarks.fp8_training import WINDOW
 
 
@@ -32,6 +32,12 @@ def test_differences_are_taken_seed_by_seed(tmp_path: Path) -> None:
         file.add(row)
     assert fp8_learning.main([str(tmp_path / "a.csv"), "--draw", str(tmp_path / "a.png")]) == 0
     assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_means_are_over_the_seeds_that_all_have() -> None:
+    rows = [_row(BASELINE, 0, 1.0), _row(BASELINE, 1, 2.0), _row("delayed", 0, 3.0)]
+    assert [(row["way"], row["seed"]) for row in shared(rows)] == [(BASELINE, "0"), ("delayed", "0")]
+    assert shared([_row(BASELINE, 0, 1.0), _row("delayed", 1, 3.0)]) == []
 
 
 def test_ways_come_in_one_order() -> None:
