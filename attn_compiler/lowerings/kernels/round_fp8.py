@@ -125,6 +125,11 @@ def _write(
         tl.store(places + tl.arange(0, WIDTH // 2)[None, :], ((one & 0xFF) | (other << 8)).to(tl.int16), mask=inside)
     else:
         tl.store(Rounded + rows.to(tl.int64) * stride + dims, rounded, mask=inside & (dims < HEAD_DIM))
+    if not WHOLE and not TURNED and (Shift is not None or Restored is not None):
+        # ptxas 12.8 takes registers apart that it has not packed yet, where a thread does both: so they come from memory.
+        tl.debug_barrier()
+        again = tl.load(Rounded + rows.to(tl.int64) * stride + dims, mask=inside & (dims < HEAD_DIM), other=0.0)
+        numbers = again.to(tl.float32)
     if Shift is not None:
         at = first + tl.arange(0, PART)
         tl.store(Shift + at, tl.sum(numbers * mean, 1) * descale, mask=at < length)

@@ -33,7 +33,7 @@ TENSORS = 3
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """spilled: bytes of a thread's stack. loads, stores: the widest of global memory, in PTX. shared: bytes of shared memory.
-    on_tensor_cores: products."""
+    on_tensor_cores: products. repacked: registers of FP8 that are packed, and taken apart again."""
 
     name: str
     spilled: int
@@ -41,10 +41,11 @@ class Found:
     stores: str
     shared: int
     on_tensor_cores: int
+    repacked: int
 
 
-#: what is rounded: v for a backward, too; for the accurate recipe; and for that beneath a softcap
-KINDS = ("plain", "accurate", "accurate, shift")
+#: what is rounded: v for a backward, too; for the accurate recipe; for that beneath a softcap; and in FP8 there
+KINDS = ("plain", "accurate", "accurate, shift", "shift")
 
 
 def run(head_dim: int) -> list[Found]:
@@ -60,10 +61,13 @@ def run(head_dim: int) -> list[Found]:
 
 def _how(kind: str) -> Rounding:
     q, k = How(format="e4m3"), How(format="e4m3")
-    if kind != "plain":
+    if kind == "shift":
+        q, k = How(format="e4m3", rotated=True, has_shift=True), How(format="e4m3", rotated=True, has_mean=True)
+    elif kind != "plain":
         q = How(format="int8", rotated=True, has_shift=kind != "accurate")
         k = How(format="int8", rotated=True, has_mean=True)
-    return Rounding(each=(q, k, How(format="e4m3", turned=True, restore="bfloat16")), block=128)
+    v = How(format="e4m3", turned=True, restore="" if kind == "shift" else "bfloat16")
+    return Rounding(each=(q, k, v), block=128)
 
 
 def _rounding(kind: str, head_dim: int, x: list[torch.Tensor]) -> list[Found]:
@@ -75,7 +79,7 @@ def _rounding(kind: str, head_dim: int, x: list[torch.Tensor]) -> list[Found]:
     for i, one in enumerate(x):
         outputs = zip(("rounded", "descale", "restored"), empty_outputs(one, None, how.each[i], how.block), strict=True)
         rounding |= {f"{name}{i}": tensor for name, tensor in outputs if tensor.numel()}
-    rounding |= {} if kind != "accurate, shift" else {"shift": empty_shift(x, how)[0]}
+    rounding |= {} if "shift" not in kind else {"shift": empty_shift(x, how)[0]}
     looking = named | {"kept": torch.empty(TENSORS, dtype=torch.int32, device="meta")}
     rounds, looks = (f"{which} {kind} {head_dim}" for which in ("round", "look"))
     of_rounding = fp8_rounding_launch._rounding(rounding, how, TENSORS)
@@ -109,6 +113,7 @@ def _compiled(name: str, kernel: Any, arguments: Arguments, tensors: dict[str, t
     compiled = compile_kernel(source_of, target=GPUTarget("cuda", 90, 32), options=options)
     _, spilled = resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
+    packed = set(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32\s+(%\w+)", ptx))
     widest = {kind: max(re.findall(rf"{kind}\.global(\.v\d)?", ptx), default="") for kind in ("ld", "st")}
     return Found(
         name=name,
@@ -117,6 +122,7 @@ def _compiled(name: str, kernel: Any, arguments: Arguments, tensors: dict[str, t
         stores=widest["st"],
         shared=compiled.metadata.shared,
         on_tensor_cores=ptx.count("wgmma.mma_async"),
+        repacked=len(packed.intersection(re.findall(r"cvt\.rn\.f16x2\.e4m3x2\s+%\w+,\s*(%\w+)", ptx))),
     )
 
 
