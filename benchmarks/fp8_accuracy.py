@@ -94,6 +94,18 @@ INPUTS: dict[str, Callable[[int, int, torch.Generator], tuple[Tensor, Tensor, Te
 }
 
 
+def minilm() -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of each layer of all-MiniLM-L6-v2 with its own weights, on sentences of Python's language reference that fill the 512 tokens it
+    takes: (1, 12, 512, 32). Wants the extra `[demo]`."""
+    from examples.quickstart import load_minilm, sentences
+
+    tokenizer, model = load_minilm()
+    text = " ".join(sentences(64))
+    length = model.config.max_position_embeddings
+    tokens = tokenizer(text, truncation=True, max_length=length, return_tensors="pt")
+    return fp8_training.attended(lambda: model(input_ids=tokens["input_ids"]))
+
+
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +227,8 @@ def _all(given: argparse.Namespace) -> Iterator[Iterator[Row]]:
     if given.activations:
         setup = fp8_training.ON_GPU if given.device == "cuda" else fp8_training.EMULATED
         yield of_inputs("llama", fp8_training.activations(300, setup), given.device, given.lowering)
+    for layer, seen in enumerate(minilm() if given.minilm else (), 1):
+        yield of_inputs(f"minilm, layer {layer}", seen, given.device, given.lowering)
     for length in given.retrieval:
         yield retrieve(length, max(given.head_dims), given.device, given.lowering)
 
@@ -224,12 +238,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("picture", type=Path, nargs="?")
-    parser.add_argument("--seqlens", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--seqlens", type=int, nargs="*", default=[1024, 2048, 4096])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--retrieval", type=int, nargs="*", default=[65536])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--lowering", default="reference_fp8")
     parser.add_argument("--activations", action="store_true", help="those of a small model that learns first, too")
+    parser.add_argument("--minilm", action="store_true", help="those of a pretrained model, too")
     given = parser.parse_args()
     rows: list[Row] = []
     for found in _all(given):
@@ -237,7 +252,7 @@ def main() -> None:
         write(rows, given.results)
     for row in rows:
         share = "" if row.found is None else f"  found {row.found:.3f}"
-        place = f"{row.inputs:9} {row.seqlen:6} {row.head_dim:4}  {row.recipe:30}"
+        place = f"{row.inputs:16} {row.seqlen:6} {row.head_dim:4}  {row.recipe:30}"
         print(f"{place} rmse {row.rmse:.2e}  cosine {row.cosine:.6f}  worst row {row.worst_row:.2e}{share}")
     if given.picture is not None:
         draw([asdict(row) for row in rows], given.picture)

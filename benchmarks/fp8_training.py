@@ -13,7 +13,7 @@ import csv
 import functools
 import multiprocessing
 import pydoc_data.topics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,22 +127,24 @@ def activations(steps: int, setup: Setup) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of the last layer of a model that has learnt so many steps, for a text: (1, heads, length, D), as it attends to them."""
     model = setup.model()
     learn(model, model, steps, setup)
+    with torch.autocast(setup.device, torch.bfloat16):
+        return attended(lambda: model(input_ids=batch(steps, setup)[:1], use_cache=False))[-1]
+
+
+def attended(run: Callable[[], Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """q, k and v of each SDPA call of a model, in their order: float32 (B, Hq, S, D), with k and v for each head of q."""
     attend = torch.nn.functional.scaled_dot_product_attention
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def noted(q: Tensor, k: Tensor, v: Tensor, *further: Any, **named: Any) -> Tensor:
         groups = q.shape[1] // k.shape[1]
-        seen.append((q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
+        k_of_each, v_of_each = (x.repeat_interleave(groups, 1).float().cpu() for x in (k, v))
+        seen.append((q.float().cpu(), k_of_each, v_of_each))
         return attend(q, k, v, *further, **named)
 
-    with (
-        torch.no_grad(),
-        torch.autocast(setup.device, torch.bfloat16),
-        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", noted),
-    ):
-        model(input_ids=batch(steps, setup)[:1], use_cache=False)
-    q, k, v = (x.float().cpu() for x in seen[-1])
-    return q, k, v
+    with torch.no_grad(), mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", noted):
+        run()
+    return seen
 
 
 def last(found: Sequence[float]) -> float:

