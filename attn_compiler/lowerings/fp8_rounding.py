@@ -237,15 +237,15 @@ def _one_in_pytorch(
     scale = how.fits / amax
     scale = torch.where((amax > 0) & scale.isfinite(), scale, 1.0)
     is_of_blocks = given is None and how.magnitude is None
-    spread = (scale.repeat_interleave(block, 2)[:, :, : x.shape[2]] if is_of_blocks else scale)[..., None]
-    inside = (exact * spread).clamp(-how.largest, how.largest)
+    of_positions = (spread(scale, block, x.shape[2]) if is_of_blocks else scale)[..., None]
+    inside = (exact * of_positions).clamp(-how.largest, how.largest)
     if how.dtype == torch.int8:
         numbers = torch.where(finite, inside, 0.0).round().to(how.dtype)
     else:
         numbers = torch.where(finite, inside, torch.nan).to(how.dtype)
     rounded, descale, restored = empty_outputs(x, given, how, block)
     descale.copy_(scale.reciprocal())
-    back = numbers.float() * spread.reciprocal()
+    back = numbers.float() * of_positions.reciprocal()
     if how.restore:
         restored.copy_(back)
     outputs = [turned(numbers) if how.turned else rounded.copy_(numbers), descale, restored]

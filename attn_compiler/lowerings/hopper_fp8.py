@@ -90,7 +90,8 @@ def _check_kernel(spec: AttentionSpec) -> list[Reason]:
         reasons.append(Reason(rule=rule, observed=", ".join(parts)))
     if not _is_causal_or_none(spec, plan.band):
         rule = "its kernel was shown to be right on a GPU for causal attention and without a mask"
-        reasons.append(Reason(rule=rule, observed=str(plan.band)))
+        remedy = "leave the choice to the recipe, or give lowering='triton_fp8', which takes any band"
+        reasons.append(Reason(rule=rule, observed=str(plan.band), remedy=remedy))
     if spec.score.scale <= 0:
         reasons.append(Reason(rule="its kernel takes scales above 0", observed=f"{spec.score.scale:g}"))
     return [*reasons, *sdpa_limits.check_head_dims(spec, multiple=fp8_rounding.VECTOR, limit=_HEAD_DIM_LIMIT)]
