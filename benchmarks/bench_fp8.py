@@ -123,7 +123,9 @@ CASES: tuple[Case, ...] = tuple(
     for seqlen in (8192, 4096, 16384, 2048, 1024)
     for head_dim in (128, 64, 256)
     for causal in (True, False)
-) + tuple(case_of(128, seqlen, causal=True, group=_GROUP) for seqlen in (8192, 4096, 2048))
+) + tuple(
+    case_of(head_dim, seqlen, causal=True, group=_GROUP) for head_dim in (128, 64) for seqlen in (8192, 4096, 2048)
+)
 
 
 # ---- sides ----------------------------------------------------------------------------------------------------------
@@ -325,7 +327,14 @@ def main() -> int:
         if case.name in given.cases
     ]
     until = time.monotonic() + given.budget_seconds
-    found = waves.run(jobs, prepare, jobs=given.jobs, until=until, wave_seconds=given.wave_seconds)
+    found = waves.run(
+        jobs,
+        prepare,
+        jobs=given.jobs,
+        until=until,
+        wave_seconds=given.wave_seconds,
+        wave_cases=given.wave_cases,
+    )
     with Progress(console=Console(stderr=True)) as progress:
         for job, row in progress.track(found, total=len(jobs), description="cases"):
             for each in rows_of(job, row):

@@ -37,7 +37,7 @@ from benchmarks.harness import BACKEND
 
 RESULTS = Path(__file__).parent / "results" / "fp8_models_h200.csv"
 BASELINE = "bfloat16"
-KEYS = ("scenario", "layers", "hidden", "heads", "head_dim", "batch", "seqlen", "side")
+KEYS = ("scenario", "layers", "hidden", "heads", "heads_kv", "head_dim", "batch", "seqlen", "side")
 MEASURED = ("lowerings", "rounds", "p20_ms", "p50_ms", "p80_ms", "ratio", "memory_gb", "difference", "failure")
 COLUMNS = (*KEYS, *MEASURED)
 #: of a row before it is written: milliseconds, turn by turn; kernels, calls and microseconds of one step
@@ -59,7 +59,7 @@ SIDES: Mapping[str, Fp8Recipe | None] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """training: a step without the optimizer; else a prefill. lowerings: of FP8, in this order; None: our own choice."""
+    """training: a step without the optimizer; else a prefill. group: heads of q for one of k and v."""
 
     training: bool
     hidden: int
@@ -67,10 +67,17 @@ class Scenario:
     batch: int
     seqlen: int
     layers: int = 8
+    group: int = 1
+
+    @property
+    def heads_kv(self) -> int:
+        return self.heads // self.group
 
     @property
     def columns(self) -> dict[str, str]:
-        sizes = {name: str(getattr(self, name)) for name in ("layers", "hidden", "heads", "batch", "seqlen")}
+        sizes = {
+            name: str(getattr(self, name)) for name in ("layers", "hidden", "heads", "heads_kv", "batch", "seqlen")
+        }
         return {
             "scenario": "training" if self.training else "prefill",
             "head_dim": str(self.hidden // self.heads),
@@ -84,6 +91,9 @@ SCENARIOS = (
     Scenario(training=True, hidden=1024, heads=8, batch=1, seqlen=16384),
     Scenario(training=False, hidden=1024, heads=8, batch=1, seqlen=16384),
     Scenario(training=True, hidden=2048, heads=32, batch=2, seqlen=8192),
+    Scenario(training=True, hidden=2048, heads=16, batch=2, seqlen=8192, group=4),
+    Scenario(training=True, hidden=1024, heads=8, batch=2, seqlen=8192, group=4),
+    Scenario(training=False, hidden=2048, heads=16, batch=2, seqlen=8192, group=4),
 )
 
 
@@ -97,7 +107,7 @@ def model_of(scenario: Scenario, device: str) -> nn.Module:
         intermediate_size=scenario.hidden * 8 // 3 // 128 * 128,
         num_hidden_layers=scenario.layers,
         num_attention_heads=scenario.heads,
-        num_key_value_heads=scenario.heads,
+        num_key_value_heads=scenario.heads_kv,
         vocab_size=1024,
         max_position_embeddings=scenario.seqlen,
         use_cache=False,

@@ -13,6 +13,9 @@ def test_models_have_the_sizes_that_their_rows_say() -> None:
     assert small.columns["head_dim"] == "32"
     model = bench_fp8_models.model_of(small, "cpu")
     assert model.training
+    grouped = bench_fp8_models.model_of(dataclasses.replace(small, group=2), "cpu")
+    sizes = {n: p.shape[0] for n, p in grouped.named_parameters() if n.endswith(("q_proj.weight", "k_proj.weight"))}
+    assert sorted(sizes.values()) == [32, 64]
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
