@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 
+import attn_compiler
+from attn_compiler import CurrentScaling, Fp8Recipe
 from benchmarks import bench_fp8
 from benchmarks.bench_fp8 import Side
 
@@ -19,6 +22,21 @@ def test_a_kernel_alone_gives_what_its_lowering_gives() -> None:
     side = Side(lowering="reference_fp8", recipe="")
     alone, whole = bench_fp8.kernel(case, side, q, k, v)(), bench_fp8.compiled(case, side)(q, k, v)
     torch.testing.assert_close(alone, whole, rtol=0, atol=0.02)
+
+
+def test_every_side_is_compiled_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    torch.compiler.reset()
+    bench_fp8.keep_all_compiled()
+    case = dataclasses.replace(bench_fp8.case_of(64, 8192, causal=True), batch=1, heads_q=1, heads_kv=1, seqlen=32)
+    q, k, v = (torch.randn(1, 32, 1, 64).half().transpose(1, 2) for _ in "qkv")
+    recipes = {str(margin): Fp8Recipe(scaling=CurrentScaling(margin=margin)) for margin in range(len(bench_fp8.SIDES))}
+    monkeypatch.setattr(bench_fp8, "RECIPES", recipes)
+    given = [bench_fp8.compiled(case, Side(lowering="reference_fp8", recipe=recipe)) for recipe in recipes]
+    before = len(attn_compiler.reports())
+    for function in given:
+        function(q, k, v)
+    assert len(attn_compiler.reports()) - before == len(bench_fp8.SIDES) > 8
 
 
 def test_a_wrong_side_is_marked_and_fails() -> None:
