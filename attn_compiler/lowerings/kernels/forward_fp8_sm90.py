@@ -2,7 +2,7 @@
 
 One warpgroup has the copy engine (TMA) fetch tiles of keys and values, three or four compute 64 queries each: while one waits for its
 products, the others' softmax has the arithmetic units. A program stays for several blocks of queries, so that fetching for the next one
-begins before this one's output has left. What was tried besides, with numbers: docs/fp8.md.
+begins before this one's output has left. What was tried besides, with numbers: docs/fp8_kernels.md.
 
 Weights become the operand of the next product where they are: v lies in the order that each thread has them in (fp8_rounding.in_order).
 """
