@@ -86,6 +86,7 @@ class Side:
 
 SIDES = (
     Side(lowering=BASELINE),
+    Side(lowering="fa4"),
     Side(lowering="triton", passes=("forward",)),
     Side(lowering="hopper_fp8", recipe=""),
     Side(lowering="triton_fp8", recipe="", passes=("forward",)),

@@ -75,12 +75,13 @@ def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]
     found = []
     for (case, training), of_case in measured(fp8).items():
         speeds = {key: float(row["tflops"]) for key, row in of_case.items()}
-        merged = dict(speeds)
+        merged = speeds
         other = others.get((case, training), {})
         base = (bench_fp8.BASELINE, "", "")
         if base in other and base in speeds:
             share = speeds[base] / other[base]
-            merged |= {(name, "", ""): other[name, "", ""] * share for name in OTHERS if (name, "", "") in other}
+            placed = {(name, "", ""): other[name, "", ""] * share for name in OTHERS if (name, "", "") in other}
+            merged = placed | speeds
         first, last = HEAD_DIMS[int(facts[case]["head_dim"])]
         for key, tflops in merged.items():
             lowering, scaling, backward = key
