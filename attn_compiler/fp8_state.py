@@ -30,8 +30,8 @@ def keep(label: str, tensor: torch.Tensor) -> None:
 
 def fp8_state_dict() -> dict[str, torch.Tensor]:
     """Copies of all histories, float32 (amax_history_len, n), newest first, for n magnitudes of q, then of k and v. By module path; what
-    a path has several of (a graph for training and one for inference, say) is numbered in the order of compilation: "path/amax",
-    "path/amax#2"."""
+    a path has several of (a graph for training and one for inference, or layers that are compiled one by one) is numbered in the order
+    of compilation: "path/amax", "path/amax#2"."""
     return {name: tensor.detach().clone() for name, tensor in _live().items()}
 
 

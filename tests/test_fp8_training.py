@@ -201,3 +201,44 @@ def test_a_saved_history_goes_on_where_it_was() -> None:
     attn_compiler.load_fp8_state_dict(saved)
     assert torch.equal(function(inputs(3, 4.0)), expected)
     assert len(attn_compiler.reports()) == 1
+
+
+def one_by_one(model: Layers, **options: Any) -> None:
+    """Compile each layer by itself, of which all are of one class."""
+    chosen = {"lowering": "reference_fp8", "inner": "aot_eager", "strict": True, "fp8_recipe": RECIPES["delayed"]}
+    for layer in model.layers:
+        layer.compile(backend="attn_compiler", options={**chosen, **options}, fullgraph=True)
+
+
+def test_layers_that_are_compiled_one_by_one_have_histories_of_their_own() -> None:
+    """Their values may be far apart: with the scale of another one they would saturate."""
+    model, whole = Layers().bfloat16(), Layers().bfloat16()
+    for layers in (model.layers, whole.layers):
+        with torch.no_grad():
+            layers[1].qkv.weight.mul_(100)  # type: ignore[union-attr, operator]
+    one_by_one(model)
+    function = compiled(whole, RECIPES["delayed"])
+    with torch.no_grad():
+        for step in range(3):
+            assert torch.equal(model(inputs(step)), function(inputs(step)))
+    assert len(attn_compiler.reports()) == len(model.layers) + 1
+
+
+def test_two_models_of_one_class_have_histories_of_their_own() -> None:
+    one, other = Layers().bfloat16(), Layers().bfloat16()
+    functions = [compiled(model, RECIPES["delayed"]) for model in (one, other)]
+    for step in range(3):
+        functions[0](inputs(step))
+        functions[1](inputs(step, 50.0))
+    assert len(attn_compiler.reports()) == 2
+    of_other = torch.stack([amax_of(other, inputs(step, 50.0)) for step in (2, 1, 0)])
+    assert torch.equal(last_history("layers.0/amax")[:3, 0], of_other)
+
+
+@pytest.mark.parametrize("name", ["current", "static"])
+def test_without_a_history_layers_share_their_code(name: str) -> None:
+    model = Layers().bfloat16()
+    one_by_one(model, fp8_recipe=RECIPES[name])
+    with torch.no_grad():
+        model(inputs(0))
+    assert len(attn_compiler.reports()) == 1

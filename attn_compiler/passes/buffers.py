@@ -6,12 +6,12 @@ the forward saw, and the write happens once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
 
-from attn_compiler import fp8_state, torch_compat
+from attn_compiler import fp8_state, torch_compat, torch_frames
 from attn_compiler.passes import body_inputs
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unit import Buffer, Unit
@@ -38,8 +38,11 @@ def make(unit: Unit, site: Site, name: str, value: torch.Tensor) -> tuple[fx.Nod
     return _read(unit.graph, attribute, value)
 
 
-def install(root: fx.GraphModule, units: Iterable[Unit]) -> None:
-    """Have what bodies' sites asked for in the root, where their calls can give it to them."""
+def install(root: fx.GraphModule, units: Sequence[Unit]) -> None:
+    """Have what bodies' sites asked for in the root, where their calls can give it to them. With any buffers, another module than this one
+    gets code, and so buffers, of its own."""
+    if any(unit.buffers for unit in units):
+        torch_frames.guard_modules()
     for unit in units:
         for buffer in unit.buffers if unit.is_body else ():
             _register(root, buffer)
