@@ -125,7 +125,9 @@ CASES: tuple[Case, ...] = tuple(
     for head_dim in (128, 64, 256)
     for causal in (True, False)
 ) + tuple(
-    case_of(head_dim, seqlen, causal=True, group=_GROUP) for head_dim in (128, 64) for seqlen in (8192, 4096, 2048)
+    case_of(head_dim, seqlen, causal=True, group=_GROUP)
+    for head_dim in (128, 64)
+    for seqlen in (8192, 4096, 2048, 1024)
 )
 
 

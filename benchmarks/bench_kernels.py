@@ -46,6 +46,8 @@ COLUMNS = (*kernel_cases.COLUMNS, "dtype", "pass", "side", *MEASURED)
 MAX_ERROR = 0.05
 
 _FLUSHED_BYTES = 1 << 28  # some times the L2 cache of any GPU
+#: of an H200's fastest clock; a slower one sleeps longer
+_CLOCKS_A_SECOND = 2e9
 _ROUNDS = (10, 200)
 _HOST_BATCHES, _HOST_CALLS = 20, 100  # fewer launches in a batch than the driver queues without waiting
 
@@ -119,33 +121,48 @@ def interleave(
 
     rounds: at least and at most so many. warmup: rounds before those, the last of which says how long one takes.
 
-    On a GPU nothing waits until the end: the host stays ahead, and events see the GPU's time alone.
+    On a GPU nothing waits until the end: the host stays ahead, and events see the GPU's time alone. Where launching takes the host
+    longer than the GPU takes for it, the GPU sleeps before each call.
     """
     flushed = torch.empty(_FLUSHED_BYTES if device != "cpu" else 1, dtype=torch.int8, device=device)
     order = list(sides)
-    took = 0.0
+    took = asleep = 0.0
     for _ in range(warmup):
         start = time.perf_counter()
-        _round(sides, order, flushed)
+        _round(sides, order, flushed, asleep)
+        launched = time.perf_counter() - start
         _synchronize(device)
-        took = time.perf_counter() - start
-    count = min(max(int(seconds / max(took, 1e-6)), rounds[0]), rounds[1])
+        took = time.perf_counter() - start - asleep * len(order)
+        asleep = sleep_of(launched, took, calls=len(order))
+    count = min(max(int(seconds / max(took + asleep * len(order), 1e-6)), rounds[0]), rounds[1])
     marks: dict[str, list[Callable[[], float]]] = {name: [] for name in sides}
     for _ in range(count):
-        for name, elapsed in _round(sides, order, flushed).items():
+        for name, elapsed in _round(sides, order, flushed, asleep).items():
             marks[name].append(elapsed)
         order.reverse()
     _synchronize(device)
     return {name: [elapsed() for elapsed in marked] for name, marked in marks.items()}
 
 
-def _round(sides: Mapping[str, Timed], order: Sequence[str], flushed: Tensor) -> dict[str, Callable[[], float]]:
-    return {name: _one(sides[name], flushed) for name in order}
+def sleep_of(launched: float, took: float, *, calls: int) -> float:
+    """Seconds that the GPU should sleep before each call: what launching one takes the host, if that is more than half of all it took.
+
+    launched, took: of all calls, in seconds, without and with waiting for the GPU; sleeping apart.
+    """
+    return launched / max(calls, 1) if launched > took / 2 else 0.0
 
 
-def _one(side: Timed, flushed: Tensor) -> Callable[[], float]:
-    """Run it; what is returned gives the microseconds, once the device is synchronised."""
+def _round(
+    sides: Mapping[str, Timed], order: Sequence[str], flushed: Tensor, asleep: float
+) -> dict[str, Callable[[], float]]:
+    return {name: _one(sides[name], flushed, asleep) for name in order}
+
+
+def _one(side: Timed, flushed: Tensor, asleep: float) -> Callable[[], float]:
+    """Run it; what is returned gives the microseconds, once the device is synchronised. asleep: seconds before it."""
     state = side.prepare()
+    if asleep > 0 and flushed.device.type != "cpu":
+        torch.cuda._sleep(int(asleep * _CLOCKS_A_SECOND))
     flushed.zero_()
     if flushed.device.type == "cpu":
         start = time.perf_counter()

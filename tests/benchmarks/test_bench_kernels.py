@@ -290,3 +290,9 @@ def test_a_run_from_the_command_line(
     assert (row["case"], row["side"], row["commit"], row["dtype"]) == ("causal_d64_s2048", BACKEND, "abc", "float32")
     assert row["triton"] == Target.current("cpu").triton
     assert "causal_d64_s2048" in capsys.readouterr().out
+
+
+def test_the_gpu_sleeps_where_launching_takes_longer() -> None:
+    assert bench_kernels.sleep_of(0.003, 0.010, calls=3) == 0.0
+    assert bench_kernels.sleep_of(0.009, 0.010, calls=3) == pytest.approx(0.003)
+    assert bench_kernels.sleep_of(0.0, 0.0, calls=0) == 0.0
