@@ -10,7 +10,7 @@ from torch import fx
 
 from attn_compiler import torch_compat
 from attn_compiler.cache import cache_key
-from attn_compiler.errors import AttnCompilerError, Fp8RecipeUnused, LoweringUnavailable
+from attn_compiler.errors import AttnCompilerError, LoweringUnavailable
 from attn_compiler.options import Options, check_lowering_names, split_options
 from attn_compiler.report import Report
 from attn_compiler.target import Target
@@ -51,8 +51,9 @@ def _compile(
     **others: Any,
 ) -> Callable[..., Any]:
     # Imported at the first graph, so that naming the backend and printing its options stay cheap.
+    from attn_compiler import torch_frames
     from attn_compiler.lowerings import LOWERINGS
-    from attn_compiler.passes import rewrite
+    from attn_compiler.passes import fp8_sites, rewrite
     from attn_compiler.report import publish
     from attn_compiler.verifying import checked, prepare
 
@@ -63,7 +64,8 @@ def _compile(
     targets = {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
     rewritten = rewrite(gm, own)
     _require_available(own, rewritten.report, targets, LOWERINGS)
-    _require_fp8_site(own, rewritten.report)
+    if own.fp8_recipe is not None and torch_frames.is_whole(gm):
+        fp8_sites.check_patterns(own.fp8_recipe, rewritten.report)
     # Before the graph is given away: the compiler changes it.
     plan = prepare(gm, rewritten) if own.verify else None
     try:
@@ -112,11 +114,3 @@ def _require_available(options: Options, report: Report, targets: set[Target], l
         reasons = tuple(lowering.unavailable(target))
         if reasons:
             raise LoweringUnavailable(lowering=options.lowering, target=target.words, reasons=reasons)
-
-
-def _require_fp8_site(options: Options, report: Report) -> None:
-    """Raise Fp8RecipeUnused if a recipe was given, and the graph's attentions are all excluded from it."""
-    if options.fp8_recipe is None or not report.sites or any(site.spec.fp8 is not None for site in report.sites):
-        return
-    modules = tuple(module for site in report.sites for module in site.modules)
-    raise Fp8RecipeUnused(modules=modules, exclude=options.fp8_recipe.exclude)

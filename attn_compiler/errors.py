@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
     from attn_compiler.report import Reason
+
+
+#: names in a message, of many
+_SHOWN = 3
 
 
 class AttnCompilerWarning(UserWarning):
@@ -35,6 +39,11 @@ class AttnCompilerError(Exception):
     def __reduce__(self) -> tuple[Callable[..., Self], tuple[Any, ...]]:
         # BaseException would rebuild from the positional args, which a keyword-only class refuses.
         return _rebuild, (type(self), self.fields())
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first of many names, for a message."""
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
 def _rebuild(cls: type[AttnCompilerError], fields: Mapping[str, Any]) -> Any:
@@ -136,7 +145,7 @@ class Fp8RecipeUnused(AttnCompilerError):
 
     @property
     def shown(self) -> str:
-        return ", ".join(self.modules[:3]) + (", ..." if self.count > 3 else "")
+        return shortened(self.modules)
 
     @property
     def patterns(self) -> str:
@@ -172,12 +181,11 @@ class Fp8StateOutdated(AttnCompilerError):
 
     @property
     def shown(self) -> str:
-        return ", ".join(map(repr, self.given[:3])) + (", ..." if len(self.given) > 3 else "")
+        return shortened(tuple(map(repr, self.given)))
 
     @property
     def shapes(self) -> str:
-        first = ", ".join(self.wanted[:2]) + (", ..." if len(self.wanted) > 2 else "")
-        return first or "there is none yet, run the model once first"
+        return shortened(self.wanted) or "there is none yet, run the model once first"
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
 from attn_compiler import DelayedScaling, Fp8Recipe
-from attn_compiler.errors import Fp8RecipeUnused, InvalidOption
+from attn_compiler.errors import AttnCompilerWarning, Fp8RecipeUnused, InvalidOption
 from attn_compiler.lowerings import priorities
 from attn_compiler.target import Target
 from tests.lowerings.specs import make_spec
@@ -80,6 +80,33 @@ def test_a_recipe_that_applies_to_no_site_is_an_error() -> None:
         run(Fp8Recipe(exclude=("*",)))
 
 
+class Broken(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+@pytest.mark.parametrize("excluded", ["first", "second"])
+def test_of_a_model_with_graph_breaks_a_whole_graph_may_be_excluded(excluded: str) -> None:
+    reports = run(Fp8Recipe(exclude=(excluded,)), model=Broken()).reports
+    found = {site.modules: site.decision.lowering for report in reports for site in report.sites}
+    wanted = {name: "math" if name == excluded else "reference_fp8" for name in ("first", "second")}
+    assert found == {(name,): lowering for name, lowering in wanted.items()}
+
+
+def test_a_pattern_that_excludes_nothing_is_warned_of() -> None:
+    """Else a name that is spelled wrong would leave an attention in FP8 without a word."""
+    with pytest.warns(AttnCompilerWarning, match=r"the pattern 'layer\.0' excludes none of the attentions.*first, second"):
+        run(Fp8Recipe(exclude=("fir*", "layer.0")))
+
+
+def test_patterns_that_exclude_something_are_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    run(Fp8Recipe(exclude=("fir*", "first")))
+    run(Fp8Recipe(exclude=("second",)), model=Broken())
+    assert not [warning for warning in recwarn if issubclass(warning.category, AttnCompilerWarning)]
+
+
 def test_a_graph_without_attention_is_none() -> None:
     compiled(torch.sin, fp8_recipe=Fp8Recipe())(torch.ones(3))
 
@@ -116,8 +143,10 @@ def test_delayed_scaling_needs_a_place_for_its_history() -> None:
 
     recipe = Fp8Recipe(scaling=DelayedScaling())
     function = compiled(Nested(), fp8_recipe=recipe, lowerings=["reference_fp8", "math"])
-    with pytest.raises(Fp8RecipeUnused):
-        function(torch.randn(1, 2, 64, 32).bfloat16().requires_grad_())
+    function(torch.randn(1, 2, 64, 32).bfloat16().requires_grad_())
+    (note,) = function.site.notes
+    assert note.startswith("fp8_recipe: ignored, no history can be kept")
+    assert function.site.decision.lowering == "math"
 
 
 def test_only_a_recipe_makes_fp8_a_choice() -> None:
