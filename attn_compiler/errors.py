@@ -158,7 +158,8 @@ class Fp8StateMismatch(AttnCompilerError):
 
     message = (
         "load_fp8_state_dict: the histories given are not those of the compiled graphs: {e.problem}. Histories are there from a "
-        "model's first compiled call on, for a recipe with DelayedScaling; run the model once before loading them"
+        "model's first compiled call on, for a recipe with DelayedScaling: run the model once before loading them. With strict=False those "
+        "that are on both sides are loaded"
     )
 
     problem: str

@@ -6,6 +6,7 @@ give it to `load_fp8_state_dict` when the model has run once after loading; noth
 
 from __future__ import annotations
 
+import gc
 import re
 import weakref
 from collections.abc import Mapping
@@ -35,26 +36,29 @@ def fp8_state_dict() -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in _live().items()}
 
 
-def load_fp8_state_dict(state: Mapping[str, torch.Tensor]) -> None:
-    """Write saved histories into those that there are. Raises Fp8StateMismatch if names or shapes differ, Fp8StateOutdated if it was an
-    earlier version that saved them; nothing is written then."""
+def load_fp8_state_dict(state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+    """Write saved histories into those that there are. strict: names have to be the same; else those on both sides are loaded, such as a
+    training graph's before one for inference was compiled. Raises Fp8StateMismatch if they are not, or shapes differ, Fp8StateOutdated if
+    it was an earlier version that saved them; nothing is written then."""
     live = _live()
     outdated = sorted(name for name in state if _OUTDATED.search(name))
     if outdated:
         wanted = tuple(f"{name!r} {tuple(tensor.shape)}" for name, tensor in live.items())
         raise Fp8StateOutdated(given=tuple(outdated), wanted=wanted)
-    if live.keys() != state.keys():
+    if strict and live.keys() != state.keys():
         unknown, missing = sorted(state.keys() - live.keys()), sorted(live.keys() - state.keys())
         raise Fp8StateMismatch(problem=f"not there: {unknown or 'none'}; not given: {missing or 'none'}")
-    for name, tensor in live.items():
-        if state[name].shape != tensor.shape:
-            shapes = f"{name} is {tuple(tensor.shape)}, given is {tuple(state[name].shape)}"
-            raise Fp8StateMismatch(problem=shapes)
-    for name, tensor in live.items():
-        tensor.detach().copy_(state[name])
+    pairs = {name: (tensor, state[name]) for name, tensor in live.items() if name in state}
+    for name, (tensor, given) in pairs.items():
+        if given.shape != tensor.shape:
+            raise Fp8StateMismatch(problem=f"{name} is {tuple(tensor.shape)}, given is {tuple(given.shape)}")
+    for tensor, given in pairs.values():
+        tensor.detach().copy_(given)
 
 
 def _live() -> dict[str, torch.Tensor]:
+    # Graphs that were given up (torch._dynamo.reset) are cycles, and would still count in the names.
+    gc.collect()
     found: dict[str, torch.Tensor] = {}
     for label, ref in _kept:
         tensor = ref()

@@ -35,18 +35,35 @@ def test_several_of_one_path_are_numbered() -> None:
 
 
 def test_what_no_graph_holds_any_more_is_forgotten() -> None:
-    gone, here = torch.ones(1), torch.zeros(1)
-    keep("a/amax", gone)
-    keep("b/amax", here)
-    del gone
-    gc.collect()
-    assert list(fp8_state_dict()) == ["b/amax"]
+    """Graphs are cycles: after torch._dynamo.reset() nobody may have collected them yet, and names would count them."""
+    gone, here = {"tensor": torch.ones(1)}, torch.zeros(1)
+    gone["itself"] = gone  # type: ignore[assignment]
+    keep("a/amax", gone["tensor"])
+    keep("a/amax", here)
+    gc.disable()
+    try:
+        del gone
+        assert list(fp8_state_dict()) == ["a/amax"]
+    finally:
+        gc.enable()
+
+
+def test_what_is_not_there_on_one_side_may_be_left_out() -> None:
+    """A graph for inference, say, that has not run yet."""
+    history, other = torch.zeros(2), torch.zeros(1)
+    keep("a/amax", history)
+    keep("b/amax", other)
+    load_fp8_state_dict({"a/amax": torch.ones(2), "a/amax#2": torch.ones(2)}, strict=False)
+    assert history.all()
+    assert not other.any()
+    with pytest.raises(Fp8StateMismatch, match=r"\(2,\), given is \(3,\)"):
+        load_fp8_state_dict({"a/amax": torch.ones(3)}, strict=False)
 
 
 @pytest.mark.parametrize(
     ("state", "named"),
     [
-        ({}, "not given: .*a/amax"),
+        ({}, "not given: .*a/amax.*strict=False"),
         ({"a/amax": torch.ones(2), "c": torch.ones(1)}, "not there: .*'c'"),
         ({"a/amax": torch.ones(3)}, r"\(2,\), given is \(3,\)"),
     ],

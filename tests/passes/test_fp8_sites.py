@@ -97,7 +97,9 @@ def test_of_a_model_with_graph_breaks_a_whole_graph_may_be_excluded(excluded: st
 
 def test_a_pattern_that_excludes_nothing_is_warned_of() -> None:
     """Else a name that is spelled wrong would leave an attention in FP8 without a word."""
-    with pytest.warns(AttnCompilerWarning, match=r"the pattern 'layer\.0' excludes none of the attentions.*first, second"):
+    with pytest.warns(
+        AttnCompilerWarning, match=r"the pattern 'layer\.0' excludes none of the attentions.*first, second"
+    ):
         run(Fp8Recipe(exclude=("fir*", "layer.0")))
 
 
