@@ -38,12 +38,14 @@ def _plain_tensors(value: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def tracing_in(mode: FakeTensorMode) -> Iterator[None]:
-    """Within the block, what asks PyTorch for the fake mode of this compilation gets `mode`."""
-    if TracingContext.try_get() is None:
-        yield
-    else:
-        with TracingContext.patch(fake_mode=mode):
+    """Within the block, what asks PyTorch for the fake mode of this compilation gets `mode`, and hooks on saved tensors see none: a
+    checkpoint around compiled code counts what a call saves, and tracing is no part of that."""
+    tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        with contextlib.nullcontext() if TracingContext.try_get() is None else TracingContext.patch(fake_mode=mode):
             yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(tracing)
 
 
 def trace_pre_dispatch(function: Callable[..., Any], args: Sequence[Any]) -> fx.GraphModule:

@@ -287,3 +287,22 @@ def test_attention_in_a_graph_of_constants() -> None:
 def test_empty_graph_module() -> None:
     gm = fx.symbolic_trace(lambda x: x)
     assert run_pipeline(gm, Options()).num_sites == 0
+
+
+# ---- what goes on around a call -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_hooks_on_saved_tensors_see_those_of_the_call_alone(verify: bool) -> None:
+    """A checkpoint around compiled code counts what is saved, and compares with its second run, which compiles nothing."""
+    projection, x = nn.Linear(D, D), _q().requires_grad_()
+
+    def layer(x: Tensor) -> Tensor:
+        q = projection(x)
+        return x + sdpa(q, q, q, is_causal=True)
+
+    run = compiled(layer, verify=verify)
+    torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False).sum().backward()
+    assert CPU_FLASH in run.calls
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    torch.testing.assert_close(x.grad, expected)
