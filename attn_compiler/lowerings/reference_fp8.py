@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from attn_compiler.fp8_recipe import DTYPES
-from attn_compiler.lowerings import fp8_limits, fp8_quantise, fp8_restoring, fp8_rounding, reference
+from attn_compiler.lowerings import fp8_limits, fp8_quantise, fp8_restoring, fp8_rounding, reference, sdpa_limits
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.ops import empty_outputs, register_forward
 from attn_compiler.report import Reason
@@ -38,7 +38,7 @@ class ReferenceFp8:
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         fp8 = [*fp8_limits.check_recipe(spec), *fp8_limits.check_inputs(spec), *fp8_limits.check_shapes(spec)]
-        return [*fp8, *reference.Reference().why_not(spec, target)]
+        return [*fp8, *sdpa_limits.check_not_empty(spec), *reference.Reference().why_not(spec, target)]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(last_stride_one=False)

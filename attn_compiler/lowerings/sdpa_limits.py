@@ -101,10 +101,11 @@ def check_shapes(spec: AttentionSpec) -> list[Reason]:
     if not dims.same(spec.head_dim_qk, spec.k.shape[3]):
         observed = f"q {spec.head_dim_qk}, k {spec.k.shape[3]}"
         reasons.append(Reason(rule="q and k have one head_dim", observed=observed))
-    return reasons + _check_not_empty(spec) + _check_heads(spec)
+    return reasons + check_not_empty(spec) + _check_heads(spec)
 
 
-def _check_not_empty(spec: AttentionSpec) -> list[Reason]:
+def check_not_empty(spec: AttentionSpec) -> list[Reason]:
+    """Every axis is known to have an element."""
     sizes = {"batch": spec.batch, "seqlen_q": spec.seqlen_q, "seqlen_kv": spec.seqlen_kv}
     empty = [f"{name} {size}" for name, size in sizes.items() if dims.at_least(size) < 1]
     if not empty:

@@ -62,7 +62,18 @@ def test_few_queries() -> None:
     assert refusals(seqlen_q=33) == ""
 
 
-def test_a_backward_in_fp8_is_not_there_yet() -> None:
+@pytest.mark.parametrize("name", ["triton_fp8", "hopper_fp8", "reference_fp8"])
+@pytest.mark.parametrize("size", ["batch", "seqlen_kv"])
+def test_nothing_to_attend_to(size: str, name: str) -> None:
+    """There is no largest of no numbers, and no scale to be read."""
+    sizes: dict[str, Any] = {size: 0}
+    spec = dataclasses.replace(make_spec(**sizes), fp8=Fp8Recipe())
+    refused = words(by_name(name).why_not(spec, H100))
+    assert "no axis can be empty" in refused
+    assert f"{size} 0" in refused
+
+
+def test_a_backward_in_fp8_is_cudnns_alone() -> None:
     recipe = Fp8Recipe(backward=True)
     assert "backward=False" in refusals(recipe)
     assert refusals(recipe, needs_grad=False) == ""

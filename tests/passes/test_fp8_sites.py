@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
-from attn_compiler import DelayedScaling, Fp8Recipe
+from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
 from attn_compiler.errors import AttnCompilerWarning, Fp8RecipeUnused, InvalidOption
 from attn_compiler.lowerings import priorities
 from attn_compiler.target import Target
@@ -122,6 +122,13 @@ def test_a_model_in_float32_is_told_to_become_one_in_bfloat16() -> None:
     (refusal, *_) = run(Fp8Recipe(), dtype=torch.float32).site.decision.refusals
     assert refusal.lowering == "reference_fp8"
     assert any(reason.remedy and "call model.bfloat16()" in reason.remedy for reason in refusal.reasons)
+
+
+@pytest.mark.parametrize("scaling", [CurrentScaling(), CurrentScaling(granularity="tensor"), DelayedScaling()])
+def test_an_empty_batch_keeps_its_precision(scaling: Any) -> None:
+    function = compiled(Model(), fp8_recipe=Fp8Recipe(scaling=scaling), lowering="reference_fp8")
+    assert function(torch.ones(0, 2, 64, 32).bfloat16()).shape == (0, 2, 64, 32)
+    assert {site.decision.lowering for site in function.report.sites} == {"untouched"}
 
 
 def test_lowerings_that_know_no_fp8_say_that_it_was_ignored() -> None:
