@@ -105,8 +105,9 @@ def case_of(head_dim: int, seqlen: int, *, causal: bool, window: int | None = No
     """16k tokens of width 2048. group: heads of q for one of k and v."""
     mask = ("window" if window else "causal") if causal else "full"
     heads = _WIDTH // head_dim
+    further = (f"_w{window}" if window else "") + (f"_g{group}" if group > 1 else "")
     return Case(
-        name=f"{mask}_d{head_dim}_s{seqlen}" + (f"_g{group}" if group > 1 else ""),
+        name=f"{mask}_d{head_dim}_s{seqlen}{further}",
         batch=max(_TOKENS // seqlen, 1),
         heads_q=heads,
         heads_kv=heads // group,
@@ -119,15 +120,24 @@ def case_of(head_dim: int, seqlen: int, *, causal: bool, window: int | None = No
 
 
 #: the most telling first
-CASES: tuple[Case, ...] = tuple(
-    case_of(head_dim, seqlen, causal=causal)
-    for seqlen in (8192, 4096, 16384, 2048, 1024)
-    for head_dim in (128, 64, 256)
-    for causal in (True, False)
-) + tuple(
-    case_of(head_dim, seqlen, causal=True, group=_GROUP)
-    for head_dim in (128, 64)
-    for seqlen in (8192, 4096, 2048, 1024)
+CASES: tuple[Case, ...] = (
+    *(
+        case_of(head_dim, seqlen, causal=causal)
+        for seqlen in (8192, 4096, 16384, 2048, 1024)
+        for head_dim in (128, 64, 256)
+        for causal in (True, False)
+    ),
+    *(
+        case_of(head_dim, seqlen, causal=True, group=_GROUP)
+        for head_dim in (128, 64)
+        for seqlen in (8192, 4096, 2048, 1024)
+    ),
+    *(
+        case_of(head_dim, seqlen, causal=True, window=window)
+        for seqlen in (8192, 16384)
+        for window in (4096, 1024)
+        for head_dim in (128, 64)
+    ),
 )
 
 
@@ -136,8 +146,17 @@ CASES: tuple[Case, ...] = tuple(
 
 def attention(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """What a model of that kind calls."""
-    is_grouped = case.heads_q != case.heads_kv
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=is_grouped)
+    is_grouped, window = case.heads_q != case.heads_kv, case.window
+    if window is None:
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=is_grouped)
+
+    def within(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        positions = torch.arange(q.shape[2], device=q.device)
+        back = positions[:, None] - positions[None, :]
+        mask = (back >= 0) & (back < window)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=is_grouped)
+
+    return within
 
 
 def compiled(case: Case, side: Side) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""FP8 attention on Hopper as its hardware wants it (kernels/forward_fp8_sm90.py): causal or not, softcap and sinks, head dims up to 128.
+"""FP8 attention on Hopper as its hardware wants it (kernels/forward_fp8_sm90.py): a band, softcap and sinks, head dims up to 128.
 
 What it does not take, `triton_fp8` does. The backward is another family's, in the model's dtype, from q, k and v as they were
 rounded (fp8_restoring.py).
@@ -23,7 +23,7 @@ from attn_compiler.lowerings import (
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.ops import late, register_forward
 from attn_compiler.lowerings.triton import TritonAttention
-from attn_compiler.lowerings.triton_plan import Band, Call, Plan
+from attn_compiler.lowerings.triton_plan import Call, Plan
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -86,23 +86,11 @@ def _check_kernel(spec: AttentionSpec) -> list[Reason]:
     plan = triton_planning.of(spec)
     parts = _parts_beyond(plan)
     if parts:
-        rule = "its kernel knows a causal mask, a softcap and sinks"
+        rule = "its kernel knows a band, a softcap and sinks"
         reasons.append(Reason(rule=rule, observed=", ".join(parts)))
-    if not _is_causal_or_none(spec, plan.band):
-        rule = "its kernel was shown to be right on a GPU for causal attention and without a mask"
-        remedy = "leave the choice to the recipe, or give lowering='triton_fp8', which takes any band"
-        reasons.append(Reason(rule=rule, observed=str(plan.band), remedy=remedy))
     if spec.score.scale <= 0:
         reasons.append(Reason(rule="its kernel takes scales above 0", observed=f"{spec.score.scale:g}"))
     return [*reasons, *sdpa_limits.check_head_dims(spec, multiple=fp8_rounding.VECTOR, limit=_HEAD_DIM_LIMIT)]
-
-
-def _is_causal_or_none(spec: AttentionSpec, band: Band | None) -> bool:
-    """Where queries and keys are as many, it is the same from the start and from the end."""
-    if band is None:
-        return True
-    as_many = isinstance(spec.seqlen_q, int) and spec.seqlen_q == spec.seqlen_kv
-    return band.left is None and band.right == 0 and (as_many or not band.from_end)
 
 
 def _parts_beyond(plan: Plan) -> list[str]:

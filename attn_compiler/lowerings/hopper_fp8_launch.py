@@ -149,15 +149,22 @@ def _numbers(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[st
     for name in "qkv":
         descale = tensors[f"descale_{name}"]
         found |= {f"descale_{name}b": along(descale, 0), f"descale_{name}h": along(descale, 1)}
-    found["section"] = _section(tensors) if every["HAS_RIGHT"] else 1
+    found["section"] = _section(tensors, _reach(every)) if every["HAS_RIGHT"] else 1
     wanted = forward_fp8_sm90.attention_forward_fp8_sm90.arg_names
     return {name: value for name, value in (every | found).items() if name in wanted}
 
 
-def _section(tensors: Mapping[str, torch.Tensor]) -> int:
-    """How many heads take turns where blocks differ in length: such that keys and values stay in the L2 cache, and all sections are about
-    as long."""
+def _reach(numbers: Mapping[str, Any]) -> int:
+    """How many keys a query may use at most."""
+    seqlen_kv: int = numbers["seqlen_kv"]
+    return max(min(numbers["band_left"] + numbers["band_right"] + 1, seqlen_kv), 1)
+
+
+def _section(tensors: Mapping[str, torch.Tensor], reach: int) -> int:
+    """How many heads take turns where blocks differ in length: such that the keys and values within their reach at a time stay in the L2
+    cache, and all sections are about as long."""
     k, v = tensors["k8"], tensors["v8"]
     heads_kv, group = k.shape[0] * k.shape[1], tensors["q8"].shape[1] // k.shape[1]
-    sections = -(-(k.numel() + v.numel()) // _CACHE)
+    used = (k.numel() + v.numel()) * reach // k.shape[2]
+    sections = -(-used // _CACHE)
     return -(-heads_kv // max(sections, 1)) * group

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from attn_compiler import Fp8Recipe
-from attn_compiler.lowerings import hopper_fp8, priorities
-from attn_compiler.masks import Alignment, Causal, MaskSpec, SlidingWindow
+from attn_compiler.index_expr import Const, Index, Load
+from attn_compiler.lowerings import hopper_fp8, priorities, triton_fp8, triton_planning
+from attn_compiler.masks import Alignment, Causal, CausalFrom, Dense, Document, MaskSpec, ProvedKind, SlidingWindow
 from attn_compiler.options import Options
 from attn_compiler.passes import select
 from attn_compiler.scores import Softcap
@@ -45,15 +46,32 @@ def test_elsewhere_it_is_refused_with_the_reason(target: Target) -> None:
     assert "its kernel" in reason.rule
 
 
-def test_windows_are_left_to_the_other_kernel() -> None:
-    windows = (
-        MaskSpec(kinds=(SlidingWindow(left=1023, right=0),)),
-        MaskSpec(kinds=(Causal(alignment=Alignment.BOTTOM_RIGHT),)),
-    )
-    for mask in windows:
-        (reason,) = hopper_fp8.HopperFp8().why_not(asked(mask=mask, seqlen_q=4096), H200)
-        assert "causal" in reason.rule
-    assert not hopper_fp8.HopperFp8().why_not(asked(mask=windows[1]), H200)
+def proved(*kinds: ProvedKind) -> MaskSpec:
+    dense = Dense(shape=(1, 1, 8192, 1), dtype="bool")
+    return MaskSpec(kinds=(dense,), proved=kinds)
+
+
+BANDS = {
+    "from the end": MaskSpec(kinds=(Causal(alignment=Alignment.BOTTOM_RIGHT),)),
+    "causal window": proved(Causal(), SlidingWindow(left=1023, right=None)),
+    "both sides": proved(SlidingWindow(left=512, right=512)),
+    "offset": proved(CausalFrom(offset=Const(100))),
+}
+
+
+@pytest.mark.parametrize("mask", BANDS.values(), ids=BANDS.keys())
+def test_every_band_is_one_that_its_kernel_knows(mask: MaskSpec) -> None:
+    for seqlen_kv in (8192, 16384):
+        spec = asked(mask=mask, seqlen_kv=seqlen_kv)
+        assert triton_planning.of(spec).band is not None
+        assert not hopper_fp8.HopperFp8().why_not(spec, H200)
+
+
+def test_documents_are_left_to_the_other_kernel() -> None:
+    mask = proved(Causal(), Document(of_key=Load("ids", (Index("b"), Index("k")), "int")))
+    (reason,) = hopper_fp8.HopperFp8().why_not(asked(mask=mask), H200)
+    assert "documents_q" in reason.observed
+    assert not triton_fp8.TritonFp8().why_not(asked(mask=mask), H200)
 
 
 def test_wide_heads_are_left_to_the_other_kernel() -> None:

@@ -18,11 +18,11 @@ import attn_compiler
 from attn_compiler.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
 from attn_compiler.lowerings import fp8_quantise, hopper_fp8, hopper_fp8_launch
 from attn_compiler.lowerings.kernels import forward_fp8_sm90
-from attn_compiler.lowerings.triton_plan import Call
+from attn_compiler.lowerings.triton_plan import Band, Call
 from attn_compiler.target import Target
 from tests import numerics
 from tests.lowerings import fp8_problems, kernel_problems
-from tests.lowerings.kernel_cases import BY_NAME, CAUSAL, Case
+from tests.lowerings.kernel_cases import BY_NAME, Case
 from tests.lowerings.kernels import gluon_in_torch
 from tests.lowerings.test_triton_launch import grown
 
@@ -36,8 +36,28 @@ RECIPES = {
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 
-#: without what a window forbids
-CASES = BY_NAME | {"sinks": dataclasses.replace(BY_NAME["sinks"], band=CAUSAL)}
+#: further bands. Names of heads of other sizes end with them.
+BANDS = (
+    Case(
+        name="window_sinks_softcap_64",
+        band=Band(left=15, right=0),
+        sinks=True,
+        softcap=2.0,
+        head_dim=64,
+        heads_q=4,
+        heads_kv=2,
+    ),
+    Case(name="window_128", band=Band(left=50, right=0), seqlen_q=130, seqlen_kv=130, head_dim=128),
+    Case(name="window_both_sides_128", band=Band(left=33, right=300), seqlen_q=130, seqlen_kv=130, head_dim=128),
+    Case(name="window_of_one_key", band=Band(left=0, right=0)),
+    Case(name="window_of_all", band=Band(left=500, right=5000)),
+    Case(name="window_more_keys", band=Band(left=20, right=0), seqlen_q=37, seqlen_kv=130),
+    Case(name="window_more_queries", band=Band(left=20, right=3), seqlen_q=130, seqlen_kv=37, head_dim=64),
+    Case(name="window_beyond", band=Band(left=-10, right=150), seqlen_q=130),
+    Case(name="window_from_end_more_queries", band=Band(left=9, right=5, from_end=True), seqlen_kv=37),
+    Case(name="window_sinks_more_queries", band=Band(left=9, right=0), sinks=True, seqlen_kv=37),
+)
+CASES = BY_NAME | {case.name: case for case in BANDS}
 PAIRS = (
     ("even", "tensor"),
     ("gqa", "head"),
@@ -51,6 +71,23 @@ PAIRS = (
     ("head_dims_80_48", "head"),
     ("one_key", "static"),
     ("layout_joined_mqa", "tensor"),
+    ("window", "head"),
+    ("window_both_sides", "block"),
+    ("window_from_end", "static"),
+    ("window_left_alone", "tensor"),
+    ("strict", "head"),
+    ("offset", "block"),
+    ("causal_from_end_more_queries", "head"),
+    ("window_sinks_softcap_64", "block"),
+    ("window_128", "block"),
+    ("window_both_sides_128", "int8"),
+    ("window_of_one_key", "block"),
+    ("window_of_all", "block"),
+    ("window_more_keys", "int8"),
+    ("window_more_queries", "block"),
+    ("window_beyond", "head"),
+    ("window_from_end_more_queries", "static"),
+    ("window_sinks_more_queries", "block"),
 )
 
 
@@ -73,6 +110,9 @@ CPU_PAIRS = (
     ("causal_from_end", "block"),
     ("causal_more_queries", "head"),
     ("causal_more_keys", "int8"),
+    ("window_left_alone", "block"),
+    ("window_wide", "block"),
+    ("window_more_queries", "int8"),
 )
 
 
@@ -123,12 +163,17 @@ def test_what_the_kernel_says(pair: tuple[str, str], monkeypatch: pytest.MonkeyP
         assert_near(given, out, lse, share=0.04, atol=0.02)
 
 
+@pytest.mark.parametrize("left", [None, 150])
 @pytest.mark.parametrize("section", [1, 4, 100])
-def test_every_block_of_every_head_is_computed_once(section: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_of_every_head_is_computed_once(
+    section: int, left: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Six heads, so that the last section of four is smaller."""
-    case = dataclasses.replace(BY_NAME["causal"], batch=2, heads_q=3, heads_kv=3, seqlen_q=400, seqlen_kv=400)
+    sizes: dict[str, Any] = {"batch": 2, "heads_q": 3, "heads_kv": 3, "seqlen_q": 400, "seqlen_kv": 400}
+    # What is found for one name is kept.
+    case = Case(name=f"{section} heads, {left} to the left", band=Band(left=left, right=0), **sizes)
     given = fp8_problems.build(case, RECIPES["head"], dtype=torch.float16, device="cpu")
-    monkeypatch.setattr(hopper_fp8_launch, "_section", lambda tensors: section)
+    monkeypatch.setattr(hopper_fp8_launch, "_section", lambda tensors, reach: section)
     with torch.no_grad():
         out, lse = in_torch(given, monkeypatch)
         assert_near(given, out, lse, share=0.04, atol=0.02)
@@ -136,9 +181,10 @@ def test_every_block_of_every_head_is_computed_once(section: int, monkeypatch: p
 
 def test_heads_that_take_turns_share_the_cache() -> None:
     tensors = {name: torch.empty(1, heads, 8192, 128, dtype=torch.int8, device="meta") for name, heads in SHARED}
-    assert hopper_fp8_launch._section(tensors) == 48
+    assert hopper_fp8_launch._section(tensors, 8192) == 48
+    assert hopper_fp8_launch._section(tensors, 1024) == 96
     tensors |= {name: tensors[name][:, :8] for name in ("k8", "v8")} | {"q8": tensors["q8"][:, :32]}
-    assert hopper_fp8_launch._section(tensors) == 32
+    assert hopper_fp8_launch._section(tensors, 8192) == 32
 
 
 def test_blocks_of_v_may_differ_by_far(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Attention forward on FP8 tensors for Hopper, in Gluon: causal or not, softcap, sinks. Numbers as in forward_fp8.py, which says why.
+"""Attention forward on FP8 tensors for Hopper, in Gluon: a band, softcap, sinks. Numbers as in forward_fp8.py, which says why.
 
 One warpgroup has the copy engine (TMA) fetch tiles of keys and values, three or four compute 64 queries each: while one waits for its
 products, the others' softmax has the arithmetic units. A program stays for several blocks of queries, so that fetching for the next one
@@ -40,15 +40,15 @@ _FEW = gl.constexpr(24)
 
 @gluon.jit
 def _block(nth, work, HOW: gl.constexpr):
-    """This program's nth block of queries: whether there is one, batch, head, head of keys, row of the lse, first query, and how
-    many tiles of keys.
+    """This program's nth block of queries: whether there is one, batch, head, head of keys, row of the lse, first query, first
+    tile of keys and how many.
 
     `section` heads take turns block by block before the next ones do: their keys and values should fit the L2 cache. Under a causal mask
     a block's length grows with its number. Blocks go up and down through the sections, last down, and every other round of programs takes
     them in reverse order, so that all programs get about the same in all, and short ones last.
     """
-    _QK, _V, _STAGES, _SCALE_BLOCK, HAS_RIGHT, _SOFTCAP, CONSUMERS = HOW
-    section, blocks, heads_of_all, heads_q, group, seqlen_q, seqlen_kv, band_right = work
+    _QK, _V, _STAGES, _SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, _SOFTCAP, CONSUMERS = HOW
+    section, blocks, heads_of_all, heads_q, group, seqlen_q, seqlen_kv, band_left, band_right = work
     programs, own = gl.num_programs(0), gl.program_id(0)
     i = nth * programs + own + (nth % 2) * (programs - 1 - 2 * own)
     of_section, within = i // (section * blocks), i % (section * blocks)
@@ -65,19 +65,22 @@ def _block(nth, work, HOW: gl.constexpr):
     if HAS_RIGHT:
         # One tile at least, even if none of its keys is allowed.
         end = gl.minimum(end, gl.maximum(start + ROWS * CONSUMERS + band_right, 1))
-    count = (end + (KEYS - 1)) // KEYS
-    return i < blocks * heads_of_all, batch, head, head // group, row, start, count
+    first = 0
+    if HAS_LEFT:
+        first = gl.minimum(gl.maximum(gl.maximum(start, 0) - band_left, 0), end - 1) // KEYS
+    count = (end + (KEYS - 1)) // KEYS - first
+    return i < blocks * heads_of_all, batch, head, head // group, row, start, first, count
 
 
 @gluon.jit
 def _fetch(Q, K, V, tiles, barriers, work, rounds, HOW: gl.constexpr):
     """For each block the queries of every warpgroup, then tiles of keys and values, the last ones first. Runs ahead into the next block."""
-    _QK, _V, STAGES, _SCALE_BLOCK, _HAS_RIGHT, _SOFTCAP, CONSUMERS = HOW
+    _QK, _V, STAGES, _SCALE_BLOCK, _HAS_LEFT, _HAS_RIGHT, _SOFTCAP, CONSUMERS = HOW
     q_tiles, k_tiles, v_tiles, _ = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     done = 0
     for nth in range(rounds):
-        is_one, batch, head, head_kv, _row, start, count = _block(nth, work, HOW)
+        is_one, batch, head, head_kv, _row, start, first_tile, count = _block(nth, work, HOW)
         if is_one:
             for consumer in gl.static_range(CONSUMERS):
                 full = q_full.index(consumer)
@@ -88,7 +91,7 @@ def _fetch(Q, K, V, tiles, barriers, work, rounds, HOW: gl.constexpr):
                 tma.async_copy_global_to_shared(Q, at, full, q_tiles.index(consumer))
             for i in range(count):
                 stage, phase = (done + i) % STAGES, ((done + i) // STAGES) & 1
-                first = (count - 1 - i) * KEYS
+                first = (first_tile + count - 1 - i) * KEYS
                 mbarrier.wait(k_empty.index(stage), phase ^ 1)
                 mbarrier.expect(k_full.index(stage), K.block_type.nbytes)
                 tma.async_copy_global_to_shared(
@@ -105,7 +108,7 @@ def _fetch(Q, K, V, tiles, barriers, work, rounds, HOW: gl.constexpr):
 @gluon.jit
 def _skip(first, end, barriers, HOW: gl.constexpr):
     """Tiles that only other warpgroups use, but every one has to let go."""
-    _QK, _V, STAGES, _SCALE_BLOCK, _HAS_RIGHT, _SOFTCAP, _CONSUMERS = HOW
+    _QK, _V, STAGES, _SCALE_BLOCK, _HAS_LEFT, _HAS_RIGHT, _SOFTCAP, _CONSUMERS = HOW
     _, _, k_full, k_empty, v_full, v_empty = barriers
     for i in range(first, end):
         stage, phase = i % STAGES, (i // STAGES) & 1
@@ -117,14 +120,16 @@ def _skip(first, end, barriers, HOW: gl.constexpr):
 
 @gluon.jit
 def _tiles(
-    done, first, end, state, q, tiles, barriers, DescaleK, DescaleV, last, rows, shift, factor, softcap, band_right, seqlen_kv,
-    HAS_SHIFT: gl.constexpr, MASKED: gl.constexpr, QK_LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr, HOW: gl.constexpr,
+    done, first, end, state, q, tiles, barriers, DescaleK, DescaleV, last, rows, shift, factor, softcap, band_left, band_right,
+    seqlen_kv, HAS_SHIFT: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, QK_LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    HOW: gl.constexpr,
 ):  # fmt: skip
     """The online softmax over the tiles from `first` to `end`, counted from the last one; `done` tiles went through the stages before.
 
-    state: maximum of each row, its sum as `shares` of it, the output, and v's descale that it is in units of.
+    state: maximum of each row, its sum as `shares` of it, the output, and v's descale that it is in units of. RIGHT, LEFT: which of the
+    band's edges a tile may lie on; that of the last key is a right one.
     """
-    HEAD_DIM_QK, HEAD_DIM_V, STAGES, SCALE_BLOCK, HAS_RIGHT, SOFTCAP, _CONSUMERS = HOW
+    HEAD_DIM_QK, HEAD_DIM_V, STAGES, SCALE_BLOCK, _HAS_LEFT, HAS_RIGHT, SOFTCAP, _CONSUMERS = HOW
     _, k_tiles, v_tiles, _ = tiles
     _, _, k_full, k_empty, v_full, v_empty = barriers
     peak, total, out, descale_v = state
@@ -148,11 +153,13 @@ def _tiles(
                 x = x + shift[:, None]
             qk = tanh(x)
             own = softcap * LOG2E
-        if MASKED:
+        if RIGHT:
             most = gl.minimum(rows + band_right, seqlen_kv - 1) - start
             if not HAS_RIGHT:
                 most = rows * 0 + (seqlen_kv - 1 - start)
             qk = gl.where(up_to(most, QK_LAYOUT), qk, float("-inf"))
+        if LEFT:
+            qk = gl.where(up_to(rows - band_left - 1 - start, QK_LAYOUT), float("-inf"), qk)
         new_peak = gl.maximum(peak, gl.max(qk, 1) * own)
         weights = gl.exp2(qk * own - (new_peak - WEIGHT)[:, None])
         decay = gl.exp2(peak - new_peak)
@@ -177,10 +184,10 @@ def _tiles(
 @gluon.jit
 def _queries(
     consumer: gl.constexpr, round_phase, done, Out, Lse, DescaleQ, DescaleK, DescaleV, Shift, Sinks, tiles, barriers,
-    batch, head, start, count, scale, softcap, band_right, seqlen_q, seqlen_kv, HOW: gl.constexpr,
+    batch, head, start, first_tile, count, scale, softcap, band_left, band_right, seqlen_q, seqlen_kv, HOW: gl.constexpr,
 ):  # fmt: skip
     """64 queries of one block. Lse, Descales, Shift: those of its head. done: tiles that went through the stages before."""
-    HEAD_DIM_QK, HEAD_DIM_V, _STAGES, SCALE_BLOCK, HAS_RIGHT, SOFTCAP, _CONSUMERS = HOW
+    HEAD_DIM_QK, HEAD_DIM_V, _STAGES, SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, SOFTCAP, _CONSUMERS = HOW
     QK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32]
     )
@@ -208,8 +215,9 @@ def _queries(
     factor = factor / softcap if SOFTCAP else factor * LOG2E
     factor = gl.maximum(factor, _LEAST_SCALE)
 
-    # Tiles from the last one on: those beyond this warpgroup's queries, those with a mask, those in full.
-    last, skipped, full = count - 1, 0, 0
+    # Tiles from the last one on: those beyond this warpgroup's queries, those on the right edge, those in full, those on the left edge
+    # alone, those before all of its queries.
+    last, skipped, full = first_tile + count - 1, 0, 0
     if HAS_RIGHT:
         own_last = (gl.minimum(gl.maximum(first_row + ROWS + band_right, 1), seqlen_kv) + (KEYS - 1)) // KEYS - 1
         skipped = gl.minimum(gl.maximum(last - own_last, 0), count - 1)
@@ -217,6 +225,13 @@ def _queries(
     else:
         full = last + 1 - seqlen_kv // KEYS
     full = gl.minimum(gl.maximum(full, skipped), count)
+    edge, end = count, count
+    if HAS_LEFT:
+        end = last + 1 - gl.maximum(first_row - band_left, 0) // KEYS
+        end = gl.minimum(gl.maximum(end, skipped), count)
+        full = gl.minimum(full, end)
+        edge = last + 1 - (gl.maximum(first_row + (ROWS - 1) - band_left, 0) + (KEYS - 1)) // KEYS
+        edge = gl.minimum(gl.maximum(edge, full), end)
 
     peak = gl.full([ROWS], _NOTHING, gl.float32, layout=ROW)
     total = gl.zeros([ROWS, 4], gl.float32, layout=SHARES)
@@ -227,12 +242,18 @@ def _queries(
     _skip(done, done + skipped, barriers, HOW)
     state = _tiles(
         done, skipped, full, state, q, tiles, barriers, DescaleK, DescaleV, last, rows, shift, factor, softcap,
-        band_right, seqlen_kv, HAS_SHIFT, True, QK_LAYOUT, OUT_LAYOUT, HOW,
+        band_left, band_right, seqlen_kv, HAS_SHIFT, True, HAS_LEFT, QK_LAYOUT, OUT_LAYOUT, HOW,
     )  # fmt: skip
     state = _tiles(
-        done, full, count, state, q, tiles, barriers, DescaleK, DescaleV, last, rows, shift, factor, softcap,
-        band_right, seqlen_kv, HAS_SHIFT, False, QK_LAYOUT, OUT_LAYOUT, HOW,
+        done, full, edge, state, q, tiles, barriers, DescaleK, DescaleV, last, rows, shift, factor, softcap,
+        band_left, band_right, seqlen_kv, HAS_SHIFT, False, False, QK_LAYOUT, OUT_LAYOUT, HOW,
     )  # fmt: skip
+    if HAS_LEFT:
+        state = _tiles(
+            done, edge, end, state, q, tiles, barriers, DescaleK, DescaleV, last, rows, shift, factor, softcap,
+            band_left, band_right, seqlen_kv, HAS_SHIFT, False, True, QK_LAYOUT, OUT_LAYOUT, HOW,
+        )  # fmt: skip
+        _skip(done + end, done + count, barriers, HOW)
     mbarrier.arrive(q_empty.index(consumer))
     peak, total, out, descale_v = state
     total = gl.convert_layout(gl.sum(total, 1), ROW, assert_trivial=True)
@@ -268,10 +289,10 @@ def _compute(
     """64 queries of each of this program's blocks."""
     Out, Lse, DescaleQ, DescaleK, DescaleV, Shift, Sinks = tensors
     q_full, q_empty, _, _, _, _ = barriers
-    _, _, _, _, _, seqlen_q, seqlen_kv, band_right = work
+    _, _, _, _, _, seqlen_q, seqlen_kv, band_left, band_right = work
     done = 0
     for nth in range(rounds):
-        is_one, batch, head, head_kv, row, start, count = _block(nth, work, HOW)
+        is_one, batch, head, head_kv, row, start, first_tile, count = _block(nth, work, HOW)
         if is_one and start + consumer * ROWS < 0:
             mbarrier.wait(q_full.index(consumer), nth & 1)
             mbarrier.arrive(q_empty.index(consumer))
@@ -284,7 +305,7 @@ def _compute(
                 DescaleK + (batch * descales[2] + head_kv * descales[3]),
                 DescaleV + (batch * descales[4] + head_kv * descales[5]),
                 Shift if Shift is None else Shift + row.to(gl.int64) * seqlen_q, Sinks, tiles, barriers,
-                batch, head, start, count, scale, softcap, band_right, seqlen_q, seqlen_kv,
+                batch, head, start, first_tile, count, scale, softcap, band_left, band_right, seqlen_q, seqlen_kv,
                 HOW,
             )  # fmt: skip
             done += count
@@ -295,9 +316,9 @@ def _compute(
 def attention_forward_fp8_sm90(
     Q, K, V, Out, Lse, DescaleQ, DescaleK, DescaleV, Shift, Sinks,
     descale_qb, descale_qh, descale_kb, descale_kh, descale_vb, descale_vh,
-    heads_q, group, section, blocks, heads_of_all, seqlen_q, seqlen_kv, band_right, scale, softcap,
+    heads_q, group, section, blocks, heads_of_all, seqlen_q, seqlen_kv, band_right, scale, softcap, band_left,
     HEAD_DIM_QK: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr,
-    SCALE_BLOCK: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    SCALE_BLOCK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: up to blocks · heads_of_all, for `blocks` blocks of 64 · CONSUMERS queries of each of heads_of_all = B · Hq heads: no more
@@ -309,7 +330,7 @@ def attention_forward_fp8_sm90(
     REGISTERS: of a thread that does.
     """
     rounds = (blocks * heads_of_all + gl.num_programs(0) - 1) // gl.num_programs(0)
-    work = (section, blocks, heads_of_all, heads_q, group, seqlen_q, seqlen_kv, band_right)
+    work = (section, blocks, heads_of_all, heads_q, group, seqlen_q, seqlen_kv, band_left, band_right)
     descales = (descale_qb, descale_qh, descale_kb, descale_kh, descale_vb, descale_vh)
     q_tiles = gl.allocate_shared_memory(K.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM_QK], K.layout)
     k_tiles = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, KEYS, HEAD_DIM_QK], K.layout)
@@ -333,7 +354,7 @@ def attention_forward_fp8_sm90(
     fence_async_shared()
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     tensors = (Out, Lse, DescaleQ, DescaleK, DescaleV, Shift, Sinks)
-    HOW: gl.constexpr = (HEAD_DIM_QK, HEAD_DIM_V, STAGES, SCALE_BLOCK, HAS_RIGHT, SOFTCAP, CONSUMERS)
+    HOW: gl.constexpr = (HEAD_DIM_QK, HEAD_DIM_V, STAGES, SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, SOFTCAP, CONSUMERS)
     if CONSUMERS == 3:
         gl.warp_specialize(
             [

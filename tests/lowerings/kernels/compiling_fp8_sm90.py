@@ -42,6 +42,9 @@ JOBS = (
     Job(name="int8_64", head_dim=64, qk="i8", given={"SCALE_BLOCK": 128}, present=("Shift",)),
     Job(name="e5m2_64", head_dim=64, qk="fp8e5", v="fp8e5"),
     Job(name="softcap_sinks_64", head_dim=64, given={"SOFTCAP": True}, present=("Sinks",)),
+    Job(name="window_64", head_dim=64, given={"HAS_LEFT": True, "SCALE_BLOCK": 128}),
+    Job(name="window_128", head_dim=128, given={"HAS_LEFT": True, "SCALE_BLOCK": 128}),
+    Job(name="window_softcap_sinks_64", head_dim=64, given={"HAS_LEFT": True, "SOFTCAP": True}, present=("Sinks",)),
 )
 
 
@@ -67,6 +70,7 @@ def run(job: Job) -> Found:
         "HEAD_DIM_V": d,
         "STAGES": hopper_fp8_launch.STAGES,
         "SCALE_BLOCK": 0,
+        "HAS_LEFT": False,
         "HAS_RIGHT": True,
         "SOFTCAP": False,
     }
