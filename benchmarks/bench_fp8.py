@@ -88,6 +88,7 @@ SIDES = (
     Side(lowering=BASELINE),
     Side(lowering="fa4"),
     Side(lowering="triton", passes=("forward",)),
+    Side(lowering="cudnn", passes=("forward",)),
     Side(lowering="hopper_fp8", recipe=""),
     Side(lowering="triton_fp8", recipe="", passes=("forward",)),
     Side(lowering="hopper_fp8", recipe="per head", passes=("forward",)),

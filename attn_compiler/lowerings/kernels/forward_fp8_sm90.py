@@ -312,7 +312,7 @@ def _compute(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["section", "blocks", "heads_of_all", "seqlen_q", "seqlen_kv"])
+@gluon.jit(do_not_specialize=["section", "blocks", "heads_of_all", "seqlen_q", "seqlen_kv", "band_left"])
 def attention_forward_fp8_sm90(
     Q, K, V, Out, Lse, DescaleQ, DescaleK, DescaleV, Shift, Sinks,
     descale_qb, descale_qh, descale_kb, descale_kh, descale_vb, descale_vh,
