@@ -87,8 +87,8 @@ class Side:
 SIDES = (
     Side(lowering=BASELINE),
     Side(lowering="fa4"),
-    Side(lowering="triton", passes=("forward",)),
-    Side(lowering="cudnn", passes=("forward",)),
+    Side(lowering="triton"),
+    Side(lowering="cudnn"),
     Side(lowering="hopper_fp8", recipe=""),
     Side(lowering="triton_fp8", recipe="", passes=("forward",)),
     Side(lowering="hopper_fp8", recipe="per head", passes=("forward",)),

@@ -83,6 +83,7 @@ def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]
             placed = {(name, "", ""): other[name, "", ""] * share for name in OTHERS if (name, "", "") in other}
             merged = placed | speeds
         first, last = HEAD_DIMS[int(facts[case]["head_dim"])]
+        keys = int(facts[case]["pairs"]) / (int(facts[case]["batch"]) * int(facts[case]["seqlen"]))
         for key, tflops in merged.items():
             lowering, scaling, backward = key
             found.append(
@@ -92,6 +93,7 @@ def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]
                     "head_dim_from": str(first),
                     "head_dim_to": str(last),
                     "seqlen": facts[case]["seqlen"],
+                    "keys": f"{keys:.1f}",
                     "grouped": "no" if facts[case]["heads_q"] == facts[case]["heads_kv"] else "yes",
                     "training": "yes" if training else "no",
                     "scaling": scaling,

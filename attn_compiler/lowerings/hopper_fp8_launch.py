@@ -156,8 +156,8 @@ def _numbers(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[st
 
 def _reach(numbers: Mapping[str, Any]) -> int:
     """How many keys a query may use at most."""
-    seqlen_kv: int = numbers["seqlen_kv"]
-    return max(min(numbers["band_left"] + numbers["band_right"] + 1, seqlen_kv), 1)
+    found: int = max(min(numbers["band_left"] + numbers["band_right"] + 1, numbers["seqlen_kv"]), 1)
+    return found
 
 
 def _section(tensors: Mapping[str, torch.Tensor], reach: int) -> int:

@@ -6,6 +6,7 @@ from benchmarks import bench_fp8, fp8_rows, harness
 FP8 = [
     {"case": "causal_d128_s8192", "head_dim": "128", "seqlen": "8192", "date": "2026-11-21", "recipe": "", "part": part}
     | {"pass": "forward", "side": side, "tflops": tflops, "heads_q": "16", "heads_kv": "16"}
+    | {"batch": "2", "pairs": str(8192 * 8193)}
     for side, part, tflops in (
         ("sdpa_cudnn", "whole", "600"),
         ("hopper_fp8", "whole", "700"),
@@ -33,6 +34,7 @@ def test_speeds_of_another_run_are_placed_beside_cudnns() -> None:
     }
     assert rows["fa4"]["training"] == "no"
     assert {row["grouped"] for row in rows.values()} == {"no"}
+    assert {row["keys"] for row in rows.values()} == {"4096.5"}
     assert (rows["fa4"]["head_dim_from"], rows["fa4"]["head_dim_to"]) == ("65", "128")
 
 

@@ -8,27 +8,28 @@ import pytest
 
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
 from attn_compiler.lowerings import fp8_speed, priorities
-from attn_compiler.masks import MaskSpec
+from attn_compiler.masks import Causal, Dense, MaskSpec, SlidingWindow
 from attn_compiler.options import Options
 from attn_compiler.passes import select
+from attn_compiler.scores import ScoreChange, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
-from tests.lowerings.specs import CAUSAL, make_spec
+from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, make_spec
 
 H200 = Target.fake(sm=90)
 LINES = """\
-lowering,mask,head_dim_from,head_dim_to,seqlen,grouped,training,scaling,backward,tflops,since,case
-hopper_fp8,causal,65,128,1024,no,no,block,no,300,2026-11-21,causal_d128_s1024
-sdpa_cudnn,causal,65,128,1024,no,no,,,430,2026-11-21,causal_d128_s1024
-hopper_fp8,causal,65,128,8192,no,no,block,no,740,2026-11-21,causal_d128_s8192
-hopper_fp8,causal,65,128,8192,no,no,before,no,780,2026-11-21,causal_d128_s8192
-sdpa_cudnn,causal,65,128,8192,no,no,,,608,2026-11-21,causal_d128_s8192
-fa4,causal,65,128,8192,no,no,,,760,2026-11-21,causal_d128_s8192
-hopper_fp8,causal,65,128,1024,yes,no,block,no,450,2026-11-21,causal_d128_s1024_g4
-hopper_fp8,causal,65,128,8192,no,yes,block,no,500,2026-11-21,causal_d128_s8192
-cudnn_fp8,causal,65,128,8192,no,yes,tensor,no,505,2026-11-21,causal_d128_s8192
-cudnn_fp8,causal,65,128,8192,no,yes,tensor,yes,588,2026-11-21,causal_d128_s8192
-sdpa_cudnn,causal,65,128,8192,no,yes,,,508,2026-11-21,causal_d128_s8192
+lowering,mask,head_dim_from,head_dim_to,seqlen,keys,grouped,training,scaling,backward,tflops,since,case
+hopper_fp8,causal,65,128,1024,512.5,no,no,block,no,300,2026-11-21,causal_d128_s1024
+sdpa_cudnn,causal,65,128,1024,512.5,no,no,,,430,2026-11-21,causal_d128_s1024
+hopper_fp8,causal,65,128,8192,4096.5,no,no,block,no,740,2026-11-21,causal_d128_s8192
+hopper_fp8,causal,65,128,8192,4096.5,no,no,before,no,780,2026-11-21,causal_d128_s8192
+sdpa_cudnn,causal,65,128,8192,4096.5,no,no,,,608,2026-11-21,causal_d128_s8192
+fa4,causal,65,128,8192,4096.5,no,no,,,760,2026-11-21,causal_d128_s8192
+hopper_fp8,causal,65,128,1024,512.5,yes,no,block,no,450,2026-11-21,causal_d128_s1024_g4
+hopper_fp8,causal,65,128,8192,4096.5,no,yes,block,no,500,2026-11-21,causal_d128_s8192
+cudnn_fp8,causal,65,128,8192,4096.5,no,yes,tensor,no,505,2026-11-21,causal_d128_s8192
+cudnn_fp8,causal,65,128,8192,4096.5,no,yes,tensor,yes,588,2026-11-21,causal_d128_s8192
+sdpa_cudnn,causal,65,128,8192,4096.5,no,yes,,,508,2026-11-21,causal_d128_s8192
 """
 
 
@@ -104,7 +105,7 @@ def test_each_way_to_find_scales_has_speeds_of_its_own() -> None:
 
 def test_a_rotation_has_a_speed_of_its_own() -> None:
     fp8_speed.MEASURED.write_text(
-        LINES + "hopper_fp8,causal,65,128,8192,no,no,accurate,no,600,2026-11-22,causal_d128_s8192\n"
+        LINES + "hopper_fp8,causal,65,128,8192,4096.5,no,no,accurate,no,600,2026-11-22,causal_d128_s8192\n"
     )
     plain = asked(8192)
     assert fp8_speed.check(plain, H200, "hopper_fp8", "sdpa_cudnn") == []
@@ -121,7 +122,7 @@ def test_the_nearest_length_counts_before_the_way_to_find_scales() -> None:
 
 
 def test_both_speeds_are_of_one_length() -> None:
-    its = fp8_speed.estimate("sdpa_cudnn", asked(1200), 8192)
+    its = fp8_speed.estimate("sdpa_cudnn", asked(1200), fp8_speed.estimate("hopper_fp8", asked(8192)))
     assert its is not None
     assert its.seqlen == 8192
 
@@ -132,6 +133,60 @@ def test_far_below_what_was_measured_is_refused(seqlen: int, refused: bool) -> N
     reasons = fp8_speed.check(training, H200, "cudnn_fp8", "sdpa_cudnn")
     assert bool(reasons) == refused
     assert all(f"S {seqlen}" in reason.observed for reason in reasons)
+
+
+WINDOWS = """\
+hopper_fp8,window,65,128,8192,3072.3,no,no,block,no,700,2026-11-22,window_d128_s8192_w4096
+cudnn,window,65,128,8192,3072.3,no,no,,,550,2026-11-22,window_d128_s8192_w4096
+hopper_fp8,window,65,128,8192,960.1,no,no,block,no,450,2026-11-22,window_d128_s8192_w1024
+cudnn,window,65,128,8192,960.1,no,no,,,480,2026-11-22,window_d128_s8192_w1024
+hopper_fp8,window,65,128,16384,992.0,no,no,block,no,470,2026-11-22,window_d128_s16384_w1024
+"""
+
+
+def windowed(seqlen: int, window: int, **given: Any) -> AttentionSpec:
+    dense = Dense(shape=(1, 1, seqlen, seqlen), dtype="bool")
+    mask = MaskSpec(kinds=(dense,), proved=(Causal(), SlidingWindow(left=window - 1, right=None)))
+    return asked(seqlen, mask=mask, **given)
+
+
+@pytest.mark.parametrize(
+    "changes", [(), (Softcap(cap=30.0),), (Sinks(requires_grad=False),)], ids=["plain", "softcap", "sinks"]
+)
+def test_windows_go_by_the_keys_of_a_query(changes: tuple[ScoreChange, ...]) -> None:
+    fp8_speed.MEASURED.write_text(LINES + WINDOWS)
+    for seqlen, window in ((8192, 4096), (32768, 3000), (32768, 8192)):
+        assert fp8_speed.check(windowed(seqlen, window, changes=changes), H200, "hopper_fp8", "cudnn") == []
+    for seqlen, window in ((8192, 1024), (32768, 1024), (2048, 4096)):
+        (reason,) = fp8_speed.check(windowed(seqlen, window, changes=changes), H200, "hopper_fp8", "cudnn")
+        assert "960 keys a query" in reason.observed
+    (short,) = fp8_speed.check(windowed(8192, 128, changes=changes), H200, "hopper_fp8", "cudnn")
+    assert "127 keys a query" in short.observed
+
+
+def test_of_rows_with_as_many_keys_the_nearest_length_counts() -> None:
+    fp8_speed.MEASURED.write_text(LINES + WINDOWS.replace("960.1", "992.0"))
+    for seqlen in (8192, 16384):
+        row = fp8_speed.estimate("hopper_fp8", windowed(seqlen, 1024))
+        assert row is not None
+        assert row.seqlen == seqlen
+
+
+@pytest.mark.parametrize(
+    ("spec", "keys"),
+    [
+        (asked(100), 50.5),
+        (asked(100, mask=MaskSpec()), 100),
+        (windowed(100, 10), (55 + 90 * 10) / 100),
+        (windowed(100, 1000), 50.5),
+        (make_spec(seqlen_q=2, seqlen_kv=10, mask=BOTTOM_RIGHT), 9.5),
+        (make_spec(seqlen_q="s0", seqlen_kv=10, mask=CAUSAL), None),
+    ],
+    ids=["causal", "full", "window", "long window", "from the end", "unknown"],
+)
+def test_keys_of_a_query(spec: AttentionSpec, keys: float | None) -> None:
+    sizes = fp8_speed.sizes_of(spec)
+    assert (None if sizes is None else sizes[0]) == keys
 
 
 def test_other_machines_were_not_measured() -> None:
