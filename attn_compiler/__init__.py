@@ -1,9 +1,10 @@
 """A torch.compile backend that makes attention in unmodified models fast, and says what it did.
 
 `torch.compile(model, backend="attn_compiler")` needs no import of this package. What is here is for asking:
-`explain(model, *args, **kwargs)` says what would be done to each attention, `reports()` what was done in this process,
-`reset()` forgets those reports; `verifications()` what `options={"verify": True}` compared with the model's own; `Options`
-documents the options, `Fp8Recipe` one of them. Importing this package imports neither torch nor CUDA.
+`explain(model, *args, **kwargs)` says what would be done to each attention, `explainer(options={...})(model, *args, **kwargs)` the same
+with options; `reports()` what was done in this process, `reset()` forgets those reports; `verifications()` what
+`options={"verify": True}` compared with the model's own; `Options` documents the options, `Fp8Recipe` one of them. Importing this package
+imports neither torch nor CUDA.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attn_compiler.explaining import explain
+    from attn_compiler.explaining import explain, explainer
     from attn_compiler.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
     from attn_compiler.fp8_state import fp8_state_dict, load_fp8_state_dict
     from attn_compiler.options import Options
@@ -27,6 +28,7 @@ __all__ = [
     "StaticScaling",
     "__version__",
     "explain",
+    "explainer",
     "fp8_state_dict",
     "load_fp8_state_dict",
     "reports",
@@ -41,6 +43,7 @@ _HOMES = {
     "Options": "attn_compiler.options",
     "StaticScaling": "attn_compiler.fp8_recipe",
     "explain": "attn_compiler.explaining",
+    "explainer": "attn_compiler.explaining",
     "fp8_state_dict": "attn_compiler.fp8_state",
     "load_fp8_state_dict": "attn_compiler.fp8_state",
     "reports": "attn_compiler.report",

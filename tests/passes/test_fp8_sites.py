@@ -124,6 +124,16 @@ def test_a_model_in_float32_is_told_to_become_one_in_bfloat16() -> None:
     assert any(reason.remedy and "call model.bfloat16()" in reason.remedy for reason in refusal.reasons)
 
 
+def test_it_can_be_asked_before_anything_is_compiled() -> None:
+    """`explain` alone knows of no recipe. With one it leaves no history behind."""
+    options = {"fp8_recipe": Fp8Recipe(scaling=DelayedScaling()), "lowerings": ["reference_fp8", "math"]}
+    ask, x = attn_compiler.explainer(options=options), torch.randn(1, 2, 64, 32)
+    before = attn_compiler.fp8_state_dict().keys()
+    assert "call model.bfloat16()" in str(ask(Model(), x))
+    assert "delayed scaling per tensor" in str(ask(Model(), x.bfloat16()))
+    assert attn_compiler.fp8_state_dict().keys() == before
+
+
 @pytest.mark.parametrize("scaling", [CurrentScaling(), CurrentScaling(granularity="tensor"), DelayedScaling()])
 def test_an_empty_batch_keeps_its_precision(scaling: Any) -> None:
     function = compiled(Model(), fp8_recipe=Fp8Recipe(scaling=scaling), lowering="reference_fp8")
