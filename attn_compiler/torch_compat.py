@@ -51,6 +51,7 @@ from torch.utils._python_dispatch import (  # noqa: E402
     is_traceable_wrapper_subclass,
 )
 from torch.utils._sympy import functions as sympy_functions  # noqa: E402
+from torch.utils._sympy.symbol import SymT, symbol_is_type  # noqa: E402
 
 CompiledFn = Callable[..., Any]
 GraphPass = Callable[[fx.Graph], None]
@@ -341,6 +342,13 @@ def decided(size: int | torch.SymInt) -> sympy.Expr:
         found = chosen(isinstance(choice, sympy_functions.Max), *choice.args)
         expr = expr if found is None else expr.xreplace({choice: found})
     return expr
+
+
+def fixed(number: torch.SymFloat) -> float | None:
+    """What a float that Dynamo made symbolic is in this call, which a guard asks of every later one: another number compiles anew. None,
+    and no guard, where it is computed from sizes, too, or is not known while compiling."""
+    is_of_floats = all(symbol_is_type(symbol, SymT.FLOAT) for symbol in number.node.expr.free_symbols)
+    return float(symbolic_shapes.guard_scalar(number)) if is_of_floats and number.node.has_hint() else None
 
 
 def simplified(mode: FakeTensorMode, size: sympy.Expr) -> sympy.Expr:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from attn_compiler import torch_compat
 from attn_compiler.passes import mutation
 from attn_compiler.passes.mirror import Mirror
 
@@ -59,6 +60,15 @@ def number(mirror: Mirror, value: Any) -> float | None:
         return None
     folded = _fold(mirror, value, _MAX_DEPTH)
     return float(folded.item()) if folded is not None and folded.numel() == 1 else None
+
+
+def fixed(value: Any) -> float | None:
+    """The number that a symbolic float argument of a mirror node is in this call, held by a guard from here on; None of anything else.
+
+    For a number that a kernel is compiled with and no tensor can hold: dynamic=True makes symbolic floats of a model's own numbers.
+    """
+    symbolic = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return torch_compat.fixed(symbolic) if isinstance(symbolic, torch.SymFloat) else None
 
 
 def _fold(mirror: Mirror, node: fx.Node, depth: int) -> torch.Tensor | None:

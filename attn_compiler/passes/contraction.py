@@ -6,10 +6,12 @@ A label in both operands and in the output is a batch axis, in both operands onl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
+from attn_compiler.passes import constants
 from attn_compiler.passes.views import argument, value
 
 aten = torch.ops.aten
@@ -88,13 +90,11 @@ def _matmul(node: fx.Node, lhs: fx.Node, rhs: fx.Node) -> Contraction | None:
 
 def _baddbmm(node: fx.Node) -> Contraction | None:
     addend, lhs, rhs = node.args[:3]
-    alpha, beta = argument(node, "alpha"), argument(node, "beta")
     if not (isinstance(addend, fx.Node) and isinstance(lhs, fx.Node) and isinstance(rhs, fx.Node)):
         return None
-    if not isinstance(alpha, (int, float)) or not isinstance(beta, (int, float)):
-        return None
     plain = _matmul(node, lhs, rhs)
-    if plain is None:
+    alpha, beta = (_number(argument(node, name)) for name in ("alpha", "beta"))
+    if plain is None or alpha is None or beta is None:
         return None
     return Contraction(
         node=node,
@@ -104,9 +104,13 @@ def _baddbmm(node: fx.Node) -> Contraction | None:
         rhs_labels=plain.rhs_labels,
         out_labels=plain.out_labels,
         addend=addend if beta != 0 else None,
-        alpha=float(alpha),
-        beta=float(beta),
+        alpha=alpha,
+        beta=beta,
     )
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else constants.fixed(value)
 
 
 def _einsum(node: fx.Node) -> Contraction | None:

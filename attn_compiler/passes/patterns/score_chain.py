@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from attn_compiler.passes import axes, views
+from attn_compiler.passes import axes, constants, views
 from attn_compiler.passes.axes import AxisError, Dim, Dims
 from attn_compiler.passes.contraction import Contraction
 from attn_compiler.passes.patterns import score_steps
@@ -124,9 +124,16 @@ def _scale(scores: Scores, step: score_steps.Scale) -> None:
 
 
 def _runtime_scale(scores: Scores, step: score_steps.RuntimeScale) -> None:
+    if not (scores.capped or scores.additive or scores.masked_at or scores.sinks is not None):
+        scores.factors.append(Factor(node=step.by, divide=step.divide))
+        return
+    number = constants.fixed(step.by)
+    if number:
+        factor = 1 / number if step.divide else number
+        _scale(scores, score_steps.Scale(node=step.node, source=step.source, factor=factor))
+        return
     scores.factors.append(Factor(node=step.by, divide=step.divide))
-    if scores.capped or scores.additive or scores.masked_at or scores.sinks is not None:
-        scores.unusual.append("a run-time scale after other score changes")
+    scores.unusual.append("a run-time scale after other score changes")
 
 
 def _cap(scores: Scores) -> None:

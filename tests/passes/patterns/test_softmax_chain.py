@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.passes.compiling import compiled
 from tests.passes.patterns import forms
@@ -461,6 +463,47 @@ def test_dropout_in_training_is_described_and_left_to_the_model(lowering: str) -
     torch.testing.assert_close(got, function(q))
     assert run.site.spec.score.dropout_p == 0.5
     assert run.site.decision.lowering == "untouched"
+
+
+def capped(q: Tensor, cap: float) -> Tensor:
+    return F.softmax(torch.tanh(q @ q.mT * 0.25 / cap) * cap, -1) @ q
+
+
+def with_alpha(q: Tensor, alpha: float) -> Tensor:
+    q = q.flatten(0, 1)
+    return F.softmax(torch.baddbmm(q.new_ones(1, 1, 1), q, q.mT, alpha=alpha), -1) @ q
+
+
+def with_alpha_in_checkpoint(q: Tensor, alpha: float) -> Tensor:
+    return checkpoint(with_alpha, q, alpha, use_reentrant=False)
+
+
+@pytest.mark.parametrize("function", [capped, with_alpha, with_alpha_in_checkpoint])
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_symbolic_number_that_a_kernel_is_made_with_is_fixed(function: Callable[..., Tensor], inner: str) -> None:
+    """dynamic=True makes symbols of a model's own numbers: without that, Gemma 2 kept its attention as it was."""
+    run = compiled(function, dynamic=True, lowering="reference", inner=inner)
+    q = torch.randn(B, H, S, D)
+    for number in (5.0, 3.0, 5.0):
+        torch.testing.assert_close(run(q, number), function(q, number), rtol=1e-4, atol=1e-5)
+    found = [(site.decision.lowering, site.spec.score.words) for report in run.reports for site in report.sites]
+    end = "softcap {}" if function is capped else "scale {}"
+    assert [(lowering, words.endswith(end.format(n))) for (lowering, words), n in zip(found, (5, 3), strict=True)] == [
+        ("reference", True)
+    ] * 2
+
+
+def test_a_number_made_of_sizes_is_not_fixed() -> None:
+    """Lengths would be fixed by it."""
+
+    def function(q: Tensor) -> Tensor:
+        return F.softmax(torch.tanh(q @ q.mT) * q.size(2) ** 0.5, -1) @ q
+
+    run = compiled(function, dynamic=True)
+    for length in (5, 6):
+        q = torch.randn(2, 2, length, 4)
+        torch.testing.assert_close(run(q), function(q))
+    assert "a run-time scale after" in run.site.spec.score.words
 
 
 def test_two_dropouts_are_refused() -> None:
