@@ -24,8 +24,8 @@ def test_a_kernel_alone_gives_what_its_lowering_gives() -> None:
     torch.testing.assert_close(alone, whole, rtol=0, atol=0.02)
 
 
+@torch._dynamo.config.patch(recompile_limit=8)  # type: ignore[attr-defined, untyped-decorator]
 def test_every_side_is_compiled_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     torch.compiler.reset()
     bench_fp8.keep_all_compiled()
     case = dataclasses.replace(bench_fp8.case_of(64, 8192, causal=True), batch=1, heads_q=1, heads_kv=1, seqlen=32)
