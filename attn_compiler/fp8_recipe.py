@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +23,8 @@ DTYPES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "int8": "int8"}
 #: Positions that share a scale are whole tiles of the kernels, which have up to so many keys.
 BLOCK_MULTIPLE = 128
 _MOST_MARGIN = 16
+#: known beforehand: scales of these, and what undoes them, are normal numbers of float32
+_MAGNITUDES = (1e-30, 1e30)
 
 Granularity = Literal["tensor", "head", "block"]
 
@@ -104,8 +105,8 @@ class StaticScaling:
         for name in ("q", "k", "v"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not math.isfinite(value) or value <= 0:
-                raise _invalid(f"StaticScaling.{name}", "a positive, finite magnitude", value)
+            if not is_number or not _MAGNITUDES[0] <= value <= _MAGNITUDES[1]:
+                raise _invalid(f"StaticScaling.{name}", "a magnitude from {:g} to {:g}".format(*_MAGNITUDES), value)
             object.__setattr__(self, name, float(value))
 
 

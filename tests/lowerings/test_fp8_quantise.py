@@ -193,10 +193,16 @@ def test_static_scales_saturate() -> None:
     assert float(restored(found, "q")[0, 0, 0, 0]) == pytest.approx(4.0)
 
 
-def test_a_margin_leaves_room() -> None:
-    plain, wide = (
-        rounded(tensors(), Fp8Recipe(scaling=CurrentScaling(margin=margin)))[1]["descale_q"] for margin in (0, 2)
-    )
+@pytest.mark.parametrize("scaling", [CurrentScaling, DelayedScaling])
+def test_a_margin_leaves_room(scaling: Any) -> None:
+    found = []
+    for margin in (0, 2):
+        emitter = Eager()
+        # Of delayed scaling, the first step's scales are 1.
+        for _ in range(2):
+            _, made = rounded(tensors(), Fp8Recipe(scaling=scaling(margin=margin)), emitter)
+        found.append(made["descale_q"])
+    plain, wide = found
     torch.testing.assert_close(wide, 4 * plain)
 
 
