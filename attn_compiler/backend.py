@@ -64,8 +64,8 @@ def _compile(
     targets = {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
     rewritten = rewrite(gm, own)
     _require_available(own, rewritten.report, targets, LOWERINGS)
-    if own.fp8_recipe is not None and torch_frames.is_whole(gm):
-        fp8_sites.check_patterns(own.fp8_recipe, rewritten.report)
+    if own.fp8_recipe is not None:
+        fp8_sites.check(own.fp8_recipe, rewritten.report, is_whole=torch_frames.is_whole(gm))
     # Before the graph is given away: the compiler changes it.
     plan = prepare(gm, rewritten) if own.verify else None
     try:

@@ -8,7 +8,7 @@ import warnings
 
 from attn_compiler.errors import AttnCompilerWarning, Fp8RecipeUnused, shortened
 from attn_compiler.fp8_recipe import DelayedScaling, Fp8Recipe
-from attn_compiler.lowerings import priorities
+from attn_compiler.lowerings import fp8_limits, priorities
 from attn_compiler.passes import buffers
 from attn_compiler.passes.unit import Unit
 from attn_compiler.report import Report
@@ -33,21 +33,30 @@ def apply(unit: Unit) -> None:
                 site.notes.append(f"fp8_recipe: ignored, the lowerings asked for ({', '.join(asked)}) run in no FP8")
 
 
-def check_patterns(recipe: Fp8Recipe, report: Report) -> None:
-    """Hold a recipe's patterns against the attentions of a graph that is all of its frame: of a part, they may well exclude all or none.
+def check(recipe: Fp8Recipe, report: Report, *, is_whole: bool) -> None:
+    """Say what users would not look into a report for: that patterns do not do what they seem to, or that a model is in float32.
 
-    Raises Fp8RecipeUnused if they exclude all; warns of each that excludes none.
+    is_whole: the graph is all of its frame: of a part, patterns may well exclude all or none. Raises Fp8RecipeUnused if they exclude all.
     """
     modules = tuple(module for site in report.sites for module in site.modules)
-    if not modules:
-        return
+    if modules and is_whole:
+        _check_patterns(recipe, modules)
+    reasons = [fp8_limits.check_inputs(site.spec) for site in report.sites if site.spec.fp8 is not None]
+    if reasons and all(reasons):
+        reason = reasons[0][0]
+        _warn(f"{reason.observed}; {reason.remedy}")
+
+
+def _check_patterns(recipe: Fp8Recipe, modules: tuple[str, ...]) -> None:
     if all(recipe.excluding(module) is not None for module in modules):
         raise Fp8RecipeUnused(modules=modules, exclude=recipe.exclude)
     for pattern in recipe.exclude:
         if not any(fnmatch.fnmatchcase(module, pattern) for module in modules):
-            warnings.warn(
-                f"fp8_recipe: the pattern {pattern!r} excludes none of the attentions found ({shortened(modules)}). Paths are those of "
-                "modules within what is compiled: a layer that is compiled by itself, or called after a graph break, has none",
-                AttnCompilerWarning,
-                stacklevel=2,
+            _warn(
+                f"the pattern {pattern!r} excludes none of the attentions found ({shortened(modules)}). Paths are those of modules within "
+                "what is compiled: a layer that is compiled by itself, or called after a graph break, has none"
             )
+
+
+def _warn(what: str) -> None:
+    warnings.warn(f"fp8_recipe: {what}", AttnCompilerWarning, stacklevel=2)

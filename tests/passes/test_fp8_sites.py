@@ -105,6 +105,7 @@ def test_a_pattern_that_excludes_nothing_is_warned_of() -> None:
 
 def test_patterns_that_exclude_something_are_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
     run(Fp8Recipe(exclude=("fir*", "first")))
+    run(None, dtype=torch.float32)
     run(Fp8Recipe(exclude=("second",)), model=Broken())
     assert not [warning for warning in recwarn if issubclass(warning.category, AttnCompilerWarning)]
 
@@ -119,7 +120,10 @@ def test_no_recipe_at_all_is_an_error() -> None:
 
 
 def test_a_model_in_float32_is_told_to_become_one_in_bfloat16() -> None:
-    (refusal, *_) = run(Fp8Recipe(), dtype=torch.float32).site.decision.refusals
+    with pytest.warns(
+        AttnCompilerWarning, match=r"the attention runs in fp32, FP8 is ignored; call model\.bfloat16\(\)"
+    ):
+        (refusal, *_) = run(Fp8Recipe(), dtype=torch.float32).site.decision.refusals
     assert refusal.lowering == "reference_fp8"
     assert any(reason.remedy and "call model.bfloat16()" in reason.remedy for reason in refusal.reasons)
 
