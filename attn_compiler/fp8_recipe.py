@@ -121,9 +121,9 @@ class Fp8Recipe:
     weights; gradient_format: of gradients, where the backward runs in FP8. qk_format: "int8" makes q and k whole numbers up to 127
     instead, as SageAttention does (https://arxiv.org/abs/2410.02367): finer where values are alike, which hadamard makes them, and
     their products are exact; int8 has no NaN, what is not finite becomes 0. exclude: patterns (fnmatch) of module paths whose
-    attention stays as it is ("model.layers.0.*"). smooth_k: subtract from k its mean over the sequence, which changes no weight.
-    hadamard: turn q and k by the same orthogonal matrix, which spreads outliers over the head dim and changes no score. force: also
-    where FP8 was measured to be slower than the model's own dtype.
+    attention stays as it is ("*layers.0.*": paths begin at what is compiled). smooth_k: subtract from k its mean over the sequence, which
+    changes no weight. hadamard: turn q and k by the same orthogonal matrix, which spreads outliers over the head dim and changes no
+    score. force: also where FP8 was measured to be slower than the model's own dtype.
     """
 
     scaling: Scaling = CurrentScaling()

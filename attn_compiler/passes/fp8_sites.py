@@ -53,8 +53,8 @@ def _check_patterns(recipe: Fp8Recipe, modules: tuple[str, ...]) -> None:
     for pattern in recipe.exclude:
         if not any(fnmatch.fnmatchcase(module, pattern) for module in modules):
             _warn(
-                f"the pattern {pattern!r} excludes none of the attentions found ({shortened(modules)}). Paths are those of modules within "
-                "what is compiled: a layer that is compiled by itself, or called after a graph break, has none"
+                f"the pattern {pattern!r} excludes none of the attentions found ({shortened(modules)}). Paths begin at what is compiled, "
+                "which may be a part of the model where a graph breaks: '*layers.0.*' finds a layer either way"
             )
 
 
