@@ -54,10 +54,10 @@ class CudnnFp8:
     name = "cudnn_fp8"
 
     def unavailable(self, target: Target) -> list[Reason]:
-        other = (
-            [] if target.sm == _SM else [Reason(rule=f"sm{_SM}: it was tried on no other", observed=f"sm{target.sm}")]
-        )
-        return other or CudnnAttention().unavailable(target)
+        gpu = sdpa_limits.check_gpu(target, first_sm=_SM)
+        if gpu or target.sm == _SM:
+            return gpu or CudnnAttention().unavailable(target)
+        return [Reason(rule=f"sm{_SM}: it was tried on no other", observed=f"sm{target.sm}")]
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         recipe = fp8_limits.check_recipe(spec, has_backward=True)
