@@ -328,7 +328,7 @@ def _reference_backward(
     spec: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     parsed = AttentionSpec.from_text(spec)
-    *exact, exact_operands = reference.backward(grad_out, grad_lse, q, k, v, operands, lse, parsed)
+    *exact, exact_operands = reference.backward(grad_out, grad_lse, q, k, v, operands, parsed)
     wanted = reference.differentiable(operands, parsed)
     targets = [tensor for tensor, is_wanted in zip(operands, wanted, strict=True) if is_wanted]
     grad_q, grad_k, grad_v = (empty_gradient(t).copy_(grad) for t, grad in zip((q, k, v), exact, strict=True))

@@ -85,13 +85,8 @@ def forward(
     Both come in the compute dtype. operands: see `ops.LEAF_SCHEMA`. Sizes are those of the tensors, not the spec's.
     """
     scores = _scores(q, k, operands, spec)
-    terms = scores.logits
-    if scores.sinks is not None:
-        sinks = scores.sinks[None, :, None, None].expand(*terms.shape[:3], 1)
-        terms = torch.cat((terms, sinks), dim=-1)
-    lse = torch.logsumexp(terms, dim=-1)
-    out = _weights(scores, lse) @ repeated(v, q).to(lse.dtype)
-    return out, lse
+    out = _weights(scores)[..., : k.shape[2]] @ repeated(v, q).to(scores.logits.dtype)
+    return out, torch.logsumexp(_terms(scores), dim=-1)
 
 
 def backward(
@@ -101,13 +96,13 @@ def backward(
     k: torch.Tensor,
     v: torch.Tensor,
     operands: Tensors,
-    lse: torch.Tensor,
     spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Gradients of q, k, v and of `differentiable(operands, spec)`, in the compute dtype; grad_lse: gradient of the lse."""
     scores = _scores(q, k, operands, spec)
     dtype = scores.logits.dtype
-    weights = _weights(scores, lse.to(dtype))
+    all_weights = _weights(scores)
+    weights, of_sinks = all_weights[..., : k.shape[2]], all_weights[..., k.shape[2] :]
     grad_out = grad_out.to(dtype)
     grad_v = _folded(weights.transpose(-1, -2) @ grad_out, v)
     grad_weights = grad_out @ repeated(v, q).to(dtype).transpose(-1, -2)
@@ -117,7 +112,7 @@ def backward(
     grad_raw = _through_softcap(grad_logits, scores, spec) * spec.score.scale
     grad_q = grad_raw @ repeated(k, q).to(dtype)
     grad_k = _folded(grad_raw.transpose(-1, -2) @ q.to(dtype), k)
-    return grad_q, grad_k, grad_v, _operand_gradients(grad_logits, row, scores, lse.to(dtype), operands, spec)
+    return grad_q, grad_k, grad_v, _operand_gradients(grad_logits, row * of_sinks, operands, spec)
 
 
 def differentiable(operands: Tensors, spec: AttentionSpec) -> list[bool]:
@@ -163,13 +158,19 @@ def _causal(kind: Causal, logits: torch.Tensor) -> torch.Tensor:
     return torch.arange(seqlen_kv, device=logits.device)[None, :] <= rows + shift
 
 
-def _weights(scores: _Scores, lse: torch.Tensor) -> torch.Tensor:
-    return _softmax_part(scores.logits, lse[..., None])
+def _terms(scores: _Scores) -> torch.Tensor:
+    """What the softmax runs over: (B, Hq, Sq, Skv), and one more column where there are sinks."""
+    if scores.sinks is None:
+        return scores.logits
+    sinks = scores.sinks[None, :, None, None].expand(*scores.logits.shape[:3], 1)
+    return torch.cat((scores.logits, sinks), dim=-1)
 
 
-def _softmax_part(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """exp(logits - lse), 0 in a row that has nothing to attend to (lse -inf)."""
-    return torch.where(lse == -torch.inf, 0.0, torch.exp(logits - lse))
+def _weights(scores: _Scores) -> torch.Tensor:
+    """Of every term; 0 in a row that has nothing to attend to. Not by the lse: beside numbers as large as masks are made of (-1e9) it
+    can't hold the logarithm of how many keys there are."""
+    weights: torch.Tensor = torch.ops.aten._safe_softmax.default(_terms(scores), -1)
+    return weights
 
 
 def _through_softcap(grad: torch.Tensor, scores: _Scores, spec: AttentionSpec) -> torch.Tensor:
@@ -178,23 +179,14 @@ def _through_softcap(grad: torch.Tensor, scores: _Scores, spec: AttentionSpec) -
 
 
 def _operand_gradients(
-    grad_logits: torch.Tensor,
-    row: torch.Tensor,
-    scores: _Scores,
-    lse: torch.Tensor,
-    operands: Tensors,
-    spec: AttentionSpec,
+    grad_logits: torch.Tensor, grad_sinks: torch.Tensor, operands: Tensors, spec: AttentionSpec
 ) -> list[torch.Tensor]:
-    gradients = []
+    """grad_sinks: (B, Hq, Sq, 1). A sink has no value to weigh: only the row's common term reaches it."""
     added, sinks = _split(operands, spec)
     wanted = differentiable(operands, spec)
-    for tensor, is_wanted in zip(added, wanted, strict=False):
-        if is_wanted:
-            gradients.append(grad_logits.sum_to_size(tensor.shape))
-    if sinks is not None and scores.sinks is not None and wanted[-1]:
-        # A sink has no value to weigh: only the row's common term reaches it.
-        part = _softmax_part(scores.sinks[None, :, None], lse)
-        gradients.append((part * row[..., 0]).sum((0, 2)))
+    gradients = [grad_logits.sum_to_size(x.shape) for x, is_wanted in zip(added, wanted, strict=False) if is_wanted]
+    if sinks is not None and wanted[-1]:
+        gradients.append(grad_sinks.sum((0, 2, 3)))
     return gradients
 
 

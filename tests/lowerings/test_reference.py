@@ -5,6 +5,7 @@ import operator
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from attn_compiler.lowerings import by_name, reference
 from attn_compiler.masks import Dense, Inputs, MaskSpec, Opaque
@@ -59,6 +60,24 @@ def test_rows_without_any_key_give_zero_and_no_gradient(name: str) -> None:
     assert all(grad.isfinite().all() for grad in (grad_q, grad_k, grad_v))
     lse = torch.ops.attn_compiler.reference(*arguments(inputs)[:3], arguments(inputs)[3:], inputs.spec.to_text())[1]
     assert (lse[:, :, empty] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("fill", [-1e9, torch.finfo(torch.float32).min])
+def test_rows_that_finite_numbers_mask_attend_to_all_keys_alike(fill: float) -> None:
+    """As a softmax does. An lse near such a number can't hold the logarithm of how many keys there are."""
+    inputs = cases.build(BY_NAME["additive_empty_rows"])
+    assert inputs.mask is not None
+    masked = dataclasses.replace(inputs, mask=inputs.mask.clamp(min=fill))
+    module = emit(REFERENCE, masked)
+    got = numerics.with_gradients(lambda given: module(*arguments(given)), masked)
+    repeats = masked.q.shape[1] // masked.k.shape[1]
+
+    def plain(given: cases.Inputs) -> torch.Tensor:
+        k, v = (x.repeat_interleave(repeats, 1) for x in (given.k, given.v))
+        return F.softmax(given.q @ k.mT * masked.spec.score.scale + given.mask, -1) @ v
+
+    for mine, right in zip(got, numerics.with_gradients(plain, masked), strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-3, atol=1e-4)
 
 
 def test_a_sink_alone_takes_all_weight() -> None:
