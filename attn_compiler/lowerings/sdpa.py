@@ -246,6 +246,7 @@ class SdpaCpuFlash(_Pinned):
             *self._check_dropout(spec),
             *sdpa_limits.check_causal(spec),
             *sdpa_limits.check_tensor(spec, dtypes=(spec.dtype, "float32")),
+            *sdpa_limits.check_no_keyless_rows(spec),
             *sdpa_limits.check_no_bias_gradient(spec),
         ]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from attn_compiler.lowerings import dims
-from attn_compiler.masks import Alignment, Causal, Dense
+from attn_compiler.masks import Alignment, Causal, Chunked, Dense, Document, KeyBound, KeyPadding, Prefix, SlidingWindow
 from attn_compiler.report import Reason
 from attn_compiler.scores import DenseBias, Softcap, Unusual
 from attn_compiler.spec import AttentionSpec, Dim
@@ -279,6 +279,30 @@ def check_one_tensor(spec: AttentionSpec) -> list[Reason]:
         return []
     observed = f"{spec.mask.dense.words} and {spec.score.bias.words}"
     return [Reason(rule="one tensor is added to the scores", observed=observed, remedy="add them up in the model")]
+
+
+def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
+    """For a kernel whose backward makes the weights anew from its lse, and gets a mask of finite numbers: beside numbers such as -1e9 an
+    lse can't hold the logarithm of how many keys there are, so that each key of a query that has none counts as the only one."""
+    tensor = additive(spec)
+    if not spec.needs_grad or tensor is None or tensor.dtype == "bool" or not _may_lack_keys(spec):
+        return []
+    rule = "with gradients, numbers that mask leave each query some key"
+    remedy = "give the mask as truth values, or with -inf"
+    return [Reason(rule=rule, observed=spec.mask.reason or spec.mask.words, remedy=remedy)]
+
+
+def _may_lack_keys(spec: AttentionSpec) -> bool:
+    """Whether a query may have no key while others of its sequence have some: one of a sequence that is all padding, nobody learns from."""
+    if not spec.mask.proved:
+        # What a call of SDPA was given, its own kernel gets.
+        return spec.decomposed and spec.mask.reason is not None
+    padding = [isinstance(kind, KeyPadding | KeyBound) for kind in spec.mask.proved]
+    has_itself = all(
+        isinstance(kind, Causal | SlidingWindow | Prefix | Chunked | Document | KeyPadding | KeyBound)
+        for kind in spec.mask.proved
+    )
+    return not has_itself or (any(padding) and not all(padding))
 
 
 def check_no_bias_gradient(spec: AttentionSpec) -> list[Reason]:

@@ -4,13 +4,16 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
+from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings import by_name, sdpa_limits
-from attn_compiler.masks import Causal, Dense, MaskSpec, Opaque
+from attn_compiler.masks import Causal, CausalFrom, Dense, KeyPadding, MaskSpec, Opaque, SlidingWindow
 from attn_compiler.scores import Sinks, Softcap, Unusual
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, dense, make_spec, words
+from tests.passes.compiling import compiled
 
 H200 = Target.fake(torch="2.11.0+cu130")
 CPU = Target.fake(device="cpu")
@@ -321,3 +324,55 @@ def test_kernels_with_a_deterministic_backward_serve_deterministic_mode(name: st
 )
 def test_torch_release(version: str, release: tuple[int, int]) -> None:
     assert sdpa_limits.torch_release(version) == release
+
+
+PADDING = KeyPadding(condition=Load("real", (Index("b"), Index("k")), "bool"))
+NUMBERS = (Dense(shape=(2, 1, 128, 128), dtype="float32"),)
+GIVEN = MaskSpec(kinds=NUMBERS, reason="mask is an input of the graph: it may mask too")
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_refused"),
+    [
+        ({"mask": MaskSpec(kinds=NUMBERS, proved=(Causal(), PADDING))}, True),
+        ({"mask": MaskSpec(kinds=NUMBERS, proved=(CausalFrom(offset=Const(-1)),))}, True),
+        ({"mask": MaskSpec(kinds=NUMBERS, proved=(Causal(), PADDING)), "needs_grad": False}, False),
+        ({"mask": MaskSpec(kinds=(Dense(shape=(2, 1, 128, 128), dtype="bool"),), proved=(Causal(), PADDING))}, False),
+        ({"mask": MaskSpec(kinds=NUMBERS, proved=(Causal(), SlidingWindow(left=7, right=None)))}, False),
+        ({"mask": MaskSpec(kinds=NUMBERS, proved=(PADDING,))}, False),
+        ({"mask": GIVEN, "decomposed": True}, True),
+        ({"mask": GIVEN}, False),
+    ],
+    ids="left_padding strictly_causal no_gradient bool window all_padding given given_to_sdpa".split(),
+)
+def test_numbers_that_mask_all_keys_of_a_query_on_the_cpu(changes: dict[str, Any], is_refused: bool) -> None:
+    found = why_not("sdpa_cpu_flash", make_spec(dtype="float32", **changes))
+    assert found.startswith("with gradients, numbers that mask leave each query some key; observed") == is_refused
+    assert bool(found) == is_refused
+
+
+@pytest.mark.parametrize("how", ["given", "made"])
+def test_a_query_without_keys_gets_the_models_gradient(how: str) -> None:
+    """Each of its keys would count as the only one: 24 times the gradient."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 2, 320, 16, generator=generator).requires_grad_()
+    real = torch.ones(2, 320, dtype=torch.bool)
+    real[1, :24] = False
+    lowest, slopes = torch.finfo(torch.float32).min, torch.tensor([0.5, 0.25])
+
+    def masked(q: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(320)
+        alibi = slopes[:, None, None] * (at - at[:, None])
+        return torch.where((at <= at[:, None]) & real[:, None, None, :], alibi, lowest)
+
+    def attend(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(q @ q.mT * 0.25 + mask, -1) @ q
+
+    def model(q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return attend(q, x if how == "given" else masked(q, x))
+
+    x = masked(q, real) if how == "given" else real
+    run = compiled(model)
+    (mine,), (right,) = (torch.autograd.grad(f(q, x).square().sum(), q) for f in (run, model))
+    torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4)
+    assert "leave each query some key" in str(run.site.decision.refusals)
