@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from attn_compiler import torch_compat
+from attn_compiler import fp8_state, torch_compat
 from attn_compiler.cache import cache_key
 from attn_compiler.errors import AttnCompilerError, LoweringUnavailable
 from attn_compiler.options import Options, check_lowering_names, split_options
@@ -36,6 +36,7 @@ def attn_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: A
 def _reset() -> None:
     """Called by torch._dynamo.reset() for every backend that was used."""
     torch_compat.forget_cuda_graphs()
+    fp8_state.forget()
 
 
 attn_compiler.reset = _reset  # type: ignore[attr-defined]

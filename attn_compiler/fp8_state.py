@@ -29,6 +29,11 @@ def keep(label: str, tensor: torch.Tensor) -> None:
     _kept.append((label, weakref.ref(tensor)))
 
 
+def forget() -> None:
+    """Know no buffer any more: their graphs will not run again, though an output whose gradient may still be asked for holds them."""
+    _kept.clear()
+
+
 def fp8_state_dict() -> dict[str, torch.Tensor]:
     """Copies of all histories, float32 (amax_history_len, n), newest first, for n magnitudes of q, then of k and v. By module path; what
     a path has several of (a graph for training and one for inference, or layers that are compiled one by one) is numbered in the order
@@ -57,7 +62,7 @@ def load_fp8_state_dict(state: Mapping[str, torch.Tensor], *, strict: bool = Tru
 
 
 def _live() -> dict[str, torch.Tensor]:
-    # Graphs that were given up (torch._dynamo.reset) are cycles, and would still count in the names.
+    # Graphs of models that are gone are cycles, and would still count in the names.
     gc.collect()
     found: dict[str, torch.Tensor] = {}
     for label, ref in _kept:

@@ -35,7 +35,7 @@ def test_several_of_one_path_are_numbered() -> None:
 
 
 def test_what_no_graph_holds_any_more_is_forgotten() -> None:
-    """Graphs are cycles: after torch._dynamo.reset() nobody may have collected them yet, and names would count them."""
+    """Graphs are cycles: nobody may have collected those of a model that is gone, and names would count them."""
     gone, here = {"tensor": torch.ones(1)}, torch.zeros(1)
     gone["itself"] = gone  # type: ignore[assignment]
     keep("a/amax", gone["tensor"])

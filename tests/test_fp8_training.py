@@ -191,16 +191,22 @@ def test_recomputation_under_checkpoint_moves_the_history_on_once_and_sees_what_
         torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-3 * float(a.abs().max()))
 
 
-def test_a_saved_history_goes_on_where_it_was() -> None:
+@pytest.mark.parametrize("anew", [False, True], ids=["same code", "compiled anew"])
+def test_a_saved_history_goes_on_where_it_was(anew: bool) -> None:
+    torch._dynamo.reset()
     model = Layers().bfloat16()
     function = compiled(model, RECIPES["delayed"])
     for step in range(3):
         function(inputs(step))
     saved = attn_compiler.fp8_state_dict()
     expected = function(inputs(3, 4.0))
+    if anew:
+        torch._dynamo.reset()
+        function = compiled(model, RECIPES["delayed"])
+        assert not torch.equal(function(inputs(3, 4.0)), expected)
     attn_compiler.load_fp8_state_dict(saved)
     assert torch.equal(function(inputs(3, 4.0)), expected)
-    assert len(attn_compiler.reports()) == 1
+    assert len(attn_compiler.reports()) == 1 + anew
 
 
 def one_by_one(model: Layers, **options: Any) -> None:
