@@ -60,9 +60,11 @@ def recipe_of(spec: AttentionSpec) -> Fp8Recipe:
 
 
 def scales_of(spec: AttentionSpec) -> Scales:
-    scaling = recipe_of(spec).scaling
-    is_blocks = isinstance(scaling, CurrentScaling) and scaling.granularity == "block"
-    return Scales(block=scaling.block if is_blocks and isinstance(scaling, CurrentScaling) else None)
+    match recipe_of(spec).scaling:
+        case CurrentScaling(granularity="block", block=block):
+            return Scales(block=block)
+        case _:
+            return Scales(block=None)
 
 
 def needs_shift(spec: AttentionSpec) -> bool:
