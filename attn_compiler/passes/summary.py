@@ -7,11 +7,15 @@ import re
 from torch import fx
 
 from attn_compiler import torch_compat
+from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Miss, Site
 from attn_compiler.passes.unit import Unit, is_anchor_like, module_path, source_line
 from attn_compiler.report import Decision, MissReport, Reason, Report, SiteReport
 from attn_compiler.target import Target
+
+#: calls of kernels that a model chooses itself: FlexAttention, and flash_attn's ops
+_CHOSEN = ("flex_attention", "_flash_attn_forward", "_flash_attn_varlen_forward")
 
 
 def report(gm: fx.GraphModule, units: list[Unit], seconds: dict[str, float], failure: str | None) -> Report:
@@ -22,7 +26,7 @@ def report(gm: fx.GraphModule, units: list[Unit], seconds: dict[str, float], fai
         graph=torch_compat.graph_name(),
         target="; ".join(sorted(targets)),
         sites=() if failure else tuple(_site_rows(units)),
-        misses=() if failure else tuple(_miss_rows(units)),
+        misses=() if failure else (*_miss_rows(units), *_chosen_rows(gm)),
         seconds=tuple(seconds.items()),
         failure=failure,
     )
@@ -92,17 +96,35 @@ def _place(mirror: Mirror, node: fx.Node) -> str:
     return f"{node.name}, {line}" if line else node.name
 
 
+def _chosen_rows(gm: fx.GraphModule) -> list[MissReport]:
+    """Attentions whose kernel the model has chosen itself, and which no pass looks at."""
+    nodes = [
+        node for module in torch_compat.graph_modules(gm) for node in module.graph.nodes if node.op == "call_function"
+    ]
+    rows = []
+    for name in _CHOSEN:
+        found = [node for node in nodes if target_name(node) == name]
+        if found:
+            reason = Reason(
+                rule="the model leaves it to torch.compile how attention is computed",
+                observed=f"{name}, a kernel of its own",
+                remedy="build the model with attn_implementation='sdpa' or 'eager', or call scaled_dot_product_attention",
+            )
+            rows.append(_untried(found, name, reason))
+    return rows
+
+
+def _untried(nodes: list[fx.Node], anchor: str, reason: Reason) -> MissReport:
+    return MissReport(
+        modules=tuple(map(module_path, nodes)),
+        anchor=anchor,
+        nearest="none tried",
+        stopped_at=nodes[0].name,
+        reason=reason,
+        source=source_line(nodes[0]),
+    )
+
+
 def _left_alone(unit: Unit, why: str) -> list[MissReport]:
     reason = Reason(rule="the graph's inputs are plain strided tensors", observed=why)
-    anchors = [node for node in unit.graph.nodes if is_anchor_like(node)]
-    return [
-        MissReport(
-            modules=(module_path(n),),
-            anchor=n.name,
-            nearest="none tried",
-            stopped_at=n.name,
-            reason=reason,
-            source=source_line(n),
-        )
-        for n in anchors
-    ]
+    return [_untried([node], node.name, reason) for node in unit.graph.nodes if is_anchor_like(node)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.lowerings.sdpa import SdpaCpuFlash
@@ -124,3 +125,17 @@ def test_report_goes_through_json() -> None:
     parsed = json.loads(report.to_json())
     assert [site["lowering"] for site in parsed["sites"]] == ["sdpa_cpu_flash", "untouched"]
     assert parsed["sites"][1]["refusals"][0]["lowering"] == "sdpa_cpu_flash"
+
+
+def test_a_kernel_that_the_model_chose_is_named() -> None:
+    """Without that, the report of such a model said that it has no attention."""
+
+    def model(q: Tensor) -> Tensor:
+        return flex_attention(flex_attention(q, q, q), q, q)
+
+    run = compiled(model)
+    q = torch.randn(1, 2, 128, 16)
+    torch.testing.assert_close(run(q), model(q))
+    (miss,) = run.report.misses
+    assert (miss.anchor, len(miss.modules), run.report.num_sites) == ("flex_attention", 2, 0)
+    assert "attn_implementation='sdpa'" in str(miss.reason)
