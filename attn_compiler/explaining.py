@@ -17,13 +17,14 @@ def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Reports:
     """Run `model(*args, **kwargs)` once and report every attention in it: what was found, what it becomes, and why.
 
     The result prints as a table and has `to_json()`; there is one report for each graph, so graph breaks give several.
-    model: a module or function, compiled already or not; all arguments go to it. Options: see `explainer`.
+    model: a module or function, compiled already or not; all arguments go to it. A module that torch.compile returned for this
+    backend is explained with the options that it was compiled with; for others see `explainer`.
 
     The run is real: it happens in the caller's grad mode, mutates caches that are passed in, and draws random numbers. The
     rewritten graphs run eagerly, without Inductor. Nothing compiled is kept, and a later torch.compile of the same
     model starts as if explain had not been called; only torch 2.11 then compiles again what it had compiled before.
     """
-    return explainer()(model, *args, **kwargs)
+    return explainer(**torch_observe.settings_of(model, "attn_compiler"))(model, *args, **kwargs)
 
 
 def explainer(

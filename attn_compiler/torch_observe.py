@@ -44,6 +44,15 @@ def original_of(model: Callable[..., Any]) -> Callable[..., Any]:
     return getattr(model, "_orig_mod", model)
 
 
+def settings_of(model: Callable[..., Any], name: str) -> dict[str, Any]:
+    """The options=, mode= and dynamic= of a module that torch.compile returned for the backend called `name`; none of anything else."""
+    backend = _wrapped(getattr(getattr(model, "dynamo_ctx", None), "callback", None))
+    if getattr(backend, "compiler_name", None) != name:
+        return {}
+    given = {key: value for key, value in backend.kwargs.items() if key in ("options", "mode")}
+    return {**given, "dynamic": backend.dynamic}
+
+
 @contextlib.contextmanager
 def uncompiled_modules(model: Callable[..., Any]) -> Iterator[None]:
     """Undo `module.compile()` within the block, for `model` and every module in it."""
@@ -95,6 +104,12 @@ def _forget(code: CodeType, backend: Callable[..., Any]) -> None:
 
 
 def _innermost(backend: Any) -> Any:
+    backend = _wrapped(backend)
+    return getattr(backend, "compiler_fn", backend)
+
+
+def _wrapped(backend: Any) -> Any:
+    """What is beneath Dynamo's own wrappers: what torch.compile made of the backend and its options, or a callable."""
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
-    return getattr(backend, "compiler_fn", backend)
+    return backend

@@ -173,6 +173,18 @@ def test_a_compiled_model_is_explained_as_the_model_itself(seen: Seen, compiled_
     assert len(users.inputs) == 2
 
 
+def test_a_compiled_module_is_explained_with_its_own_options(seen: Seen) -> None:
+    """What a recipe does to a model that was compiled with it was not to be seen."""
+    compiled = torch.compile(
+        nn.ReLU(), backend="attn_compiler", dynamic=True, options={"strict": True, "max_autotune": False}
+    )
+    explain(compiled, torch.randn(5, 6))
+    explainer(options={"verify": True})(compiled, torch.randn(5, 6))
+    assert seen.options == [Options(strict=True), Options(verify=True)]
+    [[explained], [asked]] = seen.shapes()
+    assert [all(isinstance(size, torch.SymInt) for size in shape) for shape in (explained, asked)] == [True, False]
+
+
 def test_a_compiled_function_is_explained_as_the_function_itself(seen: Seen) -> None:
     users = Counted()
     compiled = torch.compile(lambda x: x.relu(), backend=users)
