@@ -38,8 +38,8 @@ COLUMNS = (
     *("tflops", "since", "case"),
 )
 _SM = 90
-#: sorts of masks that rows of their band speak for: what is done besides takes as long in FP8 as without
-_BY_BAND = ("sinks", "softcap")
+#: sorts of masks that rows of their band speak for: what there is besides saves or takes as much in FP8 as without
+_BY_BAND = ("sinks", "softcap", "lengths")
 _YES_NO = {"yes": True, "no": False, "": None}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from attn_compiler import index_expr as ix
 from attn_compiler.lowerings import (
     fp8_limits,
     fp8_quantise,
@@ -33,6 +34,8 @@ _SM = 90
 _TRITON = ((3, 6), (3, 7))
 #: beyond, registers hold no sum of one tile beside the sum of all
 _HEAD_DIM_LIMIT = 128
+#: of which the kernel reads the first: tiles follow from the number of keys
+_OF_LENGTHS = ("rows", "tiles", "tiles_by_key")
 
 
 class HopperFp8:
@@ -84,18 +87,26 @@ def backward_of(spec: AttentionSpec, target: Target) -> str:
 def _check_kernel(spec: AttentionSpec) -> list[Reason]:
     reasons = []
     plan = triton_planning.of(spec)
-    parts = _parts_beyond(plan)
+    parts = _parts_beyond(plan, has_lengths=_has_lengths(spec))
     if parts:
-        rule = "its kernel knows a band, a softcap and sinks"
+        rule = "its kernel knows a band, numbers of keys of batch rows, a softcap and sinks"
         reasons.append(Reason(rule=rule, observed=", ".join(parts)))
     if spec.score.scale <= 0:
         reasons.append(Reason(rule="its kernel takes scales above 0", observed=f"{spec.score.scale:g}"))
     return [*reasons, *sdpa_limits.check_head_dims(spec, multiple=fp8_rounding.VECTOR, limit=_HEAD_DIM_LIMIT)]
 
 
-def _parts_beyond(plan: Plan) -> list[str]:
-    own = ("sinks",)
+def _parts_beyond(plan: Plan, *, has_lengths: bool) -> list[str]:
+    own = ("sinks", *(_OF_LENGTHS if has_lengths else ()))
     return [name for name in plan.operands if name not in own]
+
+
+def _has_lengths(spec: AttentionSpec) -> bool:
+    """Whether the interval of keys that each query may use ends at one and the same for all of a batch row, and begins with the first."""
+    interval = triton_planning.parts(spec).rows
+    if interval is None or interval.lower is not None or interval.upper is None:
+        return False
+    return not ix.mentions(interval.upper, triton_planning.Q)
 
 
 register_forward("hopper_fp8", forward=late("hopper_fp8_launch", "forward"), dispatch_key="CUDA")

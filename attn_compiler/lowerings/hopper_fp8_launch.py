@@ -128,13 +128,16 @@ def warpgroups(spec: AttentionSpec) -> Warpgroups:
 def _pointers(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
     named = {"Lse": "lse", "Shift": "shift", "Sinks": "sinks"}
     named |= {f"Descale{name.upper()}": f"descale_{name}" for name in "qkv"}
-    return {parameter: tensors.get(name) for parameter, name in named.items()}
+    rows = tensors.get("rows")
+    return {parameter: tensors.get(name) for parameter, name in named.items()} | {
+        "Ends": None if rows is None else rows[1]
+    }
 
 
 def _numbers(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Everything that is no tensor, by the kernel's parameters."""
     spec = prepared.call.spec
-    every = common(prepared, {"Q": tensors["q8"], "K": tensors["k8"], "V": tensors["v8"]})
+    every = common(prepared, {**tensors, "Q": tensors["q8"], "K": tensors["k8"], "V": tensors["v8"]})
     qk, v = head_dim_tiles(spec)
     found = {
         "HEAD_DIM_QK": qk,

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
+from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings import fp8_speed, priorities
-from attn_compiler.masks import Causal, Dense, MaskSpec, SlidingWindow
+from attn_compiler.masks import Causal, Dense, KeyBound, MaskSpec, SlidingWindow
 from attn_compiler.options import Options
 from attn_compiler.passes import select
 from attn_compiler.scores import ScoreChange, Sinks, Softcap
@@ -170,6 +171,13 @@ def test_of_rows_with_as_many_keys_the_nearest_length_counts() -> None:
         row = fp8_speed.estimate("hopper_fp8", windowed(seqlen, 1024))
         assert row is not None
         assert row.seqlen == seqlen
+
+
+def test_batch_rows_with_numbers_of_keys_go_by_their_band() -> None:
+    own = KeyBound(side="last", bound=Load("lengths", (Index("b"),), "int"))
+    mask = MaskSpec(kinds=(Dense(shape=(2, 1, 1200, 1200), dtype="bool"),), proved=(Causal(), own))
+    (reason,) = fp8_speed.check(asked(1200, mask=mask), H200, "hopper_fp8", "sdpa_cudnn")
+    assert "300 TFLOP/s" in reason.observed
 
 
 @pytest.mark.parametrize(

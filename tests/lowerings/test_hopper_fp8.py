@@ -6,9 +6,19 @@ from typing import Any
 import pytest
 
 from attn_compiler import Fp8Recipe
-from attn_compiler.index_expr import Const, Index, Load
+from attn_compiler.index_expr import Const, Index, Load, add
 from attn_compiler.lowerings import hopper_fp8, priorities, triton_fp8, triton_planning
-from attn_compiler.masks import Alignment, Causal, CausalFrom, Dense, Document, MaskSpec, ProvedKind, SlidingWindow
+from attn_compiler.masks import (
+    Alignment,
+    Causal,
+    CausalFrom,
+    Dense,
+    Document,
+    KeyBound,
+    MaskSpec,
+    ProvedKind,
+    SlidingWindow,
+)
 from attn_compiler.options import Options
 from attn_compiler.passes import select
 from attn_compiler.scores import Softcap
@@ -65,6 +75,17 @@ def test_every_band_is_one_that_its_kernel_knows(mask: MaskSpec) -> None:
         spec = asked(mask=mask, seqlen_kv=seqlen_kv)
         assert triton_planning.of(spec).band is not None
         assert not hopper_fp8.HopperFp8().why_not(spec, H200)
+
+
+LENGTHS = KeyBound(side="last", bound=add(Load("lengths", (Index("b"),), "int"), Const(-1)))
+
+
+@pytest.mark.parametrize("kinds", [(LENGTHS,), (Causal(), LENGTHS)], ids=["full", "causal"])
+def test_it_knows_batch_rows_with_numbers_of_keys(kinds: tuple[ProvedKind, ...]) -> None:
+    assert not hopper_fp8.HopperFp8().why_not(asked(mask=proved(*kinds)), H200)
+    first = KeyBound(side="first", bound=Load("first", (Index("b"),), "int"))
+    (reason,) = hopper_fp8.HopperFp8().why_not(asked(mask=proved(*kinds, first)), H200)
+    assert "rows" in reason.observed
 
 
 def test_documents_are_left_to_the_other_kernel() -> None:

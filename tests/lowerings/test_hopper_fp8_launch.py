@@ -120,6 +120,26 @@ CPU_PAIRS = (
 )
 
 
+#: bands of batch rows that have numbers of keys of their own: of 490 keys none, some of one tile, and all
+LENGTHS = (0, 65, 300, 490)
+OF_LENGTHS: dict[str, Band | None] = {
+    "full": None,
+    "causal": Band(right=0),
+    "window": Band(left=99, right=0),
+    "both_sides": Band(left=200, right=30),
+}
+
+
+def with_lengths(name: str, recipe: Fp8Recipe, device: str) -> fp8_problems.Fp8Problem:
+    """float16, forward only."""
+    sizes: dict[str, Any] = {"batch": len(LENGTHS), "seqlen_q": 490, "seqlen_kv": 490, "head_dim": 64, "heads_q": 4}
+    case = Case(name=f"lengths_{name}", rows=True, band=OF_LENGTHS[name], **sizes)
+    problem = kernel_problems.build(case, dtype=torch.float16, device=device)
+    rows = problem.named["rows"]
+    rows[0], rows[1] = 0, torch.tensor(LENGTHS, device=device, dtype=torch.int32)[:, None]
+    return dataclasses.replace(fp8_problems.rounded_problem(problem, recipe), leaf="hopper_fp8")
+
+
 #: of the GPU that is not there: fewer than most cases have blocks of queries
 PROCESSORS = 3
 
@@ -165,6 +185,16 @@ def test_what_the_kernel_says(pair: tuple[str, str], monkeypatch: pytest.MonkeyP
     with torch.no_grad():
         out, lse = in_torch(given, monkeypatch)
         assert_near(given, out, lse, share=0.04, atol=0.02)
+
+
+@pytest.mark.parametrize("name", OF_LENGTHS)
+def test_batch_rows_have_numbers_of_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = with_lengths(name, RECIPES["block"], "cpu")
+    with torch.no_grad():
+        out, lse = in_torch(given, monkeypatch)
+        assert_near(given, out, lse, share=0.04, atol=0.02)
+    assert (lse[0] == -torch.inf).all()
+    assert not out[0].any()
 
 
 @pytest.mark.parametrize("left", [None, 150])
@@ -223,6 +253,14 @@ def test_bands_on_a_gpu(pair: tuple[str, str], hopper: Target) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", OF_LENGTHS)
+def test_numbers_of_keys_on_a_gpu(name: str, hopper: Target) -> None:
+    given = with_lengths(name, RECIPES["block"], "cuda")
+    with torch.no_grad():
+        assert_near(given, *fp8_problems.outputs(given), share=0.04, atol=0.02)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_cudnn_differentiates_it(is_causal: bool, head_dim: int, hopper: Target) -> None:
@@ -243,6 +281,29 @@ def test_cudnn_differentiates_it(is_causal: bool, head_dim: int, hopper: Target)
     assert "sdpa_cudnn" in str(attn_compiler.reports()[-1])
     exact = [x.detach().float().requires_grad_() for x in given]
     right = attention(*exact)
+    for mine, wanted in zip((out, *got), (right, *torch.autograd.grad(right, exact, upstream.float())), strict=True):
+        assert float((mine.float() - wanted).norm() / wanted.norm()) < 0.08
+
+
+@pytest.mark.gpu
+def test_a_model_that_compares_with_numbers_of_keys(hopper: Target) -> None:
+    """Through the whole backend."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, numbers: Tensor) -> Tensor:
+        keys = torch.arange(k.shape[2], device=k.device)
+        allowed = (keys < numbers[:, None, None, None]) & (keys <= torch.arange(q.shape[2], device=q.device)[:, None])
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+
+    shape = (3, 700, 2, 64)
+    given = [torch.randn(shape, device="cuda").bfloat16().transpose(1, 2).requires_grad_() for _ in "qkv"]
+    numbers = torch.tensor([1, 300, 700], device="cuda")
+    options = {"fp8_recipe": Fp8Recipe(), "lowering": "hopper_fp8", "strict": True}
+    compiled = torch.compile(attention, backend="attn_compiler", options=options, dynamic=False)
+    out = compiled(*given, numbers)
+    upstream = torch.randn_like(out)
+    got = torch.autograd.grad(out, given, upstream)
+    exact = [x.detach().float().requires_grad_() for x in given]
+    right = attention(*exact, numbers)
     for mine, wanted in zip((out, *got), (right, *torch.autograd.grad(right, exact, upstream.float())), strict=True):
         assert float((mine.float() - wanted).norm() / wanted.norm()) < 0.08
 

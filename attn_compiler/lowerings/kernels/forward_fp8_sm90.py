@@ -41,14 +41,14 @@ _FEW = gl.constexpr(24)
 @gluon.jit
 def _block(nth, work, HOW: gl.constexpr):
     """This program's nth block of queries: whether there is one, batch, head, head of keys, row of the lse, first query, first
-    tile of keys and how many.
+    tile of keys, how many, and the number of keys of its batch row.
 
     `section` heads take turns block by block before the next ones do: their keys and values should fit the L2 cache. Under a causal mask
     a block's length grows with its number. Blocks go up and down through the sections, last down, and every other round of programs takes
     them in reverse order, so that all programs get about the same in all, and short ones last.
     """
     _QK, _V, _STAGES, _SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, _SOFTCAP, CONSUMERS = HOW
-    section, blocks, heads_of_all, heads_q, group, seqlen_q, seqlen_kv, band_left, band_right = work
+    section, blocks, heads_of_all, heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, Ends, rows_b = work
     programs, own = gl.num_programs(0), gl.program_id(0)
     i = nth * programs + own + (nth % 2) * (programs - 1 - 2 * own)
     of_section, within = i // (section * blocks), i % (section * blocks)
@@ -61,15 +61,19 @@ def _block(nth, work, HOW: gl.constexpr):
     # What is missing of whole blocks is missing of the first one: under a causal mask it is the shortest.
     missing = blocks * CONSUMERS - (seqlen_q + (ROWS - 1)) // ROWS
     start = (block * CONSUMERS - missing) * ROWS
-    end = seqlen_kv
+    # One tile at least, even if none of its keys is allowed.
+    keys = seqlen_kv
+    end = keys
+    if Ends is not None:
+        keys = gl.load(Ends + batch * rows_b, mask=i < blocks * heads_of_all, other=0)
+        end = gl.maximum(keys, 1)
     if HAS_RIGHT:
-        # One tile at least, even if none of its keys is allowed.
         end = gl.minimum(end, gl.maximum(start + ROWS * CONSUMERS + band_right, 1))
     first = 0
     if HAS_LEFT:
         first = gl.minimum(gl.maximum(gl.maximum(start, 0) - band_left, 0), end - 1) // KEYS
     count = (end + (KEYS - 1)) // KEYS - first
-    return i < blocks * heads_of_all, batch, head, head // group, row, start, first, count
+    return i < blocks * heads_of_all, batch, head, head // group, row, start, first, count, keys
 
 
 @gluon.jit
@@ -80,7 +84,7 @@ def _fetch(Q, K, V, tiles, barriers, work, rounds, HOW: gl.constexpr):
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     done = 0
     for nth in range(rounds):
-        is_one, batch, head, head_kv, _row, start, first_tile, count = _block(nth, work, HOW)
+        is_one, batch, head, head_kv, _row, start, first_tile, count, _keys = _block(nth, work, HOW)
         if is_one:
             for consumer in gl.static_range(CONSUMERS):
                 full = q_full.index(consumer)
@@ -289,10 +293,10 @@ def _compute(
     """64 queries of each of this program's blocks."""
     Out, Lse, DescaleQ, DescaleK, DescaleV, Shift, Sinks = tensors
     q_full, q_empty, _, _, _, _ = barriers
-    _, _, _, _, _, seqlen_q, seqlen_kv, band_left, band_right = work
+    _, _, _, _, _, seqlen_q, _, band_left, band_right, _, _ = work
     done = 0
     for nth in range(rounds):
-        is_one, batch, head, head_kv, row, start, first_tile, count = _block(nth, work, HOW)
+        is_one, batch, head, head_kv, row, start, first_tile, count, keys = _block(nth, work, HOW)
         if is_one and start + consumer * ROWS < 0:
             mbarrier.wait(q_full.index(consumer), nth & 1)
             mbarrier.arrive(q_empty.index(consumer))
@@ -305,7 +309,7 @@ def _compute(
                 DescaleK + (batch * descales[2] + head_kv * descales[3]),
                 DescaleV + (batch * descales[4] + head_kv * descales[5]),
                 Shift if Shift is None else Shift + row.to(gl.int64) * seqlen_q, Sinks, tiles, barriers,
-                batch, head, start, first_tile, count, scale, softcap, band_left, band_right, seqlen_q, seqlen_kv,
+                batch, head, start, first_tile, count, scale, softcap, band_left, band_right, seqlen_q, keys,
                 HOW,
             )  # fmt: skip
             done += count
@@ -314,9 +318,9 @@ def _compute(
 
 @gluon.jit(do_not_specialize=["section", "blocks", "heads_of_all", "seqlen_q", "seqlen_kv", "band_left"])
 def attention_forward_fp8_sm90(
-    Q, K, V, Out, Lse, DescaleQ, DescaleK, DescaleV, Shift, Sinks,
+    Q, K, V, Out, Lse, DescaleQ, DescaleK, DescaleV, Shift, Sinks, Ends,
     descale_qb, descale_qh, descale_kb, descale_kh, descale_vb, descale_vh,
-    heads_q, group, section, blocks, heads_of_all, seqlen_q, seqlen_kv, band_right, scale, softcap, band_left,
+    heads_q, group, section, blocks, heads_of_all, seqlen_q, seqlen_kv, band_right, scale, softcap, band_left, rows_b,
     HEAD_DIM_QK: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr,
     SCALE_BLOCK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
@@ -326,11 +330,12 @@ def attention_forward_fp8_sm90(
 
     Q, K (FP8 or int8), V, Out: descriptors of logical BHSD (V: BHDS) with tiles of (1, 1, 64, D), (1, 1, 128, D), (1, 1, Dv, 128),
     (1, 1, 64, Dv), D and Dv powers of two: what is beyond a tensor is 0, or not written. Lse: (B, Hq, Sq). Descales, Shift: as in
-    forward_fp8.py. Sinks: (Hq,) or None. scale is positive. section: `_block` says. CONSUMERS: warpgroups that compute, 3 or 4.
-    REGISTERS: of a thread that does.
+    forward_fp8.py. Sinks: (Hq,) or None. Ends: int32 (B|1, Sq), the numbers of keys that queries may use, all of a
+    batch row the same; or None. scale is positive. section: `_block` says. CONSUMERS: warpgroups that compute, 3 or 4. REGISTERS: of a
+    thread that does.
     """
     rounds = (blocks * heads_of_all + gl.num_programs(0) - 1) // gl.num_programs(0)
-    work = (section, blocks, heads_of_all, heads_q, group, seqlen_q, seqlen_kv, band_left, band_right)
+    work = (section, blocks, heads_of_all, heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, Ends, rows_b)
     descales = (descale_qb, descale_qh, descale_kb, descale_kh, descale_vb, descale_vh)
     q_tiles = gl.allocate_shared_memory(K.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM_QK], K.layout)
     k_tiles = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, KEYS, HEAD_DIM_QK], K.layout)

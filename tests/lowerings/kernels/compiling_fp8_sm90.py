@@ -17,7 +17,7 @@ from attn_compiler.lowerings import hopper_fp8_launch
 from attn_compiler.lowerings.kernels.forward_fp8_sm90 import attention_forward_fp8_sm90
 from tests.lowerings.kernels.compiling import resources
 
-_TYPES = {"scale": "fp32", "softcap": "fp32", "Sinks": "*bf16"}
+_TYPES = {"scale": "fp32", "softcap": "fp32", "Sinks": "*bf16", "Ends": "*i32"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,7 @@ JOBS = (
     Job(name="e5m2_64", head_dim=64, qk="fp8e5", v="fp8e5"),
     Job(name="softcap_sinks_64", head_dim=64, given={"SOFTCAP": True}, present=("Sinks",)),
     Job(name="window_64", head_dim=64, given={"HAS_LEFT": True, "SCALE_BLOCK": 128}),
+    Job(name="lengths_64", head_dim=64, given={"SCALE_BLOCK": 128}, present=("Ends",)),
     Job(name="window_128", head_dim=128, given={"HAS_LEFT": True, "SCALE_BLOCK": 128}),
     Job(name="window_softcap_sinks_64", head_dim=64, given={"HAS_LEFT": True, "SOFTCAP": True}, present=("Sinks",)),
 )
@@ -76,7 +77,7 @@ def run(job: Job) -> Found:
     }
     warpgroups = hopper_fp8_launch.WARPGROUPS[d]
     constants |= {"CONSUMERS": warpgroups.count, "REGISTERS": warpgroups.registers} | job.given
-    constants |= {name: None for name in ("Shift", "Sinks") if name not in job.present}
+    constants |= {name: None for name in ("Shift", "Sinks", "Ends") if name not in job.present}
     descriptors = {
         "Q": _descriptor(job.qk, [1, 1, 64, d]),
         "K": _descriptor(job.qk, [1, 1, keys, d]),
