@@ -81,7 +81,7 @@ def run(job: tuple[str, str, int]) -> Found:
     compiled = compile_kernel(source(function, values), target=GPUTarget("cuda", sm, 32), options=options)
     ptx = compiled.asm["ptx"]
     registers, spilled = resources(compiled.asm["cubin"])
-    code = _said_of(compiled.asm["cubin"], "-sass") if sm == 90 else ""
+    code = said_of(compiled.asm["cubin"], "-sass") if sm == 90 else ""
     return Found(
         case=name,
         kernel=kernel,
@@ -151,14 +151,14 @@ def source(function: Any, values: Mapping[str, Any]) -> ASTSource:
 
 def resources(cubin: bytes) -> tuple[int, int]:
     """Registers, and bytes of the stack."""
-    text = _said_of(cubin, "--dump-resource-usage")
+    text = said_of(cubin, "--dump-resource-usage")
     registers, stack = (re.search(rf"{word}:(\d+)", text) for word in ("REG", "STACK"))
     if registers is None or stack is None:
         raise ValueError(f"cuobjdump said nothing of registers: {text}")
     return int(registers[1]), int(stack[1])
 
 
-def _said_of(cubin: bytes, option: str) -> str:
+def said_of(cubin: bytes, option: str) -> str:
     """What cuobjdump says."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

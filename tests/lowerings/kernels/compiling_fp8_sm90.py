@@ -15,7 +15,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from attn_compiler.lowerings import hopper_fp8_launch
 from attn_compiler.lowerings.kernels.forward_fp8_sm90 import attention_forward_fp8_sm90
-from tests.lowerings.kernels.compiling import resources
+from tests.lowerings.kernels.compiling import resources, said_of
+from tests.lowerings.kernels.descriptors import unset
 
 _TYPES = {"scale": "fp32", "softcap": "fp32", "Sinks": "*bf16", "Ends": "*i32"}
 
@@ -45,18 +46,21 @@ JOBS = (
     Job(name="window_64", head_dim=64, given={"HAS_LEFT": True, "SCALE_BLOCK": 128}),
     Job(name="lengths_64", head_dim=64, given={"SCALE_BLOCK": 128}, present=("Ends",)),
     Job(name="window_128", head_dim=128, given={"HAS_LEFT": True, "SCALE_BLOCK": 128}),
+    Job(name="lengths_full_128", head_dim=128, given={"HAS_RIGHT": False}, present=("Ends",)),
+    Job(name="left_128", head_dim=128, given={"HAS_LEFT": True, "HAS_RIGHT": False}),
     Job(name="window_softcap_sinks_64", head_dim=64, given={"HAS_LEFT": True, "SOFTCAP": True}, present=("Sinks",)),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """spilled: bytes of a thread's stack. shared: bytes. instructions: of the tensor cores, in PTX."""
+    """spilled: bytes of a thread's stack. shared: bytes. instructions: of the tensor cores, in PTX. unset: `descriptors.unset`."""
 
     name: str
     spilled: int
     shared: int
     instructions: list[str]
+    unset: list[str]
 
 
 def _descriptor(dtype: str, tile: list[int]) -> str:
@@ -91,7 +95,13 @@ def run(job: Job) -> Found:
     compiled = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     _, spilled = resources(compiled.asm["cubin"])
     found = sorted(set(re.findall(r"wgmma\.mma_async[\w.:]*", compiled.asm["ptx"])))
-    return Found(name=job.name, spilled=spilled, shared=compiled.metadata.shared, instructions=found)
+    return Found(
+        name=job.name,
+        spilled=spilled,
+        shared=compiled.metadata.shared,
+        instructions=found,
+        unset=unset(said_of(compiled.asm["cubin"], "-sass")),
+    )
 
 
 def _type(name: str, constants: dict[str, Any], descriptors: dict[str, str]) -> str:

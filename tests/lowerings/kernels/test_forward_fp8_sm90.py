@@ -26,6 +26,7 @@ def test_products_are_those_of_its_formats(job: Job, compiled: dict[str, Found])
     found = compiled[job.name]
     assert found.shared <= SHARED
     assert found.spilled <= SPILLED
+    assert not found.unset
     v = {"fp8e4nv": "f32.e4m3.e4m3", "fp8e5": "f32.e5m2.e5m2"}[job.v]
     qk = "s32.s8.s8" if job.qk == "i8" else v
     assert {name.split(".", 5)[-1] for name in found.instructions} >= {v}
