@@ -288,7 +288,8 @@ def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
     if not spec.needs_grad or tensor is None or tensor.dtype == "bool" or not _may_lack_keys(spec):
         return []
     rule = "with gradients, numbers that mask leave each query some key"
-    remedy = "give the mask as truth values, or with -inf"
+    # Beside what is added, truth values would become numbers of the same tensor.
+    remedy = None if spec.score.added else "give the mask as truth values"
     return [Reason(rule=rule, observed=spec.mask.reason or spec.mask.words, remedy=remedy)]
 
 
