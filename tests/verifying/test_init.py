@@ -187,7 +187,8 @@ def assert_verified(subject: str, sites: int = 1) -> None:
 def test_right_attention_passes(case: Case, dtype: torch.dtype) -> None:
     # A checkpoint without gradients is an error of PyTorch's own, with random numbers in it or what may draw some.
     inputs = [*qkv(dtype=dtype, grad=True), *case.more]
-    _, out = run(case.function, *inputs)
+    # The second one for masks of numbers, whose rows may have no key: the first refuses those where there are gradients.
+    _, out = run(case.function, *inputs, lowerings=["sdpa_cpu_flash", "math"])
     kept = torch.ones((*SHAPE[:1], 1, LENGTH, 1), dtype=torch.bool)
     if case.more and case.more[0] is PADDING:
         kept = (PADDING.bool()[:, None, None, :] & torch.ones(LENGTH, LENGTH).tril().bool()).any(-1, keepdim=True)
