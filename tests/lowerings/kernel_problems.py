@@ -353,22 +353,27 @@ def _finite(x: Tensor) -> Tensor:
 # ---- dropout ------------------------------------------------------------------------------------------------------
 
 
+#: queries of a program: with all of some hundred, ptxas takes minutes
+_DRAWN = 16
+
+
 @triton.jit
 def _draw(Keep, Seed, seqlen_q, seqlen_kv, dropout_p, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     row = tl.program_id(0)
-    queries, keys = tl.arange(0, BLOCK_Q)[:, None], tl.arange(0, BLOCK_K)[None, :]
+    queries = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
+    keys = tl.arange(0, BLOCK_K)[None, :]
     keep = kept(tl.load(Seed), row.to(tl.int64), queries, keys, dropout_p)
     inside = (queries < seqlen_q) & (keys < seqlen_kv)
     tl.store(Keep + row.to(tl.int64) * seqlen_q * seqlen_kv + queries * seqlen_kv + keys, keep.to(tl.int8), mask=inside)
 
 
 def drawn(problem: Problem) -> Tensor:
-    """bool (B, Hq, Sq, Skv): which weights the kernels keep, drawn for all pairs at once rather than tile by tile."""
+    """bool (B, Hq, Sq, Skv): which weights the kernels keep, drawn for all keys at once rather than tile by tile."""
     case = problem.case
     keep = torch.empty(
         (case.batch, case.heads_q, case.seqlen_q, case.seqlen_kv), dtype=torch.int8, device=problem.q.device
     )
-    block_q, block_k = (triton.next_power_of_2(size) for size in keep.shape[2:])
-    numbers = (case.seqlen_q, case.seqlen_kv, case.dropout_p, block_q, block_k)
-    _draw[(case.batch * case.heads_q,)](keep, problem.named["seed"], *numbers)
+    block_k = triton.next_power_of_2(case.seqlen_kv)
+    numbers = (case.seqlen_q, case.seqlen_kv, case.dropout_p, _DRAWN, block_k)
+    _draw[(case.batch * case.heads_q, triton.cdiv(case.seqlen_q, _DRAWN))](keep, problem.named["seed"], *numbers)
     return keep != 0
