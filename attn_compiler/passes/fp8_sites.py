@@ -53,8 +53,9 @@ def _check_patterns(recipe: Fp8Recipe, modules: tuple[str, ...]) -> None:
     for pattern in recipe.exclude:
         if not any(fnmatch.fnmatchcase(module, pattern) for module in modules):
             _warn(
-                f"the pattern {pattern!r} excludes none of the attentions found ({shortened(modules)}). Paths begin at what is compiled, "
-                "which may be a part of the model where a graph breaks: '*layers.0.*' finds a layer either way"
+                f"the pattern {pattern!r} excludes none of the attentions found ({shortened(modules)}). Paths begin at what is compiled: "
+                "where a graph breaks, at a part of the model, where '*layers.0.*' finds a layer, too; if a layer is compiled by itself, "
+                "at the layer, which keeps its precision when it is compiled without a recipe"
             )
 
 
