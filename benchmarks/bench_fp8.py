@@ -356,14 +356,7 @@ def main() -> int:
         if case.name in given.cases
     ]
     until = time.monotonic() + given.budget_seconds
-    found = waves.run(
-        jobs,
-        prepare,
-        jobs=given.jobs,
-        until=until,
-        wave_seconds=given.wave_seconds,
-        wave_cases=given.wave_cases,
-    )
+    found = waves.run(jobs, prepare, until=until, **waves.asked(given))
     with Progress(console=Console(stderr=True)) as progress:
         for job, row in progress.track(found, total=len(jobs), description="cases"):
             for each in rows_of(job, row):

@@ -295,16 +295,7 @@ def main() -> int:
         for side in given.sides
     ]
     until = time.monotonic() + given.budget_seconds
-    found = waves.run(
-        jobs,
-        prepare,
-        jobs=given.jobs,
-        until=until,
-        wave_seconds=given.wave_seconds,
-        wave_cases=given.wave_cases,
-        turns=given.turns,
-        merge=merge,
-    )
+    found = waves.run(jobs, prepare, until=until, turns=given.turns, merge=merge, **waves.asked(given))
     with Progress(console=Console(stderr=True)) as progress:
         done = list(progress.track(found, total=len(jobs), description="sides"))
     for row in rows_of(done):

@@ -274,15 +274,7 @@ def results(
     way = Way(size=options.size, device=options.device, seconds=options.seconds)
     if options.jobs > 1:
         pairs = [(case, way) for case in cases]
-        found = waves.run(
-            pairs,
-            prepare,
-            jobs=options.jobs,
-            until=until,
-            wave_seconds=options.wave_seconds,
-            wave_cases=options.wave_cases,
-            imports=IMPORTS,
-        )
+        found = waves.run(pairs, prepare, until=until, imports=IMPORTS, **waves.asked(options))
         yield from ((case, row) for (case, _), row in found)
         return
     for case in cases:

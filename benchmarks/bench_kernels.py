@@ -133,7 +133,8 @@ def interleave(
         launched = time.perf_counter() - start
         _synchronize(device)
         took = time.perf_counter() - start - asleep * len(order)
-        asleep = sleep_of(launched, took, calls=len(order))
+        # On a CPU a call is over when it is launched.
+        asleep = sleep_of(launched, took, calls=len(order)) if device != "cpu" else 0.0
     count = min(max(int(seconds / max(took + asleep * len(order), 1e-6)), rounds[0]), rounds[1])
     marks: dict[str, list[Callable[[], float]]] = {name: [] for name in sides}
     for _ in range(count):
@@ -161,7 +162,7 @@ def _round(
 def _one(side: Timed, flushed: Tensor, asleep: float) -> Callable[[], float]:
     """Run it; what is returned gives the microseconds, once the device is synchronised. asleep: seconds before it."""
     state = side.prepare()
-    if asleep > 0 and flushed.device.type != "cpu":
+    if asleep > 0:
         torch.cuda._sleep(int(asleep * _CLOCKS_A_SECOND))
     flushed.zero_()
     if flushed.device.type == "cpu":

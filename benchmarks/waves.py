@@ -94,6 +94,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, budget_seconds: float) -> 
     )
 
 
+def asked(given: argparse.Namespace) -> dict[str, Any]:
+    """Of what `add_arguments` asks for, what `run` takes."""
+    return {"jobs": given.jobs, "wave_seconds": given.wave_seconds, "wave_cases": given.wave_cases}
+
+
 def run(
     cases: Sequence[Any],
     prepare: Prepare,

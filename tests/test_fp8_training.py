@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import attn_compiler
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
 from attn_compiler.passes import select
+from tests.attention_layer import Attention
 
 RECIPES = {
     "current": Fp8Recipe(),
@@ -34,23 +34,11 @@ RECIPES = {
 HEADS, HEAD_DIM, LENGTH = 2, 16, 40
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        width = HEADS * HEAD_DIM
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(out.transpose(1, 2).flatten(2))
-
-
 class Layers(nn.Module):
     def __init__(self, *, checkpointed: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Attention() for _ in range(2))
+        self.layers = nn.ModuleList(Attention(HEADS, HEAD_DIM) for _ in range(2))
         self.checkpointed = checkpointed
 
     def forward(self, x: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
 from attn_compiler.lowerings import priorities
+from tests.attention_layer import Attention
 
 pytestmark = pytest.mark.gpu
 
@@ -30,21 +30,9 @@ RECIPES = {
 }
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        width = HEADS * HEAD_DIM
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(out.transpose(1, 2).flatten(2))
-
-
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Attention(), Attention()).to(DEVICE, torch.bfloat16)
+    return nn.Sequential(Attention(HEADS, HEAD_DIM), Attention(HEADS, HEAD_DIM)).to(DEVICE, torch.bfloat16)
 
 
 def inputs(step: int) -> Tensor:

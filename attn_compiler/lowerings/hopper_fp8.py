@@ -34,6 +34,7 @@ _SM = 90
 _TRITON = ((3, 6), (3, 7))
 #: beyond, registers hold no sum of one tile beside the sum of all
 _HEAD_DIM_LIMIT = 128
+_REMEDY = "leave the choice to the recipe, or give lowering='triton_fp8', which takes that"
 #: of which the kernel reads the first: tiles follow from the number of keys
 _OF_LENGTHS = ("rows", "tiles", "tiles_by_key")
 
@@ -90,9 +91,10 @@ def _check_kernel(spec: AttentionSpec) -> list[Reason]:
     parts = _parts_beyond(plan, has_lengths=_has_lengths(spec))
     if parts:
         rule = "its kernel knows a band, numbers of keys of batch rows, a softcap and sinks"
-        reasons.append(Reason(rule=rule, observed=", ".join(parts)))
+        reasons.append(Reason(rule=rule, observed=", ".join(parts), remedy=_REMEDY))
     if spec.score.scale <= 0:
-        reasons.append(Reason(rule="its kernel takes scales above 0", observed=f"{spec.score.scale:g}"))
+        observed = f"{spec.score.scale:g}"
+        reasons.append(Reason(rule="its kernel takes scales above 0", observed=observed, remedy=_REMEDY))
     return [*reasons, *sdpa_limits.check_head_dims(spec, multiple=fp8_rounding.VECTOR, limit=_HEAD_DIM_LIMIT)]
 
 

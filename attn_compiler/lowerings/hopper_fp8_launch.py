@@ -84,7 +84,8 @@ def _grid(spec: AttentionSpec, q: torch.Tensor) -> tuple[int, int, int]:
 
 def _blocks(spec: AttentionSpec, q: torch.Tensor) -> int:
     """Of one head."""
-    return -(-q.shape[2] // (_ROWS * warpgroups(spec).count))
+    found: int = triton.cdiv(q.shape[2], _ROWS * warpgroups(spec).count)
+    return found
 
 
 def _processors(device: torch.device) -> int:

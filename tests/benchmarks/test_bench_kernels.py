@@ -296,3 +296,10 @@ def test_the_gpu_sleeps_where_launching_takes_longer() -> None:
     assert bench_kernels.sleep_of(0.003, 0.010, calls=3) == 0.0
     assert bench_kernels.sleep_of(0.009, 0.010, calls=3) == pytest.approx(0.003)
     assert bench_kernels.sleep_of(0.0, 0.0, calls=0) == 0.0
+
+
+def test_nothing_sleeps_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_kernels, "sleep_of", lambda *_, **__: pytest.fail("a CPU was asked to sleep"))
+    timed = bench_kernels.Timed(prepare=lambda: None, run=lambda _: (torch.zeros(1),))
+    times = bench_kernels.interleave({"a": timed, "b": timed}, "cpu", 0.0, rounds=(3, 5))
+    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
