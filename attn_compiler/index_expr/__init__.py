@@ -24,7 +24,7 @@ from attn_compiler.index_expr.building import (
     where,
 )
 from attn_compiler.index_expr.comparing import compare
-from attn_compiler.index_expr.looking import is_exact, loads, mentions, nonzero, parts
+from attn_compiler.index_expr.looking import is_exact, loads, mentions, nonzero, ordered, parts, sizes
 from attn_compiler.index_expr.meaning import evaluate, shortened, text
 from attn_compiler.index_expr.nodes import (
     FALSE,
@@ -78,9 +78,11 @@ __all__ = [
     "mentions",
     "mul",
     "nonzero",
+    "ordered",
     "parts",
     "rebuilt",
     "shortened",
+    "sizes",
     "substitute",
     "test",
     "text",

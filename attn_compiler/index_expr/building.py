@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 
 from attn_compiler.index_expr import junctions
+from attn_compiler.index_expr.looking import ordered, parts
 from attn_compiler.index_expr.nodes import (
     FALSE,
     ONE,
@@ -21,6 +23,7 @@ from attn_compiler.index_expr.nodes import (
     Test,
     kind_of,
 )
+from attn_compiler.index_expr.placing import place
 
 #: Floats up to here are calculated with as whole numbers are: none of their sums and products is rounded
 _LARGEST_WHOLE = 2.0**24
@@ -51,7 +54,7 @@ def combine(a: Linear, b: Linear, factor: int) -> Linear:
     terms = dict(a.terms)
     for term, coefficient in b.terms:
         terms[term] = terms.get(term, 0) + factor * coefficient
-    kept = sorted(((t, c) for t, c in terms.items() if c), key=lambda tc: str(tc[0]))
+    kept = sorted(((t, c) for t, c in terms.items() if c), key=lambda tc: place(tc[0]))
     return Linear(tuple(kept), a.const + factor * b.const)
 
 
@@ -364,8 +367,8 @@ def _junction(op: str, args: tuple[Expr, ...]) -> Expr:
     common = junctions.in_each(op, kept)
     if common:
         return apply(junctions.OTHER[op], *common, apply(op, *(_without(common, op, part) for part in kept)))
-    parts = sorted(kept, key=str)
-    return neutral if not parts else parts[0] if len(parts) == 1 else Apply(op, tuple(parts))
+    placed = sorted(kept, key=place)
+    return neutral if not placed else placed[0] if len(placed) == 1 else Apply(op, tuple(placed))
 
 
 def _without(common: list[Expr], op: str, part: Expr) -> Expr:
@@ -383,21 +386,37 @@ def _knowing(known: Mapping[Expr, Expr], x: Expr) -> Expr:
 
 
 def substitute(x: Expr, index: Expr, by: Expr) -> Expr:
-    """x with every occurrence of an index replaced, in normal form again."""
+    """x with every occurrence of an index (or of a load) replaced, in normal form again."""
+    done: dict[Expr, Expr] = {}
+    for part in ordered(x, lambda part: parts(part) if may_hold(part, index) else ()):
+        done[part] = by if part == index else rebuilt_of(part, done) if may_hold(part, index) else part
+    return done[x]
+
+
+def may_hold(x: Expr, searched: Expr) -> bool:
+    """False where it is known at once that an expression is not in x: x is too small, or has not the names that it has."""
+    mine, wanted = x.facts, searched.facts
+    has_names = wanted.indices <= mine.indices and wanted.sizes <= mine.sizes
+    return has_names and mine.size >= wanted.size and mine.has_loads >= wanted.has_loads
+
+
+def rebuilt_of(x: Expr, done: Mapping[Expr, Expr]) -> Expr:
+    """x with the parts right below it replaced by what was made of them, in normal form again."""
+    changed = [done.get(part, part) for part in parts(x)]
+    if all(map(operator.is_, changed, parts(x))):
+        return x
     match x:
-        case _ if x == index:
-            return by
         case Linear(terms=terms, const=const):
             total: Expr = Const(const)
-            for term, factor in terms:
-                total = add(total, mul(substitute(term, index, by), Const(factor)))
+            for new, (_, factor) in zip(changed, terms, strict=True):
+                total = add(total, mul(new, Const(factor)))
             return total
-        case Test(relation=relation, form=form):
-            return test(relation, linear(substitute(form, index, by)))
-        case Load(tensor=tensor, at=at, kind=kind):
-            return Load(tensor, tuple(substitute(a, index, by) for a in at), kind)
-        case Apply(op=op, args=args):
-            return rebuilt(op, tuple(substitute(a, index, by) for a in args))
+        case Test(relation=relation):
+            return test(relation, linear(changed[0]))
+        case Load(tensor=tensor, kind=kind):
+            return Load(tensor, tuple(changed), kind)
+        case Apply(op=op):
+            return rebuilt(op, tuple(changed))
         case _:
             return x
 

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attn_compiler.index_expr.building import add, linear, mul, rebuilt, test
-from attn_compiler.index_expr.nodes import Apply, Const, Expr, Linear, Load, Test
+from attn_compiler.index_expr.building import rebuilt_of
+from attn_compiler.index_expr.looking import ordered, parts
+from attn_compiler.index_expr.nodes import Expr, Load
 
 
 def with_parts(x: Expr, change: Callable[[Expr], Expr]) -> Expr:
     """x with every expression right below it changed, in normal form again."""
-    match x:
-        case Linear(terms=terms, const=const):
-            total: Expr = Const(const)
-            for term, factor in terms:
-                total = add(total, mul(change(term), Const(factor)))
-            return total
-        case Test(relation=relation, form=form):
-            return test(relation, linear(change(form)))
-        case Load(tensor=tensor, at=at, kind=kind):
-            return Load(tensor, tuple(map(change, at)), kind)
-        case Apply(op=op, args=args):
-            return rebuilt(op, tuple(map(change, args)))
-        case _:
-            return x
+    return rebuilt_of(x, {part: change(part) for part in parts(x)})
+
+
+def throughout(x: Expr, change: Callable[[Expr], Expr]) -> Expr:
+    """x with everything in it changed, each expression once, after what is in it."""
+    done: dict[Expr, Expr] = {}
+    for part in ordered(x):
+        done[part] = change(rebuilt_of(part, done))
+    return done[x]
 
 
 def rename(x: Expr, name: Callable[[str], str]) -> Expr:
     """x with every load under another name of its tensor."""
-    changed = with_parts(x, lambda part: rename(part, name))
-    return Load(name(changed.tensor), changed.at, changed.kind) if isinstance(changed, Load) else changed
+
+    def renamed(part: Expr) -> Expr:
+        return Load(name(part.tensor), part.at, part.kind) if isinstance(part, Load) else part
+
+    return throughout(x, renamed) if x.facts.has_loads else x

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from attn_compiler.index_expr.building import add, combine, linear
-from attn_compiler.index_expr.changing import with_parts
+from attn_compiler.index_expr.changing import throughout
 from attn_compiler.index_expr.nodes import ZERO, Apply, Const, Expr, Linear, kind_of
 from attn_compiler.index_expr.ranges import Ranges, bounds
 
 
 def divide(x: Expr, ranges: Ranges) -> Expr:
     """x with every quotient and rest of whole numbers carried out that is the same for all indices in their ranges."""
-    done = with_parts(x, lambda part: divide(part, ranges))
-    return _divided(done, ranges) if isinstance(done, Apply) and done.op in ("floordiv", "mod") else done
+
+    def carried_out(part: Expr) -> Expr:
+        return _divided(part, ranges) if isinstance(part, Apply) and part.op in ("floordiv", "mod") else part
+
+    return throughout(x, carried_out)
 
 
 def _divided(x: Apply, ranges: Ranges) -> Expr:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from attn_compiler.index_expr.nodes import Apply, Const, Expr, Index, Linear, Load, Test, kind_of
 
@@ -25,22 +25,47 @@ def parts(x: Expr) -> tuple[Expr, ...]:
             return ()
 
 
+def ordered(x: Expr, below: Callable[[Expr], tuple[Expr, ...]] = parts) -> list[Expr]:
+    """Everything in x, each object once and after those in it, x last. below: what to go on to from an expression."""
+    found: dict[int, Expr] = {}
+    waiting = [(x, False)]
+    while waiting:
+        part, is_done_below = waiting.pop()
+        if id(part) in found:
+            continue
+        if is_done_below:
+            found[id(part)] = part
+        else:
+            waiting.append((part, True))
+            waiting += [(inner, False) for inner in reversed(below(part)) if id(inner) not in found]
+    return list(found.values())
+
+
 def mentions(x: Expr, index: Index) -> bool:
     """Whether the index occurs anywhere in x."""
-    return x == index or any(mentions(part, index) for part in parts(x))
+    return index.name in x.facts.indices
+
+
+def sizes(x: Expr) -> frozenset[str]:
+    """The names of all symbolic sizes in x."""
+    return x.facts.sizes
 
 
 def loads(x: Expr) -> Iterator[Load]:
-    """Every load in x, outermost first."""
-    if isinstance(x, Load):
-        yield x
-    for part in parts(x):
-        yield from loads(part)
+    """Every load in x, each once, outermost first."""
+    waiting, seen = [x], {x}
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Load):
+            yield part
+        inner = [p for p in dict.fromkeys(parts(part)) if p.facts.has_loads and p not in seen]
+        seen.update(inner)
+        waiting += reversed(inner)
 
 
 def loads_last(xs: Iterable[Expr]) -> list[Expr]:
     """Parts of a junction in the order to look at them: what only depends on indices says whether a load is within its tensor."""
-    return sorted(xs, key=lambda x: any(True for _ in loads(x)))
+    return sorted(xs, key=lambda x: x.facts.has_loads)
 
 
 def is_exact(x: Expr) -> bool:
@@ -49,9 +74,14 @@ def is_exact(x: Expr) -> bool:
     Arithmetic on floats is rounded to a dtype that an expression doesn't know: true of a bias up to rounding, and of no
     comparison. Conversions of whole numbers count as exact; who makes them sees to it that they are.
     """
-    if isinstance(x, Apply) and x.op not in _EXACT and kind_of(x) == "float":
-        return x.op == "mul" and x.args[1] == Const(-1) and is_exact(x.args[0])
-    return all(is_exact(part) for part in parts(x))
+    return not any(_rounds(part) for part in ordered(x))
+
+
+def _rounds(x: Expr) -> bool:
+    """Whether x itself is float arithmetic that is rounded. A negation is none."""
+    if not isinstance(x, Apply) or x.op in _EXACT or kind_of(x) != "float":
+        return False
+    return x.op != "mul" or x.args[1] != Const(-1)
 
 
 def nonzero(x: Expr) -> tuple[Expr, bool]:

@@ -1,78 +1,183 @@
-"""The expressions: frozen data, with the ops that they apply and what kind of value each gives. Build them by building.py."""
+"""The expressions: frozen data, with the ops that they apply and what kind of value each gives. Build them by building.py.
+
+Each expression knows some facts of itself from the moment it is made (`Facts`), so none of them is looked for by a walk through all
+that is below it, and two expressions are compared by their digests. Expressions share their parts: what is worked out of a part is
+remembered with it (`remembered`), and is worked out once for all expressions that it is in.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Facts(NamedTuple):
+    """What an expression knows of itself.
+
+    digest: of its whole structure; equal just for equal expressions. kind: of its value. size: how many parts it has, one that
+    occurs twice counted twice. depth: how many of them stand in each other at most. indices, sizes: the names in it.
+    has_loads: whether it reads any run-time tensor.
+    """
+
+    digest: bytes
+    kind: str
+    size: int
+    depth: int
+    indices: frozenset[str]
+    sizes: frozenset[str]
+    has_loads: bool
+
+
+class _Node:
+    """facts: see there. remembered: what was worked out of this expression, by what it is; it changes nothing that can be seen."""
+
+    __slots__ = ("facts", "remembered")
+
+    facts: Facts
+    remembered: dict[Any, Any]
+
+    def _know(self, head: tuple[object, ...], below: tuple[Expr, ...], kind: str) -> None:
+        """Called once, when the expression is made. head: all that it is, but for its parts."""
+        facts = [part.facts for part in below]
+        written = f"{type(self).__name__}{head}{len(below)}".encode()
+        digest = hashlib.blake2b(b"".join([written, *(part.digest for part in facts)]), digest_size=16).digest()
+        known = Facts(
+            digest=digest,
+            kind=kind,
+            size=1 + sum(part.size for part in facts),
+            depth=1 + max((part.depth for part in facts), default=0),
+            indices=_union(part.indices for part in facts),
+            sizes=_union(part.sizes for part in facts),
+            has_loads=any(part.has_loads for part in facts),
+        )
+        self._set(known)
+
+    def _set(self, facts: Facts) -> None:
+        object.__setattr__(self, "facts", facts)
+        object.__setattr__(self, "remembered", {})
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Node) and self.facts.digest == other.facts.digest)
+
+    def __hash__(self) -> int:
+        return hash(self.facts.digest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is made as the original was."""
+        return type(self), tuple(getattr(self, name) for name in self.__match_args__)  # type: ignore[attr-defined]
+
+
+def _union(sets: Iterable[frozenset[str]]) -> frozenset[str]:
+    """All names of several sets; one of them itself where that is all."""
+    result: frozenset[str] = frozenset()
+    for names in sets:
+        if not names <= result:
+            result = names if result <= names else result | names
+    return result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Const:
+class Const(_Node):
     """A number or a truth value. Unlike in Python, 1, 1.0 and true are three constants, and a NaN equals itself."""
 
     value: bool | int | float
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Const) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[type, str]:
-        return type(self.value), repr(self.value)
+    def __post_init__(self) -> None:
+        kind = "bool" if isinstance(self.value, bool) else "int" if isinstance(self.value, int) else "float"
+        self._know((type(self.value).__name__, self.value), (), kind)
 
 
-@dataclass(frozen=True, slots=True)
-class Index:
+@dataclass(frozen=True, slots=True, eq=False)
+class Index(_Node):
     """An index: "b", "h", "q", "k" of the score, or the bound variable of a scan. It is a whole number >= 0."""
 
     name: str
 
+    def __post_init__(self) -> None:
+        self._know((self.name,), (), "int")
+        self._set(self.facts._replace(indices=frozenset((self.name,))))
 
-@dataclass(frozen=True, slots=True)
-class Size:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Size(_Node):
     """A size that is symbolic while compiling; >= 1 wherever an index runs below it."""
 
     name: str
 
+    def __post_init__(self) -> None:
+        self._know((self.name,), (), "int")
+        self._set(self.facts._replace(sizes=frozenset((self.name,))))
 
-@dataclass(frozen=True, slots=True)
-class Load:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load(_Node):
     """An element of a tensor that is only known at run time. kind: "bool", "int" or "float"."""
 
     tensor: str
     at: tuple[Expr, ...]
     kind: str
 
+    def __post_init__(self) -> None:
+        self._know((self.tensor, self.kind), self.at, self.kind)
+        self._set(self.facts._replace(has_loads=True))
 
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """const + sum of coefficient · term over whole numbers. Terms are sorted by their text and no coefficient is zero."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear(_Node):
+    """const + sum of coefficient · term over whole numbers. Terms are sorted (`place`) and no coefficient is zero."""
 
     terms: tuple[tuple[Expr, int], ...]
     const: int = 0
 
+    def __post_init__(self) -> None:
+        self._know((self.const, *(factor for _, factor in self.terms)), tuple(term for term, _ in self.terms), "int")
 
-@dataclass(frozen=True, slots=True)
-class Test:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Test(_Node):
     """A linear form compared with zero. relation: ">=", "==" or "!="."""
 
     relation: str
     form: Linear
 
+    def __post_init__(self) -> None:
+        self._know((self.relation,), (self.form,), "bool")
 
-@dataclass(frozen=True, slots=True)
-class Apply:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Apply(_Node):
     """Any other op of OPS on its arguments."""
 
     op: str
     args: tuple[Expr, ...]
 
+    def __post_init__(self) -> None:
+        self._know((self.op,), self.args, _kind_of_result(self.op, self.args))
+
 
 Expr = Const | Index | Size | Load | Linear | Test | Apply
+
+
+def _kind_of_result(op: str, args: tuple[Expr, ...]) -> str:
+    if op in ("and", "or", "not", "eq", "lt", "xor"):
+        return "bool"
+    if op in ("float", "rounded", "div", "log", "exp", "pow"):
+        return "float"
+    if op == "int":
+        return "int"
+    kinds = {a.facts.kind for a in (args[1:] if op == "where" else args)}
+    if op == "where":
+        return kinds.pop() if len(kinds) == 1 else "float"
+    return "int" if kinds <= {"int"} else "float"
+
+
+def kind_of(x: Expr) -> str:
+    """ "bool", "int" or "float"."""
+    return x.facts.kind
+
 
 TRUE, FALSE, ZERO, ONE = Const(True), Const(False), Const(0), Const(1)
 
@@ -139,28 +244,3 @@ OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "pow": (_power, "({} ^ {})"),
     "xor": (lambda a, b: bool(a) != bool(b), "({} ⊕ {})"),
 }
-
-
-def kind_of(x: Expr) -> str:
-    """ "bool", "int" or "float"."""
-    match x:
-        case Const(value=bool()):
-            return "bool"
-        case Const(value=int()) | Index() | Size() | Linear():
-            return "int"
-        case Const():
-            return "float"
-        case Load(kind=kind):
-            return kind
-        case Test():
-            return "bool"
-        case Apply(op="and" | "or" | "not" | "eq" | "lt" | "xor"):
-            return "bool"
-        case Apply(op="where", args=(_, a, b)):
-            return kind_of(a) if kind_of(a) == kind_of(b) else "float"
-        case Apply(op="float" | "rounded" | "div" | "log" | "exp" | "pow"):
-            return "float"
-        case Apply(op="int" | "floordiv" | "mod"):
-            return "int" if x.op == "int" or all(kind_of(a) == "int" for a in x.args) else "float"
-        case Apply(args=args):
-            return "int" if all(kind_of(a) == "int" for a in args) else "float"

@@ -5,30 +5,70 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from attn_compiler.index_expr.building import combine, linear, rebuilt
-from attn_compiler.index_expr.nodes import FALSE, TRUE, Apply, Const, Expr, Index, Linear, Size, Test, kind_of
+from attn_compiler.index_expr.looking import ordered
+from attn_compiler.index_expr.nodes import FALSE, TRUE, Apply, Const, Expr, Index, Linear, Load, Size, Test, kind_of
 
 #: largest value of each index, and of sizes where that is known, as a linear form: {"q": Sq - 1, "k": Skv - 1}
 Ranges = Mapping[str, Linear]
 
 
+Bounds = tuple[int | None, int | None]
+
+#: what bounds are remembered by: the ranges that they are for
+_Key = frozenset[tuple[str, Linear]]
+
+_UNKNOWN: Bounds = (None, None)
+
+
 def decide(x: Expr, ranges: Ranges) -> Expr:
     """x with every comparison settled that holds (or fails) for all indices in their ranges."""
-    match x:
-        case Test(relation=relation, form=form):
-            return _decided(relation, form, ranges) or x
-        case Apply(op=op, args=args):
-            return rebuilt(op, tuple(decide(a, ranges) for a in args))
-        case _:
-            return x
+    done: dict[Expr, Expr] = {}
+    for part in ordered(x, _arguments):
+        if isinstance(part, Test):
+            done[part] = _decided(part.relation, part.form, ranges) or part
+        elif isinstance(part, Apply):
+            args = tuple([done[a] for a in part.args])
+            done[part] = part if args == part.args else rebuilt(part.op, args)
+        else:
+            done[part] = part
+    return done[x]
 
 
-def bounds(x: Expr, ranges: Ranges) -> tuple[int | None, int | None]:
-    """Numbers that a whole-number expression never goes below and above, where there are some. (None, None) for floats."""
+def _arguments(x: Expr) -> tuple[Expr, ...]:
+    return x.args if isinstance(x, Apply) else ()
+
+
+def bounds(x: Expr, ranges: Ranges) -> Bounds:
+    """Numbers that a whole-number expression never goes below and above, where there are some. (None, None) for floats.
+
+    They are worked out once for each part of x, however often the part occurs and is asked for with the same ranges.
+    """
+    key: _Key = frozenset(ranges.items())
+    if key not in x.remembered:
+        for part in ordered(x, lambda part: _unbounded_parts(part, key)):
+            part.remembered[key] = _bounds(part, ranges, key)
+    found: Bounds = x.remembered[key]
+    return found
+
+
+def _unbounded_parts(x: Expr, key: _Key) -> tuple[Expr, ...]:
+    """The parts of x whose bounds those of x depend on, and are not known yet."""
+    if isinstance(x, Linear):
+        return tuple([term for term, _ in x.terms if key not in term.remembered])
+    return tuple([a for a in x.args if key not in a.remembered]) if isinstance(x, Apply) and kind_of(x) == "int" else ()
+
+
+def _bounds(x: Expr, ranges: Ranges, key: _Key) -> Bounds:
+    """Of one expression, from those of its parts."""
     if kind_of(x) == "bool":
         return 0, 1
     if kind_of(x) != "int":
-        return None, None
-    return _bound(linear(x), ranges, lowest=True), _bound(linear(x), ranges, lowest=False)
+        return _UNKNOWN
+    if isinstance(x, Apply):
+        return _bounds_of_result(x.op, [a.remembered[key] for a in x.args])
+    if isinstance(x, Load):
+        return _UNKNOWN
+    return _bound(linear(x), ranges, key, lowest=True), _bound(linear(x), ranges, key, lowest=False)
 
 
 def lower_bound(x: Expr) -> int | None:
@@ -46,36 +86,40 @@ def _decided(relation: str, form: Linear, ranges: Ranges) -> Expr | None:
     return Const(relation == "!=") if apart else None
 
 
-def _bound(form: Linear, ranges: Ranges, *, lowest: bool) -> int | None:
+def _bound(form: Linear, ranges: Ranges, key: _Key, *, lowest: bool) -> int | None:
     """A number that the form never goes below (above), if there is one. Sizes are at least 1."""
-    rest = form
+    total = form.const
+    names = Linear(())
     for term, factor in form.terms:
-        if isinstance(term, (Index, Size)) and (factor > 0) != lowest:
-            if term.name not in ranges:
-                # A size may cancel against that of an index.
-                continue
-            # Sizes that an index runs below may cancel against the form's own, so they are put in first.
-            rest = combine(rest, combine(ranges[term.name], linear(term), -1), factor)
-    total = rest.const
-    for term, factor in rest.terms:
+        if isinstance(term, (Index, Size)):
+            names = combine(names, _reached(term, factor, ranges, lowest=lowest), factor)
+            continue
+        bound = term.remembered[key][0 if (factor > 0) == lowest else 1]
+        if bound is None:
+            return None
+        total += factor * bound
+    total += names.const
+    for term, factor in names.terms:
         if isinstance(term, Index) and (factor > 0) == lowest:
             continue
         if isinstance(term, Size) and (factor > 0) == lowest:
             total += factor
             continue
-        if isinstance(term, (Index, Size)):
-            return None
-        bound = _bound_of_term(term, ranges)[0 if (factor > 0) == lowest else 1]
-        if bound is None:
-            return None
-        total += factor * bound
+        return None
     return total
 
 
-def _bound_of_term(term: Expr, ranges: Ranges) -> tuple[int | None, int | None]:
-    if not isinstance(term, Apply):
-        return None, None
-    match term.op, [bounds(a, ranges) for a in term.args]:
+def _reached(term: Index | Size, factor: int, ranges: Ranges, *, lowest: bool) -> Linear:
+    """What is to be put in for an index or a size with this factor: its largest value, where that is what counts and is known.
+
+    A size may cancel against that of an index, and sizes that an index runs below against the form's own, so both are kept as sizes.
+    """
+    known = ranges.get(term.name) if (factor > 0) != lowest else None
+    return linear(term) if known is None else known
+
+
+def _bounds_of_result(op: str, args: list[Bounds]) -> Bounds:
+    match op, args:
         case "where", [_, (low_a, high_a), (low_b, high_b)]:
             return _or_none(min, low_a, low_b), _or_none(max, high_a, high_b)
         case "abs", [(low, high)]:
@@ -91,7 +135,7 @@ def _bound_of_term(term: Expr, ranges: Ranges) -> tuple[int | None, int | None]:
         case "floordiv", [(low, high), (divisor, same)] if divisor is not None and divisor == same and divisor > 0:
             return (None if low is None else low // divisor), (None if high is None else high // divisor)
         case _:
-            return None, None
+            return _UNKNOWN
 
 
 def _or_none(choose: Callable[[Iterable[int]], int], a: int | None, b: int | None) -> int | None:
