@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Expr, Size
+from attn_compiler.index_expr import Expr
 from attn_compiler.masks import ProvedKind
 from attn_compiler.scores import ProvedScore
 
@@ -32,7 +32,7 @@ def tensors(kind: ProvedKind | ProvedScore) -> frozenset[str]:
 
 def sizes(kind: ProvedKind | ProvedScore) -> frozenset[str]:
     """The names of the symbolic sizes that a kind's expressions hold."""
-    return frozenset(name for x in expressions(kind) for name in _sizes(x))
+    return frozenset(name for x in expressions(kind) for name in ix.sizes(x))
 
 
 def names(kind: ProvedKind | ProvedScore) -> frozenset[str]:
@@ -42,7 +42,7 @@ def names(kind: ProvedKind | ProvedScore) -> frozenset[str]:
 
 def names_in(x: Expr) -> frozenset[str]:
     """The same for one expression."""
-    return frozenset(load.tensor for load in ix.loads(x)) | frozenset(_sizes(x))
+    return frozenset(load.tensor for load in ix.loads(x)) | ix.sizes(x)
 
 
 def _expressions(value: Any) -> Iterator[Expr]:
@@ -54,10 +54,3 @@ def _expressions(value: Any) -> Iterator[Expr]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from _expressions(getattr(value, field.name))
-
-
-def _sizes(x: Expr) -> Iterator[str]:
-    if isinstance(x, Size):
-        yield x.name
-    for part in ix.parts(x):
-        yield from _sizes(part)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from attn_compiler.index_expr import junctions
 from attn_compiler.index_expr.looking import ordered, parts
@@ -34,6 +35,9 @@ _EXACT_IN_EVERY_DTYPE = 256
 #: no whole number of 64 bits is as large as this, nor rounded up to it
 _BEYOND_WHOLE = 2.0**65
 
+#: parts of an expression that a choice looks into for what its condition says of them; each choice around it would look again
+_LOOKED_INTO = 256
+
 #: float ops whose results are rounded even for whole numbers
 _ROUNDED = frozenset({"div", "log", "exp", "pow", "rounded"})
 
@@ -50,12 +54,25 @@ def linear(x: Expr) -> Linear:
 
 
 def combine(a: Linear, b: Linear, factor: int) -> Linear:
-    """a + factor · b."""
-    terms = dict(a.terms)
-    for term, coefficient in b.terms:
-        terms[term] = terms.get(term, 0) + factor * coefficient
-    kept = sorted(((t, c) for t, c in terms.items() if c), key=lambda tc: place(tc[0]))
-    return Linear(tuple(kept), a.const + factor * b.const)
+    """a + factor · b. The shorter one is put into the longer one, whose terms have their places already."""
+    if factor == 0:
+        return a
+    terms, added = list(a.terms), [(term, factor * c) for term, c in b.terms]
+    if len(added) > len(terms):
+        terms, added = added, terms
+    for term, coefficient in added:
+        at = bisect.bisect_left(terms, place(term), key=_place_of_term)
+        if at == len(terms) or terms[at][0] != term:
+            terms.insert(at, (term, coefficient))
+        elif terms[at][1] != -coefficient:
+            terms[at] = (term, terms[at][1] + coefficient)
+        else:
+            del terms[at]
+    return Linear(tuple(terms), a.const + factor * b.const)
+
+
+def _place_of_term(term: tuple[Expr, int]) -> tuple[str, bytes]:
+    return place(term[0])
 
 
 def _plain(form: Linear) -> Expr:
@@ -150,6 +167,13 @@ def _test_of_choice(relation: str, form: Linear) -> Expr | None:
 
 def invert(x: Expr) -> Expr:
     """Not x, with the negation carried inwards."""
+    if "inverse" not in x.remembered:
+        x.remembered["inverse"] = _inverse(x)
+    found: Expr = x.remembered["inverse"]
+    return found
+
+
+def _inverse(x: Expr) -> Expr:
     match x:
         case Const(value=value):
             return Const(not value)
@@ -190,7 +214,7 @@ def where(condition: Expr, a: Expr, b: Expr) -> Expr:
     if isinstance(a, Apply) and a.op == "where" and b in a.args[1:]:
         inner, other = (a.args[0], a.args[1]) if a.args[2] == b else (invert(a.args[0]), a.args[2])
         return where(apply("and", condition, inner), other, b)
-    pinned = _pinned(condition, Index)
+    pinned = _pinned(condition, Index) if max(a.facts.size, b.facts.size) <= _LOOKED_INTO else None
     if pinned is not None and substitute(b, *pinned) == substitute(a, *pinned):
         return b
     return Apply("where", (condition, a, b))
@@ -198,9 +222,10 @@ def where(condition: Expr, a: Expr, b: Expr) -> Expr:
 
 def _settled(x: Expr, condition: Expr, *, holds: bool) -> Expr:
     """x where it is known whether the condition holds: c ? 0 : (¬c ? -100 : x) is c ? 0 : -100, and m = 1 ? m : 0 is m = 1 ? 1 : 0."""
-    while isinstance(x, Apply) and x.op == "where" and x.args[0] in (condition, invert(condition)):
+    inverse = invert(condition)
+    while isinstance(x, Apply) and x.op == "where" and x.args[0] in (condition, inverse):
         x = x.args[1 if (x.args[0] == condition) == holds else 2]
-    pinned = _pinned(condition if holds else invert(condition), Load)
+    pinned = _pinned(condition if holds else inverse, Load) if x.facts.size <= _LOOKED_INTO else None
     return x if pinned is None else substitute(x, *pinned)
 
 
@@ -349,17 +374,51 @@ def _xor(a: Expr, b: Expr) -> Expr:
 
 def _junction(op: str, args: tuple[Expr, ...]) -> Expr:
     neutral, absorbing = (TRUE, FALSE) if op == "and" else (FALSE, TRUE)
+    largest = max(args, key=lambda arg: len(junctions.split(op, arg)), default=neutral)
     flat: dict[Expr, None] = {}
     for arg in args:
-        for part in arg.args if isinstance(arg, Apply) and arg.op == op else (arg,):
-            if part == absorbing:
-                return absorbing
-            if part != neutral:
-                flat[part] = None
+        if arg is not largest:
+            flat |= dict.fromkeys(junctions.split(op, arg))
+    if absorbing in flat or largest == absorbing:
+        return absorbing
+    flat.pop(neutral, None)
+    if isinstance(largest, Apply) and largest.op == op:
+        joined = _joined_apart(largest, flat)
+        if joined is not None:
+            return joined
+    elif largest == neutral:
+        return _strongest(op, flat)
+    return _strongest(op, dict.fromkeys(junctions.split(op, largest)) | flat)
+
+
+def _joined_apart(whole: Apply, more: Iterable[Expr]) -> Expr | None:
+    """A junction with more parts, if they have nothing to do with its own or each other; None if they may have.
+
+    What is built part by part, in a loop, is not looked through from the start for each of them.
+    """
+    known = junctions.known(whole, invert)
+    new = [part for part in more if part.facts.digest not in known.parts]
+    if not new:
+        return whole
+    together = junctions.joined_apart(whole.op, known, new, invert)
+    if together is None:
+        return None
+    parts = list(whole.args)
+    for part in new:
+        bisect.insort(parts, part, key=place)
+    made = Apply(whole.op, tuple(parts))
+    made.remembered["junction"] = together
+    return made
+
+
+def _strongest(op: str, flat: Iterable[Expr]) -> Expr:
+    """A junction of any parts, each looked at beside all others. None of them is a constant, or a junction of the same kind."""
+    neutral, absorbing = (TRUE, FALSE) if op == "and" else (FALSE, TRUE)
     kept = junctions.without_implied(op, junctions.strongest(op, flat))
-    known = {part: neutral for part in kept if not junctions.is_other(op, part)}
-    known |= {invert(part): absorbing for part in known}
-    if any(known.get(part) == absorbing for part in kept):
+    atoms = [part for part in kept if not junctions.is_other(op, part)]
+    known = {part.facts.digest: neutral for part in atoms}
+    known |= {invert(part).facts.digest: absorbing for part in atoms}
+    if any(known[part.facts.digest] == absorbing for part in atoms):
         return absorbing
     reduced = [_knowing(known, part) if junctions.is_other(op, part) else part for part in kept]
     if reduced != kept:
@@ -375,13 +434,13 @@ def _without(common: list[Expr], op: str, part: Expr) -> Expr:
     return apply(junctions.OTHER[op], *(x for x in junctions.joined(op, part) if x not in common))
 
 
-def _knowing(known: Mapping[Expr, Expr], x: Expr) -> Expr:
-    """A part of a junction, where others settle some of what it is made of: a ∧ (¬a ∨ b) is a ∧ b."""
-    if x in known:
-        return known[x]
-    if not isinstance(x, Apply) or x.op not in ("and", "or"):
+def _knowing(known: Mapping[bytes, Expr], x: Expr) -> Expr:
+    """A part of a junction, where others, by their digests, settle some of what it is made of: a ∧ (¬a ∨ b) is a ∧ b."""
+    if x.facts.digest in known:
+        return known[x.facts.digest]
+    if not isinstance(x, Apply) or known.keys().isdisjoint(junctions.leaves(x)):
         return x
-    changed = tuple(_knowing(known, part) for part in x.args)
+    changed = tuple([_knowing(known, part) for part in x.args])
     return x if changed == x.args else apply(x.op, *changed)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from attn_compiler.index_expr.nodes import Apply, Expr, Linear, Test
 
@@ -25,9 +26,10 @@ def strongest(op: str, parts: Iterable[Expr]) -> list[Expr]:
 
 def without_implied(op: str, parts: list[Expr]) -> list[Expr]:
     """a ∨ (a ∧ b) is a, and a ∧ (a ∨ b) is a."""
+    known = {part.facts.digest for part in parts}
 
     def is_implied(part: Expr) -> bool:
-        return isinstance(part, Apply) and is_other(op, part) and any(arg in parts for arg in part.args)
+        return is_other(op, part) and not known.isdisjoint([arg.facts.digest for arg in joined(op, part)])
 
     return [part for part in parts if not is_implied(part)]
 
@@ -42,9 +44,85 @@ def joined(op: str, part: Expr) -> tuple[Expr, ...]:
     return part.args if isinstance(part, Apply) and is_other(op, part) else (part,)
 
 
+def split(op: str, x: Expr) -> tuple[Expr, ...]:
+    """The parts of a junction; x alone, if it is none of that kind."""
+    return x.args if isinstance(x, Apply) and x.op == op else (x,)
+
+
 def in_each(op: str, parts: list[Expr]) -> list[Expr]:
     """What all parts have in them: (a ∧ b) ∨ (a ∧ c) is a ∧ (b ∨ c)."""
     if len(parts) < 2:
         return []
-    first, *rest = (joined(op, part) for part in parts)
-    return [x for x in first if all(x in other for other in rest)]
+    first, *rest = parts
+    common = {x.facts.digest for x in joined(op, first)}
+    for part in rest:
+        common &= {x.facts.digest for x in joined(op, part)}
+        if not common:
+            return []
+    return [x for x in joined(op, first) if x.facts.digest in common]
+
+
+# ---- what is known of a junction ----------------------------------------------------------------------------------
+
+
+class Known(NamedTuple):
+    """What the parts of a junction are made of, as digests, so that more parts can be held against it at once.
+
+    parts: themselves. settled: those that are no junctions, and their negations. leaves: what the junctions among them are made of.
+    directions: the forms that bounds are on.
+    """
+
+    parts: frozenset[bytes]
+    settled: frozenset[bytes]
+    leaves: frozenset[bytes]
+    directions: frozenset[bytes]
+
+
+def known(whole: Apply, invert: Callable[[Expr], Expr]) -> Known:
+    """What is known of a junction; worked out once."""
+    if "junction" not in whole.remembered:
+        whole.remembered["junction"] = _known(whole.op, whole.args, invert)
+    found: Known = whole.remembered["junction"]
+    return found
+
+
+def _known(op: str, parts: Iterable[Expr], invert: Callable[[Expr], Expr]) -> Known:
+    others = [part for part in parts if is_other(op, part)]
+    atoms = [part for part in parts if not is_other(op, part)]
+    return Known(
+        parts=frozenset([part.facts.digest for part in parts]),
+        settled=frozenset([x.facts.digest for atom in atoms for x in (atom, invert(atom))]),
+        leaves=frozenset().union(*map(leaves, others)),
+        directions=frozenset([_direction(x.form) for x in atoms if isinstance(x, Test) and x.relation == ">="]),
+    )
+
+
+def joined_apart(op: str, whole: Known, new: list[Expr], invert: Callable[[Expr], Expr]) -> Known | None:
+    """What is known of a junction together with new parts, if no part follows from the others, or contradicts them, or is a bound
+    on the same form; None if any does. No part is common to all then, as none was before."""
+    own = [_known(op, (part,), invert) for part in new]
+    for more in own:
+        if not (whole.settled.isdisjoint(more.settled) and whole.directions.isdisjoint(more.directions)):
+            return None
+        if not (whole.settled.isdisjoint(more.leaves) and whole.leaves.isdisjoint(more.settled)):
+            return None
+        whole = Known(*(mine | theirs for mine, theirs in zip(whole, more, strict=True)))
+    return whole
+
+
+def leaves(x: Expr) -> frozenset[bytes]:
+    """The parts of a junction that are none themselves, however deep they stand."""
+    if not isinstance(x, Apply) or x.op not in OTHER:
+        return frozenset((x.facts.digest,))
+    if "leaves" not in x.remembered:
+        x.remembered["leaves"] = frozenset().union(*map(leaves, x.args))
+    found: frozenset[bytes] = x.remembered["leaves"]
+    return found
+
+
+def _direction(form: Linear) -> bytes:
+    """The same for all forms that differ in a number only."""
+    if "direction" not in form.remembered:
+        form.remembered["direction"] = Linear(form.terms).facts.digest
+    found: bytes = form.remembered["direction"]
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +31,9 @@ class Facts(NamedTuple):
     has_loads: bool
 
 
+_NO_NAMES: frozenset[str] = frozenset()
+
+
 class _Node:
     """facts: see there. remembered: what was worked out of this expression, by what it is; it changes nothing that can be seen."""
 
@@ -41,19 +44,21 @@ class _Node:
 
     def _know(self, head: tuple[object, ...], below: tuple[Expr, ...], kind: str) -> None:
         """Called once, when the expression is made. head: all that it is, but for its parts."""
-        facts = [part.facts for part in below]
-        written = f"{type(self).__name__}{head}{len(below)}".encode()
-        digest = hashlib.blake2b(b"".join([written, *(part.digest for part in facts)]), digest_size=16).digest()
-        known = Facts(
-            digest=digest,
-            kind=kind,
-            size=1 + sum(part.size for part in facts),
-            depth=1 + max((part.depth for part in facts), default=0),
-            indices=_union(part.indices for part in facts),
-            sizes=_union(part.sizes for part in facts),
-            has_loads=any(part.has_loads for part in facts),
-        )
-        self._set(known)
+        digests = [f"{type(self).__name__}{head}{len(below)}".encode()]
+        size, depth, has_loads = 1, 0, False
+        indices = sizes = _NO_NAMES
+        for part in below:
+            facts = part.facts
+            digests.append(facts.digest)
+            size += facts.size
+            depth = max(depth, facts.depth)
+            has_loads = has_loads or facts.has_loads
+            if not facts.indices <= indices:
+                indices = facts.indices if indices <= facts.indices else indices | facts.indices
+            if not facts.sizes <= sizes:
+                sizes = facts.sizes | sizes
+        digest = hashlib.blake2b(b"".join(digests), digest_size=16).digest()
+        self._set(Facts(digest, kind, size, depth + 1, indices, sizes, has_loads))
 
     def _set(self, facts: Facts) -> None:
         object.__setattr__(self, "facts", facts)
@@ -68,15 +73,6 @@ class _Node:
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is made as the original was."""
         return type(self), tuple(getattr(self, name) for name in self.__match_args__)  # type: ignore[attr-defined]
-
-
-def _union(sets: Iterable[frozenset[str]]) -> frozenset[str]:
-    """All names of several sets; one of them itself where that is all."""
-    result: frozenset[str] = frozenset()
-    for names in sets:
-        if not names <= result:
-            result = names if result <= names else result | names
-    return result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +129,7 @@ class Linear(_Node):
     const: int = 0
 
     def __post_init__(self) -> None:
-        self._know((self.const, *(factor for _, factor in self.terms)), tuple(term for term, _ in self.terms), "int")
+        self._know((self.const, [factor for _, factor in self.terms]), tuple([term for term, _ in self.terms]), "int")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,7 +29,7 @@ def is_unbounded(dtype: torch.dtype) -> bool:
 
 def ranges(x: Expr, shape: torch.Size, at: tuple[Expr, ...]) -> Ranges:
     """How large the indices and sizes in x can be, if x is the element at `at` of a tensor of that shape."""
-    largest: dict[str, int] = {size.name: LONGEST for size in _sizes(x)}
+    largest: dict[str, int] = dict.fromkeys(ix.sizes(x), LONGEST)
     # Inside of a vmap an element has fewer or more indices than its tensor has axes.
     for position, length in zip(at, shape, strict=False) if len(at) == len(shape) else ():
         known = axes.size_expr(length)
@@ -37,13 +37,6 @@ def ranges(x: Expr, shape: torch.Size, at: tuple[Expr, ...]) -> Ranges:
         for name, most in _largest(position, last):
             largest[name] = min(most, largest.get(name, most))
     return {name: Linear((), most) for name, most in largest.items()}
-
-
-def _sizes(x: Expr) -> Iterator[Size]:
-    if isinstance(x, Size):
-        yield x
-    for part in ix.parts(x):
-        yield from _sizes(part)
 
 
 def _largest(position: Expr, last: int) -> Iterator[tuple[str, int]]:

@@ -163,19 +163,9 @@ def _bounded(read: ReadOp) -> ReadOp:
 
     def bounded(reader: Reader, node: fx.Node, at: At) -> Expr | None:
         found = read(reader, node, at)
-        return None if found is None or _is_longer(found, _LONGEST) else found
+        return None if found is None or found.facts.size > _LONGEST else found
 
     return bounded
-
-
-def _is_longer(x: Expr, most: int) -> bool:
-    """Whether an expression has more parts than that; takes no longer than to count so far."""
-    left = [x]
-    for _ in range(most):
-        if not left:
-            return False
-        left += ix.parts(left.pop())
-    return bool(left)
 
 
 _READERS: dict[object, ReadOp] = {
