@@ -46,11 +46,7 @@ class Dumper:
 
         A directory that exists is never written into: the second dump of a graph called "0/0" goes to "0_0-2".
         """
-        directory = (
-            None
-            if dump_dir is None
-            else _new_directory(Path(dump_dir).expanduser() / _rank_name(), _file_name(graph_name))
-        )
+        directory = None if dump_dir is None else _new_directory(dump_dir, _file_name(graph_name))
         return cls(directory=directory, traced=torch_observe.is_traced())
 
     @property
@@ -64,14 +60,21 @@ class Dumper:
         if not self.enabled:
             yield
             return
-        before, ops_before = graph_text(gm), op_counts(gm)
-        self._write(f"{pass_name}.before", before)
+        before, ops_before = "", Counter[str]()
+        with self._never_in_the_way():
+            before, ops_before = graph_text(gm), op_counts(gm)
+            self._write(f"{pass_name}.before", before)
         try:
             yield
         finally:
-            after = graph_text(gm)
-            self._write(f"{pass_name}.after", after)
-            self._write(f"{pass_name}.diff", f"{op_diff(ops_before, op_counts(gm))}\n\n{_text_diff(before, after)}")
+            with self._never_in_the_way():
+                if self.enabled:
+                    self._write_after(pass_name, gm, before, ops_before)
+
+    def _write_after(self, pass_name: str, gm: fx.GraphModule, before: str, ops_before: Counter[str]) -> None:
+        after = graph_text(gm)
+        self._write(f"{pass_name}.after", after)
+        self._write(f"{pass_name}.diff", f"{op_diff(ops_before, op_counts(gm))}\n\n{_text_diff(before, after)}")
 
     def graph(self, name: str, graph: fx.Graph) -> None:
         """Dump another graph than the one being rewritten, such as the ATen mirror."""
@@ -80,13 +83,24 @@ class Dumper:
     def text(self, name: str, make: Callable[[], str]) -> None:
         """Dump a text. make: called only if something is written."""
         if self.enabled:
-            self._write(name, make())
+            with self._never_in_the_way():
+                self._write(name, make())
 
     def report(self, report: Report) -> None:
         """Write report.json and report.txt. (TORCH_TRACE gets the report from `publish`.)"""
         if self._directory is not None:
-            self._write_file("report.json", report.to_json())
-            self._write_file("report.txt", str(report))
+            with self._never_in_the_way():
+                self._write_file("report.json", report.to_json())
+                self._write_file("report.txt", str(report))
+
+    @contextlib.contextmanager
+    def _never_in_the_way(self) -> Iterator[None]:
+        """What goes wrong with a dump is told, and ends it; the model compiles all the same."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (no dump is worth a model that does not run)
+            _warn(self._directory or "TORCH_TRACE", error)
+            self._directory, self._traced = None, False
 
     def _write(self, name: str, text: str) -> None:
         stem = f"{self._passes:02d}_{_file_name(name)}"
@@ -99,13 +113,9 @@ class Dumper:
             torch_compat.trace_artifact(ARTIFACT_PREFIX + stem, lambda: text)
 
     def _write_file(self, name: str, text: str) -> None:
-        if self._directory is None:
-            return
-        try:
-            (self._directory / name).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            _warn(self._directory, error)
-            self._directory = None
+        if self._directory is not None:
+            # A line of the model's source, or a path, may hold what is no character.
+            (self._directory / name).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def graph_text(gm: fx.GraphModule) -> str:
@@ -157,10 +167,15 @@ def _text_diff(before: str, after: str) -> str:
     return "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", lineterm=""))
 
 
-def _new_directory(parent: Path, name: str) -> Path | None:
-    """Make and return parent/name, or parent/name-2 and so on; None, with a warning, if that can't be done."""
-    directory = parent / name
+def _new_directory(dump_dir: str, name: str) -> Path | None:
+    """Make and return a directory of that name, or name-2 and so on; None, with a warning, if that can't be done.
+
+    A path may name a user that there is none of, or hold what no path can (a zero byte, a lone surrogate).
+    """
+    directory: Path | str = dump_dir
     try:
+        parent = Path(dump_dir).expanduser() / _rank_name()
+        directory = parent / name
         parent.mkdir(parents=True, exist_ok=True)
         for attempt in range(2, 10_000):
             # mkdir is atomic, so two processes never share a directory.
@@ -168,11 +183,10 @@ def _new_directory(parent: Path, name: str) -> Path | None:
                 directory.mkdir()
                 return directory
             directory = parent / f"{name}-{attempt}"
-    except OSError as error:
+        raise FileExistsError(f"{parent} holds too many dumps of {name}")
+    except (OSError, ValueError, RuntimeError) as error:
         _warn(directory, error)
         return None
-    _warn(directory, FileExistsError(f"{parent} holds too many dumps of {name}"))
-    return None
 
 
 def _rank_name() -> str:
@@ -186,10 +200,11 @@ def _file_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name).strip("_.") or "graph"
 
 
-def _warn(path: Path, error: OSError) -> None:
+def _warn(path: Path | str, error: Exception) -> None:
+    # repr: what no terminal can show is escaped.
     warnings.warn(
-        f"attn_compiler could not write the dump to {path}: {error}. Compilation goes on without it. Give a directory "
-        "that can be written, by options={'dump_dir': ...} or ATTN_COMPILER_DUMP_DIR",
+        f"attn_compiler could not write the dump to {str(path)!r}: {type(error).__name__}: {error}. Compilation goes on without it. "
+        "Give a directory that can be written, by options={'dump_dir': ...} or ATTN_COMPILER_DUMP_DIR",
         AttnCompilerWarning,
         stacklevel=3,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from attn_compiler.passes import gradients, mutation, program, regions
+from attn_compiler.passes import faults, gradients, mutation, program, regions
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.patterns import PATTERNS, Pattern
 from attn_compiler.passes.site import Match, Miss, Refused, Site
@@ -17,8 +17,14 @@ def run(unit: Unit, mirror: Mirror) -> None:
     scopes = regions.of(unit.graph)
     for anchor in mirror.graph.nodes:
         patterns = [p for p in PATTERNS if anchor.target in p.anchors]
-        if patterns:
+        if not patterns:
+            continue
+        place = _module(mirror, anchor)
+        with faults.confined(unit, "match", place) as attempt:
             _match(unit, mirror, anchor, patterns, scopes)
+        if attempt.reason is not None:
+            names = ", ".join(pattern.name for pattern in patterns)
+            unit.misses.append(Miss(anchor=anchor, nearest=names, stopped_at=anchor, reason=attempt.reason))
 
 
 def _match(
