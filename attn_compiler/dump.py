@@ -46,8 +46,11 @@ class Dumper:
 
         A directory that exists is never written into: the second dump of a graph called "0/0" goes to "0_0-2".
         """
-        directory = None if dump_dir is None else _new_directory(dump_dir, _file_name(graph_name))
-        return cls(directory=directory, traced=torch_observe.is_traced())
+        dumper = cls(directory=None, traced=torch_observe.is_traced())
+        if dump_dir is not None:
+            with dumper._never_in_the_way(dump_dir):
+                dumper._directory = _new_directory(dump_dir, _file_name(graph_name))
+        return dumper
 
     @property
     def enabled(self) -> bool:
@@ -94,13 +97,15 @@ class Dumper:
                 self._write_file("report.txt", str(report))
 
     @contextlib.contextmanager
-    def _never_in_the_way(self) -> Iterator[None]:
-        """What goes wrong with a dump is told, and ends it; the model compiles all the same."""
+    def _never_in_the_way(self, place: str = "TORCH_TRACE") -> Iterator[None]:
+        """What goes wrong with a dump is told, and ends it; the model compiles all the same. place: where to, if there is no directory."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 (no dump is worth a model that does not run)
-            _warn(self._directory or "TORCH_TRACE", error)
-            self._directory, self._traced = None, False
+            _warn(str(self._directory or place), error)
+            # The trace goes on if it was the directory that could not be made.
+            self._traced = self._traced and self._directory is None and place != "TORCH_TRACE"
+            self._directory = None
 
     def _write(self, name: str, text: str) -> None:
         stem = f"{self._passes:02d}_{_file_name(name)}"
@@ -167,26 +172,21 @@ def _text_diff(before: str, after: str) -> str:
     return "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", lineterm=""))
 
 
-def _new_directory(dump_dir: str, name: str) -> Path | None:
-    """Make and return a directory of that name, or name-2 and so on; None, with a warning, if that can't be done.
+def _new_directory(dump_dir: str, name: str) -> Path:
+    """Make and return a directory of that name, or name-2 and so on.
 
-    A path may name a user that there is none of, or hold what no path can (a zero byte, a lone surrogate).
+    Raises OSError, but also RuntimeError for a path that names a user whom nobody knows, and ValueError for one that can't be (a zero
+    byte, a lone surrogate).
     """
-    directory: Path | str = dump_dir
-    try:
-        parent = Path(dump_dir).expanduser() / _rank_name()
-        directory = parent / name
-        parent.mkdir(parents=True, exist_ok=True)
-        for attempt in range(2, 10_000):
-            # mkdir is atomic, so two processes never share a directory.
-            with contextlib.suppress(FileExistsError):
-                directory.mkdir()
-                return directory
-            directory = parent / f"{name}-{attempt}"
-        raise FileExistsError(f"{parent} holds too many dumps of {name}")
-    except (OSError, ValueError, RuntimeError) as error:
-        _warn(directory, error)
-        return None
+    parent = Path(dump_dir).expanduser() / _rank_name()
+    parent.mkdir(parents=True, exist_ok=True)
+    for attempt in range(1, 10_000):
+        directory = parent / (name if attempt == 1 else f"{name}-{attempt}")
+        # mkdir is atomic, so two processes never share a directory.
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+            return directory
+    raise FileExistsError(f"{parent} holds too many dumps of {name}")
 
 
 def _rank_name() -> str:
@@ -200,11 +200,11 @@ def _file_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name).strip("_.") or "graph"
 
 
-def _warn(path: Path | str, error: Exception) -> None:
+def _warn(place: str, error: Exception) -> None:
     # repr: what no terminal can show is escaped.
     warnings.warn(
-        f"attn_compiler could not write the dump to {str(path)!r}: {type(error).__name__}: {error}. Compilation goes on without it. "
-        "Give a directory that can be written, by options={'dump_dir': ...} or ATTN_COMPILER_DUMP_DIR",
+        f"attn_compiler could not write the dump to {place!r}: {type(error).__name__}: {error}. Compilation goes on without it. Give a "
+        "directory that can be written, by options={'dump_dir': ...} or ATTN_COMPILER_DUMP_DIR",
         AttnCompilerWarning,
         stacklevel=3,
     )

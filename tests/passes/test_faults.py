@@ -253,7 +253,7 @@ def test_the_same_fault_at_many_sites_is_one_warning(monkeypatch: pytest.MonkeyP
 def test_two_faults_are_two_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     _raising(monkeypatch, SdpaCpuFlash, "emit", lambda *_: True)
     _raising(monkeypatch, SdpaCpuFlash, "demand", lambda _, spec: _causal(spec))
-    run, got, said = _run("both")
+    _, got, said = _run("both")
     torch.testing.assert_close(got, _with_gradients(_Two()))
     assert sorted("'layout' failed at bad" in text for text in said) == [False, True]
     assert sorted("'lower' failed at good, fine" in text for text in said) == [False, True]
