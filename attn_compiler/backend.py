@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from attn_compiler import fp8_state, torch_compat
 from attn_compiler.cache import cache_key
-from attn_compiler.errors import AttnCompilerError, LoweringUnavailable
+from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, CompileFailed, LoweringUnavailable, described
 from attn_compiler.options import Options, check_lowering_names, split_options
 from attn_compiler.report import Report
 from attn_compiler.target import Target
 
 if TYPE_CHECKING:
     from attn_compiler.lowerings import Lowering
+    from attn_compiler.passes import Rewritten
+    from attn_compiler.verifying import Plan
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +31,8 @@ def attn_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: A
     """torch.compile(model, backend="attn_compiler", mode=..., options={...}) calls this once per captured graph.
 
     gm: Dynamo's graph; rewritten in place and given away. kwargs: torch.compile's `mode`, `options` and `name`, those
-    that are not empty. Raises a class of errors.py for a wrong option, and, under strict=True, for a failing pass.
+    that are not empty. Raises a class of errors.py for a wrong option, and, under strict=True, for whatever fails on our side; otherwise
+    that is one warning, and the model's own graph is compiled.
     """
     try:
         return _compile(gm, example_inputs, **kwargs)
@@ -52,57 +59,157 @@ def _compile(
     **others: Any,
 ) -> Callable[..., Any]:
     # Imported at the first graph, so that naming the backend and printing its options stay cheap.
-    from attn_compiler import torch_frames
     from attn_compiler.lowerings import LOWERINGS
-    from attn_compiler.passes import fp8_sites, rewrite
-    from attn_compiler.report import publish
-    from attn_compiler.verifying import checked, prepare
+    from attn_compiler.passes import rewrite, summary
+    from attn_compiler.verifying import checked
 
     if others:
         log.warning("ignored arguments of torch.compile that attn_compiler does not know: %s", ", ".join(others))
     own, patches = split_options(mode, options)
     check_lowering_names(own, (lowering.name for lowering in LOWERINGS))
-    targets = {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
+    inner = _Inner(options=own, patches=patches, region=name)
     rewritten = rewrite(gm, own)
-    _require_available(own, rewritten.report, targets, LOWERINGS)
-    if own.fp8_recipe is not None:
-        fp8_sites.check(own.fp8_recipe, rewritten.report, is_whole=torch_frames.is_whole(gm))
-    # Before the graph is given away: the compiler changes it.
-    plan = prepare(gm, rewritten) if own.verify else None
+    report = rewritten.report
+    # The graph is given away: what fails from here on, and is not the model's, is made good from a copy.
+    failed: _StepFailed | None = None
     try:
-        compiled = _compile_inner(gm, example_inputs, own, patches, cache_key(own, targets), name)
+        with _step("prepare the graph for the inner compiler", user_errors=True):
+            key = _key(gm, own, report)
+        plan = _plan(gm, own, rewritten)
+        with _step(f"compile the rewritten graph with {own.inner}") if rewritten.snapshot else contextlib.nullcontext():
+            compiled = inner.compile_rewritten(gm, example_inputs, key)
+    except _StepFailed as error:
+        failed = error
     except Exception as error:
         # What failed has its report. What starts over comes again, with a report of its own.
-        if not torch_compat.starts_over(error):
-            publish(rewritten.report, own)
+        if not isinstance(error, AttnCompilerError) and not torch_compat.starts_over(error):
+            _publish(report, own)
         raise
-    publish(rewritten.report, own)
-    return checked(compiled, plan)
+    # Outside of the handler above: an error of the model's own graph is shown as if ours had not been.
+    if failed is not None:
+        failure = failed.told(own, report.graph, "the model's own graph is compiled")
+        rewritten.take_back(gm)
+        report, plan = summary.taken_back(report, failed.cause, failure), None
+        try:
+            compiled = inner.compile_original(gm, example_inputs)
+        except Exception as error:
+            if not torch_compat.starts_over(error):
+                _publish(report, own)
+            raise
+    _publish(report, own)
+    return checked(compiled, plan, strict=own.strict)
 
 
-def _compile_inner(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    options: Options,
-    patches: dict[str, Any],
-    key: str,
-    region: str | None,
-) -> Callable[..., Any]:
-    # Here and not in the pass, which does not run where a cache has the code: that calls their ops all the same.
-    from attn_compiler import rotary_tables
-    from attn_compiler.lowerings.ops import without_autograd
+class _StepFailed(Exception):
+    """Something failed that is not the user's. Internal: it is told, and another way is gone."""
 
-    def joint_pass(graph: fx.Graph) -> None:
-        without_autograd(graph)
-        rotary_tables.keep_tables(graph)
+    def __init__(self, step: str, error: Exception) -> None:
+        super().__init__(step)
+        self.step = step
+        self.error = error
+        self.cause = described(error)
 
-    if options.inner == "inductor":
-        return torch_compat.compile_with_inductor(
-            gm, example_inputs, patches=patches, cache_key=key, joint_pass=joint_pass, region=region
-        )
-    if patches:
-        log.warning("inner=%r ignores Inductor's options: %s", options.inner, ", ".join(patches))
-    return torch_compat.compile_with_backend(options.inner, gm, example_inputs)
+    def told(self, options: Options, graph: str, instead: str) -> str:
+        """Warn, and return the text for the report; with options.strict raise instead."""
+        said = CompileFailed(step=self.step, graph=graph, cause=self.cause, instead=instead)
+        if options.strict:
+            raise said from self.error
+        warnings.warn(str(said), AttnCompilerWarning, stacklevel=2)
+        text = f"{said}\n{''.join(traceback.format_exception(self.error))}"
+        # What its frames hold, such as the memory that there was too little of, may go now.
+        self.error.__traceback__ = None
+        return text
+
+
+@contextlib.contextmanager
+def _step(name: str, *, user_errors: bool = False) -> Iterator[None]:
+    """user_errors: errors of this package are what users did wrong, and theirs."""
+    try:
+        yield
+    except Exception as error:
+        if torch_compat.starts_over(error) or (user_errors and isinstance(error, AttnCompilerError)):
+            raise
+        raise _StepFailed(name, error) from error
+
+
+def _key(gm: fx.GraphModule, options: Options, report: Report) -> str:
+    """The key of the compile caches. Raises what users are to know of the options that they gave."""
+    from attn_compiler import torch_frames
+    from attn_compiler.lowerings import LOWERINGS
+    from attn_compiler.passes import fp8_sites
+
+    targets = {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
+    _require_available(options, report, targets, LOWERINGS)
+    if options.fp8_recipe is not None:
+        fp8_sites.check(options.fp8_recipe, report, is_whole=torch_frames.is_whole(gm))
+    return cache_key(options, targets)
+
+
+def _plan(gm: fx.GraphModule, options: Options, rewritten: Rewritten) -> Plan | None:
+    """What to verify on the first call, made before the compiler changes the graph."""
+    from attn_compiler.verifying import prepare
+
+    if not options.verify:
+        return None
+    try:
+        with _step("prepare the check of options={'verify': True}"):
+            return prepare(gm, rewritten)
+    except _StepFailed as failed:
+        failed.told(options, rewritten.report.graph, "nothing of this graph is checked")
+        return None
+
+
+def _publish(report: Report, options: Options) -> None:
+    from attn_compiler.report import publish
+
+    try:
+        with _step("publish the report"):
+            publish(report, options)
+    except _StepFailed as failed:
+        failed.told(options, report.graph, "the model runs, and the report may be missing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Inner:
+    """What compiles a graph in the end. patches: for Inductor. region: torch.compile's `name=`."""
+
+    options: Options
+    patches: dict[str, Any]
+    region: str | None
+
+    def compile_rewritten(self, gm: fx.GraphModule, example_inputs: Sequence[Any], key: str) -> Callable[..., Any]:
+        # Here and not in the pass, which does not run where a cache has the code: that calls their ops all the same.
+        from attn_compiler import rotary_tables
+        from attn_compiler.lowerings.ops import without_autograd
+
+        def joint_pass(graph: fx.Graph) -> None:
+            without_autograd(graph)
+            try:
+                with _step("keep tables of cosines and sines"):
+                    rotary_tables.keep_tables(graph)
+            except _StepFailed as failed:
+                failed.told(self.options, torch_compat.graph_name(), "they are computed where they are read")
+
+        return self._compile(gm, example_inputs, key, joint_pass)
+
+    def compile_original(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """As the inner compiler does without us: with no pass and no key of ours."""
+        return self._compile(gm, example_inputs, None, None)
+
+    def _compile(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        key: str | None,
+        joint_pass: torch_compat.GraphPass | None,
+    ) -> Callable[..., Any]:
+        if self.options.inner == "inductor":
+            return torch_compat.compile_with_inductor(
+                gm, example_inputs, patches=self.patches, cache_key=key, joint_pass=joint_pass, region=self.region
+            )
+        if self.patches:
+            log.warning("inner=%r ignores Inductor's options: %s", self.options.inner, ", ".join(self.patches))
+        return torch_compat.compile_with_backend(self.options.inner, gm, example_inputs)
 
 
 def _require_available(options: Options, report: Report, targets: set[Target], lowerings: Sequence[Lowering]) -> None:

@@ -46,12 +46,11 @@ class Dumper:
 
         A directory that exists is never written into: the second dump of a graph called "0/0" goes to "0_0-2".
         """
-        directory = (
-            None
-            if dump_dir is None
-            else _new_directory(Path(dump_dir).expanduser() / _rank_name(), _file_name(graph_name))
-        )
-        return cls(directory=directory, traced=torch_observe.is_traced())
+        dumper = cls(directory=None, traced=torch_observe.is_traced())
+        if dump_dir is not None:
+            with dumper._never_in_the_way(dump_dir):
+                dumper._directory = _new_directory(dump_dir, _file_name(graph_name))
+        return dumper
 
     @property
     def enabled(self) -> bool:
@@ -64,14 +63,21 @@ class Dumper:
         if not self.enabled:
             yield
             return
-        before, ops_before = graph_text(gm), op_counts(gm)
-        self._write(f"{pass_name}.before", before)
+        before, ops_before = "", Counter[str]()
+        with self._never_in_the_way():
+            before, ops_before = graph_text(gm), op_counts(gm)
+            self._write(f"{pass_name}.before", before)
         try:
             yield
         finally:
-            after = graph_text(gm)
-            self._write(f"{pass_name}.after", after)
-            self._write(f"{pass_name}.diff", f"{op_diff(ops_before, op_counts(gm))}\n\n{_text_diff(before, after)}")
+            with self._never_in_the_way():
+                if self.enabled:
+                    self._write_after(pass_name, gm, before, ops_before)
+
+    def _write_after(self, pass_name: str, gm: fx.GraphModule, before: str, ops_before: Counter[str]) -> None:
+        after = graph_text(gm)
+        self._write(f"{pass_name}.after", after)
+        self._write(f"{pass_name}.diff", f"{op_diff(ops_before, op_counts(gm))}\n\n{_text_diff(before, after)}")
 
     def graph(self, name: str, graph: fx.Graph) -> None:
         """Dump another graph than the one being rewritten, such as the ATen mirror."""
@@ -80,13 +86,26 @@ class Dumper:
     def text(self, name: str, make: Callable[[], str]) -> None:
         """Dump a text. make: called only if something is written."""
         if self.enabled:
-            self._write(name, make())
+            with self._never_in_the_way():
+                self._write(name, make())
 
     def report(self, report: Report) -> None:
         """Write report.json and report.txt. (TORCH_TRACE gets the report from `publish`.)"""
         if self._directory is not None:
-            self._write_file("report.json", report.to_json())
-            self._write_file("report.txt", str(report))
+            with self._never_in_the_way():
+                self._write_file("report.json", report.to_json())
+                self._write_file("report.txt", str(report))
+
+    @contextlib.contextmanager
+    def _never_in_the_way(self, place: str = "TORCH_TRACE") -> Iterator[None]:
+        """What goes wrong with a dump is told, and ends it; the model compiles all the same. place: where to, if there is no directory."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (no dump is worth a model that does not run)
+            _warn(str(self._directory or place), error)
+            # The trace goes on if it was the directory that could not be made.
+            self._traced = self._traced and self._directory is None and place != "TORCH_TRACE"
+            self._directory = None
 
     def _write(self, name: str, text: str) -> None:
         stem = f"{self._passes:02d}_{_file_name(name)}"
@@ -99,13 +118,9 @@ class Dumper:
             torch_compat.trace_artifact(ARTIFACT_PREFIX + stem, lambda: text)
 
     def _write_file(self, name: str, text: str) -> None:
-        if self._directory is None:
-            return
-        try:
-            (self._directory / name).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            _warn(self._directory, error)
-            self._directory = None
+        if self._directory is not None:
+            # A line of the model's source, or a path, may hold what is no character.
+            (self._directory / name).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def graph_text(gm: fx.GraphModule) -> str:
@@ -157,22 +172,21 @@ def _text_diff(before: str, after: str) -> str:
     return "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", lineterm=""))
 
 
-def _new_directory(parent: Path, name: str) -> Path | None:
-    """Make and return parent/name, or parent/name-2 and so on; None, with a warning, if that can't be done."""
-    directory = parent / name
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        for attempt in range(2, 10_000):
-            # mkdir is atomic, so two processes never share a directory.
-            with contextlib.suppress(FileExistsError):
-                directory.mkdir()
-                return directory
-            directory = parent / f"{name}-{attempt}"
-    except OSError as error:
-        _warn(directory, error)
-        return None
-    _warn(directory, FileExistsError(f"{parent} holds too many dumps of {name}"))
-    return None
+def _new_directory(dump_dir: str, name: str) -> Path:
+    """Make and return a directory of that name, or name-2 and so on.
+
+    Raises OSError, but also RuntimeError for a path that names a user whom nobody knows, and ValueError for one that can't be (a zero
+    byte, a lone surrogate).
+    """
+    parent = Path(dump_dir).expanduser() / _rank_name()
+    parent.mkdir(parents=True, exist_ok=True)
+    for attempt in range(1, 10_000):
+        directory = parent / (name if attempt == 1 else f"{name}-{attempt}")
+        # mkdir is atomic, so two processes never share a directory.
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+            return directory
+    raise FileExistsError(f"{parent} holds too many dumps of {name}")
 
 
 def _rank_name() -> str:
@@ -186,10 +200,11 @@ def _file_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name).strip("_.") or "graph"
 
 
-def _warn(path: Path, error: OSError) -> None:
+def _warn(place: str, error: Exception) -> None:
+    # repr: what no terminal can show is escaped.
     warnings.warn(
-        f"attn_compiler could not write the dump to {path}: {error}. Compilation goes on without it. Give a directory "
-        "that can be written, by options={'dump_dir': ...} or ATTN_COMPILER_DUMP_DIR",
+        f"attn_compiler could not write the dump to {place!r}: {type(error).__name__}: {error}. Compilation goes on without it. Give a "
+        "directory that can be written, by options={'dump_dir': ...} or ATTN_COMPILER_DUMP_DIR",
         AttnCompilerWarning,
         stacklevel=3,
     )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 #: names in a message, of many
 _SHOWN = 3
+
+_OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class AttnCompilerWarning(UserWarning):
@@ -39,6 +43,17 @@ class AttnCompilerError(Exception):
     def __reduce__(self) -> tuple[Callable[..., Self], tuple[Any, ...]]:
         # BaseException would rebuild from the positional args, which a keyword-only class refuses.
         return _rebuild, (type(self), self.fields())
+
+
+#: how to see an exception that was caught, and what to send to us
+REPRODUCE = "compile with options={'strict': True, 'dump_dir': 'attn_dumps'} and send the dump"
+
+
+def described(error: BaseException) -> str:
+    """An exception in one line, with the line of ours that it came through last: "KeyError: 'q' (match.py:31)"."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(_OWN_FOLDER)]
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{' '.join(f'{type(error).__name__}: {error}'.split())}{place}"
 
 
 def shortened(names: Sequence[str]) -> str:
@@ -194,7 +209,7 @@ class PassFailed(AttnCompilerError):
     """A pass raised. site: module path, or the graph's name. cause: the exception's text. reproduce: how to see it."""
 
     message = (
-        "attn_compiler's pass {e.pass_name!r} failed at {e.site}: {e.cause}. Without strict=True the graph is left as "
+        "attn_compiler's pass {e.pass_name!r} failed at {e.site}: {e.cause}. Without strict=True what it failed on is left as "
         "it was, and the model stays correct. To reproduce: {e.reproduce}"
     )
 
@@ -202,6 +217,20 @@ class PassFailed(AttnCompilerError):
     site: str
     cause: str
     reproduce: str
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class CompileFailed(AttnCompilerError):
+    """Something of ours failed outside of the passes, or the inner compiler on the graph that they made. step: what was being done.
+    graph: its name in the report. cause: the exception's text. instead: what is done without strict=True."""
+
+    message = "attn_compiler failed to {e.step} (graph {e.graph}): {e.cause}. Without strict=True {e.instead}. To reproduce: {e.reproduce}"
+
+    step: str
+    graph: str
+    cause: str
+    instead: str
+    reproduce: str = REPRODUCE
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

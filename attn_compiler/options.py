@@ -25,7 +25,8 @@ class Options:
 
     lowering: use this one alone; a site that it refuses stays untouched, with the reasons in the report.
     lowerings: consider only these, in this order. strict: a failing pass raises instead of leaving the graph as it was.
-    dump_dir: write each pass's graphs there; the environment variable ATTN_COMPILER_DUMP_DIR is its default.
+    dump_dir: write each pass's graphs there; the environment variable ATTN_COMPILER_DUMP_DIR is its default. "" means nowhere, as that of
+    the variable does; "." is the current directory.
     check_invariants: verify the graph between passes. verify: on the first call of each graph, compare every recovered mask
     and bias and every lowered output with the model's own on the real inputs; VerificationMismatch if they differ. inner: what
     compiles the rewritten graph; "aot_eager" and "eager" are for debugging and ignore Inductor's options. autotune: measure the
@@ -59,7 +60,7 @@ class Options:
         if self.lowerings is not None:
             object.__setattr__(self, "lowerings", tuple(self.lowerings))
         if self.dump_dir is not None:
-            object.__setattr__(self, "dump_dir", os.fspath(self.dump_dir))
+            object.__setattr__(self, "dump_dir", os.fsdecode(self.dump_dir) or None)
 
     def digest(self) -> str:
         """A short hash that differs whenever two Options could lead to different code. The same in every process."""

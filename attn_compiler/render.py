@@ -65,6 +65,7 @@ def report_view(report: Report) -> RenderableType:
         message, _, details = report.failure.partition("\n")
         head.append(_text(f"FAILED, the graph was left as it was: {message}", "bold red"))
         head += [Padding(_text(details.rstrip()), (0, 0, 0, 4))] if details.strip() else []
+    head += [_text(f"FAULT: {fault}", "bold red") for fault in report.faults]
     return Group(*head, *(part for block in blocks for part in (Text(), block)))
 
 
@@ -81,12 +82,14 @@ def totals(reports: Sequence[Report]) -> str:
             chosen[site.decision.lowering] += len(site.modules)
     misses = sum(report.num_misses for report in reports)
     failures = sum(report.failure is not None for report in reports)
+    faults = sum(len(report.faults) for report in reports)
     seconds = sum(report.total_seconds for report in reports)
     parts = [_count(len(reports), "graph")] if len(reports) > 1 else []
     lowerings = ", ".join(f"{name} {count}" for name, count in chosen.items())
     parts.append(_count(chosen.total(), "attention site") + (f" ({lowerings})" if lowerings else ""))
     parts += [_count(misses, "miss", "misses")] if misses else []
     parts += [f"{failures} FAILED"] if failures else []
+    parts += [_count(faults, "fault")] if faults else []
     return ", ".join([*parts, f"{_duration(seconds)} in passes"])
 
 
@@ -262,7 +265,7 @@ def _count(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def _has_content(report: Report) -> bool:
-    return bool(report.sites or report.misses or report.failure)
+    return bool(report.sites or report.misses or report.failure or report.faults)
 
 
 def _text(words: str, style: str = "") -> Text:

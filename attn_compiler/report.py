@@ -99,7 +99,8 @@ class MissReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """One graph handed to the backend. seconds: time by pass. failure: set when a pass failed and the graph was left as it was.
+    """One graph handed to the backend. seconds: time by pass. failure: set when something failed and the model's own graph was compiled.
+    faults: what failed and cost only a site or a call, each as it was warned of.
 
     str(report) is the plain table, 100 columns wide; rich's print shows it in colour.
     """
@@ -110,6 +111,7 @@ class Report:
     misses: tuple[MissReport, ...] = ()
     seconds: tuple[tuple[str, float], ...] = ()
     failure: str | None = None
+    faults: tuple[str, ...] = ()
 
     @property
     def num_sites(self) -> int:
@@ -135,6 +137,7 @@ class Report:
             "misses": [_miss_dict(miss) for miss in self.misses],
             "seconds": [{"pass": name, "seconds": seconds} for name, seconds in self.seconds],
             "failure": self.failure,
+            "faults": list(self.faults),
         }
 
     def to_json(self) -> str:
@@ -221,10 +224,16 @@ def publish(report: Report, options: Options) -> None:
 
 
 def counts(report: Report) -> Counter[str]:
-    """What torch._dynamo.utils.counters["attn_compiler"] gains: graphs, sites, misses, failures, and "lowering:<name>"."""
+    """What torch._dynamo.utils.counters["attn_compiler"] gains: graphs, sites, misses, failures (of whole graphs), faults (of parts), and
+    "lowering:<name>"."""
     counted = Counter(
-        graphs=1, sites=report.num_sites, misses=report.num_misses, failures=int(report.failure is not None)
+        graphs=1,
+        sites=report.num_sites,
+        misses=report.num_misses,
+        failures=int(report.failure is not None),
     )
+    if report.faults:
+        counted["faults"] = len(report.faults)
     for site in report.sites:
         counted[f"lowering:{site.decision.lowering}"] += len(site.modules)
     return counted

@@ -68,10 +68,12 @@ def _size(node: fx.Node) -> Any:
 
 
 def _keep(graph: fx.Graph, table: fx.Node) -> None:
+    # First what may fail.
+    value = _table(table.meta["val"])
     with graph.inserting_after(table):
         kept = graph.call_function(getattr(torch.ops, NAMESPACE).table.default, (table,))
     kept.meta.update(table.meta)
-    kept.meta["val"] = _table(table.meta["val"])
+    kept.meta["val"] = value
     table.replace_all_uses_with(kept, lambda reader: reader is not kept)
 
 

@@ -98,21 +98,23 @@ def compile_with_inductor(
     example_inputs: Sequence[Any],
     *,
     patches: dict[str, Any],
-    cache_key: str,
-    joint_pass: GraphPass,
+    cache_key: str | None,
+    joint_pass: GraphPass | None,
     region: str | None = None,
 ) -> CompiledFn:
     """Inductor's compile_fx. It takes ownership of `gm`. region: torch.compile's `name=`, where this torch has it.
 
-    joint_pass: runs on the graph of the forward or, in training, of both, once autograd was traced; has to be covered by the key.
+    joint_pass: runs on the graph of the forward or, in training, of both, once autograd was traced; has to be covered by the key. With
+    neither, the graph is compiled as Inductor alone would.
     The patches also hold for the backward, which is compiled later, outside of this call. cache_key: what decides the
     compiled code besides the graph and the config; it enters the keys of the AOTAutograd and FX graph caches.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    users = patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
-    patches = {**patches, "joint_custom_pre_pass": JointPass(cache_key, joint_pass, before=_as_passes(users))}
+    if cache_key is not None and joint_pass is not None:
+        users = patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
+        patches = {**patches, "joint_custom_pre_pass": JointPass(cache_key, joint_pass, before=_as_passes(users))}
     extra: dict[str, Any] = {}
     if region is not None and "compile_region_name" in inspect.signature(compile_fx).parameters:
         extra["compile_region_name"] = region
@@ -127,10 +129,11 @@ def compile_with_backend(name: str, gm: fx.GraphModule, example_inputs: Sequence
 
 
 def starts_over(error: Exception) -> bool:
-    """Whether it makes Dynamo trace the frame again: a compiler that found a float to be fixed has the graph made anew without it."""
-    from torch._dynamo.exc import RestartAnalysis
+    """Whether it tells Dynamo what to do next: trace the frame again (a compiler that found a float to be fixed has the graph made anew
+    without it), or leave it. No failure, then."""
+    from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
-    return isinstance(error, RestartAnalysis)
+    return isinstance(error, (RestartAnalysis, SkipFrame))
 
 
 class JointPass(CustomGraphPass):

@@ -263,6 +263,52 @@ def test_a_dump_dir_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
     assert not dumper.enabled
 
 
+@pytest.mark.parametrize(
+    "dump_dir", ["a\0b", "a\udc80b", "~nobody_of_this_name/dumps", "/proc/dumps", "x" * 5000, "\ud800"]
+)
+def test_a_dump_dir_that_no_path_can_be_is_a_warning(
+    dump_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, artifacts: dict[str, str]
+) -> None:
+    """The trace goes on."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch_observe, "is_traced", lambda: True)
+    if dump_dir == "a\udc80b":
+        # A file name of other bytes than UTF-8, which is one.
+        assert Dumper.create(dump_dir, "0/0").enabled
+        assert names(tmp_path) == []
+        return
+    with pytest.warns(AttnCompilerWarning, match="could not write the dump to .*Give a directory") as caught:
+        dumper = Dumper.create(dump_dir, "0/0")
+    assert len(caught) == 1
+    str(caught[0].message).encode()
+    dumper.text("note", lambda: "x")
+    dumper.report(Report(graph="0/0", target="cpu"))
+    assert list(artifacts) == ["attn_compiler_00_note"]
+
+
+def test_a_text_of_what_is_no_character_is_written(tmp_path: Path) -> None:
+    Dumper.create(str(tmp_path), "g").text("note", lambda: "a\udc80b")
+    assert (tmp_path / "g" / "00_note.txt").read_text() == "a\\udc80b\n"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("x"), RecursionError("deep")])
+def test_what_goes_wrong_while_a_dump_is_made_ends_the_dump(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gm = capture()
+    dumper = Dumper.create(str(tmp_path), "g")
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    done = []
+    with pytest.warns(AttnCompilerWarning, match=type(error).__name__) as caught, dumper.around("lower", gm):
+        done.append(replace_relu(gm))
+    assert len(caught) == len(done) == 1
+    assert not dumper.enabled
+
+
 def test_a_dump_that_cannot_be_written_warns_once_and_stops(tmp_path: Path) -> None:
     gm = capture()
     dumper = Dumper.create(str(tmp_path), "g")

@@ -20,6 +20,9 @@ EXAMPLES = [
     errors.Fp8StateMismatch(problem="not there: none; not given: layers.0/amax"),
     errors.Fp8StateOutdated(given=("layers.0/amax_q",), wanted=("'layers.0/amax' (16, 3)",)),
     errors.PassFailed(pass_name="match", site="layers.0.attn", cause="ValueError: odd", reproduce="pass strict=True"),
+    errors.CompileFailed(
+        step="publish the report", graph="0/0", cause="OSError: full", instead="the report is lost", reproduce="again"
+    ),
     errors.VerifyFailed(
         pass_name="lower", site="layers.0.attn", invariant="every node has a fake value", observed="add_3 has none"
     ),

@@ -105,6 +105,7 @@ def test_json_has_every_field_under_its_name() -> None:
         ],
         "seconds": [{"pass": "match", "seconds": 0.5}, {"pass": "lower", "seconds": 0.25}],
         "failure": None,
+        "faults": [],
     }
 
 

@@ -1,27 +1,29 @@
 """The pipeline: its passes in order, what each needs and gives, and `run_pipeline`, which carries it out on one graph.
 
-A pass is a function (unit, mirror) -> None on one GraphModule. A pass that fails leaves the model's graph as it was.
+A pass is a function (unit, mirror) -> None on one GraphModule. What fails on one site, or one call, leaves that as it was (faults.py);
+what fails otherwise leaves the model's graph as it was.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
 from attn_compiler import torch_compat, torch_tracing
 from attn_compiler.dump import Dumper
-from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, PassFailed
+from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning
 from attn_compiler.options import Options
 from attn_compiler.passes import (
     body_inputs,
     buffers,
     expand,
+    faults,
     keys_last,
     layout,
     lower,
@@ -32,9 +34,10 @@ from attn_compiler.passes import (
     verify,
 )
 from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.unit import Unit, units, unsupported_tensor
+from attn_compiler.passes.unit import Unit, module_path, units, unsupported_tensor
 from attn_compiler.report import Report
 from attn_compiler.target import Target
+from attn_compiler.torch_snapshots import Snapshot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +52,11 @@ class Pass:
 
 
 def _expand(unit: Unit, _: Mirror | None) -> None:
-    unit.expanded = expand.run(unit.graph_module)
-    keys_last.run(unit.graph_module, unit.mode)
+    def trying(call: fx.Node) -> contextlib.AbstractContextManager[object]:
+        return faults.confined(unit, "expand", module_path(call))
+
+    unit.expanded = expand.run(unit.graph_module, trying)
+    keys_last.run(unit.graph_module, unit.mode, trying)
 
 
 def _mirror(unit: Unit, _: Mirror | None) -> None:
@@ -94,12 +100,21 @@ check_contracts(PIPELINE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewritten:
-    """What became of one graph. originals: each unit's graph as the model made it. failed: nothing was rewritten."""
+    """What became of one graph. originals: each unit's graph as the model made it. failed: nothing was rewritten. snapshot: how the graph
+    came; None if it is still so. It shares its graphs with `originals`.
+    """
 
     report: Report
     units: tuple[Unit, ...]
     originals: tuple[fx.Graph, ...]
     failed: bool
+    snapshot: Snapshot | None = None
+
+    def take_back(self, gm: fx.GraphModule) -> None:
+        """Make the graph as it came, whatever a compiler did to it in the meantime."""
+        if self.snapshot is not None:
+            self.snapshot.restore()
+            buffers.discard(gm, self.units)
 
 
 def run_pipeline(gm: fx.GraphModule, options: Options, targets: dict[str, Target] | None = None) -> Report:
@@ -110,27 +125,60 @@ def run_pipeline(gm: fx.GraphModule, options: Options, targets: dict[str, Target
 def rewrite(gm: fx.GraphModule, options: Options, targets: dict[str, Target] | None = None) -> Rewritten:
     """Rewrite `gm` and the bodies nested in it in place, and say what was done.
 
-    targets: by device type, for tests; a device that is missing there is this machine. If a pass fails, every graph is left as
-    it came and the report says so, with one warning; with options.strict it raises PassFailed (or VerifyFailed) instead.
+    targets: by device type, for tests; a device that is missing there is this machine. What fails at one site costs that site; whatever
+    else fails, every graph is left as it came and the report says so. There is one warning for each distinct failure; with
+    options.strict it raises PassFailed (or VerifyFailed) instead.
     """
-    found = units(gm, options, targets or {})
-    dumper = Dumper.create(options.dump_dir if found else None, torch_compat.graph_name())
-    originals = tuple(torch_compat.copied_graph(unit.graph) for unit in found)
-    seconds = dict.fromkeys((step.name for step in PIPELINE), 0.0)
-    failure = None
+    failure: str | None = None
+    work = _Work(seconds=dict.fromkeys((step.name for step in PIPELINE), 0.0))
     try:
-        for unit in found:
-            _run(unit, dumper, seconds)
-        buffers.install(gm, found)
-        body_inputs.pass_on(found)
-    except Exception as error:  # noqa: BLE001 (whatever breaks in a pass, the user's model still runs)
-        for unit, graph in zip(found, originals, strict=True):
-            unit.graph_module.graph = graph
-        buffers.discard(gm, found)
-        failure = _failed(error, options)
-    report = summary.report(gm, found, seconds, failure)
-    dumper.report(report)
-    return Rewritten(report=report, units=tuple(found), originals=originals, failed=failure is not None)
+        report = _rewrite(gm, options, targets or {}, work)
+    except Exception as error:
+        if work.snapshot is not None:
+            work.snapshot.restore()
+        buffers.discard(gm, work.units)
+        if torch_compat.starts_over(error) or options.strict:
+            raise
+        failure = f"{error}\n{''.join(traceback.format_exception(error))}"
+        warnings.warn(str(error), AttnCompilerWarning, stacklevel=2)
+        report = summary.of_failure(gm, work.units, work.seconds, failure)
+    work.dumper.report(report)
+    originals = tuple(work.snapshot.graph(unit.graph_module) for unit in work.units) if work.snapshot else ()
+    return Rewritten(
+        report=report,
+        units=tuple(work.units),
+        originals=originals,
+        failed=failure is not None,
+        snapshot=None if failure is not None else work.snapshot,
+    )
+
+
+@dataclass(kw_only=True)
+class _Work:
+    """What is there of a rewriting when something fails."""
+
+    seconds: dict[str, float]
+    units: list[Unit] = field(default_factory=list)
+    snapshot: Snapshot | None = None
+    dumper: Dumper = field(default_factory=lambda: Dumper(directory=None, traced=False))
+
+
+def _rewrite(gm: fx.GraphModule, options: Options, targets: dict[str, Target], work: _Work) -> Report:
+    with _located("units", None):
+        work.units = units(gm, options, targets)
+    if work.units:
+        with _located("snapshot", None):
+            work.snapshot = Snapshot(gm)
+    work.dumper = Dumper.create(options.dump_dir if work.units else None, torch_compat.graph_name())
+    for unit in work.units:
+        _run(unit, work.dumper, work.seconds)
+    with _located("buffers", None):
+        buffers.install(gm, work.units)
+    with _located("body inputs", None):
+        body_inputs.pass_on(work.units)
+    warned = faults.warned(work.units)
+    with _located("report", None):
+        return summary.report(gm, work.units, work.seconds, faults=warned)
 
 
 def _run(unit: Unit, dumper: Dumper, seconds: dict[str, float]) -> None:
@@ -146,7 +194,7 @@ def _run(unit: Unit, dumper: Dumper, seconds: dict[str, float]) -> None:
                 return
 
 
-@contextmanager
+@contextlib.contextmanager
 def _timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
     start = time.perf_counter()
     try:
@@ -155,7 +203,7 @@ def _timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
         seconds[name] += time.perf_counter() - start
 
 
-@contextmanager
+@contextlib.contextmanager
 def _dumped(step: Pass, unit: Unit, dumper: Dumper) -> Iterator[None]:
     with dumper.around(step.name, unit.graph_module):
         yield
@@ -163,25 +211,14 @@ def _dumped(step: Pass, unit: Unit, dumper: Dumper) -> Iterator[None]:
         dumper.graph("mirror", unit.mirror.graph)
 
 
-@contextmanager
-def _located(name: str, unit: Unit) -> Iterator[None]:
+@contextlib.contextmanager
+def _located(name: str, unit: Unit | None) -> Iterator[None]:
     """Say which pass and which module an exception came from."""
     try:
         yield
     except AttnCompilerError:
         raise
     except Exception as error:
-        raise PassFailed(
-            pass_name=name,
-            site=unit.current or unit.name or "the graph",
-            cause=f"{type(error).__name__}: {error}",
-            reproduce="compile with options={'strict': True, 'dump_dir': 'attn_dumps'} and send the dump",
-        ) from error
-
-
-def _failed(error: Exception, options: Options) -> str:
-    """Strict: raise. Else warn, once for each distinct failure, and return the text for the report."""
-    if options.strict:
-        raise error
-    warnings.warn(str(error), AttnCompilerWarning, stacklevel=2)
-    return f"{error}\n{''.join(traceback.format_exception(error))}"
+        if torch_compat.starts_over(error):
+            raise
+        raise faults.failed(name, (unit and (unit.current or unit.name)) or "the graph", error) from error

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
+from attn_compiler import torch_snapshots
 from attn_compiler.passes import axes, bodies, emit
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.calls import target_name
@@ -67,6 +68,12 @@ def carry(unit: Unit, version: Version) -> fx.Node:
         known = add(unit, f"{_PREFIX}_{found.name}", found.meta["example_value"])
         unit.given[known] = found
     return known
+
+
+def forget_erased(unit: Unit) -> None:
+    """A further input that an attempt made and took back is given nothing."""
+    for node in [node for node in unit.given if torch_snapshots.is_erased(node)]:
+        del unit.given[node]
 
 
 def pass_on(units: Iterable[Unit]) -> None:

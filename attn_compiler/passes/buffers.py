@@ -50,6 +50,14 @@ def install(root: fx.GraphModule, units: Sequence[Unit]) -> None:
                 unit.given |= dict(zip(buffer.inputs, _read(root.graph, buffer.name, buffer.value), strict=True))
 
 
+def forget(unit: Unit, kept: int) -> None:
+    """Nothing that sites asked for after the first `kept` buffers is wanted; their nodes are erased already."""
+    for buffer in unit.buffers[kept:]:
+        if not unit.is_body:
+            torch_compat.remove_buffer(unit.graph_module, buffer.name)
+    del unit.buffers[kept:]
+
+
 def discard(root: fx.GraphModule, units: Iterable[Unit]) -> None:
     """Nothing was rewritten after all."""
     for buffer in (buffer for unit in units for buffer in unit.buffers):

@@ -1,9 +1,19 @@
-"""What a Dynamo node calls."""
+"""What a Dynamo node calls, and with what. Models give arguments by position or by name."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import fx
+
+#: what PyTorch's own functions call an argument, and the other names by which they take it, as NumPy would
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "input": ("input", "self", "x", "a", "x1"),
+    "dim": ("dim", "axis"),
+}
 
 
 def target_name(node: fx.Node) -> str:
@@ -12,3 +22,30 @@ def target_name(node: fx.Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target.overloadpacket.__name__)
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+#: what passes that rewrite calls one by one work on each in: it may catch what that raises
+Trying = Callable[[fx.Node], contextlib.AbstractContextManager[object]]
+
+
+def untried(_: fx.Node) -> contextlib.AbstractContextManager[object]:
+    """Catches nothing."""
+    return contextlib.nullcontext()
+
+
+def argument(node: fx.Node, position: int, name: str) -> Any:
+    """An argument of a Dynamo node, by whatever name it is given; None if it is not."""
+    if position < len(node.args):
+        return node.args[position]
+    return next((node.kwargs[n] for n in _NAMES.get(name, (name,)) if n in node.kwargs), None)
+
+
+def with_arguments(node: fx.Node, **values: tuple[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a Dynamo node with other values for some that it is given. values: the name -> (its position, its value)."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for name, (position, value) in values.items():
+        if position < len(args):
+            args[position] = value
+        else:
+            kwargs.update({n: value for n in _NAMES.get(name, (name,)) if n in kwargs})
+    return tuple(args), kwargs

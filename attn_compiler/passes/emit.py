@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_compat, torch_snapshots
 from attn_compiler.lowerings.triton_plan import Tiles
 from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.axes import AxisError, Size
@@ -187,9 +187,11 @@ class GraphBuilder:
         """Insert before the Dynamo node of this mirror node, in its name. Gives the Dynamo node."""
         self._origin, self._place, self._with_grad = self.leaf(node), node, with_grad
         self._target, self._tune, self._note, self._buffers, self._carry = target, tune, note, buffers, carry
-        with self._graph.inserting_before(self._origin):
-            yield self._origin
-        self._origin = self._place = self._target = self._tune = self._note = self._buffers = self._carry = None
+        try:
+            with self._graph.inserting_before(self._origin):
+                yield self._origin
+        finally:
+            self._origin = self._place = self._target = self._tune = self._note = self._buffers = self._carry = None
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node]:
         if self._buffers is None or self._origin is None:
@@ -207,6 +209,12 @@ class GraphBuilder:
             if not node.users and node not in kept and node.meta["example_value"] is not None:
                 self._graph.erase_node(node)
         self._made.clear()
+
+    def forget_erased(self) -> None:
+        """Share no node any more that an attempt made and took back."""
+        is_erased = torch_snapshots.is_erased
+        self._shared = {key: node for key, node in self._shared.items() if not is_erased(node)}
+        self._made = [node for node in self._made if not is_erased(node)]
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Let `new` take the place of a Dynamo node, also for later sites that read it as a leaf."""

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from attn_compiler import torch_tracing
+from attn_compiler import torch_snapshots, torch_tracing
 from attn_compiler.passes import regions
+from attn_compiler.passes.calls import Trying, untried
 
 
 def _heads(x_BSE: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -122,7 +123,7 @@ EXPANSIONS: dict[object, Callable[..., Any]] = {
 }
 
 
-def run(graph_module: fx.GraphModule) -> list[str]:
+def run(graph_module: fx.GraphModule, trying: Trying = untried) -> list[str]:
     """Expand every such call of one graph module in place; returns the names of the calls that were."""
     graph = graph_module.graph
     calls = [n for n in graph.nodes if n.op == "call_function" and n.target in EXPANSIONS]
@@ -131,14 +132,17 @@ def run(graph_module: fx.GraphModule) -> list[str]:
     where = regions.of(graph)
     # Inside vmap a value has fewer axes than its tensor; no attention is taken there.
     calls = [call for call in calls if not where[call].transforms]
+    expanded = []
     for call in calls:
-        with where[call].active():
-            _expand(graph, call)
+        with trying(call), where[call].active():
+            _expand(graph_module, call)
+            expanded.append(call.name)
     graph_module.recompile()
-    return [call.name for call in calls]
+    return expanded
 
 
-def _expand(graph: fx.Graph, call: fx.Node) -> None:
+def _expand(graph_module: fx.GraphModule, call: fx.Node) -> None:
+    graph = graph_module.graph
     flat, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
     nodes = [x for x in flat if isinstance(x, fx.Node)]
     inputs = list(dict.fromkeys(nodes))
@@ -149,8 +153,11 @@ def _expand(graph: fx.Graph, call: fx.Node) -> None:
         return EXPANSIONS[call.target](*args, **kwargs)
 
     traced = torch_tracing.trace_pre_dispatch(function, [n.meta["example_value"] for n in inputs])
-    result = _inline(graph, call, traced.graph, inputs)
-    _replace(graph, call, result)
+    # All that may fail only makes new nodes.
+    with torch_snapshots.taken_back_on_error(graph_module):
+        result = _inline(graph, call, traced.graph, inputs)
+        parts = _parts(call, result)
+    _replace(graph, call, parts)
 
 
 def _inline(graph: fx.Graph, call: fx.Node, body: fx.Graph, inputs: list[fx.Node]) -> Any:
@@ -184,13 +191,17 @@ def _wants_grad(node: fx.Node) -> bool:
     return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
 
 
-def _replace(graph: fx.Graph, call: fx.Node, result: Any) -> None:
+def _parts(call: fx.Node, result: Any) -> dict[fx.Node, Any]:
+    """What stands for the call, or for each part that is taken out of what it returns."""
     if isinstance(result, fx.Node):
-        call.replace_all_uses_with(result)
-    else:
-        for user in list(call.users):
-            part = result[user.args[1]] if user.target is operator.getitem else None
-            if part is not None:
-                user.replace_all_uses_with(part)
-            graph.erase_node(user)
+        return {call: result}
+    return {user: result[user.args[1]] if user.target is operator.getitem else None for user in call.users}
+
+
+def _replace(graph: fx.Graph, call: fx.Node, parts: dict[fx.Node, Any]) -> None:
+    for node, part in parts.items():
+        if part is not None:
+            node.replace_all_uses_with(part)
+        if node is not call:
+            graph.erase_node(node)
     graph.erase_node(call)

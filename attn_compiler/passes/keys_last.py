@@ -14,22 +14,24 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from attn_compiler.passes import regions
-from attn_compiler.passes.calls import target_name
+from attn_compiler.passes.calls import Trying, argument, target_name, untried, with_arguments
 
 _MOST_STEPS = 8
 
 
-def run(graph_module: fx.GraphModule, mode: FakeTensorMode) -> list[str]:
+def run(graph_module: fx.GraphModule, mode: FakeTensorMode, trying: Trying = untried) -> list[str]:
     """Rewrite every such softmax that a product comes after, in place; returns the names of the softmaxes."""
     graph = graph_module.graph
     found = [n for n in graph.nodes if _is_over_another_axis(n) and _reaches_product(n)]
     where = regions.of(graph) if found else {}
     # Inside vmap a value has fewer axes than its tensor; no attention is taken there.
     found = [n for n in found if not where[n].transforms]
+    moved = []
     for node in found:
-        with where[node].active():
+        with trying(node), where[node].active():
             _move_axis(graph, node, mode)
-    return [node.name for node in found]
+            moved.append(node.name)
+    return moved
 
 
 def _is_over_another_axis(node: fx.Node) -> bool:
@@ -44,7 +46,7 @@ def _is_over_another_axis(node: fx.Node) -> bool:
 
 
 def _dim(node: fx.Node) -> object:
-    return node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    return argument(node, 1, "dim")
 
 
 def _reaches_product(node: fx.Node) -> bool:
@@ -57,34 +59,37 @@ def _reaches_product(node: fx.Node) -> bool:
 
 
 def _move_axis(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> None:
-    dim, before = _dim(node), node.meta["example_value"]
+    dim, scores, with_grad = _dim(node), argument(node, 0, "input"), node.meta["example_value"].requires_grad
+
+    def value(function: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with mode, torch.set_grad_enabled(with_grad):
+            result: torch.Tensor = function(*args, **kwargs)
+        return result
+
+    # All values first: whatever fails, fails before the graph is another one.
+    moved_value = value(torch.transpose, scores.meta["example_value"], dim, -1)
+    args, kwargs = with_arguments(node, input=(0, moved_value), dim=(1, -1))
+    args, kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])
+    softmax = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
+    softmax_value = value(softmax, *args, **kwargs)
+    back_value = value(torch.transpose, softmax_value, dim, -1)
+    contiguous_value = value(torch.Tensor.contiguous, back_value)
+
     users = list(node.users)
     with graph.inserting_before(node):
-        moved = _call(graph, node, mode, torch.transpose, node.args[0], dim, -1)
-    node.args = (moved, -1, *node.args[2:]) if len(node.args) > 1 else (moved,)
-    node.kwargs = {k: -1 if k == "dim" else v for k, v in node.kwargs.items()}
-    node.meta["example_value"] = _value(node, mode, before.requires_grad)
+        moved = _call(graph, node, moved_value, torch.transpose, scores, dim, -1)
+    node.args, node.kwargs = with_arguments(node, input=(0, moved), dim=(1, -1))
+    node.meta["example_value"] = softmax_value
     with graph.inserting_after(node):
-        back = _call(graph, node, mode, torch.transpose, node, dim, -1)
+        back = _call(graph, node, back_value, torch.transpose, node, dim, -1)
     # A softmax gives a contiguous tensor, and a view of it may rely on that.
     with graph.inserting_after(back):
-        contiguous = _call(graph, node, mode, torch.Tensor.contiguous, back)
+        contiguous = _call(graph, node, contiguous_value, torch.Tensor.contiguous, back)
     for user in users:
         user.replace_input_with(node, contiguous)
 
 
-def _call(graph: fx.Graph, origin: fx.Node, mode: FakeTensorMode, function: Any, *args: Any) -> fx.Node:
+def _call(graph: fx.Graph, origin: fx.Node, value: torch.Tensor, function: Any, *args: Any) -> fx.Node:
     node = graph.call_function(function, args)
-    node.meta = {k: v for k, v in origin.meta.items() if k != "example_value"}
-    node.meta["example_value"] = _value(node, mode, origin.meta["example_value"].requires_grad)
+    node.meta = {**origin.meta, "example_value": value}
     return node
-
-
-def _value(node: fx.Node, mode: FakeTensorMode, with_grad: bool) -> torch.Tensor:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
-    with mode, torch.set_grad_enabled(with_grad):
-        if node.op == "call_method":
-            result: torch.Tensor = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            result = node.target(*args, **kwargs)  # type: ignore[operator]
-    return result

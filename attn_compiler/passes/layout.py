@@ -8,8 +8,9 @@ import torch
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import LayoutDemand
+from attn_compiler.passes import faults
 from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.select import UNTOUCHED
+from attn_compiler.passes.select import UNTOUCHED, leave_alone
 from attn_compiler.passes.unit import Unit
 from attn_compiler.report import Copy
 from attn_compiler.spec import AttentionSpec, TensorSpec
@@ -18,9 +19,14 @@ from attn_compiler.spec import AttentionSpec, TensorSpec
 def run(unit: Unit, mirror: Mirror) -> None:
     """Fill in the copies of every site that is going to be lowered."""
     for site in unit.sites:
-        if site.spec is not None and site.decision is not None and site.decision.lowering != UNTOUCHED:
+        if site.spec is None or site.decision is None or site.decision.lowering == UNTOUCHED:
+            continue
+        unit.current = site.module
+        with faults.confined(unit, "layout", site.module) as attempt:
             demand = by_name(site.decision.lowering).demand(site.spec)
             site.copies.extend(needed(site.spec, demand))
+        if attempt.reason is not None:
+            leave_alone(site, attempt.reason)
 
 
 def needed(spec: AttentionSpec, demand: LayoutDemand) -> list[Copy]:

@@ -11,13 +11,14 @@ import functools
 import torch
 from torch import fx
 
+from attn_compiler import torch_snapshots
 from attn_compiler.lowerings import autotune, by_name
 from attn_compiler.lowerings.base import Operands, StoredNodes
 from attn_compiler.lowerings.triton_plan import Tiles
-from attn_compiler.passes import body_inputs, buffers, gradients, mutation, program, reach, recover, strides
+from attn_compiler.passes import body_inputs, buffers, faults, gradients, mutation, program, reach, recover, strides
 from attn_compiler.passes.emit import GraphBuilder
 from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.select import UNTOUCHED
+from attn_compiler.passes.select import UNTOUCHED, leave_alone
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unit import Unit
 from attn_compiler.report import Copy
@@ -33,12 +34,37 @@ def run(unit: Unit, mirror: Mirror) -> None:
     for site in sorted(unit.sites, key=lambda site: mirror.order(site.match.out)):
         unit.current = site.module
         if site.decision is not None and site.decision.lowering != UNTOUCHED:
-            _lower(unit, mirror, site, builder)
+            _try(unit, mirror, site, builder)
     builder.erase_unused([site.new_out for site in unit.sites if site.new_out is not None])
     unit.graph_module.recompile()
 
 
-def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> None:
+def _try(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> None:
+    """Lower one site, or leave it, and everything that was made for it, as if it had not been tried.
+
+    All that may fail comes before the first edit of what was there; until then there is nothing but new nodes to take back.
+    """
+    notes, copies, num_buffers = list(site.notes), list(site.copies), len(unit.buffers)
+    taken_back = torch_snapshots.taken_back_on_error(unit.graph_module)
+    with faults.confined(unit, "lower", site.module) as attempt, taken_back:
+        new = _lower(unit, mirror, site, builder)
+        old = builder.leaf(site.match.out)
+        unread = _unread(mirror, site, old)
+    if attempt.reason is not None:
+        builder.forget_erased()
+        buffers.forget(unit, num_buffers)
+        body_inputs.forget_erased(unit)
+        site.notes[:], site.copies[:] = notes, copies
+        leave_alone(site, attempt.reason)
+        return
+    builder.replace(old, new)
+    site.new_out = new
+    for node in unread:
+        unit.graph.erase_node(node)
+
+
+def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> fx.Node:
+    """Make what takes the place of the site's output; nothing reads it yet."""
     if site.spec is None or site.decision is None:
         raise ValueError(f"the site at {site.module} was not decided")
     target = unit.target(site.spec.device)
@@ -52,13 +78,11 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> Non
         operands = _operands(mirror, site, site.spec, builder, tensors)
         out = by_name(site.decision.lowering).emit(builder, site.spec, operands)
         new = _finish(mirror, site, builder, out, old)
-    builder.replace(old, new)
-    site.new_out = new
     site.notes.extend(site.match.notes)
     why_not = autotune.unmeasurable(target)
     if unit.tuner is not None and why_not is not None:
         site.notes.append(f"autotune has nothing to measure: {why_not}")
-    _erase(unit.graph, mirror, site, old)
+    return new
 
 
 def _tuned(unit: Unit, site: Site, spec: AttentionSpec, device: torch.device) -> Tiles | None:
@@ -125,20 +149,21 @@ def _bytes(value: torch.Tensor) -> int | None:
     return None if any(isinstance(s, torch.SymInt) for s in value.shape) else value.numel() * value.element_size()
 
 
-def _erase(graph: fx.Graph, mirror: Mirror, site: Site, old: fx.Node) -> None:
-    """Erase the site's own nodes that nothing reads any more, and pure ones above them that only it read."""
+def _unread(mirror: Mirror, site: Site, old: fx.Node) -> list[fx.Node]:
+    """The site's own nodes that nothing reads any more once another node is read in place of the old output, and pure ones above them
+    that only it read: those that read others first."""
     own = {mirror.owner(n) for n in site.match.covered}
     writers = {mirror.owner(writer) for writer, _ in mirror.writers} - own
     candidates = [old]
-    erased: set[fx.Node] = set()
+    found: dict[fx.Node, None] = {}
     while candidates:
         node = candidates.pop()
-        if node in erased or node in writers or node.users or node.op not in ("call_function", "call_method"):
+        is_read = node is not old and not found.keys() >= node.users.keys()
+        if node in found or node in writers or is_read or node.op not in ("call_function", "call_method"):
             continue
-        inputs = node.all_input_nodes
-        graph.erase_node(node)
-        erased.add(node)
-        candidates.extend(n for n in inputs if n in own or _is_pure(mirror, n))
+        found[node] = None
+        candidates.extend(n for n in node.all_input_nodes if n in own or _is_pure(mirror, n))
+    return list(found)
 
 
 def _is_pure(mirror: Mirror, node: fx.Node) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from attn_compiler.passes import gradients, mutation, program, regions
+from attn_compiler.passes import faults, gradients, mutation, program, regions
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.patterns import PATTERNS, Pattern
 from attn_compiler.passes.site import Match, Miss, Refused, Site
@@ -17,13 +17,23 @@ def run(unit: Unit, mirror: Mirror) -> None:
     scopes = regions.of(unit.graph)
     for anchor in mirror.graph.nodes:
         patterns = [p for p in PATTERNS if anchor.target in p.anchors]
-        if patterns:
-            _match(unit, mirror, anchor, patterns, scopes)
+        if not patterns:
+            continue
+        found: Site | Miss | None = None
+        with faults.confined(unit, "match", _module(mirror, anchor)) as attempt:
+            found = _match(mirror, anchor, patterns, scopes)
+        if attempt.reason is not None:
+            names = ", ".join(pattern.name for pattern in patterns)
+            found = Miss(anchor=anchor, nearest=names, stopped_at=anchor, reason=attempt.reason)
+        if isinstance(found, Site):
+            unit.sites.append(found)
+        elif found is not None:
+            unit.misses.append(found)
 
 
 def _match(
-    unit: Unit, mirror: Mirror, anchor: fx.Node, patterns: list[Pattern], scopes: dict[fx.Node, regions.Region]
-) -> None:
+    mirror: Mirror, anchor: fx.Node, patterns: list[Pattern], scopes: dict[fx.Node, regions.Region]
+) -> Site | Miss:
     refusals: list[tuple[Pattern, Refused]] = []
     for pattern in patterns:
         try:
@@ -34,10 +44,9 @@ def _match(
         else:
             owner = mirror.owner(match.out)
             source = source_line(owner) if owner is not None else None
-            unit.sites.append(Site(match=match, module=_module(mirror, match.out), source=source))
-            return
+            return Site(match=match, module=_module(mirror, match.out), source=source)
     pattern, furthest = max(refusals, key=lambda r: r[1].progress)
-    unit.misses.append(Miss(anchor=anchor, nearest=pattern.name, stopped_at=furthest.at, reason=furthest.reason))
+    return Miss(anchor=anchor, nearest=pattern.name, stopped_at=furthest.at, reason=furthest.reason)
 
 
 def _require_rewritable(mirror: Mirror, match: Match, scopes: dict[fx.Node, regions.Region]) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import torch
 
 from attn_compiler import masks, scores, torch_compat
-from attn_compiler.passes import axes, emit, meaning, packing, program, reach, reading, stored
+from attn_compiler.passes import axes, emit, faults, meaning, packing, program, reach, reading, stored
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.emit import FakeBuilder
 from attn_compiler.passes.meaning import Meaning
@@ -32,19 +32,30 @@ def run(unit: Unit, mirror: Mirror) -> None:
     reader = reading.of_unit(unit)
     for site in unit.sites:
         unit.current = site.module
-        try:
-            _describe(unit, mirror, site, builder, reader)
-        except AxisError as error:
-            unit.misses.append(_miss(site, error))
-        else:
+        reason: Reason | None = None
+        with faults.confined(unit, "recover", site.module) as attempt:
+            reason = _described(unit, mirror, site, builder, reader)
+        reason = attempt.reason or reason
+        if reason is None:
             kept.append(site)
+        else:
+            unit.misses.append(_miss(site, reason))
     unit.sites = kept
 
 
-def _miss(site: Site, error: AxisError) -> Miss:
-    reason = Reason(
-        rule="q, k, v and the mask can be brought into (batch, heads, sequence, head dim)", observed=str(error)
-    )
+def _described(
+    unit: Unit, mirror: Mirror, site: Site, builder: FakeBuilder[torch.Tensor], reader: Reader
+) -> Reason | None:
+    """Describe the site; why that can't be done, if so."""
+    try:
+        _describe(unit, mirror, site, builder, reader)
+    except AxisError as error:
+        rule = "q, k, v and the mask can be brought into (batch, heads, sequence, head dim)"
+        return Reason(rule=rule, observed=str(error))
+    return None
+
+
+def _miss(site: Site, reason: Reason) -> Miss:
     return Miss(anchor=site.match.anchor, nearest=site.match.pattern, stopped_at=site.match.out, reason=reason)
 
 

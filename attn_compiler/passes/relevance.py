@@ -13,7 +13,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_compiler.passes import bodies, mutation
-from attn_compiler.passes.calls import target_name
+from attn_compiler.passes.calls import argument, target_name
 
 Writers = dict[StorageWeakRef, list[fx.Node]]
 
@@ -29,6 +29,7 @@ _MAKES_NEW = _BOUNDARIES | frozenset(
 
 _PRODUCTS = frozenset("matmul bmm mm baddbmm einsum __matmul__".split())
 _SCALES = frozenset("mul truediv div".split())
+_OPERANDS = ("query", "key", "value")
 _STEPS_DOWN = 8
 
 
@@ -78,9 +79,9 @@ def _kept(
     for anchor in anchors:
         if target_name(anchor) == "scaled_dot_product_attention":
             scores.add(anchor)
-            _climb_operands(anchor.args[:3], operands)
-            _climb_scores([*anchor.args[3:], *anchor.kwargs.values()], scores, operands, writers)
-            _climb_operands([anchor.kwargs.get(name) for name in ("query", "key", "value")], operands)
+            _climb_operands([argument(anchor, i, name) for i, name in enumerate(_OPERANDS)], operands)
+            others = (x for name, x in anchor.kwargs.items() if name not in _OPERANDS)
+            _climb_scores([*anchor.args[3:], *others], scores, operands, writers)
         else:
             _climb_scores([anchor, *_products_below(anchor)], scores, operands, writers)
     _climb_scores(masks, scores, operands, writers)
@@ -112,7 +113,8 @@ def _climb_scores(start: Iterable[object], scores: set[fx.Node], operands: set[f
         scores.add(node)
         if name in _PRODUCTS:
             _climb_operands(node.all_input_nodes, operands)
-            queue.extend(n for n in node.all_input_nodes[:1] if name == "baddbmm")
+            added = argument(node, 0, "input") if name == "baddbmm" else None
+            queue.extend([added] if isinstance(added, fx.Node) else [])
         else:
             queue.extend(node.all_input_nodes)
         if writers:

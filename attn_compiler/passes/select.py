@@ -6,8 +6,9 @@ import dataclasses
 
 from attn_compiler.lowerings import by_name, fp8_speed, priorities
 from attn_compiler.options import Options
-from attn_compiler.passes import fp8_sites
+from attn_compiler.passes import faults, fp8_sites
 from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.site import Site
 from attn_compiler.passes.unit import Unit
 from attn_compiler.report import Decision, Reason, Refusal
 from attn_compiler.spec import AttentionSpec
@@ -21,12 +22,24 @@ def run(unit: Unit, mirror: Mirror) -> None:
     fp8_sites.apply(unit)
     decided: dict[AttentionSpec, Decision] = {}
     for site in unit.sites:
-        spec = site.spec
-        if spec is None:
-            raise ValueError(f"the site at {site.module} has no spec")
-        if spec not in decided:
-            decided[spec] = decide(spec, unit.target(spec.device), unit.options)
-        site.decision = decided[spec]
+        unit.current = site.module
+        with faults.confined(unit, "select", site.module) as attempt:
+            spec = site.spec
+            if spec is None:
+                raise ValueError(f"the site at {site.module} has no spec")
+            if spec not in decided:
+                decided[spec] = decide(spec, unit.target(spec.device), unit.options)
+            site.decision = decided[spec]
+        if attempt.reason is not None:
+            leave_alone(site, attempt.reason)
+
+
+def leave_alone(site: Site, reason: Reason) -> None:
+    """Take back the decision of a site, which keeps the model's own computation for this reason."""
+    refused = Refusal(lowering="any" if site.decision is None else site.decision.lowering, reasons=(reason,))
+    before = () if site.decision is None else site.decision.refusals
+    site.decision = Decision(lowering=UNTOUCHED, refusals=(*before, refused))
+    site.copies.clear()
 
 
 def decide(spec: AttentionSpec, target: Target, options: Options) -> Decision:

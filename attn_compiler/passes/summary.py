@@ -2,34 +2,67 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 from torch import fx
 
 from attn_compiler import torch_compat
+from attn_compiler.errors import REPRODUCE, described
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.select import UNTOUCHED
 from attn_compiler.passes.site import Miss, Site
 from attn_compiler.passes.unit import Unit, is_anchor_like, module_path, source_line
-from attn_compiler.report import Decision, MissReport, Reason, Report, SiteReport
+from attn_compiler.report import Decision, MissReport, Reason, Refusal, Report, SiteReport
 from attn_compiler.target import Target
 
 #: calls of kernels that a model chooses itself: FlexAttention, and flash_attn's ops
 _CHOSEN = ("flex_attention", "_flash_attn_forward", "_flash_attn_varlen_forward")
 
 
-def report(gm: fx.GraphModule, units: list[Unit], seconds: dict[str, float], failure: str | None) -> Report:
-    """The report of one graph handed to the backend. After a failure nothing was rewritten, and no site is claimed."""
-    used = {target for unit in units for target in unit.targets.values()}
-    targets = {t.words for t in used or (Target.current(str(device)) for device in torch_compat.graph_devices(gm))}
+def report(gm: fx.GraphModule, units: list[Unit], seconds: dict[str, float], *, faults: tuple[str, ...] = ()) -> Report:
+    """The report of one graph handed to the backend. faults: what was warned of."""
     return Report(
         graph=torch_compat.graph_name(),
-        target="; ".join(sorted(targets)),
-        sites=() if failure else tuple(_site_rows(units)),
-        misses=() if failure else (*_miss_rows(units), *_chosen_rows(gm)),
+        target=_target(gm, units),
+        sites=tuple(_site_rows(units)),
+        misses=(*_miss_rows(units), *_chosen_rows(gm)),
         seconds=tuple(seconds.items()),
-        failure=failure,
+        faults=faults,
     )
+
+
+def of_failure(gm: fx.GraphModule, units: list[Unit], seconds: dict[str, float], failure: str) -> Report:
+    """The report of a graph of which nothing was rewritten after all: no site is claimed."""
+    try:
+        target = _target(gm, units)
+    except Exception as error:  # noqa: BLE001 (it may be what failed in the first place, and the report has to say so)
+        target = f"not known ({described(error)})"
+    return Report(graph=torch_compat.graph_name(), target=target, seconds=tuple(seconds.items()), failure=failure)
+
+
+def taken_back(report: Report, cause: str, failure: str) -> Report:
+    """The report of a rewritten graph that the model's own graph was compiled in place of."""
+    reason = Reason(rule="the compiler takes the graph with its kernel in it", observed=cause, remedy=REPRODUCE)
+    sites = tuple(
+        dataclasses.replace(site, decision=_given_up(site.decision, reason), copies=(), notes=())
+        for site in report.sites
+    )
+    return dataclasses.replace(report, sites=sites, failure=failure)
+
+
+def _given_up(decision: Decision, reason: Reason) -> Decision:
+    if decision.lowering == UNTOUCHED:
+        return decision
+    refused = Refusal(lowering=decision.lowering, reasons=(reason,))
+    return Decision(lowering=UNTOUCHED, refusals=(*decision.refusals, refused))
+
+
+def _target(gm: fx.GraphModule, units: list[Unit]) -> str:
+    used = {target for unit in units for target in unit.targets.values()}
+    targets = {t.words for t in used or (Target.current(str(device)) for device in torch_compat.graph_devices(gm))}
+    return "; ".join(sorted(targets))
 
 
 def _site_rows(units: list[Unit]) -> list[SiteReport]:
@@ -51,7 +84,7 @@ def _row(sites: list[Site]) -> SiteReport:
         modules=tuple(site.module for site in sites),
         pattern=first.match.pattern,
         spec=first.spec,
-        decision=first.decision or Decision(lowering="untouched"),
+        decision=first.decision or Decision(lowering=UNTOUCHED),
         copies=tuple(first.copies),
         notes=tuple(first.notes),
         source=first.source,

@@ -15,11 +15,13 @@ time, its attention in a wider dtype.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch._subclasses import FakeTensor
 
+from attn_compiler.errors import AttnCompilerWarning, CompileFailed, VerificationMismatch, described
 from attn_compiler.verifying import results, running
 from attn_compiler.verifying.plan import Plan, prepare
 from attn_compiler.verifying.results import Verification, verifications
@@ -27,15 +29,16 @@ from attn_compiler.verifying.results import Verification, verifications
 __all__ = ["Plan", "Verification", "checked", "prepare", "verifications"]
 
 
-def checked(compiled: Callable[..., Any], plan: Plan | None) -> Callable[..., Any]:
+def checked(compiled: Callable[..., Any], plan: Plan | None, *, strict: bool = False) -> Callable[..., Any]:
     """The compiled function, which verifies on its first call. plan: from `prepare`; with None there is nothing to check.
 
     A call on fake tensors, by which PyTorch learns shapes, is not the first call. One that raises VerificationMismatch does not
-    count either: the next call verifies again.
+    count either: the next call verifies again. A check that itself fails (out of memory ...) is one warning, and is not tried again;
+    with `strict` it raises.
     """
     if plan is None:
         return compiled
-    first = _First(plan)
+    first = _First(plan, strict)
 
     def call(*args: Any) -> Any:
         if first.plan is not None and not any(isinstance(x, FakeTensor) for x in args):
@@ -48,12 +51,29 @@ def checked(compiled: Callable[..., Any], plan: Plan | None) -> Callable[..., An
 class _First:
     """The first call: several threads may make it at once, and one of them verifies. plan: None once it is done."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, strict: bool) -> None:
         self.plan: Plan | None = plan
+        self._strict = strict
         self._lock = threading.Lock()
 
     def verify(self, args: Sequence[Any]) -> None:
         with self._lock:
             if self.plan is not None:
-                results.keep(running.run(self.plan, args))
+                self._run(self.plan, args)
                 self.plan = None
+
+    def _run(self, plan: Plan, args: Sequence[Any]) -> None:
+        try:
+            results.keep(running.run(plan, args))
+        except VerificationMismatch:
+            raise
+        except Exception as error:
+            said = CompileFailed(
+                step="run the check of options={'verify': True}",
+                graph=plan.graph,
+                cause=described(error),
+                instead="the graph runs unchecked",
+            )
+            if self._strict:
+                raise said from error
+            warnings.warn(str(said), AttnCompilerWarning, stacklevel=4)

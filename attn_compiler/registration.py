@@ -1,0 +1,21 @@
+"""What `torch.compile(backend="attn_compiler")` loads by the entry point: importing this module registers the backend, once a process.
+
+Dynamo asks whether a name is registered, loads its entry point if it is not, and registers what that gave. Threads that compile for the
+first time at once all come to the last step, and all but the first fail there: "duplicate name". So the import does it, which the import
+system lets one thread alone run, and the entry point gives None. `register_backend` takes that for its use as a decorator, and
+registers nothing.
+"""
+
+from __future__ import annotations
+
+from torch._dynamo.backends import registry
+
+from attn_compiler.backend import attn_compiler
+
+NAME = "attn_compiler"
+#: what the entry point gives
+NOTHING_MORE = None
+
+# An installation of before this module has an entry point that gives the backend itself.
+if NAME not in registry._COMPILER_FNS:
+    registry.register_backend(attn_compiler, name=NAME)
