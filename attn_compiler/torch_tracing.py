@@ -48,6 +48,23 @@ def tracing_in(mode: FakeTensorMode) -> Iterator[None]:
         torch._C._autograd._saved_tensors_hooks_set_tracing(tracing)
 
 
+def saved_for_backward(run: Callable[[], object]) -> list[torch.Tensor]:
+    """Every tensor that autograd saves while `run` runs; nobody else's hooks see them."""
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+            run()
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(tracing)
+    return saved
+
+
 def trace_pre_dispatch(function: Callable[..., Any], args: Sequence[Any]) -> fx.GraphModule:
     """make_fx above autograd and autocast, inside the fake mode that `args` come from."""
     with detect_fake_mode(list(args)) or FakeTensorMode(allow_non_fake_inputs=True):

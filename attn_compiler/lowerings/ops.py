@@ -286,19 +286,25 @@ def _autograd_backward(
     return backward
 
 
-# ---- buffers --------------------------------------------------------------------------------------------------------
+# ---- what is held --------------------------------------------------------------------------------------------------------
 
 
-def _held(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.clone()
+def _held(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
 
 
-#: What a buffer holds now. An op of its own since the partitioner would rather compute a clone again in the backward, from what was
-#: written by then.
+def _held_backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    return grad
+
+
+#: What a tensor holds now: a buffer, or what is written to later. An op of its own since the partitioner would rather compute a clone
+#: again in the backward, from what was written by then.
 if not hasattr(getattr(torch.ops, NAMESPACE), "held"):
-    LIBRARY.define("held(Tensor buffer) -> Tensor")
-    LIBRARY.impl("held", _held, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::held", _held, lib=LIBRARY)
+    for op in ("held", "held" + _WITHOUT_AUTOGRAD):
+        LIBRARY.define(f"{op}(Tensor x) -> Tensor")
+        LIBRARY.impl(op, _held, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{op}", _held, lib=LIBRARY)
+    torch.library.register_autograd(f"{NAMESPACE}::held", _held_backward, lib=LIBRARY)
 
 
 # ---- reference ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -30,6 +31,17 @@ MakeBuffer = Callable[[str, torch.Tensor], tuple[fx.Node, fx.Node]]
 Carry = Callable[[Version], fx.Node]
 #: what `GraphBuilder.note` tells
 Note = Callable[[str], None]
+#: what `GraphBuilder.loaded` asks of a tensor: why a kernel that saves it has to save a copy, if it has to
+Keep = Callable[[fx.Node], str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A copy that a site's kernel reads in place of an operand: the node that makes it, and why."""
+
+    node: fx.Node
+    operand: str
+    why: str
 
 
 class Builder(Protocol[X]):
@@ -49,6 +61,10 @@ class Builder(Protocol[X]):
 
     def once(self, key: Any, make: Callable[[], X]) -> X:
         """make(), or what it gave for an equal key before."""
+        ...
+
+    def hold(self, x: X, key: Any, *, operand: str, why: str) -> X:
+        """A copy of x that a later write does not reach, in the backward either; one for all that have the same key."""
         ...
 
 
@@ -134,12 +150,15 @@ class FakeBuilder(Generic[X]):
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         return make()
 
+    def hold(self, x: Any, key: Any, *, operand: str, why: str) -> Any:
+        return self.call(torch.ops.attn_compiler.held.default, x)
+
 
 class GraphBuilder:
     """Writes nodes into the Dynamo graph, each with its value, source line and module path.
 
     What several sites need is made once, before the first of them (once for each grad mode: a tensor that is made under
-    no_grad would lose its gradient).
+    no_grad would lose its gradient). held: the copies that the site read which is emitted, or was last. made: every node so far.
     """
 
     def __init__(self, graph: fx.Graph, mirror: Mirror, mode: FakeTensorMode) -> None:
@@ -157,7 +176,13 @@ class GraphBuilder:
         self._note: Note | None = None
         self._buffers: MakeBuffer | None = None
         self._carry: Carry | None = None
+        self._keep: Keep | None = None
         self._made: list[fx.Node] = []
+        self.held: list[Held] = []
+
+    @property
+    def made(self) -> Sequence[fx.Node]:
+        return self._made
 
     @property
     def target(self) -> Target:
@@ -183,15 +208,18 @@ class GraphBuilder:
         note: Note | None = None,
         buffers: MakeBuffer | None = None,
         carry: Carry | None = None,
+        keep: Keep | None = None,
     ) -> Iterator[fx.Node]:
         """Insert before the Dynamo node of this mirror node, in its name. Gives the Dynamo node."""
         self._origin, self._place, self._with_grad = self.leaf(node), node, with_grad
         self._target, self._tune, self._note, self._buffers, self._carry = target, tune, note, buffers, carry
+        self._keep, self.held = keep, []
         try:
             with self._graph.inserting_before(self._origin):
                 yield self._origin
         finally:
             self._origin = self._place = self._target = self._tune = self._note = self._buffers = self._carry = None
+            self._keep = None
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node]:
         if self._buffers is None or self._origin is None:
@@ -230,9 +258,9 @@ class GraphBuilder:
             self._versions[dynamo] = mutation.version(self._mirror, node, self._mirror.order(self._place)).since
         return dynamo
 
-    def loaded(self, version: Version) -> fx.Node:
-        """What a tensor holds between two writes, for what is inserted here: the tensor itself, or a copy from before it was written, or
-        an input that stands for it where it is a tensor of the graph that calls this one.
+    def loaded(self, version: Version, name: str = "mask") -> fx.Node:
+        """What a tensor holds between two writes, for what is inserted here: the tensor itself, or a copy from before it is written, or
+        an input that stands for it where it is a tensor of the graph that calls this one. name: of the copy, in the report.
 
         To be used inside of `at`. Raises AxisError where neither can be had (copied_before).
         """
@@ -242,7 +270,9 @@ class GraphBuilder:
             return self._carry(version)
         writer = copied_before(self._mirror, version, self._place)
         if writer is None:
-            return self.leaf(version.node)
+            leaf = self.leaf(version.node)
+            why = None if self._keep is None else self._keep(version.node)
+            return leaf if why is None else self.hold(leaf, version, operand=name, why=why)
         return self.once(("copied", version), lambda: self._copied(version.node, writer))
 
     def _copied(self, node: fx.Node, writer: fx.Node) -> fx.Node:
@@ -289,6 +319,11 @@ class GraphBuilder:
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
+
+    def hold(self, x: fx.Node, key: Any, *, operand: str, why: str) -> fx.Node:
+        node = self.once(("held", key), lambda: self.call(torch.ops.attn_compiler.held.default, x))
+        self.held.append(Held(node=node, operand=operand, why=why))
+        return node
 
     def shared_mask(self, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
         """`mask` as an additive tensor of `dtype`: True -> 0, False -> -inf. A mask that was written to is another one."""

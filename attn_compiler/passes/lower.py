@@ -7,16 +7,17 @@ where nothing else reads them.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from attn_compiler import torch_snapshots
+from attn_compiler import torch_compat, torch_snapshots
 from attn_compiler.lowerings import autotune, by_name
 from attn_compiler.lowerings.base import Operands, StoredNodes
 from attn_compiler.lowerings.triton_plan import Tiles
-from attn_compiler.passes import body_inputs, buffers, faults, gradients, mutation, program, reach, recover, strides
-from attn_compiler.passes.emit import GraphBuilder
+from attn_compiler.passes import body_inputs, buffers, faults, gradients, program, reach, recover, saved, strides
+from attn_compiler.passes.emit import GraphBuilder, Held
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.select import UNTOUCHED, leave_alone
 from attn_compiler.passes.site import Site
@@ -31,23 +32,60 @@ def run(unit: Unit, mirror: Mirror) -> None:
     In the order of the outputs: what sites share is made before the first of them, and kernels stand where outputs stood.
     """
     builder = GraphBuilder(unit.graph, mirror, unit.mode)
+    held: list[_Held] = []
     for site in sorted(unit.sites, key=lambda site: mirror.order(site.match.out)):
         unit.current = site.module
         if site.decision is not None and site.decision.lowering != UNTOUCHED:
-            _try(unit, mirror, site, builder)
+            held += _try(unit, mirror, site, builder)
+    _leave_out(held)
     builder.erase_unused([site.new_out for site in unit.sites if site.new_out is not None])
+    _report(held, unit.graph)
     unit.graph_module.recompile()
 
 
-def _try(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> None:
-    """Lower one site, or leave it, and everything that was made for it, as if it had not been tried.
+@dataclass(frozen=True, kw_only=True)
+class _Held:
+    """A copy that a site reads. is_saved: the site's kernel saves it, so that the copy is needed."""
+
+    site: Site
+    copy: Held
+    is_saved: bool
+
+
+def _leave_out(held: list[_Held]) -> None:
+    """Let kernels read the tensors themselves where none saves the copy."""
+    needed = {one.copy.node for one in held if one.is_saved}
+    for node in dict.fromkeys(one.copy.node for one in held if one.copy.node not in needed):
+        original = node.args[0]
+        if isinstance(original, fx.Node) and _lies_as(node, original):
+            node.replace_all_uses_with(original)
+
+
+def _lies_as(node: fx.Node, other: fx.Node) -> bool:
+    strides = (x.meta["example_value"].stride() for x in (node, other))
+    return all(torch_compat.statically_known(a == b) for a, b in zip(*strides, strict=True))
+
+
+def _report(held: list[_Held], graph: fx.Graph) -> None:
+    """Tell the sites of the copies that are left, those whose kernel asked for them."""
+    left = set(graph.nodes)
+    for one in held:
+        if one.is_saved and one.copy.node in left:
+            value = one.copy.node.meta["example_value"]
+            copy = Copy(operand=one.copy.operand, bytes=_bytes(value), why=f"{one.copy.why}, and the backward reads it")
+            if copy not in one.site.copies:
+                one.site.copies.append(copy)
+
+
+def _try(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> list[_Held]:
+    """Lower one site, or leave it, and everything that was made for it, as if it had not been tried. Gives the copies that it reads.
 
     All that may fail comes before the first edit of what was there; until then there is nothing but new nodes to take back.
     """
     notes, copies, num_buffers = list(site.notes), list(site.copies), len(unit.buffers)
     taken_back = torch_snapshots.taken_back_on_error(unit.graph_module)
     with faults.confined(unit, "lower", site.module) as attempt, taken_back:
-        new = _lower(unit, mirror, site, builder)
+        new, held = _lower(unit, mirror, site, builder)
         old = builder.leaf(site.match.out)
         unread = _unread(mirror, site, old)
     if attempt.reason is not None:
@@ -56,33 +94,42 @@ def _try(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> None:
         body_inputs.forget_erased(unit)
         site.notes[:], site.copies[:] = notes, copies
         leave_alone(site, attempt.reason)
-        return
+        return []
     builder.replace(old, new)
     site.new_out = new
     for node in unread:
         unit.graph.erase_node(node)
+    return held
 
 
-def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> fx.Node:
-    """Make what takes the place of the site's output; nothing reads it yet."""
+def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tuple[fx.Node, list[_Held]]:
+    """What takes the place of the site's output, which nothing reads yet, and the copies that it reads."""
     if site.spec is None or site.decision is None:
         raise ValueError(f"the site at {site.module} was not decided")
     target = unit.target(site.spec.device)
     tune = functools.partial(_tuned, unit, site)
     note, with_grad = site.notes.append, site.spec.needs_grad
-    keep, carry = functools.partial(buffers.make, unit, site), functools.partial(body_inputs.carry, unit)
+    make, carry = functools.partial(buffers.make, unit, site), functools.partial(body_inputs.carry, unit)
+    keep = saved.Keeping(unit=unit, mirror=mirror, match=site.match).why_loaded if with_grad else None
+    before = len(builder.made)
     with builder.at(
-        site.match.out, with_grad=with_grad, target=target, tune=tune, note=note, buffers=keep, carry=carry
+        site.match.out, with_grad=with_grad, target=target, tune=tune, note=note, buffers=make, carry=carry, keep=keep
     ) as old:
         tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
         operands = _operands(mirror, site, site.spec, builder, tensors)
         out = by_name(site.decision.lowering).emit(builder, site.spec, operands)
+        held = [_Held(site=site, copy=copy, is_saved=True) for copy in builder.held]
         new = _finish(mirror, site, builder, out, old)
+        if held or site.match.out_kept:
+            ran = saved.run(builder.made[before:], builder.mode)
+            held = [_Held(site=site, copy=h.copy, is_saved=ran is None or ran.saves(h.copy.node)) for h in held]
+            if site.match.out_kept is not None and (ran is None or ran.saves(new)):
+                new = _handed_on(site, builder, new, site.match.out_kept)
     site.notes.extend(site.match.notes)
     why_not = autotune.unmeasurable(target)
     if unit.tuner is not None and why_not is not None:
         site.notes.append(f"autotune has nothing to measure: {why_not}")
-    return new
+    return new, held
 
 
 def _tuned(unit: Unit, site: Site, spec: AttentionSpec, device: torch.device) -> Tiles | None:
@@ -130,13 +177,14 @@ def _finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old
             Copy(operand="out", bytes=_bytes(wanted), why=f"{reader} needs the strides that the model made")
         )
         return strides.restride(builder, new, wanted)
-    writer = mutation.written_after(mirror, mutation.storages(site.match.out), site.match.out)
-    if writer is not None and site.spec is not None and site.spec.needs_grad:
-        site.copies.append(
-            Copy(operand="out", bytes=_bytes(wanted), why=f"{writer.name} writes into it, and the backward reads it")
-        )
-        return builder.call(torch.clone, new)
     return new
+
+
+def _handed_on(site: Site, builder: GraphBuilder, new: fx.Node, why: str) -> fx.Node:
+    """A copy of the kernel's output, which the kernel saves."""
+    copy = Copy(operand="out", bytes=_bytes(builder.value(new)), why=f"{why}, and the backward reads it")
+    site.copies.append(copy)
+    return builder.call(torch.clone, new)
 
 
 def _brings_gradient(mirror: Mirror, site: Site) -> bool:

@@ -15,6 +15,7 @@ from attn_compiler.passes.arrange import Recipe, arrange, simplified
 from attn_compiler.passes.axes import Dim
 from attn_compiler.passes.emit import Builder
 from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.site import Match, Operand, Term
 
 X = TypeVar("X")
@@ -50,12 +51,15 @@ def build(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype)
     q = _arranged(match, builder, match.q, (match.batch, match.heads, match.query, match.head_dim_qk))
     k = _arranged(match, builder, match.k, (match.batch, match.heads_kv, match.key, match.head_dim_qk))
     v = _arranged(match, builder, match.v, (match.batch, match.heads_kv, match.key, match.head_dim_v))
+    q, k = _cast(builder, q, dtype), _cast(builder, k, dtype)
+    v = _cast(builder, v, torch.promote_types(dtype, _dtype_of(match.out)))
     return Tensors(
-        q=_factored(match, builder, _cast(builder, q, dtype)),
-        k=_cast(builder, k, dtype),
-        v=_cast(builder, v, torch.promote_types(dtype, _dtype_of(match.out))),
+        # A factor that wants a gradient saves q, so q is kept before it is multiplied.
+        q=_factored(match, builder, _kept(mirror, match, builder, "q", match.q, q)),
+        k=_kept(mirror, match, builder, "k", match.k, k),
+        v=_kept(mirror, match, builder, "v", match.v, v),
         mask=_mask(mirror, match, builder, dtype),
-        sinks=_sinks(match, builder),
+        sinks=_sinks(mirror, match, builder),
         stored=_stored(match, builder),
     )
 
@@ -82,6 +86,24 @@ def _arranged(
     return _run(match, builder, recipe, builder.leaf(operand.root))
 
 
+def _kept(mirror: Mirror, match: Match, builder: Builder[X], name: str, operand: Operand, x: X) -> X:
+    """x, made of an operand; a copy where that has to be kept and x is no copy of it already."""
+    if operand.kept is None or not _shares_memory(builder, operand, x):
+        return x
+    value = builder.value(x)
+    key = (name, _version(mirror, match, operand), value.dtype, value.shape, value.stride(), value.storage_offset())
+    return builder.hold(x, key, operand=name, why=operand.kept)
+
+
+def _shares_memory(builder: Builder[X], operand: Operand, x: X) -> bool:
+    root = builder.value(builder.leaf(operand.root))
+    return bool(mutation.storages_of(builder.value(x)) & mutation.storages_of(root))
+
+
+def _version(mirror: Mirror, match: Match, operand: Operand) -> Version:
+    return mutation.version(mirror, operand.root, mirror.order(match.out))
+
+
 def _cast(builder: Builder[X], x: X, dtype: torch.dtype) -> X:
     return x if builder.value(x).dtype == dtype else builder.call(torch.Tensor.to, x, dtype)
 
@@ -101,17 +123,21 @@ def _factored(match: Match, builder: Builder[X], q: X) -> X:
 
 def _mask(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype) -> X | None:
     """One tensor of everything that is added or masked, shared by all sites that mean the same."""
-    if not match.additive and not match.allowed:
+    terms = (*match.additive, *match.allowed)
+    if not terms:
         return None
-    return builder.once((dtype, *_identity(mirror, match)), lambda: _combined(match, builder, dtype))
+    identity = (dtype, *_identity(mirror, match))
+    mask = builder.once(identity, lambda: _combined(match, builder, dtype))
+    # Of several terms the combination is a tensor of its own.
+    why = next((t.operand.kept for t in terms if t.operand.kept and _shares_memory(builder, t.operand, mask)), None)
+    return mask if why is None else builder.hold(mask, identity, operand="mask", why=why)
 
 
 def _identity(mirror: Mirror, match: Match) -> tuple[object, ...]:
-    when = mirror.order(match.out)
     return tuple(
         (
             adds,
-            mutation.version(mirror, t.operand.root, when),
+            _version(mirror, match, t.operand),
             t.weight,
             t.inverted,
             t.along,
@@ -156,11 +182,11 @@ def _combined(match: Match, builder: Builder[X], dtype: torch.dtype) -> X:
     return combined
 
 
-def _sinks(match: Match, builder: Builder[X]) -> X | None:
+def _sinks(mirror: Mirror, match: Match, builder: Builder[X]) -> X | None:
     """(Hq,): the sink logits, which vary along the heads only."""
     if match.sinks is None:
         return None
-    return _arranged(match, builder, match.sinks, (match.heads,))
+    return _kept(mirror, match, builder, "sinks", match.sinks, _arranged(match, builder, match.sinks, (match.heads,)))
 
 
 def _stored(match: Match, builder: Builder[X]) -> StoredTensors[X] | None:

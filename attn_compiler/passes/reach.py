@@ -41,7 +41,7 @@ def tensors(
 ) -> dict[str, fx.Node]:
     """The Dynamo node of what each name that the kinds load from stands for. lost: what `missing` found."""
     found = {name for kind in _evaluated(kinds) for name in reads.tensors(kind)} - set(lost)
-    return {name: builder.loaded(loads[name]) for name in sorted(found)}
+    return {name: builder.loaded(loads[name], name) for name in sorted(found)}
 
 
 def sizes(mirror: Mirror, match: Match, kinds: Kinds) -> dict[str, SizeOf]:

@@ -12,7 +12,7 @@ import dataclasses
 import torch
 
 from attn_compiler import masks, scores, torch_compat
-from attn_compiler.passes import axes, emit, faults, meaning, packing, program, reach, reading, stored
+from attn_compiler.passes import axes, emit, faults, meaning, packing, program, reach, reading, saved, stored
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.emit import FakeBuilder
 from attn_compiler.passes.meaning import Meaning
@@ -72,6 +72,8 @@ def _describe(unit: Unit, mirror: Mirror, site: Site, builder: FakeBuilder[torch
     out = emit.example(mirror, match.out)
     needs_grad = bool(out.requires_grad)
     bias = needs_grad and _wants_bias_gradient(mirror, match)
+    if needs_grad:
+        saved.settle(unit, mirror, match)
     site.added, site.allowed = match.additive, match.allowed
     proved = _prove(mirror, match, reader, bias)
     site.condition, site.loads, site.score_loads = proved.condition, reader.tensors, proved.tensors

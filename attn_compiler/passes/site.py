@@ -43,6 +43,7 @@ class Operand:
 
     root: the mirror node to read instead, above repetitions, copies and folded scales; root_dims: its own atoms, one tuple a
     dimension; reads: site atom -> root atom. A site atom that is missing there does not change what is read.
+    kept: why a kernel that saves it has to save a copy (saved.py).
     """
 
     node: fx.Node
@@ -51,6 +52,7 @@ class Operand:
     root: fx.Node
     root_dims: Dims
     reads: dict[Atom, Atom]
+    kept: str | None = None
 
     def varies_along(self, atom: Atom) -> bool:
         """Whether an index along this site atom changes the element read."""
@@ -93,7 +95,7 @@ class Match:
 
     out_dims: what the output's dimensions mean in the site's atoms. covered: the nodes from first to out; the scores live
     nowhere else, so writing to them in place is the site's own business. decomposed: as in AttentionSpec. stored: k and v, if a cache in
-    FP8 holds both.
+    FP8 holds both. out_kept: why a kernel that saves its output has to hand on a copy (saved.py).
     """
 
     pattern: str
@@ -125,6 +127,7 @@ class Match:
     decomposed: bool = False
     softmax_dtype: str = "float32"
     stored: tuple[Stored, Stored] | None = None
+    out_kept: str | None = None
     notes: tuple[str, ...] = ()
 
 

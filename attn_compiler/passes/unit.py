@@ -24,6 +24,7 @@ from attn_compiler.target import Target
 if TYPE_CHECKING:
     from attn_compiler.passes.faults import Fault
     from attn_compiler.passes.reading import Reader
+    from attn_compiler.passes.saved import Ways
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,7 +57,8 @@ class Unit:
     all are understood; callees: what this graph calls so. reader: reads elements of the mirror's tensors. A graph without
     attention that calls a body with one is a unit too, but goes through no pass: it has a mirror only if a mask of the body was
     followed there. buffers: what its sites keep (buffers.py). given: the further inputs of a
-    body, each with what its call gives for it (body_inputs.py). faults: what cost one of its sites (faults.py).
+    body, each with what its call gives for it (body_inputs.py). faults: what cost one of its sites (faults.py). ways: how its memory
+    is reached from outside (saved.py).
     """
 
     graph_module: fx.GraphModule
@@ -77,6 +79,7 @@ class Unit:
     buffers: list[Buffer] = field(default_factory=list)
     given: dict[fx.Node, fx.Node] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
+    ways: Ways | None = None
 
     def target(self, device: str) -> Target:
         """The machine that a site on this device type will run on."""

@@ -1,0 +1,237 @@
+"""What a site may still read in the backward: what the model's own autograd would have saved there, and what nobody writes afterwards.
+
+A kernel saves the tensors that it reads, and often its output. The model's own ops save others: the repeated keys and not the keys,
+the weights and not the output, no mask that was added. A write that comes between the forward and the backward does nothing to a tensor
+that nobody saved. So a tensor that a kernel saves is safe only if
+
+- the model's own autograd saves the same memory at the site (an ordinary write is then an error in the model too), or
+- nobody can write to it after the site: no node of this graph or of one that calls it, and no user. A user can write to what the
+  graph returns and to what it is given. A parameter counts as given only if the graph itself writes to it: between the
+  forward and the backward nothing else does, since nearly every layer saves its parameters.
+
+Anything else is copied where the kernel reads it, and the copy is in the report. The copy is made of the tensor that is read, above
+repetitions, copies and scales: so it has at most as many bytes as the op that the kernel does without. Without gradients nothing is
+saved, and nothing copied. A write through `.data` to what the model's autograd did save changes the model's gradients: no kernel gives
+the same, and the site is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from attn_compiler import torch_tracing
+from attn_compiler.passes import bodies, mutation
+from attn_compiler.passes.axes import AxisError
+from attn_compiler.passes.calls import target_name
+from attn_compiler.passes.mirror import Mirror, is_opaque
+from attn_compiler.passes.site import Match, Operand
+from attn_compiler.passes.unit import Call, Unit
+
+Storages = set[StorageWeakRef]
+
+#: calls whose body is run again in the backward, from its inputs: what is made inside is not saved
+_RUN_AGAIN = frozenset({"tag_activation_checkpoint"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Danger:
+    """Who may write to a tensor after a site. by_user: outside of the graph, between the forward and the backward."""
+
+    why: str
+    by_user: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """What came of running some Dynamo nodes with gradients: their values, and the memory that autograd saved."""
+
+    values: dict[fx.Node, Any]
+    saved: Storages
+
+    def saves(self, node: fx.Node) -> bool:
+        """Whether the memory of a node is saved: of its value in the run, or of its own where it was not run."""
+        value = self.values[node] if node in self.values else node.meta.get("example_value")
+        return bool(mutation.storages_of(value) & self.saved)
+
+
+def run(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> Run | None:
+    """Run Dynamo nodes, in the order of their graph, on fake values. None if that can't be done."""
+    values: dict[fx.Node, Any] = {}
+
+    def value(node: fx.Node) -> Any:
+        return values[node] if node in values else node.meta.get("example_value")
+
+    def run_all() -> None:
+        for node in nodes:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+            if node.op == "call_method":
+                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+    if any(n.op not in ("call_function", "call_method") or is_opaque(n) for n in nodes):
+        return None
+    try:
+        with mode, torch.enable_grad():
+            saved = torch_tracing.saved_for_backward(run_all)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+        return None
+    return Run(values=values, saved=mutation.storages_of(saved))
+
+
+@dataclass(kw_only=True, eq=False)
+class Ways:
+    """By which ways a graph's memory is reached from its Dynamo nodes, worked out once a graph, before it is rewritten.
+
+    returned: what it gives back. given: its inputs. parameters: those of them that are parameters. writers: its nodes that write, with
+    the memory that they write to, in order.
+    """
+
+    graph: fx.Graph
+
+    @cached_property
+    def returned(self) -> Storages:
+        (output,) = self.graph.find_nodes(op="output")
+        return set().union(*map(_memory, output.all_input_nodes))
+
+    @cached_property
+    def inputs(self) -> list[Storages]:
+        return [_memory(node) for node in self.graph.find_nodes(op="placeholder")]
+
+    @cached_property
+    def given(self) -> Storages:
+        return set().union(*self.inputs)
+
+    @cached_property
+    def parameters(self) -> Storages:
+        inputs = self.graph.find_nodes(op="placeholder")
+        return set().union(*(_memory(n) for n in inputs if isinstance(n.meta.get("example_value"), torch.nn.Parameter)))
+
+    @cached_property
+    def writers(self) -> dict[fx.Node, Storages]:
+        found = {node: bodies.writes(node) for node in self.graph.nodes}
+        return {node: set().union(*map(_memory, written)) for node, written in found.items() if written}
+
+    @cached_property
+    def written(self) -> Storages:
+        return set().union(*self.writers.values())
+
+    @cached_property
+    def taken_as_data(self) -> Storages:
+        """What the graph takes `.data` of: autograd does not see writes through that."""
+        return set().union(*(_memory(n) for n in self.graph.nodes if target_name(n) == "_get_data_attr"))
+
+
+def ways(unit: Unit) -> Ways:
+    """Those of a unit's graph as Dynamo made it."""
+    if unit.ways is None:
+        unit.ways = Ways(graph=unit.graph)
+    return unit.ways
+
+
+@dataclass(kw_only=True, eq=False)
+class Keeping:
+    """The rule, for one site that is differentiated."""
+
+    unit: Unit
+    mirror: Mirror
+    match: Match
+
+    @cached_property
+    def _model(self) -> Run | None:
+        """The model's own computation of the site, from the first product to the output."""
+        owners = {self.mirror.owner(node) for node in self.match.covered}
+        nodes = [n for n in self.unit.graph.nodes if n in owners and n.meta.get("example_value") is not None]
+        return run(nodes, self.unit.mode)
+
+    def why(self, node: fx.Node) -> str | None:
+        """Why a kernel that saves the tensor of this mirror node has to save a copy; None if it need not.
+
+        Raises AxisError where the model's own gradients would change, and a kernel's would not be the same.
+        """
+        dynamo = self.mirror.dynamo_node(node)
+        danger = after(self.unit, self.mirror, node, self.match.out) if dynamo is not None else None
+        if dynamo is None or danger is None:
+            return None
+        if self._model is None or not self._model.saves(dynamo):
+            return danger.why
+        if not danger.by_user and _memory(dynamo) & ways(self.unit).taken_as_data:
+            raise AxisError(f"{node.name} is written to through .data after the model's autograd saved it")
+        return None if danger.by_user else danger.why
+
+    def why_loaded(self, node: fx.Node) -> str | None:
+        """As `why`, for what a mask or a bias is computed from anew: a kernel's copy is right whatever the model saved."""
+        try:
+            return self.why(node)
+        except AxisError as error:
+            return str(error)
+
+
+def settle(unit: Unit, mirror: Mirror, match: Match) -> None:
+    """Tell a site that is differentiated why kernels have to copy its operands and its output, if so. Raises AxisError as Keeping.why."""
+    keeping = Keeping(unit=unit, mirror=mirror, match=match)
+    for operand in operands(match):
+        operand.kept = keeping.why(operand.root)
+    match.out_kept = keeping.why(match.out)
+
+
+def operands(match: Match) -> list[Operand]:
+    """Every operand of a site, those of masks, biases and sinks too."""
+    terms = [term.operand for term in (*match.additive, *match.allowed)]
+    return [match.q, match.k, match.v, *terms, *([match.sinks] if match.sinks is not None else [])]
+
+
+def after(unit: Unit, mirror: Mirror, node: fx.Node, site: fx.Node) -> Danger | None:
+    """Who may write to the tensor of a mirror node after the site with this output, until the backward is done."""
+    mine = mutation.storages(node)
+    writer = mutation.written_after(mirror, mine, site)
+    if writer is not None:
+        return Danger(why=f"{writer.name} writes to it afterwards")
+    is_written = any(mine & written for _, written in mirror.writers)
+    return _from_outside(unit, _memory(mirror.dynamo_node(node)), is_written=is_written)
+
+
+def _from_outside(unit: Unit, memory: Storages, *, is_written: bool) -> Danger | None:
+    """Who may write to this memory of a graph from outside of it. is_written: nodes of the graph do."""
+    reached = ways(unit)
+    is_output = bool(reached.returned & memory)
+    if not unit.is_body:
+        if is_output:
+            return Danger(why="the graph returns it, and it may be written to before the backward", by_user=True)
+        if reached.given & memory and (is_written or not reached.parameters & memory):
+            return Danger(why="the graph is given it, and it may be written to before the backward", by_user=True)
+        return None
+    inputs = [i for i, given in enumerate(reached.inputs) if given & memory]
+    if not inputs and not is_output:
+        return None
+    if not unit.calls:
+        return Danger(why="it goes in or out of a graph whose calls are not followed")
+    found = (_by_caller(call, inputs, is_output=is_output) for call in unit.calls)
+    return next((danger for danger in found if danger is not None), None)
+
+
+def _by_caller(call: Call, inputs: Iterable[int], *, is_output: bool) -> Danger | None:
+    """Who may write to inputs of a body, or to what it gives back, once this call of it is done."""
+    given = [call.node.args[call.first + i] for i in inputs]
+    nodes = [*(x for x in given if isinstance(x, fx.Node)), *([call.node] if is_output else [])]
+    memory: Storages = set().union(*map(_memory, nodes))
+    reached = ways(call.unit)
+    writer = next((n for n, written in reached.writers.items() if call.node < n and written & memory), None)
+    if writer is not None:
+        return Danger(why=f"{writer.name} writes to it after the call")
+    if target_name(call.node) in _RUN_AGAIN:
+        return None
+    return _from_outside(call.unit, memory, is_written=bool(reached.written & memory))
+
+
+def _memory(node: fx.Node | None) -> Storages:
+    """The storages behind Dynamo's value of a node."""
+    return set() if node is None else mutation.storages_of(node.meta.get("example_value"))
