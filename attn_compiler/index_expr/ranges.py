@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from attn_compiler.index_expr.building import combine, linear, rebuilt
-from attn_compiler.index_expr.nodes import FALSE, TRUE, Apply, Const, Expr, Index, Linear, Size, Test, kind_of
+from attn_compiler.index_expr.nodes import FALSE, TRUE, Apply, Const, Expr, Index, Linear, Load, Size, Test, kind_of
 
 #: largest value of each index, and of sizes where that is known, as a linear form: {"q": Sq - 1, "k": Skv - 1}
 Ranges = Mapping[str, Linear]
+
+#: under these, ranges may hold the number n of what lies from -n - 1 to n: of a tensor's elements, and of floats cut to whole numbers
+LOADED_KEY, MADE_OF_FLOAT = "{}[]", "int()"
+
+#: What is loaded in 64 bits is taken to be below this, so that sums and differences of three such numbers fit, and what of it is
+#: multiplied by another number that is not known, to be below that, so that the product does
+LOADED, LOADED_FACTOR = 2**61, 2**31 - 1
 
 
 def decide(x: Expr, ranges: Ranges) -> Expr:
@@ -73,8 +80,13 @@ def _bound(form: Linear, ranges: Ranges, *, lowest: bool) -> int | None:
 
 
 def _bound_of_term(term: Expr, ranges: Ranges) -> tuple[int | None, int | None]:
+    known = ranges.get(_key(term))
+    if known is not None:
+        return -known.const - 1, known.const
     if not isinstance(term, Apply):
         return None, None
+    if term.op == "mul":
+        return _product(*(bounds(a, _of_factors(ranges)) for a in term.args))
     match term.op, [bounds(a, ranges) for a in term.args]:
         case "where", [_, (low_a, high_a), (low_b, high_b)]:
             return _or_none(min, low_a, low_b), _or_none(max, high_a, high_b)
@@ -92,6 +104,27 @@ def _bound_of_term(term: Expr, ranges: Ranges) -> tuple[int | None, int | None]:
             return (None if low is None else low // divisor), (None if high is None else high // divisor)
         case _:
             return None, None
+
+
+def _key(term: Expr) -> str:
+    """Under what ranges may hold how large a term is."""
+    if isinstance(term, Load):
+        return LOADED_KEY.format(term.tensor)
+    return MADE_OF_FLOAT if isinstance(term, Apply) and term.op == "int" else ""
+
+
+def _of_factors(ranges: Ranges) -> Ranges:
+    """The ranges for what stands in a product."""
+    return {
+        name: Linear((), LOADED_FACTOR) if name.endswith("[]") and most.const == LOADED else most
+        for name, most in ranges.items()
+    }
+
+
+def _product(a: tuple[int | None, int | None], b: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    ends = [None if x is None or y is None else x * y for x in a for y in b]
+    known = [end for end in ends if end is not None]
+    return (min(known), max(known)) if len(known) == len(ends) else (None, None)
 
 
 def _or_none(choose: Callable[[Iterable[int]], int], a: int | None, b: int | None) -> int | None:

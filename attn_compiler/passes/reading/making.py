@@ -9,7 +9,7 @@ from torch import fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
-from attn_compiler.passes.reading.converting import is_unbounded
+from attn_compiler.passes.reading.converting import fits
 from attn_compiler.passes.reading.core import At, Reader, ReadOp, Unreadable, converted_of, fake
 from attn_compiler.passes.views import argument
 
@@ -20,9 +20,10 @@ def _arange(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     start = argument(node, "start", 0) if node.target is not aten.arange.default else 0
     step = argument(node, "step", 1) if node.target is aten.arange.start_step else 1
     first = reader.operand(start, torch.Size(()), ())
-    if first is None or not isinstance(step, int) or not is_unbounded(fake(node).dtype):
+    if first is None or not isinstance(step, int) or ix.kind_of(first) == "float" or fake(node).is_floating_point():
         return None
-    return ix.add(first, ix.mul(at[0], Const(step)))
+    found = ix.add(first, ix.mul(at[0], Const(step)))
+    return found if fits(found, fake(node).dtype, reader.within(found, node, at)) else None
 
 
 def _fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
@@ -30,14 +31,14 @@ def _fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     value: Any = 0 if "zeros" in name else 1 if "ones" in name else argument(node, "fill_value", argument(node, "s"))
     if not isinstance(value, (bool, int, float)):
         return None
-    return converted_of(Const(value), node, None, at)
+    return converted_of(reader, Const(value), node, None, at)
 
 
 def _cast(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     source = node.args[0]
     if not isinstance(source, fx.Node):
         return None
-    return converted_of(reader.read(source, at), node, fake(source).dtype, at)
+    return converted_of(reader, reader.read(source, at), node, fake(source).dtype, at)
 
 
 def _same(reader: Reader, node: fx.Node, at: At) -> Expr | None:
