@@ -309,9 +309,8 @@ def symbolic(number: torch.SymInt) -> Expr | None:
 
 def _largest_element(node: fx.Node) -> int:
     """n, if the elements of a tensor of whole numbers lie from -n - 1 to n."""
-    op = getattr(node.target, "overloadpacket", None)
-    name = getattr(op, "__name__", "").removesuffix("_") if not str(op).endswith("__") else op.__name__
-    return largest_loaded(fake(node).dtype, by_arithmetic=name in _GROWING)
+    name = str(getattr(node.target, "overloadpacket", "")).removeprefix("aten.")
+    return largest_loaded(fake(node).dtype, by_arithmetic=name in _GROWING or name.removesuffix("_") in _GROWING)
 
 
 def dim_of(node: fx.Node, default: int | None = None) -> int | None:
