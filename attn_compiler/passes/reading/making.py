@@ -9,8 +9,9 @@ from torch import fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
+from attn_compiler.passes import axes
 from attn_compiler.passes.reading.converting import fits
-from attn_compiler.passes.reading.core import At, Reader, ReadOp, Unreadable, converted_of, fake
+from attn_compiler.passes.reading.core import At, Reader, ReadOp, Unreadable, converted_of, fake, whole_number
 from attn_compiler.passes.views import argument
 
 aten = torch.ops.aten
@@ -23,7 +24,11 @@ def _arange(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     if first is None or not isinstance(step, int) or ix.kind_of(first) == "float" or fake(node).is_floating_point():
         return None
     found = ix.add(first, ix.mul(at[0], Const(step)))
-    return found if fits(found, fake(node).dtype, reader.within(found, node, at)) else None
+    length = whole_number(axes.shape_exprs(fake(node))[0])
+    # However its index is spelled, an element lies between the first and the last one.
+    last = None if length is None else ix.add(first, ix.mul(ix.add(length, Const(-1)), Const(step)))
+    ends = (found,) if last is None else (first, last)
+    return found if all(fits(end, fake(node).dtype, reader.within(end, node, at)) for end in ends) else None
 
 
 def _fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
