@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load
+from attn_compiler.index_expr.reach import is_known, reach
 from attn_compiler.masks import Inputs
 
 
@@ -307,6 +308,14 @@ PROVED_KINDS: tuple[type[ProvedScore], ...] = (
     Bias,
     BiasFormula,
 )
+
+
+def largest(kind: ProvedScore) -> float:
+    """How large a number a kind is known to add; of one that a loaded number decides, what it adds above zero."""
+    own = reach(kind.summand, {})
+    return max(own.high, -own.low) if is_known(kind.summand) else own.high
+
+
 #: what proved kinds hold
 PARTS: tuple[type[LogBuckets], ...] = (LogBuckets,)
 

@@ -354,6 +354,46 @@ def fixed(number: torch.SymFloat) -> float | None:
     return float(symbolic_shapes.guard_scalar(number)) if is_of_floats and number.node.has_hint() else None
 
 
+def largest(value: torch.Tensor, size: sympy.Expr, most: int) -> int | None:
+    """The largest that a size can be. Of symbols without a known end, guards ask from here on that they are at most `most`, if they are
+    in this call. None where it is not known. value: a fake tensor of the same graph."""
+    env = _shape_env(value)
+    if env is None or size.is_Integer:
+        return int(size) if size.is_Integer else most
+    known = {str(symbol): symbol for symbol in env.var_to_range}
+    size = size.xreplace({symbol: known[str(symbol)] for symbol in size.free_symbols if str(symbol) in known})
+    for symbol in size.free_symbols:
+        _hold(env, symbol, lambda number: number <= most, unless=env.bound_sympy(symbol).upper.is_Integer)
+    upper = env.bound_sympy(size).upper
+    return int(upper) if upper.is_Integer else None
+
+
+def is_of_positive(number: torch.SymInt) -> bool:
+    """Whether all symbols in a number are at least 1, as sizes are: known, or asked by guards from here on if they are in this call."""
+    env = number.node.shape_env
+    for symbol in number.node.expr.free_symbols:
+        _hold(env, symbol, lambda symbolic: symbolic >= 1, unless=bool(env.bound_sympy(symbol).lower >= 1))
+    return all(env.bound_sympy(symbol).lower >= 1 for symbol in number.node.expr.free_symbols)
+
+
+def _shape_env(value: torch.Tensor) -> symbolic_shapes.ShapeEnv | None:
+    mode = getattr(value, "fake_mode", None)
+    return None if mode is None else mode.shape_env
+
+
+def _hold(
+    env: symbolic_shapes.ShapeEnv,
+    symbol: sympy.Symbol,
+    condition: Callable[[torch.SymInt], torch.SymBool | bool],
+    *,
+    unless: bool,
+) -> None:
+    """A guard that the condition is what it is in this call, where that is known while compiling."""
+    number = env.create_symintnode(symbol, hint=None)
+    if not unless and isinstance(number, torch.SymInt) and number.node.has_hint():
+        bool(condition(number))
+
+
 def simplified(mode: FakeTensorMode, size: sympy.Expr) -> sympy.Expr:
     """A size as the guards of by now have it: a symbol that some op fixed in the meantime is a number."""
     return size if mode.shape_env is None else mode.shape_env.replace(size)

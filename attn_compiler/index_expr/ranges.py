@@ -11,6 +11,17 @@ from attn_compiler.index_expr.nodes import FALSE, TRUE, Apply, Const, Expr, Inde
 #: largest value of each index, and of sizes where that is known, as a linear form: {"q": Sq - 1, "k": Skv - 1}
 Ranges = Mapping[str, Linear]
 
+#: under these, ranges may hold the number n of what lies from -n - 1 to n: of one tensor's elements, of those of any other tensor, and of
+#: floats cut to whole numbers
+LOADED_KEY, ANY_LOAD, MADE_OF_FLOAT = "{}[]", "[]", "int()"
+
+#: under this, ranges may hold the largest value of any index that they do not name
+ANY_INDEX = "any index"
+
+#: What is loaded in 64 bits is taken to be below this, so that sums and differences of three such numbers fit, and what of it is
+#: multiplied by another number that is not known, to be below that, so that the product does
+LOADED, LOADED_FACTOR = 2**61, 2**31 - 1
+
 
 Bounds = tuple[int | None, int | None]
 
@@ -64,10 +75,15 @@ def _bounds(x: Expr, ranges: Ranges, key: _Key) -> Bounds:
         return 0, 1
     if kind_of(x) != "int":
         return _UNKNOWN
-    if isinstance(x, Apply):
-        return _bounds_of_result(x.op, [a.remembered[key] for a in x.args])
+    most = _most(x, ranges)
+    if most is not None:
+        return -most - 1, most
     if isinstance(x, Load):
         return _UNKNOWN
+    if isinstance(x, Apply) and x.op == "mul":
+        return _product(*(bounds(a, _of_factors(ranges)) for a in x.args))
+    if isinstance(x, Apply):
+        return _bounds_of_result(x.op, [a.remembered[key] for a in x.args])
     return _bound(linear(x), ranges, key, lowest=True), _bound(linear(x), ranges, key, lowest=False)
 
 
@@ -114,7 +130,9 @@ def _reached(term: Index | Size, factor: int, ranges: Ranges, *, lowest: bool) -
 
     A size may cancel against that of an index, and sizes that an index runs below against the form's own, so both are kept as sizes.
     """
-    known = ranges.get(term.name) if (factor > 0) != lowest else None
+    if (factor > 0) == lowest:
+        return linear(term)
+    known = ranges.get(term.name) or (ranges.get(ANY_INDEX) if isinstance(term, Index) else None)
     return linear(term) if known is None else known
 
 
@@ -136,6 +154,29 @@ def _bounds_of_result(op: str, args: list[Bounds]) -> Bounds:
             return (None if low is None else low // divisor), (None if high is None else high // divisor)
         case _:
             return _UNKNOWN
+
+
+def _most(x: Expr, ranges: Ranges) -> int | None:
+    """The number n that the ranges hold for a load, or a float cut to a whole number: it lies from -n - 1 to n."""
+    if isinstance(x, Load):
+        known = ranges.get(LOADED_KEY.format(x.tensor), ranges.get(ANY_LOAD))
+    else:
+        known = ranges.get(MADE_OF_FLOAT) if isinstance(x, Apply) and x.op == "int" else None
+    return None if known is None else known.const
+
+
+def _of_factors(ranges: Ranges) -> Ranges:
+    """The ranges for what stands in a product."""
+    return {
+        name: Linear((), LOADED_FACTOR) if name.endswith("[]") and most.const == LOADED else most
+        for name, most in ranges.items()
+    }
+
+
+def _product(a: Bounds, b: Bounds) -> Bounds:
+    ends = [None if x is None or y is None else x * y for x in a for y in b]
+    known = [end for end in ends if end is not None]
+    return (min(known), max(known)) if len(known) == len(ends) else _UNKNOWN
 
 
 def _or_none(choose: Callable[[Iterable[int]], int], a: int | None, b: int | None) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from attn_compiler import scores
 from attn_compiler.lowerings import dims
 from attn_compiler.masks import Alignment, Causal, Chunked, Dense, Document, KeyBound, KeyPadding, Prefix, SlidingWindow
 from attn_compiler.report import Reason
@@ -19,6 +20,8 @@ from attn_compiler.target import Target
 OLDEST_TORCH = (2, 11)
 LAST_SM = 121
 MAX_GRID = 65535
+#: float16's largest number, which float32 has with seven bits after the point
+LARGEST_ADDED = 65504.0
 
 LOWER_PRECISION = "call model.bfloat16(), or run it under torch.autocast"
 STATIC = "compile with dynamic=False, or mark the length static"
@@ -262,10 +265,10 @@ def check_tensor(spec: AttentionSpec, *, dtypes: Iterable[str]) -> list[Reason]:
     both = check_one_tensor(spec)
     if both:
         return both
-    reasons = []
-    scores = (spec.batch, spec.num_heads_q, spec.seqlen_q, spec.seqlen_kv)
-    if not dims.broadcasts(tensor.shape, scores):
-        reasons.append(Reason(rule=f"the mask broadcasts to {_list(scores)}", observed=_list(tensor.shape)))
+    reasons = check_no_large_numbers(spec)
+    pairs = (spec.batch, spec.num_heads_q, spec.seqlen_q, spec.seqlen_kv)
+    if not dims.broadcasts(tensor.shape, pairs):
+        reasons.append(Reason(rule=f"the mask broadcasts to {_list(pairs)}", observed=_list(tensor.shape)))
     if tensor.dtype not in ("bool", *dtypes) and not _widens(tensor.dtype, spec.dtype):
         remedy = f"cast it to {spec.dtype} if rounding does it no harm (it does, to distances above 256)"
         rule = f"the mask is bool or {' or '.join(dict.fromkeys(dtypes))}"
@@ -279,6 +282,17 @@ def check_one_tensor(spec: AttentionSpec) -> list[Reason]:
         return []
     observed = f"{spec.mask.dense.words} and {spec.score.bias.words}"
     return [Reason(rule="one tensor is added to the scores", observed=observed, remedy="add them up in the model")]
+
+
+def check_no_large_numbers(spec: AttentionSpec) -> list[Reason]:
+    """For a kernel whose backward makes the weights anew from its lse, in float32: beside 1e9 that can't hold the logarithm of a sum, so
+    that each key that got the number counts as the only one. In float64 it can."""
+    if not spec.needs_grad or spec.dtype == "float64":
+        return []
+    rule = f"with gradients, numbers of at most {LARGEST_ADDED:g} are added to the scores"
+    remedy = "mask the other keys instead, by truth values or -inf; a number that all keys get changes no weight"
+    large = [kind for kind in spec.score.proved if scores.largest(kind) > LARGEST_ADDED]
+    return [Reason(rule=rule, observed=kind.words, remedy=remedy) for kind in large]
 
 
 def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:

@@ -13,10 +13,12 @@ from torch import fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler import masks, scores
-from attn_compiler.index_expr import Expr, Linear
+from attn_compiler.index_expr import Expr, Linear, Ranges
 from attn_compiler.index_expr.dividing import divide
+from attn_compiler.index_expr.ranges import LOADED_KEY
+from attn_compiler.index_expr.reach import Reach
 from attn_compiler.masks import ProvedKind
-from attn_compiler.passes import axes, elements, kinds, mutation, reading, score_kinds
+from attn_compiler.passes import axes, elements, fills, kinds, mutation, reading, score_kinds
 from attn_compiler.passes.axes import Dim
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
@@ -40,7 +42,7 @@ class Meaning:
 
     kinds: what is masked; reason: why that could not be read. scores: what else is added, if all of it is known. tensors: what
     each name that `scores` loads from stands for. along: of each term (added ones first), the letters of the indices that its
-    elements were not shown to be the same along.
+    elements were not shown to be the same along. unusual: what happens to the scores that has no kind (fills.py).
     """
 
     condition: Expr | None = None
@@ -49,6 +51,7 @@ class Meaning:
     scores: tuple[ProvedScore, ...] = ()
     tensors: dict[str, Version] = field(default_factory=dict)
     along: tuple[str, ...] = ()
+    unusual: tuple[str, ...] = ()
 
     @property
     def is_everything(self) -> bool:
@@ -92,15 +95,20 @@ class _Read:
         self._unread: dict[str, Version] = {}
         self._names: dict[str, str] = {}
         self._tensors: dict[str, Version] = {}
+        self._fills: set[float] = set()
+        self._reach = Reach()
 
     def add(self, term: Term) -> None:
         """A tensor that is added: what of it masks, and kinds of the rest."""
         try:
-            found = score_kinds.split(ix.as_float(self._element(term)), term.weight)
+            x = ix.as_float(self._element(term))
         except Unreadable as unreadable:
             self._reasons.append(str(unreadable))
             self._add_unread(term)
             return
+        within = self._known(x, term)
+        found = score_kinds.split(x, term.weight, scores_up_to=fills.of_scores(self._match), within=within)
+        self._reach = self._reach.plus(found.reach(within))
         if not ix.is_exact(found.allowed):
             self._reasons.append(
                 f"{term.operand.node.name} masks by numbers that are rounded: {ix.text(found.allowed, _MOST)}"
@@ -108,6 +116,7 @@ class _Read:
             self._add_unread(term)
             return
         self._conditions.append(found.allowed)
+        self._fills |= found.fills
         for kind in score_kinds.recognise(found.added):
             self._scores.append(self._named(kind, term))
             if isinstance(kind, scores.Bias) and found.allowed == ix.TRUE:
@@ -115,6 +124,7 @@ class _Read:
 
     def mask(self, term: Term) -> None:
         """A truth value for each pair."""
+        self._fills.add(term.fill)
         try:
             allowed = ix.as_bool(self._element(term))
         except Unreadable as unreadable:
@@ -145,7 +155,14 @@ class _Read:
             scores=score_kinds.joined(self._scores) if self._is_whole else (),
             tensors=self._tensors,
             along=tuple(self._along),
+            unusual=fills.unusual(self._match, self._fills, self._reach),
         )
+
+    def _known(self, x: Expr, term: Term) -> Ranges:
+        """Ranges of the indices and sizes in x, but not of what it loads."""
+        at = elements.indices(self._match, term.operand.dims)
+        within = self._reader.within(x, term.operand.node, at)
+        return {name: most for name, most in within.items() if not name.endswith(LOADED_KEY.format(""))}
 
     def _why_not(self, condition: Expr) -> str | None:
         """Why a condition that was read says nothing."""

@@ -136,9 +136,10 @@ def _prove(mirror: Mirror, match: Match, reader: Reader, bias: bool) -> Meaning:
 
     bias: something that is added wants a gradient, so its tensor stays whatever it is.
     """
+    proved = meaning.of(mirror, match, reader)
+    match.unusual = (*match.unusual, *proved.unusual)
     if not (match.additive or match.allowed):
         return Meaning()
-    proved = meaning.of(mirror, match, reader)
     if proved.reason is None:
         match.notes = (*match.notes, *packing.notes((*match.additive, *match.allowed), reader, proved.words))
     if bias:

@@ -13,8 +13,10 @@ from typing import Any, get_args
 
 from attn_compiler import index_expr as ix
 from attn_compiler import scores
-from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Load
+from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Load, Ranges
 from attn_compiler.index_expr.changing import rename, with_parts
+from attn_compiler.index_expr.reach import Reach, reach
+from attn_compiler.passes.fills import shuts_out
 from attn_compiler.passes.patterns.score_steps import MASKED_BELOW, STILL_MASKED_BELOW
 from attn_compiler.scores import ProvedScore
 
@@ -31,33 +33,54 @@ class Added:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """An additive term: masked where `allowed` does not hold, and `added` elsewhere."""
+    """An additive term: masked where `allowed` does not hold, and `added` elsewhere.
+
+    fills: the numbers that mask, as they are in the end.
+    """
 
     allowed: Expr
     added: tuple[Added, ...] = ()
+    fills: frozenset[float] = frozenset()
+
+    def reach(self, within: Ranges) -> Reach:
+        """How far what is added goes, where it is known."""
+        return reach(total(self.added), within)
 
 
-def split(x: Expr, weight: float = 1.0) -> Split:
-    """What an additive term masks, and what else it adds. weight: the factor that the term has in the end."""
+def split(x: Expr, weight: float = 1.0, *, scores_up_to: float = 0.0, within: Ranges | None = None) -> Split:
+    """What an additive term masks, and what else it adds. weight: the factor that the term has in the end.
+
+    Numbers that the term itself may undo, or scores up to `scores_up_to`, mask nothing: all of it is added then.
+    """
+    found = _split(x, weight)
+    if found.allowed == ix.TRUE or shuts_out(found.fills, found.reach(within or {}), scores_up_to):
+        return found
+    return Split(allowed=ix.TRUE, added=(Added(value=x, weight=weight),))
+
+
+def _split(x: Expr, weight: float) -> Split:
     match x:
         case Const(value=value):
             masks_out = weight > 0 and value <= MASKED_BELOW and value * weight <= STILL_MASKED_BELOW
-            return Split(allowed=ix.FALSE) if masks_out else Split(allowed=ix.TRUE, added=_unless_zero(x, weight))
+            if masks_out:
+                return Split(allowed=ix.FALSE, fills=frozenset({float(value * weight)}))
+            return Split(allowed=ix.TRUE, added=_unless_zero(x, weight))
         case Apply(op="add", args=(a, b)):
-            one, other = split(a, weight), split(b, weight)
-            return Split(allowed=ix.apply("and", one.allowed, other.allowed), added=one.added + other.added)
+            one, other = _split(a, weight), _split(b, weight)
+            allowed = ix.apply("and", one.allowed, other.allowed)
+            return Split(allowed=allowed, added=one.added + other.added, fills=one.fills | other.fills)
         case Apply(op="mul", args=(a, Const(value=factor))) if _is_factor(factor):
-            found = split(a, weight * factor)
+            found = _split(a, weight * factor)
             if found.allowed == ix.TRUE and len(found.added) > 1 and abs(weight * factor) >= -MASKED_BELOW:
                 # 3e38 · (1 - mask): its parts are so large that next to each of them all else that is added is rounded away.
                 return Split(allowed=ix.TRUE, added=(Added(value=a, weight=weight * factor),))
             return found
         case Apply(op="div", args=(a, Const(value=factor))) if _is_factor(factor):
-            return split(a, weight / factor)
+            return _split(a, weight / factor)
         case Apply(op="rounded", args=(a,)) if ix.kind_of(a) == "float":
-            return split(a, weight)
+            return _split(a, weight)
         case Apply(op="where", args=(condition, a, b)):
-            return _split_choice(x, condition, split(a, weight), split(b, weight), weight)
+            return _split_choice(x, condition, _split(a, weight), _split(b, weight), weight)
         case _:
             return Split(allowed=ix.TRUE, added=(Added(value=x, weight=weight),))
 
@@ -72,13 +95,13 @@ def _unless_zero(x: Const, weight: float) -> tuple[Added, ...]:
 
 def _split_choice(x: Expr, condition: Expr, yes: Split, no: Split, weight: float) -> Split:
     """Where one side is masked, what is added there makes no difference."""
-    allowed = ix.where(condition, yes.allowed, no.allowed)
+    allowed, fills = ix.where(condition, yes.allowed, no.allowed), yes.fills | no.fills
     if yes.allowed == ix.FALSE or no.allowed == ix.FALSE:
-        return Split(allowed=allowed, added=yes.added + no.added)
+        return Split(allowed=allowed, added=yes.added + no.added, fills=fills)
     if yes.allowed == no.allowed == ix.TRUE and (yes.added or no.added):
         return Split(allowed=allowed, added=(Added(value=x, weight=weight),))
     value = ix.where(condition, total(yes.added), total(no.added))
-    return Split(allowed=allowed, added=() if value == Const(0.0) else (Added(value=value),))
+    return Split(allowed=allowed, added=() if value == Const(0.0) else (Added(value=value),), fills=fills)
 
 
 def total(added: tuple[Added, ...]) -> Expr:

@@ -5,8 +5,9 @@ Site space: one set of atoms (axes.py) for batch, head, query, key and head-dim 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -64,13 +65,33 @@ class Operand:
 class Term:
     """A tensor that joins the scores. weight: the factor it has in the end. inverted: (bool only) True means masked out.
 
+    fill: (bool only) the number that a masked score is in the end.
     along: the indices, of "bhqk", that its elements may depend on. Along the others all elements are equal, and one is enough.
     """
 
     operand: Operand
     weight: float = 1.0
     inverted: bool = False
+    fill: float = -math.inf
     along: str = "bhqk"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """No score is below `low` or above `high`, both times later factors. of_dtype: what no number of the scores' dtype is beyond."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    of_dtype: bool = False
+
+    def scaled(self, factor: float) -> Limit:
+        """The same limit on scores that are multiplied."""
+        low, high = sorted((self.low * factor, self.high * factor))
+        return replace(self, low=low, high=high)
+
+    def is_idle(self, lowest: float, highest: float) -> bool:
+        """Whether it changes no score of lowest up to highest."""
+        return self.of_dtype or (self.low <= lowest and highest <= self.high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +140,7 @@ class Match:
     softcap: float | None = None
     additive: tuple[Term, ...] = ()
     allowed: tuple[Term, ...] = ()
+    limits: tuple[Limit, ...] = ()
     sinks: Operand | None = None
     dropout_p: float = 0.0
     unusual: tuple[str, ...] = ()

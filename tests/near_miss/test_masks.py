@@ -220,13 +220,13 @@ def every_other_pair() -> Tensor:
 # ---- dtypes that don't hold the positions -----------------------------------------------------------------------------
 
 
-@near_miss(unproved="le was made by le in a way that can not be read, and holds an element for each query and key")
+@near_miss("positions[k] <= positions[q]")
 def positions_that_overflow() -> Tensor:
     positions = (torch.arange(S) * 60).to(torch.uint8)
     return positions[None, :] <= positions[:, None]
 
 
-@near_miss(unproved="le was made by le in a way that can not be read, and holds an element for each query and key")
+@near_miss(unproved="sub was made by sub in a way that can not be read, and holds an element for each query and key")
 def differences_that_wrap() -> Tensor:
     positions = torch.arange(S).to(torch.uint8)
     return positions[:, None] - positions[None, :] <= 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -11,14 +12,14 @@ from attn_compiler.passes.axes import AxisError, Dim, Dims
 from attn_compiler.passes.contraction import Contraction
 from attn_compiler.passes.patterns import score_steps
 from attn_compiler.passes.patterns.score_steps import Step
-from attn_compiler.passes.site import Factor
+from attn_compiler.passes.site import Factor, Limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
     """A tensor that joins the scores: added with `weight`, or (a bool) masking where it is False, or, `inverted`, True.
 
-    dims: those of the scores where it does, at the mirror node `used`.
+    dims: those of the scores where it does, at the mirror node `used`. fill: what a masked score is.
     """
 
     node: fx.Node
@@ -26,6 +27,7 @@ class Joined:
     used: fx.Node
     weight: float = 1.0
     inverted: bool = False
+    fill: float = -math.inf
 
 
 @dataclass(kw_only=True)
@@ -43,6 +45,7 @@ class Scores:
     additive: list[Joined] = field(default_factory=list)
     keeps: list[Joined] = field(default_factory=list)
     masked_at: list[float] = field(default_factory=list)
+    limits: list[Limit] = field(default_factory=list)
     shifted_along: list[Dim] = field(default_factory=list)
     sinks: Joined | None = None
     unusual: list[str] = field(default_factory=list)
@@ -85,11 +88,13 @@ def _apply(scores: Scores, step: Step) -> None:
             added = Joined(node=step.term, dims=scores.dims, used=step.node, weight=step.weight)
             scores.additive.append(added)
         case score_steps.Keep():
-            kept = Joined(node=step.condition, dims=scores.dims, used=step.node, inverted=step.inverted)
-            scores.keeps.append(kept)
+            scores.keeps.append(
+                Joined(node=step.condition, dims=scores.dims, used=step.node, inverted=step.inverted, fill=step.fill)
+            )
             scores.masked_at.append(step.fill)
-        case score_steps.Floor():
-            scores.masked_at.append(step.bound)
+        case score_steps.Clamp():
+            scores.masked_at.append(step.low)
+            scores.limits.append(Limit(low=step.low, high=step.high, of_dtype=step.of_dtype))
         case score_steps.Shift():
             scores.shifted_along.append(scores.dims[-1])
         case score_steps.Tanh():
@@ -102,7 +107,7 @@ def _check_after_sinks(scores: Scores, step: Step) -> None:
     """The kinds say what happens to the scores before the sink column joins them: what comes later would change it too."""
     if isinstance(step, (score_steps.View, score_steps.SinkColumn)):
         raise AxisError(f"{step.node.name} moves the scores after the sink column joined them")
-    if not isinstance(step, (score_steps.Cast, score_steps.Floor, score_steps.Shift)):
+    if not isinstance(step, (score_steps.Cast, score_steps.Clamp, score_steps.Shift)):
         scores.unusual.append(f"{type(step).__name__.lower()} after the sink column")
 
 
@@ -121,6 +126,8 @@ def _scale(scores: Scores, step: score_steps.Scale) -> None:
     else:
         scores.inner_scale *= step.factor
     scores.additive = [replace(term, weight=term.weight * step.factor) for term in scores.additive]
+    scores.keeps = [replace(kept, fill=kept.fill * step.factor) for kept in scores.keeps]
+    scores.limits = [limit.scaled(step.factor) for limit in scores.limits]
 
 
 def _runtime_scale(scores: Scores, step: score_steps.RuntimeScale) -> None:

@@ -90,10 +90,15 @@ class SinkColumn(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Floor(Step):
-    """No score below `bound`, which masks: changes nothing that a softmax can see."""
+class Clamp(Step):
+    """No score below `low`, which masks, or above `high`. of_dtype: both are the ends of the scores' dtype, or none.
 
-    bound: float
+    Whether that changes a number, what the scores are multiplied with and what is added decide (fills.py).
+    """
+
+    low: float
+    high: float = math.inf
+    of_dtype: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +226,18 @@ _KEEP_ALIGNMENT = frozenset(
 )
 
 
-def condition_of_mask(mirror: Mirror, term: fx.Node, weight: float) -> tuple[fx.Node, bool, fx.Node] | None:
-    """(condition, inverted, where it is read) of an added tensor that is 0 where a condition holds and masks elsewhere.
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """An added tensor that is 0 where a condition holds (or, inverted, does not), and `fill` elsewhere; `node`: where that is read."""
+
+    condition: fx.Node
+    inverted: bool
+    fill: float
+    node: fx.Node
+
+
+def condition_of_mask(mirror: Mirror, term: fx.Node, weight: float) -> Choice | None:
+    """The condition of an added tensor that is 0 where it holds and masks elsewhere, the fill times `weight`.
 
     None for any other tensor.
 
@@ -242,9 +257,9 @@ def condition_of_mask(mirror: Mirror, term: fx.Node, weight: float) -> tuple[fx.
     if not isinstance(condition, fx.Node) or yes is None or no is None:
         return None
     if yes == 0 and no <= MASKED_BELOW and no * weight <= STILL_MASKED_BELOW:
-        return condition, False, top
+        return Choice(condition=condition, inverted=False, fill=no * weight, node=top)
     if no == 0 and yes <= MASKED_BELOW and yes * weight <= STILL_MASKED_BELOW:
-        return condition, True, top
+        return Choice(condition=condition, inverted=True, fill=yes * weight, node=top)
     return None
 
 
@@ -254,7 +269,7 @@ def _floor(mirror: Mirror, node: fx.Node) -> list[Step]:
     for scores, bound in ((left, right), (right, left)):
         lowest = _masking(mirror, bound)
         if isinstance(scores, fx.Node) and lowest is not None:
-            return [Floor(node=node, source=scores, bound=lowest)]
+            return [_clamped(node, scores, lowest, math.inf)]
     return []
 
 
@@ -262,12 +277,16 @@ def _clamp(mirror: Mirror, node: fx.Node) -> list[Step]:
     low, high = argument(node, "min"), argument(node, "max")
     source = node.args[0]
     lowest = -math.inf if low is None else _masking(mirror, low)
-    if not isinstance(source, fx.Node) or lowest is None:
+    highest = math.inf if high is None else constants.number(mirror, high)
+    if not isinstance(source, fx.Node) or lowest is None or highest is None or highest < -MASKED_BELOW:
         return []
-    number = constants.number(mirror, high)
-    if high is not None and (number is None or number < -MASKED_BELOW):
-        return []
-    return [Floor(node=node, source=source, bound=lowest)]
+    return [_clamped(node, source, lowest, highest)]
+
+
+def _clamped(node: fx.Node, source: fx.Node, low: float, high: float) -> Clamp:
+    ends = torch.finfo(value(source).dtype) if value(source).is_floating_point() else None
+    of_dtype = ends is not None and low <= ends.min and ends.max <= high
+    return Clamp(node=node, source=source, low=low, high=high, of_dtype=of_dtype)
 
 
 def _cast(mirror: Mirror, node: fx.Node) -> list[Step]:

@@ -157,6 +157,7 @@ def _match(
         softcap=scores.outer_scale if scores.capped else None,
         additive=tuple(_term(mirror, t, weighted) for t in added),
         allowed=tuple(_term(mirror, t, weighted) for t in (*scores.keeps, *masking)),
+        limits=tuple(scores.limits),
         sinks=_sinks(mirror, scores, weighted),
         dropout_p=_dropout(down),
         returns_weights=returned,
@@ -287,8 +288,15 @@ def _split_masks(mirror: Mirror, scores: Scores) -> tuple[list[Joined], list[Joi
         if found is None:
             added.append(term)
         else:
-            condition, inverted, used = found
-            masking.append(Joined(node=condition, dims=term.dims, used=used, inverted=inverted))
+            masking.append(
+                Joined(
+                    node=found.condition,
+                    dims=term.dims,
+                    used=found.node,
+                    inverted=found.inverted,
+                    fill=found.fill,
+                )
+            )
     return added, masking
 
 
@@ -296,7 +304,7 @@ def _term(mirror: Mirror, joined: Joined, weighted: Contraction) -> Term:
     """Read where the model reads it: it may have been written to after it was made."""
     site_dims = operands.broadcast_dims(joined.node, joined.dims)
     operand, _ = operands.read(mirror, joined.node, site_dims, used=joined.used, until=weighted.node)
-    return Term(operand=operand, weight=joined.weight, inverted=joined.inverted)
+    return Term(operand=operand, weight=joined.weight, inverted=joined.inverted, fill=joined.fill)
 
 
 def _sinks(mirror: Mirror, scores: Scores, weighted: Contraction) -> Operand | None:

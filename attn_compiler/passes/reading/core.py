@@ -16,12 +16,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_compiler import index_expr as ix
 from attn_compiler import torch_compat
-from attn_compiler.index_expr import Const, Expr, Index, Load
+from attn_compiler.index_expr import Const, Expr, Index, Load, Ranges
+from attn_compiler.index_expr.ranges import LOADED, LOADED_KEY
 from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.reading import per_example
-from attn_compiler.passes.reading.converting import converted, kind_of_dtype, ranges
+from attn_compiler.passes.reading.converting import (
+    IN_MEMORY,
+    LONGEST,
+    computed,
+    converted,
+    fits,
+    kind_of_dtype,
+    largest_loaded,
+    ranges,
+)
 from attn_compiler.passes.views import argument
 
 At = tuple[Expr, ...]
@@ -34,6 +44,13 @@ Inside = tuple[Expr, At]
 Reach = Callable[[fx.Node, fx.Node, At], Inside | None]
 
 _DEEPEST = 200
+
+#: The results of these may have wrapped around: all that their dtype holds may come
+_GROWING = frozenset(
+    {"add", "sub", "rsub", "mul", "neg", "abs", "pow", "square", "prod", "cumprod", "diff", "arange"}
+    | {"bitwise_not", "bitwise_xor", "bitwise_or", "bitwise_left_shift", "__lshift__", "__xor__", "__or__"}
+    | {"full", "full_like", "new_full", "scalar_tensor", "fill"}
+)
 
 #: how Dynamo names what the model was called with: l_kwargs_attention_mask_
 _ARGUMENT = re.compile(r"^l_(?:kwargs_|self_)?(\w+?)_*$")
@@ -82,6 +99,7 @@ class Reader:
         self._known: dict[tuple[fx.Node, At, fx.Node | None], Expr] = {}
         self._memory: dict[fx.Node, set[StorageWeakRef]] = {}
         self._moment = _Moment(node=None, when=len(mirror.graph.nodes))
+        self._sizes: dict[sympy.Expr, int] = {}
         self._depth = 0
         self._scans = 0
         self.tensors: dict[str, Version] = {}
@@ -207,6 +225,23 @@ class Reader:
             node = written
         return node
 
+    def within(self, x: Expr, node: fx.Node, at: At) -> Ranges:
+        """How large the indices, sizes and loads in x can be, if x is computed for the element of `node` at `at`."""
+        known = {name: self._largest_size(node, sympy.Symbol(name)) for name in ix.sizes(x)}
+        for load in ix.loads(x):
+            largest = _largest_element(self.tensors[load.tensor].node) if load.tensor in self.tensors else LOADED
+            # What holds of any load is not said of each: bounds are remembered by what is known, and the less differs, the better.
+            if load.kind == "int" and largest != LOADED:
+                known[LOADED_KEY.format(load.tensor)] = largest
+        longest = functools.partial(self._largest_size, node)
+        return ranges(x, fake(node).shape, at, longest=lambda size: longest(axes.size_expr(size)), named=known)
+
+    def _largest_size(self, node: fx.Node, size: sympy.Expr) -> int:
+        """Held by a guard, where nothing is known and it is at most LONGEST in this call."""
+        if size not in self._sizes:
+            self._sizes[size] = torch_compat.largest(fake(node), size, LONGEST) or IN_MEMORY
+        return self._sizes[size]
+
     def scan_variable(self) -> Index:
         """A new bound variable for a cumulative op."""
         self._scans += 1
@@ -217,11 +252,11 @@ class Reader:
         if isinstance(x, (bool, int, float)):
             return Const(x)
         if isinstance(x, torch.SymInt):
-            return whole_number(torch_compat.decided(x))
+            return symbolic(x)
         if not isinstance(x, fx.Node):
             return None
         if isinstance(x.meta.get("val"), torch.SymInt):
-            return whole_number(torch_compat.decided(x.meta["val"]))
+            return symbolic(x.meta["val"])
         return self.read(x, broadcast(fake(x), at)) if isinstance(x.meta.get("val"), torch.Tensor) else None
 
 
@@ -266,11 +301,33 @@ def whole_number(expr: sympy.Expr) -> Expr | None:
     return total
 
 
+def symbolic(number: torch.SymInt) -> Expr | None:
+    """A number of the model's own, made of sizes or of what it was called with. None where it is made of one that may be below 1."""
+    return whole_number(torch_compat.decided(number)) if torch_compat.is_of_positive(number) else None
+
+
+def _largest_element(node: fx.Node) -> int:
+    """n, if the elements of a tensor of whole numbers lie from -n - 1 to n."""
+    name = str(getattr(node.target, "overloadpacket", "")).removeprefix("aten.")
+    return largest_loaded(fake(node).dtype, by_arithmetic=name in _GROWING or name.removesuffix("_") in _GROWING)
+
+
 def dim_of(node: fx.Node, default: int | None = None) -> int | None:
     given = argument(node, "dim", default)
     return given if isinstance(given, int) else default
 
 
-def converted_of(x: Expr, node: fx.Node, source: torch.dtype | None, at: At) -> Expr | None:
+def converted_of(reader: Reader, x: Expr, node: fx.Node, source: torch.dtype | None, at: At) -> Expr | None:
     """x, of dtype `source` (None for a number), as the element of `node` at `at` holds it; None if that may wrap around."""
-    return converted(x, source, fake(node).dtype, ranges(x, fake(node).shape, at))
+    return converted(x, source, fake(node).dtype, reader.within(x, node, at))
+
+
+def computed_of(reader: Reader, x: Expr, node: fx.Node, at: At) -> Expr | None:
+    """The result x of arithmetic as the element of `node` at `at` holds it; None if it may wrap around."""
+    dtype = fake(node).dtype
+    if dtype == torch.bool:
+        return ix.as_bool(x)
+    within = reader.within(x, node, at)
+    if dtype.is_floating_point:
+        return computed(x, dtype, within)
+    return x if fits(x, dtype, within) else None

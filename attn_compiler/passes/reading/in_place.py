@@ -23,7 +23,7 @@ def _written(rule: ReadOp) -> ReadOp:
     def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
         found = rule(reader, node, at)
         source = fake(node).dtype if found is not None and ix.kind_of(found) == "float" else None
-        return None if found is None else converted_of(found, node, source, at)
+        return None if found is None else converted_of(reader, found, node, source, at)
 
     return read
 
@@ -31,7 +31,7 @@ def _written(rule: ReadOp) -> ReadOp:
 def _fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     value = argument(node, "value", 0)
     number = Const(value) if isinstance(value, (bool, int, float)) else None
-    return None if number is None else converted_of(number, node, None, at)
+    return None if number is None else converted_of(reader, number, node, None, at)
 
 
 def _fill_with(reader: Reader, node: fx.Node, at: At) -> Expr | None:
@@ -48,7 +48,7 @@ def _given(reader: Reader, node: fx.Node, value: object, at: At) -> Expr | None:
     if not isinstance(value, fx.Node):
         return None
     found = reader.read(value, broadcast(fake(value), at))
-    return converted_of(found, node, fake(value).dtype, at)
+    return converted_of(reader, found, node, fake(value).dtype, at)
 
 
 READERS: dict[object, ReadOp] = {

@@ -9,8 +9,9 @@ from torch import fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
-from attn_compiler.passes.reading.converting import is_unbounded
-from attn_compiler.passes.reading.core import At, Reader, ReadOp, Unreadable, converted_of, fake
+from attn_compiler.passes import axes
+from attn_compiler.passes.reading.converting import fits
+from attn_compiler.passes.reading.core import At, Reader, ReadOp, Unreadable, converted_of, fake, whole_number
 from attn_compiler.passes.views import argument
 
 aten = torch.ops.aten
@@ -20,9 +21,14 @@ def _arange(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     start = argument(node, "start", 0) if node.target is not aten.arange.default else 0
     step = argument(node, "step", 1) if node.target is aten.arange.start_step else 1
     first = reader.operand(start, torch.Size(()), ())
-    if first is None or not isinstance(step, int) or not is_unbounded(fake(node).dtype):
+    if first is None or not isinstance(step, int) or ix.kind_of(first) == "float" or fake(node).is_floating_point():
         return None
-    return ix.add(first, ix.mul(at[0], Const(step)))
+    found = ix.add(first, ix.mul(at[0], Const(step)))
+    length = whole_number(axes.shape_exprs(fake(node))[0])
+    # However its index is spelled, an element lies between the first and the last one.
+    last = None if length is None else ix.add(first, ix.mul(ix.add(length, Const(-1)), Const(step)))
+    ends = (found,) if last is None else (first, last)
+    return found if all(fits(end, fake(node).dtype, reader.within(end, node, at)) for end in ends) else None
 
 
 def _fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
@@ -30,14 +36,14 @@ def _fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     value: Any = 0 if "zeros" in name else 1 if "ones" in name else argument(node, "fill_value", argument(node, "s"))
     if not isinstance(value, (bool, int, float)):
         return None
-    return converted_of(Const(value), node, None, at)
+    return converted_of(reader, Const(value), node, None, at)
 
 
 def _cast(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     source = node.args[0]
     if not isinstance(source, fx.Node):
         return None
-    return converted_of(reader.read(source, at), node, fake(source).dtype, at)
+    return converted_of(reader, reader.read(source, at), node, fake(source).dtype, at)
 
 
 def _same(reader: Reader, node: fx.Node, at: At) -> Expr | None:

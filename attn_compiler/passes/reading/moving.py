@@ -258,7 +258,7 @@ def _joined(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     starts = [sum(map(int, sizes[:i])) for i in range(len(nodes))]
     elements = [
         converted_of(
-            reader.read(x, (*at[:dim], ix.add(at[dim], Const(-start)), *at[dim + 1 :])), node, fake(x).dtype, at
+            reader, reader.read(x, (*at[:dim], ix.add(at[dim], Const(-start)), *at[dim + 1 :])), node, fake(x).dtype, at
         )
         for x, start in zip(nodes, starts, strict=True)
     ]

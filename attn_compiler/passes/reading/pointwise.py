@@ -10,8 +10,8 @@ from torch import fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
-from attn_compiler.passes.reading.converting import computed, converted, fits, ranges
-from attn_compiler.passes.reading.core import At, Reader, ReadOp, fake
+from attn_compiler.passes.reading.converting import converted
+from attn_compiler.passes.reading.core import At, Reader, ReadOp, computed_of, fake
 from attn_compiler.passes.views import argument
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ def _operand(reader: Reader, node: fx.Node, x: Any, at: At, dtype: torch.dtype) 
     element = reader.operand(x, fake(node).shape, at)
     value = x.meta.get("val") if isinstance(x, fx.Node) else None
     source = value.dtype if isinstance(value, torch.Tensor) else None
-    return None if element is None else converted(element, source, dtype, ranges(element, fake(node).shape, at))
+    return None if element is None else converted(element, source, dtype, reader.within(element, node, at))
 
 
 def _arithmetic(combine: Callable[..., Expr | None]) -> ReadOp:
@@ -53,14 +53,8 @@ def _arithmetic(combine: Callable[..., Expr | None]) -> ReadOp:
     exactly = _pointwise(combine)
 
     def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-        dtype = fake(node).dtype
         found = exactly(reader, node, at)
-        if found is None or dtype == torch.bool:
-            return None if found is None else ix.as_bool(found)
-        within = ranges(found, fake(node).shape, at)
-        if dtype.is_floating_point:
-            return computed(found, dtype, within)
-        return found if fits(found, dtype, within) else None
+        return None if found is None else computed_of(reader, found, node, at)
 
     return read
 
@@ -147,7 +141,8 @@ def _triangle(keeps_lower: bool) -> ReadOp:
 def _floor_div(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     if node.target is not aten.floor_divide.default and argument(node, "rounding_mode") != "floor":
         return None
-    a, b = (reader.operand(x, fake(node).shape, at) for x in node.args[:2])
+    dtype = _common_dtype(node.args[:2])
+    a, b = (_operand(reader, node, x, at, dtype) for x in node.args[:2])
     if a is None or not isinstance(b, Const) or ix.kind_of(a) != "int" or not isinstance(b.value, int) or b.value <= 0:
         return None
     return ix.apply("floordiv", a, b)

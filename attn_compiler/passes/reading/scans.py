@@ -8,8 +8,7 @@ from torch import fx
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
 from attn_compiler.passes import axes
-from attn_compiler.passes.reading.converting import is_unbounded, kind_of_dtype
-from attn_compiler.passes.reading.core import At, Reader, ReadOp, dim_of, fake
+from attn_compiler.passes.reading.core import At, Reader, ReadOp, computed_of, dim_of, fake
 from attn_compiler.passes.views import argument
 
 aten = torch.ops.aten
@@ -20,7 +19,7 @@ def _difference(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     source, before = node.args[0], argument(node, "prepend")
     if argument(node, "n", 1) != 1 or argument(node, "append") is not None or not isinstance(source, fx.Node):
         return None
-    if kind_of_dtype(fake(source).dtype) != "float" and not is_unbounded(fake(source).dtype):
+    if fake(source).dtype == torch.bool:
         return None
     dim = (dim_of(node, -1) or 0) % len(at)
     here = at[dim]
@@ -29,12 +28,12 @@ def _difference(reader: Reader, node: fx.Node, at: At) -> Expr | None:
         return reader.read(source, (*at[:dim], position, *at[dim + 1 :]))
 
     if before is None:
-        return ix.add(element(ix.add(here, ix.ONE)), element(here), -1)
+        return computed_of(reader, ix.add(element(ix.add(here, ix.ONE)), element(here), -1), node, at)
     if not isinstance(before, fx.Node) or axes.shape_exprs(fake(before))[dim] != axes.ONE:
         return None
     first = reader.read(before, (*at[:dim], ix.ZERO, *at[dim + 1 :]))
     previous = ix.where(ix.compare("==", here, ix.ZERO), first, element(ix.add(here, Const(-1))))
-    return ix.add(element(here), previous, -1)
+    return computed_of(reader, ix.add(element(here), previous, -1), node, at)
 
 
 def _running_sum(reader: Reader, node: fx.Node, at: At) -> Expr | None:
@@ -45,9 +44,9 @@ def _running_sum(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     dim %= len(at)
     variable = reader.scan_variable()
     body = ix.as_int(reader.read(source, (*at[:dim], variable, *at[dim + 1 :])))
-    if not isinstance(body, Const) or not is_unbounded(fake(node).dtype):
+    if not isinstance(body, Const) or ix.kind_of(body) == "float" or fake(node).is_floating_point():
         return None
-    return ix.mul(ix.add(at[dim], ix.ONE), body)
+    return computed_of(reader, ix.mul(ix.add(at[dim], ix.ONE), body), node, at)
 
 
 READERS: dict[object, ReadOp] = {

@@ -1,0 +1,75 @@
+"""How far numbers go that are known while compiling; what is read at run time counts as nothing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from attn_compiler.index_expr.looking import parts
+from attn_compiler.index_expr.nodes import Apply, Const, Expr, Load, kind_of
+from attn_compiler.index_expr.ranges import Ranges, bounds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reach:
+    """The lowest and the highest number that something can be."""
+
+    low: float = 0.0
+    high: float = 0.0
+
+    def plus(self, other: Reach) -> Reach:
+        """Of a sum. Infinities of both signs give no number: any may come."""
+        low, high = self.low + other.low, self.high + other.high
+        return Reach(low=-math.inf if math.isnan(low) else low, high=math.inf if math.isnan(high) else high)
+
+    def times(self, other: Reach) -> Reach:
+        """Of a product. Nothing, however often, is nothing."""
+        return _of(*(a * b if a and b else 0.0 for a in (self.low, self.high) for b in (other.low, other.high)))
+
+
+def _of(*ends: float) -> Reach:
+    if any(map(math.isnan, ends)):
+        return Reach(low=-math.inf, high=math.inf)
+    return Reach(low=min(ends), high=max(ends))
+
+
+def reach(x: Expr, within: Ranges) -> Reach:
+    """How far what is known of a number goes. within: ranges of its indices and sizes."""
+    match x:
+        case Const(value=value):
+            return _of(float(value))
+        case Apply(op="where", args=(_, a, b)):
+            one, other = reach(a, within), reach(b, within)
+            return _of(one.low, one.high, other.low, other.high)
+        case _ if kind_of(x) != "float":
+            low, high = bounds(x, within)
+            return Reach() if low is None or high is None else _of(float(low), float(high))
+        case Apply(op="float" | "rounded", args=(a,)):
+            return reach(a, within)
+        case Apply(op="add", args=(a, b)):
+            return reach(a, within).plus(reach(b, within))
+        case Apply(op="mul", args=(a, b)):
+            return reach(a, within).times(reach(b, within))
+        case Apply(op="div", args=(a, Const(value=divisor))) if divisor:
+            return reach(a, within).times(_of(1.0 / divisor))
+        case Apply(op="min" | "max" as op, args=(a, b)):
+            one, other = reach(a, within), reach(b, within)
+            choose = min if op == "min" else max
+            return Reach(low=choose(one.low, other.low), high=choose(one.high, other.high))
+        case Apply(op="abs", args=(a,)):
+            own = reach(a, within)
+            nearest = 0.0 if own.low <= 0.0 <= own.high else min(abs(own.low), abs(own.high))
+            return Reach(low=nearest, high=max(abs(own.low), abs(own.high)))
+        case _:
+            return Reach()
+
+
+def is_known(x: Expr) -> bool:
+    """Whether nothing is read at run time to make a number, but for what it is chosen by."""
+    match x:
+        case Load():
+            return False
+        case Apply(op="where", args=(_, a, b)):
+            return is_known(a) and is_known(b)
+        case _:
+            return kind_of(x) == "bool" or all(map(is_known, parts(x)))
