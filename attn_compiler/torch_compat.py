@@ -118,14 +118,37 @@ def compile_with_inductor(
     extra: dict[str, Any] = {}
     if region is not None and "compile_region_name" in inspect.signature(compile_fx).parameters:
         extra["compile_region_name"] = region
-    return typing.cast(CompiledFn, compile_fx(gm, example_inputs, config_patches=patches, **extra))
+    with _recomputing_only_for_a_backward(gm):
+        return typing.cast(CompiledFn, compile_fx(gm, example_inputs, config_patches=patches, **extra))
 
 
 def compile_with_backend(name: str, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> CompiledFn:
     """Compile with another registered backend ("eager", "aot_eager")."""
     from torch._dynamo.backends.registry import lookup_backend
 
-    return lookup_backend(name)(gm, list(example_inputs))
+    with _recomputing_only_for_a_backward(gm):
+        return lookup_backend(name)(gm, list(example_inputs))
+
+
+@contextlib.contextmanager
+def _recomputing_only_for_a_backward(gm: fx.GraphModule) -> Iterator[None]:
+    """AOTAutograd looks for what a checkpoint recomputes in a graph without gradients, too: for a backward that Dynamo put into it. Where a
+    checkpoint holds an op that may draw random numbers, as PyTorch's attention kernels are marked even without dropout, it raises before
+    it looks for that backward. Where there is none, nothing is recomputed.
+    """
+    from torch._functorch import config
+
+    switch = "remat_using_tags_for_fwd_loss_bwd_graph"
+    nodes = (node for module in graph_modules(gm) for node in module.graph.nodes)
+    if not hasattr(config, switch) or any(node.target in _BACKWARDS for node in nodes):
+        yield
+        return
+    with config.patch({switch: False}):
+        yield
+
+
+#: how a graph asks for gradients itself
+_BACKWARDS = (torch.autograd.grad, torch.autograd.backward, "backward")
 
 
 def starts_over(error: Exception) -> bool:

@@ -1,8 +1,11 @@
 """Attention as plain nodes, two products and a softmax, which Inductor fuses the steps between: no kernel of its own.
 
 All scores are in memory, so it is for sizes where that is cheap; there it beats a fused kernel on the CPU (see priorities).
-It reads K/V of fewer heads without repeating them: query heads that share one are rows of the same product. Scores, biases
-and the softmax are float32 (float64 for float64), which costs nothing once they are fused.
+It reads K/V of fewer heads without repeating them: query heads that share one are rows of the same product.
+
+All of it is float32 (float64 for float64), and the output is rounded once. A product in half precision would round the scores
+themselves: one beyond 65504 is Inf in float16, and one of 300 is off by 1 in bfloat16, which no later step makes good. PyTorch's own
+kernels keep the scores in float32, too, and its math the weights and the values.
 """
 
 from __future__ import annotations
@@ -48,22 +51,20 @@ class PlainMath:
         weights = _weights(emitter, spec, scores, operands.sinks)
         if spec.score.dropout_p:
             weights = emitter.call(torch.dropout, weights, spec.score.dropout_p, True)
-        weights = emitter.call(torch.Tensor.to, weights, dtype)
+        weights = _cast(emitter, weights, _compute_dtype(dtype))
         rows = _share_rows(emitter, spec, weights)
-        return _own_rows(emitter, spec, emitter.call(torch.matmul, rows, operands.v))
+        out = emitter.call(torch.matmul, rows, _cast(emitter, operands.v, _compute_dtype(dtype)))
+        return _cast(emitter, _own_rows(emitter, spec, out), dtype)
 
 
 def _scores(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
     """(B, Hq, Sq, Skv) in the compute dtype, scaled and capped."""
-    dtype = emitter.value(operands.q).dtype
-    compute = _compute_dtype(dtype)
+    compute = _compute_dtype(emitter.value(operands.q).dtype)
     # A scale behind the product would be one of the forms that Inductor turns into an SDPA call, and so into the kernel that
-    # this lowering was preferred to. In a lower precision q can't hold it, and the cast in between is no such form.
-    q = operands.q if dtype != compute else emitter.call(torch.mul, operands.q, spec.score.scale)
-    k = emitter.call(torch.transpose, operands.k, 2, 3)
+    # this lowering was preferred to.
+    q = emitter.call(torch.mul, _cast(emitter, operands.q, compute), spec.score.scale)
+    k = emitter.call(torch.transpose, _cast(emitter, operands.k, compute), 2, 3)
     scores = _own_rows(emitter, spec, emitter.call(torch.matmul, _share_rows(emitter, spec, q), k))
-    if dtype != compute:
-        scores = emitter.call(torch.mul, emitter.call(torch.Tensor.to, scores, compute), spec.score.scale)
     cap = spec.score.softcap
     if cap is None:
         return scores
@@ -134,6 +135,10 @@ def _own_rows(emitter: Emitter, spec: AttentionSpec, node: fx.Node) -> fx.Node:
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _cast(emitter: Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return node if emitter.value(node).dtype == dtype else emitter.call(torch.Tensor.to, node, dtype)
 
 
 def _size(emitter: Emitter, node: fx.Node, axis: int) -> int | fx.Node:

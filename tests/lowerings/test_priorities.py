@@ -141,6 +141,7 @@ def test_decode_comes_where_few_queries_read_a_cache(
 
 CPU = Target.fake(device="cpu")
 FLASH, MATH, NOTHING = ("sdpa_cpu_flash", "untouched"), ("math", "sdpa_cpu_flash", "untouched"), ("untouched",)
+FLASH_OR_MATH = ("sdpa_cpu_flash", "math", "untouched")
 
 
 @pytest.mark.parametrize(
@@ -153,9 +154,10 @@ FLASH, MATH, NOTHING = ("sdpa_cpu_flash", "untouched"), ("math", "sdpa_cpu_flash
         ("float32", True, 512, 512, FLASH, FLASH),
         ("float32", True, "s0", "s0", FLASH, FLASH),
         ("float64", False, 24, 24, FLASH, FLASH),
-        ("bfloat16", False, 24, 24, MATH, NOTHING),
+        ("bfloat16", False, 24, 24, FLASH_OR_MATH, NOTHING),
         ("bfloat16", False, 1, 4096, MATH, NOTHING),
-        ("bfloat16", False, 1024, 1024, MATH, NOTHING),
+        ("float16", False, 1, 512, MATH, NOTHING),
+        ("bfloat16", False, 1024, 1024, FLASH_OR_MATH, NOTHING),
         ("bfloat16", False, 2048, 2048, FLASH, FLASH),
         ("bfloat16", False, 16384, 16384, FLASH, FLASH),
         ("bfloat16", False, "s0", "s0", FLASH, NOTHING),
