@@ -97,7 +97,7 @@ def _compile(
                 _publish(report, own)
             raise
     _publish(report, own)
-    return checked(compiled, plan, strict=own.strict)
+    return checked(compiled, plan)
 
 
 class _StepFailed(Exception):

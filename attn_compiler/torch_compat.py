@@ -262,6 +262,16 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
+def backward_run() -> int:
+    """Which backward is running: a number that no other one has. For hooks of autograd."""
+    return int(torch._C._current_graph_task_id())
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call it once the backward that is running is done; what it raises, the backward raises. For hooks of autograd."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 # ---- errors through Dynamo ----------------------------------------------------------------------------------------
 
 

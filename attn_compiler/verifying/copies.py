@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,14 +54,51 @@ def is_trained_parameter(x: object) -> bool:
     return isinstance(x, nn.Parameter) and x.requires_grad
 
 
+def share_memory(args: Sequence[Any], written: Sequence[bool]) -> bool:
+    """Whether a floating tensor that may be written to is in the memory of another one: in a wider dtype it would not be."""
+    seen: dict[int, bool] = {}
+    for x, is_written in zip(args, written, strict=True):
+        if not isinstance(x, torch.Tensor) or x.layout != torch.strided or torch_compat.is_wrapper_subclass(x):
+            continue
+        if not (x.is_floating_point() or x.is_complex()):
+            continue
+        memory = x.untyped_storage().data_ptr()
+        if memory and memory in seen and (is_written or seen[memory]):
+            return True
+        if memory:
+            seen[memory] = seen.get(memory, False) or is_written
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """The generators of a run that leaves no trace, with their states before it."""
+
+    states: Callable[[], list[torch.Tensor]]
+    before: list[torch.Tensor]
+
+    @property
+    def any(self) -> bool:
+        """Whether random numbers were drawn so far."""
+        return not all(map(torch.equal, self.before, self.states()))
+
+
 @contextlib.contextmanager
-def leaving_no_trace(args: Sequence[Any], devices: Sequence[torch.device]) -> Iterator[None]:
-    """Without gradients, and so that random numbers are drawn afterwards as if nothing had been run.
+def leaving_no_trace(
+    args: Sequence[Any], devices: Sequence[torch.device], *, gradients: bool = False
+) -> Iterator[Drawn]:
+    """With or without gradients, and so that random numbers are drawn afterwards as if nothing had been run.
 
     That holds for the default generators of the CPU and of `devices`, and for the generators among `args`.
     """
     generators = [x for x in args if isinstance(x, torch.Generator)]
     states = [generator.get_state() for generator in generators]
+    others = [device for device in devices if device.type not in ("cpu", "meta")]
+
+    def now() -> list[torch.Tensor]:
+        of_devices = [torch.get_device_module(device).get_rng_state(device) for device in others]
+        return [torch.get_rng_state(), *of_devices, *(generator.get_state() for generator in generators)]
+
     kinds = {device.type for device in devices} - {"cpu", "meta"}
     try:
         with contextlib.ExitStack() as stack:
@@ -68,8 +106,8 @@ def leaving_no_trace(args: Sequence[Any], devices: Sequence[torch.device]) -> It
             for kind in kinds:
                 own = [device for device in devices if device.type == kind]
                 stack.enter_context(torch.random.fork_rng(devices=own, device_type=kind))
-            stack.enter_context(torch.no_grad())
-            yield
+            stack.enter_context(torch.set_grad_enabled(gradients))
+            yield Drawn(states=now, before=now())
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)

@@ -34,11 +34,12 @@ FLOOR_ULPS = {torch.float64: 64.0, torch.float32: 16.0, torch.float16: 2.0, torc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """elements: how many. error: the largest difference. allowed: its limit."""
+    """elements: how many. error: the largest difference. allowed: its limit. left_out: there are others, which differ and may."""
 
     elements: int
     error: float
     allowed: float
+    left_out: bool = False
 
 
 def needs(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> set[Key]:
@@ -95,17 +96,18 @@ def check(site: Site, body: Body, new_out: fx.Node, values: Values) -> Compared:
         exact, largest_v = _exact(site.match, body.mirror, values, exact_dtype(own.dtype))
     except torch.OutOfMemoryError as error:
         raise NoValueError("there is not enough memory for the exact result") from error
-    kept = _kept(site, values, own)
+    kept = kept_rows(site, values, own)
     own_error, new_error = (difference(x, exact) for x in (own, new))
     # Where the model's own result overflows and the exact one does not, there is nothing to compare with.
     counts = ~own_error.isinf() if kept is None else kept & ~own_error.isinf()
-    floor = FLOOR_ULPS[own.dtype] * torch.finfo(own.dtype).eps * max(_largest(exact, counts), largest_v)
+    floor = FLOOR_ULPS[own.dtype] * torch.finfo(own.dtype).eps * max(largest(exact, counts), largest_v)
     factor = FACTOR if site.spec is None or site.spec.score.softcap is None else FACTOR_SOFTCAP
-    allowed = factor * _largest(own_error, counts) + floor
-    found = _largest(new_error, counts)
+    allowed = factor * largest(own_error, counts) + floor
+    found = largest(new_error, counts)
     if not found <= allowed:
         raise _mismatch(site, own, new, exact, torch.where(counts, new_error, 0.0), allowed)
-    return Compared(elements=int(counts.sum()), error=found, allowed=allowed)
+    others = False if kept is None else largest(difference(new, own.to(exact.dtype)), ~kept.expand_as(own)) > allowed
+    return Compared(elements=int(counts.sum()), error=found, allowed=allowed, left_out=others)
 
 
 def _result(x: Any) -> torch.Tensor:
@@ -125,7 +127,8 @@ def difference(x: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     return torch.where(same, 0.0, (x - exact).abs().nan_to_num(nan=torch.inf, posinf=torch.inf))
 
 
-def _largest(x: torch.Tensor, counts: torch.Tensor) -> float:
+def largest(x: torch.Tensor, counts: torch.Tensor) -> float:
+    """The largest magnitude among the elements that count."""
     return float(torch.where(counts, x, 0.0).abs().nan_to_num(nan=0.0).max()) if x.numel() else 0.0
 
 
@@ -158,7 +161,7 @@ def _wide(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype, copy=True) if x.is_floating_point() else x
 
 
-def _kept(site: Site, values: Values, own: torch.Tensor) -> torch.Tensor | None:
+def kept_rows(site: Site, values: Values, own: torch.Tensor) -> torch.Tensor | None:
     """Which elements of the output belong to rows with keys, in the output's own dimensions; None if all do."""
     rows = pairs.rows_with_keys(site, values)
     if rows is None or bool(rows.all()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +12,10 @@ from torch import fx
 
 from attn_compiler import torch_compat
 from attn_compiler.passes import Rewritten, axes, mutation
+from attn_compiler.passes.select import UNTOUCHED
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unit import Unit
-from attn_compiler.verifying import masks, outputs, pairs, scores
+from attn_compiler.verifying import masks, outputs, pairs, scores, site_gradients
 from attn_compiler.verifying.copies import copied_module
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 
@@ -29,13 +31,20 @@ class Check:
     needs: set[Key] = field(default_factory=set)
     skipped: str | None = None
 
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether the site was left as the model made it."""
+        decision = self.site.decision
+        return self.site.spec is None or decision is None or decision.lowering == UNTOUCHED or self.new_out is None
+
 
 @dataclass(kw_only=True, eq=False)
 class Plan:
     """graph: its name in the report. module: the model's own graph. bodies: by graph module of `module`. checks: in order.
 
     symbols: name of a symbolic size -> (body, node, dimension) of a value that has it; the dimension is None for a number.
-    may_write: for each input of the graph, whether something in the graph may write to it. devices: that values live on.
+    inputs: names for people. may_write: for each input of the graph, whether something in the graph may write to it. devices: that values
+    live on. strict: whether a check that fails itself raises.
     """
 
     graph: str
@@ -44,8 +53,18 @@ class Plan:
     mirrors: dict[fx.Graph, Body]
     checks: list[Check]
     symbols: dict[tuple[fx.Graph, str], list[tuple[str, int | None]]]
+    inputs: list[str]
     may_write: list[bool]
     devices: tuple[torch.device, ...]
+    strict: bool
+
+    def gradient_checks(self) -> list[Check]:
+        """One for each site."""
+        outs = [check for check in self.checks if check.subject == "output"]
+        made = [Check(subject="gradient", site=c.site, body=c.body, new_out=c.new_out) for c in outs]
+        for check in made:
+            _find_needs(check, Values(bodies=self.mirrors))
+        return made
 
 
 def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> Plan | None:
@@ -74,8 +93,10 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> Plan | None:
         mirrors=mirrors,
         checks=checks,
         symbols=_symbols(module),
+        inputs=[_input_name(str(node.target)) for node in module.graph.nodes if node.op == "placeholder"],
         may_write=_may_write(module, bodies),
         devices=torch_compat.graph_devices(gm),
+        strict=rewritten.units[0].options.strict,
     )
     for check in checks:
         _find_needs(check, Values(bodies=mirrors))
@@ -147,10 +168,19 @@ def _find_needs(check: Check, values: Values) -> None:
             check.needs = masks.needs(check.site, values)
         elif check.subject == "bias":
             check.needs = scores.needs(check.site, values)
+        elif check.subject == "gradient":
+            check.needs = site_gradients.needs(check.site, check.body, check.new_out, values)
         else:
             check.needs = outputs.needs(check.site, check.body, check.new_out, values)
     except NoValueError as error:
         check.skipped = str(error)
+
+
+def _input_name(target: str) -> str:
+    """What Dynamo calls an input, with the path of the module that a parameter belongs to: L_self_modules_a_parameters_weight_ is
+    a.weight."""
+    owner, *path = re.split(r"_(?:modules|parameters|buffers)_", target.removesuffix("_"))
+    return ".".join(part.strip("_") for part in path) if path else owner.removeprefix("L_").strip("_")
 
 
 def _symbols(module: fx.GraphModule) -> dict[tuple[fx.Graph, str], list[tuple[str, int | None]]]:

@@ -73,7 +73,7 @@ def bounds(x: Expr, within: Ranges) -> tuple[int | None, int | None]:
 
 
 #: what holds of whatever the ranges do not name
-_ASSUMED: Ranges = {
+_ASSUMED: dict[str, Linear] = {
     ANY_INDEX: Linear((), IN_MEMORY),
     ANY_LOAD: Linear((), LOADED),
     MADE_OF_FLOAT: Linear((), LOADED),

@@ -1,0 +1,196 @@
+"""Results against the model's own: FlashAttention's rule, with as many runs of the model's own math as it takes.
+
+Most results are within the rounding of their dtype, and the model's own run decides. Else the exact ones are made, and the result
+may be off from them by twice what the model's own is off by (three times with a softcap). Else it is asked how far other roundings
+of the same math come (interpreting.py): only that tells of sums in which everything cancels out, and of what is decided on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from attn_compiler.verifying.outputs import FLOOR_ULPS, Compared, difference, exact_dtype, largest
+
+#: runs with noise before a difference is taken to be one
+NOISY_RUNS = 4
+
+
+class Runs(Protocol):
+    """Results of the model's own graph, in one order."""
+
+    def exact(self) -> Sequence[torch.Tensor | None]: ...
+
+    def noisy(self, seed: int) -> Sequence[torch.Tensor | None]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A result that is not right. index: which one. place: its worst element; expected, exact, observed: there."""
+
+    index: int
+    place: tuple[int, ...]
+    expected: str
+    observed: str
+    allowed: str
+    differing: str
+
+
+@dataclass(kw_only=True)
+class _One:
+    """One result: ours, the model's own, and what is known of the exact one so far."""
+
+    index: int
+    new: torch.Tensor
+    own: torch.Tensor
+    exact: torch.Tensor | None = None
+    off: float = 0.0
+    unstable: torch.Tensor | None = None
+    found: float = 0.0
+    allowed: float = 0.0
+
+    @property
+    def counted(self) -> bool:
+        return self.own.is_floating_point()
+
+    def first(self) -> bool:
+        """Whether it holds beside the model's own result."""
+        if not self.counted:
+            return torch.equal(self.new, self.own)
+        wide = self.own.to(exact_dtype(self.own.dtype))
+        return self._holds(wide, floor_of(self.own, wide), torch.ones_like(wide, dtype=torch.bool))
+
+    def beside(self, exact: torch.Tensor, factor: float) -> bool:
+        """Whether it holds beside the exact result."""
+        if not self.counted:
+            self.unstable = exact != self.own
+            return False
+        self.exact = exact
+        own = difference(self.own, exact)
+        counts = ~own.isinf()
+        self.off = factor * largest(own, counts) + floor_of(self.own, exact)
+        return self._holds(exact, self.off, counts)
+
+    def with_noise(self, noisy: torch.Tensor, *, last: bool) -> bool:
+        """Whether it holds where the model's own could have come as far."""
+        if not self.counted:
+            self.unstable = (noisy != self.own) | (False if self.unstable is None else self.unstable)
+            return last and not bool(((self.new != self.own) & ~self.unstable).any())
+        if self.exact is None:
+            return False
+        counts = ~difference(self.own, self.exact).isinf()
+        limit = max(self.allowed, self.off + largest(difference(noisy, self.exact), counts))
+        return self._holds(self.exact, limit, counts)
+
+    def _holds(self, exact: torch.Tensor, allowed: float, counts: torch.Tensor) -> bool:
+        self.found, self.allowed = largest(difference(self.new, exact), counts), allowed
+        return self.found <= allowed
+
+    def difference(self) -> Difference:
+        if not self.counted:
+            wrong = (self.new != self.own) & ~(
+                torch.zeros_like(self.own, dtype=torch.bool) if self.unstable is None else self.unstable
+            )
+            return self._differs(wrong, tuple(int(i) for i in wrong.nonzero()[0]), "no difference")
+        exact = self.own if self.exact is None else self.exact
+        off = torch.where(difference(self.own, exact).isinf(), 0.0, difference(self.new, exact))
+        place = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))
+        return self._differs(off > self.allowed, place, f"an error of {self.allowed:.3g}")
+
+    def _differs(self, wrong: torch.Tensor, place: tuple[int, ...], allowed: str) -> Difference:
+        exactly = "" if self.exact is None else f" (exactly {self.exact[place].item():.6g})"
+        return Difference(
+            index=self.index,
+            place=place,
+            expected=f"{self.own[place].item():.6g}{exactly}",
+            observed=f"{self.new[place].item():.6g}",
+            allowed=allowed,
+            differing=f"{int(wrong.sum())} of {wrong.numel()} elements",
+        )
+
+
+def floor_of(own: torch.Tensor, exact: torch.Tensor) -> float:
+    """The rounding of a result in the dtype of `own`."""
+    counts = exact.isfinite()
+    return FLOOR_ULPS[own.dtype] * torch.finfo(own.dtype).eps * largest(exact, counts)
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """compared: of all results together, by the one that came nearest to its limit; worst: which that is. differences: what is wrong."""
+
+    compared: Compared
+    worst: int | None = None
+    differences: list[Difference] = field(default_factory=list)
+
+
+def compare(new: Sequence[Any], own: Sequence[Any], runs: Runs, factor: float) -> Outcome:
+    """Compare results one by one. None is a gradient of zeros. What is no plain tensor on either side is left out."""
+    known = [(i, x, y) for i, (x, y) in enumerate(zip(new, own, strict=True)) if _plain(x, y)]
+    others = [_other_kind(i, x, y) for i, x, y in known if _is_other(x, y)]
+    every = [_pair(i, x, y) for i, x, y in known if not _is_other(x, y)]
+    open_ones = [one for one in every if not one.first()]
+    if open_ones:
+        exact = runs.exact()
+        open_ones = [one for one in open_ones if not one.beside(_like(exact[one.index], one), factor)]
+    for seed in range(NOISY_RUNS if open_ones else 0):
+        noisy = runs.noisy(seed)
+        last = seed == NOISY_RUNS - 1
+        open_ones = [one for one in open_ones if not one.with_noise(_like(noisy[one.index], one), last=last)]
+    shares = {one.index: one.found / one.allowed for one in every if one.allowed}
+    worst = max(shares, key=lambda index: shares[index], default=None)
+    by_index = {one.index: one for one in every}
+    return Outcome(
+        compared=Compared(
+            elements=sum(one.own.numel() for one in every),
+            error=by_index[worst].found if worst is not None else 0.0,
+            allowed=by_index[worst].allowed if worst is not None else 0.0,
+        ),
+        worst=worst,
+        differences=[*others, *(one.difference() for one in open_ones)],
+    )
+
+
+def _plain(new: Any, own: Any) -> bool:
+    return (new is not None or own is not None) and all(x is None or is_plain(x) for x in (new, own))
+
+
+def _is_other(new: torch.Tensor | None, own: torch.Tensor | None) -> bool:
+    return new is not None and own is not None and (new.shape, new.dtype) != (own.shape, own.dtype)
+
+
+def _other_kind(index: int, new: torch.Tensor, own: torch.Tensor) -> Difference:
+    return Difference(
+        index=index,
+        place=(),
+        expected=f"{own.dtype} {list(own.shape)}",
+        observed=f"{new.dtype} {list(new.shape)}",
+        allowed="no difference",
+        differing="all elements",
+    )
+
+
+def _pair(index: int, new: Any, own: Any) -> _One:
+    known = own if own is not None else new
+    new, own = (_real(torch.zeros_like(known) if x is None else x.detach()) for x in (new, own))
+    return _One(index=index, new=new, own=own)
+
+
+def is_plain(x: Any) -> bool:
+    """Whether its elements can be compared."""
+    if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_quantized:
+        return False
+    return x.dtype in FLOOR_ULPS or x.is_complex() or not x.is_floating_point()
+
+
+def _real(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _like(x: torch.Tensor | None, one: _One) -> torch.Tensor:
+    """A result of another run, in the exact dtype."""
+    found = torch.zeros_like(one.own) if x is None else _real(x.detach())
+    return found.to(exact_dtype(one.own.dtype)) if one.counted else found

@@ -1,0 +1,191 @@
+"""The first call of a graph, and the first that a backward follows: what they give is compared with what the model's own graph gives."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from attn_compiler.errors import AttnCompilerWarning, CompileFailed, VerificationMismatch, described
+from attn_compiler.verifying import comparing, gradients, results, running, watching, whole
+from attn_compiler.verifying.plan import Plan
+from attn_compiler.verifying.results import Verification
+from attn_compiler.verifying.running import Run
+from attn_compiler.verifying.watching import Arrived, CannotWatchError
+from attn_compiler.verifying.whole import Called, Reruns
+
+#: calls that could have been followed by a backward, but were not, until no more is waited for
+CALLS_WITHOUT_BACKWARD = 8
+
+SUBJECT_OUTPUTS = "graph outputs"
+
+
+class First:
+    """What is left to check of one graph. Several threads may make the first call at once, and one of them verifies."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan: Plan | None = plan
+        self._lock = threading.Lock()
+        self._forward = True
+        self._backward = True
+        self._apart: str | None = None
+        self._watched: weakref.ref[_Backward] | None = None
+        self._waits = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything was compared."""
+        return self._plan is None
+
+    def call(self, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Call the compiled function. Raises VerificationMismatch."""
+        run, backward = self._begun(args)
+        outs = compiled(*args)
+        plan = self._plan
+        if plan is None or not isinstance(outs, tuple | list):
+            return outs
+        if run is not None:
+            self._compare(plan, run, outs, args)
+        if backward is not None:
+            outs = self._watch(plan, backward, outs, args)
+        self._close()
+        return outs
+
+    def _begun(self, args: Sequence[Any]) -> tuple[Run | None, _Backward | None]:
+        """What is to be done once the function has run."""
+        with self._lock:
+            plan, run = self._plan, None
+            if plan is None:
+                return None, None
+            if self._forward:
+                with _unhindered(plan, "the check of the first call"):
+                    run = running.run(plan, args)
+                    results.keep(run.found)
+                    self._apart = run.apart
+                # Should the check itself have failed, it would fail again.
+                self._forward = False
+                self._backward = self._backward and run is not None
+            return run, self._armed(plan, args, run)
+
+    def _armed(self, plan: Plan, args: Sequence[Any], run: Run | None) -> _Backward | None:
+        if not self._backward or self._is_watching:
+            return None
+        if self._waits == CALLS_WITHOUT_BACKWARD:
+            self._backward = False
+            results.keep([gradients.skipped(plan, f"none of the first {self._waits} calls was followed by a backward")])
+            return None
+        if not torch.is_grad_enabled() or not any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+            self._backward = False
+            return None
+        backward = None
+        with _unhindered(plan, "preparing the check of the gradients"):
+            called = run.called if run is not None else Called.now(plan, args)
+            backward = _Backward(first=self, called=called, edges=watching.edges(args))
+        self._backward = self._backward and backward is not None
+        return backward
+
+    @property
+    def _is_watching(self) -> bool:
+        return self._watched is not None and self._watched() is not None
+
+    def _compare(self, plan: Plan, run: Run, outs: Any, args: Sequence[Any]) -> None:
+        try:
+            with _unhindered(plan, "the check of what the graph gives"):
+                results.keep([_outputs(run, outs, args)])
+        except VerificationMismatch:
+            self._forward = True
+            raise
+
+    def _watch(self, plan: Plan, backward: _Backward, outs: Any, args: Sequence[Any]) -> Any:
+        edges, backward.edges = backward.edges, {}
+        if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in outs):
+            self._backward = False
+            return outs
+        found = outs
+        with _unhindered(plan, "watching the backward"):
+            try:
+                found = type(outs)(watching.watch(outs, args, edges, backward.done))
+            except CannotWatchError as error:
+                self._backward = False
+                results.keep([gradients.skipped(plan, str(error))])
+                return outs
+            self._watched = weakref.ref(backward)
+            self._waits += 1
+        return found
+
+    def _close(self) -> None:
+        """Let go of the plan once there is nothing to wait for."""
+        if not self._forward and not self._backward and not self._is_watching:
+            self._plan = None
+
+    def compare_gradients(self, called: Called, arrived: Arrived) -> None:
+        """The end of the first backward. Raises VerificationMismatch, and the next call's is looked at again then."""
+        with _unhindered(called.plan, "the check of the gradients"):
+            results.keep(gradients.check(called, arrived, self._apart))
+        self._watched = None
+        self._backward = False
+        self._close()
+
+
+class _Backward:
+    """What the backward of one call is compared with. It is held by what watches that backward, and goes with it."""
+
+    def __init__(self, *, first: First, called: Called, edges: dict[int, watching.Edge]) -> None:
+        self.edges = edges
+        self._first = first
+        self._called: Called | None = called
+
+    def done(self, arrived: Arrived) -> None:
+        called, self._called = self._called, None
+        if called is not None:
+            self._first.compare_gradients(called, arrived)
+
+
+def _outputs(run: Run, outs: Sequence[Any], args: Sequence[Any]) -> Verification:
+    plan = run.called.plan
+    if run.apart is not None:
+        return Verification(graph=plan.graph, module=f"graph {plan.graph}", subject=SUBJECT_OUTPUTS, skipped=run.apart)
+    new = whole.results(plan, outs, args)
+    own = whole.results(plan, run.ran.outs, run.ran.inputs)
+    outcome = comparing.compare(new, own, Reruns(called=run.called), gradients.factor(plan))
+    if outcome.differences:
+        left = [
+            f"{name} as the graph left it" for name, written in zip(plan.inputs, plan.may_write, strict=True) if written
+        ]
+        raise gradients.mismatch(
+            plan, outcome.differences, [*(f"output {i} of the graph" for i in range(len(outs))), *left]
+        )
+    compared = outcome.compared
+    return Verification(
+        graph=plan.graph,
+        module=f"graph {plan.graph}",
+        subject=SUBJECT_OUTPUTS,
+        elements=compared.elements,
+        error=compared.error,
+        allowed=compared.allowed,
+    )
+
+
+@contextlib.contextmanager
+def _unhindered(plan: Plan, what: str) -> Iterator[None]:
+    """What fails in a check is no fault of the model: it runs on, with a warning. With strict=True it raises."""
+    try:
+        yield
+    except VerificationMismatch:
+        raise
+    except Exception as error:
+        # Whatever breaks in a check, the user's model still runs.
+        said = CompileFailed(
+            step=f"run {what} of options={{'verify': True}}",
+            graph=plan.graph,
+            cause=described(error),
+            instead="the graph runs, and this is not verified",
+        )
+        if plan.strict:
+            raise said from error
+        warnings.warn(str(said), AttnCompilerWarning, stacklevel=2)

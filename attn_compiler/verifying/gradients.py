@@ -1,0 +1,172 @@
+"""The first step's backward, against that of the model's own graph.
+
+From what arrives at the compiled graph's outputs the model's own graph computes the gradients of its inputs, on copies of the
+inputs as they were at the call. Each site's are looked at where they are (site_gradients.py), then those that the compiled backward
+sent to the inputs, which also tells of what the backward read and somebody had written to since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.errors import VerificationMismatch
+from attn_compiler.passes import mutation
+from attn_compiler.verifying import comparing, outputs, site_gradients, whole
+from attn_compiler.verifying.copies import leaving_no_trace
+from attn_compiler.verifying.plan import Check, Plan
+from attn_compiler.verifying.results import Verification
+from attn_compiler.verifying.running import Session
+from attn_compiler.verifying.values import Body, Key, NoValueError, Values
+from attn_compiler.verifying.watching import Arrived
+from attn_compiler.verifying.whole import Called, Ran, Reruns
+
+SUBJECT_WHOLE = "graph gradients"
+
+
+def check(called: Called, arrived: Arrived, apart: str | None) -> list[Verification]:
+    """Compare the gradients of one backward. Raises VerificationMismatch.
+
+    apart: why those of the whole graph may rightly be others, if they may.
+    """
+    plan = called.plan
+    if called.changed:
+        names = ", ".join(plan.inputs[i] for i in called.changed)
+        return [_whole(plan, skipped=f"written to between forward and backward: {names}")]
+    session = _GradientSession(plan, plan.gradient_checks())
+    try:
+        ran = whole.run(called, arrived=arrived.outputs, record=session.record)
+        with leaving_no_trace(called.args, plan.devices, gradients=True):
+            session.compare()
+        return [*session.finish(), _check_whole(called, arrived, ran, apart)]
+    finally:
+        session.close()
+
+
+def _check_whole(called: Called, arrived: Arrived, ran: Ran, apart: str | None) -> Verification:
+    plan = called.plan
+    if apart is not None:
+        return _whole(plan, skipped=apart)
+    wanted = list(arrived.inputs)
+    runs = _Wanted(Reruns(called=called, arrived=arrived.outputs), wanted)
+    new, own = [arrived.inputs[i] for i in wanted], [ran.gradients[i] for i in wanted]
+    outcome = comparing.compare(new, own, runs, factor(plan))
+    if outcome.differences:
+        raise mismatch(plan, outcome.differences, [f"gradient of {plan.inputs[i]}" for i in wanted])
+    compared = outcome.compared
+    return _whole(plan, elements=compared.elements, error=compared.error, allowed=compared.allowed)
+
+
+def factor(plan: Plan) -> float:
+    """Of the rule: that of the site that allows for most."""
+    return max((site_gradients.factor(check.site) for check in plan.checks), default=outputs.FACTOR)
+
+
+def mismatch(plan: Plan, differences: Sequence[comparing.Difference], names: Sequence[str]) -> VerificationMismatch:
+    """For results of the whole graph. names: of all results."""
+    first, *others = differences
+    sites = [check.site.module for check in plan.checks if check.subject == "output"]
+    error = VerificationMismatch(
+        site=f"graph {plan.graph}",
+        what=names[first.index],
+        formula=f"attention at {', '.join(sites)}",
+        index=str(list(first.place)),
+        expected=first.expected,
+        observed=first.observed,
+        allowed=first.allowed,
+        differing=first.differing,
+    )
+    for other in others:
+        error.add_note(f"also: the {names[other.index]}, {list(other.place)}: {other.observed} for {other.expected}")
+    return error
+
+
+def _whole(plan: Plan, **found: Any) -> Verification:
+    return Verification(graph=plan.graph, module=f"graph {plan.graph}", subject=SUBJECT_WHOLE, **found)
+
+
+def skipped(plan: Plan, why: str) -> Verification:
+    """Of the whole graph's gradients."""
+    return _whole(plan, skipped=why)
+
+
+class _Wanted:
+    """Runs of which some results are looked at."""
+
+    def __init__(self, runs: Reruns, wanted: Sequence[int]) -> None:
+        self._runs, self._wanted = runs, wanted
+
+    def exact(self) -> Sequence[torch.Tensor | None]:
+        return [self._runs.exact()[i] for i in self._wanted]
+
+    def noisy(self, seed: int) -> Sequence[torch.Tensor | None]:
+        found = self._runs.noisy(seed)
+        return [found[i] for i in self._wanted]
+
+
+class _GradientSession(Session):
+    """Keeps what each site's check needs until the backward has brought the gradient of its output."""
+
+    def __init__(self, plan: Plan, checks: Sequence[Check]) -> None:
+        super().__init__(plan, checks)
+        self._values_of: dict[Check, tuple[Values, list[Key]]] = {}
+        self._gradients: dict[Check, torch.Tensor] = {}
+        self._outs: dict[tuple[int, str], list[Check]] = {}
+        for each in checks:
+            if each.skipped is None:
+                name = each.body.names[each.site.match.out]
+                self._outs.setdefault((each.body.index, name), []).append(each)
+
+    def record(self, node: fx.Node, value: Any) -> Any:
+        body = self._plan.bodies.get(node.graph)
+        for each in self._outs.pop((body.index, node.name), ()) if body is not None else ():
+            self._listen(each, value)
+        return super().record(node, value)
+
+    def _listen(self, check: Check, value: Any) -> None:
+        def arrived(gradient: torch.Tensor) -> None:
+            self._gradients[check] = gradient.detach()
+
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            value.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def _guarded(self, check: Check) -> None:
+        recorded = {key: self._values.recorded[key] for key in check.needs}
+        trained = [key for key, value in recorded.items() if isinstance(value, torch.Tensor) and value.requires_grad]
+        frozen = {key: _frozen(self._plan, key, value) for key, value in recorded.items()}
+        symbols = dict(self._values.symbols)
+        self._values_of[check] = (Values(bodies=self._plan.mirrors, recorded=frozen, symbols=symbols), trained)
+
+    def compare(self) -> None:
+        """Make the checks; the backward is done."""
+        for each in list(self._values_of):
+            super()._guarded(each)
+            del self._values_of[each]
+
+    def _compared(self, check: Check) -> outputs.Compared:
+        values, trained = self._values_of[check]
+        if check not in self._gradients or check.new_out is None:
+            raise NoValueError("no gradient came to the site's output")
+        given = site_gradients.Given(values=values, trained=trained, gradient=self._gradients.pop(check))
+        return site_gradients.check(check.site, check.body, check.new_out, given)
+
+    def close(self) -> None:
+        super().close()
+        self._values_of.clear()
+        self._gradients.clear()
+
+
+def _frozen(plan: Plan, key: Key, value: Any) -> Any:
+    """What a tensor holds now, whoever writes to it later."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    body = next(body for body in plan.mirrors.values() if body.index == key.body)
+    return value.detach().clone() if _may_be_written(body, key) else value.detach()
+
+
+def _may_be_written(body: Body, key: Key) -> bool:
+    node = body.named.get(key.name)
+    return bool(body.written) and (node is None or bool(mutation.storages(node) & body.written))

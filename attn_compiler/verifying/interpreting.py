@@ -1,0 +1,143 @@
+"""The model's own graph, run op by op: in its own numbers, in wider ones, or with noise where it rounds.
+
+Wider: every floating dtype that the graph asks for is replaced and no autocast applies, so that the result is exact. Noise: each
+result is multiplied by 1 + e, |e| at most the rounding that its dtype allows for. What that does to the results shows how far
+other roundings of the same math may be off, through whatever cancels out or is decided on the way; autograd multiplies the
+gradients by the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler import torch_compat
+from attn_compiler.verifying.outputs import FLOOR_ULPS
+
+Record = Callable[[fx.Node, Any], Any]
+
+_CHECKPOINT = "tag_activation_checkpoint"
+_ENTER_AUTOCAST = "_enter_autocast"
+_CASTS = frozenset({"float", "half", "bfloat16", "double"})
+_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """Numbers between -1 and 1, the same ones for the same seed."""
+
+    seed: int
+    _generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
+
+    def like(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device not in self._generators:
+            self._generators[x.device] = torch.Generator(x.device).manual_seed(self.seed)
+        drawn = torch.rand(x.shape, generator=self._generators[x.device], device=x.device, dtype=x.dtype)
+        return drawn * 2 - 1
+
+    def on(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor as another rounding to the dtype might have made it."""
+        return x * (1 + FLOOR_ULPS[dtype] * torch.finfo(dtype).eps * self.like(x))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """dtype: takes the place of every floating one; None: the model's own. noise: on every result, if any; needs a dtype."""
+
+    dtype: torch.dtype | None = None
+    noise: Noise | None = None
+
+    def number(self, x: Any) -> Any:
+        """An argument of a call, or a tensor that the graph holds."""
+        if self.dtype is None:
+            return x
+        if isinstance(x, torch.dtype):
+            return self.dtype if x.is_floating_point else _COMPLEX[self.dtype] if x.is_complex else x
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            return x.to(self.dtype)
+        return x
+
+    def result(self, node: fx.Node, value: Any, inputs: Sequence[torch.Tensor]) -> Any:
+        """What a node gives. A tensor that others share memory with is what it is."""
+        if self.dtype is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        if any(_shares_memory(value, x) for x in inputs):
+            return value
+        own = node.meta.get("example_value")
+        wide = value.to(self.dtype)
+        if self.noise is None or not isinstance(own, torch.Tensor) or own.dtype not in FLOOR_ULPS:
+            return wide
+        return self.noise.on(wide, own.dtype)
+
+
+AS_IT_IS = Arithmetic()
+
+
+def interpret(
+    module: fx.GraphModule, args: Sequence[Any], arithmetic: Arithmetic = AS_IT_IS, record: Record | None = None
+) -> Any:
+    """Run a graph; the bodies of its higher-order calls run in the same way.
+
+    record: is told each node with its value, and says what takes its place.
+    """
+    bodies = [body for body in torch_compat.graph_modules(module) if body is not module]
+
+    def runner(body: fx.GraphModule) -> Callable[..., Any]:
+        return lambda *inputs: _Interpreter(body, arithmetic, record).run(*inputs, enable_io_processing=False)
+
+    try:
+        for body in bodies:
+            body.forward = runner(body)
+        return runner(module)(*map(arithmetic.number, args))
+    finally:
+        for body in bodies:
+            # What was set above hides the method of the class.
+            body.__dict__.pop("forward", None)
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, arithmetic: Arithmetic, record: Record | None) -> None:
+        super().__init__(module)
+        self._arithmetic = arithmetic
+        self._record = record
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.op in ("call_function", "call_method"):
+            known = [self.env[x] for x in n.all_input_nodes if isinstance(self.env.get(x), torch.Tensor)]
+            value = self._arithmetic.result(n, value, known)
+        return value if self._record is None else self._record(n, value)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ == _CHECKPOINT:
+            # A checkpoint gives what its body gives, which PyTorch would run with an interpreter of its own.
+            body, *inputs = args
+            return body(*inputs)
+        if self._arithmetic.dtype is not None and getattr(target, "__name__", None) == _ENTER_AUTOCAST:
+            return super().call_function(target, (args[0], None, False, None), {})
+        return super().call_function(target, self._numbers(args), self._numbers(kwargs))
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._arithmetic.dtype is not None and target in _CASTS:
+            return args[0].to(self._arithmetic.dtype)
+        return super().call_method(target, self._numbers(args), self._numbers(kwargs))
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._arithmetic.number(super().get_attr(target, args, kwargs))
+
+    def _numbers(self, x: Any) -> Any:
+        if self._arithmetic.dtype is None:
+            return x
+        return fx.node.map_aggregate(
+            x, lambda leaf: self._arithmetic.number(leaf) if isinstance(leaf, torch.dtype) else leaf
+        )
+
+
+def _shares_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
+    if torch.strided not in (x.layout, other.layout):
+        return True
+    return x.numel() > 0 and x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -1,0 +1,179 @@
+"""What the first backward through one call gives: the gradients that arrive at its outputs, and those that it sends to its inputs.
+
+A call is a region of autograd's graph: what lies between its outputs and the edges that its inputs had before it. Hooks on the outputs
+see what arrives. Hooks on the nodes that have an edge to an input see what this call adds to that input's gradient, whatever else does: the
+same parameter in another graph, a residual around it. Both hang on the region alone and go when it goes, with all that they hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import Node
+
+from attn_compiler import torch_compat
+
+
+class Edge(NamedTuple):
+    node: Node
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrived:
+    """outputs: gradients of the results, by place: those that the call gave, then the inputs as it left them. inputs: what it adds to
+    the gradient of each input, None for nothing; without those that the backward was not asked for."""
+
+    outputs: Mapping[int, torch.Tensor]
+    inputs: Mapping[int, torch.Tensor | None]
+
+
+class CannotWatchError(Exception):
+    """Why the gradients of a call can't be told from those of others. Internal: the check is skipped."""
+
+
+def edges(args: Sequence[Any]) -> dict[int, Edge]:
+    """Where the gradient of each input goes. Has to be asked for before the call, which may write to an input."""
+    return {i: _edge(x) for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.requires_grad}
+
+
+def _edge(x: torch.Tensor) -> Edge:
+    edge = torch.autograd.graph.get_gradient_edge(x)
+    return Edge(edge.node, edge.output_nr)
+
+
+def watch(
+    outs: Sequence[Any], args: Sequence[Any], before: Mapping[int, Edge], done: Callable[[Arrived], None]
+) -> list[Any]:
+    """Call `done` once, at the end of the first backward through the call. Returns the outputs to use in place of `outs`.
+
+    Raises CannotWatchError. An output that another one is made from is returned as a view of itself: what arrives at the tensor itself is
+    the gradient of both.
+    """
+    outs = list(outs)
+    written = {i: x for i, x in enumerate(args) if i in before and _edge(x) != before[i]}
+    made = {i: _edge(x) for i, x in enumerate(outs) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
+    made = {i: edge for i, edge in made.items() if edge not in before.values()}
+    left = {len(outs) + i: _edge(x) for i, x in written.items()}
+    region = _Region.of([*made.values(), *left.values()], set(before.values()))
+    if any(edge in region.inside for edge in left.values()):
+        raise CannotWatchError("the graph reads an input that needs a gradient again, after it wrote to it")
+    for i, edge in made.items():
+        if edge in region.inside:
+            outs[i] = outs[i].view_as(outs[i])
+    watcher = _Watcher(done=done, wanted=tuple(before))
+    seen: set[Edge] = set()
+    for i, edge in {**made, **left}.items():
+        if edge not in seen:
+            seen.add(edge)
+            watcher.listen_to_output(i, outs[i] if i < len(outs) else args[i - len(outs)])
+    for node in region.exits:
+        watcher.listen_to_node(node, {j: i for j, edge in _next(node) for i, e in before.items() if e == edge})
+    return outs
+
+
+def _next(node: Node) -> Iterator[tuple[int, Edge]]:
+    for place, (following, number) in enumerate(node.next_functions):
+        if following is not None:
+            yield place, Edge(following, number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Region:
+    """inside: edges between nodes of the region. exits: nodes with an edge to an input."""
+
+    inside: set[Edge]
+    exits: list[Node]
+
+    @staticmethod
+    def of(starts: Sequence[Edge], ends: set[Edge]) -> _Region:
+        inside: set[Edge] = set()
+        exits: dict[Node, None] = {}
+        waiting = [start.node for start in starts]
+        seen: set[Node] = set()
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            for _, edge in _next(node):
+                if edge in ends:
+                    exits[node] = None
+                else:
+                    inside.add(edge)
+                    waiting.append(edge.node)
+        return _Region(inside=inside, exits=list(exits))
+
+
+@dataclass(kw_only=True, eq=False)
+class _Watcher:
+    """wanted: the inputs that need a gradient. It refers to no tensor and no node of the call: those refer to it."""
+
+    done: Callable[[Arrived], None]
+    wanted: Sequence[int]
+    _handles: list[Any] = field(default_factory=list)
+    _run: int | None = None
+    _outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    _inputs: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    _expected: Counter[int] = field(default_factory=Counter)
+    _came: Counter[int] = field(default_factory=Counter)
+
+    def listen_to_output(self, index: int, out: torch.Tensor) -> None:
+        def arrived(gradient: torch.Tensor) -> None:
+            if self._started():
+                self._outputs[index] = gradient.detach().clone()
+
+        self._handles.append(out.register_hook(arrived))  # type: ignore[no-untyped-call]
+
+    def listen_to_node(self, node: Node, inputs: Mapping[int, int]) -> None:
+        """inputs: place among the node's edges -> which input that edge leads to."""
+        # A node in Python gives nothing where there is no gradient. One in C++ also where nobody asked for it.
+        says_all = isinstance(node, torch.autograd.function.BackwardCFunction)
+        for index in inputs.values():
+            self._expected[index] += 1
+
+        def left(gradients: Sequence[torch.Tensor | None], _: Any) -> None:
+            if not self._started():
+                return
+            for place, index in inputs.items():
+                gradient = gradients[place]
+                if gradient is not None or says_all:
+                    self._came[index] += 1
+                    self._add(index, gradient)
+
+        self._handles.append(node.register_hook(left))
+
+    def _add(self, index: int, gradient: torch.Tensor | None) -> None:
+        known = self._inputs.get(index)
+        if gradient is None or known is None:
+            self._inputs[index] = known if gradient is None else gradient.detach()
+        else:
+            self._inputs[index] = known + gradient.detach()
+
+    def _started(self) -> bool:
+        """Take note of which backward this is. One that is being traced is none."""
+        if torch.compiler.is_compiling():
+            return False
+        run = torch_compat.backward_run()
+        if run != self._run:
+            self._run = run
+            self._forget()
+            torch_compat.after_backward(self._finish)
+        return True
+
+    def _finish(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        asked = [index for index in self.wanted if self._came[index] == self._expected[index]]
+        found = Arrived(outputs=dict(self._outputs), inputs={index: self._inputs.get(index) for index in asked})
+        self._forget()
+        self.done(found)
+
+    def _forget(self) -> None:
+        self._outputs.clear()
+        self._inputs.clear()
+        self._came.clear()

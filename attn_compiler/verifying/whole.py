@@ -1,0 +1,178 @@
+"""A whole graph of the model's own, run on copies of the real inputs: what it gives, what it leaves in its inputs, and its gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from attn_compiler.verifying import interpreting
+from attn_compiler.verifying.copies import is_trained_parameter, isolated, leaving_no_trace, share_memory
+from attn_compiler.verifying.interpreting import AS_IT_IS, Arithmetic, Noise, Record
+from attn_compiler.verifying.outputs import FLOOR_ULPS
+from attn_compiler.verifying.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autocast:
+    """The autocast that a graph is called in, for each device type of it."""
+
+    states: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @staticmethod
+    def now(devices: Sequence[torch.device]) -> Autocast:
+        types = sorted({device.type for device in devices if torch.amp.is_autocast_available(device.type)})
+        return Autocast(states=tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types))
+
+    @contextlib.contextmanager
+    def again(self, *, none: bool = False) -> Iterator[None]:
+        """In the same autocast; none: in none at all."""
+        with contextlib.ExitStack() as stack:
+            for device_type, enabled, dtype in self.states:
+                stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled and not none))
+            yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Called:
+    """The inputs of one call as they were. args: copies, but for trained parameters that the graph does not write to, which have
+    versions. trained: which of them need a gradient. autocast: that the call was made in."""
+
+    plan: Plan
+    args: Sequence[Any]
+    trained: Sequence[bool]
+    versions: Sequence[tuple[int, int] | None]
+    autocast: Autocast
+
+    @staticmethod
+    def now(plan: Plan, args: Sequence[Any]) -> Called:
+        """Take copies."""
+        shared = [is_trained_parameter(x) and not may_write for x, may_write in zip(args, plan.may_write, strict=True)]
+        with torch.no_grad():
+            copies = isolated(args, shared)
+        return Called(
+            plan=plan,
+            args=copies,
+            trained=[isinstance(x, torch.Tensor) and x.requires_grad for x in args],
+            versions=[_version(x) if keep else None for x, keep in zip(copies, shared, strict=True)],
+            autocast=Autocast.now(plan.devices),
+        )
+
+    def apart(self, ran: Ran) -> str | None:
+        """Why the compiled graph may rightly give something else, if it may."""
+        if ran.random:
+            return "the graph draws random numbers, others in every compiler"
+        if share_memory(self.args, self.plan.may_write):
+            return "inputs that share memory are written to"
+        return None
+
+    @property
+    def changed(self) -> list[int]:
+        """Parameters that hold something else since."""
+        pairs = enumerate(zip(self.args, self.versions, strict=True))
+        return [i for i, (x, version) in pairs if version is not None and _version(x) != version]
+
+
+def _version(x: torch.Tensor) -> tuple[int, int]:
+    return x._version, x.data_ptr()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """outs: what the graph gave. inputs: as it left them. random: whether it drew random numbers. gradients: of the inputs."""
+
+    outs: Sequence[Any]
+    inputs: Sequence[Any]
+    random: bool
+    gradients: Sequence[torch.Tensor | None] = ()
+
+
+def run(
+    called: Called,
+    arithmetic: Arithmetic = AS_IT_IS,
+    *,
+    arrived: Mapping[int, torch.Tensor] | None = None,
+    record: Record | None = None,
+) -> Ran:
+    """Run the model's own graph. arrived: the gradients of its outputs, and of its inputs as it leaves them (after the outputs), if
+    its own are wanted."""
+    plan = called.plan
+    with leaving_no_trace(called.args, plan.devices, gradients=arrived is not None) as drawn:
+        copies = isolated(called.args, [not may_write for may_write in plan.may_write])
+        values = [arithmetic.number(x) for x in copies]
+        leaves: dict[int, torch.Tensor] = {}
+        if arrived is not None:
+            for i in (i for i, trained in enumerate(called.trained) if trained):
+                leaves[i] = values[i].detach().requires_grad_()
+                values[i] = _entered(leaves[i], values[i]) if plan.may_write[i] else leaves[i]
+        with called.autocast.again(none=arithmetic.dtype is not None):
+            outs = interpreting.interpret(plan.module, values, arithmetic, record)
+        gradients = _gradients([*outs, *values], arrived, leaves, len(values)) if arrived is not None else ()
+        return Ran(outs=outs, inputs=values, random=drawn.any, gradients=gradients)
+
+
+def _entered(leaf: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    entered: torch.Tensor = _Written.apply(leaf, [value])  # type: ignore[no-untyped-call]
+    return entered
+
+
+class _Written(torch.autograd.Function):
+    """A leaf that may be written to in place: gradients are with respect to what it held before."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, value: list[torch.Tensor]) -> torch.Tensor:
+        return value[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def _gradients(
+    results: Sequence[Any], arrived: Mapping[int, torch.Tensor], leaves: Mapping[int, torch.Tensor], count: int
+) -> list[torch.Tensor | None]:
+    known = [(results[i], gradient) for i, gradient in arrived.items() if results[i].requires_grad]
+    found: list[torch.Tensor | None] = [None] * count
+    if known and leaves:
+        outs, gradients = zip(*known, strict=True)
+        wide = [g.to(out.dtype) for out, g in zip(outs, gradients, strict=True)]
+        made = torch.autograd.grad(outs, list(leaves.values()), wide, allow_unused=True)
+        for i, gradient in zip(leaves, made, strict=True):
+            found[i] = gradient
+    return found
+
+
+@dataclass(kw_only=True)
+class Reruns:
+    """Runs of the model's own graph in wider numbers, made when they are asked for. wanted: what of a run is compared."""
+
+    called: Called
+    arrived: Mapping[int, torch.Tensor] | None = None
+    _exact: list[Any] | None = field(default=None)
+
+    def exact(self) -> Sequence[torch.Tensor | None]:
+        if self._exact is None:
+            self._exact = self._run(None)
+        return self._exact
+
+    def noisy(self, seed: int) -> Sequence[torch.Tensor | None]:
+        return self._run(Noise(seed=seed))
+
+    def _run(self, noise: Noise | None) -> list[Any]:
+        ran = run(self.called, Arithmetic(dtype=self._dtype(), noise=noise), arrived=self.arrived)
+        return list(ran.gradients) if self.arrived is not None else results(self.called.plan, ran.outs, ran.inputs)
+
+    def _dtype(self) -> torch.dtype:
+        """Twice as wide as what is compared: float32 only where all that is differentiated is in half precision."""
+        floats = [x for x in self.called.args if isinstance(x, torch.Tensor) and x.dtype in FLOOR_ULPS]
+        trained = [x for x, is_trained in zip(self.called.args, self.called.trained, strict=True) if is_trained]
+        half = (torch.float16, torch.bfloat16)
+        return torch.float32 if all(x.dtype in half for x in trained or floats) else torch.float64
+
+
+def results(plan: Plan, outs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """What a graph gave, then what it left in the inputs that it may write to."""
+    return [*outs, *(x for x, may_write in zip(inputs, plan.may_write, strict=True) if may_write)]
