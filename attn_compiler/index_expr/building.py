@@ -150,8 +150,8 @@ def test(relation: str, form: Linear) -> Expr:
     form = Linear(tuple((term, factor // divisor) for term, factor in form.terms), form.const // divisor)
     if relation != ">=" and form.terms[0][1] < 0:
         form = combine(Linear(()), form, -1)
-    chosen = _test_of_choice(relation, form)
-    return chosen if chosen is not None else Test(relation, form)
+    inside = _test_of_choice(relation, form) or _test_of_product(relation, form)
+    return inside if inside is not None else Test(relation, form)
 
 
 def _test_of_choice(relation: str, form: Linear) -> Expr | None:
@@ -163,6 +163,16 @@ def _test_of_choice(relation: str, form: Linear) -> Expr | None:
         return None
     yes, no = (test(relation, Linear((), factor * int(v.value) + const)) for v in term.args[1:])  # type: ignore[union-attr]
     return where(term.args[0], yes, no)
+
+
+def _test_of_product(relation: str, form: Linear) -> Expr | None:
+    """Whether a product is zero is asked of each factor."""
+    if relation == ">=" or form.const != 0 or len(form.terms) != 1:
+        return None
+    ((term, _),) = form.terms
+    if not isinstance(term, Apply) or term.op != "mul":
+        return None
+    return apply("and" if relation == "!=" else "or", *(test(relation, linear(a)) for a in term.args))
 
 
 def invert(x: Expr) -> Expr:

@@ -16,7 +16,18 @@ from attn_compiler import torch_compat, torch_snapshots
 from attn_compiler.lowerings import autotune, by_name
 from attn_compiler.lowerings.base import Operands, StoredNodes
 from attn_compiler.lowerings.triton_plan import Tiles
-from attn_compiler.passes import body_inputs, buffers, faults, gradients, program, reach, recover, saved, strides
+from attn_compiler.passes import (
+    body_inputs,
+    buffers,
+    faults,
+    gradients,
+    program,
+    reach,
+    recover,
+    saved,
+    shut_queries,
+    strides,
+)
 from attn_compiler.passes.emit import GraphBuilder, Held
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.select import UNTOUCHED, leave_alone
@@ -118,6 +129,9 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tup
         tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
         operands = _operands(mirror, site, site.spec, builder, tensors)
         out = by_name(site.decision.lowering).emit(builder, site.spec, operands)
+        if site.has_scores is not None and shut_queries.at_hand(site.has_scores, operands):
+            out = shut_queries.filled(builder, site.has_scores, operands, out)
+            note(shut_queries.NOTE)
         held = [_Held(site=site, copy=copy, is_saved=True) for copy in builder.held]
         new = _finish(mirror, site, builder, out, old)
         if held or site.match.out_kept:

@@ -18,12 +18,13 @@ from attn_compiler.index_expr.dividing import divide
 from attn_compiler.index_expr.ranges import LOADED_KEY
 from attn_compiler.index_expr.reach import Reach
 from attn_compiler.masks import ProvedKind
-from attn_compiler.passes import axes, elements, fills, kinds, mutation, reading, score_kinds
+from attn_compiler.passes import axes, elements, fills, kinds, mutation, reading, score_kinds, shut_queries
 from attn_compiler.passes.axes import Dim
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.reading import Reader, Unreadable
+from attn_compiler.passes.shut_queries import Masking
 from attn_compiler.passes.site import Match, Term
 from attn_compiler.scores import ProvedScore
 
@@ -43,6 +44,7 @@ class Meaning:
     kinds: what is masked; reason: why that could not be read. scores: what else is added, if all of it is known. tensors: what
     each name that `scores` loads from stands for. along: of each term (added ones first), the letters of the indices that its
     elements were not shown to be the same along. unusual: what happens to the scores that has no kind (fills.py).
+    has_scores: when a query has scores of its own (shut_queries.py); None if each has.
     """
 
     condition: Expr | None = None
@@ -52,6 +54,7 @@ class Meaning:
     tensors: dict[str, Version] = field(default_factory=dict)
     along: tuple[str, ...] = ()
     unusual: tuple[str, ...] = ()
+    has_scores: Expr | None = None
 
     @property
     def is_everything(self) -> bool:
@@ -96,6 +99,7 @@ class _Read:
         self._names: dict[str, str] = {}
         self._tensors: dict[str, Version] = {}
         self._fills: set[float] = set()
+        self._masks: list[Masking] = []
         self._reach = Reach()
 
     def add(self, term: Term) -> None:
@@ -117,6 +121,7 @@ class _Read:
             return
         self._conditions.append(found.allowed)
         self._fills |= found.fills
+        self._masks += [Masking(allowed=found.allowed, fill=fill, keeps_fill=False) for fill in found.fills]
         for kind in score_kinds.recognise(found.added):
             self._scores.append(self._named(kind, term))
             if isinstance(kind, scores.Bias) and found.allowed == ix.TRUE:
@@ -131,7 +136,9 @@ class _Read:
             self._unread_masks.append(str(unreadable))
             return
         if ix.is_exact(allowed):
-            self._conditions.append(ix.invert(allowed) if term.inverted else allowed)
+            allowed = ix.invert(allowed) if term.inverted else allowed
+            self._conditions.append(allowed)
+            self._masks.append(Masking(allowed=allowed, fill=term.fill, keeps_fill=self._keeps_fill(term)))
         else:
             self._unread_masks.append(
                 f"{term.operand.node.name} compares numbers that are rounded: {ix.text(allowed, _MOST)}"
@@ -156,7 +163,13 @@ class _Read:
             tensors=self._tensors,
             along=tuple(self._along),
             unusual=fills.unusual(self._match, self._fills, self._reach),
+            has_scores=shut_queries.condition(self._masks) if found and self._match.sinks is None else None,
         )
+
+    def _keeps_fill(self, term: Term) -> bool:
+        """Whether masked scores are replaced, and nothing is added to them afterwards."""
+        place = self._mirror.order(term.operand.used)
+        return term.replaces and all(self._mirror.order(t.operand.used) < place for t in self._match.additive)
 
     def _known(self, x: Expr, term: Term) -> Ranges:
         """Ranges of the indices and sizes in x, but not of what it loads."""

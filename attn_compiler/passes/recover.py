@@ -77,6 +77,7 @@ def _describe(unit: Unit, mirror: Mirror, site: Site, builder: FakeBuilder[torch
     site.added, site.allowed = match.additive, match.allowed
     proved = _prove(mirror, match, reader, bias)
     site.condition, site.loads, site.score_loads = proved.condition, reader.tensors, proved.tensors
+    site.has_scores = proved.has_scores
     match.stored = None if needs_grad else stored.find(mirror, match)
     tensors = program.build(mirror, match, builder, compute_dtype(mirror, match))
     mask, score = _mask_spec(match, tensors, proved, bias), _score_spec(mirror, match, tensors, proved, bias)

@@ -65,7 +65,8 @@ class Operand:
 class Term:
     """A tensor that joins the scores. weight: the factor it has in the end. inverted: (bool only) True means masked out.
 
-    fill: (bool only) the number that a masked score is in the end.
+    fill: (bool only) the number that a masked score is in the end. replaces: (bool only) the score itself was replaced by it, and it
+    was not added.
     along: the indices, of "bhqk", that its elements may depend on. Along the others all elements are equal, and one is enough.
     """
 
@@ -73,6 +74,7 @@ class Term:
     weight: float = 1.0
     inverted: bool = False
     fill: float = -math.inf
+    replaces: bool = False
     along: str = "bhqk"
 
 
@@ -157,9 +159,11 @@ class Match:
 class Site:
     """A match on its way through the passes.
 
-    added, allowed: the terms that the match had before recovery. condition: when they let a (query, key) pair through, if that
-    could be read; what else they add is `spec.score.proved`. loads, score_loads: what each name that a load of the condition, or of
-    what is added, uses stands for. new_out: the Dynamo node that took the old output's place.
+    added, allowed: the terms that the match had before recovery.
+    condition: when they let a (query, key) pair through, if that could be read; what else they add is `spec.score.proved`.
+    has_scores: when a query has scores of its own (shut_queries.py); None if each has.
+    loads, score_loads: what each name that a load of the condition, or of what is added, uses stands for.
+    new_out: the Dynamo node that took the old output's place.
     """
 
     match: Match
@@ -169,6 +173,7 @@ class Site:
     added: tuple[Term, ...] = ()
     allowed: tuple[Term, ...] = ()
     condition: Expr | None = None
+    has_scores: Expr | None = None
     loads: Mapping[str, Version] = field(default_factory=dict)
     score_loads: Mapping[str, Version] = field(default_factory=dict)
     decision: Decision | None = None

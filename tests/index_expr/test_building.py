@@ -86,6 +86,8 @@ PADDING = Load("mask", (B, K), "int")
         (ix.compare("==", ix.add(ix.as_int(ix.compare("<=", K, Q)), ix.ONE), Const(2)), ix.compare("<=", K, Q)),
         (ix.where(ix.compare("==", Q, Const(3)), Q, Const(3)), ix.where(ix.compare("==", Q, Const(3)), Const(3), Const(3))),
         (ix.apply("xor", PADDING, PADDING), ix.FALSE),
+        (ix.as_bool(ix.mul(PADDING, Q)), ix.apply("and", ix.as_bool(PADDING), ix.as_bool(Q))),
+        (ix.compare("==", ix.mul(PADDING, Q), ix.ZERO), ix.invert(ix.as_bool(ix.mul(PADDING, Q)))),
     ],
 )  # fmt: skip
 def test_spellings_of_one_mask_meet(one: Expr, other: Expr) -> None:

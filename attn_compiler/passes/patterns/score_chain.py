@@ -19,7 +19,8 @@ from attn_compiler.passes.site import Factor, Limit
 class Joined:
     """A tensor that joins the scores: added with `weight`, or (a bool) masking where it is False, or, `inverted`, True.
 
-    dims: those of the scores where it does, at the mirror node `used`. fill: what a masked score is.
+    dims: those of the scores where it does, at the mirror node `used`. fill: what a masked score is. replaces: that takes the
+    place of the score, where it is added to it otherwise.
     """
 
     node: fx.Node
@@ -28,6 +29,7 @@ class Joined:
     weight: float = 1.0
     inverted: bool = False
     fill: float = -math.inf
+    replaces: bool = False
 
 
 @dataclass(kw_only=True)
@@ -89,7 +91,14 @@ def _apply(scores: Scores, step: Step) -> None:
             scores.additive.append(added)
         case score_steps.Keep():
             scores.keeps.append(
-                Joined(node=step.condition, dims=scores.dims, used=step.node, inverted=step.inverted, fill=step.fill)
+                Joined(
+                    node=step.condition,
+                    dims=scores.dims,
+                    used=step.node,
+                    inverted=step.inverted,
+                    fill=step.fill,
+                    replaces=True,
+                )
             )
             scores.masked_at.append(step.fill)
         case score_steps.Clamp():

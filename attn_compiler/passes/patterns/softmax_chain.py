@@ -304,7 +304,13 @@ def _term(mirror: Mirror, joined: Joined, weighted: Contraction) -> Term:
     """Read where the model reads it: it may have been written to after it was made."""
     site_dims = operands.broadcast_dims(joined.node, joined.dims)
     operand, _ = operands.read(mirror, joined.node, site_dims, used=joined.used, until=weighted.node)
-    return Term(operand=operand, weight=joined.weight, inverted=joined.inverted, fill=joined.fill)
+    return Term(
+        operand=operand,
+        weight=joined.weight,
+        inverted=joined.inverted,
+        fill=joined.fill,
+        replaces=joined.replaces,
+    )
 
 
 def _sinks(mirror: Mirror, scores: Scores, weighted: Contraction) -> Operand | None:

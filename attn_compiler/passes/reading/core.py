@@ -229,9 +229,11 @@ class Reader:
         """How large the indices, sizes and loads in x can be, if x is computed for the element of `node` at `at`."""
         known = {name: self._largest_size(node, sympy.Symbol(name)) for name in ix.sizes(x)}
         for load in ix.loads(x):
-            largest = _largest_element(self.tensors[load.tensor].node) if load.tensor in self.tensors else LOADED
+            if load.kind != "int" or load.tensor not in self.tensors:
+                continue
+            largest = _largest_element(self.tensors[load.tensor].node)
             # What holds of any load is not said of each: bounds are remembered by what is known, and the less differs, the better.
-            if load.kind == "int" and largest != LOADED:
+            if largest != LOADED:
                 known[LOADED_KEY.format(load.tensor)] = largest
         longest = functools.partial(self._largest_size, node)
         return ranges(x, fake(node).shape, at, longest=lambda size: longest(axes.size_expr(size)), named=known)
