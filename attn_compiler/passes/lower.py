@@ -71,8 +71,7 @@ def _report(held: list[_Held], graph: fx.Graph) -> None:
     left = set(graph.nodes)
     for one in held:
         if one.is_saved and one.copy.node in left:
-            value = one.copy.node.meta["example_value"]
-            copy = Copy(operand=one.copy.operand, bytes=_bytes(value), why=f"{one.copy.why}, and the backward reads it")
+            copy = saved.copy(one.copy.operand, one.copy.node, one.copy.why)
             if copy not in one.site.copies:
                 one.site.copies.append(copy)
 
@@ -159,8 +158,7 @@ def _finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old
 
 def _handed_on(site: Site, builder: GraphBuilder, new: fx.Node, why: str) -> fx.Node:
     """A copy of the kernel's output, which the kernel saves."""
-    copy = Copy(operand="out", bytes=_bytes(builder.value(new)), why=f"{why}, and the backward reads it")
-    site.copies.append(copy)
+    site.copies.append(saved.copy("out", new, why))
     return builder.call(torch.clone, new)
 
 

@@ -34,6 +34,7 @@ from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror, is_opaque
 from attn_compiler.passes.site import Match, Operand
 from attn_compiler.passes.unit import Call, Unit
+from attn_compiler.report import Copy
 
 Storages = set[StorageWeakRef]
 
@@ -197,6 +198,21 @@ def after(unit: Unit, mirror: Mirror, node: fx.Node, site: fx.Node) -> Danger | 
         return Danger(why=f"{writer.name} writes to it afterwards")
     is_written = any(mine & written for _, written in mirror.writers)
     return _from_outside(unit, _memory(mirror.dynamo_node(node)), is_written=is_written)
+
+
+def written_by_user(unit: Unit, node: fx.Node) -> str | None:
+    """Who may write to the memory of a Dynamo node outside of the graph; None if nobody."""
+    memory = _memory(node)
+    danger = _from_outside(unit, memory, is_written=bool(memory & ways(unit).written))
+    return None if danger is None else danger.why
+
+
+def copy(operand: str, node: fx.Node, why: str) -> Copy:
+    """What the report says of a copy. node: the Dynamo node that is copied, or the copy. why: as Keeping.why gives it."""
+    value: torch.Tensor = node.meta["example_value"]
+    is_known = not any(isinstance(size, torch.SymInt) for size in value.shape)
+    size = value.numel() * value.element_size() if is_known else None
+    return Copy(operand=operand, bytes=size, why=f"{why}, and the backward reads it")
 
 
 def _from_outside(unit: Unit, memory: Storages, *, is_written: bool) -> Danger | None:
