@@ -7,6 +7,7 @@ where nothing else reads them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,13 +92,8 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> lis
         tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
         operands = _operands(mirror, site, site.spec, builder, tensors)
         out = by_name(site.decision.lowering).emit(builder, site.spec, operands)
-        held = [_Held(site=site, copy=copy, is_saved=True) for copy in builder.held]
         new = _finish(mirror, site, builder, out, old)
-        if held or site.match.out_kept:
-            ran = saved.run(builder.made[before:], builder.mode)
-            held = [_Held(site=site, copy=h.copy, is_saved=ran is None or ran.saves(h.copy.node)) for h in held]
-            if site.match.out_kept is not None and (ran is None or ran.saves(new)):
-                new = _handed_on(site, builder, new, site.match.out_kept)
+        held, new = _settle(site, builder, builder.made[before:], new)
     builder.replace(old, new)
     site.new_out = new
     site.notes.extend(site.match.notes)
@@ -154,6 +150,20 @@ def _finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old
         )
         return strides.restride(builder, new, wanted)
     return new
+
+
+def _settle(site: Site, builder: GraphBuilder, emitted: Sequence[fx.Node], new: fx.Node) -> tuple[list[_Held], fx.Node]:
+    """The copies that the site reads, with whether its kernel saves them, and the output, as a copy where the kernel saves that."""
+    why = site.match.out_kept
+    given = {copy.node for copy in builder.held if saved.is_given_to_kernel(copy.node)}
+    # Running costs milliseconds: not where it is seen that kernels are given all the copies.
+    ran = saved.run(emitted, builder.mode) if why is not None or len(given) < len(builder.held) else None
+    held = [
+        _Held(site=site, copy=copy, is_saved=copy.node in given or ran is None or ran.saves(copy.node))
+        for copy in builder.held
+    ]
+    is_handed_on = why is not None and (ran is None or ran.saves(new))
+    return held, _handed_on(site, builder, new, why) if is_handed_on and why is not None else new
 
 
 def _handed_on(site: Site, builder: GraphBuilder, new: fx.Node, why: str) -> fx.Node:

@@ -28,6 +28,7 @@ from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_compiler import torch_tracing
+from attn_compiler.lowerings.ops import NAMESPACE
 from attn_compiler.passes import bodies, mutation
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.calls import target_name
@@ -86,6 +87,28 @@ def run(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> Run | None:
     except (RuntimeError, ValueError, TypeError, NotImplementedError):
         return None
     return Run(values=values, saved=mutation.storages_of(saved))
+
+
+def is_given_to_kernel(node: fx.Node) -> bool:
+    """Whether a kernel is given the memory of a Dynamo node, as it is or through views: kernels save all their operands."""
+    memory, queue, seen = _memory(node), [node], {node}
+    while queue:
+        for user in queue.pop().users.keys() - seen:
+            if _is_kernel(user):
+                return True
+            if _memory(user) & memory:
+                seen.add(user)
+                queue.append(user)
+    return False
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    """One of PyTorch's, or a leaf op that has a backward."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    namespace, name = node.target.namespace, target_name(node)
+    ours = getattr(torch.ops, NAMESPACE)
+    return name.startswith("_scaled_dot_product") or (namespace == NAMESPACE and hasattr(ours, f"{name}_backward"))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -153,6 +176,16 @@ class Keeping:
         nodes = [n for n in self.unit.graph.nodes if n in owners and n.meta.get("example_value") is not None]
         return run(nodes, self.unit.mode)
 
+    @cached_property
+    def _read(self) -> Storages:
+        """The memory that the site's nodes work with."""
+        nodes = {m for n in self.match.covered for m in (n, *n.all_input_nodes)}
+        return set().union(*(_memory(self.mirror.dynamo_node(n)) for n in nodes))
+
+    def _is_saved(self, dynamo: fx.Node) -> bool:
+        """Whether the model's own autograd saves the memory of a Dynamo node at the site."""
+        return bool(_memory(dynamo) & self._read) and self._model is not None and self._model.saves(dynamo)
+
     def why(self, node: fx.Node) -> str | None:
         """Why a kernel that saves the tensor of this mirror node has to save a copy; None if it need not.
 
@@ -162,7 +195,7 @@ class Keeping:
         danger = after(self.unit, self.mirror, node, self.match.out) if dynamo is not None else None
         if dynamo is None or danger is None:
             return None
-        if self._model is None or not self._model.saves(dynamo):
+        if not self._is_saved(dynamo):
             return danger.why
         if not danger.by_user and _memory(dynamo) & ways(self.unit).taken_as_data:
             raise AxisError(f"{node.name} is written to through .data after the model's autograd saved it")
