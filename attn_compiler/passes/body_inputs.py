@@ -13,7 +13,7 @@ from torch import fx
 from torch._subclasses import FakeTensor
 
 from attn_compiler import torch_snapshots
-from attn_compiler.passes import axes, bodies, emit
+from attn_compiler.passes import axes, bodies, emit, saved
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mutation import Version
@@ -78,10 +78,31 @@ def forget_erased(unit: Unit) -> None:
 
 def pass_on(units: Iterable[Unit]) -> None:
     """Let the calls of bodies give them their further inputs, once everything else is done."""
+    copies: dict[fx.Node, fx.Node] = {}
     for unit in units:
         if not unit.given:
             continue
         (call,) = unit.calls
         added = bodies.placeholders(unit.graph_module)[len(call.node.args) - call.first :]
-        call.node.args = (*call.node.args, *(unit.given[node] for node in added))
+        call.node.args = (*call.node.args, *(_kept(unit, node, copies) for node in added))
         call.unit.graph_module.recompile()
+
+
+def _kept(unit: Unit, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """What a call gives for a further input of a body: a copy where a user may write to the tensor before the body is run again.
+
+    copies: those that there are, by the tensor: the first body's call has them made.
+    """
+    given, (call,) = unit.given[node], unit.calls
+    is_differentiated = any(site.spec is not None and site.spec.needs_grad for site in unit.sites)
+    why = saved.written_by_user(call.unit, given) if node.users and is_differentiated else None
+    if why is None:
+        return given
+    if given not in copies:
+        with call.unit.graph.inserting_before(call.node):
+            copies[given] = call.unit.graph.call_function(torch.ops.attn_compiler.held.default, (given,))
+        copies[given].meta["example_value"] = given.meta["example_value"].clone()
+    copy = saved.copy(str(given.name), given, why)
+    for site in unit.sites:
+        site.copies.append(copy)
+    return copies[given]

@@ -7,6 +7,7 @@ where nothing else reads them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,8 +83,7 @@ def _report(held: list[_Held], graph: fx.Graph) -> None:
     left = set(graph.nodes)
     for one in held:
         if one.is_saved and one.copy.node in left:
-            value = one.copy.node.meta["example_value"]
-            copy = Copy(operand=one.copy.operand, bytes=_bytes(value), why=f"{one.copy.why}, and the backward reads it")
+            copy = saved.copy(one.copy.operand, one.copy.node, one.copy.why)
             if copy not in one.site.copies:
                 one.site.copies.append(copy)
 
@@ -132,13 +132,8 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tup
         if site.has_scores is not None and shut_queries.at_hand(site.has_scores, operands):
             out = shut_queries.filled(builder, site.has_scores, operands, out)
             note(shut_queries.NOTE)
-        held = [_Held(site=site, copy=copy, is_saved=True) for copy in builder.held]
         new = _finish(mirror, site, builder, out, old)
-        if held or site.match.out_kept:
-            ran = saved.run(builder.made[before:], builder.mode)
-            held = [_Held(site=site, copy=h.copy, is_saved=ran is None or ran.saves(h.copy.node)) for h in held]
-            if site.match.out_kept is not None and (ran is None or ran.saves(new)):
-                new = _handed_on(site, builder, new, site.match.out_kept)
+        held, new = _settle(site, builder, builder.made[before:], new)
     site.notes.extend(site.match.notes)
     why_not = autotune.unmeasurable(target)
     if unit.tuner is not None and why_not is not None:
@@ -194,10 +189,23 @@ def _finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old
     return new
 
 
+def _settle(site: Site, builder: GraphBuilder, emitted: Sequence[fx.Node], new: fx.Node) -> tuple[list[_Held], fx.Node]:
+    """The copies that the site reads, with whether its kernel saves them, and the output, as a copy where the kernel saves that."""
+    why = site.match.out_kept
+    given = {copy.node for copy in builder.held if saved.is_given_to_kernel(copy.node)}
+    # Running costs milliseconds: not where it is seen that kernels are given all the copies.
+    ran = saved.run(emitted, builder.mode) if why is not None or len(given) < len(builder.held) else None
+    held = [
+        _Held(site=site, copy=copy, is_saved=copy.node in given or ran is None or ran.saves(copy.node))
+        for copy in builder.held
+    ]
+    is_handed_on = why is not None and (ran is None or ran.saves(new))
+    return held, _handed_on(site, builder, new, why) if is_handed_on and why is not None else new
+
+
 def _handed_on(site: Site, builder: GraphBuilder, new: fx.Node, why: str) -> fx.Node:
     """A copy of the kernel's output, which the kernel saves."""
-    copy = Copy(operand="out", bytes=_bytes(builder.value(new)), why=f"{why}, and the backward reads it")
-    site.copies.append(copy)
+    site.copies.append(saved.copy("out", new, why))
     return builder.call(torch.clone, new)
 
 

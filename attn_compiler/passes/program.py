@@ -48,16 +48,15 @@ def build(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype)
 
     dtype: that of the product q kᵀ. The product with v may run in a wider one, which v then keeps: lowerings refuse two dtypes.
     """
-    q = _arranged(match, builder, match.q, (match.batch, match.heads, match.query, match.head_dim_qk))
-    k = _arranged(match, builder, match.k, (match.batch, match.heads_kv, match.key, match.head_dim_qk))
-    v = _arranged(match, builder, match.v, (match.batch, match.heads_kv, match.key, match.head_dim_v))
-    q, k = _cast(builder, q, dtype), _cast(builder, k, dtype)
-    v = _cast(builder, v, torch.promote_types(dtype, _dtype_of(match.out)))
+    dtype_v = torch.promote_types(dtype, _dtype_of(match.out))
+    q = _operand(mirror, match, builder, "q", (match.batch, match.heads, match.query, match.head_dim_qk), dtype)
+    k = _operand(mirror, match, builder, "k", (match.batch, match.heads_kv, match.key, match.head_dim_qk), dtype)
+    v = _operand(mirror, match, builder, "v", (match.batch, match.heads_kv, match.key, match.head_dim_v), dtype_v)
     return Tensors(
-        # A factor that wants a gradient saves q, so q is kept before it is multiplied.
-        q=_factored(match, builder, _kept(mirror, match, builder, "q", match.q, q)),
-        k=_kept(mirror, match, builder, "k", match.k, k),
-        v=_kept(mirror, match, builder, "v", match.v, v),
+        # A factor that wants a gradient saves q: after what is kept of it.
+        q=_factored(match, builder, q),
+        k=k,
+        v=v,
         mask=_mask(mirror, match, builder, dtype),
         sinks=_sinks(mirror, match, builder),
         stored=_stored(match, builder),
@@ -79,20 +78,24 @@ def _run(match: Match, builder: Builder[X], recipe: Recipe, x: X) -> X:
     return result
 
 
-def _arranged(
-    match: Match, builder: Builder[X], operand: Operand, target: tuple[Dim, ...], *, broadcast: bool = False
+def _arranged(match: Match, builder: Builder[X], operand: Operand, target: tuple[Dim, ...], source: X) -> X:
+    """source: the operand's root, or a copy of it."""
+    recipe = simplified(arrange(operand.root_dims, operand.reads, target, broadcast=False))
+    return _run(match, builder, recipe, source)
+
+
+def _operand(
+    mirror: Mirror, match: Match, builder: Builder[X], name: str, target: tuple[Dim, ...], dtype: torch.dtype | None
 ) -> X:
-    recipe = simplified(arrange(operand.root_dims, operand.reads, target, broadcast=broadcast))
-    return _run(match, builder, recipe, builder.leaf(operand.root))
-
-
-def _kept(mirror: Mirror, match: Match, builder: Builder[X], name: str, operand: Operand, x: X) -> X:
-    """x, made of an operand; a copy where that has to be kept and x is no copy of it already."""
+    """q, k, v or the sinks, of what is to be kept a copy unless the dtype makes one."""
+    operand: Operand = getattr(match, name)
+    root = builder.leaf(operand.root)
+    x = _cast(builder, _arranged(match, builder, operand, target, root), dtype)
     if operand.kept is None or not _shares_memory(builder, operand, x):
         return x
-    value = builder.value(x)
-    key = (name, _version(mirror, match, operand), value.dtype, value.shape, value.stride(), value.storage_offset())
-    return builder.hold(x, key, operand=name, why=operand.kept)
+    # Of the root, which is smaller where the kernel reads one element several times.
+    held = builder.hold(root, _version(mirror, match, operand), operand=name, why=operand.kept)
+    return _arranged(match, builder, operand, target, held)
 
 
 def _shares_memory(builder: Builder[X], operand: Operand, x: X) -> bool:
@@ -104,8 +107,8 @@ def _version(mirror: Mirror, match: Match, operand: Operand) -> Version:
     return mutation.version(mirror, operand.root, mirror.order(match.out))
 
 
-def _cast(builder: Builder[X], x: X, dtype: torch.dtype) -> X:
-    return x if builder.value(x).dtype == dtype else builder.call(torch.Tensor.to, x, dtype)
+def _cast(builder: Builder[X], x: X, dtype: torch.dtype | None) -> X:
+    return x if dtype is None or builder.value(x).dtype == dtype else builder.call(torch.Tensor.to, x, dtype)
 
 
 def _dtype_of(node: fx.Node) -> torch.dtype:
@@ -186,17 +189,18 @@ def _sinks(mirror: Mirror, match: Match, builder: Builder[X]) -> X | None:
     """(Hq,): the sink logits, which vary along the heads only."""
     if match.sinks is None:
         return None
-    return _kept(mirror, match, builder, "sinks", match.sinks, _arranged(match, builder, match.sinks, (match.heads,)))
+    return _operand(mirror, match, builder, "sinks", (match.heads,), None)
 
 
 def _stored(match: Match, builder: Builder[X]) -> StoredTensors[X] | None:
     if match.stored is None:
         return None
     k, v = match.stored
+    of_both = (match.batch, match.heads_kv, match.key)
     scales = (None if x.scale is None else _cast(builder, builder.leaf(x.scale), torch.float32) for x in (k, v))
     return StoredTensors(
-        k=_arranged(match, builder, k.operand, (match.batch, match.heads_kv, match.key, match.head_dim_qk)),
-        v=_arranged(match, builder, v.operand, (match.batch, match.heads_kv, match.key, match.head_dim_v)),
+        k=_arranged(match, builder, k.operand, (*of_both, match.head_dim_qk), builder.leaf(k.operand.root)),
+        v=_arranged(match, builder, v.operand, (*of_both, match.head_dim_v), builder.leaf(v.operand.root)),
         k_scale=next(scales),
         v_scale=next(scales),
     )

@@ -28,12 +28,14 @@ from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_compiler import torch_tracing
+from attn_compiler.lowerings.ops import NAMESPACE
 from attn_compiler.passes import bodies, mutation
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror, is_opaque
 from attn_compiler.passes.site import Match, Operand
 from attn_compiler.passes.unit import Call, Unit
+from attn_compiler.report import Copy
 
 Storages = set[StorageWeakRef]
 
@@ -85,6 +87,28 @@ def run(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> Run | None:
     except (RuntimeError, ValueError, TypeError, NotImplementedError):
         return None
     return Run(values=values, saved=mutation.storages_of(saved))
+
+
+def is_given_to_kernel(node: fx.Node) -> bool:
+    """Whether a kernel is given the memory of a Dynamo node, as it is or through views: kernels save all their operands."""
+    memory, queue, seen = _memory(node), [node], {node}
+    while queue:
+        for user in queue.pop().users.keys() - seen:
+            if _is_kernel(user):
+                return True
+            if _memory(user) & memory:
+                seen.add(user)
+                queue.append(user)
+    return False
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    """One of PyTorch's, or a leaf op that has a backward."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    namespace, name = node.target.namespace, target_name(node)
+    ours = getattr(torch.ops, NAMESPACE)
+    return name.startswith("_scaled_dot_product") or (namespace == NAMESPACE and hasattr(ours, f"{name}_backward"))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -152,6 +176,16 @@ class Keeping:
         nodes = [n for n in self.unit.graph.nodes if n in owners and n.meta.get("example_value") is not None]
         return run(nodes, self.unit.mode)
 
+    @cached_property
+    def _read(self) -> Storages:
+        """The memory that the site's nodes work with."""
+        nodes = {m for n in self.match.covered for m in (n, *n.all_input_nodes)}
+        return set().union(*(_memory(self.mirror.dynamo_node(n)) for n in nodes))
+
+    def _is_saved(self, dynamo: fx.Node) -> bool:
+        """Whether the model's own autograd saves the memory of a Dynamo node at the site."""
+        return bool(_memory(dynamo) & self._read) and self._model is not None and self._model.saves(dynamo)
+
     def why(self, node: fx.Node) -> str | None:
         """Why a kernel that saves the tensor of this mirror node has to save a copy; None if it need not.
 
@@ -161,7 +195,7 @@ class Keeping:
         danger = after(self.unit, self.mirror, node, self.match.out) if dynamo is not None else None
         if dynamo is None or danger is None:
             return None
-        if self._model is None or not self._model.saves(dynamo):
+        if not self._is_saved(dynamo):
             return danger.why
         if not danger.by_user and _memory(dynamo) & ways(self.unit).taken_as_data:
             raise AxisError(f"{node.name} is written to through .data after the model's autograd saved it")
@@ -197,6 +231,21 @@ def after(unit: Unit, mirror: Mirror, node: fx.Node, site: fx.Node) -> Danger | 
         return Danger(why=f"{writer.name} writes to it afterwards")
     is_written = any(mine & written for _, written in mirror.writers)
     return _from_outside(unit, _memory(mirror.dynamo_node(node)), is_written=is_written)
+
+
+def written_by_user(unit: Unit, node: fx.Node) -> str | None:
+    """Who may write to the memory of a Dynamo node outside of the graph; None if nobody."""
+    memory = _memory(node)
+    danger = _from_outside(unit, memory, is_written=bool(memory & ways(unit).written))
+    return None if danger is None else danger.why
+
+
+def copy(operand: str, node: fx.Node, why: str) -> Copy:
+    """What the report says of a copy. node: the Dynamo node that is copied, or the copy. why: as Keeping.why gives it."""
+    value: torch.Tensor = node.meta["example_value"]
+    is_known = not any(isinstance(size, torch.SymInt) for size in value.shape)
+    size = value.numel() * value.element_size() if is_known else None
+    return Copy(operand=operand, bytes=size, why=f"{why}, and the backward reads it")
 
 
 def _from_outside(unit: Unit, memory: Storages, *, is_written: bool) -> Danger | None:

@@ -59,7 +59,9 @@ def test_kernels_in_checkpoints_read_the_padding_itself(inner: str) -> None:
     assert len(site.modules) == LAYERS
     assert site.spec.mask.out_of_reach == ()
     if inner == "aot_eager":
-        assert run.text.count("and_, l_real_, use_reentrant") == LAYERS
+        # A copy, one for all layers: the model's own body is given a mask that no write to `real` reaches.
+        assert run.text.count("and_, held_default, use_reentrant") == LAYERS
+        assert [copy.operand for copy in site.copies] == ["l_real_"]
 
 
 def test_what_is_kept_and_what_is_carried_come_in_their_order() -> None:
@@ -91,6 +93,19 @@ def test_what_is_written_to_is_not_carried(when: str) -> None:
 
     run = held_against_the_model(model, lowering="triton")
     assert run.site.spec.mask.out_of_reach == ("real",)
+
+
+@pytest.mark.parametrize("silently", [False, True])
+def test_what_is_carried_is_what_it_was_in_the_forward(silently: bool) -> None:
+    """The user writes to the padding before the backward, which computes the bodies once more."""
+    found = []
+    for function in (padded, compiled(padded, lowering="triton")):
+        x, real = given()
+        x.requires_grad_()
+        out = function(x, real)
+        (real.data if silently else real).zero_()
+        found.append(torch.autograd.grad(out.square().sum(), x)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=2e-4, atol=2e-4)
 
 
 def test_what_wants_a_gradient_is_not_carried() -> None:
