@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from attn_compiler.index_expr.building import (
     add,
     apply,
+    as_float,
     as_int,
     choice_of_numbers,
     combine,
@@ -18,6 +19,12 @@ from attn_compiler.index_expr.building import (
     whole_of,
 )
 from attn_compiler.index_expr.nodes import Apply, Const, Expr, Linear, kind_of
+
+#: half of a unit in the last place of bfloat16 is less than this part of a number
+_COARSEST = 2.0**-8
+
+#: float16's largest number
+_FINITE_IN_EVERY_DTYPE = 65504.0
 
 
 def compare(op: str, a: Expr, b: Expr) -> Expr:
@@ -68,10 +75,31 @@ def _comparison_of_choice(op: str, a: Expr, b: Expr) -> Expr | None:
         for choice, rest in _summands(x):
             numbers = choice_of_numbers(choice)
             if numbers is not None:
-                condition, *found = (*numbers[:1], *(n if rest is None else add(n, rest) for n in numbers[1:]))
+                condition, *found = (*numbers[:1], *(_sum(n, rest, other) for n in numbers[1:]))
                 pairs = [(other, number) if turned else (number, other) for number in found]
                 return where(condition, *(_compare_floats(op, *pair) for pair in pairs))
     return None
+
+
+def _sum(number: Expr, rest: Expr | None, other: Const) -> Expr:
+    """number + rest, which is compared with `other`. Where rounding to the model's dtype may make a difference to that, it is rounded."""
+    if rest is None or number in (Const(0.0), Const(-0.0)):
+        return number if rest is None else as_float(rest)
+    choice = choice_of_numbers(rest)
+    if choice is not None:
+        return where(choice[0], *(_sum(number, n, other) for n in choice[1:]))
+    total = add(number, rest)
+    is_told_apart = isinstance(total, Const) and _is_told_apart(total.value, other.value)
+    return total if is_told_apart else apply("rounded", total)
+
+
+def _is_told_apart(total: float, other: float) -> bool:
+    """Whether a number rounded to any dtype, infinite in some, is on the same side of another one as it is itself."""
+    if math.isnan(total) or math.isinf(total):
+        return True
+    if math.isinf(other):
+        return abs(total) <= _FINITE_IN_EVERY_DTYPE
+    return abs(total - other) > abs(total) * _COARSEST
 
 
 def _summands(x: Expr) -> Iterator[tuple[Expr, Expr | None]]:

@@ -1,4 +1,4 @@
-"""How far numbers go that are known while compiling; what is read at run time counts as nothing."""
+"""How far numbers go that are known while compiling. What is read at run time counts as 0 to 1, a truth value: more is not known."""
 
 from __future__ import annotations
 
@@ -34,8 +34,13 @@ def _of(*ends: float) -> Reach:
 
 
 def reach(x: Expr, within: Ranges) -> Reach:
-    """How far what is known of a number goes. within: ranges of its indices and sizes."""
+    """How far a number goes, as far as it is known: what is read at run time, times anything but a number, counts as nothing.
+
+    within: ranges of its indices and sizes.
+    """
     match x:
+        case Load():
+            return Reach(high=1.0)
         case Const(value=value):
             return _of(float(value))
         case Apply(op="where", args=(_, a, b)):
@@ -48,7 +53,7 @@ def reach(x: Expr, within: Ranges) -> Reach:
             return reach(a, within)
         case Apply(op="add", args=(a, b)):
             return reach(a, within).plus(reach(b, within))
-        case Apply(op="mul", args=(a, b)):
+        case Apply(op="mul", args=(a, b)) if isinstance(b, Const) or is_known(x):
             return reach(a, within).times(reach(b, within))
         case Apply(op="div", args=(a, Const(value=divisor))) if divisor:
             return reach(a, within).times(_of(1.0 / divisor))

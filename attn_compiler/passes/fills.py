@@ -1,8 +1,7 @@
 """When a number shuts a key out: beside a key that has not got it, no weight is left. Else it stays a number that is added.
 
-Numbers that are known while compiling count with all that they can be. What is read at run time (a learned bias, slopes, a mask
-that the graph is given) counts as nothing: it is taken to be no larger than scores are, and no number that undoes a mask. Scores
-are taken to stay below PRODUCT times their scale, which is below 65504, float16's largest number, for every scale up to 4.
+Numbers that are known while compiling count with all that they can be, what is read at run time as a truth value, or as a part of the
+scores (index_expr/reach.py). Scores are taken to stay below PRODUCT times their scale. docs/numbers.md says why.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler import scores
 from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Load, Ranges
 from attn_compiler.index_expr.changing import rename, with_parts
-from attn_compiler.index_expr.reach import Reach, reach
+from attn_compiler.index_expr.reach import Reach, is_known, reach
 from attn_compiler.passes.fills import shuts_out
 from attn_compiler.passes.patterns.score_steps import MASKED_BELOW, STILL_MASKED_BELOW
 from attn_compiler.scores import ProvedScore
@@ -43,8 +43,12 @@ class Split:
     fills: frozenset[float] = frozenset()
 
     def reach(self, within: Ranges) -> Reach:
-        """How far what is added goes, where it is known."""
-        return reach(total(self.added), within)
+        """How far what is added goes. What run-time numbers make low, such as (1 - mask) · -1e9, masks too: it undoes no mask."""
+        own = Reach()
+        for part in self.added:
+            found = reach(total((part,)), within)
+            own = own.plus(found if is_known(part.value) else Reach(high=found.high))
+        return own
 
 
 def split(x: Expr, weight: float = 1.0, *, scores_up_to: float = 0.0, within: Ranges | None = None) -> Split:
@@ -53,7 +57,10 @@ def split(x: Expr, weight: float = 1.0, *, scores_up_to: float = 0.0, within: Ra
     Numbers that the term itself may undo, or scores up to `scores_up_to`, mask nothing: all of it is added then.
     """
     found = _split(x, weight)
-    if found.allowed == ix.TRUE or shuts_out(found.fills, found.reach(within or {}), scores_up_to):
+    # What all keys get shuts none of them out.
+    if found.allowed == ix.TRUE or (
+        found.allowed != ix.FALSE and shuts_out(found.fills, found.reach(within or {}), scores_up_to)
+    ):
         return found
     return Split(allowed=ix.TRUE, added=(Added(value=x, weight=weight),))
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index, Linear, Size
+from attn_compiler.index_expr.ranges import LOADED, LOADED_KEY, MADE_OF_FLOAT
 from tests.index_expr.expressions import Tree, bools, element, ints
 
 MANY = settings(max_examples=200, deadline=None)
@@ -69,3 +70,38 @@ def test_bounds_of_what_is_more_than_a_sum() -> None:
     assert ix.bounds(ix.apply("floordiv", Q, ix.Const(2)), fixed) == (0, 3)
     assert ix.bounds(ix.as_int(ix.compare("<=", K, Q)), {}) == (0, 1)
     assert ix.bounds(ix.apply("float", Q), fixed) == (None, None)
+
+
+LOADED_X = Linear((), 9)
+
+
+def test_what_is_loaded_lies_in_its_range() -> None:
+    x = ix.Load("x", (K,), "int")
+    ranges = {**RANGES, LOADED_KEY.format("x"): LOADED_X}
+    assert ix.bounds(x, RANGES) == (None, None)
+    assert ix.bounds(x, ranges) == (-10, 9)
+    assert ix.bounds(ix.add(ix.mul(x, ix.Const(-2)), ix.ONE), ranges) == (-17, 21)
+    assert ix.bounds(ix.apply("int", ix.Load("y", (K,), "float")), {MADE_OF_FLOAT: LOADED_X}) == (-10, 9)
+
+
+def test_products_lie_between_those_of_the_ends() -> None:
+    x = ix.Load("x", (K,), "int")
+    short = {"q": Linear((), 5), "k": Linear((), 7), LOADED_KEY.format("x"): LOADED_X}
+    assert ix.bounds(ix.mul(Q, K), short) == (0, 35)
+    assert ix.bounds(ix.mul(ix.add(Q, ix.Const(-3)), K), short) == (-21, 14)
+    assert ix.bounds(ix.mul(x, x), short) == (-90, 100)
+    assert ix.bounds(ix.mul(x, K), {**RANGES, "k": Linear((), 7)}) == (None, None)
+
+
+def test_a_product_of_two_loads_of_64_bits_fits_them() -> None:
+    x, y = (ix.Load(name, (K,), "int") for name in "xy")
+    ranges = {LOADED_KEY.format(name): Linear((), LOADED) for name in "xy"}
+    assert ix.bounds(x, ranges) == (-LOADED - 1, LOADED)
+    low, high = ix.bounds(ix.mul(x, y), ranges)
+    assert low is not None
+    assert high is not None
+    assert -(2**63) <= low < 0 < high < 2**63
+    # What may be all that 64 bits hold is no such number.
+    _, high = ix.bounds(ix.mul(x, y), ranges | {LOADED_KEY.format("x"): Linear((), 2**63 - 1)})
+    assert high is not None
+    assert high >= 2**63

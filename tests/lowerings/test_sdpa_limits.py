@@ -6,11 +6,22 @@ from typing import Any
 import pytest
 import torch
 
+from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings import by_name, sdpa_limits
 from attn_compiler.masks import Causal, CausalFrom, Dense, KeyPadding, MaskSpec, Opaque, SlidingWindow
-from attn_compiler.scores import Sinks, Softcap, Unusual
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.scores import (
+    Bias,
+    BiasFormula,
+    Penalty,
+    ProvedScore,
+    RegionPenalty,
+    ScoreSpec,
+    Sinks,
+    Softcap,
+    Unusual,
+)
+from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, dense, make_spec, words
 from tests.passes.compiling import compiled
@@ -376,3 +387,41 @@ def test_a_query_without_keys_gets_the_models_gradient(how: str) -> None:
     (mine,), (right,) = (torch.autograd.grad(f(q, x).square().sum(), q) for f in (run, model))
     torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4)
     assert "leave each query some key" in str(run.site.decision.refusals)
+
+
+MASK = Load("mask", (Index("k"),), "float")
+LATER = ix.compare(">", Index("k"), Index("q"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "large"),
+    [
+        (Penalty(value=1e9, condition=LATER), True),
+        (Penalty(value=-1e9, condition=LATER), True),
+        (Penalty(value=-10000.0, condition=LATER), False),
+        (RegionPenalty(value=-100.0, of_key=Index("k")), False),
+        (BiasFormula(value=ix.add(ix.where(LATER, Const(-1e9), Const(0.0)), Const(1e9))), True),
+        # (1 - mask) · -1e9 masks; mask · 1e9 does not.
+        (BiasFormula(value=ix.mul(ix.add(Const(1.0), ix.mul(MASK, Const(-1.0))), Const(-1e9))), False),
+        (BiasFormula(value=ix.mul(MASK, Const(1e9))), True),
+        (Bias(tensor="bias", at=(Index("q"), Index("k")), shape=(1, 1, 6, 6)), False),
+    ],
+)
+def test_an_lse_holds_no_large_numbers(kind: ProvedScore, large: bool) -> None:
+    mask = MaskSpec(kinds=(Dense(shape=(1, 1, 6, 6), dtype="float32"),))
+    spec = AttentionSpec(
+        q=TensorSpec(shape=(1, 2, 6, 8), strides=(96, 48, 8, 1), dtype="float32"),
+        k=TensorSpec(shape=(1, 2, 6, 8), strides=(96, 48, 8, 1), dtype="float32"),
+        v=TensorSpec(shape=(1, 2, 6, 8), strides=(96, 48, 8, 1), dtype="float32"),
+        mask=mask,
+        score=ScoreSpec(scale=0.5, proved=(kind,)),
+        device="cpu",
+        out_dtype="float32",
+        needs_grad=True,
+    )
+    reasons = sdpa_limits.check_tensor(spec, dtypes=("float32",))
+    assert [reason.observed for reason in reasons] == ([kind.words] if large else [])
+    assert all(reason.remedy for reason in reasons)
+    assert sdpa_limits.check_tensor(dataclasses.replace(spec, needs_grad=False), dtypes=("float32",)) == []
+    in_doubles = dataclasses.replace(spec, **{name: dataclasses.replace(spec.q, dtype="float64") for name in "qkv"})
+    assert sdpa_limits.check_tensor(in_doubles, dtypes=("float32",)) == []

@@ -10,7 +10,7 @@ from torch import fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
-from attn_compiler.passes.reading.converting import converted
+from attn_compiler.passes.reading.converting import converted, fits
 from attn_compiler.passes.reading.core import At, Reader, ReadOp, computed_of, fake
 from attn_compiler.passes.views import argument
 
@@ -60,7 +60,27 @@ def _arithmetic(combine: Callable[..., Expr | None]) -> ReadOp:
 
 
 def _compare(op: str) -> ReadOp:
-    return _pointwise(lambda a, b: ix.compare(op, a, b))
+    """A comparison of whole numbers becomes one of their difference with zero, which has to fit. Whether they are equal, it says anyhow."""
+    pointwise = _pointwise(lambda a, b: ix.compare(op, a, b))
+
+    def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        if op not in ("==", "!="):
+            sides = [_operand(reader, node, x, at, _common_dtype(node.args)) for x in node.args]
+            if not _differ_by_little(reader, node, sides, at):
+                return None
+        return pointwise(reader, node, at)
+
+    return read
+
+
+def _differ_by_little(reader: Reader, node: fx.Node, sides: list[Expr | None], at: At) -> bool:
+    """Whether 64 bits hold the difference of two whole numbers, in either direction, and one more."""
+    a, b = sides
+    if a is None or b is None or "float" in (ix.kind_of(a), ix.kind_of(b)):
+        return True
+    apart = ix.add(a, b, -1)
+    within = reader.within(apart, node, at)
+    return all(fits(ix.add(ix.mul(apart, Const(sign)), ix.ONE, sign), torch.int64, within) for sign in (1, -1))
 
 
 def _logical(op: str) -> ReadOp:

@@ -13,7 +13,7 @@ from attn_compiler.passes.patterns import score_steps
 from attn_compiler.passes.patterns.score_steps import (
     Add,
     Cast,
-    Floor,
+    Clamp,
     Keep,
     RuntimeScale,
     Scale,
@@ -161,8 +161,9 @@ def test_a_fill_that_is_not_known_is_no_mask() -> None:
 )
 def test_floor(function: Callable[..., Tensor]) -> None:
     step = _one(function)
-    assert isinstance(step, Floor)
-    assert step.bound == pytest.approx(LOWEST)
+    assert isinstance(step, Clamp)
+    assert step.low == pytest.approx(LOWEST)
+    assert step.of_dtype
 
 
 @pytest.mark.parametrize("function", [lambda s: s.clamp(min=0), lambda s: s.clamp(max=5.0), lambda s: s.clamp_max(5.0)])

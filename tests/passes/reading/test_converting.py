@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Linear, Load, Size
+from attn_compiler.index_expr.ranges import LOADED_KEY
 from attn_compiler.passes.reading import converting
-from attn_compiler.passes.reading.converting import LONGEST, converted, fits, nearest, ranges
+from attn_compiler.passes.reading.converting import LONGEST, converted, fits, largest_loaded, nearest, ranges
 
 Q, K = Index("q"), Index("k")
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -110,3 +111,47 @@ def test_ranges_come_from_the_shape() -> None:
 
 def test_kinds_of_dtypes() -> None:
     assert [converting.kind_of_dtype(d) for d in (torch.bool, torch.uint8, torch.bfloat16)] == ["bool", "int", "float"]
+
+
+def test_how_large_what_is_loaded_can_be_follows_from_its_dtype() -> None:
+    x = Load("x", (Q,), "int")
+    for dtype, wider in ((torch.int8, torch.int16), (torch.uint8, torch.int16), (torch.int32, torch.int64)):
+        named = {LOADED_KEY.format("x"): largest_loaded(dtype)}
+        within = ranges(x, torch.Size([6]), (Q,), named=named)
+        assert fits(ix.add(x, ix.ONE), wider, within)
+        assert not fits(ix.add(x, ix.ONE), dtype, within)
+
+
+def test_sums_of_what_is_loaded_in_64_bits_fit_and_multiples_do_not() -> None:
+    x, y = (Load(name, (Q,), "int") for name in "xy")
+    within = ranges(x, torch.Size([6]), (Q,))
+    assert fits(ix.add(ix.add(x, y, -1), ix.add(Q, Const(4096))), torch.int64, within)
+    assert fits(ix.mul(x, y), torch.int64, within)
+    assert not fits(ix.mul(x, Const(4)), torch.int64, within)
+    assert not fits(ix.mul(ix.mul(x, y), x), torch.int64, within)
+    wrapped = {LOADED_KEY.format("x"): largest_loaded(torch.int64, by_arithmetic=True)}
+    assert not fits(ix.add(x, ix.ONE), torch.int64, ranges(x, torch.Size([6]), (Q,), named=wrapped))
+    assert fits(x, torch.int64, ranges(x, torch.Size([6]), (Q,), named=wrapped))
+
+
+def test_an_index_without_a_range_runs_along_an_axis() -> None:
+    """As inside of a vmap, whose elements have other indices than their tensor has axes."""
+    assert fits(ix.mul(Q, Const(1000)), torch.int64, {})
+    assert fits(ix.mul(Q, K), torch.int64, {"k": Linear((), 7)})
+    assert not fits(ix.mul(Q, K), torch.int64, {})
+    assert not fits(Q, torch.int32, {})
+
+
+@pytest.mark.parametrize(
+    ("source", "dtype"), [(torch.int64, torch.int64), (torch.uint8, torch.int16), (torch.bool, torch.int8)]
+)
+def test_a_dtype_that_holds_all_of_another_one_changes_nothing(source: torch.dtype, dtype: torch.dtype) -> None:
+    x = Load("x", (Q,), "int")
+    anything = ranges(x, torch.Size([6]), (Q,), named={LOADED_KEY.format("x"): 2**63 - 1})
+    assert converted(x, source, dtype, anything) == x
+
+
+def test_a_float_is_a_whole_number_of_64_bits_only() -> None:
+    x = Load("x", (Q,), "float")
+    assert converted(x, torch.float32, torch.int64, {}) == ix.apply("int", x)
+    assert converted(x, torch.float32, torch.int32, {}) is None
