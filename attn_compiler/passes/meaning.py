@@ -75,6 +75,11 @@ def of(mirror: Mirror, match: Match, reader: Reader) -> Meaning:
     return read.meaning()
 
 
+def unread(match: Match, reason: str) -> Meaning:
+    """What is said of a match where nothing could be read."""
+    return Meaning(reason=reason, along=tuple(term.along for term in (*match.additive, *match.allowed)))
+
+
 class _Read:
     """What was read of one match so far."""
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Steps for any graph, and for each of its ops. Masks of models take up to five an op; what joins and shifts again and again takes
-#: the square of their number
-_ANYWAY, _AN_OP = 1000, 16
+#: Steps for any graph, and for each of its ops. Masks of models take less than one an op, those that are made in loops up to four;
+#: what joins and shifts a tensor again and again takes the square of how often
+_ANYWAY, _AN_OP = 1000, 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
     """steps: elements of tensors that are looked into for one mask. in_a_row: ops that are read because of each other.
 
-    parts: of an expression; T5's buckets have 35, Swin's windows 80. depth: of parts that stand in each other.
+    parts: of an expression; T5's buckets have 35, Swin's windows 80. depth: of parts that stand in each other; a spec is written and
+    read by calls that stand in each other, up to five for each.
     """
 
     steps: int
     in_a_row: int = 200
     parts: int = 2000
-    depth: int = 150
+    depth: int = 100
 
     @classmethod
     def of_graph(cls, ops: int) -> Budget:
