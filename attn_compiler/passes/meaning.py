@@ -175,8 +175,10 @@ class _Read:
     def _origin(self, name: str) -> str:
         """Why nothing is known of the elements of a tensor."""
         version = self._version(name)
-        if name in self._reader.too_large:
-            return f"{name} {self._reader.too_large[name]}"
+        too_large = self._reader.too_large.items()
+        larger = next((why for known, why in too_large if self._version(known).node is version.node), None)
+        if larger is not None:
+            return f"{name} {larger}"
         if version.since is not None and version.since is not version.node:
             return f"{name} is written in place, by {version.since.name}"
         if name in self._reader.not_followed:
