@@ -15,7 +15,19 @@ from attn_compiler.passes.reading import Reader, Unreadable
 from attn_compiler.passes.reading.budget import Budget
 from tests.passes.compiling import compiled, mirror_of
 from tests.passes.reading.loops import (
- BOUNDED, READ, Calls, Loop, both_in_turn, choices, differences, doubled, filled_in_place, rotated, written_by_block, written_by_row)
+    BOUNDED,
+    READ,
+    Calls,
+    Loop,
+    both_in_turn,
+    choices,
+    differences,
+    doubled,
+    filled_in_place,
+    rotated,
+    written_by_block,
+    written_by_row,
+)
 
 Tensor = torch.Tensor
 S, MOST = 96, 64
@@ -87,7 +99,9 @@ def test_a_mask_that_takes_too_much_stays_dense_and_says_why(loop: Loop) -> None
     assert "are the most" in found.reason
 
 
-@pytest.mark.parametrize("loop", [choices, differences, filled_in_place, written_by_block], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    "loop", [choices, differences, filled_in_place, written_by_block], ids=lambda loop: loop.__name__
+)
 def test_very_many_steps_are_unreadable_and_no_fault(loop: Loop) -> None:
     """They are read in turn: Python's stack has room for a fifth of them."""
     reader, node = _reader(loop, 4 * MOST)
@@ -128,7 +142,10 @@ def test_an_expression_of_too_many_parts_is_gone_on_with_as_a_load() -> None:
 
 
 def test_the_budget_grows_with_the_graph() -> None:
-    assert Budget.of_graph(1000).steps - Budget.of_graph(500).steps == Budget.of_graph(500).steps - Budget.of_graph(0).steps
+    assert (
+        Budget.of_graph(1000).steps - Budget.of_graph(500).steps
+        == Budget.of_graph(500).steps - Budget.of_graph(0).steps
+    )
 
 
 def test_what_is_too_large() -> None:
