@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from attn_compiler.index_expr.building import combine, linear, rebuilt
-from attn_compiler.index_expr.looking import ordered
+from attn_compiler.index_expr.looking import ordered, parts
 from attn_compiler.index_expr.nodes import FALSE, TRUE, Apply, Const, Expr, Index, Linear, Load, Size, Test, kind_of
 
 #: largest value of each index, and of sizes where that is known, as a linear form: {"q": Sq - 1, "k": Skv - 1}
@@ -18,6 +18,9 @@ LOADED_KEY, ANY_LOAD, MADE_OF_FLOAT = "{}[]", "[]", "int()"
 #: under this, ranges may hold the largest value of any index that they do not name
 ANY_INDEX = "any index"
 
+#: names that stand for more than one index or size
+_OF_ANYTHING = frozenset({ANY_INDEX, MADE_OF_FLOAT})
+
 #: What is loaded in 64 bits is taken to be below this, so that sums and differences of three such numbers fit, and what of it is
 #: multiplied by another number that is not known, to be below that, so that the product does
 LOADED, LOADED_FACTOR = 2**61, 2**31 - 1
@@ -25,8 +28,8 @@ LOADED, LOADED_FACTOR = 2**61, 2**31 - 1
 
 Bounds = tuple[int | None, int | None]
 
-#: what bounds are remembered by: the ranges that they are for
-_Key = frozenset[tuple[str, Linear]]
+#: what bounds are remembered by: the ranges, by their digests, of those names that the expression has
+_Key = frozenset[tuple[str, bytes]]
 
 _UNKNOWN: Bounds = (None, None)
 
@@ -54,22 +57,28 @@ def bounds(x: Expr, ranges: Ranges) -> Bounds:
 
     They are worked out once for each part of x, however often the part occurs and is asked for with the same ranges.
     """
-    key: _Key = frozenset(ranges.items())
+    key = _key(x, ranges)
     if key not in x.remembered:
-        for part in ordered(x, lambda part: _unbounded_parts(part, key)):
-            part.remembered[key] = _bounds(part, ranges, key)
+        for part in ordered(x, lambda part: _unbounded_parts(part, ranges)):
+            part.remembered[_key(part, ranges)] = _bounds(part, ranges)
     found: Bounds = x.remembered[key]
     return found
 
 
-def _unbounded_parts(x: Expr, key: _Key) -> tuple[Expr, ...]:
+def _key(x: Expr, ranges: Ranges) -> _Key:
+    names = x.facts.indices | x.facts.sizes | _OF_ANYTHING
+    known = [(name, most) for name, most in ranges.items() if name in names or name.endswith(ANY_LOAD)]
+    return frozenset([(name, most.facts.digest) for name, most in known])
+
+
+def _unbounded_parts(x: Expr, ranges: Ranges) -> tuple[Expr, ...]:
     """The parts of x whose bounds those of x depend on, and are not known yet."""
-    if isinstance(x, Linear):
-        return tuple([term for term, _ in x.terms if key not in term.remembered])
-    return tuple([a for a in x.args if key not in a.remembered]) if isinstance(x, Apply) and kind_of(x) == "int" else ()
+    if kind_of(x) != "int" or not isinstance(x, (Linear, Apply)):
+        return ()
+    return tuple([part for part in parts(x) if _key(part, ranges) not in part.remembered])
 
 
-def _bounds(x: Expr, ranges: Ranges, key: _Key) -> Bounds:
+def _bounds(x: Expr, ranges: Ranges) -> Bounds:
     """Of one expression, from those of its parts."""
     if kind_of(x) == "bool":
         return 0, 1
@@ -83,8 +92,8 @@ def _bounds(x: Expr, ranges: Ranges, key: _Key) -> Bounds:
     if isinstance(x, Apply) and x.op == "mul":
         return _product(*(bounds(a, _of_factors(ranges)) for a in x.args))
     if isinstance(x, Apply):
-        return _bounds_of_result(x.op, [a.remembered[key] for a in x.args])
-    return _bound(linear(x), ranges, key, lowest=True), _bound(linear(x), ranges, key, lowest=False)
+        return _bounds_of_result(x.op, [bounds(a, ranges) for a in x.args])
+    return _bound(linear(x), ranges, lowest=True), _bound(linear(x), ranges, lowest=False)
 
 
 def lower_bound(x: Expr) -> int | None:
@@ -102,7 +111,7 @@ def _decided(relation: str, form: Linear, ranges: Ranges) -> Expr | None:
     return Const(relation == "!=") if apart else None
 
 
-def _bound(form: Linear, ranges: Ranges, key: _Key, *, lowest: bool) -> int | None:
+def _bound(form: Linear, ranges: Ranges, *, lowest: bool) -> int | None:
     """A number that the form never goes below (above), if there is one. Sizes are at least 1."""
     total = form.const
     names = Linear(())
@@ -110,7 +119,7 @@ def _bound(form: Linear, ranges: Ranges, key: _Key, *, lowest: bool) -> int | No
         if isinstance(term, (Index, Size)):
             names = combine(names, _reached(term, factor, ranges, lowest=lowest), factor)
             continue
-        bound = term.remembered[key][0 if (factor > 0) == lowest else 1]
+        bound = bounds(term, ranges)[0 if (factor > 0) == lowest else 1]
         if bound is None:
             return None
         total += factor * bound

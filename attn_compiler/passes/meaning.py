@@ -81,6 +81,15 @@ def of(mirror: Mirror, match: Match, reader: Reader) -> Meaning:
     return read.meaning()
 
 
+def unread(match: Match, reason: str) -> Meaning:
+    """What is said of a match where nothing could be read."""
+    return Meaning(
+        reason=reason,
+        along=tuple(term.along for term in (*match.additive, *match.allowed)),
+        unusual=fills.unusual(match, {term.fill for term in match.allowed}, Reach()),
+    )
+
+
 class _Read:
     """What was read of one match so far."""
 
@@ -200,6 +209,10 @@ class _Read:
     def _origin(self, name: str) -> str:
         """Why nothing is known of the elements of a tensor."""
         version = self._version(name)
+        too_large = self._reader.too_large.items()
+        larger = next((why for known, why in too_large if self._version(known).node is version.node), None)
+        if larger is not None:
+            return f"{name} {larger}"
         if version.since is not None and version.since is not version.node:
             return f"{name} is written in place, by {version.since.name}"
         if name in self._reader.not_followed:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch._subclasses import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_tracing
@@ -40,13 +41,21 @@ class Origins:
     vmap_axes: dict[fx.Node, VmapAxis]
 
 
+class Writers(NamedTuple):
+    """nodes: what writes into some memory. places: of each in the order of the mirror."""
+
+    nodes: list[fx.Node]
+    places: list[int]
+
+
 class Mirror:
     """graph: the ATen graph; `meta["val"]` of each node is its fake value.
 
     dynamo_node(n): the Dynamo node with the very value of mirror node n, or None (an intermediate of one Dynamo call). What an
     in-place op returns is the tensor that it wrote to.
     owner(n): the Dynamo node whose execution made n. order(n): its place in the mirror. writers: nodes that write in place,
-    each with the storages that it writes to. vmap_axes: the stand-ins of vmap's own calls, each with its axis.
+    each with the storages that it writes to; reshapers: those of them that change shape or strides. vmap_axes: the stand-ins of vmap's
+    own calls, each with its axis.
     """
 
     def __init__(self, graph: fx.Graph, origins: Origins) -> None:
@@ -57,6 +66,9 @@ class Mirror:
         self.vmap_axes = origins.vmap_axes
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self.writers = mutation.writers(graph)
+        self.reshapers = mutation.reshapers(self.writers)
+        self._writers_by_memory = _by_memory(self.writers)
+        self._writers_into: dict[fx.Node, Writers] = {}
         self._owned: dict[fx.Node, list[fx.Node]] = {}
         for node, owner in origins.owners.items():
             self._owned.setdefault(owner, []).append(node)
@@ -80,6 +92,15 @@ class Mirror:
 
     def order(self, node: fx.Node) -> int:
         return self._order[node]
+
+    def writers_into(self, tensor: fx.Node) -> Writers:
+        """What writes into the memory of a tensor, in order, each with its place in the order of the mirror."""
+        if tensor not in self._writers_into:
+            memory = mutation.storages(tensor)
+            own = {writer for storage in memory for writer in self._writers_by_memory.get(storage, ())}
+            nodes = sorted(own, key=self.order)
+            self._writers_into[tensor] = Writers(nodes=nodes, places=list(map(self.order, nodes)))
+        return self._writers_into[tensor]
 
     def computes_only(self, dynamo_node: fx.Node) -> bool:
         """Whether a Dynamo node does nothing but compute its value: ATen ops that write nothing in place."""
@@ -106,6 +127,14 @@ def build(graph_module: fx.GraphModule, skipped: frozenset[fx.Node] = frozenset(
 def opaque(*inputs: torch.Tensor) -> None:
     """Stands in the mirror for a call that is not looked into: it reads `inputs`, and may do anything with them."""
     raise NotImplementedError("a mirror is analysed, never run")
+
+
+def _by_memory(writers: mutation.Writers) -> dict[StorageWeakRef, list[fx.Node]]:
+    found: dict[StorageWeakRef, list[fx.Node]] = {}
+    for writer, written in writers:
+        for storage in written:
+            found.setdefault(storage, []).append(writer)
+    return found
 
 
 def _live(graph: fx.Graph, writers: mutation.Writers) -> set[fx.Node]:

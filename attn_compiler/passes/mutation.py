@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -89,10 +90,15 @@ def writers(graph: fx.Graph) -> Writers:
     return found
 
 
+def reshapers(writers: Writers) -> Writers:
+    """Those that change shape or strides of their tensor in place."""
+    return [(writer, written) for writer, written in writers if _is_view_in_place(writer.target)]
+
+
 def reshaped(mirror: Mirror, tensors: set[StorageWeakRef]) -> fx.Node | None:
     """The first node that changes shape or strides of one of these tensors in place (`transpose_`): what is known of it is its
     last state, wherever it is read."""
-    return next((w for w, written in mirror.writers if tensors & written and _is_view_in_place(w.target)), None)
+    return next((w for w, written in mirror.reshapers if tensors & written), None)
 
 
 def _is_view_in_place(target: object) -> bool:
@@ -111,14 +117,10 @@ def views_in_place(method: str) -> bool:
 
 def version(mirror: Mirror, tensor: fx.Node, when: int) -> Version:
     """What a tensor holds right before the place `when` in the order of the mirror (mirror.order)."""
-    mine = storages(tensor)
-    since = None
-    for writer, written in mirror.writers:
-        if mine & written:
-            if mirror.order(writer) >= when:
-                return Version(node=tensor, since=since, until=writer)
-            since = writer
-    return Version(node=tensor, since=since)
+    writers = mirror.writers_into(tensor)
+    at = bisect.bisect_left(writers.places, when)
+    since = writers.nodes[at - 1] if at else None
+    return Version(node=tensor, since=since, until=writers.nodes[at] if at < len(writers.nodes) else None)
 
 
 def written_after(mirror: Mirror, tensors: set[StorageWeakRef], start: fx.Node) -> fx.Node | None:

@@ -8,10 +8,12 @@ it was proved to be, or why it could not be read.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import torch
 
 from attn_compiler import masks, scores, torch_compat
+from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.passes import axes, emit, faults, meaning, packing, program, reach, reading, saved, stored
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.emit import FakeBuilder
@@ -24,31 +26,52 @@ from attn_compiler.passes.unit import Unit
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec, Dim, StoredSpec, TensorSpec
 
+#: how to see an exception that was caught
+_REPRODUCE = "compile with options={'strict': True}, which raises it"
+
 
 def run(unit: Unit, mirror: Mirror) -> None:
     """Give every site its spec. A site whose operands can't be arranged becomes a miss."""
     kept = []
     builder: FakeBuilder[torch.Tensor] = FakeBuilder(mirror, unit.mode)
     reader = reading.of_unit(unit)
+    unreadable: dict[str, list[str]] = {}
     for site in unit.sites:
         unit.current = site.module
         reason: Reason | None = None
         with faults.confined(unit, "recover", site.module) as attempt:
-            reason = _described(unit, mirror, site, builder, reader)
+            reason = _described(unit, mirror, site, builder, reader, unreadable)
         reason = attempt.reason or reason
         if reason is None:
             kept.append(site)
         else:
             unit.misses.append(_miss(site, reason))
     unit.sites = kept
+    for cause, modules in unreadable.items():
+        _warn(cause, modules)
+
+
+def _warn(cause: str, modules: list[str]) -> None:
+    """modules: where that kept a mask from being read."""
+    warnings.warn(
+        f"attn_compiler could not read the mask at {', '.join(dict.fromkeys(modules))}, which stays a dense tensor there: {cause}. "
+        f"To reproduce: {_REPRODUCE}",
+        AttnCompilerWarning,
+        stacklevel=2,
+    )
 
 
 def _described(
-    unit: Unit, mirror: Mirror, site: Site, builder: FakeBuilder[torch.Tensor], reader: Reader
+    unit: Unit,
+    mirror: Mirror,
+    site: Site,
+    builder: FakeBuilder[torch.Tensor],
+    reader: Reader,
+    unreadable: dict[str, list[str]],
 ) -> Reason | None:
     """Describe the site; why that can't be done, if so."""
     try:
-        _describe(unit, mirror, site, builder, reader)
+        _describe(unit, mirror, site, builder, reader, unreadable)
     except AxisError as error:
         rule = "q, k, v and the mask can be brought into (batch, heads, sequence, head dim)"
         return Reason(rule=rule, observed=str(error))
@@ -66,8 +89,18 @@ def compute_dtype(mirror: Mirror, match: Match) -> torch.dtype:
     return dtype
 
 
-def _describe(unit: Unit, mirror: Mirror, site: Site, builder: FakeBuilder[torch.Tensor], reader: Reader) -> None:
-    """Fill in the spec and the meaning of the mask. The match loses a mask that the kernel needs no tensor for. Raises AxisError."""
+def _describe(
+    unit: Unit,
+    mirror: Mirror,
+    site: Site,
+    builder: FakeBuilder[torch.Tensor],
+    reader: Reader,
+    unreadable: dict[str, list[str]],
+) -> None:
+    """Fill in the spec and the meaning of the mask. The match loses a mask that the kernel needs no tensor for. Raises AxisError.
+
+    unreadable: exceptions that kept masks from being read, with the modules where; a new one is entered.
+    """
     match = site.match
     out = emit.example(mirror, match.out)
     needs_grad = bool(out.requires_grad)
@@ -75,7 +108,8 @@ def _describe(unit: Unit, mirror: Mirror, site: Site, builder: FakeBuilder[torch
     if needs_grad:
         saved.settle(unit, mirror, match)
     site.added, site.allowed = match.additive, match.allowed
-    proved = _prove(mirror, match, reader, bias)
+    proved = _read(unit, mirror, site, reader, unreadable)
+    _prove(match, proved, bias)
     site.condition, site.loads, site.score_loads = proved.condition, reader.tensors, proved.tensors
     site.has_scores = proved.has_scores
     match.stored = None if needs_grad else stored.find(mirror, match)
@@ -131,20 +165,31 @@ def _wants_bias_gradient(mirror: Mirror, match: Match) -> bool:
     return any(emit.example(mirror, t.operand.root).requires_grad for t in match.additive)
 
 
-def _prove(mirror: Mirror, match: Match, reader: Reader, bias: bool) -> Meaning:
-    """What is masked and added means. Takes a mask off the match where nothing, or `is_causal`, says as much; what is left is told
-    which indices it depends on.
+def _read(unit: Unit, mirror: Mirror, site: Site, reader: Reader, unreadable: dict[str, list[str]]) -> Meaning:
+    """What is masked and added means, with a note for what was left out of it. An exception costs this mask alone: it stays dense."""
+    match = site.match
+    is_masked = bool(match.additive or match.allowed)
+    try:
+        proved = meaning.of(mirror, match, reader)
+        if is_masked and proved.reason is None:
+            match.notes = (*match.notes, *packing.notes((*match.additive, *match.allowed), reader, proved.words))
+    except Exception as error:  # Whatever breaks in reading a mask, its tensor is at hand.
+        if unit.options.strict:
+            raise
+        cause = f"{type(error).__name__}: {error}"
+        unreadable.setdefault(cause, []).append(site.module)
+        return meaning.unread(match, f"reading it failed with {cause} ({_REPRODUCE})")
+    return proved if is_masked else Meaning(unusual=proved.unusual)
+
+
+def _prove(match: Match, proved: Meaning, bias: bool) -> None:
+    """Take a mask off the match where nothing, or `is_causal`, says as much; what is left is told which indices it depends on.
 
     bias: something that is added wants a gradient, so its tensor stays whatever it is.
     """
-    proved = meaning.of(mirror, match, reader)
     match.unusual = (*match.unusual, *proved.unusual)
-    if not (match.additive or match.allowed):
-        return Meaning()
-    if proved.reason is None:
-        match.notes = (*match.notes, *packing.notes((*match.additive, *match.allowed), reader, proved.words))
-    if bias:
-        return proved
+    if bias or not (match.additive or match.allowed):
+        return
     along = iter(proved.along)
     match.additive = tuple(dataclasses.replace(term, along=next(along)) for term in match.additive)
     match.allowed = tuple(dataclasses.replace(term, along=next(along)) for term in match.allowed)
@@ -153,7 +198,6 @@ def _prove(mirror: Mirror, match: Match, reader: Reader, bias: bool) -> Meaning:
         match.is_causal = match.is_causal or proved.is_causal_only
         match.additive, match.allowed = (), ()
         match.notes = (*match.notes, f"the mask tensor is not needed: it is {proved.words}")
-    return proved
 
 
 def _mask_spec(match: Match, tensors: Tensors[torch.Tensor], proved: Meaning, bias: bool) -> masks.MaskSpec:

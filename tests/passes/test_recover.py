@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+from attn_compiler.errors import AttnCompilerWarning
+from attn_compiler.index_expr import Expr
 from attn_compiler.masks import Causal, Dense
+from attn_compiler.passes import reading
 from attn_compiler.report import SiteReport
 from attn_compiler.scores import Alibi, DenseBias, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
@@ -238,3 +243,65 @@ def test_a_learned_bias_is_left_whole() -> None:
     spec(_q(), bias.requires_grad_())
     assert spec.site.spec.score.bias == DenseBias(shape=(1, H, S, S), dtype="float32")
     assert spec.site.spec.score.proved[0].words.startswith("bias")
+
+
+# ---- what breaks while a mask is read --------------------------------------------------------------------------------
+
+
+def _two_masks(q: Tensor, m: Tensor) -> Tensor:
+    """A causal mask, and one that a rule of reading stumbles over."""
+    positions = torch.arange(S)
+    first = sdpa(q, q, q, attn_mask=positions[:, None] >= positions[None, :])
+    return sdpa(first, q, q, attn_mask=(m.remainder(3) == 0)[None, :])
+
+
+def _broken(error: Exception) -> mock._patch[object]:
+    def rule(*_: object) -> Expr | None:
+        raise error
+
+    return mock.patch.dict(reading.READERS, {torch.ops.aten.remainder.Scalar: rule})
+
+
+@pytest.mark.parametrize("error", [KeyError("q"), ZeroDivisionError()])
+def test_an_exception_while_a_mask_is_read_costs_that_mask(error: Exception) -> None:
+    q, m = torch.randn(1, 2, S, D), torch.arange(S)
+    run = compiled(_two_masks, strict=False)
+    with _broken(error), pytest.warns(AttnCompilerWarning, match=type(error).__name__) as warned:
+        torch.testing.assert_close(run(q, m), _two_masks(q, m))
+    assert len(warned) == 1
+    first, second = (site.spec.mask for site in run.report.sites)
+    assert first.is_causal
+    assert second.dense is not None
+    assert second.proved == ()
+    assert type(error).__name__ in str(second.reason)
+    assert str(error) in str(second.reason)
+
+
+def test_a_full_stack_while_a_mask_is_read_is_a_reason() -> None:
+    q, m = torch.randn(1, 2, S, D), torch.arange(S)
+    run = compiled(_two_masks)
+    with _broken(RecursionError("maximum recursion depth exceeded")):
+        torch.testing.assert_close(run(q, m), _two_masks(q, m))
+    first, second = (site.spec.mask for site in run.report.sites)
+    assert first.is_causal
+    assert second.dense is not None
+    assert "stack" in str(second.reason)
+
+
+def test_layers_with_one_broken_mask_warn_once() -> None:
+    def function(q: Tensor, m: Tensor) -> Tensor:
+        for _ in range(3):
+            q = sdpa(q, q, q, attn_mask=(m.remainder(3) == 0)[None, :])
+        return q
+
+    run = compiled(function, strict=False)
+    with _broken(KeyError("q")), pytest.warns(AttnCompilerWarning) as warned:
+        run(torch.randn(1, 2, S, D), torch.arange(S))
+    assert len(warned) == 1
+    assert sum(len(site.modules) for site in run.report.sites) == 3
+
+
+def test_an_exception_while_a_mask_is_read_is_raised_if_strict() -> None:
+    run = compiled(_two_masks)
+    with _broken(KeyError("q")), pytest.raises(Exception, match=r"recover.*KeyError"):
+        run(torch.randn(1, 2, S, D), torch.arange(S))

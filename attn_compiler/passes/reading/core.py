@@ -22,6 +22,7 @@ from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.reading import per_example
+from attn_compiler.passes.reading.budget import Budget
 from attn_compiler.passes.reading.converting import (
     IN_MEMORY,
     LONGEST,
@@ -37,13 +38,17 @@ from attn_compiler.passes.views import argument
 At = tuple[Expr, ...]
 ReadOp = Callable[["Reader", fx.Node, At], Expr | None]
 
+#: a tensor, indices in it, and the last that wrote to it before
+_Key = tuple[fx.Node, At, fx.Node | None]
+
 #: (condition, indices): an element is one of a view's where the condition holds, and there it is that one
 Inside = tuple[Expr, At]
 
 #: (what is written to, a tensor in the same memory, indices in that) -> what of the tensor is written; None: that can't be said
 Reach = Callable[[fx.Node, fx.Node, At], Inside | None]
 
-_DEEPEST = 200
+#: Reads that stand in each other on Python's stack; of what stands deeper the inner ones are read first
+_AT_ONCE = 24
 
 #: The results of these may have wrapped around: all that their dtype holds may come
 _GROWING = frozenset(
@@ -68,12 +73,37 @@ class Unreadable(Exception):
     """Reading would be wrong or endless; the text says why. Internal: the mask stays dense, with this reason."""
 
 
+class _Exhausted(Exception):
+    """The budget for one mask is spent; the text says which part of it."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Moment:
     """What is being read: `node`, as it is right before the place `when` in the order of the mirror. None: nothing yet."""
 
     node: fx.Node | None
     when: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Request:
+    """An element that is asked for: of which version of a tensor, where in it, at which moment, and after how many others in a row."""
+
+    version: Version
+    at: At
+    moment: _Moment
+    in_a_row: int
+
+    @property
+    def key(self) -> _Key:
+        return self.version.node, self.at, self.version.since
+
+
+class _Deeper(Exception):
+    """What is asked for has to be read before what asks for it, which is then read again."""
+
+    def __init__(self, request: _Request) -> None:
+        self.request = request
 
 
 class Reader:
@@ -83,25 +113,37 @@ class Reader:
     tensors: what each name that a load uses stands for: a tensor, as it is between two writes to its memory. Its node belongs to
     this mirror or, for what an input of a body was followed to, to the mirror of a graph that calls the body:
     `tensors[name].node.graph` is that mirror's graph. not_followed: those names that are inputs of a body, and could not be.
+    too_large: those names whose tensors were not looked into because the formula would be too large, each with how large.
+    budget: what reading one element may take; what takes more is Unreadable.
 
     An expression says what a tensor holds at a certain place of the graph: an op reads what its inputs hold when it runs, through
     views too. What was written to a tensor since it was made is read where the write says it, and is a load else.
     """
 
     def __init__(
-        self, mirror: Mirror, rules: Mapping[object, ReadOp], reach: Reach, inputs: Inputs | None = None
+        self,
+        mirror: Mirror,
+        rules: Mapping[object, ReadOp],
+        reach: Reach,
+        inputs: Inputs | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self.mirror = mirror
         self._rules = rules
         self._reach = reach
         self._inputs = inputs
         self._varies = per_example.regions_of(mirror)
-        self._known: dict[tuple[fx.Node, At, fx.Node | None], Expr] = {}
+        self.budget = budget or Budget.of_graph(len(mirror.graph.nodes))
+        self._known: dict[_Key, Expr] = {}
+        self._refused: dict[_Key, str] = {}
         self._memory: dict[fx.Node, set[StorageWeakRef]] = {}
         self._moment = _Moment(node=None, when=len(mirror.graph.nodes))
         self._sizes: dict[sympy.Expr, int] = {}
-        self._depth = 0
-        self._scans = 0
+        self._reading = 0
+        self._in_a_row = 0
+        self._steps = 0
+        self._variables: dict[fx.Node | None, Index] = {}
+        self.too_large: dict[str, str] = {}
         self.tensors: dict[str, Version] = {}
         self.not_followed: set[str] = set()
 
@@ -116,11 +158,64 @@ class Reader:
         For a rule: as the op that it is a rule for reads it. For others: as it is in the end.
         """
         version = self._version(node)
-        key = (node, at, version.since)
-        if key not in self._known:
-            with self._at(_Moment(node=node, when=self._when(node))):
-                self._known[key] = self._read(version, at)
-        return self._known[key]
+        moment = _Moment(node=node, when=self._when(node))
+        request = _Request(version=version, at=at, moment=moment, in_a_row=self._in_a_row + 1)
+        known = self._known.get(request.key)
+        if known is not None:
+            return known
+        if request.key in self._refused:
+            raise Unreadable(self._refused[request.key])
+        if self._reading == 0:
+            return self._from_the_start(request)
+        if self._reading == _AT_ONCE:
+            raise _Deeper(request)
+        return self._carried_out(request)
+
+    def _from_the_start(self, request: _Request) -> Expr:
+        """The element, for a mask of its own. Raises Unreadable, for the same reason whenever it is asked for again."""
+        self._steps = 0
+        try:
+            return self._in_turn(request)
+        except _Exhausted as exhausted:
+            self._refused[request.key] = str(exhausted)
+            raise Unreadable(str(exhausted)) from None
+
+    def _in_turn(self, request: _Request) -> Expr:
+        """The element, after all that is too deep in what it is made of."""
+        waiting = [request]
+        while True:
+            try:
+                found = self._carried_out(waiting[-1])
+            except _Deeper as deeper:
+                waiting.append(deeper.request)
+                continue
+            except Unreadable as unreadable:
+                self._refused[waiting[-1].key] = str(unreadable)
+                if len(waiting) == 1:
+                    raise
+            else:
+                if len(waiting) == 1:
+                    return found
+            waiting.pop()
+
+    def _carried_out(self, request: _Request) -> Expr:
+        self._steps += 1
+        if self._steps > self.budget.steps:
+            raise _Exhausted(
+                f"it takes more than {self.budget.steps} steps to read, {self.budget.steps} are the most for a graph of "
+                f"{len(self.mirror.graph.nodes)} ops"
+            )
+        if request.in_a_row > self.budget.in_a_row:
+            raise _Exhausted(f"it is made by more than {self.budget.in_a_row} ops in a row")
+        outer, self._in_a_row = self._in_a_row, request.in_a_row
+        self._reading += 1
+        try:
+            with self._at(request.moment):
+                self._known[request.key] = self._read(request.version, request.at)
+        finally:
+            self._reading -= 1
+            self._in_a_row = outer
+        return self._known[request.key]
 
     @contextlib.contextmanager
     def _at(self, moment: _Moment) -> Iterator[None]:
@@ -152,14 +247,14 @@ class Reader:
         node = version.node
         if (reshaped := mutation.reshaped(self.mirror, self._storages(node))) is not None:
             raise Unreadable(f"{node.name} changes its shape in place, by {reshaped.name}")
-        if self._depth == _DEEPEST:
-            raise Unreadable(f"more than {_DEEPEST} ops in a row")
-        self._depth += 1
-        try:
-            found = self._written(version, at) if self._is_written_since_made(version) else self._looked_into(node, at)
-        finally:
-            self._depth -= 1
-        return found if found is not None else self._load(version, at)
+        found = self._written(version, at) if self._is_written_since_made(version) else self._looked_into(node, at)
+        reason = None if found is None else self.budget.too_large(found.facts.size, found.facts.depth)
+        if found is not None and reason is None:
+            return found
+        load = self._load(version, at)
+        if reason is not None:
+            self.too_large[load.tensor] = reason
+        return load
 
     def _is_written_since_made(self, version: Version) -> bool:
         """Whether its op no longer says what the tensor holds. What a view holds, the tensor that it is a view of knows."""
@@ -203,7 +298,7 @@ class Reader:
         """An element of the tensor itself, as it is when it is read. Raises Unreadable where there is no such tensor."""
         return self._load(self._version(node), at)
 
-    def _load(self, version: Version, at: At) -> Expr:
+    def _load(self, version: Version, at: At) -> Load:
         if self.varies(version.node):
             raise Unreadable(f"{version.node.name} is computed inside of a vmap")
         version = dataclasses.replace(version, node=self._first_name(version.node))
@@ -245,9 +340,8 @@ class Reader:
         return self._sizes[size]
 
     def scan_variable(self) -> Index:
-        """A new bound variable for a cumulative op."""
-        self._scans += 1
-        return Index(f"j{self._scans}")
+        """The bound variable of the cumulative op that is being read."""
+        return self._variables.setdefault(self._moment.node, Index(f"j{len(self._variables) + 1}"))
 
     def operand(self, x: Any, shape: torch.Size, at: At) -> Expr | None:
         """An argument of a pointwise op: a number, or a tensor that broadcasts to `shape`."""

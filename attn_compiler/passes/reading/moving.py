@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -255,19 +257,26 @@ def _joined(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     sizes = [axes.shape_exprs(fake(x))[dim] for x in nodes]
     if len(nodes) != len(parts) or not all(s.is_Integer for s in sizes[:-1]):
         return None
-    starts = [sum(map(int, sizes[:i])) for i in range(len(nodes))]
-    elements = [
-        converted_of(
-            reader, reader.read(x, (*at[:dim], ix.add(at[dim], Const(-start)), *at[dim + 1 :])), node, fake(x).dtype, at
-        )
-        for x, start in zip(nodes, starts, strict=True)
-    ]
-    found = elements[-1]
-    for start, element in zip(reversed(starts[1:]), reversed(elements[:-1]), strict=True):
-        if found is None or element is None:
+    starts = [0, *itertools.accumulate(map(int, sizes[:-1]))]
+    found: Expr | None = None
+    for i in reversed(_that_may_hold(at[dim], starts)):
+        # The only place in a part of size one is its first: what is read there is the same for all indices.
+        own = ix.ZERO if sizes[i] == axes.ONE else ix.add(at[dim], Const(-starts[i]))
+        element = reader.read(nodes[i], (*at[:dim], own, *at[dim + 1 :]))
+        converted = converted_of(reader, element, node, fake(nodes[i]).dtype, at)
+        if converted is None:
             return None
-        found = ix.where(ix.compare("<", at[dim], Const(start)), element, found)
+        found = (
+            converted if found is None else ix.where(ix.compare("<", at[dim], Const(starts[i + 1])), converted, found)
+        )
     return found
+
+
+def _that_may_hold(position: Expr, starts: list[int]) -> range:
+    """Which of the parts that begin there, one after the other, a position can be in."""
+    low, high = ix.bounds(position, {})
+    first = 0 if low is None else max(0, bisect.bisect_right(starts, low) - 1)
+    return range(first, len(starts) if high is None else max(first + 1, bisect.bisect_right(starts, high)))
 
 
 def _embedding(reader: Reader, node: fx.Node, at: At) -> Expr | None:

@@ -16,9 +16,6 @@ from attn_compiler.passes.views import argument
 
 aten = torch.ops.aten
 
-#: parts of an expression; T5's buckets have 35, Swin's windows 80
-_LONGEST = 2000
-
 
 def _pointwise(combine: Callable[..., Expr | None]) -> ReadOp:
     """An op that first converts its operands to one dtype, as PyTorch does: -1 is 255 for uint8, and stays unread."""
@@ -173,17 +170,7 @@ def _remainder(a: Expr, b: Expr) -> Expr | None:
     return ix.apply("mod", a, b) if whole else None
 
 
-def _bounded(read: ReadOp) -> ReadOp:
-    """A rule that leaves alone what grows beyond all formulas: `x = x * 1.1 + x` ten times over has a thousand summands."""
-
-    def bounded(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-        found = read(reader, node, at)
-        return None if found is None or found.facts.size > _LONGEST else found
-
-    return bounded
-
-
-_READERS: dict[object, ReadOp] = {
+READERS: dict[object, ReadOp] = {
     aten.add.Tensor: _arithmetic(ix.add),
     aten.sub.Tensor: _arithmetic(_subtract),
     aten.rsub.Scalar: _arithmetic(lambda a, b: _subtract(b, a)),
@@ -237,5 +224,3 @@ _READERS: dict[object, ReadOp] = {
         for kind in ("Tensor", "Scalar")
     },
 }
-
-READERS: dict[object, ReadOp] = {op: _bounded(read) for op, read in _READERS.items()}

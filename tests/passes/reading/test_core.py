@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from attn_compiler.passes.reading import Unreadable, core
+from attn_compiler.passes.reading.budget import Budget
 from tests.passes.reading.evaluating import evaluated, joined
 
 Tensor = torch.Tensor
@@ -74,7 +75,7 @@ def test_an_op_without_a_rule_is_a_load_of_its_result() -> None:
 
 
 def test_a_chain_that_is_too_long_is_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "_DEEPEST", 10)
+    monkeypatch.setattr(core.Budget, "of_graph", lambda ops: Budget(steps=1000, in_a_row=10))
 
     def function(x: Tensor) -> Tensor:
         for _ in range(10):
