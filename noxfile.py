@@ -16,6 +16,7 @@ TORCHES = {"2.11.0": "torch==2.11.0", "2.13.0": "torch==2.13.0", "newest": "torc
 # What a user calls: the entry point, its options, reports and errors. The passes behind it are in torch's hands as far as
 # these reach them; a tests path after -- runs more.
 PUBLIC_API = (
+    "tests/test_always_runs.py",
     "tests/test_backend.py",
     "tests/test_cache_safety.py",
     "tests/test_doctor.py",
@@ -23,9 +24,11 @@ PUBLIC_API = (
     "tests/test_explaining.py",
     "tests/test_init.py",
     "tests/test_options.py",
+    "tests/test_registration.py",
     "tests/test_report.py",
     "tests/test_torch_compat.py",
     "tests/test_torch_observe.py",
+    "tests/test_torch_snapshots.py",
 )
 
 

@@ -87,6 +87,8 @@ def _compile(
         raise
     # Outside of the handler above: an error of the model's own graph is shown as if ours had not been.
     if failed is not None:
+        if own.strict:
+            _publish(report, own)
         failure = failed.told(own, report.graph, "the model's own graph is compiled")
         rewritten.take_back(gm)
         report, plan = summary.taken_back(report, failed.cause, failure), None

@@ -24,7 +24,8 @@ class Options:
     """Every option of ours, checked when built (InvalidOption).
 
     lowering: use this one alone; a site that it refuses stays untouched, with the reasons in the report.
-    lowerings: consider only these, in this order. strict: a failing pass raises instead of leaving the graph as it was.
+    lowerings: consider only these, in this order. strict: whatever fails on our side raises; else it is a warning,
+    and what it failed on is compiled as the model made it.
     dump_dir: write each pass's graphs there; the environment variable ATTN_COMPILER_DUMP_DIR is its default. "" means nowhere, as that of
     the variable does; "." is the current directory.
     check_invariants: verify the graph between passes. verify: on the first call of each graph, compare every recovered mask

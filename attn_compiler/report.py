@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections import Counter, deque
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -187,11 +188,14 @@ class Reports(tuple[Report, ...]):
 
 
 _published: deque[Report] = deque(maxlen=KEPT_REPORTS)
+#: held by who reads or writes them: a deque that grows while it is read raises
+_lock = threading.Lock()
 
 
 def reports() -> Reports:
     """The reports of the last 64 graphs that were compiled in this process, oldest first."""
-    return Reports(_published)
+    with _lock:
+        return Reports(_published)
 
 
 def reset() -> None:
@@ -199,7 +203,8 @@ def reset() -> None:
     # It imports torch, and reports are data.
     from attn_compiler.verifying import results
 
-    _published.clear()
+    with _lock:
+        _published.clear()
     results.forget()
 
 
@@ -211,7 +216,8 @@ def publish(report: Report, options: Options) -> None:
     # errors.py, which torch_compat raises from, is built on the Reason above.
     from attn_compiler import torch_compat, torch_observe
 
-    _published.append(report)
+    with _lock:
+        _published.append(report)
     log.info("%s", render.summary(report))
     if log.isEnabledFor(logging.DEBUG):
         log.debug("%s", report)

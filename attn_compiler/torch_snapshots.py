@@ -45,9 +45,10 @@ def _attributes(module: fx.GraphModule) -> dict[str, Any]:
 
 def _forget_traced_bodies() -> None:
     context = TracingContext.try_get()
-    caches = () if context is None else context.hop_dispatch_set_cache.hop_cache_map.values()
-    for cache in caches:
+    caches = {} if context is None else context.hop_dispatch_set_cache.hop_cache_map
+    for cache in caches.values():
         for name in _TRACED_BODIES:
+            # Not every release has all of them.
             getattr(cache, name, {}).clear()
 
 

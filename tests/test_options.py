@@ -118,6 +118,21 @@ def test_one_lowering_and_several_contradict() -> None:
         Options(lowering="sdpa", lowerings=("sdpa",))
 
 
+class _BytesPath:
+    def __fspath__(self) -> bytes:
+        return b"by\xfftes"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("", None), (None, None), (".", "."), (Path(""), "."), (_BytesPath(), "by\udcfftes")]
+)
+def test_an_empty_dump_dir_means_nowhere(given: Any, meant: str | None) -> None:
+    """As the empty environment variable does, and not the current directory."""
+    assert split_options(None, {"dump_dir": given}, {DUMP_DIR_VARIABLE: ""})[0].dump_dir == meant
+    if given == "":
+        assert split_options(None, {"dump_dir": given}, {DUMP_DIR_VARIABLE: "elsewhere"})[0].dump_dir is None
+
+
 def test_dump_dir_comes_from_the_environment_unless_given() -> None:
     environment = {DUMP_DIR_VARIABLE: "from_environment"}
     assert split_options(None, None, environment)[0].dump_dir == "from_environment"

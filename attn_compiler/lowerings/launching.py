@@ -107,7 +107,9 @@ class Alike:
 
     def keep(self, ran: Sequence[Ready | None], *, inputs: Iterable[str], returned: Iterable[str]) -> None:
         """Replay further calls. ran: what `launch` gave, in order. inputs, returned: names of tensors."""
-        index = {name: i for i, name in enumerate([*inputs, *self.empties])}
+        # Another thread may be in its first call, too, and find further ones.
+        empties = dict(self.empties)
+        index = {name: i for i, name in enumerate([*inputs, *empties])}
         if self.device.index is None or any(ready is None for ready in ran):
             return
         launches = [
@@ -117,7 +119,7 @@ class Alike:
         ]
         self.replay = Replay(
             device=self.device.index,
-            allocate=tuple(empty.make for empty in self.empties.values()),
+            allocate=tuple(empty.make for empty in empties.values()),
             launches=tuple(launches),
             returned=tuple(index[name] for name in returned),
         )

@@ -35,7 +35,7 @@ from attn_compiler.passes import (
 )
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.unit import Unit, module_path, units, unsupported_tensor
-from attn_compiler.report import Report
+from attn_compiler.report import Reason, Report
 from attn_compiler.target import Target
 from attn_compiler.torch_snapshots import Snapshot
 
@@ -56,7 +56,7 @@ def _expand(unit: Unit, _: Mirror | None) -> None:
         return faults.confined(unit, "expand", module_path(call))
 
     unit.expanded = expand.run(unit.graph_module, trying)
-    keys_last.run(unit.graph_module, unit.mode, trying)
+    unit.moved = keys_last.run(unit.graph_module, unit.mode, trying)
 
 
 def _mirror(unit: Unit, _: Mirror | None) -> None:
@@ -184,14 +184,27 @@ def _rewrite(gm: fx.GraphModule, options: Options, targets: dict[str, Target], w
 def _run(unit: Unit, dumper: Dumper, seconds: dict[str, float]) -> None:
     unsupported = unsupported_tensor(unit.graph_module)
     if unsupported is not None:
-        unit.left_alone = unsupported
+        unit.left_alone = Reason(rule="the graph's inputs are plain strided tensors", observed=unsupported)
         return
     with torch_tracing.tracing_in(unit.mode):
         for step in PIPELINE:
-            with _dumped(step, unit, dumper), _timed(step.name, seconds), _located(step.name, unit):
+            located = _located(step.name, unit)
+            with _dumped(step, unit, dumper), _timed(step.name, seconds), located, _confined(step, unit) as attempt:
                 step.run(unit, unit.mirror)  # type: ignore[arg-type]
+            if attempt.reason is not None:
+                unit.left_alone = attempt.reason
+                unit.sites.clear()
+                unit.misses.clear()
+                return
             if step.name == "match" and not unit.sites:
                 return
+
+
+def _confined(step: Pass, unit: Unit) -> contextlib.AbstractContextManager[faults.Attempt]:
+    """Whatever fails of one graph before anything of it was rewritten costs that graph, and no other that is nested in it or around it."""
+    if step.rewrites or unit.is_rewritten:
+        return contextlib.nullcontext(faults.Attempt())
+    return faults.confined(unit, step.name, unit.name or "the graph")
 
 
 @contextlib.contextmanager

@@ -158,6 +158,5 @@ def _untried(nodes: list[fx.Node], anchor: str, reason: Reason) -> MissReport:
     )
 
 
-def _left_alone(unit: Unit, why: str) -> list[MissReport]:
-    reason = Reason(rule="the graph's inputs are plain strided tensors", observed=why)
+def _left_alone(unit: Unit, reason: Reason) -> list[MissReport]:
     return [_untried([node], node.name, reason) for node in unit.graph.nodes if is_anchor_like(node)]

@@ -19,6 +19,7 @@ from attn_compiler.passes import bodies, mirror, relevance
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Miss, Site
+from attn_compiler.report import Reason
 from attn_compiler.target import Target
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Unit:
     """name: "" for the graph itself, else the path of the body. The passes fill in the rest, in the order of PIPELINE.
 
     current: the module whose site is being worked on, for messages. left_alone: why the whole graph is, if it is.
+    expanded, moved: the calls that were spelled out, and the softmaxes whose axis was moved.
     targets: by device type, read when first needed. tuner: if options.autotune; one for all units. calls: every call of a body, if
     all are understood; callees: what this graph calls so. reader: reads elements of the mirror's tensors. A graph without
     attention that calls a body with one is a unit too, but goes through no pass: it has a mirror only if a mask of the body was
@@ -67,10 +69,11 @@ class Unit:
     mode: FakeTensorMode
     mirror: Mirror | None = None
     expanded: list[str] = field(default_factory=list)
+    moved: list[str] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
     current: str = ""
-    left_alone: str | None = None
+    left_alone: Reason | None = None
     targets: dict[str, Target] = field(default_factory=dict)
     tuner: Tuner | None = None
     calls: list[Call] = field(default_factory=list)
@@ -95,6 +98,11 @@ class Unit:
     def is_body(self) -> bool:
         """Whether another graph runs this one."""
         return bool(self.name)
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether the graph is no longer as it came."""
+        return bool(self.expanded or self.moved) or any(site.new_out is not None for site in self.sites)
 
     def mirrored(self) -> Mirror:
         """The unit's mirror, made if there is none yet."""

@@ -384,3 +384,34 @@ def test_the_text_of_a_fault_names_the_line_of_ours() -> None:
     assert text.startswith("ValueError: the pass 'verify' needs")
     assert "(__init__.py:" in text
     assert faults.failed("match", "layer", ValueError("a\n  b")).cause == "ValueError: a b"
+
+
+@pytest.mark.parametrize("name", ["mirror", "match", "recover", "select", "layout"])
+def test_a_pass_that_fails_for_one_graph_leaves_the_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two bodies of checkpoints, of which one can't even be traced."""
+
+    def broken(run: Callable[..., None]) -> Callable[..., None]:
+        def fail(unit: Any, mirror: Any) -> None:
+            run(unit, mirror)
+            if unit.name == "wrap_body_0":
+                raise KeyError("not today")
+
+        return fail
+
+    steps = (dataclasses.replace(s, run=broken(s.run)) if s.name == name else s for s in passes.PIPELINE)
+    monkeypatch.setattr(passes, "PIPELINE", tuple(steps))
+    first, second = _Attention(False), _Attention(True)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = torch.utils.checkpoint.checkpoint(first, q, k, v, use_reentrant=False)
+        return torch.utils.checkpoint.checkpoint(second, q, k, v, use_reentrant=False)
+
+    run = compiled(function, strict=False)
+    got, (text,) = _warned(lambda: _with_gradients(run))
+    torch.testing.assert_close(got, _with_gradients(function))
+    assert f"pass {name!r} failed at wrap_body_0: KeyError: 'not today'" in text
+    assert (run.report.num_sites, run.report.num_misses, run.report.faults) == (1, 1, (text,))
+    assert "KeyError: 'not today'" in run.report.misses[0].reason.observed
+    assert run.calls.count(CPU_FLASH) == 1
+    with pytest.raises(PassFailed, match="not today"):
+        compiled(function)(*_inputs())

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from attn_compiler.passes import keys_last
+from attn_compiler.passes.calls import argument
 from attn_compiler.torch_tracing import fake_mode_of_values
 from tests.passes.compiling import CPU_FLASH, captured, compiled
 
@@ -31,6 +32,11 @@ SPELLINGS: list[Callable[[Tensor], Tensor]] = [
     lambda s: torch.softmax(s, -2),
     lambda s: F.softmax(s, dim=-2, dtype=torch.float64).float(),
     lambda s: torch.nn.Softmax(dim=-3)(s),
+    lambda s: F.softmax(input=s, dim=1),
+    lambda s: torch.softmax(dim=2, input=s),
+    lambda s: torch.softmax(x=s, axis=1),
+    lambda s: s.softmax(axis=-2),
+    lambda s: F.softmax(dtype=torch.float64, dim=1, input=s).float(),
     lambda s: F.dropout(s.softmax(1), 0.1, training=False).view(B, H, S, S),
 ]
 
@@ -58,7 +64,7 @@ def test_the_softmax_runs_over_the_last_axis_then(softmax: Callable[[Tensor], Te
     (name,) = keys_last.run(gm, mode)
     gm.graph.lint()
     (node,) = (n for n in gm.graph.nodes if n.name == name)
-    assert (node.args[1] if len(node.args) > 1 else node.kwargs["dim"]) == -1
+    assert argument(node, 1, "dim") == -1
     assert node.meta["example_value"].requires_grad
     assert keys_last.run(gm, mode) == []
 
