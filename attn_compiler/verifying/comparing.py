@@ -47,7 +47,6 @@ class _One:
     new: torch.Tensor
     own: torch.Tensor
     exact: torch.Tensor | None = None
-    off: float = 0.0
     unstable: torch.Tensor | None = None
     found: float = 0.0
     allowed: float = 0.0
@@ -71,8 +70,7 @@ class _One:
         self.exact = exact
         own = difference(self.own, exact)
         counts = ~own.isinf()
-        self.off = factor * largest(own, counts) + floor_of(self.own, exact)
-        return self._holds(exact, self.off, counts)
+        return self._holds(exact, factor * largest(own, counts) + floor_of(self.own, exact), counts)
 
     def with_noise(self, noisy: torch.Tensor, *, last: bool) -> bool:
         """Whether it holds where the model's own could have come as far."""
@@ -82,7 +80,8 @@ class _One:
         if self.exact is None:
             return False
         counts = ~difference(self.own, self.exact).isinf()
-        limit = max(self.allowed, self.off + largest(difference(noisy, self.exact), counts))
+        off = largest(difference(noisy, self.exact), counts) + floor_of(self.own, self.exact)
+        limit = max(self.allowed, off)
         return self._holds(self.exact, limit, counts)
 
     def _holds(self, exact: torch.Tensor, allowed: float, counts: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from attn_compiler.verifying.plan import Plan
 from attn_compiler.verifying.results import Verification
 from attn_compiler.verifying.running import Run
 from attn_compiler.verifying.watching import Arrived, CannotWatchError
-from attn_compiler.verifying.whole import Called, Reruns
+from attn_compiler.verifying.whole import Called, Fingerprint, Reruns, fingerprint
 
 #: calls that could have been followed by a backward, but were not, until no more is waited for
 CALLS_WITHOUT_BACKWARD = 8
@@ -114,6 +114,7 @@ class First:
                 self._backward = False
                 results.keep([gradients.skipped(plan, str(error))])
                 return outs
+            backward.remember([*found, *args])
             self._watched = weakref.ref(backward)
             self._waits += 1
         return found
@@ -123,11 +124,11 @@ class First:
         if not self._forward and not self._backward and not self._is_watching:
             self._plan = None
 
-    def compare_gradients(self, called: Called, arrived: Arrived) -> None:
+    def compare_gradients(self, called: Called, arrived: Arrived, written: Mapping[int, torch.Tensor]) -> None:
         """The end of the first backward. Raises VerificationMismatch, and the next call's is looked at again then."""
-        with _unhindered(called.plan, "the check of the gradients"):
-            results.keep(gradients.check(called, arrived, self._apart))
         self._watched = None
+        with _unhindered(called.plan, "the check of the gradients"):
+            results.keep(gradients.check(called, arrived, written, self._apart))
         self._backward = False
         self._close()
 
@@ -139,11 +140,20 @@ class _Backward:
         self.edges = edges
         self._first = first
         self._called: Called | None = called
+        self._results: dict[int, tuple[weakref.ref[torch.Tensor], Fingerprint]] = {}
+
+    def remember(self, found: Sequence[Any]) -> None:
+        """Take note of what the results of the call hold, to see whether the caller writes to them."""
+        for place, x in enumerate(found):
+            if comparing.is_plain(x):
+                self._results[place] = weakref.ref(x), fingerprint(x)
 
     def done(self, arrived: Arrived) -> None:
         called, self._called = self._called, None
         if called is not None:
-            self._first.compare_gradients(called, arrived)
+            held = {place: (ref(), before) for place, (ref, before) in self._results.items()}
+            written = {i: x.detach() for i, (x, before) in held.items() if x is not None and fingerprint(x) != before}
+            self._first.compare_gradients(called, arrived, written)
 
 
 def _outputs(run: Run, outs: Sequence[Any], args: Sequence[Any]) -> Verification:

@@ -123,8 +123,9 @@ class _Watcher:
     _came: Counter[int] = field(default_factory=Counter)
 
     def listen_to_output(self, index: int, out: torch.Tensor) -> None:
-        def arrived(gradient: torch.Tensor) -> None:
-            if self._started():
+        def arrived(gradient: torch.Tensor | None) -> None:
+            # A node of several outputs runs the hooks of all of them.
+            if gradient is not None and self._started():
                 self._outputs[index] = gradient.detach().clone()
 
         self._handles.append(out.register_hook(arrived))  # type: ignore[no-untyped-call]
