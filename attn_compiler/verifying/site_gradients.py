@@ -90,7 +90,8 @@ def check(site: Site, body: Body, new_out: fx.Node, given: Given) -> Compared:
     with given.autocast.again():
         new = _Tape(given.values, known, keys).through(lambda values: values.rewritten(body, new_out), gradient)
     models = _Models(site=site, body=body, given=given, operands=known, keys=keys, gradient=gradient)
-    outcome = comparing.compare(new, models.own(), models, factor(site))
+    rounded = comparing.coarsest([own_out.dtype, *(given.values.recorded[key].dtype for key in keys)])
+    outcome = comparing.compare(new, models.own(), models, factor(site), rounded)
     if outcome.differences:
         raise _mismatch(site, [_named(key, site, body) for key in keys], outcome.differences)
     return outcome.compared

@@ -42,6 +42,8 @@ class Called:
 
     def apart(self, ran: Ran) -> str | None:
         """Why the compiled graph may rightly give something else, if it may."""
+        if self.plan.communicates:
+            return "the graph communicates, and other processes may not run it as often"
         if ran.random:
             return "the graph draws random numbers, others in every compiler"
         if share_memory(self.args, self.plan.may_write):

@@ -310,6 +310,43 @@ def test_output_written_by_the_caller() -> None:
     assert_all_verified()
 
 
+def test_view_written_by_the_caller() -> None:
+    """What arrives at it can't be seen then."""
+    out = compiled(lambda q, k, v: causal(q, k, v).view(BATCH, -1), verify=True)(*qkv())
+    out.mul_(3)
+    loss(out).backward()
+    assert_verified("graph outputs")
+    (check,) = found("graph gradients")
+    assert check.skipped is None or "a view" in check.skipped
+
+
+def test_outputs_that_are_no_results_of_the_attention() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+        x = causal(q, k, v)
+        return x, q, q.view(BATCH, -1), x.detach(), x.shape[0], x.argmax(-1), k.transpose(0, 1)
+
+    outs = compiled(function, verify=True)(*qkv())
+    sum(loss(outs[i]) for i in (0, 1, 2, 6)).backward()  # type: ignore[union-attr]
+    assert_all_verified()
+
+
+class Doubled(torch.autograd.Function):
+    """Its gradient is its own: three times what it should be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 6
+
+
+def test_gradients_that_the_model_defines() -> None:
+    trained(lambda q, k, v: causal(Doubled.apply(q), k, v), *qkv())
+    assert_all_verified()
+
+
 def test_input_written_by_the_caller_through_data() -> None:
     """The backward of `sin` reads its input again, and so does eager's."""
     q, k, v = qkv()
