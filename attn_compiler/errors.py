@@ -250,9 +250,11 @@ class VerifyFailed(AttnCompilerError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class VerificationMismatch(AttnCompilerError):
-    """options={"verify": True}, first call: what was made of an attention is not what the model does.
+    """options={"verify": True}, first call or first backward: what was made of an attention is not what the model does.
 
-    what: "recovered mask", "recovered bias", or "output of <lowering>". formula: the mask, or the bias, as it was read. index: the
+    site: the attention's path, or "graph 0/0" for what was seen of a whole graph. what: "recovered mask", "recovered bias", "output of
+    <lowering>", "gradient of <lowering> with respect to k (...)"; of a graph "output 0 of the graph", "length as the graph left it",
+    "gradient of layers.0.weight". formula: the mask, or the bias, as it was read; of a graph its attentions. index: the
     worst element. expected, observed: there, the model's value and ours. allowed: how far apart they may be. differing: how many
     elements are not right.
     """

@@ -29,7 +29,8 @@ class Options:
     dump_dir: write each pass's graphs there; the environment variable ATTN_COMPILER_DUMP_DIR is its default. "" means nowhere, as that of
     the variable does; "." is the current directory.
     check_invariants: verify the graph between passes. verify: on the first call of each graph, compare every recovered mask
-    and bias and every lowered output with the model's own on the real inputs; VerificationMismatch if they differ. inner: what
+    and bias, every lowered output and what the graph gives with the model's own on the real inputs, and the gradients in its first
+    backward; VerificationMismatch if they differ. inner: what
     compiles the rewritten graph; "aot_eager" and "eager" are for debugging and ignore Inductor's options. autotune: measure the
     Triton kernels' tiles on each site's shape while compiling, and keep the fastest on disk; else they come from a table. fp8_recipe:
     run attention in FP8 where the recipe applies and a kernel can (fp8_recipe.py); without it nothing does.

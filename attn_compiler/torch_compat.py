@@ -262,6 +262,16 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
+def is_view(x: torch.Tensor) -> bool:
+    """Whether autograd takes a tensor for a view of another one."""
+    return x._is_view()
+
+
+def writes_counted(x: torch.Tensor) -> int:
+    """How often autograd has seen a tensor's memory being written to."""
+    return x._version
+
+
 def backward_run() -> int:
     """Which backward is running: a number that no other one has. For hooks of autograd."""
     return int(torch._C._current_graph_task_id())

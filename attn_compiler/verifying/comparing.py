@@ -7,7 +7,7 @@ of the same math come (interpreting.py): only that tells of sums in which everyt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,7 +47,6 @@ class _One:
     new: torch.Tensor
     own: torch.Tensor
     exact: torch.Tensor | None = None
-    off: float = 0.0
     unstable: torch.Tensor | None = None
     found: float = 0.0
     allowed: float = 0.0
@@ -71,10 +70,9 @@ class _One:
         self.exact = exact
         own = difference(self.own, exact)
         counts = ~own.isinf()
-        self.off = factor * largest(own, counts) + floor_of(self.own, exact)
-        return self._holds(exact, self.off, counts)
+        return self._holds(exact, factor * largest(own, counts) + floor_of(self.own, exact), counts)
 
-    def with_noise(self, noisy: torch.Tensor, *, last: bool) -> bool:
+    def with_noise(self, noisy: torch.Tensor, rounded: torch.dtype | None, *, last: bool) -> bool:
         """Whether it holds where the model's own could have come as far."""
         if not self.counted:
             self.unstable = (noisy != self.own) | (False if self.unstable is None else self.unstable)
@@ -82,7 +80,8 @@ class _One:
         if self.exact is None:
             return False
         counts = ~difference(self.own, self.exact).isinf()
-        limit = max(self.allowed, self.off + largest(difference(noisy, self.exact), counts))
+        off = largest(difference(noisy, self.exact), counts) + floor_of(self.own, self.exact, rounded)
+        limit = max(self.allowed, off)
         return self._holds(self.exact, limit, counts)
 
     def _holds(self, exact: torch.Tensor, allowed: float, counts: torch.Tensor) -> bool:
@@ -112,10 +111,17 @@ class _One:
         )
 
 
-def floor_of(own: torch.Tensor, exact: torch.Tensor) -> float:
-    """The rounding of a result in the dtype of `own`."""
-    counts = exact.isfinite()
-    return FLOOR_ULPS[own.dtype] * torch.finfo(own.dtype).eps * largest(exact, counts)
+def floor_of(own: torch.Tensor, exact: torch.Tensor, rounded: torch.dtype | None = None) -> float:
+    """The rounding of a result in its own dtype, or in the one that it was rounded to before, where that is coarser."""
+    units = max(FLOOR_ULPS[dtype] * torch.finfo(dtype).eps for dtype in (own.dtype, rounded or own.dtype))
+    return units * largest(exact, exact.isfinite())
+
+
+def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """The one with the fewest digits among those that have a rule."""
+    return max(
+        (dtype for dtype in dtypes if dtype in FLOOR_ULPS), key=lambda dtype: torch.finfo(dtype).eps, default=None
+    )
 
 
 @dataclass(kw_only=True)
@@ -127,8 +133,13 @@ class Outcome:
     differences: list[Difference] = field(default_factory=list)
 
 
-def compare(new: Sequence[Any], own: Sequence[Any], runs: Runs, factor: float) -> Outcome:
-    """Compare results one by one. None is a gradient of zeros. What is no plain tensor on either side is left out."""
+def compare(
+    new: Sequence[Any], own: Sequence[Any], runs: Runs, factor: float, rounded: torch.dtype | None = None
+) -> Outcome:
+    """Compare results one by one. None is a gradient of zeros. What is no plain tensor on either side is left out.
+
+    rounded: the coarsest dtype on the way to the results.
+    """
     known = [(i, x, y) for i, (x, y) in enumerate(zip(new, own, strict=True)) if _plain(x, y)]
     others = [_other_kind(i, x, y) for i, x, y in known if _is_other(x, y)]
     every = [_pair(i, x, y) for i, x, y in known if not _is_other(x, y)]
@@ -136,10 +147,12 @@ def compare(new: Sequence[Any], own: Sequence[Any], runs: Runs, factor: float) -
     if open_ones:
         exact = runs.exact()
         open_ones = [one for one in open_ones if not one.beside(_like(exact[one.index], one), factor)]
-    for seed in range(NOISY_RUNS if open_ones else 0):
+    for seed in range(NOISY_RUNS):
+        if not open_ones:
+            break
         noisy = runs.noisy(seed)
         last = seed == NOISY_RUNS - 1
-        open_ones = [one for one in open_ones if not one.with_noise(_like(noisy[one.index], one), last=last)]
+        open_ones = [one for one in open_ones if not one.with_noise(_like(noisy[one.index], one), rounded, last=last)]
     shares = {one.index: one.found / one.allowed for one in every if one.allowed}
     worst = max(shares, key=lambda index: shares[index], default=None)
     by_index = {one.index: one for one in every}

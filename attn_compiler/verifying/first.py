@@ -6,18 +6,20 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from attn_compiler import torch_compat
 from attn_compiler.errors import AttnCompilerWarning, CompileFailed, VerificationMismatch, described
 from attn_compiler.verifying import comparing, gradients, results, running, watching, whole
 from attn_compiler.verifying.plan import Plan
 from attn_compiler.verifying.results import Verification
 from attn_compiler.verifying.running import Run
 from attn_compiler.verifying.watching import Arrived, CannotWatchError
-from attn_compiler.verifying.whole import Called, Reruns
+from attn_compiler.verifying.whole import Called, Fingerprint, Reruns, fingerprint
 
 #: calls that could have been followed by a backward, but were not, until no more is waited for
 CALLS_WITHOUT_BACKWARD = 8
@@ -75,6 +77,11 @@ class First:
     def _armed(self, plan: Plan, args: Sequence[Any], run: Run | None) -> _Backward | None:
         if not self._backward or self._is_watching:
             return None
+        if plan.communicates:
+            # The sites' own gradients would need a run of the graph in the middle of this process's backward.
+            self._backward = False
+            results.keep([gradients.skipped(plan, "the graph communicates with other processes")])
+            return None
         if self._waits == CALLS_WITHOUT_BACKWARD:
             self._backward = False
             results.keep([gradients.skipped(plan, f"none of the first {self._waits} calls was followed by a backward")])
@@ -114,6 +121,7 @@ class First:
                 self._backward = False
                 results.keep([gradients.skipped(plan, str(error))])
                 return outs
+            backward.remember([*found, *args])
             self._watched = weakref.ref(backward)
             self._waits += 1
         return found
@@ -123,11 +131,14 @@ class First:
         if not self._forward and not self._backward and not self._is_watching:
             self._plan = None
 
-    def compare_gradients(self, called: Called, arrived: Arrived) -> None:
+    def compare_gradients(
+        self, called: Called, arrived: Arrived, written: Mapping[int, torch.Tensor], *, moved: bool
+    ) -> None:
         """The end of the first backward. Raises VerificationMismatch, and the next call's is looked at again then."""
-        with _unhindered(called.plan, "the check of the gradients"):
-            results.keep(gradients.check(called, arrived, self._apart))
         self._watched = None
+        apart = self._apart or ("the caller wrote to an output in place that is a view" if moved else None)
+        with _unhindered(called.plan, "the check of the gradients"):
+            results.keep(gradients.check(called, arrived, written, apart))
         self._backward = False
         self._close()
 
@@ -139,11 +150,50 @@ class _Backward:
         self.edges = edges
         self._first = first
         self._called: Called | None = called
+        self._results: dict[int, _Held] = {}
+
+    def remember(self, found: Sequence[Any]) -> None:
+        """Take note of what the results of the call hold, to see whether the caller writes to them."""
+        for place, x in enumerate(found):
+            if comparing.is_plain(x):
+                self._results[place] = _Held.now(x)
 
     def done(self, arrived: Arrived) -> None:
         called, self._called = self._called, None
         if called is not None:
-            self._first.compare_gradients(called, arrived)
+            held, self._results = self._results, {}
+            written = {place: x.alias for place, x in held.items() if x.is_written}
+            moved = any(x.is_moved for x in held.values())
+            self._first.compare_gradients(called, arrived, written, moved=moved)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Held:
+    """What a tensor held at one time. alias: its memory, outside of autograd's graph."""
+
+    alias: torch.Tensor
+    held: Fingerprint
+    writes: int
+    is_view: bool
+
+    @staticmethod
+    def now(x: torch.Tensor) -> _Held:
+        return _Held(
+            alias=x.detach(),
+            held=fingerprint(x),
+            writes=torch_compat.writes_counted(x),
+            is_view=x.requires_grad and torch_compat.is_view(x),
+        )
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it holds something else since."""
+        return fingerprint(self.alias) != self.held
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether it is a view that autograd has given another place in its graph: hooks on the old one are not run."""
+        return self.is_view and torch_compat.writes_counted(self.alias) != self.writes
 
 
 def _outputs(run: Run, outs: Sequence[Any], args: Sequence[Any]) -> Verification:
@@ -152,7 +202,7 @@ def _outputs(run: Run, outs: Sequence[Any], args: Sequence[Any]) -> Verification
         return Verification(graph=plan.graph, module=f"graph {plan.graph}", subject=SUBJECT_OUTPUTS, skipped=run.apart)
     new = whole.results(plan, outs, args)
     own = whole.results(plan, run.ran.outs, run.ran.inputs)
-    outcome = comparing.compare(new, own, Reruns(called=run.called), gradients.factor(plan))
+    outcome = comparing.compare(new, own, Reruns(called=run.called), gradients.factor(plan), plan.rounded)
     if outcome.differences:
         left = [
             f"{name} as the graph left it" for name, written in zip(plan.inputs, plan.may_write, strict=True) if written

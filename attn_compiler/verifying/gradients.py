@@ -7,7 +7,7 @@ sent to the inputs, which also tells of what the backward read and somebody had 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,43 +17,48 @@ from attn_compiler.errors import VerificationMismatch
 from attn_compiler.passes import mutation
 from attn_compiler.verifying import comparing, outputs, site_gradients, whole
 from attn_compiler.verifying.copies import leaving_no_trace
+from attn_compiler.verifying.interpreting import Autocast
 from attn_compiler.verifying.plan import Check, Plan
 from attn_compiler.verifying.results import Verification
 from attn_compiler.verifying.running import Session
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 from attn_compiler.verifying.watching import Arrived
-from attn_compiler.verifying.whole import Called, Ran, Reruns
+from attn_compiler.verifying.whole import Backward, Called, Ran, Reruns
 
 SUBJECT_WHOLE = "graph gradients"
 
 
-def check(called: Called, arrived: Arrived, apart: str | None) -> list[Verification]:
+def check(
+    called: Called, arrived: Arrived, written: Mapping[int, torch.Tensor], apart: str | None
+) -> list[Verification]:
     """Compare the gradients of one backward. Raises VerificationMismatch.
 
-    apart: why those of the whole graph may rightly be others, if they may.
+    written: results of the call that the caller has written to since, by place, with what they hold now. apart: why those of the whole
+    graph may rightly be others, if they may.
     """
     plan = called.plan
     if called.changed:
         names = ", ".join(plan.inputs[i] for i in called.changed)
         return [_whole(plan, skipped=f"written to between forward and backward: {names}")]
+    backward = Backward(arrived=arrived.outputs, written=written)
     session = _GradientSession(plan, plan.gradient_checks())
     try:
-        ran = whole.run(called, arrived=arrived.outputs, record=session.record)
+        ran = whole.run(called, backward=backward, record=session.record)
         with leaving_no_trace(called.args, plan.devices, gradients=True):
             session.compare()
-        return [*session.finish(), _check_whole(called, arrived, ran, apart)]
+        return [*session.finish(), _check_whole(called, arrived, backward, ran, apart)]
     finally:
         session.close()
 
 
-def _check_whole(called: Called, arrived: Arrived, ran: Ran, apart: str | None) -> Verification:
+def _check_whole(called: Called, arrived: Arrived, backward: Backward, ran: Ran, apart: str | None) -> Verification:
     plan = called.plan
     if apart is not None:
         return _whole(plan, skipped=apart)
     wanted = list(arrived.inputs)
-    runs = _Wanted(Reruns(called=called, arrived=arrived.outputs), wanted)
+    runs = _Wanted(Reruns(called=called, backward=backward), wanted)
     new, own = [arrived.inputs[i] for i in wanted], [ran.gradients[i] for i in wanted]
-    outcome = comparing.compare(new, own, runs, factor(plan))
+    outcome = comparing.compare(new, own, runs, factor(plan), plan.rounded)
     if outcome.differences:
         raise mismatch(plan, outcome.differences, [f"gradient of {plan.inputs[i]}" for i in wanted])
     compared = outcome.compared
@@ -114,6 +119,7 @@ class _GradientSession(Session):
         super().__init__(plan, checks)
         self._values_of: dict[Check, tuple[Values, list[Key]]] = {}
         self._gradients: dict[Check, torch.Tensor] = {}
+        self._autocasts: dict[Check, Autocast] = {}
         self._outs: dict[tuple[int, str], list[Check]] = {}
         for each in checks:
             if each.skipped is None:
@@ -127,8 +133,11 @@ class _GradientSession(Session):
         return super().record(node, value)
 
     def _listen(self, check: Check, value: Any) -> None:
-        def arrived(gradient: torch.Tensor) -> None:
-            self._gradients[check] = gradient.detach()
+        self._autocasts[check] = Autocast.now(self._plan.devices)
+
+        def arrived(gradient: torch.Tensor | None) -> None:
+            if gradient is not None:
+                self._gradients[check] = gradient.detach()
 
         if isinstance(value, torch.Tensor) and value.requires_grad:
             value.register_hook(arrived)  # type: ignore[no-untyped-call]
@@ -143,14 +152,22 @@ class _GradientSession(Session):
     def compare(self) -> None:
         """Make the checks; the backward is done."""
         for each in list(self._values_of):
-            super()._guarded(each)
+            try:
+                super()._guarded(each)
+            except Exception as error:
+                # One site that can't be checked does not cost the others.
+                if self._plan.strict:
+                    raise
+                self._found[each] = self._skipped(each, f"the check failed itself: {type(error).__name__}: {error}")
             del self._values_of[each]
 
     def _compared(self, check: Check) -> outputs.Compared:
         values, trained = self._values_of[check]
         if check not in self._gradients or check.new_out is None:
             raise NoValueError("no gradient came to the site's output")
-        given = site_gradients.Given(values=values, trained=trained, gradient=self._gradients.pop(check))
+        given = site_gradients.Given(
+            values=values, trained=trained, gradient=self._gradients.pop(check), autocast=self._autocasts[check]
+        )
         return site_gradients.check(check.site, check.body, check.new_out, given)
 
     def close(self) -> None:

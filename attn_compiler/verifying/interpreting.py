@@ -8,7 +8,8 @@ gradients by the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +76,26 @@ class Arithmetic:
 
 
 AS_IT_IS = Arithmetic()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autocast:
+    """The autocast that a graph is called in, for each device type of it."""
+
+    states: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @staticmethod
+    def now(devices: Sequence[torch.device]) -> Autocast:
+        types = sorted({device.type for device in devices if torch.amp.is_autocast_available(device.type)})
+        return Autocast(states=tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types))
+
+    @contextlib.contextmanager
+    def again(self, *, none: bool = False) -> Iterator[None]:
+        """In the same autocast; none: in none at all."""
+        with contextlib.ExitStack() as stack:
+            for device_type, enabled, dtype in self.states:
+                stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled and not none))
+            yield
 
 
 def interpret(

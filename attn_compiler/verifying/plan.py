@@ -15,7 +15,7 @@ from attn_compiler.passes import Rewritten, axes, mutation
 from attn_compiler.passes.select import UNTOUCHED
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unit import Unit
-from attn_compiler.verifying import masks, outputs, pairs, scores, site_gradients
+from attn_compiler.verifying import comparing, masks, outputs, pairs, scores, site_gradients
 from attn_compiler.verifying.copies import copied_module
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 
@@ -44,7 +44,7 @@ class Plan:
 
     symbols: name of a symbolic size -> (body, node, dimension) of a value that has it; the dimension is None for a number.
     inputs: names for people. may_write: for each input of the graph, whether something in the graph may write to it. devices: that values
-    live on. strict: whether a check that fails itself raises.
+    live on. communicates: with other processes. rounded: the coarsest dtype in it. strict: whether a check that fails itself raises.
     """
 
     graph: str
@@ -56,6 +56,8 @@ class Plan:
     inputs: list[str]
     may_write: list[bool]
     devices: tuple[torch.device, ...]
+    communicates: bool
+    rounded: torch.dtype | None
     strict: bool
 
     def gradient_checks(self) -> list[Check]:
@@ -96,6 +98,8 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> Plan | None:
         inputs=[_input_name(str(node.target)) for node in module.graph.nodes if node.op == "placeholder"],
         may_write=_may_write(module, bodies),
         devices=torch_compat.graph_devices(gm),
+        communicates=_communicates(module),
+        rounded=comparing.coarsest(_dtypes(module)),
         strict=rewritten.units[0].options.strict,
     )
     for check in checks:
@@ -181,6 +185,17 @@ def _input_name(target: str) -> str:
     a.weight."""
     owner, *path = re.split(r"_(?:modules|parameters|buffers)_", target.removesuffix("_"))
     return ".".join(part.strip("_") for part in path) if path else owner.removeprefix("L_").strip("_")
+
+
+def _communicates(module: fx.GraphModule) -> bool:
+    """Whether something in the graph waits for other processes."""
+    nodes = (node for inside in torch_compat.graph_modules(module) for node in inside.graph.nodes)
+    return any("c10d" in str(node.target) for node in nodes if node.op == "call_function")
+
+
+def _dtypes(module: fx.GraphModule) -> set[torch.dtype]:
+    values = [torch_compat.fake_value(n) for inside in torch_compat.graph_modules(module) for n in inside.graph.nodes]
+    return {x.dtype for x in values if isinstance(x, torch.Tensor)}
 
 
 def _symbols(module: fx.GraphModule) -> dict[tuple[fx.Graph, str], list[tuple[str, int | None]]]:

@@ -18,7 +18,7 @@ from torch import fx
 from attn_compiler.errors import VerificationMismatch
 from attn_compiler.passes.site import Site
 from attn_compiler.verifying import comparing, masks, outputs
-from attn_compiler.verifying.interpreting import Noise
+from attn_compiler.verifying.interpreting import Autocast, Noise
 from attn_compiler.verifying.outputs import FACTOR, FACTOR_SOFTCAP, Compared
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values, require_computable
 
@@ -26,11 +26,12 @@ from attn_compiler.verifying.values import Body, Key, NoValueError, Values, requ
 @dataclass(frozen=True, kw_only=True)
 class Given:
     """What a site's check is made of. values: with all that it needs, as it was when the model's site had run; none is part of a graph of
-    autograd. trained: what of it needed a gradient. gradient: of the site's output."""
+    autograd. trained: what of it needed a gradient. gradient: of the site's output. autocast: that it was made in."""
 
     values: Values
     trained: Sequence[Key]
     gradient: torch.Tensor
+    autocast: Autocast
 
 
 def needs(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> set[Key]:
@@ -86,11 +87,13 @@ def check(site: Site, body: Body, new_out: fx.Node, given: Given) -> Compared:
     own_out = given.values.mirror(site.match.out)
     rows = outputs.kept_rows(site, given.values, own_out)
     gradient = given.gradient if rows is None else torch.where(rows, given.gradient, 0.0)
-    new = _Tape(given.values, known, keys).through(lambda values: values.rewritten(body, new_out), gradient)
-    models = _Models(site=site, body=body, values=given.values, operands=known, keys=keys, gradient=gradient)
-    outcome = comparing.compare(new, models.own(), models, factor(site))
+    with given.autocast.again():
+        new = _Tape(given.values, known, keys).through(lambda values: values.rewritten(body, new_out), gradient)
+    models = _Models(site=site, body=body, given=given, operands=known, keys=keys, gradient=gradient)
+    rounded = comparing.coarsest([own_out.dtype, *(given.values.recorded[key].dtype for key in keys)])
+    outcome = comparing.compare(new, models.own(), models, factor(site), rounded)
     if outcome.differences:
-        raise _mismatch(site, keys, outcome.differences)
+        raise _mismatch(site, [_named(key, site, body) for key in keys], outcome.differences)
     return outcome.compared
 
 
@@ -123,7 +126,7 @@ class _Models:
 
     site: Site
     body: Body
-    values: Values
+    given: Given
     operands: Sequence[Key]
     keys: Sequence[Key]
     gradient: torch.Tensor
@@ -138,15 +141,14 @@ class _Models:
         return self._run(self._wide(), Noise(seed=seed))
 
     def _wide(self) -> torch.dtype:
-        dtypes = {outputs.exact_dtype(self.values.recorded[key].dtype) for key in self.keys}
+        dtypes = {outputs.exact_dtype(self.given.values.recorded[key].dtype) for key in self.keys}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
     def _run(self, dtype: torch.dtype | None, noise: Noise | None) -> list[torch.Tensor | None]:
-        tape = _Tape(self.values, self.operands, self.keys, dtype)
+        tape = _Tape(self.given.values, self.operands, self.keys, dtype)
 
         def make(values: Values) -> torch.Tensor:
-            device = self.gradient.device.type
-            with torch.autocast(device, enabled=False):
+            with self.given.autocast.again(none=dtype is not None):
                 return _Region(self.site, self.body, values, self.operands, dtype, noise).out()
 
         return tape.through(make, self.gradient)
@@ -210,12 +212,21 @@ def _in_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return x if dtype is None or not x.is_floating_point() else x.to(dtype)
 
 
-def _mismatch(site: Site, keys: Sequence[Key], differences: Sequence[comparing.Difference]) -> VerificationMismatch:
+def _named(key: Key, site: Site, body: Body) -> str:
+    """What a value is to the site, and what the model's own graph calls it."""
+    inside = _made_of({key.name}, site, body)
+    match = site.match
+    roles = {"q": match.q.node, "k": match.k.node, "v": match.v.node}
+    found = [role for role, node in roles.items() if node in inside or body.names.get(node) == key.name]
+    return f"{' and '.join(found)} ({key.name})" if found else key.name
+
+
+def _mismatch(site: Site, names: Sequence[str], differences: Sequence[comparing.Difference]) -> VerificationMismatch:
     first, *others = differences
     lowering = site.decision.lowering if site.decision is not None else "the kernel"
     error = VerificationMismatch(
         site=site.module,
-        what=f"gradient of {lowering} with respect to {keys[first.index].name}",
+        what=f"gradient of {lowering} with respect to {names[first.index]}",
         formula=masks.formula(site),
         index=str(list(first.place)),
         expected=first.expected,
@@ -224,5 +235,5 @@ def _mismatch(site: Site, keys: Sequence[Key], differences: Sequence[comparing.D
         differing=first.differing,
     )
     for other in others:
-        error.add_note(f"also: the gradient with respect to {keys[other.index].name}, {list(other.place)}")
+        error.add_note(f"also: the gradient with respect to {names[other.index]}, {list(other.place)}")
     return error

@@ -66,13 +66,16 @@ def watch(
         if edge in region.inside:
             outs[i] = outs[i].view_as(outs[i])
     watcher = _Watcher(done=done, wanted=tuple(before))
-    seen: set[Edge] = set()
-    for i, edge in {**made, **left}.items():
-        if edge not in seen:
-            seen.add(edge)
+    inputs = {edge: i for i, edge in before.items()}
+    try:
+        # A tensor that is given back twice is listened to once.
+        for i in {edge: i for i, edge in {**made, **left}.items()}.values():
             watcher.listen_to_output(i, outs[i] if i < len(outs) else args[i - len(outs)])
-    for node in region.exits:
-        watcher.listen_to_node(node, {j: i for j, edge in _next(node) for i, e in before.items() if e == edge})
+        for node in region.exits:
+            watcher.listen_to_node(node, {j: inputs[edge] for j, edge in _next(node) if edge in inputs})
+    except Exception:
+        watcher.stop()
+        raise
     return outs
 
 
@@ -123,8 +126,9 @@ class _Watcher:
     _came: Counter[int] = field(default_factory=Counter)
 
     def listen_to_output(self, index: int, out: torch.Tensor) -> None:
-        def arrived(gradient: torch.Tensor) -> None:
-            if self._started():
+        def arrived(gradient: torch.Tensor | None) -> None:
+            # A node of several outputs runs the hooks of all of them.
+            if gradient is not None and self._started():
                 self._outputs[index] = gradient.detach().clone()
 
         self._handles.append(out.register_hook(arrived))  # type: ignore[no-untyped-call]
@@ -165,9 +169,14 @@ class _Watcher:
             torch_compat.after_backward(self._finish)
         return True
 
-    def _finish(self) -> None:
+    def stop(self) -> None:
+        """Watch no longer."""
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
+
+    def _finish(self) -> None:
+        self.stop()
         asked = [index for index in self.wanted if self._came[index] == self._expected[index]]
         found = Arrived(outputs=dict(self._outputs), inputs={index: self._inputs.get(index) for index in asked})
         self._forget()

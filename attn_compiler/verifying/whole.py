@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,29 +10,9 @@ import torch
 
 from attn_compiler.verifying import interpreting
 from attn_compiler.verifying.copies import is_trained_parameter, isolated, leaving_no_trace, share_memory
-from attn_compiler.verifying.interpreting import AS_IT_IS, Arithmetic, Noise, Record
+from attn_compiler.verifying.interpreting import AS_IT_IS, Arithmetic, Autocast, Noise, Record
 from attn_compiler.verifying.outputs import FLOOR_ULPS
 from attn_compiler.verifying.plan import Plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class Autocast:
-    """The autocast that a graph is called in, for each device type of it."""
-
-    states: tuple[tuple[str, bool, torch.dtype], ...]
-
-    @staticmethod
-    def now(devices: Sequence[torch.device]) -> Autocast:
-        types = sorted({device.type for device in devices if torch.amp.is_autocast_available(device.type)})
-        return Autocast(states=tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types))
-
-    @contextlib.contextmanager
-    def again(self, *, none: bool = False) -> Iterator[None]:
-        """In the same autocast; none: in none at all."""
-        with contextlib.ExitStack() as stack:
-            for device_type, enabled, dtype in self.states:
-                stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled and not none))
-            yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +23,7 @@ class Called:
     plan: Plan
     args: Sequence[Any]
     trained: Sequence[bool]
-    versions: Sequence[tuple[int, int] | None]
+    versions: Sequence[Fingerprint | None]
     autocast: Autocast
 
     @staticmethod
@@ -57,12 +36,14 @@ class Called:
             plan=plan,
             args=copies,
             trained=[isinstance(x, torch.Tensor) and x.requires_grad for x in args],
-            versions=[_version(x) if keep else None for x, keep in zip(copies, shared, strict=True)],
+            versions=[fingerprint(x) if keep else None for x, keep in zip(copies, shared, strict=True)],
             autocast=Autocast.now(plan.devices),
         )
 
     def apart(self, ran: Ran) -> str | None:
         """Why the compiled graph may rightly give something else, if it may."""
+        if self.plan.communicates:
+            return "the graph communicates, and other processes may not run it as often"
         if ran.random:
             return "the graph draws random numbers, others in every compiler"
         if share_memory(self.args, self.plan.may_write):
@@ -73,11 +54,20 @@ class Called:
     def changed(self) -> list[int]:
         """Parameters that hold something else since."""
         pairs = enumerate(zip(self.args, self.versions, strict=True))
-        return [i for i, (x, version) in pairs if version is not None and _version(x) != version]
+        return [i for i, (x, version) in pairs if version is not None and fingerprint(x) != version]
 
 
-def _version(x: torch.Tensor) -> tuple[int, int]:
-    return x._version, x.data_ptr()
+Fingerprint = tuple[str, ...]
+
+
+def fingerprint(x: torch.Tensor) -> Fingerprint:
+    """What tells whether somebody wrote to a tensor, through whatever name of its memory."""
+    if x.layout != torch.strided or not x.numel():
+        return ()
+    with torch.no_grad():
+        flat = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).detach().reshape(-1).double()
+        weights = torch.arange(1, flat.numel() + 1, device=x.device) % 8191
+        return tuple(repr(float(y)) for y in (flat.sum(), flat.abs().sum(), flat.dot(weights.double())))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,27 +80,35 @@ class Ran:
     gradients: Sequence[torch.Tensor | None] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """What came after a call, of the results by place: those that the graph gave, then its inputs as it left them. arrived: their
+    gradients. written: what they held when the backward began, if the caller had written to them."""
+
+    arrived: Mapping[int, torch.Tensor]
+    written: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+
 def run(
     called: Called,
     arithmetic: Arithmetic = AS_IT_IS,
     *,
-    arrived: Mapping[int, torch.Tensor] | None = None,
+    backward: Backward | None = None,
     record: Record | None = None,
 ) -> Ran:
-    """Run the model's own graph. arrived: the gradients of its outputs, and of its inputs as it leaves them (after the outputs), if
-    its own are wanted."""
+    """Run the model's own graph. backward: what came after it, if its gradients are wanted."""
     plan = called.plan
-    with leaving_no_trace(called.args, plan.devices, gradients=arrived is not None) as drawn:
+    with leaving_no_trace(called.args, plan.devices, gradients=backward is not None) as drawn:
         copies = isolated(called.args, [not may_write for may_write in plan.may_write])
         values = [arithmetic.number(x) for x in copies]
         leaves: dict[int, torch.Tensor] = {}
-        if arrived is not None:
+        if backward is not None:
             for i in (i for i, trained in enumerate(called.trained) if trained):
                 leaves[i] = values[i].detach().requires_grad_()
                 values[i] = _entered(leaves[i], values[i]) if plan.may_write[i] else leaves[i]
         with called.autocast.again(none=arithmetic.dtype is not None):
             outs = interpreting.interpret(plan.module, values, arithmetic, record)
-        gradients = _gradients([*outs, *values], arrived, leaves, len(values)) if arrived is not None else ()
+        gradients = _gradients([*outs, *values], backward, leaves, len(values)) if backward is not None else ()
         return Ran(outs=outs, inputs=values, random=drawn.any, gradients=gradients)
 
 
@@ -132,9 +130,12 @@ class _Written(torch.autograd.Function):
 
 
 def _gradients(
-    results: Sequence[Any], arrived: Mapping[int, torch.Tensor], leaves: Mapping[int, torch.Tensor], count: int
+    results: Sequence[Any], backward: Backward, leaves: Mapping[int, torch.Tensor], count: int
 ) -> list[torch.Tensor | None]:
-    known = [(results[i], gradient) for i, gradient in arrived.items() if results[i].requires_grad]
+    for i, x in backward.written.items():
+        # As the caller did, behind autograd's back: what it saved is written to as well.
+        results[i].data.copy_(x)
+    known = [(results[i], gradient) for i, gradient in backward.arrived.items() if results[i].requires_grad]
     found: list[torch.Tensor | None] = [None] * count
     if known and leaves:
         outs, gradients = zip(*known, strict=True)
@@ -147,10 +148,10 @@ def _gradients(
 
 @dataclass(kw_only=True)
 class Reruns:
-    """Runs of the model's own graph in wider numbers, made when they are asked for. wanted: what of a run is compared."""
+    """Runs of the model's own graph in wider numbers, made when they are asked for. backward: its gradients are compared, if given."""
 
     called: Called
-    arrived: Mapping[int, torch.Tensor] | None = None
+    backward: Backward | None = None
     _exact: list[Any] | None = field(default=None)
 
     def exact(self) -> Sequence[torch.Tensor | None]:
@@ -162,8 +163,8 @@ class Reruns:
         return self._run(Noise(seed=seed))
 
     def _run(self, noise: Noise | None) -> list[Any]:
-        ran = run(self.called, Arithmetic(dtype=self._dtype(), noise=noise), arrived=self.arrived)
-        return list(ran.gradients) if self.arrived is not None else results(self.called.plan, ran.outs, ran.inputs)
+        ran = run(self.called, Arithmetic(dtype=self._dtype(), noise=noise), backward=self.backward)
+        return list(ran.gradients) if self.backward is not None else results(self.called.plan, ran.outs, ran.inputs)
 
     def _dtype(self) -> torch.dtype:
         """Twice as wide as what is compared: float32 only where all that is differentiated is in half precision."""
