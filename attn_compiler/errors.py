@@ -172,12 +172,29 @@ class Fp8StateMismatch(AttnCompilerError):
     """load_fp8_state_dict was given other histories than there are. problem: which."""
 
     message = (
-        "load_fp8_state_dict: the histories given are not those of the compiled graphs: {e.problem}. Histories are there from a "
-        "model's first compiled call on, for a recipe with DelayedScaling: run the model once before loading them. With strict=False those "
-        "that are on both sides are loaded"
+        "load_fp8_state_dict: the histories given are not those of the compiled graphs: {e.problem}. Nothing was loaded. "
+        "Histories are there from a model's first compiled call on, for a recipe with DelayedScaling: run the model once before loading. "
+        "With strict=False those whose names are on both sides are loaded, if all of them have the shapes that are there"
     )
 
     problem: str
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Fp8StateInvalid(AttnCompilerError):
+    """load_fp8_state_dict was given what no history can hold. problems: "layers.0/amax holds nan"."""
+
+    message = (
+        "load_fp8_state_dict: {e.shown}. A history is a float32 tensor of largest magnitudes, which are finite and not negative: one "
+        "that is not would make every output wrong for as many steps as it has. Nothing was loaded. Load what fp8_state_dict() gave, or "
+        "nothing: delayed scales are found anew in the first steps"
+    )
+
+    problems: tuple[str, ...]
+
+    @property
+    def shown(self) -> str:
+        return shortened(self.problems)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from types import CodeType
 from typing import Any
 
 from torch import fx, nn
@@ -20,14 +22,56 @@ def guard_modules() -> None:
     Without that, modules of one class share it where nothing but parameters tells them apart: layers that are compiled one by one,
     two instances of a model.
     """
-    context = TracingContext.try_get()
-    if context is None:
+    if TracingContext.try_get() is None:
         return
+    for source in _modules():
+        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def _modules() -> list[Source]:
+    """Where the modules of the frame are from: those that it was given, and the outermost of those that it reads."""
+    context = TracingContext.get()
     guarded = [guard.originating_source for guard in context.guards_context.dynamo_guards]
     read = [found for source in guarded for found in _outermost_module(source)]
     given = [LocalSource(name) for name, value in _frame().f_locals.items() if isinstance(value, nn.Module)]
-    for source in dict.fromkeys([*given, *read]):
-        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+    return list(dict.fromkeys([*given, *read]))
+
+
+def owner_of(stack: Mapping[str, tuple[str, Any]] | None) -> nn.Module | CodeType | None:
+    """What a node of the graph under way belongs to: its module, or a function's code where no module is in sight. stack: the node's
+    `nn_module_stack`. A node without one is from the frame itself. None where it can't be told, such as outside of a compilation."""
+    if TracingContext.try_get() is None:
+        return None
+    frame = _frame()
+    if not stack:
+        modules = [value for value in frame.f_locals.values() if isinstance(value, nn.Module)]
+        code: CodeType | None = None if _modules() else frame.f_code
+        return modules[0] if len(modules) == 1 else code
+    key, (path, _) = list(stack.items())[-1]
+    found = _at(path, frame)
+    # Dynamo's key is the module's identity, and "@2" for the second call.
+    identity = key.partition("@")[0]
+    is_it = isinstance(found, nn.Module) and (not identity.isdigit() or int(identity) == id(found))
+    return found if is_it else None
+
+
+#: one step of a path such as L['self'].layers.0 or G['models'][1].layer
+_STEP = re.compile(r"\[['\"](?P<name>[^'\"]*)['\"]\]|\[(?P<index>\d+)\]|\.(?P<attribute>\w+)")
+
+
+def _at(path: str, frame: Any) -> Any:
+    """What a path of Dynamo's names in a frame; None if it names nothing there."""
+    found: Any = {"L": frame.f_locals, "G": frame.f_globals}.get(path[:1])
+    steps = list(_STEP.finditer(path, 1))
+    if "".join(step.group() for step in steps) != path[1:]:
+        return None
+    for step in steps:
+        name, index, attribute = step.group("name", "index", "attribute")
+        try:
+            found = getattr(found, attribute) if attribute else found[name if index is None else int(index)]
+        except (AttributeError, IndexError, KeyError, TypeError):
+            return None
+    return found
 
 
 def is_whole(gm: fx.GraphModule) -> bool:

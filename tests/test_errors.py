@@ -18,6 +18,7 @@ EXAMPLES = [
     ),
     errors.Fp8RecipeUnused(modules=("layers.0", "layers.1"), exclude=("layers.*", "head")),
     errors.Fp8StateMismatch(problem="not there: none; not given: layers.0/amax"),
+    errors.Fp8StateInvalid(problems=("layers.0/amax holds nan",)),
     errors.Fp8StateOutdated(given=("layers.0/amax_q",), wanted=("'layers.0/amax' (16, 3)",)),
     errors.PassFailed(pass_name="match", site="layers.0.attn", cause="ValueError: odd", reproduce="pass strict=True"),
     errors.CompileFailed(

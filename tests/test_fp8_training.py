@@ -236,3 +236,195 @@ def test_without_a_history_layers_share_their_code(name: str) -> None:
     with torch.no_grad():
         model(inputs(0))
     assert len(attn_compiler.reports()) == 1
+
+
+# ---- whose history it is --------------------------------------------------------------------------------------------
+
+
+def histories(model: nn.Module | None = None) -> dict[str, list[float]]:
+    """The newest magnitude of q first."""
+    return {name: history[:, 0].tolist() for name, history in attn_compiler.fp8_state_dict(model).items()}
+
+
+def test_resuming_by_a_step_without_gradients_goes_on_with_the_training_histories() -> None:
+    """The graph of the first call is not the one that the histories come from."""
+    torch._dynamo.reset()
+    model = Layers().bfloat16()
+    function = compiled(model, RECIPES["delayed"])
+    for step in range(3):
+        function(inputs(step, 3.0)).sum().backward()
+    saved = attn_compiler.fp8_state_dict()
+    expected = function(inputs(3, 3.0))
+
+    torch._dynamo.reset()
+    function = compiled(model, RECIPES["delayed"])
+    with torch.no_grad():
+        function(inputs(0))
+    assert set(attn_compiler.load_fp8_state_dict(saved)) == {"layers.0/amax", "layers.1/amax"}
+    with torch.enable_grad():
+        found = function(inputs(3, 3.0))
+    assert torch.equal(found, expected)
+    assert all(newest > 0 for newest, *_ in histories().values())
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("first", ["training", "inference"])
+def test_graphs_of_one_module_share_its_histories(first: str, mode: Any, checkpointed: bool) -> None:
+    torch._dynamo.reset()
+    model = Layers(checkpointed=checkpointed).bfloat16()
+    function = compiled(model, RECIPES["delayed"])
+    for step in range(4):
+        if (step % 2 == 0) == (first == "training"):
+            function(inputs(step)).sum().backward()
+        else:
+            with mode():
+                function(inputs(step))
+    assert len(attn_compiler.reports()) == 2
+    assert list(histories()) == ["layers.0/amax", "layers.1/amax"]
+    expected = [float(amax_of(model, inputs(step))) for step in (3, 2, 1, 0)]
+    assert histories()["layers.0/amax"] == expected
+
+
+def test_another_shape_goes_on_with_the_histories_of_the_module() -> None:
+    torch._dynamo.reset()
+    model = Layers().bfloat16()
+    function = compiled(model, RECIPES["delayed"])
+    for step in range(4):
+        function(inputs(step)[:, : LENGTH - 8 * step])
+    assert list(histories()) == ["layers.0/amax", "layers.1/amax"]
+    assert all(min(history) > 0 for history in histories().values())
+
+
+def test_another_recipe_has_histories_of_its_own_and_the_report_says_so() -> None:
+    torch._dynamo.reset()
+    model = Layers().bfloat16()
+    compiled(model, RECIPES["delayed"])(inputs(0)).sum().backward()
+    with torch.no_grad():
+        compiled(model, dataclasses.replace(RECIPES["delayed"], hadamard=True))(inputs(0))
+    first, second = attn_compiler.reports()
+    assert not any("histories" in note for note in first.sites[0].notes)
+    (note,) = (note for note in second.sites[0].notes if "histories" in note)
+    assert "a step without gradients by this graph has histories of its own" in note
+    assert "another recipe" in note
+    assert len(histories()) == 4
+
+
+class OtherLine(nn.Module):
+    """Its attention stands twice in the code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Attention(HEADS, HEAD_DIM)
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (x * self.weight).view(*x.shape[:2], HEADS, HEAD_DIM).transpose(1, 2)
+        if self.training:
+            return nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads)
+
+
+def test_code_that_evaluates_elsewhere_has_histories_of_its_own_and_the_report_says_so() -> None:
+    torch._dynamo.reset()
+    model = OtherLine().bfloat16()
+    function = compiled(model, RECIPES["delayed"])
+    function(inputs(0)).sum().backward()
+    model.eval()
+    with torch.no_grad():
+        function(inputs(0))
+    _, report = attn_compiler.reports()
+    assert any("another place in the module's code" in note for note in report.sites[0].notes)
+
+
+class Shared(nn.Module):
+    """One layer that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Attention(HEADS, HEAD_DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.layer(x) * 10)
+        return out
+
+
+def test_a_layer_that_runs_twice_has_a_history_for_each_time_in_every_graph() -> None:
+    torch._dynamo.reset()
+    model = Shared().bfloat16()
+    function = compiled(model, RECIPES["delayed"])
+    function(inputs(0)).sum().backward()
+    first = histories()
+    assert list(first) == ["layer/amax", "layer/amax#2"]
+    assert first["layer/amax"][0] != first["layer/amax#2"][0]
+    with torch.no_grad():
+        function(inputs(0))
+    for name, (newest, before, *_) in histories().items():
+        assert before == first[name][0]
+        assert newest > 0
+
+
+def test_a_model_that_breaks_has_a_history_for_each_part() -> None:
+    class Broken(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[0](x)
+            torch._dynamo.graph_break()
+            out: Tensor = self.layers[1](x)
+            return out
+
+    torch._dynamo.reset()
+    model = Broken().bfloat16()
+    options = {"lowering": "reference_fp8", "inner": "aot_eager", "strict": True, "fp8_recipe": RECIPES["delayed"]}
+    function = torch.compile(model, backend="attn_compiler", options=options)
+    function(inputs(0)).sum().backward()
+    with torch.no_grad():
+        function(inputs(1))
+    assert set(histories(model)) == {"layers.0/amax", "layers.1/amax"}
+    assert all(history[1] > 0 and history[2] == 0 for history in histories(model).values())
+
+
+def test_layers_that_are_compiled_one_by_one_are_saved_by_their_paths_in_the_model() -> None:
+    """Whichever of them ran first."""
+    torch._dynamo.reset()
+    model = Layers().bfloat16()
+    one_by_one(model)
+    for layer in reversed(model.layers):
+        with torch.no_grad():
+            layer(inputs(0))
+    model(inputs(1)).sum().backward()
+    saved = attn_compiler.fp8_state_dict(model)
+    assert saved["layers.0/amax"][0, 0] == amax_of(model, inputs(1))
+    expected = model(inputs(2))
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        model(inputs(0))
+    attn_compiler.load_fp8_state_dict(saved, model)
+    assert torch.equal(model(inputs(2)), expected)
+
+
+def test_models_that_one_function_closes_over_are_told_apart() -> None:
+    torch._dynamo.reset()
+    models = [Layers().bfloat16() for _ in range(2)]
+
+    def step_of(model: Layers) -> Any:
+        return compiled(lambda x: model(x), RECIPES["delayed"])
+
+    for i, model in enumerate(models):
+        step_of(model)(inputs(i, 1.0 + i))
+    for i, model in enumerate(models):
+        assert histories(model)["layers.0/amax"][:2] == [float(amax_of(model, inputs(i, 1.0 + i))), 0.0]
+
+
+def test_a_function_without_modules_shares_its_histories_with_and_without_gradients() -> None:
+    def attend(x: Tensor) -> Tensor:
+        heads = x.view(*x.shape[:2], HEADS, HEAD_DIM).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads)
+
+    torch._dynamo.reset()
+    function = compiled(attend, RECIPES["delayed"])
+    with torch.no_grad():
+        function(inputs(0))
+    function(inputs(1).requires_grad_()).sum().backward()
+    (history,) = histories().values()
+    assert history == [*(float(inputs(step).abs().amax()) for step in (1, 0)), 0.0, 0.0]

@@ -92,3 +92,95 @@ def test_both_sides_of_a_break_are_parts(compiled: list[bool]) -> None:
 def test_outside_of_a_compilation_nothing_happens() -> None:
     torch_frames.guard_modules()
     assert torch_frames.is_whole(fx.symbolic_trace(Scaled()))
+
+
+# ---- what a node belongs to -----------------------------------------------------------------------------------------
+
+
+_OWNERS: list[Any] = []
+
+
+def noting(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+    """Notes what the additions and multiplications of a graph belong to."""
+    nodes = (node for node in gm.graph.nodes if node.op == "call_function")
+    _OWNERS.extend(torch_frames.owner_of(node.meta.get("nn_module_stack")) for node in nodes)
+    return gm.forward
+
+
+class Nest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Scaled(), Scaled()])
+        self.named = nn.ModuleDict({"one": Scaled()})
+        self.hidden = [Scaled()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, self.named["one"], *self.hidden, self.layers[0]):
+            x = layer(x)
+        return x
+
+
+@pytest.fixture
+def owners() -> list[Any]:
+    torch._dynamo.reset()
+    _OWNERS.clear()
+    return _OWNERS
+
+
+def parts(nest: Nest) -> list[nn.Module]:
+    return [*nest.layers, nest.named["one"], *nest.hidden, nest.layers[0]]
+
+
+NEST = Nest()
+
+
+@pytest.mark.parametrize(
+    "compile_it",
+    [
+        lambda nest: torch.compile(nest, backend=noting)(X),
+        lambda nest: torch.compile(lambda model, x: model(x), backend=noting)(nest, X),
+        lambda nest: torch.compile(lambda models, x: models["a"](x), backend=noting)({"a": nest}, X),
+        lambda nest: torch.compile(lambda x: nest(x), backend=noting)(X),
+    ],
+    ids=["module", "argument", "in an argument", "closure"],
+)
+def test_a_node_belongs_to_its_own_module(owners: list[Any], compile_it: Any) -> None:
+    nest = Nest()
+    compile_it(nest)
+    assert [id(owner) for owner in owners] == [id(part) for part in parts(nest)]
+
+
+def test_a_node_belongs_to_its_own_module_of_a_global_one(owners: list[Any]) -> None:
+    torch.compile(lambda x: NEST(x), backend=noting)(X)
+    assert [id(owner) for owner in owners] == [id(part) for part in parts(NEST)]
+
+
+def test_a_node_of_the_frame_itself_belongs_to_its_module_or_its_code(owners: list[Any]) -> None:
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    scaled = Scaled()
+    torch.compile(scaled, backend=noting)(X)
+    torch.compile(double, backend=noting)(X)
+    assert owners == [scaled, double.__code__]
+
+
+def test_where_it_can_not_be_told_nothing_is_said(owners: list[Any]) -> None:
+    one, other = Scaled(), Scaled()
+    torch.compile(lambda a, b, x: x * a.scale, backend=noting)(one, other, X)
+    assert owners == [None]
+    assert torch_frames.owner_of({"0": ("L['self'].layers.0", Scaled)}) is None
+
+
+def test_a_path_that_names_nothing_belongs_to_nothing(owners: list[Any]) -> None:
+    found: list[Any] = []
+
+    def ask(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        paths = ("L['self'].gone", "L['gone']", "L['self'].scale", "L['self'](odd)", "X['self']", "L['self'][0]")
+        found.extend(torch_frames.owner_of({"1": (path, Scaled)}) for path in paths)
+        found.append(torch_frames.owner_of({"key": ("L['self']", Scaled)}))
+        return gm.forward
+
+    module = Scaled()
+    torch.compile(module, backend=ask)(X)
+    assert found == [None] * 6 + [module]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -40,12 +40,14 @@ class Call:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Buffer:
     """A tensor that compiled code keeps from call to call. name: the attribute of the root graph module that holds it. label: for people,
-    "model.layers.0.self_attn/amax". value: fake. inputs: in a body's graph, the placeholders that stand for it, and for what it held
-    before the call; none in the root's own."""
+    "model.layers.0.self_attn/amax". value: fake. site: what it is kept for; origin: what Dynamo tells of where that is from. inputs: in a
+    body's graph, the placeholders that stand for it, and for what it held before the call; none in the root's own."""
 
     name: str
     label: str
     value: torch.Tensor
+    site: Site
+    origin: Mapping[str, Any]
     inputs: tuple[fx.Node, ...] = ()
 
 

@@ -38,6 +38,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "gqa": {"heads_kv": 2, "causal": Alignment.TOP_LEFT},
     "two head dims": {"head_dim_v": 24},
     "one query": {"seqlen_q": 1, "seqlen_kv": 200},
+    "heads not adjacent": {"layout": "last_stride", "heads_kv": 2},
     "long": {"batch": 1, "heads_q": 2, "heads_kv": 2, "seqlen_q": 300, "seqlen_kv": 300},
 }
 #: of scores that no kernel of PyTorch's makes: beside them stands what a model writes by hand
@@ -101,7 +102,7 @@ def assert_as_exact_as(lowering: str, case: Case, factor: float, eager: Any, *, 
         assert mine <= LIMIT * theirs + noise * factor, f"{name}: off by {mine:.3g} on average, eager by {theirs:.3g}"
 
 
-@pytest.mark.parametrize("factor", [0.01, 0.3, 1.0, 4.0, 16.0])
+@pytest.mark.parametrize("factor", [0.01, 1.0, 16.0])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("lowering", LOWERINGS)
