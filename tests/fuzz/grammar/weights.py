@@ -18,7 +18,9 @@ def softmax(draft: Draft, *, sink: bool | None = None, changes: int = 1) -> None
         draft.add(f"# probe: s.amax({key})" if not sink else "")
     at = draft.pick(at, at - len(draft.dims))
     dtype = draft.pick("W", "torch.float64") if draft.maybe(4) else None
-    forms = [f"w = s.softmax({at})", f"w = torch.softmax(s, {at})", f"w = F.softmax(s, dim={at})", f"w = F.softmax(input=s, dim={at})"]
+    forms = [f"w = s.softmax({at})", f"w = torch.softmax(s, {at})", f"w = F.softmax(s, dim={at})"]
+    if draft.maybe(12):
+        forms = [f"w = F.softmax(input=s, dim={at})", f"w = torch.softmax(input=s, dim={at})", f"w = s.softmax(dim={at})"]
     draft.add(draft.pick(*forms) if dtype is None else f"w = F.softmax(s, dim={at}, dtype={dtype})")
     if sink:
         draft.add(draft.pick("w = w[..., :-1]", "w = w[..., :-1]", "w = w[..., :-1]", "w = w[..., 1:]"))

@@ -1,0 +1,105 @@
+"""A planted fault: a small change of our own code that makes some result wrong, and how it is put into a process.
+
+It is an import hook, which has to stand before the package is imported: so everything that is built of the changed code is changed, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import linecache
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+PACKAGE = Path(__file__).parents[3] / "attn_compiler"
+
+
+class DoesNotApply(Exception):
+    """The code that a planted fault changes is not there any more; the text names the fault."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """file: in the package. within: the function or class that `old` stands in (once; None: in the file). rule: what is broken.
+
+    why: what comes out wrong.
+    """
+
+    name: str
+    file: str
+    within: str | None
+    old: str
+    new: str
+    rule: str
+    why: str
+
+    def source(self) -> str:
+        """The whole file with the fault. Raises DoesNotApply."""
+        text = (PACKAGE / self.file).read_text()
+        first, last = self._span(text)
+        part = text[first:last]
+        if part.count(self.old) != 1:
+            raise DoesNotApply(
+                f"the planted fault {self.name!r} changes {self.old!r} in {self.within or 'all'} of {self.file}, "
+                f"which has it {part.count(self.old)} times: bring the fault up to date, or take it out"
+            )
+        return text[:first] + part.replace(self.old, self.new) + text[last:]
+
+    def _span(self, text: str) -> tuple[int, int]:
+        if self.within is None:
+            return 0, len(text)
+        lines = text.splitlines(keepends=True)
+        starts = [0]
+        for line in lines:
+            starts.append(starts[-1] + len(line))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == self.within:
+                return starts[node.lineno - 1], starts[node.end_lineno or node.lineno]
+        raise DoesNotApply(f"the planted fault {self.name!r} is in {self.within} of {self.file}, which is no more")
+
+    @property
+    def module(self) -> str:
+        return ".".join(["attn_compiler", *Path(self.file).with_suffix("").parts]).removesuffix(".__init__")
+
+    def place(self) -> int | None:
+        """The first line of the innermost function that is changed, as code objects have it; None outside of all."""
+        text = (PACKAGE / self.file).read_text()
+        first, last = self._span(text)
+        line = text.count("\n", 0, first + text[first:last].index(self.old)) + 1
+        best: tuple[int, int] | None = None
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
+                begin = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                best = max(best, (node.lineno, begin)) if best is not None else (node.lineno, begin)
+        return None if best is None else best[1]
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+        self._path = str(PACKAGE / fault.file)
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        if name != self._fault.module:
+            return None
+        locations = [str(Path(self._path).parent)] if self._path.endswith("__init__.py") else None
+        return importlib.util.spec_from_file_location(name, self._path, loader=self, submodule_search_locations=locations)
+
+    def exec_module(self, module: ModuleType) -> None:
+        source = self._fault.source()
+        # Triton reads the text of its kernels.
+        linecache.cache[self._path] = (len(source), None, source.splitlines(keepends=True), self._path)
+        exec(compile(source, self._path, "exec"), module.__dict__)
+
+
+def plant(fault: Fault) -> None:
+    """Let the package be imported with the fault. Raises RuntimeError if it was imported already."""
+    if any(name == "attn_compiler" or name.startswith("attn_compiler.") for name in sys.modules):
+        raise RuntimeError("a fault is planted before the package is imported")
+    fault.source()
+    sys.meta_path.insert(0, _Finder(fault))
