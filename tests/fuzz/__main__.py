@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import json
+import logging
 import multiprocessing
 import sys
 import time
@@ -48,8 +49,11 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--lowering", help="this one alone; without it several, some of them in turn")
     parser.add_argument("--rule", action="append", choices=sorted(RULES), help="this generator alone; may be repeated")
+    parser.add_argument("--batch", type=int, default=BATCH, help="programs of one rule that are drawn together")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--large", action="store_true", help="sizes that a GPU's kernels take (with --device cuda always)")
+    parser.add_argument(
+        "--large", action="store_true", help="sizes that a GPU's kernels take (with --device cuda always)"
+    )
     parser.add_argument("--shrinking", type=float, default=40.0, help="seconds to make one finding small")
     parser.add_argument("--report", type=Path, help="write the tally here, as JSON")
     parser.add_argument("--out", type=Path, default=Path("tests/fuzz/found"))
@@ -62,9 +66,11 @@ def tasks(options: argparse.Namespace, until: float) -> Iterator[tuple[Any, ...]
     left, round_ = options.programs, 0
     while left > 0:
         for rule in options.rule or RULES:
-            kind = Kind(rule=rule, lowerings=lowerings, device=options.device, large=options.large or options.device != "cpu")
+            kind = Kind(
+                rule=rule, lowerings=lowerings, device=options.device, large=options.large or options.device != "cpu"
+            )
             seed = zlib.crc32(f"{options.seed} {rule} {round_}".encode())
-            examples = min(BATCH, left)
+            examples = min(options.batch, left)
             left -= examples
             if time.monotonic() > until or examples <= 0:
                 return
@@ -76,6 +82,7 @@ def work(task: tuple[Any, ...]) -> tuple[Tally, Found | None, str]:
     """One batch, in a process of its own."""
     kind, seed, examples, until, shrinking = task
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     tally = Tally()
     found = searching.search(kind, seed=seed, examples=examples, tally=tally, until=until, shrinking=shrinking)
@@ -95,8 +102,7 @@ def run(options: argparse.Namespace) -> tuple[Tally, dict[str, Found]]:
             tally.join(done)
             if found is not None and (found.signature, rule) not in sorts:
                 sorts[found.signature, rule] = found
-                path = writing.write(found, options.out)
-                print(f"{time.monotonic() - start:6.0f} s  {found.kind} ({rule}): {found.text[:160]}\n          {path}", flush=True)
+                writing.write(found, options.out)
     return tally, {f"{rule}: {sort}": found for (sort, rule), found in sorts.items()}
 
 
@@ -116,11 +122,14 @@ def main(given: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     tally, sorts = run(options)
     seconds = time.monotonic() - start
-    total = tally.total["programs"]
-    print(tally.table())
-    print(f"{total} programs in {seconds:.0f} s, {total / max(seconds, 1e-9):.1f} a second; {len(sorts)} sorts of findings")
+    tally.total["programs"]
     if options.report is not None:
-        plain = {"seconds": seconds, "seed": options.seed, "jobs": options.jobs, "findings": {sort: f.text for sort, f in sorts.items()}}
+        plain = {
+            "seconds": seconds,
+            "seed": options.seed,
+            "jobs": options.jobs,
+            "findings": {sort: f.text for sort, f in sorts.items()},
+        }
         options.report.write_text(json.dumps({**plain, **tally.plain()}, indent=1) + "\n")
     return 1 if sorts else 0
 

@@ -62,7 +62,9 @@ class Outcome:
     loosely: int = 0
 
 
-def results(program: Program, function: Callable[..., Any], sizes: dict[str, int], *, exact: bool = False) -> list[Result]:
+def results(
+    program: Program, function: Callable[..., Any], sizes: dict[str, int], *, exact: bool = False
+) -> list[Result]:
     """Everything that one call and its backward give."""
     torch.manual_seed(0)
     bases = program.bases(sizes, exact=exact)
@@ -70,7 +72,9 @@ def results(program: Program, function: Callable[..., Any], sizes: dict[str, int
     held = [x.clone() if x.requires_grad else x for x in bases]
     given = [_view(i.layout, x, sizes) for i, x in zip(program.inputs, held, strict=True)]
     found = list(function(*given))
-    got = [Result(name=f"output {name}", value=x.detach().clone()) for name, x in zip(program.outputs, found, strict=True)]
+    got = [
+        Result(name=f"output {name}", value=x.detach().clone()) for name, x in zip(program.outputs, found, strict=True)
+    ]
     wants = [x.requires_grad for x in found]
     named = {"out": found, "F": torch.nn.functional, "torch": torch}
     named |= {i.name: x for i, x in zip(program.inputs, given, strict=True)}
@@ -84,7 +88,9 @@ def results(program: Program, function: Callable[..., Any], sizes: dict[str, int
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)  # type: ignore[arg-type]
         names = [i.name for i, x in zip(program.inputs, bases, strict=True) if x.requires_grad]
         got += [Result(name=f"gradient of {name}", value=g) for name, g in zip(names, gradients, strict=True)]
-    got += [Result(name=f"input {i.name} afterwards", value=x.detach()) for i, x in zip(program.inputs, held, strict=True)]
+    got += [
+        Result(name=f"input {i.name} afterwards", value=x.detach()) for i, x in zip(program.inputs, held, strict=True)
+    ]
     return got
 
 
@@ -180,7 +186,9 @@ def _compiled(program: Program, wanted: Sequence[Any], outcome: Outcome, *, ours
         options: dict[str, Any] = {"inner": program.inner, "strict": True, "verify": program.verify}
         if program.lowerings is not None:
             options["lowerings"] = program.lowerings
-        compiled = torch.compile(program.function(), backend="attn_compiler", fullgraph=True, dynamic=dynamic, options=options)
+        compiled = torch.compile(
+            program.function(), backend="attn_compiler", fullgraph=True, dynamic=dynamic, options=options
+        )
     else:
         compiled = torch.compile(program.function(), backend=program.inner, fullgraph=True, dynamic=dynamic)
     try:
@@ -239,12 +247,16 @@ def _hold(program: Program, eager: list[Result], exact: list[Result], found: lis
             continue
         size = max(float(right.value.abs().max()), 1.0)
         own = max(worst(b, right.value), pooled * size / 2)
-        allowed = factor * own + ULPS[_narrowest(program, b.dtype)] * torch.finfo(_narrowest(program, b.dtype)).eps * size
+        allowed = (
+            factor * own + ULPS[_narrowest(program, b.dtype)] * torch.finfo(_narrowest(program, b.dtype)).eps * size
+        )
         off = worst(a, right.value)
         outcome.loosely += allowed > 0.1 * size
         # What is as far off as eager, and the same way, is as good as it.
         if off > allowed and worst(a, b) > allowed - factor * own:
-            raise Wrong("wrong", f"{mine.name}: off by {off:.3g}, eager by {worst(b, right.value):.3g}, allowed {allowed:.3g}")
+            raise Wrong(
+                "wrong", f"{mine.name}: off by {off:.3g}, eager by {worst(b, right.value):.3g}, allowed {allowed:.3g}"
+            )
 
 
 def _narrowest(program: Program, dtype: torch.dtype) -> torch.dtype:
@@ -262,6 +274,7 @@ def _relative(usual: Result, right: Result) -> float:
 
 def worst(found: torch.Tensor, exact: torch.Tensor) -> float:
     """The largest difference; infinite where one of them is not finite and the other is something else."""
-    found, exact = found.detach().double(), exact.detach().double()
-    difference = torch.where(found == exact, 0.0, (found - exact).abs())
-    return float(difference.nan_to_num(nan=torch.inf).max()) if difference.numel() else 0.0
+    # Imports our package, which a planted fault has to come before.
+    from tests import numerics
+
+    return numerics.worst(found, exact)

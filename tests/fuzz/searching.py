@@ -50,7 +50,11 @@ class Found:
 
 def signature(kind: str, text: str) -> str:
     """What failures of one sort have in common: the words of the message without names and numbers."""
-    head = re.sub(r"\b[a-z_]+\d+\b|\d+(\.\d+)?(e[-+]?\d+)?|\[[^]]*\]|'[^']*'", "", text.split("|")[0] if kind == "wrong" else text[:260])
+    head = re.sub(
+        r"\b[a-z_]+\d+\b|\d+(\.\d+)?(e[-+]?\d+)?|\[[^]]*\]|'[^']*'",
+        "",
+        text.split("|")[0] if kind == "wrong" else text[:260],
+    )
     return f"{kind}: {' '.join(head.split())[:120]}"
 
 
@@ -103,7 +107,9 @@ def _settings(examples: int, *phases: Phase) -> Any:
     )
 
 
-def search(kind: Kind, *, seed: int, examples: int, tally: Tally, until: float, shrinking: float = 40.0) -> Found | None:
+def search(
+    kind: Kind, *, seed: int, examples: int, tally: Tally, until: float, shrinking: float = 40.0
+) -> Found | None:
     """The first program that goes wrong, made as small as `shrinking` seconds allow; None if there is none of `examples`.
 
     until: when (time.monotonic) to stop.
@@ -141,10 +147,8 @@ def search(kind: Kind, *, seed: int, examples: int, tally: Tally, until: float, 
             if is_first:
                 tally.compared(kind.rule, outcome)
 
-    try:
+    with contextlib.suppress(Wrong):
         holds()
-    except Wrong:
-        pass
     if "wrong" not in state:
         return None
     program, wrong = cut(state["last"], failing[repr(state["last"])], time.monotonic() + shrinking / 2)
@@ -179,11 +183,11 @@ def _smaller(program: Program) -> Iterator[Program]:
             if name == "after" or len(one_less) > 1:
                 yield dataclasses.replace(program, **{name: one_less[:i] + one_less[i + 1 :]})
     text = "\n".join((*program.lines, *program.after, *program.outputs))
-    for i, given in enumerate(program.inputs):
-        if not re.search(rf"\b{given.name}\b", text):
+    for i, own in enumerate(program.inputs):
+        if not re.search(rf"\b{own.name}\b", text):
             yield dataclasses.replace(program, inputs=program.inputs[:i] + program.inputs[i + 1 :])
-        if given.layout != "{}":
-            plain = dataclasses.replace(given, layout="{}")
+        if own.layout != "{}":
+            plain = dataclasses.replace(own, layout="{}")
             yield dataclasses.replace(program, inputs=(*program.inputs[:i], plain, *program.inputs[i + 1 :]))
     if program.others:
         yield dataclasses.replace(program, others=())

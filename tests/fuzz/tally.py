@@ -61,12 +61,28 @@ class Tally:
         }
 
     def table(self) -> str:
-        columns = ("programs", "compared", "matched", "left alone", "wrong", "discarded", "sites", "untouched", "missed", "loosely")
+        columns = (
+            "programs",
+            "compared",
+            "matched",
+            "left alone",
+            "wrong",
+            "discarded",
+            "sites",
+            "untouched",
+            "missed",
+            "loosely",
+        )
         rows = [("rule", *columns)]
         for rule, counts in [*self.rules.items(), ("all", self.total)]:
             rows.append((rule, *(str(counts[name]) for name in columns)))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))) for row in rows]
+        lines = [
+            "  ".join(
+                cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
         lines += ["", "sites lowered: " + ", ".join(f"{name} {n}" for name, n in self.lowered.most_common())]
         lines += ["proved: " + ", ".join(f"{name} {n}" for name, n in self.proved.most_common())]
         return "\n".join(lines)

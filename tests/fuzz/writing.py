@@ -41,7 +41,9 @@ def write(found: Found, folder: Path) -> Path:
     """Write the test; gives its path."""
     name = name_of(found)
     text = " ".join(found.text.replace("\\\\", "/").replace('"""', "'''").split())[:400]
-    source = _HEAD.format(rule=found.program.rule, kind=found.kind, text=text, program=literal(found.program), name=name)
+    source = _HEAD.format(
+        rule=found.program.rule, kind=found.kind, text=text, program=literal(found.program), name=name
+    )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"test_{name}.py"
     path.write_text(source)
@@ -63,7 +65,11 @@ def _value(x: Any) -> str:
         return str(x)
     if isinstance(x, Input):
         return f"Input({', '.join(f'{f.name}={_value(getattr(x, f.name))}' for f in _changed(x))})"
-    if isinstance(x, tuple) and x and (isinstance(x[0], Input) or (isinstance(x[0], str) and any(" " in str(e) for e in x))):
+    if (
+        isinstance(x, tuple)
+        and x
+        and (isinstance(x[0], Input) or (isinstance(x[0], str) and any(" " in str(e) for e in x)))
+    ):
         return "(\n" + "".join(f"        {_value(e)},\n" for e in x) + "    )"
     if isinstance(x, tuple):
         return f"({', '.join(map(_value, x))}{',' if len(x) == 1 else ''})"

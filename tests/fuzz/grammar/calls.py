@@ -33,8 +33,14 @@ def called(draft: Draft) -> None:
         draft.add(f"c = {masks.any_condition(draft)}")
         if mask == "float":
             fill = draft.pick("-inf", "torch.finfo(D).min", "-1e4", "-1e9" if draft.dtype != draft_half() else "-inf")
-            draft.add(f"c = {draft.pick('torch.where(c, 0.0, {}).to(D)', 'torch.zeros(c.shape, dtype=D, device=c.device).masked_fill(~c, {})')}".format(fill))
-            draft.add(f"# probe: c.expand(*q.shape[:3], k.shape[2]).amax(-1) if {'False' if fill == '-inf' else 'True'} else torch.zeros(1)")
+            draft.add(
+                f"c = {draft.pick('torch.where(c, 0.0, {}).to(D)', 'torch.zeros(c.shape, dtype=D, device=c.device).masked_fill(~c, {})')}".format(
+                    fill
+                )
+            )
+            draft.add(
+                f"# probe: c.expand(*q.shape[:3], k.shape[2]).amax(-1) if {'False' if fill == '-inf' else 'True'} else torch.zeros(1)"
+            )
         given.append("attn_mask=c")
     call = "F.scaled_dot_product_attention"
     order = draft.pick("q, k, v", "q, k, v", "query=q, key=k, value=v")

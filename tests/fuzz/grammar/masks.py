@@ -123,7 +123,7 @@ def wrapped(draft: Draft) -> str:
         f"((a - c) // {draft.pick(2, -2)} <= 0)",
         f"(torch.fmod(a - c, 2) {draft.pick('==', '>=')} 0)",
         f"(torch.div(a - c, 2, rounding_mode={draft.pick('trunc', 'floor')!r}) == 0)",
-        f"((a.to(torch.float32) * 16777216 + c.to(torch.float32)) - a.to(torch.float32) * 16777216 >= 1)",
+        "((a.to(torch.float32) * 16777216 + c.to(torch.float32)) - a.to(torch.float32) * 16777216 >= 1)",
         f"torch.arange({draft.pick(250, 120)}, {draft.pick(250, 120)} + m, device=q.device).to({dtype}) > a",
     ]
     return f"({draft.pick(*forms)})"
@@ -266,13 +266,19 @@ def of_tensors(draft: Draft) -> str:
         if draft.writes and draft.maybe(3):
             draft.add(f"kept_pad = {base}.clone()", f"{p}.{draft.pick('zero_()', 'fill_(1)', 'add_(1)', 'mul_(0)')}")
             base = "kept_pad"
-        return f"({base} & {draft.pick('(i >= j)', '(j >= 0)', condition(draft, 0))} | (j == 0))" if draft.maybe() else base
+        return (
+            f"({base} & {draft.pick('(i >= j)', '(j >= 0)', condition(draft, 0))} | (j == 0))"
+            if draft.maybe()
+            else base
+        )
     if kind == "ids":
         s = draft.new("ids", ("b", "k"), "ids")
         same = f"({s}[:, None, :n, None] == {s}[:, None, None, :])"
         if draft.sizes["q"] > draft.sizes["k"]:
             return f"({s}[:, None, None, :] != 1) | (j == 0)"
-        return str(draft.pick(f"({same} & (i >= j))", same, f"({same} | (i >= j))", f"({same} & (j <= i + 1) | (j == 0))"))
+        return str(
+            draft.pick(f"({same} & (i >= j))", same, f"({same} | (i >= j))", f"({same} & (j <= i + 1) | (j == 0))")
+        )
     if kind == "length":
         l = draft.new("len", draft.pick(("b",), ()), "length")
         at = f"{l}.view(-1, 1, 1, 1)"
@@ -282,14 +288,18 @@ def of_tensors(draft: Draft) -> str:
             extra = "before" if "before" in draft.lines[-1] and draft.maybe() else ""
         at = at if not extra else "before.view(-1, 1, 1, 1)"
         return str(
-            draft.pick(f"(j < {at})", f"(j <= {at} - 1) & (i >= j)", f"(j <= i + {at})", f"((j >= {at} - 1) | (i >= j))")
+            draft.pick(
+                f"(j < {at})", f"(j <= {at} - 1) & (i >= j)", f"(j <= i + {at})", f"((j >= {at} - 1) | (i >= j))"
+            )
         )
     if kind == "kept":
         return term(draft, "kept")
     if kind == "table":
         t = draft.new("kept", (draft.pick(4, 7),), "kept")
         size = draft.inputs[-1].shape[0]
-        index = draft.pick(f"(i - j).abs() % {size}", f"(i - j).clamp(0, {int(size) - 1})", f"(j - i).clamp(-1, 1)", "(i * 0)")
+        index = draft.pick(
+            f"(i - j).abs() % {size}", f"(i - j).clamp(0, {int(size) - 1})", "(j - i).clamp(-1, 1)", "(i * 0)"
+        )
         return f"({t}[{index}] | (j == 0))"
     f = draft.new("first", ("b",), "length")
     return f"((j + 1 >= {f}.view(-1, 1, 1, 1)) | (i < j))"
@@ -354,8 +364,12 @@ def apply(draft: Draft, allowed: str, fill: str | None = None) -> None:
     if fill not in ("-inf", "inf"):
         forms += [
             f"s = s + (1.0 - {c}.to(s.dtype)) * {fill}",
-            f"s = s + (~{c}) * {fill}" if fill.startswith("-") and "finfo" not in fill else f"s = s + (~{c}).to(s.dtype) * {fill}",
-            f"s = s - torch.where({c}, 0.0, {fill}) * -1" if "finfo" not in fill else f"s = torch.where({c}, s, {fill})",
+            f"s = s + (~{c}) * {fill}"
+            if fill.startswith("-") and "finfo" not in fill
+            else f"s = s + (~{c}).to(s.dtype) * {fill}",
+            f"s = s - torch.where({c}, 0.0, {fill}) * -1"
+            if "finfo" not in fill
+            else f"s = torch.where({c}, s, {fill})",
         ]
     if draft.writes:
         forms += [

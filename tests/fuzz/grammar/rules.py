@@ -14,6 +14,21 @@ from tests.fuzz.program import Program
 
 Rule = Callable[[Draft], None]
 
+#: rules of which much shows only where what was proved is used: by Triton's kernels, or by the check of the first call
+PROOFS = frozenset(
+    {
+        "mask kinds",
+        "masks made",
+        "masks partly written",
+        "masks written",
+        "mask tensors",
+        "several masks",
+        "integers",
+        "rounding",
+        "score kinds",
+    }
+)
+
 #: what a program is compiled with, each as often as it stands here
 LOWERINGS: tuple[tuple[str, ...] | None, ...] = (
     ("sdpa_cpu_flash", "reference", "math"),
@@ -39,7 +54,9 @@ def site(draft: Draft, *, most_steps: int = 3, steps: Callable[[Draft], None] | 
     weights.values(draft)
 
 
-def _simple_site(draft: Draft, *steps: Callable[[Draft], None], product: str = "matmul", sink: bool | None = False) -> None:
+def _simple_site(
+    draft: Draft, *steps: Callable[[Draft], None], product: str = "matmul", sink: bool | None = False
+) -> None:
     """A site whose parts are plain but for these steps on the scores."""
     for name in ("k", "v"):
         operands.repeat_heads(draft, name)
@@ -72,7 +89,10 @@ def arrange(draft: Draft) -> None:
         operands.operands(draft, most=1)
         _simple_site(draft, scores.turn, scores.mask, scores.turn, scores.bias, product="einsum")
     elif form == "windows":
-        x = [draft.new(n, ("b", 2, length, "h*d"), grad=draft.grads) for n, length in (("q", "q"), ("k", "k"), ("v", "k"))]
+        x = [
+            draft.new(n, ("b", 2, length, "h*d"), grad=draft.grads)
+            for n, length in (("q", "q"), ("k", "k"), ("v", "k"))
+        ]
         h, d = draft.sizes["h"], draft.sizes["d"]
         for name, given in zip("qkv", x, strict=True):
             draft.add(f"{name} = {given}.unflatten(-1, ({h}, {d})).transpose(2, 3)")
@@ -90,12 +110,17 @@ def arrange(draft: Draft) -> None:
         # K and V without a batch, or without heads.
         draft.add(f"q = {draft.new('q', ('b', 'h', 'q', 'd'), grad=draft.grads)}")
         for name, width in (("k", "d"), ("v", "e")):
-            shape = draft.pick(("h", "k", width), (1, "h", "k", width), ("b", 1, "k", width), ("k", width), (1, 1, "k", width))
+            shape = draft.pick(
+                ("h", "k", width), (1, "h", "k", width), ("b", 1, "k", width), ("k", width), (1, 1, "k", width)
+            )
             draft.add(f"{name} = {draft.new(name, shape, grad=draft.grads)}")
             draft.add(f"{name} = {name}" if draft.maybe() else f"{name} = {name} * 1")
         draft.dims = ("b", "h", "q", "k")
         draft.add(draft.pick("s = q @ k.mT", "s = torch.matmul(q, k.transpose(-2, -1)) * 0.3"))
-        draft.add("n, m = q.shape[2], k.shape[-2]", "i, j = torch.arange(n, device=q.device)[:, None], torch.arange(m, device=q.device)[None, :]")
+        draft.add(
+            "n, m = q.shape[2], k.shape[-2]",
+            "i, j = torch.arange(n, device=q.device)[:, None], torch.arange(m, device=q.device)[None, :]",
+        )
         if draft.maybe():
             masks.apply(draft, masks.placed(draft, f"({draft.pick(*masks.KNOWN)} | (j == 0))"))
         draft.add("w = s.softmax(-1)", "o = w @ v")
@@ -112,7 +137,10 @@ def arrange(draft: Draft) -> None:
         draft.add("w = s.softmax(-1)", "o = w @ v")
     else:
         kv, group, d = draft.sizes["kv"], draft.sizes["h"] // draft.sizes["kv"], draft.sizes["d"]
-        x = [draft.new("q", ("b", "q", "h", "d"), grad=draft.grads), draft.new("k", ("b", "k", "kv", "d"), grad=draft.grads)]
+        x = [
+            draft.new("q", ("b", "q", "h", "d"), grad=draft.grads),
+            draft.new("k", ("b", "k", "kv", "d"), grad=draft.grads),
+        ]
         y = draft.new("v", ("b", "k", "kv", "e"), grad=draft.grads)
         order = draft.pick("x", "y")
         draft.add(f"q = {x[0]}.unflatten(2, {(kv, group) if order == 'x' else (group, kv)})", f"k, v = {x[1]}, {y}")
@@ -136,7 +164,17 @@ def contractions(draft: Draft) -> None:
 def score_steps(draft: Draft) -> None:
     """Scales, caps, shifts, clamps and casts in any order, over scores of any size."""
     operands.plain_operands(draft)
-    names = (scores.scale, scores.scale, scores.cap, scores.shift, scores.clamp, scores.bias, scores.turn, scores.enlarge, scores.mask)
+    names = (
+        scores.scale,
+        scores.scale,
+        scores.cap,
+        scores.shift,
+        scores.clamp,
+        scores.bias,
+        scores.turn,
+        scores.enlarge,
+        scores.mask,
+    )
     _simple_site(draft, *(draft.pick(*names) for _ in range(draft.number(1, 4))))
     weights.after(draft, most=1)
 
@@ -159,7 +197,11 @@ def roots(draft: Draft) -> None:
     if draft.maybe(3):
         calls.called(draft)
     else:
-        _simple_site(draft, *([draft.pick(scores.bias, scores.mask, scores.positional)] if draft.maybe() else []), sink=draft.maybe(4))
+        _simple_site(
+            draft,
+            *([draft.pick(scores.bias, scores.mask, scores.positional)] if draft.maybe() else []),
+            sink=draft.maybe(4),
+        )
     for _ in range(draft.number(1, 2)):
         operands.write_later(draft)
     draft.outputs.append("o")
@@ -203,15 +245,40 @@ def _write_again(draft: Draft, c: str) -> None:
     draft.add(draft.pick(*forms))
 
 
-def mask_kinds(draft: Draft) -> None:
+def _sites_with(draft: Draft, *forms: Callable[[Draft], str]) -> None:
+    """Up to three sites, each with a mask of its own: of one that is read, what is wrong shows."""
     operands.plain_operands(draft)
-    _simple_site(draft, lambda d: _by(d, masks.condition, masks.made, masks.made))
-    draft.outputs.append("o")
-
-
-def _by(draft: Draft, *forms: Callable[[Draft], str]) -> None:
+    for name in ("k", "v"):
+        operands.repeat_heads(draft, name)
+    draft.dims = ("b", "h", "q", "k")
     masks.positions(draft)
-    masks.apply(draft, masks.placed(draft, masks.with_a_key(draft, draft.pick(*forms)(draft))))
+    for _ in range(draft.number(1, 3)):
+        made = draft.pick(*forms)(draft)
+        allowed = masks.with_a_key(draft, made) if not draft.maybe(3) else f"({made} | (j == 0))"
+        out = draft.name("o")
+        if draft.maybe():
+            draft.add(f"{out} = F.scaled_dot_product_attention(q, k, v, attn_mask={allowed})")
+        else:
+            draft.add("s = q @ k.mT * 0.5")
+            masks.apply(draft, allowed)
+            draft.add("# probe: s.amax(3)", f"{out} = s.softmax(-1) @ v")
+        draft.outputs.append(out)
+
+
+def mask_kinds(draft: Draft) -> None:
+    """Masks by comparisons of positions."""
+    _sites_with(draft, masks.condition)
+
+
+def masks_made(draft: Draft) -> None:
+    """Masks by ops that move, scan, choose and fill, and by vmap."""
+    _sites_with(draft, masks.made)
+
+
+def masks_partly_written(draft: Draft) -> None:
+    """Masks that are written in part after they were made."""
+    draft.writes = True
+    _sites_with(draft, masks.written)
 
 
 def mask_tensors(draft: Draft) -> None:
@@ -230,22 +297,23 @@ def mask_tensors(draft: Draft) -> None:
 
 def several_masks(draft: Draft) -> None:
     operands.plain_operands(draft)
-    _simple_site(draft, *([scores.mask] * draft.number(2, 3)), *([scores.bias] if draft.maybe() else []), product=draft.pick("matmul", "swapped", "bmm"))
+    _simple_site(
+        draft,
+        *([scores.mask] * draft.number(2, 3)),
+        *([scores.bias] if draft.maybe() else []),
+        product=draft.pick("matmul", "swapped", "bmm"),
+    )
     draft.outputs.append("o")
 
 
 def integers(draft: Draft) -> None:
     """Whole numbers that wrap, small dtypes, quotients and rests below zero."""
-    operands.plain_operands(draft)
-    _simple_site(draft, lambda d: _by(d, masks.wrapped, masks.wrapped, lambda e: masks.compared(e, 2), masks.wrapped))
-    draft.outputs.append("o")
+    _sites_with(draft, masks.wrapped, masks.wrapped, lambda e: masks.compared(e, 2))
 
 
 def rounding(draft: Draft) -> None:
     """Floats that are compared."""
-    operands.plain_operands(draft)
-    _simple_site(draft, lambda d: _by(d, masks.rounded))
-    draft.outputs.append("o")
+    _sites_with(draft, masks.rounded)
 
 
 def fills(draft: Draft) -> None:
@@ -272,7 +340,12 @@ def gradients(draft: Draft) -> None:
         for name in ("k", "v"):
             operands.repeat_heads(draft, name)
         scores.product(draft)
-        draft.both(*(draft.pick(scores.stop, scores.bias, scores.positional, scores.scale, scores.shift) for _ in range(draft.number(1, 3))))
+        draft.both(
+            *(
+                draft.pick(scores.stop, scores.bias, scores.positional, scores.scale, scores.shift)
+                for _ in range(draft.number(1, 3))
+            )
+        )
         weights.softmax(draft)
         weights.values(draft)
     elif draft.maybe():
@@ -289,7 +362,9 @@ def strides(draft: Draft) -> None:
     draft.layouts = True
     draft.writes = draft.maybe()
     operands.operands(draft, most=1)
-    draft.pick(lambda d: _simple_site(d, *([d.pick(scores.bias, scores.mask)] if d.maybe() else [])), calls.called)(draft)
+    draft.pick(lambda d: _simple_site(d, *([d.pick(scores.bias, scores.mask)] if d.maybe() else [])), calls.called)(
+        draft
+    )
     weights.after(draft, least=1, most=3)
 
 
@@ -297,7 +372,10 @@ def caller_writes(draft: Draft) -> None:
     """The caller writes to inputs and outputs between forward and backward."""
     draft.grads = True
     operands.operands(draft, most=2)
-    draft.pick(lambda d: _simple_site(d, *([d.pick(scores.bias, scores.positional, scores.mask)] if d.maybe() else [])), calls.called)(draft)
+    draft.pick(
+        lambda d: _simple_site(d, *([d.pick(scores.bias, scores.positional, scores.mask)] if d.maybe() else [])),
+        calls.called,
+    )(draft)
     weights.after(draft, most=1)
     for _ in range(draft.number(1, 2)):
         names = ["out[-1]", *(i.name for i in draft.inputs if i.kind in ("normal", "large", "small", "padding"))]
@@ -311,7 +389,9 @@ def symbolic(draft: Draft) -> None:
     """Sizes that are symbols, and a second call with others."""
     operands.operands(draft, most=2)
     draft.pick(
-        lambda d: _simple_site(d, *(d.pick(scores.mask, scores.bias, scores.positional, scores.turn) for _ in range(d.number(0, 2)))),
+        lambda d: _simple_site(
+            d, *(d.pick(scores.mask, scores.bias, scores.positional, scores.turn) for _ in range(d.number(0, 2)))
+        ),
         calls.called,
     )(draft)
     weights.after(draft, most=1)
@@ -327,7 +407,10 @@ def checkpoints(draft: Draft) -> None:
         draft.add(f"{outside} = {masks.any_condition(draft)}")
     with draft.block("def body(q, k, v" + (f", {outside}):" if outside else "):")):
         if outside:
-            draft.add("n, m = q.shape[2], k.shape[2]", "i, j = torch.arange(n, device=q.device)[:, None], torch.arange(m, device=q.device)[None, :]")
+            draft.add(
+                "n, m = q.shape[2], k.shape[2]",
+                "i, j = torch.arange(n, device=q.device)[:, None], torch.arange(m, device=q.device)[None, :]",
+            )
             for name in ("k", "v"):
                 operands.repeat_heads(draft, name)
             if draft.maybe(3):
@@ -357,7 +440,9 @@ def autocast(draft: Draft) -> None:
     draft.dtype = torch.float32
     operands.operands(draft, most=1)
     wide = draft.pick("torch.bfloat16", "torch.bfloat16", "torch.float16")
-    with draft.block(f"with torch.autocast(q.device.type, dtype={wide}, enabled={draft.pick(True, True, True, False)}):"):
+    with draft.block(
+        f"with torch.autocast(q.device.type, dtype={wide}, enabled={draft.pick(True, True, True, False)}):"
+    ):
         draft.pick(site, calls.called)(draft)
         if draft.maybe(4):
             with draft.block("with torch.autocast(q.device.type, enabled=False):"):
@@ -371,7 +456,13 @@ def halves(draft: Draft) -> None:
     draft.dtype = draft.pick(*HALF)
     draft.sizes["d"] = draft.pick(4, 16, 64)
     operands.operands(draft, most=1)
-    draft.pick(lambda d: _simple_site(d, *(d.pick(scores.mask, scores.bias, scores.turn, scores.cap) for _ in range(d.number(0, 2)))), calls.called, calls.called)(draft)
+    draft.pick(
+        lambda d: _simple_site(
+            d, *(d.pick(scores.mask, scores.bias, scores.turn, scores.cap) for _ in range(d.number(0, 2)))
+        ),
+        calls.called,
+        calls.called,
+    )(draft)
     weights.after(draft, most=1)
 
 
@@ -413,7 +504,12 @@ def near_misses(draft: Draft) -> None:
     for name in ("k", "v"):
         operands.repeat_heads(draft, name)
     scores.product(draft)
-    draft.both(*(draft.pick(scores.look, scores.turn, scores.clamp, scores.scale, scores.cap, scores.shift) for _ in range(draft.number(0, 3))))
+    draft.both(
+        *(
+            draft.pick(scores.look, scores.turn, scores.clamp, scores.scale, scores.cap, scores.shift)
+            for _ in range(draft.number(0, 3))
+        )
+    )
     draft.causal_allowed = draft.maybe()
     weights.softmax(draft, changes=2)
     weights.values(draft)
@@ -424,10 +520,17 @@ def boundaries(draft: Draft) -> None:
     """Sizes of 0 and 1, and next to powers of two."""
     for name in ("b", "q", "k", "d"):
         if draft.maybe():
-            draft.sizes[name] = draft.pick(*((0, 1, 1) if name == "b" else (0, 1, 1, 15, 17, 33) if name != "d" else (1, 7, 9, 17)))
+            draft.sizes[name] = draft.pick(
+                *((0, 1, 1) if name == "b" else (0, 1, 1, 15, 17, 33) if name != "d" else (1, 7, 9, 17))
+            )
     draft.sizes["e"] = draft.pick(draft.sizes["d"], 1, 5)
     operands.operands(draft, most=1)
-    draft.pick(lambda d: _simple_site(d, *(d.pick(scores.mask, scores.bias, scores.positional) for _ in range(d.number(0, 2)))), calls.called)(draft)
+    draft.pick(
+        lambda d: _simple_site(
+            d, *(d.pick(scores.mask, scores.bias, scores.positional) for _ in range(d.number(0, 2)))
+        ),
+        calls.called,
+    )(draft)
     weights.after(draft, most=1)
 
 
@@ -441,6 +544,8 @@ RULES: dict[str, Rule] = {
     "roots": roots,
     "masks written": masks_written,
     "mask kinds": mask_kinds,
+    "masks made": masks_made,
+    "masks partly written": masks_partly_written,
     "mask tensors": mask_tensors,
     "several masks": several_masks,
     "integers": integers,
@@ -464,7 +569,11 @@ RULES: dict[str, Rule] = {
 
 @st.composite
 def programs(
-    draw: Any, rule: str, lowerings: tuple[tuple[str, ...] | None, ...] = LOWERINGS, device: str = "cpu", large: bool = False
+    draw: Any,
+    rule: str,
+    lowerings: tuple[tuple[str, ...] | None, ...] = LOWERINGS,
+    device: str = "cpu",
+    large: bool = False,
 ) -> Program:
     """One random program of a rule. large: sizes that a GPU's kernels take."""
     kv = draw(st.sampled_from((1, 2)))
@@ -506,8 +615,8 @@ def programs(
         sizes=tuple(sizes.items()),
         others=tuple(others.items()),
         dynamic=dynamic,
-        lowerings=draw(st.sampled_from(lowerings)),
+        lowerings=draw(st.sampled_from(lowerings + lowerings[-1:] * 3 if rule in PROOFS else lowerings)),
         inner=draw(st.sampled_from(("eager", "eager", "eager", "eager", "aot_eager"))),
-        verify=draw(st.integers(0, 15)) == 15,
+        verify=draw(st.integers(1, 2 if rule in PROOFS else 16)) == 2,
         device=device,
     )

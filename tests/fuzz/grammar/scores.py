@@ -10,17 +10,27 @@ def product(draft: Draft, *forms: str) -> None:
     """Scores from `q` and `k` of (B, H, S, D)."""
     form = draft.pick(*(forms or ("matmul", "matmul", "swapped", "einsum", "einsum", "bmm", "baddbmm", "dots")))
     if form == "matmul":
-        draft.add(f"s = {draft.pick('q @ k.mT', 'torch.matmul(q, k.transpose(-1, -2))', 'q.matmul(k.permute(0, 1, 3, 2))')}")
+        draft.add(
+            f"s = {draft.pick('q @ k.mT', 'torch.matmul(q, k.transpose(-1, -2))', 'q.matmul(k.permute(0, 1, 3, 2))')}"
+        )
         draft.dims = ("b", "h", "q", "k")
     elif form == "swapped":
         draft.add("s = k @ q.mT")
         draft.dims = ("b", "h", "k", "q")
     elif form == "einsum":
         out = "".join(draft.draw(_ORDERS))
-        draft.add(f"s = torch.einsum('bhqd,bhkd->{out}', q, k)" if draft.maybe() else f"s = torch.einsum('xynd,xymd -> {out.translate(_OTHER)}', q, k)")
+        draft.add(
+            f"s = torch.einsum('bhqd,bhkd->{out}', q, k)"
+            if draft.maybe()
+            else f"s = torch.einsum('xynd,xymd -> {out.translate(_OTHER)}', q, k)"
+        )
         draft.dims = tuple(out)
     elif form == "dots":
-        draft.add(draft.pick("s = torch.einsum('...id,...jd->...ij', q, k)", "s = torch.einsum('b...qd,b...kd->b...qk', q, k)"))
+        draft.add(
+            draft.pick(
+                "s = torch.einsum('...id,...jd->...ij', q, k)", "s = torch.einsum('b...qd,b...kd->b...qk', q, k)"
+            )
+        )
         draft.dims = ("b", "h", "q", "k")
     else:
         draft.dims = ("bh", "q", "k")
@@ -73,7 +83,11 @@ def bias(draft: Draft) -> None:
     if kind == "kept":
         forms = forms[:2]
     else:
-        forms += ["s = s - {}", "s = torch.sub(s, {}, alpha=2)", *(["s += {}", "s.add_({}, alpha=0.5)"] if draft.writes else [])]
+        forms += [
+            "s = s - {}",
+            "s = torch.sub(s, {}, alpha=2)",
+            *(["s += {}", "s.add_({}, alpha=0.5)"] if draft.writes else []),
+        ]
     draft.add(draft.pick(*forms).format(term))
     if draft.writes and kind != "kept" and draft.maybe(4):
         draft.add(f"{term}.data.{draft.pick('zero_()', 'add_(1)', 'mul_(2)')}")
@@ -86,9 +100,17 @@ def positional(draft: Draft) -> None:
     kind = draft.pick("slopes", "slopes", "table", "table", "buckets", "penalty", "number", "gathered", "padding")
     if kind == "slopes":
         given = draft.new("slope", (heads,), "normal")
-        slopes = draft.pick(f"{given}[None, :, None, None]", f"{given}.view(1, -1, 1, 1)", f"(2.0 ** -torch.arange(1, {heads + 1}, device=q.device))[:, None, None]")
-        position = draft.pick("(j - i)", "j", "-(i - j).abs()", "(j - i).clamp(max=0)", "(j - m + 1)", "(i - j).abs().neg()", "(2 * j)")
-        text = draft.pick(f"{slopes} * {position}", f"({position}).to(D) * {slopes}", f"{slopes} * ({position}).float().to(D) / 2")
+        slopes = draft.pick(
+            f"{given}[None, :, None, None]",
+            f"{given}.view(1, -1, 1, 1)",
+            f"(2.0 ** -torch.arange(1, {heads + 1}, device=q.device))[:, None, None]",
+        )
+        position = draft.pick(
+            "(j - i)", "j", "-(i - j).abs()", "(j - i).clamp(max=0)", "(j - m + 1)", "(i - j).abs().neg()", "(2 * j)"
+        )
+        text = draft.pick(
+            f"{slopes} * {position}", f"({position}).to(D) * {slopes}", f"{slopes} * ({position}).float().to(D) / 2"
+        )
     elif kind == "table":
         rows = draft.number(2, 5)
         given = draft.new("table", (draft.pick(rows, rows + 3), heads))
@@ -111,10 +133,16 @@ def positional(draft: Draft) -> None:
         draft.add("far = (j - i).abs()" if both else "far = -torch.minimum(j - i, torch.zeros_like(j - i))")
         count = 4 if both else 8
         exact = count // 2
-        draft.add(f"wide = {exact} + (torch.log(far.float() / {exact}) / {draft.pick('1.3862943611198906', '2.0')} * {count - exact}).to(torch.int64)")
+        draft.add(
+            f"wide = {exact} + (torch.log(far.float() / {exact}) / {draft.pick('1.3862943611198906', '2.0')} * {count - exact}).to(torch.int64)"
+        )
         draft.add(f"wide = torch.min(wide, torch.full_like(wide, {count - 1}))")
-        draft.add(f"row = torch.where(far < {exact}, far, wide)" + (f" + (j > i).to(torch.int64) * {count}" if both else ""))
-        text = draft.pick(f"{given}[row].permute(2, 0, 1)", f"F.embedding(row, {given}).permute([2, 0, 1]).unsqueeze(0)")
+        draft.add(
+            f"row = torch.where(far < {exact}, far, wide)" + (f" + (j > i).to(torch.int64) * {count}" if both else "")
+        )
+        text = draft.pick(
+            f"{given}[row].permute(2, 0, 1)", f"F.embedding(row, {given}).permute([2, 0, 1]).unsqueeze(0)"
+        )
     elif kind == "gathered":
         given = draft.new("table", (5, heads))
         text = f"{given}[(i * 2 + j) % 5].permute(2, 0, 1)"
@@ -141,7 +169,12 @@ def mask(draft: Draft) -> None:
 
 def cap(draft: Draft) -> None:
     number = draft.pick("5", "2.0", "1.5")
-    forms = [f"s = {number} * (s / {number}).tanh()", "s = (s * 0.2).tanh() * 4.0", "s = s.tanh()", f"s = torch.tanh(s / {number}); s = s * {number}"]
+    forms = [
+        f"s = {number} * (s / {number}).tanh()",
+        "s = (s * 0.2).tanh() * 4.0",
+        "s = s.tanh()",
+        f"s = torch.tanh(s / {number}); s = s * {number}",
+    ]
     draft.add(draft.pick(*forms))
 
 
@@ -149,17 +182,33 @@ def shift(draft: Draft) -> None:
     key = draft.at("k")
     # Where a whole row or column is -inf, minus its maximum is NaN, which no two kernels treat alike.
     at = key if any("-inf" in line for line in draft.lines) else draft.pick(key, -1, -2)
-    form = draft.pick("s.amax({}, keepdim=True)", "s.max({}, keepdim=True)[0]", "s.amax({}, keepdim=True).detach()", "s.max({}, keepdim=True).values")
+    form = draft.pick(
+        "s.amax({}, keepdim=True)",
+        "s.max({}, keepdim=True)[0]",
+        "s.amax({}, keepdim=True).detach()",
+        "s.max({}, keepdim=True).values",
+    )
     draft.add(f"s = s - {form.format(at)}")
 
 
 def turn(draft: Draft) -> None:
     """Other dimensions, or the same ones in another tensor."""
     if draft.maybe(3):
-        draft.add(draft.pick("s = s.contiguous()", "s = s.unsqueeze(0).squeeze(0)", "s = s.clone()", "s = s.to(W)", "s = s.to(W).to(D)", "s = s.to(torch.float64)"))
+        draft.add(
+            draft.pick(
+                "s = s.contiguous()",
+                "s = s.unsqueeze(0).squeeze(0)",
+                "s = s.clone()",
+                "s = s.to(W)",
+                "s = s.to(W).to(D)",
+                "s = s.to(torch.float64)",
+            )
+        )
         return
     if draft.dims[0] == "bh" and draft.maybe():
-        draft.add(f"s = s.{draft.pick('unflatten(0, (-1, {}))', 'view(-1, {}, *s.shape[1:])')}".format(draft.sizes["h"]))
+        draft.add(
+            f"s = s.{draft.pick('unflatten(0, (-1, {}))', 'view(-1, {}, *s.shape[1:])')}".format(draft.sizes["h"])
+        )
         draft.dims = ("b", "h", *draft.dims[1:])
     elif draft.dims[:2] == ("b", "h") and draft.maybe():
         draft.add(f"s = s.{draft.pick('flatten(0, 1)', 'reshape(-1, *s.shape[2:])')}")
@@ -180,9 +229,22 @@ def look(draft: Draft) -> None:
     """Somebody else reads the scores, or writes to a part of them."""
     name = draft.name("seen")
     if draft.writes and draft.maybe():
-        draft.add(draft.pick("s.view(-1)[0] = 0" if draft.maybe(9) else "s.select(0, 0).mul_(0.5)", f"{name} = s[..., 0]", "s[:1].add_(0.5)"))
+        draft.add(
+            draft.pick(
+                "s.view(-1)[0] = 0" if draft.maybe(9) else "s.select(0, 0).mul_(0.5)",
+                f"{name} = s[..., 0]",
+                "s[:1].add_(0.5)",
+            )
+        )
     else:
-        draft.add(draft.pick(f"{name} = s.sum()", f"{name} = s.detach().amax()", f"{name} = torch.zeros_like(s)", f"{name} = s.detach() * 1"))
+        draft.add(
+            draft.pick(
+                f"{name} = s.sum()",
+                f"{name} = s.detach().amax()",
+                f"{name} = torch.zeros_like(s)",
+                f"{name} = s.detach() * 1",
+            )
+        )
     if draft.lines[-1].strip().startswith(name):
         draft.outputs.append(name)
 
@@ -201,7 +263,9 @@ def clamp(draft: Draft) -> None:
 
 
 def stop(draft: Draft) -> None:
-    draft.add(draft.pick("with torch.no_grad(): s = s * 1.5", "s = s.detach()", "with torch.no_grad(): s = s.contiguous()"))
+    draft.add(
+        draft.pick("with torch.no_grad(): s = s * 1.5", "s = s.detach()", "with torch.no_grad(): s = s.contiguous()")
+    )
 
 
 def enlarge(draft: Draft) -> None:
@@ -234,7 +298,10 @@ def lifted(draft: Draft) -> None:
     ]
     if draft.maybe(3):
         given = masks.term(draft, "normal")
-        forms = [(f"s = s.masked_fill(~{c}, -{size})", f"s = s + {given} * {size}"), (f"s = s.masked_fill(~{c}, -{size})", f"s = s + {given}")]
+        forms = [
+            (f"s = s.masked_fill(~{c}, -{size})", f"s = s + {given} * {size}"),
+            (f"s = s.masked_fill(~{c}, -{size})", f"s = s + {given}"),
+        ]
     draft.add(*draft.pick(*forms))
 
 

@@ -20,7 +20,11 @@ def softmax(draft: Draft, *, sink: bool | None = None, changes: int = 1) -> None
     dtype = draft.pick("W", "torch.float64") if draft.maybe(4) else None
     forms = [f"w = s.softmax({at})", f"w = torch.softmax(s, {at})", f"w = F.softmax(s, dim={at})"]
     if draft.maybe(12):
-        forms = [f"w = F.softmax(input=s, dim={at})", f"w = torch.softmax(input=s, dim={at})", f"w = s.softmax(dim={at})"]
+        forms = [
+            f"w = F.softmax(input=s, dim={at})",
+            f"w = torch.softmax(input=s, dim={at})",
+            f"w = s.softmax(dim={at})",
+        ]
     draft.add(draft.pick(*forms) if dtype is None else f"w = F.softmax(s, dim={at}, dtype={dtype})")
     if sink:
         draft.add(draft.pick("w = w[..., :-1]", "w = w[..., :-1]", "w = w[..., :-1]", "w = w[..., 1:]"))
@@ -40,11 +44,24 @@ def _join_sink(draft: Draft) -> None:
         own = f"{logits}.view({shape})"
         logits = draft.pick(
             f"{own}.expand(*s.shape[:-1], 1).to(s.dtype)",
-            f"({own} + torch.zeros_like(s[..., :1])).to(s.dtype)" if draft.maybe(6) else f"{own}.expand(*s.shape[:-1], -1).to(s.dtype)",
+            f"({own} + torch.zeros_like(s[..., :1])).to(s.dtype)"
+            if draft.maybe(6)
+            else f"{own}.expand(*s.shape[:-1], -1).to(s.dtype)",
         )
-    draft.add(draft.pick(*[f"s = torch.cat([s, {logits}], dim=-1)"] * 3, f"s = torch.cat([s, {logits}], {len(draft.dims) - 1})"))
+    draft.add(
+        draft.pick(
+            *[f"s = torch.cat([s, {logits}], dim=-1)"] * 3, f"s = torch.cat([s, {logits}], {len(draft.dims) - 1})"
+        )
+    )
     if draft.maybe():
-        draft.add(draft.pick("s = s - s.amax(-1, keepdim=True)", "s = s - s.max(-1, keepdim=True).values", "s = s * 0.5", "s = s.clamp(min=-1e30)"))
+        draft.add(
+            draft.pick(
+                "s = s - s.amax(-1, keepdim=True)",
+                "s = s - s.max(-1, keepdim=True).values",
+                "s = s * 0.5",
+                "s = s.clamp(min=-1e30)",
+            )
+        )
 
 
 def _change(draft: Draft) -> None:

@@ -1,22 +1,31 @@
 """A planted fault: a small change of our own code that makes some result wrong, and how it is put into a process.
 
-It is an import hook, which has to stand before the package is imported: so everything that is built of the changed code is changed, too.
+`plant` is an import hook, which has to stand before the package is imported: so everything that is built of the changed code is changed, too.
+`swap` changes a function of a package that is there, which spares the import.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import linecache
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 PACKAGE = Path(__file__).parents[3] / "attn_compiler"
+
+#: Triton reads the text of these
+KERNELS = "lowerings/kernels/"
+
+_Cached = functools._lru_cache_wrapper
 
 
 class DoesNotApply(Exception):
@@ -84,17 +93,53 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._fault = fault
         self._path = str(PACKAGE / fault.file)
 
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name != self._fault.module:
             return None
         locations = [str(Path(self._path).parent)] if self._path.endswith("__init__.py") else None
-        return importlib.util.spec_from_file_location(name, self._path, loader=self, submodule_search_locations=locations)
+        return importlib.util.spec_from_file_location(
+            name, self._path, loader=self, submodule_search_locations=locations
+        )
 
     def exec_module(self, module: ModuleType) -> None:
         source = self._fault.source()
         # Triton reads the text of its kernels.
         linecache.cache[self._path] = (len(source), None, source.splitlines(keepends=True), self._path)
         exec(compile(source, self._path, "exec"), module.__dict__)
+
+
+def swap(fault: Fault) -> bool:
+    """Put the fault into the functions of the package that there are, which was imported without it; False if it is in none.
+
+    Every function that was made of the changed text gets the new code, whoever holds it; what was remembered is forgotten.
+    """
+    if fault.place() is None or fault.file.startswith(KERNELS):
+        return False
+    path = str(PACKAGE / fault.file)
+    changed = {(c.co_firstlineno, c.co_name): c for c in _codes(compile(fault.source(), path, "exec"))}
+    everything = gc.get_objects()
+    count = 0
+    for function in everything:
+        if type(function) is FunctionType and function.__code__.co_filename == path:
+            old = function.__code__
+            new = changed.get((old.co_firstlineno, old.co_name))
+            # A function inside of another one is changed in those that hold it, and in the one that makes it.
+            if new is not None and new != old and new.co_freevars == old.co_freevars:
+                function.__code__ = new
+                count += 1
+    for remembered in everything:
+        if type(remembered) is _Cached and str(getattr(remembered, "__module__", "")).startswith("attn_compiler"):
+            remembered.cache_clear()
+    return count > 0
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for x in code.co_consts:
+        if isinstance(x, CodeType):
+            yield x
+            yield from _codes(x)
 
 
 def plant(fault: Fault) -> None:
