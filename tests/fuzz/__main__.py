@@ -102,7 +102,9 @@ def run(options: argparse.Namespace) -> tuple[Tally, dict[str, Found]]:
             tally.join(done)
             if found is not None and (found.signature, rule) not in sorts:
                 sorts[found.signature, rule] = found
-                writing.write(found, options.out)
+                path = writing.write(found, options.out)
+                said = f"{found.kind} ({rule}), after {found.seconds:.0f} s of its batch: {found.text[:200]}"
+                say(f"{time.monotonic() - start:6.0f} s  {said}\n          {path}")
     return tally, {f"{rule}: {sort}": found for (sort, rule), found in sorts.items()}
 
 
@@ -117,12 +119,22 @@ def _results(pool: Any, waiting: Iterator[Any], most: int) -> Iterator[Any]:
         yield out.popleft().get()
 
 
+def say(text: str) -> None:
+    """One or several lines, at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 def main(given: Sequence[str] | None = None) -> int:
     options = arguments(given)
     start = time.monotonic()
     tally, sorts = run(options)
     seconds = time.monotonic() - start
-    tally.total["programs"]
+    total = tally.total["programs"]
+    say(tally.table())
+    say(
+        f"{total} programs in {seconds:.0f} s, {total / max(seconds, 1e-9):.1f} a second; {len(sorts)} sorts of findings"
+    )
     if options.report is not None:
         plain = {
             "seconds": seconds,

@@ -53,7 +53,7 @@ class Result:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """lowered: sites by lowering. untouched, missed: sites. kinds: proved masks and scores. loosely: results that eager itself is far off."""
+    """lowered: sites by lowering. untouched, missed: sites. proved: masks and scores. loosely: results that eager is far off."""
 
     lowered: Counter[str] = field(default_factory=Counter)
     untouched: int = 0
@@ -197,7 +197,7 @@ def _compiled(program: Program, wanted: Sequence[Any], outcome: Outcome, *, ours
             _hold(program, eager, exact, found, outcome)
     except Wrong as wrong:
         return wrong
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (whatever keeps a program from running is a finding)
         return Wrong("does not run", f"{type(error).__name__}: {_first_lines(error)}")
     if ours:
         _count(outcome)

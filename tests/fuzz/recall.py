@@ -32,6 +32,7 @@ if not torch.cuda.is_available():
 import torch.utils.checkpoint
 
 from tests.fuzz import corpus, searching
+from tests.fuzz.__main__ import say
 from tests.fuzz.comparing import Left, Wrong
 from tests.fuzz.corpus import Known
 from tests.fuzz.planted import FAULTS, KERNELS, Fault, plant, swap
@@ -170,12 +171,19 @@ def main(given: Sequence[str] | None = None) -> int:
         if not are_cold:
             _import_ours(order)
         chosen = [(f, concerned(f, order)) for f in faults if _is_cold(f) is are_cold]
+        # One by one: each is said as soon as it is known.
         for result in tried(chosen, order, seconds=share, jobs=options.jobs, until=until):
             results.append(result)
+            said = f"found ({result.found}, {result.rule})" if result.found else "NOT FOUND"
+            spent = f"after {result.programs} programs, {result.seconds:.1f} s"
+            say(f"{time.monotonic() - start:6.0f} s  {result.fault.name}: {said} {spent}")
     found = [r for r in results if r.found]
     missed = [r for r in results if not r.found]
-    for _r in missed:
-        pass
+    say(
+        f"recall: {len(found)} of {len(results)} faults, {100 * len(found) / max(len(results), 1):.1f}%; {len(order)} programs"
+    )
+    for r in missed:
+        say(f"  not found: {r.fault.name} ({r.fault.file}, {r.fault.within}): {r.fault.why}; {r.programs} programs")
     if options.report is not None:
         options.report.write_text(json.dumps(_plain(results, order), indent=1) + "\n")
     return 0 if len(found) >= 0.95 * len(faults) else 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from tests.fuzz.grammar import masks
 from tests.fuzz.grammar.draft import Draft
 from tests.fuzz.grammar.operands import repeat_heads
@@ -32,11 +34,12 @@ def called(draft: Draft) -> None:
     elif mask in ("read", "float"):
         draft.add(f"c = {masks.any_condition(draft)}")
         if mask == "float":
-            fill = draft.pick("-inf", "torch.finfo(D).min", "-1e4", "-1e9" if draft.dtype != draft_half() else "-inf")
+            fill = draft.pick("-inf", "torch.finfo(D).min", "-1e4", "-1e9" if draft.dtype != torch.float16 else "-inf")
             draft.add(
-                f"c = {draft.pick('torch.where(c, 0.0, {}).to(D)', 'torch.zeros(c.shape, dtype=D, device=c.device).masked_fill(~c, {})')}".format(
-                    fill
-                )
+                draft.pick(
+                    "c = torch.where(c, 0.0, {}).to(D)",
+                    "c = torch.zeros(c.shape, dtype=D, device=c.device).masked_fill(~c, {})",
+                ).format(fill)
             )
             draft.add(
                 f"# probe: c.expand(*q.shape[:3], k.shape[2]).amax(-1) if {'False' if fill == '-inf' else 'True'} else torch.zeros(1)"
@@ -45,9 +48,3 @@ def called(draft: Draft) -> None:
     call = "F.scaled_dot_product_attention"
     order = draft.pick("q, k, v", "q, k, v", "query=q, key=k, value=v")
     draft.add(f"o = {call}({order}{''.join(', ' + g for g in given)})")
-
-
-def draft_half() -> object:
-    import torch
-
-    return torch.float16

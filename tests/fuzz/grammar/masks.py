@@ -189,7 +189,7 @@ def made(draft: Draft) -> str:
         f"{c} = {base}[:, torch.arange(m, device=q.device).flip(0)]",
         f"{c} = {base}.index_select(1, (torch.arange(m, device=q.device) + 1).clamp(max=m - 1))",
         f"{c} = {base}.gather(1, ((j + i) % m).expand(n, m))",
-        f"{c} = torch.diff(torch.cat([torch.zeros(1, dtype=torch.int64, device=q.device), torch.arange(m, device=q.device) * {a}]))[None, :] < i + 1",
+        f"{c} = torch.diff(torch.arange(m, device=q.device) * {a}, prepend=torch.ones(1, dtype=torch.int64, device=q.device))[None] < i",
         f"{c} = torch.stack([{base}, {base}], {dim % 2}).select({dim % 2}, 1)",
         f"{c} = {base}.unsqueeze(0).transpose(1, 2).squeeze(0).t()",
         f"{c} = {base}.float().{draft.pick('bool()', 'gt(0.5)', 'ne(0)', 'long().bool()')}",
@@ -280,11 +280,11 @@ def of_tensors(draft: Draft) -> str:
             draft.pick(f"({same} & (i >= j))", same, f"({same} | (i >= j))", f"({same} & (j <= i + 1) | (j == 0))")
         )
     if kind == "length":
-        l = draft.new("len", draft.pick(("b",), ()), "length")
-        at = f"{l}.view(-1, 1, 1, 1)"
+        given = draft.new("len", draft.pick(("b",), ()), "length")
+        at = f"{given}.view(-1, 1, 1, 1)"
         extra = ""
         if draft.writes and draft.maybe():
-            draft.add(draft.pick(f"{l}.add_(1)", f"before = {l}.clone(); {l}.fill_(1)"))
+            draft.add(draft.pick(f"{given}.add_(1)", f"before = {given}.clone(); {given}.fill_(1)"))
             extra = "before" if "before" in draft.lines[-1] and draft.maybe() else ""
         at = at if not extra else "before.view(-1, 1, 1, 1)"
         return str(

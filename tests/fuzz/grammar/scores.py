@@ -133,9 +133,8 @@ def positional(draft: Draft) -> None:
         draft.add("far = (j - i).abs()" if both else "far = -torch.minimum(j - i, torch.zeros_like(j - i))")
         count = 4 if both else 8
         exact = count // 2
-        draft.add(
-            f"wide = {exact} + (torch.log(far.float() / {exact}) / {draft.pick('1.3862943611198906', '2.0')} * {count - exact}).to(torch.int64)"
-        )
+        span = draft.pick("1.3862943611198906", "2.0")
+        draft.add(f"wide = (torch.log(far.float() / {exact}) / {span} * {count - exact}).to(torch.int64) + {exact}")
         draft.add(f"wide = torch.min(wide, torch.full_like(wide, {count - 1}))")
         draft.add(
             f"row = torch.where(far < {exact}, far, wide)" + (f" + (j > i).to(torch.int64) * {count}" if both else "")
@@ -278,22 +277,22 @@ def lifted(draft: Draft) -> None:
     masks.positions(draft)
     size = draft.pick("1e9", "1e5", "65504.0", "70000.0", "1e6", "1e4", "30000.0")
     shut, lift = masks.with_a_key(draft, masks.condition(draft, 1)), masks.condition(draft, 1)
-    c, l = draft.name("c"), draft.name("l")
+    c, up_at = draft.name("c"), draft.name("l")
     draft.add(f"{c} = {masks.placed(draft, shut)}")
-    draft.add(f"{l} = {masks.placed(draft, lift)}")
+    draft.add(f"{up_at} = {masks.placed(draft, lift)}")
     up = draft.pick(size, size, f"{size} / 2", "3.0", f"2 * {size}")
-    both = f"(torch.where({c}, 0.0, -{size}) + torch.where({l}, {up}, 0.0)).to(s.dtype)"
+    both = f"(torch.where({c}, 0.0, -{size}) + torch.where({up_at}, {up}, 0.0)).to(s.dtype)"
     forms = [
-        (f"s = s.masked_fill(~{c}, -{size})", f"s = s + torch.where({l}, {up}, 0.0).to(s.dtype)"),
-        (f"s = s + torch.where({c}, 0.0, -{size}).to(s.dtype)", f"s = s + torch.where({l}, {up}, 0.0).to(s.dtype)"),
+        (f"s = s.masked_fill(~{c}, -{size})", f"s = s + torch.where({up_at}, {up}, 0.0).to(s.dtype)"),
+        (f"s = s + torch.where({c}, 0.0, -{size}).to(s.dtype)", f"s = s + torch.where({up_at}, {up}, 0.0).to(s.dtype)"),
         (f"s = s + {both}",),
-        (f"s = s + torch.where({l}, {up}, 0.0).to(s.dtype)", f"s = s + torch.where({c}, 0.0, -{size}).to(s.dtype)"),
+        (f"s = s + torch.where({up_at}, {up}, 0.0).to(s.dtype)", f"s = s + torch.where({c}, 0.0, -{size}).to(s.dtype)"),
         (f"s = s - torch.where({c}, 0.0, -{size}).to(s.dtype)",),
-        (f"s = s.masked_fill(~{c}, -{size})", f"s = s.masked_fill({l}, -{size} / 2)"),
+        (f"s = s.masked_fill(~{c}, -{size})", f"s = s.masked_fill({up_at}, -{size} / 2)"),
         (f"s = s.masked_fill(~{c}, -{size})", "s = s * -1.0"),
         (f"s = s.masked_fill(~{c}, -{size})", "s = s * 1e-4"),
         (f"s = s.masked_fill(~{c}, -{size})", f"s = s.clamp(min=-{size} / 4)"),
-        (f"s = torch.where({c}, s, -{size})", f"s = s - torch.where({l}, -{up}, 0.0).to(s.dtype)"),
+        (f"s = torch.where({c}, s, -{size})", f"s = s - torch.where({up_at}, -{up}, 0.0).to(s.dtype)"),
         (f"s = s + torch.where({c}, 0.0, -{size}).to(s.dtype) * {draft.pick('0.5', '2.0', '-1.0', '1e-3')}",),
     ]
     if draft.maybe(3):

@@ -1,6 +1,6 @@
 """A planted fault: a small change of our own code that makes some result wrong, and how it is put into a process.
 
-`plant` is an import hook, which has to stand before the package is imported: so everything that is built of the changed code is changed, too.
+`plant` is an import hook, which has to stand before the package is imported: what is built of the changed code is changed, too.
 `swap` changes a function of a package that is there, which spares the import.
 """
 
