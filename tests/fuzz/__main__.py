@@ -31,7 +31,7 @@ if not torch.cuda.is_available():
 import torch.utils.checkpoint
 
 from tests.fuzz import searching, writing
-from tests.fuzz.grammar.rules import LOWERINGS, RULES
+from tests.fuzz.grammar.rules import CUDA_LOWERINGS, LOWERINGS, RULES
 from tests.fuzz.searching import Found, Kind
 from tests.fuzz.tally import Tally
 
@@ -52,7 +52,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=BATCH, help="programs of one rule that are drawn together")
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
-        "--large", action="store_true", help="sizes that a GPU's kernels take (with --device cuda always)"
+        "--large", action="store_true", help="sizes that a GPU's kernels take (with --device cuda: every second round)"
     )
     parser.add_argument("--shrinking", type=float, default=40.0, help="seconds to make one finding small")
     parser.add_argument("--report", type=Path, help="write the tally here, as JSON")
@@ -62,7 +62,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def tasks(options: argparse.Namespace, until: float) -> Iterator[tuple[Any, ...]]:
     """Batches of every rule in turn, until the time or the programs are over."""
-    lowerings = LOWERINGS if options.lowering is None else ((options.lowering,),)
+    lowerings = LOWERINGS if options.device == "cpu" else CUDA_LOWERINGS
+    if options.lowering is not None:
+        lowerings = ((options.lowering,),)
     left, round_ = options.programs, 0
     while left > 0:
         for rule in options.rule or RULES:

@@ -38,7 +38,19 @@ LOWERINGS: tuple[tuple[str, ...] | None, ...] = (
     None,
     ("triton", "reference"),
 )
+#: the same on a GPU, where most of a half's programs are large enough for every kernel
+CUDA_LOWERINGS: tuple[tuple[str, ...] | None, ...] = (
+    None,
+    ("triton", "reference"),
+    ("triton", "math"),
+    ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient"),
+    ("cudnn", "decode", "sdpa_efficient", "triton"),
+    ("math",),
+    ("triton", "reference"),
+)
 HALF = (torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16)
+_CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def site(draft: Draft, *, most_steps: int = 3, steps: Callable[[Draft], None] | None = None) -> None:
@@ -590,7 +602,7 @@ def programs(
         sizes["k"] = sizes["q"]
     sizes["e"] = draw(st.sampled_from((sizes["d"], sizes["d"], 5 if not large else 32)))
     draft = Draft(draw=draw, sizes=sizes, grads=draw(st.booleans()), writes=draw(st.integers(0, 2)) == 2)
-    draft.dtype = draw(st.sampled_from((torch.float32, torch.float32, torch.float64, torch.bfloat16)))
+    draft.dtype = draw(st.sampled_from(_DTYPES if device == "cpu" else _CUDA_DTYPES))
     if lowerings == (("triton",),) and draft.dtype == torch.float64:
         draft.dtype = torch.float32
     if rule == "fills" and draw(st.booleans()):
