@@ -20,7 +20,7 @@ class Draft:
     """sizes: of "b", "h", "kv", "q", "k", "d", "e" (v's head dim). dims: what the dimensions of `s` mean; "bh" is one of both.
 
     grads: some inputs want gradients. writes: the text may write in place. keyless: rows may come out without any key.
-    last: what the text does right before it returns.
+    last: what the text does right before it returns. repeated: of k and v those that have as many heads as q by now.
     """
 
     draw: Any
@@ -38,6 +38,7 @@ class Draft:
     causal_allowed: bool = True
     indent: str = ""
     names: int = 0
+    repeated: set[str] = field(default_factory=set)
 
     def pick(self, *options: Any) -> Any:
         return options[0] if len(options) == 1 else self.draw(st.sampled_from(options))

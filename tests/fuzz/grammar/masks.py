@@ -65,6 +65,7 @@ KNOWN = (
     "((i - j < 3) & (j - i < 2))",
     "((i >= j) | (j < 2))",
     "(i // 2 == j // 2)",
+    "((i + 1) // 2 == (j + 1) // 2)",
     "((i // 3 == j // 3) & (i >= j))",
     "((i + 1) // 2 >= (j + 1) // 2)",
     "(j < 3)",
@@ -274,6 +275,9 @@ def of_tensors(draft: Draft) -> str:
     if kind == "ids":
         s = draft.new("ids", ("b", "k"), "ids")
         same = f"({s}[:, None, :n, None] == {s}[:, None, None, :])"
+        if draft.maybe(4):
+            other = draft.new("ids", ("b", "q"), "ids")
+            return f"(({other}[:, None, :, None] == {s}[:, None, None, :]) | (j == 0))"
         if draft.sizes["q"] > draft.sizes["k"]:
             return f"({s}[:, None, None, :] != 1) | (j == 0)"
         return str(
@@ -358,6 +362,7 @@ def apply(draft: Draft, allowed: str, fill: str | None = None) -> None:
         f"s = torch.where(~{c}, {fill}, s)",
         f"s = s + torch.zeros_like({c}, dtype=s.dtype).masked_fill(~{c}, {fill})",
         f"t = torch.where({c}, 0.0, {fill}).to(s.dtype); s = s + t",
+        f"t = torch.where(~{c}, {fill}, 0.0).to(s.dtype); s = s + t",
         f"t = torch.full({c}.shape, {fill}, dtype=s.dtype, device=s.device).masked_fill({c}, 0.0); s = s + t",
         f"s = s.masked_fill({c}.logical_not(), {fill})",
     ]

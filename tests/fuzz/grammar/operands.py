@@ -51,6 +51,7 @@ _PLAIN = (
     "{0} = {0}.reshape(-1, {0}.shape[-1]).view({0}.shape)",
     "{0} = {0}.to(W).to(D)",
     "{0} = {0} + 1",
+    "{0} = {0}.to(torch.bfloat16).to(D)",
     "{0} = {0}[:, :, :]",
     "{0} = torch.cat([{0}[:, :1], {0}[:, 1:]], 1)",
     "{0} = {0}.roll(1, 2)",
@@ -81,6 +82,9 @@ def change_operand(draft: Draft, name: str) -> None:
 def repeat_heads(draft: Draft, name: str) -> None:
     """As many heads as q has; each form says which query head reads which."""
     heads, kv = draft.sizes["h"], draft.sizes["kv"]
+    if name in draft.repeated:
+        return
+    draft.repeated.add(name)
     if heads == kv and not draft.maybe(6):
         return
     group = heads // kv

@@ -26,6 +26,7 @@ PROOFS = frozenset(
         "integers",
         "rounding",
         "score kinds",
+        "fills",
     }
 )
 
@@ -166,7 +167,7 @@ def contractions(draft: Draft) -> None:
     operands.operands(draft, most=1)
     for name in ("k", "v"):
         operands.repeat_heads(draft, name)
-    scores.product(draft, "swapped", "einsum", "einsum", "bmm", "baddbmm", "baddbmm", "dots")
+    scores.product(draft, "swapped", "einsum", "einsum", "bmm", "baddbmm", "baddbmm", "dots", "summed")
     scores.steps(draft, 0, 1)
     weights.softmax(draft, changes=0)
     weights.values(draft)
@@ -196,7 +197,12 @@ def sinks(draft: Draft) -> None:
     operands.repeat_heads(draft, "k")
     operands.repeat_heads(draft, "v")
     scores.product(draft, "matmul")
-    draft.both(*(draft.pick(scores.scale, scores.mask, scores.cap, scores.bias) for _ in range(draft.number(0, 3))))
+    draft.both(
+        *(
+            draft.pick(scores.scale, scores.mask, scores.cap, scores.bias, scores.shift)
+            for _ in range(draft.number(0, 3))
+        )
+    )
     weights.softmax(draft, sink=True)
     weights.values(draft)
     draft.outputs.append("o")
@@ -460,6 +466,11 @@ def autocast(draft: Draft) -> None:
             with draft.block("with torch.autocast(q.device.type, enabled=False):"):
                 draft.add("o = o.float() * 2")
     draft.add(draft.pick("o = o.to(D)", "o = o * 1"))
+    if draft.maybe():
+        # After the region all is float32 again.
+        draft.add("first = o", "q, k = q.float(), k.float()")
+        draft.outputs.append("first")
+        _simple_site(draft, scores.scale)
     draft.outputs.append("o")
 
 
@@ -487,6 +498,9 @@ def sdpa_calls(draft: Draft) -> None:
 def two_sites(draft: Draft) -> None:
     """Several sites in one graph that share operands, masks or results."""
     operands.plain_operands(draft)
+    if draft.maybe(3):
+        _same_term(draft)
+        return
     if draft.maybe():
         draft.pick(site, calls.called)(draft)
     else:
@@ -499,6 +513,39 @@ def two_sites(draft: Draft) -> None:
     draft.causal_allowed = True
     draft.pick(site, calls.called, lambda d: _simple_site(d, scores.mask))(draft)
     draft.outputs += ["first", "o"]
+
+
+def _same_term(draft: Draft) -> None:
+    """One tensor joins the scores of two sites, each time in another way."""
+    for name in ("k", "v"):
+        operands.repeat_heads(draft, name)
+    draft.dims = ("b", "h", "q", "k")
+    square = draft.sizes["q"] == draft.sizes["k"]
+    if draft.maybe():
+        term = draft.new("m", draft.pick(("q", "k"), ("b", 1, "q", "k"), ("h", "q", "k"), ("b", "h", "q", "k")))
+        ways = [
+            "s + {}",
+            "s - {}",
+            "torch.add(s, {}, alpha=0.5)",
+            "(s + {}) * 2",
+            "{} + s",
+            "s + {}.mT" if square else "s - {}",
+        ]
+    else:
+        term = draft.new("m", draft.pick(("q", "k"), ("b", 1, "q", "k")), "kept")
+        ways = [
+            "s.masked_fill(~{}, -1e4)",
+            "s.masked_fill({}, -inf)",
+            "torch.where({}, s, -inf)",
+            "s.masked_fill(~{}, -inf)",
+        ]
+        ways += ["s.masked_fill(~{}.mT, -inf)" if square else "s + {}", "torch.where({}, -inf, s)"]
+    for out in ("first", "o"):
+        way = draft.pick(*ways).format(term)
+        draft.add("s = q @ k.mT * 0.5", f"s = {way}", "# probe: s.amax(3)", "w = s.softmax(-1)", f"{out} = w @ v")
+        draft.outputs.append(out)
+        if draft.writes and draft.maybe():
+            draft.add(draft.pick(f"{term}.copy_({term}.flip(-1))", "q = q + 1"))
 
 
 def cross(draft: Draft) -> None:
@@ -524,7 +571,12 @@ def near_misses(draft: Draft) -> None:
     )
     draft.causal_allowed = draft.maybe()
     weights.softmax(draft, changes=2)
-    weights.values(draft)
+    if draft.dims == ("b", "h", "q", "k") and draft.sizes["q"] == draft.sizes["k"] and draft.maybe():
+        draft.add(
+            draft.pick("o = w.mT @ v", "o = torch.einsum('bhqk,bhqd->bhkd', w, v)", "o = w.transpose(2, 3).matmul(v)")
+        )
+    else:
+        weights.values(draft)
     weights.after(draft)
 
 

@@ -9,7 +9,10 @@ from tests.fuzz.grammar.draft import Draft
 def product(draft: Draft, *forms: str) -> None:
     """Scores from `q` and `k` of (B, H, S, D)."""
     form = draft.pick(*(forms or ("matmul", "matmul", "swapped", "einsum", "einsum", "bmm", "baddbmm", "dots")))
-    if form == "matmul":
+    if form == "summed":
+        draft.add("s = torch.einsum('bhqd,bhkc->bhqk', q, k)")
+        draft.dims = ("b", "h", "q", "k")
+    elif form == "matmul":
         draft.add(
             f"s = {draft.pick('q @ k.mT', 'torch.matmul(q, k.transpose(-1, -2))', 'q.matmul(k.permute(0, 1, 3, 2))')}"
         )
@@ -186,8 +189,10 @@ def shift(draft: Draft) -> None:
         "s.max({}, keepdim=True)[0]",
         "s.amax({}, keepdim=True).detach()",
         "s.max({}, keepdim=True).values",
+        "s.amax({}, keepdim=True) * 0.5",
     )
-    draft.add(f"s = s - {form.format(at)}")
+    line = f"s = s - {form.format(at)}"
+    draft.add(line if not draft.maybe(6) else f"s = torch.sub(s, {form.format(at)}, alpha=2)")
 
 
 def turn(draft: Draft) -> None:

@@ -88,7 +88,13 @@ def values(draft: Draft) -> None:
     """`o` of (B, H, S, E)."""
     dims = draft.dims
     if dims[0] == "bh" and dims[1:] in (("q", "k"), ("k", "q")) and draft.maybe():
-        draft.add(f"o = torch.bmm(w{'' if dims[1:] == ('q', 'k') else '.mT'}, v.flatten(0, 1))")
+        w = "w" if dims[1:] == ("q", "k") else "w.mT"
+        if draft.maybe(5):
+            added = draft.new("x", ("b*h", "q", draft.pick("e", 1)))
+            numbers = f"beta={draft.pick(0, 0.5, 1)}, alpha={draft.pick(2, 1)}"
+            draft.add(f"o = torch.baddbmm({added}, {w}, v.flatten(0, 1), {numbers})")
+        else:
+            draft.add(f"o = torch.bmm({w}, v.flatten(0, 1))")
         draft.add(f"o = o.unflatten(0, (-1, {draft.sizes['h']}))")
         return
     if "bh" in dims:
