@@ -1,0 +1,280 @@
+"""A program run by eager, exactly and compiled, and the three held against each other.
+
+The rule is FlashAttention's: an output, a gradient or an input that was written may be off from the exact one (the same text in float64) by
+twice what eager's is off by (three times with a tanh), and by the rounding of a number of its size. A result is as good as the worst of the
+program's: eager's error is pooled over them, since of few elements it can be small by luck.
+
+What is not compared, by name of `Left`: what eager can't run or gives no finite numbers for, and rows without any allowed key where the
+text fills with a finite number (a kernel gives 0 there, eager the mean of v: docs, "Masked rows"). What goes wrong with the inner compiler
+alone is not ours. Nor is a gradient compared that eager itself makes of what was overwritten (through `.data`) since it was saved: it is no
+gradient of anything, and differs from that of a run that saves copies.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tests.fuzz.program import Program
+
+FACTOR, FACTOR_SOFTCAP = 2.0, 3.0
+#: of a result, in units of the last place of its dtype
+ULPS = {torch.float64: 2.0**22, torch.float32: 256.0, torch.float16: 4.0, torch.bfloat16: 4.0}
+#: the largest score of a row of which every key is shut out by a finite number
+KEYLESS = -60000.0
+
+
+class Left(Exception):
+    """A program that says nothing; the text says why."""
+
+
+class Wrong(Exception):
+    """A program whose compiled code is wrong, or does not run. kind: "wrong", "does not run" or "endless"."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class OutOfTime(BaseException):
+    """Raised by an alarm; no Exception, so that nobody takes it for an error of a pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    name: str
+    value: torch.Tensor | None
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """lowered: sites by lowering. untouched, missed: sites. proved: masks and scores. loosely: results that eager is far off."""
+
+    lowered: Counter[str] = field(default_factory=Counter)
+    untouched: int = 0
+    missed: int = 0
+    proved: Counter[str] = field(default_factory=Counter)
+    loosely: int = 0
+
+
+def results(
+    program: Program, function: Callable[..., Any], sizes: dict[str, int], *, exact: bool = False
+) -> list[Result]:
+    """Everything that one call and its backward give."""
+    torch.manual_seed(0)
+    bases = program.bases(sizes, exact=exact)
+    # Clones of the leaves, so that the function may write to them in place.
+    held = [x.clone() if x.requires_grad else x for x in bases]
+    given = [_view(i.layout, x, sizes) for i, x in zip(program.inputs, held, strict=True)]
+    found = list(function(*given))
+    got = [
+        Result(name=f"output {name}", value=x.detach().clone()) for name, x in zip(program.outputs, found, strict=True)
+    ]
+    wants = [x.requires_grad for x in found]
+    named = {"out": found, "F": torch.nn.functional, "torch": torch}
+    named |= {i.name: x for i, x in zip(program.inputs, given, strict=True)}
+    for line in program.after:
+        exec(line, named)
+    leaves = [x for x in bases if x.requires_grad]
+    differentiable = [o for o in found if o.requires_grad and o.is_floating_point()]
+    got.append(Result(name="who wants a gradient", value=torch.tensor(wants)))
+    if leaves and differentiable:
+        loss = sum((o.double() * _upstream(o)).sum() for o in differentiable)
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)  # type: ignore[arg-type]
+        names = [i.name for i, x in zip(program.inputs, bases, strict=True) if x.requires_grad]
+        got += [Result(name=f"gradient of {name}", value=g) for name, g in zip(names, gradients, strict=True)]
+    got += [
+        Result(name=f"input {i.name} afterwards", value=x.detach()) for i, x in zip(program.inputs, held, strict=True)
+    ]
+    return got
+
+
+def _view(layout: str, base: torch.Tensor, sizes: dict[str, int]) -> torch.Tensor:
+    if layout == "{}":
+        return base
+    text = re.sub(r"\$(\w+)", lambda found: str(sizes[found[1]]), layout).replace("{}", "x")
+    view: torch.Tensor = eval(text, {"x": base})
+    return view
+
+
+def _upstream(output: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(-1, 1, output.numel(), dtype=torch.float64, device=output.device).reshape(output.shape).cos()
+
+
+# ---- eager -----------------------------------------------------------------------------------------------------------------
+
+
+def expected(program: Program, sizes: dict[str, int]) -> tuple[list[Result], list[Result]]:
+    """(eager's, exactly; None for what eager made of overwritten numbers). Raises Left where eager says nothing."""
+    keyless: list[bool] = []
+
+    def probe(largest: torch.Tensor) -> None:
+        largest = largest.detach()
+        keyless.append(bool(((largest <= KEYLESS) & largest.isfinite()).any()))
+
+    try:
+        eager = results(program, program.function(probe=probe), sizes)
+        if any(keyless):
+            raise Left("rows without keys beside a finite number")
+        exact = results(program, program.function(exact=True), sizes, exact=True)
+        exact = _true_gradients(program, sizes, exact)
+    except Left:
+        raise
+    except Exception as error:
+        raise Left(f"eager raises: {type(error).__name__}") from error
+    if not all(_is_finite(r) for r in (*eager, *exact)):
+        raise Left("eager gives NaN or Inf")
+    pairs = zip(eager, exact, strict=True)
+    if any(a.value is not None and b.value is not None and a.value.shape != b.value.shape for a, b in pairs):
+        raise Left("eager gives other shapes in float64")
+    return eager, exact
+
+
+def _true_gradients(program: Program, sizes: dict[str, int], exact: list[Result]) -> list[Result]:
+    """The exact results, without those that a run that saves copies for its backward does not have."""
+    if not any(word in line for line in (*program.lines, *program.after) for word in ("data", "detach")):
+        return exact
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        true = results(program, program.function(exact=True), sizes, exact=True)
+
+    def is_true(a: Result, b: Result) -> bool:
+        if a.value is None or b.value is None or not a.name.startswith("gradient"):
+            return True
+        return worst(a.value, b.value) <= 1e-6 * max(float(b.value.abs().max()) if b.value.numel() else 1.0, 1.0)
+
+    return [a if is_true(a, b) else Result(name=a.name, value=None) for a, b in zip(exact, true, strict=True)]
+
+
+def _is_finite(result: Result) -> bool:
+    return result.value is None or not result.value.is_floating_point() or bool(result.value.isfinite().all())
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------------
+
+
+def check(program: Program) -> Outcome:
+    """Hold the compiled program against eager. Raises Left, or Wrong."""
+    wanted = [(sizes, *expected(program, sizes)) for sizes in program.calls[:1]]
+    for sizes in program.calls[1:]:
+        try:
+            wanted.append((sizes, *expected(program, sizes)))
+        except Left:
+            continue
+    outcome = Outcome()
+    problem = _compiled(program, wanted, outcome, ours=True)
+    if problem is None:
+        return outcome
+    # With the same inner compiler and without us.
+    other = _compiled(program, wanted, Outcome(), ours=False)
+    if other is not None and (other.kind == problem.kind or other.kind == "does not run"):
+        raise Left("the inner compiler is off, too")
+    raise problem
+
+
+def _compiled(program: Program, wanted: Sequence[Any], outcome: Outcome, *, ours: bool) -> Wrong | None:
+    import attn_compiler
+
+    torch._dynamo.reset()
+    attn_compiler.reset()
+    dynamic = True if program.dynamic else None
+    if ours:
+        options: dict[str, Any] = {"inner": program.inner, "strict": True, "verify": program.verify}
+        if program.lowerings is not None:
+            options["lowerings"] = program.lowerings
+        compiled = torch.compile(
+            program.function(), backend="attn_compiler", fullgraph=True, dynamic=dynamic, options=options
+        )
+    else:
+        compiled = torch.compile(program.function(), backend=program.inner, fullgraph=True, dynamic=dynamic)
+    try:
+        for sizes, eager, exact in wanted:
+            found = results(program, compiled, sizes)
+            _hold(program, eager, exact, found, outcome)
+    except Wrong as wrong:
+        return wrong
+    except Exception as error:  # noqa: BLE001 (whatever keeps a program from running is a finding)
+        return Wrong("does not run", f"{type(error).__name__}: {_first_lines(error)}")
+    if ours:
+        _count(outcome)
+    return None
+
+
+def _first_lines(error: Exception) -> str:
+    return " | ".join(line for line in str(error).splitlines() if line.strip())[:600]
+
+
+def _count(outcome: Outcome) -> None:
+    import attn_compiler
+
+    for report in attn_compiler.reports():
+        outcome.missed += report.num_misses
+        for site in report.sites:
+            times = len(site.modules)
+            if site.decision.lowering == "untouched":
+                outcome.untouched += times
+            else:
+                outcome.lowered[site.decision.lowering] += times
+            outcome.proved.update(type(kind).__name__ for kind in (*site.spec.mask.proved, *site.spec.score.proved))
+            if site.spec.mask.reason is not None:
+                outcome.proved["dense: not proved"] += 1
+
+
+def _hold(program: Program, eager: list[Result], exact: list[Result], found: list[Result], outcome: Outcome) -> None:
+    factor = FACTOR_SOFTCAP if "tanh" in program.source else FACTOR
+    pooled = max((_relative(e, x) for e, x in zip(eager, exact, strict=True)), default=0.0)
+    for mine, right, usual in zip(found, exact, eager, strict=True):
+        a, b = mine.value, usual.value
+        if right.value is None and b is not None:
+            continue
+        if a is None or b is None:
+            # Eager gives no gradient where a compiled graph may give zeros.
+            rest = a if a is not None else b
+            if rest is not None and bool(rest.any()):
+                raise Wrong("wrong", f"{mine.name}: only {'eager' if a is None else 'compiled'} has one")
+            continue
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise Wrong("wrong", f"{mine.name}: {a.dtype}{list(a.shape)}, not {b.dtype}{list(b.shape)}")
+        if not b.is_floating_point():
+            if not torch.equal(a, b):
+                raise Wrong("wrong", f"{mine.name}: {int((a != b).sum())} of {a.numel()} elements differ")
+            continue
+        if not a.numel():
+            continue
+        size = max(float(right.value.abs().max()), 1.0)
+        own = max(worst(b, right.value), pooled * size / 2)
+        allowed = (
+            factor * own + ULPS[_narrowest(program, b.dtype)] * torch.finfo(_narrowest(program, b.dtype)).eps * size
+        )
+        off = worst(a, right.value)
+        outcome.loosely += allowed > 0.1 * size
+        # What is as far off as eager, and the same way, is as good as it.
+        if off > allowed and worst(a, b) > allowed - factor * own:
+            raise Wrong(
+                "wrong", f"{mine.name}: off by {off:.3g}, eager by {worst(b, right.value):.3g}, allowed {allowed:.3g}"
+            )
+
+
+def _narrowest(program: Program, dtype: torch.dtype) -> torch.dtype:
+    """Under autocast a result of float32 was made of narrower numbers."""
+    if "autocast" not in program.source or dtype == torch.float64:
+        return dtype
+    return torch.bfloat16
+
+
+def _relative(usual: Result, right: Result) -> float:
+    if usual.value is None or right.value is None or not usual.value.is_floating_point() or not usual.value.numel():
+        return 0.0
+    return worst(usual.value, right.value) / max(float(right.value.abs().max()), 1.0)
+
+
+def worst(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest difference; infinite where one of them is not finite and the other is something else."""
+    # Imports our package, which a planted fault has to come before.
+    from tests import numerics
+
+    return numerics.worst(found, exact)

@@ -1,0 +1,146 @@
+"""From the softmax to what is returned: sinks, what happens to the weights, the product with v, and to the output."""
+
+from __future__ import annotations
+
+from tests.fuzz.grammar.draft import Draft
+
+
+def softmax(draft: Draft, *, sink: bool | None = None, changes: int = 1) -> None:
+    """`w` from `s`, in the dtype of v."""
+    key = draft.at("k")
+    at = key if draft.causal_allowed else draft.number(0, len(draft.dims) - 1)
+    possible = draft.dims[-1] == "k" and "bh" not in draft.dims
+    sink = possible and (draft.maybe(6) if sink is None else sink)
+    if sink:
+        at = key
+        _join_sink(draft)
+    elif at == key:
+        draft.add(f"# probe: s.amax({key})" if not sink else "")
+    at = draft.pick(at, at - len(draft.dims))
+    dtype = draft.pick("W", "torch.float64") if draft.maybe(4) else None
+    forms = [f"w = s.softmax({at})", f"w = torch.softmax(s, {at})", f"w = F.softmax(s, dim={at})"]
+    if draft.maybe(12):
+        forms = [
+            f"w = F.softmax(input=s, dim={at})",
+            f"w = torch.softmax(input=s, dim={at})",
+            f"w = s.softmax(dim={at})",
+        ]
+    draft.add(draft.pick(*forms) if dtype is None else f"w = F.softmax(s, dim={at}, dtype={dtype})")
+    if sink:
+        draft.add(draft.pick("w = w[..., :-1]", "w = w[..., :-1]", "w = w[..., :-1]", "w = w[..., 1:]"))
+    if draft.writes and draft.maybe(4):
+        draft.add(draft.pick("k.mul_(0.5)", "v.mul_(0.5)", "q[:, :, :1].mul_(0)", "v[:, :1].add_(1)", "v.data.add_(1)"))
+    for _ in range(draft.number(0, changes)):
+        _change(draft)
+    draft.add("w = w.to(v.dtype)")
+
+
+def _join_sink(draft: Draft) -> None:
+    if draft.maybe(4):
+        logits, own = "torch.zeros(s.shape[:-1], dtype=s.dtype, device=s.device)[..., None]", ""
+    else:
+        logits = draft.new("sink", (draft.sizes["h"],))
+        shape = ", ".join("-1" if dim == "h" else "1" for dim in draft.dims)
+        own = f"{logits}.view({shape})"
+        logits = draft.pick(
+            f"{own}.expand(*s.shape[:-1], 1).to(s.dtype)",
+            f"({own} + torch.zeros_like(s[..., :1])).to(s.dtype)"
+            if draft.maybe(6)
+            else f"{own}.expand(*s.shape[:-1], -1).to(s.dtype)",
+        )
+    draft.add(
+        draft.pick(
+            *[f"s = torch.cat([s, {logits}], dim=-1)"] * 3, f"s = torch.cat([s, {logits}], {len(draft.dims) - 1})"
+        )
+    )
+    if draft.maybe():
+        draft.add(
+            draft.pick(
+                "s = s - s.amax(-1, keepdim=True)",
+                "s = s - s.max(-1, keepdim=True).values",
+                "s = s * 0.5",
+                "s = s.clamp(min=-1e30)",
+            )
+        )
+
+
+def _change(draft: Draft) -> None:
+    seen = draft.name("seen")
+    changes = [
+        "w = w.contiguous()",
+        "w = torch.dropout(w, 0.5, False)",
+        "w = F.dropout(w, 0.0, training=True)",
+        "w = w[..., :]",
+        "w = w * 2",
+        "w = w.detach()",
+        f"{seen} = w.sum(-1)",
+        f"{seen} = w * 1",
+        "w = w.to(W)",
+        f"{seen} = w.detach().mean()",
+        "w = w.masked_fill(w < 0.01, 0.0)",
+    ]
+    draft.add(draft.pick(*changes))
+    if draft.lines[-1].strip().startswith(seen):
+        draft.outputs.append(seen)
+
+
+def values(draft: Draft) -> None:
+    """`o` of (B, H, S, E)."""
+    dims = draft.dims
+    if dims[0] == "bh" and dims[1:] in (("q", "k"), ("k", "q")) and draft.maybe():
+        w = "w" if dims[1:] == ("q", "k") else "w.mT"
+        if draft.maybe(5):
+            added = draft.new("x", ("b*h", "q", draft.pick("e", 1)))
+            numbers = f"beta={draft.pick(0, 0.5, 1)}, alpha={draft.pick(2, 1)}"
+            draft.add(f"o = torch.baddbmm({added}, {w}, v.flatten(0, 1), {numbers})")
+        else:
+            draft.add(f"o = torch.bmm({w}, v.flatten(0, 1))")
+        draft.add(f"o = o.unflatten(0, (-1, {draft.sizes['h']}))")
+        return
+    if "bh" in dims:
+        at = dims.index("bh")
+        draft.add(f"w = w.unflatten({at}, (-1, {draft.sizes['h']}))")
+        dims = (*dims[:at], "b", "h", *dims[at + 1 :])
+    form = draft.pick("einsum", "einsum other", "permute", "permute", "swapped")
+    if form == "einsum":
+        draft.add(f"o = torch.einsum('{''.join(dims)},bhkd->bhqd', w, v)")
+    elif form == "einsum other":
+        draft.add(f"o = torch.einsum('bhkd,{''.join(dims)}->bqhd', v, w).transpose(1, 2)")
+    elif form == "swapped":
+        draft.add(f"o = (v.mT @ w.permute{tuple(dims.index(axis) for axis in 'bhkq')}).mT")
+    elif dims == ("b", "h", "q", "k"):
+        draft.add("o = w @ v")
+    else:
+        draft.add(f"o = w.permute{tuple(dims.index(axis) for axis in 'bhqk')} @ v")
+
+
+def after(draft: Draft, *, least: int = 0, most: int = 2) -> None:
+    """What happens to the output."""
+    for _ in range(draft.number(least, most)):
+        changes = [
+            "o = o.contiguous()",
+            "o = o * 2",
+            "o = o.transpose(1, 2).contiguous().transpose(1, 2)",
+            "o = o.transpose(1, 2).reshape(o.shape[0], o.shape[2], -1).unflatten(-1, (o.shape[1], -1)).transpose(1, 2)",
+            "{seen} = o.transpose(1, 2).flatten(2)",
+            "{seen} = o.detach().sum()",
+            "{seen} = o.stride(0) * torch.ones(1)",
+            "{seen} = o.transpose(1, 2).reshape(-1).view(-1)[:1]",
+        ]
+        if draft.writes:
+            changes += [
+                "r = o.transpose(1, 2).flatten(2); r += 1; {seen} = r.exp()",
+                "r = o.contiguous(); r.mul_(2); {seen} = r.sum()",
+                "o += 1",
+                "o.mul_(2)",
+                "o[:, :, :1] = 0",
+                "o.data.mul_(2)",
+                "r = o.detach(); r.mul_(2); {seen} = o * 1",
+                "r = o.reshape(-1); r.add_(1); {seen} = o * 1",
+            ]
+        seen = draft.name("seen")
+        line = draft.pick(*changes)
+        draft.add(line.format(seen=seen))
+        if "{seen}" in line:
+            draft.outputs.append(seen)
+    draft.outputs.append("o")

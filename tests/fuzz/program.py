@@ -1,0 +1,143 @@
+"""A random program as data: the source text of a function, its inputs, and what the caller does between forward and backward.
+
+In the text, `D` is the dtype of the program and `W` the wider one that it casts up to. The exact run has float64 for both. Dtypes that
+a mask is computed in are written out, so that the exact run has the same mask. A comment `# probe: x` gives away the largest
+score of each row, which only the eager run looks at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Size = int | str
+_PROBE = re.compile(r"# probe: (.*)$", re.MULTILINE)
+
+#: dtype -> the one that a program casts up to
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """One argument. shape: of the base tensor, each size a number or names of sizes joined by `*`.
+
+    kind: "normal", "large" (scores of hundreds), "small" (near zero), "positive" (0-d), "kept" (bool, True for the first of each
+    free axis), "padding" (whole numbers 0 and 1, the first is 1), "ids" (whole numbers 0 to 2), "length" (1 to 3).
+    layout: text of a view that the caller makes of the base, in which `{}` stands for it.
+    """
+
+    name: str
+    shape: tuple[Size, ...]
+    kind: str = "normal"
+    grad: bool = False
+    layout: str = "{}"
+
+    def base(self, seed: int, dtype: torch.dtype, sizes: dict[str, int], device: str) -> torch.Tensor:
+        shape = [length(size, sizes) for size in self.shape]
+        generator = torch.Generator().manual_seed(1000 * seed + sum(map(ord, self.name)))
+        if self.kind in ("normal", "large", "small", "positive"):
+            # Drawn in float32 and rounded once, so that every dtype gets the same numbers.
+            value = torch.randn(shape, generator=generator)
+            value = {"large": value * 6, "small": value * 0.05, "positive": value.abs() * 0.2 + 0.1}.get(
+                self.kind, value
+            )
+            return value.to(dtype).to(device)
+        value = torch.randint(0, 3, shape, generator=generator)
+        if self.kind == "kept":
+            return _first_true(value > 0).to(device)
+        if self.kind == "padding":
+            return _first_true(value > 0).long().to(device)
+        return (value if self.kind == "ids" else value + 1).to(device)
+
+
+def _first_true(kept: torch.Tensor) -> torch.Tensor:
+    for axis in range(kept.dim()):
+        if kept.shape[axis]:
+            kept.select(axis, 0).fill_(True)
+    return kept
+
+
+def length(size: Size, sizes: dict[str, int]) -> int:
+    """The number that a size of an input is."""
+    if isinstance(size, int):
+        return size
+    total = 1
+    for name in size.split("*"):
+        total *= int(name) if name.isdigit() else sizes[name]
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """lines: the body of a function of `inputs`. outputs: names that it returns. after: what the caller does after the forward, to inputs
+    and outputs by name.
+
+    rule: the generator that it comes from. sizes: by name; others: those of a second call, none without one. lowerings: the option,
+    None for the default. inner: the option.
+    """
+
+    rule: str
+    inputs: tuple[Input, ...]
+    lines: tuple[str, ...]
+    outputs: tuple[str, ...]
+    after: tuple[str, ...] = ()
+    dtype: torch.dtype = torch.float32
+    sizes: tuple[tuple[str, int], ...] = ()
+    others: tuple[tuple[str, int], ...] = ()
+    dynamic: bool = False
+    lowerings: tuple[str, ...] | None = None
+    inner: str = "eager"
+    verify: bool = False
+    device: str = "cpu"
+
+    @property
+    def source(self) -> str:
+        head = f"def attention({', '.join(i.name for i in self.inputs)}):"
+        return "\n    ".join([head, *self.lines, f"return ({', '.join(self.outputs)},)"])
+
+    @property
+    def calls(self) -> list[dict[str, int]]:
+        """The sizes of each call."""
+        return [dict(self.sizes), *([dict(self.others)] if self.others else [])]
+
+    def function(self, *, exact: bool = False, probe: Callable[[Any], None] | None = None) -> Callable[..., Any]:
+        """The function itself. exact: in float64. probe: is told what the text gives away."""
+        dtype = torch.float64 if exact else self.dtype
+        scope: dict[str, Any] = {
+            "torch": torch,
+            "F": torch.nn.functional,
+            "inf": float("inf"),
+            "D": dtype,
+            "W": WIDER.get(dtype, dtype),
+            "checkpoint": torch.utils.checkpoint.checkpoint,
+            "probe": probe,
+        }
+        text = self.source if probe is None else _PROBE.sub(r"probe(\1)", self.source)
+        # Under a file's name, without which torch 2.11 does not trace it.
+        exec(compile(text, __file__, "exec"), scope)
+        function: Callable[..., Any] = scope["attention"]
+        return function
+
+    def bases(self, sizes: dict[str, int], *, exact: bool = False) -> list[torch.Tensor]:
+        """The tensors behind the inputs of one call; those that want a gradient are leaves."""
+        made = [x.base(seed, self.dtype, sizes, self.device) for seed, x in enumerate(self.inputs)]
+        if exact:
+            made = [x.double() if x.is_floating_point() else x for x in made]
+        return [x.requires_grad_() if i.grad else x for i, x in zip(self.inputs, made, strict=True)]
+
+    def __repr__(self) -> str:
+        head = [
+            f"# {i.name}: {i.kind}{list(i.shape)}{' with gradient' if i.grad else ''}"
+            f"{'' if i.layout == '{}' else ' as ' + i.layout.format('x')}"
+            for i in self.inputs
+        ]
+        head.append(
+            f"# rule: {self.rule}; {self.dtype}; sizes: {dict(self.sizes)}, then {dict(self.others)}; dynamic: {self.dynamic}; "
+            f"lowerings: {self.lowerings}; inner: {self.inner}; verify: {self.verify}"
+        )
+        tail = [f"# then the caller: {line}" for line in self.after]
+        return "\n".join(["", *head, self.source, *tail, ""])

@@ -1,0 +1,73 @@
+"""What counts as wrong, and what is not compared at all."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fuzz import comparing
+from tests.fuzz.comparing import Left, Outcome, Result, Wrong
+from tests.fuzz.program import Input, Program
+from tests.fuzz.test_program import PLAIN
+
+SITE = ("s = q0 @ k1.mT", "w = s.softmax(-1)", "o = w @ k1")
+
+
+def held(found: float, eager: float, exact: float, dtype: torch.dtype = torch.float32) -> None:
+    one = [
+        Result(name="o", value=torch.tensor([x], dtype=t))
+        for x, t in ((eager, dtype), (exact, torch.float64), (found, dtype))
+    ]
+    comparing._hold(PLAIN, [one[0]], [one[1]], [one[2]], Outcome())
+
+
+def test_twice_as_far_off_as_eager_is_right() -> None:
+    held(1.019, eager=1.01, exact=1.0)
+    with pytest.raises(Wrong, match=r"off by 0\.1"):
+        held(1.1, eager=1.01, exact=1.0)
+
+
+def test_nan_is_wrong_where_eager_has_none() -> None:
+    with pytest.raises(Wrong, match="off by inf"):
+        held(float("nan"), eager=1.0, exact=1.0, dtype=torch.float16)
+
+
+def test_a_program_that_compiled_code_gets_right() -> None:
+    outcome = comparing.check(dataclasses.replace(PLAIN, lowerings=("reference",)))
+    assert outcome.lowered == {"reference": 1}
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (("o = q0 + torch.ones(7)",), "eager raises"),
+        (("o = q0 / 0",), "NaN or Inf"),
+        (("s = q0 @ k1.mT - 1e9", "# probe: s.amax(3)", "o = s.softmax(-1) @ k1"), "rows without keys"),
+    ],
+)
+def test_what_eager_says_nothing_of_is_left(lines: tuple[str, ...], why: str) -> None:
+    with pytest.raises(Left, match=why):
+        comparing.check(dataclasses.replace(PLAIN, lines=lines))
+
+
+def gradients(*more: str, after: tuple[str, ...] = ()) -> list[Any]:
+    program = Program(
+        rule="caller writes",
+        inputs=(Input(name="q0", shape=("b", "q", "d"), grad=True), Input(name="k1", shape=("b", "k", "d"), grad=True)),
+        lines=(*SITE, *more),
+        outputs=("o",),
+        after=after,
+        sizes=(("b", 1), ("q", 3), ("k", 4), ("d", 4)),
+    )
+    _, exact = comparing.expected(program, program.calls[0])
+    return [r.value for r in exact if r.name.startswith("gradient")]
+
+
+def test_gradients_of_overwritten_numbers_are_not_compared() -> None:
+    assert all(g is not None for g in gradients())
+    assert all(g is not None for g in gradients("o.data.mul_(2)"))
+    assert None in gradients("k1.data.add_(1)")
+    assert None in gradients(after=("k1.data.add_(1)",))

@@ -1,0 +1,78 @@
+"""Planted faults: all of them still apply, and some are found at once, made small and written as a test."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.fuzz.planted import FAULTS, DoesNotApply, Fault
+from tests.fuzz.planted.fault import PACKAGE
+
+#: the name of a fault -> the rule whose programs find it at once
+QUICK = {
+    "triangles are transposed": "mask kinds",
+    "a scale divides and multiplies alike": "score steps",
+    "repeat_interleave tiles": "views",
+    "reference: no row term": "gradients",
+}
+
+# In a process of its own for each: a fault is planted before the package is imported.
+_FIND = """
+import json, os, sys
+os.environ["TRITON_INTERPRET"] = "1"
+import torch, torch.utils.checkpoint
+from pathlib import Path
+from tests.fuzz import corpus, recall, searching, writing
+from tests.fuzz.planted import FAULTS, plant
+from tests.fuzz.tally import Tally
+
+def find(name, rule):
+    corpus.quiet()
+    plant(next(f for f in FAULTS if f.name == name))
+    kind = searching.Kind(rule=rule, lowerings=(("reference",),))
+    found = searching.search(kind, seed=1, examples=40, tally=Tally(), until=1e12, shrinking=4.0)
+    if found is None:
+        return None
+    path = writing.write(found, Path(sys.argv[1]))
+    scope = {}
+    exec(compile(path.read_text(), str(path), "exec"), scope)
+    return {"same": scope["PROGRAM"] == found.program, "lines": len(found.program.lines), "kind": found.kind}
+
+recall._warm()
+print(json.dumps({name: recall.forked(find, name, rule)[1].recv() for name, rule in json.loads(sys.argv[2]).items()}))
+"""
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[f.name for f in FAULTS])
+def test_it_still_applies(fault: Fault) -> None:
+    """Where this fails, the code was changed: bring the fault up to date, or take it out."""
+    ast.parse(fault.source())
+    assert fault.source() != (PACKAGE / fault.file).read_text()
+    fault.place()
+
+
+def test_names_are_different() -> None:
+    assert len(FAULTS) >= 100
+    assert max(Counter(f.name for f in FAULTS).values()) == 1
+
+
+def test_what_does_not_apply_is_named() -> None:
+    gone = Fault(name="gone", file="spec.py", within=None, old="no such line", new="", rule="", why="")
+    with pytest.raises(DoesNotApply, match="'gone' changes 'no such line'"):
+        gone.source()
+
+
+def test_faults_are_found_made_small_and_written(tmp_path: object) -> None:
+    command = [sys.executable, "-c", _FIND, str(tmp_path), json.dumps(QUICK)]
+    environment = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PACKAGE.parent, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all(found[name] is not None and found[name]["same"] for name in QUICK), found
+    assert all(found[name]["lines"] <= 9 for name in QUICK), found
