@@ -259,8 +259,10 @@ class SdpaCpuFlash(_Pinned):
         return [Reason(rule="no dropout", observed=f"{spec.score.dropout_p:g}", remedy=remedy)]
 
     def _check_no_half_copies(self, spec: AttentionSpec) -> list[Reason]:
-        """SDPA itself does not copy for flash: it computes such a call in float32 throughout, where flash rounds the weights, which makes up to
-        1.5 times the error. What a model computes by hand in half precision is no more exact than flash."""
+        """Refuse half-precision operands that flash would need copies of.
+
+        SDPA makes no copies for flash: it computes such a call in float32 throughout. Flash rounds the weights, which makes the error up to
+        1.5 times as large. Attention that a model computes by hand in half precision is no more exact than flash."""
         if spec.decomposed or spec.dtype not in ("bfloat16", "float16"):
             return []
         demand = self.demand(spec)
