@@ -474,9 +474,11 @@ def test_a_kernel_that_saves_all_that_it_reads(name: str) -> None:
 @pytest.mark.parametrize("lowering", ["sdpa_cpu_flash", "math"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_lowerings_of_a_cpu(name: str, lowering: str) -> None:
+    """Flash saves its output, which products and a softmax do not: one that the user gets is copied."""
     case = CASES[name]
     report = _check(case, inner="aot_eager", lowerings=(lowering, "reference"))
-    assert _copies(report, "the backward reads it") <= set(case.copies)
+    saved = {"out"} if lowering == "sdpa_cpu_flash" else set()
+    assert _copies(report, "the backward reads it") <= set(case.copies) | saved
 
 
 @pytest.mark.parametrize(
