@@ -23,6 +23,9 @@ from attn_compiler.index_expr.nodes import Apply, Const, Expr, Linear, kind_of
 #: half of a unit in the last place of bfloat16 is less than this part of a number
 _COARSEST = 2.0**-8
 
+#: int64's largest number, and one
+_LARGEST_WHOLE = 2.0**63
+
 #: float16's largest number
 _FINITE_IN_EVERY_DTYPE = 65504.0
 
@@ -75,10 +78,28 @@ def _comparison_of_choice(op: str, a: Expr, b: Expr) -> Expr | None:
         for choice, rest in _summands(x):
             numbers = choice_of_numbers(choice)
             if numbers is not None:
-                condition, *found = (*numbers[:1], *(_sum(n, rest, other) for n in numbers[1:]))
-                pairs = [(other, number) if turned else (number, other) for number in found]
-                return where(condition, *(_compare_floats(op, *pair) for pair in pairs))
+                found = (_comparison_of_sum(op, number, rest, other, turned=turned) for number in numbers[1:])
+                return where(numbers[0], *found)
     return None
+
+
+def _comparison_of_sum(op: str, number: Expr, rest: Expr | None, other: Const, *, turned: bool) -> Expr:
+    """number + rest, compared with `other`."""
+    if op in ("==", "!=") and isinstance(number, Const) and _is_far_apart(number.value, rest, other.value):
+        return Const(op == "!=")
+    total = _sum(number, rest, other)
+    return _compare_floats(op, *((other, total) if turned else (total, other)))
+
+
+def _is_far_apart(number: float, rest: Expr | None, other: float) -> bool:
+    """Whether number + rest never equals `other`, since no whole number of any dtype is as large as their difference.
+
+    What overflows becomes infinite or no number at all: that does not equal a finite number, either.
+    """
+    while isinstance(rest, Apply) and rest.op in ("rounded", "float"):
+        (rest,) = rest.args
+    is_whole = rest is not None and kind_of(rest) in ("int", "bool")
+    return is_whole and math.isfinite(other) and abs(number - other) > 2 * _LARGEST_WHOLE + abs(number) * _COARSEST
 
 
 def _sum(number: Expr, rest: Expr | None, other: Const) -> Expr:

@@ -61,3 +61,12 @@ def test_a_sum_with_a_choice_is_compared_in_each_branch() -> None:
     total = ix.add(ix.where(later, Const(-3e38), Const(0.0)), ix.apply("rounded", padding))
     asked = ix.compare("==", total, Const(0.0))
     assert asked == ix.apply("and", ix.invert(later), ix.compare("==", padding, ix.ZERO))
+
+
+def test_a_sum_with_a_whole_number_equals_only_what_it_can_reach() -> None:
+    """A row of ids may hold any number of int64."""
+    later, ids = ix.compare(">", Index("k"), Index("q")), Load("ids", (Index("b"), Index("k")), "int")
+    for fill, is_settled in ((-3e38, True), (-1e20, True), (-1e18, False), (-65504.0, False)):
+        total = ix.add(ix.where(later, Const(fill), Const(0.0)), ix.apply("rounded", ids))
+        asked = ix.compare("==", total, Const(0.0))
+        assert (asked == ix.apply("and", ix.invert(later), ix.compare("==", ids, ix.ZERO))) is is_settled
