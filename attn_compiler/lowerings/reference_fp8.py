@@ -13,7 +13,15 @@ import torch
 from torch import fx
 
 from attn_compiler.fp8_recipe import DTYPES
-from attn_compiler.lowerings import fp8_limits, fp8_quantise, fp8_restoring, fp8_rounding, reference, sdpa_limits
+from attn_compiler.lowerings import (
+    fp8_limits,
+    fp8_quantise,
+    fp8_restoring,
+    fp8_rounding,
+    fp8_seen,
+    reference,
+    sdpa_limits,
+)
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.ops import empty_outputs, register_forward
 from attn_compiler.report import Reason
@@ -44,7 +52,7 @@ class ReferenceFp8:
         return LayoutDemand(last_stride_one=False)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        rounded = fp8_quantise.emit(emitter, spec, operands)
+        rounded = fp8_quantise.emit(emitter, spec, operands, seen=fp8_seen.emit(emitter, spec, operands))
         emitter.note(f"FP8 forward: {fp8_quantise.recipe_of(spec).words}; backward in {spec.dtype}")
         further = [node for node in (operands.mask, operands.sinks) if node is not None]
         return fp8_restoring.call_leaf(
