@@ -77,11 +77,13 @@ def forward(
     v_exact = _restored(
         fp8_rounding.in_order(given["v8"]).transpose(2, 3)[:, :, : k.shape[2]], given["descale_v"], block
     )
+    further = operands[len(names) :]
+    q_exact, k_exact, v_exact = reference.without_unused(q_exact, k_exact, v_exact, further, spec)
     if "shift" in given:
         # As one more element of each head, so that it is where the kernel adds it: before scale and softcap.
         q_exact = torch.cat((q_exact, given["shift"][..., None]), -1)
         k_exact = torch.cat((k_exact, torch.ones_like(k_exact[..., :1])), -1)
-    logits, sinks = reference.logits(q_exact, k_exact, operands[len(names) :], spec)
+    logits, sinks = reference.logits(q_exact, k_exact, further, spec)
     dtype = getattr(torch, DTYPES[fp8_quantise.recipe_of(spec).forward_format])
     exact_out, exact_lse = _attention(logits, sinks, reference.repeated(v_exact, q), dtype)
     out, lse = empty_outputs(q, v)
