@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_compiler import index_expr as ix
 from attn_compiler import masks
 from attn_compiler.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
 from attn_compiler.index_expr import Index, Load
-from attn_compiler.lowerings import fp8_quantise, fp8_seen
+from attn_compiler.lowerings import by_name, fp8_quantise, fp8_seen
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.triton_plan import Band, Call
 from attn_compiler.masks import Causal, Dense, MaskSpec
-from tests.lowerings import fp8_problems, kernel_problems, poison, specs, test_hopper_fp8_launch
+from attn_compiler.target import Target
+from tests.lowerings import emitting, fp8_problems, kernel_problems, poison, specs, test_hopper_fp8_launch
 from tests.lowerings.fp8_problems import Fp8Problem
 from tests.lowerings.kernel_cases import BY_NAME, Case
 from tests.lowerings.test_hopper_fp8_launch import LENGTHS, OF_LENGTHS
@@ -251,3 +253,51 @@ def test_a_vector_of_keys_is_read_as_it_is() -> None:
     found = fp8_seen.keys(specs.make_spec(mask=mask))
     assert found is not None
     assert found.keys_given
+
+
+# ---- lowerings ------------------------------------------------------------------------------------------------------
+
+LENGTHS_MASK = MaskSpec(
+    kinds=(Dense(shape=(2, 1, 1, 128), dtype="bool"),), proved=(masks.KeyBound(bound=LENGTH, side="last"),)
+)
+KEYS_MASK = dataclasses.replace(
+    LENGTHS_MASK, proved=(masks.KeyPadding(condition=Load(tensor="lengths", at=(B, K), kind="bool")),)
+)
+
+
+def emitted(name: str, mask: MaskSpec, recipe: Fp8Recipe) -> fx.Graph:
+    """A lowering's nodes for a site with a mask that reads one tensor."""
+    spec = dataclasses.replace(specs.make_spec(mask=mask), fp8=recipe)
+    lengths = torch.zeros(2, dtype=torch.int64) if mask is LENGTHS_MASK else torch.zeros(2, 128, dtype=torch.bool)
+    given = {n: torch.randn(2, 8, 128, 64).bfloat16() for n in "qkv"} | {"lengths": lengths}
+    graph, mode = fx.Graph(), FakeTensorMode()
+    nodes = {n: graph.placeholder(n) for n in given}
+    for n, node in nodes.items():
+        node.meta["example_value"] = mode.from_tensor(given[n], static_shapes=True)
+    with mode:
+        operands = Operands(q=nodes["q"], k=nodes["k"], v=nodes["v"], loads={"lengths": nodes["lengths"]})
+        graph.output(by_name(name).emit(emitting.GraphEmitter(graph, Target.fake(sm=90)), spec, operands))
+    return graph
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "block", "accurate", "static"])
+@pytest.mark.parametrize(("name", "mask"), [("hopper_fp8", LENGTHS_MASK), ("triton_fp8", KEYS_MASK)])
+def test_every_op_that_rounds_is_told(name: str, mask: MaskSpec, recipe: str) -> None:
+    ops = torch.ops.attn_compiler
+    graph = emitted(name, mask, RECIPES[recipe])
+    told = {
+        node.target: node.args[len(node.target._schema.arguments) - 1]
+        for node in graph.nodes
+        if node.target in (ops.round_fp8.default, ops.largest_fp8.default, ops.mean_fp8.default)
+    }
+    (seen,) = set(told.values())
+    assert seen.meta["example_value"].shape == (2, 128)
+    assert len(told) == {"tensor": 2, "accurate": 2}.get(recipe, 1)
+    if recipe == "static":
+        (of_positions,) = {node.args[0] for node in graph.nodes if node.target is torch.where and node.args[2] == 0.0}
+        assert of_positions.args[0].args[0] is seen
+    if name == "triton_fp8":
+        # A vector of keys that the kernel reads anyway is not made twice.
+        leaf = next(node for node in graph.nodes if node.target is ops.triton_fp8.default)
+        sources = {x for node in leaf.args[3] for x in (node, *node.all_input_nodes)}
+        assert seen in sources
