@@ -133,7 +133,8 @@ def _step(
         )  # fmt: skip
         logits = tl.where(allowed, logits, float("-inf"))
         if UNSEEN:
-            values_seen = _as_v_lies(tl.max(allowed.to(tl.int8), 0)[None, :], 1, BLOCK_N) != 0
+            # From the scores: of whether pairs are allowed, a tile beside theirs would be held, which spills.
+            values_seen = _as_v_lies(tl.max(logits, 0)[None, :], 1, BLOCK_N) > float("-inf")
     new_peak = tl.maximum(peak, tl.max(logits, 1) * factor)
     against = new_peak
     if MASKED or Bias is not None:
