@@ -26,6 +26,7 @@ from attn_compiler.lowerings import (
     fp8_limits,
     fp8_quantise,
     fp8_restoring,
+    fp8_seen,
     known_bad,
     sdpa_limits,
 )
@@ -188,7 +189,9 @@ class _Emission:
     def all_of(self, operands: Operands) -> fx.Node:
         """The node of the output."""
         emitter, spec, call = self.emitter, self.spec, self.call
-        rounded = fp8_quantise.emit(emitter, spec, operands, positions_last=False)
+        rounded = fp8_quantise.emit(
+            emitter, spec, operands, positions_last=False, seen=fp8_seen.emit(emitter, spec, operands)
+        )
         read = dict(zip(fp8_quantise.names(spec), rounded.operands, strict=True))
         lengths = cudnn_operands.emit(emitter, call, spec, operands)
         given = read | dict(zip(call.operands, lengths, strict=True)) | self._scales(read["descale_v"])

@@ -43,9 +43,11 @@ def gradients(grad_out: torch.Tensor, operands: Sequence[torch.Tensor], text: st
     upstream = grad_out.float()
     if "used" in given:
         upstream = torch.where(given["used"], upstream, 0.0)
-    scale_out = _scale(_FITS, upstream.abs().amax(-1).amax())
+    # What is not finite stays so, in what it reaches, and leaves everything else its scale.
+    finite = _finite(upstream)
+    scale_out = _scale(_FITS, finite.abs().amax(-1).amax())
     rounded = like_output((upstream * scale_out).to(_FORMAT))
-    scales = _scales(call, given, upstream)
+    scales = _scales(call, given, finite)
     read = given | scales | {"descale_grad_out": _one(scale_out.reciprocal())}
     read["descale_ds"] = scales["scale_ds"].reciprocal()
     leaf = torch.ops.attn_compiler.cudnn_fp8_backward.default
@@ -59,11 +61,11 @@ def gradients(grad_out: torch.Tensor, operands: Sequence[torch.Tensor], text: st
 
 
 def _scales(call: Call, given: dict[str, torch.Tensor], upstream: torch.Tensor) -> dict[str, torch.Tensor]:
-    """float32 (1,) each."""
+    """float32 (1,) each. upstream: finite."""
     rows = upstream.square().sum(-1).sqrt()
     batch, heads_kv = given["k"].shape[:2]
     of_a_key = rows.sum(-1).reshape(batch, heads_kv, -1).sum(-1).amax()
-    largest_v = given["v"].float().square().sum(-1).amax().sqrt() * given["descale_v"]
+    largest_v = _finite(given["v"].float()).square().sum(-1).amax().sqrt() * given["descale_v"]
     of_a_weight = 2 * call.scale * largest_v
     largest_q, largest_k = (_LARGEST_READ * given[f"descale_{name}"] for name in "qk")
     return {
@@ -72,6 +74,10 @@ def _scales(call: Call, given: dict[str, torch.Tensor], upstream: torch.Tensor) 
         "scale_grad_k": _one(_scale(_FITS, of_a_weight * of_a_key * largest_q)),
         "scale_grad_v": _one(_scale(_FITS, of_a_key)),
     }
+
+
+def _finite(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.isfinite(), x, 0.0)
 
 
 def _scale(fits: float, largest: torch.Tensor) -> torch.Tensor:

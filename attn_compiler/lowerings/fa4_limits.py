@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from attn_compiler.lowerings import dims, known_bad, sdpa_limits, triton_planning
+from attn_compiler.lowerings import dims, known_bad, offset_limits, sdpa_limits, triton_planning
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import FLASH_ATTN_4_DISTRIBUTION, Target
@@ -35,6 +35,7 @@ def check(spec: AttentionSpec, target: Target) -> list[Reason]:
         *sdpa_limits.check_dtypes(spec, _DTYPES),
         *sdpa_limits.check_scale(spec),
         *sdpa_limits.check_grid(spec),
+        *offset_limits.check_spans(spec),
         *_check_dropout(spec),
         *_check_mask(spec),
         *_check_added(spec),

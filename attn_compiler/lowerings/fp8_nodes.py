@@ -15,9 +15,9 @@ from attn_compiler.lowerings.base import Emitter
 from attn_compiler.lowerings.fp8_rounding import How
 
 
-def rounded(emitter: Emitter, x: fx.Node, how: How) -> tuple[fx.Node, fx.Node]:
+def rounded(emitter: Emitter, x: fx.Node, how: How, seen: fx.Node | None = None) -> tuple[fx.Node, fx.Node]:
     """As fp8_rounding.round_fp8 does it, with how.magnitude: what x, (B, H, S, D) and without a gradient, becomes, as x lies; and the
-    descale, float32 (1, 1, 1). Raises ValueError without a magnitude."""
+    descale, float32 (1, 1, 1). seen: as there. Raises ValueError without a magnitude."""
     if how.magnitude is None:
         raise ValueError("nodes round by magnitudes that are known beforehand")
     scale = how.fits / how.magnitude
@@ -26,6 +26,9 @@ def rounded(emitter: Emitter, x: fx.Node, how: How) -> tuple[fx.Node, fx.Node]:
     # Clamping alone would make a number of what is infinite.
     other = 0.0 if how.dtype == torch.int8 else float("nan")
     finite = emitter.call(torch.where, emitter.call(torch.isfinite, wide), inside, other)
+    if seen is not None:
+        of_positions = emitter.call(torch.unsqueeze, emitter.call(torch.unsqueeze, seen, 1), 3)
+        finite = emitter.call(torch.where, of_positions, finite, 0.0)
     whole = emitter.call(torch.round, finite) if how.dtype == torch.int8 else finite
     descale = emitter.call(torch.full, (1, 1, 1), 1 / scale, device=emitter.value(x).device)
     return emitter.call(torch.Tensor.to, whole, how.dtype), descale

@@ -4,7 +4,8 @@ of the graph, which Inductor fuses into whatever made them (fp8_nodes.py).
     x8 = cast(clamp(x · scale)), scale = largest of the format / amax, descale = 1 / scale
 
 amax is the largest finite magnitude: what kernels leave out (padding) may hold anything. A number that is not finite becomes NaN; in
-int8, which has none, 0. Rounding has no gradient: fp8_restoring.py attaches one to what comes of it.
+int8, which has none, 0. Keys that nobody may see become 0 and count for no magnitude, as far as fp8_seen.py knows them. Rounding has
+no gradient: fp8_restoring.py attaches one to what comes of it.
 
 With smooth_k, k loses its mean over the sequence before it is rounded, and every score of a row loses the same by that, q · mean. A
 softmax does not change by it, so the backward gets k without its mean, too, and the lse that belongs to that: P, dK and dV are the same,
@@ -95,9 +96,10 @@ def emit(
     operands: Operands,
     *,
     positions_last: bool = True,
+    seen: fx.Node | None = None,
 ) -> Rounded:
-    """Round the site's q, k and v. positions_last: v8 as `names` says; else all three lie as they did."""
-    made = _Quantiser(emitter, spec, positions_last).all_of(operands)
+    """Round the site's q, k and v. positions_last: v8 as `names` says; else all three lie as they did. seen: of `fp8_seen.emit`."""
+    made = _Quantiser(emitter, spec, positions_last, seen).all_of(operands)
     kept = kept_names(has_mean=needs_shift(spec), positions_last=positions_last) if spec.needs_grad else ()
     return Rounded(operands=[made[name] for name in names(spec)], kept=[made[name] for name in kept])
 
@@ -107,17 +109,19 @@ class _Quantiser:
     emitter: Emitter
     spec: AttentionSpec
     positions_last: bool = True
+    seen: fx.Node | None = None
 
     def all_of(self, operands: Operands) -> dict[str, fx.Node]:
         read = {name: self._detached(node) for name, node in (("q", operands.q), ("k", operands.k), ("v", operands.v))}
         made = {}
         if self._recipe.smooth_k:
-            made["mean"] = self._call(torch.ops.attn_compiler.mean_fp8.default, read["k"], self._recipe.hadamard)
+            op = torch.ops.attn_compiler.mean_fp8.default
+            made["mean"] = self._call(op, read["k"], self._recipe.hadamard, *self._further)
         how, history = {name: self._how(name) for name in read}, self._history(read)
         largest = self._magnitudes(read, made.get("mean"), how, history)
         by_nodes = [name for name in read if self._fuses(name)]
         for name in by_nodes:
-            made[f"{name}8"], made[f"descale_{name}"] = fp8_nodes.rounded(self.emitter, read[name], how[name])
+            made[f"{name}8"], made[f"descale_{name}"] = self._by_nodes(read[name], how[name])
         rest = [name for name in read if name not in by_nodes]
         outputs = self._round({name: read[name] for name in rest}, made.get("mean"), largest, how)
         for i, name in enumerate(rest):
@@ -129,6 +133,14 @@ class _Quantiser:
         if needs_shift(self.spec):
             made["shift"] = self._item(outputs, EACH * len(rest) + 1)
         return made
+
+    def _by_nodes(self, x: fx.Node, how: How) -> tuple[fx.Node, fx.Node]:
+        return fp8_nodes.rounded(self.emitter, x, how, self.seen if how.of_keys else None)
+
+    @property
+    def _further(self) -> list[fx.Node]:
+        """What all ops take last."""
+        return [] if self.seen is None else [self.seen]
 
     def _fuses(self, name: str) -> bool:
         """What is known beforehand, and not the op's to turn or to move: then the tensor need not be written for an op to read it."""
@@ -158,6 +170,7 @@ class _Quantiser:
             restore=self.spec.dtype if is_restored else "",
             has_mean=name == "k" and recipe.smooth_k,
             has_shift=name == "q" and needs_shift(self.spec),
+            of_keys=name != "q" and self.seen is not None,
         )
 
     def _rounding(self, how: Iterable[How], per: fp8_rounding.Per | None) -> str:
@@ -170,7 +183,7 @@ class _Quantiser:
         op = torch.ops.attn_compiler.round_fp8.default
         known = [largest[name] for name in x if name in largest]
         text = self._rounding((how[name] for name in x), self._newest_per)
-        return self._call(op, list(x.values()), mean, known, text)
+        return self._call(op, list(x.values()), mean, known, text, *self._further)
 
     def _magnitudes(
         self, x: dict[str, fx.Node], mean: fx.Node | None, how: dict[str, How], history: History | None
@@ -180,7 +193,7 @@ class _Quantiser:
             case CurrentScaling(granularity=granularity) if granularity != "block":
                 per: fp8_rounding.Per = "tensor" if granularity == "tensor" else "row"
                 op = torch.ops.attn_compiler.largest_fp8.default
-                kept = self._call(op, list(x.values()), mean, self._rounding(how.values(), per))
+                kept = self._call(op, list(x.values()), mean, self._rounding(how.values(), per), *self._further)
                 return self._parts(kept, x, per)
             case DelayedScaling() as delayed if history is not None:
                 return self._parts(self._of_steps_before(history, delayed), x, delayed.granularity)

@@ -34,9 +34,9 @@ VECTOR = 16
 _GIVEN, _TAKEN = (2, 4, 2), (4, 2, 2)
 
 #: For each tensor rounded, descale, restored; then the newest magnitudes, and a shift where one is asked for.
-ROUND_SCHEMA = "(Tensor[] tensors, Tensor? mean, Tensor[] largest, str how) -> Tensor[]"
-LARGEST_SCHEMA = "(Tensor[] tensors, Tensor? mean, str how) -> Tensor"
-MEAN_SCHEMA = "(Tensor k, bool rotated) -> Tensor"
+ROUND_SCHEMA = "(Tensor[] tensors, Tensor? mean, Tensor[] largest, str how, Tensor? seen=None) -> Tensor[]"
+LARGEST_SCHEMA = "(Tensor[] tensors, Tensor? mean, str how, Tensor? seen=None) -> Tensor"
+MEAN_SCHEMA = "(Tensor k, bool rotated, Tensor? seen=None) -> Tensor"
 STAND_IN_SCHEMA = "(Tensor x) -> Tensor"
 #: outputs for each tensor
 EACH = 3
@@ -51,7 +51,7 @@ class How:
     tensors' are. rotated: there is an R, for a D that is a power of two. turned: positions last, as `turned` says; as_given: the rounded
     one's strides are in the order of the given one's, else it is contiguous. restore: the dtype of what is restored, "" for none; it
     is rotated and without its mean as the rounded one is. has_mean: it loses the mean. has_shift: its products with the mean are asked for:
-    of q with its kv head's."""
+    of q with its kv head's. of_keys: its positions are keys, of which those that nobody sees count as 0."""
 
     format: str
     margin: int = 0
@@ -62,6 +62,7 @@ class How:
     restore: str = ""
     has_mean: bool = False
     has_shift: bool = False
+    of_keys: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -168,35 +169,42 @@ def empty_shift(tensors: Sequence[torch.Tensor], how: Rounding) -> list[torch.Te
 
 
 def round_fp8(
-    tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, largest: Sequence[torch.Tensor], text: str
+    tensors: Sequence[torch.Tensor],
+    mean: torch.Tensor | None,
+    largest: Sequence[torch.Tensor],
+    text: str,
+    seen: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Of each tensor rounded, descale and restored, then the largest magnitudes of all as `largest_fp8` gives them, or nothing of those;
     then the shift, if one is asked for: of the tensor as it was rounded, (B, H, S), float32.
 
     tensors: up to three, (B, H, S, D), the last stride 1. mean: of `mean_fp8`. largest: float32 (B|1, H|1, 1) for each
-    tensor, contiguous, the magnitude that becomes what fits; or none: of each block its own. text: of a `Rounding`. On a GPU one kernel
+    tensor, contiguous, the magnitude that becomes what fits; or none: of each block its own. text: of a `Rounding`. seen: bool (B|1, S),
+    contiguous, which keys anybody may see, or None for all: the others become 0, and count for nothing. On a GPU one kernel
     (kernels/round_fp8.py), elsewhere plain PyTorch."""
     if tensors[0].device.type == "cuda":
-        found: list[torch.Tensor] = _ROUND_ON_GPU(tensors, mean, largest, text)
+        found: list[torch.Tensor] = _ROUND_ON_GPU(tensors, mean, largest, text, seen)
         return found
-    return _round_in_pytorch(tensors, mean, largest, Rounding.from_text(text))
+    return _round_in_pytorch(tensors, mean, largest, Rounding.from_text(text), seen)
 
 
-def largest_fp8(tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, text: str) -> torch.Tensor:
+def largest_fp8(
+    tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, text: str, seen: torch.Tensor | None = None
+) -> torch.Tensor:
     """float32 (n,): the largest finite magnitudes of (x - mean) · R, tensor after tensor. As `round_fp8` otherwise."""
     if tensors[0].device.type == "cuda":
-        found: torch.Tensor = _LARGEST_ON_GPU(tensors, mean, text)
+        found: torch.Tensor = _LARGEST_ON_GPU(tensors, mean, text, seen)
         return found
-    return _largest_in_pytorch(tensors, mean, Rounding.from_text(text))
+    return _largest_in_pytorch(tensors, mean, Rounding.from_text(text), seen)
 
 
-def mean_fp8(k: torch.Tensor, rotated: bool) -> torch.Tensor:
+def mean_fp8(k: torch.Tensor, rotated: bool, seen: torch.Tensor | None = None) -> torch.Tensor:
     """float32 (B, H, n, D), contiguous: the mean over positions of what is finite, and with `rotated` that times R behind it. A mean that
-    overflows is 0: any vector does, if scores are given back what they lose by it."""
+    overflows is 0: any vector does, if scores are given back what they lose by it. What is not finite, or not seen, counts as 0."""
     if k.device.type == "cuda":
-        found: torch.Tensor = _MEAN_ON_GPU(k, rotated)
+        found: torch.Tensor = _MEAN_ON_GPU(k, rotated, seen)
         return found
-    return _mean_in_pytorch(k, rotated)
+    return _mean_in_pytorch(k, rotated, seen)
 
 
 def stand_in_fp8(x: torch.Tensor) -> torch.Tensor:
@@ -210,26 +218,42 @@ _MEAN_ON_GPU = late("fp8_rounding_launch", "mean_fp8")
 
 
 def _round_in_pytorch(
-    tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, largest: Sequence[torch.Tensor], how: Rounding
+    tensors: Sequence[torch.Tensor],
+    mean: torch.Tensor | None,
+    largest: Sequence[torch.Tensor],
+    how: Rounding,
+    seen: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     found, shift = [], []
     for i, (x, each) in enumerate(zip(tensors, how.each, strict=True)):
-        outputs = _one_in_pytorch(x, mean, largest[i] if largest else None, each, how.block)
+        exact = _exact(x, mean, each, seen)
+        outputs = _one_in_pytorch(x, exact, mean, largest[i] if largest else None, each, how.block)
         found += outputs[:EACH]
         shift += outputs[EACH:]
-    newest = _largest_in_pytorch(tensors, mean, how) if how.per else torch.empty((0,), device=tensors[0].device)
+    newest = _largest_in_pytorch(tensors, mean, how, seen) if how.per else torch.empty((0,), device=tensors[0].device)
     return [*found, newest, *shift]
 
 
-def _exact(x: torch.Tensor, mean: torch.Tensor | None, how: How) -> torch.Tensor:
+def _exact(x: torch.Tensor, mean: torch.Tensor | None, how: How, seen: torch.Tensor | None) -> torch.Tensor:
     exact = rotated(x) if how.rotated else x.float()
-    return exact if mean is None or not how.has_mean else exact - mean[:, :, -1:]
+    exact = exact if mean is None or not how.has_mean else exact - mean[:, :, -1:]
+    return torch.where(_of_positions(seen), exact, 0.0) if seen is not None and how.of_keys else exact
+
+
+def _of_positions(seen: torch.Tensor) -> torch.Tensor:
+    """(B|1, S) -> (B|1, 1, S, 1)"""
+    return seen[:, None, :, None]
 
 
 def _one_in_pytorch(
-    x: torch.Tensor, mean: torch.Tensor | None, given: torch.Tensor | None, how: How, block: int
+    x: torch.Tensor,
+    exact: torch.Tensor,
+    mean: torch.Tensor | None,
+    given: torch.Tensor | None,
+    how: How,
+    block: int,
 ) -> list[torch.Tensor]:
-    exact = _exact(x, mean, how)
+    """exact: what x becomes before it is rounded."""
     finite = exact.isfinite()
     amax = _amax_of_blocks(torch.where(finite, exact.abs(), 0.0), block) if given is None else given
     if how.magnitude is not None:
@@ -260,25 +284,31 @@ def _amax_of_blocks(size: torch.Tensor, block: int) -> torch.Tensor:
     return padded.unflatten(2, (-1, block)).amax((3, 4))  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _largest_in_pytorch(tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, how: Rounding) -> torch.Tensor:
+def _largest_in_pytorch(
+    tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, how: Rounding, seen: torch.Tensor | None = None
+) -> torch.Tensor:
     dims = {"tensor": (0, 1, 2, 3), "head": (0, 2, 3), "row": (2, 3)}[how.per or "tensor"]
-    exact = [_exact(x, mean, each) for x, each in zip(tensors, how.each, strict=True)]
+    exact = [_exact(x, mean, each, seen) for x, each in zip(tensors, how.each, strict=True)]
     return torch.cat([torch.where(x.isfinite(), x.abs(), 0.0).amax(dims).reshape(-1) for x in exact])
 
 
-def _mean_in_pytorch(k: torch.Tensor, with_rotated: bool) -> torch.Tensor:
-    wide = k.float()
+def _mean_in_pytorch(k: torch.Tensor, with_rotated: bool, seen: torch.Tensor | None = None) -> torch.Tensor:
+    wide = k.float() if seen is None else torch.where(_of_positions(seen), k.float(), 0.0)
     mean = torch.where(wide.isfinite(), wide, 0.0).mean(2, keepdim=True)
     mean = torch.where(mean.isfinite(), mean, 0.0)
     return torch.cat([mean, rotated(mean)], 2) if with_rotated else mean
 
 
-def _fake_mean(k: torch.Tensor, rotated: bool) -> torch.Tensor:
+def _fake_mean(k: torch.Tensor, rotated: bool, seen: torch.Tensor | None = None) -> torch.Tensor:
     return k.new_empty((*k.shape[:2], 1 + int(rotated), k.shape[3]), dtype=torch.float32)
 
 
 def _fake_round(
-    tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, largest: Sequence[torch.Tensor], text: str
+    tensors: Sequence[torch.Tensor],
+    mean: torch.Tensor | None,
+    largest: Sequence[torch.Tensor],
+    text: str,
+    seen: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     how, found = Rounding.from_text(text), []
     for i, (x, each) in enumerate(zip(tensors, how.each, strict=True)):
@@ -287,7 +317,9 @@ def _fake_round(
     return [*found, newest, *empty_shift(tensors, how)]
 
 
-def _fake_largest(tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, text: str) -> torch.Tensor:
+def _fake_largest(
+    tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, text: str, seen: torch.Tensor | None = None
+) -> torch.Tensor:
     per = Rounding.from_text(text).per or "tensor"
     return tensors[0].new_empty((sum(count(x, per) for x in tensors),), dtype=torch.float32)
 

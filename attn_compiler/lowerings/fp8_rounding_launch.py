@@ -36,18 +36,21 @@ Named = Mapping[str, torch.Tensor]
 
 
 def round_fp8(
-    tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, largest: Sequence[torch.Tensor], text: str
+    tensors: Sequence[torch.Tensor],
+    mean: torch.Tensor | None,
+    largest: Sequence[torch.Tensor],
+    text: str,
+    seen: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """As `fp8_rounding.round_fp8`."""
-    how = Rounding.from_text(text)
-    given = [*tensors, *([] if mean is None else [mean]), *largest]
-    same = alike(f"round_fp8 {text} {len(tensors)} {mean is not None} {len(largest)}", given)
+    how, named = Rounding.from_text(text), _named(tensors, mean, seen)
+    same = alike(f"round_fp8 {text} {list(named)} {len(largest)}", [*named.values(), *largest])
     with on(tensors[0].device):
         outputs: list[torch.Tensor] = []
         for i, (x, each) in enumerate(zip(tensors, how.each, strict=True)):
             outputs += empty_outputs(x, largest[i] if largest else None, each, how.block)
         newest = _zeros(tensors, how.per)
-        named = _named(tensors, mean) | {f"largest{i}": x for i, x in enumerate(largest)}
+        named |= {f"largest{i}": x for i, x in enumerate(largest)}
         for i, each in enumerate(how.each):
             found = dict(zip(("rounded", "descale", "restored"), outputs[EACH * i :], strict=False))
             named |= {f"{name}{i}": x for name, x in found.items() if name != "restored" or each.restore}
@@ -58,26 +61,29 @@ def round_fp8(
     return [*outputs, newest.view(torch.float32), *shift]
 
 
-def largest_fp8(tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, text: str) -> torch.Tensor:
+def largest_fp8(
+    tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, text: str, seen: torch.Tensor | None = None
+) -> torch.Tensor:
     """As `fp8_rounding.largest_fp8`."""
-    how = Rounding.from_text(text)
-    same = alike(f"largest_fp8 {text} {len(tensors)}", [*tensors, *([] if mean is None else [mean])])
+    how, named = Rounding.from_text(text), _named(tensors, mean, seen)
+    same = alike(f"largest_fp8 {text} {list(named)}", list(named.values()))
     with on(tensors[0].device):
         kept = _zeros(tensors, how.per or "tensor")
-        named = _named(tensors, mean) | {"kept": kept}
+        named |= {"kept": kept}
         launch(kernels.largest_fp8, same, named, functools.partial(_looking, named, how, len(tensors)))
     return kept.view(torch.float32)
 
 
-def mean_fp8(k: torch.Tensor, rotated: bool) -> torch.Tensor:
+def mean_fp8(k: torch.Tensor, rotated: bool, seen: torch.Tensor | None = None) -> torch.Tensor:
     """As `fp8_rounding.mean_fp8`."""
-    same = alike(f"mean_fp8 {rotated}", [k])
+    given = {"x": k} if seen is None else {"x": k, "seen": seen}
+    same = alike(f"mean_fp8 {rotated} {len(given)}", list(given.values()))
     batch, heads, length, head_dim = k.shape
     parts = triton.cdiv(length, _SUMS * _SUM_PART)
     with on(k.device):
         sums = torch.empty((batch, heads, parts, head_dim), dtype=torch.float32, device=k.device)
         mean = torch.empty((batch, heads, 1 + int(rotated), head_dim), dtype=torch.float32, device=k.device)
-        launch(mean_kernels.sums_fp8, same, {"x": k, "sums": sums}, functools.partial(_summing, k, parts))
+        launch(mean_kernels.sums_fp8, same, given | {"sums": sums}, functools.partial(_summing, k, parts, seen))
         launch(mean_kernels.mean_fp8, same, {"sums": sums, "mean": mean}, functools.partial(_adding, k, parts, rotated))
     return mean
 
@@ -88,9 +94,12 @@ def _zeros(tensors: Sequence[torch.Tensor], per: Per | None) -> torch.Tensor:
     return torch.zeros((size,), dtype=torch.int32, device=tensors[0].device)
 
 
-def _named(tensors: Sequence[torch.Tensor], mean: torch.Tensor | None) -> dict[str, torch.Tensor]:
+def _named(
+    tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, seen: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
     named = {f"x{i}": x for i, x in enumerate(tensors)}
-    return named if mean is None else named | {"mean": mean}
+    further = {"mean": mean, "seen": seen}
+    return named | {name: x for name, x in further.items() if x is not None}
 
 
 def _rounding(named: Named, how: Rounding, many: int) -> Arguments:
@@ -104,12 +113,13 @@ def _rounding(named: Named, how: Rounding, many: int) -> Arguments:
         numbers |= _strides(named, f"rounded{i}", "y", i) | _strides(named, f"restored{i}", "r", i)
         numbers |= {f"largest{i}": each.largest, f"fits{i}": each.fits, f"known{i}": each.magnitude or 0.0}
         numbers |= {f"TURNED{i}": each.turned, f"WHOLE{i}": each.dtype == torch.int8, f"ROTATED{i}": each.rotated}
+        numbers[f"OF_KEYS{i}"] = each.of_keys and "seen" in named
         of_all = named.get(f"largest{i}")
         for axis, name in enumerate("bh"):
             numbers[f"largest_{name}{i}"] = 0 if of_all is None else along(of_all, axis)
-    numbers |= _offsets("newest", named, how.per, many)
+    numbers |= _offsets("newest", named, how.per, many) | _seen_stride(named.get("seen"))
     numbers |= {"newest_b": int(how.per == "row"), "newest_h": int(how.per in ("head", "row"))}
-    names = [*_names("x", "largest", "rounded", "descale", "restored"), "mean", "shift", "newest"]
+    names = [*_names("x", "largest", "rounded", "descale", "restored"), "mean", "seen", "shift", "newest"]
     return _arguments(named, names, numbers, _rounding_tile(named, how))
 
 
@@ -133,21 +143,23 @@ def _looking(named: Named, how: Rounding, many: int) -> Arguments:
     for i in range(_MOST):
         numbers |= _of_one(named, i, looks * part)
         numbers[f"ROTATED{i}"] = i < many and how.each[i].rotated
+        numbers[f"OF_KEYS{i}"] = i < many and how.each[i].of_keys and "seen" in named
         numbers[f"kept_h{i}"] = int(per != "tensor")
         numbers[f"kept_b{i}"] = numbers[f"heads{i}"] if per == "row" else 0
-    numbers |= _offsets("kept", named, per, many)
+    numbers |= _offsets("kept", named, per, many) | _seen_stride(named.get("seen"))
     tile = Tile(queries=part, keys=part, warps=_warps(_LOOK_WARPS, named), stages=1)
-    return _arguments(named, [*_names("x"), "mean", "kept"], numbers, tile)
+    return _arguments(named, [*_names("x"), "mean", "seen", "kept"], numbers, tile)
 
 
-def _summing(k: torch.Tensor, parts: int) -> Arguments:
+def _summing(k: torch.Tensor, parts: int, seen: torch.Tensor | None = None) -> Arguments:
     batch, heads, length, head_dim = k.shape
     numbers = {"heads": heads, "length": length, "parts": parts, "PARTS": _SUMS, "PART": _SUM_PART}
     numbers |= {f"stride_{axis}": k.stride(at) for at, axis in enumerate("bhs")}
-    numbers |= {"HEAD_DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim)}
+    numbers |= {"HEAD_DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim)} | _seen_stride(seen)
     tile = Tile(queries=_SUM_PART, keys=_SUM_PART, warps=_SUM_WARPS, stages=1)
     grid = (parts * heads * batch, 1, 1)
-    return Arguments(grid=grid, tensors={"X": "x", "Sums": "sums"}, numbers=numbers, tile=tile)
+    tensors = {"X": "x", "Seen": None if seen is None else "seen", "Sums": "sums"}
+    return Arguments(grid=grid, tensors=tensors, numbers=numbers, tile=tile)
 
 
 def _adding(k: torch.Tensor, parts: int, rotated: bool) -> Arguments:
@@ -179,6 +191,10 @@ def _of_one(named: Named, i: int, block: int) -> dict[str, Any]:
 def _strides(named: Named, name: str, letter: str, i: int) -> dict[str, int]:
     x = named.get(name)
     return {f"stride_{letter}{axis}{i}": 0 if x is None else x.stride(at) for at, axis in enumerate("bhs")}
+
+
+def _seen_stride(seen: torch.Tensor | None) -> dict[str, int]:
+    return {"seen_b": 0 if seen is None else along(seen, 0)}
 
 
 def _offsets(name: str, named: Named, per: Per | None, many: int) -> dict[str, int]:

@@ -14,6 +14,7 @@ from attn_compiler.lowerings import (
     fp8_quantise,
     fp8_restoring,
     fp8_rounding,
+    fp8_seen,
     sdpa_cudnn_backward,
     sdpa_limits,
     triton_operands,
@@ -70,7 +71,7 @@ class HopperFp8:
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         tiles = triton_tiles_table.tiles(spec, emitter.target)
-        rounded = fp8_quantise.emit(emitter, spec, operands)
+        rounded = fp8_quantise.emit(emitter, spec, operands, seen=fp8_seen.emit(emitter, spec, operands))
         family = backward_of(spec, emitter.target)
         emitter.note(f"FP8 forward: {fp8_quantise.recipe_of(spec).words}; backward in {spec.dtype} ({family})")
         further = triton_operands.emit(emitter, spec, operands, tiles)

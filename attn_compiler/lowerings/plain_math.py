@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from attn_compiler.lowerings import sdpa_limits
+from attn_compiler.lowerings import sdpa_limits, unused
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
-from attn_compiler.masks import Alignment, Causal
+from attn_compiler.masks import Causal
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -46,6 +46,7 @@ class PlainMath:
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         dtype = emitter.value(operands.q).dtype
+        operands = unused.cleared(emitter, spec, operands)
         scores = _scores(emitter, spec, operands)
         scores = _masked(emitter, spec, scores, operands.mask)
         weights = _weights(emitter, spec, scores, operands.sinks)
@@ -79,21 +80,8 @@ def _masked(emitter: Emitter, spec: AttentionSpec, scores: fx.Node, mask: fx.Nod
         scores = emitter.call(torch.add, scores, mask)
     for kind in spec.mask.kinds:
         if isinstance(kind, Causal):
-            scores = emitter.call(torch.where, _diagonal(emitter, kind, scores), scores, -torch.inf)
+            scores = emitter.call(torch.where, unused.diagonal(emitter, kind, scores), scores, -torch.inf)
     return scores
-
-
-def _diagonal(emitter: Emitter, kind: Causal, scores: fx.Node) -> fx.Node:
-    """(Sq, Skv), True where key k is allowed for query q: computed where it is used, never stored."""
-    device = emitter.value(scores).device
-    seqlen_q, seqlen_kv = (_size(emitter, scores, axis) for axis in (2, 3))
-    rows = emitter.call(torch.arange, seqlen_q, device=device)
-    if kind.alignment is Alignment.BOTTOM_RIGHT:
-        rows = emitter.call(torch.add, rows, seqlen_kv)
-        rows = emitter.call(torch.sub, rows, seqlen_q)
-    return emitter.call(
-        torch.le, emitter.call(torch.arange, seqlen_kv, device=device), emitter.call(torch.unsqueeze, rows, 1)
-    )
 
 
 def _weights(emitter: Emitter, spec: AttentionSpec, scores: fx.Node, sinks: fx.Node | None) -> fx.Node:
@@ -102,7 +90,7 @@ def _weights(emitter: Emitter, spec: AttentionSpec, scores: fx.Node, sinks: fx.N
         if not _can_empty_a_row(spec):
             return emitter.call(torch.softmax, scores, -1)
         return emitter.call(aten._safe_softmax.default, scores, -1)
-    batch, seqlen_q, seqlen_kv = (_size(emitter, scores, axis) for axis in (0, 2, 3))
+    batch, seqlen_q, seqlen_kv = (unused.size(emitter, scores, axis) for axis in (0, 2, 3))
     column = emitter.call(torch.Tensor.to, sinks, emitter.value(scores).dtype)
     for axis in (0, 2, 3):
         column = emitter.call(torch.unsqueeze, column, axis)
@@ -139,8 +127,3 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _cast(emitter: Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     return node if emitter.value(node).dtype == dtype else emitter.call(torch.Tensor.to, node, dtype)
-
-
-def _size(emitter: Emitter, node: fx.Node, axis: int) -> int | fx.Node:
-    size = emitter.value(node).shape[axis]
-    return size if isinstance(size, int) else emitter.call(aten.sym_size.int, node, axis)

@@ -4,11 +4,13 @@ Slow and large (all scores are in memory): it is what other lowerings are held a
 
     s = scale · (q kᵀ);  s = softcap · tanh(s / softcap);  s = s + mask + bias;  p = softmax([s, sinks])[..., :Skv];  out = p v
 
-A row without any allowed key (and without a sink) gives 0, its lse is -inf, and its gradients are 0.
+A row without any allowed key (and without a sink) gives 0, its lse is -inf, and its gradients are 0. What such a query holds, or a key
+that no query may see, gets nowhere, be it NaN.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,6 +86,7 @@ def forward(
 
     Both come in the compute dtype. operands: see `ops.LEAF_SCHEMA`. Sizes are those of the tensors, not the spec's.
     """
+    q, k, v = without_unused(q, k, v, operands, spec)
     scores = _scores(q, k, operands, spec)
     out = _weights(scores)[..., : k.shape[2]] @ repeated(v, q).to(scores.logits.dtype)
     return out, torch.logsumexp(_terms(scores), dim=-1)
@@ -99,6 +102,7 @@ def backward(
     spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Gradients of q, k, v and of `differentiable(operands, spec)`, in the compute dtype; grad_lse: gradient of the lse."""
+    q, k, v = without_unused(q, k, v, operands, spec)
     scores = _scores(q, k, operands, spec)
     dtype = scores.logits.dtype
     all_weights = _weights(scores)
@@ -113,6 +117,31 @@ def backward(
     grad_q = grad_raw @ repeated(k, q).to(dtype)
     grad_k = _folded(grad_raw.transpose(-1, -2) @ q.to(dtype), k)
     return grad_q, grad_k, grad_v, _operand_gradients(grad_logits, row * of_sinks, operands, spec)
+
+
+def without_unused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q with 0 in rows without any allowed key, k and v with 0 at keys that no query may see: products with weights of 0 would be NaN
+    where those are not finite. The tensors themselves where all may be used."""
+    allowed = _allowed(q, k, operands, spec)
+    if allowed is None:
+        return q, k, v
+    of_heads = allowed.any(-2)
+    if of_heads.shape[1] > 1:
+        of_heads = torch.unflatten(of_heads, 1, (k.shape[1], -1)).any(2)
+    seen, has_keys = of_heads[..., None], allowed.any(-1, keepdim=True)
+    return torch.where(has_keys, q, 0.0), torch.where(seen, k, 0.0), torch.where(seen, v, 0.0)
+
+
+def _allowed(q: torch.Tensor, k: torch.Tensor, operands: Tensors, spec: AttentionSpec) -> torch.Tensor | None:
+    """bool (B|1, Hq|1, Sq, Skv); None if every pair is."""
+    pairs = q.new_zeros((1, 1, q.shape[2], k.shape[2]), dtype=torch.bool)
+    found = [_causal(kind, pairs)[None, None] for kind in spec.mask.kinds if isinstance(kind, Causal)]
+    for tensor in _split(operands, spec)[0]:
+        truth = tensor if tensor.dtype == torch.bool else tensor != -torch.inf
+        found.append(truth.reshape((1,) * (4 - truth.dim()) + truth.shape) | pairs)
+    return functools.reduce(operator.and_, found) if found else None
 
 
 def differentiable(operands: Tensors, spec: AttentionSpec) -> list[bool]:

@@ -13,7 +13,15 @@ import torch
 from torch import fx
 
 from attn_compiler.fp8_recipe import DTYPES
-from attn_compiler.lowerings import fp8_limits, fp8_quantise, fp8_restoring, fp8_rounding, reference, sdpa_limits
+from attn_compiler.lowerings import (
+    fp8_limits,
+    fp8_quantise,
+    fp8_restoring,
+    fp8_rounding,
+    fp8_seen,
+    reference,
+    sdpa_limits,
+)
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.ops import empty_outputs, register_forward
 from attn_compiler.report import Reason
@@ -44,7 +52,7 @@ class ReferenceFp8:
         return LayoutDemand(last_stride_one=False)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        rounded = fp8_quantise.emit(emitter, spec, operands)
+        rounded = fp8_quantise.emit(emitter, spec, operands, seen=fp8_seen.emit(emitter, spec, operands))
         emitter.note(f"FP8 forward: {fp8_quantise.recipe_of(spec).words}; backward in {spec.dtype}")
         further = [node for node in (operands.mask, operands.sinks) if node is not None]
         return fp8_restoring.call_leaf(
@@ -69,11 +77,13 @@ def forward(
     v_exact = _restored(
         fp8_rounding.in_order(given["v8"]).transpose(2, 3)[:, :, : k.shape[2]], given["descale_v"], block
     )
+    further = operands[len(names) :]
+    q_exact, k_exact, v_exact = reference.without_unused(q_exact, k_exact, v_exact, further, spec)
     if "shift" in given:
         # As one more element of each head, so that it is where the kernel adds it: before scale and softcap.
         q_exact = torch.cat((q_exact, given["shift"][..., None]), -1)
         k_exact = torch.cat((k_exact, torch.ones_like(k_exact[..., :1])), -1)
-    logits, sinks = reference.logits(q_exact, k_exact, operands[len(names) :], spec)
+    logits, sinks = reference.logits(q_exact, k_exact, further, spec)
     dtype = getattr(torch, DTYPES[fp8_quantise.recipe_of(spec).forward_format])
     exact_out, exact_lse = _attention(logits, sinks, reference.repeated(v_exact, q), dtype)
     out, lse = empty_outputs(q, v)

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import fx
 
-from attn_compiler.lowerings import cudnn_limits, dims, mask_nodes, sdpa_limits
+from attn_compiler.lowerings import cudnn_limits, dims, mask_nodes, offset_limits, sdpa_limits
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.sdpa_limits import torch_release
 from attn_compiler.report import Reason
@@ -199,6 +199,7 @@ class SdpaEfficient(_Pinned):
             *sdpa_limits.check_causal(spec),
             *sdpa_limits.check_causal_alone(spec),
             *sdpa_limits.check_tensor(spec, dtypes=(spec.dtype,)),
+            *offset_limits.check_efficient(spec),
         ]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:

@@ -15,6 +15,7 @@ from attn_compiler.lowerings import (
     fp8_limits,
     fp8_quantise,
     fp8_restoring,
+    fp8_seen,
     sdpa_limits,
     triton_operands,
     triton_ops,
@@ -68,7 +69,7 @@ class TritonFp8:
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         tiles = _tiles(spec, emitter.target)
-        rounded = fp8_quantise.emit(emitter, spec, operands)
+        rounded = fp8_quantise.emit(emitter, spec, operands, seen=fp8_seen.emit(emitter, spec, operands))
         emitter.note(f"FP8 forward: {fp8_quantise.recipe_of(spec).words}; backward in {spec.dtype}")
         further = triton_operands.emit(emitter, spec, operands, tiles)
         text = Call(spec=spec, tiles=tiles).to_text()

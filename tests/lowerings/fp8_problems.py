@@ -22,10 +22,10 @@ from torch import Tensor
 from attn_compiler.fp8_recipe import Fp8Recipe
 from attn_compiler.lowerings import fp8_quantise, fp8_restoring, triton_fp8
 from attn_compiler.lowerings.base import Operands
-from attn_compiler.lowerings.triton_plan import Call
+from attn_compiler.lowerings.triton_plan import Call, Plan
 from attn_compiler.target import Target
 from tests import numerics
-from tests.lowerings import kernel_problems
+from tests.lowerings import kernel_problems, plan_math
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import Problem, planned
 
@@ -90,13 +90,15 @@ def build(case: Case, recipe: Fp8Recipe, *, target: Target | None = None, **give
     return rounded_problem(kernel_problems.build(case, target=target, **given), recipe, target)
 
 
-def rounded_problem(problem: Problem, recipe: Fp8Recipe, target: Target | None = None) -> Fp8Problem:
-    """The same problem, rounded."""
+def rounded_problem(
+    problem: Problem, recipe: Fp8Recipe, target: Target | None = None, *, seen: Tensor | None = None
+) -> Fp8Problem:
+    """The same problem, rounded. seen: as in fp8_quantise.emit, else what `seen_of` says."""
     call = Call.from_text(problem.text)
     spec = dataclasses.replace(call.spec, fp8=recipe)
     nodes: Any = {"q": problem.q, "k": problem.k, "v": problem.v}
     emitter: Any = Eager()
-    made: Any = fp8_quantise.emit(emitter, spec, Operands(**nodes))
+    made: Any = fp8_quantise.emit(emitter, spec, Operands(**nodes), seen=seen_of(problem) if seen is None else seen)
     rounded = dict(zip(fp8_quantise.names(spec), made.operands, strict=True))
     if target is not None:
         with planned(problem.plan):
@@ -104,6 +106,16 @@ def rounded_problem(problem: Problem, recipe: Fp8Recipe, target: Target | None =
     text = dataclasses.replace(call, spec=spec).to_text()
     kept = dict(zip(fp8_restoring.kept_of(spec, text).names, made.kept, strict=True)) if made.kept else {}
     return Fp8Problem(problem=dataclasses.replace(problem, text=text), rounded=rounded, kept=kept)
+
+
+def seen_of(problem: Problem) -> Tensor | None:
+    """bool (B|1, Skv): what fp8_seen.py says of a mask with such parts. None where that is nothing."""
+    plan, case = problem.plan, problem.case
+    band = None if plan.band is None else plan_math.allowed(Plan(band=plan.band), {}, case.seqlen_q, case.seqlen_kv)
+    of_band = None if band is None else band[0].any(1).to(problem.q.device)
+    if not plan.keys:
+        return None if of_band is None or bool(of_band.all()) else of_band.contiguous()
+    return problem.named["keys"] if of_band is None else (problem.named["keys"] & of_band).contiguous()
 
 
 def results(given: Fp8Problem) -> list[Tensor]:

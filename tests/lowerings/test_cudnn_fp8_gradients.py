@@ -59,6 +59,21 @@ def test_one_row_that_is_far_larger_than_the_others_leaves_those_their_gradients
     assert (found - alone)[:, :, :-1].norm() / alone.norm() < 0.15
 
 
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_leaves_all_others_their_gradients(value: float) -> None:
+    """Small ones, which a scale of 1 would lose."""
+    upstream, operands = given(upstream=1e-6 * torch.randn(1, 4, 256, 128, generator=torch.Generator().manual_seed(1)))
+    without, heavy = upstream.clone(), upstream.clone()
+    without[:, 0, -1], heavy[:, 0, -1] = 0.0, value
+    right, found = gradients(without, operands), gradients(heavy, operands)
+    assert torch.equal(found[0][:, :, :-1], right[0][:, :, :-1])
+    assert found[0][:, 0, -1].isnan().any()
+    for got, wanted in zip(found[1:], right[1:], strict=True):
+        assert wanted[:, 1].any()
+        assert torch.equal(got[:, 1], wanted[:, 1])
+
+
 def test_the_names_are_what_the_forward_left() -> None:
     padded = Call(scale=1.0, needs_grad=True, fp8="backward", lengths=True)
     assert cudnn_fp8_gradients.names(CALL, may_be_empty=False)[:5] == ("q", "k", "v", "out", "lse")

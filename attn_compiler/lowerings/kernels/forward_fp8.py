@@ -8,6 +8,8 @@ What differs is what FP8's few bits ask for:
 - The last keys come first. Where models put much weight on the first tokens (attention sinks), visiting those first would raise the
   maximum that all other weights are rounded against, and push them below the smallest number
   (https://arxiv.org/abs/2606.06521; FlashAttention-3 goes backwards too).
+- A key that no query of a tile may see has a weight of 0, and 0 · NaN is NaN: v is not even read there. Only intervals, documents and
+  dense masks ask for that; of the other masks nobody's keys were rounded to 0 (fp8_seen.py).
 - Dropout's factor comes after the rounding, which it would push out of the format's range.
 """
 
@@ -38,20 +40,22 @@ WEIGHT = tl.constexpr(8.0)
 
 @triton.jit
 def _load_turned(
-    base, start, stride, length, allowed,
+    base, start, stride, length, seen,
     SIZE: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
     """(PART, SIZE) elements of a tensor with positions last, as they lie there: head dims from FIRST, positions from `start`. Zeros
-    beyond the head dim and, if CHECK, where `allowed` (1, SIZE) does not hold; what is beyond the length has been made 0."""
+    beyond the head dim and, if CHECK, where `seen` (1, SIZE) does not hold; what is beyond the length has been made 0."""
     positions = tl.arange(0, SIZE)[None, :]
     dims = FIRST + tl.arange(0, PART)[:, None]
-    pointers = base + tl.multiple_of(start, SIZE) + tl.multiple_of(dims * stride, [ALIGN, ALIGN]) + positions
+    pointers = (
+        base + tl.multiple_of(start, SIZE) + tl.multiple_of(dims.to(tl.int64) * stride, [ALIGN, ALIGN]) + positions
+    )
     if CHECK:
         # Of the last 16 positions, those beyond the length are anywhere.
         inside = start + positions < (length + 15) // 16 * 16
-        if allowed is not None:
-            inside = inside & allowed
+        if seen is not None:
+            inside = inside & seen
         if FIRST + PART > HEAD_DIM:
             inside = inside & (dims < HEAD_DIM)
         tile = tl.load(pointers, mask=inside, other=0.0)
@@ -84,14 +88,12 @@ def _step(
     descale_v. descale_q: of all rows, with k's where a head has one; shift: (M, 1)."""
     start = tile * BLOCK_N
     keys = start + tl.arange(0, BLOCK_N)[None, :]
-    keys_allowed, values_allowed = None, None
-    document_k = None
+    keys_allowed, document_k, values_seen = None, None, None
+    # Of band and keys, what nobody sees is 0 already (fp8_seen.py).
+    UNSEEN: tl.constexpr = MASKED and (lower is not None or DocumentsK is not None or Mask is not None)
     if MASKED:
         if Keys is not None:
             keys_allowed = tl.load(Keys + keys, mask=keys < seqlen_kv, other=0) != 0
-            i = tl.arange(0, BLOCK_N)[None, :]
-            lying = start + (i // 16 * 16 + i // 2 % 2 * 8 + i // 4 % 4 * 2 + i % 2)
-            values_allowed = tl.load(Keys + lying, mask=lying < seqlen_kv, other=0) != 0
         if DocumentsK is not None:
             document_k = tl.load(DocumentsK + keys, mask=keys < seqlen_kv, other=0)
     bias, distances = None, None
@@ -130,6 +132,9 @@ def _step(
             band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
         logits = tl.where(allowed, logits, float("-inf"))
+        if UNSEEN:
+            # From the scores: of whether pairs are allowed, a tile beside theirs would be held, which spills.
+            values_seen = _as_v_lies(tl.max(logits, 0)[None, :], 1, BLOCK_N) > float("-inf")
     new_peak = tl.maximum(peak, tl.max(logits, 1) * factor)
     against = new_peak
     if MASKED or Bias is not None:
@@ -141,14 +146,14 @@ def _step(
     if DROPOUT:
         weights = tl.where(kept(seed, head, queries, keys, dropout_p), weights, 0.0)
     weights = _as_v_lies(weights, BLOCK_M, BLOCK_N).to(V.dtype.element_ty)
-    v_0 = _load_turned(V, start, stride_vs, seqlen_kv, values_allowed, BLOCK_N, 0, V_0, HEAD_DIM_V, MASKED, ALIGN)
+    v_0 = _load_turned(V, start, stride_vs, seqlen_kv, values_seen, BLOCK_N, 0, V_0, HEAD_DIM_V, MASKED, ALIGN)
     if SCALE_BLOCK > 0:
         own_v = tl.load(DescaleV + start // SCALE_BLOCK)
         decay = decay * (descale_v / own_v)
         descale_v = own_v
     out_0 = out_0 * decay[:, None] + tl.dot(weights, tl.trans(v_0))
     if V_1 > 0:
-        v_1 = _load_turned(V, start, stride_vs, seqlen_kv, values_allowed, BLOCK_N, V_0, V_1, HEAD_DIM_V, MASKED, ALIGN)
+        v_1 = _load_turned(V, start, stride_vs, seqlen_kv, values_seen, BLOCK_N, V_0, V_1, HEAD_DIM_V, MASKED, ALIGN)
         out_1 = out_1 * decay[:, None] + tl.dot(weights, tl.trans(v_1))
     return total, new_peak, out_0, out_1, descale_v
 
@@ -186,9 +191,9 @@ def attention_forward_fp8(
     K = at_head(K, batch, head // group, stride_kb, stride_kh, ALIGN)
     V = at_head(V, batch, head // group, stride_vb, stride_vh, ALIGN)
     Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
-    DescaleQ += batch * descale_qb + head * descale_qh
-    DescaleK += batch * descale_kb + (head // group) * descale_kh
-    DescaleV += batch * descale_vb + (head // group) * descale_vh
+    DescaleQ += batch.to(tl.int64) * descale_qb + head * descale_qh
+    DescaleK += batch.to(tl.int64) * descale_kb + (head // group) * descale_kh
+    DescaleV += batch.to(tl.int64) * descale_vb + (head // group) * descale_vh
     # One for all rows: blocks are multiples of what a program computes.
     descale_q = tl.load(DescaleQ + (start // SCALE_BLOCK if SCALE_BLOCK > 0 else 0))
     descale_v = tl.load(DescaleV)
@@ -242,7 +247,9 @@ def attention_forward_fp8(
         )  # fmt: skip
 
     if Shift is not None and not SOFTCAP:
-        peak += tl.load(Shift + row * seqlen_q + offsets, mask=inside, other=0.0) * (scale * LOG2E)
+        moved = peak + tl.load(Shift + row * seqlen_q + offsets, mask=inside, other=0.0) * (scale * LOG2E)
+        # A row without keys has no scores to move, also where q holds NaN.
+        peak = tl.where(total == 0.0, peak, moved)
     if Sinks is not None:
         sink = tl.load(Sinks + head).to(tl.float32) * LOG2E
         with_sink = tl.maximum(peak, sink)

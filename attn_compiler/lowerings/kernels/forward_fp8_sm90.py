@@ -65,7 +65,7 @@ def _block(nth, work, HOW: gl.constexpr):
     keys = seqlen_kv
     end = keys
     if Ends is not None:
-        keys = gl.load(Ends + batch * rows_b, mask=i < blocks * heads_of_all, other=0)
+        keys = gl.load(Ends + batch.to(gl.int64) * rows_b, mask=i < blocks * heads_of_all, other=0)
         end = gl.maximum(keys, 1)
     if HAS_RIGHT:
         end = gl.minimum(end, gl.maximum(start + ROWS * CONSUMERS + band_right, 1))
@@ -263,8 +263,8 @@ def _queries(
     total = gl.convert_layout(gl.sum(total, 1), ROW, assert_trivial=True)
 
     if HAS_SHIFT and not SOFTCAP:
-        # Of all keys the same, so it was left out so far.
-        peak = peak + shift * (scale * LOG2E)
+        # Of all keys the same, so it was left out so far. A row without keys has no scores to move, also where q holds NaN.
+        peak = gl.where(total == 0.0, peak, peak + shift * (scale * LOG2E))
     if Sinks is not None:
         sink = gl.load(Sinks + head).to(gl.float32) * LOG2E
         with_sink = gl.maximum(peak, sink)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_compiler.lowerings.kernels.optional import at_index
 from attn_compiler.lowerings.kernels.rotation import signs_of
 
 #: columns of H at once
@@ -13,18 +14,22 @@ _COLUMNS = tl.constexpr(32)
 
 @triton.jit
 def sums_fp8(
-    X, Sums, stride_b, stride_h, stride_s, heads, length, parts,
+    X, Seen, Sums, stride_b, stride_h, stride_s, seen_b, heads, length, parts,
     PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (parts · H · B,). X: (B, H, S, D). Sums: float32 (B, H, parts, D): of PARTS · PART positions, of what is finite."""
+    """Grid: (parts · H · B,). X: (B, H, S, D). Seen: bytes (B|1, S), which positions count; or None. Sums: float32 (B, H, parts, D): of
+    PARTS · PART positions, of what is finite."""
     place = tl.program_id(0)
     part, row = place % parts, place // parts
     X += (row // heads).to(tl.int64) * stride_b + (row % heads).to(tl.int64) * stride_h
+    Seen = at_index(Seen, row // heads, seen_b)
     dims = tl.arange(0, WIDTH)[None, :]
     total = tl.zeros((PART, WIDTH), tl.float32)
     for i in tl.static_range(PARTS):
         rows = (part * PARTS + i) * PART + tl.arange(0, PART)[:, None]
         inside = rows < length
+        if Seen is not None:
+            inside = inside & (tl.load(Seen + rows, mask=inside, other=0) != 0)
         if WIDTH > HEAD_DIM:
             inside = inside & (dims < HEAD_DIM)
         x = tl.load(X + rows.to(tl.int64) * stride_s + dims, mask=inside, other=0.0).to(tl.float32)

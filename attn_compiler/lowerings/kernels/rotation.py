@@ -38,19 +38,25 @@ def _products(one, other, signs):
 
 
 @triton.jit
-def load_rotated(X, mean, signs, first, length, stride, PART: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """PART rows of X H / √D - mean in float32; from `length` on they are finite, and no more. X: of a head. mean: (1, D), or None."""
+def load_rotated(X, mean, Seen, signs, first, length, stride, PART: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """PART rows of X H / √D - mean in float32; from `length` on they are finite, and no more. X: of a head. mean: (1, D), or None. Seen:
+    bytes (length,), which rows count: the others are 0, whatever they hold; or None."""
     ROWS: tl.constexpr = signs.shape[0]
     rows = first + tl.arange(0, PART)[:, None]
     places = X + rows.to(tl.int64) * stride + tl.arange(0, ROWS)[None, :]
-    one = tl.load(places, mask=rows < length, other=0.0)
+    inside = rows < length
+    if Seen is not None:
+        inside = inside & (tl.load(Seen + rows, mask=inside, other=0) != 0)
+    one = tl.load(places, mask=inside, other=0.0)
     if HEAD_DIM == ROWS:
         product = tl.dot(one, signs)
     else:
-        product = _products(one, tl.load(places + ROWS, mask=rows < length, other=0.0), signs)
+        product = _products(one, tl.load(places + ROWS, mask=inside, other=0.0), signs)
     product *= HEAD_DIM**-0.5
     if mean is not None:
         product -= mean
+        if Seen is not None:
+            product = tl.where(inside, product, 0.0)
     return product
 
 

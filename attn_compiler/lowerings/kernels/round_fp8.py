@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_compiler.lowerings.kernels.optional import at_index
 from attn_compiler.lowerings.kernels.rotation import finite_rows, load_rotated, signs
 
 #: Added and taken away again, it leaves a whole number, the nearest and of two the even one.
@@ -23,9 +24,12 @@ def _rows(first, length, PART: tl.constexpr):
 
 
 @triton.jit
-def _load(X, mean, first, dims, length, stride, PART: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """(PART, WIDTH) in float32, 0 beyond the tensor. X: of a head. mean: what it loses, (1, WIDTH), or None."""
+def _load(X, mean, Seen, first, dims, length, stride, PART: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """(PART, WIDTH) in float32, 0 beyond the tensor, and at positions that nobody sees. X: of a head. mean: what it loses, (1, WIDTH), or
+    None."""
     rows, inside = _rows(first, length, PART)
+    if Seen is not None:
+        inside = inside & (tl.load(Seen + rows, mask=inside, other=0) != 0)
     if dims.shape[1] > HEAD_DIM:
         inside = inside & (dims < HEAD_DIM)
     x = tl.load(X + rows.to(tl.int64) * stride + dims, mask=inside, other=0.0).to(tl.float32)
@@ -41,42 +45,42 @@ def _largest_of(x):
 
 @triton.jit
 def _largest_finite(
-    X, mean, first, dims, length, stride, PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr
+    X, mean, Seen, first, dims, length, stride, PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
     """Of PARTS · PART positions, from memory again."""
     found = 0.0
     for part in range(PARTS):
-        x = _load(X, mean, first + part * PART, dims, length, stride, PART, HEAD_DIM)
+        x = _load(X, mean, Seen, first + part * PART, dims, length, stride, PART, HEAD_DIM)
         found = tl.maximum(found, _largest_of(tl.where(tl.abs(x) < float("inf"), x, 0.0)))
     return found
 
 
 @triton.jit
 def _largest(
-    x, X, mean, first, dims, length, stride, PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr
+    x, X, mean, Seen, first, dims, length, stride, PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
     """The largest finite magnitude of PARTS · PART positions, whose first PART are x."""
     found = _largest_of(x)
     for part in tl.static_range(1, PARTS):
-        further = _load(X, mean, first + part * PART, dims, length, stride, PART, HEAD_DIM)
+        further = _load(X, mean, Seen, first + part * PART, dims, length, stride, PART, HEAD_DIM)
         found = tl.maximum(found, _largest_of(further))
     # Not so for NaN, which a maximum may or may not pass on.
     if found < float("inf"):
         pass
     else:
-        found = _largest_finite(X, mean, first, dims, length, stride, PARTS, PART, HEAD_DIM)
+        found = _largest_finite(X, mean, Seen, first, dims, length, stride, PARTS, PART, HEAD_DIM)
     return found
 
 
 @triton.jit
 def _largest_rotated(
-    X, mean, signs, first, length, stride, PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr
+    X, mean, Seen, signs, first, length, stride, PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
     """The same of rotated positions."""
     found = 0.0
     for part in range(PARTS):
         at = first + part * PART
-        x = load_rotated(X, mean, signs, at, length, stride, PART, HEAD_DIM)
+        x = load_rotated(X, mean, Seen, signs, at, length, stride, PART, HEAD_DIM)
         _, more = finite_rows(x, at, length, 0.0)
         found = tl.maximum(found, more)
     return found
@@ -141,13 +145,13 @@ def _write(
 
 @triton.jit
 def _round_block(
-    block, row, head, batch, X, mean, Shift, signs, Largest, Newest, Rounded, Descale, Restored,
+    block, row, head, batch, X, mean, Seen, Shift, signs, Largest, Newest, Rounded, Descale, Restored,
     stride_xs, stride_ys, stride_rs, largest_b, largest_h, newest_b, newest_h, length, largest, fits, known,
     BLOCK: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
     WHOLE: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
     """BLOCK positions of one head of one tensor; tensors: of that head, but Largest, Newest and Descale. mean: what x loses, or what
-    its products go to Shift with."""
+    its products go to Shift with. Seen: of the batch row, or None."""
     dims = tl.arange(0, WIDTH)[None, :]
     first = block * BLOCK
     PARTS: tl.constexpr = BLOCK // PART
@@ -158,14 +162,14 @@ def _round_block(
     if ROTATED:
         instead: tl.constexpr = 0.0 if WHOLE else float("nan")
         if PARTS == 1:
-            x = load_rotated(X, lost, signs, first, length, stride_xs, PART, HEAD_DIM)
+            x = load_rotated(X, lost, Seen, signs, first, length, stride_xs, PART, HEAD_DIM)
             x, found = finite_rows(x, first, length, instead)
         else:
-            found = _largest_rotated(X, lost, signs, first, length, stride_xs, PARTS, PART, HEAD_DIM)
+            found = _largest_rotated(X, lost, Seen, signs, first, length, stride_xs, PARTS, PART, HEAD_DIM)
     else:
-        x = _load(X, lost, first, dims, length, stride_xs, PART, HEAD_DIM)
+        x = _load(X, lost, Seen, first, dims, length, stride_xs, PART, HEAD_DIM)
         if OF_BLOCKS or Newest is not None:
-            found = _largest(x, X, lost, first, dims, length, stride_xs, PARTS, PART, HEAD_DIM)
+            found = _largest(x, X, lost, Seen, first, dims, length, stride_xs, PARTS, PART, HEAD_DIM)
     if Newest is not None:
         _keep_largest(Newest + (row - head) * newest_b + head * newest_h, found)
     if KNOWN:
@@ -191,7 +195,7 @@ def _round_block(
         )  # fmt: skip
         for part in tl.static_range(1, PARTS):
             at = first + part * PART
-            x = _load(X, lost, at, dims, length, stride_xs, PART, HEAD_DIM)
+            x = _load(X, lost, Seen, at, dims, length, stride_xs, PART, HEAD_DIM)
             _write(
                 x, scale, descale, mean, Shift, Rounded, Restored, at, dims, length, stride_ys, stride_rs, largest,
                 HEAD_DIM, PART, TURNED, WHOLE, FITS,
@@ -199,7 +203,7 @@ def _round_block(
     else:
         for part in range(PARTS):
             at = first + part * PART
-            x = load_rotated(X, lost, signs, at, length, stride_xs, PART, HEAD_DIM)
+            x = load_rotated(X, lost, Seen, signs, at, length, stride_xs, PART, HEAD_DIM)
             x, _ = finite_rows(x, at, length, instead)
             _write(
                 x, scale, descale, mean, Shift, Rounded, Restored, at, dims, length, stride_ys, stride_rs, largest,
@@ -209,9 +213,9 @@ def _round_block(
 
 @triton.jit
 def _round(
-    place, X, Mean, Shift, Largest, Newest, Rounded, Descale, Restored,
+    place, X, Mean, Seen, Shift, Largest, Newest, Rounded, Descale, Restored,
     stride_xb, stride_xh, stride_xs, stride_yb, stride_yh, stride_ys, stride_rb, stride_rh, stride_rs,
-    largest_b, largest_h, newest_b, newest_h, heads, length,
+    largest_b, largest_h, newest_b, newest_h, seen_b, heads, length,
     largest, fits, known, group, BLOCK: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     TURNED: tl.constexpr, WHOLE: tl.constexpr, KNOWN: tl.constexpr, ROTATED: tl.constexpr,
     RUN: tl.constexpr,
@@ -223,6 +227,7 @@ def _round(
     head, batch = row % heads, (row // heads).to(tl.int64)
     X += batch * stride_xb + head.to(tl.int64) * stride_xh
     Rounded += batch * stride_yb + head.to(tl.int64) * stride_yh
+    Seen = at_index(Seen, batch, seen_b)
     if Restored is not None:
         Restored += batch * stride_rb + head.to(tl.int64) * stride_rh
     mean = None
@@ -237,13 +242,13 @@ def _round(
         turning = signs(HEAD_DIM, X.dtype.element_ty)
         for at in range(block * RUN, tl.minimum(block * RUN + RUN, blocks)):
             _round_block(
-                at, row, head, batch, X, mean, Shift, turning, Largest, Newest, Rounded, Descale, Restored,
+                at, row, head, batch, X, mean, Seen, Shift, turning, Largest, Newest, Rounded, Descale, Restored,
                 stride_xs, stride_ys, stride_rs, largest_b, largest_h, newest_b, newest_h, length, largest, fits, known,
                 BLOCK, PART, HEAD_DIM, WIDTH, TURNED, WHOLE, KNOWN,
             )  # fmt: skip
     else:
         _round_block(
-            block, row, head, batch, X, mean, Shift, None, Largest, Newest, Rounded, Descale, Restored,
+            block, row, head, batch, X, mean, Seen, Shift, None, Largest, Newest, Rounded, Descale, Restored,
             stride_xs, stride_ys, stride_rs, largest_b, largest_h, newest_b, newest_h, length, largest, fits, known,
             BLOCK, PART, HEAD_DIM, WIDTH, TURNED, WHOLE, KNOWN,
         )  # fmt: skip
@@ -251,7 +256,7 @@ def _round(
 
 @triton.jit
 def round_fp8(
-    X0, X1, X2, Mean, Shift, Largest0, Largest1, Largest2, Newest,
+    X0, X1, X2, Mean, Seen, Shift, Largest0, Largest1, Largest2, Newest,
     Rounded0, Rounded1, Rounded2, Descale0, Descale1, Descale2, Restored0, Restored1, Restored2,
     stride_xb0, stride_xh0, stride_xs0, stride_yb0, stride_yh0, stride_ys0, stride_rb0, stride_rh0, stride_rs0, largest_b0, largest_h0,
     heads0, length0, programs0, largest0, fits0, known0,
@@ -259,18 +264,21 @@ def round_fp8(
     heads1, length1, programs1, largest1, fits1, known1,
     stride_xb2, stride_xh2, stride_xs2, stride_yb2, stride_yh2, stride_ys2, stride_rb2, stride_rh2, stride_rs2, largest_b2, largest_h2,
     heads2, length2, programs2, largest2, fits2, known2,
-    newest_b, newest_h, newest1, newest2, group,
+    newest_b, newest_h, newest1, newest2, seen_b, group,
     BLOCK: tl.constexpr, PART: tl.constexpr, MEAN_OF: tl.constexpr, SHIFT_OF: tl.constexpr, KNOWN: tl.constexpr,
     RUN: tl.constexpr,
     HEAD_DIM0: tl.constexpr, WIDTH0: tl.constexpr, TURNED0: tl.constexpr, WHOLE0: tl.constexpr, ROTATED0: tl.constexpr,
+    OF_KEYS0: tl.constexpr,
     HEAD_DIM1: tl.constexpr, WIDTH1: tl.constexpr, TURNED1: tl.constexpr, WHOLE1: tl.constexpr, ROTATED1: tl.constexpr,
+    OF_KEYS1: tl.constexpr,
     HEAD_DIM2: tl.constexpr, WIDTH2: tl.constexpr, TURNED2: tl.constexpr, WHOLE2: tl.constexpr, ROTATED2: tl.constexpr,
+    OF_KEYS2: tl.constexpr,
 ):  # fmt: skip
     """Grid: (programs0 + programs1 + programs2,). See fp8_rounding.round_fp8; X: (B, H, S, D), as is Restored; X1, X2 may be None.
 
     Mean: float32 (B, H, n, D), contiguous, which the tensor MEAN_OF loses, or None; Shift: (B, H, S), of the tensor SHIFT_OF, whose heads
-    share `group` by `group` one of the mean's. Largest: float32, or None: each block's own, which
-    becomes `fits`, or KNOWN: `known`.
+    share `group` by `group` one of the mean's. Seen: bytes (B|1, S), which positions of tensors with OF_KEYS anybody may see: the
+    others count as 0, whatever they hold; or None. Largest: float32, or None: each block's own, which becomes `fits`, or KNOWN: `known`.
     Newest: the bits of float32, where the largest magnitudes are kept, of the second tensor from newest1 on. Rounded: (B, H, S, D), or
     TURNED: (B, H, D, S'). WIDTH: D up to a power of two. WHOLE: to int8. ROTATED: times H / √D, RUN blocks to a
     program.
@@ -279,36 +287,36 @@ def round_fp8(
     place = tl.num_programs(0) - 1 - tl.program_id(0)
     if place < programs0:
         _round(
-            place, X0, Mean if MEAN_OF == 0 or SHIFT_OF == 0 else None,
+            place, X0, Mean if MEAN_OF == 0 or SHIFT_OF == 0 else None, Seen if OF_KEYS0 else None,
             Shift if SHIFT_OF == 0 else None, Largest0, Newest, Rounded0, Descale0, Restored0,
             stride_xb0, stride_xh0, stride_xs0, stride_yb0, stride_yh0, stride_ys0, stride_rb0, stride_rh0, stride_rs0,
-            largest_b0, largest_h0, newest_b, newest_h, heads0, length0,
+            largest_b0, largest_h0, newest_b, newest_h, seen_b, heads0, length0,
             largest0, fits0, known0, group, BLOCK, PART, HEAD_DIM0, WIDTH0, TURNED0, WHOLE0, KNOWN, ROTATED0, RUN,
         )  # fmt: skip
     elif X1 is not None:
         if place < programs0 + programs1:
             _round(
-                place - programs0, X1, Mean if MEAN_OF == 1 or SHIFT_OF == 1 else None,
+                place - programs0, X1, Mean if MEAN_OF == 1 or SHIFT_OF == 1 else None, Seen if OF_KEYS1 else None,
                 Shift if SHIFT_OF == 1 else None, Largest1,
                 None if Newest is None else Newest + newest1, Rounded1, Descale1, Restored1,
                 stride_xb1, stride_xh1, stride_xs1, stride_yb1, stride_yh1, stride_ys1, stride_rb1, stride_rh1, stride_rs1,
-                largest_b1, largest_h1, newest_b, newest_h, heads1, length1,
+                largest_b1, largest_h1, newest_b, newest_h, seen_b, heads1, length1,
                 largest1, fits1, known1, group, BLOCK, PART, HEAD_DIM1, WIDTH1, TURNED1, WHOLE1, KNOWN, ROTATED1, RUN,
             )  # fmt: skip
         elif X2 is not None:
             _round(
-                place - programs0 - programs1, X2, Mean if MEAN_OF == 2 or SHIFT_OF == 2 else None,
+                place - programs0 - programs1, X2, Mean if MEAN_OF == 2 or SHIFT_OF == 2 else None, Seen if OF_KEYS2 else None,
                 Shift if SHIFT_OF == 2 else None, Largest2,
                 None if Newest is None else Newest + newest2, Rounded2, Descale2, Restored2,
                 stride_xb2, stride_xh2, stride_xs2, stride_yb2, stride_yh2, stride_ys2, stride_rb2, stride_rh2, stride_rs2,
-                largest_b2, largest_h2, newest_b, newest_h, heads2, length2,
+                largest_b2, largest_h2, newest_b, newest_h, seen_b, heads2, length2,
                 largest2, fits2, known2, group, BLOCK, PART, HEAD_DIM2, WIDTH2, TURNED2, WHOLE2, KNOWN, ROTATED2, RUN,
             )  # fmt: skip
 
 
 @triton.jit
 def _keep_largest_of(
-    place, X, Mean, Kept, stride_xb, stride_xh, stride_xs, kept_b, kept_h, heads, length,
+    place, X, Mean, Seen, Kept, stride_xb, stride_xh, stride_xs, seen_b, kept_b, kept_h, heads, length,
     PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """PARTS · PART positions of one head of one tensor."""
@@ -316,6 +324,7 @@ def _keep_largest_of(
     block, row = place % blocks, place // blocks
     head, batch = row % heads, row // heads
     X += batch.to(tl.int64) * stride_xb + head.to(tl.int64) * stride_xh
+    Seen = at_index(Seen, batch, seen_b)
     dims = tl.arange(0, WIDTH)[None, :]
     mean = None
     if Mean is not None:
@@ -324,48 +333,48 @@ def _keep_largest_of(
     first = block * (PARTS * PART)
     if ROTATED:
         turning = signs(HEAD_DIM, X.dtype.element_ty)
-        found = _largest_rotated(X, mean, turning, first, length, stride_xs, PARTS, PART, HEAD_DIM)
+        found = _largest_rotated(X, mean, Seen, turning, first, length, stride_xs, PARTS, PART, HEAD_DIM)
     else:
         most = tl.zeros((PART, WIDTH), tl.float32)
         for part in tl.static_range(PARTS):
-            x = _load(X, mean, first + part * PART, dims, length, stride_xs, PART, HEAD_DIM)
+            x = _load(X, mean, Seen, first + part * PART, dims, length, stride_xs, PART, HEAD_DIM)
             most = tl.maximum(most, tl.abs(x))
         found = _largest_of(most)
         if found < float("inf"):
             pass
         else:
-            found = _largest_finite(X, mean, first, dims, length, stride_xs, PARTS, PART, HEAD_DIM)
+            found = _largest_finite(X, mean, Seen, first, dims, length, stride_xs, PARTS, PART, HEAD_DIM)
     _keep_largest(Kept + batch * kept_b + head * kept_h, found)
 
 
 @triton.jit
 def largest_fp8(
-    X0, X1, X2, Mean, Kept,
+    X0, X1, X2, Mean, Seen, Kept,
     stride_xb0, stride_xh0, stride_xs0, kept_b0, kept_h0, heads0, length0, programs0,
     stride_xb1, stride_xh1, stride_xs1, kept_b1, kept_h1, heads1, length1, programs1,
     stride_xb2, stride_xh2, stride_xs2, kept_b2, kept_h2, heads2, length2, programs2,
-    kept1, kept2,
+    kept1, kept2, seen_b,
     PARTS: tl.constexpr, PART: tl.constexpr, MEAN_OF: tl.constexpr,
-    HEAD_DIM0: tl.constexpr, WIDTH0: tl.constexpr, ROTATED0: tl.constexpr,
-    HEAD_DIM1: tl.constexpr, WIDTH1: tl.constexpr, ROTATED1: tl.constexpr,
-    HEAD_DIM2: tl.constexpr, WIDTH2: tl.constexpr, ROTATED2: tl.constexpr,
+    HEAD_DIM0: tl.constexpr, WIDTH0: tl.constexpr, ROTATED0: tl.constexpr, OF_KEYS0: tl.constexpr,
+    HEAD_DIM1: tl.constexpr, WIDTH1: tl.constexpr, ROTATED1: tl.constexpr, OF_KEYS1: tl.constexpr,
+    HEAD_DIM2: tl.constexpr, WIDTH2: tl.constexpr, ROTATED2: tl.constexpr, OF_KEYS2: tl.constexpr,
 ):  # fmt: skip
     """Grid: (programs0 + programs1 + programs2,). See fp8_rounding.largest_fp8. Kept: the bits of float32, 0 before; of the second tensor
     from kept1 on. The rest as in `round_fp8`."""
     place = tl.program_id(0)
     if place < programs0:
         _keep_largest_of(
-            place, X0, Mean if MEAN_OF == 0 else None, Kept, stride_xb0, stride_xh0, stride_xs0,
+            place, X0, Mean if MEAN_OF == 0 else None, Seen if OF_KEYS0 else None, Kept, stride_xb0, stride_xh0, stride_xs0, seen_b,
             kept_b0, kept_h0, heads0, length0, PARTS, PART, HEAD_DIM0, WIDTH0, ROTATED0,
         )  # fmt: skip
     elif X1 is not None:
         if place < programs0 + programs1:
             _keep_largest_of(
-                place - programs0, X1, Mean if MEAN_OF == 1 else None, Kept + kept1, stride_xb1, stride_xh1, stride_xs1,
-                kept_b1, kept_h1, heads1, length1, PARTS, PART, HEAD_DIM1, WIDTH1, ROTATED1,
+                place - programs0, X1, Mean if MEAN_OF == 1 else None, Seen if OF_KEYS1 else None, Kept + kept1,
+                stride_xb1, stride_xh1, stride_xs1, seen_b, kept_b1, kept_h1, heads1, length1, PARTS, PART, HEAD_DIM1, WIDTH1, ROTATED1,
             )  # fmt: skip
         elif X2 is not None:
             _keep_largest_of(
-                place - programs0 - programs1, X2, Mean if MEAN_OF == 2 else None, Kept + kept2, stride_xb2, stride_xh2, stride_xs2,
-                kept_b2, kept_h2, heads2, length2, PARTS, PART, HEAD_DIM2, WIDTH2, ROTATED2,
+                place - programs0 - programs1, X2, Mean if MEAN_OF == 2 else None, Seen if OF_KEYS2 else None, Kept + kept2,
+                stride_xb2, stride_xh2, stride_xs2, seen_b, kept_b2, kept_h2, heads2, length2, PARTS, PART, HEAD_DIM2, WIDTH2, ROTATED2,
             )  # fmt: skip

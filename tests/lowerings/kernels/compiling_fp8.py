@@ -34,6 +34,8 @@ CASES = {
         Case(name="causal_256", head_dim=256, **_SIZES),
         Case(name="few_128", head_dim=128, batch=1, seqlen_q=8, seqlen_kv=1024),
         Case(name="keys_softcap_128", head_dim=128, keys="left", softcap=30.0, **_SIZES),
+        Case(name="documents_128", head_dim=128, documents=True, **_SIZES),
+        Case(name="rows_64", head_dim=64, rows=True, **_SIZES),
     )
 }
 RECIPES = {
@@ -48,6 +50,8 @@ JOBS = (
     ("few_128", "head", 90),
     ("causal_128", "accurate", 90),
     ("keys_softcap_128", "accurate", 90),
+    ("documents_128", "head", 90),
+    ("rows_64", "head", 90),
 )
 
 

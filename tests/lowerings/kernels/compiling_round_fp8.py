@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ _TYPES = {
     torch.int8: "*i8",
     torch.float32: "*fp32",
     torch.int32: "*i32",
+    torch.bool: "*u8",
 }
 HEAD_DIMS = (64, 128, 256)
 TENSORS = 3
@@ -44,8 +45,9 @@ class Found:
     repacked: int
 
 
-#: what is rounded: v for a backward, too; for the accurate recipe; for that beneath a softcap; and in FP8 there
-KINDS = ("plain", "accurate", "accurate, shift", "shift")
+#: what is rounded: v for a backward, too; for the accurate recipe; for that beneath a softcap; and in FP8 there; and of all of these
+#: the two first with keys that nobody sees
+KINDS = ("plain", "accurate", "accurate, shift", "shift", "plain, seen", "accurate, seen")
 
 
 def run(head_dim: int) -> list[Found]:
@@ -63,18 +65,21 @@ def _how(kind: str) -> Rounding:
     q, k = How(format="e4m3"), How(format="e4m3")
     if kind == "shift":
         q, k = How(format="e4m3", rotated=True, has_shift=True), How(format="e4m3", rotated=True, has_mean=True)
-    elif kind != "plain":
-        q = How(format="int8", rotated=True, has_shift=kind != "accurate")
+    elif not kind.startswith("plain"):
+        q = How(format="int8", rotated=True, has_shift="shift" in kind)
         k = How(format="int8", rotated=True, has_mean=True)
     v = How(format="e4m3", turned=True, restore="" if kind == "shift" else "bfloat16")
+    if "seen" in kind:
+        k, v = (replace(one, of_keys=True) for one in (k, v))
     return Rounding(each=(q, k, v), block=128)
 
 
 def _rounding(kind: str, head_dim: int, x: list[torch.Tensor]) -> list[Found]:
     """Of what rounds and what looks for magnitudes."""
     how = _how(kind)
-    mean = None if kind == "plain" else torch.empty(2, 16, 2, head_dim, device="meta")
-    named = fp8_rounding_launch._named(x, mean)
+    mean = None if kind.startswith("plain") else torch.empty(2, 16, 2, head_dim, device="meta")
+    seen = torch.empty(2, 512, dtype=torch.bool, device="meta") if "seen" in kind else None
+    named = fp8_rounding_launch._named(x, mean, seen)
     rounding = dict(named)
     for i, one in enumerate(x):
         outputs = zip(("rounded", "descale", "restored"), empty_outputs(one, None, how.each[i], how.block), strict=True)

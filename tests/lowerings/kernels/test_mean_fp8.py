@@ -15,13 +15,15 @@ PART, PARTS = 16, 2
 
 def test_each_part_sums_what_is_finite_of_its_own() -> None:
     x = torch.randn(B, S, H, D, device=DEVICE).half().transpose(1, 2)
-    x[1, 2, 40, 3], x[0, 0, 0, 0] = torch.nan, -torch.inf
+    x[1, 2, 40, 3], x[0, 0, 0, 0], x[1, :, 50] = torch.nan, -torch.inf, 3e4
+    seen = torch.ones(B, S, dtype=torch.uint8, device=DEVICE)
+    seen[1, 50] = 0
     parts = triton.cdiv(S, PART * PARTS)
     sums = torch.full((B, H, parts, D), torch.nan, device=DEVICE)
     mean_fp8.sums_fp8[parts * H * B,](
-        x, sums, *x.stride()[:3], H, S, parts, PARTS=PARTS, PART=PART, HEAD_DIM=D, WIDTH=64
+        x, seen, sums, *x.stride()[:3], S, H, S, parts, PARTS=PARTS, PART=PART, HEAD_DIM=D, WIDTH=64
     )
-    finite = torch.where(x.isfinite(), x, 0.0).float()
+    finite = torch.where(x.isfinite() & (seen != 0)[:, None, :, None], x, 0.0).float()
     right = torch.stack([each.sum(2) for each in finite.split(PART * PARTS, 2)], 2)
     torch.testing.assert_close(sums, right, rtol=1e-4, atol=1e-4)
 
