@@ -48,6 +48,15 @@ def load_one(pointer, index):
 
 
 @triton.jit
+def turned(x):
+    """A column as a row, or a row as a column."""
+    if x is None:
+        return
+    else:
+        return tl.trans(x)
+
+
+@triton.jit
 def load_column(pointer, offsets, inside):
     """(M, 1), 0 where `inside` (M,) does not hold."""
     if pointer is None:
