@@ -63,7 +63,8 @@ def _minus_lse(Lse, offsets, seqlen_q):
 @triton.jit
 def _products(out, grad_out):
     """(M,) sums of out · grad_out. A row without any key has out = 0, and its grad_out may be anything: nothing of it counts."""
-    return tl.sum(tl.where(out == 0.0, 0.0, out.to(tl.float32) * grad_out.to(tl.float32)), 1)
+    out = out.to(tl.float32)
+    return tl.sum(tl.where(out == 0.0, 0.0, out * grad_out.to(tl.float32)), 1)
 
 
 @triton.jit

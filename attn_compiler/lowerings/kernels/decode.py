@@ -202,7 +202,7 @@ def attention_decode(
     stride_vb: tl.int64, stride_vh: tl.int64, stride_vs: tl.int64,
     bounds_side: tl.int32, bounds_b: tl.int32, keys_b: tl.int32,
     pairs_b: tl.int64, pairs_h: tl.int64, pairs_q: tl.int64, pairs_k: tl.int64,
-    distances_h: tl.int32, lse_at: tl.int64, seqlen_kv: tl.int32, scale: tl.float32, softcap: tl.float32,
+    distances_h: tl.int64, lse_at: tl.int64, seqlen_kv: tl.int32, scale: tl.float32, softcap: tl.float32,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
     PARTS: tl.constexpr, KEPT: tl.constexpr, KEPT_ALL: tl.constexpr,
     HEADS_KV: tl.constexpr, GROUP: tl.constexpr, SEQLEN_Q: tl.constexpr,

@@ -26,6 +26,7 @@ def load_tile(
     length and where `allowed` (SIZE, 1) does not hold: what is stored there may be NaN.
 
     ALIGN: every position begins at a multiple of so many elements, which is what lets a thread load a vector at once.
+    Offsets within the tile are of 32 bits, which `triton_arguments.is_far` makes sure of: of 64 they would take twice the registers.
     """
     local = tl.arange(0, SIZE)[:, None]
     if order is not None:
@@ -85,10 +86,11 @@ def load_pairs(base, queries, keys, stride_q, stride_k, seqlen_q, seqlen_kv, CHE
     """The element of each pair of the tile. Rows beyond the last query are whatever; CHECK: keys beyond the last one are 0."""
     rows = tl.minimum(queries, seqlen_q - 1).to(tl.int64) * stride_q
     # Keys are not clamped: what is known of their contiguity is what makes this a load of whole vectors.
+    columns = keys.to(tl.int64) * stride_k
     if CHECK:
-        found = tl.load(base + rows + keys * stride_k, mask=(keys < seqlen_kv) & (queries < seqlen_q), other=0)
+        found = tl.load(base + rows + columns, mask=(keys < seqlen_kv) & (queries < seqlen_q), other=0)
     else:
-        found = tl.load(base + rows + keys * stride_k)
+        found = tl.load(base + rows + columns)
     return found
 
 
