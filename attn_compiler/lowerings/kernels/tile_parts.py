@@ -148,7 +148,7 @@ def in_reach(positions, first, last, before, after, HAS_BEFORE: tl.constexpr, HA
     if HAS_AFTER:
         found = found & (positions <= last + after)
     if HAS_BEFORE and HAS_AFTER:
-        found = found & (before + after >= 0)
+        found = found & (before >= -after)
     return found
 
 
