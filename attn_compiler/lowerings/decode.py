@@ -15,7 +15,6 @@ from attn_compiler.lowerings import decode_operands, decode_plan, decode_schedul
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.decode_plan import Call
 from attn_compiler.lowerings.priorities import MOST_QUERIES
-from attn_compiler.lowerings.sdpa_limits import MAX_GRID
 from attn_compiler.lowerings.triton import TritonAttention
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
@@ -43,7 +42,6 @@ class Decode:
             *_check_queries(spec),
             *_check_heads_known(spec),
             *_check_documents(spec),
-            *_check_grid(spec),
         ]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
@@ -94,16 +92,6 @@ def _check_heads_known(spec: AttentionSpec) -> list[Reason]:
         return []
     observed = f"num_heads_q {spec.num_heads_q}, num_heads_kv {spec.num_heads_kv}"
     return [Reason(rule="the numbers of heads are known", observed=observed, remedy="mark them static")]
-
-
-def _check_grid(spec: AttentionSpec) -> list[Reason]:
-    """kv heads and blocks of their rows are one axis of the grid. Only asked of numbers of heads that are known."""
-    if not all(isinstance(size, int) for size in (spec.num_heads_q, spec.num_heads_kv, spec.seqlen_q)):
-        return []
-    places = decode_plan.known(spec.num_heads_kv) * decode_plan.rows_of(spec)[1]
-    if places <= MAX_GRID:
-        return []
-    return [Reason(rule=f"kv heads and their blocks of rows are at most {MAX_GRID}", observed=str(places))]
 
 
 def _check_documents(spec: AttentionSpec) -> list[Reason]:

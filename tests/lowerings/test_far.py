@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings import launching, triton_arguments
+from attn_compiler.lowerings import decode_plan, launching, triton_arguments
 from attn_compiler.lowerings.base import LayoutDemand
 from attn_compiler.lowerings.decode import Decode
 from attn_compiler.lowerings.triton import TritonAttention
@@ -206,18 +206,22 @@ def test_what_is_counted_in_32_bits_is_refused_beyond() -> None:
 def test_a_learned_number_of_all_scores_is_refused_where_no_loop_counts_them() -> None:
     def learned(shape: tuple[int, ...], seqlen: int) -> AttentionSpec:
         bias = DenseBias(shape=shape, dtype="bfloat16", requires_grad=True)
-        return spec_of(seqlen=seqlen, heads=8, needs_grad=True, score=ScoreSpec(scale=0.125, bias=bias))
+        return spec_of(seqlen=seqlen, heads=8, needs_grad=True, score=ScoreSpec(scale=0.125, changes=(bias,)))
 
     assert not rules(learned((1, 1, 1, 1), 2**18))
     assert len(rules(learned((1, 1, 1, 1), 2**20))) == 1
     assert not rules(learned((1, 8, 1, 2**20), 2**20))
 
 
-def test_rows_of_few_queries_that_no_grid_holds_are_refused() -> None:
-    assert not rules(spec_of(heads=65535, queries=1), Decode())
-    spec = spec_of(heads=40000, queries=16)
-    several = dataclasses.replace(spec, k=spec_of(heads=8).k, v=spec_of(heads=8).v)
-    assert "kv heads and their blocks of rows are at most 65535" not in rules(several, Decode())
+@pytest.mark.parametrize(("heads_q", "heads_kv"), [(65535, 65535), (65534, 32767), (65535, 21845), (65535, 1)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_heads_that_fit_a_grid_do_with_their_blocks_of_rows(heads_q: int, heads_kv: int, dtype: str) -> None:
+    """Of the decode kernel, whose grid has both along one axis: so there is no refusal of its own."""
+    q, k = (spec_of(heads=heads, queries=16).q for heads in (heads_q, heads_kv))
+    q, k = (dataclasses.replace(x, dtype=dtype) for x in (q, k))
+    spec = dataclasses.replace(spec_of(), q=q, k=k, v=k)
+    _, blocks = decode_plan.rows_of(spec)
+    launching.check_grid((1, heads_kv * blocks, 1))
 
 
 def test_lengths_and_grids_that_are_only_known_when_they_run_are_refused_by_name() -> None:
