@@ -22,12 +22,13 @@ class LayoutDemand:
     """What a kernel needs of its q, k and v. The layout pass copies an operand only where its strides break this.
 
     last_stride_one: elements of one head are adjacent. alignment: bytes that every other stride must be a multiple of (1: any).
-    zero_strides: an expanded (stride-0) axis is readable.
+    zero_strides: an expanded (stride-0) axis is readable. farthest: elements that the stride of positions has at most (None: any).
     """
 
     last_stride_one: bool = True
     alignment: int = 1
     zero_strides: bool = True
+    farthest: int | None = None
 
     def broken_by(self, tensor: TensorSpec) -> str | None:
         """What the kernel can't read in these strides; None if it can read them. An axis of size one has no stride to speak of."""
@@ -37,6 +38,10 @@ class LayoutDemand:
             return f"the kernel reads a head's elements side by side; their stride is {last}"
         if not self.zero_strides and any(stride == 0 for stride, _ in strides):
             return "the kernel can't read a repeated (stride 0) axis"
+        positions = tensor.strides[-2]
+        is_far = self.farthest is not None and isinstance(positions, int) and positions > self.farthest
+        if is_far and tensor.shape[-2] != 1:
+            return f"the kernel reads positions that are at most {self.farthest} elements apart; their stride is {positions}"
         element = torch.empty((), dtype=getattr(torch, tensor.dtype), device="meta").element_size()
         step = math.lcm(self.alignment, element) // element
         for stride, _ in strides:

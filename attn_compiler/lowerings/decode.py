@@ -46,7 +46,7 @@ class Decode:
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         """In float32 no strides are worth a copy of the cache: what is not aligned is loaded element by element."""
-        return LayoutDemand() if spec.dtype == "float32" else _TRITON.demand(spec)
+        return LayoutDemand(alignment=1 if spec.dtype == "float32" else _VECTOR)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         spec, k, v = as_read(spec, operands, emitter.target)

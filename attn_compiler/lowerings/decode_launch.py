@@ -19,7 +19,7 @@ from triton.runtime import driver
 from attn_compiler.lowerings import decode_plan
 from attn_compiler.lowerings.decode_plan import Call, Plan, Schedule, none_too_short
 from attn_compiler.lowerings.kernels.decode import attention_decode
-from attn_compiler.lowerings.launching import VECTOR, start
+from attn_compiler.lowerings.launching import VECTOR, check_grid, start
 from attn_compiler.lowerings.on_device import Empty, new_outputs
 from attn_compiler.lowerings.triton_arguments import alignment, along, kernel_constants
 from attn_compiler.lowerings.triton_launch import readable
@@ -166,6 +166,7 @@ def _forward(
 def _size(prepared: Prepared, q: torch.Tensor, v: torch.Tensor) -> Sized:
     """Kept in `prepared`."""
     batch = q.shape[0]
+    check_grid((1, prepared.places, batch))
     out, lse = (Empty.like(output) for output in new_outputs(q, v))
     most = decode_plan.most_splits(prepared.schedule, tiles=batch * prepared.places)
     found = Sized(most_splits=most, make_out=out.make, make_lse=lse.make)

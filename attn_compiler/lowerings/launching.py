@@ -16,7 +16,8 @@ import torch
 import triton
 
 from attn_compiler.lowerings.on_device import Empty, Known
-from attn_compiler.lowerings.triton_plan import Tile
+from attn_compiler.lowerings.sdpa_limits import MAX_GRID
+from attn_compiler.lowerings.triton_plan import MOST_BLOCKS, Tile
 from attn_compiler.torch_compat import current_cuda_device
 
 #: bytes whose elements a thread may load at once
@@ -165,6 +166,7 @@ def _first_launch(kernel: Any, tensors: Mapping[str, torch.Tensor], found: Argum
     """What further launches need; None if there is nothing to launch, or nothing to keep of it."""
     if 0 in found.grid:
         return None
+    check_grid(found.grid)
     given = {name: None if source is None else _bytes(tensors[source]) for name, source in found.tensors.items()}
     options = {} if found.tile is None else found.tile.launch_options
     compiled = kernel[found.grid](**given, **found.numbers, **options)
@@ -174,6 +176,13 @@ def _first_launch(kernel: Any, tensors: Mapping[str, torch.Tensor], found: Argum
     where = tuple((i, source) for i, name in enumerate(names) if (source := found.tensors.get(name)) is not None)
     values = [found.numbers.get(name) for name in names]
     return Ready(kernel=kernel, compiled=compiled, grid=found.grid, values=values, where=where)
+
+
+def check_grid(grid: Grid) -> None:
+    """Raises ValueError for one that CUDA does not take. Where sizes are known at compile time, `why_not` says so."""
+    most = (MOST_BLOCKS, MAX_GRID, MAX_GRID)
+    if any(size > limit for size, limit in zip(grid, most, strict=True)):
+        raise ValueError(f"a grid of the Triton kernels has at most {most} programs, got {grid}: split the batch")
 
 
 def start(compiled: Any, grid: Grid, device: int | None, values: Sequence[Any]) -> None:

@@ -6,6 +6,7 @@ Imports no Triton: a site is described, decided and rewritten on machines that h
 
 from __future__ import annotations
 
+import math
 import operator
 
 import torch
@@ -13,7 +14,7 @@ from torch import fx
 
 from attn_compiler.lowerings import sdpa_limits, triton_operands, triton_tiles_table
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
-from attn_compiler.lowerings.triton_plan import Call
+from attn_compiler.lowerings.triton_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS, Call
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -25,6 +26,8 @@ _SMALL_MACHINE_HEAD_DIM = 128
 _DTYPES = ("bfloat16", "float16", "float32")
 # Bytes that the kernels load at once along a head.
 _ALIGNMENT = 16
+#: queries, and keys, of the smallest tile that a bias' gradient takes
+_LEAST_TILE = 32
 
 
 class TritonAttention:
@@ -51,11 +54,12 @@ class TritonAttention:
             *sdpa_limits.check_head_dims(spec, multiple=_multiple(spec), limit=_HEAD_DIM_LIMIT),
             *_check_shared_memory(spec, target),
             *sdpa_limits.check_grid(spec),
+            *_check_counted(spec),
             *sdpa_limits.check_tensor(spec, dtypes=_DTYPES),
         ]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
-        return LayoutDemand(alignment=_ALIGNMENT)
+        return LayoutDemand(alignment=_ALIGNMENT, farthest=FARTHEST)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         measured = emitter.tuned(spec, emitter.value(operands.q).device)
@@ -83,6 +87,43 @@ def _check_shared_memory(spec: AttentionSpec, target: Target) -> list[Reason]:
         return []
     rule = f"on sm86 to sm89 and from sm120 on, head dims are at most {_SMALL_MACHINE_HEAD_DIM} with gradients or in float32"
     return [Reason(rule=rule, observed=f"{widest}, sm{target.sm}")]
+
+
+def _check_counted(spec: AttentionSpec) -> list[Reason]:
+    """What the kernels count in 32 bits. Of a symbolic size the launch makes sure."""
+    lengths = {"seqlen_q": spec.seqlen_q, "seqlen_kv": spec.seqlen_kv}
+    over = [f"{name} {size}" for name, size in lengths.items() if isinstance(size, int) and size > MOST_POSITIONS]
+    reasons = (
+        [] if not over else [Reason(rule=f"there are at most {MOST_POSITIONS} positions", observed=", ".join(over))]
+    )
+    if (
+        isinstance(spec.batch, int)
+        and isinstance(spec.num_heads_q, int)
+        and spec.batch * spec.num_heads_q > MOST_BLOCKS
+    ):
+        observed = f"batch {spec.batch}, num_heads_q {spec.num_heads_q}"
+        rule = f"batch · num_heads_q is at most {MOST_BLOCKS}"
+        reasons.append(Reason(rule=rule, observed=observed, remedy="split the batch"))
+    return reasons + _check_summed(spec)
+
+
+def _check_summed(spec: AttentionSpec) -> list[Reason]:
+    """Each number of a learned bias' gradient is one program's sum, which counts tiles of 32 queries and keys at least."""
+    bias = spec.score.bias
+    if bias is None or not (bias.requires_grad and spec.needs_grad):
+        return []
+    shape = (*(1,) * (4 - len(bias.shape)), *bias.shape)
+    sizes = (spec.batch, spec.num_heads_q, spec.seqlen_q, spec.seqlen_kv)
+    steps = (1, 1, _LEAST_TILE, _LEAST_TILE)
+    summed = [
+        -(-size // step)
+        for size, step, of_bias in zip(sizes, steps, shape, strict=True)
+        if of_bias == 1 and isinstance(size, int)
+    ]
+    if math.prod(summed) <= MOST_BLOCKS:
+        return []
+    rule = f"each number of a learned bias is added to the scores of at most {MOST_BLOCKS} tiles"
+    return [Reason(rule=rule, observed=f"{math.prod(summed)} tiles of {_LEAST_TILE} x {_LEAST_TILE}")]
 
 
 def _multiple(spec: AttentionSpec) -> int:

@@ -12,7 +12,7 @@ import triton
 
 from attn_compiler.lowerings import triton_planning
 from attn_compiler.lowerings.launching import VECTOR
-from attn_compiler.lowerings.triton_plan import Call, Plan
+from attn_compiler.lowerings.triton_plan import FARTHEST, MOST_POSITIONS, Call, Plan
 from attn_compiler.spec import AttentionSpec
 
 Tensors = Sequence[torch.Tensor]
@@ -112,6 +112,19 @@ def _is_aligned(tensor: torch.Tensor, dim: int, size: int) -> bool:
     return tensor.shape[dim] == 1 or tensor.stride(dim) * size % VECTOR == 0
 
 
+def is_far(tensor: torch.Tensor) -> bool:
+    """Whether offsets within a tile may not fit into 32 bits."""
+    return tensor.shape[2] > 1 and tensor.stride(2) > FARTHEST
+
+
+def check_lengths(q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raises ValueError for more positions than the kernels count. Where the lengths are known at compile time, `why_not` says so."""
+    if max(q.shape[2], k.shape[2]) > MOST_POSITIONS:
+        raise ValueError(
+            f"the Triton kernels take at most {MOST_POSITIONS} positions, got {q.shape[2]} and {k.shape[2]}"
+        )
+
+
 def along(tensor: torch.Tensor, dim: int) -> int:
     """The stride of an axis, 0 where it broadcasts."""
     return 0 if tensor.shape[dim] == 1 else tensor.stride(dim)
@@ -143,6 +156,7 @@ def common(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[str,
     shift = k.shape[2] - q.shape[2] if plan.band is not None and plan.band.from_end else 0
     left = plan.band.left if plan.band is not None else None
     right = plan.band.right if plan.band is not None else None
+    check_lengths(q, k)
     return {
         **strides("q", q),
         **strides("k", k),
@@ -152,14 +166,19 @@ def common(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[str,
         "group": q.shape[1] // k.shape[1],
         "seqlen_q": q.shape[2],
         "seqlen_kv": k.shape[2],
-        "band_left": _FAR if left is None else left - shift,
-        "band_right": _FAR if right is None else right + shift,
+        "band_left": _FAR if left is None else _within_reach(left - shift),
+        "band_right": _FAR if right is None else _within_reach(right + shift),
         "scale": spec.score.scale,
         "softcap": spec.score.softcap or 1.0,
         "dropout_p": spec.score.dropout_p,
         "ALIGN": alignment(q, k, v),
         **prepared.constants,
     }
+
+
+def _within_reach(bound: int) -> int:
+    """The same bound for all positions that there may be."""
+    return max(-_FAR, min(bound, _FAR))
 
 
 def _operand_strides(have: Mapping[str, torch.Tensor]) -> dict[str, int]:

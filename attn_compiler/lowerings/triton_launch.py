@@ -28,6 +28,7 @@ from attn_compiler.lowerings.triton_arguments import (
     alignment,
     along,
     common,
+    is_far,
     lists,
     operand_parameters,
     prepare,
@@ -52,7 +53,7 @@ def forward(
         out, lse = same.replay.run(inputs)
         return out, lse
     prepared = prepare(text)
-    if same.fact("misaligned", lambda: _misaligned(q, k, v)):
+    if same.fact("unreadable", lambda: _unreadable(q, k, v)):
         return forward(readable(q), readable(k), readable(v), operands, text)
     tensors = {"Q": q, "K": k, "V": v, **prepared.named(operands)}
     with on(q.device):
@@ -171,13 +172,17 @@ def _misaligned(*tensors: torch.Tensor) -> bool:
     return any(x.is_cuda and x.element_size() < 4 and alignment(x) == 1 for x in tensors)
 
 
+def _unreadable(*tensors: torch.Tensor) -> bool:
+    return any(x.stride(3) != 1 or is_far(x) for x in tensors) or _misaligned(*tensors)
+
+
 def readable(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy of it if its elements are not where a kernel can read them.
 
-    The one copy outside of the graph. The layout pass sees to strides; where a tensor begins in its memory none of them says, and
-    a slice at an odd element is rare. Nobody says how an upstream gradient lies: a sum expands one number.
+    The one copy outside of the graph. The layout pass sees to strides that are known; where a tensor begins in its memory none of them
+    says, and a slice at an odd element is rare. Nobody says how an upstream gradient lies: a sum expands one number.
     """
-    if x.stride(3) == 1 and not _misaligned(x):
+    if not _unreadable(x):
         return x
     copied = x.clone(memory_format=torch.contiguous_format)
     if _misaligned(copied):
@@ -266,7 +271,7 @@ def begin_backward(
     """Arguments as those of `gradients`. With room for the row stats, the gradients of q, k and v and, if they are kept, the scores'."""
     prepared = prepare(text)
     same = alike(text, _backward_inputs(grad_out, grad_lse, q, k, v, operands, out, lse))
-    if same.fact("unreadable", lambda: grad_out.stride(3) != 1 or _misaligned(q, k, v, grad_out)):
+    if same.fact("unreadable", lambda: _unreadable(q, k, v, grad_out)):
         q, k, v, grad_out = map(readable, (q, k, v, grad_out))
         return begin_backward(grad_out, grad_lse, q, k, v, operands, out, lse, text)
     same.fact("copies", lambda: not grad_lse.is_contiguous())

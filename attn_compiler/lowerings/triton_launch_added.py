@@ -6,6 +6,7 @@ Imports triton, so it comes late.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +17,7 @@ from attn_compiler.lowerings.kernels import bias_backward, kept_backward, sums_b
 from attn_compiler.lowerings.launching import Arguments
 from attn_compiler.lowerings.ops import empty_gradient
 from attn_compiler.lowerings.triton_arguments import STATS_BLOCK, Prepared, lists, strides
-from attn_compiler.lowerings.triton_plan import Tile
+from attn_compiler.lowerings.triton_plan import MOST_BLOCKS, Tile
 
 if TYPE_CHECKING:
     from attn_compiler.lowerings.triton_launch import Backward
@@ -130,8 +131,10 @@ def _bias(shared: Backward) -> Arguments:
     ones = [size == 1 for size in bias.shape]
     numbers |= {f"grad_{axis}": grad.stride(dim) for dim, axis in enumerate("bhqk")}
     numbers |= {f"ONE_{axis}": one for axis, one in zip("BHQK", ones, strict=True)}
-    blocks_q = 1 if ones[2] else triton.cdiv(numbers["seqlen_q"], tile.queries)
-    blocks_k = 1 if ones[3] else triton.cdiv(numbers["seqlen_kv"], tile.keys)
+    all_q, all_k = triton.cdiv(numbers["seqlen_q"], tile.queries), triton.cdiv(numbers["seqlen_kv"], tile.keys)
+    everything = (numbers["batch_size"], numbers["heads_q"], all_q, all_k)
+    _check_summed(math.prod(size for size, one in zip(everything, ones, strict=True) if one))
+    blocks_q, blocks_k = 1 if ones[2] else all_q, 1 if ones[3] else all_k
     return Arguments(
         grid=(blocks_q * blocks_k, bias.shape[1], bias.shape[0]),
         tensors={**shared.parameters(), **shared.scores, "Grad": "GradBias"},
@@ -159,9 +162,16 @@ def grad_distances(shared: Backward) -> torch.Tensor:
     return shared.tensors["GradDistances"]
 
 
+def _check_summed(tiles: int) -> None:
+    """Raises ValueError for more tiles of scores than a program's loop counts. It would take it an hour."""
+    if tiles > MOST_BLOCKS:
+        raise ValueError(f"a learned bias' gradient sums at most {MOST_BLOCKS} tiles of scores into one, got {tiles}")
+
+
 def _distances(shared: Backward) -> Arguments:
     numbers, tile = _for_bias(shared)
     heads, _, diagonals = shared.tensors["Sums"].shape[:3]
+    _check_summed(numbers["batch_size"] * numbers["heads_q"] // heads * diagonals)
     return Arguments(
         grid=(diagonals, heads, 1),
         tensors={**shared.parameters(), **shared.scores, "Sums": "Sums"},

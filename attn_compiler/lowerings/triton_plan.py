@@ -13,6 +13,16 @@ from dataclasses import dataclass
 
 from attn_compiler.spec import AttentionSpec
 
+#: Elements from one position of q, k, v or an output's gradient to the next, at most: offsets within a tile of up to 256 of them are of
+#: 32 bits. Only an axis as long as 32768 heads of 256 lies between two positions that are farther apart.
+FARTHEST = 2**31 // 256 - 1
+
+#: Positions at most: sums with the bounds of bands, and 8 copies of what is added by distance, are of 32 bits.
+MOST_POSITIONS = 2**28 - 1
+
+#: blocks along the first axis of a grid, at most, and what a loop counts to
+MOST_BLOCKS = 2**31 - 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Band:

@@ -335,10 +335,8 @@ def run(problem: Problem) -> tuple[Tensor, Tensor]:
     return found
 
 
-def expected(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What `results` should be, every step in `dtype`. A row without any allowed key gives 0 and -inf."""
-    case, named = problem.case, dict(problem.named)
-    plan = triton_plan.Plan(
+def _as_triton_plan(named: Mapping[str, Tensor]) -> triton_plan.Plan:
+    return triton_plan.Plan(
         rows="bounds" in named,
         keys="keys" in named,
         mask="mask" in named,
@@ -346,8 +344,24 @@ def expected(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         distances="distances" in named,
         slopes="slopes" in named,
     )
-    if plan.rows:
+
+
+def allowed_of(problem: Problem) -> Tensor:
+    """bool (B, Hq, Sq, Skv); a bias of -inf shuts a pair out."""
+    case, named = problem.case, dict(problem.named)
+    if "bounds" in named:
         named["rows"] = named["bounds"]
+    sizes = (case.seqlen_q, case.seqlen_kv)
+    found = plan_math.allowed(_as_triton_plan(named), named, *sizes, device=problem.q.device)
+    if "bias" in named:
+        found = found & (named["bias"] != -torch.inf)
+    return found.expand(case.batch, case.heads_q, *sizes)
+
+
+def expected(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What `results` should be, every step in `dtype`. A row without any allowed key gives 0 and -inf."""
+    case, named = problem.case, dict(problem.named)
+    plan = _as_triton_plan(named)
     sizes = (case.seqlen_q, case.seqlen_kv)
     scales = (named.pop(name, torch.ones(())).to(problem.q) for name in ("k_scale", "v_scale"))
     # Where no query may read, there is NaN.
@@ -359,7 +373,7 @@ def expected(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if case.softcap is not None:
         logits = torch.tanh(logits / case.softcap) * case.softcap
     logits = logits + plan_math.added(plan, named, *sizes, dtype=dtype, device=problem.q.device)
-    allowed = plan_math.allowed(plan, named, *sizes, device=problem.q.device).expand_as(logits)
+    allowed = allowed_of(problem)
     logits = torch.where(allowed, logits, torch.finfo(dtype).min)
     joined = logits
     if case.sinks:

@@ -336,7 +336,12 @@ def attention(problem: Problem, q: Tensor, k: Tensor, v: Tensor, named: dict[str
 def assert_within_rule(got: Sequence[Tensor], problem: Problem) -> None:
     """Hold `results` against the project's numeric rule (see tests/numerics.py)."""
     dtype = problem.q.dtype
-    exact, plain = expected(problem, numerics.exact_dtype(dtype)), expected(problem, dtype)
+    assert_close_to(got, expected(problem, numerics.exact_dtype(dtype)), expected(problem, dtype), problem)
+
+
+def assert_close_to(got: Sequence[Tensor], exact: Sequence[Tensor], plain: Sequence[Tensor], problem: Problem) -> None:
+    """The same, of what the rule compares with: as `results`, computed exactly and in the problem's dtype."""
+    dtype = problem.q.dtype
     factor = numerics.FACTOR if problem.case.softcap is None else numerics.FACTOR_SOFTCAP
     assert len(got) == len(exact)
     for label, mine, right, usual in zip(problem.labels, got, exact, plain, strict=False):

@@ -20,6 +20,7 @@ from attn_compiler.lowerings.kernels.tile_parts import (
     head_and_batch,
     is_allowed,
     kept,
+    keys_in_use,
     keys_to_visit,
     load_distances,
     load_pairs,
@@ -48,8 +49,8 @@ def attention_row_stats(
     out = load_tile(Out, start, stride_os, seqlen_q, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
     grad_out = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
     grad_lse = tl.load(GradLse + row * seqlen_q + offsets, mask=offsets < seqlen_q, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1) - grad_lse
     base = _minus_lse(Lse + row * seqlen_q, offsets, seqlen_q)
+    delta = _delta_of(_products(out, grad_out) - grad_lse, base)
     _store_row_stats(RowStats + row * 2 * stats_rows, offsets, stats_rows, base, delta)
 
 
@@ -57,6 +58,19 @@ def attention_row_stats(
 def _minus_lse(Lse, offsets, seqlen_q):
     lse = tl.load(Lse + offsets, mask=offsets < seqlen_q, other=float("-inf"))
     return tl.where(lse == float("-inf"), lse, -lse * LOG2E)
+
+
+@triton.jit
+def _products(out, grad_out):
+    """(M,) sums of out · grad_out. A row without any key has out = 0, and its grad_out may be anything: nothing of it counts."""
+    out = out.to(tl.float32)
+    return tl.sum(tl.where(out == 0.0, 0.0, out * grad_out.to(tl.float32)), 1)
+
+
+@triton.jit
+def _delta_of(delta, base):
+    """0 where a row has no key (-lse in units of log 2 is -inf), whatever is put on it."""
+    return tl.where(base == float("-inf"), 0.0, delta)
 
 
 @triton.jit
@@ -75,7 +89,7 @@ def row_stats(stats, offsets, stats_rows):
 @triton.jit
 def _step_q(
     grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, base, delta, tile,
-    queries, lower, upper, document_q, slope, seed, head,
+    start_q, queries, lower, upper, document_q, slope, seed, head,
     K, V, Keys, DocumentsK, Mask, Bias, Distances,
     stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
     band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
@@ -87,20 +101,20 @@ def _step_q(
     """What one block of keys adds to the gradient of a block of queries."""
     start = tile * BLOCK_N
     keys = start + tl.arange(0, BLOCK_N)[None, :]
-    rows_allowed = None
-    keys_allowed = None
-    document_k = None
+    keys_used, keys_allowed, document_k = None, None, None
     if MASKED:
         if Keys is not None:
             keys_allowed = tl.load(Keys + keys, mask=keys < seqlen_kv, other=0) != 0
-            rows = start + tl.arange(0, BLOCK_N)[:, None]
-            rows_allowed = tl.load(Keys + rows, mask=rows < seqlen_kv, other=0) != 0
         if DocumentsK is not None:
             document_k = tl.load(DocumentsK + keys, mask=keys < seqlen_kv, other=0)
-    k_0 = load_tile(K, start, stride_ks, seqlen_kv, rows_allowed, BLOCK_N, 0, QK_0, HEAD_DIM_QK, MASKED, ALIGN)
+        keys_used = keys_in_use(
+            start, start_q, queries, lower, upper, document_q, Keys, DocumentsK, Mask, mask_q, mask_k,
+            band_left, band_right, seqlen_q, seqlen_kv, BLOCK_N, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+    k_0 = load_tile(K, start, stride_ks, seqlen_kv, keys_used, BLOCK_N, 0, QK_0, HEAD_DIM_QK, MASKED, ALIGN)
     k_1 = k_0
     if QK_1 > 0:
-        k_1 = load_tile(K, start, stride_ks, seqlen_kv, rows_allowed, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, MASKED, ALIGN)
+        k_1 = load_tile(K, start, stride_ks, seqlen_kv, keys_used, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, MASKED, ALIGN)
     bias, distances = None, None
     if Bias is not None:
         bias = load_pairs(Bias, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, MASKED)
@@ -109,24 +123,24 @@ def _step_q(
     qk = tl.dot(q_0, tl.trans(k_0), input_precision=PRECISION)
     if QK_1 > 0:
         qk = tl.dot(q_1, tl.trans(k_1), qk, input_precision=PRECISION)
-    v_0 = load_tile(V, start, stride_vs, seqlen_kv, rows_allowed, BLOCK_N, 0, V_0, HEAD_DIM_V, MASKED, ALIGN)
+    v_0 = load_tile(V, start, stride_vs, seqlen_kv, None, BLOCK_N, 0, V_0, HEAD_DIM_V, MASKED, ALIGN)
     grad_weights = tl.dot(grad_out_0, tl.trans(v_0), input_precision=PRECISION)
     if V_1 > 0:
-        v_1 = load_tile(V, start, stride_vs, seqlen_kv, rows_allowed, BLOCK_N, V_0, V_1, HEAD_DIM_V, MASKED, ALIGN)
+        v_1 = load_tile(V, start, stride_vs, seqlen_kv, None, BLOCK_N, V_0, V_1, HEAD_DIM_V, MASKED, ALIGN)
         grad_weights = tl.dot(grad_out_1, tl.trans(v_1), grad_weights, input_precision=PRECISION)
     logits, capped = change(qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, PLAIN, base)
     weights = tl.exp2(logits)
     if DROPOUT:
         grad_weights = tl.where(kept(seed, head, queries, keys, dropout_p), grad_weights / (1.0 - dropout_p), 0.0)
     grad = weights * (grad_weights - delta)
+    if SOFTCAP:
+        grad *= 1.0 - capped * capped
     if MASKED:
         allowed = is_allowed(
             queries, keys, lower, upper, document_q, document_k, keys_allowed, Mask, mask_q, mask_k,
             band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
         grad = tl.where(allowed, grad, 0.0)
-    if SOFTCAP:
-        grad *= 1.0 - capped * capped
     grad = grad.to(k_0.dtype)
     grad_0 = tl.dot(grad, k_0, grad_0, input_precision=PRECISION)
     if QK_1 > 0:
@@ -189,12 +203,13 @@ def attention_grad_q(
         grad_out_1 = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
     Out = at_head(Out, batch, head, stride_ob, stride_oh, ALIGN)
     out_0 = load_tile(Out, start, stride_os, seqlen_q, None, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN)
-    delta = tl.sum(out_0.to(tl.float32) * grad_out_0.to(tl.float32), 1)
+    delta = _products(out_0, grad_out_0)
     if V_1 > 0:
         out_1 = load_tile(Out, start, stride_os, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
-        delta += tl.sum(out_1.to(tl.float32) * grad_out_1.to(tl.float32), 1)
+        delta += _products(out_1, grad_out_1)
     delta -= tl.load(GradLse + row * seqlen_q + offsets, mask=inside, other=0.0)
     base = _minus_lse(Lse + row * seqlen_q, offsets, seqlen_q)
+    delta = _delta_of(delta, base)
     stats = RowStats + row * 2 * stats_rows
     _store_row_stats(stats, offsets, stats_rows, base, delta)
     if ROUND > BLOCK_M:
@@ -213,7 +228,7 @@ def attention_grad_q(
         grad_0, grad_1 = _step_q(
             grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, base, delta,
             partial_tile(List, i, first, second, full_first, full_last),
-            queries, lower, upper, document_q, slope, seed, row,
+            start, queries, lower, upper, document_q, slope, seed, row,
             K, V, Keys, DocumentsK, Mask, Bias, Distances,
             stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
             band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
@@ -224,7 +239,7 @@ def attention_grad_q(
         grad_0, grad_1 = _step_q(
             grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, base, delta,
             tile,
-            queries, lower, upper, document_q, slope, seed, row,
+            start, queries, lower, upper, document_q, slope, seed, row,
             K, V, Keys, DocumentsK, Mask, Bias, Distances,
             stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
             band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,

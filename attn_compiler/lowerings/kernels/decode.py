@@ -90,6 +90,31 @@ def _load(
 
 
 @triton.jit
+def _is_added(bias):
+    """False where it is -inf in units of log 2, as a mask of numbers has it: nothing of such a key is to be added up."""
+    return bias.to(tl.float32) * LOG2E != float("-inf")
+
+
+@triton.jit
+def _of_some_row(
+    keys, queries, lower, upper, end, Keys, Pairs, pairs_q, pairs_k,
+    SLICES: tl.constexpr, SEQLEN_Q: tl.constexpr, PAIRS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Which keys, (N, 1) or (S, N, 1), some row uses. What is asked of pairs is asked a second time, turned: moving the answers from where
+    scores are to where values are loaded takes up to 100 registers more (see tile_parts.keys_in_use)."""
+    queries = _transposed(queries, SLICES)
+    found = (keys < end) & (queries < SEQLEN_Q)
+    if SEQLEN_Q > 1:
+        found = found & (keys >= _transposed(lower, SLICES)) & (keys < _transposed(upper, SLICES))
+    if Keys is not None:
+        found = found & (tl.load(Keys + keys, mask=keys < end, other=0) != 0)
+    if Pairs is not None:
+        pairs = load_pairs(_transposed(Pairs, SLICES), queries, keys, pairs_q, pairs_k, SEQLEN_Q, end, True)
+        found = found & ((pairs != 0) if PAIRS_MASK else _is_added(pairs))
+    return tl.expand_dims(tl.max(found.to(tl.int32), 1 if SLICES == 1 else 2) > 0, -1)
+
+
+@triton.jit
 def _transposed(x, SLICES: tl.constexpr):
     if SLICES == 1:
         x = tl.trans(x)
@@ -107,21 +132,24 @@ def _step(
     QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     PAIRS_MASK: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr, PLAIN: tl.constexpr,
     PRECISION: tl.constexpr, TWOS: tl.constexpr, COMPILED: tl.constexpr, LIFT: tl.constexpr, ALIGN: tl.constexpr,
+    BY_ROWS: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys of the online softmax. total, peak: (M,) or (S, M) so far; out_0, out_1: (…, M, V_0), (…, M, V_1). What there
     is of each row comes in the shape of scores. q_scale: what q · k is to be multiplied by before all else, or None.
 
     TWOS: the FP8 dtype of K and V if they come as pairs, else None. Head dims and ALIGN then count pairs, q_0 and out_0 are even dims
-    and q_1 and out_1 odd ones. LIFT: log2 of what weights are made larger by."""
+    and q_1 and out_1 odd ones. LIFT: log2 of what weights are made larger by. BY_ROWS: which keys are used differs from row to row, so that
+    there may be some that no row uses: their values, which may be NaN, are not read."""
     keys = _keys(start, BLOCK_N, SLICES, True)
     rows = _keys(start, BLOCK_N, SLICES, False)
     allowed = keys < end
-    values_allowed = None
+    values_used = None
     if SEQLEN_Q > 1:
         allowed = allowed & (keys >= lower) & (keys < upper)
     if Keys is not None:
         allowed = allowed & (tl.load(Keys + keys, mask=keys < end, other=0) != 0)
-        values_allowed = tl.load(Keys + rows, mask=rows < end, other=0) != 0
+        if not BY_ROWS:
+            values_used = tl.load(Keys + rows, mask=rows < end, other=0) != 0
     bias, distances = None, None
     if Pairs is not None:
         pairs = load_pairs(Pairs, queries, keys, pairs_q, pairs_k, SEQLEN_Q, end, True)
@@ -129,8 +157,15 @@ def _step(
             allowed = allowed & (pairs != 0)
         else:
             bias = pairs
+            allowed = allowed & _is_added(bias)
     if Distances is not None:
         distances = tl.load(Distances + (SEQLEN_Q - 1 - queries) + keys, mask=keys < end, other=0)
+    # Of many rows, pairs are too many to be asked twice.
+    AFTERWARDS: tl.constexpr = BY_ROWS and Pairs is not None and q_0.shape[-2] > 32
+    if BY_ROWS and not AFTERWARDS:
+        values_used = _of_some_row(
+            rows, queries, lower, upper, end, Keys, Pairs, pairs_q, pairs_k, SLICES, SEQLEN_Q, PAIRS_MASK
+        )
     k_0 = _load(K, rows, stride_ks, end, None, 0, QK_0, HEAD_DIM_QK, ALIGN, SLICES)
     k_1 = k_0
     if TWOS is not None:
@@ -144,6 +179,8 @@ def _step(
         qk *= q_scale
     logits, _ = change(qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, PLAIN)
     logits = tl.where(allowed, logits, float("-inf"))
+    if AFTERWARDS:
+        some = tl.expand_dims(tl.max((logits != float("-inf")).to(tl.int32), 0 if SLICES == 1 else 1) > 0, -1)
     new_peak = tl.maximum(peak, tl.max(logits, 1 if SLICES == 1 else 2))
     # Nothing allowed so far: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
     shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -155,12 +192,14 @@ def _step(
         decay = tl.exp2(peak - shift)
     total = total * decay + tl.sum(weights, 1 if SLICES == 1 else 2)
     decay = tl.expand_dims(decay, -1)
-    v_0 = _load(V, rows, stride_vs, end, values_allowed, 0, V_0, HEAD_DIM_V, ALIGN, SLICES)
+    v_0 = _load(V, rows, stride_vs, end, values_used, 0, V_0, HEAD_DIM_V, ALIGN, SLICES)
     v_1 = v_0
     if TWOS is not None:
         v_0, v_1 = halves(v_0, TWOS, COMPILED)
     elif V_1 > 0:
-        v_1 = _load(V, rows, stride_vs, end, values_allowed, V_0, V_1, HEAD_DIM_V, ALIGN, SLICES).to(q_0.dtype)
+        v_1 = _load(V, rows, stride_vs, end, values_used, V_0, V_1, HEAD_DIM_V, ALIGN, SLICES).to(q_0.dtype)
+    if AFTERWARDS:
+        v_0, v_1 = tl.where(some, v_0.to(q_0.dtype), 0.0), tl.where(some, v_1.to(q_0.dtype), 0.0)
     weights = weights.to(q_0.dtype)
     out_0 = tl.dot(weights, v_0.to(q_0.dtype), out_0 * decay, input_precision=PRECISION)
     if TWOS is not None or V_1 > 0:
@@ -202,7 +241,7 @@ def attention_decode(
     stride_vb: tl.int64, stride_vh: tl.int64, stride_vs: tl.int64,
     bounds_side: tl.int32, bounds_b: tl.int32, keys_b: tl.int32,
     pairs_b: tl.int64, pairs_h: tl.int64, pairs_q: tl.int64, pairs_k: tl.int64,
-    distances_h: tl.int32, lse_at: tl.int64, seqlen_kv: tl.int32, scale: tl.float32, softcap: tl.float32,
+    distances_h: tl.int64, lse_at: tl.int64, seqlen_kv: tl.int32, scale: tl.float32, softcap: tl.float32,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
     PARTS: tl.constexpr, KEPT: tl.constexpr, KEPT_ALL: tl.constexpr,
     HEADS_KV: tl.constexpr, GROUP: tl.constexpr, SEQLEN_Q: tl.constexpr,
@@ -299,6 +338,7 @@ def attention_decode(
             K, V, Keys, Pairs, Distances, stride_ks, stride_vs, pairs_q, pairs_k, scale, softcap,
             BLOCK_N, SLICES, SEQLEN_Q, HEAD_DIM_QK // both, HEAD_DIM_V // both, QK_0 // both, QK_1, V_0 // both, V_1,
             PAIRS_MASK, SOFTCAP, FAST_TANH, PLAIN, PRECISION, twos, COMPILED, lift, align // both,
+            Pairs is not None or (Bounds is not None and SEQLEN_Q > 1),
         )  # fmt: skip
 
     if PLAIN:

@@ -117,8 +117,10 @@ def store(
     if Sinks is not None:
         sink = tl.load(Sinks + head, mask=inside, other=0.0).to(tl.float32) * LOG2E
         top = tl.maximum(lse, sink)
-        joined = top + tl.log2(tl.exp2(lse - top) + tl.exp2(sink - top))
-        share = tl.exp2(lse - joined)
+        # A sink of -inf beside no key at all: -inf - -inf would be NaN.
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        joined = shift + tl.log2(tl.exp2(lse - shift) + tl.exp2(sink - shift))
+        share = tl.exp2(lse - tl.where(joined == float("-inf"), 0.0, joined))
         out_0, out_1, lse = out_0 * share[:, None], out_1 * share[:, None], joined
     heads: tl.constexpr = HEADS_KV * GROUP
     batch = batch.to(tl.int64)

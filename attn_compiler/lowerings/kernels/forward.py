@@ -18,6 +18,7 @@ from attn_compiler.lowerings.kernels.tile_parts import (
     head_and_batch,
     is_allowed,
     kept,
+    keys_in_use,
     keys_to_visit,
     load_distances,
     load_pairs,
@@ -29,7 +30,7 @@ from attn_compiler.lowerings.kernels.tile_parts import (
 
 @triton.jit
 def _step(
-    total, peak, out_0, out_1, q_0, q_1, tile, queries, lower, upper, document_q, slope, seed, head,
+    total, peak, out_0, out_1, q_0, q_1, tile, start_q, queries, lower, upper, document_q, slope, seed, head,
     K, V, Keys, DocumentsK, Mask, Bias, Distances,
     stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
     band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
@@ -41,14 +42,12 @@ def _step(
     """One block of keys of the online softmax. total, peak: (M,) of a row so far; out_0, out_1: (M, V_0), (M, V_1)."""
     start = tile * BLOCK_N
     keys = start + tl.arange(0, BLOCK_N)[None, :]
-    values_allowed = None
+    values_used = None
     keys_allowed = None
     document_k = None
     if MASKED:
         if Keys is not None:
             keys_allowed = tl.load(Keys + keys, mask=keys < seqlen_kv, other=0) != 0
-            rows = start + tl.arange(0, BLOCK_N)[:, None]
-            values_allowed = tl.load(Keys + rows, mask=rows < seqlen_kv, other=0) != 0
         if DocumentsK is not None:
             document_k = tl.load(DocumentsK + keys, mask=keys < seqlen_kv, other=0)
     bias, distances = None, None
@@ -68,6 +67,10 @@ def _step(
             band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
         logits = tl.where(allowed, logits, float("-inf"))
+        values_used = keys_in_use(
+            start, start_q, queries, lower, upper, document_q, Keys, DocumentsK, Mask, mask_q, mask_k,
+            band_left, band_right, seqlen_q, seqlen_kv, BLOCK_N, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
     new_peak = tl.maximum(peak, tl.max(logits, 1))
     shift = new_peak
     if MASKED or Bias is not None:
@@ -83,12 +86,12 @@ def _step(
     if DROPOUT:
         weights = tl.where(kept(seed, head, queries, keys, dropout_p), weights / (1.0 - dropout_p), 0.0)
     out_0 = out_0 * decay[:, None]
-    v_0 = load_tile(V, start, stride_vs, seqlen_kv, values_allowed, BLOCK_N, 0, V_0, HEAD_DIM_V, MASKED, ALIGN)
+    v_0 = load_tile(V, start, stride_vs, seqlen_kv, values_used, BLOCK_N, 0, V_0, HEAD_DIM_V, MASKED, ALIGN)
     weights = weights.to(v_0.dtype)
     out_0 = tl.dot(weights, v_0, out_0, input_precision=PRECISION)
     if V_1 > 0:
         out_1 = out_1 * decay[:, None]
-        v_1 = load_tile(V, start, stride_vs, seqlen_kv, values_allowed, BLOCK_N, V_0, V_1, HEAD_DIM_V, MASKED, ALIGN)
+        v_1 = load_tile(V, start, stride_vs, seqlen_kv, values_used, BLOCK_N, V_0, V_1, HEAD_DIM_V, MASKED, ALIGN)
         out_1 = tl.dot(weights, v_1, out_1, input_precision=PRECISION)
     return total, new_peak, out_0, out_1
 
@@ -151,7 +154,7 @@ def attention_forward(
     for i in tl.range(0, partial):
         total, peak, out_0, out_1 = _step(
             total, peak, out_0, out_1, q_0, q_1, partial_tile(List, i, first, second, full_first, full_last),
-            queries, lower, upper, document_q, slope, seed, row,
+            start, queries, lower, upper, document_q, slope, seed, row,
             K, V, Keys, DocumentsK, Mask, Bias, Distances,
             stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
             band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
@@ -161,7 +164,7 @@ def attention_forward(
     for tile in tl.range(full_first, full_last):
         total, peak, out_0, out_1 = _step(
             total, peak, out_0, out_1, q_0, q_1, tile,
-            queries, lower, upper, document_q, slope, seed, row,
+            start, queries, lower, upper, document_q, slope, seed, row,
             K, V, Keys, DocumentsK, Mask, Bias, Distances,
             stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
             band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
@@ -174,8 +177,10 @@ def attention_forward(
     if Sinks is not None:
         sink = tl.load(Sinks + head).to(tl.float32) * LOG2E
         with_sink = tl.maximum(peak, sink)
-        decay = tl.exp2(peak - with_sink)
-        total = total * decay + tl.exp2(sink - with_sink)
+        # A sink of -inf beside no key at all: -inf - -inf would be NaN.
+        shift = tl.where(with_sink == float("-inf"), 0.0, with_sink)
+        decay = tl.exp2(peak - shift)
+        total = total * decay + tl.exp2(sink - shift)
         out_0, out_1 = out_0 * decay[:, None], out_1 * decay[:, None]
         peak = with_sink
     empty = total == 0.0

@@ -73,7 +73,7 @@ def load_fragments(base, start_q, start_k, stride_q, stride_k, seqlen_q, seqlen_
     queries, keys = _local_pairs(N, M)
     inside = (queries < seqlen_q - start_q) & (keys < seqlen_kv - start_k)
     first = base + start_q.to(tl.int64) * stride_q + start_k.to(tl.int64) * stride_k
-    pointers = first + (queries.to(tl.int64) * stride_q + keys * stride_k)
+    pointers = first + (queries.to(tl.int64) * stride_q + keys.to(tl.int64) * stride_k)
     return _as_scores(tl.load(pointers, mask=inside, other=0), N, M)
 
 

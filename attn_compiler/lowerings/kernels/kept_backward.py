@@ -17,6 +17,7 @@ from attn_compiler.lowerings.kernels.tile_parts import (
     at_head,
     is_allowed,
     kept_scores,
+    keys_in_use,
     keys_to_visit,
     load_kept_scores,
     load_tile,
@@ -27,7 +28,7 @@ from attn_compiler.lowerings.kernels.tile_parts import (
 
 @triton.jit
 def _step_q(
-    grad_0, grad_1, tile, queries, lower, upper, document_q, K, Keys, DocumentsK, Mask, Scores,
+    grad_0, grad_1, tile, start_q, queries, lower, upper, document_q, K, Keys, DocumentsK, Mask, Scores,
     stride_ks, mask_q, mask_k, pitch, band_left, band_right, seqlen_q, seqlen_kv,
     BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_0: tl.constexpr, QK_1: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
@@ -35,12 +36,8 @@ def _step_q(
     """What one block of keys adds to the gradient of a block of queries."""
     start = tile * BLOCK_N
     rows = start + tl.arange(0, BLOCK_N)[:, None]
-    rows_allowed = None
-    if MASKED:
-        if Keys is not None:
-            rows_allowed = tl.load(Keys + rows, mask=rows < seqlen_kv, other=0) != 0
-    k_0 = load_tile(K, start, stride_ks, seqlen_kv, rows_allowed, BLOCK_N, 0, QK_0, HEAD_DIM_QK, MASKED, ALIGN)
     grad = tl.trans(load_kept_scores(Scores, tl.trans(queries), rows, pitch, seqlen_q, seqlen_kv))
+    keys_used = None
     if MASKED:
         keys = start + tl.arange(0, BLOCK_N)[None, :]
         keys_allowed, document_k = None, None
@@ -53,10 +50,15 @@ def _step_q(
             band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
         grad = tl.where(allowed, grad, 0.0)
+        keys_used = keys_in_use(
+            start, start_q, queries, lower, upper, document_q, Keys, DocumentsK, Mask, mask_q, mask_k,
+            band_left, band_right, seqlen_q, seqlen_kv, BLOCK_N, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+    k_0 = load_tile(K, start, stride_ks, seqlen_kv, keys_used, BLOCK_N, 0, QK_0, HEAD_DIM_QK, MASKED, ALIGN)
     grad = grad.to(k_0.dtype)
     grad_0 = tl.dot(grad, k_0, grad_0, input_precision=PRECISION)
     if QK_1 > 0:
-        k_1 = load_tile(K, start, stride_ks, seqlen_kv, rows_allowed, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, MASKED, ALIGN)
+        k_1 = load_tile(K, start, stride_ks, seqlen_kv, keys_used, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, MASKED, ALIGN)
         grad_1 = tl.dot(grad, k_1, grad_1, input_precision=PRECISION)
     return grad_0, grad_1
 
@@ -93,14 +95,14 @@ def _grad_q(
     for i in tl.range(0, partial):
         grad_0, grad_1 = _step_q(
             grad_0, grad_1, partial_tile(List, i, first, second, full_first, full_last),
-            queries, lower, upper, document_q, K, Keys, DocumentsK, Mask, Scores,
+            start, queries, lower, upper, document_q, K, Keys, DocumentsK, Mask, Scores,
             stride_ks, mask_q, mask_k, pitch, band_left, band_right, seqlen_q, seqlen_kv,
             BLOCK_N, HEAD_DIM_QK, QK_0, QK_1, HAS_LEFT, HAS_RIGHT, PRECISION, ALIGN, True,
         )  # fmt: skip
     for tile in tl.range(full_first, full_last):
         grad_0, grad_1 = _step_q(
             grad_0, grad_1, tile,
-            queries, lower, upper, document_q, K, Keys, DocumentsK, Mask, Scores,
+            start, queries, lower, upper, document_q, K, Keys, DocumentsK, Mask, Scores,
             stride_ks, mask_q, mask_k, pitch, band_left, band_right, seqlen_q, seqlen_kv,
             BLOCK_N, HEAD_DIM_QK, QK_0, QK_1, HAS_LEFT, HAS_RIGHT, PRECISION, ALIGN, False,
         )  # fmt: skip

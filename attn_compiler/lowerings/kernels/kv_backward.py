@@ -30,13 +30,15 @@ from attn_compiler.lowerings.kernels.tile_parts import (
     load_tile,
     partial_tile,
     queries_in_band,
+    queries_in_use,
     store_tile,
 )
 
 
 @triton.jit
 def _step_kv(
-    grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1, tile, start_k, keys, keys_allowed, document_k, slope, seed, head,
+    grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1, tile,
+    start_k, first_key, last_key, keys, keys_allowed, document_k, slope, seed, head,
     Q, GradOut, RowStats, stats_rows, Rows, rows_side, DocumentsQ, Mask, Bias, Distances, Scores,
     stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
     band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
@@ -55,7 +57,7 @@ def _step_kv(
         order = query_order(BLOCK_M)
         offsets = start + order
     queries = offsets[None, :]
-    lower, upper, document_q = None, None, None
+    lower, upper, document_q, queries_used = None, None, None, None
     if MASKED:
         inside = offsets < seqlen_q
         if Rows is not None:
@@ -63,6 +65,10 @@ def _step_kv(
             upper = tl.load(Rows + rows_side + offsets, mask=inside, other=0)[None, :]
         if DocumentsQ is not None:
             document_q = tl.load(DocumentsQ + offsets, mask=inside, other=0)[None, :]
+        queries_used = queries_in_use(
+            offsets, keys, first_key, last_key, lower, upper, document_q, document_k, keys_allowed, Mask, mask_q, mask_k,
+            band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
     bias, distances = None, None
     if Bias is not None:
         bias = load_fragments(Bias, start, start_k, bias_q, bias_k, seqlen_q, seqlen_kv, BLOCK_N, BLOCK_M)
@@ -70,11 +76,13 @@ def _step_kv(
         distances = load_distance_fragments(
             Distances, start, start_k, distances_phase, seqlen_q, seqlen_kv, BLOCK_N, BLOCK_M
         )
-    q_0 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN, order)
+    q_0 = load_tile(Q, start, stride_qs, seqlen_q, queries_used, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN, order)
     q_1 = q_0
     qk = tl.dot(k_0, tl.trans(q_0), input_precision=PRECISION)
     if QK_1 > 0:
-        q_1 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN, order)
+        q_1 = load_tile(
+            Q, start, stride_qs, seqlen_q, queries_used, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN, order
+        )
         qk = tl.dot(k_1, tl.trans(q_1), qk, input_precision=PRECISION)
     base, delta = row_stats(RowStats, natural, stats_rows)
     if IN_FRAGMENTS:
@@ -92,11 +100,13 @@ def _step_kv(
             mask = load_fragments(Mask, start, start_k, mask_q, mask_k, seqlen_q, seqlen_kv, BLOCK_N, BLOCK_M)
             allowed = allowed & (mask != 0)
         weights = tl.where(allowed, weights, 0.0)
-    grad_out_0 = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN, order)
+    grad_out_0 = load_tile(
+        GradOut, start, stride_gs, seqlen_q, queries_used, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN, order
+    )
     grad_out_1 = grad_out_0
     if V_1 > 0:
         grad_out_1 = load_tile(
-            GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN, order
+            GradOut, start, stride_gs, seqlen_q, queries_used, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN, order
         )
     used = weights
     if DROPOUT:
@@ -114,12 +124,13 @@ def _step_kv(
         if DROPOUT:
             grad_weights = tl.where(keep, grad_weights / (1.0 - dropout_p), 0.0)
         grad = weights * (grad_weights - delta[None, :])
+        if SOFTCAP:
+            tl.static_assert(Scores is None, "what is kept are gradients of the scores after the softcap")
+            grad *= 1.0 - capped * capped
         if MASKED:
             grad = tl.where(allowed, grad, 0.0)
         if Scores is not None:
             store_fragments(Scores, grad, start, start_k, pitch, seqlen_q, seqlen_kv, BLOCK_N, BLOCK_M)
-        if SOFTCAP:
-            grad *= 1.0 - capped * capped
         grad = grad.to(q_0.dtype)
         grad_k_0 = tl.dot(grad, q_0, grad_k_0, input_precision=PRECISION)
         if QK_1 > 0:
@@ -157,6 +168,7 @@ def attention_grad_kv(
         offsets = start + order
     keys = offsets[:, None]
     inside = keys < seqlen_kv
+    first_key, last_key = start, tl.minimum(start + BLOCK_N, seqlen_kv) - 1
 
     K = at_head(K, batch, head_kv, stride_kb, stride_kh, ALIGN)
     V = at_head(V, batch, head_kv, stride_vb, stride_vh, ALIGN)
@@ -166,6 +178,8 @@ def attention_grad_kv(
     keys_allowed = None
     if Keys is not None:
         keys_allowed = tl.load(at_index(Keys, batch, keys_b) + keys, mask=inside, other=0) != 0
+        first_key = tl.min(tl.where(keys_allowed, keys, seqlen_kv))
+        last_key = tl.max(tl.where(keys_allowed, keys, -1))
     document_k = None
     if DocumentsK is not None:
         document_k = tl.load(at_index(DocumentsK, batch, documents_kb) + keys, mask=inside, other=0)
@@ -214,7 +228,7 @@ def attention_grad_kv(
             grad_k_0, grad_k_1, grad_v_0, grad_v_1 = _step_kv(
                 grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1,
                 partial_tile(List, i, first, second, full_first, full_last),
-                start, keys, keys_allowed, document_k, slope, seed, row,
+                start, first_key, last_key, keys, keys_allowed, document_k, slope, seed, row,
                 q_head, grad_head, stats_head, stats_rows, Rows, rows_side, DocumentsQ,
                 mask_head, bias_head, distances_head, scores_head,
                 stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,
@@ -226,7 +240,7 @@ def attention_grad_kv(
             grad_k_0, grad_k_1, grad_v_0, grad_v_1 = _step_kv(
                 grad_k_0, grad_k_1, grad_v_0, grad_v_1, k_0, k_1, v_0, v_1,
                 tile,
-                start, keys, keys_allowed, document_k, slope, seed, row,
+                start, first_key, last_key, keys, keys_allowed, document_k, slope, seed, row,
                 q_head, grad_head, stats_head, stats_rows, Rows, rows_side, DocumentsQ,
                 mask_head, bias_head, distances_head, scores_head,
                 stride_qs, stride_gs, mask_q, mask_k, bias_q, bias_k, distances_phase, pitch,

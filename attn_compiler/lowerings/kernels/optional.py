@@ -35,7 +35,7 @@ def list_of(Tiles, batch, head, block, tiles_b, tiles_h, tiles_row):
     if Tiles is None:
         return
     else:
-        return Tiles + batch.to(tl.int64) * tiles_b + head.to(tl.int64) * tiles_h + block * tiles_row
+        return Tiles + batch.to(tl.int64) * tiles_b + head.to(tl.int64) * tiles_h + block.to(tl.int64) * tiles_row
 
 
 @triton.jit
@@ -45,6 +45,15 @@ def load_one(pointer, index):
         return
     else:
         return tl.load(pointer + index)
+
+
+@triton.jit
+def turned(x):
+    """A column as a row, or a row as a column."""
+    if x is None:
+        return
+    else:
+        return tl.trans(x)
 
 
 @triton.jit

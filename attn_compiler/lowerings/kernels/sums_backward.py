@@ -49,7 +49,8 @@ def attention_sum_diagonals(
     Grad += head.to(tl.int64) * grad_h + distances
     for phase in tl.static_range(PHASES):
         value = total if phase == 0 else tl.zeros([BLOCK], tl.float32)
-        tl.store(Grad + phase * grad_phase, value.to(Grad.dtype.element_ty), mask=distances < grad_size)
+        tl.store(Grad, value.to(Grad.dtype.element_ty), mask=distances < grad_size)
+        Grad += grad_phase
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.kernels.optional import at_index, load_column, load_upper, of_head
+from attn_compiler.lowerings.kernels.optional import at_index, load_column, load_upper, of_head, turned
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -26,6 +26,7 @@ def load_tile(
     length and where `allowed` (SIZE, 1) does not hold: what is stored there may be NaN.
 
     ALIGN: every position begins at a multiple of so many elements, which is what lets a thread load a vector at once.
+    Offsets within the tile are of 32 bits, which `triton_arguments.is_far` makes sure of: of 64 they would take twice the registers.
     """
     local = tl.arange(0, SIZE)[:, None]
     if order is not None:
@@ -85,10 +86,11 @@ def load_pairs(base, queries, keys, stride_q, stride_k, seqlen_q, seqlen_kv, CHE
     """The element of each pair of the tile. Rows beyond the last query are whatever; CHECK: keys beyond the last one are 0."""
     rows = tl.minimum(queries, seqlen_q - 1).to(tl.int64) * stride_q
     # Keys are not clamped: what is known of their contiguity is what makes this a load of whole vectors.
+    columns = keys.to(tl.int64) * stride_k
     if CHECK:
-        found = tl.load(base + rows + keys * stride_k, mask=(keys < seqlen_kv) & (queries < seqlen_q), other=0)
+        found = tl.load(base + rows + columns, mask=(keys < seqlen_kv) & (queries < seqlen_q), other=0)
     else:
-        found = tl.load(base + rows + keys * stride_k)
+        found = tl.load(base + rows + columns)
     return found
 
 
@@ -134,6 +136,76 @@ def is_allowed(
     if Mask is not None:
         allowed = allowed & (load_pairs(Mask, queries, keys, mask_q, mask_k, seqlen_q, seqlen_kv, True) != 0)
     return allowed
+
+
+@triton.jit
+def in_reach(positions, first, last, before, after, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr):
+    """Which positions of one side a band lets see some position from `first` to `last` of the other side: all from first - before to
+    last + after. It follows from the positions alone, so that no load waits for another."""
+    found = (positions >= 0) & (first <= last)
+    if HAS_BEFORE:
+        found = found & (positions >= first - before)
+    if HAS_AFTER:
+        found = found & (positions <= last + after)
+    if HAS_BEFORE and HAS_AFTER:
+        found = found & (before >= -after)
+    return found
+
+
+@triton.jit
+def keys_in_use(
+    start, start_q, queries, lower, upper, document_q, Keys, DocumentsK, Mask, mask_q, mask_k,
+    band_left, band_right, seqlen_q, seqlen_kv,
+    BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """(N, 1): which keys of a tile some query of it uses. queries, lower, upper, document_q: (M, 1), or None.
+
+    No other key may enter a sum over keys: what it holds may be NaN, and 0 · NaN is NaN. Pairs are asked a second time, as (N, M): the
+    queries' numbers are then shared by the lanes of a warp, where asking `allowed` as it is spread for the scores takes 100 registers.
+    """
+    keys = start + tl.arange(0, BLOCK_N)[:, None]
+    inside = keys < seqlen_kv
+    keys_allowed, document_k = None, None
+    if Keys is not None:
+        keys_allowed = tl.load(Keys + keys, mask=inside, other=0) != 0
+    if DocumentsK is not None:
+        document_k = tl.load(DocumentsK + keys, mask=inside, other=0)
+    if lower is not None or document_q is not None or Mask is not None:
+        allowed = is_allowed(
+            tl.trans(queries), keys, turned(lower), turned(upper), turned(document_q), document_k, keys_allowed,
+            Mask, mask_q, mask_k, band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        found = tl.max(allowed.to(tl.int32), 1)[:, None] > 0
+    else:
+        last_q = tl.minimum(start_q + queries.shape[0], seqlen_q) - 1
+        found = in_reach(keys, start_q, last_q, band_left, band_right, HAS_LEFT, HAS_RIGHT)
+        if keys_allowed is not None:
+            found = found & keys_allowed
+    return found
+
+
+@triton.jit
+def queries_in_use(
+    queries, keys, first_key, last_key, lower, upper, document_q, document_k, keys_allowed, Mask, mask_q, mask_k,
+    band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """(M, 1): which queries of a tile use some key of it, for sums over queries; as `keys_in_use`.
+
+    queries (M,); lower, upper, document_q: (1, M), or None; keys, document_k, keys_allowed: (N, 1), or None. first_key, last_key: of
+    those that are allowed at all.
+    """
+    queries = queries[:, None]
+    # With holes between the keys, a band that is bounded on both sides may lie in one.
+    holes: tl.constexpr = keys_allowed is not None and HAS_LEFT and HAS_RIGHT
+    if holes or lower is not None or document_q is not None or Mask is not None:
+        allowed = is_allowed(
+            queries, tl.trans(keys), turned(lower), turned(upper), turned(document_q), turned(document_k), turned(keys_allowed),
+            Mask, mask_q, mask_k, band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        found = tl.max(allowed.to(tl.int32), 1)[:, None] > 0
+    else:
+        found = in_reach(queries, first_key, last_key, band_right, band_left, HAS_RIGHT, HAS_LEFT)
+    return found
 
 
 @triton.jit
