@@ -46,7 +46,9 @@ def _inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(1, 2, _LENGTH, 32), numbers, torch.randint(0, _MOST, (4 * _MOST, _LENGTH))
 
 
-def _seconds(program: Callable[..., torch.Tensor], backend: str, options: dict[str, str] | None) -> tuple[float, torch.Tensor]:
+def _seconds(
+    program: Callable[..., torch.Tensor], backend: str, options: dict[str, str] | None
+) -> tuple[float, torch.Tensor]:
     """Of the first call, with empty caches; and what it gave."""
     torch.compiler.reset()
     attn_compiler.reset()

@@ -59,7 +59,10 @@ def _worst(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
     """The largest error, relative to the largest element of its tensor."""
     assert len(found) == len(exact)
     assert all(x.isfinite().all() for x in found)
-    return max(((x.double() - y).abs().max() / y.abs().max().clamp_min(1e-12)).item() for x, y in zip(found, exact, strict=True))
+    return max(
+        ((x.double() - y).abs().max() / y.abs().max().clamp_min(1e-12)).item()
+        for x, y in zip(found, exact, strict=True)
+    )
 
 
 def _check(dtype: torch.dtype, device: str, options: dict[str, object]) -> None:
