@@ -78,6 +78,7 @@ def upstream(problem: kernel_problems.Problem) -> Tensor:
 
 
 def check(case: Case, name: str, axis: int, dtype: torch.dtype) -> None:
+    """On a GPU other strides may compile another kernel, which rounds in another order."""
     problem = kernel_problems.build(case, dtype=dtype)
     grad_out = upstream(problem)
     near = results(problem, grad_out)
@@ -89,7 +90,10 @@ def check(case: Case, name: str, axis: int, dtype: torch.dtype) -> None:
         case _:
             problem = dataclasses.replace(problem, named=problem.named | {name: far(problem.named[name], axis)})
     for label, mine, right in zip(problem.labels, results(problem, grad_out), near, strict=True):
-        assert torch.equal(mine, right), label
+        if problem.q.is_cuda:
+            torch.testing.assert_close(mine, right, msg=lambda text, label=label: f"{label}: {text}")
+        else:
+            assert torch.equal(mine, right), label
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="some of them run on the GPU")
