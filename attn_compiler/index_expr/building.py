@@ -466,7 +466,7 @@ def may_hold(x: Expr, searched: Expr) -> bool:
     """False where it is known at once that an expression is not in x: x is too small, or has not the names that it has."""
     mine, wanted = x.facts, searched.facts
     has_names = wanted.indices <= mine.indices and wanted.sizes <= mine.sizes
-    return has_names and mine.size >= wanted.size and mine.has_loads >= wanted.has_loads
+    return has_names and mine.size >= wanted.size and mine.tensors >= wanted.tensors
 
 
 def rebuilt_of(x: Expr, done: Mapping[Expr, Expr]) -> Expr:

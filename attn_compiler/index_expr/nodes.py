@@ -19,7 +19,7 @@ class Facts(NamedTuple):
 
     digest: of its whole structure; equal just for equal expressions. kind: of its value. size: how many parts it has, one that
     occurs twice counted twice. depth: how many of them stand in each other at most. indices, sizes: the names in it.
-    has_loads: whether it reads any run-time tensor.
+    tensors: the names of the run-time tensors that it reads.
     """
 
     digest: bytes
@@ -28,7 +28,12 @@ class Facts(NamedTuple):
     depth: int
     indices: frozenset[str]
     sizes: frozenset[str]
-    has_loads: bool
+    tensors: frozenset[str]
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether it reads any run-time tensor."""
+        return bool(self.tensors)
 
 
 _NO_NAMES: frozenset[str] = frozenset()
@@ -45,20 +50,21 @@ class _Node:
     def _know(self, head: tuple[object, ...], below: tuple[Expr, ...], kind: str) -> None:
         """Called once, when the expression is made. head: all that it is, but for its parts."""
         digests = [f"{type(self).__name__}{head}{len(below)}".encode()]
-        size, depth, has_loads = 1, 0, False
-        indices = sizes = _NO_NAMES
+        size, depth = 1, 0
+        indices = sizes = tensors = _NO_NAMES
         for part in below:
             facts = part.facts
             digests.append(facts.digest)
             size += facts.size
             depth = max(depth, facts.depth)
-            has_loads = has_loads or facts.has_loads
+            if not facts.tensors <= tensors:
+                tensors = facts.tensors if tensors <= facts.tensors else tensors | facts.tensors
             if not facts.indices <= indices:
                 indices = facts.indices if indices <= facts.indices else indices | facts.indices
             if not facts.sizes <= sizes:
                 sizes = facts.sizes | sizes
         digest = hashlib.blake2b(b"".join(digests), digest_size=16).digest()
-        self._set(Facts(digest, kind, size, depth + 1, indices, sizes, has_loads))
+        self._set(Facts(digest, kind, size, depth + 1, indices, sizes, tensors))
 
     def _set(self, facts: Facts) -> None:
         object.__setattr__(self, "facts", facts)
@@ -118,7 +124,7 @@ class Load(_Node):
 
     def __post_init__(self) -> None:
         self._know((self.tensor, self.kind), self.at, self.kind)
-        self._set(self.facts._replace(has_loads=True))
+        self._set(self.facts._replace(tensors=self.facts.tensors | {self.tensor}))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

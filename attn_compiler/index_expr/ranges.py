@@ -67,8 +67,14 @@ def bounds(x: Expr, ranges: Ranges) -> Bounds:
 
 def _key(x: Expr, ranges: Ranges) -> _Key:
     names = x.facts.indices | x.facts.sizes | _OF_ANYTHING
-    known = [(name, most) for name, most in ranges.items() if name in names or name.endswith(ANY_LOAD)]
+    tensors = x.facts.tensors
+    known = [(name, most) for name, most in ranges.items() if name in names or _is_of_load(name, tensors)]
     return frozenset([(name, most.facts.digest) for name, most in known])
+
+
+def _is_of_load(name: str, tensors: frozenset[str]) -> bool:
+    """Whether ranges hold under this name what loads of one of these tensors can be, or any load."""
+    return name.endswith(ANY_LOAD) and (name == ANY_LOAD or name.removesuffix(ANY_LOAD) in tensors)
 
 
 def _unbounded_parts(x: Expr, ranges: Ranges) -> tuple[Expr, ...]:
@@ -119,7 +125,8 @@ def _bound(form: Linear, ranges: Ranges, *, lowest: bool) -> int | None:
         if isinstance(term, (Index, Size)):
             names = combine(names, _reached(term, factor, ranges, lowest=lowest), factor)
             continue
-        bound = bounds(term, ranges)[0 if (factor > 0) == lowest else 1]
+        both = (0, 1) if kind_of(term) == "bool" else bounds(term, ranges)
+        bound = both[0 if (factor > 0) == lowest else 1]
         if bound is None:
             return None
         total += factor * bound

@@ -145,6 +145,7 @@ class Reader:
         self._variables: dict[fx.Node | None, Index] = {}
         self.too_large: dict[str, str] = {}
         self.tensors: dict[str, Version] = {}
+        self._largest: dict[str, int] = {}
         self.not_followed: set[str] = set()
 
     def read_at(self, when: int, node: fx.Node, at: At) -> Expr:
@@ -323,13 +324,12 @@ class Reader:
     def within(self, x: Expr, node: fx.Node, at: At) -> Ranges:
         """How large the indices, sizes and loads in x can be, if x is computed for the element of `node` at `at`."""
         known = {name: self._largest_size(node, sympy.Symbol(name)) for name in ix.sizes(x)}
-        for load in ix.loads(x):
-            if load.kind != "int" or load.tensor not in self.tensors:
-                continue
-            largest = _largest_element(self.tensors[load.tensor].node)
+        for tensor in x.facts.tensors & self.tensors.keys():
+            if tensor not in self._largest:
+                self._largest[tensor] = _largest_element(self.tensors[tensor].node)
             # What holds of any load is not said of each: bounds are remembered by what is known, and the less differs, the better.
-            if largest != LOADED:
-                known[LOADED_KEY.format(load.tensor)] = largest
+            if self._largest[tensor] != LOADED:
+                known[LOADED_KEY.format(tensor)] = self._largest[tensor]
         longest = functools.partial(self._largest_size, node)
         return ranges(x, fake(node).shape, at, longest=lambda size: longest(axes.size_expr(size)), named=known)
 
@@ -403,7 +403,9 @@ def symbolic(number: torch.SymInt) -> Expr | None:
 
 
 def _largest_element(node: fx.Node) -> int:
-    """n, if the elements of a tensor of whole numbers lie from -n - 1 to n."""
+    """n, if the elements of a tensor of whole numbers lie from -n - 1 to n. Of truth values and floats, what counts as any load."""
+    if kind_of_dtype(fake(node).dtype) != "int":
+        return LOADED
     name = str(getattr(node.target, "overloadpacket", "")).removeprefix("aten.")
     return largest_loaded(fake(node).dtype, by_arithmetic=name in _GROWING or name.removesuffix("_") in _GROWING)
 
