@@ -638,8 +638,9 @@ def programs(
     lowerings: tuple[tuple[str, ...] | None, ...] = LOWERINGS,
     device: str = "cpu",
     large: bool = False,
+    inner: str | None = None,
 ) -> Program:
-    """One random program of a rule. large: sizes that a GPU's kernels take."""
+    """One random program of a rule. large: sizes that a GPU's kernels take. inner: what compiles the rest, without it one of several."""
     kv = draw(st.sampled_from((1, 2)))
     lengths = (1, 3, 4, 6) if not large else (17, 32, 65, 128)
     sizes = {
@@ -680,7 +681,7 @@ def programs(
         others=tuple(others.items()),
         dynamic=dynamic,
         lowerings=draw(st.sampled_from(lowerings + lowerings[-1:] * 3 if rule in PROOFS else lowerings)),
-        inner=draw(st.sampled_from(("eager", "eager", "eager", "eager", "aot_eager"))),
+        inner=inner or draw(st.sampled_from(("eager", "eager", "eager", "eager", "aot_eager"))),
         verify=draw(st.integers(1, 2 if rule in PROOFS else 16)) == 2,
         device=device,
     )
