@@ -226,7 +226,7 @@ def _compiled(program: Program, wanted: Sequence[Any], outcome: Outcome, *, ours
 
 def _said(error: Exception) -> str:
     lines = " | ".join(line for line in str(error).splitlines() if line.strip())
-    return f"{type(error).__name__}: {lines[:600]}"
+    return f"{type(error).__name__}: {lines[:1500]}"
 
 
 def _count(outcome: Outcome) -> None:

@@ -26,7 +26,10 @@ _MACHINE = re.compile(
     r"CUDA|cuDNN|cuBLAS|device-side|fork|out of memory|allocat|driver|Triton|No such file|not a tensor", re.IGNORECASE
 )
 #: what torch.compile says, without us, of programs that it can't compile
-_TORCH: tuple[str, ...] = ()
+_TORCH = (
+    # A comparison of symbolic sizes as an argument.
+    "argument 'is_causal' must be bool, not SymBool",
+)
 
 
 def of_eager(error: BaseException) -> Left | None:

@@ -17,7 +17,7 @@ from tests.fuzz.planted.fault import PACKAGE
 
 #: the name of a fault -> the rule whose programs find it at once
 QUICK = {
-    "triangles are transposed": "mask kinds",
+    "triangles are transposed": "masks made",
     "a scale divides and multiplies alike": "score steps",
     "repeat_interleave tiles": "views",
     "reference: no row term": "gradients",
