@@ -37,6 +37,7 @@ LOWERINGS: tuple[tuple[str, ...] | None, ...] = (
     ("math",),
     ("reference",),
     None,
+    ("triton", "math"),
     ("triton", "reference"),
 )
 #: the same on a GPU, where most of a half's programs are large enough for every kernel
@@ -111,11 +112,12 @@ def programs(
     sizes["e"] = draw(st.sampled_from((sizes["d"], sizes["d"], 5 if not large else 32)))
     draft = Draft(draw=draw, sizes=sizes, grads=draw(st.booleans()), writes=draw(st.integers(0, 2)) == 2)
     draft.dtype = draw(st.sampled_from(_DTYPES if device == "cpu" else _CUDA_DTYPES))
-    if draft.dtype == torch.float64 and all(some is not None and some[0] == "triton" for some in lowerings):
-        # Triton's kernels have no float64.
-        draft.dtype = torch.float32
+    chosen = draw(st.sampled_from(lowerings + lowerings[-1:] * 3 if rule in PROOFS else lowerings))
+    has_float64 = device == "cpu" and (chosen is None or chosen[0] != "triton")
     if rule == "fills" and draw(st.booleans()):
-        draft.dtype = torch.float64 if device == "cpu" else torch.float32
+        draft.dtype = torch.float64
+    if draft.dtype == torch.float64 and not has_float64:
+        draft.dtype = torch.float32
     RULES[rule](draft)
     dynamic = rule == "symbolic" or draw(st.integers(0, 7)) == 7
     others: dict[str, int] = {}
@@ -136,7 +138,7 @@ def programs(
         sizes=tuple(sizes.items()),
         others=tuple(others.items()),
         dynamic=dynamic,
-        lowerings=draw(st.sampled_from(lowerings + lowerings[-1:] * 3 if rule in PROOFS else lowerings)),
+        lowerings=chosen,
         inner=inner or draw(st.sampled_from(("eager", "eager", "eager", "eager", "aot_eager"))),
         verify=draw(st.integers(1, 2 if rule in PROOFS else 16)) == 2,
         device=device,
