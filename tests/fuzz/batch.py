@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.fuzz import searching
-from tests.fuzz.crew import Tell
+from tests.fuzz.crew import Spent, Tell
 from tests.fuzz.program import Program
 from tests.fuzz.searching import Found, Kind
 from tests.fuzz.tally import Tally
@@ -58,8 +58,11 @@ class Batch:
             begin=begin,
             judged_first=judged,
         )
-        if found is not None:
-            tell(found)
+        if found is None:
+            return
+        tell(found)
+        if searching.is_of_cuda(found.text):
+            raise Spent
 
 
 def quiet() -> None:

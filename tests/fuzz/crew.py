@@ -59,9 +59,14 @@ class Lost:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A job that came to its end. text: of the error that it raised, if it did."""
+    """A job that came to its end. text: of the error that it raised, if it did. spent: the process is of no more use."""
 
     text: str | None = None
+    spent: bool = False
+
+
+class Spent(Exception):
+    """Raised by a job that is done, in a process that can do no other: after an error of CUDA every call fails."""
 
 
 @dataclass(kw_only=True)
@@ -133,7 +138,7 @@ def _heard(worker: _Worker[J], limits: Limits) -> Iterator[tuple[J, Any]]:
         return
     worker.heard = time.monotonic()
     if isinstance(told, Ended):
-        worker.job, worker.done = None, worker.done + 1
+        worker.job, worker.done = None, limits.renewed if told.spent else worker.done + 1
     yield job, told
 
 
@@ -197,11 +202,15 @@ def _serve(pipe: Any, log: Path | None) -> None:
         try:
             job.run(pipe.send)
             ended = Ended()
+        except Spent:
+            ended = Ended(spent=True)
         except BaseException as error:  # noqa: BLE001 (whatever it is, it is told)
             ended = Ended(text=f"{type(error).__name__}: {error}"[:2000])
         try:
             pipe.send(ended)
         except OSError:
+            return
+        if ended.spent:
             return
 
 

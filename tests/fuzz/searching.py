@@ -65,6 +65,11 @@ def signature(kind: str, text: str) -> str:
     return f"{kind}: {' '.join(head.split())[:120]}"
 
 
+def is_of_cuda(text: str) -> bool:
+    """Whether a failure is one after which CUDA does nothing more in this process."""
+    return "CUDA error" in text or "CUDA driver error" in text
+
+
 def judged(program: Program, limit: float = LIMIT) -> comparing.Outcome:
     """`comparing.check` within a limit of CPU time. Raises Left or Wrong."""
     try:
@@ -130,6 +135,7 @@ class _Search:
     judged_first: JudgedFirst
     start: float = field(default_factory=time.process_time)
     failing: dict[str, Wrong] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
     wrong: Wrong | None = None
     last: Program | None = None
     seconds: float = 0.0
@@ -138,16 +144,21 @@ class _Search:
     def hold(self, program: Program) -> None:
         """Raises Wrong for a program that goes wrong like the first one."""
         self.drawn += 1
-        known = self.failing.get(repr(program))
+        text = repr(program)
+        known = self.failing.get(text)
         if known is not None:
             self.last = program
             raise known
-        # Hypothesis draws the simplest program first, whatever the seed: it would be most of what is drawn.
-        if self.drawn == 1 or time.monotonic() > self.until:
+        # Hypothesis draws some again, and what it gave before it gives again.
+        if text in self.seen:
             return
+        # Hypothesis draws the simplest program first, whatever the seed: it would be most of what is drawn.
+        if self.drawn == 1 or time.monotonic() > self.until or (self.wrong is not None and self.is_small):
+            return
+        self.seen.add(text)
         wrong = self._judge(program) if self.wrong is None else self._judge_alike(program)
         if wrong is not None:
-            self.failing[repr(program)], self.last = wrong, program
+            self.failing[text], self.last = wrong, program
             raise wrong
 
     def _judge(self, program: Program) -> Wrong | None:
@@ -177,6 +188,11 @@ class _Search:
         except Wrong as wrong:
             return wrong if _are_alike(wrong, self.wrong) else None
         return None
+
+    @property
+    def is_small(self) -> bool:
+        """Whether nothing is to be made smaller: nobody asks for it, or this process can run no other program."""
+        return self.shrinking <= 0 or (self.wrong is not None and is_of_cuda(str(self.wrong)))
 
     def found(self, program: Program, wrong: Wrong) -> Found:
         return Found(program=program, kind=wrong.kind, text=str(wrong), seconds=self.seconds)
@@ -211,7 +227,7 @@ def search(
     if state.last is None:
         return None
     wrong = state.failing[repr(state.last)]
-    if shrinking <= 0:
+    if state.is_small:
         return state.found(state.last, wrong)
     return state.found(*cut(state.last, wrong, time.monotonic() + shrinking / 2, limit=limit, begin=begin))
 

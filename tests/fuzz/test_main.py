@@ -31,7 +31,7 @@ def test_nothing_goes_wrong(tmp_path: Path) -> None:
     found = "\n".join(path.read_text() for path in (tmp_path / "found").glob("*.py")) if code else ""
     assert code == 0, found
     assert tally["rules"].keys() == RULES.keys()
-    assert len(tally["rules"]) * EACH == tally["different"]
+    assert tally["different"] == tally["total"]["programs"] > 0.8 * EACH * len(RULES)
     lowered = tally["lowered"]
     assert sum(lowered.values()) > 20, lowered
     assert min(lowered.get(name, 0) for name in ("sdpa_cpu_flash", "reference", "math")) > 1, lowered
