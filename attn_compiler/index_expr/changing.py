@@ -24,8 +24,13 @@ def throughout(x: Expr, change: Callable[[Expr], Expr]) -> Expr:
 
 def rename(x: Expr, name: Callable[[str], str]) -> Expr:
     """x with every load under another name of its tensor."""
-
-    def renamed(part: Expr) -> Expr:
-        return Load(name(part.tensor), part.at, part.kind) if isinstance(part, Load) else part
-
-    return throughout(x, renamed) if x.facts.has_loads else x
+    if not x.facts.has_loads:
+        return x
+    done: dict[Expr, Expr] = {}
+    for part in ordered(x):
+        rebuilt = rebuilt_of(part, done)
+        # Of a form that is one load alone the normal form is that load, under its new name already.
+        if isinstance(part, Load) and isinstance(rebuilt, Load):
+            rebuilt = Load(name(rebuilt.tensor), rebuilt.at, rebuilt.kind)
+        done[part] = rebuilt
+    return done[x]

@@ -229,10 +229,15 @@ def logits(
 
 def repeated(tensor: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """(B, Hkv, ...) -> (B, Hq, ...): query head h reads kv head h // (Hq // Hkv)."""
-    return tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1)
+    return tensor.repeat_interleave(_group(q.shape[1], tensor.shape[1]), dim=1)
 
 
 def _folded(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The inverse for gradients: query heads that read one kv head add up."""
     batch, heads_kv = like.shape[:2]
-    return grad.reshape(batch, heads_kv, grad.shape[1] // heads_kv, *grad.shape[2:]).sum(2)
+    return grad.reshape(batch, heads_kv, _group(grad.shape[1], heads_kv), *grad.shape[2:]).sum(2)
+
+
+def _group(heads_q: int, heads_kv: int) -> int:
+    """How many query heads read one kv head. Of three dimensions the first counts as heads, and may be an empty batch."""
+    return heads_q // heads_kv if heads_kv else 1

@@ -1,44 +1,36 @@
-"""Random attention programs, each held against eager: python -m tests.fuzz --minutes 10 --seed 1 --jobs 2
+"""Random attention programs, each held against eager: python -m tests.fuzz --minutes 10 --seed 1 --processes 2
 
-What goes wrong is made small and written as a test into --out. The tally is printed, and written as JSON with --report.
+What goes wrong is made small and written as a test into --out, with all that was said of it. The tally is printed, and written as JSON
+with --report. The exit code is 1 if something went wrong, 2 if more programs were discarded than may be.
 """
 
 from __future__ import annotations
 
-import os
-
-# Without a GPU the Triton kernels run in Triton's interpreter, which has to be known before they are imported.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import argparse
-import json
-import logging
-import multiprocessing
+import os
 import sys
 import time
-import warnings
 import zlib
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-import torch.utils.checkpoint
-
-from tests.fuzz import searching, writing
+from tests.fuzz import crew, environment
+from tests.fuzz.batch import Batch, Begun
+from tests.fuzz.crew import Ended, Limits, Lost
 from tests.fuzz.grammar.rules import CUDA_LOWERINGS, LOWERINGS, RULES
+from tests.fuzz.program import Program
+from tests.fuzz.reporting import Log, say
 from tests.fuzz.searching import Found, Kind
 from tests.fuzz.tally import Tally
 
-#: programs that a worker draws of one rule before it goes on to the next
+#: programs that a process draws of one rule before it goes on to the next
 BATCH = 25
-#: batches after which a worker is replaced: what compiling leaves behind is not all given back
-RENEWED = 12
+#: the share of programs that may say nothing
+DISCARDED = 0.25
+#: seconds of CPU time that one program may take; on a GPU its kernels are compiled in them
+SECONDS = {"cpu": 25.0, "cuda": 120.0}
+#: rounds of which one has small sizes on a GPU, where most of its kernels refuse them
+SMALL_ONE_IN = 4
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -46,106 +38,128 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--programs", type=int, default=10**9, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--lowering", help="this one alone; without it several, some of them in turn")
+    parser.add_argument(
+        "--interpret", action="store_true", help="every program by Triton's kernels, interpreted on the CPU"
+    )
+    parser.add_argument(
+        "--inner", choices=("eager", "aot_eager", "inductor"), help="what compiles the rest of each program"
+    )
     parser.add_argument("--rule", action="append", choices=sorted(RULES), help="this generator alone; may be repeated")
     parser.add_argument("--batch", type=int, default=BATCH, help="programs of one rule that are drawn together")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--large", action="store_true", help="sizes that a GPU's kernels take (with --device cuda: every second round)"
-    )
     parser.add_argument("--shrinking", type=float, default=40.0, help="seconds to make one finding small")
+    parser.add_argument("--seconds", type=float, help="CPU time that one program may take")
+    parser.add_argument("--silence", type=float, default=240.0, help="seconds after which a program hangs")
+    parser.add_argument("--memory", type=float, help="GiB that one process may hold")
+    parser.add_argument("--discarded", type=float, default=DISCARDED, help="share of programs that may say nothing")
     parser.add_argument("--report", type=Path, help="write the tally here, as JSON")
     parser.add_argument("--out", type=Path, default=Path("tests/fuzz/found"))
-    return parser.parse_args(given)
+    options = parser.parse_args(given)
+    if options.interpret and options.device != "cpu":
+        parser.error("--interpret is for the CPU")
+    return options
 
 
-def tasks(options: argparse.Namespace, until: float) -> Iterator[tuple[Any, ...]]:
-    """Batches of every rule in turn, until the time or the programs are over."""
-    lowerings = LOWERINGS if options.device == "cpu" else CUDA_LOWERINGS
+def lowerings(options: argparse.Namespace) -> tuple[tuple[str, ...] | None, ...]:
     if options.lowering is not None:
-        lowerings = ((options.lowering,),)
+        return ((options.lowering,),)
+    if options.interpret:
+        return (("triton", "reference"),)
+    return LOWERINGS if options.device == "cpu" else CUDA_LOWERINGS
+
+
+def batches(options: argparse.Namespace, until: float) -> Iterator[Batch]:
+    """Every rule in turn, until the time or the programs are over."""
     left, round_ = options.programs, 0
     while left > 0:
+        large = options.device != "cpu" and round_ % SMALL_ONE_IN != SMALL_ONE_IN - 1
         for rule in options.rule or RULES:
-            kind = Kind(
-                rule=rule, lowerings=lowerings, device=options.device, large=options.large or options.device != "cpu"
-            )
-            seed = zlib.crc32(f"{options.seed} {rule} {round_}".encode())
             examples = min(options.batch, left)
             left -= examples
             if time.monotonic() > until or examples <= 0:
                 return
-            yield kind, seed, examples, until, options.shrinking
+            yield Batch(
+                kind=Kind(
+                    rule=rule, lowerings=lowerings(options), device=options.device, large=large, inner=options.inner
+                ),
+                seed=zlib.crc32(f"{options.seed} {rule} {round_}".encode()),
+                examples=examples,
+                until=until,
+                shrinking=options.shrinking,
+                limit=options.seconds or SECONDS[options.device],
+                gpu_share=0.9 / options.processes,
+            )
         round_ += 1
 
 
-def work(task: tuple[Any, ...]) -> tuple[Tally, Found | None, str]:
-    """One batch, in a process of its own."""
-    kind, seed, examples, until, shrinking = task
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    tally = Tally()
-    found = searching.search(kind, seed=seed, examples=examples, tally=tally, until=until, shrinking=shrinking)
-    tally.rules = dict(tally.rules)
-    return tally, found, kind.rule
+def limits(options: argparse.Namespace) -> Limits:
+    """On a GPU each process starts anew: CUDA can't be used in a fork of a process that used it."""
+    memory = 0.8 * crew.total_memory() / options.processes
+    return Limits(
+        processes=options.processes,
+        method="forkserver" if options.device == "cpu" else "spawn",
+        silence=options.silence,
+        memory=int(options.memory * 2**30) if options.memory else int(min(memory, 8 * 2**30)),
+        renewed=12 if options.device == "cpu" else 40,
+        logs=options.out / "logs",
+    )
 
 
-def run(options: argparse.Namespace) -> tuple[Tally, dict[str, Found]]:
-    """The tally, and one finding of each sort."""
-    start = time.monotonic()
-    until = start + options.minutes * 60
-    tally, sorts = Tally(), {}
-    # CUDA can't be used in a fork of a process that used it; this one did not.
-    context = multiprocessing.get_context("fork" if options.device == "cpu" else "spawn")
-    with context.Pool(options.jobs, maxtasksperchild=RENEWED) as pool:
-        for done, found, rule in _results(pool, tasks(options, until), options.jobs + 1):
-            tally.join(done)
-            if found is not None and (found.signature, rule) not in sorts:
-                sorts[found.signature, rule] = found
-                path = writing.write(found, options.out)
-                said = f"{found.kind} ({rule}), after {found.seconds:.0f} s of its batch: {found.text[:200]}"
-                say(f"{time.monotonic() - start:6.0f} s  {said}\n          {path}")
-    return tally, {f"{rule}: {sort}": found for (sort, rule), found in sorts.items()}
+def run(options: argparse.Namespace, log: Log) -> None:
+    """Everything that is told goes into the log."""
+    until = time.monotonic() + options.minutes * 60
+    last: dict[Batch, Program] = {}
+    first: dict[Batch, Found] = {}
+    with environment.prepared(options.device):
+        for batch, told in crew.events(batches(options, until), limits(options)):
+            if isinstance(told, Begun):
+                last[batch] = told.program
+            elif isinstance(told, Tally):
+                log.tally.join(told)
+            elif isinstance(told, Found):
+                # As it was at first, and then made small.
+                if batch in first:
+                    del first[batch]
+                    log.found(told)
+                else:
+                    first[batch] = told
+            elif isinstance(told, Ended | Lost):
+                _over(batch, told, last.pop(batch, None), first.pop(batch, None), log)
+            log.go_on()
 
 
-def _results(pool: Any, waiting: Iterator[Any], most: int) -> Iterator[Any]:
-    """What `work` gives for each task. No more than `most` are out at a time: a pool of its own would ask for all of them at once."""
-    out: deque[Any] = deque()
-    for task in waiting:
-        out.append(pool.apply_async(work, (task,)))
-        if len(out) >= most:
-            yield out.popleft().get()
-    while out:
-        yield out.popleft().get()
-
-
-def say(text: str) -> None:
-    """One or several lines, at once."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+def _over(batch: Batch, told: Ended | Lost, last: Program | None, first: Found | None, log: Log) -> None:
+    """What is left of a batch: a finding that was not made small, a program that a process was lost with, an error of the fuzzer."""
+    if first is not None:
+        log.found(first)
+    elif isinstance(told, Lost) and last is not None:
+        log.tally.drawn(last)
+        log.tally.wrong(batch.kind.rule)
+        log.found(Found(program=last, kind=told.kind, text=told.text, seconds=0.0))
+    elif told.text is not None:
+        log.failed(f"{batch.kind.rule}, seed {batch.seed}: {told.text}")
 
 
 def main(given: Sequence[str] | None = None) -> int:
     options = arguments(given)
-    start = time.monotonic()
-    tally, sorts = run(options)
-    seconds = time.monotonic() - start
-    total = tally.total["programs"]
-    say(tally.table())
-    say(
-        f"{total} programs in {seconds:.0f} s, {total / max(seconds, 1e-9):.1f} a second; {len(sorts)} sorts of findings"
+    log = Log(
+        out=options.out,
+        report=options.report,
+        about={"seed": options.seed, "processes": options.processes, "device": options.device},
     )
-    if options.report is not None:
-        plain = {
-            "seconds": seconds,
-            "seed": options.seed,
-            "jobs": options.jobs,
-            "findings": {sort: f.text for sort, f in sorts.items()},
-        }
-        options.report.write_text(json.dumps({**plain, **tally.plain()}, indent=1) + "\n")
-    return 1 if sorts else 0
+    try:
+        run(options, log)
+    except KeyboardInterrupt:
+        say("interrupted")
+    log.end()
+    if log.sorts or log.failures:
+        return 1
+    if log.tally.discarded > options.discarded or not log.tally.total["compared"]:
+        say(f"too many programs say nothing: {100 * log.tally.discarded:.0f}% were discarded")
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

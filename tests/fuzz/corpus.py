@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
+import itertools
 import pickle
 import time
-import warnings
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from tests.fuzz import searching
-from tests.fuzz.comparing import Left, Wrong
+from tests.fuzz import crew, searching
+from tests.fuzz.batch import Begun, quiet
+from tests.fuzz.comparing import Wrong
+from tests.fuzz.crew import Ended, Limits, Lost, Tell
+from tests.fuzz.discards import Left
 from tests.fuzz.grammar.rules import RULES
 from tests.fuzz.planted import noting
 from tests.fuzz.program import Program
@@ -27,7 +26,7 @@ TOGETHER = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """A program that the code as it is gets right. ran: (file, first line) of our functions that it called."""
+    """A program that the code as it is gets right. ran: (file, first line) of our functions that it called. seconds: of CPU time."""
 
     program: Program
     ran: frozenset[tuple[str, int]]
@@ -35,46 +34,66 @@ class Known:
     seconds: float
 
 
-def schedule(seed: int, rounds: int) -> Iterator[tuple[Kind, int]]:
-    """(what to draw, seed), rule by rule."""
-    for round_ in range(rounds):
-        for rule in RULES:
-            yield Kind(rule=rule), zlib.crc32(f"{seed} {rule} {round_}".encode())
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A rule's turn: a job that tells what it knows. number: in the order. seconds: of CPU time for one program."""
+
+    number: int
+    kind: Kind
+    seed: int
+    seconds: float = searching.LIMIT
+
+    def run(self, tell: Tell) -> None:
+        quiet()
+        noting.install()
+        # The first program that Hypothesis draws is the simplest one, whatever the seed.
+        for program in searching.draw(self.kind, seed=self.seed, examples=TOGETHER + 1)[1:]:
+            tell(Begun(program=program))
+            known = _observed(program, self.seconds)
+            if known is not None:
+                tell(known)
 
 
-def _known(task: tuple[Kind, int]) -> list[Known]:
-    kind, seed = task
-    quiet()
-    noting.install()
-    # The first program that Hypothesis draws is the simplest one, whatever the seed.
-    drawn = searching.draw(kind, seed=seed, examples=TOGETHER + 1)[1:]
-    return [known for program in drawn if (known := _observed(program)) is not None]
+def turns(seed: int, rounds: int) -> Iterator[Turn]:
+    """Every rule in turn."""
+    for number, (round_, rule) in enumerate(itertools.product(range(rounds), RULES)):
+        yield Turn(number=number, kind=Kind(rule=rule), seed=zlib.crc32(f"{seed} {rule} {round_}".encode()))
 
 
-def _observed(program: Program) -> Known | None:
+def _observed(program: Program, seconds: float) -> Known | None:
     noting.ran.clear()
     start = time.process_time()
     try:
-        outcome = searching.judged(program)
+        outcome = searching.judged(program, seconds)
     except (Left, Wrong):
         return None
-    seconds = time.process_time() - start
-    return Known(program=program, ran=frozenset(noting.ran), lowered=frozenset(outcome.lowered), seconds=seconds)
+    return Known(
+        program=program,
+        ran=frozenset(noting.ran),
+        lowered=frozenset(outcome.lowered),
+        seconds=time.process_time() - start,
+    )
 
 
-def programs(*, seed: int, rounds: int, jobs: int, keep: Path | None) -> list[Known]:
-    """All that the code as it is gets right, in order. keep: where they are written as they come."""
-    order: list[Known] = []
-    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=40) as pool:
-        for number, some in enumerate(pool.imap(_known, schedule(seed, rounds), chunksize=1)):
-            order += some
-            if keep is not None and number % len(RULES) == len(RULES) - 1:
-                keep.write_bytes(pickle.dumps(order))
-    return order
+def programs(*, seed: int, rounds: int, limits: Limits) -> list[Known]:
+    """All that the code as it is gets right, in order."""
+    told: dict[int, list[Known]] = {}
+    for turn, said in crew.events(turns(seed, rounds), limits):
+        if isinstance(said, Known):
+            told.setdefault(turn.number, []).append(said)
+        elif isinstance(said, Lost) or (isinstance(said, Ended) and said.text is not None):
+            raise RuntimeError(f"drawing programs of {turn.kind.rule}, seed {turn.seed}: {said.text}")
+    return [known for number in sorted(told) for known in told[number]]
 
 
-def quiet() -> None:
-    """No warnings, no logs, one thread: for a process that is there for its result."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
+def kept(path: Path | None, key: str) -> list[Known] | None:
+    """The programs that are in the file, if they were drawn of the same code in the same way."""
+    if path is None or not path.exists():
+        return None
+    found, order = pickle.loads(path.read_bytes())
+    return order if found == key else None
+
+
+def keep(path: Path | None, key: str, order: list[Known]) -> None:
+    if path is not None:
+        path.write_bytes(pickle.dumps((key, order)))

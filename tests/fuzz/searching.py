@@ -7,15 +7,16 @@ import dataclasses
 import re
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.fuzz import comparing
-from tests.fuzz.comparing import Left, OutOfTime, Wrong
+from tests.fuzz.comparing import OutOfTime, Wrong
+from tests.fuzz.discards import Left
 from tests.fuzz.grammar.rules import LOWERINGS, programs
 from tests.fuzz.program import Program
 from tests.fuzz.tally import Tally
@@ -23,15 +24,18 @@ from tests.fuzz.tally import Tally
 #: seconds of CPU time that one program may take: endless compilation is a finding, too
 LIMIT = 25.0
 
+Begin = Callable[[Program], None]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What is searched: programs of one rule, lowered by these, on a device."""
+    """What is searched: programs of one rule, lowered by these, on a device. inner: what compiles the rest, without it one of several."""
 
     rule: str
     lowerings: tuple[tuple[str, ...] | None, ...] = LOWERINGS
     device: str = "cpu"
     large: bool = False
+    inner: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,9 @@ class Found:
         return signature(self.kind, self.text)
 
 
+JudgedFirst = Callable[[Tally, Found | None], None]
+
+
 def signature(kind: str, text: str) -> str:
     """What failures of one sort have in common: the words of the message without names and numbers."""
     head = re.sub(
@@ -56,6 +63,11 @@ def signature(kind: str, text: str) -> str:
         text.split("|")[0] if kind == "wrong" else text[:260],
     )
     return f"{kind}: {' '.join(head.split())[:120]}"
+
+
+def is_of_cuda(text: str) -> bool:
+    """Whether a failure is one after which CUDA does nothing more in this process."""
+    return "CUDA error" in text or "CUDA driver error" in text
 
 
 def judged(program: Program, limit: float = LIMIT) -> comparing.Outcome:
@@ -87,12 +99,16 @@ def draw(kind: Kind, *, seed: int, examples: int) -> list[Program]:
 
     @hypothesis.seed(seed)
     @_settings(examples, Phase.generate)
-    @given(programs(kind.rule, kind.lowerings, kind.device, kind.large))
+    @given(_programs(kind))
     def collect(program: Program) -> None:
         drawn.append(program)
 
     collect()
     return drawn
+
+
+def _programs(kind: Kind) -> Any:
+    return programs(kind.rule, kind.lowerings, kind.device, kind.large, kind.inner)
 
 
 def _settings(examples: int, *phases: Phase) -> Any:
@@ -107,72 +123,139 @@ def _settings(examples: int, *phases: Phase) -> Any:
     )
 
 
+@dataclass(kw_only=True)
+class _Search:
+    """What is known so far. wrong: the first thing that went wrong; from then on only what goes wrong alike is looked at."""
+
+    kind: Kind
+    until: float
+    shrinking: float
+    limit: float
+    begin: Begin
+    judged_first: JudgedFirst
+    start: float = field(default_factory=time.process_time)
+    failing: dict[str, Wrong] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+    wrong: Wrong | None = None
+    last: Program | None = None
+    seconds: float = 0.0
+    drawn: int = 0
+
+    def hold(self, program: Program) -> None:
+        """Raises Wrong for a program that goes wrong like the first one."""
+        self.drawn += 1
+        text = repr(program)
+        known = self.failing.get(text)
+        if known is not None:
+            self.last = program
+            raise known
+        # Hypothesis draws some again, and what it gave before it gives again.
+        if text in self.seen:
+            return
+        # Hypothesis draws the simplest program first, whatever the seed: it would be most of what is drawn.
+        if self.drawn == 1 or time.monotonic() > self.until or (self.wrong is not None and self.is_small):
+            return
+        self.seen.add(text)
+        wrong = self._judge(program) if self.wrong is None else self._judge_alike(program)
+        if wrong is not None:
+            self.failing[text], self.last = wrong, program
+            raise wrong
+
+    def _judge(self, program: Program) -> Wrong | None:
+        tally = Tally()
+        tally.drawn(program)
+        self.begin(program)
+        try:
+            tally.compared(self.kind.rule, judged(program, self.limit))
+        except Left as left:
+            tally.left(self.kind.rule, str(left))
+        except Wrong as wrong:
+            tally.wrong(self.kind.rule)
+            self.wrong, self.last = wrong, program
+            self.seconds, self.until = time.process_time() - self.start, time.monotonic() + self.shrinking
+            self.judged_first(tally, self.found(program, wrong))
+            return wrong
+        self.judged_first(tally, None)
+        return None
+
+    def _judge_alike(self, program: Program) -> Wrong | None:
+        assert self.wrong is not None
+        self.begin(program)
+        try:
+            judged(program, self.limit)
+        except Left:
+            return None
+        except Wrong as wrong:
+            return wrong if _are_alike(wrong, self.wrong) else None
+        return None
+
+    @property
+    def is_small(self) -> bool:
+        """Whether nothing is to be made smaller: nobody asks for it, or this process can run no other program."""
+        return self.shrinking <= 0 or (self.wrong is not None and is_of_cuda(str(self.wrong)))
+
+    def found(self, program: Program, wrong: Wrong) -> Found:
+        return Found(program=program, kind=wrong.kind, text=str(wrong), seconds=self.seconds)
+
+
 def search(
-    kind: Kind, *, seed: int, examples: int, tally: Tally, until: float, shrinking: float = 40.0
+    kind: Kind,
+    *,
+    seed: int,
+    examples: int,
+    until: float,
+    shrinking: float = 40.0,
+    limit: float = LIMIT,
+    begin: Begin = lambda _: None,
+    judged_first: JudgedFirst = lambda *_: None,
 ) -> Found | None:
     """The first program that goes wrong, made as small as `shrinking` seconds allow; None if there is none of `examples`.
 
-    until: when (time.monotonic) to stop.
+    until: when (time.monotonic) to stop. limit: seconds of CPU time for one program. begin: is told each program before it is run.
+    judged_first: is told the tally of each program that was judged before something went wrong, and that first finding.
     """
-    start = time.process_time()
-    failing: dict[str, Wrong] = {}
-    state: dict[str, Any] = {}
+    state = _Search(kind=kind, until=until, shrinking=shrinking, limit=limit, begin=begin, judged_first=judged_first)
 
     @hypothesis.seed(seed)
-    @_settings(examples, Phase.generate, Phase.shrink)
-    @given(programs(kind.rule, kind.lowerings, kind.device, kind.large))
+    @_settings(examples + 1, Phase.generate, *([Phase.shrink] if shrinking > 0 else []))
+    @given(_programs(kind))
     def holds(program: Program) -> None:
-        text = repr(program)
-        if text in failing:
-            state["last"] = program
-            raise failing[text]
-        if time.monotonic() > state.get("until", until):
-            return
-        is_first = "wrong" not in state
-        try:
-            outcome = judged(program)
-        except Left as left:
-            if is_first:
-                tally.left(kind.rule, str(left))
-        except Wrong as wrong:
-            if is_first:
-                tally.wrong(kind.rule)
-                state.update(wrong=wrong, seconds=time.process_time() - start, until=time.monotonic() + shrinking)
-            elif signature(wrong.kind, str(wrong)) != signature(state["wrong"].kind, str(state["wrong"])):
-                return
-            failing[text] = wrong
-            state["last"] = program
-            raise
-        else:
-            if is_first:
-                tally.compared(kind.rule, outcome)
+        state.hold(program)
 
     with contextlib.suppress(Wrong):
         holds()
-    if "wrong" not in state:
+    if state.last is None:
         return None
-    program, wrong = cut(state["last"], failing[repr(state["last"])], time.monotonic() + shrinking / 2)
-    return Found(program=program, kind=wrong.kind, text=str(wrong), seconds=state["seconds"])
+    wrong = state.failing[repr(state.last)]
+    if state.is_small:
+        return state.found(state.last, wrong)
+    return state.found(*cut(state.last, wrong, time.monotonic() + shrinking / 2, limit=limit, begin=begin))
 
 
-def cut(program: Program, wrong: Wrong, until: float) -> tuple[Program, Wrong]:
+def cut(
+    program: Program, wrong: Wrong, until: float, *, limit: float = LIMIT, begin: Begin = lambda _: None
+) -> tuple[Program, Wrong]:
     """The program without the lines, writes and outputs that make no difference to how it goes wrong."""
-    wanted = signature(wrong.kind, str(wrong))
     changed = True
     while changed and time.monotonic() < until:
         changed = False
         for smaller in _smaller(program):
             if time.monotonic() > until:
                 break
+            begin(smaller)
             try:
-                judged(smaller)
+                judged(smaller, limit)
             except Left:
                 continue
             except Wrong as other:
-                if signature(other.kind, str(other)) == wanted:
+                if _are_alike(other, wrong):
                     program, wrong, changed = smaller, other, True
                     break
     return program, wrong
+
+
+def _are_alike(a: Wrong, b: Wrong) -> bool:
+    return signature(a.kind, str(a)) == signature(b.kind, str(b))
 
 
 def _smaller(program: Program) -> Iterator[Program]:

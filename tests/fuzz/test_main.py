@@ -9,7 +9,7 @@ from tests.fuzz import __main__ as fuzz
 from tests.fuzz.grammar.rules import RULES
 
 #: programs of each rule
-EACH = 4
+EACH = 2
 
 
 def test_nothing_goes_wrong(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_nothing_goes_wrong(tmp_path: Path) -> None:
         str(EACH),
         "--seed",
         "16",
-        "--jobs",
+        "--processes",
         "1",
         "--minutes",
         "60",
@@ -31,7 +31,8 @@ def test_nothing_goes_wrong(tmp_path: Path) -> None:
     found = "\n".join(path.read_text() for path in (tmp_path / "found").glob("*.py")) if code else ""
     assert code == 0, found
     assert tally["rules"].keys() == RULES.keys()
+    assert tally["different"] == tally["total"]["programs"] > 0.8 * EACH * len(RULES)
     lowered = tally["lowered"]
-    assert sum(lowered.values()) > 30, lowered
-    assert min(lowered.get(name, 0) for name in ("sdpa_cpu_flash", "reference", "math")) > 3, lowered
+    assert sum(lowered.values()) > 20, lowered
+    assert min(lowered.get(name, 0) for name in ("sdpa_cpu_flash", "reference", "math")) > 1, lowered
     assert tally["total"]["compared"] > 0.6 * tally["total"]["programs"], tally["total"]

@@ -11,41 +11,21 @@ from collections import Counter
 
 import pytest
 
+from tests.fuzz.environment import variables
 from tests.fuzz.planted import FAULTS, DoesNotApply, Fault
 from tests.fuzz.planted.fault import PACKAGE
 
 #: the name of a fault -> the rule whose programs find it at once
-QUICK = {
-    "triangles are transposed": "mask kinds",
-    "a scale divides and multiplies alike": "score steps",
-    "repeat_interleave tiles": "views",
-    "reference: no row term": "gradients",
-}
+QUICK = {"reference: no row term": "gradients", "a scale divides and multiplies alike": "views"}
 
 # In a process of its own for each: a fault is planted before the package is imported.
 _FIND = """
-import json, os, sys
-os.environ["TRITON_INTERPRET"] = "1"
-import torch, torch.utils.checkpoint
+import json, sys
 from pathlib import Path
-from tests.fuzz import corpus, recall, searching, writing
-from tests.fuzz.planted import FAULTS, plant
-from tests.fuzz.tally import Tally
-
-def find(name, rule):
-    corpus.quiet()
-    plant(next(f for f in FAULTS if f.name == name))
-    kind = searching.Kind(rule=rule, lowerings=(("reference",),))
-    found = searching.search(kind, seed=1, examples=40, tally=Tally(), until=1e12, shrinking=4.0)
-    if found is None:
-        return None
-    path = writing.write(found, Path(sys.argv[1]))
-    scope = {}
-    exec(compile(path.read_text(), str(path), "exec"), scope)
-    return {"same": scope["PROGRAM"] == found.program, "lines": len(found.program.lines), "kind": found.kind}
-
-recall._warm()
-print(json.dumps({name: recall.forked(find, name, rule)[1].recv() for name, rule in json.loads(sys.argv[2]).items()}))
+from tests.fuzz import crew, quick
+limits = crew.Limits(processes=2, method="fork", renewed=1)
+jobs = (quick.Find(name=name, rule=rule, folder=sys.argv[1]) for name, rule in json.loads(sys.argv[2]).items())
+print(json.dumps({job.name: told for job, told in crew.events(jobs, limits) if isinstance(told, dict)}))
 """
 
 
@@ -70,9 +50,9 @@ def test_what_does_not_apply_is_named() -> None:
 
 def test_faults_are_found_made_small_and_written(tmp_path: object) -> None:
     command = [sys.executable, "-c", _FIND, str(tmp_path), json.dumps(QUICK)]
-    environment = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **variables("cpu"), "PYTHONPATH": "."}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PACKAGE.parent, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert all(found[name] is not None and found[name]["same"] for name in QUICK), found
+    assert all(found[name]["same"] for name in QUICK), found
     assert all(found[name]["lines"] <= 9 for name in QUICK), found

@@ -20,5 +20,8 @@ def test_tallies_are_joined_printed_and_written() -> None:
     assert one.total == Counter(
         programs=4, compared=2, matched=1, wrong=1, discarded=1, sites=2, untouched=1, missed=1
     ) + Counter({"left alone": 1})
-    assert "sites lowered: reference 2" in one.table()
+    assert "sites by lowering: reference 2" in one.table()
+    assert "programs by lowering: reference 1" in one.table()
+    assert "1  eager raises: RuntimeError" in one.table()
+    assert one.discarded == 1 / 4
     assert json.loads(json.dumps(one.plain()))["proved"] == {"Causal": 1}

@@ -21,3 +21,13 @@ def test_loads_are_renamed_wherever_they_stand() -> None:
     renamed = rename(x, lambda name: name.upper())
     assert {load.tensor for load in ix.loads(renamed)} == {"TABLE", "INDEX", "SCALE"}
     assert rename(renamed, lambda name: name.lower()) == x
+
+
+def test_a_load_gets_its_new_name_once() -> None:
+    """Where the new name of one tensor is the old one of another, a load that is renamed twice reads the other tensor."""
+    names = {"add_2": "add", "add": "add'"}
+    x = ix.compare(">=", Load("add_2", (K,), "int"), Const(0))
+    assert {load.tensor for load in ix.loads(x)} == {"add_2"}
+    assert {load.tensor for load in ix.loads(rename(x, names.__getitem__))} == {"add"}
+    both = ix.compare(">=", Load("add_2", (K,), "int"), Load("add", (Q,), "int"))
+    assert {load.tensor: load.at for load in ix.loads(rename(both, names.__getitem__))} == {"add": (K,), "add'": (Q,)}

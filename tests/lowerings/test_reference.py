@@ -131,3 +131,10 @@ def test_runs_on_every_machine() -> None:
     assert not REFERENCE.unavailable(CPU)
     assert not REFERENCE.unavailable(Target.fake())
     assert not REFERENCE.demand(cases.build(BY_NAME["plain"]).spec).last_stride_one
+
+
+def test_an_empty_batch_may_stand_for_the_heads() -> None:
+    """So does the first of three dimensions, where a graph of symbolic sizes is called with none."""
+    grad = torch.zeros(1, 0, 3, 4)
+    assert reference.repeated(grad, torch.zeros(1, 0, 5, 4)).shape == (1, 0, 3, 4)
+    assert reference._folded(grad, torch.zeros(1, 0, 5, 4)).shape == (1, 0, 3, 4)

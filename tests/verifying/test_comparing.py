@@ -68,6 +68,17 @@ def test_noise_tells_of_what_cancels_out() -> None:
     assert len(outcome.differences) == 1
 
 
+def test_what_is_exactly_zero_may_be_off_by_the_rounding_of_the_others() -> None:
+    """The gradient of a single key's scores is zero in every run of the model's own, whatever the noise."""
+
+    def differences(off: float) -> list[Difference]:
+        zeros = torch.zeros(4)
+        return comparing.compare([zeros + off, ONES], [zeros, ONES], Runs([zeros, ONES]), 2.0).differences
+
+    assert differences(4e-7) == []
+    assert [d.index for d in differences(1e-4)] == [0]
+
+
 def test_a_difference_says_where_and_what() -> None:
     new = torch.tensor([[1.0, 1.0], [1.5, 1.1]])
     outcome, _ = compare(new, torch.ones(2, 2))

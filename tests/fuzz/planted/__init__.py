@@ -1,8 +1,8 @@
 """Planted faults: changes of our own code that make some result wrong. The fuzzer has to find them (python -m tests.fuzz.recall)."""
 
-from tests.fuzz.planted import lowering, matching, reading
+from tests.fuzz.planted import expressions, lowering, reading, sites, views
 from tests.fuzz.planted.fault import KERNELS, DoesNotApply, Fault, plant, swap
 
-FAULTS: tuple[Fault, ...] = (*matching.ALL, *reading.ALL, *lowering.ALL)
+FAULTS: tuple[Fault, ...] = (*views.ALL, *sites.ALL, *reading.ALL, *expressions.ALL, *lowering.ALL)
 
 __all__ = ["FAULTS", "KERNELS", "DoesNotApply", "Fault", "plant", "swap"]

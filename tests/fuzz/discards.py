@@ -1,0 +1,47 @@
+"""Programs that say nothing, by the kinds that are known: `Left`. Whatever else keeps a program from being compared is a finding.
+
+Eager can't run it or gives no finite numbers, or a row has no allowed key where the text fills with a finite number (a kernel gives 0
+there, eager the mean of v: docs, "Masked rows"). Or torch.compile without us goes wrong, too, in a way that is known of it: an error that
+is not listed here may as well be of the machine (a process that can't use its GPU), and would hide every program behind it.
+"""
+
+from __future__ import annotations
+
+import re
+
+
+class Left(Exception):
+    """A program that says nothing; the text is the kind, which the tally counts."""
+
+
+KEYLESS = "rows without keys beside a finite number"
+NOT_FINITE = "eager gives NaN or Inf"
+OTHER_SHAPES = "eager gives other shapes in float64"
+WRONG_TOO = "torch.compile without us is wrong, too"
+
+#: what eager raises for programs that make no sense
+_EAGER = (RuntimeError, IndexError, ValueError, TypeError, ZeroDivisionError, OverflowError, NotImplementedError)
+#: what such an error never speaks of: it is the machine's, or the fuzzer's
+_MACHINE = re.compile(
+    r"CUDA|cuDNN|cuBLAS|device-side|fork|out of memory|allocat|driver|Triton|No such file|not a tensor", re.IGNORECASE
+)
+#: what torch.compile says, without us, of programs that it can't compile
+_TORCH = (
+    # A comparison of symbolic sizes as an argument.
+    "argument 'is_causal' must be bool, not SymBool",
+)
+
+
+def of_eager(error: BaseException) -> Left | None:
+    """The discard that an error of eager is; None for one that is not known."""
+    text = str(error).strip()
+    if not isinstance(error, _EAGER) or _MACHINE.search(text):
+        return None
+    words = re.sub(r"\[[^]]*\]|-?\d+(\.\d+)?", "", text.splitlines()[0] if text else "")
+    return Left(f"eager raises {type(error).__name__}: {' '.join(words.split())[:70]}")
+
+
+def of_torch(text: str) -> Left | None:
+    """The discard that an error of torch.compile without us is (type and first lines); None for one that is not known."""
+    found = next((pattern for pattern in _TORCH if pattern in text), None)
+    return None if found is None else Left(f"torch.compile without us: {found}")

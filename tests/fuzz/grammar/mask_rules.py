@@ -1,0 +1,96 @@
+"""Rules about masks: by positions, by ops, by tensors, by what is written, several of them."""
+
+from __future__ import annotations
+
+from tests.fuzz.grammar import masks, operands, scores
+from tests.fuzz.grammar.draft import Draft
+from tests.fuzz.grammar.site import simple_site, sites_with
+
+
+def masks_written(draft: Draft) -> None:
+    """Masks and lengths that are written in place, before and after they are used, and used twice."""
+    draft.writes = True
+    operands.plain_operands(draft)
+    draft.dims = ("b", "h", "q", "k")
+    masks.positions(draft)
+    for name in ("k", "v"):
+        operands.repeat_heads(draft, name)
+    c = masks.written(draft)
+    draft.add(f"{c} = {c} | (j == 0)" if draft.maybe() else f"{c}[:, 0] = True")
+    fill = draft.pick("-inf", "-1e9", "torch.finfo(s.dtype).min")
+    for number in range(draft.number(1, 2)):
+        if draft.maybe(3):
+            draft.add(f"o{number} = F.scaled_dot_product_attention(q, k, v, attn_mask={c})")
+        else:
+            draft.add("s = q @ k.mT * 0.5")
+            masks.apply(draft, c, fill)
+            draft.add("w = s.softmax(-1)", f"o{number} = w @ v")
+        draft.outputs.append(f"o{number}")
+        before = list(draft.lines)
+        draft.pick(lambda d: None, lambda d: _write_again(d, c), lambda d: _write_again(d, c))(draft)
+        if draft.lines == before and draft.maybe():
+            operands.write_later(draft)
+
+
+def _write_again(draft: Draft, c: str) -> None:
+    forms = (
+        f"{c}.fill_(True)",
+        f"{c}[:, 1:] = False",
+        f"{c}.logical_not_(); {c}[:, 0] = True",
+        f"{c}.data.copy_(i >= j)",
+        f"{c} |= (i < j)",
+        f"{c}.tril_(); {c}[:, 0] = True",
+        f"{c} = {c}.clone(); {c}.masked_fill_(i < j, False)",
+    )
+    draft.add(draft.pick(*forms))
+
+
+def mask_kinds(draft: Draft) -> None:
+    """Masks by comparisons of positions."""
+    sites_with(draft, masks.condition)
+
+
+def masks_made(draft: Draft) -> None:
+    """Masks by ops that move, scan, choose and fill, and by vmap."""
+    sites_with(draft, masks.made)
+
+
+def masks_partly_written(draft: Draft) -> None:
+    """Masks that are written in part after they were made."""
+    draft.writes = True
+    sites_with(draft, masks.written)
+
+
+def mask_tensors(draft: Draft) -> None:
+    """Masks that ask tensors: padding, documents, lengths, tables."""
+    operands.plain_operands(draft)
+
+    def steps(d: Draft) -> None:
+        for _ in range(d.number(1, 2)):
+            masks.positions(d)
+            found = masks.of_tensors(d)
+            masks.apply(d, found if found.startswith("m") else masks.placed(d, found))
+
+    simple_site(draft, steps)
+    draft.outputs.append("o")
+
+
+def several_masks(draft: Draft) -> None:
+    operands.plain_operands(draft)
+    simple_site(
+        draft,
+        *([scores.mask] * draft.number(2, 3)),
+        *([scores.bias] if draft.maybe() else []),
+        product=draft.pick("matmul", "swapped", "bmm"),
+    )
+    draft.outputs.append("o")
+
+
+def integers(draft: Draft) -> None:
+    """Whole numbers that wrap, small dtypes, quotients and rests below zero."""
+    sites_with(draft, masks.wrapped, masks.wrapped, lambda e: masks.compared(e, 2))
+
+
+def rounding(draft: Draft) -> None:
+    """Floats that are compared."""
+    sites_with(draft, masks.rounded)

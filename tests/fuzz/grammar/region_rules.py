@@ -1,0 +1,180 @@
+"""Rules about what surrounds a site: later writes, gradients, the caller, checkpoints, autocast, other sites."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.fuzz.grammar import calls, masks, operands, scores, weights
+from tests.fuzz.grammar.draft import Draft
+from tests.fuzz.grammar.site import simple_site, site
+
+
+def roots(draft: Draft) -> None:
+    """Operands, masks and biases are read above copies and scales; what they were made of is written later."""
+    draft.writes = True
+    operands.operands(draft, most=3)
+    if draft.maybe(3):
+        calls.called(draft)
+    else:
+        simple_site(
+            draft,
+            *([draft.pick(scores.bias, scores.mask, scores.positional)] if draft.maybe() else []),
+            sink=draft.maybe(4),
+        )
+    for _ in range(draft.number(1, 2)):
+        operands.write_later(draft)
+    draft.outputs.append("o")
+
+
+def gradients(draft: Draft) -> None:
+    """Gradients that are stopped, partly wanted, or reach a mask."""
+    draft.grads = True
+    operands.operands(draft, most=3)
+    if draft.maybe():
+        for name in ("k", "v"):
+            operands.repeat_heads(draft, name)
+        scores.product(draft)
+        draft.both(
+            *(
+                draft.pick(scores.stop, scores.bias, scores.positional, scores.scale, scores.shift)
+                for _ in range(draft.number(1, 3))
+            )
+        )
+        weights.softmax(draft)
+        weights.values(draft)
+    elif draft.maybe():
+        with draft.block("with torch.no_grad():"):
+            draft.pick(site, calls.called)(draft)
+        draft.add("o = o + q.sum()" if draft.maybe() else "o = o * 2")
+    else:
+        calls.called(draft)
+    weights.after(draft, most=1)
+
+
+def caller_writes(draft: Draft) -> None:
+    """The caller writes to inputs and outputs between forward and backward."""
+    draft.grads = True
+    operands.operands(draft, most=2)
+    draft.pick(
+        lambda d: simple_site(d, *([d.pick(scores.bias, scores.positional, scores.mask)] if d.maybe() else [])),
+        calls.called,
+    )(draft)
+    weights.after(draft, most=1)
+    for _ in range(draft.number(1, 2)):
+        names = ["out[-1]", *(i.name for i in draft.inputs if i.kind in ("normal", "large", "small", "padding"))]
+        target = draft.pick(*names, "out[-1]", "out[-1]")
+        forms = ["{0}.data.mul_(2)", "{0}.data.zero_()", "{0}.data.add_(1)", "{0}.detach().mul_(2)"]
+        forms += ["{0}.mul_(2)", "F.relu_({0})", "{0}.add_(1)"] if target == "out[-1]" else ["{0}.add_(1)"]
+        draft.after.append(draft.pick(*forms).format(target))
+
+
+def checkpoints(draft: Draft) -> None:
+    """Bodies of checkpoints, once or several times, with masks from within and without."""
+    operands.plain_operands(draft)
+    draft.dims = ("b", "h", "q", "k")
+    outside = None
+    if draft.maybe():
+        outside = draft.name("c")
+        draft.add(f"{outside} = {masks.any_condition(draft)}")
+    with draft.block("def body(q, k, v" + (f", {outside}):" if outside else "):")):
+        if outside:
+            draft.add(
+                "n, m = q.shape[2], k.shape[2]",
+                "i, j = torch.arange(n, device=q.device)[:, None], torch.arange(m, device=q.device)[None, :]",
+            )
+            for name in ("k", "v"):
+                operands.repeat_heads(draft, name)
+            if draft.maybe(3):
+                draft.add(f"o = F.scaled_dot_product_attention(q, k, v, attn_mask={outside})")
+            else:
+                draft.add("s = q @ k.mT * 0.5")
+                masks.apply(draft, outside, "-inf")
+                draft.add("w = s.softmax(-1)", "o = w @ v")
+        else:
+            draft.pick(site, calls.called)(draft)
+        if draft.writes and draft.maybe():
+            draft.add("kept = o.detach(); kept.mul_(2); o = o * 1")
+        draft.add("return o")
+    draft.outputs[:] = []
+    given = "q, k, v" + (f", {outside}" if outside else "")
+    draft.add(f"o = checkpoint(body, {given}, use_reentrant=False)")
+    if draft.maybe(3):
+        if outside and draft.writes:
+            draft.add(f"{outside} = {outside} & (j < 3) | (j == 0)")
+        if draft.sizes["d"] == draft.sizes["e"]:
+            draft.add(f"o = checkpoint(body, o, {given[3:]}, use_reentrant=False)")
+    draft.outputs.append("o")
+
+
+def autocast(draft: Draft) -> None:
+    """Regions of autocast, with casts in and around them."""
+    draft.dtype = torch.float32
+    operands.operands(draft, most=1)
+    wide = draft.pick("torch.bfloat16", "torch.bfloat16", "torch.float16")
+    with draft.block(
+        f"with torch.autocast(q.device.type, dtype={wide}, enabled={draft.pick(True, True, True, False)}):"
+    ):
+        draft.pick(site, calls.called)(draft)
+        if draft.maybe(4):
+            with draft.block("with torch.autocast(q.device.type, enabled=False):"):
+                draft.add("o = o.float() * 2")
+    draft.add(draft.pick("o = o.to(D)", "o = o * 1"))
+    if draft.maybe():
+        # After the region all is float32 again.
+        draft.add("first = o", "q, k = q.float(), k.float()")
+        draft.outputs.append("first")
+        simple_site(draft, scores.scale)
+    draft.outputs.append("o")
+
+
+def two_sites(draft: Draft) -> None:
+    """Several sites in one graph that share operands, masks or results."""
+    operands.plain_operands(draft)
+    if draft.maybe(3):
+        _same_term(draft)
+        return
+    if draft.maybe():
+        draft.pick(site, calls.called)(draft)
+    else:
+        simple_site(draft, scores.mask)
+    draft.add("first = o")
+    if draft.writes and draft.maybe():
+        operands.write_later(draft)
+    same = draft.sizes["d"] == draft.sizes["e"]
+    draft.add(draft.pick("q = q * 0.5", "q = o" if same else "q = q + 1", "v = v * 2", "q = q.flip(1)"))
+    draft.causal_allowed = True
+    draft.pick(site, calls.called, lambda d: simple_site(d, scores.mask))(draft)
+    draft.outputs += ["first", "o"]
+
+
+def _same_term(draft: Draft) -> None:
+    """One tensor joins the scores of two sites, each time in another way."""
+    for name in ("k", "v"):
+        operands.repeat_heads(draft, name)
+    draft.dims = ("b", "h", "q", "k")
+    square = draft.sizes["q"] == draft.sizes["k"]
+    if draft.maybe():
+        term = draft.new("m", draft.pick(("q", "k"), ("b", 1, "q", "k"), ("h", "q", "k"), ("b", "h", "q", "k")))
+        ways = [
+            "s + {}",
+            "s - {}",
+            "torch.add(s, {}, alpha=0.5)",
+            "(s + {}) * 2",
+            "{} + s",
+            "s + {}.mT" if square else "s - {}",
+        ]
+    else:
+        term = draft.new("m", draft.pick(("q", "k"), ("b", 1, "q", "k")), "kept")
+        ways = [
+            "s.masked_fill(~{}, -1e4)",
+            "s.masked_fill({}, -inf)",
+            "torch.where({}, s, -inf)",
+            "s.masked_fill(~{}, -inf)",
+        ]
+        ways += ["s.masked_fill(~{}.mT, -inf)" if square else "s + {}", "torch.where({}, -inf, s)"]
+    for out in ("first", "o"):
+        way = draft.pick(*ways).format(term)
+        draft.add("s = q @ k.mT * 0.5", f"s = {way}", "# probe: s.amax(3)", "w = s.softmax(-1)", f"{out} = w @ v")
+        draft.outputs.append(out)
+        if draft.writes and draft.maybe():
+            draft.add(draft.pick(f"{term}.copy_({term}.flip(-1))", "q = q + 1"))

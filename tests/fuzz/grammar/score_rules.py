@@ -1,0 +1,80 @@
+"""Rules about scores: steps, sinks, kinds of what is added, fills, and what is one thing off."""
+
+from __future__ import annotations
+
+from tests.fuzz.grammar import operands, scores, weights
+from tests.fuzz.grammar.draft import Draft
+from tests.fuzz.grammar.site import simple_site
+
+
+def score_steps(draft: Draft) -> None:
+    """Scales, caps, shifts, clamps and casts in any order, over scores of any size."""
+    operands.plain_operands(draft)
+    names = (
+        scores.scale,
+        scores.scale,
+        scores.cap,
+        scores.shift,
+        scores.clamp,
+        scores.bias,
+        scores.turn,
+        scores.enlarge,
+        scores.mask,
+    )
+    simple_site(draft, *(draft.pick(*names) for _ in range(draft.number(1, 4))))
+    weights.after(draft, most=1)
+
+
+def sinks(draft: Draft) -> None:
+    operands.plain_operands(draft)
+    operands.repeat_heads(draft, "k")
+    operands.repeat_heads(draft, "v")
+    scores.product(draft, "matmul")
+    draft.both(
+        *(
+            draft.pick(scores.scale, scores.mask, scores.cap, scores.bias, scores.shift)
+            for _ in range(draft.number(0, 3))
+        )
+    )
+    weights.softmax(draft, sink=True)
+    weights.values(draft)
+    draft.outputs.append("o")
+
+
+def fills(draft: Draft) -> None:
+    """Finite numbers that mask until something lifts them."""
+    operands.plain_operands(draft)
+    extra = [scores.bias] if draft.maybe(4) else []
+    simple_site(draft, scores.lifted, *extra)
+    draft.outputs.append("o")
+
+
+def score_kinds(draft: Draft) -> None:
+    """Slopes, tables, buckets and penalties, alone and together."""
+    operands.plain_operands(draft)
+    more = draft.pick((), (scores.mask,), (scores.positional,), (scores.scale,), (scores.cap,))
+    simple_site(draft, scores.positional, *more)
+    draft.outputs.append("o")
+
+
+def near_misses(draft: Draft) -> None:
+    """One thing off: the softmax's axis, another reader of scores or weights, a product over another axis."""
+    operands.operands(draft, most=1)
+    for name in ("k", "v"):
+        operands.repeat_heads(draft, name)
+    scores.product(draft)
+    draft.both(
+        *(
+            draft.pick(scores.look, scores.turn, scores.clamp, scores.scale, scores.cap, scores.shift)
+            for _ in range(draft.number(0, 3))
+        )
+    )
+    draft.causal_allowed = draft.maybe()
+    weights.softmax(draft, changes=2)
+    if draft.dims == ("b", "h", "q", "k") and draft.sizes["q"] == draft.sizes["k"] and draft.maybe():
+        draft.add(
+            draft.pick("o = w.mT @ v", "o = torch.einsum('bhqk,bhqd->bhkd', w, v)", "o = w.transpose(2, 3).matmul(v)")
+        )
+    else:
+        weights.values(draft)
+    weights.after(draft)

@@ -1,0 +1,41 @@
+"""Discards are of known kinds."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.fuzz import discards, environment
+
+
+def test_an_error_of_eager_is_told_without_its_numbers() -> None:
+    left = discards.of_eager(IndexError("Dimension out of range (expected to be in range of [-3, 2], but got 4)\nmore"))
+    assert str(left) == "eager raises IndexError: Dimension out of range (expected to be in range of , but got )"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, use 'spawn'"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        MemoryError(),
+        AssertionError("x"),
+    ],
+)
+def test_an_error_of_the_machine_is_no_discard(error: Exception) -> None:
+    assert discards.of_eager(error) is None
+
+
+def test_of_torch_only_what_is_listed() -> None:
+    assert discards.of_torch("InternalError: something new") is None
+    assert discards.of_torch("Unsupported: argument 'is_causal' must be bool, not SymBool") is not None
+
+
+def test_processes_on_the_cpu_see_no_gpu() -> None:
+    before = dict(os.environ)
+    with environment.prepared("cpu"):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+        assert os.environ["TRITON_INTERPRET"] == "1"
+    assert dict(os.environ) == before
+    assert "CUDA_VISIBLE_DEVICES" not in environment.variables("cuda")
