@@ -3,7 +3,8 @@
 A model's `view` only works on the strides that it was written for, and code after a graph break sees a graph's outputs. So the
 nodes downstream are run on fake values with the new strides, until those are the recorded ones again (after a contiguous, a
 linear, ...). What fails, or would hand other strides out of the graph, relies on the old ones; so does a reshape or a contiguous
-that becomes a view, or no longer is one, if one of the two tensors is written in place later on.
+that becomes a view, or no longer is one, if one of the two tensors may be written in place later on: in the graph, or by whoever
+gets it from the graph.
 """
 
 from __future__ import annotations
@@ -72,7 +73,22 @@ def _aliases_otherwise(mirror: Mirror, out: fx.Node, node: fx.Node, value: Any, 
     if bool(before) == bool(now):
         return False
     of_both = [m for n in (node, *inputs) for m in mirror.owned(n)]
-    return mutation.written_after(mirror, set().union(*map(mutation.storages, of_both)), out) is not None
+    is_written = mutation.written_after(mirror, set().union(*map(mutation.storages, of_both)), out) is not None
+    return is_written or _shows_outside(node, inputs)
+
+
+def _shows_outside(node: fx.Node, inputs: list[fx.Node]) -> bool:
+    """Whether a user who writes to what the graph returns sees if a node's result shares memory with its inputs.
+
+    The result is returned, and so is an input; or the backward reads the input: a kernel saves its output.
+    """
+    (output,) = node.graph.find_nodes(op="output")
+    returned = mutation.storages_of([n.meta.get("example_value") for n in output.all_input_nodes])
+    values = [n.meta["example_value"] for n in inputs]
+    if not mutation.storages_of(node.meta["example_value"]) & returned:
+        return False
+    saved = any(x.requires_grad for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor))
+    return saved or bool(mutation.storages_of(values) & returned)
 
 
 def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:

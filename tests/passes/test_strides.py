@@ -72,7 +72,7 @@ def test_who_relies_on_strides_gets_them(after: Callable[[Tensor], Tensor], grad
     "after",
     [
         lambda out: out.transpose(1, 2).reshape(B, S, H * D) @ torch.ones(H * D, 3),
-        lambda out: out.transpose(1, 2).contiguous().view(B, S, H * D),
+        lambda out: out.transpose(1, 2).contiguous().view(B, S, H * D).cos(),
         lambda out: out.permute(0, 2, 1, 3).flatten(2).sum(-1),
         lambda out: out.sum(),
         lambda out: out.transpose(1, 2).reshape(B, S, H * D).relu() + 1,
@@ -132,3 +132,37 @@ def test_reshape_that_becomes_a_view_of_what_is_written_to(function: Callable[[T
     x = torch.randn(B, S, H * D)
     run = compiled(model)
     torch.testing.assert_close(run(x), model(x))
+
+
+@pytest.mark.parametrize("also_returned", [False, True])
+def test_a_contiguous_that_becomes_a_view_of_what_the_user_writes_to(also_returned: bool) -> None:
+    """Written out, `contiguous` copies; of a kernel's own output, which the backward reads, it would be the output itself."""
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        out = _written_out(x)
+        rows = out.transpose(1, 2).contiguous().transpose(1, 2)
+        return (rows, out) if also_returned else (rows,)
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(B, S, H * D, generator=generator)
+    upstream = torch.randn(B, H, S, D, generator=generator)
+    found = []
+    run = compiled(function)
+    for call in (function, run):
+        own = x.clone().requires_grad_()
+        outputs = call(own)
+        with torch.no_grad():
+            outputs[0].add_(1)
+        outputs[-1].backward(upstream)
+        found.append([*(out.detach() for out in outputs), own.grad])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_without_gradients_nothing_reads_an_output_again() -> None:
+    def function(x: Tensor) -> Tensor:
+        return _written_out(x).transpose(1, 2).contiguous()
+
+    run = compiled(function)
+    with torch.no_grad():
+        torch.testing.assert_close(run(torch.ones(B, S, H * D)), function(torch.ones(B, S, H * D)))
+    assert _copies(run) == []
