@@ -77,6 +77,9 @@ KNOWN = (
     "((j - i) // 2 <= 0)",
     "(i >= j).logical_xor(j == 1)",
     "torch.where(i < 2, i >= j, j < 3)",
+    "((i // 2 == j // 2) & (j <= i))",
+    "((j < 3) & (j <= (i // 2) * 2 + 1))",
+    "((j < 4) & (j <= i + 1))",
 )
 
 
@@ -195,6 +198,8 @@ def made(draft: Draft) -> str:
         f"{c} = {base}.unsqueeze(0).transpose(1, 2).squeeze(0).t()",
         f"{c} = {base}.float().{draft.pick('bool()', 'gt(0.5)', 'ne(0)', 'long().bool()')}",
         f"{c} = (1 - {base}.float()) == 0",
+        f"{c} = (1 - {base}.float()) * 2 <= 1",
+        f"{c} = {base} ^ torch.{draft.pick('ones', 'zeros')}(n, m, dtype=torch.bool, device=q.device)",
         f"{c} = torch.vmap(torch.vmap(lambda x, y: (x >= y) | (y < {b}), (None, 0)), (0, None))(i[:, 0], j[0])",
         f"{c} = torch.vmap(lambda x: (x - j[0]).abs() <= {b})(i[:, 0])",
         f"{c} = torch.vmap(lambda x: (x >= i[:, 0]) | (x == 0), out_dims=1)(j[0])",

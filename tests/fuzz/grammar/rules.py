@@ -72,6 +72,7 @@ RULES: dict[str, Rule] = {
     "rounding": mask_rules.rounding,
     "fills": score_rules.fills,
     "score kinds": score_rules.score_kinds,
+    "tiles": score_rules.tiles,
     "gradients": region_rules.gradients,
     "strides": operand_rules.strides,
     "caller writes": region_rules.caller_writes,
@@ -112,7 +113,9 @@ def programs(
     sizes["e"] = draw(st.sampled_from((sizes["d"], sizes["d"], 5 if not large else 32)))
     draft = Draft(draw=draw, sizes=sizes, grads=draw(st.booleans()), writes=draw(st.integers(0, 2)) == 2)
     draft.dtype = draw(st.sampled_from(_DTYPES if device == "cpu" else _CUDA_DTYPES))
-    chosen = draw(st.sampled_from(lowerings + lowerings[-1:] * 3 if rule in PROOFS else lowerings))
+    # The last of the lowerings is Triton's, unless one alone was asked for.
+    possible = lowerings[-1:] if rule == "tiles" else lowerings + lowerings[-1:] * 3 if rule in PROOFS else lowerings
+    chosen = draw(st.sampled_from(possible))
     has_float64 = device == "cpu" and (chosen is None or chosen[0] != "triton")
     if rule == "fills" and draw(st.booleans()):
         draft.dtype = torch.float64

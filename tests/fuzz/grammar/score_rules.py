@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz.grammar import operands, scores, weights
+from tests.fuzz.grammar import masks, operands, scores, weights
 from tests.fuzz.grammar.draft import Draft
 from tests.fuzz.grammar.site import simple_site
 
@@ -78,3 +78,23 @@ def near_misses(draft: Draft) -> None:
     else:
         weights.values(draft)
     weights.after(draft)
+
+
+def tiles(draft: Draft) -> None:
+    """What a kernel that goes by tiles applies itself: bands, intervals, documents, distances, caps, sinks, over several tiles."""
+    if draft.maybe():
+        draft.sizes["q"], draft.sizes["k"] = draft.pick((17, 17), (33, 20), (16, 40), (5, 70), (70, 70), (1, 130))
+    operands.plain_operands(draft)
+
+    def known(d: Draft) -> None:
+        masks.positions(d)
+        masks.apply(d, masks.placed(d, d.pick(*masks.KNOWN)), d.pick("-inf", "-inf", "-1e9"))
+
+    def of_tensors(d: Draft) -> None:
+        masks.positions(d)
+        masks.apply(d, masks.of_tensors(d), "-inf")
+
+    first = draft.pick(known, known, of_tensors, scores.positional, scores.positional)
+    more = draft.pick((), (), (scores.cap,), (scores.scale,), (scores.bias,), (scores.positional,), (known,))
+    simple_site(draft, first, *more, sink=draft.maybe(4))
+    draft.outputs.append("o")

@@ -44,7 +44,7 @@ def sites_with(draft: Draft, *forms: Callable[[Draft], str]) -> None:
     masks.positions(draft)
     for _ in range(draft.number(1, 3)):
         made = draft.pick(*forms)(draft)
-        allowed = masks.with_a_key(draft, made) if not draft.maybe(3) else f"({made} | (j == 0))"
+        allowed = made if draft.maybe(3) else masks.with_a_key(draft, made)
         out = draft.name("o")
         if draft.maybe():
             draft.add(f"{out} = F.scaled_dot_product_attention(q, k, v, attn_mask={allowed})")

@@ -36,15 +36,6 @@ VIEWS = [
         "cycles of three axes are turned backwards",
     ),
     _f(
-        "movedim to the source",
-        "views.py",
-        "_movedim",
-        "{t % rank: dims[s % rank] for",
-        "{s % rank: dims[t % rank] for",
-        "views",
-        "axes land elsewhere",
-    ),
-    _f(
         "unsqueeze one too early",
         "views.py",
         "_unsqueeze",
