@@ -42,7 +42,8 @@ def confined(unit: Unit, pass_name: str, site: str) -> Iterator[Attempt]:
     try:
         yield attempt
     except Exception as error:
-        if torch_compat.starts_over(error):
+        # One that already says where it failed comes from a block within this one.
+        if torch_compat.starts_over(error) or isinstance(error, PassFailed):
             raise
         cause = described(error)
         if unit.options.strict:

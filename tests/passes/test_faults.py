@@ -23,7 +23,6 @@ from attn_compiler.passes import (
     keys_last,
     lower,
     match,
-    meaning,
     mutation,
     program,
     reach,
@@ -110,7 +109,6 @@ def _in_lower(function: str, home: Any, when: Callable[..., bool]) -> tuple[str,
 BROKEN: dict[str, tuple[str, Break]] = {
     "match": ("match", lambda p: _raising(p, match, "_match", lambda m, anchor, *_: "bad" in _owner(m, anchor))),
     "describe": ("recover", lambda p: _raising(p, recover, "_describe", lambda u, m, site, *_: _is_bad(site))),
-    "meaning": ("recover", lambda p: _raising(p, meaning, "of", lambda *_: True)),
     "decide": ("select", lambda p: _raising(p, select, "decide", lambda spec, *_: _causal(spec))),
     "why_not": ("select", lambda p: _raising(p, SdpaCpuFlash, "why_not", lambda _, spec, *__: _causal(spec))),
     "demand": ("layout", lambda p: _raising(p, SdpaCpuFlash, "demand", lambda _, spec: _causal(spec))),
@@ -361,13 +359,16 @@ def test_what_is_no_failure_passes_through(stop: type[BaseException], monkeypatc
 
 
 def test_deep_recursion_and_lack_of_memory_are_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    describe = recover._describe
     for kind in (RecursionError, MemoryError, torch.OutOfMemoryError):
 
-        def fail(*_: Any, kind: type[Exception] = kind) -> Any:
-            raise kind("too much")
+        def fail(unit: Any, mirror: Any, site: Any, *rest: Any, kind: type[Exception] = kind) -> Any:
+            if _is_bad(site):
+                raise kind("too much")
+            return describe(unit, mirror, site, *rest)
 
         with monkeypatch.context() as patch:
-            patch.setattr(meaning, "of", fail)
+            patch.setattr(recover, "_describe", fail)
             run, got, (text,) = _run(kind.__name__)
         torch.testing.assert_close(got, _with_gradients(_Two()))
         assert f"{kind.__name__}: too much" in text
