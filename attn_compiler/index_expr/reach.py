@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from attn_compiler.index_expr.looking import parts
-from attn_compiler.index_expr.nodes import Apply, Const, Expr, Load, kind_of
+from attn_compiler.index_expr.nodes import Apply, Const, Expr, Linear, Load, kind_of
 from attn_compiler.index_expr.ranges import Ranges, bounds
 
 
@@ -48,7 +48,7 @@ def reach(x: Expr, within: Ranges) -> Reach:
             return _of(one.low, one.high, other.low, other.high)
         case _ if kind_of(x) != "float":
             low, high = bounds(x, within)
-            return Reach() if low is None or high is None else _of(float(low), float(high))
+            return _of_terms(x, within) if low is None or high is None else _of(float(low), float(high))
         case Apply(op="float" | "rounded", args=(a,)):
             return reach(a, within)
         case Apply(op="add", args=(a, b)):
@@ -67,6 +67,16 @@ def reach(x: Expr, within: Ranges) -> Reach:
             return Reach(low=nearest, high=max(abs(own.low), abs(own.high)))
         case _:
             return Reach()
+
+
+def _of_terms(x: Expr, within: Ranges) -> Reach:
+    """Of a whole number that has no bounds: of the sum that it is, such as 1 - a truth value. Anything else counts as nothing."""
+    total = Reach()
+    if isinstance(x, Linear) and x.terms != ((x, 1),):
+        total = _of(float(x.const))
+        for term, factor in x.terms:
+            total = total.plus(reach(term, within).times(_of(float(factor))))
+    return total
 
 
 def is_known(x: Expr) -> bool:

@@ -9,12 +9,15 @@ from tests.fuzz import batch  # noqa: F401
 
 
 def warm() -> None:
-    """What torch imports at its first compilation, so that no fork has to."""
+    """What torch imports at its first compilation, so that no fork has to.
+
+    With gradients only in a build without CUDA: to trace a backward starts a thread for each sort of device, also where the device is
+    hidden, and a forked process has no such thread.
+    """
     torch.set_num_threads(1)
-    result = torch.compile(lambda x: x.softmax(-1) @ x, backend="aot_eager", fullgraph=True)(
-        torch.ones(2, 2, requires_grad=True)
-    )
-    if not torch.backends.cuda.is_built():
-        # A backward starts a thread for each sort of device, also where a device is hidden. A process that is forked has no such thread.
+    trains = not torch.backends.cuda.is_built()
+    compiled = torch.compile(lambda x: x.softmax(-1) @ x, backend="aot_eager", fullgraph=True)
+    result = compiled(torch.ones(2, 2, requires_grad=trains))
+    if trains:
         result.sum().backward()
     torch._dynamo.reset()

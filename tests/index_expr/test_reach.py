@@ -25,7 +25,11 @@ def _sum(*parts: Expr) -> Expr:
     return total
 
 
+PADDING = Load("padding", (K,), "int")
+
 CASES = [
+    (ix.mul(ix.as_float(ix.add(Const(1), PADDING, -1)), Const(1e9)), Reach(high=1e9)),
+    (ix.mul(ix.as_float(ix.add(Const(1), PADDING, -1)), Const(-1e9)), Reach(low=-1e9)),
     (Const(-1e9), Reach(low=-1e9, high=-1e9)),
     (ix.where(LATER, Const(-1e9), Const(0.0)), Reach(low=-1e9)),
     (

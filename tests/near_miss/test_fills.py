@@ -76,6 +76,12 @@ def a_loaded_mask_the_wrong_way_round(q: Tensor, k: Tensor, v: Tensor, mask: Ten
 
 
 @CASES.near_miss(described("dense additive float32[1, 1, 6, 6]"), inputs=plain)
+def a_number_that_half_precision_lacks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch multiplies by the number itself: 0 times 1e5 is 0, not 0 times infinity."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=((later().half()) * -1e5).float())
+
+
+@CASES.near_miss(described("dense additive float32[1, 1, 6, 6]"), inputs=plain)
 def lifted_within_one_tensor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """It holds numbers, and every kernel adds them."""
     fill = torch.where(later(), -1e9, 0.0) + torch.where(columns() == rows() + 1, 1e9, 0.0)

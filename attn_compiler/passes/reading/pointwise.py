@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,10 +25,19 @@ def _pointwise(combine: Callable[..., Expr | None]) -> ReadOp:
         if any(v not in (1, None) for v in node.kwargs.values()):
             return None
         dtype = _common_dtype(node.args)
+        if any(_overflows(x, dtype) for x in node.args):
+            return None
         operands = [_operand(reader, node, x, at, dtype) for x in node.args]
         return None if any(x is None for x in operands) else combine(*operands)
 
     return read
+
+
+def _overflows(x: Any, dtype: torch.dtype) -> bool:
+    """Whether a finite Python number is infinite in a dtype. Kernels differ: CUDA's calculate with the number itself, where 0 · 1e5 is 0 in
+    float16, and a CPU's raise an error."""
+    is_number = isinstance(x, (int, float)) and not isinstance(x, bool)
+    return is_number and dtype.is_floating_point and math.isfinite(x) and abs(x) > torch.finfo(dtype).max
 
 
 def _common_dtype(args: Iterable[Any]) -> torch.dtype:

@@ -97,3 +97,21 @@ def test_what_grows_beyond_all_formulas_is_loaded() -> None:
     loads = list(ix.loads(_expression(function)))
     assert loads
     assert {load.tensor for load in loads} != {"x"}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x > 1).half() * -1e5,
+        lambda x: (x > 1).half() / 1e5,
+        lambda x: ((x > 1).half() > -1e5).half(),
+    ],
+    ids=["product", "quotient", "comparison"],
+)
+def test_a_number_that_a_dtype_lacks_makes_a_load(function: Callable[[Tensor], Tensor]) -> None:
+    """PyTorch calculates with the number itself: 0 times -1e5 is 0 in float16, and no NaN."""
+    assert torch.isfinite(function(X)[0])
+    found = _expression(function)
+    assert len(list(ix.loads(found))) == 1
+    assert "nan" not in ix.text(found)
+    assert "inf" not in ix.text(found)
