@@ -64,7 +64,7 @@ def test_noise_tells_of_what_cancels_out() -> None:
     outcome, runs = compare(zeros + 1e-5, zeros, zeros.double(), 0.0, 2e-5)
     assert outcome.differences == []
     assert runs.asked == [None, 0, 1]
-    outcome, _ = compare(zeros + 1e-5, zeros, zeros.double(), 9e-6)
+    outcome, _ = compare(zeros + 1e-5, zeros, zeros.double(), 4e-6)
     assert len(outcome.differences) == 1
 
 
