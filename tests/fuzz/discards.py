@@ -25,6 +25,8 @@ _EAGER = (RuntimeError, IndexError, ValueError, TypeError, ZeroDivisionError, Ov
 _MACHINE = re.compile(
     r"CUDA|cuDNN|cuBLAS|device-side|fork|out of memory|allocat|driver|Triton|No such file|not a tensor", re.IGNORECASE
 )
+#: the name of a tensor's type, which speaks of no error of the machine
+_TENSOR_TYPE = re.compile(r"CUDA\w+Type")
 #: what torch.compile says, without us, of programs that it can't compile
 _TORCH = (
     # A comparison of symbolic sizes as an argument.
@@ -34,7 +36,8 @@ _TORCH = (
 
 def of_eager(error: BaseException) -> Left | None:
     """The discard that an error of eager is; None for one that is not known."""
-    text = str(error).strip()
+    # What follows names the functions that C++ was in, an allocator among them.
+    text = _TENSOR_TYPE.sub("", str(error).split("Exception raised from")[0].strip())
     if not isinstance(error, _EAGER) or _MACHINE.search(text):
         return None
     words = re.sub(r"\[[^]]*\]|-?\d+(\.\d+)?", "", text.splitlines()[0] if text else "")

@@ -15,6 +15,17 @@ def test_an_error_of_eager_is_told_without_its_numbers() -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "a variable was modified by an inplace operation: [CUDABFloat16Type [2, 16, 7]], which is",
+        "cannot reshape tensor\nException raised from infer_size_impl (most recent call first):\nframe #0: std::allocator<char>",
+    ],
+)
+def test_names_of_types_are_no_errors_of_the_machine(text: str) -> None:
+    assert discards.of_eager(RuntimeError(text)) is not None
+
+
+@pytest.mark.parametrize(
     "error",
     [
         RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, use 'spawn'"),

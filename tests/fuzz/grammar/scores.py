@@ -61,12 +61,12 @@ def scale(draft: Draft) -> None:
         "s = s / 1.5",
         "s = 0.7 * s",
         "s = s * torch.tensor(0.5)",
-        "s = s * torch.full((1, 1, 1), 0.5)",
+        "s = s * torch.full((1, 1, 1), 0.5, device=s.device)",
         "s = s * -0.5",
         "s = s / (k.shape[-1] ** 0.5)",
         "s = s * k.shape[-1] ** -0.5",
         "t = torch.ones(()); t.fill_(0.5); s = s * t",
-        "t = torch.ones(1); t[0] = 0.5; s = s * t",
+        "t = torch.ones(1, device=s.device); t[0] = 0.5; s = s * t",
     ]
     if draft.maybe(3):
         given = draft.new("t", (), "positive")

@@ -124,7 +124,7 @@ def after(draft: Draft, *, least: int = 0, most: int = 2) -> None:
             "o = o.transpose(1, 2).reshape(o.shape[0], o.shape[2], -1).unflatten(-1, (o.shape[1], -1)).transpose(1, 2)",
             "{seen} = o.transpose(1, 2).flatten(2)",
             "{seen} = o.detach().sum()",
-            "{seen} = o.stride(0) * torch.ones(1)",
+            "{seen} = o.stride(0) * torch.ones(1, device=o.device)",
             "{seen} = o.transpose(1, 2).reshape(-1).view(-1)[:1]",
         ]
         if draft.writes:
