@@ -327,7 +327,7 @@ MEAN = "attn_compiler.mean_fp8.default"
 #: what one scale for each tensor takes
 ROUNDING = ("attn_compiler.largest_fp8.default", "attn_compiler.round_fp8.default")
 #: by backward: scales of gradients
-HELD = {"cudnn": (), "cudnn_fp8": ("attn_compiler.held.default",)}
+HELD = {"cudnn": (), "cudnn_fp8": ("attn_compiler.held_forward.default",)}
 
 
 @pytest.mark.usefixtures("on_the_cpu")

@@ -274,7 +274,9 @@ def attention_decode(
         tl.extra.cuda.gdc_launch_dependents()
     lower, upper, first, end = _bounds(Bounds, batch, queries, bounds_side, bounds_b, seqlen_kv, BLOCK_M, SEQLEN_Q)
     # On its way while the bounds come.
-    row = (batch * stride_qb + heads * stride_qh + queries * stride_qs)[:, None]
+    # Wide by themselves, too: the interpreter takes a stride for as wide as its value.
+    far_heads, far_queries = heads.to(tl.int64), queries.to(tl.int64)
+    row = (batch.to(tl.int64) * stride_qb + far_heads * stride_qh + far_queries * stride_qs)[:, None]
     row = tl.multiple_of(row, [ALIGN, ALIGN])
     # Vectors are made of pairs, and so is a head of one part; half of it still fills a tensor core's instruction.
     in_twos: tl.constexpr = NARROWER == 2 and ALIGN > 1 and QK_1 == 0 and V_1 == 0 and QK_0 >= 32 and V_0 >= 32
@@ -313,9 +315,9 @@ def attention_decode(
     if Keys is not None:
         Keys += batch.to(tl.int64) * keys_b
     if Pairs is not None:
-        Pairs = _rows(Pairs + batch * pairs_b + heads[:, None] * pairs_h, SLICES)
+        Pairs = _rows(Pairs + batch.to(tl.int64) * pairs_b + far_heads[:, None] * pairs_h, SLICES)
     if Distances is not None:
-        Distances = _rows(Distances + heads[:, None] * distances_h, SLICES)
+        Distances = _rows(Distances + far_heads[:, None] * distances_h, SLICES)
     if Slopes is not None:
         slope = _rows(tl.load(Slopes + heads)[:, None], SLICES)
     of_row = _rows(queries[:, None], SLICES)
