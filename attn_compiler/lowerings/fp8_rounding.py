@@ -199,8 +199,11 @@ def largest_fp8(
 
 
 def mean_fp8(k: torch.Tensor, rotated: bool, seen: torch.Tensor | None = None) -> torch.Tensor:
-    """float32 (B, H, n, D), contiguous: the mean over positions of what is finite, and with `rotated` that times R behind it. A mean that
-    overflows is 0: any vector does, if scores are given back what they lose by it. What is not finite, or not seen, counts as 0."""
+    """The mean of k over positions: float32 (B, H, n, D), contiguous. With `rotated`, the mean times R follows it.
+
+    A position that is not finite, or not seen, counts as 0. A mean that overflows becomes 0: scores are given back whatever vector is
+    taken from k.
+    """
     if k.device.type == "cuda":
         found: torch.Tensor = _MEAN_ON_GPU(k, rotated, seen)
         return found

@@ -100,8 +100,11 @@ def _of_some_row(
     keys, queries, lower, upper, end, Keys, Pairs, pairs_q, pairs_k,
     SLICES: tl.constexpr, SEQLEN_Q: tl.constexpr, PAIRS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Which keys, (N, 1) or (S, N, 1), some row uses. What is asked of pairs is asked a second time, turned: moving the answers from where
-    scores are to where values are loaded takes up to 100 registers more (see tile_parts.keys_in_use)."""
+    """Which keys some row uses, (N, 1) or (S, N, 1).
+
+    The mask of the pairs is evaluated a second time, transposed. To move the answers from the layout of the scores to that of the values
+    would take up to 100 registers more (see tile_parts.keys_in_use).
+    """
     queries = _transposed(queries, SLICES)
     found = (keys < end) & (queries < SEQLEN_Q)
     if SEQLEN_Q > 1:
