@@ -12,7 +12,7 @@ import transformers
 import attn_compiler
 
 #: real tokens of each row, of LENGTH
-LENGTH, REAL = 96, (96, 61, 1)
+LENGTH, REAL = 40, (40, 23, 1)
 #: the float32 rule of tests/numerics.py, for a whole model: eager's own error is so small that the sum of its parts counts
 _FLOOR = 1e-5
 
@@ -20,16 +20,16 @@ _FLOOR = 1e-5
 def _model() -> Any:
     torch.manual_seed(0)
     config = transformers.DebertaV2Config(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
         num_attention_heads=2,
         vocab_size=199,
         max_position_embeddings=LENGTH,
         type_vocab_size=0,
         relative_attention=True,
         pos_att_type=["p2c", "c2p"],
-        position_buckets=32,
+        position_buckets=16,
         norm_rel_ebd="layer_norm",
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
@@ -76,11 +76,11 @@ def _check(dtype: torch.dtype, device: str, options: dict[str, object]) -> None:
     compiled = torch.compile(model, backend="attn_compiler", options=options)
     ours = _worst(_gradients(model, compiled, batch), exact)
     (report,) = attn_compiler.reports()
-    assert report.num_sites == 3
+    assert report.num_sites == 2
     assert ours <= 2 * eager + _FLOOR, (ours, eager)
 
 
-@pytest.mark.parametrize("lowering", [None, "reference", "math"])
+@pytest.mark.parametrize("lowering", [None, "reference"])
 def test_labels_on_padding(lowering: str | None) -> None:
     _check(torch.float32, "cpu", {"inner": "aot_eager"} | ({"lowering": lowering} if lowering else {}))
 
