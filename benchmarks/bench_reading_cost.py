@@ -3,22 +3,22 @@
     python -m benchmarks.bench_reading_cost
 
 The programs are those of tests/passes/reading/loops.py, around `scaled_dot_product_attention`. Each compilation has empty caches, and the
-two backends take turns. Seconds are medians. Writes benchmarks/results/reading_cost.csv. Exits with 1 where a ratio is above the limit.
+two backends take turns. Seconds are medians. Writes benchmarks/results/reading_cost.csv. Exits with 1 where a ratio to Inductor is above
+the limit. Beside aot_eager, which generates no code, the passes' own share shows.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch._inductor.utils import fresh_cache
 
 import attn_compiler
 from benchmarks import harness
@@ -53,8 +53,7 @@ def _seconds(
     torch.compiler.reset()
     attn_compiler.reset()
     inputs = _inputs()
-    with tempfile.TemporaryDirectory() as caches, torch.no_grad():
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
+    with fresh_cache(), torch.no_grad():
         compiled = torch.compile(program, backend=backend, options=options)
         start = time.perf_counter()
         result = compiled(*inputs)
@@ -113,7 +112,7 @@ def main() -> int:
                     f"against {row['inner_seconds']} s: {row['ratio']}; difference {row['difference']}; {row['mask']}",
                     flush=True,
                 )
-                too_dear |= float(row["ratio"]) > MAX_RATIO
+                too_dear |= inner == "inductor" and float(row["ratio"]) > MAX_RATIO
     print(f"limit: {MAX_RATIO}:", "exceeded" if too_dear else "kept")
     return int(too_dear)
 
