@@ -34,8 +34,10 @@ def _pointwise(combine: Callable[..., Expr | None]) -> ReadOp:
 
 
 def _overflows(x: Any, dtype: torch.dtype) -> bool:
-    """Whether a finite Python number is infinite in a dtype. Kernels differ: CUDA's calculate with the number itself, where 0 · 1e5 is 0 in
-    float16, and a CPU's raise an error."""
+    """Whether a finite Python number is infinite in a dtype.
+
+    PyTorch calculates with the number itself, and rounds the result: 0 · 1e5 is 0 in float16. Some ops refuse such a number.
+    """
     is_number = isinstance(x, (int, float)) and not isinstance(x, bool)
     return is_number and dtype.is_floating_point and math.isfinite(x) and abs(x) > torch.finfo(dtype).max
 
