@@ -299,7 +299,7 @@ class GraphBuilder:
         return self._graph.call_function(function, args, kwargs)
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        values = fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])
+        values = fx.map_arg((args, kwargs), lambda n: _usable(n.meta["example_value"]))
         with self.mode, torch.set_grad_enabled(self._with_grad):
             return function(*values[0], **values[1])
 
@@ -334,3 +334,19 @@ class GraphBuilder:
             return mask if self.value(mask).dtype == dtype else self.call(torch.Tensor.to, mask, dtype)
         zero = self.call(torch.zeros, (), dtype=dtype, device=self.value(mask).device)
         return self.call(torch.where, mask, zero, float("-inf"))
+
+
+def _usable(value: Any) -> Any:
+    """A fake value that an op may be tried on.
+
+    The model may write to a base after it took views of the base by `chunk` or `unbind`. From then on autograd refuses every use of such
+    a view's fake value, also a use that stands before the write in the graph. A value without that history has the same layout.
+    """
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return value
+    try:
+        _ = value.grad_fn
+    except RuntimeError:
+        with torch.no_grad():
+            return value.detach().requires_grad_()
+    return value

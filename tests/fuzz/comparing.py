@@ -3,7 +3,8 @@
 The rule is FlashAttention's: an output, a gradient or an input that was written may be off from the exact one (the same text in float64) by
 twice what eager's is off by (three times with a tanh), and by the rounding of a number of its size. A result is as good as the worst of the
 program's: eager's error is pooled over them, since of few elements it can be small by luck. Where that is not enough, the exact run is made
-again of inputs that are off by a rounding: no code can be asked to be better than that (scores of ten thousand, say).
+again with roundings: inputs that are off by one, and softmaxes whose backward is (`roundings.py`). No kernel can be asked to be better than
+that (scores of ten thousand, say).
 
 What is not compared is a discard, by name (`discards.py`). Nor is a gradient compared that eager itself makes of what was overwritten
 (through `.data`) since it was saved: it is no gradient of anything, and differs from that of a run that saves copies.
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tests.fuzz import discards
+from tests.fuzz import discards, roundings
 from tests.fuzz.discards import Left
 from tests.fuzz.program import Program
 
@@ -72,11 +73,11 @@ class Outcome:
 def results(
     program: Program, function: Callable[..., Any], sizes: dict[str, int], *, exact: bool = False, noise: int = 0
 ) -> list[Result]:
-    """Everything that one call and its backward give. noise: of inputs that are off by a rounding, by chance with this seed."""
+    """Everything that one call and its backward give. noise: a seed, for inputs that are off by a rounding."""
     torch.manual_seed(0)
     bases = program.bases(sizes, exact=exact)
     if noise:
-        _disturb(bases, torch.finfo(_narrowest(program, program.dtype)).eps, noise)
+        roundings.disturb(bases, torch.finfo(_narrowest(program, program.dtype)).eps, noise)
     # Clones of the leaves, so that the function may write to them in place.
     held = [x.clone() if x.requires_grad else x for x in bases]
     given = [_view(i.layout, x, sizes) for i, x in zip(program.inputs, held, strict=True)]
@@ -101,15 +102,6 @@ def results(
         Result(name=f"input {i.name} afterwards", value=x.detach()) for i, x in zip(program.inputs, held, strict=True)
     ]
     return got
-
-
-def _disturb(bases: Sequence[torch.Tensor], by: float, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for x in bases:
-            if x.is_floating_point():
-                off = torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1
-                x.mul_(1 + (by * off).to(x.device))
 
 
 def _view(layout: str, base: torch.Tensor, sizes: dict[str, int]) -> torch.Tensor:
@@ -252,10 +244,11 @@ def _count(outcome: Outcome) -> None:
 
 
 def _noise(program: Program, sizes: dict[str, int], exact: list[Result]) -> list[float]:
-    """How far each exact result moves when the inputs move by a rounding."""
+    """How far each exact result moves when the inputs and the softmaxes' gradients move by a rounding."""
     worst_of: list[float] = [0.0] * len(exact)
     for seed in range(1, 5):
-        moved = results(program, program.function(exact=True), sizes, exact=True, noise=seed)
+        with roundings.rounded(torch.finfo(_narrowest(program, program.dtype)).eps, seed):
+            moved = results(program, program.function(exact=True), sizes, exact=True, noise=seed)
         for i, (a, b) in enumerate(zip(moved, exact, strict=True)):
             if a.value is not None and b.value is not None and a.value.is_floating_point() and a.value.numel():
                 off = worst(a.value, b.value)
@@ -301,7 +294,7 @@ def _hold(
         outcome.loosely += allowed > 0.1 * size
         # What is as far off as eager, and the same way, is as good as it.
         if off > allowed and worst(a, b) > allowed - factor * own:
-            # The noise is of four throws, and of the inputs alone: scores, weights and products round as well.
+            # The noise is of four throws, and of few of the roundings: scores, weights and products round as well.
             if off <= allowed + 2 * factor * noise()[at]:
                 outcome.noisy += 1
                 continue

@@ -115,8 +115,9 @@ def _is_cold(fault: Fault) -> bool:
 def _import_ours(order: Sequence[Known]) -> None:
     """Our package and what it imports late, so that no fork has to."""
     quiet()
-    lowerings = {name: known for known in reversed(order) for name in known.lowered}
-    for known in [*order[:3], *lowerings.values()]:
+    allowed = [known for known in order if preload.may_train() or not any(i.grad for i in known.program.inputs)]
+    lowerings = {name: known for known in reversed(allowed) for name in known.lowered}
+    for known in [*allowed[:3], *lowerings.values()]:
         searching.judged(known.program)
 
 
@@ -171,14 +172,7 @@ def _try(
     _order[:] = order
     preload.warm()
     share = options.seconds or options.minutes * 60 * options.processes / max(len(faults), 1)
-    limits = Limits(
-        processes=options.processes,
-        method="fork",
-        silence=options.silence,
-        memory=_memory(options.processes),
-        renewed=1,
-        logs=options.logs,
-    )
+    limits = _limits(options, method="fork", renewed=1)
     for are_cold in (True, False):
         attempts = [Attempt(f, concerned(f, order), share) for f in faults if _is_cold(f) is are_cold]
         if attempts and not are_cold:
@@ -187,8 +181,16 @@ def _try(
             known(attempt.fault, result)
 
 
-def _memory(processes: int) -> int:
-    return int(min(0.8 * crew.total_memory() / processes, 8 * 2**30))
+def _limits(options: argparse.Namespace, *, method: str, renewed: int) -> Limits:
+    memory = int(min(0.8 * crew.total_memory() / options.processes, 8 * 2**30))
+    return Limits(
+        processes=options.processes,
+        method=method,
+        silence=options.silence,
+        memory=memory,
+        renewed=renewed,
+        logs=options.logs,
+    )
 
 
 def _row(fault: Fault, result: Tried, order: Sequence[Known]) -> Row:
@@ -212,14 +214,7 @@ def _drawn(options: argparse.Namespace) -> list[Known]:
     key = f"{recall_rows.digest()} {options.seed} {options.rounds}"
     order = corpus.kept(options.programs, key)
     if order is None:
-        limits = Limits(
-            processes=options.processes,
-            method="forkserver",
-            silence=options.silence,
-            memory=_memory(options.processes),
-            renewed=40,
-            logs=options.logs,
-        )
+        limits = _limits(options, method="forkserver", renewed=40)
         order = corpus.programs(seed=options.seed, rounds=options.rounds, limits=limits)
         corpus.keep(options.programs, key, order)
     return order

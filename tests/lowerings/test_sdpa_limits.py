@@ -391,6 +391,16 @@ def test_a_query_without_keys_gets_the_models_gradient(how: str) -> None:
 
 MASK = Load("mask", (Index("k"),), "float")
 LATER = ix.compare(">", Index("k"), Index("q"))
+SPEC = AttentionSpec(
+    q=TensorSpec(shape=(1, 2, 6, 8), strides=(96, 48, 8, 1), dtype="float32"),
+    k=TensorSpec(shape=(1, 2, 6, 8), strides=(96, 48, 8, 1), dtype="float32"),
+    v=TensorSpec(shape=(1, 2, 6, 8), strides=(96, 48, 8, 1), dtype="float32"),
+    mask=MaskSpec(kinds=(Dense(shape=(1, 1, 6, 6), dtype="float32"),)),
+    score=ScoreSpec(scale=0.5),
+    device="cpu",
+    out_dtype="float32",
+    needs_grad=True,
+)
 
 
 @pytest.mark.parametrize(
@@ -399,6 +409,8 @@ LATER = ix.compare(">", Index("k"), Index("q"))
         (Penalty(value=1e9, condition=LATER), True),
         (Penalty(value=-1e9, condition=LATER), True),
         (Penalty(value=-10000.0, condition=LATER), False),
+        (Penalty(value=10000.0, condition=LATER), True),
+        (Penalty(value=2000.0, condition=LATER), False),
         (RegionPenalty(value=-100.0, of_key=Index("k")), False),
         (BiasFormula(value=ix.add(ix.where(LATER, Const(-1e9), Const(0.0)), Const(1e9))), True),
         # (1 - mask) · -1e9 masks; mask · 1e9 does not.
@@ -408,20 +420,19 @@ LATER = ix.compare(">", Index("k"), Index("q"))
     ],
 )
 def test_an_lse_holds_no_large_numbers(kind: ProvedScore, large: bool) -> None:
-    mask = MaskSpec(kinds=(Dense(shape=(1, 1, 6, 6), dtype="float32"),))
-    spec = AttentionSpec(
-        q=TensorSpec(shape=(1, 2, 6, 8), strides=(96, 48, 8, 1), dtype="float32"),
-        k=TensorSpec(shape=(1, 2, 6, 8), strides=(96, 48, 8, 1), dtype="float32"),
-        v=TensorSpec(shape=(1, 2, 6, 8), strides=(96, 48, 8, 1), dtype="float32"),
-        mask=mask,
-        score=ScoreSpec(scale=0.5, proved=(kind,)),
-        device="cpu",
-        out_dtype="float32",
-        needs_grad=True,
-    )
+    spec = dataclasses.replace(SPEC, score=ScoreSpec(scale=0.5, proved=(kind,)))
     reasons = sdpa_limits.check_tensor(spec, dtypes=("float32",))
     assert [reason.observed for reason in reasons] == ([kind.words] if large else [])
     assert all(reason.remedy for reason in reasons)
     assert sdpa_limits.check_tensor(dataclasses.replace(spec, needs_grad=False), dtypes=("float32",)) == []
-    in_doubles = dataclasses.replace(spec, **{name: dataclasses.replace(spec.q, dtype="float64") for name in "qkv"})
-    assert sdpa_limits.check_tensor(in_doubles, dtypes=("float32",)) == []
+    assert sdpa_limits.check_tensor(_in(spec, "float64"), dtypes=("float32",)) == []
+
+
+def test_half_precision_asks_for_fewer_digits() -> None:
+    spec = dataclasses.replace(SPEC, score=ScoreSpec(scale=0.5, proved=(Penalty(value=30000.0, condition=LATER),)))
+    assert sdpa_limits.check_tensor(spec, dtypes=("float32",))
+    assert sdpa_limits.check_tensor(_in(spec, "bfloat16"), dtypes=("float32",)) == []
+
+
+def _in(spec: AttentionSpec, dtype: str) -> AttentionSpec:
+    return dataclasses.replace(spec, **{name: dataclasses.replace(spec.q, dtype=dtype) for name in "qkv"})

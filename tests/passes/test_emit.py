@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 
+import attn_compiler
 from attn_compiler.passes import axes, emit, mutation
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.emit import FakeBuilder, GraphBuilder
@@ -251,3 +252,28 @@ def test_the_target_is_the_site_s() -> None:
         assert graph.target.sm == 80
     with pytest.raises(ValueError, match="outside of a site"):
         _ = graph.target
+
+
+@pytest.mark.parametrize("views", [lambda x: x.chunk(2, -1)[1], lambda x: x.unflatten(-1, (2, -1)).unbind(-2)[0]])
+def test_views_of_a_base_that_is_written_later_are_copied(views: Callable[[Tensor], Tensor]) -> None:
+    """Autograd refuses any use of such a view's fake value after the write."""
+
+    def attention(base: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        # With a bias that wants a gradient, eager saves a scaled q, which the write does not reach.
+        out = torch.nn.functional.scaled_dot_product_attention(views(base), k, v, attn_mask=bias)
+        base.add_(1.0)
+        return out
+
+    given = [torch.randn(2, 1, 3, n, requires_grad=True) for n in (8, 4, 4, 3)]
+    options = {"strict": True, "inner": "aot_eager"}
+    compiled = torch.compile(attention, backend="attn_compiler", fullgraph=True, options=options)
+
+    def gradients(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        out = function(given[0].clone(), *given[1:])
+        return out, *torch.autograd.grad(out.sin().sum(), given)
+
+    for mine, right in zip(gradients(compiled), gradients(attention), strict=True):
+        torch.testing.assert_close(mine, right)
+    (report,) = attn_compiler.reports()
+    (site,) = report.sites
+    assert site.decision.lowering != "untouched"

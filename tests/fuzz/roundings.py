@@ -1,0 +1,59 @@
+"""Roundings put into an exact run, to see how far the results move."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+
+def disturb(bases: Sequence[torch.Tensor], by: float, seed: int) -> None:
+    """Move each number of the tensors by up to its `by`-th part, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for x in bases:
+            if x.is_floating_point():
+                x.mul_(1 + by * _off(x, generator))
+
+
+@contextlib.contextmanager
+def rounded(by: float, seed: int) -> Iterator[None]:
+    """Inside, the backward of a softmax is off by up to the `by`-th part of its largest summand, as a fused kernel's is.
+
+    A softmax gives `w * (dw - sum(w * dw))`. A fused kernel takes `sum(do * o)` for the sum, of an `o` that is rounded. Where one key has
+    all the weight, the exact difference is 0 and the kernel's is that rounding. SDPA runs as products and a softmax here.
+    """
+    with sdpa_kernel(SDPBackend.MATH), _Rounded(by, seed):
+        yield
+
+
+class _Rounded(TorchDispatchMode):
+    def __init__(self, by: float, seed: int) -> None:
+        super().__init__()
+        self._by = by
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not aten._softmax_backward_data.default:
+            return result
+        upstream, weights, dim = args[:3]
+        largest = upstream.abs().amax(dim, keepdim=True) if upstream.numel() else upstream
+        return result + self._by * weights * largest * _off(largest, self._generator)
+
+
+def _off(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Numbers between -1 and 1, one for each of x's."""
+    return (torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1).to(x.device)
