@@ -32,11 +32,12 @@ class LayoutDemand:
 
     def broken_by(self, tensor: TensorSpec) -> str | None:
         """What the kernel can't read in these strides; None if it can read them. An axis of size one has no stride to speak of."""
-        strides = [(stride, size) for stride, size in zip(tensor.strides, tensor.shape, strict=True) if size != 1]
-        last_size, last = tensor.shape[-1], tensor.strides[-1]
+        *others, of_head = zip(tensor.strides, tensor.shape, strict=True)
+        strides = [stride for stride, size in others if size != 1]
+        last, last_size = of_head
         if self.last_stride_one and last_size != 1 and last != 1:
             return f"the kernel reads a head's elements side by side; their stride is {last}"
-        if not self.zero_strides and any(stride == 0 for stride, _ in strides):
+        if not self.zero_strides and (0 in strides or (last == 0 and last_size != 1)):
             return "the kernel can't read a repeated (stride 0) axis"
         positions = tensor.strides[-2]
         is_far = self.farthest is not None and isinstance(positions, int) and positions > self.farthest
@@ -44,8 +45,8 @@ class LayoutDemand:
             return f"the kernel reads positions that are at most {self.farthest} elements apart; their stride is {positions}"
         element = torch.empty((), dtype=getattr(torch, tensor.dtype), device="meta").element_size()
         step = math.lcm(self.alignment, element) // element
-        for stride, _ in strides:
-            if step > 1 and stride != last and not dims.is_multiple(stride, step):
+        for stride in strides:
+            if step > 1 and not dims.is_multiple(stride, step):
                 return (
                     f"the kernel needs strides that are multiples of {self.alignment} bytes; one is {stride} elements"
                 )

@@ -29,8 +29,12 @@ _EFFICIENT_FIRST_SM = 50
 _FLASH_HEAD_DIM_LIMIT = 256
 # Bytes that one CUDA kernel reads at once along a head: every other stride has to keep that alignment.
 _CUDA_ALIGNMENT = 16
+# Elements of any dtype that are a multiple of it.
+_EFFICIENT_STEP = 8
 # PyTorch 2.15 reads K/V of fewer heads in the memory-efficient kernel (https://github.com/pytorch/pytorch/pull/191085).
 _EFFICIENT_GQA = (2, 15)
+# What PyTorch says of cuDNN's output to a compiler fails before, for an output of another shape than q with symbolic sizes.
+_CUDNN_OUTPUT = (2, 13)
 
 
 class _Pinned(ABC):
@@ -84,7 +88,16 @@ class SdpaCudnn(_Pinned):
             *sdpa_limits.check_causal_alone(spec),
             *sdpa_limits.check_tensor(spec, dtypes=cudnn_limits.tensor_dtypes(spec, target)),
             *sdpa_limits.check_no_bias_gradient(spec),
+            *self._check_output(spec, target),
         ]
+
+    @staticmethod
+    def _check_output(spec: AttentionSpec, target: Target) -> list[Reason]:
+        is_known = all(isinstance(size, int) for size in (*spec.q.shape, *spec.v.shape))
+        if is_known or dims.same(spec.head_dim_qk, spec.head_dim_v) or torch_release(target.torch) >= _CUDNN_OUTPUT:
+            return []
+        rule = "before torch 2.13, a head_dim of v that differs from q's only with known sizes"
+        return [Reason(rule=rule, observed=f"q {spec.q.shape}, v {spec.v.shape}", remedy=sdpa_limits.STATIC)]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(alignment=_CUDA_ALIGNMENT, zero_strides=False)
@@ -206,7 +219,7 @@ class SdpaEfficient(_Pinned):
         return LayoutDemand(alignment=_CUDA_ALIGNMENT)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        k, v = operands.k, operands.v
+        q, k, v = (_with_aligned_ones(emitter, node) for node in (operands.q, operands.k, operands.v))
         if spec.is_gqa and torch_release(str(torch.__version__)) < _EFFICIENT_GQA:
             k, v = (_repeat_heads(emitter, spec, node) for node in (k, v))
         bias = operands.mask
@@ -215,16 +228,32 @@ class SdpaEfficient(_Pinned):
             bias = mask_nodes.for_efficient(emitter, bias, operands.q, operands.k)
         outputs = emitter.call(
             torch.ops.aten._scaled_dot_product_efficient_attention.default,
-            operands.q,
+            q,
             k,
             v,
             bias,
-            spec.needs_grad,
+            # Without an lse the kernel takes a last block of one query, and K/V that all heads share, for a decoding step, and reads the
+            # wrong rows of the bias (kernel_forward.h of torch 2.11, `advance_to_block`).
+            spec.needs_grad or bias is not None,
             spec.score.dropout_p,
             sdpa_limits.causal_flag(spec),
             scale=spec.score.scale,
         )
         return emitter.call(operator.getitem, outputs, 0)
+
+
+def _with_aligned_ones(emitter: Emitter, node: fx.Node) -> fx.Node:
+    """A view of q, k or v whose axes of size one have aligned strides: the memory-efficient kernel looks at them, too.
+
+    Such a stride is never used, and may be any number. A new axis has the stride of all that is inside of it.
+    """
+    for axis in (2, 1, 0):
+        value = emitter.value(node)
+        size, stride = value.shape[axis], value.stride(axis)
+        if isinstance(size, int) and size == 1 and not (isinstance(stride, int) and stride % _EFFICIENT_STEP == 0):
+            without = emitter.call(torch.ops.aten.squeeze.dim, node, axis)
+            node = emitter.call(torch.ops.aten.unsqueeze.default, without, axis)
+    return node
 
 
 class SdpaCpuFlash(_Pinned):

@@ -25,6 +25,8 @@ MAX_GRID = 65535
 LOWEST_ADDED = -65504.0
 #: dtype of a site -> the highest number beside which a float32 lse has digits enough after the point: 13 bits for a float32 site
 HIGHEST_ADDED = {"float32": 2048.0, "float16": 65504.0, "bfloat16": 65504.0}
+#: scores of 2^14 times this, in units of log 2, have a float32 neighbour one half away
+LARGEST_SCALE = 256.0
 
 LOWER_PRECISION = "call model.bfloat16(), or run it under torch.autocast"
 STATIC = "compile with dynamic=False, or mark the length static"
@@ -200,8 +202,19 @@ def check_weights_unread(spec: AttentionSpec) -> list[Reason]:
 def check_scale(spec: AttentionSpec) -> list[Reason]:
     """Masked scores are -inf before they are scaled, and a row's largest score is looked for before that too."""
     if spec.score.scale > 0:
-        return []
+        return check_largest_scale(spec)
     return [Reason(rule="the scale is positive", observed=f"{spec.score.scale:g}", remedy="put its sign into q")]
+
+
+def check_largest_scale(spec: AttentionSpec) -> list[Reason]:
+    """A kernel subtracts a row's largest score, which is rounded, from products that one instruction scales without rounding.
+
+    Up to LARGEST_SCALE the two differ by less than one half for scores that are assumed (docs/numbers.md). Far beyond, a weight overflows.
+    """
+    if abs(spec.score.scale) <= LARGEST_SCALE:
+        return []
+    rule, remedy = f"the scale is at most {LARGEST_SCALE:g}", "scale q in the model, before the product"
+    return [Reason(rule=rule, observed=f"{spec.score.scale:g}", remedy=remedy)]
 
 
 # ---- masks --------------------------------------------------------------------------------------------------------

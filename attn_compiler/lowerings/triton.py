@@ -48,6 +48,7 @@ class TritonAttention:
             *sdpa_limits.check_weights_unread(spec),
             *sdpa_limits.check_masks(spec),
             *sdpa_limits.check_softmax_dtype(spec),
+            *sdpa_limits.check_largest_scale(spec),
             *sdpa_limits.check_shapes(spec),
             *sdpa_limits.check_dtypes(spec, _DTYPES),
             *_check_interpreter(spec, target),

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from attn_compiler import torch_compat, torch_snapshots
 from attn_compiler.lowerings.triton_plan import Tiles
-from attn_compiler.passes import axes, mutation
+from attn_compiler.passes import axes, mutation, regions
 from attn_compiler.passes.axes import AxisError, Size
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
@@ -220,6 +220,14 @@ class GraphBuilder:
         finally:
             self._origin = self._place = self._target = self._tune = self._note = self._buffers = self._carry = None
             self._keep = None
+
+    @contextlib.contextmanager
+    def without_autocast(self) -> Iterator[None]:
+        """What is called inside has the dtypes that it is called in: a kernel's nodes say theirs themselves. To be used inside of `at`."""
+        if self._origin is None:
+            raise ValueError("where autocast is to be left is not known outside of `at`")
+        with regions.left(self._graph, regions.of_node(self._origin)):
+            yield
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node]:
         if self._buffers is None or self._origin is None:

@@ -128,7 +128,8 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tup
     ) as old:
         tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
         operands = _operands(mirror, site, site.spec, builder, tensors)
-        out = by_name(site.decision.lowering).emit(builder, site.spec, operands)
+        with builder.without_autocast():
+            out = by_name(site.decision.lowering).emit(builder, site.spec, operands)
         if site.has_scores is not None and shut_queries.at_hand(site.has_scores, operands):
             out = shut_queries.filled(builder, site.has_scores, operands, out)
             note(shut_queries.NOTE)

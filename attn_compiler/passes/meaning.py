@@ -128,6 +128,10 @@ class _Read:
             )
             self._add_unread(term)
             return
+        if not all(score_kinds.chooses_exactly(part.value) for part in found.added):
+            self._reasons.append(f"{term.operand.node.name} chooses by numbers that are rounded: {ix.text(x, _MOST)}")
+            self._add_unread(term)
+            return
         self._conditions.append(found.allowed)
         self._fills |= found.fills
         self._masks += [Masking(allowed=found.allowed, fill=fill, keeps_fill=False) for fill in found.fills]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,34 @@ class Region:
             for args in self.autocast:
                 stack.enter_context(torch.amp.autocast_mode.autocast(*args))
             yield
+
+
+def of_node(node: fx.Node) -> Region:
+    """The region of one node of a graph."""
+    if not has_autocast(node.graph):
+        return Region()
+    return of(node.graph)[node]
+
+
+def has_autocast(graph: fx.Graph) -> bool:
+    """Whether a graph enters autocast anywhere."""
+    return bool(graph.find_nodes(op="call_function", target=_ENTER_AUTOCAST, sort=False))
+
+
+@contextlib.contextmanager
+def left(graph: fx.Graph, region: Region) -> Iterator[None]:
+    """What is inserted inside runs without the autocast of a region. The caller sets where it is inserted."""
+    types = list(dict.fromkeys((device_type, dtype) for device_type, dtype, *_ in region.autocast))
+    entered = [_without_value(graph, _ENTER_AUTOCAST, (*one, False, None)) for one in types]
+    yield
+    for node in reversed(entered):
+        _without_value(graph, _EXIT_AUTOCAST, (node,))
+
+
+def _without_value(graph: fx.Graph, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+    node = graph.call_function(function, args)
+    node.meta["example_value"] = None
+    return node
 
 
 def of(graph: fx.Graph) -> dict[fx.Node, Region]:

@@ -1,7 +1,7 @@
 """From what is added to the scores to score kinds: what masks is told apart, and each part of the rest is one kind.
 
-A kind is named by what an expression is made of, so its float arithmetic need not be bit-exact. What masks is another matter:
-a condition that rests on rounded arithmetic (`ix.is_exact`) is left to the dense tensor by meaning.py.
+A kind is named by what an expression is made of, so its float arithmetic need not be bit-exact. What masks is another matter, and what
+chooses between two numbers: a condition that rests on rounded arithmetic (`ix.is_exact`) is left to the dense tensor by meaning.py.
 """
 
 from __future__ import annotations
@@ -142,6 +142,11 @@ def joined(kinds: Iterable[ProvedScore]) -> tuple[ProvedScore, ...]:
             kind = replace(kind, slopes=ix.add(known.slopes, kind.slopes), requires_grad=learned)
         alibis[kind.position] = kind
     return tuple(sorted([*alibis.values(), *rest], key=lambda kind: scores.PROVED_KINDS.index(type(kind))))
+
+
+def chooses_exactly(x: Expr) -> bool:
+    """Whether no truth value in x rests on rounded arithmetic. A number may be rounded; a choice between two numbers may not."""
+    return all(ix.is_exact(part) for part in ix.ordered(x) if ix.kind_of(part) == "bool")
 
 
 def _unrounded(x: Expr) -> Expr:

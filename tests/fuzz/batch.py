@@ -48,7 +48,7 @@ class Batch:
             if found is not None:
                 tell(found)
 
-        found = searching.search(
+        found, is_over = searching.search(
             self.kind,
             seed=self.seed,
             examples=self.examples,
@@ -58,10 +58,9 @@ class Batch:
             begin=begin,
             judged_first=judged,
         )
-        if found is None:
-            return
-        tell(found)
-        if searching.is_of_cuda(found.text):
+        if found is not None:
+            tell(found)
+        if is_over:
             raise Spent
 
 

@@ -82,6 +82,9 @@ def results(
     held = [x.clone() if x.requires_grad else x for x in bases]
     given = [_view(i.layout, x, sizes) for i, x in zip(program.inputs, held, strict=True)]
     found = list(function(*given))
+    if any(x is None for x in found):
+        # PyTorch's cuDNN attention does that for no batch at all.
+        raise RuntimeError("an output is None")
     got = [
         Result(name=f"output {name}", value=x.detach().clone()) for name, x in zip(program.outputs, found, strict=True)
     ]
@@ -129,10 +132,12 @@ def expected(program: Program, sizes: dict[str, int]) -> tuple[list[Result], lis
 
     try:
         eager = results(program, program.function(probe=probe), sizes)
+        _wait(program)
         if any(keyless):
             raise Left(discards.KEYLESS)
         exact = results(program, program.function(exact=True), sizes, exact=True)
         exact = _true_gradients(program, sizes, exact)
+        _wait(program)
     except Left:
         raise
     except Exception as error:
@@ -146,6 +151,12 @@ def expected(program: Program, sizes: dict[str, int]) -> tuple[list[Result], lis
     if any(a.value is not None and b.value is not None and a.value.shape != b.value.shape for a, b in pairs):
         raise Left(discards.OTHER_SHAPES)
     return eager, exact
+
+
+def _wait(program: Program) -> None:
+    """For what was launched on a GPU: an error of it would surface in what comes next."""
+    if program.device != "cpu":
+        torch.cuda.synchronize()
 
 
 def _true_gradients(program: Program, sizes: dict[str, int], exact: list[Result]) -> list[Result]:
@@ -212,6 +223,7 @@ def _compiled(program: Program, wanted: Sequence[Any], outcome: Outcome, *, ours
     try:
         for sizes, eager, exact in wanted:
             found = results(program, compiled, sizes)
+            _wait(program)
             _hold(program, eager, exact, found, outcome, functools.partial(_noise, program, sizes, exact))
     except Wrong as wrong:
         return wrong

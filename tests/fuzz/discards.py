@@ -11,7 +11,11 @@ import re
 
 
 class Left(Exception):
-    """A program that says nothing; the text is the kind, which the tally counts."""
+    """A program that says nothing; the text is the kind, which the tally counts. is_last: this process can run no other program."""
+
+    def __init__(self, text: str, *, is_last: bool = False) -> None:
+        super().__init__(text)
+        self.is_last = is_last
 
 
 KEYLESS = "rows without keys beside a finite number"
@@ -26,7 +30,10 @@ _MACHINE = re.compile(
     r"CUDA|cuDNN|cuBLAS|device-side|fork|out of memory|allocat|driver|Triton|No such file|not a tensor", re.IGNORECASE
 )
 #: the name of a tensor's type, which speaks of no error of the machine
-_TENSOR_TYPE = re.compile(r"CUDA\w+Type")
+_TENSOR_TYPE = re.compile(r"CUDA\w+Type|torch\.cuda\.\w+Tensor|\w*Cudnn\w*Backward\d*")
+#: errors of a GPU's kernels that eager has: an index beyond its tensor, a mask that PyTorch hands to cuDNN unaligned
+#: (https://github.com/pytorch/pytorch/issues/134001)
+_KERNELS = ("device-side assert triggered", "misaligned address")
 #: what torch.compile says, without us, of programs that it can't compile
 _TORCH = (
     # A comparison of symbolic sizes as an argument.
@@ -36,6 +43,9 @@ _TORCH = (
 
 def of_eager(error: BaseException) -> Left | None:
     """The discard that an error of eager is; None for one that is not known."""
+    kernel = next((words for words in _KERNELS if words in str(error)), None)
+    if kernel is not None:
+        return Left(f"eager: {kernel}", is_last=True)
     # What follows names the functions that C++ was in, an allocator among them.
     text = _TENSOR_TYPE.sub("", str(error).split("Exception raised from")[0].strip())
     if not isinstance(error, _EAGER) or _MACHINE.search(text):

@@ -125,7 +125,10 @@ def _settings(examples: int, *phases: Phase) -> Any:
 
 @dataclass(kw_only=True)
 class _Search:
-    """What is known so far. wrong: the first thing that went wrong; from then on only what goes wrong alike is looked at."""
+    """What is known so far. wrong: the first thing that went wrong; from then on only what goes wrong alike is looked at.
+
+    is_over: this process can run no other program.
+    """
 
     kind: Kind
     until: float
@@ -138,6 +141,7 @@ class _Search:
     seen: set[str] = field(default_factory=set)
     wrong: Wrong | None = None
     last: Program | None = None
+    is_over: bool = False
     seconds: float = 0.0
     drawn: int = 0
 
@@ -153,7 +157,12 @@ class _Search:
         if text in self.seen:
             return
         # Hypothesis draws the simplest program first, whatever the seed: it would be most of what is drawn.
-        if self.drawn == 1 or time.monotonic() > self.until or (self.wrong is not None and self.is_small):
+        if (
+            self.drawn == 1
+            or self.is_over
+            or time.monotonic() > self.until
+            or (self.wrong is not None and self.is_small)
+        ):
             return
         self.seen.add(text)
         wrong = self._judge(program) if self.wrong is None else self._judge_alike(program)
@@ -169,6 +178,7 @@ class _Search:
             tally.compared(self.kind.rule, judged(program, self.limit))
         except Left as left:
             tally.left(self.kind.rule, str(left))
+            self.is_over = left.is_last
         except Wrong as wrong:
             tally.wrong(self.kind.rule)
             self.wrong, self.last = wrong, program
@@ -208,8 +218,8 @@ def search(
     limit: float = LIMIT,
     begin: Begin = lambda _: None,
     judged_first: JudgedFirst = lambda *_: None,
-) -> Found | None:
-    """The first program that goes wrong, made as small as `shrinking` seconds allow; None if there is none of `examples`.
+) -> tuple[Found | None, bool]:
+    """(the first program that goes wrong of `examples`, made as small as `shrinking` seconds allow; whether this process is done for).
 
     until: when (time.monotonic) to stop. limit: seconds of CPU time for one program. begin: is told each program before it is run.
     judged_first: is told the tally of each program that was judged before something went wrong, and that first finding.
@@ -225,11 +235,11 @@ def search(
     with contextlib.suppress(Wrong):
         holds()
     if state.last is None:
-        return None
+        return None, state.is_over
     wrong = state.failing[repr(state.last)]
     if state.is_small:
-        return state.found(state.last, wrong)
-    return state.found(*cut(state.last, wrong, time.monotonic() + shrinking / 2, limit=limit, begin=begin))
+        return state.found(state.last, wrong), is_of_cuda(str(wrong))
+    return state.found(*cut(state.last, wrong, time.monotonic() + shrinking / 2, limit=limit, begin=begin)), False
 
 
 def cut(

@@ -18,6 +18,8 @@ def test_an_error_of_eager_is_told_without_its_numbers() -> None:
     "text",
     [
         "a variable was modified by an inplace operation: [CUDABFloat16Type [2, 16, 7]], which is",
+        "a variable was modified by an inplace operation: [torch.cuda.HalfTensor [2, 32, 16]] is at version 1",
+        "modified by an inplace operation: [X [2]], which is output 0 of ScaledDotProductCudnnAttentionBackward0, is at",
         "cannot reshape tensor\nException raised from infer_size_impl (most recent call first):\nframe #0: std::allocator<char>",
     ],
 )
@@ -29,13 +31,22 @@ def test_names_of_types_are_no_errors_of_the_machine(text: str) -> None:
     "error",
     [
         RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, use 'spawn'"),
-        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
         MemoryError(),
         AssertionError("x"),
     ],
 )
 def test_an_error_of_the_machine_is_no_discard(error: Exception) -> None:
     assert discards.of_eager(error) is None
+
+
+def test_after_an_error_of_a_kernel_comes_nothing_more() -> None:
+    left = discards.of_eager(RuntimeError("CUDA error: device-side assert triggered\nmore"))
+    assert left is not None
+    assert left.is_last
+    other = discards.of_eager(RuntimeError("shape '[2]' is invalid for input of size 3"))
+    assert other is not None
+    assert not other.is_last
 
 
 def test_of_torch_only_what_is_listed() -> None:

@@ -19,6 +19,8 @@ CUDA = LayoutDemand(alignment=16, zero_strides=False)
         ((2048, 1, 256, 4), "side by side; their stride is 4"),
         ((2048, 0, 256, 1), "repeated (stride 0) axis"),
         ((2080, 65, 260, 1), "multiples of 16 bytes; one is"),
+        # Of overlapping heads: the stride of another axis than the last may be 1, too.
+        ((2048, 1, 256, 1), "multiples of 16 bytes; one is 1 elements"),
     ],
 )
 def test_what_a_kernel_can_not_read_is_said(strides: tuple[int, ...], said: str | None) -> None:

@@ -277,6 +277,35 @@ def test_cuda_kernels_trace_forward_and_backward_without_a_gpu(name: str, case: 
     assert f"aten._scaled_dot_product_{kernel}_attention_backward.default" in seen
 
 
+@pytest.mark.parametrize("mask", [None, "qk"])
+def test_efficient_makes_an_lse_beside_a_bias(mask: str | None) -> None:
+    """Without one its last block of one query reads wrong rows of the bias."""
+    inputs = cases.build(Case(name="x", mask=mask), needs_grad=False)
+    gm = emit(by_name("sdpa_efficient"), inputs)
+    assert kernel_call(gm)[0][4] is (mask is not None)
+
+
+def test_efficient_gets_aligned_strides_of_axes_of_size_one() -> None:
+    inputs = cases.build(Case(name="x", batch=1, heads_q=1, heads_kv=1, seqlen_q=32))
+    odd = inputs.q.as_strided(inputs.q.shape, (3, 1, inputs.q.stride(2), 1))
+    given = kernel_argument(dataclasses.replace(inputs, q=odd), 0)
+    assert all(stride % 8 == 0 for stride in given.stride()[:3])
+    assert torch.equal(given, inputs.q)
+
+
+@pytest.mark.parametrize(("torch_version", "refuses"), [("2.11.0", True), ("2.13.0", False)])
+def test_cudnn_of_older_torch_takes_no_symbolic_sizes_with_two_head_dims(torch_version: str, refuses: bool) -> None:
+    spec = cases.build(cases.lowered(BY_NAME["head_dims_differ"], "bfloat16", HALF)).spec
+    spec = dataclasses.replace(spec, device="cuda")
+    symbolic = dataclasses.replace(
+        spec, **{n: dataclasses.replace(getattr(spec, n), shape=("s0", *getattr(spec, n).shape[1:])) for n in "qkv"}
+    )
+    target = Target.fake(torch=torch_version)
+    rule = "only with known sizes"
+    assert rule not in str(by_name("sdpa_cudnn").why_not(spec, target))
+    assert (rule in str(by_name("sdpa_cudnn").why_not(symbolic, target))) is refuses
+
+
 def test_demands() -> None:
     spec = cases.build(BY_NAME["plain"]).spec
     by_kernel = {name: by_name(name).demand(spec) for name in (*CUDA, "sdpa_cpu_flash")}
@@ -318,3 +347,16 @@ def test_cuda_kernels_are_within_the_numeric_rule(name: str, case: Case) -> None
     # Strides of axes of size one differ at Sq = 1, and mean nothing: nobody steps along such an axis.
     strides = zip(got[0].stride(), output_value(module).stride(), got[0].shape, strict=True)
     assert all(real == fake for real, fake, size in strides if size != 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlen_q", [1, 64, 65, 129])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_efficient_with_shared_heads_and_a_bias(seqlen_q: int, dtype: torch.dtype) -> None:
+    case = Case(name="x", dtype=dtype, heads_q=4, heads_kv=1, seqlen_q=seqlen_q, seqlen_kv=32, mask="qk")
+    inputs = cases.build(case, device="cuda")
+    module = emit(by_name("sdpa_efficient"), inputs)
+    with torch.no_grad():
+        got = run(module)(inputs)
+    exact = numerics.attention(numerics.cast(inputs, torch.float64))
+    assert numerics.worst(got, exact) < 0.05

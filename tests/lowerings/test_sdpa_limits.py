@@ -428,6 +428,18 @@ def test_an_lse_holds_no_large_numbers(kind: ProvedScore, large: bool) -> None:
     assert sdpa_limits.check_tensor(_in(spec, "float64"), dtypes=("float32",)) == []
 
 
+@pytest.mark.parametrize(("scale", "rules"), [(256.0, 0), (1e4, 1), (-0.5, 1)])
+def test_a_scale_is_positive_and_not_large(scale: float, rules: int) -> None:
+    reasons = sdpa_limits.check_scale(dataclasses.replace(SPEC, score=ScoreSpec(scale=scale)))
+    assert len(reasons) == rules
+    assert all(reason.remedy for reason in reasons)
+
+
+def test_a_kernel_that_takes_negative_scales_takes_no_large_one() -> None:
+    assert sdpa_limits.check_largest_scale(dataclasses.replace(SPEC, score=ScoreSpec(scale=-0.5))) == []
+    assert sdpa_limits.check_largest_scale(dataclasses.replace(SPEC, score=ScoreSpec(scale=-1e4)))
+
+
 def test_half_precision_asks_for_fewer_digits() -> None:
     spec = dataclasses.replace(SPEC, score=ScoreSpec(scale=0.5, proved=(Penalty(value=30000.0, condition=LATER),)))
     assert sdpa_limits.check_tensor(spec, dtypes=("float32",))

@@ -244,3 +244,11 @@ def a_bonus_that_an_lse_holds(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_fills(case: Case) -> None:
     check(case)
+
+
+@CASES.near_miss(described("dense additive"), inputs=plain)
+def a_penalty_by_rounded_positions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """In bfloat16 all of these positions are -65536."""
+    shifted = (x.to(torch.bfloat16) - 65504.0 for x in (rows(), columns()))
+    near = (next(shifted) <= next(shifted)) | (rows() == columns())
+    return (scores(q, k) + torch.where(near, 0.0, -100.0)).softmax(-1) @ v

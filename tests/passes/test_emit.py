@@ -265,7 +265,7 @@ def test_views_of_a_base_that_is_written_later_are_copied(views: Callable[[Tenso
         return out
 
     given = [torch.randn(2, 1, 3, n, requires_grad=True) for n in (8, 4, 4, 3)]
-    options = {"strict": True, "inner": "aot_eager"}
+    options = {"strict": True, "inner": "aot_eager", "lowerings": ["math"]}
     compiled = torch.compile(attention, backend="attn_compiler", fullgraph=True, options=options)
 
     def gradients(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
@@ -274,6 +274,5 @@ def test_views_of_a_base_that_is_written_later_are_copied(views: Callable[[Tenso
 
     for mine, right in zip(gradients(compiled), gradients(attention), strict=True):
         torch.testing.assert_close(mine, right)
-    (report,) = attn_compiler.reports()
-    (site,) = report.sites
+    (site,) = attn_compiler.reports()[-1].sites
     assert site.decision.lowering != "untouched"

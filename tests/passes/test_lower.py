@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -176,3 +177,25 @@ def test_a_leaf_op_of_ours_stands_in_the_graph() -> None:
         return F.softmax(torch.tanh(q @ k.mT / 3.0) * 3.0 + mask, -1) @ v
 
     _on_reference(function, *_inputs(H, H, H), torch.randn(B, 1, S, S))
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_autocast_does_not_reach_into_a_lowering(inner: str) -> None:
+    """`math` multiplies in float32, and is as near as SDPA in the dtype that autocast gives."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask) * 2
+
+    torch.manual_seed(0)
+    given = [torch.randn(2, 2, 16, 16, requires_grad=True) for _ in range(3)]
+    mask = torch.rand(16, 16) > 0.3
+    options = {"lowering": "math", "inner": inner, "strict": True}
+    out = torch.compile(attention, backend="attn_compiler", fullgraph=True, options=options)(*given, mask)
+    halves = [x.bfloat16() for x in given]
+    exact = F.scaled_dot_product_attention(*(x.double() for x in halves), attn_mask=mask) * 2
+    own = F.scaled_dot_product_attention(*halves, attn_mask=mask) * 2
+    assert out.dtype == torch.bfloat16
+    assert (out - exact).abs().max() <= 1.1 * (own - exact).abs().max()
+    assert not torch.is_autocast_enabled("cpu")
+    torch.autograd.grad(out.float().sum(), given)
