@@ -310,10 +310,10 @@ PROVED_KINDS: tuple[type[ProvedScore], ...] = (
 )
 
 
-def added(kind: ProvedScore) -> tuple[float, float]:
-    """The lowest and the highest number that a kind is known to add. Of one that a loaded number decides, nothing below zero is known."""
+def largest(kind: ProvedScore) -> float:
+    """How large a number a kind is known to add; of one that a loaded number decides, what it adds above zero."""
     own = reach(kind.summand, {})
-    return (own.low if is_known(kind.summand) else 0.0), own.high
+    return max(own.high, -own.low) if is_known(kind.summand) else own.high
 
 
 #: what proved kinds hold

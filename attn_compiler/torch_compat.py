@@ -481,3 +481,10 @@ def trace_artifact(name: str, payload: Callable[[], str], *, encoding: str = "st
         payload_fn=payload,
         expect_trace_id=False,
     )
+
+
+def without_transforms(x: torch.Tensor) -> torch.Tensor:
+    """The tensor inside the wrappers that torch.func's transforms (vmap, grad ...) put around it: a wrapper has no storage."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x

@@ -20,11 +20,9 @@ from attn_compiler.target import Target
 OLDEST_TORCH = (2, 11)
 LAST_SM = 121
 MAX_GRID = 65535
-#: float16's largest number, which float32 has with seven bits after the point. A number below zero may be as large: an lse is as low only
-#: for a row in which every key gets it.
-LOWEST_ADDED = -65504.0
-#: dtype of a site -> the highest number beside which a float32 lse has digits enough after the point: 13 bits for a float32 site
-HIGHEST_ADDED = {"float32": 2048.0, "float16": 65504.0, "bfloat16": 65504.0}
+#: dtype of a site -> the largest number beside which a float32 lse has digits enough after the point: 13 bits for a float32 site. A site
+#: in half precision gets all numbers of float16, beside which 8 bits are left.
+LARGEST_ADDED = {"float32": 2048.0, "float16": 65504.0, "bfloat16": 65504.0}
 #: scores of 2^14 times this, in units of log 2, have a float32 neighbour one half away
 LARGEST_SCALE = 256.0
 
@@ -303,19 +301,17 @@ def check_one_tensor(spec: AttentionSpec) -> list[Reason]:
 def check_no_large_numbers(spec: AttentionSpec) -> list[Reason]:
     """For a kernel whose backward makes the weights anew from its lse, in float32: beside 1e9 that can't hold the logarithm of a sum, so
     that each key that got the number counts as the only one. In float64 it can."""
-    highest = HIGHEST_ADDED.get(spec.dtype)
-    if not spec.needs_grad or highest is None:
+    largest = LARGEST_ADDED.get(spec.dtype)
+    if not spec.needs_grad or largest is None:
         return []
-    rule = (
-        f"with gradients, numbers from {LOWEST_ADDED:g} to {highest:g} are added to the scores of a {spec.dtype} site"
-    )
     remedy = "mask the other keys instead, by truth values or -inf; a number that all keys get changes no weight"
-    known = [(kind, *scores.added(kind)) for kind in spec.score.proved]
-    return [
-        Reason(rule=rule, observed=kind.words, remedy=remedy)
-        for kind, low, high in known
-        if low < LOWEST_ADDED or high > highest
-    ]
+    rule = f"with gradients, numbers of at most {largest:g} are added to the scores of a {spec.dtype} site"
+    large = [kind for kind in spec.score.proved if scores.largest(kind) > largest]
+    reasons = [Reason(rule=rule, observed=kind.words, remedy=remedy) for kind in large]
+    if spec.score.softcap is not None and spec.score.softcap > largest:
+        rule = f"with gradients, a softcap of at most {largest:g} for a {spec.dtype} site"
+        reasons.append(Reason(rule=rule, observed=f"{spec.score.softcap:g}", remedy="scale the scores less"))
+    return reasons
 
 
 def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:

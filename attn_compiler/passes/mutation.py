@@ -11,6 +11,8 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from attn_compiler import torch_compat
+
 if TYPE_CHECKING:
     from attn_compiler.passes.mirror import Mirror
 
@@ -76,7 +78,7 @@ def storages(node: fx.Node) -> set[StorageWeakRef]:
 
 def storages_of(values: Any) -> set[StorageWeakRef]:
     """The storages behind the tensors in a value or a nest of values."""
-    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    tensors = [torch_compat.without_transforms(v) for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
     return {StorageWeakRef(v.untyped_storage()) for v in tensors}  # type: ignore[no-untyped-call]
 
 

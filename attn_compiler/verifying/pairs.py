@@ -175,7 +175,7 @@ def rows_with_keys(site: Site, values: Values) -> torch.Tensor | None:
         return None
     rows = None
     found = own(site, values)
-    full = tuple(max(sizes) for sizes in zip(*(one.x.shape for one in found), strict=True))
+    full = tuple(torch.broadcast_shapes(*(one.x.shape for one in found)))  # type: ignore[no-untyped-call]
     for at in slices(full):
         part = together([effects(one.at(at)) for one in found]) != MASKED
         if rows is None:

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from attn_compiler.passes import axes, mutation, views
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
+from attn_compiler.verifying import sdpa_calls
 
 
 class Key(NamedTuple):
@@ -200,6 +201,7 @@ class Values:
             return self.number(x) if isinstance(x, torch.SymInt) else x
 
         args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), lambda x: real(_filled(x, value)))
+        args, kwargs = sdpa_calls.with_rows(node.target, args, kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def number(self, x: Any) -> int:

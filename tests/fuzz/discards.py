@@ -38,6 +38,10 @@ _KERNELS = ("device-side assert triggered", "misaligned address")
 _TORCH = (
     # A comparison of symbolic sizes as an argument.
     "argument 'is_causal' must be bool, not SymBool",
+    # A `.data` write to what a checkpoint saved.
+    "variables needed for gradient computation has been modified by an inplace operation",
+    # Symbolic strides of what is reshaped.
+    "view size is not compatible with input tensor's size and stride",
 )
 
 

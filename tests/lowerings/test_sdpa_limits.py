@@ -408,8 +408,7 @@ SPEC = AttentionSpec(
     [
         (Penalty(value=1e9, condition=LATER), True),
         (Penalty(value=-1e9, condition=LATER), True),
-        (Penalty(value=-10000.0, condition=LATER), False),
-        (Penalty(value=10000.0, condition=LATER), True),
+        (Penalty(value=-10000.0, condition=LATER), True),
         (Penalty(value=2000.0, condition=LATER), False),
         (RegionPenalty(value=-100.0, of_key=Index("k")), False),
         (BiasFormula(value=ix.add(ix.where(LATER, Const(-1e9), Const(0.0)), Const(1e9))), True),
@@ -438,6 +437,13 @@ def test_a_scale_is_positive_and_not_large(scale: float, rules: int) -> None:
 def test_a_kernel_that_takes_negative_scales_takes_no_large_one() -> None:
     assert sdpa_limits.check_largest_scale(dataclasses.replace(SPEC, score=ScoreSpec(scale=-0.5))) == []
     assert sdpa_limits.check_largest_scale(dataclasses.replace(SPEC, score=ScoreSpec(scale=-1e4)))
+
+
+@pytest.mark.parametrize(("cap", "refused"), [(50.0, False), (3000.0, True)])
+def test_an_lse_holds_no_large_softcap(cap: float, refused: bool) -> None:
+    spec = dataclasses.replace(SPEC, score=ScoreSpec(scale=0.5, changes=(Softcap(cap=cap),)))
+    assert bool(sdpa_limits.check_no_large_numbers(spec)) is refused
+    assert not sdpa_limits.check_no_large_numbers(dataclasses.replace(spec, needs_grad=False))
 
 
 def test_half_precision_asks_for_fewer_digits() -> None:

@@ -340,3 +340,15 @@ def test_decoding_step_by_step_from_one_compilation() -> None:
 )
 def test_methods_that_change_the_shape_in_place(method: str, changes: bool) -> None:
     assert mutation.views_in_place(method) == changes
+
+
+def test_the_storage_of_a_tensor_that_vmap_wraps_is_that_of_the_tensor() -> None:
+    x = torch.ones(3)
+    seen = []
+
+    def read(row: torch.Tensor) -> torch.Tensor:
+        seen.append(mutation.storages_of(row))
+        return row
+
+    torch.vmap(read)(x)
+    assert seen == [mutation.storages_of(x)]
