@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from attn_compiler import torch_compat
-from attn_compiler.lowerings.ops import NAMESPACE, register_helper
+from attn_compiler.lowerings.shared.ops import NAMESPACE, register_helper
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -34,8 +34,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from attn_compiler.lowerings import decode_plan, decode_schedule
-from attn_compiler.lowerings.decode_plan import Call, Schedule
+from attn_compiler.lowerings.decode import plan
+from attn_compiler.lowerings.decode import schedule as decode_schedule
+from attn_compiler.lowerings.decode.plan import Call, Schedule
 from attn_compiler.target import Target
 from benchmarks import decode_cases, decode_reading, harness
 from benchmarks.decode_cases import TRIED, Case, Problem
@@ -80,9 +81,9 @@ Calls = list[Callable[[], Tensor]]
 def ours(problem: Problem, schedule: Schedule) -> Calls:
     """`attn_compiler::decode` with a schedule, once for each cache."""
     call = Call(spec=problem.spec, schedule=schedule)
-    tiles = problem.case.batch * problem.case.heads_kv * decode_plan.rows_of(problem.spec)[1]
+    tiles = problem.case.batch * problem.case.heads_kv * plan.rows_of(problem.spec)[1]
     named = {**problem.named, "count": torch.zeros(tiles, dtype=torch.int32, device=problem.q.device)}
-    operands = [named[name] for name in decode_plan.of(call).operands]
+    operands = [named[name] for name in plan.of(call).operands]
     text, q = call.to_text(), problem.q
 
     def of(k: Tensor, v: Tensor) -> Callable[[], Tensor]:
@@ -115,7 +116,7 @@ def tried(problem: Problem, target: Target) -> Iterator[Schedule]:
     if problem.case.tried == "nothing":
         return
     rule = decode_schedule.schedule(problem.spec, target)
-    rows, blocks = decode_plan.rows_of(problem.spec)
+    rows, blocks = plan.rows_of(problem.spec)
     tiles = problem.case.batch * problem.case.heads_kv * blocks
     wide = next((dim for dim in sorted(CANDIDATES) if max(problem.case.head_dim, problem.case.width_v) <= dim), 256)
     tiles_tried = CANDIDATES[wide] if problem.case.stored is None else CANDIDATES_FP8

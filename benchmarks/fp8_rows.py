@@ -2,7 +2,7 @@
 
     python -m benchmarks.fp8_rows
 
-Reads benchmarks/results/fp8_h200.csv and select_h200.csv, and writes attn_compiler/lowerings/fp8_sm90.csv: effective TFLOP/s of each
+Reads benchmarks/results/fp8_h200.csv and select_h200.csv, and writes attn_compiler/lowerings/choice/fp8_sm90.csv: effective TFLOP/s of each
 lowering for each case. Lowerings that only the second file has are placed by their speed relative to cuDNN's of that file, since
 the two were measured at different times.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 
-from attn_compiler.lowerings import fp8_speed, priorities
+from attn_compiler.lowerings.choice import fp8_speed, priorities
 from benchmarks import bench_fp8, bench_select, harness
 
 #: head dims that a measured one stands for

@@ -17,9 +17,9 @@ from torch import Tensor, fx
 from attn_compiler import index_expr as ix
 from attn_compiler import masks, scores
 from attn_compiler.index_expr import Const, Index, Load
-from attn_compiler.lowerings import triton_operands, triton_planning, triton_tiles_table
 from attn_compiler.lowerings.base import Operands
-from attn_compiler.lowerings.triton_plan import Call, Plan, Tiles
+from attn_compiler.lowerings.shared import part_tensors, parts, tile_table
+from attn_compiler.lowerings.shared.kernel_plan import Call, Plan, Tiles
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
 
@@ -294,8 +294,8 @@ def build(case: Case, *, device: str, dtype: torch.dtype, training: bool) -> Pro
     )
     given = _given(case, normal, device)
     spec = spec_of(case, q, k, v, training=training)
-    tiles = triton_tiles_table.tiles(spec, Target.current(device))
-    plan = triton_planning.of(spec)
+    tiles = tile_table.tiles(spec, Target.current(device))
+    plan = parts.of(spec)
     with torch.no_grad():
         operands = _operands(spec, q, k, v, given, tiles, device)
     named = dict(zip(plan.operands, operands, strict=True))
@@ -414,4 +414,4 @@ def _operands(
         loads=nodes,
         score_loads=nodes,
     )
-    return [emitter.value(node) for node in triton_operands.emit(emitter, spec, site, tiles)]
+    return [emitter.value(node) for node in part_tensors.emit(emitter, spec, site, tiles)]

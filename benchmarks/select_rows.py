@@ -2,12 +2,12 @@
 
     python -m benchmarks.select_rows
 
-Reads benchmarks/results/select_h200.csv and writes attn_compiler/lowerings/priorities_sm90.csv, one row for each class of shapes: the
-lowerings in the order of their times (geometric mean over the shapes of the class, relative to the fastest), first one that takes at
-most 1.1 times the fastest on each of them, if there is one, then the same of those that are left: each is what is best on a machine
-that has none of those before. Of two that differ by less than 1%, one that wants no further package comes first. In training the order
-is that of forward and backward together, and the first is no slower than that in the backward alone either. What was not measured
-comes last.
+Reads benchmarks/results/select_h200.csv and writes attn_compiler/lowerings/choice/priorities_sm90.csv, one row for each class of
+shapes: the lowerings in the order of their times (geometric mean over the shapes of the class, relative to the fastest), first one that
+takes at most 1.1 times the fastest on each of them, if there is one, then the same of those that are left: each is what is best on a
+machine that has none of those before. Of two that differ by less than 1%, one that wants no further package comes first. In training
+the order is that of forward and backward together, and the first is no slower than that in the backward alone either. What was not
+measured comes last.
 
 A row made from 512 tokens wants a q of at least a quarter of the size that was measured: starting a kernel takes longer than some run
 there. No row is made from the shapes of select_cases.HELD_OUT_SEQLENS: they show how rows do on lengths that they were not made from.
@@ -27,7 +27,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from attn_compiler.lowerings import LOWERINGS, priorities, shape_class
+from attn_compiler.lowerings import LOWERINGS
+from attn_compiler.lowerings.choice import priorities, shape_class
 from attn_compiler.options import Options
 from attn_compiler.passes import select
 from attn_compiler.target import Target

@@ -20,7 +20,7 @@ import attn_compiler.report as report_module
 import attn_compiler.verifying as verifying_module
 from attn_compiler import dump, fp8_state, rotary_tables, torch_compat, torch_snapshots
 from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, CompileFailed, PassFailed
-from attn_compiler.lowerings.sdpa import SdpaCpuFlash
+from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.passes import body_inputs, buffers, faults, fp8_sites, summary
 from attn_compiler.verifying import running
 from tests.passes.compiling import CPU_FLASH, compiled
@@ -313,7 +313,7 @@ def test_the_leaf_op_fails_where_it_is_compiled(stage: str, dynamic: bool, monke
     """With a leaf op of ours: its fake, as AOTAutograd calls it, or its lowering, as Inductor calls it."""
     from torch._inductor import lowering as inductor
 
-    from attn_compiler.lowerings import ops
+    from attn_compiler.lowerings.shared import ops
 
     model, x = _fresh()
     layer, mask = model.first, torch.ones(S, S, dtype=torch.bool).triu(1)

@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import attn_compiler
-from attn_compiler.lowerings import cudnn_frontend
+from attn_compiler.lowerings.cudnn import frontend
 from attn_compiler.passes import select
 from attn_compiler.spec import AttentionSpec
 
@@ -65,11 +65,11 @@ def check(decided: list[AttentionSpec], lowering: str, shape: tuple[int, ...], d
     model = Layers(shape[-1], heads=4).to(device, dtype)
     compiled = torch.compile(model, backend="attn_compiler", options=options)
     train(model, compiled, steps=1, shape=shape, dtype=dtype, device=device)
-    after_one = (len(decided), counters["stats"]["unique_graphs"], cudnn_frontend.PLANS.counts.builds)
+    after_one = (len(decided), counters["stats"]["unique_graphs"], frontend.PLANS.counts.builds)
     train(model, compiled, steps=STEPS - 1, shape=shape, dtype=dtype, device=device)
-    assert (len(decided), counters["stats"]["unique_graphs"], cudnn_frontend.PLANS.counts.builds) == after_one
+    assert (len(decided), counters["stats"]["unique_graphs"], frontend.PLANS.counts.builds) == after_one
     assert after_one[:2] == (1, 1), "one selection for both layers, one graph"
-    assert cudnn_frontend.PLANS.counts.late == 0
+    assert frontend.PLANS.counts.late == 0
     (report,) = attn_compiler.reports()
     assert [site.decision.lowering for site in report.sites] == [lowering]
     assert report.num_sites == 2
@@ -77,7 +77,7 @@ def check(decided: list[AttentionSpec], lowering: str, shape: tuple[int, ...], d
     other = torch.compile(model, backend="attn_compiler", options={**options, "check_invariants": False})
     train(model, other, steps=3, shape=shape, dtype=dtype, device=device)
     assert (len(decided), counters["stats"]["unique_graphs"]) == (2, 2), "a changed option: exactly one more"
-    assert cudnn_frontend.PLANS.counts.builds == after_one[2], "its plans are there already"
+    assert frontend.PLANS.counts.builds == after_one[2], "its plans are there already"
     compiled(torch.randn(shape, dtype=dtype, device=device), False)
     assert (len(decided), counters["stats"]["unique_graphs"]) == (3, 3), "another mask: exactly one more"
 

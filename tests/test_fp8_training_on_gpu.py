@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
-from attn_compiler.lowerings import priorities
+from attn_compiler.lowerings.choice import priorities
 from tests.attention_layer import Attention
 
 pytestmark = pytest.mark.gpu

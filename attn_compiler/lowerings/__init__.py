@@ -1,26 +1,25 @@
-"""Every way to compute an attention site. To add one: its file, its line in LOWERINGS, its row in priorities, its test."""
+"""Every way to compute an attention site. To add one: its folder, its line in LOWERINGS, its row in choice, its tests.
+
+base.py says what a lowering is. shared is the floor that every family stands on, choice the order in which lowerings are asked. A
+family is a folder: plain, sdpa, triton, decode, cudnn, fa4, fp8.
+"""
 
 from __future__ import annotations
 
-from attn_compiler.lowerings import cudnn_ops as cudnn_ops
-from attn_compiler.lowerings import decode_ops as decode_ops
-from attn_compiler.lowerings import fa4_ops as fa4_ops
-from attn_compiler.lowerings import ops as ops  # defines the leaf ops that lowerings put into graphs
-from attn_compiler.lowerings import triton_ops as triton_ops
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
-from attn_compiler.lowerings.cudnn import CudnnAttention
-from attn_compiler.lowerings.cudnn_fp8 import CudnnFp8
-from attn_compiler.lowerings.decode import Decode
-from attn_compiler.lowerings.fa4 import FlashAttention4
-from attn_compiler.lowerings.hopper_fp8 import HopperFp8
-from attn_compiler.lowerings.plain_math import PlainMath
-from attn_compiler.lowerings.priorities import order
-from attn_compiler.lowerings.reference import Reference
-from attn_compiler.lowerings.reference_fp8 import ReferenceFp8
-from attn_compiler.lowerings.sdpa import SdpaCpuFlash, SdpaCudnn, SdpaEfficient, SdpaFlash
-from attn_compiler.lowerings.triton import TritonAttention
-from attn_compiler.lowerings.triton_fp8 import TritonFp8
-from attn_compiler.lowerings.untouched import Untouched
+from attn_compiler.lowerings.choice.priorities import order
+from attn_compiler.lowerings.cudnn.lowering import CudnnAttention
+from attn_compiler.lowerings.decode.lowering import Decode
+from attn_compiler.lowerings.fa4.lowering import FlashAttention4
+from attn_compiler.lowerings.fp8.cudnn import CudnnFp8
+from attn_compiler.lowerings.fp8.hopper import HopperFp8
+from attn_compiler.lowerings.fp8.reference import ReferenceFp8
+from attn_compiler.lowerings.fp8.triton import TritonFp8
+from attn_compiler.lowerings.plain.plain_math import PlainMath
+from attn_compiler.lowerings.plain.reference import Reference
+from attn_compiler.lowerings.plain.untouched import Untouched
+from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash, SdpaCudnn, SdpaEfficient, SdpaFlash
+from attn_compiler.lowerings.triton.lowering import TritonAttention
 
 __all__ = ["LOWERINGS", "Emitter", "LayoutDemand", "Lowering", "Operands", "by_name", "order"]
 

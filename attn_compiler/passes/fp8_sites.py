@@ -8,7 +8,8 @@ import warnings
 
 from attn_compiler.errors import AttnCompilerWarning, Fp8RecipeUnused, shortened
 from attn_compiler.fp8_recipe import DelayedScaling, Fp8Recipe
-from attn_compiler.lowerings import fp8_limits, priorities
+from attn_compiler.lowerings.choice import priorities
+from attn_compiler.lowerings.fp8 import limits
 from attn_compiler.passes import buffers
 from attn_compiler.passes.unit import Unit
 from attn_compiler.report import Report
@@ -41,7 +42,7 @@ def check(recipe: Fp8Recipe, report: Report, *, is_whole: bool) -> None:
     modules = tuple(module for site in report.sites for module in site.modules)
     if modules and is_whole:
         _check_patterns(recipe, modules)
-    reasons = [fp8_limits.check_inputs(site.spec) for site in report.sites if site.spec.fp8 is not None]
+    reasons = [limits.check_inputs(site.spec) for site in report.sites if site.spec.fp8 is not None]
     if reasons and all(reasons):
         reason = reasons[0][0]
         _warn(f"{reason.observed}; {reason.remedy}")

@@ -14,9 +14,10 @@ import torch
 from torch import fx
 
 from attn_compiler import torch_compat, torch_snapshots
-from attn_compiler.lowerings import autotune, by_name
+from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands, StoredNodes
-from attn_compiler.lowerings.triton_plan import Tiles
+from attn_compiler.lowerings.shared.kernel_plan import Tiles
+from attn_compiler.lowerings.triton import autotune
 from attn_compiler.passes import (
     body_inputs,
     buffers,

@@ -28,7 +28,7 @@ from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_compiler import torch_tracing
-from attn_compiler.lowerings.ops import NAMESPACE
+from attn_compiler.lowerings.shared.ops import NAMESPACE
 from attn_compiler.passes import bodies, mutation
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.calls import target_name

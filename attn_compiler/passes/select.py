@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from attn_compiler.lowerings import by_name, fp8_speed, priorities
+from attn_compiler.lowerings import by_name
+from attn_compiler.lowerings.choice import fp8_speed, priorities
 from attn_compiler.options import Options
 from attn_compiler.passes import faults, fp8_sites
 from attn_compiler.passes.mirror import Mirror

@@ -20,9 +20,9 @@ from torch import fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr, Index
-from attn_compiler.lowerings import expression_nodes
 from attn_compiler.lowerings.base import Emitter, Operands, SizeOf
-from attn_compiler.lowerings.expression_nodes import Names, size_of
+from attn_compiler.lowerings.shared import expression_nodes
+from attn_compiler.lowerings.shared.expression_nodes import Names, size_of
 from attn_compiler.passes import kinds
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from attn_compiler import torch_compat, torch_tracing
-from attn_compiler.lowerings.autotune import Tuner
+from attn_compiler.lowerings.triton.autotune import Tuner
 from attn_compiler.options import Options
 from attn_compiler.passes import bodies, mirror, relevance
 from attn_compiler.passes.calls import target_name

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from attn_compiler.errors import VerificationMismatch
-from attn_compiler.lowerings import priorities
+from attn_compiler.lowerings.choice import priorities
 from attn_compiler.passes import axes, mutation, program
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.select import UNTOUCHED

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from attn_compiler.lowerings import decode_plan, decode_schedule
-from attn_compiler.lowerings.decode_plan import Call
+from attn_compiler.lowerings.decode import plan as decode_plan
+from attn_compiler.lowerings.decode import schedule as decode_schedule
+from attn_compiler.lowerings.decode.plan import Call
 from attn_compiler.target import Target
 from benchmarks import bench_decode, decode_cases
 from benchmarks.decode_cases import Case

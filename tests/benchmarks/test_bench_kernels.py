@@ -14,9 +14,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
-from attn_compiler.lowerings import triton_launch, triton_planning, triton_tiles_table
-from attn_compiler.lowerings.triton import TritonAttention
-from attn_compiler.lowerings.triton_plan import Band
+from attn_compiler.lowerings.shared import parts, tile_table
+from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.triton import launch
+from attn_compiler.lowerings.triton.lowering import TritonAttention
 from attn_compiler.target import Target
 from benchmarks import bench_kernels, harness, kernel_cases, kernel_peers
 from benchmarks.harness import BACKEND
@@ -35,12 +36,12 @@ SORTS = (
 def listed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small problems get lists of tiles as large ones do."""
     for limit in ("_FEW_QUERIES", "_FEW_KEYS"):
-        monkeypatch.setattr(triton_planning, limit, 0)
-    triton_planning.of.cache_clear()
-    triton_launch.prepare.cache_clear()
+        monkeypatch.setattr(parts, limit, 0)
+    parts.of.cache_clear()
+    launch.prepare.cache_clear()
     yield
-    triton_planning.of.cache_clear()
-    triton_launch.prepare.cache_clear()
+    parts.of.cache_clear()
+    launch.prepare.cache_clear()
 
 
 def problem_of(case: Case, *, training: bool = True) -> Problem:
@@ -152,8 +153,8 @@ def test_the_spec_of_a_full_case_is_taken_and_becomes_the_parts_that_it_should(c
         )
         spec = kernel_cases.spec_of(case, q, k, v, training=training)
     assert TritonAttention().why_not(spec, Target.fake()) == []
-    assert triton_tiles_table.tiles(spec, Target.fake())
-    plan = triton_planning.of(spec)
+    assert tile_table.tiles(spec, Target.fake())
+    plan = parts.of(spec)
     assert (plan.keys, plan.documents) == (case.padding is not None, case.documents is not None)
     assert (plan.bias, plan.slopes, plan.distances, plan.sinks) == (case.bias, case.alibi, case.table, case.sinks)
     assert (plan.bias_grad, plan.distances_grad, plan.sinks_grad) == tuple(

@@ -15,7 +15,7 @@ from attn_compiler.target import Target
 from benchmarks import bench_kernels, bench_select, harness, kernel_cases, select_cases, standing
 from benchmarks.kernel_cases import Case, Problem
 from benchmarks.kernel_peers import Make, Side
-from tests.lowerings.fa4_stand_in import StandIn, flash  # noqa: F401 - a fixture
+from tests.lowerings.fa4.stand_in import StandIn, flash  # noqa: F401 - a fixture
 
 KINDS = ["causal_d64_s8192", "causal_gqa_d64_s8192", "full_d64_s2048", "window_d64_s2048", "padded_d64_s2048"]
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from attn_compiler.lowerings import fp8_speed
+from attn_compiler.lowerings.choice import fp8_speed
 from benchmarks import bench_fp8, fp8_rows, harness
 
 FP8 = [

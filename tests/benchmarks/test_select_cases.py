@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from attn_compiler.lowerings import shape_class
+from attn_compiler.lowerings.choice import shape_class
 from benchmarks import kernel_peers, select_cases
 from benchmarks.kernel_cases import Case
 from benchmarks.select_cases import BY_NAME, CASES

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_compiler.lowerings import priorities
+from attn_compiler.lowerings.choice import priorities
 from attn_compiler.target import Target
 from benchmarks import select_cases, select_rows
 from benchmarks.select_rows import Evidence

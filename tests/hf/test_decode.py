@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import attn_compiler
-from attn_compiler.lowerings import decode_schedule
-from attn_compiler.lowerings.decode_schedule import Row
+from attn_compiler.lowerings.decode import schedule
+from attn_compiler.lowerings.decode.schedule import Row
 from attn_compiler.report import Report
 from tests.hf.family import Size
 from tests.hf.packages import Unavailable, import_package
@@ -27,7 +27,7 @@ NEW_TOKENS = 4
 @pytest.fixture(autouse=True)
 def _few_keys_a_split() -> Iterator[None]:
     row = Row(bytes=4, head_dim=256, rows=64, keys=16, warps=4, stages=1, programs=64, least_keys=16)
-    with mock.patch.object(decode_schedule, "ROWS", (row,)):
+    with mock.patch.object(schedule, "ROWS", (row,)):
         yield
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings.cudnn_call import Call
+from attn_compiler.lowerings.cudnn.plan import Call
 from tests import numerics
 
 

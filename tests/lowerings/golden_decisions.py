@@ -1,4 +1,6 @@
-"""What is decided for many sites on many machines, as a table: python -m tests.lowerings.golden_decisions > tests/lowerings/golden_decisions.csv
+"""What is decided for many sites on many machines, as a table.
+
+    python -m tests.lowerings.golden_decisions > tests/lowerings/golden_decisions.csv
 
 A change of the code that is not meant to change decisions leaves the table as it is. One that is shows up in the difference.
 """

@@ -8,8 +8,8 @@ from unittest import mock
 
 import torch
 
-from attn_compiler.lowerings import triton_launch
-from attn_compiler.lowerings.launching import Arguments
+from attn_compiler.lowerings.shared.launching import Arguments
+from attn_compiler.lowerings.triton import launch
 from tests.lowerings.kernel_problems import Problem, planned
 
 #: no multiple of any block
@@ -23,8 +23,8 @@ def launched(problem: Problem) -> dict[str, Arguments]:
     def record(kernel: Any, same: Any, tensors: Any, arguments: Callable[[], Arguments], part: str = "") -> None:
         found[kernel.fn.__name__] = arguments()
 
-    with planned(problem.plan), mock.patch.object(triton_launch, "launch", record), torch.no_grad():
+    with planned(problem.plan), mock.patch.object(launch, "launch", record), torch.no_grad():
         given = (problem.q, problem.k, problem.v, problem.operands)
-        out, lse = triton_launch.forward(*given, problem.text)
-        triton_launch.gradients(out, lse, *given, out, lse, problem.text)
+        out, lse = launch.forward(*given, problem.text)
+        launch.gradients(out, lse, *given, out, lse, problem.text)
     return found

@@ -18,10 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_compiler.lowerings import triton_launch, triton_planning, triton_tiles, triton_tiles_table
 from attn_compiler.lowerings.kernels.tile_parts import kept
-from attn_compiler.lowerings.triton_plan import Call, Plan, Tile, Tiles
-from attn_compiler.lowerings.triton_tiles import Masking
+from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared import tile_table
+from attn_compiler.lowerings.shared import tiles as tile_lists
+from attn_compiler.lowerings.shared.kernel_plan import Call, Plan, Tile, Tiles
+from attn_compiler.lowerings.shared.tiles import Masking
+from attn_compiler.lowerings.triton import launch
 from attn_compiler.masks import MaskSpec
 from attn_compiler.scores import ScoreSpec, Softcap
 from attn_compiler.spec import AttentionSpec, TensorSpec
@@ -100,7 +103,7 @@ def build(
         k, v = (_like(x, x.masked_fill(unused, torch.nan)) for x in (k, v))
     spec = _spec(case, q, k, v)
     with planned(case.plan):
-        tiles = _small_tiles(case) if target is None else triton_tiles_table.tiles(spec, target)
+        tiles = _small_tiles(case) if target is None else tile_table.tiles(spec, target)
     if case.plan.tiles:
         named |= _lists(case, named, tiles, device)
     leaves = {name: named[name].requires_grad_() for name in case.plan.differentiable}
@@ -230,9 +233,9 @@ def _lists(case: Case, named: dict[str, Tensor], tiles: Tiles, device: str) -> d
         device=torch.device(device), seqlen_q=case.seqlen_q, seqlen_kv=case.seqlen_kv, band=case.band, **parts
     )
     emitter: Any = _Eager()
-    found: dict[str, Any] = {"tiles": triton_tiles.lists(emitter, masking, tiles, by_key=False)}
+    found: dict[str, Any] = {"tiles": tile_lists.lists(emitter, masking, tiles, by_key=False)}
     if case.needs_grad:
-        found["tiles_by_key"] = triton_tiles.lists(emitter, masking, tiles, by_key=True)
+        found["tiles_by_key"] = tile_lists.lists(emitter, masking, tiles, by_key=True)
     return found
 
 
@@ -265,12 +268,12 @@ def _name(dtype: torch.dtype) -> str:
 @contextlib.contextmanager
 def planned(plan: Plan) -> Iterator[None]:
     """Every spec has this plan."""
-    triton_launch.prepare.cache_clear()
+    launch.prepare.cache_clear()
     try:
-        with mock.patch.object(triton_planning, "of", return_value=plan):
+        with mock.patch.object(site_parts, "of", return_value=plan):
             yield
     finally:
-        triton_launch.prepare.cache_clear()
+        launch.prepare.cache_clear()
 
 
 def outputs(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings import triton_planning
-from attn_compiler.lowerings.ops import empty_outputs
-from attn_compiler.lowerings.triton_plan import Call, Plan
+from attn_compiler.lowerings.shared import parts
+from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
+from attn_compiler.lowerings.shared.ops import empty_outputs
 
 _SCHEMA = "triton(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)"
 _BACKWARD = "triton_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> Tensor[]"
@@ -58,7 +58,7 @@ def added(
 def attention(q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
     """out and lse, differentiable by what PyTorch knows of its own ops. Without dropout."""
     spec = Call.from_text(text).spec
-    plan = triton_planning.of(spec)
+    plan = parts.of(spec)
     named = dict(zip(plan.operands, operands, strict=True))
     named |= {name: named[name].detach() for name in named if name not in plan.differentiable}
     group, sizes = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
@@ -111,7 +111,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], spec: 
 
 
 def _wanted(text: str) -> list[bool]:
-    plan = triton_planning.of(Call.from_text(text).spec)
+    plan = parts.of(Call.from_text(text).spec)
     return [name in plan.differentiable for name in plan.operands]
 
 

@@ -24,22 +24,19 @@ from unittest import mock
 import torch
 
 from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe
-from attn_compiler.lowerings import by_name, decode_launch, fp8_rounding, launching
+from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Lowering
-from attn_compiler.lowerings.triton_plan import Band
+from attn_compiler.lowerings.decode import launch
+from attn_compiler.lowerings.fp8 import rounding as fp8_rounding
+from attn_compiler.lowerings.shared import launching
+from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.masks import Alignment
 from attn_compiler.target import Target
 from tests import cases, numerics
-from tests.lowerings import (
-    decode_problems,
-    emitting,
-    fp8_problems,
-    kernel_problems,
-    poison,
-    test_fp8_rounding_launch,
-    test_fp8_seen,
-    test_hopper_fp8_launch,
-)
+from tests.lowerings import emitting, kernel_problems, poison
+from tests.lowerings.decode import problems
+from tests.lowerings.fp8 import problems as fp8_problems
+from tests.lowerings.fp8 import test_hopper_launch, test_rounding_launch, test_seen
 from tests.lowerings.kernel_cases import BY_NAME, Case
 
 DEVICE = "cuda"
@@ -68,8 +65,8 @@ def triton(case: Case) -> Callable[[], None]:
 
 def decode(name: str) -> Callable[[], None]:
     def run() -> None:
-        problem = decode_problems.build(decode_problems.BY_NAME[name], dtype=BF16, device=DEVICE)
-        decode_problems.assert_within_rule(decode_problems.results(problem), problem)
+        problem = problems.build(problems.BY_NAME[name], dtype=BF16, device=DEVICE)
+        problems.assert_within_rule(problems.results(problem), problem)
 
     return run
 
@@ -86,17 +83,17 @@ def triton_fp8(case: Case) -> Callable[[], None]:
 
 def hopper_fp8_of_lengths() -> None:
     _needs("hopper_fp8")
-    given = test_fp8_seen.rounded_of_lengths("causal", Fp8Recipe(), poison.NOT_FINITE, DEVICE)
-    clean = test_fp8_seen.rounded_of_lengths("causal", Fp8Recipe(), (0.0,), DEVICE)
+    given = test_seen.rounded_of_lengths("causal", Fp8Recipe(), poison.NOT_FINITE, DEVICE)
+    clean = test_seen.rounded_of_lengths("causal", Fp8Recipe(), (0.0,), DEVICE)
     with torch.no_grad():
         out, lse = fp8_problems.outputs(given)
-        test_hopper_fp8_launch.assert_near(clean, out, lse, share=0.04, atol=0.02)
+        test_hopper_launch.assert_near(clean, out, lse, share=0.04, atol=0.02)
 
 
 def hopper_fp8(case: Case) -> Callable[[], None]:
     def run() -> None:
         _needs("hopper_fp8")
-        given = test_hopper_fp8_launch.problem(case, RECIPE, Target.current(DEVICE))
+        given = test_hopper_launch.problem(case, RECIPE, Target.current(DEVICE))
         fp8_problems.assert_within_rule(fp8_problems.results(given), given)
 
     return run
@@ -106,13 +103,13 @@ def rounding(name: str, head_dim: int) -> Callable[[], None]:
     """Rounding with and without given magnitudes, looking for magnitudes, means; some keys that nobody sees."""
 
     def run() -> None:
-        how = (test_fp8_rounding_launch.CASES | test_fp8_rounding_launch.ROTATED)[name]
+        how = (test_rounding_launch.CASES | test_rounding_launch.ROTATED)[name]
         each = tuple(dataclasses.replace(one, of_keys=i > 0) for i, one in enumerate(how.each))
         how = dataclasses.replace(how, each=each, per="head")
         read = [
             x[:, :, :150]
-            for x in test_fp8_rounding_launch.sharing_heads(
-                how, test_fp8_rounding_launch.given(DEVICE, BF16, head_dim=head_dim)
+            for x in test_rounding_launch.sharing_heads(
+                how, test_rounding_launch.given(DEVICE, BF16, head_dim=head_dim)
             )
         ]
         read = [x[:1, :1] for x in read]
@@ -124,7 +121,7 @@ def rounding(name: str, head_dim: int) -> Callable[[], None]:
         for given in ([], largest):
             mine = fp8_rounding.round_fp8(read, mean, given, how.to_text(), seen)
             wanted = fp8_rounding._round_in_pytorch(read, mean, given, how, seen)
-            test_fp8_rounding_launch.assert_same(mine, wanted, how)
+            test_rounding_launch.assert_same(mine, wanted, how)
         found = fp8_rounding.largest_fp8(read, mean, how.to_text(), seen)
         right = fp8_rounding._largest_in_pytorch(read, mean, how, seen)
         torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-5)
@@ -245,19 +242,19 @@ def _needs(name: str) -> None:
 def _launches(names: list[str]) -> Iterator[None]:
     """Names of our Triton kernels, as they are launched for the first time."""
     first = launching._first_launch
-    decoding = decode_launch._launch
+    decoding = launch._launch
 
     def noted(kernel: Any, *given: Any) -> Any:
         names.append(kernel.fn.__name__)
         return first(kernel, *given)
 
     def noted_decoding(*given: Any) -> Any:
-        names.append(decode_launch.attention_decode.fn.__name__)
+        names.append(launch.attention_decode.fn.__name__)
         return decoding(*given)
 
     with (
         mock.patch.object(launching, "_first_launch", noted),
-        mock.patch.object(decode_launch, "_launch", noted_decoding),
+        mock.patch.object(launch, "_launch", noted_decoding),
     ):
         yield
 

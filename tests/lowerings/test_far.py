@@ -16,16 +16,18 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings import decode_plan, launching, triton_arguments
 from attn_compiler.lowerings.base import LayoutDemand
-from attn_compiler.lowerings.decode import Decode
-from attn_compiler.lowerings.triton import TritonAttention
-from attn_compiler.lowerings.triton_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS, Band, Plan
+from attn_compiler.lowerings.decode import plan
+from attn_compiler.lowerings.decode.lowering import Decode
+from attn_compiler.lowerings.shared import arguments, launching
+from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS, Band, Plan
+from attn_compiler.lowerings.triton.lowering import TritonAttention
 from attn_compiler.masks import MaskSpec
 from attn_compiler.scores import DenseBias, ScoreSpec
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
-from tests.lowerings import decode_problems, kernel_problems
+from tests.lowerings import kernel_problems
+from tests.lowerings.decode import problems
 from tests.lowerings.kernel_cases import BOTTOM_RIGHT, Case
 
 LIMIT = 2**31
@@ -135,7 +137,7 @@ def test_a_tile_beyond_32_bits(name: str, step: int) -> None:
     problem = kernel_problems.build(PLAIN)
     near = kernel_problems.outputs(problem)
     moved = dataclasses.replace(problem, **{name: far(getattr(problem, name), 2, step=step)})
-    assert triton_arguments.is_far(getattr(moved, name)) == (step > FARTHEST)
+    assert arguments.is_far(getattr(moved, name)) == (step > FARTHEST)
     for mine, right in zip(kernel_problems.outputs(moved), near, strict=True):
         assert torch.equal(mine, right)
 
@@ -153,16 +155,16 @@ def test_a_band_wider_than_any_sequence(right: int) -> None:
 
 _CACHE: Any = {"bounds": ((0, 150), (3, 99)), "seqlen_q": 2}
 DECODE = (
-    *((decode_problems.Case(name="far", **_CACHE), name, axis) for name in ("q", "k", "v") for axis in range(3)),
-    *((decode_problems.Case(name="far_mask", mask="bhqk", **_CACHE), "mask", axis) for axis in range(4)),
-    *((decode_problems.Case(name="far_bias", bias="bhqk", **_CACHE), "bias", axis) for axis in range(4)),
-    (decode_problems.Case(name="far_distances", distances=4, **_CACHE), "distances", 0),
+    *((problems.Case(name="far", **_CACHE), name, axis) for name in ("q", "k", "v") for axis in range(3)),
+    *((problems.Case(name="far_mask", mask="bhqk", **_CACHE), "mask", axis) for axis in range(4)),
+    *((problems.Case(name="far_bias", bias="bhqk", **_CACHE), "bias", axis) for axis in range(4)),
+    (problems.Case(name="far_distances", distances=4, **_CACHE), "distances", 0),
 )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one of them runs on the GPU")
 @pytest.mark.parametrize(("case", "name", "axis"), DECODE, ids=lambda x: str(getattr(x, "name", x)))
-def test_a_cache_beyond_32_bits(case: decode_problems.Case, name: str, axis: int) -> None:
+def test_a_cache_beyond_32_bits(case: problems.Case, name: str, axis: int) -> None:
     check_decode(case, name, axis, torch.float32)
 
 
@@ -171,13 +173,13 @@ def test_a_cache_beyond_32_bits_on_a_gpu() -> None:
     check_decode(DECODE[0][0], "k", 2, torch.bfloat16)
 
 
-def check_decode(case: decode_problems.Case, name: str, axis: int, dtype: torch.dtype) -> None:
-    problem = decode_problems.build(case, dtype=dtype)
+def check_decode(case: problems.Case, name: str, axis: int, dtype: torch.dtype) -> None:
+    problem = problems.build(case, dtype=dtype)
     if name in ("q", "k", "v"):
         moved = dataclasses.replace(problem, **{name: far(getattr(problem, name), axis)})
     else:
         moved = dataclasses.replace(problem, named=problem.named | {name: far(problem.named[name], axis)})
-    for mine, right in zip(decode_problems.results(moved), decode_problems.results(problem), strict=True):
+    for mine, right in zip(problems.results(moved), problems.results(problem), strict=True):
         assert torch.equal(mine, right)
 
 
@@ -224,14 +226,14 @@ def test_heads_that_fit_a_grid_do_with_their_blocks_of_rows(heads_q: int, heads_
     q, k = (spec_of(heads=heads, queries=16).q for heads in (heads_q, heads_kv))
     q, k = (dataclasses.replace(x, dtype=dtype) for x in (q, k))
     spec = dataclasses.replace(spec_of(), q=q, k=k, v=k)
-    _, blocks = decode_plan.rows_of(spec)
+    _, blocks = plan.rows_of(spec)
     launching.check_grid((1, heads_kv * blocks, 1))
 
 
 def test_lengths_and_grids_that_are_only_known_when_they_run_are_refused_by_name() -> None:
     q = torch.empty(1, 1, 1, 16, device="meta")
     with pytest.raises(ValueError, match=f"at most {MOST_POSITIONS} positions"):
-        triton_arguments.check_lengths(q, torch.empty(1, 1, MOST_POSITIONS + 1, 16, device="meta"))
+        arguments.check_lengths(q, torch.empty(1, 1, MOST_POSITIONS + 1, 16, device="meta"))
     with pytest.raises(ValueError, match="split the batch"):
         launching.check_grid((1, 1, 65536))
     launching.check_grid((MOST_BLOCKS, 65535, 65535))

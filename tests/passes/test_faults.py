@@ -16,7 +16,7 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 import attn_compiler
 from attn_compiler import passes
 from attn_compiler.errors import AttnCompilerWarning, PassFailed
-from attn_compiler.lowerings.sdpa import SdpaCpuFlash
+from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.passes import (
     expand,
     faults,

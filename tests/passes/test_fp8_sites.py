@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import attn_compiler
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
 from attn_compiler.errors import AttnCompilerWarning, Fp8RecipeUnused, InvalidOption
-from attn_compiler.lowerings import priorities
+from attn_compiler.lowerings.choice import priorities
 from attn_compiler.target import Target
 from tests.lowerings.specs import make_spec
 from tests.passes.compiling import Compiled, compiled

@@ -15,7 +15,7 @@ from torch import fx, nn
 import attn_compiler
 from attn_compiler import passes
 from attn_compiler.errors import AttnCompilerWarning, PassFailed
-from attn_compiler.lowerings.sdpa import SdpaCpuFlash
+from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.options import Options
 from attn_compiler.passes import PIPELINE, Pass, check_contracts, lower, match, recover, run_pipeline
 from attn_compiler.passes.mirror import Mirror

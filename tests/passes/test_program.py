@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from attn_compiler.lowerings.base import Emitter, Operands
-from attn_compiler.lowerings.sdpa import SdpaCpuFlash
+from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.spec import AttentionSpec
 from tests.passes.compiling import compiled, mark
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attn_compiler import lowerings
-from attn_compiler.lowerings import priorities
+from attn_compiler.lowerings.choice import priorities
 from attn_compiler.masks import MaskSpec
 from attn_compiler.options import Options
 from attn_compiler.passes import select

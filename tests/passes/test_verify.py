@@ -13,7 +13,7 @@ from torch import fx
 
 from attn_compiler.errors import AttnCompilerWarning, VerifyFailed
 from attn_compiler.lowerings.base import Emitter, Operands
-from attn_compiler.lowerings.sdpa import SdpaCpuFlash
+from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.spec import AttentionSpec
 from tests.passes.compiling import CPU_FLASH, compiled
 

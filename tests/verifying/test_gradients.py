@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import attn_compiler
 from attn_compiler import verifying
 from attn_compiler.errors import AttnCompilerWarning, CompileFailed, VerificationMismatch
-from attn_compiler.lowerings.sdpa import SdpaCpuFlash
+from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.verifying import Verification, first, gradients, results, whole
 from tests.passes.compiling import Compiled, compiled, mark
 from tests.verifying.planning import planned

@@ -21,7 +21,7 @@ import attn_compiler
 from attn_compiler import index_expr as ix
 from attn_compiler import verifying
 from attn_compiler.errors import VerificationMismatch
-from attn_compiler.lowerings.sdpa import SdpaCpuFlash
+from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.passes import buffers, reading, score_kinds
 from attn_compiler.verifying import Verification, results
 from tests.passes.compiling import Compiled, compiled, mark

@@ -10,7 +10,7 @@ def _f(name: str, file: str, within: str | None, old: str, new: str, rule: str, 
 PLAIN = [
     _f(
         "math: the cap only divides",
-        "plain_math.py",
+        "plain/plain_math.py",
         "_scores",
         "emitter.call(torch.tanh, emitter.call(torch.div, scores, cap)), cap)",
         "emitter.call(torch.tanh, emitter.call(torch.div, scores, cap)), 1.0)",
@@ -19,7 +19,7 @@ PLAIN = [
     ),
     _f(
         "math: strictly causal",
-        "unused.py",
+        "shared/unused.py",
         "_diagonal",
         "torch.le, ",
         "torch.lt, ",
@@ -28,17 +28,25 @@ PLAIN = [
     ),
     _f(
         "math: the sink is kept",
-        "plain_math.py",
+        "plain/plain_math.py",
         "_weights",
         "emitter.call(aten.slice.Tensor, weights, -1, 0, seqlen_kv)",
         "emitter.call(aten.slice.Tensor, weights, -1, 1, 9223372036854775807)",
         "math",
         "the first key is dropped for the sink",
     ),
-    _f("math: no sink", "plain_math.py", "_weights", "if sinks is None:", "if True:", "math", "the sink takes no part"),
+    _f(
+        "math: no sink",
+        "plain/plain_math.py",
+        "_weights",
+        "if sinks is None:",
+        "if True:",
+        "math",
+        "the sink takes no part",
+    ),
     _f(
         "math: heads in the other order",
-        "plain_math.py",
+        "plain/plain_math.py",
         "_share_rows",
         "(heads_kv, -1)), 2, 3)",
         "(-1, heads_kv)), 1, 2)",
@@ -47,7 +55,7 @@ PLAIN = [
     ),
     _f(
         "math: bool masks are added",
-        "plain_math.py",
+        "plain/plain_math.py",
         "_masked",
         "scores = emitter.call(torch.where, mask, scores, -torch.inf)",
         "scores = emitter.call(torch.add, scores, mask)",
@@ -56,7 +64,7 @@ PLAIN = [
     ),
     _f(
         "math: masks are subtracted",
-        "plain_math.py",
+        "plain/plain_math.py",
         "_masked",
         "scores = emitter.call(torch.add, scores, mask)",
         "scores = emitter.call(torch.sub, scores, mask)",
@@ -65,7 +73,7 @@ PLAIN = [
     ),
     _f(
         "math: a negative scale is left",
-        "plain_math.py",
+        "plain/plain_math.py",
         "_scores",
         "_cast(emitter, operands.q, compute), spec.score.scale)",
         "_cast(emitter, operands.q, compute), abs(spec.score.scale))",
@@ -173,7 +181,7 @@ PLAIN = [
     ),
     _f(
         "kernels take any scale",
-        "sdpa_limits.py",
+        "shared/limits.py",
         "check_scale",
         "if spec.score.scale > 0:",
         "if True:",
@@ -182,7 +190,7 @@ PLAIN = [
     ),
     _f(
         "kernels take a cap",
-        "sdpa_limits.py",
+        "shared/limits.py",
         "check_softcap",
         "if isinstance(change, Softcap)",
         "if False",
@@ -191,7 +199,7 @@ PLAIN = [
     ),
     _f(
         "unusual changes are none",
-        "sdpa_limits.py",
+        "shared/limits.py",
         "check_known_changes",
         "if isinstance(change, Unusual)",
         "if False",
@@ -302,7 +310,7 @@ TRITON = [
     ),
     _f(
         "triton: causal bands are one off",
-        "triton_planning.py",
+        "shared/parts.py",
         "_band",
         "return Band(right=0, from_end=from_end)",
         "return Band(right=1, from_end=from_end)",
@@ -311,7 +319,7 @@ TRITON = [
     ),
     _f(
         "triton: an offset is left out",
-        "triton_planning.py",
+        "shared/parts.py",
         "_band",
         "return Band(right=offset)",
         "return Band(right=0)",
@@ -320,7 +328,7 @@ TRITON = [
     ),
     _f(
         "triton: chunks overlap",
-        "triton_planning.py",
+        "shared/parts.py",
         "_interval",
         "upper=ix.add(first, Const(size))",
         "upper=ix.add(first, Const(size + 1))",
@@ -329,7 +337,7 @@ TRITON = [
     ),
     _f(
         "triton: a prefix is a minimum",
-        "triton_planning.py",
+        "shared/parts.py",
         "_interval",
         'ix.apply("max", ix.add(Q, ix.ONE), length)',
         'ix.apply("min", ix.add(Q, ix.ONE), length)',
@@ -338,7 +346,7 @@ TRITON = [
     ),
     _f(
         "triton: a last key is one off",
-        "triton_planning.py",
+        "shared/parts.py",
         "_interval",
         "return Interval(upper=ix.add(bound, ix.ONE))",
         "return Interval(upper=bound)",
@@ -347,7 +355,7 @@ TRITON = [
     ),
     _f(
         "triton: two intervals are the wider",
-        "triton_planning.py",
+        "shared/parts.py",
         "both",
         '_of_two("min", self.upper, other.upper)',
         '_of_two("max", self.upper, other.upper)',
@@ -356,7 +364,7 @@ TRITON = [
     ),
     _f(
         "triton: slopes lose the key's factor",
-        "triton_planning.py",
+        "shared/parts.py",
         "_slopes",
         "ix.mul(ix.as_float(kind.slopes), Const(float(factor)))",
         "ix.as_float(kind.slopes)",
@@ -365,7 +373,7 @@ TRITON = [
     ),
     _f(
         "triton: distances of the batch",
-        "triton_planning.py",
+        "shared/parts.py",
         "_is_of_distance",
         "if _mentions(kind.summand, B) or not _mentions(kind.summand, K):",
         "if False:",
@@ -374,7 +382,7 @@ TRITON = [
     ),
     _f(
         "triton: not only of the distance",
-        "triton_planning.py",
+        "shared/parts.py",
         "_is_of_distance",
         "return not _mentions(ix.substitute(kind.summand, K, ix.add(K, Q)), Q)",
         "return True",
@@ -383,7 +391,7 @@ TRITON = [
     ),
     _f(
         "triton: a mask of proved parts is dropped",
-        "triton_planning.py",
+        "shared/parts.py",
         "parts",
         "if scoring is not None and all(added):",
         "if scoring is not None:",
@@ -392,7 +400,7 @@ TRITON = [
     ),
     _f(
         "triton: keys alone",
-        "triton_planning.py",
+        "shared/parts.py",
         "_is_over_keys",
         "shape[1] == shape[2] == 1",
         "shape[1] == 1",
@@ -401,7 +409,7 @@ TRITON = [
     ),
     _f(
         "triton: indices are clamped one short",
-        "expression_nodes.py",
+        "shared/expression_nodes.py",
         "_inside",
         "return self._call(torch.clamp, position, -size, size - 1)",
         "return self._call(torch.clamp, position, -size, max(size - 2, 0))",
@@ -410,7 +418,7 @@ TRITON = [
     ),
     _f(
         "triton: distances start elsewhere",
-        "triton_operands.py",
+        "shared/part_tensors.py",
         "_distance",
         "first = self._number(operator.sub, 1, queries)",
         "first = self._number(operator.sub, 0, queries)",
@@ -419,7 +427,7 @@ TRITON = [
     ),
     _f(
         "triton: the mask is inverted",
-        "triton_operands.py",
+        "shared/part_tensors.py",
         "_truth_of_tensor",
         "self._call(torch.eq, tensor, 0)",
         "self._call(torch.ne, tensor, 0)",

@@ -23,9 +23,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
-from attn_compiler.lowerings import triton_launch
-from attn_compiler.lowerings.launching import Arguments
-from attn_compiler.lowerings.triton_plan import Band
+from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.launching import Arguments
+from attn_compiler.lowerings.triton import launch
 from attn_compiler.target import Target
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import Problem, build, planned
@@ -111,10 +111,10 @@ def _launch_of(problem: Problem, name: str) -> tuple[Any, dict[str, Any], dict[s
             given = {parameter: None if name is None else tensors[name] for parameter, name in asked.tensors.items()}
             found[kernel.fn.__name__] = (kernel, {**given, **asked.numbers}, options)
 
-    with planned(problem.plan), mock.patch.object(triton_launch, "launch", record), torch.no_grad():
+    with planned(problem.plan), mock.patch.object(launch, "launch", record), torch.no_grad():
         given = (problem.q, problem.k, problem.v, problem.operands)
-        out, lse = triton_launch.forward(*given, problem.text)
-        triton_launch.gradients(out, lse, *given, out, lse, problem.text)
+        out, lse = launch.forward(*given, problem.text)
+        launch.gradients(out, lse, *given, out, lse, problem.text)
     kernel, values, options = found[name]
     return kernel, values, options
 

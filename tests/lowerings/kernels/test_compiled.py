@@ -15,7 +15,7 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
 INSTRUCTIONS = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
 
-#: Bytes of a thread's stack. Of the tiles for dk and dv at head dim 128 that were measured on an H200 (see triton_tiles_table.py),
+#: Bytes of a thread's stack. Of the tiles for dk and dv at head dim 128 that were measured on an H200 (see shared/tile_table.py),
 #: the one that spills is faster than all that do not: four accumulators share the registers, and what spills is used once a block.
 #: Elsewhere a few registers at most, used outside of the loops.
 SPILLED = {"forward": 16, "grad_q": 16, "grad_q_kept": 16, "grad_kv": 304}

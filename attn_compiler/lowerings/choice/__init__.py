@@ -1,0 +1,1 @@
+"""Which lowering comes first, from measured data."""

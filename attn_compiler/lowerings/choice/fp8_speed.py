@@ -1,0 +1,175 @@
+"""Whether FP8 is faster than the model's own dtype for a shape: by what was measured, which `python -m benchmarks.fp8_rows` writes down.
+
+fp8_sm90.csv holds effective TFLOP/s of whole attentions on an H200, in FP8 with finding scales and rounding, and in bfloat16 beside them.
+For a shape speaks the row of the same sort of mask and head dim whose queries use about as many keys: rounding takes as long for each of
+them, attention grows with those. What has no row is not refused, but for far fewer keys than all that have one.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from attn_compiler.fp8_recipe import CurrentScaling
+from attn_compiler.lowerings.choice import priorities, shape_class
+from attn_compiler.lowerings.shared import parts
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+MEASURED = Path(__file__).with_name("fp8_sm90.csv")
+#: columns of MEASURED, in its order
+COLUMNS = (
+    *("lowering", "mask", "head_dim_from", "head_dim_to", "seqlen", "keys"),
+    *("grouped", "training", "scaling", "backward"),
+    *("tflops", "since", "case"),
+)
+_SM = 90
+#: sorts of masks that rows of their band speak for: what there is besides saves or takes as much in FP8 as without
+_BY_BAND = ("sinks", "softcap", "lengths")
+_YES_NO = {"yes": True, "no": False, "": None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One lowering's speed. keys: that a query may use, on average. grouped: with fewer heads of k and v, which take less time to
+    round. training: of forward and backward together. scaling: of `scaling_of`, "" for no FP8. backward: that is in FP8 too, as the
+    recipe said; None: no FP8. since: the date of the measurement."""
+
+    lowering: str
+    mask: str
+    head_dims: tuple[int, int]
+    seqlen: int
+    keys: float
+    grouped: bool
+    training: bool
+    scaling: str
+    backward: bool | None
+    tflops: float
+    since: str
+
+    @property
+    def words(self) -> str:
+        """Its sizes, for people."""
+        return f"S {self.seqlen}" + (f", {self.keys:.0f} keys a query" if self.mask == "window" else "")
+
+    def fits(self, lowering: str, spec: AttentionSpec) -> bool:
+        """Whether it is of that lowering, mask, head dim and pass, and no faster for having fewer heads than the spec."""
+        shape = shape_class.of(spec)
+        first, last = self.head_dims
+        return (
+            self.lowering == lowering
+            and self.mask == (shape.band if shape.mask in _BY_BAND else shape.mask)
+            and self.grouped <= shape.grouped
+            and self.training == spec.needs_grad
+            and self.backward in (None, spec.needs_grad and spec.fp8 is not None and spec.fp8.backward)
+            and shape.head_dim is not None
+            and first <= shape.head_dim <= last
+        )
+
+
+@functools.cache
+def rows() -> tuple[Row, ...]:
+    """Of MEASURED."""
+    with MEASURED.open(newline="") as file:
+        return tuple(map(_row, csv.DictReader(file)))
+
+
+def _row(line: Mapping[str, str]) -> Row:
+    return Row(
+        lowering=line["lowering"],
+        mask=line["mask"],
+        head_dims=(int(line["head_dim_from"]), int(line["head_dim_to"])),
+        seqlen=int(line["seqlen"]),
+        keys=float(line["keys"]),
+        grouped=line["grouped"] == "yes",
+        training=line["training"] == "yes",
+        scaling=line["scaling"],
+        backward=_YES_NO[line["backward"]],
+        tflops=float(line["tflops"]),
+        since=line["since"],
+    )
+
+
+def estimate(lowering: str, spec: AttentionSpec, like: Row | None = None) -> Row | None:
+    """What was measured nearest to a spec's number of keys, and then to its length, or to those of another row; None for unknown
+    lengths, or if there is nothing like it. Of those the rows of its grouping, and of these of its way to find scales, where there
+    are any: the length decides more."""
+    sizes = sizes_of(spec)
+    if sizes is None:
+        return None
+    wanted = sizes if like is None else (like.keys, like.seqlen)
+    fitting = [row for row in rows() if row.fits(lowering, spec)]
+    nearest = min((_distance((row.keys, row.seqlen), wanted) for row in fitting), default=None)
+    there = [row for row in fitting if _distance((row.keys, row.seqlen), wanted) == nearest]
+    there = [row for row in there if row.grouped == shape_class.of(spec).grouped] or there
+    own = [row for row in there if row.scaling in ("", scaling_of(spec))]
+    return max(own or there, key=lambda row: row.tflops, default=None)
+
+
+def _distance(sizes: tuple[float, int], wanted: tuple[float, int]) -> tuple[float, ...]:
+    return tuple(abs(math.log(max(a, 1)) - math.log(max(b, 1))) for a, b in zip(sizes, wanted, strict=True))
+
+
+@functools.lru_cache(maxsize=1024)
+def sizes_of(spec: AttentionSpec) -> tuple[float, int] | None:
+    """How many keys a query may use by the band, on average, and how many there are; None where lengths are not known."""
+    seqlen_q, seqlen_kv, band = spec.seqlen_q, spec.seqlen_kv, parts.parts(spec).band
+    if not isinstance(seqlen_q, int) or not isinstance(seqlen_kv, int):
+        return None
+    if band is None:
+        return seqlen_kv, seqlen_kv
+    shift = seqlen_kv - seqlen_q if band.from_end else 0
+    no_right = seqlen_q * seqlen_kv
+    ends = no_right if band.right is None else _clipped(shift + band.right + 1, seqlen_q, seqlen_kv)
+    firsts = 0 if band.left is None else _clipped(shift - band.left, seqlen_q, seqlen_kv)
+    return (ends - firsts) / max(seqlen_q, 1), seqlen_kv
+
+
+def _clipped(first: int, count: int, limit: int) -> int:
+    """Sum of so many successive numbers, each no less than 0 and no more than the limit."""
+    return sum(min(max(number, 0), limit) for number in range(first, first + count))
+
+
+def scaling_of(spec: AttentionSpec) -> str:
+    """How a site's recipe finds scales, as far as it costs time: for each "block", "head" or "tensor", which the last two read twice; or
+    "before" that step; or "accurate", with a rotation or a mean. "" without a recipe."""
+    if spec.fp8 is None:
+        return ""
+    if spec.fp8.hadamard or spec.fp8.smooth_k:
+        return "accurate"
+    scaling = spec.fp8.scaling
+    return scaling.granularity if isinstance(scaling, CurrentScaling) else "before"
+
+
+def check(spec: AttentionSpec, target: Target, lowering: str, other: str) -> list[Reason]:
+    """Refuses a lowering in FP8 that was slower than `other`, which the site gets without a recipe; or that was not measured, where the
+    fastest of those that were is slower. And where all that was measured has more than twice as many keys for a query: rounding takes
+    the larger share of the time, the fewer keys there are."""
+    mine = estimate(lowering, spec) or _fastest(spec)
+    its = None if mine is None else estimate(other, spec, mine)
+    sizes = sizes_of(spec)
+    if target.sm != _SM or mine is None or its is None or sizes is None:
+        return []
+    is_short = 2 * sizes[0] < mine.keys
+    if mine.tflops > its.tflops and not is_short:
+        return []
+    passes = "forward and backward" if spec.needs_grad else "forward"
+    observed = (
+        f"{mine.lowering} with rounding {mine.tflops:.0f} TFLOP/s ({mine.words}), {other} in {spec.dtype} {its.tflops:.0f} "
+        f"({its.words}); {passes}, H200, {mine.since}"
+    )
+    if is_short:
+        own = f"S {sizes[1]}, {sizes[0]:.0f} keys a query"
+        observed = f"{own}, of which the fewest that were measured are more than twice as many: {observed}"
+    remedy = "give Fp8Recipe(force=True)"
+    return [Reason(rule="FP8 is faster than the model's dtype for such a shape", observed=observed, remedy=remedy)]
+
+
+def _fastest(spec: AttentionSpec) -> Row | None:
+    found = [row for name in priorities.FP8 if (row := estimate(name, spec)) is not None]
+    return max(found, key=lambda row: row.tflops, default=None)

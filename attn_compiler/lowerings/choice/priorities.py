@@ -1,0 +1,464 @@
+"""Which lowering is asked first, by machine and shape: dated data, each row with what it rests on. `order` reads it.
+
+Rows by classes of shapes come from priorities_sm90.csv, which `python -m benchmarks.select_rows` makes from the measured times of
+benchmarks/results/select_h200.csv: nobody writes in it. Those below are for what was not measured so, and for sizes that are not known.
+
+GPU: one H200, torch 2.11, cuDNN 9.19, 2026-11-21; bf16, causal, microseconds, forward / backward.
+
+    B, H, S, D          cuDNN         flash         memory-efficient
+    8, 32, 2048, 64     349 / 1050    525 / 1550    1165 / 3568
+    8, 16, 2048, 128    269 / 831     482 / 1395    980 / 2967
+    8, 8, 2048, 256     255 / 1072    523 / 1642    1041 / 9081
+    1, 32, 16384, 64    2406          3718
+    1, 16, 16384, 128   1846          3547
+    decode, 16 sequences, 32/8 heads of 128, 4096 keys: 76 cuDNN, 83 flash; with a mask tensor 85 cuDNN with GQA,
+    1340 cuDNN and 1575 memory-efficient with K/V repeated.
+
+CPU: one thread of an AMD EPYC (AVX-512 with BF16), torch 2.13 with Inductor, 2026-11-21; microseconds, best of many, of
+the model's own decomposed attention / "math" / "sdpa_cpu_flash". e: a padded batch, all heads their own; c: causal, GQA 4. "math" is
+left out for bfloat16: it was measured with products in half precision, which overflow; what it does since is the float32 column's.
+
+                        float32                       bfloat16
+    e 32x12, S 24       1510 / 1261 / 1333            1234 / 1801
+    e 4x12, S 128       9285 / 9695 / 3905            2383 / 3715
+    c 2x8, S 128        978 / 910 / 964               553 / 1136
+    c 1x8, S 512        20060 / 17983 / 11522         3413 / 11547
+    c 1x4, S 1024       40837 / 41958 / 17756         7051 / 14536
+    c 1x2, S 2048       108138 / 123916 / 36315       85911 / 32689
+    decode, 512 keys    57 / 69 / 74                  71 / 426
+    decode, 2048 keys   2223 / 2800 / 2439            1693 / 36587
+    with the backward:
+    e 32x12, S 24       4366 / 3480 / 5149            3570 / 22912
+    c 2x8, S 128        2995 / 2714 / 3716            1621 / 5522
+    c 1x8, S 256        6533 / 10579 / 9843           3445 / 10238
+    c 1x8, S 512        23487 / 25266 / 23364         11335 / 20196
+    c 1x4, S 1024       108150 / 96852 / 69964        134193 / 69806
+
+Half precision on one thread of an AMD EPYC without AVX-512, 2026-11-22, a machine that others used, too; the process's own time, medians,
+head dim 64 (e: 32; f: 128, no mask), of "math" in float32 / "sdpa_cpu_flash" ("math" with products in bfloat16: 2.5 to 26 times as long):
+
+                        bfloat16            with the backward         float16
+    e 32x12, S 24       3022 / 2144         5577 / 12433
+    e 4x12, S 128       8452 / 3110         14403 / 31442
+    c 2x8, S 128        1565 / 1481         4866 / 19597              1527 / 3619
+    c 1x8, S 256        3027 / 2410         8309 / 42523
+    c 1x8, S 512        11863 / 9406        37013 / 170632            13182 / 19299
+    f 1x8, S 512        22161 / 18616       49503 / 568268
+    c 1x4, S 1024       23484 / 12998       74557 / 238291            25864 / 19707
+    c 1x2, S 2048       65895 / 21398
+    decode, 512 keys    184 / 700
+    decode, 2048 keys   770 / 2416                                    366 / 3769
+    the same, 8 at once 4851 / 20481
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from attn_compiler.lowerings.choice import shape_class
+from attn_compiler.lowerings.choice.shape_class import ShapeClass
+from attn_compiler.lowerings.shared import limits
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+LAST = "untouched"
+
+#: Lowerings in FP8: the first ones for a site that the user gave a recipe for, and for no other. The oracle is asked for by name.
+FP8 = ("hopper_fp8", "triton_fp8", "cudnn_fp8", "reference_fp8")
+_FP8_FIRST = ("hopper_fp8", "triton_fp8", "cudnn_fp8")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """The order for some machines and sites. Every field that is not None has to hold.
+
+    sms: architectures from .. to, both included; None: the CPU. cudnn: at least this version. dtypes: q's. training: the
+    site needs gradients. decomposed: as in AttentionSpec. one_query: decode. most_queries: no more, and known. tensor: a dense mask
+    or bias joins the scores. stored: a cache in FP8 holds k and v. dropout: some weights are dropped.
+    least_scores, most_scores: bounds on seqlen_q · seqlen_kv, which has to be known. mask, band, grouped: as in ShapeClass. head_dims,
+    seqlens: both of the spec's are known and within them, bounds included; None is no upper bound. least_elements: q has so many, and
+    they are known.
+    since: the date of the evidence. why: the evidence.
+    """
+
+    sms: tuple[int, int] | None
+    cudnn: int = 0
+    dtypes: tuple[str, ...] | None = None
+    training: bool | None = None
+    decomposed: bool | None = None
+    one_query: bool | None = None
+    most_queries: int | None = None
+    tensor: bool | None = None
+    stored: bool | None = None
+    dropout: bool | None = None
+    least_scores: int | None = None
+    most_scores: int | None = None
+    mask: shape_class.Mask | None = None
+    band: shape_class.Band | None = None
+    grouped: bool | None = None
+    head_dims: tuple[int, int | None] | None = None
+    seqlens: tuple[int, int | None] | None = None
+    least_elements: int | None = None
+    order: tuple[str, ...]
+    since: str
+    why: str
+
+    def fits(self, spec: AttentionSpec, target: Target) -> bool:
+        return (
+            self._fits_machine(target)
+            and (self.dtypes is None or spec.dtype in self.dtypes)
+            and self.training in (None, spec.needs_grad)
+            and self.decomposed in (None, spec.decomposed)
+            and self.one_query in (None, spec.seqlen_q == 1)
+            and self._fits_queries(spec)
+            and self.tensor in (None, limits.additive(spec) is not None)
+            and self.stored in (None, spec.stored is not None)
+            and self.dropout in (None, spec.score.dropout_p > 0)
+            and self._fits_scores(spec)
+            and self._fits_shape(shape_class.of(spec))
+        )
+
+    def _fits_machine(self, target: Target) -> bool:
+        if self.sms is None:
+            return target.device == "cpu"
+        first, last = self.sms
+        return target.device == "cuda" and first <= target.sm <= last and target.cudnn >= self.cudnn
+
+    def _fits_queries(self, spec: AttentionSpec) -> bool:
+        """An unknown number of queries is not few."""
+        return self.most_queries is None or (isinstance(spec.seqlen_q, int) and spec.seqlen_q <= self.most_queries)
+
+    def _fits_scores(self, spec: AttentionSpec) -> bool:
+        if self.least_scores is None and self.most_scores is None:
+            return True
+        if not isinstance(spec.seqlen_q, int) or not isinstance(spec.seqlen_kv, int):
+            return False
+        scores = spec.seqlen_q * spec.seqlen_kv
+        return (self.least_scores or 0) <= scores and (self.most_scores is None or scores <= self.most_scores)
+
+    def _fits_shape(self, shape: ShapeClass) -> bool:
+        head_dims = None if shape.head_dim is None else (shape.head_dim, shape.head_dim)
+        return (
+            self.mask in (None, shape.mask)
+            and self.band in (None, shape.band)
+            and self.grouped in (None, shape.grouped)
+            and _is_within(head_dims, self.head_dims)
+            and _is_within(shape.seqlens, self.seqlens)
+            and (self.least_elements is None or (shape.elements or 0) >= self.least_elements)
+        )
+
+
+def _is_within(sizes: tuple[int, int] | None, bounds: tuple[int, int | None] | None) -> bool:
+    """Whether the smaller and the larger size are known to be within the bounds."""
+    if bounds is None:
+        return True
+    first, last = bounds
+    return sizes is not None and first <= sizes[0] and (last is None or sizes[1] <= last)
+
+
+# Fewer are over sooner than a kernel of ours is started.
+_MANY_SCORES = 512 * 512
+# PyTorch puts cuDNN first from 9.15.1 on (check_prefer_cudnn_attention in sdp_utils.cpp: "> 91500").
+_PREFERRED_CUDNN = 91_501
+_FLASH_FIRST = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn")
+_CUDNN_FIRST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
+_HALF = ("bfloat16", "float16")
+#: of what counts as decode: one token, several guessed ones, a piece of a prompt
+MOST_QUERIES = 16
+
+MEASURED = Path(__file__).with_name("priorities_sm90.csv")
+#: columns of MEASURED, in its order
+COLUMNS = tuple(
+    "mask band head_dim_from head_dim_to seqlen_from seqlen_to elements_from training grouped order since why".split()
+)
+
+
+def _measured(line: Mapping[str, str]) -> Row:
+    """A row of MEASURED. What is not said there: half precision, no dropout, and the cuDNN that PyTorch prefers too, or a newer one."""
+    return Row(
+        sms=(90, 90),
+        cudnn=_PREFERRED_CUDNN,
+        dtypes=_HALF,
+        dropout=False,
+        training=_YES_NO[line["training"]],
+        mask=_MASKS[line["mask"]],
+        band=_BANDS[line["band"]],
+        grouped=_YES_NO[line["grouped"]],
+        head_dims=(int(line["head_dim_from"]), int(line["head_dim_to"])),
+        seqlens=(int(line["seqlen_from"]), int(line["seqlen_to"]) if line["seqlen_to"] else None),
+        least_elements=int(line["elements_from"]) if line["elements_from"] else None,
+        order=tuple(line["order"].split()),
+        since=line["since"],
+        why=line["why"],
+    )
+
+
+_YES_NO = {"yes": True, "no": False, "": None}
+_MASKS: Mapping[str, shape_class.Mask] = {mask: mask for mask in shape_class.MASKS}
+_BANDS: Mapping[str, shape_class.Band | None] = {"": None} | {band: band for band in shape_class.BANDS}
+
+
+def _read() -> tuple[Row, ...]:
+    with MEASURED.open(newline="") as file:
+        return tuple(map(_measured, csv.DictReader(file)))
+
+
+# The first row that fits counts.
+ROWS: tuple[Row, ...] = (
+    *_read(),
+    Row(
+        sms=None,
+        dtypes=_HALF,
+        decomposed=False,
+        training=False,
+        one_query=True,
+        most_scores=1024 * 1024,
+        order=("math", "sdpa_cpu_flash"),
+        since="2026-11-22",
+        why="math is 3 to 10 times faster than CPU flash, which SDPA would pick",
+    ),
+    Row(
+        sms=None,
+        dtypes=_HALF,
+        decomposed=False,
+        training=False,
+        most_scores=1024 * 1024,
+        order=("sdpa_cpu_flash", "math"),
+        since="2026-11-22",
+        why=(
+            "CPU flash, which SDPA would pick, is up to 3.1 times as fast as math without AVX-512, with it from S 512 on; products in half "
+            "precision, which AVX-512 made faster, overflow. math serves what flash does not take"
+        ),
+    ),
+    Row(
+        sms=None,
+        dtypes=_HALF,
+        decomposed=False,
+        training=True,
+        most_scores=512 * 512,
+        order=("math", "sdpa_cpu_flash"),
+        since="2026-11-22",
+        why=(
+            "forward and backward: math is 2.2 to 11 times faster than CPU flash, which SDPA would pick, without AVX-512; with it, by the "
+            "times of float32, 2.0 to 6.6 times up to S 128, 1.0 at S 256, 0.8 at S 512"
+        ),
+    ),
+    Row(
+        sms=None,
+        dtypes=_HALF,
+        decomposed=True,
+        training=True,
+        least_scores=1024 * 1024,
+        order=("sdpa_cpu_flash",),
+        since="2026-11-21",
+        why="S 1024 with the backward: 1.9 times faster than the model's own; up to S 512 slower",
+    ),
+    Row(
+        sms=None,
+        dtypes=_HALF,
+        decomposed=True,
+        training=False,
+        least_scores=2048 * 2048,
+        order=("sdpa_cpu_flash",),
+        since="2026-11-21",
+        why="S 2048: 2.6 times faster than the model's own; up to S 1024 slower",
+    ),
+    Row(
+        sms=None,
+        dtypes=_HALF,
+        decomposed=True,
+        order=(),
+        since="2026-11-21",
+        why="CPU flash is 1.1 to 20 times slower than Inductor's own products and softmax, and lengths may be unknown",
+    ),
+    Row(
+        sms=None,
+        decomposed=True,
+        training=True,
+        most_scores=256 * 256,
+        order=(),
+        since="2026-11-21",
+        why="float32 with the backward: CPU flash is up to 1.5 times slower up to S 256",
+    ),
+    Row(
+        sms=None,
+        decomposed=True,
+        one_query=True,
+        order=(),
+        since="2026-11-21",
+        why="float32 decode: CPU flash is 1.1 to 1.3 times slower than Inductor's own products and softmax",
+    ),
+    Row(
+        sms=None,
+        order=("sdpa_cpu_flash",),
+        since="2026-11-21",
+        why="float32: from 1.0 times at S 24 to 3 times faster at S 2048; what SDPA picks",
+    ),
+    Row(
+        sms=(89, 121),
+        dtypes=_HALF,
+        training=False,
+        most_queries=MOST_QUERIES,
+        stored=True,
+        order=("decode", *_FLASH_FIRST),
+        since="2026-11-21",
+        why="ours alone reads FP8; for the others the whole cache is made the model's dtype first, which moves 5 bytes for each of its own",
+    ),
+    Row(
+        sms=(90, 90),
+        cudnn=_PREFERRED_CUDNN,
+        dtypes=_HALF,
+        training=False,
+        most_queries=MOST_QUERIES,
+        tensor=True,
+        order=("decode", *_CUDNN_FIRST),
+        since="2026-11-21",
+        why=(
+            "8 layers of Llama and Qwen3, 16 sequences, a static cache of 4096: a step 6.04 to 1.58 and 5.99 to 1.52 ms half full, 6.04 to "
+            "1.80 at 4000 tokens, 6.04 to 1.35 at 64; one sequence 1.63 and 1.64 to 1.29. PyTorch's kernels repeat K/V and read every slot"
+        ),
+    ),
+    Row(
+        sms=(90, 90),
+        cudnn=_PREFERRED_CUDNN,
+        dtypes=_HALF,
+        training=False,
+        most_queries=MOST_QUERIES,
+        order=(*_CUDNN_FIRST, "decode"),
+        since="2026-11-21",
+        why=(
+            "decode_h200.csv: caches not in L2, cuDNN 74 and ours 65 us for 16 x 4096, 11.0 and 8.8 for 1 x 4096; in L2 64.0 and 63.3, "
+            "8.9 and 6.9, but 81.5 and 83.8 for 20 sequences, which share the machine unevenly. As a step of a model without a mask was "
+            "not measured, PyTorch's order stays. Ours serves softcap and sinks"
+        ),
+    ),
+    Row(
+        sms=(80, 121),
+        dtypes=_HALF,
+        training=False,
+        most_queries=MOST_QUERIES,
+        tensor=True,
+        order=("decode", *_FLASH_FIRST),
+        since="2026-11-21",
+        why="of PyTorch's kernels those that take a mask repeat K/V and read every slot of a cache; not measured here",
+    ),
+    Row(
+        sms=(80, 99),
+        dtypes=_HALF,
+        training=False,
+        most_queries=MOST_QUERIES,
+        order=(*_FLASH_FIRST, "decode"),
+        since="2026-11-21",
+        why="as the rows for more queries; ours is last, for softcap and sinks; not measured here",
+    ),
+    Row(
+        sms=(90, 90),
+        cudnn=_PREFERRED_CUDNN,
+        dtypes=_HALF,
+        mask="sinks",
+        dropout=False,
+        seqlens=(1024, None),
+        order=("cudnn", "triton", "fa4"),
+        since="2026-11-21",
+        why=(
+            "head dims above 64, of which windows alone were measured (cudnn_h200.csv: window 1024, S 8192: cuDNN 146 and ours 180 us at "
+            "head dim 128, 137 and 198 at 256; with the gradients 586, 1158; 688, 1164). flash-attn-4 with sinks was measured at 64 alone"
+        ),
+    ),
+    Row(
+        sms=(90, 90),
+        cudnn=_PREFERRED_CUDNN,
+        dtypes=_HALF,
+        mask="lengths",
+        dropout=False,
+        seqlens=(1024, None),
+        order=("cudnn", "triton", *_CUDNN_FIRST),
+        since="2026-11-21",
+        why=(
+            "head dims 96 and 256, as at 128 and 64 (select_h200.csv, S 2048, forward and backward: cuDNN by lengths 409 and 1156 us, ours "
+            "492 and 1544, cuDNN with a dense mask 828 and 2564; 552 and 1468, 632 and 1528, 1101 and 2598)"
+        ),
+    ),
+    # Of both: ours draws each weight's number by itself, which was not measured yet.
+    Row(
+        sms=(90, 90),
+        dtypes=_HALF,
+        tensor=True,
+        dropout=False,
+        one_query=False,
+        least_scores=_MANY_SCORES,
+        order=("triton", *_CUDNN_FIRST),
+        since="2026-11-22",
+        why=(
+            "padded prefill of 4 x 4096, S 1024 to 4096: attention of Llama 18.4 to 4.8 ms, Gemma 2 9.9 to 1.4, Bloom 3.4 to 0.5, "
+            "of Llama's padded training 29.3 to 11.6: cuDNN computes the whole square with a tensor. S 512, against Inductor, with "
+            "PyTorch's kernels and with ours: prefill BERT 1.00 and 1.06, T5 2.11 and 2.50; training BERT 1.02 and 1.04, eager 1.06 "
+            "and 1.10, T5 with its learned table 1.21 and 1.64, eager 1.05 and 1.38"
+        ),
+    ),
+    Row(
+        sms=(90, 90),
+        cudnn=_PREFERRED_CUDNN,
+        one_query=False,
+        least_scores=_MANY_SCORES,
+        order=(*_CUDNN_FIRST, "triton"),
+        since="2026-11-21",
+        why=(
+            "causal, S 8192, D 128: cuDNN 604 TFLOP/s, ours 480. Last, ours serve what PyTorch's kernels don't take: softcap and "
+            "sinks, 1.7 times (Gemma 2, eager) and 6.0 times (gpt-oss) Inductor's speed in a padded prefill of 4096"
+        ),
+    ),
+    Row(
+        sms=(90, 90),
+        cudnn=_PREFERRED_CUDNN,
+        order=_CUDNN_FIRST,
+        since="2026-11-21",
+        why="measured on an H200: of PyTorch's kernels cuDNN is first in every shape, forward, backward and decode; PyTorch's order",
+    ),
+    Row(
+        sms=(100, 109),
+        cudnn=_PREFERRED_CUDNN,
+        order=_CUDNN_FIRST,
+        since="2026-11-21",
+        why="PyTorch's own order (sdp_utils.cpp, torch 2.11 to 2.15); not measured here",
+    ),
+    Row(
+        sms=(80, 121),
+        one_query=False,
+        least_scores=_MANY_SCORES,
+        order=(*_FLASH_FIRST, "triton"),
+        since="2026-11-21",
+        why="as below; softcap and sinks are otherwise left to Inductor, which writes all scores to memory; not measured here",
+    ),
+    Row(
+        sms=(80, 121),
+        order=_FLASH_FIRST,
+        since="2026-11-21",
+        why=(
+            "PyTorch's own order for sm80, sm86, sm89, sm120 and for older cuDNN, where sequence lengths off multiples of 128 "
+            "went wrong (https://github.com/pytorch/pytorch/issues/169849); it never comes to cuDNN there unless the others "
+            "are switched off; not measured here"
+        ),
+    ),
+    Row(
+        sms=(50, 79),
+        order=("sdpa_efficient",),
+        since="2026-11-21",
+        why="the only fused kernel that PyTorch has there; not measured here",
+    ),
+)
+
+
+def row_of(spec: AttentionSpec, target: Target) -> Row | None:
+    """The row that decides; None for a machine that no row knows."""
+    return next((row for row in ROWS if row.fits(spec, target)), None)
+
+
+def order(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
+    """Names of lowerings in the order to ask them; "untouched" is always the last. "reference" is never among them."""
+    row = row_of(spec, target)
+    fp8 = _FP8_FIRST if spec.fp8 is not None else ()
+    return (*fp8, *(row.order if row is not None else ()), LAST)

@@ -1,0 +1,91 @@
+"""What the choice of a kernel depends on, of a spec: sizes that are known, and the sort of its mask. `of` reads it off."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.masks import Causal, KeyBound, ProvedKind, SlidingWindow
+from attn_compiler.spec import AttentionSpec, Dim
+
+#: The first that applies. "added": a bias of any kind. "tensor": pairs that only run-time tensors know. "lengths": numbers of keys for
+#: batch rows and, at most, a band. "padding": another interval of keys, or truth values of them, from run-time tensors. "sinks".
+#: "softcap". "window": a band that is no plain diagonal. "causal". "full".
+Mask = Literal["added", "tensor", "lengths", "padding", "sinks", "softcap", "window", "causal", "full"]
+MASKS: tuple[Mask, ...] = get_args(Mask)
+#: What positions alone allow, whatever else the mask says.
+Band = Literal["window", "causal", "full"]
+BANDS: tuple[Band, ...] = get_args(Band)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapeClass:
+    """head_dim: the larger one. seqlens: the smaller and the larger one. grouped: k and v have fewer heads. elements: of q. None: not
+    known."""
+
+    mask: Mask
+    band: Band
+    head_dim: int | None
+    seqlens: tuple[int, int] | None
+    grouped: bool
+    elements: int | None
+
+
+@functools.lru_cache(maxsize=1024)
+def of(spec: AttentionSpec) -> ShapeClass:
+    """The class of a spec, whatever kernels there are for it."""
+    head_dims, seqlens = _sorted(spec.head_dim_qk, spec.head_dim_v), _sorted(spec.seqlen_q, spec.seqlen_kv)
+    return ShapeClass(
+        mask=_mask(spec),
+        band=_band(spec),
+        head_dim=None if head_dims is None else head_dims[1],
+        seqlens=seqlens,
+        grouped=spec.is_gqa,
+        elements=_product(spec.q.shape),
+    )
+
+
+def _mask(spec: AttentionSpec) -> Mask:
+    parts = site_parts.parts(spec)
+    if parts.bias or parts.slopes is not None or parts.distances:
+        return "added"
+    if parts.documents is not None or parts.mask:
+        return "tensor"
+    if parts.keys is not None or parts.keys_given:
+        return "padding"
+    if parts.rows is not None:
+        return "lengths" if all(map(_is_band_or_length, spec.mask.proved)) else "padding"
+    if spec.score.sinks is not None:
+        return "sinks"
+    if spec.score.softcap is not None:
+        return "softcap"
+    return _band(spec)
+
+
+def _band(spec: AttentionSpec) -> Band:
+    band = site_parts.parts(spec).band
+    if band is None:
+        return "full"
+    return "causal" if band.left is None and band.right == 0 else "window"
+
+
+def _is_band_or_length(kind: ProvedKind) -> bool:
+    match kind:
+        case KeyBound(side="last"):
+            return kind.is_padding
+        case Causal() | SlidingWindow():
+            return True
+    return False
+
+
+def _sorted(a: Dim, b: Dim) -> tuple[int, int] | None:
+    return (min(a, b), max(a, b)) if isinstance(a, int) and isinstance(b, int) else None
+
+
+def _product(sizes: Sequence[Dim]) -> int | None:
+    known = [size for size in sizes if isinstance(size, int)]
+    return math.prod(known) if len(known) == len(sizes) else None

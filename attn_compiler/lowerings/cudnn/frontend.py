@@ -1,0 +1,121 @@
+"""NVIDIA's cuDNN frontend, and what needs the device: handles, streams, addresses. Everything else about cuDNN is tested without.
+
+`nvidia-cudnn-frontend` opens whichever libcudnn it finds. Two copies of cuDNN in one process would be two states, so it is only
+used if what it opened reports the version that torch runs with; torch's own is in memory by then, and is what dlopen gives back.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from attn_compiler import torch_compat, torch_observe
+from attn_compiler.errors import CudnnRefused
+from attn_compiler.lowerings.cudnn import graphs
+from attn_compiler.lowerings.cudnn.graphs import Key, Plan, Plans
+from attn_compiler.target import cudnn_version, cudnn_words
+
+log = logging.getLogger(__name__)
+
+_handles = threading.local()
+
+
+@functools.cache
+def load() -> ModuleType:
+    """The frontend's module. Raises CudnnRefused, saying why, where it can't be imported or opened another cuDNN than torch's."""
+    torch_version = cudnn_version()
+    try:
+        module = importlib.import_module("cudnn")
+        opened = int(module.backend_version())
+    # Whatever a broken installation raises (OSError of a missing library, RuntimeError of the loader), the site falls back.
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        raise CudnnRefused(said=f"import cudnn: {graphs.in_one_line(str(error))}") from error
+    if opened != torch_version:
+        raise CudnnRefused(
+            said=f"the frontend opened cuDNN {cudnn_words(opened)}, torch runs with {cudnn_words(torch_version)}"
+        )
+    return module
+
+
+def build(key: Key) -> Plan:
+    """A plan for the key's device, which becomes the current one while it is built. Raises CudnnRefused."""
+    fe = load()
+    with torch.cuda.device(key.device):
+        return graphs.build(fe, key, time.perf_counter, handle=handle(key.device))
+
+
+def tell(key: Key, plan: Plan, is_late: bool) -> None:
+    """Count a plan among PyTorch's own counters ("cudnn_plans", "cudnn_plans_late") and log it; a late one as a warning."""
+    torch_observe.add_to_counters(Counter({"cudnn_plans": 1, "cudnn_plans_late": int(is_late)}))
+    kind, shapes = (
+        "backward" if key.backward else "forward",
+        ", ".join(f"{n} {laid.words}" for n, laid in key.tensors[:3]),
+    )
+    text = "cuDNN plan built in %.0f ms (%s, %s): %s; %s"
+    when = "in the middle of a step: its strides are not those that were compiled for" if is_late else "while compiling"
+    log.log(logging.WARNING if is_late else logging.INFO, text, plan.milliseconds, kind, plan.engine, when, shapes)
+
+
+#: the plans of this process
+PLANS = Plans(build, tell)
+
+
+def handle(device: int) -> int:
+    """cuDNN's handle of this thread and device, set to the stream that is current there. Raises CudnnRefused where none can be made."""
+    stream = torch_compat.current_raw_stream(device)
+    try:
+        held = _handles.by_device
+    except AttributeError:
+        held = _handles.by_device = {}
+    found: _Handle | None = held.get(device)
+    if found is None:
+        found = held[device] = _Handle(device)
+    if found.stream != stream:
+        found.use(stream)
+    return found.number
+
+
+class _Handle:
+    """A cuDNN handle, and the stream that it was last set to: setting it takes microseconds, so it is done when it changed."""
+
+    __slots__ = ("number", "stream", "_fe")
+
+    number: int
+    stream: int
+
+    def __init__(self, device: int) -> None:
+        self._fe: Any = load()
+        try:
+            with torch.cuda.device(device):
+                self.number = int(self._fe.create_handle())
+        except RuntimeError as error:
+            raise CudnnRefused(said=graphs.in_one_line(str(error))) from error
+        self.stream = -1
+
+    def use(self, stream: int) -> None:
+        self._fe.set_stream(handle=self.number, stream=stream)
+        self.stream = stream
+
+
+def launcher(plan: Plan, device: torch.device) -> Callable[[Sequence[int]], None]:
+    """Launches the plan on the current stream, given addresses in the plan's order. The caller has made `device` the current one.
+
+    The workspace is the caching allocator's, so it is safe to free at once and to capture.
+    """
+    execute, index = plan.graph._execute_with_ptrs, device.index
+    workspace = torch_compat.allocator((plan.workspace,), (1,), torch.uint8, device.type)
+
+    def launch(addresses: Sequence[int]) -> None:
+        space = workspace()
+        execute(addresses, space.data_ptr(), handle(index))
+
+    return launch

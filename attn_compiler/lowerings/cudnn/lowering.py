@@ -1,0 +1,163 @@
+"""cuDNN's attention by its own graph API: what `sdpa_cudnn` can't say to it (windows, sinks, bottom-right, lengths, other head dims).
+
+Needs the optional package nvidia-cudnn-frontend (`pip install attn_compiler[cudnn]`). Plans are built when a graph is compiled,
+for the backward too: a shape that cuDNN refuses is refused here, with cuDNN's own message. A plan serves one shape, so symbolic
+sizes are refused: a plan for each new length would be built in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import torch
+from torch import fx
+
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.cudnn import operands as cudnn_operands
+from attn_compiler.lowerings.cudnn import plan
+from attn_compiler.lowerings.cudnn import plans as cudnn_plans
+from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.shared import cudnn_limits, dims, limits
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+_FIRST_SM = 80
+# 1.22 is the first to take addresses as a list (_execute_with_ptrs). 1.24 to 1.26 set an attribute in every backward that cuDNN 9.19
+# does not know (CUDNN_ATTR_OPERATION_RESHAPE_MODE), and 1.27 is written anew.
+_FIRST_FRONTEND, _FRONTEND_LIMIT = (1, 22), (1, 24)
+_HEAD_DIM_LIMIT = 256
+#: bytes of workspace that a backward may take for all scores at once
+WORKSPACE_LIMIT = 2 * 2**30
+
+
+class CudnnAttention:
+    """`attn_compiler::cudnn` (ops.py)."""
+
+    name = "cudnn"
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        gpu = limits.check_gpu(target, first_sm=_FIRST_SM)
+        return gpu or [
+            *cudnn_limits.check_version(target),
+            *cudnn_limits.check_graph_version(target),
+            *limits.check_switch("cudnn", target),
+            *_check_frontend(target),
+        ]
+
+    def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        refused = self.unavailable(target) or rules(spec, target)
+        return refused or cudnn_plans.refusals(call_of(spec, target), spec, self.demand(spec), target)
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        return LayoutDemand(alignment=plan.ALIGNMENT, zero_strides=False)
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        call = call_of(spec, emitter.target)
+        further = cudnn_operands.emit(emitter, call, spec, operands)
+        given = {"q": operands.q, "k": operands.k, "v": operands.v} | dict(zip(call.operands, further, strict=True))
+        values = {name: emitter.value(node) for name, node in given.items()}
+        plans = cudnn_plans.built(call, values, emitter.target)
+        if plans:
+            emitter.note(cudnn_plans.words(plans))
+        leaf = torch.ops.attn_compiler.cudnn.default
+        outputs = emitter.call(leaf, operands.q, operands.k, operands.v, further, call.to_text())
+        return emitter.call(operator.getitem, outputs, 0)
+
+
+def rules(spec: AttentionSpec, target: Target) -> list[Reason]:
+    """What this lowering refuses on a machine that has it, before cuDNN is asked."""
+    machine = limits.check_device(spec, "cuda")
+    if machine:
+        return machine
+    reasons = [
+        *limits.check_softcap(spec),
+        *limits.check_known_changes(spec),
+        *limits.check_weights_unread(spec),
+        *limits.check_scale(spec),
+        *limits.check_masks(spec),
+        *limits.check_softmax_dtype(spec),
+        *limits.check_shapes(spec),
+        *limits.check_dtypes(spec, ("float16", "bfloat16")),
+        *limits.check_head_dims(spec, multiple=8, limit=_HEAD_DIM_LIMIT),
+        *limits.check_grid(spec),
+        *limits.check_tensor(spec, dtypes=(spec.dtype,)),
+        *cudnn_limits.check_dropout(spec, target),
+        *_check_sizes(spec),
+        *plan.reasons(spec),
+    ]
+    if reasons:
+        return reasons
+    call = call_of(spec, target)
+    return [*_check_call(call, spec), *cudnn_limits.check_graph(call, spec, target)]
+
+
+def call_of(spec: AttentionSpec, target: Target) -> Call:
+    """The call for a spec that `plan.reasons` has nothing against."""
+    return cudnn_limits.counted(plan.of(spec, deterministic=target.deterministic), spec, target)
+
+
+def _check_frontend(target: Target) -> list[Reason]:
+    first, limit = (".".join(map(str, version)) for version in (_FIRST_FRONTEND, _FRONTEND_LIMIT))
+    rule, remedy = f"nvidia-cudnn-frontend from {first} to before {limit}", "pip install 'attn_compiler[cudnn]'"
+    if not target.cudnn_frontend:
+        return [Reason(rule=rule, observed="not installed", remedy=remedy)]
+    if _FIRST_FRONTEND <= limits.release(target.cudnn_frontend) < _FRONTEND_LIMIT:
+        return []
+    return [Reason(rule=rule, observed=target.cudnn_frontend, remedy=remedy)]
+
+
+def _check_sizes(spec: AttentionSpec) -> list[Reason]:
+    """A plan is made for the numbers."""
+    tensors = (("q", spec.q), ("k", spec.k), ("v", spec.v))
+    unknown = [
+        f"{name} ({', '.join(map(str, of))})"
+        for name, tensor in tensors
+        for of in (tensor.shape, tensor.strides)
+        if not all(isinstance(n, int) for n in of)
+    ]
+    if not unknown:
+        return []
+    rule = "every size and stride is known: a plan serves one shape, and none is built while a step runs"
+    return [Reason(rule=rule, observed=unknown[0], remedy=limits.STATIC)]
+
+
+def _check_call(call: Call, spec: AttentionSpec) -> list[Reason]:
+    """What cuDNN's graph can't say together."""
+    reasons = []
+    if call.right is not None and call.right < 0:
+        reasons.append(Reason(rule="a query may use the key at its own position", observed=spec.mask.words))
+    if call.left is not None and call.left < 0:
+        reasons.append(Reason(rule="a window reaches back from the query's own position", observed=spec.mask.words))
+    more_queries = dims.at_least(spec.seqlen_q) > dims.at_least(spec.seqlen_kv)
+    if more_queries and (call.from_end or call.left is not None):
+        rule = "with a window or a diagonal from the bottom right, no more queries than keys"
+        reasons.append(limits.lengths_reason(spec, rule))
+    if call.from_end and (call.bias or call.lengths or call.dropout_p):
+        rule = "with a diagonal from the bottom right, no bias, no lengths and no dropout"
+        reasons.append(Reason(rule=rule, observed=f"{spec.mask.words}, {spec.score.words}"))
+    added = limits.additive(spec)
+    if call.bias and added is not None and spec.seqlen_q != 1 and (1, *added.shape)[-2] == 1:
+        # On an H200 with cuDNN 9.19 one row for all queries gave wrong gradients, and wrong outputs with a gradient of its own.
+        reasons.append(Reason(rule="a bias has a row for each query", observed=added.words))
+    if call.sinks and spec.seqlen_q == 1:
+        reasons.append(Reason(rule="with sinks, more than one query", observed="seqlen_q 1"))
+    return reasons + _check_workspace(call, spec)
+
+
+def _check_workspace(call: Call, spec: AttentionSpec) -> list[Reason]:
+    """A backward that adds up in a fixed order, or makes a bias's gradient, keeps all of dP, in half precision."""
+    if not (call.deterministic or call.bias_grad):
+        return []
+    sizes = (spec.batch, spec.num_heads_q, _padded(spec.seqlen_q), _padded(spec.seqlen_kv))
+    needed = 2 * math.prod(dims.at_least(size) for size in sizes)
+    if needed <= WORKSPACE_LIMIT:
+        return []
+    what = "a deterministic backward" if call.deterministic else "a bias with gradient"
+    rule = f"{what} takes at most {WORKSPACE_LIMIT // 2**20} MiB for all scores"
+    return [Reason(rule=rule, observed=f"{needed // 2**20} MiB", remedy="use a smaller batch")]
+
+
+def _padded(size: int | str) -> int:
+    return -(-dims.at_least(size) // 64) * 64

@@ -1,0 +1,212 @@
+"""What a cuDNN plan is made of, besides the tensors' shapes and strides: pure data, made from a spec that cuDNN can serve.
+
+cuDNN applies a band around one diagonal, a number of keys for each batch row, an additive tensor, sinks and dropout. Which of
+the mask's proved kinds are such parts is what `site_parts.parts` says of every kernel of ours; the rest is refused here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Expr, Index
+from attn_compiler.lowerings.shared import dims, limits
+from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.parts import Parts
+from attn_compiler.masks import Causal
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec
+
+#: cuDNN needs every tensor to begin at a multiple of so many bytes, which are a power of two
+ALIGNMENT = 16
+#: in FP8, of q, k, v and out; and of their gradients
+FP8_DTYPE, FP8_GRADIENT_DTYPE = "float8_e4m3fn", "float8_e5m2"
+_READ_SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s")
+#: operands by `Call.fp8`
+SCALES: dict[str, tuple[str, ...]] = {
+    "": (),
+    "forward": (*_READ_SCALES, "scale_out"),
+    "backward": (
+        *_READ_SCALES,
+        *("descale_out", "descale_grad_out", "descale_ds", "scale_ds", "scale_grad_q", "scale_grad_k", "scale_grad_v"),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """Everything that is decided of a call at compile time. Equal calls on equal tensors share one plan.
+
+    scale: the factor on q kᵀ. left, right: a query at position q uses keys from q - left to q + right; None: that side is open.
+    from_end: positions are counted so that the last query meets the last key. lengths: the keys of each batch row end at a length
+    that is read at run time. counted: the lengths are those of all keys, and given only so that cuDNN looks at them. bias, sinks:
+    tensors that join the scores, the latter one logit a head. dropout_p: the share of weights that is dropped. needs_grad: lse is
+    written. deterministic: the backward adds up in a fixed order. fp8: "forward" or "backward", which this call is the one of: q, k, v
+    and out are in FP8 then, with scales among the operands, and no row is without keys.
+    """
+
+    scale: float
+    left: int | None = None
+    right: int | None = None
+    from_end: bool = False
+    lengths: bool = False
+    counted: bool = False
+    bias: bool = False
+    bias_grad: bool = False
+    sinks: bool = False
+    sinks_grad: bool = False
+    dropout_p: float = 0.0
+    needs_grad: bool = False
+    deterministic: bool = False
+    fp8: str = ""
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the run-time tensors in the order in which the leaf op takes them.
+
+        bias: (B|1, Hq|1, Sq|1, Skv) in q's dtype. sinks: float32 (Hq,). lengths_q, lengths: int32 (B,), how many queries and keys of a
+        batch row there are. seed, offset: int64 (1,), of dropout. Scales, each float32 and one number: what is read was multiplied by
+        1 / descale, what is written is multiplied by scale; s are the softmax's weights, ds the gradients of the scores.
+        """
+        has = {
+            "bias": self.bias,
+            "sinks": self.sinks,
+            "lengths_q": self.lengths,
+            "lengths": self.lengths,
+            "seed": self.dropout_p > 0,
+            "offset": self.dropout_p > 0,
+        }
+        return (*(name for name, here in has.items() if here), *SCALES[self.fp8])
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """Names of the operands that get a gradient."""
+        wants = {"bias": self.bias_grad, "sinks": self.sinks_grad}
+        return tuple(name for name in self.operands if wants.get(name, False))
+
+    @property
+    def by_kernel(self) -> tuple[str, ...]:
+        """Those whose gradient cuDNN computes; that of the sinks is left to the graph (cudnn_ops.in_graph)."""
+        return tuple(name for name in self.differentiable if name != "sinks")
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a batch row may be without keys."""
+        return self.lengths and not self.counted and not self.fp8
+
+    def to_text(self) -> str:
+        """Canonical JSON of what is not at its default."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        said = {
+            f.name for f in dataclasses.fields(self) if f.default is dataclasses.MISSING or fields[f.name] != f.default
+        }
+        return json.dumps({name: fields[name] for name in said}, sort_keys=True, separators=(",", ":"))
+
+    @staticmethod
+    def from_text(text: str) -> Call:
+        """Inverse of `to_text`, parsed once per text."""
+        return _parse(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parse(text: str) -> Call:
+    return Call(**json.loads(text))
+
+
+def of(spec: AttentionSpec, *, deterministic: bool) -> Call:
+    """The call for a spec that `reasons` has nothing against."""
+    found, band = parts(spec), band_of(spec)
+    bias, sinks, dropout_p = spec.score.bias, spec.score.sinks, spec.score.dropout_p
+    return Call(
+        scale=spec.score.scale,
+        left=band.left,
+        right=band.right,
+        from_end=band.from_end,
+        lengths=found.rows is not None,
+        bias=found.bias,
+        bias_grad=found.bias and bias is not None and bias.requires_grad and spec.needs_grad,
+        sinks=sinks is not None,
+        sinks_grad=sinks is not None and sinks.requires_grad and spec.needs_grad,
+        dropout_p=dropout_p,
+        needs_grad=spec.needs_grad,
+        deterministic=deterministic and spec.needs_grad,
+    )
+
+
+def parts(spec: AttentionSpec) -> Parts:
+    """What cuDNN applies: the proved parts, or the model's own additive tensor where that adds more than a mask.
+
+    A tensor that only masks is not added: cuDNN computes the whole square then, and kernels that know what it means leave work out.
+    """
+    found = site_parts.parts(spec)
+    tensor = limits.additive(spec)
+    adds = found.bias or found.slopes is not None or bool(found.distances)
+    if not _unserved(found) or not adds or tensor is None or tensor.dtype == "bool":
+        return found
+    # What the tensor says may be known and still be no part for cuDNN. It says everything but what a flag says.
+    flags = [kind for kind in spec.mask.kinds if isinstance(kind, Causal)]
+    right = Band(right=0, from_end=any(_from_end(kind, spec) for kind in flags)) if flags else None
+    return Parts(band=right, bias=True)
+
+
+def reasons(spec: AttentionSpec) -> list[Reason]:
+    """Why the mask and what is added to the scores can't be said to cuDNN."""
+    return [
+        Reason(
+            rule="the mask is a band, a number of keys for each row, or a tensor that is added",
+            observed=what,
+            remedy=remedy,
+        )
+        for what, remedy in _unserved(parts(spec))
+    ]
+
+
+def length(spec: AttentionSpec) -> Expr | None:
+    """How many keys there are, over b, sizes and run-time tensors; None: all of them."""
+    rows = parts(spec).rows
+    return None if rows is None else rows.upper
+
+
+def band_of(spec: AttentionSpec) -> Band:
+    """The band without what says nothing: a side that no pair lies beyond, a corner where both are one."""
+    found = parts(spec).band or Band()
+    left, right = found.left, found.right
+    if not (isinstance(spec.seqlen_q, int) and isinstance(spec.seqlen_kv, int)):
+        return found
+    shift = spec.seqlen_kv - spec.seqlen_q if found.from_end else 0
+    if right is not None and right + shift >= spec.seqlen_kv - 1:
+        right = None
+    if left is not None and spec.seqlen_q - 1 + shift <= left:
+        left = None
+    return Band(left=left, right=right, from_end=found.from_end and shift != 0 and (left, right) != (None, None))
+
+
+def _from_end(kind: Causal, spec: AttentionSpec) -> bool:
+    return kind.alignment.value == "bottom_right" and not dims.same(spec.seqlen_q, spec.seqlen_kv)
+
+
+def _unserved(found: Parts) -> list[tuple[str, str | None]]:
+    """What none of cuDNN's parts can say, each with its remedy."""
+    lengths = (
+        "count each row's keys: a mask of positions below a length is one, a vector of truth values may have holes"
+    )
+    unserved: list[tuple[str, str | None]] = []
+    if found.keys is not None or found.keys_given:
+        unserved.append(("truth values of keys, which may be padded at the left or have holes", lengths))
+    if found.rows is not None and not _is_length(found.rows):
+        unserved.append(("an interval of keys that differs by query, or begins after the first key", None))
+    if found.documents is not None:
+        unserved.append(("documents", None))
+    if found.mask:
+        unserved.append(("a mask tensor of truth values", None))
+    if found.slopes is not None or found.distances:
+        unserved.append(("a bias by distance, as slopes or as a table", None))
+    return unserved
+
+
+def _is_length(rows: site_parts.Interval) -> bool:
+    return rows.lower is None and rows.upper is not None and not ix.mentions(rows.upper, Index("q"))

@@ -1,0 +1,226 @@
+"""How the decode kernel is launched: its arguments and its grid. Imports triton, so it comes late.
+
+A kernel is compiled for what its text says, for a device and for whether vectors of q, k and v are aligned; never for a length, a
+stride or an address. A cache that grows has another shape each time: so nothing is kept by shapes, as launching.py does, and a call
+costs the host little more than the launch itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+from triton.runtime import driver
+
+from attn_compiler.lowerings.decode import plan as decode_plan
+from attn_compiler.lowerings.decode.kernels.decode import attention_decode
+from attn_compiler.lowerings.decode.plan import Call, Plan, Schedule, none_too_short
+from attn_compiler.lowerings.shared.arguments import alignment, along, kernel_constants
+from attn_compiler.lowerings.shared.launching import VECTOR, check_grid, start
+from attn_compiler.lowerings.shared.on_device import Empty, new_outputs
+from attn_compiler.lowerings.shared.tile_table import BYTES
+from attn_compiler.lowerings.triton.launch import readable
+from attn_compiler.torch_compat import empty_strided
+
+Tensors = Sequence[torch.Tensor]
+
+#: elements of partial results that a program holds at a time while it adds them up, and how many of those at most
+_HELD, _MOST_PARTS = 8192, 64
+
+#: of the parameters from Bounds on, the operand that each is, or either of two
+_PARAMETERS = (
+    ("bounds",),
+    ("keys",),
+    ("mask", "bias"),
+    ("distances",),
+    ("slopes",),
+    ("sinks",),
+    ("k_scale",),
+    ("v_scale",),
+)
+CONSTANTS = tuple(attention_decode.arg_names[attention_decode.arg_names.index("SPLITS") :])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sized:
+    """What follows from the number of sequences: most_splits, and how the outputs are allocated."""
+
+    most_splits: int
+    make_out: Callable[[], torch.Tensor]
+    make_lse: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A Call as the kernel takes it. constants: what it is compiled for, but for ALIGN. kept: rows that a split leaves behind.
+    places: tiles of rows of a batch row. given: for each parameter from Bounds on, its place among the operands, or None. typed:
+    the places of those whose dtype the text does not tell. sized: by the number of sequences and whether they are on a GPU.
+    compiled: a kernel and its constants, by what else it was compiled for."""
+
+    schedule: Schedule
+    plan: Plan
+    scale: float
+    softcap: float
+    constants: dict[str, Any]
+    kept: int
+    places: int
+    given: tuple[int | None, ...]
+    typed: tuple[int, ...]
+    sized: dict[tuple[int, bool], Sized] = field(default_factory=dict)
+    compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
+
+
+@functools.lru_cache(maxsize=1024)
+def prepare(text: str) -> Prepared:
+    """Everything that follows from the leaf op's text."""
+    call = Call.from_text(text)
+    spec, plan = call.spec, decode_plan.of(call)
+    heads_kv, seqlen_q = decode_plan.known(spec.num_heads_kv), decode_plan.known(spec.seqlen_q)
+    group = decode_plan.known(spec.num_heads_q) // heads_kv
+    rows, blocks = decode_plan.rows_of(spec)
+    # A scale that is a tensor may be negative.
+    shared = kernel_constants(spec, added=plan.bias or plan.distances or plan.slopes or plan.k_scale)
+    kept = rows if blocks > 1 else group * seqlen_q
+    kept_all = triton.next_power_of_2(kept)
+    most_parts = triton.next_power_of_2(call.schedule.splits or _MOST_PARTS)
+    constants = {
+        "SPLITS": call.schedule.splits or 0,
+        "BLOCK_M": rows,
+        "BLOCK_N": call.schedule.keys,
+        "SLICES": call.schedule.slices,
+        "PARTS": min(max(_HELD // (kept_all * shared["V_0"]), 1), most_parts, _MOST_PARTS),
+        "KEPT": kept,
+        "KEPT_ALL": kept_all,
+        "HEADS_KV": heads_kv,
+        "GROUP": group,
+        "SEQLEN_Q": seqlen_q,
+        "PAIRS_MASK": plan.mask,
+        "NARROWER": 1 if spec.stored is None else BYTES[spec.dtype],
+        "EARLY": call.schedule.early and not triton.knobs.runtime.interpret,
+        "COMPILED": not triton.knobs.runtime.interpret,
+        **shared,
+    }
+    return Prepared(
+        schedule=call.schedule,
+        plan=plan,
+        scale=spec.score.scale,
+        softcap=spec.score.softcap or 1.0,
+        constants=constants,
+        kept=kept,
+        places=heads_kv * blocks,
+        given=tuple(plan.place(*names) for names in _PARAMETERS),
+        typed=tuple(i for i, name in enumerate(plan.operands) if name in ("bias", "distances", "sinks")),
+    )
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, as `ops.LEAF_SCHEMA` says."""
+    prepared = prepare(text)
+    strides, align = _strides(q, k, v)
+    if align == 1:
+        q, k, v = map(readable, (q, k, v))
+        strides, _ = _strides(q, k, v)
+        align = alignment(q, k, v) if k.dtype == q.dtype else 1
+    if not q.is_cuda or q.get_device() == driver.active.get_current_device():
+        return _forward(prepared, q, k, v, operands, strides, align)
+    with torch.cuda.device(q.device):
+        return _forward(prepared, q, k, v, operands, strides, align)
+
+
+def _forward(
+    prepared: Prepared,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    operands: Tensors,
+    strides: tuple[int, ...],
+    align: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """On the current device."""
+    batch, seqlen_kv = q.shape[0], k.shape[2]
+    sized = prepared.sized.get((batch, q.is_cuda)) or _size(prepared, q, v)
+    out, lse = sized.make_out(), sized.make_lse()
+    if batch == 0:
+        return out, lse
+    schedule = prepared.schedule
+    splits = schedule.splits or none_too_short(schedule, sized.most_splits, seqlen_kv=seqlen_kv)
+    partial, count, lse_at = None, None, 0
+    if splits > 1:
+        rows = batch * prepared.places * splits * prepared.kept
+        lse_at = rows * v.shape[3]
+        partial = empty_strided((lse_at + rows,), (1,), torch.float32, q.device.type)
+        count = operands[0]
+    given = [None if place is None else operands[place] for place in prepared.given]
+    numbers = (*strides, *_operand_strides(*given[:4]), lse_at, seqlen_kv, prepared.scale, prepared.softcap)
+    key = (q.get_device(), align, partial is None, *[operands[place].dtype for place in prepared.typed])
+    _launch(prepared, key, (splits, prepared.places, batch), (q, k, v, out, lse, partial, count, *given), numbers)
+    return out, lse
+
+
+def _size(prepared: Prepared, q: torch.Tensor, v: torch.Tensor) -> Sized:
+    """Kept in `prepared`."""
+    batch = q.shape[0]
+    check_grid((1, prepared.places, batch))
+    out, lse = (Empty.like(output) for output in new_outputs(q, v))
+    most = decode_plan.most_splits(prepared.schedule, tiles=batch * prepared.places)
+    found = Sized(most_splits=most, make_out=out.make, make_lse=lse.make)
+    prepared.sized[batch, q.is_cuda] = found
+    return found
+
+
+def _strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    """The nine strides of BHS, and a vector's elements if every vector is aligned, else 1. An axis of size one counts like any other."""
+    qb, qh, qs, _ = q.stride()
+    kb, kh, ks, _ = k.stride()
+    vb, vh, vs, _ = v.stride()
+    size, of_keys = q.element_size(), k.element_size()
+    together = (
+        (qb | qh | qs) * size | (kb | kh | ks | vb | vh | vs) * of_keys | q.data_ptr() | k.data_ptr() | v.data_ptr()
+    )
+    return (qb, qh, qs, kb, kh, ks, vb, vh, vs), 1 if together % VECTOR else VECTOR // size
+
+
+def _operand_strides(
+    bounds: torch.Tensor | None, keys: torch.Tensor | None, pairs: torch.Tensor | None, distances: torch.Tensor | None
+) -> tuple[int, ...]:
+    """0 where an axis broadcasts, and where there is no tensor."""
+    return (
+        *(_NO_BOUNDS if bounds is None else (bounds.stride(0), along(bounds, 1))),
+        0 if keys is None else along(keys, 0),
+        *(_NO_PAIRS if pairs is None else [along(pairs, dim) for dim in range(4)]),
+        0 if distances is None else along(distances, 0),
+    )
+
+
+_NO_BOUNDS, _NO_PAIRS = (0, 0), (0, 0, 0, 0)
+
+
+def _launch(
+    prepared: Prepared,
+    key: tuple[Any, ...],
+    grid: tuple[int, int, int],
+    tensors: tuple[torch.Tensor | None, ...],
+    numbers: tuple[int | float, ...],
+) -> None:
+    """key: what the kernel is compiled for besides the text; its second entry is ALIGN. tensors, numbers: as the kernel's parameters.
+
+    A kernel that was compiled is launched without triton's own way there, which looks at every argument to find it again.
+    """
+    found = prepared.compiled.get(key)
+    if found is None:
+        constants = {**prepared.constants, "ALIGN": key[1]}
+        schedule = prepared.schedule
+        options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
+        options |= {"launch_pdl": True} if constants["EARLY"] else {}
+        compiled = attention_decode[grid](*tensors, *numbers, **constants, **options)
+        if compiled is not None:  # The interpreter compiles nothing.
+            prepared.compiled[key] = compiled, tuple(constants[name] for name in CONSTANTS)
+        return
+    compiled, values = found
+    start(compiled, grid, key[0], (*[None if t is None else t.data_ptr() for t in tensors], *numbers, *values))

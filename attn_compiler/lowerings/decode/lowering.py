@@ -1,0 +1,102 @@
+"""Our own kernel for few queries over a cache: it reads the filled part alone, from an unmodified model. Forward only.
+
+Imports no Triton: a site is described, decided and rewritten on machines that have none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+
+import torch
+from torch import fx
+
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.choice.priorities import MOST_QUERIES
+from attn_compiler.lowerings.decode import operands as decode_operands
+from attn_compiler.lowerings.decode import plan
+from attn_compiler.lowerings.decode import schedule as decode_schedule
+from attn_compiler.lowerings.decode.plan import Call
+from attn_compiler.lowerings.triton.lowering import TritonAttention
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+_TRITON = TritonAttention()
+#: compute capability from which Triton converts both FP8 dtypes, and bytes that a vector of them has
+_FP8_SINCE, _VECTOR = 89, 16
+
+
+class Decode:
+    """`attn_compiler::decode` (ops.py)."""
+
+    name = "decode"
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        return _TRITON.unavailable(target)
+
+    def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        refused = _TRITON.why_not(spec, target)
+        # What the parts are is only known of a spec that is understood.
+        return refused or [
+            *_check_no_grad(spec),
+            *_check_no_dropout(spec),
+            *_check_queries(spec),
+            *_check_heads_known(spec),
+            *_check_documents(spec),
+        ]
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        """In float32 no strides are worth a copy of the cache: what is not aligned is loaded element by element."""
+        return LayoutDemand(alignment=1 if spec.dtype == "float32" else _VECTOR)
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        spec, k, v = as_read(spec, operands, emitter.target)
+        call = Call(spec=spec, schedule=decode_schedule.schedule(spec, emitter.target))
+        further = decode_operands.emit(emitter, call, operands)
+        leaf = torch.ops.attn_compiler.decode.default
+        outputs = emitter.call(leaf, operands.q, k, v, further, call.to_text())
+        return emitter.call(operator.getitem, outputs, 0)
+
+
+def as_read(spec: AttentionSpec, operands: Operands, target: Target) -> tuple[AttentionSpec, fx.Node, fx.Node]:
+    """The spec of what the kernel reads, and k and v: as a cache in FP8 holds them where the machine can, and vectors are aligned."""
+    kept = spec.stored
+    if kept is not None and operands.stored is not None and (target.sm >= _FP8_SINCE or target.triton_interpreted):
+        demand = LayoutDemand(alignment=_VECTOR)
+        if not any(demand.broken_by(tensor) for tensor in (kept.k, kept.v)):
+            return spec, operands.stored.k, operands.stored.v
+    return dataclasses.replace(spec, stored=None), operands.k, operands.v
+
+
+def _check_no_grad(spec: AttentionSpec) -> list[Reason]:
+    if not spec.needs_grad:
+        return []
+    remedy = "decode under torch.no_grad() or torch.inference_mode()"
+    return [Reason(rule="no gradient is needed", observed="the output is differentiated", remedy=remedy)]
+
+
+def _check_no_dropout(spec: AttentionSpec) -> list[Reason]:
+    if not spec.score.dropout_p:
+        return []
+    return [Reason(rule="no dropout", observed=f"dropout {spec.score.dropout_p:g}", remedy="call model.eval()")]
+
+
+def _check_queries(spec: AttentionSpec) -> list[Reason]:
+    if isinstance(spec.seqlen_q, int) and spec.seqlen_q <= MOST_QUERIES:
+        return []
+    rule = f"seqlen_q is known, and at most {MOST_QUERIES}"
+    return [Reason(rule=rule, observed=f"seqlen_q {spec.seqlen_q}")]
+
+
+def _check_heads_known(spec: AttentionSpec) -> list[Reason]:
+    if isinstance(spec.num_heads_q, int) and isinstance(spec.num_heads_kv, int):
+        return []
+    observed = f"num_heads_q {spec.num_heads_q}, num_heads_kv {spec.num_heads_kv}"
+    return [Reason(rule="the numbers of heads are known", observed=observed, remedy="mark them static")]
+
+
+def _check_documents(spec: AttentionSpec) -> list[Reason]:
+    if plan.parts(spec).documents is None:
+        return []
+    return [Reason(rule="no packed documents", observed=spec.mask.words)]

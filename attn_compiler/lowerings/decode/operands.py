@@ -1,0 +1,117 @@
+"""The run-time tensors that the decode kernel reads, as graph nodes: each is made once for all sites that need the same."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.lowerings.base import Emitter, Operands
+from attn_compiler.lowerings.decode import plan as decode_plan
+from attn_compiler.lowerings.decode.plan import Call
+from attn_compiler.lowerings.shared import expression_nodes, part_tensors
+
+aten = torch.ops.aten
+
+
+def emit(emitter: Emitter, call: Call, operands: Operands) -> list[fx.Node]:
+    """The operands of the leaf op in the order of `Plan.operands`."""
+    plan, parts = decode_plan.of(call), decode_plan.parts(call.spec)
+    made = part_tensors.emit_parts(emitter, call.spec, operands, parts)
+    making = _Making(emitter, call, operands)
+    if plan.count:
+        made["count"] = making.count()
+    if plan.bounds:
+        made["bounds"] = making.bounds(made, only_masks=not decode_plan.masks_by_bias(call.spec, parts))
+    if operands.stored is not None:
+        scales = {"k_scale": operands.stored.k_scale, "v_scale": operands.stored.v_scale}
+        made |= {name: node for name, node in scales.items() if node is not None}
+    return [made[name] for name in plan.operands]
+
+
+@dataclass(frozen=True)
+class _Making:
+    emitter: Emitter
+    call: Call
+    given: Operands
+
+    def count(self) -> fx.Node:
+        """One for all sites of a graph: the kernel leaves it zero."""
+        tiles = decode_plan.known(self.call.spec.num_heads_kv) * decode_plan.rows_of(self.call.spec)[1]
+        batch = expression_nodes.size_of(self.emitter, self.given.q, 0)
+        length = batch * tiles if isinstance(batch, int) else self._call(operator.mul, batch, tiles)
+        key = ("decode count", self.call.spec.batch, tiles, self._device)
+        leaf = torch.ops.attn_compiler.decode_count.default
+        return self.emitter.once(key, lambda: self._call(leaf, self.given.q, length))
+
+    def bounds(self, made: Mapping[str, fx.Node], *, only_masks: bool) -> fx.Node:
+        """int32 (2, B|1, Sq): the rows' intervals without what keys and masks leave out at both ends.
+
+        only_masks: no tensor that is added counts as a mask.
+        """
+        masks = {name: made[name] for name in ("keys", "mask") if name in made}
+        if not only_masks:
+            masks["bias"] = made["bias"]
+        rows = made.get("rows")
+        key = ("decode bounds", rows, tuple(masks.items()), self.call.spec.seqlen_q, self.call.spec.seqlen_kv)
+        leaf = torch.ops.attn_compiler.decode_bounds.default
+        return self.emitter.once(key, lambda: self._call(leaf, self._bounds(rows, masks)))
+
+    def _bounds(self, rows: fx.Node | None, masks: Mapping[str, fx.Node]) -> fx.Node:
+        if not masks and rows is not None:
+            return rows
+        extents = [_EXTENTS[name](self, mask) for name, mask in masks.items()]
+        if rows is not None:
+            extents.append((self._call(aten.select.int, rows, 0, 0), self._call(aten.select.int, rows, 0, 1)))
+        first = reduce(lambda a, b: self._call(torch.maximum, a, b), (first for first, _ in extents))
+        end = reduce(lambda a, b: self._call(torch.minimum, a, b), (end for _, end in extents))
+        queries = decode_plan.known(self.call.spec.seqlen_q)
+        sides = [self._call(aten.expand.default, x, [-1, queries]) for x in (first, end)]
+        stacked = self._call(torch.stack, sides)
+        return self._call(torch.Tensor.to, stacked, torch.int32)
+
+    def of_keys(self, keys: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """(B|1, 1) twice, of bool (B|1, Skv)."""
+        return self._extent(keys, [1])
+
+    def of_mask(self, mask: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """(B|1, Sq|1) twice, of bool (B|1, Hq|1, Sq|1, Skv|1): of all heads together."""
+        return self._extent(mask, [1, 3])
+
+    def of_bias(self, bias: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """The same of what is added: the lowest number of its dtype masks, as everywhere (see patterns/score_steps.py)."""
+        lowest = torch.finfo(self.emitter.value(bias).dtype).min
+        return self._extent(self._call(torch.gt, bias, lowest), [1, 3])
+
+    def _extent(self, allowed: fx.Node, axes: list[int]) -> tuple[fx.Node, fx.Node]:
+        """The first key that is allowed and the one after the last, int64; the first is beyond the last where there is none."""
+        length = self._seqlen_kv
+        at = self._call(torch.arange, length, device=self._device)
+        first = self._call(torch.amin, self._call(torch.where, allowed, at, length), axes)
+        end = self._call(torch.amax, self._call(torch.where, allowed, self._call(torch.add, at, 1), 0), axes)
+        if len(axes) == 1:
+            return self._call(torch.unsqueeze, first, 1), self._call(torch.unsqueeze, end, 1)
+        return first, end
+
+    @property
+    def _seqlen_kv(self) -> int | fx.Node:
+        return expression_nodes.size_of(self.emitter, self.given.k, 2)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.emitter.value(self.given.q).device
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return self.emitter.call(function, *args, **kwargs)
+
+
+_EXTENTS: Mapping[str, Callable[[_Making, fx.Node], tuple[fx.Node, fx.Node]]] = {
+    "keys": _Making.of_keys,
+    "mask": _Making.of_mask,
+    "bias": _Making.of_bias,
+}

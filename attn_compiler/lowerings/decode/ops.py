@@ -1,0 +1,25 @@
+"""The leaf op of the decode kernel, `attn_compiler::decode`: its text is a `decode_plan.Call`. It has no backward.
+
+operands: those that the plan names, in its order. triton itself is imported by the first call, not before.
+`attn_compiler::decode_count` makes the counters: int32 zeros on a tensor's device, once for all sites of a graph. Bounds go through
+`attn_compiler::decode_bounds`, a copy, for the same reason: Inductor would compute them anew for every layer.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attn_compiler.lowerings.shared.ops import late, register_forward, register_helper
+
+
+def _count(like: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.zeros(length, dtype=torch.int32, device=like.device)
+
+
+def _bounds(bounds: torch.Tensor) -> torch.Tensor:
+    return bounds.clone(memory_format=torch.contiguous_format)
+
+
+register_helper("decode_bounds", "(Tensor bounds) -> Tensor", function=_bounds)
+register_helper("decode_count", "(Tensor like, SymInt length) -> Tensor", function=_count)
+register_forward("decode", forward=late("decode.launch", "forward"), dispatch_key="CompositeExplicitAutograd")

@@ -1,0 +1,181 @@
+"""What the decode kernel is told of one attention: pure data, made from the spec and the machine alone.
+
+Masks and score changes become the parts that shared/parts.py finds, with two differences: every interval of keys, bands
+included, is a pair of bounds for each query, since a band over few queries is nothing more; and no lists of tiles are made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared.parts import Parts
+from attn_compiler.spec import AttentionSpec
+
+#: rows of a tile of queries: what a tensor core instruction has; what registers hold, and hold of wide heads
+_FEWEST_ROWS, _MOST_ROWS, _MOST_ROWS_WIDE, _WIDE = 16, 64, 32, 128
+
+#: share of the machine that has to be busy, and how often it is filled at most to get there
+_LITTLE_IDLE, _MOST_TIMES = 0.9, 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """How the work is shared out. keys: of a tile. warps, stages: how the kernel is compiled. slices: of a tile's keys, one for
+    each warp, or 1: warps share it.
+
+    programs: how many the machine runs at a time, as fast as it can. least_keys: a split has no fewer, or it would cost more than
+    it saves. early: the kernel is launched while the one before it ends, and waits for that.
+    splits: of each kv head's keys, at most; None where sizes are only known at the launch, which then asks `splits` itself.
+    """
+
+    keys: int
+    warps: int
+    stages: int
+    slices: int = 1
+    programs: int
+    least_keys: int
+    early: bool = False
+    splits: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Which parts mask and change the scores. Those that read tensors name their operands, in this order:
+
+    count: int32, contiguous, zero, at least one element for each batch row, kv head and block of rows: how many splits have
+        arrived. The kernel leaves it as it finds it, so that all sites of a graph share one.
+    bounds: int32 (2, B|1, Sq), contiguous: the first key that each query may use, and the one after the last.
+    keys: bool (B|1, Skv), contiguous: which keys may be used at all.
+    mask: bool (B|1, Hq|1, Sq|1, Skv|1), any strides: which pairs are allowed.
+    bias: a float tensor (B|1, Hq|1, Sq|1, Skv|1), any strides, is added to the scores. There is no mask then.
+    distances, slopes, sinks: as in `triton_plan.Plan`.
+    k_scale, v_scale: (), float32: what keys and values in FP8 are multiplied by.
+    """
+
+    count: bool = False
+    bounds: bool = False
+    keys: bool = False
+    mask: bool = False
+    bias: bool = False
+    distances: bool = False
+    slopes: bool = False
+    sinks: bool = False
+    k_scale: bool = False
+    v_scale: bool = False
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the run-time tensors in the order in which the leaf op takes them."""
+        return tuple(f.name for f in dataclasses.fields(self) if getattr(self, f.name))
+
+    def place(self, *names: str) -> int | None:
+        """Where the operand of one of these names is, if there is one."""
+        return next((i for i, name in enumerate(self.operands) if name in names), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """Everything that is decided of a call at compile time, which is what the leaf op's text says."""
+
+    spec: AttentionSpec
+    schedule: Schedule
+
+    def to_text(self) -> str:
+        """Canonical JSON."""
+        schedule = dataclasses.asdict(self.schedule)
+        return json.dumps(
+            {"spec": json.loads(self.spec.to_text()), "schedule": schedule}, sort_keys=True, separators=(",", ":")
+        )
+
+    @staticmethod
+    def from_text(text: str) -> Call:
+        """Inverse of `to_text`."""
+        read = json.loads(text)
+        return Call(spec=AttentionSpec.from_text(json.dumps(read["spec"])), schedule=Schedule(**read["schedule"]))
+
+
+def parts(spec: AttentionSpec) -> Parts:
+    """Where each kind goes: as for the other Triton kernels, the band as an interval of each query."""
+    found = site_parts.parts(spec)
+    if found.band is None:
+        return found
+    band = found.band
+    # The one query stands on the last key, and sees them all.
+    sees_all = spec.seqlen_q == 1 and band.from_end and band.left is None and (band.right or 0) >= 0
+    return dataclasses.replace(found, band=None) if sees_all else site_parts.with_band_as_rows(found)
+
+
+def of(call: Call) -> Plan:
+    """The plan of a call whose spec the decode lowering does not refuse."""
+    found = parts(call.spec)
+    keys = found.keys is not None or found.keys_given
+    return Plan(
+        count=call.schedule.splits != 1,
+        bounds=found.rows is not None or keys or found.mask or masks_by_bias(call.spec, found),
+        keys=keys,
+        mask=found.mask,
+        bias=found.bias,
+        distances=bool(found.distances),
+        slopes=found.slopes is not None,
+        sinks=call.spec.score.sinks is not None,
+        k_scale=call.spec.stored is not None and call.spec.stored.k_scaled,
+        v_scale=call.spec.stored is not None and call.spec.stored.v_scaled,
+    )
+
+
+def masks_by_bias(spec: AttentionSpec, found: Parts) -> bool:
+    """Whether what is added may hold lowest numbers, which leave keys out: it is a mask of the model's, and not a learned bias."""
+    return found.bias and spec.mask.dense is not None
+
+
+def rows_of(spec: AttentionSpec) -> tuple[int, int]:
+    """Rows of a tile, a power of two, and how many tiles take all queries of a group of heads."""
+    total = known(spec.num_heads_q) // known(spec.num_heads_kv) * known(spec.seqlen_q)
+    most = _MOST_ROWS_WIDE if max(known(spec.head_dim_qk), known(spec.head_dim_v)) > _WIDE else _MOST_ROWS
+    # Products in float32 take no tensor core, and many more registers.
+    rows = max(_FEWEST_ROWS, min(_power_of_two(total), _FEWEST_ROWS if spec.dtype == "float32" else most))
+    return rows, -(-total // rows)
+
+
+def known(size: int | str) -> int:
+    """A size that why_not has checked. Raises TypeError for a symbolic one."""
+    if isinstance(size, int):
+        return size
+    raise TypeError(f"why_not refuses unknown sizes here, got {size!r}")
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << max(least - 1, 0).bit_length()
+
+
+def splits(schedule: Schedule, *, tiles: int, seqlen_kv: int) -> int:
+    """Into how many the keys of each of so many tiles of rows are split: `most_splits`, none of them too short."""
+    return none_too_short(schedule, most_splits(schedule, tiles=tiles), seqlen_kv=seqlen_kv)
+
+
+def none_too_short(schedule: Schedule, most: int, *, seqlen_kv: int) -> int:
+    """So many splits at most."""
+    return max(min(most, -(-seqlen_kv // schedule.least_keys)), 1)
+
+
+def most_splits(schedule: Schedule, *, tiles: int) -> int:
+    """Of sequences that are long enough.
+
+    As many as the machine runs at once. Where there are more tiles than that: one, if the last round of programs leaves little of the
+    machine idle; else as many as fill it twice, or a few times more often.
+    """
+    room, tiles = max(schedule.programs, 1), max(tiles, 1)
+    if tiles <= room:
+        return room // tiles
+    fills = []
+    for times in range(1, _MOST_TIMES + 1):
+        found = times * room // tiles
+        if found:
+            fills.append((found * tiles / (times * room), found))
+        if found and fills[-1][0] >= _LITTLE_IDLE:
+            break
+    enough = fills[-1:] if fills and fills[-1][0] >= _LITTLE_IDLE else fills
+    return max(enough, key=lambda fill: (fill[0], -fill[1]), default=(1.0, 1))[1]

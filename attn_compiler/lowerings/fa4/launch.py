@@ -1,0 +1,289 @@
+"""Calls FlashAttention-4's kernels, and compiles them ahead of the first call. The only file that imports flash_attn.
+
+flash_attn compiles a kernel the first time that its Python function meets a new combination of dtype, head dims, mask and so on;
+under a FakeTensorMode it compiles alone. Sizes and strides are no part of that combination.
+
+A forward through those functions takes the host 84 µs on an H200 machine (190 with a softcap, whose function they make and hash anew
+each time), a backward 106 or more, a launch 7. So a call of shapes that were there before launches the same kernels again
+(replay.py). What the functions would have to copy still goes through them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from attn_compiler import torch_compat
+from attn_compiler.lowerings.fa4 import replay
+from attn_compiler.lowerings.fa4.plan import Call, Settings
+from attn_compiler.lowerings.fa4.replay import Recording
+from attn_compiler.lowerings.shared.on_device import new_outputs, on
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec, Dim
+from attn_compiler.target import Target
+
+#: a call's tensors by name
+Named = dict[str, Tensor]
+Shape = tuple[int, int, int, int]
+
+# In place of sizes that are not known: more than one block of queries and of keys.
+_SOME_BATCH, _SOME_LENGTH = 2, 1024
+# Bytes that addresses and strides are multiples of.
+_ALIGNMENT = 16
+_ALIGNED_ELEMENTS = _ALIGNMENT // 2  # in half precision
+_MOST_RECORDINGS = 1024
+#: what a backward fills in
+_GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_sinks")
+
+_lock = threading.RLock()
+
+
+# ---- compiling ----------------------------------------------------------------------------------------------------
+
+
+def why_not_compiled(call: Call) -> list[Reason]:
+    """Compile what the call needs, once for each kind of kernel; the error, if there is one, as a reason.
+
+    Does nothing for a machine that is not this one: kernels are compiled where they run.
+    """
+    if not _is_here(call):
+        return []
+    found = _compiled(call, getattr(torch, call.spec.dtype))
+    return [found] if isinstance(found, Reason) else []
+
+
+def _is_here(call: Call) -> bool:
+    here = Target.current("cuda")
+    return (here.flash_attn_4, here.sm) == (call.version, call.sm)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(call: Call, sinks_dtype: torch.dtype) -> Reason | None:
+    """None once everything that the call needs is compiled; or why that failed."""
+    try:
+        with _lock, FakeTensorMode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _compile(call, sinks_dtype)
+    except Exception as failure:  # noqa: BLE001 - whatever the compiler raises is why the site goes elsewhere
+        said = str(failure).strip().splitlines()
+        observed = f"{type(failure).__name__}: {said[0] if said else ''}"[:240]
+        return Reason(rule="its kernels compile", observed=observed)
+    return None
+
+
+def _compile(call: Call, sinks_dtype: torch.dtype) -> None:
+    spec, prepared = call.spec, _prepared(call.to_text())
+    q, k, v = (_fake(tensor.shape, spec) for tensor in (spec.q, spec.k, spec.v))
+    heads, width = q.shape[2], v.shape[3]
+    given = {"q": q, "k": k, "v": v, "out": q.new_empty((*q.shape[:2], heads, width))}
+    given["lse"] = q.new_empty((q.shape[0], heads, q.shape[1]), dtype=torch.float32)
+    if prepared.settings.sinks:
+        given["sinks"] = q.new_empty(heads, dtype=sinks_dtype)
+    _flash_forward(prepared, given)
+    if spec.needs_grad:
+        given |= {f"grad_{name}": torch.empty_like(given[name]) for name in ("q", "k", "v", "out", "lse")}
+        _flash_backward(prepared, given)
+
+
+def _fake(shape: Sequence[Dim], spec: AttentionSpec) -> Tensor:
+    """(B, S, H, D) for a logical BHSD shape, where a FakeTensorMode is on."""
+    some = (_SOME_BATCH, 1, _SOME_LENGTH, 1)
+    batch, heads, length, width = (
+        size if isinstance(size, int) else other for size, other in zip(shape, some, strict=True)
+    )
+    return torch.empty((batch, length, heads, width), dtype=getattr(torch, spec.dtype), device=spec.device)
+
+
+@functools.cache
+def _flash() -> Any:
+    """flash_attn's functions."""
+    return importlib.import_module("flash_attn.cute.interface")
+
+
+# ---- the leaf op's two bodies --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prepared:
+    """What a call text comes to, looked up once: hashing a spec takes longer than a launch. forwards, backwards: by the shapes of the
+    tensors; None where a call can't be replayed."""
+
+    call: Call
+    settings: Settings
+    window: tuple[int | None, int | None]
+    forwards: dict[Any, Recording | None] = field(default_factory=dict)
+    backwards: dict[Any, Recording | None] = field(default_factory=dict)
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared(text: str) -> _Prepared:
+    call = Call.from_text(text)
+    settings = call.settings
+    return _Prepared(call=call, settings=settings, window=settings.window)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
+    """out and lse, laid out as `ops` says. Sizes are those of the tensors, not the spec's."""
+    prepared = _prepared(text)
+    with on(q.device):
+        out, lse = new_outputs(q, v)
+        given = {"q": _bshd(q), "k": _bshd(k), "v": _bshd(v), "out": _bshd(out), "lse": lse}
+        is_plain = _is_plain(q) and _is_plain(k) and _is_plain(v)
+        given = _with_sinks(given, operands)
+        _run(prepared, prepared.forwards, _flash_forward, given, outputs=("out", "lse"), is_plain=is_plain)
+    return out, lse
+
+
+def gradients(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    operands: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    text: str,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Gradients of q, k and v, and of the sinks if they are learned."""
+    prepared = _prepared(text)
+    # A stride of 0 has kernels of its own, which were not compiled ahead.
+    grad_out = grad_out.contiguous() if 0 in grad_out.stride() else grad_out
+    with on(q.device):
+        grad_q, grad_k, grad_v = (_empty(cast(Shape, x.shape), x) for x in (q, k, v))
+        given = {"q": _bshd(q), "k": _bshd(k), "v": _bshd(v), "out": _bshd(out), "grad_out": _bshd(grad_out)}
+        given |= {"lse": lse.detach(), "grad_lse": grad_lse.detach()}
+        given |= {"grad_q": _bshd(grad_q), "grad_k": _bshd(grad_k), "grad_v": _bshd(grad_v)}
+        is_plain = all(map(_is_plain, (q, k, v, out, grad_out))) and lse.is_contiguous() and grad_lse.is_contiguous()
+        given = _with_sinks(given, operands)
+        named = _run(prepared, prepared.backwards, _flash_backward, given, outputs=_GRADIENTS, is_plain=is_plain)
+    return grad_q, grad_k, grad_v, [named["grad_sinks"]] if prepared.settings.sinks_grad else []
+
+
+def _run(
+    prepared: _Prepared,
+    recordings: dict[Any, Recording | None],
+    function: Callable[[_Prepared, Named], Named],
+    given: Named,
+    *,
+    outputs: Sequence[str],
+    is_plain: bool,
+) -> Named:
+    """All tensors by name: those that are given, of which it fills in `outputs`, and what else the function returns."""
+    if not is_plain:
+        return given | function(prepared, given)
+    device = given["q"].device.type
+    shapes = (given["q"].shape, given["k"].shape, given["sinks"].dtype if "sinks" in given else None)
+    if shapes not in recordings:
+        # A first call while a CUDA graph is captured can't be waited for.
+        if device == "cuda" and torch.cuda.is_current_stream_capturing():
+            return given | function(prepared, given)
+        if len(recordings) >= _MOST_RECORDINGS:
+            recordings.clear()
+        with replay.watching(_launching()) as watch:
+            results = function(prepared, given)
+        named, found = given | results, watch.recording(given, results)
+        recordings[shapes] = found if found is not None and found.gives(named, outputs, device) else None
+        return named
+    recording = recordings[shapes]
+    if recording is None:
+        return given | function(prepared, given)
+    return recording.replay(given, device)
+
+
+def _launching() -> tuple[Any, ...]:
+    """The functions of flash_attn's that have kernels."""
+    flash = _flash()
+    return flash._flash_attn_fwd, flash._bwd_preprocess, flash._flash_attn_bwd, flash._bwd_postprocess_convert
+
+
+def _flash_forward(prepared: _Prepared, given: Named) -> Named:
+    """Fills in out and lse. q, k, v, out: (B, S, H, D)."""
+    settings, (left, right) = prepared.settings, prepared.window
+    _flash()._flash_attn_fwd(
+        *(given[name] for name in ("q", "k", "v")),
+        softmax_scale=settings.scale,
+        causal=settings.causal,
+        window_size_left=left,
+        window_size_right=right,
+        learnable_sink=given.get("sinks"),
+        out=given["out"],
+        lse=given["lse"],
+        _arch=prepared.call.sm,
+        **_softcap(settings, backward=False),
+    )
+    return {}
+
+
+def _flash_backward(prepared: _Prepared, given: Named) -> Named:
+    """Fills in the gradients of q, k and v; returns that of the sinks if they are learned."""
+    settings, (left, right) = prepared.settings, prepared.window
+    found = _flash()._flash_attn_bwd(
+        *(given[name] for name in ("q", "k", "v", "out", "grad_out", "lse")),
+        softmax_scale=settings.scale,
+        causal=settings.causal,
+        window_size_left=left,
+        window_size_right=right,
+        deterministic=prepared.call.deterministic,
+        dq=given["grad_q"],
+        dk=given["grad_k"],
+        dv=given["grad_v"],
+        dlse=given["grad_lse"],
+        learnable_sink=given["sinks"] if settings.sinks_grad else None,
+        **_softcap(settings, backward=True),
+    )
+    return {"grad_sinks": found[3]} if settings.sinks_grad else {}
+
+
+def _softcap(settings: Settings, *, backward: bool) -> dict[str, Any]:
+    """The softcap's own functions, which are the same objects in every call: flash_attn hashes the source of new ones."""
+    if settings.softcap is None:
+        return {}
+    mods = {"score_mod": _softcap_mod(settings.softcap)}
+    return mods | {"score_mod_bwd": _softcap_mod_backward(settings.softcap)} if backward else mods
+
+
+@functools.cache
+def _softcap_mod(cap: float) -> Any:
+    return _flash().utils.create_softcap_scoremod(cap)
+
+
+@functools.cache
+def _softcap_mod_backward(cap: float) -> Any:
+    return _flash().utils.create_softcap_scoremod_bwd(cap)
+
+
+def _bshd(x: Tensor) -> Tensor:
+    """What flash_attn takes. DLPack refuses a tensor that requires a gradient."""
+    return (x.detach() if x.requires_grad else x).transpose(1, 2)
+
+
+def _empty(shape: Shape, like: Tensor) -> Tensor:
+    """Contiguous, on the current device."""
+    batch, rows, columns, width = shape
+    strides = (rows * columns * width, columns * width, width, 1)
+    return torch_compat.empty_strided((batch, rows, columns, width), strides, like.dtype, like.device.type)
+
+
+def _with_sinks(given: Named, operands: Sequence[Tensor]) -> Named:
+    return given | {"sinks": operands[0].detach()} if operands else given
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether kernels read it as it is: TMA wants addresses and strides of 16 bytes, and a stride of 0 has kernels of its own."""
+    batch, heads, length, width = x.stride()
+    return (
+        width == 1
+        and (batch | heads | length) % _ALIGNED_ELEMENTS == 0
+        and 0 not in (batch, heads, length)
+        and x.data_ptr() % _ALIGNMENT == 0
+    )

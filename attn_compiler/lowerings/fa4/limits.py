@@ -1,0 +1,131 @@
+"""What FlashAttention-4 can't do, as reasons. From flash_attn/cute/interface.py of 4.0.0b36, whose assertions these come before."""
+
+from __future__ import annotations
+
+import re
+
+from attn_compiler.lowerings.shared import dims, known_bad, limits, offset_limits
+from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import FLASH_ATTN_4_DISTRIBUTION, Target
+
+# Betas whose functions take what launch.py gives them: b33 has another order of arguments, and a later one may.
+FIRST_BETA, LAST_BETA = 34, 36
+_VERSION = re.compile(r"4\.0\.0b(\d+)")
+INSTALL = "pip install 'attn_compiler[fa4]'"
+
+_DTYPES = ("bfloat16", "float16")
+_HEAD_DIM_LIMIT = 256
+# Bytes that one vector has: heads are whole vectors.
+_MULTIPLE = 8
+_GRADIENT_MULTIPLE = 32
+
+
+def check(spec: AttentionSpec, target: Target) -> list[Reason]:
+    """Every reason against the spec on that machine, but for what only a compiler can say."""
+    machine = check_machine(target) or limits.check_device(spec, target.device)
+    if machine:
+        return machine
+    return [
+        *limits.check_known_changes(spec),
+        *limits.check_weights_unread(spec),
+        *limits.check_masks(spec),
+        *limits.check_softmax_dtype(spec),
+        *limits.check_shapes(spec),
+        *limits.check_dtypes(spec, _DTYPES),
+        *limits.check_scale(spec),
+        *limits.check_grid(spec),
+        *offset_limits.check_spans(spec),
+        *_check_dropout(spec),
+        *_check_mask(spec),
+        *_check_added(spec),
+        *_check_head_dims(spec, target),
+    ]
+
+
+def check_machine(target: Target) -> list[Reason]:
+    """Hopper, or Blackwell of data centers, all of one kind: flash_attn asks the current device once, for all of them."""
+    gpu = limits.check_gpu(target, first_sm=90)
+    if gpu:
+        return gpu
+    if not (target.sm == 90 or 100 <= target.sm < 110):
+        return [Reason(rule="GPU architecture sm90 or sm100 to sm109", observed=f"sm{target.sm}")]
+    if target.mixed_gpus:
+        remedy = "show the process GPUs of one kind (CUDA_VISIBLE_DEVICES)"
+        return [Reason(rule="all GPUs are of one architecture", observed="several", remedy=remedy)]
+    return _check_version(target.flash_attn_4)
+
+
+def _check_version(version: str) -> list[Reason]:
+    rule = f"{FLASH_ATTN_4_DISTRIBUTION} 4.0.0b{FIRST_BETA} to 4.0.0b{LAST_BETA} is installed"
+    beta = _VERSION.fullmatch(version)
+    if beta is not None and FIRST_BETA <= int(beta[1]) <= LAST_BETA:
+        return []
+    return [Reason(rule=rule, observed=version or "none", remedy=INSTALL)]
+
+
+def _check_mask(spec: AttentionSpec) -> list[Reason]:
+    """A diagonal, a window, or nothing; whatever else a mask is made of has no argument there."""
+    parts = site_parts.parts(spec)
+    if (
+        parts.rows is not None
+        or parts.keys is not None
+        or parts.keys_given
+        or parts.documents is not None
+        or parts.mask
+    ):
+        return [Reason(rule="the mask is a causal one, a window, or none", observed=spec.mask.words)]
+    band = parts.band
+    if band is None:
+        return []
+    behind = [side for side in (band.left, band.right) if side is not None and side < 0]
+    if behind:
+        return [Reason(rule="a query may use its own position", observed=spec.mask.words)]
+    if band.from_end or dims.same(spec.seqlen_q, spec.seqlen_kv):
+        return []
+    rule = "as many queries as keys, or a mask that is counted from the end"
+    return [limits.lengths_reason(spec, rule)]
+
+
+def _check_added(spec: AttentionSpec) -> list[Reason]:
+    parts = site_parts.parts(spec)
+    if not (parts.bias or parts.slopes is not None or parts.distances):
+        return []
+    tensor = limits.additive(spec)
+    observed = spec.score.added or (tensor.words if tensor is not None else spec.score.words)
+    return [Reason(rule="nothing is added to the scores", observed=observed)]
+
+
+def _check_dropout(spec: AttentionSpec) -> list[Reason]:
+    if not spec.score.dropout_p:
+        return []
+    remedy = "set attention_dropout=0.0 in the model's config, or call model.eval()"
+    return [Reason(rule="no dropout", observed=f"{spec.score.dropout_p:g}", remedy=remedy)]
+
+
+def _check_head_dims(spec: AttentionSpec, target: Target) -> list[Reason]:
+    reasons = limits.check_head_dims(spec, multiple=_MULTIPLE, limit=_HEAD_DIM_LIMIT)
+    if reasons:
+        return reasons
+    head_dims = (spec.head_dim_qk, spec.head_dim_v)
+    observed = f"head_dim_qk {spec.head_dim_qk}, head_dim_v {spec.head_dim_v}"
+    if spec.needs_grad and any(isinstance(size, int) and size % _GRADIENT_MULTIPLE for size in head_dims):
+        padded = known_bad.refusal("padded_head_dim", target, observed)
+        if padded:
+            return padded
+    if spec.needs_grad and spec.is_gqa and spec.head_dim_qk != spec.head_dim_v:
+        rule = "with gradients and fewer heads of k and v, one head_dim"
+        return [Reason(rule=rule, observed=observed)]
+    return [] if target.sm == 90 else _check_blackwell(spec, observed)
+
+
+def _check_blackwell(spec: AttentionSpec, observed: str) -> list[Reason]:
+    sizes = (spec.head_dim_qk, spec.head_dim_v)
+    if sizes != (192, 128) and sizes != (256, 256) and not all(isinstance(size, int) and size <= 128 for size in sizes):
+        rule = "from sm100 on, head dims are at most 128, or (192, 128), or (256, 256)"
+        return [Reason(rule=rule, observed=observed)]
+    if sizes == (256, 256) and spec.needs_grad:
+        # Its backward takes no gradient of the lse, which the leaf op has.
+        return [Reason(rule="from sm100 on, with gradients, head dims are at most 192", observed=observed)]
+    return []

@@ -1,0 +1,58 @@
+"""FlashAttention-4 (CuTe kernels, optional: `pip install 'attn_compiler[fa4]'`): causal, windows, softcap, sinks; Hopper and Blackwell.
+
+Its kernels are compiled when the site is decided, forward and backward, so that one that does not compile is a refusal. Imports
+no flash_attn: a site is described, decided and rewritten on machines that have none.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.fa4 import limits
+from attn_compiler.lowerings.fa4.plan import Call
+from attn_compiler.lowerings.shared.ops import late
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+# Bytes that TMA wants strides to be multiples of.
+_ALIGNMENT = 16
+_why_not_compiled = late("fa4.launch", "why_not_compiled")
+_SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class FlashAttention4:
+    """`attn_compiler::fa4` (ops.py)."""
+
+    name = "fa4"
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        return limits.check_machine(target)
+
+    def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        reasons = limits.check(spec, target)
+        return reasons or _why_not_compiled(_call(spec, target))
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        return LayoutDemand(alignment=_ALIGNMENT, zero_strides=False)
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        further = [] if operands.sinks is None else [_sinks(emitter, operands.sinks)]
+        leaf = torch.ops.attn_compiler.fa4.default
+        text = _call(spec, emitter.target).to_text()
+        outputs = emitter.call(leaf, operands.q, operands.k, operands.v, further, text)
+        return emitter.call(operator.getitem, outputs, 0)
+
+
+def _call(spec: AttentionSpec, target: Target) -> Call:
+    return Call(spec=spec, version=target.flash_attn_4, sm=target.sm, deterministic=target.deterministic)
+
+
+def _sinks(emitter: Emitter, sinks: fx.Node) -> fx.Node:
+    if emitter.value(sinks).dtype in _SINK_DTYPES:
+        return sinks
+    return emitter.call(torch.Tensor.to, sinks, torch.float32)

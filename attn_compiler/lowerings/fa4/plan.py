@@ -1,0 +1,95 @@
+"""What FlashAttention-4's kernels are told of one attention: pure data, made from the spec alone.
+
+Its windows are counted from the end: key k is allowed for query q when q + Skv - Sq - left <= k <= q + Skv - Sq + right.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+
+from attn_compiler.lowerings.shared import parts
+from attn_compiler.spec import AttentionSpec, Dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """left, right: keys back from the query and ahead of it; None where a side is open. sinks, sinks_grad: there are some, and
+    they are learned. scale, softcap: as in ScoreSpec.
+    """
+
+    left: int | None
+    right: int | None
+    scale: float
+    softcap: float | None
+    sinks: bool
+    sinks_grad: bool
+
+    @property
+    def causal(self) -> bool:
+        """Whether it is a plain causal mask, which has kernels of its own."""
+        return self.left is None and self.right == 0
+
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        """What the kernels take besides the causal flag."""
+        return (None, None) if self.causal else (self.left, self.right)
+
+
+@functools.lru_cache(maxsize=1024)
+def of(spec: AttentionSpec) -> Settings:
+    """The settings for a spec that the lowering does not refuse."""
+    band, sinks = parts.parts(spec).band, spec.score.sinks
+    return Settings(
+        left=None if band is None else _bounding(band.left, spec.seqlen_kv),
+        right=None if band is None else _bounding(band.right, spec.seqlen_kv),
+        scale=spec.score.scale,
+        softcap=spec.score.softcap,
+        sinks=sinks is not None,
+        sinks_grad=sinks is not None and sinks.requires_grad and spec.needs_grad,
+    )
+
+
+def _bounding(side: int | None, seqlen_kv: Dim) -> int | None:
+    """None for a side that reaches beyond every key: Mistral's window of 4096 at 2048 tokens."""
+    is_open = side is not None and isinstance(seqlen_kv, int) and side >= seqlen_kv - 1
+    return None if is_open else side
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """Everything that is decided of a call at compile time, which is what the leaf op's text says.
+
+    version: of flash-attn-4. sm: the architecture that its kernels are compiled for. deterministic: gradients are added up in order.
+    """
+
+    spec: AttentionSpec
+    version: str
+    sm: int
+    deterministic: bool
+
+    @property
+    def settings(self) -> Settings:
+        return of(self.spec)
+
+    def to_text(self) -> str:
+        """Canonical JSON."""
+        decided = {"flash_attn_4": self.version, "sm": self.sm, "deterministic": self.deterministic}
+        return json.dumps({"spec": json.loads(self.spec.to_text()), **decided}, sort_keys=True, separators=(",", ":"))
+
+    @staticmethod
+    def from_text(text: str) -> Call:
+        """Inverse of `to_text`, parsed once per text."""
+        return _parse(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parse(text: str) -> Call:
+    read = json.loads(text)
+    return Call(
+        spec=AttentionSpec.from_text(json.dumps(read["spec"])),
+        version=read["flash_attn_4"],
+        sm=read["sm"],
+        deterministic=read["deterministic"],
+    )

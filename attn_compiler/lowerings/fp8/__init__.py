@@ -1,0 +1,1 @@
+"""Attention in FP8: Triton, Hopper (Gluon), cuDNN and the reference."""

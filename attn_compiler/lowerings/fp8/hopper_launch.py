@@ -1,0 +1,174 @@
+"""Calls the FP8 kernel for Hopper on tensors. Imports triton, so it comes late."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attn_compiler.lowerings.fp8 import quantise
+from attn_compiler.lowerings.fp8.kernels import forward_fp8_sm90, tiles_sm90
+from attn_compiler.lowerings.shared.arguments import Prepared, Tensors, along, common, prepare
+from attn_compiler.lowerings.shared.launching import Alike, alike, start
+from attn_compiler.lowerings.shared.on_device import new_outputs, on
+from attn_compiler.spec import AttentionSpec
+
+STAGES = 3
+#: of queries and of keys: what a warpgroup multiplies at once
+_ROWS: int = tiles_sm90.ROWS.value
+KEYS: int = tiles_sm90.KEYS.value
+_WARPS = 4
+_LEAST_HEAD_DIM = 64
+#: bytes of the L2 cache's 50 MB that keys and values may take
+_CACHE = 32 * 2**20
+
+_ELEMENTS = {
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+    torch.int8: gl.int8,
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Warpgroups:
+    """Those that compute, and the registers of a thread of theirs: as many as the others leave."""
+
+    count: int
+    registers: int
+
+
+#: by the largest head dim that they suffice for
+WARPGROUPS = {64: Warpgroups(count=4, registers=112), 128: Warpgroups(count=3, registers=160)}
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, as `ops.LEAF_SCHEMA` says. Of q, k and v only shapes and dtypes are read."""
+    prepared = prepare(text)
+    names = quantise.names(prepared.call.spec)
+    same = alike(text, (q, k, v, *operands))
+    tensors = dict(zip(names, operands[: len(names)], strict=True)) | prepared.named(operands[len(names) :])
+    with on(q.device):
+        out, lse = new_outputs(q, v)
+        if out.numel():
+            _launch(same, prepared, {**tensors, "out": out, "lse": lse})
+    return out, lse
+
+
+def _launch(same: Alike, prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> None:
+    grid = same.fact("grid", lambda: _grid(prepared.call.spec, tensors["q8"]))
+    given = _descriptors(prepared.call.spec, tensors) | _pointers(tensors)
+    numbers = same.fact("numbers", lambda: _numbers(prepared, tensors))
+    kernel = forward_fp8_sm90.attention_forward_fp8_sm90
+    known = same.facts.get("compiled")
+    if known is None:
+        same.facts["compiled"] = kernel[grid](**given, **numbers, num_warps=_WARPS)
+        return
+    arguments = {**given, **numbers}
+    start(known, grid, same.device.index, [arguments[name] for name in kernel.arg_names])
+
+
+def _grid(spec: AttentionSpec, q: torch.Tensor) -> tuple[int, int, int]:
+    """One program for each block of queries of each head, or as many as run at once."""
+    return min(_blocks(spec, q) * q.shape[1] * q.shape[0], _processors(q.device)), 1, 1
+
+
+def _blocks(spec: AttentionSpec, q: torch.Tensor) -> int:
+    """Of one head."""
+    found: int = triton.cdiv(q.shape[2], _ROWS * warpgroups(spec).count)
+    return found
+
+
+def _processors(device: torch.device) -> int:
+    """Each runs one program at a time."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _descriptors(spec: AttentionSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorDescriptor]:
+    qk, v = head_dim_tiles(spec)
+    return {
+        "Q": _descriptor(tensors["q8"], [1, 1, _ROWS, qk]),
+        "K": _descriptor(tensors["k8"], [1, 1, KEYS, qk]),
+        "V": _descriptor(tensors["v8"], [1, 1, v, KEYS]),
+        "Out": _descriptor(tensors["out"], [1, 1, _ROWS, v]),
+    }
+
+
+def _descriptor(tensor: torch.Tensor, tile: list[int]) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(tensor, tile, _layout(tuple(tile), tensor.dtype))
+
+
+@functools.cache
+def _layout(tile: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(tile), _ELEMENTS[dtype])
+
+
+def head_dim_tiles(spec: AttentionSpec) -> tuple[int, int]:
+    """Powers of two that hold the head dims. Raises TypeError for those that are not known."""
+    if not isinstance(spec.head_dim_qk, int) or not isinstance(spec.head_dim_v, int):
+        raise TypeError(f"why_not refuses unknown head dims, got {spec.head_dim_qk!r} and {spec.head_dim_v!r}")
+    qk, v = (max(_LEAST_HEAD_DIM, triton.next_power_of_2(d)) for d in (spec.head_dim_qk, spec.head_dim_v))
+    return qk, v
+
+
+def warpgroups(spec: AttentionSpec) -> Warpgroups:
+    """The more the better: while one waits for its products, others compute."""
+    widest = max(head_dim_tiles(spec))
+    return next(found for limit, found in sorted(WARPGROUPS.items()) if widest <= limit)
+
+
+def _pointers(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    named = {"Lse": "lse", "Shift": "shift", "Sinks": "sinks"}
+    named |= {f"Descale{name.upper()}": f"descale_{name}" for name in "qkv"}
+    rows = tensors.get("rows")
+    return {parameter: tensors.get(name) for parameter, name in named.items()} | {
+        "Ends": None if rows is None else rows[1]
+    }
+
+
+def _numbers(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Everything that is no tensor, by the kernel's parameters."""
+    spec = prepared.call.spec
+    every = common(prepared, {**tensors, "Q": tensors["q8"], "K": tensors["k8"], "V": tensors["v8"]})
+    qk, v = head_dim_tiles(spec)
+    found = {
+        "HEAD_DIM_QK": qk,
+        "HEAD_DIM_V": v,
+        "STAGES": STAGES,
+        "SCALE_BLOCK": quantise.scales_of(spec).block or 0,
+        "CONSUMERS": warpgroups(spec).count,
+        "REGISTERS": warpgroups(spec).registers,
+        "blocks": _blocks(spec, tensors["q8"]),
+        "heads_of_all": tensors["q8"].shape[0] * tensors["q8"].shape[1],
+    }
+    for name in "qkv":
+        descale = tensors[f"descale_{name}"]
+        found |= {f"descale_{name}b": along(descale, 0), f"descale_{name}h": along(descale, 1)}
+    found["section"] = _section(tensors, _reach(every)) if every["HAS_RIGHT"] else 1
+    wanted = forward_fp8_sm90.attention_forward_fp8_sm90.arg_names
+    return {name: value for name, value in (every | found).items() if name in wanted}
+
+
+def _reach(numbers: Mapping[str, Any]) -> int:
+    """How many keys a query may use at most."""
+    found: int = max(min(numbers["band_left"] + numbers["band_right"] + 1, numbers["seqlen_kv"]), 1)
+    return found
+
+
+def _section(tensors: Mapping[str, torch.Tensor], reach: int) -> int:
+    """How many heads take turns where blocks differ in length: such that the keys and values within their reach at a time stay in the L2
+    cache, and all sections are about as long."""
+    k, v = tensors["k8"], tensors["v8"]
+    heads_kv, group = k.shape[0] * k.shape[1], tensors["q8"].shape[1] // k.shape[1]
+    used = (k.numel() + v.numel()) * reach // k.shape[2]
+    sections = -(-used // _CACHE)
+    return -(-heads_kv // max(sections, 1)) * group

@@ -1,0 +1,61 @@
+"""What shuts FP8 out of an attention, each with what to do about it; shared by all lowerings in FP8."""
+
+from __future__ import annotations
+
+from attn_compiler.lowerings.fp8.rounding import VECTOR
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec
+
+_HALF = ("bfloat16", "float16")
+
+#: So few read k and v once, and rounding them before that is as much work again.
+_FEW_QUERIES = 32
+
+
+def check_recipe(spec: AttentionSpec, *, has_backward: bool = False) -> list[Reason]:
+    """There is one, and it is one that can be carried out. has_backward: in FP8."""
+    recipe = spec.fp8
+    if recipe is None:
+        remedy = "compile with options={'fp8_recipe': attn_compiler.Fp8Recipe()}"
+        return [
+            Reason(rule="FP8 is used where a recipe asks for it", observed="no recipe for this site", remedy=remedy)
+        ]
+    reasons = []
+    if not recipe.forward:
+        remedy = "give Fp8Recipe(forward=True)"
+        reasons.append(Reason(rule="the recipe asks for a forward in FP8", observed="forward=False", remedy=remedy))
+    if recipe.backward and spec.needs_grad and not has_backward:
+        rule = "a lowering with a backward in FP8, which cudnn_fp8 alone has"
+        reasons.append(Reason(rule=rule, observed="backward=True", remedy="give Fp8Recipe(backward=False)"))
+    return reasons
+
+
+def check_inputs(spec: AttentionSpec) -> list[Reason]:
+    """q, k and v in half precision: what the model computes in float32 it wants to be more exact than that."""
+    if spec.dtype in _HALF:
+        return []
+    rule = "FP8 attention takes bfloat16 or float16"
+    observed = f"q is {spec.dtype}: the attention runs in {_short(spec.dtype)}, FP8 is ignored"
+    return [Reason(rule=rule, observed=observed, remedy="call model.bfloat16(), or compile under torch.autocast")]
+
+
+def check_shapes(spec: AttentionSpec) -> list[Reason]:
+    """Head dims and lengths that the recipe and the quantisation can do with."""
+    recipe, reasons = spec.fp8, []
+    for name, size in (("head_dim_qk", spec.head_dim_qk), ("head_dim_v", spec.head_dim_v)):
+        if not isinstance(size, int) or size % VECTOR:
+            reasons.append(Reason(rule=f"in FP8 head dims are multiples of {VECTOR}", observed=f"{name} {size}"))
+    size = spec.head_dim_qk
+    if recipe is not None and recipe.hadamard and not (isinstance(size, int) and size & (size - 1) == 0):
+        rule = "a Hadamard rotation needs a head dim that is a power of two"
+        reasons.append(Reason(rule=rule, observed=str(size), remedy="give Fp8Recipe(hadamard=False)"))
+    if isinstance(spec.seqlen_q, int) and spec.seqlen_q <= _FEW_QUERIES:
+        rule = f"more than {_FEW_QUERIES} queries: for fewer, rounding k and v takes longer than what it saves"
+        reasons.append(Reason(rule=rule, observed=str(spec.seqlen_q)))
+    if not isinstance(spec.num_heads_kv, int):
+        reasons.append(Reason(rule="the number of heads is known while compiling", observed=str(spec.num_heads_kv)))
+    return reasons
+
+
+def _short(dtype: str) -> str:
+    return dtype.replace("float", "fp")

@@ -1,0 +1,156 @@
+"""What the backward of an attention in FP8 reads, made in the backward from what was kept: no copies of q and k are written for it before.
+
+`<family>_rounded_given` (shared/given_ops.py) hands on out and lse of a leaf op that knows nothing of gradients, and has the backward of a
+family. That gets q, k and v as they were rounded, again in the model's dtype: its weights come from their scores and the forward's lse.
+Those of the model's own q and k are others, and where scores are large, or a scale is too old, by factors without a bound. With its own v,
+the gradients of a row's scores would no longer add up to 0: where keys have a mean, that of q would be less exact. Gradients pass on as if
+nothing had been rounded, turned or moved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from attn_compiler.lowerings.base import Emitter, Operands
+from attn_compiler.lowerings.fp8 import quantise, rounding
+from attn_compiler.lowerings.fp8.quantise import Rounded
+from attn_compiler.lowerings.shared.given_ops import Read, Tensors, register_given
+from attn_compiler.lowerings.shared.ops import Differentiable, OfTensor, as_it_is
+from attn_compiler.spec import AttentionSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """How the operands after out and lse become q, k and v. They are those of `Rounded.kept`, by `names`; the family's follow.
+
+    block: positions that share a scale; None: all. rotated: q and k were turned. has_mean, positions_last: as in
+    quantise.kept_names. dtype: the model's. call: the family's own text.
+    """
+
+    block: int | None
+    rotated: bool
+    has_mean: bool
+    positions_last: bool
+    dtype: str
+    call: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return quantise.kept_names(has_mean=self.has_mean, positions_last=self.positions_last)
+
+    def to_text(self) -> str:
+        """Canonical JSON."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=256)
+    def from_text(text: str) -> Kept:
+        """Inverse of `to_text`."""
+        return Kept(**json.loads(text))
+
+
+def kept_of(spec: AttentionSpec, text: str, *, positions_last: bool = True) -> Kept:
+    """What is kept at a site. text: the family's own. positions_last: as in `quantise.emit`."""
+    recipe = quantise.recipe_of(spec)
+    return Kept(
+        block=quantise.scales_of(spec).block,
+        rotated=recipe.hadamard,
+        has_mean=quantise.needs_shift(spec),
+        positions_last=positions_last,
+        dtype=spec.dtype,
+        call=text,
+    )
+
+
+def op_of(family: str) -> str:
+    """The name of the op with a family's backward."""
+    return f"{family}_rounded_given"
+
+
+def register(family: str, *, differentiable: Differentiable, prepare_grad_out: OfTensor = as_it_is) -> None:
+    """Define that op. The family's backward has to be registered; as `ops.register_family` otherwise."""
+    register_given(
+        family,
+        op_of(family),
+        leading=lambda text: len(Kept.from_text(text).names),
+        read=_read,
+        differentiable=differentiable,
+        prepare_grad_out=prepare_grad_out,
+    )
+
+
+def call_leaf(
+    emitter: Emitter,
+    spec: AttentionSpec,
+    operands: Operands,
+    rounded: Rounded,
+    further: Sequence[fx.Node],
+    *,
+    leaf: str,
+    family: str,
+    text: str,
+) -> fx.Node:
+    """The output of a leaf op that reads rounded tensors, and has the backward of a family, if gradients are wanted.
+
+    further: the family's own operands, which the leaf op takes after the rounded ones. text: of both.
+    """
+    call = getattr(torch.ops.attn_compiler, leaf).default
+    shapes = [_shape_of(emitter, x) for x in (operands.q, operands.k, operands.v)]
+    detached = [emitter.call(torch.Tensor.detach, x) for x in further] if spec.needs_grad else list(further)
+    outputs = emitter.call(call, *shapes, [*rounded.operands, *detached], text)
+    out = emitter.call(operator.getitem, outputs, 0)
+    if not spec.needs_grad:
+        return out
+    lse = emitter.call(operator.getitem, outputs, 1)
+    return attach(emitter, spec, operands, rounded, [out, lse], further, family=family, text=text)
+
+
+def attach(
+    emitter: Emitter,
+    spec: AttentionSpec,
+    operands: Operands,
+    rounded: Rounded,
+    results: Sequence[fx.Node],
+    further: Sequence[fx.Node],
+    *,
+    family: str,
+    text: str,
+    positions_last: bool = True,
+) -> fx.Node:
+    """The output with a gradient. results: out and lse of the forward. further: the family's own operands. text: the family's.
+    positions_last: as in `quantise.emit`."""
+    op = getattr(torch.ops.attn_compiler, op_of(family)).default
+    tensors = (operands.q, operands.k, operands.v, [*results, *rounded.kept, *further])
+    kept = kept_of(spec, text, positions_last=positions_last)
+    return emitter.call(operator.getitem, emitter.call(op, *tensors, kept.to_text()), 0)
+
+
+def _shape_of(emitter: Emitter, x: fx.Node) -> fx.Node:
+    """Anything of the shape and dtype, which is all that is read: nothing has to be written for it."""
+    value = emitter.value(x)
+    empty = emitter.call(torch.empty, (1, 1, 1, 1), dtype=value.dtype, device=value.device)
+    return emitter.call(torch.Tensor.expand_as, empty, x)
+
+
+def _read(kept: Tensors, text: str) -> Read:
+    how = Kept.from_text(text)
+    given = dict(zip(how.names, kept, strict=True))
+    v = given["v"] if "v" in given else _restored("v", given, how)
+    return Read(q=_restored("q", given, how), k=_restored("k", given, how), v=v, text=how.call)
+
+
+def _restored(name: str, given: Mapping[str, torch.Tensor], how: Kept) -> torch.Tensor:
+    numbers, descale, dtype = given[f"{name}8"], given[f"descale_{name}"], getattr(torch, how.dtype)
+    if how.rotated and name != "v":
+        numbers = rounding.unrotated(numbers, dtype, near=1 / numbers.shape[3])
+    of_positions = descale if how.block is None else rounding.spread(descale, how.block, numbers.shape[2])
+    exact = numbers.float() * of_positions[..., None]
+    return (exact + given["mean"][:, :, :1] if name == "k" and how.has_mean else exact).to(dtype)

@@ -1,0 +1,79 @@
+"""Which keys anybody may see, as far as it costs nothing to say: what the others hold is not rounded, and counts for no scale.
+
+Kernels in FP8 multiply a tile of v by weights of 0 where pairs are not allowed, and 0 · NaN is NaN. The kernels that round read k and v
+anyway, so what nobody may see becomes 0 there, for every reader: the forward, and the backward that restores k and v. A magnitude of
+what nobody may see would also take bits from what is seen.
+
+That is said by truth values of keys, by numbers of keys and by bands. Intervals that differ by query, documents and dense masks would have
+to be gone through by a pass of its own; triton_fp8, which alone takes them, asks in each tile that it masks (kernels/forward_fp8.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from torch import fx
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Const, Expr
+from attn_compiler.lowerings.base import Emitter, Operands
+from attn_compiler.lowerings.shared import dims, part_tensors, parts
+from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.parts import SEQLEN_KV, SEQLEN_Q, K, Parts, Q
+from attn_compiler.spec import AttentionSpec, Dim
+
+
+def emit(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node | None:
+    """bool (B|1, Skv), contiguous: no key that it leaves out is seen by any query of its batch row. None: it would leave none out."""
+    known = keys(spec)
+    if known is None:
+        return None
+    # Sinks are no part of this.
+    return part_tensors.emit_parts(emitter, spec, dataclasses.replace(operands, sinks=None), known)["keys"]
+
+
+def keys(spec: AttentionSpec) -> Parts | None:
+    """The same as a part of a mask, whose node it shares where the mask has that very part."""
+    found = parts.parts(spec)
+    if found.keys_given:
+        return Parts(keys_given=True)
+    conditions = [*([] if found.keys is None else [found.keys]), *_of_rows(found), *_of_band(found.band, spec)]
+    if not conditions:
+        return None
+    return Parts(keys=ix.apply("and", *conditions) if len(conditions) > 1 else conditions[0])
+
+
+def _of_rows(found: Parts) -> Iterator[Expr]:
+    """Of an interval those sides that are one and the same for all queries."""
+    if found.rows is None:
+        return
+    lower, upper = found.rows.lower, found.rows.upper
+    if lower is not None and not ix.mentions(lower, Q):
+        yield ix.compare(">=", K, lower)
+    if upper is not None and not ix.mentions(upper, Q):
+        yield ix.compare("<", K, upper)
+
+
+def _of_band(band: Band | None, spec: AttentionSpec) -> Iterator[Expr]:
+    """What lies before the first query's first key, or after the last query's last one."""
+    if band is None:
+        return
+    queries, keys = spec.seqlen_q, spec.seqlen_kv
+    if band.right is not None:
+        last = SEQLEN_KV if band.from_end else SEQLEN_Q
+        beyond = 0 if band.from_end else _difference(queries, keys)
+        if beyond is None or beyond + band.right < 0:
+            yield ix.compare("<", K, ix.add(last, Const(band.right)))
+    if band.left is not None:
+        first = ix.add(SEQLEN_KV, SEQLEN_Q, -1) if band.from_end else ix.ZERO
+        before = 0 if not band.from_end else _difference(keys, queries)
+        if before is None or before - band.left > 0:
+            yield ix.compare(">=", K, ix.add(first, Const(-band.left)))
+
+
+def _difference(a: Dim, b: Dim) -> int | None:
+    """a - b; None where that is not known."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a - b
+    return 0 if dims.same(a, b) else None

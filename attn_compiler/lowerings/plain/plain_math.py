@@ -1,0 +1,129 @@
+"""Attention as plain nodes, two products and a softmax, which Inductor fuses the steps between: no kernel of its own.
+
+All scores are in memory, so it is for sizes where that is cheap; there it beats a fused kernel on the CPU (see priorities).
+It reads K/V of fewer heads without repeating them: query heads that share one are rows of the same product.
+
+All of it is float32 (float64 for float64), and the output is rounded once. A product in half precision would round the scores
+themselves: one beyond 65504 is Inf in float16, and one of 300 is off by 1 in bfloat16, which no later step makes good. PyTorch's own
+kernels keep the scores in float32, too, and its math the weights and the values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.shared import limits, unused
+from attn_compiler.masks import Causal
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+aten = torch.ops.aten
+
+
+class PlainMath:
+    """Everything that a spec can say, but for returned weights and what has no kind of its own; any device, any layout."""
+
+    name = "math"
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        return []
+
+    def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        return [
+            *limits.check_known_changes(spec),
+            *limits.check_weights_unread(spec),
+            *limits.check_masks(spec),
+            *limits.check_dtypes(spec, ("float32", "float64", "bfloat16", "float16")),
+            *limits.check_shapes(spec),
+            *limits.check_one_tensor(spec),
+        ]
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        return LayoutDemand(last_stride_one=False)
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        dtype = emitter.value(operands.q).dtype
+        operands = unused.cleared(emitter, spec, operands)
+        scores = _scores(emitter, spec, operands)
+        scores = _masked(emitter, spec, scores, operands.mask)
+        weights = _weights(emitter, spec, scores, operands.sinks)
+        if spec.score.dropout_p:
+            weights = emitter.call(torch.dropout, weights, spec.score.dropout_p, True)
+        weights = _cast(emitter, weights, _compute_dtype(dtype))
+        rows = _share_rows(emitter, spec, weights)
+        out = emitter.call(torch.matmul, rows, _cast(emitter, operands.v, _compute_dtype(dtype)))
+        return _cast(emitter, _own_rows(emitter, spec, out), dtype)
+
+
+def _scores(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+    """(B, Hq, Sq, Skv) in the compute dtype, scaled and capped."""
+    compute = _compute_dtype(emitter.value(operands.q).dtype)
+    # A scale behind the product would be one of the forms that Inductor turns into an SDPA call, and so into the kernel that
+    # this lowering was preferred to.
+    q = emitter.call(torch.mul, _cast(emitter, operands.q, compute), spec.score.scale)
+    k = emitter.call(torch.transpose, _cast(emitter, operands.k, compute), 2, 3)
+    scores = _own_rows(emitter, spec, emitter.call(torch.matmul, _share_rows(emitter, spec, q), k))
+    cap = spec.score.softcap
+    if cap is None:
+        return scores
+    return emitter.call(torch.mul, emitter.call(torch.tanh, emitter.call(torch.div, scores, cap)), cap)
+
+
+def _masked(emitter: Emitter, spec: AttentionSpec, scores: fx.Node, mask: fx.Node | None) -> fx.Node:
+    """-inf where a pair is not allowed; `mask` added, or chosen by if it is bool."""
+    if mask is not None and emitter.value(mask).dtype == torch.bool:
+        scores = emitter.call(torch.where, mask, scores, -torch.inf)
+    elif mask is not None:
+        scores = emitter.call(torch.add, scores, mask)
+    for kind in spec.mask.kinds:
+        if isinstance(kind, Causal):
+            scores = emitter.call(torch.where, unused.diagonal(emitter, kind, scores), scores, -torch.inf)
+    return scores
+
+
+def _weights(emitter: Emitter, spec: AttentionSpec, scores: fx.Node, sinks: fx.Node | None) -> fx.Node:
+    """The softmax over keys, and a sink that takes part and is dropped; 0 in a row without any allowed key."""
+    if sinks is None:
+        if not _can_empty_a_row(spec):
+            return emitter.call(torch.softmax, scores, -1)
+        return emitter.call(aten._safe_softmax.default, scores, -1)
+    batch, seqlen_q, seqlen_kv = (unused.size(emitter, scores, axis) for axis in (0, 2, 3))
+    column = emitter.call(torch.Tensor.to, sinks, emitter.value(scores).dtype)
+    for axis in (0, 2, 3):
+        column = emitter.call(torch.unsqueeze, column, axis)
+    column = emitter.call(aten.expand.default, column, [batch, -1, seqlen_q, -1])
+    weights = emitter.call(torch.softmax, emitter.call(torch.cat, [scores, column], -1), -1)
+    return emitter.call(aten.slice.Tensor, weights, -1, 0, seqlen_kv)
+
+
+def _can_empty_a_row(spec: AttentionSpec) -> bool:
+    return limits.additive(spec) is not None or limits.bottom_right(spec)
+
+
+def _share_rows(emitter: Emitter, spec: AttentionSpec, node: fx.Node) -> fx.Node:
+    """(B, Hq, S, X) -> (B, Hkv, Hq // Hkv · S, X): a kv head's query heads as rows of one matrix."""
+    if not spec.is_gqa:
+        return node
+    heads_kv = spec.num_heads_kv
+    return emitter.call(torch.flatten, emitter.call(torch.unflatten, node, 1, (heads_kv, -1)), 2, 3)
+
+
+def _own_rows(emitter: Emitter, spec: AttentionSpec, node: fx.Node) -> fx.Node:
+    """The inverse of `_share_rows`."""
+    if not spec.is_gqa:
+        return node
+    heads_q, heads_kv = spec.num_heads_q, spec.num_heads_kv
+    if not isinstance(heads_q, int) or not isinstance(heads_kv, int):
+        raise TypeError(f"why_not refuses unknown numbers of heads, got {heads_q!r} and {heads_kv!r}")
+    return emitter.call(torch.flatten, emitter.call(torch.unflatten, node, 2, (heads_q // heads_kv, -1)), 1, 2)
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _cast(emitter: Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return node if emitter.value(node).dtype == dtype else emitter.call(torch.Tensor.to, node, dtype)

@@ -1,0 +1,334 @@
+"""PyTorch's own attention kernels, each pinned by the aten op that `scaled_dot_product_attention` would call.
+
+SDPA picks its kernel when AOTAutograd traces it, from global flags that no guard and no cache key sees. Here the op stands
+in the Dynamo graph by name, so the choice is part of the graph; ATen's own formulas differentiate it.
+
+Arguments are those of SDPA's composite (aten/src/ATen/native/transformers/attention.cpp): logsumexp only for a backward,
+a bool mask as 0 / -inf of q's dtype, the scale always given. Head dims are not padded here: the site is refused.
+With -inf, a row without any allowed key gives 0 on every kernel (up to 2.11 PyTorch gave cuDNN -65504, and such a row the
+attention without a mask: https://github.com/pytorch/pytorch/issues/177842).
+"""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+
+import torch
+from torch import fx
+
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.shared import cudnn_limits, dims, limits, mask_nodes, offset_limits
+from attn_compiler.lowerings.shared.limits import torch_release
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+_FIRST_SM = 80
+_EFFICIENT_FIRST_SM = 50
+_FLASH_HEAD_DIM_LIMIT = 256
+# Bytes that one CUDA kernel reads at once along a head: every other stride has to keep that alignment.
+_CUDA_ALIGNMENT = 16
+# Elements of any dtype that are a multiple of it.
+_EFFICIENT_STEP = 8
+# PyTorch 2.15 reads K/V of fewer heads in the memory-efficient kernel (https://github.com/pytorch/pytorch/pull/191085).
+_EFFICIENT_GQA = (2, 15)
+# What PyTorch says of cuDNN's output to a compiler fails before, for an output of another shape than q with symbolic sizes.
+_CUDNN_OUTPUT = (2, 13)
+
+
+class _Pinned(ABC):
+    """One kernel. device: where it runs. kernel: its name in Target.disabled."""
+
+    name: str
+    device: str
+    kernel: str
+
+    @abstractmethod
+    def unavailable(self, target: Target) -> list[Reason]: ...
+
+    @abstractmethod
+    def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        """What this kernel can't do, besides what none of PyTorch's can."""
+
+    def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        # Without the machine the rest would be judged by an architecture that isn't there.
+        machine = self.unavailable(target) or limits.check_device(spec, self.device)
+        if machine:
+            return machine
+        return [
+            *limits.check_scores(spec),
+            *limits.check_masks(spec),
+            *limits.check_softmax_dtype(spec),
+            *limits.check_shapes(spec),
+            *self._limits(spec, target),
+        ]
+
+
+class SdpaCudnn(_Pinned):
+    """cuDNN's fused attention: fp16/bf16, GQA, a dense mask without gradient, a causal flag from the top left."""
+
+    name = "sdpa_cudnn"
+    device = "cuda"
+    kernel = "cudnn"
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        gpu = limits.check_gpu(target, first_sm=_FIRST_SM)
+        return gpu or [*cudnn_limits.check_version(target), *limits.check_switch(self.kernel, target)]
+
+    def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        return [
+            *limits.check_dtypes(spec, ("float16", "bfloat16")),
+            *cudnn_limits.check_deterministic(target),
+            *cudnn_limits.check_head_dims(spec, target),
+            *cudnn_limits.check_lengths(spec, target),
+            *cudnn_limits.check_dropout(spec, target),
+            *limits.check_grid(spec),
+            *limits.check_causal(spec),
+            *limits.check_causal_alone(spec),
+            *limits.check_tensor(spec, dtypes=cudnn_limits.tensor_dtypes(spec, target)),
+            *limits.check_no_bias_gradient(spec),
+            *self._check_output(spec, target),
+        ]
+
+    @staticmethod
+    def _check_output(spec: AttentionSpec, target: Target) -> list[Reason]:
+        is_known = all(isinstance(size, int) for size in (*spec.q.shape, *spec.v.shape))
+        if is_known or dims.same(spec.head_dim_qk, spec.head_dim_v) or torch_release(target.torch) >= _CUDNN_OUTPUT:
+            return []
+        rule = "before torch 2.13, a head_dim of v that differs from q's only with known sizes"
+        return [Reason(rule=rule, observed=f"q {spec.q.shape}, v {spec.v.shape}", remedy=limits.STATIC)]
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        return LayoutDemand(alignment=_CUDA_ALIGNMENT, zero_strides=False)
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        bias = operands.mask
+        if bias is not None:
+            bias = mask_nodes.additive(emitter, bias, emitter.value(operands.q).dtype, keep=(torch.float32,))
+            bias = mask_nodes.with_adjacent_keys(emitter, bias, operands.k)
+        outputs = emitter.call(
+            torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+            operands.q,
+            operands.k,
+            operands.v,
+            bias,
+            spec.needs_grad,
+            spec.score.dropout_p,
+            limits.causal_flag(spec),
+            False,
+            scale=spec.score.scale,
+        )
+        return emitter.call(operator.getitem, outputs, 0)
+
+
+class SdpaFlash(_Pinned):
+    """FlashAttention 2 of PyTorch: fp16/bf16, GQA, one head dim, no mask tensor; its diagonal starts bottom right."""
+
+    name = "sdpa_flash"
+    device = "cuda"
+    kernel = "flash"
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        gpu = limits.check_gpu(target, first_sm=_FIRST_SM)
+        return gpu or limits.check_switch(self.kernel, target)
+
+    def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        return [
+            *limits.check_dtypes(spec, ("float16", "bfloat16")),
+            *limits.check_head_dims(spec, multiple=8, limit=_FLASH_HEAD_DIM_LIMIT),
+            *limits.check_one_head_dim(spec),
+            *self._check_backward(spec, target),
+            *limits.check_grid(spec),
+            *limits.check_no_tensor(spec),
+            *self._check_causal(spec),
+        ]
+
+    @staticmethod
+    def _check_backward(spec: AttentionSpec, target: Target) -> list[Reason]:
+        head_dim = spec.head_dim_qk
+        if not (spec.needs_grad and isinstance(head_dim, int) and (86 <= target.sm <= 89 or 120 <= target.sm <= 121)):
+            return []
+        if head_dim <= 192 or (head_dim > 224 and not spec.score.dropout_p):
+            return []
+        rule = (
+            "with gradients on sm86 to sm89 and sm120 to sm121, head_dim is at most 192, or above 224 without dropout"
+        )
+        observed = f"head_dim {head_dim}, dropout {spec.score.dropout_p:g}, sm{target.sm}"
+        return [Reason(rule=rule, observed=observed)]
+
+    @staticmethod
+    def _check_causal(spec: AttentionSpec) -> list[Reason]:
+        seqlen_q, seqlen_kv = spec.seqlen_q, spec.seqlen_kv
+        if not spec.mask.is_causal or seqlen_q == seqlen_kv:
+            return []
+        if not limits.bottom_right(spec):
+            return [limits.lengths_reason(spec, "with a causal mask from the top left, as many queries as keys")]
+        if seqlen_q == 1 or (isinstance(seqlen_q, int) and seqlen_q <= dims.at_least(seqlen_kv)):
+            return []
+        return [limits.lengths_reason(spec, "with a causal mask from the bottom right, no more queries than keys")]
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        return LayoutDemand(alignment=_CUDA_ALIGNMENT)
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        outputs = emitter.call(
+            torch.ops.aten._scaled_dot_product_flash_attention.default,
+            operands.q,
+            operands.k,
+            operands.v,
+            spec.score.dropout_p,
+            limits.causal_flag(spec),
+            False,
+            scale=spec.score.scale,
+        )
+        return emitter.call(operator.getitem, outputs, 0)
+
+
+class SdpaEfficient(_Pinned):
+    """The memory-efficient kernel: any GPU, float32 too, a dense bias with its gradient, head_dim_qk != head_dim_v.
+
+    Before torch 2.15 it takes no K/V of fewer heads. Those are then repeated here, by the nodes that a model without GQA
+    has itself (expand and a copy; a view for a single head): refusing would leave the site to the model's own repetition
+    and, with enable_gqa=True, to math, which writes all scores to memory.
+    """
+
+    name = "sdpa_efficient"
+    device = "cuda"
+    kernel = "efficient"
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        gpu = limits.check_gpu(target, first_sm=_EFFICIENT_FIRST_SM)
+        return gpu or limits.check_switch(self.kernel, target)
+
+    def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        has_bfloat16 = target.sm >= 80
+        is_half = spec.dtype in ("float16", "bfloat16")
+        multiple = 8 if is_half else 4 if target.sm >= 80 else 1
+        return [
+            *limits.check_dtypes(spec, ("float16", *(("bfloat16",) if has_bfloat16 else ()), "float32")),
+            *limits.check_head_dims(spec, multiple=multiple),
+            *(limits.check_grid(spec) if spec.score.dropout_p else ()),
+            *limits.check_causal(spec),
+            *limits.check_causal_alone(spec),
+            *limits.check_tensor(spec, dtypes=(spec.dtype,)),
+            *offset_limits.check_efficient(spec),
+        ]
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        return LayoutDemand(alignment=_CUDA_ALIGNMENT)
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        q, k, v = (_with_aligned_ones(emitter, node) for node in (operands.q, operands.k, operands.v))
+        if spec.is_gqa and torch_release(str(torch.__version__)) < _EFFICIENT_GQA:
+            k, v = (_repeat_heads(emitter, spec, node) for node in (k, v))
+        bias = operands.mask
+        if bias is not None:
+            bias = mask_nodes.additive(emitter, bias, emitter.value(operands.q).dtype)
+            bias = mask_nodes.for_efficient(emitter, bias, operands.q, operands.k)
+        outputs = emitter.call(
+            torch.ops.aten._scaled_dot_product_efficient_attention.default,
+            q,
+            k,
+            v,
+            bias,
+            # Without an lse the kernel takes a last block of one query, and K/V that all heads share, for a decoding step, and reads the
+            # wrong rows of the bias (kernel_forward.h of torch 2.11, `advance_to_block`).
+            spec.needs_grad or bias is not None,
+            spec.score.dropout_p,
+            limits.causal_flag(spec),
+            scale=spec.score.scale,
+        )
+        return emitter.call(operator.getitem, outputs, 0)
+
+
+def _with_aligned_ones(emitter: Emitter, node: fx.Node) -> fx.Node:
+    """A view of q, k or v whose axes of size one have aligned strides: the memory-efficient kernel looks at them, too.
+
+    Such a stride is never used, and may be any number. A new axis has the stride of all that is inside of it.
+    """
+    for axis in (2, 1, 0):
+        value = emitter.value(node)
+        size, stride = value.shape[axis], value.stride(axis)
+        if isinstance(size, int) and size == 1 and not (isinstance(stride, int) and stride % _EFFICIENT_STEP == 0):
+            without = emitter.call(torch.ops.aten.squeeze.dim, node, axis)
+            node = emitter.call(torch.ops.aten.unsqueeze.default, without, axis)
+    return node
+
+
+class SdpaCpuFlash(_Pinned):
+    """FlashAttention on the CPU: every float dtype, GQA, one head dim, a dense mask in any strides, also under a causal flag."""
+
+    name = "sdpa_cpu_flash"
+    device = "cpu"
+    kernel = "flash"
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        if target.device != self.device:
+            return [Reason(rule="runs on the CPU", observed=f"device {target.device}")]
+        return limits.check_switch(self.kernel, target)
+
+    def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        return [
+            *limits.check_dtypes(spec, ("float32", "float64", "bfloat16", "float16")),
+            *limits.check_head_dims(spec, multiple=1),
+            *limits.check_one_head_dim(spec),
+            *self._check_dropout(spec),
+            *self._check_no_half_copies(spec),
+            *limits.check_causal(spec),
+            *limits.check_tensor(spec, dtypes=(spec.dtype, "float32")),
+            *limits.check_no_keyless_rows(spec),
+            *limits.check_no_bias_gradient(spec),
+        ]
+
+    @staticmethod
+    def _check_dropout(spec: AttentionSpec) -> list[Reason]:
+        if not spec.score.dropout_p:
+            return []
+        remedy = "set attention_dropout=0.0 in the model's config, or call model.eval()"
+        return [Reason(rule="no dropout", observed=f"{spec.score.dropout_p:g}", remedy=remedy)]
+
+    def _check_no_half_copies(self, spec: AttentionSpec) -> list[Reason]:
+        """Refuse half-precision operands that flash would need copies of.
+
+        SDPA makes no copies for flash: it computes such a call in float32 throughout. Flash rounds the weights, which makes the error up to
+        1.5 times as large. Attention that a model computes by hand in half precision is no more exact than flash."""
+        if spec.decomposed or spec.dtype not in ("bfloat16", "float16"):
+            return []
+        demand = self.demand(spec)
+        apart = [name for name, x in (("q", spec.q), ("k", spec.k), ("v", spec.v)) if demand.broken_by(x) is not None]
+        if not apart:
+            return []
+        rule = "in half precision, a head's elements lie side by side as they are given"
+        return [Reason(rule=rule, observed=f"not those of {', '.join(apart)}", remedy="call contiguous() in the model")]
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        return LayoutDemand()
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        mask = operands.mask
+        if mask is not None:
+            mask = mask_nodes.additive(emitter, mask, emitter.value(operands.q).dtype, keep=(torch.float32,))
+        outputs = emitter.call(
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+            operands.q,
+            operands.k,
+            operands.v,
+            0.0,
+            limits.causal_flag(spec),
+            attn_mask=mask,
+            scale=spec.score.scale,
+        )
+        return emitter.call(operator.getitem, outputs, 0)
+
+
+def _repeat_heads(emitter: Emitter, spec: AttentionSpec, node: fx.Node) -> fx.Node:
+    """(B, Hkv, S, D) -> (B, Hq, S, D): heads in the order that query heads are grouped in."""
+    heads_q, heads_kv = spec.num_heads_q, spec.num_heads_kv
+    if not isinstance(heads_q, int) or not isinstance(heads_kv, int):
+        raise TypeError(f"why_not refuses unknown numbers of heads, got {heads_q!r} and {heads_kv!r}")
+    if heads_kv == 1:
+        return emitter.call(torch.ops.aten.expand.default, node, [-1, heads_q, -1, -1])
+    grouped = emitter.call(torch.ops.aten.unsqueeze.default, node, 2)
+    repeated = emitter.call(torch.ops.aten.expand.default, grouped, [-1, -1, heads_q // heads_kv, -1, -1])
+    return emitter.call(torch.flatten, repeated, 1, 2)

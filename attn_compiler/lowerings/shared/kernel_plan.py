@@ -1,0 +1,173 @@
+"""What the Triton kernels are told of one attention: pure data, made from the spec alone.
+
+A mask is a conjunction of parts, each evaluated where it is cheap: a band (no tensor at all), an interval of keys for each
+query, truth values of keys, document ids, a dense tensor. Which tiles of the scores have to be visited follows from the band by
+arithmetic; every other part is only known at run time, and comes with lists of tiles (tiles.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from attn_compiler.spec import AttentionSpec
+
+#: Elements from one position of q, k, v or an output's gradient to the next, at most: offsets within a tile of up to 256 of them are of
+#: 32 bits. Only an axis as long as 32768 heads of 256 lies between two positions that are farther apart.
+FARTHEST = 2**31 // 256 - 1
+
+#: Positions at most: sums with the bounds of bands, and 8 copies of what is added by distance, are of 32 bits.
+MOST_POSITIONS = 2**28 - 1
+
+#: blocks along the first axis of a grid, at most, and what a loop counts to
+MOST_BLOCKS = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Band:
+    """q - left <= k <= q + right, None where a side is open. from_end: positions are counted so that the last query meets the
+    last key: q stands for q + Skv - Sq."""
+
+    left: int | None = None
+    right: int | None = None
+    from_end: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Which parts mask and change the scores. Those that read tensors name their operands, in this order:
+
+    rows: int32 (2, B|1, Sq), contiguous: the first key that each query may use, and the one after the last.
+    keys: bool (B|1, Skv), contiguous: which keys may be used at all.
+    documents: two operands, int32 (B|1, Sq) and (B|1, Skv), contiguous: a query uses the keys of its own document.
+    mask: bool (B|1, Hq|1, Sq|1, Skv|1), any strides: which pairs are allowed.
+    tiles: int32 (B|1, Hq|1, nQ, nK + 3), contiguous: for each block of queries the number of blocks of keys that need the mask
+        evaluated, then the first and the end of a run of blocks that are allowed in full, then the indices of the former. Blocks
+        in neither are not visited. With gradients also the same by blocks of keys, (B|1, Hq|1, nK', nQ' + 3). A block that goes
+        beyond the last key is not allowed in full; one that goes beyond the last query may be. For symbolic sizes there are more
+        blocks than needed, so strides tell where a list is.
+    bias: a float tensor (B|1, Hq|1, Sq|1, Skv|1), any strides, is added to the scores.
+    distances: a float tensor (Hq|1, 8, L), contiguous, L a multiple of 8 and at least Sq + Skv: element [h, p, x] is what is added
+        where k - q + Sq - 1 is x + p. The 8 copies let every query read from an aligned address. A gradient comes for p = 0 alone.
+    slopes: float32 (Hq,), contiguous: slope · (k - q) is added.
+    sinks: float (Hq,), contiguous.
+    seed: int64 (1,) for dropout.
+
+    few_pairs: the scores are known to be small, so nothing is worth leaving out.
+    """
+
+    band: Band | None = None
+    rows: bool = False
+    keys: bool = False
+    documents: bool = False
+    mask: bool = False
+    bias: bool = False
+    bias_grad: bool = False
+    distances: bool = False
+    distances_grad: bool = False
+    slopes: bool = False
+    sinks: bool = False
+    sinks_grad: bool = False
+    dropout: bool = False
+    needs_grad: bool = False
+    few_pairs: bool = False
+
+    @property
+    def tiles(self) -> bool:
+        """Whether the tiles to visit are read from lists."""
+        return self._reads_mask and not self.few_pairs
+
+    @property
+    def unlisted(self) -> bool:
+        """Whether the mask is evaluated in every tile of the band: there are so few that lists would cost more than they save."""
+        return self._reads_mask and self.few_pairs
+
+    @property
+    def _reads_mask(self) -> bool:
+        return self.rows or self.keys or self.documents or self.mask
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the run-time tensors in the order in which the leaf op takes them."""
+        has = {
+            "rows": self.rows,
+            "keys": self.keys,
+            "documents_q": self.documents,
+            "documents_k": self.documents,
+            "mask": self.mask,
+            "tiles": self.tiles,
+            "tiles_by_key": self.tiles and self.needs_grad,
+            "bias": self.bias,
+            "distances": self.distances,
+            "slopes": self.slopes,
+            "sinks": self.sinks,
+            "seed": self.dropout,
+        }
+        return tuple(name for name, here in has.items() if here)
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """Names of the operands that get a gradient."""
+        wants = {"bias": self.bias_grad, "distances": self.distances_grad, "sinks": self.sinks_grad}
+        return tuple(name for name in self.operands if wants.get(name, False))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """One kernel's tile of the scores, queries × keys, and how it is compiled.
+
+    apart: of dk and dv, each in a pass of its own, which is five products instead of four, and half the sums to hold.
+    registers: of a thread, at most; with fewer, more programs share a multiprocessor (65536 registers). None: what the compiler takes.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    apart: bool = False
+    registers: int | None = None
+
+    @property
+    def words(self) -> str:
+        """For people: "64x128 w8 s3"."""
+        capped = "" if self.registers is None else f" r{self.registers}"
+        return f"{self.queries}x{self.keys} w{self.warps} s{self.stages}{capped}" + (" apart" if self.apart else "")
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        """What Triton's launch and compiler take."""
+        capped = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages, **capped}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """Tiles of the three kernels: forward; the gradient of q, whose tile is the forward's if there are lists, since it visits the
+    same; the gradients of k and v."""
+
+    forward: Tile
+    grad_q: Tile
+    grad_kv: Tile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """Everything that is decided of a call at compile time, which is what the leaf op's text says."""
+
+    spec: AttentionSpec
+    tiles: Tiles
+
+    def to_text(self) -> str:
+        """Canonical JSON."""
+        tiles = dataclasses.asdict(self.tiles)
+        return json.dumps(
+            {"spec": json.loads(self.spec.to_text()), "tiles": tiles}, sort_keys=True, separators=(",", ":")
+        )
+
+    @staticmethod
+    def from_text(text: str) -> Call:
+        """Inverse of `to_text`."""
+        read = json.loads(text)
+        tiles = Tiles(**{kernel: Tile(**tile) for kernel, tile in read["tiles"].items()})
+        return Call(spec=AttentionSpec.from_text(json.dumps(read["spec"])), tiles=tiles)

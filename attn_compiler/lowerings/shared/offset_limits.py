@@ -1,0 +1,60 @@
+"""Offsets of libraries' kernels that are counted in 32 bits, as reasons. Our own count in 64 bits wherever a tensor may be that large.
+
+A size that is not known while compiling passes: only what is known to be too large is refused.
+"""
+
+from __future__ import annotations
+
+import math
+
+from attn_compiler.lowerings.shared import limits
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec, TensorSpec
+
+#: elements that an offset of 32 bits, with a sign, reaches
+REACH = 2**31
+_SPLIT = "split the batch, or the heads"
+#: CuTe multiplies an index of 32 bits by a stride before it widens the product.
+_CUTE = "https://github.com/meta-pytorch/MSLK/pull/303"
+#: Rows of a bias, and dropout's random numbers: silently wrong in the forward, an illegal access in the backward.
+_EFFICIENT = "https://github.com/pytorch/pytorch/issues/187227"
+
+
+def check_spans(spec: AttentionSpec) -> list[Reason]:
+    """For kernels in CuTe: no tensor reaches further, nor what is made in its shape."""
+    found = {name: _span(tensor) for name, tensor in (("q", spec.q), ("k", spec.k), ("v", spec.v))}
+    found["the output"] = _product(spec.batch, spec.num_heads_q, spec.seqlen_q, spec.head_dim_v)
+    far = [f"{name} {span}" for name, span in found.items() if span > REACH]
+    if not far:
+        return []
+    rule = f"tensors reach over at most {REACH} elements: offsets are of 32 bits ({_CUTE})"
+    return [Reason(rule=rule, observed=", ".join(far), remedy=_SPLIT)]
+
+
+def check_efficient(spec: AttentionSpec) -> list[Reason]:
+    """For the memory-efficient kernel: its strides of heads and rows are of 32 bits, and so is where a row of scores begins."""
+    far = [
+        f"{name} in strides of {tensor.strides}"
+        for name, tensor in (("q", spec.q), ("k", spec.k), ("v", spec.v))
+        if any(isinstance(stride, int) and stride >= REACH for stride in tensor.strides[1:3])
+    ]
+    reasons = [Reason(rule=f"strides of heads and positions are below {REACH}", observed=n) for n in far]
+    tensor, pairs = limits.additive(spec), _product(spec.seqlen_q, spec.seqlen_kv)
+    has_rows = tensor is not None and (1, *tensor.shape)[-2] != 1
+    if pairs >= REACH and (has_rows or spec.score.dropout_p):
+        rule = f"with a mask or dropout, below {REACH} pairs of a head: offsets are of 32 bits ({_EFFICIENT})"
+        reasons.append(Reason(rule=rule, observed=f"{spec.seqlen_q} x {spec.seqlen_kv}"))
+    return reasons
+
+
+def _span(tensor: TensorSpec) -> int:
+    """How many elements lie between the first and the last, both included; 0 if that is not known."""
+    sizes = list(zip(tensor.shape, tensor.strides, strict=True))
+    if not all(isinstance(size, int) and isinstance(stride, int) for size, stride in sizes):
+        return 0
+    return 1 + sum((int(size) - 1) * int(stride) for size, stride in sizes)
+
+
+def _product(*sizes: int | str) -> int:
+    """0 if one is not known."""
+    return math.prod(size if isinstance(size, int) else 0 for size in sizes)

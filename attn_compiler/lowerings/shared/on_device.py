@@ -1,0 +1,56 @@
+"""What the bodies of leaf ops do on a device, whatever their kernels: choose it, and allocate with little work for the host.
+
+Imports Inductor (torch_compat), so it comes late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from attn_compiler.lowerings.shared.ops import output_strides
+from attn_compiler.torch_compat import allocator, empty_strided
+
+T = TypeVar("T")
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Kernels run on the current device and its stream, whatever the tensors are on."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+class Known(dict[tuple[Any, ...], T]):
+    """What calls share that are alike, by what tells them apart. Forgets everything rather than grow without a bound."""
+
+    _MOST = 4096
+
+    def keep(self, key: tuple[Any, ...], value: T) -> T:
+        if len(self) >= self._MOST:
+            self.clear()
+        self[key] = value
+        return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Empty:
+    """How a tensor is allocated. make(): one, unfilled, on the current device."""
+
+    make: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def like(tensor: torch.Tensor) -> Empty:
+        return Empty(make=allocator(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type))
+
+
+def new_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.empty_outputs` on the current device, for q in half precision or float32."""
+    (batch, heads, seqlen_q, _), head_dim, device = q.shape, v.shape[3], q.device.type
+    strides = output_strides(heads, seqlen_q, head_dim)
+    out = empty_strided((batch, heads, seqlen_q, head_dim), strides, q.dtype, device)
+    return out, empty_strided((batch, heads, seqlen_q), (heads * seqlen_q, seqlen_q, 1), torch.float32, device)

@@ -1,0 +1,301 @@
+"""How leaf ops are registered: one a lowering family, all of one shape, with fakes and autograd. Imports torch alone.
+
+    attn_compiler::<family>(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)
+    attn_compiler::<family>_backward(grad_out, grad_lse, q, k, v, operands, out, lse, spec) -> (dq, dk, dv, Tensor[])
+    attn_compiler::<family>_forward: the leaf op without its formula of autograd
+    attn_compiler::<family>_given: a formula of autograd for what other nodes computed (given_ops.py)
+
+q, k, v, out: logical BHSD. out: q's dtype, BSHD in memory, which is what models transpose to next. lse: (B, Hq, Sq),
+contiguous, float32 (float64 for float64), natural logarithm.
+operands: what masks and score changes load, in the family's own order. The backward's list holds the gradients of those that
+want one, in the same order. Gradients are contiguous; a family may give those of q, k and v other strides.
+spec: the spec's text, and whatever else was decided: the choice is spelled in the graph, and so in every cache key. Sizes and
+strides in it are those that were decided on; the op itself goes by its tensors.
+
+Ops take their inputs in the strides that the graph gives them (needs_exact_strides): layouts are nodes of the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+NAMESPACE = "attn_compiler"
+LEAF_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)"
+BACKWARD_SCHEMA = (
+    "(Tensor grad_out, Tensor grad_lse, Tensor q, Tensor k, Tensor v, Tensor[] operands, Tensor out, Tensor lse, "
+    "str spec) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor[] grad_operands)"
+)
+
+_WITHOUT_AUTOGRAD = "_forward"
+GIVEN = "_given"
+
+Tensors = Sequence[torch.Tensor]
+Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]]
+Differentiable = Callable[[Tensors, str], list[bool]]
+OfTensor = Callable[[torch.Tensor], torch.Tensor]
+InGraph = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Tensors, str], list[torch.Tensor | None]]
+
+# Holds the registrations, which end when it is collected. A reload has to keep it: torch 2.11 crashes in an op that was
+# called, deregistered and defined again.
+LIBRARY: Any = globals().get("LIBRARY") or torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Late:
+    """A function of a module, which is imported when it is first called: a dump or a fake needs no triton.
+
+    site: a class of the module, whose instances do the same for one place in compiled code: tensors lie the same there in every call,
+    and an output that nothing reads may be None.
+    """
+
+    module: str
+    function: str
+    site: str | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.found(*arguments)
+
+    @functools.cached_property
+    def found(self) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(importlib.import_module(self.module), self.function)
+        return found
+
+
+def late(module: str, function: str, *, site: str | None = None) -> Late:
+    """Of a module of this package."""
+    return Late(f"attn_compiler.lowerings.{module}", function, site)
+
+
+#: the bodies of leaf ops that compiled code may call by themselves, by the op's name
+_BODIES: dict[str, Late] = globals().get("_BODIES") or {}
+
+
+def define(op: str, schema: str, body: Callable[..., Any], dispatch_key: str) -> None:
+    """Define an op of the namespace, for one device or all of them."""
+    LIBRARY.define(op + schema, tags=(torch.Tag.needs_exact_strides,))
+    LIBRARY.impl(op, body, dispatch_key)
+    if isinstance(body, Late):
+        _BODIES[op] = body
+
+
+def empty_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """A gradient of `tensor`, unfilled, in the strides that families give it unless they say otherwise."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _nothing(
+    grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, operands: Tensors, text: str
+) -> list[torch.Tensor | None]:
+    return [None] * len(operands)
+
+
+def register_forward(name: str, *, forward: Forward, dispatch_key: str) -> None:
+    """Define the leaf op `name` without a backward, for what is never differentiated. As `register_family` otherwise."""
+    if hasattr(getattr(torch.ops, NAMESPACE), name):
+        return
+    define(name, LEAF_SCHEMA, forward, dispatch_key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake_forward, lib=LIBRARY)
+
+
+def register_helper(
+    name: str,
+    schema: str,
+    *,
+    function: Callable[..., Any],
+    fake: Callable[..., Any] | None = None,
+    differentiated: tuple[Callable[..., None], Callable[..., Any]] | None = None,
+    exact_strides: bool = False,
+) -> None:
+    """Define an op that makes operands of leaf ops, on any device. function: also on fake tensors, unless there is a `fake`.
+
+    For what every site of a graph reads and Inductor would make anew for each: it fuses what is pointwise into a copy of its own
+    before every op that it knows nothing of. differentiated: what autograd keeps, and its formula (torch.library.register_autograd).
+    """
+    if hasattr(getattr(torch.ops, NAMESPACE), name):
+        return
+    tag = torch.Tag.needs_exact_strides if exact_strides else torch.Tag.flexible_layout
+    LIBRARY.define(name + schema, tags=(tag,))
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", function if fake is None else fake, lib=LIBRARY)
+    if differentiated is not None:
+        setup_context, backward = differentiated
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+
+
+def register_family(
+    name: str,
+    *,
+    forward: Forward,
+    backward: Backward,
+    differentiable: Differentiable,
+    dispatch_key: str,
+    gradient: OfTensor = empty_gradient,
+    prepare_grad_out: OfTensor = as_it_is,
+    in_graph: InGraph = _nothing,
+) -> None:
+    """Define the leaf op `name` and its backward. Does nothing if they are there: a reloaded module keeps the first ones.
+
+    forward, backward: implementations under the schemas above. differentiable(operands, text): which operands get a gradient.
+    dispatch_key: "CompositeExplicitAutograd" for any device, or that of one ("CUDA"). gradient(tensor): an unfilled gradient of q, k or
+    v. prepare_grad_out: traced, in front of the backward: what strides grad_out gets. in_graph(grad_out, out, lse, operands, text):
+    traced too: the gradients of those operands that ordinary nodes compute best; None for all others.
+    """
+    if hasattr(getattr(torch.ops, NAMESPACE), name):
+        return
+    for op in (name, name + _WITHOUT_AUTOGRAD):
+        define(op, LEAF_SCHEMA, forward, dispatch_key)
+    _register_fakes(name)
+    register_backward(
+        name, backward=backward, differentiable=differentiable, dispatch_key=dispatch_key, gradient=gradient
+    )
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{name}",
+        _autograd_backward(f"{name}_backward", differentiable, prepare_grad_out, in_graph),
+        setup_context=_setup_context,
+        lib=LIBRARY,
+    )
+
+
+def register_backward(
+    name: str,
+    *,
+    backward: Backward,
+    differentiable: Differentiable,
+    dispatch_key: str,
+    gradient: OfTensor = empty_gradient,
+) -> None:
+    """Define the backward of a family, or of what has no leaf op of its own (given_ops.py). As `register_family`."""
+    op = f"{name}_backward"
+    if hasattr(getattr(torch.ops, NAMESPACE), op):
+        return
+    define(op, BACKWARD_SCHEMA, backward, dispatch_key)
+    torch.library.register_fake(f"{NAMESPACE}::{op}", _fake_backward(differentiable, gradient), lib=LIBRARY)
+
+
+def _register_fakes(name: str) -> None:
+    for op in (name, name + _WITHOUT_AUTOGRAD):
+        torch.library.register_fake(f"{NAMESPACE}::{op}", fake_forward, lib=LIBRARY)
+
+
+def without_autograd(graph: fx.Graph) -> None:
+    """Calls of leaf ops, in a graph that autograd was traced through, become calls of the same without their formula; and Inductor
+    writes calls of their bodies. What only carried a formula is left out.
+
+    To come by the formula, which has nothing left to do, takes the host 10 of 34 µs of a call on an H200 machine.
+    """
+    from attn_compiler.torch_compat import call_directly
+
+    for node in list(graph.nodes):
+        if node.op == "call_function" and getattr(node.target, "namespace", None) == NAMESPACE:
+            _, _, name = node.target.name().partition("::")
+            if name.endswith(GIVEN):
+                _leave_out(node)
+                continue
+            bare = getattr(getattr(torch.ops, NAMESPACE), name + _WITHOUT_AUTOGRAD, None)
+            node.target = node.target if bare is None else bare.default
+            _, _, called = node.target.name().partition("::")
+            if called in _BODIES:
+                body = _BODIES[called]
+                call_directly(node.target.name(), body.module, body.function, site=body.site)
+
+
+def _leave_out(given: fx.Node) -> None:
+    """Its operands take the place of its outputs."""
+    handed_on: Any = given.args[3]
+    for output in list(given.users):
+        output.replace_all_uses_with(handed_on[output.args[1]])
+        output.graph.erase_node(output)
+    given.graph.erase_node(given)
+
+
+def output_strides(heads: int, seqlen_q: int, head_dim: int) -> tuple[int, int, int, int]:
+    """Of out, logical BHSD: BSHD in memory."""
+    return (seqlen_q * heads * head_dim, head_dim, heads * head_dim, 1)
+
+
+def empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, unfilled, in the strides that every family gives them."""
+    batch, heads, seqlen_q, _ = q.shape
+    out = torch.empty((batch, seqlen_q, heads, v.shape[3]), dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, torch.empty((batch, heads, seqlen_q), dtype=lse_dtype, device=q.device)
+
+
+def fake_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, spec: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return empty_outputs(q, v)
+
+
+def _fake_backward(differentiable: Differentiable, gradient: OfTensor) -> Backward:
+    def fake(
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        operands: Tensors,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        spec: str,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        wanted = differentiable(operands, spec)
+        grads = [empty_gradient(tensor) for tensor, is_wanted in zip(operands, wanted, strict=True) if is_wanted]
+        return gradient(q), gradient(k), gradient(v), grads
+
+    return fake
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, operands, ctx.spec = inputs
+    ctx.save_for_backward(q, k, v, *output, *operands)
+
+
+def _autograd_backward(
+    op: str, differentiable: Differentiable, prepare_grad_out: OfTensor, in_graph: InGraph
+) -> Callable[..., tuple[Any, ...]]:
+    def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse, *operands = ctx.saved_tensors
+        leaf = getattr(getattr(torch.ops, NAMESPACE), op).default
+        grad_out = prepare_grad_out(grad_out)
+        *grads, grad_operands = leaf(grad_out, grad_lse, q, k, v, operands, out, lse, ctx.spec)
+        found = iter(grad_operands)
+        wanted = differentiable(operands, ctx.spec)
+        by_nodes = in_graph(grad_out, out, lse, operands, ctx.spec)
+        pairs = zip(wanted, by_nodes, strict=True)
+        return *grads, [next(found) if is_wanted else by_node for is_wanted, by_node in pairs], None
+
+    return backward
+
+
+# ---- what is held --------------------------------------------------------------------------------------------------------
+
+
+def _held(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+def _held_backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    return grad
+
+
+#: What a tensor holds now: a buffer, or what is written to later. An op of its own since the partitioner would rather compute a clone
+#: again in the backward, from what was written by then.
+if not hasattr(getattr(torch.ops, NAMESPACE), "held"):
+    for op in ("held", "held" + _WITHOUT_AUTOGRAD):
+        LIBRARY.define(f"{op}(Tensor x) -> Tensor")
+        LIBRARY.impl(op, _held, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{op}", _held, lib=LIBRARY)
+    torch.library.register_autograd(f"{NAMESPACE}::held", _held_backward, lib=LIBRARY)

@@ -1,0 +1,360 @@
+"""From a spec to the parts that the Triton kernels apply: each proved kind goes where it is cheapest.
+
+A part whose tensors can't be had where the kernel runs, and a kind that is no part at all, leave the mask to the model's own
+dense tensor. So does everything that was not proved. Pure data: no FX, no CUDA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from attn_compiler import index_expr as ix
+from attn_compiler import masks, reads, scores
+from attn_compiler.index_expr import Const, Expr, Index, Linear, Size, Test
+from attn_compiler.lowerings.shared import dims, limits
+from attn_compiler.lowerings.shared.kernel_plan import Band, Plan
+from attn_compiler.masks import ProvedKind
+from attn_compiler.scores import ProvedScore
+from attn_compiler.spec import AttentionSpec
+
+B, H, Q, K = map(Index, "bhqk")
+
+#: up to so many the mask is evaluated everywhere
+_FEW_QUERIES, _FEW_KEYS = 32, 512
+
+#: the sizes of the scores, as expressions name them here
+SEQLEN_Q, SEQLEN_KV = Size("Sq"), Size("Skv")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """lower <= k < upper, over (b, q), sizes and run-time tensors; None where a side is open."""
+
+    lower: Expr | None = None
+    upper: Expr | None = None
+
+    def both(self, other: Interval) -> Interval:
+        """The keys that are in both."""
+        return Interval(
+            lower=_of_two("max", self.lower, other.lower),
+            upper=_of_two("min", self.upper, other.upper),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a `Plan` is made of, and what each operand is evaluated from.
+
+    rows: the keys that each query may use. keys: a condition over (b, k). keys_given: the dense tensor is that condition.
+    documents: the document of a key, over (b, k). mask, bias: the dense tensor is used as such. slopes: a number for each head,
+    over h. distances: kinds that are functions of h and k - q, which are added up.
+    """
+
+    band: Band | None = None
+    rows: Interval | None = None
+    keys: Expr | None = None
+    keys_given: bool = False
+    documents: Expr | None = None
+    mask: bool = False
+    bias: bool = False
+    bias_grad: bool = False
+    slopes: Expr | None = None
+    distances: tuple[ProvedScore, ...] = ()
+    distances_grad: bool = False
+
+
+@functools.lru_cache(maxsize=1024)
+def of(spec: AttentionSpec) -> Plan:
+    """The plan for a spec that the Triton lowering does not refuse."""
+    found, sinks = parts(spec), spec.score.sinks
+    return Plan(
+        band=found.band,
+        rows=found.rows is not None,
+        keys=found.keys is not None or found.keys_given,
+        documents=found.documents is not None,
+        mask=found.mask,
+        bias=found.bias,
+        bias_grad=found.bias_grad,
+        distances=bool(found.distances),
+        distances_grad=found.distances_grad,
+        slopes=found.slopes is not None,
+        sinks=sinks is not None,
+        sinks_grad=sinks is not None and sinks.requires_grad and spec.needs_grad,
+        dropout=spec.score.dropout_p > 0,
+        needs_grad=spec.needs_grad,
+        few_pairs=_has_few_pairs(spec),
+    )
+
+
+def with_band_as_rows(found: Parts) -> Parts:
+    """The same, with the band as an interval of each query; for kernels that know of no band."""
+    if found.band is None:
+        return found
+    interval = _as_interval(found.band)
+    rows = interval if found.rows is None else found.rows.both(interval)
+    return dataclasses.replace(found, band=None, rows=rows)
+
+
+def _has_few_pairs(spec: AttentionSpec) -> bool:
+    """Lists take some ten small kernels to make."""
+    few_queries = isinstance(spec.seqlen_q, int) and spec.seqlen_q <= _FEW_QUERIES
+    return few_queries or (isinstance(spec.seqlen_kv, int) and spec.seqlen_kv <= _FEW_KEYS)
+
+
+def parts(spec: AttentionSpec) -> Parts:
+    """Where each kind goes."""
+    applied = [kind for kind in spec.mask.kinds if isinstance(kind, masks.Causal)]
+    masking = _Masking(spec)
+    for kind in applied:
+        masking.add(kind)
+    if limits.additive(spec) is None:
+        return masking.parts()
+    if not _is_understood(spec):
+        return _with_tensor(spec, masking.parts())
+    added = [masking.add(kind) for kind in spec.mask.proved]
+    scoring = _scoring(spec)
+    if scoring is not None and all(added):
+        return _with_scores(spec, masking.parts(), scoring)
+    if spec.score.proved or spec.score.bias is not None:
+        # The tensor masks too, but where kinds say so work can be left out.
+        return _with_tensor(spec, masking.parts())
+    plain = _Masking(spec)
+    for kind in applied:
+        plain.add(kind)
+    return _with_tensor(spec, plain.parts(), only_masks=True)
+
+
+def _is_understood(spec: AttentionSpec) -> bool:
+    """Whether the proved kinds say all that the dense tensor does. One that says nothing is none that was read."""
+    return spec.mask.reason is None and bool(spec.mask.proved or spec.score.proved)
+
+
+def _with_tensor(spec: AttentionSpec, found: Parts, *, only_masks: bool = False) -> Parts:
+    """With the model's own tensor for what the parts leave open. only_masks: a float one holds nothing but 0 and lowest numbers."""
+    dense, bias = spec.mask.dense, spec.score.bias
+    own = {name: getattr(found, name) for name in ("band", "rows", "keys", "documents")}
+    if dense is None:
+        return Parts(**own, bias=True, bias_grad=bias is not None and bias.requires_grad and spec.needs_grad)
+    if not dense.is_bool and not only_masks:
+        return Parts(**own, bias=True)
+    if found.keys is None and _is_over_keys(dense, spec):
+        return Parts(**own, keys_given=True)
+    return Parts(**own, mask=True)
+
+
+def _is_over_keys(dense: masks.Dense, spec: AttentionSpec) -> bool:
+    """Whether a dense mask says of each key alone whether it may be used."""
+    shape = (*(1,) * (4 - len(dense.shape)), *dense.shape)
+    return shape[1] == shape[2] == 1 and dims.same(shape[3], spec.seqlen_kv)
+
+
+# ---- masks --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Masking:
+    """The parts that the kinds of a conjunction have become so far."""
+
+    spec: AttentionSpec
+    band: Band | None = None
+    rows: Interval | None = None
+    keys: list[Expr] = field(default_factory=list)
+    documents: Expr | None = None
+
+    def parts(self) -> Parts:
+        keys = ix.apply("and", *self.keys) if self.keys else None
+        return Parts(band=self.band, rows=self.rows, keys=keys, documents=self.documents)
+
+    def add(self, kind: ProvedKind) -> bool:
+        """Make the kind a part, or part of one. False, and nothing is done, if it can be none."""
+        if reads.names(kind) & set(self.spec.mask.out_of_reach):
+            return False
+        if isinstance(kind, masks.Document):
+            return self._add_document(kind.of_key)
+        band = _band(kind, self.spec)
+        if band is not None:
+            return self._add_band(band)
+        interval = _interval(kind)
+        if interval is not None:
+            self.rows = interval if self.rows is None else self.rows.both(interval)
+            return True
+        condition = _condition(kind)
+        if condition is None or _mentions(condition, Q, H):
+            return False
+        self.keys.append(condition)
+        return True
+
+    def _add_document(self, of_key: Expr) -> bool:
+        if self.documents not in (None, of_key) or ix.kind_of(of_key) == "float" or _mentions(of_key, Q, H):
+            return False
+        self.documents = of_key
+        return True
+
+    def _add_band(self, band: Band) -> bool:
+        """Two bands from the same corner are one; the other corner's is an interval of each query."""
+        if self.band is None:
+            self.band = band
+        elif self.band.from_end == band.from_end:
+            left, right = _least(self.band.left, band.left), _least(self.band.right, band.right)
+            self.band = Band(left=left, right=right, from_end=band.from_end)
+        else:
+            interval = _as_interval(band)
+            self.rows = interval if self.rows is None else self.rows.both(interval)
+        return True
+
+
+def _band(kind: ProvedKind, spec: AttentionSpec) -> Band | None:
+    """The band that a kind is, if it is one whatever the tensors hold."""
+    match kind:
+        case masks.Causal(alignment=alignment):
+            from_end = alignment is masks.Alignment.BOTTOM_RIGHT and not dims.same(spec.seqlen_q, spec.seqlen_kv)
+            return Band(right=0, from_end=from_end)
+        case masks.CausalFrom(offset=Const(value=int(offset))):
+            return Band(right=offset)
+        case masks.SlidingWindow(left=left, right=right):
+            return Band(left=left, right=right)
+    return None
+
+
+def _as_interval(band: Band) -> Interval:
+    """The same as a band, for each query by itself."""
+    position: Expr = ix.add(ix.add(Q, SEQLEN_KV), SEQLEN_Q, -1) if band.from_end else Q
+    return Interval(
+        lower=None if band.left is None else ix.add(position, Const(-band.left)),
+        upper=None if band.right is None else ix.add(position, Const(band.right + 1)),
+    )
+
+
+def _interval(kind: ProvedKind) -> Interval | None:
+    """The keys that each query may use, if they are in one piece whatever the tensors hold, and the same for every head."""
+    match kind:
+        case masks.CausalFrom(offset=offset):
+            return Interval(upper=ix.add(ix.add(Q, offset), ix.ONE))
+        case masks.Prefix(length=length):
+            return Interval(upper=ix.apply("max", ix.add(Q, ix.ONE), length))
+        case masks.Chunked(size=size, start=start):
+            chunk = ix.apply("floordiv", ix.add(Q, start, -1), Const(size))
+            first = ix.add(ix.mul(chunk, Const(size)), start)
+            return Interval(lower=first, upper=ix.add(first, Const(size)))
+        case masks.KeyBound(side="last", bound=bound):
+            return Interval(upper=ix.add(bound, ix.ONE))
+        case masks.KeyBound(bound=bound):
+            return Interval(lower=bound)
+        case masks.Formula(condition=condition):
+            return _interval_of(condition)
+    return None
+
+
+def _interval_of(condition: Expr) -> Interval | None:
+    """k <= f(b, q), k >= f(b, q), or a condition on the query alone: k <= cache_position[q]."""
+    if _mentions(condition, H):
+        return None
+    if not _mentions(condition, K):
+        return Interval(upper=ix.where(condition, SEQLEN_KV, ix.ZERO))
+    if not isinstance(condition, Test) or condition.relation != ">=":
+        return None
+    factor = dict(condition.form.terms).get(K)
+    if factor not in (1, -1):
+        return None
+    rest = ix.add(ix.combine(condition.form, ix.linear(K), -factor), ix.ZERO)
+    if _mentions(rest, K):
+        return None
+    if factor == -1:
+        return Interval(upper=ix.add(rest, ix.ONE))
+    return Interval(lower=ix.mul(rest, Const(-1)))
+
+
+def _condition(kind: ProvedKind) -> Expr | None:
+    match kind:
+        case masks.KeyPadding(condition=condition) | masks.Formula(condition=condition):
+            return condition
+    return None
+
+
+# ---- scores -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Scoring:
+    slopes: Expr | None = None
+    distances: tuple[ProvedScore, ...] = ()
+
+
+def _with_scores(spec: AttentionSpec, found: Parts, scoring: _Scoring) -> Parts:
+    return Parts(
+        band=found.band,
+        rows=found.rows,
+        keys=found.keys,
+        documents=found.documents,
+        slopes=scoring.slopes,
+        distances=scoring.distances,
+        distances_grad=spec.needs_grad and any(map(_wants_gradient, scoring.distances)),
+    )
+
+
+def _scoring(spec: AttentionSpec) -> _Scoring | None:
+    """The parts that the added kinds are; None if the tensor itself has to be added, or its gradient would be lost."""
+    proved = spec.score.proved
+    if spec.score.bias is not None and spec.score.bias.requires_grad and not any(_wants_gradient(k) for k in proved):
+        return None
+    slopes: Expr | None = None
+    distances: list[ProvedScore] = []
+    for kind in proved:
+        own = _slopes(kind, spec)
+        if own is not None:
+            slopes = own if slopes is None else ix.add(slopes, own)
+        elif _is_of_distance(kind, spec):
+            distances.append(kind)
+        else:
+            return None
+    return _Scoring(slopes=slopes, distances=tuple(distances))
+
+
+def _wants_gradient(kind: ProvedScore) -> bool:
+    return bool(getattr(kind, "requires_grad", False))
+
+
+def _slopes(kind: ProvedScore, spec: AttentionSpec) -> Expr | None:
+    """slope(h) of a kind that adds slope(h) · (k - q), up to a number for each row, which only a sink could see."""
+    if not isinstance(kind, scores.Alibi) or kind.requires_grad or ix.kind_of(kind.position) != "int":
+        return None
+    form = ix.linear(kind.position)
+    factor = dict(form.terms).get(K)
+    if factor is None:
+        return None
+    rest = ix.combine(form, ix.linear(K), -factor)
+    if _mentions(rest, K, H) or (spec.score.sinks is not None and rest != Linear(((Q, -factor),))):
+        return None
+    if _mentions(kind.slopes, B, Q, K) or reads.names_in(kind.slopes) & set(spec.score.out_of_reach):
+        return None
+    return ix.mul(ix.as_float(kind.slopes), Const(float(factor)))
+
+
+def _is_of_distance(kind: ProvedScore, spec: AttentionSpec) -> bool:
+    """Whether a kind is a function of the head and of k - q that can be evaluated."""
+    if isinstance(kind, scores.Bias) or reads.names(kind) & set(spec.score.out_of_reach):
+        return False
+    if _mentions(kind.summand, B) or not _mentions(kind.summand, K):
+        return False
+    # With the key counted from the query, none is left in what knows of nothing but their difference.
+    return not _mentions(ix.substitute(kind.summand, K, ix.add(K, Q)), Q)
+
+
+# ---- expressions --------------------------------------------------------------------------------------------------
+
+
+def _mentions(x: Expr, *indices: Index) -> bool:
+    return any(ix.mentions(x, index) for index in indices)
+
+
+def _of_two(op: str, a: Expr | None, b: Expr | None) -> Expr | None:
+    """The inner one of two bounds; an open side gives way."""
+    known: Iterable[Expr] = [x for x in (a, b) if x is not None]
+    return functools.reduce(lambda x, y: ix.apply(op, x, y), known) if known else None
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return min((x for x in (a, b) if x is not None), default=None)

@@ -1,0 +1,295 @@
+"""Tile sizes of the Triton kernels, by machine, dtype, head dim, length and what a kernel evaluates beside its products: data,
+which `tiles` looks up.
+
+Rows are tried in order. sm90, half precision: the best of 5 to 8 tiles each on an H200, torch 2.11, Triton 3.6, 2026-11-21, causal,
+S 8192, B·S·H·D = 32M, in TFLOP/s (cuDNN 9.19 and FlexAttention beside them in the same run):
+
+    head dim      forward                    dq                    dk, dv                cuDNN       Flex
+    64            64x64 w4 s3 r128: 443      64x64 w4 s3: 596      64x64 w4 s3: 454      457, 425    368, 282
+    128           64x64 w4 s3: 486           128x64 w8 s3: 590     64x128 w8 s3: 527     604, 532    372, 373
+    256           128x64 w8 s2: 421          128x32 w8 s2: 433     32x128 w8 s2 *: 339   630, 387
+    192/128       128x64 w8 s3: 494          128x64 w8 s1: 386     32x64 w4 s2 *: 281
+    72            64x64 w4 s2 r128: 294      64x64 w4 s3: 433      64x64 w4 s3: 373
+    80            64x64 w4 s3 r168: 398      64x64 w4 s3: 499      64x64 w4 s3: 443
+    96            64x64 w4 s2 r168: 395      64x64 w4 s3: 548      64x64 w4 s2: 455
+    112           64x64 w4 s3: 377           128x64 w8 s3: 495     64x128 w8 s3: 453
+    with a bias of all heads, D 128: 128x64 w8 s3: 370, 64x64 w4 s3: 282; D 64: 64x64 w4 s3: 304, 128x64 w8 s3: 226
+
+* apart: dk and dv in a pass each (together 228 and 191 at best). With what is learned, which keeps the scores' gradients, B 8, S 2048,
+µs, a bias / T5's table: dk and dv D 64 64x64 w4 s3: 1521 / 1644 (32x64: 1742 / 1713), D 128 32x64 w4 s3: 1367 / 1370 (64x128 w8 s2:
+1723 / 1787); dq and the other gradient D 64 64x64 w4 s3: 905 / 866 (128x64 w4 s3: 974 / 926), D 128 64x64 w4 s3: 572 / 568, of
+spans of 64 / 256 queries (128x64 w8 s3: 987 / 847, as of its registers there is room for one program).
+
+Registers are capped (r) where the compiler's own choice is just above what lets one more program run on a multiprocessor (128 threads:
+168 for three, 128 for four) and nothing that loops is spilled for it. What that brings, TFLOP/s without and with:
+
+    forward, D 64: causal S 8192 418, 443; S 2048 315, 332; window 331, 359; ALiBi 311, 334; no mask 467, 417 (so not capped)
+        right padding 281, 349 (s2; 335 with s3 r168); left 239, 302 (281); documents 370, 354 (365) (so not)
+    dq, D 64: left padding 332, 389; documents 446, 526
+    D 72: causal 284, 294. D 80: causal 338, 398; left padding 220, 262, dq 292, 357. D 96: causal 388, 395; left padding 262, 286
+
+dk and dv at D 128, 64x128 w8 s3 and 32x64 w4 s3: left padding (grouped heads) 342, 404; softcap 399, 457; window 391, 425; but causal
+527, 491 (518 with 4 stages); no mask 583, 536; documents 471, 444; ALiBi 407, 406.
+
+Other machines and float32 were compiled, not measured: their tiles are those that spill little (tests/lowerings/kernels).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from attn_compiler.lowerings.shared import parts
+from attn_compiler.lowerings.shared.kernel_plan import Plan, Tile, Tiles
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+#: What a kernel evaluates beside its products, which takes registers: parts of a plan, and softcap. learned: what is added is, so that
+#: the scores' gradients are kept (without a softcap, and up to the size that triton/launch.py sets).
+Part = Literal["bias", "distances", "rows", "keys", "documents", "mask", "band", "window", "softcap", "learned"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Tiles of every spec whose element size is at most `bytes`, whose head dims are at most `head_dim`, with at most `seqlen_q`
+    queries (None: any, or not known), that holds any of the parts in `holds` (none given: whatever it holds), on a GPU from
+    `first_sm` on.
+
+    listed_grad_q: for dq where it visits the forward's lists, and so has the forward's tile.
+    """
+
+    bytes: int
+    head_dim: int
+    seqlen_q: int | None = None
+    first_sm: int = 0
+    holds: tuple[Part, ...] = ()
+    tiles: Tiles
+    listed_grad_q: Tile
+
+
+def _tile(
+    queries: int, keys: int, warps: int, stages: int, *, apart: bool = False, registers: int | None = None
+) -> Tile:
+    return Tile(queries=queries, keys=keys, warps=warps, stages=stages, apart=apart, registers=registers)
+
+
+_SMALL = Tiles(forward=_tile(32, 64, 4, 3), grad_q=_tile(32, 64, 4, 2), grad_kv=_tile(32, 64, 4, 2))
+_SMALL_WIDE = Tiles(forward=_tile(32, 32, 4, 2), grad_q=_tile(32, 32, 4, 2), grad_kv=_tile(32, 64, 8, 1))
+_FP32_NARROW = Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(32, 32, 8, 1), grad_kv=_tile(32, 64, 8, 1))
+_FP32 = Tiles(forward=_tile(32, 32, 8, 1), grad_q=_tile(32, 32, 8, 1), grad_kv=_tile(32, 32, 8, 1))
+
+ROWS: tuple[Row, ...] = (
+    # few queries
+    Row(bytes=2, head_dim=128, seqlen_q=32, tiles=_SMALL, listed_grad_q=_SMALL.grad_q),
+    Row(bytes=2, head_dim=256, seqlen_q=32, tiles=_SMALL_WIDE, listed_grad_q=_SMALL_WIDE.grad_q),
+    Row(bytes=4, head_dim=256, seqlen_q=32, tiles=_FP32, listed_grad_q=_FP32.grad_q),
+    # half precision
+    Row(
+        bytes=2,
+        head_dim=64,
+        first_sm=100,
+        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 8, 2)),
+        listed_grad_q=_tile(64, 64, 4, 3),
+    ),
+    Row(
+        bytes=2,
+        head_dim=64,
+        first_sm=90,
+        holds=("bias", "distances"),
+        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)),
+        listed_grad_q=_tile(64, 64, 4, 3),
+    ),
+    Row(
+        bytes=2,
+        head_dim=64,
+        first_sm=90,
+        holds=("documents", "rows", "mask"),
+        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)),
+        listed_grad_q=_tile(64, 64, 4, 3, registers=168),
+    ),
+    Row(
+        bytes=2,
+        head_dim=64,
+        first_sm=90,
+        holds=("keys",),
+        tiles=Tiles(
+            forward=_tile(64, 64, 4, 2, registers=128), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)
+        ),
+        listed_grad_q=_tile(64, 64, 4, 3, registers=168),
+    ),
+    Row(
+        bytes=2,
+        head_dim=64,
+        first_sm=90,
+        holds=("band",),
+        tiles=Tiles(
+            forward=_tile(64, 64, 4, 3, registers=128), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)
+        ),
+        listed_grad_q=_tile(64, 64, 4, 3),
+    ),
+    Row(
+        bytes=2,
+        head_dim=64,
+        first_sm=90,
+        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)),
+        listed_grad_q=_tile(64, 64, 4, 3),
+    ),
+    Row(
+        bytes=2,
+        head_dim=64,
+        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(32, 128, 8, 2)),
+        listed_grad_q=_tile(64, 64, 4, 3),
+    ),
+    Row(
+        bytes=2,
+        head_dim=128,
+        first_sm=100,
+        holds=("bias", "distances"),
+        tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(128, 64, 8, 2), grad_kv=_tile(32, 64, 8, 2)),
+        listed_grad_q=_tile(128, 64, 8, 2),
+    ),
+    Row(
+        bytes=2,
+        head_dim=128,
+        first_sm=100,
+        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(32, 64, 8, 2)),
+        listed_grad_q=_tile(64, 64, 4, 2),
+    ),
+    Row(
+        bytes=2,
+        head_dim=128,
+        first_sm=90,
+        holds=("learned",),
+        tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(32, 64, 4, 3)),
+        listed_grad_q=_tile(128, 64, 8, 2),
+    ),
+    Row(
+        bytes=2,
+        head_dim=128,
+        first_sm=90,
+        holds=("bias", "distances"),
+        tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(32, 64, 4, 3)),
+        listed_grad_q=_tile(128, 64, 8, 2),
+    ),
+    Row(
+        bytes=2,
+        head_dim=72,
+        first_sm=90,
+        tiles=Tiles(
+            forward=_tile(64, 64, 4, 2, registers=128), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)
+        ),
+        listed_grad_q=_tile(64, 64, 4, 2, registers=168),
+    ),
+    Row(
+        bytes=2,
+        head_dim=80,
+        first_sm=90,
+        tiles=Tiles(
+            forward=_tile(64, 64, 4, 3, registers=168), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)
+        ),
+        listed_grad_q=_tile(64, 64, 4, 2, registers=168),
+    ),
+    Row(
+        bytes=2,
+        head_dim=96,
+        first_sm=90,
+        tiles=Tiles(
+            forward=_tile(64, 64, 4, 2, registers=168), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 2)
+        ),
+        listed_grad_q=_tile(64, 64, 4, 2),
+    ),
+    Row(
+        bytes=2,
+        head_dim=128,
+        first_sm=90,
+        holds=("keys", "window", "softcap"),
+        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(32, 64, 4, 3)),
+        listed_grad_q=_tile(64, 64, 4, 2),
+    ),
+    Row(
+        bytes=2,
+        head_dim=128,
+        first_sm=90,
+        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(64, 128, 8, 3)),
+        listed_grad_q=_tile(64, 64, 4, 2),
+    ),
+    Row(
+        bytes=2,
+        head_dim=128,
+        tiles=Tiles(forward=_tile(64, 32, 4, 3), grad_q=_tile(64, 64, 4, 2), grad_kv=_tile(64, 64, 8, 1)),
+        listed_grad_q=_tile(64, 32, 4, 2),
+    ),
+    Row(
+        bytes=2,
+        head_dim=192,
+        first_sm=90,
+        tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(128, 64, 8, 1), grad_kv=_tile(32, 64, 4, 2, apart=True)),
+        listed_grad_q=_tile(128, 64, 8, 1),
+    ),
+    Row(
+        bytes=2,
+        head_dim=256,
+        first_sm=90,
+        tiles=Tiles(
+            forward=_tile(128, 64, 8, 2), grad_q=_tile(128, 32, 8, 2), grad_kv=_tile(32, 128, 8, 2, apart=True)
+        ),
+        listed_grad_q=_tile(128, 64, 8, 1),
+    ),
+    Row(
+        bytes=2,
+        head_dim=256,
+        tiles=Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(64, 32, 4, 1), grad_kv=_tile(32, 32, 8, 2)),
+        listed_grad_q=_tile(64, 32, 8, 1),
+    ),
+    # float32
+    Row(bytes=4, head_dim=64, tiles=_FP32_NARROW, listed_grad_q=_tile(64, 32, 8, 1)),
+    Row(bytes=4, head_dim=256, tiles=_FP32, listed_grad_q=_FP32.grad_q),
+)
+
+#: of an element
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+_FIRST_SM_LIKE_AMPERE = 120
+
+
+def generation(target: Target) -> int:
+    """The sm whose rows a machine takes: GeForce and workstation Blackwell have the tensor core instructions of Ampere, and less
+    shared memory than Hopper."""
+    return 80 if target.sm >= _FIRST_SM_LIKE_AMPERE else target.sm
+
+
+def tiles(spec: AttentionSpec, target: Target) -> Tiles:
+    """The tiles of a spec that the Triton lowering takes. Raises LookupError where there is no row for it."""
+    plan = parts.of(spec)
+    for row in ROWS:
+        if _applies(row, spec, plan, target):
+            grad_q = row.listed_grad_q if plan.tiles else row.tiles.grad_q
+            return Tiles(forward=row.tiles.forward, grad_q=grad_q, grad_kv=row.tiles.grad_kv)
+    raise LookupError(f"no tiles for {spec.dtype} with head dims {spec.head_dim_qk} and {spec.head_dim_v}")
+
+
+def _applies(row: Row, spec: AttentionSpec, plan: Plan, target: Target) -> bool:
+    head_dims, seqlen_q = (spec.head_dim_qk, spec.head_dim_v), spec.seqlen_q
+    fits = all(isinstance(size, int) and size <= row.head_dim for size in head_dims)
+    few = row.seqlen_q is None or (isinstance(seqlen_q, int) and seqlen_q <= row.seqlen_q)
+    holds = not row.holds or not parts_of(spec, plan).isdisjoint(row.holds)
+    return fits and few and holds and BYTES.get(spec.dtype, 8) <= row.bytes and generation(target) >= row.first_sm
+
+
+def parts_of(spec: AttentionSpec, plan: Plan) -> frozenset[Part]:
+    """What rows may ask for."""
+    band = plan.band
+    here: dict[Part, bool] = {
+        "bias": plan.bias,
+        "distances": plan.distances,
+        "rows": plan.rows,
+        "keys": plan.keys,
+        "documents": plan.documents,
+        "mask": plan.mask,
+        "band": band is not None,
+        "window": band is not None and band.left is not None,
+        "softcap": spec.score.softcap is not None,
+        "learned": (plan.bias_grad or plan.distances_grad) and spec.score.softcap is None,
+    }
+    return frozenset(part for part, held in here.items() if held)

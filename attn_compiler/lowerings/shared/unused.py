@@ -1,0 +1,114 @@
+"""Nodes that clear what takes no part in an attention: keys that no query may see, and queries without keys.
+
+Plain products multiply those by weights of 0, and 0 · NaN is NaN: one element of padding that is not finite would be in every row, and in
+every gradient. Where a mask can leave nothing over there are no nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from attn_compiler.lowerings.base import Emitter, Operands
+from attn_compiler.lowerings.shared import dims
+from attn_compiler.masks import Alignment, Causal
+from attn_compiler.spec import AttentionSpec
+
+aten = torch.ops.aten
+
+
+def cleared(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> Operands:
+    """The operands with 0 in rows of q without keys, and at keys in k and v that no query may see.
+
+    q is read by other rows' results in a backward alone. So is k, unless a mask is added to what comes of it: -inf hides no NaN.
+    """
+    seen, has_keys = _used(emitter, spec, operands)
+    adds = operands.mask is not None and emitter.value(operands.mask).dtype != torch.bool
+    q, k, v = operands.q, operands.k, operands.v
+    if has_keys is not None and spec.needs_grad:
+        q = emitter.call(torch.where, has_keys, q, 0.0)
+    if seen is not None:
+        v = emitter.call(torch.where, seen, v, 0.0)
+        k = emitter.call(torch.where, seen, k, 0.0) if spec.needs_grad or adds else k
+    return dataclasses.replace(operands, q=q, k=k, v=v)
+
+
+def diagonal(emitter: Emitter, kind: Causal, scores: fx.Node) -> fx.Node:
+    """(Sq, Skv), True where key k is allowed for query q: computed where it is used, never stored."""
+    return _diagonal(emitter, kind, size(emitter, scores, 2), size(emitter, scores, 3), emitter.value(scores).device)
+
+
+def size(emitter: Emitter, node: fx.Node, axis: int) -> int | fx.Node:
+    """Of an axis: a number, or the node that asks for it."""
+    found = emitter.value(node).shape[axis]
+    return found if isinstance(found, int) else emitter.call(aten.sym_size.int, node, axis)
+
+
+def _diagonal(
+    emitter: Emitter, kind: Causal, seqlen_q: int | fx.Node, seqlen_kv: int | fx.Node, device: torch.device
+) -> fx.Node:
+    rows = emitter.call(torch.arange, seqlen_q, device=device)
+    if kind.alignment is Alignment.BOTTOM_RIGHT:
+        rows = emitter.call(torch.add, rows, seqlen_kv)
+        rows = emitter.call(torch.sub, rows, seqlen_q)
+    keys = emitter.call(torch.arange, seqlen_kv, device=device)
+    return emitter.call(torch.le, keys, emitter.call(torch.unsqueeze, rows, 1))
+
+
+def _used(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[fx.Node | None, fx.Node | None]:
+    """Which keys are seen, to be broadcast to k and v, and which queries have keys, to q. None: all."""
+    sizes = (spec.seqlen_q, spec.seqlen_kv, spec.num_heads_kv)
+    # Shared by all layers that have the mask.
+    key = ("used", operands.mask if spec.mask.dense is not None else None, spec.mask.kinds, sizes)
+    if spec.mask.dense is None and not _leaves_over(spec):
+        return None, None
+
+    def allowed() -> fx.Node:
+        first, *others = _conditions(emitter, spec, operands)
+        for other in others:
+            first = emitter.call(torch.logical_and, first, other)
+        return first
+
+    def seen() -> fx.Node:
+        found = emitter.call(torch.any, emitter.once((*key, "allowed"), allowed), -2)
+        shape = emitter.value(found).shape
+        if spec.is_gqa and len(shape) > 1 and not dims.same(shape[-2], 1):
+            found = emitter.call(torch.any, emitter.call(torch.unflatten, found, -2, (spec.num_heads_kv, -1)), -2)
+        return emitter.call(torch.unsqueeze, found, -1)
+
+    def has_keys() -> fx.Node:
+        return emitter.call(torch.any, emitter.once((*key, "allowed"), allowed), -1, True)
+
+    return (
+        emitter.once((*key, "seen"), seen),
+        emitter.once((*key, "has keys"), has_keys) if spec.needs_grad else None,
+    )
+
+
+def _conditions(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> Iterator[fx.Node]:
+    """bool, which pairs are allowed by the dense mask, and by each diagonal."""
+    if operands.mask is not None and spec.mask.dense is not None:
+        is_bool = emitter.value(operands.mask).dtype == torch.bool
+        truth = operands.mask if is_bool else emitter.call(torch.ne, operands.mask, -torch.inf)
+        yield truth if emitter.value(truth).dim() > 1 else emitter.call(torch.unsqueeze, truth, 0)
+    for kind in spec.mask.kinds:
+        if isinstance(kind, Causal):
+            queries, keys = size(emitter, operands.q, 2), size(emitter, operands.k, 2)
+            yield _diagonal(emitter, kind, queries, keys, emitter.value(operands.q).device)
+
+
+def _leaves_over(spec: AttentionSpec) -> bool:
+    """Whether a diagonal alone can leave a key that no query sees, or a query that sees no key."""
+    queries, keys = spec.seqlen_q, spec.seqlen_kv
+    if dims.same(queries, keys):
+        return False
+    is_known = isinstance(queries, int) and isinstance(keys, int)
+    for kind in spec.mask.kinds:
+        if isinstance(kind, Causal):
+            few, many = (queries, keys) if kind.alignment is Alignment.TOP_LEFT else (keys, queries)
+            if not is_known or dims.at_least(few) < dims.at_least(many):
+                return True
+    return False

@@ -1,0 +1,357 @@
+"""Calls the Triton kernels on tensors: grids, outputs, launches. Imports triton, so it comes late.
+
+A kernel is compiled for what its Plan has and for the tensors' alignment, never for their sizes: one compiled kernel serves
+every sequence length.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+
+from attn_compiler.lowerings.shared.arguments import (
+    STATS_BLOCK,
+    Prepared,
+    Tensors,
+    alignment,
+    along,
+    common,
+    is_far,
+    lists,
+    operand_parameters,
+    prepare,
+    strides,
+)
+from attn_compiler.lowerings.shared.launching import Alike, Arguments, Grid, Ready, alike, launch
+from attn_compiler.lowerings.shared.on_device import on
+from attn_compiler.lowerings.shared.ops import empty_gradient, empty_outputs
+from attn_compiler.lowerings.triton import launch_added
+from attn_compiler.lowerings.triton.kernels import backward, kv_backward
+from attn_compiler.lowerings.triton.kernels import forward as forward_kernels
+
+_NARROW = 64
+_BACKWARD_INPUTS = ("Q", "K", "V", "GradOut", "GradLse", "Out", "Lse")
+#: a learned bias' backward keeps the scores' gradients up to this size, and beyond takes their products again: see `_add_scores`
+_MOST_KEPT_BYTES = 2 << 30
+# Elements: rows of the kept scores begin at whole vectors.
+_PITCH = 16
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, as `ops.LEAF_SCHEMA` says."""
+    inputs = (q, k, v, *operands)
+    same = alike(text, inputs)
+    if same.replay is not None:
+        out, lse = same.replay.run(inputs)
+        return out, lse
+    prepared = prepare(text)
+    if same.fact("unreadable", lambda: _unreadable(q, k, v)):
+        return forward(readable(q), readable(k), readable(v), operands, text)
+    tensors = {"Q": q, "K": k, "V": v, **prepared.named(operands)}
+    with on(q.device):
+        tensors["Out"] = same.empty("Out", lambda: empty_outputs(q, v)[0])
+        tensors["Lse"] = same.empty("Lse", lambda: empty_outputs(q, v)[1])
+        arguments = functools.partial(_forward, prepared, tensors)
+        ran = launch(forward_kernels.attention_forward, same, tensors, arguments)
+    same.keep([ran], inputs=("Q", "K", "V", *prepared.operands), returned=("Out", "Lse"))
+    return tensors["Out"], tensors["Lse"]
+
+
+def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Arguments:
+    tile, q = prepared.call.tiles.forward, tensors["Q"]
+    numbers = {**common(prepared, tensors), **lists(tensors.get("tiles")), **strides("o", tensors["Out"])}
+    names = {name: name for name in ("Q", "K", "V", "Out", "Lse")}
+    further = {"Tiles": prepared.present("tiles"), "Sinks": prepared.present("sinks")}
+    heads_last = _heads_last(tensors)
+    return Arguments(
+        grid=_grid(triton.cdiv(q.shape[2], tile.queries), q.shape[1], q.shape[0], heads_last),
+        tensors={**names, **further, **operand_parameters(prepared)},
+        numbers=numbers | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "HEADS_LAST": heads_last},
+        tile=tile,
+    )
+
+
+def _heads_last(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether programs of all batch rows follow each other before the next head's: where these share a bias, which is then read
+    from memory once, and from the L2 cache after that. Only with narrow heads: with wider ones it is not what bounds them
+    (H200, B 8, S 2048, D 64 / 128: forward 922 to 849 µs / 746 to 757)."""
+    bias, q, v = tensors.get("bias"), tensors["Q"], tensors["V"]
+    shared = bias is not None and along(bias, 0) == 0 and along(bias, 1) != 0 and q.shape[0] > 1
+    return shared and max(q.shape[3], v.shape[3]) <= _NARROW
+
+
+def _grid(blocks: int, heads: int, batch: int, heads_last: bool) -> Grid:
+    return (blocks, batch, heads) if heads_last else (blocks, heads, batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """What the kernels of one backward share. tensors: Q, K, V, GradOut, GradLse, Out, Lse, RowStats and the operands by their names;
+    each kernel adds its own outputs. ran: what was launched so far."""
+
+    prepared: Prepared
+    same: Alike
+    tensors: dict[str, torch.Tensor]
+    ran: list[Ready | None] = field(default_factory=list)
+
+    def numbers(self) -> dict[str, Any]:
+        q, k, v, grad_out, out = (self.tensors[name] for name in ("Q", "K", "V", "GradOut", "Out"))
+        shared = common(self.prepared, self.tensors) | strides("g", grad_out)
+        rows = self.tensors["RowStats"].shape[3]
+        return shared | {"ALIGN": alignment(q, k, v, grad_out, out), "stats_rows": rows}
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether the pass over the keys comes first, and keeps the scores' gradients for the others."""
+        return "Scores" in self.tensors
+
+    def parameters(self, *outputs: str) -> dict[str, str | None]:
+        names = {name: name for name in ("Q", "K", "V", "GradOut", "RowStats", *outputs)}
+        return {**names, **operand_parameters(self.prepared)}
+
+    @property
+    def scores(self) -> dict[str, str | None]:
+        """The parameter for kept scores."""
+        return {"Scores": "Scores" if self.keeps_scores else None}
+
+    @property
+    def pitch(self) -> dict[str, int]:
+        """Elements from one row of kept scores to the next."""
+        return {"pitch": self.tensors["Scores"].stride(2) if self.keeps_scores else 0}
+
+    def launch(self, kernel: Any, arguments: Callable[[Backward], Arguments], part: str = "") -> None:
+        self.ran.append(launch(kernel, self.same, self.tensors, functools.partial(arguments, self), part))
+
+
+def gradients(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    operands: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    text: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Gradients of q, k, v and of the plan's differentiable operands, as `ops.BACKWARD_SCHEMA` says."""
+    inputs = _backward_inputs(grad_out, grad_lse, q, k, v, operands, out, lse)
+    same = alike(text, inputs)
+    if same.replay is not None:
+        grad_q, grad_k, grad_v, *grads = same.replay.run(inputs)
+        return grad_q, grad_k, grad_v, grads
+    with on(q.device):
+        return _all_gradients(begin_backward(grad_out, grad_lse, q, k, v, operands, out, lse, text))
+
+
+def _backward_inputs(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    operands: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """In the order of `_BACKWARD_INPUTS` and then the operands."""
+    return (q, k, v, grad_out, grad_lse, out, lse, *operands)
+
+
+def _misaligned(*tensors: torch.Tensor) -> bool:
+    """Whether any begins between two vectors, in half precision on a GPU: what Triton 3.6 compiles for those reads the wrong
+    elements, or beyond the tensor, where a head dim takes two tiles."""
+    return any(x.is_cuda and x.element_size() < 4 and alignment(x) == 1 for x in tensors)
+
+
+def _unreadable(*tensors: torch.Tensor) -> bool:
+    return any(x.stride(3) != 1 or is_far(x) for x in tensors) or _misaligned(*tensors)
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it if its elements are not where a kernel can read them.
+
+    The one copy outside of the graph. The layout pass sees to strides that are known; where a tensor begins in its memory none of them
+    says, and a slice at an odd element is rare. Nobody says how an upstream gradient lies: a sum expands one number.
+    """
+    if not _unreadable(x):
+        return x
+    copied = x.clone(memory_format=torch.contiguous_format)
+    if _misaligned(copied):
+        raise ValueError(
+            f"the Triton kernels take head dims that are multiples of 8 in half precision, got {x.shape[3]}"
+        )
+    return copied
+
+
+def single_gradients(shared: Backward) -> dict[str, Callable[[], None]]:
+    """For each kernel that has a tile in `Tiles`, a call that runs it alone, to be measured: as `gradients` would launch it.
+
+    They launch on the current device, which has to be the tensors'.
+    """
+    shared.launch(backward.attention_row_stats, _row_stats)
+    return {
+        "grad_q": functools.partial(_launch_grad_q, shared),
+        "grad_kv": functools.partial(_launch_grad_kv, shared),
+    }
+
+
+def _all_gradients(shared: Backward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    if shared.keeps_scores:
+        shared.launch(backward.attention_row_stats, _row_stats)
+        _launch_grad_kv(shared)
+        _launch_grad_q(shared)
+    else:
+        _launch_grad_q(shared)
+        _launch_grad_kv(shared)
+    further = {
+        "bias": launch_added.grad_bias,
+        "distances": launch_added.grad_distances,
+        "sinks": launch_added.grad_sinks,
+    }
+    grads = [further[name](shared) for name in shared.prepared.plan.differentiable]
+    _keep(shared)
+    return shared.tensors["GradQ"], shared.tensors["GradK"], shared.tensors["GradV"], grads
+
+
+def _keep(shared: Backward) -> None:
+    """Further calls like this one are replayed, if nothing was copied."""
+    names, operands = shared.prepared.plan.differentiable, shared.prepared.operands
+    if shared.same.facts["copies"]:
+        return
+    returned = ["GradQ", "GradK", "GradV", *(f"Grad{name.capitalize()}" for name in names)]
+    shared.same.keep(shared.ran, inputs=(*_BACKWARD_INPUTS, *operands), returned=returned)
+
+
+def _add_scores(shared: Backward) -> None:
+    """Room for the scores' gradients, (B, Hq, Skv, pitch), where a bias is learned: five products instead of nine.
+
+    As much memory as the gradient that PyTorch's own kernels make for such a bias, before they sum it.
+    """
+    if shared.same.fact("keeps scores", lambda: _keeps_scores(shared)):
+        q, k = shared.tensors["Q"], shared.tensors["K"]
+        make = functools.partial(torch.empty, _scores_shape(q, k), dtype=q.dtype, device=q.device)
+        shared.tensors["Scores"] = shared.same.empty("Scores", make)
+        launch_added.add_further(shared)
+
+
+def _keeps_scores(shared: Backward) -> bool:
+    plan, score = shared.prepared.plan, shared.prepared.call.spec.score
+    # A softcap is beneath the bias: its derivative needs the products again.
+    if not (plan.bias_grad or plan.distances_grad) or score.softcap is not None:
+        return False
+    q = shared.tensors["Q"]
+    return math.prod(_scores_shape(q, shared.tensors["K"])) * q.element_size() <= _MOST_KEPT_BYTES
+
+
+def _scores_shape(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, int]:
+    pitch = triton.cdiv(q.shape[2], _PITCH) * _PITCH
+    return (q.shape[0], q.shape[1], k.shape[2], pitch)
+
+
+def begin_backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    operands: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    text: str,
+) -> Backward:
+    """Arguments as those of `gradients`. With room for the row stats, the gradients of q, k and v and, if they are kept, the scores'."""
+    prepared = prepare(text)
+    same = alike(text, _backward_inputs(grad_out, grad_lse, q, k, v, operands, out, lse))
+    if same.fact("unreadable", lambda: _unreadable(q, k, v, grad_out)):
+        q, k, v, grad_out = map(readable, (q, k, v, grad_out))
+        return begin_backward(grad_out, grad_lse, q, k, v, operands, out, lse, text)
+    same.fact("copies", lambda: not grad_lse.is_contiguous())
+    tensors = {"Q": q, "K": k, "V": v, "GradOut": grad_out, "GradLse": grad_lse.contiguous(), "Out": out, "Lse": lse}
+    tensors |= prepared.named(operands)
+    tensors["RowStats"] = same.empty("RowStats", lambda: _empty_row_stats(prepared, lse))
+    for name in ("Q", "K", "V"):
+        tensors[f"Grad{name}"] = same.empty(f"Grad{name}", functools.partial(empty_gradient, tensors[name]))
+    shared = Backward(prepared=prepared, same=same, tensors=tensors)
+    _add_scores(shared)
+    return shared
+
+
+def _rounded_to(prepared: Prepared) -> int:
+    """The largest block of queries of all passes, each of which is a power of two."""
+    tiles = prepared.call.tiles
+    return max(STATS_BLOCK, tiles.grad_q.queries, tiles.grad_kv.queries)
+
+
+def _empty_row_stats(prepared: Prepared, lse: torch.Tensor) -> torch.Tensor:
+    batch, heads, seqlen_q = lse.shape
+    block = _rounded_to(prepared)
+    rows = triton.cdiv(seqlen_q, block) * block
+    return torch.empty((batch, heads, 2, rows), dtype=torch.float32, device=lse.device)
+
+
+def _row_stats(shared: Backward) -> Arguments:
+    out, grad_out = shared.tensors["Out"], shared.tensors["GradOut"]
+    batch, heads, seqlen_q, head_dim = out.shape
+    rows = shared.tensors["RowStats"].shape[3]
+    numbers = {**strides("o", out), **strides("g", grad_out), "heads_q": heads, "seqlen_q": seqlen_q}
+    numbers |= {"stats_rows": rows, "BLOCK_M": STATS_BLOCK, "HEAD_DIM_V": head_dim, "ALIGN": alignment(out, grad_out)}
+    numbers["V_ALL"] = max(16, triton.next_power_of_2(head_dim))
+    return Arguments(
+        grid=(rows // STATS_BLOCK, heads, batch),
+        tensors={name: name for name in ("Out", "GradOut", "Lse", "GradLse", "RowStats")},
+        numbers=numbers,
+    )
+
+
+def _launch_grad_q(shared: Backward) -> None:
+    if shared.keeps_scores:
+        launch_added.launch_grad_q_kept(shared)
+    else:
+        shared.launch(backward.attention_grad_q, _grad_q)
+
+
+def _grad_q(shared: Backward) -> Arguments:
+    tile, grad_q = shared.prepared.call.tiles.grad_q, shared.tensors["GradQ"]
+    numbers = {**shared.numbers(), **lists(shared.tensors.get("tiles")), **strides("dq", grad_q)}
+    heads_last = _heads_last(shared.tensors)
+    numbers |= strides("o", shared.tensors["Out"]) | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys}
+    return Arguments(
+        grid=_grid(triton.cdiv(grad_q.shape[2], tile.queries), grad_q.shape[1], grad_q.shape[0], heads_last),
+        tensors={
+            **shared.parameters("GradQ", "Out", "Lse", "GradLse"),
+            "Tiles": shared.prepared.present("tiles"),
+        },
+        numbers=numbers | {"HEADS_LAST": heads_last, "ROUND": _rounded_to(shared.prepared)},
+        tile=tile,
+    )
+
+
+def _launch_grad_kv(shared: Backward) -> None:
+    for part in ("k", "v") if shared.prepared.call.tiles.grad_kv.apart else ("kv",):
+        shared.launch(kv_backward.attention_grad_kv, functools.partial(_grad_kv, part=part), part)
+
+
+def _grad_kv(shared: Backward, part: str) -> Arguments:
+    tile, grad_k, grad_v = shared.prepared.call.tiles.grad_kv, shared.tensors["GradK"], shared.tensors["GradV"]
+    numbers = {**shared.numbers(), **shared.pitch, **lists(shared.tensors.get("tiles_by_key"))}
+    numbers |= {**strides("dk", grad_k), **strides("dv", grad_v), "FOR_K": "k" in part, "FOR_V": "v" in part}
+    heads_last = _heads_last(shared.tensors)
+    return Arguments(
+        grid=_grid(triton.cdiv(grad_k.shape[2], tile.keys), grad_k.shape[1], grad_k.shape[0], heads_last),
+        tensors={
+            **shared.parameters("GradK", "GradV"),
+            **shared.scores,
+            "Tiles": shared.prepared.present("tiles_by_key"),
+        },
+        numbers=numbers | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "HEADS_LAST": heads_last},
+        tile=tile,
+    )

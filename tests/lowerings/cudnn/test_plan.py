@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Const, Expr, Index, Load
+from attn_compiler.lowerings.cudnn import plan
+from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.masks import (
+    Alignment,
+    Causal,
+    CausalFrom,
+    Chunked,
+    Dense,
+    Document,
+    Inputs,
+    KeyBound,
+    KeyPadding,
+    MaskSpec,
+    Prefix,
+    ProvedKind,
+    SlidingWindow,
+)
+from attn_compiler.scores import Alibi, ScoreSpec, Sinks
+from attn_compiler.spec import AttentionSpec
+from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, make_spec
+
+B, K = Index("b"), Index("k")
+LENGTH: Expr = ix.add(Load("lengths", (B,), "int"), Const(-1))
+VECTOR = KeyPadding(condition=Load("mask", (B, K), "bool"))
+
+
+def proved(*kinds: ProvedKind, dtype: str = "bool", **changes: Any) -> AttentionSpec:
+    """A dense mask that was shown to be the kinds."""
+    sizes = {"seqlen_q": 40, "seqlen_kv": 40, **changes}
+    shape = (1, 1, sizes["seqlen_q"], sizes["seqlen_kv"])
+    return make_spec(mask=MaskSpec(kinds=(Dense(shape=shape, dtype=dtype),), proved=kinds), **sizes)
+
+
+def call_of(spec: AttentionSpec, *, deterministic: bool = False) -> Call:
+    assert plan.reasons(spec) == []
+    return plan.of(spec, deterministic=deterministic)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(scale=0.125),
+        Call(scale=1 / 3, left=5, right=0, from_end=True, needs_grad=True),
+        Call(scale=0.1, lengths=True, bias=True, bias_grad=True, sinks=True, sinks_grad=True, dropout_p=0.125),
+        Call(scale=0.1, needs_grad=True, deterministic=True),
+    ],
+)
+def test_text_and_back(call: Call) -> None:
+    assert Call.from_text(call.to_text()) == call
+    assert Call.from_text(call.to_text()) is Call.from_text(call.to_text())
+
+
+def test_text_says_only_what_is_not_as_usual() -> None:
+    assert Call(scale=0.5, right=0).to_text() == '{"right":0,"scale":0.5}'
+
+
+def test_operands_stand_in_a_fixed_order() -> None:
+    call = Call(scale=1.0, bias=True, bias_grad=True, sinks=True, lengths=True, dropout_p=0.5)
+    assert call.operands == ("bias", "sinks", "lengths_q", "lengths", "seed", "offset")
+    assert call.differentiable == ("bias",)
+
+
+@pytest.mark.parametrize("seqlens", [(40, 40), (17, 40), (1, 40), (40, 17)])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (Causal(),),
+        (Causal(alignment=Alignment.BOTTOM_RIGHT),),
+        (Causal(), SlidingWindow(left=7, right=None)),
+        (SlidingWindow(left=7, right=3),),
+        (SlidingWindow(left=0, right=None),),
+        (SlidingWindow(left=1000, right=None), Causal()),
+        (CausalFrom(offset=Const(5)),),
+        (CausalFrom(offset=Const(1000)),),
+    ],
+)
+def test_a_band_allows_what_the_kinds_allow(kinds: tuple[ProvedKind, ...], seqlens: tuple[int, int]) -> None:
+    queries, keys = seqlens
+    call = call_of(proved(*kinds, seqlen_q=queries, seqlen_kv=keys))
+    inputs = Inputs(seqlen_q=queries, seqlen_kv=keys)
+    for q in range(queries):
+        position = q + (keys - queries if call.from_end else 0)
+        for k in range(keys):
+            inside = (call.left is None or k >= position - call.left) and (
+                call.right is None or k <= position + call.right
+            )
+            assert inside == all(kind.mask_mod(0, 0, q, k, inputs) for kind in kinds), (q, k, call)
+    assert call.operands == ()
+
+
+def test_sides_that_say_nothing_are_open() -> None:
+    assert call_of(proved(SlidingWindow(left=39, right=39))) == Call(scale=0.125, needs_grad=True)
+    assert call_of(make_spec(mask=BOTTOM_RIGHT)) == Call(scale=0.125, right=0, needs_grad=True)
+    assert call_of(make_spec(mask=BOTTOM_RIGHT, seqlen_q=1, needs_grad=False)) == Call(scale=0.125)
+
+
+def test_lengths_are_the_keys_that_a_row_has() -> None:
+    spec = proved(KeyBound(side="last", bound=LENGTH))
+    assert call_of(spec).operands == ("lengths_q", "lengths")
+    assert plan.length(spec) == Load("lengths", (B,), "int")
+    both = proved(KeyBound(side="last", bound=LENGTH), Causal())
+    assert (call_of(both).lengths, call_of(both).right) == (True, 0)
+
+
+def test_a_bound_that_all_rows_share_is_a_length_too() -> None:
+    spec = proved(KeyBound(side="last", bound=Load("filled", (), "int")))
+    assert call_of(spec).lengths
+    assert plan.length(spec) == ix.add(Load("filled", (), "int"), Const(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "observed"),
+    [
+        (VECTOR, "truth values of keys, which may be padded at the left or have holes"),
+        (
+            KeyBound(side="first", bound=LENGTH),
+            "an interval of keys that differs by query, or begins after the first key",
+        ),
+        (Prefix(length=LENGTH), "an interval of keys that differs by query"),
+        (CausalFrom(offset=Load("past", (), "int")), "an interval of keys that differs by query"),
+        (Chunked(size=16), "an interval of keys that differs by query"),
+        (Document(of_key=Load("ids", (B, K), "int")), "documents"),
+    ],
+)
+def test_what_is_no_part_of_cudnn_is_refused(kind: ProvedKind, observed: str) -> None:
+    (reason,) = plan.reasons(proved(kind, Causal()))
+    assert observed in reason.observed
+
+
+def test_a_vector_of_truth_values_is_told_what_would_help() -> None:
+    (reason,) = plan.reasons(proved(VECTOR))
+    assert reason.remedy is not None
+    assert "a mask of positions below a length is one" in reason.remedy
+
+
+def test_an_unread_bool_mask_is_refused_and_an_added_one_is_added() -> None:
+    def unread(dtype: str) -> AttentionSpec:
+        mask = MaskSpec(kinds=(Causal(), Dense(shape=(1, 1, 128, 128), dtype=dtype)), reason="who knows")
+        return make_spec(mask=mask)
+
+    (reason,) = plan.reasons(unread("bool"))
+    assert reason.observed == "a mask tensor of truth values"
+    call = call_of(unread("bfloat16"))
+    assert (call.bias, call.bias_grad, call.right) == (True, False, 0)
+
+
+def test_a_tensor_that_only_masks_is_not_added() -> None:
+    (reason,) = plan.reasons(proved(VECTOR, Causal(), dtype="bfloat16"))
+    assert "truth values of keys" in reason.observed
+
+
+@pytest.mark.parametrize("further", [(), (VECTOR,)])
+def test_slopes_are_added_as_the_models_own_tensor(further: tuple[ProvedKind, ...]) -> None:
+    """Its diagonal and its padding are in the tensor; nothing is left out, and nothing is applied twice."""
+    alibi = Alibi(slopes=Load("slopes", (Index("h"),), "float"), position=ix.add(K, Index("q"), -1))
+    mask = MaskSpec(kinds=(Dense(shape=(1, 8, 128, 128), dtype="bfloat16"),), proved=(Causal(), *further))
+    spec = make_spec(mask=mask)
+    spec = AttentionSpec(
+        **{f: getattr(spec, f) for f in ("q", "k", "v", "mask", "device", "out_dtype", "needs_grad")},
+        score=ScoreSpec(scale=0.125, proved=(alibi,)),
+    )
+    assert call_of(spec) == Call(scale=0.125, bias=True, needs_grad=True)
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_gradients_are_for_what_wants_one(needs_grad: bool) -> None:
+    spec = make_spec(changes=(bias(1, 8, 128, 128), Sinks(requires_grad=True)), needs_grad=needs_grad)
+    call = call_of(spec, deterministic=True)
+    assert (call.bias_grad, call.sinks_grad, call.needs_grad, call.deterministic) == (needs_grad,) * 4
+    frozen = make_spec(changes=(bias(1, 8, 128, 128, requires_grad=False), Sinks(requires_grad=False)))
+    assert (call_of(frozen).bias_grad, call_of(frozen).sinks_grad) == (False, False)
+
+
+def test_a_plain_causal_mask_needs_no_tensor() -> None:
+    assert call_of(make_spec(mask=CAUSAL, dropout_p=0.125)) == Call(
+        scale=0.125, right=0, dropout_p=0.125, needs_grad=True
+    )

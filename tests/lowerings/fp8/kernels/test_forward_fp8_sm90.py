@@ -1,0 +1,34 @@
+"""Compiled for Hopper, the kernel multiplies FP8 (or int8) on its tensor cores, and little spills."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from tests.lowerings.fp8.kernels import compiling_sm90
+from tests.lowerings.fp8.kernels.compiling_sm90 import JOBS, Found, Job
+from tests.lowerings.kernels.compilers import of_a_known_compiler, printed_by
+
+SHARED = 227 * 1024
+#: bytes of a thread, of up to forty words at head dim 64 where four warpgroups share the registers, and a window's or a softcap's tile
+SPILLED = 192
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Found]:
+    return {each["name"]: Found(**each) for each in printed_by(compiling_sm90)}
+
+
+@of_a_known_compiler
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_products_are_those_of_its_formats(job: Job, compiled: dict[str, Found]) -> None:
+    found = compiled[job.name]
+    assert found.shared <= SHARED
+    assert found.spilled <= SPILLED
+    assert not found.unset
+    v = {"fp8e4nv": "f32.e4m3.e4m3", "fp8e5": "f32.e5m2.e5m2"}[job.v]
+    qk = "s32.s8.s8" if job.qk == "i8" else v
+    assert {name.split(".", 5)[-1] for name in found.instructions} >= {v}
+    assert any(qk in name for name in found.instructions)
+    assert all(v in name or qk in name for name in found.instructions)

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels' arguments are made with Triton: pip install triton")
+
+from attn_compiler.lowerings.shared.arguments import alignment, head_dim_parts
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "parts"),
+    [
+        (1, (16, 0)),
+        (16, (16, 0)),
+        (17, (32, 0)),
+        (40, (32, 16)),
+        (64, (64, 0)),
+        (72, (64, 16)),
+        (80, (64, 16)),
+        (96, (64, 32)),
+        (112, (128, 0)),
+        (160, (128, 32)),
+        (192, (128, 64)),
+        (256, (256, 0)),
+    ],
+)
+def test_a_head_dim_is_computed_in_powers_of_two(head_dim: int, parts: tuple[int, int]) -> None:
+    assert head_dim_parts(head_dim) == parts
+
+
+@pytest.mark.parametrize("head_dim", range(1, 257))
+def test_parts_cover_the_head_dim_and_no_more_than_the_next_power(head_dim: int) -> None:
+    first, second = head_dim_parts(head_dim)
+    assert head_dim <= first + second <= max(16, 2 * head_dim)
+    assert all(part == 0 or (part >= 16 and part & (part - 1) == 0) for part in (first, second))
+
+
+def test_vectors_are_loaded_where_everything_begins_at_one() -> None:
+    x = torch.empty(2, 30, 4, 72, dtype=torch.bfloat16).transpose(1, 2)
+    assert alignment(x) == 8
+    assert alignment(x.float()) == 4
+    # A head dim of 36 elements of 2 bytes, and a slice that begins at an odd element.
+    assert alignment(torch.empty(2, 4, 30, 36, dtype=torch.bfloat16)) == 1
+    assert alignment(torch.empty(2, 30, 4, 73, dtype=torch.bfloat16)[..., 1:]) == 1
+    assert alignment(x, torch.empty(2, 4, 30, 36, dtype=torch.bfloat16)) == 1
+
+
+def test_the_stride_of_an_axis_of_size_one_says_nothing() -> None:
+    x = torch.empty(1, 4, 30, 64, dtype=torch.bfloat16)
+    assert alignment(x.as_strided(x.shape, (3, *x.stride()[1:]))) == 8

@@ -1,0 +1,181 @@
+"""What a further launch reuses of the first, with stand-ins for kernels: on a GPU test_triton_launch.py runs each case twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from attn_compiler.lowerings.shared import launching
+from attn_compiler.lowerings.shared.kernel_plan import Tile
+from attn_compiler.lowerings.shared.launching import Arguments, alike, launch
+from attn_compiler.lowerings.shared.on_device import Known
+
+TILE = Tile(queries=32, keys=32, warps=8, stages=3)
+STREAM = 77
+
+
+class Compiled:
+    """Keeps what it is run with."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.runs: list[Any] = []
+        self.launches: list[Any] = []
+
+    def run(self, *given: Any) -> None:
+        self.runs.append(given)
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *given: self.launches.append((grid, given))
+
+
+class Kernel:
+    """Keeps what it is compiled for."""
+
+    arg_names = ("Q", "Absent", "number", "Out")
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.compiled = Compiled()
+
+    def __getitem__(self, grid: Any) -> Callable[..., Compiled]:
+        def compile_and_run(**given: Any) -> Compiled:
+            self.calls.append((grid, given))
+            return self.compiled
+
+        return compile_and_run
+
+
+@pytest.fixture(autouse=True)
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_ALIKE", Known())
+    monkeypatch.setattr(triton.runtime, "driver", mock.Mock())
+    triton.runtime.driver.active.get_current_stream.return_value = STREAM
+
+
+def arguments(asked: list[int]) -> Callable[[], Arguments]:
+    def give() -> Arguments:
+        asked.append(1)
+        return Arguments(
+            grid=(2, 1, 1), tensors={"Q": "q", "Absent": None, "Out": "out"}, numbers={"number": 7}, tile=TILE
+        )
+
+    return give
+
+
+def run(kernel: Kernel, q: Tensor, out: Tensor, asked: list[int], text: str = "text") -> None:
+    launch(kernel, alike(text, (q,)), {"q": q, "out": out, "of another kernel": q}, arguments(asked))
+
+
+def test_a_further_call_has_its_own_tensors_and_the_numbers_of_the_first() -> None:
+    kernel, asked = Kernel(), list[int]()
+    first, second = (tuple(torch.empty(4, 8) for _ in range(2)) for _ in range(2))
+    run(kernel, *first, asked)
+    run(kernel, *second, asked)
+    ((grid, given),), (later,) = kernel.calls, kernel.compiled.runs
+    assert grid == (2, 1, 1)
+    assert (given["Q"], given["Absent"], given["Out"]) == (first[0], None, first[1])
+    assert (given["number"], given["num_warps"], given["num_stages"]) == (7, 8, 3)
+    assert later[:3] == (2, 1, 1)
+    assert later[3:6] == (STREAM, "function", "metadata")
+    assert later[-4:] == (second[0].data_ptr(), None, 7, second[1].data_ptr())
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.empty(8, 4).t(),
+        torch.empty(4, 9),
+        torch.empty(4, 8, dtype=torch.float16),
+        torch.empty(4 * 8 + 1)[1:].view(4, 8),
+    ],
+    ids=["strides", "shape", "dtype", "alignment"],
+)
+def test_a_call_whose_tensors_lie_otherwise_has_its_own_numbers(other: Tensor) -> None:
+    kernel, asked = Kernel(), list[int]()
+    run(kernel, torch.empty(4, 8), other, asked)
+    run(kernel, other, other, asked)
+    assert len(asked) == 2
+    assert not kernel.compiled.runs
+
+
+def test_another_text_is_another_call() -> None:
+    kernel, asked = Kernel(), list[int]()
+    q = torch.empty(4, 8)
+    run(kernel, q, q, asked)
+    run(kernel, q, q, asked, text="other")
+    assert len(asked) == 2
+
+
+def test_kernels_of_one_call_are_kept_apart() -> None:
+    one, other, asked = Kernel(), Kernel(), list[int]()
+    q = torch.empty(4, 8)
+    for kernel in (one, other, one):
+        run(kernel, q, q, asked)
+    assert len(asked) == 2
+    assert (len(one.compiled.runs), len(other.compiled.runs)) == (1, 0)
+
+
+def test_parts_of_one_kernel_are_kept_apart() -> None:
+    kernel, asked = Kernel(), list[int]()
+    q = torch.empty(4, 8)
+    for part in ("k", "v", "k"):
+        launch(kernel, alike("text", (q,)), {"q": q, "out": q}, arguments(asked), part)
+    assert len(asked) == 2
+    assert len(kernel.compiled.runs) == 1
+
+
+def test_profilers_that_hook_into_launches_see_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, asked = Kernel(), list[int]()
+    q = torch.empty(4, 8)
+    run(kernel, q, q, asked)
+    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
+    run(kernel, q, q, asked)
+    assert not kernel.compiled.runs
+    assert kernel.compiled.launches == [((2, 1, 1), (q.data_ptr(), None, 7, q.data_ptr()))]
+
+
+def test_nothing_is_launched_on_an_empty_grid() -> None:
+    kernel = Kernel()
+    q = torch.empty(0)
+    empty = Arguments(grid=(0, 1, 1), tensors={"Q": "q"}, numbers={})
+    launch(kernel, alike("text", (q,)), {"q": q}, lambda: empty)
+    assert not kernel.calls
+
+
+def test_truth_values_are_read_as_bytes() -> None:
+    kernel, asked = Kernel(), list[int]()
+    q = torch.ones(4, dtype=torch.bool)
+    run(kernel, q, q, asked)
+    ((_, given),) = kernel.calls
+    assert given["Q"].dtype == torch.uint8
+    assert given["Q"].data_ptr() == q.data_ptr()
+
+
+def test_an_output_is_like_the_first_one() -> None:
+    same, made = alike("text", (torch.empty(2),)), list[Tensor]()
+
+    def make() -> Tensor:
+        made.append(torch.empty(3, 5, 4, dtype=torch.float16).transpose(0, 1))
+        return made[-1]
+
+    first, second = same.empty("out", make), same.empty("out", make)
+    assert len(made) == 1
+    assert first is made[0]
+    assert second.data_ptr() != first.data_ptr()
+    assert (second.shape, second.stride(), second.dtype) == (first.shape, first.stride(), first.dtype)
+
+
+def test_what_is_known_of_calls_does_not_grow_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Known, "_MOST", 3)
+    for size in range(10):
+        alike("text", (torch.empty(size),))
+    assert len(launching._ALIKE) <= 3

@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from attn_compiler import index_expr as ix
+from attn_compiler import masks, scores
+from attn_compiler.index_expr import Const, Index, Linear, Load, Size, Test
+from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared.kernel_plan import Band, Plan
+from attn_compiler.lowerings.shared.parts import SEQLEN_KV, SEQLEN_Q, Interval, Parts
+from attn_compiler.masks import Alignment, Causal, Dense, MaskSpec, ProvedKind
+from attn_compiler.scores import ProvedScore, ScoreSpec
+from attn_compiler.spec import AttentionSpec, Dim
+from tests.lowerings.specs import make_spec
+
+B, H, Q, K = map(Index, "bhqk")
+PADDING = masks.KeyPadding(condition=ix.as_bool(Load("attention_mask", (B, K), "int")))
+DOCUMENT = masks.Document(of_key=Load("ids", (B, K), "int"))
+OTHER_DOCUMENT = masks.Document(of_key=Load("others", (B, K), "int"))
+LENGTH = Load("length", (), "int")
+BOTTOM_RIGHT = Causal(alignment=Alignment.BOTTOM_RIGHT)
+BLOCKS = masks.AnyOf(alternatives=((Causal(),), (DOCUMENT,)))
+DENSE = Dense(shape=(2, 1, 128, 192), dtype="bool")
+ADDED = Dense(shape=(2, 1, 128, 192), dtype="bfloat16")
+
+TABLE = scores.RelativeBias(table="table", at=(ix.add(ix.add(K, Q, -1), Const(127)), H), distance=ix.add(K, Q, -1))
+LEARNED = dataclasses.replace(TABLE, requires_grad=True)
+SLOPES = Load("slopes", (H,), "float")
+BLOOM = scores.Alibi(slopes=SLOPES, position=K)
+
+
+def spec_of(
+    *proved: ProvedKind,
+    dense: Dense | None = DENSE,
+    kinds: tuple[Causal, ...] = (),
+    added: tuple[ProvedScore, ...] = (),
+    changes: tuple[scores.ScoreChange, ...] = (),
+    reason: str | None = None,
+    lost: tuple[str, ...] = (),
+    seqlen_q: Dim = 128,
+    seqlen_kv: Dim = 192,
+    needs_grad: bool = True,
+) -> AttentionSpec:
+    """A mask (or, among the changes, a bias) that was proved to be this; lost: names that are out of reach."""
+    mask = MaskSpec(kinds=(*kinds, *((dense,) if dense else ())), proved=proved, reason=reason, out_of_reach=lost)
+    spec = make_spec(mask=mask, changes=changes, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, needs_grad=needs_grad)
+    return dataclasses.replace(spec, score=dataclasses.replace(spec.score, proved=added, out_of_reach=lost))
+
+
+def parts(*proved: ProvedKind, **of: object) -> Parts:
+    return site_parts.parts(spec_of(*proved, **of))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("proved", "expected"),
+    [
+        ([Causal()], Parts(band=Band(right=0))),
+        ([BOTTOM_RIGHT], Parts(band=Band(right=0, from_end=True))),
+        ([masks.CausalFrom(offset=Const(-1))], Parts(band=Band(right=-1))),
+        ([masks.SlidingWindow(left=7, right=None), Causal()], Parts(band=Band(left=7, right=0))),
+        ([masks.SlidingWindow(left=7, right=9), masks.CausalFrom(offset=Const(3))], Parts(band=Band(left=7, right=3))),
+        ([masks.CausalFrom(offset=LENGTH)], Parts(rows=Interval(upper=ix.add(ix.add(Q, LENGTH), ix.ONE)))),
+        ([masks.KeyBound(side="first", bound=LENGTH)], Parts(rows=Interval(lower=LENGTH))),
+        ([masks.KeyBound(side="last", bound=LENGTH)], Parts(rows=Interval(upper=ix.add(LENGTH, ix.ONE)))),
+        (
+            [masks.Prefix(length=LENGTH)],
+            Parts(rows=Interval(upper=ix.apply("max", ix.add(Q, ix.ONE), LENGTH))),
+        ),
+        ([PADDING], Parts(keys=PADDING.condition)),
+        ([PADDING, DOCUMENT, Causal()], Parts(band=Band(right=0), keys=PADDING.condition, documents=DOCUMENT.of_key)),
+        ([DOCUMENT, DOCUMENT], Parts(documents=DOCUMENT.of_key)),
+        ([DOCUMENT, OTHER_DOCUMENT], Parts(mask=True)),
+        ([masks.Document(of_key=Load("ids", (K,), "float"))], Parts(mask=True)),
+        ([BLOCKS], Parts(mask=True)),
+        ([Causal(), BLOCKS], Parts(mask=True)),
+        ([masks.Formula(condition=ix.as_bool(Load("any", (B, Q, K), "int")))], Parts(mask=True)),
+        (
+            [masks.Formula(condition=ix.compare("<=", K, Load("position", (Q,), "int")))],
+            Parts(rows=Interval(upper=ix.add(Load("position", (Q,), "int"), ix.ONE))),
+        ),
+        (
+            [masks.Formula(condition=ix.as_bool(Load("used", (B, Q), "int")))],
+            Parts(rows=Interval(upper=ix.where(ix.as_bool(Load("used", (B, Q), "int")), SEQLEN_KV, ix.ZERO))),
+        ),
+        ([masks.Formula(condition=ix.compare("!=", K, Const(3)))], Parts(keys=ix.compare("!=", K, Const(3)))),
+        ([masks.Formula(condition=ix.compare("<=", ix.mul(K, Const(2)), Q))], Parts(mask=True)),
+        ([masks.Formula(condition=ix.compare("<=", K, ix.add(Q, H)))], Parts(mask=True)),
+    ],
+)
+def test_where_a_kind_goes(proved: list[ProvedKind], expected: Parts) -> None:
+    assert parts(*proved) == expected
+
+
+def test_a_chunk_is_an_interval_of_each_query() -> None:
+    rows = parts(masks.Chunked(size=16, start=ix.ONE)).rows
+    assert rows is not None
+    for q in range(40):
+        first, end = (ix.evaluate(x, {"q": q}, lambda *_: None) for x in (rows.lower, rows.upper) if x is not None)
+        assert [k for k in range(64) if (q - 1) // 16 == (k - 1) // 16] == list(range(max(first, 0), end))
+
+
+def test_bands_of_two_corners_are_a_band_and_rows() -> None:
+    found = parts(Causal(), BOTTOM_RIGHT)
+    assert found.band == Band(right=0)
+    assert found.rows == Interval(upper=ix.add(ix.add(ix.add(Q, SEQLEN_KV), SEQLEN_Q, -1), ix.ONE))
+
+
+@pytest.mark.parametrize("seqlen", [128, "s0"])
+def test_a_square_has_one_corner(seqlen: Dim) -> None:
+    assert parts(BOTTOM_RIGHT, seqlen_q=seqlen, seqlen_kv=seqlen) == Parts(band=Band(right=0))
+
+
+def test_intervals_are_intersected() -> None:
+    found = parts(masks.KeyBound(side="first", bound=LENGTH), masks.Chunked(size=16), masks.CausalFrom(offset=LENGTH))
+    assert found.rows is not None
+    assert found.rows.lower == ix.apply("max", LENGTH, ix.mul(ix.apply("floordiv", Q, Const(16)), Const(16)))
+    assert found.rows.upper is not None
+    assert ix.evaluate(found.rows.upper, {"q": 17}, lambda *_: 3) == 21
+    assert ix.evaluate(found.rows.upper, {"q": 17}, lambda *_: 30) == 32
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (PADDING, "attention_mask"),
+        (DOCUMENT, "ids"),
+        (masks.CausalFrom(offset=ix.add(LENGTH, Size("s7"))), "s7"),
+        (masks.CausalFrom(offset=ix.add(LENGTH, Size("s7"))), "length"),
+    ],
+)
+def test_what_is_out_of_reach_stays_in_the_tensor(kind: ProvedKind, name: str) -> None:
+    assert parts(Causal(), kind, lost=(name,)) == Parts(mask=True)
+    assert not parts(Causal(), kind, lost=("others",)).mask
+
+
+def test_a_mask_beside_the_causal_flag() -> None:
+    assert parts(PADDING, kinds=(Causal(),)) == Parts(band=Band(right=0), keys=PADDING.condition)
+    assert parts(BLOCKS, kinds=(Causal(),)) == Parts(band=Band(right=0), mask=True)
+    assert parts(Causal(), dense=None, kinds=(Causal(),)) == Parts(band=Band(right=0))
+    assert parts(dense=None) == Parts()
+
+
+@pytest.mark.parametrize(
+    ("dense", "expected"),
+    [
+        (DENSE, Parts(mask=True)),
+        (Dense(shape=(128, 192), dtype="bool"), Parts(mask=True)),
+        (Dense(shape=(2, 1, 1, 192), dtype="bool"), Parts(keys_given=True)),
+        (Dense(shape=(192,), dtype="bool"), Parts(keys_given=True)),
+        (Dense(shape=(2, 1, 1, 1), dtype="bool"), Parts(mask=True)),
+        (Dense(shape=(2, 8, 1, 192), dtype="bool"), Parts(mask=True)),
+        (ADDED, Parts(bias=True)),
+        (Dense(shape=(2, 1, 1, 192), dtype="float32"), Parts(bias=True)),
+    ],
+)
+@pytest.mark.parametrize("reason", [None, "attention_mask is an input of the graph"])
+def test_an_unproved_tensor_is_used_as_it_is(dense: Dense, expected: Parts, reason: str | None) -> None:
+    assert parts(dense=dense, reason=reason) == expected
+
+
+def test_a_float_mask_that_was_proved_is_no_bias() -> None:
+    assert parts(PADDING, dense=ADDED) == Parts(keys=PADDING.condition)
+    assert parts(BLOCKS, dense=ADDED) == Parts(mask=True)
+    assert parts(BLOCKS, dense=dataclasses.replace(ADDED, shape=(2, 1, 1, 192))) == Parts(keys_given=True)
+
+
+# ---- scores -------------------------------------------------------------------------------------------------------
+
+BIAS = (scores.DenseBias(shape=(1, 8, 128, 192), dtype="bfloat16"),)
+
+
+def test_a_table_of_distances() -> None:
+    assert parts(PADDING, dense=ADDED, added=(TABLE,)) == Parts(keys=PADDING.condition, distances=(TABLE,))
+    learned = parts(PADDING, dense=None, changes=BIAS, added=(LEARNED,))
+    assert learned == Parts(keys=PADDING.condition, distances=(LEARNED,), distances_grad=True)
+
+
+def test_slopes_of_keys() -> None:
+    expected = ix.mul(ix.as_float(SLOPES), Const(1.0))
+    assert parts(Causal(), dense=ADDED, added=(BLOOM,)) == Parts(band=Band(right=0), slopes=expected)
+    last = dataclasses.replace(BLOOM, position=ix.add(K, Const(-35)))
+    assert parts(dense=ADDED, added=(last,)).slopes == expected
+    back = dataclasses.replace(BLOOM, position=ix.mul(ix.add(Q, K, -1), Const(2)))
+    assert parts(dense=ADDED, added=(back,)).slopes == ix.mul(ix.as_float(SLOPES), Const(-2.0))
+
+
+def test_slopes_of_both_sides_are_distances() -> None:
+    both_ways = dataclasses.replace(BLOOM, position=ix.mul(ix.apply("abs", ix.add(K, Q, -1)), Const(-1)))
+    assert parts(dense=ADDED, added=(both_ways,)) == Parts(distances=(both_ways,))
+    assert parts(dense=ADDED, added=(both_ways, TABLE)).distances == (both_ways, TABLE)
+    assert parts(dense=ADDED, added=(BLOOM, TABLE)).distances == (TABLE,)
+
+
+def test_a_sink_sees_what_a_row_has_in_common() -> None:
+    sinks = (scores.Sinks(requires_grad=False),)
+    assert parts(dense=ADDED, added=(BLOOM,), changes=sinks) == Parts(bias=True)
+    exact = dataclasses.replace(BLOOM, position=ix.add(K, Q, -1))
+    assert parts(dense=ADDED, added=(exact,), changes=sinks).slopes is not None
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        dataclasses.replace(BLOOM, position=Load("position", (B, K), "int")),
+        scores.Alibi(slopes=SLOPES, position=ix.add(K, Load("shift", (K,), "int"))),
+        scores.GatheredBias(table="table", at=(Load("index", (Q, K), "int"), H)),
+        scores.RegionPenalty(value=-100.0, of_key=Load("regions", (B, K), "int")),
+        scores.Bias(tensor="bias", at=(H, Q, K), shape=(1, 8, 128, 192)),
+    ],
+)
+def test_what_is_no_function_of_the_distance_stays_a_tensor(added: ProvedScore) -> None:
+    assert parts(Causal(), dense=ADDED, added=(added,)) == Parts(band=Band(right=0), bias=True)
+    assert parts(Causal(), dense=ADDED, added=(TABLE, added)) == Parts(band=Band(right=0), bias=True)
+
+
+def test_learned_slopes_keep_their_gradient() -> None:
+    learned = dataclasses.replace(BLOOM, requires_grad=True)
+    found = parts(dense=None, added=(learned,), changes=BIAS)
+    assert found == Parts(bias=True, bias_grad=True)
+    exact = dataclasses.replace(learned, position=ix.add(K, Q, -1))
+    assert parts(dense=None, added=(exact,), changes=BIAS) == Parts(distances=(exact,), distances_grad=True)
+
+
+def test_a_gradient_that_no_kind_has_stays_with_the_tensor() -> None:
+    assert parts(Causal(), dense=None, added=(TABLE,), changes=BIAS) == Parts(
+        band=Band(right=0), bias=True, bias_grad=True
+    )
+    assert parts(dense=None, changes=BIAS, needs_grad=False) == Parts(bias=True)
+
+
+def test_a_table_out_of_reach_stays_a_tensor() -> None:
+    assert parts(Causal(), dense=ADDED, added=(TABLE,), lost=("table",)) == Parts(band=Band(right=0), bias=True)
+    assert parts(dense=ADDED, added=(BLOOM,), lost=("slopes",)) == Parts(bias=True)
+
+
+def test_a_mask_that_is_no_part_stays_in_the_bias() -> None:
+    assert parts(Causal(), BLOCKS, dense=ADDED, added=(TABLE,)) == Parts(band=Band(right=0), bias=True)
+
+
+def test_the_plan_says_which_parts_there_are() -> None:
+    sinks = scores.Sinks(requires_grad=True)
+    spec = spec_of(PADDING, DOCUMENT, Causal(), dense=None, added=(LEARNED,), changes=(*BIAS, sinks))
+    assert site_parts.of(spec) == Plan(
+        band=Band(right=0),
+        keys=True,
+        documents=True,
+        distances=True,
+        distances_grad=True,
+        sinks=True,
+        sinks_grad=True,
+        needs_grad=True,
+        few_pairs=True,
+    )
+    long = make_spec(needs_grad=False, seqlen_q=1024, seqlen_kv=1024)
+    dropped = dataclasses.replace(long, score=ScoreSpec(scale=1.0, dropout_p=0.1))
+    assert site_parts.of(dropped) == Plan(dropout=True)
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_kv", "few"),
+    [(1024, 512, True), (32, 4096, True), (33, 513, False), ("s0", "s1", False), (1, "s1", True), ("s0", 512, True)],
+)
+def test_few_pairs_need_no_lists(seqlen_q: Dim, seqlen_kv: Dim, few: bool) -> None:
+    mask = MaskSpec(kinds=(Dense(shape=(2, 1, 1, seqlen_kv), dtype="bool"),))
+    plan = site_parts.of(dataclasses.replace(make_spec(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv), mask=mask))
+    assert (plan.tiles, plan.unlisted) == (not few, few)
+
+
+def test_a_test_of_a_choice_of_keys_is_no_interval() -> None:
+    either = ix.where(ix.compare("<", K, Const(4)), Q, ix.mul(Q, Const(2)))
+    condition = Test(">=", Linear(((either, 1), (K, -1))))
+    assert parts(masks.Formula(condition=condition)) == Parts(mask=True)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared.tile_table import ROWS, Part, parts_of, tiles
+from attn_compiler.lowerings.shared.tiles import UNIT
+from attn_compiler.masks import Causal, Dense, MaskSpec
+from attn_compiler.target import Target
+from tests.lowerings.specs import make_spec
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("sm", [0, 80, 90, 100])
+def test_every_shape_has_tiles_that_the_lists_can_be_made_for(dtype: str, sm: int) -> None:
+    for qk, v, seqlen in itertools.product((1, 64, 72, 128, 192, 256), (16, 128, 256), (1, 33, "s0")):
+        spec = make_spec(head_dim=qk, head_dim_v=v, seqlen_q=seqlen, dtype=dtype)
+        found = tiles(spec, Target.fake(sm=sm))
+        for tile in (found.forward, found.grad_q, found.grad_kv):
+            assert tile.queries % UNIT == tile.keys % UNIT == 0
+
+
+def test_where_there_are_lists_the_gradient_of_q_visits_the_forwards() -> None:
+    for row in ROWS:
+        assert (row.listed_grad_q.queries, row.listed_grad_q.keys) == (
+            row.tiles.forward.queries,
+            row.tiles.forward.keys,
+        )
+    spec, target = make_spec(head_dim=128, seqlen_q=4096, seqlen_kv=4096), Target.fake()
+    padded = dataclasses.replace(spec, mask=MaskSpec(kinds=(Dense(shape=(2, 1, 1, 4096), dtype="bool"),)))
+    assert tiles(spec, target).grad_q.queries != tiles(spec, target).forward.queries
+    assert tiles(padded, target).grad_q.queries == tiles(padded, target).forward.queries
+
+
+def test_what_is_added_may_want_other_tiles() -> None:
+    spec, target = make_spec(head_dim=128, seqlen_q=4096, seqlen_kv=4096), Target.fake()
+    bias = MaskSpec(kinds=(Dense(shape=(1, 8, 4096, 4096), dtype="bfloat16"),))
+    assert tiles(dataclasses.replace(spec, mask=bias), target).forward != tiles(spec, target).forward
+
+
+def test_rows_are_chosen_by_what_is_evaluated_beside_the_products() -> None:
+    spec, target = make_spec(head_dim=64, seqlen_q=4096, seqlen_kv=4096), Target.fake(sm=90)
+    bias = Dense(shape=(1, 8, 4096, 4096), dtype="bfloat16")
+    masks: dict[str, tuple[frozenset[Part], MaskSpec]] = {
+        "full": (frozenset(), MaskSpec()),
+        "band": (frozenset({"band"}), MaskSpec(kinds=(Causal(),))),
+        "mask": (frozenset({"band", "mask"}), MaskSpec(kinds=(Causal(), Dense(shape=(2, 1, 64, 4096), dtype="bool")))),
+        "bias": (frozenset({"band", "bias"}), MaskSpec(kinds=(Causal(), bias))),
+    }
+    found = {}
+    for name, (parts, mask) in masks.items():
+        each = dataclasses.replace(spec, mask=mask)
+        assert parts_of(each, site_parts.of(each)) == parts
+        found[name] = tiles(each, target)
+    assert found["band"].forward.registers is not None
+    assert found["mask"].grad_q.registers is not None
+    assert found["full"] not in (found["band"], found["mask"])
+    assert found["bias"] == found["full"]
+
+
+def test_the_larger_head_dim_counts() -> None:
+    target = Target.fake()
+    assert tiles(make_spec(head_dim=64, head_dim_v=256), target) == tiles(make_spec(head_dim=256), target)
+    assert tiles(make_spec(head_dim=64), target) != tiles(make_spec(head_dim=256), target)
+
+
+def test_few_queries_get_small_tiles_if_their_number_is_known() -> None:
+    target = Target.fake()
+    assert tiles(make_spec(seqlen_q=1), target).forward.queries == 32
+    assert tiles(make_spec(seqlen_q="s0"), target) == tiles(make_spec(seqlen_q=4096), target)
+
+
+def test_a_newer_gpu_gets_larger_tiles() -> None:
+    spec = make_spec(head_dim=256)
+    assert tiles(spec, Target.fake(sm=90)).forward.queries > tiles(spec, Target.fake(sm=80)).forward.queries
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_small_blackwell_is_given_the_tiles_of_ampere(head_dim: int) -> None:
+    spec = make_spec(head_dim=head_dim)
+    assert tiles(spec, Target.fake(sm=120)) == tiles(spec, Target.fake(sm=89)) == tiles(spec, Target.fake(sm=80))
+    assert tiles(spec, Target.fake(sm=103)) == tiles(spec, Target.fake(sm=100))
+
+
+def test_there_are_none_for_other_dtypes() -> None:
+    with pytest.raises(LookupError, match="no tiles for float64"):
+        tiles(make_spec(dtype="float64"), Target.fake())
+
+
+def test_no_row_is_hidden_by_one_before_it() -> None:
+    for index, row in enumerate(ROWS):
+        for before in ROWS[:index]:
+            hidden = (
+                before.bytes >= row.bytes
+                and before.head_dim >= row.head_dim
+                and before.first_sm <= row.first_sm
+                and before.seqlen_q is None
+                and (not before.holds or set(before.holds) >= set(row.holds) > set())
+            )
+            assert not hidden, row

@@ -1,0 +1,49 @@
+"""Gradients of what is added to the scores, for every way that it may broadcast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_compiler.lowerings.shared.kernel_plan import Band
+from tests.lowerings import kernel_problems
+from tests.lowerings.kernel_cases import Case
+from tests.lowerings.kernel_problems import build, results
+
+
+@pytest.mark.parametrize("axes", ["none", "b", "k", "q", "hk", "bq", "bhk", "qk", "bqk"])
+def test_a_bias_that_varies_along_some_axes(axes: str) -> None:
+    problem = build(
+        Case(name="bias", seqlen_q=33, seqlen_kv=40, band=Band(right=0, from_end=True), bias=axes.replace("none", ""))
+    )
+    kernel_problems.assert_within_rule(results(problem), problem)
+
+
+@pytest.mark.parametrize(("heads", "sizes"), [(1, (33, 40)), (2, (1, 40)), (1, (40, 1)), (2, (64, 64))])
+def test_numbers_by_distance(heads: int, sizes: tuple[int, int]) -> None:
+    problem = build(Case(name="distances", batch=1, seqlen_q=sizes[0], seqlen_kv=sizes[1], distances=heads))
+    kernel_problems.assert_within_rule(results(problem), problem)
+
+
+def test_only_the_first_of_the_eight_copies_gets_a_gradient() -> None:
+    problem = build(Case(name="copies", batch=1, seqlen_q=33, seqlen_kv=40, distances=2))
+    *_, gradient = results(problem)
+    assert gradient[:, 0, :72].all()
+    assert not gradient[:, 0, 72:].any()
+    assert not gradient[:, 1:].any()
+
+
+@pytest.mark.parametrize("changed", [{"softcap": 2.0}, {"dropout_p": 0.3}, {"sinks": True}, {"head_dim": 48}], ids=str)
+def test_beside_other_changes(changed: dict[str, object]) -> None:
+    case = Case(name="both", seqlen_q=33, seqlen_kv=40, keys="holes", bias="hk", distances=1, **changed)  # type: ignore[arg-type]
+    problem = build(case)
+    kernel_problems.assert_within_rule(results(problem), problem)
+
+
+def test_padding_that_holds_nan_leaves_no_trace() -> None:
+    problem = build(Case(name="padded", seqlen_q=33, seqlen_kv=70, keys="right", bias="hk"))
+    assert problem.k.isnan().any()
+    *_, gradient = results(problem)
+    assert bool(gradient.isfinite().all())
+    unused = ~problem.named["keys"].any(0)
+    assert torch.equal(gradient[..., unused], torch.zeros_like(gradient[..., unused]))

@@ -1,0 +1,264 @@
+"""The Triton lowering without its kernels: what it refuses, and that its nodes and operands are the attention that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from attn_compiler import masks, scores, target
+from attn_compiler.lowerings import by_name
+from attn_compiler.lowerings.shared.kernel_plan import Call
+from attn_compiler.lowerings.triton.lowering import TritonAttention
+from attn_compiler.scores import Sinks, Softcap
+from attn_compiler.target import Target
+from tests import cases
+from tests.lowerings import emitting, plan_math
+from tests.lowerings.specs import dense, make_spec, words
+from tests.passes.compiling import compiled, mark
+
+H200 = Target.fake()
+INTERPRETED = Target.fake(device="cpu", triton_interpreted=True)
+TRITON = TritonAttention()
+
+
+def why_not(spec_of: dict[str, Any], machine: Target = H200) -> str:
+    return words(TRITON.why_not(make_spec(**spec_of), machine))
+
+
+# ---- the machine --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        (H200, ""),
+        (Target.fake(sm=80), ""),
+        (Target.fake(sm=75), "from sm80"),
+        (Target.fake(triton=""), "no Triton"),
+        (Target.fake(triton="3.1.0"), "3.1.0"),
+        (Target.fake(triton="3.10.0+git"), ""),
+        (Target.fake(device="cpu"), "device cpu"),
+        (INTERPRETED, ""),
+        (Target.fake(device="cpu", triton_interpreted=True, triton=""), "no Triton"),
+    ],
+)
+def test_where_it_runs(machine: Target, said: str) -> None:
+    reasons = words(TRITON.unavailable(machine))
+    assert said in reasons
+    assert bool(reasons) is bool(said)
+
+
+def test_tensors_are_where_the_kernels_run() -> None:
+    assert "q, k and v are on cuda" in why_not({"device": "cpu"})
+    assert not why_not({"device": "cpu", "dtype": "float32"}, INTERPRETED)
+
+
+def test_the_interpreter_computes_no_bfloat16() -> None:
+    assert "interpreter computes in float16 or float32; observed bfloat16" in why_not({"device": "cpu"}, INTERPRETED)
+    assert not why_not({"device": "cpu", "dtype": "float16"}, INTERPRETED)
+    assert not why_not({"dtype": "bfloat16"})
+
+
+# ---- what it takes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {},
+        {"dtype": "float32"},
+        {"head_dim": 72, "head_dim_v": 256},
+        {"head_dim": 8},
+        {"heads": 8, "heads_kv": 2, "seqlen_q": "s0", "seqlen_kv": "s1", "batch": "s2"},
+        {"mask": dense(2, 1, 128, 128)},
+        {"mask": dense(2, 1, 1, 128, dtype="float32")},
+        {"changes": (Softcap(cap=30.0), Sinks(requires_grad=True)), "dropout_p": 0.1},
+        {"changes": (scores.DenseBias(shape=(1, 8, 128, 128), dtype="bfloat16"),)},
+        {"scale": -1.0},
+    ],
+)
+def test_takes(spec: dict[str, Any]) -> None:
+    assert why_not(spec) == ""
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"dtype": "float64"}, "q is bfloat16 or float16 or float32"),
+        ({"head_dim": 264}, "head_dim_qk is at most 256"),
+        ({"head_dim": "s3"}, "head_dim_qk is known"),
+        ({"returns_weights": True}, "no other reader"),
+        ({"softmax_dtype": "float64"}, "at most float32"),
+        ({"changes": (scores.Unusual(what="a tanh twice"),)}, "a tanh twice"),
+        ({"mask": masks.MaskSpec(kinds=(masks.Opaque(reason="no idea"),))}, "no idea"),
+        ({"mask": dense(2, 1, 128, 128, dtype="float64")}, "float64"),
+        ({"mask": dense(3, 1, 128, 128)}, "broadcasts"),
+        ({"heads": 8, "heads_kv": 3}, "multiple"),
+        (
+            {"mask": dense(2, 1, 1, 128), "changes": (scores.DenseBias(shape=(1, 8, 128, 128), dtype="bfloat16"),)},
+            "one tensor",
+        ),
+    ],
+)
+def test_refuses(spec: dict[str, Any], said: str) -> None:
+    assert said in why_not(spec)
+
+
+def test_half_precision_takes_multiples_of_8() -> None:
+    odd = make_spec(head_dim=36, dtype="bfloat16")
+    assert "head_dim_qk is a multiple of 8" in " ".join(r.rule for r in TRITON.why_not(odd, Target.fake()))
+    assert not TRITON.why_not(make_spec(head_dim=36, dtype="float32"), Target.fake())
+
+
+@pytest.mark.parametrize(
+    ("sm", "refused"), [(80, False), (86, True), (89, True), (90, False), (100, False), (120, True)]
+)
+def test_wide_heads_need_shared_memory(sm: int, refused: bool) -> None:
+    for spec in (make_spec(head_dim=256, needs_grad=True), make_spec(head_dim=256, dtype="float32", needs_grad=False)):
+        assert bool(TRITON.why_not(spec, Target.fake(sm=sm))) == refused
+    assert not TRITON.why_not(make_spec(head_dim=128, needs_grad=True), Target.fake(sm=sm))
+
+
+def test_demands_aligned_strides() -> None:
+    demand = TRITON.demand(make_spec())
+    assert (demand.last_stride_one, demand.alignment, demand.zero_strides) == (True, 16, True)
+
+
+# ---- what it emits ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _stand_in() -> Iterator[None]:
+    """The leaf op, spelled out in PyTorch's own ops: kernels have tests of their own."""
+    library = plan_math.define("stand_in")
+    with mock.patch.object(torch.ops.attn_compiler, "triton", torch.ops.stand_in.triton, create=True):
+        yield
+    del library
+
+
+#: without dropout, which no reference has, and without two tensors for one place
+CASES = [case for case in cases.CASES if not case.dropout_p and not (case.mask and case.bias)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_computes_the_attention(case: cases.Case) -> None:
+    if case.dtype == torch.float64:
+        pytest.skip("no kernel computes in float64")
+    inputs = cases.build(case, needs_grad=False)
+    reasons = words(TRITON.why_not(inputs.spec, INTERPRETED))
+    # The stand-in is no interpreter.
+    assert not reasons or (case.dtype == torch.bfloat16 and "interpreter" in reasons)
+    found = emitting.emit(TRITON, inputs)(*emitting.arguments(inputs))
+    expected = emitting.emit(by_name("reference"), inputs)(*emitting.arguments(inputs))
+    assert found.dtype == expected.dtype
+    assert torch.allclose(found.float(), expected.float(), atol=1e-5 if case.dtype == torch.float32 else 2e-2)
+
+
+def test_the_call_says_all_that_was_decided() -> None:
+    inputs = cases.build(next(case for case in cases.CASES if case.mask is not None))
+    module = emitting.emit(TRITON, inputs)
+    (leaf,) = [n for n in module.graph.nodes if n.target is torch.ops.stand_in.triton.default]
+    call = Call.from_text(leaf.args[4])
+    assert call.spec == inputs.spec
+    assert call.tiles.forward.queries % 32 == 0
+
+
+# ---- from a model's code ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _interpreted() -> Iterator[None]:
+    with (
+        mock.patch.object(target, "TRITON_INTERPRETED", True),
+        mock.patch.object(target, "_triton_version", return_value="3.7.0"),
+    ):
+        yield
+
+
+def _padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    """Two layers that mask alike: causal from the end, and padding."""
+    seqlen_q, seqlen_kv = q.shape[2], k.shape[2]
+    queries = torch.arange(seqlen_q, device=q.device)[:, None] + (seqlen_kv - seqlen_q)
+    mask = (torch.arange(seqlen_kv, device=q.device) <= queries) & padding[:, None, None, :].bool()
+    first = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return torch.nn.functional.scaled_dot_product_attention(first, k, v, attn_mask=mask)
+
+
+def _tensors(seqlen_q: int, seqlen_kv: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seqlen_q)
+    q, k, v = (torch.randn(2, 3, n, 16, generator=generator) for n in (seqlen_q, seqlen_kv, seqlen_kv))
+    padding = torch.ones(2, seqlen_kv, dtype=torch.int64)
+    padding[0, -3:] = 0
+    return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), padding]
+
+
+@pytest.mark.usefixtures("_interpreted")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_padded_model_forward_and_backward(dynamic: bool) -> None:
+    function = compiled(_padded, lowering="triton", verify=True)
+    for lengths in ((9, 21), (40, 130), (70, 200)) if dynamic else ((40, 530),):
+        given, own = ([mark(t, lengths) if dynamic else t for t in _tensors(*lengths)] for _ in range(2))
+        found, expected = function(*given), _padded(*own)
+        assert torch.allclose(found, expected, atol=1e-5)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        for ours, theirs in zip(given[:3], own[:3], strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.allclose(ours.grad, theirs.grad, atol=1e-4)
+    assert len(function.graphs) == 1
+    assert function.site.decision.lowering == "triton"
+    # Both layers read the same lists, and nothing is left of the model's own mask.
+    assert function.calls.count("argsort") == 2
+    assert function.calls.count("triton") == 2
+    assert "scaled_dot_product_attention" not in function.calls
+
+
+def _positioned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    distance = torch.arange(k.shape[2])[None, :] - torch.arange(q.shape[2])[:, None]
+    bias = table[distance.clamp(-4, 4) + 4].permute(2, 0, 1)[None]
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+@pytest.mark.usefixtures("_interpreted")
+def test_a_learned_table_is_gathered_once_for_each_distance() -> None:
+    def given() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return [*_tensors(9, 21)[:3], torch.randn(9, 3).requires_grad_()]
+
+    function = compiled(_positioned, lowering="triton")
+    ours, theirs = given(), given()
+    found, expected = function(*ours), _positioned(*theirs)
+    assert torch.allclose(found, expected, atol=1e-5)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.allclose(a.grad, b.grad, atol=1e-4)
+    assert str(function.site.spec.score.added).startswith("relative bias table[f(k - q), h]")
+    # Once from the table, and once into the copies that the kernels read.
+    assert function.calls.count("index") == 2
+
+
+def _counted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
+    """A cache's length is counted up after the mask was made of it, and before the attention."""
+    mask = torch.arange(k.shape[2]) <= filled
+    filled.add_(1)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[None, None, None])
+
+
+@pytest.mark.usefixtures("_interpreted")
+def test_a_length_that_is_counted_up_is_read_as_it_was() -> None:
+    q, k, v, _ = (x.detach() for x in _tensors(1, 21))
+    function = compiled(_counted, lowering="triton", verify=True)
+    for length in (0, 7):
+        ours, theirs = torch.tensor(length), torch.tensor(length)
+        assert torch.allclose(function(q, k, v, ours), _counted(q, k, v, theirs), atol=1e-5)
+        assert torch.equal(ours, theirs)
+    assert "keys up to filled" in function.site.spec.mask.words
+    assert function.site.spec.mask.out_of_reach == ()
