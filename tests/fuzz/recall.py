@@ -84,7 +84,7 @@ class Attempt:
 
 def concerned(fault: Fault, order: Sequence[Known]) -> tuple[int, ...]:
     """The places of the programs that can come out otherwise."""
-    if fault.file.startswith(KERNELS):
+    if KERNELS in fault.file:
         return tuple(i for i, known in enumerate(order) if "triton" in known.lowered)
     place = fault.place()
     if place is None:
@@ -109,7 +109,7 @@ def tried(attempts: Sequence[Attempt], limits: Limits, until: float) -> Iterator
 
 def _is_cold(fault: Fault) -> bool:
     """Whether it has to be there when our package is imported."""
-    return fault.place() is None or fault.file.startswith(KERNELS)
+    return fault.place() is None or KERNELS in fault.file
 
 
 def _import_ours(order: Sequence[Known]) -> None:

@@ -15,10 +15,10 @@ import torch
 
 from attn_compiler.lowerings.cudnn import frontend, graphs
 from attn_compiler.lowerings.cudnn.graphs import Laid, Plan
-from attn_compiler.lowerings.cudnn.ops import gradient_in_fp8, gradient_like, like_output
+from attn_compiler.lowerings.cudnn.ops import gradient_in_fp8, gradient_like
 from attn_compiler.lowerings.cudnn.plan import ALIGNMENT, Call
 from attn_compiler.lowerings.shared.on_device import Empty, Known
-from attn_compiler.lowerings.shared.ops import empty_outputs
+from attn_compiler.lowerings.shared.ops import empty_outputs, like_output
 from attn_compiler.target import cudnn_version
 from attn_compiler.torch_compat import current_cuda_device
 

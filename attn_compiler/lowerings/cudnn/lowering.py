@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.cudnn import limits as graph_limits
 from attn_compiler.lowerings.cudnn import operands as cudnn_operands
 from attn_compiler.lowerings.cudnn import plan
 from attn_compiler.lowerings.cudnn import plans as cudnn_plans
@@ -41,7 +42,7 @@ class CudnnAttention:
         gpu = limits.check_gpu(target, first_sm=_FIRST_SM)
         return gpu or [
             *cudnn_limits.check_version(target),
-            *cudnn_limits.check_graph_version(target),
+            *graph_limits.check_graph_version(target),
             *limits.check_switch("cudnn", target),
             *_check_frontend(target),
         ]
@@ -90,12 +91,12 @@ def rules(spec: AttentionSpec, target: Target) -> list[Reason]:
     if reasons:
         return reasons
     call = call_of(spec, target)
-    return [*_check_call(call, spec), *cudnn_limits.check_graph(call, spec, target)]
+    return [*_check_call(call, spec), *graph_limits.check_graph(call, spec, target)]
 
 
 def call_of(spec: AttentionSpec, target: Target) -> Call:
     """The call for a spec that `plan.reasons` has nothing against."""
-    return cudnn_limits.counted(plan.of(spec, deterministic=target.deterministic), spec, target)
+    return graph_limits.counted(plan.of(spec, deterministic=target.deterministic), spec, target)
 
 
 def _check_frontend(target: Target) -> list[Reason]:

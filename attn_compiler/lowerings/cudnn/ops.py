@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from attn_compiler.lowerings.cudnn.plan import Call
-from attn_compiler.lowerings.shared.ops import late, register_backward, register_family, register_forward
+from attn_compiler.lowerings.shared.ops import late, like_output, register_backward, register_family, register_forward
 
 Tensors = Sequence[torch.Tensor]
 
@@ -52,11 +52,6 @@ def gradient_like(tensor: torch.Tensor) -> torch.Tensor:
 def gradient_in_fp8(tensor: torch.Tensor) -> torch.Tensor:
     """The same in the format of gradients."""
     return torch.empty_like(tensor, dtype=torch.float8_e5m2)
-
-
-def like_output(grad_out: torch.Tensor) -> torch.Tensor:
-    """The gradient of the output, BSHD in memory. Traced: no node at all where it already is."""
-    return grad_out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 register_family(

@@ -22,8 +22,8 @@ from attn_compiler.lowerings.decode.plan import Call, Plan, Schedule, none_too_s
 from attn_compiler.lowerings.shared.arguments import alignment, along, kernel_constants
 from attn_compiler.lowerings.shared.launching import VECTOR, check_grid, start
 from attn_compiler.lowerings.shared.on_device import Empty, new_outputs
+from attn_compiler.lowerings.shared.readable import readable
 from attn_compiler.lowerings.shared.tile_table import BYTES
-from attn_compiler.lowerings.triton.launch import readable
 from attn_compiler.torch_compat import empty_strided
 
 Tensors = Sequence[torch.Tensor]

@@ -17,12 +17,11 @@ from attn_compiler.lowerings.decode import operands as decode_operands
 from attn_compiler.lowerings.decode import plan
 from attn_compiler.lowerings.decode import schedule as decode_schedule
 from attn_compiler.lowerings.decode.plan import Call
-from attn_compiler.lowerings.triton.lowering import TritonAttention
+from attn_compiler.lowerings.shared import kernel_limits
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
-_TRITON = TritonAttention()
 #: compute capability from which Triton converts both FP8 dtypes, and bytes that a vector of them has
 _FP8_SINCE, _VECTOR = 89, 16
 
@@ -33,10 +32,10 @@ class Decode:
     name = "decode"
 
     def unavailable(self, target: Target) -> list[Reason]:
-        return _TRITON.unavailable(target)
+        return kernel_limits.check_machine(target)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        refused = _TRITON.why_not(spec, target)
+        refused = kernel_limits.check_site(spec, target)
         # What the parts are is only known of a spec that is understood.
         return refused or [
             *_check_no_grad(spec),

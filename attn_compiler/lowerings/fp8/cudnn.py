@@ -27,6 +27,7 @@ from attn_compiler.lowerings.fp8 import cudnn_gradients, limits, quantise, resto
 from attn_compiler.lowerings.fp8 import seen as fp8_seen
 from attn_compiler.lowerings.shared import dims, known_bad
 from attn_compiler.lowerings.shared import limits as shared_limits
+from attn_compiler.lowerings.shared.ops import like_output
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec, Dim, TensorSpec
 from attn_compiler.target import Target
@@ -280,4 +281,4 @@ class _Emission:
             emitter.note(cudnn_plans.words(plans))
 
 
-restoring.register("cudnn", differentiable=ops.differentiable, prepare_grad_out=ops.like_output)
+restoring.register("cudnn", differentiable=ops.differentiable, prepare_grad_out=like_output)

@@ -13,13 +13,11 @@ from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring, rounding
 from attn_compiler.lowerings.fp8 import seen as fp8_seen
 from attn_compiler.lowerings.sdpa import cudnn_backward
+from attn_compiler.lowerings.shared import kernel_limits, part_tensors, parts, tile_table
 from attn_compiler.lowerings.shared import limits as shared_limits
-from attn_compiler.lowerings.shared import part_tensors, tile_table
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
 from attn_compiler.lowerings.shared.ops import late, register_forward
-from attn_compiler.lowerings.triton import ops
-from attn_compiler.lowerings.triton.lowering import TritonAttention
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -40,7 +38,7 @@ class HopperFp8:
     name = "hopper_fp8"
 
     def unavailable(self, target: Target) -> list[Reason]:
-        reasons = TritonAttention().unavailable(target)
+        reasons = kernel_limits.check_machine(target)
         if reasons:
             return reasons
         if target.sm != _SM or target.triton_interpreted:
@@ -57,11 +55,11 @@ class HopperFp8:
         if machine or spec.fp8 is None:
             return [*recipe, *machine]
         inputs = limits.check_inputs(spec)
-        further = [*limits.check_shapes(spec), *TritonAttention().why_not(spec, target)]
+        further = [*limits.check_shapes(spec), *kernel_limits.check_site(spec, target)]
         return [*recipe, *inputs, *(further or _check_kernel(spec))]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
-        return TritonAttention().demand(spec)
+        return kernel_limits.DEMAND
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         tiles = tile_table.tiles(spec, emitter.target)
@@ -105,7 +103,7 @@ def _has_lengths(spec: AttentionSpec) -> bool:
 
 
 register_forward("hopper_fp8", forward=late("fp8.hopper_launch", "forward"), dispatch_key="CUDA")
-restoring.register("triton", differentiable=ops.differentiable)
+restoring.register("triton", differentiable=parts.differentiable)
 restoring.register(
     cudnn_backward.FAMILY,
     differentiable=cudnn_backward.differentiable,

@@ -14,12 +14,10 @@ from torch import fx
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring
 from attn_compiler.lowerings.fp8 import seen as fp8_seen
+from attn_compiler.lowerings.shared import kernel_limits, part_tensors, parts, tile_table
 from attn_compiler.lowerings.shared import limits as shared_limits
-from attn_compiler.lowerings.shared import part_tensors, parts, tile_table
 from attn_compiler.lowerings.shared.kernel_plan import Call, Tile, Tiles
 from attn_compiler.lowerings.shared.ops import late, register_forward
-from attn_compiler.lowerings.triton import ops
-from attn_compiler.lowerings.triton.lowering import TritonAttention
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -47,7 +45,7 @@ class TritonFp8:
 
     def unavailable(self, target: Target) -> list[Reason]:
         old = [] if target.triton_interpreted else shared_limits.check_gpu(target, first_sm=_FIRST_SM)
-        return old or TritonAttention().unavailable(target)
+        return old or kernel_limits.check_machine(target)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         recipe = limits.check_recipe(spec)
@@ -55,11 +53,11 @@ class TritonFp8:
         if machine or spec.fp8 is None:
             return [*recipe, *machine]
         inputs = limits.check_inputs(spec)
-        kernels = TritonAttention().why_not(spec, target)
+        kernels = kernel_limits.check_site(spec, target)
         return [*recipe, *inputs, *limits.check_shapes(spec), *kernels]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
-        return TritonAttention().demand(spec)
+        return kernel_limits.DEMAND
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         tiles = _tiles(spec, emitter.target)
@@ -94,4 +92,4 @@ def _is_plain_on_hopper(spec: AttentionSpec, target: Target) -> bool:
 
 
 register_forward("triton_fp8", forward=late("fp8.triton_launch", "forward"), dispatch_key="CompositeExplicitAutograd")
-restoring.register("triton", differentiable=ops.differentiable)
+restoring.register("triton", differentiable=parts.differentiable)

@@ -5,17 +5,12 @@ From `check_cudnn_*` of PyTorch's sdp_utils.cpp, and from the issues that are na
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from attn_compiler.lowerings.cudnn.plan import Call
 from attn_compiler.lowerings.shared import dims, known_bad, limits
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target, cudnn_words
 
 OLDEST = 90_000
-# The first with sinks, and with windows that no diagonal bounds.
-OLDEST_GRAPHS = 91_300
 # PyTorch 2.13 took over new rules for head_dim 256 (https://github.com/pytorch/pytorch/pull/185553).
 NEW_HEAD_DIM_RULES = (2, 13)
 HEAD_DIM_192_128 = (192, 128)
@@ -78,47 +73,13 @@ def check_dropout(spec: AttentionSpec, target: Target) -> list[Reason]:
 
 def check_lengths(spec: AttentionSpec, target: Target) -> list[Reason]:
     """Lengths that a kernel does not take, or is known to compute wrong."""
-    reasons = _check_few(spec, target)
+    reasons = check_few(spec, target)
     if limits.causal_flag(spec) and limits.additive(spec) is None:
         return reasons
-    return reasons + _check_nan_backward(spec, target, with_queries=limits.additive(spec) is not None)
+    return reasons + check_nan_backward(spec, target, with_queries=limits.additive(spec) is not None)
 
 
-def check_graph(call: Call, spec: AttentionSpec, target: Target) -> list[Reason]:
-    """The same for cuDNN's own graphs, by what they are told."""
-    reasons = _check_few(spec, target)
-    lengths = f"seqlen_q {spec.seqlen_q}, seqlen_kv {spec.seqlen_kv}"
-    if not dims.is_multiple(spec.seqlen_kv, 128):
-        reasons += known_bad.refusal("keys_off_128", target, lengths)
-    if call.left is not None and call.right != 0:
-        reasons += known_bad.refusal("window", target, lengths)
-    looks = call.lengths or (_has_band(call) and not call.bias)
-    return reasons if looks else reasons + _check_nan_backward(spec, target, with_queries=call.bias)
-
-
-def counted(call: Call, spec: AttentionSpec, target: Target) -> Call:
-    """The call as it has to be said where cuDNN forgets what lies behind the last key (nan_dq): with the number of keys.
-
-    On an H200 with cuDNN 9.19, scores far below 0 and 192 keys gave NaN without any mask, with a bias and with dropout; and none with
-    a band, or with lengths beside any of these (tests/lowerings/cudnn/test_on_gpu.py).
-    """
-    if call.lengths or _has_band(call) or not _check_nan_backward(spec, target, with_queries=call.bias):
-        return call
-    return replace(call, lengths=True, counted=True)
-
-
-def _has_band(call: Call) -> bool:
-    return call.left is not None or call.right is not None
-
-
-def check_graph_version(target: Target) -> list[Reason]:
-    """For cuDNN's own graphs."""
-    rule = f"cuDNN {cudnn_words(OLDEST_GRAPHS)} or newer for graphs of our own"
-    too_old = OLDEST <= target.cudnn < OLDEST_GRAPHS
-    return [Reason(rule=rule, observed=cudnn_words(target.cudnn), remedy="update cuDNN")] if too_old else []
-
-
-def _check_few(spec: AttentionSpec, target: Target) -> list[Reason]:
+def check_few(spec: AttentionSpec, target: Target) -> list[Reason]:
     reasons = []
     if dims.at_least(spec.seqlen_kv) < 2:
         reasons.append(Reason(rule="more than one key", observed=f"seqlen_kv {spec.seqlen_kv}"))
@@ -129,7 +90,7 @@ def _check_few(spec: AttentionSpec, target: Target) -> list[Reason]:
     return reasons + (known_bad.refusal("one_query_gradient", target, observed) if spec.needs_grad else [])
 
 
-def _check_nan_backward(spec: AttentionSpec, target: Target, *, with_queries: bool) -> list[Reason]:
+def check_nan_backward(spec: AttentionSpec, target: Target, *, with_queries: bool) -> list[Reason]:
     """PyTorch 2.15 refuses it by seqlen_kv and for every mask but a causal one; with a mask tensor seqlen_q is watched as well."""
     watched = (spec.seqlen_kv, spec.seqlen_q) if with_queries else (spec.seqlen_kv,)
     if not spec.needs_grad or not any(dims.can_have_remainder(size, modulus=128, remainder=64) for size in watched):

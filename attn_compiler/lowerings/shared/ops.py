@@ -225,6 +225,11 @@ def output_strides(heads: int, seqlen_q: int, head_dim: int) -> tuple[int, int, 
     return (seqlen_q * heads * head_dim, head_dim, heads * head_dim, 1)
 
 
+def like_output(grad_out: torch.Tensor) -> torch.Tensor:
+    """The gradient of the output, BSHD in memory. Traced: no node at all where it already is."""
+    return grad_out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, unfilled, in the strides that every family gives them."""
     batch, heads, seqlen_q, _ = q.shape

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from attn_compiler import index_expr as ix
 from attn_compiler import masks, reads, scores
 from attn_compiler.index_expr import Const, Expr, Index, Linear, Size, Test
 from attn_compiler.lowerings.shared import dims, limits
-from attn_compiler.lowerings.shared.kernel_plan import Band, Plan
+from attn_compiler.lowerings.shared.kernel_plan import Band, Call, Plan
 from attn_compiler.masks import ProvedKind
 from attn_compiler.scores import ProvedScore
 from attn_compiler.spec import AttentionSpec
@@ -358,3 +359,14 @@ def _of_two(op: str, a: Expr | None, b: Expr | None) -> Expr | None:
 
 def _least(a: int | None, b: int | None) -> int | None:
     return min((x for x in (a, b) if x is not None), default=None)
+
+
+def differentiable(operands: Sequence[Any], text: str) -> list[bool]:
+    """For each operand of a leaf op whether it gets a gradient. text: a kernel_plan.Call.
+
+    Raises ValueError if the number of operands is not the plan's.
+    """
+    plan = of(Call.from_text(text).spec)
+    if len(plan.operands) != len(operands):
+        raise ValueError(f"the plan has the operands {', '.join(plan.operands) or 'none'}; got {len(operands)}")
+    return [name in plan.differentiable for name in plan.operands]

@@ -31,7 +31,7 @@ Registers are capped (r) where the compiler's own choice is just above what lets
 dk and dv at D 128, 64x128 w8 s3 and 32x64 w4 s3: left padding (grouped heads) 342, 404; softcap 399, 457; window 391, 425; but causal
 527, 491 (518 with 4 stages); no mask 583, 536; documents 471, 444; ALiBi 407, 406.
 
-Other machines and float32 were compiled, not measured: their tiles are those that spill little (tests/lowerings/kernels).
+Other machines and float32 were compiled, not measured: their tiles are those that spill little (tests/lowerings/triton/kernels).
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from attn_compiler.lowerings.shared.arguments import (
     alignment,
     along,
     common,
-    is_far,
     lists,
     operand_parameters,
     prepare,
@@ -31,6 +30,7 @@ from attn_compiler.lowerings.shared.arguments import (
 from attn_compiler.lowerings.shared.launching import Alike, Arguments, Grid, Ready, alike, launch
 from attn_compiler.lowerings.shared.on_device import on
 from attn_compiler.lowerings.shared.ops import empty_gradient, empty_outputs
+from attn_compiler.lowerings.shared.readable import is_unreadable, readable
 from attn_compiler.lowerings.triton import launch_added
 from attn_compiler.lowerings.triton.kernels import backward, kv_backward
 from attn_compiler.lowerings.triton.kernels import forward as forward_kernels
@@ -53,7 +53,7 @@ def forward(
         out, lse = same.replay.run(inputs)
         return out, lse
     prepared = prepare(text)
-    if same.fact("unreadable", lambda: _unreadable(q, k, v)):
+    if same.fact("unreadable", lambda: is_unreadable(q, k, v)):
         return forward(readable(q), readable(k), readable(v), operands, text)
     tensors = {"Q": q, "K": k, "V": v, **prepared.named(operands)}
     with on(q.device):
@@ -166,32 +166,6 @@ def _backward_inputs(
     return (q, k, v, grad_out, grad_lse, out, lse, *operands)
 
 
-def _misaligned(*tensors: torch.Tensor) -> bool:
-    """Whether any begins between two vectors, in half precision on a GPU: what Triton 3.6 compiles for those reads the wrong
-    elements, or beyond the tensor, where a head dim takes two tiles."""
-    return any(x.is_cuda and x.element_size() < 4 and alignment(x) == 1 for x in tensors)
-
-
-def _unreadable(*tensors: torch.Tensor) -> bool:
-    return any(x.stride(3) != 1 or is_far(x) for x in tensors) or _misaligned(*tensors)
-
-
-def readable(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it if its elements are not where a kernel can read them.
-
-    The one copy outside of the graph. The layout pass sees to strides that are known; where a tensor begins in its memory none of them
-    says, and a slice at an odd element is rare. Nobody says how an upstream gradient lies: a sum expands one number.
-    """
-    if not _unreadable(x):
-        return x
-    copied = x.clone(memory_format=torch.contiguous_format)
-    if _misaligned(copied):
-        raise ValueError(
-            f"the Triton kernels take head dims that are multiples of 8 in half precision, got {x.shape[3]}"
-        )
-    return copied
-
-
 def single_gradients(shared: Backward) -> dict[str, Callable[[], None]]:
     """For each kernel that has a tile in `Tiles`, a call that runs it alone, to be measured: as `gradients` would launch it.
 
@@ -271,7 +245,7 @@ def begin_backward(
     """Arguments as those of `gradients`. With room for the row stats, the gradients of q, k and v and, if they are kept, the scores'."""
     prepared = prepare(text)
     same = alike(text, _backward_inputs(grad_out, grad_lse, q, k, v, operands, out, lse))
-    if same.fact("unreadable", lambda: _unreadable(q, k, v, grad_out)):
+    if same.fact("unreadable", lambda: is_unreadable(q, k, v, grad_out)):
         q, k, v, grad_out = map(readable, (q, k, v, grad_out))
         return begin_backward(grad_out, grad_lse, q, k, v, operands, out, lse, text)
     same.fact("copies", lambda: not grad_lse.is_contiguous())

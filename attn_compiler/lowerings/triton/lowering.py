@@ -6,28 +6,17 @@ Imports no Triton: a site is described, decided and rewritten on machines that h
 
 from __future__ import annotations
 
-import math
 import operator
 
 import torch
 from torch import fx
 
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
-from attn_compiler.lowerings.shared import limits, part_tensors, tile_table
-from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS, Call
+from attn_compiler.lowerings.shared import kernel_limits, part_tensors, tile_table
+from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
-
-_FIRST_SM = 80
-_FIRST_TRITON = (3, 2)
-_HEAD_DIM_LIMIT = 256
-_SMALL_MACHINE_HEAD_DIM = 128
-_DTYPES = ("bfloat16", "float16", "float32")
-# Bytes that the kernels load at once along a head.
-_ALIGNMENT = 16
-#: queries, and keys, of the smallest tile that a bias' gradient takes
-_LEAST_TILE = 32
 
 
 class TritonAttention:
@@ -36,31 +25,13 @@ class TritonAttention:
     name = "triton"
 
     def unavailable(self, target: Target) -> list[Reason]:
-        gpu = [] if target.triton_interpreted else limits.check_gpu(target, first_sm=_FIRST_SM)
-        return gpu or _check_triton(target)
+        return kernel_limits.check_machine(target)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        machine = self.unavailable(target) or limits.check_device(spec, target.device)
-        if machine:
-            return machine
-        return [
-            *limits.check_known_changes(spec),
-            *limits.check_weights_unread(spec),
-            *limits.check_masks(spec),
-            *limits.check_softmax_dtype(spec),
-            *limits.check_largest_scale(spec),
-            *limits.check_shapes(spec),
-            *limits.check_dtypes(spec, _DTYPES),
-            *_check_interpreter(spec, target),
-            *limits.check_head_dims(spec, multiple=_multiple(spec), limit=_HEAD_DIM_LIMIT),
-            *_check_shared_memory(spec, target),
-            *limits.check_grid(spec),
-            *_check_counted(spec),
-            *limits.check_tensor(spec, dtypes=_DTYPES),
-        ]
+        return kernel_limits.check_site(spec, target)
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
-        return LayoutDemand(alignment=_ALIGNMENT, farthest=FARTHEST)
+        return kernel_limits.DEMAND
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         measured = emitter.tuned(spec, emitter.value(operands.q).device)
@@ -70,72 +41,3 @@ class TritonAttention:
         text = Call(spec=spec, tiles=tiles).to_text()
         outputs = emitter.call(leaf, operands.q, operands.k, operands.v, further, text)
         return emitter.call(operator.getitem, outputs, 0)
-
-
-def _check_interpreter(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """Triton's interpreter holds bfloat16 as integers, and multiplies those: https://github.com/triton-lang/triton/issues/11584."""
-    if not target.triton_interpreted or spec.dtype != "bfloat16":
-        return []
-    rule = "Triton's interpreter computes in float16 or float32"
-    return [Reason(rule=rule, observed=spec.dtype, remedy="call model.float(), or unset TRITON_INTERPRET on a GPU")]
-
-
-def _check_shared_memory(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """Wide heads in a backward, or in float32, take up to 160 KB of a multiprocessor; these machines have 99."""
-    is_small = target.sm in (86, 87, 89) or target.sm >= 120
-    widest = max(size for size in (spec.head_dim_qk, spec.head_dim_v, 0) if isinstance(size, int))
-    if not is_small or widest <= _SMALL_MACHINE_HEAD_DIM or not (spec.needs_grad or spec.dtype == "float32"):
-        return []
-    rule = f"on sm86 to sm89 and from sm120 on, head dims are at most {_SMALL_MACHINE_HEAD_DIM} with gradients or in float32"
-    return [Reason(rule=rule, observed=f"{widest}, sm{target.sm}")]
-
-
-def _check_counted(spec: AttentionSpec) -> list[Reason]:
-    """What the kernels count in 32 bits. Of a symbolic size the launch makes sure."""
-    lengths = {"seqlen_q": spec.seqlen_q, "seqlen_kv": spec.seqlen_kv}
-    over = [f"{name} {size}" for name, size in lengths.items() if isinstance(size, int) and size > MOST_POSITIONS]
-    reasons = (
-        [] if not over else [Reason(rule=f"there are at most {MOST_POSITIONS} positions", observed=", ".join(over))]
-    )
-    if (
-        isinstance(spec.batch, int)
-        and isinstance(spec.num_heads_q, int)
-        and spec.batch * spec.num_heads_q > MOST_BLOCKS
-    ):
-        observed = f"batch {spec.batch}, num_heads_q {spec.num_heads_q}"
-        rule = f"batch · num_heads_q is at most {MOST_BLOCKS}"
-        reasons.append(Reason(rule=rule, observed=observed, remedy="split the batch"))
-    return reasons + _check_summed(spec)
-
-
-def _check_summed(spec: AttentionSpec) -> list[Reason]:
-    """Each number of a learned bias' gradient is one program's sum, which counts tiles of 32 queries and keys at least."""
-    bias = spec.score.bias
-    if bias is None or not (bias.requires_grad and spec.needs_grad):
-        return []
-    shape = (*(1,) * (4 - len(bias.shape)), *bias.shape)
-    sizes = (spec.batch, spec.num_heads_q, spec.seqlen_q, spec.seqlen_kv)
-    steps = (1, 1, _LEAST_TILE, _LEAST_TILE)
-    summed = [
-        -(-size // step)
-        for size, step, of_bias in zip(sizes, steps, shape, strict=True)
-        if of_bias == 1 and isinstance(size, int)
-    ]
-    if math.prod(summed) <= MOST_BLOCKS:
-        return []
-    rule = f"each number of a learned bias is added to the scores of at most {MOST_BLOCKS} tiles"
-    return [Reason(rule=rule, observed=f"{math.prod(summed)} tiles of {_LEAST_TILE} x {_LEAST_TILE}")]
-
-
-def _multiple(spec: AttentionSpec) -> int:
-    """In half precision every head has to begin where a vector does."""
-    return 1 if spec.dtype == "float32" else _ALIGNMENT // 2
-
-
-def _check_triton(target: Target) -> list[Reason]:
-    rule = f"Triton {'.'.join(map(str, _FIRST_TRITON))} or newer is installed"
-    if not target.triton:
-        return [Reason(rule=rule, observed="no Triton", remedy="pip install triton")]
-    if limits.release(target.triton) >= _FIRST_TRITON:
-        return []
-    return [Reason(rule=rule, observed=target.triton, remedy="pip install --upgrade triton")]

@@ -22,8 +22,8 @@ from typing import Any
 
 PACKAGE = Path(__file__).parents[3] / "attn_compiler"
 
-#: Triton reads the text of these
-KERNELS = "lowerings/kernels/"
+#: folders of what Triton reads the text of
+KERNELS = "/kernels/"
 
 _Cached = functools._lru_cache_wrapper
 
@@ -115,7 +115,7 @@ def swap(fault: Fault) -> bool:
 
     Every function that was made of the changed text gets the new code, whoever holds it; what was remembered is forgotten.
     """
-    if fault.place() is None or fault.file.startswith(KERNELS):
+    if fault.place() is None or KERNELS in fault.file:
         return False
     path = str(PACKAGE / fault.file)
     changed = {(c.co_firstlineno, c.co_name): c for c in _codes(compile(fault.source(), path, "exec"))}

@@ -82,7 +82,7 @@ PLAIN = [
     ),
     _f(
         "reference: no scale in the backward",
-        "reference.py",
+        "plain/reference.py",
         "backward",
         "_through_softcap(grad_logits, scores, spec) * spec.score.scale",
         "_through_softcap(grad_logits, scores, spec)",
@@ -91,7 +91,7 @@ PLAIN = [
     ),
     _f(
         "reference: the cap's gradient",
-        "reference.py",
+        "plain/reference.py",
         "_through_softcap",
         "grad * (1 - (scores.capped / cap).square())",
         "grad",
@@ -100,7 +100,7 @@ PLAIN = [
     ),
     _f(
         "reference: no row term",
-        "reference.py",
+        "plain/reference.py",
         "backward",
         "grad_logits = weights * (grad_weights + row)",
         "grad_logits = weights * grad_weights",
@@ -109,7 +109,7 @@ PLAIN = [
     ),
     _f(
         "reference: the sink's gradient",
-        "reference.py",
+        "plain/reference.py",
         "_operand_gradients",
         "gradients.append(grad_sinks.sum((0, 2, 3)))",
         "gradients.append(-grad_sinks.sum((0, 2, 3)))",
@@ -118,7 +118,7 @@ PLAIN = [
     ),
     _f(
         "reference: kv heads in the other order",
-        "reference.py",
+        "plain/reference.py",
         "repeated",
         "tensor.repeat_interleave(_group(q.shape[1], tensor.shape[1]), dim=1)",
         "tensor.repeat(1, _group(q.shape[1], tensor.shape[1]), 1, 1)",
@@ -127,7 +127,7 @@ PLAIN = [
     ),
     _f(
         "reference: gradients of the wrong heads",
-        "reference.py",
+        "plain/reference.py",
         "_folded",
         "grad.reshape(batch, heads_kv, _group(grad.shape[1], heads_kv), *grad.shape[2:]).sum(2)",
         "grad.reshape(batch, _group(grad.shape[1], heads_kv), heads_kv, *grad.shape[2:]).sum(1)",
@@ -136,7 +136,7 @@ PLAIN = [
     ),
     _f(
         "reference: a bias's gradient is a mean",
-        "reference.py",
+        "plain/reference.py",
         "_operand_gradients",
         "grad_logits.sum_to_size(x.shape)",
         "grad_logits.sum_to_size(x.shape) / max(grad_logits.shape[0], 1)",
@@ -145,7 +145,7 @@ PLAIN = [
     ),
     _f(
         "reference: no heads to share",
-        "reference.py",
+        "plain/reference.py",
         "_group",
         " if heads_kv else 1",
         "",
@@ -154,16 +154,16 @@ PLAIN = [
     ),
     _f(
         "cpu flash: never causal",
-        "sdpa.py",
+        "sdpa/lowering.py",
         "SdpaCpuFlash",
-        "sdpa_limits.causal_flag(spec),\n            attn_mask",
+        "limits.causal_flag(spec),\n            attn_mask",
         "False,\n            attn_mask",
         "cpu flash",
         "keys after the query are seen",
     ),
     _f(
         "cpu flash: no mask",
-        "sdpa.py",
+        "sdpa/lowering.py",
         "SdpaCpuFlash",
         "attn_mask=mask,",
         "attn_mask=None,",
@@ -172,9 +172,9 @@ PLAIN = [
     ),
     _f(
         "cpu flash: a bias needs no gradient",
-        "sdpa.py",
+        "sdpa/lowering.py",
         "SdpaCpuFlash",
-        "            *sdpa_limits.check_no_bias_gradient(spec),\n",
+        "            *limits.check_no_bias_gradient(spec),\n",
         "",
         "cpu flash",
         "a bias gets no gradient",
@@ -211,7 +211,7 @@ PLAIN = [
 TRITON = [
     _f(
         "triton: keys beyond the last",
-        "kernels/tile_parts.py",
+        "shared/kernels/tile_parts.py",
         "is_allowed",
         "allowed = (keys < seqlen_kv) & (queries < seqlen_q)",
         "allowed = (keys <= seqlen_kv) & (queries < seqlen_q)",
@@ -220,7 +220,7 @@ TRITON = [
     ),
     _f(
         "triton: the band's right edge",
-        "kernels/tile_parts.py",
+        "shared/kernels/tile_parts.py",
         "is_allowed",
         "keys <= queries + band_right",
         "keys < queries + band_right",
@@ -229,7 +229,7 @@ TRITON = [
     ),
     _f(
         "triton: the band's left edge",
-        "kernels/tile_parts.py",
+        "shared/kernels/tile_parts.py",
         "is_allowed",
         "keys >= queries - band_left",
         "keys > queries - band_left",
@@ -238,7 +238,7 @@ TRITON = [
     ),
     _f(
         "triton: intervals include their end",
-        "kernels/tile_parts.py",
+        "shared/kernels/tile_parts.py",
         "is_allowed",
         "(keys >= lower) & (keys < upper)",
         "(keys >= lower) & (keys <= upper)",
@@ -247,7 +247,7 @@ TRITON = [
     ),
     _f(
         "triton: documents differ",
-        "kernels/tile_parts.py",
+        "shared/kernels/tile_parts.py",
         "is_allowed",
         "allowed & (document_q == document_k)",
         "allowed & (document_q >= document_k)",
@@ -256,7 +256,7 @@ TRITON = [
     ),
     _f(
         "triton: no mask tensor",
-        "kernels/tile_parts.py",
+        "shared/kernels/tile_parts.py",
         "is_allowed",
         "if Mask is not None:",
         "if False:",
@@ -265,7 +265,7 @@ TRITON = [
     ),
     _f(
         "triton: slopes count from the key",
-        "kernels/tile_parts.py",
+        "shared/kernels/tile_parts.py",
         "change",
         "(keys - queries).to(tl.float32)",
         "(queries - keys).to(tl.float32)",
@@ -274,7 +274,7 @@ TRITON = [
     ),
     _f(
         "triton: a bias in the wrong unit",
-        "kernels/tile_parts.py",
+        "shared/kernels/tile_parts.py",
         "change",
         "tl.fma(bias.to(tl.float32), LOG2E, logits)",
         "logits + bias.to(tl.float32)",
@@ -283,7 +283,7 @@ TRITON = [
     ),
     _f(
         "triton: the cap in the wrong place",
-        "kernels/tile_parts.py",
+        "shared/kernels/tile_parts.py",
         "change",
         "tanh(qk * (scale / softcap), FAST_TANH)",
         "tanh(qk * (scale * softcap), FAST_TANH)",
@@ -292,7 +292,7 @@ TRITON = [
     ),
     _f(
         "triton: distances of other queries",
-        "kernels/tile_parts.py",
+        "shared/kernels/tile_parts.py",
         "load_distances",
         "first = seqlen_q - 1 - tl.minimum(queries, seqlen_q - 1)",
         "first = tl.minimum(queries, seqlen_q - 1)",
@@ -301,7 +301,7 @@ TRITON = [
     ),
     _f(
         "triton: pairs are transposed",
-        "kernels/tile_parts.py",
+        "shared/kernels/tile_parts.py",
         "load_pairs",
         "found = tl.load(base + rows + columns, mask=(keys < seqlen_kv) & (queries < seqlen_q), other=0)",
         "found = tl.load(base + rows + columns, mask=(keys < seqlen_kv - 1) & (queries < seqlen_q), other=0)",
@@ -436,7 +436,7 @@ TRITON = [
     ),
     _f(
         "triton: the divisor of the sink",
-        "kernels/forward.py",
+        "triton/kernels/forward.py",
         "attention_forward",
         "total = total * decay + tl.exp2(sink - shift)",
         "total = total * decay",
@@ -445,7 +445,7 @@ TRITON = [
     ),
     _f(
         "triton: rows begin anew",
-        "kernels/forward.py",
+        "triton/kernels/forward.py",
         "_step",
         "total = total * decay + tl.sum(weights, 1)",
         "total = total + tl.sum(weights, 1)",

@@ -9,11 +9,10 @@ import torch
 from attn_compiler.index_expr import Const
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.cudnn import frontend as cudnn_frontend
-from attn_compiler.lowerings.cudnn import graphs, plan
+from attn_compiler.lowerings.cudnn import graphs, limits, plan
 from attn_compiler.lowerings.cudnn import plans as cudnn_plans
 from attn_compiler.lowerings.cudnn.graphs import Plans
 from attn_compiler.lowerings.cudnn.plan import Call
-from attn_compiler.lowerings.shared import cudnn_limits
 from attn_compiler.masks import CausalFrom, Dense, MaskSpec, SlidingWindow
 from attn_compiler.options import Options
 from attn_compiler.passes import select
@@ -245,7 +244,7 @@ def test_keys_are_counted_where_cudnn_would_go_beyond_them(
     changes: dict[str, Any], target: Target, counted: bool
 ) -> None:
     spec = laid(make_spec(**changes))
-    call = cudnn_limits.counted(plan.of(spec, deterministic=False), spec, target)
+    call = limits.counted(plan.of(spec, deterministic=False), spec, target)
     assert (call.lengths, call.counted, call.may_be_empty) == (counted, counted, False)
     assert by_name("cudnn").why_not(spec, target) == []
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings.shared import ops
+from attn_compiler.lowerings.shared import ops, parts
 from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.lowerings.triton import ops as triton_ops
 from tests.lowerings import kernel_problems
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import DEVICE, Problem, build, planned
@@ -56,13 +55,13 @@ def test_opcheck_of_the_backward(case: Case) -> None:
 def test_operands_with_gradients_are_those_of_the_plan() -> None:
     problem = build(PADDED)
     with planned(problem.plan):
-        wanted = triton_ops.differentiable(problem.operands, problem.text)
+        wanted = parts.differentiable(problem.operands, problem.text)
         assert [name for name, is_wanted in zip(problem.plan.operands, wanted, strict=True) if is_wanted] == [
             "bias",
             "sinks",
         ]
         with pytest.raises(ValueError, match="keys, tiles, tiles_by_key, bias, sinks; got 4"):
-            triton_ops.differentiable(problem.operands[1:], problem.text)
+            parts.differentiable(problem.operands[1:], problem.text)
 
 
 # ---- symbolic sizes -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from attn_compiler.lowerings.decode.kernels.decode_fp8 import WEIGHT, halves, near_the_top
 from attn_compiler.lowerings.decode.kernels.results import combine, first_half, joined, leave, store
-from attn_compiler.lowerings.kernels.tile_parts import LOG2E, at_head, change, load_pairs
+from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E, at_head, change, load_pairs
 
 #: Numbers and operands that kernels are not compiled for: one serves every length, stride and address.
 ANY_VALUE = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.kernels.tile_parts import LN2, LOG2E
+from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E
 
 
 @triton.jit

@@ -18,8 +18,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.kernels.optional import at_index, list_of, load_column, load_one, load_upper, of_head
-from attn_compiler.lowerings.kernels.tile_parts import (
+from attn_compiler.lowerings.shared.kernels.optional import (
+    at_index,
+    list_of,
+    load_column,
+    load_one,
+    load_upper,
+    of_head,
+)
+from attn_compiler.lowerings.shared.kernels.tile_parts import (
     LN2,
     LOG2E,
     at_head,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from attn_compiler.lowerings.fp8.kernels.rotation import signs_of
-from attn_compiler.lowerings.kernels.optional import at_index
+from attn_compiler.lowerings.shared.kernels.optional import at_index
 
 #: columns of H at once
 _COLUMNS = tl.constexpr(32)

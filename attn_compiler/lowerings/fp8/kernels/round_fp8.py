@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attn_compiler.lowerings.fp8.kernels.rotation import finite_rows, load_rotated, signs
-from attn_compiler.lowerings.kernels.optional import at_index
+from attn_compiler.lowerings.shared.kernels.optional import at_index
 
 #: Added and taken away again, it leaves a whole number, the nearest and of two the even one.
 _WHOLE = tl.constexpr(12582912.0)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.kernels.optional import at_index, load_one, of_head
-from attn_compiler.lowerings.kernels.tile_parts import (
+from attn_compiler.lowerings.shared.kernels.optional import at_index, load_one, of_head
+from attn_compiler.lowerings.shared.kernels.tile_parts import (
     allowed_at,
     at_head,
     change,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.kernels.fragments import (
+from attn_compiler.lowerings.shared.kernels.fragments import (
     in_query_order,
     key_order,
     load_distance_fragments,
@@ -17,8 +17,8 @@ from attn_compiler.lowerings.kernels.fragments import (
     query_order,
     store_fragments,
 )
-from attn_compiler.lowerings.kernels.optional import at_index, list_of, load_one, of_head
-from attn_compiler.lowerings.kernels.tile_parts import (
+from attn_compiler.lowerings.shared.kernels.optional import at_index, list_of, load_one, of_head
+from attn_compiler.lowerings.shared.kernels.tile_parts import (
     at_head,
     change,
     head_and_batch,

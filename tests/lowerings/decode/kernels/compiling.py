@@ -19,7 +19,7 @@ from attn_compiler.lowerings.decode import launch
 from attn_compiler.lowerings.decode import schedule as decode_schedule
 from attn_compiler.target import Target
 from tests.lowerings.decode.problems import Case, build, results
-from tests.lowerings.kernels.compiling import POINTERS, resources
+from tests.lowerings.triton.kernels.compiling import POINTERS, resources
 
 _SIZES: Any = {"batch": 2, "heads_q": 8, "heads_kv": 2, "seqlen_kv": 512}
 _SHAPES = (

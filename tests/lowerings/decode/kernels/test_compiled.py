@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 
 from tests.lowerings.decode.kernels import compiling
 from tests.lowerings.decode.kernels.compiling import CASES, JOBS, MACHINES, Found
-from tests.lowerings.kernels.compilers import of_a_known_compiler, printed_by
-from tests.lowerings.kernels.test_compiled import SHARED, ids
+from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
+from tests.lowerings.triton.kernels.test_compiled import SHARED, ids
 
 #: Bytes of a thread's stack: Triton 3.7 has one or two registers fewer than needed at head dim 128 on some machines, 3.6 at 80.
 SPILLED = 8

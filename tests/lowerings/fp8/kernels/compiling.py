@@ -23,7 +23,7 @@ from attn_compiler.target import Target
 from tests.lowerings.fp8 import problems
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import planned
-from tests.lowerings.kernels.compiling import resources, source
+from tests.lowerings.triton.kernels.compiling import resources, source
 
 _SIZES: Any = {"batch": 1, "heads_q": 2, "heads_kv": 1, "seqlen_q": 1024, "seqlen_kv": 1024, "band": Band(right=0)}
 CASES = {

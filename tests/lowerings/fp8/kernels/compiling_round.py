@@ -17,7 +17,7 @@ from attn_compiler.lowerings.fp8 import rounding_launch
 from attn_compiler.lowerings.fp8.kernels import mean_fp8, round_fp8
 from attn_compiler.lowerings.fp8.rounding import How, Rounding, empty_outputs, empty_shift
 from attn_compiler.lowerings.shared.launching import Arguments
-from tests.lowerings.kernels.compiling import resources
+from tests.lowerings.triton.kernels.compiling import resources
 
 _TYPES = {
     torch.bfloat16: "*bf16",

@@ -16,7 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from attn_compiler.lowerings.fp8 import hopper_launch
 from attn_compiler.lowerings.fp8.kernels.forward_fp8_sm90 import attention_forward_fp8_sm90
 from tests.lowerings.fp8.kernels.descriptors import unset
-from tests.lowerings.kernels.compiling import resources, said_of
+from tests.lowerings.triton.kernels.compiling import resources, said_of
 
 _TYPES = {"scale": "fp32", "softcap": "fp32", "Sinks": "*bf16", "Ends": "*i32"}
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from tests.lowerings.fp8.kernels import compiling
 from tests.lowerings.fp8.kernels.compiling import CASES, JOBS, RECIPES, Found
-from tests.lowerings.kernels.compilers import of_a_known_compiler, printed_by
+from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
 
 #: bytes that a block may have, of Nvidia's tuning guides
 SHARED = 227 * 1024

@@ -8,7 +8,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from tests.lowerings.fp8.kernels import compiling_sm90
 from tests.lowerings.fp8.kernels.compiling_sm90 import JOBS, Found, Job
-from tests.lowerings.kernels.compilers import of_a_known_compiler, printed_by
+from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
 
 SHARED = 227 * 1024
 #: bytes of a thread, of up to forty words at head dim 64 where four warpgroups share the registers, and a window's or a softcap's tile

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from tests.lowerings.fp8.kernels import compiling_round
 from tests.lowerings.fp8.kernels.compiling_round import HEAD_DIMS, Found
-from tests.lowerings.kernels.compilers import of_a_known_compiler, printed_by
+from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
 
 #: bytes of a thread, of head dims up to 128: some words where registers are few
 SPILLED = {"plain": 32, "accurate": 64, "accurate, shift": 96, "plain, seen": 32, "accurate, seen": 64}

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_compiler.lowerings.kernels import tile_parts
+from attn_compiler.lowerings.shared.kernels import tile_parts
 from tests.lowerings import kernel_problems
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import DEVICE, Problem, build

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.kernels.optional import at_index, load_column, load_upper, of_head, turned
+from attn_compiler.lowerings.shared.kernels.optional import at_index, load_column, load_upper, of_head, turned
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

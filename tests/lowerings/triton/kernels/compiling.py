@@ -1,4 +1,4 @@
-"""Compiles the kernels for GPUs that are not there, and says what came out: python -m tests.lowerings.kernels.compiling
+"""Compiles the kernels for GPUs that are not there, and says what came out: python -m tests.lowerings.triton.kernels.compiling
 
 Runs in a process of its own, since Triton's interpreter, which the other tests use, compiles nothing. Kernels, constants and
 numbers are those of a launch; each is compiled for what Triton's launch would see of it: which numbers are 1 or multiples of 16.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.kernels.tile_parts import load_distances
+from attn_compiler.lowerings.shared.kernels.tile_parts import load_distances
 
 
 @triton.jit

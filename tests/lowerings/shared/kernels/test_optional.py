@@ -9,7 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.kernels.optional import at_index, list_of, load_column, load_one, load_upper, of_head
+from attn_compiler.lowerings.shared.kernels.optional import (
+    at_index,
+    list_of,
+    load_column,
+    load_one,
+    load_upper,
+    of_head,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, LENGTH = 16, 11

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_compiler.lowerings.kernels import fragments
+from attn_compiler.lowerings.shared.kernels import fragments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: keys and queries of a tile

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.lowerings.kernels import compiling
-from tests.lowerings.kernels.compilers import of_a_known_compiler, printed_by
-from tests.lowerings.kernels.compiling import ADDED, CASES, JOBS, KERNELS, MACHINES, Found
+from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
+from tests.lowerings.triton.kernels import compiling
+from tests.lowerings.triton.kernels.compiling import ADDED, CASES, JOBS, KERNELS, MACHINES, Found
 
 #: bytes that a block may have, of Nvidia's tuning guides
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import triton
 
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[4]
 
 #: releases that the bounds on spilled registers were found with
 KNOWN = ("3.6", "3.7")

@@ -1,0 +1,48 @@
+"""What cuDNN's own graphs can't do or get wrong, by what they are told. What all of cuDNN can't do is in shared/cudnn_limits.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.shared import cudnn_limits, dims, known_bad
+from attn_compiler.report import Reason
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target, cudnn_words
+
+# The first with sinks, and with windows that no diagonal bounds.
+OLDEST_GRAPHS = 91_300
+
+
+def check_graph(call: Call, spec: AttentionSpec, target: Target) -> list[Reason]:
+    """Lengths, windows and biases that cuDNN takes wrong."""
+    reasons = cudnn_limits.check_few(spec, target)
+    lengths = f"seqlen_q {spec.seqlen_q}, seqlen_kv {spec.seqlen_kv}"
+    if not dims.is_multiple(spec.seqlen_kv, 128):
+        reasons += known_bad.refusal("keys_off_128", target, lengths)
+    if call.left is not None and call.right != 0:
+        reasons += known_bad.refusal("window", target, lengths)
+    looks = call.lengths or (_has_band(call) and not call.bias)
+    return reasons if looks else reasons + cudnn_limits.check_nan_backward(spec, target, with_queries=call.bias)
+
+
+def counted(call: Call, spec: AttentionSpec, target: Target) -> Call:
+    """The call as it has to be said where cuDNN forgets what lies behind the last key (nan_dq): with the number of keys.
+
+    On an H200 with cuDNN 9.19, scores far below 0 and 192 keys gave NaN without any mask, with a bias and with dropout; and none with
+    a band, or with lengths beside any of these (tests/lowerings/cudnn/test_on_gpu.py).
+    """
+    if call.lengths or _has_band(call) or not cudnn_limits.check_nan_backward(spec, target, with_queries=call.bias):
+        return call
+    return replace(call, lengths=True, counted=True)
+
+
+def _has_band(call: Call) -> bool:
+    return call.left is not None or call.right is not None
+
+
+def check_graph_version(target: Target) -> list[Reason]:
+    """The first cuDNN that graphs are made for."""
+    rule = f"cuDNN {cudnn_words(OLDEST_GRAPHS)} or newer for graphs of our own"
+    too_old = cudnn_limits.OLDEST <= target.cudnn < OLDEST_GRAPHS
+    return [Reason(rule=rule, observed=cudnn_words(target.cudnn), remedy="update cuDNN")] if too_old else []

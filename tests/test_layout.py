@@ -1,0 +1,93 @@
+"""Which part of the package may import which. `LEAKS` are the imports that break a rule and are still there: the list may only shrink."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests import imports
+
+LOWERINGS = "attn_compiler.lowerings"
+PASSES = "attn_compiler.passes"
+FAMILIES = frozenset({"plain", "sdpa", "triton", "decode", "cudnn", "fa4", "fp8"})
+
+#: (who, what part of lowerings): imports that break a rule
+LEAKS = frozenset(
+    {
+        # FP8 rounds the operands of these families' kernels, and builds their calls.
+        (f"{LOWERINGS}.fp8.cudnn", "cudnn"),
+        (f"{LOWERINGS}.fp8.cudnn_gradients", "cudnn"),
+        (f"{LOWERINGS}.fp8.hopper", "sdpa"),
+        (f"{LOWERINGS}.fp8.reference", "plain"),
+        # Tiles are measured while a graph is rewritten, and live as long as the unit.
+        (f"{PASSES}.lower", "triton"),
+        (f"{PASSES}.unit", "triton"),
+        # Which recipe applies to which site is decided before lowerings are asked.
+        (f"{PASSES}.fp8_sites", "fp8"),
+        (f"{PASSES}.fp8_sites", "choice"),
+        (f"{PASSES}.select", "choice"),
+        (f"{PASSES}.emit", "shared"),
+        (f"{PASSES}.lower", "shared"),
+        (f"{PASSES}.saved", "shared"),
+        (f"{PASSES}.shut_queries", "shared"),
+        ("attn_compiler.rotary_tables", "shared"),
+        ("attn_compiler.verifying.outputs", "choice"),
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def graph() -> imports.Graph:
+    return imports.graph()
+
+
+def _part(module: str) -> str | None:
+    """The family, floor or file of lowerings that a module belongs to; None outside of them and for the package itself."""
+    inside = module.removeprefix(f"{LOWERINGS}.")
+    return None if inside == module else inside.split(".")[0]
+
+
+def _allowed(module: str) -> frozenset[str]:
+    """What parts of lowerings a module may import, besides the package itself."""
+    part = _part(module)
+    if module == LOWERINGS:
+        return FAMILIES | {"base", "shared", "choice"}
+    if part in FAMILIES:
+        # A family may ask for what is measured, never the other way round.
+        return frozenset({part, "base", "shared", "choice"})
+    if part == "choice":
+        return frozenset({"choice", "base", "shared"})
+    if part in ("shared", "base"):
+        return frozenset({"base", "shared"})
+    return frozenset({"base"})
+
+
+def _breaking(graph: imports.Graph) -> Iterator[tuple[str, str]]:
+    for module, imported in graph.items():
+        parts = {part for name in imported if (part := _part(name)) is not None}
+        yield from ((module, part) for part in parts - _allowed(module))
+
+
+def test_every_room_imports_only_what_it_may(graph: imports.Graph) -> None:
+    assert sorted(set(_breaking(graph)) - LEAKS) == []
+
+
+def test_leaks_that_were_mended_are_off_the_list(graph: imports.Graph) -> None:
+    assert sorted(LEAKS - set(_breaking(graph))) == []
+
+
+def test_no_modules_import_each_other(graph: imports.Graph) -> None:
+    assert imports.circles(graph) == []
+
+
+def test_every_family_has_a_lowering_and_tests(graph: imports.Graph) -> None:
+    folders = {path.name for path in (imports.ROOT / "attn_compiler/lowerings").iterdir() if path.is_dir()}
+    assert folders - {"__pycache__"} == FAMILIES | {"shared", "choice"}
+    for family in FAMILIES:
+        assert any((imports.ROOT / "tests/lowerings" / family).glob("test_*.py")), family
+
+
+def test_circles_are_seen() -> None:
+    one, two, three = frozenset({"b"}), frozenset({"c"}), frozenset({"b"})
+    assert imports.circles({"a": one, "b": two, "c": three}) == [["b", "c"]]
