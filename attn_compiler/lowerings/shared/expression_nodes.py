@@ -150,13 +150,21 @@ class _Nodes:
 
     # ---- loads ----------------------------------------------------------------------------------------------------
 
+    def _of_one_rank(self, indices: list[fx.Node]) -> list[fx.Node]:
+        """Indices that a compiler knows the result's shape of: of an index without axes beside others PyTorch says that there is none."""
+        most = max(self.emitter.value(index).dim() for index in indices)
+        return [
+            reduce(lambda x, _: self._call(torch.unsqueeze, x, 0), range(most - self.emitter.value(x).dim()), x)
+            for x in indices
+        ]
+
     def _loaded(self, tensor: fx.Node, at: tuple[Expr, ...]) -> fx.Node:
         value = self.emitter.value(tensor)
         if value.dim() != len(at):
             raise IndexError(f"{tensor.name} has {value.dim()} dimensions, and is read at {len(at)} indices")
         if at:
             inside = [self._inside(tensor, dim, index) for dim, index in enumerate(at)]
-            tensor = self._call(aten.index.Tensor, tensor, inside)
+            tensor = self._call(aten.index.Tensor, tensor, self._of_one_rank(inside))
         if value.dtype == torch.bool:
             return tensor
         return self._as(tensor, self.real if value.dtype.is_floating_point else torch.int64)

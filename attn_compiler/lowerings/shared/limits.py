@@ -302,7 +302,7 @@ def check_no_large_numbers(spec: AttentionSpec) -> list[Reason]:
     """For a kernel whose backward makes the weights anew from its lse, in float32: beside 1e9 that can't hold the logarithm of a sum, so
     that each key that got the number counts as the only one. In float64 it can."""
     largest = LARGEST_ADDED.get(spec.dtype)
-    if not spec.needs_grad or largest is None:
+    if largest is None or not spec.needs_grad:
         return []
     remedy = "mask the other keys instead, by truth values or -inf; a number that all keys get changes no weight"
     rule = f"with gradients, numbers of at most {largest:g} are added to the scores of a {spec.dtype} site"

@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from attn_compiler import torch_compat
+from attn_compiler.lowerings.plain import ops as reference_ops
 from attn_compiler.lowerings.shared import given_ops, ops
 from tests import cases
 from tests.cases import BY_NAME
@@ -25,7 +26,7 @@ def test_what_is_given_gets_the_family_s_gradients_and_is_left_out_of_compiled_c
         "reference_halved_given",
         leading=lambda text: 3 if text.startswith("kept ") else 0,
         read=read,
-        differentiable=ops._reference_differentiable,
+        differentiable=reference_ops._reference_differentiable,
     )
     inputs = cases.build(BY_NAME["causal"])
     text, calls = inputs.spec.to_text(), []

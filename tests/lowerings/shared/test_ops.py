@@ -12,6 +12,7 @@ from torch import fx
 from torch._inductor.codegen import custom_extern_kernel_codegen
 
 from attn_compiler import torch_compat
+from attn_compiler.lowerings.plain import ops as reference_ops
 from attn_compiler.lowerings.shared import ops
 from tests import cases, numerics
 from tests.cases import BY_NAME, Inputs
@@ -78,7 +79,7 @@ def test_compiled_code_calls_the_leaf_op_without_its_formula(training: bool) -> 
 def counted(*arguments: Any) -> Any:
     """The body that compiled code is told of below, in place of the reference's own."""
     COUNTED.append(len(arguments))
-    return ops._reference(*arguments)
+    return reference_ops._reference(*arguments)
 
 
 class Place:
