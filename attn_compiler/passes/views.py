@@ -15,6 +15,8 @@ from attn_compiler.passes.axes import Atom, AxisError, Dim, Dims
 
 aten = torch.ops.aten
 Handler = Callable[[fx.Node, Dims], Dims]
+#: for each axis of a result, the axis of what is read
+Order = tuple[int, ...]
 
 
 def value(node: fx.Node) -> torch.Tensor:
@@ -64,37 +66,80 @@ def _int(node: fx.Node, name: str) -> int:
     return given
 
 
-def _swap(dims: Dims, i: int, j: int) -> Dims:
-    out = list(dims)
-    out[i], out[j] = out[j], out[i]
-    return tuple(out)
+def _swapped(rank: int, i: int, j: int) -> Order:
+    order = list(range(rank))
+    order[i], order[j] = order[j], order[i]
+    return tuple(order)
 
 
-def _transpose(node: fx.Node, dims: Dims) -> Dims:
-    return _swap(dims, _int(node, "dim0"), _int(node, "dim1"))
+def _transpose(node: fx.Node, rank: int) -> Order:
+    return _swapped(rank, _int(node, "dim0"), _int(node, "dim1"))
 
 
-def _last_two(node: fx.Node, dims: Dims) -> Dims:
-    return _swap(dims, -1, -2) if len(dims) >= 2 else dims
+def _swapaxes(node: fx.Node, rank: int) -> Order:
+    return _swapped(rank, _int(node, "axis0"), _int(node, "axis1"))
 
 
-def _all_reversed(node: fx.Node, dims: Dims) -> Dims:
-    return tuple(reversed(dims))
+def _last_two(node: fx.Node, rank: int) -> Order:
+    return _swapped(rank, -1, -2) if rank >= 2 else tuple(range(rank))
 
 
-def _permute(node: fx.Node, dims: Dims) -> Dims:
-    order = argument(node, "dims")
-    return tuple(dims[i] for i in order)  # type: ignore[attr-defined]
+def _all_reversed(node: fx.Node, rank: int) -> Order:
+    return tuple(reversed(range(rank)))
 
 
-def _movedim(node: fx.Node, dims: Dims) -> Dims:
-    src, dst = argument(node, "source"), argument(node, "destination")
-    sources = [src] if isinstance(src, int) else list(src)  # type: ignore[call-overload]
-    targets = [dst] if isinstance(dst, int) else list(dst)  # type: ignore[call-overload]
-    rank = len(dims)
-    moved = {t % rank: dims[s % rank] for s, t in zip(sources, targets, strict=True)}
-    rest = iter(d for i, d in enumerate(dims) if i not in {s % rank for s in sources})
+def _ints(node: fx.Node, name: str) -> list[int]:
+    given = argument(node, name)
+    found = [given] if isinstance(given, int) else list(given) if isinstance(given, (list, tuple)) else None
+    if found is None or not all(isinstance(i, int) for i in found):
+        raise AxisError(f"{node.target} has the {name} {given}")
+    return found
+
+
+def _permute(node: fx.Node, rank: int) -> Order:
+    return tuple(i % rank for i in _ints(node, "dims"))
+
+
+def _movedim(node: fx.Node, rank: int) -> Order:
+    sources, targets = ([i % rank for i in _ints(node, name)] for name in ("source", "destination"))
+    moved = dict(zip(targets, sources, strict=True))
+    rest = iter(i for i in range(rank) if i not in sources)
     return tuple(moved[i] if i in moved else next(rest) for i in range(rank))
+
+
+#: ops that put the axes in another order -> (node, rank) -> for each axis of the result, that of what is read. Matching, reading masks and
+#: writes through views all go by it.
+PERMUTES: dict[object, Callable[[fx.Node, int], Order]] = {
+    aten.transpose.int: _transpose,
+    aten.swapdims.default: _transpose,
+    aten.swapaxes.default: _swapaxes,
+    aten.t.default: _last_two,
+    aten.mT.default: _last_two,
+    aten.numpy_T.default: _all_reversed,
+    aten.permute.default: _permute,
+    aten.movedim.int: _movedim,
+    aten.movedim.intlist: _movedim,
+}
+
+#: ops that keep the elements in their row-major order
+RESHAPES: tuple[object, ...] = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.view_as.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+)
+
+#: ops that leave out axes of size one
+SQUEEZES: tuple[object, ...] = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+
+#: ops that repeat along axes of size one
+EXPANDS: tuple[object, ...] = (aten.expand.default, aten.expand_as.default)
+
+
+def _permuted(node: fx.Node, dims: Dims) -> Dims:
+    return tuple(dims[i] for i in PERMUTES[node.target](node, len(dims)))
 
 
 def _unsqueeze(node: fx.Node, dims: Dims) -> Dims:
@@ -140,27 +185,11 @@ def _whole(node: fx.Node, dims: Dims) -> Dims:
 
 
 VIEWS: dict[object, Handler] = {
-    aten.view.default: _reshape,
-    aten._unsafe_view.default: _reshape,
-    aten.reshape.default: _reshape,
-    aten.view_as.default: _reshape,
-    aten.flatten.using_ints: _reshape,
-    aten.unflatten.int: _reshape,
-    aten.expand.default: _expand,
-    aten.expand_as.default: _expand,
-    aten.transpose.int: _transpose,
-    aten.swapaxes.default: lambda n, d: _swap(d, _int(n, "axis0"), _int(n, "axis1")),
-    aten.swapdims.default: _transpose,
-    aten.t.default: _last_two,
-    aten.mT.default: _last_two,
-    aten.numpy_T.default: _all_reversed,
-    aten.permute.default: _permute,
-    aten.movedim.int: _movedim,
-    aten.movedim.intlist: _movedim,
+    **dict.fromkeys(PERMUTES, _permuted),
+    **dict.fromkeys(RESHAPES, _reshape),
+    **dict.fromkeys(SQUEEZES, _squeeze),
+    **dict.fromkeys(EXPANDS, _expand),
     aten.unsqueeze.default: _unsqueeze,
-    aten.squeeze.default: _squeeze,
-    aten.squeeze.dim: _squeeze,
-    aten.squeeze.dims: _squeeze,
     aten.repeat_interleave.self_int: _repeat_interleave,
     aten.repeat.default: _repeat,
     aten.contiguous.default: _same,
@@ -178,8 +207,7 @@ VIEWS: dict[object, Handler] = {
 
 #: ops that cost memory traffic or repeat elements: an operand is read from above them where it can be
 _COSTLY = {
-    aten.expand.default,
-    aten.expand_as.default,
+    *EXPANDS,
     aten.repeat_interleave.self_int,
     aten.repeat.default,
     aten.contiguous.default,

@@ -21,8 +21,12 @@ from attn_compiler.lowerings.cudnn import plans as cudnn_plans
 from attn_compiler.lowerings.cudnn.plan import Call
 from attn_compiler.lowerings.shared import cudnn_limits, dims, limits
 from attn_compiler.report import Reason
+from attn_compiler.scores import DenseBias, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
+
+#: applied to the scores, or refused by a check of their own
+_CHANGES = (Softcap, Sinks, DenseBias)
 
 _FIRST_SM = 80
 # 1.22 is the first to take addresses as a list (_execute_with_ptrs). 1.24 to 1.26 set an attribute in every backward that cuDNN 9.19
@@ -74,7 +78,7 @@ def rules(spec: AttentionSpec, target: Target) -> list[Reason]:
         return machine
     reasons = [
         *limits.check_softcap(spec),
-        *limits.check_known_changes(spec),
+        *limits.check_known_changes(spec, _CHANGES),
         *limits.check_weights_unread(spec),
         *limits.check_scale(spec),
         *limits.check_masks(spec),

@@ -7,8 +7,12 @@ import re
 from attn_compiler.lowerings.shared import dims, known_bad, limits, offset_limits
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.report import Reason
+from attn_compiler.scores import DenseBias, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import FLASH_ATTN_4_DISTRIBUTION, Target
+
+#: applied to the scores, or refused by a check of their own
+_CHANGES = (Softcap, Sinks, DenseBias)
 
 # Betas whose functions take what launch.py gives them: b33 has another order of arguments, and a later one may.
 FIRST_BETA, LAST_BETA = 34, 36
@@ -28,7 +32,7 @@ def check(spec: AttentionSpec, target: Target) -> list[Reason]:
     if machine:
         return machine
     return [
-        *limits.check_known_changes(spec),
+        *limits.check_known_changes(spec, _CHANGES),
         *limits.check_weights_unread(spec),
         *limits.check_masks(spec),
         *limits.check_softmax_dtype(spec),

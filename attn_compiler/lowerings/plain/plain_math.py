@@ -17,8 +17,12 @@ from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.shared import limits, unused
 from attn_compiler.masks import Causal
 from attn_compiler.report import Reason
+from attn_compiler.scores import DenseBias, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
+
+#: applied to the scores
+_CHANGES = (Softcap, Sinks, DenseBias)
 
 aten = torch.ops.aten
 
@@ -33,7 +37,7 @@ class PlainMath:
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return [
-            *limits.check_known_changes(spec),
+            *limits.check_known_changes(spec, _CHANGES),
             *limits.check_weights_unread(spec),
             *limits.check_masks(spec),
             *limits.check_dtypes(spec, ("float32", "float64", "bfloat16", "float16")),

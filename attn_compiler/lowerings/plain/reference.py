@@ -22,8 +22,12 @@ from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.shared import limits
 from attn_compiler.masks import Alignment, Causal
 from attn_compiler.report import Reason
+from attn_compiler.scores import DenseBias, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
+
+#: applied to the scores
+_CHANGES = (Softcap, Sinks, DenseBias)
 
 Tensors = Sequence[torch.Tensor]
 
@@ -38,7 +42,7 @@ class Reference:
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return [
-            *limits.check_known_changes(spec),
+            *limits.check_known_changes(spec, _CHANGES),
             *_check_dropout(spec),
             *limits.check_weights_unread(spec),
             *limits.check_masks(spec),

@@ -8,8 +8,12 @@ from attn_compiler.lowerings.base import LayoutDemand
 from attn_compiler.lowerings.shared import limits
 from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS
 from attn_compiler.report import Reason
+from attn_compiler.scores import DenseBias, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
+
+#: what the kernels apply to the scores
+_CHANGES = (Softcap, Sinks, DenseBias)
 
 _FIRST_SM = 80
 _FIRST_TRITON = (3, 2)
@@ -37,7 +41,7 @@ def check_site(spec: AttentionSpec, target: Target) -> list[Reason]:
     if machine:
         return machine
     return [
-        *limits.check_known_changes(spec),
+        *limits.check_known_changes(spec, _CHANGES),
         *limits.check_weights_unread(spec),
         *limits.check_masks(spec),
         *limits.check_softmax_dtype(spec),

@@ -12,7 +12,7 @@ from attn_compiler.index_expr import Const
 from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.reading import moving
 from attn_compiler.passes.reading.core import At, Inside, dim_of, fake, whole_number
-from attn_compiler.passes.views import argument
+from attn_compiler.passes.views import PERMUTES, RESHAPES, SQUEEZES, argument
 
 aten = torch.ops.aten
 
@@ -65,20 +65,9 @@ def _reshaped(view: fx.Node, source: fx.Node, at: At) -> Inside | None:
     return None if own is None else (ix.TRUE, own)
 
 
-def _transposed(view: fx.Node, source: fx.Node, at: At) -> Inside | None:
-    own = moving.transposed(view, at)
-    return None if own is None else (ix.TRUE, own)
-
-
-def _reversed(view: fx.Node, source: fx.Node, at: At) -> Inside | None:
-    return ix.TRUE, at[::-1]
-
-
 def _permuted(view: fx.Node, source: fx.Node, at: At) -> Inside | None:
-    order = argument(view, "dims")
-    if not isinstance(order, (list, tuple)):
-        return None
-    return ix.TRUE, tuple(at[dim] for dim in order)
+    order = moving.permuted(view, len(at))
+    return None if order is None else (ix.TRUE, tuple(at[dim] for dim in order))
 
 
 def _selected(view: fx.Node, source: fx.Node, at: At) -> Inside | None:
@@ -113,23 +102,14 @@ def _sliced(view: fx.Node, source: fx.Node, at: At) -> Inside | None:
 
 #: the ATen view -> which elements of its source it holds
 INSIDE: dict[object, FindInside] = {
+    **dict.fromkeys(PERMUTES, _permuted),
+    **dict.fromkeys((*RESHAPES, *SQUEEZES), _reshaped),
     aten.alias.default: _same,
     aten.detach.default: _same,
     aten.contiguous.default: _same,
     aten.to.dtype: _same,
     aten.to.dtype_layout: _same,
     aten.unsqueeze.default: _unsqueezed,
-    aten.squeeze.default: _reshaped,
-    aten.squeeze.dim: _reshaped,
-    aten.view.default: _reshaped,
-    aten.reshape.default: _reshaped,
-    aten.flatten.using_ints: _reshaped,
-    aten.unflatten.int: _reshaped,
-    aten.transpose.int: _transposed,
-    aten.mT.default: _transposed,
-    aten.t.default: _transposed,
-    aten.numpy_T.default: _reversed,
-    aten.permute.default: _permuted,
     aten.select.int: _selected,
     aten.slice.Tensor: _sliced,
 }

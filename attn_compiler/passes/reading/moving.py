@@ -25,7 +25,7 @@ from attn_compiler.passes.reading.core import (
     fake,
     whole_number,
 )
-from attn_compiler.passes.views import argument
+from attn_compiler.passes.views import EXPANDS, PERMUTES, RESHAPES, SQUEEZES, Order, argument
 
 aten = torch.ops.aten
 
@@ -145,36 +145,23 @@ def _repeated_in_place(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     return reader.read(source, (*at[:dim], own, *at[dim + 1 :]))
 
 
-def _transposed(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    source, own = node.args[0], transposed(node, at)
-    return reader.read(source, own) if isinstance(source, fx.Node) and own is not None else None
-
-
-def transposed(node: fx.Node, at: At) -> At | None:
-    """Indices with the two axes changed that transpose, mT or t changes."""
-    last_two = (-2, -1) if len(at) > 1 else (0, 0)
-    i, j = argument(node, "dim0", last_two[0]), argument(node, "dim1", last_two[1])
-    if not isinstance(i, int) or not isinstance(j, int):
-        return None
-    swapped = list(at)
-    swapped[i], swapped[j] = swapped[j], swapped[i]
-    return tuple(swapped)
-
-
-def _reversed(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """x.T: the axes in the opposite order."""
-    source = node.args[0]
-    return reader.read(source, at[::-1]) if isinstance(source, fx.Node) else None
-
-
 def _permuted(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    source, order = node.args[0], list(argument(node, "dims"))  # type: ignore[call-overload]
-    if not isinstance(source, fx.Node):
+    """Whatever puts the axes in another order."""
+    source, order = node.args[0], permuted(node, len(at))
+    if order is None or not isinstance(source, fx.Node):
         return None
     own: list[Expr] = [ix.ZERO] * len(at)
     for position, dim in enumerate(order):
         own[dim] = at[position]
     return reader.read(source, tuple(own))
+
+
+def permuted(node: fx.Node, rank: int) -> Order | None:
+    """For each axis of a result, the axis of what is read; None where that can't be said."""
+    try:
+        return PERMUTES[node.target](node, rank)
+    except axes.AxisError:
+        return None
 
 
 def _select(reader: Reader, node: fx.Node, at: At) -> Expr | None:
@@ -287,24 +274,13 @@ def _embedding(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 READERS: dict[object, ReadOp] = {
+    **dict.fromkeys(PERMUTES, _permuted),
+    **dict.fromkeys((*RESHAPES, *SQUEEZES), _reshaped),
+    **dict.fromkeys(EXPANDS, _expanded),
     aten.unsqueeze.default: _unsqueeze,
-    aten.squeeze.default: _reshaped,
-    aten.squeeze.dim: _reshaped,
-    aten.view.default: _reshaped,
-    aten.reshape.default: _reshaped,
-    aten.expand.default: _expanded,
-    aten.expand_as.default: _expanded,
     aten.repeat.default: _repeated,
     aten.tile.default: _repeated,
     aten.repeat_interleave.self_int: _repeated_in_place,
-    aten.transpose.int: _transposed,
-    aten.mT.default: _transposed,
-    aten.t.default: _transposed,
-    aten.numpy_T.default: _reversed,
-    aten.permute.default: _permuted,
-    aten._unsafe_view.default: _reshaped,
-    aten.flatten.using_ints: _reshaped,
-    aten.unflatten.int: _reshaped,
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
     aten.index.Tensor: _indexed,

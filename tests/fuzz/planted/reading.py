@@ -61,9 +61,9 @@ READING = [
     _r(
         "a transpose reads as it is",
         "moving.py",
-        "transposed",
-        "swapped[i], swapped[j] = swapped[j], swapped[i]",
-        "swapped[i], swapped[j] = swapped[i], swapped[j]",
+        "_permuted",
+        "own[dim] = at[position]",
+        "own[position] = at[position]",
         "masks",
         "rows are read as columns",
     ),

@@ -105,3 +105,16 @@ def test_a_symbolic_size_is_the_size_at_run_time() -> None:
     for length in (3, 10, 33):
         assert bench.run([node], x=torch.arange(length) * 5)[0].tolist() == [2 * length + 5 * k for k in range(length)]
     assert not bench.env.guards
+
+
+@pytest.mark.parametrize("at", [(Index("k"), Const(0)), (Const(0), Index("k")), (Const(1), Const(0))])
+def test_a_compiler_knows_the_shape_of_what_is_read(at: tuple[Expr, ...]) -> None:
+    """Of an index without axes behind another one PyTorch's fake tensors say that the result has none."""
+    table = torch.arange(12.0).view(6, 2)
+    bench = Bench(k=torch.arange(2)[None], table=table)
+    names = Names(device=CPU, indices={"k": bench.nodes["k"]}, sizes={}, tensors={"table": bench.nodes["table"]})
+    value = bench.call(expression_nodes.emit, Load("table", at, "float"), names, real=torch.float32)
+    (found,) = bench.run([value])
+    assert value.meta["example_value"].shape == found.shape
+    k = torch.arange(2)[None]
+    assert torch.equal(found, table[tuple(k if isinstance(i, Index) else i.value for i in at)])  # type: ignore[union-attr]

@@ -8,7 +8,7 @@ import torch
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Index, Load
-from attn_compiler.lowerings import by_name
+from attn_compiler.lowerings import LOWERINGS, Lowering, by_name
 from attn_compiler.lowerings.shared import limits
 from attn_compiler.masks import Causal, CausalFrom, Dense, KeyPadding, MaskSpec, Opaque, SlidingWindow
 from attn_compiler.scores import (
@@ -455,3 +455,22 @@ def test_half_precision_asks_for_fewer_digits() -> None:
 
 def _in(spec: AttentionSpec, dtype: str) -> AttentionSpec:
     return dataclasses.replace(spec, **{name: dataclasses.replace(spec.q, dtype=dtype) for name in "qkv"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _New:
+    """A score change that no kernel has heard of."""
+
+    words: str = "a new one"
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS, ids=lambda lowering: lowering.name)
+def test_a_new_kind_of_score_change_is_applied_by_nobody(lowering: Lowering) -> None:
+    changed = ScoreSpec(scale=0.125, changes=(_New(),))  # type: ignore[arg-type]
+    for target in (Target.fake(), Target.fake(device="cpu"), Target.fake(device="cpu", triton_interpreted=True)):
+        if lowering.name == "untouched" or lowering.unavailable(target):
+            continue
+        spec = dataclasses.replace(
+            make_spec(dtype="float32" if target.device == "cpu" else "bfloat16"), device=target.device
+        )
+        assert lowering.why_not(dataclasses.replace(spec, score=changed), target), target
