@@ -30,4 +30,5 @@ class Find:
         path = writing.write(found, Path(self.folder))
         scope: dict[str, Any] = {}
         exec(compile(path.read_text(), str(path), "exec"), scope)
-        tell({"same": scope["PROGRAM"] == found.program, "lines": len(found.program.lines), "kind": found.kind})
+        lines = [line for line in found.program.lines if not line.startswith("#")]
+        tell({"same": scope["PROGRAM"] == found.program, "lines": len(lines), "kind": found.kind})
