@@ -1,4 +1,4 @@
-"""The leaf op of cuDNN's own attention, `attn_compiler::cudnn`: its text is a `cudnn_call.Call`, its operands are those that it names.
+"""The leaf op of cuDNN's own attention, `attn_compiler::cudnn`: its text is a `plan.Call`, its operands are those that it names.
 
 Gradients of q, k and v lie in memory as those do. The gradient of the output is brought into the output's own strides by a node of
 the traced backward, which is none where it lies so already: one plan serves every backward.

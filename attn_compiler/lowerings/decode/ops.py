@@ -1,4 +1,4 @@
-"""The leaf op of the decode kernel, `attn_compiler::decode`: its text is a `decode_plan.Call`. It has no backward.
+"""The leaf op of the decode kernel, `attn_compiler::decode`: its text is a `plan.Call`. It has no backward.
 
 operands: those that the plan names, in its order. triton itself is imported by the first call, not before.
 `attn_compiler::decode_count` makes the counters: int32 zeros on a tensor's device, once for all sites of a graph. Bounds go through

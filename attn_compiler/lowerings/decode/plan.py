@@ -51,7 +51,7 @@ class Plan:
     keys: bool (B|1, Skv), contiguous: which keys may be used at all.
     mask: bool (B|1, Hq|1, Sq|1, Skv|1), any strides: which pairs are allowed.
     bias: a float tensor (B|1, Hq|1, Sq|1, Skv|1), any strides, is added to the scores. There is no mask then.
-    distances, slopes, sinks: as in `triton_plan.Plan`.
+    distances, slopes, sinks: as in `kernel_plan.Plan`.
     k_scale, v_scale: (), float32: what keys and values in FP8 are multiplied by.
     """
 

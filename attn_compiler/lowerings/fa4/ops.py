@@ -1,4 +1,4 @@
-"""The leaf op of FlashAttention-4, `attn_compiler::fa4`: its text is a `fa4_plan.Call`. operands: the sinks (Hq,), if the spec has some.
+"""The leaf op of FlashAttention-4, `attn_compiler::fa4`: its text is a `plan.Call`. operands: the sinks (Hq,), if the spec has some.
 
 flash_attn itself is imported by the first call, not before: a dump or a fake needs none.
 """

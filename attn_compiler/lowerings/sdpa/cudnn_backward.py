@@ -53,7 +53,7 @@ def gradients(
     lse: torch.Tensor,
     text: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """As `ops.BACKWARD_SCHEMA` says. text: a `triton_plan.Call`. Of the lse nobody takes a gradient: graphs read out alone."""
+    """As `ops.BACKWARD_SCHEMA` says. text: a `kernel_plan.Call`. Of the lse nobody takes a gradient: graphs read out alone."""
     spec = Call.from_text(text).spec
     # Random numbers that no weight is dropped by.
     nothing = torch.zeros((), dtype=torch.int64, device=q.device)

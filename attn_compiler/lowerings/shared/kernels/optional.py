@@ -31,7 +31,7 @@ def of_head(pointer, batch, head, stride_b, stride_h):
 
 @triton.jit
 def list_of(Tiles, batch, head, block, tiles_b, tiles_h, tiles_row):
-    """Where a block's list of tiles begins (triton_plan.Plan)."""
+    """Where a block's list of tiles begins (kernel_plan.Plan)."""
     if Tiles is None:
         return
     else:

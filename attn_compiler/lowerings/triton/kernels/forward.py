@@ -117,7 +117,7 @@ def attention_forward(
     PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
     MASK_ALL: tl.constexpr, HEADS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of queries, Hq, B), or as HEADS_LAST says. Arguments: launch.py; operands: triton_plan.Plan.
+    """Grid: (blocks of queries, Hq, B), or as HEADS_LAST says. Arguments: launch.py; operands: kernel_plan.Plan.
 
     Lse: (B, Hq, Sq), contiguous, float32, natural logarithm. A row without any allowed key gets 0 and -inf.
     """
