@@ -13,8 +13,8 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from attn_compiler.decisions import Reason
 from attn_compiler.errors import UnsupportedTorch
-from attn_compiler.report import Reason
 from attn_compiler.target import (
     CUDNN_FRONTEND_DISTRIBUTION,
     FLASH_ATTN_4_DISTRIBUTION,

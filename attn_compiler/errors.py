@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
-    from attn_compiler.report import Reason
+    from attn_compiler.decisions import Reason
 
 
 #: names in a message, of many

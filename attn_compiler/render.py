@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from attn_compiler.decisions import Copy, Reason, Refusal
     from attn_compiler.masks import MaskSpec
-    from attn_compiler.report import Copy, MissReport, Reason, Refusal, Report, Reports, SiteReport
+    from attn_compiler.report import MissReport, Report, Reports, SiteReport
     from attn_compiler.spec import AttentionSpec, TensorSpec
 
 WIDTH = 100

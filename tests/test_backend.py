@@ -12,9 +12,10 @@ from torch import fx, nn
 
 import attn_compiler.backend as backend_module
 from attn_compiler import lowerings, masks, passes, report, scores, torch_compat
+from attn_compiler.decisions import Decision, Reason
 from attn_compiler.errors import InvalidOption, LoweringUnavailable, PassFailed, UnknownOption
 from attn_compiler.options import Options
-from attn_compiler.report import Decision, Reason, Report, SiteReport
+from attn_compiler.report import Report, SiteReport
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
 

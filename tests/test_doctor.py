@@ -11,7 +11,7 @@ from rich.console import Console
 
 from attn_compiler import __main__ as command_line
 from attn_compiler import doctor, lowerings
-from attn_compiler.report import Reason
+from attn_compiler.decisions import Reason
 from attn_compiler.target import Target
 
 NEEDS_GPU = Reason(rule="needs a CUDA device", observed="cpu", remedy="run on a GPU")

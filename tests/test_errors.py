@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from attn_compiler import errors
-from attn_compiler.report import Reason
+from attn_compiler.decisions import Reason
 
 EXAMPLES = [
     errors.UnknownOption(option="stric", ours=("strict", "dump_dir"), inductors=("max_autotune",)),

@@ -13,16 +13,8 @@ from hypothesis import strategies as st
 
 from attn_compiler import index_expr as ix
 from attn_compiler import masks, render, scores
-from attn_compiler.report import (
-    Copy,
-    Decision,
-    MissReport,
-    Reason,
-    Refusal,
-    Report,
-    Reports,
-    SiteReport,
-)
+from attn_compiler.decisions import Copy, Decision, Reason, Refusal
+from attn_compiler.report import MissReport, Report, Reports, SiteReport
 from attn_compiler.spec import AttentionSpec, TensorSpec
 
 TARGET = "cuda sm90, cuDNN 9.19.0, torch 2.13.0"

@@ -12,17 +12,9 @@ import pytest
 from torch._dynamo.utils import counters
 
 from attn_compiler import masks, report, scores, torch_compat
+from attn_compiler.decisions import Copy, Decision, Reason, Refusal
 from attn_compiler.options import Options
-from attn_compiler.report import (
-    Copy,
-    Decision,
-    MissReport,
-    Reason,
-    Refusal,
-    Report,
-    Reports,
-    SiteReport,
-)
+from attn_compiler.report import MissReport, Report, Reports, SiteReport
 from attn_compiler.spec import AttentionSpec, TensorSpec
 
 QKV = TensorSpec(shape=(2, 4, "s0", 8), strides=("32*s0", 8, 32, 1), dtype="float32", requires_grad=True)

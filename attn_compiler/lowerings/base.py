@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.shared import dims
 from attn_compiler.lowerings.shared.kernel_plan import Tiles
-from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
 

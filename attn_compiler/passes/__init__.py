@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from attn_compiler import torch_compat, torch_tracing
+from attn_compiler.decisions import Reason
 from attn_compiler.dump import Dumper
 from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning
 from attn_compiler.options import Options
@@ -35,7 +36,7 @@ from attn_compiler.passes import (
 )
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.unit import Unit, module_path, units, unsupported_tensor
-from attn_compiler.report import Reason, Report
+from attn_compiler.report import Report
 from attn_compiler.target import Target
 from attn_compiler.torch_snapshots import Snapshot
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from attn_compiler import torch_compat
+from attn_compiler.decisions import Reason
 from attn_compiler.errors import REPRODUCE, AttnCompilerWarning, PassFailed, described, shortened
 from attn_compiler.passes.unit import Unit
-from attn_compiler.report import Reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

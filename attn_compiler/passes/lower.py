@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from attn_compiler import torch_compat, torch_snapshots
+from attn_compiler.decisions import Copy
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands, StoredNodes
 from attn_compiler.lowerings.shared.kernel_plan import Tiles
@@ -35,7 +36,6 @@ from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.select import UNTOUCHED, leave_alone
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unit import Unit
-from attn_compiler.report import Copy
 from attn_compiler.spec import AttentionSpec
 
 

@@ -13,6 +13,7 @@ import warnings
 import torch
 
 from attn_compiler import masks, scores, torch_compat
+from attn_compiler.decisions import Reason
 from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.passes import axes, emit, faults, meaning, packing, program, reach, reading, saved, stored
 from attn_compiler.passes.axes import AxisError
@@ -23,7 +24,6 @@ from attn_compiler.passes.program import Tensors
 from attn_compiler.passes.reading import Reader
 from attn_compiler.passes.site import Match, Miss, Site
 from attn_compiler.passes.unit import Unit
-from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec, Dim, StoredSpec, TensorSpec
 
 #: how to see an exception that was caught

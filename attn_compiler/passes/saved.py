@@ -28,6 +28,7 @@ from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_compiler import torch_tracing
+from attn_compiler.decisions import Copy
 from attn_compiler.lowerings.shared.ops import NAMESPACE
 from attn_compiler.passes import bodies, mutation
 from attn_compiler.passes.axes import AxisError
@@ -35,7 +36,6 @@ from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror, is_opaque
 from attn_compiler.passes.site import Match, Operand
 from attn_compiler.passes.unit import Call, Unit
-from attn_compiler.report import Copy
 
 Storages = set[StorageWeakRef]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from attn_compiler.decisions import Decision, Reason, Refusal
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.choice import fp8_speed, priorities
 from attn_compiler.options import Options
@@ -11,7 +12,6 @@ from attn_compiler.passes import faults, fp8_sites
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unit import Unit
-from attn_compiler.report import Decision, Reason, Refusal
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 

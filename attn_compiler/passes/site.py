@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from attn_compiler.decisions import Copy, Decision, Reason
 from attn_compiler.index_expr import Expr
 from attn_compiler.passes.axes import Atom, Dim, Dims, resolve
 from attn_compiler.passes.mutation import Version
-from attn_compiler.report import Copy, Decision, Reason
 from attn_compiler.spec import AttentionSpec
 
 

@@ -8,13 +8,14 @@ import re
 from torch import fx
 
 from attn_compiler import torch_compat
+from attn_compiler.decisions import Decision, Reason, Refusal
 from attn_compiler.errors import REPRODUCE, described
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.select import UNTOUCHED
 from attn_compiler.passes.site import Miss, Site
 from attn_compiler.passes.unit import Unit, is_anchor_like, module_path, source_line
-from attn_compiler.report import Decision, MissReport, Reason, Refusal, Report, SiteReport
+from attn_compiler.report import MissReport, Report, SiteReport
 from attn_compiler.target import Target
 
 #: calls of kernels that a model chooses itself: FlexAttention, and flash_attn's ops

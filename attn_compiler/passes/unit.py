@@ -13,13 +13,13 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from attn_compiler import torch_compat, torch_tracing
+from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.triton.autotune import Tuner
 from attn_compiler.options import Options
 from attn_compiler.passes import bodies, mirror, relevance
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Miss, Site
-from attn_compiler.report import Reason
 from attn_compiler.target import Target
 
 if TYPE_CHECKING:

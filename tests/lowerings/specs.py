@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from attn_compiler.decisions import Reason
 from attn_compiler.masks import Alignment, Causal, Dense, MaskSpec
-from attn_compiler.report import Reason
 from attn_compiler.scores import DenseBias, ScoreChange, ScoreSpec
 from attn_compiler.spec import AttentionSpec, Dim, TensorSpec
 

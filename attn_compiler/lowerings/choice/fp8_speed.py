@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from attn_compiler.decisions import Reason
 from attn_compiler.fp8_recipe import CurrentScaling
 from attn_compiler.lowerings.choice import priorities, shape_class
 from attn_compiler.lowerings.shared import parts
-from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 

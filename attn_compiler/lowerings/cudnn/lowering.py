@@ -13,6 +13,7 @@ import operator
 import torch
 from torch import fx
 
+from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.cudnn import limits as graph_limits
 from attn_compiler.lowerings.cudnn import operands as cudnn_operands
@@ -20,7 +21,6 @@ from attn_compiler.lowerings.cudnn import plan
 from attn_compiler.lowerings.cudnn import plans as cudnn_plans
 from attn_compiler.lowerings.cudnn.plan import Call
 from attn_compiler.lowerings.shared import cudnn_limits, dims, limits
-from attn_compiler.report import Reason
 from attn_compiler.scores import DenseBias, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target

@@ -12,13 +12,13 @@ import json
 from dataclasses import dataclass
 
 from attn_compiler import index_expr as ix
+from attn_compiler.decisions import Reason
 from attn_compiler.index_expr import Expr, Index
 from attn_compiler.lowerings.shared import dims, limits
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.parts import Parts
 from attn_compiler.masks import Causal
-from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 
 #: cuDNN needs every tensor to begin at a multiple of so many bytes, which are a power of two

@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import torch
 
+from attn_compiler.decisions import Reason
 from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings.base import LayoutDemand
 from attn_compiler.lowerings.cudnn import graphs, ops
 from attn_compiler.lowerings.cudnn.graphs import Laid, Plan
 from attn_compiler.lowerings.cudnn.plan import FP8_DTYPE, Call
 from attn_compiler.lowerings.shared import limits
-from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target, cudnn_version
 

@@ -11,6 +11,7 @@ import operator
 import torch
 from torch import fx
 
+from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.choice.priorities import MOST_QUERIES
 from attn_compiler.lowerings.decode import operands as decode_operands
@@ -18,7 +19,6 @@ from attn_compiler.lowerings.decode import plan
 from attn_compiler.lowerings.decode import schedule as decode_schedule
 from attn_compiler.lowerings.decode.plan import Call
 from attn_compiler.lowerings.shared import kernel_limits
-from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 

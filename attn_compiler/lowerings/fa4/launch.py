@@ -23,11 +23,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_compiler import torch_compat
+from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.fa4 import replay
 from attn_compiler.lowerings.fa4.plan import Call, Settings
 from attn_compiler.lowerings.fa4.replay import Recording
 from attn_compiler.lowerings.shared.on_device import new_outputs, on
-from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec, Dim
 from attn_compiler.target import Target
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
+from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.shared import dims, known_bad, limits, offset_limits
 from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.report import Reason
 from attn_compiler.scores import DenseBias, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import FLASH_ATTN_4_DISTRIBUTION, Target

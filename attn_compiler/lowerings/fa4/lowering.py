@@ -11,11 +11,11 @@ import operator
 import torch
 from torch import fx
 
+from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.fa4 import limits
 from attn_compiler.lowerings.fa4.plan import Call
 from attn_compiler.lowerings.shared.ops import late
-from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 

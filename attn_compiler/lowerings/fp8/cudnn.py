@@ -16,6 +16,7 @@ import operator
 import torch
 from torch import fx
 
+from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.cudnn import lowering as cudnn
 from attn_compiler.lowerings.cudnn import operands as cudnn_operands
@@ -28,7 +29,6 @@ from attn_compiler.lowerings.fp8 import seen as fp8_seen
 from attn_compiler.lowerings.shared import dims, known_bad
 from attn_compiler.lowerings.shared import limits as shared_limits
 from attn_compiler.lowerings.shared.ops import like_output
-from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec, Dim, TensorSpec
 from attn_compiler.target import Target
 

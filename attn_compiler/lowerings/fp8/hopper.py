@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from attn_compiler import index_expr as ix
+from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring, rounding
 from attn_compiler.lowerings.fp8 import seen as fp8_seen
@@ -18,7 +19,6 @@ from attn_compiler.lowerings.shared import limits as shared_limits
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
 from attn_compiler.lowerings.shared.ops import late, register_forward
-from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 

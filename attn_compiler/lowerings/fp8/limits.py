@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.fp8.rounding import VECTOR
-from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 
 _HALF = ("bfloat16", "float16")

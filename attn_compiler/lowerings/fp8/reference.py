@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from attn_compiler.decisions import Reason
 from attn_compiler.fp8_recipe import DTYPES
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring, rounding
@@ -19,7 +20,6 @@ from attn_compiler.lowerings.fp8 import seen as fp8_seen
 from attn_compiler.lowerings.plain import reference
 from attn_compiler.lowerings.shared import limits as shared_limits
 from attn_compiler.lowerings.shared.ops import empty_outputs, register_forward
-from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 

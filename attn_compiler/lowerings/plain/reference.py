@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.shared import limits
 from attn_compiler.masks import Alignment, Causal
-from attn_compiler.report import Reason
 from attn_compiler.scores import DenseBias, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target

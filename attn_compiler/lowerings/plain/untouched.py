@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
-from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 

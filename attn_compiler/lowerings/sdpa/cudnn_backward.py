@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 import torch
 
+from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.sdpa.lowering import SdpaCudnn
 from attn_compiler.lowerings.shared import limits
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.shared.ops import like_output, register_backward
-from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 

@@ -17,10 +17,10 @@ from abc import ABC, abstractmethod
 import torch
 from torch import fx
 
+from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.shared import cudnn_limits, dims, limits, mask_nodes, offset_limits
 from attn_compiler.lowerings.shared.limits import torch_release
-from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 

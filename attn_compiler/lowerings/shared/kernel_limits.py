@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import LayoutDemand
 from attn_compiler.lowerings.shared import limits
 from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS
-from attn_compiler.report import Reason
 from attn_compiler.scores import DenseBias, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target

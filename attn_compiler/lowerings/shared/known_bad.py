@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attn_compiler.report import Reason
+from attn_compiler.decisions import Reason
 from attn_compiler.target import Target, cudnn_words
 
 _ALL_SMS = (0, 999)

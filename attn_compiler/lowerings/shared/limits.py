@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from attn_compiler import scores
+from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.shared import dims
 from attn_compiler.masks import Alignment, Causal, Chunked, Dense, Document, KeyBound, KeyPadding, Prefix, SlidingWindow
-from attn_compiler.report import Reason
 from attn_compiler.scores import DenseBias, ScoreChange, Sinks, Softcap, Unusual
 from attn_compiler.spec import AttentionSpec, Dim
 from attn_compiler.target import Target

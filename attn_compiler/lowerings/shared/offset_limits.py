@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 
+from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.shared import limits
-from attn_compiler.report import Reason
 from attn_compiler.spec import AttentionSpec, TensorSpec
 
 #: elements that an offset of 32 bits, with a sign, reaches

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from attn_compiler.decisions import Reason
 from attn_compiler.index_expr import Const
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.cudnn import frontend as cudnn_frontend
@@ -16,7 +17,6 @@ from attn_compiler.lowerings.cudnn.plan import Call
 from attn_compiler.masks import CausalFrom, Dense, MaskSpec, SlidingWindow
 from attn_compiler.options import Options
 from attn_compiler.passes import select
-from attn_compiler.report import Reason
 from attn_compiler.scores import Sinks, Softcap
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
