@@ -24,7 +24,7 @@ class Find:
         preload.warm()
         plant(next(f for f in FAULTS if f.name == self.name))
         kind = searching.Kind(rule=self.rule, lowerings=(("reference",),))
-        found, _ = searching.search(kind, seed=1, examples=40, until=1e12, shrinking=4.0)
+        found, _ = searching.search(kind, seed=1, examples=40, until=1e12, shrinking=10.0)
         if found is None:
             return
         path = writing.write(found, Path(self.folder))
