@@ -118,3 +118,17 @@ def test_rows_of_a_site_without_a_mask() -> None:
     found = planned(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, *qkv())
     values = Values(bodies=found.plan.mirrors)
     assert pairs.rows_with_keys(found.check("output").site, values) is None
+
+
+def test_a_call_without_queries_is_verified() -> None:
+    """A slice of no rows, beside a bias that all rows share."""
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+        return (q @ k.mT + slope * torch.arange(k.shape[2])).softmax(-1) @ v
+
+    options = {"verify": True, "strict": True, "inner": "aot_eager"}
+    compiled = torch.compile(attention, backend="attn_compiler", dynamic=True, options=options)
+    for queries, keys in ((2, 3), (0, 7)):
+        q, k, v = (torch.randn(2, 1, n, 4) for n in (queries, keys, keys))
+        given = (q, k, v, torch.tensor(0.5))
+        torch.testing.assert_close(compiled(*given), attention(*given))
