@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from attn_compiler.passes import axes, mutation, regions
 from attn_compiler.passes.axes import AxisError, Size
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
+from attn_compiler.passes.regions import Region
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -226,8 +228,14 @@ class GraphBuilder:
         """What is called inside has the dtypes that it is called in: a kernel's nodes say theirs themselves. To be used inside of `at`."""
         if self._origin is None:
             raise ValueError("where autocast is to be left is not known outside of `at`")
-        with regions.left(self._graph, regions.of_node(self._origin)):
+        region = self._regions[self._origin] if regions.has_autocast(self._graph) else Region()
+        with regions.left(self._graph, region):
             yield
+
+    @functools.cached_property
+    def _regions(self) -> dict[fx.Node, Region]:
+        """Of the nodes that were there before: sites are inserted before those. What is inserted leaves their regions as they were."""
+        return regions.of(self._graph)
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node]:
         if self._buffers is None or self._origin is None:

@@ -36,13 +36,6 @@ class Region:
             yield
 
 
-def of_node(node: fx.Node) -> Region:
-    """The region of one node of a graph."""
-    if not has_autocast(node.graph):
-        return Region()
-    return of(node.graph)[node]
-
-
 def has_autocast(graph: fx.Graph) -> bool:
     """Whether a graph enters autocast anywhere."""
     return bool(graph.find_nodes(op="call_function", target=_ENTER_AUTOCAST, sort=False))

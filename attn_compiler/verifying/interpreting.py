@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn_compiler import torch_compat
 from attn_compiler.verifying import sdpa_calls
@@ -143,8 +142,7 @@ class _Interpreter(fx.Interpreter):
         if self._arithmetic.dtype is not None and getattr(target, "__name__", None) == _ENTER_AUTOCAST:
             return super().call_function(target, (args[0], None, False, None), {})
         args, kwargs = sdpa_calls.with_rows(target, args, kwargs)
-        with contextlib.nullcontext() if self._arithmetic.dtype is None else sdpa_kernel(SDPBackend.MATH):
-            # In a wider dtype SDPA is what it is defined as; its kernels have limits that differ from those of the model's dtype.
+        with sdpa_calls.exactly(target, wider=self._arithmetic.dtype is not None):
             return super().call_function(target, self._numbers(args), self._numbers(kwargs))
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

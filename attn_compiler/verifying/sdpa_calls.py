@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _SDPA = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+
+
+def exactly(target: Callable[..., Any] | str, *, wider: bool) -> AbstractContextManager[Any]:
+    """Inside, a call of SDPA in a wider dtype is what SDPA is defined as. Its kernels have other limits there than in the model's dtype."""
+    return sdpa_kernel(SDPBackend.MATH) if wider and target in _SDPA else contextlib.nullcontext()
 
 
 def with_rows(

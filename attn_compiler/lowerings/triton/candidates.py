@@ -1,8 +1,8 @@
 """Tiles that are worth measuring (options={"autotune": True}), by dtype, head dim and machine: data, which `candidates` looks up.
 
-Those that came close to the best when the table's were chosen (shared/tile_table.py, docs/kernels.md), and their neighbours. Each
-costs seconds to compile, so there are a handful; the table's own are always among them. What a machine has no room for fails to
-compile, and is left out then.
+The candidates are the tiles that came close to the best when the table was made (shared/tile_table.py, docs/kernels.md), and their
+neighbours. Each costs seconds to compile, so there are a handful; the table's own are always among them. What a machine has no room
+for fails to compile, and is left out then.
 """
 
 from __future__ import annotations
