@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from attn_compiler.verifying.outputs import FLOOR_ULPS, Compared, difference, exact_dtype, largest
+from attn_compiler.verifying.numbers import FLOOR_ULPS, NOISY_RUNS, difference, exact_dtype, largest
+from attn_compiler.verifying.outputs import Compared
 
-#: runs with noise before a difference is taken to be one
-NOISY_RUNS = 4
 #: the share of a rounding below which an exact result is zero, but for its own rounding
 _NOTHING = 1e-6
 

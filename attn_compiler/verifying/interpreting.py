@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import fx
 
 from attn_compiler import torch_compat
 from attn_compiler.verifying import sdpa_calls
-from attn_compiler.verifying.outputs import FLOOR_ULPS
+from attn_compiler.verifying.numbers import FLOOR_ULPS, Noise
 
 Record = Callable[[fx.Node, Any], Any]
 
@@ -26,24 +26,6 @@ _CHECKPOINT = "tag_activation_checkpoint"
 _ENTER_AUTOCAST = "_enter_autocast"
 _CASTS = frozenset({"float", "half", "bfloat16", "double"})
 _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Noise:
-    """Numbers between -1 and 1, the same ones for the same seed."""
-
-    seed: int
-    _generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
-
-    def like(self, x: torch.Tensor) -> torch.Tensor:
-        if x.device not in self._generators:
-            self._generators[x.device] = torch.Generator(x.device).manual_seed(self.seed)
-        drawn = torch.rand(x.shape, generator=self._generators[x.device], device=x.device, dtype=x.dtype)
-        return drawn * 2 - 1
-
-    def on(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor as another rounding to the dtype might have made it."""
-        return x * (1 + FLOOR_ULPS[dtype] * torch.finfo(dtype).eps * self.like(x))
 
 
 @dataclass(frozen=True, kw_only=True)

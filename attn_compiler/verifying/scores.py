@@ -16,7 +16,8 @@ from attn_compiler.errors import VerificationMismatch
 from attn_compiler.index_expr import Apply, Expr, parts
 from attn_compiler.passes.site import Site
 from attn_compiler.verifying import pairs, rounding
-from attn_compiler.verifying.outputs import Compared, difference
+from attn_compiler.verifying.numbers import difference
+from attn_compiler.verifying.outputs import Compared
 from attn_compiler.verifying.pairs import BIASED_MASKED_BELOW, MASKED, Own, Slice
 from attn_compiler.verifying.values import Key, NoValueError, Values
 

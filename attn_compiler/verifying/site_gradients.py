@@ -16,9 +16,11 @@ import torch
 from torch import fx
 
 from attn_compiler.errors import VerificationMismatch
+from attn_compiler.passes import mutation
 from attn_compiler.passes.site import Site
 from attn_compiler.verifying import comparing, masks, outputs
-from attn_compiler.verifying.interpreting import Autocast, Noise
+from attn_compiler.verifying.interpreting import Autocast
+from attn_compiler.verifying.numbers import FLOOR_ULPS, Noise, exact_dtype
 from attn_compiler.verifying.outputs import FACTOR, FACTOR_SOFTCAP, Compared
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values, require_computable
 
@@ -40,7 +42,7 @@ def needs(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> se
     if new_out is None or body.mirror.dynamo_node(site.match.out) is None or values.leaf(site.match.out) is None:
         raise NoValueError("the site's output exists only inside one call of the graph")
     leaves = {key.name for key in operands(body, new_out, values)}
-    inside = _made_of(leaves, site, body)
+    inside = _made_of(_differentiable(leaves, body), site, body)
     waiting = [node for each in outputs.dependents(body.mirror, site.match) for node in each.all_input_nodes]
     seen = set(outputs.dependents(body.mirror, site.match))
     while waiting:
@@ -50,6 +52,7 @@ def needs(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> se
         seen.add(node)
         if node in inside:
             require_computable(node)
+            _require_unwritten(node, site, body)
             waiting.extend(node.all_input_nodes)
         else:
             found |= values.needs(node)
@@ -63,6 +66,22 @@ def operands(body: Body, new_out: fx.Node, values: Values) -> list[Key]:
     if len({key.name for key in found}) < len(found):
         raise NoValueError("an operand is read at two times, between which something writes to it")
     return found
+
+
+def _differentiable(leaves: Set[str], body: Body) -> set[str]:
+    """Those that may need a gradient. What is made of others alone, such as a mask of positions, is taken as it was recorded."""
+    return {name for name in leaves if _is_floating(body.named[name].meta.get("val"))}
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def _require_unwritten(node: fx.Node, site: Site, body: Body) -> None:
+    """Raise NoValueError if something writes into a value before the site reads it: the value is computed again without that."""
+    writer = mutation.written_between(body.mirror, node, node, site.match.out)
+    if writer is not None:
+        raise NoValueError(f"{node.name} is written to in place before the site reads it")
 
 
 def _made_of(leaves: Set[str], site: Site, body: Body) -> set[fx.Node]:
@@ -141,7 +160,7 @@ class _Models:
         return self._run(self._wide(), Noise(seed=seed))
 
     def _wide(self) -> torch.dtype:
-        dtypes = {outputs.exact_dtype(self.given.values.recorded[key].dtype) for key in self.keys}
+        dtypes = {exact_dtype(self.given.values.recorded[key].dtype) for key in self.keys}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
     def _run(self, dtype: torch.dtype | None, noise: Noise | None) -> list[torch.Tensor | None]:
@@ -170,7 +189,7 @@ class _Region:
         self._dtype, self._noise = dtype, noise
         self._known: dict[fx.Node, Any] = {}
         self._leaves = {key.name: values.recorded[key] for key in known}
-        self._inside = _made_of(self._leaves.keys(), site, body)
+        self._inside = _made_of(_differentiable(self._leaves.keys(), body), site, body)
 
     def out(self) -> torch.Tensor:
         result = None
@@ -187,7 +206,7 @@ class _Region:
             return value
         inputs = [self._known[n] for n in node.all_input_nodes if isinstance(self._known.get(n), torch.Tensor)]
         shares = any(x.untyped_storage().data_ptr() == value.untyped_storage().data_ptr() for x in inputs)
-        if shares or not isinstance(own, torch.Tensor) or own.dtype not in outputs.FLOOR_ULPS:
+        if shares or not isinstance(own, torch.Tensor) or own.dtype not in FLOOR_ULPS:
             return value
         return self._noise.on(value, own.dtype)
 

@@ -10,8 +10,8 @@ import torch
 
 from attn_compiler.verifying import interpreting
 from attn_compiler.verifying.copies import is_trained_parameter, isolated, leaving_no_trace, share_memory
-from attn_compiler.verifying.interpreting import AS_IT_IS, Arithmetic, Autocast, Noise, Record
-from attn_compiler.verifying.outputs import FLOOR_ULPS
+from attn_compiler.verifying.interpreting import AS_IT_IS, Arithmetic, Autocast, Record
+from attn_compiler.verifying.numbers import FLOOR_ULPS, Noise
 from attn_compiler.verifying.plan import Plan
 
 
@@ -99,7 +99,9 @@ def run(
     """Run the model's own graph. backward: what came after it, if its gradients are wanted."""
     plan = called.plan
     with leaving_no_trace(called.args, plan.devices, gradients=backward is not None) as drawn:
-        copies = isolated(called.args, [not may_write for may_write in plan.may_write])
+        # What the caller wrote is written again below: into copies, since the inputs are those of every run.
+        is_written = backward is not None and bool(backward.written)
+        copies = isolated(called.args, [not (may_write or is_written) for may_write in plan.may_write])
         values = [arithmetic.number(x) for x in copies]
         leaves: dict[int, torch.Tensor] = {}
         if backward is not None:
@@ -110,6 +112,26 @@ def run(
             outs = interpreting.interpret(plan.module, values, arithmetic, record)
         gradients = _gradients([*outs, *values], backward, leaves, len(values)) if backward is not None else ()
         return Ran(outs=outs, inputs=values, random=drawn.any, gradients=gradients)
+
+
+def overwrites_saved(called: Called, backward: Backward) -> bool:
+    """Whether the model's own backward reads a tensor that was written to since autograd saved it, through `.data` or `detach()`.
+
+    Autograd does not see such a write. The gradients are then those of no function, and differ from kernel to kernel, by what each saves.
+    """
+    found: list[bool] = []
+
+    def saved(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x.detach().clone()
+
+    def read(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        now, then = both
+        found.append(not torch.equal(now.detach().nan_to_num(), then.nan_to_num()))
+        return now
+
+    with torch.autograd.graph.saved_tensors_hooks(saved, read):
+        run(called, backward=backward)
+    return any(found)
 
 
 def _entered(leaf: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

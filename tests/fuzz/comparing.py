@@ -201,6 +201,9 @@ def check(program: Program) -> Outcome:
         return outcome
     if program.inner == "eager" and _MULTIPLE_VIEWS in str(problem):
         return check(dataclasses.replace(program, inner="aot_eager"))
+    rolled = discards.of_roll(str(problem), source=program.source, inner=program.inner)
+    if rolled is not None:
+        raise rolled
     # With the same inner compiler and without us.
     other = _compiled(program, wanted, Outcome(), ours=False)
     if other is None and program.inner == "eager":

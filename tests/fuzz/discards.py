@@ -42,7 +42,21 @@ _TORCH = (
     "variables needed for gradient computation has been modified by an inplace operation",
     # Symbolic strides of what is reshaped.
     "view size is not compatible with input tensor's size and stride",
+    # A write through `.data` to what was a view of a view (torch 2.11).
+    "Cannot view a tensor with shape",
 )
+
+
+#: `torch.compile(backend="aot_eager")` says it of a reshape of what `roll` gave: the fake tensor is contiguous, the real one has the
+#: strides of what was rolled
+_ROLLED = "view size is not compatible with input tensor's size and stride"
+
+
+def of_roll(text: str, *, source: str, inner: str) -> Left | None:
+    """The discard of a program that reads a rolled tensor in place, in the place where without us it is copied first."""
+    if _ROLLED not in text or ".roll(" not in source or inner != "aot_eager":
+        return None
+    return Left("torch.compile without us: the strides of a roll")
 
 
 def of_eager(error: BaseException) -> Left | None:

@@ -61,3 +61,10 @@ def test_processes_on_the_cpu_see_no_gpu() -> None:
         assert os.environ["TRITON_INTERPRET"] == "1"
     assert dict(os.environ) == before
     assert "CUDA_VISIBLE_DEVICES" not in environment.variables("cuda")
+
+
+def test_a_reshape_of_a_roll_is_no_fault_of_ours() -> None:
+    text = "RuntimeError: view size is not compatible with input tensor's size and stride (at least one dimension ...)"
+    assert discards.of_roll(text, source="k = k.roll(1, 2)", inner="aot_eager") is not None
+    assert discards.of_roll(text, source="k = k.roll(1, 2)", inner="inductor") is None
+    assert discards.of_roll(text, source="k = k.flip(2)", inner="aot_eager") is None

@@ -45,3 +45,19 @@ def test_inputs_move_by_their_part_alone() -> None:
     roundings.disturb([numbers, whole], EPS, 1)
     assert 0.5 * 8 * EPS < (numbers - 8).abs().max() <= 8 * EPS
     assert whole.tolist() == [0, 1, 2]
+
+
+def test_scores_of_a_million_have_no_digits() -> None:
+    """Nothing else moves them: a row of small scores is what it was, but for float32."""
+    torch.manual_seed(0)
+    scores = torch.randn(1, 1, 5, 4, dtype=torch.float64)
+    with roundings.rounded(EPS, 1):
+        small, large = scores.softmax(-1), (scores + 1e6).softmax(-1)
+    assert (small - scores.softmax(-1)).abs().max() < 1e-6
+    assert 1e-3 < (large - scores.softmax(-1)).abs().max() < 0.2
+
+
+def test_masked_scores_stay_masked() -> None:
+    scores = torch.tensor([0.0, -torch.inf, torch.finfo(torch.float32).min], dtype=torch.float64)
+    with roundings.rounded(EPS, 1):
+        assert scores.softmax(-1).tolist() == [1.0, 0.0, 0.0]

@@ -364,6 +364,44 @@ def test_output_written_by_the_caller_through_data() -> None:
     assert_all_verified()
 
 
+def test_operand_written_by_the_caller_through_data() -> None:
+    """Eager's backward reads the written values, which no gradient is made of; a kernel that saved a copy is not wrong."""
+    q, k, v = (x.transpose(0, 1).contiguous().detach().requires_grad_() for x in qkv())
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return torch.einsum("bhqk,bhkd->bhqd", (q @ k.mT).softmax(-1), v)
+
+    out = compiled(function, verify=True, inner="aot_eager")(q, k, v)
+    v.data.mul_(2)
+    loss(out).backward()
+    (check,) = found("graph gradients")
+    assert check.skipped is None or ".data" in check.skipped
+
+
+def test_operand_written_in_the_graph_through_data() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k = k * 1
+        out = causal(q, k, v)
+        k.data.zero_()
+        return out
+
+    trained(function, *qkv(), lowerings=["reference"])
+    (check,) = found("graph gradients")
+    assert check.skipped is None or ".data" in check.skipped
+
+
+def test_what_the_caller_wrote_is_not_written_twice() -> None:
+    """The gradient goes wrong in every arithmetic alike otherwise: each run starts from the inputs of the call."""
+    held = planned(lambda q, k, v: causal(q.sin(), k, v), *qkv())
+    called = whole.Called.now(held.plan, held.args)
+    backward = whole.Backward(arrived={0: torch.ones(SHAPE)}, written={1: torch.zeros(SHAPE)})
+    one, other = (whole.run(called, backward=backward) for _ in range(2))
+    assert torch.equal(one.outs[0], other.outs[0])
+    assert whole.overwrites_saved(called, backward)
+    assert not whole.overwrites_saved(called, whole.Backward(arrived=backward.arrived))
+
+
 def test_parameter_written_between_forward_and_backward() -> None:
     model = Model()
     out = compiled(model, verify=True, lowerings=["sdpa_cpu_flash", "math"])(IDS, PADDING)
@@ -588,6 +626,40 @@ def test_a_mask_that_is_read_after_it_was_written() -> None:
     with pytest.raises(VerificationMismatch) as caught:
         _checked(held)(*held.args)
     assert caught.value.what == "output 0 of the graph"
+
+
+def test_a_mask_that_is_partly_written_after_it_was_made() -> None:
+    """The mask is what it holds at the site, whatever of its making the kernel reads in place of it."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = ((torch.arange(LENGTH, device=q.device)[None, :] >> 1) > 0).long()
+        mask.select(1, 0).fill_(1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.bool())
+
+    trained(function, *qkv(), lowerings=["triton", "math"])
+    assert_verified("gradient")
+
+
+def test_a_softmax_in_float64_below_float32() -> None:
+    """`math` keeps the model's own dtype for it."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT * 200).softmax(-1, dtype=torch.float64).to(v.dtype) @ v
+
+    trained(function, *qkv(), lowerings=["math"])
+    assert_all_verified()
+
+
+def test_numbers_of_thousands_that_cancel_in_float64() -> None:
+    """No run is wider than float64: its own roundings tell what is allowed."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i, j = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None, :]
+        scores = q @ k.mT + torch.where(i * 2 >= j, 30000.0, 0.0).to(q.dtype)
+        return (scores + torch.where(i + 1 > j, -30000.0, 0.0).to(q.dtype)).softmax(-1) @ v
+
+    compiled(function, verify=True, lowerings=["reference"])(*(x.detach().double() for x in qkv()))
+    assert_verified("output", "graph outputs")
 
 
 # ---- what can't be compared ---------------------------------------------------------------------------------------

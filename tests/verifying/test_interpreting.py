@@ -8,7 +8,8 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
-from attn_compiler.verifying.interpreting import Arithmetic, Autocast, Noise, interpret
+from attn_compiler.verifying.interpreting import Arithmetic, Autocast, interpret
+from attn_compiler.verifying.numbers import Noise
 
 Tensor = torch.Tensor
 WIDE = Arithmetic(dtype=torch.float64)

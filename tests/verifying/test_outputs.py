@@ -8,7 +8,8 @@ from torch import fx
 
 from attn_compiler.errors import VerificationMismatch
 from attn_compiler.verifying import outputs, running
-from attn_compiler.verifying.outputs import dependents, difference, exact_dtype
+from attn_compiler.verifying.numbers import difference, exact_dtype
+from attn_compiler.verifying.outputs import dependents
 from tests.verifying.planning import SHAPE, Planned, Tensor, causal, masked, planned, qkv
 
 

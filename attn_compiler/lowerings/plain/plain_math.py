@@ -3,9 +3,9 @@
 All scores are in memory, so it is for sizes where that is cheap; there it beats a fused kernel on the CPU (see priorities).
 It reads K/V of fewer heads without repeating them: query heads that share one are rows of the same product.
 
-All of it is float32 (float64 for float64), and the output is rounded once. A product in half precision would round the scores
-themselves: one beyond 65504 is Inf in float16, and one of 300 is off by 1 in bfloat16, which no later step makes good. PyTorch's own
-kernels keep the scores in float32, too, and its math the weights and the values.
+All of it is float32 (float64 for float64), and the output is rounded once. The softmax runs in float64 where the model's own does. A
+product in half precision would round the scores themselves: one beyond 65504 is Inf in float16, and one of 300 is off by 1 in bfloat16,
+which no later step makes good. PyTorch's own kernels keep the scores in float32, too, and its math the weights and the values.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class PlainMath:
         operands = unused.cleared(emitter, spec, operands)
         scores = _scores(emitter, spec, operands)
         scores = _masked(emitter, spec, scores, operands.mask)
+        if spec.score.softmax_dtype == "float64":
+            scores = _cast(emitter, scores, torch.float64)
         weights = _weights(emitter, spec, scores, operands.sinks)
         if spec.score.dropout_p:
             weights = emitter.call(torch.dropout, weights, spec.score.dropout_p, True)

@@ -47,6 +47,7 @@ class Reference:
             *limits.check_weights_unread(spec),
             *limits.check_masks(spec),
             *limits.check_dtypes(spec, ("float32", "float64", "bfloat16", "float16")),
+            *limits.check_softmax_dtype(spec),
             *limits.check_one_tensor(spec),
         ]
 
