@@ -26,7 +26,7 @@ TOGETHER = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """A program that the code as it is gets right. ran: (file, first line) of our functions that it called. seconds: of CPU time."""
+    """A program that the code as it is gets right. ran: (file, line) of our statements that it reached. seconds: of CPU time."""
 
     program: Program
     ran: frozenset[tuple[str, int]]

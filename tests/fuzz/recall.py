@@ -1,9 +1,10 @@
 """What the fuzzer finds of faults that were planted on purpose: python -m tests.fuzz.recall --minutes 60 --processes 2
 
 The programs are drawn once, every rule in turn, without knowing of any fault, and run on the code as it is; those that it gets right are
-what a fault has to be found by, in that order. A fault is put into a process of its own, where our package is not imported yet or, if the
-fault is in one function, where that function is exchanged. Programs that do not run the function are passed over: they would give what they
-gave. --csv takes a row for each fault as soon as it is known; what has a row of the same code there is not tried again.
+what a fault has to be found by. A fault is put into a process of its own, where our package is not imported yet or, if the fault is in one
+function, where that function is exchanged. Programs that do not reach the changed statement are passed over: they would give what they gave.
+Those of the rules that speak of what the fault breaks have their turn first. --csv takes a row for each fault as soon as it is known; what
+has a row of the same code there is not tried again.
 """
 
 from __future__ import annotations
@@ -35,6 +36,17 @@ from tests.fuzz.reporting import say
 
 #: the share of the faults that has to be found
 WANTED = 0.95
+
+#: what a fault breaks, where that has not the name of a rule -> the rules that speak of it
+_SPEAK_OF = {
+    "masks": ("mask kinds", "masks made", "mask tensors", "several masks", "masks partly written", "masks written"),
+    "index expressions": ("integers", "mask kinds", "score kinds", "symbolic"),
+    "triton": ("tiles", "mask kinds", "score kinds", "boundaries"),
+    "mask kinds (triton)": ("tiles", "mask kinds"),
+    "score kinds (triton)": ("tiles", "score kinds"),
+    "operands": ("strides", "views", "arrange"),
+    "limits": ("boundaries", "mask kinds", "score kinds"),
+}
 
 #: the programs, in order: what a fork has without being sent it
 _order: list[Known] = []
@@ -83,13 +95,16 @@ class Attempt:
 
 
 def concerned(fault: Fault, order: Sequence[Known]) -> tuple[int, ...]:
-    """The places of the programs that can come out otherwise."""
-    if KERNELS in fault.file:
-        return tuple(i for i, known in enumerate(order) if "triton" in known.lowered)
+    """The places of the programs that can come out otherwise; those that speak of the fault first."""
     place = fault.place()
-    if place is None:
-        return tuple(range(len(order)))
-    return tuple(i for i, known in enumerate(order) if (fault.file, place) in known.ran)
+    if KERNELS in fault.file:
+        found = [i for i, known in enumerate(order) if "triton" in known.lowered]
+    elif place is None:
+        found = list(range(len(order)))
+    else:
+        found = [i for i, known in enumerate(order) if (fault.file, place) in known.ran]
+    first = _SPEAK_OF.get(fault.rule, (fault.rule,))
+    return tuple(sorted(found, key=lambda i: order[i].program.rule not in first))
 
 
 def tried(attempts: Sequence[Attempt], limits: Limits, until: float) -> Iterator[tuple[Attempt, Tried]]:

@@ -76,16 +76,23 @@ class Fault:
         return ".".join(["attn_compiler", *Path(self.file).with_suffix("").parts]).removesuffix(".__init__")
 
     def place(self) -> int | None:
-        """The first line of the innermost function that is changed, as code objects have it; None outside of all."""
+        """The line of the innermost statement in a function that is changed, as `noting` has it; None outside of all functions."""
         text = (PACKAGE / self.file).read_text()
         first, last = self._span(text)
-        line = text.count("\n", 0, first + text[first:last].index(self.old)) + 1
-        best: tuple[int, int] | None = None
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
-                begin = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-                best = max(best, (node.lineno, begin)) if best is not None else (node.lineno, begin)
-        return None if best is None else best[1]
+        at = first + text[first:last].index(self.old)
+        line = text.count("\n", 0, at + len(self.old) - len(self.old.lstrip())) + 1
+        best: int | None = None
+        for function in ast.walk(ast.parse(text)):
+            if isinstance(function, ast.FunctionDef) and function.lineno <= line <= (function.end_lineno or 0):
+                inside = [n for n in ast.walk(function) if isinstance(n, ast.stmt) and n is not function]
+                around = [n.lineno for n in inside if n.lineno <= line <= (n.end_lineno or 0)]
+                best = max(best or 0, *around, first_line(function))
+        return best
+
+
+def first_line(function: ast.FunctionDef) -> int:
+    """As code objects have it: that of the first decorator."""
+    return min([function.lineno, *(d.lineno for d in function.decorator_list)])
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

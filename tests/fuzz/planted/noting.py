@@ -1,4 +1,4 @@
-"""Which of our functions a program runs: every function of the package notes that it was called, by an import hook."""
+"""Which of our statements a program runs: every statement in a function of the package notes that it is reached, by an import hook."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.fuzz.planted.fault import KERNELS, PACKAGE
+from tests.fuzz.planted.fault import KERNELS, PACKAGE, first_line
 
-#: (file in the package, first line) of every function that was called since this was last emptied
+#: (file in the package, line) of every statement in a function that was reached since this was last emptied. A function's own line, of its
+#: first decorator if it has one, stands for a call of it.
 ran: set[tuple[str, int]] = set()
 
 
@@ -34,14 +35,36 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         path = Path(str(module.__file__))
         tree = ast.parse(path.read_text())
         file = str(path.relative_to(PACKAGE))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-                note = ast.parse(f"__ran__.add(({file!r}, {first}))").body[0]
-                at = 1 if ast.get_docstring(node) is not None else 0
-                node.body.insert(at, ast.fix_missing_locations(ast.copy_location(note, node)))
+        for node in [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]:
+            _note(node, file)
         module.__dict__["__ran__"] = ran
         exec(compile(tree, str(path), "exec"), module.__dict__)
+
+
+def _note(function: ast.FunctionDef, file: str) -> None:
+    at = 1 if ast.get_docstring(function) is not None else 0
+    docstring, body = function.body[:at], function.body[at:]
+    function.body = [*docstring, _noted(file, first_line(function), function), *_with_notes(body, file)]
+
+
+def _with_notes(body: list[ast.stmt], file: str) -> list[ast.stmt]:
+    """The statements of a function, and those in them, each behind its note. Functions in it have their own turn."""
+    found: list[ast.stmt] = []
+    for statement in body:
+        found += [_noted(file, statement.lineno, statement), statement]
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            continue
+        for part in ("body", "orelse", "finalbody"):
+            if getattr(statement, part, None):
+                setattr(statement, part, _with_notes(getattr(statement, part), file))
+        for branch in [*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())]:
+            branch.body = _with_notes(branch.body, file)
+    return found
+
+
+def _noted(file: str, line: int, where: ast.stmt) -> ast.stmt:
+    note = ast.parse(f"__ran__.add(({file!r}, {line}))").body[0]
+    return ast.fix_missing_locations(ast.copy_location(note, where))
 
 
 def install() -> None:
