@@ -2,7 +2,7 @@
 
 The programs are drawn once, every rule in turn, without knowing of any fault, and run on the code as it is; those that it gets right are
 what a fault has to be found by. A fault is put into a process of its own, where our package is not imported yet or, if the fault is in one
-function, where that function is exchanged. Programs that do not reach the changed statement are passed over: they would give what they gave.
+function, where that function is exchanged. Programs that do not reach the changed statement are passed over: they give what they gave.
 Those of the rules that speak of what the fault breaks have their turn first. --csv takes a row for each fault as soon as it is known; what
 has a row of the same code there is not tried again.
 """
