@@ -1,7 +1,7 @@
 """Which tiles of the scores a kernel has to visit, as graph nodes: made once for each distinct mask of a graph, and no S × S tensor.
 
 The mask is evaluated at (B|1, Hq|1, nQ, 32, nK, 32) and reduced over the two inner axes where it is computed. What larger tiles
-hold follows from those of 32 × 32, and the lists from that (see `Plan` for their form).
+hold follows from those of 32 × 32, and one op makes the lists from that (listing.py; see `Plan` for their form).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import attn_compiler.lowerings.shared.listing  # noqa: F401 (registers the op)
 from attn_compiler.lowerings.base import Emitter
 from attn_compiler.lowerings.shared.kernel_plan import Band, Tile, Tiles
 
@@ -80,41 +81,7 @@ class _Lists:
 
     def of(self, tile: Tile, *, by_key: bool) -> fx.Node:
         states = self._grouped(self._units(), tile)
-        some, holes = states.some, states.holes
-        if by_key:
-            some, holes = (self._transposed(x) for x in (some, holes))
-        full = self._call(torch.logical_and, some, self._call(torch.logical_not, holes))
-        first, end, inside = self._longest_run(full)
-        partial = self._call(torch.logical_and, some, self._call(torch.logical_not, inside))
-        count = self._call(torch.sum, partial, -1, keepdim=True)
-        # Stable, so blocks that need the mask come first, in the order that they stand in.
-        rest = self._call(torch.Tensor.to, self._call(torch.logical_not, partial), torch.int32)
-        order = self._call(torch.argsort, rest, dim=-1, stable=True)
-        return self._call(torch.Tensor.to, self._call(torch.cat, [count, first, end, order], -1), torch.int32)
-
-    def _longest_run(self, full: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-        """First and end of the longest run of blocks that are allowed in full, (…, 1), and which blocks are in it.
-
-        A run is visited without reading any list. Padding, windows and documents have but one.
-        """
-        at = self._call(torch.arange, self._length(full), device=self._masking.device)
-        gaps = self._call(torch.cummax, self._call(torch.where, full, -1, at), -1)
-        so_far = self._call(torch.where, full, self._call(torch.sub, at, self._call(operator.getitem, gaps, 0)), 0)
-        length = self._call(torch.amax, so_far, -1, True)
-        end = self._call(torch.add, self._call(torch.argmax, so_far, -1, True), 1)
-        first = self._call(torch.sub, end, length)
-        inside = self._call(torch.logical_and, self._call(torch.ge, at, first), self._call(torch.lt, at, end))
-        return first, end, inside
-
-    def _length(self, x: fx.Node) -> Size:
-        """Of the last axis."""
-        size = self._emitter.value(x).shape[-1]
-        return size if isinstance(size, int) else self._size_of(x, self._emitter.value(x).dim() - 1)
-
-    def _transposed(self, states: fx.Node) -> fx.Node:
-        """Packed anew: strides of symbolic sizes in another order can't be compared without guards."""
-        turned = self._call(torch.transpose, states, 2, 3)
-        return self._call(torch.clone, turned, memory_format=torch.contiguous_format)
+        return self._call(torch.ops.attn_compiler.tile_lists.default, states.some, states.holes, by_key)
 
     # ---- states ---------------------------------------------------------------------------------------------------
 
