@@ -7,14 +7,10 @@ The same `AttentionSpec` always gets the same decision, so layers that agree sha
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import json
-import typing
 from dataclasses import dataclass
-from typing import Any
 
-from attn_compiler import fp8_recipe, index_expr, masks, scores
+from attn_compiler import fp8_recipe, masks, scores
+from attn_compiler.codec import Codec
 from attn_compiler.fp8_recipe import Fp8Recipe
 
 Dim = int | str
@@ -106,65 +102,24 @@ class AttentionSpec:
 
     def to_text(self) -> str:
         """Canonical JSON: the same spec always gives the same text, and `from_text` gives the spec back."""
-        return json.dumps(_encode(self), sort_keys=True, separators=(",", ":"))
+        return CODEC.text(self)
 
     @staticmethod
     def from_text(text: str) -> AttentionSpec:
         """Inverse of `to_text`, parsed once per text."""
-        return _parse(text)
+        return CODEC.value(text, AttentionSpec)
 
 
-_CLASSES: dict[str, type[Any]] = {
-    cls.__name__: cls
-    for kinds in (
-        masks.KINDS,
-        masks.PROVED_KINDS,
-        scores.KINDS,
-        scores.PROVED_KINDS,
-        scores.PARTS,
-        fp8_recipe.PARTS,
-        (TensorSpec, StoredSpec, AttentionSpec, masks.MaskSpec, scores.ScoreSpec),
+#: the texts of specs, and what those of decisions on them build on
+CODEC = Codec(
+    (
+        *masks.KINDS,
+        *masks.PROVED_KINDS,
+        masks.Alignment,
+        *scores.KINDS,
+        *scores.PROVED_KINDS,
+        *scores.PARTS,
+        *fp8_recipe.PARTS,
+        *(TensorSpec, StoredSpec, AttentionSpec, masks.MaskSpec, scores.ScoreSpec),
     )
-    for cls in kinds
-}
-
-
-#: written as {"expr": its class, "of": its fields}
-_EXPRESSIONS: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(index_expr.Expr)}
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, masks.Alignment):
-        return {"kind": "Alignment", "value": value.value}
-    if type(value).__name__ in _EXPRESSIONS:
-        return {
-            "expr": type(value).__name__,
-            "of": [_encode(getattr(value, f.name)) for f in dataclasses.fields(value)],
-        }
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {"kind": type(value).__name__, **fields}
-    if isinstance(value, tuple):
-        return [_encode(v) for v in value]
-    return value
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(_decode(v) for v in value)
-    if isinstance(value, dict):
-        if "expr" in value:
-            return _EXPRESSIONS[value["expr"]](*map(_decode, value["of"]))
-        if value["kind"] == "Alignment":
-            return masks.Alignment(value["value"])
-        cls = _CLASSES[value["kind"]]
-        return cls(**{name: _decode(v) for name, v in value.items() if name != "kind"})
-    return value
-
-
-@functools.lru_cache(maxsize=1024)
-def _parse(text: str) -> AttentionSpec:
-    spec = _decode(json.loads(text))
-    if not isinstance(spec, AttentionSpec):
-        raise TypeError(f"expected the text of an AttentionSpec, got {type(spec).__name__}")
-    return spec
+)

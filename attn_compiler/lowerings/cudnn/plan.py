@@ -6,12 +6,10 @@ the mask's proved kinds are such parts is what `site_parts.parts` says of every 
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import json
 from dataclasses import dataclass
 
 from attn_compiler import index_expr as ix
+from attn_compiler.codec import Codec
 from attn_compiler.decisions import Reason
 from attn_compiler.index_expr import Expr, Index
 from attn_compiler.lowerings.shared import dims, limits
@@ -100,21 +98,15 @@ class Call:
 
     def to_text(self) -> str:
         """Canonical JSON of what is not at its default."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        said = {
-            f.name for f in dataclasses.fields(self) if f.default is dataclasses.MISSING or fields[f.name] != f.default
-        }
-        return json.dumps({name: fields[name] for name in said}, sort_keys=True, separators=(",", ":"))
+        return _CODEC.text(self)
 
     @staticmethod
     def from_text(text: str) -> Call:
-        """Inverse of `to_text`, parsed once per text."""
-        return _parse(text)
+        """Inverse of `to_text`, parsed once a text."""
+        return _CODEC.value(text, Call)
 
 
-@functools.lru_cache(maxsize=1024)
-def _parse(text: str) -> Call:
-    return Call(**json.loads(text))
+_CODEC = Codec((Call,), brief=True)
 
 
 def of(spec: AttentionSpec, *, deterministic: bool) -> Call:

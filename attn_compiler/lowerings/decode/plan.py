@@ -7,12 +7,11 @@ included, is a pair of bounds for each query, since a band over few queries is n
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.parts import Parts
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec import CODEC, AttentionSpec
 
 #: rows of a tile of queries: what a tensor core instruction has; what registers hold, and hold of wide heads
 _FEWEST_ROWS, _MOST_ROWS, _MOST_ROWS_WIDE, _WIDE = 16, 64, 32, 128
@@ -85,16 +84,15 @@ class Call:
 
     def to_text(self) -> str:
         """Canonical JSON."""
-        schedule = dataclasses.asdict(self.schedule)
-        return json.dumps(
-            {"spec": json.loads(self.spec.to_text()), "schedule": schedule}, sort_keys=True, separators=(",", ":")
-        )
+        return _CODEC.text(self)
 
     @staticmethod
     def from_text(text: str) -> Call:
-        """Inverse of `to_text`."""
-        read = json.loads(text)
-        return Call(spec=AttentionSpec.from_text(json.dumps(read["spec"])), schedule=Schedule(**read["schedule"]))
+        """Inverse of `to_text`, parsed once a text."""
+        return _CODEC.value(text, Call)
+
+
+_CODEC = CODEC.beside(Call, Schedule, brief=True)
 
 
 def parts(spec: AttentionSpec) -> Parts:

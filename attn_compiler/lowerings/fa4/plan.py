@@ -6,11 +6,10 @@ Its windows are counted from the end: key k is allowed for query q when q + Skv 
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import dataclass
 
 from attn_compiler.lowerings.shared import parts
-from attn_compiler.spec import AttentionSpec, Dim
+from attn_compiler.spec import CODEC, AttentionSpec, Dim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,21 +74,12 @@ class Call:
 
     def to_text(self) -> str:
         """Canonical JSON."""
-        decided = {"flash_attn_4": self.version, "sm": self.sm, "deterministic": self.deterministic}
-        return json.dumps({"spec": json.loads(self.spec.to_text()), **decided}, sort_keys=True, separators=(",", ":"))
+        return _CODEC.text(self)
 
     @staticmethod
     def from_text(text: str) -> Call:
-        """Inverse of `to_text`, parsed once per text."""
-        return _parse(text)
+        """Inverse of `to_text`, parsed once a text."""
+        return _CODEC.value(text, Call)
 
 
-@functools.lru_cache(maxsize=1024)
-def _parse(text: str) -> Call:
-    read = json.loads(text)
-    return Call(
-        spec=AttentionSpec.from_text(json.dumps(read["spec"])),
-        version=read["flash_attn_4"],
-        sm=read["sm"],
-        deterministic=read["deterministic"],
-    )
+_CODEC = CODEC.beside(Call, brief=True)

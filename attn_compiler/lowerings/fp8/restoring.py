@@ -9,9 +9,6 @@ nothing had been rounded, turned or moved.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import json
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from attn_compiler.codec import Codec
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.fp8 import quantise, rounding
 from attn_compiler.lowerings.fp8.quantise import Rounded
@@ -48,13 +46,15 @@ class Kept:
 
     def to_text(self) -> str:
         """Canonical JSON."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        return _CODEC.text(self)
 
     @staticmethod
-    @functools.lru_cache(maxsize=256)
     def from_text(text: str) -> Kept:
-        """Inverse of `to_text`."""
-        return Kept(**json.loads(text))
+        """Inverse of `to_text`, parsed once a text."""
+        return _CODEC.value(text, Kept)
+
+
+_CODEC = Codec((Kept,))
 
 
 def kept_of(spec: AttentionSpec, text: str, *, positions_last: bool = True) -> Kept:

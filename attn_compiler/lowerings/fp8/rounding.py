@@ -12,9 +12,6 @@ restoring.py attaches one to what comes of it.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from attn_compiler.codec import Codec
 from attn_compiler.fp8_recipe import DTYPES, largest_of
 from attn_compiler.lowerings.shared.ops import late, register_helper
 
@@ -91,14 +89,15 @@ class Rounding:
 
     def to_text(self) -> str:
         """Canonical JSON."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        return _CODEC.text(self)
 
     @staticmethod
-    @functools.lru_cache(maxsize=256)
     def from_text(text: str) -> Rounding:
-        """Inverse of `to_text`."""
-        found = json.loads(text)
-        return Rounding(each=tuple(How(**how) for how in found.pop("each")), **found)
+        """Inverse of `to_text`, parsed once a text."""
+        return _CODEC.value(text, Rounding)
+
+
+_CODEC = Codec((Rounding, How), brief=True)
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:

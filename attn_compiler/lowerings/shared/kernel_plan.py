@@ -7,11 +7,9 @@ arithmetic; every other part is only known at run time, and comes with lists of 
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
 
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec import CODEC, AttentionSpec
 
 #: Elements from one position of q, k, v or an output's gradient to the next, at most: offsets within a tile of up to 256 of them are of
 #: 32 bits. Only an axis as long as 32768 heads of 256 lies between two positions that are farther apart.
@@ -160,14 +158,12 @@ class Call:
 
     def to_text(self) -> str:
         """Canonical JSON."""
-        tiles = dataclasses.asdict(self.tiles)
-        return json.dumps(
-            {"spec": json.loads(self.spec.to_text()), "tiles": tiles}, sort_keys=True, separators=(",", ":")
-        )
+        return _CODEC.text(self)
 
     @staticmethod
     def from_text(text: str) -> Call:
-        """Inverse of `to_text`."""
-        read = json.loads(text)
-        tiles = Tiles(**{kernel: Tile(**tile) for kernel, tile in read["tiles"].items()})
-        return Call(spec=AttentionSpec.from_text(json.dumps(read["spec"])), tiles=tiles)
+        """Inverse of `to_text`, parsed once a text."""
+        return _CODEC.value(text, Call)
+
+
+_CODEC = CODEC.beside(Call, Tiles, Tile, brief=True)

@@ -59,7 +59,7 @@ def test_text_and_back(call: Call) -> None:
 
 
 def test_text_says_only_what_is_not_as_usual() -> None:
-    assert Call(scale=0.5, right=0).to_text() == '{"right":0,"scale":0.5}'
+    assert Call(scale=0.5, right=0).to_text() == '{"kind":"Call","right":0,"scale":0.5}'
 
 
 def test_operands_stand_in_a_fixed_order() -> None:

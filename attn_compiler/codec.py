@@ -1,0 +1,102 @@
+"""Frozen dataclasses as text and back: what leaf ops, reports and caches say of decisions. Equal values have equal texts: canonical JSON.
+
+A dataclass is an object with its name under "kind"; a tuple is a list; an expression (index_expr) is {"expr": its class, "of": its fields},
+which is shorter. An enum is {"kind": its class, "value": ...}.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+import typing
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from attn_compiler import index_expr
+
+T = TypeVar("T")
+
+_EXPRESSIONS: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(index_expr.Expr)}
+#: texts of one codec whose values are remembered
+_REMEMBERED = 1024
+
+
+class Codec:
+    """The texts of some classes.
+
+    classes: dataclasses and enums that may stand in a text, each with a name of its own.
+    brief: fields that have their default value are left out.
+    """
+
+    def __init__(self, classes: Iterable[type[Any]], *, brief: bool = False) -> None:
+        self._classes = tuple(dict.fromkeys(classes))
+        self._by_name = {cls.__name__: cls for cls in self._classes}
+        if len(self._by_name) < len(self._classes):
+            raise ValueError("two classes of a codec have one name")
+        self._brief = brief
+        self._parsed = functools.lru_cache(maxsize=_REMEMBERED)(self._parse)
+
+    def beside(self, *classes: type[Any], brief: bool = False) -> Codec:
+        """A codec of further classes, too."""
+        return Codec((*self._classes, *classes), brief=brief)
+
+    def text(self, value: Any) -> str:
+        """Canonical JSON."""
+        return json.dumps(self.data(value), sort_keys=True, separators=(",", ":"))
+
+    def value(self, text: str, wanted: type[T]) -> T:
+        """Inverse of `text`, parsed once a text. Raises TypeError for the text of another class, ValueError for that of an unknown one."""
+        found = self._parsed(text)
+        if not isinstance(found, wanted):
+            raise TypeError(f"expected the text of {wanted.__name__}, got that of {type(found).__name__}")
+        return found
+
+    def data(self, value: Any) -> Any:
+        """What `text` writes, as lists and dictionaries."""
+        if isinstance(value, enum.Enum):
+            return {"kind": type(value).__name__, "value": value.value}
+        if type(value).__name__ in _EXPRESSIONS:
+            return {"expr": type(value).__name__, "of": [self.data(x) for x in _fields(value).values()]}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            said = self._said(value)
+            return {"kind": type(value).__name__, **{name: self.data(x) for name, x in said.items()}}
+        if isinstance(value, tuple):
+            return [self.data(x) for x in value]
+        return value
+
+    def _said(self, value: Any) -> dict[str, Any]:
+        found = _fields(value)
+        if not self._brief:
+            return found
+        usual = {f.name: f.default for f in dataclasses.fields(value)}
+        return {name: x for name, x in found.items() if not _is_same(x, usual[name])}
+
+    def _parse(self, text: str) -> Any:
+        return self._made(json.loads(text))
+
+    def _made(self, data: Any) -> Any:
+        if isinstance(data, list):
+            return tuple(self._made(x) for x in data)
+        if not isinstance(data, dict):
+            return data
+        if "expr" in data:
+            return _EXPRESSIONS[data["expr"]](*map(self._made, data["of"]))
+        cls = self._by_name.get(data.get("kind", ""))
+        if cls is None:
+            raise ValueError(
+                f"a text of an unknown kind, {data.get('kind')!r}; known are {', '.join(sorted(self._by_name))}"
+            )
+        if issubclass(cls, enum.Enum):
+            return cls(data["value"])
+        return cls(**{name: self._made(x) for name, x in data.items() if name != "kind"})
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+
+
+def _is_same(value: Any, usual: Any) -> bool:
+    """Equal and of one type: 0, 0.0 and False are different texts."""
+    return usual is not dataclasses.MISSING and type(value) is type(usual) and value == usual
