@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attn_compiler.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
     from attn_compiler.fp8_state import fp8_state_dict, load_fp8_state_dict
     from attn_compiler.options import Options
-    from attn_compiler.report import reports, reset
+    from attn_compiler.publishing import reports, reset
     from attn_compiler.verifying import verifications
 
 __all__ = [
@@ -46,8 +46,8 @@ _HOMES = {
     "explainer": "attn_compiler.explaining",
     "fp8_state_dict": "attn_compiler.fp8_state",
     "load_fp8_state_dict": "attn_compiler.fp8_state",
-    "reports": "attn_compiler.report",
-    "reset": "attn_compiler.report",
+    "reports": "attn_compiler.publishing",
+    "reset": "attn_compiler.publishing",
     "verifications": "attn_compiler.verifying",
 }
 

@@ -162,7 +162,7 @@ def _plan(gm: fx.GraphModule, options: Options, rewritten: Rewritten) -> Plan | 
 
 
 def _publish(report: Report, options: Options) -> None:
-    from attn_compiler.report import publish
+    from attn_compiler.publishing import publish
 
     try:
         with _step("publish the report"):

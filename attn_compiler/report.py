@@ -1,6 +1,6 @@
 """What was found, chosen and refused, as data: `Report` is one compiled graph's answer, for people (table) and tools (JSON).
 
-`publish` is how the backend hands a report out; `reports` is where a user finds the last ones.
+publishing.py hands reports out, and keeps the last ones.
 
 The JSON (`Report.to_dict`, `Reports.to_dict`) has a "version". Keys are only ever added within a version, and every key is
 always there; a value that is not known is null, and a symbolic size is a string ("s0").
@@ -9,9 +9,6 @@ always there; a value that is not known is null, and a symbolic size is a string
 from __future__ import annotations
 
 import json
-import logging
-import threading
-from collections import Counter, deque
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +19,7 @@ from attn_compiler.spec import AttentionSpec
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from attn_compiler.options import Options
-
-log = logging.getLogger(__name__)
-
 JSON_VERSION = 1
-KEPT_REPORTS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,64 +141,6 @@ class Reports(tuple[Report, ...]):
 
     def __rich__(self) -> RenderableType:
         return render.reports_view(self)
-
-
-_published: deque[Report] = deque(maxlen=KEPT_REPORTS)
-#: held by who reads or writes them: a deque that grows while it is read raises
-_lock = threading.Lock()
-
-
-def reports() -> Reports:
-    """The reports of the last 64 graphs that were compiled in this process, oldest first."""
-    with _lock:
-        return Reports(_published)
-
-
-def reset() -> None:
-    """Forget every report, and every verification."""
-    # It imports torch, and reports are data.
-    from attn_compiler.verifying import results
-
-    with _lock:
-        _published.clear()
-    results.forget()
-
-
-def publish(report: Report, options: Options) -> None:
-    """Keep the report, log it, and put it into PyTorch's own counters and, with the options it was made under, into TORCH_TRACE.
-
-    The log is a line at INFO and the table at DEBUG, so TORCH_LOGS="+attn_compiler" shows the table.
-    """
-    # errors.py, which torch_compat raises from, is built on the Reason above.
-    from attn_compiler import torch_compat, torch_observe
-
-    with _lock:
-        _published.append(report)
-    log.info("%s", render.summary(report))
-    if log.isEnabledFor(logging.DEBUG):
-        log.debug("%s", report)
-    torch_observe.add_to_counters(counts(report))
-    torch_compat.trace_artifact(
-        "attn_compiler_report",
-        lambda: json.dumps({**report.to_dict(), "options": asdict(options)}, indent=1),
-        encoding="json",
-    )
-
-
-def counts(report: Report) -> Counter[str]:
-    """What torch._dynamo.utils.counters["attn_compiler"] gains: graphs, sites, misses, failures (of whole graphs), faults (of parts), and
-    "lowering:<name>"."""
-    counted = Counter(
-        graphs=1,
-        sites=report.num_sites,
-        misses=report.num_misses,
-        failures=int(report.failure is not None),
-    )
-    if report.faults:
-        counted["faults"] = len(report.faults)
-    for site in report.sites:
-        counted[f"lowering:{site.decision.lowering}"] += len(site.modules)
-    return counted
 
 
 def _site_dict(site: SiteReport) -> dict[str, Any]:

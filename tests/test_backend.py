@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 import attn_compiler.backend as backend_module
-from attn_compiler import lowerings, masks, passes, report, scores, torch_compat
+from attn_compiler import lowerings, masks, passes, publishing, scores, torch_compat
 from attn_compiler.decisions import Decision, Reason
 from attn_compiler.errors import InvalidOption, LoweringUnavailable, PassFailed, UnknownOption
 from attn_compiler.options import Options
@@ -53,7 +53,7 @@ class Pipeline:
 def pipeline(monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     stand_in = Pipeline()
     monkeypatch.setattr(passes, "rewrite", stand_in.run)
-    monkeypatch.setattr(report, "publish", stand_in.publish)
+    monkeypatch.setattr(publishing, "publish", stand_in.publish)
     known = (_Lowering("sdpa"), _Lowering("cudnn", [NO_GPU]))
     monkeypatch.setattr(lowerings, "LOWERINGS", known)
     return stand_in
@@ -127,13 +127,13 @@ def test_passes_rewrite_then_publish_then_compile(pipeline: Pipeline) -> None:
 
 
 def test_a_graph_that_dynamo_traces_again_has_one_report() -> None:
-    report.reset()
+    publishing.reset()
     attend = nn.functional.scaled_dot_product_attention
     scaled = torch.compile(lambda q, scale: attend(q, q, q, scale=scale), backend="attn_compiler", dynamic=True)
     torch._dynamo.utils.counters.clear()
     q = torch.randn(1, 2, 5, 8)
     torch.testing.assert_close(scaled(q, 0.5), attend(q, q, q, scale=0.5))
-    assert len(report.reports()) == torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert len(publishing.reports()) == torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_what_the_inner_compiler_fails_on_has_its_report(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_model_trains_as_in_eager(inner: str, num_sites: int) -> None:
     out.sum().backward()
     torch.testing.assert_close(out, model(x))
     torch.testing.assert_close([p.grad for p in model.parameters()], expected)
-    assert report.reports()[-1].num_sites == num_sites
+    assert publishing.reports()[-1].num_sites == num_sites
 
 
 def test_model_without_attention_is_compiled_as_inductors_own_backend_would() -> None:
@@ -183,7 +183,7 @@ def test_model_without_attention_is_compiled_as_inductors_own_backend_would() ->
     torch._dynamo.reset()
     inductors = torch.compile(model, backend="inductor")(x)
     torch.testing.assert_close(ours, inductors, rtol=0, atol=0)
-    assert "0 sites" in str(report.reports()[-1])
+    assert "0 sites" in str(publishing.reports()[-1])
 
 
 def _patches_given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:

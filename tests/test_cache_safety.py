@@ -20,12 +20,12 @@ NEXT_RELEASE = ("3.0", "0.2.0")
 
 SCRIPT = """
 import json, sys, torch
-from attn_compiler import cache, lowerings, passes, report
+from attn_compiler import cache, lowerings, passes, publishing
 from attn_compiler.report import Report
 
 factor, version, earlier_version = float(sys.argv[1]), sys.argv[2], sys.argv[3]
 passes.run_pipeline = lambda gm, options: Report(graph="", target="")
-report.publish = lambda report, options: None
+publishing.publish = lambda report, options: None
 cache.package_version = lambda: version
 cache.sources_digest = lambda: "the same"  # the version alone has to be enough
 class Known:

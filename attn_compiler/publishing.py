@@ -1,0 +1,69 @@
+"""Where reports go: `publish` is how the backend hands one out, `reports` is where a user finds the last ones."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import Counter, deque
+from dataclasses import asdict
+
+from attn_compiler import render, torch_compat, torch_observe
+from attn_compiler.options import Options
+from attn_compiler.report import Report, Reports
+from attn_compiler.verifying import results
+
+log = logging.getLogger(__name__)
+
+KEPT_REPORTS = 64
+
+_published: deque[Report] = deque(maxlen=KEPT_REPORTS)
+#: held by who reads or writes them: a deque that grows while it is read raises
+_lock = threading.Lock()
+
+
+def reports() -> Reports:
+    """The reports of the last 64 graphs that were compiled in this process, oldest first."""
+    with _lock:
+        return Reports(_published)
+
+
+def reset() -> None:
+    """Forget every report, and every verification."""
+    with _lock:
+        _published.clear()
+    results.forget()
+
+
+def publish(report: Report, options: Options) -> None:
+    """Keep the report, log it, and put it into PyTorch's own counters and, with the options it was made under, into TORCH_TRACE.
+
+    The log is a line at INFO and the table at DEBUG, so TORCH_LOGS="+attn_compiler" shows the table.
+    """
+    with _lock:
+        _published.append(report)
+    log.info("%s", render.summary(report))
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", report)
+    torch_observe.add_to_counters(counts(report))
+    torch_compat.trace_artifact(
+        "attn_compiler_report",
+        lambda: json.dumps({**report.to_dict(), "options": asdict(options)}, indent=1),
+        encoding="json",
+    )
+
+
+def counts(report: Report) -> Counter[str]:
+    """What torch._dynamo.utils.counters["attn_compiler"] gains: graphs, sites, misses, failures (of whole graphs), faults (of parts), and
+    "lowering:<name>"."""
+    counted = Counter(
+        graphs=1,
+        sites=report.num_sites,
+        misses=report.num_misses,
+        failures=int(report.failure is not None),
+    )
+    if report.faults:
+        counted["faults"] = len(report.faults)
+    for site in report.sites:
+        counted[f"lowering:{site.decision.lowering}"] += len(site.modules)
+    return counted
