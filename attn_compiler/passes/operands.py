@@ -23,6 +23,10 @@ _SCALES: dict[object, bool] = {
 }
 
 
+_CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten._to_copy.default)
+_HALVES = (torch.float16, torch.bfloat16)
+
+
 def scale_of(mirror: Mirror, node: fx.Node) -> tuple[fx.Node, float] | None:
     """(what is scaled, factor) if the node multiplies or divides one tensor by a number known now, else None."""
     if node.target not in _SCALES:
@@ -38,8 +42,10 @@ def scale_of(mirror: Mirror, node: fx.Node) -> tuple[fx.Node, float] | None:
     return None
 
 
-def _climb(mirror: Mirror, node: fx.Node, *, through_scales: bool) -> list[tuple[fx.Node, float]]:
-    """The chain above `node` through views and constant scales: (node, factor between it and `node`), nearest first."""
+def _climb(
+    mirror: Mirror, node: fx.Node, *, through_scales: bool, through_upcasts: bool
+) -> list[tuple[fx.Node, float]]:
+    """The chain above `node` through views, constant scales and exact casts: (node, factor between it and `node`), nearest first."""
     chain = [(node, 1.0)]
     while True:
         current, factor = chain[-1]
@@ -48,8 +54,18 @@ def _climb(mirror: Mirror, node: fx.Node, *, through_scales: bool) -> list[tuple
             chain.append((views.source(current), factor))
         elif scaled is not None and _keeps_shape(current, scaled[0]):
             chain.append((scaled[0], factor * scaled[1]))
+        elif through_upcasts and _is_upcast(current):
+            chain.append((views.source(current), factor))
         else:
             return chain
+
+
+def _is_upcast(node: fx.Node) -> bool:
+    """Whether it casts half precision to float32, which is exact."""
+    if node.target not in _CASTS or mutation.writes(node):
+        return False
+    before, after = views.value(views.source(node)), views.value(node)
+    return before.dtype in _HALVES and after.dtype == torch.float32
 
 
 def _keeps_shape(node: fx.Node, source: fx.Node) -> bool:
@@ -62,14 +78,21 @@ def _forward(node: fx.Node, dims: Dims) -> Dims:
 
 
 def read(
-    mirror: Mirror, node: fx.Node, site_dims: Dims, *, used: fx.Node, until: fx.Node, through_scales: bool = False
+    mirror: Mirror,
+    node: fx.Node,
+    site_dims: Dims,
+    *,
+    used: fx.Node,
+    until: fx.Node,
+    through_scales: bool = False,
+    through_upcasts: bool = False,
 ) -> tuple[Operand, float]:
     """The operand behind `node`, whose dimensions mean `site_dims`, and the constant factor that was left out.
 
     The model reads `node` at `used` and the kernel will at `until`, so nothing that aliases the root may be written in
     between. Raises AxisError if nothing above `node` exists in the Dynamo graph.
     """
-    chain = _climb(mirror, node, through_scales=through_scales)
+    chain = _climb(mirror, node, through_scales=through_scales, through_upcasts=through_upcasts)
     candidates = _roots(mirror, chain, used, until)
     error: AxisError | None = None
     for position in candidates:

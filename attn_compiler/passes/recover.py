@@ -15,7 +15,7 @@ import torch
 from attn_compiler import masks, scores, torch_compat
 from attn_compiler.decisions import Reason
 from attn_compiler.errors import AttnCompilerWarning
-from attn_compiler.passes import axes, emit, faults, meaning, packing, program, reach, reading, saved, stored
+from attn_compiler.passes import axes, emit, faults, meaning, packing, program, reach, reading, saved, stored, upcasts
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.emit import FakeBuilder
 from attn_compiler.passes.meaning import Meaning
@@ -83,7 +83,9 @@ def _miss(site: Site, reason: Reason) -> Miss:
 
 
 def compute_dtype(mirror: Mirror, match: Match) -> torch.dtype:
-    """The dtype that the model multiplies q and k in (autocast included)."""
+    """The dtype that a kernel gets q and k in: the one that the model multiplies them in (autocast included), or that of `Match.narrow`."""
+    if match.narrow is not None:
+        return match.narrow
     value = match.first.meta["val"]
     dtype: torch.dtype = value.dtype
     return dtype
@@ -112,7 +114,9 @@ def _describe(
     _prove(match, proved, bias)
     site.condition, site.loads, site.score_loads = proved.condition, reader.tensors, proved.tensors
     site.has_scores = proved.has_scores
-    match.stored = None if needs_grad else stored.find(mirror, match)
+    if not needs_grad:
+        match.narrow = upcasts.read_through(mirror, match)
+        match.stored = stored.find(mirror, match)
     tensors = program.build(mirror, match, builder, compute_dtype(mirror, match))
     mask, score = _mask_spec(match, tensors, proved, bias), _score_spec(mirror, match, tensors, proved, bias)
     site.spec = AttentionSpec(

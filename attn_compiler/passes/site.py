@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import fx
 
 from attn_compiler.decisions import Copy, Decision, Reason
@@ -116,6 +117,7 @@ class Stored:
 class Match:
     """What a pattern recognised. first, out: where the model's computation begins and ends (mirror nodes).
 
+    narrow: the dtype of q and k if they are read above a cast to the one that the model multiplies them in (upcasts.py).
     out_dims: what the output's dimensions mean in the site's atoms. covered: the nodes from first to out; the scores live
     nowhere else, so writing to them in place is the site's own business. decomposed: as in AttentionSpec. stored: k and v, if a cache in
     FP8 holds both. out_kept: why a kernel that saves its output has to hand on a copy (saved.py).
@@ -150,6 +152,7 @@ class Match:
     returns_weights: bool = False
     decomposed: bool = False
     softmax_dtype: str = "float32"
+    narrow: torch.dtype | None = None
     stored: tuple[Stored, Stored] | None = None
     out_kept: str | None = None
     notes: tuple[str, ...] = ()
