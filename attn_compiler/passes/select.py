@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from attn_compiler.decisions import Decision, Reason, Refusal
 from attn_compiler.lowerings import by_name
@@ -45,22 +46,27 @@ def leave_alone(site: Site, reason: Reason) -> None:
 
 def decide(spec: AttentionSpec, target: Target, options: Options) -> Decision:
     """The lowering for a spec on a target. Reads nothing else: no environment, no tensor values, no globals."""
+
+    @functools.cache
+    def without_fp8() -> str:
+        """The lowering that the spec gets without its recipe."""
+        return decide(dataclasses.replace(spec, fp8=None), target, options).lowering
+
     refusals: list[Refusal] = []
     for name in _candidates(spec, target, options):
-        reasons = by_name(name).why_not(spec, target) or _slower(name, spec, target, options)
+        reasons = by_name(name).why_not(spec, target)
+        if not reasons and _may_be_slower(name, spec, options):
+            reasons = fp8_speed.check(spec, target, name, without_fp8())
         if not reasons:
             return Decision(lowering=name, refusals=tuple(refusals))
         refusals.append(Refusal(lowering=name, reasons=tuple(reasons)))
     return Decision(lowering=UNTOUCHED, refusals=tuple(refusals))
 
 
-def _slower(name: str, spec: AttentionSpec, target: Target, options: Options) -> list[Reason]:
-    """Why FP8 does not pay here, unless it was asked for by name."""
+def _may_be_slower(name: str, spec: AttentionSpec, options: Options) -> bool:
+    """Whether a lowering is in FP8 and has to pay. One that was asked for by name need not."""
     is_named = options.lowering is not None or options.lowerings is not None
-    if name not in priorities.FP8 or spec.fp8 is None or spec.fp8.force or is_named:
-        return []
-    other = decide(dataclasses.replace(spec, fp8=None), target, options)
-    return fp8_speed.check(spec, target, name, other.lowering)
+    return name in priorities.FP8 and spec.fp8 is not None and not spec.fp8.force and not is_named
 
 
 def _candidates(spec: AttentionSpec, target: Target, options: Options) -> tuple[str, ...]:

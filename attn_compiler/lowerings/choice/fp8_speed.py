@@ -1,8 +1,8 @@
 """Whether FP8 is faster than the model's own dtype for a shape: by what was measured, which `python -m benchmarks.fp8_rows` writes down.
 
 fp8_sm90.csv holds effective TFLOP/s of whole attentions on an H200, in FP8 with finding scales and rounding, and in bfloat16 beside them.
-For a shape speaks the row of the same sort of mask and head dim whose queries use about as many keys: rounding takes as long for each of
-them, attention grows with those. What has no row is not refused, but for far fewer keys than all that have one.
+A row speaks for shapes of its sort of mask and its head dims whose queries use about as many keys. Rounding takes as long for each query,
+and attention takes longer with each key. A shape that no row speaks for is not refused, unless it has far fewer keys than every row.
 """
 
 from __future__ import annotations
@@ -57,19 +57,34 @@ class Row:
         """Its sizes, for people."""
         return f"S {self.seqlen}" + (f", {self.keys:.0f} keys a query" if self.mask == "window" else "")
 
-    def fits(self, lowering: str, spec: AttentionSpec) -> bool:
-        """Whether it is of that lowering, mask, head dim and pass, and no faster for having fewer heads than the spec."""
-        shape = shape_class.of(spec)
+    def fits(self, asked: Asked) -> bool:
+        """Whether it is of that mask, head dim and pass, and no faster for having fewer heads than the site."""
         first, last = self.head_dims
         return (
-            self.lowering == lowering
-            and self.mask == (shape.band if shape.mask in _BY_BAND else shape.mask)
-            and self.grouped <= shape.grouped
-            and self.training == spec.needs_grad
-            and self.backward in (None, spec.needs_grad and spec.fp8 is not None and spec.fp8.backward)
-            and shape.head_dim is not None
-            and first <= shape.head_dim <= last
+            self.mask == asked.mask
+            and self.training == asked.training
+            and first <= asked.head_dim <= last
+            and self.grouped <= asked.grouped
+            and self.backward in (None, asked.backward)
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What a site asks of rows: their columns, as far as they are its own.
+
+    mask, head_dim, grouped, training: as in `Row`. scaling: of `scaling_of`. backward: its recipe wants it in FP8 too.
+    keys: that a query may use, on average. seqlen: of keys.
+    """
+
+    mask: str
+    head_dim: int
+    grouped: bool
+    training: bool
+    scaling: str
+    backward: bool
+    keys: float
+    seqlen: int
 
 
 @functools.cache
@@ -95,19 +110,43 @@ def _row(line: Mapping[str, str]) -> Row:
     )
 
 
-def estimate(lowering: str, spec: AttentionSpec, like: Row | None = None) -> Row | None:
-    """What was measured nearest to a spec's number of keys, and then to its length, or to those of another row; None for unknown
-    lengths, or if there is nothing like it. Of those the rows of its grouping, and of these of its way to find scales, where there
-    are any: the length decides more."""
-    sizes = sizes_of(spec)
-    if sizes is None:
+@functools.lru_cache(maxsize=1024)
+def asked_by(spec: AttentionSpec) -> Asked | None:
+    """What a spec asks of rows; None for unknown lengths or head dims."""
+    shape, sizes = shape_class.of(spec), sizes_of(spec)
+    if sizes is None or shape.head_dim is None:
         return None
-    wanted = sizes if like is None else (like.keys, like.seqlen)
-    fitting = [row for row in rows() if row.fits(lowering, spec)]
-    nearest = min((_distance((row.keys, row.seqlen), wanted) for row in fitting), default=None)
-    there = [row for row in fitting if _distance((row.keys, row.seqlen), wanted) == nearest]
-    there = [row for row in there if row.grouped == shape_class.of(spec).grouped] or there
-    own = [row for row in there if row.scaling in ("", scaling_of(spec))]
+    return Asked(
+        mask=shape.band if shape.mask in _BY_BAND else shape.mask,
+        head_dim=shape.head_dim,
+        grouped=shape.grouped,
+        training=spec.needs_grad,
+        scaling=scaling_of(spec),
+        backward=spec.needs_grad and spec.fp8 is not None and spec.fp8.backward,
+        keys=sizes[0],
+        seqlen=sizes[1],
+    )
+
+
+def estimate(lowering: str, spec: AttentionSpec, like: Row | None = None) -> Row | None:
+    """What was measured nearest to a spec's number of keys, and then to its length; None if nothing like the spec was measured.
+
+    like: a row whose number of keys and length count in place of the spec's. Of rows that are as near, those of the spec's grouping
+    count, and of these those of its way to find scales, where there are any: the length decides more.
+    """
+    asked = asked_by(spec)
+    if asked is None:
+        return None
+    wanted = (asked.keys, asked.seqlen) if like is None else (like.keys, like.seqlen)
+    near = [
+        (_distance((row.keys, row.seqlen), wanted), row)
+        for row in rows()
+        if row.lowering == lowering and row.fits(asked)
+    ]
+    nearest = min((distance for distance, _ in near), default=None)
+    there = [row for distance, row in near if distance == nearest]
+    there = [row for row in there if row.grouped == asked.grouped] or there
+    own = [row for row in there if row.scaling in ("", asked.scaling)]
     return max(own or there, key=lambda row: row.tflops, default=None)
 
 
@@ -115,7 +154,6 @@ def _distance(sizes: tuple[float, int], wanted: tuple[float, int]) -> tuple[floa
     return tuple(abs(math.log(max(a, 1)) - math.log(max(b, 1))) for a, b in zip(sizes, wanted, strict=True))
 
 
-@functools.lru_cache(maxsize=1024)
 def sizes_of(spec: AttentionSpec) -> tuple[float, int] | None:
     """How many keys a query may use by the band, on average, and how many there are; None where lengths are not known."""
     seqlen_q, seqlen_kv, band = spec.seqlen_q, spec.seqlen_kv, parts.parts(spec).band
@@ -132,7 +170,13 @@ def sizes_of(spec: AttentionSpec) -> tuple[float, int] | None:
 
 def _clipped(first: int, count: int, limit: int) -> int:
     """Sum of so many successive numbers, each no less than 0 and no more than the limit."""
-    return sum(min(max(number, 0), limit) for number in range(first, first + count))
+    return _clipped_below(first + count, limit) - _clipped_below(first, limit)
+
+
+def _clipped_below(end: int, limit: int) -> int:
+    """The same sum over all numbers below the end. They grow from 0 up to the limit, and stay there."""
+    growing = min(max(end, 0), limit + 1)
+    return growing * (growing - 1) // 2 + max(end - limit - 1, 0) * limit
 
 
 def scaling_of(spec: AttentionSpec) -> str:
@@ -150,12 +194,14 @@ def check(spec: AttentionSpec, target: Target, lowering: str, other: str) -> lis
     """Refuses a lowering in FP8 that was slower than `other`, which the site gets without a recipe; or that was not measured, where the
     fastest of those that were is slower. And where all that was measured has more than twice as many keys for a query: rounding takes
     the larger share of the time, the fewer keys there are."""
+    if target.sm != _SM:
+        return []
     mine = estimate(lowering, spec) or _fastest(spec)
     its = None if mine is None else estimate(other, spec, mine)
-    sizes = sizes_of(spec)
-    if target.sm != _SM or mine is None or its is None or sizes is None:
+    asked = asked_by(spec)
+    if mine is None or its is None or asked is None:
         return []
-    is_short = 2 * sizes[0] < mine.keys
+    is_short = 2 * asked.keys < mine.keys
     if mine.tflops > its.tflops and not is_short:
         return []
     passes = "forward and backward" if spec.needs_grad else "forward"
@@ -164,7 +210,7 @@ def check(spec: AttentionSpec, target: Target, lowering: str, other: str) -> lis
         f"({its.words}); {passes}, H200, {mine.since}"
     )
     if is_short:
-        own = f"S {sizes[1]}, {sizes[0]:.0f} keys a query"
+        own = f"S {asked.seqlen}, {asked.keys:.0f} keys a query"
         observed = f"{own}, of which the fewest that were measured are more than twice as many: {observed}"
     remedy = "give Fp8Recipe(force=True)"
     return [Reason(rule="FP8 is faster than the model's dtype for such a shape", observed=observed, remedy=remedy)]

@@ -197,6 +197,13 @@ def test_keys_of_a_query(spec: AttentionSpec, keys: float | None) -> None:
     assert (None if sizes is None else sizes[0]) == keys
 
 
+@pytest.mark.parametrize("limit", [0, 1, 7, 40])
+@pytest.mark.parametrize(("first", "count"), [(-9, 4), (-3, 20), (0, 0), (0, 12), (5, 3), (30, 30), (50, 2)])
+def test_sums_of_clipped_numbers(first: int, count: int, limit: int) -> None:
+    numbers = range(first, first + count)
+    assert fp8_speed._clipped(first, count, limit) == sum(min(max(number, 0), limit) for number in numbers)
+
+
 def test_other_machines_were_not_measured() -> None:
     assert fp8_speed.check(asked(1200), Target.fake(sm=100), "hopper_fp8", "sdpa_cudnn") == []
 
@@ -209,6 +216,15 @@ def test_the_choice_goes_by_it_unless_it_is_forced() -> None:
     assert select.decide(forced, H200, Options()).lowering == "hopper_fp8"
     assert select.decide(slow, H200, Options(lowering="hopper_fp8")).lowering == "hopper_fp8"
     assert select.decide(asked(8192), H200, Options()).lowering == "hopper_fp8"
+
+
+def test_what_the_site_gets_without_fp8_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decided: list[AttentionSpec] = []
+    decide = select.decide
+    monkeypatch.setattr(select, "decide", lambda spec, *rest: (decided.append(spec), decide(spec, *rest))[1])
+    refused = {refusal.lowering for refusal in select.decide(asked(1200), H200, Options()).refusals}
+    assert {"hopper_fp8", "triton_fp8"} <= refused
+    assert [spec.fp8 is None for spec in decided] == [False, True]
 
 
 def test_names_of_the_file_are_lowerings(monkeypatch: pytest.MonkeyPatch) -> None:
