@@ -136,7 +136,8 @@ def sides_of(problem: Problem, peers: Sequence[str]) -> tuple[dict[str, Make], s
     makes: dict[str, Make] = {
         low.name: lowering(low.name)
         for low in LOWERINGS
-        if low.name not in _LEFT_OUT and not low.why_not(problem.spec, target)
+        if low.name not in _LEFT_OUT
+        and not (low.why_not(problem.spec, target) or low.cannot_build(problem.spec, target))
     }
     wanted = [peer for peer in peers if peer != "flex" or "flex" in problem.case.peers]
     makes |= {peer: PEERS[peer] for peer in wanted}

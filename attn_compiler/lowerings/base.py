@@ -131,7 +131,10 @@ class Emitter(Protocol):
 
 
 class Lowering(Protocol):
-    """One way to compute a site. Stateless; decides from the spec and the target alone."""
+    """One way to compute a site. Stateless; decides from the spec and the target alone.
+
+    A family's class inherits from this one, so that a question that it has nothing to say to has its answer here.
+    """
 
     name: str
 
@@ -140,8 +143,15 @@ class Lowering(Protocol):
         ...
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        """Every reason why this lowering can't or shouldn't serve the spec there; empty means yes."""
+        """Every reason why this lowering can't or shouldn't serve the spec there; empty means yes. Builds and compiles nothing."""
         ...
+
+    def cannot_build(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        """What only building or compiling the kernels tells against the spec; empty means that they are ready, or need no building.
+
+        Asked where `why_not` says nothing and the lowering would be chosen. It may take seconds. What was built is kept for the first call.
+        """
+        return []
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         """What the kernel needs of the strides of q, k and v."""

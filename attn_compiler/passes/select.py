@@ -54,9 +54,12 @@ def decide(spec: AttentionSpec, target: Target, options: Options) -> Decision:
 
     refusals: list[Refusal] = []
     for name in _candidates(spec, target, options):
-        reasons = by_name(name).why_not(spec, target)
+        lowering = by_name(name)
+        reasons = lowering.why_not(spec, target)
         if not reasons and _may_be_slower(name, spec, options):
             reasons = fp8_speed.check(spec, target, name, without_fp8())
+        # Last: it may build kernels.
+        reasons = reasons or lowering.cannot_build(spec, target)
         if not reasons:
             return Decision(lowering=name, refusals=tuple(refusals))
         refusals.append(Refusal(lowering=name, reasons=tuple(reasons)))

@@ -38,6 +38,7 @@ from tests.lowerings.decode import problems
 from tests.lowerings.fp8 import problems as fp8_problems
 from tests.lowerings.fp8 import test_hopper_launch, test_rounding_launch, test_seen
 from tests.lowerings.kernel_cases import BY_NAME, Case
+from tests.lowerings.specs import refusal
 
 DEVICE = "cuda"
 BF16 = torch.bfloat16
@@ -138,7 +139,7 @@ def library(name: str, case: cases.Case) -> Callable[[], None]:
     def run() -> None:
         lowering, inputs = by_name(name), cases.build(case, device=DEVICE)
         _needs(name)
-        reasons = lowering.why_not(inputs.spec, Target.current(DEVICE))
+        reasons = refusal(lowering, inputs.spec, Target.current(DEVICE))
         if reasons:
             raise LeftOutError(str(reasons[0]))
         module = emitting.emit(lowering, inputs)

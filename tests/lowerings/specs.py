@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from attn_compiler.decisions import Reason
+from attn_compiler.lowerings.base import Lowering
 from attn_compiler.masks import Alignment, Causal, Dense, MaskSpec
 from attn_compiler.scores import DenseBias, ScoreChange, ScoreSpec
 from attn_compiler.spec import AttentionSpec, Dim, TensorSpec
+from attn_compiler.target import Target
 
 CAUSAL = MaskSpec(kinds=(Causal(),))
 BOTTOM_RIGHT = MaskSpec(kinds=(Causal(alignment=Alignment.BOTTOM_RIGHT),))
@@ -60,3 +62,8 @@ def make_spec(
 
 def words(reasons: list[Reason]) -> str:
     return " | ".join(map(str, reasons))
+
+
+def refusal(lowering: Lowering, spec: AttentionSpec, target: Target) -> list[Reason]:
+    """All that a lowering has against a spec, as the choice asks for it: its kernels are built if there is nothing else."""
+    return lowering.why_not(spec, target) or lowering.cannot_build(spec, target)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from attn_compiler import lowerings
+from attn_compiler.decisions import Reason
+from attn_compiler.lowerings.base import Lowering
 from attn_compiler.lowerings.choice import priorities
 from attn_compiler.masks import MaskSpec
 from attn_compiler.options import Options
@@ -29,6 +31,21 @@ SPEC = AttentionSpec(
 )
 CPU = dataclasses.replace(SPEC, device="cpu")
 CAPPED = dataclasses.replace(CPU, score=ScoreSpec(scale=0.125, changes=(Softcap(cap=50.0),)))
+
+
+def test_only_what_would_be_chosen_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    too_old = Reason(rule="its kernel compiles", observed="it does not")
+
+    def cannot_build(self: Lowering, spec: AttentionSpec, target: Target) -> list[Reason]:
+        built.append(self.name)
+        return [too_old] if self.name == "sdpa_flash" else []
+
+    monkeypatch.setattr(Lowering, "cannot_build", cannot_build)
+    decision = select.decide(SPEC, Target.fake(disabled=frozenset({"cudnn"})), Options())
+    assert (built, decision.lowering) == (["sdpa_flash", "sdpa_efficient"], "sdpa_efficient")
+    assert [refusal.lowering for refusal in decision.refusals] == ["sdpa_cudnn", "sdpa_flash"]
+    assert decision.refusals[1].reasons == (too_old,)
 
 
 def test_the_first_that_does_not_refuse_is_taken_and_the_refusals_before_it_are_kept() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.cudnn import limits as graph_limits
 from attn_compiler.lowerings.cudnn import operands as cudnn_operands
 from attn_compiler.lowerings.cudnn import plan
@@ -37,7 +37,7 @@ _HEAD_DIM_LIMIT = 256
 WORKSPACE_LIMIT = 2 * 2**30
 
 
-class CudnnAttention:
+class CudnnAttention(Lowering):
     """`attn_compiler::cudnn` (ops.py)."""
 
     name = "cudnn"
@@ -52,8 +52,11 @@ class CudnnAttention:
         ]
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        refused = self.unavailable(target) or rules(spec, target)
-        return refused or cudnn_plans.refusals(call_of(spec, target), spec, self.demand(spec), target)
+        return self.unavailable(target) or rules(spec, target)
+
+    def cannot_build(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        """cuDNN's own refusal of a plan."""
+        return cudnn_plans.refusals(call_of(spec, target), spec, self.demand(spec), target)
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(alignment=plan.ALIGNMENT, zero_strides=False)

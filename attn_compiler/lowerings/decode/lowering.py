@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.choice.priorities import MOST_QUERIES
 from attn_compiler.lowerings.decode import operands as decode_operands
 from attn_compiler.lowerings.decode import plan
@@ -26,7 +26,7 @@ from attn_compiler.target import Target
 _FP8_SINCE, _VECTOR = 89, 16
 
 
-class Decode:
+class Decode(Lowering):
     """`attn_compiler::decode` (ops.py)."""
 
     name = "decode"

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.fa4 import limits
 from attn_compiler.lowerings.fa4.plan import Call
 from attn_compiler.lowerings.shared.ops import late
@@ -25,7 +25,7 @@ _why_not_compiled = late("fa4.launch", "why_not_compiled")
 _SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class FlashAttention4:
+class FlashAttention4(Lowering):
     """`attn_compiler::fa4` (ops.py)."""
 
     name = "fa4"
@@ -34,8 +34,12 @@ class FlashAttention4:
         return limits.check_machine(target)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        reasons = limits.check(spec, target)
-        return reasons or _why_not_compiled(_call(spec, target))
+        return limits.check(spec, target)
+
+    def cannot_build(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        """The compiler's own refusal of a kernel."""
+        refused: list[Reason] = _why_not_compiled(_call(spec, target))
+        return refused
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(alignment=_ALIGNMENT, zero_strides=False)

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.cudnn import lowering as cudnn
 from attn_compiler.lowerings.cudnn import operands as cudnn_operands
 from attn_compiler.lowerings.cudnn import ops
@@ -44,7 +44,7 @@ _LENGTH_MULTIPLE = 16
 _MOST_QUERIES_OF_A_KEY = 32 * 1024
 
 
-class CudnnFp8:
+class CudnnFp8(Lowering):
     """`attn_compiler::cudnn_fp8`, and what attaches a gradient (cudnn/ops.py, cudnn_gradients.py)."""
 
     name = "cudnn_fp8"
@@ -67,10 +67,11 @@ class CudnnFp8:
             *_check_backward(spec),
         ]
         reasons = [*recipe, *inputs, *cudnn.rules(spec, target)]
-        if reasons:
-            return reasons
-        call = cudnn.call_of(spec, target)
-        return _check_call(call, spec, target) or _check_plans(call, _as_rounded(spec), self.demand(spec), target)
+        return reasons or _check_call(cudnn.call_of(spec, target), spec, target)
+
+    def cannot_build(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        """cuDNN's own refusal of a plan."""
+        return _check_plans(cudnn.call_of(spec, target), _as_rounded(spec), self.demand(spec), target)
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         """Rounded tensors are new ones, and lie as q, k and v do."""

@@ -10,7 +10,7 @@ from torch import fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring, rounding
 from attn_compiler.lowerings.fp8 import seen as fp8_seen
 from attn_compiler.lowerings.sdpa import cudnn_backward
@@ -32,7 +32,7 @@ _REMEDY = "leave the choice to the recipe, or give lowering='triton_fp8', which 
 _OF_LENGTHS = ("rows", "tiles", "tiles_by_key")
 
 
-class HopperFp8:
+class HopperFp8(Lowering):
     """`attn_compiler::hopper_fp8`: operands as those of `triton_fp8`. What attaches a backward: restoring.py."""
 
     name = "hopper_fp8"

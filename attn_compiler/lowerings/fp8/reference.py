@@ -14,7 +14,7 @@ from torch import fx
 
 from attn_compiler.decisions import Reason
 from attn_compiler.fp8_recipe import DTYPES
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring, rounding
 from attn_compiler.lowerings.fp8 import seen as fp8_seen
 from attn_compiler.lowerings.plain import reference
@@ -31,7 +31,7 @@ TILE = 128
 WEIGHT = 2.0**8
 
 
-class ReferenceFp8:
+class ReferenceFp8(Lowering):
     """`attn_compiler::reference_fp8`: its operands are those of quantise.py, and then the reference's."""
 
     name = "reference_fp8"

@@ -12,7 +12,7 @@ import dataclasses
 from torch import fx
 
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring
 from attn_compiler.lowerings.fp8 import seen as fp8_seen
 from attn_compiler.lowerings.shared import kernel_limits, part_tensors, parts, tile_table
@@ -38,7 +38,7 @@ _WIDE_HEADS_GRAD_Q = Tile(queries=64, keys=64, warps=4, stages=1)
 _FIRST_SM = 89
 
 
-class TritonFp8:
+class TritonFp8(Lowering):
     """`attn_compiler::triton_fp8`: its operands are those of quantise.py, and then those of triton's plan."""
 
     name = "triton_fp8"

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.shared import limits, unused
 from attn_compiler.masks import Causal
 from attn_compiler.scores import DenseBias, Sinks, Softcap
@@ -27,7 +27,7 @@ _CHANGES = (Softcap, Sinks, DenseBias)
 aten = torch.ops.aten
 
 
-class PlainMath:
+class PlainMath(Lowering):
     """Everything that a spec can say, but for returned weights and what has no kind of its own; any device, any layout."""
 
     name = "math"

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.shared import limits
 from attn_compiler.masks import Alignment, Causal
 from attn_compiler.scores import DenseBias, Sinks, Softcap
@@ -32,7 +32,7 @@ _CHANGES = (Softcap, Sinks, DenseBias)
 Tensors = Sequence[torch.Tensor]
 
 
-class Reference:
+class Reference(Lowering):
     """`attn_compiler::reference` (ops.py): everything that a spec can say, but for dropout and returned weights."""
 
     name = "reference"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import fx
 
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
 
-class Untouched:
+class Untouched(Lowering):
     """Last in every order: runs anywhere, refuses nothing, asks for nothing, and has nothing to emit."""
 
     name = "untouched"

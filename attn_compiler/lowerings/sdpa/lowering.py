@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.shared import cudnn_limits, dims, limits, mask_nodes, offset_limits
 from attn_compiler.lowerings.shared.limits import torch_release
 from attn_compiler.spec import AttentionSpec
@@ -37,7 +37,7 @@ _EFFICIENT_GQA = (2, 15)
 _CUDNN_OUTPUT = (2, 13)
 
 
-class _Pinned(ABC):
+class _Pinned(Lowering, ABC):
     """One kernel. device: where it runs. kernel: its name in Target.disabled."""
 
     name: str

@@ -12,14 +12,14 @@ import torch
 from torch import fx
 
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.shared import kernel_limits, part_tensors, tile_table
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
 
-class TritonAttention:
+class TritonAttention(Lowering):
     """`attn_compiler::triton` (ops.py)."""
 
     name = "triton"

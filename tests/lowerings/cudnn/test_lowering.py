@@ -21,7 +21,7 @@ from attn_compiler.scores import Sinks, Softcap
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
 from tests.lowerings.cudnn.recording_frontend import Frontend, NotSupported
-from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, dense, make_spec, words
+from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, dense, make_spec, refusal, words
 
 TARGET = Target.fake(cudnn_frontend="1.22.1")
 
@@ -190,16 +190,25 @@ def frontend(monkeypatch: pytest.MonkeyPatch) -> Frontend:
     return recording
 
 
-def test_asking_builds_the_plans(frontend: Frontend) -> None:
+def refused(target: Target = TARGET, **changes: Any) -> str:
+    return words(refusal(by_name("cudnn"), laid(make_spec(**changes)), target))
+
+
+def test_the_rules_build_nothing(frontend: Frontend) -> None:
     assert why_not(mask=CAUSAL) == ""
+    assert frontend.graphs == []
+
+
+def test_what_would_be_chosen_has_its_plans_built(frontend: Frontend) -> None:
+    assert refused(mask=CAUSAL) == ""
     assert ["dO" in graph.told for graph in frontend.graphs] == [False, True]
-    assert why_not(mask=CAUSAL, needs_grad=False) == ""
+    assert refused(mask=CAUSAL, needs_grad=False) == ""
     assert len(frontend.graphs) == 3
     assert cudnn_frontend.PLANS.counts.late == 0
 
 
 def test_a_made_up_machine_builds_nothing(frontend: Frontend) -> None:
-    assert why_not(dataclasses.replace(TARGET, torch="2.14.0"), mask=CAUSAL) == ""
+    assert refused(dataclasses.replace(TARGET, torch="2.14.0"), mask=CAUSAL) == ""
     assert frontend.graphs == []
 
 
@@ -216,14 +225,14 @@ def test_cudnns_refusal_sends_the_site_on_with_its_message(frontend: Frontend) -
 def test_a_shape_that_fails_only_in_the_backward_is_caught(frontend: Frontend) -> None:
     frontend.errors["build_plans"] = RuntimeError("no backward here")
     frontend.only_backward = True
-    assert "observed no backward here" in why_not(mask=CAUSAL)
-    assert why_not(mask=CAUSAL, needs_grad=False) == ""
+    assert "observed no backward here" in refused(mask=CAUSAL)
+    assert refused(mask=CAUSAL, needs_grad=False) == ""
 
 
 def test_copies_that_layout_will_make_are_planned_for(frontend: Frontend) -> None:
     spec = laid(make_spec())
     spec = dataclasses.replace(spec, k=dataclasses.replace(spec.k, strides=(64, 0, 64, 1)))
-    assert by_name("cudnn").why_not(spec, TARGET) == []
+    assert refusal(by_name("cudnn"), spec, TARGET) == []
     k = frontend.graphs[0].named(graphs.UIDS)["k"]
     assert k.stride == [8 * 128 * 64, 128 * 64, 64, 1]
 

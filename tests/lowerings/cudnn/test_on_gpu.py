@@ -21,6 +21,7 @@ from tests.lowerings import call_math
 from tests.lowerings.call_math import Problem
 from tests.lowerings.emitting import emit
 from tests.lowerings.sdpa.test_lowering import contiguous, gpu_cases, run
+from tests.lowerings.specs import refusal
 
 pytestmark = pytest.mark.gpu
 
@@ -175,7 +176,7 @@ def test_the_classic_packing_of_one_projection() -> None:
 def test_every_case_that_is_not_refused(case: Case) -> None:
     inputs = cases.build(case, device=DEVICE)
     lowering = by_name("cudnn")
-    reasons = lowering.why_not(inputs.spec, Target.current(DEVICE))
+    reasons = refusal(lowering, inputs.spec, Target.current(DEVICE))
     if reasons or case.dropout_p:
         pytest.skip("; ".join(map(str, reasons)) or "dropout is random")
     if case.layout in ("last_stride", "expanded_heads", "expanded_batch"):

@@ -17,7 +17,7 @@ from attn_compiler.lowerings.cudnn.plan import Call
 from attn_compiler.target import Target
 from tests.lowerings.cudnn.recording_frontend import Frontend
 from tests.lowerings.cudnn.test_lowering import TARGET, laid
-from tests.lowerings.specs import bias, make_spec
+from tests.lowerings.specs import bias, make_spec, refusal
 
 CALL = Call(scale=0.125, right=0, needs_grad=True)
 
@@ -78,7 +78,7 @@ def test_this_machine_is_what_the_target_was_made_from() -> None:
 def test_a_bias_is_planned_as_it_will_be_made(frontend: Frontend, shape: tuple[int, ...]) -> None:
     """Contiguous, of four axes, with all keys: as cudnn_operands makes it."""
     spec = laid(make_spec(changes=(bias(*shape),)))
-    assert by_name("cudnn").why_not(spec, TARGET) == []
+    assert refusal(by_name("cudnn"), spec, TARGET) == []
     planned = frontend.graphs[0].named(graphs.UIDS)["bias"]
     full = (*(1,) * (4 - len(shape)), *shape[:-1], 128)
     assert planned.dim == list(full)

@@ -185,7 +185,8 @@ def test_unknown_sizes_are_compiled_for_as_well(here: None, flash: StandIn) -> N
 def test_what_does_not_compile_is_refused_with_its_own_words(side: str, here: None, flash: StandIn) -> None:  # noqa: F811
     setattr(flash, side, AssertionError("smem_capacity\nmore"))
     built = inputs(BY_NAME["causal_bfloat16"], device="cpu")
-    (reason,) = FlashAttention4().why_not(built.spec_on_gpu, Target.current("cuda"))
+    assert FlashAttention4().why_not(built.spec_on_gpu, Target.current("cuda")) == []
+    (reason,) = FlashAttention4().cannot_build(built.spec_on_gpu, Target.current("cuda"))
     assert reason.observed == "AssertionError: smem_capacity"
 
 

@@ -28,7 +28,7 @@ from tests.lowerings import call_math, poison
 from tests.lowerings.cudnn.recording_frontend import Frontend, NotSupported
 from tests.lowerings.cudnn.test_lowering import laid, window
 from tests.lowerings.emitting import GraphEmitter
-from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, make_spec, words
+from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, make_spec, refusal, words
 
 TARGET = Target.fake(cudnn_frontend="1.22.1")
 BACK = dataclasses.replace(CAUSAL, kinds=(*CAUSAL.kinds, *window(40).kinds), proved=window(40).proved)
@@ -147,8 +147,14 @@ def frontend(monkeypatch: pytest.MonkeyPatch) -> Frontend:
     return recording
 
 
-def test_asking_builds_the_forward_in_fp8_and_the_backward_in_the_model_s_dtype(frontend: Frontend) -> None:
+def refused(**changes: Any) -> str:
+    return words(refusal(by_name("cudnn_fp8"), spec_of(RECIPE, **changes), TARGET))
+
+
+def test_plans_are_of_the_forward_in_fp8_and_the_backward_in_the_model_s_dtype(frontend: Frontend) -> None:
     assert why_not(mask=CAUSAL) == ""
+    assert frontend.graphs == []
+    assert refused(mask=CAUSAL) == ""
     forward, backward = frontend.graphs
     assert "scale_o" in forward.told
     assert "dO" in backward.told
@@ -158,14 +164,14 @@ def test_asking_builds_the_forward_in_fp8_and_the_backward_in_the_model_s_dtype(
 def test_plans_are_for_tensors_without_gaps(frontend: Frontend) -> None:
     spec = spec_of()
     spec = dataclasses.replace(spec, q=dataclasses.replace(spec.q, strides=(128 * 24 * 64, 64, 24 * 64, 1)))
-    assert by_name("cudnn_fp8").why_not(spec, TARGET) == []
+    assert refusal(by_name("cudnn_fp8"), spec, TARGET) == []
     for graph in frontend.graphs:
         assert graph.named(graphs.UIDS)["q"].stride == [128 * 8 * 64, 64, 8 * 64, 1]
 
 
 def test_cudnn_s_refusal_is_handed_on(frontend: Frontend) -> None:
     frontend.errors["check_support"] = NotSupported("no engine in FP8")
-    assert "cuDNN builds a plan; observed no engine in FP8" in why_not()
+    assert "cuDNN builds a plan; observed no engine in FP8" in refused()
 
 
 # ---- what is computed -------------------------------------------------------------------------------------------------
