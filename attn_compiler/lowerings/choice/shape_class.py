@@ -50,14 +50,14 @@ def of(spec: AttentionSpec) -> ShapeClass:
 
 
 def _mask(spec: AttentionSpec) -> Mask:
-    parts = site_parts.parts(spec)
-    if parts.bias or parts.slopes is not None or parts.distances:
+    kinds = site_parts.parts(spec).kinds
+    if kinds & site_parts.ADDED:
         return "added"
-    if parts.documents is not None or parts.mask:
+    if kinds & {"documents", "mask"}:
         return "tensor"
-    if parts.keys is not None or parts.keys_given:
+    if "keys" in kinds:
         return "padding"
-    if parts.rows is not None:
+    if kinds & {"lengths", "rows"}:
         return "lengths" if all(map(_is_band_or_length, spec.mask.proved)) else "padding"
     if spec.score.sinks is not None:
         return "sinks"

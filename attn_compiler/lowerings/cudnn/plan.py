@@ -6,16 +6,16 @@ the mask's proved kinds are such parts is what `site_parts.parts` says of every 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
-from attn_compiler import index_expr as ix
 from attn_compiler.codec import Codec
 from attn_compiler.decisions import Reason
-from attn_compiler.index_expr import Expr, Index
+from attn_compiler.index_expr import Expr
 from attn_compiler.lowerings.shared import dims, limits
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.lowerings.shared.parts import Parts
+from attn_compiler.lowerings.shared.parts import PartKind, Parts
 from attn_compiler.masks import Causal
 from attn_compiler.spec import AttentionSpec
 
@@ -24,6 +24,20 @@ ALIGNMENT = 16
 #: in FP8, of q, k, v and out; and of their gradients
 FP8_DTYPE, FP8_GRADIENT_DTYPE = "float8_e4m3fn", "float8_e5m2"
 _READ_SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s")
+#: parts that a graph can be told of
+PARTS: frozenset[PartKind] = frozenset({"band", "lengths", "bias"})
+#: every other part, what it is called in a refusal, and what to do about it
+_UNSERVED: tuple[tuple[tuple[PartKind, ...], str, str | None], ...] = (
+    (
+        ("keys",),
+        "truth values of keys, which may be padded at the left or have holes",
+        "count each row's keys: a mask of positions below a length is one, a vector of truth values may have holes",
+    ),
+    (("rows",), "an interval of keys that differs by query, or begins after the first key", None),
+    (("documents",), "documents", None),
+    (("mask",), "a mask tensor of truth values", None),
+    (("slopes", "distances"), "a bias by distance, as slopes or as a table", None),
+)
 #: operands by `Call.fp8`
 SCALES: dict[str, tuple[str, ...]] = {
     "": (),
@@ -129,6 +143,7 @@ def of(spec: AttentionSpec, *, deterministic: bool) -> Call:
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def parts(spec: AttentionSpec) -> Parts:
     """What cuDNN applies: the proved parts, or the model's own additive tensor where that adds more than a mask.
 
@@ -136,8 +151,7 @@ def parts(spec: AttentionSpec) -> Parts:
     """
     found = site_parts.parts(spec)
     tensor = limits.additive(spec)
-    adds = found.bias or found.slopes is not None or bool(found.distances)
-    if not _unserved(found) or not adds or tensor is None or tensor.dtype == "bool":
+    if found.kinds <= PARTS or not found.kinds & site_parts.ADDED or tensor is None or tensor.dtype == "bool":
         return found
     # What the tensor says may be known and still be no part for cuDNN. It says everything but what a flag says.
     flags = [kind for kind in spec.mask.kinds if isinstance(kind, Causal)]
@@ -147,13 +161,12 @@ def parts(spec: AttentionSpec) -> Parts:
 
 def reasons(spec: AttentionSpec) -> list[Reason]:
     """Why the mask and what is added to the scores can't be said to cuDNN."""
+    rule = "the mask is a band, a number of keys for each row, or a tensor that is added"
+    beyond = parts(spec).kinds - PARTS
     return [
-        Reason(
-            rule="the mask is a band, a number of keys for each row, or a tensor that is added",
-            observed=what,
-            remedy=remedy,
-        )
-        for what, remedy in _unserved(parts(spec))
+        Reason(rule=rule, observed=observed, remedy=remedy)
+        for kinds, observed, remedy in _UNSERVED
+        if not beyond.isdisjoint(kinds)
     ]
 
 
@@ -179,26 +192,3 @@ def band_of(spec: AttentionSpec) -> Band:
 
 def _from_end(kind: Causal, spec: AttentionSpec) -> bool:
     return kind.alignment.value == "bottom_right" and not dims.same(spec.seqlen_q, spec.seqlen_kv)
-
-
-def _unserved(found: Parts) -> list[tuple[str, str | None]]:
-    """What none of cuDNN's parts can say, each with its remedy."""
-    lengths = (
-        "count each row's keys: a mask of positions below a length is one, a vector of truth values may have holes"
-    )
-    unserved: list[tuple[str, str | None]] = []
-    if found.keys is not None or found.keys_given:
-        unserved.append(("truth values of keys, which may be padded at the left or have holes", lengths))
-    if found.rows is not None and not _is_length(found.rows):
-        unserved.append(("an interval of keys that differs by query, or begins after the first key", None))
-    if found.documents is not None:
-        unserved.append(("documents", None))
-    if found.mask:
-        unserved.append(("a mask tensor of truth values", None))
-    if found.slopes is not None or found.distances:
-        unserved.append(("a bias by distance, as slopes or as a table", None))
-    return unserved
-
-
-def _is_length(rows: site_parts.Interval) -> bool:
-    return rows.lower is None and rows.upper is not None and not ix.mentions(rows.upper, Index("q"))

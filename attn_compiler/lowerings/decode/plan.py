@@ -7,6 +7,7 @@ included, is a pair of bounds for each query, since a band over few queries is n
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 from attn_compiler.lowerings.shared import parts as site_parts
@@ -95,6 +96,7 @@ class Call:
 _CODEC = CODEC.beside(Call, Schedule, brief=True)
 
 
+@functools.lru_cache(maxsize=1024)
 def parts(spec: AttentionSpec) -> Parts:
     """Where each kind goes: as for the other Triton kernels, the band as an interval of each query."""
     found = site_parts.parts(spec)

@@ -7,6 +7,7 @@ import re
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.shared import dims, known_bad, limits, offset_limits
 from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared.parts import PartKind
 from attn_compiler.scores import DenseBias, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import FLASH_ATTN_4_DISTRIBUTION, Target
@@ -19,6 +20,8 @@ FIRST_BETA, LAST_BETA = 34, 36
 _VERSION = re.compile(r"4\.0\.0b(\d+)")
 INSTALL = "pip install 'attn_compiler[fa4]'"
 
+#: parts that its functions have arguments for
+_PARTS: frozenset[PartKind] = frozenset({"band"})
 _DTYPES = ("bfloat16", "float16")
 _HEAD_DIM_LIMIT = 256
 # Bytes that one vector has: heads are whole vectors.
@@ -72,13 +75,7 @@ def _check_version(version: str) -> list[Reason]:
 def _check_mask(spec: AttentionSpec) -> list[Reason]:
     """A diagonal, a window, or nothing; whatever else a mask is made of has no argument there."""
     parts = site_parts.parts(spec)
-    if (
-        parts.rows is not None
-        or parts.keys is not None
-        or parts.keys_given
-        or parts.documents is not None
-        or parts.mask
-    ):
+    if (parts.kinds & site_parts.MASKING) - _PARTS:
         return [Reason(rule="the mask is a causal one, a window, or none", observed=spec.mask.words)]
     band = parts.band
     if band is None:
@@ -93,8 +90,7 @@ def _check_mask(spec: AttentionSpec) -> list[Reason]:
 
 
 def _check_added(spec: AttentionSpec) -> list[Reason]:
-    parts = site_parts.parts(spec)
-    if not (parts.bias or parts.slopes is not None or parts.distances):
+    if not (site_parts.parts(spec).kinds & site_parts.ADDED) - _PARTS:
         return []
     tensor = limits.additive(spec)
     observed = spec.score.added or (tensor.words if tensor is not None else spec.score.words)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from torch import fx
 
-from attn_compiler import index_expr as ix
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring, rounding
@@ -95,11 +94,8 @@ def _parts_beyond(plan: Plan, *, has_lengths: bool) -> list[str]:
 
 
 def _has_lengths(spec: AttentionSpec) -> bool:
-    """Whether the interval of keys that each query may use ends at one and the same for all of a batch row, and begins with the first."""
-    interval = site_parts.parts(spec).rows
-    if interval is None or interval.lower is not None or interval.upper is None:
-        return False
-    return not ix.mentions(interval.upper, site_parts.Q)
+    """Whether rows of the batch have numbers of keys."""
+    return "lengths" in site_parts.parts(spec).kinds
 
 
 register_forward("hopper_fp8", forward=late("fp8.hopper_launch", "forward"), dispatch_key="CUDA")

@@ -1,7 +1,7 @@
-"""From a spec to the parts that the Triton kernels apply: each proved kind goes where it is cheapest.
+"""What a site is made of: `parts` puts each proved kind of a spec where it is cheapest. Every family, and the choice, reads it there.
 
 A part whose tensors can't be had where the kernel runs, and a kind that is no part at all, leave the mask to the model's own
-dense tensor. So does everything that was not proved. Pure data: no FX, no CUDA.
+dense tensor. So does everything that was not proved. Pure data: no FX, no CUDA. The parts of a spec are made once and kept.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from attn_compiler import index_expr as ix
 from attn_compiler import masks, reads, scores
@@ -25,6 +25,13 @@ B, H, Q, K = map(Index, "bhqk")
 
 #: up to so many the mask is evaluated everywhere
 _FEW_QUERIES, _FEW_KEYS = 32, 512
+
+#: what `Parts` may hold. "lengths": the keys of a batch row up to a number, whatever the query. "rows": any other interval of keys.
+#: "keys": truth values of keys, computed or given.
+PartKind = Literal["band", "lengths", "rows", "keys", "documents", "mask", "bias", "slopes", "distances"]
+#: those that leave pairs out, and those that are added to the scores
+MASKING: frozenset[PartKind] = frozenset({"band", "lengths", "rows", "keys", "documents", "mask"})
+ADDED: frozenset[PartKind] = frozenset({"bias", "slopes", "distances"})
 
 #: the sizes of the scores, as expressions name them here
 SEQLEN_Q, SEQLEN_KV = Size("Sq"), Size("Skv")
@@ -43,6 +50,11 @@ class Interval:
             lower=_of_two("max", self.lower, other.lower),
             upper=_of_two("min", self.upper, other.upper),
         )
+
+    @property
+    def is_length(self) -> bool:
+        """Whether it begins with the first key, and ends at the same one for all queries of a batch row."""
+        return self.lower is None and self.upper is not None and not _mentions(self.upper, Q)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +77,22 @@ class Parts:
     slopes: Expr | None = None
     distances: tuple[ProvedScore, ...] = ()
     distances_grad: bool = False
+
+    @property
+    def kinds(self) -> frozenset[PartKind]:
+        """Which parts there are. What a family does not take is this without what it takes."""
+        has: dict[PartKind, bool] = {
+            "band": self.band is not None,
+            "lengths": self.rows is not None and self.rows.is_length,
+            "rows": self.rows is not None and not self.rows.is_length,
+            "keys": self.keys is not None or self.keys_given,
+            "documents": self.documents is not None,
+            "mask": self.mask,
+            "bias": self.bias,
+            "slopes": self.slopes is not None,
+            "distances": bool(self.distances),
+        }
+        return frozenset(kind for kind, here in has.items() if here)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -105,6 +133,7 @@ def _has_few_pairs(spec: AttentionSpec) -> bool:
     return few_queries or (isinstance(spec.seqlen_kv, int) and spec.seqlen_kv <= _FEW_KEYS)
 
 
+@functools.lru_cache(maxsize=1024)
 def parts(spec: AttentionSpec) -> Parts:
     """Where each kind goes."""
     applied = [kind for kind in spec.mask.kinds if isinstance(kind, masks.Causal)]

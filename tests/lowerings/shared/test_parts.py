@@ -11,8 +11,11 @@ from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import Band, Plan
 from attn_compiler.lowerings.shared.parts import SEQLEN_KV, SEQLEN_Q, Interval, Parts
 from attn_compiler.masks import Alignment, Causal, Dense, MaskSpec, ProvedKind
+from attn_compiler.options import Options
+from attn_compiler.passes import select
 from attn_compiler.scores import ProvedScore, ScoreSpec
 from attn_compiler.spec import AttentionSpec, Dim
+from attn_compiler.target import Target
 from tests.lowerings.specs import make_spec
 
 B, H, Q, K = map(Index, "bhqk")
@@ -47,6 +50,42 @@ def spec_of(
     mask = MaskSpec(kinds=(*kinds, *((dense,) if dense else ())), proved=proved, reason=reason, out_of_reach=lost)
     spec = make_spec(mask=mask, changes=changes, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, needs_grad=needs_grad)
     return dataclasses.replace(spec, score=dataclasses.replace(spec.score, proved=added, out_of_reach=lost))
+
+
+def test_the_parts_of_a_spec_are_made_once() -> None:
+    """Whoever asks, of equal specs too, gets the very same."""
+    site_parts.parts.cache_clear()
+    own, equal = (spec_of(Causal(), PADDING) for _ in "ab")
+    for options in (Options(), Options(lowerings=("cudnn", "triton", "decode", "math"))):
+        select.decide(own, Target.fake(cudnn_frontend="1.23.0"), options)
+        select.decide(equal, Target.fake(cudnn_frontend="1.23.0"), options)
+    assert site_parts.parts.cache_info().misses == 1
+    assert site_parts.parts(own) is site_parts.parts(equal)
+
+
+@pytest.mark.parametrize(
+    ("proved", "dense", "kinds"),
+    [
+        ([], None, set()),
+        ([Causal()], DENSE, {"band"}),
+        ([masks.KeyBound(side="last", bound=LENGTH)], DENSE, {"lengths"}),
+        ([masks.KeyBound(side="first", bound=LENGTH)], DENSE, {"rows"}),
+        ([masks.Chunked(size=8)], DENSE, {"rows"}),
+        ([Causal(), PADDING, DOCUMENT], DENSE, {"band", "keys", "documents"}),
+        ([], Dense(shape=(2, 1, 1, 192), dtype="bool"), {"keys"}),
+        ([], DENSE, {"mask"}),
+        ([], ADDED, {"bias"}),
+    ],
+)
+def test_kinds_of_parts(proved: list[ProvedKind], dense: Dense | None, kinds: set[str]) -> None:
+    assert parts(*proved, dense=dense).kinds == kinds
+
+
+@pytest.mark.parametrize(("kind", "found"), [(TABLE, "distances"), (BLOOM, "slopes")])
+def test_kinds_of_parts_that_are_added(kind: ProvedScore, found: str) -> None:
+    assert parts(dense=ADDED, added=(kind,)).kinds == {found}
+    assert {found} <= site_parts.ADDED
+    assert not site_parts.ADDED & site_parts.MASKING
 
 
 def parts(*proved: ProvedKind, **of: object) -> Parts:
