@@ -20,19 +20,14 @@ from attn_compiler.lowerings.cudnn import operands as cudnn_operands
 from attn_compiler.lowerings.cudnn import plan
 from attn_compiler.lowerings.cudnn import plans as cudnn_plans
 from attn_compiler.lowerings.cudnn.plan import Call
-from attn_compiler.lowerings.shared import cudnn_limits, dims, limits
-from attn_compiler.scores import DenseBias, Sinks, Softcap
+from attn_compiler.lowerings.cudnn.takes import TAKES
+from attn_compiler.lowerings.shared import cudnn_limits, dims, limits, takes
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
-#: applied to the scores, or refused by a check of their own
-_CHANGES = (Softcap, Sinks, DenseBias)
-
-_FIRST_SM = 80
 # 1.22 is the first to take addresses as a list (_execute_with_ptrs). 1.24 to 1.26 set an attribute in every backward that cuDNN 9.19
 # does not know (CUDNN_ATTR_OPERATION_RESHAPE_MODE), and 1.27 is written anew.
 _FIRST_FRONTEND, _FRONTEND_LIMIT = (1, 22), (1, 24)
-_HEAD_DIM_LIMIT = 256
 #: bytes of workspace that a backward may take for all scores at once
 WORKSPACE_LIMIT = 2 * 2**30
 
@@ -43,7 +38,7 @@ class CudnnAttention(Lowering):
     name = "cudnn"
 
     def unavailable(self, target: Target) -> list[Reason]:
-        gpu = limits.check_gpu(target, first_sm=_FIRST_SM)
+        gpu = takes.check_gpu(TAKES, target)
         return gpu or [
             *cudnn_limits.check_version(target),
             *graph_limits.check_graph_version(target),
@@ -80,19 +75,8 @@ def rules(spec: AttentionSpec, target: Target) -> list[Reason]:
     if machine:
         return machine
     reasons = [
-        *limits.check_softcap(spec),
-        *limits.check_known_changes(spec, _CHANGES),
-        *limits.check_weights_unread(spec),
-        *limits.check_scale(spec),
-        *limits.check_masks(spec),
-        *limits.check_softmax_dtype(spec),
-        *limits.check_shapes(spec),
-        *limits.check_dtypes(spec, ("float16", "bfloat16")),
-        *limits.check_head_dims(spec, multiple=8, limit=_HEAD_DIM_LIMIT),
-        *limits.check_grid(spec),
-        *limits.check_tensor(spec, dtypes=(spec.dtype,)),
+        *takes.refused(TAKES, spec),
         *cudnn_limits.check_dropout(spec, target),
-        *_check_sizes(spec),
         *plan.reasons(spec),
     ]
     if reasons:
@@ -114,21 +98,6 @@ def _check_frontend(target: Target) -> list[Reason]:
     if _FIRST_FRONTEND <= limits.release(target.cudnn_frontend) < _FRONTEND_LIMIT:
         return []
     return [Reason(rule=rule, observed=target.cudnn_frontend, remedy=remedy)]
-
-
-def _check_sizes(spec: AttentionSpec) -> list[Reason]:
-    """A plan is made for the numbers."""
-    tensors = (("q", spec.q), ("k", spec.k), ("v", spec.v))
-    unknown = [
-        f"{name} ({', '.join(map(str, of))})"
-        for name, tensor in tensors
-        for of in (tensor.shape, tensor.strides)
-        if not all(isinstance(n, int) for n in of)
-    ]
-    if not unknown:
-        return []
-    rule = "every size and stride is known: a plan serves one shape, and none is built while a step runs"
-    return [Reason(rule=rule, observed=unknown[0], remedy=limits.STATIC)]
 
 
 def _check_call(call: Call, spec: AttentionSpec) -> list[Reason]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from attn_compiler.codec import Codec
 from attn_compiler.decisions import Reason
 from attn_compiler.index_expr import Expr
+from attn_compiler.lowerings.cudnn.takes import TAKES
 from attn_compiler.lowerings.shared import dims, limits
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import Band
@@ -24,9 +25,7 @@ ALIGNMENT = 16
 #: in FP8, of q, k, v and out; and of their gradients
 FP8_DTYPE, FP8_GRADIENT_DTYPE = "float8_e4m3fn", "float8_e5m2"
 _READ_SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s")
-#: parts that a graph can be told of
-PARTS: frozenset[PartKind] = frozenset({"band", "lengths", "bias"})
-#: every other part, what it is called in a refusal, and what to do about it
+#: every part that a graph can't be told of, what it is called in a refusal, and what to do about it
 _UNSERVED: tuple[tuple[tuple[PartKind, ...], str, str | None], ...] = (
     (
         ("keys",),
@@ -151,7 +150,7 @@ def parts(spec: AttentionSpec) -> Parts:
     """
     found = site_parts.parts(spec)
     tensor = limits.additive(spec)
-    if found.kinds <= PARTS or not found.kinds & site_parts.ADDED or tensor is None or tensor.dtype == "bool":
+    if not TAKES.beyond(spec) or not found.kinds & site_parts.ADDED or tensor is None or tensor.dtype == "bool":
         return found
     # What the tensor says may be known and still be no part for cuDNN. It says everything but what a flag says.
     flags = [kind for kind in spec.mask.kinds if isinstance(kind, Causal)]
@@ -162,7 +161,7 @@ def parts(spec: AttentionSpec) -> Parts:
 def reasons(spec: AttentionSpec) -> list[Reason]:
     """Why the mask and what is added to the scores can't be said to cuDNN."""
     rule = "the mask is a band, a number of keys for each row, or a tensor that is added"
-    beyond = parts(spec).kinds - PARTS
+    beyond = parts(spec).kinds - TAKES.parts
     return [
         Reason(rule=rule, observed=observed, remedy=remedy)
         for kinds, observed, remedy in _UNSERVED

@@ -15,10 +15,10 @@ from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.choice.priorities import MOST_QUERIES
 from attn_compiler.lowerings.decode import operands as decode_operands
-from attn_compiler.lowerings.decode import plan
 from attn_compiler.lowerings.decode import schedule as decode_schedule
 from attn_compiler.lowerings.decode.plan import Call
-from attn_compiler.lowerings.shared import kernel_limits
+from attn_compiler.lowerings.decode.takes import TAKES
+from attn_compiler.lowerings.shared import kernel_limits, takes
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -38,11 +38,10 @@ class Decode(Lowering):
         refused = kernel_limits.check_site(spec, target)
         # What the parts are is only known of a spec that is understood.
         return refused or [
-            *_check_no_grad(spec),
-            *_check_no_dropout(spec),
+            *takes.refused(TAKES, spec),
             *_check_queries(spec),
             *_check_heads_known(spec),
-            *_check_documents(spec),
+            *_check_parts(spec),
         ]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
@@ -68,19 +67,6 @@ def as_read(spec: AttentionSpec, operands: Operands, target: Target) -> tuple[At
     return dataclasses.replace(spec, stored=None), operands.k, operands.v
 
 
-def _check_no_grad(spec: AttentionSpec) -> list[Reason]:
-    if not spec.needs_grad:
-        return []
-    remedy = "decode under torch.no_grad() or torch.inference_mode()"
-    return [Reason(rule="no gradient is needed", observed="the output is differentiated", remedy=remedy)]
-
-
-def _check_no_dropout(spec: AttentionSpec) -> list[Reason]:
-    if not spec.score.dropout_p:
-        return []
-    return [Reason(rule="no dropout", observed=f"dropout {spec.score.dropout_p:g}", remedy="call model.eval()")]
-
-
 def _check_queries(spec: AttentionSpec) -> list[Reason]:
     if isinstance(spec.seqlen_q, int) and spec.seqlen_q <= MOST_QUERIES:
         return []
@@ -95,7 +81,5 @@ def _check_heads_known(spec: AttentionSpec) -> list[Reason]:
     return [Reason(rule="the numbers of heads are known", observed=observed, remedy="mark them static")]
 
 
-def _check_documents(spec: AttentionSpec) -> list[Reason]:
-    if plan.parts(spec).documents is None:
-        return []
-    return [Reason(rule="no packed documents", observed=spec.mask.words)]
+def _check_parts(spec: AttentionSpec) -> list[Reason]:
+    return [Reason(rule=f"no packed {kind}", observed=spec.mask.words) for kind in sorted(TAKES.beyond(spec))]

@@ -5,27 +5,18 @@ from __future__ import annotations
 import re
 
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.shared import dims, known_bad, limits, offset_limits
+from attn_compiler.lowerings.fa4.takes import TAKES
+from attn_compiler.lowerings.shared import dims, known_bad, limits, offset_limits, takes
 from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.lowerings.shared.parts import PartKind
-from attn_compiler.scores import DenseBias, Sinks, Softcap
+from attn_compiler.lowerings.shared.parts import ADDED, MASKING
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import FLASH_ATTN_4_DISTRIBUTION, Target
-
-#: applied to the scores, or refused by a check of their own
-_CHANGES = (Softcap, Sinks, DenseBias)
 
 # Betas whose functions take what launch.py gives them: b33 has another order of arguments, and a later one may.
 FIRST_BETA, LAST_BETA = 34, 36
 _VERSION = re.compile(r"4\.0\.0b(\d+)")
 INSTALL = "pip install 'attn_compiler[fa4]'"
 
-#: parts that its functions have arguments for
-_PARTS: frozenset[PartKind] = frozenset({"band"})
-_DTYPES = ("bfloat16", "float16")
-_HEAD_DIM_LIMIT = 256
-# Bytes that one vector has: heads are whole vectors.
-_MULTIPLE = 8
 _GRADIENT_MULTIPLE = 32
 
 
@@ -35,16 +26,8 @@ def check(spec: AttentionSpec, target: Target) -> list[Reason]:
     if machine:
         return machine
     return [
-        *limits.check_known_changes(spec, _CHANGES),
-        *limits.check_weights_unread(spec),
-        *limits.check_masks(spec),
-        *limits.check_softmax_dtype(spec),
-        *limits.check_shapes(spec),
-        *limits.check_dtypes(spec, _DTYPES),
-        *limits.check_scale(spec),
-        *limits.check_grid(spec),
+        *takes.refused(TAKES, spec),
         *offset_limits.check_spans(spec),
-        *_check_dropout(spec),
         *_check_mask(spec),
         *_check_added(spec),
         *_check_head_dims(spec, target),
@@ -53,11 +36,9 @@ def check(spec: AttentionSpec, target: Target) -> list[Reason]:
 
 def check_machine(target: Target) -> list[Reason]:
     """Hopper, or Blackwell of data centers, all of one kind: flash_attn asks the current device once, for all of them."""
-    gpu = limits.check_gpu(target, first_sm=90)
+    gpu = takes.check_gpu(TAKES, target)
     if gpu:
         return gpu
-    if not (target.sm == 90 or 100 <= target.sm < 110):
-        return [Reason(rule="GPU architecture sm90 or sm100 to sm109", observed=f"sm{target.sm}")]
     if target.mixed_gpus:
         remedy = "show the process GPUs of one kind (CUDA_VISIBLE_DEVICES)"
         return [Reason(rule="all GPUs are of one architecture", observed="several", remedy=remedy)]
@@ -74,10 +55,9 @@ def _check_version(version: str) -> list[Reason]:
 
 def _check_mask(spec: AttentionSpec) -> list[Reason]:
     """A diagonal, a window, or nothing; whatever else a mask is made of has no argument there."""
-    parts = site_parts.parts(spec)
-    if (parts.kinds & site_parts.MASKING) - _PARTS:
+    if TAKES.beyond(spec) & MASKING:
         return [Reason(rule="the mask is a causal one, a window, or none", observed=spec.mask.words)]
-    band = parts.band
+    band = site_parts.parts(spec).band
     if band is None:
         return []
     behind = [side for side in (band.left, band.right) if side is not None and side < 0]
@@ -90,24 +70,17 @@ def _check_mask(spec: AttentionSpec) -> list[Reason]:
 
 
 def _check_added(spec: AttentionSpec) -> list[Reason]:
-    if not (site_parts.parts(spec).kinds & site_parts.ADDED) - _PARTS:
+    if not TAKES.beyond(spec) & ADDED:
         return []
     tensor = limits.additive(spec)
     observed = spec.score.added or (tensor.words if tensor is not None else spec.score.words)
     return [Reason(rule="nothing is added to the scores", observed=observed)]
 
 
-def _check_dropout(spec: AttentionSpec) -> list[Reason]:
-    if not spec.score.dropout_p:
-        return []
-    remedy = "set attention_dropout=0.0 in the model's config, or call model.eval()"
-    return [Reason(rule="no dropout", observed=f"{spec.score.dropout_p:g}", remedy=remedy)]
-
-
 def _check_head_dims(spec: AttentionSpec, target: Target) -> list[Reason]:
-    reasons = limits.check_head_dims(spec, multiple=_MULTIPLE, limit=_HEAD_DIM_LIMIT)
-    if reasons:
-        return reasons
+    """What only some head dims that are taken are refused for."""
+    if takes.check_head_dims(TAKES, spec):
+        return []
     head_dims = (spec.head_dim_qk, spec.head_dim_v)
     observed = f"head_dim_qk {spec.head_dim_qk}, head_dim_v {spec.head_dim_v}"
     if spec.needs_grad and any(isinstance(size, int) and size % _GRADIENT_MULTIPLE for size in head_dims):

@@ -10,10 +10,11 @@ from torch import fx
 
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
-from attn_compiler.lowerings.fp8 import limits, quantise, restoring, rounding
+from attn_compiler.lowerings.fp8 import limits, quantise, restoring
 from attn_compiler.lowerings.fp8 import seen as fp8_seen
+from attn_compiler.lowerings.fp8.takes import HOPPER
 from attn_compiler.lowerings.sdpa import cudnn_backward
-from attn_compiler.lowerings.shared import kernel_limits, part_tensors, parts, tile_table
+from attn_compiler.lowerings.shared import kernel_limits, part_tensors, parts, takes, tile_table
 from attn_compiler.lowerings.shared import limits as shared_limits
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
@@ -21,11 +22,8 @@ from attn_compiler.lowerings.shared.ops import late, register_forward
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
-_SM = 90
 #: Gluon may change from one release to the next: those that the kernel was compiled with
 _TRITON = ((3, 6), (3, 7))
-#: beyond, registers hold no sum of one tile beside the sum of all
-_HEAD_DIM_LIMIT = 128
 _REMEDY = "leave the choice to the recipe, or give lowering='triton_fp8', which takes that"
 #: of which the kernel reads the first: tiles follow from the number of keys
 _OF_LENGTHS = ("rows", "tiles", "tiles_by_key")
@@ -40,9 +38,9 @@ class HopperFp8(Lowering):
         reasons = kernel_limits.check_machine(target)
         if reasons:
             return reasons
-        if target.sm != _SM or target.triton_interpreted:
+        if target.triton_interpreted or takes.check_gpu(HOPPER, target):
             observed = "Triton's interpreter" if target.triton_interpreted else f"sm{target.sm}"
-            return [Reason(rule=f"its kernel is made of the instructions of sm{_SM}", observed=observed)]
+            return [Reason(rule="its kernel is made of the instructions of sm90", observed=observed)]
         if shared_limits.release(target.triton) in _TRITON:
             return []
         checked = " or ".join(f"{major}.{minor}" for major, minor in _TRITON)
@@ -78,14 +76,14 @@ def backward_of(spec: AttentionSpec, target: Target) -> str:
 def _check_kernel(spec: AttentionSpec) -> list[Reason]:
     reasons = []
     plan = site_parts.of(spec)
-    parts = _parts_beyond(plan, has_lengths=_has_lengths(spec))
-    if parts:
+    if HOPPER.beyond(spec) or spec.score.dropout_p:
+        parts = _parts_beyond(plan, has_lengths=_has_lengths(spec))
         rule = "its kernel knows a band, numbers of keys of batch rows, a softcap and sinks"
         reasons.append(Reason(rule=rule, observed=", ".join(parts), remedy=_REMEDY))
     if spec.score.scale <= 0:
         observed = f"{spec.score.scale:g}"
         reasons.append(Reason(rule="its kernel takes scales above 0", observed=observed, remedy=_REMEDY))
-    return [*reasons, *shared_limits.check_head_dims(spec, multiple=rounding.VECTOR, limit=_HEAD_DIM_LIMIT)]
+    return [*reasons, *takes.check_head_dims(HOPPER, spec)]
 
 
 def _parts_beyond(plan: Plan, *, has_lengths: bool) -> list[str]:

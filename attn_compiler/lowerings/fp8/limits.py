@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.fp8.rounding import VECTOR
+from attn_compiler.lowerings.shared.takes import HALF
 from attn_compiler.spec import AttentionSpec
-
-_HALF = ("bfloat16", "float16")
 
 #: So few read k and v once, and rounding them before that is as much work again.
 _FEW_QUERIES = 32
@@ -32,7 +31,7 @@ def check_recipe(spec: AttentionSpec, *, has_backward: bool = False) -> list[Rea
 
 def check_inputs(spec: AttentionSpec) -> list[Reason]:
     """q, k and v in half precision: what the model computes in float32 it wants to be more exact than that."""
-    if spec.dtype in _HALF:
+    if spec.dtype in HALF:
         return []
     rule = "FP8 attention takes bfloat16 or float16"
     observed = f"q is {spec.dtype}: the attention runs in {_short(spec.dtype)}, FP8 is ignored"

@@ -15,7 +15,8 @@ from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring
 from attn_compiler.lowerings.fp8 import seen as fp8_seen
-from attn_compiler.lowerings.shared import kernel_limits, part_tensors, parts, tile_table
+from attn_compiler.lowerings.fp8.takes import TRITON
+from attn_compiler.lowerings.shared import kernel_limits, part_tensors, parts, takes, tile_table
 from attn_compiler.lowerings.shared import limits as shared_limits
 from attn_compiler.lowerings.shared.kernel_plan import Call, Tile, Tiles
 from attn_compiler.lowerings.shared.ops import late, register_forward
@@ -34,9 +35,6 @@ _WIDE_HEADS = Tile(queries=64, keys=64, warps=8, stages=2)
 # Visits the forward's lists, so its queries and keys are the same.
 _WIDE_HEADS_GRAD_Q = Tile(queries=64, keys=64, warps=4, stages=1)
 
-#: the first with FP8 in its tensor cores
-_FIRST_SM = 89
-
 
 class TritonFp8(Lowering):
     """`attn_compiler::triton_fp8`: its operands are those of quantise.py, and then those of triton's plan."""
@@ -44,7 +42,7 @@ class TritonFp8(Lowering):
     name = "triton_fp8"
 
     def unavailable(self, target: Target) -> list[Reason]:
-        old = [] if target.triton_interpreted else shared_limits.check_gpu(target, first_sm=_FIRST_SM)
+        old = [] if target.triton_interpreted else takes.check_gpu(TRITON, target)
         return old or kernel_limits.check_machine(target)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:

@@ -15,14 +15,12 @@ from torch import fx
 
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.plain.takes import MATH
 from attn_compiler.lowerings.shared import limits, unused
+from attn_compiler.lowerings.shared.takes import refused
 from attn_compiler.masks import Causal
-from attn_compiler.scores import DenseBias, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
-
-#: applied to the scores
-_CHANGES = (Softcap, Sinks, DenseBias)
 
 aten = torch.ops.aten
 
@@ -36,14 +34,7 @@ class PlainMath(Lowering):
         return []
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        return [
-            *limits.check_known_changes(spec, _CHANGES),
-            *limits.check_weights_unread(spec),
-            *limits.check_masks(spec),
-            *limits.check_dtypes(spec, ("float32", "float64", "bfloat16", "float16")),
-            *limits.check_shapes(spec),
-            *limits.check_one_tensor(spec),
-        ]
+        return [*refused(MATH, spec), *limits.check_one_tensor(spec)]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(last_stride_one=False)

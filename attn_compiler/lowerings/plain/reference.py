@@ -20,14 +20,12 @@ from torch import fx
 
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.plain.takes import REFERENCE
 from attn_compiler.lowerings.shared import limits
+from attn_compiler.lowerings.shared.takes import refused
 from attn_compiler.masks import Alignment, Causal
-from attn_compiler.scores import DenseBias, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
-
-#: applied to the scores
-_CHANGES = (Softcap, Sinks, DenseBias)
 
 Tensors = Sequence[torch.Tensor]
 
@@ -41,15 +39,7 @@ class Reference(Lowering):
         return []
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        return [
-            *limits.check_known_changes(spec, _CHANGES),
-            *_check_dropout(spec),
-            *limits.check_weights_unread(spec),
-            *limits.check_masks(spec),
-            *limits.check_dtypes(spec, ("float32", "float64", "bfloat16", "float16")),
-            *limits.check_softmax_dtype(spec),
-            *limits.check_one_tensor(spec),
-        ]
+        return [*refused(REFERENCE, spec), *limits.check_one_tensor(spec)]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(last_stride_one=False)
@@ -59,13 +49,6 @@ class Reference(Lowering):
         leaf = torch.ops.attn_compiler.reference.default
         outputs = emitter.call(leaf, operands.q, operands.k, operands.v, further, spec.to_text())
         return emitter.call(operator.getitem, outputs, 0)
-
-
-def _check_dropout(spec: AttentionSpec) -> list[Reason]:
-    if not spec.score.dropout_p:
-        return []
-    remedy = "call model.eval(), or set the dropout to 0"
-    return [Reason(rule="no dropout", observed=f"{spec.score.dropout_p:g}", remedy=remedy)]
 
 
 # ---- the leaf op's two bodies ---------------------------------------------------------------------------------------

@@ -19,14 +19,13 @@ from torch import fx
 
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.sdpa.takes import CPU_FLASH, CUDNN, EFFICIENT, EFFICIENT_BEFORE_SM80, FLASH
 from attn_compiler.lowerings.shared import cudnn_limits, dims, limits, mask_nodes, offset_limits
 from attn_compiler.lowerings.shared.limits import torch_release
+from attn_compiler.lowerings.shared.takes import Takes, check_gpu, refused
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
-_FIRST_SM = 80
-_EFFICIENT_FIRST_SM = 50
-_FLASH_HEAD_DIM_LIMIT = 256
 # Bytes that one CUDA kernel reads at once along a head: every other stride has to keep that alignment.
 _CUDA_ALIGNMENT = 16
 # Elements of any dtype that are a multiple of it.
@@ -38,31 +37,30 @@ _CUDNN_OUTPUT = (2, 13)
 
 
 class _Pinned(Lowering, ABC):
-    """One kernel. device: where it runs. kernel: its name in Target.disabled."""
+    """One kernel. device: where it runs. kernel: its name in Target.disabled. takes: what it takes on the newest machines."""
 
     name: str
     device: str
     kernel: str
+    takes: Takes
 
     @abstractmethod
     def unavailable(self, target: Target) -> list[Reason]: ...
 
     @abstractmethod
     def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        """What this kernel can't do, besides what none of PyTorch's can."""
+        """What this kernel can't do, besides what it does not take."""
+
+    def _taken(self, target: Target) -> Takes:
+        """What it takes on that machine."""
+        return self.takes
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         # Without the machine the rest would be judged by an architecture that isn't there.
         machine = self.unavailable(target) or limits.check_device(spec, self.device)
         if machine:
             return machine
-        return [
-            *limits.check_scores(spec),
-            *limits.check_masks(spec),
-            *limits.check_softmax_dtype(spec),
-            *limits.check_shapes(spec),
-            *self._limits(spec, target),
-        ]
+        return [*refused(self._taken(target), spec), *self._limits(spec, target)]
 
 
 class SdpaCudnn(_Pinned):
@@ -71,19 +69,18 @@ class SdpaCudnn(_Pinned):
     name = "sdpa_cudnn"
     device = "cuda"
     kernel = "cudnn"
+    takes = CUDNN
 
     def unavailable(self, target: Target) -> list[Reason]:
-        gpu = limits.check_gpu(target, first_sm=_FIRST_SM)
+        gpu = check_gpu(self.takes, target)
         return gpu or [*cudnn_limits.check_version(target), *limits.check_switch(self.kernel, target)]
 
     def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return [
-            *limits.check_dtypes(spec, ("float16", "bfloat16")),
             *cudnn_limits.check_deterministic(target),
             *cudnn_limits.check_head_dims(spec, target),
             *cudnn_limits.check_lengths(spec, target),
             *cudnn_limits.check_dropout(spec, target),
-            *limits.check_grid(spec),
             *limits.check_causal(spec),
             *limits.check_causal_alone(spec),
             *limits.check_tensor(spec, dtypes=cudnn_limits.tensor_dtypes(spec, target)),
@@ -128,21 +125,14 @@ class SdpaFlash(_Pinned):
     name = "sdpa_flash"
     device = "cuda"
     kernel = "flash"
+    takes = FLASH
 
     def unavailable(self, target: Target) -> list[Reason]:
-        gpu = limits.check_gpu(target, first_sm=_FIRST_SM)
+        gpu = check_gpu(self.takes, target)
         return gpu or limits.check_switch(self.kernel, target)
 
     def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        return [
-            *limits.check_dtypes(spec, ("float16", "bfloat16")),
-            *limits.check_head_dims(spec, multiple=8, limit=_FLASH_HEAD_DIM_LIMIT),
-            *limits.check_one_head_dim(spec),
-            *self._check_backward(spec, target),
-            *limits.check_grid(spec),
-            *limits.check_no_tensor(spec),
-            *self._check_causal(spec),
-        ]
+        return [*self._check_backward(spec, target), *self._check_causal(spec)]
 
     @staticmethod
     def _check_backward(spec: AttentionSpec, target: Target) -> list[Reason]:
@@ -196,24 +186,22 @@ class SdpaEfficient(_Pinned):
     name = "sdpa_efficient"
     device = "cuda"
     kernel = "efficient"
+    takes = EFFICIENT
 
     def unavailable(self, target: Target) -> list[Reason]:
-        gpu = limits.check_gpu(target, first_sm=_EFFICIENT_FIRST_SM)
+        gpu = check_gpu(self.takes, target)
         return gpu or limits.check_switch(self.kernel, target)
 
     def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        has_bfloat16 = target.sm >= 80
-        is_half = spec.dtype in ("float16", "bfloat16")
-        multiple = 8 if is_half else 4 if target.sm >= 80 else 1
         return [
-            *limits.check_dtypes(spec, ("float16", *(("bfloat16",) if has_bfloat16 else ()), "float32")),
-            *limits.check_head_dims(spec, multiple=multiple),
             *(limits.check_grid(spec) if spec.score.dropout_p else ()),
             *limits.check_causal(spec),
             *limits.check_causal_alone(spec),
-            *limits.check_tensor(spec, dtypes=(spec.dtype,)),
             *offset_limits.check_efficient(spec),
         ]
+
+    def _taken(self, target: Target) -> Takes:
+        return self.takes if target.sm >= 80 else EFFICIENT_BEFORE_SM80
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(alignment=_CUDA_ALIGNMENT)
@@ -262,6 +250,7 @@ class SdpaCpuFlash(_Pinned):
     name = "sdpa_cpu_flash"
     device = "cpu"
     kernel = "flash"
+    takes = CPU_FLASH
 
     def unavailable(self, target: Target) -> list[Reason]:
         if target.device != self.device:
@@ -270,23 +259,11 @@ class SdpaCpuFlash(_Pinned):
 
     def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return [
-            *limits.check_dtypes(spec, ("float32", "float64", "bfloat16", "float16")),
-            *limits.check_head_dims(spec, multiple=1),
-            *limits.check_one_head_dim(spec),
-            *self._check_dropout(spec),
             *self._check_no_half_copies(spec),
             *limits.check_causal(spec),
-            *limits.check_tensor(spec, dtypes=(spec.dtype, "float32")),
             *limits.check_no_keyless_rows(spec),
             *limits.check_no_bias_gradient(spec),
         ]
-
-    @staticmethod
-    def _check_dropout(spec: AttentionSpec) -> list[Reason]:
-        if not spec.score.dropout_p:
-            return []
-        remedy = "set attention_dropout=0.0 in the model's config, or call model.eval()"
-        return [Reason(rule="no dropout", observed=f"{spec.score.dropout_p:g}", remedy=remedy)]
 
     def _check_no_half_copies(self, spec: AttentionSpec) -> list[Reason]:
         """Refuse half-precision operands that flash would need copies of.

@@ -8,18 +8,25 @@ from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import LayoutDemand
 from attn_compiler.lowerings.shared import limits
 from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS
-from attn_compiler.scores import DenseBias, Sinks, Softcap
+from attn_compiler.lowerings.shared.takes import HeadDims, Takes, check_gpu, refused, since
+from attn_compiler.scores import Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
-#: what the kernels apply to the scores
-_CHANGES = (Softcap, Sinks, DenseBias)
-
-_FIRST_SM = 80
-_FIRST_TRITON = (3, 2)
-_HEAD_DIM_LIMIT = 256
-_SMALL_MACHINE_HEAD_DIM = 128
 _DTYPES = ("bfloat16", "float16", "float32")
+#: what they take. A family may take less of it.
+TAKES = Takes(
+    sms=since(80),
+    dtypes=_DTYPES,
+    changes=(Softcap, Sinks),
+    tensors=_DTYPES,
+    # In half precision every head has to begin where a vector does.
+    head_dims=HeadDims(multiple=8, in_full=1, most=256),
+    scales="moderate",
+)
+
+_FIRST_TRITON = (3, 2)
+_SMALL_MACHINE_HEAD_DIM = 128
 # Bytes that the kernels load at once along a head.
 _ALIGNMENT = 16
 #: queries, and keys, of the smallest tile that a bias' gradient takes
@@ -31,7 +38,7 @@ DEMAND = LayoutDemand(alignment=_ALIGNMENT, farthest=FARTHEST)
 
 def check_machine(target: Target) -> list[Reason]:
     """A GPU since Ampere, or Triton's interpreter; and Triton."""
-    gpu = [] if target.triton_interpreted else limits.check_gpu(target, first_sm=_FIRST_SM)
+    gpu = [] if target.triton_interpreted else check_gpu(TAKES, target)
     return gpu or _check_triton(target)
 
 
@@ -41,19 +48,10 @@ def check_site(spec: AttentionSpec, target: Target) -> list[Reason]:
     if machine:
         return machine
     return [
-        *limits.check_known_changes(spec, _CHANGES),
-        *limits.check_weights_unread(spec),
-        *limits.check_masks(spec),
-        *limits.check_softmax_dtype(spec),
-        *limits.check_largest_scale(spec),
-        *limits.check_shapes(spec),
-        *limits.check_dtypes(spec, _DTYPES),
+        *refused(TAKES, spec),
         *_check_interpreter(spec, target),
-        *limits.check_head_dims(spec, multiple=_multiple(spec), limit=_HEAD_DIM_LIMIT),
         *_check_shared_memory(spec, target),
-        *limits.check_grid(spec),
         *_check_counted(spec),
-        *limits.check_tensor(spec, dtypes=_DTYPES),
     ]
 
 
@@ -110,11 +108,6 @@ def _check_summed(spec: AttentionSpec) -> list[Reason]:
         return []
     rule = f"each number of a learned bias is added to the scores of at most {MOST_BLOCKS} tiles"
     return [Reason(rule=rule, observed=f"{math.prod(summed)} tiles of {_LEAST_TILE} x {_LEAST_TILE}")]
-
-
-def _multiple(spec: AttentionSpec) -> int:
-    """In half precision every head has to begin where a vector does."""
-    return 1 if spec.dtype == "float32" else _ALIGNMENT // 2
 
 
 def _check_triton(target: Target) -> list[Reason]:

@@ -13,7 +13,7 @@ from attn_compiler import scores
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.shared import dims
 from attn_compiler.masks import Alignment, Causal, Chunked, Dense, Document, KeyBound, KeyPadding, Prefix, SlidingWindow
-from attn_compiler.scores import DenseBias, ScoreChange, Sinks, Softcap, Unusual
+from attn_compiler.scores import DenseBias, ScoreChange, Softcap, Unusual
 from attn_compiler.spec import AttentionSpec, Dim
 from attn_compiler.target import Target
 
@@ -25,9 +25,6 @@ MAX_GRID = 65535
 LARGEST_ADDED = {"float32": 2048.0, "float16": 65504.0, "bfloat16": 65504.0}
 #: scores of 2^14 times this, in units of log 2, have a float32 neighbour one half away
 LARGEST_SCALE = 256.0
-
-#: score changes that PyTorch's kernels apply or `check_scores` refuses
-_OF_SDPA = (Softcap, Sinks, DenseBias)
 
 LOWER_PRECISION = "call model.bfloat16(), or run it under torch.autocast"
 STATIC = "compile with dynamic=False, or mark the length static"
@@ -166,14 +163,6 @@ def check_one_head_dim(spec: AttentionSpec) -> list[Reason]:
 
 
 # ---- scores -------------------------------------------------------------------------------------------------------
-
-
-def check_scores(spec: AttentionSpec) -> list[Reason]:
-    """What none of PyTorch's kernels does between the two products."""
-    reasons = check_softcap(spec)
-    if spec.score.sinks is not None:
-        reasons.append(Reason(rule="no attention sinks", observed="one learned logit a head joins the softmax"))
-    return reasons + check_known_changes(spec, _OF_SDPA) + check_weights_unread(spec) + check_scale(spec)
 
 
 def check_softcap(spec: AttentionSpec) -> list[Reason]:

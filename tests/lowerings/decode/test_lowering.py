@@ -65,7 +65,7 @@ def test_takes(spec: dict[str, Any]) -> None:
     ("spec", "said"),
     [
         ({"needs_grad": True}, "no gradient is needed; observed the output is differentiated; decode under torch.no"),
-        ({"dropout_p": 0.1}, "no dropout; observed dropout 0.1; call model.eval()"),
+        ({"dropout_p": 0.1}, "no dropout; observed 0.1; set attention_dropout=0.0"),
         ({"seqlen_q": 17}, "seqlen_q is known, and at most 16; observed seqlen_q 17"),
         ({"seqlen_q": "s0"}, "observed seqlen_q s0"),
         ({"heads": "s0", "heads_kv": "s0"}, "the numbers of heads are known"),

@@ -1,0 +1,16 @@
+"""What cuDNN's own graphs take, whatever the version of cuDNN."""
+
+from __future__ import annotations
+
+from attn_compiler.lowerings.shared.takes import OWN, HeadDims, Takes, since
+from attn_compiler.scores import Sinks
+
+TAKES = Takes(
+    sms=since(80),
+    dtypes=("float16", "bfloat16"),
+    changes=(Sinks,),
+    parts=frozenset({"band", "lengths", "bias"}),
+    tensors=(OWN,),
+    head_dims=HeadDims(multiple=8, in_full=8, most=256),
+    symbolic_sizes=False,
+)
