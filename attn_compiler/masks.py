@@ -3,8 +3,9 @@
 A proved kind has `words` for people, its `formula`, and a reference, `mask_mod(b, h, q, k, inputs)`: the kind's meaning for one
 pair, which every kernel and every recovery is held against. What depends on run-time tensors holds an index expression.
 
-To add a kind: one class here, its name in PROVED_KINDS (KINDS, if lowerings apply it), its recogniser in passes/kinds.py, and
-its test. Lowerings refuse a kind until they list it.
+To add a kind: one class here, its name in PROVED_KINDS, its recogniser in passes/kinds.py, and its test. No lowering has to know it: the
+model's own tensor says the same, and is applied until lowerings/shared/parts.py makes a part of the kind. KINDS are another matter:
+lowerings apply those as they are, and refuse one that `check_masks` in lowerings/shared/limits.py does not list.
 """
 
 from __future__ import annotations
@@ -91,19 +92,9 @@ class Dense:
         return f"{what}[{dims}]" + (f" from {self.terms} tensors" if self.terms > 1 else "")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Opaque:
-    """A mask that was seen and could not be described; a lowering that isn't `untouched` must refuse it."""
-
-    reason: str
-
-    @property
-    def words(self) -> str:
-        return f"opaque ({self.reason})"
-
-
-MaskKind = Causal | Dense | Opaque
-KINDS: tuple[type[MaskKind], ...] = (Causal, Dense, Opaque)
+#: what lowerings are told to apply
+MaskKind = Causal | Dense
+KINDS: tuple[type[MaskKind], ...] = (Causal, Dense)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -333,9 +324,11 @@ PROVED_KINDS: tuple[type[ProvedKind], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskSpec:
-    """All of `kinds` must allow a pair; empty: every pair is allowed. These are what a lowering has to apply.
+    """What is to be applied, and what that means. Empty: every pair is allowed.
 
-    proved: kinds whose conjunction the mask was shown to be, read off the model's graph; they say what a Dense tensor means.
+    kinds: all of them must allow a pair. A Dense one is the model's own tensor.
+    proved: kinds whose conjunction that tensor was shown to be, read off the model's graph. A lowering may apply these in its place.
+        A Causal one of `kinds` holds besides; where it was itself proved, and took the tensor's place, it stands here too.
     reason: why it could not be read, where it could not. out_of_reach: tensors and sizes among what `proved` reads that a
     lowering can't get: they are another graph's, exist only inside one call, or hold something else by then.
     """
@@ -369,6 +362,3 @@ class MaskSpec:
     def dense(self) -> Dense | None:
         """The dense operand, if there is one (recovery combines several into one)."""
         return next((kind for kind in self.kinds if isinstance(kind, Dense)), None)
-
-
-NO_MASK = MaskSpec()

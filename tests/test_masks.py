@@ -22,7 +22,6 @@ from attn_compiler.masks import (
     KeyBound,
     KeyPadding,
     MaskSpec,
-    Opaque,
     Prefix,
     SlidingWindow,
 )
@@ -125,7 +124,6 @@ def test_a_tensor_that_was_not_given_is_an_error_that_names_it() -> None:
         (BOTTOM_RIGHT, "causal (bottom-right)", "k <= q + Skv - Sq"),
         (Dense(shape=(2, 1, "s0", "s0"), dtype="bool"), "dense bool[2, 1, s0, s0]", None),
         (Dense(shape=(1,), dtype="float32", terms=3), "dense additive float32[1] from 3 tensors", None),
-        (Opaque(reason="a lookup"), "opaque (a lookup)", None),
         (CausalFrom(offset=Load("past", (), "int")), "causal from past", "k <= q + past"),
         (CausalFrom(offset=Const(-1)), "strictly causal", "k + 1 <= q"),
         (SlidingWindow(left=3, right=None), "window (3 back)", "q - 3 <= k"),
@@ -168,7 +166,7 @@ def test_every_kind_has_words_and_is_tested_above() -> None:
 
 def test_words_of_a_mask() -> None:
     dense = Dense(shape=(1,), dtype="bool")
-    assert masks.NO_MASK.words == "none"
+    assert MaskSpec().words == "none"
     assert MaskSpec(kinds=(Causal(), dense)).words == "causal ∧ dense bool[1]"
     assert MaskSpec(kinds=(Causal(),), proved=(Causal(),)).words == "causal (proved)"
     proved = MaskSpec(kinds=(dense,), proved=(Causal(), KeyPadding(condition=ix.as_bool(PADDING))))

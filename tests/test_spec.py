@@ -111,7 +111,7 @@ def _spec() -> AttentionSpec:
         q=_tensor(2, 8, 5, 64),
         k=_tensor(2, 4, "s0", 64),
         v=_tensor(2, 4, "s0", 32),
-        mask=masks.NO_MASK,
+        mask=masks.MaskSpec(),
         score=scores.ScoreSpec(scale=0.125),
         device="cpu",
         out_dtype="float32",
@@ -139,7 +139,7 @@ def test_text_is_parsed_once() -> None:
 
 def test_text_of_something_else_is_refused() -> None:
     with pytest.raises(TypeError, match="text of AttentionSpec, got that of MaskSpec"):
-        AttentionSpec.from_text(spec.CODEC.text(masks.NO_MASK))
+        AttentionSpec.from_text(spec.CODEC.text(masks.MaskSpec()))
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(AttentionSpec)])

@@ -11,28 +11,8 @@ from attn_compiler import index_expr as ix
 from attn_compiler import masks
 from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Test
 from attn_compiler.masks import ProvedKind
-from attn_compiler.passes.patterns.score_steps import MASKED_BELOW, STILL_MASKED_BELOW
 
 B, H, Q, K = map(Index, "bhqk")
-
-
-def condition_of(additive: Expr, weight: float = 1.0) -> Expr | None:
-    """When an additive term lets a pair through: x where the term is `x ? 0 : lowest`; None if it does anything else.
-
-    weight: the factor that the term has in the end; above zero.
-    """
-    match additive:
-        case Const(value=value):
-            masks_out = value <= MASKED_BELOW and value * weight <= STILL_MASKED_BELOW
-            return ix.TRUE if value == 0 else ix.FALSE if masks_out else None
-        case Apply(op="where", args=(condition, a, b)):
-            yes, no = condition_of(a, weight), condition_of(b, weight)
-            return None if yes is None or no is None else ix.where(condition, yes, no)
-        case Apply(op="add", args=args):
-            parts = [condition_of(a, weight) for a in args]
-            return None if any(p is None for p in parts) else ix.apply("and", *(p for p in parts if p is not None))
-        case _:
-            return None
 
 
 def conjuncts(x: Expr) -> tuple[Expr, ...]:

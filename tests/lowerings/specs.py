@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Lowering
 from attn_compiler.masks import Alignment, Causal, Dense, MaskSpec
@@ -11,6 +13,16 @@ from attn_compiler.target import Target
 
 CAUSAL = MaskSpec(kinds=(Causal(),))
 BOTTOM_RIGHT = MaskSpec(kinds=(Causal(alignment=Alignment.BOTTOM_RIGHT),))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NewKind:
+    """A mask kind that no lowering has heard of."""
+
+    words: str = "a new kind of mask"
+
+
+UNLISTED = MaskSpec(kinds=(NewKind(),))  # type: ignore[arg-type]
 
 
 def dense(*shape: Dim, dtype: str = "bool") -> MaskSpec:

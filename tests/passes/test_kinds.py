@@ -220,33 +220,6 @@ def test_random_masks_are_what_they_are_called(x: Expr, seqlen_q: int, seqlen_kv
     _agree(x, seqlen_q, seqlen_kv)
 
 
-# ---- additive masks -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lowest", [LOWEST, -float("inf"), -65504.0, -1e9])
-def test_a_term_that_only_masks_is_a_condition(lowest: float) -> None:
-    term = ix.where(CAUSAL, Const(0.0), Const(lowest))
-    assert kinds.condition_of(term) == CAUSAL
-    assert kinds.condition_of(ix.add(term, ix.where(FLAG, Const(-0.0), Const(lowest)))) == both(CAUSAL, FLAG)
-    assert kinds.condition_of(ix.where(FLAG, term, Const(0.0))) == either(CAUSAL, ix.invert(FLAG))
-
-
-@pytest.mark.parametrize(
-    ("term", "weight"),
-    [
-        (ix.where(CAUSAL, Const(0.0), Const(-1e4)), 1.0),
-        (ix.where(CAUSAL, Const(0.5), Const(LOWEST)), 1.0),
-        (ix.where(CAUSAL, Const(0.0), Const(float("nan"))), 1.0),
-        (ix.where(CAUSAL, Const(0.0), Const(float("inf"))), 1.0),
-        (ix.where(CAUSAL, Const(0.0), Const(-65504.0)), 1e-6),
-        (ix.where(CAUSAL, Load("bias", (K,), "float"), Const(LOWEST)), 1.0),
-        (ix.mul(Load("bias", (K,), "float"), Const(LOWEST)), 1.0),
-    ],
-)
-def test_a_term_that_does_more_is_none(term: Expr, weight: float) -> None:
-    assert kinds.condition_of(term, weight) is None
-
-
 def test_every_recogniser_has_an_example() -> None:
     used = {
         recogniser

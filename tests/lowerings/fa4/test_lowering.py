@@ -21,7 +21,7 @@ from tests import numerics
 from tests.lowerings import emitting
 from tests.lowerings.fa4.cases import PROBLEMS, VERSION, Problem, inputs
 from tests.lowerings.fa4.stand_in import StandIn, flash  # noqa: F401 - a fixture
-from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, dense, make_spec, words
+from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, UNLISTED, bias, dense, make_spec, words
 
 H200 = Target.fake(flash_attn_4=VERSION)
 B200 = Target.fake(sm=100, flash_attn_4=VERSION)
@@ -118,7 +118,7 @@ DOCUMENTS = dataclasses.replace(PADDED, proved=(masks.Document(of_key=Load("ids"
         ({"scale": -1.0}, "the scale is positive"),
         ({"dropout_p": 0.1}, "no dropout; observed 0.1; set attention_dropout=0.0"),
         ({"changes": (scores.Unusual(what="a tanh twice"),)}, "a tanh twice"),
-        ({"mask": MaskSpec(kinds=(masks.Opaque(reason="no idea"),))}, "no idea"),
+        ({"mask": UNLISTED}, "a new kind of mask"),
         ({"mask": dense(2, 1, 128, 128)}, "a causal one, a window, or none; observed dense bool[2, 1, 128, 128]"),
         ({"mask": dense(2, 1, 1, 128)}, "a causal one, a window, or none"),
         ({"mask": dense(2, 1, 128, 128, dtype="bfloat16")}, "nothing is added to the scores"),

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from attn_compiler.lowerings import by_name
-from attn_compiler.masks import MaskSpec, Opaque
 from attn_compiler.scores import ScoreSpec, Unusual
 from attn_compiler.target import Target
 from tests import cases, numerics
 from tests.cases import BY_NAME, CASES, Case
 from tests.lowerings.emitting import arguments, calls, emit, output_value
+from tests.lowerings.specs import UNLISTED
 
 CPU = Target.current("cpu")
 MATH = by_name("math")
@@ -85,9 +85,9 @@ def test_scores_are_float32() -> None:
 def test_what_it_refuses_and_where_it_runs() -> None:
     spec = cases.build(BY_NAME["mask_bk"]).spec
     unusual = dataclasses.replace(spec, score=ScoreSpec(scale=1.0, changes=(Unusual(what="top-8 keys"),)))
-    opaque = dataclasses.replace(spec, mask=MaskSpec(kinds=(Opaque(reason="scatter"),)))
+    unlisted = dataclasses.replace(spec, mask=UNLISTED)
     weights = dataclasses.replace(spec, returns_weights=True)
-    for refused, word in ((unusual, "top-8"), (opaque, "scatter"), (weights, "output_attentions=False")):
+    for refused, word in ((unusual, "top-8"), (unlisted, "a new kind of mask"), (weights, "output_attentions=False")):
         (reason,) = MATH.why_not(refused, CPU)
         assert word in str(reason)
     assert MATH.unavailable(Target.fake()) == MATH.unavailable(CPU) == []

@@ -9,12 +9,13 @@ import torch.nn.functional as F
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.plain import reference
-from attn_compiler.masks import Dense, Inputs, MaskSpec, Opaque
+from attn_compiler.masks import Dense, Inputs, MaskSpec
 from attn_compiler.scores import ScoreSpec, Unusual
 from attn_compiler.target import Target
 from tests import cases, numerics
 from tests.cases import BY_NAME, CASES, Case
 from tests.lowerings.emitting import arguments, calls, emit, output_value
+from tests.lowerings.specs import UNLISTED
 
 CPU = Target.current("cpu")
 REFERENCE = by_name("reference")
@@ -113,13 +114,13 @@ def test_emits_one_leaf_op() -> None:
 def test_what_it_refuses_and_why() -> None:
     spec = cases.build(BY_NAME["mask_bk"]).spec
     unusual = dataclasses.replace(spec, score=ScoreSpec(scale=1.0, changes=(Unusual(what="top-8 keys"),)))
-    opaque = dataclasses.replace(spec, mask=MaskSpec(kinds=(Opaque(reason="scatter"), Dense(shape=(1,), dtype="bool"))))
+    unlisted = dataclasses.replace(spec, mask=MaskSpec(kinds=(*UNLISTED.kinds, Dense(shape=(1,), dtype="bool"))))
     weights = dataclasses.replace(spec, returns_weights=True)
     dropout = dataclasses.replace(spec, score=ScoreSpec(scale=1.0, dropout_p=0.1))
     mixed = dataclasses.replace(spec, k=dataclasses.replace(spec.k, dtype="bfloat16"))
     for refused, word in (
         (unusual, "top-8"),
-        (opaque, "scatter"),
+        (unlisted, "a new kind of mask"),
         (weights, "output_attentions=False"),
         (dropout, "dropout"),
         (mixed, "k bfloat16"),

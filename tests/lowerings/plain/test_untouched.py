@@ -7,20 +7,20 @@ import pytest
 from torch import fx
 
 from attn_compiler.lowerings import Emitter, Operands, by_name
-from attn_compiler.masks import MaskSpec, Opaque
 from attn_compiler.target import Target
 from tests import cases
 from tests.cases import BY_NAME
+from tests.lowerings.specs import UNLISTED
 
 UNTOUCHED = by_name("untouched")
 
 
 def test_takes_anything_anywhere() -> None:
     spec = cases.build(BY_NAME["everything"]).spec
-    opaque = dataclasses.replace(spec, mask=MaskSpec(kinds=(Opaque(reason="?"),)), returns_weights=True)
+    unlisted = dataclasses.replace(spec, mask=UNLISTED, returns_weights=True)
     for target in (Target.fake(), Target.fake(device="cpu"), Target.fake(sm=0)):
         assert UNTOUCHED.unavailable(target) == []
-        assert UNTOUCHED.why_not(opaque, target) == []
+        assert UNTOUCHED.why_not(unlisted, target) == []
 
 
 def test_asks_for_no_layout_and_emits_nothing() -> None:

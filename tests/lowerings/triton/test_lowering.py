@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from attn_compiler import masks, scores, target
+from attn_compiler import scores, target
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.triton.lowering import TritonAttention
@@ -17,7 +17,7 @@ from attn_compiler.scores import Sinks, Softcap
 from attn_compiler.target import Target
 from tests import cases
 from tests.lowerings import emitting, plan_math
-from tests.lowerings.specs import dense, make_spec, words
+from tests.lowerings.specs import UNLISTED, dense, make_spec, words
 from tests.passes.compiling import compiled, mark
 
 H200 = Target.fake()
@@ -94,7 +94,7 @@ def test_takes(spec: dict[str, Any]) -> None:
         ({"returns_weights": True}, "no other reader"),
         ({"softmax_dtype": "float64"}, "at most float32"),
         ({"changes": (scores.Unusual(what="a tanh twice"),)}, "a tanh twice"),
-        ({"mask": masks.MaskSpec(kinds=(masks.Opaque(reason="no idea"),))}, "no idea"),
+        ({"mask": UNLISTED}, "a new kind of mask"),
         ({"mask": dense(2, 1, 128, 128, dtype="float64")}, "float64"),
         ({"mask": dense(3, 1, 128, 128)}, "broadcasts"),
         ({"heads": 8, "heads_kv": 3}, "multiple"),
