@@ -31,7 +31,6 @@ from tests.index_expr.expressions import element
 
 B, H, Q, K = map(Index, "bhqk")
 SQ, SKV = Linear(((Size("s0"), 1),)), Linear(((Size("s1"), 1),))
-LOWEST = -3.4028234663852886e38
 
 PADDING = Load("mask", (B, K), "int")
 FLAG = Load("flag", (B, ix.ZERO, ix.ZERO, K), "bool")

@@ -19,6 +19,7 @@ from torch import fx
 
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.sdpa.flags import as_flag
 from attn_compiler.lowerings.sdpa.takes import CPU_FLASH, CUDNN, EFFICIENT, EFFICIENT_BEFORE_SM80, FLASH
 from attn_compiler.lowerings.shared import cudnn_limits, dims, limits, mask_nodes, offset_limits
 from attn_compiler.lowerings.shared.limits import torch_release
@@ -58,8 +59,14 @@ class _Pinned(Lowering, ABC):
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         # Without the machine the rest would be judged by an architecture that isn't there.
         machine = self.unavailable(target) or limits.check_device(spec, self.device)
-        if machine:
-            return machine
+        return machine or self._refused(self.as_told(spec, target), target)
+
+    def as_told(self, spec: AttentionSpec, target: Target) -> AttentionSpec:
+        """The site as the kernel is told of it: with a flag in the place of a mask tensor, where the flag says the same and serves."""
+        flagged = as_flag(spec)
+        return spec if flagged is None or self._refused(flagged, target) else flagged
+
+    def _refused(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return [*refused(self._taken(target), spec), *self._limits(spec, target)]
 
 
@@ -100,7 +107,8 @@ class SdpaCudnn(_Pinned):
         return LayoutDemand(alignment=_CUDA_ALIGNMENT, zero_strides=False)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        bias = operands.mask
+        spec = self.as_told(spec, emitter.target)
+        bias = _tensor(spec, operands)
         if bias is not None:
             bias = mask_nodes.additive(emitter, bias, emitter.value(operands.q).dtype, keep=(torch.float32,))
             bias = mask_nodes.with_adjacent_keys(emitter, bias, operands.k)
@@ -162,6 +170,7 @@ class SdpaFlash(_Pinned):
         return LayoutDemand(alignment=_CUDA_ALIGNMENT)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        spec = self.as_told(spec, emitter.target)
         outputs = emitter.call(
             torch.ops.aten._scaled_dot_product_flash_attention.default,
             operands.q,
@@ -207,10 +216,11 @@ class SdpaEfficient(_Pinned):
         return LayoutDemand(alignment=_CUDA_ALIGNMENT)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        spec = self.as_told(spec, emitter.target)
         q, k, v = (_with_aligned_ones(emitter, node) for node in (operands.q, operands.k, operands.v))
         if spec.is_gqa and torch_release(str(torch.__version__)) < _EFFICIENT_GQA:
             k, v = (_repeat_heads(emitter, spec, node) for node in (k, v))
-        bias = operands.mask
+        bias = _tensor(spec, operands)
         if bias is not None:
             bias = mask_nodes.additive(emitter, bias, emitter.value(operands.q).dtype)
             bias = mask_nodes.for_efficient(emitter, bias, operands.q, operands.k)
@@ -283,7 +293,8 @@ class SdpaCpuFlash(_Pinned):
         return LayoutDemand()
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        mask = operands.mask
+        spec = self.as_told(spec, emitter.target)
+        mask = _tensor(spec, operands)
         if mask is not None:
             mask = mask_nodes.additive(emitter, mask, emitter.value(operands.q).dtype, keep=(torch.float32,))
         outputs = emitter.call(
@@ -297,6 +308,11 @@ class SdpaCpuFlash(_Pinned):
             scale=spec.score.scale,
         )
         return emitter.call(operator.getitem, outputs, 0)
+
+
+def _tensor(spec: AttentionSpec, operands: Operands) -> fx.Node | None:
+    """What joins the scores, if anything does."""
+    return operands.mask if limits.additive(spec) is not None else None
 
 
 def _repeat_heads(emitter: Emitter, spec: AttentionSpec, node: fx.Node) -> fx.Node:

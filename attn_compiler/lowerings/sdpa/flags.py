@@ -1,0 +1,25 @@
+"""A mask tensor that was proved to be a diagonal, as the flag that PyTorch's kernels have for one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from attn_compiler.lowerings.shared import parts
+from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.parts import Parts
+from attn_compiler.masks import Alignment, Causal
+from attn_compiler.spec import AttentionSpec
+
+
+def as_flag(spec: AttentionSpec) -> AttentionSpec | None:
+    """The same site with a causal flag in the place of its mask tensor; None if it has none, or one that is no plain diagonal.
+
+    Recovery does so itself where there are as many queries as keys. Elsewhere it depends on the kernel which corner it starts from.
+    """
+    band = parts.parts(spec).band
+    if spec.mask.dense is None or spec.score.bias is not None or band is None:
+        return None
+    if parts.parts(spec) != Parts(band=Band(right=0, from_end=band.from_end)):
+        return None
+    corner = Alignment.BOTTOM_RIGHT if band.from_end else Alignment.TOP_LEFT
+    return dataclasses.replace(spec, mask=dataclasses.replace(spec.mask, kinds=(Causal(alignment=corner),)))
