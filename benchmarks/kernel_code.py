@@ -1,0 +1,306 @@
+"""The machine code of the Triton kernels for sm_90, as fingerprints that two checkouts can be compared by. No GPU is needed.
+
+    python -m benchmarks.kernel_code > before.csv
+    python -m benchmarks.kernel_code --against before.csv > after.csv
+
+A case is launched on a CPU as on a GPU, by the project's own launch code and with Triton's own specialisation of the arguments, but
+what would run is only compiled. So the fingerprints hold whatever way the kernels take their arguments.
+
+registers, stack, shared: of a kernel. instructions: how many there are. sass: a digest of the machine code. moved: the same without the
+places of the arguments in constant memory. opcodes: a digest of how often each instruction is there, whatever its registers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import csv
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe
+from attn_compiler.lowerings.decode import schedule as decode_schedule
+from attn_compiler.lowerings.fp8 import hopper_launch, rounding_launch, triton_launch
+from attn_compiler.lowerings.fp8.rounding import How, Rounding
+from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.triton import launch
+from attn_compiler.target import Target
+from tests.lowerings.decode import problems as decode_problems
+from tests.lowerings.decode.kernels import compiling as decode_compiling
+from tests.lowerings.fp8 import problems as fp8_problems
+from tests.lowerings.fp8.kernels import compiling as fp8_compiling
+from tests.lowerings.kernel_cases import Case
+from tests.lowerings.kernel_problems import build, planned
+from tests.lowerings.triton.kernels.compiling import resources, said_of
+
+_SM = 90
+#: of an H200
+_PROCESSORS = 132
+
+_SIZES: Any = {"batch": 2, "heads_q": 4, "heads_kv": 2, "seqlen_q": 512, "seqlen_kv": 512}
+_CAUSAL = Band(right=0)
+_TRITON = (
+    Case(name="plain_64", head_dim=64, **_SIZES),
+    Case(name="plain_128", head_dim=128, **_SIZES),
+    Case(name="causal_64", head_dim=64, band=_CAUSAL, **_SIZES),
+    Case(name="causal_128", head_dim=128, band=_CAUSAL, **_SIZES),
+    Case(name="causal_80", head_dim=80, band=_CAUSAL, **_SIZES),
+    Case(name="causal_192_128", head_dim=192, head_dim_v=128, band=_CAUSAL, **_SIZES),
+    Case(name="causal_256", head_dim=256, band=_CAUSAL, **_SIZES),
+    Case(name="unaligned_65", head_dim=65, band=_CAUSAL, **_SIZES),
+    Case(name="window_128", head_dim=128, band=Band(left=100, right=0), **_SIZES),
+    Case(name="window_softcap_sinks_64", head_dim=64, band=Band(left=100, right=0), softcap=30.0, sinks=True, **_SIZES),
+    Case(name="keys_128", head_dim=128, keys="left", band=_CAUSAL, **_SIZES),
+    Case(name="documents_64", head_dim=64, documents=True, band=_CAUSAL, **_SIZES),
+    Case(name="rows_64", head_dim=64, rows=True, **_SIZES),
+    Case(name="mask_bqk_128", head_dim=128, mask="bqk", **_SIZES),
+    Case(name="mask_k_64", head_dim=64, mask="k", **_SIZES),
+    Case(name="bias_hqk_64", head_dim=64, bias="hqk", **_SIZES),
+    Case(name="bias_bhqk_128", head_dim=128, bias="bhqk", band=_CAUSAL, **_SIZES),
+    Case(name="bias_hq_64", head_dim=64, bias="hq", **_SIZES),
+    Case(name="bias_softcap_64", head_dim=64, bias="hqk", softcap=30.0, **_SIZES),
+    Case(name="bias_held_128", head_dim=128, bias="qk", bias_grad=False, keys="right", **_SIZES),
+    Case(name="distances_64", head_dim=64, distances=4, keys="right", **_SIZES),
+    Case(name="distances_softcap_64", head_dim=64, distances=4, softcap=30.0, **_SIZES),
+    Case(name="slopes_128", head_dim=128, slopes=True, band=_CAUSAL, **_SIZES),
+    Case(name="dropout_64", head_dim=64, dropout_p=0.1, band=_CAUSAL, **_SIZES),
+    Case(name="unlisted_64", head_dim=64, few_pairs=True, rows=True, bias="hqk", **_SIZES),
+    Case(
+        name="odd_lengths_64", head_dim=64, keys="right", band=_CAUSAL, **{**_SIZES, "seqlen_q": 509, "seqlen_kv": 511}
+    ),
+    Case(name="one_query_64", head_dim=64, band=Band(right=0, from_end=True), **{**_SIZES, "seqlen_q": 1}),
+)
+_FLOAT32 = (
+    Case(name="causal_float32_64", head_dim=64, band=_CAUSAL, **_SIZES),
+    Case(name="bias_float32_64", head_dim=64, bias="hqk", **_SIZES),
+)
+_FP8 = (
+    ("causal_64", "block"),
+    ("causal_128", "block"),
+    ("causal_128", "head"),
+    ("few_128", "head"),
+    ("keys_softcap_128", "accurate"),
+    ("documents_128", "block"),
+    ("rows_64", "block"),
+)
+_RECIPES = {
+    "head": Fp8Recipe(scaling=CurrentScaling(granularity="head")),
+    "block": Fp8Recipe(scaling=CurrentScaling(granularity="block")),
+    "accurate": Fp8Recipe(scaling=CurrentScaling(granularity="block"), smooth_k=True, hadamard=True),
+}
+_HOPPER = (
+    (Case(name="causal_64", head_dim=64, band=_CAUSAL, **_SIZES), "accurate"),
+    (Case(name="causal_128", head_dim=128, band=_CAUSAL, **_SIZES), "head"),
+    (Case(name="plain_128", head_dim=128, **_SIZES), "head"),
+    (Case(name="window_64", head_dim=64, band=Band(left=100, right=0), **_SIZES), "head"),
+    (Case(name="softcap_sinks_64", head_dim=64, band=_CAUSAL, softcap=30.0, sinks=True, **_SIZES), "head"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """One kernel of one case. nth: of the launches of that kernel."""
+
+    case: str
+    kernel: str
+    nth: int
+    registers: int
+    stack: int
+    shared: int
+    instructions: int
+    sass: str
+    moved: str
+    opcodes: str
+
+
+class _Driver:
+    """An H200 that is not there: it has a name and runs nothing."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", _SM, 32)
+
+
+@contextlib.contextmanager
+def _compiled() -> Iterator[list[Any]]:
+    """What is launched in here, compiled and not run."""
+    found: list[Any] = []
+    launched = JITFunction.run
+
+    def record(self: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        kernel = launched(self, *given, grid=grid, warmup=True, **named)
+        found.append(kernel)
+        return kernel
+
+    # Each process compiles one case, and leaves the driver as it is.
+    triton.runtime.driver.set_active(_Driver())
+    with mock.patch.object(JITFunction, "run", record), torch.no_grad():
+        yield found
+
+
+def _triton(case: Case, dtype: torch.dtype) -> None:
+    problem = build(case, dtype=dtype, device="cpu", target=Target.fake(sm=_SM))
+    with planned(problem.plan):
+        given = (problem.q, problem.k, problem.v, problem.operands)
+        out, lse = launch.forward(*given, problem.text)
+        launch.gradients(out, lse, *given, out, lse, problem.text)
+
+
+def _decode(name: str) -> None:
+    case = decode_compiling.CASES[name]
+    spec = decode_problems.build(case, dtype=torch.bfloat16, device="cpu").spec
+    schedule = decode_schedule.table(spec, Target.fake(sm=_SM))
+    decode_problems.results(decode_problems.build(case, dtype=torch.bfloat16, device="cpu", schedule=schedule))
+
+
+def _fp8(case: Case, recipe: str, forward: Callable[..., Any]) -> None:
+    target = Target.fake(sm=_SM)
+    given = fp8_problems.build(case, _RECIPES[recipe], dtype=torch.bfloat16, device="cpu", target=target)
+    problem = given.problem
+    with planned(problem.plan), mock.patch.object(hopper_launch, "_processors", return_value=_PROCESSORS):
+        forward(problem.q, problem.k, problem.v, given.operands, problem.text)
+
+
+def _rounding(head_dim: int, rotated: bool) -> None:
+    x = [torch.ones(2, 512, 16, head_dim, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)]
+    q, k = How(format="e4m3", of_keys=False), How(format="e4m3", of_keys=True)
+    if rotated:
+        q, k = How(format="int8", rotated=True, has_shift=True), How(format="int8", rotated=True, has_mean=True)
+    how = Rounding(each=(q, k, How(format="e4m3", turned=True, restore="bfloat16")), block=128).to_text()
+    seen = None if rotated else torch.ones(2, 512, dtype=torch.bool)
+    mean = rounding_launch.mean_fp8(x[1], rotated, seen) if rotated else None
+    rounding_launch.largest_fp8(x, mean, how, seen)
+    rounding_launch.round_fp8(x, mean, [], how, seen)
+
+
+def _cases() -> dict[str, Callable[[], None]]:
+    found: dict[str, Callable[[], None]] = {}
+    for dtype, cases in ((torch.bfloat16, _TRITON), (torch.float32, _FLOAT32)):
+        found |= {f"triton {case.name}": _bound(_triton, case, dtype) for case in cases}
+    found |= {f"decode {name}": _bound(_decode, name) for name in decode_compiling.CASES}
+    for name, recipe in _FP8:
+        found[f"fp8 {name} {recipe}"] = _bound(_fp8, fp8_compiling.CASES[name], recipe, triton_launch.forward)
+    for case, recipe in _HOPPER:
+        found[f"hopper {case.name} {recipe}"] = _bound(_fp8, case, recipe, hopper_launch.forward)
+    for head_dim in (64, 128):
+        for rotated in (False, True):
+            found[f"round {head_dim}{' rotated' if rotated else ''}"] = _bound(_rounding, head_dim, rotated)
+    return found
+
+
+def _bound(function: Callable[..., None], *given: Any) -> Callable[[], None]:
+    return lambda: function(*given)
+
+
+def code_of(case: str) -> list[Code]:
+    """Of each kernel that a case launches."""
+    with _compiled() as kernels:
+        _cases()[case]()
+    seen: collections.Counter[str] = collections.Counter()
+    found = []
+    for kernel in kernels:
+        found.append(_read(case, kernel, seen[kernel.name]))
+        seen[kernel.name] += 1
+    return found
+
+
+def _read(case: str, kernel: Any, nth: int) -> Code:
+    binary = kernel.asm["cubin"]
+    registers, stack = resources(binary)
+    lines = [line for line in map(_instruction, said_of(binary, "-sass").splitlines()) if line]
+    counts = collections.Counter(re.sub(r"^@!?U?P\w+ ", "", line).split(" ")[0] for line in lines)
+    return Code(
+        case=case,
+        kernel=kernel.name,
+        nth=nth,
+        registers=registers,
+        stack=stack,
+        shared=kernel.metadata.shared,
+        instructions=len(lines),
+        sass=_digest("\n".join(lines)),
+        moved=_digest("\n".join(re.sub(r"(c\[0x0\])\[[^]]*\]", r"\1[]", line) for line in lines)),
+        opcodes=_digest(repr(sorted(counts.items()))),
+    )
+
+
+def _instruction(line: str) -> str:
+    """Without its address and its bits."""
+    found = re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?)\s*;", line)
+    return "" if found is None else found[1]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def compare(before: list[dict[str, str]], after: list[dict[str, str]]) -> list[str]:
+    """A line for each kernel that differs, and one with the numbers of those that do not."""
+    old = {(row["case"], row["kernel"], row["nth"]): row for row in before}
+    new = {(row["case"], row["kernel"], row["nth"]): row for row in after}
+    counts: collections.Counter[str] = collections.Counter()
+    said = []
+    for name in sorted(old.keys() | new.keys()):
+        verdict = _verdict(old.get(name), new.get(name))
+        counts[verdict] += 1
+        if verdict != "the same machine code":
+            said.append(f"{' '.join(name)}: {verdict}")
+    return [*said, ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))]
+
+
+def _verdict(old: dict[str, str] | None, new: dict[str, str] | None) -> str:
+    if old is None or new is None:
+        return "only before" if new is None else "only after"
+    ways = {
+        "sass": "the same machine code",
+        "moved": "arguments elsewhere",
+        "opcodes": "the same instructions, reordered",
+    }
+    for column, verdict in ways.items():
+        if old[column] == new[column]:
+            return verdict
+    columns = ("registers", "stack", "shared", "instructions")
+    return "another: " + ", ".join(f"{name} {old[name]} to {new[name]}" for name in columns)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, help="what this printed in another checkout")
+    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    names = [name for name in _cases() if options.only in name]
+    with ProcessPoolExecutor(max_workers=options.processes) as pool:
+        rows = [
+            {key: str(value) for key, value in asdict(code).items()}
+            for found in pool.map(code_of, names)
+            for code in found
+        ]
+    writer = csv.DictWriter(sys.stdout, [field.name for field in fields(Code)])
+    writer.writeheader()
+    writer.writerows(rows)
+    if options.against is not None:
+        with options.against.open() as file:
+            before = [row for row in csv.DictReader(file) if options.only in row["case"]]
+        print("\n".join(compare(before, rows)), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
