@@ -18,6 +18,7 @@ from triton.runtime import driver
 
 from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.decode.kernels.decode import attention_decode
+from attn_compiler.lowerings.decode.kernels.tuples import Switches
 from attn_compiler.lowerings.decode.plan import Call, Plan, Schedule, none_too_short
 from attn_compiler.lowerings.shared.arguments import alignment, along, kernel_constants
 from attn_compiler.lowerings.shared.launching import VECTOR, check_grid, start
@@ -42,7 +43,6 @@ _PARAMETERS = (
     ("k_scale",),
     ("v_scale",),
 )
-CONSTANTS = tuple(attention_decode.arg_names[attention_decode.arg_names.index("SPLITS") :])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class Prepared:
     given: tuple[int | None, ...]
     typed: tuple[int, ...]
     sized: dict[tuple[int, bool], Sized] = field(default_factory=dict)
-    compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
+    compiled: dict[Any, tuple[Any, Switches]] = field(default_factory=dict)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -214,13 +214,13 @@ def _launch(
     """
     found = prepared.compiled.get(key)
     if found is None:
-        constants = {**prepared.constants, "ALIGN": key[1]}
+        how = Switches(**prepared.constants, ALIGN=key[1])
         schedule = prepared.schedule
         options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
-        options |= {"launch_pdl": True} if constants["EARLY"] else {}
-        compiled = attention_decode[grid](*tensors, *numbers, **constants, **options)
+        options |= {"launch_pdl": True} if how.EARLY else {}
+        compiled = attention_decode[grid](*tensors, *numbers, HOW=how, **options)
         if compiled is not None:  # The interpreter compiles nothing.
-            prepared.compiled[key] = compiled, tuple(constants[name] for name in CONSTANTS)
+            prepared.compiled[key] = compiled, how
         return
-    compiled, values = found
-    start(compiled, grid, key[0], (*[None if t is None else t.data_ptr() for t in tensors], *numbers, *values))
+    compiled, how = found
+    start(compiled, grid, key[0], (*[None if t is None else t.data_ptr() for t in tensors], *numbers, how))

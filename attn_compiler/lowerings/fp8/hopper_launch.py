@@ -149,6 +149,7 @@ def _numbers(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[st
         "REGISTERS": warpgroups(spec).registers,
         "blocks": _blocks(spec, tensors["q8"]),
         "heads_of_all": tensors["q8"].shape[0] * tensors["q8"].shape[1],
+        "rows_b": every["masking"].rows_b,
     }
     for name in "qkv":
         descale = tensors[f"descale_{name}"]

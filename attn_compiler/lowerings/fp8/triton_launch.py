@@ -64,8 +64,6 @@ def _arguments(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argum
     given = {parameter: tensors[name] for parameter, name in _PARAMETERS.items() if name in tensors}
     numbers = common(prepared, given | dict(tensors)) | lists(tensors.get("tiles")) | strides("o", tensors["Out"])
     numbers |= _of_fp8(prepared.call.spec, given) | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys}
-    # Products are FP8's own.
-    del numbers["PRECISION"]
     names = {parameter: name if name in tensors else None for parameter, name in _PARAMETERS.items()}
     further = {"Out": "Out", "Lse": "Lse", "Tiles": prepared.present("tiles"), "Sinks": prepared.present("sinks")}
     return Arguments(

@@ -12,6 +12,7 @@ import triton
 
 from attn_compiler.lowerings.shared import parts
 from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_POSITIONS, Call, Plan
+from attn_compiler.lowerings.shared.kernels.tuples import AddedStrides, ListStrides, MaskStrides, Strides
 from attn_compiler.lowerings.shared.launching import VECTOR
 from attn_compiler.spec import AttentionSpec
 
@@ -95,10 +96,10 @@ def kernel_constants(spec: AttentionSpec, *, added: bool) -> dict[str, Any]:
     }
 
 
-def strides(name: str, tensor: torch.Tensor) -> dict[str, int]:
-    """Of logical BHSD, the last one being 1."""
+def strides(name: str, tensor: torch.Tensor) -> dict[str, Strides]:
+    """Of logical BHSD, the last one being 1: the kernels' parameter of that name."""
     b, h, s, _ = tensor.stride()
-    return {f"stride_{name}b": b, f"stride_{name}h": h, f"stride_{name}s": s}
+    return {f"stride_{name}": Strides(b=b, h=h, s=s)}
 
 
 def alignment(*tensors: torch.Tensor) -> int:
@@ -181,22 +182,31 @@ def _within_reach(bound: int) -> int:
     return max(-_FAR, min(bound, _FAR))
 
 
-def _operand_strides(have: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def _operand_strides(have: Mapping[str, torch.Tensor]) -> dict[str, MaskStrides | AddedStrides]:
     rows, mask, bias, distances = have.get("rows"), have.get("mask"), have.get("bias"), have.get("distances")
-    found = {"rows_side": 0 if rows is None else rows.stride(0), "rows_b": 0 if rows is None else along(rows, 1)}
-    for argument, name in (("keys_b", "keys"), ("documents_qb", "documents_q"), ("documents_kb", "documents_k")):
-        tensor = have.get(name)
-        found[argument] = 0 if tensor is None else along(tensor, 0)
-    for argument, tensor in (("mask", mask), ("bias", bias)):
-        for dim, axis in enumerate("bhqk"):
-            found[f"{argument}_{axis}"] = 0 if tensor is None else along(tensor, dim)
-    found["distances_h"] = 0 if distances is None else along(distances, 0)
-    found["distances_phase"] = 0 if distances is None else distances.stride(1)
-    return found
+    return {
+        "masking": MaskStrides(
+            rows_side=0 if rows is None else rows.stride(0),
+            rows_b=_along(rows, 1),
+            keys_b=_along(have.get("keys"), 0),
+            documents_qb=_along(have.get("documents_q"), 0),
+            documents_kb=_along(have.get("documents_k"), 0),
+            **{f"mask_{axis}": _along(mask, dim) for dim, axis in enumerate("bhqk")},
+        ),
+        "adding": AddedStrides(
+            **{f"bias_{axis}": _along(bias, dim) for dim, axis in enumerate("bhqk")},
+            distances_h=_along(distances, 0),
+            distances_phase=0 if distances is None else distances.stride(1),
+        ),
+    }
 
 
-def lists(tiles: torch.Tensor | None) -> dict[str, int]:
+def _along(tensor: torch.Tensor | None, dim: int) -> int:
+    """`along`, or 0 where there is no tensor."""
+    return 0 if tensor is None else along(tensor, dim)
+
+
+def lists(tiles: torch.Tensor | None) -> dict[str, ListStrides]:
     """Where the lists of a batch row, a head and a block are."""
-    if tiles is None:
-        return {"tiles_b": 0, "tiles_h": 0, "tiles_row": 0}
-    return {"tiles_b": along(tiles, 0), "tiles_h": along(tiles, 1), "tiles_row": tiles.stride(2)}
+    row = 0 if tiles is None else tiles.stride(2)
+    return {"lists": ListStrides(tiles_b=_along(tiles, 0), tiles_h=_along(tiles, 1), tiles_row=row)}

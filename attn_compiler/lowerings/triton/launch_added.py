@@ -49,7 +49,8 @@ def _for_bias(shared: Backward) -> tuple[dict[str, Any], Tile]:
     """Numbers and the tile of both kernels of biases' gradients."""
     numbers = shared.numbers() | shared.pitch
     tile = _bias_tile(shared.prepared)
-    del numbers["PLAIN"], numbers["MASK_ALL"]
+    # These kernels apply the whole mask and the scale whatever the plan is: one compiled kernel for either.
+    numbers |= {"PLAIN": False, "MASK_ALL": False}
     plan = shared.prepared.plan
     numbers["SPARSE"] = plan.band is not None or plan.tiles or plan.unlisted
     batch = shared.tensors["Q"].shape[0]
@@ -101,19 +102,22 @@ def _grad_q_kept(shared: Backward) -> Arguments:
     numbers |= {**lists(shared.tensors.get("tiles")), **strides("dq", shared.tensors["GradQ"])}
     numbers |= {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "MASK_ALL": shared.prepared.plan.unlisted}
     numbers |= {"ONE_B": batch == 1, "ONE_H": heads == 1, "SPAN": span, "SIZE": min(size, span)}
+    # Of what the other kernels of a backward take, the scores' gradients hold the rest.
+    for unread in ("stride_q", "stride_v", "stride_g", "stats_rows", "adding"):
+        del numbers[unread]
     of_dq = span // tile.queries * (q.shape[0] if batch == 1 else 1) * (q.shape[1] if heads == 1 else 1)
     further = {"Grad": "GradBias" if grad is not None else None, "Sums": "Sums" if sums is not None else None}
     names = {**shared.parameters("GradQ"), **shared.scores, **further, "Tiles": shared.prepared.present("tiles")}
     return Arguments(
         grid=(triton.cdiv(q.shape[2], span) * (of_dq + others), heads, batch),
         tensors=_taken_by(kernel, names),
-        numbers=_taken_by(kernel, numbers),
+        numbers=numbers,
         tile=tile,
     )
 
 
 def _taken_by(kernel: Any, given: Mapping[str, T]) -> dict[str, T]:
-    """Those that the kernel has parameters for."""
+    """Tensors that the kernel has parameters for."""
     return {name: given[name] for name in kernel.arg_names if name in given}
 
 

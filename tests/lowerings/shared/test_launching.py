@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.shared import launching
 from attn_compiler.lowerings.shared.kernel_plan import Tile
+from attn_compiler.lowerings.shared.kernels import tuples
 from attn_compiler.lowerings.shared.launching import Arguments, alike, launch
 from attn_compiler.lowerings.shared.on_device import Known
 
@@ -179,3 +180,25 @@ def test_what_is_known_of_calls_does_not_grow_forever(monkeypatch: pytest.Monkey
     for size in range(10):
         alike("text", (torch.empty(size),))
     assert len(launching._ALIKE) <= 3
+
+
+# ---- tuples -------------------------------------------------------------------------------------------------------
+
+
+def test_members_are_put_into_the_tuple_that_a_kernel_takes() -> None:
+    strides = {"grad_b": 8, "grad_h": 4, "grad_q": 2, "grad_k": 1}
+    taken = launching.as_taken(("Q", "stride_grad", "number"), {**strides, "number": 7})
+    assert taken == {"stride_grad": tuples.GradStrides(**strides), "number": 7}
+
+
+def test_what_a_kernel_has_no_place_for_is_left_for_it_to_refuse() -> None:
+    strides = tuples.GradStrides(8, 4, 2, 1)
+    given = {"stride_grad": strides, "other": 1}
+    assert launching.as_taken(("stride_grad",), given) == given
+
+
+def test_a_further_launch_gets_tuples_without_names() -> None:
+    strides = tuples.Strides(4, 2, 1)
+    assert type(launching.plain((strides, 1))[0]) is tuple
+    assert launching.plain((strides, 1)) == ((4, 2, 1), 1)
+    assert launching.plain("ieee") == "ieee"

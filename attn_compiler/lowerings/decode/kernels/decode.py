@@ -16,6 +16,7 @@ import triton.language as tl
 
 from attn_compiler.lowerings.decode.kernels.decode_fp8 import WEIGHT, halves, near_the_top
 from attn_compiler.lowerings.decode.kernels.results import combine, first_half, joined, leave, store
+from attn_compiler.lowerings.decode.kernels.tuples import Cache, Queries, Tile
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E, at_head, change, load_pairs
 
 #: Numbers and operands that kernels are not compiled for: one serves every length, stride and address.
@@ -128,85 +129,83 @@ def _transposed(x, SLICES: tl.constexpr):
 
 @triton.jit
 def _step(
-    total, peak, out_0, out_1, q_0, q_1, q_scale, start, end, queries, lower, upper, slope,
-    K, V, Keys, Pairs, Distances, stride_ks, stride_vs, pairs_q, pairs_k, scale, softcap,
-    BLOCK_N: tl.constexpr, SLICES: tl.constexpr, SEQLEN_Q: tl.constexpr,
-    HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
-    PAIRS_MASK: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr, PLAIN: tl.constexpr,
-    PRECISION: tl.constexpr, TWOS: tl.constexpr, COMPILED: tl.constexpr, LIFT: tl.constexpr, ALIGN: tl.constexpr,
-    BY_ROWS: tl.constexpr,
+    total, peak, out_0, out_1, start, end, own, of, scale, softcap, tile: tl.constexpr, how: tl.constexpr
 ):  # fmt: skip
-    """A tile of keys of the online softmax. total, peak: (M,) or (S, M) so far; out_0, out_1: (…, M, V_0), (…, M, V_1). What there
-    is of each row comes in the shape of scores. q_scale: what q · k is to be multiplied by before all else, or None.
-
-    TWOS: the FP8 dtype of K and V if they come as pairs, else None. Head dims and ALIGN then count pairs, q_0 and out_0 are even dims
-    and q_1 and out_1 odd ones. LIFT: log2 of what weights are made larger by. BY_ROWS: which keys are used differs from row to row, so that
-    there may be some that no row uses: their values, which may be NaN, are not read."""
-    keys = _keys(start, BLOCK_N, SLICES, True)
-    rows = _keys(start, BLOCK_N, SLICES, False)
+    """A tile of keys of the online softmax. total, peak: (M,) or (S, M) so far; out_0, out_1: (…, M, V_0), (…, M, V_1). own: `Queries`;
+    of: `Cache`; tile: `Tile`."""
+    queries, lower, upper = own.positions, own.lower, own.upper
+    q_0, q_1, q_scale, Keys = own.q_0, own.q_1, own.scale, of.Keys
+    keys = _keys(start, how.BLOCK_N, how.SLICES, True)
+    rows = _keys(start, how.BLOCK_N, how.SLICES, False)
     allowed = keys < end
     values_used = None
-    if SEQLEN_Q > 1:
+    if how.SEQLEN_Q > 1:
         allowed = allowed & (keys >= lower) & (keys < upper)
     if Keys is not None:
         allowed = allowed & (tl.load(Keys + keys, mask=keys < end, other=0) != 0)
-        if not BY_ROWS:
+        if not tile.BY_ROWS:
             values_used = tl.load(Keys + rows, mask=rows < end, other=0) != 0
     bias, distances = None, None
-    if Pairs is not None:
-        pairs = load_pairs(Pairs, queries, keys, pairs_q, pairs_k, SEQLEN_Q, end, True)
-        if PAIRS_MASK:
+    if of.Pairs is not None:
+        pairs = load_pairs(of.Pairs, queries, keys, of.pairs_q, of.pairs_k, how.SEQLEN_Q, end, True)
+        if how.PAIRS_MASK:
             allowed = allowed & (pairs != 0)
         else:
             bias = pairs
             allowed = allowed & _is_added(bias)
-    if Distances is not None:
-        distances = tl.load(Distances + (SEQLEN_Q - 1 - queries) + keys, mask=keys < end, other=0)
+    if of.Distances is not None:
+        distances = tl.load(of.Distances + (how.SEQLEN_Q - 1 - queries) + keys, mask=keys < end, other=0)
     # Of many rows, pairs are too many to be asked twice.
-    AFTERWARDS: tl.constexpr = BY_ROWS and Pairs is not None and q_0.shape[-2] > 32
-    if BY_ROWS and not AFTERWARDS:
+    AFTERWARDS: tl.constexpr = tile.BY_ROWS and of.Pairs is not None and q_0.shape[-2] > 32
+    if tile.BY_ROWS and not AFTERWARDS:
         values_used = _of_some_row(
-            rows, queries, lower, upper, end, Keys, Pairs, pairs_q, pairs_k, SLICES, SEQLEN_Q, PAIRS_MASK
-        )
-    k_0 = _load(K, rows, stride_ks, end, None, 0, QK_0, HEAD_DIM_QK, ALIGN, SLICES)
+            rows, queries, lower, upper, end, Keys, of.Pairs, of.pairs_q, of.pairs_k,
+            how.SLICES, how.SEQLEN_Q, how.PAIRS_MASK,
+        )  # fmt: skip
+    k_0 = _load(of.K, rows, of.stride_k, end, None, 0, tile.QK_0, tile.HEAD_DIM_QK, tile.ALIGN, how.SLICES)
     k_1 = k_0
-    if TWOS is not None:
-        k_0, k_1 = halves(k_0, TWOS, COMPILED)
-    elif QK_1 > 0:
-        k_1 = _load(K, rows, stride_ks, end, None, QK_0, QK_1, HEAD_DIM_QK, ALIGN, SLICES).to(q_0.dtype)
-    qk = tl.dot(q_0, _transposed(k_0.to(q_0.dtype), SLICES), input_precision=PRECISION)
-    if TWOS is not None or QK_1 > 0:
-        qk = tl.dot(q_1, _transposed(k_1, SLICES), qk, input_precision=PRECISION)
+    if tile.TWOS is not None:
+        k_0, k_1 = halves(k_0, tile.TWOS, how.COMPILED)
+    elif tile.QK_1 > 0:
+        k_1 = _load(
+            of.K, rows, of.stride_k, end, None, tile.QK_0, tile.QK_1, tile.HEAD_DIM_QK, tile.ALIGN, how.SLICES
+        ).to(q_0.dtype)
+    qk = tl.dot(q_0, _transposed(k_0.to(q_0.dtype), how.SLICES), input_precision=how.PRECISION)
+    if tile.TWOS is not None or tile.QK_1 > 0:
+        qk = tl.dot(q_1, _transposed(k_1, how.SLICES), qk, input_precision=how.PRECISION)
     if q_scale is not None:
         qk *= q_scale
-    logits, _ = change(qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, PLAIN)
+    logits, _ = change(
+        qk, queries, keys, bias, distances, own.slope, scale, softcap, how.SOFTCAP, how.FAST_TANH, how.PLAIN
+    )
     logits = tl.where(allowed, logits, float("-inf"))
     if AFTERWARDS:
-        some = tl.expand_dims(tl.max((logits != float("-inf")).to(tl.int32), 0 if SLICES == 1 else 1) > 0, -1)
-    new_peak = tl.maximum(peak, tl.max(logits, 1 if SLICES == 1 else 2))
+        some = tl.expand_dims(tl.max((logits != float("-inf")).to(tl.int32), 0 if how.SLICES == 1 else 1) > 0, -1)
+    new_peak = tl.maximum(peak, tl.max(logits, 1 if how.SLICES == 1 else 2))
     # Nothing allowed so far: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
     shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    if PLAIN:
-        weights = tl.exp2(logits * (scale * LOG2E) - tl.expand_dims(shift * (scale * LOG2E) - LIFT, -1))
+    if how.PLAIN:
+        weights = tl.exp2(logits * (scale * LOG2E) - tl.expand_dims(shift * (scale * LOG2E) - tile.LIFT, -1))
         decay = tl.exp2((peak - shift) * (scale * LOG2E))
     else:
-        weights = tl.exp2(logits - tl.expand_dims(shift - LIFT, -1))
+        weights = tl.exp2(logits - tl.expand_dims(shift - tile.LIFT, -1))
         decay = tl.exp2(peak - shift)
-    total = total * decay + tl.sum(weights, 1 if SLICES == 1 else 2)
+    total = total * decay + tl.sum(weights, 1 if how.SLICES == 1 else 2)
     decay = tl.expand_dims(decay, -1)
-    v_0 = _load(V, rows, stride_vs, end, values_used, 0, V_0, HEAD_DIM_V, ALIGN, SLICES)
+    v_0 = _load(of.V, rows, of.stride_v, end, values_used, 0, tile.V_0, tile.HEAD_DIM_V, tile.ALIGN, how.SLICES)
     v_1 = v_0
-    if TWOS is not None:
-        v_0, v_1 = halves(v_0, TWOS, COMPILED)
-    elif V_1 > 0:
-        v_1 = _load(V, rows, stride_vs, end, values_used, V_0, V_1, HEAD_DIM_V, ALIGN, SLICES).to(q_0.dtype)
+    if tile.TWOS is not None:
+        v_0, v_1 = halves(v_0, tile.TWOS, how.COMPILED)
+    elif tile.V_1 > 0:
+        v_1 = _load(
+            of.V, rows, of.stride_v, end, values_used, tile.V_0, tile.V_1, tile.HEAD_DIM_V, tile.ALIGN, how.SLICES
+        ).to(q_0.dtype)
     if AFTERWARDS:
         v_0, v_1 = tl.where(some, v_0.to(q_0.dtype), 0.0), tl.where(some, v_1.to(q_0.dtype), 0.0)
     weights = weights.to(q_0.dtype)
-    out_0 = tl.dot(weights, v_0.to(q_0.dtype), out_0 * decay, input_precision=PRECISION)
-    if TWOS is not None or V_1 > 0:
-        out_1 = tl.dot(weights, v_1, out_1 * decay, input_precision=PRECISION)
+    out_0 = tl.dot(weights, v_0.to(q_0.dtype), out_0 * decay, input_precision=how.PRECISION)
+    if tile.TWOS is not None or tile.V_1 > 0:
+        out_1 = tl.dot(weights, v_1, out_1 * decay, input_precision=how.PRECISION)
     return total, new_peak, out_0, out_1
 
 
@@ -244,73 +243,67 @@ def attention_decode(
     stride_vb: tl.int64, stride_vh: tl.int64, stride_vs: tl.int64,
     bounds_side: tl.int32, bounds_b: tl.int32, keys_b: tl.int32,
     pairs_b: tl.int64, pairs_h: tl.int64, pairs_q: tl.int64, pairs_k: tl.int64,
-    distances_h: tl.int64, lse_at: tl.int64, seqlen_kv: tl.int32, scale: tl.float32, softcap: tl.float32,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
-    PARTS: tl.constexpr, KEPT: tl.constexpr, KEPT_ALL: tl.constexpr,
-    HEADS_KV: tl.constexpr, GROUP: tl.constexpr, SEQLEN_Q: tl.constexpr,
-    HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
-    PAIRS_MASK: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr, PLAIN: tl.constexpr,
-    PRECISION: tl.constexpr, NARROWER: tl.constexpr, EARLY: tl.constexpr, COMPILED: tl.constexpr, ALIGN: tl.constexpr,
+    distances_h: tl.int64, lse_at: tl.int64, seqlen_kv: tl.int32, scale: tl.float32, softcap: tl.float32, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (splits, Hkv · blocks of rows, B). See launch.py for the arguments and plan.py for the operands.
+    """Grid: (splits, Hkv · blocks of rows, B). See launch.py for the arguments, plan.py for the operands, tuples.py for HOW.
 
-    Row r of a kv head's GROUP · SEQLEN_Q is query r % SEQLEN_Q of head r // SEQLEN_Q of the group. KEPT: those of a block that have
-    partial results; KEPT_ALL: the next power of two. PARTS: partial results that are added up at a time. SPLITS: the first axis of
-    the grid where the kernel is compiled for that, else 0.
-    KScale, VScale: what keys and values in FP8 are multiplied by, or None. NARROWER: how many of them fit into one element of Q.
-    SLICES: as many as warps, or 1. EARLY: whether it is launched as a dependent of the kernel before (programmatic dependent launch).
-    COMPILED: not in Triton's interpreter.
+    Row r of a kv head's GROUP · SEQLEN_Q is query r % SEQLEN_Q of head r // SEQLEN_Q of the group.
+    KScale, VScale: what keys and values in FP8 are multiplied by, or None.
     Partial: float32, (B, Hkv · blocks, splits, KEPT, Dv) results and, from lse_at on, (…, KEPT) logarithms; Count: int32 (B, Hkv · blocks),
     zero, and zero again in the end. Both None for one split.
     """
+    how: tl.constexpr = HOW._replace()
     split, place, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    blocks: tl.constexpr = (GROUP * SEQLEN_Q + BLOCK_M - 1) // BLOCK_M
+    blocks: tl.constexpr = (how.GROUP * how.SEQLEN_Q + how.BLOCK_M - 1) // how.BLOCK_M
     kv_head, block = place // blocks, place % blocks
-    local = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    local = block * how.BLOCK_M + tl.arange(0, how.BLOCK_M)
     # Rows beyond the last one repeat it, and are not stored.
-    used = tl.minimum(local, GROUP * SEQLEN_Q - 1)
-    heads, queries = kv_head * GROUP + used // SEQLEN_Q, used % SEQLEN_Q
-    if EARLY:
+    used = tl.minimum(local, how.GROUP * how.SEQLEN_Q - 1)
+    heads, queries = kv_head * how.GROUP + used // how.SEQLEN_Q, used % how.SEQLEN_Q
+    if how.EARLY:
         # The kernel before this one may still run: nothing that it writes is read before it has ended.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    lower, upper, first, end = _bounds(Bounds, batch, queries, bounds_side, bounds_b, seqlen_kv, BLOCK_M, SEQLEN_Q)
+    lower, upper, first, end = _bounds(
+        Bounds, batch, queries, bounds_side, bounds_b, seqlen_kv, how.BLOCK_M, how.SEQLEN_Q
+    )
     # On its way while the bounds come.
     # Wide by themselves, too: the interpreter takes a stride for as wide as its value.
     far_heads, far_queries = heads.to(tl.int64), queries.to(tl.int64)
     row = (batch.to(tl.int64) * stride_qb + far_heads * stride_qh + far_queries * stride_qs)[:, None]
-    row = tl.multiple_of(row, [ALIGN, ALIGN])
+    row = tl.multiple_of(row, [how.ALIGN, how.ALIGN])
     # Vectors are made of pairs, and so is a head of one part; half of it still fills a tensor core's instruction.
-    in_twos: tl.constexpr = NARROWER == 2 and ALIGN > 1 and QK_1 == 0 and V_1 == 0 and QK_0 >= 32 and V_0 >= 32
+    in_twos: tl.constexpr = (
+        how.NARROWER == 2 and how.ALIGN > 1 and how.QK_1 == 0 and how.V_1 == 0 and how.QK_0 >= 32 and how.V_0 >= 32
+    )
     twos: tl.constexpr = K.dtype.element_ty if in_twos else None
     both: tl.constexpr = 1 if twos is None else 2
-    qk_1: tl.constexpr = QK_1 if twos is None else QK_0 // 2
-    v_1: tl.constexpr = V_1 if twos is None else V_0 // 2
-    dims = both * tl.arange(0, QK_0 // both)[None, :]
-    q_0 = tl.load(Q + row + dims, mask=dims < HEAD_DIM_QK, other=0.0, volatile=True)
+    qk_1: tl.constexpr = how.QK_1 if twos is None else how.QK_0 // 2
+    v_1: tl.constexpr = how.V_1 if twos is None else how.V_0 // 2
+    dims = both * tl.arange(0, how.QK_0 // both)[None, :]
+    q_0 = tl.load(Q + row + dims, mask=dims < how.HEAD_DIM_QK, other=0.0, volatile=True)
     q_1 = q_0
     if qk_1 > 0:
-        dims = (QK_0 if twos is None else 1) + both * tl.arange(0, qk_1)[None, :]
-        q_1 = tl.load(Q + row + dims, mask=dims < HEAD_DIM_QK, other=0.0)
+        dims = (how.QK_0 if twos is None else 1) + both * tl.arange(0, qk_1)[None, :]
+        q_1 = tl.load(Q + row + dims, mask=dims < how.HEAD_DIM_QK, other=0.0)
     # Divided by what the kernel is compiled for, where that is known: a division stands before the first load of a key.
-    splits = tl.num_programs(0) if SPLITS == 0 else SPLITS
-    tiles = tl.cdiv(tl.maximum(end - first, 0), BLOCK_N)
+    splits = tl.num_programs(0) if how.SPLITS == 0 else how.SPLITS
+    tiles = tl.cdiv(tl.maximum(end - first, 0), how.BLOCK_N)
     active = tl.minimum(tl.maximum(tiles, 1), splits)
     if split >= active:
         return
 
     # Of keys and values a vector has NARROWER times as many elements.
-    align: tl.constexpr = ALIGN * NARROWER if ALIGN > 1 else 1
+    align: tl.constexpr = how.ALIGN * how.NARROWER if how.ALIGN > 1 else 1
     K = at_head(K, batch, kv_head, stride_kb, stride_kh, align)
     V = at_head(V, batch, kv_head, stride_vb, stride_vh, align)
     if twos is not None:
         K, V = K.to(tl.pointer_type(tl.int16)), V.to(tl.pointer_type(tl.int16))
         stride_ks, stride_vs = stride_ks // 2, stride_vs // 2
     q_scale = None
-    if NARROWER == 2 and q_0.dtype != tl.float16:
+    if how.NARROWER == 2 and q_0.dtype != tl.float16:
         q_0, q_1, q_scale = near_the_top(q_0, q_1, 2 if qk_1 > 0 else 1)
-        q_scale = _rows(q_scale, SLICES)
+        q_scale = _rows(q_scale, how.SLICES)
     lift: tl.constexpr = WEIGHT if q_0.dtype == tl.float16 else 0.0
     if KScale is not None:
         scale *= tl.load(KScale)
@@ -318,55 +311,60 @@ def attention_decode(
     if Keys is not None:
         Keys += batch.to(tl.int64) * keys_b
     if Pairs is not None:
-        Pairs = _rows(Pairs + batch.to(tl.int64) * pairs_b + far_heads[:, None] * pairs_h, SLICES)
+        Pairs = _rows(Pairs + batch.to(tl.int64) * pairs_b + far_heads[:, None] * pairs_h, how.SLICES)
     if Distances is not None:
-        Distances = _rows(Distances + far_heads[:, None] * distances_h, SLICES)
+        Distances = _rows(Distances + far_heads[:, None] * distances_h, how.SLICES)
     if Slopes is not None:
-        slope = _rows(tl.load(Slopes + heads)[:, None], SLICES)
-    of_row = _rows(queries[:, None], SLICES)
-    lower, upper = _rows(lower[:, None], SLICES), _rows(upper[:, None], SLICES)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    out_0 = tl.zeros([BLOCK_M, V_0 // both], tl.float32)
-    out_1 = tl.zeros([BLOCK_M, v_1 if v_1 > 0 else 16], tl.float32)
-    if SLICES > 1:
-        q_0, q_1 = tl.broadcast_to(q_0[None], (SLICES, BLOCK_M, QK_0 // both)), q_1[None]
+        slope = _rows(tl.load(Slopes + heads)[:, None], how.SLICES)
+    of_row = _rows(queries[:, None], how.SLICES)
+    lower, upper = _rows(lower[:, None], how.SLICES), _rows(upper[:, None], how.SLICES)
+    total = tl.zeros([how.BLOCK_M], tl.float32)
+    peak = tl.full([how.BLOCK_M], float("-inf"), tl.float32)
+    out_0 = tl.zeros([how.BLOCK_M, how.V_0 // both], tl.float32)
+    out_1 = tl.zeros([how.BLOCK_M, v_1 if v_1 > 0 else 16], tl.float32)
+    if how.SLICES > 1:
+        q_0, q_1 = tl.broadcast_to(q_0[None], (how.SLICES, how.BLOCK_M, how.QK_0 // both)), q_1[None]
         if qk_1 > 0:
-            q_1 = tl.broadcast_to(q_1, (SLICES, BLOCK_M, qk_1))
-        total = tl.zeros([SLICES, BLOCK_M], tl.float32)
-        peak = tl.full([SLICES, BLOCK_M], float("-inf"), tl.float32)
-        out_0 = tl.zeros([SLICES, BLOCK_M, V_0 // both], tl.float32)
-        out_1 = tl.zeros([SLICES, BLOCK_M, v_1 if v_1 > 0 else 16], tl.float32)
+            q_1 = tl.broadcast_to(q_1, (how.SLICES, how.BLOCK_M, qk_1))
+        total = tl.zeros([how.SLICES, how.BLOCK_M], tl.float32)
+        peak = tl.full([how.SLICES, how.BLOCK_M], float("-inf"), tl.float32)
+        out_0 = tl.zeros([how.SLICES, how.BLOCK_M, how.V_0 // both], tl.float32)
+        out_1 = tl.zeros([how.SLICES, how.BLOCK_M, v_1 if v_1 > 0 else 16], tl.float32)
+    own = Queries(q_0=q_0, q_1=q_1, scale=q_scale, positions=of_row, lower=lower, upper=upper, slope=slope)
+    of = Cache(
+        K=K, V=V, stride_k=stride_ks, stride_v=stride_vs, Keys=Keys,
+        Pairs=Pairs, pairs_q=pairs_q, pairs_k=pairs_k, Distances=Distances,
+    )  # fmt: skip
+    constants: tl.constexpr = Tile(
+        HEAD_DIM_QK=how.HEAD_DIM_QK // both, HEAD_DIM_V=how.HEAD_DIM_V // both,
+        QK_0=how.QK_0 // both, QK_1=how.QK_1, V_0=how.V_0 // both, V_1=how.V_1,
+        TWOS=twos, LIFT=lift, ALIGN=align // both, BY_ROWS=Pairs is not None or (Bounds is not None and how.SEQLEN_Q > 1),
+    )  # fmt: skip
     for tile in tl.range(split, tiles, splits):
+        start = first + tile * how.BLOCK_N
         total, peak, out_0, out_1 = _step(
-            total, peak, out_0, out_1, q_0, q_1, q_scale, first + tile * BLOCK_N, end, of_row, lower, upper, slope,
-            K, V, Keys, Pairs, Distances, stride_ks, stride_vs, pairs_q, pairs_k, scale, softcap,
-            BLOCK_N, SLICES, SEQLEN_Q, HEAD_DIM_QK // both, HEAD_DIM_V // both, QK_0 // both, QK_1, V_0 // both, V_1,
-            PAIRS_MASK, SOFTCAP, FAST_TANH, PLAIN, PRECISION, twos, COMPILED, lift, align // both,
-            Pairs is not None or (Bounds is not None and SEQLEN_Q > 1),
-        )  # fmt: skip
+            total, peak, out_0, out_1, start, end, own, of, scale, softcap, constants, how
+        )
 
-    if PLAIN:
+    if how.PLAIN:
         peak = peak * (scale * LOG2E)
-    rows: tl.constexpr = BLOCK_M // 2 if 2 * KEPT <= BLOCK_M else BLOCK_M
+    rows: tl.constexpr = how.BLOCK_M // 2 if 2 * how.KEPT <= how.BLOCK_M else how.BLOCK_M
     # Each way has an end of its own: results of both would be moved twice, to where either stores them from.
     if active == 1:
-        lse, done_0, done_1 = _finished(total, peak, out_0, out_1, VScale, SLICES, BLOCK_M, rows, v_1, twos, lift)
-        store(
-            Out, Lse, Sinks, batch, kv_head, block * BLOCK_M + tl.arange(0, rows), lse, done_0, done_1,
-            HEADS_KV, GROUP, SEQLEN_Q, HEAD_DIM_V, V_0, V_1,
-        )  # fmt: skip
+        lse, done_0, done_1 = _finished(
+            total, peak, out_0, out_1, VScale, how.SLICES, how.BLOCK_M, rows, v_1, twos, lift
+        )
+        store(Out, Lse, Sinks, batch, kv_head, block * how.BLOCK_M + tl.arange(0, rows), lse, done_0, done_1, how)
     elif Partial is not None:
-        lse_part, part_0, part_1 = _finished(total, peak, out_0, out_1, VScale, SLICES, BLOCK_M, rows, v_1, twos, lift)
+        lse_part, part_0, part_1 = _finished(
+            total, peak, out_0, out_1, VScale, how.SLICES, how.BLOCK_M, rows, v_1, twos, lift
+        )
         index = batch * tl.num_programs(1) + place
         record = index.to(tl.int64) * splits
-        leave(Partial, lse_at, record + split, lse_part, part_0, part_1, rows, KEPT, HEAD_DIM_V, V_0, V_1)
+        leave(Partial, lse_at, record + split, lse_part, part_0, part_1, how, rows)
         # All threads have written before the one that counts says so.
         tl.debug_barrier()
         arrived = tl.atomic_add(Count + index, 1, sem="acq_rel")
         if arrived == active - 1:
-            combine(
-                Out, Lse, Partial, Sinks, batch, kv_head, block * BLOCK_M, lse_at, record, active,
-                SPLITS, PARTS, KEPT, KEPT_ALL, HEADS_KV, GROUP, SEQLEN_Q, HEAD_DIM_V, V_0, V_1,
-            )  # fmt: skip
+            combine(Out, Lse, Partial, Sinks, batch, kv_head, block * how.BLOCK_M, lse_at, record, active, how)
             tl.store(Count + index, 0)

@@ -62,58 +62,46 @@ def joined(total, peak, out_0, out_1, SLICES: tl.constexpr, V_1: tl.constexpr):
 
 
 @triton.jit
-def _found(
-    Partial, record, start, splits,
-    PARTS: tl.constexpr, KEPT: tl.constexpr, KEPT_ALL: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    FIRST: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
+def _found(Partial, record, start, splits, how: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr):
     """(KEPT_ALL, PART, PARTS) of the partial results of PARTS splits, from `start` on. The splits come last: so threads share out the
     other two axes, and each adds up what it holds.
 
     Written by other programs: not to be taken from the cache of this multiprocessor.
     """
-    rows, dims = tl.arange(0, KEPT_ALL)[:, None, None], FIRST + tl.arange(0, PART)[None, :, None]
-    parts = start + tl.arange(0, PARTS)[None, None, :]
-    at = Partial + record * (KEPT * HEAD_DIM_V) + ((parts * KEPT + rows) * HEAD_DIM_V + dims)
-    here = (parts < splits) & (rows < KEPT) & (dims < HEAD_DIM_V)
+    rows, dims = tl.arange(0, how.KEPT_ALL)[:, None, None], FIRST + tl.arange(0, PART)[None, :, None]
+    parts = start + tl.arange(0, how.PARTS)[None, None, :]
+    at = Partial + record * (how.KEPT * how.HEAD_DIM_V) + ((parts * how.KEPT + rows) * how.HEAD_DIM_V + dims)
+    here = (parts < splits) & (rows < how.KEPT) & (dims < how.HEAD_DIM_V)
     return tl.load(at, mask=here, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def _weighted(
-    total, peak, out_0, out_1, Partial, lse_at, record, start, splits,
-    PARTS: tl.constexpr, KEPT: tl.constexpr, KEPT_ALL: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
-):  # fmt: skip
+def _weighted(total, peak, out_0, out_1, Partial, lse_at, record, start, splits, how: tl.constexpr):
     """PARTS partial results more, from `start` on, in the sum. total, peak: (KEPT_ALL,) so far; out_0, out_1: their sums."""
     # All loads are on their way before the first is waited for.
-    found_0 = _found(Partial, record, start, splits, PARTS, KEPT, KEPT_ALL, HEAD_DIM_V, 0, V_0)
+    found_0 = _found(Partial, record, start, splits, how, 0, how.V_0)
     found_1 = found_0
-    if V_1 > 0:
-        found_1 = _found(Partial, record, start, splits, PARTS, KEPT, KEPT_ALL, HEAD_DIM_V, V_0, V_1)
-    rows, parts = tl.arange(0, KEPT_ALL)[:, None], start + tl.arange(0, PARTS)[None, :]
-    at = Partial + (lse_at + record * KEPT) + (parts * KEPT + rows)
-    lse = tl.load(at, mask=(parts < splits) & (rows < KEPT), other=float("-inf"), cache_modifier=".cg")
+    if how.V_1 > 0:
+        found_1 = _found(Partial, record, start, splits, how, how.V_0, how.V_1)
+    rows, parts = tl.arange(0, how.KEPT_ALL)[:, None], start + tl.arange(0, how.PARTS)[None, :]
+    at = Partial + (lse_at + record * how.KEPT) + (parts * how.KEPT + rows)
+    lse = tl.load(at, mask=(parts < splits) & (rows < how.KEPT), other=float("-inf"), cache_modifier=".cg")
     new_peak = tl.maximum(peak, tl.max(lse, 1))
     shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(lse - shift[:, None])
     decay = tl.exp2(peak - shift)
     total = total * decay + tl.sum(weights, 1)
     out_0 = out_0 * decay[:, None] + tl.sum(found_0 * weights[:, None, :], 2)
-    if V_1 > 0:
+    if how.V_1 > 0:
         out_1 = out_1 * decay[:, None] + tl.sum(found_1 * weights[:, None, :], 2)
     return total, new_peak, out_0, out_1
 
 
 @triton.jit
-def store(
-    Out, Lse, Sinks, batch, kv_head, rows, lse, out_0, out_1,
-    HEADS_KV: tl.constexpr, GROUP: tl.constexpr, SEQLEN_Q: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
-):  # fmt: skip
+def store(Out, Lse, Sinks, batch, kv_head, rows, lse, out_0, out_1, how: tl.constexpr):
     """The results of all keys: out into (B, Sq, Hq, Dv) and lse, which comes in units of log 2, into (B, Hq, Sq), both contiguous."""
-    head, query = kv_head * GROUP + rows // SEQLEN_Q, rows % SEQLEN_Q
-    inside = rows < GROUP * SEQLEN_Q
+    head, query = kv_head * how.GROUP + rows // how.SEQLEN_Q, rows % how.SEQLEN_Q
+    inside = rows < how.GROUP * how.SEQLEN_Q
     if Sinks is not None:
         sink = tl.load(Sinks + head, mask=inside, other=0.0).to(tl.float32) * LOG2E
         top = tl.maximum(lse, sink)
@@ -122,55 +110,46 @@ def store(
         joined = shift + tl.log2(tl.exp2(lse - shift) + tl.exp2(sink - shift))
         share = tl.exp2(lse - tl.where(joined == float("-inf"), 0.0, joined))
         out_0, out_1, lse = out_0 * share[:, None], out_1 * share[:, None], joined
-    heads: tl.constexpr = HEADS_KV * GROUP
+    heads: tl.constexpr = how.HEADS_KV * how.GROUP
     batch = batch.to(tl.int64)
-    tl.store(Lse + (batch * heads + head) * SEQLEN_Q + query, lse * LN2, mask=inside)
-    at = Out + ((batch * SEQLEN_Q + query) * heads + head)[:, None] * HEAD_DIM_V
-    dims = tl.arange(0, V_0)[None, :]
-    tl.store(at + dims, out_0.to(Out.dtype.element_ty), mask=inside[:, None] & (dims < HEAD_DIM_V))
-    if V_1 > 0:
-        dims = V_0 + tl.arange(0, V_1)[None, :]
-        tl.store(at + dims, out_1.to(Out.dtype.element_ty), mask=inside[:, None] & (dims < HEAD_DIM_V))
+    tl.store(Lse + (batch * heads + head) * how.SEQLEN_Q + query, lse * LN2, mask=inside)
+    at = Out + ((batch * how.SEQLEN_Q + query) * heads + head)[:, None] * how.HEAD_DIM_V
+    dims = tl.arange(0, how.V_0)[None, :]
+    tl.store(at + dims, out_0.to(Out.dtype.element_ty), mask=inside[:, None] & (dims < how.HEAD_DIM_V))
+    if how.V_1 > 0:
+        dims = how.V_0 + tl.arange(0, how.V_1)[None, :]
+        tl.store(at + dims, out_1.to(Out.dtype.element_ty), mask=inside[:, None] & (dims < how.HEAD_DIM_V))
 
 
 @triton.jit
-def leave(
-    Partial, lse_at, record, lse, out_0, out_1,
-    ROWS: tl.constexpr, KEPT: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
-):  # fmt: skip
+def leave(Partial, lse_at, record, lse, out_0, out_1, how: tl.constexpr, ROWS: tl.constexpr):
     """The results of one split, for the program that combines them."""
     kept = tl.arange(0, ROWS)
-    row = record * KEPT + kept
-    tl.store(Partial + lse_at + row, lse, mask=kept < KEPT)
-    at, here = Partial + row[:, None] * HEAD_DIM_V, (kept < KEPT)[:, None]
-    dims = tl.arange(0, V_0)[None, :]
-    tl.store(at + dims, out_0, mask=here & (dims < HEAD_DIM_V))
-    if V_1 > 0:
-        dims = V_0 + tl.arange(0, V_1)[None, :]
-        tl.store(at + dims, out_1, mask=here & (dims < HEAD_DIM_V))
+    row = record * how.KEPT + kept
+    tl.store(Partial + lse_at + row, lse, mask=kept < how.KEPT)
+    at, here = Partial + row[:, None] * how.HEAD_DIM_V, (kept < how.KEPT)[:, None]
+    dims = tl.arange(0, how.V_0)[None, :]
+    tl.store(at + dims, out_0, mask=here & (dims < how.HEAD_DIM_V))
+    if how.V_1 > 0:
+        dims = how.V_0 + tl.arange(0, how.V_1)[None, :]
+        tl.store(at + dims, out_1, mask=here & (dims < how.HEAD_DIM_V))
 
 
 @triton.jit
-def combine(
-    Out, Lse, Partial, Sinks, batch, kv_head, first_row, lse_at, record, splits,
-    SPLITS: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr, KEPT_ALL: tl.constexpr,
-    HEADS_KV: tl.constexpr, GROUP: tl.constexpr, SEQLEN_Q: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
-):  # fmt: skip
+def combine(Out, Lse, Partial, Sinks, batch, kv_head, first_row, lse_at, record, splits, how: tl.constexpr):
     """What all splits have left, as one result."""
-    rows = tl.arange(0, KEPT_ALL)
-    total = tl.zeros([KEPT_ALL], tl.float32)
-    peak = tl.full([KEPT_ALL], float("-inf"), tl.float32)
-    out_0 = tl.zeros([KEPT_ALL, V_0], tl.float32)
-    out_1 = tl.zeros([KEPT_ALL, V_1 if V_1 > 0 else 16], tl.float32)
-    at_once: tl.constexpr = (SPLITS > 0) and (SPLITS <= PARTS)
-    for chunk in tl.range(0, 1 if at_once else tl.cdiv(splits, PARTS)):
+    rows = tl.arange(0, how.KEPT_ALL)
+    total = tl.zeros([how.KEPT_ALL], tl.float32)
+    peak = tl.full([how.KEPT_ALL], float("-inf"), tl.float32)
+    out_0 = tl.zeros([how.KEPT_ALL, how.V_0], tl.float32)
+    out_1 = tl.zeros([how.KEPT_ALL, how.V_1 if how.V_1 > 0 else 16], tl.float32)
+    at_once: tl.constexpr = (how.SPLITS > 0) and (how.SPLITS <= how.PARTS)
+    for chunk in tl.range(0, 1 if at_once else tl.cdiv(splits, how.PARTS)):
         total, peak, out_0, out_1 = _weighted(
-            total, peak, out_0, out_1, Partial, lse_at, record, chunk * PARTS, splits,
-            PARTS, KEPT, KEPT_ALL, HEAD_DIM_V, V_0, V_1,
-        )  # fmt: skip
+            total, peak, out_0, out_1, Partial, lse_at, record, chunk * how.PARTS, splits, how
+        )
     divisor = tl.where(total == 0.0, 1.0, total)
     store(
         Out, Lse, Sinks, batch, kv_head, first_row + rows, peak + tl.log2(divisor),
-        out_0 * (1.0 / divisor)[:, None], out_1 * (1.0 / divisor)[:, None], HEADS_KV, GROUP, SEQLEN_Q, HEAD_DIM_V, V_0, V_1,
+        out_0 * (1.0 / divisor)[:, None], out_1 * (1.0 / divisor)[:, None], how,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.shared.kernels.tile_parts import load_distances
+from attn_compiler.lowerings.shared.kernels.tile_parts import load_by_distance
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def in_query_order(values, SIZE: tl.constexpr):
 
 
 @triton.jit
-def store_fragments(base, tile, start_q, start_k, stride_k, seqlen_q, seqlen_kv, N: tl.constexpr, M: tl.constexpr):
+def store_fragments(base, tile, start_q, start_k, stride_k, sizes, N: tl.constexpr, M: tl.constexpr):
     """Write scores (N, M) to memory where queries are neighbours and keys are stride_k, a multiple of 16 elements, apart."""
     parts = tl.reshape(tile, (N // 16, 2, 8, M // 32, 4, 4, 2))
     # Two axes, so that there is one way to spread them over threads: 4 lanes along the latter, 8 and all warps along the former.
@@ -47,7 +47,7 @@ def store_fragments(base, tile, start_q, start_k, stride_k, seqlen_q, seqlen_kv,
     part = tl.arange(0, N * M // 32)[:, None]
     keys = start_k + part % (N // 2) * 2 + part // (N // 2) % 2
     queries = start_q + part // N * 32 + tl.arange(0, 32)[None, :]
-    inside = (queries < seqlen_q) & (keys < seqlen_kv)
+    inside = (queries < sizes.seqlen_q) & (keys < sizes.seqlen_kv)
     pointers = base + keys.to(tl.int64) * tl.multiple_of(stride_k, 16) + queries
     tl.store(pointers, parts.to(base.dtype.element_ty), mask=inside)
 
@@ -68,17 +68,17 @@ def _as_scores(parts, N: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def load_fragments(base, start_q, start_k, stride_q, stride_k, seqlen_q, seqlen_kv, N: tl.constexpr, M: tl.constexpr):
-    """The element of each pair as scores (N, M), 0 beyond the last query and key. Vectors where stride_k is 1."""
+def load_fragments(pairs, start_q, start_k, sizes, N: tl.constexpr, M: tl.constexpr):
+    """The element of each pair as scores (N, M), 0 beyond the last query and key. pairs: `Pairs`. Vectors where their k is 1."""
     queries, keys = _local_pairs(N, M)
-    inside = (queries < seqlen_q - start_q) & (keys < seqlen_kv - start_k)
-    first = base + start_q.to(tl.int64) * stride_q + start_k.to(tl.int64) * stride_k
-    pointers = first + (queries.to(tl.int64) * stride_q + keys.to(tl.int64) * stride_k)
+    inside = (queries < sizes.seqlen_q - start_q) & (keys < sizes.seqlen_kv - start_k)
+    first = pairs.base + start_q.to(tl.int64) * pairs.q + start_k.to(tl.int64) * pairs.k
+    pointers = first + (queries.to(tl.int64) * pairs.q + keys.to(tl.int64) * pairs.k)
     return _as_scores(tl.load(pointers, mask=inside, other=0), N, M)
 
 
 @triton.jit
-def load_distance_fragments(base, start_q, start_k, phase, seqlen_q, seqlen_kv, N: tl.constexpr, M: tl.constexpr):
-    """What is added at each pair's distance as scores (N, M), 0 beyond the last query and key: of a vector as for `load_distances`."""
+def load_distance_fragments(added, start_q, start_k, sizes, N: tl.constexpr, M: tl.constexpr):
+    """What is added at each pair's distance as scores (N, M), 0 beyond the last query and key. added: `Added`."""
     queries, keys = _local_pairs(N, M)
-    return _as_scores(load_distances(base, start_q + queries, start_k + keys, phase, seqlen_q, seqlen_kv, True), N, M)
+    return _as_scores(load_by_distance(added, start_q + queries, start_k + keys, sizes, True), N, M)

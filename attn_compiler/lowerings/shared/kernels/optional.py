@@ -30,12 +30,13 @@ def of_head(pointer, batch, head, stride_b, stride_h):
 
 
 @triton.jit
-def list_of(Tiles, batch, head, block, tiles_b, tiles_h, tiles_row):
-    """Where a block's list of tiles begins (kernel_plan.Plan)."""
+def list_of(Tiles, batch, head, block, lists):
+    """Where a block's list of tiles begins (kernel_plan.Plan). lists: `ListStrides`."""
     if Tiles is None:
         return
     else:
-        return Tiles + batch.to(tl.int64) * tiles_b + head.to(tl.int64) * tiles_h + block.to(tl.int64) * tiles_row
+        first = Tiles + batch.to(tl.int64) * lists.tiles_b + head.to(tl.int64) * lists.tiles_h
+        return first + block.to(tl.int64) * lists.tiles_row
 
 
 @triton.jit
@@ -72,3 +73,21 @@ def load_upper(Rows, rows_side, offsets, inside):
         return
     else:
         return tl.load(Rows + rows_side + offsets, mask=inside, other=0)[:, None]
+
+
+@triton.jit
+def load_keys(Keys, keys, inside):
+    """Which keys may be used, in the shape of `keys`."""
+    if Keys is None:
+        return
+    else:
+        return tl.load(Keys + keys, mask=inside, other=0) != 0
+
+
+@triton.jit
+def load_row(pointer, positions, inside):
+    """In the shape of `positions`, 0 where `inside` does not hold."""
+    if pointer is None:
+        return
+    else:
+        return tl.load(pointer + positions, mask=inside, other=0)

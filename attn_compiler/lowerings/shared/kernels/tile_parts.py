@@ -5,12 +5,23 @@ function here has no orientation of its own. Optional tensors are None where an 
 compiled for.
 """
 
+# ruff: noqa: RET502, RET505
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.shared.kernels.optional import at_index, load_column, load_upper, of_head, turned
+from attn_compiler.lowerings.shared.kernels.optional import (
+    at_index,
+    load_column,
+    load_keys,
+    load_row,
+    load_upper,
+    of_head,
+    turned,
+)
+from attn_compiler.lowerings.shared.kernels.tuples import Pairs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -18,12 +29,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def load_tile(
-    base, start, stride, length, allowed,
-    SIZE: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr,
-    ALIGN: tl.constexpr, order=None,
+    x, start, allowed, SIZE: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr,
+    CHECK: tl.constexpr, ALIGN: tl.constexpr, order=None,
 ):  # fmt: skip
-    """(SIZE, PART) elements: positions from `start`, head dims from FIRST. Zeros beyond the head dim and, if CHECK, beyond the
-    length and where `allowed` (SIZE, 1) does not hold: what is stored there may be NaN.
+    """(SIZE, PART) elements of x, which is `Positions`: those from `start` on, head dims from FIRST. Zeros beyond the head dim and, if
+    CHECK, beyond the length and where `allowed` (SIZE, 1) does not hold: what is stored there may be NaN.
 
     ALIGN: every position begins at a multiple of so many elements, which is what lets a thread load a vector at once.
     Offsets within the tile are of 32 bits, which `triton_arguments.is_far` makes sure of: of 64 they would take twice the registers.
@@ -32,10 +42,10 @@ def load_tile(
     if order is not None:
         local = order[:, None]
     dims = FIRST + tl.arange(0, PART)[None, :]
-    first = tl.multiple_of(start.to(tl.int64) * stride, ALIGN)
-    pointers = base + first + tl.multiple_of(local * stride, [ALIGN, ALIGN]) + dims
+    first = tl.multiple_of(start.to(tl.int64) * x.stride, ALIGN)
+    pointers = x.base + first + tl.multiple_of(local * x.stride, [ALIGN, ALIGN]) + dims
     if CHECK:
-        inside = start + local < length
+        inside = start + local < x.length
         if allowed is not None:
             inside = inside & allowed
         if FIRST + PART > HEAD_DIM:
@@ -56,19 +66,18 @@ def at_head(base, batch, head, stride_b, stride_h, ALIGN: tl.constexpr):
 
 @triton.jit
 def store_tile(
-    base, start, stride, length, tile,
-    SIZE: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, order=None,
+    x, start, tile, SIZE: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, order=None
 ):  # fmt: skip
     """The inverse of `load_tile`, in the dtype of the memory."""
     local = tl.arange(0, SIZE)[:, None]
     if order is not None:
         local = order[:, None]
     dims = FIRST + tl.arange(0, PART)[None, :]
-    inside = start + local < length
+    inside = start + local < x.length
     if FIRST + PART > HEAD_DIM:
         inside = inside & (dims < HEAD_DIM)
-    pointers = base + start.to(tl.int64) * stride + local * stride + dims
-    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
+    pointers = x.base + start.to(tl.int64) * x.stride + local * x.stride + dims
+    tl.store(pointers, tile.to(x.base.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -112,20 +121,39 @@ def load_distances(base, queries, keys, phase, seqlen_q, seqlen_kv, CHECK: tl.co
 
 
 @triton.jit
+def load_bias(added, queries, keys, sizes, CHECK: tl.constexpr):
+    """The bias of each pair of the tile, or None. added: `Added`."""
+    if added.bias.base is None:
+        return
+    else:
+        return load_pairs(
+            added.bias.base, queries, keys, added.bias.q, added.bias.k, sizes.seqlen_q, sizes.seqlen_kv, CHECK
+        )
+
+
+@triton.jit
+def load_by_distance(added, queries, keys, sizes, CHECK: tl.constexpr):
+    """What is added at each pair's distance, or None. added: `Added`."""
+    if added.Distances is None:
+        return
+    else:
+        return load_distances(added.Distances, queries, keys, added.phase, sizes.seqlen_q, sizes.seqlen_kv, CHECK)
+
+
+@triton.jit
 def is_allowed(
-    queries, keys, lower, upper, document_q, document_k, keys_allowed, Mask, mask_q, mask_k,
-    band_left, band_right, seqlen_q, seqlen_kv,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    queries, keys, lower, upper, document_q, document_k, keys_allowed, mask, sizes, how: tl.constexpr
 ):  # fmt: skip
     """Which pairs of the tile are allowed; none beyond the last key.
 
-    lower, upper, document_q: of each query, in its shape; document_k, keys_allowed: of each key. Mask: the dense mask of this
-    batch row and head, with its strides along queries and keys.
+    lower, upper, document_q: of each query, in its shape; document_k, keys_allowed: of each key. mask: `Pairs` of the dense mask.
     """
+    Mask = mask.base
+    seqlen_q, seqlen_kv, band_left, band_right = sizes.seqlen_q, sizes.seqlen_kv, sizes.band_left, sizes.band_right
     allowed = (keys < seqlen_kv) & (queries < seqlen_q)
-    if HAS_RIGHT:
+    if how.HAS_RIGHT:
         allowed = allowed & (keys <= queries + band_right)
-    if HAS_LEFT:
+    if how.HAS_LEFT:
         allowed = allowed & (keys >= queries - band_left)
     if lower is not None:
         allowed = allowed & (keys >= lower) & (keys < upper)
@@ -134,7 +162,7 @@ def is_allowed(
     if keys_allowed is not None:
         allowed = allowed & keys_allowed
     if Mask is not None:
-        allowed = allowed & (load_pairs(Mask, queries, keys, mask_q, mask_k, seqlen_q, seqlen_kv, True) != 0)
+        allowed = allowed & (load_pairs(Mask, queries, keys, mask.q, mask.k, seqlen_q, seqlen_kv, True) != 0)
     return allowed
 
 
@@ -153,32 +181,25 @@ def in_reach(positions, first, last, before, after, HAS_BEFORE: tl.constexpr, HA
 
 
 @triton.jit
-def keys_in_use(
-    start, start_q, queries, lower, upper, document_q, Keys, DocumentsK, Mask, mask_q, mask_k,
-    band_left, band_right, seqlen_q, seqlen_kv,
-    BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
-    """(N, 1): which keys of a tile some query of it uses. queries, lower, upper, document_q: (M, 1), or None.
+def keys_in_use(start, rows, masks, sizes, how: tl.constexpr):
+    """(N, 1): which keys of a tile, from `start` on, some query of a block uses. rows: `QueryRows`; masks: `KeyMasks`.
 
     No other key may enter a sum over keys: what it holds may be NaN, and 0 · NaN is NaN. Pairs are asked a second time, as (N, M): the
     queries' numbers are then shared by the lanes of a warp, where asking `allowed` as it is spread for the scores takes 100 registers.
     """
-    keys = start + tl.arange(0, BLOCK_N)[:, None]
-    inside = keys < seqlen_kv
-    keys_allowed, document_k = None, None
-    if Keys is not None:
-        keys_allowed = tl.load(Keys + keys, mask=inside, other=0) != 0
-    if DocumentsK is not None:
-        document_k = tl.load(DocumentsK + keys, mask=inside, other=0)
-    if lower is not None or document_q is not None or Mask is not None:
+    keys = start + tl.arange(0, how.BLOCK_N)[:, None]
+    inside = keys < sizes.seqlen_kv
+    keys_allowed = load_keys(masks.Keys, keys, inside)
+    document_k = load_row(masks.Documents, keys, inside)
+    if rows.lower is not None or rows.document is not None or masks.mask.base is not None:
         allowed = is_allowed(
-            tl.trans(queries), keys, turned(lower), turned(upper), turned(document_q), document_k, keys_allowed,
-            Mask, mask_q, mask_k, band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
+            tl.trans(rows.queries), keys, turned(rows.lower), turned(rows.upper), turned(rows.document), document_k,
+            keys_allowed, masks.mask, sizes, how,
         )  # fmt: skip
         found = tl.max(allowed.to(tl.int32), 1)[:, None] > 0
     else:
-        last_q = tl.minimum(start_q + queries.shape[0], seqlen_q) - 1
-        found = in_reach(keys, start_q, last_q, band_left, band_right, HAS_LEFT, HAS_RIGHT)
+        last_q = tl.minimum(rows.start + rows.queries.shape[0], sizes.seqlen_q) - 1
+        found = in_reach(keys, rows.start, last_q, sizes.band_left, sizes.band_right, how.HAS_LEFT, how.HAS_RIGHT)
         if keys_allowed is not None:
             found = found & keys_allowed
     return found
@@ -186,53 +207,47 @@ def keys_in_use(
 
 @triton.jit
 def queries_in_use(
-    queries, keys, first_key, last_key, lower, upper, document_q, document_k, keys_allowed, Mask, mask_q, mask_k,
-    band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    queries, keys, first_key, last_key, lower, upper, document_q, document_k, keys_allowed, mask, sizes, how: tl.constexpr
 ):  # fmt: skip
     """(M, 1): which queries of a tile use some key of it, for sums over queries; as `keys_in_use`.
 
     queries (M,); lower, upper, document_q: (1, M), or None; keys, document_k, keys_allowed: (N, 1), or None. first_key, last_key: of
-    those that are allowed at all.
+    those that are allowed at all. mask: `Pairs`.
     """
     queries = queries[:, None]
     # With holes between the keys, a band that is bounded on both sides may lie in one.
-    holes: tl.constexpr = keys_allowed is not None and HAS_LEFT and HAS_RIGHT
-    if holes or lower is not None or document_q is not None or Mask is not None:
+    holes: tl.constexpr = keys_allowed is not None and how.HAS_LEFT and how.HAS_RIGHT
+    if holes or lower is not None or document_q is not None or mask.base is not None:
         allowed = is_allowed(
             queries, tl.trans(keys), turned(lower), turned(upper), turned(document_q), turned(document_k), turned(keys_allowed),
-            Mask, mask_q, mask_k, band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
+            mask, sizes, how,
         )  # fmt: skip
         found = tl.max(allowed.to(tl.int32), 1)[:, None] > 0
     else:
-        found = in_reach(queries, first_key, last_key, band_right, band_left, HAS_RIGHT, HAS_LEFT)
+        found = in_reach(queries, first_key, last_key, sizes.band_right, sizes.band_left, how.HAS_RIGHT, how.HAS_LEFT)
     return found
 
 
 @triton.jit
 def allowed_at(
-    start_q, start_k, batch, head, Rows, Keys, DocumentsQ, DocumentsK, Mask,
-    rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
-    band_left, band_right, seqlen_q, seqlen_kv,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    start_q, start_k, batch, head, operands, masking, sizes, how: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Which pairs of a tile (M, N) of any head and batch row are allowed: loads what `is_allowed` asks for."""
+    """Which pairs of a tile (M, N) of any head and batch row are allowed: loads what `is_allowed` asks for. operands: `MaskOperands`
+    of all of them; masking: `MaskStrides`."""
     offsets = start_q + tl.arange(0, BLOCK_M)
-    inside = offsets < seqlen_q
+    inside = offsets < sizes.seqlen_q
     keys = start_k + tl.arange(0, BLOCK_N)[None, :]
-    Rows = at_index(Rows, batch, rows_b)
+    Rows = at_index(operands.Rows, batch, masking.rows_b)
     lower = load_column(Rows, offsets, inside)
-    upper = load_upper(Rows, rows_side, offsets, inside)
-    keys_allowed = None
-    if Keys is not None:
-        keys_allowed = tl.load(at_index(Keys, batch, keys_b) + keys, mask=keys < seqlen_kv, other=0) != 0
-    document_q = load_column(at_index(DocumentsQ, batch, documents_qb), offsets, inside)
-    document_k = None
-    if DocumentsK is not None:
-        document_k = tl.load(at_index(DocumentsK, batch, documents_kb) + keys, mask=keys < seqlen_kv, other=0)
-    Mask = of_head(Mask, batch, head, mask_b, mask_h)
+    upper = load_upper(Rows, masking.rows_side, offsets, inside)
+    keys_allowed = load_keys(at_index(operands.Keys, batch, masking.keys_b), keys, keys < sizes.seqlen_kv)
+    document_q = load_column(at_index(operands.DocumentsQ, batch, masking.documents_qb), offsets, inside)
+    DocumentsK = at_index(operands.DocumentsK, batch, masking.documents_kb)
+    document_k = load_row(DocumentsK, keys, keys < sizes.seqlen_kv)
+    Mask = of_head(operands.Mask, batch, head, masking.mask_b, masking.mask_h)
     return is_allowed(
-        offsets[:, None], keys, lower, upper, document_q, document_k, keys_allowed, Mask, mask_q, mask_k,
-        band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
+        offsets[:, None], keys, lower, upper, document_q, document_k, keys_allowed,
+        Pairs(base=Mask, q=masking.mask_q, k=masking.mask_k), sizes, how,
     )  # fmt: skip
 
 
@@ -337,21 +352,17 @@ def queries_in_band(
 
 
 @triton.jit
-def keys_to_visit(
-    List, start, band_left, band_right, seqlen_q, seqlen_kv,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    MASK_ALL: tl.constexpr,
-):  # fmt: skip
+def keys_to_visit(List, start, sizes, how: tl.constexpr):
     """For a block of queries: how many blocks of keys need the mask, the first and the second of them (see `partial_tile`), and the run
     of blocks that don't need it, as first and end."""
     if List is not None:
-        partial, first, second, full_first, full_last = load_list(List, seqlen_kv > BLOCK_N)
+        partial, first, second, full_first, full_last = load_list(List, sizes.seqlen_kv > how.BLOCK_N)
     else:
         first, full_first, full_last, last = keys_in_band(
-            start, tl.minimum(start + BLOCK_M, seqlen_q) - 1, band_left, band_right, seqlen_kv,
-            BLOCK_N, HAS_LEFT, HAS_RIGHT,
+            start, tl.minimum(start + how.BLOCK_M, sizes.seqlen_q) - 1, sizes.band_left, sizes.band_right, sizes.seqlen_kv,
+            how.BLOCK_N, how.HAS_LEFT, how.HAS_RIGHT,
         )  # fmt: skip
-        if MASK_ALL:
+        if how.MASK_ALL:
             full_first, full_last = last, last
         partial = (full_first - first) + (last - full_last)
         second = first

@@ -9,6 +9,8 @@ others to read (kept_backward.py): then all take five products, and as much memo
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -16,7 +18,9 @@ from attn_compiler.lowerings.shared.kernels.optional import (
     at_index,
     list_of,
     load_column,
+    load_keys,
     load_one,
+    load_row,
     load_upper,
     of_head,
 )
@@ -29,18 +33,18 @@ from attn_compiler.lowerings.shared.kernels.tile_parts import (
     kept,
     keys_in_use,
     keys_to_visit,
-    load_distances,
-    load_pairs,
+    load_bias,
+    load_by_distance,
     load_tile,
     partial_tile,
     store_tile,
 )
+from attn_compiler.lowerings.shared.kernels.tuples import Added, KeyMasks, Pairs, Positions, QueryRows
 
 
 @triton.jit
 def attention_row_stats(
-    Out, GradOut, Lse, GradLse, RowStats,
-    stride_ob, stride_oh, stride_os, stride_gb, stride_gh, stride_gs, heads_q, seqlen_q, stats_rows,
+    Out, GradOut, Lse, GradLse, RowStats, stride_o, stride_g, heads_q, seqlen_q, stats_rows,
     BLOCK_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """What the passes need of each row, (B, Hq, 2, stats_rows) float32: -lse in units of log 2, and
@@ -51,10 +55,12 @@ def attention_row_stats(
     start, head, batch = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
     offsets = start + tl.arange(0, BLOCK_M)
     row = batch.to(tl.int64) * heads_q + head
-    Out = at_head(Out, batch, head, stride_ob, stride_oh, ALIGN)
-    GradOut = at_head(GradOut, batch, head, stride_gb, stride_gh, ALIGN)
-    out = load_tile(Out, start, stride_os, seqlen_q, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
-    grad_out = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
+    Out = at_head(Out, batch, head, stride_o.b, stride_o.h, ALIGN)
+    GradOut = at_head(GradOut, batch, head, stride_g.b, stride_g.h, ALIGN)
+    of_out = Positions(base=Out, stride=stride_o.s, length=seqlen_q)
+    of_grad = Positions(base=GradOut, stride=stride_g.s, length=seqlen_q)
+    out = load_tile(of_out, start, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
+    grad_out = load_tile(of_grad, start, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
     grad_lse = tl.load(GradLse + row * seqlen_q + offsets, mask=offsets < seqlen_q, other=0.0)
     base = _minus_lse(Lse + row * seqlen_q, offsets, seqlen_q)
     delta = _delta_of(_products(out, grad_out) - grad_lse, base)
@@ -93,65 +99,75 @@ def row_stats(stats, offsets, stats_rows):
     return tl.load(stats + offsets), tl.load(stats + stats_rows + offsets)
 
 
+class _Queries(NamedTuple):
+    """What a program keeps of its block of queries."""
+
+    rows: Any  # QueryRows
+    q_0: Any  # tiles of the first and the further head dims
+    q_1: Any
+    grad_out_0: Any
+    grad_out_1: Any
+    base: Any  # -lse in units of log 2, (M, 1)
+    delta: Any  # (M, 1)
+    seed: Any  # of dropout
+    head: Any  # of all batch rows' heads
+
+
+class _Head(NamedTuple):
+    """The keys and values of a head, and what masks and scores have for them."""
+
+    k: Any  # Positions
+    v: Any  # Positions
+    masks: Any  # KeyMasks
+    added: Any  # Added
+
+
 @triton.jit
-def _step_q(
-    grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, base, delta, tile,
-    start_q, queries, lower, upper, document_q, slope, seed, head,
-    K, V, Keys, DocumentsK, Mask, Bias, Distances,
-    stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
-    band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
-    BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
-    PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """What one block of keys adds to the gradient of a block of queries."""
-    start = tile * BLOCK_N
-    keys = start + tl.arange(0, BLOCK_N)[None, :]
+def _step_q(grad_0, grad_1, tile, own, of, sizes, how: tl.constexpr, MASKED: tl.constexpr):
+    """What one block of keys adds to the gradient of a block of queries. own: `_Queries`; of: `_Head`."""
+    start = tile * how.BLOCK_N
+    keys = start + tl.arange(0, how.BLOCK_N)[None, :]
+    queries, seqlen_kv = own.rows.queries, sizes.seqlen_kv
     keys_used, keys_allowed, document_k = None, None, None
     if MASKED:
-        if Keys is not None:
-            keys_allowed = tl.load(Keys + keys, mask=keys < seqlen_kv, other=0) != 0
-        if DocumentsK is not None:
-            document_k = tl.load(DocumentsK + keys, mask=keys < seqlen_kv, other=0)
-        keys_used = keys_in_use(
-            start, start_q, queries, lower, upper, document_q, Keys, DocumentsK, Mask, mask_q, mask_k,
-            band_left, band_right, seqlen_q, seqlen_kv, BLOCK_N, HAS_LEFT, HAS_RIGHT,
-        )  # fmt: skip
-    k_0 = load_tile(K, start, stride_ks, seqlen_kv, keys_used, BLOCK_N, 0, QK_0, HEAD_DIM_QK, MASKED, ALIGN)
+        keys_allowed = load_keys(of.masks.Keys, keys, keys < seqlen_kv)
+        document_k = load_row(of.masks.Documents, keys, keys < seqlen_kv)
+        keys_used = keys_in_use(start, own.rows, of.masks, sizes, how)
+    k_0 = load_tile(of.k, start, keys_used, how.BLOCK_N, 0, how.QK_0, how.HEAD_DIM_QK, MASKED, how.ALIGN)
     k_1 = k_0
-    if QK_1 > 0:
-        k_1 = load_tile(K, start, stride_ks, seqlen_kv, keys_used, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, MASKED, ALIGN)
-    bias, distances = None, None
-    if Bias is not None:
-        bias = load_pairs(Bias, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, MASKED)
-    if Distances is not None:
-        distances = load_distances(Distances, queries, keys, distances_phase, seqlen_q, seqlen_kv, MASKED)
-    qk = tl.dot(q_0, tl.trans(k_0), input_precision=PRECISION)
-    if QK_1 > 0:
-        qk = tl.dot(q_1, tl.trans(k_1), qk, input_precision=PRECISION)
-    v_0 = load_tile(V, start, stride_vs, seqlen_kv, None, BLOCK_N, 0, V_0, HEAD_DIM_V, MASKED, ALIGN)
-    grad_weights = tl.dot(grad_out_0, tl.trans(v_0), input_precision=PRECISION)
-    if V_1 > 0:
-        v_1 = load_tile(V, start, stride_vs, seqlen_kv, None, BLOCK_N, V_0, V_1, HEAD_DIM_V, MASKED, ALIGN)
-        grad_weights = tl.dot(grad_out_1, tl.trans(v_1), grad_weights, input_precision=PRECISION)
-    logits, capped = change(qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, PLAIN, base)
+    if how.QK_1 > 0:
+        k_1 = load_tile(of.k, start, keys_used, how.BLOCK_N, how.QK_0, how.QK_1, how.HEAD_DIM_QK, MASKED, how.ALIGN)
+    bias = load_bias(of.added, queries, keys, sizes, MASKED)
+    distances = load_by_distance(of.added, queries, keys, sizes, MASKED)
+    qk = tl.dot(own.q_0, tl.trans(k_0), input_precision=how.PRECISION)
+    if how.QK_1 > 0:
+        qk = tl.dot(own.q_1, tl.trans(k_1), qk, input_precision=how.PRECISION)
+    v_0 = load_tile(of.v, start, None, how.BLOCK_N, 0, how.V_0, how.HEAD_DIM_V, MASKED, how.ALIGN)
+    grad_weights = tl.dot(own.grad_out_0, tl.trans(v_0), input_precision=how.PRECISION)
+    if how.V_1 > 0:
+        v_1 = load_tile(of.v, start, None, how.BLOCK_N, how.V_0, how.V_1, how.HEAD_DIM_V, MASKED, how.ALIGN)
+        grad_weights = tl.dot(own.grad_out_1, tl.trans(v_1), grad_weights, input_precision=how.PRECISION)
+    logits, capped = change(
+        qk, queries, keys, bias, distances, of.added.slope, sizes.scale, sizes.softcap,
+        how.SOFTCAP, how.FAST_TANH, how.PLAIN, own.base,
+    )  # fmt: skip
     weights = tl.exp2(logits)
-    if DROPOUT:
-        grad_weights = tl.where(kept(seed, head, queries, keys, dropout_p), grad_weights / (1.0 - dropout_p), 0.0)
-    grad = weights * (grad_weights - delta)
-    if SOFTCAP:
+    if how.DROPOUT:
+        keep = kept(own.seed, own.head, queries, keys, sizes.dropout_p)
+        grad_weights = tl.where(keep, grad_weights / (1.0 - sizes.dropout_p), 0.0)
+    grad = weights * (grad_weights - own.delta)
+    if how.SOFTCAP:
         grad *= 1.0 - capped * capped
     if MASKED:
         allowed = is_allowed(
-            queries, keys, lower, upper, document_q, document_k, keys_allowed, Mask, mask_q, mask_k,
-            band_left, band_right, seqlen_q, seqlen_kv, HAS_LEFT, HAS_RIGHT,
+            queries, keys, own.rows.lower, own.rows.upper, own.rows.document, document_k, keys_allowed, of.masks.mask,
+            sizes, how,
         )  # fmt: skip
         grad = tl.where(allowed, grad, 0.0)
     grad = grad.to(k_0.dtype)
-    grad_0 = tl.dot(grad, k_0, grad_0, input_precision=PRECISION)
-    if QK_1 > 0:
-        grad_1 = tl.dot(grad, k_1, grad_1, input_precision=PRECISION)
+    grad_0 = tl.dot(grad, k_0, grad_0, input_precision=how.PRECISION)
+    if how.QK_1 > 0:
+        grad_1 = tl.dot(grad, k_1, grad_1, input_precision=how.PRECISION)
     return grad_0, grad_1
 
 
@@ -159,100 +175,97 @@ def _step_q(
 def attention_grad_q(
     Q, K, V, GradOut, Out, Lse, GradLse, RowStats, GradQ,
     Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Seed,
-    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_gb, stride_gh, stride_gs, stride_dqb, stride_dqh, stride_dqs, stride_ob, stride_oh, stride_os, stats_rows,
-    rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
-    tiles_b, tiles_h, tiles_row, bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
-    heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
-    PLAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
-    MASK_ALL: tl.constexpr, HEADS_LAST: tl.constexpr, ROUND: tl.constexpr,
+    stride_q, stride_k, stride_v, stride_g, stride_dq, stride_o, stats_rows, masking, lists, adding, sizes,
+    HOW: tl.constexpr, HEADS_LAST: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of queries, Hq, B), or as HEADS_LAST says. Lse, GradLse: (B, Hq, Sq), contiguous, float32.
+    """Grid: (blocks of queries, Hq, B), or as HEADS_LAST says. Lse, GradLse: (B, Hq, Sq), contiguous, float32. Tuples: tuples.py.
 
     Makes RowStats as `attention_row_stats` does, for the pass over the keys, which comes later. ROUND: stats_rows is the next
     multiple.
     """
+    how: tl.constexpr = HOW._replace()
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = head_and_batch(HEADS_LAST)
-    row = batch.to(tl.int64) * heads_q + head
-    start = block * BLOCK_M
-    offsets = start + tl.arange(0, BLOCK_M)
-    inside = offsets < seqlen_q
-    queries = offsets[:, None]
+    row = batch.to(tl.int64) * sizes.heads_q + head
+    start = block * how.BLOCK_M
+    offsets = start + tl.arange(0, how.BLOCK_M)
+    inside = offsets < sizes.seqlen_q
 
-    Q = at_head(Q, batch, head, stride_qb, stride_qh, ALIGN)
-    K = at_head(K, batch, head // group, stride_kb, stride_kh, ALIGN)
-    V = at_head(V, batch, head // group, stride_vb, stride_vh, ALIGN)
-    GradOut = at_head(GradOut, batch, head, stride_gb, stride_gh, ALIGN)
-    GradQ += batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
-    Rows = at_index(Rows, batch, rows_b)
-    lower = load_column(Rows, offsets, inside)
-    upper = load_upper(Rows, rows_side, offsets, inside)
-    Keys = at_index(Keys, batch, keys_b)
-    document_q = load_column(at_index(DocumentsQ, batch, documents_qb), offsets, inside)
-    DocumentsK = at_index(DocumentsK, batch, documents_kb)
-    Mask = of_head(Mask, batch, head, mask_b, mask_h)
-    Bias = of_head(Bias, batch, head, bias_b, bias_h)
-    Distances = at_index(Distances, head, distances_h)
-    slope = load_one(Slopes, head)
-    seed = load_one(Seed, 0)
-    List = list_of(Tiles, batch, head, block, tiles_b, tiles_h, tiles_row)
-    partial, first, second, full_first, full_last = keys_to_visit(
-        List, start, band_left, band_right, seqlen_q, seqlen_kv, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, MASK_ALL
+    Q = at_head(Q, batch, head, stride_q.b, stride_q.h, how.ALIGN)
+    K = at_head(K, batch, head // sizes.group, stride_k.b, stride_k.h, how.ALIGN)
+    V = at_head(V, batch, head // sizes.group, stride_v.b, stride_v.h, how.ALIGN)
+    GradOut = at_head(GradOut, batch, head, stride_g.b, stride_g.h, how.ALIGN)
+    GradQ += batch.to(tl.int64) * stride_dq.b + head.to(tl.int64) * stride_dq.h
+    q = Positions(base=Q, stride=stride_q.s, length=sizes.seqlen_q)
+    k = Positions(base=K, stride=stride_k.s, length=sizes.seqlen_kv)
+    v = Positions(base=V, stride=stride_v.s, length=sizes.seqlen_kv)
+    grad_out = Positions(base=GradOut, stride=stride_g.s, length=sizes.seqlen_q)
+    grad_q = Positions(base=GradQ, stride=stride_dq.s, length=sizes.seqlen_q)
+    Rows = at_index(Rows, batch, masking.rows_b)
+    rows = QueryRows(
+        start=start,
+        queries=offsets[:, None],
+        lower=load_column(Rows, offsets, inside),
+        upper=load_upper(Rows, masking.rows_side, offsets, inside),
+        document=load_column(at_index(DocumentsQ, batch, masking.documents_qb), offsets, inside),
     )
+    mask = Pairs(base=of_head(Mask, batch, head, masking.mask_b, masking.mask_h), q=masking.mask_q, k=masking.mask_k)
+    masks = KeyMasks(
+        Keys=at_index(Keys, batch, masking.keys_b),
+        Documents=at_index(DocumentsK, batch, masking.documents_kb),
+        mask=mask,
+    )
+    bias = Pairs(base=of_head(Bias, batch, head, adding.bias_b, adding.bias_h), q=adding.bias_q, k=adding.bias_k)
+    Distances = at_index(Distances, head, adding.distances_h)
+    added = Added(bias=bias, Distances=Distances, phase=adding.distances_phase, slope=load_one(Slopes, head))
+    of = _Head(k=k, v=v, masks=masks, added=added)
+    seed = load_one(Seed, 0)
+    List = list_of(Tiles, batch, head, block, lists)
+    partial, first, second, full_first, full_last = keys_to_visit(List, start, sizes, how)
 
-    grad_out_0 = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN)
+    grad_out_0 = load_tile(grad_out, start, None, how.BLOCK_M, 0, how.V_0, how.HEAD_DIM_V, True, how.ALIGN)
     grad_out_1 = grad_out_0
-    if V_1 > 0:
-        grad_out_1 = load_tile(GradOut, start, stride_gs, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
-    Out = at_head(Out, batch, head, stride_ob, stride_oh, ALIGN)
-    out_0 = load_tile(Out, start, stride_os, seqlen_q, None, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN)
+    if how.V_1 > 0:
+        grad_out_1 = load_tile(grad_out, start, None, how.BLOCK_M, how.V_0, how.V_1, how.HEAD_DIM_V, True, how.ALIGN)
+    Out = at_head(Out, batch, head, stride_o.b, stride_o.h, how.ALIGN)
+    out = Positions(base=Out, stride=stride_o.s, length=sizes.seqlen_q)
+    out_0 = load_tile(out, start, None, how.BLOCK_M, 0, how.V_0, how.HEAD_DIM_V, True, how.ALIGN)
     delta = _products(out_0, grad_out_0)
-    if V_1 > 0:
-        out_1 = load_tile(Out, start, stride_os, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
+    if how.V_1 > 0:
+        out_1 = load_tile(out, start, None, how.BLOCK_M, how.V_0, how.V_1, how.HEAD_DIM_V, True, how.ALIGN)
         delta += _products(out_1, grad_out_1)
-    delta -= tl.load(GradLse + row * seqlen_q + offsets, mask=inside, other=0.0)
-    base = _minus_lse(Lse + row * seqlen_q, offsets, seqlen_q)
+    delta -= tl.load(GradLse + row * sizes.seqlen_q + offsets, mask=inside, other=0.0)
+    base = _minus_lse(Lse + row * sizes.seqlen_q, offsets, sizes.seqlen_q)
     delta = _delta_of(delta, base)
     stats = RowStats + row * 2 * stats_rows
     _store_row_stats(stats, offsets, stats_rows, base, delta)
-    if ROUND > BLOCK_M:
+    if ROUND > how.BLOCK_M:
         if block == tl.num_programs(0) - 1:
-            beyond = start + BLOCK_M + tl.arange(0, ROUND)
+            beyond = start + how.BLOCK_M + tl.arange(0, ROUND)
             nothing = tl.zeros([ROUND], tl.float32)
             _store_row_stats(stats, beyond, stats_rows, nothing + float("-inf"), nothing)
-    base, delta = base[:, None], delta[:, None]
-    q_0 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
+    q_0 = load_tile(q, start, None, how.BLOCK_M, 0, how.QK_0, how.HEAD_DIM_QK, True, how.ALIGN)
     q_1 = q_0
-    if QK_1 > 0:
-        q_1 = load_tile(Q, start, stride_qs, seqlen_q, None, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN)
-    grad_0 = tl.zeros([BLOCK_M, QK_0], tl.float32)
-    grad_1 = tl.zeros([BLOCK_M, QK_1 if QK_1 > 0 else 16], tl.float32)
+    if how.QK_1 > 0:
+        q_1 = load_tile(q, start, None, how.BLOCK_M, how.QK_0, how.QK_1, how.HEAD_DIM_QK, True, how.ALIGN)
+    own = _Queries(
+        rows=rows,
+        q_0=q_0,
+        q_1=q_1,
+        grad_out_0=grad_out_0,
+        grad_out_1=grad_out_1,
+        base=base[:, None],
+        delta=delta[:, None],
+        seed=seed,
+        head=row,
+    )
+    grad_0 = tl.zeros([how.BLOCK_M, how.QK_0], tl.float32)
+    grad_1 = tl.zeros([how.BLOCK_M, how.QK_1 if how.QK_1 > 0 else 16], tl.float32)
     for i in tl.range(0, partial):
-        grad_0, grad_1 = _step_q(
-            grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, base, delta,
-            partial_tile(List, i, first, second, full_first, full_last),
-            start, queries, lower, upper, document_q, slope, seed, row,
-            K, V, Keys, DocumentsK, Mask, Bias, Distances,
-            stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
-            band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
-            BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
-            HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, True,
-        )  # fmt: skip
+        tile = partial_tile(List, i, first, second, full_first, full_last)
+        grad_0, grad_1 = _step_q(grad_0, grad_1, tile, own, of, sizes, how, True)
     for tile in tl.range(full_first, full_last):
-        grad_0, grad_1 = _step_q(
-            grad_0, grad_1, q_0, q_1, grad_out_0, grad_out_1, base, delta,
-            tile,
-            start, queries, lower, upper, document_q, slope, seed, row,
-            K, V, Keys, DocumentsK, Mask, Bias, Distances,
-            stride_ks, stride_vs, mask_q, mask_k, bias_q, bias_k, distances_phase,
-            band_left, band_right, seqlen_q, seqlen_kv, scale, softcap, dropout_p,
-            BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
-            HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, PLAIN, DROPOUT, PRECISION, ALIGN, False,
-        )  # fmt: skip
-    store_tile(GradQ, start, stride_dqs, seqlen_q, grad_0 * scale, BLOCK_M, 0, QK_0, HEAD_DIM_QK)
-    if QK_1 > 0:
-        store_tile(GradQ, start, stride_dqs, seqlen_q, grad_1 * scale, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK)
+        grad_0, grad_1 = _step_q(grad_0, grad_1, tile, own, of, sizes, how, False)
+    store_tile(grad_q, start, grad_0 * sizes.scale, how.BLOCK_M, 0, how.QK_0, how.HEAD_DIM_QK)
+    if how.QK_1 > 0:
+        store_tile(grad_q, start, grad_1 * sizes.scale, how.BLOCK_M, how.QK_0, how.QK_1, how.HEAD_DIM_QK)

@@ -6,6 +6,8 @@ reads them where the backward kept them (backward.py), or takes two products aga
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -16,89 +18,114 @@ from attn_compiler.lowerings.shared.kernels.tile_parts import (
     change,
     kept,
     kept_scores,
-    load_distances,
+    load_bias,
+    load_by_distance,
     load_kept_scores,
-    load_pairs,
     load_tile,
 )
+from attn_compiler.lowerings.shared.kernels.tuples import Added, MaskOperands, Pairs, Positions
 from attn_compiler.lowerings.triton.kernels.backward import row_stats
 from attn_compiler.lowerings.triton.kernels.sums_backward import store_diagonals
 
 
+class _Given(NamedTuple):
+    """What the scores' gradients follow from, of all batch rows and heads."""
+
+    Q: Any
+    K: Any
+    V: Any
+    GradOut: Any
+    RowStats: Any
+    stats_rows: Any
+    operands: Any  # MaskOperands
+    Bias: Any
+    Distances: Any
+    Slopes: Any
+    seed: Any  # of dropout
+    Scores: Any  # where the scores' gradients were kept
+    pitch: Any
+
+
+class _Lying(NamedTuple):
+    """How they lie."""
+
+    q: Any  # Strides
+    k: Any
+    v: Any
+    grad_out: Any
+    masking: Any  # MaskStrides
+    adding: Any  # AddedStrides
+
+
 @triton.jit
 def _scores_gradient(
-    start_q, start_k, batch, head,
-    Q, K, V, GradOut, RowStats, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Scores, seed,
-    pitch, stats_rows, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_gb, stride_gh, stride_gs,
-    rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
-    bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
-    heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, SPARSE: tl.constexpr,
+    start_q, start_k, batch, head, given, lying, sizes, how: tl.constexpr, SPARSE: tl.constexpr
 ):  # fmt: skip
-    """(M, N) gradient of the logits of one tile, 0 where a pair is not allowed.
+    """(M, N) gradient of the logits of one tile, 0 where a pair is not allowed. given: `_Given`; lying: `_Lying`.
 
     SPARSE: whole tiles may be without an allowed pair, and are left out. A branch in the loop costs its pipelining.
     """
-    row = batch.to(tl.int64) * heads_q + head
-    offsets = start_q + tl.arange(0, BLOCK_M)
+    row = batch.to(tl.int64) * sizes.heads_q + head
+    offsets = start_q + tl.arange(0, how.BLOCK_M)
     queries = offsets[:, None]
-    keys = start_k + tl.arange(0, BLOCK_N)[None, :]
+    keys = start_k + tl.arange(0, how.BLOCK_N)[None, :]
     allowed = allowed_at(
-        start_q, start_k, batch, head, Rows, Keys, DocumentsQ, DocumentsK, Mask,
-        rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
-        band_left, band_right, seqlen_q, seqlen_kv, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT,
-    )  # fmt: skip
-    if Scores is not None:
-        grad = load_kept_scores(kept_scores(Scores, row, seqlen_kv, pitch), queries, keys, pitch, seqlen_q, seqlen_kv)
+        start_q, start_k, batch, head, given.operands, lying.masking, sizes, how, how.BLOCK_M, how.BLOCK_N
+    )
+    if given.Scores is not None:
+        scores = kept_scores(given.Scores, row, sizes.seqlen_kv, given.pitch)
+        grad = load_kept_scores(scores, queries, keys, given.pitch, sizes.seqlen_q, sizes.seqlen_kv)
         grad = grad.to(tl.float32)
         if SPARSE:
             grad = tl.where(allowed, grad, 0.0)
     else:
-        grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        grad = tl.zeros([how.BLOCK_M, how.BLOCK_N], tl.float32)
         some = True
         if SPARSE:
             some = tl.max(tl.max(allowed.to(tl.int32), 1), 0) > 0
         if some:
-            q_head = at_head(Q, batch, head, stride_qb, stride_qh, ALIGN)
-            k_head = at_head(K, batch, head // group, stride_kb, stride_kh, ALIGN)
-            v_head = at_head(V, batch, head // group, stride_vb, stride_vh, ALIGN)
-            grad_head = at_head(GradOut, batch, head, stride_gb, stride_gh, ALIGN)
-            q = load_tile(q_head, start_q, stride_qs, seqlen_q, None, BLOCK_M, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
-            k = load_tile(k_head, start_k, stride_ks, seqlen_kv, None, BLOCK_N, 0, QK_0, HEAD_DIM_QK, True, ALIGN)
-            bias, distances = None, None
-            if Bias is not None:
-                bias_head = of_head(Bias, batch, head, bias_b, bias_h)
-                bias = load_pairs(bias_head, queries, keys, bias_q, bias_k, seqlen_q, seqlen_kv, True)
-            if Distances is not None:
-                distances_head = at_index(Distances, head, distances_h)
-                distances = load_distances(distances_head, queries, keys, distances_phase, seqlen_q, seqlen_kv, True)
-            slope = load_one(Slopes, head)
-            qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            if QK_1 > 0:
-                q = load_tile(q_head, start_q, stride_qs, seqlen_q, None, BLOCK_M, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN)
-                k = load_tile(
-                    k_head, start_k, stride_ks, seqlen_kv, None, BLOCK_N, QK_0, QK_1, HEAD_DIM_QK, True, ALIGN
-                )
-                qk = tl.dot(q, tl.trans(k), qk, input_precision=PRECISION)
-            g = load_tile(grad_head, start_q, stride_gs, seqlen_q, None, BLOCK_M, 0, V_0, HEAD_DIM_V, True, ALIGN)
-            v = load_tile(v_head, start_k, stride_vs, seqlen_kv, None, BLOCK_N, 0, V_0, HEAD_DIM_V, True, ALIGN)
-            grad_weights = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-            if V_1 > 0:
-                g = load_tile(grad_head, start_q, stride_gs, seqlen_q, None, BLOCK_M, V_0, V_1, HEAD_DIM_V, True, ALIGN)
-                v = load_tile(v_head, start_k, stride_vs, seqlen_kv, None, BLOCK_N, V_0, V_1, HEAD_DIM_V, True, ALIGN)
-                grad_weights = tl.dot(g, tl.trans(v), grad_weights, input_precision=PRECISION)
-            base, delta = row_stats(RowStats + row * 2 * stats_rows, offsets, stats_rows)
-            logits, _ = change(
-                qk, queries, keys, bias, distances, slope, scale, softcap, SOFTCAP, FAST_TANH, False, base[:, None]
+            q_head = at_head(given.Q, batch, head, lying.q.b, lying.q.h, how.ALIGN)
+            k_head = at_head(given.K, batch, head // sizes.group, lying.k.b, lying.k.h, how.ALIGN)
+            v_head = at_head(given.V, batch, head // sizes.group, lying.v.b, lying.v.h, how.ALIGN)
+            grad_head = at_head(given.GradOut, batch, head, lying.grad_out.b, lying.grad_out.h, how.ALIGN)
+            of_q = Positions(base=q_head, stride=lying.q.s, length=sizes.seqlen_q)
+            of_k = Positions(base=k_head, stride=lying.k.s, length=sizes.seqlen_kv)
+            of_v = Positions(base=v_head, stride=lying.v.s, length=sizes.seqlen_kv)
+            of_grad = Positions(base=grad_head, stride=lying.grad_out.s, length=sizes.seqlen_q)
+            q = load_tile(of_q, start_q, None, how.BLOCK_M, 0, how.QK_0, how.HEAD_DIM_QK, True, how.ALIGN)
+            k = load_tile(of_k, start_k, None, how.BLOCK_N, 0, how.QK_0, how.HEAD_DIM_QK, True, how.ALIGN)
+            slope = load_one(given.Slopes, head)
+            adding = lying.adding
+            bias_head = of_head(given.Bias, batch, head, adding.bias_b, adding.bias_h)
+            added = Added(
+                bias=Pairs(base=bias_head, q=adding.bias_q, k=adding.bias_k),
+                Distances=at_index(given.Distances, head, adding.distances_h),
+                phase=adding.distances_phase,
+                slope=slope,
             )
+            bias = load_bias(added, queries, keys, sizes, True)
+            distances = load_by_distance(added, queries, keys, sizes, True)
+            qk = tl.dot(q, tl.trans(k), input_precision=how.PRECISION)
+            if how.QK_1 > 0:
+                q = load_tile(of_q, start_q, None, how.BLOCK_M, how.QK_0, how.QK_1, how.HEAD_DIM_QK, True, how.ALIGN)
+                k = load_tile(of_k, start_k, None, how.BLOCK_N, how.QK_0, how.QK_1, how.HEAD_DIM_QK, True, how.ALIGN)
+                qk = tl.dot(q, tl.trans(k), qk, input_precision=how.PRECISION)
+            g = load_tile(of_grad, start_q, None, how.BLOCK_M, 0, how.V_0, how.HEAD_DIM_V, True, how.ALIGN)
+            v = load_tile(of_v, start_k, None, how.BLOCK_N, 0, how.V_0, how.HEAD_DIM_V, True, how.ALIGN)
+            grad_weights = tl.dot(g, tl.trans(v), input_precision=how.PRECISION)
+            if how.V_1 > 0:
+                g = load_tile(of_grad, start_q, None, how.BLOCK_M, how.V_0, how.V_1, how.HEAD_DIM_V, True, how.ALIGN)
+                v = load_tile(of_v, start_k, None, how.BLOCK_N, how.V_0, how.V_1, how.HEAD_DIM_V, True, how.ALIGN)
+                grad_weights = tl.dot(g, tl.trans(v), grad_weights, input_precision=how.PRECISION)
+            base, delta = row_stats(given.RowStats + row * 2 * given.stats_rows, offsets, given.stats_rows)
+            logits, _ = change(
+                qk, queries, keys, bias, distances, slope, sizes.scale, sizes.softcap,
+                how.SOFTCAP, how.FAST_TANH, False, base[:, None],
+            )  # fmt: skip
             weights = tl.exp2(logits)
-            if DROPOUT:
-                keep = kept(seed, row, queries, keys, dropout_p)
-                grad_weights = tl.where(keep, grad_weights / (1.0 - dropout_p), 0.0)
+            if how.DROPOUT:
+                keep = kept(given.seed, row, queries, keys, sizes.dropout_p)
+                grad_weights = tl.where(keep, grad_weights / (1.0 - sizes.dropout_p), 0.0)
             grad = tl.where(allowed, weights * (grad_weights - delta[:, None]), 0.0)
     return grad
 
@@ -107,22 +134,23 @@ def _scores_gradient(
 def attention_grad_bias(
     Q, K, V, GradOut, RowStats, Grad,
     Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Seed, Scores,
-    pitch, stats_rows, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_gb, stride_gh, stride_gs, grad_b, grad_h, grad_q, grad_k,
-    rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
-    bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
-    batch_size, heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, SPARSE: tl.constexpr,
+    pitch, stats_rows, stride_q, stride_k, stride_v, stride_g, stride_grad, masking, adding, batch_size, sizes,
+    HOW: tl.constexpr, SPARSE: tl.constexpr,
     ONE_B: tl.constexpr, ONE_H: tl.constexpr, ONE_Q: tl.constexpr, ONE_K: tl.constexpr,
 ):  # fmt: skip
     """Grad: the bias' own shape, strides given, any float dtype. ONE_*: it has size one there, so that axis is summed over.
+    stride_grad: `GradStrides`; the other tuples: tuples.py.
 
     Grid: (blocks of queries · blocks of keys, heads, batch rows) of the bias, one along each axis of size one.
     """
-    blocks_k = tl.cdiv(seqlen_kv, BLOCK_N)
+    how: tl.constexpr = HOW._replace()
+    given = _Given(
+        Q=Q, K=K, V=V, GradOut=GradOut, RowStats=RowStats, stats_rows=stats_rows,
+        operands=MaskOperands(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Mask=Mask),
+        Bias=Bias, Distances=Distances, Slopes=Slopes, seed=load_one(Seed, 0), Scores=Scores, pitch=pitch,
+    )  # fmt: skip
+    lying = _Lying(q=stride_q, k=stride_k, v=stride_v, grad_out=stride_g, masking=masking, adding=adding)
+    blocks_k = tl.cdiv(sizes.seqlen_kv, how.BLOCK_N)
     tile, head_0, batch_0 = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if ONE_K:
         block_q, block_k = tile, tile * 0
@@ -130,38 +158,31 @@ def attention_grad_bias(
         block_q, block_k = tile * 0, tile
     else:
         block_q, block_k = tile // blocks_k, tile % blocks_k
-    seed = load_one(Seed, 0)
-    grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    count_h = heads_q if ONE_H else 1
-    count_m = tl.cdiv(seqlen_q, BLOCK_M) if ONE_Q else 1
+    grad = tl.zeros([how.BLOCK_M, how.BLOCK_N], tl.float32)
+    count_h = sizes.heads_q if ONE_H else 1
+    count_m = tl.cdiv(sizes.seqlen_q, how.BLOCK_M) if ONE_Q else 1
     count_n = blocks_k if ONE_K else 1
     # One loop over all axes that are summed: loads of the next tile are under way only within the innermost.
     for i in range((batch_size if ONE_B else 1) * count_h * count_m * count_n):
         n, rest = i % count_n, i // count_n
         m, rest = rest % count_m, rest // count_m
-        grad += _scores_gradient(
-            (block_q + m) * BLOCK_M, (block_k + n) * BLOCK_N, batch_0 + rest // count_h, head_0 + rest % count_h,
-            Q, K, V, GradOut, RowStats, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Scores,
-            seed, pitch, stats_rows, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb,
-            stride_vh, stride_vs, stride_gb, stride_gh, stride_gs,
-            rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
-            bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
-            heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
-            BLOCK_M, BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
-            HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, DROPOUT, PRECISION, ALIGN, SPARSE,
-        )  # fmt: skip
-    Grad += batch_0.to(tl.int64) * grad_b + head_0.to(tl.int64) * grad_h
-    rows = block_q * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = block_k * BLOCK_N + tl.arange(0, BLOCK_N)
+        start_q, start_k = (block_q + m) * how.BLOCK_M, (block_k + n) * how.BLOCK_N
+        batch, head = batch_0 + rest // count_h, head_0 + rest % count_h
+        grad += _scores_gradient(start_q, start_k, batch, head, given, lying, sizes, how, SPARSE)
+    Grad += batch_0.to(tl.int64) * stride_grad.grad_b + head_0.to(tl.int64) * stride_grad.grad_h
+    rows = block_q * how.BLOCK_M + tl.arange(0, how.BLOCK_M)
+    cols = block_k * how.BLOCK_N + tl.arange(0, how.BLOCK_N)
     if ONE_Q and ONE_K:
         tl.store(Grad, tl.sum(tl.sum(grad, 1), 0).to(Grad.dtype.element_ty))
     elif ONE_Q:
-        tl.store(Grad + cols * grad_k, tl.sum(grad, 0).to(Grad.dtype.element_ty), mask=cols < seqlen_kv)
+        pointers = Grad + cols * stride_grad.grad_k
+        tl.store(pointers, tl.sum(grad, 0).to(Grad.dtype.element_ty), mask=cols < sizes.seqlen_kv)
     elif ONE_K:
-        tl.store(Grad + rows * grad_q, tl.sum(grad, 1).to(Grad.dtype.element_ty), mask=rows < seqlen_q)
+        pointers = Grad + rows * stride_grad.grad_q
+        tl.store(pointers, tl.sum(grad, 1).to(Grad.dtype.element_ty), mask=rows < sizes.seqlen_q)
     else:
-        pointers = Grad + rows[:, None].to(tl.int64) * grad_q + cols[None, :] * grad_k
-        inside = (rows[:, None] < seqlen_q) & (cols[None, :] < seqlen_kv)
+        pointers = Grad + rows[:, None].to(tl.int64) * stride_grad.grad_q + cols[None, :] * stride_grad.grad_k
+        inside = (rows[:, None] < sizes.seqlen_q) & (cols[None, :] < sizes.seqlen_kv)
         tl.store(pointers, grad.to(Grad.dtype.element_ty), mask=inside)
 
 
@@ -169,43 +190,34 @@ def attention_grad_bias(
 def attention_grad_distances(
     Q, K, V, GradOut, RowStats, Sums,
     Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Seed, Scores,
-    pitch, stats_rows, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_gb, stride_gh, stride_gs,
-    rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
-    bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
-    batch_size, heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    QK_0: tl.constexpr, QK_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, SPARSE: tl.constexpr, ONE_H: tl.constexpr,
+    pitch, stats_rows, stride_q, stride_k, stride_v, stride_g, masking, adding, batch_size, sizes,
+    HOW: tl.constexpr, SPARSE: tl.constexpr, ONE_H: tl.constexpr,
 ):  # fmt: skip
     """Sums over tiles along a diagonal: BLOCK_M = BLOCK_N, so that an element of a tile has one distance on all of them.
 
     Sums: float32 (Hq|1, 1, nQ + nK - 1, 2, M), contiguous, for the diagonals k block - q block = d - (nQ - 1), as
     `attention_sum_diagonals` takes them. Grid: (nQ + nK - 1, heads, 1).
     """
-    blocks_q = tl.cdiv(seqlen_q, BLOCK_M)
-    blocks_k = tl.cdiv(seqlen_kv, BLOCK_N)
+    how: tl.constexpr = HOW._replace()
+    given = _Given(
+        Q=Q, K=K, V=V, GradOut=GradOut, RowStats=RowStats, stats_rows=stats_rows,
+        operands=MaskOperands(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Mask=Mask),
+        Bias=Bias, Distances=Distances, Slopes=Slopes, seed=load_one(Seed, 0), Scores=Scores, pitch=pitch,
+    )  # fmt: skip
+    lying = _Lying(q=stride_q, k=stride_k, v=stride_v, grad_out=stride_g, masking=masking, adding=adding)
+    blocks_q = tl.cdiv(sizes.seqlen_q, how.BLOCK_M)
+    blocks_k = tl.cdiv(sizes.seqlen_kv, how.BLOCK_N)
     diagonal, head_0, batch_0 = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     offset = diagonal - (blocks_q - 1)
     first = tl.maximum(0, -offset)
     last = tl.minimum(blocks_q, blocks_k - offset)
-    seed = load_one(Seed, 0)
-    grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    count_h = heads_q if ONE_H else 1
+    grad = tl.zeros([how.BLOCK_M, how.BLOCK_N], tl.float32)
+    count_h = sizes.heads_q if ONE_H else 1
     count_m = last - first
     for i in range(batch_size * count_h * count_m):
         m, rest = first + i % count_m, i // count_m
-        grad += _scores_gradient(
-            m * BLOCK_M, (m + offset) * BLOCK_N, batch_0 + rest // count_h, head_0 + rest % count_h,
-            Q, K, V, GradOut, RowStats, Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Scores,
-            seed, pitch, stats_rows, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb,
-            stride_vh, stride_vs, stride_gb, stride_gh, stride_gs,
-            rows_side, rows_b, keys_b, documents_qb, documents_kb, mask_b, mask_h, mask_q, mask_k,
-            bias_b, bias_h, bias_q, bias_k, distances_h, distances_phase,
-            heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, scale, softcap, dropout_p,
-            BLOCK_M, BLOCK_N, HEAD_DIM_QK, HEAD_DIM_V, QK_0, QK_1, V_0, V_1,
-            HAS_LEFT, HAS_RIGHT, SOFTCAP, FAST_TANH, DROPOUT, PRECISION, ALIGN, SPARSE,
-        )  # fmt: skip
+        start_q, start_k = m * how.BLOCK_M, (m + offset) * how.BLOCK_N
+        batch, head = batch_0 + rest // count_h, head_0 + rest % count_h
+        grad += _scores_gradient(start_q, start_k, batch, head, given, lying, sizes, how, SPARSE)
     at = head_0 * (blocks_q + blocks_k - 1) + diagonal
-    store_diagonals(Sums + at.to(tl.int64) * (2 * BLOCK_M), grad, BLOCK_M)
+    store_diagonals(Sums + at.to(tl.int64) * (2 * how.BLOCK_M), grad, how.BLOCK_M)

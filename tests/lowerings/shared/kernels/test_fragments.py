@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_compiler.lowerings.shared.kernels import fragments
+from attn_compiler.lowerings.shared.kernels.tuples import Added, Pairs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: keys and queries of a tile
@@ -27,24 +28,31 @@ def _orders(Keys, Queries, Moved, N: tl.constexpr, M: tl.constexpr):
     tl.store(Moved + tl.arange(0, M), fragments.in_query_order(tl.arange(0, M), M))
 
 
+class Lengths(NamedTuple):
+    """Those of `Sizes` that these functions ask for."""
+
+    seqlen_q: Any
+    seqlen_kv: Any
+
+
 @triton.jit
 def _load(
-    Pairs, Distances, Tile, Sums, start_q, start_k, stride_q, stride_k, phase, seqlen_q, seqlen_kv,
-    N: tl.constexpr, M: tl.constexpr,
+    Elements, Distances, Tile, Sums, start_q, start_k, stride_q, stride_k, phase, sizes, N: tl.constexpr, M: tl.constexpr
 ):  # fmt: skip
     at = tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
-    tl.store(
-        Tile + at, fragments.load_fragments(Pairs, start_q, start_k, stride_q, stride_k, seqlen_q, seqlen_kv, N, M)
-    )
-    tl.store(
-        Sums + at, fragments.load_distance_fragments(Distances, start_q, start_k, phase, seqlen_q, seqlen_kv, N, M)
-    )
+    pairs = Pairs(base=Elements, q=stride_q, k=stride_k)
+    added = Added(bias=pairs, Distances=Distances, phase=phase, slope=None)
+    tl.store(Tile + at, fragments.load_fragments(pairs, start_q, start_k, sizes, N, M))
+    tl.store(Sums + at, fragments.load_distance_fragments(added, start_q, start_k, sizes, N, M))
 
 
 @triton.jit
-def _store(Tile, Scores, start_q, start_k, pitch, seqlen_q, seqlen_kv, N: tl.constexpr, M: tl.constexpr):
+def _store(Tile, Scores, start_q, start_k, pitch, sizes, N: tl.constexpr, M: tl.constexpr):
     tile = tl.load(Tile + tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :])
-    fragments.store_fragments(Scores, tile, start_q, start_k, pitch, seqlen_q, seqlen_kv, N, M)
+    fragments.store_fragments(Scores, tile, start_q, start_k, pitch, sizes, N, M)
+
+
+LENGTHS = Lengths(SEQLEN_Q, SEQLEN_KV)
 
 
 def orders(n: int, m: int) -> tuple[Tensor, Tensor]:
@@ -84,7 +92,7 @@ def test_loads(n: int, m: int, start: tuple[int, int]) -> None:
     distances = torch.randn(288 + 7, generator=torch.Generator().manual_seed(m))
     copies = distances.unfold(0, 288, 1).contiguous()
     tile, sums = (torch.empty(n, m, device=DEVICE) for _ in range(2))
-    given: Any = (start_q, start_k, pairs.stride(0), pairs.stride(1), copies.stride(0), SEQLEN_Q, SEQLEN_KV)
+    given: Any = (start_q, start_k, pairs.stride(0), pairs.stride(1), copies.stride(0), LENGTHS)
     _load[(1,)](pairs.to(DEVICE), copies.to(DEVICE), tile, sums, *given, N=n, M=m)
 
     rows, columns = start_q + queries, start_k + keys
@@ -102,7 +110,7 @@ def test_stores(n: int, m: int, start: tuple[int, int]) -> None:
     pitch = 160
     tile = torch.randn(n, m, generator=torch.Generator().manual_seed(n + m))
     scores = torch.full((SEQLEN_KV, pitch), -9.0, device=DEVICE)
-    _store[(1,)](tile.to(DEVICE), scores, start_q, start_k, pitch, SEQLEN_Q, SEQLEN_KV, N=n, M=m)
+    _store[(1,)](tile.to(DEVICE), scores, start_q, start_k, pitch, LENGTHS, N=n, M=m)
 
     expected = torch.full((512, 512), -9.0)
     expected[(start_k + keys)[:, None], (start_q + queries)[None, :]] = tile

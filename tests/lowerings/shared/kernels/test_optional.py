@@ -13,10 +13,13 @@ from attn_compiler.lowerings.shared.kernels.optional import (
     at_index,
     list_of,
     load_column,
+    load_keys,
     load_one,
+    load_row,
     load_upper,
     of_head,
 )
+from attn_compiler.lowerings.shared.kernels.tuples import ListStrides
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, LENGTH = 16, 11
@@ -39,7 +42,7 @@ def _sums(Table, Rows, Slopes, Tiles, Out, table_b, table_h, rows_b, length, ROW
     slope = load_one(Slopes, head)
     if slope is not None:
         total += slope
-    found = list_of(Tiles, batch, head, head, 4, 2, 1)
+    found = list_of(Tiles, batch, head, head, ListStrides(tiles_b=4, tiles_h=2, tiles_row=1))
     if found is not None:
         total += tl.load(found)
     place = Out + (batch * tl.num_programs(0) + head) * ROWS + offsets[:, None]
@@ -65,3 +68,28 @@ def test_what_is_absent_adds_nothing(here: tuple[bool, ...]) -> None:
     if here[3]:
         expected += tiles.view(batch, 4)[:, [0, 3], None]
     torch.testing.assert_close(out, expected)
+
+
+@triton.jit
+def _rows(Keys, Documents, Out, length, SIZE: tl.constexpr):
+    """Out: (SIZE,): 1 where a key may be used, and its document's number."""
+    keys = tl.arange(0, SIZE)
+    total = tl.zeros([SIZE], tl.int32)
+    allowed = load_keys(Keys, keys, keys < length)
+    if allowed is not None:
+        total += allowed.to(tl.int32)
+    documents = load_row(Documents, keys, keys < length)
+    if documents is not None:
+        total += documents
+    tl.store(Out + keys, total)
+
+
+@pytest.mark.parametrize("here", [(False, False), (False, True), (True, False), (True, True)], ids=str)
+def test_what_masks_say_of_keys_is_nothing_beyond_the_last_one(here: tuple[bool, bool]) -> None:
+    keys = torch.arange(ROWS, device=DEVICE).remainder(3).to(torch.uint8)
+    documents = torch.arange(10, 10 + ROWS, device=DEVICE, dtype=torch.int32)
+    out = torch.full((ROWS,), -1, device=DEVICE, dtype=torch.int32)
+    _rows[(1,)](keys if here[0] else None, documents if here[1] else None, out, LENGTH, SIZE=ROWS)
+    expected = (keys != 0).int() * here[0] + documents * here[1]
+    assert torch.equal(out[:LENGTH], expected[:LENGTH])
+    assert not out[LENGTH:].any()

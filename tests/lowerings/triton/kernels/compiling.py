@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
 from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.lowerings.shared.launching import Arguments
+from attn_compiler.lowerings.shared.launching import Arguments, as_taken
 from attn_compiler.lowerings.triton import launch
 from attn_compiler.target import Target
 from tests.lowerings.kernel_cases import Case
@@ -132,21 +132,34 @@ POINTERS = {
 
 
 def source(function: Any, values: Mapping[str, Any]) -> ASTSource:
+    """values: by the names of the parameters, or of members of those that are tuples."""
+    taken = as_taken(function.arg_names, values)
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(function.params):
-        value = values[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        value = taken[parameter.name]
+        if parameter.is_constexpr:
             signature[parameter.name], constants[(i,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = POINTERS[value.dtype]
-            attributes[(i,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
         else:
-            signature[parameter.name] = "i32"
-            if value % 16 == 0:
-                attributes[(i,)] = [["tt.divisibility", 16]]
+            signature[parameter.name] = described(value, (i,), constants, attributes)
     return ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def described(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attributes: dict[Any, Any]) -> Any:
+    """The type that a launch would see of an argument, or of each member of a tuple; adds what else it would."""
+    if isinstance(value, tuple):
+        members = (described(member, (*path, i), constants, attributes) for i, member in enumerate(value))
+        return type(value)(*members)
+    if value is None or (isinstance(value, int) and value == 1):
+        constants[path] = value
+        return "constexpr"
+    if isinstance(value, torch.Tensor):
+        attributes[path] = [["tt.divisibility", 16]]
+        return POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    if value % 16 == 0:
+        attributes[path] = [["tt.divisibility", 16]]
+    return "i32"
 
 
 def resources(cubin: bytes) -> tuple[int, int]:

@@ -1,0 +1,80 @@
+"""What the decode kernel takes and hands on as named tuples: shared/kernels/tuples.py says how. Nothing here imports triton.
+
+Its numbers are parameters of their own. They have a type each, and the kernel is compiled for none of them: Triton has neither for the
+members of a tuple.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Switches(NamedTuple):
+    """What the kernel is compiled for."""
+
+    SPLITS: Any  # the first axis of the grid where it is compiled for that, else 0
+    BLOCK_M: Any  # rows of a tile
+    BLOCK_N: Any  # keys of a tile
+    SLICES: Any  # as many as warps, each with keys of its own; or 1
+    PARTS: Any  # partial results that are added up at a time
+    KEPT: Any  # rows of a block that have partial results
+    KEPT_ALL: Any  # the next power of two
+    HEADS_KV: Any
+    GROUP: Any  # query heads of each head of keys
+    SEQLEN_Q: Any
+    HEAD_DIM_QK: Any
+    HEAD_DIM_V: Any
+    QK_0: Any  # widths of the one or two tiles of a head of q and k; the second one may be 0
+    QK_1: Any
+    V_0: Any  # and of v
+    V_1: Any
+    PAIRS_MASK: Any  # pairs are a mask, and not added
+    SOFTCAP: Any
+    FAST_TANH: Any  # see tile_parts.tanh
+    PLAIN: Any  # nothing but a positive scale changes the scores
+    PRECISION: Any  # of products, as tl.dot names it
+    NARROWER: Any  # keys in FP8 that fit into one element of Q
+    EARLY: Any  # launched as a dependent of the kernel before (programmatic dependent launch)
+    COMPILED: Any  # not in Triton's interpreter
+    ALIGN: Any  # elements that every head and position begins at a multiple of
+
+
+class Tile(NamedTuple):
+    """Constants of a tile of keys. Where K and V come as pairs, head dims and ALIGN count those."""
+
+    HEAD_DIM_QK: Any
+    HEAD_DIM_V: Any
+    QK_0: Any
+    QK_1: Any
+    V_0: Any
+    V_1: Any
+    TWOS: Any  # the FP8 dtype of K and V if they come as pairs: q_0 and out_0 are even dims then, q_1 and out_1 odd ones; else None
+    LIFT: Any  # log2 of what weights are made larger by
+    ALIGN: Any
+    BY_ROWS: Any  # rows use different keys, so some may be used by none: their values, which may be NaN, are not read
+
+
+class Queries(NamedTuple):
+    """The rows of a program, in the shape of scores."""
+
+    q_0: Any
+    q_1: Any
+    scale: Any  # what q · k is to be multiplied by before all else, or None
+    positions: Any
+    lower: Any  # the first key that a row may use
+    upper: Any  # the key after the last one
+    slope: Any
+
+
+class Cache(NamedTuple):
+    """The keys and values of a head, and what masks and scores have for them."""
+
+    K: Any
+    V: Any
+    stride_k: Any  # from one position to the next
+    stride_v: Any
+    Keys: Any
+    Pairs: Any  # of each row
+    pairs_q: Any
+    pairs_k: Any
+    Distances: Any
