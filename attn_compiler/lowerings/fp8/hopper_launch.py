@@ -14,8 +14,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_compiler.lowerings.fp8 import quantise
 from attn_compiler.lowerings.fp8.kernels import forward_fp8_sm90, tiles_sm90
+from attn_compiler.lowerings.fp8.kernels.tuples_sm90 import Switches
 from attn_compiler.lowerings.shared.arguments import Prepared, Tensors, along, common, prepare
-from attn_compiler.lowerings.shared.launching import Alike, alike, start
+from attn_compiler.lowerings.shared.kernels.tuples import DescaleStrides
+from attn_compiler.lowerings.shared.launching import Alike, alike, plain, start
 from attn_compiler.lowerings.shared.on_device import new_outputs, on
 from attn_compiler.spec import AttentionSpec
 
@@ -67,14 +69,17 @@ def forward(
 def _launch(same: Alike, prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> None:
     grid = same.fact("grid", lambda: _grid(prepared.call.spec, tensors["q8"]))
     given = _descriptors(prepared.call.spec, tensors) | _pointers(tensors)
-    numbers = same.fact("numbers", lambda: _numbers(prepared, tensors))
     kernel = forward_fp8_sm90.attention_forward_fp8_sm90
     known = same.facts.get("compiled")
     if known is None:
-        same.facts["compiled"] = kernel[grid](**given, **numbers, num_warps=_WARPS)
+        same.facts["compiled"] = kernel[grid](**given, **_numbers(prepared, tensors), num_warps=_WARPS)
         return
-    arguments = {**given, **numbers}
+    arguments = {**given, **same.fact("numbers", lambda: _plain(_numbers(prepared, tensors)))}
     start(known, grid, same.device.index, [arguments[name] for name in kernel.arg_names])
+
+
+def _plain(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: plain(value) for name, value in numbers.items()}
 
 
 def _grid(spec: AttentionSpec, q: torch.Tensor) -> tuple[int, int, int]:
@@ -140,21 +145,26 @@ def _numbers(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[st
     spec = prepared.call.spec
     every = common(prepared, {**tensors, "Q": tensors["q8"], "K": tensors["k8"], "V": tensors["v8"]})
     qk, v = head_dim_tiles(spec)
-    found = {
-        "HEAD_DIM_QK": qk,
-        "HEAD_DIM_V": v,
-        "STAGES": STAGES,
-        "SCALE_BLOCK": quantise.scales_of(spec).block or 0,
-        "CONSUMERS": warpgroups(spec).count,
-        "REGISTERS": warpgroups(spec).registers,
+    found: dict[str, Any] = {
         "blocks": _blocks(spec, tensors["q8"]),
         "heads_of_all": tensors["q8"].shape[0] * tensors["q8"].shape[1],
         "rows_b": every["masking"].rows_b,
+        "section": _section(tensors, _reach(every)) if every["HAS_RIGHT"] else 1,
+        "HOW": Switches(
+            HEAD_DIM_QK=qk,
+            HEAD_DIM_V=v,
+            STAGES=STAGES,
+            SCALE_BLOCK=quantise.scales_of(spec).block or 0,
+            HAS_LEFT=every["HAS_LEFT"],
+            HAS_RIGHT=every["HAS_RIGHT"],
+            SOFTCAP=every["SOFTCAP"],
+            CONSUMERS=warpgroups(spec).count,
+            REGISTERS=warpgroups(spec).registers,
+        ),
     }
-    for name in "qkv":
-        descale = tensors[f"descale_{name}"]
-        found |= {f"descale_{name}b": along(descale, 0), f"descale_{name}h": along(descale, 1)}
-    found["section"] = _section(tensors, _reach(every)) if every["HAS_RIGHT"] else 1
+    descales = {name: tensors[f"descale_{name}"] for name in "qkv"}
+    strides = {f"descale_{name}{axis}": along(x, i) for name, x in descales.items() for i, axis in enumerate("bh")}
+    found["stride_descales"] = DescaleStrides(**strides)
     wanted = forward_fp8_sm90.attention_forward_fp8_sm90.arg_names
     return {name: value for name, value in (every | found).items() if name in wanted}
 

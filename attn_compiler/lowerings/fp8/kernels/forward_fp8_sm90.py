@@ -25,6 +25,7 @@ from attn_compiler.lowerings.fp8.kernels.tiles_sm90 import (
     tanh,
     up_to,
 )
+from attn_compiler.lowerings.fp8.kernels.tuples_sm90 import Barriers, Layouts, Tensors, Tiles, Warpgroup, Work
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -39,7 +40,7 @@ _FEW = gl.constexpr(24)
 
 
 @gluon.jit
-def _block(nth, work, HOW: gl.constexpr):
+def _block(nth, work, how: gl.constexpr):
     """This program's nth block of queries: whether there is one, batch, head, head of keys, row of the lse, first query, first
     tile of keys, how many, and the number of keys of its batch row.
 
@@ -47,8 +48,7 @@ def _block(nth, work, HOW: gl.constexpr):
     a block's length grows with its number. Blocks go up and down through the sections, last down, and every other round of programs takes
     them in reverse order, so that all programs get about the same in all, and short ones last.
     """
-    _QK, _V, _STAGES, _SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, _SOFTCAP, CONSUMERS = HOW
-    section, blocks, heads_of_all, heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, Ends, rows_b = work
+    section, blocks, heads_of_all = work.section, work.blocks, work.heads_of_all
     programs, own = gl.num_programs(0), gl.program_id(0)
     i = nth * programs + own + (nth % 2) * (programs - 1 - 2 * own)
     of_section, within = i // (section * blocks), i % (section * blocks)
@@ -57,172 +57,166 @@ def _block(nth, work, HOW: gl.constexpr):
     is_down = ((heads_of_all - 1) // section - of_section) % 2 == 0
     block = gl.where(is_down, blocks - 1 - block, block)
     row = of_section * section + within % together
-    head, batch = row % heads_q, row // heads_q
+    head, batch = row % work.heads_q, row // work.heads_q
     # What is missing of whole blocks is missing of the first one: under a causal mask it is the shortest.
-    missing = blocks * CONSUMERS - (seqlen_q + (ROWS - 1)) // ROWS
-    start = (block * CONSUMERS - missing) * ROWS
+    missing = blocks * how.CONSUMERS - (work.seqlen_q + (ROWS - 1)) // ROWS
+    start = (block * how.CONSUMERS - missing) * ROWS
     # One tile at least, even if none of its keys is allowed.
-    keys = seqlen_kv
+    keys = work.seqlen_kv
     end = keys
-    if Ends is not None:
-        keys = gl.load(Ends + batch.to(gl.int64) * rows_b, mask=i < blocks * heads_of_all, other=0)
+    if work.Ends is not None:
+        keys = gl.load(work.Ends + batch.to(gl.int64) * work.rows_b, mask=i < blocks * heads_of_all, other=0)
         end = gl.maximum(keys, 1)
-    if HAS_RIGHT:
-        end = gl.minimum(end, gl.maximum(start + ROWS * CONSUMERS + band_right, 1))
+    if how.HAS_RIGHT:
+        end = gl.minimum(end, gl.maximum(start + ROWS * how.CONSUMERS + work.band_right, 1))
     first = 0
-    if HAS_LEFT:
-        first = gl.minimum(gl.maximum(gl.maximum(start, 0) - band_left, 0), end - 1) // KEYS
+    if how.HAS_LEFT:
+        first = gl.minimum(gl.maximum(gl.maximum(start, 0) - work.band_left, 0), end - 1) // KEYS
     count = (end + (KEYS - 1)) // KEYS - first
-    return i < blocks * heads_of_all, batch, head, head // group, row, start, first, count, keys
+    return i < blocks * heads_of_all, batch, head, head // work.group, row, start, first, count, keys
 
 
 @gluon.jit
-def _fetch(Q, K, V, tiles, barriers, work, rounds, HOW: gl.constexpr):
+def _fetch(Q, K, V, tiles, barriers, work, rounds, how: gl.constexpr):
     """For each block the queries of every warpgroup, then tiles of keys and values, the last ones first. Runs ahead into the next block."""
-    _QK, _V, STAGES, _SCALE_BLOCK, _HAS_LEFT, _HAS_RIGHT, _SOFTCAP, CONSUMERS = HOW
-    q_tiles, k_tiles, v_tiles, _ = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     done = 0
     for nth in range(rounds):
-        is_one, batch, head, head_kv, _row, start, first_tile, count, _keys = _block(nth, work, HOW)
+        is_one, batch, head, head_kv, _row, start, first_tile, count, _keys = _block(nth, work, how)
         if is_one:
-            for consumer in gl.static_range(CONSUMERS):
-                full = q_full.index(consumer)
-                mbarrier.wait(q_empty.index(consumer), (nth & 1) ^ 1)
+            for consumer in gl.static_range(how.CONSUMERS):
+                full = barriers.q_full.index(consumer)
+                mbarrier.wait(barriers.q_empty.index(consumer), (nth & 1) ^ 1)
                 mbarrier.expect(full, Q.block_type.nbytes)
                 # Before the first query there is nothing that the copy engine could be asked for.
                 at = [batch, head, gl.maximum(start + consumer * ROWS, 0), 0]
-                tma.async_copy_global_to_shared(Q, at, full, q_tiles.index(consumer))
+                tma.async_copy_global_to_shared(Q, at, full, tiles.q.index(consumer))
             for i in range(count):
-                stage, phase = (done + i) % STAGES, ((done + i) // STAGES) & 1
+                stage, phase = (done + i) % how.STAGES, ((done + i) // how.STAGES) & 1
                 first = (first_tile + count - 1 - i) * KEYS
-                mbarrier.wait(k_empty.index(stage), phase ^ 1)
-                mbarrier.expect(k_full.index(stage), K.block_type.nbytes)
+                mbarrier.wait(barriers.k_empty.index(stage), phase ^ 1)
+                mbarrier.expect(barriers.k_full.index(stage), K.block_type.nbytes)
                 tma.async_copy_global_to_shared(
-                    K, [batch, head_kv, first, 0], k_full.index(stage), k_tiles.index(stage)
+                    K, [batch, head_kv, first, 0], barriers.k_full.index(stage), tiles.k.index(stage)
                 )
-                mbarrier.wait(v_empty.index(stage), phase ^ 1)
-                mbarrier.expect(v_full.index(stage), V.block_type.nbytes)
+                mbarrier.wait(barriers.v_empty.index(stage), phase ^ 1)
+                mbarrier.expect(barriers.v_full.index(stage), V.block_type.nbytes)
                 tma.async_copy_global_to_shared(
-                    V, [batch, head_kv, 0, first], v_full.index(stage), v_tiles.index(stage)
+                    V, [batch, head_kv, 0, first], barriers.v_full.index(stage), tiles.v.index(stage)
                 )
             done += count
 
 
 @gluon.jit
-def _skip(first, end, barriers, HOW: gl.constexpr):
+def _skip(first, end, barriers, how: gl.constexpr):
     """Tiles that only other warpgroups use, but every one has to let go."""
-    _QK, _V, STAGES, _SCALE_BLOCK, _HAS_LEFT, _HAS_RIGHT, _SOFTCAP, _CONSUMERS = HOW
-    _, _, k_full, k_empty, v_full, v_empty = barriers
     for i in range(first, end):
-        stage, phase = i % STAGES, (i // STAGES) & 1
-        mbarrier.wait(k_full.index(stage), phase)
-        mbarrier.arrive(k_empty.index(stage))
-        mbarrier.wait(v_full.index(stage), phase)
-        mbarrier.arrive(v_empty.index(stage))
+        stage, phase = i % how.STAGES, (i // how.STAGES) & 1
+        mbarrier.wait(barriers.k_full.index(stage), phase)
+        mbarrier.arrive(barriers.k_empty.index(stage))
+        mbarrier.wait(barriers.v_full.index(stage), phase)
+        mbarrier.arrive(barriers.v_empty.index(stage))
 
 
 @gluon.jit
 def _tiles(
-    done, first, end, state, q, tiles, barriers, DescaleK, DescaleV, last, rows, shift, factor, softcap, band_left, band_right,
-    seqlen_kv, HAS_SHIFT: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, QK_LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
-    HOW: gl.constexpr,
+    done, first, end, state, own, tensors, tiles, barriers, RIGHT: gl.constexpr, LEFT: gl.constexpr,
+    layouts: gl.constexpr, how: gl.constexpr,
 ):  # fmt: skip
     """The online softmax over the tiles from `first` to `end`, counted from the last one; `done` tiles went through the stages before.
 
     state: maximum of each row, its sum as `shares` of it, the output, and v's descale that it is in units of. RIGHT, LEFT: which of the
-    band's edges a tile may lie on; that of the last key is a right one.
+    band's edges a tile may lie on; that of the last key is a right one. own: `Warpgroup`; tensors: `Tensors` of this head.
     """
-    HEAD_DIM_QK, HEAD_DIM_V, STAGES, SCALE_BLOCK, _HAS_LEFT, HAS_RIGHT, SOFTCAP, _CONSUMERS = HOW
-    _, k_tiles, v_tiles, _ = tiles
-    _, _, k_full, k_empty, v_full, v_empty = barriers
+    QK_LAYOUT: gl.constexpr = layouts.QK
+    OUT_LAYOUT: gl.constexpr = layouts.OUT
+    rows, seqlen_kv = own.rows, own.seqlen_kv
     peak, total, out, descale_v = state
-    SUM: gl.constexpr = gl.int32 if q.dtype == gl.int8 else gl.float32
+    SUM: gl.constexpr = gl.int32 if own.q.dtype == gl.int8 else gl.float32
     no_scores = gl.zeros([ROWS, KEYS], SUM, layout=QK_LAYOUT)
-    no_out = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, layout=OUT_LAYOUT)
+    no_out = gl.zeros([ROWS, how.HEAD_DIM_V], gl.float32, layout=OUT_LAYOUT)
     for i in range(first, end):
-        stage, phase = (done + i) % STAGES, ((done + i) // STAGES) & 1
-        start = (last - i) * KEYS
-        own, own_v = factor, descale_v
-        if SCALE_BLOCK > 0:
-            own = gl.maximum(factor * gl.load(DescaleK + start // SCALE_BLOCK), _LEAST_SCALE)
-            own_v = gl.load(DescaleV + start // SCALE_BLOCK)
-        mbarrier.wait(k_full.index(stage), phase)
-        k = k_tiles.index(stage).reshape([KEYS, HEAD_DIM_QK]).permute([1, 0])
-        qk = as_numbers(warpgroup_mma(q, k, no_scores, use_acc=False))
-        mbarrier.arrive(k_empty.index(stage))
-        if SOFTCAP:
-            x = qk * own
-            if HAS_SHIFT:
-                x = x + shift[:, None]
+        stage, phase = (done + i) % how.STAGES, ((done + i) // how.STAGES) & 1
+        start = (own.last - i) * KEYS
+        factor, own_v = own.factor, descale_v
+        if how.SCALE_BLOCK > 0:
+            factor = gl.maximum(factor * gl.load(tensors.DescaleK + start // how.SCALE_BLOCK), _LEAST_SCALE)
+            own_v = gl.load(tensors.DescaleV + start // how.SCALE_BLOCK)
+        mbarrier.wait(barriers.k_full.index(stage), phase)
+        k = tiles.k.index(stage).reshape([KEYS, how.HEAD_DIM_QK]).permute([1, 0])
+        qk = as_numbers(warpgroup_mma(own.q, k, no_scores, use_acc=False))
+        mbarrier.arrive(barriers.k_empty.index(stage))
+        if how.SOFTCAP:
+            x = qk * factor
+            if tensors.Shift is not None:
+                x = x + own.shift[:, None]
             qk = tanh(x)
-            own = softcap * LOG2E
+            factor = own.softcap * LOG2E
         if RIGHT:
-            most = gl.minimum(rows + band_right, seqlen_kv - 1) - start
-            if not HAS_RIGHT:
+            most = gl.minimum(rows + own.band_right, seqlen_kv - 1) - start
+            if not how.HAS_RIGHT:
                 most = rows * 0 + (seqlen_kv - 1 - start)
             qk = gl.where(up_to(most, QK_LAYOUT), qk, float("-inf"))
         if LEFT:
-            qk = gl.where(up_to(rows - band_left - 1 - start, QK_LAYOUT), float("-inf"), qk)
-        new_peak = gl.maximum(peak, gl.max(qk, 1) * own)
-        weights = gl.exp2(qk * own - (new_peak - WEIGHT)[:, None])
+            qk = gl.where(up_to(rows - own.band_left - 1 - start, QK_LAYOUT), float("-inf"), qk)
+        new_peak = gl.maximum(peak, gl.max(qk, 1) * factor)
+        weights = gl.exp2(qk * factor - (new_peak - WEIGHT)[:, None])
         decay = gl.exp2(peak - new_peak)
         shared_decay = gl.convert_layout(decay, gl.SliceLayout(1, SHARES), assert_trivial=True)
         total = total * shared_decay[:, None] + shares(weights)
         peak = new_peak
-        if SCALE_BLOCK > 0:
+        if how.SCALE_BLOCK > 0:
             decay = decay * quotient(descale_v, own_v)
             descale_v = own_v
         ordered = weights.reshape([ROWS, KEYS // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, KEYS])
         ordered = gl.convert_layout(ordered, gl.DotOperandLayout(0, OUT_LAYOUT, k_width=4), assert_trivial=True)
-        operand = rounded(ordered, v_tiles)
-        mbarrier.wait(v_full.index(stage), phase)
-        v = v_tiles.index(stage).reshape([HEAD_DIM_V, KEYS]).permute([1, 0])
+        operand = rounded(ordered, tiles.v)
+        mbarrier.wait(barriers.v_full.index(stage), phase)
+        v = tiles.v.index(stage).reshape([how.HEAD_DIM_V, KEYS]).permute([1, 0])
         # Summed in float32 after each tile: tensor cores keep some 14 bits.
         part = warpgroup_mma(operand, v, no_out, use_acc=False)
-        mbarrier.arrive(v_empty.index(stage))
+        mbarrier.arrive(barriers.v_empty.index(stage))
         out = out * gl.convert_layout(decay, gl.SliceLayout(1, OUT_LAYOUT), assert_trivial=True)[:, None] + part
     return peak, total, out, descale_v
 
 
 @gluon.jit
 def _queries(
-    consumer: gl.constexpr, round_phase, done, Out, Lse, DescaleQ, DescaleK, DescaleV, Shift, Sinks, tiles, barriers,
-    batch, head, start, first_tile, count, scale, softcap, band_left, band_right, seqlen_q, seqlen_kv, HOW: gl.constexpr,
+    consumer: gl.constexpr, round_phase, done, tensors, tiles, barriers, work, block, scale, softcap, how: gl.constexpr
 ):  # fmt: skip
-    """64 queries of one block. Lse, Descales, Shift: those of its head. done: tiles that went through the stages before."""
-    HEAD_DIM_QK, HEAD_DIM_V, _STAGES, SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, SOFTCAP, _CONSUMERS = HOW
+    """64 queries of one block. tensors: `Tensors` of its head. done: tiles that went through the stages before. block: batch, head, first
+    query, first tile of keys, how many, and the number of keys."""
+    batch, head, start, first_tile, count, seqlen_kv = block
+    seqlen_q, band_left, band_right = work.seqlen_q, work.band_left, work.band_right
     QK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32]
     )
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM_V, 32]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.HEAD_DIM_V, 32]
     )
     ROW: gl.constexpr = gl.SliceLayout(1, QK_LAYOUT)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
-    HAS_SHIFT: gl.constexpr = Shift is not None
-    q_tiles, _, _, out_tiles = tiles
-    q_full, q_empty, _, _, _, _ = barriers
+    LAYOUTS: gl.constexpr = Layouts(QK=QK_LAYOUT, OUT=OUT_LAYOUT)
+    HAS_SHIFT: gl.constexpr = tensors.Shift is not None
     first_row = start + consumer * ROWS
     rows = first_row + gl.arange(0, ROWS, layout=ROW)
     inside = rows < seqlen_q
     shift = gl.zeros([ROWS], gl.float32, layout=ROW)
     if HAS_SHIFT:
-        shift = gl.load(Shift + rows, mask=inside, other=0.0)
-        if SOFTCAP:
+        shift = gl.load(tensors.Shift + rows, mask=inside, other=0.0)
+        if how.SOFTCAP:
             shift = shift * (scale / softcap)
     # What q kᵀ is multiplied by for logits in units of log 2, or for tanh's argument; up to k's descale where blocks have one.
-    block = first_row // SCALE_BLOCK if SCALE_BLOCK > 0 else 0
-    factor = scale * gl.load(DescaleQ + block)
-    if SCALE_BLOCK == 0:
-        factor = factor * gl.load(DescaleK)
-    factor = factor / softcap if SOFTCAP else factor * LOG2E
+    scales = first_row // how.SCALE_BLOCK if how.SCALE_BLOCK > 0 else 0
+    factor = scale * gl.load(tensors.DescaleQ + scales)
+    if how.SCALE_BLOCK == 0:
+        factor = factor * gl.load(tensors.DescaleK)
+    factor = factor / softcap if how.SOFTCAP else factor * LOG2E
     factor = gl.maximum(factor, _LEAST_SCALE)
 
     # Tiles from the last one on: those beyond this warpgroup's queries, those on the right edge, those in full, those on the left edge
     # alone, those before all of its queries.
     last, skipped, full = first_tile + count - 1, 0, 0
-    if HAS_RIGHT:
+    if how.HAS_RIGHT:
         own_last = (gl.minimum(gl.maximum(first_row + ROWS + band_right, 1), seqlen_kv) + (KEYS - 1)) // KEYS - 1
         skipped = gl.minimum(gl.maximum(last - own_last, 0), count - 1)
         full = last + 1 - gl.maximum(gl.minimum(first_row + band_right + 1, seqlen_kv), 0) // KEYS
@@ -230,7 +224,7 @@ def _queries(
         full = last + 1 - seqlen_kv // KEYS
     full = gl.minimum(gl.maximum(full, skipped), count)
     edge, end = count, count
-    if HAS_LEFT:
+    if how.HAS_LEFT:
         end = last + 1 - gl.maximum(first_row - band_left, 0) // KEYS
         end = gl.minimum(gl.maximum(end, skipped), count)
         full = gl.minimum(full, end)
@@ -239,34 +233,28 @@ def _queries(
 
     peak = gl.full([ROWS], _NOTHING, gl.float32, layout=ROW)
     total = gl.zeros([ROWS, 4], gl.float32, layout=SHARES)
-    out = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, layout=OUT_LAYOUT)
-    state = (peak, total, out, gl.load(DescaleV))
-    mbarrier.wait(q_full.index(consumer), round_phase)
-    q = q_tiles.index(consumer).reshape([ROWS, HEAD_DIM_QK])
-    _skip(done, done + skipped, barriers, HOW)
-    state = _tiles(
-        done, skipped, full, state, q, tiles, barriers, DescaleK, DescaleV, last, rows, shift, factor, softcap,
-        band_left, band_right, seqlen_kv, HAS_SHIFT, True, HAS_LEFT, QK_LAYOUT, OUT_LAYOUT, HOW,
+    out = gl.zeros([ROWS, how.HEAD_DIM_V], gl.float32, layout=OUT_LAYOUT)
+    state = (peak, total, out, gl.load(tensors.DescaleV))
+    mbarrier.wait(barriers.q_full.index(consumer), round_phase)
+    own = Warpgroup(
+        q=tiles.q.index(consumer).reshape([ROWS, how.HEAD_DIM_QK]), rows=rows, shift=shift, factor=factor, softcap=softcap,
+        last=last, band_left=band_left, band_right=band_right, seqlen_kv=seqlen_kv,
     )  # fmt: skip
-    state = _tiles(
-        done, full, edge, state, q, tiles, barriers, DescaleK, DescaleV, last, rows, shift, factor, softcap,
-        band_left, band_right, seqlen_kv, HAS_SHIFT, False, False, QK_LAYOUT, OUT_LAYOUT, HOW,
-    )  # fmt: skip
-    if HAS_LEFT:
-        state = _tiles(
-            done, edge, end, state, q, tiles, barriers, DescaleK, DescaleV, last, rows, shift, factor, softcap,
-            band_left, band_right, seqlen_kv, HAS_SHIFT, False, True, QK_LAYOUT, OUT_LAYOUT, HOW,
-        )  # fmt: skip
-        _skip(done + end, done + count, barriers, HOW)
-    mbarrier.arrive(q_empty.index(consumer))
+    _skip(done, done + skipped, barriers, how)
+    state = _tiles(done, skipped, full, state, own, tensors, tiles, barriers, True, how.HAS_LEFT, LAYOUTS, how)
+    state = _tiles(done, full, edge, state, own, tensors, tiles, barriers, False, False, LAYOUTS, how)
+    if how.HAS_LEFT:
+        state = _tiles(done, edge, end, state, own, tensors, tiles, barriers, False, True, LAYOUTS, how)
+        _skip(done + end, done + count, barriers, how)
+    mbarrier.arrive(barriers.q_empty.index(consumer))
     peak, total, out, descale_v = state
     total = gl.convert_layout(gl.sum(total, 1), ROW, assert_trivial=True)
 
-    if HAS_SHIFT and not SOFTCAP:
+    if HAS_SHIFT and not how.SOFTCAP:
         # Of all keys the same, so it was left out so far. A row without keys has no scores to move, also where q holds NaN.
         peak = gl.where(total == 0.0, peak, peak + shift * (scale * LOG2E))
-    if Sinks is not None:
-        sink = gl.load(Sinks + head).to(gl.float32) * LOG2E
+    if tensors.Sinks is not None:
+        sink = gl.load(tensors.Sinks + head).to(gl.float32) * LOG2E
         with_sink = gl.maximum(peak, sink)
         decay = gl.exp2(peak - with_sink)
         total = total * decay + gl.exp2(sink - with_sink + WEIGHT)
@@ -275,43 +263,42 @@ def _queries(
     empty = total == 0.0
     divisor = gl.where(empty, 1.0, total)
     lse = gl.where(empty, float("-inf"), (peak - WEIGHT) * LN2 + gl.log(divisor))
-    gl.store(Lse + rows, lse, mask=inside)
+    gl.store(tensors.Lse + rows, lse, mask=inside)
     out = out * gl.convert_layout(descale_v / divisor, OUT_ROW, assert_trivial=True)[:, None]
-    own_tile = out_tiles.index(consumer)
+    own_tile = tiles.out.index(consumer)
     # Until what the block before wrote has left.
     tma.store_wait(0)
     barrier_of_threads()
-    own_tile.reshape([ROWS, HEAD_DIM_V]).store(out.to(out_tiles.dtype))
+    own_tile.reshape([ROWS, how.HEAD_DIM_V]).store(out.to(tiles.out.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(Out, [batch, head, first_row, 0], own_tile)
+    tma.async_copy_shared_to_global(tensors.Out, [batch, head, first_row, 0], own_tile)
 
 
 @gluon.jit
 def _compute(
-    consumer: gl.constexpr, tensors, descales, tiles, barriers, work, rounds, scale, softcap, HOW: gl.constexpr
+    consumer: gl.constexpr, tensors, descales, tiles, barriers, work, rounds, scale, softcap, how: gl.constexpr
 ):  # fmt: skip
-    """64 queries of each of this program's blocks."""
-    Out, Lse, DescaleQ, DescaleK, DescaleV, Shift, Sinks = tensors
-    q_full, q_empty, _, _, _, _ = barriers
-    _, _, _, _, _, seqlen_q, _, band_left, band_right, _, _ = work
+    """64 queries of each of this program's blocks. descales: `DescaleStrides`."""
     done = 0
     for nth in range(rounds):
-        is_one, batch, head, head_kv, row, start, first_tile, count, keys = _block(nth, work, HOW)
+        is_one, batch, head, head_kv, row, start, first_tile, count, keys = _block(nth, work, how)
         if is_one and start + consumer * ROWS < 0:
-            mbarrier.wait(q_full.index(consumer), nth & 1)
-            mbarrier.arrive(q_empty.index(consumer))
-            _skip(done, done + count, barriers, HOW)
+            mbarrier.wait(barriers.q_full.index(consumer), nth & 1)
+            mbarrier.arrive(barriers.q_empty.index(consumer))
+            _skip(done, done + count, barriers, how)
             done += count
         elif is_one:
-            _queries(
-                consumer, nth & 1, done, Out, Lse + row.to(gl.int64) * seqlen_q,
-                DescaleQ + (batch * descales[0] + head * descales[1]),
-                DescaleK + (batch * descales[2] + head_kv * descales[3]),
-                DescaleV + (batch * descales[4] + head_kv * descales[5]),
-                Shift if Shift is None else Shift + row.to(gl.int64) * seqlen_q, Sinks, tiles, barriers,
-                batch, head, start, first_tile, count, scale, softcap, band_left, band_right, seqlen_q, keys,
-                HOW,
-            )  # fmt: skip
+            of_head = Tensors(
+                Out=tensors.Out,
+                Lse=tensors.Lse + row.to(gl.int64) * work.seqlen_q,
+                DescaleQ=tensors.DescaleQ + (batch * descales.descale_qb + head * descales.descale_qh),
+                DescaleK=tensors.DescaleK + (batch * descales.descale_kb + head_kv * descales.descale_kh),
+                DescaleV=tensors.DescaleV + (batch * descales.descale_vb + head_kv * descales.descale_vh),
+                Shift=tensors.Shift if tensors.Shift is None else tensors.Shift + row.to(gl.int64) * work.seqlen_q,
+                Sinks=tensors.Sinks,
+            )
+            block = (batch, head, start, first_tile, count, keys)
+            _queries(consumer, nth & 1, done, of_head, tiles, barriers, work, block, scale, softcap, how)
             done += count
     tma.store_wait(0)
 
@@ -319,11 +306,8 @@ def _compute(
 @gluon.jit(do_not_specialize=["section", "blocks", "heads_of_all", "seqlen_q", "seqlen_kv", "band_left"])
 def attention_forward_fp8_sm90(
     Q, K, V, Out, Lse, DescaleQ, DescaleK, DescaleV, Shift, Sinks, Ends,
-    descale_qb, descale_qh, descale_kb, descale_kh, descale_vb, descale_vh,
-    heads_q, group, section, blocks, heads_of_all, seqlen_q, seqlen_kv, band_right, scale, softcap, band_left, rows_b,
-    HEAD_DIM_QK: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr,
-    SCALE_BLOCK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
+    stride_descales, heads_q, group, section, blocks, heads_of_all, seqlen_q, seqlen_kv, band_right, scale, softcap, band_left, rows_b,
+    HOW: gl.constexpr,
 ):  # fmt: skip
     """Grid: up to blocks · heads_of_all, for `blocks` blocks of 64 · CONSUMERS queries of each of heads_of_all = B · Hq heads: no more
     than run at once, each then computes several. num_warps: 4.
@@ -331,55 +315,60 @@ def attention_forward_fp8_sm90(
     Q, K (FP8 or int8), V, Out: descriptors of logical BHSD (V: BHDS) with tiles of (1, 1, 64, D), (1, 1, 128, D), (1, 1, Dv, 128),
     (1, 1, 64, Dv), D and Dv powers of two: what is beyond a tensor is 0, or not written. Lse: (B, Hq, Sq). Descales, Shift: as in
     forward_fp8.py. Sinks: (Hq,) or None. Ends: int32 (B|1, Sq), the numbers of keys that queries may use, all of a
-    batch row the same; or None. scale is positive. section: `_block` says. CONSUMERS: warpgroups that compute, 3 or 4. REGISTERS: of a
-    thread that does.
+    batch row the same; or None. scale is positive. section: `_block` says. HOW: tuples_sm90.py.
     """
+    how: gl.constexpr = HOW._replace()
     rounds = (blocks * heads_of_all + gl.num_programs(0) - 1) // gl.num_programs(0)
-    work = (section, blocks, heads_of_all, heads_q, group, seqlen_q, seqlen_kv, band_left, band_right, Ends, rows_b)
-    descales = (descale_qb, descale_qh, descale_kb, descale_kh, descale_vb, descale_vh)
-    q_tiles = gl.allocate_shared_memory(K.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM_QK], K.layout)
-    k_tiles = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, KEYS, HEAD_DIM_QK], K.layout)
-    v_tiles = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, HEAD_DIM_V, KEYS], V.layout)
-    out_tiles = gl.allocate_shared_memory(Out.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM_V], Out.layout)
-    tiles = (q_tiles, k_tiles, v_tiles, out_tiles)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(CONSUMERS):
+    work = Work(
+        section=section, blocks=blocks, heads_of_all=heads_of_all, heads_q=heads_q, group=group, seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv, band_left=band_left, band_right=band_right, Ends=Ends, rows_b=rows_b,
+    )  # fmt: skip
+    q_tiles = gl.allocate_shared_memory(K.dtype, [how.CONSUMERS, 1, 1, ROWS, how.HEAD_DIM_QK], K.layout)
+    k_tiles = gl.allocate_shared_memory(K.dtype, [how.STAGES, 1, 1, KEYS, how.HEAD_DIM_QK], K.layout)
+    v_tiles = gl.allocate_shared_memory(V.dtype, [how.STAGES, 1, 1, how.HEAD_DIM_V, KEYS], V.layout)
+    out_tiles = gl.allocate_shared_memory(Out.dtype, [how.CONSUMERS, 1, 1, ROWS, how.HEAD_DIM_V], Out.layout)
+    tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles)
+    q_full = gl.allocate_shared_memory(gl.int64, [how.CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [how.CONSUMERS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [how.STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [how.STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [how.STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [how.STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(how.CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(how.STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+        mbarrier.init(k_empty.index(i), count=how.CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=how.CONSUMERS)
     fence_async_shared()
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    tensors = (Out, Lse, DescaleQ, DescaleK, DescaleV, Shift, Sinks)
-    HOW: gl.constexpr = (HEAD_DIM_QK, HEAD_DIM_V, STAGES, SCALE_BLOCK, HAS_LEFT, HAS_RIGHT, SOFTCAP, CONSUMERS)
-    if CONSUMERS == 3:
+    barriers = Barriers(
+        q_full=q_full, q_empty=q_empty, k_full=k_full, k_empty=k_empty, v_full=v_full, v_empty=v_empty
+    )  # fmt: skip
+    tensors = Tensors(
+        Out=Out, Lse=Lse, DescaleQ=DescaleQ, DescaleK=DescaleK, DescaleV=DescaleV, Shift=Shift, Sinks=Sinks
+    )  # fmt: skip
+    if how.CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_compute, (0, tensors, descales, tiles, barriers, work, rounds, scale, softcap, HOW)),
-                (_compute, (1, tensors, descales, tiles, barriers, work, rounds, scale, softcap, HOW)),
-                (_compute, (2, tensors, descales, tiles, barriers, work, rounds, scale, softcap, HOW)),
-                (_fetch, (Q, K, V, tiles, barriers, work, rounds, HOW)),
+                (_compute, (0, tensors, stride_descales, tiles, barriers, work, rounds, scale, softcap, how)),
+                (_compute, (1, tensors, stride_descales, tiles, barriers, work, rounds, scale, softcap, how)),
+                (_compute, (2, tensors, stride_descales, tiles, barriers, work, rounds, scale, softcap, how)),
+                (_fetch, (Q, K, V, tiles, barriers, work, rounds, how)),
             ],
             [4, 4, 4],
-            [REGISTERS, REGISTERS, _FEW],
+            [how.REGISTERS, how.REGISTERS, _FEW],
         )
     else:
         gl.warp_specialize(
             [
-                (_compute, (0, tensors, descales, tiles, barriers, work, rounds, scale, softcap, HOW)),
-                (_compute, (1, tensors, descales, tiles, barriers, work, rounds, scale, softcap, HOW)),
-                (_compute, (2, tensors, descales, tiles, barriers, work, rounds, scale, softcap, HOW)),
-                (_compute, (3, tensors, descales, tiles, barriers, work, rounds, scale, softcap, HOW)),
-                (_fetch, (Q, K, V, tiles, barriers, work, rounds, HOW)),
+                (_compute, (0, tensors, stride_descales, tiles, barriers, work, rounds, scale, softcap, how)),
+                (_compute, (1, tensors, stride_descales, tiles, barriers, work, rounds, scale, softcap, how)),
+                (_compute, (2, tensors, stride_descales, tiles, barriers, work, rounds, scale, softcap, how)),
+                (_compute, (3, tensors, stride_descales, tiles, barriers, work, rounds, scale, softcap, how)),
+                (_fetch, (Q, K, V, tiles, barriers, work, rounds, how)),
             ],
             [4, 4, 4, 4],
-            [REGISTERS, REGISTERS, REGISTERS, _FEW],
+            [how.REGISTERS, how.REGISTERS, how.REGISTERS, _FEW],
         )

@@ -15,6 +15,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from attn_compiler.lowerings.fp8 import hopper_launch
 from attn_compiler.lowerings.fp8.kernels.forward_fp8_sm90 import attention_forward_fp8_sm90
+from attn_compiler.lowerings.fp8.kernels.tuples_sm90 import Switches
+from attn_compiler.lowerings.shared.kernels.tuples import DescaleStrides
 from tests.lowerings.fp8.kernels.descriptors import unset
 from tests.lowerings.triton.kernels.compiling import resources, said_of
 
@@ -70,7 +72,8 @@ def _descriptor(dtype: str, tile: list[int]) -> str:
 
 def run(job: Job) -> Found:
     d, keys = job.head_dim, hopper_launch.KEYS
-    constants: dict[str, Any] = {
+    warpgroups = hopper_launch.WARPGROUPS[d]
+    switches: dict[str, Any] = {
         "HEAD_DIM_QK": d,
         "HEAD_DIM_V": d,
         "STAGES": hopper_launch.STAGES,
@@ -78,9 +81,10 @@ def run(job: Job) -> Found:
         "HAS_LEFT": False,
         "HAS_RIGHT": True,
         "SOFTCAP": False,
+        "CONSUMERS": warpgroups.count,
+        "REGISTERS": warpgroups.registers,
     }
-    warpgroups = hopper_launch.WARPGROUPS[d]
-    constants |= {"CONSUMERS": warpgroups.count, "REGISTERS": warpgroups.registers} | job.given
+    constants: dict[str, Any] = {"HOW": Switches(**(switches | job.given))}
     constants |= {name: None for name in ("Shift", "Sinks", "Ends") if name not in job.present}
     descriptors = {
         "Q": _descriptor(job.qk, [1, 1, 64, d]),
@@ -104,7 +108,9 @@ def run(job: Job) -> Found:
     )
 
 
-def _type(name: str, constants: dict[str, Any], descriptors: dict[str, str]) -> str:
+def _type(name: str, constants: dict[str, Any], descriptors: dict[str, str]) -> Any:
+    if name == "stride_descales":
+        return DescaleStrides(*["i32"] * len(DescaleStrides._fields))
     if name in constants:
         return "constexpr"
     return descriptors.get(name) or _TYPES.get(name) or ("*fp32" if name[0].isupper() else "i32")

@@ -244,7 +244,7 @@ def _language(program: Sequence[int], programs: Sequence[int]) -> types.SimpleNa
 
 
 def scope(module: Any, program: Sequence[int], programs: Sequence[int]) -> dict[str, Any]:
-    """A module's functions, and those of modules that it has functions of, as one program runs them."""
+    """A module's functions, and those of modules that it has functions of, as one program runs them; and its named tuples."""
     found = {name: x for name, x in vars(module).items() if hasattr(x, "fn")}
     modules = {function.fn.__module__: sys.modules[function.fn.__module__] for function in found.values()}
     barrier = types.SimpleNamespace(
@@ -260,6 +260,8 @@ def scope(module: Any, program: Sequence[int], programs: Sequence[int]) -> dict[
             given[name] = types.FunctionType(x.fn.__code__, given, name, x.fn.__defaults__, x.fn.__closure__)
         elif hasattr(x, "value"):
             given[name] = x.value
+        elif hasattr(x, "_fields"):
+            given[name] = x
     return given
 
 

@@ -1,0 +1,92 @@
+"""What the FP8 kernel for Hopper takes and hands on as named tuples: shared/kernels/tuples.py says how. Nothing here imports triton.
+
+Its tensors and numbers are parameters of their own: Triton's launcher makes no descriptor of a tuple's member, and the kernel is compiled
+for some of the numbers alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Switches(NamedTuple):
+    """What the kernel is compiled for."""
+
+    HEAD_DIM_QK: Any
+    HEAD_DIM_V: Any
+    STAGES: Any  # tiles of keys and values that are in shared memory
+    SCALE_BLOCK: Any  # positions that share a scale, 0 if all of a head do
+    HAS_LEFT: Any
+    HAS_RIGHT: Any
+    SOFTCAP: Any
+    CONSUMERS: Any  # warpgroups that compute, 3 or 4
+    REGISTERS: Any  # of a thread that does
+
+
+class Work(NamedTuple):
+    """What there is to do for all programs."""
+
+    section: Any  # heads that take turns, see `_block`
+    blocks: Any  # of queries of a head
+    heads_of_all: Any  # B · Hq
+    heads_q: Any
+    group: Any
+    seqlen_q: Any
+    seqlen_kv: Any
+    band_left: Any
+    band_right: Any
+    Ends: Any  # numbers of keys of each batch row, or None
+    rows_b: Any  # from one batch row's to the next one's
+
+
+class Tensors(NamedTuple):
+    """Those that warpgroups that compute read and write, of all heads or of one."""
+
+    Out: Any
+    Lse: Any
+    DescaleQ: Any
+    DescaleK: Any
+    DescaleV: Any
+    Shift: Any
+    Sinks: Any
+
+
+class Tiles(NamedTuple):
+    """In shared memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+
+
+class Barriers(NamedTuple):
+    """When tiles have come, and when they may be written over."""
+
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+
+
+class Warpgroup(NamedTuple):
+    """What a warpgroup keeps of its 64 queries of a block."""
+
+    q: Any
+    rows: Any
+    shift: Any  # zeros where there is none
+    factor: Any  # what q kᵀ is multiplied by; up to k's descale where blocks have one
+    softcap: Any
+    last: Any  # the block's last tile of keys
+    band_left: Any
+    band_right: Any
+    seqlen_kv: Any  # of this batch row
+
+
+class Layouts(NamedTuple):
+    """Of products in registers."""
+
+    QK: Any
+    OUT: Any
