@@ -273,10 +273,10 @@ def _verdict(old: dict[str, str] | None, new: dict[str, str] | None) -> str:
         "moved": "arguments elsewhere",
         "opcodes": "the same instructions, reordered",
     }
-    for column, verdict in ways.items():
-        if old[column] == new[column]:
-            return verdict
     columns = ("registers", "stack", "shared", "instructions")
+    for column, verdict in ways.items():
+        if old[column] == new[column] and all(old[name] == new[name] for name in columns):
+            return verdict
     return "another: " + ", ".join(f"{name} {old[name]} to {new[name]}" for name in columns)
 
 

@@ -11,6 +11,7 @@ import triton
 
 from attn_compiler.lowerings.fp8.kernels import mean_fp8 as mean_kernels
 from attn_compiler.lowerings.fp8.kernels import round_fp8 as kernels
+from attn_compiler.lowerings.fp8.kernels.tuples_round import Each, LookNumbers, LookSwitches, Numbers, Shared, Switches
 from attn_compiler.lowerings.fp8.rounding import EACH, Per, Rounding, count, empty_outputs, empty_shift
 from attn_compiler.lowerings.shared.arguments import along
 from attn_compiler.lowerings.shared.kernel_plan import Tile
@@ -105,20 +106,37 @@ def _named(
 def _rounding(named: Named, how: Rounding, many: int) -> Arguments:
     is_known = how.each[0].magnitude is not None
     block = PART if "largest0" in named or is_known else how.block
-    numbers: dict[str, Any] = {"BLOCK": block, "PART": PART, "MEAN_OF": _mean_of(how), "KNOWN": is_known}
-    numbers |= {"SHIFT_OF": _shift_of(how), "group": _group(named, how), "RUN": _RUN}
+    numbers: dict[str, Any] = {}
     for i in range(_MOST):
         each = how.each[i] if i < many else how.each[0]
-        numbers |= _of_one(named, i, block * (_RUN if each.rotated else 1))
-        numbers |= _strides(named, f"rounded{i}", "y", i) | _strides(named, f"restored{i}", "r", i)
-        numbers |= {f"largest{i}": each.largest, f"fits{i}": each.fits, f"known{i}": each.magnitude or 0.0}
-        numbers |= {f"TURNED{i}": each.turned, f"WHOLE{i}": each.dtype == torch.int8, f"ROTATED{i}": each.rotated}
-        numbers[f"OF_KEYS{i}"] = each.of_keys and "seen" in named
         of_all = named.get(f"largest{i}")
-        for axis, name in enumerate("bh"):
-            numbers[f"largest_{name}{i}"] = 0 if of_all is None else along(of_all, axis)
-    numbers |= _offsets("newest", named, how.per, many) | _seen_stride(named.get("seen"))
-    numbers |= {"newest_b": int(how.per == "row"), "newest_h": int(how.per in ("head", "row"))}
+        numbers[f"of_{i}"] = Numbers(
+            **_of_one(named, i, block * (_RUN if each.rotated else 1)),
+            **_strides(named, f"rounded{i}", "y"),
+            **_strides(named, f"restored{i}", "r"),
+            largest_b=0 if of_all is None else along(of_all, 0),
+            largest_h=0 if of_all is None else along(of_all, 1),
+            largest=each.largest,
+            fits=each.fits,
+            known=each.magnitude or 0.0,
+        )
+        numbers[f"EACH{i}"] = Each(
+            **_widths(named, i),
+            ROTATED=each.rotated,
+            OF_KEYS=each.of_keys and "seen" in named,
+            TURNED=each.turned,
+            WHOLE=each.dtype == torch.int8,
+        )
+    numbers["shared"] = Shared(
+        newest_b=int(how.per == "row"),
+        newest_h=int(how.per in ("head", "row")),
+        **_offsets("newest", named, how.per, many),
+        seen_b=_seen_stride(named.get("seen")),
+        group=_group(named, how),
+    )
+    numbers["HOW"] = Switches(
+        BLOCK=block, PART=PART, MEAN_OF=_mean_of(how), SHIFT_OF=_shift_of(how), KNOWN=is_known, RUN=_RUN
+    )
     names = [*_names("x", "largest", "rounded", "descale", "restored"), "mean", "seen", "shift", "newest"]
     return _arguments(named, names, numbers, _rounding_tile(named, how))
 
@@ -139,14 +157,17 @@ def _looking(named: Named, how: Rounding, many: int) -> Arguments:
     per = how.per or "tensor"
     # H is made once a program.
     part, looks = (_LOOK_PART // 2, _LOOKS * 4) if _has_rotation(how) else (_LOOK_PART, _LOOKS)
-    numbers: dict[str, Any] = {"PARTS": looks, "PART": part, "MEAN_OF": _mean_of(how)}
+    numbers: dict[str, Any] = {"HOW": LookSwitches(PARTS=looks, PART=part, MEAN_OF=_mean_of(how))}
     for i in range(_MOST):
-        numbers |= _of_one(named, i, looks * part)
-        numbers[f"ROTATED{i}"] = i < many and how.each[i].rotated
-        numbers[f"OF_KEYS{i}"] = i < many and how.each[i].of_keys and "seen" in named
-        numbers[f"kept_h{i}"] = int(per != "tensor")
-        numbers[f"kept_b{i}"] = numbers[f"heads{i}"] if per == "row" else 0
-    numbers |= _offsets("kept", named, per, many) | _seen_stride(named.get("seen"))
+        of_one = _of_one(named, i, looks * part)
+        kept_b = of_one["heads"] if per == "row" else 0
+        numbers[f"of_{i}"] = LookNumbers(**of_one, kept_b=kept_b, kept_h=int(per != "tensor"))
+        numbers[f"EACH{i}"] = Each(
+            **_widths(named, i),
+            ROTATED=i < many and how.each[i].rotated,
+            OF_KEYS=i < many and how.each[i].of_keys and "seen" in named,
+        )
+    numbers |= {**_offsets("kept", named, per, many), "seen_b": _seen_stride(named.get("seen"))}
     tile = Tile(queries=part, keys=part, warps=_warps(_LOOK_WARPS, named), stages=1)
     return _arguments(named, [*_names("x"), "mean", "seen", "kept"], numbers, tile)
 
@@ -155,7 +176,8 @@ def _summing(k: torch.Tensor, parts: int, seen: torch.Tensor | None = None) -> A
     batch, heads, length, head_dim = k.shape
     numbers = {"heads": heads, "length": length, "parts": parts, "PARTS": _SUMS, "PART": _SUM_PART}
     numbers |= {f"stride_{axis}": k.stride(at) for at, axis in enumerate("bhs")}
-    numbers |= {"HEAD_DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim)} | _seen_stride(seen)
+    numbers |= {"HEAD_DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim)}
+    numbers["seen_b"] = _seen_stride(seen)
     tile = Tile(queries=_SUM_PART, keys=_SUM_PART, warps=_SUM_WARPS, stages=1)
     grid = (parts * heads * batch, 1, 1)
     tensors = {"X": "x", "Seen": None if seen is None else "seen", "Sums": "sums"}
@@ -178,23 +200,27 @@ def _is_narrow(named: Named, head_dim: int) -> bool:
     return all(x.shape[3] <= head_dim for name, x in named.items() if name.startswith("x"))
 
 
-def _of_one(named: Named, i: int, block: int) -> dict[str, Any]:
+def _of_one(named: Named, i: int, block: int) -> dict[str, int]:
     """What both kernels want to know of a tensor; of one that is not there, anything but programs."""
     x = named.get(f"x{i}", named["x0"])
-    batch, heads, length, head_dim = x.shape
+    batch, heads, length, _ = x.shape
     programs = triton.cdiv(length, block) * heads * batch if f"x{i}" in named else 0
-    found = {"heads": heads, "length": length, "programs": programs, "HEAD_DIM": head_dim}
-    found["WIDTH"] = triton.next_power_of_2(head_dim)
-    return {f"{name}{i}": value for name, value in found.items()} | _strides(named, f"x{i}", "x", i)
+    return {"heads": heads, "length": length, "programs": programs} | _strides(named, f"x{i}", "x")
 
 
-def _strides(named: Named, name: str, letter: str, i: int) -> dict[str, int]:
+def _widths(named: Named, i: int) -> dict[str, int]:
+    """As `_of_one`, what a kernel is compiled for."""
+    head_dim = named.get(f"x{i}", named["x0"]).shape[3]
+    return {"HEAD_DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim)}
+
+
+def _strides(named: Named, name: str, letter: str) -> dict[str, int]:
     x = named.get(name)
-    return {f"stride_{letter}{axis}{i}": 0 if x is None else x.stride(at) for at, axis in enumerate("bhs")}
+    return {f"stride_{letter}{axis}": 0 if x is None else x.stride(at) for at, axis in enumerate("bhs")}
 
 
-def _seen_stride(seen: torch.Tensor | None) -> dict[str, int]:
-    return {"seen_b": 0 if seen is None else along(seen, 0)}
+def _seen_stride(seen: torch.Tensor | None) -> int:
+    return 0 if seen is None else along(seen, 0)
 
 
 def _offsets(name: str, named: Named, per: Per | None, many: int) -> dict[str, int]:
@@ -221,6 +247,6 @@ def _names(*names: str) -> list[str]:
 
 
 def _arguments(named: Named, names: Sequence[str], numbers: dict[str, Any], tile: Tile) -> Arguments:
-    grid = (sum(numbers[f"programs{i}"] for i in range(_MOST)), 1, 1)
+    grid = (sum(numbers[f"of_{i}"].programs for i in range(_MOST)), 1, 1)
     tensors = {name.capitalize(): name if name in named else None for name in names}
     return Arguments(grid=grid, tensors=tensors, numbers=numbers, tile=tile)

@@ -17,7 +17,7 @@ from attn_compiler.lowerings.fp8 import rounding_launch
 from attn_compiler.lowerings.fp8.kernels import mean_fp8, round_fp8
 from attn_compiler.lowerings.fp8.rounding import How, Rounding, empty_outputs, empty_shift
 from attn_compiler.lowerings.shared.launching import Arguments
-from tests.lowerings.triton.kernels.compiling import resources
+from tests.lowerings.triton.kernels.compiling import described, resources
 
 _TYPES = {
     torch.bfloat16: "*bf16",
@@ -96,7 +96,7 @@ def _rounding(kind: str, head_dim: int, x: list[torch.Tensor]) -> list[Found]:
 
 
 def _compiled(name: str, kernel: Any, arguments: Arguments, tensors: dict[str, torch.Tensor]) -> Found:
-    signature: dict[str, str] = {}
+    signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
     for i, parameter in enumerate(kernel.params):
@@ -104,15 +104,11 @@ def _compiled(name: str, kernel: Any, arguments: Arguments, tensors: dict[str, t
         value = arguments.numbers.get(parameter.name)
         if source is not None:
             signature[parameter.name] = _TYPES[tensors[source].dtype]
-        elif isinstance(value, float) and not parameter.is_constexpr:
-            signature[parameter.name] = "fp32"
-        elif value is None or parameter.is_constexpr or value == 1:
-            signature[parameter.name] = "constexpr"
-            constants[i,] = value
-        else:
-            signature[parameter.name] = "i32"
-        if source is not None or (signature[parameter.name] == "i32" and value is not None and value % 16 == 0):
             attributes[i,] = [["tt.divisibility", 16]]
+        elif parameter.is_constexpr:
+            signature[parameter.name], constants[i,] = "constexpr", value
+        else:
+            signature[parameter.name] = described(value, (i,), constants, attributes)
     source_of = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {} if arguments.tile is None else arguments.tile.launch_options
     compiled = compile_kernel(source_of, target=GPUTarget("cuda", 90, 32), options=options)
