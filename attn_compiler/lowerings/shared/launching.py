@@ -190,7 +190,7 @@ def as_taken(names: Sequence[str], numbers: Mapping[str, Any]) -> dict[str, Any]
 
 
 def plain(value: Any) -> Any:
-    """A tuple without its names: of a named one, Triton 3.6's launcher takes 1.6 µs more to read the members of seven."""
+    """A tuple without its names: seven of them take Triton 3.6's launcher 2.1 µs to read, and with names 4.3."""
     return tuple(plain(member) for member in value) if isinstance(value, tuple) else value
 
 
