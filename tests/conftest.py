@@ -17,6 +17,10 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from tests import quick_interpreter
+
+quick_interpreter.install()
+
 # Before any test module is imported: what they decorate takes these over.
 settings.register_profile("explore")
 settings.register_profile("repeat", derandomize=True, database=None)
