@@ -1,13 +1,28 @@
-"""What every test shares: tests that need a GPU are skipped without one, and no test sees another's compiled code.
+"""What every test shares: one thread, GPU tests are skipped without a GPU, no test sees another's compiled code, and nothing is measured or
+written down that no test looks at.
 
 Property tests try the same examples in every run; HYPOTHESIS_PROFILE=explore tries new ones.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
+
+# Read when torch and the libraries are imported, here and in the processes that tests start. Each worker of -n is a process: one thread
+# each is enough, for tensors as for Inductor, which would start a process of its own to start compilers from.
+for _name, _value in {
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
 
 import pytest
 import torch
@@ -27,6 +42,24 @@ settings.register_profile("repeat", derandomize=True, database=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 
+def pytest_configure() -> None:
+    """PyTorch's structured trace stays off, as for users. pytest adds its handlers to every logger that does not propagate, and this one
+    is on as soon as it has one: then every graph is printed, several times."""
+    trace = logging.getLogger("torch.__trace")
+    add = trace.addHandler
+    trace.addHandler = lambda handler: None if type(handler).__module__.startswith("_pytest") else add(handler)  # type: ignore[method-assign]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With -n alone, tests of one file stay together, so that what they share is made once. Who is done first takes from the others."""
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
@@ -36,9 +69,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    _freeze()
+
+
+_modules = 0
+
+
+def _freeze() -> None:
+    """What was imported lasts: the garbage collector need not look at millions of its objects again and again."""
+    global _modules
+    if len(sys.modules) > _modules + 50:
+        gc.collect()
+        gc.freeze()
+        _modules = len(sys.modules)
+
+
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
     """Dynamo's caches are emptied after each test that used it: a function compiled again is traced again."""
+    if "torch._dynamo.guards" in sys.modules:
+        # It empties the CPU's caches and times the guards, 50 ms a compilation, for a line in a log.
+        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+    _freeze()
