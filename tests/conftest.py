@@ -26,7 +26,7 @@ for _name, _value in {
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Without a GPU the Triton kernels run in Triton's interpreter, which has to be known before they are imported.
 if not torch.cuda.is_available():
@@ -36,9 +36,10 @@ from tests import quick_interpreter
 
 quick_interpreter.install()
 
-# Before any test module is imported: what they decorate takes these over.
-settings.register_profile("explore")
-settings.register_profile("repeat", derandomize=True, database=None)
+# Before any test module is imported: what they decorate takes these over. How long an example took is the machine's matter.
+_untimed: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("explore", **_untimed)
+settings.register_profile("repeat", derandomize=True, database=None, **_untimed)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 
@@ -71,6 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     _freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 _modules = 0

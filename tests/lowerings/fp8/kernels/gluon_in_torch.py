@@ -82,7 +82,7 @@ class Descriptor:
 
 
 #: seconds that nobody should have to wait for another partition
-PATIENCE = 30.0
+PATIENCE = 240.0
 
 
 @dataclass
