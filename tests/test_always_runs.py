@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
-from torch._inductor.utils import fresh_cache
 from torch._subclasses import FakeTensorMode
 
 import attn_compiler
@@ -23,6 +22,7 @@ from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, Compile
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.passes import body_inputs, buffers, faults, fp8_sites, summary
 from attn_compiler.verifying import running
+from tests.inductor_caches import no_graphs
 from tests.passes.compiling import CPU_FLASH, compiled
 
 B, H, S, D = 2, 2, 6, 8
@@ -300,13 +300,13 @@ def test_errors_of_a_recipe_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def no_code_yet() -> Iterator[None]:
-    """Inductor's caches are empty: it compiles."""
-    with fresh_cache():
+def nothing_known() -> Iterator[None]:
+    """Nothing comes out of a cache of graphs: Inductor compiles."""
+    with no_graphs():
         yield
 
 
-@pytest.mark.usefixtures("no_code_yet")
+@pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("stage", ["AOTAutograd", "Inductor"])
 def test_the_leaf_op_fails_where_it_is_compiled(stage: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +349,7 @@ def test_the_leaf_op_fails_where_it_is_compiled(stage: str, dynamic: bool, monke
     assert report.sites[0].decision.lowering == "untouched"
 
 
-@pytest.mark.usefixtures("no_code_yet")
+@pytest.mark.usefixtures("nothing_known")
 def test_tables_that_can_not_be_kept_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     _fails(rotary_tables, "keep_tables", afterwards=False)(monkeypatch)
     torch._dynamo.reset()

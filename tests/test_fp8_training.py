@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
 from attn_compiler.passes import select
 from tests.attention_layer import Attention
+from tests.inductor_caches import no_graphs
 
 RECIPES = {
     "current": Fp8Recipe(),
@@ -119,7 +119,7 @@ def test_no_step_waits_for_the_device() -> None:
 def test_what_was_compiled_comes_out_of_the_cache_and_learns_the_same(name: str) -> None:
     """With histories that begin anew."""
     found, hits = [], []
-    with fresh_cache():
+    with no_graphs():
         for _ in range(2):
             torch._dynamo.reset()
             counters.clear()
