@@ -191,7 +191,7 @@ def _where(mirror: Mirror, node: fx.Node) -> list[Step]:
         return []
     steps: list[Step] = []
     for scores, other, inverted in ((yes, no, False), (no, yes, True)):
-        fill = _masking(mirror, other)
+        fill = _masking(mirror, other, node)
         if fill is not None and isinstance(scores, fx.Node):
             steps.append(Keep(node=node, source=scores, condition=condition, inverted=inverted, fill=fill))
     return steps
@@ -199,16 +199,30 @@ def _where(mirror: Mirror, node: fx.Node) -> list[Step]:
 
 def _masked_fill(mirror: Mirror, node: fx.Node) -> list[Step]:
     scores, condition = node.args[:2]
-    fill = _masking(mirror, node.args[2])
+    fill = _masking(mirror, node.args[2], node)
     if not isinstance(scores, fx.Node) or not isinstance(condition, fx.Node) or fill is None:
         return []
     return [Keep(node=node, source=scores, condition=condition, inverted=True, fill=fill)]
 
 
-def _masking(mirror: Mirror, fill: object) -> float | None:
-    """The number that `fill` is, if a score with it is masked."""
+def _masking(mirror: Mirror, fill: object, node: fx.Node) -> float | None:
+    """The number that `fill` is in the scores that `node` gives, if a score with it is masked.
+
+    Rounded to their dtype: -1e9 is -998244352 in bfloat16, which is what else is added has to be held against.
+    """
     number = constants.number(mirror, fill)
-    return number if number is not None and number <= MASKED_BELOW else None
+    if number is None:
+        return None
+    number = _rounded(number, node)
+    return number if number <= MASKED_BELOW else None
+
+
+def _rounded(number: float, *nodes: fx.Node) -> float:
+    """The number in the dtype of each node in turn."""
+    for node in nodes:
+        if value(node).is_floating_point():
+            number = float(torch.tensor(number, dtype=torch.float64).to(value(node).dtype))
+    return number
 
 
 #: views that leave a tensor aligned with the scores from the right
@@ -256,6 +270,7 @@ def condition_of_mask(mirror: Mirror, term: fx.Node, weight: float) -> Choice | 
     yes, no = (constants.number(mirror, x) for x in top.args[1:3])
     if not isinstance(condition, fx.Node) or yes is None or no is None:
         return None
+    yes, no = (_rounded(number, *reversed(path)) for number in (yes, no))
     if yes == 0 and no <= MASKED_BELOW and no * weight <= STILL_MASKED_BELOW:
         return Choice(condition=condition, inverted=False, fill=no * weight, node=top)
     if no == 0 and yes <= MASKED_BELOW and yes * weight <= STILL_MASKED_BELOW:
@@ -267,7 +282,7 @@ def _floor(mirror: Mirror, node: fx.Node) -> list[Step]:
     """max(scores, lowest): OPT and others keep -inf out of the softmax this way."""
     left, right = node.args[:2]
     for scores, bound in ((left, right), (right, left)):
-        lowest = _masking(mirror, bound)
+        lowest = _masking(mirror, bound, node)
         if isinstance(scores, fx.Node) and lowest is not None:
             return [_clamped(node, scores, lowest, math.inf)]
     return []
@@ -276,7 +291,7 @@ def _floor(mirror: Mirror, node: fx.Node) -> list[Step]:
 def _clamp(mirror: Mirror, node: fx.Node) -> list[Step]:
     low, high = argument(node, "min"), argument(node, "max")
     source = node.args[0]
-    lowest = -math.inf if low is None else _masking(mirror, low)
+    lowest = -math.inf if low is None else _masking(mirror, low, node)
     highest = math.inf if high is None else constants.number(mirror, high)
     if not isinstance(source, fx.Node) or lowest is None or highest is None or highest < -MASKED_BELOW:
         return []

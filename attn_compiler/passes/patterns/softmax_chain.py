@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from attn_compiler.passes import axes, contraction, mutation, operands, views
+from attn_compiler.passes import axes, contraction, gradients, mutation, operands, views
 from attn_compiler.passes.axes import Atom, AxisError, Dim, Dims
 from attn_compiler.passes.contraction import Contraction
 from attn_compiler.passes.mirror import Mirror
@@ -120,6 +120,7 @@ def _match(
     weighted: Contraction,
     returned: bool,
 ) -> Match:
+    _check_addend(mirror, product)
     meaning = _fresh_labels(product)
     scores = score_chain.follow(product, steps, tuple(meaning[x] for x in product.out_labels))
     key = score_chain.softmax_axis(anchor, scores)
@@ -165,6 +166,20 @@ def _match(
         unusual=tuple(scores.unusual),
         covered=frozenset({product.node, *(s.node for s in steps), anchor, *down, weighted.node}),
     )
+
+
+def _check_addend(mirror: Mirror, product: Contraction) -> None:
+    """What a product adds no part of (beta=0) is not read, and still gets a gradient, of zeros, which a caller may ask for."""
+    if product.beta == 0 and any(
+        gradients.known(mirror, node) for node in product.node.args[:1] if isinstance(node, fx.Node)
+    ):
+        raise Refused(
+            rule="what the product adds takes part in the scores, or wants no gradient",
+            observed=f"{product.node.name} adds it with beta=0",
+            at=product.node,
+            progress=2,
+            remedy="leave it out, or detach it",
+        )
 
 
 def _fresh_labels(product: Contraction) -> dict[int, Dim]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.console import Console
 import attn_compiler
 from attn_compiler import target as machine
 from attn_compiler import torch_compat
+from attn_compiler.codec import Codec
 from attn_compiler.lowerings.shared import parts, tile_table
 from attn_compiler.lowerings.shared.kernel_plan import Tile, Tiles
 from attn_compiler.lowerings.triton import autotune
@@ -394,7 +394,7 @@ def test_what_was_tuned_is_what_is_launched(monkeypatch: pytest.MonkeyPatch, tmp
     best = min(given_tiles.forward, key=lambda tile: gpu.times("forward", tile) or 0.0)
     assert best != given_tiles.forward[0]
     assert f"(autotuned): forward {best.queries}x{best.keys} w{best.warps} s{best.stages} 10 µs (the table's" in note
-    said = json.dumps(dataclasses.asdict(best), sort_keys=True, separators=(",", ":"))
+    said = Codec((Tile,), brief=True).text(best)
     assert function.graphs[0].text.replace("\\", "").count(f'"forward":{said}') == 2
 
     count = len(gpu.calls)

@@ -23,7 +23,7 @@ from attn_compiler.passes.patterns.score_steps import (
     Tanh,
     View,
 )
-from tests.passes.compiling import mirror_of
+from tests.passes.compiling import compiled, mirror_of
 
 Tensor = torch.Tensor
 LOWEST = torch.finfo(torch.float32).min
@@ -252,3 +252,34 @@ def test_other_ops_are_not_understood(function: Callable[..., Tensor]) -> None:
 
 def test_every_reader_is_of_an_op_that_exists() -> None:
     assert all(isinstance(op, torch._ops.OpOverload) for op in score_steps.READERS)
+
+
+@pytest.mark.parametrize(
+    "masked",
+    [
+        lambda s, kept: s.to(torch.bfloat16).masked_fill(~kept, -1e9),
+        lambda s, kept: torch.where(kept, s.to(torch.bfloat16), -1e9),
+        lambda s, kept: s.to(torch.bfloat16).clamp(min=-1e9),
+    ],
+)
+def test_a_fill_is_a_number_of_the_scores_dtype(masked: Callable[..., Tensor]) -> None:
+    """-1e9 is no bfloat16, and what is added beside it may be just as large."""
+    (step,) = _read(masked, torch.ones(5, 6, dtype=torch.bool))[0]
+    fill = step.low if isinstance(step, Clamp) else step.fill  # type: ignore[attr-defined]
+    assert fill == float(torch.tensor(-1e9, dtype=torch.bfloat16)) != -1e9
+
+
+def test_a_fill_that_is_lifted_by_its_rounded_twin_does_not_mask() -> None:
+    """In bfloat16 the two add up to 0: the key takes part, with a score of 0."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = torch.arange(4)
+        kept = at <= at[:, None]
+        scores = torch.where(kept, q @ k.mT, -1e9)
+        scores = scores - torch.where((at + at[:, None]) % 3 == 0, -1e9, 0.0).to(scores.dtype)
+        return scores.softmax(-1) @ v
+
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, 2, 4, 8, generator=generator).to(torch.bfloat16) for _ in range(3)]
+    function = compiled(attention, strict=True, lowerings=["math", "reference"])
+    torch.testing.assert_close(function(*given), attention(*given), atol=2e-2, rtol=2e-2)

@@ -529,3 +529,16 @@ def test_ways_up_that_meet_again_are_not_tried_in_every_combination() -> None:
     torch.testing.assert_close(run(x), function(x))
     assert run.report.num_misses == 1
     assert run.report.total_seconds < 10
+
+
+def test_baddbmm_with_beta_zero_is_left_alone_where_its_addend_wants_a_gradient() -> None:
+    """The gradient is zero, and a caller may ask for it."""
+
+    def attention(m: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.baddbmm(m, q, k.mT, beta=0).softmax(-1) @ v
+
+    q, k, v = (torch.randn(2, 3, 4) for _ in range(3))
+    m = torch.randn(2, 3, 3, requires_grad=True)
+    out = compiled(attention, strict=True)(m, q, k, v)
+    (gradient,) = torch.autograd.grad(out.sum(), m)
+    assert not gradient.any()
