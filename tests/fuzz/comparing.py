@@ -35,6 +35,8 @@ _CANCELLED = 4.0
 #: What autograd says of a write into a view of our ops' output, where it runs them itself. Behind AOTAutograd, which all but the inner
 #: compiler "eager" have, it does not.
 _MULTIPLE_VIEWS = "This view is the output of a function that returns multiple views"
+#: what eager is off by, of a result's size, where all of it was made in float32: no narrower number was in it, autocast or not
+_WIDE = 2.0**-14
 #: the largest score of a row of which every key is shut out by a finite number
 KEYLESS = -60000.0
 
@@ -295,6 +297,7 @@ def _hold(
     """Raise Wrong where a result is off by more than it may be. noise: what `_noise` gives, which is seldom asked for."""
     factor = FACTOR_SOFTCAP if "tanh" in program.source else FACTOR
     pooled = max((_relative(e, x) for e, x in zip(eager, exact, strict=True)), default=0.0)
+    narrowest = functools.partial(_narrowest, program) if pooled > _WIDE else lambda dtype: dtype
     for at, (mine, right, usual) in enumerate(zip(found, exact, eager, strict=True)):
         a, b = mine.value, usual.value
         if right.value is None and b is not None:
@@ -316,8 +319,8 @@ def _hold(
         size = max(float(right.value.abs().max()), 1.0)
         own = max(worst(b, right.value), pooled * size / 2)
         # Of what cancels out to nothing only roundings are left, of numbers that are larger than the result.
-        ulps = ULPS[_narrowest(program, b.dtype)] * (1.0 if right.value.any() else _CANCELLED)
-        allowed = factor * own + ulps * torch.finfo(_narrowest(program, b.dtype)).eps * size
+        ulps = ULPS[narrowest(b.dtype)] * (1.0 if right.value.any() else _CANCELLED)
+        allowed = factor * own + ulps * torch.finfo(narrowest(b.dtype)).eps * size
         off = worst(a, right.value)
         outcome.loosely += allowed > 0.1 * size
         # What is as far off as eager, and the same way, is as good as it.

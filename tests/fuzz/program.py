@@ -26,7 +26,8 @@ class Input:
     """One argument. shape: of the base tensor, each size a number or names of sizes joined by `*`.
 
     kind: "normal", "large" (scores of hundreds), "small" (near zero), "positive" (0-d), "kept" (bool, True for the first of each
-    free axis), "padding" (whole numbers 0 and 1, the first is 1), "ids" (whole numbers 0 to 2), "length" (1 to 3).
+    free axis), "split" (bool, both truth values in each row of the last two axes), "padding" (whole numbers 0 and 1, the first is 1),
+    "ids" (whole numbers 0 to 2), "length" (1 to 3).
     layout: text of a view that the caller makes of the base, in which `{}` stands for it.
     """
 
@@ -49,6 +50,8 @@ class Input:
         value = torch.randint(0, 3, shape, generator=generator)
         if self.kind == "kept":
             return _first_true(value > 0).to(device)
+        if self.kind == "split":
+            return _both_values(value > 0).to(device)
         if self.kind == "padding":
             return _first_true(value > 0).long().to(device)
         return (value if self.kind == "ids" else value + 1).to(device)
@@ -59,6 +62,15 @@ def _first_true(kept: torch.Tensor) -> torch.Tensor:
         if kept.shape[axis]:
             kept.select(axis, 0).fill_(True)
     return kept
+
+
+def _both_values(x: torch.Tensor) -> torch.Tensor:
+    """Each row, and of a square each column, has a True and a False, if it has two elements."""
+    if x.dim() > 1 and x.shape[-1] > 1:
+        for row in range(x.shape[-2]):
+            x[..., row, row % x.shape[-1]] = True
+            x[..., row, (row + 1) % x.shape[-1]] = False
+    return x
 
 
 def length(size: Size, sizes: dict[str, int]) -> int:

@@ -25,7 +25,11 @@ def called(draft: Draft) -> None:
     if mask == "causal":
         given.append(draft.pick("is_causal=True", "is_causal=True", "is_causal=q.shape[2] > 1"))
     elif mask == "kept":
-        given.append(f"attn_mask={masks.term(draft, 'kept')}")
+        if draft.maybe():
+            masks.positions(draft)
+            given.append(f"attn_mask={draft.pick(*masks.USUAL)}")
+        else:
+            given.append(f"attn_mask={masks.term(draft, 'kept')}")
     elif mask == "bias":
         term = masks.term(draft, "normal")
         given.append(f"attn_mask={term}")

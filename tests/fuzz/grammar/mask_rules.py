@@ -22,7 +22,7 @@ def masks_written(draft: Draft) -> None:
         if draft.maybe(3):
             draft.add(f"o{number} = F.scaled_dot_product_attention(q, k, v, attn_mask={c})")
         else:
-            draft.add("s = q @ k.mT * 0.5")
+            draft.add(f"s = q @ k.mT * {draft.pick('0.5', '0.5', '-0.5')}")
             masks.apply(draft, c, fill)
             draft.add("w = s.softmax(-1)", f"o{number} = w @ v")
         draft.outputs.append(f"o{number}")
@@ -47,7 +47,7 @@ def _write_again(draft: Draft, c: str) -> None:
 
 def mask_kinds(draft: Draft) -> None:
     """Masks by comparisons of positions."""
-    sites_with(draft, masks.condition)
+    sites_with(draft, masks.condition, masks.condition, lambda d: str(d.pick(*masks.USUAL)))
 
 
 def masks_made(draft: Draft) -> None:
@@ -88,7 +88,7 @@ def several_masks(draft: Draft) -> None:
 
 def integers(draft: Draft) -> None:
     """Whole numbers that wrap, small dtypes, quotients and rests below zero."""
-    sites_with(draft, masks.wrapped, masks.wrapped, lambda e: masks.compared(e, 2))
+    sites_with(draft, masks.wrapped, masks.wrapped, masks.quotients, masks.quotients, lambda e: masks.compared(e, 2))
 
 
 def rounding(draft: Draft) -> None:

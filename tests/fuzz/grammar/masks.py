@@ -13,7 +13,38 @@ def positions(draft: Draft) -> None:
     if any(line.strip().startswith("n, m = ") for line in draft.lines):
         return
     draft.add("n, m = q.shape[2], k.shape[2]")
-    draft.add("i, j = torch.arange(n, device=q.device)[:, None], torch.arange(m, device=q.device)[None, :]")
+    if not draft.maybe(3):
+        draft.add("i, j = torch.arange(n, device=q.device)[:, None], torch.arange(m, device=q.device)[None, :]")
+        return
+    draft.add(f"i, j = {_numbered(draft, 'n')}[:, None], {_numbered(draft, 'm')}[None, :]")
+
+
+def _numbered(draft: Draft, size: str) -> str:
+    """The whole numbers below a size, as models come to them: slices of what is longer, rows of a table, running sums, offsets."""
+    plain = f"torch.arange({size}, device=q.device)"
+    forms = [
+        plain,
+        f"(torch.arange(1, {size} + 1, device=q.device) - 1)",
+        f"(torch.arange(3, {size} + 3, device=q.device) - 3)",
+        f"(torch.arange(0, 2 * {size}, 2, device=q.device) // 2)",
+        f"(torch.arange(2 * {size}, device=q.device)[::2] // 2)",
+        f"(torch.arange(2 * {size} + 1, device=q.device)[1::2] // 2)",
+        f"(torch.arange({size} + 2, device=q.device)[2:] - 2)",
+        f"(torch.ones({size}, dtype=torch.int64, device=q.device).cumsum(0) - 1)",
+        f"(torch.arange(2 * {size}, device=q.device).view({size}, 2)[:, 1] // 2)",
+        f"(torch.arange(2 * {size}, device=q.device).view(2, {size}).select(0, 1) - {size})",
+        f"torch.stack([{plain} + 1, {plain}])[1]",
+        f"{plain}.repeat_interleave(2)[::2]",
+        f"{plain}.repeat_interleave(3)[1::3]",
+        f"{plain}.repeat(2)[{size}:]",
+        f"{plain}.expand(3, {size})[2]",
+        f"{plain}[{plain} - {size}]",
+        f"torch.div({plain} * 2 + 1, 2, rounding_mode='floor')",
+        f"-torch.div(-{plain} * 2 - 1, 2, rounding_mode='trunc')",
+        f"({size} - 1 - {plain}.flip(0).flip(0)).flip(0)",
+        f"torch.full(({size},), 2, device=q.device).cumsum(0).sub(2) // 2",
+    ]
+    return str(draft.pick(*forms))
 
 
 # ---- expressions --------------------------------------------------------------------------------------------------------
@@ -42,6 +73,8 @@ def whole(draft: Draft, depth: int = 2) -> str:
         f"torch.fmod({a}, {n + 1})",
         f"torch.remainder({a}, {n + 1})",
         f"({a} ^ 1)",
+        f"({a} & {draft.pick(1, 2)})",
+        f"({a} | {draft.pick(1, 2)})",
         f"({a} >> 1)",
         f"torch.sign({a})",
     ]
@@ -55,7 +88,29 @@ def compared(draft: Draft, depth: int = 1) -> str:
     return f"({whole(draft, depth)} {relation} {other})"
 
 
+#: what models write, with a key for each query
+USUAL = (
+    "(i >= j)",
+    "(j <= i)",
+    "(i >= j)",
+    "~(j > i)",
+    "(j <= i + (m - n)).logical_or(j == 0)",
+    "((i >= j) & (i - j < 3))",
+    "((i >= j) | (j < 2))",
+    "((j < 3) | (j <= i))",
+    "((i >= j) & (j <= i + 1))",
+    "((j < i + 1) & (j < i + 3))",
+    "((j <= i) | (j < i - 1))",
+    "((i >= j) ^ ((j == 1) & (i < 1)))",
+    "torch.logical_xor(i >= j, (j == 1) & (i > 1))",
+    "(torch.logical_xor(j <= 1, j == 1) | (i == j))",
+    "(torch.full((), 0.5, device=q.device) <= i - j + 1)",
+    "(torch.full((), -0.5, device=q.device) < i - j)",
+    "(torch.full((), 0.5, device=q.device) > j - i)",
+)
+
 KNOWN = (
+    *USUAL,
     "(i >= j)",
     "(j <= i + (m - n))",
     "(j - i < 1)",
@@ -86,7 +141,9 @@ KNOWN = (
 def condition(draft: Draft, depth: int = 2) -> str:
     """Truth values over (q, k), by positions."""
     if depth == 0 or draft.maybe(3):
-        return str(draft.pick(*KNOWN)) if draft.maybe() else compared(draft)
+        return str(draft.pick(*KNOWN, *USUAL)) if draft.maybe() else compared(draft)
+    if draft.maybe(4):
+        return str(draft.pick(*USUAL))
     a, b = condition(draft, depth - 1), condition(draft, depth - 1)
     forms = [f"({a} & {b})", f"({a} | {b})", f"(~{a})", f"({a} ^ {b})", f"torch.where({compared(draft)}, {a}, {b})"]
     return str(draft.pick(*forms))
@@ -94,7 +151,7 @@ def condition(draft: Draft, depth: int = 2) -> str:
 
 def with_a_key(draft: Draft, mask: str) -> str:
     """The mask, mostly with a key for each row."""
-    if draft.maybe(4):
+    if mask in USUAL or draft.maybe(4):
         return mask
     return str(draft.pick(f"({mask} | (j == 0))", f"({mask} | (j <= 0))", f"({mask} | (i == j) | (j == 0))"))
 
@@ -133,6 +190,31 @@ def wrapped(draft: Draft) -> str:
     return f"({draft.pick(*forms)})"
 
 
+def quotients(draft: Draft) -> str:
+    """One op on whole numbers of both signs, compared with a small number."""
+    a = draft.pick("(i - j)", "(j - i)", "(1 - j)", "(i - 2)", "(i + j)")
+    n = draft.pick(2, 3)
+    op = draft.pick(
+        f"torch.div({a}, {n}, rounding_mode='trunc')",
+        f"torch.div({a}, {n}, rounding_mode='floor')",
+        f"torch.fmod({a}, {n})",
+        f"({a} % {n})",
+        f"({a} % -{n})",
+        f"({a} // {n})",
+        f"({a} // -{n})",
+        f"({a} & {n})",
+        f"({a} | {n})",
+        f"({a} ^ 1)",
+        f"({n} - {a})",
+        f"({a} >> 1)",
+        f"torch.sign({a})",
+    )
+    relation = draft.pick(">=", "<=", "==", "<", "!=")
+    if draft.maybe(4):
+        return f"({op} {relation} {op.replace(a, '(i + 1)' if draft.maybe() else 'j')})"
+    return f"({op} {relation} {draft.number(-1, 2)})"
+
+
 def rounded(draft: Draft) -> str:
     """A condition of floats, which are rounded."""
     dtype = draft.pick("torch.float32", "torch.float32", "torch.float16", "torch.bfloat16", "torch.float64")
@@ -167,9 +249,12 @@ def rounded(draft: Draft) -> str:
 def made(draft: Draft) -> str:
     """A mask (q, k) by ops that move, scan, choose or fill; gives its name."""
     c = draft.name("c")
-    base = condition(draft, 1)
+    base = condition(draft, 1) if draft.maybe() else str(draft.pick(*USUAL))
     a, b = draft.number(0, 2), draft.number(1, 3)
     dim = draft.pick(0, 1, -1)
+    if draft.maybe(3):
+        draft.add(f"{c} = {_moved(draft)}")
+        return c
     forms = [
         f"{c} = torch.ones(n, m, dtype=torch.bool, device=q.device).tril({a})",
         f"{c} = torch.ones(n, m, dtype=torch.bool, device=q.device).tril({a}).triu(-{b})",
@@ -208,6 +293,39 @@ def made(draft: Draft) -> str:
     return c
 
 
+def _moved(draft: Draft) -> str:
+    """A mask (n, m) by one op that picks, repeats or broadcasts."""
+    base, a = draft.pick(*USUAL), draft.number(0, 2)
+    forms = [
+        f"({base})[:1].expand(n, m)",
+        f"({base})[-1:].expand(n, -1)",
+        f"({base})[:, :1].expand(n, m) | (i >= j)",
+        f"({base})[:, -1:].expand(-1, m) | (i >= j)",
+        "(j[:, :1] + i >= j).expand(n, m)",
+        "(i[-1:].expand(n, 1) >= j)",
+        "(j[:, -1:].expand(1, m) - j <= i)",
+        f"torch.stack([{base}, j <= i + 1, i >= j]).select(0, {a})",
+        f"(torch.arange(3, device=q.device)[:, None, None] + i >= j)[{a}]",
+        "(torch.arange(2 * m, device=q.device).view(m, 2)[:, 1] <= 2 * i + 1)",
+        "(torch.arange(2 * m, device=q.device)[::2] <= 2 * i)",
+        f"(torch.arange(3 * m, device=q.device)[1::3][None] <= 3 * i + {a})",
+        "((torch.arange(2 * n, device=q.device)[:, None] >= torch.arange(2 * m, device=q.device)[None])[::2, ::2])",
+        "(torch.arange((m + 1) // 2, device=q.device).repeat_interleave(2)[:m] <= i // 2)",
+        "(torch.arange(m, device=q.device).repeat_interleave(2)[:m] == (i // 2)) | (i >= j)",
+        "(torch.arange(m, device=q.device)[j - 1] <= i) | (j == 0)",
+        f"({base})[i[:, 0] - 1] | (j == 0)",
+        f"({base})[i[:, 0] - n]",
+        f"({base})[:, j[0] - m]",
+        "torch.ones(n, m, dtype=torch.bool, device=q.device)",
+        "(torch.ones(n, m, device=q.device).tril() == 1)",
+        f"torch.ones((n, m), dtype=torch.int64, device=q.device).tril({a}) > 0",
+        "(torch.arange(m - n, m, device=q.device)[:, None] >= j) | (j == 0)",
+        f"(torch.arange({a}, n + {a}, device=q.device)[:, None] >= j)",
+        f"(torch.arange({a}, m + {a}, device=q.device)[None] <= i + {a})",
+    ]
+    return str(draft.pick(*forms))
+
+
 def written(draft: Draft) -> str:
     """A mask that is written to after it was made; gives its name."""
     c = draft.name("c")
@@ -218,6 +336,21 @@ def written(draft: Draft) -> str:
         condition(draft, 1) + ".long()",
     )
     draft.add(f"{c} = {start}")
+    if draft.maybe(3):
+        draft.add(f"{c} = {draft.pick('torch.zeros', 'torch.ones')}(n, m, dtype=torch.bool, device=q.device)")
+        first, step = draft.number(0, 1), draft.number(2, 3)
+        draft.add(
+            draft.pick(
+                f"{c}[:, {first}::{step}] = {draft.pick('True', 'False')}",
+                f"{c}[{first}::{step}] = {draft.pick('True', 'False')}",
+                f"{c}[::{step}] = {draft.pick(*USUAL)}[::{step}]",
+                f"{c}.copy_({draft.pick(*USUAL)})",
+                f"{c}[:] = {draft.pick(*USUAL)}",
+                f"{c}[:, :] = i >= j",
+                f"{c}[:, :2].copy_((i >= j)[:, :2])",
+            )
+        )
+        return c
     value = draft.pick("True", "False", condition(draft, 0))
     row = draft.pick("True", "False", "(j[0] < 2)")
     a, b = draft.number(0, 2), draft.number(1, 3)
@@ -280,6 +413,16 @@ def of_tensors(draft: Draft) -> str:
     if kind == "ids":
         s = draft.new("ids", ("b", "k"), "ids")
         same = f"({s}[:, None, :n, None] == {s}[:, None, None, :])"
+        if draft.maybe(4):
+            # One id for each query, and another tensor's for the keys: no documents.
+            other, own = draft.new("ids", ("b", "q"), "padding"), draft.new("ids", ("b", "k"), "padding")
+            return str(
+                draft.pick(
+                    f"({other}[:, None, :, None] == {own}[:, None, None, :])",
+                    f"({own}[:, None, None, :] == {other}[:, None, :, None])",
+                    f"(({other}[:, None, :, None] == {own}[:, None, None, :]) & (i >= j))",
+                )
+            )
         if draft.maybe(4):
             other = draft.new("ids", ("b", "q"), "ids")
             return f"(({other}[:, None, :, None] == {s}[:, None, None, :]) | (j == 0))"

@@ -58,7 +58,14 @@ def arrange(draft: Draft) -> None:
                 ("h", "k", width), (1, "h", "k", width), ("b", 1, "k", width), ("k", width), (1, 1, "k", width)
             )
             draft.add(f"{name} = {draft.new(name, shape, grad=draft.grads)}")
-            draft.add(f"{name} = {name}" if draft.maybe() else f"{name} = {name} * 1")
+            draft.add(
+                draft.pick(
+                    f"{name} = {name}",
+                    f"{name} = {name} * 1",
+                    f"{name} = {name}.expand(*q.shape[:2], *{name}.shape[-2:])",
+                    f"{name} = {name}.expand(*q.shape[:2], *{name}.shape[-2:])",
+                )
+            )
         draft.dims = ("b", "h", "q", "k")
         draft.add(draft.pick("s = q @ k.mT", "s = torch.matmul(q, k.transpose(-2, -1)) * 0.3"))
         draft.add(
@@ -98,7 +105,7 @@ def contractions(draft: Draft) -> None:
     operands.operands(draft, most=1)
     for name in ("k", "v"):
         operands.repeat_heads(draft, name)
-    scores.product(draft, "swapped", "einsum", "einsum", "bmm", "baddbmm", "baddbmm", "dots", "summed")
+    scores.product(draft, "swapped", "turned", "einsum", "einsum", "bmm", "baddbmm", "baddbmm", "dots", "summed")
     scores.steps(draft, 0, 1)
     weights.softmax(draft, changes=0)
     weights.values(draft)
@@ -154,8 +161,18 @@ def cross(draft: Draft) -> None:
     draft.sizes["q"], draft.sizes["k"] = draft.pick((3, 7), (7, 3), (1, 6), (6, 1), (4, 5))
     draft.sizes["e"] = draft.pick(3, 8)
     operands.operands(draft, most=1)
-    draft.pick(lambda d: simple_site(d, scores.mask), calls.called)(draft)
+    draft.pick(lambda d: simple_site(d, scores.mask), lambda d: simple_site(d, _diagonal), calls.called)(draft)
     weights.after(draft, most=1)
+
+
+def _diagonal(draft: Draft) -> None:
+    """Causal masks of a rectangle, which begin top left or end bottom right."""
+    masks.positions(draft)
+    masks.apply(
+        draft,
+        masks.placed(draft, draft.pick("(i >= j)", "(j <= i + (m - n))", "(i + m - n >= j)")),
+        draft.pick("-inf", "-1e9"),
+    )
 
 
 def boundaries(draft: Draft) -> None:
@@ -163,12 +180,16 @@ def boundaries(draft: Draft) -> None:
     for name in ("b", "q", "k", "d"):
         if draft.maybe():
             draft.sizes[name] = draft.pick(
-                *((0, 1, 1) if name == "b" else (0, 1, 1, 15, 17, 33) if name != "d" else (1, 7, 9, 17))
+                *((0, 1) if name == "b" else (0, 1, 1, 15, 17, 33) if name != "d" else (1, 7, 9, 17))
             )
     draft.sizes["e"] = draft.pick(draft.sizes["d"], 1, 5)
     operands.operands(draft, most=1)
     draft.pick(
-        lambda d: simple_site(d, *(d.pick(scores.mask, scores.bias, scores.positional) for _ in range(d.number(0, 2)))),
+        lambda d: simple_site(
+            d,
+            *(d.pick(scores.mask, scores.bias, scores.positional, scores.scale) for _ in range(d.number(0, 2))),
+            product=d.pick("matmul", "bmm"),
+        ),
         calls.called,
     )(draft)
     weights.after(draft, most=1)

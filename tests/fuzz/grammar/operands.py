@@ -26,6 +26,7 @@ def operand(draft: Draft, name: str, heads: str, length: str, *, most: int = 2) 
         "{}.unbind(2)[0].transpose(1, 2)": ("b", length, 3, heads, width),
         "{}.flatten(0, 1)": (1, "b", heads, length, width),
         "{}.squeeze(2)": ("b", heads, 1, length, width),
+        "{}.contiguous().mT": ("b", heads, width, length),
     }
     layout = draft.pick(*(form for form, shape in forms.items() if shape is not None))
     kind = draft.pick("normal", "normal", "normal", "normal", "large", "small") if name != "v" else "normal"

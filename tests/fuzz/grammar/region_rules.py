@@ -29,6 +29,10 @@ def roots(draft: Draft) -> None:
 def gradients(draft: Draft) -> None:
     """Gradients that are stopped, partly wanted, or reach a mask."""
     draft.grads = True
+    if draft.maybe(3):
+        # Some of the three are known numbers, and the weights or the whole of it are made without gradients.
+        _partly_wanted(draft)
+        return
     operands.operands(draft, most=3)
     if draft.maybe():
         for name in ("k", "v"):
@@ -49,6 +53,26 @@ def gradients(draft: Draft) -> None:
     else:
         calls.called(draft)
     weights.after(draft, most=1)
+
+
+def _partly_wanted(draft: Draft) -> None:
+    for name, heads, length, width in (("q", "h", "q", "d"), ("k", "kv", "k", "d"), ("v", "kv", "k", "e")):
+        draft.add(f"{name} = {draft.new(name, ('b', heads, length, width), grad=draft.maybe())}")
+        if heads == "kv":
+            operands.repeat_heads(draft, name)
+    scores.product(draft, "matmul", "einsum")
+    if draft.maybe():
+        with draft.block("with torch.no_grad():"):
+            draft.both(*([draft.pick(scores.scale, scores.bias)] if draft.maybe() else []))
+            weights.softmax(draft, sink=False, changes=0)
+    else:
+        draft.both(*([draft.pick(scores.stop, scores.bias)] if draft.maybe() else []))
+        weights.softmax(draft, sink=False, changes=1)
+    weights.values(draft)
+    weights.after(draft, most=1)
+    # A program without any gradient says nothing here.
+    draft.add(f"other = {draft.new('x', ('q',), grad=True)} * 2")
+    draft.outputs.append("other")
 
 
 def caller_writes(draft: Draft) -> None:
@@ -111,6 +135,17 @@ def autocast(draft: Draft) -> None:
     draft.dtype = torch.float32
     operands.operands(draft, most=1)
     wide = draft.pick("torch.bfloat16", "torch.bfloat16", "torch.float16")
+    if draft.maybe(4):
+        # No product is in the region: all stays float32, in it and after it.
+        with draft.block(f"with torch.autocast(q.device.type, dtype={wide}):"):
+            draft.add(
+                *draft.pick(
+                    ("q = q * 0.5",), ("q, k = q * 2, k + 1",), ("v = v.transpose(1, 2).contiguous().transpose(1, 2)",)
+                )
+            )
+        draft.pick(site, calls.called)(draft)
+        draft.outputs.append("o")
+        return
     with draft.block(
         f"with torch.autocast(q.device.type, dtype={wide}, enabled={draft.pick(True, True, True, False)}):"
     ):
@@ -161,10 +196,10 @@ def _same_term(draft: Draft) -> None:
             "torch.add(s, {}, alpha=0.5)",
             "(s + {}) * 2",
             "{} + s",
-            "s + {}.mT" if square else "s - {}",
+            *(["s + {}.mT", "s + {}.contiguous().mT", "s + {}.clone().transpose(-1, -2)"] if square else ["s - {}"]),
         ]
     else:
-        term = draft.new("m", draft.pick(("q", "k"), ("b", 1, "q", "k")), "kept")
+        term = draft.new("m", draft.pick(("q", "k"), ("b", 1, "q", "k")), "split")
         ways = [
             "s.masked_fill(~{}, -1e4)",
             "s.masked_fill({}, -inf)",
@@ -172,6 +207,7 @@ def _same_term(draft: Draft) -> None:
             "s.masked_fill(~{}, -inf)",
         ]
         ways += ["s.masked_fill(~{}.mT, -inf)" if square else "s + {}", "torch.where({}, -inf, s)"]
+        ways += ["s.masked_fill(~{}.contiguous().mT, -inf)"] if square else []
     for out in ("first", "o"):
         way = draft.pick(*ways).format(term)
         draft.add("s = q @ k.mT * 0.5", f"s = {way}", "# probe: s.amax(3)", "w = s.softmax(-1)", f"{out} = w @ v")

@@ -111,6 +111,10 @@ def programs(
     if draw(st.booleans()):
         sizes["k"] = sizes["q"]
     sizes["e"] = draw(st.sampled_from((sizes["d"], sizes["d"], 5 if not large else 32)))
+    if not large and draw(st.integers(0, 4)) == 4:
+        # No check of sizes tells one axis from another.
+        alike = draw(st.sampled_from((2, 4)))
+        sizes.update(b=2, kv=2, h=2, q=alike, k=alike, d=alike, e=alike)
     draft = Draft(draw=draw, sizes=sizes, grads=draw(st.booleans()), writes=draw(st.integers(0, 2)) == 2)
     draft.dtype = draw(st.sampled_from(_DTYPES if device == "cpu" else _CUDA_DTYPES))
     # The last of the lowerings is Triton's, unless one alone was asked for.

@@ -21,7 +21,11 @@ def score_steps(draft: Draft) -> None:
         scores.enlarge,
         scores.mask,
     )
-    simple_site(draft, *(draft.pick(*names) for _ in range(draft.number(1, 4))))
+    simple_site(
+        draft,
+        *(draft.pick(*names) for _ in range(draft.number(1, 4))),
+        product=draft.pick("matmul", "matmul", "swapped"),
+    )
     weights.after(draft, most=1)
 
 
@@ -32,7 +36,7 @@ def sinks(draft: Draft) -> None:
     scores.product(draft, "matmul")
     draft.both(
         *(
-            draft.pick(scores.scale, scores.mask, scores.cap, scores.bias, scores.shift)
+            draft.pick(scores.scale, scores.mask, scores.cap, scores.bias, scores.shift, scores.shift)
             for _ in range(draft.number(0, 3))
         )
     )
@@ -71,6 +75,12 @@ def near_misses(draft: Draft) -> None:
     )
     draft.causal_allowed = draft.maybe()
     weights.softmax(draft, changes=2)
+    if draft.maybe(8):
+        draft.add(
+            draft.pick(
+                *(f"w = w.narrow({draft.at(x)}, 0, 1)" for x in draft.dims[-2:] if "k" not in x), "w = w[..., :1] * w"
+            )
+        )
     if draft.dims == ("b", "h", "q", "k") and draft.sizes["q"] == draft.sizes["k"] and draft.maybe():
         draft.add(
             draft.pick("o = w.mT @ v", "o = torch.einsum('bhqk,bhqd->bhkd', w, v)", "o = w.transpose(2, 3).matmul(v)")

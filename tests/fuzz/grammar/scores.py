@@ -8,14 +8,27 @@ from tests.fuzz.grammar.draft import Draft
 
 def product(draft: Draft, *forms: str) -> None:
     """Scores from `q` and `k` of (B, H, S, D)."""
-    form = draft.pick(*(forms or ("matmul", "matmul", "swapped", "einsum", "einsum", "bmm", "baddbmm", "dots")))
+    form = draft.pick(
+        *(forms or ("matmul", "matmul", "swapped", "turned", "einsum", "einsum", "bmm", "baddbmm", "dots"))
+    )
     if form == "summed":
-        draft.add("s = torch.einsum('bhqd,bhkc->bhqk', q, k)")
+        # A label of one operand alone is summed by itself.
+        draft.add(
+            draft.pick(
+                "s = torch.einsum('bhqd,bhkc->bhqk', q, k)",
+                "s = torch.einsum('bhqd,bhkdx->bhqk', q, torch.stack([k, k], -1))",
+                "s = torch.einsum('xbhqd,bhkd->bhqk', q[None], k)",
+                "s = torch.einsum('bhqd,xhkd->bhqk', q, k)",
+            )
+        )
         draft.dims = ("b", "h", "q", "k")
     elif form == "matmul":
         draft.add(
             f"s = {draft.pick('q @ k.mT', 'torch.matmul(q, k.transpose(-1, -2))', 'q.matmul(k.permute(0, 1, 3, 2))')}"
         )
+        draft.dims = ("b", "h", "q", "k")
+    elif form == "turned":
+        draft.add(draft.pick("s = (k @ q.mT).mT", "s = (k @ q.transpose(2, 3)).mT.contiguous()"))
         draft.dims = ("b", "h", "q", "k")
     elif form == "swapped":
         draft.add("s = k @ q.mT")
@@ -89,6 +102,9 @@ def bias(draft: Draft) -> None:
         forms += [
             "s = s - {}",
             "s = torch.sub(s, {}, alpha=2)",
+            "s = (s + {}) * 0.5",
+            "s = (s + {}) / 1.5",
+            "s = 2.0 * ({} + s)",
             *(["s += {}", "s.add_({}, alpha=0.5)"] if draft.writes else []),
         ]
     draft.add(draft.pick(*forms).format(term))
@@ -100,8 +116,23 @@ def positional(draft: Draft) -> None:
     """What is added for a pair of positions: slopes, tables of distances, buckets, penalties."""
     masks.positions(draft)
     heads = draft.sizes["h"]
-    kind = draft.pick("slopes", "slopes", "table", "table", "buckets", "penalty", "number", "gathered", "padding")
-    if kind == "slopes":
+    kind = draft.pick(
+        "slopes",
+        "slopes",
+        "slopes",
+        "table",
+        "table",
+        "buckets",
+        "penalty",
+        "number",
+        "gathered",
+        "padding",
+        "row",
+        "row",
+    )
+    if kind == "row":
+        text = _of_a_row(draft)
+    elif kind == "slopes":
         given = draft.new("slope", (heads,), "normal")
         slopes = draft.pick(
             f"{given}[None, :, None, None]",
@@ -109,7 +140,16 @@ def positional(draft: Draft) -> None:
             f"(2.0 ** -torch.arange(1, {heads + 1}, device=q.device))[:, None, None]",
         )
         position = draft.pick(
-            "(j - i)", "j", "-(i - j).abs()", "(j - i).clamp(max=0)", "(j - m + 1)", "(i - j).abs().neg()", "(2 * j)"
+            *(
+                "(j - i)",
+                "(j - i)",
+                "j",
+                "-(i - j).abs()",
+                "(j - i).clamp(max=0)",
+                "(j - m + 1)",
+                "(i - j).abs().neg()",
+            ),
+            *("(2 * j)", "(2 * (j - i))", "(i - j)"),
         )
         text = draft.pick(
             f"{slopes} * {position}", f"({position}).to(D) * {slopes}", f"{slopes} * ({position}).float().to(D) / 2"
@@ -159,6 +199,30 @@ def positional(draft: Draft) -> None:
     draft.add(f"{p} = ({text}).to(D)")
     draft.add(f"{p} = {masks.placed(draft, p)}")
     draft.add(draft.pick(f"s = s + {p}", f"s = {p} + s", f"s = s - {p}", f"s = torch.add(s, {p}, alpha=2)"))
+    if kind == "slopes" and draft.maybe(3):
+        # Slopes are added once more, the same ones or others.
+        again = draft.new("slope", (heads,), "normal")
+        other = masks.placed(draft, f"({again}[:, None, None] * {position}).to(D)")
+        draft.add(draft.pick(f"s = s + {p}", f"s = s + {other}", f"s = s + {other}"))
+
+
+def _of_a_row(draft: Draft) -> str:
+    """Numbers for each key by what a tensor holds for it, or for what was made of that by an op that nobody reads."""
+    given = draft.new("ids", ("b", "k"), draft.pick("ids", "padding"))
+    draft.add(
+        f"row = {given}" + draft.pick("", "", ".sort(-1).values", ".argsort(-1)", ".cummax(-1).values", ".flip(-1)")
+    )
+    draft.add("row = row[:, None, None, :]" if draft.maybe() else "row = row.view(-1, 1, 1, row.shape[-1])")
+    low, high = draft.pick("-2.0", "1.5", "0.0"), draft.pick("0.5", "-1.0", "3.0")
+    return str(
+        draft.pick(
+            f"torch.where(row == 0, {low}, {high})",
+            f"torch.where(row == 1, {low}, row * {high})",
+            f"torch.where(row == 1, row.to(D), row.to(D) * {high} + 1)",
+            f"torch.where(row != 0, row * {high}, {low})",
+            f"torch.where(row >= 0, {low}, {high}) * row",
+        )
+    )
 
 
 def mask(draft: Draft) -> None:
@@ -183,7 +247,7 @@ def cap(draft: Draft) -> None:
 def shift(draft: Draft) -> None:
     key = draft.at("k")
     # Where a whole row or column is -inf, minus its maximum is NaN, which no two kernels treat alike.
-    at = key if any("-inf" in line for line in draft.lines) else draft.pick(key, -1, -2)
+    at = key if any("-inf" in line for line in draft.lines) else draft.pick(key, key, -1, -2, -2)
     form = draft.pick(
         "s.amax({}, keepdim=True)",
         "s.max({}, keepdim=True)[0]",

@@ -49,7 +49,7 @@ def sites_with(draft: Draft, *forms: Callable[[Draft], str]) -> None:
         if draft.maybe():
             draft.add(f"{out} = F.scaled_dot_product_attention(q, k, v, attn_mask={allowed})")
         else:
-            draft.add("s = q @ k.mT * 0.5")
+            draft.add(f"s = q @ k.mT * {draft.pick('0.5', '0.5', '-0.5')}")
             masks.apply(draft, allowed)
             draft.add("# probe: s.amax(3)", f"{out} = s.softmax(-1) @ v")
         draft.outputs.append(out)

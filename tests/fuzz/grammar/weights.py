@@ -19,6 +19,8 @@ def softmax(draft: Draft, *, sink: bool | None = None, changes: int = 1) -> None
     at = draft.pick(at, at - len(draft.dims))
     dtype = draft.pick("W", "torch.float64") if draft.maybe(4) else None
     forms = [f"w = s.softmax({at})", f"w = torch.softmax(s, {at})", f"w = F.softmax(s, dim={at})"]
+    if draft.maybe(4):
+        forms = [f"w = torch.special.softmax(s, {at})"]
     if draft.maybe(12):
         forms = [
             f"w = F.softmax(input=s, dim={at})",
@@ -95,11 +97,11 @@ def values(draft: Draft) -> None:
             draft.add(f"o = torch.baddbmm({added}, {w}, v.flatten(0, 1), {numbers})")
         else:
             draft.add(f"o = torch.bmm({w}, v.flatten(0, 1))")
-        draft.add(f"o = o.unflatten(0, (-1, {draft.sizes['h']}))")
+        draft.add(f"o = o.unflatten(0, (v.shape[0], {draft.sizes['h']}))")
         return
     if "bh" in dims:
         at = dims.index("bh")
-        draft.add(f"w = w.unflatten({at}, (-1, {draft.sizes['h']}))")
+        draft.add(f"w = w.unflatten({at}, (v.shape[0], {draft.sizes['h']}))")
         dims = (*dims[:at], "b", "h", *dims[at + 1 :])
     form = draft.pick("einsum", "einsum other", "permute", "permute", "swapped")
     if form == "einsum":
@@ -116,6 +118,7 @@ def values(draft: Draft) -> None:
 
 def after(draft: Draft, *, least: int = 0, most: int = 2) -> None:
     """What happens to the output."""
+    outputs = len(draft.outputs)
     for _ in range(draft.number(least, most)):
         changes = [
             "o = o.contiguous()",
@@ -130,6 +133,8 @@ def after(draft: Draft, *, least: int = 0, most: int = 2) -> None:
         if draft.writes:
             changes += [
                 "r = o.transpose(1, 2).flatten(2); r += 1; {seen} = r.exp()",
+                "{seen} = o.transpose(1, 2).flatten(2); {seen}.mul_(2)",
+                "{seen} = o.transpose(1, 2).contiguous(); {seen}.add_(1)",
                 "r = o.contiguous(); r.mul_(2); {seen} = r.sum()",
                 "o += 1",
                 "o.mul_(2)",
@@ -143,4 +148,9 @@ def after(draft: Draft, *, least: int = 0, most: int = 2) -> None:
         draft.add(line.format(seen=seen))
         if "{seen}" in line:
             draft.outputs.append(seen)
-    draft.outputs.append("o")
+    if len(draft.outputs) > outputs and draft.maybe(3):
+        # Only what was made of the output is returned: its strides are nobody's business then.
+        draft.add("total = o.sum()")
+        draft.outputs.append("total")
+    else:
+        draft.outputs.append("o")
