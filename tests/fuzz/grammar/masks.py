@@ -457,6 +457,17 @@ def of_tensors(draft: Draft) -> str:
     return f"((j + 1 >= {f}.view(-1, 1, 1, 1)) | (i < j))"
 
 
+def documents(draft: Draft) -> str:
+    """Queries and keys of one document: by ids, or by how many documents have begun."""
+    length = "q" if draft.sizes["q"] > draft.sizes["k"] else "k"
+    ids = draft.new("ids", ("b", length), "ids")
+    if draft.maybe(4):
+        draft.add(f"ids = {ids}.cumsum(-1)")
+        ids = "ids"
+    same = f"({ids}[:, None, :n, None] == {ids}[:, None, None, :m])"
+    return str(draft.pick(same, same, f"({same} | (j == 0))", f"({same} | (i >= j))"))
+
+
 def term(draft: Draft, kind: str, *, keep_rank: bool = False, grad: bool | None = None) -> str:
     """An input that broadcasts to the scores."""
     shape = [draft.product(dim) if draft.maybe() else 1 for dim in draft.dims]

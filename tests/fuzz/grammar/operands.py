@@ -28,6 +28,10 @@ def operand(draft: Draft, name: str, heads: str, length: str, *, most: int = 2) 
         "{}.squeeze(2)": ("b", heads, 1, length, width),
         "{}.contiguous().mT": ("b", heads, width, length),
     }
+    if name != "q":
+        # The same for every row of the batch, or for all heads of it.
+        forms["{}.expand(q.shape[0], -1, -1, -1)"] = (heads, length, width)
+        forms[f"{{}}.expand(q.shape[0], {n}, -1, -1)"] = (1, length, width)
     layout = draft.pick(*(form for form, shape in forms.items() if shape is not None))
     kind = draft.pick("normal", "normal", "normal", "normal", "large", "small") if name != "v" else "normal"
     given = draft.new(name, forms[layout], kind, grad=draft.grads and not draft.maybe(6))
@@ -54,6 +58,10 @@ _PLAIN = (
     "{0} = {0} + 1",
     "{0} = {0}.to(torch.bfloat16).to(D)",
     "{0} = {0}[:, :, :]",
+    "{0} = {0}[:, :1].expand({0}.shape)",
+    "{0} = {0}[:1].expand_as({0})",
+    "{0} = {0}[0].expand({0}.shape)",
+    "{0} = {0}[0, -1].expand({0}.shape)",
     "{0} = torch.cat([{0}[:, :1], {0}[:, 1:]], 1)",
     "{0} = {0}.roll(1, 2)",
 )

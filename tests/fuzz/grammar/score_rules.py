@@ -15,6 +15,7 @@ def score_steps(draft: Draft) -> None:
         scores.scale,
         scores.cap,
         scores.shift,
+        scores.shift,
         scores.clamp,
         scores.bias,
         scores.turn,
@@ -63,6 +64,9 @@ def score_kinds(draft: Draft) -> None:
 
 def near_misses(draft: Draft) -> None:
     """One thing off: the softmax's axis, another reader of scores or weights, a product over another axis."""
+    if draft.maybe():
+        _one_thing_off(draft)
+        return
     operands.operands(draft, most=1)
     for name in ("k", "v"):
         operands.repeat_heads(draft, name)
@@ -75,12 +79,10 @@ def near_misses(draft: Draft) -> None:
     )
     draft.causal_allowed = draft.maybe()
     weights.softmax(draft, changes=2)
-    if draft.maybe(8):
-        draft.add(
-            draft.pick(
-                *(f"w = w.narrow({draft.at(x)}, 0, 1)" for x in draft.dims[-2:] if "k" not in x), "w = w[..., :1] * w"
-            )
-        )
+    if draft.maybe(4):
+        # A part of the weights: of the queries, of the heads, of the batch.
+        parts = [":, " * draft.at(axis) + draft.pick("1:", ":1", ":-1") for axis in draft.dims if "k" not in axis]
+        draft.add(f"w = w[{draft.pick(*parts)}]")
     if draft.dims == ("b", "h", "q", "k") and draft.sizes["q"] == draft.sizes["k"] and draft.maybe():
         draft.add(
             draft.pick("o = w.mT @ v", "o = torch.einsum('bhqk,bhqd->bhkd', w, v)", "o = w.transpose(2, 3).matmul(v)")
@@ -88,6 +90,41 @@ def near_misses(draft: Draft) -> None:
     else:
         weights.values(draft)
     weights.after(draft)
+
+
+def _one_thing_off(draft: Draft) -> None:
+    """A plain site in which one thing is not as in attention."""
+    operands.plain_operands(draft)
+    for name in ("k", "v"):
+        operands.repeat_heads(draft, name)
+    product, shifted, weights_of, output = "s = q @ k.mT * 0.5", "", "s.softmax(-1)", "o = w @ v"
+    at = draft.pick(-2, -2, 1, 0)
+    what = draft.pick("softmax", "softmax", "shift", "turned", "part", "product", "twice")
+    if what == "softmax":
+        forms = (
+            "s.softmax({})",
+            "torch.softmax(s, {})",
+            "torch.special.softmax(s, {})",
+            "torch.special.softmax(s, {})",
+        )
+        weights_of = draft.pick(*forms).format(at)
+    elif what == "shift":
+        shifted = f"s = s - s.{draft.pick('amax({}, keepdim=True)', 'max({}, keepdim=True)[0]')}".format(at)
+    elif what == "turned":
+        # The keys come before the queries.
+        product, weights_of, output = "s = k @ q.mT * 0.5", "s.softmax(2)", "o = w.mT @ v"
+        shifted = draft.pick("s = s - s.amax(-1, keepdim=True)", "s = s - s.max(-1, keepdim=True).values")
+    elif what == "part":
+        output = f"o = w[{draft.pick(':1', '-1:', ':, :1', ':, :, :1', ':, :, 1:', '..., :1')}] @ v"
+    elif what == "product":
+        output = draft.pick(
+            "o = w.mT @ v", "o = torch.einsum('bhqk,bhqd->bhkd', w, v)", "o = (w + w) @ v", "o = (w * w) @ v"
+        )
+    else:
+        output = draft.pick("seen = w.mT @ v; o = w @ v", "seen = s.exp(); o = w @ v", "seen = w @ v; o = w.mT @ v")
+        draft.outputs.append("seen")
+    draft.add(*(line for line in (product, shifted, f"w = {weights_of}", output) if line))
+    draft.outputs.append("o")
 
 
 def tiles(draft: Draft) -> None:
@@ -104,7 +141,11 @@ def tiles(draft: Draft) -> None:
         masks.positions(d)
         masks.apply(d, masks.of_tensors(d), "-inf")
 
-    first = draft.pick(known, known, of_tensors, scores.positional, scores.positional)
+    def documents(d: Draft) -> None:
+        masks.positions(d)
+        masks.apply(d, masks.documents(d), "-inf")
+
+    first = draft.pick(known, known, of_tensors, documents, scores.slopes, scores.positional, scores.cap)
     more = draft.pick((), (), (scores.cap,), (scores.scale,), (scores.bias,), (scores.positional,), (known,))
     simple_site(draft, first, *more, sink=draft.maybe(4))
     draft.outputs.append("o")

@@ -112,29 +112,38 @@ def bias(draft: Draft) -> None:
         draft.add(f"{term}.data.{draft.pick('zero_()', 'add_(1)', 'mul_(2)')}")
 
 
-def positional(draft: Draft) -> None:
+def slopes(draft: Draft) -> None:
+    """A slope of each head, times a distance."""
+    positional(draft, "slopes")
+
+
+def positional(draft: Draft, *kinds: str) -> None:
     """What is added for a pair of positions: slopes, tables of distances, buckets, penalties."""
     masks.positions(draft)
     heads = draft.sizes["h"]
-    kind = draft.pick(
-        "slopes",
-        "slopes",
-        "slopes",
-        "table",
-        "table",
-        "buckets",
-        "penalty",
-        "number",
-        "gathered",
-        "padding",
-        "row",
-        "row",
+    kind = (
+        draft.pick(*kinds)
+        if kinds
+        else draft.pick(
+            "slopes",
+            "slopes",
+            "slopes",
+            "table",
+            "table",
+            "buckets",
+            "penalty",
+            "number",
+            "gathered",
+            "padding",
+            "row",
+            "row",
+        )
     )
     if kind == "row":
         text = _of_a_row(draft)
     elif kind == "slopes":
         given = draft.new("slope", (heads,), "normal")
-        slopes = draft.pick(
+        slope = draft.pick(
             f"{given}[None, :, None, None]",
             f"{given}.view(1, -1, 1, 1)",
             f"(2.0 ** -torch.arange(1, {heads + 1}, device=q.device))[:, None, None]",
@@ -152,7 +161,7 @@ def positional(draft: Draft) -> None:
             *("(2 * j)", "(2 * (j - i))", "(i - j)"),
         )
         text = draft.pick(
-            f"{slopes} * {position}", f"({position}).to(D) * {slopes}", f"{slopes} * ({position}).float().to(D) / 2"
+            f"{slope} * {position}", f"({position}).to(D) * {slope}", f"{slope} * ({position}).float().to(D) / 2"
         )
     elif kind == "table":
         rows = draft.number(2, 5)
@@ -247,7 +256,7 @@ def cap(draft: Draft) -> None:
 def shift(draft: Draft) -> None:
     key = draft.at("k")
     # Where a whole row or column is -inf, minus its maximum is NaN, which no two kernels treat alike.
-    at = key if any("-inf" in line for line in draft.lines) else draft.pick(key, key, -1, -2, -2)
+    at = key if any("-inf" in line for line in draft.lines) else draft.pick(key, -1, -1, -2)
     form = draft.pick(
         "s.amax({}, keepdim=True)",
         "s.max({}, keepdim=True)[0]",

@@ -103,8 +103,13 @@ def values(draft: Draft) -> None:
         at = dims.index("bh")
         draft.add(f"w = w.unflatten({at}, (v.shape[0], {draft.sizes['h']}))")
         dims = (*dims[:at], "b", "h", *dims[at + 1 :])
-    form = draft.pick("einsum", "einsum other", "permute", "permute", "swapped")
-    if form == "einsum":
+    form = draft.pick(
+        "einsum", "einsum other", "permute", "permute", "swapped", *(["summed"] if "w" not in dims else [])
+    )
+    if form == "summed" and draft.maybe(3):
+        # A label of one operand alone is summed by itself.
+        draft.add(f"o = torch.einsum('{''.join(dims)},{draft.pick('xhkd', 'bxkd')}->bhqd', w, v)")
+    elif form in ("einsum", "summed"):
         draft.add(f"o = torch.einsum('{''.join(dims)},bhkd->bhqd', w, v)")
     elif form == "einsum other":
         draft.add(f"o = torch.einsum('bhkd,{''.join(dims)}->bqhd', v, w).transpose(1, 2)")
