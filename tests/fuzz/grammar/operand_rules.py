@@ -142,7 +142,9 @@ def halves(draft: Draft) -> None:
     operands.operands(draft, most=1)
     draft.pick(
         lambda d: simple_site(
-            d, *(d.pick(scores.mask, scores.bias, scores.turn, scores.cap) for _ in range(d.number(0, 2)))
+            d,
+            *(d.pick(scores.mask, scores.bias, scores.turn, scores.cap) for _ in range(d.number(0, 2))),
+            product=d.pick("matmul", "upcast"),
         ),
         calls.called,
         calls.called,

@@ -57,7 +57,8 @@ def fills(draft: Draft) -> None:
 def score_kinds(draft: Draft) -> None:
     """Slopes, tables, buckets and penalties, alone and together."""
     operands.plain_operands(draft)
-    more = draft.pick((), (scores.mask,), (scores.positional,), (scores.scale,), (scores.cap,))
+    usual = scores.usual_mask
+    more = draft.pick((), (usual,), (usual,), (scores.mask,), (scores.positional,), (scores.scale,), (scores.cap,))
     simple_site(draft, scores.positional, *more)
     draft.outputs.append("o")
 

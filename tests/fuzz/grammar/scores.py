@@ -27,6 +27,9 @@ def product(draft: Draft, *forms: str) -> None:
             f"s = {draft.pick('q @ k.mT', 'torch.matmul(q, k.transpose(-1, -2))', 'q.matmul(k.permute(0, 1, 3, 2))')}"
         )
         draft.dims = ("b", "h", "q", "k")
+    elif form == "upcast":
+        draft.add(draft.pick("s = q.to(W) @ k.to(W).mT", "s = torch.matmul(q.to(W), k.transpose(-1, -2).to(W)) * 0.5"))
+        draft.dims = ("b", "h", "q", "k")
     elif form == "turned":
         draft.add(draft.pick("s = (k @ q.mT).mT", "s = (k @ q.transpose(2, 3)).mT.contiguous()"))
         draft.dims = ("b", "h", "q", "k")
@@ -240,6 +243,13 @@ def mask(draft: Draft) -> None:
         masks.apply(draft, masks.any_condition(draft))
     else:
         masks.apply(draft, masks.term(draft, "kept"))
+
+
+def usual_mask(draft: Draft) -> None:
+    """A mask that models write, causal mostly."""
+    masks.positions(draft)
+    text = draft.pick("(i >= j)", "(j <= i)", "~(j > i)", "(i + 1 > j)", *masks.USUAL)
+    masks.apply(draft, masks.placed(draft, text), draft.pick("-inf", "-inf", "torch.finfo(s.dtype).min", "-1e9"))
 
 
 def cap(draft: Draft) -> None:
