@@ -40,7 +40,7 @@ WANTED = 0.95
 #: what a fault breaks, where that has not the name of a rule -> the rules that speak of it
 _SPEAK_OF = {
     "masks": ("mask kinds", "masks made", "mask tensors", "several masks", "masks partly written", "masks written"),
-    "index expressions": ("integers", "mask kinds", "score kinds", "symbolic"),
+    "index expressions": ("mask kinds", "score kinds", "integers", "mask tensors", "symbolic"),
     "triton": ("tiles", "mask kinds", "score kinds", "boundaries"),
     "mask kinds (triton)": ("tiles", "mask kinds"),
     "score kinds (triton)": ("tiles", "score kinds"),

@@ -142,11 +142,20 @@ def condition(draft: Draft, depth: int = 2) -> str:
     """Truth values over (q, k), by positions."""
     if depth == 0 or draft.maybe(3):
         return str(draft.pick(*KNOWN, *USUAL)) if draft.maybe() else compared(draft)
-    if draft.maybe(4):
-        return str(draft.pick(*USUAL))
+    if draft.maybe(3):
+        return str(draft.pick(*USUAL)) if draft.maybe() else bounds(draft)
     a, b = condition(draft, depth - 1), condition(draft, depth - 1)
     forms = [f"({a} & {b})", f"({a} | {b})", f"(~{a})", f"({a} ^ {b})", f"torch.where({compared(draft)}, {a}, {b})"]
     return str(draft.pick(*forms))
+
+
+def bounds(draft: Draft) -> str:
+    """Two bounds of one thing, of which one says nothing."""
+    of = draft.pick("(i - j)", "j", "(j - i)", "(i + j)", "(i - j)")
+    a, b = draft.number(-1, 3), draft.number(0, 3)
+    both = draft.pick("&", "&", "|")
+    relation = draft.pick(">=", "<", "<=")
+    return f"(({of} {relation} {a}) {both} ({of} {relation} {b}))"
 
 
 def with_a_key(draft: Draft, mask: str) -> str:

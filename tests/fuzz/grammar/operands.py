@@ -79,6 +79,9 @@ _WRITTEN = (
     "kept = {0}; {0} = {0}.contiguous(); kept.data.add_(1)",
     "kept = {0}; {0} = {0} * 0.5; kept.data.mul_(2)",
     "kept = {0}; {0} = {0}.clone(); kept.data.zero_()",
+    "kept = {0}; {0} = {0} * 0.5; kept.detach().mul_(2)",
+    "kept = {0}; {0} = {0}.clone(); kept.detach().add_(1)",
+    "kept = {0}; {0} = 2.0 * {0}; kept.detach()[..., 0] = 0.5",
 )
 
 
@@ -86,6 +89,11 @@ def change_operand(draft: Draft, name: str) -> None:
     """A line that leaves the shape as it is."""
     changes = [*_PLAIN, *_PLAIN, *(_STOPPED if draft.grads else ()), *(_WRITTEN if draft.writes else ())]
     draft.add(draft.pick(*changes).format(name))
+
+
+def write_root(draft: Draft, name: str) -> None:
+    """What an operand was made of is written, or a copy of it."""
+    draft.add(draft.pick(*_WRITTEN[3:]).format(name))
 
 
 def repeat_heads(draft: Draft, name: str) -> None:
@@ -136,6 +144,8 @@ def write_later(draft: Draft) -> None:
         "{0}.mul_(0.5)",
         "with torch.no_grad(): {0}.add_(1.0)",
         "{0}.detach().mul_(3.0)",
+        "{0}.detach().zero_()",
+        "{0}.detach()[..., 0] = 0.5",
         "{0}.data[..., 0] = 0.5",
         "{0}.data.copy_({0}.data.flip(-1))",
     ]

@@ -13,6 +13,8 @@ def roots(draft: Draft) -> None:
     """Operands, masks and biases are read above copies and scales; what they were made of is written later."""
     draft.writes = True
     operands.operands(draft, most=3)
+    for name in draft.pick((), ("k",), ("q",), ("v", "k")):
+        operands.write_root(draft, name)
     if draft.maybe(3):
         calls.called(draft)
     else:

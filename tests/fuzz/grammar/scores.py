@@ -128,6 +128,7 @@ def positional(draft: Draft, *kinds: str) -> None:
         draft.pick(*kinds)
         if kinds
         else draft.pick(
+            "row",
             "slopes",
             "slopes",
             "slopes",
@@ -231,6 +232,9 @@ def _of_a_row(draft: Draft) -> str:
             f"torch.where(row == 0, {low}, {high})",
             f"torch.where(row == 1, {low}, row * {high})",
             f"torch.where(row == 1, row.to(D), row.to(D) * {high} + 1)",
+            f"torch.where(row == 0, {low}, (1 - row) * {high})",
+            f"torch.where(row == 0, {low}, row.to(D) + 1)",
+            f"(row + 1).masked_fill(row == 1, 0) * {high}",
             f"torch.where(row != 0, row * {high}, {low})",
             f"torch.where(row >= 0, {low}, {high}) * row",
         )
