@@ -42,7 +42,7 @@ _SPEAK_OF = {
     "masks": ("mask kinds", "masks made", "mask tensors", "several masks", "masks partly written", "masks written"),
     "index expressions": ("mask kinds", "score kinds", "integers", "mask tensors", "symbolic"),
     "triton": ("tiles", "mask kinds", "score kinds", "boundaries"),
-    "mask kinds (triton)": ("tiles", "mask kinds"),
+    "mask kinds (triton)": ("tiles", "mask kinds", "mask tensors"),
     "score kinds (triton)": ("tiles", "score kinds"),
     "operands": ("strides", "views", "arrange"),
     "limits": ("boundaries", "mask kinds", "score kinds"),

@@ -105,6 +105,9 @@ USUAL = (
     "torch.logical_xor(i >= j, (j == 1) & (i > 1))",
     "(torch.logical_xor(j <= 1, j == 1) | (i == j))",
     "(torch.full((), 0.5, device=q.device) <= i - j + 1)",
+    "((i + 1) // 2 == (j + 1) // 2)",
+    "(((i - 1) // 2 == (j - 1) // 2) & (i >= j))",
+    "((i + 2) // 3 == (j + 2) // 3)",
     "(torch.full((), -0.5, device=q.device) < i - j)",
     "(torch.full((), 0.5, device=q.device) > j - i)",
 )
@@ -475,6 +478,10 @@ def documents(draft: Draft) -> str:
     if draft.maybe(4):
         draft.add(f"ids = {ids}.cumsum(-1)")
         ids = "ids"
+    if draft.maybe(3):
+        # The queries have ids of their own: no documents.
+        other = draft.new("ids", ("b", "q"), "padding")
+        return f"({other}[:, None, :, None] == {ids}[:, None, None, :m])"
     same = f"({ids}[:, None, :n, None] == {ids}[:, None, None, :m])"
     return str(draft.pick(same, same, f"({same} | (j == 0))", f"({same} | (i >= j))"))
 

@@ -219,12 +219,17 @@ def positional(draft: Draft, *kinds: str) -> None:
         draft.add(draft.pick(f"s = s + {p}", f"s = s + {other}", f"s = s + {other}"))
 
 
+#: ops that say nothing of an element by itself
+_UNREAD = (".sort(-1).values", ".argsort(-1)", ".cummax(-1).values")
+
+
 def _of_a_row(draft: Draft) -> str:
     """Numbers for each key by what a tensor holds for it, or for what was made of that by an op that nobody reads."""
     given = draft.new("ids", ("b", "k"), draft.pick("ids", "padding"))
-    draft.add(
-        f"row = {given}" + draft.pick("", "", ".sort(-1).values", ".argsort(-1)", ".cummax(-1).values", ".flip(-1)")
-    )
+    if draft.maybe():
+        draft.add(f"row = {given} {draft.pick('+ 1', '* 2', '% 2')}", "row = row" + draft.pick(*_UNREAD))
+    else:
+        draft.add(f"row = {given}" + draft.pick("", "", ".flip(-1)", *_UNREAD))
     draft.add("row = row[:, None, None, :]" if draft.maybe() else "row = row.view(-1, 1, 1, row.shape[-1])")
     low, high = draft.pick("-2.0", "1.5", "0.0"), draft.pick("0.5", "-1.0", "3.0")
     return str(
