@@ -383,6 +383,8 @@ def lifted(draft: Draft) -> None:
         (f"s = s.masked_fill(~{c}, -{size})", f"s = s + torch.where({up_at}, {up}, 0.0).to(s.dtype)"),
         (f"s = s + torch.where({c}, 0.0, -{size}).to(s.dtype)", f"s = s + torch.where({up_at}, {up}, 0.0).to(s.dtype)"),
         (f"s = s + {both}",),
+        (f"s = {both} + s",),
+        (f"t = {both}", "s = s + t"),
         (f"s = s + torch.where({up_at}, {up}, 0.0).to(s.dtype)", f"s = s + torch.where({c}, 0.0, -{size}).to(s.dtype)"),
         (f"s = s - torch.where({c}, 0.0, -{size}).to(s.dtype)",),
         (f"s = s.masked_fill(~{c}, -{size})", f"s = s.masked_fill({up_at}, -{size} / 2)"),
