@@ -212,7 +212,7 @@ def positional(draft: Draft, *kinds: str) -> None:
     draft.add(f"{p} = ({text}).to(D)")
     draft.add(f"{p} = {masks.placed(draft, p)}")
     draft.add(draft.pick(f"s = s + {p}", f"s = {p} + s", f"s = s - {p}", f"s = torch.add(s, {p}, alpha=2)"))
-    if kind == "slopes" and draft.maybe(3):
+    if kind == "slopes" and draft.maybe():
         # Slopes are added once more, the same ones or others.
         again = draft.new("slope", (heads,), "normal")
         other = masks.placed(draft, f"({again}[:, None, None] * {position}).to(D)")
