@@ -16,7 +16,7 @@ from tests.fuzz.planted import FAULTS, DoesNotApply, Fault
 from tests.fuzz.planted.fault import PACKAGE
 
 #: the name of a fault -> the rule whose programs find it at once
-QUICK = {"reference: no row term": "gradients", "a scale divides and multiplies alike": "views"}
+QUICK = {"reference: no row term": "gradients", "a scale divides and multiplies alike": "anything"}
 
 # In a process of its own for each: a fault is planted before the package is imported.
 _FIND = """

@@ -39,6 +39,14 @@ def test_inputs_are_what_they_are_called() -> None:
     assert bool(kept[:, 0].all())
 
 
+def test_a_split_mask_has_both_values_in_each_row_and_column() -> None:
+    for seed in range(5):
+        x = Input(name=f"m{seed}", shape=("b", 4, 4), kind="split").base(seed, torch.float32, {"b": 3}, "cpu")
+        for axis in (1, 2):
+            assert bool(x.any(axis).all())
+            assert not bool(x.all(axis).any())
+
+
 def test_the_exact_run_has_the_same_numbers_in_float64() -> None:
     pairs = zip(PLAIN.bases(PLAIN.calls[0]), PLAIN.bases(PLAIN.calls[0], exact=True), strict=True)
     assert all(torch.equal(a.double(), b.double()) for a, b in pairs)
