@@ -143,11 +143,17 @@ class Outcome:
 
 
 def compare(
-    new: Sequence[Any], own: Sequence[Any], runs: Runs, factor: float, rounded: torch.dtype | None = None
+    new: Sequence[Any],
+    own: Sequence[Any],
+    runs: Runs,
+    factor: float,
+    rounded: torch.dtype | None = None,
+    beside: Sequence[torch.Tensor] = (),
 ) -> Outcome:
     """Compare results one by one. None is a gradient of zeros. What is no plain tensor on either side is left out.
 
     rounded: the coarsest dtype on the way to the results.
+    beside: other numbers that the results are computed from, as large as what may cancel out.
     """
     known = [(i, x, y) for i, (x, y) in enumerate(zip(new, own, strict=True)) if _plain(x, y)]
     others = [_other_kind(i, x, y) for i, x, y in known if _is_other(x, y)]
@@ -167,7 +173,7 @@ def compare(
     if open_ones:
         # No noise shows in a gradient that is zero in every run, as that of the scores of a single key. What cancels out there is about as
         # large as the other results.
-        counted = (one.own for one in every if one.counted)
+        counted = (*(one.own for one in every if one.counted), *(x for x in beside if x.dtype in FLOOR_ULPS))
         rounding = max((floor_of(x, x.to(exact_dtype(x.dtype)), rounded) for x in counted), default=0.0)
         open_ones = [one for one in open_ones if not one.cancelled_out(rounding)]
     shares = {one.index: one.found / one.allowed for one in every if one.allowed}

@@ -58,7 +58,8 @@ def _check_whole(called: Called, arrived: Arrived, backward: Backward, ran: Ran,
     wanted = list(arrived.inputs)
     runs = _Wanted(Reruns(called=called, backward=backward), wanted)
     new, own = [arrived.inputs[i] for i in wanted], [ran.gradients[i] for i in wanted]
-    outcome = comparing.compare(new, own, runs, factor(plan), plan.rounded)
+    upstream = list(arrived.outputs.values())
+    outcome = comparing.compare(new, own, runs, factor(plan), plan.rounded, beside=upstream)
     if outcome.differences:
         if whole.overwrites_saved(called, backward):
             return _whole(

@@ -37,8 +37,8 @@ _CANCELLED = 4.0
 _MULTIPLE_VIEWS = "This view is the output of a function that returns multiple views"
 #: what eager is off by, of a result's size, where all of it was made in float32: no narrower number was in it, autocast or not
 _WIDE = 2.0**-14
-#: the largest score of a row of which every key is shut out by a finite number
-KEYLESS = -60000.0
+#: the largest score of a row of which every key is shut out by a finite number, halved by a later scale
+KEYLESS = -32000.0
 
 
 class Wrong(Exception):

@@ -154,3 +154,14 @@ def test_nothing_to_compare() -> None:
     assert outcome.differences == []
     assert outcome.worst is None
     assert (outcome.compared.error, outcome.compared.allowed) == (0.0, 0.0)
+
+
+def test_what_cancels_out_is_a_rounding_of_what_it_is_made_of() -> None:
+    """All results are zero, so that only the gradients that came in tell how large the summands were."""
+    zeros, runs = torch.zeros(4), Runs([torch.zeros(4).double()])
+    alone = comparing.compare([zeros + 9e-8], [zeros], runs, 2.0)
+    assert len(alone.differences) == 1
+    beside = comparing.compare([zeros + 9e-8], [zeros], runs, 2.0, beside=[ONES])
+    assert beside.differences == []
+    too_large = comparing.compare([zeros + 1e-3], [zeros], runs, 2.0, beside=[ONES])
+    assert len(too_large.differences) == 1
