@@ -1,8 +1,8 @@
 """A random program as data: the source text of a function, its inputs, and what the caller does between forward and backward.
 
 In the text, `D` is the dtype of the program and `W` the wider one that it casts up to. The exact run has float64 for both. Dtypes that
-a mask is computed in are written out, so that the exact run has the same mask. A comment `# probe: x` gives away the largest
-score of each row, which only the eager run looks at.
+a mask is computed in are written out, so that the exact run has the same mask. A comment `# probe: x, y` gives away the largest
+and the smallest score of each row, which only the eager run looks at.
 """
 
 from __future__ import annotations

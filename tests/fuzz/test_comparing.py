@@ -52,6 +52,10 @@ def test_a_program_that_compiled_code_gets_right() -> None:
         (("o = q0 + torch.ones(7)",), "eager raises"),
         (("o = q0 / 0",), "NaN or Inf"),
         (("s = q0 @ k1.mT - 1e9", "# probe: s.amax(3)", "o = s.softmax(-1) @ k1"), "rows without keys"),
+        (
+            ("s = (q0 @ k1.mT).clamp(max=-7e4) + 2e5", "# probe: s.amax(3), s.amin(3)", "o = s.softmax(-1) @ k1"),
+            "rows without keys",
+        ),
     ],
 )
 def test_what_eager_says_nothing_of_is_left(lines: tuple[str, ...], why: str) -> None:

@@ -212,7 +212,9 @@ def _same_term(draft: Draft) -> None:
         ways += ["s.masked_fill(~{}.contiguous().mT, -inf)"] if square else []
     for out in ("first", "o"):
         way = draft.pick(*ways).format(term)
-        draft.add("s = q @ k.mT * 0.5", f"s = {way}", "# probe: s.amax(3)", "w = s.softmax(-1)", f"{out} = w @ v")
+        draft.add(
+            "s = q @ k.mT * 0.5", f"s = {way}", "# probe: s.amax(3), s.amin(3)", "w = s.softmax(-1)", f"{out} = w @ v"
+        )
         draft.outputs.append(out)
         if draft.writes and draft.maybe():
             draft.add(draft.pick(f"{term}.copy_({term}.flip(-1))", "q = q + 1"))

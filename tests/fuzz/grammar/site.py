@@ -51,5 +51,5 @@ def sites_with(draft: Draft, *forms: Callable[[Draft], str]) -> None:
         else:
             draft.add(f"s = q @ k.mT * {draft.pick('0.5', '0.5', '-0.5')}")
             masks.apply(draft, allowed)
-            draft.add("# probe: s.amax(3)", f"{out} = s.softmax(-1) @ v")
+            draft.add("# probe: s.amax(3), s.amin(3)", f"{out} = s.softmax(-1) @ v")
         draft.outputs.append(out)

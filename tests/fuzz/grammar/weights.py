@@ -15,7 +15,7 @@ def softmax(draft: Draft, *, sink: bool | None = None, changes: int = 1) -> None
         at = key
         _join_sink(draft)
     elif at == key:
-        draft.add(f"# probe: s.amax({key})" if not sink else "")
+        draft.add(f"# probe: s.amax({key}), s.amin({key})" if not sink else "")
     at = draft.pick(at, at - len(draft.dims))
     dtype = draft.pick("W", "torch.float64") if draft.maybe(4) else None
     forms = [f"w = s.softmax({at})", f"w = torch.softmax(s, {at})", f"w = F.softmax(s, dim={at})"]
