@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -13,10 +14,31 @@ from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_compat
 
-if TYPE_CHECKING:
-    from attn_compiler.passes.mirror import Mirror
-
 Writers = list[tuple[fx.Node, set[StorageWeakRef]]]
+
+
+class WritersInto(Protocol):
+    """nodes: that write into one tensor's memory, in order. places: of each, in the order of the mirror."""
+
+    @property
+    def nodes(self) -> Sequence[fx.Node]: ...
+
+    @property
+    def places(self) -> Sequence[int]: ...
+
+
+class Ordered(Protocol):
+    """What is asked of a mirror here: who writes where, and when."""
+
+    @property
+    def writers(self) -> Writers: ...
+
+    @property
+    def reshapers(self) -> Writers: ...
+
+    def order(self, node: fx.Node) -> int: ...
+
+    def writers_into(self, tensor: fx.Node) -> WritersInto: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +119,7 @@ def reshapers(writers: Writers) -> Writers:
     return [(writer, written) for writer, written in writers if _is_view_in_place(writer.target)]
 
 
-def reshaped(mirror: Mirror, tensors: set[StorageWeakRef]) -> fx.Node | None:
+def reshaped(mirror: Ordered, tensors: set[StorageWeakRef]) -> fx.Node | None:
     """The first node that changes shape or strides of one of these tensors in place (`transpose_`): what is known of it is its
     last state, wherever it is read."""
     return next((w for w, written in mirror.reshapers if tensors & written), None)
@@ -117,7 +139,7 @@ def views_in_place(method: str) -> bool:
     return any(_is_view_in_place(getattr(packet, name)) for name in overloads)
 
 
-def version(mirror: Mirror, tensor: fx.Node, when: int) -> Version:
+def version(mirror: Ordered, tensor: fx.Node, when: int) -> Version:
     """What a tensor holds right before the place `when` in the order of the mirror (mirror.order)."""
     writers = mirror.writers_into(tensor)
     at = bisect.bisect_left(writers.places, when)
@@ -125,13 +147,13 @@ def version(mirror: Mirror, tensor: fx.Node, when: int) -> Version:
     return Version(node=tensor, since=since, until=writers.nodes[at] if at < len(writers.nodes) else None)
 
 
-def written_after(mirror: Mirror, tensors: set[StorageWeakRef], start: fx.Node) -> fx.Node | None:
+def written_after(mirror: Ordered, tensors: set[StorageWeakRef], start: fx.Node) -> fx.Node | None:
     """The first node after `start` that writes into one of these storages, if there is one."""
     after = (w for w, written in mirror.writers if mirror.order(w) > mirror.order(start) and tensors & written)
     return next(after, None)
 
 
-def written_between(mirror: Mirror, tensor: fx.Node, start: fx.Node, end: fx.Node) -> fx.Node | None:
+def written_between(mirror: Ordered, tensor: fx.Node, start: fx.Node, end: fx.Node) -> fx.Node | None:
     """The first node after `start` and before `end` that writes into `tensor`'s storage, if there is one."""
     mine = storages(tensor)
     first, last = mirror.order(start), mirror.order(end)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import triton
@@ -27,11 +25,12 @@ from attn_compiler.lowerings.shared.arguments import (
     prepare,
     strides,
 )
-from attn_compiler.lowerings.shared.launching import Alike, Arguments, Grid, Ready, alike, launch
+from attn_compiler.lowerings.shared.launching import Arguments, Grid, alike, launch
 from attn_compiler.lowerings.shared.on_device import on
 from attn_compiler.lowerings.shared.ops import empty_gradient, empty_outputs
 from attn_compiler.lowerings.shared.readable import is_unreadable, readable
 from attn_compiler.lowerings.triton import launch_added
+from attn_compiler.lowerings.triton.backward_call import Backward
 from attn_compiler.lowerings.triton.kernels import backward, kv_backward
 from attn_compiler.lowerings.triton.kernels import forward as forward_kernels
 
@@ -90,45 +89,6 @@ def _heads_last(tensors: Mapping[str, torch.Tensor]) -> bool:
 
 def _grid(blocks: int, heads: int, batch: int, heads_last: bool) -> Grid:
     return (blocks, batch, heads) if heads_last else (blocks, heads, batch)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Backward:
-    """What the kernels of one backward share. tensors: Q, K, V, GradOut, GradLse, Out, Lse, RowStats and the operands by their names;
-    each kernel adds its own outputs. ran: what was launched so far."""
-
-    prepared: Prepared
-    same: Alike
-    tensors: dict[str, torch.Tensor]
-    ran: list[Ready | None] = field(default_factory=list)
-
-    def numbers(self) -> dict[str, Any]:
-        q, k, v, grad_out, out = (self.tensors[name] for name in ("Q", "K", "V", "GradOut", "Out"))
-        shared = common(self.prepared, self.tensors) | strides("g", grad_out)
-        rows = self.tensors["RowStats"].shape[3]
-        return shared | {"ALIGN": alignment(q, k, v, grad_out, out), "stats_rows": rows}
-
-    @property
-    def keeps_scores(self) -> bool:
-        """Whether the pass over the keys comes first, and keeps the scores' gradients for the others."""
-        return "Scores" in self.tensors
-
-    def parameters(self, *outputs: str) -> dict[str, str | None]:
-        names = {name: name for name in ("Q", "K", "V", "GradOut", "RowStats", *outputs)}
-        return {**names, **operand_parameters(self.prepared)}
-
-    @property
-    def scores(self) -> dict[str, str | None]:
-        """The parameter for kept scores."""
-        return {"Scores": "Scores" if self.keeps_scores else None}
-
-    @property
-    def pitch(self) -> dict[str, int]:
-        """Elements from one row of kept scores to the next."""
-        return {"pitch": self.tensors["Scores"].stride(2) if self.keeps_scores else 0}
-
-    def launch(self, kernel: Any, arguments: Callable[[Backward], Arguments], part: str = "") -> None:
-        self.ran.append(launch(kernel, self.same, self.tensors, functools.partial(arguments, self), part))
 
 
 def gradients(
@@ -254,7 +214,7 @@ def begin_backward(
     tensors["RowStats"] = same.empty("RowStats", lambda: _empty_row_stats(prepared, lse))
     for name in ("Q", "K", "V"):
         tensors[f"Grad{name}"] = same.empty(f"Grad{name}", functools.partial(empty_gradient, tensors[name]))
-    shared = Backward(prepared=prepared, same=same, tensors=tensors)
+    shared = Backward(prepared=prepared, same=same, tensors=tensors, start=launch)
     _add_scores(shared)
     return shared
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -17,10 +17,8 @@ from attn_compiler.lowerings.shared.arguments import STATS_BLOCK, Prepared, list
 from attn_compiler.lowerings.shared.kernel_plan import MOST_BLOCKS, Tile
 from attn_compiler.lowerings.shared.launching import Arguments
 from attn_compiler.lowerings.shared.ops import empty_gradient
+from attn_compiler.lowerings.triton.backward_call import Backward
 from attn_compiler.lowerings.triton.kernels import bias_backward, kept_backward, sums_backward
-
-if TYPE_CHECKING:
-    from attn_compiler.lowerings.triton.launch import Backward
 
 #: of the bias kernels, whose tiles do not depend on the lists: up to so many head dims, in half precision
 _BIAS_TILES = {
