@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
+from attn_compiler.dtypes import EVERY
 from attn_compiler.index_expr.reach import Reach
 from attn_compiler.passes.site import Match
 
@@ -22,7 +23,7 @@ GONE = 110.0
 
 #: lowest numbers of dtypes, also where they were scaled
 _AS_LOW = -1e30
-_LOWEST = frozenset(torch.finfo(d).min for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_LOWEST = frozenset(torch.finfo(d).min for d in EVERY)
 
 
 def of_scores(match: Match) -> float:

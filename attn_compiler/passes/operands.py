@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from attn_compiler.dtypes import HALVES
 from attn_compiler.passes import axes, constants, gradients, mutation, views
 from attn_compiler.passes.axes import Atom, AxisError, Dim, Dims
 from attn_compiler.passes.mirror import Mirror
@@ -24,7 +25,6 @@ _SCALES: dict[object, bool] = {
 
 
 _CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten._to_copy.default)
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def scale_of(mirror: Mirror, node: fx.Node) -> tuple[fx.Node, float] | None:
@@ -65,7 +65,7 @@ def _is_upcast(node: fx.Node) -> bool:
     if node.target not in _CASTS or mutation.writes(node):
         return False
     before, after = views.value(views.source(node)), views.value(node)
-    return before.dtype in _HALVES and after.dtype == torch.float32
+    return before.dtype in HALVES and after.dtype == torch.float32
 
 
 def _keeps_shape(node: fx.Node, source: fx.Node) -> bool:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import torch
 
+from attn_compiler.dtypes import HALVES
 from attn_compiler.passes import operands
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Match, Operand
 
-HALVES = (torch.float16, torch.bfloat16)
 NOTE = "q and k are read before the model casts them to float32, which a kernel computes in anyway"
 
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from attn_compiler.dtypes import HALVES
+
 #: Rounding of a result, in units of the last place. CPU flash takes exp from a polynomial that is good to 20 of 24 bits.
-FLOOR_ULPS = {torch.float64: 64.0, torch.float32: 16.0, torch.float16: 2.0, torch.bfloat16: 2.0}
+FLOOR_ULPS = {torch.float64: 64.0, torch.float32: 16.0} | dict.fromkeys(HALVES, 2.0)
 #: runs with noise before a difference is taken to be one
 NOISY_RUNS = 4
 
@@ -31,7 +33,7 @@ class Noise:
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.float64
+    return torch.float32 if dtype in HALVES else torch.float64
 
 
 def difference(x: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attn_compiler.dtypes import HALVES
 from attn_compiler.verifying import interpreting
 from attn_compiler.verifying.copies import is_trained_parameter, isolated, leaving_no_trace, share_memory
 from attn_compiler.verifying.interpreting import AS_IT_IS, Arithmetic, Autocast, Record
@@ -192,8 +193,7 @@ class Reruns:
         """Twice as wide as what is compared: float32 only where all that is differentiated is in half precision."""
         floats = [x for x in self.called.args if isinstance(x, torch.Tensor) and x.dtype in FLOOR_ULPS]
         trained = [x for x, is_trained in zip(self.called.args, self.called.trained, strict=True) if is_trained]
-        half = (torch.float16, torch.bfloat16)
-        return torch.float32 if all(x.dtype in half for x in trained or floats) else torch.float64
+        return torch.float32 if all(x.dtype in HALVES for x in trained or floats) else torch.float64
 
 
 def results(plan: Plan, outs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:

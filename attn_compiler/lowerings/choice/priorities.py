@@ -58,9 +58,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.choice import shape_class
 from attn_compiler.lowerings.choice.shape_class import ShapeClass
 from attn_compiler.lowerings.shared import limits
+from attn_compiler.lowerings.shared.limits import LAST_SM
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -165,7 +167,6 @@ _MANY_SCORES = 512 * 512
 _PREFERRED_CUDNN = 91_501
 _FLASH_FIRST = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn")
 _CUDNN_FIRST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
-_HALF = ("bfloat16", "float16")
 #: of what counts as decode: one token, several guessed ones, a piece of a prompt
 MOST_QUERIES = 16
 
@@ -181,7 +182,7 @@ def _measured(line: Mapping[str, str]) -> Row:
     return Row(
         sms=(90, 90),
         cudnn=_PREFERRED_CUDNN,
-        dtypes=_HALF,
+        dtypes=HALF,
         dropout=False,
         training=_YES_NO[line["training"]],
         mask=_MASKS[line["mask"]],
@@ -211,7 +212,7 @@ ROWS: tuple[Row, ...] = (
     *_read(),
     Row(
         sms=None,
-        dtypes=_HALF,
+        dtypes=HALF,
         decomposed=False,
         training=False,
         one_query=True,
@@ -222,7 +223,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         sms=None,
-        dtypes=_HALF,
+        dtypes=HALF,
         decomposed=False,
         training=False,
         most_scores=1024 * 1024,
@@ -235,7 +236,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         sms=None,
-        dtypes=_HALF,
+        dtypes=HALF,
         decomposed=False,
         training=True,
         most_scores=512 * 512,
@@ -248,7 +249,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         sms=None,
-        dtypes=_HALF,
+        dtypes=HALF,
         decomposed=True,
         training=True,
         least_scores=1024 * 1024,
@@ -258,7 +259,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         sms=None,
-        dtypes=_HALF,
+        dtypes=HALF,
         decomposed=True,
         training=False,
         least_scores=2048 * 2048,
@@ -268,7 +269,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         sms=None,
-        dtypes=_HALF,
+        dtypes=HALF,
         decomposed=True,
         order=(),
         since="2026-11-21",
@@ -298,8 +299,8 @@ ROWS: tuple[Row, ...] = (
         why="float32: from 1.0 times at S 24 to 3 times faster at S 2048; what SDPA picks",
     ),
     Row(
-        sms=(89, 121),
-        dtypes=_HALF,
+        sms=(89, LAST_SM),
+        dtypes=HALF,
         training=False,
         most_queries=MOST_QUERIES,
         stored=True,
@@ -310,7 +311,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         sms=(90, 90),
         cudnn=_PREFERRED_CUDNN,
-        dtypes=_HALF,
+        dtypes=HALF,
         training=False,
         most_queries=MOST_QUERIES,
         tensor=True,
@@ -324,7 +325,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         sms=(90, 90),
         cudnn=_PREFERRED_CUDNN,
-        dtypes=_HALF,
+        dtypes=HALF,
         training=False,
         most_queries=MOST_QUERIES,
         order=(*_CUDNN_FIRST, "decode"),
@@ -336,8 +337,8 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     Row(
-        sms=(80, 121),
-        dtypes=_HALF,
+        sms=(80, LAST_SM),
+        dtypes=HALF,
         training=False,
         most_queries=MOST_QUERIES,
         tensor=True,
@@ -347,7 +348,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         sms=(80, 99),
-        dtypes=_HALF,
+        dtypes=HALF,
         training=False,
         most_queries=MOST_QUERIES,
         order=(*_FLASH_FIRST, "decode"),
@@ -357,7 +358,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         sms=(90, 90),
         cudnn=_PREFERRED_CUDNN,
-        dtypes=_HALF,
+        dtypes=HALF,
         mask="sinks",
         dropout=False,
         seqlens=(1024, None),
@@ -371,7 +372,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         sms=(90, 90),
         cudnn=_PREFERRED_CUDNN,
-        dtypes=_HALF,
+        dtypes=HALF,
         mask="lengths",
         dropout=False,
         seqlens=(1024, None),
@@ -385,7 +386,7 @@ ROWS: tuple[Row, ...] = (
     # Of both: ours draws each weight's number by itself, which was not measured yet.
     Row(
         sms=(90, 90),
-        dtypes=_HALF,
+        dtypes=HALF,
         tensor=True,
         dropout=False,
         one_query=False,
@@ -426,7 +427,7 @@ ROWS: tuple[Row, ...] = (
         why="PyTorch's own order (sdp_utils.cpp, torch 2.11 to 2.15); not measured here",
     ),
     Row(
-        sms=(80, 121),
+        sms=(80, LAST_SM),
         one_query=False,
         least_scores=_MANY_SCORES,
         order=(*_FLASH_FIRST, "triton"),
@@ -434,7 +435,7 @@ ROWS: tuple[Row, ...] = (
         why="as below; softcap and sinks are otherwise left to Inductor, which writes all scores to memory; not measured here",
     ),
     Row(
-        sms=(80, 121),
+        sms=(80, LAST_SM),
         order=_FLASH_FIRST,
         since="2026-11-21",
         why=(

@@ -16,6 +16,7 @@ import torch
 import triton
 from triton.runtime import driver
 
+from attn_compiler.dtypes import BYTES
 from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.decode.kernels.decode import attention_decode
 from attn_compiler.lowerings.decode.kernels.tuples import Switches
@@ -24,7 +25,6 @@ from attn_compiler.lowerings.shared.arguments import alignment, along, kernel_co
 from attn_compiler.lowerings.shared.launching import VECTOR, check_grid, start
 from attn_compiler.lowerings.shared.on_device import Empty, new_outputs
 from attn_compiler.lowerings.shared.readable import readable
-from attn_compiler.lowerings.shared.tile_table import BYTES
 from attn_compiler.torch_compat import empty_strided
 
 Tensors = Sequence[torch.Tensor]

@@ -39,9 +39,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from attn_compiler.dtypes import BYTES
 from attn_compiler.lowerings.decode import plan
 from attn_compiler.lowerings.decode.plan import Schedule
-from attn_compiler.lowerings.shared.tile_table import BYTES, generation
+from attn_compiler.lowerings.shared.tile_table import generation
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 

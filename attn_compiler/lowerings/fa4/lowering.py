@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from attn_compiler.decisions import Reason
+from attn_compiler.dtypes import HALVES
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.fa4 import limits
 from attn_compiler.lowerings.fa4.plan import Call
@@ -22,7 +23,7 @@ from attn_compiler.target import Target
 # Bytes that TMA wants strides to be multiples of.
 _ALIGNMENT = 16
 _why_not_compiled = late("fa4.launch", "why_not_compiled")
-_SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SINK_DTYPES = (*HALVES, torch.float32)
 
 
 class FlashAttention4(Lowering):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from attn_compiler.lowerings.shared.takes import HALF, HeadDims, Takes
+from attn_compiler.dtypes import HALF
+from attn_compiler.lowerings.shared.takes import HeadDims, Takes
 from attn_compiler.scores import Sinks, Softcap
 
 TAKES = Takes(

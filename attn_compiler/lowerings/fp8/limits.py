@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from attn_compiler.decisions import Reason
+from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.fp8.rounding import VECTOR
-from attn_compiler.lowerings.shared.takes import HALF
 from attn_compiler.spec import AttentionSpec
 
 #: So few read k and v once, and rounding them before that is as much work again.

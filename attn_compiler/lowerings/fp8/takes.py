@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.fp8.rounding import VECTOR
 from attn_compiler.lowerings.shared import kernel_limits
-from attn_compiler.lowerings.shared.takes import HALF, HeadDims, since
+from attn_compiler.lowerings.shared.takes import HeadDims, since
 
 #: from the first with FP8 in its tensor cores
 TRITON = dataclasses.replace(kernel_limits.TAKES, sms=since(89), dtypes=HALF)

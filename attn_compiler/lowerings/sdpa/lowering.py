@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from attn_compiler.decisions import Reason
+from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.sdpa.flags import as_flag
 from attn_compiler.lowerings.sdpa.takes import CPU_FLASH, CUDNN, EFFICIENT, EFFICIENT_BEFORE_SM80, FLASH
@@ -280,7 +281,7 @@ class SdpaCpuFlash(_Pinned):
 
         SDPA makes no copies for flash: it computes such a call in float32 throughout. Flash rounds the weights, which makes the error up to
         1.5 times as large. Attention that a model computes by hand in half precision is no more exact than flash."""
-        if spec.decomposed or spec.dtype not in ("bfloat16", "float16"):
+        if spec.decomposed or spec.dtype not in HALF:
             return []
         demand = self.demand(spec)
         apart = [name for name, x in (("q", spec.q), ("k", spec.k), ("v", spec.v)) if demand.broken_by(x) is not None]

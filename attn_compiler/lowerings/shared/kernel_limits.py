@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from attn_compiler.decisions import Reason
+from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.base import LayoutDemand
 from attn_compiler.lowerings.shared import limits
 from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS
@@ -13,7 +14,7 @@ from attn_compiler.scores import Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
-_DTYPES = ("bfloat16", "float16", "float32")
+_DTYPES = (*HALF, "float32")
 #: what they take. A family may take less of it.
 TAKES = Takes(
     sms=since(80),

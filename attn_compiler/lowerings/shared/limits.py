@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from attn_compiler import scores
 from attn_compiler.decisions import Reason
+from attn_compiler.dtypes import BYTES, HALF
 from attn_compiler.lowerings.shared import dims
 from attn_compiler.masks import Alignment, Causal, Chunked, Dense, Document, KeyBound, KeyPadding, Prefix, SlidingWindow
 from attn_compiler.scores import DenseBias, ScoreChange, Softcap, Unusual
@@ -22,7 +23,7 @@ LAST_SM = 121
 MAX_GRID = 65535
 #: dtype of a site -> the largest number beside which a float32 lse has digits enough after the point: 13 bits for a float32 site. A site
 #: in half precision gets all numbers of float16, beside which 8 bits are left.
-LARGEST_ADDED = {"float32": 2048.0, "float16": 65504.0, "bfloat16": 65504.0}
+LARGEST_ADDED = {"float32": 2048.0} | dict.fromkeys(HALF, 65504.0)
 #: scores of 2^14 times this, in units of log 2, have a float32 neighbour one half away
 LARGEST_SCALE = 256.0
 
@@ -355,9 +356,7 @@ def _is_bottom_right_of_one_row(spec: AttentionSpec) -> bool:
 
 
 def _widens(dtype: str, to: str) -> bool:
-    return to in {"float16": ("float32", "float64"), "bfloat16": ("float32", "float64"), "float32": ("float64",)}.get(
-        dtype, ()
-    )
+    return BYTES.get(dtype, 8) < BYTES.get(to, 0)
 
 
 def _static_if_symbolic(*sizes: Dim) -> str | None:

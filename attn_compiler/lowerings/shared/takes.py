@@ -21,7 +21,6 @@ Scales = Literal["positive", "moderate", "any"]
 
 #: q's own dtype, in `Takes.tensors`
 OWN = "q's own"
-HALF = ("bfloat16", "float16")
 
 
 def since(sm: int) -> tuple[tuple[int, int], ...]:

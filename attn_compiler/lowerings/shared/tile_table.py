@@ -39,6 +39,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from attn_compiler.dtypes import BYTES
 from attn_compiler.lowerings.shared import parts
 from attn_compiler.lowerings.shared.kernel_plan import Plan, Tile, Tiles
 from attn_compiler.spec import AttentionSpec
@@ -245,10 +246,6 @@ ROWS: tuple[Row, ...] = (
     Row(bytes=4, head_dim=64, tiles=_FP32_NARROW, listed_grad_q=_tile(64, 32, 8, 1)),
     Row(bytes=4, head_dim=256, tiles=_FP32, listed_grad_q=_FP32.grad_q),
 )
-
-#: of an element
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-
 
 _FIRST_SM_LIKE_AMPERE = 120
 

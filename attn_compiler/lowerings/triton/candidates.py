@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from attn_compiler.dtypes import BYTES
 from attn_compiler.lowerings.shared import parts, tile_table
 from attn_compiler.lowerings.shared.kernel_plan import Tile
 from attn_compiler.spec import AttentionSpec
@@ -174,7 +175,7 @@ def _applies(row: Row, spec: AttentionSpec, target: Target) -> bool:
     head_dims, seqlen_q = (spec.head_dim_qk, spec.head_dim_v), spec.seqlen_q
     fits = all(isinstance(size, int) and size <= row.head_dim for size in head_dims)
     few = row.seqlen_q is None or (isinstance(seqlen_q, int) and seqlen_q <= row.seqlen_q)
-    size = tile_table.BYTES.get(spec.dtype, math.inf)
+    size = BYTES.get(spec.dtype, math.inf)
     return fits and few and size <= row.bytes and tile_table.generation(target) >= row.first_sm
 
 

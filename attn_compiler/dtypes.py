@@ -1,0 +1,18 @@
+"""The dtypes that attention is computed in. A new one in half precision is a word in HALF, and in what each family takes.
+
+A spec, and what a family takes, hold a dtype by its name ("bfloat16"); what reads tensors has the same lists as torch's dtypes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+#: of two bytes. Kernels compute such a site in float32.
+HALF = ("bfloat16", "float16")
+#: of all that a model may compute in
+ALL = (*HALF, "float32", "float64")
+
+HALVES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in HALF)
+EVERY: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in ALL)
+#: name -> bytes of an element
+BYTES = {name: dtype.itemsize for name, dtype in zip(ALL, EVERY, strict=True)}
