@@ -6,12 +6,14 @@ import dataclasses
 
 from attn_compiler.lowerings.shared.takes import OWN, HeadDims, Takes, since
 
+_HALF = ("float16", "bfloat16")
+
 #: Head dims and tensors go by the versions of cuDNN and of PyTorch (shared/cudnn_limits.py).
-CUDNN = Takes(sms=since(80), dtypes=("float16", "bfloat16"))
+CUDNN = Takes(sms=since(80), dtypes=_HALF)
 
 FLASH = Takes(
     sms=since(80),
-    dtypes=("float16", "bfloat16"),
+    dtypes=_HALF,
     tensors=(),
     head_dims=HeadDims(multiple=8, in_full=8, most=256),
     unequal_head_dims=False,
@@ -19,7 +21,7 @@ FLASH = Takes(
 
 EFFICIENT = Takes(
     sms=since(50),
-    dtypes=("float16", "bfloat16", "float32"),
+    dtypes=(*_HALF, "float32"),
     tensors=(OWN,),
     head_dims=HeadDims(multiple=8, in_full=4),
     # Only dropout makes a grid of batch and heads.
@@ -31,7 +33,7 @@ EFFICIENT_BEFORE_SM80 = dataclasses.replace(
 
 CPU_FLASH = Takes(
     sms=None,
-    dtypes=("float32", "float64", "bfloat16", "float16"),
+    dtypes=("float32", "float64", *_HALF),
     tensors=(OWN, "float32"),
     head_dims=HeadDims(multiple=1, in_full=1),
     unequal_head_dims=False,
