@@ -14,7 +14,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from attn_compiler import torch_compat, torch_snapshots
-from attn_compiler.lowerings.shared.kernel_plan import Tiles
+from attn_compiler.lowerings.base import Tiles
 from attn_compiler.passes import axes, mutation, regions
 from attn_compiler.passes.axes import AxisError, Size
 from attn_compiler.passes.mirror import Mirror

@@ -16,8 +16,7 @@ from torch import fx
 from attn_compiler import torch_compat, torch_snapshots
 from attn_compiler.decisions import Copy
 from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.base import Operands, StoredNodes
-from attn_compiler.lowerings.shared.kernel_plan import Tiles
+from attn_compiler.lowerings.base import Operands, StoredNodes, Tiles
 from attn_compiler.lowerings.triton import autotune
 from attn_compiler.passes import (
     body_inputs,

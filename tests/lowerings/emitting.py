@@ -9,8 +9,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from attn_compiler.lowerings.base import Lowering, Operands
-from attn_compiler.lowerings.shared.kernel_plan import Tiles
+from attn_compiler.lowerings.base import Lowering, Operands, Tiles
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 from tests.cases import Inputs

@@ -18,10 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared import tile_table
 from attn_compiler.lowerings.shared import tiles as tile_lists
-from attn_compiler.lowerings.shared.kernel_plan import Call, Plan, Tile, Tiles
+from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
 from attn_compiler.lowerings.shared.kernels.tile_parts import kept
 from attn_compiler.lowerings.shared.tiles import Masking
 from attn_compiler.lowerings.triton import launch

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from attn_compiler import dims
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.cudnn.plan import Call
-from attn_compiler.lowerings.shared import cudnn_limits, dims, known_bad
+from attn_compiler.lowerings.shared import cudnn_limits, known_bad
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target, cudnn_words
 

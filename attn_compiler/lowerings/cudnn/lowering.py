@@ -13,6 +13,7 @@ import operator
 import torch
 from torch import fx
 
+from attn_compiler import dims
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.cudnn import limits as graph_limits
@@ -21,7 +22,7 @@ from attn_compiler.lowerings.cudnn import plan
 from attn_compiler.lowerings.cudnn import plans as cudnn_plans
 from attn_compiler.lowerings.cudnn.plan import Call
 from attn_compiler.lowerings.cudnn.takes import TAKES
-from attn_compiler.lowerings.shared import cudnn_limits, dims, limits, takes
+from attn_compiler.lowerings.shared import cudnn_limits, limits, takes
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from attn_compiler import dims
 from attn_compiler.codec import Codec
 from attn_compiler.decisions import Reason
 from attn_compiler.index_expr import Expr
 from attn_compiler.lowerings.cudnn.takes import TAKES
-from attn_compiler.lowerings.shared import dims, limits
+from attn_compiler.lowerings.shared import limits
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.parts import PartKind, Parts

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
+from attn_compiler import dims
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.fa4.takes import TAKES
-from attn_compiler.lowerings.shared import dims, known_bad, limits, offset_limits, takes
+from attn_compiler.lowerings.shared import known_bad, limits, offset_limits, takes
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.parts import ADDED, MASKING
 from attn_compiler.spec import AttentionSpec

@@ -16,6 +16,7 @@ import operator
 import torch
 from torch import fx
 
+from attn_compiler import dims
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.cudnn import lowering as cudnn
@@ -26,7 +27,7 @@ from attn_compiler.lowerings.cudnn.lowering import CudnnAttention
 from attn_compiler.lowerings.cudnn.plan import Call
 from attn_compiler.lowerings.fp8 import cudnn_gradients, limits, quantise, restoring
 from attn_compiler.lowerings.fp8 import seen as fp8_seen
-from attn_compiler.lowerings.shared import dims, known_bad
+from attn_compiler.lowerings.shared import known_bad
 from attn_compiler.lowerings.shared import limits as shared_limits
 from attn_compiler.lowerings.shared.ops import like_output
 from attn_compiler.spec import AttentionSpec, Dim, TensorSpec

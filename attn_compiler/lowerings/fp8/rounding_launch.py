@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import triton
 
+from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.fp8.kernels import mean_fp8 as mean_kernels
 from attn_compiler.lowerings.fp8.kernels import round_fp8 as kernels
 from attn_compiler.lowerings.fp8.kernels.tuples_round import Each, LookNumbers, LookSwitches, Numbers, Shared, Switches
 from attn_compiler.lowerings.fp8.rounding import EACH, Per, Rounding, count, empty_outputs, empty_shift
 from attn_compiler.lowerings.shared.arguments import along
-from attn_compiler.lowerings.shared.kernel_plan import Tile
 from attn_compiler.lowerings.shared.launching import Arguments, alike, launch
 from attn_compiler.lowerings.shared.on_device import on
 

@@ -15,10 +15,11 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from attn_compiler import dims
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
 from attn_compiler.lowerings.base import Emitter, Operands
-from attn_compiler.lowerings.shared import dims, part_tensors, parts
+from attn_compiler.lowerings.shared import part_tensors, parts
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.parts import SEQLEN_KV, SEQLEN_Q, K, Parts, Q
 from attn_compiler.spec import AttentionSpec, Dim

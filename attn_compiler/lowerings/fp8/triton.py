@@ -12,13 +12,13 @@ import dataclasses
 from torch import fx
 
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, Tile, Tiles
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring
 from attn_compiler.lowerings.fp8 import seen as fp8_seen
 from attn_compiler.lowerings.fp8.takes import TRITON
 from attn_compiler.lowerings.shared import kernel_limits, part_tensors, parts, takes, tile_table
 from attn_compiler.lowerings.shared import limits as shared_limits
-from attn_compiler.lowerings.shared.kernel_plan import Call, Tile, Tiles
+from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.shared.ops import late, register_forward
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target

@@ -17,12 +17,13 @@ from abc import ABC, abstractmethod
 import torch
 from torch import fx
 
+from attn_compiler import dims
 from attn_compiler.decisions import Reason
 from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.sdpa.flags import as_flag
 from attn_compiler.lowerings.sdpa.takes import CPU_FLASH, CUDNN, EFFICIENT, EFFICIENT_BEFORE_SM80, FLASH
-from attn_compiler.lowerings.shared import cudnn_limits, dims, limits, mask_nodes, offset_limits
+from attn_compiler.lowerings.shared import cudnn_limits, limits, mask_nodes, offset_limits
 from attn_compiler.lowerings.shared.limits import torch_release
 from attn_compiler.lowerings.shared.takes import Takes, check_gpu, refused
 from attn_compiler.spec import AttentionSpec

@@ -5,8 +5,9 @@ From `check_cudnn_*` of PyTorch's sdp_utils.cpp, and from the issues that are na
 
 from __future__ import annotations
 
+from attn_compiler import dims
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.shared import dims, known_bad, limits
+from attn_compiler.lowerings.shared import known_bad, limits
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target, cudnn_words
 

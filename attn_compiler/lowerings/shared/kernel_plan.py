@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.spec import CODEC, AttentionSpec
 
 #: Elements from one position of q, k, v or an output's gradient to the next, at most: offsets within a tile of up to 256 of them are of
@@ -109,44 +110,6 @@ class Plan:
         """Names of the operands that get a gradient."""
         wants = {"bias": self.bias_grad, "distances": self.distances_grad, "sinks": self.sinks_grad}
         return tuple(name for name in self.operands if wants.get(name, False))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tile:
-    """One kernel's tile of the scores, queries × keys, and how it is compiled.
-
-    apart: of dk and dv, each in a pass of its own, which is five products instead of four, and half the sums to hold.
-    registers: of a thread, at most; with fewer, more programs share a multiprocessor (65536 registers). None: what the compiler takes.
-    """
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-    apart: bool = False
-    registers: int | None = None
-
-    @property
-    def words(self) -> str:
-        """For people: "64x128 w8 s3"."""
-        capped = "" if self.registers is None else f" r{self.registers}"
-        return f"{self.queries}x{self.keys} w{self.warps} s{self.stages}{capped}" + (" apart" if self.apart else "")
-
-    @property
-    def launch_options(self) -> dict[str, int]:
-        """What Triton's launch and compiler take."""
-        capped = {} if self.registers is None else {"maxnreg": self.registers}
-        return {"num_warps": self.warps, "num_stages": self.stages, **capped}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tiles:
-    """Tiles of the three kernels: forward; the gradient of q, whose tile is the forward's if there are lists, since it visits the
-    same; the gradients of k and v."""
-
-    forward: Tile
-    grad_q: Tile
-    grad_kv: Tile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

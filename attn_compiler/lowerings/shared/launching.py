@@ -15,7 +15,8 @@ from typing import Any, TypeVar, cast
 import torch
 import triton
 
-from attn_compiler.lowerings.shared.kernel_plan import MOST_BLOCKS, Tile
+from attn_compiler.lowerings.base import Tile
+from attn_compiler.lowerings.shared.kernel_plan import MOST_BLOCKS
 from attn_compiler.lowerings.shared.kernels.tuples import TAKEN
 from attn_compiler.lowerings.shared.limits import MAX_GRID
 from attn_compiler.lowerings.shared.on_device import Empty, Known

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from attn_compiler import scores
+from attn_compiler import dims, scores
 from attn_compiler.decisions import Reason
 from attn_compiler.dtypes import BYTES, HALF
-from attn_compiler.lowerings.shared import dims
 from attn_compiler.masks import Alignment, Causal, Chunked, Dense, Document, KeyBound, KeyPadding, Prefix, SlidingWindow
 from attn_compiler.scores import DenseBias, ScoreChange, Softcap, Unusual
 from attn_compiler.spec import AttentionSpec, Dim

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from attn_compiler import dims, masks, reads, scores
 from attn_compiler import index_expr as ix
-from attn_compiler import masks, reads, scores
 from attn_compiler.index_expr import Const, Expr, Index, Linear, Size, Test
-from attn_compiler.lowerings.shared import dims, limits
+from attn_compiler.lowerings.shared import limits
 from attn_compiler.lowerings.shared.kernel_plan import Band, Call, Plan
 from attn_compiler.masks import ProvedKind
 from attn_compiler.scores import ProvedScore

@@ -40,8 +40,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attn_compiler.dtypes import BYTES
+from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.shared import parts
-from attn_compiler.lowerings.shared.kernel_plan import Plan, Tile, Tiles
+from attn_compiler.lowerings.shared.kernel_plan import Plan
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 import attn_compiler.lowerings.shared.listing  # noqa: F401 (registers the op)
-from attn_compiler.lowerings.base import Emitter
-from attn_compiler.lowerings.shared.kernel_plan import Band, Tile, Tiles
+from attn_compiler.lowerings.base import Emitter, Tile, Tiles
+from attn_compiler.lowerings.shared.kernel_plan import Band
 
 aten = torch.ops.aten
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from attn_compiler import dims
 from attn_compiler.lowerings.base import Emitter, Operands
-from attn_compiler.lowerings.shared import dims
 from attn_compiler.masks import Alignment, Causal
 from attn_compiler.spec import AttentionSpec
 

@@ -23,9 +23,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from attn_compiler import torch_compat
 from attn_compiler.cache import digest_of_tree, package_version
+from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared import tile_table
-from attn_compiler.lowerings.shared.kernel_plan import Tile, Tiles
 from attn_compiler.lowerings.triton.autotune_store import Store
 from attn_compiler.lowerings.triton.candidates import Candidates, candidates
 from attn_compiler.lowerings.triton.stand_ins import Sizes

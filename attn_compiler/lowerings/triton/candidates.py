@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 
 from attn_compiler.dtypes import BYTES
+from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.shared import parts, tile_table
-from attn_compiler.lowerings.shared.kernel_plan import Tile
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 

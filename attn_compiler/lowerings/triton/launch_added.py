@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import torch
 import triton
 
+from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.shared.arguments import STATS_BLOCK, Prepared, lists, strides
-from attn_compiler.lowerings.shared.kernel_plan import MOST_BLOCKS, Tile
+from attn_compiler.lowerings.shared.kernel_plan import MOST_BLOCKS
 from attn_compiler.lowerings.shared.launching import Arguments
 from attn_compiler.lowerings.shared.ops import empty_gradient
 from attn_compiler.lowerings.triton.backward_call import Backward

@@ -10,7 +10,8 @@ from triton.errors import TritonError
 from triton.testing import do_bench
 
 from attn_compiler import torch_compat
-from attn_compiler.lowerings.shared.kernel_plan import Call, Tiles
+from attn_compiler.lowerings.base import Tiles
+from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.shared.on_device import on
 from attn_compiler.lowerings.triton import launch
 from attn_compiler.lowerings.triton.autotune import Unfit

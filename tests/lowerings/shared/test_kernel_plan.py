@@ -7,7 +7,8 @@ import pytest
 from attn_compiler import index_expr as ix
 from attn_compiler import masks
 from attn_compiler.index_expr import Index, Load
-from attn_compiler.lowerings.shared.kernel_plan import Call, Plan, Tile, Tiles
+from attn_compiler.lowerings.base import Tile, Tiles
+from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
 from tests.lowerings.specs import make_spec
 
 TILE = Tile(queries=64, keys=32, warps=4, stages=2)

@@ -11,8 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
+from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.shared import launching
-from attn_compiler.lowerings.shared.kernel_plan import Tile
 from attn_compiler.lowerings.shared.kernels import tuples
 from attn_compiler.lowerings.shared.launching import Arguments, alike, launch
 from attn_compiler.lowerings.shared.on_device import Known

@@ -17,9 +17,8 @@ from torch import fx
 from attn_compiler import index_expr as ix
 from attn_compiler import masks, scores
 from attn_compiler.index_expr import Const, Expr, Index, Load, Size
-from attn_compiler.lowerings.base import Emitter, Operands, SizeOf
+from attn_compiler.lowerings.base import Emitter, Operands, SizeOf, Tile, Tiles
 from attn_compiler.lowerings.shared import part_tensors, parts
-from attn_compiler.lowerings.shared.kernel_plan import Tile, Tiles
 from attn_compiler.masks import Alignment, Causal, Dense, Inputs, MaskSpec, ProvedKind
 from attn_compiler.scores import ProvedScore
 from attn_compiler.spec import AttentionSpec

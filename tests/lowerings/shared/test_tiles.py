@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from attn_compiler.lowerings.base import Emitter
+from attn_compiler.lowerings.base import Emitter, Tile, Tiles
 from attn_compiler.lowerings.shared import expression_nodes
 from attn_compiler.lowerings.shared import tiles as tile_lists
-from attn_compiler.lowerings.shared.kernel_plan import Band, Plan, Tile, Tiles
+from attn_compiler.lowerings.shared.kernel_plan import Band, Plan
 from attn_compiler.lowerings.shared.tiles import Masking
 from tests.lowerings import plan_math
 from tests.lowerings.bench import Bench

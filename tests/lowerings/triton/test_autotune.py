@@ -18,8 +18,8 @@ import attn_compiler
 from attn_compiler import target as machine
 from attn_compiler import torch_compat
 from attn_compiler.codec import Codec
+from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.shared import parts, tile_table
-from attn_compiler.lowerings.shared.kernel_plan import Tile, Tiles
 from attn_compiler.lowerings.triton import autotune
 from attn_compiler.lowerings.triton.autotune import Tuner, Unfit, key_of, unmeasurable
 from attn_compiler.lowerings.triton.autotune_store import Store

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.errors import OutOfResources
 
-from attn_compiler.lowerings.shared.kernel_plan import Tile, Tiles
+from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.shared.launching import Arguments
 from attn_compiler.lowerings.triton import launch as triton_launch
 from attn_compiler.lowerings.triton.autotune import Unfit

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from attn_compiler.lowerings.shared import dims
+from attn_compiler import dims
 from attn_compiler.spec import Dim
 
 
