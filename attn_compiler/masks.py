@@ -2,6 +2,7 @@
 
 A proved kind has `words` for people, its `formula`, and a reference, `mask_mod(b, h, q, k, inputs)`: the kind's meaning for one
 pair, which every kernel and every recovery is held against. What depends on run-time tensors holds an index expression.
+`own_key`: the kind lets each query use the key of its own position, keys that are padding aside.
 
 To add a kind: one class here, its name in PROVED_KINDS, its recogniser in passes/kinds.py, and its test. No lowering has to know it: the
 model's own tensor says the same, and is applied until lowerings/shared/parts.py makes a part of the kind. KINDS are another matter:
@@ -13,7 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr, Index
@@ -52,6 +53,7 @@ class Alignment(enum.Enum):
 class Causal:
     """Key k is allowed for query q when k <= q (TOP_LEFT) or k <= q + Skv - Sq (BOTTOM_RIGHT)."""
 
+    own_key: ClassVar[bool] = True
     alignment: Alignment = Alignment.TOP_LEFT
 
     @property
@@ -101,6 +103,7 @@ KINDS: tuple[type[MaskKind], ...] = (Causal, Dense)
 class CausalFrom:
     """k <= q + offset. offset: over b, sizes and run-time tensors (how much a cache holds); -1 is strictly causal."""
 
+    own_key: ClassVar[bool] = False
     offset: Expr
 
     @property
@@ -122,6 +125,7 @@ class CausalFrom:
 class SlidingWindow:
     """q - left <= k <= q + right; None is no bound on that side."""
 
+    own_key: ClassVar[bool] = True
     left: int | None
     right: int | None
 
@@ -145,6 +149,7 @@ class SlidingWindow:
 class Prefix:
     """k < length or k <= q: all see the prefix, the rest is causal. length: over b, sizes and run-time tensors."""
 
+    own_key: ClassVar[bool] = True
     length: Expr
 
     @property
@@ -167,6 +172,7 @@ class KeyPadding:
     Its run-time tensors may leave out any keys: at the left, at the right, or between others. See KeyBound for one that can't.
     """
 
+    own_key: ClassVar[bool] = True
     condition: Expr
 
     @property
@@ -193,6 +199,7 @@ class KeyBound:
     else the part of a cache that is not filled.
     """
 
+    own_key: ClassVar[bool] = True
     side: str
     bound: Expr
 
@@ -220,6 +227,7 @@ class KeyBound:
 class Document:
     """Query and key belong to the same document. of_key: the key's document, over (b, k); the query's is the same at q."""
 
+    own_key: ClassVar[bool] = True
     of_key: Expr
 
     @property
@@ -243,6 +251,7 @@ class Document:
 class Chunked:
     """Query and key fall into the same chunk of `size` positions (Llama 4), counted from `start`, which may differ by batch row."""
 
+    own_key: ClassVar[bool] = True
     size: int
     start: Expr = ix.ZERO
 
@@ -267,6 +276,7 @@ class Chunked:
 class AnyOf:
     """One of the alternatives holds, each a conjunction of kinds (causal, or the same image block)."""
 
+    own_key: ClassVar[bool] = False
     alternatives: tuple[tuple[ProvedKind, ...], ...]
 
     @property
@@ -291,6 +301,7 @@ def _grouped(texts: list[str]) -> str:
 class Formula:
     """A condition over (b, h, q, k) that was read in full and has no kind of its own."""
 
+    own_key: ClassVar[bool] = False
     condition: Expr
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from attn_compiler import dims, scores
 from attn_compiler.decisions import Reason
 from attn_compiler.dtypes import BYTES, HALF
-from attn_compiler.masks import Alignment, Causal, Chunked, Dense, Document, KeyBound, KeyPadding, Prefix, SlidingWindow
+from attn_compiler.masks import Alignment, Causal, Dense, KeyBound, KeyPadding
 from attn_compiler.scores import DenseBias, ScoreChange, Softcap, Unusual
 from attn_compiler.spec import AttentionSpec, Dim
 from attn_compiler.target import Target
@@ -328,10 +328,7 @@ def _may_lack_keys(spec: AttentionSpec) -> bool:
         # What a call of SDPA was given, its own kernel gets.
         return spec.decomposed and spec.mask.reason is not None
     padding = [isinstance(kind, KeyPadding | KeyBound) for kind in spec.mask.proved]
-    has_itself = all(
-        isinstance(kind, Causal | SlidingWindow | Prefix | Chunked | Document | KeyPadding | KeyBound)
-        for kind in spec.mask.proved
-    )
+    has_itself = all(kind.own_key for kind in spec.mask.proved)
     return not has_itself or (any(padding) and not all(padding))
 
 
