@@ -335,13 +335,15 @@ PROVED_KINDS: tuple[type[ProvedKind], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskSpec:
-    """What is to be applied, and what that means. Empty: every pair is allowed.
+    """Which pairs take part, and what that means. Empty: every pair does.
 
-    kinds: all of them must allow a pair. A Dense one is the model's own tensor.
-    proved: kinds whose conjunction that tensor was shown to be, read off the model's graph. A lowering may apply these in its place.
-        A Causal one of `kinds` holds besides; where it was itself proved, and took the tensor's place, it stands here too.
-    reason: why it could not be read, where it could not. out_of_reach: tensors and sizes among what `proved` reads that a
-    lowering can't get: they are another graph's, exist only inside one call, or hold something else by then.
+    kinds: what is to be applied. A pair has to be allowed by all of them. A Dense one is the model's own tensor.
+    proved: kinds that the Dense tensor was shown to mean, all of them together. They were read off the model's graph, and a lowering may
+        apply them in place of the tensor. A Causal one of `kinds` holds besides; where it was itself proved, and took the tensor's
+        place, it stands here too.
+    reason: why the tensor could not be read; None if it was.
+    out_of_reach: tensors and sizes that `proved` reads and a lowering can't get. They are another graph's, exist only inside one call,
+        or hold something else by then.
     """
 
     kinds: tuple[MaskKind, ...] = ()

@@ -322,10 +322,18 @@ PARTS: tuple[type[LogBuckets], ...] = (LogBuckets,)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreSpec:
-    """scale: the factor on q kᵀ that a kernel applies. runtime_scale: a further factor is only known at run time
-    (a tensor or a symbolic float) and multiplies q in the graph, before the kernel. softmax_dtype: dtype the model's
-    own softmax ran in. proved: kinds whose sum the added tensors were shown to be, besides what they mask; they say what a
-    DenseBias or a mask's Dense tensor means, and nothing that a lowering has to apply. out_of_reach: as in MaskSpec."""
+    """How the scores are scaled, changed and added to.
+
+    scale: the factor on q kᵀ that a kernel applies.
+    runtime_scale: a further factor is known at run time only (a tensor or a symbolic float). It multiplies q in the graph, before the
+        kernel.
+    changes: what a lowering has to apply, in order.
+    dropout_p: the share of weights that is dropped.
+    softmax_dtype: the dtype that the model's own softmax ran in.
+    proved: kinds whose sum the added tensors were shown to be, besides what they mask. They say what a DenseBias or a mask's Dense
+        tensor means; a lowering has to apply the tensor or these, not both.
+    out_of_reach: as in MaskSpec.
+    """
 
     scale: float
     runtime_scale: bool = False

@@ -20,7 +20,10 @@ Dim = int | str
 class TensorSpec:
     """One operand in logical BHSD order.
 
-    shape, strides: in elements, one entry a logical axis. dtype: torch's name without the prefix ("bfloat16").
+    shape: sizes, one for each logical axis.
+    strides: in elements, one for each logical axis.
+    dtype: torch's name without the prefix ("bfloat16").
+    requires_grad: the tensor wants a gradient.
     """
 
     shape: tuple[Dim, ...]
@@ -31,7 +34,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredSpec:
-    """What a cache in FP8 holds of k and v, logical BHSD. k_scaled, v_scaled: the model multiplies it by a number that is a tensor."""
+    """What a cache in FP8 holds of k and v, in logical BHSD order.
+
+    k, v: the tensors of the cache.
+    k_scaled: the model multiplies k by a number that is a tensor.
+    v_scaled: the model multiplies v by a number that is a tensor.
+    """
 
     k: TensorSpec
     v: TensorSpec
@@ -43,12 +51,21 @@ class StoredSpec:
 class AttentionSpec:
     """softmax(score(q kᵀ)) v, with everything that a lowering may decide on.
 
-    q: (B, Hq, Sq, Dqk); k: (B, Hkv, Skv, Dqk); v: (B, Hkv, Skv, Dv). Hq % Hkv == 0, query head h reads kv head h // (Hq // Hkv).
-    device: "cpu" or "cuda". needs_grad: the site's output is differentiated. returns_weights: the attention weights have
-    a reader besides the product with v. out_dtype: dtype the model goes on with. decomposed: the model spells out the products
-    and the softmax, so that leaving the site alone means Inductor's own code for those, and not the kernel that SDPA picks.
-    fp8: the recipe that the user gave, if it applies to the site; without its patterns, which are done with.
-    stored: k and v come from a cache in FP8, which a kernel may read in their place.
+    Query head h reads kv head h // (Hq // Hkv); Hkv divides Hq.
+
+    q: (B, Hq, Sq, Dqk).
+    k: (B, Hkv, Skv, Dqk).
+    v: (B, Hkv, Skv, Dv).
+    mask: which pairs of a query and a key take part.
+    score: how the scores are scaled, changed and added to.
+    device: "cpu" or "cuda".
+    out_dtype: the dtype that the model goes on with.
+    needs_grad: the output of the site is differentiated.
+    returns_weights: something besides the product with v reads the attention weights.
+    decomposed: the model spells out the products and the softmax. A site that is left alone gets Inductor's own code then, and not the
+        kernel that SDPA picks.
+    fp8: the user's recipe without its patterns, if the recipe applies to the site.
+    stored: the cache in FP8 that k and v come from. A kernel may read the cache in their place.
     """
 
     q: TensorSpec

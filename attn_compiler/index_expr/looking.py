@@ -85,7 +85,10 @@ def _rounds(x: Expr) -> bool:
 
 
 def nonzero(x: Expr) -> tuple[Expr, bool]:
-    """(what x asks of whether it is true or nonzero, whether x holds where it is not): x itself if it asks nothing like that."""
+    """The expression whose truth x asks about, and whether x is true where that expression is false.
+
+    An x that asks no such question is its own answer.
+    """
     negated = False
     if isinstance(x, Apply) and x.op == "not":
         x, negated = x.args[0], True

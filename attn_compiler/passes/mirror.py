@@ -49,13 +49,16 @@ class Writers(NamedTuple):
 
 
 class Mirror:
-    """graph: the ATen graph; `meta["val"]` of each node is its fake value.
+    """The graph in ATen ops, beside the Dynamo graph that it was traced from.
 
-    dynamo_node(n): the Dynamo node with the very value of mirror node n, or None (an intermediate of one Dynamo call). What an
-    in-place op returns is the tensor that it wrote to.
-    owner(n): the Dynamo node whose execution made n. order(n): its place in the mirror. writers: nodes that write in place,
-    each with the storages that it writes to; reshapers: those of them that change shape or strides. vmap_axes: the stand-ins of vmap's
-    own calls, each with its axis.
+    graph: the ATen graph; `meta["val"]` of each node is its fake value.
+    writers: the nodes that write in place, each with the storages that it writes to.
+    reshapers: those writers that change shape or strides.
+    vmap_axes: the stand-ins of vmap's own calls, each with its axis.
+    dynamo_node(n): the Dynamo node with the very value of mirror node n. None for a value in the middle of one Dynamo call. An in-place
+        op returns the tensor that it wrote to.
+    owner(n): the Dynamo node whose execution made n.
+    order(n): the place of n in the mirror.
     """
 
     def __init__(self, graph: fx.Graph, origins: Origins) -> None:

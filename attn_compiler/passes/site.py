@@ -41,11 +41,15 @@ class Miss:
 
 @dataclass(kw_only=True, eq=False)
 class Operand:
-    """A tensor of the site. node: as the model uses it (mirror), at the node `used`. dims: for each of its dimensions, the site's atoms.
+    """A tensor of the site, and how to read it.
 
-    root: the mirror node to read instead, above repetitions, copies and folded scales; root_dims: its own atoms, one tuple a
-    dimension; reads: site atom -> root atom. A site atom that is missing there does not change what is read.
-    kept: why a kernel that saves it has to save a copy (saved.py).
+    node: the tensor as the model uses it (mirror).
+    used: the node that uses it.
+    dims: for each dimension of `node`, the site's atoms.
+    root: the mirror node to read instead. It stands above repetitions, copies and folded scales.
+    root_dims: for each dimension of `root`, atoms of its own.
+    reads: site atom -> root atom. A site atom that is missing here does not change which element is read.
+    kept: why a kernel that saves the tensor has to save a copy (saved.py); None if it need not.
     """
 
     node: fx.Node
@@ -64,11 +68,13 @@ class Operand:
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """A tensor that joins the scores. weight: the factor it has in the end. inverted: (bool only) True means masked out.
+    """A tensor that joins the scores.
 
-    fill: (bool only) the number that a masked score is in the end. replaces: (bool only) the score itself was replaced by it, and it
-    was not added.
-    along: the indices, of "bhqk", that its elements may depend on. Along the others all elements are equal, and one is enough.
+    weight: the factor that the tensor has in the end.
+    inverted: True means masked out (bool tensors alone).
+    fill: the number that a masked score is in the end (bool tensors alone).
+    replaces: the fill took the place of the score, and was not added to it (bool tensors alone).
+    along: the indices, of "bhqk", that elements may depend on. Along the other indices all elements are equal, and one is enough.
     """
 
     operand: Operand
@@ -81,7 +87,12 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """No score is below `low` or above `high`, both times later factors. of_dtype: what no number of the scores' dtype is beyond."""
+    """Bounds on the scores, times the factors that follow.
+
+    low: no score is below it.
+    high: no score is above it.
+    of_dtype: no number of the scores' dtype is beyond the bounds.
+    """
 
     low: float = -math.inf
     high: float = math.inf
@@ -115,12 +126,32 @@ class Stored:
 
 @dataclass(kw_only=True, eq=False)
 class Match:
-    """What a pattern recognised. first, out: where the model's computation begins and ends (mirror nodes).
+    """What a pattern recognised, in nodes of the mirror.
 
+    pattern: the pattern's name.
+    anchor: the node that matching began with.
+    first, out: where the model's computation begins and ends.
+    out_dims: what the output's dimensions mean in the site's atoms.
+    q, k, v: the operands.
+    batch, heads, heads_kv, query, key, head_dim_qk, head_dim_v: the site's axes.
+    scale: the factor on the scores that is known now.
+    factors: further factors, which are known at run time only.
+    is_causal: query q uses keys up to q.
+    softcap: the scores are cap · tanh(scores / cap).
+    additive: tensors that are added to the scores.
+    allowed: tensors that say which scores take part.
+    limits: clamps on the scores.
+    sinks: one logit a head that joins the softmax and is dropped after it.
+    dropout_p: the share of weights that is dropped.
+    unusual: what happens to the scores that no lowering knows.
+    covered: the nodes from `first` to `out`. The scores live nowhere else, so the site alone is concerned by writes to them.
+    returns_weights: as in AttentionSpec.
+    decomposed: as in AttentionSpec.
+    softmax_dtype: the dtype that the model's softmax runs in.
     narrow: the dtype of q and k if they are read above a cast to the one that the model multiplies them in (upcasts.py).
-    out_dims: what the output's dimensions mean in the site's atoms. covered: the nodes from first to out; the scores live
-    nowhere else, so writing to them in place is the site's own business. decomposed: as in AttentionSpec. stored: k and v, if a cache in
-    FP8 holds both. out_kept: why a kernel that saves its output has to hand on a copy (saved.py).
+    stored: k and v, if a cache in FP8 holds both.
+    out_kept: why a kernel that saves its output has to hand on a copy (saved.py).
+    notes: what else is said of the site in the report.
     """
 
     pattern: str
@@ -162,11 +193,19 @@ class Match:
 class Site:
     """A match on its way through the passes.
 
+    match: what was recognised.
+    module: the path of the model's module.
+    source: the line of the model, if it is known.
+    spec: what the site is, for lowerings; set by recover.
     added, allowed: the terms that the match had before recovery.
-    condition: when they let a (query, key) pair through, if that could be read; what else they add is `spec.score.proved`.
-    has_scores: when a query has scores of its own (shut_queries.py); None if each has.
-    loads, score_loads: what each name that a load of the condition, or of what is added, uses stands for.
-    new_out: the Dynamo node that took the old output's place.
+    condition: when a pair of a query and a key takes part, if that could be read. What else the terms add is `spec.score.proved`.
+    has_scores: when a query has scores of its own (shut_queries.py); None if each query has.
+    loads: what each name in `condition` stands for.
+    score_loads: what each name in `spec.score.proved` stands for.
+    decision: the lowering that was chosen; set by select.
+    new_out: the Dynamo node that took the old output's place; set by lower.
+    copies: copies that were put into the graph.
+    notes: what else is said of the site in the report.
     """
 
     match: Match

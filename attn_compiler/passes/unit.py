@@ -39,9 +39,15 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Buffer:
-    """A tensor that compiled code keeps from call to call. name: the attribute of the root graph module that holds it. label: for people,
-    "model.layers.0.self_attn/amax". value: fake. site: what it is kept for; origin: what Dynamo tells of where that is from. inputs: in a
-    body's graph, the placeholders that stand for it, and for what it held before the call; none in the root's own."""
+    """A tensor that compiled code keeps from call to call.
+
+    name: the attribute of the root graph module that holds it.
+    label: for people, "model.layers.0.self_attn/amax".
+    value: a fake tensor like it.
+    site: what it is kept for.
+    origin: where Dynamo says that it is from.
+    inputs: in the graph of a body, the placeholders for it and for what it held before the call. The root's own graph needs none.
+    """
 
     name: str
     label: str
@@ -53,16 +59,30 @@ class Buffer:
 
 @dataclass(kw_only=True, eq=False)
 class Unit:
-    """name: "" for the graph itself, else the path of the body. The passes fill in the rest, in the order of PIPELINE.
+    """One graph on its way through the passes: the graph that Dynamo made, or a body that it calls.
 
-    current: the module whose site is being worked on, for messages. left_alone: why the whole graph is, if it is.
-    expanded, moved: the calls that were spelled out, and the softmaxes whose axis was moved.
-    targets: by device type, read when first needed. tuner: if options.autotune; one for all units. calls: every call of a body, if
-    all are understood; callees: what this graph calls so. reader: reads elements of the mirror's tensors. A graph without
-    attention that calls a body with one is a unit too, but goes through no pass: it has a mirror only if a mask of the body was
-    followed there. buffers: what its sites keep (buffers.py). given: the further inputs of a
-    body, each with what its call gives for it (body_inputs.py). faults: what cost one of its sites (faults.py). ways: how its memory
-    is reached from outside (saved.py).
+    A graph without attention that calls a body with one is a unit too. It goes through no pass, and has a mirror only if a mask of the
+    body was followed there.
+
+    graph_module: what is rewritten.
+    name: "" for the graph itself, else the path of the body.
+    options: the user's.
+    mode: of the graph's fake tensors.
+    mirror: the graph in ATen ops; set by mirror.
+    expanded: the calls that were spelled out; set by expand.
+    moved: the softmaxes whose axis was moved; set by expand.
+    sites, misses: what was found; set by match, and completed by the passes after it.
+    current: the module whose site is being worked on, for messages.
+    left_alone: why the whole graph is left as it is, if it is.
+    targets: the machine, by device type; read when first needed.
+    tuner: measures tiles, with options.autotune; one for all units.
+    calls: every call of this body, if all are understood.
+    callees: the bodies that this graph calls.
+    reader: reads elements of the mirror's tensors.
+    buffers: what the sites keep (buffers.py).
+    given: the further inputs of a body, each with what its call gives for it (body_inputs.py).
+    faults: what cost one of the sites (faults.py).
+    ways: how the graph's memory is reached from outside (saved.py).
     """
 
     graph_module: fx.GraphModule

@@ -53,12 +53,21 @@ SCALES: dict[str, tuple[str, ...]] = {
 class Call:
     """Everything that is decided of a call at compile time. Equal calls on equal tensors share one plan.
 
-    scale: the factor on q kᵀ. left, right: a query at position q uses keys from q - left to q + right; None: that side is open.
-    from_end: positions are counted so that the last query meets the last key. lengths: the keys of each batch row end at a length
-    that is read at run time. counted: the lengths are those of all keys, and given only so that cuDNN looks at them. bias, sinks:
-    tensors that join the scores, the latter one logit a head. dropout_p: the share of weights that is dropped. needs_grad: lse is
-    written. deterministic: the backward adds up in a fixed order. fp8: "forward" or "backward", which this call is the one of: q, k, v
-    and out are in FP8 then, with scales among the operands, and no row is without keys.
+    scale: the factor on q kᵀ.
+    left: a query at position q uses keys from q - left on; None: from the first.
+    right: a query at position q uses keys up to q + right; None: to the last.
+    from_end: positions are counted so that the last query meets the last key.
+    lengths: the keys of each batch row end at a length that is read at run time.
+    counted: the lengths count all keys. They are given only so that cuDNN looks at them.
+    bias: a tensor is added to the scores.
+    bias_grad: the bias wants a gradient.
+    sinks: one logit a head joins the scores.
+    sinks_grad: the sinks want a gradient.
+    dropout_p: the share of weights that is dropped.
+    needs_grad: lse is written.
+    deterministic: the backward adds up in a fixed order.
+    fp8: "forward" or "backward" for a call in FP8, "" for any other. q, k, v and out are in FP8 then, the operands hold scales, and
+        every row has a key.
     """
 
     scale: float

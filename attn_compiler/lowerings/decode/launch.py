@@ -56,10 +56,16 @@ class Sized:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A Call as the kernel takes it. constants: what it is compiled for, but for ALIGN. kept: rows that a split leaves behind.
-    places: tiles of rows of a batch row. given: for each parameter from Bounds on, its place among the operands, or None. typed:
-    the places of those whose dtype the text does not tell. sized: by the number of sequences and whether they are on a GPU.
-    compiled: a kernel and its constants, by what else it was compiled for."""
+    """A Call as the kernel takes it.
+
+    constants: what the kernel is compiled for, without the alignment.
+    kept: rows that a split leaves behind.
+    places: tiles of rows of a batch row.
+    given: for each parameter from Bounds on, its place among the operands, or None.
+    typed: the places of those operands whose dtype the text does not say.
+    sized: what follows from the number of sequences and whether they are on a GPU.
+    compiled: a kernel and its constants, by what else it was compiled for.
+    """
 
     schedule: Schedule
     plan: Plan

@@ -45,11 +45,19 @@ Per = Literal["tensor", "head", "row"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class How:
-    """Of one tensor. format: of fp8_recipe.DTYPES. margin: as in CurrentScaling. magnitude: the largest, known beforehand; then all
-    tensors' are. rotated: there is an R, for a D that is a power of two. turned: positions last, as `turned` says; as_given: the rounded
-    one's strides are in the order of the given one's, else it is contiguous. restore: the dtype of what is restored, "" for none; it
-    is rotated and without its mean as the rounded one is. has_mean: it loses the mean. has_shift: its products with the mean are asked for:
-    of q with its kv head's. of_keys: its positions are keys, of which those that nobody sees count as 0."""
+    """How one tensor is rounded.
+
+    format: of fp8_recipe.DTYPES.
+    margin: as in CurrentScaling.
+    magnitude: the largest magnitude, if it is known beforehand; then every tensor's is.
+    rotated: the tensor is multiplied by R, for a D that is a power of two.
+    turned: the rounded tensor has positions last, as `turned` says.
+    as_given: the rounded tensor's strides are in the order of the given one's. Else it is contiguous.
+    restore: the dtype of what is restored, "" for none. It is rotated and without its mean, as the rounded tensor is.
+    has_mean: the tensor loses its mean.
+    has_shift: products of q with the mean of its kv head are asked for.
+    of_keys: the positions are keys. Those that no query sees count as 0.
+    """
 
     format: str
     margin: int = 0

@@ -69,8 +69,10 @@ class TritonFp8(Lowering):
 
 
 def _tiles(spec: AttentionSpec, target: Target) -> Tiles:
-    """Those of `triton`, but where a product with v, beside the sum over tiles, has no room in registers: of those compiled for sm90, the
-    largest that does not spill."""
+    """The tiles of `triton`, unless they leave no registers for a product with v beside the sum over tiles.
+
+    In that case: the largest of the tiles compiled for sm90 that does not spill.
+    """
     found = tile_table.tiles(spec, target)
     measured = _HOPPER.get(spec.head_dim_v) if isinstance(spec.head_dim_v, int) else None
     if measured is not None and _is_plain_on_hopper(spec, target) and found.forward.queries >= measured.queries:

@@ -158,7 +158,7 @@ def parts(spec: AttentionSpec) -> Parts:
 
 
 def _is_understood(spec: AttentionSpec) -> bool:
-    """Whether the proved kinds say all that the dense tensor does. One that says nothing is none that was read."""
+    """Whether the proved kinds say all that the dense tensor does. A tensor without a proved kind was not read."""
     return spec.mask.reason is None and bool(spec.mask.proved or spec.score.proved)
 
 

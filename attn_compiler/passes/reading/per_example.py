@@ -1,4 +1,4 @@
-"""What is only one example's of a vmap."""
+"""Which values of a mirror belong to one example of a vmap."""
 
 from __future__ import annotations
 
