@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 
+#: characters of a mask's words that a table shows, and how many of those are the end's
+_LONGEST, _END = 400, 80
+
 # A whole component of a module path ("layers.12.attn", "layers[12]"), not a digit of a name ("conv2d"). No leading zero,
 # so that the number stands for the text.
 _INDEX = re.compile(r"(?<!\w)(0|[1-9]\d*)(?!\w)")
@@ -163,11 +166,19 @@ def _site_block(number: int, site: SiteReport) -> RenderableType:
 
 
 def _mask_rows(mask: MaskSpec) -> list[tuple[str, RenderableType]]:
-    """The mask in words, as a formula if it was proved to be one, and why it was not."""
-    rows: list[tuple[str, RenderableType]] = [("mask", _text(mask.words))]
-    rows += [("formula", _text(mask.formula))] if mask.formula else []
+    """The mask in words, as a formula if it was proved to be one, and why it was not. Neither is longer than a few lines."""
+    rows: list[tuple[str, RenderableType]] = [("mask", _text(_middle_left_out(mask.words)))]
+    rows += [("formula", _text(_middle_left_out(mask.formula)))] if mask.formula else []
     rows += [("unproved", _text(mask.reason))] if mask.reason else []
     return rows
+
+
+def _middle_left_out(words: str) -> str:
+    """Words of a few lines at most: the end says how a mask is applied, and the JSON has it all."""
+    if len(words) <= _LONGEST:
+        return words
+    left_out = len(words) - _LONGEST
+    return f"{words[: _LONGEST - _END]} … ({left_out} characters left out, which the JSON has) … {words[-_END:]}"
 
 
 def _miss_block(miss: MissReport) -> RenderableType:

@@ -263,3 +263,20 @@ def _expand(line: str) -> Counter[str]:
 )
 def test_abbreviations_stand_for_exactly_the_paths(paths: list[str]) -> None:
     assert sum((_expand(line) for line in render.abbreviate(paths)), Counter()) == Counter(paths)
+
+
+def test_a_long_mask_loses_its_middle() -> None:
+    """A mask of 64 documents fills a page otherwise; the JSON has it whole."""
+    several = [
+        ix.apply("and", ix.compare("==", ix.Index("k"), ix.Const(i)), ix.compare("==", ix.Index("q"), ix.Const(2 * i)))
+        for i in range(64)
+    ]
+    kind = masks.Formula(condition=ix.apply("or", *several))
+    spec = dataclasses.replace(SPEC, mask=masks.MaskSpec(kinds=(masks.Causal(),), proved=(kind,)))
+    report = dataclasses.replace(REPORT, sites=(dataclasses.replace(SITE, spec=spec),))
+    shown = " ".join(str(report).split())
+    assert len(spec.mask.words) > 1000
+    assert "characters left out, which the JSON has" in shown
+    assert shown.count("∧") < 100
+    assert " ".join(spec.mask.words[-30:].split()) in shown
+    assert spec.mask.words in str(report.to_dict()["sites"][0]["mask"])
