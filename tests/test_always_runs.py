@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 import attn_compiler
 import attn_compiler.backend as backend_module
 import attn_compiler.passes as passes_module
-import attn_compiler.report as report_module
+import attn_compiler.publishing as publishing_module
 import attn_compiler.verifying as verifying_module
 from attn_compiler import dump, fp8_state, rotary_tables, torch_compat, torch_snapshots
 from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, CompileFailed, PassFailed
@@ -129,7 +129,7 @@ STEPS: dict[str, tuple[Break, str, bool]] = {
     "availability": (_fails(backend_module, "_require_available"), "failed to prepare the graph", True),
     "cache key": (_fails(backend_module, "cache_key"), "failed to prepare the graph", True),
     "inner compiler": (_inner_fails, "failed to compile the rewritten graph with aot_eager", True),
-    "publication": (_fails(report_module, "publish", afterwards=False), "failed to publish the report", False),
+    "publication": (_fails(publishing_module, "publish", afterwards=False), "failed to publish the report", False),
 }
 
 

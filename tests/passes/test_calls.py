@@ -62,7 +62,7 @@ BY_NAME: dict[str, Callable[..., Tensor]] = {
     "matmul": lambda q, k, v: torch.matmul(other=v, input=torch.matmul(other=k.mT, input=q).softmax(-1)),
     "bmm": lambda q, k, v: torch.bmm(input=torch.bmm(mat2=k[0].mT, input=q[0]).softmax(-1), mat2=v[0]),
     "baddbmm": lambda q, k, v: (
-        torch.baddbmm(batch1=q[0], batch2=k[0].mT, input=v[0, :, :, :6], beta=0).softmax(-1) @ v[0]
+        torch.baddbmm(batch1=q[0], batch2=k[0].mT, input=v[0, :, :, :6].detach(), beta=0).softmax(-1) @ v[0]
     ),
     "sdpa": lambda q, k, v: sdpa(value=v, key=k, query=q, attn_mask=ALLOWED, scale=0.3),
     "sdpa, some": lambda q, k, v: sdpa(q, value=v, key=k, is_causal=True),

@@ -1,4 +1,4 @@
-"""The oracle: attention exactly as its spec says it, in float32 (float64 for float64), any device, forward and backward.
+"""The oracle: attention exactly as its spec says it, on any device, forward and backward. In float32, or in the widest dtype of the model.
 
 Slow and large (all scores are in memory): it is what other lowerings are held against, and runs only when asked for.
 
@@ -154,7 +154,9 @@ def _split(operands: Tensors, spec: AttentionSpec) -> tuple[list[torch.Tensor], 
 def _scores(q: torch.Tensor, k: torch.Tensor, operands: Tensors, spec: AttentionSpec) -> _Scores:
     if limits.check_masks(spec):
         raise ValueError(f"the reference does not know the mask {spec.mask.words}")
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    # As wide as the widest step of the model.
+    is_wide = q.dtype == torch.float64 or spec.score.softmax_dtype == "float64"
+    dtype = torch.float64 if is_wide else torch.float32
     added, sinks = _split(operands, spec)
     raw = (q.to(dtype) @ repeated(k, q).to(dtype).transpose(-1, -2)) * spec.score.scale
     cap = spec.score.softcap

@@ -24,4 +24,5 @@ REFERENCE = Takes(
     any_shape=True,
     many_blocks=True,
     dropout=False,
+    float64_softmax=True,
 )
