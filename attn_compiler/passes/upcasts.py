@@ -12,6 +12,7 @@ import torch
 
 from attn_compiler.dtypes import HALVES
 from attn_compiler.passes import operands
+from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Match, Operand
 
@@ -31,15 +32,25 @@ def read_through(mirror: Mirror, match: Match) -> torch.dtype | None:
     # A factor that is a tensor is multiplied on q, in q's dtype. What is added is cast to it.
     if match.factors or any(_dtype(term.operand.root) not in (narrow, torch.bool) for term in match.additive):
         return None
-    found = [_above_cast(mirror, match, operand) for operand in (match.q, match.k)]
-    if any(_dtype(operand.root) != narrow for operand, _ in found):
-        return None
-    (match.q, q_factor), (match.k, k_factor) = found
-    match.scale *= q_factor * k_factor
+    with_casts = match.q, match.k
+    try:
+        (match.q, q_factor), (match.k, k_factor) = (_above_cast(mirror, match, operand) for operand in with_casts)
+        if {_dtype(match.q.root), _dtype(match.k.root)} == {narrow}:
+            _settle(match)
+            match.scale *= q_factor * k_factor
+            match.notes = (*match.notes, NOTE)
+            return narrow
+    except AxisError:
+        # The axes above the cast can't be followed: the site is as it was.
+        pass
+    match.q, match.k = with_casts
+    _settle(match)
+    return None
+
+
+def _settle(match: Match) -> None:
     terms = [term.operand for term in (*match.additive, *match.allowed)]
     operands.settle([match.q, match.k, match.v, *terms])
-    match.notes = (*match.notes, NOTE)
-    return narrow
 
 
 def _is_on_cpu(node: torch.fx.Node) -> bool:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_compiler.passes import upcasts
+from attn_compiler.passes import operands, upcasts
+from attn_compiler.passes.axes import AxisError
 from tests.passes.compiling import Compiled, compiled
 
 BATCH, HEADS, LENGTH, DEPTH = 2, 3, 37, 16
@@ -146,6 +147,19 @@ def test_what_is_cast_may_be_written_to_before_the_kernel() -> None:
     function = compiled(attention, strict=True, lowering="math")
     torch.testing.assert_close(function(*(x.clone() for x in given)), expected, atol=1e-2, rtol=1e-2)
     assert not is_narrow(function)
+
+
+def test_axes_that_can_not_be_followed_keep_the_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The site is not lost for it."""
+    read = operands.read
+
+    def fails(*given: Any, through_upcasts: bool = False, **named: Any) -> Any:
+        if through_upcasts:
+            raise AxisError("a dimension that can't be followed")
+        return read(*given, **named)
+
+    monkeypatch.setattr(operands, "read", fails)
+    assert not is_narrow(run(gptj, *inputs(), lowering="math"))
 
 
 def test_training_keeps_the_casts() -> None:
