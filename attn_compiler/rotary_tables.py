@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from attn_compiler import torch_compat
-from attn_compiler.lowerings.shared.ops import NAMESPACE, register_helper
+from attn_compiler.lowerings.base import NAMESPACE
+from attn_compiler.lowerings.shared.ops import register_helper
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

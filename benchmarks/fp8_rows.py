@@ -12,7 +12,8 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 
-from attn_compiler.lowerings.choice import fp8_speed, priorities
+from attn_compiler.lowerings.base import FP8
+from attn_compiler.lowerings.choice import fp8_speed
 from benchmarks import bench_fp8, bench_select, harness
 
 #: head dims that a measured one stands for
@@ -41,7 +42,7 @@ def measured(rows: Sequence[Mapping[str, str]]) -> dict[tuple[str, bool], dict[K
     found: dict[tuple[str, bool], dict[Key, Mapping[str, str]]] = {}
     for row in sorted(rows, key=lambda row: row["part"] == "whole"):
         if row["recipe"] in _RECIPES and row.get("tflops"):
-            scaling, backward = _RECIPES[row["recipe"]] if row["side"] in priorities.FP8 else ("", "")
+            scaling, backward = _RECIPES[row["recipe"]] if row["side"] in FP8 else ("", "")
             found.setdefault((row["case"], row["pass"] == "both"), {})[row["side"], scaling, backward] = row
     return found
 

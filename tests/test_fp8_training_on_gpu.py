@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
-from attn_compiler.lowerings.choice import priorities
+from attn_compiler.lowerings.base import FP8
 from tests.attention_layer import Attention
 
 pytestmark = pytest.mark.gpu
@@ -73,7 +73,7 @@ def test_no_step_waits_for_the_device(name: str) -> None:
     with no_waiting():
         for x in given[2:]:
             function(x).square().mean().backward()
-    assert chosen() <= set(priorities.FP8)
+    assert chosen() <= set(FP8)
     assert len(attn_compiler.reports()) == 1
 
 
@@ -94,6 +94,6 @@ def test_layers_compiled_one_by_one_within_checkpoints(recipe: Fp8Recipe) -> Non
             gradients.append([p.grad.float() for p in each.parameters() if p.grad is not None])
     for a, b in zip(*gradients, strict=True):
         assert float((a - b).norm() / b.norm()) < 0.15
-    assert chosen() <= set(priorities.FP8)
+    assert chosen() <= set(FP8)
     has_histories = isinstance(recipe.scaling, DelayedScaling)
     assert len(attn_compiler.reports()) == (len(model) if has_histories else 1)

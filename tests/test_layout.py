@@ -25,12 +25,9 @@ LEAKS = frozenset(
         (f"{PASSES}.unit", "triton"),
         # Which recipe applies to which site is decided before lowerings are asked.
         (f"{PASSES}.fp8_sites", "fp8"),
-        (f"{PASSES}.fp8_sites", "choice"),
         (f"{PASSES}.select", "choice"),
-        (f"{PASSES}.saved", "shared"),
         (f"{PASSES}.shut_queries", "shared"),
         ("attn_compiler.rotary_tables", "shared"),
-        ("attn_compiler.verifying.outputs", "choice"),
     }
 )
 

@@ -15,6 +15,12 @@ from attn_compiler.decisions import Reason
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
 
+#: of the leaf ops, in torch.ops
+NAMESPACE = "attn_compiler"
+
+#: Lowerings in FP8: the first ones for a site that the user gave a recipe for, and for no other. The oracle is asked for by name.
+FP8 = ("hopper_fp8", "triton_fp8", "cudnn_fp8", "reference_fp8")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutDemand:

@@ -8,7 +8,7 @@ import warnings
 
 from attn_compiler.errors import AttnCompilerWarning, Fp8RecipeUnused, shortened
 from attn_compiler.fp8_recipe import DelayedScaling, Fp8Recipe
-from attn_compiler.lowerings.choice import priorities
+from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.fp8 import limits
 from attn_compiler.passes import buffers
 from attn_compiler.passes.unit import Unit
@@ -30,7 +30,7 @@ def apply(unit: Unit) -> None:
             site.notes.append(f"fp8_recipe: ignored, no history can be kept: {no_buffers}; use CurrentScaling")
         elif site.spec is not None:
             site.spec = dataclasses.replace(site.spec, fp8=recipe.of_a_site())
-            if asked is not None and not set(asked) & set(priorities.FP8):
+            if asked is not None and not set(asked) & set(FP8):
                 site.notes.append(f"fp8_recipe: ignored, the lowerings asked for ({', '.join(asked)}) run in no FP8")
 
 

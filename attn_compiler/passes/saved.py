@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_compiler import torch_tracing
 from attn_compiler.decisions import Copy
-from attn_compiler.lowerings.shared.ops import NAMESPACE
+from attn_compiler.lowerings.base import NAMESPACE
 from attn_compiler.passes import bodies, mutation
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.calls import target_name

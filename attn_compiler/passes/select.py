@@ -7,6 +7,7 @@ import functools
 
 from attn_compiler.decisions import Decision, Reason, Refusal
 from attn_compiler.lowerings import by_name
+from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.choice import fp8_speed, priorities
 from attn_compiler.options import Options
 from attn_compiler.passes import faults, fp8_sites
@@ -69,7 +70,7 @@ def decide(spec: AttentionSpec, target: Target, options: Options) -> Decision:
 def _may_be_slower(name: str, spec: AttentionSpec, options: Options) -> bool:
     """Whether a lowering is in FP8 and has to pay. One that was asked for by name need not."""
     is_named = options.lowering is not None or options.lowerings is not None
-    return name in priorities.FP8 and spec.fp8 is not None and not spec.fp8.force and not is_named
+    return name in FP8 and spec.fp8 is not None and not spec.fp8.force and not is_named
 
 
 def _candidates(spec: AttentionSpec, target: Target, options: Options) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from torch import fx
 
 from attn_compiler import torch_compat
 from attn_compiler.errors import VerificationMismatch
-from attn_compiler.lowerings.choice import priorities
+from attn_compiler.lowerings.base import FP8
 from attn_compiler.passes import axes, mutation, program
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.select import UNTOUCHED
@@ -46,7 +46,7 @@ def needs(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> se
     """What has to be recorded for `check`. new_out: in the body's rewritten graph. Raises NoValueError where it can't be."""
     if site.spec is None or site.decision is None or site.decision.lowering == UNTOUCHED or new_out is None:
         raise NoValueError("the site is as the model made it")
-    if site.decision.lowering in priorities.FP8:
+    if site.decision.lowering in FP8:
         raise NoValueError("FP8 rounds more than the rule allows for")
     if site.spec.score.dropout_p > 0:
         raise NoValueError("dropout draws other numbers in every kernel")

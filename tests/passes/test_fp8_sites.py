@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import attn_compiler
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
 from attn_compiler.errors import AttnCompilerWarning, Fp8RecipeUnused, InvalidOption
+from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.choice import priorities
 from attn_compiler.target import Target
 from tests.lowerings.specs import make_spec
@@ -174,4 +175,4 @@ def test_delayed_scaling_needs_a_place_for_its_history() -> None:
 
 def test_only_a_recipe_makes_fp8_a_choice() -> None:
     spec, target = make_spec(seqlen_q=4096, seqlen_kv=4096), Target.fake()
-    assert not set(priorities.order(spec, target)) & set(priorities.FP8)
+    assert not set(priorities.order(spec, target)) & set(FP8)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from attn_compiler.decisions import Reason
 from attn_compiler.fp8_recipe import CurrentScaling
-from attn_compiler.lowerings.choice import priorities, shape_class
+from attn_compiler.lowerings.base import FP8
+from attn_compiler.lowerings.choice import shape_class
 from attn_compiler.lowerings.shared import parts
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -217,5 +218,5 @@ def check(spec: AttentionSpec, target: Target, lowering: str, other: str) -> lis
 
 
 def _fastest(spec: AttentionSpec) -> Row | None:
-    found = [row for name in priorities.FP8 if (row := estimate(name, spec)) is not None]
+    found = [row for name in FP8 if (row := estimate(name, spec)) is not None]
     return max(found, key=lambda row: row.tflops, default=None)

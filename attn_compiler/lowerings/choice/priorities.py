@@ -68,8 +68,6 @@ from attn_compiler.target import Target
 
 LAST = "untouched"
 
-#: Lowerings in FP8: the first ones for a site that the user gave a recipe for, and for no other. The oracle is asked for by name.
-FP8 = ("hopper_fp8", "triton_fp8", "cudnn_fp8", "reference_fp8")
 _FP8_FIRST = ("hopper_fp8", "triton_fp8", "cudnn_fp8")
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from attn_compiler.lowerings.base import NAMESPACE
 from attn_compiler.lowerings.shared import ops
-from attn_compiler.lowerings.shared.ops import GIVEN, LEAF_SCHEMA, NAMESPACE, Differentiable, OfTensor
+from attn_compiler.lowerings.shared.ops import GIVEN, LEAF_SCHEMA, Differentiable, OfTensor
 
 Tensors = Sequence[torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

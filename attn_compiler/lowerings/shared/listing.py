@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from attn_compiler.lowerings.shared.ops import LIBRARY, NAMESPACE, late
+from attn_compiler.lowerings.base import NAMESPACE
+from attn_compiler.lowerings.shared.ops import LIBRARY, late
 
 OP = "tile_lists"
 #: numbers in front of a list: how many tiles need the mask, then first and end of the run that does not

@@ -1,4 +1,4 @@
-"""How leaf ops are registered: one a lowering family, all of one shape, with fakes and autograd. Imports torch alone.
+"""How leaf ops are registered: one a lowering family, all of one shape, with fakes and autograd. Imports torch and the contract alone.
 
     attn_compiler::<family>(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)
     attn_compiler::<family>_backward(grad_out, grad_lse, q, k, v, operands, out, lse, spec) -> (dq, dk, dv, Tensor[])
@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import fx
 
-NAMESPACE = "attn_compiler"
+from attn_compiler.lowerings.base import NAMESPACE
+
 LEAF_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)"
 BACKWARD_SCHEMA = (
     "(Tensor grad_out, Tensor grad_lse, Tensor q, Tensor k, Tensor v, Tensor[] operands, Tensor out, Tensor lse, "

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from attn_compiler.lowerings import LOWERINGS, by_name, order
+from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.choice import priorities
 from attn_compiler.masks import Dense, MaskSpec
 from attn_compiler.spec import Dim, StoredSpec, TensorSpec
@@ -184,7 +185,7 @@ def test_the_spelling_changes_nothing_on_a_gpu(sm: int) -> None:
 def test_rows_name_lowerings_and_their_evidence() -> None:
     names = {lowering.name for lowering in LOWERINGS}
     for row in priorities.ROWS:
-        assert set(row.order) < names - {"reference", "untouched", *priorities.FP8}
+        assert set(row.order) < names - {"reference", "untouched", *FP8}
         assert len(set(row.order)) == len(row.order)
         assert row.why
         assert row.since

@@ -7,7 +7,7 @@ import pytest
 
 from attn_compiler import Fp8Recipe
 from attn_compiler.index_expr import Const, Index, Load, add
-from attn_compiler.lowerings.choice import priorities
+from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.fp8 import hopper
 from attn_compiler.lowerings.fp8 import triton as triton_fp8
 from attn_compiler.lowerings.shared import parts
@@ -46,7 +46,7 @@ def asked(**given: Any) -> AttentionSpec:
 def test_it_is_first_where_its_kernel_runs() -> None:
     assert select.decide(asked(), H200, Options()).lowering == "hopper_fp8"
     assert select.decide(asked(head_dim=64), H200, Options()).lowering == "hopper_fp8"
-    assert select.decide(dataclasses.replace(asked(), fp8=None), H200, Options()).lowering not in priorities.FP8
+    assert select.decide(dataclasses.replace(asked(), fp8=None), H200, Options()).lowering not in FP8
 
 
 @pytest.mark.parametrize(
@@ -115,5 +115,5 @@ def test_cudnn_differentiates_what_it_can() -> None:
 
 def test_short_lengths_keep_their_dtype() -> None:
     decision = select.decide(asked(seqlen_q=2048, seqlen_kv=2048), H200, Options())
-    assert decision.lowering not in priorities.FP8
+    assert decision.lowering not in FP8
     assert {refusal.lowering for refusal in decision.refusals} >= {"hopper_fp8", "triton_fp8"}

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
-from attn_compiler.lowerings.choice import priorities
+from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.fp8 import triton
 from attn_compiler.lowerings.shared import tile_table
 from attn_compiler.masks import MaskSpec
@@ -32,16 +32,16 @@ def test_a_recipe_puts_it_first_on_a_gpu_that_has_fp8() -> None:
     asked = dataclasses.replace(spec, fp8=Fp8Recipe())
     ada = Target.fake(sm=89)
     assert select.decide(asked, ada, Options()).lowering == "triton_fp8"
-    assert select.decide(spec, ada, Options()).lowering not in priorities.FP8
+    assert select.decide(spec, ada, Options()).lowering not in FP8
     ampere = select.decide(asked, Target.fake(sm=80), Options())
-    assert ampere.lowering not in priorities.FP8
+    assert ampere.lowering not in FP8
     assert "triton_fp8" in [refusal.lowering for refusal in ampere.refusals]
 
 
 def test_on_the_cpu_a_recipe_is_refused_with_the_reason() -> None:
     asked = dataclasses.replace(make_spec(device="cpu"), fp8=Fp8Recipe())
     decision = select.decide(asked, Target.fake(device="cpu", sm=0), Options())
-    assert decision.lowering not in priorities.FP8
+    assert decision.lowering not in FP8
     assert "triton_fp8" in [refusal.lowering for refusal in decision.refusals]
 
 
