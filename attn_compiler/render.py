@@ -166,7 +166,7 @@ def _site_block(number: int, site: SiteReport) -> RenderableType:
 
 
 def _mask_rows(mask: MaskSpec) -> list[tuple[str, RenderableType]]:
-    """The mask in words, as a formula if it was proved to be one, and why it was not. Neither is longer than a few lines."""
+    """The mask in words, its formula if one was proved, and why none was. Words and formula take a few lines at most."""
     rows: list[tuple[str, RenderableType]] = [("mask", _text(_middle_left_out(mask.words)))]
     rows += [("formula", _text(_middle_left_out(mask.formula)))] if mask.formula else []
     rows += [("unproved", _text(mask.reason))] if mask.reason else []

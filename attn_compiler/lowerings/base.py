@@ -192,7 +192,7 @@ class Lowering(Protocol):
     def cannot_build(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         """What only building or compiling the kernels tells against the spec; empty means that they are ready, or need no building.
 
-        Asked where `why_not` says nothing and the lowering would be chosen. It may take seconds. What was built is kept for the first call.
+        `select` asks this last, of a lowering that it would choose. An answer may take seconds. The first call uses what was built.
         """
         return []
 

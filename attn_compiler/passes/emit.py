@@ -234,7 +234,7 @@ class GraphBuilder:
 
     @functools.cached_property
     def _regions(self) -> dict[fx.Node, Region]:
-        """Of the nodes that were there before: sites are inserted before those. What is inserted leaves their regions as they were."""
+        """The autocast region of each node that the graph had at first. A site is inserted before such a node, and changes no region."""
         return regions.of(self._graph)
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node]:

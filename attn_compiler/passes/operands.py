@@ -24,9 +24,6 @@ _SCALES: dict[object, bool] = {
 }
 
 
-_CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten._to_copy.default)
-
-
 def scale_of(mirror: Mirror, node: fx.Node) -> tuple[fx.Node, float] | None:
     """(what is scaled, factor) if the node multiplies or divides one tensor by a number known now, else None."""
     if node.target not in _SCALES:
@@ -62,7 +59,7 @@ def _climb(
 
 def _is_upcast(node: fx.Node) -> bool:
     """Whether it casts half precision to float32, which is exact."""
-    if node.target not in _CASTS or mutation.writes(node):
+    if node.target not in views.CASTS or mutation.writes(node):
         return False
     before, after = views.value(views.source(node)), views.value(node)
     return before.dtype in HALVES and after.dtype == torch.float32

@@ -68,7 +68,7 @@ def decide(spec: AttentionSpec, target: Target, options: Options) -> Decision:
 
 
 def _may_be_slower(name: str, spec: AttentionSpec, options: Options) -> bool:
-    """Whether a lowering is in FP8 and has to pay. One that was asked for by name need not."""
+    """Whether a lowering has to be faster to be chosen: one in FP8 that the user did not ask for by name."""
     is_named = options.lowering is not None or options.lowerings is not None
     return name in FP8 and spec.fp8 is not None and not spec.fp8.force and not is_named
 

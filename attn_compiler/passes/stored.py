@@ -17,7 +17,6 @@ from attn_compiler.passes.site import Match, Operand, Stored
 aten = torch.ops.aten
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten._to_copy.default)
 
 
 def find(mirror: Mirror, match: Match) -> tuple[Stored, Stored] | None:
@@ -54,7 +53,7 @@ def _stored(mirror: Mirror, operand: Operand, until: fx.Node) -> Stored | None:
 
 def _above(node: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
     """What a node of the same shape makes of floating-point numbers by a cast, or by multiplying them by a single one: (those, the one)."""
-    if node.target in _CASTS and _keeps_shape(node, source := views.source(node)):
+    if node.target in views.CASTS and _keeps_shape(node, source := views.source(node)):
         return source, None
     if node.target is not aten.mul.Tensor:
         return None

@@ -29,7 +29,7 @@ def read_through(mirror: Mirror, match: Match) -> torch.dtype | None:
         or match.softmax_dtype != "float32"
     ):
         return None
-    # A factor that is a tensor is multiplied on q, in q's dtype. What is added is cast to it.
+    # q is multiplied by a factor that is a tensor, and the result is rounded to q's dtype. A bias is cast to that dtype, too.
     if match.factors or any(_dtype(term.operand.root) not in (narrow, torch.bool) for term in match.additive):
         return None
     with_casts = match.q, match.k

@@ -131,6 +131,9 @@ RESHAPES: tuple[object, ...] = (
     aten.unflatten.int,
 )
 
+#: ops that may change the dtype, and keep shape and elements
+CASTS: tuple[object, ...] = (aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten._to_copy.default)
+
 #: ops that leave out axes of size one
 SQUEEZES: tuple[object, ...] = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 

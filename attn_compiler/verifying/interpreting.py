@@ -18,7 +18,7 @@ from torch import fx
 
 from attn_compiler import torch_compat
 from attn_compiler.verifying import sdpa_calls
-from attn_compiler.verifying.numbers import FLOOR_ULPS, Noise
+from attn_compiler.verifying.numbers import Noise, shares_memory
 
 Record = Callable[[fx.Node, Any], Any]
 
@@ -49,13 +49,10 @@ class Arithmetic:
         """What a node gives. A tensor that others share memory with is what it is."""
         if self.dtype is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
-        if any(_shares_memory(value, x) for x in inputs):
+        if any(shares_memory(value, x) for x in inputs):
             return value
-        own = node.meta.get("example_value")
         wide = value.to(self.dtype)
-        if self.noise is None or not isinstance(own, torch.Tensor) or own.dtype not in FLOOR_ULPS:
-            return wide
-        return self.noise.on(wide, own.dtype)
+        return wide if self.noise is None else self.noise.on_step(wide, node.meta.get("example_value"), ())
 
 
 AS_IT_IS = Arithmetic()
@@ -141,9 +138,3 @@ class _Interpreter(fx.Interpreter):
         return fx.node.map_aggregate(
             x, lambda leaf: self._arithmetic.number(leaf) if isinstance(leaf, torch.dtype) else leaf
         )
-
-
-def _shares_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
-    if torch.strided not in (x.layout, other.layout):
-        return True
-    return x.numel() > 0 and x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

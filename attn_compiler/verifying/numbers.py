@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -27,6 +29,20 @@ class Noise:
         drawn = torch.rand(x.shape, generator=self._generators[x.device], device=x.device, dtype=x.dtype)
         return drawn * 2 - 1
 
+    def on_step(self, value: Any, own: Any, inputs: Iterable[Any]) -> Any:
+        """What a step of the model gives, as another rounding might have made it.
+
+        own: the step's value in the model, whose dtype it is rounded to. A value that is no number, and one that shares memory with an
+        input, is what it is.
+        """
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        if not isinstance(own, torch.Tensor) or own.dtype not in FLOOR_ULPS:
+            return value
+        if any(shares_memory(value, x) for x in inputs if isinstance(x, torch.Tensor)):
+            return value
+        return self.on(value, own.dtype)
+
     def on(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A tensor as another rounding to the dtype might have made it."""
         return x * (1 + FLOOR_ULPS[dtype] * torch.finfo(dtype).eps * self.like(x))
@@ -46,3 +62,10 @@ def difference(x: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 def largest(x: torch.Tensor, counts: torch.Tensor) -> float:
     """The largest magnitude among the elements that count."""
     return float(torch.where(counts, x, 0.0).abs().nan_to_num(nan=0.0).max()) if x.numel() else 0.0
+
+
+def shares_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors may have elements in common: those of one storage, and those that have none."""
+    if torch.strided not in (x.layout, other.layout):
+        return True
+    return x.numel() > 0 and x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

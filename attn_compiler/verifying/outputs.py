@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler import torch_compat
 from attn_compiler.errors import VerificationMismatch
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.passes import axes, mutation, program
@@ -146,20 +145,14 @@ def _exact(
     v = values.mirror(match.v.node)
     with torch.autocast(v.device.type, enabled=False):
         for node in inside:
-            result = known[node] = _noisy(node, values.call(node, value, dtype=dtype), noise)
+            result = values.call(node, value, dtype=dtype)
+            if noise is not None:
+                result = noise.on_step(result, node.meta.get("val"), map(known.get, node.all_input_nodes))
+            known[node] = result
             for used in {node, *node.all_input_nodes}:
                 if last_use[used] is node:
                     known.pop(used, None)
     return _wide(result, dtype), float(v.abs().max()) if v.numel() else 0.0
-
-
-def _noisy(node: fx.Node, value: Any, noise: Noise | None) -> Any:
-    own = node.meta.get("val")
-    if noise is None or not isinstance(value, torch.Tensor) or not isinstance(own, torch.Tensor):
-        return value
-    if own.dtype not in FLOOR_ULPS or torch_compat.is_view(value) or mutation.writes(node):
-        return value
-    return noise.on(value, own.dtype)
 
 
 def _wide(x: Any, dtype: torch.dtype) -> Any:

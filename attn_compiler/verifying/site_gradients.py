@@ -20,7 +20,7 @@ from attn_compiler.passes import mutation
 from attn_compiler.passes.site import Site
 from attn_compiler.verifying import comparing, masks, outputs
 from attn_compiler.verifying.interpreting import Autocast
-from attn_compiler.verifying.numbers import FLOOR_ULPS, Noise, exact_dtype
+from attn_compiler.verifying.numbers import Noise, exact_dtype
 from attn_compiler.verifying.outputs import FACTOR, FACTOR_SOFTCAP, Compared
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values, require_computable
 
@@ -201,14 +201,9 @@ class _Region:
 
     def _call(self, node: fx.Node) -> Any:
         value = self._values.call(node, self._value, dtype=self._dtype)
-        own = node.meta.get("val")
-        if self._noise is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        if self._noise is None:
             return value
-        inputs = [self._known[n] for n in node.all_input_nodes if isinstance(self._known.get(n), torch.Tensor)]
-        shares = any(x.untyped_storage().data_ptr() == value.untyped_storage().data_ptr() for x in inputs)
-        if shares or not isinstance(own, torch.Tensor) or own.dtype not in FLOOR_ULPS:
-            return value
-        return self._noise.on(value, own.dtype)
+        return self._noise.on_step(value, node.meta.get("val"), map(self._known.get, node.all_input_nodes))
 
     def _value(self, node: fx.Node) -> Any:
         if node not in self._known:

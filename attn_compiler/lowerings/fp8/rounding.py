@@ -56,7 +56,7 @@ class How:
     restore: the dtype of what is restored, "" for none. It is rotated and without its mean, as the rounded tensor is.
     has_mean: the tensor loses its mean.
     has_shift: products of q with the mean of its kv head are asked for.
-    of_keys: the positions are keys. Those that no query sees count as 0.
+    of_keys: the positions are keys. A key that no query sees counts as 0.
     """
 
     format: str

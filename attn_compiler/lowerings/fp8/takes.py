@@ -12,7 +12,7 @@ from attn_compiler.lowerings.shared.takes import HeadDims, since
 #: from the first with FP8 in its tensor cores
 TRITON = dataclasses.replace(kernel_limits.TAKES, sms=since(89), dtypes=HALF)
 
-#: What it says to scales, dropout and other parts stands in hopper.py: `triton_fp8` takes those.
+#: hopper.py refuses scales, dropout and other parts in words of its own, since `triton_fp8` takes them.
 HOPPER = dataclasses.replace(
     TRITON,
     sms=((90, 90),),

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from attn_compiler.lowerings.base import NAMESPACE
-from attn_compiler.lowerings.shared.ops import LIBRARY, late
+from attn_compiler.lowerings.shared.ops import late, register_helper
 
-OP = "tile_lists"
 #: numbers in front of a list: how many tiles need the mask, then first and end of the run that does not
 HEAD = 3
 
@@ -55,8 +53,10 @@ def _fake(some: torch.Tensor, holes: torch.Tensor, by_key: bool) -> torch.Tensor
     return empty_lists(some, by_key)
 
 
-if not hasattr(getattr(torch.ops, NAMESPACE), OP):
-    LIBRARY.define(f"{OP}(Tensor some, Tensor holes, bool by_key) -> Tensor", tags=(torch.Tag.flexible_layout,))
-    LIBRARY.impl(OP, listed, "CompositeExplicitAutograd")
-    LIBRARY.impl(OP, late("shared.listing_launch", "lists"), "CUDA")
-    torch.library.register_fake(f"{NAMESPACE}::{OP}", _fake, lib=LIBRARY)
+register_helper(
+    "tile_lists",
+    "(Tensor some, Tensor holes, bool by_key) -> Tensor",
+    function=listed,
+    fake=_fake,
+    on_gpu=late("shared.listing_launch", "lists"),
+)

@@ -116,11 +116,13 @@ def register_helper(
     *,
     function: Callable[..., Any],
     fake: Callable[..., Any] | None = None,
+    on_gpu: Callable[..., Any] | None = None,
     differentiated: tuple[Callable[..., None], Callable[..., Any]] | None = None,
     exact_strides: bool = False,
 ) -> None:
-    """Define an op that makes operands of leaf ops, on any device. function: also on fake tensors, unless there is a `fake`.
+    """Define an op that makes operands of leaf ops, on any device.
 
+    function: runs on fake tensors, too, unless there is a `fake`, and on a GPU, unless there is an `on_gpu`.
     For what every site of a graph reads and Inductor would make anew for each: it fuses what is pointwise into a copy of its own
     before every op that it knows nothing of. differentiated: what autograd keeps, and its formula (torch.library.register_autograd).
     """
@@ -129,6 +131,8 @@ def register_helper(
     tag = torch.Tag.needs_exact_strides if exact_strides else torch.Tag.flexible_layout
     LIBRARY.define(name + schema, tags=(tag,))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    if on_gpu is not None:
+        LIBRARY.impl(name, on_gpu, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", function if fake is None else fake, lib=LIBRARY)
     if differentiated is not None:
         setup_context, backward = differentiated

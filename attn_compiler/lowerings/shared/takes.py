@@ -1,6 +1,6 @@
 """What a family's kernels take, as data: one `Takes` a family. `refused` is the difference to a site, as reasons.
 
-What is no set difference stays in the family's `limits.py`: sizes that go together, versions, known-bad kernels.
+A family's `limits.py` has the rules that no set difference can say: sizes that go together, versions, known-bad kernels.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _to_values(mirror: Mirror, anchor: fx.Node) -> tuple[list[fx.Node], Contract
     )
 
 
-_CASTS = (aten.to.dtype, aten.to.other, aten.to.dtype_layout, aten.type_as.default, aten._to_copy.default)
+_CASTS = (*views.CASTS, aten.type_as.default)
 
 
 def _is_plain(product: Contraction) -> bool:

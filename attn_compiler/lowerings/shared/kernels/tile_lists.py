@@ -8,8 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_compiler.lowerings.shared import listing
+
 BLOCK = tl.constexpr(128)
-HEAD = tl.constexpr(3)
+HEAD = tl.constexpr(listing.HEAD)
 
 _NUMBERS = (
     *("heads", "rows", "length"),
