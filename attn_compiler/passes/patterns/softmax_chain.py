@@ -120,7 +120,8 @@ def _match(
     weighted: Contraction,
     returned: bool,
 ) -> Match:
-    _check_addend(mirror, product)
+    for each in (product, weighted):
+        _check_addend(mirror, each)
     meaning = _fresh_labels(product)
     scores = score_chain.follow(product, steps, tuple(meaning[x] for x in product.out_labels))
     key = score_chain.softmax_axis(anchor, scores)
@@ -170,11 +171,10 @@ def _match(
 
 def _check_addend(mirror: Mirror, product: Contraction) -> None:
     """What a product adds no part of (beta=0) is not read, and still gets a gradient, of zeros, which a caller may ask for."""
-    if product.beta == 0 and any(
-        gradients.known(mirror, node) for node in product.node.args[:1] if isinstance(node, fx.Node)
-    ):
+    addend = product.node.args[0]
+    if product.beta == 0 and isinstance(addend, fx.Node) and gradients.known(mirror, addend):
         raise Refused(
-            rule="what the product adds takes part in the scores, or wants no gradient",
+            rule="what a product adds takes part in the result, or wants no gradient",
             observed=f"{product.node.name} adds it with beta=0",
             at=product.node,
             progress=2,
