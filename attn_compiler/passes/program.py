@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -142,6 +143,7 @@ def _identity(mirror: Mirror, match: Match) -> tuple[object, ...]:
             adds,
             _version(mirror, match, t.operand),
             t.weight,
+            t.weighed_in,
             t.inverted,
             t.along,
             _recipe(match, t).text,
@@ -171,7 +173,7 @@ def _combined(match: Match, builder: Builder[X], dtype: torch.dtype) -> X:
         x = _over_pairs(match, builder, term)
         # A truth value that is added counts as 0 or 1; a kernel would take it for a mask.
         x = x if builder.value(x).is_floating_point() else builder.call(torch.Tensor.to, x, dtype)
-        x = x if term.weight == 1.0 else builder.call(operator.mul, x, term.weight)
+        x = _weighted(builder, x, term)
         total = x if total is None else builder.call(operator.add, total, x)
     for term in match.allowed:
         c = _over_pairs(match, builder, term)
@@ -183,6 +185,22 @@ def _combined(match: Match, builder: Builder[X], dtype: torch.dtype) -> X:
     if combined is None:
         raise ValueError("a mask was asked for where there is none")
     return combined
+
+
+def _weighted(builder: Builder[X], x: X, term: Term) -> X:
+    """The tensor times its weight, in the dtype that the model multiplies in: float16 has no number for -1 times 1e5."""
+    if term.weight == 1.0:
+        return x
+    own = builder.value(x).dtype
+    if term.weighed_in is not None and not _is_exact_in_every_dtype(term.weight):
+        x = _cast(builder, x, torch.promote_types(own, term.weighed_in))
+    return builder.call(operator.mul, x, term.weight)
+
+
+def _is_exact_in_every_dtype(weight: float) -> bool:
+    """Whether the product with any number has the number's own digits, and is no larger than it."""
+    mantissa, _ = math.frexp(abs(weight))
+    return mantissa == 0.5 and abs(weight) <= 1.0
 
 
 def _sinks(mirror: Mirror, match: Match, builder: Builder[X]) -> X | None:

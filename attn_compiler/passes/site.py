@@ -71,6 +71,7 @@ class Term:
     """A tensor that joins the scores.
 
     weight: the factor that the tensor has in the end.
+    weighed_in: the dtype that the model multiplies the weight on in; None: that of the tensor.
     inverted: True means masked out (bool tensors alone).
     fill: the number that a masked score is in the end (bool tensors alone).
     replaces: the fill took the place of the score, and was not added to it (bool tensors alone).
@@ -79,6 +80,7 @@ class Term:
 
     operand: Operand
     weight: float = 1.0
+    weighed_in: torch.dtype | None = None
     inverted: bool = False
     fill: float = -math.inf
     replaces: bool = False

@@ -19,6 +19,7 @@ from attn_compiler.errors import VerificationMismatch
 from attn_compiler.passes import mutation
 from attn_compiler.passes.site import Site
 from attn_compiler.verifying import comparing, masks, outputs
+from attn_compiler.verifying.fused_noise import fused_noise
 from attn_compiler.verifying.interpreting import Autocast
 from attn_compiler.verifying.numbers import Noise, exact_dtype
 from attn_compiler.verifying.outputs import FACTOR, FACTOR_SOFTCAP, Compared
@@ -108,8 +109,8 @@ def check(site: Site, body: Body, new_out: fx.Node, given: Given) -> Compared:
     gradient = given.gradient if rows is None else torch.where(rows, given.gradient, 0.0)
     with given.autocast.again():
         new = _Tape(given.values, known, keys).through(lambda values: values.rewritten(body, new_out), gradient)
-    models = _Models(site=site, body=body, given=given, operands=known, keys=keys, gradient=gradient)
     rounded = comparing.coarsest([own_out.dtype, *(given.values.recorded[key].dtype for key in keys)])
+    models = _Models(site=site, body=body, given=given, operands=known, keys=keys, gradient=gradient, rounded=rounded)
     outcome = comparing.compare(new, models.own(), models, factor(site), rounded)
     if outcome.differences:
         raise _mismatch(site, [_named(key, site, body) for key in keys], outcome.differences)
@@ -141,7 +142,7 @@ class _Tape:
 
 @dataclass(frozen=True, kw_only=True)
 class _Models:
-    """The model's own gradients, in several arithmetics."""
+    """The model's own gradients, in several arithmetics. rounded: the coarsest dtype among the operands and the output."""
 
     site: Site
     body: Body
@@ -149,6 +150,7 @@ class _Models:
     operands: Sequence[Key]
     keys: Sequence[Key]
     gradient: torch.Tensor
+    rounded: torch.dtype | None
 
     def own(self) -> list[torch.Tensor | None]:
         return self._run(None, None)
@@ -170,7 +172,8 @@ class _Models:
             with self.given.autocast.again(none=dtype is not None):
                 return _Region(self.site, self.body, values, self.operands, dtype, noise).out()
 
-        return tape.through(make, self.gradient)
+        with fused_noise(noise, self.rounded):
+            return tape.through(make, self.gradient)
 
 
 class _Region:

@@ -11,6 +11,7 @@ import torch
 from attn_compiler.dtypes import HALVES
 from attn_compiler.verifying import interpreting
 from attn_compiler.verifying.copies import is_trained_parameter, isolated, leaving_no_trace, share_memory
+from attn_compiler.verifying.fused_noise import fused_noise
 from attn_compiler.verifying.interpreting import AS_IT_IS, Arithmetic, Autocast, Record
 from attn_compiler.verifying.numbers import FLOOR_ULPS, Noise
 from attn_compiler.verifying.plan import Plan
@@ -111,7 +112,8 @@ def run(
                 values[i] = _entered(leaves[i], values[i]) if plan.may_write[i] else leaves[i]
         with called.autocast.again(none=arithmetic.dtype is not None):
             outs = interpreting.interpret(plan.module, values, arithmetic, record)
-        gradients = _gradients([*outs, *values], backward, leaves, len(values)) if backward is not None else ()
+        with fused_noise(arithmetic.noise, plan.rounded):
+            gradients = _gradients([*outs, *values], backward, leaves, len(values)) if backward is not None else ()
         return Ran(outs=outs, inputs=values, random=drawn.any, gradients=gradients)
 
 

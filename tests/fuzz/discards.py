@@ -34,6 +34,13 @@ _TENSOR_TYPE = re.compile(r"CUDA\w+Type|torch\.cuda\.\w+Tensor|\w*Cudnn\w*Backwa
 #: errors of a GPU's kernels that eager has: an index beyond its tensor, a mask that PyTorch hands to cuDNN unaligned
 #: (https://github.com/pytorch/pytorch/issues/134001)
 _KERNELS = ("device-side assert triggered", "misaligned address")
+#: errors of cuDNN's SDPA in torch 2.11, which eager calls of itself: of queries expanded along the batch, and of an empty batch
+_CUDNN = {
+    "The stride for the last dimension corresponding to the embedding size per head should be 1 for output": (
+        "the strides of an expanded query"
+    ),
+    "'NoneType' object has no attribute 'stride'": "no output for an empty batch",
+}
 #: what torch.compile says, without us, of programs that it can't compile
 _TORCH = (
     # A comparison of symbolic sizes as an argument.
@@ -64,6 +71,9 @@ def of_eager(error: BaseException) -> Left | None:
     kernel = next((words for words in _KERNELS if words in str(error)), None)
     if kernel is not None:
         return Left(f"eager: {kernel}", is_last=True)
+    cudnn = next((what for words, what in _CUDNN.items() if words in str(error)), None)
+    if cudnn is not None:
+        return Left(f"eager: cuDNN gives {cudnn}")
     # What follows names the functions that C++ was in, an allocator among them.
     text = _TENSOR_TYPE.sub("", str(error).split("Exception raised from")[0].strip())
     if not isinstance(error, _EAGER) or _MACHINE.search(text):

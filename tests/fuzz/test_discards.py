@@ -40,6 +40,18 @@ def test_an_error_of_the_machine_is_no_discard(error: Exception) -> None:
     assert discards.of_eager(error) is None
 
 
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (RuntimeError("cuDNN Frontend error: The stride for the last dimension corresponding to the embedding size per "
+                      "head should be 1 for output_names::O"), "strides"),
+        (AttributeError("'NoneType' object has no attribute 'stride'"), "empty batch"),
+    ],
+)  # fmt: skip
+def test_what_cudnn_can_not_do_in_eager_either(error: Exception, what: str) -> None:
+    assert what in str(discards.of_eager(error))
+
+
 def test_after_an_error_of_a_kernel_comes_nothing_more() -> None:
     left = discards.of_eager(RuntimeError("CUDA error: device-side assert triggered\nmore"))
     assert left is not None

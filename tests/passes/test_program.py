@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from attn_compiler.lowerings.base import Emitter, Operands
+from attn_compiler.lowerings.plain.reference import Reference
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.spec import AttentionSpec
 from tests.passes.compiling import compiled, mark
@@ -237,3 +238,31 @@ def test_a_mask_that_may_differ_from_row_to_row_is_left_whole(monkeypatch: pytes
     mask = (PADDING != 0)[:, None, None, :].expand(-1, 1, S, -1).clone()
     given = _operands(function, _q(), _kv(B, H, KEYS, D), mask, monkeypatch=monkeypatch)
     assert given["mask"].shape == (B, 1, S, KEYS)
+
+
+@pytest.mark.parametrize(
+    ("factor", "dtype"), [(3e5, torch.float32), (1.5, torch.float32), (-1.0, torch.float16), (0.25, torch.float16)]
+)
+def test_a_bias_is_scaled_in_the_dtype_of_the_scores(
+    factor: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float16 has no number for 1e5. A product that has the digits of the bias needs no wider one."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        scores = ((q @ k.mT).float() + bias) * factor
+        return F.softmax(scores, -1).to(v.dtype) @ v
+
+    q, k, v = (torch.randn(B, H, S, D, dtype=torch.float16) / 100 for _ in range(3))
+    bias = (torch.arange(S * S, dtype=torch.float16) / 8).view(S, S)
+    given: list[torch.dtype] = []
+
+    def spy(self: Reference, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        assert operands.mask is not None
+        given.append(emitter.value(operands.mask).dtype)
+        return emit(self, emitter, spec, operands)
+
+    emit = Reference.emit
+    monkeypatch.setattr(Reference, "emit", spy)
+    run = compiled(function, inner="eager", lowering="reference")
+    torch.testing.assert_close(run(q, k, v, bias), function(q, k, v, bias), atol=2e-3, rtol=2e-3)
+    assert given == [dtype]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import fx
 
 from attn_compiler.passes import axes, constants, views
@@ -19,14 +20,17 @@ from attn_compiler.passes.site import Factor, Limit
 class Joined:
     """A tensor that joins the scores: added with `weight`, or (a bool) masking where it is False, or, `inverted`, True.
 
-    dims: those of the scores where it does, at the mirror node `used`. fill: what a masked score is. replaces: that takes the
-    place of the score, where it is added to it otherwise.
+    dims: those of the scores where it does, at the mirror node `used`.
+    weighed_in: the dtype of the scores where the last part of the weight was multiplied on.
+    fill: what a masked score is.
+    replaces: the fill takes the place of the score. It is added to the score otherwise.
     """
 
     node: fx.Node
     dims: Dims
     used: fx.Node
     weight: float = 1.0
+    weighed_in: torch.dtype | None = None
     inverted: bool = False
     fill: float = -math.inf
     replaces: bool = False
@@ -57,7 +61,7 @@ def follow(product: Contraction, steps: list[Step], dims: Dims) -> Scores:
     """dims: those of the product. Raises AxisError for steps whose meaning depends on their order in a way that is not kept."""
     scores = Scores(dims=dims, inner_scale=product.alpha)
     if product.addend is not None:
-        scores.additive.append(Joined(node=product.addend, dims=dims, used=product.node, weight=product.beta))
+        scores.additive.append(_added(product.addend, dims, product.node, product.beta))
     for step in steps:
         _apply(scores, step)
     return scores
@@ -87,8 +91,7 @@ def _apply(scores: Scores, step: Step) -> None:
         case score_steps.RuntimeScale():
             _runtime_scale(scores, step)
         case score_steps.Add():
-            added = Joined(node=step.term, dims=scores.dims, used=step.node, weight=step.weight)
-            scores.additive.append(added)
+            scores.additive.append(_added(step.term, scores.dims, step.node, step.weight))
         case score_steps.Keep():
             scores.keeps.append(
                 Joined(
@@ -110,6 +113,10 @@ def _apply(scores: Scores, step: Step) -> None:
             _cap(scores)
         case score_steps.SinkColumn():
             _join_sinks(scores, step)
+
+
+def _added(term: fx.Node, dims: Dims, used: fx.Node, weight: float) -> Joined:
+    return Joined(node=term, dims=dims, used=used, weight=weight, weighed_in=views.value(used).dtype)
 
 
 def _check_after_sinks(scores: Scores, step: Step) -> None:
@@ -134,7 +141,8 @@ def _scale(scores: Scores, step: score_steps.Scale) -> None:
         scores.outer_scale *= step.factor
     else:
         scores.inner_scale *= step.factor
-    scores.additive = [replace(term, weight=term.weight * step.factor) for term in scores.additive]
+    dtype = views.value(step.node).dtype
+    scores.additive = [replace(x, weight=x.weight * step.factor, weighed_in=dtype) for x in scores.additive]
     scores.keeps = [replace(kept, fill=kept.fill * step.factor) for kept in scores.keeps]
     scores.limits = [limit.scaled(step.factor) for limit in scores.limits]
 

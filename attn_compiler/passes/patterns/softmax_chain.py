@@ -322,6 +322,7 @@ def _term(mirror: Mirror, joined: Joined, weighted: Contraction) -> Term:
     return Term(
         operand=operand,
         weight=joined.weight,
+        weighed_in=joined.weighed_in,
         inverted=joined.inverted,
         fill=joined.fill,
         replaces=joined.replaces,

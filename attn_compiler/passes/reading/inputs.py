@@ -51,7 +51,10 @@ class BodyInputs:
         except Unreadable:
             return None
         self._not_followed |= above.not_followed
-        return element, {load.tensor: above.tensors[load.tensor] for load in ix.loads(element)}
+        # An index may itself be loaded, from a tensor of the body: its name is the body's unless the caller has one of that name.
+        indices = {load.tensor for index in at for load in ix.loads(index)}
+        names = {load.tensor for load in ix.loads(element)}
+        return element, {name: above.tensors[name] for name in names if name in above.tensors or name not in indices}
 
 
 def _when(call: Call, above: Reader) -> int | None:

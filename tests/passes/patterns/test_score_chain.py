@@ -132,10 +132,12 @@ def test_addend_of_a_product_is_added_with_its_factor() -> None:
         node.meta["val"] = torch.empty(shape, device="meta")
         nodes.append(node)
     node = graph.call_function(ops.baddbmm.default, tuple(nodes), {"beta": 0.5, "alpha": 2.0})
+    node.meta["val"] = torch.empty((8, 5, 6), dtype=torch.bfloat16, device="meta")
     product = contraction.parse(node)
     assert product is not None
     found = score_chain.follow(product, [], axes.fresh([sympy.Integer(n) for n in (8, 5, 6)]))
-    assert [(term.node, term.weight) for term in found.additive] == [(nodes[0], 0.5)]
+    added = [(term.node, term.weight, term.weighed_in) for term in found.additive]
+    assert added == [(nodes[0], 0.5, torch.bfloat16)]
     assert found.inner_scale == 2.0
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from attn_compiler.passes import mirror
+from attn_compiler.scores import GatheredBias
 from tests.passes.compiling import Compiled, compiled
 
 Tensor = torch.Tensor
@@ -113,6 +114,23 @@ def test_each_body_has_the_mask_that_it_is_given() -> None:
     causal, other = sorted(_check(function).report.sites, key=lambda site: not site.spec.mask.is_causal)
     assert causal.spec.mask.is_causal
     assert not other.spec.mask.is_causal
+
+
+def test_a_table_of_the_caller_at_indices_that_the_body_made() -> None:
+    """What the body made of data and did not read further keeps its name, beside the names that the caller gives."""
+
+    def function(q: Tensor, table: Tensor) -> Tensor:
+        def body(q: Tensor) -> Tensor:
+            n = q.shape[2]
+            order = torch.arange(n)
+            row = (order[:, None] - order[order - n]).clamp(0, 3)
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=table[row])
+
+        return checkpoint(body, q, use_reentrant=False)
+
+    run = _check(function, torch.randn(4))
+    (bias,) = run.site.spec.score.proved
+    assert isinstance(bias, GatheredBias)
 
 
 def test_sizes_are_those_of_the_caller() -> None:
