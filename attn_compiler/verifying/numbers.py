@@ -14,9 +14,9 @@ from attn_compiler.dtypes import HALVES
 FLOOR_ULPS = {torch.float64: 64.0, torch.float32: 16.0} | dict.fromkeys(HALVES, 2.0)
 #: runs with noise before a difference is taken to be one
 NOISY_RUNS = 4
-#: so many where roundings move a result by a tenth of it, as those of a steep softmax do: few runs come near to the largest error
+#: so many where roundings move a result by a twentieth of it, as those of a steep softmax do: few runs come near to the largest error
 NOISY_RUNS_OF_STEEP = 16
-STEEP = 0.1
+STEEP = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
