@@ -117,7 +117,7 @@ def plan(families: list[str], scenarios: list[str]) -> Iterator[Measured]:
     """Every case, the most telling first."""
     for scenario in (inputs.SCENARIOS[name] for name in scenarios):
         for family in families:
-            for implementation in IMPLEMENTATIONS:
+            for implementation in models.FAMILIES[family].implementations or IMPLEMENTATIONS:
                 if inputs.applies(family, scenario):
                     yield Measured(family=family, implementation=implementation, scenario=scenario)
 

@@ -32,8 +32,13 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """One model family. shared: arguments of the configuration in every size. softcap: attention scores go through tanh. sinks: its
-    softmax has them. SDPA has neither: with that, a family has other numbers, or no such implementation."""
+    """One model family.
+
+    shared: arguments of the configuration in every size.
+    softcap: attention scores go through tanh. SDPA has none: with it, such a family has other numbers, or no such implementation.
+    sinks: the softmax has them. SDPA has none either.
+    implementations: those of its attention, if not all.
+    """
 
     name: str
     config: str
@@ -43,6 +48,7 @@ class Family:
     shared: Mapping[str, Any] = field(default_factory=dict)
     softcap: bool = False
     sinks: bool = False
+    implementations: tuple[str, ...] | None = None
 
 
 def _decoder(
@@ -147,6 +153,60 @@ FAMILIES: Mapping[str, Family] = {
                 ),
                 "small": Shape(
                     batch=2, seqlen=256, config={"n_embd": 256, "n_head": 4, "n_layer": 2, "n_positions": 256}
+                ),
+            },
+        ),
+        Family(
+            name="gptj",
+            config="GPTJConfig",
+            model="GPTJModel",
+            inputs="decoder",
+            shared={"vocab_size": 1024, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+            implementations=("eager",),
+            sizes={
+                "full": Shape(
+                    batch=2,
+                    seqlen=6144,
+                    config={"n_embd": 4096, "n_head": 16, "n_layer": 4, "n_positions": 6144, "rotary_dim": 64},
+                ),
+                "small": Shape(
+                    batch=2,
+                    seqlen=256,
+                    config={"n_embd": 256, "n_head": 4, "n_layer": 2, "n_positions": 256, "rotary_dim": 16},
+                ),
+            },
+        ),
+        Family(
+            name="gpt_neo",
+            config="GPTNeoConfig",
+            model="GPTNeoModel",
+            inputs="decoder",
+            shared={"vocab_size": 1024, "attention_dropout": 0.0, "embed_dropout": 0.0, "resid_dropout": 0.0},
+            implementations=("eager",),
+            sizes={
+                "full": Shape(
+                    batch=2,
+                    seqlen=6144,
+                    config={
+                        "hidden_size": 2048,
+                        "num_heads": 16,
+                        "num_layers": 4,
+                        "attention_types": [[["global", "local"], 2]],
+                        "window_size": 256,
+                        "max_position_embeddings": 6144,
+                    },
+                ),
+                "small": Shape(
+                    batch=2,
+                    seqlen=256,
+                    config={
+                        "hidden_size": 256,
+                        "num_heads": 4,
+                        "num_layers": 2,
+                        "attention_types": [[["global", "local"], 1]],
+                        "window_size": 32,
+                        "max_position_embeddings": 256,
+                    },
                 ),
             },
         ),
