@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from attn_compiler import torch_compat
-from attn_compiler.passes import mutation
+from attn_compiler.passes import mutation, views
 from attn_compiler.passes.mirror import Mirror
 
 aten = torch.ops.aten
@@ -62,6 +62,44 @@ def number(mirror: Mirror, value: Any) -> float | None:
     return float(folded.item()) if folded is not None and folded.numel() == 1 else None
 
 
+#: ops that give a tensor of one number -> that number, or the argument that it is
+_UNIFORM: dict[object, float | str] = {
+    aten.full.default: "fill_value",
+    aten.full_like.default: "fill_value",
+    aten.new_full.default: "fill_value",
+    aten.zeros.default: 0.0,
+    aten.zeros_like.default: 0.0,
+    aten.new_zeros.default: 0.0,
+    aten.ones.default: 1.0,
+    aten.ones_like.default: 1.0,
+    aten.new_ones.default: 1.0,
+}
+
+
+def everywhere(mirror: Mirror, value: Any) -> float | None:
+    """The number that every element of a tensor is, or that a number is, if it is known while compiling; as `number` else.
+
+    Rounded as the model rounds it: to the dtype of the tensor, and of each cast of it.
+    """
+    found = number(mirror, value)
+    if found is not None or not isinstance(value, fx.Node):
+        return found
+    path = [value]
+    while views.is_view(path[-1]) or path[-1].target in views.CASTS:
+        path.append(views.source(path[-1]))
+    if path[-1].target not in _UNIFORM or any(_is_written(mirror, node) for node in path):
+        return None
+    fill = _UNIFORM[path[-1].target]
+    found = number(mirror, views.argument(path[-1], fill)) if isinstance(fill, str) else fill
+    for node in reversed(path if found is not None else []):
+        found = float(torch.tensor(found, dtype=torch.float64).to(views.value(node).dtype))
+    return found
+
+
+def _is_written(mirror: Mirror, node: fx.Node) -> bool:
+    return mutation.written_after(mirror, mutation.storages(node), node) is not None
+
+
 def fixed(value: Any) -> float | None:
     """The number that a symbolic float argument of a mirror node is in this call, held by a guard from here on; None of anything else.
 
@@ -72,7 +110,7 @@ def fixed(value: Any) -> float | None:
 
 
 def _fold(mirror: Mirror, node: fx.Node, depth: int) -> torch.Tensor | None:
-    if mutation.written_after(mirror, mutation.storages(node), node) is not None:
+    if _is_written(mirror, node):
         return None
     held = mirror.constant(node)
     if held is not None:

@@ -1,10 +1,11 @@
-"""matmul, bmm, baddbmm and einsum as one thing: a product of two tensors with a label on every axis.
+"""matmul, bmm, baddbmm, addmm, einsum and tensordot as one thing: a product of two tensors with a label on every axis.
 
 A label in both operands and in the output is a batch axis, in both operands only it is contracted, else it is free.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,22 +50,16 @@ class Contraction:
         return tuple(x for x in self.out_labels if x not in self.lhs_labels)
 
 
-PRODUCTS = frozenset(
-    {aten.matmul.default, aten.bmm.default, aten.mm.default, aten.baddbmm.default, aten.einsum.default}
-)
-
-
 def parse(node: fx.Node) -> Contraction | None:
     """The contraction that this node is, or None.
 
     None: no product, not of two tensors, an axis used twice in one of them, or one that is summed without the other tensor.
     """
-    if node.target not in PRODUCTS:
-        return None
-    if node.target is aten.einsum.default:
-        return _einsum(node)
-    if node.target is aten.baddbmm.default:
-        return _baddbmm(node)
+    reader = _READERS.get(node.target)
+    return None if reader is None else reader(node)
+
+
+def _product(node: fx.Node) -> Contraction | None:
     lhs, rhs = node.args[0], node.args[1]
     if not isinstance(lhs, fx.Node) or not isinstance(rhs, fx.Node):
         return None
@@ -88,7 +83,7 @@ def _matmul(node: fx.Node, lhs: fx.Node, rhs: fx.Node) -> Contraction | None:
     )
 
 
-def _baddbmm(node: fx.Node) -> Contraction | None:
+def _with_addend(node: fx.Node) -> Contraction | None:
     addend, lhs, rhs = node.args[:3]
     if not (isinstance(addend, fx.Node) and isinstance(lhs, fx.Node) and isinstance(rhs, fx.Node)):
         return None
@@ -118,9 +113,10 @@ def _einsum(node: fx.Node) -> Contraction | None:
     if not isinstance(equation, str) or not isinstance(operands, (list, tuple)) or len(operands) != 2:
         return None
     lhs, rhs = operands
-    if not isinstance(lhs, fx.Node) or not isinstance(rhs, fx.Node) or "->" not in equation:
+    if not isinstance(lhs, fx.Node) or not isinstance(rhs, fx.Node):
         return None
-    inputs, output = equation.replace(" ", "").split("->")
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    output = output if arrow else _implicit_output(inputs)
     terms = inputs.split(",")
     if len(terms) != 2:
         return None
@@ -137,8 +133,47 @@ def _einsum(node: fx.Node) -> Contraction | None:
     return Contraction(node=node, lhs=lhs, rhs=rhs, lhs_labels=left, rhs_labels=right, out_labels=out)
 
 
+def _implicit_output(inputs: str) -> str:
+    """What einsum gives without an arrow: the axes of an ellipsis, then every letter that occurs once, sorted."""
+    letters = [c for c in inputs if c.isalpha()]
+    once = sorted(c for c in set(letters) if letters.count(c) == 1)
+    return "".join(["..." if "..." in inputs else "", *once])
+
+
+def _tensordot(node: fx.Node) -> Contraction | None:
+    lhs, rhs, of_lhs, of_rhs = node.args[:4]
+    if not isinstance(lhs, fx.Node) or not isinstance(rhs, fx.Node):
+        return None
+    if not isinstance(of_lhs, (list, tuple)) or not isinstance(of_rhs, (list, tuple)):
+        return None
+    left, right = value(lhs).dim(), value(rhs).dim()
+    lhs_labels, rhs_labels = list(range(left)), list(range(left, left + right))
+    for i, j in zip(of_lhs, of_rhs, strict=True):
+        rhs_labels[int(j) % right] = int(i) % left
+    out = [x for x in lhs_labels if x not in rhs_labels] + [x for x in rhs_labels if x not in lhs_labels]
+    return Contraction(
+        node=node,
+        lhs=lhs,
+        rhs=rhs,
+        lhs_labels=tuple(lhs_labels),
+        rhs_labels=tuple(rhs_labels),
+        out_labels=tuple(out),
+    )
+
+
 def _labels(term: str, own_dots: int, all_dots: int) -> Labels:
     """Labels of one einsum term; the axes of an ellipsis are numbered from the right, so that they align as in matmul."""
     before, ellipsis, after = term.partition("...")
     dots = tuple(range(all_dots - own_dots, all_dots)) if ellipsis else ()
     return (*(all_dots + ord(c) for c in before), *dots, *(all_dots + ord(c) for c in after))
+
+
+_READERS: dict[object, Callable[[fx.Node], Contraction | None]] = {
+    aten.matmul.default: _product,
+    aten.bmm.default: _product,
+    aten.mm.default: _product,
+    aten.baddbmm.default: _with_addend,
+    aten.addmm.default: _with_addend,
+    aten.einsum.default: _einsum,
+    aten.tensordot.default: _tensordot,
+}

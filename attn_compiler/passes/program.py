@@ -121,8 +121,16 @@ def _factored(match: Match, builder: Builder[X], q: X) -> X:
     """Scales that are known at run time only are multiplied on q, in its own dtype."""
     dtype = builder.value(q).dtype
     for factor in match.factors:
-        q = builder.call(operator.truediv if factor.divide else operator.mul, q, builder.leaf(factor.node))
+        by = builder.leaf(factor.node) if factor.operand is None else _over_queries(match, builder, factor.operand)
+        q = builder.call(operator.truediv if factor.divide else operator.mul, q, by)
     return _cast(builder, q, dtype)
+
+
+def _over_queries(match: Match, builder: Builder[X], operand: Operand) -> X:
+    """A tensor that broadcasts to (B, Hq, Sq, 1): no number of a site's factor depends on the key."""
+    target = (match.batch, match.heads, match.query, ())
+    recipe = simplified(arrange(operand.root_dims, operand.reads, target, broadcast=True))
+    return _run(match, builder, recipe, builder.leaf(operand.root))
 
 
 def _mask(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype) -> X | None:
@@ -207,6 +215,10 @@ def _sinks(mirror: Mirror, match: Match, builder: Builder[X]) -> X | None:
     """(Hq,): the sink logits, which vary along the heads only."""
     if match.sinks is None:
         return None
+    if isinstance(match.sinks, float):
+        heads = builder.size(axes.dim_size(match.heads), [match.q.root])
+        device = match.q.root.meta["val"].device
+        return builder.call(torch.full, (heads,), match.sinks, dtype=torch.float32, device=device)
     return _operand(mirror, match, builder, "sinks", (match.heads,), None)
 
 
@@ -227,5 +239,6 @@ def _stored(match: Match, builder: Builder[X]) -> StoredTensors[X] | None:
 def sources(match: Match) -> list[fx.Node]:
     """Every mirror node that the kernel's operands are read from."""
     terms = [t.operand.root for t in (*match.additive, *match.allowed)]
-    sinks = [match.sinks.root] if match.sinks is not None else []
-    return [match.q.root, match.k.root, match.v.root, *terms, *sinks]
+    sinks = [match.sinks.root] if isinstance(match.sinks, Operand) else []
+    factors = [factor.operand.root for factor in match.factors if factor.operand is not None]
+    return [match.q.root, match.k.root, match.v.root, *terms, *sinks, *factors]

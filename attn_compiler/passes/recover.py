@@ -22,7 +22,7 @@ from attn_compiler.passes.meaning import Meaning
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.program import Tensors
 from attn_compiler.passes.reading import Reader
-from attn_compiler.passes.site import Match, Miss, Site
+from attn_compiler.passes.site import Match, Miss, Operand, Site
 from attn_compiler.passes.unit import Unit
 from attn_compiler.spec import AttentionSpec, Dim, StoredSpec, TensorSpec
 
@@ -221,7 +221,8 @@ def _score_spec(
     if tensors.mask is not None and bias:
         changes.append(scores.DenseBias(shape=_dims(tensors.mask.shape), dtype=_name(tensors.mask.dtype)))
     if match.sinks is not None:
-        changes.append(scores.Sinks(requires_grad=emit.example(mirror, match.sinks.root).requires_grad))
+        root = match.sinks.root if isinstance(match.sinks, Operand) else None
+        changes.append(scores.Sinks(requires_grad=root is not None and emit.example(mirror, root).requires_grad))
     return scores.ScoreSpec(
         scale=match.scale,
         runtime_scale=bool(match.factors),

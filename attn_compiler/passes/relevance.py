@@ -27,7 +27,9 @@ _MAKES_NEW = _BOUNDARIES | frozenset(
     "add sub mul truediv div pow neg mean var rsqrt sqrt exp erf cos sin sigmoid silu gelu relu tanh softplus cat square".split()
 )
 
-_PRODUCTS = frozenset("matmul bmm mm baddbmm einsum __matmul__".split())
+_PRODUCTS = frozenset("matmul bmm mm baddbmm addmm einsum tensordot __matmul__".split())
+#: products with an addend, which is the first argument
+_WITH_ADDEND = frozenset("baddbmm addmm".split())
 _SCALES = frozenset("mul truediv div".split())
 _OPERANDS = ("query", "key", "value")
 _STEPS_DOWN = 8
@@ -108,12 +110,13 @@ def _climb_scores(start: Iterable[object], scores: set[fx.Node], operands: set[f
     while queue:
         node = queue.pop()
         name = target_name(node)
-        if node in scores or name in _BOUNDARIES or isinstance(node.target, torch._ops.HigherOrderOperator):
+        ends = name in _BOUNDARIES and name not in _PRODUCTS
+        if node in scores or ends or isinstance(node.target, torch._ops.HigherOrderOperator):
             continue
         scores.add(node)
         if name in _PRODUCTS:
             _climb_operands(node.all_input_nodes, operands)
-            added = argument(node, 0, "input") if name == "baddbmm" else None
+            added = argument(node, 0, "input") if name in _WITH_ADDEND else None
             queue.extend([added] if isinstance(added, fx.Node) else [])
         else:
             queue.extend(node.all_input_nodes)

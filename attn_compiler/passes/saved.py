@@ -220,7 +220,7 @@ def settle(unit: Unit, mirror: Mirror, match: Match) -> None:
 def operands(match: Match) -> list[Operand]:
     """Every operand of a site, those of masks, biases and sinks too."""
     terms = [term.operand for term in (*match.additive, *match.allowed)]
-    return [match.q, match.k, match.v, *terms, *([match.sinks] if match.sinks is not None else [])]
+    return [match.q, match.k, match.v, *terms, *([match.sinks] if isinstance(match.sinks, Operand) else [])]
 
 
 def after(unit: Unit, mirror: Mirror, node: fx.Node, site: fx.Node) -> Danger | None:

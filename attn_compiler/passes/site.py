@@ -112,10 +112,16 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """A scale that is known at run time only: a mirror node of a 0-d tensor or a symbolic number. divide: 1 / factor."""
+    """A scale that is known at run time only.
+
+    node: a mirror node: a symbolic number, or a tensor.
+    divide: 1 / factor.
+    operand: how the tensor lies along batch, heads and queries; None of a number and of a tensor without axes.
+    """
 
     node: fx.Node
     divide: bool = False
+    operand: Operand | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +149,7 @@ class Match:
     additive: tensors that are added to the scores.
     allowed: tensors that say which scores take part.
     limits: clamps on the scores.
-    sinks: one logit a head that joins the softmax and is dropped after it.
+    sinks: one logit a head that joins the softmax and is dropped after it; a number that is that of every head.
     dropout_p: the share of weights that is dropped.
     unusual: what happens to the scores that no lowering knows.
     covered: the nodes from `first` to `out`. The scores live nowhere else, so the site alone is concerned by writes to them.
@@ -178,7 +184,7 @@ class Match:
     additive: tuple[Term, ...] = ()
     allowed: tuple[Term, ...] = ()
     limits: tuple[Limit, ...] = ()
-    sinks: Operand | None = None
+    sinks: Operand | float | None = None
     dropout_p: float = 0.0
     unusual: tuple[str, ...] = ()
     covered: frozenset[fx.Node] = frozenset()

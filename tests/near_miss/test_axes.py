@@ -132,6 +132,21 @@ def three_operands(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhqk,bhkd,h->bhqd", (q @ k.mT * 0.3).softmax(-1), v, torch.arange(4.0))
 
 
+@CASES.near_miss(described("scale 0.3"), inputs=lambda: tensors(*[(LENGTH, HEAD_DIM)] * 3))
+def einsum_without_an_arrow(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("ij,jd", (torch.einsum("id,jd", q, k) * 0.3).softmax(-1), v)
+
+
+@CASES.near_miss(described("scale 0.3"), inputs=lambda: tensors(*[(LENGTH, HEAD_DIM)] * 3))
+def tensordot(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.tensordot((torch.tensordot(q, k, ([1], [1])) * 0.3).softmax(-1), v, 1)
+
+
+@CASES.near_miss(described("scale 0.3"), inputs=lambda: tensors(*[(LENGTH, HEAD_DIM)] * 3, (LENGTH, LENGTH)))
+def addmm(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return torch.addmm(bias, q, k.mT, alpha=0.3, beta=0.5).softmax(-1) @ v
+
+
 @CASES.near_miss(missed(STEPS, "einsum"), inputs=lambda: tensors((LENGTH, LENGTH, HEAD_DIM), *[(LENGTH, HEAD_DIM)] * 2))
 def diagonal_of_the_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("iid,kd->ik", q, k).softmax(-1) @ v

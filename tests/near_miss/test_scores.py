@@ -81,6 +81,28 @@ def filled_with_minus_ten_thousand(q: Tensor, k: Tensor, v: Tensor, kept: Tensor
     return (q @ k.mT * 0.3).masked_fill(~kept, -1e4).softmax(-1) @ v
 
 
+@CASES.near_miss(described("dense bool"), inputs=lambda: qkv(condition(LENGTH, LENGTH)))
+def filled_from_a_tensor_of_one_number(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    scores = q @ k.mT * 0.3
+    return torch.where(kept, scores, torch.full_like(scores, -1e9)).softmax(-1) @ v
+
+
+@CASES.near_miss(missed(STEPS, "where"), inputs=lambda: qkv(condition(LENGTH, LENGTH), grad=False))
+def filled_from_a_tensor_that_was_written_to(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    scores = q @ k.mT * 0.3
+    fill = torch.full_like(scores, -1e9)
+    fill[..., 3] = 0.5
+    return torch.where(kept, scores, fill).softmax(-1) @ v
+
+
+@CASES.near_miss(
+    described("scale -0.3", lowering="reference"),
+    inputs=lambda: qkv(normal(LENGTH, LENGTH, grad=True)),
+)
+def scores_subtracted_from_a_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (bias - q @ k.mT * 0.3).softmax(-1) @ v
+
+
 @CASES.near_miss(missed(STEPS, "masked_fill"), inputs=lambda: qkv(condition(LENGTH, LENGTH)))
 def filled_with_zero(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
     return (q @ k.mT * 0.3).masked_fill(~kept, 0).softmax(-1) @ v
@@ -122,7 +144,7 @@ def clamped_where_it_shows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT).clamp(min=-1.0).softmax(-1) @ v
 
 
-@CASES.near_miss(missed(STEPS, "mul"), inputs=lambda: qkv(condition(LENGTH, LENGTH).float()))
+@CASES.near_miss(missed(FOLLOWED, "differ from key to key"), inputs=lambda: qkv(condition(LENGTH, LENGTH).float()))
 def mask_multiplied_instead_of_added(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
     return (q @ k.mT * 0.3 * kept).softmax(-1) @ v
 
@@ -161,9 +183,35 @@ def scores_expanded_over_heads_with_a_mask_each(q: Tensor, k: Tensor, v: Tensor,
 # ---- scales ---------------------------------------------------------------------------------------------------------
 
 
-@CASES.near_miss(missed(STEPS, "mul"), inputs=lambda: qkv(normal(HEADS, 1, 1, grad=True)))
+@CASES.near_miss(described("run-time factor"), inputs=lambda: qkv(normal(HEADS, 1, 1, grad=True)))
 def temperature_of_each_head(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor) -> Tensor:
     return (q @ k.mT * temperature).softmax(-1) @ v
+
+
+@CASES.near_miss(described("run-time factor"), inputs=lambda: qkv(normal(BATCH, 1, LENGTH, 1, grad=True)))
+def temperature_of_each_query(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor) -> Tensor:
+    return (q @ k.mT / (temperature.abs() + 0.5)).softmax(-1) @ v
+
+
+@CASES.near_miss(missed(FOLLOWED, "differ from key to key"), inputs=lambda: qkv(normal(LENGTH, grad=True)))
+def temperature_of_each_key(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor) -> Tensor:
+    return (q @ k.mT * temperature).softmax(-1) @ v
+
+
+@CASES.near_miss(
+    described("run-time factor"),
+    inputs=lambda: qkv(normal(HEADS, 1, 1, grad=True), normal(HEADS, LENGTH, LENGTH, grad=True)),
+)
+def cosine_attention(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor, bias: Tensor) -> Tensor:
+    scores = torch.nn.functional.normalize(q, dim=-1) @ torch.nn.functional.normalize(k, dim=-1).mT
+    return (scores * temperature.clamp(max=4.6).exp() + bias).softmax(-1) @ v
+
+
+@CASES.near_miss(missed(FOLLOWED, "written in place"), inputs=lambda: plain(normal(HEADS, 1, 1)))
+def temperatures_written_before_the_values(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor) -> Tensor:
+    weights = (q @ k.mT * temperature).softmax(-1)
+    temperature.mul_(3)
+    return weights @ v
 
 
 @CASES.near_miss(described("run-time factor"), inputs=lambda: qkv(normal(grad=True)))
@@ -183,7 +231,7 @@ def temperature_written_before_the_values(q: Tensor, k: Tensor, v: Tensor, tempe
     return weights @ v
 
 
-@CASES.near_miss(missed(STEPS, "mul"))
+@CASES.near_miss(described("scale 1 × run-time factor"))
 def constant_that_was_written_to(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scale = torch.ones(1)
     scale[0] = 0.2
@@ -254,6 +302,19 @@ def maximum_subtracted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores - scores.max(-1, keepdim=True)[0].detach()).softmax(-1) @ v
 
 
+@CASES.near_miss(described("scale 0.3"))
+def maximum_put_back(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """LayoutLMv3: smaller by a number, shifted by their maximum, larger again."""
+    scores = q @ k.mT * 0.3 / 32
+    return ((scores - scores.amax(dim=-1).unsqueeze(-1)) * 32).softmax(-1) @ v
+
+
+@CASES.near_miss(missed(READERS, "amax"))
+def maximum_put_back_along_another_axis(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT * 0.3
+    return (scores - scores.amax(dim=-1).unsqueeze(-2)).softmax(-1) @ v
+
+
 @CASES.near_miss(missed(FOLLOWED, "taken along another axis"))
 def maximum_over_the_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = k @ q.mT * 0.3
@@ -286,6 +347,57 @@ def sink_not_dropped(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
 @CASES.near_miss(missed(FOLLOWED, "something else than the sink"), inputs=lambda: qkv(normal(HEADS, grad=True)))
 def first_column_dropped_instead_of_the_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
     return joined(q @ k.mT * 0.3, sink).softmax(-1)[..., 1:] @ v
+
+
+@CASES.near_miss(described("sinks"), inputs=lambda: qkv(normal(HEADS, grad=True)))
+def sink_as_the_first_column(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+    column = sink.view(1, HEADS, 1, 1).expand(BATCH, HEADS, LENGTH, 1)
+    return torch.cat([column, q @ k.mT * 0.3], dim=-1).softmax(-1)[..., 1:] @ v
+
+
+@CASES.near_miss(missed(FOLLOWED, "something else than the sink"), inputs=lambda: qkv(normal(HEADS, grad=True)))
+def last_column_dropped_instead_of_the_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+    column = sink.view(1, HEADS, 1, 1).expand(BATCH, HEADS, LENGTH, 1)
+    return torch.cat([column, q @ k.mT * 0.3], dim=-1).softmax(-1)[..., :-1] @ v
+
+
+@CASES.near_miss(described("sinks"), inputs=lambda: qkv(normal(HEADS, grad=True)))
+def sink_narrowed_off(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+    return joined(q @ k.mT * 0.3, sink).softmax(-1).narrow(-1, 0, LENGTH) @ v
+
+
+@CASES.near_miss(described("sinks"), inputs=lambda: qkv(normal(HEADS, grad=True)))
+def sink_split_off(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+    weights, _ = joined(q @ k.mT * 0.3, sink).softmax(-1).split([LENGTH, 1], dim=-1)
+    return weights @ v
+
+
+@CASES.near_miss(missed(FOLLOWED, "something else than the sink"), inputs=lambda: qkv(normal(HEADS, grad=True)))
+def the_wrong_part_of_a_split(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+    _, weights = joined(q @ k.mT * 0.3, sink).softmax(-1).split([1, LENGTH], dim=-1)
+    return weights @ v
+
+
+@CASES.near_miss(described("sinks"))
+def softmax_plus_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([q @ k.mT * 0.3, q.new_zeros(BATCH, HEADS, LENGTH, 1)], dim=-1).softmax(-1)[..., :-1] @ v
+
+
+@CASES.near_miss(described("sinks"))
+def softmax_plus_a_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.nn.functional.pad(q @ k.mT * 0.3, (1, 0), value=1.5).softmax(-1)[..., 1:] @ v
+
+
+@CASES.near_miss(missed(STEPS, "pad"), inputs=lambda: tensors(SHAPE, SHAPE, (BATCH, HEADS, LENGTH + 2, HEAD_DIM)))
+def two_columns_of_zeros(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.nn.functional.pad(q @ k.mT * 0.3, (0, 2)).softmax(-1) @ v
+
+
+@CASES.near_miss(missed("can be brought into", "has no place"), inputs=lambda: qkv(grad=False))
+def a_column_that_was_written_to(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    column = q.new_zeros(BATCH, HEADS, LENGTH, 1)
+    column[:, :, 1] = 2.0
+    return torch.cat([q @ k.mT * 0.3, column], dim=-1).softmax(-1)[..., :-1] @ v
 
 
 @CASES.near_miss(missed(FOLLOWED, "after the sink column"), inputs=lambda: qkv(normal(HEADS, grad=True)))

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.near_miss.checking import (
+    BATCH,
     HEADS,
     LENGTH,
     SHAPE,
@@ -58,7 +59,7 @@ def log_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * 0.3).log_softmax(-1) @ v
 
 
-@CASES.near_miss(missed("between the product q kᵀ and the softmax", "neg"))
+@CASES.near_miss(described("scale -0.3", lowering="reference"))
 def negated_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * 0.3).neg().softmax(-1) @ v
 
@@ -82,9 +83,46 @@ def head_mask(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
     return (weigh(q, k) * kept[:, None, None]) @ v
 
 
-@CASES.near_miss(missed(AFTER, "softmax is used by"), inputs=lambda: qkv(condition(LENGTH, LENGTH)))
+@CASES.near_miss(missed(FOLLOWED, "another mask"), inputs=lambda: qkv(condition(LENGTH, LENGTH)))
 def weights_masked_afterwards(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
     return weigh(q, k).masked_fill(~kept, 0) @ v
+
+
+@CASES.near_miss(described("dense bool"), inputs=lambda: qkv(condition(LENGTH, LENGTH)))
+def masked_before_and_afterwards(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    weights = (q @ k.mT * 0.3).masked_fill(~kept, -1e9).softmax(-1)
+    return weights.masked_fill(kept.logical_not(), 0.0) @ v
+
+
+@CASES.near_miss(described("dense bool"), inputs=lambda: qkv(condition(BATCH, 1, LENGTH, LENGTH)))
+def masked_before_and_multiplied_afterwards(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    weights = torch.where(kept, q @ k.mT * 0.3, -torch.inf).softmax(-1)
+    return (weights * kept.to(weights.dtype)) @ v
+
+
+@CASES.near_miss(missed(FOLLOWED, "another mask"), inputs=lambda: qkv(condition(LENGTH, LENGTH)))
+def masked_before_and_the_rest_afterwards(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3).masked_fill(~kept, -1e9).softmax(-1).masked_fill(kept, 0.0) @ v
+
+
+@CASES.near_miss(missed(FOLLOWED, "another mask"), inputs=lambda: qkv(condition(LENGTH, LENGTH)))
+def masked_before_and_transposed_afterwards(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    weights = (q @ k.mT * 0.3).masked_fill(~kept, -1e9).softmax(-1)
+    return weights.mT.masked_fill(~kept, 0.0).mT @ v
+
+
+@CASES.near_miss(missed(FOLLOWED, "another mask"), inputs=lambda: qkv(condition(LENGTH, LENGTH), grad=False))
+def the_mask_is_written_before_it_masks_again(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    weights = (q @ k.mT * 0.3).masked_fill(kept, -1e9).softmax(-1)
+    kept[:, 1:] = True
+    return weights.masked_fill(kept, 0.0) @ v
+
+
+@CASES.near_miss(described("dense bool"), inputs=lambda: qkv(condition(BATCH, 1, LENGTH, LENGTH)))
+def a_row_without_keys_is_masked_afterwards(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    kept = kept & (torch.arange(LENGTH) != 2)[:, None]
+    lowest = torch.finfo(q.dtype).min
+    return (q @ k.mT * 0.3).masked_fill(~kept, lowest).softmax(-1).masked_fill(~kept, 0.0) @ v
 
 
 @CASES.near_miss(missed(AFTER, "softmax is used by"))

@@ -12,7 +12,8 @@ from attn_compiler.passes.site import Match, Operand
 def assemble(*, batch_dims: Dims, q: Operand, k: Operand, v: Operand, **parts: Any) -> Match:
     """A Match from a pattern's findings. batch_dims: the batch and head axes of the scores, outermost first."""
     terms = [t.operand for t in (*parts.get("additive", ()), *parts.get("allowed", ()))]
-    operands.settle([q, k, v, *terms])
+    factors = [factor.operand for factor in parts.get("factors", ()) if factor.operand is not None]
+    operands.settle([q, k, v, *terms, *factors])
     atoms = axes.flat(batch_dims)
     shared = _shared_tail(atoms, k, v)
     start = _first_head(atoms, shared)

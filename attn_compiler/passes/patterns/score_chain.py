@@ -13,7 +13,7 @@ from attn_compiler.passes.axes import AxisError, Dim, Dims
 from attn_compiler.passes.contraction import Contraction
 from attn_compiler.passes.patterns import score_steps
 from attn_compiler.passes.patterns.score_steps import Step
-from attn_compiler.passes.site import Factor, Limit
+from attn_compiler.passes.site import Limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,24 +36,38 @@ class Joined:
     replaces: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """What the scores are multiplied (or divided) by at run time. dims: those of the scores there. used: the mirror node that does it."""
+
+    by: fx.Node
+    divide: bool
+    dims: Dims
+    used: fx.Node
+
+
 @dataclass(kw_only=True)
 class Scores:
     """The scores while their steps are followed from the product on: dims now, and what happened so far.
 
-    masked_at: the highest number that a masked score may be by now. shifted_along: axes whose maximum was subtracted.
+    masked_at: the highest number that a masked score may be by now.
+    shifted_along: axes whose maximum was subtracted.
+    sinks: logits that joined the keys as a column, or the number that all of them are.
+    sinks_first: the column is the first.
     """
 
     dims: Dims
     inner_scale: float = 1.0
     outer_scale: float = 1.0
     capped: bool = False
-    factors: list[Factor] = field(default_factory=list)
+    factors: list[Scaled] = field(default_factory=list)
     additive: list[Joined] = field(default_factory=list)
     keeps: list[Joined] = field(default_factory=list)
     masked_at: list[float] = field(default_factory=list)
     limits: list[Limit] = field(default_factory=list)
     shifted_along: list[Dim] = field(default_factory=list)
-    sinks: Joined | None = None
+    sinks: Joined | float | None = None
+    sinks_first: bool = False
     unusual: list[str] = field(default_factory=list)
 
 
@@ -87,10 +101,12 @@ def _apply(scores: Scores, step: Step) -> None:
         case score_steps.View():
             scores.dims = views.forward(step.node, scores.dims)
         case score_steps.Scale():
-            _scale(scores, step)
+            _scale(scores, step, step.factor)
         case score_steps.RuntimeScale():
             _runtime_scale(scores, step)
         case score_steps.Add():
+            if step.negates:
+                _scale(scores, step, -1.0)
             scores.additive.append(_added(step.term, scores.dims, step.node, step.weight))
         case score_steps.Keep():
             scores.keeps.append(
@@ -130,33 +146,35 @@ def _check_after_sinks(scores: Scores, step: Step) -> None:
 def _join_sinks(scores: Scores, step: score_steps.SinkColumn) -> None:
     if scores.shifted_along:
         scores.unusual.append("a sink column beside scores that their maximum was subtracted from")
-    scores.sinks = Joined(node=step.sinks, dims=scores.dims, used=step.node)
+    logits = step.sinks
+    scores.sinks = logits if isinstance(logits, float) else Joined(node=logits, dims=scores.dims, used=step.node)
+    scores.sinks_first = step.first
 
 
-def _scale(scores: Scores, step: score_steps.Scale) -> None:
-    scores.masked_at = [number * step.factor for number in scores.masked_at]
+def _scale(scores: Scores, step: Step, factor: float) -> None:
+    scores.masked_at = [number * factor for number in scores.masked_at]
     if any(number > score_steps.STILL_MASKED_BELOW for number in scores.masked_at):
-        raise AxisError(f"{step.node.name} multiplies scores that are masked by now with {step.factor:g}")
+        raise AxisError(f"{step.node.name} multiplies scores that are masked by now with {factor:g}")
     if scores.capped:
-        scores.outer_scale *= step.factor
+        scores.outer_scale *= factor
     else:
-        scores.inner_scale *= step.factor
+        scores.inner_scale *= factor
     dtype = views.value(step.node).dtype
-    scores.additive = [replace(x, weight=x.weight * step.factor, weighed_in=dtype) for x in scores.additive]
-    scores.keeps = [replace(kept, fill=kept.fill * step.factor) for kept in scores.keeps]
-    scores.limits = [limit.scaled(step.factor) for limit in scores.limits]
+    scores.additive = [replace(x, weight=x.weight * factor, weighed_in=dtype) for x in scores.additive]
+    scores.keeps = [replace(kept, fill=kept.fill * factor) for kept in scores.keeps]
+    scores.limits = [limit.scaled(factor) for limit in scores.limits]
 
 
 def _runtime_scale(scores: Scores, step: score_steps.RuntimeScale) -> None:
+    scaled = Scaled(by=step.by, divide=step.divide, dims=scores.dims, used=step.node)
     if not (scores.capped or scores.additive or scores.masked_at or scores.sinks is not None):
-        scores.factors.append(Factor(node=step.by, divide=step.divide))
+        scores.factors.append(scaled)
         return
     number = constants.fixed(step.by)
     if number:
-        factor = 1 / number if step.divide else number
-        _scale(scores, score_steps.Scale(node=step.node, source=step.source, factor=factor))
+        _scale(scores, step, 1 / number if step.divide else number)
         return
-    scores.factors.append(Factor(node=step.by, divide=step.divide))
+    scores.factors.append(scaled)
     scores.unusual.append("a run-time scale after other score changes")
 
 

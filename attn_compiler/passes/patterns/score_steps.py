@@ -54,7 +54,7 @@ class Scale(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeScale(Step):
-    """Times (or over) a number known at run time only."""
+    """Times (or over) what is known at run time only: a number, or a tensor that broadcasts to the scores, as one number a head is."""
 
     by: fx.Node
     divide: bool
@@ -62,10 +62,11 @@ class RuntimeScale(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Add(Step):
-    """Plus weight × term."""
+    """Plus weight × term. negates: the scores themselves are subtracted."""
 
     term: fx.Node
     weight: float = 1.0
+    negates: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +85,10 @@ class Tanh(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class SinkColumn(Step):
-    """A column of logits is appended to the keys."""
+    """A column of logits joins the keys: as the last one, or as the `first`. sinks: the logits, or the number that all of them are."""
 
-    sinks: fx.Node
+    sinks: fx.Node | float
+    first: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,16 +128,14 @@ def _scale(mirror: Mirror, node: fx.Node) -> list[Step]:
     divide = node.target in (aten.div.Tensor, aten.div_.Tensor)
     steps: list[Step] = []
     if isinstance(left, fx.Node) and isinstance(right, fx.Node):
-        if _is_number(right):
-            steps.append(RuntimeScale(node=node, source=left, by=right, divide=divide))
-        elif _is_number(left) and not divide:
+        steps.append(RuntimeScale(node=node, source=left, by=right, divide=divide))
+        if not divide and not mutation.writes(node):
             steps.append(RuntimeScale(node=node, source=right, by=left, divide=False))
     return steps
 
 
-def _is_number(node: fx.Node) -> bool:
-    val = node.meta.get("val")
-    return isinstance(val, (torch.SymFloat, torch.SymInt)) or (isinstance(val, torch.Tensor) and val.dim() == 0)
+def _negated(mirror: Mirror, node: fx.Node) -> list[Step]:
+    return [Scale(node=node, source=views.source(node), factor=-1.0)]
 
 
 def _add(mirror: Mirror, node: fx.Node) -> list[Step]:
@@ -157,28 +157,50 @@ def _sub(mirror: Mirror, node: fx.Node) -> list[Step]:
     maximum = _row_maximum(right, left)
     if maximum is not None and alpha == 1.0:
         return [Shift(node=node, source=left, uses=maximum)]
-    return [Add(node=node, source=left, term=right, weight=-alpha)]
+    steps: list[Step] = [Add(node=node, source=left, term=right, weight=-alpha)]
+    if alpha == 1.0 and not mutation.writes(node):
+        steps.append(Add(node=node, source=right, term=left, negates=True))
+    return steps
+
+
+def _rsub(mirror: Mirror, node: fx.Node) -> list[Step]:
+    """other - alpha × scores, or the other way round."""
+    left, right = node.args[:2]
+    alpha = constants.number(mirror, argument(node, "alpha"))
+    if alpha != 1.0 or not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+        return []
+    return [
+        Add(node=node, source=left, term=right, negates=True),
+        Add(node=node, source=right, term=left, weight=-1.0),
+    ]
 
 
 def _carries_scores(step: Step) -> bool:
-    """The scores have the full shape: what broadcasts up to the result is the other operand."""
-    same: bool = value(step.source).shape == value(step.node).shape
-    return same
+    """The scores have the full shape: what broadcasts up to the result is the other operand. Scores are no symbolic number."""
+    source = step.source.meta.get("val")
+    return isinstance(source, torch.Tensor) and source.shape == value(step.node).shape
 
 
 def _row_maximum(node: fx.Node, scores: fx.Node) -> tuple[fx.Node, ...] | None:
-    """The nodes that compute `scores`' maximum over its last axis (kept), if that is what `node` is."""
+    """The nodes that compute `scores`' maximum over its last axis, which is kept or put back, if that is what `node` is."""
     path = [node]
-    while path[-1].target in (aten.detach.default, aten.alias.default) or _is_first_item(path[-1]):
-        path.append(views.source(path[-1]))
-    top = path[-1]
+    unsqueezed = False
+    while True:
+        top = path[-1]
+        if top.target is aten.unsqueeze.default and not unsqueezed:
+            unsqueezed = argument(top, "dim") in (-1, value(top).dim() - 1)
+            if not unsqueezed:
+                return None
+        elif top.target not in (aten.detach.default, aten.alias.default) and not _is_first_item(top):
+            break
+        path.append(views.source(top))
     if top.target not in (aten.amax.default, aten.max.dim) or top.args[0] is not scores:
         return None
     dim = argument(top, "dim")
     dims = [dim] if isinstance(dim, int) else list(dim)  # type: ignore[call-overload]
     last = value(scores).dim() - 1
     keeps = bool(argument(top, "keepdim"))
-    return tuple(path) if keeps and [d % (last + 1) for d in dims] == [last] else None
+    return tuple(path) if keeps != unsqueezed and [d % (last + 1) for d in dims] == [last] else None
 
 
 def _is_first_item(node: fx.Node) -> bool:
@@ -210,7 +232,7 @@ def _masking(mirror: Mirror, fill: object, node: fx.Node) -> float | None:
 
     Rounded to their dtype: -1e9 is -998244352 in bfloat16, which is what else is added has to be held against.
     """
-    number = constants.number(mirror, fill)
+    number = constants.everywhere(mirror, fill)
     if number is None:
         return None
     number = _rounded(number, node)
@@ -320,14 +342,35 @@ def _sink_column(mirror: Mirror, node: fx.Node) -> list[Step]:
     parts, dim = node.args[0], argument(node, "dim")
     if not isinstance(parts, (list, tuple)) or len(parts) != 2 or not isinstance(dim, int):
         return []
-    scores, sinks = parts
-    if (
-        not isinstance(scores, fx.Node)
-        or not isinstance(sinks, fx.Node)
-        or dim % value(node).dim() != value(node).dim() - 1
-    ):
+    left, right = parts
+    is_last = dim % value(node).dim() == value(node).dim() - 1
+    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node) or not is_last:
         return []
-    return [SinkColumn(node=node, source=scores, sinks=sinks)] if value(sinks).shape[-1] == 1 else []
+    steps: list[Step] = []
+    if value(right).shape[-1] == 1:
+        steps.append(SinkColumn(node=node, source=left, sinks=_logits(mirror, right)))
+    if value(left).shape[-1] == 1:
+        steps.append(SinkColumn(node=node, source=right, sinks=_logits(mirror, left), first=True))
+    return steps
+
+
+def _logits(mirror: Mirror, column: fx.Node) -> fx.Node | float:
+    number = constants.everywhere(mirror, column)
+    return column if number is None else number
+
+
+def _padded(mirror: Mirror, node: fx.Node) -> list[Step]:
+    """One column of one number beside the scores: a softmax plus one."""
+    source, pad = node.args[:2]
+    fill = argument(node, "value")
+    number = 0.0 if fill is None else constants.number(mirror, fill)
+    if not isinstance(source, fx.Node) or not isinstance(pad, (list, tuple)) or number is None:
+        return []
+    if argument(node, "mode", "constant") != "constant" or any(n != 0 for n in pad[2:]):
+        return []
+    if tuple(pad[:2]) not in ((0, 1), (1, 0)):
+        return []
+    return [SinkColumn(node=node, source=source, sinks=number, first=tuple(pad[:2]) == (1, 0))]
 
 
 #: The op in the mirror -> how to read it. A new step: one reader, one line here, one test.
@@ -341,6 +384,11 @@ READERS: dict[object, Reader] = {
     aten.add.Tensor: _add,
     aten.add_.Tensor: _add,
     aten.sub.Tensor: _sub,
+    aten.sub_.Tensor: _sub,
+    aten.rsub.Tensor: _rsub,
+    aten.neg.default: _negated,
+    aten.neg_.default: _negated,
+    aten.negative.default: _negated,
     aten.where.self: _where,
     aten.where.ScalarOther: _where,
     aten.where.ScalarSelf: _where,
@@ -361,4 +409,6 @@ READERS: dict[object, Reader] = {
     aten.cat.default: _sink_column,
     aten.concat.default: _sink_column,
     aten.concatenate.default: _sink_column,
+    aten.pad.default: _padded,
+    aten.constant_pad_nd.default: _padded,
 }

@@ -31,8 +31,8 @@ def match(mirror: Mirror, anchor: fx.Node) -> Match:
 
 def _tensor(anchor: fx.Node, name: str) -> fx.Node:
     node = views.argument(anchor, name)
-    if not isinstance(node, fx.Node) or views.value(node).dim() < 3:
-        raise Refused(rule="q, k and v have at least 3 dimensions", observed=f"{name} is {node}", at=anchor, progress=0)
+    if not isinstance(node, fx.Node) or views.value(node).dim() < 2:
+        raise Refused(rule="q, k and v have at least 2 dimensions", observed=f"{name} is {node}", at=anchor, progress=0)
     return node
 
 

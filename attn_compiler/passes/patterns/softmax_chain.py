@@ -1,7 +1,7 @@
 """Attention written out: a product, steps on the scores, a softmax over the keys, a product with v.
 
 Anchored on the softmax. Upwards, every op must be a step that score_steps.py can read, until a product of two tensors; downwards,
-only views, casts and dropout, until a product with v. The axes of both products and of the softmax are followed all the way
+only what weights_chain.py knows, until a product with v. The axes of both products and of the softmax are followed all the way
 and must fit; Inductor's own patterns skip that and fuse softmax(dim=-2) wrongly (https://github.com/pytorch/pytorch/issues/195320).
 """
 
@@ -14,10 +14,11 @@ from attn_compiler.passes import axes, contraction, gradients, mutation, operand
 from attn_compiler.passes.axes import Atom, AxisError, Dim, Dims
 from attn_compiler.passes.contraction import Contraction
 from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.patterns import assembly, score_chain, score_steps
-from attn_compiler.passes.patterns.score_chain import Joined, Scores
+from attn_compiler.passes.patterns import assembly, score_chain, score_steps, weights_chain
+from attn_compiler.passes.patterns.score_chain import Joined, Scaled, Scores
 from attn_compiler.passes.patterns.score_steps import Step
-from attn_compiler.passes.site import Match, Operand, Refused, Term
+from attn_compiler.passes.patterns.weights_chain import Way
+from attn_compiler.passes.site import Factor, Match, Operand, Refused, Term
 
 aten = torch.ops.aten
 NAME = "softmax chain"
@@ -28,9 +29,9 @@ _LONGEST_PATH = 40
 def match(mirror: Mirror, anchor: fx.Node) -> Match:
     """Raises Refused with the place where the graph stops looking like attention."""
     product, steps = _to_product(mirror, anchor)
-    down, weighted, returned = _to_values(mirror, anchor)
+    way = weights_chain.to_values(mirror, anchor)
     try:
-        return _match(mirror, anchor, product, steps, down, weighted, returned)
+        return _match(mirror, anchor, product, steps, way)
     except AxisError as error:
         rule = "every axis and every step of the scores can be followed"
         raise Refused(rule=rule, observed=str(error), at=anchor, progress=4) from error
@@ -71,55 +72,14 @@ def _climb(
     return None
 
 
-def _to_values(mirror: Mirror, anchor: fx.Node) -> tuple[list[fx.Node], Contraction, bool]:
-    """Walk down from the softmax to the product with v: (nodes in between, product, the weights have another reader)."""
-    furthest = anchor
-    paths: list[list[fx.Node]] = [[anchor]]
-    while paths:
-        path = paths.pop(0)
-        furthest = path[-1]
-        for user in mirror.readers(path[-1]):
-            product = contraction.parse(user)
-            if product is not None and path[-1] in (product.lhs, product.rhs) and _is_plain(product):
-                return path[1:], product, _has_other_readers(mirror, path, user)
-            if _passes_weights(user) and user.all_input_nodes[0] is path[-1]:
-                paths.append([*path, user])
-    raise Refused(
-        rule="the softmax is followed by a product with v, after views, casts and dropout only",
-        observed=f"{furthest.name} is used by {', '.join(u.name for u in furthest.users) or 'nothing'}",
-        at=furthest,
-        progress=3,
-    )
-
-
-_CASTS = (*views.CASTS, aten.type_as.default)
-
-
-def _is_plain(product: Contraction) -> bool:
-    return product.addend is None and product.alpha == 1.0
-
-
-def _passes_weights(node: fx.Node) -> bool:
-    if node.target in _CASTS:
-        return views.value(node).is_floating_point()
-    return views.is_view(node) or node.target in (aten.dropout.default, aten.slice.Tensor)
-
-
-def _has_other_readers(mirror: Mirror, path: list[fx.Node], product: fx.Node) -> bool:
-    expected = {*path, product}
-    readers = ((user, node) for node in path for user in mirror.readers(node) if user not in expected)
-    return any(views.reads_elements(user, node) for user, node in readers)
-
-
 def _match(
     mirror: Mirror,
     anchor: fx.Node,
     product: Contraction,
     steps: list[Step],
-    down: list[fx.Node],
-    weighted: Contraction,
-    returned: bool,
+    way: Way,
 ) -> Match:
+    weighted = way.product
     for each in (product, weighted):
         _check_addend(mirror, each)
     meaning = _fresh_labels(product)
@@ -127,9 +87,8 @@ def _match(
     key = score_chain.softmax_axis(anchor, scores)
     keys_on_the_right, query, batch = _roles(anchor, product, meaning, key)
     _check_readers(mirror, anchor, product, steps)
-    _check_factors(mirror, steps, weighted)
-    weights = _follow_weights(anchor, down, scores)
-    out_dims, v_node, v_dims, d_v = _values(anchor, weighted, weights, key)
+    weights = weights_chain.follow(mirror, anchor, way, scores)
+    out_dims, v_node, v_dims, d_v = _values(mirror, anchor, weighted, weights, key)
     q_node, k_node = (product.lhs, product.rhs) if keys_on_the_right else (product.rhs, product.lhs)
     q_labels, k_labels = product.lhs_labels, product.rhs_labels
     if not keys_on_the_right:
@@ -155,17 +114,17 @@ def _match(
         head_dim_qk=tuple(a for label in product.contracted for a in meaning[label]),
         head_dim_v=d_v,
         scale=scale,
-        factors=tuple(scores.factors),
+        factors=tuple(_factor(mirror, scaled, key, weighted) for scaled in scores.factors),
         softcap=scores.outer_scale if scores.capped else None,
         additive=tuple(_term(mirror, t, weighted) for t in added),
         allowed=tuple(_term(mirror, t, weighted) for t in (*scores.keeps, *masking)),
         limits=tuple(scores.limits),
         sinks=_sinks(mirror, scores, weighted),
-        dropout_p=_dropout(down),
-        returns_weights=returned,
+        dropout_p=weights_chain.dropout(way),
+        returns_weights=way.is_read,
         softmax_dtype=str(views.value(anchor).dtype).removeprefix("torch."),
         unusual=tuple(scores.unusual),
-        covered=frozenset({product.node, *(s.node for s in steps), anchor, *down, weighted.node}),
+        covered=frozenset({product.node, *(s.node for s in steps), anchor, *way.nodes, weighted.node}),
     )
 
 
@@ -222,43 +181,26 @@ def _check_readers(mirror: Mirror, anchor: fx.Node, product: Contraction, steps:
                 )
 
 
-def _check_factors(mirror: Mirror, steps: list[Step], weighted: Contraction) -> None:
+def _factor(mirror: Mirror, scaled: Scaled, key: Dim, weighted: Contraction) -> Factor:
     """A scale is read where the model reads it, but multiplied where the kernel stands: nothing may write to it in between."""
-    for step in steps:
-        if isinstance(step, score_steps.RuntimeScale):
-            writer = mutation.written_between(mirror, step.by, step.node, weighted.node)
-            if writer is not None:
-                raise AxisError(f"the scale {step.by.name} is written in place by {writer.name}")
+    value = scaled.by.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        writer = mutation.written_between(mirror, scaled.by, scaled.used, weighted.node)
+        if writer is not None:
+            raise AxisError(f"the scale {scaled.by.name} is written in place by {writer.name}")
+        return Factor(node=scaled.by, divide=scaled.divide)
+    dims = operands.broadcast_dims(scaled.by, scaled.dims)
+    if {a for dim in dims for a in axes.resolve(dim)} & set(axes.resolve(key)):
+        raise AxisError(f"{scaled.used.name} multiplies the scores with numbers that differ from key to key")
+    operand, _ = operands.read(mirror, scaled.by, dims, used=scaled.used, until=weighted.node)
+    return Factor(node=scaled.by, divide=scaled.divide, operand=operand)
 
 
-def _follow_weights(anchor: fx.Node, down: list[fx.Node], scores: Scores) -> Dims:
-    dims = scores.dims
-    column = scores.sinks is not None
-    for node in down:
-        if column and node.target is aten.slice.Tensor:
-            _check_column_dropped(node)
-            column = False
-        elif views.is_view(node):
-            if column:
-                raise AxisError(f"{node.name} moves the weights before the sink column is dropped")
-            dims = views.forward(node, dims)
-        elif node.target is aten.slice.Tensor:
-            raise AxisError(f"{node.name} takes a part of the weights")
-    if column:
-        raise Refused(rule="the sink column is dropped again", observed="it reaches the values", at=anchor, progress=4)
-    return dims
-
-
-def _check_column_dropped(node: fx.Node) -> None:
-    before, after = views.value(views.source(node)).shape, views.value(node).shape
-    starts = views.argument(node, "start") in (0, None)
-    if not starts or before[:-1] != after[:-1] or axes.size_expr(before[-1]) - axes.size_expr(after[-1]) != 1:
-        raise AxisError(f"{node.name} drops something else than the sink column")
-
-
-def _values(anchor: fx.Node, weighted: Contraction, weights: Dims, key: Dim) -> tuple[Dims, fx.Node, Dims, Dim]:
+def _values(
+    mirror: Mirror, anchor: fx.Node, weighted: Contraction, weights: Dims, key: Dim
+) -> tuple[Dims, fx.Node, Dims, Dim]:
     """(dims of the output, node of v, dims of v, head-dim atoms of v); refuses a product over another axis than the keys."""
-    on_the_left = _carries_weights(weighted.lhs, anchor)
+    on_the_left = weights_chain.carries_weights(mirror, weighted.lhs, anchor)
     w_labels, v_labels = weighted.lhs_labels, weighted.rhs_labels
     v_node, free = weighted.rhs, weighted.rhs_free
     if not on_the_left:
@@ -278,14 +220,6 @@ def _values(anchor: fx.Node, weighted: Contraction, weights: Dims, key: Dim) -> 
     meaning[free[0]] = (Atom(size),)
     out_dims = tuple(meaning[label] for label in weighted.out_labels)
     return out_dims, v_node, operands.dims_by_label(v_labels, meaning, v_node), meaning[free[0]]
-
-
-def _carries_weights(node: fx.Node, anchor: fx.Node) -> bool:
-    while node is not anchor:
-        if not _passes_weights(node) or not node.all_input_nodes:
-            return False
-        node = node.all_input_nodes[0]
-    return True
 
 
 def _operand(
@@ -329,16 +263,9 @@ def _term(mirror: Mirror, joined: Joined, weighted: Contraction) -> Term:
     )
 
 
-def _sinks(mirror: Mirror, scores: Scores, weighted: Contraction) -> Operand | None:
-    if scores.sinks is None:
-        return None
+def _sinks(mirror: Mirror, scores: Scores, weighted: Contraction) -> Operand | float | None:
+    if scores.sinks is None or isinstance(scores.sinks, float):
+        return scores.sinks
     site_dims = (*scores.sinks.dims[:-1], ())
     operand, _ = operands.read(mirror, scores.sinks.node, site_dims, used=scores.sinks.used, until=weighted.node)
     return operand
-
-
-def _dropout(down: list[fx.Node]) -> float:
-    rates = [p for n in down if n.target is aten.dropout.default and (p := views.dropout_probability(n))]
-    if len(rates) > 1:
-        raise AxisError("two dropouts on the weights")
-    return rates[0] if rates else 0.0
