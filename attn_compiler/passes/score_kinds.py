@@ -43,11 +43,14 @@ class Split:
     fills: frozenset[float] = frozenset()
 
     def reach(self, within: Ranges) -> Reach:
-        """How far what is added goes. What run-time numbers make low, such as (1 - mask) · -1e9, masks too: it undoes no mask."""
+        """How far what is added goes. What run-time numbers make low, such as (1 - mask) · -1e9, masks too: it undoes no mask.
+
+        What makes every key low, such as bias - 1e9, masks none of them: they are brought down to what was filled.
+        """
         own = Reach()
         for part in self.added:
             found = reach(total((part,)), within)
-            own = own.plus(found if is_known(part.value) else Reach(high=found.high))
+            own = own.plus(found if is_known(part.value) else Reach(low=min(found.high, 0.0), high=found.high))
         return own
 
 

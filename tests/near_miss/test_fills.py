@@ -75,6 +75,14 @@ def a_loaded_mask_the_wrong_way_round(q: Tensor, k: Tensor, v: Tensor, mask: Ten
     return (scores(q, k).masked_fill(later(), -1e9) + mask * 1e9).softmax(-1) @ v
 
 
+@CASES.near_miss(refused(MAY_BE_UNDONE), inputs=lambda: plain(torch.randn(LENGTH)))
+def what_every_key_gets_brings_them_down_to_the_fill(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """A filled key that is lifted is as high as one that is not filled, and lower by 1e5."""
+    filled = scores(q, k).masked_fill(later(), -1e5)
+    lifted = filled + torch.where(columns() == rows() + 1, 1e5, 0.0)
+    return (lifted + (bias - 1e5)).softmax(-1) @ v
+
+
 @CASES.near_miss(described("dense additive float32[1, 1, 6, 6]"), inputs=plain)
 def a_number_that_half_precision_lacks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """PyTorch multiplies by the number itself: 0 times 1e5 is 0, not 0 times infinity."""
