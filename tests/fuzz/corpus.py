@@ -6,7 +6,7 @@ import itertools
 import pickle
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,9 +54,9 @@ class Turn:
                 tell(known)
 
 
-def turns(seed: int, rounds: int) -> Iterator[Turn]:
+def turns(seed: int, rounds: int, rules: Iterable[str] = tuple(RULES)) -> Iterator[Turn]:
     """Every rule in turn."""
-    for number, (round_, rule) in enumerate(itertools.product(range(rounds), RULES)):
+    for number, (round_, rule) in enumerate(itertools.product(range(rounds), rules)):
         yield Turn(number=number, kind=Kind(rule=rule), seed=zlib.crc32(f"{seed} {rule} {round_}".encode()))
 
 
@@ -75,10 +75,10 @@ def _observed(program: Program, seconds: float) -> Known | None:
     )
 
 
-def programs(*, seed: int, rounds: int, limits: Limits) -> list[Known]:
+def programs(*, seed: int, rounds: int, limits: Limits, rules: Iterable[str] = tuple(RULES)) -> list[Known]:
     """All that the code as it is gets right, in order."""
     told: dict[int, list[Known]] = {}
-    for turn, said in crew.events(turns(seed, rounds), limits):
+    for turn, said in crew.events(turns(seed, rounds, rules), limits):
         if isinstance(said, Known):
             told.setdefault(turn.number, []).append(said)
         elif isinstance(said, Lost) or (isinstance(said, Ended) and said.text is not None):

@@ -30,6 +30,7 @@ from tests.fuzz.comparing import Wrong
 from tests.fuzz.corpus import Known
 from tests.fuzz.crew import Ended, Limits, Lost, Tell
 from tests.fuzz.discards import Left
+from tests.fuzz.grammar.rules import RULES
 from tests.fuzz.planted import FAULTS, KERNELS, Fault, plant, swap
 from tests.fuzz.recall_rows import Row
 from tests.fuzz.reporting import say
@@ -143,6 +144,9 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=12, help="how often every rule has its turn")
     parser.add_argument("--fault", action="append", help="part of the name of a fault; may be repeated")
+    parser.add_argument(
+        "--rule", action="append", choices=sorted(RULES), help="programs of these alone; may be repeated"
+    )
     parser.add_argument("--seconds", type=float, help="of CPU time for one fault; else a fair share of the minutes")
     parser.add_argument("--silence", type=float, default=240.0, help="seconds after which a program hangs")
     parser.add_argument("--programs", type=Path, help="keep the programs here, and take them from here")
@@ -159,7 +163,7 @@ def main(given: Sequence[str] | None = None) -> int:
         return 2
     order = _drawn(options)
     faults = [f for f in FAULTS if options.fault is None or any(part in f.name for part in options.fault)]
-    about = recall_rows.about(seed=options.seed, rounds=options.rounds, programs=len(order))
+    about = recall_rows.about(seed=options.seed, rounds=options.rounds, programs=len(order), rules=options.rule or ())
     rows = recall_rows.read(options.csv, about)
     left = [f for f in faults if f.name not in rows]
     say(f"{len(order)} programs; {len(faults)} faults, of which {len(left)} are to be tried")
@@ -226,11 +230,12 @@ def _row(fault: Fault, result: Tried, order: Sequence[Known]) -> Row:
 
 
 def _drawn(options: argparse.Namespace) -> list[Known]:
-    key = f"{recall_rows.digest()} {options.seed} {options.rounds}"
+    key = f"{recall_rows.digest()} {options.seed} {options.rounds} {options.rule}"
     order = corpus.kept(options.programs, key)
     if order is None:
         limits = _limits(options, method="forkserver", renewed=40)
-        order = corpus.programs(seed=options.seed, rounds=options.rounds, limits=limits)
+        rules = tuple(options.rule or RULES)
+        order = corpus.programs(seed=options.seed, rounds=options.rounds, limits=limits, rules=rules)
         corpus.keep(options.programs, key, order)
     return order
 

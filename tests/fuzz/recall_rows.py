@@ -51,8 +51,8 @@ def digest() -> str:
     return found.hexdigest()[:12]
 
 
-def about(*, seed: int, rounds: int, programs: int) -> str:
-    """The first line of the table."""
+def about(*, seed: int, rounds: int, programs: int, rules: Iterable[str] = ()) -> str:
+    """The first line of the table. rules: that the programs are of, if not of all."""
     command = ["git", "-C", str(PACKAGE), "rev-parse", "--short=10", "HEAD"]
     try:
         commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -60,7 +60,7 @@ def about(*, seed: int, rounds: int, programs: int) -> str:
         commit = "unknown"
     return (
         f"# code: {digest()}; commit: {commit}; torch {torch.__version__}; Python {platform.python_version()}; "
-        f"seed {seed}; rounds {rounds}; programs {programs}"
+        f"seed {seed}; rounds {rounds}; programs {programs}" + "".join(f"; rule {rule}" for rule in rules)
     )
 
 
