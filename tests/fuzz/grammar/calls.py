@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.fuzz.grammar import masks
+from tests.fuzz.grammar import conditions, made_masks, masks
 from tests.fuzz.grammar.draft import Draft
 from tests.fuzz.grammar.operands import repeat_heads
 
@@ -26,12 +26,12 @@ def called(draft: Draft) -> None:
         given.append(draft.pick("is_causal=True", "is_causal=True", "is_causal=q.shape[2] > 1"))
     elif mask == "kept":
         if draft.maybe():
-            masks.positions(draft)
-            given.append(f"attn_mask={draft.pick(*masks.USUAL)}")
+            conditions.positions(draft)
+            given.append(f"attn_mask={draft.pick(*conditions.USUAL)}")
         else:
-            given.append(f"attn_mask={masks.term(draft, 'kept')}")
+            given.append(f"attn_mask={made_masks.term(draft, 'kept', least=2)}")
     elif mask == "bias":
-        term = masks.term(draft, "normal")
+        term = made_masks.term(draft, "normal", least=2)
         given.append(f"attn_mask={term}")
         if draft.writes and draft.maybe(3):
             draft.last.append(f"{term}.data.add_(1)")

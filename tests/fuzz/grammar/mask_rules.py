@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz.grammar import masks, operands, scores
+from tests.fuzz.grammar import conditions, made_masks, masks, operands, scores
 from tests.fuzz.grammar.draft import Draft
 from tests.fuzz.grammar.site import simple_site, sites_with
 
@@ -12,10 +12,10 @@ def masks_written(draft: Draft) -> None:
     draft.writes = True
     operands.plain_operands(draft)
     draft.dims = ("b", "h", "q", "k")
-    masks.positions(draft)
+    conditions.positions(draft)
     for name in ("k", "v"):
         operands.repeat_heads(draft, name)
-    c = masks.written(draft)
+    c = made_masks.written(draft)
     draft.add(f"{c} = {c} | (j == 0)" if draft.maybe() else f"{c}[:, 0] = True")
     fill = draft.pick("-inf", "-1e9", "torch.finfo(s.dtype).min")
     for number in range(draft.number(1, 2)):
@@ -47,18 +47,18 @@ def _write_again(draft: Draft, c: str) -> None:
 
 def mask_kinds(draft: Draft) -> None:
     """Masks by comparisons of positions."""
-    sites_with(draft, masks.condition, masks.condition, lambda d: str(d.pick(*masks.USUAL)))
+    sites_with(draft, conditions.condition, conditions.condition, lambda d: str(d.pick(*conditions.USUAL)))
 
 
 def masks_made(draft: Draft) -> None:
     """Masks by ops that move, scan, choose and fill, and by vmap."""
-    sites_with(draft, masks.made)
+    sites_with(draft, made_masks.made)
 
 
 def masks_partly_written(draft: Draft) -> None:
     """Masks that are written in part after they were made."""
     draft.writes = True
-    sites_with(draft, masks.written)
+    sites_with(draft, made_masks.written)
 
 
 def mask_tensors(draft: Draft) -> None:
@@ -67,8 +67,8 @@ def mask_tensors(draft: Draft) -> None:
 
     def steps(d: Draft) -> None:
         for _ in range(d.number(1, 2)):
-            masks.positions(d)
-            found = masks.of_tensors(d)
+            conditions.positions(d)
+            found = made_masks.of_tensors(d)
             masks.apply(d, found if found.startswith("m") else masks.placed(d, found))
 
     simple_site(draft, steps)
@@ -88,9 +88,16 @@ def several_masks(draft: Draft) -> None:
 
 def integers(draft: Draft) -> None:
     """Whole numbers that wrap, small dtypes, quotients and rests below zero."""
-    sites_with(draft, masks.wrapped, masks.wrapped, masks.quotients, masks.quotients, lambda e: masks.compared(e, 2))
+    sites_with(
+        draft,
+        conditions.wrapped,
+        conditions.wrapped,
+        conditions.quotients,
+        conditions.quotients,
+        lambda e: conditions.compared(e, 2),
+    )
 
 
 def rounding(draft: Draft) -> None:
     """Floats that are compared."""
-    sites_with(draft, masks.rounded)
+    sites_with(draft, conditions.rounded)

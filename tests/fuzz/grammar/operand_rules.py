@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.fuzz.grammar import calls, masks, operands, scores, weights
+from tests.fuzz.grammar import calls, conditions, masks, operands, scores, weights
 from tests.fuzz.grammar.draft import Draft
 from tests.fuzz.grammar.site import simple_site, site
 
@@ -73,7 +73,7 @@ def arrange(draft: Draft) -> None:
             "i, j = torch.arange(n, device=q.device)[:, None], torch.arange(m, device=q.device)[None, :]",
         )
         if draft.maybe():
-            masks.apply(draft, masks.placed(draft, f"({draft.pick(*masks.KNOWN)} | (j == 0))"))
+            masks.apply(draft, masks.placed(draft, f"({draft.pick(*conditions.KNOWN)} | (j == 0))"))
         draft.add("w = s.softmax(-1)", "o = w @ v")
     elif form == "mqa":
         h, d = draft.sizes["h"], draft.sizes["d"]
@@ -163,16 +163,26 @@ def cross(draft: Draft) -> None:
     draft.sizes["q"], draft.sizes["k"] = draft.pick((3, 7), (7, 3), (1, 6), (6, 1), (4, 5))
     draft.sizes["e"] = draft.pick(3, 8)
     operands.operands(draft, most=1)
-    draft.pick(lambda d: simple_site(d, scores.mask), lambda d: simple_site(d, _diagonal), calls.called)(draft)
+    draft.pick(
+        lambda d: simple_site(d, scores.mask),
+        lambda d: simple_site(d, _diagonal),
+        lambda d: simple_site(d, _diagonal),
+        calls.called,
+    )(draft)
     weights.after(draft, most=1)
 
 
 def _diagonal(draft: Draft) -> None:
     """Causal masks of a rectangle, which begin top left or end bottom right."""
-    masks.positions(draft)
+    conditions.positions(draft)
     masks.apply(
         draft,
-        masks.placed(draft, draft.pick("(i >= j)", "(j <= i + (m - n))", "(i + m - n >= j)")),
+        masks.placed(
+            draft,
+            draft.pick("(i >= j)", "(j <= i + (m - n))", "(i + m - n >= j)", "(n - i <= m - j)")
+            if draft.sizes["q"] <= draft.sizes["k"]
+            else draft.pick("(i >= j)", "((j <= i + (m - n)) | (j == 0))"),
+        ),
         draft.pick("-inf", "-1e9"),
     )
 

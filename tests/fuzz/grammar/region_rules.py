@@ -185,7 +185,7 @@ def two_sites(draft: Draft) -> None:
 
 
 def _same_term(draft: Draft) -> None:
-    """One tensor joins the scores of two sites, each time in another way."""
+    """One tensor joins the scores of two sites, each time in another way, or along other axes."""
     for name in ("k", "v"):
         operands.repeat_heads(draft, name)
     draft.dims = ("b", "h", "q", "k")
@@ -202,19 +202,20 @@ def _same_term(draft: Draft) -> None:
         ]
     else:
         term = draft.new("m", draft.pick(("q", "k"), ("b", 1, "q", "k")), "split")
-        ways = [
-            "s.masked_fill(~{}, -1e4)",
-            "s.masked_fill({}, -inf)",
-            "torch.where({}, s, -inf)",
-            "s.masked_fill(~{}, -inf)",
-        ]
-        ways += ["s.masked_fill(~{}.mT, -inf)" if square else "s + {}", "torch.where({}, -inf, s)"]
+        if draft.maybe():
+            draft.add(f"c = {draft.pick('~{}', '{}.logical_not()', '{}.clone()').format(term)}")
+            term = "c"
+        ways = ["s.masked_fill({}, -inf)", "torch.where({}, s, -inf)", "torch.where({}, -inf, s)"] * 2
+        ways += ["s.masked_fill(~{}, -1e4)", "s.masked_fill(~{}, -inf)"]
+        ways += ["s.masked_fill(~{}.mT, -inf)" if square else "s + {}"]
         ways += ["s.masked_fill(~{}.contiguous().mT, -inf)"] if square else []
+    # The scores as they are, or with the axes of one size exchanged.
+    turns = [("s", -1, "w")] * 2 + ([("s.mT", -2, "w.mT")] if square else [])
+    turns += [("s.transpose(0, 1)", -1, "w.transpose(0, 1)")] if draft.sizes["b"] == draft.sizes["h"] else []
     for out in ("first", "o"):
-        way = draft.pick(*ways).format(term)
-        draft.add(
-            "s = q @ k.mT * 0.5", f"s = {way}", "# probe: s.amax(3), s.amin(3)", "w = s.softmax(-1)", f"{out} = w @ v"
-        )
+        way, (turned, at, back) = draft.pick(*ways).format(term), draft.pick(*turns)
+        draft.add("s = q @ k.mT * 0.5", f"s = {turned}" if turned != "s" else "", f"s = {way}")
+        draft.add(f"# probe: s.amax({at}), s.amin({at})", f"w = s.softmax({at})", f"{out} = {back} @ v")
         draft.outputs.append(out)
         if draft.writes and draft.maybe():
             draft.add(draft.pick(f"{term}.copy_({term}.flip(-1))", "q = q + 1"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz.grammar import masks, operands, scores, weights
+from tests.fuzz.grammar import conditions, made_masks, masks, operands, scores, weights
 from tests.fuzz.grammar.draft import Draft
 from tests.fuzz.grammar.site import simple_site
 
@@ -135,16 +135,16 @@ def tiles(draft: Draft) -> None:
     operands.plain_operands(draft)
 
     def known(d: Draft) -> None:
-        masks.positions(d)
-        masks.apply(d, masks.placed(d, d.pick(*masks.KNOWN)), d.pick("-inf", "-inf", "-1e9"))
+        conditions.positions(d)
+        masks.apply(d, masks.placed(d, d.pick(*conditions.KNOWN)), d.pick("-inf", "-inf", "-1e9"))
 
     def of_tensors(d: Draft) -> None:
-        masks.positions(d)
-        masks.apply(d, masks.of_tensors(d), "-inf")
+        conditions.positions(d)
+        masks.apply(d, made_masks.of_tensors(d), "-inf")
 
     def documents(d: Draft) -> None:
-        masks.positions(d)
-        masks.apply(d, masks.documents(d), "-inf")
+        conditions.positions(d)
+        masks.apply(d, made_masks.documents(d), "-inf")
 
     first = draft.pick(known, known, of_tensors, documents, scores.slopes, scores.positional, scores.cap)
     more = draft.pick((), (), (scores.cap,), (scores.scale,), (scores.bias,), (scores.positional,), (known,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz.grammar import masks
+from tests.fuzz.grammar import conditions, made_masks, masks
 from tests.fuzz.grammar.draft import Draft
 
 
@@ -12,15 +12,7 @@ def product(draft: Draft, *forms: str) -> None:
         *(forms or ("matmul", "matmul", "swapped", "turned", "einsum", "einsum", "bmm", "baddbmm", "dots"))
     )
     if form == "summed":
-        # A label of one operand alone is summed by itself.
-        draft.add(
-            draft.pick(
-                "s = torch.einsum('bhqd,bhkc->bhqk', q, k)",
-                "s = torch.einsum('bhqd,bhkdx->bhqk', q, torch.stack([k, k], -1))",
-                "s = torch.einsum('xbhqd,bhkd->bhqk', q[None], k)",
-                "s = torch.einsum('bhqd,xhkd->bhqk', q, k)",
-            )
-        )
+        _summed(draft)
         draft.dims = ("b", "h", "q", "k")
     elif form == "matmul":
         draft.add(
@@ -57,8 +49,32 @@ def product(draft: Draft, *forms: str) -> None:
         if form == "bmm":
             draft.add(f"s = torch.bmm({q}, {k})")
         else:
-            bias = masks.term(draft, "normal", keep_rank=True)
+            bias = made_masks.term(draft, "normal", keep_rank=True)
             draft.add(f"s = torch.baddbmm({bias}, {q}, {k}, beta={draft.pick(1, 0, 0.5)}, alpha={draft.pick(1, 0.5)})")
+
+
+def _summed(draft: Draft) -> None:
+    """Scores by a product in which a label of one operand alone is summed by itself."""
+    labels = {"q": "bhqd", "k": "bhkd"}
+    name = draft.pick("q", "k")
+    own = labels[name]
+    if draft.maybe(4):
+        # One that the other operand has, too, or the head dim, which it has under another letter then.
+        old, new = draft.pick(("b", "x"), ("d", "c"), ("h", "x"))
+        given, labels[name] = name, own.replace(old, new)
+    else:
+        at, times = draft.pick(0, 1, 3, 4), draft.pick(2, 3, 1)
+        labels[name] = own[:at] + "x" + own[at:]
+        given = draft.pick(
+            f"{name}.unsqueeze({at}).expand({', '.join(['-1'] * at + [str(times)] + ['-1'] * (4 - at))})",
+            f"{name}.unsqueeze({at})",
+            f"torch.stack([{name}] * {times}, {at})",
+        )
+    terms, x = (labels["q"], labels["k"]), {"q": "q", "k": "k", name: given}
+    if draft.maybe(3):
+        draft.add(f"s = torch.einsum('{terms[1]},{terms[0]}->bhqk', {x['k']}, {x['q']})")
+    else:
+        draft.add(f"s = torch.einsum('{terms[0]},{terms[1]}->bhqk', {x['q']}, {x['k']})")
 
 
 def _orders() -> object:
@@ -97,7 +113,7 @@ def scale(draft: Draft) -> None:
 def bias(draft: Draft) -> None:
     """A tensor that is added."""
     kind = draft.pick("normal", "normal", "large", "kept")
-    term = masks.term(draft, kind)
+    term = made_masks.term(draft, kind)
     forms = ["s = s + {}", "s = {} + s", "s = torch.add(s, {}, alpha=0.5)", "s = s + 0.5 * {}", "s = s + {}.detach()"]
     if kind == "kept":
         forms = forms[:2]
@@ -122,7 +138,7 @@ def slopes(draft: Draft) -> None:
 
 def positional(draft: Draft, *kinds: str) -> None:
     """What is added for a pair of positions: slopes, tables of distances, buckets, penalties."""
-    masks.positions(draft)
+    conditions.positions(draft)
     heads = draft.sizes["h"]
     kind = (
         draft.pick(*kinds)
@@ -205,9 +221,9 @@ def positional(draft: Draft, *kinds: str) -> None:
         given = draft.new("pad", ("b", "k"), "padding")
         text = f"(1.0 - {given}[:, None, None, :].to(D)) * {draft.pick('-1e4', '-3.0', '-1e9', '-100.0')}"
     elif kind == "penalty":
-        text = f"torch.where({masks.condition(draft, 1)}, {draft.pick('-2.0', '1.5', '0.0')}, {draft.pick('0.0', '-1.0', '3.0')})"
+        text = f"torch.where({conditions.condition(draft, 1)}, {draft.pick('-2.0', '1.5', '0.0')}, {draft.pick('0.0', '-1.0', '3.0')})"
     else:
-        text = f"({masks.whole(draft, 1)}).to(D) * {draft.pick('0.5', '-0.25', '1')}"
+        text = f"({conditions.whole(draft, 1)}).to(D) * {draft.pick('0.5', '-0.25', '1')}"
     p = draft.name("p")
     draft.add(f"{p} = ({text}).to(D)")
     draft.add(f"{p} = {masks.placed(draft, p)}")
@@ -227,7 +243,10 @@ def _of_a_row(draft: Draft) -> str:
     """Numbers for each key by what a tensor holds for it, or for what was made of that by an op that nobody reads."""
     given = draft.new("ids", ("b", "k"), draft.pick("ids", "padding"))
     if draft.maybe():
-        draft.add(f"row = {given} {draft.pick('+ 1', '* 2', '% 2')}", "row = row" + draft.pick(*_UNREAD))
+        # Of what the same op was used for twice, the names differ in a number alone.
+        op = draft.pick(*_UNREAD)
+        again = draft.pick("", op, f".flip(-1){op}")
+        draft.add(f"row = {given} {draft.pick('+ 1', '* 2', '% 2')}", f"row = row{op}{again}")
     else:
         draft.add(f"row = {given}" + draft.pick("", "", ".flip(-1)", *_UNREAD))
     draft.add("row = row[:, None, None, :]" if draft.maybe() else "row = row.view(-1, 1, 1, row.shape[-1])")
@@ -251,13 +270,13 @@ def mask(draft: Draft) -> None:
     if draft.causal_allowed and not draft.maybe(4):
         masks.apply(draft, masks.any_condition(draft))
     else:
-        masks.apply(draft, masks.term(draft, "kept"))
+        masks.apply(draft, made_masks.term(draft, "kept"))
 
 
 def usual_mask(draft: Draft) -> None:
     """A mask that models write, causal mostly."""
-    masks.positions(draft)
-    text = draft.pick("(i >= j)", "(j <= i)", "~(j > i)", "(i + 1 > j)", *masks.USUAL)
+    conditions.positions(draft)
+    text = draft.pick("(i >= j)", "(j <= i)", "~(j > i)", "(i + 1 > j)", *conditions.USUAL)
     masks.apply(draft, masks.placed(draft, text), draft.pick("-inf", "-inf", "torch.finfo(s.dtype).min", "-1e9"))
 
 
@@ -371,9 +390,9 @@ def enlarge(draft: Draft) -> None:
 
 def lifted(draft: Draft) -> None:
     """A finite fill, and something later that lifts some of what was filled."""
-    masks.positions(draft)
+    conditions.positions(draft)
     size = draft.pick("1e9", "1e5", "65504.0", "70000.0", "1e6", "1e4", "30000.0")
-    shut, lift = masks.with_a_key(draft, masks.condition(draft, 1)), masks.condition(draft, 1)
+    shut, lift = conditions.with_a_key(draft, conditions.condition(draft, 1)), conditions.condition(draft, 1)
     c, up_at = draft.name("c"), draft.name("l")
     draft.add(f"{c} = {masks.placed(draft, shut)}")
     draft.add(f"{up_at} = {masks.placed(draft, lift)}")
@@ -395,7 +414,7 @@ def lifted(draft: Draft) -> None:
         (f"s = s + torch.where({c}, 0.0, -{size}).to(s.dtype) * {draft.pick('0.5', '2.0', '-1.0', '1e-3')}",),
     ]
     if draft.maybe(3):
-        given = masks.term(draft, "normal")
+        given = made_masks.term(draft, "normal")
         forms = [
             (f"s = s.masked_fill(~{c}, -{size})", f"s = s + {given} * {size}"),
             (f"s = s.masked_fill(~{c}, -{size})", f"s = s + {given}"),

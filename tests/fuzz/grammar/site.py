@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz.grammar import masks, operands, scores, weights
+from tests.fuzz.grammar import conditions, masks, operands, scores, weights
 from tests.fuzz.grammar.draft import Draft
 
 
@@ -41,10 +41,10 @@ def sites_with(draft: Draft, *forms: Callable[[Draft], str]) -> None:
     for name in ("k", "v"):
         operands.repeat_heads(draft, name)
     draft.dims = ("b", "h", "q", "k")
-    masks.positions(draft)
+    conditions.positions(draft)
     for _ in range(draft.number(1, 3)):
         made = draft.pick(*forms)(draft)
-        allowed = made if draft.maybe(3) else masks.with_a_key(draft, made)
+        allowed = made if draft.maybe(3) else conditions.with_a_key(draft, made)
         out = draft.name("o")
         if draft.maybe():
             draft.add(f"{out} = F.scaled_dot_product_attention(q, k, v, attn_mask={allowed})")

@@ -106,9 +106,15 @@ def values(draft: Draft) -> None:
     form = draft.pick(
         "einsum", "einsum other", "permute", "permute", "swapped", *(["summed"] if "w" not in dims else [])
     )
-    if form == "summed" and draft.maybe(3):
+    if form == "summed" and draft.maybe():
         # A label of one operand alone is summed by itself.
-        draft.add(f"o = torch.einsum('{''.join(dims)},{draft.pick('xhkd', 'bxkd')}->bhqd', w, v)")
+        of_v = draft.pick(
+            ("xhkd", "v"),
+            ("bxkd", "v"),
+            ("bhkdx", "v[..., None].expand(-1, -1, -1, -1, 2)"),
+            ("xbhkd", "torch.stack([v, v])"),
+        )
+        draft.add(f"o = torch.einsum('{''.join(dims)},{of_v[0]}->bhqd', w, {of_v[1]})")
     elif form in ("einsum", "summed"):
         draft.add(f"o = torch.einsum('{''.join(dims)},bhkd->bhqd', w, v)")
     elif form == "einsum other":
@@ -121,8 +127,27 @@ def values(draft: Draft) -> None:
         draft.add(f"o = w.permute{tuple(dims.index(axis) for axis in 'bhqk')} @ v")
 
 
+def _written(draft: Draft) -> None:
+    """The output or what was made of it is written, and only sums are returned: who shares memory with whom shows, and no strides."""
+    made = draft.pick(
+        "o.contiguous()",
+        "o.transpose(1, 2).contiguous()",
+        "o.transpose(1, 2).flatten(2)",
+        "o.reshape(-1)",
+        "o.flatten(1, 2)",
+        "o.permute(2, 0, 1, 3).reshape(o.shape[2], -1)",
+        "o.transpose(1, 2)",
+    )
+    write = draft.pick("{}.mul_(2)", "{}.add_(1)", "{}[:1] = 0", "{}.data.mul_(2)").format(draft.pick("y", "y", "o"))
+    draft.add(f"y = {made}", write, "total = o.sum()", f"part = y{draft.pick('.sum()', '.exp().sum()')}")
+    draft.outputs += ["total", "part"]
+
+
 def after(draft: Draft, *, least: int = 0, most: int = 2) -> None:
     """What happens to the output."""
+    if draft.writes and draft.maybe(4):
+        _written(draft)
+        return
     outputs = len(draft.outputs)
     for _ in range(draft.number(least, most)):
         changes = [
