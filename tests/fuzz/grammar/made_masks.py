@@ -285,7 +285,10 @@ def documents(draft: Draft) -> str:
         draft.add(f"ids = {ids}.cumsum(-1)")
         ids = "ids"
     same = f"({ids}[:, None, :n, None] == {ids}[:, None, None, :m])"
-    return str(draft.pick(same, same, f"({same} | (j == 0))", f"({same} | (i >= j))"))
+    if length == "q":
+        # The last queries have no key at their own place.
+        return str(draft.pick(f"({same} | (j == 0))", f"({same} | (i >= j))", same))
+    return str(draft.pick(same, same, f"({same} & (i >= j))", f"({same} & (j <= i + 1))", f"({same} | (i >= j))"))
 
 
 def term(draft: Draft, kind: str, *, keep_rank: bool = False, least: int = 1, grad: bool | None = None) -> str:

@@ -146,7 +146,8 @@ def tiles(draft: Draft) -> None:
         conditions.positions(d)
         masks.apply(d, made_masks.documents(d), "-inf")
 
-    first = draft.pick(known, known, of_tensors, documents, scores.slopes, scores.positional, scores.cap)
+    slopes = scores.slopes
+    first = draft.pick(known, known, of_tensors, documents, documents, slopes, slopes, scores.positional, scores.cap)
     more = draft.pick((), (), (scores.cap,), (scores.scale,), (scores.bias,), (scores.positional,), (known,))
     simple_site(draft, first, *more, sink=draft.maybe(4))
     draft.outputs.append("o")
