@@ -164,8 +164,7 @@ def chunks(draft: Draft) -> str:
     """Queries and keys whose quotients are the same: chunks, which begin anywhere. Of numbers below zero each division is another one."""
     size, start = draft.number(2, 3), draft.number(-3, 3)
     divided = draft.pick(
-        "({0} + {1}) // {2}",
-        "({0} + {1}) // {2}",
+        *["({0} + {1}) // {2}"] * 3,
         "torch.div({0} + {1}, {2}, rounding_mode='floor')",
         "torch.div({0} + {1}, {2}, rounding_mode='trunc')",
         "({0} + {1} - ({0} + {1}) % {2})",

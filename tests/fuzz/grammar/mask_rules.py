@@ -47,7 +47,11 @@ def _write_again(draft: Draft, c: str) -> None:
 
 def mask_kinds(draft: Draft) -> None:
     """Masks by comparisons of positions."""
-    sites_with(draft, conditions.condition, conditions.condition, lambda d: str(d.pick(*conditions.USUAL)))
+    sites_with(draft, conditions.condition, conditions.condition, _usual, conditions.chunks)
+
+
+def _usual(draft: Draft) -> str:
+    return str(draft.pick(*conditions.USUAL))
 
 
 def masks_made(draft: Draft) -> None:
