@@ -99,6 +99,7 @@ def integers(draft: Draft) -> None:
         conditions.quotients,
         conditions.quotients,
         lambda e: conditions.compared(e, 2),
+        conditions.chunks,
     )
 
 
