@@ -212,8 +212,11 @@ def _same_term(draft: Draft) -> None:
     # The scores as they are, or with the axes of one size exchanged.
     turns = [("s", -1, "w")] * 2 + ([("s.mT", -2, "w.mT")] if square else [])
     turns += [("s.transpose(0, 1)", -1, "w.transpose(0, 1)")] if draft.sizes["b"] == draft.sizes["h"] else []
+    way = ""
     for out in ("first", "o"):
-        way, (turned, at, back) = draft.pick(*ways).format(term), draft.pick(*turns)
+        # Half of the second ones differ from the first in the axes alone.
+        way = way if way and draft.maybe() else draft.pick(*ways).format(term)
+        turned, at, back = draft.pick(*turns)
         draft.add("s = q @ k.mT * 0.5", f"s = {turned}" if turned != "s" else "", f"s = {way}")
         draft.add(f"# probe: s.amax({at}), s.amin({at})", f"w = s.softmax({at})", f"{out} = {back} @ v")
         draft.outputs.append(out)
