@@ -21,6 +21,7 @@ class Draft:
 
     grads: some inputs want gradients. writes: the text may write in place. keyless: rows may come out without any key.
     last: what the text does right before it returns. repeated: of k and v those that have as many heads as q by now.
+    kept: names of the conditions that were put on `s`, in its dimensions.
     """
 
     draw: Any
@@ -39,6 +40,7 @@ class Draft:
     indent: str = ""
     names: int = 0
     repeated: set[str] = field(default_factory=set)
+    kept: list[str] = field(default_factory=list)
 
     def pick(self, *options: Any) -> Any:
         return options[0] if len(options) == 1 else self.draw(st.sampled_from(options))

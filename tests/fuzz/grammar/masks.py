@@ -47,8 +47,10 @@ def apply(draft: Draft, allowed: str, fill: str | None = None) -> None:
     fill = fill or draft.pick(*FILLS)
     c = draft.name("c")
     draft.add(f"{c} = {allowed}")
+    draft.kept.append(c)
     forms = [
         f"s = s.masked_fill(~{c}, {fill})",
+        f"s = torch.where({c}, s, torch.full_like(s, {fill}))",
         f"s = torch.where({c}, s, {fill})",
         f"s = torch.where(~{c}, {fill}, s)",
         f"s = s + torch.zeros_like({c}, dtype=s.dtype).masked_fill(~{c}, {fill})",

@@ -105,6 +105,18 @@ def scale(draft: Draft) -> None:
         forms = [f"s = s * {given}", f"s = s / {given}", f"s = {given} * s"]
         if draft.writes and draft.maybe(3):
             forms = [f"{line}; {given}.data.mul_(2)" for line in forms]
+    elif draft.maybe(3) and "bh" not in draft.dims:
+        axes = draft.pick("h", "h", "q", "bh", "hq", "k", "")
+        given = draft.new("t", tuple(axis for axis in draft.dims if axis in axes) or (1,), "positive")
+        sizes = (f"s.shape[{i}]" if dim in axes else "1" for i, dim in enumerate(draft.dims))
+        own = f"{given}.view({', '.join(sizes)})"
+        own = own if axes else given
+        forms = [
+            f"s = s * {own}",
+            f"s = {own}.to(s.dtype) * s",
+            f"s = s / {own}",
+            f"s = s * {own}.clamp(max=4.0).exp()",
+        ]
     elif draft.writes and draft.maybe(3):
         forms = ["s.mul_(0.5)", "s = s.div_(2)", "s *= 0.5", "s /= 2"]
     draft.add(draft.pick(*forms))
@@ -120,6 +132,9 @@ def bias(draft: Draft) -> None:
     else:
         forms += [
             "s = s - {}",
+            "s = {} - s",
+            "s = torch.rsub(s, {})",
+            "s = -s + {}",
             "s = torch.sub(s, {}, alpha=2)",
             "s = (s + {}) * 0.5",
             "s = (s + {}) / 1.5",

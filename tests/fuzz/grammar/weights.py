@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.fuzz.grammar.draft import Draft
 
 
-def softmax(draft: Draft, *, sink: bool | None = None, changes: int = 1) -> None:
+def softmax(draft: Draft, *, sink: bool | str | None = None, changes: int = 1) -> None:
     """`w` from `s`, in the dtype of v."""
     key = draft.at("k")
     at = key if draft.causal_allowed else draft.number(0, len(draft.dims) - 1)
@@ -13,7 +13,7 @@ def softmax(draft: Draft, *, sink: bool | None = None, changes: int = 1) -> None
     sink = possible and (draft.maybe(6) if sink is None else sink)
     if sink:
         at = key
-        _join_sink(draft)
+        sink = "first" if _join_sink(draft) else "last"
     elif at == key:
         draft.add(f"# probe: s.amax({key}), s.amin({key})" if not sink else "")
     at = draft.pick(at, at - len(draft.dims))
@@ -29,7 +29,7 @@ def softmax(draft: Draft, *, sink: bool | None = None, changes: int = 1) -> None
         ]
     draft.add(draft.pick(*forms) if dtype is None else f"w = F.softmax(s, dim={at}, dtype={dtype})")
     if sink:
-        draft.add(draft.pick("w = w[..., :-1]", "w = w[..., :-1]", "w = w[..., :-1]", "w = w[..., 1:]"))
+        draft.add(_dropped(draft, first=sink == "first"))
     if draft.writes and draft.maybe(4):
         draft.add(draft.pick("k.mul_(0.5)", "v.mul_(0.5)", "q[:, :, :1].mul_(0)", "v[:, :1].add_(1)", "v.data.add_(1)"))
     for _ in range(draft.number(0, changes)):
@@ -37,7 +37,25 @@ def softmax(draft: Draft, *, sink: bool | None = None, changes: int = 1) -> None
     draft.add("w = w.to(v.dtype)")
 
 
-def _join_sink(draft: Draft) -> None:
+def _dropped(draft: Draft, *, first: bool) -> str:
+    """A line that takes the column of sinks away again, or now and then another one."""
+    first = not first if draft.maybe(6) else first
+    least, sizes = ("1", "[1, w.shape[-1] - 1]") if first else ("0", "[w.shape[-1] - 1, 1]")
+    forms = ["w = w[..., 1:]"] if first else ["w = w[..., :-1]"] * 2
+    forms += [
+        f"w = w.narrow(-1, {least}, w.shape[-1] - 1)",
+        f"w = w.split({sizes}, dim=-1)[{least}]",
+        f"w = torch.split(w, {sizes}, {len(draft.dims) - 1})[{least}]",
+    ]
+    return str(draft.pick(*forms))
+
+
+def _join_sink(draft: Draft) -> bool:
+    """Whether it stands first."""
+    if draft.maybe(5):
+        first, number = draft.maybe(3), draft.pick("0.0", "1.5")
+        draft.add(f"s = F.pad(s, {'(1, 0)' if first else '(0, 1)'}, value={number})")
+        return bool(first)
     if draft.maybe(4):
         logits, own = "torch.zeros(s.shape[:-1], dtype=s.dtype, device=s.device)[..., None]", ""
     else:
@@ -50,11 +68,9 @@ def _join_sink(draft: Draft) -> None:
             if draft.maybe(6)
             else f"{own}.expand(*s.shape[:-1], -1).to(s.dtype)",
         )
-    draft.add(
-        draft.pick(
-            *[f"s = torch.cat([s, {logits}], dim=-1)"] * 3, f"s = torch.cat([s, {logits}], {len(draft.dims) - 1})"
-        )
-    )
+    first = draft.maybe(4)
+    parts = f"[{logits}, s]" if first else f"[s, {logits}]"
+    draft.add(draft.pick(*[f"s = torch.cat({parts}, dim=-1)"] * 3, f"s = torch.cat({parts}, {len(draft.dims) - 1})"))
     if draft.maybe():
         draft.add(
             draft.pick(
@@ -64,6 +80,7 @@ def _join_sink(draft: Draft) -> None:
                 "s = s.clamp(min=-1e30)",
             )
         )
+    return bool(first)
 
 
 def _change(draft: Draft) -> None:
@@ -81,9 +98,28 @@ def _change(draft: Draft) -> None:
         f"{seen} = w.detach().mean()",
         "w = w.masked_fill(w < 0.01, 0.0)",
     ]
+    if draft.kept and draft.maybe(3):
+        changes = _masked_again(draft)
     draft.add(draft.pick(*changes))
     if draft.lines[-1].strip().startswith(seen):
         draft.outputs.append(seen)
+
+
+def _masked_again(draft: Draft) -> list[str]:
+    """Weights that a mask sets to zero: one that the scores had, or its opposite."""
+    c = draft.pick(*draft.kept)
+    forms = [
+        f"w = w.masked_fill(~{c}, 0.0)",
+        f"w = torch.where({c}, w, 0.0)",
+        f"w = w.masked_fill({c}.logical_not(), 0)",
+        f"w = w * {c}",
+        f"w = {c}.to(w.dtype) * w",
+    ]
+    if draft.maybe(4):
+        forms = [f"w = w.masked_fill({c}, 0.0)", f"w = w * ~{c}", f"w = w.mT.masked_fill(~{c}, 0.0).mT"]
+    if draft.writes and draft.maybe(4):
+        forms = [f"{line.replace('w = ', f'{c}.logical_not_(); w = ', 1)}" for line in forms]
+    return forms
 
 
 def values(draft: Draft) -> None:

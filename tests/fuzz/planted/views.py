@@ -185,7 +185,7 @@ CONTRACTIONS = [
     _f(
         "baddbmm without beta",
         "contraction.py",
-        "_baddbmm",
+        "_with_addend",
         "beta=beta,",
         "beta=1.0,",
         "contractions",
@@ -194,7 +194,7 @@ CONTRACTIONS = [
     _f(
         "baddbmm without alpha",
         "contraction.py",
-        "_baddbmm",
+        "_with_addend",
         "alpha=alpha,",
         "alpha=1.0,",
         "contractions",
@@ -203,7 +203,7 @@ CONTRACTIONS = [
     _f(
         "baddbmm reads with beta 0",
         "contraction.py",
-        "_baddbmm",
+        "_with_addend",
         "addend if beta != 0 else None",
         "addend if beta != 0.5 else None",
         "contractions",
@@ -229,7 +229,7 @@ CONTRACTIONS = [
     ),
     _f(
         "a product of the weights may add",
-        "patterns/softmax_chain.py",
+        "patterns/weights_chain.py",
         "_is_plain",
         "product.addend is None and product.alpha == 1.0",
         "True",
@@ -238,8 +238,8 @@ CONTRACTIONS = [
     ),
     _f(
         "a part of the weights is all of them",
-        "patterns/softmax_chain.py",
-        "_follow_weights",
+        "patterns/weights_chain.py",
+        "follow",
         'raise AxisError(f"{node.name} takes a part of the weights")',
         "pass",
         "near misses",
