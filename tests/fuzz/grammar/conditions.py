@@ -140,12 +140,25 @@ KNOWN = (
 )
 
 
+def known(draft: Draft) -> str:
+    """A condition that has a kind of its own."""
+    return band(draft) if draft.maybe(3) else str(draft.pick(*KNOWN))
+
+
+def band(draft: Draft) -> str:
+    """Keys from so many before a query up to so many after it; one of the two ends may be open."""
+    left, right = draft.number(-1, 4), draft.number(-2, 3)
+    lower = draft.pick(f"(i - j <= {left})", f"(j >= i - {left})", f"(i - j < {left + 1})")
+    upper = draft.pick(f"(j - i <= {right})", f"(j <= i + {right})", f"(j < i + {right + 1})")
+    return str(draft.pick(f"({lower} & {upper})", f"({lower} & {upper})", upper, f"({upper} & (j >= {max(left, 0)}))"))
+
+
 def condition(draft: Draft, depth: int = 2) -> str:
     """Truth values over (q, k), by positions."""
     if depth == 0 or draft.maybe(3):
         return str(draft.pick(*KNOWN, *USUAL)) if draft.maybe() else compared(draft)
     if draft.maybe(3):
-        return str(draft.pick(draft.pick(*USUAL), bounds(draft), chunks(draft)))
+        return str(draft.pick(draft.pick(*USUAL), bounds(draft), chunks(draft), band(draft)))
     a, b = condition(draft, depth - 1), condition(draft, depth - 1)
     forms = [f"({a} & {b})", f"({a} | {b})", f"(~{a})", f"({a} ^ {b})", f"torch.where({compared(draft)}, {a}, {b})"]
     return str(draft.pick(*forms))

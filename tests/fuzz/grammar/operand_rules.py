@@ -73,7 +73,7 @@ def arrange(draft: Draft) -> None:
             "i, j = torch.arange(n, device=q.device)[:, None], torch.arange(m, device=q.device)[None, :]",
         )
         if draft.maybe():
-            masks.apply(draft, masks.placed(draft, f"({draft.pick(*conditions.KNOWN)} | (j == 0))"))
+            masks.apply(draft, masks.placed(draft, f"({conditions.known(draft)} | (j == 0))"))
         draft.add("w = s.softmax(-1)", "o = w @ v")
     elif form == "mqa":
         h, d = draft.sizes["h"], draft.sizes["d"]

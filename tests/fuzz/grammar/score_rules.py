@@ -136,7 +136,7 @@ def tiles(draft: Draft) -> None:
 
     def known(d: Draft) -> None:
         conditions.positions(d)
-        masks.apply(d, masks.placed(d, d.pick(*conditions.KNOWN)), d.pick("-inf", "-inf", "-1e9"))
+        masks.apply(d, masks.placed(d, conditions.known(d)), d.pick("-inf", "-inf", "-1e9"))
 
     def of_tensors(d: Draft) -> None:
         conditions.positions(d)

@@ -32,6 +32,8 @@ def softmax(draft: Draft, *, sink: bool | str | None = None, changes: int = 1) -
         draft.add(_dropped(draft, first=sink == "first"))
     if draft.writes and draft.maybe(4):
         draft.add(draft.pick("k.mul_(0.5)", "v.mul_(0.5)", "q[:, :, :1].mul_(0)", "v[:, :1].add_(1)", "v.data.add_(1)"))
+    if draft.kept and draft.maybe(6):
+        draft.add(draft.pick(*_masked_again(draft)))
     for _ in range(draft.number(0, changes)):
         _change(draft)
     draft.add("w = w.to(v.dtype)")
@@ -98,8 +100,6 @@ def _change(draft: Draft) -> None:
         f"{seen} = w.detach().mean()",
         "w = w.masked_fill(w < 0.01, 0.0)",
     ]
-    if draft.kept and draft.maybe(3):
-        changes = _masked_again(draft)
     draft.add(draft.pick(*changes))
     if draft.lines[-1].strip().startswith(seen):
         draft.outputs.append(seen)
