@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import traceback
 import warnings
@@ -21,6 +22,7 @@ from attn_compiler.target import Target
 
 if TYPE_CHECKING:
     from attn_compiler.lowerings import Lowering
+    from attn_compiler.lowerings.shared.ahead import Ahead
     from attn_compiler.passes import Rewritten
     from attn_compiler.verifying import Plan
 
@@ -67,7 +69,8 @@ def _compile(
         log.warning("ignored arguments of torch.compile that attn_compiler does not know: %s", ", ".join(others))
     own, patches = split_options(mode, options)
     check_lowering_names(own, (lowering.name for lowering in LOWERINGS))
-    inner = _Inner(options=own, patches=patches, region=name)
+    ahead = _ahead(own)
+    inner = _Inner(options=own, patches=patches, region=name, ahead=ahead)
     rewritten = rewrite(gm, own)
     report = rewritten.report
     # The graph is given away: what fails from here on, and is not the model's, is made good from a copy.
@@ -98,7 +101,7 @@ def _compile(
             if not torch_compat.starts_over(error):
                 _publish(report, own)
             raise
-    _publish(report, own)
+    _publish(dataclasses.replace(report, kernels=() if ahead is None else ahead.compiled()), own)
     return checked(compiled, plan)
 
 
@@ -161,6 +164,13 @@ def _plan(gm: fx.GraphModule, options: Options, rewritten: Rewritten) -> Plan | 
         return None
 
 
+def _ahead(options: Options) -> Ahead | None:
+    """What compiles kernels beside Inductor, which alone traces backwards before it compiles."""
+    from attn_compiler.lowerings.shared import ahead
+
+    return ahead.here() if options.inner == "inductor" else None
+
+
 def _publish(report: Report, options: Options) -> None:
     from attn_compiler.publishing import publish
 
@@ -173,11 +183,12 @@ def _publish(report: Report, options: Options) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Inner:
-    """What compiles a graph in the end. patches: for Inductor. region: torch.compile's `name=`."""
+    """What compiles a graph in the end. patches: for Inductor. region: torch.compile's `name=`. ahead: compiles our own kernels."""
 
     options: Options
     patches: dict[str, Any]
     region: str | None
+    ahead: Ahead | None
 
     def compile_rewritten(self, gm: fx.GraphModule, example_inputs: Sequence[Any], key: str) -> Callable[..., Any]:
         # Here and not in the pass, which does not run where a cache has the code: that calls their ops all the same.
@@ -191,8 +202,18 @@ class _Inner:
                     rotary_tables.keep_tables(graph)
             except _StepFailed as failed:
                 failed.told(self.options, torch_compat.graph_name(), "they are computed where they are read")
+            self._compile_ahead(graph)
 
         return self._compile(gm, example_inputs, key, joint_pass)
+
+    def _compile_ahead(self, graph: fx.Graph) -> None:
+        if self.ahead is None:
+            return
+        try:
+            with _step("compile kernels ahead of their launches"):
+                self.ahead.read(graph)
+        except _StepFailed as failed:
+            failed.told(self.options, torch_compat.graph_name(), "they are compiled at their first launch")
 
     def compile_original(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """As the inner compiler does without us: with no pass and no key of ours."""

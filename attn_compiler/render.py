@@ -64,7 +64,9 @@ def report_view(report: Report) -> RenderableType:
         _text(_found(report)),
     ]
     if report.seconds:
-        head.append(_times(report))
+        head.append(_times(f"passes took {_duration(report.total_seconds)}:", report.seconds))
+    if report.kernels:
+        head.append(_times("kernels compiled:", report.kernels))
     if report.failure:
         message, _, details = report.failure.partition("\n")
         head.append(_text(f"FAILED, the graph was left as it was: {message}", "bold red"))
@@ -257,10 +259,9 @@ def _found(report: Report) -> str:
     return f"{_count(sites, 'attention site')}{kinds}, {_count(misses, 'miss', 'misses')}"
 
 
-def _times(report: Report) -> RenderableType:
+def _times(words: str, seconds: Iterable[tuple[str, float]]) -> RenderableType:
     grid = Table.grid(padding=(0, 1, 0, 0))
-    each = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in report.seconds)
-    grid.add_row(_text(f"passes took {_duration(report.total_seconds)}:"), _text(each))
+    grid.add_row(_text(words), _text(", ".join(f"{name} {_duration(each)}" for name, each in seconds)))
     return grid
 
 

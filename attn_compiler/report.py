@@ -56,7 +56,11 @@ class MissReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """One graph handed to the backend. seconds: time by pass. failure: set when something failed and the model's own graph was compiled.
+    """One graph handed to the backend.
+
+    seconds: time by pass.
+    kernels: seconds by kernel that was compiled beside the inner compiler, of all its variants; where it was on disk, next to nothing.
+    failure: set when something failed and the model's own graph was compiled.
     faults: what failed and cost only a site or a call, each as it was warned of.
 
     str(report) is the plain table, 100 columns wide; rich's print shows it in colour.
@@ -67,6 +71,7 @@ class Report:
     sites: tuple[SiteReport, ...] = ()
     misses: tuple[MissReport, ...] = ()
     seconds: tuple[tuple[str, float], ...] = ()
+    kernels: tuple[tuple[str, float], ...] = ()
     failure: str | None = None
     faults: tuple[str, ...] = ()
 
@@ -93,6 +98,7 @@ class Report:
             "sites": [_site_dict(site) for site in self.sites],
             "misses": [_miss_dict(miss) for miss in self.misses],
             "seconds": [{"pass": name, "seconds": seconds} for name, seconds in self.seconds],
+            "kernels": [{"kernel": name, "seconds": seconds} for name, seconds in self.kernels],
             "failure": self.failure,
             "faults": list(self.faults),
         }

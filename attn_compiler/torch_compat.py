@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 import logging
+import os
 import sys
 import traceback
 import typing
@@ -204,8 +205,8 @@ def cache_folder() -> Path:
 
 def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     """An unfilled tensor on the current device of that type, by the function that Inductor's own code allocates with on a GPU: it
-    takes the host a fraction of the 2 µs of torch.empty."""
-    if device == "cuda":
+    takes the host a fraction of the 2 µs of torch.empty. That knows of no modes: under one, such as fake tensors', it is not used."""
+    if device == "cuda" and not torch._C._len_torch_dispatch_stack():
         return torch._C._dynamo.guards._empty_strided_cuda(size, stride, dtype)  # type: ignore[attr-defined,no-any-return]
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
@@ -214,9 +215,23 @@ def allocator(
     size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> Callable[[], torch.Tensor]:
     """`empty_strided` of these, for those who call it again and again."""
-    if device == "cuda":
+    if device == "cuda" and not torch._C._len_torch_dispatch_stack():
         return functools.partial(torch._C._dynamo.guards._empty_strided_cuda, size, stride, dtype)  # type: ignore[attr-defined]
     return functools.partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
+
+
+def compile_threads() -> int:
+    """How many kernels Inductor compiles at a time (TORCHINDUCTOR_COMPILE_THREADS); 1: one, where it is needed."""
+    from torch._inductor.async_compile import get_compile_threads
+
+    return get_compile_threads()
+
+
+def share_kernel_cache(device: int) -> None:
+    """Triton keeps compiled kernels where Inductor will have it keep them, which it says when it loads the first of its own."""
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device))
 
 
 def call_directly(op: str, module: str, function: str, *, site: str | None = None) -> None:
@@ -360,6 +375,13 @@ def is_wrapper_subclass(value: Any) -> bool:
 def statically_known(condition: bool | torch.SymBool) -> bool:
     """Whether `condition` always holds. Adds no guard: a symbolic condition that can't be proved is False."""
     return bool(symbolic_shapes.statically_known_true(condition))
+
+
+def example(number: Any) -> Any:
+    """A number that may be symbolic as this call has it; None where that is not known while compiling. Adds no guard."""
+    if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return number
+    return number.node.hint if number.node.has_hint() else None
 
 
 def dim_of(size: int | torch.SymInt) -> int | str:

@@ -7,6 +7,7 @@ costs the host little more than the launch itself.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ from attn_compiler.lowerings.decode.kernels.decode import attention_decode
 from attn_compiler.lowerings.decode.kernels.tuples import Switches
 from attn_compiler.lowerings.decode.plan import Call, Plan, Schedule, none_too_short
 from attn_compiler.lowerings.shared.arguments import alignment, along, kernel_constants
-from attn_compiler.lowerings.shared.launching import VECTOR, check_grid, start
+from attn_compiler.lowerings.shared.launching import VECTOR, check_grid, first_launch, start
+from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.on_device import Empty, new_outputs
 from attn_compiler.lowerings.shared.readable import readable
 from attn_compiler.torch_compat import empty_strided
@@ -133,6 +135,9 @@ def forward(
         q, k, v = map(readable, (q, k, v))
         strides, _ = _strides(q, k, v)
         align = alignment(q, k, v) if k.dtype == q.dtype else 1
+    if noter() is not None:
+        # Nothing is kept of stand-ins.
+        prepared = dataclasses.replace(prepared, sized={}, compiled={})
     if not q.is_cuda or q.get_device() == driver.active.get_current_device():
         return _forward(prepared, q, k, v, operands, strides, align)
     with torch.cuda.device(q.device):
@@ -224,8 +229,8 @@ def _launch(
         schedule = prepared.schedule
         options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
         options |= {"launch_pdl": True} if how.EARLY else {}
-        compiled = attention_decode[grid](*tensors, *numbers, HOW=how, **options)
-        if compiled is not None:  # The interpreter compiles nothing.
+        compiled = first_launch(attention_decode, grid, *tensors, *numbers, HOW=how, **options)
+        if compiled is not None:
             prepared.compiled[key] = compiled, how
         return
     compiled, how = found

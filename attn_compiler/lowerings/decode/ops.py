@@ -22,4 +22,6 @@ def _bounds(bounds: torch.Tensor) -> torch.Tensor:
 
 register_helper("decode_bounds", "(Tensor bounds) -> Tensor", function=_bounds)
 register_helper("decode_count", "(Tensor like, SymInt length) -> Tensor", function=_count)
-register_forward("decode", forward=late("decode.launch", "forward"), dispatch_key="CompositeExplicitAutograd")
+register_forward(
+    "decode", forward=late("decode.launch", "forward", notes=True), dispatch_key="CompositeExplicitAutograd"
+)

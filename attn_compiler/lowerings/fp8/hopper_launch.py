@@ -17,7 +17,7 @@ from attn_compiler.lowerings.fp8.kernels import forward_fp8_sm90, tiles_sm90
 from attn_compiler.lowerings.fp8.kernels.tuples_sm90 import Switches
 from attn_compiler.lowerings.shared.arguments import Prepared, Tensors, along, common, prepare
 from attn_compiler.lowerings.shared.kernels.tuples import DescaleStrides
-from attn_compiler.lowerings.shared.launching import Alike, alike, plain, start
+from attn_compiler.lowerings.shared.launching import Alike, alike, first_launch, plain, start
 from attn_compiler.lowerings.shared.on_device import new_outputs, on
 from attn_compiler.spec import AttentionSpec
 
@@ -72,7 +72,7 @@ def _launch(same: Alike, prepared: Prepared, tensors: Mapping[str, torch.Tensor]
     kernel = forward_fp8_sm90.attention_forward_fp8_sm90
     known = same.facts.get("compiled")
     if known is None:
-        same.facts["compiled"] = kernel[grid](**given, **_numbers(prepared, tensors), num_warps=_WARPS)
+        same.facts["compiled"] = first_launch(kernel, grid, **given, **_numbers(prepared, tensors), num_warps=_WARPS)
         return
     arguments = {**given, **same.fact("numbers", lambda: _plain(_numbers(prepared, tensors)))}
     start(known, grid, same.device.index, [arguments[name] for name in kernel.arg_names])

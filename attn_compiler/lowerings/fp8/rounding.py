@@ -343,9 +343,9 @@ def _stand_in_backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     return unrotated(gradient, gradient.dtype, near=near).to(gradient.dtype)
 
 
-register_helper("round_fp8", ROUND_SCHEMA, function=round_fp8, fake=_fake_round, exact_strides=True)
-register_helper("largest_fp8", LARGEST_SCHEMA, function=largest_fp8, fake=_fake_largest, exact_strides=True)
-register_helper("mean_fp8", MEAN_SCHEMA, function=mean_fp8, fake=_fake_mean, exact_strides=True)
+register_helper("round_fp8", ROUND_SCHEMA, function=round_fp8, fake=_fake_round, notes=True, exact_strides=True)
+register_helper("largest_fp8", LARGEST_SCHEMA, function=largest_fp8, fake=_fake_largest, notes=True, exact_strides=True)
+register_helper("mean_fp8", MEAN_SCHEMA, function=mean_fp8, fake=_fake_mean, notes=True, exact_strides=True)
 register_helper(
     "stand_in_fp8",
     STAND_IN_SCHEMA,

@@ -91,5 +91,7 @@ def _is_plain_on_hopper(spec: AttentionSpec, target: Target) -> bool:
     return target.sm == 90 and not parts.of(spec).operands and spec.head_dim_qk == spec.head_dim_v
 
 
-register_forward("triton_fp8", forward=late("fp8.triton_launch", "forward"), dispatch_key="CompositeExplicitAutograd")
+register_forward(
+    "triton_fp8", forward=late("fp8.triton_launch", "forward", notes=True), dispatch_key="CompositeExplicitAutograd"
+)
 restoring.register("triton", differentiable=parts.differentiable)

@@ -16,9 +16,12 @@ import torch
 import triton
 
 from attn_compiler.lowerings.base import Tile
+from attn_compiler.lowerings.shared.compiling import wait_for
+from attn_compiler.lowerings.shared.imagined import pointers
 from attn_compiler.lowerings.shared.kernel_plan import MOST_BLOCKS
 from attn_compiler.lowerings.shared.kernels.tuples import TAKEN
 from attn_compiler.lowerings.shared.limits import MAX_GRID
+from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.on_device import Empty, Known
 from attn_compiler.torch_compat import current_cuda_device
 
@@ -133,8 +136,10 @@ _ALIKE: Known[Alike] = Known()
 
 
 def alike(text: str, tensors: Sequence[torch.Tensor]) -> Alike:
-    """What is known of calls like this one."""
+    """What is known of calls like this one. Of one whose launches are noted nothing is known or kept: its tensors are stand-ins."""
     device = tensors[0].device
+    if noter() is not None:
+        return Alike(device=device)
     key = (text, device, *[(t.shape, t.stride(), t.dtype, t.data_ptr() % VECTOR) for t in tensors])
     found = _ALIKE.get(key)
     return _ALIKE.keep(key, Alike(device=device)) if found is None else found
@@ -174,12 +179,26 @@ def _first_launch(kernel: Any, tensors: Mapping[str, torch.Tensor], found: Argum
     options = {} if found.tile is None else found.tile.launch_options
     names = kernel.arg_names
     numbers = as_taken(names, found.numbers)
-    compiled = kernel[found.grid](**given, **numbers, **options)
-    if compiled is None:  # The interpreter compiles nothing.
+    compiled = first_launch(kernel, found.grid, **given, **numbers, **options)
+    if compiled is None:
         return None
     where = tuple((i, source) for i, name in enumerate(names) if (source := found.tensors.get(name)) is not None)
     values = [plain(numbers.get(name)) for name in names]
     return Ready(kernel=kernel, compiled=compiled, grid=found.grid, values=values, where=where)
+
+
+def first_launch(kernel: Any, grid: Grid, *positional: Any, **named: Any) -> Any:
+    """Launch a kernel by Triton's own way, which compiles it unless that was done. Gives the compiled kernel; None where there is none: the
+    interpreter compiles nothing, and where launches are noted this one is, and does not happen.
+
+    named: options, too, such as num_warps.
+    """
+    note = noter()
+    if note is not None:
+        note(kernel, pointers(positional), dict(zip(named, pointers(tuple(named.values())), strict=True)))
+        return None
+    wait_for(kernel)
+    return kernel[grid](*positional, **named)
 
 
 def as_taken(names: Sequence[str], numbers: Mapping[str, Any]) -> dict[str, Any]:

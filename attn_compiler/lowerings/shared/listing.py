@@ -59,4 +59,5 @@ register_helper(
     function=listed,
     fake=_fake,
     on_gpu=late("shared.listing_launch", "lists"),
+    notes=True,
 )

@@ -55,11 +55,13 @@ class Late:
 
     site: a class of the module, whose instances do the same for one place in compiled code: tensors lie the same there in every call,
     and an output that nothing reads may be None.
+    notes: all that it launches it launches by `launching`, so that its launches can be noted instead (noting.py).
     """
 
     module: str
     function: str
     site: str | None = None
+    notes: bool = False
 
     def __call__(self, *arguments: Any) -> Any:
         return self.found(*arguments)
@@ -70,13 +72,15 @@ class Late:
         return found
 
 
-def late(module: str, function: str, *, site: str | None = None) -> Late:
+def late(module: str, function: str, *, site: str | None = None, notes: bool = False) -> Late:
     """Of a module of this package."""
-    return Late(f"attn_compiler.lowerings.{module}", function, site)
+    return Late(f"attn_compiler.lowerings.{module}", function, site, notes)
 
 
 #: the bodies of leaf ops that compiled code may call by themselves, by the op's name
 _BODIES: dict[str, Late] = globals().get("_BODIES") or {}
+#: the bodies whose launches can be noted, by the op's name
+_NOTING: dict[str, Callable[..., Any]] = globals().get("_NOTING") or {}
 
 
 def define(op: str, schema: str, body: Callable[..., Any], dispatch_key: str) -> None:
@@ -85,6 +89,15 @@ def define(op: str, schema: str, body: Callable[..., Any], dispatch_key: str) ->
     LIBRARY.impl(op, body, dispatch_key)
     if isinstance(body, Late):
         _BODIES[op] = body
+        if body.notes:
+            _NOTING[op] = body
+
+
+def launching_body(target: Any) -> Callable[..., Any] | None:
+    """The body of an op whose launches can be noted; None for other ops, and for all that is no op of ours."""
+    if getattr(target, "namespace", None) != NAMESPACE:
+        return None
+    return _NOTING.get(target.name().partition("::")[2])
 
 
 def empty_gradient(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,12 +130,14 @@ def register_helper(
     function: Callable[..., Any],
     fake: Callable[..., Any] | None = None,
     on_gpu: Callable[..., Any] | None = None,
+    notes: bool = False,
     differentiated: tuple[Callable[..., None], Callable[..., Any]] | None = None,
     exact_strides: bool = False,
 ) -> None:
     """Define an op that makes operands of leaf ops, on any device.
 
-    function: runs on fake tensors, too, unless there is a `fake`, and on a GPU, unless there is an `on_gpu`.
+    function: runs on fake tensors, too, unless there is a `fake`, and on a GPU, unless there is an `on_gpu`. notes: the launches of what
+    runs on a GPU can be noted.
     For what every site of a graph reads and Inductor would make anew for each: it fuses what is pointwise into a copy of its own
     before every op that it knows nothing of. differentiated: what autograd keeps, and its formula (torch.library.register_autograd).
     """
@@ -133,6 +148,8 @@ def register_helper(
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     if on_gpu is not None:
         LIBRARY.impl(name, on_gpu, "CUDA")
+    if notes:
+        _NOTING[name] = on_gpu or function
     torch.library.register_fake(f"{NAMESPACE}::{name}", function if fake is None else fake, lib=LIBRARY)
     if differentiated is not None:
         setup_context, backward = differentiated

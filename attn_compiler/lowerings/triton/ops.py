@@ -11,8 +11,8 @@ from attn_compiler.lowerings.shared.ops import late, register_family
 
 register_family(
     "triton",
-    forward=late("triton.launch", "forward"),
-    backward=late("triton.launch", "gradients"),
+    forward=late("triton.launch", "forward", notes=True),
+    backward=late("triton.launch", "gradients", notes=True),
     differentiable=parts.differentiable,
     dispatch_key="CompositeExplicitAutograd",
 )

@@ -1,0 +1,134 @@
+"""Compiles the Triton kernels of a graph while the inner compiler compiles the rest of it, instead of at their first launch.
+
+The graph that autograd was traced through calls the leaf ops of forward and backward, on values that say how each tensor will lie. The
+bodies of those ops are called here, with stand-ins for tensors (imagined.py), and their launches are noted (noting.py). So a launch is
+described once, by the code that launches. Equal calls, as those of equal layers, are asked once, and identical variants of a kernel are
+compiled once (compiling.py). Symbolic sizes are those of this call: what Triton compiles apart for is whether they are 1, or
+multiples of 16.
+
+Nothing here decides anything. Whatever fails, or lies otherwise at run time, costs time alone: the launch compiles what it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from torch import fx
+
+from attn_compiler import torch_compat
+from attn_compiler.lowerings.shared import imagined, ops
+from attn_compiler.lowerings.shared.noting import Note, noting
+
+if TYPE_CHECKING:
+    from attn_compiler.lowerings.shared.compiling import Compiled
+
+log = logging.getLogger(__name__)
+
+#: seconds after which a terminal shows what is waited for
+_SHOWN_AFTER = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a body, with its tensors described: equal for calls that launch the same."""
+
+    body: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    named: tuple[tuple[str, Any], ...]
+
+
+@dataclass(kw_only=True)
+class Ahead:
+    """The kernels of one graph that are compiled ahead.
+
+    begin: starts to compile a kernel (`Workers.begin`); gives what it started.
+    """
+
+    begin: Callable[..., list[Future[Compiled]]]
+    started: list[Future[Compiled]] = field(default_factory=list)
+
+    def note(self, kernel: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self.started += self.begin(kernel, positional, named)
+
+    def read(self, graph: fx.Graph) -> None:
+        """Start to compile what the leaf ops of a graph launch."""
+        for call in dict.fromkeys(calls(graph)):
+            try:
+                note_launches(call, self.note)
+            except Exception as error:  # noqa: BLE001 (whatever a body raises for stand-ins, it may run on tensors)
+                log.warning("its kernels are compiled at their first launch: %s: %r", call.body, error)
+
+    def compiled(self) -> tuple[tuple[str, float], ...]:
+        """Wait, and give the seconds of each kernel, of all its variants."""
+        seconds: dict[str, float] = {}
+        with _shown(self.started):
+            wait(self.started)
+        for future in self.started:
+            try:
+                one = future.result()
+            except CancelledError:
+                continue
+            except Exception as error:  # noqa: BLE001 (Triton's compiler raises what it likes, and its launch will raise it again)
+                log.warning("a kernel was not compiled ahead of its launch: %r", error)
+                continue
+            seconds[one.kernel] = seconds.get(one.kernel, 0.0) + one.seconds
+        self.started.clear()
+        return tuple(seconds.items())
+
+
+def here() -> Ahead | None:
+    """None where nothing is compiled ahead: kernels are interpreted, CUDA is not in use, or Inductor is to compile one thing at a time.
+
+    Imports triton, where there is a GPU.
+    """
+    threads = torch_compat.compile_threads()
+    if threads <= 1 or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    import triton
+
+    from attn_compiler.lowerings.shared import compiling
+
+    if triton.knobs.runtime.interpret:
+        return None
+    torch_compat.share_kernel_cache(torch.cuda.current_device())
+    return Ahead(begin=compiling.workers(threads).begin)
+
+
+def calls(graph: fx.Graph) -> Iterator[Call]:
+    """The calls of bodies that launch Triton kernels on a GPU, in a graph whose nodes have values ("val")."""
+    for node in graph.nodes:
+        body = ops.launching_body(node.target) if node.op == "call_function" else None
+        if body is None:
+            continue
+        given, named = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with contextlib.suppress(imagined.NoExampleError):
+            yield Call(
+                body=body,
+                arguments=imagined.described(tuple(given)),
+                named=tuple((name, imagined.described(value)) for name, value in named.items()),
+            )
+
+
+def note_launches(call: Call, note: Note) -> None:
+    """Call a body with stand-ins, and tell what it would launch."""
+    with imagined.imagining(), noting(note):
+        arguments = imagined.made(call.arguments)
+        call.body(*arguments, **{name: imagined.made(value) for name, value in call.named})
+
+
+@contextlib.contextmanager
+def _shown(started: list[Future[Compiled]]) -> Iterator[None]:
+    """On a terminal, what takes long has a line, which is gone when it is done."""
+    console = Console(stderr=True)
+    if console.is_terminal and wait(started, timeout=_SHOWN_AFTER).not_done:
+        with console.status(f"attn_compiler: compiling {len(started)} kernels"):
+            yield
+        return
+    yield

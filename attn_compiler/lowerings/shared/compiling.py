@@ -1,0 +1,141 @@
+"""Triton kernels are compiled in threads, beside whatever else compiles. Imports triton, so it comes late.
+
+Threads and no processes: Triton works without Python's lock but for its first step, which reads the kernel's syntax tree. Of the 1.3 to
+2.7 s that a kernel took offline for sm90 (Triton 3.7.1, two cores), 0.1 s were that step, and 0.06 to 0.14 s the lock was held in C++. A
+process of its own takes longer than a kernel only to import torch and triton.
+
+What a thread compiled is in Triton's own caches, in memory and on disk: a launch finds it there, as if a launch had compiled it. A
+launch that comes early waits (`wait_for`). What could not be compiled is compiled by its launch.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import triton
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled:
+    """One variant of a kernel. seconds: that it took; next to nothing where it was on disk."""
+
+    kernel: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What Triton would compile. key: the same for identical variants."""
+
+    key: str
+    compile: Callable[[], Any]
+    finish: Callable[[Any], None]
+
+
+@dataclass(kw_only=True)
+class Workers:
+    """Threads that compile. started: by variant, what is being compiled or was. waited: by kernel, what its launches wait for."""
+
+    number: int
+    started: dict[str, Future[Compiled]] = field(default_factory=dict)
+    waited: dict[int, list[Future[Compiled]]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(max_workers=self.number, thread_name_prefix="attn_compiler")
+
+    def begin(self, kernel: Any, positional: Sequence[Any], named: dict[str, Any]) -> list[Future[Compiled]]:
+        """Compile a kernel for such arguments, on the current device. Gives what was not begun before, and is not there yet."""
+        begun = []
+        for asked in variants(kernel, positional, named):
+            if asked.key not in self.started:
+                self.started[asked.key] = future = self._threads.submit(_compile, _name(kernel), asked)
+                self.waited.setdefault(id(kernel), []).append(future)
+                future.add_done_callback(functools.partial(self._done, id(kernel), asked.key))
+                begun.append(future)
+        return begun
+
+    def _done(self, kernel: int, key: str, future: Future[Compiled]) -> None:
+        self.waited[kernel].remove(future)
+        self.started.pop(key)
+
+
+_workers: Workers | None = None
+
+
+def workers(number: int) -> Workers:
+    """Those of this process. number: of threads, asked the first time."""
+    global _workers
+    if _workers is None:
+        _workers = Workers(number=number)
+    return _workers
+
+
+def wait_for(kernel: Any) -> None:
+    """Until nothing of a kernel is being compiled ahead."""
+    if _workers is not None and (begun := _workers.waited.get(id(kernel))):
+        wait(list(begun))
+
+
+def _forget() -> None:
+    """A process that was forked has none of the threads."""
+    global _workers
+    _workers = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def variants(kernel: Any, positional: Sequence[Any], named: dict[str, Any]) -> list[Asked]:
+    """What Triton would compile to launch a kernel on the current device with such arguments: nothing, if that is there.
+
+    Triton itself says so, as to a launch: it looks at the arguments, and hands what is to be compiled to the mode that is active.
+    """
+    mode = _Asking()
+    # A context of its own: the mode is left with it, and leaving it by its own way would wait for it.
+    contextvars.Context().run(_ask, mode, kernel, positional, named)
+    return mode.asked
+
+
+class _Asking(triton.AsyncCompileMode):  # type: ignore[misc]
+    """Compiles nothing. To Triton that is a kernel that could not be compiled, of which it keeps nothing."""
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+
+    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> None:
+        self.asked.append(Asked(key=key, compile=compile_fn, finish=finalize_fn))
+
+
+def _ask(mode: _Asking, kernel: Any, positional: Sequence[Any], named: dict[str, Any]) -> None:
+    mode.__enter__()
+    kernel.warmup(*positional, grid=(1,), **named)
+
+
+def _compile(name: str, asked: Asked) -> Compiled:
+    """In a thread. Raises what Triton raises."""
+    if not threading.main_thread().is_alive():
+        # The process ends, and waits for its threads: what is being compiled is done in seconds, the rest is not begun.
+        raise RuntimeError("the process ends")
+    log.debug("compiling %s ahead of its launch", name)
+    begin = time.perf_counter()
+    asked.finish(asked.compile())
+    seconds = time.perf_counter() - begin
+    log.info("compiled %s in %.2f s", name, seconds)
+    return Compiled(kernel=name, seconds=seconds)
+
+
+def _name(kernel: Any) -> str:
+    name: str = kernel.fn.__name__
+    return name
