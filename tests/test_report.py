@@ -42,7 +42,14 @@ def make_report(graph: str = "0/0", lowering: str = "sdpa") -> Report:
         reason=reason,
         source="m.py:1",
     )
-    return Report(graph=graph, target="cpu", sites=(site,), misses=(miss,), seconds=(("match", 0.5), ("lower", 0.25)))
+    return Report(
+        graph=graph,
+        target="cpu",
+        sites=(site,),
+        misses=(miss,),
+        seconds=(("match", 0.5), ("lower", 0.25)),
+        kernels=(("attention_forward", 1.5),),
+    )
 
 
 def test_json_has_every_field_under_its_name() -> None:
@@ -82,6 +89,7 @@ def test_json_has_every_field_under_its_name() -> None:
             }
         ],
         "seconds": [{"pass": "match", "seconds": 0.5}, {"pass": "lower", "seconds": 0.25}],
+        "kernels": [{"kernel": "attention_forward", "seconds": 1.5}],
         "failure": None,
         "faults": [],
     }

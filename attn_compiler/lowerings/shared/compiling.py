@@ -10,14 +10,16 @@ launch that comes early waits (`wait_for`). What could not be compiled is compil
 
 from __future__ import annotations
 
+import atexit
 import contextvars
 import functools
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,24 +45,64 @@ class Asked:
     finish: Callable[[Any], None]
 
 
+Job = tuple["Future[Compiled]", Callable[[], Compiled]]
+
+
+class Threads:
+    """They do one job after the other. A process that ends waits for the jobs that are being done, and leaves the others undone, which
+    ThreadPoolExecutor does not."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._is_over = False
+
+    def submit(self, work: Callable[[], Compiled]) -> Future[Compiled]:
+        future: Future[Compiled] = Future()
+        self._jobs.put((future, work))
+        if len(self._threads) < self._number:
+            self._threads.append(thread := threading.Thread(target=self._run, name="attn_compiler", daemon=True))
+            thread.start()
+        return future
+
+    def end(self) -> None:
+        """Cancel what was not begun, and wait for the rest."""
+        self._is_over = True
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, work = job
+            if self._is_over:
+                future.cancel()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 (it belongs to whoever asks for the result)
+                future.set_exception(error)
+
+
 @dataclass(kw_only=True)
 class Workers:
-    """Threads that compile. started: by variant, what is being compiled or was. waited: by kernel, what its launches wait for."""
+    """Threads that compile. started: by variant, what is being compiled. waited: by kernel, what its launches wait for."""
 
-    number: int
+    threads: Threads
     started: dict[str, Future[Compiled]] = field(default_factory=dict)
     waited: dict[int, list[Future[Compiled]]] = field(default_factory=dict)
-
-    @functools.cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(max_workers=self.number, thread_name_prefix="attn_compiler")
 
     def begin(self, kernel: Any, positional: Sequence[Any], named: dict[str, Any]) -> list[Future[Compiled]]:
         """Compile a kernel for such arguments, on the current device. Gives what was not begun before, and is not there yet."""
         begun = []
         for asked in variants(kernel, positional, named):
             if asked.key not in self.started:
-                self.started[asked.key] = future = self._threads.submit(_compile, _name(kernel), asked)
+                self.started[asked.key] = future = self.threads.submit(
+                    functools.partial(_compile, _name(kernel), asked)
+                )
                 self.waited.setdefault(id(kernel), []).append(future)
                 future.add_done_callback(functools.partial(self._done, id(kernel), asked.key))
                 begun.append(future)
@@ -78,7 +120,7 @@ def workers(number: int) -> Workers:
     """Those of this process. number: of threads, asked the first time."""
     global _workers
     if _workers is None:
-        _workers = Workers(number=number)
+        _workers = Workers(threads=Threads(number))
     return _workers
 
 
@@ -94,7 +136,13 @@ def _forget() -> None:
     _workers = None
 
 
+def _end() -> None:
+    if _workers is not None:
+        _workers.threads.end()
+
+
 os.register_at_fork(after_in_child=_forget)
+atexit.register(_end)
 
 
 def variants(kernel: Any, positional: Sequence[Any], named: dict[str, Any]) -> list[Asked]:
@@ -125,9 +173,6 @@ def _ask(mode: _Asking, kernel: Any, positional: Sequence[Any], named: dict[str,
 
 def _compile(name: str, asked: Asked) -> Compiled:
     """In a thread. Raises what Triton raises."""
-    if not threading.main_thread().is_alive():
-        # The process ends, and waits for its threads: what is being compiled is done in seconds, the rest is not begun.
-        raise RuntimeError("the process ends")
     log.debug("compiling %s ahead of its launch", name)
     begin = time.perf_counter()
     asked.finish(asked.compile())

@@ -1,0 +1,138 @@
+"""Which variants of kernels launches ask Triton for, and which are asked for ahead of them: python -m tests.lowerings.shared.asked_variants
+
+Runs in a process of its own, since Triton's interpreter, which the other tests use, has no variants. Each body of the cases is called
+with tensors, whose launches are looked at in place of Triton's own way, and with stand-ins, whose launches are noted. Triton itself says
+of both what it would compile; nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from attn_compiler.lowerings.decode import launch as decode_launch
+from attn_compiler.lowerings.fp8 import hopper_launch, rounding_launch, triton_launch
+from attn_compiler.lowerings.shared import ahead, compiling, imagined, listing_launch
+from attn_compiler.lowerings.shared.noting import noter
+from attn_compiler.lowerings.triton import launch
+from benchmarks import kernel_code
+
+BODIES = (
+    (launch, "forward"),
+    (launch, "gradients"),
+    (decode_launch, "forward"),
+    (triton_launch, "forward"),
+    (hopper_launch, "forward"),
+    (rounding_launch, "mean_fp8"),
+    (rounding_launch, "largest_fp8"),
+    (rounding_launch, "round_fp8"),
+    (listing_launch, "lists"),
+)
+CASES = (
+    "triton plain_64",
+    "triton causal_192_128",
+    "triton unaligned_65",
+    "triton window_softcap_sinks_64",
+    "triton keys_128",
+    "triton documents_64",
+    "triton mask_bqk_128",
+    "triton bias_hqk_64",
+    "triton bias_softcap_64",
+    "triton distances_64",
+    "triton dropout_64",
+    "triton odd_lengths_64",
+    "triton one_query_64",
+    "triton bias_float32_64",
+    "decode head_dim_128",
+    "decode keys_sinks",
+    "decode fp8",
+    "fp8 keys_softcap_128 accurate",
+    "hopper causal_64 accurate",
+    "round 64 rotated",
+    "round 128",
+    "lists",
+)
+
+
+class Watch:
+    """Looks at bodies for as long as the process runs: ops keep those that they find. calls: so far, each with the variants of its launches
+    and those that were noted."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self._is_within = False
+        for module, name in BODIES:
+            setattr(module, name, self._watched(getattr(module, name)))
+
+    def _watched(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            # A body that copies its tensors calls itself again.
+            if noter() is not None or self._is_within:
+                return body(*given, **named)
+            self._is_within = True
+            launched, results = _launched(body, given, named)
+            self._is_within = False
+            noted = _noted(body, given, named)
+            self.calls.append({"body": body.__module__, "launched": launched, "noted": noted})
+            return results
+
+        return call
+
+
+def _lists() -> None:
+    some, holes = (torch.ones(2, 1, 8, 16, dtype=torch.bool) for _ in range(2))
+    for by_key in (False, True):
+        listing_launch.lists(some, holes, by_key)
+        listing_launch.lists(some[:, :, :5, :7], holes[:, :, :5, :7], by_key)
+
+
+def _launched(body: Callable[..., Any], given: Any, named: Any) -> tuple[list[str], Any]:
+    found: list[str] = []
+
+    def look(self: Any, *positional: Any, grid: Any, warmup: bool, **others: Any) -> Any:
+        if warmup:
+            return run(self, *positional, grid=grid, warmup=True, **others)
+        found.extend(_keys(self, positional, others))
+        return None
+
+    run = JITFunction.run
+    with mock.patch.object(JITFunction, "run", look):
+        results = body(*given, **named)
+    return found, results
+
+
+def _noted(body: Callable[..., Any], given: Any, named: Any) -> list[str]:
+    found: list[str] = []
+    call = ahead.Call(
+        body=body,
+        arguments=imagined.described(tuple(given)),
+        named=tuple((name, imagined.described(value)) for name, value in named.items()),
+    )
+    ahead.note_launches(call, lambda kernel, positional, others: found.extend(_keys(kernel, positional, others)))
+    return found
+
+
+def _keys(kernel: Any, positional: Any, named: Any) -> list[str]:
+    """Triton's own: it differs for every other source, signature, constant, alignment, option and machine."""
+    return [f"{kernel.fn.__name__} {asked.key}" for asked in compiling.variants(kernel, positional, named)]
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(kernel_code._Driver())
+    watch, found = Watch(), {}
+    with torch.no_grad():
+        for case in CASES:
+            (_lists if case == "lists" else kernel_code._cases()[case])()
+            found[case], watch.calls = watch.calls, []
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

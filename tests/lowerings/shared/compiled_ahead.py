@@ -1,0 +1,44 @@
+"""Compiles the small kernel of tile lists in a thread, for a GPU that is not there: python -m tests.lowerings.shared.compiled_ahead
+
+In a process of its own, since Triton's interpreter, which the other tests use, compiles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+
+import torch
+import triton
+
+from attn_compiler.lowerings.shared import ahead, compiling, imagined, listing_launch
+from attn_compiler.lowerings.shared.kernels.tile_lists import tile_lists
+from benchmarks.kernel_code import _Driver
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(_Driver())
+    some = torch.ones(2, 1, 8, 16, dtype=torch.bool)
+    call = ahead.Call(body=listing_launch.lists, arguments=imagined.described((some, some, False)), named=())
+    workers, left = compiling.workers(2), []
+    with tempfile.TemporaryDirectory() as folder:
+        triton.knobs.cache.dir = folder
+        first, again = (ahead.Ahead(begin=workers.begin) for _ in range(2))
+        ahead.note_launches(call, first.note)
+        begun, (kernel,) = [future.result().kernel for future in first.started], tile_lists.device_caches[0][0].values()
+        ahead.note_launches(call, again.note)
+        ahead.note_launches(call, lambda *asked: left.extend(compiling.variants(*asked)))
+    seconds = sum(seconds for _, seconds in first.compiled())
+    found = {
+        "begun": begun,
+        "begun_again": [future.result().kernel for future in again.started],
+        "left": [asked.key for asked in left],
+        "loaded_on_a_device": kernel.module is not None,
+        "seconds": seconds,
+    }
+    json.dump([found], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Which kernels of a graph are compiled ahead: those that its leaf ops launch, forward and backward, once for calls that are alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import attn_compiler
+from attn_compiler import torch_compat
+from attn_compiler.errors import AttnCompilerWarning
+from attn_compiler.lowerings.shared import ahead, ops
+from attn_compiler.lowerings.shared.ahead import Ahead
+from attn_compiler.lowerings.shared.compiling import Compiled
+from tests import inductor_caches
+
+BACKWARD = ["attention_grad_q", "attention_grad_kv"]
+
+
+class Begun:
+    """Notes the kernels that would be compiled, and what of their arguments is asked for. failure: of each compilation."""
+
+    def __init__(self) -> None:
+        self.kernels: list[str] = []
+        self.named: list[dict[str, Any]] = []
+        self.failure: Exception | None = None
+
+    def __call__(self, kernel: Any, positional: Sequence[Any], named: dict[str, Any]) -> list[Future[Compiled]]:
+        self.kernels.append(kernel.fn.__name__)
+        self.named.append(named)
+        future: Future[Compiled] = Future()
+        if self.failure is not None:
+            future.set_exception(self.failure)
+        else:
+            future.set_result(Compiled(kernel=kernel.fn.__name__, seconds=1.5))
+        return [future]
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begun]:
+    attn_compiler.reset()
+    made = Begun()
+    monkeypatch.setattr(ahead, "here", lambda: Ahead(begin=made))
+    # Where a cache has the code, Triton's has the kernels, and no graph is read.
+    with inductor_caches.no_graphs():
+        yield made
+
+
+class Layers(nn.Module):
+    """Two attentions that are alike, and one that is not; with padding of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for _ in range(2):
+            q = self.q(x).unflatten(-1, (2, 16)).transpose(1, 2)
+            x = F.scaled_dot_product_attention(q, q, q, attn_mask=mask[:, None, None]).transpose(1, 2).flatten(2)
+        q = x.unflatten(-1, (1, 32)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+
+
+INPUTS = (torch.randn(2, 24, 32), torch.arange(24).expand(2, -1) > 3)
+
+
+def compiled(**options: Any) -> Callable[..., Any]:
+    return torch.compile(Layers(), backend="attn_compiler", options={"lowering": "triton", **options})
+
+
+def test_forward_and_backward_of_calls_that_are_alike_once(begun: Begun) -> None:
+    compiled()(*INPUTS).sum().backward()
+    assert sorted(begun.kernels) == sorted(2 * ["attention_forward", *BACKWARD])
+    (report,) = attn_compiler.reports()
+    assert dict(report.kernels) == {"attention_forward": 3.0, "attention_grad_q": 3.0, "attention_grad_kv": 3.0}
+    assert "kernels compiled: attention_forward 3.00 s" in " ".join(str(report).split())
+
+
+def test_without_gradients_the_forward_alone(begun: Begun) -> None:
+    with torch.no_grad():
+        compiled()(*INPUTS)
+    assert begun.kernels == 2 * ["attention_forward"]
+
+
+def test_sizes_that_are_symbolic_are_those_of_the_call(begun: Begun) -> None:
+    model = compiled()
+    for length in (24, 17):
+        torch._dynamo.mark_dynamic(x := torch.randn(2, length, 32), 1)
+        torch._dynamo.mark_dynamic(mask := torch.ones(2, length, dtype=torch.bool), 1)
+        with torch.no_grad():
+            model(x, mask)
+    assert begun.kernels == ["tile_lists", "attention_forward", "attention_forward"]
+    lengths = [named["sizes"].seqlen_q for named in begun.named[1:]]
+    assert lengths == [24, 24]
+    assert {type(length) for length in lengths} == {int}
+
+
+def test_a_compilation_that_fails_is_told_and_the_model_runs(begun: Begun, caplog: pytest.LogCaptureFixture) -> None:
+    begun.failure = RuntimeError("out of registers")
+    expected = (model := Layers())(*INPUTS)
+    with caplog.at_level(logging.WARNING, "attn_compiler"):
+        found = torch.compile(model, backend="attn_compiler", options={"lowering": "triton"})(*INPUTS)
+    torch.testing.assert_close(found, expected)
+    assert "out of registers" in caplog.text
+    (report,) = attn_compiler.reports()
+    assert (report.kernels, report.failure, report.faults) == ((), None, ())
+
+
+def test_a_body_that_fails_on_stand_ins_is_told_and_others_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, begun: Begun, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise TypeError("no stand-ins")
+
+    monkeypatch.setitem(ops._NOTING, "triton_backward", fail)
+    with caplog.at_level(logging.WARNING, "attn_compiler"):
+        compiled()(*INPUTS).sum().backward()
+    assert begun.kernels == 2 * ["attention_forward"]
+    assert "no stand-ins" in caplog.text
+
+
+def test_whatever_fails_is_a_warning_and_the_model_runs(monkeypatch: pytest.MonkeyPatch, begun: Begun) -> None:
+    def fail(_: fx.Graph) -> None:
+        raise TypeError("a node without a value")
+
+    monkeypatch.setattr(ahead, "calls", fail)
+    with pytest.warns(AttnCompilerWarning, match="compile kernels ahead"), torch.no_grad():
+        compiled()(*INPUTS)
+    assert not begun.kernels
+
+
+def test_nothing_is_kept_of_stand_ins(begun: Begun) -> None:
+    """A launch after that is a first launch."""
+    expected = (model := Layers())(*INPUTS)
+    compile_ = torch.compile(model, backend="attn_compiler", options={"lowering": "triton"})
+    for _ in range(2):
+        torch.testing.assert_close(compile_(*INPUTS), expected)
+
+
+def test_other_compilers_trace_no_backward(begun: Begun) -> None:
+    compiled(inner="eager")(*INPUTS)
+    assert not begun.kernels
+
+
+@pytest.mark.parametrize(("threads", "is_used"), [(1, True), (4, False)])
+def test_where_nothing_is_compiled_ahead(threads: int, is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_compat, "compile_threads", lambda: threads)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_used)
+    assert ahead.here() is None
+
+
+def test_every_leaf_op_of_triton_kernels_is_looked_at() -> None:
+    names = {"triton", "triton_forward", "triton_backward", "decode", "triton_fp8", "hopper_fp8", "tile_lists"}
+    names |= {"round_fp8", "largest_fp8", "mean_fp8"}
+    assert set(ops._NOTING) == names
+    for name in names:
+        assert ops.launching_body(getattr(torch.ops.attn_compiler, name).default) is ops._NOTING[name]
+    assert ops.launching_body(torch.ops.aten.add.Tensor) is None
+    assert ops.launching_body(torch.ops.attn_compiler.held.default) is None
+    assert ops.launching_body(len) is None

@@ -1,0 +1,180 @@
+"""Kernels are compiled in threads, each variant once; launches wait for theirs; what fails costs nothing.
+
+What Triton would compile is made up here, but for one test: with its interpreter, which the tests use, it compiles nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from attn_compiler.lowerings.shared import compiling
+from attn_compiler.lowerings.shared.compiling import Asked, Workers
+from tests.lowerings.shared import asked_variants, compiled_ahead
+from tests.lowerings.shared.kernels.compilers import printed_by
+
+KERNEL: Any = SimpleNamespace(fn=SimpleNamespace(__name__="kernel"))
+OTHER: Any = SimpleNamespace(fn=SimpleNamespace(__name__="other"))
+SECONDS = 30
+
+
+class Triton:
+    """Asks for what it is told to. compiled: keys, in order."""
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+        self.finished: list[str] = []
+        self.before: Callable[[], None] = lambda: None
+
+    def variants(self, kernel: Any, positional: Any, named: dict[str, Any]) -> list[Asked]:
+        key = named["key"]
+        if key in self.finished:
+            return []
+
+        def compile() -> str:
+            self.before()
+            self.compiled.append(key)
+            return str(key)
+
+        return [Asked(key=key, compile=compile, finish=self.finished.append)]
+
+
+@pytest.fixture
+def triton_of_test(monkeypatch: pytest.MonkeyPatch) -> Triton:
+    made = Triton()
+    monkeypatch.setattr(compiling, "variants", made.variants)
+    return made
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
+    monkeypatch.setattr(compiling, "_workers", None)
+    made = compiling.workers(2)
+    yield made
+    made.threads.end()
+
+
+def begin(workers: Workers, key: str, kernel: Any = KERNEL) -> list[Any]:
+    return list(workers.begin(kernel, (), {"key": key}))
+
+
+def test_what_is_begun_is_compiled_and_finished(triton_of_test: Triton, workers: Workers) -> None:
+    (future,) = begin(workers, "a")
+    found = future.result(SECONDS)
+    assert found.kernel == "kernel"
+    assert found.seconds >= 0
+    assert triton_of_test.compiled == triton_of_test.finished == ["a"]
+
+
+def test_identical_variants_are_compiled_once(triton_of_test: Triton, workers: Workers) -> None:
+    go_on = threading.Event()
+    triton_of_test.before = lambda: go_on.wait(SECONDS)  # type: ignore[assignment,return-value]
+    first, again, other = begin(workers, "a"), begin(workers, "a"), begin(workers, "b")
+    go_on.set()
+    for future in (*first, *again, *other):
+        future.result(SECONDS)
+    assert (len(first), len(again), len(other)) == (1, 0, 1)
+    assert begin(workers, "a") == []
+    assert sorted(triton_of_test.compiled) == ["a", "b"]
+
+
+def test_a_launch_waits_for_its_own_kernel_alone(triton_of_test: Triton, workers: Workers) -> None:
+    go_on, waited = threading.Event(), threading.Event()
+    triton_of_test.before = lambda: go_on.wait(SECONDS)  # type: ignore[assignment,return-value]
+    begin(workers, "a")
+    compiling.wait_for(OTHER)
+
+    def launch() -> None:
+        compiling.wait_for(KERNEL)
+        waited.set()
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    assert not waited.wait(0.2)
+    go_on.set()
+    assert waited.wait(SECONDS)
+    thread.join()
+    assert triton_of_test.finished == ["a"]
+
+
+def test_what_fails_is_left_to_the_launch(triton_of_test: Triton, workers: Workers) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of registers")
+
+    triton_of_test.before = fail
+    (future,) = begin(workers, "a")
+    with pytest.raises(RuntimeError, match="out of registers"):
+        future.result(SECONDS)
+    compiling.wait_for(KERNEL)
+    assert (workers.started, workers.waited[id(KERNEL)]) == ({}, [])
+    triton_of_test.before = lambda: None
+    assert begin(workers, "a")[0].result(SECONDS).kernel == "kernel"
+
+
+def test_nothing_is_waited_for_where_nothing_was_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_workers", None)
+    compiling.wait_for(KERNEL)
+
+
+def test_a_forked_process_has_threads_of_its_own(triton_of_test: Triton, workers: Workers) -> None:
+    begin(workers, "a")[0].result(SECONDS)
+    child = os.fork()
+    if child == 0:
+        compiling.wait_for(KERNEL)
+        made = compiling.workers(1)
+        os._exit(0 if made is not workers and begin(made, "b")[0].result(SECONDS) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+_ENDS = """
+import time
+from types import SimpleNamespace
+from attn_compiler.lowerings.shared import compiling
+asked = [compiling.Asked(key=str(i), compile=lambda: time.sleep(0.5), finish=lambda _: None) for i in range(400)]
+compiling.variants = lambda kernel, positional, named: asked
+compiling.workers(2).begin(SimpleNamespace(fn=SimpleNamespace(__name__="kernel")), (), {})
+"""
+
+
+def test_a_process_that_ends_does_not_wait_for_what_was_not_begun() -> None:
+    subprocess.run([sys.executable, "-c", _ENDS], check=True, timeout=60)
+
+
+# ---- Triton's own variants ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def asked() -> Any:
+    return printed_by(asked_variants)
+
+
+@pytest.mark.parametrize("case", asked_variants.CASES)
+def test_what_is_noted_is_what_launches_ask_for(case: str, asked: Any) -> None:
+    assert asked[case]
+    for call in asked[case]:
+        assert call["noted"], call["body"]
+        assert call["noted"] == call["launched"]
+
+
+def test_sizes_that_triton_tells_apart_are_other_variants(asked: Any) -> None:
+    aligned, odd = (set(asked[case][0]["noted"]) for case in ("triton plain_64", "triton odd_lengths_64"))
+    assert aligned.isdisjoint(odd)
+    assert len({key for call in asked["lists"] for key in call["noted"]}) == 1, "one kernel makes the lists of all"
+
+
+def test_a_launch_finds_what_a_thread_compiled() -> None:
+    (found,) = printed_by(compiled_ahead)
+    assert found["begun"] == ["tile_lists"]
+    assert found["begun_again"] == []
+    assert found["left"] == []
+    assert found["loaded_on_a_device"] is False
+    assert 0 < found["seconds"] < 600
