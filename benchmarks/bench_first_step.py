@@ -1,0 +1,222 @@
+"""How long a model's first step takes, ours beside Inductor's: each in fresh processes, with empty caches and then with full ones.
+
+    python -m benchmarks.bench_first_step --models llama t5 --calls prefill_left train_right --lengths 1024 6144 --jobs 4
+    python -m benchmarks.bench_first_step --device cpu
+
+A row is a model, a call of it (benchmarks/first_step_cases.py) and a length; four processes (benchmarks/first_step.py says what each
+measures). Rows are on disk as soon as they are measured. --append leaves out those that the file has. --jobs rows are measured beside each
+other, which costs each some time, the same on both sides; --budget-seconds begins no row after that. Writes
+benchmarks/results/first_step.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.first_step import Job
+from benchmarks.first_step_cases import CALLS, MODELS, applies
+
+RESULTS = Path(__file__).parent / "results" / "first_step.csv"
+SIDES = {"ours": harness.BACKEND, "inductor": harness.BASELINE}
+CACHES = ("cold", "warm")
+#: a row's name
+ROW = ("model", "call", "length", "batch", "size", "jobs")
+MEASURED = ("first_seconds", "second_seconds", "import_seconds", "passes_seconds", "kernels_ahead", "kernels_late")
+#: what Inductor's side has not
+_OURS = MEASURED[2:]
+COLUMNS = (
+    *ROW,
+    *(
+        f"{side}_{caches}_{name}"
+        for side, caches, name in itertools.product(SIDES, CACHES, MEASURED)
+        if side == "ours" or name not in _OURS
+    ),
+    "sites",
+    "ratio_cold",
+    "ratio_warm",
+    "failure",
+)
+#: folders that a process keeps what it compiled in
+_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+
+Row = dict[str, str]
+#: (job, folder of its caches) -> what benchmarks.first_step printed
+Run = Callable[[Job, Path], Mapping[str, Any]]
+
+
+class StepFailed(Exception):
+    """A process failed, or took too long; its last words."""
+
+
+def fresh_process(job: Job, caches: Path, *, seconds: float, threads: int) -> Mapping[str, Any]:
+    """Raises StepFailed."""
+    environment = {**os.environ, **{name: str(caches / name.lower()) for name in _FOLDERS}}
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    command = [sys.executable, "-m", "benchmarks.first_step", json.dumps(dataclasses.asdict(job))]
+    root = Path(__file__).parents[1]
+    try:
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        raise StepFailed(f"not done after {seconds:.0f} s") from error
+    if done.returncode:
+        raise StepFailed((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:300])
+    found: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measured(name: Row, device: str, run: Run) -> Row:
+    """A row. What fails is its failure, and other columns stay empty."""
+    row = dict(name)
+    try:
+        for side, backend in SIDES.items():
+            job = Job(
+                model=name["model"],
+                call=name["call"],
+                length=int(name["length"]),
+                batch=int(name["batch"]),
+                size="small" if name["size"] == "small" else "full",
+                device=device,
+                side=backend,
+            )
+            with tempfile.TemporaryDirectory() as folder:
+                for caches in CACHES:
+                    row |= _columns(side, caches, run(job, Path(folder)))
+    except StepFailed as error:
+        return row | {"failure": f"{side} {caches}: {error}"}
+    return row | {f"ratio_{caches}": _ratio(row, caches) for caches in CACHES}
+
+
+def _columns(side: str, caches: str, found: Mapping[str, Any]) -> Row:
+    wanted = {f"{side}_{caches}_{name}": found[name] for name in MEASURED}
+    columns = {
+        name: f"{value:.3f}" if isinstance(value, float) else str(value)
+        for name, value in wanted.items()
+        if name in COLUMNS
+    }
+    return columns | ({"sites": found["sites"]} if side == "ours" else {})
+
+
+def _ratio(row: Row, caches: str) -> str:
+    ours, theirs = (float(row[f"{side}_{caches}_first_seconds"]) for side in SIDES)
+    return f"{ours / theirs:.3f}"
+
+
+def names(
+    models: Sequence[str], calls: Sequence[str], lengths: Sequence[int], *, batch: int, size: str, jobs: int
+) -> list[Row]:
+    """Of the rows to measure: the shortest first, and of each length every model."""
+    return [
+        {"model": model, "call": call, "length": str(length), "batch": str(batch), "size": size, "jobs": str(jobs)}
+        for length in sorted(lengths)
+        for call in calls
+        for model in models
+        if applies(MODELS[model], CALLS[call])
+    ]
+
+
+def means(rows: Iterable[Mapping[str, str]]) -> list[str]:
+    """Lines for people: geometric means of ours / Inductor, by kind of call and of all."""
+    good = [row for row in rows if not row["failure"]]
+    of_calls = {name: [row for row in good if CALLS[row["call"]].training == training] for name, training in _KINDS}
+    return [
+        f"{name}: {len(some)} rows, ours / Inductor "
+        + ", ".join(
+            f"{caches} {statistics.geometric_mean(float(row[f'ratio_{caches}']) for row in some):.3f}"
+            for caches in CACHES
+        )
+        for name, some in {**of_calls, "all": good}.items()
+        if some
+    ]
+
+
+_KINDS = (("prefill", False), ("training", True))
+
+
+def said(row: Mapping[str, str]) -> str:
+    """A row, for people."""
+    name = f"{row['model']} {row['call']} {row['batch']} x {row['length']}"
+    if row["failure"]:
+        return f"{name}: FAILED, {row['failure']}"
+    times = ", ".join(
+        f"{caches} {row[f'ours_{caches}_first_seconds']} / {row[f'inductor_{caches}_first_seconds']} s"
+        f" = {row[f'ratio_{caches}']}"
+        for caches in CACHES
+    )
+    kernels = f"{row['ours_cold_kernels_ahead']} kernels ahead, {row['ours_cold_kernels_late']} late"
+    return f"{name}: {times} ({kernels}; {row['sites'] or 'no site'})"
+
+
+def measure_all(wanted: Sequence[Row], file: harness.CsvFile, where: Row, options: argparse.Namespace) -> None:
+    """Rows that are begun in time, each written as it comes."""
+    threads = max(2, (os.cpu_count() or 2) // options.jobs)
+    deadline = time.perf_counter() + options.budget_seconds
+    lock = threading.Lock()
+
+    def run(job: Job, caches: Path) -> Mapping[str, Any]:
+        return fresh_process(job, caches, seconds=options.process_seconds, threads=threads)
+
+    def one(name: Row) -> None:
+        if time.perf_counter() > deadline:
+            return
+        row = {"failure": "", **measured(name, options.device, run)}
+        with lock:
+            file.add(row | where)
+            print(said(row), flush=True)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for done in as_completed([pool.submit(one, name) for name in wanted]):
+            done.result()
+
+
+def main() -> int:
+    """Measure, print and write; 1 where a row failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="all; on a CPU four")
+    parser.add_argument(
+        "--calls", nargs="+", choices=CALLS, default=["prefill", "prefill_left", "train", "train_right"]
+    )
+    parser.add_argument("--lengths", nargs="+", type=int, help="1024 6144 16384; on a CPU 128")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--budget-seconds", type=float, default=1e9)
+    parser.add_argument("--process-seconds", type=float, default=300)
+    parser.add_argument("--append", action="store_true")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
+    options = parser.parse_args()
+
+    on_cpu = options.device == "cpu"
+    wanted = names(
+        options.models or [model.name for model in MODELS.values() if model.on_cpu or not on_cpu],
+        options.calls,
+        options.lengths or ([128] if on_cpu else [1024, 6144, 16384]),
+        batch=options.batch,
+        size="small" if on_cpu else "full",
+        jobs=options.jobs,
+    )
+    where = harness.environment(options.device, options.commit)
+    file = harness.CsvFile(options.output, [*COLUMNS, *where], append=options.append)
+    there = {tuple(row[key] for key in ROW) for row in file.rows}
+    measure_all([name for name in wanted if tuple(name.values()) not in there], file, where, options)
+    print("\n".join(means(file.rows)))
+    return int(any(row["failure"] for row in file.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
