@@ -205,8 +205,8 @@ def cache_folder() -> Path:
 
 def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     """An unfilled tensor on the current device of that type, by the function that Inductor's own code allocates with on a GPU: it
-    takes the host a fraction of the 2 µs of torch.empty. That knows of no modes: under one, such as fake tensors', it is not used."""
-    if device == "cuda" and not torch._C._len_torch_dispatch_stack():
+    takes the host a fraction of the 2 µs of torch.empty. It knows of no modes, such as fake tensors'."""
+    if device == "cuda":
         return torch._C._dynamo.guards._empty_strided_cuda(size, stride, dtype)  # type: ignore[attr-defined,no-any-return]
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
@@ -214,7 +214,7 @@ def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.d
 def allocator(
     size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> Callable[[], torch.Tensor]:
-    """`empty_strided` of these, for those who call it again and again."""
+    """`empty_strided` of these, for those who call it again and again. Under a mode, torch's own, which knows of it."""
     if device == "cuda" and not torch._C._len_torch_dispatch_stack():
         return functools.partial(torch._C._dynamo.guards._empty_strided_cuda, size, stride, dtype)  # type: ignore[attr-defined]
     return functools.partial(torch.empty_strided, size, stride, dtype=dtype, device=device)

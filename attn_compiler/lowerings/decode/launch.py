@@ -165,13 +165,19 @@ def _forward(
     if splits > 1:
         rows = batch * prepared.places * splits * prepared.kept
         lse_at = rows * v.shape[3]
-        partial = empty_strided((lse_at + rows,), (1,), torch.float32, q.device.type)
+        allocate = empty_strided if noter() is None else _imagined
+        partial = allocate((lse_at + rows,), (1,), torch.float32, q.device.type)
         count = operands[0]
     given = [None if place is None else operands[place] for place in prepared.given]
     numbers = (*strides, *_operand_strides(*given[:4]), lse_at, seqlen_kv, prepared.scale, prepared.softcap)
     key = (q.get_device(), align, partial is None, *[operands[place].dtype for place in prepared.typed])
     _launch(prepared, key, (splits, prepared.places, batch), (q, k, v, out, lse, partial, count, *given), numbers)
     return out, lse
+
+
+def _imagined(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """As `empty_strided`, without memory, where launches are noted."""
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def _size(prepared: Prepared, q: torch.Tensor, v: torch.Tensor) -> Sized:

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from attn_compiler.lowerings.shared.ops import output_strides
+from attn_compiler.lowerings.shared.noting import noter
+from attn_compiler.lowerings.shared.ops import empty_outputs, output_strides
 from attn_compiler.torch_compat import allocator, empty_strided
 
 T = TypeVar("T")
@@ -50,6 +51,8 @@ class Empty:
 
 def new_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.empty_outputs` on the current device, for q in half precision or float32."""
+    if noter() is not None:
+        return empty_outputs(q, v)
     (batch, heads, seqlen_q, _), head_dim, device = q.shape, v.shape[3], q.device.type
     strides = output_strides(heads, seqlen_q, head_dim)
     out = empty_strided((batch, heads, seqlen_q, head_dim), strides, q.dtype, device)

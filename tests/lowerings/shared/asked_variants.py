@@ -7,9 +7,11 @@ of both what it would compile; nothing is compiled.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -38,7 +40,6 @@ BODIES = (
 CASES = (
     "triton plain_64",
     "triton causal_192_128",
-    "triton unaligned_65",
     "triton window_softcap_sinks_64",
     "triton keys_128",
     "triton documents_64",
@@ -79,8 +80,10 @@ class Watch:
             self._is_within = True
             launched, results = _launched(body, given, named)
             self._is_within = False
-            noted = _noted(body, given, named)
-            self.calls.append({"body": body.__module__, "launched": launched, "noted": noted})
+            call = _described(body, given, named)
+            of_gpu = dataclasses.replace(call, arguments=_on_gpu(call.arguments), named=_on_gpu(call.named))
+            found = {"launched": launched, "noted": _noted(call), "noted_on_gpu": _noted(of_gpu)}
+            self.calls.append({"body": body.__module__, **found})
             return results
 
         return call
@@ -108,13 +111,23 @@ def _launched(body: Callable[..., Any], given: Any, named: Any) -> tuple[list[st
     return found, results
 
 
-def _noted(body: Callable[..., Any], given: Any, named: Any) -> list[str]:
-    found: list[str] = []
-    call = ahead.Call(
+def _described(body: Callable[..., Any], given: Any, named: Any) -> ahead.Call:
+    return ahead.Call(
         body=body,
         arguments=imagined.described(tuple(given)),
         named=tuple((name, imagined.described(value)) for name, value in named.items()),
     )
+
+
+def _on_gpu(described: Any) -> Any:
+    """The same of tensors of a GPU, which is not there."""
+    if isinstance(described, imagined.Lying):
+        return dataclasses.replace(described, device=torch.device("cuda:0"))
+    return tuple(map(_on_gpu, described)) if isinstance(described, tuple) else described
+
+
+def _noted(call: ahead.Call) -> list[str]:
+    found: list[str] = []
     ahead.note_launches(call, lambda kernel, positional, others: found.extend(_keys(kernel, positional, others)))
     return found
 
@@ -126,6 +139,9 @@ def _keys(kernel: Any, positional: Any, named: Any) -> list[str]:
 
 def main() -> None:
     triton.runtime.driver.set_active(kernel_code._Driver())
+    properties = SimpleNamespace(multi_processor_count=kernel_code._PROCESSORS)
+    mock.patch.object(torch.cuda, "current_device", return_value=0).start()
+    mock.patch.object(torch.cuda, "get_device_properties", return_value=properties).start()
     watch, found = Watch(), {}
     with torch.no_grad():
         for case in CASES:

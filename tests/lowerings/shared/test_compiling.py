@@ -5,11 +5,13 @@ What Triton would compile is made up here, but for one test: with its interprete
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,6 +75,14 @@ def test_what_is_begun_is_compiled_and_finished(triton_of_test: Triton, workers:
     assert found.kernel == "kernel"
     assert found.seconds >= 0
     assert triton_of_test.compiled == triton_of_test.finished == ["a"]
+
+
+def test_what_was_compiled_has_a_line_in_the_log(
+    triton_of_test: Triton, workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "attn_compiler"):
+        begin(workers, "a")[0].result(SECONDS)
+    assert "compiled kernel in 0.00 s" in caplog.text
 
 
 def test_identical_variants_are_compiled_once(triton_of_test: Triton, workers: Workers) -> None:
@@ -163,6 +173,7 @@ def test_what_is_noted_is_what_launches_ask_for(case: str, asked: Any) -> None:
     for call in asked[case]:
         assert call["noted"], call["body"]
         assert call["noted"] == call["launched"]
+        assert call["noted_on_gpu"] == call["launched"]
 
 
 def test_sizes_that_triton_tells_apart_are_other_variants(asked: Any) -> None:
@@ -171,8 +182,11 @@ def test_sizes_that_triton_tells_apart_are_other_variants(asked: Any) -> None:
     assert len({key for call in asked["lists"] for key in call["noted"]}) == 1, "one kernel makes the lists of all"
 
 
-def test_a_launch_finds_what_a_thread_compiled() -> None:
+def test_a_launch_finds_what_a_thread_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_LOGS", "attn_compiler")
+    monkeypatch.setenv("TORCH_LOGS_OUT", str(tmp_path / "log"))
     (found,) = printed_by(compiled_ahead)
+    assert "compiled tile_lists in" in (tmp_path / "log").read_text()
     assert found["begun"] == ["tile_lists"]
     assert found["begun_again"] == []
     assert found["left"] == []

@@ -1,0 +1,69 @@
+"""One attention in a fresh process on a GPU, forward and backward: python -m tests.late_kernels LOWERING
+
+Prints how many kernels of ours were compiled ahead of their launch, and how many by it, in the first step and in the second.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import attn_compiler
+from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe
+from benchmarks.first_step import Kernels
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, seen: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, seen: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, seen: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+#: name: function, queries, whether it is differentiated
+CASES: dict[str, Any] = {
+    "triton padded": (padded, 700, True),
+    "triton biased": (biased, 640, True),
+    "decode": (padded, 1, False),
+    "triton_fp8": (padded, 704, False),
+    "hopper_fp8": (causal, 704, False),
+}
+
+
+def main() -> None:
+    name = sys.argv[1]
+    function, queries, wants_grad = CASES[name]
+    lowering = name.split()[0]
+    options: dict[str, Any] = {"lowering": lowering}
+    if lowering.endswith("fp8"):
+        options["fp8_recipe"] = Fp8Recipe(scaling=CurrentScaling(granularity="block"))
+    keys = max(queries, 700)
+    shapes = [(2, 8, queries, 64), (2, 8, keys, 64), (2, 8, keys, 64), (1, 8, queries, keys)]
+    tensors = [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=wants_grad) for s in shapes]
+    seen = (torch.arange(keys, device="cuda") > 3)[None, None, None].expand(2, 1, 1, keys).contiguous()
+    (kernels := Kernels()).watch()
+    compiled = torch.compile(function, backend="attn_compiler", options=options)
+    counts = []
+    for _ in range(2):
+        out = compiled(*tensors, seen)
+        if wants_grad:
+            out.float().square().sum().backward()
+        torch.cuda.synchronize()
+        counts.append((kernels.ahead, kernels.late))
+    (report,) = attn_compiler.reports()
+    found = {"counts": counts, "kernels": dict(report.kernels), "lowering": report.sites[0].decision.lowering}
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
