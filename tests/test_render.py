@@ -280,3 +280,11 @@ def test_a_long_mask_loses_its_middle() -> None:
     assert shown.count("∧") < 100
     assert " ".join(spec.mask.words[-30:].split()) in shown
     assert spec.mask.words in str(report.to_dict()["sites"][0]["mask"])
+
+
+def test_kernels_that_were_compiled_have_a_line_of_seconds() -> None:
+    report = dataclasses.replace(REPORT, kernels=(("attention_forward", 1.82), ("attention_grad_q", 0.004)))
+    lines = str(report).splitlines()
+    passes = next(i for i, line in enumerate(lines) if line.startswith("passes took"))
+    assert lines[passes + 1] == "kernels compiled: attention_forward 1.82 s, attention_grad_q 4 ms"
+    assert "kernels compiled" not in str(REPORT)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import os
 import re
 import sys
 import traceback
@@ -15,6 +16,7 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import symbolic_shapes
 
 from attn_compiler import torch_compat
 from attn_compiler.errors import InvalidOption, PassFailed, UnsupportedTorch
@@ -381,3 +383,32 @@ def test_compiled_code_calls_the_function_where_there_is_no_class(bodies: Any, p
     with torch._inductor.config.patch(force_disable_caches=True):
         torch.compile(plus_one)(torch.zeros(4))
     assert bodies.calls == ["function"]
+
+
+def test_a_symbolic_number_is_that_of_the_call_without_a_guard() -> None:
+    env = symbolic_shapes.ShapeEnv()
+    with FakeTensorMode(shape_env=env) as mode:
+        size = mode.from_tensor(torch.zeros(5, 16), static_shapes=False).shape[0]
+        guards = len(env.guards)
+        assert (torch_compat.example(size), torch_compat.example(size * 2 + 1)) == (5, 11)
+        assert torch_compat.example(env.create_unbacked_symint()) is None
+        assert len(env.guards) == guards
+    assert (torch_compat.example(3), torch_compat.example(0.5)) == (3, 0.5)
+
+
+def test_so_many_threads_compile_as_inductor_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 3)
+    assert torch_compat.compile_threads() == 3
+
+
+def test_what_keeps_compiled_kernels_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
+    torch_compat.share_kernel_cache(0)
+    assert os.environ["TRITON_CACHE_DIR"] == "/somewhere"
+
+
+def test_under_a_mode_allocators_are_those_that_know_of_modes() -> None:
+    with FakeTensorMode():
+        make = torch_compat.allocator((2, 3), (1, 2), torch.float16, "cuda")
+        made = make()
+    assert (made.shape, made.stride(), made.dtype, made.device.type) == ((2, 3), (1, 2), torch.float16, "cuda")

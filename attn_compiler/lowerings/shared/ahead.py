@@ -107,13 +107,19 @@ def calls(graph: fx.Graph) -> Iterator[Call]:
         body = ops.launching_body(node.target) if node.op == "call_function" else None
         if body is None:
             continue
-        given, named = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with contextlib.suppress(imagined.NoExampleError):
+            given, named = fx.map_arg((node.args, node.kwargs), _value)
             yield Call(
                 body=body,
                 arguments=imagined.described(tuple(given)),
                 named=tuple((name, imagined.described(value)) for name, value in named.items()),
             )
+
+
+def _value(node: fx.Node) -> Any:
+    if "val" not in node.meta:
+        raise imagined.NoExampleError(f"{node.name} has no value")
+    return node.meta["val"]
 
 
 def note_launches(call: Call, note: Note) -> None:

@@ -173,7 +173,7 @@ def _ask(mode: _Asking, kernel: Any, positional: Sequence[Any], named: dict[str,
 
 def _compile(name: str, asked: Asked) -> Compiled:
     """In a thread. Raises what Triton raises."""
-    log.debug("compiling %s ahead of its launch", name)
+    log.info("compiling %s", name)
     begin = time.perf_counter()
     asked.finish(asked.compile())
     seconds = time.perf_counter() - begin

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.nn import functional as F
 import attn_compiler
 from attn_compiler import torch_compat
 from attn_compiler.errors import AttnCompilerWarning
-from attn_compiler.lowerings.shared import ahead, ops
+from attn_compiler.lowerings.shared import ahead, imagined, ops
 from attn_compiler.lowerings.shared.ahead import Ahead
 from attn_compiler.lowerings.shared.compiling import Compiled
 from tests import inductor_caches
@@ -153,6 +155,36 @@ def test_where_nothing_is_compiled_ahead(threads: int, is_used: bool, monkeypatc
     monkeypatch.setattr(torch_compat, "compile_threads", lambda: threads)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_used)
     assert ahead.here() is None
+
+
+def test_on_a_gpu_threads_compile_where_inductor_would_have_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(torch_compat, "compile_threads", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert ahead.here() is None, "the interpreter compiles nothing"
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    try:
+        assert ahead.here() is not None
+        assert Path(os.environ["TRITON_CACHE_DIR"]) == tmp_path / "triton" / "1"
+    finally:
+        os.environ.pop("TRITON_CACHE_DIR", None)
+
+
+def test_calls_are_those_whose_values_are_known() -> None:
+    graph = fx.Graph()
+    known, unknown = graph.placeholder("known"), graph.placeholder("unknown")
+    known.meta["val"] = value = torch.zeros(1, 1, 2, 2, dtype=torch.bool)
+    lists = torch.ops.attn_compiler.tile_lists.default
+    for some in (known, unknown):
+        graph.call_function(lists, (some, known), {"by_key": True})
+    (call,) = ahead.calls(graph)
+    assert call.body is ops.launching_body(lists)
+    assert call.arguments == (imagined.Lying.of(value), imagined.Lying.of(value))
+    assert call.named == (("by_key", True),)
 
 
 def test_every_leaf_op_of_triton_kernels_is_looked_at() -> None:

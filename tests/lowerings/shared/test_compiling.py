@@ -77,12 +77,12 @@ def test_what_is_begun_is_compiled_and_finished(triton_of_test: Triton, workers:
     assert triton_of_test.compiled == triton_of_test.finished == ["a"]
 
 
-def test_what_was_compiled_has_a_line_in_the_log(
+def test_what_is_compiled_has_lines_in_the_log(
     triton_of_test: Triton, workers: Workers, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "attn_compiler"):
         begin(workers, "a")[0].result(SECONDS)
-    assert "compiled kernel in 0.00 s" in caplog.text
+    assert caplog.text.index("compiling kernel") < caplog.text.index("compiled kernel in 0.0")
 
 
 def test_identical_variants_are_compiled_once(triton_of_test: Triton, workers: Workers) -> None:
