@@ -241,7 +241,8 @@ def build(name: str, call: Call, size: Size, length: int, *, dtype: torch.dtype,
 def _text_model(model: Model, given: dict[str, Any]) -> nn.Module:
     import transformers
 
-    config = getattr(transformers, model.config_class)(attn_implementation="sdpa", **given)
+    # The implementation of attention is transformers' choice, as for users.
+    config = getattr(transformers, model.config_class)(**given)
     made: nn.Module = getattr(transformers, model.model_class)(config)
     return made
 
