@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +19,10 @@ from torch.nn import functional as F
 import attn_compiler
 from attn_compiler import torch_compat
 from attn_compiler.errors import AttnCompilerWarning
-from attn_compiler.lowerings.shared import ahead, imagined, ops
+from attn_compiler.lowerings.shared import ahead, imagined, launching, on_device, ops
 from attn_compiler.lowerings.shared.ahead import Ahead
 from attn_compiler.lowerings.shared.compiling import Compiled
+from attn_compiler.lowerings.shared.noting import noter
 from tests import inductor_caches
 
 BACKWARD = ["attention_grad_q", "attention_grad_kv"]
@@ -84,6 +87,34 @@ def test_forward_and_backward_of_calls_that_are_alike_once(begun: Begun) -> None
     assert "kernels compiled: attention_forward 3.00 s" in " ".join(str(report).split())
 
 
+def test_compiled_code_launches_what_was_noted(begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors lie in the compiled graph as its values said."""
+    launched: list[Any] = []
+    launch = launching.first_launch
+
+    def looked_at(kernel: Any, grid: Any, *positional: Any, **named: Any) -> Any:
+        if noter() is None:
+            launched.append((kernel.fn.__name__, _told_apart(named)))
+        return launch(kernel, grid, *positional, **named)
+
+    monkeypatch.setattr(launching, "first_launch", looked_at)
+    monkeypatch.setattr(launching, "_ALIKE", on_device.Known())
+    compiled()(*INPUTS).sum().backward()
+    noted = [(kernel, _told_apart(named)) for kernel, named in zip(begun.kernels, begun.named, strict=True)]
+    assert len(launched) >= 6
+    assert all(one in noted for one in launched)
+    assert all(one in launched for one in noted)
+
+
+def _told_apart(named: dict[str, Any]) -> dict[str, Any]:
+    """Arguments, with what is looked at of tensors in their place."""
+
+    def of(value: Any) -> Any:
+        return (value.dtype, value.data_ptr() % 16) if hasattr(value, "data_ptr") else value
+
+    return {name: of(value) for name, value in named.items()}
+
+
 def test_without_gradients_the_forward_alone(begun: Begun) -> None:
     with torch.no_grad():
         compiled()(*INPUTS)
@@ -143,6 +174,29 @@ def test_nothing_is_kept_of_stand_ins(begun: Begun) -> None:
     compile_ = torch.compile(model, backend="attn_compiler", options={"lowering": "triton"})
     for _ in range(2):
         torch.testing.assert_close(compile_(*INPUTS), expected)
+
+
+@pytest.mark.parametrize(("is_terminal", "shown"), [(True, ["attn_compiler: compiling 1 kernels"]), (False, [])])
+def test_a_terminal_shows_what_is_waited_for(
+    is_terminal: bool, shown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+
+    @contextlib.contextmanager
+    def status(words: str) -> Iterator[None]:
+        found.append(words)
+        future.set_result(Compiled(kernel="kernel", seconds=2.0))
+        yield
+
+    future: Future[Compiled] = Future()
+    console = SimpleNamespace(is_terminal=is_terminal, status=status)
+    monkeypatch.setattr(ahead, "Console", lambda **_: console)
+    monkeypatch.setattr(ahead, "_SHOWN_AFTER", 0.0)
+    waiting = Ahead(begin=lambda *_: [], started=[future])
+    if not is_terminal:
+        future.set_result(Compiled(kernel="kernel", seconds=2.0))
+    assert waiting.compiled() == (("kernel", 2.0),)
+    assert found == shown
 
 
 def test_other_compilers_trace_no_backward(begun: Begun) -> None:
