@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
@@ -23,17 +24,22 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 def fake_mode_of_values(values: Iterable[Any]) -> FakeTensorMode | None:
     """The mode that Dynamo's example values live in. The tracing context may already hold another one, for the compiler."""
-    tensors = (plain for leaf in pytree.tree_leaves(list(values)) for plain in _plain_tensors(leaf))
+    tensors = (plain for leaf in pytree.tree_leaves(list(values)) for plain in plain_tensors(leaf))
     return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
 
 
-def _plain_tensors(value: Any) -> Iterator[Any]:
-    """The tensors inside a tensor that wraps others (DTensor, nested ...), else the value itself."""
+def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors inside a tensor that wraps others (DTensor, nested ...), else the value itself if it is a tensor."""
     if is_traceable_wrapper_subclass(value):
         for name in value.__tensor_flatten__()[0]:
-            yield from _plain_tensors(getattr(value, name))
-    else:
+            yield from plain_tensors(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
         yield value
+
+
+def is_script_object(value: Any) -> bool:
+    """Whether a value is an object that Dynamo only passes on, such as a DeviceMesh."""
+    return isinstance(value, (FakeScriptObject, torch.ScriptObject))
 
 
 @contextlib.contextmanager

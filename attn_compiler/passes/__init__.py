@@ -196,6 +196,7 @@ def _run(unit: Unit, dumper: Dumper, seconds: dict[str, float]) -> None:
                 unit.left_alone = attempt.reason
                 unit.sites.clear()
                 unit.misses.clear()
+                unit.untried.clear()
                 return
             if step.name == "match" and not unit.sites:
                 return

@@ -14,6 +14,7 @@ from torch import fx
 from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
+from attn_compiler import torch_tracing
 from attn_compiler.passes import mutation
 from attn_compiler.passes.calls import target_name
 
@@ -86,7 +87,8 @@ def _written_inputs(body: fx.GraphModule) -> list[int]:
 
 def has_known_memory(value: Any) -> bool:
     """Whether the memory behind the tensors of a value is known; inside a transform of torch.func it is not."""
-    return all(isinstance(x, FakeTensor) for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
+    leaves = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+    return all(isinstance(part, FakeTensor) for x in leaves for part in torch_tracing.plain_tensors(x))
 
 
 def writes(node: fx.Node) -> list[fx.Node]:

@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_snapshots, torch_tracing
-from attn_compiler.passes import regions
+from attn_compiler.passes import closed, regions
 from attn_compiler.passes.calls import Trying, untried
 
 
@@ -126,7 +126,7 @@ EXPANSIONS: dict[object, Callable[..., Any]] = {
 def run(graph_module: fx.GraphModule, trying: Trying = untried) -> list[str]:
     """Expand every such call of one graph module in place; returns the names of the calls that were."""
     graph = graph_module.graph
-    calls = [n for n in graph.nodes if n.op == "call_function" and n.target in EXPANSIONS]
+    calls = [n for n in graph.nodes if n.op == "call_function" and n.target in EXPANSIONS and not closed.is_closed(n)]
     if not calls:
         return []
     where = regions.of(graph)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from attn_compiler.passes import regions
+from attn_compiler.passes import closed, regions
 from attn_compiler.passes.calls import Trying, argument, target_name, untried, with_arguments
 
 _MOST_STEPS = 8
@@ -22,7 +22,7 @@ _MOST_STEPS = 8
 def run(graph_module: fx.GraphModule, mode: FakeTensorMode, trying: Trying = untried) -> list[str]:
     """Rewrite every such softmax that a product comes after, in place; returns the names of the softmaxes."""
     graph = graph_module.graph
-    found = [n for n in graph.nodes if _is_over_another_axis(n) and _reaches_product(n)]
+    found = [n for n in graph.nodes if _is_over_another_axis(n) and _reaches_product(n) and not closed.is_closed(n)]
     where = regions.of(graph) if found else {}
     # Inside vmap a value has fewer axes than its tensor; no attention is taken there.
     found = [n for n in found if not where[n].transforms]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from attn_compiler.passes import faults, gradients, mutation, program, regions
+from attn_compiler.decisions import Reason
+from attn_compiler.passes import closed, faults, gradients, mutation, program, regions
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.patterns import PATTERNS, Pattern
 from attn_compiler.passes.site import Match, Miss, Refused, Site
-from attn_compiler.passes.unit import Unit, module_path, source_line, tensor_kind
+from attn_compiler.passes.unit import Unit, is_anchor_like, module_path, source_line, tensor_kind
 
 
 def run(unit: Unit, mirror: Mirror) -> None:
-    """Fill in unit.sites and unit.misses, in graph order."""
+    """Fill in unit.sites, unit.misses and unit.untried, in graph order."""
+    unit.untried = {node: _closed(node) for node in unit.graph.nodes if is_anchor_like(node) and closed.is_closed(node)}
     scopes = regions.of(unit.graph)
     for anchor in mirror.graph.nodes:
         patterns = [p for p in PATTERNS if anchor.target in p.anchors]
@@ -96,6 +98,14 @@ def _require_rewritable(mirror: Mirror, match: Match, scopes: dict[fx.Node, regi
         kind = _kind(mirror, operand.root)
         if kind is not None:
             raise Refused(rule="q, k and v are plain strided tensors", observed=kind, at=match.out, progress=5)
+
+
+def _closed(node: fx.Node) -> Reason:
+    return Reason(
+        rule="q, k, v and what joins the scores are plain strided tensors",
+        observed=closed.kind(node) or "an object of another kind is given",
+        remedy="call attention on plain tensors, such as the local ones of a DTensor (x.to_local())",
+    )
 
 
 def _kind(mirror: Mirror, node: fx.Node) -> str | None:

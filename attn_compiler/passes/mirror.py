@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_tracing
-from attn_compiler.passes import bodies, mutation, vmap_axes
+from attn_compiler.passes import bodies, closed, mutation, vmap_axes
 from attn_compiler.passes.vmap_axes import VmapAxis
 
 _OPAQUE_MODULES = ("torch._functorch", "torch._C._functorch", "torch.autograd.function", "torch.nn.attention")
@@ -121,7 +121,8 @@ class Mirror:
 
 def build(graph_module: fx.GraphModule, skipped: frozenset[fx.Node] = frozenset()) -> Mirror:
     """Trace the mirror of one Dynamo graph module (not of the bodies nested in it). skipped: nodes to treat as opaque."""
-    placeholders = [n.meta["example_value"] for n in graph_module.graph.nodes if n.op == "placeholder"]
+    inputs = graph_module.graph.find_nodes(op="placeholder")
+    placeholders = closed.stand_ins([n.meta["example_value"] for n in inputs])
     tracer = _Tracing(graph_module, skipped)
     traced = torch_tracing.trace_pre_dispatch(tracer.run_all, placeholders)
     return Mirror(traced.graph, tracer.finish(traced))
@@ -223,12 +224,18 @@ class _Tracing(fx.Interpreter):
             return self._regions.pop().__exit__(None, None, None)
         if self._is_among_skipped(n):
             return n.meta["example_value"]
-        hidden = n in self._skipped or is_opaque(n) or n.target in _READS_NUMBERS
+        hidden = n in self._skipped or is_opaque(n) or n.target in _READS_NUMBERS or self._is_closed(n)
         if not hidden and self._vmaps.is_inside and vmap_axes.is_indexed_by_elements(n):
             x, index = self.fetch_args_kwargs_from_env(n)[0]
             found = vmap_axes.indexed(x, index)
             return found if found is not None else self._stand_in(n)
         return self._stand_in(n) if hidden else super().run_node(n)
+
+    def _is_closed(self, n: fx.Node) -> bool:
+        """What takes one value out of several runs for real, whatever that is."""
+        if n.op == "placeholder" or not closed.is_closed(n):
+            return False
+        return n.target is not operator.getitem or not isinstance(self.env[n.all_input_nodes[0]], (tuple, list))
 
     def _is_among_skipped(self, n: fx.Node) -> bool:
         """Whether all around a skipped node is skipped too, or an input that only such nodes read: then nobody asks for it."""
@@ -251,7 +258,7 @@ class _Tracing(fx.Interpreter):
         example = n.meta.get("example_value")
         fake = example if isinstance(example, torch.Tensor) else torch_tracing.current_fake(attribute)
         proxy = tracer.create_proxy("placeholder", f"attribute_{n.name}", (), {})
-        return torch_tracing.track(fake, proxy, tracer)
+        return torch_tracing.track(closed.stand_in(fake), proxy, tracer)
 
     def _stand_in(self, n: fx.Node) -> Any:
         tracer = torch_tracing.current_tracer()
@@ -263,10 +270,12 @@ class _Tracing(fx.Interpreter):
             self._argument_names[n] = tuple(node.name if node is not None else None for node in given)
         flat, spec = pytree.tree_flatten(n.meta.get("example_value"))
         out = []
-        for x in flat:
+        for value in flat:
+            x = value
             if isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
                 proxy = tracer.create_proxy("call_function", opaque, tuple(inputs.values()), {}, name=n.name)
                 x = torch_tracing.track(self._in_its_memory(n, x), proxy, tracer)
+                closed.describe(proxy.node, value, self._given(n))
             out.append(x)
         written = self._written(n)
         effects = tuple(proxy for i, proxy in inputs.items() if i in written)
@@ -281,6 +290,8 @@ class _Tracing(fx.Interpreter):
     def _written(self, n: fx.Node) -> set[fx.Node]:
         if bodies.is_higher_order(n):
             return bodies.written_by(n)
+        if closed.reads_closed(n):
+            return set(closed.written(n))
         return set(n.all_input_nodes) if n.meta.get("example_value") is None else set()
 
     def _in_its_memory(self, n: fx.Node, x: Any) -> Any:
@@ -288,6 +299,8 @@ class _Tracing(fx.Interpreter):
 
         A tensor that only exists inside a transform of torch.func gets a plain one of its shape.
         """
+        if closed.holds_closed(x):
+            return torch_tracing.untraced(closed.token)
         if not isinstance(x, torch.Tensor) or n in self._skipped:
             return x
         source = self.env[n.args[0]] if n.args and isinstance(n.args[0], fx.Node) else None
@@ -296,20 +309,23 @@ class _Tracing(fx.Interpreter):
             return view
         if not isinstance(x, FakeTensor):
             return torch_tracing.untraced(lambda: _empty(x))
-        memory = mutation.storages_of(x)
-        plain = [i for i in n.all_input_nodes if isinstance(i.meta.get("example_value"), FakeTensor)]
-        owner = next((i for i in plain if memory & mutation.storages_of(i.meta["example_value"])), None)
-        if owner is None:
-            return x
-        return torch_tracing.untraced(lambda: torch_tracing.in_memory_of(self.env[owner], x))
+        return closed.in_memory_of(self._given(n), x)
+
+    def _given(self, n: fx.Node) -> list[closed.Pair]:
+        tracer = torch_tracing.current_tracer()
+        return [
+            pair for i in n.all_input_nodes for pair in closed.pairs(i.meta.get("example_value"), self.env[i], tracer)
+        ]
 
     def _truthful(self, n: fx.Node, result: Any, tracer: Any) -> Any:
         example = n.meta.get("example_value")
         if not isinstance(result, torch.Tensor) or not isinstance(example, torch.Tensor):
             return result
-        if result.dtype == example.dtype:
-            return result
         node = torch_tracing.traced_node(result, tracer)
+        if n.op in ("placeholder", "get_attr") and node is not None:
+            closed.describe(node, example, ())
+        if result.dtype == example.dtype or closed.holds_closed(example):
+            return result
         if node is None:
             return result
         retyped = torch_tracing.track(example, fx.Proxy(node, tracer), tracer)

@@ -12,7 +12,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_compat, torch_tracing
 
 Writers = list[tuple[fx.Node, set[StorageWeakRef]]]
 
@@ -99,8 +99,9 @@ def storages(node: fx.Node) -> set[StorageWeakRef]:
 
 
 def storages_of(values: Any) -> set[StorageWeakRef]:
-    """The storages behind the tensors in a value or a nest of values."""
-    tensors = [torch_compat.without_transforms(v) for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    """The storages behind the tensors in a value or a nest of values, those of tensors that are inside of others too."""
+    leaves = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    tensors = [torch_compat.without_transforms(part) for v in leaves for part in torch_tracing.plain_tensors(v)]
     return {StorageWeakRef(v.untyped_storage()) for v in tensors}  # type: ignore[no-untyped-call]
 
 

@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from attn_compiler import torch_tracing
 from attn_compiler.decisions import Copy
 from attn_compiler.lowerings.base import NAMESPACE
-from attn_compiler.passes import bodies, mutation
+from attn_compiler.passes import bodies, closed, mutation
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror, is_opaque
@@ -79,7 +79,7 @@ def run(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> Run | None:
             else:
                 values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
 
-    if any(n.op not in ("call_function", "call_method") or is_opaque(n) for n in nodes):
+    if any(n.op not in ("call_function", "call_method") or is_opaque(n) or closed.is_closed(n) for n in nodes):
         return None
     try:
         with mode, torch.enable_grad():

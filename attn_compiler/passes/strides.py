@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_compat
-from attn_compiler.passes import axes, mutation
+from attn_compiler.passes import axes, closed, mutation
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.emit import GraphBuilder
 from attn_compiler.passes.mirror import Mirror, is_opaque
@@ -41,7 +41,7 @@ def relies_on(mirror: Mirror, out: fx.Node, old: fx.Node, new: torch.Tensor, mod
         node = queue.pop(0)
         if node in values:
             continue
-        if node.op == "output" or is_opaque(node) or "example_value" not in node.meta:
+        if node.op == "output" or is_opaque(node) or closed.is_closed(node) or "example_value" not in node.meta:
             return str(node.name)
         value = None if target_name(node).startswith("as_strided") else _run(node, values, mode)
         if value is None or _aliases_otherwise(mirror, out, node, value, values):

@@ -97,6 +97,7 @@ def _miss_rows(units: list[Unit]) -> list[MissReport]:
     for unit in units:
         if unit.left_alone is not None:
             rows.extend(_left_alone(unit, unit.left_alone))
+        rows.extend(_untried_rows(unit))
         grouped: dict[tuple[str, ...], list[Miss]] = {}
         for miss in unit.misses:
             grouped.setdefault(_miss_key(miss), []).append(miss)
@@ -157,6 +158,14 @@ def _untried(nodes: list[fx.Node], anchor: str, reason: Reason) -> MissReport:
         reason=reason,
         source=source_line(nodes[0]),
     )
+
+
+def _untried_rows(unit: Unit) -> list[MissReport]:
+    """A row for all calls of one name that were not tried for one reason."""
+    grouped: dict[tuple[str, Reason], list[fx.Node]] = {}
+    for node, reason in unit.untried.items():
+        grouped.setdefault((target_name(node), reason), []).append(node)
+    return [_untried(nodes, name, reason) for (name, reason), nodes in grouped.items()]
 
 
 def _left_alone(unit: Unit, reason: Reason) -> list[MissReport]:

@@ -16,7 +16,7 @@ from attn_compiler import torch_compat, torch_tracing
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.triton.autotune import Tuner
 from attn_compiler.options import Options
-from attn_compiler.passes import bodies, mirror, relevance
+from attn_compiler.passes import bodies, closed, mirror, relevance
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Miss, Site
@@ -72,6 +72,7 @@ class Unit:
     expanded: the calls that were spelled out; set by expand.
     moved: the softmaxes whose axis was moved; set by expand.
     sites, misses: what was found; set by match, and completed by the passes after it.
+    untried: calls that no pattern was tried on, for what their tensors are; set by match.
     current: the module whose site is being worked on, for messages.
     left_alone: why the whole graph is left as it is, if it is.
     targets: the machine, by device type; read when first needed.
@@ -94,6 +95,7 @@ class Unit:
     moved: list[str] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
+    untried: dict[fx.Node, Reason] = field(default_factory=dict)
     current: str = ""
     left_alone: Reason | None = None
     targets: dict[str, Target] = field(default_factory=dict)
@@ -220,10 +222,11 @@ def is_anchor_like(node: fx.Node) -> bool:
 
 
 def unsupported_tensor(graph_module: fx.GraphModule) -> str | None:
-    """The kind of the first input that is more than a plain strided tensor, if there is one: such graphs are left alone."""
-    for node in graph_module.graph.nodes:
-        value = node.meta.get("example_value") if node.op == "placeholder" else None
-        if isinstance(value, torch.Tensor):
+    """The kind of the first input that is no strided tensor, if there is one: such graphs are left alone. Tensors that wrap others are
+    closed (closed.py)."""
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and not torch_compat.is_wrapper_subclass(value):
             kind = tensor_kind(value)
             if kind is not None:
                 return f"{node.name} is {kind}"
@@ -232,13 +235,9 @@ def unsupported_tensor(graph_module: fx.GraphModule) -> str | None:
 
 def tensor_kind(value: torch.Tensor) -> str | None:
     """What a tensor is besides a plain strided one: a subclass such as DTensor, nested, or sparse; None if it is nothing else."""
-    if value.is_nested:
-        return "a nested tensor"
-    if value.layout != torch.strided:
-        return f"a {str(value.layout).removeprefix('torch.')} tensor"
-    if torch_compat.is_wrapper_subclass(value):
-        return f"a {type(value).__name__}"
-    return None
+    if torch_compat.is_wrapper_subclass(value) or value.is_nested:
+        return closed.name_of(value)
+    return None if value.layout == torch.strided else f"a {str(value.layout).removeprefix('torch.')} tensor"
 
 
 def module_path(node: fx.Node) -> str:
