@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from attn_compiler import fp8_state, torch_compat
+from attn_compiler import fp8_state, meanings, torch_compat
 from attn_compiler.cache import cache_key
 from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, CompileFailed, LoweringUnavailable, described
 from attn_compiler.options import Options, check_lowering_names, split_options
@@ -102,7 +102,7 @@ def _compile(
                 _publish(report, own)
             raise
     _publish(dataclasses.replace(report, kernels=() if ahead is None else ahead.compiled()), own)
-    return checked(compiled, plan)
+    return meanings.telling(checked(compiled, plan), rewritten.known)
 
 
 class _StepFailed(Exception):

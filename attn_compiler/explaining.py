@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from attn_compiler import torch_compat, torch_observe
+from attn_compiler import meanings, torch_compat, torch_observe
 from attn_compiler.errors import AttnCompilerError
 from attn_compiler.options import Options, check_lowering_names, split_options
 from attn_compiler.report import Report, Reports
+
+if TYPE_CHECKING:
+    from attn_compiler.passes import Rewritten
 
 
 def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Reports:
@@ -44,8 +47,9 @@ def explainer(
         found: list[Report] = []
 
         def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            found.append(_rewrite(gm, own))
-            return gm.forward
+            rewritten = _rewrite(gm, own)
+            found.append(rewritten.report)
+            return meanings.telling(gm.forward, rewritten.known)
 
         original = torch_observe.original_of(model)
         with torch_observe.nothing_left_behind(backend), torch_observe.uncompiled_modules(original):
@@ -55,13 +59,13 @@ def explainer(
     return explain_with_settings
 
 
-def _rewrite(gm: fx.GraphModule, options: Options) -> Report:
-    from attn_compiler.passes import run_pipeline
+def _rewrite(gm: fx.GraphModule, options: Options) -> Rewritten:
+    from attn_compiler.passes import rewrite
 
     try:
-        report = run_pipeline(gm, options)
+        rewritten = rewrite(gm, options)
     except AttnCompilerError as error:
         raise torch_compat.unwrapped(error) from error.__cause__
     for module in torch_compat.graph_modules(gm):
         module.recompile()
-    return report
+    return rewritten

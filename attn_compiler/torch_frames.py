@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import fx, nn
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import LocalSource, NNModuleSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import Source, TracingContext
+from torch._subclasses import FakeTensor
+
+from attn_compiler import meanings
+from attn_compiler.meanings import Known
 
 
 def guard_modules() -> None:
@@ -35,6 +40,52 @@ def _modules() -> list[Source]:
     read = [found for source in guarded for found in _outermost_module(source)]
     given = [LocalSource(name) for name, value in _frame().f_locals.items() if isinstance(value, nn.Module)]
     return list(dict.fromkeys([*given, *read]))
+
+
+T = TypeVar("T")
+
+
+def of_compilation(make: Callable[[], T]) -> T:
+    """What `make` gave when it was first asked for in the compilation under way. Outside of one it is always new."""
+    context = TracingContext.try_get()
+    if context is None:
+        return make()
+    kept: dict[Callable[[], T], T] = context.__dict__.setdefault("attn_compiler", {})
+    if make not in kept:
+        kept[make] = make()
+    return kept[make]
+
+
+def given_tensor(placeholder: fx.Node) -> torch.Tensor | None:
+    """The tensor that the frame under way was called with and that an input of Dynamo's graph stands for, if there is one."""
+    argument = placeholder.meta.get("grapharg")
+    if argument is None or argument.source is None:
+        return None
+    try:
+        found = argument.example
+    except AssertionError:  # It is no more.
+        return None
+    return found if isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor) else None
+
+
+def guard_known(placeholder: fx.Node, known: Known) -> None:
+    """Let the code of the compilation under way serve only calls where the same is known of this input (meanings.py)."""
+    if TracingContext.try_get() is None:
+        return
+
+    def is_known(value: object) -> bool:
+        found = meanings.of(value)
+        return found is known or found == known
+
+    def check(builder: Any, guard: Any) -> None:
+        words = [f"attn_compiler knows {guard.name} to be {known.words}"]
+        manager = builder.get_guard_manager(guard)
+        try:
+            manager.add_lambda_guard(is_known, words, guard.user_stack)
+        except TypeError:  # before PyTorch 2.12 without the last
+            manager.add_lambda_guard(is_known, words)
+
+    install_guard(placeholder.meta["grapharg"].source.make_guard(check))
 
 
 def owner_of(stack: Mapping[str, tuple[str, Any]] | None) -> nn.Module | CodeType | None:

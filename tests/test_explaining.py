@@ -36,13 +36,14 @@ class Seen:
         self.graphs: list[fx.GraphModule] = []
         self.options: list[Options] = []
 
-    def __call__(self, gm: fx.GraphModule, options: Options) -> Report:
+    def __call__(self, gm: fx.GraphModule, options: Options) -> passes.Rewritten:
         self.graphs.append(gm)
         self.options.append(options)
         for module in torch_compat.graph_modules(gm):
             for node in module.graph.nodes:
                 node.target = "sigmoid" if node.target == "relu" else node.target
-        return Report(graph=f"g{len(self.graphs)}", target="cpu")
+        report = Report(graph=f"g{len(self.graphs)}", target="cpu")
+        return passes.Rewritten(report=report, units=(), originals=(), failed=False)
 
     def shapes(self) -> list[list[Any]]:
         """The shapes of the placeholders, graph by graph."""
@@ -63,7 +64,7 @@ def _is_tensor(value: Any) -> bool:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     seen = Seen()
-    monkeypatch.setattr(passes, "run_pipeline", seen, raising=False)
+    monkeypatch.setattr(passes, "rewrite", seen)
     monkeypatch.setattr(lowerings, "LOWERINGS", (), raising=False)
     return seen
 
@@ -153,7 +154,7 @@ def test_an_error_of_the_pipeline_reaches_the_user_as_itself_and_leaves_nothing(
 
     model = Broken()
     with monkeypatch.context() as patch:
-        patch.setattr(passes, "run_pipeline", failing)
+        patch.setattr(passes, "rewrite", failing)
         with pytest.raises(PassFailed, match="pass 'lower' failed at attn"):
             explain(model, torch.randn(2, 4))
     assert len(explain(model, torch.randn(2, 4))) == 2
@@ -225,3 +226,15 @@ def test_what_the_user_compiled_before_is_kept(seen: Seen) -> None:
     users.inputs.clear()
     compiled(torch.randn(3, 4))
     assert any(isinstance(value, torch.SymInt) for value in users.inputs[0]), "automatic dynamic shapes were lost"
+
+
+def test_masks_keep_their_meaning_over_a_graph_break() -> None:
+    def function(q: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(q.shape[2])
+        mask = at[:, None] >= at
+        torch._dynamo.graph_break()
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    found = explain(function, torch.randn(2, 3, 16, 8))
+    (site,) = [site for report in found for site in report.sites]
+    assert site.spec.mask.words == "causal (proved)"

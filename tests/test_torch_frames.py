@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from attn_compiler import torch_frames
+from attn_compiler import index_expr as ix
+from attn_compiler import meanings, torch_frames
+from attn_compiler.meanings import Known
 
 
 class Scaled(nn.Module):
@@ -184,3 +186,43 @@ def test_a_path_that_names_nothing_belongs_to_nothing(owners: list[Any]) -> None
     module = Scaled()
     torch.compile(module, backend=ask)(X)
     assert found == [None] * 6 + [module]
+
+
+def test_what_is_kept_for_a_compilation_is_new_in_the_next_and_outside() -> None:
+    found: list[list[int]] = []
+
+    def ask(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        found.append(torch_frames.of_compilation(list))
+        assert torch_frames.of_compilation(list) is found[-1]
+        return gm.forward
+
+    torch.compile(lambda x: x + 1, backend=ask)(X)
+    torch.compile(lambda x: x + 2, backend=ask)(X)
+    assert found[0] is not found[1]
+    assert torch_frames.of_compilation(list) is not torch_frames.of_compilation(list)
+
+
+def test_a_guard_on_what_is_known_lets_no_other_tensor_through() -> None:
+    known = Known(element=ix.TRUE, dims=1)
+    given: list[Tensor | None] = []
+
+    def ask(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        (placeholder,) = gm.graph.find_nodes(op="placeholder")
+        given.append(torch_frames.given_tensor(placeholder))
+        if meanings.of(given[-1]) is not None:
+            torch_frames.guard_known(placeholder, known)
+        return gm.forward
+
+    function = torch.compile(lambda x: x * 3, backend=ask)
+    first, second, other = (torch.ones(4) for _ in range(3))
+    meanings.remember(first, known)
+    meanings.remember(second, known)
+    for x in (first, second, first):
+        function(x)
+    assert [x is first for x in given] == [True]
+    function(other)
+    assert [x is other for x in given] == [False, True]
+
+
+def test_a_node_that_is_no_input_stands_for_no_tensor() -> None:
+    assert torch_frames.given_tensor(fx.Graph().placeholder("x")) is None

@@ -19,9 +19,11 @@ from attn_compiler import torch_compat, torch_tracing
 from attn_compiler.decisions import Reason
 from attn_compiler.dump import Dumper
 from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning
+from attn_compiler.meanings import Known
 from attn_compiler.options import Options
 from attn_compiler.passes import (
     body_inputs,
+    borders,
     buffers,
     expand,
     faults,
@@ -102,7 +104,7 @@ check_contracts(PIPELINE)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewritten:
     """What became of one graph. originals: each unit's graph as the model made it. failed: nothing was rewritten. snapshot: how the graph
-    came; None if it is still so. It shares its graphs with `originals`.
+    came; None if it is still so. It shares its graphs with `originals`. known: what is known of the graph's outputs, by their places.
     """
 
     report: Report
@@ -110,6 +112,7 @@ class Rewritten:
     originals: tuple[fx.Graph, ...]
     failed: bool
     snapshot: Snapshot | None = None
+    known: tuple[tuple[int, Known], ...] = ()
 
     def take_back(self, gm: fx.GraphModule) -> None:
         """Make the graph as it came, whatever a compiler did to it in the meantime."""
@@ -151,6 +154,7 @@ def rewrite(gm: fx.GraphModule, options: Options, targets: dict[str, Target] | N
         originals=originals,
         failed=failure is not None,
         snapshot=None if failure is not None else work.snapshot,
+        known=work.known,
     )
 
 
@@ -161,6 +165,7 @@ class _Work:
     seconds: dict[str, float]
     units: list[Unit] = field(default_factory=list)
     snapshot: Snapshot | None = None
+    known: tuple[tuple[int, Known], ...] = ()
     dumper: Dumper = field(default_factory=lambda: Dumper(directory=None, traced=False))
 
 
@@ -170,6 +175,8 @@ def _rewrite(gm: fx.GraphModule, options: Options, targets: dict[str, Target], w
     if work.units:
         with _located("snapshot", None):
             work.snapshot = Snapshot(gm)
+    with _located("borders", None):
+        border = borders.reached(gm, work.units, options)
     work.dumper = Dumper.create(options.dump_dir if work.units else None, torch_compat.graph_name())
     for unit in work.units:
         _run(unit, work.dumper, work.seconds)
@@ -177,6 +184,8 @@ def _rewrite(gm: fx.GraphModule, options: Options, targets: dict[str, Target], w
         buffers.install(gm, work.units)
     with _located("body inputs", None):
         body_inputs.pass_on(work.units)
+    with _located("borders", None):
+        work.known = borders.crossed(border)
     warned = faults.warned(work.units)
     with _located("report", None):
         return summary.report(gm, work.units, work.seconds, faults=warned)

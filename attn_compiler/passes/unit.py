@@ -15,8 +15,9 @@ from torch._subclasses import FakeTensorMode
 from attn_compiler import torch_compat, torch_tracing
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.triton.autotune import Tuner
+from attn_compiler.meanings import Known
 from attn_compiler.options import Options
-from attn_compiler.passes import bodies, closed, mirror, relevance
+from attn_compiler.passes import axes, bodies, closed, mirror, relevance
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Miss, Site
@@ -84,6 +85,7 @@ class Unit:
     given: the further inputs of a body, each with what its call gives for it (body_inputs.py).
     faults: what cost one of the sites (faults.py).
     ways: how the graph's memory is reached from outside (saved.py).
+    relied_on: inputs of which something had to be known, and what (reading/borders.py).
     """
 
     graph_module: fx.GraphModule
@@ -107,6 +109,7 @@ class Unit:
     given: dict[fx.Node, fx.Node] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     ways: Ways | None = None
+    relied_on: dict[fx.Node, Known] = field(default_factory=dict)
 
     def target(self, device: str) -> Target:
         """The machine that a site on this device type will run on."""
@@ -131,7 +134,8 @@ class Unit:
     def mirrored(self) -> Mirror:
         """The unit's mirror, made if there is none yet."""
         if self.mirror is None:
-            skipped = relevance.skippable(self.graph, is_anchor_like, self._masks_passed_on())
+            masks = [*self._masks_passed_on(), *(handed_on(self.graph) if not self.is_body else ())]
+            skipped = relevance.skippable(self.graph, is_anchor_like, masks)
             with torch_tracing.tracing_in(self.mode):
                 self.mirror = mirror.build(self.graph_module, skipped)
         return self.mirror
@@ -144,6 +148,24 @@ class Unit:
             inputs = bodies.placeholders(body.graph_module)
             found += [call.node.args[call.first + i] for i, node in enumerate(inputs) if node in wanted]
         return [x for x in found if isinstance(x, fx.Node)]
+
+
+def handed_on(graph: fx.Graph) -> list[fx.Node]:
+    """What a graph gives back that may be a mask of another one, or what such a mask is made of."""
+    return [node for node in graph.output_node().all_input_nodes if may_be_of_mask(node.meta.get("example_value"))]
+
+
+def may_be_of_mask(value: object) -> bool:
+    """Positions, truth values, or numbers for each query and key that are the same for all heads; without a gradient."""
+    if not isinstance(value, torch.Tensor) or value.requires_grad or closed.holds_closed(value):
+        return False
+    if not value.is_floating_point():
+        return value.dim() > 0 and not value.is_complex()
+    if value.dim() < 2:
+        return False
+    is_square = axes.size_expr(value.shape[-1]) == axes.size_expr(value.shape[-2])
+    is_one = value.dim() > 2 and axes.size_expr(value.shape[-3]) == axes.ONE
+    return is_one if value.dim() > 2 else is_square
 
 
 def units(graph_module: fx.GraphModule, options: Options, targets: dict[str, Target]) -> list[Unit]:

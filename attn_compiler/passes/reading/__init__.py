@@ -9,6 +9,7 @@ from torch import fx
 from attn_compiler.index_expr import Expr
 from attn_compiler.passes.mirror import Mirror, opaque
 from attn_compiler.passes.reading import in_place, inside, making, moving, pointwise, scans, vmap
+from attn_compiler.passes.reading.borders import BorderInputs
 from attn_compiler.passes.reading.core import At, Reader, ReadOp, Unreadable, fake, size
 from attn_compiler.passes.reading.inputs import BodyInputs
 from attn_compiler.passes.reading.outputs import BodyOutputs
@@ -31,9 +32,9 @@ def of(mirror: Mirror) -> Reader:
 
 
 def of_unit(unit: Unit) -> Reader:
-    """The one reader of a unit, which goes on from the inputs of a body to where it is called, and from results into bodies."""
+    """The one reader of a unit, which goes on from the inputs to where they come from, and from results into bodies."""
     if unit.reader is None:
-        inputs = BodyInputs(unit.calls, of_unit) if unit.is_body else None
+        inputs = BodyInputs(unit.calls, of_unit) if unit.is_body else BorderInputs(unit)
         unit.reader = Reader(unit.mirrored(), {**READERS, opaque: _results_of_calls(unit)}, inside.reached, inputs)
     return unit.reader
 

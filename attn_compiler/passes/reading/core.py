@@ -62,7 +62,9 @@ _ARGUMENT = re.compile(r"^l_(?:kwargs_|self_)?(\w+?)_*$")
 
 
 class Inputs(Protocol):
-    """What the inputs of a body are in the graphs that call it."""
+    """What the inputs of a graph are where they come from. are_of_body: in the graphs that call this one, a body."""
+
+    are_of_body: bool
 
     def element(self, reader: Reader, node: fx.Node, at: At) -> Expr | None:
         """The element of an input at `at`, its loads entered in reader.tensors; None if it is not the same at every call."""
@@ -299,6 +301,11 @@ class Reader:
         """An element of the tensor itself, as it is when it is read. Raises Unreadable where there is no such tensor."""
         return self._load(self._version(node), at)
 
+    def load_at(self, when: int, node: fx.Node, at: At) -> Expr:
+        """The same right before the place `when` in the order of the mirror."""
+        with self._at(_Moment(node=None, when=when)):
+            return self.load(node, at)
+
     def _load(self, version: Version, at: At) -> Load:
         if self.varies(version.node):
             raise Unreadable(f"{version.node.name} is computed inside of a vmap")
@@ -311,7 +318,7 @@ class Reader:
         # A node that only the mirror has may be named as another one of Dynamo's is, and one of a body as one of its caller.
         while self.tensors.setdefault(name, version) != version:
             name += "'"
-        if node.op == "placeholder" and self._inputs is not None:
+        if node.op == "placeholder" and self._inputs is not None and self._inputs.are_of_body:
             self.not_followed.add(name)
         return Load(name, at, kind_of_dtype(fake(node).dtype))
 

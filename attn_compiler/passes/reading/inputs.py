@@ -19,6 +19,8 @@ class BodyInputs:
     """calls: every call of the body; none if there is one that is not understood. reader_of: of the graph that a call is in, which
     only then gets a mirror."""
 
+    are_of_body = True
+
     def __init__(self, calls: Sequence[Call], reader_of: Callable[[Unit], Reader]) -> None:
         self._calls = calls
         self._reader_of = reader_of
