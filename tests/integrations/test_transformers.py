@@ -1,0 +1,139 @@
+"""Hugging Face's launchers compile with this backend: Trainer and accelerate, whole models and layers one by one."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import transformers
+
+import attn_compiler
+from attn_compiler.integrations.transformers import CompileCallback, compile_model
+
+SEQLEN, LAYERS = 32, 3
+OPTIONS = {"inner": "aot_eager", "strict": True}
+
+
+@pytest.fixture(autouse=True)
+def _from_the_start() -> None:
+    torch._dynamo.reset()
+    attn_compiler.reset()
+
+
+def _model(**config: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": LAYERS}
+    llama = transformers.LlamaConfig(**sizes, intermediate_size=128, vocab_size=128, use_cache=False, **config)
+    return transformers.LlamaForCausalLM(llama)
+
+
+def _batch(padding: bool = True) -> dict[str, Tensor]:
+    ids = torch.randint(0, 128, (2, SEQLEN), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+    if padding:
+        batch["attention_mask"][0, SEQLEN - 9 :] = 0
+    return batch
+
+
+def _words() -> list[str]:
+    return [site.spec.mask.words for report in attn_compiler.reports() for site in report.sites for _ in site.modules]
+
+
+def _same(model: nn.Module, plain: nn.Module, batch: dict[str, Tensor]) -> None:
+    got, wanted = model(**batch).loss, plain(**batch).loss
+    torch.testing.assert_close(got, wanted)
+    got.backward()
+    wanted.backward()
+    for (name, mine), right in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, right.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_whole_model_is_compiled_in_place() -> None:
+    model = _model()
+    plain = copy.deepcopy(model)
+    assert compile_model(model, options=OPTIONS) is model
+    _same(model, plain, _batch())
+    assert len(_words()) == LAYERS
+    assert list(model.state_dict()) == list(plain.state_dict())
+
+
+def test_layers_that_are_compiled_one_by_one_know_their_mask() -> None:
+    model = _model()
+    plain = copy.deepcopy(model)
+    compile_model(model, per_layer=True, options=OPTIONS)
+    _same(model, plain, _batch())
+    assert _words() == ["causal ∧ key padding attention_mask[b, 0, 31, k] (proved), as dense bool[2, 1, 32, 32]"]
+
+
+def test_without_padding_layers_get_no_mask() -> None:
+    model = _model()
+    plain = copy.deepcopy(model)
+    compile_model(model, per_layer=True, options=OPTIONS)
+    _same(model, plain, _batch(padding=False))
+    assert _words() == ["causal"]
+
+
+def test_batches_with_and_without_padding_take_turns() -> None:
+    model = _model()
+    plain = copy.deepcopy(model)
+    compile_model(model, per_layer=True, options=OPTIONS)
+    for padding in (True, False, True, False):
+        model.zero_grad()
+        plain.zero_grad()
+        _same(model, plain, _batch(padding=padding))
+    assert len(_words()) == 2
+
+
+def test_layers_of_a_model_with_eager_attention_are_compiled_as_they_are() -> None:
+    model = _model(attn_implementation="eager")
+    plain = copy.deepcopy(model)
+    compile_model(model, per_layer=True, options=OPTIONS)
+    _same(model, plain, _batch())
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_model_without_layers_that_repeat_is_told_so() -> None:
+    with pytest.raises(ValueError, match="Linear has no list of layers of one class"):
+        compile_model(nn.Linear(2, 2), per_layer=True)
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_trainer(per_layer: bool, tmp_path: Path) -> None:
+    model = _model()
+    plain = copy.deepcopy(model)
+    rows = [{name: x[i] for name, x in _batch().items()} for i in range(2)]
+    losses = []
+    for trained, callbacks in ((model, [CompileCallback(per_layer=per_layer, options=OPTIONS)]), (plain, [])):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=2,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+        )
+        trainer = transformers.Trainer(model=trained, args=arguments, train_dataset=rows, callbacks=callbacks)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert _words()
+    assert all(words.startswith("causal ∧ key padding") for words in _words())
+
+
+def test_accelerate() -> None:
+    from accelerate import Accelerator
+
+    model = _model()
+    plain = copy.deepcopy(model)
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(compile_model(model, options=OPTIONS))
+    _same(prepared, plain, _batch())
+    assert len(_words()) == LAYERS
