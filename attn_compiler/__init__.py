@@ -3,7 +3,8 @@
 `torch.compile(model, backend="attn_compiler")` needs no import of this package. What is here is for asking:
 `explain(model, *args, **kwargs)` says what would be done to each attention, `explainer(options={...})(model, *args, **kwargs)` the same
 with options; `reports()` what was done in this process, `reset()` forgets those reports; `verifications()` what
-`options={"verify": True}` compared with the model's own; `Options` documents the options, `Fp8Recipe` one of them. Importing this package
+`options={"verify": True}` compared with the model's own; `Options` documents the options, `Fp8Recipe` one of them;
+`Report` and `Reports` are what is given, and the errors and the warning what can go wrong. Importing this package
 imports neither torch nor CUDA.
 """
 
@@ -13,19 +14,54 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attn_compiler.errors import (
+        AttnCompilerError,
+        AttnCompilerWarning,
+        CompileFailed,
+        CudnnRefused,
+        Fp8RecipeUnused,
+        Fp8StateInvalid,
+        Fp8StateMismatch,
+        Fp8StateOutdated,
+        InvalidOption,
+        LoweringUnavailable,
+        PassFailed,
+        UnknownOption,
+        UnsupportedTorch,
+        VerificationMismatch,
+        VerifyFailed,
+    )
     from attn_compiler.explaining import explain, explainer
     from attn_compiler.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
     from attn_compiler.fp8_state import fp8_state_dict, load_fp8_state_dict
     from attn_compiler.options import Options
     from attn_compiler.publishing import reports, reset
+    from attn_compiler.report import Report, Reports
     from attn_compiler.verifying import verifications
 
 __all__ = [
+    "AttnCompilerError",
+    "AttnCompilerWarning",
+    "CompileFailed",
+    "CudnnRefused",
     "CurrentScaling",
     "DelayedScaling",
     "Fp8Recipe",
+    "Fp8RecipeUnused",
+    "Fp8StateInvalid",
+    "Fp8StateMismatch",
+    "Fp8StateOutdated",
+    "InvalidOption",
+    "LoweringUnavailable",
     "Options",
+    "PassFailed",
+    "Report",
+    "Reports",
     "StaticScaling",
+    "UnknownOption",
+    "UnsupportedTorch",
+    "VerificationMismatch",
+    "VerifyFailed",
     "__version__",
     "explain",
     "explainer",
@@ -37,11 +73,28 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AttnCompilerError": "attn_compiler.errors",
+    "AttnCompilerWarning": "attn_compiler.errors",
+    "CompileFailed": "attn_compiler.errors",
+    "CudnnRefused": "attn_compiler.errors",
     "CurrentScaling": "attn_compiler.fp8_recipe",
     "DelayedScaling": "attn_compiler.fp8_recipe",
     "Fp8Recipe": "attn_compiler.fp8_recipe",
+    "Fp8RecipeUnused": "attn_compiler.errors",
+    "Fp8StateInvalid": "attn_compiler.errors",
+    "Fp8StateMismatch": "attn_compiler.errors",
+    "Fp8StateOutdated": "attn_compiler.errors",
+    "InvalidOption": "attn_compiler.errors",
+    "LoweringUnavailable": "attn_compiler.errors",
     "Options": "attn_compiler.options",
+    "PassFailed": "attn_compiler.errors",
+    "Report": "attn_compiler.report",
+    "Reports": "attn_compiler.report",
     "StaticScaling": "attn_compiler.fp8_recipe",
+    "UnknownOption": "attn_compiler.errors",
+    "UnsupportedTorch": "attn_compiler.errors",
+    "VerificationMismatch": "attn_compiler.errors",
+    "VerifyFailed": "attn_compiler.errors",
     "explain": "attn_compiler.explaining",
     "explainer": "attn_compiler.explaining",
     "fp8_state_dict": "attn_compiler.fp8_state",

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from attn_compiler.decisions import Reason
-from attn_compiler.passes import closed, faults, gradients, mutation, program, regions
+from attn_compiler.passes import closed, faults, gradients, mutation, program, regions, routers
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.patterns import PATTERNS, Pattern
 from attn_compiler.passes.site import Match, Miss, Refused, Site
@@ -29,7 +29,7 @@ def run(unit: Unit, mirror: Mirror) -> None:
             found = Miss(anchor=anchor, nearest=names, stopped_at=anchor, reason=attempt.reason)
         if isinstance(found, Site):
             unit.sites.append(found)
-        elif found is not None:
+        elif found is not None and not routers.is_choice(mirror, anchor):
             unit.misses.append(found)
 
 

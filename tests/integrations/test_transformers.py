@@ -137,3 +137,31 @@ def test_accelerate() -> None:
     prepared = accelerator.prepare(compile_model(model, options=OPTIONS))
     _same(prepared, plain, _batch())
     assert len(_words()) == LAYERS
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_sharded_layers_know_a_padded_batchs_mask(checkpoint: bool) -> None:
+    """FSDP2 hands on the very tensor that it is given."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = _model()
+        if checkpoint:
+            model.train().gradient_checkpointing_enable({"use_reentrant": False})
+        plain = copy.deepcopy(model)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        compile_model(fully_shard(model, mesh=mesh), per_layer=True, options=OPTIONS)
+        batch = _batch()
+        got, wanted = model(**batch).loss, plain(**batch).loss
+        torch.testing.assert_close(got, wanted)
+        got.backward()
+        wanted.backward()
+        for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), right.grad)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert _words() == ["causal ∧ key padding attention_mask[b, 0, 31, k] (proved), as dense bool[2, 1, 32, 32]"]
