@@ -22,9 +22,15 @@ from attn_compiler.passes.meaning import Meaning
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.program import Tensors
 from attn_compiler.passes.reading import Reader
-from attn_compiler.passes.site import Match, Miss, Operand, Site
+from attn_compiler.passes.site import Match, Miss, Operand, Site, Term
 from attn_compiler.passes.unit import Unit
 from attn_compiler.spec import AttentionSpec, Dim, StoredSpec, TensorSpec
+
+#: said of a mask of which nothing is known for where it comes from
+COMES_IN = (
+    "the mask comes in from where nothing compiled made it; what compiled code makes stays known in other graphs "
+    "(integrations.transformers.compile_model does that for layers of Hugging Face models)"
+)
 
 #: how to see an exception that was caught
 _REPRODUCE = "compile with options={'strict': True}, which raises it"
@@ -175,6 +181,8 @@ def _read(unit: Unit, mirror: Mirror, site: Site, reader: Reader, unreadable: di
     is_masked = bool(match.additive or match.allowed)
     try:
         proved = meaning.of(mirror, match, reader)
+        if proved.reason is not None and not unit.is_body and any(_comes_in(mirror, term) for term in match.allowed):
+            match.notes = (*match.notes, COMES_IN)
         if is_masked and proved.reason is None:
             match.notes = (*match.notes, *packing.notes((*match.additive, *match.allowed), reader, proved.words))
     except Exception as error:  # Whatever breaks in reading a mask, its tensor is at hand.
@@ -184,6 +192,11 @@ def _read(unit: Unit, mirror: Mirror, site: Site, reader: Reader, unreadable: di
         unreadable.setdefault(cause, []).append(site.module)
         return meaning.unread(match, f"reading it failed with {cause} ({_REPRODUCE})")
     return proved if is_masked else Meaning(unusual=proved.unusual)
+
+
+def _comes_in(mirror: Mirror, term: Term) -> bool:
+    """Whether a mask is an input as it is."""
+    return term.operand.root.op == "placeholder" and emit.example(mirror, term.operand.root).dim() > 1
 
 
 def _prove(match: Match, proved: Meaning, bias: bool) -> None:

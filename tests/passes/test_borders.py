@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attn_compiler
+from attn_compiler.passes import recover
 from tests.passes.compiling import Compiled, compiled
 
 B, H, S, D = 2, 3, 16, 8
@@ -122,11 +123,12 @@ def test_what_no_row_says_stays_a_dense_mask(make: Callable[[Tensor], Tensor]) -
         lambda mask: setattr(mask, "data", torch.ones_like(mask)),
     ],
 )
-def test_a_changed_mask_is_unknown(change: Callable[[Tensor], Any]) -> None:
+def test_a_changed_mask_is_unknown_and_the_report_says_what_helps(change: Callable[[Tensor], Any]) -> None:
     function, q = broken(causal, change), torch.randn(B, H, S, D)
     run = compiled(function)
     torch.testing.assert_close(run(q), function(q))
     assert _site(run).spec.mask.proved == ()
+    assert recover.COMES_IN in _site(run).notes
 
 
 class Layer(nn.Module):
