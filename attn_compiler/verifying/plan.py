@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_compat
 from attn_compiler.passes import Rewritten, axes, mutation
@@ -188,9 +189,12 @@ def _input_name(target: str) -> str:
 
 
 def _communicates(module: fx.GraphModule) -> bool:
-    """Whether something in the graph waits for other processes."""
-    nodes = (node for inside in torch_compat.graph_modules(module) for node in inside.graph.nodes)
-    return any("c10d" in str(node.target) for node in nodes if node.op == "call_function")
+    """Whether something in the graph waits for other processes. Ops on DTensors may, and don't say so."""
+    nodes = [node for inside in torch_compat.graph_modules(module) for node in inside.graph.nodes]
+    if any("c10d" in str(node.target) for node in nodes if node.op == "call_function"):
+        return True
+    kinds = {type(x) for node in nodes for x in pytree.tree_leaves(torch_compat.fake_value(node))}
+    return any(kind.__module__.startswith("torch.distributed") for kind in kinds)
 
 
 def _dtypes(module: fx.GraphModule) -> set[torch.dtype]:

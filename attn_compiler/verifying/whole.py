@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attn_compiler import torch_compat, torch_tracing
 from attn_compiler.dtypes import HALVES
 from attn_compiler.verifying import interpreting
 from attn_compiler.verifying.copies import is_trained_parameter, isolated, leaving_no_trace, share_memory
@@ -64,6 +65,9 @@ Fingerprint = tuple[str, ...]
 
 def fingerprint(x: torch.Tensor) -> Fingerprint:
     """What tells whether somebody wrote to a tensor, through whatever name of its memory."""
+    if torch_compat.is_wrapper_subclass(x):
+        # What is written to a tensor that wraps others is in those.
+        return tuple(number for part in torch_tracing.plain_tensors(x) for number in fingerprint(part))
     if x.layout != torch.strided or not x.numel():
         return ()
     with torch.no_grad():

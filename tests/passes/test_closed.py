@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.two_tensor import TwoTensor
 
+import attn_compiler
 from attn_compiler.passes import closed, mirror, mutation
 from tests.passes.compiling import CPU_FLASH, captured, compiled
 
@@ -189,3 +190,19 @@ def test_what_a_mirror_knows_of_a_wrapper() -> None:
     assert len(mutation.storages(own)) == 2
     assert mutation.storages(transposed) == mutation.storages(own)
     assert not mutation.storages(added) & mutation.storages(own)
+
+
+def test_a_graph_of_wrappers_can_be_verified(mesh: DeviceMesh) -> None:
+    """The site is compared; of a graph that may communicate, the outputs are not."""
+
+    def function(x: Tensor, weight: DTensor) -> Tensor:
+        q = F.linear(_wrapped(x, mesh), weight).to_local().unflatten(-1, (H, D)).transpose(1, 2)
+        return F.linear(_wrapped(sdpa(q, q, q, is_causal=True).transpose(1, 2).flatten(2), mesh), weight).to_local()
+
+    x, weight = torch.randn(B, S, H * D), torch.nn.Parameter(_wrapped(torch.randn(H * D, H * D), mesh))
+    run = compiled(function, verify=True)
+    torch.testing.assert_close(run(x, weight), function(x, weight))
+    found = {check.subject: check for check in attn_compiler.verifications()}
+    assert found["output"].error is not None
+    assert found["output"].skipped is None
+    assert "communicates" in found["graph outputs"].skipped
