@@ -11,7 +11,9 @@ from torch import fx
 from torch._guards import TracingContext, detect_fake_mode
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.fx.experimental.proxy_tensor import (
+    _ProxyTensor,
     disable_proxy_modes_tracing,
     get_proxy_mode,
     get_proxy_slot,
@@ -109,6 +111,23 @@ def track(tensor: torch.Tensor, proxy: fx.Proxy, tracer: Any) -> torch.Tensor:
     return tensor
 
 
+def track_node(value: torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool, node: fx.Node, tracer: Any) -> None:
+    """As `track`, for a node, and sooner done for a fake tensor without symbolic sizes."""
+    if type(value) is not FakeTensor or not _is_static(value):
+        track_tensor_tree(value, fx.Proxy(node, tracer), constant=None, tracer=tracer)
+        return
+    with beside_modes(value.fake_mode):
+        # Like PyTorch's own value of a node: without a gradient, and not changed where the tensor is transposed in place.
+        node.meta["val"] = fake(value.fake_mode, value, value.fake_device).requires_grad_(False)
+    stand_for(value, node, tracer)
+
+
+def _is_static(tensor: torch.Tensor) -> bool:
+    with unseen():
+        is_strided = tensor.layout is torch.strided
+        return is_strided and all(type(s) is int for s in (*tensor.shape, *tensor.stride(), tensor.storage_offset()))
+
+
 def traced_node(value: torch.Tensor | torch.SymInt | torch.SymFloat, tracer: Any) -> fx.Node | None:
     """The node that stands for a tensor or a symbolic number in the trace, if one does."""
     slot = get_proxy_slot(value, tracer, None)
@@ -117,3 +136,56 @@ def traced_node(value: torch.Tensor | torch.SymInt | torch.SymFloat, tracer: Any
     held: Any = slot
     node: fx.Node = held.proxy.node if isinstance(value, torch.Tensor) else held.force().node
     return node
+
+
+def traced_constant(tensor: torch.Tensor, tracer: Any) -> torch.Tensor | None:
+    """The real tensor that a traced one is known to be, if it is."""
+    slot: Any = get_proxy_slot(tensor, tracer, None)
+    constant: torch.Tensor | None = None if slot is None else slot.constant
+    return constant
+
+
+@contextlib.contextmanager
+def beside_modes(mode: FakeTensorMode | None, *, symbolic: bool = False) -> Iterator[None]:
+    """Within the block, calls on meta tensors, and on fake ones as if they were meta, are seen by no tracing and add no guard.
+
+    symbolic: sizes may be, which tracing sees on a way of its own.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._C.DisableTorchFunction())
+        if symbolic:
+            stack.enter_context(disable_proxy_modes_tracing())
+        if mode is not None:
+            stack.enter_context(in_kernel_invocation_manager(mode))
+            if mode.shape_env is not None:
+                stack.enter_context(mode.shape_env.suppress_guards())
+        yield
+
+
+def unseen() -> Any:
+    """Within the block, what is asked of tensors goes past the modes of tracing, which see every attribute that is read."""
+    return torch._C.DisableTorchFunction()
+
+
+def fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
+    """A fake tensor in the memory of one on the meta device. To be called within `beside_modes`."""
+    return FakeTensor(mode, meta, device)
+
+
+def add_node(tracer: Any, target: Any, args: Any, kwargs: Any, name: str | None) -> fx.Node:
+    """A call in the trace, without running it. name: None for the target's own."""
+    node: fx.Node = tracer.graph.create_node("call_function", target, args, kwargs, name=name)
+    return node
+
+
+def name_of(target: Any, tracer: Any) -> str | None:
+    """What tracing suggests for the name of an op's node; None for the target's own."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    name: str = tracer.graph._target_to_str(target.overloadpacket.__name__)
+    return name
+
+
+def stand_for(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
+    """Let `node` stand for `tensor` in the trace. Its symbolic sizes, if it has any, are known to the trace already."""
+    tracer.tensor_tracker[tensor] = _ProxyTensor(fx.Proxy(node, tracer), None)

@@ -11,6 +11,7 @@ where tracing gives another dtype, the mirror takes Dynamo's.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,13 +23,24 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_tracing
-from attn_compiler.passes import bodies, closed, mutation, vmap_axes
+from attn_compiler.passes import bodies, closed, fragments, mutation, vmap_axes
+from attn_compiler.passes.fragments import Fragments
 from attn_compiler.passes.vmap_axes import VmapAxis
 
 _OPAQUE_MODULES = ("torch._functorch", "torch._C._functorch", "torch.autograd.function", "torch.nn.attention")
 
 #: methods that turn an element into a number: the number is Dynamo's symbol for it, a fake tensor has none
 _READS_NUMBERS = ("item", "tolist")
+
+#: calls without a value that change nothing but what fragments are told apart by, or elements of tensors
+_CHANGES_KNOWN_STATE = frozenset(
+    {
+        torch._C._set_grad_enabled,
+        torch.amp.autocast_mode._enter_autocast,
+        torch.amp.autocast_mode._exit_autocast,
+        operator.setitem,
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -177,6 +189,9 @@ class _Tracing(fx.Interpreter):
         self._memory = vmap_axes.Memory()
         self._traced_so_far = 0
         self._regions: list[torch.amp.autocast_mode.autocast] = []
+        self._entered: list[Any] = []
+        self._fragments = Fragments(graph_module.graph)
+        self._unknown_calls = 0
 
     def run_all(self, *args: Any) -> Any:
         try:
@@ -206,14 +221,37 @@ class _Tracing(fx.Interpreter):
         if n.op == "output":
             return super().run_node(n)
         tracer = torch_tracing.current_tracer()
-        result = self._truthful(n, self._execute(n), tracer)
-        nodes = tracer.graph.nodes
-        fresh = len(nodes) - self._traced_so_far
-        for aten_node in _last(tracer.graph, fresh):
-            self._owner_names[aten_node.name] = n
-        self._traced_so_far = len(nodes)
-        self._remember(n, result, tracer)
+        with torch_tracing.unseen():
+            call = self._call(n, tracer)
+        if call is not None and call.fragment is not None:
+            result, made = fragments.made_again(call, tracer)
+        else:
+            result = self._execute(n)
+            made = _last(tracer.graph, len(tracer.graph.nodes) - self._traced_so_far)
+        self._traced_so_far = len(tracer.graph.nodes)
+        with torch_tracing.unseen():
+            if call is not None and call.is_new:
+                self._fragments.keep(call, result, made, tracer)
+            result = self._truthful(n, result, tracer)
+            for aten_node in made:
+                self._owner_names[aten_node.name] = n
+            self._remember(n, result, tracer)
         return result
+
+    def _call(self, n: fx.Node, tracer: Any) -> fragments.Call | None:
+        """What is known of a node that is to be traced. None: it is not to be made again."""
+        if self._vmaps.is_inside or n.op not in ("call_function", "call_method") or self._is_hidden(n):
+            return None
+        example = n.meta.get("example_value")
+        if isinstance(example, (torch.Tensor, tuple, list)):
+            state = (self._unknown_calls, *self._entered)
+            return self._fragments.call(n, self.env, state, tracer)
+        if example is None and n.target not in _CHANGES_KNOWN_STATE:
+            self._unknown_calls += 1
+        return None
+
+    def _is_hidden(self, n: fx.Node) -> bool:
+        return n in self._skipped or is_opaque(n) or n.target in _READS_NUMBERS or self._is_closed(n)
 
     def _execute(self, n: fx.Node) -> Any:
         if n.op == "get_attr":
@@ -221,10 +259,11 @@ class _Tracing(fx.Interpreter):
         if n.target is torch.amp.autocast_mode._enter_autocast:
             return self._enter(n)
         if n.target is torch.amp.autocast_mode._exit_autocast:
+            self._entered.pop()
             return self._regions.pop().__exit__(None, None, None)
         if self._is_among_skipped(n):
             return n.meta["example_value"]
-        hidden = n in self._skipped or is_opaque(n) or n.target in _READS_NUMBERS or self._is_closed(n)
+        hidden = self._is_hidden(n)
         if not hidden and self._vmaps.is_inside and vmap_axes.is_indexed_by_elements(n):
             x, index = self.fetch_args_kwargs_from_env(n)[0]
             found = vmap_axes.indexed(x, index)
@@ -249,6 +288,7 @@ class _Tracing(fx.Interpreter):
         region = torch.amp.autocast_mode.autocast(*arguments)
         region.__enter__()  # type: ignore[no-untyped-call]
         self._regions.append(region)
+        self._entered.append(n.args)
 
     def _attribute(self, n: fx.Node) -> Any:
         attribute = self.fetch_attr(str(n.target))
@@ -264,7 +304,7 @@ class _Tracing(fx.Interpreter):
         tracer = torch_tracing.current_tracer()
         self._vmaps.see(n)
         traced = {i: node for i in n.all_input_nodes if (node := self._traced(i, tracer)) is not None}
-        inputs = {i: fx.Proxy(node, tracer) for i, node in traced.items()}
+        inputs = tuple(traced.values())
         if bodies.is_higher_order(n):
             given = [traced.get(x) if isinstance(x, fx.Node) else None for x in n.args]
             self._argument_names[n] = tuple(node.name if node is not None else None for node in given)
@@ -273,14 +313,15 @@ class _Tracing(fx.Interpreter):
         for value in flat:
             x = value
             if isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
-                proxy = tracer.create_proxy("call_function", opaque, tuple(inputs.values()), {}, name=n.name)
-                x = torch_tracing.track(self._in_its_memory(n, x), proxy, tracer)
-                closed.describe(proxy.node, value, self._given(n))
+                node = torch_tracing.add_node(tracer, opaque, inputs, {}, n.name)
+                x = self._in_its_memory(n, x)
+                torch_tracing.track_node(x, node, tracer)
+                closed.describe(node, value, self._given(n))
             out.append(x)
         written = self._written(n)
-        effects = tuple(proxy for i, proxy in inputs.items() if i in written)
+        effects = tuple(node for i, node in traced.items() if i in written)
         if effects:
-            tracer.create_proxy("call_function", mutation.effect, effects, {}, name=n.name)
+            torch_tracing.add_node(tracer, mutation.effect, effects, {}, n.name)
         return pytree.tree_unflatten(out, spec)
 
     def _traced(self, n: fx.Node, tracer: Any) -> fx.Node | None:
@@ -340,12 +381,8 @@ class _Tracing(fx.Interpreter):
 
 
 def _last(graph: fx.Graph, count: int) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    for node in reversed(graph.nodes):
-        if len(found) == count:
-            break
-        found.append(node)
-    return found
+    """The last nodes of a graph, in its order."""
+    return list(itertools.islice(reversed(graph.nodes), count))[::-1]
 
 
 def _empty(like: torch.Tensor) -> torch.Tensor:

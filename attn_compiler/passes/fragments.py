@@ -1,0 +1,427 @@
+"""What tracing made of a Dynamo node, kept to be made again: equal layers are traced once.
+
+A fragment is the ATen nodes of one Dynamo node as data. It is made again for another node that calls the same function of PyTorch's on
+the same numbers and on tensors that agree in all that a trace can see: dtype, device, shape, strides, offset, requires_grad, which of them
+are one tensor or share memory, and under the same grad mode and autocast. So no layer has to be detected. What writes in place, makes a
+constant, reads values or has a result that is no tensor is traced each time, and so is whatever this file does not know.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.node import map_aggregate, map_arg
+from torch.utils import _pytree as pytree
+
+from attn_compiler import torch_tracing
+from attn_compiler.passes import bodies, mutation
+
+#: a number of a size or stride, or the expression of a symbolic one
+Length: TypeAlias = Any
+
+_OWN_MODULES = ("torch", "operator", "_operator", "math")
+_CONSTANTS = (str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class _Unknown(Exception):
+    """Something that a key does not tell apart. Internal: the node is traced."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ref:
+    """In a template: the node of an input, or of a step; inputs come first."""
+
+    index: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Made:
+    """A tensor. storage: whose memory it is in, inputs' storages first; one that is new is made with the first tensor in it."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[Length, ...]
+    stride: tuple[Length, ...]
+    offset: Length
+    storage: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """One ATen node. value: of its tensor, or of each one of a sequence."""
+
+    target: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    name: str | None
+    value: _Made | tuple[_Made, ...]
+    sequence: type | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Result:
+    """A tensor of the node's result. input: which it is, if it is one; otherwise the value of a step."""
+
+    input: int | None
+    step: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Fragment:
+    """symbolic: some size is. moved: inputs that another node stands for afterwards, each with its step: a cast to the dtype that a
+    tensor has gives it back.
+    """
+
+    mode: FakeTensorMode
+    symbolic: bool
+    steps: tuple[_Step, ...]
+    results: tuple[_Result, ...]
+    spec: pytree.TreeSpec
+    moved: tuple[tuple[int, int], ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Inputs:
+    """What a Dynamo node is given, in the order of its arguments."""
+
+    values: list[Any] = field(default_factory=list)
+    nodes: list[fx.Node] = field(default_factory=list)
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+    symbols: set[Any] = field(default_factory=set)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A Dynamo node with what it is given. fragment: what equal ones were traced to; None where that is not known."""
+
+    key: Hashable
+    inputs: _Inputs
+    fragment: _Fragment | None
+    is_new: bool
+
+
+class Fragments:
+    """The fragments of one graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._known: dict[Hashable, _Fragment | None] = {}
+        self._written = _written(graph)
+
+    def call(self, node: fx.Node, env: dict[fx.Node, Any], state: Hashable, tracer: Any) -> Call | None:
+        """None: such a node is traced each time. state: what else tracing depends on."""
+        if self._written is None or not _is_pytorch(node):
+            return None
+        inputs = _Inputs()
+        try:
+            key = (
+                node.op,
+                node.target,
+                _key(node.args, env, inputs, tracer),
+                _key(node.kwargs, env, inputs, tracer),
+                torch.is_grad_enabled(),
+                state,
+            )
+        except _Unknown:
+            return None
+        if key not in self._known:
+            return Call(key=key, inputs=inputs, fragment=None, is_new=True)
+        fragment = self._known[key]
+        if fragment is not None and any(r.requires_grad for r in fragment.results) and self._is_written(node):
+            fragment = None
+        return Call(key=key, inputs=inputs, fragment=fragment, is_new=False)
+
+    def _is_written(self, node: fx.Node) -> bool:
+        """Whether the result is written to: autograd refuses that of a tensor that was made by nothing, as those made again are."""
+        return bool(self._written) and bool(
+            mutation.storages_of(node.meta.get("example_value")) & (self._written or set())
+        )
+
+    def keep(self, call: Call, result: Any, made: Sequence[fx.Node], tracer: Any) -> None:
+        """Remember what a call was traced to: its value and its nodes."""
+        try:
+            self._known[call.key] = _recorded(call.inputs, result, made, tracer)
+        except _Unknown:
+            self._known[call.key] = None
+
+
+def _written(graph: fx.Graph) -> set[Any] | None:
+    """The memory that the graph writes to in place; None where nothing may be made again."""
+    found: set[Any] = set()
+    for node in graph.nodes:
+        if (getattr(node.target, "__module__", None) or "").startswith("torch.autograd"):
+            return None
+        for written in bodies.writes(node):
+            value = written.meta.get("example_value")
+            if not bodies.has_known_memory(value):
+                return None
+            found |= mutation.storages_of(value)
+    return found
+
+
+def _is_pytorch(node: fx.Node) -> bool:
+    """Whether a node calls PyTorch: somebody else's function may do something else each time."""
+    if node.op == "call_method":
+        return hasattr(torch.Tensor, str(node.target))
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace in ("aten", "prims")
+    module = getattr(node.target, "__module__", None) or ""
+    return module.partition(".")[0] in _OWN_MODULES or isinstance(node.target, types.BuiltinFunctionType)
+
+
+# ---- keys ---------------------------------------------------------------------------------------------------------
+
+
+def _key(x: Any, env: dict[fx.Node, Any], inputs: _Inputs, tracer: Any) -> Hashable:
+    """What a trace can see of an argument; tensors are added to `inputs`."""
+    kind = type(x)
+    if kind is fx.Node:
+        return _input_key(env[x], inputs, tracer)
+    if kind is int or kind is bool:
+        return kind, x
+    if kind is float:
+        return kind, x.hex()
+    if isinstance(x, (tuple, list)):
+        return (tuple if isinstance(x, tuple) else list), tuple(_key(y, env, inputs, tracer) for y in x)
+    if isinstance(x, dict):
+        return dict, tuple((name, _key(y, env, inputs, tracer)) for name, y in x.items())
+    if kind is slice:
+        return slice, tuple(_key(y, env, inputs, tracer) for y in (x.start, x.stop, x.step))
+    if isinstance(x, _CONSTANTS):
+        return kind, x
+    raise _Unknown
+
+
+def _input_key(value: Any, inputs: _Inputs, tracer: Any) -> Hashable:
+    kind = type(value)
+    if kind is int or kind is bool:
+        return kind, value
+    if not isinstance(value, (FakeTensor, torch.SymInt)):
+        raise _Unknown
+    node = torch_tracing.traced_node(value, tracer)
+    if node is None:
+        raise _Unknown
+    at = next((i for i, known in enumerate(inputs.values) if known is value), len(inputs.values))
+    same = next((i for i, known in enumerate(inputs.nodes) if known is node), at)
+    if isinstance(value, torch.SymInt):
+        seen: Hashable = (_length(value, inputs.symbols),)
+        memory = -1
+    else:
+        memory = _memory(value, inputs)
+        seen = _tensor_key(value, inputs.symbols, tracer)
+    if at == len(inputs.values):
+        inputs.values.append(value)
+        inputs.nodes.append(node)
+        inputs.memory.append(memory)
+    return at, same, memory, seen
+
+
+def _memory(value: torch.Tensor, inputs: _Inputs) -> int:
+    storage = value.untyped_storage()
+    for i, known in enumerate(inputs.storages):
+        if known._cdata == storage._cdata:
+            return i
+    inputs.storages.append(storage)
+    return len(inputs.storages) - 1
+
+
+def _tensor_key(value: FakeTensor, symbols: set[Any], tracer: Any) -> Hashable:
+    is_plain = value.layout is torch.strided and not value.is_conj() and not value.is_neg()
+    if not is_plain or value.constant is not None or torch_tracing.traced_constant(value, tracer) is not None:
+        raise _Unknown
+    return (
+        value.dtype,
+        value.device,
+        value.requires_grad,
+        value.is_inference(),
+        _length(value.storage_offset(), symbols),
+        *(_length(s, symbols) for s in value.shape),
+        *(_length(s, symbols) for s in value.stride()),
+    )
+
+
+def _length(size: int | torch.SymInt, symbols: set[Any]) -> Length:
+    if not isinstance(size, torch.SymInt):
+        return size
+    expression = size.node.expr
+    symbols.update(expression.free_symbols)
+    return type(size), expression
+
+
+# ---- what was traced, as data -------------------------------------------------------------------------------------
+
+
+def _recorded(inputs: _Inputs, result: Any, made: Sequence[fx.Node], tracer: Any) -> _Fragment:
+    places = {node: i for i, node in reversed(list(enumerate([*inputs.nodes, *made])))}
+    memory = [storage._cdata for storage in inputs.storages]
+    held: list[torch.UntypedStorage] = []
+    steps = tuple(_step(node, places, memory, held, inputs.symbols, tracer) for node in made)
+    leaves, spec = pytree.tree_flatten(result)
+    results = tuple(_result(leaf, inputs, places, tracer) for leaf in leaves)
+    moved = []
+    for i, (value, before) in enumerate(zip(inputs.values, inputs.nodes, strict=True)):
+        after = torch_tracing.traced_node(value, tracer)
+        if after is not before:
+            moved.append((i, _place(after, places) - len(inputs.nodes)))
+    mode = torch_tracing.fake_mode_of_values(leaves)
+    if mode is None:
+        raise _Unknown
+    return _Fragment(
+        mode=mode,
+        symbolic=bool(inputs.symbols),
+        steps=steps,
+        results=results,
+        spec=spec,
+        moved=tuple(moved),
+    )
+
+
+def _step(
+    node: fx.Node,
+    places: dict[fx.Node, int],
+    memory: list[int],
+    held: list[torch.UntypedStorage],
+    symbols: set[Any],
+    tracer: Any,
+) -> _Step:
+    target: Any = node.target
+    is_op = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
+    if node.op != "call_function" or not (is_op or target is operator.getitem) or (is_op and target._schema.is_mutable):
+        raise _Unknown
+    value = node.meta.get("val")
+    is_sequence = isinstance(value, (tuple, list))
+    found = tuple(_made(x, memory, held, symbols) for x in (value if isinstance(value, (tuple, list)) else (value,)))
+    return _Step(
+        target=target,
+        args=_template(node.args, places),
+        kwargs=_template(node.kwargs, places),
+        name=torch_tracing.name_of(target, tracer),
+        value=found if is_sequence else found[0],
+        sequence=type(value) if is_sequence else None,
+    )
+
+
+def _template(arguments: Any, places: dict[fx.Node, int]) -> Any:
+    def ref(node: fx.Node) -> Any:
+        return _Ref(_place(node, places))
+
+    return map_arg(arguments, ref)
+
+
+def _place(node: fx.Node | None, places: dict[fx.Node, int]) -> int:
+    if node is None or node not in places:
+        raise _Unknown
+    return places[node]
+
+
+def _made(value: Any, memory: list[int], held: list[torch.UntypedStorage], symbols: set[Any]) -> _Made:
+    if not isinstance(value, FakeTensor) or value.layout is not torch.strided or value.is_conj() or value.is_neg():
+        raise _Unknown
+    needed: set[Any] = set()
+    for size in (*value.shape, *value.stride(), value.storage_offset()):
+        _length(size, needed)
+    if not needed <= symbols:
+        raise _Unknown
+    storage = value.untyped_storage()
+    if storage._cdata not in memory:
+        # As large as what it is made with, which is then how it is made again.
+        if not _fills(value, storage):
+            raise _Unknown
+        memory.append(storage._cdata)
+        held.append(storage)
+    return _Made(
+        dtype=value.dtype,
+        device=value.device,
+        shape=tuple(value.shape),
+        stride=value.stride(),
+        offset=value.storage_offset(),
+        storage=memory.index(storage._cdata),
+    )
+
+
+def _fills(value: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether a new memory of the tensor's shape and strides would be like its own."""
+    if not all(type(s) is int for s in (*value.shape, *value.stride(), value.storage_offset(), storage.nbytes())):
+        # Of symbolic sizes nothing reads how large a storage is.
+        return True
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    length = 0 if 0 in value.shape else reach * value.element_size()
+    return value.storage_offset() == 0 and storage.nbytes() == length
+
+
+def _result(leaf: Any, inputs: _Inputs, places: dict[fx.Node, int], tracer: Any) -> _Result:
+    if not isinstance(leaf, FakeTensor) or leaf.constant is not None:
+        raise _Unknown
+    if torch_tracing.traced_constant(leaf, tracer) is not None:
+        raise _Unknown
+    given = next((i for i, value in enumerate(inputs.values) if value is leaf), None)
+    step = -1
+    if given is None:
+        step = _place(torch_tracing.traced_node(leaf, tracer), places) - len(inputs.nodes)
+        if step < 0:
+            raise _Unknown
+    return _Result(input=given, step=step, requires_grad=leaf.requires_grad)
+
+
+# ---- making it again ----------------------------------------------------------------------------------------------
+
+
+def made_again(call: Call, tracer: Any) -> tuple[Any, list[fx.Node]]:
+    """The result and the nodes of a call that has a fragment."""
+    fragment, inputs = call.fragment, call.inputs
+    if fragment is None:
+        raise ValueError("there is nothing to make again")
+    nodes = list(inputs.nodes)
+    storages = list(inputs.storages)
+    results: list[Any] = []
+    with torch_tracing.beside_modes(fragment.mode, symbolic=fragment.symbolic):
+        for step in fragment.steps:
+            node = torch_tracing.add_node(
+                tracer, step.target, _filled(step.args, nodes), _filled(step.kwargs, nodes), step.name
+            )
+            node.meta["val"] = _value(step, fragment.mode, storages)
+            nodes.append(node)
+        made = nodes[len(inputs.nodes) :]
+        for result in fragment.results:
+            if result.input is not None:
+                results.append(inputs.values[result.input])
+                continue
+            like: FakeTensor = made[result.step].meta["val"]
+            # A tensor of its own: what changes its shape in place later changes no value of the mirror.
+            value = torch_tracing.fake(fragment.mode, like, like.fake_device).requires_grad_(result.requires_grad)
+            torch_tracing.stand_for(value, made[result.step], tracer)
+            results.append(value)
+        for i, place in fragment.moved:
+            torch_tracing.stand_for(inputs.values[i], made[place], tracer)
+    return pytree.tree_unflatten(results, fragment.spec), made
+
+
+def _filled(template: Any, nodes: list[fx.Node]) -> Any:
+    def node(x: Any) -> Any:
+        return nodes[x.index] if type(x) is _Ref else x
+
+    return map_aggregate(template, node)
+
+
+def _value(step: _Step, mode: FakeTensorMode, storages: list[torch.UntypedStorage]) -> Any:
+    if not isinstance(step.value, tuple):
+        return torch_tracing.fake(mode, _tensor(step.value, storages), step.value.device)
+    values = [torch_tracing.fake(mode, _tensor(made, storages), made.device) for made in step.value]
+    return tuple(values) if step.sequence is tuple else values
+
+
+def _tensor(made: _Made, storages: list[torch.UntypedStorage]) -> torch.Tensor:
+    if made.storage < len(storages):
+        empty = torch.empty(0, dtype=made.dtype, device="meta")
+        return empty.set_(storages[made.storage], made.offset, made.shape, made.stride)
+    new = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+    storages.append(new.untyped_storage())
+    return new
