@@ -146,20 +146,17 @@ def traced_constant(tensor: torch.Tensor, tracer: Any) -> torch.Tensor | None:
 
 
 @contextlib.contextmanager
-def beside_modes(mode: FakeTensorMode | None, *, symbolic: bool = False) -> Iterator[None]:
+def beside_modes(mode: FakeTensorMode, *, symbolic: bool = False) -> Iterator[None]:
     """Within the block, calls on meta tensors, and on fake ones as if they were meta, are seen by no tracing and add no guard.
 
-    symbolic: sizes may be, which tracing sees on a way of its own.
+    symbolic: sizes may be, which tracing and guards see on ways of their own.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C.DisableTorchFunction())
-        if symbolic:
-            stack.enter_context(disable_proxy_modes_tracing())
-        if mode is not None:
-            stack.enter_context(in_kernel_invocation_manager(mode))
-            if mode.shape_env is not None:
-                stack.enter_context(mode.shape_env.suppress_guards())
-        yield
+    with torch._C.DisableTorchFunction(), in_kernel_invocation_manager(mode):
+        if not symbolic or mode.shape_env is None:
+            yield
+            return
+        with disable_proxy_modes_tracing(), mode.shape_env.suppress_guards():
+            yield
 
 
 def unseen() -> Any:

@@ -302,21 +302,26 @@ class _Tracing(fx.Interpreter):
 
     def _stand_in(self, n: fx.Node) -> Any:
         tracer = torch_tracing.current_tracer()
-        self._vmaps.see(n)
         traced = {i: node for i in n.all_input_nodes if (node := self._traced(i, tracer)) is not None}
         inputs = tuple(traced.values())
+        value = n.meta.get("example_value")
+        if n in self._skipped and not closed.holds_closed(value):
+            # One new tensor, and nothing is written.
+            torch_tracing.track_node(value, torch_tracing.add_node(tracer, opaque, inputs, {}, n.name), tracer)
+            return value
+        self._vmaps.see(n)
         if bodies.is_higher_order(n):
             given = [traced.get(x) if isinstance(x, fx.Node) else None for x in n.args]
             self._argument_names[n] = tuple(node.name if node is not None else None for node in given)
-        flat, spec = pytree.tree_flatten(n.meta.get("example_value"))
+        flat, spec = pytree.tree_flatten(value)
         out = []
-        for value in flat:
-            x = value
+        for part in flat:
+            x = part
             if isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
                 node = torch_tracing.add_node(tracer, opaque, inputs, {}, n.name)
                 x = self._in_its_memory(n, x)
                 torch_tracing.track_node(x, node, tracer)
-                closed.describe(node, value, self._given(n))
+                closed.describe(node, part, self._given(n))
             out.append(x)
         written = self._written(n)
         effects = tuple(node for i, node in traced.items() if i in written)
@@ -342,7 +347,7 @@ class _Tracing(fx.Interpreter):
         """
         if closed.holds_closed(x):
             return torch_tracing.untraced(closed.token)
-        if not isinstance(x, torch.Tensor) or n in self._skipped:
+        if not isinstance(x, torch.Tensor):
             return x
         source = self.env[n.args[0]] if n.args and isinstance(n.args[0], fx.Node) else None
         view = self._memory.view(n, source, x) if isinstance(source, torch.Tensor) else None
