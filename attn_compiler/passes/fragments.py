@@ -9,10 +9,9 @@ constant, reads values or has a result that is no tensor is traced each time, an
 from __future__ import annotations
 
 import operator
-import types
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,16 +21,7 @@ from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_tracing
 from attn_compiler.passes import bodies, mutation
-
-#: a number of a size or stride, or the expression of a symbolic one
-Length: TypeAlias = Any
-
-_OWN_MODULES = ("torch", "operator", "_operator", "math")
-_CONSTANTS = (str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-class _Unknown(Exception):
-    """Something that a key does not tell apart. Internal: the node is traced."""
+from attn_compiler.passes.fragment_keys import Inputs, Length, Unknown, key_of, length
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +78,12 @@ class _Fragment:
     moved: tuple[tuple[int, int], ...]
 
 
-@dataclass(kw_only=True, slots=True)
-class _Inputs:
-    """What a Dynamo node is given, in the order of its arguments."""
-
-    values: list[Any] = field(default_factory=list)
-    nodes: list[fx.Node] = field(default_factory=list)
-    storages: list[torch.UntypedStorage] = field(default_factory=list)
-    memory: list[int] = field(default_factory=list)
-    symbols: set[Any] = field(default_factory=set)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
     """A Dynamo node with what it is given. fragment: what equal ones were traced to; None where that is not known."""
 
     key: Hashable
-    inputs: _Inputs
+    inputs: Inputs
     fragment: _Fragment | None
     is_new: bool
 
@@ -118,19 +97,12 @@ class Fragments:
 
     def call(self, node: fx.Node, env: dict[fx.Node, Any], state: Hashable, tracer: Any) -> Call | None:
         """None: such a node is traced each time. state: what else tracing depends on."""
-        if self._written is None or not _is_pytorch(node):
+        if self._written is None:
             return None
-        inputs = _Inputs()
+        inputs = Inputs()
         try:
-            key = (
-                node.op,
-                node.target,
-                _key(node.args, env, inputs, tracer),
-                _key(node.kwargs, env, inputs, tracer),
-                torch.is_grad_enabled(),
-                state,
-            )
-        except _Unknown:
+            key = (key_of(node, env, inputs, tracer), torch.is_grad_enabled(), state)
+        except Unknown:
             return None
         if key not in self._known:
             return Call(key=key, inputs=inputs, fragment=None, is_new=True)
@@ -149,7 +121,7 @@ class Fragments:
         """Remember what a call was traced to: its value and its nodes."""
         try:
             self._known[call.key] = _recorded(call.inputs, result, made, tracer)
-        except _Unknown:
+        except Unknown:
             self._known[call.key] = None
 
 
@@ -167,99 +139,10 @@ def _written(graph: fx.Graph) -> set[Any] | None:
     return found
 
 
-def _is_pytorch(node: fx.Node) -> bool:
-    """Whether a node calls PyTorch: somebody else's function may do something else each time."""
-    if node.op == "call_method":
-        return hasattr(torch.Tensor, str(node.target))
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.namespace in ("aten", "prims")
-    module = getattr(node.target, "__module__", None) or ""
-    return module.partition(".")[0] in _OWN_MODULES or isinstance(node.target, types.BuiltinFunctionType)
-
-
-# ---- keys ---------------------------------------------------------------------------------------------------------
-
-
-def _key(x: Any, env: dict[fx.Node, Any], inputs: _Inputs, tracer: Any) -> Hashable:
-    """What a trace can see of an argument; tensors are added to `inputs`."""
-    kind = type(x)
-    if kind is fx.Node:
-        return _input_key(env[x], inputs, tracer)
-    if kind is int or kind is bool:
-        return kind, x
-    if kind is float:
-        return kind, x.hex()
-    if isinstance(x, (tuple, list)):
-        return (tuple if isinstance(x, tuple) else list), tuple(_key(y, env, inputs, tracer) for y in x)
-    if isinstance(x, dict):
-        return dict, tuple((name, _key(y, env, inputs, tracer)) for name, y in x.items())
-    if kind is slice:
-        return slice, tuple(_key(y, env, inputs, tracer) for y in (x.start, x.stop, x.step))
-    if isinstance(x, _CONSTANTS):
-        return kind, x
-    raise _Unknown
-
-
-def _input_key(value: Any, inputs: _Inputs, tracer: Any) -> Hashable:
-    kind = type(value)
-    if kind is int or kind is bool:
-        return kind, value
-    if not isinstance(value, (FakeTensor, torch.SymInt)):
-        raise _Unknown
-    node = torch_tracing.traced_node(value, tracer)
-    if node is None:
-        raise _Unknown
-    at = next((i for i, known in enumerate(inputs.values) if known is value), len(inputs.values))
-    same = next((i for i, known in enumerate(inputs.nodes) if known is node), at)
-    if isinstance(value, torch.SymInt):
-        seen: Hashable = (_length(value, inputs.symbols),)
-        memory = -1
-    else:
-        memory = _memory(value, inputs)
-        seen = _tensor_key(value, inputs.symbols, tracer)
-    if at == len(inputs.values):
-        inputs.values.append(value)
-        inputs.nodes.append(node)
-        inputs.memory.append(memory)
-    return at, same, memory, seen
-
-
-def _memory(value: torch.Tensor, inputs: _Inputs) -> int:
-    storage = value.untyped_storage()
-    for i, known in enumerate(inputs.storages):
-        if known._cdata == storage._cdata:
-            return i
-    inputs.storages.append(storage)
-    return len(inputs.storages) - 1
-
-
-def _tensor_key(value: FakeTensor, symbols: set[Any], tracer: Any) -> Hashable:
-    is_plain = value.layout is torch.strided and not value.is_conj() and not value.is_neg()
-    if not is_plain or value.constant is not None or torch_tracing.traced_constant(value, tracer) is not None:
-        raise _Unknown
-    return (
-        value.dtype,
-        value.device,
-        value.requires_grad,
-        value.is_inference(),
-        _length(value.storage_offset(), symbols),
-        *(_length(s, symbols) for s in value.shape),
-        *(_length(s, symbols) for s in value.stride()),
-    )
-
-
-def _length(size: int | torch.SymInt, symbols: set[Any]) -> Length:
-    if not isinstance(size, torch.SymInt):
-        return size
-    expression = size.node.expr
-    symbols.update(expression.free_symbols)
-    return type(size), expression
-
-
 # ---- what was traced, as data -------------------------------------------------------------------------------------
 
 
-def _recorded(inputs: _Inputs, result: Any, made: Sequence[fx.Node], tracer: Any) -> _Fragment:
+def _recorded(inputs: Inputs, result: Any, made: Sequence[fx.Node], tracer: Any) -> _Fragment:
     places = {node: i for i, node in reversed(list(enumerate([*inputs.nodes, *made])))}
     memory = [storage._cdata for storage in inputs.storages]
     held: list[torch.UntypedStorage] = []
@@ -273,7 +156,7 @@ def _recorded(inputs: _Inputs, result: Any, made: Sequence[fx.Node], tracer: Any
             moved.append((i, _place(after, places) - len(inputs.nodes)))
     mode = torch_tracing.fake_mode_of_values(leaves)
     if mode is None:
-        raise _Unknown
+        raise Unknown
     return _Fragment(
         mode=mode,
         symbolic=bool(inputs.symbols),
@@ -295,7 +178,7 @@ def _step(
     target: Any = node.target
     is_op = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
     if node.op != "call_function" or not (is_op or target is operator.getitem) or (is_op and target._schema.is_mutable):
-        raise _Unknown
+        raise Unknown
     value = node.meta.get("val")
     is_sequence = isinstance(value, (tuple, list))
     found = tuple(_made(x, memory, held, symbols) for x in (value if isinstance(value, (tuple, list)) else (value,)))
@@ -318,23 +201,23 @@ def _template(arguments: Any, places: dict[fx.Node, int]) -> Any:
 
 def _place(node: fx.Node | None, places: dict[fx.Node, int]) -> int:
     if node is None or node not in places:
-        raise _Unknown
+        raise Unknown
     return places[node]
 
 
 def _made(value: Any, memory: list[int], held: list[torch.UntypedStorage], symbols: set[Any]) -> _Made:
     if not isinstance(value, FakeTensor) or value.layout is not torch.strided or value.is_conj() or value.is_neg():
-        raise _Unknown
+        raise Unknown
     needed: set[Any] = set()
     for size in (*value.shape, *value.stride(), value.storage_offset()):
-        _length(size, needed)
+        length(size, needed)
     if not needed <= symbols:
-        raise _Unknown
+        raise Unknown
     storage = value.untyped_storage()
     if storage._cdata not in memory:
         # As large as what it is made with, which is then how it is made again.
         if not _fills(value, storage):
-            raise _Unknown
+            raise Unknown
         memory.append(storage._cdata)
         held.append(storage)
     return _Made(
@@ -357,17 +240,17 @@ def _fills(value: torch.Tensor, storage: torch.UntypedStorage) -> bool:
     return value.storage_offset() == 0 and storage.nbytes() == length
 
 
-def _result(leaf: Any, inputs: _Inputs, places: dict[fx.Node, int], tracer: Any) -> _Result:
+def _result(leaf: Any, inputs: Inputs, places: dict[fx.Node, int], tracer: Any) -> _Result:
     if not isinstance(leaf, FakeTensor) or leaf.constant is not None:
-        raise _Unknown
+        raise Unknown
     if torch_tracing.traced_constant(leaf, tracer) is not None:
-        raise _Unknown
+        raise Unknown
     given = next((i for i, value in enumerate(inputs.values) if value is leaf), None)
     step = -1
     if given is None:
         step = _place(torch_tracing.traced_node(leaf, tracer), places) - len(inputs.nodes)
         if step < 0:
-            raise _Unknown
+            raise Unknown
     return _Result(input=given, step=step, requires_grad=leaf.requires_grad)
 
 

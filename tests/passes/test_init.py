@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -306,3 +308,21 @@ def test_hooks_on_saved_tensors_see_those_of_the_call_alone(verify: bool) -> Non
     assert CPU_FLASH in run.calls
     (expected,) = torch.autograd.grad(layer(x).sum(), x)
     torch.testing.assert_close(x.grad, expected)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_pythons_collector_is_as_it_was_after_the_passes(enabled: bool) -> None:
+    during: list[bool] = []
+
+    def failing(*_: Any) -> Any:
+        during.append(gc.isenabled())
+        raise RuntimeError("planted")
+
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with mock.patch.object(passes, "_rewrite", failing), pytest.warns(AttnCompilerWarning, match="planted"):
+            passes.rewrite(fx.symbolic_trace(lambda x: x), Options())
+        assert (gc.isenabled(), during) == (enabled, [False])
+    finally:
+        (gc.enable if before else gc.disable)()
