@@ -146,17 +146,10 @@ def traced_constant(tensor: torch.Tensor, tracer: Any) -> torch.Tensor | None:
 
 
 @contextlib.contextmanager
-def beside_modes(mode: FakeTensorMode, *, symbolic: bool = False) -> Iterator[None]:
-    """Within the block, calls on meta tensors, and on fake ones as if they were meta, are seen by no tracing and add no guard.
-
-    symbolic: sizes may be, which tracing and guards see on ways of their own.
-    """
+def beside_modes(mode: FakeTensorMode) -> Iterator[None]:
+    """Within the block, calls on meta tensors, and on fake ones as if they were meta, are not traced. For numbers as sizes alone."""
     with torch._C.DisableTorchFunction(), in_kernel_invocation_manager(mode):
-        if not symbolic or mode.shape_env is None:
-            yield
-            return
-        with disable_proxy_modes_tracing(), mode.shape_env.suppress_guards():
-            yield
+        yield
 
 
 def unseen() -> Any:
@@ -184,5 +177,5 @@ def name_of(target: Any, tracer: Any) -> str | None:
 
 
 def stand_for(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
-    """Let `node` stand for `tensor` in the trace. Its symbolic sizes, if it has any, are known to the trace already."""
+    """Let `node` stand for `tensor`, which has no symbolic sizes, in the trace."""
     tracer.tensor_tracker[tensor] = _ProxyTensor(fx.Proxy(node, tracer), None)

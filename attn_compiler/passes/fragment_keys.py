@@ -5,16 +5,13 @@ from __future__ import annotations
 import types
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
 from attn_compiler import torch_tracing
-
-#: a number of a size or stride, or the expression of a symbolic one
-Length: TypeAlias = Any
 
 _OWN_MODULES = ("torch", "operator", "_operator", "math")
 _CONSTANTS = (str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -31,8 +28,6 @@ class Inputs:
     values: list[Any] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
     storages: list[torch.UntypedStorage] = field(default_factory=list)
-    memory: list[int] = field(default_factory=list)
-    symbols: set[Any] = field(default_factory=set)
 
 
 def key_of(node: fx.Node, env: dict[fx.Node, Any], inputs: Inputs, tracer: Any) -> Hashable:
@@ -77,24 +72,18 @@ def _input_key(value: Any, inputs: Inputs, tracer: Any) -> Hashable:
     kind = type(value)
     if kind is int or kind is bool:
         return kind, value
-    if not isinstance(value, (FakeTensor, torch.SymInt)):
+    if not isinstance(value, FakeTensor):
         raise Unknown
     node = torch_tracing.traced_node(value, tracer)
     if node is None:
         raise Unknown
     at = next((i for i, known in enumerate(inputs.values) if known is value), len(inputs.values))
     same = next((i for i, known in enumerate(inputs.nodes) if known is node), at)
-    if isinstance(value, torch.SymInt):
-        seen: Hashable = (length(value, inputs.symbols),)
-        memory = -1
-    else:
-        memory = _memory(value, inputs)
-        seen = _tensor_key(value, inputs.symbols, tracer)
+    key = at, same, _memory(value, inputs), _tensor_key(value, tracer)
     if at == len(inputs.values):
         inputs.values.append(value)
         inputs.nodes.append(node)
-        inputs.memory.append(memory)
-    return at, same, memory, seen
+    return key
 
 
 def _memory(value: torch.Tensor, inputs: Inputs) -> int:
@@ -106,7 +95,7 @@ def _memory(value: torch.Tensor, inputs: Inputs) -> int:
     return len(inputs.storages) - 1
 
 
-def _tensor_key(value: FakeTensor, symbols: set[Any], tracer: Any) -> Hashable:
+def _tensor_key(value: FakeTensor, tracer: Any) -> Hashable:
     is_plain = value.layout is torch.strided and not value.is_conj() and not value.is_neg()
     if not is_plain or value.constant is not None or torch_tracing.traced_constant(value, tracer) is not None:
         raise Unknown
@@ -115,15 +104,14 @@ def _tensor_key(value: FakeTensor, symbols: set[Any], tracer: Any) -> Hashable:
         value.device,
         value.requires_grad,
         value.is_inference(),
-        length(value.storage_offset(), symbols),
-        *(length(s, symbols) for s in value.shape),
-        *(length(s, symbols) for s in value.stride()),
+        number(value.storage_offset()),
+        *map(number, value.shape),
+        *map(number, value.stride()),
     )
 
 
-def length(size: int | torch.SymInt, symbols: set[Any]) -> Length:
-    if not isinstance(size, torch.SymInt):
-        return size
-    expression = size.node.expr
-    symbols.update(expression.free_symbols)
-    return type(size), expression
+def number(size: int | torch.SymInt) -> int:
+    """Raises Unknown for a symbolic size: tracing names nodes for those, by when it first meets them."""
+    if isinstance(size, torch.SymInt):
+        raise Unknown
+    return size

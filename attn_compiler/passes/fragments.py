@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_tracing
 from attn_compiler.passes import bodies, mutation
-from attn_compiler.passes.fragment_keys import Inputs, Length, Unknown, key_of, length
+from attn_compiler.passes.fragment_keys import Inputs, Unknown, key_of, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class _Made:
 
     dtype: torch.dtype
     device: torch.device
-    shape: tuple[Length, ...]
-    stride: tuple[Length, ...]
-    offset: Length
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
     storage: int
 
 
@@ -66,12 +66,9 @@ class _Result:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fragment:
-    """symbolic: some size is. moved: inputs that another node stands for afterwards, each with its step: a cast to the dtype that a
-    tensor has gives it back.
-    """
+    """moved: inputs that another node stands for afterwards, each with its step: a cast to the dtype that a tensor has gives it back."""
 
     mode: FakeTensorMode
-    symbolic: bool
     steps: tuple[_Step, ...]
     results: tuple[_Result, ...]
     spec: pytree.TreeSpec
@@ -146,7 +143,7 @@ def _recorded(inputs: Inputs, result: Any, made: Sequence[fx.Node], tracer: Any)
     places = {node: i for i, node in reversed(list(enumerate([*inputs.nodes, *made])))}
     memory = [storage._cdata for storage in inputs.storages]
     held: list[torch.UntypedStorage] = []
-    steps = tuple(_step(node, places, memory, held, inputs.symbols, tracer) for node in made)
+    steps = tuple(_step(node, places, memory, held, tracer) for node in made)
     leaves, spec = pytree.tree_flatten(result)
     results = tuple(_result(leaf, inputs, places, tracer) for leaf in leaves)
     moved = []
@@ -159,7 +156,6 @@ def _recorded(inputs: Inputs, result: Any, made: Sequence[fx.Node], tracer: Any)
         raise Unknown
     return _Fragment(
         mode=mode,
-        symbolic=bool(inputs.symbols),
         steps=steps,
         results=results,
         spec=spec,
@@ -172,7 +168,6 @@ def _step(
     places: dict[fx.Node, int],
     memory: list[int],
     held: list[torch.UntypedStorage],
-    symbols: set[Any],
     tracer: Any,
 ) -> _Step:
     target: Any = node.target
@@ -181,7 +176,7 @@ def _step(
         raise Unknown
     value = node.meta.get("val")
     is_sequence = isinstance(value, (tuple, list))
-    found = tuple(_made(x, memory, held, symbols) for x in (value if isinstance(value, (tuple, list)) else (value,)))
+    found = tuple(_made(x, memory, held) for x in (value if isinstance(value, (tuple, list)) else (value,)))
     return _Step(
         target=target,
         args=_template(node.args, places),
@@ -205,14 +200,15 @@ def _place(node: fx.Node | None, places: dict[fx.Node, int]) -> int:
     return places[node]
 
 
-def _made(value: Any, memory: list[int], held: list[torch.UntypedStorage], symbols: set[Any]) -> _Made:
+def _made(value: Any, memory: list[int], held: list[torch.UntypedStorage]) -> _Made:
     if not isinstance(value, FakeTensor) or value.layout is not torch.strided or value.is_conj() or value.is_neg():
         raise Unknown
-    needed: set[Any] = set()
-    for size in (*value.shape, *value.stride(), value.storage_offset()):
-        length(size, needed)
-    if not needed <= symbols:
-        raise Unknown
+    # Before anything is computed of sizes: that would guard on symbolic ones.
+    shape, stride, offset = (
+        tuple(map(number, value.shape)),
+        tuple(map(number, value.stride())),
+        number(value.storage_offset()),
+    )
     storage = value.untyped_storage()
     if storage._cdata not in memory:
         # As large as what it is made with, which is then how it is made again.
@@ -223,18 +219,15 @@ def _made(value: Any, memory: list[int], held: list[torch.UntypedStorage], symbo
     return _Made(
         dtype=value.dtype,
         device=value.device,
-        shape=tuple(value.shape),
-        stride=value.stride(),
-        offset=value.storage_offset(),
+        shape=shape,
+        stride=stride,
+        offset=offset,
         storage=memory.index(storage._cdata),
     )
 
 
 def _fills(value: torch.Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether a new memory of the tensor's shape and strides would be like its own."""
-    if not all(type(s) is int for s in (*value.shape, *value.stride(), value.storage_offset(), storage.nbytes())):
-        # Of symbolic sizes nothing reads how large a storage is.
-        return True
     reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     length = 0 if 0 in value.shape else reach * value.element_size()
     return value.storage_offset() == 0 and storage.nbytes() == length
@@ -265,7 +258,7 @@ def made_again(call: Call, tracer: Any) -> tuple[Any, list[fx.Node]]:
     nodes = list(inputs.nodes)
     storages = list(inputs.storages)
     results: list[Any] = []
-    with torch_tracing.beside_modes(fragment.mode, symbolic=fragment.symbolic):
+    with torch_tracing.beside_modes(fragment.mode):
         for step in fragment.steps:
             node = torch_tracing.add_node(
                 tracer, step.target, _filled(step.args, nodes), _filled(step.kwargs, nodes), step.name
