@@ -304,7 +304,7 @@ class _Tracing(fx.Interpreter):
         tracer = torch_tracing.current_tracer()
         traced = {i: node for i in n.all_input_nodes if (node := self._traced(i, tracer)) is not None}
         inputs = tuple(traced.values())
-        value = n.meta.get("example_value")
+        value: Any = n.meta.get("example_value")
         if n in self._skipped and not closed.holds_closed(value):
             # One new tensor, and nothing is written.
             torch_tracing.track_node(value, torch_tracing.add_node(tracer, opaque, inputs, {}, n.name), tracer)
