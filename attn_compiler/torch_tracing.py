@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -54,6 +55,16 @@ def tracing_in(mode: FakeTensorMode) -> Iterator[None]:
             yield
     finally:
         torch._C._autograd._saved_tensors_hooks_set_tracing(tracing)
+
+
+@contextlib.contextmanager
+def running_in(mode: FakeTensorMode) -> Iterator[None]:
+    """Ops may be run on fake values inside.
+
+    Composite ops run in Python, as Dynamo runs them: matmul in C++ makes numbers of symbolic sizes in torch 2.11.
+    """
+    with enable_python_dispatcher(), mode:
+        yield
 
 
 def saved_for_backward(run: Callable[[], object]) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from attn_compiler import torch_compat, torch_snapshots
+from attn_compiler import torch_compat, torch_snapshots, torch_tracing
 from attn_compiler.lowerings.base import Tiles
 from attn_compiler.passes import axes, mutation, regions
 from attn_compiler.passes.axes import AxisError, Size
@@ -138,7 +138,7 @@ class FakeBuilder(Generic[X]):
         return example(self._mirror, node)
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        with self._mode, torch.no_grad():
+        with torch_tracing.running_in(self._mode), torch.no_grad():
             return function(*args, **kwargs)
 
     def value(self, x: Any) -> torch.Tensor:
@@ -240,7 +240,7 @@ class GraphBuilder:
     def buffer(self, name: str, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node]:
         if self._buffers is None or self._origin is None:
             raise ValueError("buffers belong to a site")
-        with self.mode:
+        with torch_tracing.running_in(self.mode):
             value = torch.zeros(shape, device=self.value(self._origin).device)
         return self._buffers(name, value)
 
@@ -316,7 +316,7 @@ class GraphBuilder:
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         values = fx.map_arg((args, kwargs), lambda n: _usable(n.meta["example_value"]))
-        with self.mode, torch.set_grad_enabled(self._with_grad):
+        with torch_tracing.running_in(self.mode), torch.set_grad_enabled(self._with_grad):
             return function(*values[0], **values[1])
 
     def value(self, x: fx.Node) -> torch.Tensor:

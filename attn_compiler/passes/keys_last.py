@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
+from attn_compiler import torch_tracing
 from attn_compiler.passes import closed, regions
 from attn_compiler.passes.calls import Trying, argument, target_name, untried, with_arguments
 
@@ -62,7 +63,7 @@ def _move_axis(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> None:
     dim, scores, with_grad = _dim(node), argument(node, 0, "input"), node.meta["example_value"].requires_grad
 
     def value(function: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with mode, torch.set_grad_enabled(with_grad):
+        with torch_tracing.running_in(mode), torch.set_grad_enabled(with_grad):
             result: torch.Tensor = function(*args, **kwargs)
         return result
 

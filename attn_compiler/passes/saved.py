@@ -82,7 +82,7 @@ def run(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> Run | None:
     if any(n.op not in ("call_function", "call_method") or is_opaque(n) or closed.is_closed(n) for n in nodes):
         return None
     try:
-        with mode, torch.enable_grad():
+        with torch_tracing.running_in(mode), torch.enable_grad():
             saved = torch_tracing.saved_for_backward(run_all)
     except (RuntimeError, ValueError, TypeError, NotImplementedError):
         return None

@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_compat, torch_tracing
 from attn_compiler.passes import axes, closed, mutation
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.emit import GraphBuilder
@@ -55,7 +55,7 @@ def relies_on(mirror: Mirror, out: fx.Node, old: fx.Node, new: torch.Tensor, mod
 def _run(node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode) -> Any:
     """The node's value with the new strides above it; None if it can't be computed with them."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values.get(n, n.meta.get("example_value")))
-    with mode, torch.no_grad():
+    with torch_tracing.running_in(mode), torch.no_grad():
         try:
             if node.op == "call_method":
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)

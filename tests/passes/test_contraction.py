@@ -17,10 +17,15 @@ Function = Callable[..., torch.Tensor]
 LETTERS = string.ascii_lowercase
 
 
+PRODUCTS = {
+    getattr(torch.ops.aten, name).default for name in ("matmul", "bmm", "mm", "baddbmm", "addmm", "einsum", "tensordot")
+}
+
+
 def _parsed(function: Function, *tensors: torch.Tensor) -> Contraction | None:
     """The product in a trace of `function`, whatever else is in it."""
     graph = make_fx(function, pre_dispatch=True, tracing_mode="fake")(*tensors).graph
-    (node,) = (n for n in graph.nodes if n.target in contraction.PRODUCTS)
+    (node,) = (n for n in graph.nodes if n.target in PRODUCTS)
     return contraction.parse(node)
 
 
@@ -157,15 +162,39 @@ def test_random_einsums(equation: tuple[str, str, str, str]) -> None:
     ("equation", "shapes"),
     [
         ("ii,ij->ij", [(3, 3), (3, 4)]),
-        ("ij,jk", [(2, 3), (3, 4)]),
         ("ij->ji", [(2, 3)]),
         ("ij,jk,kl->il", [(2, 3), (3, 4), (4, 5)]),
         ("bij,jk->ik", [(2, 3, 4), (4, 5)]),
     ],
-    ids=["diagonal", "implicit output", "one tensor", "three tensors", "summed in one tensor only"],
+    ids=["diagonal", "one tensor", "three tensors", "summed in one tensor only"],
 )
 def test_einsum_that_is_no_product_of_two_tensors(equation: str, shapes: list[tuple[int, ...]]) -> None:
     assert _parsed(lambda *tensors: torch.einsum(equation, *tensors), *(_random(*shape) for shape in shapes)) is None
+
+
+@pytest.mark.parametrize("equation", ["ij,jk", "ji,jk", "ca,ab", "...ij,jk"])
+def test_an_einsum_without_an_arrow_sorts_its_letters(equation: str) -> None:
+    left, right = _random(3, 3), _random(3, 3)
+    left = _random(2, 3, 3) if "..." in equation else left
+    _assert_same(lambda a, b: torch.einsum(equation, a, b), left, right)
+
+
+@pytest.mark.parametrize("dims", [1, ([1], [0]), ([0], [1]), ([-1, 0], [0, 1])], ids=str)
+def test_tensordot(dims: object) -> None:
+    _assert_same(
+        lambda a, b: torch.tensordot(a, b, dims), _random(3, 4), _random(4, 3) if dims != ([0], [1]) else _random(5, 3)
+    )
+
+
+def test_addmm_keeps_its_factors_and_its_addend() -> None:
+    def function(lhs: torch.Tensor, rhs: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(addend, lhs, rhs, beta=0.5, alpha=2)
+
+    tensors = _random(3, 5), _random(5, 4), _random(3, 4)
+    parsed = _parsed(function, *tensors)
+    assert parsed is not None
+    assert (parsed.alpha, parsed.beta) == (2.0, 0.5)
+    torch.testing.assert_close(parsed.beta * tensors[2] + _recomputed(parsed, *tensors[:2]), function(*tensors))
 
 
 def test_other_nodes_are_no_contraction() -> None:

@@ -76,6 +76,15 @@ def test_our_kernels_come_where_there_is_work_for_them(
     assert "triton" not in order(dropped, Target.fake(sm=sm))[:1]
 
 
+def test_scores_in_float32_beside_halves_stay_the_models_own() -> None:
+    """GPT-J in training: float32 kernels take twice as long as what Inductor makes of it."""
+    spec = dataclasses.replace(make_spec(dtype="float32"), decomposed=True, needs_grad=True)
+    narrow = dataclasses.replace(spec, out_dtype="bfloat16")
+    assert order(narrow, Target.fake(sm=90)) == ("untouched",)
+    assert order(dataclasses.replace(narrow, decomposed=False), Target.fake(sm=90))[0] != "untouched"
+    assert order(spec, Target.fake(sm=90))[0] != "untouched"
+
+
 def test_a_measured_row_counts_where_all_sizes_are_known() -> None:
     target = Target.fake(flash_attn_4="4.0.0b36")
     known = make_spec(mask=CAUSAL, seqlen_q=8192, seqlen_kv=8192, head_dim=128)

@@ -80,8 +80,8 @@ def test_runtime_scale(function: Callable[..., Tensor], divide: bool) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [lambda s: 2 / s, lambda s: s * 0, lambda s: s / s, lambda s: torch.div(s, 2, rounding_mode="floor")],
-    ids=["reciprocal", "zero", "itself", "floor"],
+    [lambda s: 2 / s, lambda s: s * 0, lambda s: torch.div(s, 2, rounding_mode="floor")],
+    ids=["reciprocal", "zero", "floor"],
 )
 def test_what_is_no_scale(function: Callable[..., Tensor]) -> None:
     steps, _, scores = _read(function)
@@ -113,12 +113,20 @@ def test_either_operand_of_a_sum_of_equal_shapes_may_be_the_scores() -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [lambda s, m: m - s, lambda s, m: torch.add(m, s, alpha=2), lambda s, m: s + 1.0],
-    ids=["the scores subtracted", "the scores weighted", "a number"],
+    [lambda s, m: torch.sub(m, s, alpha=2), lambda s, m: torch.add(m, s, alpha=2), lambda s, m: s + 1.0],
+    ids=["the weighted scores subtracted", "the scores weighted", "a number"],
 )
 def test_what_is_no_bias(function: Callable[..., Tensor]) -> None:
     steps, _, scores = _read(function, MASK)
     assert not [step for step in steps if step.source is scores and isinstance(step, Add)]
+
+
+def test_the_scores_subtracted_from_a_bias_are_negated() -> None:
+    for function in (lambda s, m: m - s, lambda s, m: torch.rsub(s, m)):
+        steps, _, scores = _read(function, MASK)
+        (step,) = (step for step in steps if step.source is scores)
+        assert isinstance(step, Add)
+        assert (step.weight, step.negates) == (1.0, True)
 
 
 @pytest.mark.parametrize(
@@ -230,12 +238,11 @@ def test_sink_column() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda s, c: torch.cat([c.expand(2, 4, 5, 1), s], dim=-1),
         lambda s, c: torch.cat([s, s], dim=-1),
         lambda s, c: torch.cat([s, s[:, :, :1]], dim=2),
         lambda s, c: torch.cat([s, c.expand(2, 4, 5, 1), c.expand(2, 4, 5, 1)], dim=-1),
     ],
-    ids=["in front", "two of them", "another axis", "three parts"],
+    ids=["two of them", "another axis", "three parts"],
 )
 def test_what_is_no_sink_column(function: Callable[..., Tensor]) -> None:
     steps, _, scores = _read(function, torch.zeros(1, 4, 1, 1))
