@@ -2,8 +2,8 @@
 
 `torch.compile(model, backend="attn_compiler")` needs no import of this package. What is here is for asking:
 `explain(model, *args, **kwargs)` says what would be done to each attention, `explainer(options={...})(model, *args, **kwargs)` the same
-with options; `reports()` what was done in this process, `reset()` forgets those reports; `verifications()` what
-`options={"verify": True}` compared with the model's own; `Options` documents the options, `Fp8Recipe` one of them;
+with options; `rewrite(exported_program, options)` rewrites what torch.export gave, for a package without this one; `reports()` what was
+done in this process, `reset()` forgets those reports; `verifications()` what `options={"verify": True}` compared with the model's own; `Options` documents the options, `Fp8Recipe` one of them;
 `Report` and `Reports` are what is given, and the errors and the warning what can go wrong. Importing this package
 imports neither torch nor CUDA.
 """
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
         AttnCompilerWarning,
         CompileFailed,
         CudnnRefused,
+        ExportUnsupported,
         Fp8RecipeUnused,
         Fp8StateInvalid,
         Fp8StateMismatch,
         Fp8StateOutdated,
         InvalidOption,
         LoweringUnavailable,
+        NotAnExportedProgram,
         PassFailed,
         UnknownOption,
         UnsupportedTorch,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
         VerifyFailed,
     )
     from attn_compiler.explaining import explain, explainer
+    from attn_compiler.export import rewrite
     from attn_compiler.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
     from attn_compiler.fp8_state import fp8_state_dict, load_fp8_state_dict
     from attn_compiler.options import Options
@@ -46,6 +49,7 @@ __all__ = [
     "CudnnRefused",
     "CurrentScaling",
     "DelayedScaling",
+    "ExportUnsupported",
     "Fp8Recipe",
     "Fp8RecipeUnused",
     "Fp8StateInvalid",
@@ -53,6 +57,7 @@ __all__ = [
     "Fp8StateOutdated",
     "InvalidOption",
     "LoweringUnavailable",
+    "NotAnExportedProgram",
     "Options",
     "PassFailed",
     "Report",
@@ -69,6 +74,7 @@ __all__ = [
     "load_fp8_state_dict",
     "reports",
     "reset",
+    "rewrite",
     "verifications",
 ]
 
@@ -79,6 +85,7 @@ _HOMES = {
     "CudnnRefused": "attn_compiler.errors",
     "CurrentScaling": "attn_compiler.fp8_recipe",
     "DelayedScaling": "attn_compiler.fp8_recipe",
+    "ExportUnsupported": "attn_compiler.errors",
     "Fp8Recipe": "attn_compiler.fp8_recipe",
     "Fp8RecipeUnused": "attn_compiler.errors",
     "Fp8StateInvalid": "attn_compiler.errors",
@@ -86,6 +93,7 @@ _HOMES = {
     "Fp8StateOutdated": "attn_compiler.errors",
     "InvalidOption": "attn_compiler.errors",
     "LoweringUnavailable": "attn_compiler.errors",
+    "NotAnExportedProgram": "attn_compiler.errors",
     "Options": "attn_compiler.options",
     "PassFailed": "attn_compiler.errors",
     "Report": "attn_compiler.report",
@@ -101,6 +109,7 @@ _HOMES = {
     "load_fp8_state_dict": "attn_compiler.fp8_state",
     "reports": "attn_compiler.publishing",
     "reset": "attn_compiler.publishing",
+    "rewrite": "attn_compiler.export",
     "verifications": "attn_compiler.verifying",
 }
 

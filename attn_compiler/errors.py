@@ -222,6 +222,30 @@ class Fp8StateOutdated(AttnCompilerError):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class NotAnExportedProgram(AttnCompilerError):
+    """attn_compiler.rewrite was given something else. given: its class."""
+
+    message = (
+        "attn_compiler.rewrite takes the torch.export.ExportedProgram that torch.export.export(model, args) returns, got {e.given}. A model "
+        "that is not exported is compiled by torch.compile(model, backend='attn_compiler')"
+    )
+
+    given: str
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ExportUnsupported(AttnCompilerError):
+    """attn_compiler.rewrite was asked for what an exported program can't have. rule: what has to hold. observed: what was given. remedy:
+    what to do instead."""
+
+    message = "attn_compiler.rewrite: {e.rule}; got {e.observed}. {e.remedy}"
+
+    rule: str
+    observed: str
+    remedy: str
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class PassFailed(AttnCompilerError):
     """A pass raised. site: module path, or the graph's name. cause: the exception's text. reproduce: how to see it."""
 

@@ -28,6 +28,7 @@ class Target:
     torch.use_deterministic_algorithms is on. triton_interpreted: Triton's kernels run in its interpreter, on any device.
     flash_attn_4, cudnn_frontend: their versions, "" if absent or without a GPU. mixed_gpus: the process sees GPUs of several architectures.
     processors: multiprocessors of the GPU, 0 on CPU.
+    packaged: what is decided on goes into an exported program, and runs where this package is not imported.
     """
 
     device: str
@@ -42,6 +43,7 @@ class Target:
     flash_attn_4: str = ""
     mixed_gpus: bool = False
     processors: int = 0
+    packaged: bool = False
 
     @staticmethod
     def current(device: str) -> Target:
@@ -84,6 +86,7 @@ class Target:
         flash_attn_4: str = "",
         mixed_gpus: bool = False,
         processors: int | None = None,
+        packaged: bool = False,
     ) -> Target:
         """A made-up machine: an H200 with cuDNN 9.19.0 unless told otherwise; on "cpu", sm, cudnn and processors default to 0."""
         on_gpu = device == "cuda"
@@ -100,6 +103,7 @@ class Target:
             flash_attn_4=flash_attn_4,
             mixed_gpus=mixed_gpus,
             processors=(132 if on_gpu else 0) if processors is None else processors,
+            packaged=packaged,
         )
 
     @property
@@ -117,6 +121,7 @@ class Target:
         notes = [f"{kernel} off" for kernel in sorted(self.disabled)] + ["deterministic"] * self.deterministic
         notes += ["triton interpreted"] * self.triton_interpreted
         notes += ["GPUs of several architectures"] * self.mixed_gpus
+        notes += ["for an exported program"] * self.packaged
         return ", ".join(parts) + "".join(f"; {note}" for note in notes)
 
     def digest(self) -> str:

@@ -84,9 +84,11 @@ def saved_for_backward(run: Callable[[], object]) -> list[torch.Tensor]:
     return saved
 
 
-def trace_pre_dispatch(function: Callable[..., Any], args: Sequence[Any]) -> fx.GraphModule:
-    """make_fx above autograd and autocast, inside the fake mode that `args` come from."""
-    with detect_fake_mode(list(args)) or FakeTensorMode(allow_non_fake_inputs=True):
+def trace_pre_dispatch(
+    function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode | None = None
+) -> fx.GraphModule:
+    """make_fx above autograd and autocast, inside the fake mode that `args` come from, or `mode`."""
+    with mode or detect_fake_mode(list(args)) or FakeTensorMode(allow_non_fake_inputs=True):
         return make_fx(function, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
 
 

@@ -185,6 +185,12 @@ class Lowering(Protocol):
         """Every reason why this lowering can't run on that machine, whatever the site; empty means it can."""
         ...
 
+    def cannot_package(self) -> list[Reason]:
+        """Why what it emits can't be in an exported program, which runs where this package is not imported; empty where it is ATen's ops."""
+        rule = "what is in an exported program runs without this package"
+        remedy = "for this kernel, torch.compile(model, backend='attn_compiler'); else leave 'lowering' out of the options"
+        return [Reason(rule=rule, observed=f"{self.name} calls kernels of attn_compiler from Python", remedy=remedy)]
+
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         """Every reason why this lowering can't or shouldn't serve the spec there; empty means yes. Builds and compiles nothing."""
         ...

@@ -211,6 +211,13 @@ def _run(unit: Unit, dumper: Dumper, seconds: dict[str, float]) -> None:
     if unsupported is not None:
         unit.left_alone = Reason(rule="the graph's inputs are plain strided tensors", observed=unsupported)
         return
+    if unit.in_autocast:
+        unit.left_alone = Reason(
+            rule="an exported program's attention is outside of `with torch.autocast`",
+            observed="wrap_with_autocast runs the graph that it is in",
+            remedy="export the model in the dtype that autocast would have given (model.bfloat16()), without autocast",
+        )
+        return
     with torch_tracing.tracing_in(unit.mode):
         for step in PIPELINE:
             located = _located(step.name, unit)

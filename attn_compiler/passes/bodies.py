@@ -19,7 +19,9 @@ from attn_compiler.passes import mutation
 from attn_compiler.passes.calls import target_name
 
 #: calls whose last arguments are the inputs of their one body, in order
-_PASSES_ON = frozenset({"tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"})
+_PASSES_ON = frozenset(
+    {"tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph", "wrap_with_set_grad_enabled"}
+)
 
 #: what `x += y` and its relatives call, as a function or (in underscores) as a method
 _AUGMENTED = frozenset(

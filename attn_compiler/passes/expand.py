@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_snapshots, torch_tracing
@@ -135,13 +136,20 @@ def run(graph_module: fx.GraphModule, trying: Trying = untried) -> list[str]:
     expanded = []
     for call in calls:
         with trying(call), where[call].active():
-            _expand(graph_module, call)
+            spell_out(graph_module, call, EXPANSIONS[call.target])
             expanded.append(call.name)
     graph_module.recompile()
     return expanded
 
 
-def _expand(graph_module: fx.GraphModule, call: fx.Node) -> None:
+def spell_out(
+    graph_module: fx.GraphModule,
+    call: fx.Node,
+    called: Callable[..., Any],
+    mode: FakeTensorMode | None = None,
+) -> dict[fx.Node, Any]:
+    """Put what a function does with a call's arguments, in ATen's ops, in the place of the call; gives what stands for the call, or for
+    each part that is taken out of its result. mode: of the graph's values, where no argument may be a tensor."""
     graph = graph_module.graph
     flat, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
     nodes = [x for x in flat if isinstance(x, fx.Node)]
@@ -150,14 +158,15 @@ def _expand(graph_module: fx.GraphModule, call: fx.Node) -> None:
     def function(*values: Any) -> Any:
         of_node = dict(zip(inputs, values, strict=True))
         args, kwargs = pytree.tree_unflatten([of_node[x] if isinstance(x, fx.Node) else x for x in flat], spec)
-        return EXPANSIONS[call.target](*args, **kwargs)
+        return called(*args, **kwargs)
 
-    traced = torch_tracing.trace_pre_dispatch(function, [n.meta["example_value"] for n in inputs])
+    traced = torch_tracing.trace_pre_dispatch(function, [n.meta["example_value"] for n in inputs], mode)
     # All that may fail only makes new nodes.
     with torch_snapshots.taken_back_on_error(graph_module):
         result = _inline(graph, call, traced.graph, inputs)
         parts = _parts(call, result)
     _replace(graph, call, parts)
+    return parts
 
 
 def _inline(graph: fx.Graph, call: fx.Node, body: fx.Graph, inputs: list[fx.Node]) -> Any:

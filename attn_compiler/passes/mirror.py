@@ -126,7 +126,8 @@ class Mirror:
         return [user for user in node.users if user in self._live]
 
     def constant(self, node: fx.Node) -> torch.Tensor | None:
-        """The real tensor behind `torch.tensor(0.125)` and the like. An attribute of the model is none: it may change."""
+        """The real tensor behind `torch.tensor(0.125)` and the like. An attribute of the model is none: it may change. An exported program
+        has the tensor as an input that says what it is."""
         tensor = node.meta.get("constant")
         return tensor if isinstance(tensor, torch.Tensor) else None
 
@@ -205,11 +206,15 @@ class _Tracing(fx.Interpreter):
         for node in nodes.values():
             if node.op == "get_attr":
                 node.meta["constant"] = getattr(traced, str(node.target), None)
+        values = {node: self._value_names[name] for name, node in nodes.items() if name in self._value_names}
+        for node, owner in values.items():
+            if node.op == "placeholder" and "constant" in owner.meta:
+                node.meta["constant"] = owner.meta["constant"]
         owners = {node: self._owner_names[name] for name, node in nodes.items() if name in self._owner_names}
         axes = self._vmaps.axes()
         return Origins(
             owners=owners,
-            values={node: self._value_names[name] for name, node in nodes.items() if name in self._value_names},
+            values=values,
             arguments={
                 call: tuple(nodes.get(name) if name is not None else None for name in names)
                 for call, names in self._argument_names.items()

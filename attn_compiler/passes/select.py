@@ -56,7 +56,7 @@ def decide(spec: AttentionSpec, target: Target, options: Options) -> Decision:
     refusals: list[Refusal] = []
     for name in _candidates(spec, target, options):
         lowering = by_name(name)
-        reasons = lowering.why_not(spec, target)
+        reasons = (lowering.cannot_package() if target.packaged else []) or lowering.why_not(spec, target)
         if not reasons and _may_be_slower(name, spec, options):
             reasons = fp8_speed.check(spec, target, name, without_fp8())
         # Last: it may build kernels.

@@ -85,6 +85,7 @@ class Unit:
     given: the further inputs of a body, each with what its call gives for it (body_inputs.py).
     faults: what cost one of the sites (faults.py).
     ways: how the graph's memory is reached from outside (saved.py).
+    in_autocast: this body, or one around it, is run with autocast that no node of its own enters: an exported program's.
     relied_on: inputs of which something had to be known, and what (reading/borders.py).
     """
 
@@ -110,6 +111,7 @@ class Unit:
     faults: list[Fault] = field(default_factory=list)
     ways: Ways | None = None
     relied_on: dict[fx.Node, Known] = field(default_factory=dict)
+    in_autocast: bool = False
 
     def target(self, device: str) -> Target:
         """The machine that a site on this device type will run on."""
@@ -201,6 +203,8 @@ def _connect(root: fx.GraphModule, every: dict[fx.GraphModule, Unit]) -> None:
         for call in [n for n in module.graph.nodes if n.op == "call_function"]:
             for body in bodies.bodies(call):
                 first = bodies.first_argument(call, body)
+                if target_name(call) == "wrap_with_autocast":
+                    _enter_autocast(every, body)
                 if body not in every or module not in every or first is None:
                     closed.add(body)
                 else:
@@ -210,6 +214,12 @@ def _connect(root: fx.GraphModule, every: dict[fx.GraphModule, Unit]) -> None:
     for unit in every.values():
         for call in unit.calls:
             call.unit.callees.append((call, unit))
+
+
+def _enter_autocast(every: dict[fx.GraphModule, Unit], body: fx.GraphModule) -> None:
+    for module in torch_compat.graph_modules(body):
+        if module in every:
+            every[module].in_autocast = True
 
 
 def _callers_first(found: list[Unit]) -> list[Unit]:

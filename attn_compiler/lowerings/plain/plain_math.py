@@ -33,6 +33,9 @@ class PlainMath(Lowering):
     def unavailable(self, target: Target) -> list[Reason]:
         return []
 
+    def cannot_package(self) -> list[Reason]:
+        return []
+
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return [*refused(MATH, spec), *limits.check_one_tensor(spec)]
 

@@ -18,6 +18,9 @@ class Untouched(Lowering):
     def unavailable(self, target: Target) -> list[Reason]:
         return []
 
+    def cannot_package(self) -> list[Reason]:
+        return []
+
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return []
 

@@ -58,6 +58,9 @@ class _Pinned(Lowering, ABC):
         """What it takes on that machine."""
         return self.takes
 
+    def cannot_package(self) -> list[Reason]:
+        return []
+
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         # Without the machine the rest would be judged by an architecture that isn't there.
         machine = self.unavailable(target) or limits.check_device(spec, self.device)
