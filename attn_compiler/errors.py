@@ -226,8 +226,8 @@ class NotAnExportedProgram(AttnCompilerError):
     """attn_compiler.rewrite was given something else. given: its class."""
 
     message = (
-        "attn_compiler.rewrite takes the torch.export.ExportedProgram that torch.export.export(model, args) returns, got {e.given}. A model "
-        "that is not exported is compiled by torch.compile(model, backend='attn_compiler')"
+        "attn_compiler.rewrite takes the torch.export.ExportedProgram that torch.export.export(model, args) returns, got {e.given}. A "
+        "model that is not exported is compiled by torch.compile(model, backend='attn_compiler')"
     )
 
     given: str

@@ -36,6 +36,14 @@ def numbers(program: ExportedProgram) -> dict[str, torch.Tensor]:
     }
 
 
+def copied_graph(program: ExportedProgram) -> fx.GraphModule:
+    """The program's graph, in names that its signature knows: a copy renames what is called like a builtin of Python ("input")."""
+    gm: fx.GraphModule = copy.deepcopy(program.graph_module)
+    for node, original in zip(gm.graph.nodes, program.graph.nodes, strict=True):
+        node.name = original.name
+    return gm
+
+
 def with_graph(program: ExportedProgram, gm: fx.GraphModule, renamed: Mapping[str, str]) -> ExportedProgram:
     """The same program with another graph, checked by PyTorch's own verifiers. Weights and constants are shared.
 

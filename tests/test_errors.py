@@ -20,6 +20,10 @@ EXAMPLES = [
     errors.Fp8StateMismatch(problem="not there: none; not given: layers.0/amax"),
     errors.Fp8StateInvalid(problems=("layers.0/amax holds nan",)),
     errors.Fp8StateOutdated(given=("layers.0/amax_q",), wanted=("'layers.0/amax' (16, 3)",)),
+    errors.NotAnExportedProgram(given="torch.nn.modules.linear.Linear"),
+    errors.ExportUnsupported(
+        rule="the graph has no backward", observed="a joint graph", remedy="Export the model alone."
+    ),
     errors.PassFailed(pass_name="match", site="layers.0.attn", cause="ValueError: odd", reproduce="pass strict=True"),
     errors.CompileFailed(
         step="publish the report", graph="0/0", cause="OSError: full", instead="the report is lost", reproduce="again"

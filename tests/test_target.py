@@ -86,6 +86,7 @@ def test_digest_differs_with_every_field() -> None:
         "flash_attn_4": "4.0.0b36",
         "mixed_gpus": True,
         "processors": 114,
+        "packaged": True,
     }
     assert set(changed) == {field.name for field in dataclasses.fields(Target)}
     base = Target.fake()
@@ -97,6 +98,7 @@ def test_words() -> None:
     assert Target.fake(torch="2.13.0", triton="3.7.0").words == "cuda sm90, cuDNN 9.19.0, torch 2.13.0, triton 3.7.0"
     cpu = Target.fake(device="cpu", triton="", disabled=frozenset({"math", "flash"}), deterministic=True)
     assert cpu.words == "cpu, torch 2.13.0; flash off; math off; deterministic"
+    assert Target.fake(packaged=True).words.endswith("triton 3.7.0; for an exported program")
     assert Target.fake(triton_interpreted=True).words.endswith("triton 3.7.0; triton interpreted")
     mixed = Target.fake(flash_attn_4="4.0.0b36", mixed_gpus=True)
     assert mixed.words.endswith("triton 3.7.0, flash-attn-4 4.0.0b36; GPUs of several architectures")

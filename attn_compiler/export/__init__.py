@@ -1,4 +1,4 @@
-"""Exported programs: rewritten by the same passes as Dynamo's graphs, with PyTorch's own ops alone, so that they run without this package."""
+"""Exported programs, rewritten by the same passes as Dynamo's graphs. What comes out has PyTorch's own ops alone: it runs without us."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import fx
@@ -31,5 +32,6 @@ def _is_plain(node: fx.Node) -> bool:
     return node.op != "call_function" or plain or node.target is operator.getitem or node.meta["example_value"] is None
 
 
-def _called(node: fx.Node):  # type: ignore[no-untyped-def]
-    return getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
+def _called(node: fx.Node) -> Callable[..., Any]:
+    called: Callable[..., Any] = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+    return called

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import traceback
 import warnings
@@ -14,6 +13,7 @@ from torch.export import ExportedProgram
 
 from attn_compiler import torch_compat, torch_export, torch_tracing
 from attn_compiler.errors import (
+    AttnCompilerError,
     AttnCompilerWarning,
     CompileFailed,
     ExportUnsupported,
@@ -51,20 +51,26 @@ def rewrite(program: ExportedProgram, /, options: Mapping[str, Any] | Options | 
     from attn_compiler.publishing import publish
 
     own = _checked(program, options)
-    gm = copy.deepcopy(program.graph_module)
+    gm = torch_export.copied_graph(program)
     read = readable(gm, torch_export.numbers(program))
     mode = torch_tracing.fake_mode_of_values(node.meta["example_value"] for node in read.before)
-    with torch_export.without_new_guards(mode):
-        rewritten = run_passes(gm, own, _targets(gm))
-    report = dataclasses.replace(rewritten.report, graph=_NAME)
     made: ExportedProgram | None = None
-    if not rewritten.failed and rewritten.snapshot is not None and mode is not None:
-        try:
+    report: Report | None = None
+    try:
+        with torch_export.without_new_guards(mode):
+            rewritten = run_passes(gm, own, _targets(gm))
+            report = dataclasses.replace(rewritten.report, graph=_NAME)
+        if not rewritten.failed and rewritten.snapshot is not None and mode is not None:
             made = _made(program, read, rewritten, mode)
-        except Exception as error:
-            report = summary.taken_back(report, described(error), _told(error, own))
+    except AttnCompilerError:
+        # What the user did wrong, and what strict=True asks for.
+        raise
+    except Exception as error:  # noqa: BLE001 (it is told, and raised with strict=True)
+        failure = _told(error, own)
+        failed = summary.of_failure(gm, [], {}, failure)
+        report = failed if report is None else summary.taken_back(report, described(error), failure)
     publish(report, own)
-    return made or torch_export.with_graph(program, copy.deepcopy(program.graph_module), {})
+    return made or torch_export.with_graph(program, torch_export.copied_graph(program), {})
 
 
 def _checked(program: object, options: Mapping[str, Any] | Options | None) -> Options:
@@ -103,16 +109,15 @@ def _targets(gm: fx.GraphModule) -> dict[str, Target]:
 
 
 def _made(program: ExportedProgram, read: Readable, rewritten: Rewritten, mode: FakeTensorMode) -> ExportedProgram:
-    sites = [(unit, site) for unit in rewritten.units for site in unit.sites if site.new_out is not None]
     with torch_export.without_new_guards(mode):
         replaced = spelled_out(read.graph_module, read.before, mode)
     put_back(read)
     renamed = {}
-    for unit, site in sites:
-        old = unit.mirrored().dynamo_node(site.match.out)
-        new = replaced.get(site.new_out, site.new_out)
-        if old is not None and new is not None:
-            renamed[old.name] = new.name
+    for unit in rewritten.units:
+        for site in unit.sites:
+            old, new = unit.mirrored().dynamo_node(site.match.out), site.new_out
+            if old is not None and new is not None:
+                renamed[old.name] = replaced.get(new, new).name
     for module in torch_compat.graph_modules(read.graph_module):
         module.recompile()
     return torch_export.with_graph(program, read.graph_module, renamed)

@@ -186,9 +186,9 @@ class Lowering(Protocol):
         ...
 
     def cannot_package(self) -> list[Reason]:
-        """Why what it emits can't be in an exported program, which runs where this package is not imported; empty where it is ATen's ops."""
+        """Why what it emits can't be in an exported program, which runs where this package is not; empty where it is ATen's ops."""
         rule = "what is in an exported program runs without this package"
-        remedy = "for this kernel, torch.compile(model, backend='attn_compiler'); else leave 'lowering' out of the options"
+        remedy = "PyTorch's own kernels serve exported programs; this one serves torch.compile(model, backend='attn_compiler')"
         return [Reason(rule=rule, observed=f"{self.name} calls kernels of attn_compiler from Python", remedy=remedy)]
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:

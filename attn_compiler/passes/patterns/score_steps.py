@@ -177,8 +177,9 @@ def _rsub(mirror: Mirror, node: fx.Node) -> list[Step]:
 
 def _carries_scores(step: Step) -> bool:
     """The scores have the full shape: what broadcasts up to the result is the other operand. Scores are no symbolic number."""
-    source = step.source.meta.get("val")
-    return isinstance(source, torch.Tensor) and source.shape == value(step.node).shape
+    source, whole = step.source.meta.get("val"), value(step.node)
+    # Tuples of other lengths compare their elements, too: of symbolic sizes, that would be a guard.
+    return isinstance(source, torch.Tensor) and source.dim() == whole.dim() and source.shape == whole.shape
 
 
 def _row_maximum(node: fx.Node, scores: fx.Node) -> tuple[fx.Node, ...] | None:
