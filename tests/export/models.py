@@ -47,7 +47,7 @@ class CausalMask(_Attention):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.heads(x)
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         return self.joined(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -28,6 +29,7 @@ from attn_compiler.errors import (
 from attn_compiler.export import rewriting
 from attn_compiler.options import Options
 from attn_compiler.report import Report, SiteReport
+from attn_compiler.target import Target
 from tests.export import models
 from tests.export.models import batch, exported, kept, made
 
@@ -385,3 +387,36 @@ def test_models_of_hugging_face(kind: str, implementation: str) -> None:
     repeats = [note for note in site.notes if "without their 2-fold repetition" in note]
     assert len(repeats) == (kind == "Llama")
     _same(model, rewritten, *inputs(3, 29))
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient"])
+def test_a_program_for_a_gpu_that_is_not_there(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fake tensors, for a made-up machine."""
+    monkeypatch.setattr(rewriting, "_targets", lambda _: {"cuda": Target.fake(packaged=True)})
+    with torch.device("meta"):
+        model = models.CausalMask().to(torch.bfloat16).eval().requires_grad_(False)
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        program = exported(
+            model.to_empty(device="cuda"), torch.empty(2, 24, models.WIDTH, dtype=torch.bfloat16, device="cuda")
+        )
+    rewritten = attn_compiler.rewrite(program, {**STRICT, "lowering": f"sdpa_{kernel}"})
+    assert _site().decision.lowering == f"sdpa_{kernel}"
+    assert f"aten._scaled_dot_product_{kernel}_attention.default" in map(str, _targets(rewritten))
+    assert not [target for target in _targets(rewritten) if "attn_compiler" in str(target)]
+
+
+@pytest.mark.gpu
+def test_a_package_for_a_gpu(tmp_path: Path) -> None:
+    """Which of PyTorch's kernels it is, is the machine's matter; that it is one of them, is ours."""
+    model = made(models.CausalMask).to("cuda", torch.bfloat16)
+    args = batch(2, 48).to("cuda", torch.bfloat16)
+    program = attn_compiler.rewrite(exported(model, args, dynamic=True), STRICT)
+    assert _site().decision.lowering in ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
+    assert not [target for target in _targets(program) if "attn_compiler" in str(target)]
+    package = tmp_path / "package.pt2"
+    torch._inductor.aoti_compile_and_package(program, package_path=str(package))
+    with torch.no_grad():
+        expected = copy.deepcopy(model).double()(args.double())
+        own = (model(args).double() - expected).abs().max()
+        for run in (program.module(), torch._inductor.aoti_load_package(str(package))):
+            assert (run(args).double() - expected).abs().max() <= 2 * own + 0.01
