@@ -176,8 +176,12 @@ class _Read:
             tensors=self._tensors,
             along=tuple(self._along),
             unusual=fills.unusual(self._match, self._fills, self._reach),
-            has_scores=shut_queries.condition(self._masks) if found and self._match.sinks is None else None,
+            has_scores=shut_queries.condition(self._masks) if found and self._gives_mean_without_keys() else None,
         )
+
+    def _gives_mean_without_keys(self) -> bool:
+        """Whether the model gives the mean of v where all scores are one number: no sink joins them, and no weight is set to zero."""
+        return self._match.sinks is None and not self._match.masks_weights
 
     def _keeps_fill(self, term: Term) -> bool:
         """Whether masked scores are replaced, and nothing is added to them afterwards."""

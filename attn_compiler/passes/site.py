@@ -154,6 +154,7 @@ class Match:
     unusual: what happens to the scores that no lowering knows.
     covered: the nodes from `first` to `out`. The scores live nowhere else, so the site alone is concerned by writes to them.
     returns_weights: as in AttentionSpec.
+    masks_weights: a masked weight is set to zero once more, so a query without keys gets 0, whatever masked scores are filled with.
     decomposed: as in AttentionSpec.
     softmax_dtype: the dtype that the model's softmax runs in.
     narrow: the dtype of q and k if they are read above a cast to the one that the model multiplies them in (upcasts.py).
@@ -189,6 +190,7 @@ class Match:
     unusual: tuple[str, ...] = ()
     covered: frozenset[fx.Node] = frozenset()
     returns_weights: bool = False
+    masks_weights: bool = False
     decomposed: bool = False
     softmax_dtype: str = "float32"
     narrow: torch.dtype | None = None

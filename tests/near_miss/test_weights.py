@@ -125,6 +125,35 @@ def a_row_without_keys_is_masked_afterwards(q: Tensor, k: Tensor, v: Tensor, kep
     return (q @ k.mT * 0.3).masked_fill(~kept, lowest).softmax(-1).masked_fill(~kept, 0.0) @ v
 
 
+@CASES.near_miss(missed(FOLLOWED, "another mask"), inputs=lambda: qkv(condition(LENGTH, LENGTH)))
+def a_negation_is_written_before_it_masks_again(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    out = ~kept
+    out[:, 0] = True
+    return (q @ k.mT * 0.3).masked_fill(~kept, -1e9).softmax(-1).masked_fill(out, 0.0) @ v
+
+
+@CASES.near_miss(missed(FOLLOWED, "another mask"), inputs=lambda: qkv(condition(LENGTH, LENGTH)))
+def a_negation_is_of_an_older_mask(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    kept = kept.clone()
+    out = ~kept
+    kept[:, 0] = True
+    return (q @ k.mT * 0.3).masked_fill(~kept, -1e9).softmax(-1).masked_fill(out, 0.0) @ v
+
+
+@CASES.near_miss(missed(FOLLOWED, "another mask"), inputs=lambda: qkv(condition(LENGTH, LENGTH)))
+def truth_values_as_numbers_are_written_before_they_mask_again(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    numbers = kept.to(q.dtype)
+    numbers[:, 0] = 0.5
+    return ((q @ k.mT * 0.3).masked_fill(~kept, -1e9).softmax(-1) * numbers) @ v
+
+
+@CASES.near_miss(missed(FOLLOWED, "another mask"), inputs=lambda: qkv(condition(LENGTH, LENGTH)))
+def a_negation_of_whole_numbers_masks_again(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    """~1 is -2, which is as true as ~0."""
+    out = torch.logical_not(~kept.int())
+    return (q @ k.mT * 0.3).masked_fill(~kept, -1e9).softmax(-1).masked_fill(out, 0.0) @ v
+
+
 @CASES.near_miss(missed(AFTER, "softmax is used by"))
 def weights_made_to_add_up_again(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     weights = weigh(q, k)

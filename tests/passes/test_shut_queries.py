@@ -85,6 +85,32 @@ def test_nothing_is_done_for_padding_of_keys_alone() -> None:
     assert shut_queries.NOTE not in run.site.notes
 
 
+def masked_again(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+    """As DeBERTa's first softmax: a query without keys has no weights at all."""
+    out = ~(real[:, None, None, :].bool() & real[:, None, :, None].bool())
+    return (q @ k.mT).masked_fill(out, LOWEST).softmax(-1).masked_fill(out, 0.0) @ v
+
+
+def multiplied_again(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+    allowed = real[:, None, None, :].bool() & real[:, None, :, None].bool()
+    return ((q @ k.mT).masked_fill(~allowed, LOWEST).softmax(-1) * allowed) @ v
+
+
+@pytest.mark.parametrize("lowering", ["reference", "math"])
+@pytest.mark.parametrize("function", [masked_again, multiplied_again])
+def test_a_row_whose_weights_are_set_to_zero_stays_zero(function: Callable[..., Tensor], lowering: str) -> None:
+    run = compiled(function, lowering=lowering)
+    seen = []
+    for call in (function, run):
+        tensors = inputs(heads_kv=4)
+        out = call(*tensors, padding())
+        out.sin().sum().backward()
+        seen.append([out.detach(), *(x.grad for x in tensors)])
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-5)
+    assert not seen[1][0][1, :, 7:].any()
+    assert shut_queries.NOTE not in run.site.notes
+
+
 def test_a_row_that_infinity_shuts_out_stays_zero() -> None:
     """Eager has NaN there."""
 

@@ -122,6 +122,7 @@ def _match(
         sinks=_sinks(mirror, scores, weighted),
         dropout_p=weights_chain.dropout(way),
         returns_weights=way.is_read,
+        masks_weights=weights_chain.are_masked(way),
         softmax_dtype=str(views.value(anchor).dtype).removeprefix("torch."),
         unusual=tuple(scores.unusual),
         covered=frozenset({product.node, *(s.node for s in steps), anchor, *way.nodes, weighted.node}),

@@ -16,6 +16,7 @@ from attn_compiler.passes import axes, constants, contraction, mutation, views
 from attn_compiler.passes.axes import AxisError, Dims
 from attn_compiler.passes.contraction import Contraction
 from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.patterns.score_chain import Scores
 from attn_compiler.passes.site import Refused
 
@@ -102,6 +103,11 @@ def dropout(way: Way) -> float:
     if len(rates) > 1:
         raise AxisError("two dropouts on the weights")
     return rates[0] if rates else 0.0
+
+
+def are_masked(way: Way) -> bool:
+    """Whether a mask sets weights to zero."""
+    return any(node.target in _MASKS for node in way.nodes)
 
 
 def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores) -> Dims:
@@ -202,10 +208,10 @@ def _times(mirror: Mirror, node: fx.Node) -> Zeroed | None:
         return None
     for weights, other in ((left, right), (right, left)):
         condition = other
-        while condition.target in _CASTS:
+        while condition.target in _CASTS and not _is_bool(condition):
             condition = views.source(condition)
-        if isinstance(value := condition.meta.get("val"), torch.Tensor) and value.dtype == torch.bool:
-            return Zeroed(weights=weights, condition=condition, inverted=False)
+        if _is_bool(condition):
+            return Zeroed(weights=weights, condition=other, inverted=False)
     return None
 
 
@@ -230,20 +236,29 @@ def _check_masked_before(mirror: Mirror, node: fx.Node, dims: Dims, scores: Scor
     zeroed = _zeroed(mirror, node)
     if zeroed is None:
         raise AxisError(f"{node.name} changes the weights")
-    wanted = _bare(zeroed.condition, zeroed.inverted)
+    wanted = _bare(mirror, zeroed.condition, zeroed.inverted, node)
     for kept in scores.keeps:
-        if _bare(kept.node, kept.inverted) != wanted or _resolved(kept.dims) != _resolved(dims):
-            continue
-        if mutation.written_between(mirror, wanted[0], kept.used, node) is None:
+        is_it = wanted is not None and _bare(mirror, kept.node, kept.inverted, kept.used) == wanted
+        if is_it and _resolved(kept.dims) == _resolved(dims):
             return
     raise AxisError(f"{node.name} sets weights to zero by another mask than that of the scores")
 
 
-def _bare(condition: fx.Node, inverted: bool) -> tuple[fx.Node, bool]:
-    """A condition without its negations."""
-    while condition.target in _NOT:
-        condition, inverted = views.source(condition), not inverted
-    return condition, inverted
+def _bare(mirror: Mirror, condition: fx.Node, inverted: bool, reader: fx.Node) -> tuple[Version, bool] | None:
+    """A condition without its negations and casts, as it was read for `reader`. None if one of these was written to before it was read."""
+    while (condition.target in _NOT and _is_bool(condition)) or (
+        condition.target in _CASTS and _is_bool(views.source(condition))
+    ):
+        if mutation.version(mirror, condition, mirror.order(reader)).since is not None:
+            return None
+        inverted ^= condition.target in _NOT
+        condition, reader = views.source(condition), condition
+    return mutation.version(mirror, condition, mirror.order(reader)), inverted
+
+
+def _is_bool(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype == torch.bool
 
 
 def _resolved(dims: Dims) -> list[list[axes.Atom]]:
