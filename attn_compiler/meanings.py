@@ -91,6 +91,11 @@ def of(tensor: object) -> Known | None:
     return entry.known if is_same else None
 
 
+def are_any() -> bool:
+    """Whether there is a tensor of which something may be known."""
+    return bool(_entries)
+
+
 def telling(compiled: Callable[..., Any], known: Sequence[tuple[int, Known]]) -> Callable[..., Any]:
     """A graph's compiled function, which remembers what is known of its outputs. known: by their places."""
     if not known:

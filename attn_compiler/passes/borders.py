@@ -46,7 +46,7 @@ def reached(gm: fx.GraphModule, units: Iterable[Unit], options: Options) -> Bord
     mode = torch_tracing.fake_mode_of_values(gives) if root is None else None
     if mode is not None:
         root = Unit(graph_module=gm, name="", options=options, mode=mode)
-    if gives or row.made:
+    if gives or row.made or meanings.are_any():
         row.written.append(set(Ways(graph=gm.graph).written))
     return Border(root=root, row=row, place=len(row.written) - 1)
 

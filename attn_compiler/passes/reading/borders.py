@@ -56,8 +56,12 @@ class Row:
         made = next((m for m in self.made if m.example is example), None)
         if made is None:
             return None
-        memory = mutation.storages_of([made.example, *made.loads.values()])
-        return None if any(memory & written for written in self.written[made.graph + 1 :]) else made
+        return None if self.is_written([made.example, *made.loads.values()], since=made.graph + 1) else made
+
+    def is_written(self, values: Sequence[object], *, since: int = 0) -> bool:
+        """Whether one of the graphs writes to one of these values, from the place `since` on."""
+        memory = mutation.storages_of(values)
+        return any(memory & written for written in self.written[since:])
 
 
 class BorderInputs:
@@ -82,14 +86,16 @@ class BorderInputs:
     def _looked_up(self, reader: Reader, dynamo: fx.Node, node: fx.Node) -> Expr | None:
         """What is known of an input, in loads of itself and of other inputs (by their names), or None."""
         value = fake(node)
-        made = torch_frames.of_compilation(Row).find(dynamo.meta.get("example_value"))
+        row, example = torch_frames.of_compilation(Row), dynamo.meta.get("example_value")
+        made = row.find(example)
         if made is not None:
             given = {name: _input_like(self._unit, example) for name, example in made.loads.items()}
             names = {name: place.name for name, place in given.items() if place is not None}
             element = of_itself(made.element, made.element.facts.tensors - names.keys(), value)
             return None if element is None else _renamed(element, names)
         known = meanings.of(torch_frames.given_tensor(dynamo))
-        if known is None or known.dims != value.dim():
+        # What is known is that of the frame's beginning: a graph before this one may write to the tensor.
+        if known is None or known.dims != value.dim() or row.is_written([example]):
             return None
         self._unit.relied_on[dynamo] = known
         return known.element
