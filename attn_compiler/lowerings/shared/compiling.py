@@ -61,6 +61,10 @@ class Threads:
 
     def submit(self, work: Callable[[], Compiled]) -> Future[Compiled]:
         future: Future[Compiled] = Future()
+        if self._is_over:  # Nobody would do it, and whoever waits would wait for ever.
+            future.cancel()
+            future.set_running_or_notify_cancel()
+            return future
         self._jobs.put((future, work))
         if len(self._threads) < self._number:
             self._threads.append(thread := threading.Thread(target=self._run, name="attn_compiler", daemon=True))
@@ -90,24 +94,29 @@ class Threads:
 
 @dataclass(kw_only=True)
 class Workers:
-    """Threads that compile. started: by variant, what is being compiled. waited: by kernel, what its launches wait for."""
+    """Threads that compile.
+
+    started: by variant, what is being compiled.
+    waited: by kernel, what its launches wait for.
+    beginning: graphs may be compiled in several threads, and no variant is to be begun by two.
+    """
 
     threads: Threads
     started: dict[str, Future[Compiled]] = field(default_factory=dict)
     waited: dict[int, list[Future[Compiled]]] = field(default_factory=dict)
+    beginning: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, kernel: Any, positional: Sequence[Any], named: dict[str, Any]) -> list[Future[Compiled]]:
         """Compile a kernel for such arguments, on the current device. Gives what was not begun before, and is not there yet."""
-        begun = []
-        for asked in variants(kernel, positional, named):
-            if asked.key not in self.started:
-                self.started[asked.key] = future = self.threads.submit(
-                    functools.partial(_compile, _name(kernel), asked)
-                )
-                self.waited.setdefault(id(kernel), []).append(future)
-                future.add_done_callback(functools.partial(self._done, id(kernel), asked.key))
-                begun.append(future)
-        return begun
+        asked = variants(kernel, positional, named)
+        with self.beginning:
+            return [self._begun(kernel, one) for one in asked if one.key not in self.started]
+
+    def _begun(self, kernel: Any, asked: Asked) -> Future[Compiled]:
+        self.started[asked.key] = future = self.threads.submit(functools.partial(_compile, _name(kernel), asked))
+        self.waited.setdefault(id(kernel), []).append(future)
+        future.add_done_callback(functools.partial(self._done, id(kernel), asked.key))
+        return future
 
     def _done(self, kernel: int, key: str, future: Future[Compiled]) -> None:
         self.waited[kernel].remove(future)

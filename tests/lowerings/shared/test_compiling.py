@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -192,3 +193,42 @@ def test_a_launch_finds_what_a_thread_compiled(monkeypatch: pytest.MonkeyPatch, 
     assert found["left"] == []
     assert found["loaded_on_a_device"] is False
     assert 0 < found["seconds"] < 600
+
+
+@pytest.mark.usefixtures("triton_of_test")
+def test_what_is_begun_after_the_end_is_not_waited_for(workers: Workers) -> None:
+    """A function that runs when the process exits may compile a graph."""
+    for early in (begin(workers, "a"), begin(workers, "b")):
+        early[0].result(SECONDS)
+    workers.threads.end()
+    (future,) = begin(workers, "late")
+    assert not wait([future], timeout=5).not_done
+    assert future.cancelled()
+    assert not workers.started
+    assert not any(workers.waited.values())
+
+
+def test_threads_that_begin_at_once_begin_a_variant_once(workers: Workers, caplog: pytest.LogCaptureFixture) -> None:
+    go, met = threading.Event(), threading.Barrier(4)
+    begun: list[Any] = []
+
+    def asked(*_: Any) -> list[Asked]:
+        met.wait(SECONDS)
+        return [Asked(key="a", compile=lambda: go.wait(SECONDS), finish=lambda _: None)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "variants", asked)
+        threads = [threading.Thread(target=lambda: begun.extend(begin(workers, "a"))) for _ in range(4)]
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(SECONDS)
+        finally:
+            sys.setswitchinterval(interval)
+    assert len(begun) == 1
+    go.set()
+    begun[0].result(SECONDS)
+    assert "exception calling callback" not in caplog.text
