@@ -44,7 +44,10 @@ def attn_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: A
 
 def _reset() -> None:
     """Called by torch._dynamo.reset() for every backend that was used."""
+    from attn_compiler import torch_frames
+
     torch_compat.forget_cuda_graphs()
+    torch_frames.forget_meanings()
     fp8_state.forget()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 from typing import Any, TypeVar
@@ -66,6 +67,32 @@ def given_tensor(placeholder: fx.Node) -> torch.Tensor | None:
     except AssertionError:  # It is no more.
         return None
     return found if isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor) else None
+
+
+#: with how many meanings of one input a function is compiled, each a compilation of its own; PyTorch gives up after 8
+_MOST_MEANINGS = 4
+
+#: what the inputs of a function were known to be where compilations of it relied on that
+_relied_on: weakref.WeakKeyDictionary[CodeType, dict[str, list[Known]]] = weakref.WeakKeyDictionary()
+
+
+def may_rely_on(placeholder: fx.Node, known: Known) -> bool:
+    """Whether the code of the compilation under way may serve only calls where the same is known of this input.
+
+    Not after several other meanings: code that relies on none serves all that are left, and without it PyTorch would come to its limit of
+    compilations, where it runs the function uncompiled, or raises (fullgraph=True).
+    """
+    if TracingContext.try_get() is None:
+        return True
+    meant = _relied_on.setdefault(_frame().f_code, {}).setdefault(placeholder.name, [])
+    if known not in meant and len(meant) < _MOST_MEANINGS:
+        meant.append(known)
+    return known in meant
+
+
+def forget_meanings() -> None:
+    """All compilations are forgotten, too."""
+    _relied_on.clear()
 
 
 def guard_known(placeholder: fx.Node, known: Known) -> None:

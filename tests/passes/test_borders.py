@@ -161,6 +161,29 @@ def _open(q: Tensor) -> Tensor:
     return causal(q) | True
 
 
+def test_many_meanings_do_not_use_up_the_compilations_of_a_function() -> None:
+    """PyTorch compiles a function 8 times, and raises then."""
+    torch._dynamo.reset()
+    q = torch.randn(B, H, S, D)
+    layer = torch.compile(Layer(), backend="attn_compiler", fullgraph=True, options={"inner": "eager"})
+    for width in range(1, S):
+        torch.testing.assert_close(layer(q, _window(width)), attend(q, _window(width)))
+    words = [site.spec.mask.words for report in attn_compiler.reports() for site in report.sites]
+    assert sum("causal" in w for w in words) == 4
+    assert words[-1] == "dense bool[1, 1, 16, 16]"
+
+
+def _window(width: int) -> Tensor:
+    """Made by a function of its own, compiled for itself."""
+
+    def make(q: Tensor) -> Tensor:
+        at = torch.arange(q.shape[0])
+        return (at[:, None] >= at) & (at[:, None] - at < width)
+
+    make.__code__ = make.__code__.replace(co_name=f"make_{width}")
+    return torch.compile(make, backend="attn_compiler", dynamic=False, options={"inner": "eager"})(torch.zeros(S))
+
+
 def test_layers_that_are_compiled_one_by_one_share_what_is_known() -> None:
     torch._dynamo.reset()
     attn_compiler.reset()

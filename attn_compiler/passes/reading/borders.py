@@ -97,6 +97,8 @@ class BorderInputs:
         # What is known is that of the frame's beginning: a graph before this one may write to the tensor.
         if known is None or known.dims != value.dim() or row.is_written([example]):
             return None
+        if not torch_frames.may_rely_on(dynamo, known):
+            return None
         self._unit.relied_on[dynamo] = known
         return known.element
 
