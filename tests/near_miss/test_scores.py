@@ -188,6 +188,14 @@ def temperature_of_each_head(q: Tensor, k: Tensor, v: Tensor, temperature: Tenso
     return (q @ k.mT * temperature).softmax(-1) @ v
 
 
+@CASES.near_miss(
+    refused("wider dtype than the float16 scores"),
+    inputs=lambda: qkv(torch.full((HEADS, 1, 1), 1e5), grad=False, dtype=torch.float16),
+)
+def temperature_that_float16_does_not_hold(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor) -> Tensor:
+    return (q @ k.mT * temperature * 1e-5).softmax(-1).to(v.dtype) @ v
+
+
 @CASES.near_miss(described("run-time factor"), inputs=lambda: qkv(normal(BATCH, 1, LENGTH, 1, grad=True)))
 def temperature_of_each_query(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor) -> Tensor:
     return (q @ k.mT / (temperature.abs() + 0.5)).softmax(-1) @ v
@@ -386,6 +394,19 @@ def softmax_plus_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @CASES.near_miss(described("sinks"))
 def softmax_plus_a_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.nn.functional.pad(q @ k.mT * 0.3, (1, 0), value=1.5).softmax(-1)[..., 1:] @ v
+
+
+@CASES.near_miss(missed(STEPS, "pad"))
+def softmax_plus_a_number_that_masks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """In a row whose keys are all masked by -1e9 the column has weight, too."""
+    scores = (q @ k.mT * 0.3).masked_fill(torch.arange(LENGTH)[:, None] == 1, -1e9)
+    return torch.nn.functional.pad(scores, (0, 1), value=-1e9).softmax(-1)[..., :-1] @ v
+
+
+@CASES.near_miss(missed(STEPS, "cat"))
+def a_column_of_minus_infinity(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    column = q.new_full((BATCH, HEADS, LENGTH, 1), -math.inf)
+    return torch.cat([q @ k.mT * 0.3, column], dim=-1).softmax(-1)[..., :-1] @ v
 
 
 @CASES.near_miss(missed(STEPS, "pad"), inputs=lambda: tensors(SHAPE, SHAPE, (BATCH, HEADS, LENGTH + 2, HEAD_DIM)))

@@ -167,6 +167,8 @@ def _scale(scores: Scores, step: Step, factor: float) -> None:
 
 def _runtime_scale(scores: Scores, step: score_steps.RuntimeScale) -> None:
     scaled = Scaled(by=step.by, divide=step.divide, dims=scores.dims, used=step.node)
+    if _widens_float16(step):
+        scores.unusual.append("a run-time scale in a wider dtype than the float16 scores")
     if not (scores.capped or scores.additive or scores.masked_at or scores.sinks is not None):
         scores.factors.append(scaled)
         return
@@ -176,6 +178,12 @@ def _runtime_scale(scores: Scores, step: score_steps.RuntimeScale) -> None:
         return
     scores.factors.append(scaled)
     scores.unusual.append("a run-time scale after other score changes")
+
+
+def _widens_float16(step: score_steps.RuntimeScale) -> bool:
+    """A kernel multiplies q instead, in q's dtype, where a product that float32 holds may be infinite."""
+    before, after = views.value(step.source).dtype, views.value(step.node).dtype
+    return before == torch.float16 and after != before
 
 
 def _cap(scores: Scores) -> None:

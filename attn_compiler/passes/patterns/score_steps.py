@@ -347,12 +347,10 @@ def _sink_column(mirror: Mirror, node: fx.Node) -> list[Step]:
     is_last = dim % value(node).dim() == value(node).dim() - 1
     if not isinstance(left, fx.Node) or not isinstance(right, fx.Node) or not is_last:
         return []
-    steps: list[Step] = []
-    if value(right).shape[-1] == 1:
-        steps.append(SinkColumn(node=node, source=left, sinks=_logits(mirror, right)))
-    if value(left).shape[-1] == 1:
-        steps.append(SinkColumn(node=node, source=right, sinks=_logits(mirror, left), first=True))
-    return steps
+    found = [(left, right, False)] if value(right).shape[-1] == 1 else []
+    found += [(right, left, True)] if value(left).shape[-1] == 1 else []
+    columns = ((scores, _logits(mirror, column), first) for scores, column, first in found)
+    return [SinkColumn(node=node, source=scores, sinks=x, first=first) for scores, x, first in columns if _is_real(x)]
 
 
 def _logits(mirror: Mirror, column: fx.Node) -> fx.Node | float:
@@ -360,12 +358,17 @@ def _logits(mirror: Mirror, column: fx.Node) -> fx.Node | float:
     return column if number is None else number
 
 
+def _is_real(logits: fx.Node | float) -> bool:
+    """Whether a column may be one of sinks. A number as low as those that mask has weight beside masked keys alone."""
+    return isinstance(logits, fx.Node) or MASKED_BELOW < logits < math.inf
+
+
 def _padded(mirror: Mirror, node: fx.Node) -> list[Step]:
     """One column of one number beside the scores: a softmax plus one."""
     source, pad = node.args[:2]
     fill = argument(node, "value")
     number = 0.0 if fill is None else constants.number(mirror, fill)
-    if not isinstance(source, fx.Node) or not isinstance(pad, (list, tuple)) or number is None:
+    if not isinstance(source, fx.Node) or not isinstance(pad, (list, tuple)) or number is None or not _is_real(number):
         return []
     if argument(node, "mode", "constant") != "constant" or any(n != 0 for n in pad[2:]):
         return []
