@@ -51,6 +51,12 @@ def mask_inputs(
     return frozenset(node for node in scores if node.op == "placeholder")
 
 
+def comes_to_nothing(node: fx.Node) -> bool:
+    """Whether nobody goes on to read a Dynamo node: only calls that make new tensors do, which nobody reads themselves."""
+    readers = list(node.users)
+    return all((_makes_new(reader) or target_name(reader) == "to") and comes_to_nothing(reader) for reader in readers)
+
+
 def _makes_new(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     called = node.op in ("call_function", "call_method")
@@ -79,7 +85,7 @@ def _kept(
     anchors = [node for node in graph.nodes if is_anchor(node)]
     writers = _writers(graph) if anchors or masks else {}
     for anchor in anchors:
-        if target_name(anchor) == "scaled_dot_product_attention":
+        if "scaled_dot_product" in target_name(anchor):
             scores.add(anchor)
             _climb_operands([argument(anchor, i, name) for i, name in enumerate(_OPERANDS)], operands)
             others = (x for name, x in anchor.kwargs.items() if name not in _OPERANDS)

@@ -250,7 +250,7 @@ def is_anchor_like(node: fx.Node) -> bool:
         return False
     name = target_name(node)
     softmax = "softmax" in name and "log_softmax" not in name and "gumbel" not in name
-    return softmax or "scaled_dot_product_attention" in name or any(call in name for call in _FUSED_CALLS)
+    return softmax or "scaled_dot_product" in name or any(call in name for call in _FUSED_CALLS)
 
 
 def unsupported_tensor(graph_module: fx.GraphModule) -> str | None:

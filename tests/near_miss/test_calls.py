@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import attn_compiler
 from tests.near_miss.checking import (
     BATCH,
     HEAD_DIM,
@@ -31,6 +34,7 @@ from tests.near_miss.checking import (
 CASES = Cases()
 Tensor = torch.Tensor
 attention = F.scaled_dot_product_attention
+kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def lengths(queries: int, keys: int, *more: Tensor) -> list[Tensor]:
@@ -286,9 +290,85 @@ def causal_in_positions_of_the_input(q: Tensor, k: Tensor, v: Tensor, positions:
     return masked(positions[:, None] >= positions, q, k, v)
 
 
+# ---- PyTorch's own kernels, called by their ops ---------------------------------------------------------------------
+
+
+@CASES.near_miss(described("scale 0.353553"))
+def kernel_of_the_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return kernel(q, k, v)[0]  # type: ignore[no-any-return]
+
+
+@CASES.near_miss(missed("of the kernel's outputs only the attention's is used", "logsumexp is used by"))
+def kernel_whose_logsumexp_is_used(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = kernel(q, k, v)
+    return out, lse.detach()
+
+
+@CASES.near_miss(described("scale 0.353553"))
+def kernel_whose_logsumexp_nobody_uses_in_the_end(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out, lse = kernel(q, k, v)
+    _ = (lse * 0.5).to(torch.float16)
+    return out  # type: ignore[no-any-return]
+
+
+@CASES.near_miss(described("dense additive float32"), inputs=lambda: qkv(normal(BATCH, 1, LENGTH, LENGTH)))
+def kernel_with_a_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return kernel(q, k, v, attn_mask=mask)[0]  # type: ignore[no-any-return]
+
+
+@CASES.near_miss(described("causal"), inputs=partial(lengths, 3, 6))
+def kernel_causal_with_fewer_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return kernel(q, k, v, 0.0, True)[0]  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_calls(case: Case) -> None:
     check(case)
+
+
+@pytest.mark.parametrize(
+    ("rule", "call"),
+    [
+        pytest.param(
+            "as many queries as keys",
+            lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention(q, k[:, :, :4], v[:, :, :4], 0.0, True),
+            id="flash",
+        ),
+        pytest.param(
+            "as many queries as keys",
+            lambda q, k, v: torch.ops.aten._scaled_dot_product_cudnn_attention(
+                q[:, :, :4], k, v, None, False, 0.0, True
+            ),
+            id="cudnn",
+        ),
+        pytest.param(
+            "go together",
+            lambda q, k, v: torch.ops.aten._scaled_dot_product_efficient_attention(q, k[:, :2], v[:, :2], None, False),
+            id="heads",
+        ),
+        pytest.param(
+            "go together",
+            lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention(q, k[:1], v[:1]),
+            id="batch",
+        ),
+        pytest.param(
+            "added to the scores",
+            lambda q, k, v: torch.ops.aten._scaled_dot_product_efficient_attention(
+                q, k, v, torch.ones(*SHAPE[:2], LENGTH, LENGTH, dtype=torch.bool), False
+            ),
+            id="bool",
+        ),
+    ],
+)
+def test_kernels_of_gpus_that_mean_something_else(rule: str, call: Callable[..., tuple[Tensor, ...]]) -> None:
+    """They are matched wherever they run. This machine has no such kernel, so only the report is looked at."""
+    attn_compiler.reset()
+    options: Any = {"inner": "eager", "strict": True}
+    compiled = torch.compile(lambda *x: call(*x)[0], backend="attn_compiler", fullgraph=True, options=options)
+    with contextlib.suppress(NotImplementedError):
+        compiled(*qkv(grad=False))
+    (report,) = attn_compiler.reports()
+    missed(rule)(report)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +383,7 @@ def test_calls(case: Case) -> None:
 )
 def test_errors_stay_errors(change: Callable[..., Tensor]) -> None:
     """What SDPA refuses is refused, not computed."""
-    options = {"inner": "aot_eager", "strict": True}
+    options: Any = {"inner": "aot_eager", "strict": True}
     compiled = torch.compile(change, backend="attn_compiler", fullgraph=True, options=options)
     for function in (change, compiled):
         with pytest.raises(RuntimeError):

@@ -122,3 +122,19 @@ def test_what_is_written_into_a_mask_is_kept() -> None:
     skipped, kept = _skipped(function, torch.randn(B, H, S, D), torch.randn(S, S), torch.randn(S, S - 1))
     assert {"exp", "sub", "sin", "setitem"} <= kept
     assert not skipped
+
+
+def test_what_comes_to_nothing() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dead, alive, written = x.exp(), x.cos(), x.sin()
+        _ = (dead * 2).to(torch.float16)
+        _ = written.mul_(2)
+        return alive * 2, x
+
+    gm, _ = captured(function, torch.randn(3))
+    by_name = {target_name(node): node for node in gm.graph.nodes if node.op != "output"}
+    assert {name: relevance.comes_to_nothing(by_name[name]) for name in ("exp", "cos", "sin")} == {
+        "exp": True,
+        "cos": False,
+        "sin": False,
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +19,38 @@ NAME = "sdpa call"
 ANCHORS = frozenset({torch.ops.aten.scaled_dot_product_attention.default})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """How one op spells an SDPA call.
+
+    pattern: whose name the match has.
+    anchor: the call.
+    out: the attention's output.
+    mask: what the schema calls the mask.
+    gqa: fewer heads of k and v than of q are allowed.
+    """
+
+    pattern: str
+    anchor: fx.Node
+    out: fx.Node
+    mask: str
+    gqa: bool
+
+
 def match(mirror: Mirror, anchor: fx.Node) -> Match:
     """Raises Refused for operands that are not (..., S, D) tensors, and for a scale that can't be told."""
-    q, k, v = (_tensor(anchor, name) for name in ("query", "key", "value"))
+    gqa = bool(views.argument(anchor, "enable_gqa"))
+    return match_call(mirror, Call(pattern=NAME, anchor=anchor, out=anchor, mask="attn_mask", gqa=gqa))
+
+
+def match_call(mirror: Mirror, call: Call) -> Match:
+    """As `match`, for any op with such arguments."""
+    q, k, v = (_tensor(call.anchor, name) for name in ("query", "key", "value"))
     try:
-        return _match(mirror, anchor, q, k, v)
+        return _match(mirror, call, q, k, v)
     except AxisError as error:
         raise Refused(
-            rule="every axis of q, k, v and the mask is known", observed=str(error), at=anchor, progress=2
+            rule="every axis of q, k, v and the mask is known", observed=str(error), at=call.anchor, progress=2
         ) from error
 
 
@@ -36,13 +61,13 @@ def _tensor(anchor: fx.Node, name: str) -> fx.Node:
     return node
 
 
-def _match(mirror: Mirror, anchor: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node) -> Match:
-    _unify_sizes(anchor, q, k, v)
-    sizes = axes.shape_exprs(views.value(anchor))
+def _match(mirror: Mirror, call: Call, q: fx.Node, k: fx.Node, v: fx.Node) -> Match:
+    anchor, gqa = call.anchor, call.gqa
+    _unify_sizes(call, q, k, v)
+    sizes = axes.shape_exprs(views.value(call.out))
     batch = axes.fresh(sizes[:-2])
     query, key = Atom(sizes[-2]), Atom(axes.shape_exprs(views.value(k))[-2])
     d_qk, d_v = Atom(axes.shape_exprs(views.value(q))[-1]), Atom(sizes[-1])
-    gqa = bool(views.argument(anchor, "enable_gqa"))
     q_dims: Dims = (*_batch_dims(q, batch), (query,), (d_qk,))
     k_dims: Dims = (*_batch_dims(k, batch, gqa=gqa), (key,), (d_qk,))
     v_dims: Dims = (*_batch_dims(v, batch, gqa=gqa), (key,), (d_v,))
@@ -50,13 +75,13 @@ def _match(mirror: Mirror, anchor: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node) 
     q_op, q_factor = operands.read(mirror, q, q_dims, used=anchor, until=anchor, through_scales=True)
     k_op, k_factor = operands.read(mirror, k, k_dims, used=anchor, until=anchor, through_scales=True)
     v_op, _ = operands.read(mirror, v, v_dims, used=anchor, until=anchor)
-    mask = _mask(mirror, anchor, (*batch, (query,), (key,)))
+    mask = _mask(mirror, call, (*batch, (query,), (key,)))
     boolean = mask is not None and views.value(mask.operand.node).dtype == torch.bool
     return assembly.assemble(
-        pattern=NAME,
+        pattern=call.pattern,
         anchor=anchor,
-        first=anchor,
-        out=anchor,
+        first=call.out,
+        out=call.out,
         out_dims=(*batch, (query,), (d_v,)),
         q=q_op,
         k=k_op,
@@ -72,18 +97,18 @@ def _match(mirror: Mirror, anchor: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node) 
         additive=(mask,) if mask is not None and not boolean else (),
         allowed=(mask,) if mask is not None and boolean else (),
         dropout_p=float(_number(views.argument(anchor, "dropout_p"), anchor)),
-        covered=frozenset({anchor}),
+        covered=frozenset({anchor, call.out}),
     )
 
 
-def _unify_sizes(anchor: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node) -> None:
+def _unify_sizes(call: Call, q: fx.Node, k: fx.Node, v: fx.Node) -> None:
     """The call does not compare the sizes of its inputs while compiling, and no kernel may read beyond the shorter one."""
-    out = views.value(anchor).shape
+    out = views.value(call.out).shape
     of_q, of_k, of_v = (views.value(node).shape for node in (q, k, v))
     pairs = [(of_k[-2], of_v[-2]), (of_q[-1], of_k[-1])]
     for shape in (of_q, of_k, of_v):
         pairs += zip(reversed(shape[:-2]), reversed(out[:-2]), strict=False)
-    mask = views.argument(anchor, "attn_mask")
+    mask = views.argument(call.anchor, call.mask)
     if isinstance(mask, fx.Node):
         pairs += zip(reversed(views.value(mask).shape), (of_k[-2], *reversed(out[:-1])), strict=False)
     for own, other in pairs:
@@ -142,10 +167,10 @@ def _number(given: Any, anchor: fx.Node) -> float:
     raise Refused(rule="dropout_p is known while compiling", observed=f"dropout_p {given}", at=anchor, progress=1)
 
 
-def _mask(mirror: Mirror, anchor: fx.Node, score_dims: Dims) -> Term | None:
-    mask = views.argument(anchor, "attn_mask")
+def _mask(mirror: Mirror, call: Call, score_dims: Dims) -> Term | None:
+    mask = views.argument(call.anchor, call.mask)
     if not isinstance(mask, fx.Node):
         return None
     dims = operands.broadcast_dims(mask, score_dims)
-    operand, _ = operands.read(mirror, mask, dims, used=anchor, until=anchor)
+    operand, _ = operands.read(mirror, mask, dims, used=call.anchor, until=call.anchor)
     return Term(operand=operand)
