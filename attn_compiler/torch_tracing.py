@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._guards import TracingContext, detect_fake_mode
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -21,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
+from torch.nn.attention.flex_attention import _vmap_for_bhqkv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -90,6 +92,56 @@ def trace_pre_dispatch(
     """make_fx above autograd and autocast, inside the fake mode that `args` come from, or `mode`."""
     with mode or detect_fake_mode(list(args)) or FakeTensorMode(allow_non_fake_inputs=True):
         return make_fx(function, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+
+
+def trace_score_function(
+    function: Callable[..., Any], scores: torch.Tensor, others: Sequence[Any], *, of_score: bool
+) -> fx.GraphModule:
+    """What FlexAttention's score_mod (`of_score`) or mask_mod gives for all scores (B, H, Sq, Skv), as ATen ops: a function of the scores
+    and `others`, which the mod reads besides. PyTorch's own unfused FlexAttention calls a mod in the same way.
+    """
+
+    def for_all(scores: torch.Tensor, *others: Any) -> Any:
+        mapped = _vmap_for_bhqkv(function, prefix=(0,) if of_score else (), suffix=(None,) * len(others))
+        indices = [torch.arange(0, size, device=scores.device) for size in scores.shape]
+        with TransformGetItemToIndex():
+            return mapped(*((scores,) if of_score else ()), *indices, *others)
+
+    # Not above autograd as `trace_pre_dispatch` does it: there nothing would see through vmap.
+    with detect_fake_mode([scores]) or FakeTensorMode(allow_non_fake_inputs=True):
+        traced = make_fx(for_all, tracing_mode="fake", _allow_non_fake_inputs=True)(scores, *others)
+    _plain_numbers(traced)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    return traced
+
+
+def _plain_numbers(traced: fx.GraphModule) -> None:
+    """vmap makes a tensor of each number of a function, by `_to_copy(20, dtype=…)` or as an attribute: the number itself says as much."""
+    for node in list(traced.graph.nodes):
+        is_copy = node.op == "call_function" and node.target is torch.ops.aten._to_copy.default
+        if (
+            is_copy
+            and isinstance(node.args[0], (int, float))
+            and isinstance(dtype := node.kwargs.get("dtype"), torch.dtype)
+        ):
+            _replace(node, torch.tensor(node.args[0], dtype=dtype).item())
+        if node.op == "get_attr":
+            held = getattr(traced, str(node.target))
+            if not isinstance(held, torch.Tensor) or held.numel() != 1:
+                raise ValueError(f"the function holds {type(held).__name__} {node.target}")
+            with traced.graph.inserting_before(node):
+                number = {"dtype": held.dtype, "device": held.device}
+                made = traced.graph.call_function(torch.ops.aten.full.default, (list(held.shape), held.item()), number)
+            node.replace_all_uses_with(made)
+
+
+def _replace(node: fx.Node, number: complex) -> None:
+    def replaced(x: fx.Node) -> Any:
+        return number if x is node else x
+
+    for user in list(node.users):
+        user.args, user.kwargs = fx.map_arg(user.args, replaced), fx.map_arg(user.kwargs, replaced)
 
 
 def current_tracer() -> Any:

@@ -28,6 +28,7 @@ from attn_compiler.passes import (
     buffers,
     expand,
     faults,
+    flex,
     keys_last,
     layout,
     lower,
@@ -60,11 +61,18 @@ def _expand(unit: Unit, _: Mirror | None) -> None:
         return faults.confined(unit, "expand", module_path(call))
 
     unit.expanded = expand.run(unit.graph_module, trying)
+    found = flex.run(unit.graph_module, trying)
+    unit.spelled.extend(found.spelled)
+    unit.untried.update(found.left)
     unit.moved = keys_last.run(unit.graph_module, unit.mode, trying)
 
 
 def _mirror(unit: Unit, _: Mirror | None) -> None:
     unit.mirrored()
+
+
+def _give_back(unit: Unit, _: Mirror | None) -> None:
+    flex.give_back(unit.graph_module, unit.spelled)
 
 
 def _facts(*names: str) -> frozenset[str]:
@@ -85,7 +93,8 @@ PIPELINE: tuple[Pass, ...] = (
         gives=_facts("kernels"),
         rewrites=True,
     ),
-    Pass(name="verify", run=verify.run, needs=_facts("kernels"), gives=_facts("checked graph")),
+    Pass(name="give_back", run=_give_back, needs=_facts("kernels"), gives=_facts("own calls"), rewrites=True),
+    Pass(name="verify", run=verify.run, needs=_facts("kernels", "own calls"), gives=_facts("checked graph")),
 )
 
 
@@ -230,6 +239,7 @@ def _run(unit: Unit, dumper: Dumper, seconds: dict[str, float]) -> None:
                 unit.untried.clear()
                 return
             if step.name == "match" and not unit.sites:
+                _give_back(unit, unit.mirror)
                 return
 
 

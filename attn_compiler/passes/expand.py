@@ -163,13 +163,14 @@ def spell_out(
     traced = torch_tracing.trace_pre_dispatch(function, [n.meta["example_value"] for n in inputs], mode)
     # All that may fail only makes new nodes.
     with torch_snapshots.taken_back_on_error(graph_module):
-        result = _inline(graph, call, traced.graph, inputs)
+        result = inline(graph, call, traced.graph, inputs)
         parts = _parts(call, result)
     _replace(graph, call, parts)
     return parts
 
 
-def _inline(graph: fx.Graph, call: fx.Node, body: fx.Graph, inputs: list[fx.Node]) -> Any:
+def inline(graph: fx.Graph, call: fx.Node, body: fx.Graph, inputs: list[fx.Node]) -> Any:
+    """Copy a traced body to right before a call, as the call's own doing, and give what the body returns."""
     copies: dict[fx.Node, Any] = {}
     placeholders = iter(inputs)
     with graph.inserting_before(call):

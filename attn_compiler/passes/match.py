@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import fx
 
 from attn_compiler.decisions import Reason
-from attn_compiler.passes import closed, faults, gradients, mutation, program, regions, routers
+from attn_compiler.passes import (
+    closed,
+    faults,
+    flex,
+    flex_blocks,
+    gradients,
+    mutation,
+    program,
+    reading,
+    regions,
+    routers,
+)
+from attn_compiler.passes.flex import Spelled
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.patterns import PATTERNS, Pattern
 from attn_compiler.passes.site import Match, Miss, Refused, Site
@@ -15,11 +29,15 @@ from attn_compiler.passes.unit import Unit, is_anchor_like, module_path, source_
 
 def run(unit: Unit, mirror: Mirror) -> None:
     """Fill in unit.sites, unit.misses and unit.untried, in graph order."""
-    unit.untried = {node: _closed(node) for node in unit.graph.nodes if is_anchor_like(node) and closed.is_closed(node)}
+    unit.untried.update(
+        {node: _closed(node) for node in unit.graph.nodes if is_anchor_like(node) and closed.is_closed(node)}
+    )
     scopes = regions.of(unit.graph)
+    of_flex = _spelled_out(unit, mirror)
     for anchor in mirror.graph.nodes:
         patterns = [p for p in PATTERNS if anchor.target in p.anchors]
-        if not patterns:
+        spelled = of_flex.get(mirror.owner(anchor))
+        if not patterns or (spelled is not None and spelled.call in unit.untried):
             continue
         found: Site | Miss | None = None
         with faults.confined(unit, "match", _module(mirror, anchor)) as attempt:
@@ -28,9 +46,22 @@ def run(unit: Unit, mirror: Mirror) -> None:
             names = ", ".join(pattern.name for pattern in patterns)
             found = Miss(anchor=anchor, nearest=names, stopped_at=anchor, reason=attempt.reason)
         if isinstance(found, Site):
+            if spelled is not None:
+                found.match = dataclasses.replace(found.match, pattern=flex.NAME, decomposed=False)
             unit.sites.append(found)
         elif found is not None and not routers.is_choice(mirror, anchor):
             unit.misses.append(found)
+
+
+def _spelled_out(unit: Unit, mirror: Mirror) -> dict[fx.Node | None, Spelled]:
+    """By Dynamo node, what belongs to a call of FlexAttention's. Calls whose blocks may not be those of their mask_mod are left alone."""
+    for one in unit.spelled:
+        with faults.confined(unit, "match", module_path(one.call)) as attempt:
+            reason = flex_blocks.differs(one.blocks, one.allowed, mirror, reading.of_unit(unit))
+        reason = attempt.reason or reason
+        if reason is not None:
+            unit.untried[one.call] = reason
+    return {node: one for one in unit.spelled for node in one.nodes}
 
 
 def _match(

@@ -61,7 +61,8 @@ def _makes_new(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     called = node.op in ("call_function", "call_method")
     known = called and isinstance(value, torch.Tensor) and target_name(node) in _MAKES_NEW
-    return known and not _may_write(node) and not _is_reshaped(node)
+    # What exists only inside a transform of torch.func can't stand for itself.
+    return known and bodies.has_known_memory(value) and not _may_write(node) and not _is_reshaped(node)
 
 
 def _may_write(node: fx.Node) -> bool:

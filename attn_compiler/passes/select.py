@@ -8,9 +8,10 @@ import functools
 from attn_compiler.decisions import Decision, Reason, Refusal
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import FP8
+from attn_compiler.lowerings.choice import flex as choice_of_flex
 from attn_compiler.lowerings.choice import fp8_speed, priorities
 from attn_compiler.options import Options
-from attn_compiler.passes import faults, fp8_sites
+from attn_compiler.passes import faults, flex, fp8_sites
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unit import Unit
@@ -23,16 +24,17 @@ UNTOUCHED = "untouched"
 def run(unit: Unit, mirror: Mirror) -> None:
     """Give every site its decision."""
     fp8_sites.apply(unit)
-    decided: dict[AttentionSpec, Decision] = {}
+    decided: dict[tuple[AttentionSpec, bool], Decision] = {}
     for site in unit.sites:
         unit.current = site.module
         with faults.confined(unit, "select", site.module) as attempt:
             spec = site.spec
             if spec is None:
                 raise ValueError(f"the site at {site.module} has no spec")
-            if spec not in decided:
-                decided[spec] = decide(spec, unit.target(spec.device), unit.options)
-            site.decision = decided[spec]
+            of_flex = site.match.pattern == flex.NAME
+            if (spec, of_flex) not in decided:
+                decided[spec, of_flex] = decide(spec, unit.target(spec.device), unit.options, of_flex=of_flex)
+            site.decision = decided[spec, of_flex]
         if attempt.reason is not None:
             leave_alone(site, attempt.reason)
 
@@ -45,13 +47,16 @@ def leave_alone(site: Site, reason: Reason) -> None:
     site.copies.clear()
 
 
-def decide(spec: AttentionSpec, target: Target, options: Options) -> Decision:
-    """The lowering for a spec on a target. Reads nothing else: no environment, no tensor values, no globals."""
+def decide(spec: AttentionSpec, target: Target, options: Options, *, of_flex: bool = False) -> Decision:
+    """The lowering for a spec on a target. Reads nothing else: no environment, no tensor values, no globals.
+
+    of_flex: FlexAttention's own kernel computes it if no other one does.
+    """
 
     @functools.cache
     def without_fp8() -> str:
         """The lowering that the spec gets without its recipe."""
-        return decide(dataclasses.replace(spec, fp8=None), target, options).lowering
+        return decide(dataclasses.replace(spec, fp8=None), target, options, of_flex=of_flex).lowering
 
     refusals: list[Refusal] = []
     for name in _candidates(spec, target, options):
@@ -59,6 +64,8 @@ def decide(spec: AttentionSpec, target: Target, options: Options) -> Decision:
         reasons = (lowering.cannot_package() if target.packaged else []) or lowering.why_not(spec, target)
         if not reasons and _may_be_slower(name, spec, options):
             reasons = fp8_speed.check(spec, target, name, without_fp8())
+        if not reasons and of_flex and not _is_named(options):
+            reasons = choice_of_flex.check(spec, name)
         # Last: it may build kernels.
         reasons = reasons or lowering.cannot_build(spec, target)
         if not reasons:
@@ -69,8 +76,11 @@ def decide(spec: AttentionSpec, target: Target, options: Options) -> Decision:
 
 def _may_be_slower(name: str, spec: AttentionSpec, options: Options) -> bool:
     """Whether a lowering has to be faster to be chosen: one in FP8 that the user did not ask for by name."""
-    is_named = options.lowering is not None or options.lowerings is not None
-    return name in FP8 and spec.fp8 is not None and not spec.fp8.force and not is_named
+    return name in FP8 and spec.fp8 is not None and not spec.fp8.force and not _is_named(options)
+
+
+def _is_named(options: Options) -> bool:
+    return options.lowering is not None or options.lowerings is not None
 
 
 def _candidates(spec: AttentionSpec, target: Target, options: Options) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ def report(gm: fx.GraphModule, units: list[Unit], seconds: dict[str, float], *, 
         graph=torch_compat.graph_name(),
         target=_target(gm, units),
         sites=tuple(_site_rows(units)),
-        misses=(*_miss_rows(units), *_chosen_rows(gm)),
+        misses=(*_miss_rows(units), *_chosen_rows(gm, units)),
         seconds=tuple(seconds.items()),
         faults=faults,
     )
@@ -131,14 +131,15 @@ def _place(mirror: Mirror, node: fx.Node) -> str:
     return f"{node.name}, {line}" if line else node.name
 
 
-def _chosen_rows(gm: fx.GraphModule) -> list[MissReport]:
+def _chosen_rows(gm: fx.GraphModule, units: list[Unit]) -> list[MissReport]:
     """Attentions whose kernel the model has chosen itself, and which no pass looks at."""
     nodes = [
         node for module in torch_compat.graph_modules(gm) for node in module.graph.nodes if node.op == "call_function"
     ]
+    told = {node for unit in units for node in (*unit.untried, *(one.call for one in unit.spelled))}
     rows = []
     for name in _CHOSEN:
-        found = [node for node in nodes if target_name(node) == name]
+        found = [node for node in nodes if target_name(node) == name and node not in told]
         if found:
             reason = Reason(
                 rule="the model leaves it to torch.compile how attention is computed",

@@ -25,6 +25,7 @@ from attn_compiler.target import Target
 
 if TYPE_CHECKING:
     from attn_compiler.passes.faults import Fault
+    from attn_compiler.passes.flex import Spelled
     from attn_compiler.passes.reading import Reader
     from attn_compiler.passes.saved import Ways
 
@@ -72,8 +73,9 @@ class Unit:
     mirror: the graph in ATen ops; set by mirror.
     expanded: the calls that were spelled out; set by expand.
     moved: the softmaxes whose axis was moved; set by expand.
+    spelled: FlexAttention's calls that are spelled out beside them; set by expand, and given back in the end.
     sites, misses: what was found; set by match, and completed by the passes after it.
-    untried: calls that no pattern was tried on, for what their tensors are; set by match.
+    untried: calls that no pattern was tried on, for what they are given; set by expand and match.
     current: the module whose site is being worked on, for messages.
     left_alone: why the whole graph is left as it is, if it is.
     targets: the machine, by device type; read when first needed.
@@ -96,6 +98,7 @@ class Unit:
     mirror: Mirror | None = None
     expanded: list[str] = field(default_factory=list)
     moved: list[str] = field(default_factory=list)
+    spelled: list[Spelled] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
     untried: dict[fx.Node, Reason] = field(default_factory=dict)
@@ -131,12 +134,13 @@ class Unit:
     @property
     def is_rewritten(self) -> bool:
         """Whether the graph is no longer as it came."""
-        return bool(self.expanded or self.moved) or any(site.new_out is not None for site in self.sites)
+        return bool(self.expanded or self.moved or self.spelled) or any(site.new_out is not None for site in self.sites)
 
     def mirrored(self) -> Mirror:
         """The unit's mirror, made if there is none yet."""
         if self.mirror is None:
             masks = [*self._masks_passed_on(), *(handed_on(self.graph) if not self.is_body else ())]
+            masks += [one.blocks.dense for one in self.spelled if one.blocks.dense is not None]
             skipped = relevance.skippable(self.graph, is_anchor_like, masks)
             with torch_tracing.tracing_in(self.mode):
                 self.mirror = mirror.build(self.graph_module, skipped)
@@ -241,7 +245,7 @@ def examples(graph_module: fx.GraphModule) -> list[object]:
     return [n.meta.get("example_value") for n in graph_module.graph.nodes if n.op == "placeholder"]
 
 
-_FUSED_CALLS = ("multi_head_attention", "transformer_encoder_layer_fwd")
+_FUSED_CALLS = ("multi_head_attention", "transformer_encoder_layer_fwd", "flex_attention")
 
 
 def is_anchor_like(node: fx.Node) -> bool:
@@ -272,6 +276,9 @@ def tensor_kind(value: torch.Tensor) -> str | None:
     return None if value.layout == torch.strided else f"a {str(value.layout).removeprefix('torch.')} tensor"
 
 
+_FLEX_FILE = os.path.join("torch", "nn", "attention", "flex_attention.py")
+
+
 def module_path(node: fx.Node) -> str:
     """The module that a Dynamo node comes from, as the model names it: "model.layers.3.self_attn"."""
     stack = node.meta.get("nn_module_stack") or {}
@@ -280,9 +287,10 @@ def module_path(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str | None:
-    """Where the model's code makes a Dynamo node: "modeling_llama.py:191"."""
+    """Where the model's code makes a Dynamo node: "modeling_llama.py:191". FlexAttention's functions are no model's code."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else None
+    own = [frame for frame in frames if not frame[0].endswith(_FLEX_FILE)] or frames
+    return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else None
 
 
 def clean_path(path: str) -> str:

@@ -1,0 +1,39 @@
+"""Which lowerings may take the place of FlexAttention's own kernel: those that read no tensor with an element for each score.
+
+Flex's kernel computes masks and what is added as it goes, and leaves out blocks without any score. A tensor of B · H · Sq · Skv elements
+that is made for another kernel costs memory that the model does not have to have, and takes time.
+"""
+
+from __future__ import annotations
+
+from attn_compiler import dims
+from attn_compiler.decisions import Reason
+from attn_compiler.lowerings.shared import limits, parts
+from attn_compiler.spec import AttentionSpec
+
+#: hold the scores themselves
+_WRITE_SCORES = frozenset({"math", "reference", "reference_fp8"})
+
+#: how the names of those begin that are given the one tensor that joins the scores, whatever was proved of it
+_GIVEN = "sdpa_"
+
+
+def check(spec: AttentionSpec, name: str) -> list[Reason]:
+    """Why the lowering does not take the place of a call of FlexAttention's that it could serve."""
+    if name in _WRITE_SCORES:
+        return [_reason(name, "it writes the scores")]
+    tensor = limits.additive(spec)
+    if tensor is None or any(dims.same(size, 1) for size in tensor.shape[-2:]):
+        return []
+    if not name.startswith(_GIVEN) and not parts.parts(spec).kinds & {"mask", "bias"}:
+        return []
+    shape = " × ".join(map(str, tensor.shape))
+    return [_reason(name, f"it reads a tensor of {shape}: {spec.mask.reason or spec.mask.words}")]
+
+
+def _reason(name: str, observed: str) -> Reason:
+    return Reason(
+        rule="in place of FlexAttention's kernel, none that needs an element for each score",
+        observed=observed,
+        remedy=f"options={{'lowering': {name!r}}} takes it all the same",
+    )
