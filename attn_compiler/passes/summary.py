@@ -10,6 +10,7 @@ from torch import fx
 from attn_compiler import torch_compat
 from attn_compiler.decisions import Decision, Reason, Refusal
 from attn_compiler.errors import REPRODUCE, described
+from attn_compiler.passes import flex, opaque_calls
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.select import UNTOUCHED
@@ -17,9 +18,6 @@ from attn_compiler.passes.site import Miss, Site
 from attn_compiler.passes.unit import Unit, is_anchor_like, module_path, source_line
 from attn_compiler.report import MissReport, Report, SiteReport
 from attn_compiler.target import Target
-
-#: calls of kernels that a model chooses itself: FlexAttention, and flash_attn's ops
-_CHOSEN = ("flex_attention", "_flash_attn_forward", "_flash_attn_varlen_forward")
 
 
 def report(gm: fx.GraphModule, units: list[Unit], seconds: dict[str, float], *, faults: tuple[str, ...] = ()) -> Report:
@@ -137,17 +135,12 @@ def _chosen_rows(gm: fx.GraphModule, units: list[Unit]) -> list[MissReport]:
         node for module in torch_compat.graph_modules(gm) for node in module.graph.nodes if node.op == "call_function"
     ]
     told = {node for unit in units for node in (*unit.untried, *(one.call for one in unit.spelled))}
-    rows = []
-    for name in _CHOSEN:
-        found = [node for node in nodes if target_name(node) == name and node not in told]
-        if found:
-            reason = Reason(
-                rule="the model leaves it to torch.compile how attention is computed",
-                observed=f"{name}, a kernel of its own",
-                remedy="build the model with attn_implementation='sdpa' or 'eager', or call scaled_dot_product_attention",
-            )
-            rows.append(_untried(found, name, reason))
-    return rows
+    found: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        name = flex.OPERATION if flex.is_call(node) and node not in told else opaque_calls.name_of(node)
+        if name is not None:
+            found.setdefault(name, []).append(node)
+    return [_untried(calls, name, opaque_calls.reason(name)) for name, calls in found.items()]
 
 
 def _untried(nodes: list[fx.Node], anchor: str, reason: Reason) -> MissReport:

@@ -131,11 +131,12 @@ def test_a_kernel_that_the_model_chose_is_named() -> None:
     """Without that, the report of such a model said that it has no attention."""
 
     def model(q: Tensor) -> Tensor:
-        return flex_attention(flex_attention(q, q, q), q, q)
+        options = {"BLOCK_M": 64}
+        return flex_attention(flex_attention(q, q, q, kernel_options=options), q, q, kernel_options=options)
 
     run = compiled(model)
     q = torch.randn(1, 2, 128, 16)
     torch.testing.assert_close(run(q), model(q))
     (miss,) = run.report.misses
     assert (miss.anchor, len(miss.modules), run.report.num_sites) == ("flex_attention", 2, 0)
-    assert "attn_implementation='sdpa'" in str(miss.reason)
+    assert "kernel_options BLOCK_M=64" in str(miss.reason)
