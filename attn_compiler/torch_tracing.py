@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._guards import TracingContext, detect_fake_mode
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -22,7 +21,6 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
-from torch.nn.attention.flex_attention import _vmap_for_bhqkv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -101,6 +99,10 @@ def trace_score_function(
     and `others`, which the mod reads besides. PyTorch's own unfused FlexAttention calls a mod in the same way.
     """
 
+    # Both bring Dynamo with them.
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    from torch.nn.attention.flex_attention import _vmap_for_bhqkv
+
     def for_all(scores: torch.Tensor, *others: Any) -> Any:
         mapped = _vmap_for_bhqkv(function, prefix=(0,) if of_score else (), suffix=(None,) * len(others))
         indices = [torch.arange(0, size, device=scores.device) for size in scores.shape]
@@ -131,8 +133,10 @@ def _plain_numbers(traced: fx.GraphModule) -> None:
             if not isinstance(held, torch.Tensor) or held.numel() != 1:
                 raise ValueError(f"the function holds {type(held).__name__} {node.target}")
             with traced.graph.inserting_before(node):
-                number = {"dtype": held.dtype, "device": held.device}
-                made = traced.graph.call_function(torch.ops.aten.full.default, (list(held.shape), held.item()), number)
+                as_it_is: dict[str, Any] = {"dtype": held.dtype, "device": held.device}
+                made = traced.graph.call_function(
+                    torch.ops.aten.full.default, (list(held.shape), held.item()), as_it_is
+                )
             node.replace_all_uses_with(made)
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from attn_compiler.passes import flex
 from attn_compiler.scores import Alibi
@@ -286,3 +287,33 @@ def test_what_verification_holds_against_the_model() -> None:
         return flex_attention(q, k, v, block_mask=create_block_mask(_causal, None, None, S, S, device="cpu"))
 
     _check(function, _qkv(), verify=True)
+
+
+def test_a_call_in_a_checkpoint() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return checkpoint(flex_attention, q, k, v, use_reentrant=False)
+
+    assert _is_lowered(_check(function, _qkv(grad=True), like=F.scaled_dot_product_attention))
+
+
+def test_a_model_of_transformers_keeps_its_calls() -> None:
+    """It makes its block mask in a graph of its own, so what the mask says is not known where it is used."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=2, attn_implementation="flex_attention", **sizes)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    tokens = torch.randint(0, 64, (2, 20))
+    run = compiled(lambda ids: model(ids, use_cache=False).logits)
+    with torch.no_grad():
+        torch.testing.assert_close(run(tokens), model(tokens, use_cache=False).logits)
+    misses = [miss for report in run.reports for miss in report.misses]
+    assert [(miss.anchor, len(miss.modules)) for miss in misses] == [(flex.OPERATION, 2)]
+    assert "from outside of this graph" in misses[0].reason.observed
+    assert "attn_implementation='sdpa'" in str(misses[0].reason.remedy)
