@@ -33,7 +33,7 @@ def run(unit: Unit, mirror: Mirror) -> None:
                 raise ValueError(f"the site at {site.module} has no spec")
             of_flex = site.match.pattern == flex.NAME
             if (spec, of_flex) not in decided:
-                decided[spec, of_flex] = decide(spec, unit.target(spec.device), unit.options, of_flex=of_flex)
+                decided[spec, of_flex] = decide(spec, unit.target(spec.device), unit.options, of_flex)
             site.decision = decided[spec, of_flex]
         if attempt.reason is not None:
             leave_alone(site, attempt.reason)
@@ -47,7 +47,7 @@ def leave_alone(site: Site, reason: Reason) -> None:
     site.copies.clear()
 
 
-def decide(spec: AttentionSpec, target: Target, options: Options, *, of_flex: bool = False) -> Decision:
+def decide(spec: AttentionSpec, target: Target, options: Options, of_flex: bool = False) -> Decision:
     """The lowering for a spec on a target. Reads nothing else: no environment, no tensor values, no globals.
 
     of_flex: FlexAttention's own kernel computes it if no other one does.
@@ -56,7 +56,7 @@ def decide(spec: AttentionSpec, target: Target, options: Options, *, of_flex: bo
     @functools.cache
     def without_fp8() -> str:
         """The lowering that the spec gets without its recipe."""
-        return decide(dataclasses.replace(spec, fp8=None), target, options, of_flex=of_flex).lowering
+        return decide(dataclasses.replace(spec, fp8=None), target, options, of_flex).lowering
 
     refusals: list[Refusal] = []
     for name in _candidates(spec, target, options):
