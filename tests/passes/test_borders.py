@@ -164,6 +164,7 @@ def _open(q: Tensor) -> Tensor:
 def test_many_meanings_do_not_use_up_the_compilations_of_a_function() -> None:
     """PyTorch compiles a function 8 times, and raises then."""
     torch._dynamo.reset()
+    attn_compiler.reset()
     q = torch.randn(B, H, S, D)
     layer = torch.compile(Layer(), backend="attn_compiler", fullgraph=True, options={"inner": "eager"})
     for width in range(1, S):
