@@ -1,9 +1,9 @@
 """What is known of tensors that compiled code gave back: a mask that one graph makes keeps its meaning in another one.
 
 A tensor is known as long as it is the very object that was given back and nobody wrote to it: PyTorch counts the writes to a tensor and
-to all views of it. A view or a copy is another object, of which nothing is known. Neither is anything known of tensors of inference
-mode, whose writes are not counted. A write through `.data` or from outside of PyTorch is not counted either; autograd's own check
-of what it saved does not see such a write, too.
+to all views of it. A view or a copy is another object, and nothing is known of it. PyTorch does not count the writes to tensors of
+inference mode, so nothing is known of those. PyTorch does not count a write through `.data` or from outside of PyTorch. Autograd's own
+check of what it saved does not see such a write either.
 
 Looking up costs about half a microsecond and waits for no device. An entry goes with its tensor. Threads: each entry is set and taken out
 by one operation on a dictionary, and says itself which tensor it is of.
@@ -30,7 +30,7 @@ ITSELF = "itself"
 class Known:
     """What the elements of a tensor are.
 
-    element: over `indices(dims)`. What it loads are other elements of the tensor itself; its sizes are those of the tensor's axes.
+    element: over `indices(dims)`. It loads other elements of the tensor itself. Its sizes are those of the tensor's axes.
     dims: how many axes the tensor has.
     """
 

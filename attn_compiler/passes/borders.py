@@ -6,7 +6,7 @@ How it is read on the other side: reading/borders.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ class Border:
     root: Unit | None
     row: Row
     place: int
-    told: list[tuple[int, Known]] = field(default_factory=list)
 
 
 def reached(gm: fx.GraphModule, units: Iterable[Unit], options: Options) -> Border:

@@ -43,8 +43,8 @@ _FOLDABLE = frozenset(
 )
 
 
-#: ops that take shape and dtype from a tensor, and their number from this argument
-_FILLED: dict[object, int] = {aten.new_full.default: 2, aten.full_like.default: 1}
+#: ops that take shape and dtype from a tensor, and are given the number
+_FILLED = frozenset({aten.new_full.default, aten.full_like.default})
 
 
 def number(mirror: Mirror, value: Any) -> float | None:
@@ -87,17 +87,18 @@ def everywhere(mirror: Mirror, value: Any) -> float | None:
     path = [value]
     while views.is_view(path[-1]) or path[-1].target in views.CASTS:
         path.append(views.source(path[-1]))
-    if path[-1].target not in _UNIFORM or any(_is_written(mirror, node) for node in path):
+    if path[-1].target not in _UNIFORM or any(mutation.is_written_later(mirror, node) for node in path):
         return None
-    fill = _UNIFORM[path[-1].target]
-    found = number(mirror, views.argument(path[-1], fill)) if isinstance(fill, str) else fill
+    found = _fill(mirror, path[-1])
     for node in reversed(path if found is not None else []):
         found = float(torch.tensor(found, dtype=torch.float64).to(views.value(node).dtype))
     return found
 
 
-def _is_written(mirror: Mirror, node: fx.Node) -> bool:
-    return mutation.written_after(mirror, mutation.storages(node), node) is not None
+def _fill(mirror: Mirror, node: fx.Node) -> float | None:
+    """The number that one of _UNIFORM gives everywhere, before it is rounded to the result's dtype."""
+    fill = _UNIFORM[node.target]
+    return number(mirror, views.argument(node, fill)) if isinstance(fill, str) else fill
 
 
 def fixed(value: Any) -> float | None:
@@ -110,7 +111,7 @@ def fixed(value: Any) -> float | None:
 
 
 def _fold(mirror: Mirror, node: fx.Node, depth: int) -> torch.Tensor | None:
-    if _is_written(mirror, node):
+    if mutation.is_written_later(mirror, node):
         return None
     held = mirror.constant(node)
     if held is not None:
@@ -121,7 +122,7 @@ def _fold(mirror: Mirror, node: fx.Node, depth: int) -> torch.Tensor | None:
     if any(not isinstance(s, int) or s != 1 for s in fake.shape):
         return None
     if node.target in _FILLED:
-        fill = number(mirror, node.args[_FILLED[node.target]])
+        fill = _fill(mirror, node)
         return None if fill is None else torch.tensor(fill, dtype=fake.dtype)
     if node.target not in _FOLDABLE:
         return None

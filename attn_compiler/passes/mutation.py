@@ -154,6 +154,11 @@ def written_after(mirror: Ordered, tensors: set[StorageWeakRef], start: fx.Node)
     return next(after, None)
 
 
+def is_written_later(mirror: Ordered, node: fx.Node) -> bool:
+    """Whether anything writes into a node's memory after the node was made."""
+    return written_after(mirror, storages(node), node) is not None
+
+
 def written_between(mirror: Ordered, tensor: fx.Node, start: fx.Node, end: fx.Node) -> fx.Node | None:
     """The first node after `start` and before `end` that writes into `tensor`'s storage, if there is one."""
     mine = storages(tensor)

@@ -285,7 +285,7 @@ def condition_of_mask(mirror: Mirror, term: fx.Node, weight: float) -> Choice | 
     while views.is_view(path[-1]) and path[-1].target in _KEEP_ALIGNMENT:
         path.append(views.source(path[-1]))
     top = path[-1]
-    if any(mutation.written_after(mirror, mutation.storages(node), node) is not None for node in path):
+    if any(mutation.is_written_later(mirror, node) for node in path):
         return None
     if top.target not in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar):
         return None

@@ -115,7 +115,7 @@ def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores) -> Dims:
     dims = scores.dims
     column = scores.sinks is not None
     for node in way.nodes:
-        part = _part(node)
+        part, zeroed = _part(node), _zeroed(mirror, node)
         if column and part is not None:
             _check_column_dropped(node, part, scores)
             column = False
@@ -125,10 +125,10 @@ def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores) -> Dims:
             dims = views.forward(node, dims)
         elif _is_part(node):
             raise AxisError(f"{node.name} takes a part of the weights")
-        elif node.target not in _SPLITS and node.target not in _CASTS and node.target is not aten.dropout.default:
+        elif zeroed is not None:
             if column:
                 raise AxisError(f"{node.name} masks the weights before the sink column is dropped")
-            _check_masked_before(mirror, node, dims, scores)
+            _check_masked_before(mirror, node, zeroed, dims, scores)
     if column:
         raise Refused(rule="the sink column is dropped again", observed="it reaches the values", at=anchor, progress=4)
     return dims
@@ -150,17 +150,20 @@ def _part(node: fx.Node) -> tuple[fx.Node, axes.Size] | None:
         return None
     top = views.source(node) if node.target is operator.getitem else node
     whole = views.source(top)
-    if not _is_last(top, whole):
-        return None
-    if top is not node:
-        position = node.args[1]
-        before = top.meta["val"][:position] if isinstance(position, int) and position >= 0 else None
-        return (
-            None if before is None else (whole, sum((axes.size_expr(x.shape[-1]) for x in before), axes.size_expr(0)))
-        )
+    start = _start_of_slice(node) if top is node else _start_of_item(top, node.args[1])
+    return (whole, start) if start is not None and _is_last(top, whole) else None
+
+
+def _start_of_slice(node: fx.Node) -> axes.Size | None:
     start = views.argument(node, "start")
     start = 0 if start is None else start
-    return (whole, axes.size_expr(start)) if isinstance(start, (int, torch.SymInt)) else None
+    return axes.size_expr(start) if isinstance(start, (int, torch.SymInt)) else None
+
+
+def _start_of_item(split: fx.Node, position: object) -> axes.Size | None:
+    if not isinstance(position, int) or position < 0:
+        return None
+    return sum((axes.size_expr(x.shape[-1]) for x in split.meta["val"][:position]), axes.size_expr(0))
 
 
 def _is_last(node: fx.Node, whole: fx.Node) -> bool:
@@ -228,14 +231,11 @@ _MASKS: dict[object, Callable[[Mirror, fx.Node], Zeroed | None]] = {
 }
 
 
-def _check_masked_before(mirror: Mirror, node: fx.Node, dims: Dims, scores: Scores) -> None:
+def _check_masked_before(mirror: Mirror, node: fx.Node, zeroed: Zeroed, dims: Dims, scores: Scores) -> None:
     """What is set to zero was masked in the scores, by the same tensor: it had no weight. Raises AxisError if that can't be told.
 
     A row in which every key is masked gets nothing from the model then, as from every kernel.
     """
-    zeroed = _zeroed(mirror, node)
-    if zeroed is None:
-        raise AxisError(f"{node.name} changes the weights")
     wanted = _bare(mirror, zeroed.condition, zeroed.inverted, node)
     for kept in scores.keeps:
         is_it = wanted is not None and _bare(mirror, kept.node, kept.inverted, kept.used) == wanted
