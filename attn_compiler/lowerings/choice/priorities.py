@@ -319,7 +319,8 @@ ROWS: tuple[Row, ...] = (
         why=(
             "the model casts q and k to float32 and its weights back: Inductor's product with v stays in half precision, where "
             "PyTorch's float32 kernels take two products in float32 and five in the backward. H200, training step of GPT-J, D 256, "
-            "S 6144: 135 ms, with memory-efficient 285; GPT-Neo, D 128: 70 and 137; GPT-J's prefill 100 and 155"
+            "S 6144: 135 ms, with memory-efficient 285; GPT-Neo, D 128: 70 and 137 (upcasts_h200.csv). A prefill was timed once, "
+            "without a row: GPT-J 100 and 155"
         ),
     ),
     Row(
