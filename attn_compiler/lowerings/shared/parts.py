@@ -128,7 +128,7 @@ def with_band_as_rows(found: Parts) -> Parts:
 
 
 def _has_few_pairs(spec: AttentionSpec) -> bool:
-    """Lists take some ten small kernels to make."""
+    """To make a list takes a kernel of its own."""
     few_queries = isinstance(spec.seqlen_q, int) and spec.seqlen_q <= _FEW_QUERIES
     return few_queries or (isinstance(spec.seqlen_kv, int) and spec.seqlen_kv <= _FEW_KEYS)
 

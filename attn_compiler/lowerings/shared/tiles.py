@@ -1,29 +1,24 @@
-"""Which tiles of the scores a kernel has to visit, as graph nodes: made once for each distinct mask of a graph, and no S × S tensor.
+"""Which tiles of the scores a kernel has to visit, as graph nodes: made once for each distinct mask of a graph.
 
-The mask is evaluated at (B|1, Hq|1, nQ, 32, nK, 32) and reduced over the two inner axes where it is computed. What larger tiles
-hold follows from those of 32 × 32, and one op makes the lists from that (listing.py; see `Plan` for their form).
+One op makes the lists from the operands that the kernels read anyway (listing.py; see `Plan` for their form). Only a dense mask is looked
+at pair by pair: at (B|1, Hq|1, nQ, 32, nK, 32), reduced over the two inner axes where it is read.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import fx
 
-import attn_compiler.lowerings.shared.listing  # noqa: F401 (registers the op)
 from attn_compiler.lowerings.base import Emitter, Tile, Tiles
 from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.listing import HOLES, OPEN, SOME, UNIT
 
 aten = torch.ops.aten
-
-#: queries and keys of the smallest tile: every tile is made of these
-UNIT = 32
 
 Size = int | fx.Node
 
@@ -48,194 +43,72 @@ class Masking:
 
 
 def lists(emitter: Emitter, masking: Masking, tiles: Tiles, *, by_key: bool) -> fx.Node:
-    """int32 (B|1, Hq|1, n, m + 3): for each block of queries (by_key: of keys) which blocks of the other side to visit.
+    """int32 (B|1, Hq|1, n + 1, m + 3): for each block of queries (by_key: of keys) which blocks of the other side to visit.
 
-    Tiles are the forward's (by_key: those of the gradients of k and v). n and m are the numbers of blocks; for a symbolic size
-    they may be some more, which have no allowed pair. The rest of a list means nothing.
+    Tiles are the forward's (by_key: those of the gradients of k and v). n and m are the numbers of blocks; the last list means nothing.
     """
     tile = tiles.grad_kv if by_key else tiles.forward
-    step = (math.lcm(tiles.forward.queries, tiles.grad_kv.queries), math.lcm(tiles.forward.keys, tiles.grad_kv.keys))
-    key = ("triton tiles", masking.parts, step, tile.queries, tile.keys, by_key)
-    return emitter.once(key, lambda: _Lists(emitter, masking, step).of(tile, by_key=by_key))
+    key = ("triton tiles", masking.parts, tile.queries, tile.keys, by_key)
+    return emitter.once(key, lambda: _listed(emitter, masking, tile, by_key=by_key))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _States:
-    """bool (B|1, Hq|1, nQ, nK). some: a pair of the tile is allowed. holes: a query of it may not use a key, or there is no such key.
+def _listed(emitter: Emitter, masking: Masking, tile: Tile, *, by_key: bool) -> fx.Node:
+    units = None
+    if masking.mask is not None:
+        key = ("triton tiles: units", masking.mask, masking.seqlen_q, masking.seqlen_kv)
+        units = emitter.once(key, lambda: _Units(emitter, masking).of(masking.mask))
+    documents = (None, None) if masking.documents is None else masking.documents
+    band = Band() if masking.band is None else masking.band
+    left, right = (OPEN if side is None else min(side, OPEN) for side in (band.left, band.right))
+    return emitter.call(
+        torch.ops.attn_compiler.tile_lists.default,
+        *(masking.rows, masking.keys, *documents, units),
+        *(masking.seqlen_q, masking.seqlen_kv, left, right, band.from_end),
+        *(tile.queries, tile.keys, by_key),
+    )
 
-    A query that there is not counts for neither: kernels read zeros there. They read no keys beyond the last, so a tile that goes
-    beyond it is none that is allowed in full.
-    """
 
-    some: fx.Node
-    holes: fx.Node
+class _Units:
+    """What a dense mask holds in each UNIT × UNIT pairs: one kernel, shared by all tile sizes."""
 
-
-class _Lists:
-    """step: queries and keys that the grid of small tiles is filled up to, so that it divides into the larger ones."""
-
-    def __init__(self, emitter: Emitter, masking: Masking, step: tuple[int, int]) -> None:
+    def __init__(self, emitter: Emitter, masking: Masking) -> None:
         self._emitter = emitter
-        self._masking = masking
-        self._step = step
+        self._device = masking.device
+        self._sizes = (masking.seqlen_q, masking.seqlen_kv)
 
-    def of(self, tile: Tile, *, by_key: bool) -> fx.Node:
-        states = self._grouped(self._units(), tile)
-        return self._call(torch.ops.attn_compiler.tile_lists.default, states.some, states.holes, by_key)
+    def of(self, mask: Any) -> fx.Node:
+        """uint8 (B|1, Hq|1, nQ, nK), `SOME` and `HOLES`: bool (B|1, Hq|1, Sq|1, Skv|1). For a symbolic size there is a unit too many."""
+        queries, keys = (self._clamped(self._indices(size), mask, 2 + i) for i, size in enumerate(self._sizes))
+        queries = self._call(torch.unsqueeze, self._call(torch.unsqueeze, queries, -1), -1)
+        pairs = self._call(aten.index.Tensor, mask, [None, None, queries, keys])
+        holes = self._call(torch.logical_not, pairs)
+        return self._call(torch.add, self._any(pairs, SOME), self._any(holes, HOLES))
 
-    # ---- states ---------------------------------------------------------------------------------------------------
+    def _any(self, pairs: fx.Node, bit: int) -> fx.Node:
+        found = self._call(torch.any, pairs, dim=(3, 5))
+        return self._call(torch.mul, self._call(torch.Tensor.to, found, torch.uint8), bit)
 
-    def _units(self) -> _States:
-        """Of the tiles of 32 × 32, reduced where the mask is computed: one kernel, shared by all tile sizes."""
-
-        def once(name: str, make: Callable[[], fx.Node]) -> fx.Node:
-            return self._once(name, (self._masking.parts, self._step), make)
-
-        def reduced(pairs: fx.Node) -> fx.Node:
-            there = self._call(torch.logical_and, pairs, once("inside", self._inside))
-            return self._call(torch.any, there, dim=(3, 5))
-
-        allowed = once("allowed", self._allowed)
-        return _States(
-            some=once("some", lambda: reduced(allowed)),
-            holes=once("holes", lambda: reduced(self._call(torch.logical_not, allowed))),
-        )
-
-    def _grouped(self, units: _States, tile: Tile) -> _States:
-        return _States(some=self._any_of(units.some, tile), holes=self._any_of(units.holes, tile))
-
-    def _any_of(self, units: fx.Node, tile: Tile) -> fx.Node:
-        """Whether it is so for any of the small tiles that make up a tile. Not by views: that they divide can't be told."""
-        queries, keys = (
-            self._indices(self._times(steps, step // length), length // UNIT)
-            for steps, step, length in zip(self._all_steps(), self._step, (tile.queries, tile.keys), strict=True)
-        )
-        at = [None, None, self._unsqueezed(self._unsqueezed(queries)), keys]
-        states = self._call(torch.any, self._call(aten.index.Tensor, units, at), dim=(3, 5))
-        for axis, size, length in ((2, self._masking.seqlen_q, tile.queries), (3, self._masking.seqlen_kv, tile.keys)):
-            if isinstance(size, int):
-                states = self._narrowed(states, axis, -(-size // length))
-        return states
-
-    def _narrowed(self, states: fx.Node, axis: int, length: int) -> fx.Node:
-        if self._emitter.value(states).shape[axis] == length:
-            return states
-        return self._call(aten.slice.Tensor, states, axis, 0, length)
-
-    # ---- the mask -------------------------------------------------------------------------------------------------
-
-    def _allowed(self) -> fx.Node:
-        """bool, broadcasts to (B, Hq, nQ, 32, nK, 32): whether a pair is allowed; anything where there is no such query."""
-        conditions = [*self._in_band(), *self._in_rows(), *self._among_keys(), *self._in_documents(), *self._in_mask()]
-        there = self._call(torch.lt, self._key(), self._masking.seqlen_kv)
-        return reduce(lambda a, b: self._call(torch.logical_and, a, b), conditions, there)
-
-    def _in_band(self) -> list[fx.Node]:
-        band = self._masking.band
-        if band is None:
-            return []
-        query, key = self._query(), self._key()
-        if band.from_end:
-            query = self._call(torch.sub, self._call(torch.add, query, self._masking.seqlen_kv), self._masking.seqlen_q)
-        found = []
-        if band.left is not None:
-            found.append(self._call(torch.ge, key, self._call(torch.sub, query, band.left)))
-        if band.right is not None:
-            found.append(self._call(torch.le, key, self._call(torch.add, query, band.right)))
-        return found
-
-    def _in_rows(self) -> list[fx.Node]:
-        rows = self._masking.rows
-        if rows is None:
-            return []
-        first, end = (self._of_queries(self._call(aten.select.int, rows, 0, i)) for i in range(2))
-        key = self._key()
-        return [self._call(torch.ge, key, first), self._call(torch.lt, key, end)]
-
-    def _among_keys(self) -> list[fx.Node]:
-        keys = self._masking.keys
-        return [] if keys is None else [self._of_keys(keys)]
-
-    def _in_documents(self) -> list[fx.Node]:
-        documents = self._masking.documents
-        if documents is None:
-            return []
-        return [self._call(torch.eq, self._of_queries(documents[0]), self._of_keys(documents[1]))]
-
-    def _in_mask(self) -> list[fx.Node]:
-        mask = self._masking.mask
-        if mask is None:
-            return []
-        query, key = (self._clamped(index, mask, axis) for index, axis in ((self._query(), 2), (self._key(), 3)))
-        return [self._call(aten.index.Tensor, mask, [None, None, query, key])]
-
-    def _inside(self) -> fx.Node:
-        """Which queries there are: the last tiles go beyond them."""
-        return self._call(torch.lt, self._query(), self._masking.seqlen_q)
-
-    def _of_queries(self, x: fx.Node) -> fx.Node:
-        """(B|1, Sq) -> (B|1, 1, nQ, 32, 1, 1)"""
-        found = self._call(aten.index.Tensor, x, [None, self._clamped(self._query(), x, 1)])
-        return self._call(torch.unsqueeze, found, 1)
-
-    def _of_keys(self, x: fx.Node) -> fx.Node:
-        """(B|1, Skv) -> (B|1, 1, 1, 1, nK, 32)"""
-        found = self._call(aten.index.Tensor, x, [None, self._clamped(self._key(), x, 1)])
-        for _ in range(3):
-            found = self._call(torch.unsqueeze, found, 1)
-        return found
-
-    # ---- indices --------------------------------------------------------------------------------------------------
-
-    def _query(self) -> fx.Node:
-        """int64 (nQ, 32, 1, 1)"""
-        queries = self._indices(self._grid()[0], UNIT)
-        return self._once("queries", (queries,), lambda: self._unsqueezed(self._unsqueezed(queries)))
-
-    def _key(self) -> fx.Node:
-        """int64 (nK, 32)"""
-        return self._indices(self._grid()[1], UNIT)
-
-    def _indices(self, blocks: Size, length: int) -> fx.Node:
-        """int64 (blocks, length): 0, 1, …"""
+    def _indices(self, size: Size) -> fx.Node:
+        """int64 (units, UNIT): 0, 1, …"""
 
         def make() -> fx.Node:
-            starts = self._call(torch.mul, self._call(torch.arange, blocks, device=self._masking.device), length)
-            inner = self._call(torch.arange, length, device=self._masking.device)
-            return self._call(torch.add, self._unsqueezed(starts), inner)
+            starts = self._call(torch.mul, self._call(torch.arange, self._units(size), device=self._device), UNIT)
+            inner = self._call(torch.arange, UNIT, device=self._device)
+            return self._call(torch.add, self._call(torch.unsqueeze, starts, -1), inner)
 
-        return self._once("indices", (blocks, length, self._masking.device), make)
+        return self._once("indices", (size, self._device), make)
 
-    def _unsqueezed(self, x: fx.Node) -> fx.Node:
-        return self._call(torch.unsqueeze, x, -1)
+    def _units(self, size: Size) -> Size:
+        """One more than needed for a symbolic size: an axis that may be of size one would be guarded on."""
+        if isinstance(size, int):
+            return -(-size // UNIT)
+        return self._number(operator.floordiv, self._number(operator.add, size, 2 * UNIT - 1), UNIT)
 
     def _clamped(self, index: fx.Node, x: fx.Node, axis: int) -> fx.Node:
         """An index that is inside of an axis of x, along which there may be one element for all."""
         size = self._emitter.value(x).shape[axis]
-        last = size - 1 if isinstance(size, int) else self._call(operator.sub, self._size_of(x, axis), 1)
+        last = size - 1 if isinstance(size, int) else self._number(operator.sub, self._size_of(x, axis), 1)
         return self._call(torch.clamp, index, max=last)
-
-    # ---- sizes ----------------------------------------------------------------------------------------------------
-
-    def _grid(self) -> tuple[Size, Size]:
-        """How many tiles of 32 queries, and of 32 keys, the grid has."""
-        queries, keys = (
-            self._times(steps, step // UNIT) for steps, step in zip(self._all_steps(), self._step, strict=True)
-        )
-        return queries, keys
-
-    def _all_steps(self) -> tuple[Size, Size]:
-        return self._steps(self._masking.seqlen_q, self._step[0]), self._steps(self._masking.seqlen_kv, self._step[1])
-
-    def _steps(self, size: Size, step: int) -> Size:
-        """One more than needed for a symbolic size: an axis that may be of size one would be guarded on."""
-        if isinstance(size, int):
-            return -(-size // step)
-        divided = self._number(operator.floordiv, self._number(operator.add, size, step - 1), step)
-        return self._number(operator.add, divided, 1)
-
-    def _times(self, size: Size, by: int) -> Size:
-        return size * by if isinstance(size, int) else self._number(operator.mul, size, by)
 
     def _number(self, function: Callable[..., Any], size: fx.Node, by: int) -> fx.Node:
         """Numbers are made once, so that what is made from the same ones is the same too."""

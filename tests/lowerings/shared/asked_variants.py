@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 from attn_compiler.lowerings.decode import launch as decode_launch
 from attn_compiler.lowerings.fp8 import hopper_launch, rounding_launch, triton_launch
 from attn_compiler.lowerings.shared import ahead, compiling, imagined, listing_launch
+from attn_compiler.lowerings.shared.listing import OPEN
 from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.triton import launch
 from benchmarks import kernel_code
@@ -90,10 +91,11 @@ class Watch:
 
 
 def _lists() -> None:
-    some, holes = (torch.ones(2, 1, 8, 16, dtype=torch.bool) for _ in range(2))
+    keys, rows = torch.ones(2, 100, dtype=torch.bool), torch.ones(2, 1, 64, dtype=torch.int32)
     for by_key in (False, True):
-        listing_launch.lists(some, holes, by_key)
-        listing_launch.lists(some[:, :, :5, :7], holes[:, :, :5, :7], by_key)
+        for length in (100, 96, 1):
+            listing_launch.lists(None, keys[:, :length], None, None, None, 64, length, OPEN, 0, True, 64, 32, by_key)
+        listing_launch.lists(rows, keys[:1], None, None, None, 64, 100, OPEN, OPEN, False, 128, 64, by_key)
 
 
 def _launched(body: Callable[..., Any], given: Any, named: Any) -> tuple[list[str], Any]:

@@ -14,13 +14,15 @@ import triton
 
 from attn_compiler.lowerings.shared import ahead, compiling, imagined, listing_launch
 from attn_compiler.lowerings.shared.kernels.tile_lists import tile_lists
+from attn_compiler.lowerings.shared.listing import OPEN
 from benchmarks.kernel_code import _Driver
 
 
 def main() -> None:
     triton.runtime.driver.set_active(_Driver())
-    some = torch.ones(2, 1, 8, 16, dtype=torch.bool)
-    call = ahead.Call(body=listing_launch.lists, arguments=imagined.described((some, some, False)), named=())
+    keys = torch.ones(2, 100, dtype=torch.bool)
+    given = (None, keys, None, None, None, 64, 100, OPEN, 0, False, 64, 32, False)
+    call = ahead.Call(body=listing_launch.lists, arguments=imagined.described(given), named=())
     workers, left = compiling.workers(2), []
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder

@@ -22,6 +22,7 @@ from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.lowerings.shared import ahead, imagined, launching, on_device, ops
 from attn_compiler.lowerings.shared.ahead import Ahead
 from attn_compiler.lowerings.shared.compiling import Compiled
+from attn_compiler.lowerings.shared.listing import OPEN
 from attn_compiler.lowerings.shared.noting import noter
 from tests import inductor_caches
 
@@ -231,13 +232,14 @@ def test_on_a_gpu_threads_compile_where_inductor_would_have_it(monkeypatch: pyte
 def test_calls_are_those_whose_values_are_known() -> None:
     graph = fx.Graph()
     known, unknown = graph.placeholder("known"), graph.placeholder("unknown")
-    known.meta["val"] = value = torch.zeros(1, 1, 2, 2, dtype=torch.bool)
+    known.meta["val"] = value = torch.zeros(2, 70, dtype=torch.bool)
     lists = torch.ops.attn_compiler.tile_lists.default
-    for some in (known, unknown):
-        graph.call_function(lists, (some, known), {"by_key": True})
+    numbers = (64, 70, OPEN, 0, False, 64, 32)
+    for keys in (known, unknown):
+        graph.call_function(lists, (None, keys, None, None, None, *numbers), {"by_key": True})
     (call,) = ahead.calls(graph)
     assert call.body is ops.launching_body(lists)
-    assert call.arguments == (imagined.Lying.of(value), imagined.Lying.of(value))
+    assert call.arguments == (None, imagined.Lying.of(value), None, None, None, *numbers)
     assert call.named == (("by_key", True),)
 
 

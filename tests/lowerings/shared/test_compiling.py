@@ -180,7 +180,9 @@ def test_what_is_noted_is_what_launches_ask_for(case: str, asked: Any) -> None:
 def test_sizes_that_triton_tells_apart_are_other_variants(asked: Any) -> None:
     aligned, odd = (set(asked[case][0]["noted"]) for case in ("triton plain_64", "triton odd_lengths_64"))
     assert aligned.isdisjoint(odd)
-    assert len({key for call in asked["lists"] for key in call["noted"]}) == 1, "one kernel makes the lists of all"
+    lists = {key for call in asked["lists"] for key in call["noted"]}
+    assert len(asked["lists"]) == 8
+    assert len(lists) == 4, "the same parts and tiles share a kernel, whatever the lengths"
 
 
 def test_a_launch_finds_what_a_thread_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
