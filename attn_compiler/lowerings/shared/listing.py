@@ -6,7 +6,7 @@ pairs, and no other node is needed. A tile is visited if each part by itself all
 left of is then visited in vain, which changes no result. Which tiles are allowed in full is exact.
 
 An op of its own: Inductor takes 12 to 48 s to compile the sort that plain nodes need (32 to 128 blocks, an H200 machine, torch 2.11). On
-a GPU one Triton kernel makes the lists of any number of blocks (kernels/tile_lists.py).
+a GPU two small Triton kernels make the lists of any number of blocks (kernels/tile_lists.py).
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ HEAD = 3
 SURPLUS = 1
 #: queries and keys of the pairs that `units` speaks of. Every tile is made of these
 UNIT = 32
+#: numbers that the kernels note of each block of queries, and of keys
+OF_QUERIES, OF_KEYS = 6, 4
 #: bits of `units`: a pair is allowed; a pair is not
 SOME, HOLES = 1, 2
 #: a side of the band that is open: as far as no position is away, and sums with it are of 32 bits

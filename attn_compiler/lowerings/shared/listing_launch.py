@@ -1,4 +1,4 @@
-"""Calls the kernel that makes lists of tiles. Imports triton, so it comes late."""
+"""Calls the kernels that make lists of tiles. Imports triton, so it comes late."""
 
 from __future__ import annotations
 
@@ -6,60 +6,103 @@ from typing import Any
 
 import torch
 
-from attn_compiler.lowerings.shared.kernels.tile_lists import tile_lists
-from attn_compiler.lowerings.shared.launching import Arguments, alike, launch
-from attn_compiler.lowerings.shared.listing import HEAD, SURPLUS, Asked
+from attn_compiler.lowerings.shared.kernels.tile_lists import tile_bounds, tile_lists
+from attn_compiler.lowerings.shared.launching import Alike, Arguments, alike, launch
+from attn_compiler.lowerings.shared.listing import OF_KEYS, OF_QUERIES, UNIT, Asked
 from attn_compiler.lowerings.shared.on_device import on
 
-#: elements of the other side that a program reads at once
-_AT_ONCE = 4096
-#: blocks of the other side that a program reads at once, at most
-_MOST = 128
+Tensor = torch.Tensor
 
-#: the kernel's parameters and the tensors of `Asked`
-_TENSORS = {"Rows": "rows", "Keys": "keys", "DocumentsQ": "documents_q", "DocumentsK": "documents_k", "Units": "units"}
+#: elements of the other side that a program reads at once, at most
+_BLOCK = 128
+#: of units, of which a tile may have many
+_UNITS_AT_ONCE = 2048
+
+#: the parameters of the kernel that sums up blocks, and the tensors of `Asked`
+_SUMMED = {"Rows": "rows", "Keys": "keys", "DocumentsQ": "documents_q", "DocumentsK": "documents_k"}
 
 
-def lists(*given: Any) -> torch.Tensor:
+def lists(*given: Any) -> Tensor:
     """As `listing.listed`."""
     asked = Asked(**dict(zip(Asked.__slots__, given, strict=True)))
     have = asked.tensors
     same = alike(f"tile_lists {tuple(have)} {asked.numbers}", list(have.values()))
     with on(same.device):
-        made = same.empty("lists", asked.empty)
-        launch(tile_lists, same, have | {"lists": made}, lambda: _arguments(asked, made))
+        have |= {"lists": (made := same.empty("lists", asked.empty))}
+        bounds = _bounds(same, asked, made)
+        if set(_SUMMED.values()) & set(have):
+            launch(tile_bounds, same, have | bounds, lambda: _bounds_arguments(asked, made))
+        launch(tile_lists, same, have | bounds, lambda: _lists_arguments(asked, made))
     return made
 
 
-def _arguments(asked: Asked, made: torch.Tensor) -> Arguments:
-    batch, heads, lists_of_head, columns = made.shape
-    rows = lists_of_head - SURPLUS
-    left, right = asked.band
-    other = asked.queries if asked.by_key else asked.keys_of
-    sizes = {"seqlen_q": asked.seqlen_q, "seqlen_kv": asked.seqlen_kv, "band_left": left, "band_right": right}
-    switches = {"QUERIES": asked.queries, "KEYS": asked.keys_of, "BY_KEY": asked.by_key}
+def _bounds(same: Alike, asked: Asked, made: Tensor) -> dict[str, Tensor]:
+    """Room for what is known of each block."""
+    queries, keys = asked.blocks
+
+    def room(numbers: int, blocks: int) -> Tensor:
+        return torch.empty((made.shape[0], numbers, blocks), dtype=torch.int32, device=made.device)
+
+    return {
+        "of_queries": same.empty("of_queries", lambda: room(OF_QUERIES, queries)),
+        "of_keys": same.empty("of_keys", lambda: room(OF_KEYS, keys)),
+    }
+
+
+def _sizes(asked: Asked) -> dict[str, int]:
+    queries, keys = asked.blocks
+    sizes = {"seqlen_q": asked.seqlen_q, "seqlen_kv": asked.seqlen_kv, "QUERIES": asked.queries, "KEYS": asked.keys_of}
+    return {"blocks_q": queries, "blocks_k": keys, **sizes}
+
+
+def _stride(x: Tensor | None, axis: int) -> int:
+    """0 for an axis of one element, which stands for all."""
+    return 0 if x is None or x.shape[axis] == 1 else x.stride(axis)
+
+
+def _bounds_arguments(asked: Asked, made: Tensor) -> Arguments:
+    strides = {
+        "rows_side": _stride(asked.rows, 0),
+        "rows_b": _stride(asked.rows, 1),
+        "keys_b": _stride(asked.keys, 0),
+        "documents_qb": _stride(asked.documents_q, 0),
+        "documents_kb": _stride(asked.documents_k, 0),
+    }
+    tensors = {name: (own if own in asked.tensors else None) for name, own in _SUMMED.items()}
     return Arguments(
-        grid=(batch * heads * rows, 1, 1),
-        tensors={name: (own if own in asked.tensors else None) for name, own in _TENSORS.items()} | {"Lists": "lists"},
-        numbers={"heads": heads, "rows": rows, "length": columns - HEAD}
-        | sizes
-        | _strides(asked)
-        | switches
-        | {"BLOCK": min(_AT_ONCE // other, _MOST)},
+        grid=(sum(asked.blocks), made.shape[0], 1),
+        tensors=tensors | {"OfQueries": "of_queries", "OfKeys": "of_keys"},
+        numbers=_sizes(asked) | strides,
     )
 
 
-def _strides(asked: Asked) -> dict[str, int]:
-    """Of the axes that a list goes by; 0 for an axis of one element, which stands for all."""
-
-    def stride(x: torch.Tensor | None, axis: int) -> int:
-        return 0 if x is None or x.shape[axis] == 1 else x.stride(axis)
-
-    return {
-        "rows_side": stride(asked.rows, 0),
-        "rows_b": stride(asked.rows, 1),
-        "keys_b": stride(asked.keys, 0),
-        "documents_qb": stride(asked.documents_q, 0),
-        "documents_kb": stride(asked.documents_k, 0),
-        **{f"units_{name}": stride(asked.units, axis) for axis, name in enumerate("bhqk")},
+def _lists_arguments(asked: Asked, made: Tensor) -> Arguments:
+    left, right = asked.band
+    batch, heads = made.shape[:2]
+    units = {f"units_{name}": _stride(asked.units, axis) for axis, name in enumerate("bhqk")}
+    has = {
+        "HAS_ROWS": asked.rows is not None,
+        "HAS_KEYS": asked.keys is not None,
+        "HAS_DOCUMENTS": asked.documents_q is not None,
     }
+    return Arguments(
+        grid=(asked.blocks[asked.by_key], heads, batch),
+        tensors={
+            "OfQueries": "of_queries",
+            "OfKeys": "of_keys",
+            "Units": None if asked.units is None else "units",
+            "Lists": "lists",
+        },
+        numbers=_sizes(asked)
+        | {"heads": heads, "band_left": left, "band_right": right, "BY_KEY": asked.by_key, "BLOCK": _block(asked)}
+        | units
+        | has,
+    )
+
+
+def _block(asked: Asked) -> int:
+    """Blocks that a program looks at at once."""
+    if asked.units is None:
+        return _BLOCK
+    units = (asked.queries // UNIT) * (asked.keys_of // UNIT)
+    return max(min(_UNITS_AT_ONCE // units, _BLOCK), 1)

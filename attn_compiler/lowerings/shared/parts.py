@@ -24,7 +24,7 @@ from attn_compiler.spec import AttentionSpec
 B, H, Q, K = map(Index, "bhqk")
 
 #: up to so many the mask is evaluated everywhere
-_FEW_QUERIES, _FEW_KEYS = 32, 512
+_FEW_QUERIES, _FEW_KEYS = 32, 128
 
 #: what `Parts` may hold. "lengths": the keys of a batch row up to a number, whatever the query. "rows": any other interval of keys.
 #: "keys": truth values of keys, computed or given.

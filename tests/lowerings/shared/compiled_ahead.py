@@ -1,4 +1,4 @@
-"""Compiles the small kernel of tile lists in a thread, for a GPU that is not there: python -m tests.lowerings.shared.compiled_ahead
+"""Compiles the small kernels of tile lists in a thread, for a GPU that is not there: python -m tests.lowerings.shared.compiled_ahead
 
 In a process of its own, since Triton's interpreter, which the other tests use, compiles nothing.
 """
@@ -28,7 +28,8 @@ def main() -> None:
         triton.knobs.cache.dir = folder
         first, again = (ahead.Ahead(begin=workers.begin) for _ in range(2))
         ahead.note_launches(call, first.note)
-        begun, (kernel,) = [future.result().kernel for future in first.started], tile_lists.device_caches[0][0].values()
+        begun = [future.result().kernel for future in first.started]
+        (kernel,) = tile_lists.device_caches[0][0].values()
         ahead.note_launches(call, again.note)
         ahead.note_launches(call, lambda *asked: left.extend(compiling.variants(*asked)))
     seconds = sum(seconds for _, seconds in first.compiled())

@@ -1,7 +1,7 @@
-"""The kernel that makes lists of tiles (shared/listing.py): one program for each list.
+"""The kernels that make lists of tiles (shared/listing.py): one that sums up each block of queries and of keys, and one that makes the
+lists of that, one program for each list.
 
-A program reads what each part of the mask says of its own block and, `BLOCK` at once, of the blocks of the other side. No number is
-specialised on: one compiled kernel serves every model whose masks have the same parts and whose kernels have the same tiles.
+No number is specialised on: one compiled kernel serves every model whose masks have the same parts and whose kernels have the same tiles.
 """
 
 from __future__ import annotations
@@ -20,22 +20,105 @@ HOLES = tl.constexpr(listing.HOLES)
 #: beyond every position, and sums with it are of 32 bits
 BEYOND = tl.constexpr(2**30)
 
-_NUMBERS = (
-    *("heads", "rows", "length", "seqlen_q", "seqlen_kv", "band_left", "band_right"),
-    *("rows_side", "rows_b", "keys_b", "documents_qb", "documents_kb"),
+OF_QUERIES, OF_KEYS = tl.constexpr(listing.OF_QUERIES), tl.constexpr(listing.OF_KEYS)
+
+#: what is known of a block of queries: the intervals' bounds, and document numbers
+LEAST_LOWER, MOST_LOWER, LEAST_UPPER, MOST_UPPER, LEAST_Q, MOST_Q = map(tl.constexpr, range(listing.OF_QUERIES))
+#: what is known of a block of keys: whether any and all may be used, and document numbers
+ANY_KEY, ALL_KEYS, LEAST_K, MOST_K = map(tl.constexpr, range(listing.OF_KEYS))
+
+_BOUNDS_NUMBERS = (
+    "blocks_q",
+    "blocks_k",
+    "seqlen_q",
+    "seqlen_kv",
+    "rows_side",
+    "rows_b",
+    "keys_b",
+    "documents_qb",
+    "documents_kb",
+)
+_LISTS_NUMBERS = (
+    *("heads", "blocks_q", "blocks_k", "seqlen_q", "seqlen_kv", "band_left", "band_right"),
     *("units_b", "units_h", "units_q", "units_k"),
 )
 
 
 @triton.jit
-def _later(a, b):
-    return tl.maximum(a, b)
+def _sum_up_queries(
+    Rows, Documents, to, block, blocks, seqlen, rows_side, rows_at, documents_at, QUERIES: tl.constexpr
+):
+    # The last position stands for those beyond it.
+    at = tl.minimum(block * QUERIES + tl.arange(0, QUERIES), seqlen - 1)
+    if Rows is not None:
+        lower, upper = tl.load(Rows + rows_at + at), tl.load(Rows + rows_side + rows_at + at)
+        is_empty = lower >= upper
+        lower, upper = tl.where(is_empty, BEYOND, lower), tl.where(is_empty, -1, upper)
+        tl.store(to + LEAST_LOWER * blocks, tl.min(lower, 0))
+        tl.store(to + MOST_LOWER * blocks, tl.max(lower, 0))
+        tl.store(to + LEAST_UPPER * blocks, tl.min(upper, 0))
+        tl.store(to + MOST_UPPER * blocks, tl.max(upper, 0))
+    if Documents is not None:
+        documents = tl.load(Documents + documents_at + at)
+        tl.store(to + LEAST_Q * blocks, tl.min(documents, 0))
+        tl.store(to + MOST_Q * blocks, tl.max(documents, 0))
 
 
 @triton.jit
-def _positions(blocks, seqlen, LENGTH: tl.constexpr):
-    """(blocks, LENGTH): the positions in each block. The last position stands for those beyond it."""
-    return tl.minimum(blocks[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :], seqlen - 1)
+def _sum_up_keys(Keys, Documents, to, block, blocks, seqlen, keys_at, documents_at, KEYS: tl.constexpr):
+    at = tl.minimum(block * KEYS + tl.arange(0, KEYS), seqlen - 1)
+    if Keys is not None:
+        allowed = (tl.load(Keys + keys_at + at) != 0).to(tl.int32)
+        tl.store(to + ANY_KEY * blocks, tl.max(allowed, 0))
+        tl.store(to + ALL_KEYS * blocks, tl.min(allowed, 0))
+    if Documents is not None:
+        documents = tl.load(Documents + documents_at + at)
+        tl.store(to + LEAST_K * blocks, tl.min(documents, 0))
+        tl.store(to + MOST_K * blocks, tl.max(documents, 0))
+
+
+@triton.jit(do_not_specialize=_BOUNDS_NUMBERS)
+def tile_bounds(
+    Rows,
+    Keys,
+    DocumentsQ,
+    DocumentsK,
+    OfQueries,
+    OfKeys,
+    blocks_q,
+    blocks_k,
+    seqlen_q,
+    seqlen_kv,
+    rows_side,
+    rows_b,
+    keys_b,
+    documents_qb,
+    documents_kb,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Rows: int32 (2, batch, Sq). Keys: uint8 (batch, Skv). DocumentsQ, DocumentsK: int32 (batch, Sq), (batch, Skv). None: the mask has no
+    such part. OfQueries, OfKeys: int32 (batch, OF_QUERIES, blocks_q), (batch, OF_KEYS, blocks_k), packed, of which only what the parts
+    say is written.
+
+    Operands lie packed along their last axis; other axes go by strides in elements, 0 where one stands for all.
+    A program sums up one block: those of queries come first. A query without keys has the bounds (BEYOND, -1).
+    """
+    block, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if block < blocks_q:
+        to = OfQueries + batch * blocks_q * OF_QUERIES + block
+        _sum_up_queries(
+            Rows, DocumentsQ, to, block, blocks_q, seqlen_q, rows_side, batch * rows_b, batch * documents_qb, QUERIES
+        )
+    else:
+        block -= blocks_q
+        to = OfKeys + batch * blocks_k * OF_KEYS + block
+        _sum_up_keys(Keys, DocumentsK, to, block, blocks_k, seqlen_kv, batch * keys_b, batch * documents_kb, KEYS)
+
+
+@triton.jit
+def _later(a, b):
+    return tl.maximum(a, b)
 
 
 @triton.jit
@@ -50,36 +133,33 @@ def _band(queries, keys, seqlen_q, seqlen_kv, band_left, band_right, QUERIES: tl
 
 
 @triton.jit
-def _rows(Rows, rows_side, queries, keys, seqlen_q, seqlen_kv, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+def _rows(bounds, queries, keys, blocks_q, seqlen_kv, inside, KEYS: tl.constexpr):
     """(some, holes) of the queries' intervals of keys."""
-    at = _positions(queries, seqlen_q, QUERIES)
-    lower, upper = tl.load(Rows + at), tl.load(Rows + rows_side + at)
-    is_empty = lower >= upper
-    lower, upper = tl.where(is_empty, BEYOND, lower), tl.where(is_empty, -1, upper)
+    at = bounds + queries
     first_k = keys * KEYS
     last_k = tl.minimum(first_k + KEYS, seqlen_kv) - 1
-    some = (last_k >= tl.min(lower, 1)) & (first_k < tl.max(upper, 1))
-    return some, (first_k < tl.max(lower, 1)) | (last_k >= tl.min(upper, 1))
+    lower = tl.load(at + LEAST_LOWER * blocks_q, mask=inside, other=0)
+    upper = tl.load(at + MOST_UPPER * blocks_q, mask=inside, other=0)
+    some = (last_k >= lower) & (first_k < upper)
+    lower = tl.load(at + MOST_LOWER * blocks_q, mask=inside, other=0)
+    upper = tl.load(at + LEAST_UPPER * blocks_q, mask=inside, other=0)
+    return some, (first_k < lower) | (last_k >= upper)
 
 
 @triton.jit
-def _keys(Keys, keys, seqlen_kv, KEYS: tl.constexpr):
+def _keys(bounds, keys, blocks_k, inside):
     """(some, holes) of the truth values of keys."""
-    allowed = (tl.load(Keys + _positions(keys, seqlen_kv, KEYS)) != 0).to(tl.int32)
-    return tl.max(allowed, 1) != 0, tl.min(allowed, 1) == 0
+    some = tl.load(bounds + ANY_KEY * blocks_k + keys, mask=inside, other=0) != 0
+    return some, tl.load(bounds + ALL_KEYS * blocks_k + keys, mask=inside, other=0) == 0
 
 
 @triton.jit
-def _documents(DocumentsQ, DocumentsK, queries, keys, seqlen_q, seqlen_kv, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+def _documents(of_queries, of_keys, queries, keys, blocks_q, blocks_k, inside_q, inside_k):
     """(some, holes) of document numbers: some where the ranges of the numbers meet."""
-    of_queries = tl.load(DocumentsQ + _positions(queries, seqlen_q, QUERIES))
-    of_keys = tl.load(DocumentsK + _positions(keys, seqlen_kv, KEYS))
-    least_q, most_q, least_k, most_k = (
-        tl.min(of_queries, 1),
-        tl.max(of_queries, 1),
-        tl.min(of_keys, 1),
-        tl.max(of_keys, 1),
-    )
+    least_q = tl.load(of_queries + LEAST_Q * blocks_q + queries, mask=inside_q, other=0)
+    most_q = tl.load(of_queries + MOST_Q * blocks_q + queries, mask=inside_q, other=0)
+    least_k = tl.load(of_keys + LEAST_K * blocks_k + keys, mask=inside_k, other=0)
+    most_k = tl.load(of_keys + MOST_K * blocks_k + keys, mask=inside_k, other=0)
     some = (least_q <= most_k) & (least_k <= most_q)
     return some, (least_q != most_q) | (least_k != most_k) | (least_q != least_k)
 
@@ -96,72 +176,88 @@ def _units(Units, units_q, units_k, queries, keys, seqlen_q, seqlen_kv, QUERIES:
     return tl.max(states & SOME, 1) != 0, tl.max(states & HOLES, 1) != 0
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit
+def _within_reach(
+    row, seqlen_q, seqlen_kv, band_left, band_right, length, QUERIES: tl.constexpr, KEYS: tl.constexpr, BY_KEY: tl.constexpr
+):  # fmt: skip
+    """First and end of the blocks of the other side that hold all that the band lets a block see."""
+    if BY_KEY:
+        first = row * KEYS - band_right
+        last = tl.minimum(row * KEYS + KEYS, seqlen_kv) - 1 + band_left
+        first, end = tl.maximum(first, 0) // QUERIES, tl.maximum(last, -1) // QUERIES + 1
+    else:
+        first = row * QUERIES - band_left
+        last = tl.minimum(row * QUERIES + QUERIES, seqlen_q) - 1 + band_right
+        first, end = tl.maximum(first, 0) // KEYS, tl.maximum(last, -1) // KEYS + 1
+    return first, tl.minimum(end, length)
+
+
+@triton.jit(do_not_specialize=_LISTS_NUMBERS)
 def tile_lists(
-    Rows,
-    Keys,
-    DocumentsQ,
-    DocumentsK,
+    OfQueries,
+    OfKeys,
     Units,
     Lists,
     heads,
-    rows,
-    length,
+    blocks_q,
+    blocks_k,
     seqlen_q,
     seqlen_kv,
     band_left,
     band_right,
-    rows_side,
-    rows_b,
-    keys_b,
-    documents_qb,
-    documents_kb,
     units_b,
     units_h,
     units_q,
     units_k,
+    HAS_ROWS: tl.constexpr,
+    HAS_KEYS: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     BY_KEY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows: int32 (2, batch, Sq). Keys: uint8 (batch, Skv). DocumentsQ, DocumentsK: int32 (batch, Sq), (batch, Skv). Units: uint8 (batch,
-    heads, ⌈Sq/32⌉, ⌈Skv/32⌉). None: the mask has no such part. Lists: int32 (batch, heads, rows + SURPLUS, length + HEAD), packed.
+    """OfQueries, OfKeys: as `tile_bounds` has them. Units: uint8 (batch, heads, ⌈Sq/32⌉, ⌈Skv/32⌉), any strides, 0 where one stands for
+    all, or None. Lists: int32 (batch, heads, rows + SURPLUS, length + HEAD), packed: rows are the blocks of queries, BY_KEY of keys.
 
-    All but Units lie packed along their last axis; other axes go by strides in elements, 0 where one stands for all.
     A run is the first of the longest ones. Blocks that need the mask come in order. Behind them stands anything.
     """
-    at = tl.program_id(0).to(tl.int64)
-    row, head, batch = (at % rows).to(tl.int32), at // rows % heads, at // rows // heads
+    if BY_KEY:
+        rows, length = blocks_k, blocks_q
+    else:
+        rows, length = blocks_q, blocks_k
+    row, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     Lists += ((batch * heads + head) * (rows + SURPLUS) + row) * (length + HEAD)
+    OfQueries += batch * blocks_q * OF_QUERIES
+    OfKeys += batch * blocks_k * OF_KEYS
+    reach, reach_end = _within_reach(row, seqlen_q, seqlen_kv, band_left, band_right, length, QUERIES, KEYS, BY_KEY)
 
     # The first pass: what each block holds, how many have an allowed pair, and the longest run of those that have no hole.
-    gap, longest, end, visited = -1, 0, 1, 0
-    for start in range(0, length, BLOCK):
+    gap, longest, end, visited = reach - 1, 0, 1, 0
+    for start in range(reach, reach_end, BLOCK):
         blocks = start + tl.arange(0, BLOCK)
         own = row + tl.zeros((1,), tl.int32)
         if BY_KEY:
             queries, keys = blocks, own
         else:
             queries, keys = own, blocks
+        inside_q, inside_k = queries < blocks_q, keys < blocks_k
         some, holes = _band(queries, keys, seqlen_q, seqlen_kv, band_left, band_right, QUERIES, KEYS)
-        if Rows is not None:
-            found, lacking = _rows(Rows + batch * rows_b, rows_side, queries, keys, seqlen_q, seqlen_kv, QUERIES, KEYS)
+        if HAS_ROWS:
+            found, lacking = _rows(OfQueries, queries, keys, blocks_q, seqlen_kv, inside_q, KEYS)
             some, holes = some & found, holes | lacking
-        if Keys is not None:
-            found, lacking = _keys(Keys + batch * keys_b, keys, seqlen_kv, KEYS)
+        if HAS_KEYS:
+            found, lacking = _keys(OfKeys, keys, blocks_k, inside_k)
             some, holes = some & found, holes | lacking
-        if DocumentsQ is not None:
-            found, lacking = _documents(
-                DocumentsQ + batch * documents_qb, DocumentsK + batch * documents_kb, queries, keys, seqlen_q, seqlen_kv, QUERIES, KEYS
-            )  # fmt: skip
+        if HAS_DOCUMENTS:
+            found, lacking = _documents(OfQueries, OfKeys, queries, keys, blocks_q, blocks_k, inside_q, inside_k)
             some, holes = some & found, holes | lacking
         if Units is not None:
             found, lacking = _units(
                 Units + batch * units_b + head * units_h, units_q, units_k, queries, keys, seqlen_q, seqlen_kv, QUERIES, KEYS
             )  # fmt: skip
             some, holes = some & found, holes | lacking
-        there = blocks < length
+        there = blocks < reach_end
         some = some & there
         full = some & (holes == 0)
         tl.store(Lists + HEAD + blocks, some.to(tl.int32), mask=there)
@@ -181,9 +277,9 @@ def tile_lists(
     # The second pass: each block that needs the mask goes to its place, which is not behind where its state stands.
     before = 0
     tl.debug_barrier()
-    for start in range(0, length, BLOCK):
+    for start in range(reach, reach_end, BLOCK):
         blocks = start + tl.arange(0, BLOCK)
-        some = tl.load(Lists + HEAD + blocks, mask=blocks < length, other=0) != 0
+        some = tl.load(Lists + HEAD + blocks, mask=blocks < reach_end, other=0) != 0
         tl.debug_barrier()
         is_partial = some & ((blocks < first) | (blocks >= end))
         place = before + tl.cumsum(is_partial.to(tl.int32), 0) - 1
