@@ -69,12 +69,17 @@ class Replay:
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What is returned, of inputs that lie like those of the first call."""
+        return self.run_at(inputs, [x.data_ptr() for x in inputs])
+
+    def run_at(self, inputs: Sequence[torch.Tensor], addresses: list[int]) -> list[torch.Tensor]:
+        """The same for whoever knows the inputs' addresses."""
         device = self.device
         if current_cuda_device() != device:
             with torch.cuda.device(device):
-                return self.run(inputs)
-        tensors = [*inputs, *[make() for make in self.allocate]]
-        addresses = [tensor.data_ptr() for tensor in tensors]
+                return self.run_at(inputs, addresses)
+        made = [make() for make in self.allocate]
+        tensors = [*inputs, *made]
+        addresses += [x.data_ptr() for x in made]
         for compiled, grid, first, where in self.launches:
             values = first.copy()
             for position, tensor in where:
@@ -143,6 +148,32 @@ def alike(text: str, tensors: Sequence[torch.Tensor]) -> Alike:
     key = (text, device, *[(t.shape, t.stride(), t.dtype, t.data_ptr() % VECTOR) for t in tensors])
     found = _ALIKE.get(key)
     return _ALIKE.keep(key, Alike(device=device)) if found is None else found
+
+
+class Site:
+    """Calls of one place in compiled code, where tensors lie the same in every call: after the first one their addresses are all that
+    is asked."""
+
+    __slots__ = ("_replay",)
+
+    def __init__(self) -> None:
+        self._replay: Replay | None = None
+
+    def again(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """What a further call returns; None where the body has to be called: at first, and where a tensor's address is no multiple of a
+        vector."""
+        replay = self._replay
+        if replay is None:
+            return None
+        addresses = [x.data_ptr() for x in inputs]
+        if any(address % VECTOR for address in addresses):
+            return None
+        return replay.run_at(inputs, addresses)
+
+    def learn(self, text: str, inputs: Sequence[torch.Tensor]) -> None:
+        """After the body was called."""
+        if not any(x.data_ptr() % VECTOR for x in inputs):
+            self._replay = alike(text, inputs).replay
 
 
 def launch(

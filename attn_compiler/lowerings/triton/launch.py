@@ -25,7 +25,7 @@ from attn_compiler.lowerings.shared.arguments import (
     prepare,
     strides,
 )
-from attn_compiler.lowerings.shared.launching import Arguments, Grid, alike, launch
+from attn_compiler.lowerings.shared.launching import Arguments, Grid, Site, alike, launch
 from attn_compiler.lowerings.shared.on_device import on
 from attn_compiler.lowerings.shared.ops import empty_gradient, empty_outputs
 from attn_compiler.lowerings.shared.readable import is_unreadable, readable
@@ -62,6 +62,23 @@ def forward(
         ran = launch(forward_kernels.attention_forward, same, tensors, arguments)
     same.keep([ran], inputs=("Q", "K", "V", *prepared.operands), returned=("Out", "Lse"))
     return tensors["Out"], tensors["Lse"]
+
+
+class ForwardSite(Site):
+    """`forward` for one place in compiled code."""
+
+    __slots__ = ()
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = (q, k, v, *operands)
+        found = self.again(inputs)
+        if found is None:
+            out, lse = forward(q, k, v, operands, text)
+            self.learn(text, inputs)
+            return out, lse
+        return found[0], found[1]
 
 
 def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Arguments:
@@ -110,6 +127,32 @@ def gradients(
         return grad_q, grad_k, grad_v, grads
     with on(q.device):
         return _all_gradients(begin_backward(grad_out, grad_lse, q, k, v, operands, out, lse, text))
+
+
+class BackwardSite(Site):
+    """`gradients` for one place in compiled code."""
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        operands: Tensors,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        text: str,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        inputs = _backward_inputs(grad_out, grad_lse, q, k, v, operands, out, lse)
+        found = self.again(inputs)
+        if found is None:
+            grads = gradients(grad_out, grad_lse, q, k, v, operands, out, lse, text)
+            self.learn(text, inputs)
+            return grads
+        return found[0], found[1], found[2], found[3:]
 
 
 def _backward_inputs(

@@ -11,8 +11,8 @@ from attn_compiler.lowerings.shared.ops import late, register_family
 
 register_family(
     "triton",
-    forward=late("triton.launch", "forward", notes=True),
-    backward=late("triton.launch", "gradients", notes=True),
+    forward=late("triton.launch", "forward", site="ForwardSite", notes=True),
+    backward=late("triton.launch", "gradients", site="BackwardSite", notes=True),
     differentiable=parts.differentiable,
     dispatch_key="CompositeExplicitAutograd",
 )

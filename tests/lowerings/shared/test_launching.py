@@ -202,3 +202,53 @@ def test_a_further_launch_gets_tuples_without_names() -> None:
     assert type(launching.plain((strides, 1))[0]) is tuple
     assert launching.plain((strides, 1)) == ((4, 2, 1), 1)
     assert launching.plain("ieee") == "ieee"
+
+
+# ---- places in compiled code ------------------------------------------------------------------------------------------
+
+
+class Place(launching.Site):
+    """Of a body that launches one kernel on whole vectors."""
+
+    def __init__(self, compiled: Compiled) -> None:
+        super().__init__()
+        self.bodies, self._compiled = 0, compiled
+
+    def __call__(self, q: Tensor) -> Tensor:
+        found = self.again((q,))
+        if found is None:
+            self.bodies += 1
+            alike("text", (q,)).replay = self._replay_of()
+            self.learn("text", (q,))
+            return q
+        return found[0]
+
+    def _replay_of(self) -> launching.Replay:
+        launches = ((self._compiled, (1, 1, 1), [None, 7, None], ((0, 0), (2, 1))),)
+        return launching.Replay(device=0, allocate=(lambda: torch.empty(2),), launches=launches, returned=(1,))
+
+
+def test_a_place_asks_for_addresses_alone_after_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "current_cuda_device", lambda: 0)
+    place = Place(compiled := Compiled())
+    first, second = torch.empty(8), torch.empty(8)
+    assert place(first) is first
+    monkeypatch.setattr(launching, "alike", None)
+    out = place(second)
+    assert place.bodies == 1
+    assert [given[-3:] for given in compiled.runs] == [(second.data_ptr(), 7, out.data_ptr())]
+
+
+def test_a_place_calls_its_body_for_what_begins_between_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "current_cuda_device", lambda: 0)
+    place = Place(compiled := Compiled())
+    whole, between = torch.empty(8), torch.empty(9)[1:]
+    place(between)
+    assert place.bodies == 1
+    place(whole)
+    assert place.bodies == 2, "nothing is learned from tensors that begin between vectors"
+    place(between)
+    assert place.bodies == 3
+    place(whole)
+    assert place.bodies == 3
+    assert len(compiled.runs) == 1

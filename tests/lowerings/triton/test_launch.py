@@ -306,3 +306,28 @@ def test_an_upstream_gradient_may_lie_otherwise() -> None:
     exact, _ = kernel_problems.attention(cast, cast.q, cast.k, cast.v, cast.named)
     for ours, theirs in zip(found, torch.autograd.grad(exact.sum(), cast.leaves), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+# ---- places in compiled code ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["causal", "keys_right", "all_masks", "bias_hqk_causal", "distances", "sinks"])
+def test_places_give_what_the_bodies_give_on_a_gpu(name: str) -> None:
+    problem = build(grown(BY_NAME[name]), dtype=torch.bfloat16)
+    given = (problem.q.detach(), problem.k.detach(), problem.v.detach())
+    operands = [x.detach() for x in problem.operands]
+    forward, backward = launch.ForwardSite(), launch.BackwardSite()
+    between = torch.empty(given[1].numel() + 1, dtype=torch.bfloat16, device="cuda")[1:]
+    between = between.view(given[1].transpose(1, 2).shape).transpose(1, 2).copy_(given[1])
+    for k in (given[1], given[1].clone(memory_format=torch.preserve_format), between, given[1]):
+        q, v = given[0], given[2]
+        out, lse = forward(q, k, v, operands, problem.text)
+        expected = launch.forward(q, k, v, operands, problem.text)
+        assert torch.equal(out, expected[0])
+        assert torch.equal(lse, expected[1])
+        noise = torch.randn_like(out), torch.zeros_like(lse)
+        *grads, further = backward(*noise, q, k, v, operands, out, lse, problem.text)
+        *wanted, others = launch.gradients(*noise, q, k, v, operands, out, lse, problem.text)
+        for ours, theirs in zip([*grads, *further], [*wanted, *others], strict=True):
+            assert torch.equal(ours, theirs)
