@@ -51,6 +51,7 @@ def forward(
     prepared = prepare(text)
     names = quantise.names(prepared.call.spec)
     same = alike(text, (q, k, v, *operands))
+    same.any_size = prepared.any_size
     tensors = dict(zip(names, operands[: len(names)], strict=True)) | prepared.named(operands[len(names) :])
     with on(q.device):
         tensors["Out"] = same.empty("Out", lambda: empty_outputs(q, v)[0])

@@ -44,6 +44,12 @@ class Prepared:
     operands: tuple[str, ...]
     constants: Mapping[str, Any]
 
+    @functools.cached_property
+    def any_size(self) -> bool:
+        """Whether sizes differ from call to call."""
+        spec = self.call.spec
+        return any(isinstance(size, str) for x in (spec.q, spec.k, spec.v) for size in x.shape)
+
     def named(self, operands: Tensors) -> dict[str, torch.Tensor]:
         """The operands by their names. Raises ValueError if their number is not the plan's."""
         return dict(zip(self.operands, operands, strict=True))

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import triton
+from triton.runtime.jit import JITFunction
 
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.shared.compiling import wait_for
@@ -27,6 +28,9 @@ from attn_compiler.torch_compat import current_cuda_device
 
 #: bytes whose elements a thread may load at once
 VECTOR = 16
+
+#: what Triton passes in 32 bits lies below, and a number of those that stands for all
+_WIDE, _SMALL = 2**31, 3
 
 Grid = tuple[int, int, int]
 T = TypeVar("T")
@@ -92,11 +96,15 @@ class Replay:
 class Alike:
     """Calls of one text whose tensors have the same shapes, strides, dtypes, device and alignment.
 
-    launches: by the identity of the kernel, whose own hash is that of its source. empties: what a call allocates. replay: for further
-    calls, if that is all there is to them.
+    launches: by the identity of the kernel, whose own hash is that of its source.
+    empties: what a call allocates.
+    replay: for further calls, if that is all there is to them.
+    any_size: kernels are compiled for numbers of any value, since other calls of the text have other sizes. Else Triton compiles a kernel
+        apart for each number that is a multiple of 16, and documents of 24 lengths took 9 kernels in place of 3.
     """
 
     device: torch.device
+    any_size: bool = False
     launches: dict[tuple[int, str], Ready] = field(default_factory=dict)
     empties: dict[str, Empty] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -190,7 +198,7 @@ def launch(
     """
     ready = same.launches.get((id(kernel), part))
     if ready is None:
-        first = _first_launch(kernel, tensors, arguments())
+        first = _first_launch(kernel, same, tensors, arguments())
         if first is not None:
             same.launches[id(kernel), part] = first
         return first
@@ -201,7 +209,7 @@ def launch(
     return ready
 
 
-def _first_launch(kernel: Any, tensors: Mapping[str, torch.Tensor], found: Arguments) -> Ready | None:
+def _first_launch(kernel: Any, same: Alike, tensors: Mapping[str, torch.Tensor], found: Arguments) -> Ready | None:
     """What further launches need; None if there is nothing to launch, or nothing to keep of it."""
     if 0 in found.grid:
         return None
@@ -210,12 +218,42 @@ def _first_launch(kernel: Any, tensors: Mapping[str, torch.Tensor], found: Argum
     options = {} if found.tile is None else found.tile.launch_options
     names = kernel.arg_names
     numbers = as_taken(names, found.numbers)
-    compiled = first_launch(kernel, found.grid, **given, **numbers, **options)
-    if compiled is None:
-        return None
     where = tuple((i, source) for i, name in enumerate(names) if (source := found.tensors.get(name)) is not None)
     values = [plain(numbers.get(name)) for name in names]
+    if same.any_size and isinstance(kernel, JITFunction):
+        compiled = compiled_for_any(kernel, found.grid, **given, **numbers, **options)
+        if compiled is not None:
+            addresses = {i: tensors[source].data_ptr() for i, source in where}
+            start(compiled, found.grid, same.device.index, [addresses.get(i, x) for i, x in enumerate(values)])
+    else:
+        compiled = first_launch(kernel, found.grid, **given, **numbers, **options)
+    if compiled is None:
+        return None
     return Ready(kernel=kernel, compiled=compiled, grid=found.grid, values=values, where=where)
+
+
+def compiled_for_any(kernel: Any, grid: Grid, **named: Any) -> Any:
+    """The kernel as Triton compiles it for numbers of which nothing is known but whether they are 1, and their width. None where launches
+    are noted."""
+    constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+    known = {parameter.name for parameter in kernel.params} - constants
+    general = {name: _general(value) if name in known else value for name, value in named.items()}
+    note = noter()
+    if note is not None:
+        note(kernel, (), dict(zip(general, pointers(tuple(general.values())), strict=True)))
+        return None
+    wait_for(kernel)
+    return kernel.warmup(grid=grid, **general)
+
+
+def _general(value: Any) -> Any:
+    """A number that Triton knows as little of as it may: no 1, and no multiple of 16. What is no whole number stays."""
+    if isinstance(value, tuple):
+        members = map(_general, value)
+        return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
+    if type(value) is not int or value == 1:
+        return value
+    return _SMALL if -_WIDE <= value < _WIDE else _SMALL + 2 * _WIDE
 
 
 def first_launch(kernel: Any, grid: Grid, *positional: Any, **named: Any) -> Any:

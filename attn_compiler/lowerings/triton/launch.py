@@ -52,6 +52,7 @@ def forward(
         out, lse = same.replay.run(inputs)
         return out, lse
     prepared = prepare(text)
+    same.any_size = prepared.any_size
     if same.fact("unreadable", lambda: is_unreadable(q, k, v)):
         return forward(readable(q), readable(k), readable(v), operands, text)
     tensors = {"Q": q, "K": k, "V": v, **prepared.named(operands)}
@@ -248,6 +249,7 @@ def begin_backward(
     """Arguments as those of `gradients`. With room for the row stats, the gradients of q, k and v and, if they are kept, the scores'."""
     prepared = prepare(text)
     same = alike(text, _backward_inputs(grad_out, grad_lse, q, k, v, operands, out, lse))
+    same.any_size = prepared.any_size
     if same.fact("unreadable", lambda: is_unreadable(q, k, v, grad_out)):
         q, k, v, grad_out = map(readable, (q, k, v, grad_out))
         return begin_backward(grad_out, grad_lse, q, k, v, operands, out, lse, text)

@@ -22,10 +22,14 @@ from triton.runtime.jit import JITFunction
 from attn_compiler.lowerings.decode import launch as decode_launch
 from attn_compiler.lowerings.fp8 import hopper_launch, rounding_launch, triton_launch
 from attn_compiler.lowerings.shared import ahead, compiling, imagined, listing_launch
+from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.shared.listing import OPEN
 from attn_compiler.lowerings.shared.noting import noter
+from attn_compiler.lowerings.shared.ops import empty_outputs
 from attn_compiler.lowerings.triton import launch
 from benchmarks import kernel_code
+from tests.lowerings.kernel_cases import BY_NAME
+from tests.lowerings.kernel_problems import build, planned
 
 BODIES = (
     (launch, "forward"),
@@ -60,6 +64,7 @@ CASES = (
     "round 64 rotated",
     "round 128",
     "lists",
+    "any size",
 )
 
 
@@ -98,13 +103,34 @@ def _lists() -> None:
         listing_launch.lists(rows, keys[:1], None, None, None, 64, 100, OPEN, OPEN, False, 128, 64, by_key)
 
 
+def _any_size() -> None:
+    """Forward and backward of three lengths, by a text whose sizes are symbolic."""
+    for length in (143, 396, 256):
+        case = dataclasses.replace(BY_NAME["documents"], seqlen_q=length, seqlen_kv=length)
+        problem = build(case, dtype=torch.float16)
+        with planned(problem.plan):
+            call = Call.from_text(problem.text)
+            shape = (*call.spec.q.shape[:2], "s0", call.spec.q.shape[3])
+            spec = dataclasses.replace(call.spec, q=dataclasses.replace(call.spec.q, shape=shape))
+        text = dataclasses.replace(call, spec=spec).to_text()
+        q, k, v, *operands = (x.detach() for x in (problem.q, problem.k, problem.v, *problem.operands))
+        out, lse = empty_outputs(q, v)
+        with planned(problem.plan):
+            launch.forward(q, k, v, operands, text)
+            launch.gradients(out, lse, q, k, v, operands, out, lse, text)
+
+
 def _launched(body: Callable[..., Any], given: Any, named: Any) -> tuple[list[str], Any]:
     found: list[str] = []
+    is_asked = False
 
     def look(self: Any, *positional: Any, grid: Any, warmup: bool, **others: Any) -> Any:
-        if warmup:
-            return run(self, *positional, grid=grid, warmup=True, **others)
+        nonlocal is_asked
+        if is_asked:
+            return run(self, *positional, grid=grid, warmup=warmup, **others)
+        is_asked = True
         found.extend(_keys(self, positional, others))
+        is_asked = False
         return None
 
     run = JITFunction.run
@@ -139,6 +165,9 @@ def _keys(kernel: Any, positional: Any, named: Any) -> list[str]:
     return [f"{kernel.fn.__name__} {asked.key}" for asked in compiling.variants(kernel, positional, named)]
 
 
+OWN = {"lists": _lists, "any size": _any_size}
+
+
 def main() -> None:
     triton.runtime.driver.set_active(kernel_code._Driver())
     properties = SimpleNamespace(multi_processor_count=kernel_code._PROCESSORS)
@@ -147,7 +176,7 @@ def main() -> None:
     watch, found = Watch(), {}
     with torch.no_grad():
         for case in CASES:
-            (_lists if case == "lists" else kernel_code._cases()[case])()
+            (OWN[case] if case in OWN else kernel_code._cases()[case])()
             found[case], watch.calls = watch.calls, []
     json.dump(found, sys.stdout)
 

@@ -187,6 +187,13 @@ def test_sizes_that_triton_tells_apart_are_other_variants(asked: Any) -> None:
     assert len([key for key in noted if key.startswith("tile_bounds ")]) == 2
 
 
+def test_sizes_that_differ_from_call_to_call_share_their_kernels(asked: Any) -> None:
+    calls = asked["any size"]
+    assert len(calls) == 6
+    assert [call["launched"] for call in calls] == 3 * [call["launched"] for call in calls[:2]]
+    assert all(call["launched"] for call in calls)
+
+
 def test_a_launch_finds_what_a_thread_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCH_LOGS", "attn_compiler")
     monkeypatch.setenv("TORCH_LOGS_OUT", str(tmp_path / "log"))

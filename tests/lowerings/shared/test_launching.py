@@ -204,6 +204,16 @@ def test_a_further_launch_gets_tuples_without_names() -> None:
     assert launching.plain("ieee") == "ieee"
 
 
+# ---- numbers of any value -----------------------------------------------------------------------------------------------
+
+
+def test_numbers_that_differ_from_call_to_call_say_nothing_to_triton() -> None:
+    sizes = tuples.Strides(b=2**31, h=48, s=1)
+    found = launching._general((sizes, 17, 0, -16, True, 0.5, None))
+    assert found == (tuples.Strides(b=2**32 + 3, h=3, s=1), 3, 3, 3, True, 0.5, None)
+    assert type(found[0]) is tuples.Strides
+
+
 # ---- places in compiled code ------------------------------------------------------------------------------------------
 
 
