@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("sentence_transformers", minversion="6.2")
+pytest.importorskip("transformers")
 
-import sentence_transformers
 import transformers
 
 import attn_compiler
@@ -23,7 +22,13 @@ _SETTINGS = {"backend": "attn_compiler", "options": {"inner": "eager", "strict":
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> str:
+def embedders() -> Any:
+    """The library. It is imported late: it brings much."""
+    return pytest.importorskip("sentence_transformers", minversion="6.2")
+
+
+@pytest.fixture
+def path(embedders: Any, tmp_path: Path) -> str:
     """An embedder on disk."""
     from sentence_transformers.sentence_transformer import modules
 
@@ -34,13 +39,13 @@ def path(tmp_path: Path) -> str:
     launching.tokenizer("right").save_pretrained(inner)
     parts = [modules.Transformer(inner, max_seq_length=32), modules.Pooling(bert.hidden_size)]
     outer = str(tmp_path / "embedder")
-    sentence_transformers.SentenceTransformer(modules=parts, device="cpu").save(outer)
+    embedders.SentenceTransformer(modules=parts, device="cpu").save(outer)
     return outer
 
 
 @pytest.mark.usefixtures("quick")
-def test_one_graph_for_all_sentences(path: str) -> None:
-    plain = sentence_transformers.SentenceTransformer(path, device="cpu")
+def test_one_graph_for_all_sentences(embedders: Any, path: str) -> None:
+    plain = embedders.SentenceTransformer(path, device="cpu")
     given = launching.run("sentence-transformers", path=path, sentences=SENTENCES)
     embedder: Any = given["embedder"]
     np.testing.assert_allclose(given["embeddings"], plain.encode(SENTENCES, batch_size=2), rtol=1e-5, atol=1e-6)
@@ -52,8 +57,8 @@ def test_one_graph_for_all_sentences(path: str) -> None:
     assert site.modules == tuple(f"0.model.encoder.layer.{i}.attention" for i in range(LAYERS))
 
 
-def test_what_compiles_nothing(path: str) -> None:
-    embedder = sentence_transformers.SentenceTransformer(path, device="cpu")
+def test_what_compiles_nothing(embedders: Any, path: str) -> None:
+    embedder = embedders.SentenceTransformer(path, device="cpu")
     torch.compile(embedder, **_SETTINGS).encode(SENTENCES)
     embedder[0].auto_model.compile(**_SETTINGS)
     embedder.encode(SENTENCES)
