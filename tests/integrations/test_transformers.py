@@ -27,7 +27,7 @@ OPTIONS = {"inner": "aot_eager", "strict": True}
 def _model(**config: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": LAYERS}
-    llama = transformers.LlamaConfig(**sizes, intermediate_size=128, vocab_size=128, use_cache=False, **config)
+    llama = transformers.LlamaConfig(**sizes, intermediate_size=128, vocab_size=128, **{"use_cache": False, **config})
     return transformers.LlamaForCausalLM(llama)
 
 
@@ -94,6 +94,15 @@ def test_layers_of_a_model_with_eager_attention_are_compiled_as_they_are() -> No
     compile_model(model, per_layer=True, options=OPTIONS)
     _same(model, plain, _batch())
     assert model.config._attn_implementation == "eager"
+
+
+def test_layers_share_their_code_though_the_config_asks_for_a_cache() -> None:
+    model = _model(use_cache=True)
+    plain = copy.deepcopy(model)
+    compile_model(model, per_layer=True, options=OPTIONS)
+    _same(model, plain, _batch())
+    assert len(_words()) == 1
+    assert model(**_batch()).past_key_values is None
 
 
 def test_a_model_without_layers_that_repeat_is_told_so() -> None:
