@@ -25,6 +25,11 @@ WIDTH = 100
 #: characters of a mask's words that a table shows, and how many of those are the end's
 _LONGEST, _END = 400, 80
 
+_NO_GRAPH = """\
+attn_compiler: no graph was compiled (was the model run, and is torch.compile enabled?)
+  A method of what torch.compile returns, such as generate or encode, runs the plain model.
+  model.compile(backend="attn_compiler") compiles the model in place, and its methods run that."""
+
 # A whole component of a module path ("layers.12.attn", "layers[12]"), not a digit of a name ("conv2d"). No leading zero,
 # so that the number stands for the text.
 _INDEX = re.compile(r"(?<!\w)(0|[1-9]\d*)(?!\w)")
@@ -41,7 +46,7 @@ def plain(view: RenderableType, width: int = WIDTH) -> str:
 def reports_view(reports: Reports) -> RenderableType:
     """Every graph's report, and the totals if there are several. Graphs without attention share one line."""
     if not reports:
-        return Text("attn_compiler: no graph was compiled (was the model run, and is torch.compile enabled?)")
+        return Text(_NO_GRAPH)
     if len(reports) == 1:
         return report_view(reports[0])
     empty = [report for report in reports if not _has_content(report)]

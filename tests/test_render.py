@@ -135,7 +135,10 @@ def test_reports_of_one_graph_read_like_the_report() -> None:
 
 
 def test_reports_of_no_graph() -> None:
-    assert str(Reports()).startswith("attn_compiler: no graph was compiled")
+    text = str(Reports())
+    assert text.startswith("attn_compiler: no graph was compiled")
+    # What people do wrong with launchers, and nobody else tells them.
+    assert 'model.compile(backend="attn_compiler")' in text
 
 
 def test_summary_is_one_line() -> None:

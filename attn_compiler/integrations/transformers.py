@@ -34,6 +34,8 @@ def compile_model(
 
     per_layer: compile the layers that repeat, one by one. They share their code, and FSDP2 may gather their parameters outside of it.
         A model with PyTorch's attention then makes its masks in compiled code, so that what they mean is known to the layers.
+        Calls make no cache unless they are asked to (`use_cache` of the config becomes False, as Trainer sets it): layers with caches share
+        no code, and PyTorch compiles only eight of them.
     options, mode, dynamic: as torch.compile takes them. Raises ValueError if no layer repeats.
     """
     settings = {
@@ -53,6 +55,7 @@ def compile_model(
     for layer in layers:
         layer.compile(**settings)
     _let_masks_be_known(model)
+    _leave_out_caches(model)
     return model
 
 
@@ -93,6 +96,14 @@ def _let_masks_be_known(model: nn.Module) -> None:
     AttentionInterface.register(KNOWN_MASKS, sdpa_attention_forward)
     AttentionMaskInterface.register(KNOWN_MASKS, known_sdpa_mask)
     choose(KNOWN_MASKS)
+
+
+def _leave_out_caches(model: nn.Module) -> None:
+    """Each layer writes to a place of its own in a cache, so Dynamo would compile each anew."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", None):
+            config.use_cache = False
 
 
 def _repeated(model: nn.Module) -> Iterator[nn.Module]:

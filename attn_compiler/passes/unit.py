@@ -293,9 +293,12 @@ def source_line(node: fx.Node) -> str | None:
     return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else None
 
 
+#: steps of a path by which Dynamo reaches a module, and which no model gives to one: `__dict__` where a class has a __getattr__ of its own
+_NOT_NAMES = frozenset({"L", "G", "self", "fn", "_orig_mod", "module", "_modules", "modules", "__dict__", ""})
+
+
 def clean_path(path: str) -> str:
     """Dynamo's spelling of a module path without its sources and brackets."""
     path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)
-    path = re.sub(r"_modules\.|modules\.", "", path)
-    parts = [p for p in path.split(".") if p not in ("L", "G", "self", "fn", "_orig_mod", "module", "")]
+    parts = [p for p in path.split(".") if p not in _NOT_NAMES]
     return ".".join(parts) or "(root)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,16 @@ import transformers
 
 import attn_compiler
 from attn_compiler.integrations.transformers import CompileCallback, compile_model
+from tests.integrations import launching
 
 SEQLEN, LAYERS = 32, 3
 OPTIONS = {"inner": "aot_eager", "strict": True}
 
 
-@pytest.fixture(autouse=True)
-def _from_the_start() -> None:
-    torch._dynamo.reset()
-    attn_compiler.reset()
-
-
 def _model(**config: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": LAYERS}
-    llama = transformers.LlamaConfig(**sizes, intermediate_size=128, vocab_size=128, use_cache=False, **config)
+    llama = transformers.LlamaConfig(**sizes, intermediate_size=128, vocab_size=128, **{"use_cache": False, **config})
     return transformers.LlamaForCausalLM(llama)
 
 
@@ -100,50 +96,95 @@ def test_layers_of_a_model_with_eager_attention_are_compiled_as_they_are() -> No
     assert model.config._attn_implementation == "eager"
 
 
+def test_layers_share_their_code_though_the_config_asks_for_a_cache() -> None:
+    model = _model(use_cache=True)
+    plain = copy.deepcopy(model)
+    compile_model(model, per_layer=True, options=OPTIONS)
+    _same(model, plain, _batch())
+    assert len(_words()) == 1
+    assert model(**_batch()).past_key_values is None
+
+
 def test_a_model_without_layers_that_repeat_is_told_so() -> None:
     with pytest.raises(ValueError, match="Linear has no list of layers of one class"):
         compile_model(nn.Linear(2, 2), per_layer=True)
 
 
-@pytest.mark.parametrize("per_layer", [False, True])
-def test_trainer(per_layer: bool, tmp_path: Path) -> None:
+def _trained(model: nn.Module, path: Path, launch: Callable[..., Any]) -> list[float]:
+    """The losses. launch: as Trainer is called, gives a trainer that has trained."""
+    arguments = transformers.TrainingArguments(
+        output_dir=str(path), max_steps=3, per_device_train_batch_size=2, logging_steps=1, report_to=[], use_cpu=True
+    )
+    rows = [{name: x[i] for name, x in _batch().items()} for i in range(2)]
+    trainer = launch(model=model, args=arguments, train_dataset=rows)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def _plain_training(callbacks: Sequence[Any] = (), **settings: Any) -> Any:
+    trainer = transformers.Trainer(**settings, callbacks=list(callbacks))
+    trainer.train()
+    return trainer
+
+
+def _trainers_recipe(model: nn.Module, args: Any, train_dataset: Any) -> Any:
+    return launching.run("Trainer", model=model, arguments=args, dataset=train_dataset)["trainer"]
+
+
+def _layer_by_layer(**settings: Any) -> Any:
+    return _plain_training([CompileCallback(per_layer=True, options=OPTIONS)], **settings)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("launch", [_trainers_recipe, _layer_by_layer])
+def test_trainer(launch: Callable[..., Any], tmp_path: Path) -> None:
     model = _model()
     plain = copy.deepcopy(model)
-    rows = [{name: x[i] for name, x in _batch().items()} for i in range(2)]
-    losses = []
-    for trained, callbacks in ((model, [CompileCallback(per_layer=per_layer, options=OPTIONS)]), (plain, [])):
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=3,
-            per_device_train_batch_size=2,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-        )
-        trainer = transformers.Trainer(model=trained, args=arguments, train_dataset=rows, callbacks=callbacks)
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    wanted = _trained(plain, tmp_path, _plain_training)
+    assert _trained(model, tmp_path, launch) == pytest.approx(wanted, rel=1e-5)
     assert _words()
     assert all(words.startswith("causal ∧ key padding") for words in _words())
 
 
+@pytest.mark.usefixtures("quick")
 def test_accelerate() -> None:
-    from accelerate import Accelerator
-
     model = _model()
     plain = copy.deepcopy(model)
-    accelerator = Accelerator(cpu=True)
-    prepared = accelerator.prepare(compile_model(model, options=OPTIONS))
-    _same(prepared, plain, _batch())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    launching.run("accelerate", model=model, optimizer=optimizer, batch=_batch())
+    _stepped_as(plain, model)
     assert len(_words()) == LAYERS
 
 
+def _stepped_as(plain: nn.Module, model: nn.Module) -> None:
+    """The plain model's step, and the same parameters after it."""
+    plain(**_batch()).loss.backward()
+    torch.optim.SGD(plain.parameters(), 0.1).step()
+    for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, right)
+
+
+@pytest.mark.usefixtures("quick")
+def test_peft() -> None:
+    peft = pytest.importorskip("peft")
+    model = _model()
+    torch.manual_seed(1)
+    plain = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(task_type="CAUSAL_LM"))
+    torch.manual_seed(1)
+    given = launching.run("PEFT", model=model, batch=_batch())
+    wanted = plain(**_batch()).loss
+    wanted.backward()
+    torch.testing.assert_close(given["loss"], wanted)
+    for mine, right in zip(given["model"].parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, right.grad)
+    assert len(_words()) == LAYERS
+    assert all(words.startswith("causal ∧ key padding") for words in _words())
+
+
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_sharded_layers_know_a_padded_batchs_mask(checkpoint: bool) -> None:
     """FSDP2 hands on the very tensor that it is given."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -152,13 +193,9 @@ def test_sharded_layers_know_a_padded_batchs_mask(checkpoint: bool) -> None:
         if checkpoint:
             model.train().gradient_checkpointing_enable({"use_reentrant": False})
         plain = copy.deepcopy(model)
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        compile_model(fully_shard(model, mesh=mesh), per_layer=True, options=OPTIONS)
-        batch = _batch()
-        got, wanted = model(**batch).loss, plain(**batch).loss
-        torch.testing.assert_close(got, wanted)
-        got.backward()
+        given = launching.run("FSDP2", model=model, mesh=mesh, batch=_batch())
+        wanted = plain(**_batch()).loss
+        torch.testing.assert_close(given["loss"], wanted)
         wanted.backward()
         for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad.full_tensor(), right.grad)

@@ -237,6 +237,9 @@ def test_target_is_read_once_a_device_and_shared() -> None:
         ("L['self']._modules['model'].layers._modules['3'].self_attn", "model.layers.3.self_attn"),
         ("L['fn'].blocks[0].attn", "blocks.0.attn"),
         ("L['self']", "(root)"),
+        # diffusers' models and sentence-transformers' modules look attributes up by a __getattr__ of their own
+        ("L['self'].__dict__['_modules']['mid_block'].attentions._modules['0']", "mid_block.attentions.0"),
+        ("L['self'].my_modules[0].attn", "my_modules.0.attn"),
         ("model.layers.slice(None, 2, None)", "model.layers.slice(None, 2, None)"),
     ],
 )

@@ -1,0 +1,65 @@
+"""Embeddings of a SentenceTransformer that is compiled in place: one graph for every number and length of sentences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+import attn_compiler
+from tests.integrations import launching
+from tests.integrations.launching import LAYERS, SIZES, WORDS, found
+
+SENTENCES = ["the cat sat on a mat", "dogs run", "old dogs run fast in the park the cat", "a cat"]
+_SETTINGS = {"backend": "attn_compiler", "options": {"inner": "eager", "strict": True}}
+
+
+@pytest.fixture
+def embedders() -> Any:
+    """The library. It is imported late: it brings much."""
+    return pytest.importorskip("sentence_transformers", minversion="6.2")
+
+
+@pytest.fixture
+def path(embedders: Any, tmp_path: Path) -> str:
+    """An embedder on disk."""
+    from sentence_transformers.sentence_transformer import modules
+
+    torch.manual_seed(0)
+    bert = transformers.BertConfig(**{**SIZES, "vocab_size": len(WORDS), "max_position_embeddings": 64})
+    inner = str(tmp_path / "bert")
+    transformers.BertModel(bert).save_pretrained(inner)
+    launching.tokenizer("right").save_pretrained(inner)
+    parts = [modules.Transformer(inner, max_seq_length=32), modules.Pooling(bert.hidden_size)]
+    outer = str(tmp_path / "embedder")
+    embedders.SentenceTransformer(modules=parts, device="cpu").save(outer)
+    return outer
+
+
+@pytest.mark.usefixtures("quick")
+def test_one_graph_for_all_sentences(embedders: Any, path: str) -> None:
+    plain = embedders.SentenceTransformer(path, device="cpu")
+    given = launching.run("sentence-transformers", path=path, sentences=SENTENCES)
+    embedder: Any = given["embedder"]
+    np.testing.assert_allclose(given["embeddings"], plain.encode(SENTENCES, batch_size=2), rtol=1e-5, atol=1e-6)
+    embedder.encode(SENTENCES * 3, batch_size=5)
+    (mask,) = found(sites=LAYERS)
+    assert mask.endswith(": key padding input_data_attention_mask[b, k] (proved)")
+    assert len(attn_compiler.reports()) == 1
+    (site,) = attn_compiler.reports()[0].sites
+    assert site.modules == tuple(f"0.model.encoder.layer.{i}.attention" for i in range(LAYERS))
+
+
+def test_what_compiles_nothing(embedders: Any, path: str) -> None:
+    embedder = embedders.SentenceTransformer(path, device="cpu")
+    torch.compile(embedder, **_SETTINGS).encode(SENTENCES)
+    embedder[0].auto_model.compile(**_SETTINGS)
+    embedder.encode(SENTENCES)
+    assert len(attn_compiler.reports()) == 0
