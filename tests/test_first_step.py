@@ -43,11 +43,11 @@ def test_no_kernel_of_a_model_is_compiled_by_its_launch(
     assert (again["kernels_ahead"], again["kernels_late"]) == (0, 0), "they are on disk"
 
 
-def attention(name: str, caches: Path, **environment: str) -> dict[str, Any]:
+def attention(name: str, caches: Path, *arguments: str, **environment: str) -> dict[str, Any]:
     """What tests.late_kernels prints. Triton's own cache is where Inductor puts it."""
     given = {key: value for key, value in os.environ.items() if key != "TRITON_CACHE_DIR"}
     given |= {"TORCHINDUCTOR_CACHE_DIR": str(caches), **THREADS, **environment}
-    command = [sys.executable, "-m", "tests.late_kernels", name]
+    command = [sys.executable, "-m", "tests.late_kernels", name, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -70,6 +70,15 @@ def test_no_kernel_of_an_attention_is_compiled_by_its_launch(name: str, tmp_path
 
     (again, _) = attention(name, tmp_path)["counts"]
     assert again == [0, 0], "they are on disk"
+
+
+@pytest.mark.parametrize("name", ["triton padded", "triton biased", "triton packed", "decode", "triton_fp8"])
+def test_no_kernel_is_compiled_after_the_second_of_50_lengths(name: str, tmp_path: Path) -> None:
+    found = attention(name, tmp_path, "50")
+    assert found["lowering"] == name.split()[0]
+    assert found["graphs"] == 2, "one of the first length, one of any"
+    assert len(found["counts"]) == 50
+    assert found["counts"][-1] == found["counts"][1]
 
 
 def test_one_thread_leaves_kernels_to_their_launches(tmp_path: Path) -> None:
