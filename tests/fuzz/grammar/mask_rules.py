@@ -114,7 +114,7 @@ def weights_masked(draft: Draft) -> None:
         f"{c}.mT" if square else f"{c}[:, :1]",
         f"{c}.clone()",
     )
-    if draft.maybe(3):
+    if draft.maybe():
         # Between the two masks it is written, as a whole or in part.
         draft.add(draft.pick(*_WRITES).format(c))
     draft.add("# probe: s.amax(3), s.amin(3)", draft.pick("w = s.softmax(-1)", "w = F.softmax(s, dim=-1)"))

@@ -148,10 +148,10 @@ def bias(draft: Draft) -> None:
             *(["s += {}", "s.add_({}, alpha=0.5)"] if draft.writes else []),
         ]
     # Now and then of another dtype than the scores, and scaled together with them.
-    is_narrow = kind != "kept" and draft.maybe(4)
+    is_narrow = kind != "kept" and draft.maybe(3)
     narrow = f"{term}.to({draft.pick('torch.bfloat16', 'torch.bfloat16', 'torch.float16')})"
     draft.add(draft.pick(*forms).format(narrow if is_narrow else term))
-    if is_narrow and draft.maybe():
+    if is_narrow and not draft.maybe(4):
         draft.add(draft.pick("s = s * 0.7", "s = s / 1.5", "s = s * -3.0", "s = s * 0.3 * 1.7"))
     if draft.writes and kind != "kept" and draft.maybe(4):
         draft.add(f"{term}.data.{draft.pick('zero_()', 'add_(1)', 'mul_(2)')}")
