@@ -42,10 +42,14 @@ WANTED = 0.95
 _SPEAK_OF = {
     "masks": ("mask kinds", "masks made", "mask tensors", "several masks", "masks partly written", "masks written"),
     "index expressions": ("mask kinds", "score kinds", "integers", "mask tensors", "symbolic"),
-    "triton": ("tiles", "mask kinds", "score kinds", "boundaries"),
-    "mask kinds (triton)": ("tiles", "mask kinds", "mask tensors"),
+    "mask kinds": ("mask kinds", "intervals", "tiles"),
+    "masks written": ("masks written", "masks partly written", "weights masked"),
+    "several masks": ("several masks", "weights masked"),
+    "triton": ("intervals", "tiles", "mask kinds", "score kinds", "boundaries"),
+    "reference": ("boundaries", "score steps", "sinks", "gradients", "contractions"),
+    "mask kinds (triton)": ("intervals", "tiles", "mask kinds", "mask tensors"),
     "score kinds (triton)": ("tiles", "score kinds"),
-    "operands": ("strides", "views", "arrange"),
+    "operands": ("strides", "views", "arrange", "score steps", "boundaries"),
     "limits": ("boundaries", "mask kinds", "score kinds"),
 }
 

@@ -146,11 +146,15 @@ def known(draft: Draft) -> str:
 
 
 def band(draft: Draft) -> str:
-    """Keys from so many before a query up to so many after it; one of the two ends may be open."""
-    left, right = draft.number(-1, 4), draft.number(-2, 3)
+    """Keys from so many before a query up to so many after it, as many or others; one of the two ends may be open."""
+    if draft.maybe(3):
+        apart, width = draft.pick("(i - j)", "(j - i)"), draft.number(0, 3)
+        return str(draft.pick(f"({apart}.abs() <= {width})", f"({apart}.abs() < {width + 1})"))
+    left, right = draft.pick(0, 1, 2, 3, 4, -1), draft.pick(0, 1, 2, 3, 1, -1)
     lower = draft.pick(f"(i - j <= {left})", f"(j >= i - {left})", f"(i - j < {left + 1})")
     upper = draft.pick(f"(j - i <= {right})", f"(j <= i + {right})", f"(j < i + {right + 1})")
-    return str(draft.pick(f"({lower} & {upper})", f"({lower} & {upper})", upper, f"({upper} & (j >= {max(left, 0)}))"))
+    both = f"({lower} & {upper})"
+    return str(draft.pick(both, both, upper, upper, f"({upper} & (j >= {max(left, 0)}))"))
 
 
 def condition(draft: Draft, depth: int = 2) -> str:
@@ -257,6 +261,8 @@ def quotients(draft: Draft) -> str:
 def rounded(draft: Draft) -> str:
     """A condition of floats, which are rounded."""
     dtype = draft.pick("torch.float32", "torch.float32", "torch.float16", "torch.bfloat16", "torch.float64")
+    if draft.maybe():
+        return _rounded_alone(draft)
     draft.add(f"a, c = i.to({dtype}), j.to({dtype})")
     forms = [
         f"(a / {draft.pick(3, 7, 10)} * {draft.pick(3, 7, 10)} >= c)",
@@ -278,5 +284,25 @@ def rounded(draft: Draft) -> str:
         "(torch.pow(2.0, a) >= torch.pow(2.0, c))",
         "(a.exp2() >= c.exp2())",
         "((1.0 / (a + 1)) <= (1.0 / (c + 1)))",
+    ]
+    return f"({draft.pick(*forms)})"
+
+
+#: the first whole number that the next one is rounded to
+_FAR = {"torch.bfloat16": 256, "torch.float16": 2048, "torch.float32": 2**24, "torch.float64": 2**53}
+
+
+def _rounded_alone(draft: Draft) -> str:
+    """The same of keys alone, or of queries alone: what a kernel would work out for each of them by itself. All have the first key."""
+    dtype = draft.pick("torch.bfloat16", "torch.float16", "torch.bfloat16", "torch.float16", *_FAR)
+    draft.add(f"a, c = i.to({dtype}), j.to({dtype})")
+    far, number = _FAR[dtype] + draft.pick(0, 0, 0, -1), draft.pick(0, 0, 3, 3, 1, 2)
+    bound = draft.pick(f"(c + {far} <= {far + number})", f"(c + {far} < {far + number + 1})")
+    forms = [
+        *[bound] * 4,
+        f"((c + {far}) - {far} <= {number})",
+        f"((c + 1) / {draft.pick(3, 7, 10)} <= {number} / 3 + 0.34)",
+        f"((c + {far}) % 2 == {far % 2})",
+        f"((a + {far} > {far + number}) | (j == 0))",
     ]
     return f"({draft.pick(*forms)})"

@@ -19,7 +19,7 @@ Dims = tuple[str, ...]
 class Draft:
     """sizes: of "b", "h", "kv", "q", "k", "d", "e" (v's head dim). dims: what the dimensions of `s` mean; "bh" is one of both.
 
-    grads: some inputs want gradients. writes: the text may write in place. keyless: rows may come out without any key.
+    grads: some inputs want gradients. writes: the text may write in place. widest: the dtype that a softmax may run in.
     last: what the text does right before it returns. repeated: of k and v those that have as many heads as q by now.
     kept: names of the conditions that were put on `s`, in its dimensions.
     """
@@ -29,6 +29,7 @@ class Draft:
     grads: bool
     writes: bool
     dtype: torch.dtype = torch.float32
+    widest: torch.dtype = torch.float64
     inputs: list[Input] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)

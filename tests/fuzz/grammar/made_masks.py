@@ -57,6 +57,8 @@ def _moved(draft: Draft) -> str:
     """A mask (n, m) by one op that picks, repeats or broadcasts."""
     if draft.maybe(4):
         return _from_the_end(draft)
+    if draft.maybe(5):
+        return _mapped(draft)
     base, a = draft.pick(*USUAL), draft.number(0, 2)
     forms = [
         f"({base})[:1].expand(n, m)",
@@ -84,6 +86,47 @@ def _moved(draft: Draft) -> str:
         f"(torch.arange({a}, m + {a}, device=q.device)[None] <= i + {a})",
     ]
     return str(draft.pick(*forms))
+
+
+def _mapped(draft: Draft) -> str:
+    """A mask (n, m) by vmap, over an axis that is not the first: of what goes in, of what comes out, or of both."""
+    base, last = draft.pick(*USUAL), draft.pick("1", "-1")
+    forms = [
+        f"torch.vmap(lambda x: x, in_dims={last})({base}).t()",
+        f"torch.vmap(lambda x: x, out_dims={last})({base}).t()",
+        f"torch.vmap(lambda x: x & (i[:, 0] >= 0), in_dims={last}, out_dims={last})({base})",
+        f"torch.vmap(lambda x: x & (i[:, 0] < 4), in_dims=1, out_dims={last})({base}) | (j == 0)",
+        f"torch.vmap(lambda x, y: x & (y < 4), in_dims=({last}, 0), out_dims=1)({base}, j[0])",
+        f"torch.vmap(lambda x, y: x & (y >= j[0]), in_dims=(0, 1))({base}, i.mT)",
+        f"torch.vmap(lambda y: i[:, 0] >= y, in_dims={last}, out_dims={last})(j).squeeze(0)"
+        if draft.maybe(4)
+        else "torch.vmap(lambda y: (i >= y)[:, 0], in_dims=1, out_dims=1)(j)",
+        f"torch.vmap(torch.vmap(lambda x: x, in_dims=0), in_dims={last}, out_dims={last})({base})",
+    ]
+    return str(draft.pick(*forms))
+
+
+def intervals(draft: Draft) -> str:
+    """Keys up to one bound and up to another one, of which neither is known to be the smaller: each is an interval of a query.
+
+    All have the first key, or all have the key at the query's own place.
+    """
+    with_first = draft.maybe()
+    found = []
+    for _ in range(draft.pick(2, 2, 3)):
+        if draft.maybe(3):
+            given = draft.new("len", ("b",), "length") + ".view(-1, 1, 1, 1)"
+            found.append(draft.pick(f"(j < {given})", f"(j <= {given} * 2)") if with_first else f"(j <= i + {given})")
+            continue
+        number = draft.number(0, 4)
+        forms = (
+            (f"(j <= {number})", f"(j <= {number})", "(j <= (i // 2) * 2)", f"(i // 3 >= j - {number})")
+            if with_first
+            else ("(i // 3 == j // 3)", f"(j >= i - {number})", f"(j >= (i // 2) * 2 - {number})")
+        )
+        both = (f"(j <= i + {number})", f"((i >= j) | (j < {number}))", f"(j <= (i // 2) * 2 + {1 + number % 2})")
+        found.append(draft.pick(*forms, *both))
+    return f"({' & '.join(found)})"
 
 
 def _from_the_end(draft: Draft) -> str:
@@ -251,6 +294,7 @@ def _of_two(draft: Draft) -> str:
             f"({query} == {key})",
             f"({key} == {query})",
             f"({query} == {key})",
+            f"({key} == {query})",
             f"({query} == 1 - {key})",
             f"(({query} == {key}) & (j <= i + 1))",
             f"(({query} == {key}) | (i == j))",
@@ -277,7 +321,7 @@ def _chosen(draft: Draft) -> str:
 
 def documents(draft: Draft) -> str:
     """Queries and keys of one document: by ids, or by how many documents have begun."""
-    if draft.maybe(3):
+    if draft.maybe():
         return _of_two(draft)
     length = "q" if draft.sizes["q"] > draft.sizes["k"] else "k"
     ids = draft.new("ids", ("b", length), "ids")

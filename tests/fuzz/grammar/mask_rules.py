@@ -47,7 +47,7 @@ def _write_again(draft: Draft, c: str) -> None:
 
 def mask_kinds(draft: Draft) -> None:
     """Masks by comparisons of positions."""
-    sites_with(draft, conditions.condition, conditions.condition, _usual, conditions.chunks)
+    sites_with(draft, conditions.condition, conditions.condition, conditions.band, _usual, conditions.chunks)
 
 
 def _usual(draft: Draft) -> str:
@@ -88,6 +88,71 @@ def several_masks(draft: Draft) -> None:
         product=draft.pick("matmul", "swapped", "bmm"),
     )
     draft.outputs.append("o")
+
+
+def weights_masked(draft: Draft) -> None:
+    """Weights that are masked again: by what the scores were masked with, by its opposite, by another one, or by what it is by then."""
+    operands.plain_operands(draft)
+    for name in ("k", "v"):
+        operands.repeat_heads(draft, name)
+    draft.dims = ("b", "h", "q", "k")
+    conditions.positions(draft)
+    c = draft.name("c")
+    draft.add(f"{c} = {draft.pick(*conditions.USUAL)}")
+    draft.add("s = q @ k.mT * 0.5")
+    masks.apply(draft, c, draft.pick("-inf", "-inf", "-1e9"))
+    square = draft.sizes["q"] == draft.sizes["k"]
+    again = draft.pick(
+        *[c] * 6,
+        draft.kept[-1],
+        f"~{c}",
+        f"(~{c}).logical_not()",
+        f"{c}.logical_not()",
+        f"{c}.to(w.dtype).bool()",
+        f"({c} & {draft.pick(*conditions.USUAL)})",
+        str(draft.pick(*conditions.USUAL)),
+        f"{c}.mT" if square else f"{c}[:, :1]",
+        f"{c}.clone()",
+    )
+    if draft.maybe():
+        # Between the two masks it is written, as a whole or in part.
+        draft.add(draft.pick(*_WRITES).format(c))
+    draft.add("# probe: s.amax(3), s.amin(3)", draft.pick("w = s.softmax(-1)", "w = F.softmax(s, dim=-1)"))
+    if draft.maybe(5):
+        draft.add(draft.pick(*_WRITES).format(c))
+    draft.add(f"a = {again}" if draft.maybe(4) else "")
+    a = "a" if draft.lines[-1].startswith("a = ") else again
+    forms = (
+        "w = w.masked_fill({0}, 0.0)",
+        "w = w.masked_fill(~({0}), 0.0)",
+        "w = w.masked_fill(({0}).logical_not(), 0.0)",
+        "w = torch.where({0}, w, 0.0)",
+        "w = torch.where({0}, w, torch.zeros_like(w))",
+        "w = torch.where({0}, 0.0, w)",
+        "w = w * {0}",
+        "w = w * ({0}).to(w.dtype)",
+        "w = ({0}).to(w.dtype) * w",
+        "w = w.masked_fill_({0}, 0.0)" if draft.writes and not draft.grads else "w = w.masked_fill({0}, 0)",
+    )
+    draft.add(draft.pick(*forms).format(a), "o = w @ v")
+    draft.outputs.append("o")
+
+
+#: what a mask holds is changed, by itself or through a view of it
+_WRITES = (
+    "{0}.logical_not_()",
+    "{0}[:, 1:].logical_not_()",
+    "{0}[1:] = False",
+    "{0}[:, :1] = False",
+    "{0}[:1].fill_(True)",
+    "{0}.mT.logical_not_()",
+    "{0}.view(-1).logical_not_()",
+    "{0}.data.logical_not_()",
+    "{0}.unsqueeze(0).fill_(True)",
+    "{0}.select(1, 0).logical_not_()",
+    "{0}.detach()[:, 0] = False",
+    "{0}.diagonal().logical_not_()",
+)
 
 
 def integers(draft: Draft) -> None:

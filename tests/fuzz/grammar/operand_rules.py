@@ -200,7 +200,7 @@ def boundaries(draft: Draft) -> None:
         lambda d: simple_site(
             d,
             *(d.pick(scores.mask, scores.bias, scores.positional, scores.scale) for _ in range(d.number(0, 2))),
-            product=d.pick("matmul", "bmm"),
+            product=d.pick("matmul", "bmm", "bmm"),
         ),
         calls.called,
     )(draft)

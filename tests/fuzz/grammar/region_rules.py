@@ -167,7 +167,7 @@ def autocast(draft: Draft) -> None:
 def two_sites(draft: Draft) -> None:
     """Several sites in one graph that share operands, masks or results."""
     operands.plain_operands(draft)
-    if draft.maybe(3):
+    if draft.maybe():
         _same_term(draft)
         return
     if draft.maybe():
@@ -184,41 +184,39 @@ def two_sites(draft: Draft) -> None:
     draft.outputs += ["first", "o"]
 
 
+#: the last two axes exchanged, by a view of what there is, and by a copy, above which the first of the two is read
+_TURNED = (".mT", ".contiguous().mT", ".mT.contiguous()", ".mT.clone()", ".clone().transpose(-1, -2)")
+
+
 def _same_term(draft: Draft) -> None:
-    """One tensor joins the scores of two sites, each time in another way, or along other axes."""
+    """One tensor joins the scores of two sites, each time in another way, or along other axes: mostly one thing differs alone."""
     for name in ("k", "v"):
         operands.repeat_heads(draft, name)
     draft.dims = ("b", "h", "q", "k")
     square = draft.sizes["q"] == draft.sizes["k"]
-    if draft.maybe():
-        term = draft.new("m", draft.pick(("q", "k"), ("b", 1, "q", "k"), ("h", "q", "k"), ("b", "h", "q", "k")))
-        ways = [
-            "s + {}",
-            "s - {}",
-            "torch.add(s, {}, alpha=0.5)",
-            "(s + {}) * 2",
-            "{} + s",
-            *(["s + {}.mT", "s + {}.contiguous().mT", "s + {}.clone().transpose(-1, -2)"] if square else ["s - {}"]),
-        ]
-    else:
+    if draft.maybe(3):
         term = draft.new("m", draft.pick(("q", "k"), ("b", 1, "q", "k")), "split")
         if draft.maybe():
             draft.add(f"c = {draft.pick('~{}', '{}.logical_not()', '{}.clone()').format(term)}")
             term = "c"
         ways = ["s.masked_fill({}, -inf)", "torch.where({}, s, -inf)", "torch.where({}, -inf, s)"] * 2
-        ways += ["s.masked_fill(~{}, -1e4)", "s.masked_fill(~{}, -inf)"]
-        ways += ["s.masked_fill(~{}.mT, -inf)" if square else "s + {}"]
-        ways += ["s.masked_fill(~{}.contiguous().mT, -inf)"] if square else []
+        ways += ["s.masked_fill(~{}, -1e4)", "s.masked_fill(~{}, -inf)", "s + {}"]
+    else:
+        term = draft.new("m", draft.pick(("q", "k"), ("b", 1, "q", "k"), ("h", "q", "k"), ("b", "h", "q", "k")))
+        ways = ["s + {}", "s - {}", "torch.add(s, {}, alpha=0.5)", "(s + {}) * 2", "{} + s", "(s - {}) * -1.5"]
     # The scores as they are, or with the axes of one size exchanged.
     turns = [("s", -1, "w")] * 2 + ([("s.mT", -2, "w.mT")] if square else [])
     turns += [("s.transpose(0, 1)", -1, "w.transpose(0, 1)")] if draft.sizes["b"] == draft.sizes["h"] else []
-    way = ""
+    axes = [*[""] * 8, *(_TURNED if square else ())]
+    choices = {"way": ways, "turn": turns, "axes": axes}
+    chosen = {name: draft.pick(*options) for name, options in choices.items()}
     for out in ("first", "o"):
-        # Half of the second ones differ from the first in the axes alone.
-        way = way if way and draft.maybe() else draft.pick(*ways).format(term)
-        turned, at, back = draft.pick(*turns)
+        turned, at, back = chosen["turn"]
+        way = chosen["way"].format(term + chosen["axes"])
         draft.add("s = q @ k.mT * 0.5", f"s = {turned}" if turned != "s" else "", f"s = {way}")
         draft.add(f"# probe: s.amax({at}), s.amin({at})", f"w = s.softmax({at})", f"{out} = {back} @ v")
         draft.outputs.append(out)
-        if draft.writes and draft.maybe():
+        if draft.writes and draft.maybe(3):
             draft.add(draft.pick(f"{term}.copy_({term}.flip(-1))", "q = q + 1"))
+        for name in draft.pick(("way",), ("way",), ("axes",), ("turn",), ("way", "axes", "turn")):
+            chosen[name] = draft.pick(*choices[name])

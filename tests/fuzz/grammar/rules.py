@@ -30,6 +30,9 @@ PROOFS = frozenset(
     }
 )
 
+#: rules of what Triton's kernels apply themselves
+TILES = frozenset({"tiles", "intervals"})
+
 #: rules of which much shows only where one axis is as long as another
 AXES = frozenset({"views", "arrange", "contractions", "near misses", "two sites"})
 
@@ -54,6 +57,8 @@ CUDA_LOWERINGS: tuple[tuple[str, ...] | None, ...] = (
     ("triton", "reference"),
 )
 _DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16)
+#: Triton's interpreter computes in float32 and float16
+_INTERPRETED = (*[torch.float32] * 6, torch.bfloat16, torch.float16)
 _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -71,11 +76,13 @@ RULES: dict[str, Rule] = {
     "masks partly written": mask_rules.masks_partly_written,
     "mask tensors": mask_rules.mask_tensors,
     "several masks": mask_rules.several_masks,
+    "weights masked": mask_rules.weights_masked,
     "integers": mask_rules.integers,
     "rounding": mask_rules.rounding,
     "fills": score_rules.fills,
     "score kinds": score_rules.score_kinds,
     "tiles": score_rules.tiles,
+    "intervals": score_rules.intervals,
     "gradients": region_rules.gradients,
     "strides": operand_rules.strides,
     "caller writes": region_rules.caller_writes,
@@ -91,6 +98,31 @@ RULES: dict[str, Rule] = {
 }
 
 
+def _sizes(draw: Any, rule: str, *, large: bool, is_interpreted: bool) -> dict[str, int]:
+    kv = draw(st.sampled_from((1, 2)))
+    lengths = (1, 3, 4, 6) if not large else (17, 32, 65, 128)
+    # Of other head dims than multiples of eight Triton's kernels know nothing.
+    dims = (16, 32, 64) if large else (8, 8, 8, 8, 16, 4) if is_interpreted else (4, 1, 8)
+    sizes = {
+        "b": draw(st.sampled_from((2, 1, 2, 3))),
+        "kv": kv,
+        "h": kv * draw(st.sampled_from((1, 1, 2, 3))),
+        "q": draw(st.sampled_from(lengths[1:] + lengths)),
+        "k": draw(st.sampled_from(lengths[1:] + lengths)),
+        "d": draw(st.sampled_from(dims)),
+    }
+    if draw(st.booleans()):
+        sizes["k"] = sizes["q"]
+    other = 32 if large else draw(st.sampled_from((8, 8, 5))) if is_interpreted else 5
+    sizes["e"] = draw(st.sampled_from((sizes["d"], sizes["d"], other)))
+    if not large and draw(st.integers(0, 1 if rule in AXES else 4)) == 1:
+        # No check of sizes tells one axis from another.
+        alike = 8 if is_interpreted and draw(st.booleans()) else draw(st.sampled_from((2, 4)))
+        sizes.update(b=2, kv=2, h=2, q=alike, k=alike, d=max(alike, 8) if is_interpreted else alike)
+        sizes["e"] = sizes["d"]
+    return sizes
+
+
 @st.composite
 def programs(
     draw: Any,
@@ -101,33 +133,18 @@ def programs(
     inner: str | None = None,
 ) -> Program:
     """One random program of a rule. large: sizes that a GPU's kernels take. inner: what compiles the rest, without it one of several."""
-    kv = draw(st.sampled_from((1, 2)))
-    lengths = (1, 3, 4, 6) if not large else (17, 32, 65, 128)
-    sizes = {
-        "b": draw(st.sampled_from((2, 1, 2, 3))),
-        "kv": kv,
-        "h": kv * draw(st.sampled_from((1, 1, 2, 3))),
-        "q": draw(st.sampled_from(lengths[1:] + lengths)),
-        "k": draw(st.sampled_from(lengths[1:] + lengths)),
-        "d": draw(st.sampled_from((4, 1, 8) if not large else (16, 32, 64))),
-    }
-    if draw(st.booleans()):
-        sizes["k"] = sizes["q"]
-    sizes["e"] = draw(st.sampled_from((sizes["d"], sizes["d"], 5 if not large else 32)))
-    if not large and draw(st.integers(0, 1 if rule in AXES else 4)) == 1:
-        # No check of sizes tells one axis from another.
-        alike = draw(st.sampled_from((2, 4)))
-        sizes.update(b=2, kv=2, h=2, q=alike, k=alike, d=alike, e=alike)
-    draft = Draft(draw=draw, sizes=sizes, grads=draw(st.booleans()), writes=draw(st.integers(0, 2)) == 2)
-    draft.dtype = draw(st.sampled_from(_DTYPES if device == "cpu" else _CUDA_DTYPES))
     # The last of the lowerings is Triton's, unless one alone was asked for.
-    possible = lowerings[-1:] if rule == "tiles" else lowerings + lowerings[-1:] * 3 if rule in PROOFS else lowerings
+    possible = lowerings[-1:] if rule in TILES else lowerings + lowerings[-1:] * 3 if rule in PROOFS else lowerings
     chosen = draw(st.sampled_from(possible))
-    has_float64 = device == "cpu" and (chosen is None or chosen[0] != "triton")
-    if rule == "fills" and draw(st.booleans()):
+    is_interpreted = device == "cpu" and chosen is not None and chosen[0] == "triton"
+    sizes = _sizes(draw, rule, large=large, is_interpreted=is_interpreted)
+    draft = Draft(draw=draw, sizes=sizes, grads=draw(st.booleans()), writes=draw(st.integers(0, 2)) == 2)
+    draft.dtype = draw(
+        st.sampled_from(_CUDA_DTYPES if device != "cpu" else _INTERPRETED if is_interpreted else _DTYPES)
+    )
+    draft.widest = torch.float32 if is_interpreted else torch.float64
+    if rule == "fills" and device == "cpu" and not is_interpreted and draw(st.booleans()):
         draft.dtype = torch.float64
-    if draft.dtype == torch.float64 and not has_float64:
-        draft.dtype = torch.float32
     RULES[rule](draft)
     dynamic = rule == "symbolic" or draw(st.integers(0, 7)) == 7
     others: dict[str, int] = {}

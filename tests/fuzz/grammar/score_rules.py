@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tests.fuzz.grammar import conditions, made_masks, masks, operands, scores, weights
 from tests.fuzz.grammar.draft import Draft
 from tests.fuzz.grammar.site import simple_site
@@ -129,25 +131,53 @@ def _one_thing_off(draft: Draft) -> None:
 
 
 def tiles(draft: Draft) -> None:
-    """What a kernel that goes by tiles applies itself: bands, intervals, documents, distances, caps, sinks, over several tiles."""
+    """What a kernel that goes by tiles applies itself: documents, distances, caps, sinks, over several tiles."""
+    _several_tiles(draft)
+    first = draft.pick(_known, _of_tensors, _documents, scores.slopes, scores.slopes, scores.positional, scores.cap)
+    more = draft.pick((), (), (scores.cap,), (scores.scale,), (scores.bias,), (scores.positional,), (_known,))
+    # A cap or a scale behind what is added has no kind.
+    simple_site(draft, *draft.pick((*more, first), (*more, first), (first, *more)), sink=draft.maybe(4))
+    draft.outputs.append("o")
+
+
+def intervals(draft: Draft) -> None:
+    """The same of masks alone: bands, bounds, chunks and documents, one of them or two."""
+    if draft.sizes["q"] > draft.sizes["k"] and not draft.maybe(4):
+        # Most of these leave the last queries without a key otherwise.
+        draft.sizes["k"] = draft.sizes["q"]
+    _several_tiles(draft)
+    first = draft.pick(_band, _band, _intervals, _intervals, _documents, _documents, _known)
+    more = draft.pick((), (), (), (_band,), (_intervals,), (scores.positional,), (_of_tensors,))
+    simple_site(draft, first, *more)
+    draft.outputs.append("o")
+
+
+def _several_tiles(draft: Draft) -> None:
     if draft.maybe():
-        draft.sizes["q"], draft.sizes["k"] = draft.pick((17, 17), (33, 20), (16, 40), (5, 70), (70, 70), (1, 130))
+        draft.sizes["q"], draft.sizes["k"] = draft.pick((17, 17), (16, 40), (33, 33), (5, 70), (33, 20), (1, 130))
     operands.plain_operands(draft)
 
-    def known(d: Draft) -> None:
-        conditions.positions(d)
-        masks.apply(d, masks.placed(d, conditions.known(d)), d.pick("-inf", "-inf", "-1e9"))
 
-    def of_tensors(d: Draft) -> None:
-        conditions.positions(d)
-        masks.apply(d, made_masks.of_tensors(d), "-inf")
+def _mask(draft: Draft, kind: Callable[[Draft], str], *fills: str) -> None:
+    conditions.positions(draft)
+    masks.apply(draft, masks.placed(draft, kind(draft)), draft.pick("-inf", "-inf", *fills))
 
-    def documents(d: Draft) -> None:
-        conditions.positions(d)
-        masks.apply(d, made_masks.documents(d), "-inf")
 
-    slopes = scores.slopes
-    first = draft.pick(known, known, of_tensors, documents, documents, slopes, slopes, scores.positional, scores.cap)
-    more = draft.pick((), (), (scores.cap,), (scores.scale,), (scores.bias,), (scores.positional,), (known,))
-    simple_site(draft, first, *more, sink=draft.maybe(4))
-    draft.outputs.append("o")
+def _known(draft: Draft) -> None:
+    _mask(draft, conditions.known, "-1e9")
+
+
+def _band(draft: Draft) -> None:
+    _mask(draft, conditions.band, "-1e9")
+
+
+def _intervals(draft: Draft) -> None:
+    _mask(draft, made_masks.intervals, "-1e9")
+
+
+def _of_tensors(draft: Draft) -> None:
+    _mask(draft, made_masks.of_tensors)
+
+
+def _documents(draft: Draft) -> None:
+    _mask(draft, made_masks.documents)

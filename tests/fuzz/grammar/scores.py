@@ -117,6 +117,12 @@ def scale(draft: Draft) -> None:
             f"s = s / {own}",
             f"s = s * {own}.clamp(max=4.0).exp()",
         ]
+        if draft.writes and draft.maybe():
+            forms = [
+                f"{line}; {given}{write}"
+                for line in forms
+                for write in (".data.mul_(3)", ".data.add_(1)", ".data.zero_()")
+            ]
     elif draft.writes and draft.maybe(3):
         forms = ["s.mul_(0.5)", "s = s.div_(2)", "s *= 0.5", "s /= 2"]
     draft.add(draft.pick(*forms))
@@ -141,7 +147,12 @@ def bias(draft: Draft) -> None:
             "s = 2.0 * ({} + s)",
             *(["s += {}", "s.add_({}, alpha=0.5)"] if draft.writes else []),
         ]
-    draft.add(draft.pick(*forms).format(term))
+    # Now and then of another dtype than the scores, and scaled together with them.
+    is_narrow = kind != "kept" and draft.maybe(3)
+    narrow = f"{term}.to({draft.pick('torch.bfloat16', 'torch.bfloat16', 'torch.float16')})"
+    draft.add(draft.pick(*forms).format(narrow if is_narrow else term))
+    if is_narrow and not draft.maybe(4):
+        draft.add(draft.pick("s = s * 0.7", "s = s / 1.5", "s = s * -3.0", "s = s * 0.3 * 1.7"))
     if draft.writes and kind != "kept" and draft.maybe(4):
         draft.add(f"{term}.data.{draft.pick('zero_()', 'add_(1)', 'mul_(2)')}")
 
@@ -177,7 +188,7 @@ def positional(draft: Draft, *kinds: str) -> None:
     if kind == "row":
         text = _of_a_row(draft)
     elif kind == "slopes":
-        given = draft.new("slope", (heads,), "normal")
+        given = draft.new("slope", (heads,), "normal", grad=draft.grads and draft.maybe(3))
         slope = draft.pick(
             f"{given}[None, :, None, None]",
             f"{given}.view(1, -1, 1, 1)",
@@ -193,10 +204,13 @@ def positional(draft: Draft, *kinds: str) -> None:
                 "(j - m + 1)",
                 "(i - j).abs().neg()",
             ),
-            *("(2 * j)", "(2 * (j - i))", "(i - j)"),
+            *("(2 * j)", "(2 * (j - i))", "(i - j)", "(3 * j - i)", "(j * 2 - i)", "(i - 2 * j)"),
         )
         text = draft.pick(
-            f"{slope} * {position}", f"({position}).to(D) * {slope}", f"{slope} * ({position}).float().to(D) / 2"
+            f"{slope} * {position}",
+            f"({position}).to(D) * {slope}",
+            f"{slope} * ({position}).float().to(D)",
+            f"{slope} * ({position}).float().to(D) / 2",
         )
     elif kind == "table":
         rows = draft.number(2, 5)

@@ -43,10 +43,13 @@ def sites_with(draft: Draft, *forms: Callable[[Draft], str]) -> None:
     draft.dims = ("b", "h", "q", "k")
     conditions.positions(draft)
     for _ in range(draft.number(1, 3)):
-        made = draft.pick(*forms)(draft)
-        allowed = made if draft.maybe(3) else conditions.with_a_key(draft, made)
+        form = draft.pick(*forms)
+        made = form(draft)
+        # Of several kinds, joined by `or`, a kernel knows nothing; a band mostly has a key by itself.
+        is_left = draft.maybe(3) or (form is conditions.band and draft.maybe())
+        allowed = made if is_left else conditions.with_a_key(draft, made)
         out = draft.name("o")
-        if draft.maybe():
+        if draft.maybe(3):
             draft.add(f"{out} = F.scaled_dot_product_attention(q, k, v, attn_mask={allowed})")
         else:
             draft.add(f"s = q @ k.mT * {draft.pick('0.5', '0.5', '-0.5')}")

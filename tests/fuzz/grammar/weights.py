@@ -17,7 +17,7 @@ def softmax(draft: Draft, *, sink: bool | str | None = None, changes: int = 1) -
     elif at == key:
         draft.add(f"# probe: s.amax({key}), s.amin({key})" if not sink else "")
     at = draft.pick(at, at - len(draft.dims))
-    dtype = draft.pick("W", "torch.float64") if draft.maybe(4) else None
+    dtype = draft.pick("W", str(draft.widest)) if draft.maybe(4) else None
     forms = [f"w = s.softmax({at})", f"w = torch.softmax(s, {at})", f"w = F.softmax(s, dim={at})"]
     if draft.maybe(4):
         forms = [f"w = torch.special.softmax(s, {at})"]

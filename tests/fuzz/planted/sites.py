@@ -117,13 +117,13 @@ STEPS = [
         "weights are set to zero where the scores were kept",
     ),
     _f(
-        "a factor may differ from key to key",
+        "a factor is read where the kernel stands",
         "patterns/softmax_chain.py",
         "_factor",
-        "if {a for dim in dims for a in axes.resolve(dim)} & set(axes.resolve(key)):",
-        "if False:",
+        "used=scaled.used, until=weighted.node",
+        "used=weighted.node, until=weighted.node",
         "score steps",
-        "a factor of each key is multiplied on the queries",
+        "a factor that is written after it was multiplied counts as it is then",
     ),
     _f(
         "a divisor is a factor",
