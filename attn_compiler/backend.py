@@ -64,6 +64,7 @@ def _compile(
     **others: Any,
 ) -> Callable[..., Any]:
     # Imported at the first graph, so that naming the backend and printing its options stay cheap.
+    from attn_compiler import rewrites
     from attn_compiler.lowerings import LOWERINGS
     from attn_compiler.passes import rewrite, summary
     from attn_compiler.verifying import checked
@@ -74,7 +75,7 @@ def _compile(
     check_lowering_names(own, (lowering.name for lowering in LOWERINGS))
     ahead = _ahead(own)
     inner = _Inner(options=own, patches=patches, region=name, ahead=ahead)
-    rewritten = rewrite(gm, own)
+    rewritten = rewrite(gm, own, store=rewrites.here(own, patches))
     report = rewritten.report
     # The graph is given away: what fails from here on, and is not the model's, is made good from a copy.
     failed: _StepFailed | None = None

@@ -74,15 +74,16 @@ class Codec:
         return {name: x for name, x in found.items() if not _is_same(x, usual[name])}
 
     def _parse(self, text: str) -> Any:
-        return self._made(json.loads(text))
+        return self.made(json.loads(text))
 
-    def _made(self, data: Any) -> Any:
+    def made(self, data: Any) -> Any:
+        """Inverse of `data`, of what JSON made of it. Raises ValueError for the data of an unknown class."""
         if isinstance(data, list):
-            return tuple(self._made(x) for x in data)
+            return tuple(self.made(x) for x in data)
         if not isinstance(data, dict):
             return data
         if "expr" in data:
-            return _EXPRESSIONS[data["expr"]](*map(self._made, data["of"]))
+            return _EXPRESSIONS[data["expr"]](*map(self.made, data["of"]))
         cls = self._by_name.get(data.get("kind", ""))
         if cls is None:
             raise ValueError(
@@ -90,7 +91,7 @@ class Codec:
             )
         if issubclass(cls, enum.Enum):
             return cls(data["value"])
-        return cls(**{name: self._made(x) for name, x in data.items() if name != "kind"})
+        return cls(**{name: self.made(x) for name, x in data.items() if name != "kind"})
 
 
 def _fields(value: Any) -> dict[str, Any]:

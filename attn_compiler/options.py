@@ -16,6 +16,7 @@ from attn_compiler.fp8_recipe import Fp8Recipe
 
 PREFIX = "attn."
 DUMP_DIR_VARIABLE = "ATTN_COMPILER_DUMP_DIR"
+CACHE_VARIABLE = "ATTN_COMPILER_CACHE_REWRITES"
 INNER_COMPILERS = ("inductor", "aot_eager", "eager")
 
 
@@ -34,18 +35,21 @@ class Options:
     compiles the rewritten graph; "aot_eager" and "eager" are for debugging and ignore Inductor's options. autotune: measure the
     Triton kernels' tiles on each site's shape while compiling, and keep the fastest on disk; else they come from a table. fp8_recipe:
     run attention in FP8 where the recipe applies and a kernel can (fp8_recipe.py); without it nothing does.
+    cache_rewrites: keep on disk what the passes made of a graph, beside what Inductor keeps, and do it again in a later process instead of
+    running the passes. The environment variable ATTN_COMPILER_CACHE_REWRITES=0 is another default.
     """
 
     lowering: str | None = None
     lowerings: tuple[str, ...] | None = None
-    strict: bool = False
-    # Where dumps go changes no compiled code, so it must not cost a recompilation.
+    # What changes no compiled code must not cost a recompilation.
+    strict: bool = field(default=False, metadata={"changes_code": False})
     dump_dir: str | None = field(default=None, metadata={"changes_code": False})
-    check_invariants: bool = True
-    verify: bool = False
+    check_invariants: bool = field(default=True, metadata={"changes_code": False})
+    verify: bool = field(default=False, metadata={"changes_code": False})
     inner: str = "inductor"
     autotune: bool = False
     fp8_recipe: Fp8Recipe | None = None
+    cache_rewrites: bool = field(default=True, metadata={"changes_code": False})
 
     def __post_init__(self) -> None:
         _require(isinstance(self.lowering, str | None), "lowering", "a lowering's name or None", self.lowering)
@@ -57,6 +61,7 @@ class Options:
         _require(self.inner in INNER_COMPILERS, "inner", f"one of {', '.join(map(repr, INNER_COMPILERS))}", self.inner)
         _require(isinstance(self.autotune, bool), "autotune", "True or False", self.autotune)
         _require(isinstance(self.fp8_recipe, Fp8Recipe | None), "fp8_recipe", "a Fp8Recipe or None", self.fp8_recipe)
+        _require(isinstance(self.cache_rewrites, bool), "cache_rewrites", "True or False", self.cache_rewrites)
         if self.lowering is not None and self.lowerings is not None:
             raise InvalidOption(option="lowerings", expected="nothing while 'lowering' is given", value=self.lowerings)
         if self.lowerings is not None:
@@ -103,6 +108,8 @@ def split_options(
             ours[name] = value
     if environ.get(DUMP_DIR_VARIABLE):
         ours.setdefault("dump_dir", environ[DUMP_DIR_VARIABLE])
+    if environ.get(CACHE_VARIABLE) == "0":
+        ours.setdefault("cache_rewrites", False)
     return Options(**ours), torch_compat.inductor_patches(_known_mode(mode), _known_inductor_options(inductors))
 
 

@@ -54,8 +54,8 @@ def publish(report: Report, options: Options) -> None:
 
 
 def counts(report: Report) -> Counter[str]:
-    """What torch._dynamo.utils.counters["attn_compiler"] gains: graphs, sites, misses, failures (of whole graphs), faults (of parts), and
-    "lowering:<name>"."""
+    """What torch._dynamo.utils.counters["attn_compiler"] gains: graphs, sites, misses, failures (of whole graphs), faults (of parts),
+    from_cache (graphs whose passes did not run), and "lowering:<name>"."""
     counted = Counter(
         graphs=1,
         sites=report.num_sites,
@@ -64,6 +64,8 @@ def counts(report: Report) -> Counter[str]:
     )
     if report.faults:
         counted["faults"] = len(report.faults)
+    if report.from_cache:
+        counted["from_cache"] = 1
     for site in report.sites:
         counted[f"lowering:{site.decision.lowering}"] += len(site.modules)
     return counted

@@ -70,6 +70,10 @@ def report_view(report: Report) -> RenderableType:
     ]
     if report.seconds:
         head.append(_times(f"passes took {_duration(report.total_seconds)}:", report.seconds))
+    if report.from_cache:
+        head.append(_text("rewrite: from the cache"))
+    if report.not_kept:
+        head.append(_text(f"rewrite: not kept for the next process: {report.not_kept}"))
     if report.kernels:
         head.append(_times("kernels compiled:", report.kernels))
     if report.failure:

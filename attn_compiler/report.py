@@ -62,6 +62,8 @@ class Report:
     kernels: seconds by kernel that was compiled beside the inner compiler, of all its variants; where it was on disk, next to nothing.
     failure: set when something failed and the model's own graph was compiled.
     faults: what failed and cost only a site or a call, each as it was warned of.
+    from_cache: the passes did not run; what they made of the same graph before was done again.
+    not_kept: why the next process has to run the passes again, if it has to.
 
     str(report) is the plain table, 100 columns wide; rich's print shows it in colour.
     """
@@ -74,6 +76,8 @@ class Report:
     kernels: tuple[tuple[str, float], ...] = ()
     failure: str | None = None
     faults: tuple[str, ...] = ()
+    from_cache: bool = False
+    not_kept: str | None = None
 
     @property
     def num_sites(self) -> int:
@@ -101,6 +105,8 @@ class Report:
             "kernels": [{"kernel": name, "seconds": seconds} for name, seconds in self.kernels],
             "failure": self.failure,
             "faults": list(self.faults),
+            "from_cache": self.from_cache,
+            "not_kept": self.not_kept,
         }
 
     def to_json(self) -> str:

@@ -40,6 +40,20 @@ def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
         yield value
 
 
+def wrapped_by_transform(x: torch.Tensor) -> tuple[torch.Tensor, int, int] | None:
+    """The tensor inside the wrapper that a transform of torch.func (vmap, grad ...) put around it, the wrapper's level and the axis that a
+    vmap took away; None for any other tensor."""
+    functorch = torch._C._functorch
+    if not functorch.is_functorch_wrapped_tensor(x):
+        return None
+    return functorch.get_unwrapped(x), functorch.maybe_get_level(x), functorch.maybe_get_bdim(x)
+
+
+def is_view(x: torch.Tensor) -> bool:
+    """Whether autograd takes a tensor for a view of another one. Of fake tensors, outside of their modes."""
+    return x._is_view()
+
+
 def is_script_object(value: Any) -> bool:
     """Whether a value is an object that Dynamo only passes on, such as a DeviceMesh."""
     return isinstance(value, (FakeScriptObject, torch.ScriptObject))

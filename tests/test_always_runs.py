@@ -191,7 +191,7 @@ def test_the_second_graph_is_the_very_graph_that_came(monkeypatch: pytest.Monkey
         texts.append("\n".join(str(m.code) for m in torch_compat.graph_modules(gm)) + str(sorted(gm.__dict__)))
 
     rewrite, compile_with_backend = passes_module.rewrite, torch_compat.compile_with_backend
-    monkeypatch.setattr(passes_module, "rewrite", lambda gm, options: (note(gm), rewrite(gm, options))[1])
+    monkeypatch.setattr(passes_module, "rewrite", lambda gm, *args, **named: (note(gm), rewrite(gm, *args, **named))[1])
 
     def fail(name: str, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         note(gm)

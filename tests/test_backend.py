@@ -40,7 +40,7 @@ class Pipeline:
     calls: list[tuple[fx.GraphModule, Options]] = field(default_factory=list)
     published: list[tuple[Report, Options]] = field(default_factory=list)
 
-    def run(self, gm: fx.GraphModule, options: Options) -> passes.Rewritten:
+    def run(self, gm: fx.GraphModule, options: Options, **_: Any) -> passes.Rewritten:
         self.calls.append((gm, options))
         self.rewrite(gm)
         return passes.Rewritten(report=self.report, units=(), originals=(), failed=False)
@@ -122,8 +122,8 @@ def test_passes_rewrite_then_publish_then_compile(pipeline: Pipeline) -> None:
     x = torch.randn(3)
     result = _compile(lambda a: torch.sin(a), inner="eager", strict=True)(x)
     torch.testing.assert_close(result, x.cos())
-    assert [options for _, options in pipeline.calls] == [Options(inner="eager", strict=True)]
-    assert pipeline.published == [(pipeline.report, Options(inner="eager", strict=True))]
+    assert [options for _, options in pipeline.calls] == [Options(inner="eager", strict=True, cache_rewrites=False)]
+    assert pipeline.published == [(pipeline.report, Options(inner="eager", strict=True, cache_rewrites=False))]
 
 
 def test_a_graph_that_dynamo_traces_again_has_one_report() -> None:
@@ -207,7 +207,7 @@ def test_inductors_options_reach_inductor_beside_ours(pipeline: Pipeline, monkey
     given = _patches_given(monkeypatch)
     _compile(torch.sin, **{"triton.cudagraphs": True, "attn.strict": True})(torch.ones(1))
     assert given == [{"triton.cudagraphs": True}]
-    assert pipeline.calls[0][1] == Options(strict=True)
+    assert pipeline.calls[0][1] == Options(strict=True, cache_rewrites=False)
 
 
 def test_key_of_the_caches_tells_options_and_switched_off_kernels_apart(

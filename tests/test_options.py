@@ -149,22 +149,26 @@ def test_unknown_lowering_names_the_nearest() -> None:
         check_lowering_names(Options(lowerings=("sdpa", "zzz")), ("sdpa",))
 
 
-def test_digest_differs_with_every_option_but_the_dumps() -> None:
+def test_digest_differs_with_every_option_that_changes_code() -> None:
     changed: list[dict[str, Any]] = [
         {},
         {"lowering": "sdpa"},
         {"lowerings": ("sdpa", "flex")},
         {"lowerings": ("flex", "sdpa")},
-        {"strict": True},
-        {"check_invariants": False},
-        {"verify": True},
         {"inner": "eager"},
         {"autotune": True},
         {"fp8_recipe": Fp8Recipe()},
     ]
-    assert {name for one in changed for name in one} == set(OPTION_NAMES) - {"dump_dir"}
+    others: dict[str, Any] = {
+        "strict": True,
+        "dump_dir": "anywhere",
+        "check_invariants": False,
+        "verify": True,
+        "cache_rewrites": False,
+    }
+    assert {name for one in changed for name in one} == set(OPTION_NAMES) - others.keys()
     assert len({Options(**one).digest() for one in changed}) == len(changed)
-    assert Options(dump_dir="anywhere").digest() == Options().digest()
+    assert {Options(**{name: value}).digest() for name, value in others.items()} == {Options().digest()}
 
 
 def test_digest_is_the_same_in_another_process() -> None:
@@ -177,3 +181,10 @@ def test_digest_is_the_same_in_another_process() -> None:
 def test_options_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Options().strict = True  # type: ignore[misc]
+
+
+def test_environment_switches_the_cache_of_rewrites_off_unless_options_say_otherwise() -> None:
+    off = {"ATTN_COMPILER_CACHE_REWRITES": "0"}
+    assert split_options(None, None, {})[0].cache_rewrites is True
+    assert split_options(None, None, off)[0].cache_rewrites is False
+    assert split_options(None, {"cache_rewrites": True}, off)[0].cache_rewrites is True

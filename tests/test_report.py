@@ -92,6 +92,8 @@ def test_json_has_every_field_under_its_name() -> None:
         "kernels": [{"kernel": "attention_forward", "seconds": 1.5}],
         "failure": None,
         "faults": [],
+        "from_cache": False,
+        "not_kept": None,
     }
 
 

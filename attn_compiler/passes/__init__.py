@@ -7,7 +7,9 @@ what fails otherwise leaves the model's graph as it was.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
+import logging
 import time
 import traceback
 import warnings
@@ -34,15 +36,21 @@ from attn_compiler.passes import (
     lower,
     match,
     recover,
+    remembered,
     select,
     summary,
     verify,
 )
+from attn_compiler.passes.borders import Border
 from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.remembered import Kept, Memory
 from attn_compiler.passes.unit import Unit, module_path, units, unsupported_tensor
 from attn_compiler.report import Report
+from attn_compiler.rewrites.store import Store
 from attn_compiler.target import Target
 from attn_compiler.torch_snapshots import Snapshot
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,18 +144,21 @@ def run_pipeline(gm: fx.GraphModule, options: Options, targets: dict[str, Target
     return rewrite(gm, options, targets).report
 
 
-def rewrite(gm: fx.GraphModule, options: Options, targets: dict[str, Target] | None = None) -> Rewritten:
+def rewrite(
+    gm: fx.GraphModule, options: Options, targets: dict[str, Target] | None = None, store: Store | None = None
+) -> Rewritten:
     """Rewrite `gm` and the bodies nested in it in place, and say what was done.
 
-    targets: by device type, for tests; a device that is missing there is this machine. What fails at one site costs that site; whatever
-    else fails, every graph is left as it came and the report says so. There is one warning for each distinct failure; with
-    options.strict it raises PassFailed (or VerifyFailed) instead.
+    store: where rewrites are kept; with None the passes always run, and nothing is kept.
+    targets: by device type, for tests; a device that is missing there is this machine.
+    What fails at one site costs that site; whatever else fails, every graph is left as it came and the report says so. There is one
+    warning for each distinct failure; with options.strict it raises PassFailed (or VerifyFailed) instead.
     """
     failure: str | None = None
     work = _Work(seconds=dict.fromkeys((step.name for step in PIPELINE), 0.0))
     try:
         with _without_collector():
-            report = _rewrite(gm, options, targets or {}, work)
+            report = _rewrite(gm, options, targets or {}, work, store)
     except Exception as error:
         if work.snapshot is not None:
             work.snapshot.restore()
@@ -193,7 +204,9 @@ class _Work:
     dumper: Dumper = field(default_factory=lambda: Dumper(directory=None, traced=False))
 
 
-def _rewrite(gm: fx.GraphModule, options: Options, targets: dict[str, Target], work: _Work) -> Report:
+def _rewrite(
+    gm: fx.GraphModule, options: Options, targets: dict[str, Target], work: _Work, store: Store | None
+) -> Report:
     with _located("units", None):
         work.units = units(gm, options, targets)
     if work.units:
@@ -201,6 +214,45 @@ def _rewrite(gm: fx.GraphModule, options: Options, targets: dict[str, Target], w
             work.snapshot = Snapshot(gm)
     with _located("borders", None):
         border = borders.reached(gm, work.units, options)
+    if store is None or (not work.units and border.root is None):
+        return _run_passes(gm, options, work, border)
+    work.seconds[_CACHE] = 0.0
+    with _timed(_CACHE, work.seconds):
+        memory = remembered.begin(gm, options, border, store)
+        kept = memory.find()
+        found = None if kept is None else _again(memory, kept, work)
+    if found is not None:
+        return dataclasses.replace(found, seconds=((_CACHE, work.seconds[_CACHE]),))
+    if kept is not None:
+        # The nodes are others since the graph was made again what it was.
+        return _rewrite(gm, options, targets, work, None)
+    report = _run_passes(gm, options, work, border)
+    with _timed(_CACHE, work.seconds):
+        report = memory.keep(report, work.known)
+    return dataclasses.replace(report, seconds=tuple(work.seconds.items()))
+
+
+#: what looking for what was done before, doing it again, and keeping it takes, among the seconds of passes
+_CACHE = "cache"
+
+
+def _again(memory: Memory, kept: Kept, work: _Work) -> Report | None:
+    """The report of what was done again; None, and graphs as they came, if it does not fit."""
+    try:
+        report = memory.apply(kept)
+    except Exception as error:
+        if torch_compat.starts_over(error):
+            raise
+        # Whatever is wrong with a file, the passes need none.
+        log.debug("what was kept of graph %s does not fit: %r", torch_compat.graph_name(), error)
+        if work.snapshot is not None:
+            work.snapshot.restore()
+        return None
+    work.known, work.units = kept.crossing.known, []
+    return report
+
+
+def _run_passes(gm: fx.GraphModule, options: Options, work: _Work, border: Border) -> Report:
     work.dumper = Dumper.create(options.dump_dir if work.units else None, torch_compat.graph_name())
     for unit in work.units:
         _run(unit, work.dumper, work.seconds)

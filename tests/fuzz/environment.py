@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 def variables(device: str) -> dict[str, str]:
     """What is set for programs on that device."""
-    mine = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # What a planted fault changes is in no key of a rewrite.
+    mine = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "ATTN_COMPILER_CACHE_REWRITES": "0"}
     if device == "cpu":
         mine |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     return mine

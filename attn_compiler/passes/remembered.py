@@ -1,0 +1,139 @@
+"""When a rewrite is looked up and kept (attn_compiler/rewrites): before the passes, which then need not run, and after them.
+
+Not looked up: with `verify`, which holds what the passes found against the model, and with `dump_dir`, which is to show the passes.
+Not kept: what has no key, what measured (`autotune`), tensors that are kept from call to call (delayed FP8 scaling), and a graph
+in which something failed. The report says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from attn_compiler import decisions, report, torch_compat, torch_tracing
+from attn_compiler.errors import described
+from attn_compiler.meanings import Known
+from attn_compiler.options import Options
+from attn_compiler.passes import border_records
+from attn_compiler.passes.border_records import Crossing
+from attn_compiler.passes.borders import Border
+from attn_compiler.report import Report
+from attn_compiler.rewrites import key, record
+from attn_compiler.rewrites.key import Keyed
+from attn_compiler.rewrites.record import Edit
+from attn_compiler.rewrites.refusing import Unkeyed
+from attn_compiler.rewrites.store import Store
+from attn_compiler.spec import CODEC
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """One file: what was done, what the report said, what was told to other graphs."""
+
+    edits: tuple[Edit, ...]
+    report: Report
+    crossing: Crossing
+
+
+_CODEC = CODEC.beside(
+    Kept,
+    *record.PARTS,
+    *border_records.PARTS,
+    *(Report, report.SiteReport, report.MissReport),
+    *(decisions.Reason, decisions.Refusal, decisions.Decision, decisions.Copy),
+)
+
+
+@dataclass(kw_only=True)
+class Memory:
+    """What is remembered of one graph, before anything of it is rewritten.
+
+    keyed: None if the graph has no key. why_not: then, why.
+    """
+
+    gm: fx.GraphModule
+    border: Border
+    store: Store
+    options: Options
+    keyed: Keyed | None = None
+    why_not: str | None = None
+
+    def find(self) -> Kept | None:
+        """What was kept of the same graph."""
+        if self.keyed is None or self.options.verify or self.options.dump_dir is not None:
+            return None
+        data = self.store.get(self.keyed.text)
+        try:
+            kept = None if data is None else _CODEC.made(data)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            log.debug("ignored what was kept of graph %s: %s", torch_compat.graph_name(), described(error))
+            return None
+        if not isinstance(kept, Kept):
+            return None
+        nodes = self.keyed.modules[0].nodes
+        return kept if border_records.may_be_told(kept.crossing, nodes) else None
+
+    def apply(self, kept: Kept) -> Report:
+        """Do again what was done, and tell again what was told. Raises whatever it likes for what was not kept by this package."""
+        if self.keyed is None:
+            raise Unkeyed("the graph has no key")
+        module = self.keyed.modules[0]
+        mode = torch_tracing.fake_mode_of_values(value for one in self.keyed.modules for value in one.values)
+        if kept.edits and mode is None:
+            raise Unkeyed("the graph has no fake values")
+        if mode is not None:
+            record.apply(self.keyed, kept.edits, mode)
+        if self.options.check_invariants:
+            for one in self.keyed.modules:
+                one.graph_module.graph.lint()
+        border_records.tell(kept.crossing, self.border, module.nodes, module.values)
+        return dataclasses.replace(kept.report, graph=torch_compat.graph_name(), from_cache=True)
+
+    def keep(self, told: Report, known: Sequence[tuple[int, Known]]) -> Report:
+        """Keep what the passes did, and give the report, which says why where that can't be."""
+        with _unkeyed(self):
+            if self.keyed is None:
+                raise Unkeyed(self.why_not or "it has no key")
+            if told.faults or told.failure:
+                raise Unkeyed("something failed, and may not fail again")
+            module = self.keyed.modules[0]
+            kept = Kept(
+                edits=record.taken(self.keyed),
+                report=dataclasses.replace(told, graph="", seconds=()),
+                crossing=border_records.taken(self.border, known, module.nodes, module.values),
+            )
+            self.store.put(self.keyed.text, _CODEC.data(kept))
+        if self.why_not is not None:
+            log.debug("what was made of graph %s is not kept: %s", told.graph, self.why_not)
+        return dataclasses.replace(told, not_kept=self.why_not)
+
+
+def begin(gm: fx.GraphModule, options: Options, border: Border, store: Store) -> Memory:
+    """To be called before anything of the graph is rewritten."""
+    memory = Memory(gm=gm, border=border, store=store, options=options)
+    with _unkeyed(memory):
+        if options.autotune:
+            raise Unkeyed("tiles are measured (autotune)")
+        memory.keyed = key.of(gm, options, border_records.learned(gm, border))
+    return memory
+
+
+@contextlib.contextmanager
+def _unkeyed(memory: Memory) -> Iterator[None]:
+    """What the block raises is why the rewrite is not kept. A fault of ours is told, and raised with options.strict."""
+    try:
+        yield
+    except Unkeyed as error:
+        memory.keyed, memory.why_not = None, str(error)
+    except Exception as error:
+        if torch_compat.starts_over(error) or memory.options.strict:
+            raise
+        memory.keyed, memory.why_not = None, f"keeping it failed: {described(error)}"
+        log.warning("a rewrite is not kept for the next process: %s", described(error))

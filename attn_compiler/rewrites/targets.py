@@ -1,0 +1,145 @@
+"""What nodes call, by name and back.
+
+A name in a key has to tell functions apart. A name in a record is resolved in another process, from a file that somebody else may have
+written: so only functions of the tables below are found.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import math
+import operator
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.rewrites.refusing import Unkeyed
+
+#: namespaces of ops that PyTorch or this package defines: versions are in the key
+_NAMESPACES = ("aten", "prims", "attn_compiler", "_c10d_functional")
+#: namespaces of ops that a record may name
+_RESOLVED_NAMESPACES = ("aten", "prims", "attn_compiler")
+
+#: calls with bodies that mean the same in every process: those that number things of their process, as Triton's kernels, are not here
+_HIGHER_ORDER = frozenset(
+    {
+        "autograd_function_apply",
+        "cond",
+        "flex_attention",
+        "invoke_subgraph",
+        "tag_activation_checkpoint",
+        "wrap",
+        "wrap_activation_checkpoint",
+        "wrap_with_autocast",
+        "wrap_with_set_grad_enabled",
+    }
+)
+
+#: where a function without a usable path of its own is looked for
+_ROOMS: dict[str, Any] = {
+    "torch": torch,
+    "torch._C._nn": torch._C._nn,
+    "torch._C._autograd": torch._C._autograd,
+    "torch._C._special": torch._C._special,  # type: ignore[attr-defined]
+    "torch._C._linalg": torch._C._linalg,  # type: ignore[attr-defined]
+    "torch._C._fft": torch._C._fft,  # type: ignore[attr-defined]
+    "torch.nn.functional": torch.nn.functional,
+    "torch.Tensor": torch.Tensor,
+    "operator": operator,
+    "math": math,
+    "builtins": builtins,
+}
+#: rooms whose compiled functions a record may name
+_RESOLVED_ROOMS = ("torch", "torch._C._nn", "torch.Tensor", "operator")
+_COMPILED = (types.BuiltinFunctionType, types.MethodDescriptorType)
+#: further functions that a record may name
+_RESOLVED: dict[str, Callable[..., Any]] = {
+    "torch.amp.autocast_mode._enter_autocast": torch.amp.autocast_mode._enter_autocast,
+    "torch.amp.autocast_mode._exit_autocast": torch.amp.autocast_mode._exit_autocast,
+    "torch._C._set_grad_enabled": torch._C._set_grad_enabled,
+    "torch.nn.functional.softmax": torch.nn.functional.softmax,
+}
+_OVERLOAD = re.compile(r"op:(\w+)\.(\w+)\.(\w+)")
+
+
+# ---- to names -----------------------------------------------------------------------------------------------------
+
+
+def name_of(node: fx.Node) -> str:
+    """A name of what a node calls or stands for, which nothing else has. Raises Unkeyed where there is none."""
+    if node.op == "call_module":
+        raise Unkeyed(f"{node.name} calls a module that Dynamo did not look into")
+    if node.op != "call_function":
+        return str(node.target)
+    try:
+        return _known_name(node.target)
+    except TypeError:  # It has no hash.
+        raise Unkeyed(f"{node.target!r} is called") from None
+
+
+@functools.lru_cache(maxsize=4096)
+def _known_name(target: Any) -> str:
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        name = str(target)
+        if name.partition(".")[0] not in _NAMESPACES:
+            raise Unkeyed(f"{name} is another library's op, which may change while its name stays")
+        return f"op:{name}" if isinstance(target, torch._ops.OpOverload) else f"packet:{name}"
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        name = str(target)
+        if name not in _HIGHER_ORDER:
+            raise Unkeyed(f"{name} may stand for something else in another process")
+        return f"higher order:{name}"
+    path = f"{getattr(target, '__module__', None) or ''}.{getattr(target, '__qualname__', '')}"
+    name = getattr(target, "__name__", "")
+    for found in (*(f"{room}.{name}" for room in _ROOMS), path):
+        if name and _at(found) is target:
+            return f"function:{found}"
+    raise Unkeyed(f"{path.strip('.') or repr(target)} is no function of PyTorch's")
+
+
+def _at(path: str) -> Any:
+    """What a path from one of the rooms, or from PyTorch itself, leads to; None if to nothing."""
+    room, _, name = path.rpartition(".")
+    if room in _ROOMS:
+        return getattr(_ROOMS[room], name, None)
+    root, *steps = path.split(".")
+    found: Any = torch if root == "torch" else None
+    for step in steps:
+        found = getattr(found, step, None)
+    return found
+
+
+# ---- and back -----------------------------------------------------------------------------------------------------
+
+
+def resolved(op: str, name: str) -> Any:
+    """What a record's node calls. Raises Unkeyed for anything that is not on the tables."""
+    if op == "placeholder" and name.isidentifier():
+        return name
+    if op == "call_method" and not name.startswith("_") and hasattr(torch.Tensor, name):
+        return name
+    found = _resolved_function(name) if op == "call_function" else None
+    if found is None:
+        raise Unkeyed(f"a record may not have the node {op} {name}")
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _resolved_function(name: str) -> Any:
+    overload = _OVERLOAD.fullmatch(name)
+    if overload is not None:
+        namespace, packet, which = overload.groups()
+        if namespace not in _RESOLVED_NAMESPACES:
+            return None
+        return getattr(getattr(getattr(torch.ops, namespace), packet, None), which, None)
+    path = name.removeprefix("function:")
+    if path in _RESOLVED:
+        return _RESOLVED[path]
+    room, _, own = path.rpartition(".")
+    found = getattr(_ROOMS[room], own, None) if room in _RESOLVED_ROOMS and not own.startswith("_") else None
+    return found if isinstance(found, _COMPILED) else None

@@ -1,0 +1,379 @@
+"""A graph that was rewritten before is rewritten without the passes, and a graph that differs in anything is not that graph."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import attn_compiler
+from attn_compiler import cache, rewrites
+from attn_compiler.options import Options
+from tests.rewrites.compiling import attention, compiled, is_again, masked, qkv
+from tests.rewrites.watching import without_times
+
+
+def _same(function: Callable[..., Any], *inputs: Any, **options: Any) -> None:
+    """What is done again is what the passes did, in every node, and gives the same."""
+    first, before = compiled(function, *inputs, **options)
+    second, after = compiled(function, *inputs, **options)
+    assert [seen.report.from_cache for seen in before] == [False] * len(before)
+    assert [(seen.report.from_cache, seen.ran) for seen in after] == [(True, ())] * len(before)
+    assert [seen.code for seen in after] == [seen.code for seen in before]
+    assert [seen.nodes for seen in after] == [seen.nodes for seen in before]
+    assert [seen.known for seen in after] == [seen.known for seen in before]
+    assert [without_times(seen.report) for seen in after] == [without_times(seen.report) for seen in before]
+    assert any(seen.report.num_sites for seen in before)
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("lowering", ["math", "reference", "sdpa_cpu_flash", "triton"])
+def test_the_rewritten_graph_is_the_one_that_the_passes_made(lowering: str) -> None:
+    _same(masked, *qkv(), lowering=lowering)
+
+
+def test_two_sites_share_a_mask_and_a_third_is_a_miss() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = torch.arange(q.shape[2])
+        bias = torch.where(at[:, None] >= at, 0.0, -torch.inf)
+        for _ in range(2):
+            q = torch.softmax(q @ k.transpose(-2, -1) + bias, -1) @ v
+        return q + torch.softmax(q @ k.transpose(-2, -1), -1).sum()
+
+    _same(model, *qkv())
+
+
+def test_a_softmax_over_another_axis_is_moved_again() -> None:
+    _same(lambda q, k, v: torch.softmax(k @ q.transpose(-2, -1), dim=-2).transpose(-2, -1) @ v, *qkv(), lowering="math")
+
+
+def test_what_is_written_in_place_is_copied_again() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        kept = k * 1
+        out = attention(q, kept, v)
+        kept.add_(1)
+        return out, kept
+
+    _same(model, *(x.requires_grad_() for x in qkv()), lowering="reference")
+
+
+def test_autocast_regions_are_left_and_entered_again() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return attention(q, k, v)
+
+    _same(model, *qkv())
+
+
+def test_calls_that_hide_an_attention_are_spelled_out_again() -> None:
+    layer = nn.MultiheadAttention(32, 4, batch_first=True)
+    x = torch.randn(2, 8, 32)
+    _same(lambda x: layer(x, x, x, need_weights=False)[0], x)
+    with torch.no_grad():
+        _same(nn.TransformerEncoderLayer(32, 4, batch_first=True).eval(), x)
+
+
+def test_bodies_of_checkpoints_and_what_they_are_given_come_again() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+        def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+            at = torch.arange(x.shape[1])
+            mask = (at[:, None] >= at) & padding[:, None, None, :]
+            for layer in self.layers:
+                x = x + checkpoint(self.attend, layer, x, mask, use_reentrant=False)
+            return x
+
+        def attend(self, layer: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+            q = layer(x).view(2, 8, 2, 8).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=mask).transpose(1, 2).flatten(2)
+
+    padding = torch.ones(2, 8, dtype=torch.bool)
+    _same(Model(), torch.randn(2, 8, 16), padding, lowering="triton")
+    assert attn_compiler.reports()[0].num_sites == 2
+
+
+def test_gradients_are_those_of_the_passes() -> None:
+    grads = []
+    for _ in range(2):
+        inputs = [x.requires_grad_() for x in qkv()]
+        out, (seen,) = compiled(masked, *inputs, inner="aot_eager")
+        out.square().sum().backward()
+        grads.append([x.grad for x in inputs])
+    assert seen.report.from_cache
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+
+
+# ---- a graph that differs ---------------------------------------------------------------------------------------------
+
+
+def _strided(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _at(x: Tensor) -> Tensor:
+    """The same at another place of a larger memory."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+_OTHERS: dict[str, Callable[[], list[Any]]] = {
+    "shape": lambda: qkv(2, 3, 9, 16),
+    "dtype": lambda: qkv(dtype=torch.bfloat16),
+    "strides": lambda: [_strided(x) for x in qkv()],
+    "offset": lambda: [_at(x) for x in qkv()],
+    "gradient": lambda: [x.requires_grad_() for x in qkv()],
+    "one tensor twice": lambda: [(x := qkv())[0], x[1], x[1]],
+    "one memory": lambda: list(torch.randn(3, 2, 3, 8, 16).unbind()),
+    "a parameter": lambda: [nn.Parameter(x) for x in qkv()],
+}
+
+
+@pytest.mark.parametrize("other", _OTHERS)
+def test_other_inputs_are_another_graph(other: str) -> None:
+    assert not is_again(attention, *qkv())
+    assert is_again(attention, *qkv())
+    given = _OTHERS[other]()
+    assert not is_again(attention, *given)
+    assert is_again(attention, *given)
+
+
+@contextlib.contextmanager
+def _set(get: Callable[[], Any], put: Callable[[Any], Any], value: Any) -> Iterator[None]:
+    before = get()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+_STATES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "no_grad": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "flash off": lambda: _set(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
+    "deterministic": lambda: _set(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+    "precision": lambda: _set(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
+    "default dtype": lambda: _set(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "mkldnn off": lambda: torch.backends.mkldnn.flags(enabled=False),
+}
+
+
+@pytest.mark.parametrize("state", _STATES)
+def test_other_states_of_pytorch_are_another_graph(state: str) -> None:
+    inputs = qkv()
+    assert not is_again(attention, *inputs)
+    with _STATES[state]():
+        assert not is_again(attention, *inputs)
+        assert is_again(attention, *inputs)
+    assert is_again(attention, *inputs)
+
+
+def test_another_number_in_the_model_is_another_graph() -> None:
+    def scaled(scale: Any) -> Callable[..., Tensor]:
+        return lambda q, k, v: torch.softmax(q @ k.transpose(-2, -1) * scale, -1) @ v
+
+    inputs = qkv()
+    for scale in (0.5, 0.25, 2.0, 2):
+        assert not is_again(scaled(scale), *inputs), scale
+    assert is_again(scaled(0.5), *inputs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"lowering": "math"}, {"lowerings": ["math"]}, {"strict": True}, {"fp8_recipe": attn_compiler.Fp8Recipe()}],
+    ids=lambda options: next(iter(options)),
+)
+def test_other_options_are_another_graph(options: dict[str, Any]) -> None:
+    assert not is_again(attention, *qkv())
+    assert not is_again(attention, *qkv(), **options)
+    assert is_again(attention, *qkv(), **options)
+
+
+def test_checks_cost_no_passes() -> None:
+    assert not is_again(attention, *qkv(), check_invariants=False)
+    assert is_again(attention, *qkv(), check_invariants=True)
+
+
+def test_other_sources_or_another_version_are_another_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_again(attention, *qkv())
+    monkeypatch.setattr(cache, "sources_digest", lambda: "edited")
+    assert not is_again(attention, *qkv())
+    monkeypatch.setattr(cache, "package_version", lambda: "999.0")
+    assert not is_again(attention, *qkv())
+
+
+def test_another_line_of_the_model_is_another_graph_since_reports_name_it() -> None:
+    source = "import torch\ndef model(q, k, v):\n    return torch.softmax(q @ k.transpose(-2, -1), -1) @ v\n"
+    found = []
+    for text in (source, "\n" + source, source):
+        scope: dict[str, Any] = {}
+        exec(compile(text, "model.py", "exec"), scope)
+        _, (seen,) = compiled(scope["model"], *qkv())
+        found.append((seen.report.from_cache, seen.report.sites[0].source))
+    assert found == [(False, "model.py:3"), (False, "model.py:4"), (True, "model.py:3")]
+
+
+# ---- what is not looked up or not kept --------------------------------------------------------------------------------
+
+
+def _why_not(function: Callable[..., Any], *inputs: Any, **options: Any) -> str | None:
+    _, (seen,) = compiled(function, *inputs, **options)
+    assert seen.ran
+    return seen.report.not_kept
+
+
+def test_symbolic_sizes_are_not_kept() -> None:
+    inputs = qkv()
+    torch._dynamo.mark_dynamic(inputs[0], 2)
+    assert _why_not(attention, *inputs) == "a size is symbolic"
+
+
+def test_ops_of_other_libraries_are_not_kept() -> None:
+    with torch.library._scoped_library("test_rewrites", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        why = _why_not(lambda q, k, v: attention(torch.ops.test_rewrites.twice(q), k, v), *qkv())
+    assert why == "test_rewrites.twice is another library's op, which may change while its name stays"
+
+
+def test_measured_tiles_are_not_kept() -> None:
+    assert _why_not(attention, *qkv(), autotune=True) == "tiles are measured (autotune)"
+
+
+def test_what_is_kept_from_call_to_call_is_not_kept_in_files() -> None:
+    recipe = attn_compiler.Fp8Recipe(scaling=attn_compiler.DelayedScaling(amax_history_len=4))
+    why = _why_not(attention, *qkv(2, 3, 64, 32, dtype=torch.bfloat16), fp8_recipe=recipe, lowering="reference_fp8")
+    assert why == "the rewritten graph holds tensors that are kept from call to call"
+
+
+def test_a_fault_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_compiler.passes import lower
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(lower, "_operands", broken)
+    with pytest.warns(attn_compiler.AttnCompilerWarning):
+        why = _why_not(masked, *qkv(), lowering="math")
+    assert why == "something failed, and may not fail again"
+
+
+def test_dumps_and_checks_of_the_first_call_want_the_passes(tmp_path: Path) -> None:
+    assert not is_again(attention, *qkv())
+    assert not is_again(attention, *qkv(), verify=True)
+    assert not is_again(attention, *qkv(), dump_dir=str(tmp_path / "dumps"))
+    assert is_again(attention, *qkv())
+
+
+def test_what_those_made_is_kept_all_the_same() -> None:
+    assert not is_again(attention, *qkv(), verify=True)
+    assert is_again(attention, *qkv())
+
+
+@pytest.mark.parametrize("setting", ["fx_graph_cache", "force_disable_caches"])
+def test_pytorchs_own_switches_hold(setting: str, folder: Path) -> None:
+    off = setting == "force_disable_caches"
+    with torch._inductor.config.patch({setting: off}):
+        assert not is_again(attention, *qkv())
+        assert rewrites.here(Options(), {}) is None
+        assert rewrites.here(Options(), {setting: not off}) is not None
+    assert rewrites.here(Options(), {setting: off}) is None
+    assert not folder.exists()
+
+
+def test_the_option_switches_it_off(folder: Path) -> None:
+    assert not is_again(attention, *qkv(), cache_rewrites=False)
+    assert not folder.exists()
+    assert rewrites.here(Options(cache_rewrites=False), {}) is None
+
+
+# ---- files ------------------------------------------------------------------------------------------------------------
+
+
+def _edited(held: dict[str, Any]) -> dict[str, Any]:
+    return {**held, "rewrite": {**held["rewrite"], "edits": []}}
+
+
+_DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _: b"",
+    "cut off": lambda held: held[: len(held) // 2],
+    "no JSON": lambda _: b"\x80\x04pickle",
+    "a list": lambda _: b"[1]",
+    "another key": lambda held: held.replace(b'"key": "', b'"key": "0', 1),
+    "edited": lambda held: json.dumps(_edited(json.loads(held))).encode(),
+    "nested without end": lambda _: b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("damage", _DAMAGES)
+def test_a_damaged_file_is_missing(damage: str, folder: Path) -> None:
+    assert not is_again(attention, *qkv())
+    (path,) = folder.iterdir()
+    path.write_bytes(_DAMAGES[damage](path.read_bytes()))
+    assert not is_again(attention, *qkv())
+    assert is_again(attention, *qkv())
+
+
+def _foreign(change: Callable[[dict[str, Any]], Any], folder: Path) -> None:
+    """A file whose digest is right."""
+    from attn_compiler.rewrites.store import Store
+
+    (path,) = folder.iterdir()
+    held = json.loads(path.read_bytes())
+    change(held["rewrite"])
+    Store(root=folder.parents[1]).put(held["key"], held["rewrite"])
+
+
+_FOREIGN: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "another function": lambda kept: kept["edits"][0]["new"][0].update(op="call_function", target="function:os.system"),
+    "a private method": lambda kept: kept["edits"][0]["new"][0].update(op="call_method", target="__reduce__"),
+    "a node out of order": lambda kept: kept["edits"][0]["order"].reverse(),
+    "a node that is not there": lambda kept: kept["edits"][0]["new"][0].update(given=["tuple", ["node", 10_000]]),
+    "an unknown field": lambda kept: kept["edits"][0].update(more=1),
+    "an unknown kind": lambda kept: kept.update(kind="Report"),
+    "no graph": lambda kept: kept["edits"][0].update(graph=7),
+    "another name": lambda kept: kept["edits"][0]["new"][0].update(name="softmax"),
+}
+
+
+@pytest.mark.parametrize("change", _FOREIGN)
+def test_a_file_that_does_not_fit_is_missing_and_the_graph_as_it_came(change: str, folder: Path) -> None:
+    inputs = qkv()
+    out, (first,) = compiled(masked, *inputs, lowering="math")
+    _foreign(_FOREIGN[change], folder)
+    again, (second,) = compiled(masked, *inputs, lowering="math")
+    assert second.ran
+    assert not second.report.from_cache
+    # Nodes of a graph that was made again what it was have other names.
+    assert [node["target"] for node in second.nodes] == [node["target"] for node in first.nodes]
+    torch.testing.assert_close(again, out, rtol=0, atol=0)
+
+
+def test_a_folder_that_can_not_be_written_costs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "attn_compiler").write_text("a file in the way")
+    for _ in range(2):
+        assert not is_again(attention, *qkv())
+
+
+def test_a_failing_key_is_told_and_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("no key")
+
+    monkeypatch.setattr("attn_compiler.rewrites.key.of", broken)
+    why = _why_not(attention, *qkv())
+    assert why is not None
+    assert why.startswith("keeping it failed: ZeroDivisionError: no key")
+    assert "a rewrite is not kept for the next process: ZeroDivisionError: no key" in caplog.text

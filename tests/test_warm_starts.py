@@ -1,0 +1,145 @@
+"""A second process with the caches of the first: no pass of ours runs, nothing is compiled again, and numbers and report are the same.
+
+Each process is a real one. Where nothing is said, Inductor compiles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = """
+import json, sys, torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+given = json.loads(sys.argv[1])
+if given.get("load"):
+    # Before this package is imported, as a launcher would.
+    with open(given["load"], "rb") as file:
+        assert torch.compiler.load_cache_artifacts(file.read()) is not None
+
+import attn_compiler
+from tests.attention_layer import Attention
+from tests.rewrites.watching import watched, without_times
+
+torch.manual_seed(0)
+layers = nn.ModuleList(Attention(2, 8) for _ in range(2))
+
+def model(x):
+    for layer in layers:
+        x = checkpoint(layer, x, use_reentrant=False) if given.get("checkpoint") else layer(x)
+    return x
+
+if given.get("regional"):
+    for layer in layers:
+        layer.compile(backend="attn_compiler", options=given.get("options"))
+    run = model
+else:
+    run = torch.compile(model, backend="attn_compiler", options=given.get("options"))
+with watched() as seen:
+    out = run(torch.arange(128.0).view(1, 8, 16).sin().requires_grad_())
+    out.square().sum().backward()
+counters = torch._dynamo.utils.counters
+if given.get("save"):
+    artifacts, _ = torch.compiler.save_cache_artifacts()
+    with open(given["save"], "wb") as file:
+        file.write(artifacts)
+print(json.dumps({
+    "out": out.detach().flatten().tolist(),
+    "gradient": [p.grad.double().sum().item() for p in layers.parameters()],
+    "ran": [list(one.ran) for one in seen],
+    "from cache": [one.report.from_cache for one in seen],
+    "not kept": [one.report.not_kept for one in seen],
+    "report": [without_times(one.report) for one in seen],
+    "code": [one.code for one in seen],
+    "counted": counters["attn_compiler"].get("from_cache", 0),
+    "hits": counters["aot_autograd"].get("autograd_cache_hit", 0),
+    "misses": counters["aot_autograd"].get("autograd_cache_miss", 0),
+}))
+"""
+
+
+def _started(folder: Path, **given: Any) -> dict[str, Any]:
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(folder),
+        "ATTN_COMPILER_CACHE_REWRITES": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-c", SCRIPT, json.dumps(given)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    answer: dict[str, Any] = json.loads(run.stdout)
+    return answer
+
+
+#: without Inductor, whose C++ takes ten times as long
+QUICK = {"inner": "aot_eager"}
+
+
+def _hold(first: dict[str, Any], second: dict[str, Any], *, hits: int = 1) -> None:
+    """The second process found everything, and came to the same. hits: of Inductor's caches."""
+    assert (first["from cache"], first["not kept"]) == ([False], [None])
+    assert (second["from cache"], second["ran"], second["counted"]) == ([True], [[]], 1)
+    assert (first["hits"], second["hits"], second["misses"]) == (0, hits, 0)
+    for what in ("out", "gradient", "report", "code"):
+        assert second[what] == first[what], what
+
+
+def test_a_second_process_finds_everything(tmp_path: Path) -> None:
+    first = _started(tmp_path)
+    _hold(first, _started(tmp_path))
+    assert first["report"][0]["num_sites"] == 2
+
+
+def test_checkpoints_of_a_second_process(tmp_path: Path) -> None:
+    first = _started(tmp_path, checkpoint=True, options=QUICK)
+    _hold(first, _started(tmp_path, checkpoint=True, options=QUICK), hits=0)
+
+
+@pytest.mark.slow
+def test_checks_want_the_passes_and_nothing_of_inductor(tmp_path: Path) -> None:
+    _started(tmp_path)
+    for options in ({"strict": True}, {"verify": True}):
+        found = _started(tmp_path, options=options)
+        assert (found["hits"], found["misses"]) == (1, 0), options
+        assert found["ran"] != [[]]
+    again = _started(tmp_path, options={"strict": True, "check_invariants": False})
+    assert (again["ran"], again["hits"], again["misses"]) == ([[]], 1, 0)
+
+
+def test_one_layer_that_is_compiled_serves_all(tmp_path: Path) -> None:
+    first = _started(tmp_path, regional=True, options=QUICK)
+    _hold(first, _started(tmp_path, regional=True, options=QUICK), hits=0)
+
+
+def test_saved_artifacts_bring_it_to_another_machine(tmp_path: Path) -> None:
+    saved = str(tmp_path / "artifacts")
+    first = _started(tmp_path / "one", save=saved, options=QUICK)
+    second = _started(tmp_path / "two", load=saved, save=f"{saved} again", options=QUICK)
+    _hold(first, second, hits=0)
+    # What was only found is saved, too.
+    _hold(first, _started(tmp_path / "three", load=f"{saved} again", options=QUICK), hits=0)
+
+
+@pytest.mark.slow
+def test_saved_artifacts_bring_inductors_code_too(tmp_path: Path) -> None:
+    saved = str(tmp_path / "artifacts")
+    first = _started(tmp_path / "one", save=saved)
+    _hold(first, _started(tmp_path / "two", load=saved))
+
+
+def test_ranks_that_start_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(lambda _: _started(tmp_path, options=QUICK), range(2))
+    third = _started(tmp_path, options=QUICK)
+    assert third["ran"] == [[]]
+    assert one["out"] == two["out"] == third["out"]
