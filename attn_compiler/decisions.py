@@ -19,10 +19,11 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """Why one lowering was not taken."""
+    """Why one lowering was not taken. when_built: nothing spoke against it until it was built; it may be built another time."""
 
     lowering: str
     reasons: tuple[Reason, ...]
+    when_built: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,8 @@
 """When a rewrite is looked up and kept (attn_compiler/rewrites): before the passes, which then need not run, and after them.
 
 Not looked up: with `verify`, which holds what the passes found against the model, and with `dump_dir`, which is to show the passes.
-Not kept: what has no key, what measured (`autotune`), tensors that are kept from call to call (delayed FP8 scaling), and a graph
-in which something failed. The report says why.
+Not kept: what has no key, what measured (`autotune`), tensors that are kept from call to call (delayed FP8 scaling), a graph
+in which something failed, and one whose first choice could not be built. The report says why.
 """
 
 from __future__ import annotations
@@ -103,6 +103,9 @@ class Memory:
                 raise Unkeyed(self.why_not or "it has no key")
             if told.faults or told.failure:
                 raise Unkeyed("something failed, and may not fail again")
+            unbuilt = {r.lowering for site in told.sites for r in site.decision.refusals if r.when_built}
+            if unbuilt:
+                raise Unkeyed(f"{', '.join(sorted(unbuilt))} could not be built, and may be built another time")
             module = self.keyed.modules[0]
             kept = Kept(
                 edits=record.taken(self.keyed),

@@ -67,10 +67,10 @@ def decide(spec: AttentionSpec, target: Target, options: Options, of_flex: bool 
         if not reasons and of_flex and not _is_named(options):
             reasons = choice_of_flex.check(spec, name)
         # Last: it may build kernels.
-        reasons = reasons or lowering.cannot_build(spec, target)
-        if not reasons:
+        broken = [] if reasons else lowering.cannot_build(spec, target)
+        if not reasons and not broken:
             return Decision(lowering=name, refusals=tuple(refusals))
-        refusals.append(Refusal(lowering=name, reasons=tuple(reasons)))
+        refusals.append(Refusal(lowering=name, reasons=tuple(reasons or broken), when_built=bool(broken)))
     return Decision(lowering=UNTOUCHED, refusals=tuple(refusals))
 
 

@@ -46,6 +46,7 @@ def test_only_what_would_be_chosen_is_built(monkeypatch: pytest.MonkeyPatch) -> 
     assert (built, decision.lowering) == (["sdpa_flash", "sdpa_efficient"], "sdpa_efficient")
     assert [refusal.lowering for refusal in decision.refusals] == ["sdpa_cudnn", "sdpa_flash"]
     assert decision.refusals[1].reasons == (too_old,)
+    assert [refusal.when_built for refusal in decision.refusals] == [False, True]
 
 
 def test_the_first_that_does_not_refuse_is_taken_and_the_refusals_before_it_are_kept() -> None:

@@ -269,6 +269,17 @@ def test_a_fault_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why == "something failed, and may not fail again"
 
 
+def test_a_choice_that_could_not_be_built_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk may be full, or the GPU: the next process tries again."""
+    from attn_compiler.decisions import Reason
+    from attn_compiler.lowerings import by_name
+
+    reason = Reason(rule="there is room", observed="there is none")
+    monkeypatch.setattr(type(by_name("reference")), "cannot_build", lambda *_: [reason])
+    why = _why_not(attention, *qkv(), lowerings=["reference", "math"])
+    assert why == "reference could not be built, and may be built another time"
+
+
 def test_dumps_and_checks_of_the_first_call_want_the_passes(tmp_path: Path) -> None:
     assert not is_again(attention, *qkv())
     assert not is_again(attention, *qkv(), verify=True)
