@@ -49,6 +49,18 @@ def wrapped_by_transform(x: torch.Tensor) -> tuple[torch.Tensor, int, int] | Non
     return functorch.get_unwrapped(x), functorch.maybe_get_level(x), functorch.maybe_get_bdim(x)
 
 
+def schemas(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> tuple[str, ...] | None:
+    """What an op's overloads take, give and write to; None if tracing looks into one of them, and finds other ops there."""
+    overloads = [op]
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        overloads = [getattr(op, name) for name in op.overloads()]  # type: ignore[no-untyped-call]
+    for overload in overloads:
+        is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+        if is_composite or overload.py_kernels:
+            return None
+    return tuple(str(overload._schema) for overload in overloads)
+
+
 def is_view(x: torch.Tensor) -> bool:
     """Whether autograd takes a tensor for a view of another one. Of fake tensors, outside of their modes."""
     return x._is_view()

@@ -3,7 +3,8 @@
 What they read, and where it is in the key:
 
 - the nodes of the graph and of its bodies: names, what is called, arguments, order. Functions go by names that nothing else has
-  (targets.py), so another library's ops and functions, which may change while their names stay, have no key.
+  (targets.py), so other libraries' functions, which may change while their names stay, have no key. Other libraries' ops go by name and
+  schema, but for those that tracing looks into.
 - Dynamo's values: dtype, device, shape, strides, offset, gradient, leaf or view, inference, parameter; which are one object, which share
   memory, how large that memory is; numbers that fake tensors know (values.py). Symbolic sizes and tensors that wrap others have no key.
 - attributes: the metadata of tensors, and the numbers of those with few. Passes take no number from larger ones.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from attn_compiler import torch_tracing
 from attn_compiler.rewrites.refusing import Unkeyed
 
 #: namespaces of ops that PyTorch or this package defines: versions are in the key
@@ -85,10 +86,8 @@ def name_of(node: fx.Node) -> str:
 @functools.lru_cache(maxsize=4096)
 def _known_name(target: Any) -> str:
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        name = str(target)
-        if name.partition(".")[0] not in _NAMESPACES:
-            raise Unkeyed(f"{name} is another library's op, which may change while its name stays")
-        return f"op:{name}" if isinstance(target, torch._ops.OpOverload) else f"packet:{name}"
+        name = f"op:{target}" if isinstance(target, torch._ops.OpOverload) else f"packet:{target}"
+        return name if str(target).partition(".")[0] in _NAMESPACES else f"{name} {_schemas(target)}"
     if isinstance(target, torch._ops.HigherOrderOperator):
         name = str(target)
         if name not in _HIGHER_ORDER:
@@ -100,6 +99,14 @@ def _known_name(target: Any) -> str:
         if name and _at(found) is target:
             return f"function:{found}"
     raise Unkeyed(f"{path.strip('.') or repr(target)} is no function of PyTorch's")
+
+
+def _schemas(op: Any) -> tuple[str, ...]:
+    """Of another library's op. Its values are Dynamo's, which are in the key; what it writes to is here."""
+    found = torch_tracing.schemas(op)
+    if found is None:
+        raise Unkeyed(f"{op} is made of other ops, which may change while its name stays")
+    return found
 
 
 def _at(path: str) -> Any:

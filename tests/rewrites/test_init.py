@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
-from attn_compiler import cache, rewrites
+from attn_compiler import cache, rewrites, torch_compat
 from attn_compiler.options import Options
+from attn_compiler.rewrites import targets
 from tests.rewrites.compiling import attention, compiled, is_again, masked, qkv
 from tests.rewrites.watching import without_times
 
@@ -117,6 +118,27 @@ def test_gradients_are_those_of_the_passes() -> None:
         grads.append([x.grad for x in inputs])
     assert seen.report.from_cache
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+
+
+def test_a_compiler_that_fails_on_it_gets_the_models_own_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_again(attention, *qkv())
+    inputs, compile_with = qkv(), torch_compat.compile_with_backend
+    given: list[str] = []
+
+    def failing(name: str, gm: Any, example_inputs: Any) -> Any:
+        given.append(gm.code)
+        if len(given) == 1:
+            raise ZeroDivisionError
+        return compile_with(name, gm, example_inputs)
+
+    monkeypatch.setattr(torch_compat, "compile_with_backend", failing)
+    with pytest.warns(attn_compiler.AttnCompilerWarning, match="ZeroDivisionError"):
+        out, (seen,) = compiled(attention, *inputs)
+    assert seen.report.from_cache
+    assert "softmax" in given[1]
+    assert "softmax" not in given[0]
+    torch.testing.assert_close(out, attention(*inputs))
+    assert attn_compiler.reports()[0].failure is not None
 
 
 # ---- a graph that differs ---------------------------------------------------------------------------------------------
@@ -244,12 +266,34 @@ def test_symbolic_sizes_are_not_kept() -> None:
     assert _why_not(attention, *inputs) == "a size is symbolic"
 
 
-def test_ops_of_other_libraries_are_not_kept() -> None:
+@pytest.mark.parametrize("kind", ["CompositeExplicitAutograd", "CompositeImplicitAutograd"])
+def test_ops_of_other_libraries_are_kept_unless_tracing_looks_into_them(kind: str) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(torch.ops.test_rewrites.twice(q), k, v)
+
     with torch.library._scoped_library("test_rewrites", "FRAGMENT") as library:
-        library.define("twice(Tensor x) -> Tensor")
-        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
-        why = _why_not(lambda q, k, v: attention(torch.ops.test_rewrites.twice(q), k, v), *qkv())
-    assert why == "test_rewrites.twice is another library's op, which may change while its name stays"
+        library.define(f"twice(Tensor x, int {kind[:12].lower()}=2) -> Tensor")
+        library.impl("twice", lambda x, times=2: x * times, kind)
+        why = _why_not(model, *qkv())
+        if kind == "CompositeExplicitAutograd":
+            assert why is None
+            assert is_again(model, *qkv())
+        else:
+            assert why == "test_rewrites.twice is made of other ops, which may change while its name stays"
+
+
+def test_another_schema_is_another_graph() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(torch.ops.test_schemas.twice(q), k, v)
+
+    found = []
+    for schema in ("Tensor x", "Tensor x, int times=2", "Tensor x"):
+        with torch.library._scoped_library("test_schemas", "FRAGMENT") as library:
+            library.define(f"twice({schema}) -> Tensor")
+            library.impl("twice", lambda x, times=2: x * 2, "CompositeExplicitAutograd")
+            targets._known_name.cache_clear()
+            found.append(is_again(model, *qkv()))
+    assert found == [False, False, True]
 
 
 def test_measured_tiles_are_not_kept() -> None:
