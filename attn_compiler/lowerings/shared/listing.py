@@ -41,8 +41,8 @@ class Asked:
 
     rows: int32 (2, B|1, Sq). keys: bool (B|1, Skv). documents_q, documents_k: int32 (B|1, Sq), (B|1, Skv). These are contiguous.
     units: uint8 (B|1, Hq|1, ⌈Sq/32⌉|1, ⌈Skv/32⌉|1), bits as above, any strides; it may go on behind that.
-    left, right: queries - left <= keys <= queries + right, `OPEN` where the band has no such side. from_end: positions are counted so
-        that the last query meets the last key.
+    left, right: queries - left <= keys <= queries + right, `OPEN` where the band has no such side. Neither is further from 0 than that.
+        from_end: positions are counted so that the last query meets the last key.
     queries, keys_of: queries and keys of a tile, powers of two from UNIT on. by_key: the lists are those of blocks of keys.
     """
 

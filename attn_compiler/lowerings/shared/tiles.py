@@ -59,7 +59,7 @@ def _listed(emitter: Emitter, masking: Masking, tile: Tile, *, by_key: bool) -> 
         units = emitter.once(key, lambda: _Units(emitter, masking).of(masking.mask))
     documents = (None, None) if masking.documents is None else masking.documents
     band = Band() if masking.band is None else masking.band
-    left, right = (OPEN if side is None else min(side, OPEN) for side in (band.left, band.right))
+    left, right = (OPEN if side is None else max(-OPEN, min(side, OPEN)) for side in (band.left, band.right))
     return emitter.call(
         torch.ops.attn_compiler.tile_lists.default,
         *(masking.rows, masking.keys, *documents, units),

@@ -83,6 +83,23 @@ def test_one_graph_for_every_length(names: tuple[str, ...], by_key: bool) -> Non
         assert read(listed) == searched(mask, (tile.queries, tile.keys), by_key=by_key)
 
 
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize(
+    "band",
+    [Band(left=1 - 2**31), Band(left=-(2**31), from_end=True), Band(right=-(2**31)), Band(left=2**40), Band(right=-(2**40))],
+)  # fmt: skip
+def test_bands_that_are_further_away_than_any_position(band: Band, by_key: bool) -> None:
+    """The kernel adds positions to them in 32 bits."""
+    launch = pytest.importorskip("attn_compiler.lowerings.shared.listing_launch")
+    have = tensors(300, 310, ("keys",))
+    bench = Bench(q=torch.empty(300), k=torch.empty(310), **have)
+    node = listing(bench, have, band, UNEQUAL, by_key=by_key)
+    mask = Mask(seqlen_q=300, seqlen_kv=310, band=band, have=have)
+    tile = UNEQUAL.grad_kv if by_key else UNEQUAL.forward
+    found = launch.lists(*(have[x.name] if isinstance(x, fx.Node) else x for x in node.args))
+    assert read(found) == searched(mask, (tile.queries, tile.keys), by_key=by_key)
+
+
 def test_equal_masks_share_their_lists() -> None:
     have = tensors(70, 150, ("keys",))
     bench = Bench(q=torch.empty(70), k=torch.empty(150), other=torch.empty(90), **have)
