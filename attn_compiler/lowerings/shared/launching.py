@@ -20,7 +20,7 @@ from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.shared.compiling import wait_for
 from attn_compiler.lowerings.shared.imagined import pointers
 from attn_compiler.lowerings.shared.kernel_plan import MOST_BLOCKS
-from attn_compiler.lowerings.shared.kernels.tuples import TAKEN
+from attn_compiler.lowerings.shared.kernels.tuples import TAKEN, Strides
 from attn_compiler.lowerings.shared.limits import MAX_GRID
 from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.on_device import Empty, Known
@@ -31,6 +31,8 @@ VECTOR = 16
 
 #: what Triton passes in 32 bits lies below, and a number of those that stands for all
 _WIDE, _SMALL = 2**31, 3
+#: Triton compiles apart for the multiples of it.
+_MULTIPLE = 16
 
 Grid = tuple[int, int, int]
 T = TypeVar("T")
@@ -99,7 +101,7 @@ class Alike:
     launches: by the identity of the kernel, whose own hash is that of its source.
     empties: what a call allocates.
     replay: for further calls, if that is all there is to them.
-    any_size: kernels are compiled for numbers of any value, since other calls of the text have other sizes. Else Triton compiles a kernel
+    any_size: kernels are compiled for sizes of any value, since other calls of the text have other ones. Else Triton compiles a kernel
         apart for each number that is a multiple of 16, and documents of 24 lengths took 9 kernels in place of 3.
     """
 
@@ -233,8 +235,8 @@ def _first_launch(kernel: Any, same: Alike, tensors: Mapping[str, torch.Tensor],
 
 
 def compiled_for_any(kernel: Any, grid: Grid, **named: Any) -> Any:
-    """The kernel as Triton compiles it for numbers of which nothing is known but whether they are 1, and their width. None where launches
-    are noted."""
+    """The kernel as Triton compiles it for numbers of which nothing is known but whether they are 1, and their width; of strides, also
+    whether all are multiples of 16. None where launches are noted."""
     constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
     known = {parameter.name for parameter in kernel.params} - constants
     general = {name: _general(value) if name in known else value for name, value in named.items()}
@@ -247,13 +249,26 @@ def compiled_for_any(kernel: Any, grid: Grid, **named: Any) -> Any:
 
 
 def _general(value: Any) -> Any:
-    """A number that Triton knows as little of as it may: no 1, and no multiple of 16. What is no whole number stays."""
+    """A number that Triton knows as little of as it may: no 1, and no multiple of 16. What is no whole number stays.
+
+    Strides of tensors with a head dim are multiples of that, whatever the sizes are. A thread stores whole vectors where Triton knows it.
+    Where one of them is no multiple of 16, the others may be such by their sizes: nothing is said of those.
+    """
+    if isinstance(value, Strides):
+        are_multiples = all(stride % _MULTIPLE == 0 for stride in value)
+        return Strides(**{name: _like(x, are_multiples) for name, x in value._asdict().items()})
     if isinstance(value, tuple):
         members = map(_general, value)
         return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
-    if type(value) is not int or value == 1:
+    return _like(value, False) if type(value) is int else value
+
+
+def _like(value: int, is_multiple: bool) -> int:
+    """A number of the same width, a multiple of 16 or not. 1 stays."""
+    if value == 1:
         return value
-    return _SMALL if -_WIDE <= value < _WIDE else _SMALL + 2 * _WIDE
+    small = _MULTIPLE if is_multiple else _SMALL
+    return small if -_WIDE <= value < _WIDE else small + 2 * _WIDE
 
 
 def first_launch(kernel: Any, grid: Grid, *positional: Any, **named: Any) -> Any:
