@@ -384,6 +384,19 @@ def example(number: Any) -> Any:
     return number.node.hint if number.node.has_hint() else None
 
 
+def example_of(number: Any, size_of: Callable[[int], int]) -> Any:
+    """A number that may be symbolic, as a call would have it whose sizes are others. size_of: from a size of this call. None where it is
+    not known while compiling. Adds no guard."""
+    if not isinstance(number, torch.SymInt):
+        return example(number)
+    sizes = number.node.shape_env.backed_var_to_val
+    symbols = number.node.expr.free_symbols
+    if not symbols <= sizes.keys():
+        return None
+    found = number.node.expr.xreplace({symbol: sympy.Integer(size_of(int(sizes[symbol]))) for symbol in symbols})
+    return int(found) if found.is_Integer else None
+
+
 def dim_of(size: int | torch.SymInt) -> int | str:
     """A size as a spec has it: the int if it is one always, else its symbolic expression ("s0"). Adds no guard."""
     if not isinstance(size, torch.SymInt):

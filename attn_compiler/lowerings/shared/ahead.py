@@ -3,8 +3,8 @@
 The graph that autograd was traced through calls the leaf ops of forward and backward, on values that say how each tensor will lie. The
 bodies of those ops are called here, with stand-ins for tensors (imagined.py), and their launches are noted (noting.py). So a launch is
 described once, by the code that launches. Equal calls, as those of equal layers, are asked once, and identical variants of a kernel are
-compiled once (compiling.py). Symbolic sizes are those of this call: what Triton compiles apart for is whether they are 1, or
-multiples of 16.
+compiled once (compiling.py). Symbolic sizes are those of this call, and then such that all are multiples of 16, and none: kernels of
+symbolic sizes are told apart by that (any_size.py).
 
 Nothing here decides anything. Whatever fails, or lies otherwise at run time, costs time alone: the launch compiles what it needs.
 """
@@ -12,8 +12,9 @@ Nothing here decides anything. Whatever fails, or lies otherwise at run time, co
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from torch import fx
 
 from attn_compiler import torch_compat
 from attn_compiler.lowerings.shared import imagined, ops
+from attn_compiler.lowerings.shared.any_size import MULTIPLE
 from attn_compiler.lowerings.shared.noting import Note, noting
 
 if TYPE_CHECKING:
@@ -109,11 +111,29 @@ def calls(graph: fx.Graph) -> Iterator[Call]:
             continue
         with contextlib.suppress(imagined.NoExampleError):
             given, named = fx.map_arg((node.args, node.kwargs), _value)
-            yield Call(
-                body=body,
-                arguments=imagined.described(tuple(given)),
-                named=tuple((name, imagined.described(value)) for name, value in named.items()),
-            )
+            yield from dict.fromkeys(_call(body, tuple(given), named, example) for example in _EXAMPLES)
+
+
+def _call(
+    body: Callable[..., Any], given: tuple[Any, ...], named: Mapping[str, Any], example: imagined.Example
+) -> Call:
+    return Call(
+        body=body,
+        arguments=imagined.described(given, example),
+        named=tuple((name, imagined.described(value, example)) for name, value in named.items()),
+    )
+
+
+def _multiple(size: int) -> int:
+    return -(-size // MULTIPLE) * MULTIPLE
+
+
+#: of symbolic numbers: this call's, multiples of 16, and none of them
+_EXAMPLES: tuple[imagined.Example, ...] = (
+    torch_compat.example,
+    functools.partial(torch_compat.example_of, size_of=_multiple),
+    functools.partial(torch_compat.example_of, size_of=lambda size: _multiple(size) + 1),
+)
 
 
 def _value(node: fx.Node) -> Any:

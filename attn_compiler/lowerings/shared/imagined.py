@@ -17,6 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from attn_compiler import torch_compat
 
+#: (symbolic number) -> a number that it may be, or None
+Example = Callable[[Any], Any]
+
 
 class NoExampleError(Exception):
     """A size that nobody knows while compiling, not even for this call. Internal: what depends on it is not compiled ahead."""
@@ -33,12 +36,12 @@ class Lying:
     device: torch.device
 
     @staticmethod
-    def of(value: torch.Tensor) -> Lying:
+    def of(value: torch.Tensor, example: Example = torch_compat.example) -> Lying:
         """Raises NoExampleError."""
         return Lying(
-            shape=tuple(map(_number, value.shape)),
-            strides=tuple(map(_number, value.stride())),
-            offset=_number(value.storage_offset()),
+            shape=tuple(_number(size, example) for size in value.shape),
+            strides=tuple(_number(stride, example) for stride in value.stride()),
+            offset=_number(value.storage_offset(), example),
             dtype=value.dtype,
             device=value.device,
         )
@@ -61,17 +64,17 @@ class Pointer:
         return self.address
 
 
-def described(argument: Any) -> Any:
-    """An argument of a graph's node, as something to compare: values of tensors as `Lying`, symbolic numbers as this call's.
+def described(argument: Any, example: Example = torch_compat.example) -> Any:
+    """An argument of a graph's node, as something to compare: values of tensors as `Lying`, symbolic numbers as an example.
 
     Raises NoExampleError.
     """
     if isinstance(argument, torch.Tensor):
-        return Lying.of(argument)
+        return Lying.of(argument, example)
     if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return _number(argument)
+        return _number(argument, example)
     if isinstance(argument, (list, tuple)):
-        return tuple(map(described, argument))
+        return tuple(described(one, example) for one in argument)
     return argument
 
 
@@ -106,8 +109,8 @@ class _Addresses(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _number(size: Any) -> Any:
-    found = torch_compat.example(size)
+def _number(size: Any, example: Example) -> Any:
+    found = example(size)
     if found is None:
         raise NoExampleError(f"{size} is not known while compiling")
     return found

@@ -14,13 +14,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 import triton
+from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
 
 from attn_compiler.lowerings.base import Tile
+from attn_compiler.lowerings.shared import any_size
 from attn_compiler.lowerings.shared.compiling import wait_for
 from attn_compiler.lowerings.shared.imagined import pointers
 from attn_compiler.lowerings.shared.kernel_plan import MOST_BLOCKS
-from attn_compiler.lowerings.shared.kernels.tuples import TAKEN, Strides
+from attn_compiler.lowerings.shared.kernels.tuples import TAKEN
 from attn_compiler.lowerings.shared.limits import MAX_GRID
 from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.on_device import Empty, Known
@@ -28,11 +30,6 @@ from attn_compiler.torch_compat import current_cuda_device
 
 #: bytes whose elements a thread may load at once
 VECTOR = 16
-
-#: what Triton passes in 32 bits lies below, and a number of those that stands for all
-_WIDE, _SMALL = 2**31, 3
-#: Triton compiles apart for the multiples of it.
-_MULTIPLE = 16
 
 Grid = tuple[int, int, int]
 T = TypeVar("T")
@@ -101,8 +98,7 @@ class Alike:
     launches: by the identity of the kernel, whose own hash is that of its source.
     empties: what a call allocates.
     replay: for further calls, if that is all there is to them.
-    any_size: kernels are compiled for sizes of any value, since other calls of the text have other ones. Else Triton compiles a kernel
-        apart for each number that is a multiple of 16, and documents of 24 lengths took 9 kernels in place of 3.
+    any_size: other calls of the text have other sizes, and share their kernels (any_size.py).
     """
 
     device: torch.device
@@ -223,52 +219,35 @@ def _first_launch(kernel: Any, same: Alike, tensors: Mapping[str, torch.Tensor],
     where = tuple((i, source) for i, name in enumerate(names) if (source := found.tensors.get(name)) is not None)
     values = [plain(numbers.get(name)) for name in names]
     if same.any_size and isinstance(kernel, JITFunction):
-        compiled = compiled_for_any(kernel, found.grid, **given, **numbers, **options)
+        compiled = compiled_for_any(kernel, found.grid, found.numbers, **given, **options)
         if compiled is not None:
             addresses = {i: tensors[source].data_ptr() for i, source in where}
             start(compiled, found.grid, same.device.index, [addresses.get(i, x) for i, x in enumerate(values)])
     else:
-        compiled = first_launch(kernel, found.grid, **given, **numbers, **options)
+        compiled = _finished(first_launch(kernel, found.grid, **given, **numbers, **options))
     if compiled is None:
         return None
     return Ready(kernel=kernel, compiled=compiled, grid=found.grid, values=values, where=where)
 
 
-def compiled_for_any(kernel: Any, grid: Grid, **named: Any) -> Any:
-    """The kernel as Triton compiles it for numbers of which nothing is known but whether they are 1, and their width; of strides, also
-    whether all are multiples of 16. None where launches are noted."""
+def compiled_for_any(kernel: Any, grid: Grid, numbers: Mapping[str, Any], **named: Any) -> Any:
+    """The kernel as Triton compiles it for calls of every size (any_size.py). None where launches are noted."""
     constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
-    known = {parameter.name for parameter in kernel.params} - constants
-    general = {name: _general(value) if name in known else value for name, value in named.items()}
+    multiples = any_size.are_multiples(numbers)
+    taken = as_taken(kernel.arg_names, numbers).items()
+    named |= {name: x if name in constants else any_size.shown(x, multiples=multiples) for name, x in taken}
     note = noter()
     if note is not None:
-        note(kernel, (), dict(zip(general, pointers(tuple(general.values())), strict=True)))
+        note(kernel, (), dict(zip(named, pointers(tuple(named.values())), strict=True)))
         return None
     wait_for(kernel)
-    return kernel.warmup(grid=grid, **general)
+    return _finished(kernel.warmup(grid=grid, **named))
 
 
-def _general(value: Any) -> Any:
-    """A number that Triton knows as little of as it may: no 1, and no multiple of 16. What is no whole number stays.
-
-    Strides of tensors with a head dim are multiples of that, whatever the sizes are. A thread stores whole vectors where Triton knows it.
-    Where one of them is no multiple of 16, the others may be such by their sizes: nothing is said of those.
-    """
-    if isinstance(value, Strides):
-        are_multiples = all(stride % _MULTIPLE == 0 for stride in value)
-        return Strides(**{name: _like(x, are_multiples) for name, x in value._asdict().items()})
-    if isinstance(value, tuple):
-        members = map(_general, value)
-        return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
-    return _like(value, False) if type(value) is int else value
-
-
-def _like(value: int, is_multiple: bool) -> int:
-    """A number of the same width, a multiple of 16 or not. 1 stays."""
-    if value == 1:
-        return value
-    small = _MULTIPLE if is_multiple else _SMALL
-    return small if -_WIDE <= value < _WIDE else small + 2 * _WIDE
+def _finished(compiled: Any) -> Any:
+    """The kernel itself, where `triton.AsyncCompileMode` is active and gives what stands for one that is still being compiled: what stands
+    for it can't be launched as a kernel can."""
+    return compiled.result() if isinstance(compiled, FutureKernel) else compiled
 
 
 def first_launch(kernel: Any, grid: Grid, *positional: Any, **named: Any) -> Any:

@@ -104,8 +104,8 @@ def _lists() -> None:
 
 
 def _any_size() -> None:
-    """Forward and backward of three lengths, by a text whose sizes are symbolic."""
-    for length in (143, 396, 256):
+    """Forward and backward of four lengths, by a text whose sizes are symbolic."""
+    for length in (143, 396, 256, 512):
         case = dataclasses.replace(BY_NAME["documents"], seqlen_q=length, seqlen_kv=length)
         problem = build(case, dtype=torch.float16)
         with planned(problem.plan):

@@ -204,32 +204,6 @@ def test_a_further_launch_gets_tuples_without_names() -> None:
     assert launching.plain("ieee") == "ieee"
 
 
-# ---- numbers of any value -----------------------------------------------------------------------------------------------
-
-
-def test_numbers_that_differ_from_call_to_call_say_nothing_to_triton() -> None:
-    lists = tuples.ListStrides(tiles_b=2**31, tiles_h=48, tiles_row=1)
-    found = launching._general((lists, 17, 0, -16, True, 0.5, None))
-    assert found == (tuples.ListStrides(tiles_b=2**32 + 3, tiles_h=3, tiles_row=1), 3, 3, 3, True, 0.5, None)
-    assert type(found[0]) is tuples.ListStrides
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ((2**31, 64, 0), (2**32 + 16, 16, 16)),
-        ((2**31, 64, 40), (2**32 + 3, 3, 3)),
-        ((48, 16, 1), (3, 3, 1)),
-    ],
-)
-def test_strides_of_positions_say_whether_vectors_begin_at_all_of_them(
-    given: tuple[int, int, int], said: tuple[int, int, int]
-) -> None:
-    found = launching._general(tuples.Strides(*given))
-    assert found == tuples.Strides(*said)
-    assert type(found) is tuples.Strides
-
-
 # ---- places in compiled code ------------------------------------------------------------------------------------------
 
 
