@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -180,6 +180,25 @@ def test_what_is_known_of_calls_does_not_grow_forever(monkeypatch: pytest.Monkey
     for size in range(10):
         alike("text", (torch.empty(size),))
     assert len(launching._ALIKE) <= 3
+
+
+class Promised(launching.FutureKernel):  # type: ignore[misc]
+    """What Triton gives for a kernel that is still being compiled."""
+
+    def __init__(self, kernel: Compiled) -> None:
+        self.kernel = kernel
+
+
+def test_what_triton_compiles_in_threads_of_its_own_is_waited_for() -> None:
+    """Within `triton.AsyncCompileMode`: what stands for the kernel has no grid to be launched on."""
+    kernel, asked = Kernel(), list[int]()
+    compiled, kernel.compiled = kernel.compiled, cast(Compiled, Promised(kernel.compiled))
+    q = torch.empty(4, 8)
+    for _ in range(2):
+        run(kernel, q, q, asked)
+    (ready,) = alike("text", (q,)).launches.values()
+    assert ready.compiled is compiled
+    assert len(compiled.runs) == 1
 
 
 # ---- tuples -------------------------------------------------------------------------------------------------------
