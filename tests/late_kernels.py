@@ -44,7 +44,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, seen: Tensor) -> Tenso
 CASES: dict[str, Any] = {
     "triton padded": (padded, 700, True),
     "triton biased": (biased, 640, True),
-    "triton packed": (packed, 640, True),
+    "triton packed": (packed, 700, True),
     "decode": (padded, 1, False),
     "triton_fp8": (padded, 704, False),
     "hopper_fp8": (causal, 704, False),

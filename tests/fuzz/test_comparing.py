@@ -81,3 +81,21 @@ def test_gradients_of_overwritten_numbers_are_not_compared() -> None:
     assert all(g is not None for g in gradients("o.data.mul_(2)"))
     assert None in gradients("k1.data.mul_(2)")
     assert None in gradients(after=("k1.data.mul_(2)",))
+
+
+def test_a_gradient_that_went_through_a_cast_may_be_the_next_number() -> None:
+    cast = dataclasses.replace(PLAIN, lines=("v = k1.to(torch.bfloat16).to(D)", *PLAIN.lines))
+    assert comparing._next_number(cast, torch.float32) == torch.finfo(torch.bfloat16).eps
+    assert comparing._next_number(cast, torch.bfloat16) == 0
+    assert comparing._next_number(PLAIN, torch.float32) == 0
+
+
+def test_rows_that_are_shut_out_are_seen_before_their_maximum_is_taken_off() -> None:
+    lines = (
+        "s = q0 @ k1.mT - 1e9",
+        "# probe: s.amax(2), s.amin(2)",
+        "s = s - s.amax(2, keepdim=True)",
+        "o = s.softmax(-1) @ k1",
+    )
+    with pytest.raises(Left, match="rows without keys"):
+        comparing.check(dataclasses.replace(PLAIN, lines=lines))

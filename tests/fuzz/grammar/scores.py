@@ -331,6 +331,8 @@ def shift(draft: Draft) -> None:
         "s.max({}, keepdim=True).values",
         "s.amax({}, keepdim=True) * 0.5",
     )
+    # Behind it a row whose keys are all shut out has scores like any other.
+    draft.add(f"# probe: s.amax({key}), s.amin({key})")
     line = f"s = s - {form.format(at)}"
     draft.add(line if not draft.maybe(6) else f"s = torch.sub(s, {form.format(at)}, alpha=2)")
 
