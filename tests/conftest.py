@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,17 +54,43 @@ def pytest_configure() -> None:
     trace.addHandler = lambda handler: None if type(handler).__module__.startswith("_pytest") else add(handler)  # type: ignore[method-assign]
 
 
+#: Of these a file takes long however few tests it has: what its tests share is made by processes of their own. They begin first, so that
+#: no worker is left with one of them at the end.
+_LONG = (
+    "tests/distributed/",
+    "tests/fuzz/",
+    "tests/test_examples.py",
+    "tests/export/",
+    "tests/lowerings/triton/kernels/test_compiled.py",
+    "tests/lowerings/fp8/kernels/",
+    "tests/test_always_runs.py",
+    "tests/test_fp8_training.py",
+)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With -n alone, tests of one file stay together, so that what they share is made once. Who is done first takes from the others."""
+    """With -n alone, the tests of one file run in one worker, so that what they share is made once. Files come in `_begin_first`'s order."""
     if config.getoption("dist") != "load":
         return None
-    from xdist.scheduler import WorkStealingScheduling
+    from xdist.scheduler import LoadFileScheduling
 
-    return WorkStealingScheduling(config, log)
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _begin_first(items: list[pytest.Item]) -> None:
+    """In a worker of -n: files that take long, then those of many tests. The last ones are short, and workers are done at the same time."""
+    files = [item.nodeid.partition("::")[0] for item in items]
+    tests = Counter(files)
+    order = sorted(tests, key=lambda file: (not file.startswith(_LONG), -tests[file]))
+    place = {file: i for i, file in enumerate(order)}
+    items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        _begin_first(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and there is none")
@@ -74,7 +101,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     _freeze()
-    gc.set_threshold(10_000, 10, 10)
+    gc.set_threshold(30_000, 10, 10)
 
 
 _modules = 0
