@@ -35,9 +35,10 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests import quick_interpreter
+from tests import quick_interpreter, quick_tracing
 
 quick_interpreter.install()
+quick_tracing.install()
 
 # Before any test module is imported: what they decorate takes these over. How long an example took is the machine's matter.
 _untimed: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
