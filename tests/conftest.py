@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -118,8 +119,11 @@ def _freeze() -> None:
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """Dynamo's caches are emptied after each test that used it: a function compiled again is traced again."""
+def _from_the_start() -> Iterator[None]:
+    """Dynamo's caches are emptied after each test that used it: a function compiled again is traced again. Each test draws the same
+    random numbers, whichever tests the worker ran before."""
+    random.seed(0)
+    torch.manual_seed(0)
     if "torch._dynamo.guards" in sys.modules:
         # It empties the CPU's caches and times the guards, 50 ms a compilation, for a line in a log.
         torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
