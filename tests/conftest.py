@@ -72,7 +72,7 @@ _LONG = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With -n alone, the tests of one file run in one worker, so that what they share is made once. Files come in `_begin_first`'s order."""
+    """With -n alone, the tests of a file run in one worker, so that what they share is made once. Files come in `_begin_first`'s order."""
     if config.getoption("dist") != "load":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -119,7 +119,7 @@ def _freeze() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _from_the_start() -> Iterator[None]:
+def each_test_alike() -> Iterator[None]:
     """Dynamo's caches are emptied after each test that used it: a function compiled again is traced again. Each test draws the same
     random numbers, whichever tests the worker ran before."""
     random.seed(0)
