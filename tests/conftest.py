@@ -20,6 +20,7 @@ from typing import Any
 for _name, _value in {
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TORCH_DYNAMO_RUN_GC_AFTER_COMPILE": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -27,6 +28,9 @@ for _name, _value in {
     "ATTN_COMPILER_CACHE_REWRITES": "0",
 }.items():
     os.environ.setdefault(_name, _value)
+
+# What imports make lasts. Python would look through it hundreds of times; Dynamo, after each compilation.
+gc.set_threshold(50_000, 10, 20)
 
 import pytest
 import torch
@@ -103,7 +107,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     _freeze()
-    gc.set_threshold(30_000, 10, 10)
 
 
 _modules = 0
