@@ -9,7 +9,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +20,7 @@ from typing import Any
 for _name, _value in {
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TORCH_DYNAMO_RUN_GC_AFTER_COMPILE": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -25,6 +28,9 @@ for _name, _value in {
     "ATTN_COMPILER_CACHE_REWRITES": "0",
 }.items():
     os.environ.setdefault(_name, _value)
+
+# What imports make lasts. Python would look through it hundreds of times; Dynamo, after each compilation.
+gc.set_threshold(50_000, 10, 20)
 
 import pytest
 import torch
@@ -34,9 +40,10 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests import quick_interpreter
+from tests import quick_interpreter, quick_tracing
 
 quick_interpreter.install()
+quick_tracing.install()
 
 # Before any test module is imported: what they decorate takes these over. How long an example took is the machine's matter.
 _untimed: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -53,17 +60,43 @@ def pytest_configure() -> None:
     trace.addHandler = lambda handler: None if type(handler).__module__.startswith("_pytest") else add(handler)  # type: ignore[method-assign]
 
 
+#: Of these a file takes long however few tests it has: what its tests share is made by processes of their own. They begin first, so that
+#: no worker is left with one of them at the end.
+_LONG = (
+    "tests/distributed/",
+    "tests/fuzz/",
+    "tests/test_examples.py",
+    "tests/export/",
+    "tests/lowerings/triton/kernels/test_compiled.py",
+    "tests/lowerings/fp8/kernels/",
+    "tests/test_always_runs.py",
+    "tests/test_fp8_training.py",
+)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With -n alone, tests of one file stay together, so that what they share is made once. Who is done first takes from the others."""
+    """With -n alone, the tests of a file run in one worker, so that what they share is made once. Files come in `_begin_first`'s order."""
     if config.getoption("dist") != "load":
         return None
-    from xdist.scheduler import WorkStealingScheduling
+    from xdist.scheduler import LoadFileScheduling
 
-    return WorkStealingScheduling(config, log)
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _begin_first(items: list[pytest.Item]) -> None:
+    """In a worker of -n: files that take long, then those of many tests. The last ones are short, and workers are done at the same time."""
+    files = [item.nodeid.partition("::")[0] for item in items]
+    tests = Counter(files)
+    order = sorted(tests, key=lambda file: (not file.startswith(_LONG), -tests[file]))
+    place = {file: i for i, file in enumerate(order)}
+    items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        _begin_first(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and there is none")
@@ -74,7 +107,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     _freeze()
-    gc.set_threshold(10_000, 10, 10)
 
 
 _modules = 0
@@ -90,8 +122,11 @@ def _freeze() -> None:
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """Dynamo's caches are emptied after each test that used it: a function compiled again is traced again."""
+def each_test_alike() -> Iterator[None]:
+    """Dynamo's caches are emptied after each test that used it: a function compiled again is traced again. Each test draws the same
+    random numbers, whichever tests the worker ran before."""
+    random.seed(0)
+    torch.manual_seed(0)
     if "torch._dynamo.guards" in sys.modules:
         # It empties the CPU's caches and times the guards, 50 ms a compilation, for a line in a log.
         torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0

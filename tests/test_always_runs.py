@@ -128,7 +128,7 @@ STEPS: dict[str, tuple[Break, str, bool]] = {
     "devices": (_fails(backend_module.torch_compat, "graph_devices"), "graph_devices is broken", True),
     "availability": (_fails(backend_module, "_require_available"), "failed to prepare the graph", True),
     "cache key": (_fails(backend_module, "cache_key"), "failed to prepare the graph", True),
-    "inner compiler": (_inner_fails, "failed to compile the rewritten graph with aot_eager", True),
+    "inner compiler": (_inner_fails, "failed to compile the rewritten graph with eager", True),
     "publication": (_fails(publishing_module, "publish", afterwards=False), "failed to publish the report", False),
 }
 

@@ -34,6 +34,9 @@ def _kernel(given: Any, wanted: Any, count: Any, SIZE: tl.constexpr) -> None:
     for i in tl.range(0, 3):
         sums += _scaled(tl.load(given + square, mask=square < count, other=1.0), i)
     sums = tl.dot(sums, tl.trans(sums)) + tl.max(sums, 1)[:, None] + tl.cumsum(sums, 0)
+    wide = (at.to(tl.int64) * 3 + 200) // 7 % 5
+    seen = (at[:, None] > 2) & (wide[None, :] != 1) | (at[None, :] == tl.program_id(0))
+    sums = tl.where(seen, 0.5 * sums - 1, (sums / 3.0 + wide[:, None]) * -0.0) + 1e-40 + (2 - at)[:, None]
     tl.store(wanted + square, sums, mask=square < count)
 
 

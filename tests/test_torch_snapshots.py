@@ -114,7 +114,7 @@ def test_bodies_that_were_traced_before_are_traced_again(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch_compat, "compile_with_backend", fail)
     ours, theirs = (torch.randn(2, 2, 5, 8, generator=torch.Generator().manual_seed(0)) for _ in range(2))
-    run = compiled(function, strict=False)
+    run = compiled(function, strict=False, inner="aot_eager")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got = run(ours.requires_grad_())

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
+from tests import quick_tracing
+
 SIZE = 2
 _SECONDS = 280
 
@@ -39,6 +41,7 @@ def _result(directory: str, rank: int) -> Path:
 
 def _member(rank: int, directory: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    quick_tracing.install()
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=SIZE)
     try:
         torch.save(function(*args), _result(directory, rank))

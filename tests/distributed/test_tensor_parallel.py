@@ -13,9 +13,9 @@ from tests.distributed.tensor_parallel import HEADS, LAYERS, Case, Outcome
 
 CASES = [
     Case(way="hand"),
-    Case(way="hand", impl="eager", padded=True),
+    Case(way="hand", impl="eager", padded=True, inner="eager"),
     Case(way="auto"),
-    Case(way="auto", impl="eager"),
+    Case(way="auto", impl="eager", inner="eager"),
     Case(way="sequence", padded=True),
     Case(way="fsdp"),
 ]

@@ -20,7 +20,7 @@ from tests.hf.family import Size
 from tests.hf.packages import Unavailable, import_package
 from tests.hf.survey import FAMILY
 
-OPTIONS = {"inner": "aot_eager", "strict": True, "lowerings": ("decode", "triton")}
+OPTIONS = {"inner": "eager", "strict": True, "lowerings": ("decode", "triton")}
 NEW_TOKENS = 4
 
 

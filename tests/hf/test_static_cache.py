@@ -19,7 +19,7 @@ from tests.hf.survey import FAMILY
 LONGEST = 24
 #: tokens of each call
 STEPS = (5, 4, 1, 1)
-OPTIONS = {"inner": "aot_eager", "strict": True, "verify": True}
+OPTIONS = {"inner": "eager", "strict": True, "verify": True}
 
 
 def _filled(model: Any, run: Callable[..., Any], ids: torch.Tensor, padding: torch.Tensor | None) -> list[torch.Tensor]:

@@ -156,7 +156,7 @@ def assert_same(
 ) -> None:
     """Outputs (with their strides), gradients, and the inputs afterwards are eager's."""
     attn_compiler.reset()
-    options = {"inner": "aot_eager", "strict": True, "lowerings": lowerings}
+    options = {"inner": "eager", "strict": True, "lowerings": lowerings}
     compiled = torch.compile(function, backend="attn_compiler", fullgraph=True, dynamic=dynamic, options=options)
     for expected, found in zip(run(function, inputs()), run(compiled, inputs()), strict=True):
         _assert_equal(expected, found)

@@ -39,7 +39,7 @@ def of_the_best(model: Any, x: Tensor) -> Tensor:
 
 def balanced(model: Any, x: Tensor) -> Tensor:
     logits = model.gate(x) + model.balance
-    return F.softmax(logits.masked_fill(logits < 0, float("-inf")), dim=-1).sum()
+    return F.softmax(logits.masked_fill(logits < -1, float("-inf")), dim=-1).sum()
 
 
 def classes(model: Any, x: Tensor) -> Tensor:

@@ -1,0 +1,45 @@
+"""Graphs of symbolic sizes are traced in two thirds of the time: what fake tensors keep of each op for the next one is not made for these.
+
+PyTorch keeps what an op makes of fake tensors, so that the same op need not be worked out again. Of symbolic sizes it keeps that for
+one graph alone. Hardly an op comes twice there, and to keep a result it is made a second time, with all its strides in symbols.
+
+Nothing else changes: PyTorch works the op out, as it does for ops that it keeps nothing of. A release of PyTorch that has other names
+for these functions is left as it is, only slower.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+
+_KNOWN = ("_cached_dispatch_impl", "_make_cache_entry", "_dispatch_impl")
+
+
+def install() -> None:
+    """In this process."""
+    mode = fake_tensor.FakeTensorMode
+    if not (all(hasattr(mode, name) for name in _KNOWN) and hasattr(fake_tensor, "_BypassDispatchCache")):
+        return
+    cached, make = mode._cached_dispatch_impl, mode._make_cache_entry
+
+    @functools.wraps(cached)
+    def dispatch(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(func, torch._ops.OpOverload) and any(map(_is_symbolic, args)):
+            return self._dispatch_impl(func, types, args, kwargs)
+        return cached(self, func, types, args, kwargs)
+
+    @functools.wraps(make)
+    def entry(self: Any, state: Any, key: Any, func: Any, *rest: Any) -> Any:
+        """Symbols may be in lists of tensors and of sizes, too."""
+        if isinstance(func, torch._ops.OpOverload) and state.cache_on_shape_env():
+            raise fake_tensor._BypassDispatchCache("symbolic sizes")
+        return make(self, state, key, func, *rest)
+
+    mode._cached_dispatch_impl, mode._make_cache_entry = dispatch, entry  # type: ignore[method-assign]
+
+
+def _is_symbolic(x: Any) -> bool:
+    return isinstance(x, fake_tensor.FakeTensor) and bool(x._has_symbolic_sizes_strides)

@@ -1,0 +1,70 @@
+"""Graphs of symbolic sizes are those that PyTorch traces without what makes it quick, and nothing of them is made twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+QUICK = ("_cached_dispatch_impl", "_make_cache_entry")
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(FakeTensorMode._make_cache_entry, "__wrapped__"), reason="this release of PyTorch is left as it is"
+)
+
+
+def _model(x: Tensor, y: Tensor) -> Tensor:
+    joined = torch.cat([x, y.expand_as(x)], 1)
+    scores = (joined @ joined.mT / x.shape[1]).softmax(-1)
+    return (scores @ joined).reshape(-1, x.shape[2]).clone()[1:].mul_(2)
+
+
+def _traced(mode: str, size: int = 7) -> fx.GraphModule:
+    graph: fx.GraphModule = make_fx(_model, tracing_mode=mode)(torch.ones(3, size, 8), torch.ones(1, size, 8))
+    return graph
+
+
+def _said(gm: fx.GraphModule) -> list[str]:
+    """Each op, and what is known of its output."""
+    return [f"{node.format_node()} {_known(node.meta.get('val'))}" for node in gm.graph.nodes]
+
+
+def _known(value: Any) -> str:
+    return f"{value.dtype} {value.shape} {value.stride()}" if isinstance(value, Tensor) else str(value)
+
+
+@pytest.mark.parametrize("mode", ["symbolic", "fake"])
+def test_the_graph_is_the_same(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = _said(_traced(mode))
+    for name in QUICK:
+        monkeypatch.setattr(FakeTensorMode, name, getattr(FakeTensorMode, name).__wrapped__)
+    assert quick == _said(_traced(mode))
+    assert any("s" in line.rpartition("[")[2] for line in quick) == (mode == "symbolic")
+
+
+def _made_again(trace: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many outputs were made of what was kept of an op."""
+    count, make = 0, FakeTensorMode._get_output_tensor_from_cache_entry
+
+    def counted(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        return make(*args)
+
+    monkeypatch.setattr(FakeTensorMode, "_get_output_tensor_from_cache_entry", counted)
+    trace()
+    return count
+
+
+def test_nothing_of_symbolic_sizes_is_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _made_again(lambda: _traced("symbolic"), monkeypatch) == 0
+
+
+def test_what_is_kept_of_known_sizes_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    _traced("fake", 11)
+    assert _made_again(lambda: _traced("fake", 11), monkeypatch) > 0
