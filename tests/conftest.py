@@ -66,6 +66,7 @@ _LONG = (
     "tests/distributed/",
     "tests/fuzz/",
     "tests/test_examples.py",
+    "tests/test_warm_starts.py",
     "tests/export/",
     "tests/lowerings/triton/kernels/test_compiled.py",
     "tests/lowerings/fp8/kernels/",
