@@ -1,0 +1,113 @@
+"""One row of the order that lowerings are asked in (priorities.py): which machines and sites it is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attn_compiler.dtypes import HALF
+from attn_compiler.lowerings.choice import shape_class
+from attn_compiler.lowerings.choice.shape_class import ShapeClass
+from attn_compiler.lowerings.shared import limits
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """The order for some machines and sites. Every field that is not None has to hold.
+
+    sms: architectures from .. to, both included; None: the CPU.
+    cudnn: at least this version.
+    dtypes: q's.
+    training: the site needs gradients.
+    decomposed: as in AttentionSpec.
+    upcast: q and k are float32, and the output is half precision.
+    one_query: decode.
+    most_queries: no more, and known.
+    tensor: a dense mask or bias joins the scores.
+    stored: a cache in FP8 holds k and v.
+    dropout: some weights are dropped.
+    least_scores, most_scores: bounds on seqlen_q · seqlen_kv, which has to be known.
+    mask, band, grouped: as in ShapeClass.
+    head_dims, seqlens: both of the spec's are known and within them, bounds included; None is no upper bound.
+    least_elements: q has so many, and they are known.
+    order: the lowerings, the first one first.
+    since: the date of the evidence.
+    why: the evidence.
+    """
+
+    sms: tuple[int, int] | None
+    cudnn: int = 0
+    dtypes: tuple[str, ...] | None = None
+    training: bool | None = None
+    decomposed: bool | None = None
+    upcast: bool | None = None
+    one_query: bool | None = None
+    most_queries: int | None = None
+    tensor: bool | None = None
+    stored: bool | None = None
+    dropout: bool | None = None
+    least_scores: int | None = None
+    most_scores: int | None = None
+    mask: shape_class.Mask | None = None
+    band: shape_class.Band | None = None
+    grouped: bool | None = None
+    head_dims: tuple[int, int | None] | None = None
+    seqlens: tuple[int, int | None] | None = None
+    least_elements: int | None = None
+    order: tuple[str, ...]
+    since: str
+    why: str
+
+    def fits(self, spec: AttentionSpec, target: Target) -> bool:
+        return (
+            self._fits_machine(target)
+            and (self.dtypes is None or spec.dtype in self.dtypes)
+            and self.training in (None, spec.needs_grad)
+            and self.decomposed in (None, spec.decomposed)
+            and self.upcast in (None, spec.dtype == "float32" and spec.out_dtype in HALF)
+            and self.one_query in (None, spec.seqlen_q == 1)
+            and self._fits_queries(spec)
+            and self.tensor in (None, limits.additive(spec) is not None)
+            and self.stored in (None, spec.stored is not None)
+            and self.dropout in (None, spec.score.dropout_p > 0)
+            and self._fits_scores(spec)
+            and self._fits_shape(shape_class.of(spec))
+        )
+
+    def _fits_machine(self, target: Target) -> bool:
+        if self.sms is None:
+            return target.device == "cpu"
+        first, last = self.sms
+        return target.device == "cuda" and first <= target.sm <= last and target.cudnn >= self.cudnn
+
+    def _fits_queries(self, spec: AttentionSpec) -> bool:
+        """An unknown number of queries is not few."""
+        return self.most_queries is None or (isinstance(spec.seqlen_q, int) and spec.seqlen_q <= self.most_queries)
+
+    def _fits_scores(self, spec: AttentionSpec) -> bool:
+        if self.least_scores is None and self.most_scores is None:
+            return True
+        if not isinstance(spec.seqlen_q, int) or not isinstance(spec.seqlen_kv, int):
+            return False
+        scores = spec.seqlen_q * spec.seqlen_kv
+        return (self.least_scores or 0) <= scores and (self.most_scores is None or scores <= self.most_scores)
+
+    def _fits_shape(self, shape: ShapeClass) -> bool:
+        head_dims = None if shape.head_dim is None else (shape.head_dim, shape.head_dim)
+        return (
+            self.mask in (None, shape.mask)
+            and self.band in (None, shape.band)
+            and self.grouped in (None, shape.grouped)
+            and _is_within(head_dims, self.head_dims)
+            and _is_within(shape.seqlens, self.seqlens)
+            and (self.least_elements is None or (shape.elements or 0) >= self.least_elements)
+        )
+
+
+def _is_within(sizes: tuple[int, int] | None, bounds: tuple[int, int | None] | None) -> bool:
+    """Whether the smaller and the larger size are known to be within the bounds."""
+    if bounds is None:
+        return True
+    first, last = bounds
+    return sizes is not None and first <= sizes[0] and (last is None or sizes[1] <= last)

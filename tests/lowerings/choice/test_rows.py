@@ -1,0 +1,62 @@
+"""Which sites a row of the order is for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from attn_compiler.lowerings.choice.rows import Row
+from attn_compiler.target import Target
+from tests.lowerings.specs import make_spec
+
+H200 = Target.fake()
+ROW = Row(sms=(90, 90), order=("triton",), since="2026-11-23", why="a test")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "spec", "fits"),
+    [
+        ({}, {}, True),
+        ({"dtypes": ("float16",)}, {}, False),
+        ({"training": True}, {"needs_grad": True}, True),
+        ({"training": True}, {"needs_grad": False}, False),
+        ({"most_queries": 16}, {"seqlen_q": 16}, True),
+        ({"most_queries": 16}, {"seqlen_q": 17}, False),
+        ({"most_queries": 16}, {"seqlen_q": "s0"}, False),
+        ({"least_scores": 64 * 64}, {"seqlen_q": 64, "seqlen_kv": 64}, True),
+        ({"least_scores": 64 * 64}, {"seqlen_q": 64, "seqlen_kv": 63}, False),
+        ({"most_scores": 64 * 64}, {"seqlen_q": 64, "seqlen_kv": 65}, False),
+        ({"least_scores": 1}, {"seqlen_q": "s0"}, False),
+        ({"seqlens": (64, 511)}, {"seqlen_q": 64, "seqlen_kv": 511}, True),
+        ({"seqlens": (64, 511)}, {"seqlen_q": 63, "seqlen_kv": 511}, False),
+        ({"seqlens": (64, 511)}, {"seqlen_q": 64, "seqlen_kv": 512}, False),
+        ({"seqlens": (64, None)}, {"seqlen_q": 64, "seqlen_kv": 1 << 20}, True),
+        ({"seqlens": (64, None)}, {"seqlen_kv": "s0"}, False),
+        ({"mask": "full"}, {}, True),
+        ({"mask": "padding"}, {}, False),
+    ],
+)
+def test_every_field_that_is_said_has_to_hold(bounds: dict[str, Any], spec: dict[str, Any], fits: bool) -> None:
+    assert dataclasses.replace(ROW, **bounds).fits(make_spec(**spec), H200) is fits
+
+
+@pytest.mark.parametrize(
+    ("sms", "machine", "fits"),
+    [
+        ((90, 90), Target.fake(sm=90), True),
+        ((90, 90), Target.fake(sm=89), False),
+        ((80, 90), Target.fake(sm=80), True),
+        (None, Target.fake(device="cpu"), True),
+        (None, Target.fake(), False),
+        ((90, 90), Target.fake(device="cpu"), False),
+    ],
+)
+def test_the_machine(sms: tuple[int, int] | None, machine: Target, fits: bool) -> None:
+    assert dataclasses.replace(ROW, sms=sms).fits(make_spec(), machine) is fits
+
+
+def test_a_newer_cudnn_than_there_is() -> None:
+    assert not dataclasses.replace(ROW, cudnn=H200.cudnn + 1).fits(make_spec(), H200)
+    assert dataclasses.replace(ROW, cudnn=H200.cudnn).fits(make_spec(), H200)
