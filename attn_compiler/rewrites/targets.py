@@ -75,6 +75,8 @@ def name_of(node: fx.Node) -> str:
     """A name of what a node calls or stands for, which nothing else has. Raises Unkeyed where there is none."""
     if node.op == "call_module":
         raise Unkeyed(f"{node.name} calls a module that Dynamo did not look into")
+    if node.op == "call_method":
+        _require_own(getattr(torch.Tensor, str(node.target), None), f"torch.Tensor.{node.target}")
     if node.op != "call_function":
         return str(node.target)
     try:
@@ -97,8 +99,17 @@ def _known_name(target: Any) -> str:
     name = getattr(target, "__name__", "")
     for found in (*(f"{room}.{name}" for room in _ROOMS), path):
         if name and _at(found) is target:
+            _require_own(target, found)
             return f"function:{found}"
     raise Unkeyed(f"{path.strip('.') or repr(target)} is no function of PyTorch's")
+
+
+def _require_own(found: Any, path: str) -> None:
+    """Raises Unkeyed for a function that somebody put in the place of PyTorch's: it may have the name and the module of what was there."""
+    while isinstance(found, types.FunctionType):
+        if str(found.__globals__.get("__name__")).partition(".")[0] != "torch":
+            raise Unkeyed(f"{path} is not PyTorch's own function any more")
+        found = getattr(found, "__wrapped__", None)
 
 
 def _schemas(op: Any) -> tuple[str, ...]:
