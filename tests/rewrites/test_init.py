@@ -398,6 +398,26 @@ def test_functions_that_took_the_place_of_pytorchs_are_not_those(monkeypatch: py
     assert "not PyTorch's own function any more" in seen.report.not_kept
 
 
+def test_functions_that_pytorchs_own_call_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of nn.MultiheadAttention there is one call in the graph, and PyTorch's own function calls what is in the place of another."""
+    layer, x, real = (
+        nn.MultiheadAttention(32, 4, batch_first=True),
+        torch.randn(2, 8, 32),
+        F.scaled_dot_product_attention,
+    )
+
+    def model(x: Tensor) -> Tensor:
+        out: Tensor = layer(x, x, x, need_weights=False)[0]
+        return out
+
+    assert not is_again(model, x, lowering="reference")
+    assert is_again(model, x, lowering="reference")
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *others: real(q * 2.0, *others))
+    out, (seen,) = compiled(model, x, lowering="reference")
+    assert not seen.report.from_cache
+    torch.testing.assert_close(out, model(x))
+
+
 def test_dumps_and_checks_of_the_first_call_want_the_passes(tmp_path: Path) -> None:
     assert not is_again(attention, *qkv())
     assert not is_again(attention, *qkv(), verify=True)

@@ -70,6 +70,14 @@ def test_functions_that_took_the_place_of_pytorchs_have_no_name(monkeypatch: pyt
             targets.name_of(_node("cos", "call_method"))
 
 
+@pytest.mark.parametrize("place", ["torch.matmul", "torch.nn.functional.softmax", "torch.Tensor.__matmul__"])
+def test_whether_somebody_took_the_place_of_a_function_is_seen(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    targets.require_untouched()
+    monkeypatch.setattr(place, lambda *_: None)
+    with pytest.raises(Unkeyed, match=f"{place} is not PyTorch's own function any more"):
+        targets.require_untouched()
+
+
 @pytest.mark.parametrize(
     ("target", "said"),
     [
