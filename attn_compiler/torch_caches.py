@@ -32,8 +32,10 @@ def state(devices: Iterable[torch.device]) -> dict[str, Any]:
     gpus = [device for device in devices if device.type == "cuda" and torch.cuda.is_available()]
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
+    mkldnn: Any = torch.backends.mkldnn
     return {
-        "python": sys.version,
+        # Masks that are made by more ops in a row than the stack can hold are not read.
+        "python": [sys.version, sys.getrecursionlimit()],
         "machine": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
         "torch": [str(torch.__version__), torch.version.git_version, torch.version.cuda, torch.version.hip],
         "builders": [_version(name) for name in _BUILDERS],
@@ -51,11 +53,11 @@ def state(devices: Iterable[torch.device]) -> dict[str, Any]:
         ],
         "default": [str(torch.get_default_dtype()), str(torch.get_default_device())],
         "precision": [
-            torch.get_float32_matmul_precision(),
-            cuda.matmul.allow_tf32,
+            # Not by torch.get_float32_matmul_precision and allow_tf32: they raise where a user set precisions one by one.
+            *(part.fp32_precision for part in (torch.backends, cuda.matmul, cudnn, cudnn.conv, cudnn.rnn)),
+            *(part.fp32_precision for part in (mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)),
             cuda.matmul.allow_fp16_reduced_precision_reduction,
             cuda.matmul.allow_bf16_reduced_precision_reduction,
-            cudnn.allow_tf32,
         ],
         "sdpa": [
             cuda.flash_sdp_enabled(),

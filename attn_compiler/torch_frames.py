@@ -90,6 +90,14 @@ def may_rely_on(placeholder: fx.Node, known: Known) -> bool:
     return known in meant
 
 
+def has_room_for(placeholder: fx.Node, known: Known) -> bool:
+    """What `may_rely_on` would answer, without relying on it."""
+    if TracingContext.try_get() is None:
+        return True
+    meant = _relied_on.get(_frame().f_code, {}).get(placeholder.name, [])
+    return known in meant or len(meant) < _MOST_MEANINGS
+
+
 def forget_meanings() -> None:
     """All compilations are forgotten, too."""
     _relied_on.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,19 @@ def test_the_state_names_modes() -> None:
         inside = torch_caches.state([])
     assert before["modes"] != inside["modes"]
     assert before["default"] != inside["default"]
+
+
+@pytest.mark.parametrize("part", ["cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul"])
+def test_the_state_is_known_where_precisions_are_set_one_by_one(part: str) -> None:
+    """PyTorch's functions for all of them raise then."""
+    before, owner = torch_caches.state([]), operator.attrgetter(part)(torch.backends)
+    precision = owner.fp32_precision
+    try:
+        owner.fp32_precision = "tf32" if precision == "ieee" else "ieee"
+        assert torch_caches.state([])["precision"] != before["precision"]
+    finally:
+        owner.fp32_precision = precision
+    assert torch_caches.state([]) == before
 
 
 def test_a_file_that_comes_along_is_written_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

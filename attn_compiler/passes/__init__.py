@@ -228,7 +228,7 @@ def _rewrite(
         return _rewrite(gm, options, targets, work, None)
     report = _run_passes(gm, options, work, border)
     with _timed(_CACHE, work.seconds):
-        report = memory.keep(report, work.known)
+        report = memory.keep(report, work.known, work.units)
     return dataclasses.replace(report, seconds=tuple(work.seconds.items()))
 
 

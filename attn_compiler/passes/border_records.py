@@ -86,6 +86,16 @@ def _told(made: Made, values: Sequence[object]) -> ToldInRow:
     return ToldInRow(node=node, element=made.element, loads=loads)
 
 
+def was_heard(nodes: Sequence[fx.Node]) -> bool:
+    """Whether the passes were allowed to rely on all that is known of a graph's inputs. Another process may be allowed to, with the same
+    key."""
+    for node in nodes:
+        known = meanings.of(torch_frames.given_tensor(node)) if node.op == "placeholder" else None
+        if known is not None and not torch_frames.has_room_for(node, known):
+            return False
+    return True
+
+
 def may_be_told(crossing: Crossing, nodes: Sequence[fx.Node]) -> bool:
     """Whether the code of the compilation under way may rely on what the passes relied on."""
     for place in crossing.relied_on:

@@ -53,6 +53,7 @@ def run(unit: Unit, mirror: Mirror) -> None:
         else:
             unit.misses.append(_miss(site, reason))
     unit.sites = kept
+    unit.unread.extend(unreadable)
     for cause, modules in unreadable.items():
         _warn(cause, modules)
 

@@ -2,7 +2,8 @@
 
 Not looked up: with `verify`, which holds what the passes found against the model, and with `dump_dir`, which is to show the passes.
 Not kept: what has no key, what measured (`autotune`), tensors that are kept from call to call (delayed FP8 scaling), a graph
-in which something failed, and one whose first choice could not be built. The report says why.
+in which something failed, one whose first choice could not be built, and one of whose masks nothing was relied on for the number of
+other meanings. The report says why. Not done again: what this process can't build.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from attn_compiler import decisions, report, torch_compat, torch_tracing
+from attn_compiler import decisions, lowerings, report, torch_compat, torch_tracing
 from attn_compiler.errors import described
 from attn_compiler.meanings import Known
 from attn_compiler.options import Options
 from attn_compiler.passes import border_records
 from attn_compiler.passes.border_records import Crossing
 from attn_compiler.passes.borders import Border
+from attn_compiler.passes.unit import Unit
 from attn_compiler.report import Report
 from attn_compiler.rewrites import key, record
 from attn_compiler.rewrites.key import Keyed
@@ -29,6 +31,7 @@ from attn_compiler.rewrites.record import Edit
 from attn_compiler.rewrites.refusing import Unkeyed
 from attn_compiler.rewrites.store import Store
 from attn_compiler.spec import CODEC
+from attn_compiler.target import Target
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +75,22 @@ class Memory:
         data = self.store.get(self.keyed.text)
         try:
             kept = None if data is None else _CODEC.made(data)
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            return kept if isinstance(kept, Kept) and self._may_be_done(kept) else None
+        except Exception as error:
+            if torch_compat.starts_over(error):
+                raise
+            # Whatever is wrong with a file or a kernel, the passes run, and tell.
             log.debug("ignored what was kept of graph %s: %s", torch_compat.graph_name(), described(error))
             return None
-        if not isinstance(kept, Kept):
-            return None
-        nodes = self.keyed.modules[0].nodes
-        return kept if border_records.may_be_told(kept.crossing, nodes) else None
+
+    def _may_be_done(self, kept: Kept) -> bool:
+        """Whether this process can build the kernels that were chosen, which are ready then as after the passes, and may rely on what the
+        passes relied on."""
+        for site in kept.report.sites:
+            spec, lowering = site.spec, lowerings.by_name(site.decision.lowering)
+            if lowering.cannot_build(spec, Target.current(spec.device)):
+                return False
+        return self.keyed is not None and border_records.may_be_told(kept.crossing, self.keyed.modules[0].nodes)
 
     def apply(self, kept: Kept) -> Report:
         """Do again what was done, and tell again what was told. Raises whatever it likes for what was not kept by this package."""
@@ -96,17 +108,21 @@ class Memory:
         border_records.tell(kept.crossing, self.border, module.nodes, module.values)
         return dataclasses.replace(kept.report, graph=torch_compat.graph_name(), from_cache=True)
 
-    def keep(self, told: Report, known: Sequence[tuple[int, Known]]) -> Report:
-        """Keep what the passes did, and give the report, which says why where that can't be."""
+    def keep(self, told: Report, known: Sequence[tuple[int, Known]], units: Iterable[Unit]) -> Report:
+        """Keep what the passes did, and give the report, which says why where that can't be. units: of the passes."""
         with _unkeyed(self):
             if self.keyed is None:
                 raise Unkeyed(self.why_not or "it has no key")
-            if told.faults or told.failure:
+            if told.faults or told.failure or any(unit.unread for unit in units):
                 raise Unkeyed("something failed, and may not fail again")
             unbuilt = {r.lowering for site in told.sites for r in site.decision.refusals if r.when_built}
             if unbuilt:
                 raise Unkeyed(f"{', '.join(sorted(unbuilt))} could not be built, and may be built another time")
             module = self.keyed.modules[0]
+            if not border_records.was_heard(module.nodes):
+                raise Unkeyed(
+                    "what is known of an input was not relied on, since the function has code for other meanings"
+                )
             kept = Kept(
                 edits=record.taken(self.keyed),
                 report=dataclasses.replace(told, graph="", seconds=()),

@@ -86,6 +86,7 @@ class Unit:
     buffers: what the sites keep (buffers.py).
     given: the further inputs of a body, each with what its call gives for it (body_inputs.py).
     faults: what cost one of the sites (faults.py).
+    unread: what failed in reading masks, which stay tensors (recover.py).
     ways: how the graph's memory is reached from outside (saved.py).
     in_autocast: this body, or one around it, is run with autocast that no node of its own enters: an exported program's.
     relied_on: inputs of which something had to be known, and what (reading/borders.py).
@@ -112,6 +113,7 @@ class Unit:
     buffers: list[Buffer] = field(default_factory=list)
     given: dict[fx.Node, fx.Node] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
     ways: Ways | None = None
     relied_on: dict[fx.Node, Known] = field(default_factory=dict)
     in_autocast: bool = False

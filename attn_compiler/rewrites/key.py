@@ -58,6 +58,7 @@ class Keyed:
 
 def of(gm: fx.GraphModule, options: Options, known: Any) -> Keyed:
     """known: what else the passes will know of the graph, as plain data. Raises Unkeyed."""
+    targets.require_untouched()
     devices = torch_compat.graph_devices(gm)
     machines = {Target.current(str(device)) for device in devices}
     digest = _Digest()

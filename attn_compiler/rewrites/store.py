@@ -11,7 +11,8 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
+import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 FOLDER = "attn_compiler/rewrites"
 #: files that are kept; the oldest go
 _MOST_FILES = 2048
+#: seconds after which nobody writes to a file any more: its process was ended
+_LONG_AGO = 24 * 3600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,13 +67,14 @@ class Store:
         held = {"key": key, "digest": _digest(rewrite), "rewrite": rewrite}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.folder, prefix=key[:8], suffix=".tmp")
+            # Not by tempfile, whose files nobody else may read: Inductor's files have the rights that the user gives to new ones.
+            name = self.folder / f"{key[:8]}{uuid.uuid4().hex}.tmp"
             try:
-                with os.fdopen(handle, "wb") as file:
+                with name.open("xb") as file:
                     file.write(torch_caches.content(held))
                 os.replace(name, self.path(key))
             except BaseException:
-                os.unlink(name)
+                name.unlink(missing_ok=True)
                 raise
             self._forget_oldest()
         except OSError as error:
@@ -92,6 +96,10 @@ class Store:
                 times.append((path.stat().st_mtime, path))
         for _, path in sorted(times)[: len(files) - _MOST_FILES * 3 // 4]:
             path.unlink(missing_ok=True)
+        for path in self.folder.glob("*.tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - _LONG_AGO:
+                    path.unlink()
 
 
 def _digest(rewrite: Any) -> str:

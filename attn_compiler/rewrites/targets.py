@@ -65,6 +65,8 @@ _RESOLVED: dict[str, Callable[..., Any]] = {
     "torch._C._set_grad_enabled": torch._C._set_grad_enabled,
     "torch.nn.functional.softmax": torch.nn.functional.softmax,
 }
+#: what libraries put in the place of PyTorch's for people who read it
+_OF_TEXT = frozenset({"__repr__", "__str__", "__format__", "__dir__"})
 _OVERLOAD = re.compile(r"op:(\w+)\.(\w+)\.(\w+)")
 
 
@@ -75,6 +77,8 @@ def name_of(node: fx.Node) -> str:
     """A name of what a node calls or stands for, which nothing else has. Raises Unkeyed where there is none."""
     if node.op == "call_module":
         raise Unkeyed(f"{node.name} calls a module that Dynamo did not look into")
+    if node.op == "call_method":
+        _require_own(getattr(torch.Tensor, str(node.target), None), f"torch.Tensor.{node.target}")
     if node.op != "call_function":
         return str(node.target)
     try:
@@ -97,8 +101,33 @@ def _known_name(target: Any) -> str:
     name = getattr(target, "__name__", "")
     for found in (*(f"{room}.{name}" for room in _ROOMS), path):
         if name and _at(found) is target:
+            _require_own(target, found)
             return f"function:{found}"
     raise Unkeyed(f"{path.strip('.') or repr(target)} is no function of PyTorch's")
+
+
+def require_untouched() -> None:
+    """Raises Unkeyed where a Python function is in the place of one of PyTorch's that others of PyTorch's may call, such as
+    multi_head_attention_forward: passes trace those as they are now."""
+    for name in _ops():
+        _require_own(getattr(torch, name), f"torch.{name}")
+    for path, room in (("torch.nn.functional", torch.nn.functional), ("torch.Tensor", torch.Tensor)):
+        for name, found in vars(room).items():
+            if name not in _OF_TEXT:
+                _require_own(found, f"{path}.{name}")
+
+
+@functools.cache
+def _ops() -> tuple[str, ...]:
+    return tuple(name for name in vars(torch) if hasattr(torch._C._VariableFunctions, name) and name[:1] != "_")
+
+
+def _require_own(found: Any, path: str) -> None:
+    """Raises Unkeyed for a function that somebody put in the place of PyTorch's: it may have the name and the module of what was there."""
+    while isinstance(found, types.FunctionType):
+        if str(found.__globals__.get("__name__")).partition(".")[0] != "torch":
+            raise Unkeyed(f"{path} is not PyTorch's own function any more")
+        found = getattr(found, "__wrapped__", None)
 
 
 def _schemas(op: Any) -> tuple[str, ...]:

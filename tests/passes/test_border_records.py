@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attn_compiler import torch_frames
 from attn_compiler.passes import border_records
 from attn_compiler.passes.borders import Border
 from attn_compiler.passes.reading.borders import Made, Row
@@ -92,6 +93,25 @@ def test_what_was_relied_on_is_asked_of_every_call() -> None:
             everything = torch.ones_like(made)
             torch.testing.assert_close(run(q, everything), attend(q, everything))
             assert _proved(seen)[1:] != ["k <= q"]
+
+
+def test_what_other_meanings_left_no_room_for_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(2, 3, 16, 8)
+    with monkeypatch.context() as full:
+        full.setattr(torch_frames, "_MOST_MEANINGS", 0)
+        _, (_, seen) = compiled(broken(causal), q, lowering="triton")
+    assert _proved([seen]) != ["k <= q"]
+    assert seen.report.not_kept is not None
+    assert "code for other meanings" in seen.report.not_kept
+    _, (_, seen) = compiled(broken(causal), q, lowering="triton")
+    assert _proved([seen]) == ["k <= q"]
+    with monkeypatch.context() as full:
+        full.setattr(torch_frames, "_MOST_MEANINGS", 0)
+        _, (_, seen) = compiled(broken(causal), q, lowering="triton")
+        assert not seen.report.from_cache
+    _, (_, seen) = compiled(broken(causal), q, lowering="triton")
+    assert seen.report.from_cache
+    assert _proved([seen]) == ["k <= q"]
 
 
 class Stack(nn.Module):

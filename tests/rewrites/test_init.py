@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,13 @@ _STATES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "flash off": lambda: _set(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
     "deterministic": lambda: _set(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
     "precision": lambda: _set(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
+    "precision of one part": lambda: _set(
+        lambda: torch.backends.cuda.matmul.fp32_precision,
+        lambda value: setattr(torch.backends.cuda.matmul, "fp32_precision", value),
+        "tf32",
+    ),
     "default dtype": lambda: _set(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "recursion limit": lambda: _set(sys.getrecursionlimit, sys.setrecursionlimit, 3000),
     "mkldnn off": lambda: torch.backends.mkldnn.flags(enabled=False),
 }
 
@@ -199,6 +206,8 @@ _STATES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 @pytest.mark.parametrize("state", _STATES)
 def test_other_states_of_pytorch_are_another_graph(state: str) -> None:
     inputs = qkv()
+    # A precision that was set is another state than the same one that was not.
+    torch.set_float32_matmul_precision(torch.get_float32_matmul_precision())
     assert not is_again(attention, *inputs)
     with _STATES[state]():
         assert not is_again(attention, *inputs)
@@ -318,6 +327,22 @@ def test_a_fault_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why == "something failed, and may not fail again"
 
 
+def test_a_mask_that_could_not_be_read_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next process warns again, or reads it."""
+    from attn_compiler.passes import meaning
+
+    def broken(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as full:
+        full.setattr(meaning, "of", broken)
+        with pytest.warns(attn_compiler.AttnCompilerWarning, match="could not read the mask"):
+            why = _why_not(masked, *qkv())
+    assert why == "something failed, and may not fail again"
+    _, (seen,) = compiled(masked, *qkv())
+    assert [site.spec.mask.formula for site in seen.report.sites] == ["k <= q"]
+
+
 def test_a_choice_that_could_not_be_built_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk may be full, or the GPU: the next process tries again."""
     from attn_compiler.decisions import Reason
@@ -327,6 +352,70 @@ def test_a_choice_that_could_not_be_built_is_not_kept(monkeypatch: pytest.Monkey
     monkeypatch.setattr(type(by_name("reference")), "cannot_build", lambda *_: [reason])
     why = _why_not(attention, *qkv(), lowerings=["reference", "math"])
     assert why == "reference could not be built, and may be built another time"
+
+
+def test_what_this_process_can_not_build_is_not_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries of the same versions may be broken here, or their compiler may be missing."""
+    from attn_compiler.decisions import Reason
+    from attn_compiler.lowerings import by_name
+
+    choice = {"lowerings": ["reference", "math"]}
+    assert not is_again(attention, *qkv(), **choice)
+    asked: list[Any] = []
+    reference, reason = type(by_name("reference")), Reason(rule="its library loads", observed="it does not")
+    monkeypatch.setattr(reference, "cannot_build", lambda _, *given: asked.append(given) or [])
+    # Kernels are built while the graph is compiled, and not by the first call.
+    assert is_again(attention, *qkv(), **choice)
+    assert len(asked) == 1
+    monkeypatch.setattr(reference, "cannot_build", lambda *_: [reason])
+    _, (seen,) = compiled(attention, *qkv(), **choice)
+    assert not seen.report.from_cache
+    assert [site.decision.lowering for site in seen.report.sites] == ["math"]
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("place", ["F.softmax", "torch.softmax", "torch.Tensor.softmax"])
+def test_functions_that_took_the_place_of_pytorchs_are_not_those(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Dynamo writes them into the graph under the names of what was there."""
+    owner: Any = {"F": F, "torch": torch, "torch.Tensor": torch.Tensor}[place.rpartition(".")[0]]
+    real = owner.softmax
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.transpose(-2, -1)
+        return (scores.softmax(-1) if owner is torch.Tensor else owner.softmax(scores, dim=-1)) @ v
+
+    def softmax(x: Tensor, dim: int, **_: Any) -> Tensor:
+        found: Tensor = real(x * 2.0, dim=dim)
+        return found
+
+    inputs = qkv()
+    assert not is_again(model, *inputs, lowering="reference")
+    softmax.__module__ = "torch"
+    monkeypatch.setattr(owner, "softmax", torch.compiler.allow_in_graph(softmax))
+    _, (seen,) = compiled(model, *inputs, lowering="reference")
+    assert not seen.report.from_cache
+    assert seen.report.not_kept is not None
+    assert "not PyTorch's own function any more" in seen.report.not_kept
+
+
+def test_functions_that_pytorchs_own_call_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of nn.MultiheadAttention there is one call in the graph, and PyTorch's own function calls what is in the place of another."""
+    layer, x, real = (
+        nn.MultiheadAttention(32, 4, batch_first=True),
+        torch.randn(2, 8, 32),
+        F.scaled_dot_product_attention,
+    )
+
+    def model(x: Tensor) -> Tensor:
+        out: Tensor = layer(x, x, x, need_weights=False)[0]
+        return out
+
+    assert not is_again(model, x, lowering="reference")
+    assert is_again(model, x, lowering="reference")
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *others: real(q * 2.0, *others))
+    out, (seen,) = compiled(model, x, lowering="reference")
+    assert not seen.report.from_cache
+    torch.testing.assert_close(out, model(x))
 
 
 def test_dumps_and_checks_of_the_first_call_want_the_passes(tmp_path: Path) -> None:
@@ -402,6 +491,8 @@ _FOREIGN: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a node that is not there": lambda kept: kept["edits"][0]["new"][0].update(given=["tuple", ["node", 10_000]]),
     "an unknown field": lambda kept: kept["edits"][0].update(more=1),
     "an unknown kind": lambda kept: kept.update(kind="Report"),
+    "an input that is not there": lambda kept: kept["crossing"].update(relied_on=[10_000]),
+    "an unknown lowering": lambda kept: kept["report"]["sites"][0]["decision"].update(lowering="none"),
     "no graph": lambda kept: kept["edits"][0].update(graph=7),
     "another name": lambda kept: kept["edits"][0]["new"][0].update(name="softmax"),
 }

@@ -62,6 +62,24 @@ def test_the_files_that_nobody_used_for_longest_go(monkeypatch: pytest.MonkeyPat
     assert left == {"0", "4", "5", "6", "7", "8"}
 
 
+def test_what_a_process_that_was_ended_left_goes_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(store, "_MOST_FILES", 1)
+    one = Store(root=tmp_path)
+    one.put("a", 1)
+    for name in ("old.tmp", "new.tmp"):
+        (one.folder / name).write_text("half of a")
+    os.utime(one.folder / "old.tmp", (1, 1))
+    one.put("b", 2)
+    assert {path.name for path in one.folder.glob("*.tmp")} == {"new.tmp"}
+
+
+def test_others_may_read_what_the_user_lets_them_read(tmp_path: Path) -> None:
+    one, like = Store(root=tmp_path), tmp_path / "like"
+    one.put("a", 1)
+    like.write_text("")
+    assert one.path("a").stat().st_mode == like.stat().st_mode
+
+
 def test_a_place_that_can_not_be_written_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "attn_compiler").write_text("in the way")
     one = Store(root=tmp_path)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import operator
 import os
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 
 from attn_compiler.lowerings import LOWERINGS  # noqa: F401 (defines our ops)
 from attn_compiler.rewrites import targets
@@ -44,6 +45,37 @@ def test_names_of_what_records_may_have_lead_back() -> None:
 
 def twice(x: torch.Tensor) -> torch.Tensor:
     return x * 2
+
+
+def test_pytorchs_own_functions_and_methods_are_known_for_such() -> None:
+    for function in torch.overrides.get_testing_overrides():
+        for room in (torch, F):
+            if getattr(room, function.__name__, None) is function:
+                assert targets.name_of(_node(function))
+    for name in dir(Tensor):
+        assert targets.name_of(_node(name, "call_method")) == name
+
+
+def test_functions_that_took_the_place_of_pytorchs_have_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    @functools.wraps(F.silu)
+    def silu(x: Tensor, inplace: bool = False) -> Tensor:
+        return x
+
+    for instead in (silu, torch.no_grad()(silu)):
+        monkeypatch.setattr(F, "silu", instead)
+        with pytest.raises(Unkeyed, match=r"torch\.nn\.functional\.silu is not PyTorch's own function any more"):
+            targets.name_of(_node(F.silu))
+        monkeypatch.setattr(Tensor, "cos", instead)
+        with pytest.raises(Unkeyed, match=r"torch\.Tensor\.cos is not"):
+            targets.name_of(_node("cos", "call_method"))
+
+
+@pytest.mark.parametrize("place", ["torch.matmul", "torch.nn.functional.softmax", "torch.Tensor.__matmul__"])
+def test_whether_somebody_took_the_place_of_a_function_is_seen(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    targets.require_untouched()
+    monkeypatch.setattr(place, lambda *_: None)
+    with pytest.raises(Unkeyed, match=f"{place} is not PyTorch's own function any more"):
+        targets.require_untouched()
 
 
 @pytest.mark.parametrize(
