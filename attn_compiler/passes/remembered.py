@@ -1,9 +1,12 @@
 """When a rewrite is looked up and kept (attn_compiler/rewrites): before the passes, which then need not run, and after them.
 
-Not looked up: with `verify`, which holds what the passes found against the model, and with `dump_dir`, which is to show the passes.
-Not kept: what has no key, what measured (`autotune`), tensors that are kept from call to call (delayed FP8 scaling), a graph
-in which something failed, one whose first choice could not be built, and one of whose masks nothing was relied on for the number of
-other meanings. The report says why. Not done again: what this process can't build.
+`verify` and `dump_dir` want the passes to run, so nothing is looked up with them.
+These graphs are not kept, and the report says why:
+- a graph without a key, or with measured tiles (`autotune`)
+- a graph that holds tensors from call to call (delayed FP8 scaling)
+- a graph in which something failed, or whose first choice could not be built
+- a graph whose masks have more meanings than its function has code for
+A rewrite whose kernels this process can't build is not done again.
 """
 
 from __future__ import annotations

@@ -200,11 +200,15 @@ def launch(
         if first is not None:
             same.launches[id(kernel), part] = first
         return first
+    _start(ready, same, tensors)
+    return ready
+
+
+def _start(ready: Ready, same: Alike, tensors: Mapping[str, torch.Tensor]) -> None:
     values = ready.values.copy()
     for position, name in ready.where:
         values[position] = tensors[name].data_ptr()
     start(ready.compiled, ready.grid, same.device.index, values)
-    return ready
 
 
 def _first_launch(kernel: Any, same: Alike, tensors: Mapping[str, torch.Tensor], found: Arguments) -> Ready | None:
@@ -218,16 +222,17 @@ def _first_launch(kernel: Any, same: Alike, tensors: Mapping[str, torch.Tensor],
     numbers = as_taken(names, found.numbers)
     where = tuple((i, source) for i, name in enumerate(names) if (source := found.tensors.get(name)) is not None)
     values = [plain(numbers.get(name)) for name in names]
-    if same.any_size and isinstance(kernel, JITFunction):
+    is_for_any = same.any_size and isinstance(kernel, JITFunction)
+    if is_for_any:
         compiled = compiled_for_any(kernel, found.grid, found.numbers, **given, **options)
-        if compiled is not None:
-            addresses = {i: tensors[source].data_ptr() for i, source in where}
-            start(compiled, found.grid, same.device.index, [addresses.get(i, x) for i, x in enumerate(values)])
     else:
         compiled = _finished(first_launch(kernel, found.grid, **given, **numbers, **options))
     if compiled is None:
         return None
-    return Ready(kernel=kernel, compiled=compiled, grid=found.grid, values=values, where=where)
+    ready = Ready(kernel=kernel, compiled=compiled, grid=found.grid, values=values, where=where)
+    if is_for_any:
+        _start(ready, same, tensors)
+    return ready
 
 
 def compiled_for_any(kernel: Any, grid: Grid, numbers: Mapping[str, Any], **named: Any) -> Any:
@@ -236,12 +241,18 @@ def compiled_for_any(kernel: Any, grid: Grid, numbers: Mapping[str, Any], **name
     multiples = any_size.are_multiples(numbers)
     taken = as_taken(kernel.arg_names, numbers).items()
     named |= {name: x if name in constants else any_size.shown(x, multiples=multiples) for name, x in taken}
+    return None if _is_noted(kernel, (), named) else _finished(kernel.warmup(grid=grid, **named))
+
+
+def _is_noted(kernel: Any, positional: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    """Tell whoever notes launches of this one, which then does not happen. Without anybody: wait until nothing of the kernel is being
+    compiled ahead."""
     note = noter()
-    if note is not None:
-        note(kernel, (), dict(zip(named, pointers(tuple(named.values())), strict=True)))
-        return None
-    wait_for(kernel)
-    return _finished(kernel.warmup(grid=grid, **named))
+    if note is None:
+        wait_for(kernel)
+        return False
+    note(kernel, pointers(positional), dict(zip(named, pointers(tuple(named.values())), strict=True)))
+    return True
 
 
 def _finished(compiled: Any) -> Any:
@@ -256,12 +267,7 @@ def first_launch(kernel: Any, grid: Grid, *positional: Any, **named: Any) -> Any
 
     named: options, too, such as num_warps.
     """
-    note = noter()
-    if note is not None:
-        note(kernel, pointers(positional), dict(zip(named, pointers(tuple(named.values())), strict=True)))
-        return None
-    wait_for(kernel)
-    return kernel[grid](*positional, **named)
+    return None if _is_noted(kernel, positional, named) else kernel[grid](*positional, **named)
 
 
 def as_taken(names: Sequence[str], numbers: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,9 +41,10 @@ class Asked:
 
     rows: int32 (2, B|1, Sq). keys: bool (B|1, Skv). documents_q, documents_k: int32 (B|1, Sq), (B|1, Skv). These are contiguous.
     units: uint8 (B|1, Hq|1, ⌈Sq/32⌉|1, ⌈Skv/32⌉|1), bits as above, any strides; it may go on behind that.
-    left, right: queries - left <= keys <= queries + right, `OPEN` where the band has no such side. Neither is further from 0 than that.
-        from_end: positions are counted so that the last query meets the last key.
-    queries, keys_of: queries and keys of a tile, powers of two from UNIT on. by_key: the lists are those of blocks of keys.
+    left, right: a query uses the keys from query - left to query + right. A side that is open has `OPEN`. Both lie within -OPEN to OPEN.
+    from_end: positions are counted so that the last query meets the last key.
+    queries, keys_of: queries and keys of a tile, powers of two from UNIT on.
+    by_key: the lists are those of blocks of keys.
     """
 
     rows: Tensor | None
@@ -59,6 +60,11 @@ class Asked:
     queries: int
     keys_of: int
     by_key: bool
+
+    @staticmethod
+    def of(*given: Any) -> Asked:
+        """The op's arguments, in order."""
+        return Asked(**dict(zip(Asked.__slots__, given, strict=True)))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -106,7 +112,7 @@ def _larger(sizes: list[Any]) -> Any:
 
 def listed(*given: Any) -> Tensor:
     """The same by PyTorch's ops, on any device."""
-    asked = Asked(**dict(zip(Asked.__slots__, given, strict=True)))
+    asked = Asked.of(*given)
     some, holes = _states(asked)
     lists = asked.empty()
     some, holes = (torch.broadcast_to(x, (*lists.shape[:2], *asked.blocks)) for x in (some, holes))
@@ -217,7 +223,7 @@ def _positions(size: int, length: int, device: torch.device) -> Tensor:
 
 
 def _fake(*given: Any) -> Tensor:
-    return Asked(**dict(zip(Asked.__slots__, given, strict=True))).empty()
+    return Asked.of(*given).empty()
 
 
 register_helper(

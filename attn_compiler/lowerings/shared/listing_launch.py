@@ -24,7 +24,7 @@ _SUMMED = {"Rows": "rows", "Keys": "keys", "DocumentsQ": "documents_q", "Documen
 
 def lists(*given: Any) -> Tensor:
     """As `listing.listed`."""
-    asked = Asked(**dict(zip(Asked.__slots__, given, strict=True)))
+    asked = Asked.of(*given)
     have = asked.tensors
     same = alike(f"tile_lists {tuple(have)} {asked.numbers}", list(have.values()))
     with on(same.device):
