@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn_compiler import torch_frames
@@ -17,34 +16,15 @@ from attn_compiler.passes import border_records
 from attn_compiler.passes.borders import Border
 from attn_compiler.passes.reading.borders import Made, Row
 from attn_compiler.rewrites.refusing import Unkeyed
+from tests.passes.border_masks import attend, causal, padded, window
 from tests.rewrites.compiling import compiled
 from tests.rewrites.watching import Seen, watched
-
-PADDING = torch.arange(16) < torch.tensor([[16], [9]])
 
 
 @pytest.fixture(autouse=True)
 def _kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ATTN_COMPILER_CACHE_REWRITES", "1")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-
-def causal(q: Tensor) -> Tensor:
-    at = torch.arange(q.shape[2])
-    return at[:, None] >= at
-
-
-def padded(q: Tensor) -> Tensor:
-    return causal(q) & PADDING[:, None, None, :]
-
-
-def window(q: Tensor) -> Tensor:
-    at = torch.arange(q.shape[2])
-    return padded(q) & (at[:, None] - at < 4)
-
-
-def attend(q: Tensor, mask: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, q, q, attn_mask=mask, scale=0.3)
 
 
 def broken(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -13,32 +13,12 @@ from torch import Tensor, nn
 
 import attn_compiler
 from attn_compiler.passes import recover
+from tests.passes.border_masks import PADDING, B, D, H, S, attend, causal, padded, window
 from tests.passes.compiling import Compiled, compiled
 
-B, H, S, D = 2, 3, 16, 8
-PADDING = torch.arange(S) < torch.tensor([[S], [9]])
 _LOWEST = torch.finfo(torch.float32).min
 #: whose numbers show what the kernels make of a mask, not the tensor alone
 TRITON: dict[str, Any] = {"lowering": "triton", "verify": True}
-
-
-def attend(q: Tensor, mask: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, q, q, attn_mask=mask, scale=0.3)
-
-
-def causal(q: Tensor) -> Tensor:
-    at = torch.arange(q.shape[2])
-    return at[:, None] >= at
-
-
-def padded(q: Tensor) -> Tensor:
-    return causal(q) & PADDING[:, None, None, :]
-
-
-def window(q: Tensor) -> Tensor:
-    """The last query sees but a few keys; each sees its own."""
-    at = torch.arange(q.shape[2])
-    return padded(q) & (at[:, None] - at < 4)
 
 
 def additive(q: Tensor) -> Tensor:
