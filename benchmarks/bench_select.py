@@ -53,7 +53,7 @@ PASSES: tuple[Pass, ...] = ("forward", "backward")
 # Not kernels that a model would run.
 _LEFT_OUT = ("reference", "math", "untouched", "sdpa_cpu_flash")
 # What a run with --compile is for: kernels that are kept on disk. PyTorch's are there, cuDNN's are built anew in every process.
-_COMPILED = ("triton", "fa4", "flex")
+_COMPILED = ("triton", "hopper", "fa4", "flex")
 # A side that takes so many times as long as the fastest is timed less often: it is not chosen.
 _FAR, _FEW_ROUNDS = 2.0, (2, 2)
 _ROUNDS = (9, 100)
@@ -129,14 +129,17 @@ def _only_masks(case: Case) -> None:
 PEERS: Mapping[str, Make] = {"sdpa": sdpa, "presented": presented, "flex": kernel_peers.flex}
 
 
-def sides_of(problem: Problem, peers: Sequence[str]) -> tuple[dict[str, Make], str]:
-    """Every side that there is for a problem, and the name of the one that is chosen."""
+def sides_of(
+    problem: Problem, peers: Sequence[str], lowerings: Sequence[str] | None = None
+) -> tuple[dict[str, Make], str]:
+    """Every side that there is for a problem, of these lowerings if any are named, and the name of the one that is chosen."""
     target = Target.current(str(problem.q.device))
     chosen = select.decide(problem.spec, target, Options()).lowering
     makes: dict[str, Make] = {
         low.name: lowering(low.name)
         for low in LOWERINGS
         if low.name not in _LEFT_OUT
+        and (lowerings is None or low.name in lowerings)
         and not (low.why_not(problem.spec, target) or low.cannot_build(problem.spec, target))
     }
     wanted = [peer for peer in peers if peer != "flex" or "flex" in problem.case.peers]
@@ -148,14 +151,21 @@ def sides_of(problem: Problem, peers: Sequence[str]) -> tuple[dict[str, Make], s
 
 
 def measure(
-    case: Case, which: Pass, *, device: str, dtype: torch.dtype, seconds: float, peers: Sequence[str]
+    case: Case,
+    which: Pass,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    seconds: float,
+    peers: Sequence[str],
+    lowerings: Sequence[str] | None = None,
 ) -> list[dict[str, str]]:
     """A row for each side. Whatever fails of a side becomes its row's `failure`. No time: what is compiled runs once, and no more."""
     names = case.columns | {"dtype": str(dtype).removeprefix("torch."), "pass": which}
     rows: dict[str, dict[str, str]] = {}
     try:
         problem = kernel_cases.build(case, device=device, dtype=dtype, training=which != "forward")
-        makes, chosen = sides_of(problem, peers)
+        makes, chosen = sides_of(problem, peers, lowerings)
         if not seconds:
             makes = {name: make for name, make in makes.items() if name in _COMPILED}
         rows = {name: names | {"side": name, "chosen": "yes" if name == chosen else ""} for name in makes}
@@ -291,6 +301,7 @@ def main() -> int:
     )
     parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument("--lowerings", nargs="+", metavar="NAME", help="those to measure (all that take a case)")
     parser.add_argument("--append", action="store_true", help="keep the rows of the file and measure only the others")
     parser.add_argument("--compile", action="store_true", help="run what is compiled once, write nothing: fills caches")
     parser.add_argument("--shard", type=_shard, default=(0, 1), metavar="I/N", help="every N-th sort, from the I-th on")
@@ -329,7 +340,15 @@ class Run:
             self._left += 1
             return True
         seconds = 0.0 if options.compile else options.seconds
-        rows = measure(case, which, device=options.device, dtype=self._dtype, seconds=seconds, peers=options.peers)
+        rows = measure(
+            case,
+            which,
+            device=options.device,
+            dtype=self._dtype,
+            seconds=seconds,
+            peers=options.peers,
+            lowerings=options.lowerings,
+        )
         for row in rows if self._file is not None else ():
             self._file.add({**row, **self._where})  # type: ignore[union-attr]
         took = time.monotonic() - self._start

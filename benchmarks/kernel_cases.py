@@ -7,7 +7,7 @@ of all timing. So what is measured is what a compiled graph runs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -404,8 +404,14 @@ def _operands(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Tensor], tiles: Tiles, device: str
 ) -> list[Tensor]:
     emitter: Any = EagerEmitter(Target.current(device))
-    nodes = {name: emitter.given(name, tensor) for name, tensor in ({"q": q, "k": k, "v": v} | given).items()}
-    site = Operands(
+    site = site_of(emitter, q, k, v, given)
+    return [emitter.value(node) for node in part_tensors.emit(emitter, spec, site, tiles)]
+
+
+def site_of(emitter: EagerEmitter, q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Tensor]) -> Operands:
+    """The nodes that a lowering finds at the site of a case."""
+    nodes = {name: emitter.given(name, tensor) for name, tensor in ({"q": q, "k": k, "v": v} | dict(given)).items()}
+    return Operands(
         q=nodes["q"],
         k=nodes["k"],
         v=nodes["v"],
@@ -414,4 +420,3 @@ def _operands(
         loads=nodes,
         score_loads=nodes,
     )
-    return [emitter.value(node) for node in part_tensors.emit(emitter, spec, site, tiles)]

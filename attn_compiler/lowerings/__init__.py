@@ -1,7 +1,7 @@
 """Every way to compute an attention site. To add one: its folder, its line in LOWERINGS, its row in choice, its tests.
 
 base.py says what a lowering is. shared is the floor that every family stands on, choice the order in which lowerings are asked. A
-family is a folder: plain, sdpa, triton, decode, cudnn, fa4, fp8.
+family is a folder: plain, sdpa, triton, decode, cudnn, fa4, fp8, hopper.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from attn_compiler.lowerings.fp8.cudnn import CudnnFp8
 from attn_compiler.lowerings.fp8.hopper import HopperFp8
 from attn_compiler.lowerings.fp8.reference import ReferenceFp8
 from attn_compiler.lowerings.fp8.triton import TritonFp8
+from attn_compiler.lowerings.hopper.lowering import HopperAttention
 from attn_compiler.lowerings.plain.plain_math import PlainMath
 from attn_compiler.lowerings.plain.reference import Reference
 from attn_compiler.lowerings.plain.untouched import Untouched
@@ -31,6 +32,7 @@ LOWERINGS: tuple[Lowering, ...] = (
     SdpaEfficient(),
     SdpaCpuFlash(),
     FlashAttention4(),
+    HopperAttention(),
     TritonAttention(),
     HopperFp8(),
     TritonFp8(),

@@ -106,7 +106,7 @@ def build(
     with planned(case.plan):
         tiles = _small_tiles(case) if target is None else tile_table.tiles(spec, target)
     if case.plan.tiles:
-        named |= _lists(case, named, tiles, device)
+        named |= lists(case, named, tiles, device)
     leaves = {name: named[name].requires_grad_() for name in case.plan.differentiable}
     q, k, v = (x.requires_grad_(case.needs_grad) for x in (q, k, v))
     text = Call(spec=spec, tiles=tiles).to_text()
@@ -226,7 +226,7 @@ class _Eager:
         return make()
 
 
-def _lists(case: Case, named: dict[str, Tensor], tiles: Tiles, device: str) -> dict[str, Tensor]:
+def lists(case: Case, named: dict[str, Tensor], tiles: Tiles, device: str) -> dict[str, Tensor]:
     parts: dict[str, Any] = {name: named.get(name) for name in ("rows", "keys", "mask")}
     if case.documents:
         parts["documents"] = (named["documents_q"], named["documents_k"])

@@ -13,9 +13,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_compiler.lowerings.fp8 import quantise
-from attn_compiler.lowerings.fp8.kernels import forward_fp8_sm90, tiles_sm90
+from attn_compiler.lowerings.fp8.kernels import forward_fp8_sm90
 from attn_compiler.lowerings.fp8.kernels.tuples_sm90 import Switches
+from attn_compiler.lowerings.shared import persistent
 from attn_compiler.lowerings.shared.arguments import Prepared, Tensors, along, common, prepare
+from attn_compiler.lowerings.shared.kernels import tiles_sm90
 from attn_compiler.lowerings.shared.kernels.tuples import DescaleStrides
 from attn_compiler.lowerings.shared.launching import Alike, alike, first_launch, plain, start
 from attn_compiler.lowerings.shared.on_device import new_outputs, on
@@ -27,8 +29,6 @@ _ROWS: int = tiles_sm90.ROWS.value
 KEYS: int = tiles_sm90.KEYS.value
 _WARPS = 4
 _LEAST_HEAD_DIM = 64
-#: bytes of the L2 cache's 50 MB that keys and values may take
-_CACHE = 32 * 2**20
 
 _ELEMENTS = {
     torch.float8_e4m3fn: gl.float8e4nv,
@@ -83,19 +83,13 @@ def _plain(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _grid(spec: AttentionSpec, q: torch.Tensor) -> tuple[int, int, int]:
-    """One program for each block of queries of each head, or as many as run at once."""
-    return min(_blocks(spec, q) * q.shape[1] * q.shape[0], _processors(q.device)), 1, 1
+    return persistent.programs(_blocks(spec, q) * q.shape[1] * q.shape[0], q.device)
 
 
 def _blocks(spec: AttentionSpec, q: torch.Tensor) -> int:
     """Of one head."""
     found: int = triton.cdiv(q.shape[2], _ROWS * warpgroups(spec).count)
     return found
-
-
-def _processors(device: torch.device) -> int:
-    """Each runs one program at a time."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _descriptors(spec: AttentionSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorDescriptor]:
@@ -149,7 +143,7 @@ def _numbers(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[st
         "blocks": _blocks(spec, tensors["q8"]),
         "heads_of_all": tensors["q8"].shape[0] * tensors["q8"].shape[1],
         "rows_b": every["masking"].rows_b,
-        "section": _section(tensors, _reach(every)) if every["HAS_RIGHT"] else 1,
+        "section": _section(tensors, every) if every["HAS_RIGHT"] else 1,
         "HOW": Switches(
             HEAD_DIM_QK=qk,
             HEAD_DIM_V=v,
@@ -169,17 +163,6 @@ def _numbers(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[st
     return {name: value for name, value in (every | found).items() if name in wanted}
 
 
-def _reach(numbers: Mapping[str, Any]) -> int:
-    """How many keys a query may use at most."""
-    found: int = max(min(numbers["band_left"] + numbers["band_right"] + 1, numbers["seqlen_kv"]), 1)
-    return found
-
-
-def _section(tensors: Mapping[str, torch.Tensor], reach: int) -> int:
-    """How many heads take turns where blocks differ in length: such that the keys and values within their reach at a time stay in the L2
-    cache, and all sections are about as long."""
-    k, v = tensors["k8"], tensors["v8"]
-    heads_kv, group = k.shape[0] * k.shape[1], tensors["q8"].shape[1] // k.shape[1]
-    used = (k.numel() + v.numel()) * reach // k.shape[2]
-    sections = -(-used // _CACHE)
-    return -(-heads_kv // max(sections, 1)) * group
+def _section(tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> int:
+    reach, heads_q = persistent.reach(numbers), tensors["q8"].shape[1]
+    return persistent.section(tensors["k8"], tensors["v8"], heads_q=heads_q, reach=reach)

@@ -8,12 +8,14 @@ the driver's own is 5, and through `run` 6.5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
 import triton
+from triton.runtime._allocation import _allocator
 from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
 
@@ -146,8 +148,11 @@ class Alike:
 _ALIKE: Known[Alike] = Known()
 
 
-def alike(text: str, tensors: Sequence[torch.Tensor]) -> Alike:
-    """What is known of calls like this one. Of one whose launches are noted nothing is known or kept: its tensors are stand-ins."""
+def alike(text: str | tuple[str, str], tensors: Sequence[torch.Tensor]) -> Alike:
+    """What is known of calls like this one. text: the leaf op's, with the op's name where another one has the same text.
+
+    Of a call whose launches are noted nothing is known or kept: its tensors are stand-ins.
+    """
     device = tensors[0].device
     if noter() is not None:
         return Alike(device=device)
@@ -176,7 +181,7 @@ class Site:
             return None
         return replay.run_at(inputs, addresses)
 
-    def learn(self, text: str, inputs: Sequence[torch.Tensor]) -> None:
+    def learn(self, text: str | tuple[str, str], inputs: Sequence[torch.Tensor]) -> None:
         """After the body was called."""
         if not any(x.data_ptr() % VECTOR for x in inputs):
             self._replay = alike(text, inputs).replay
@@ -267,7 +272,10 @@ def first_launch(kernel: Any, grid: Grid, *positional: Any, **named: Any) -> Any
 
     named: options, too, such as num_warps.
     """
-    return None if _is_noted(kernel, positional, named) else kernel[grid](*positional, **named)
+    if _is_noted(kernel, positional, named):
+        return None
+    with _scratch():
+        return kernel[grid](*positional, **named)
 
 
 def as_taken(names: Sequence[str], numbers: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,7 +309,26 @@ def start(compiled: Any, grid: Grid, device: int | None, values: Sequence[Any]) 
         compiled[grid](*values)
         return
     stream = triton.runtime.driver.active.get_current_stream(device)
-    compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+    if compiled.metadata.global_scratch_size:
+        with _scratch():
+            compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+    else:
+        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[None]:
+    """Kernels that make descriptors for the copy engine write them to memory that Triton asks for at each launch. Whoever else has told
+    Triton where to get such memory keeps that."""
+    before = _allocator.set(_on_current_device)
+    try:
+        yield
+    finally:
+        _allocator.reset(before)
+
+
+def _on_current_device(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ class Asked:
     units: uint8 (B|1, Hq|1, ⌈Sq/32⌉|1, ⌈Skv/32⌉|1), bits as above, any strides; it may go on behind that.
     left, right: a query uses the keys from query - left to query + right. A side that is open has `OPEN`. Both lie within -OPEN to OPEN.
     from_end: positions are counted so that the last query meets the last key.
-    queries, keys_of: queries and keys of a tile, powers of two from UNIT on.
+    queries, keys_of: queries and keys of a tile, multiples of UNIT. Where a dense mask is read, powers of two.
     by_key: the lists are those of blocks of keys.
     """
 

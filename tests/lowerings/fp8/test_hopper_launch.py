@@ -19,13 +19,14 @@ from attn_compiler.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, 
 from attn_compiler.lowerings.fp8 import hopper as hopper_fp8
 from attn_compiler.lowerings.fp8 import hopper_launch, quantise
 from attn_compiler.lowerings.fp8.kernels import forward_fp8_sm90
+from attn_compiler.lowerings.shared import persistent
 from attn_compiler.lowerings.shared.kernel_plan import Band, Call
 from attn_compiler.target import Target
 from tests import numerics
 from tests.lowerings import kernel_problems
 from tests.lowerings.fp8 import problems
-from tests.lowerings.fp8.kernels import gluon_in_torch
 from tests.lowerings.kernel_cases import BY_NAME, Case
+from tests.lowerings.shared.kernels import gluon_in_torch
 from tests.lowerings.triton.test_launch import grown
 
 RECIPES = {
@@ -164,7 +165,7 @@ class InTorch:
 def in_torch(given: problems.Fp8Problem, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
     """out and lse on a CPU."""
     monkeypatch.setattr(hopper_launch, "_descriptor", lambda x, tile: gluon_in_torch.Descriptor(x, tuple(tile)))
-    monkeypatch.setattr(hopper_launch, "_processors", lambda device: PROCESSORS)
+    monkeypatch.setattr(persistent, "programs", lambda blocks, device: (min(blocks, PROCESSORS), 1, 1))
     stand_in = types.SimpleNamespace(attention_forward_fp8_sm90=InTorch())
     monkeypatch.setattr(hopper_launch, "forward_fp8_sm90", stand_in)
     with kernel_problems.planned(given.problem.plan), torch.no_grad():
@@ -209,18 +210,10 @@ def test_every_block_of_every_head_is_computed_once(
     # What is found for one name is kept.
     case = Case(name=f"{section} heads, {left} to the left", band=Band(left=left, right=0), **sizes)
     given = problems.build(case, RECIPES["head"], dtype=torch.float16, device="cpu")
-    monkeypatch.setattr(hopper_launch, "_section", lambda tensors, reach: section)
+    monkeypatch.setattr(persistent, "section", lambda k, v, *, heads_q, reach: section)
     with torch.no_grad():
         out, lse = in_torch(given, monkeypatch)
         assert_near(given, out, lse, share=0.04, atol=0.02)
-
-
-def test_heads_that_take_turns_share_the_cache() -> None:
-    tensors = {name: torch.empty(1, heads, 8192, 128, dtype=torch.int8, device="meta") for name, heads in SHARED}
-    assert hopper_launch._section(tensors, 8192) == 48
-    assert hopper_launch._section(tensors, 1024) == 96
-    tensors |= {name: tensors[name][:, :8] for name in ("k8", "v8")} | {"q8": tensors["q8"][:, :32]}
-    assert hopper_launch._section(tensors, 8192) == 32
 
 
 def test_blocks_of_v_may_differ_by_far(monkeypatch: pytest.MonkeyPatch) -> None:

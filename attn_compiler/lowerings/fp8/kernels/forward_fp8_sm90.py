@@ -13,7 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from attn_compiler.lowerings.fp8.kernels.tiles_sm90 import (
+from attn_compiler.lowerings.fp8.kernels.tuples_sm90 import Barriers, Layouts, Tensors, Tiles, Warpgroup, Work
+from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import turn
+from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
     KEYS,
     ROWS,
     SHARES,
@@ -25,7 +27,6 @@ from attn_compiler.lowerings.fp8.kernels.tiles_sm90 import (
     tanh,
     up_to,
 )
-from attn_compiler.lowerings.fp8.kernels.tuples_sm90 import Barriers, Layouts, Tensors, Tiles, Warpgroup, Work
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -41,22 +42,10 @@ _FEW = gl.constexpr(24)
 
 @gluon.jit
 def _block(nth, work, how: gl.constexpr):
-    """This program's nth block of queries: whether there is one, batch, head, head of keys, row of the lse, first query, first
-    tile of keys, how many, and the number of keys of its batch row.
-
-    `section` heads take turns block by block before the next ones do: their keys and values should fit the L2 cache. Under a causal mask
-    a block's length grows with its number. Blocks go up and down through the sections, last down, and every other round of programs takes
-    them in reverse order, so that all programs get about the same in all, and short ones last.
-    """
-    section, blocks, heads_of_all = work.section, work.blocks, work.heads_of_all
-    programs, own = gl.num_programs(0), gl.program_id(0)
-    i = nth * programs + own + (nth % 2) * (programs - 1 - 2 * own)
-    of_section, within = i // (section * blocks), i % (section * blocks)
-    together = gl.maximum(gl.minimum(section, heads_of_all - of_section * section), 1)
-    block = within // together
-    is_down = ((heads_of_all - 1) // section - of_section) % 2 == 0
-    block = gl.where(is_down, blocks - 1 - block, block)
-    row = of_section * section + within % together
+    """This program's nth block of queries (`turn`): whether there is one, batch, head, head of keys, row of the lse, first query, first
+    tile of keys, how many, and the number of keys of its batch row."""
+    blocks = work.blocks
+    is_one, block, row = turn(nth, work.section, blocks, work.heads_of_all)
     head, batch = row % work.heads_q, row // work.heads_q
     # What is missing of whole blocks is missing of the first one: under a causal mask it is the shortest.
     missing = blocks * how.CONSUMERS - (work.seqlen_q + (ROWS - 1)) // ROWS
@@ -65,7 +54,7 @@ def _block(nth, work, how: gl.constexpr):
     keys = work.seqlen_kv
     end = keys
     if work.Ends is not None:
-        keys = gl.load(work.Ends + batch.to(gl.int64) * work.rows_b, mask=i < blocks * heads_of_all, other=0)
+        keys = gl.load(work.Ends + batch.to(gl.int64) * work.rows_b, mask=is_one, other=0)
         end = gl.maximum(keys, 1)
     if how.HAS_RIGHT:
         end = gl.minimum(end, gl.maximum(start + ROWS * how.CONSUMERS + work.band_right, 1))
@@ -73,7 +62,7 @@ def _block(nth, work, how: gl.constexpr):
     if how.HAS_LEFT:
         first = gl.minimum(gl.maximum(gl.maximum(start, 0) - work.band_left, 0), end - 1) // KEYS
     count = (end + (KEYS - 1)) // KEYS - first
-    return i < blocks * heads_of_all, batch, head, head // work.group, row, start, first, count, keys
+    return is_one, batch, head, head // work.group, row, start, first, count, keys
 
 
 @gluon.jit

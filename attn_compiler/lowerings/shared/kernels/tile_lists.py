@@ -48,8 +48,9 @@ _LISTS_NUMBERS = (
 def _sum_up_queries(
     Rows, Documents, to, block, blocks, seqlen, rows_side, rows_at, documents_at, QUERIES: tl.constexpr
 ):
-    # The last position stands for those beyond it.
-    at = tl.minimum(block * QUERIES + tl.arange(0, QUERIES), seqlen - 1)
+    # The last position of a block stands for those beyond it, which there are where its size is no power of two; so does the last of all.
+    ALL: tl.constexpr = triton.next_power_of_2(QUERIES)
+    at = tl.minimum(block * QUERIES + tl.minimum(tl.arange(0, ALL), QUERIES - 1), seqlen - 1)
     if Rows is not None:
         lower, upper = tl.load(Rows + rows_at + at), tl.load(Rows + rows_side + rows_at + at)
         is_empty = lower >= upper

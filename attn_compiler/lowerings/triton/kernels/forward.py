@@ -115,18 +115,11 @@ def _step(total, peak, out_0, out_1, tile, own, of, sizes, how: tl.constexpr, MA
 
 
 @triton.jit
-def attention_forward(
-    Q, K, V, Out, Lse, Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Sinks, Seed,
-    stride_q, stride_k, stride_v, stride_o, masking, lists, adding, sizes, HOW: tl.constexpr, HEADS_LAST: tl.constexpr,
+def _block(
+    block, head, batch, Q, K, V, Out, Lse, Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Sinks, Seed,
+    stride_q, stride_k, stride_v, stride_o, masking, lists, adding, sizes, how: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of queries, Hq, B), or as HEADS_LAST says. Operands: kernel_plan.Plan; tuples: tuples.py, stride_*: `Strides`.
-
-    Lse: (B, Hq, Sq), contiguous, float32, natural logarithm. A row without any allowed key gets 0 and -inf.
-    """
-    how: tl.constexpr = HOW._replace()
-    # Later blocks have more keys under a causal mask: they go first, so that the last programs to run are short.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    head, batch = head_and_batch(HEADS_LAST)
+    """One block of queries of a head, from its loads to its stores. Operands as those of `attention_forward`."""
     row = batch.to(tl.int64) * sizes.heads_q + head
     start = block * how.BLOCK_M
     offsets = start + tl.arange(0, how.BLOCK_M)
@@ -195,3 +188,52 @@ def attention_forward(
     store_tile(out, start, out_0 / divisor[:, None], how.BLOCK_M, 0, how.V_0, how.HEAD_DIM_V)
     if how.V_1 > 0:
         store_tile(out, start, out_1 / divisor[:, None], how.BLOCK_M, how.V_0, how.V_1, how.HEAD_DIM_V)
+
+
+@triton.jit
+def attention_forward(
+    Q, K, V, Out, Lse, Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Sinks, Seed,
+    stride_q, stride_k, stride_v, stride_o, masking, lists, adding, sizes, HOW: tl.constexpr, HEADS_LAST: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of queries, Hq, B), or as HEADS_LAST says. Operands: kernel_plan.Plan; tuples: tuples.py, stride_*: `Strides`.
+
+    Lse: (B, Hq, Sq), contiguous, float32, natural logarithm. A row without any allowed key gets 0 and -inf.
+    """
+    how: tl.constexpr = HOW._replace()
+    # Later blocks have more keys under a causal mask: they go first, so that the last programs to run are short.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head, batch = head_and_batch(HEADS_LAST)
+    _block(
+        block, head, batch, Q, K, V, Out, Lse, Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Sinks, Seed,
+        stride_q, stride_k, stride_v, stride_o, masking, lists, adding, sizes, how,
+    )  # fmt: skip
+
+
+@triton.jit
+def _any_marked(of_head, first, seqlen_q, LENGTH: tl.constexpr):
+    """Whether any lse of LENGTH rows is NaN."""
+    offsets = first + tl.arange(0, LENGTH)
+    lse = tl.load(of_head + offsets, mask=offsets < seqlen_q, other=0.0)
+    return tl.max((lse != lse).to(tl.int32), 0) > 0
+
+
+@triton.jit
+def attention_again(
+    Q, K, V, Out, Lse, Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Sinks, Seed,
+    stride_q, stride_k, stride_v, stride_o, masking, lists, adding, sizes, HOW: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Compute again the blocks of queries that have an lse of NaN: as `attention_forward`. Grid: (parts of TOGETHER blocks · B · Hq,)."""
+    how: tl.constexpr = HOW._replace()
+    LENGTH: tl.constexpr = TOGETHER * how.BLOCK_M
+    parts = tl.cdiv(sizes.seqlen_q, LENGTH)
+    part, row = tl.program_id(0) % parts, tl.program_id(0) // parts
+    of_head = Lse + row.to(tl.int64) * sizes.seqlen_q
+    # Seldom any is: all are looked at before each block is.
+    if _any_marked(of_head, part * LENGTH, sizes.seqlen_q, LENGTH):
+        for block in range(part * TOGETHER, part * TOGETHER + TOGETHER):
+            if _any_marked(of_head, block * how.BLOCK_M, sizes.seqlen_q, how.BLOCK_M):
+                _block(
+                    block, row % sizes.heads_q, row // sizes.heads_q, Q, K, V, Out, Lse, Rows, Keys, DocumentsQ, DocumentsK, Mask,
+                    Tiles, Bias, Distances, Slopes, Sinks, Seed, stride_q, stride_k, stride_v, stride_o, masking, lists, adding, sizes,
+                    how,
+                )  # fmt: skip

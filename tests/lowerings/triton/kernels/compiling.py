@@ -131,8 +131,8 @@ POINTERS = {
 }
 
 
-def source(function: Any, values: Mapping[str, Any]) -> ASTSource:
-    """values: by the names of the parameters, or of members of those that are tuples."""
+def source(function: Any, values: Mapping[str, Any], kind: type[ASTSource] = ASTSource) -> ASTSource:
+    """kind: Gluon has one of its own. values: by the names of the parameters, or of members of those that are tuples."""
     taken = as_taken(function.arg_names, values)
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(function.params):
@@ -141,7 +141,7 @@ def source(function: Any, values: Mapping[str, Any]) -> ASTSource:
             signature[parameter.name], constants[(i,)] = "constexpr", value
         else:
             signature[parameter.name] = described(value, (i,), constants, attributes)
-    return ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+    return kind(fn=function, signature=signature, constexprs=constants, attrs=attributes)
 
 
 def described(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attributes: dict[Any, Any]) -> Any:

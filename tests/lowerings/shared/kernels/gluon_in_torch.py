@@ -30,6 +30,14 @@ class Pointer:
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.memory, self.offset + more)
 
+    @property
+    def dtype(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(element_ty=self.memory.dtype)
+
+    def to(self, dtype: torch.dtype) -> Pointer:
+        """As a number. Bytes alone are read by those."""
+        return self
+
 
 @dataclass(frozen=True)
 class Shared:
@@ -79,6 +87,13 @@ class Descriptor:
         sizes = [max(min(int(a) + t, s) - int(a), 0) for a, t, s in zip(at, self.tile, self.tensor.shape, strict=True)]
         ours = tuple(slice(int(a), int(a) + size) for a, size in zip(at, sizes, strict=True))
         return ours, tuple(slice(0, size) for size in sizes)
+
+
+def _descriptor(base: Pointer, shape: Any, strides: Any, tile: Any, layout: Any) -> Descriptor:
+    sizes, steps = [int(x) for x in shape], [int(x) for x in strides]
+    if any(step * base.memory.element_size() % 16 for step in steps[:-1]):
+        raise ValueError(f"the copy engine takes strides of whole vectors, got {steps}")
+    return Descriptor(base.memory.as_strided(sizes, steps), tuple(tile))
 
 
 #: seconds that nobody should have to wait for another partition
@@ -152,15 +167,24 @@ def _mma(a: Any, b: Shared, acc: Tensor, *, use_acc: bool = True, is_async: bool
     return acc + product if use_acc else product
 
 
+def _waited(pendings: int, deps: Sequence[Any]) -> Any:
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
 def _load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Any:
     at = torch.as_tensor(pointer.offset)
     if mask is None:
         return pointer.memory[at]
+    mask = torch.as_tensor(mask)
     return torch.where(mask, pointer.memory[torch.where(mask, at, 0)], torch.tensor(other))
 
 
 def _store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
     pointer.memory[pointer.offset[mask]] = value[mask]
+
+
+def _where(condition: Any, a: Any, b: Any) -> Tensor:
+    return torch.where(torch.as_tensor(condition), a, b)
 
 
 def _extreme(function: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor]:
@@ -190,10 +214,14 @@ def _specialise(partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]
             each.result()
 
 
-def _assembly(asm: str, constraints: str, args: Sequence[Tensor], **_: Any) -> Tensor | Bits:
+def _assembly(asm: str, constraints: str, args: Sequence[Any], dtype: torch.dtype, **_: Any) -> Any:
     first, *further = args
+    if "x2.f32 $0" in asm:
+        return first.to(dtype)
     if "tanh" in asm:
         return torch.tanh(first)
+    if "ballot" in asm:
+        return _ballot(first, further[0])
     if "div" in asm:
         return first / further[0]
     if "mov.b32" in asm and constraints == "=f,r":
@@ -205,10 +233,20 @@ def _assembly(asm: str, constraints: str, args: Sequence[Tensor], **_: Any) -> T
     return first
 
 
+def _ballot(bytes_of: Any, left: Tensor) -> Tensor:
+    """int32: 32 bytes each, as bits."""
+    lanes = torch.arange(32)
+    at = bytes_of.offset[:, None] + lanes
+    inside = lanes < left[:, None]
+    found = torch.where(inside, bytes_of.memory[torch.where(inside, at, 0)], 0) != 0
+    return (found.long() << lanes).sum(1).to(torch.int32)
+
+
 def _language(program: Sequence[int], programs: Sequence[int]) -> types.SimpleNamespace:
     made: dict[str, Any] = {
         "constexpr": lambda x: x,
         "static_range": range,
+        "cdiv": lambda a, b: (a + b - 1) // b,
         "program_id": lambda axis: torch.tensor(program[axis]),
         "num_programs": lambda axis: programs[axis],
         "allocate_shared_memory": _allocate,
@@ -217,7 +255,7 @@ def _language(program: Sequence[int], programs: Sequence[int]) -> types.SimpleNa
         "store": _store,
         "minimum": _extreme(torch.minimum),
         "maximum": _extreme(torch.maximum),
-        "where": torch.where,
+        "where": _where,
         "exp2": torch.exp2,
         "log": torch.log,
         "max": lambda x, axis: x.amax(axis),
@@ -228,6 +266,8 @@ def _language(program: Sequence[int], programs: Sequence[int]) -> types.SimpleNa
         "arange": lambda first, end, layout: torch.arange(first, end),
         "convert_layout": lambda x, layout, assert_trivial=False: x,
         "inline_asm_elementwise": _assembly,
+        "uint8": torch.uint8,
+        "bfloat16": torch.bfloat16,
         "float32": torch.float32,
         "int32": torch.int32,
         "int64": torch.int64,
@@ -240,29 +280,50 @@ def _language(program: Sequence[int], programs: Sequence[int]) -> types.SimpleNa
         "DotOperandLayout",
         "DistributedLinearLayout",
     )
-    return types.SimpleNamespace(**made, **{name: lambda *args, **kwargs: None for name in layouts})
+    shared = types.SimpleNamespace(get_default_for=_nothing)
+    return types.SimpleNamespace(
+        **made, NVMMASharedLayout=shared, **{name: lambda *args, **kwargs: None for name in layouts}
+    )
+
+
+def _modules_of(module: Any) -> dict[str, Any]:
+    """A module, and those that it has jitted functions of, and these in turn."""
+    found, left = {}, [module]
+    while left:
+        each = left.pop()
+        if each.__name__ not in found:
+            found[each.__name__] = each
+            left += [sys.modules[x.fn.__module__] for x in vars(each).values() if hasattr(x, "fn")]
+    return found
 
 
 def scope(module: Any, program: Sequence[int], programs: Sequence[int]) -> dict[str, Any]:
     """A module's functions, and those of modules that it has functions of, as one program runs them; and its named tuples."""
-    found = {name: x for name, x in vars(module).items() if hasattr(x, "fn")}
-    modules = {function.fn.__module__: sys.modules[function.fn.__module__] for function in found.values()}
     barrier = types.SimpleNamespace(
         init=_init, expect=_nothing, wait=Barrier.wait, arrive=Barrier.arrive, MBarrierLayout=_nothing
     )
     copies = types.SimpleNamespace(
-        async_copy_global_to_shared=_to_shared, async_copy_shared_to_global=_from_shared, store_wait=_nothing
+        async_copy_global_to_shared=_to_shared,
+        async_copy_shared_to_global=_from_shared,
+        store_wait=_nothing,
+        make_tensor_descriptor=_descriptor,
     )
-    given: dict[str, Any] = {"gl": _language(program, programs), "mbarrier": barrier, "tma": copies, "range": range}
-    given |= {"warpgroup_mma": _mma, "fence_async_shared": _nothing, "barrier_of_threads": _nothing}
-    for name, x in [item for each in modules.values() for item in vars(each).items()]:
-        if hasattr(x, "fn"):
-            given[name] = types.FunctionType(x.fn.__code__, given, name, x.fn.__defaults__, x.fn.__closure__)
-        elif hasattr(x, "value"):
-            given[name] = x.value
-        elif hasattr(x, "_fields"):
-            given[name] = x
-    return given
+    language = _language(program, programs)
+    given: dict[str, Any] = {"gl": language, "tl": language, "mbarrier": barrier, "tma": copies, "range": range}
+    given |= {"warpgroup_mma": _mma, "warpgroup_mma_wait": _waited}
+    given |= {"fence_async_shared": _nothing, "barrier_of_threads": _nothing}
+    modules = _modules_of(module)
+    scopes = {name: dict(given) for name in modules}
+    for each, own in ((modules[name], scopes[name]) for name in modules):
+        for name, x in vars(each).items():
+            if hasattr(x, "fn"):
+                functions = scopes[x.fn.__module__]
+                own[name] = types.FunctionType(x.fn.__code__, functions, name, x.fn.__defaults__, x.fn.__closure__)
+            elif hasattr(x, "value"):
+                own[name] = x.value
+            elif hasattr(x, "_fields"):
+                own[name] = x
+    return scopes[module.__name__]
 
 
 def run(module: Any, kernel: str, grid: Sequence[int], arguments: Mapping[str, Any]) -> None:

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from attn_compiler.lowerings.fp8.kernels import tiles_sm90
-from tests.lowerings.fp8.kernels import gluon_in_torch
+from attn_compiler.lowerings.shared.kernels import tiles_sm90
+from tests.lowerings.shared.kernels import gluon_in_torch
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Gluon kernels for sm90."""

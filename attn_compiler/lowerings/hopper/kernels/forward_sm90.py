@@ -1,0 +1,460 @@
+"""Attention forward in half precision for Hopper, in Gluon: bands, intervals, keys, documents, softcap, slopes and sinks.
+
+One warpgroup has the copy engine (TMA) fetch tiles of keys and values, two or three compute 64 queries each. While the tensor cores take
+the scores of a tile and the outputs of the one before, the softmax of that one is over: a warpgroup has two products under way
+(https://arxiv.org/abs/2407.08608, section 3.2). Two warpgroups take turns, so that one has its softmax while the other has the tensor
+cores. A program stays for several blocks of queries.
+
+Tiles that need their mask come first, then those that don't, in a loop of their own. What masked keys hold may be NaN, and 0 · NaN is NaN:
+such rows are marked by an lse that is NaN, and computed again (`again`, of the Triton family).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attn_compiler.lowerings.hopper.kernels.tuples import Barriers, Layouts, Masks, Tiles, Visits, Warpgroup, Work
+from attn_compiler.lowerings.shared.kernels.optional import at_index, list_of
+from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import turn
+from attn_compiler.lowerings.shared.kernels.tile_parts import keys_to_visit, partial_tile
+from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
+    ROWS,
+    SHARES,
+    barrier_of_threads,
+    bytes_set,
+    distances_to,
+    narrowed,
+    shares,
+    tanh,
+    up_to,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+#: A maximum of nothing. Finite, so that differences are.
+_NOTHING = gl.constexpr(-1e30)
+#: registers of a thread that only fetches
+_FEW = gl.constexpr(24)
+#: Barriers of the hardware that Triton leaves alone, one for each of two warpgroups that take turns; threads of both.
+_TURNS = gl.constexpr((14, 15))
+_THREADS = gl.constexpr(256)
+
+
+@gluon.jit
+def _await_turn(consumer: gl.constexpr, how: gl.constexpr):
+    if how.TURNS:
+        ASM: gl.constexpr = "bar.sync " + ("14" if consumer == 0 else "15") + ", 256; mov.u32 $0, $1;"
+        gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _give_turn(consumer: gl.constexpr, how: gl.constexpr):
+    """To the other one."""
+    if how.TURNS:
+        ASM: gl.constexpr = "bar.arrive " + ("15" if consumer == 0 else "14") + ", 256; mov.u32 $0, $1;"
+        gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _block(nth, work, how: gl.constexpr):
+    """This program's nth block of queries: whether there is one, its number, batch row, head, and row of the lse."""
+    is_one, block, row = turn(nth, work.section, work.blocks, work.heads_of_all)
+    # Where there is none, that of the first one is read.
+    block, row = gl.where(is_one, block, 0), gl.where(is_one, row, 0)
+    return is_one, block, row // work.sizes.heads_q, row % work.sizes.heads_q, row
+
+
+@gluon.jit
+def _list(work, batch, head, block):
+    """Where the list of a block begins, or None."""
+    return list_of(work.Lists, batch, head, block, work.lists)
+
+
+@gluon.jit
+def _visits(List, block, sizes, how: gl.constexpr):
+    """partial, first, second, full_first and full_last of `Visits`: one tile at least, even if none of its keys is allowed."""
+    partial, first, second, full_first, full_last = keys_to_visit(List, block * how.BLOCK_M, sizes, how)
+    is_none = partial + full_last <= full_first
+    return gl.where(is_none, 1, partial), gl.where(is_none, 0, first), second, full_first, full_last
+
+
+@gluon.jit
+def _tile(i, visits):
+    """The number of the i-th tile of a block."""
+    tile = partial_tile(visits.List, i, visits.first, visits.second, visits.full_first, visits.full_last)
+    return gl.where(i < visits.partial, tile, visits.full_first + i - visits.partial)
+
+
+@gluon.jit
+def _fetch_tile(X, at, stage, phase, full, empty, tiles):
+    """Ask for a tile as soon as all warpgroups have let go of what is in its place."""
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    mbarrier.expect(full.index(stage), X.block_type.nbytes)
+    tma.async_copy_global_to_shared(X, at, full.index(stage), tiles.index(stage))
+
+
+@gluon.jit
+def _place_of_queries(consumer: gl.constexpr, nth, how: gl.constexpr):
+    """Where a warpgroup's queries of the nth block are in shared memory, and how often others were there before them, modulo 2."""
+    return consumer + how.CONSUMERS * (nth % how.QUERY_STAGES), (nth // how.QUERY_STAGES) & 1
+
+
+@gluon.jit
+def _fetch(Q, K, V, tiles, barriers, work, rounds, how: gl.constexpr):
+    """For each block the queries of every warpgroup, then tiles of keys and values, keys a tile ahead. Runs ahead into the next block."""
+    done = 0
+    for nth in range(rounds):
+        is_one, block, batch, head, _row = _block(nth, work, how)
+        if is_one:
+            start = block * how.BLOCK_M
+            List = _list(work, batch, head, block)
+            partial, first, second, full_first, full_last = _visits(List, block, work.sizes, how)
+            visits = Visits(
+                List=List, partial=partial, first=first, second=second, full_first=full_first, full_last=full_last
+            )  # fmt: skip
+            count = partial + full_last - full_first
+            head_kv = head // work.sizes.group
+            for consumer in gl.static_range(how.CONSUMERS):
+                place, phase = _place_of_queries(consumer, nth, how)
+                at = [batch, head, start + consumer * ROWS, 0]
+                _fetch_tile(Q, at, place, phase, barriers.q_full, barriers.q_empty, tiles.q)
+            key = _tile(0, visits) * how.BLOCK_N
+            stage, phase = done % how.STAGES, (done // how.STAGES) & 1
+            _fetch_tile(K, [batch, head_kv, key, 0], stage, phase, barriers.k_full, barriers.k_empty, tiles.k)
+            for i in range(1, count):
+                next_stage, next_phase = (done + i) % how.STAGES, ((done + i) // how.STAGES) & 1
+                next_key = _tile(i, visits) * how.BLOCK_N
+                at = [batch, head_kv, next_key, 0]
+                _fetch_tile(K, at, next_stage, next_phase, barriers.k_full, barriers.k_empty, tiles.k)
+                _fetch_tile(V, [batch, head_kv, key, 0], stage, phase, barriers.v_full, barriers.v_empty, tiles.v)
+                key, stage, phase = next_key, next_stage, next_phase
+            _fetch_tile(V, [batch, head_kv, key, 0], stage, phase, barriers.v_full, barriers.v_empty, tiles.v)
+            done += count
+
+
+@gluon.jit
+def _masked(qk, start, own, masks, seqlen_kv, layouts: gl.constexpr, how: gl.constexpr):
+    """The scores of a tile, -inf where a pair is not allowed."""
+    QK_LAYOUT: gl.constexpr = layouts.QK
+    qk = gl.where(up_to(own.most - start, QK_LAYOUT, how.BLOCK_N), qk, float("-inf"))
+    if how.HAS_LEFT or masks.Rows is not None:
+        qk = gl.where(up_to(own.least - 1 - start, QK_LAYOUT, how.BLOCK_N), float("-inf"), qk)
+    if masks.Keys is not None:
+        qk = gl.where(bytes_set(masks.Keys, start, seqlen_kv, QK_LAYOUT, how.BLOCK_N), qk, float("-inf"))
+    if own.document is not None:
+        keys = start + gl.arange(0, how.BLOCK_N, layout=gl.SliceLayout(0, QK_LAYOUT))
+        document = gl.load(masks.DocumentsK + keys, mask=keys < seqlen_kv, other=0)
+        qk = gl.where(own.document[:, None] == document[None, :], qk, float("-inf"))
+    return qk
+
+
+@gluon.jit
+def _softmax(
+    qk, tile, peak, total, own, masks, seqlen_kv, MASKED: gl.constexpr, layouts: gl.constexpr, how: gl.constexpr
+):  # fmt: skip
+    """The weights of a tile, and each row's maximum, its sum as `shares` of it, and what all sums so far are to be multiplied by."""
+    factor = own.factor
+    if how.SOFTCAP:
+        qk = tanh(qk * factor)
+        factor = own.cap
+    start = tile * how.BLOCK_N
+    if own.slope is not None:
+        from_start = own.below + own.slope * start.to(gl.float32)
+        qk = distances_to(qk * factor, from_start, own.slope, layouts.QK, how.BLOCK_N)
+        factor = 1.0
+    if MASKED:
+        qk = _masked(qk, start, own, masks, seqlen_kv, layouts, how)
+    new_peak = gl.maximum(peak, gl.max(qk, 1) * factor)
+    weights = gl.exp2(qk * factor - new_peak[:, None])
+    decay = gl.exp2(peak - new_peak)
+    shared_decay = gl.convert_layout(decay, gl.SliceLayout(1, SHARES), assert_trivial=True)
+    total = total * shared_decay[:, None] + shares(weights, how.BLOCK_N)
+    return weights, new_peak, total, decay
+
+
+@gluon.jit
+def _step(
+    consumer: gl.constexpr, i, tile, done, state, own, masks, tiles, barriers, seqlen_kv,
+    MASKED: gl.constexpr, layouts: gl.constexpr, how: gl.constexpr,
+):  # fmt: skip
+    """The i-th tile of a block, and the outputs of the one before, whose values have come. `done` tiles went through the stages before the
+    block.
+
+    state: maximum of each row, its sum as `shares` of it, the output, and the weights of the tile before.
+    """
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, layouts.OUT, k_width=2)
+    peak, total, out, weights = state
+    stage, phase = (done + i) % how.STAGES, ((done + i) // how.STAGES) & 1
+    before = (done + i - 1) % how.STAGES
+    mbarrier.wait(barriers.k_full.index(stage), phase)
+    _await_turn(consumer, how)
+    k = tiles.k.index(stage).reshape([how.BLOCK_N, how.QK_ALL]).permute([1, 0])
+    no_scores = gl.zeros([ROWS, how.BLOCK_N], gl.float32, layout=layouts.QK)
+    qk = warpgroup_mma(own.q, k, no_scores, use_acc=False, is_async=True)
+    v = tiles.v.index(before).reshape([how.BLOCK_N, how.V_ALL])
+    out = warpgroup_mma(weights, v, out, is_async=True)
+    _give_turn(consumer, how)
+    qk = warpgroup_mma_wait(1, deps=(qk,))
+    mbarrier.arrive(barriers.k_empty.index(stage))
+    if not how.OVERLAPS:
+        out = warpgroup_mma_wait(0, deps=(out,))
+        mbarrier.arrive(barriers.v_empty.index(before))
+    found, peak, total, decay = _softmax(qk, tile, peak, total, own, masks, seqlen_kv, MASKED, layouts, how)
+    weights = gl.convert_layout(narrowed(found, tiles.v), WEIGHTS, assert_trivial=True)
+    # Waited for here, not where they are used: ptxas moves the softmax behind the products' wait unless something that branches is between.
+    mbarrier.wait(barriers.v_full.index(stage), phase)
+    if how.OVERLAPS:
+        out = warpgroup_mma_wait(0, deps=(out,))
+        mbarrier.arrive(barriers.v_empty.index(before))
+    out = out * gl.convert_layout(decay, gl.SliceLayout(1, layouts.OUT), assert_trivial=True)[:, None]
+    return peak, total, out, weights
+
+
+@gluon.jit
+def _tiles(
+    consumer: gl.constexpr, place, done, visits, own, masks, tiles, barriers, seqlen_kv,
+    layouts: gl.constexpr, how: gl.constexpr,
+):  # fmt: skip
+    """The online softmax over all tiles of a block: maximum, sum as `shares` of it and output of each row. place: of its queries."""
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, layouts.OUT, k_width=2)
+    partial = visits.partial
+    count = partial + visits.full_last - visits.full_first
+    peak = gl.full([ROWS], _NOTHING, gl.float32, layout=gl.SliceLayout(1, layouts.QK))
+    total = gl.zeros([ROWS, 4], gl.float32, layout=SHARES)
+    out = gl.zeros([ROWS, how.V_ALL], gl.float32, layout=layouts.OUT)
+    # The first tile has none before it. It is masked, needed or not.
+    stage = done % how.STAGES
+    mbarrier.wait(barriers.k_full.index(stage), (done // how.STAGES) & 1)
+    _await_turn(consumer, how)
+    k = tiles.k.index(stage).reshape([how.BLOCK_N, how.QK_ALL]).permute([1, 0])
+    no_scores = gl.zeros([ROWS, how.BLOCK_N], gl.float32, layout=layouts.QK)
+    qk = warpgroup_mma(own.q, k, no_scores, use_acc=False, is_async=True)
+    _give_turn(consumer, how)
+    qk = warpgroup_mma_wait(0, deps=(qk,))
+    mbarrier.arrive(barriers.k_empty.index(stage))
+    tile = _tile(0, visits)
+    found, peak, total, _ = _softmax(qk, tile, peak, total, own, masks, seqlen_kv, True, layouts, how)
+    weights = gl.convert_layout(narrowed(found, tiles.v), WEIGHTS, assert_trivial=True)
+    mbarrier.wait(barriers.v_full.index(stage), (done // how.STAGES) & 1)
+    state = (peak, total, out, weights)
+    upcoming = _tile(1, visits)
+    for i in range(1, partial):
+        tile = upcoming
+        # Loaded a tile ahead: what it needs then has come.
+        upcoming = _tile(i + 1, visits)
+        state = _step(
+            consumer, i, tile, done, state, own, masks, tiles, barriers, seqlen_kv, True, layouts, how
+        )  # fmt: skip
+    for i in range(gl.maximum(partial, 1), count):
+        tile = visits.full_first + i - partial
+        state = _step(
+            consumer, i, tile, done, state, own, masks, tiles, barriers, seqlen_kv, how.MASK_ALL, layouts, how
+        )  # fmt: skip
+    if not how.OUT_IN_Q:
+        mbarrier.arrive(barriers.q_empty.index(place))
+    peak, total, out, weights = state
+    last = (done + count - 1) % how.STAGES
+    out = warpgroup_mma(weights, tiles.v.index(last).reshape([how.BLOCK_N, how.V_ALL]), out)
+    mbarrier.arrive(barriers.v_empty.index(last))
+    return peak, total, out
+
+
+@gluon.jit
+def _finish(peak, total, out, Lse, Sinks, head, rows, seqlen_q, layouts: gl.constexpr, how: gl.constexpr):
+    """The output of 64 queries. Their lse is stored: natural logarithm, -inf without keys, NaN for a row to be computed again."""
+    ROW: gl.constexpr = gl.SliceLayout(1, layouts.QK)
+    OUT_ROW: gl.constexpr = gl.SliceLayout(1, layouts.OUT)
+    total = gl.convert_layout(gl.sum(total, 1), ROW, assert_trivial=True)
+    is_empty = total == 0.0
+    scale = gl.where(is_empty, 1.0, 1.0 / total)
+    if Sinks is not None:
+        sink = gl.load(Sinks + head).to(gl.float32) * LOG2E
+        with_sink = gl.maximum(peak, sink)
+        decay = gl.exp2(peak - with_sink)
+        total = total * decay + gl.exp2(sink - with_sink)
+        scale = gl.where(total == 0.0, 1.0, decay / total)
+        peak = with_sink
+    lse = gl.where(total == 0.0, float("-inf"), peak * LN2 + gl.log(gl.where(total == 0.0, 1.0, total)))
+    out = out * gl.convert_layout(scale, OUT_ROW, assert_trivial=True)[:, None]
+    if how.MARKS:
+        # Without keys it is 0, whatever the values hold.
+        out = gl.where(gl.convert_layout(is_empty, OUT_ROW, assert_trivial=True)[:, None], 0.0, out)
+        sums = gl.convert_layout(gl.sum(out, 1), ROW, assert_trivial=True)
+        lse = gl.where(sums != sums, sums, lse)
+    gl.store(Lse + rows, lse, mask=rows < seqlen_q)
+    return out
+
+
+@gluon.jit
+def _compute(
+    consumer: gl.constexpr, Out, Lse, Sinks, masks, masking, tiles, barriers, work, rounds, scale, softcap, how: gl.constexpr
+):  # fmt: skip
+    """64 queries of each of this program's blocks."""
+    QK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.BLOCK_N, 16]
+    )
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.V_ALL, 16]
+    )
+    LAYOUTS: gl.constexpr = Layouts(QK=QK_LAYOUT, OUT=OUT_LAYOUT)
+    ROW: gl.constexpr = gl.SliceLayout(1, QK_LAYOUT)
+    sizes = work.sizes
+    seqlen_q, seqlen_kv = sizes.seqlen_q, sizes.seqlen_kv
+    done = 0
+    if consumer == 1:
+        _give_turn(consumer, how)
+    is_one, block, batch, head, row = _block(0, work, how)
+    partial, first, second, full_first, full_last = _visits(_list(work, batch, head, block), block, sizes, how)
+    for nth in range(rounds):
+        if is_one:
+            start = block * how.BLOCK_M
+            visits = Visits(
+                List=_list(work, batch, head, block), partial=partial, first=first, second=second,
+                full_first=full_first, full_last=full_last,
+            )  # fmt: skip
+            rows = start + consumer * ROWS + gl.arange(0, ROWS, layout=ROW)
+            inside = rows < seqlen_q
+            most = rows * 0 + (seqlen_kv - 1)
+            least = rows * 0
+            if how.HAS_RIGHT:
+                most = gl.minimum(most, rows + sizes.band_right)
+            if how.HAS_LEFT:
+                least = rows - sizes.band_left
+            Rows = at_index(masks.Rows, batch, masking.rows_b)
+            if Rows is not None:
+                least = gl.maximum(least, gl.load(Rows + rows, mask=inside, other=0))
+                most = gl.minimum(most, gl.load(Rows + masking.rows_side + rows, mask=inside, other=0) - 1)
+            document = None
+            if masks.DocumentsQ is not None:
+                document = gl.load(at_index(masks.DocumentsQ, batch, masking.documents_qb) + rows, mask=inside, other=0)
+            slope, below = None, None
+            if masks.Slopes is not None:
+                slope = gl.load(masks.Slopes + head) * LOG2E
+                below = slope * (0 - rows).to(gl.float32)
+            of_row = Masks(
+                Rows=masks.Rows,
+                Keys=at_index(masks.Keys, batch, masking.keys_b),
+                DocumentsQ=masks.DocumentsQ,
+                DocumentsK=at_index(masks.DocumentsK, batch, masking.documents_kb),
+                Slopes=masks.Slopes,
+            )
+            place, phase = _place_of_queries(consumer, nth, how)
+            own = Warpgroup(
+                q=tiles.q.index(place).reshape([ROWS, how.QK_ALL]), least=least, most=most, document=document,
+                below=below, factor=scale, cap=softcap * LOG2E, slope=slope,
+            )  # fmt: skip
+            mbarrier.wait(barriers.q_full.index(place), phase)
+            peak, total, out = _tiles(
+                consumer, place, done, visits, own, of_row, tiles, barriers, seqlen_kv, LAYOUTS, how
+            )
+            done += partial + full_last - full_first
+            # What the next block visits is on its way from memory while this one's outputs are on theirs to it.
+            of_next = _block(nth + 1, work, how)
+            is_one, next_block, next_batch, next_head, next_row = of_next
+            List = _list(work, next_batch, next_head, next_block)
+            partial, first, second, full_first, full_last = _visits(List, next_block, sizes, how)
+            of_head = Lse + row.to(gl.int64) * seqlen_q
+            out = _finish(peak, total, out, of_head, Sinks, head, rows, seqlen_q, LAYOUTS, how)
+            own_tile = tiles.out.index(place if how.OUT_IN_Q else consumer)
+            if not how.OUT_IN_Q:
+                # Until what the block before wrote has left.
+                tma.store_wait(0)
+            barrier_of_threads()
+            own_tile.reshape([ROWS, how.V_ALL]).store(out.to(tiles.out.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(Out, [batch, head, start + consumer * ROWS, 0], own_tile)
+            if how.OUT_IN_Q:
+                tma.store_wait(0)
+                mbarrier.arrive(barriers.q_empty.index(place))
+            block, batch, head, row = next_block, next_batch, next_head, next_row
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _descriptor(X, batch, heads, length, strides, SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, ALL: gl.constexpr):
+    """Of a tensor of logical BHSD, for tiles of SIZE positions of one head. Beyond the tensor tiles are 0, and nothing is written."""
+    TILE: gl.constexpr = [1, 1, SIZE, ALL]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, X.dtype.element_ty)
+    shape = [batch, heads, length, HEAD_DIM]
+    return tma.make_tensor_descriptor(X, shape, [strides.b, strides.h, strides.s, 1], TILE, LAYOUT)
+
+
+@gluon.jit(do_not_specialize=["section", "blocks", "heads_of_all"])
+def attention_forward_sm90(
+    Q, K, V, Out, Lse, Rows, Keys, DocumentsQ, DocumentsK, Lists, Slopes, Sinks, stride_q, stride_k, stride_v, stride_o,
+    masking, lists, sizes, section, blocks, heads_of_all, HOW: gl.constexpr,
+):  # fmt: skip
+    """Grid: up to blocks · heads_of_all, for `blocks` blocks of BLOCK_M queries of each of heads_of_all = B · Hq heads: no more than run at
+    once, each then computes several. num_warps: 4.
+
+    Q, K, V, Out: logical BHSD, in half precision, every stride but the last one a multiple of 16 bytes. Lse: (B, Hq, Sq), contiguous,
+    float32. The other operands: kernel_plan.Plan; tuples: shared tuples.py; HOW: `Switches`. The scale is positive.
+    """
+    how: gl.constexpr = HOW._replace()
+    rounds = (blocks * heads_of_all + gl.num_programs(0) - 1) // gl.num_programs(0)
+    work = Work(section=section, blocks=blocks, heads_of_all=heads_of_all, sizes=sizes, Lists=Lists, lists=lists)
+    heads, batch = sizes.heads_q, heads_of_all // sizes.heads_q
+    seqlen_q, seqlen_kv, heads_kv = sizes.seqlen_q, sizes.seqlen_kv, heads // sizes.group
+    of_q = _descriptor(Q, batch, heads, seqlen_q, stride_q, ROWS, how.HEAD_DIM_QK, how.QK_ALL)
+    of_k = _descriptor(K, batch, heads_kv, seqlen_kv, stride_k, how.BLOCK_N, how.HEAD_DIM_QK, how.QK_ALL)
+    of_v = _descriptor(V, batch, heads_kv, seqlen_kv, stride_v, how.BLOCK_N, how.HEAD_DIM_V, how.V_ALL)
+    of_out = _descriptor(Out, batch, heads, seqlen_q, stride_o, ROWS, how.HEAD_DIM_V, how.V_ALL)
+    ELEMENT: gl.constexpr = K.dtype.element_ty
+    QUERIES: gl.constexpr = how.CONSUMERS * how.QUERY_STAGES
+    q_tiles = gl.allocate_shared_memory(ELEMENT, [QUERIES, 1, 1, ROWS, how.QK_ALL], of_q.layout)
+    k_tiles = gl.allocate_shared_memory(ELEMENT, [how.STAGES, 1, 1, how.BLOCK_N, how.QK_ALL], of_k.layout)
+    v_tiles = gl.allocate_shared_memory(ELEMENT, [how.STAGES, 1, 1, how.BLOCK_N, how.V_ALL], of_v.layout)
+    out_tiles = q_tiles
+    if not how.OUT_IN_Q:
+        out_tiles = gl.allocate_shared_memory(ELEMENT, [how.CONSUMERS, 1, 1, ROWS, how.V_ALL], of_out.layout)
+    tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles)
+    q_full = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [how.STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [how.STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [how.STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [how.STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(QUERIES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(how.STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=how.CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=how.CONSUMERS)
+    fence_async_shared()
+    barriers = Barriers(
+        q_full=q_full, q_empty=q_empty, k_full=k_full, k_empty=k_empty, v_full=v_full, v_empty=v_empty
+    )  # fmt: skip
+    masks = Masks(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Slopes=Slopes)
+    softcap = sizes.softcap
+    scale = sizes.scale / softcap if how.SOFTCAP else sizes.scale * LOG2E
+    if how.CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_compute, (0, of_out, Lse, Sinks, masks, masking, tiles, barriers, work, rounds, scale, softcap, how)),
+                (_compute, (1, of_out, Lse, Sinks, masks, masking, tiles, barriers, work, rounds, scale, softcap, how)),
+                (_fetch, (of_q, of_k, of_v, tiles, barriers, work, rounds, how)),
+            ],
+            [4, 4],
+            [how.REGISTERS, _FEW],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (0, of_out, Lse, Sinks, masks, masking, tiles, barriers, work, rounds, scale, softcap, how)),
+                (_compute, (1, of_out, Lse, Sinks, masks, masking, tiles, barriers, work, rounds, scale, softcap, how)),
+                (_compute, (2, of_out, Lse, Sinks, masks, masking, tiles, barriers, work, rounds, scale, softcap, how)),
+                (_fetch, (of_q, of_k, of_v, tiles, barriers, work, rounds, how)),
+            ],
+            [4, 4, 4],
+            [how.REGISTERS, how.REGISTERS, _FEW],
+        )

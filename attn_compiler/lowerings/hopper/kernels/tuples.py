@@ -1,0 +1,103 @@
+"""What the kernel for Hopper takes and hands on as named tuples: shared/kernels/tuples.py says how. Nothing here imports triton.
+
+Its tensors are parameters of their own: Triton's launcher makes no descriptor of a tuple's member.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Switches(NamedTuple):
+    """What the kernel is compiled for."""
+
+    HEAD_DIM_QK: Any
+    HEAD_DIM_V: Any
+    QK_ALL: Any  # the power of two that holds the head dim of q and k
+    V_ALL: Any  # and of v
+    BLOCK_M: Any  # queries of a block: 64 for each warpgroup that computes
+    BLOCK_N: Any  # keys of a tile
+    STAGES: Any  # tiles of keys and values that are in shared memory
+    QUERY_STAGES: Any  # blocks whose queries are: 2 if they may come while the block before is under way
+    HAS_LEFT: Any
+    HAS_RIGHT: Any
+    MASK_ALL: Any  # no tile goes without its mask
+    SOFTCAP: Any
+    MARKS: Any  # rows that have come out as NaN are marked in the lse
+    CONSUMERS: Any  # warpgroups that compute, 2 or 3
+    REGISTERS: Any  # of a thread that computes
+    OUT_IN_Q: Any  # outputs leave from where the queries were
+    OVERLAPS: Any  # a warpgroup has its softmax while the tensor cores take the outputs of its tile before, which takes registers
+    TURNS: Any  # two warpgroups take turns: one's products while the other has its softmax
+
+
+class Work(NamedTuple):
+    """What there is to do for all programs."""
+
+    section: Any  # heads that take turns, see `turn`
+    blocks: Any  # of queries of a head
+    heads_of_all: Any  # B · Hq
+    sizes: Any  # shared Sizes
+    Lists: Any  # of tiles, or None
+    lists: Any  # ListStrides
+
+
+class Masks(NamedTuple):
+    """What masks and scores read, of all batch rows and heads, or of one."""
+
+    Rows: Any
+    Keys: Any
+    DocumentsQ: Any
+    DocumentsK: Any
+    Slopes: Any
+
+
+class Tiles(NamedTuple):
+    """In shared memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+
+
+class Barriers(NamedTuple):
+    """When tiles have come, and when they may be written over."""
+
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+
+
+class Visits(NamedTuple):
+    """Which tiles a block visits: first those that need their mask, then a run of those that don't."""
+
+    List: Any  # where the former are listed, or None: on both sides of the run
+    partial: Any  # how many need their mask
+    first: Any  # of them
+    second: Any
+    full_first: Any
+    full_last: Any  # the tile after the run
+
+
+class Warpgroup(NamedTuple):
+    """What a warpgroup keeps of its 64 queries of a block. Of each row, in the layout of a tile's rows: least, most, document, below."""
+
+    q: Any
+    least: Any  # the first key that a row may use
+    most: Any  # the last one
+    document: Any  # its document, or None
+    below: Any  # the query's number, negative, times the slope; or None
+    factor: Any  # what q kᵀ is multiplied by
+    cap: Any  # and then tanh of that, where there is a softcap
+    slope: Any  # or None
+
+
+class Layouts(NamedTuple):
+    """Of products in registers."""
+
+    QK: Any
+    OUT: Any

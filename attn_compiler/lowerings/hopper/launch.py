@@ -1,0 +1,184 @@
+"""Calls the kernel for Hopper on tensors, and then that for rows that are to be computed again. Imports triton, so it comes late."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+
+from attn_compiler.lowerings.hopper.kernels import forward_sm90
+from attn_compiler.lowerings.hopper.kernels.tuples import Switches
+from attn_compiler.lowerings.hopper.plan import Blocks, blocks_of, head_dim_tiles, leaves_from_queries
+from attn_compiler.lowerings.shared import persistent
+from attn_compiler.lowerings.shared.arguments import (
+    Prepared,
+    Tensors,
+    common,
+    lists,
+    operand_parameters,
+    prepare,
+    strides,
+)
+from attn_compiler.lowerings.shared.kernels.tuples import Sizes, Strides
+from attn_compiler.lowerings.shared.launching import Arguments, Site, alike, launch
+from attn_compiler.lowerings.shared.on_device import on
+from attn_compiler.lowerings.shared.ops import empty_outputs
+from attn_compiler.lowerings.shared.readable import is_unreadable, readable
+from attn_compiler.lowerings.triton.kernels.forward import attention_again
+
+#: rows that a program looks at to find those that are to be computed again
+_TOGETHER = 1024
+_HALF_VECTOR = 8
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, as `ops.LEAF_SCHEMA` says."""
+    inputs = (q, k, v, *operands)
+    same = alike(_apart(text), inputs)
+    if same.replay is not None:
+        out, lse = same.replay.run(inputs)
+        return out, lse
+    prepared = prepare(text)
+    same.any_size = prepared.any_size
+    if same.fact("unreadable", lambda: is_unreadable(q, k, v)):
+        return forward(readable(q), readable(k), readable(v), operands, text)
+    tensors = {"Q": q, "K": k, "V": v, **dict(zip(operands_of(prepared), operands, strict=True))}
+    with on(q.device):
+        tensors["Out"] = same.empty("Out", lambda: empty_outputs(q, v)[0])
+        tensors["Lse"] = same.empty("Lse", lambda: empty_outputs(q, v)[1])
+        ran = [launch(forward_sm90.attention_forward_sm90, same, tensors, lambda: _forward(prepared, tensors))]
+        if same.fact("leaks", lambda: may_leak(prepared, q, k)):
+            ran.append(launch(attention_again, same, tensors, lambda: _again(prepared, tensors)))
+    same.keep(ran, inputs=("Q", "K", "V", *operands_of(prepared)), returned=("Out", "Lse"))
+    return tensors["Out"], tensors["Lse"]
+
+
+class ForwardSite(Site):
+    """`forward` for one place in compiled code."""
+
+    __slots__ = ()
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = (q, k, v, *operands)
+        found = self.again(inputs)
+        if found is None:
+            out, lse = forward(q, k, v, operands, text)
+            self.learn(_apart(text), inputs)
+            return out, lse
+        return found[0], found[1]
+
+
+def _apart(text: str) -> tuple[str, str]:
+    """A call of the Triton family with the same text is another call."""
+    return "hopper", text
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(operands: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in operands if name != "tiles_by_key")
+
+
+def operands_of(prepared: Prepared) -> tuple[str, ...]:
+    """Names of the operands that the leaf op takes, in order."""
+    return _names(prepared.operands)
+
+
+def may_leak(prepared: Prepared, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether a tile may have keys that no query of its block uses: their values may be NaN, and 0 · NaN is NaN.
+
+    Up to a diagonal from the first query on, a block's last tile ends where its last query's keys do.
+    """
+    plan = prepared.plan
+    if plan.tiles or plan.unlisted:
+        return True
+    band = plan.band
+    if band is None:
+        return False
+    is_diagonal = band.left is None and band.right == 0
+    return not (is_diagonal and q.shape[2] == k.shape[2])
+
+
+def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Arguments:
+    q, k, v = tensors["Q"], tensors["K"], tensors["V"]
+    blocks = blocks_of(prepared.call.spec)
+    every = common(prepared, tensors)
+    in_head, heads_of_all = triton.cdiv(q.shape[2], blocks.queries), q.shape[0] * q.shape[1]
+    reach = persistent.reach(every)
+    section = persistent.section(k, v, heads_q=q.shape[1], reach=reach) if every["HAS_RIGHT"] else 1
+    numbers = {
+        **every,
+        **lists(tensors.get("tiles")),
+        **{f"stride_{name.lower()}": _strides(tensors[name]) for name in "QKV"},
+        "stride_o": _strides(tensors["Out"]),
+        "section": section,
+        "blocks": in_head,
+        "heads_of_all": heads_of_all,
+        "HOW": switches(prepared, every, blocks, leaks=may_leak(prepared, q, k)),
+    }
+    wanted = {*forward_sm90.attention_forward_sm90.arg_names, *Sizes._fields}
+    given = {**operand_parameters(prepared), "Sinks": prepared.present("sinks"), "Lists": prepared.present("tiles")}
+    return Arguments(
+        grid=persistent.programs(in_head * heads_of_all, q.device),
+        tensors={name: name for name in ("Q", "K", "V", "Out", "Lse")}
+        | {name: source for name, source in given.items() if name in wanted},
+        numbers={name: x for name, x in numbers.items() if name in wanted},
+        tile=blocks.tile,
+    )
+
+
+def switches(prepared: Prepared, numbers: Mapping[str, Any], blocks: Blocks, *, leaks: bool) -> Switches:
+    """What the kernel is compiled for. numbers: `arguments.common`."""
+    qk, v = head_dim_tiles(prepared.call.spec)
+    return Switches(
+        HEAD_DIM_QK=numbers["HEAD_DIM_QK"],
+        HEAD_DIM_V=numbers["HEAD_DIM_V"],
+        QK_ALL=qk,
+        V_ALL=v,
+        BLOCK_M=blocks.queries,
+        BLOCK_N=blocks.keys,
+        STAGES=blocks.stages,
+        QUERY_STAGES=blocks.query_stages,
+        HAS_LEFT=numbers["HAS_LEFT"],
+        HAS_RIGHT=numbers["HAS_RIGHT"],
+        MASK_ALL=numbers["MASK_ALL"],
+        SOFTCAP=numbers["SOFTCAP"],
+        MARKS=leaks,
+        CONSUMERS=blocks.consumers,
+        REGISTERS=blocks.registers,
+        OUT_IN_Q=leaves_from_queries(prepared.call.spec),
+        OVERLAPS=blocks.overlaps,
+        TURNS=blocks.takes_turns,
+    )
+
+
+def _strides(tensor: torch.Tensor) -> Strides:
+    """Of logical BHSD; multiples of a vector also along an axis of size 1, where none is used."""
+    b, h, s = (
+        _HALF_VECTOR if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride()[:3], strict=False)
+    )
+    return Strides(b=b, h=h, s=s)
+
+
+def _again(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Arguments:
+    """With the mask in every tile: there are no lists of its blocks, and rows to be computed again are few."""
+    tile, q = prepared.call.tiles.forward, tensors["Q"]
+    together = _TOGETHER // tile.queries
+    numbers = {**common(prepared, tensors), **lists(None), **strides("o", tensors["Out"]), "MASK_ALL": True}
+    return Arguments(
+        grid=(triton.cdiv(q.shape[2], _TOGETHER) * q.shape[0] * q.shape[1], 1, 1),
+        tensors={
+            **{name: name for name in ("Q", "K", "V", "Out", "Lse")},
+            "Tiles": None,
+            "Sinks": prepared.present("sinks"),
+            **operand_parameters(prepared),
+        },
+        numbers=numbers | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "TOGETHER": together},
+        tile=tile,
+    )

@@ -1,0 +1,46 @@
+"""What the kernels for Hopper can't do, as reasons."""
+
+from __future__ import annotations
+
+from attn_compiler.decisions import Reason
+from attn_compiler.lowerings.hopper.takes import TAKES
+from attn_compiler.lowerings.shared import kernel_limits, takes
+from attn_compiler.lowerings.shared import limits as shared_limits
+from attn_compiler.lowerings.shared.limits import release
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+#: Gluon may change from one release to the next: those that the kernels were compiled with
+_TRITON = ((3, 6), (3, 7))
+_REMEDY = "leave the choice to the compiler, or give lowering='triton', which takes that"
+_WORDS = {"mask": "a dense mask", "bias": "a dense bias", "distances": "a bias by distance"}
+
+
+def check(spec: AttentionSpec, target: Target) -> list[Reason]:
+    """Every reason against the spec on that machine."""
+    machine = check_machine(target) or shared_limits.check_device(spec, target.device)
+    if machine:
+        return machine
+    return [*takes.refused(TAKES, spec), *kernel_limits.check_site(spec, target), *_check_parts(spec)]
+
+
+def check_machine(target: Target) -> list[Reason]:
+    """Hopper, and a Triton whose Gluon is known."""
+    reasons = kernel_limits.check_machine(target)
+    if reasons:
+        return reasons
+    if target.triton_interpreted or takes.check_gpu(TAKES, target):
+        observed = "Triton's interpreter" if target.triton_interpreted else f"sm{target.sm}"
+        return [Reason(rule="the kernel is made of the instructions of sm90", observed=observed)]
+    if release(target.triton) in _TRITON:
+        return []
+    checked = " or ".join(f"{major}.{minor}" for major, minor in _TRITON)
+    return [Reason(rule=f"the kernel was compiled with Triton {checked}", observed=target.triton)]
+
+
+def _check_parts(spec: AttentionSpec) -> list[Reason]:
+    beyond = TAKES.beyond(spec)
+    if not beyond:
+        return []
+    rule = "the kernel knows bands, intervals, key masks, documents, slopes, a softcap and sinks"
+    return [Reason(rule=rule, observed=", ".join(_WORDS[part] for part in sorted(beyond)), remedy=_REMEDY)]

@@ -1,0 +1,62 @@
+"""Attention in half precision on Hopper as its hardware wants it (kernels/forward_sm90.py). The backward is the Triton family's.
+
+Imports no Triton: a site is described, decided and rewritten on machines that have none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+
+import torch
+from torch import fx
+
+from attn_compiler.decisions import Reason
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.hopper import limits
+from attn_compiler.lowerings.hopper.plan import blocks_of
+from attn_compiler.lowerings.shared import kernel_limits, part_tensors, tile_table
+from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared.kernel_plan import Call
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+
+class HopperAttention(Lowering):
+    """`attn_compiler::hopper` (ops.py)."""
+
+    name = "hopper"
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        return limits.check_machine(target)
+
+    def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        return limits.check(spec, target)
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        return kernel_limits.DEMAND
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        tiles = tile_table.tiles(spec, emitter.target)
+        text = Call(spec=spec, tiles=tiles).to_text()
+        own = dataclasses.replace(tiles, forward=blocks_of(spec).tile)
+        read = _without_tiles_by_key(spec, part_tensors.emit(emitter, spec, operands, own))
+        given = [operands.q, operands.k, operands.v]
+        if not spec.needs_grad:
+            return emitter.call(operator.getitem, _call(emitter, given, read, text), 0)
+        detached, read = ([emitter.call(torch.Tensor.detach, x) for x in nodes] for nodes in (given, read))
+        outputs = _call(emitter, detached, read, text)
+        results = [emitter.call(operator.getitem, outputs, i) for i in range(2)]
+        further = part_tensors.emit(emitter, spec, operands, tiles)
+        with_gradient = torch.ops.attn_compiler.hopper_given.default
+        outputs = emitter.call(with_gradient, *given, [*results, *detached, *further], text)
+        return emitter.call(operator.getitem, outputs, 0)
+
+
+def _call(emitter: Emitter, tensors: list[fx.Node], read: list[fx.Node], text: str) -> fx.Node:
+    return emitter.call(torch.ops.attn_compiler.hopper.default, *tensors, read, text)
+
+
+def _without_tiles_by_key(spec: AttentionSpec, nodes: list[fx.Node]) -> list[fx.Node]:
+    names = site_parts.of(spec).operands
+    return [node for name, node in zip(names, nodes, strict=True) if name != "tiles_by_key"]

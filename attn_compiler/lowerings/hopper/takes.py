@@ -1,0 +1,20 @@
+"""What the kernels for Hopper take, of what our kernels share. What they don't take, the Triton family does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from attn_compiler.dtypes import HALF
+from attn_compiler.lowerings.shared import kernel_limits
+from attn_compiler.lowerings.shared.takes import HeadDims
+
+TAKES = dataclasses.replace(
+    kernel_limits.TAKES,
+    sms=((90, 90),),
+    dtypes=HALF,
+    parts=frozenset({"band", "lengths", "rows", "keys", "documents", "slopes"}),
+    # The copy engine reads vectors of 16 bytes.
+    head_dims=HeadDims(multiple=8, in_full=8, most=256),
+    scales="positive",
+    dropout=False,
+)

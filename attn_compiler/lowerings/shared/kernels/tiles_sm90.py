@@ -1,0 +1,190 @@
+"""What a warpgroup of Hopper does with a tile of 64 queries and 128 keys in its threads' registers, in Gluon: masks, sums, rounding."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+#: of Triton 3.7, else of 3.6
+barrier_of_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+#: queries of a warpgroup: what its tensor cores take at once
+ROWS = gl.constexpr(64)
+#: of a tile
+KEYS = gl.constexpr(128)
+#: of (ROWS, 16, 4, 2), what a tile of scores of 128 keys is: which eight keys, which thread of four, which of its two
+SCORES_128 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0], [0, 8, 0, 0]],
+        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
+        block_bases=[],
+        shape=[64, 16, 4, 2],
+    )
+)
+#: the same of 64 keys
+SCORES_64 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
+        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
+        block_bases=[],
+        shape=[64, 8, 4, 2],
+    )
+)
+#: of (ROWS, 4, 4, 4, 2), the same of 128 keys, of which 32 have their bits in one number: which 32, which eight of them
+WORDS_128 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[
+            [0, 0, 0, 0, 1],
+            [8, 0, 0, 0, 0],
+            [0, 0, 1, 0, 0],
+            [0, 0, 2, 0, 0],
+            [0, 1, 0, 0, 0],
+            [0, 2, 0, 0, 0],
+        ],
+        lane_bases=[[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]],
+        warp_bases=[[16, 0, 0, 0, 0], [32, 0, 0, 0, 0]],
+        block_bases=[],
+        shape=[64, 4, 4, 4, 2],
+    )
+)
+#: the same of 64 keys
+WORDS_64 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 0, 1], [8, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 1, 0, 0, 0]],
+        lane_bases=[[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]],
+        warp_bases=[[16, 0, 0, 0, 0], [32, 0, 0, 0, 0]],
+        block_bases=[],
+        shape=[64, 2, 4, 4, 2],
+    )
+)
+#: of (ROWS, 4): two rows of one column a thread, as many threads a row as share it in the tensor cores' layouts
+SHARES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+)
+
+
+@gluon.jit
+def tanh(x):
+    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def as_numbers(sums):
+    """Sums of the tensor cores in float32, exactly. Those of int8 are below 2^22: upon the bits of 1.5 · 2^23 they are the bits of a number
+    that is larger by that. Conversions would take the units that exponentials take."""
+    numbers = sums
+    if sums.dtype == gl.int32:
+        asm: gl.constexpr = "mov.b32 $0, $1;"
+        moved = gl.inline_asm_elementwise(asm, "=f,r", [sums + 0x4B400000], dtype=gl.float32, is_pure=True, pack=1)
+        numbers = moved - 12582912.0
+    return numbers
+
+
+@gluon.jit
+def quotient(a, b):
+    """To some 22 bits, in two instructions."""
+    asm: gl.constexpr = "div.approx.ftz.f32 $0, $1, $2;"
+    return gl.inline_asm_elementwise(asm, "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def rounded(x, as_what):
+    """To the FP8 of a tensor in shared memory. Four at once: the compiler moves no halves into a register then."""
+    KIND: gl.constexpr = "e4m3x2" if as_what.dtype == gl.float8e4nv else "e5m2x2"
+    CVT: gl.constexpr = "cvt.rn.satfinite." + KIND + ".f32"
+    ASM: gl.constexpr = "{ .reg .b16 a, b; " + CVT + " a, $2, $1; " + CVT + " b, $4, $3; mov.b32 $0, {a, b}; }"
+    bits = gl.inline_asm_elementwise(ASM, "=r,f,f,f,f", [x], dtype=gl.int8, is_pure=True, pack=4)
+    return bits.to(as_what.dtype, bitcast=True)
+
+
+@gluon.jit
+def narrowed(x, as_what):
+    """float32 in the half precision of a tensor in shared memory. Two at once: the compiler packs no halves then."""
+    KIND: gl.constexpr = "bf16x2" if as_what.dtype == gl.bfloat16 else "f16x2"
+    ASM: gl.constexpr = "cvt.rn." + KIND + ".f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(ASM, "=r,f,f", [x], dtype=as_what.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def up_to(most, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
+    """(ROWS, SIZE): whether a key is at most `most`, of each row. Compared with constants: of a thread's keys all but where they begin is
+    known when this is compiled. Numbers of keys that threads hold instead took so many registers that scores were spilled."""
+    SCORES: gl.constexpr = SCORES_128 if SIZE == 128 else SCORES_64
+    LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, SCORES))
+    lane = gl.arange(0, 4, layout=gl.SliceLayout(0, LANES))[None, :]
+    most = gl.convert_layout(most, gl.SliceLayout(1, LANES), assert_trivial=True)[:, None] - 2 * lane
+    EIGHTS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, SCORES)))
+    TWOS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, SCORES)))
+    own = (
+        8 * gl.arange(0, SIZE // 8, layout=EIGHTS)[None, :, None, None]
+        + gl.arange(0, 2, layout=TWOS)[None, None, None, :]
+    )
+    allowed = own <= most[:, None, :, None]
+    return gl.convert_layout(allowed.reshape([ROWS, SIZE]), QK_LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def bits_of(address, left):
+    """int32: a bit for each of 32 bytes from an address on, set where the byte is not 0 and fewer than `left` bytes come before it. Each
+    thread of a warp loads one, and they tell each other: all have all of them. address: int64, the same in all threads; as left."""
+    BYTE: gl.constexpr = "@inside ld.global.u8 found, [place]; setp.ne.u32 set, found, 0; "
+    ASM: gl.constexpr = (
+        "{ .reg .u32 lane, found; .reg .u64 place; .reg .pred inside, set; "
+        "mov.u32 lane, %laneid; setp.lt.s32 inside, lane, $2; cvt.u64.u32 place, lane; add.u64 place, place, $1; mov.u32 found, 0; "
+        + BYTE
+        + "vote.sync.ballot.b32 $0, set, 0xffffffff; }"
+    )
+    return gl.inline_asm_elementwise(ASM, "=r,l,r", [address, left], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def bytes_set(Bytes, start, length, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
+    """(ROWS, SIZE): whether the byte of a key is not 0, of SIZE keys from `start` on; none from `length` on. Bytes: one a key."""
+    WORDS: gl.constexpr = WORDS_128 if SIZE == 128 else WORDS_64
+    OF_LANES: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, WORDS))
+    WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, OF_LANES))
+    LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, OF_LANES))
+    EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, WORDS))))
+    TWO: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
+    first = start + 32 * gl.arange(0, SIZE // 32, layout=WORD)
+    words = bits_of(Bytes.to(gl.int64) + first, length - first)
+    moved = words[None, :, None] >> (2 * gl.arange(0, 4, layout=LANE))[None, None, :]
+    eights = 8 * gl.arange(0, 4, layout=EIGHT)
+    own = 1 << (eights[None, None, :, None, None] + gl.arange(0, 2, layout=TWO)[None, None, None, None, :])
+    found = (moved[:, :, None, :, None] & own) != 0
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, WORDS)))))
+    found = found & (rows >= 0)[:, None, None, None, None]
+    return gl.convert_layout(found.reshape([ROWS, SIZE]), QK_LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def shares(weights, SIZE: gl.constexpr = 128):
+    """(ROWS, 4): of each row's sum what its four threads have. They tell each other last of all."""
+    mine = gl.sum(gl.sum(weights.reshape([ROWS, SIZE // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(mine, SHARES, assert_trivial=True)
+
+
+@gluon.jit
+def distances_to(scores, from_start, slope, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
+    """(ROWS, SIZE): the scores plus slope · (k - q). from_start: the same of each row at the tile's first key. As `up_to`, with keys that
+    are constants."""
+    SCORES: gl.constexpr = SCORES_128 if SIZE == 128 else SCORES_64
+    LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, SCORES))
+    lane = gl.arange(0, 4, layout=gl.SliceLayout(0, LANES))[None, :].to(gl.float32)
+    row = gl.convert_layout(from_start, gl.SliceLayout(1, LANES), assert_trivial=True)[:, None] + lane * (2.0 * slope)
+    EIGHTS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, SCORES)))
+    TWOS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, SCORES)))
+    own = (
+        8 * gl.arange(0, SIZE // 8, layout=EIGHTS)[None, :, None, None]
+        + gl.arange(0, 2, layout=TWOS)[None, None, None, :]
+    )
+    added = row[:, None, :, None] + own.to(gl.float32) * slope
+    return scores + gl.convert_layout(added.reshape([ROWS, SIZE]), QK_LAYOUT, assert_trivial=True)

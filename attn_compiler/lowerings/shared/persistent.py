@@ -1,0 +1,31 @@
+"""Grids of kernels whose programs stay for several blocks of queries (kernels/scheduling_sm90.py). Imports triton, so it comes late."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+#: bytes of the L2 cache's 50 MB that keys and values may take
+_CACHE = 32 * 2**20
+
+
+def programs(blocks: int, device: torch.device) -> tuple[int, int, int]:
+    """One for each block of queries of all heads, or as many as run at once: each multiprocessor runs one at a time."""
+    return min(blocks, torch.cuda.get_device_properties(device).multi_processor_count), 1, 1
+
+
+def reach(numbers: Mapping[str, Any]) -> int:
+    """How many keys a query may use at most. numbers: `arguments.common`."""
+    found: int = max(min(numbers["band_left"] + numbers["band_right"] + 1, numbers["seqlen_kv"]), 1)
+    return found
+
+
+def section(k: torch.Tensor, v: torch.Tensor, *, heads_q: int, reach: int) -> int:
+    """How many heads take turns where blocks differ in length: such that the keys and values within their reach at a time stay in the L2
+    cache, and all sections are about as long."""
+    heads_kv, group = k.shape[0] * k.shape[1], heads_q // k.shape[1]
+    used = (k.numel() + v.numel()) * k.element_size() * reach // k.shape[2]
+    sections = -(-used // _CACHE)
+    return -(-heads_kv // max(sections, 1)) * group

@@ -1,0 +1,106 @@
+"""Compiles the kernels of a launch for Hopper, without one, and says what came out: python -m tests.lowerings.hopper.kernels.compiling
+
+As tests.lowerings.triton.kernels.compiling.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_kernel
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from attn_compiler.lowerings.hopper.kernels.forward_sm90 import attention_forward_sm90
+from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.triton.kernels.forward import attention_again
+from attn_compiler.target import Target
+from tests.lowerings.fp8.kernels.descriptors import unset
+from tests.lowerings.hopper import problems
+from tests.lowerings.kernel_cases import Case
+from tests.lowerings.triton.kernels.compiling import resources, said_of, source
+
+_SIZES: Any = {"batch": 2, "heads_q": 4, "heads_kv": 2, "seqlen_q": 1024, "seqlen_kv": 1024, "needs_grad": False}
+_CAUSAL: Any = {"band": Band(right=0)}
+CASES = (
+    Case(name="causal_64", head_dim=64, **_SIZES, **_CAUSAL),
+    Case(name="full_64", head_dim=64, **_SIZES),
+    Case(name="keys_64", head_dim=64, keys="left", **_SIZES, **_CAUSAL),
+    Case(name="sinks_64", head_dim=64, sinks=True, **_SIZES, **_CAUSAL),
+    Case(name="window_64", head_dim=64, band=Band(left=300, right=0), **_SIZES),
+    Case(name="documents_64", head_dim=64, documents=True, **_SIZES, **_CAUSAL),
+    Case(name="causal_128", head_dim=128, **_SIZES, **_CAUSAL),
+    Case(name="full_128", head_dim=128, **_SIZES),
+    Case(name="keys_128", head_dim=128, keys="left", **_SIZES, **_CAUSAL),
+    Case(name="documents_128", head_dim=128, documents=True, **_SIZES, **_CAUSAL),
+    Case(name="rows_128", head_dim=128, rows=True, **_SIZES),
+    Case(name="window_128", head_dim=128, band=Band(left=300, right=0), **_SIZES),
+    Case(name="softcap_128", head_dim=128, softcap=50.0, **_SIZES, **_CAUSAL),
+    Case(name="slopes_128", head_dim=128, slopes=True, **_SIZES, **_CAUSAL),
+    Case(name="causal_80", head_dim=80, **_SIZES, **_CAUSAL),
+    Case(name="causal_192_128", head_dim=192, head_dim_v=128, **_SIZES, **_CAUSAL),
+    Case(name="causal_256", head_dim=256, **_SIZES, **_CAUSAL),
+    Case(name="softcap_256", head_dim=256, softcap=50.0, **_SIZES, **_CAUSAL),
+)
+_KERNELS = {
+    "attention_forward_sm90": (attention_forward_sm90, GluonASTSource),
+    "attention_again": (attention_again, ASTSource),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """spilled: bytes of a thread's stack. shared: bytes. Counts of the machine code: products on the tensor cores; waits for them.
+    hidden: how many of the waits for outputs come when the softmax of the next tile is over. unset: `descriptors.unset`."""
+
+    name: str
+    kernel: str
+    spilled: int
+    shared: int
+    products: int
+    waits: int
+    unset: list[str]
+
+
+def run(case: Case) -> list[Found]:
+    problem = problems.build(case, dtype=torch.bfloat16, device="cpu", target=Target.fake(sm=90))
+    launched, tensors = problems.launched(problem, programs=132)
+    found = []
+    for name, arguments in launched.items():
+        kernel, kind = _KERNELS[name]
+        given = {parameter: None if key is None else tensors[key] for parameter, key in arguments.tensors.items()}
+        made = source(kernel, {**given, **arguments.numbers}, kind)
+        options = {} if arguments.tile is None else arguments.tile.launch_options
+        compiled = compile_kernel(made, target=GPUTarget("cuda", 90, 32), options=options)
+        code = said_of(compiled.asm["cubin"], "-sass")
+        found.append(
+            Found(
+                name=case.name,
+                kernel=name,
+                spilled=resources(compiled.asm["cubin"])[1],
+                shared=compiled.metadata.shared,
+                products=len(re.findall("HGMMA", code)),
+                waits=len(re.findall("WARPGROUP.DEPBAR", code)),
+                unset=unset(code),
+            )
+        )
+    return found
+
+
+def main() -> None:
+    names = sys.argv[1:]
+    chosen = [case for case in CASES if not names or case.name in names]
+    with ProcessPoolExecutor(max_workers=2) as pool:
+        found = [asdict(each) for of_case in pool.map(run, chosen) for each in of_case]
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The kernel for Hopper, run in PyTorch on the arguments of its launch (gluon_in_torch.py), and in the interpreter the one after it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from attn_compiler.lowerings.hopper import launch, plan
+from attn_compiler.lowerings.shared.arguments import prepare
+from attn_compiler.lowerings.shared.kernel_plan import Band
+from tests.lowerings import kernel_problems
+from tests.lowerings.hopper import problems
+from tests.lowerings.kernel_cases import BY_NAME, Case
+
+_CAUSAL: Any = {"band": Band(right=0)}
+_SIZES: Any = {"seqlen_q": 200, "seqlen_kv": 300, "needs_grad": False}
+_EVEN: Any = {"seqlen_q": 200, "seqlen_kv": 200, "needs_grad": False}
+
+CASES = (
+    Case(name="hopper plain", **_SIZES),
+    Case(name="hopper causal", **_EVEN, **_CAUSAL),
+    Case(name="hopper causal, more keys", **_SIZES, **_CAUSAL),
+    Case(name="hopper from the end", band=Band(right=0, from_end=True), **_SIZES),
+    Case(name="hopper strict", band=Band(right=-1), **_EVEN),
+    Case(name="hopper window", band=Band(left=40, right=7), **_SIZES),
+    Case(name="hopper window that none is in", band=Band(left=-290, right=400), **_SIZES),
+    Case(name="hopper padding left", keys="left", **_SIZES, **_CAUSAL),
+    Case(name="hopper padding right", keys="right", **_SIZES),
+    Case(name="hopper a row without keys", keys="none", **_SIZES),
+    Case(name="hopper holes", keys="holes", **_EVEN, **_CAUSAL),
+    Case(name="hopper few pairs", keys="left", few_pairs=True, seqlen_q=70, seqlen_kv=130, needs_grad=False),
+    Case(name="hopper intervals", rows=True, **_SIZES),
+    Case(name="hopper documents", documents=True, **_EVEN, **_CAUSAL),
+    Case(name="hopper all of a mask", documents=True, rows=True, keys="holes", band=Band(left=150, right=3), **_SIZES),
+    Case(name="hopper slopes", slopes=True, **_EVEN, **_CAUSAL),
+    Case(name="hopper softcap, sinks", softcap=5.0, sinks=True, **_EVEN, **_CAUSAL),
+    Case(name="hopper sinks without keys", sinks=True, keys="none", **_SIZES),
+    Case(name="hopper slopes, softcap", slopes=True, softcap=5.0, **_EVEN, **_CAUSAL),
+    Case(name="hopper 96", head_dim=96, **_EVEN, **_CAUSAL),
+    Case(name="hopper 200 and 136", head_dim=200, head_dim_v=136, keys="left", **_SIZES, **_CAUSAL),
+    Case(name="hopper 256", head_dim=256, **_EVEN, **_CAUSAL),
+    Case(name="hopper 192 and 128", head_dim=192, head_dim_v=128, **_EVEN),
+    Case(name="hopper one query", seqlen_q=1, seqlen_kv=130, needs_grad=False),
+    Case(name="hopper bhsd", layout="bhsd", **_EVEN, **_CAUSAL),
+    Case(name="hopper one head", batch=1, heads_q=1, heads_kv=1, layout="bhsd", **_EVEN, **_CAUSAL),
+    Case(name="hopper split projection", layout="sb(h+2hg)d", heads_q=4, heads_kv=2, **_EVEN),
+    Case(name="hopper expanded heads", layout="expanded_heads", heads_q=2, heads_kv=2, **_EVEN),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.removeprefix("hopper "))
+def test_attention_by_its_definition(case: Case) -> None:
+    problem = problems.build(case)
+    kernel_problems.assert_within_rule(problems.outputs(problem), problem)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5])
+def test_any_number_of_programs_shares_the_blocks(programs: int) -> None:
+    problem = problems.build(Case(name=f"hopper programs {programs}", keys="left", **_EVEN, **_CAUSAL))
+    kernel_problems.assert_within_rule(problems.outputs(problem, programs=programs), problem)
+
+
+def test_three_warpgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "BLOCKS", {64: plan.THREE})
+    for further in ({"keys": "left"}, {"documents": True}, {}):
+        given: dict[str, Any] = {**_EVEN, "seqlen_q": 400, "seqlen_kv": 400, **_CAUSAL, **further}
+        problem = problems.build(Case(name=f"hopper three {sorted(further)}", **given))
+        kernel_problems.assert_within_rule(problems.outputs(problem), problem)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_overlapping_or_not(overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "BLOCKS", {64: dataclasses.replace(plan.BLOCKS[64], overlaps=overlaps)})
+    problem = problems.build(Case(name=f"hopper overlaps {overlaps}", **_EVEN, **_CAUSAL))
+    kernel_problems.assert_within_rule(problems.outputs(problem), problem)
+
+
+def test_values_that_are_not_used_are_computed_without() -> None:
+    problem = problems.build(Case(name="hopper marked", keys="left", **_SIZES))
+    _, lse = problems.in_torch(problem)
+    # The second row's keys begin in the middle of a tile, whose other values are NaN.
+    assert not lse[0].isnan().any()
+    assert lse[1].isnan().all()
+    out, lse = problems.outputs(problem)
+    assert not out.isnan().any()
+    assert not lse.isnan().any()
+
+
+def test_rows_that_were_right_are_not_computed_again() -> None:
+    problem = problems.build(Case(name="hopper right at once", keys="left", **_SIZES))
+    before, _ = problems.in_torch(problem)
+    before = before.clone()
+    after, _ = problems.outputs(problem)
+    assert torch.equal(before[0], after[0])
+
+
+@pytest.mark.parametrize(
+    ("further", "leaks"),
+    [
+        ({}, False),
+        (_CAUSAL, False),
+        ({"band": Band(right=3)}, True),
+        ({"band": Band(left=30, right=0)}, True),
+        ({**_CAUSAL, "seqlen_kv": 300}, True),
+        ({"keys": "right"}, True),
+        ({"keys": "right", "few_pairs": True}, True),
+        ({"documents": True}, True),
+    ],
+)
+def test_when_rows_may_have_to_be_computed_again(further: dict[str, Any], leaks: bool) -> None:
+    problem = problems.build(Case(**{**_EVEN, "name": f"hopper leaks {sorted(further)}", **further}))
+    with kernel_problems.planned(problem.plan):
+        assert launch.may_leak(prepare(problem.text), problem.q, problem.k) is leaks
+
+
+def test_calls_are_none_of_the_triton_familys() -> None:
+    """Both have the same text, and would find each other's launches."""
+    problem = problems.build(BY_NAME["causal"])
+    assert launch._apart(problem.text) != problem.text

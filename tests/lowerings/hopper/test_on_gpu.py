@@ -1,0 +1,118 @@
+"""The kernel for Hopper on one: by its definition, through the whole backend with gradients, and where tensors lie as they please."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+import attn_compiler
+from attn_compiler.lowerings import by_name
+from attn_compiler.target import Target
+from tests.lowerings import kernel_problems
+from tests.lowerings.hopper import problems
+from tests.lowerings.hopper.test_launch import CASES
+from tests.lowerings.kernel_cases import Case
+
+pytestmark = pytest.mark.gpu
+
+_TIMES = 4
+
+
+@pytest.fixture(scope="module")
+def hopper() -> Target:
+    target = Target.current("cuda")
+    reasons = by_name("hopper").unavailable(target)
+    if reasons:
+        pytest.skip(str(reasons[0]))
+    return target
+
+
+def _outputs(case: Case, target: Target, dtype: torch.dtype) -> None:
+    problem = problems.build(case, dtype=dtype, device="cuda", target=target)
+    with kernel_problems.planned(problem.plan):
+        given = (problem.q, problem.k, problem.v, problems.operands(problem), problem.text)
+        # The second call is replayed.
+        for _ in range(2):
+            kernel_problems.assert_within_rule(torch.ops.attn_compiler.hopper(*given), problem)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.head_dim % 8 == 0], ids=lambda case: case.name)
+def test_attention_by_its_definition(case: Case, hopper: Target) -> None:
+    _outputs(case, hopper, torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_long_sequences_in_float16(head_dim: int, hopper: Target) -> None:
+    sizes: Any = {"batch": 3, "heads_q": 8, "heads_kv": 2, "seqlen_q": 4500, "seqlen_kv": 4500, "needs_grad": False}
+    for case in CASES[:2]:
+        _outputs(
+            dataclasses.replace(case, name=f"{case.name} {head_dim}", head_dim=head_dim, **sizes), hopper, torch.float16
+        )
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+    at = torch.arange(q.shape[2], device=q.device)
+    allowed = (at <= at[:, None]) & padding[:, None, None, :]
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_padded_batch_and_its_gradients(head_dim: int, dynamic: bool, hopper: Target) -> None:
+    """Left padding, which holds NaN: rows without keys give 0, and nothing leaks."""
+    options = {"lowering": "hopper", "strict": True}
+    compiled = torch.compile(_padded, backend="attn_compiler", options=options, dynamic=dynamic)
+    for seqlen in (640, 900) if dynamic else (640,):
+        shapes = ((3, seqlen, 8, head_dim), (3, seqlen, 2, head_dim), (3, seqlen, 2, head_dim))
+        given = [torch.randn(shape, device="cuda").bfloat16().transpose(1, 2).requires_grad_() for shape in shapes]
+        padding = torch.arange(seqlen, device="cuda") >= torch.tensor([0, 100, 300], device="cuda")[:, None]
+        exact = [x.detach().float().requires_grad_() for x in given]
+        right = _padded(*exact, padding)
+        seen = padding[:, None, :, None]
+        with torch.no_grad():
+            for x in given[1:]:
+                x.masked_fill_(~seen, torch.nan)
+        out = compiled(*given, padding)
+        assert "hopper" in str(attn_compiler.reports()[-1])
+        upstream = torch.randn_like(out) * seen
+        found = [out, *torch.autograd.grad(out, given, upstream)]
+        wanted = [right, *torch.autograd.grad(right, exact, upstream.float())]
+        for mine, theirs in zip(found, wanted, strict=True):
+            assert not mine.isnan().any()
+            error = (torch.where(seen, mine.float() - theirs.nan_to_num(), 0.0)).norm()
+            assert float(error / torch.where(seen, theirs.nan_to_num(), 0.0).norm()) < 0.02
+
+
+def test_tensors_that_begin_between_vectors(hopper: Target) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    options = {"lowering": "hopper", "strict": True}
+    compiled = torch.compile(attention, backend="attn_compiler", options=options, dynamic=False)
+    memory = torch.randn(3, 2 * 4 * 300 * 64 + 1, device="cuda").bfloat16()
+    given = [x[1:].view(2, 4, 300, 64) for x in memory]
+    right = attention(*(x.float() for x in given))
+    for _ in range(2):
+        out = compiled(*given)
+        assert float((out.float() - right).norm() / right.norm()) < 0.01
+
+
+def test_whoever_told_triton_where_to_get_memory_keeps_that(hopper: Target) -> None:
+    from triton.runtime import _allocation
+
+    def own(size: int, alignment: int, stream: int | None) -> Tensor:
+        raise AssertionError("this kernel is none of mine")
+
+    before = _allocation._allocator.set(own)
+    try:
+        _outputs(dataclasses.replace(CASES[1], name="hopper allocator"), hopper, torch.bfloat16)
+        assert _allocation._allocator.get() is own
+    finally:
+        _allocation._allocator.reset(before)
