@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.choice import fp8_speed
-from benchmarks import bench_fp8, bench_select, harness
+from benchmarks import bench_fp8, harness, select_rows
 
 #: head dims that a measured one stands for
 HEAD_DIMS = {64: (33, 64), 128: (65, 128), 256: (129, 256)}
@@ -28,7 +28,7 @@ _RECIPES = {
     "per tensor, backward": ("tensor", "yes"),
     "delayed, backward": ("before", "yes"),
 }
-OTHERS = ("fa4", "cudnn")
+OTHERS = ("fa4", "cudnn", "hopper")
 
 #: lowering, "scaling" and "backward" of fp8_speed.Row
 Key = tuple[str, str, str]
@@ -72,12 +72,12 @@ def beside(rows: Sequence[Mapping[str, str]]) -> Speeds:
 def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     """Rows of fp8_speed.MEASURED."""
     facts = {row["case"]: row for row in fp8}
-    others = beside(select)
+    others, shapes = beside(select), {_shape(row): row["case"] for row in select}
     found = []
     for (case, training), of_case in measured(fp8).items():
         speeds = {key: float(row["tflops"]) for key, row in of_case.items()}
         merged = speeds
-        other = others.get((case, training), {})
+        other = others.get((shapes.get(_shape(facts[case]), case), training), {})
         base = (bench_fp8.BASELINE, "", "")
         if base in other and base in speeds:
             share = speeds[base] / other[base]
@@ -107,9 +107,16 @@ def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]
     return found
 
 
+def _shape(row: Mapping[str, str]) -> tuple[str, ...]:
+    """What makes two cases the same, whatever they are called."""
+    sizes = ("batch", "heads_q", "heads_kv", "seqlen", "head_dim", "head_dim_v", "pairs")
+    return row["case"].split("_")[0], *(row.get(name, row["case"]) for name in sizes)
+
+
 def main() -> None:
     """Write the file anew."""
-    rows = rows_of(*(harness.read(path, missing_ok=True) for path in (bench_fp8.RESULTS, bench_select.RESULTS)))
+    select = select_rows.joined(select_rows.read(), select_rows.read(select_rows.LATER))
+    rows = rows_of(harness.read(bench_fp8.RESULTS, missing_ok=True), select)
     with fp8_speed.MEASURED.open("w", newline="") as file:
         writer = csv.DictWriter(file, fp8_speed.COLUMNS)
         writer.writeheader()

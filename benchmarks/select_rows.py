@@ -12,6 +12,9 @@ measured comes last.
 A row made from 512 tokens wants a q of at least a quarter of the size that was measured: starting a kernel takes longer than some run
 there. No row is made from the shapes of select_cases.HELD_OUT_SEQLENS: they show how rows do on lengths that they were not made from.
 
+A lowering that was measured later, beside `triton`, has the times of that run times what `triton` took in the first one over what it took
+in the later one (LATER). Its backward is another family's, with that one's time.
+
 --replay prints how the choice that the rows make now stands to the other sides in the measured times: of the file that the rows are
 made from, or of another run (--times).
 """
@@ -29,6 +32,7 @@ from pathlib import Path
 
 from attn_compiler.lowerings import LOWERINGS
 from attn_compiler.lowerings.choice import priorities, shape_class
+from attn_compiler.lowerings.hopper.lowering import backward_of
 from attn_compiler.options import Options
 from attn_compiler.passes import select
 from attn_compiler.target import Target
@@ -45,7 +49,10 @@ _LEAST_ELEMENTS = 1 << 23
 _MOST_REGRET = 1.1
 # Means that differ by less are the same; then what every machine has comes first.
 _NOISE = 1.01
-_EVERYWHERE = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "triton")
+_EVERYWHERE = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "hopper", "triton")
+#: of the forward alone
+LATER = bench_select.RESULTS.with_name("select_hopper_h200.csv")
+_LATER, _BESIDE = "hopper", "triton"
 # What machines may lack: a part of a class has a row of its own where another choice is made there with or without these.
 _LACKING: tuple[frozenset[str], ...] = (frozenset(), frozenset({"fa4"}), frozenset({"fa4", "cudnn"}))
 
@@ -86,7 +93,7 @@ def read(path: Path = bench_select.RESULTS) -> list[dict[str, str]]:
     return harness.read(path, missing_ok=True)
 
 
-def evidence(rows: Iterable[Mapping[str, str]]) -> dict[Key, list[Evidence]]:
+def evidence(rows: Iterable[Mapping[str, str]], later: Iterable[Mapping[str, str]] = ()) -> dict[Key, list[Evidence]]:
     """The times of lowerings by class. A training step's are of the lowerings that have both."""
     names = {lowering.name for lowering in LOWERINGS}
     times: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
@@ -94,7 +101,7 @@ def evidence(rows: Iterable[Mapping[str, str]]) -> dict[Key, list[Evidence]]:
     for row in rows:
         if row["side"] in names and row["p50_us"]:
             times[row["case"], row["pass"]][row["side"]] = _time(row)
-            dates[row["case"]] = row["date"]
+            dates[row["case"]] = max(row["date"], dates.get(row["case"], ""))
     found: dict[Key, list[Evidence]] = defaultdict(list)
     for case in select_cases.CASES:
         if case.name not in dates or case.seqlen in select_cases.HELD_OUT_SEQLENS:
@@ -113,6 +120,27 @@ def evidence(rows: Iterable[Mapping[str, str]]) -> dict[Key, list[Evidence]]:
                 )
                 found[_key(case, training=training)].append(one)
     return found
+
+
+def joined(rows: Sequence[Mapping[str, str]], later: Iterable[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    """With what `LATER` says, as if it had been measured with the rest."""
+    found = {(row["case"], row["pass"], row["side"]): row for row in rows if row["p50_us"]}
+    apart = {(row["case"], row["side"]): row for row in later if row["p50_us"]}
+    added: list[Mapping[str, str]] = []
+    for (case, side), row in apart.items():
+        then, now = found.get((case, "forward", _BESIDE)), apart.get((case, _BESIDE))
+        if side == _LATER and then is not None and now is not None:
+            added.append(_scaled(row, _time(then) / _time(now)))
+            spec = select_cases.spec_of(select_cases.BY_NAME[case], training=True)
+            backward = found.get((case, "backward", backward_of(spec, Target.fake())))
+            if backward is not None:
+                added.append({**backward, "side": _LATER})
+    return [*rows, *added]
+
+
+def _scaled(row: Mapping[str, str], by: float) -> dict[str, str]:
+    changed = {name: f"{float(row[name]) * by:.1f}" for name in ("p20_us", "p50_us", "p80_us")}
+    return {**row, **changed, "tflops": f"{float(row['tflops']) / by:.1f}"}
 
 
 def _time(row: Mapping[str, str]) -> float:
@@ -212,7 +240,7 @@ def _line(
 
 def all_lines(path: Path = bench_select.RESULTS) -> list[dict[str, str]]:
     """The rows that a CSV gives."""
-    return lines(evidence(read(path)))
+    return lines(evidence(joined(read(path), read(LATER))))
 
 
 def replayed(rows: Sequence[Mapping[str, str]]) -> list[standing.Shape]:
@@ -241,7 +269,7 @@ def main() -> None:
     parser.add_argument("--replay", action="store_true", help="print how the committed rows stand in these times")
     options = parser.parse_args()
     if options.replay:
-        bench_select.print_shapes(replayed(read(options.times)))
+        bench_select.print_shapes(replayed(joined(read(options.times), read(LATER))))
         return
     with options.output.open("w", newline="") as file:
         writer = csv.DictWriter(file, priorities.COLUMNS, lineterminator="\n")

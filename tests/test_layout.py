@@ -20,6 +20,9 @@ LEAKS = frozenset(
         (f"{LOWERINGS}.fp8.cudnn_gradients", "cudnn"),
         (f"{LOWERINGS}.fp8.hopper", "sdpa"),
         (f"{LOWERINGS}.fp8.reference", "plain"),
+        # Its backward is another family's.
+        (f"{LOWERINGS}.hopper.lowering", "sdpa"),
+        (f"{LOWERINGS}.hopper.ops", "sdpa"),
         # Rows whose masked keys hold NaN are computed again by a kernel of that family.
         (f"{LOWERINGS}.hopper.launch", "triton"),
         # Tiles are measured while a graph is rewritten, and live as long as the unit.

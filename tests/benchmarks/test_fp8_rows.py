@@ -44,6 +44,16 @@ def test_what_was_measured_beside_fp8_is_not_placed() -> None:
     assert rows["fa4"]["tflops"] == "690"
 
 
+def test_one_shape_may_have_two_names() -> None:
+    sizes = {"batch": "2", "heads_q": "16", "heads_kv": "16", "seqlen": "8192", "head_dim": "128", "head_dim_v": "128"}
+    shape = {**sizes, "pairs": str(8192 * 8193)}
+    fp8 = [{**row, **shape, "case": "causal_d128_s8192_other"} for row in FP8]
+    rows = {row["lowering"]: row for row in fp8_rows.rows_of(fp8, [{**row, **shape} for row in SELECT])}
+    assert rows["fa4"]["tflops"] == "750"
+    apart = [{**row, **shape, "pairs": "7"} for row in SELECT]
+    assert "fa4" not in {row["lowering"] for row in fp8_rows.rows_of(fp8, apart)}
+
+
 def test_training_is_forward_and_backward_together() -> None:
     both = [row | {"pass": "both"} for row in FP8]
     rows = {row["lowering"]: row for row in fp8_rows.rows_of(both, SELECT)}

@@ -99,11 +99,35 @@ def test_training_counts_forward_and_backward() -> None:
     measured = rows("causal_d64_s2048", {"fa4": 90.0, "sdpa_cudnn": 100.0}, {"fa4": 300.0, "sdpa_cudnn": 200.0})
     inference, training = select_rows.lines(select_rows.evidence(measured))
     assert (inference["training"], training["training"]) == ("no", "yes")
-    assert inference["order"] == "fa4 sdpa_cudnn sdpa_flash sdpa_efficient triton"
+    assert inference["order"] == "fa4 sdpa_cudnn sdpa_flash sdpa_efficient hopper triton"
     assert training["order"].split()[0] == "sdpa_cudnn"
     assert inference["why"] == "times the fastest: fa4 1.00, sdpa_cudnn 1.11 (causal_d64_s2048)"
     assert (inference["head_dim_from"], inference["head_dim_to"]) == ("1", "64")
     assert (inference["seqlen_from"], inference["seqlen_to"]) == ("1024", "")
+
+
+def _timed(
+    case: str, forward: Mapping[str, float], backward: Mapping[str, float] | None = None
+) -> list[dict[str, str]]:
+    """All columns that are read."""
+    further = {"p20_us": "90", "p80_us": "110", "tflops": "500"}
+    return [{**row, **further} for row in rows(case, forward, backward)]
+
+
+def test_a_lowering_of_a_later_run_is_tied_to_one_of_both() -> None:
+    first = _timed("causal_d64_s2048", {"sdpa_cudnn": 100.0, "triton": 120.0}, {"sdpa_cudnn": 200.0, "triton": 300.0})
+    later = _timed("causal_d64_s2048", {"sdpa_cudnn": 50.0, "triton": 60.0, "hopper": 40.0})
+    found = {(row["side"], row["pass"]): row for row in select_rows.joined(first, later)}
+    assert float(found["hopper", "forward"]["p50_us"]) == 80.0
+    assert float(found["hopper", "forward"]["tflops"]) == 250.0
+    # Of cuDNN's, whose backward it has where that takes the mask.
+    assert float(found["hopper", "backward"]["p50_us"]) == 200.0
+    assert float(found["sdpa_cudnn", "forward"]["p50_us"]) == 100.0
+
+
+def test_a_later_run_without_what_ties_it_adds_nothing() -> None:
+    first = _timed("causal_d64_s2048", {"sdpa_cudnn": 100.0}, {"sdpa_cudnn": 200.0})
+    assert select_rows.joined(first, _timed("causal_d64_s2048", {"triton": 60.0, "hopper": 40.0})) == first
 
 
 def test_what_is_slow_in_the_backward_does_not_come_first_in_training() -> None:

@@ -330,11 +330,12 @@ ROWS: tuple[Row, ...] = (
         mask="sinks",
         dropout=False,
         seqlens=(1024, None),
-        order=("cudnn", "triton", "fa4"),
-        since="2026-11-21",
+        order=("cudnn", "hopper", "triton", "fa4"),
+        since="2026-11-23",
         why=(
             "head dims above 64, of which windows alone were measured (cudnn_h200.csv: window 1024, S 8192: cuDNN 146 and ours 180 us at "
-            "head dim 128, 137 and 198 at 256; with the gradients 586, 1158; 688, 1164). flash-attn-4 with sinks was measured at 64 alone"
+            "head dim 128, 137 and 198 at 256; with the gradients 586, 1158; 688, 1164). flash-attn-4 with sinks was measured at 64 alone. "
+            "Hopper's kernel was timed once without a window, D 128, S 8192, without a row: 824 us, as without sinks"
         ),
     ),
     Row(
@@ -344,12 +345,39 @@ ROWS: tuple[Row, ...] = (
         mask="lengths",
         dropout=False,
         seqlens=(1024, None),
-        order=("cudnn", "triton", *_CUDNN_FIRST),
+        order=("cudnn", "hopper", "triton", *_CUDNN_FIRST),
         since="2026-11-21",
         why=(
             "head dims 96 and 256, as at 128 and 64 (select_h200.csv, S 2048, forward and backward: cuDNN by lengths 409 and 1156 us, ours "
             "492 and 1544, cuDNN with a dense mask 828 and 2564; 552 and 1468, 632 and 1528, 1101 and 2598)"
         ),
+    ),
+    Row(
+        sms=(90, 90),
+        dtypes=HALF,
+        tensor=True,
+        dropout=False,
+        one_query=False,
+        head_dims=(65, 256),
+        least_scores=_MANY_SCORES,
+        order=("hopper", "triton", *_CUDNN_FIRST),
+        since="2026-11-23",
+        why=(
+            "as the row below. Documents, S 8192, D 128, of which a kernel for Hopper takes 203 us and Triton's 257; ALiBi, S 2048: 278 and "
+            "367 (hopper_kernels_h200.csv). What it does not take, Triton's do"
+        ),
+    ),
+    Row(
+        sms=(90, 90),
+        dtypes=HALF,
+        mask="tensor",
+        dropout=False,
+        one_query=False,
+        head_dims=(1, 64),
+        seqlens=(2048, None),
+        order=("hopper", "triton", *_CUDNN_FIRST),
+        since="2026-11-23",
+        why="documents, S 8192, D 64: 286 us and 344 with Triton's (hopper_kernels_h200.csv). Dense masks, which it does not take, Triton's do",
     ),
     # Of both: ours draws each weight's number by itself, which was not measured yet.
     Row(
@@ -373,10 +401,10 @@ ROWS: tuple[Row, ...] = (
         cudnn=_PREFERRED_CUDNN,
         one_query=False,
         least_scores=_MANY_SCORES,
-        order=(*_CUDNN_FIRST, "triton"),
+        order=(*_CUDNN_FIRST, "hopper", "triton"),
         since="2026-11-21",
         why=(
-            "causal, S 8192, D 128: cuDNN 604 TFLOP/s, ours 480. Last, ours serve what PyTorch's kernels don't take: softcap and "
+            "causal, S 8192, D 128: cuDNN 604 TFLOP/s, Triton's 480. Last, ours serve what PyTorch's kernels don't take: softcap and "
             "sinks, 1.7 times (Gemma 2, eager) and 6.0 times (gpt-oss) Inductor's speed in a padded prefill of 4096"
         ),
     ),

@@ -1,4 +1,4 @@
-"""Attention in half precision on Hopper as its hardware wants it (kernels/forward_sm90.py). The backward is the Triton family's.
+"""Attention in half precision on Hopper as its hardware wants it (kernels/forward_sm90.py). The backward is another family's.
 
 Imports no Triton: a site is described, decided and rewritten on machines that have none.
 """
@@ -14,12 +14,17 @@ from torch import fx
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.hopper import limits
+from attn_compiler.lowerings.hopper.ops import given_op
 from attn_compiler.lowerings.hopper.plan import blocks_of
+from attn_compiler.lowerings.sdpa import cudnn_backward
 from attn_compiler.lowerings.shared import kernel_limits, part_tensors, tile_table
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
+
+#: the family with a backward for all that this one takes
+_OURS = "triton"
 
 
 class HopperAttention(Lowering):
@@ -47,10 +52,17 @@ class HopperAttention(Lowering):
         detached, read = ([emitter.call(torch.Tensor.detach, x) for x in nodes] for nodes in (given, read))
         outputs = _call(emitter, detached, read, text)
         results = [emitter.call(operator.getitem, outputs, i) for i in range(2)]
-        further = part_tensors.emit(emitter, spec, operands, tiles)
-        with_gradient = torch.ops.attn_compiler.hopper_given.default
+        family = backward_of(spec, emitter.target)
+        emitter.note(f"backward: {family}")
+        further = part_tensors.emit(emitter, spec, operands, tiles) if family == _OURS else []
+        with_gradient = getattr(torch.ops.attn_compiler, given_op(family)).default
         outputs = emitter.call(with_gradient, *given, [*results, *detached, *further], text)
         return emitter.call(operator.getitem, outputs, 0)
+
+
+def backward_of(spec: AttentionSpec, target: Target) -> str:
+    """Whose backward a site gets: cuDNN's where PyTorch's takes the site, which is the faster one, or that of our Triton kernels."""
+    return _OURS if cudnn_backward.why_not(spec, target) else cudnn_backward.FAMILY
 
 
 def _call(emitter: Emitter, tensors: list[fx.Node], read: list[fx.Node], text: str) -> fx.Node:

@@ -231,5 +231,5 @@ def test_what_the_site_gets_without_fp8_is_decided_once(monkeypatch: pytest.Monk
 def test_names_of_the_file_are_lowerings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_speed, "MEASURED", Path(fp8_speed.__file__).with_name("fp8_sm90.csv"))
     fp8_speed.rows.cache_clear()
-    known = set(FP8) | {"sdpa_cudnn", "triton", "fa4", "cudnn"}
+    known = set(FP8) | {"sdpa_cudnn", "triton", "fa4", "cudnn", "hopper"}
     assert {row.lowering for row in fp8_speed.rows()} <= known
