@@ -30,7 +30,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
 
 import attn_compiler
 from benchmarks import bench_h200, compare, flex_cases, found, harness, waves
@@ -59,6 +58,7 @@ COLUMNS = (
     "error",
     "error_eager",
     "numerics",
+    *bench_h200.KERNELS,
     "failure",
 )
 IMPORTS = (*bench_h200.IMPORTS, "benchmarks.flex_cases")
@@ -102,6 +102,7 @@ def _finish(case: Case, steps: Mapping[str, Step], row: dict[str, str], way: Way
     try:
         with _of_dry_runs(way):
             row |= harness.timing_columns(harness.interleave(steps, way.device, seconds=way.seconds))
+            row |= {} if way.dry else bench_h200.kernel_columns(steps, row["lowerings"])
     except Exception as error:  # noqa: BLE001 (as above)
         row |= {"failure": bench_h200.failure(error)}
     bench_h200.forget(case, way.device)
@@ -120,11 +121,7 @@ def first_steps(case: Case, way: Way, folder: str) -> tuple[dict[str, Step], dic
         BASELINE: (inner, None),
         BACKEND: (BACKEND, {"inner": inner} if way.dry else None),
     }
-    for backend, options in sides.values():
-        # What both import belongs to neither's first step.
-        _wait(torch.compile(nn.Linear(8, 8, device=way.device), backend=backend, options=options), way)
-    torch.compiler.reset()
-    attn_compiler.reset()
+    compare.warm_up(way.device, dict(sides.values()))
     for side, (backend, options) in sides.items():
         model = flex_cases.compile_parts(case.model, backend, options)
         steps[side] = harness.make_step(model, case.inputs, training=case.training)
@@ -139,12 +136,6 @@ def first_steps(case: Case, way: Way, folder: str) -> tuple[dict[str, Step], dic
             seconds[side] = time.perf_counter() - begin
         bench_h200.forget(case, way.device)
     return steps, seconds
-
-
-def _wait(model: Any, way: Way) -> None:
-    model(torch.ones(8, 8, device=way.device)).sum().backward()
-    if way.device != "cpu":
-        torch.cuda.synchronize()
 
 
 @contextlib.contextmanager
@@ -225,11 +216,12 @@ def said(case: FlexCase, row: Mapping[str, str]) -> str:
 
 
 def is_short(row: Mapping[str, str]) -> bool:
-    """Whether something is not as it should be: an attention not found, a side failed, slower beyond noise, or wrong."""
+    """Whether something is not as it should be: an attention not found, slower beyond noise, wrong, another kernel than the one named."""
     return (
         bool(row.get("failure"))
         or row.get("sites") != row.get("attentions")
         or row.get("numerics") == "WRONG"
+        or row.get("pinned") == "NO"
         or float(row.get("ratio", "0")) < harness.MIN_RATIO
     )
 

@@ -8,19 +8,22 @@ from collections.abc import Iterator, Sequence
 from attn_compiler.report import Report
 from benchmarks import compare
 
-COLUMNS = ("sites", "misses", "proved", "dense", "lowerings", "masks", "why")
+COLUMNS = ("graphs", "sites", "misses", "proved", "dense", "lowerings", "masks", "why")
 _LONGEST = 400
 
 
 def columns(reports: Sequence[Report]) -> dict[str, str]:
-    """proved: sites whose mask was read, or that have none; dense: sites with a tensor that was not read. why: of misses, of dense masks,
-    of sites that were left as they were and of failures, each reason once."""
+    """graphs: those that were compiled. proved: sites whose mask was read, or that have none; dense: sites with a tensor that was not read.
+
+    why: of misses, of dense masks, of sites that were left as they were and of failures, each reason once.
+    """
     proved, masks = Counter[bool](), Counter[str]()
     for report in reports:
         for site in report.sites:
             proved[site.spec.mask.reason is None] += len(site.modules)
             masks[site.spec.mask.words] += len(site.modules)
     return {
+        "graphs": str(len(reports)),
         **compare.chosen(reports),
         "proved": str(proved[True]),
         "dense": str(proved[False]),
