@@ -8,7 +8,8 @@ A row is a model, a call and a length (benchmarks/flex_cases.py), 16,384 tokens 
 Each has a process of its own, and each side there its own empty caches for the first step, whose seconds hold whatever is compiled. Then
 both are timed in turn. `attentions` is how many the model has, `sites` how many were found; `difference` is ours to the same model with
 plain attention, uncompiled. --jobs so many cases are compiled at a time, which costs first steps some time, the same on both sides, and
-timed one after another. --tiny: a dry run on a CPU, where no side has Inductor, which has no backward of Flex there.
+timed one after another. Models of transformers are compiled for us by compile_model (docs/launchers.md), with --as-is by torch.compile,
+as for Inductor. --tiny: a dry run on a CPU, where no side has Inductor, which has no backward of Flex there.
 Writes benchmarks/results/flex_h200.csv. Exits with 1 where an attention was not found, or something is slower, wrong or failed.
 """
 
@@ -66,11 +67,12 @@ IMPORTS = (*bench_h200.IMPORTS, "benchmarks.flex_cases")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """How cases are measured. dry: on a CPU, small, without Inductor."""
+    """How cases are measured. dry: on a CPU, small, without Inductor. as_is: models of transformers by torch.compile alone."""
 
     device: str
     seconds: float
     dry: bool = False
+    as_is: bool = False
 
 
 class SideFailed(Exception):
@@ -123,7 +125,8 @@ def first_steps(case: Case, way: Way, folder: str) -> tuple[dict[str, Step], dic
     }
     compare.warm_up(way.device, dict(sides.values()))
     for side, (backend, options) in sides.items():
-        model = flex_cases.compile_parts(case.model, backend, options)
+        module = case.model if side == BACKEND else case.baseline or case.model
+        model = flex_cases.compile_parts(module, backend, options, as_is=way.as_is)
         steps[side] = harness.make_step(model, case.inputs, training=case.training)
         with own_caches(folder):
             begin = time.perf_counter()
@@ -170,8 +173,9 @@ def numbers(case: Case, steps: Mapping[str, Step]) -> dict[str, str]:
     try:
         assert case.plain is not None
         eager = compare.results(case, case.plain, harness.make_step(case.plain, case.inputs, training=case.training))
-        for side, name in ((BACKEND, "difference"), (BASELINE, f"{BASELINE}_difference")):
-            difference = compare.relative_error(compare.results(case, case.model, steps[side]), eager)
+        sides = ((BACKEND, "difference", case.model), (BASELINE, f"{BASELINE}_difference", case.baseline or case.model))
+        for side, name, module in sides:
+            difference = compare.relative_error(compare.results(case, module, steps[side]), eager)
             columns[name] = f"{difference:.3g}"
         del eager
     except torch.OutOfMemoryError:
@@ -247,12 +251,16 @@ def main() -> int:
     parser.add_argument("--budget-seconds", type=float, default=540.0, help="begin nothing after (%(default)s)")
     parser.add_argument("--append", action="store_true", help="keep the rows of the file and measure only the others")
     parser.add_argument("--tiny", action="store_true", help="a dry run on a CPU")
+    parser.add_argument(
+        "--as-is", action="store_true", help="models of transformers by torch.compile, not compile_model"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
     options = parser.parse_args()
 
     until = time.monotonic() + options.budget_seconds
-    way = Way(device="cpu" if options.tiny else options.device, seconds=options.seconds, dry=options.tiny)
+    device = "cpu" if options.tiny else options.device
+    way = Way(device=device, seconds=options.seconds, dry=options.tiny, as_is=options.as_is)
     names = options.models or (TINY_MODELS if options.tiny else MODELS)
     cases = all_cases(names, options.calls, options.lengths or ([TINY_LENGTH] if options.tiny else LENGTHS))
     where = harness.environment(way.device, options.commit)

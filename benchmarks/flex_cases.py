@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import (
 
 from benchmarks import models
 from benchmarks.compare import Case
+from benchmarks.harness import BACKEND
 from benchmarks.models import Size
 
 FLEX = "flex_attention"
@@ -69,9 +70,9 @@ class FlexCase:
         softcap = False
         if self.model in PLAIN:
             softcap = models.FAMILIES[self.model].softcap
-            model, plain = (
+            model, baseline, plain = (
                 models.build(self.model, size, name, dtype, device).train(self.training)
-                for name in (FLEX, PLAIN[self.model])
+                for name in (FLEX, FLEX, PLAIN[self.model])
             )
             layers = int(model.config.num_hidden_layers)
             inputs: dict[str, Any] = {"use_cache": False}
@@ -81,10 +82,16 @@ class FlexCase:
             model, plain = (
                 packed(kind, shape_of_model, device).to(dtype).train(self.training) for kind in (self.model, "plain")
             )
-            layers, inputs = shape_of_model.layers, {}
+            baseline, layers, inputs = model, shape_of_model.layers, {}
         inputs = {"input_ids": tokens.to(device), **inputs}
         return Case(
-            model=model, plain=plain, inputs=inputs, device=device, training=self.training, softcap=softcap
+            model=model,
+            baseline=baseline,
+            plain=plain,
+            inputs=inputs,
+            device=device,
+            training=self.training,
+            softcap=softcap,
         ), layers
 
 
@@ -220,10 +227,17 @@ def packed(kind: str, shape: Shape, device: str, seed: int = 0) -> nn.Module:
         return Packed(shape, _sdpa, dense_mask)
 
 
-def compile_parts(model: nn.Module, backend: str, options: Mapping[str, Any] | None) -> nn.Module:
-    """What a user compiles: the model, and what makes its mask beside it, if there is such a function."""
+def compile_parts(model: nn.Module, backend: str, options: Mapping[str, Any] | None, *, as_is: bool) -> nn.Module:
+    """What a user compiles: the model, and what makes its mask beside it, if there is such a function.
+
+    A model of transformers is compiled for our backend in place, as docs/launchers.md says; as_is: by torch.compile alone.
+    """
     how: dict[str, Any] = {"backend": backend, "options": options and dict(options), "dynamic": False}
     if isinstance(model, Apart):
         return Apart(torch.compile(model.model, **how), torch.compile(model.make_mask, **how))
+    if backend == BACKEND and not as_is and not isinstance(model, Packed):
+        from attn_compiler.integrations.transformers import compile_model
+
+        return compile_model(model, options=options, dynamic=False)
     compiled: nn.Module = torch.compile(model, **how)  # type: ignore[assignment]
     return compiled
