@@ -61,6 +61,13 @@ class FlexCase:
     def batch(self, size: Size) -> int:
         return max(1, TOKENS[size] // (2 if self.training else 1) // self.length)
 
+    def scores(self, size: Size) -> int:
+        """How many each attention of the plain model writes. SDPA writes none."""
+        if PLAIN.get(self.model) != "eager":
+            return 0
+        heads = models.FAMILIES[self.model].sizes[size].config["num_attention_heads"]
+        return self.batch(size) * int(heads) * self.length**2
+
     def case(self, size: Size, device: str) -> tuple[Case, int]:
         """The case, and how many attentions its model has. In bfloat16 on a GPU."""
         dtype = torch.float32 if device == "cpu" else torch.bfloat16

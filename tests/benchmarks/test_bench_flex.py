@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="the cases name models of transformers: pip install -e '.[models]'")
 
-from benchmarks import bench_flex, flex_cases, harness
+from benchmarks import bench_flex, compare, flex_cases, harness
 from benchmarks.bench_flex import COLUMNS, Way
 from benchmarks.flex_cases import FlexCase
 
@@ -83,6 +85,38 @@ def test_a_call_has_so_many_tokens_whatever_its_length() -> None:
     assert [case.words for case in cases[:3]] == ["llama/prefill/2048", "gpt_oss/prefill/2048", "llama/train/2048"]
     assert {case.batch("full") * case.length for case in cases if case.training} == {8192}
     assert {case.batch("full") * case.length for case in cases if not case.training} == {16384}
+
+
+def test_what_would_write_too_many_scores_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = {
+        case.words
+        for case in bench_flex.all_cases(flex_cases.MODELS, flex_cases.CALLS, bench_flex.LENGTHS)
+        if case.scores("full") > bench_flex.MOST_SCORES
+    }
+    assert large == {"gpt_oss/prefill/8192", "gpt_oss/train/8192"}
+    monkeypatch.setattr(bench_flex, "MOST_SCORES", -1)
+    row = row_of("documents_inside", "prefill")
+    assert row["numerics"] == compare.NO_MEMORY
+    assert "difference" not in row
+
+
+def test_too_little_memory_is_tried_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    first_steps, tries = bench_flex.first_steps, []
+    lock = threading.Lock()
+
+    def short_of_memory(*args: Any) -> Any:
+        tries.append(lock.locked())
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return first_steps(*args)
+
+    monkeypatch.setattr(bench_flex, "first_steps", short_of_memory)
+    monkeypatch.setattr(bench_flex, "MOST_SCORES", -1)
+    case = FlexCase(model="documents_inside", call="prefill", length=130)
+    row = bench_flex.prepare((case, DRY), lock)()
+    assert row is not None
+    assert "ratio" in row
+    assert tries == [False, True]
 
 
 def test_rows_are_on_disk_and_left_out_by_a_further_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
