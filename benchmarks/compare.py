@@ -39,6 +39,7 @@ class Case:
     """A model in its own dtype and the inputs of one call.
 
     baseline: what Inductor compiles, the same model with another attention implementation (None: the same object).
+    plain: what runs uncompiled, and in float32, likewise (None: the same object).
     valid: bool (batch, seqlen), the output positions that mean something (None: all); padding's own output is nobody's.
     softcap: scores go through tanh, where the numeric rule allows 3 times the error instead of 2.
     """
@@ -46,6 +47,7 @@ class Case:
     model: nn.Module
     inputs: Mapping[str, Any]
     baseline: nn.Module | None = None
+    plain: nn.Module | None = None
     device: str = "cpu"
     training: bool = False
     valid: torch.Tensor | None = None
@@ -71,6 +73,15 @@ def compile_both(case: Case, options: Mapping[str, Any] | None = None) -> dict[s
             module.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
     return steps
+
+
+def warm_up(device: str, options_of: Mapping[str, Mapping[str, Any] | None]) -> None:
+    """What backends import and start belongs to nobody's first step: each compiles a small model. options_of: by backend."""
+    for backend, options in options_of.items():
+        model: Any = torch.compile(nn.Linear(8, 8, device=device), backend=backend, options=options and dict(options))
+        model(torch.ones(8, 8, device=device)).sum().backward()
+    torch.compiler.reset()
+    attn_compiler.reset()
 
 
 def compare(
@@ -110,11 +121,12 @@ def numerics(case: Case, ours: Step) -> dict[str, str]:
 
     Of a forward the output is compared, of a training step all the parameters' gradients, as ‖x - reference‖ / ‖reference‖.
     """
-    eager = harness.make_step(case.model, case.inputs, training=case.training, valid=case.valid)
-    values = {"error": _results(case, case.model, ours), "error_eager": _results(case, case.model, eager)}
-    precise = copy.deepcopy(case.model).float()
+    plain = case.plain or case.model
+    eager = harness.make_step(plain, case.inputs, training=case.training, valid=case.valid)
+    values = {"error": results(case, case.model, ours), "error_eager": results(case, plain, eager)}
+    precise = copy.deepcopy(plain).float()
     inputs = {name: v.float() if _is_floating(v) else v for name, v in case.inputs.items()}
-    reference = _results(case, precise, harness.make_step(precise, inputs, training=case.training, valid=case.valid))
+    reference = results(case, precise, harness.make_step(precise, inputs, training=case.training, valid=case.valid))
     errors = {name: relative_error(value, reference) for name, value in values.items()}
     allowed = (3 if case.softcap else 2) * errors["error_eager"] + ROUNDING_NOISE
     columns = {name: f"{error:.3g}" for name, error in errors.items()}
@@ -125,7 +137,8 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _results(case: Case, model: nn.Module, step: Step) -> list[torch.Tensor]:
+def results(case: Case, model: nn.Module, step: Step) -> list[torch.Tensor]:
+    """What a step is compared by: its output, or all the parameters' gradients. Gradients are forgotten."""
     output = step()
     if case.training:
         # A parameter that the loss does not reach has no gradient eagerly, and may have one of zeros compiled.

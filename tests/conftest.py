@@ -64,6 +64,7 @@ def pytest_configure() -> None:
 #: no worker is left with one of them at the end.
 _LONG = (
     "tests/distributed/",
+    "tests/benchmarks/test_bench_parallel.py",
     "tests/fuzz/",
     "tests/test_examples.py",
     "tests/test_warm_starts.py",

@@ -7,19 +7,24 @@ compile_model(model, per_layer=True)              # before or after fully_shard:
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, TrainerCallback
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import flex_attention_mask, sdpa_mask
 
 _BACKEND = "attn_compiler"
 
 #: PyTorch's attention, with masks whose meaning goes with them into layers that are compiled one by one
 KNOWN_MASKS = "sdpa_of_known_masks"
+#: FlexAttention, with block masks that are made in the graph that uses them
+KNOWN_BLOCKS = "flex_attention_of_known_blocks"
 
 
 def compile_model(
@@ -36,6 +41,7 @@ def compile_model(
         A model with PyTorch's attention then makes its masks in compiled code, so that what they mean is known to the layers.
         Calls make no cache unless they are asked to (`use_cache` of the config becomes False, as Trainer sets it): layers with caches share
         no code, and PyTorch compiles only eight of them.
+    A whole model with FlexAttention makes its block masks in its own graph, so that they are known, too.
     options, mode, dynamic: as torch.compile takes them. Raises ValueError if no layer repeats.
     """
     settings = {
@@ -45,6 +51,7 @@ def compile_model(
         "dynamic": dynamic,
     }
     if not per_layer:
+        _let_blocks_be_known(model)
         model.compile(**settings)
         return model
     layers = list(_repeated(model))
@@ -88,14 +95,50 @@ def known_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 _compiled_mask: Callable[..., Any] = torch.compile(sdpa_mask, backend=_BACKEND)
 
 
+def _create_block_mask(*args: Any, _compile: bool = False, **kwargs: Any) -> flex_attention.BlockMask:
+    """PyTorch's own, which warns where it is asked to compile itself. Dynamo breaks a graph there; in a graph, it is compiled anyway."""
+    return flex_attention.create_block_mask(*args, **kwargs)
+
+
+def _are_all(_: torch.Tensor) -> bool:
+    """What a tensor holds is not known in a graph. To ask breaks it; transformers only leaves out padding that is none."""
+    return False
+
+
+# transformers' own lines, but for the two that break the graph.
+_block_mask_in_graph: Callable[..., Any] = types.FunctionType(
+    flex_attention_mask.__code__,
+    {**flex_attention_mask.__globals__, "create_block_mask": _create_block_mask, "fast_all": _are_all},
+    flex_attention_mask.__name__,
+    flex_attention_mask.__defaults__,
+)
+
+
+def known_block_mask(*args: Any, **kwargs: Any) -> flex_attention.BlockMask:
+    """transformers' own block mask; in compiled code, without a break of the graph."""
+    make = _block_mask_in_graph if torch.compiler.is_compiling() else flex_attention_mask
+    made: flex_attention.BlockMask = make(*args, **kwargs)
+    return made
+
+
 def _let_masks_be_known(model: nn.Module) -> None:
-    """A model whose attention is not PyTorch's, or is not chosen by transformers, stays as it is."""
+    _choose(model, KNOWN_MASKS, instead_of="sdpa", attend=sdpa_attention_forward, mask=known_sdpa_mask)
+
+
+def _let_blocks_be_known(model: nn.Module) -> None:
+    _choose(model, KNOWN_BLOCKS, instead_of="flex_attention", attend=flex_attention_forward, mask=known_block_mask)
+
+
+def _choose(
+    model: nn.Module, name: str, *, instead_of: str, attend: Callable[..., Any], mask: Callable[..., Any]
+) -> None:
+    """A model with another attention, or whose attention is not chosen by transformers, stays as it is."""
     choose = getattr(model, "set_attn_implementation", None)
-    if choose is None or getattr(getattr(model, "config", None), "_attn_implementation", None) != "sdpa":
+    if choose is None or getattr(getattr(model, "config", None), "_attn_implementation", None) != instead_of:
         return
-    AttentionInterface.register(KNOWN_MASKS, sdpa_attention_forward)
-    AttentionMaskInterface.register(KNOWN_MASKS, known_sdpa_mask)
-    choose(KNOWN_MASKS)
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
+    choose(name)
 
 
 def _leave_out_caches(model: nn.Module) -> None:

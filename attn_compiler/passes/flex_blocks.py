@@ -24,8 +24,8 @@ from attn_compiler.passes.reading import Reader, Unreadable
 
 _RULE = "the block mask is shown to be made of its mask_mod"
 _REMEDY = (
-    "call create_block_mask(mask_mod, …) inside the compiled function, with the sizes of q and k; load a Hugging Face model with "
-    "attn_implementation='sdpa'"
+    "call create_block_mask(mask_mod, …) inside the compiled function, with the sizes of q and k; compile a Hugging Face model by "
+    "attn_compiler.integrations.transformers.compile_model, or load it with attn_implementation='sdpa'"
 )
 
 #: the last three of a block mask's parts, and the first ones

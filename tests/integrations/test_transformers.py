@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -17,7 +18,7 @@ pytest.importorskip("accelerate")
 import transformers
 
 import attn_compiler
-from attn_compiler.integrations.transformers import CompileCallback, compile_model
+from attn_compiler.integrations.transformers import KNOWN_BLOCKS, CompileCallback, compile_model
 from tests.integrations import launching
 
 SEQLEN, LAYERS = 32, 3
@@ -103,6 +104,40 @@ def test_layers_share_their_code_though_the_config_asks_for_a_cache() -> None:
     _same(model, plain, _batch())
     assert len(_words()) == 1
     assert model(**_batch()).past_key_values is None
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_a_model_with_flex_attention_makes_its_block_masks_in_its_own_graph(
+    padding: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A CPU has no backward of Flex's kernel.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    model, plain, batch = _model(attn_implementation="flex_attention"), _model(), _batch()
+    if not padding:
+        del batch["attention_mask"]
+    compile_model(model, options={**OPTIONS, "lowerings": ["sdpa_cpu_flash", "reference"]})
+    _same(model, plain, batch)
+    assert len(attn_compiler.reports()) == 1
+    words = _words()
+    assert len(words) == LAYERS
+    assert words[0].startswith("causal ∧ key padding attention_mask[b, k] (proved)" if padding else "causal (proved)")
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_recipe_of_flex_attention() -> None:
+    model, plain, batch = _model(attn_implementation="flex_attention").eval(), _model().eval(), _batch()
+    with torch.no_grad():
+        found = launching.run("FlexAttention in transformers", model=model, batch=batch)
+        torch.testing.assert_close(found["loss"], plain(**batch).loss)
+    assert launching.found(sites=LAYERS) == [f"{SEQLEN}: causal ∧ key padding attention_mask[b, k] (proved)"]
+
+
+def test_a_model_with_flex_attention_runs_as_ever_where_it_is_not_compiled() -> None:
+    model, plain = _model(attn_implementation="flex_attention").eval(), _model().eval()
+    compile_model(model)
+    assert model.config._attn_implementation == KNOWN_BLOCKS
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        torch.testing.assert_close(model(**_batch()).logits, plain(**_batch()).logits)
 
 
 def test_a_model_without_layers_that_repeat_is_told_so() -> None:
