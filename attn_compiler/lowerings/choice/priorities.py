@@ -363,8 +363,8 @@ ROWS: tuple[Row, ...] = (
         order=("hopper", "triton", *_CUDNN_FIRST),
         since="2026-11-23",
         why=(
-            "as the row below. Documents, S 8192, D 128, of which a kernel for Hopper takes 203 us and Triton's 257; ALiBi, S 2048: 278 and "
-            "367 (hopper_kernels_h200.csv). What it does not take, Triton's do"
+            "as the row below. Documents, S 8192, D 128: Hopper's own kernel takes 203 us and Triton's 257; ALiBi, S 2048: 278 and 367 "
+            "(hopper_kernels_h200.csv). What it does not take, Triton's do"
         ),
     ),
     Row(
@@ -377,7 +377,10 @@ ROWS: tuple[Row, ...] = (
         seqlens=(2048, None),
         order=("hopper", "triton", *_CUDNN_FIRST),
         since="2026-11-23",
-        why="documents, S 8192, D 64: 286 us and 344 with Triton's (hopper_kernels_h200.csv). Dense masks, which it does not take, Triton's do",
+        why=(
+            "documents, S 8192, D 64: 286 us and 344 with Triton's (hopper_kernels_h200.csv). Dense masks, which it does not take, "
+            "Triton's do"
+        ),
     ),
     # Of both: ours draws each weight's number by itself, which was not measured yet.
     Row(
