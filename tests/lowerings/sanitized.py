@@ -37,6 +37,7 @@ from tests.lowerings import emitting, kernel_problems, poison
 from tests.lowerings.decode import problems
 from tests.lowerings.fp8 import problems as fp8_problems
 from tests.lowerings.fp8 import test_hopper_launch, test_rounding_launch, test_seen
+from tests.lowerings.hopper import problems as hopper_problems
 from tests.lowerings.kernel_cases import BY_NAME, Case
 from tests.lowerings.specs import refusal
 
@@ -96,6 +97,20 @@ def hopper_fp8(case: Case) -> Callable[[], None]:
         _needs("hopper_fp8")
         given = test_hopper_launch.problem(case, RECIPE, Target.current(DEVICE))
         fp8_problems.assert_within_rule(fp8_problems.results(given), given)
+
+    return run
+
+
+def hopper(case: Case) -> Callable[[], None]:
+    """The forward, and the kernel for rows that are to be computed again."""
+
+    def run() -> None:
+        _needs("hopper")
+        given = dataclasses.replace(case, needs_grad=False)
+        problem = hopper_problems.build(given, dtype=BF16, device=DEVICE, target=Target.current(DEVICE))
+        with kernel_problems.planned(problem.plan):
+            read = (problem.q, problem.k, problem.v, hopper_problems.operands(problem), problem.text)
+            kernel_problems.assert_within_rule(torch.ops.attn_compiler.hopper(*read), problem)
 
     return run
 
@@ -220,6 +235,19 @@ FAMILIES: dict[str, Callable[[], None]] = {
         )
     ),
     "hopper_fp8 lengths": hopper_fp8_of_lengths,
+    "hopper": hopper(Case(name="sanitized hopper 72", band=Band(right=0), **_ODD)),
+    "hopper masks": hopper(dataclasses.replace(BY_NAME["all_masks"], name="sanitized hopper masks", mask=None, **_ODD)),
+    "hopper window": hopper(
+        Case(
+            name="sanitized hopper window 128",
+            band=Band(left=50, right=0),
+            softcap=2.0,
+            sinks=True,
+            **_ODD | {"head_dim": 128},
+        )
+    ),
+    "hopper keys": hopper(Case(name="sanitized hopper keys", keys="left", **_ODD | {"head_dim": 256})),
+    "hopper lengths": compiled("hopper", None, lengths=True),
     "sdpa_cudnn": library("sdpa_cudnn", cases.Case(name="causal", causal=Alignment.TOP_LEFT, **_HALF)),
     "sdpa_cudnn mask": library("sdpa_cudnn", cases.Case(name="mask", mask="bqk", empty_rows=True, **_HALF)),
     "sdpa_flash": library("sdpa_flash", cases.Case(name="causal", causal=Alignment.TOP_LEFT, **_HALF)),
