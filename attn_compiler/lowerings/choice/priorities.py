@@ -129,8 +129,8 @@ ROWS: tuple[Row, ...] = (
         order=("triton", "hopper", *_CUDNN_FIRST),
         since="2026-11-23",
         why=(
-            "Mistral, 4 layers, D 128, padded prefill of 4096 with a window of 1024 (h200.csv): attention 1.24 ms with Hopper's own kernel, "
-            "1.14 with Triton's, whose smaller tiles have fewer pairs beside the window"
+            "Mistral, 4 layers, D 128, padded prefill of 4096 with a window of 1024 (h200.csv): attention 1.24 ms with Hopper's own "
+            "kernel, 1.14 with Triton's, whose smaller tiles have fewer pairs beside the window"
         ),
     ),
     *_read(),
