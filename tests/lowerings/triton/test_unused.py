@@ -136,7 +136,7 @@ def made(form: Form, dtype: torch.dtype) -> Problem:
     if form.case.plan.tiles:
         with planned(form.case.plan):
             tiles = kernel_problems.Call.from_text(drawn.text).tiles
-        named |= kernel_problems._lists(form.case, named, tiles, kernel_problems.DEVICE)
+        named |= kernel_problems.lists(form.case, named, tiles, kernel_problems.DEVICE)
     k, v = (x.detach().nan_to_num(0.0).requires_grad_() for x in (drawn.k, drawn.v))
     return dataclasses.replace(drawn, k=k, v=v, named=named)
 
