@@ -28,6 +28,7 @@ from attn_compiler.passes import (
     body_inputs,
     borders,
     buffers,
+    dtensors,
     expand,
     faults,
     flex,
@@ -69,6 +70,9 @@ def _expand(unit: Unit, _: Mirror | None) -> None:
         return faults.confined(unit, "expand", module_path(call))
 
     unit.expanded = expand.run(unit.graph_module, trying)
+    shared = dtensors.run(unit.graph_module, unit.mode, trying)
+    unit.local.update(shared.local)
+    unit.untried.update(shared.left)
     found = flex.run(unit.graph_module, trying)
     unit.spelled.extend(found.spelled)
     unit.untried.update(found.left)

@@ -29,9 +29,9 @@ from attn_compiler.passes.unit import Unit, is_anchor_like, module_path, source_
 
 def run(unit: Unit, mirror: Mirror) -> None:
     """Fill in unit.sites, unit.misses and unit.untried, in graph order."""
-    unit.untried.update(
-        {node: _closed(node) for node in unit.graph.nodes if is_anchor_like(node) and closed.is_closed(node)}
-    )
+    for node in unit.graph.nodes:
+        if is_anchor_like(node) and closed.is_closed(node):
+            unit.untried.setdefault(node, _closed(node))
     scopes = regions.of(unit.graph)
     of_flex = _spelled_out(unit, mirror)
     for anchor in mirror.graph.nodes:
@@ -48,9 +48,15 @@ def run(unit: Unit, mirror: Mirror) -> None:
         if isinstance(found, Site):
             if spelled is not None:
                 found.match = dataclasses.replace(found.match, pattern=flex.NAME, decomposed=False)
+            found.notes.extend(_said_of(unit, mirror, anchor))
             unit.sites.append(found)
         elif found is not None and not routers.is_choice(mirror, anchor):
             unit.misses.append(found)
+
+
+def _said_of(unit: Unit, mirror: Mirror, anchor: fx.Node) -> list[str]:
+    owner = mirror.owner(anchor)
+    return [unit.local[owner]] if owner in unit.local else []
 
 
 def _spelled_out(unit: Unit, mirror: Mirror) -> dict[fx.Node | None, Spelled]:

@@ -105,8 +105,11 @@ def _miss_rows(units: list[Unit]) -> list[MissReport]:
 
 def _miss_key(miss: Miss) -> tuple[str, ...]:
     """Equal for the same miss in every layer, where nodes only have other numbers: "exp_3" for "exp"."""
-    observed = re.sub(r"_\d+\b", "", miss.reason.observed)
-    return str(miss.anchor.target), miss.nearest, miss.reason.rule, observed
+    return str(miss.anchor.target), miss.nearest, *_alike(miss.reason)
+
+
+def _alike(reason: Reason) -> tuple[str, str]:
+    return reason.rule, re.sub(r"_\d+\b", "", reason.observed)
 
 
 def _miss_row(mirror: Mirror, misses: list[Miss]) -> MissReport:
@@ -156,10 +159,10 @@ def _untried(nodes: list[fx.Node], anchor: str, reason: Reason) -> MissReport:
 
 def _untried_rows(unit: Unit) -> list[MissReport]:
     """A row for all calls of one name that were not tried for one reason."""
-    grouped: dict[tuple[str, Reason], list[fx.Node]] = {}
+    grouped: dict[tuple[str, ...], list[fx.Node]] = {}
     for node, reason in unit.untried.items():
-        grouped.setdefault((target_name(node), reason), []).append(node)
-    return [_untried(nodes, name, reason) for (name, reason), nodes in grouped.items()]
+        grouped.setdefault((target_name(node), *_alike(reason)), []).append(node)
+    return [_untried(nodes, target_name(nodes[0]), unit.untried[nodes[0]]) for nodes in grouped.values()]
 
 
 def _left_alone(unit: Unit, reason: Reason) -> list[MissReport]:

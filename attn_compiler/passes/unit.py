@@ -73,6 +73,7 @@ class Unit:
     mirror: the graph in ATen ops; set by mirror.
     expanded: the calls that were spelled out; set by expand.
     moved: the softmaxes whose axis was moved; set by expand.
+    local: calls on local tensors that took the place of calls on DTensors, each with what is to be said of it; set by expand.
     spelled: FlexAttention's calls that are spelled out beside them; set by expand, and given back in the end.
     sites, misses: what was found; set by match, and completed by the passes after it.
     untried: calls that no pattern was tried on, for what they are given; set by expand and match.
@@ -99,6 +100,7 @@ class Unit:
     mirror: Mirror | None = None
     expanded: list[str] = field(default_factory=list)
     moved: list[str] = field(default_factory=list)
+    local: dict[fx.Node, str] = field(default_factory=dict)
     spelled: list[Spelled] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
@@ -136,7 +138,9 @@ class Unit:
     @property
     def is_rewritten(self) -> bool:
         """Whether the graph is no longer as it came."""
-        return bool(self.expanded or self.moved or self.spelled) or any(site.new_out is not None for site in self.sites)
+        return bool(self.expanded or self.moved or self.local or self.spelled) or any(
+            site.new_out is not None for site in self.sites
+        )
 
     def mirrored(self) -> Mirror:
         """The unit's mirror, made if there is none yet."""
