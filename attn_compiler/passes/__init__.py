@@ -34,6 +34,7 @@ from attn_compiler.passes import (
     flex,
     keys_last,
     layout,
+    library_calls,
     lower,
     match,
     recover,
@@ -76,6 +77,9 @@ def _expand(unit: Unit, _: Mirror | None) -> None:
     found = flex.run(unit.graph_module, trying)
     unit.spelled.extend(found.spelled)
     unit.untried.update(found.left)
+    of_libraries = library_calls.run(unit.graph_module, trying)
+    unit.spelled.extend(of_libraries.spelled)
+    unit.untried.update(of_libraries.left)
     unit.moved = keys_last.run(unit.graph_module, unit.mode, trying)
 
 

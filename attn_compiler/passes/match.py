@@ -11,7 +11,6 @@ from attn_compiler.decisions import Reason
 from attn_compiler.passes import (
     closed,
     faults,
-    flex,
     flex_blocks,
     gradients,
     mutation,
@@ -47,7 +46,7 @@ def run(unit: Unit, mirror: Mirror) -> None:
             found = Miss(anchor=anchor, nearest=names, stopped_at=anchor, reason=attempt.reason)
         if isinstance(found, Site):
             if spelled is not None:
-                found.match = dataclasses.replace(found.match, pattern=flex.NAME, decomposed=False)
+                found.match = dataclasses.replace(found.match, pattern=spelled.pattern, decomposed=False)
             found.notes.extend(_said_of(unit, mirror, anchor))
             unit.sites.append(found)
         elif found is not None and not routers.is_choice(mirror, anchor):
@@ -62,6 +61,8 @@ def _said_of(unit: Unit, mirror: Mirror, anchor: fx.Node) -> list[str]:
 def _spelled_out(unit: Unit, mirror: Mirror) -> dict[fx.Node | None, Spelled]:
     """By Dynamo node, what belongs to a call of FlexAttention's. Calls whose blocks may not be those of their mask_mod are left alone."""
     for one in unit.spelled:
+        if one.blocks is None or one.allowed is None:
+            continue
         with faults.confined(unit, "match", module_path(one.call)) as attempt:
             reason = flex_blocks.differs(one.blocks, one.allowed, mirror, reading.of_unit(unit))
         reason = attempt.reason or reason

@@ -17,7 +17,7 @@ from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.triton.autotune import Tuner
 from attn_compiler.meanings import Known
 from attn_compiler.options import Options
-from attn_compiler.passes import axes, bodies, closed, mirror, relevance
+from attn_compiler.passes import axes, bodies, closed, library_ops, mirror, relevance
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Miss, Site
@@ -74,7 +74,7 @@ class Unit:
     expanded: the calls that were spelled out; set by expand.
     moved: the softmaxes whose axis was moved; set by expand.
     local: calls on local tensors that took the place of calls on DTensors, each with what is to be said of it; set by expand.
-    spelled: FlexAttention's calls that are spelled out beside them; set by expand, and given back in the end.
+    spelled: FlexAttention's and libraries' calls that are spelled out beside them; set by expand, and given back in the end.
     sites, misses: what was found; set by match, and completed by the passes after it.
     untried: calls that no pattern was tried on, for what they are given; set by expand and match.
     current: the module whose site is being worked on, for messages.
@@ -146,7 +146,8 @@ class Unit:
         """The unit's mirror, made if there is none yet."""
         if self.mirror is None:
             masks = [*self._masks_passed_on(), *(handed_on(self.graph) if not self.is_body else ())]
-            masks += [one.blocks.dense for one in self.spelled if one.blocks.dense is not None]
+            blocks = [one.blocks for one in self.spelled if one.blocks is not None]
+            masks += [one.dense for one in blocks if one.dense is not None]
             skipped = relevance.skippable(self.graph, is_anchor_like, masks)
             with torch_tracing.tracing_in(self.mode):
                 self.mirror = mirror.build(self.graph_module, skipped)
@@ -260,7 +261,8 @@ def is_anchor_like(node: fx.Node) -> bool:
         return False
     name = target_name(node)
     softmax = "softmax" in name and "log_softmax" not in name and "gumbel" not in name
-    return softmax or "scaled_dot_product" in name or any(call in name for call in _FUSED_CALLS)
+    fused = any(call in name for call in _FUSED_CALLS)
+    return softmax or fused or "scaled_dot_product" in name or library_ops.kernel_in(node) is not None
 
 
 def unsupported_tensor(graph_module: fx.GraphModule) -> str | None:
