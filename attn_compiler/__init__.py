@@ -1,8 +1,9 @@
 """A torch.compile backend that makes attention in unmodified models fast, and says what it did.
 
 `torch.compile(model, backend="attn_compiler")` needs no import of this package. What is here is for asking:
-`explain(model, *args, **kwargs)` says what would be done to each attention, `explainer(options={...})(model, *args, **kwargs)` the same
-with options; `rewrite(exported_program, options)` rewrites what torch.export gave, for a package without this one; `reports()` what was
+`explain(model, *args, options={...}, **kwargs)` says what would be done to each attention, and
+`explainer(dynamic=True)(model, *args, **kwargs)` the same with other settings of torch.compile; `rewrite(exported_program, options)`
+rewrites what torch.export gave, for a package without this one; `reports()` what was
 done in this process, `reset()` forgets those reports; `verifications()` what `options={"verify": True}` compared with the model's
 own; `Options` documents the options, `Fp8Recipe` one of them;
 `Report` and `Reports` are what is given, and the errors and the warning what can go wrong. Importing this package

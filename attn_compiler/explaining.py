@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +21,30 @@ def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Reports:
     """Run `model(*args, **kwargs)` once and report every attention in it: what was found, what it becomes, and why.
 
     The result prints as a table and has `to_json()`; there is one report for each graph, so graph breaks give several.
-    model: a module or function, compiled already or not; all arguments go to it. A module that torch.compile returned for this
-    backend is explained with the options that it was compiled with; for others see `explainer`.
+    model: a module or function, compiled already or not; the arguments go to it.
+    options: as torch.compile takes them: explain(model, x, options={"verify": True}). A model that has a parameter of that name gets it
+        instead; use `explainer` then, and for mode and dynamic. Without options, a module that torch.compile returned for this backend is
+        explained with those that it was compiled with.
 
     The run is real: it happens in the caller's grad mode, mutates caches that are passed in, and draws random numbers. The
     rewritten graphs run eagerly, without Inductor. Nothing compiled is kept, and a later torch.compile of the same
     model starts as if explain had not been called; only torch 2.11 then compiles again what it had compiled before.
     """
-    return explainer(**torch_observe.settings_of(model, "attn_compiler"))(model, *args, **kwargs)
+    settings = torch_observe.settings_of(model, "attn_compiler")
+    if "options" in kwargs and not _has_options(torch_observe.original_of(model)):
+        settings = {"dynamic": settings.get("dynamic"), "options": kwargs.pop("options")}
+    return explainer(**settings)(model, *args, **kwargs)
+
+
+def _has_options(model: Callable[..., Any]) -> bool:
+    """Whether a model has a parameter called `options` of its own."""
+    called = getattr(model, "forward", model)
+    try:
+        parameters = inspect.signature(called).parameters
+    except (TypeError, ValueError):
+        # A function of C's without a signature.
+        return False
+    return "options" in parameters
 
 
 def explainer(

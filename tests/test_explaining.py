@@ -109,8 +109,33 @@ def test_all_arguments_reach_the_model(seen: Seen) -> None:
     def model(*args: Any, **kwargs: Any) -> None:
         got.update(kwargs, args=args)
 
-    explain(model, 1, model=2, options=3, dynamic=4, self=5)
-    assert got == {"args": (1,), "model": 2, "options": 3, "dynamic": 4, "self": 5}
+    explain(model, 1, model=2, dynamic=4, self=5)
+    assert got == {"args": (1,), "model": 2, "dynamic": 4, "self": 5}
+
+
+def test_options_are_those_of_torch_compile(seen: Seen) -> None:
+    explain(nn.ReLU(), torch.randn(5, 6), options={"strict": True, "max_autotune": False})
+    explain(torch.relu, torch.randn(5, 6), options=None)
+    assert seen.options == [Options(strict=True, cache_rewrites=False), Options(cache_rewrites=False)]
+    with pytest.raises(UnknownOption):
+        explain(nn.ReLU(), torch.randn(5, 6), options={"stricct": True})
+
+
+def test_options_of_the_model_go_to_the_model(seen: Seen) -> None:
+    class Optional(nn.Module):
+        def forward(self, x: torch.Tensor, options: float) -> torch.Tensor:
+            return x.relu() + options
+
+    explain(Optional(), torch.randn(5, 6), options=2.0)
+    assert seen.options == [Options(cache_rewrites=False)]
+
+
+def test_options_take_the_place_of_those_that_a_module_was_compiled_with(seen: Seen) -> None:
+    compiled = torch.compile(nn.ReLU(), backend="attn_compiler", dynamic=True, options={"strict": True})
+    explain(compiled, torch.randn(5, 6), options={"verify": True})
+    assert seen.options == [Options(verify=True, cache_rewrites=False)]
+    [[shape]] = seen.shapes()
+    assert all(isinstance(size, torch.SymInt) for size in shape), "dynamic was lost"
 
 
 def test_it_runs_in_the_callers_grad_mode(seen: Seen) -> None:

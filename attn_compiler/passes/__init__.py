@@ -28,11 +28,13 @@ from attn_compiler.passes import (
     body_inputs,
     borders,
     buffers,
+    dtensors,
     expand,
     faults,
     flex,
     keys_last,
     layout,
+    library_calls,
     lower,
     match,
     recover,
@@ -69,9 +71,15 @@ def _expand(unit: Unit, _: Mirror | None) -> None:
         return faults.confined(unit, "expand", module_path(call))
 
     unit.expanded = expand.run(unit.graph_module, trying)
+    shared = dtensors.run(unit.graph_module, unit.mode, trying)
+    unit.local.update(shared.local)
+    unit.untried.update(shared.left)
     found = flex.run(unit.graph_module, trying)
     unit.spelled.extend(found.spelled)
     unit.untried.update(found.left)
+    of_libraries = library_calls.run(unit.graph_module, trying)
+    unit.spelled.extend(of_libraries.spelled)
+    unit.untried.update(of_libraries.left)
     unit.moved = keys_last.run(unit.graph_module, unit.mode, trying)
 
 

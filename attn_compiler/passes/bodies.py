@@ -105,6 +105,8 @@ def writes(node: fx.Node) -> list[fx.Node]:
         return mutation.writes(node)
     if isinstance(node.target, torch._ops.OpOverloadPacket):
         overloads = [getattr(node.target, name) for name in node.target.overloads()]  # type: ignore[no-untyped-call]
+        if len(overloads) == 1:
+            return mutation.declared(node, overloads[0])
         return node.all_input_nodes if any(overload._schema.is_mutable for overload in overloads) else []
     name = target_name(node)
     written = [node.kwargs.get("out")]

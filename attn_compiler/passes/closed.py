@@ -24,7 +24,7 @@ from attn_compiler.passes.calls import target_name
 _ONLY_READ = frozenset("to_local full_tensor redistribute dequantize wait offsets lengths values".split())
 
 #: where functions come from whose names say what they write (`add_`, `out=`, `inplace=`)
-_NAMED_AS_PYTORCH_DOES = ("torch", "_operator", "builtins")
+_NAMED_AS_PYTORCH_DOES = ("torch", "_operator", "builtins", "attn_compiler")
 
 
 class Pair(NamedTuple):
@@ -70,7 +70,7 @@ def kind(node: fx.Node) -> str | None:
     for i in node.all_input_nodes:
         for x in pytree.tree_leaves(i.meta.get("example_value")):
             if isinstance(x, torch.Tensor) and torch_compat.is_wrapper_subclass(x):
-                return f"{_parameter(node, i)} is {name_of(x)}"
+                return f"{parameter(node, i)} is {name_of(x)}"
     return None
 
 
@@ -79,7 +79,7 @@ def name_of(value: torch.Tensor) -> str:
     return "a nested tensor" if value.is_nested else f"a {type(value).__name__}"
 
 
-def _parameter(node: fx.Node, given: fx.Node) -> str:
+def parameter(node: fx.Node, given: fx.Node) -> str:
     """What the call calls an input, if that is known."""
     names = ("query", "key", "value", "attn_mask") if "scaled_dot_product" in target_name(node) else ()
     by_place = dict(zip(node.args, names, strict=False))

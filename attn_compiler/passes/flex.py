@@ -39,24 +39,28 @@ _OUTPUTS = ("the attention", "logsumexp", "max_scores")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Spelled:
-    """One call that was spelled out.
+    """One call that was spelled out: FlexAttention's, or that of a library's kernel (library_calls.py).
 
     call: the call. It stays in the graph for as long as it is not known whether a kernel takes its place.
     own: the call's output in the model.
     product: the attention, spelled out. It is erased where a kernel took its place.
     out: the same with the strides that the call gives it.
-    allowed: mask_mod of every score.
     nodes: everything that was made for it.
-    blocks: what its block mask says beside mask_mod.
+    allowed: mask_mod of every score; of a library's call None.
+    blocks: what its block mask says beside mask_mod; of a library's call None.
+    pattern: the name of the match.
+    kernel: of a library's call that an autograd.Function makes, the node in the body.
     """
 
     call: fx.Node
     own: fx.Node
     product: fx.Node
     out: fx.Node
-    allowed: fx.Node
     nodes: tuple[fx.Node, ...]
-    blocks: Blocks
+    allowed: fx.Node | None = None
+    blocks: Blocks | None = None
+    pattern: str = NAME
+    kernel: fx.Node | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,7 +11,6 @@ from attn_compiler.decisions import Reason
 from attn_compiler.passes import (
     closed,
     faults,
-    flex,
     flex_blocks,
     gradients,
     mutation,
@@ -29,9 +28,9 @@ from attn_compiler.passes.unit import Unit, is_anchor_like, module_path, source_
 
 def run(unit: Unit, mirror: Mirror) -> None:
     """Fill in unit.sites, unit.misses and unit.untried, in graph order."""
-    unit.untried.update(
-        {node: _closed(node) for node in unit.graph.nodes if is_anchor_like(node) and closed.is_closed(node)}
-    )
+    for node in unit.graph.nodes:
+        if is_anchor_like(node) and closed.is_closed(node):
+            unit.untried.setdefault(node, _closed(node))
     scopes = regions.of(unit.graph)
     of_flex = _spelled_out(unit, mirror)
     for anchor in mirror.graph.nodes:
@@ -47,15 +46,23 @@ def run(unit: Unit, mirror: Mirror) -> None:
             found = Miss(anchor=anchor, nearest=names, stopped_at=anchor, reason=attempt.reason)
         if isinstance(found, Site):
             if spelled is not None:
-                found.match = dataclasses.replace(found.match, pattern=flex.NAME, decomposed=False)
+                found.match = dataclasses.replace(found.match, pattern=spelled.pattern, decomposed=False)
+            found.notes.extend(_said_of(unit, mirror, anchor))
             unit.sites.append(found)
         elif found is not None and not routers.is_choice(mirror, anchor):
             unit.misses.append(found)
 
 
+def _said_of(unit: Unit, mirror: Mirror, anchor: fx.Node) -> list[str]:
+    owner = mirror.owner(anchor)
+    return [unit.local[owner]] if owner in unit.local else []
+
+
 def _spelled_out(unit: Unit, mirror: Mirror) -> dict[fx.Node | None, Spelled]:
     """By Dynamo node, what belongs to a call of FlexAttention's. Calls whose blocks may not be those of their mask_mod are left alone."""
     for one in unit.spelled:
+        if one.blocks is None or one.allowed is None:
+            continue
         with faults.confined(unit, "match", module_path(one.call)) as attempt:
             reason = flex_blocks.differs(one.blocks, one.allowed, mirror, reading.of_unit(unit))
         reason = attempt.reason or reason

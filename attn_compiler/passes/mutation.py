@@ -72,10 +72,13 @@ def writes(node: fx.Node) -> list[fx.Node]:
         return node.all_input_nodes
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return []
-    if target is torch.ops.aten.detach_.default:
-        return []
+    return [] if target is torch.ops.aten.detach_.default else declared(node, target)
+
+
+def declared(node: fx.Node, overload: torch._ops.OpOverload) -> list[fx.Node]:
+    """The nodes among what a call of an op is given that the op's schema says it writes to."""
     written = []
-    for position, parameter in enumerate(target._schema.arguments):
+    for position, parameter in enumerate(overload._schema.arguments):
         if parameter.alias_info is not None and parameter.alias_info.is_write:
             given: Any = node.args[position] if position < len(node.args) else node.kwargs.get(parameter.name)
             written += [x for x in pytree.tree_leaves(given) if isinstance(x, fx.Node)]

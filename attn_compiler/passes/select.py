@@ -11,7 +11,7 @@ from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.choice import flex as choice_of_flex
 from attn_compiler.lowerings.choice import fp8_speed, priorities
 from attn_compiler.options import Options
-from attn_compiler.passes import faults, flex, fp8_sites
+from attn_compiler.passes import faults, flex, fp8_sites, library_calls
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unit import Unit
@@ -31,7 +31,7 @@ def run(unit: Unit, mirror: Mirror) -> None:
             spec = site.spec
             if spec is None:
                 raise ValueError(f"the site at {site.module} has no spec")
-            of_flex = site.match.pattern == flex.NAME
+            of_flex = site.match.pattern in (flex.NAME, library_calls.NAME)
             if (spec, of_flex) not in decided:
                 decided[spec, of_flex] = decide(spec, unit.target(spec.device), unit.options, of_flex)
             site.decision = decided[spec, of_flex]
@@ -50,7 +50,7 @@ def leave_alone(site: Site, reason: Reason) -> None:
 def decide(spec: AttentionSpec, target: Target, options: Options, of_flex: bool = False) -> Decision:
     """The lowering for a spec on a target. Reads nothing else: no environment, no tensor values, no globals.
 
-    of_flex: FlexAttention's own kernel computes it if no other one does.
+    of_flex: FlexAttention's own kernel computes it if no other one does, or a library's that the model calls.
     """
 
     @functools.cache

@@ -110,12 +110,17 @@ def _all_same(a: Any, b: Any) -> bool:
 
 def restride(builder: GraphBuilder, node: fx.Node, wanted: torch.Tensor) -> fx.Node:
     """A copy of `node` in the memory order of `wanted` (dense, but for size-one axes)."""
-    order = sorted(range(wanted.dim()), key=lambda i: _rank(wanted, i))
-    if order == list(range(wanted.dim())):
+    own = order(wanted)
+    if own == tuple(range(wanted.dim())):
         return builder.call(torch.Tensor.contiguous, node)
-    back = [order.index(i) for i in range(len(order))]
-    permuted = builder.call(torch.permute, node, tuple(order))
+    back = [own.index(i) for i in range(len(own))]
+    permuted = builder.call(torch.permute, node, own)
     return builder.call(torch.permute, builder.call(torch.Tensor.contiguous, permuted), tuple(back))
+
+
+def order(x: torch.Tensor) -> tuple[int, ...]:
+    """The axes of a tensor in the order that they have in memory."""
+    return tuple(sorted(range(x.dim()), key=lambda axis: _rank(x, axis)))
 
 
 def _rank(wanted: torch.Tensor, axis: int) -> tuple[int, int]:

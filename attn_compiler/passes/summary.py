@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Collection
 
 from torch import fx
 
 from attn_compiler import torch_compat
 from attn_compiler.decisions import Decision, Reason, Refusal
 from attn_compiler.errors import REPRODUCE, described
-from attn_compiler.passes import flex, opaque_calls
+from attn_compiler.passes import autograd_functions, flex, opaque_calls
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.select import UNTOUCHED
@@ -92,10 +93,11 @@ def _row(sites: list[Site]) -> SiteReport:
 
 def _miss_rows(units: list[Unit]) -> list[MissReport]:
     rows: list[MissReport] = []
+    inside = _inside(units)
     for unit in units:
         if unit.left_alone is not None:
             rows.extend(_left_alone(unit, unit.left_alone))
-        rows.extend(_untried_rows(unit))
+        rows.extend(_untried_rows(unit, inside))
         grouped: dict[tuple[str, ...], list[Miss]] = {}
         for miss in unit.misses:
             grouped.setdefault(_miss_key(miss), []).append(miss)
@@ -105,8 +107,11 @@ def _miss_rows(units: list[Unit]) -> list[MissReport]:
 
 def _miss_key(miss: Miss) -> tuple[str, ...]:
     """Equal for the same miss in every layer, where nodes only have other numbers: "exp_3" for "exp"."""
-    observed = re.sub(r"_\d+\b", "", miss.reason.observed)
-    return str(miss.anchor.target), miss.nearest, miss.reason.rule, observed
+    return str(miss.anchor.target), miss.nearest, *_alike(miss.reason)
+
+
+def _alike(reason: Reason) -> tuple[str, str]:
+    return reason.rule, re.sub(r"_\d+\b", "", reason.observed)
 
 
 def _miss_row(mirror: Mirror, misses: list[Miss]) -> MissReport:
@@ -134,11 +139,12 @@ def _chosen_rows(gm: fx.GraphModule, units: list[Unit]) -> list[MissReport]:
     nodes = [
         node for module in torch_compat.graph_modules(gm) for node in module.graph.nodes if node.op == "call_function"
     ]
-    told = {node for unit in units for node in (*unit.untried, *(one.call for one in unit.spelled))}
+    spelled = [one.call for unit in units for one in unit.spelled]
+    told = {*_inside(units), *spelled, *(node for unit in units for node in unit.untried)}
     found: dict[str, list[fx.Node]] = {}
     for node in nodes:
-        name = flex.OPERATION if flex.is_call(node) and node not in told else opaque_calls.name_of(node)
-        if name is not None:
+        name = flex.OPERATION if flex.is_call(node) else opaque_calls.name_of(node)
+        if name is not None and node not in told:
             found.setdefault(name, []).append(node)
     return [_untried(calls, name, opaque_calls.reason(name)) for name, calls in found.items()]
 
@@ -154,12 +160,25 @@ def _untried(nodes: list[fx.Node], anchor: str, reason: Reason) -> MissReport:
     )
 
 
-def _untried_rows(unit: Unit) -> list[MissReport]:
-    """A row for all calls of one name that were not tried for one reason."""
-    grouped: dict[tuple[str, Reason], list[fx.Node]] = {}
+def _inside(units: list[Unit]) -> set[fx.Node | None]:
+    """Kernels in the bodies of autograd.Functions that were tried."""
+    spelled = {one.kernel for unit in units for one in unit.spelled}
+    return spelled | {autograd_functions.kernel_of(node) for unit in units for node in unit.untried}
+
+
+def _untried_rows(unit: Unit, inside: Collection[fx.Node | None]) -> list[MissReport]:
+    """A row for all calls of one name that were not tried for one reason. inside: kernels of what has a row itself."""
+    grouped: dict[tuple[str, ...], list[fx.Node]] = {}
     for node, reason in unit.untried.items():
-        grouped.setdefault((target_name(node), reason), []).append(node)
-    return [_untried(nodes, name, reason) for (name, reason), nodes in grouped.items()]
+        if node in inside:
+            continue
+        grouped.setdefault((_called(node), *_alike(reason)), []).append(node)
+    return [_untried(nodes, _called(nodes[0]), unit.untried[nodes[0]]) for nodes in grouped.values()]
+
+
+def _called(node: fx.Node) -> str:
+    kernel = autograd_functions.kernel_of(node)
+    return opaque_calls.name_of(node if kernel is None else kernel) or target_name(node)
 
 
 def _left_alone(unit: Unit, reason: Reason) -> list[MissReport]:

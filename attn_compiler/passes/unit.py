@@ -17,7 +17,7 @@ from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.triton.autotune import Tuner
 from attn_compiler.meanings import Known
 from attn_compiler.options import Options
-from attn_compiler.passes import axes, bodies, closed, mirror, relevance
+from attn_compiler.passes import axes, bodies, closed, library_ops, mirror, relevance
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Miss, Site
@@ -73,7 +73,8 @@ class Unit:
     mirror: the graph in ATen ops; set by mirror.
     expanded: the calls that were spelled out; set by expand.
     moved: the softmaxes whose axis was moved; set by expand.
-    spelled: FlexAttention's calls that are spelled out beside them; set by expand, and given back in the end.
+    local: calls on local tensors that took the place of calls on DTensors, each with what is to be said of it; set by expand.
+    spelled: FlexAttention's and libraries' calls that are spelled out beside them; set by expand, and given back in the end.
     sites, misses: what was found; set by match, and completed by the passes after it.
     untried: calls that no pattern was tried on, for what they are given; set by expand and match.
     current: the module whose site is being worked on, for messages.
@@ -99,6 +100,7 @@ class Unit:
     mirror: Mirror | None = None
     expanded: list[str] = field(default_factory=list)
     moved: list[str] = field(default_factory=list)
+    local: dict[fx.Node, str] = field(default_factory=dict)
     spelled: list[Spelled] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
@@ -136,13 +138,16 @@ class Unit:
     @property
     def is_rewritten(self) -> bool:
         """Whether the graph is no longer as it came."""
-        return bool(self.expanded or self.moved or self.spelled) or any(site.new_out is not None for site in self.sites)
+        return bool(self.expanded or self.moved or self.local or self.spelled) or any(
+            site.new_out is not None for site in self.sites
+        )
 
     def mirrored(self) -> Mirror:
         """The unit's mirror, made if there is none yet."""
         if self.mirror is None:
             masks = [*self._masks_passed_on(), *(handed_on(self.graph) if not self.is_body else ())]
-            masks += [one.blocks.dense for one in self.spelled if one.blocks.dense is not None]
+            blocks = [one.blocks for one in self.spelled if one.blocks is not None]
+            masks += [one.dense for one in blocks if one.dense is not None]
             skipped = relevance.skippable(self.graph, is_anchor_like, masks)
             with torch_tracing.tracing_in(self.mode):
                 self.mirror = mirror.build(self.graph_module, skipped)
@@ -256,7 +261,8 @@ def is_anchor_like(node: fx.Node) -> bool:
         return False
     name = target_name(node)
     softmax = "softmax" in name and "log_softmax" not in name and "gumbel" not in name
-    return softmax or "scaled_dot_product" in name or any(call in name for call in _FUSED_CALLS)
+    fused = any(call in name for call in _FUSED_CALLS)
+    return softmax or fused or "scaled_dot_product" in name or library_ops.kernel_in(node) is not None
 
 
 def unsupported_tensor(graph_module: fx.GraphModule) -> str | None:

@@ -14,7 +14,8 @@ from tests.passes.compiling import Compiled, compiled
 
 Tensor = torch.Tensor
 SCHEMAS = (
-    "flash_attn::_flash_attn_forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> Tensor",
+    "flash_attn::_flash_attn_other_forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> Tensor",
+    "flash_attn_3::fwd(Tensor q, Tensor k, Tensor v) -> Tensor",
     "xformers_flash3::efficient_attention_forward_cutlass(Tensor query, Tensor key, Tensor value) -> Tensor",
     "vllm::unified_attention(Tensor query, Tensor key, Tensor value, str layer_name) -> Tensor",
     "somebodys::fused_attn(Tensor q, Tensor k, Tensor v) -> Tensor",
@@ -48,7 +49,8 @@ def _run(function: Callable[..., Any]) -> Compiled:
 @pytest.mark.parametrize(
     ("name", "call", "library", "remedy"),
     [
-        ("flash_attn::_flash_attn_forward", lambda op, q: op(q, q, q, 1.0, True), "flash_attn", "'sdpa'"),
+        ("flash_attn::_flash_attn_other_forward", lambda op, q: op(q, q, q, 1.0, True), "flash_attn", "'sdpa'"),
+        ("flash_attn_3::fwd", lambda op, q: op(q, q, q), "flash_attn", "'sdpa'"),
         ("xformers_flash3::efficient_attention_forward_cutlass", lambda op, q: op(q, q, q), "xFormers", "diffusers"),
         ("vllm::unified_attention", lambda op, q: op(q, q, q, "layers.0"), "vLLM", "'sdpa'"),
         ("somebodys::fused_attn", lambda op, q: op(q, q, q), "an op of its own", "'sdpa'"),

@@ -1,4 +1,5 @@
-"""Which lowerings may take the place of FlexAttention's own kernel: those that read no tensor with an element for each score.
+"""Which lowerings may take the place of FlexAttention's own kernel, or of a library's that a model calls: those that read no tensor with
+an element for each score.
 
 Flex's kernel computes masks and what is added as it goes, and leaves out blocks without any score. A tensor of B · H · Sq · Skv elements
 that is made for another kernel costs memory that the model does not have to have, and takes time: on one thread of a CPU (torch 2.13,
@@ -21,7 +22,7 @@ _GIVEN = "sdpa_"
 
 
 def check(spec: AttentionSpec, name: str) -> list[Reason]:
-    """Why the lowering does not take the place of a call of FlexAttention's that it could serve."""
+    """Why the lowering does not take the place of a call of FlexAttention's, or of a library's, that it could serve."""
     if name in _WRITE_SCORES:
         return [_reason(name, "it writes the scores")]
     tensor = limits.additive(spec)
@@ -35,7 +36,7 @@ def check(spec: AttentionSpec, name: str) -> list[Reason]:
 
 def _reason(name: str, observed: str) -> Reason:
     return Reason(
-        rule="in place of FlexAttention's kernel, none that needs an element for each score",
+        rule="in place of a kernel that the model calls itself, none that needs an element for each score",
         observed=observed,
         remedy=f"options={{'lowering': {name!r}}} takes it all the same",
     )
