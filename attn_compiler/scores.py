@@ -2,7 +2,8 @@
 
     s = scale · (q kᵀ);  s = softcap · tanh(s / softcap);  s = s + bias;  p = dropout(softmax([s, sinks])[..., :Skv])
 
-To add a score change: one class here with `words`, its name in KINDS, a field or an entry of `changes`, and its test.
+To add a score change: one class here with `words`, its name in KINDS, and its test. A change of each score by itself is a
+`Pointwise`: what finds it and what applies it know it by that, and CONTRIBUTING.md names the places where its own lines stand.
 
 A proved kind says what an added tensor was shown to be. It has `words` for people and a `summand`: the expression of what it
 adds to one score, up to rounding, which its reference `score_mod(b, h, q, k, inputs)` evaluates. To add one: a class here, its
@@ -12,6 +13,7 @@ name in PROVED_KINDS, its recogniser in passes/score_kinds.py, and its test.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from attn_compiler import index_expr as ix
@@ -20,15 +22,56 @@ from attn_compiler.index_expr.reach import is_known, reach
 from attn_compiler.masks import Inputs
 
 
+class Pointwise:
+    """What changes of each score by itself share: one number, and factors that may stand on either side. They come before masks and biases.
+
+    Lowerings apply them by their `Form` (lowerings/shared/score_changes.py).
+    """
+
+    __slots__ = ()
+
+    @property
+    def words(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def number(self) -> float:
+        """All that is to be known besides the kind."""
+        raise NotImplementedError
+
+    @property
+    def most(self) -> float:
+        """How large a score is after the change, at most."""
+        raise NotImplementedError
+
+    def scaled(self, factor: float) -> Pointwise:
+        """The change that gives `factor` times as much, of scores that are `factor` times as large."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Softcap:
-    """s -> cap · tanh(s / cap), before masks and biases (Gemma 2)."""
+class Softcap(Pointwise):
+    """s -> cap · tanh(s / cap) (Gemma 2)."""
 
     cap: float
 
     @property
     def words(self) -> str:
         return f"softcap {self.cap:g}"
+
+    @property
+    def number(self) -> float:
+        """The cap."""
+        return self.cap
+
+    @property
+    def most(self) -> float:
+        """The cap, whatever its sign."""
+        return abs(self.cap)
+
+    def scaled(self, factor: float) -> Softcap:
+        """c · cap · tanh(s / cap) is that of c · cap, of c · s."""
+        return Softcap(cap=self.cap * factor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +109,13 @@ class Unusual:
         return self.what
 
 
-ScoreChange = Softcap | Sinks | DenseBias | Unusual
+ScoreChange = Pointwise | Sinks | DenseBias | Unusual
 KINDS: tuple[type[ScoreChange], ...] = (Softcap, Sinks, DenseBias, Unusual)
+
+
+def pointwise(changes: Iterable[ScoreChange]) -> Pointwise | None:
+    """The change of each score by itself. More than one is refused (lowerings/shared/takes.py)."""
+    return next((change for change in changes if isinstance(change, Pointwise)), None)
 
 
 #: characters of a formula in the words of a kind
@@ -342,6 +390,10 @@ class ScoreSpec:
     softmax_dtype: str = "float32"
     proved: tuple[ProvedScore, ...] = ()
     out_of_reach: tuple[str, ...] = ()
+
+    @property
+    def pointwise(self) -> Pointwise | None:
+        return pointwise(self.changes)
 
     @property
     def softcap(self) -> float | None:

@@ -14,6 +14,7 @@ import torch
 from attn_compiler.dtypes import EVERY
 from attn_compiler.index_expr.reach import Reach
 from attn_compiler.passes.site import Match
+from attn_compiler.scores import pointwise
 
 #: real products q·k, before any scale, are taken to be below this; nobody's are near, and float16 overflows at four times as much
 PRODUCT = 2.0**14
@@ -28,7 +29,8 @@ _LOWEST = frozenset(torch.finfo(d).min for d in EVERY)
 
 def of_scores(match: Match) -> float:
     """How large the scores of a match get before anything is added."""
-    return abs(match.softcap) if match.softcap is not None else PRODUCT * abs(match.scale)
+    change = pointwise(match.changes)
+    return PRODUCT * abs(match.scale) if change is None else change.most
 
 
 def shuts_out(fills: Iterable[float], added: Reach, scores: float) -> bool:

@@ -205,7 +205,7 @@ def _prove(match: Match, proved: Meaning, bias: bool) -> None:
 
     bias: something that is added wants a gradient, so its tensor stays whatever it is.
     """
-    match.unusual = (*match.unusual, *proved.unusual)
+    match.changes = (*match.changes, *(scores.Unusual(what=what) for what in proved.unusual))
     if bias or not (match.additive or match.allowed):
         return
     along = iter(proved.along)
@@ -229,9 +229,7 @@ def _mask_spec(match: Match, tensors: Tensors[torch.Tensor], proved: Meaning, bi
 def _score_spec(
     mirror: Mirror, match: Match, tensors: Tensors[torch.Tensor], proved: Meaning, bias: bool
 ) -> scores.ScoreSpec:
-    changes: list[scores.ScoreChange] = [scores.Unusual(what=what) for what in match.unusual]
-    if match.softcap is not None:
-        changes.append(scores.Softcap(cap=match.softcap))
+    changes = list(match.changes)
     if tensors.mask is not None and bias:
         changes.append(scores.DenseBias(shape=_dims(tensors.mask.shape), dtype=_name(tensors.mask.dtype)))
     if match.sinks is not None:

@@ -16,6 +16,7 @@ from attn_compiler.decisions import Copy, Decision, Reason
 from attn_compiler.index_expr import Expr
 from attn_compiler.passes.axes import Atom, Dim, Dims, resolve
 from attn_compiler.passes.mutation import Version
+from attn_compiler.scores import ScoreChange
 from attn_compiler.spec import AttentionSpec
 
 
@@ -145,13 +146,12 @@ class Match:
     scale: the factor on the scores that is known now.
     factors: further factors, which are known at run time only.
     is_causal: query q uses keys up to q.
-    softcap: the scores are cap · tanh(scores / cap).
+    changes: what happens to each score, in order. Sinks, and tensors that are added, have fields of their own.
     additive: tensors that are added to the scores.
     allowed: tensors that say which scores take part.
     limits: clamps on the scores.
     sinks: one logit a head that joins the softmax and is dropped after it; a number that is that of every head.
     dropout_p: the share of weights that is dropped.
-    unusual: what happens to the scores that no lowering knows.
     covered: the nodes from `first` to `out`. The scores live nowhere else, so the site alone is concerned by writes to them.
     returns_weights: as in AttentionSpec.
     masks_weights: a masked weight is set to zero once more, so a query without keys gets 0, whatever masked scores are filled with.
@@ -181,13 +181,12 @@ class Match:
     scale: float = 1.0
     factors: tuple[Factor, ...] = ()
     is_causal: bool = False
-    softcap: float | None = None
+    changes: tuple[ScoreChange, ...] = ()
     additive: tuple[Term, ...] = ()
     allowed: tuple[Term, ...] = ()
     limits: tuple[Limit, ...] = ()
     sinks: Operand | float | None = None
     dropout_p: float = 0.0
-    unusual: tuple[str, ...] = ()
     covered: frozenset[fx.Node] = frozenset()
     returns_weights: bool = False
     masks_weights: bool = False

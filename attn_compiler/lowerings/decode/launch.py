@@ -22,6 +22,7 @@ from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.decode.kernels.decode import attention_decode
 from attn_compiler.lowerings.decode.kernels.tuples import Switches
 from attn_compiler.lowerings.decode.plan import Call, Plan, Schedule, none_too_short
+from attn_compiler.lowerings.shared import score_changes
 from attn_compiler.lowerings.shared.arguments import alignment, along, kernel_constants
 from attn_compiler.lowerings.shared.launching import VECTOR, check_grid, first_launch, start
 from attn_compiler.lowerings.shared.noting import noter
@@ -72,7 +73,7 @@ class Prepared:
     schedule: Schedule
     plan: Plan
     scale: float
-    softcap: float
+    changed_by: float
     constants: dict[str, Any]
     kept: int
     places: int
@@ -116,7 +117,7 @@ def prepare(text: str) -> Prepared:
         schedule=call.schedule,
         plan=plan,
         scale=spec.score.scale,
-        softcap=spec.score.softcap or 1.0,
+        changed_by=score_changes.number(spec.score.pointwise),
         constants=constants,
         kept=kept,
         places=heads_kv * blocks,
@@ -169,7 +170,7 @@ def _forward(
         partial = allocate((lse_at + rows,), (1,), torch.float32, q.device.type)
         count = operands[0]
     given = [None if place is None else operands[place] for place in prepared.given]
-    numbers = (*strides, *_operand_strides(*given[:4]), lse_at, seqlen_kv, prepared.scale, prepared.softcap)
+    numbers = (*strides, *_operand_strides(*given[:4]), lse_at, seqlen_kv, prepared.scale, prepared.changed_by)
     key = (q.get_device(), align, partial is None, *[operands[place].dtype for place in prepared.typed])
     _launch(prepared, key, (splits, prepared.places, batch), (q, k, v, out, lse, partial, count, *given), numbers)
     return out, lse

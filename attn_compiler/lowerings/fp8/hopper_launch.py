@@ -143,6 +143,7 @@ def _numbers(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[st
         "blocks": _blocks(spec, tensors["q8"]),
         "heads_of_all": tensors["q8"].shape[0] * tensors["q8"].shape[1],
         "rows_b": every["masking"].rows_b,
+        "softcap": spec.score.softcap or 1.0,
         "section": _section(tensors, every) if every["HAS_RIGHT"] else 1,
         "HOW": Switches(
             HEAD_DIM_QK=qk,
@@ -151,7 +152,7 @@ def _numbers(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[st
             SCALE_BLOCK=quantise.scales_of(spec).block or 0,
             HAS_LEFT=every["HAS_LEFT"],
             HAS_RIGHT=every["HAS_RIGHT"],
-            SOFTCAP=every["SOFTCAP"],
+            SOFTCAP=spec.score.softcap is not None,
             CONSUMERS=warpgroups(spec).count,
             REGISTERS=warpgroups(spec).registers,
         ),

@@ -70,7 +70,7 @@ def scales_of(spec: AttentionSpec) -> Scales:
 
 def needs_shift(spec: AttentionSpec) -> bool:
     """Whether a kernel has to know by what scores of a row are too small."""
-    return recipe_of(spec).smooth_k and (spec.score.softcap is not None or spec.score.sinks is not None)
+    return recipe_of(spec).smooth_k and (spec.score.pointwise is not None or spec.score.sinks is not None)
 
 
 def names(spec: AttentionSpec) -> tuple[str, ...]:

@@ -7,11 +7,13 @@ import dataclasses
 from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.shared import kernel_limits
 from attn_compiler.lowerings.shared.takes import HeadDims
+from attn_compiler.scores import Sinks, Softcap
 
 TAKES = dataclasses.replace(
     kernel_limits.TAKES,
     sms=((90, 90),),
     dtypes=HALF,
+    changes=(Softcap, Sinks),
     parts=frozenset({"band", "lengths", "rows", "keys", "documents", "slopes"}),
     # The copy engine reads vectors of 16 bytes.
     head_dims=HeadDims(multiple=8, in_full=8, most=256),

@@ -16,7 +16,7 @@ from torch import fx
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.plain.takes import MATH
-from attn_compiler.lowerings.shared import limits, unused
+from attn_compiler.lowerings.shared import limits, score_changes, unused
 from attn_compiler.lowerings.shared.takes import refused
 from attn_compiler.masks import Causal
 from attn_compiler.spec import AttentionSpec
@@ -59,17 +59,14 @@ class PlainMath(Lowering):
 
 
 def _scores(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-    """(B, Hq, Sq, Skv) in the compute dtype, scaled and capped."""
+    """(B, Hq, Sq, Skv) in the compute dtype, scaled and changed."""
     compute = _compute_dtype(emitter.value(operands.q).dtype)
     # A scale behind the product would be one of the forms that Inductor turns into an SDPA call, and so into the kernel that
     # this lowering was preferred to.
     q = emitter.call(torch.mul, _cast(emitter, operands.q, compute), spec.score.scale)
     k = emitter.call(torch.transpose, _cast(emitter, operands.k, compute), 2, 3)
     scores = _own_rows(emitter, spec, emitter.call(torch.matmul, _share_rows(emitter, spec, q), k))
-    cap = spec.score.softcap
-    if cap is None:
-        return scores
-    return emitter.call(torch.mul, emitter.call(torch.tanh, emitter.call(torch.div, scores, cap)), cap)
+    return score_changes.applied(emitter.call, scores, spec.score.pointwise)
 
 
 def _masked(emitter: Emitter, spec: AttentionSpec, scores: fx.Node, mask: fx.Node | None) -> fx.Node:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from torch import fx
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.plain.takes import REFERENCE
-from attn_compiler.lowerings.shared import limits
+from attn_compiler.lowerings.shared import limits, score_changes
 from attn_compiler.lowerings.shared.takes import refused
 from attn_compiler.masks import Alignment, Causal
 from attn_compiler.spec import AttentionSpec
@@ -56,13 +56,12 @@ class Reference(Lowering):
 
 @dataclass(frozen=True, kw_only=True)
 class _Scores:
-    """raw: scale · (q kᵀ); capped: after the softcap; logits: after masks and biases, -inf where a pair is not allowed.
+    """changed: scale · (q kᵀ) after the change of each score; logits: after masks and biases, -inf where a pair is not allowed.
 
     All are (B, Hq, Sq, Skv) in the compute dtype; sinks: (Hq,) in it, or None.
     """
 
-    raw: torch.Tensor
-    capped: torch.Tensor
+    changed: torch.Tensor
     logits: torch.Tensor
     sinks: torch.Tensor | None
 
@@ -101,7 +100,7 @@ def backward(
     # softmax's own term and the lse's: both move a row's logits by its weights.
     row = grad_lse.to(dtype)[..., None] - (weights * grad_weights).sum(-1, keepdim=True)
     grad_logits = weights * (grad_weights + row)
-    grad_raw = _through_softcap(grad_logits, scores, spec) * spec.score.scale
+    grad_raw = score_changes.through(grad_logits, scores.changed, spec.score.pointwise) * spec.score.scale
     grad_q = grad_raw @ repeated(k, q).to(dtype)
     grad_k = _folded(grad_raw.transpose(-1, -2) @ q.to(dtype), k)
     return grad_q, grad_k, grad_v, _operand_gradients(grad_logits, row * of_sinks, operands, spec)
@@ -159,15 +158,17 @@ def _scores(q: torch.Tensor, k: torch.Tensor, operands: Tensors, spec: Attention
     dtype = torch.float64 if is_wide else torch.float32
     added, sinks = _split(operands, spec)
     raw = (q.to(dtype) @ repeated(k, q).to(dtype).transpose(-1, -2)) * spec.score.scale
-    cap = spec.score.softcap
-    capped = raw if cap is None else cap * torch.tanh(raw / cap)
-    logits = capped
+    changed = logits = score_changes.applied(_call, raw, spec.score.pointwise)
     for tensor in added:
         logits = torch.where(tensor, logits, -torch.inf) if tensor.dtype == torch.bool else logits + tensor.to(dtype)
     for kind in spec.mask.kinds:
         if isinstance(kind, Causal):
             logits = torch.where(_causal(kind, logits), logits, -torch.inf)
-    return _Scores(raw=raw, capped=capped, logits=logits, sinks=None if sinks is None else sinks.to(dtype))
+    return _Scores(changed=changed, logits=logits, sinks=None if sinks is None else sinks.to(dtype))
+
+
+def _call(function: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
+    return function(*arguments)
 
 
 def _causal(kind: Causal, logits: torch.Tensor) -> torch.Tensor:
@@ -190,11 +191,6 @@ def _weights(scores: _Scores) -> torch.Tensor:
     can't hold the logarithm of how many keys there are."""
     weights: torch.Tensor = torch.ops.aten._safe_softmax.default(_terms(scores), -1)
     return weights
-
-
-def _through_softcap(grad: torch.Tensor, scores: _Scores, spec: AttentionSpec) -> torch.Tensor:
-    cap = spec.score.softcap
-    return grad if cap is None else grad * (1 - (scores.capped / cap).square())
 
 
 def _operand_gradients(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+from attn_compiler.lowerings.shared import score_changes
 from attn_compiler.lowerings.shared.takes import Takes
-from attn_compiler.scores import Sinks, Softcap
+from attn_compiler.scores import Sinks
 
 MATH = Takes(
     sms=None,
     dtypes=("float32", "float64", "bfloat16", "float16"),
-    changes=(Softcap, Sinks),
+    changes=(*score_changes.KINDS, Sinks),
     scales="any",
     many_blocks=True,
     float64_softmax=True,

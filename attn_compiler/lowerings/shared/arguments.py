@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 
-from attn_compiler.lowerings.shared import parts
+from attn_compiler.lowerings.shared import parts, score_changes
 from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_POSITIONS, Call, Plan
 from attn_compiler.lowerings.shared.kernels.tuples import AddedStrides, ListStrides, MaskStrides, Strides
 from attn_compiler.lowerings.shared.launching import VECTOR
@@ -87,7 +87,7 @@ def kernel_constants(spec: AttentionSpec, *, added: bool) -> dict[str, Any]:
     if not isinstance(spec.head_dim_qk, int) or not isinstance(spec.head_dim_v, int):
         raise TypeError(f"why_not refuses unknown head dims, got {spec.head_dim_qk!r} and {spec.head_dim_v!r}")
     qk, v = head_dim_parts(spec.head_dim_qk), head_dim_parts(spec.head_dim_v)
-    softcap = spec.score.softcap is not None
+    change = spec.score.pointwise
     return {
         "HEAD_DIM_QK": spec.head_dim_qk,
         "HEAD_DIM_V": spec.head_dim_v,
@@ -95,9 +95,9 @@ def kernel_constants(spec: AttentionSpec, *, added: bool) -> dict[str, Any]:
         "QK_1": qk[1],
         "V_0": v[0],
         "V_1": v[1],
-        "SOFTCAP": softcap,
+        "CHANGE": score_changes.name(change),
         "FAST_TANH": spec.dtype != "float32" and not triton.knobs.runtime.interpret,
-        "PLAIN": not (softcap or added) and spec.score.scale > 0,
+        "PLAIN": change is None and not added and spec.score.scale > 0,
         "PRECISION": "ieee",
     }
 
@@ -176,7 +176,7 @@ def common(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[str,
         "band_left": _FAR if left is None else _within_reach(left - shift),
         "band_right": _FAR if right is None else _within_reach(right + shift),
         "scale": spec.score.scale,
-        "softcap": spec.score.softcap or 1.0,
+        "changed_by": score_changes.number(spec.score.pointwise),
         "dropout_p": spec.score.dropout_p,
         "ALIGN": alignment(q, k, v),
         **prepared.constants,

@@ -7,10 +7,10 @@ import math
 from attn_compiler.decisions import Reason
 from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.base import LayoutDemand
-from attn_compiler.lowerings.shared import limits
+from attn_compiler.lowerings.shared import limits, score_changes
 from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS
 from attn_compiler.lowerings.shared.takes import HeadDims, Takes, check_gpu, refused, since
-from attn_compiler.scores import Sinks, Softcap
+from attn_compiler.scores import Sinks
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -19,7 +19,7 @@ _DTYPES = (*HALF, "float32")
 TAKES = Takes(
     sms=since(80),
     dtypes=_DTYPES,
-    changes=(Softcap, Sinks),
+    changes=(*score_changes.KINDS, Sinks),
     tensors=_DTYPES,
     # In half precision every head has to begin where a vector does.
     head_dims=HeadDims(multiple=8, in_full=1, most=256),

@@ -12,7 +12,7 @@ from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.shared import limits, parts
 from attn_compiler.lowerings.shared.limits import LAST_SM
 from attn_compiler.lowerings.shared.parts import ADDED, MASKING, PartKind
-from attn_compiler.scores import DenseBias, ScoreChange, Sinks, Softcap
+from attn_compiler.scores import DenseBias, Pointwise, ScoreChange, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -108,10 +108,18 @@ def refused(takes: Takes, spec: AttentionSpec) -> list[Reason]:
 def _check_changes(takes: Takes, spec: AttentionSpec) -> list[Reason]:
     """A kind of change that is new is in no family's list, and has no words of its own."""
     return [
+        *_check_one_pointwise(spec),
         *(() if Softcap in takes.changes else limits.check_softcap(spec)),
         *(() if Sinks in takes.changes else _check_no_sinks(spec)),
         *limits.check_known_changes(spec, (*takes.changes, Softcap, Sinks, DenseBias)),
     ]
+
+
+def _check_one_pointwise(spec: AttentionSpec) -> list[Reason]:
+    found = [change.words for change in spec.score.changes if isinstance(change, Pointwise)]
+    if len(found) < 2:
+        return []
+    return [Reason(rule="each score is changed once by itself", observed=", ".join(found))]
 
 
 def _check_no_sinks(spec: AttentionSpec) -> list[Reason]:

@@ -47,7 +47,7 @@ from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
 #: What a kernel evaluates beside its products, which takes registers: parts of a plan, and softcap. learned: what is added is, so that
-#: the scores' gradients are kept (without a softcap, and up to the size that triton/launch.py sets).
+#: the scores' gradients are kept (without a change of each score, and up to the size that triton/launch.py sets).
 Part = Literal["bias", "distances", "rows", "keys", "documents", "mask", "band", "window", "softcap", "learned"]
 
 
@@ -288,6 +288,6 @@ def parts_of(spec: AttentionSpec, plan: Plan) -> frozenset[Part]:
         "band": band is not None,
         "window": band is not None and band.left is not None,
         "softcap": spec.score.softcap is not None,
-        "learned": (plan.bias_grad or plan.distances_grad) and spec.score.softcap is None,
+        "learned": (plan.bias_grad or plan.distances_grad) and spec.score.pointwise is None,
     }
     return frozenset(part for part, held in here.items() if held)

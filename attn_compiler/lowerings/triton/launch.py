@@ -223,8 +223,8 @@ def _add_scores(shared: Backward) -> None:
 
 def _keeps_scores(shared: Backward) -> bool:
     plan, score = shared.prepared.plan, shared.prepared.call.spec.score
-    # A softcap is beneath the bias: its derivative needs the products again.
-    if not (plan.bias_grad or plan.distances_grad) or score.softcap is not None:
+    # A change of each score is beneath the bias: its derivative needs the products again.
+    if not (plan.bias_grad or plan.distances_grad) or score.pointwise is not None:
         return False
     q = shared.tensors["Q"]
     return math.prod(_scores_shape(q, shared.tensors["K"])) * q.element_size() <= _MOST_KEPT_BYTES

@@ -14,6 +14,7 @@ from attn_compiler.passes.contraction import Contraction
 from attn_compiler.passes.patterns import score_steps
 from attn_compiler.passes.patterns.score_steps import Step
 from attn_compiler.passes.site import Limit
+from attn_compiler.scores import Pointwise, ScoreChange, Unusual, pointwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class Scaled:
 class Scores:
     """The scores while their steps are followed from the product on: dims now, and what happened so far.
 
+    changes: in the order of their steps. A later scale is moved before them.
     masked_at: the highest number that a masked score may be by now.
     shifted_along: axes whose maximum was subtracted.
     sinks: logits that joined the keys as a column, or the number that all of them are.
@@ -57,9 +59,8 @@ class Scores:
     """
 
     dims: Dims
-    inner_scale: float = 1.0
-    outer_scale: float = 1.0
-    capped: bool = False
+    scale: float = 1.0
+    changes: list[ScoreChange] = field(default_factory=list)
     factors: list[Scaled] = field(default_factory=list)
     additive: list[Joined] = field(default_factory=list)
     keeps: list[Joined] = field(default_factory=list)
@@ -68,12 +69,20 @@ class Scores:
     shifted_along: list[Dim] = field(default_factory=list)
     sinks: Joined | float | None = None
     sinks_first: bool = False
-    unusual: list[str] = field(default_factory=list)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether something was done to each score by itself."""
+        return pointwise(self.changes) is not None
+
+    def unusual(self, what: str) -> None:
+        """Note what no lowering knows."""
+        self.changes.append(Unusual(what=what))
 
 
 def follow(product: Contraction, steps: list[Step], dims: Dims) -> Scores:
     """dims: those of the product. Raises AxisError for steps whose meaning depends on their order in a way that is not kept."""
-    scores = Scores(dims=dims, inner_scale=product.alpha)
+    scores = Scores(dims=dims, scale=product.alpha)
     if product.addend is not None:
         scores.additive.append(_added(product.addend, dims, product.node, product.beta))
     for step in steps:
@@ -125,8 +134,8 @@ def _apply(scores: Scores, step: Step) -> None:
             scores.limits.append(Limit(low=step.low, high=step.high, of_dtype=step.of_dtype))
         case score_steps.Shift():
             scores.shifted_along.append(scores.dims[-1])
-        case score_steps.Tanh():
-            _cap(scores)
+        case score_steps.Change():
+            _change(scores, step)
         case score_steps.SinkColumn():
             _join_sinks(scores, step)
 
@@ -140,12 +149,13 @@ def _check_after_sinks(scores: Scores, step: Step) -> None:
     if isinstance(step, (score_steps.View, score_steps.SinkColumn)):
         raise AxisError(f"{step.node.name} moves the scores after the sink column joined them")
     if not isinstance(step, (score_steps.Cast, score_steps.Clamp, score_steps.Shift)):
-        scores.unusual.append(f"{type(step).__name__.lower()} after the sink column")
+        name = step.name if isinstance(step, score_steps.Change) else type(step).__name__.lower()
+        scores.unusual(f"{name} after the sink column")
 
 
 def _join_sinks(scores: Scores, step: score_steps.SinkColumn) -> None:
     if scores.shifted_along:
-        scores.unusual.append("a sink column beside scores that their maximum was subtracted from")
+        scores.unusual("a sink column beside scores that their maximum was subtracted from")
     logits = step.sinks
     scores.sinks = logits if isinstance(logits, float) else Joined(node=logits, dims=scores.dims, used=step.node)
     scores.sinks_first = step.first
@@ -155,10 +165,8 @@ def _scale(scores: Scores, step: Step, factor: float) -> None:
     scores.masked_at = [number * factor for number in scores.masked_at]
     if any(number > score_steps.STILL_MASKED_BELOW for number in scores.masked_at):
         raise AxisError(f"{step.node.name} multiplies scores that are masked by now with {factor:g}")
-    if scores.capped:
-        scores.outer_scale *= factor
-    else:
-        scores.inner_scale *= factor
+    scores.scale *= factor
+    scores.changes = [c.scaled(factor) if isinstance(c, Pointwise) else c for c in scores.changes]
     dtype = views.value(step.node).dtype
     scores.additive = [replace(x, weight=x.weight * factor, weighed_in=dtype) for x in scores.additive]
     scores.keeps = [replace(kept, fill=kept.fill * factor) for kept in scores.keeps]
@@ -168,8 +176,8 @@ def _scale(scores: Scores, step: Step, factor: float) -> None:
 def _runtime_scale(scores: Scores, step: score_steps.RuntimeScale) -> None:
     scaled = Scaled(by=step.by, divide=step.divide, dims=scores.dims, used=step.node)
     if _widens_float16(step):
-        scores.unusual.append("a run-time scale in a wider dtype than the float16 scores")
-    if not (scores.capped or scores.additive or scores.masked_at or scores.sinks is not None):
+        scores.unusual("a run-time scale in a wider dtype than the float16 scores")
+    if not (scores.is_changed or scores.additive or scores.masked_at or scores.sinks is not None):
         scores.factors.append(scaled)
         return
     number = constants.fixed(step.by)
@@ -177,7 +185,7 @@ def _runtime_scale(scores: Scores, step: score_steps.RuntimeScale) -> None:
         _scale(scores, step, 1 / number if step.divide else number)
         return
     scores.factors.append(scaled)
-    scores.unusual.append("a run-time scale after other score changes")
+    scores.unusual("a run-time scale after other score changes")
 
 
 def _widens_float16(step: score_steps.RuntimeScale) -> bool:
@@ -186,8 +194,8 @@ def _widens_float16(step: score_steps.RuntimeScale) -> bool:
     return before == torch.float16 and after != before
 
 
-def _cap(scores: Scores) -> None:
-    """tanh: what is multiplied on afterwards is the cap. A bias inside it, or a second tanh, has no kind of its own."""
-    if scores.additive or scores.keeps or scores.capped or scores.shifted_along:
-        scores.unusual.append("tanh after a mask, a bias, a shift or another tanh")
-    scores.capped = True
+def _change(scores: Scores, step: score_steps.Change) -> None:
+    """A bias inside it, or a second change, has no kind of its own."""
+    if scores.additive or scores.keeps or scores.is_changed or scores.shifted_along:
+        scores.unusual(f"{step.name} after a mask, a bias, a shift or another change")
+    scores.changes.append(step.change)

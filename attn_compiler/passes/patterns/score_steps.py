@@ -16,6 +16,7 @@ from torch import fx
 from attn_compiler.passes import constants, mutation, operands, views
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.views import argument, value
+from attn_compiler.scores import Pointwise, Softcap
 
 aten = torch.ops.aten
 
@@ -79,8 +80,11 @@ class Keep(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tanh(Step):
-    """The middle of a softcap."""
+class Change(Step):
+    """A change of each score by itself, by an op of that name. Of a softcap it is the middle: what follows is a scale."""
+
+    name: str
+    change: Pointwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +340,7 @@ def _cast(mirror: Mirror, node: fx.Node) -> list[Step]:
 
 
 def _tanh(mirror: Mirror, node: fx.Node) -> list[Step]:
-    return [Tanh(node=node, source=views.source(node))]
+    return [Change(node=node, source=views.source(node), name="tanh", change=Softcap(cap=1.0))]
 
 
 def _sink_column(mirror: Mirror, node: fx.Node) -> list[Step]:

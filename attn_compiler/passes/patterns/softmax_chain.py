@@ -96,7 +96,7 @@ def _match(
     q, q_factor = _operand(mirror, product.node, q_node, operands.dims_by_label(q_labels, meaning, q_node), weighted)
     k, k_factor = _operand(mirror, product.node, k_node, operands.dims_by_label(k_labels, meaning, k_node), weighted)
     v, _ = operands.read(mirror, v_node, v_dims, used=weighted.node, until=weighted.node)
-    scale = scores.inner_scale * scores.outer_scale * q_factor * k_factor
+    scale = scores.scale * q_factor * k_factor
     added, masking = _split_masks(mirror, scores)
     return assembly.assemble(
         pattern=NAME,
@@ -115,7 +115,7 @@ def _match(
         head_dim_v=d_v,
         scale=scale,
         factors=tuple(_factor(mirror, scaled, key, weighted) for scaled in scores.factors),
-        softcap=scores.outer_scale if scores.capped else None,
+        changes=tuple(scores.changes),
         additive=tuple(_term(mirror, t, weighted) for t in added),
         allowed=tuple(_term(mirror, t, weighted) for t in (*scores.keeps, *masking)),
         limits=tuple(scores.limits),
@@ -124,7 +124,6 @@ def _match(
         returns_weights=way.is_read,
         masks_weights=weights_chain.are_masked(way),
         softmax_dtype=str(views.value(anchor).dtype).removeprefix("torch."),
-        unusual=tuple(scores.unusual),
         covered=frozenset({product.node, *(s.node for s in steps), anchor, *way.nodes, weighted.node}),
     )
 

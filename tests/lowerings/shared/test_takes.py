@@ -84,6 +84,10 @@ def test_what_is_not_taken_is_refused(less: dict[str, Any], spec: dict[str, Any]
     assert len({reason.rule.replace("head_dim_v", "head_dim_qk") for reason in reasons}) == 1
 
 
+def test_each_score_is_changed_once_at_most() -> None:
+    assert "changed once by itself; observed softcap 30, softcap 20" in said(ALL, changes=(SOFTCAP, Softcap(cap=20.0)))
+
+
 def test_head_dims_of_wider_dtypes_have_multiples_of_their_own() -> None:
     taken = dataclasses.replace(ALL, dtypes=("float32", "bfloat16"), head_dims=HeadDims(multiple=8, in_full=4))
     assert said(taken, head_dim=36, dtype="float32") == ""

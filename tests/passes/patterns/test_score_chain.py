@@ -14,6 +14,7 @@ from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.patterns import score_chain, score_steps
 from attn_compiler.passes.patterns.score_chain import Scores
 from attn_compiler.passes.patterns.score_steps import Step
+from attn_compiler.scores import Softcap, Unusual
 
 SIZES = [sympy.Integer(n) for n in (2, 4, 5, 6)]
 MASKED = -1e9
@@ -64,25 +65,31 @@ def sinks(**nodes: fx.Node) -> Step:
     return score_steps.SinkColumn(**nodes, sinks=nodes["node"])
 
 
-tanh, cast, shift = score_steps.Tanh, score_steps.Cast, score_steps.Shift
+def tanh(**nodes: fx.Node) -> Step:
+    return score_steps.Change(**nodes, name="tanh", change=Softcap(cap=1.0))
+
+
+def unusual(found: Scores) -> list[str]:
+    return [change.what for change in found.changes if isinstance(change, Unusual)]
+
+
+cast, shift = score_steps.Cast, score_steps.Shift
 
 
 def test_scales_multiply_up() -> None:
-    assert _Graph().follow(scale(0.5), cast, scale(0.25)).inner_scale == 0.125
+    assert _Graph().follow(scale(0.5), cast, scale(0.25)).scale == 0.125
 
 
 def test_a_later_scale_reaches_what_was_added_before() -> None:
     found = _Graph().follow(add(), scale(0.5), add(-1.0), scale(4.0))
     assert [term.weight for term in found.additive] == [2.0, -4.0]
-    assert found.inner_scale == 2.0
+    assert found.scale == 2.0
 
 
 def test_softcap_is_the_scale_after_the_tanh() -> None:
     found = _Graph().follow(scale(0.25), scale(1 / 50), tanh, scale(50.0), add())
-    assert found.capped
-    assert found.inner_scale * found.outer_scale == pytest.approx(0.25)
-    assert found.outer_scale == 50.0
-    assert found.unusual == []
+    assert found.scale == pytest.approx(0.25)
+    assert found.changes == [Softcap(cap=50.0)]
 
 
 @pytest.mark.parametrize(
@@ -102,12 +109,12 @@ def test_softcap_is_the_scale_after_the_tanh() -> None:
     ],
 )
 def test_an_order_that_no_kind_describes_is_named(steps: tuple[Callable[..., Step], ...], what: str) -> None:
-    assert any(what in text for text in _Graph().follow(*steps).unusual)
+    assert any(what in text for text in unusual(_Graph().follow(*steps)))
 
 
 @pytest.mark.parametrize("steps", [(sinks, cast), (sinks, shift), (by_tensor, add()), (scale(2.0), tanh)])
 def test_usual_orders_are_not_unusual(steps: tuple[Callable[..., Step], ...]) -> None:
-    assert _Graph().follow(*steps).unusual == []
+    assert unusual(_Graph().follow(*steps)) == []
 
 
 def test_masked_scores_may_be_scaled_a_little_but_not_away() -> None:
@@ -138,7 +145,7 @@ def test_addend_of_a_product_is_added_with_its_factor() -> None:
     found = score_chain.follow(product, [], axes.fresh([sympy.Integer(n) for n in (8, 5, 6)]))
     added = [(term.node, term.weight, term.weighed_in) for term in found.additive]
     assert added == [(nodes[0], 0.5, torch.bfloat16)]
-    assert found.inner_scale == 2.0
+    assert found.scale == 2.0
 
 
 # ---- the axis of the softmax --------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E, at_head, ch
 ANY_VALUE = (
     "stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks", "stride_vb", "stride_vh", "stride_vs",
     "bounds_side", "bounds_b", "keys_b", "pairs_b", "pairs_h", "pairs_q", "pairs_k", "distances_h",
-    "lse_at", "seqlen_kv", "scale", "softcap",
+    "lse_at", "seqlen_kv", "scale", "changed_by",
 )  # fmt: skip
 ANY_ADDRESS = ("Lse", "Count", "Bounds", "Keys", "Pairs", "Distances", "Slopes", "Sinks", "KScale", "VScale")
 
@@ -129,7 +129,7 @@ def _transposed(x, SLICES: tl.constexpr):
 
 @triton.jit
 def _step(
-    total, peak, out_0, out_1, start, end, own, of, scale, softcap, tile: tl.constexpr, how: tl.constexpr
+    total, peak, out_0, out_1, start, end, own, of, scale, changed_by, tile: tl.constexpr, how: tl.constexpr
 ):  # fmt: skip
     """A tile of keys of the online softmax. total, peak: (M,) or (S, M) so far; out_0, out_1: (…, M, V_0), (…, M, V_1). own: `Queries`;
     of: `Cache`; tile: `Tile`."""
@@ -176,7 +176,7 @@ def _step(
     if q_scale is not None:
         qk *= q_scale
     logits, _ = change(
-        qk, queries, keys, bias, distances, own.slope, scale, softcap, how.SOFTCAP, how.FAST_TANH, how.PLAIN
+        qk, queries, keys, bias, distances, own.slope, scale, changed_by, how.CHANGE, how.FAST_TANH, how.PLAIN
     )
     logits = tl.where(allowed, logits, float("-inf"))
     if AFTERWARDS:
@@ -243,7 +243,7 @@ def attention_decode(
     stride_vb: tl.int64, stride_vh: tl.int64, stride_vs: tl.int64,
     bounds_side: tl.int32, bounds_b: tl.int32, keys_b: tl.int32,
     pairs_b: tl.int64, pairs_h: tl.int64, pairs_q: tl.int64, pairs_k: tl.int64,
-    distances_h: tl.int64, lse_at: tl.int64, seqlen_kv: tl.int32, scale: tl.float32, softcap: tl.float32, HOW: tl.constexpr,
+    distances_h: tl.int64, lse_at: tl.int64, seqlen_kv: tl.int32, scale: tl.float32, changed_by: tl.float32, HOW: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits, Hkv · blocks of rows, B). See launch.py for the arguments, plan.py for the operands, tuples.py for HOW.
 
@@ -343,7 +343,7 @@ def attention_decode(
     for tile in tl.range(split, tiles, splits):
         start = first + tile * how.BLOCK_N
         total, peak, out_0, out_1 = _step(
-            total, peak, out_0, out_1, start, end, own, of, scale, softcap, constants, how
+            total, peak, out_0, out_1, start, end, own, of, scale, changed_by, constants, how
         )
 
     if how.PLAIN:

@@ -29,7 +29,7 @@ class Switches(NamedTuple):
     V_0: Any  # and of v
     V_1: Any
     PAIRS_MASK: Any  # pairs are a mask, and not added
-    SOFTCAP: Any
+    CHANGE: Any  # the change of each score, by its name; see tile_parts.changed
     FAST_TANH: Any  # see tile_parts.tanh
     PLAIN: Any  # nothing but a positive scale changes the scores
     PRECISION: Any  # of products, as tl.dot names it

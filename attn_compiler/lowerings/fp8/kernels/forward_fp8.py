@@ -144,19 +144,19 @@ def _step(
         # With the maximum, one multiplication and addition for each pair.
         factor = sizes.scale * LOG2E * descale
         logits = qk
-    elif how.SOFTCAP:
+    elif how.CHANGE != "unchanged":
         qk = qk * descale
         if own.shift is not None:
             qk += own.shift
         logits, _ = change(
-            qk, queries, keys, bias, distances, of.added.slope, sizes.scale, sizes.softcap, True, how.FAST_TANH, False
-        )
+            qk, queries, keys, bias, distances, of.added.slope, sizes.scale, sizes.changed_by, how.CHANGE, how.FAST_TANH, False
+        )  # fmt: skip
     else:
         # What the shift adds is the same for all keys, and comes at the end.
         scale = sizes.scale * descale
         logits, _ = change(
-            qk, queries, keys, bias, distances, of.added.slope, scale, sizes.softcap, False, how.FAST_TANH, False
-        )
+            qk, queries, keys, bias, distances, of.added.slope, scale, sizes.changed_by, how.CHANGE, how.FAST_TANH, False
+        )  # fmt: skip
     if MASKED:
         allowed = is_allowed(
             queries, keys, rows.lower, rows.upper, rows.document, document_k, keys_allowed, masks.mask, sizes, how
@@ -268,7 +268,7 @@ def attention_forward_fp8(
             total, peak, out_0, out_1, descale_v, tile, own, of, sizes, how, SCALE_BLOCK, False
         )
 
-    if Shift is not None and not how.SOFTCAP:
+    if Shift is not None and how.CHANGE == "unchanged":
         moved = peak + tl.load(Shift + row * sizes.seqlen_q + offsets, mask=inside, other=0.0) * (sizes.scale * LOG2E)
         # A row without keys has no scores to move, also where q holds NaN.
         peak = tl.where(total == 0.0, peak, moved)

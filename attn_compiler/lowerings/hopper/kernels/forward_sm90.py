@@ -435,7 +435,7 @@ def attention_forward_sm90(
         q_full=q_full, q_empty=q_empty, k_full=k_full, k_empty=k_empty, v_full=v_full, v_empty=v_empty
     )  # fmt: skip
     masks = Masks(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Slopes=Slopes)
-    softcap = sizes.softcap
+    softcap = sizes.changed_by
     scale = sizes.scale / softcap if how.SOFTCAP else sizes.scale * LOG2E
     if how.CONSUMERS == 2:
         gl.warp_specialize(

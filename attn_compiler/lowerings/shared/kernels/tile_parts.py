@@ -252,27 +252,43 @@ def allowed_at(
 
 
 @triton.jit
+def changed(qk, scale, number, CHANGE: tl.constexpr, FAST_TANH: tl.constexpr):
+    """What is done to each score by itself (score_changes.py): what comes of q kᵀ, and the factor that makes logits in units of log 2
+    of it."""
+    found, factor = qk, scale * LOG2E
+    if CHANGE == "softcap":
+        found = tanh(qk * (scale / number), FAST_TANH)
+        factor = number * LOG2E
+    return found, factor
+
+
+@triton.jit
+def through_change(grad, found, CHANGE: tl.constexpr):
+    """The gradient of the scores before the change. grad: of those after it; found: the first that `changed` gave."""
+    if CHANGE == "softcap":
+        grad *= 1.0 - found * found
+    return grad
+
+
+@triton.jit
 def change(
-    qk, queries, keys, bias, distances, slope, scale, softcap,
-    SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr, PLAIN: tl.constexpr, base=None,
+    qk, queries, keys, bias, distances, slope, scale, number,
+    CHANGE: tl.constexpr, FAST_TANH: tl.constexpr, PLAIN: tl.constexpr, base=None,
 ):  # fmt: skip
-    """q kᵀ (float32) as logits in units of log 2, before the mask; and the softcap's tanh, which its gradient needs.
+    """q kᵀ (float32) as logits in units of log 2, before the mask; and the changed scores, as `through_change` wants them.
 
     bias, distances: what is added to each pair, or None. slope: of this head. base: what the logits of each query
     begin from, in its shape, PLAIN or not; that costs nothing, as each further term is a product and a sum.
 
     PLAIN: nothing but a positive scale, which the caller applies together with the row's maximum: q kᵀ as it is.
     """
-    capped = qk
+    found = qk
     if PLAIN and base is None:
         logits = qk
     else:
-        factor = scale * LOG2E
-        if SOFTCAP:
-            capped = tanh(qk * (scale / softcap), FAST_TANH)
-            factor = softcap * LOG2E
+        found, factor = changed(qk, scale, number, CHANGE, FAST_TANH)
         # In this order there is no whole tile of sums to hold while the products are under way.
-        logits = capped * factor
+        logits = found * factor
         if base is not None:
             logits += base
         if slope is not None:
@@ -281,7 +297,7 @@ def change(
             logits += distances.to(tl.float32) * LOG2E
         if bias is not None:
             logits = tl.fma(bias.to(tl.float32), LOG2E, logits)
-    return logits, capped
+    return logits, found
 
 
 @triton.jit

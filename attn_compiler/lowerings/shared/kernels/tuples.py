@@ -87,7 +87,7 @@ class Sizes(NamedTuple):
     band_left: Any  # a query q may use keys from q - band_left on, where HAS_LEFT
     band_right: Any  # and up to q + band_right, where HAS_RIGHT
     scale: Any
-    softcap: Any
+    changed_by: Any  # the number of the change of each score
     dropout_p: Any
 
 
@@ -104,7 +104,7 @@ class Switches(NamedTuple):
     V_1: Any
     HAS_LEFT: Any
     HAS_RIGHT: Any
-    SOFTCAP: Any
+    CHANGE: Any  # the change of each score, by its name; see tile_parts.changed
     FAST_TANH: Any  # see tile_parts.tanh
     PLAIN: Any  # nothing but a positive scale changes the scores
     DROPOUT: Any

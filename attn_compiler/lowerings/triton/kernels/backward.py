@@ -38,6 +38,7 @@ from attn_compiler.lowerings.shared.kernels.tile_parts import (
     load_tile,
     partial_tile,
     store_tile,
+    through_change,
 )
 from attn_compiler.lowerings.shared.kernels.tuples import Added, KeyMasks, Pairs, Positions, QueryRows
 
@@ -147,17 +148,16 @@ def _step_q(grad_0, grad_1, tile, own, of, sizes, how: tl.constexpr, MASKED: tl.
     if how.V_1 > 0:
         v_1 = load_tile(of.v, start, None, how.BLOCK_N, how.V_0, how.V_1, how.HEAD_DIM_V, MASKED, how.ALIGN)
         grad_weights = tl.dot(own.grad_out_1, tl.trans(v_1), grad_weights, input_precision=how.PRECISION)
-    logits, capped = change(
-        qk, queries, keys, bias, distances, of.added.slope, sizes.scale, sizes.softcap,
-        how.SOFTCAP, how.FAST_TANH, how.PLAIN, own.base,
+    logits, found = change(
+        qk, queries, keys, bias, distances, of.added.slope, sizes.scale, sizes.changed_by,
+        how.CHANGE, how.FAST_TANH, how.PLAIN, own.base,
     )  # fmt: skip
     weights = tl.exp2(logits)
     if how.DROPOUT:
         keep = kept(own.seed, own.head, queries, keys, sizes.dropout_p)
         grad_weights = tl.where(keep, grad_weights / (1.0 - sizes.dropout_p), 0.0)
     grad = weights * (grad_weights - own.delta)
-    if how.SOFTCAP:
-        grad *= 1.0 - capped * capped
+    grad = through_change(grad, found, how.CHANGE)
     if MASKED:
         allowed = is_allowed(
             queries, keys, own.rows.lower, own.rows.upper, own.rows.document, document_k, keys_allowed, of.masks.mask,

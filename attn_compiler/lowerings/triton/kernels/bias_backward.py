@@ -119,8 +119,8 @@ def _scores_gradient(
                 grad_weights = tl.dot(g, tl.trans(v), grad_weights, input_precision=how.PRECISION)
             base, delta = row_stats(given.RowStats + row * 2 * given.stats_rows, offsets, given.stats_rows)
             logits, _ = change(
-                qk, queries, keys, bias, distances, slope, sizes.scale, sizes.softcap,
-                how.SOFTCAP, how.FAST_TANH, False, base[:, None],
+                qk, queries, keys, bias, distances, slope, sizes.scale, sizes.changed_by,
+                how.CHANGE, how.FAST_TANH, False, base[:, None],
             )  # fmt: skip
             weights = tl.exp2(logits)
             if how.DROPOUT:

@@ -78,8 +78,8 @@ def _step(total, peak, out_0, out_1, tile, own, of, sizes, how: tl.constexpr, MA
         k_1 = load_tile(of.k, start, None, how.BLOCK_N, how.QK_0, how.QK_1, how.HEAD_DIM_QK, MASKED, how.ALIGN)
         qk = tl.dot(own.q_1, tl.trans(k_1), qk, input_precision=how.PRECISION)
     logits, _ = change(
-        qk, queries, keys, bias, distances, of.added.slope, sizes.scale, sizes.softcap,
-        how.SOFTCAP, how.FAST_TANH, how.PLAIN,
+        qk, queries, keys, bias, distances, of.added.slope, sizes.scale, sizes.changed_by,
+        how.CHANGE, how.FAST_TANH, how.PLAIN,
     )  # fmt: skip
     if MASKED:
         allowed = is_allowed(

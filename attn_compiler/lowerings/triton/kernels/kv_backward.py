@@ -40,6 +40,7 @@ from attn_compiler.lowerings.shared.kernels.tile_parts import (
     queries_in_band,
     queries_in_use,
     store_tile,
+    through_change,
 )
 from attn_compiler.lowerings.shared.kernels.tuples import Added, Pairs, Positions
 from attn_compiler.lowerings.triton.kernels.backward import row_stats
@@ -120,9 +121,9 @@ def _step_kv(
     base, delta = row_stats(of.RowStats, natural, of.stats_rows)
     if IN_FRAGMENTS:
         base, delta = in_query_order(base, how.BLOCK_M), in_query_order(delta, how.BLOCK_M)
-    logits, capped = change(
-        qk, queries, keys, bias, distances, of.added.slope, sizes.scale, sizes.softcap,
-        how.SOFTCAP, how.FAST_TANH, how.PLAIN, base[None, :],
+    logits, found = change(
+        qk, queries, keys, bias, distances, of.added.slope, sizes.scale, sizes.changed_by,
+        how.CHANGE, how.FAST_TANH, how.PLAIN, base[None, :],
     )  # fmt: skip
     weights = tl.exp2(logits)
     if MASKED:
@@ -158,9 +159,8 @@ def _step_kv(
         if how.DROPOUT:
             grad_weights = tl.where(keep, grad_weights / (1.0 - sizes.dropout_p), 0.0)
         grad = weights * (grad_weights - delta[None, :])
-        if how.SOFTCAP:
-            tl.static_assert(of.Scores is None, "what is kept are gradients of the scores after the softcap")
-            grad *= 1.0 - capped * capped
+        tl.static_assert(of.Scores is None or how.CHANGE == "unchanged", "what is kept are gradients of changed scores")
+        grad = through_change(grad, found, how.CHANGE)
         if MASKED:
             grad = tl.where(allowed, grad, 0.0)
         if of.Scores is not None:

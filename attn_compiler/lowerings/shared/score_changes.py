@@ -1,0 +1,69 @@
+"""How each change of each score by itself is applied: one `Form` for each class of `scores.Pointwise`.
+
+Plain lowerings apply a form as it stands here. Our Triton kernels are told its name and a number, and have the rest in
+kernels/tile_parts.py (`changed` and `through_change`). Libraries, and kernels of other languages, name in their `Takes` what they know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from attn_compiler.scores import Pointwise, Softcap
+
+X = TypeVar("X")
+
+#: what kernels are told where nothing is to be done to each score
+UNCHANGED = "unchanged"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """name: what tile_parts.py knows it by.
+    apply: (call, scores, number) to the changed scores, as `applied`.
+    slope: (changed scores, number) to the derivative there.
+    """
+
+    name: str
+    apply: Callable[[Callable[..., Any], Any, float], Any]
+    slope: Callable[[torch.Tensor, float], torch.Tensor]
+
+
+def _softcap(call: Callable[..., Any], scores: Any, cap: float) -> Any:
+    return call(torch.mul, call(torch.tanh, call(torch.div, scores, cap)), cap)
+
+
+def _softcap_slope(changed: torch.Tensor, cap: float) -> torch.Tensor:
+    return 1 - (changed / cap).square()
+
+
+FORMS: dict[type[Pointwise], Form] = {Softcap: Form(name="softcap", apply=_softcap, slope=_softcap_slope)}
+
+#: what the plain lowerings apply, and our Triton kernels
+KINDS = tuple(FORMS)
+
+
+def applied(call: Callable[..., X], scores: X, change: Pointwise | None) -> X:
+    """The scores after it. call: makes an op of its arguments, on tensors or as a node of a graph."""
+    if change is None:
+        return scores
+    found: X = FORMS[type(change)].apply(call, scores, change.number)
+    return found
+
+
+def through(grad: torch.Tensor, changed: torch.Tensor, change: Pointwise | None) -> torch.Tensor:
+    """The gradient of the scores before it. grad: of those after it, which are `changed`."""
+    return grad if change is None else grad * FORMS[type(change)].slope(changed, change.number)
+
+
+def name(change: Pointwise | None) -> str:
+    """What kernels are compiled for."""
+    return UNCHANGED if change is None else FORMS[type(change)].name
+
+
+def number(change: Pointwise | None) -> float:
+    """What kernels are told beside the name."""
+    return 1.0 if change is None else change.number
