@@ -1,12 +1,12 @@
 """Which (query, key) pairs an attention may use: `MaskSpec` is a conjunction of kinds. Pure data, no FX, no CUDA.
 
-A proved kind has `words` for people, its `formula`, and a reference, `mask_mod(b, h, q, k, inputs)`: the kind's meaning for one
+A kind has `words` for people, its `formula`, and a reference, `mask_mod(b, h, q, k, inputs)`: the kind's meaning for one
 pair, which every kernel and every recovery is held against. What depends on run-time tensors holds an index expression.
 `own_key`: the kind lets each query use the key of its own position, keys that are padding aside.
 
-To add a kind: one class here, its name in PROVED_KINDS, its recogniser in passes/kinds.py, and its test. No lowering has to know it: the
-model's own tensor says the same, and is applied until lowerings/shared/parts.py makes a part of the kind. KINDS are another matter:
-lowerings apply those as they are, and refuse one that `check_masks` in lowerings/shared/limits.py does not list.
+To add a kind: one class here, its name in KINDS, its recogniser in passes/kinds.py, and its test. No lowering has to know it: the
+model's own tensor says the same, and is applied until lowerings/shared/parts.py makes a part of the kind. Of a kind that neither a
+tensor nor a flag says, `check_masks` in lowerings/shared/limits.py makes a refusal.
 """
 
 from __future__ import annotations
@@ -92,11 +92,6 @@ class Dense:
         dims = ", ".join(str(d) for d in self.shape)
         what = "dense bool" if self.is_bool else f"dense additive {self.dtype}"
         return f"{what}[{dims}]" + (f" from {self.terms} tensors" if self.terms > 1 else "")
-
-
-#: what lowerings are told to apply
-MaskKind = Causal | Dense
-KINDS: tuple[type[MaskKind], ...] = (Causal, Dense)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,7 +272,7 @@ class AnyOf:
     """One of the alternatives holds, each a conjunction of kinds (causal, or the same image block)."""
 
     own_key: ClassVar[bool] = False
-    alternatives: tuple[tuple[ProvedKind, ...], ...]
+    alternatives: tuple[tuple[MaskKind, ...], ...]
 
     @property
     def words(self) -> str:
@@ -317,9 +312,9 @@ class Formula:
         return bool(inputs.value(self.condition, b, h, q, k))
 
 
-ProvedKind = Causal | CausalFrom | SlidingWindow | Prefix | KeyPadding | KeyBound | Document | Chunked | AnyOf | Formula
+MaskKind = Causal | CausalFrom | SlidingWindow | Prefix | KeyPadding | KeyBound | Document | Chunked | AnyOf | Formula
 #: in the order in which they are printed
-PROVED_KINDS: tuple[type[ProvedKind], ...] = (
+KINDS: tuple[type[MaskKind], ...] = (
     Causal,
     CausalFrom,
     SlidingWindow,
@@ -333,28 +328,51 @@ PROVED_KINDS: tuple[type[ProvedKind], ...] = (
 )
 
 
+class Flag(enum.Enum):
+    """Why a kernel has to apply a diagonal by itself.
+
+    CALLED: the model's own call says so.
+    READ: the model's tensor was read. It says no more, and is not needed.
+    """
+
+    CALLED = "called"
+    READ = "read"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskSpec:
-    """Which pairs take part, and what that means. Empty: every pair does.
+    """Which pairs take part. Empty: every pair does.
 
-    kinds: what is to be applied. A pair has to be allowed by all of them. A Dense one is the model's own tensor.
-    proved: kinds that the Dense tensor was shown to mean, all of them together. They were read off the model's graph, and a lowering may
-        apply them in place of the tensor. A Causal one of `kinds` holds besides; where it was itself proved, and took the tensor's
-        place, it stands here too.
+    kinds: all that is known of which pairs do: a pair has to be allowed by each. First what a flag says, then what the tensor was shown to
+        mean, or the scores' DenseBias where there is no other tensor.
+    flag: why the first kind, a causal one, is to be applied by itself; None if none is.
+    dense: the model's own tensor. A lowering may apply its kinds in its place.
     reason: why the tensor could not be read; None if it was.
-    out_of_reach: tensors and sizes that `proved` reads and a lowering can't get. They are another graph's, exist only inside one call,
+    out_of_reach: tensors and sizes that `kinds` read and a lowering can't get. They are another graph's, exist only inside one call,
         or hold something else by then.
     """
 
     kinds: tuple[MaskKind, ...] = ()
-    proved: tuple[ProvedKind, ...] = ()
+    flag: Flag | None = None
+    dense: Dense | None = None
     reason: str | None = None
     out_of_reach: tuple[str, ...] = ()
 
     @property
+    def flagged(self) -> Causal | None:
+        """The kind that no tensor says."""
+        first = next(iter(self.kinds), None) if self.flag is not None else None
+        return first if isinstance(first, Causal) else None
+
+    @property
+    def held(self) -> tuple[MaskKind, ...]:
+        """The kinds that a tensor was shown to mean."""
+        return self.kinds if self.flagged is None else self.kinds[1:]
+
+    @property
     def words(self) -> str:
-        applied = " ∧ ".join(kind.words for kind in self.kinds)
-        meaning = " ∧ ".join(kind.words for kind in self.proved)
+        applied = " ∧ ".join(each.words for each in (self.flagged, self.dense) if each is not None)
+        meaning = " ∧ ".join(kind.words for kind in self.read)
         if not meaning:
             return applied or "none"
         if meaning == applied:
@@ -364,14 +382,14 @@ class MaskSpec:
 
     @property
     def formula(self) -> str | None:
-        """What was proved, over (b, h, q, k); None if nothing was. A mask that lets everything through has none."""
-        return " ∧ ".join(kind.formula for kind in self.proved) or None
+        """What was read, over (b, h, q, k); None if nothing was. A mask that lets everything through has none."""
+        return " ∧ ".join(kind.formula for kind in self.read) or None
 
     @property
     def is_causal(self) -> bool:
-        return any(isinstance(kind, Causal) for kind in self.kinds)
+        return self.flagged is not None
 
     @property
-    def dense(self) -> Dense | None:
-        """The dense operand, if there is one (recovery combines several into one)."""
-        return next((kind for kind in self.kinds if isinstance(kind, Dense)), None)
+    def read(self) -> tuple[MaskKind, ...]:
+        """The kinds that were read off the model's graph."""
+        return self.kinds if self.flag is Flag.READ else self.held

@@ -131,8 +131,7 @@ class AttentionSpec:
 CODEC = Codec(
     (
         *masks.KINDS,
-        *masks.PROVED_KINDS,
-        masks.Alignment,
+        *(masks.Dense, masks.Alignment, masks.Flag),
         *scores.KINDS,
         *scores.PROVED_KINDS,
         *scores.PARTS,

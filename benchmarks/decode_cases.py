@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_compiler import masks
 from attn_compiler.index_expr import Index, Load
-from attn_compiler.masks import Dense, MaskSpec, ProvedKind
+from attn_compiler.masks import Dense, MaskKind, MaskSpec
 from attn_compiler.scores import ScoreChange, ScoreSpec, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec, StoredSpec, TensorSpec
 
@@ -161,7 +161,7 @@ def _spec(case: Case, q: Tensor, k: Tensor, v: Tensor) -> AttentionSpec:
         return TensorSpec(shape=tuple(x.shape), strides=tuple(x.stride()), dtype=str(x.dtype).removeprefix("torch."))
 
     bound = Load("lengths", (Index("b"),), "int")
-    proved: tuple[ProvedKind, ...] = (masks.KeyBound(side="last", bound=bound),)
+    proved: tuple[MaskKind, ...] = (masks.KeyBound(side="last", bound=bound),)
     if case.seqlen_q > 1:
         proved = (masks.CausalFrom(offset=bound),)
     if case.window is not None:
@@ -173,7 +173,7 @@ def _spec(case: Case, q: Tensor, k: Tensor, v: Tensor) -> AttentionSpec:
         q=described(q),
         k=described(k),
         v=described(v),
-        mask=MaskSpec(kinds=(dense,), proved=proved),
+        mask=MaskSpec(kinds=proved, dense=dense),
         score=ScoreSpec(scale=case.head_dim**-0.5, changes=changes),
         device=q.device.type,
         out_dtype=str(q.dtype).removeprefix("torch."),

@@ -197,7 +197,7 @@ def used_queries(case: Case) -> Tensor:
 
 def _mask(case: Case) -> masks.MaskSpec:
     """As a model's mask is recovered: a flag if it is only causal, else a dense tensor and what it means."""
-    proved: list[masks.ProvedKind] = [masks.Causal()] if case.causal else []
+    proved: list[masks.MaskKind] = [masks.Causal()] if case.causal else []
     if case.window is not None:
         proved.append(masks.SlidingWindow(left=case.window - 1, right=None))
     if case.padding == "lengths":
@@ -209,8 +209,8 @@ def _mask(case: Case) -> masks.MaskSpec:
     if case.alibi or not all(isinstance(kind, masks.Causal) for kind in proved):
         heads, dtype = (case.heads_q, "float32") if case.alibi else (1, "bool")
         dense = masks.Dense(shape=(case.batch, heads, case.seqlen, case.seqlen), dtype=dtype)
-        return masks.MaskSpec(kinds=(dense,), proved=tuple(proved))
-    return masks.MaskSpec(kinds=(masks.Causal(),) if case.causal else (), proved=tuple(proved))
+        return masks.MaskSpec(kinds=tuple(proved), dense=dense)
+    return masks.MaskSpec(kinds=tuple(proved), flag=masks.Flag.READ if proved else None)
 
 
 # ---- scores -------------------------------------------------------------------------------------------------------

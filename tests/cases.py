@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_compiler.masks import Alignment, Causal, Dense, MaskSpec
+from attn_compiler.masks import Alignment, Causal, Dense, Flag, MaskSpec
 from attn_compiler.scores import DenseBias, ScoreChange, ScoreSpec, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec, TensorSpec
 
@@ -141,12 +141,10 @@ def _mask(case: Case, generator: torch.Generator) -> torch.Tensor:
 
 
 def _mask_spec(case: Case, mask: torch.Tensor | None) -> MaskSpec:
-    kinds: list[Causal | Dense] = []
-    if case.causal is not None:
-        kinds.append(Causal(alignment=case.causal))
-    if mask is not None:
-        kinds.append(Dense(shape=tuple(mask.shape), dtype=_dtype_name(mask.dtype)))
-    return MaskSpec(kinds=tuple(kinds))
+    dense = None if mask is None else Dense(shape=tuple(mask.shape), dtype=_dtype_name(mask.dtype))
+    if case.causal is None:
+        return MaskSpec(dense=dense)
+    return MaskSpec(kinds=(Causal(alignment=case.causal),), flag=Flag.CALLED, dense=dense)
 
 
 def _score_spec(case: Case, bias: torch.Tensor | None) -> ScoreSpec:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from attn_compiler.masks import Alignment, Causal
+from attn_compiler.masks import Alignment
 from tests.cases import Inputs
 
 FACTOR = 2.0
@@ -41,10 +41,9 @@ def attention(inputs: Inputs) -> torch.Tensor:
         allowed = allowed & inputs.mask
     elif inputs.mask is not None:
         scores, allowed = scores + inputs.mask, allowed & (inputs.mask > -torch.inf)
-    for kind in spec.mask.kinds:
-        if isinstance(kind, Causal):
-            shift = 0 if kind.alignment is Alignment.TOP_LEFT else scores.shape[-1] - scores.shape[-2]
-            allowed = allowed & torch.ones_like(scores, dtype=torch.bool).tril(shift)
+    if spec.mask.flagged is not None:
+        shift = 0 if spec.mask.flagged.alignment is Alignment.TOP_LEFT else scores.shape[-1] - scores.shape[-2]
+        allowed = allowed & torch.ones_like(scores, dtype=torch.bool).tril(shift)
     sinks = None if inputs.sinks is None else inputs.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
     return _weights(scores, allowed, sinks) @ v
 

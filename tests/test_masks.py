@@ -17,6 +17,7 @@ from attn_compiler.masks import (
     Chunked,
     Dense,
     Document,
+    Flag,
     Formula,
     Inputs,
     KeyBound,
@@ -46,7 +47,7 @@ def _element(tensor: str, at: tuple[int, ...]) -> int:
     return int(TENSORS[tensor][at].item())
 
 
-def _table(kind: masks.ProvedKind, seqlen_q: int = SEQLEN_Q, seqlen_kv: int = SEQLEN_KV, b: int = 0) -> torch.Tensor:
+def _table(kind: masks.MaskKind, seqlen_q: int = SEQLEN_Q, seqlen_kv: int = SEQLEN_KV, b: int = 0) -> torch.Tensor:
     """The kind's meaning for every pair of one batch row."""
     inputs = Inputs(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, load=_element, sizes={"s0": 2})
     rows = [[kind.mask_mod(b, 0, q, k, inputs) for k in range(seqlen_kv)] for q in range(seqlen_q)]
@@ -68,7 +69,7 @@ def test_causal_is_what_pytorch_means_by_is_causal() -> None:
 
 
 #: a kind -> its table for a batch row, written with tensors: rows q, columns k
-MEANINGS: list[tuple[masks.ProvedKind, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]]] = [
+MEANINGS: list[tuple[masks.MaskKind, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]]] = [
     (Causal(), lambda q, k, b: k <= q),
     (BOTTOM_RIGHT, lambda q, k, b: k <= q + 2),
     (CausalFrom(offset=Const(-1)), lambda q, k, b: k < q),
@@ -102,14 +103,14 @@ MEANINGS: list[tuple[masks.ProvedKind, Callable[[torch.Tensor, torch.Tensor, int
 @pytest.mark.parametrize("b", [0, 1])
 @pytest.mark.parametrize(("kind", "wanted"), MEANINGS, ids=[kind.words for kind, _ in MEANINGS])
 def test_what_a_kind_allows(
-    kind: masks.ProvedKind, wanted: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor], b: int
+    kind: masks.MaskKind, wanted: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor], b: int
 ) -> None:
     table = wanted(torch.arange(SEQLEN_Q)[:, None], torch.arange(SEQLEN_KV)[None, :], b)
     assert torch.equal(_table(kind, b=b), table.expand(SEQLEN_Q, SEQLEN_KV))
 
 
 def test_every_proved_kind_is_tested_above() -> None:
-    assert {type(kind) for kind, _ in MEANINGS} == set(masks.PROVED_KINDS)
+    assert {type(kind) for kind, _ in MEANINGS} == set(masks.KINDS)
 
 
 def test_a_tensor_that_was_not_given_is_an_error_that_names_it() -> None:
@@ -154,36 +155,52 @@ def test_a_tensor_that_was_not_given_is_an_error_that_names_it() -> None:
         ),
     ],
 )
-def test_words_and_formula(kind: masks.MaskKind | masks.ProvedKind, words: str, formula: str | None) -> None:
+def test_words_and_formula(kind: masks.MaskKind | Dense, words: str, formula: str | None) -> None:
     assert kind.words == words
     assert getattr(kind, "formula", None) == formula
 
 
 def test_every_kind_has_words_and_is_tested_above() -> None:
     tested = {type(mark[0]) for mark in test_words_and_formula.pytestmark[0].args[1]}
-    assert tested == set(masks.KINDS) | set(masks.PROVED_KINDS)
+    assert tested == {*masks.KINDS, Dense}
 
 
 def test_words_of_a_mask() -> None:
     dense = Dense(shape=(1,), dtype="bool")
     assert MaskSpec().words == "none"
-    assert MaskSpec(kinds=(Causal(), dense)).words == "causal ∧ dense bool[1]"
-    assert MaskSpec(kinds=(Causal(),), proved=(Causal(),)).words == "causal (proved)"
-    proved = MaskSpec(kinds=(dense,), proved=(Causal(), KeyPadding(condition=ix.as_bool(PADDING))))
+    assert MaskSpec(kinds=(Causal(),), flag=Flag.CALLED, dense=dense).words == "causal ∧ dense bool[1]"
+    assert MaskSpec(kinds=(Causal(),), flag=Flag.READ).words == "causal (proved)"
+    proved = MaskSpec(kinds=(Causal(), KeyPadding(condition=ix.as_bool(PADDING))), dense=dense)
     assert proved.words == "causal ∧ key padding padding[b, k] (proved), as dense bool[1]"
-    assert MaskSpec(proved=(Causal(),)).words == "causal (proved), within the bias"
+    assert MaskSpec(kinds=(Causal(),)).words == "causal (proved), within the bias"
     assert proved.formula == "k <= q ∧ padding[b, k] ≠ 0"
-    assert MaskSpec(kinds=(dense,), reason="it is not in the graph").formula is None
+    assert MaskSpec(dense=dense, reason="it is not in the graph").formula is None
 
 
 def test_parts_of_a_mask() -> None:
     dense = Dense(shape=(1,), dtype="float32")
-    assert MaskSpec(kinds=(Causal(), dense)).is_causal
-    assert MaskSpec(kinds=(Causal(), dense)).dense is dense
-    assert not MaskSpec(kinds=(dense,)).is_causal
-    assert MaskSpec(kinds=(Causal(),)).dense is None
+    assert MaskSpec(kinds=(Causal(),), flag=Flag.CALLED, dense=dense).is_causal
+    assert MaskSpec(kinds=(Causal(),), flag=Flag.CALLED, dense=dense).dense is dense
+    assert not MaskSpec(dense=dense).is_causal
+    assert MaskSpec(kinds=(Causal(),), flag=Flag.CALLED).dense is None
     # What it was shown to be is not what a lowering has to apply.
-    assert not MaskSpec(kinds=(dense,), proved=(Causal(),)).is_causal
+    assert not MaskSpec(kinds=(Causal(),), dense=dense).is_causal
+
+
+def test_each_kind_stands_once_and_says_how_it_is_known() -> None:
+    dense, padding = Dense(shape=(1,), dtype="bool"), KeyPadding(condition=ix.as_bool(PADDING))
+    called = MaskSpec(kinds=(Causal(), padding), flag=Flag.CALLED, dense=dense)
+    assert (called.flagged, called.held, called.read) == (Causal(), (padding,), (padding,))
+    read = MaskSpec(kinds=(Causal(),), flag=Flag.READ)
+    assert (read.flagged, read.held, read.read) == (Causal(), (), (Causal(),))
+    within = MaskSpec(kinds=(Causal(), padding), dense=dense)
+    assert (within.flagged, within.held, within.read) == (None, (Causal(), padding), (Causal(), padding))
+
+
+def test_a_flag_says_nothing_but_a_diagonal() -> None:
+    padding = KeyPadding(condition=ix.as_bool(PADDING))
+    other = MaskSpec(kinds=(padding,), flag=Flag.CALLED)
+    assert (other.flagged, other.held) == (None, (padding,))
 
 
 @pytest.mark.parametrize(("dtype", "is_bool"), [("bool", True), ("float32", False)])
@@ -191,7 +208,7 @@ def test_dense_of_either_kind(dtype: str, is_bool: bool) -> None:
     assert Dense(shape=(1,), dtype=dtype).is_bool == is_bool
 
 
-@pytest.mark.parametrize("kind", [*masks.KINDS, *masks.PROVED_KINDS])
+@pytest.mark.parametrize("kind", [*masks.KINDS, Dense])
 def test_kinds_are_frozen_and_hashable(kind: type[masks.MaskKind]) -> None:
     assert dataclasses.is_dataclass(kind)
     assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ import pytest
 from attn_compiler import index_expr as ix
 from attn_compiler import masks, reads, scores
 from attn_compiler.index_expr import Index, Load, Size
-from attn_compiler.masks import ProvedKind
+from attn_compiler.masks import MaskKind
 from attn_compiler.scores import ProvedScore
 
 B, H, Q, K = map(Index, "bhqk")
@@ -25,7 +25,7 @@ PADDING = ix.as_bool(Load("attention_mask", (B, Load("order", (K,), "int")), "in
         (scores.Bias(tensor="bias", at=(LENGTH, Size("s2")), shape=(1, 1, 1, 1)), {"bias", "length"}, {"s2"}),
     ],
 )  # fmt: skip
-def test_what_a_kind_reads(kind: ProvedKind | ProvedScore, tensors: set[str], sizes: set[str]) -> None:
+def test_what_a_kind_reads(kind: MaskKind | ProvedScore, tensors: set[str], sizes: set[str]) -> None:
     assert reads.tensors(kind) == tensors
     assert reads.sizes(kind) == sizes
     assert reads.names(kind) == tensors | sizes

@@ -23,7 +23,7 @@ SPEC = AttentionSpec(
     q=TensorSpec(shape=(2, 32, 4096, 64), strides=(8388608, 64, 2048, 1), dtype="bfloat16"),
     k=KV,
     v=KV,
-    mask=masks.MaskSpec(kinds=(masks.Causal(),)),
+    mask=masks.MaskSpec(kinds=(masks.Causal(),), flag=masks.Flag.CALLED),
     score=scores.ScoreSpec(scale=0.125, changes=(scores.Softcap(cap=50.0),)),
     device="cuda",
     out_dtype="bfloat16",
@@ -164,7 +164,7 @@ def _rows_of_mask(mask: masks.MaskSpec) -> list[str]:
 
 def test_a_proved_mask_is_shown_in_words_and_as_a_formula() -> None:
     padding = masks.KeyPadding(condition=ix.as_bool(ix.Load("attention_mask", (ix.Index("b"), ix.Index("k")), "int")))
-    proved = masks.MaskSpec(kinds=(masks.Dense(shape=(2, 1, 8, 8), dtype="bool"),), proved=(masks.Causal(), padding))
+    proved = masks.MaskSpec(kinds=(masks.Causal(), padding), dense=masks.Dense(shape=(2, 1, 8, 8), dtype="bool"))
     assert _rows_of_mask(proved) == [
         "mask      causal ∧ key padding attention_mask[b, k] (proved), as dense bool[2, 1, 8, 8]",
         "formula   k <= q ∧ attention_mask[b, k] ≠ 0",
@@ -173,7 +173,7 @@ def test_a_proved_mask_is_shown_in_words_and_as_a_formula() -> None:
 
 def test_a_mask_that_stays_dense_says_why() -> None:
     dense = masks.Dense(shape=(1, 1, 8, 8), dtype="float32")
-    assert _rows_of_mask(masks.MaskSpec(kinds=(dense,), reason="bias adds more than masking: x[q, k]")) == [
+    assert _rows_of_mask(masks.MaskSpec(dense=dense, reason="bias adds more than masking: x[q, k]")) == [
         "mask      dense additive float32[1, 1, 8, 8]",
         "unproved  bias adds more than masking: x[q, k]",
     ]
@@ -275,7 +275,7 @@ def test_a_long_mask_loses_its_middle() -> None:
         for i in range(64)
     ]
     kind = masks.Formula(condition=ix.apply("or", *several))
-    spec = dataclasses.replace(SPEC, mask=masks.MaskSpec(kinds=(masks.Causal(),), proved=(kind,)))
+    spec = dataclasses.replace(SPEC, mask=masks.MaskSpec(kinds=(masks.Causal(), kind), flag=masks.Flag.CALLED))
     report = dataclasses.replace(REPORT, sites=(dataclasses.replace(SITE, spec=spec),))
     shown = " ".join(str(report).split())
     assert len(spec.mask.words) > 1000

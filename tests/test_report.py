@@ -17,7 +17,7 @@ SPEC = AttentionSpec(
     q=QKV,
     k=QKV,
     v=QKV,
-    mask=masks.MaskSpec(kinds=(masks.Causal(alignment=masks.Alignment.BOTTOM_RIGHT),)),
+    mask=masks.MaskSpec(kinds=(masks.Causal(alignment=masks.Alignment.BOTTOM_RIGHT),), flag=masks.Flag.CALLED),
     score=scores.ScoreSpec(scale=0.5),
     device="cpu",
     out_dtype="float32",
@@ -105,7 +105,7 @@ def test_the_spec_can_be_built_again_from_the_json() -> None:
 @pytest.mark.parametrize(
     ("mask", "formula", "unproved"),
     [
-        (masks.MaskSpec(proved=(masks.Causal(),)), "k <= q", None),
+        (masks.MaskSpec(kinds=(masks.Causal(),)), "k <= q", None),
         (masks.MaskSpec(reason="m holds an element for each pair"), None, "m holds an element for each pair"),
     ],
 )

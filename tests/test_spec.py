@@ -55,7 +55,7 @@ def _of_type(hint: Any) -> st.SearchStrategy[Any]:
     if hint in known:
         return known[hint]
     # Alternatives of conjunctions of kinds: one level of them is enough.
-    simple = tuple(k for k in masks.PROVED_KINDS if k is not masks.AnyOf)
+    simple = tuple(k for k in masks.KINDS if k is not masks.AnyOf)
     return st.lists(st.lists(_kinds(simple), max_size=2).map(tuple), max_size=2).map(tuple)
 
 
@@ -68,7 +68,8 @@ SPECS = st.builds(
     mask=st.builds(
         masks.MaskSpec,
         kinds=st.lists(_kinds(masks.KINDS), max_size=2).map(tuple),
-        proved=st.lists(_kinds(masks.PROVED_KINDS), max_size=2).map(tuple),
+        flag=st.none() | st.sampled_from(masks.Flag),
+        dense=st.none() | _kinds((masks.Dense,)),
         reason=st.none() | st.text(max_size=8),
     ),
     score=st.builds(
@@ -150,7 +151,7 @@ def test_a_spec_is_frozen(field: str) -> None:
 
 def test_every_kind_can_be_written_and_read() -> None:
     """A kind that is not listed would be written, and fail when the text is read in the backward."""
-    listed = {cls.__name__ for cls in (*masks.KINDS, *masks.PROVED_KINDS, *scores.KINDS, *SCORES)}
+    listed = {cls.__name__ for cls in (*masks.KINDS, masks.Dense, *scores.KINDS, *SCORES)}
     defined = {
         name
         for module in (masks, scores)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from attn_compiler import index_expr as ix
 from attn_compiler import masks
 from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Test
-from attn_compiler.masks import ProvedKind
+from attn_compiler.masks import MaskKind
 
 B, H, Q, K = map(Index, "bhqk")
 
@@ -22,13 +22,13 @@ def conjuncts(x: Expr) -> tuple[Expr, ...]:
     return x.args if isinstance(x, Apply) and x.op == "and" else (x,)
 
 
-def recognise(x: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> tuple[ProvedKind, ...]:
+def recognise(x: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> tuple[MaskKind, ...]:
     """The kinds whose conjunction is the expression. seqlen_q, seqlen_kv: the sizes of the scores."""
     kinds = _joined([_kind(part, seqlen_q, seqlen_kv) for part in conjuncts(x)])
-    return tuple(sorted(kinds, key=lambda kind: masks.PROVED_KINDS.index(type(kind))))
+    return tuple(sorted(kinds, key=lambda kind: masks.KINDS.index(type(kind))))
 
 
-def _kind(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind:
+def _kind(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind:
     for recogniser in RECOGNISERS:
         found = recogniser(part, seqlen_q, seqlen_kv)
         if found is not None:
@@ -57,7 +57,7 @@ def _plain(form: Linear) -> Expr:
     return ix.add(form, ix.ZERO)
 
 
-def _causal(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
+def _causal(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
     """k <= q + r."""
     if not isinstance(part, Test) or part.relation != ">=":
         return None
@@ -71,7 +71,7 @@ def _causal(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | Non
     return masks.CausalFrom(offset=_plain(rest))
 
 
-def _window(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
+def _window(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
     """k >= q - w."""
     if not isinstance(part, Test) or part.relation != ">=":
         return None
@@ -81,7 +81,7 @@ def _window(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | Non
     return masks.SlidingWindow(left=rest.const, right=None)
 
 
-def _band(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
+def _band(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
     """|q - k| <= w."""
     if not isinstance(part, Test) or part.relation != ">=" or len(part.form.terms) != 1:
         return None
@@ -92,7 +92,7 @@ def _band(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
     return masks.SlidingWindow(left=width, right=width)
 
 
-def _key_bound(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
+def _key_bound(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
     """k <= r, or k >= -r."""
     if not isinstance(part, Test) or part.relation != ">=":
         return None
@@ -106,13 +106,13 @@ def _key_bound(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | 
 # ---- what tensors say ---------------------------------------------------------------------------------------------
 
 
-def _key_padding(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
+def _key_padding(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
     """Any condition on the key that a tensor is asked for: attention_mask[b, k] ≠ 0, or token_type_ids[b, k] = 1."""
     reads_keys = any(ix.mentions(load, K) for load in ix.loads(part))
     return masks.KeyPadding(condition=part) if reads_keys and not _mentions(part, Q, H) else None
 
 
-def _document(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
+def _document(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
     """f[b, q] = f[b, k], where f is read from tensors."""
     for query, key in _equal_sides(part):
         if not _mentions(key, Q, H) and ix.substitute(key, K, Q) == query and any(ix.loads(key)):
@@ -133,7 +133,7 @@ def _equal_sides(part: Expr) -> tuple[tuple[Expr, Expr], ...]:
     return ((a, b), (b, a))
 
 
-def _chunked(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
+def _chunked(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
     """(q - s) // c = (k - s) // c."""
     for query, key in _equal_sides(part):
         if not isinstance(key, Apply) or key.op != "floordiv" or ix.substitute(key, K, Q) != query:
@@ -148,7 +148,7 @@ def _chunked(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | No
 # ---- alternatives -------------------------------------------------------------------------------------------------
 
 
-def _prefix(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
+def _prefix(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
     """k <= q ∨ k < r."""
     if not isinstance(part, Apply) or part.op != "or" or len(part.args) != 2:
         return None
@@ -159,7 +159,7 @@ def _prefix(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | Non
     return masks.Prefix(length=ix.add(bounds[0], ix.ONE))
 
 
-def _any_of(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> ProvedKind | None:
+def _any_of(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
     """Alternatives of which at least one is no mere formula: causal ∨ the same image block."""
     if not isinstance(part, Apply) or part.op != "or" or _is_at_most(part):
         return None
@@ -175,11 +175,11 @@ def _is_at_most(part: Apply) -> bool:
     return len(part.args) == 2 and "lt" in ops and set(ops["lt"]) == set(ops.get("eq", ()))
 
 
-def _place(alternative: tuple[ProvedKind, ...]) -> int:
-    return masks.PROVED_KINDS.index(type(alternative[0]))
+def _place(alternative: tuple[MaskKind, ...]) -> int:
+    return masks.KINDS.index(type(alternative[0]))
 
 
-def _joined(kinds: list[ProvedKind]) -> list[ProvedKind]:
+def _joined(kinds: list[MaskKind]) -> list[MaskKind]:
     """A number of positions back and a number ahead are one window."""
     left = [k for k in kinds if isinstance(k, masks.SlidingWindow) and k.right is None]
     right = [(k, n) for k in kinds if (n := _positions_ahead(k)) is not None]
@@ -189,14 +189,14 @@ def _joined(kinds: list[ProvedKind]) -> list[ProvedKind]:
     return kinds
 
 
-def _positions_ahead(kind: ProvedKind) -> int | None:
+def _positions_ahead(kind: MaskKind) -> int | None:
     if isinstance(kind, masks.CausalFrom) and isinstance(kind.offset, Const) and isinstance(kind.offset.value, int):
         return kind.offset.value if kind.offset.value > 0 else None
     return None
 
 
 #: A new kind: one recogniser here, its class in masks.py, its test. The first that knows a part names it
-RECOGNISERS: tuple[Callable[[Expr, Linear, Linear], ProvedKind | None], ...] = (
+RECOGNISERS: tuple[Callable[[Expr, Linear, Linear], MaskKind | None], ...] = (
     _causal,
     _window,
     _band,

@@ -167,9 +167,9 @@ def _operands(
         mask=tensors.mask,
         sinks=tensors.sinks,
         stored=None if tensors.stored is None else StoredNodes(**vars(tensors.stored)),
-        loads=reach.tensors(builder, site.loads, mask.proved, mask.out_of_reach),
+        loads=reach.tensors(builder, site.loads, mask.kinds, mask.out_of_reach),
         score_loads=reach.tensors(builder, site.score_loads, score.proved, score.out_of_reach),
-        sizes=reach.sizes(mirror, site.match, (*mask.proved, *score.proved)),
+        sizes=reach.sizes(mirror, site.match, (*mask.kinds, *score.proved)),
     )
 
 

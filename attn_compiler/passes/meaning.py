@@ -17,7 +17,7 @@ from attn_compiler.index_expr import Expr, Linear, Ranges
 from attn_compiler.index_expr.dividing import divide
 from attn_compiler.index_expr.ranges import LOADED_KEY
 from attn_compiler.index_expr.reach import Reach
-from attn_compiler.masks import ProvedKind
+from attn_compiler.masks import MaskKind
 from attn_compiler.passes import axes, elements, fills, kinds, mutation, reading, score_kinds, shut_queries
 from attn_compiler.passes.axes import Dim
 from attn_compiler.passes.calls import target_name
@@ -48,7 +48,7 @@ class Meaning:
     """
 
     condition: Expr | None = None
-    kinds: tuple[ProvedKind, ...] = ()
+    kinds: tuple[MaskKind, ...] = ()
     reason: str | None = None
     scores: tuple[ProvedScore, ...] = ()
     tensors: dict[str, Version] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class _Read:
     def meaning(self) -> Meaning:
         condition = ix.apply("and", *self._conditions)
         seqlen_q, seqlen_kv = _length(self._match.query), _length(self._match.key)
-        found: tuple[ProvedKind, ...] = ()
+        found: tuple[MaskKind, ...] = ()
         reason = next(iter(self._unread_masks), None) or self._why_not(condition)
         if reason is None and (seqlen_q is None or seqlen_kv is None):
             reason = "a sequence length is no plain size"

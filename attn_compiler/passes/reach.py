@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor
 
 from attn_compiler import reads, torch_compat
 from attn_compiler.lowerings.base import SizeOf
-from attn_compiler.masks import ProvedKind
+from attn_compiler.masks import MaskKind
 from attn_compiler.passes import axes, body_inputs
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.emit import GraphBuilder, copied_before, example
@@ -24,7 +24,7 @@ from attn_compiler.passes.site import Match
 from attn_compiler.passes.unit import Unit
 from attn_compiler.scores import Bias, ProvedScore
 
-Kinds = Iterable[ProvedKind | ProvedScore]
+Kinds = Iterable[MaskKind | ProvedScore]
 
 
 def missing(unit: Unit, mirror: Mirror, match: Match, loads: Mapping[str, Version], kinds: Kinds) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ def sizes(mirror: Mirror, match: Match, kinds: Kinds) -> dict[str, SizeOf]:
     return found
 
 
-def _evaluated(kinds: Kinds) -> tuple[ProvedKind | ProvedScore, ...]:
+def _evaluated(kinds: Kinds) -> tuple[MaskKind | ProvedScore, ...]:
     """Those that a lowering may compute anew. A Bias is no more than the operand that the site has anyway."""
     return tuple(kind for kind in kinds if not isinstance(kind, Bias))
 

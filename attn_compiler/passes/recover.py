@@ -130,7 +130,7 @@ def _describe(
         q=_tensor_spec(tensors.q, emit.example(mirror, match.q.root)),
         k=_tensor_spec(tensors.k, emit.example(mirror, match.k.root)),
         v=_tensor_spec(tensors.v, emit.example(mirror, match.v.root)),
-        mask=dataclasses.replace(mask, out_of_reach=reach.missing(unit, mirror, match, site.loads, mask.proved)),
+        mask=dataclasses.replace(mask, out_of_reach=reach.missing(unit, mirror, match, site.loads, mask.kinds)),
         score=dataclasses.replace(
             score, out_of_reach=reach.missing(unit, mirror, match, site.score_loads, score.proved)
         ),
@@ -219,11 +219,16 @@ def _prove(match: Match, proved: Meaning, bias: bool) -> None:
 
 
 def _mask_spec(match: Match, tensors: Tensors[torch.Tensor], proved: Meaning, bias: bool) -> masks.MaskSpec:
-    kinds: list[masks.MaskKind] = [masks.Causal()] if match.is_causal else []
+    dense = None
     if tensors.mask is not None and not bias:
         terms = len(match.additive) + len(match.allowed)
-        kinds.append(masks.Dense(shape=_dims(tensors.mask.shape), dtype=_name(tensors.mask.dtype), terms=terms))
-    return masks.MaskSpec(kinds=tuple(kinds), proved=proved.kinds, reason=proved.reason)
+        dense = masks.Dense(shape=_dims(tensors.mask.shape), dtype=_name(tensors.mask.dtype), terms=terms)
+    spec = masks.MaskSpec(kinds=proved.kinds, dense=dense, reason=proved.reason)
+    if not match.is_causal:
+        return spec
+    if tensors.mask is None and proved.kinds:
+        return dataclasses.replace(spec, flag=masks.Flag.READ)
+    return dataclasses.replace(spec, kinds=(masks.Causal(), *proved.kinds), flag=masks.Flag.CALLED)
 
 
 def _score_spec(

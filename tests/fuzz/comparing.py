@@ -275,7 +275,7 @@ def _count(outcome: Outcome) -> None:
                 outcome.untouched += times
             else:
                 outcome.lowered[site.decision.lowering] += times
-            outcome.proved.update(type(kind).__name__ for kind in (*site.spec.mask.proved, *site.spec.score.proved))
+            outcome.proved.update(type(kind).__name__ for kind in (*site.spec.mask.read, *site.spec.score.proved))
             if site.spec.mask.reason is not None:
                 outcome.proved["dense: not proved"] += 1
 

@@ -29,11 +29,10 @@ _FROM_OUTSIDE = "is an input of the graph"
 def kind_of(site: SiteReport) -> str:
     """ "no mask" (none, or one proved true everywhere), the names of the proved kinds, "ready-made" or "dense"."""
     mask = site.spec.mask
-    if mask.proved:
-        return " ∧ ".join(dict.fromkeys(NAMES[type(kind)] for kind in mask.proved))
-    dense = any(isinstance(kind, masks.Dense) for kind in mask.kinds)
-    if not dense:
-        return NAMES[masks.Causal] if mask.kinds else NO_MASK
+    if mask.read:
+        return " ∧ ".join(dict.fromkeys(NAMES[type(kind)] for kind in mask.read))
+    if mask.dense is None:
+        return NAMES[masks.Causal] if mask.is_causal else NO_MASK
     return READY_MADE if _FROM_OUTSIDE in (mask.reason or "") else DENSE if mask.reason else NO_MASK
 
 

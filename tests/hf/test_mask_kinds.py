@@ -29,17 +29,17 @@ def _site(mask: masks.MaskSpec, modules: int = 1) -> SiteReport:
     ("mask", "kind", "proved"),
     [
         (masks.MaskSpec(), "no mask", False),
-        (masks.MaskSpec(kinds=(masks.Causal(),)), "causal", True),
-        (masks.MaskSpec(kinds=(masks.Causal(),), proved=(masks.Causal(),)), "causal", True),
-        (masks.MaskSpec(kinds=(DENSE,), proved=(masks.Causal(), PADDING)), "causal ∧ key padding", True),
-        (masks.MaskSpec(kinds=(DENSE,), proved=(PADDING, PADDING)), "key padding", True),
-        (masks.MaskSpec(kinds=(DENSE,), proved=(masks.Causal(), FORMULA)), "causal ∧ formula", False),
+        (masks.MaskSpec(kinds=(masks.Causal(),), flag=masks.Flag.CALLED), "causal", True),
+        (masks.MaskSpec(kinds=(masks.Causal(),), flag=masks.Flag.READ), "causal", True),
+        (masks.MaskSpec(kinds=(masks.Causal(), PADDING), dense=DENSE), "causal ∧ key padding", True),
+        (masks.MaskSpec(kinds=(PADDING, PADDING), dense=DENSE), "key padding", True),
+        (masks.MaskSpec(kinds=(masks.Causal(), FORMULA), dense=DENSE), "causal ∧ formula", False),
         (
-            masks.MaskSpec(kinds=(DENSE,), reason="m is an input of the graph, and holds …"),
+            masks.MaskSpec(dense=DENSE, reason="m is an input of the graph, and holds …"),
             "ready-made",
             False,
         ),
-        (masks.MaskSpec(kinds=(DENSE,), reason="m is written in place"), "dense", False),
+        (masks.MaskSpec(dense=DENSE, reason="m is written in place"), "dense", False),
     ],
 )
 def test_kind_of(mask: masks.MaskSpec, kind: str, proved: bool) -> None:
@@ -48,13 +48,13 @@ def test_kind_of(mask: masks.MaskSpec, kind: str, proved: bool) -> None:
 
 
 def test_every_proved_kind_has_a_name() -> None:
-    assert set(mask_kinds.NAMES) == set(masks.PROVED_KINDS)
+    assert set(mask_kinds.NAMES) == set(masks.KINDS)
 
 
 def test_sites_are_counted_as_often_as_their_graph_ran() -> None:
     report = Report(graph="0/0", target="cpu")
-    causal = _site(masks.MaskSpec(kinds=(masks.Causal(),)), modules=3)
-    dense = _site(masks.MaskSpec(kinds=(DENSE,), reason="m is written in place"))
+    causal = _site(masks.MaskSpec(kinds=(masks.Causal(),), flag=masks.Flag.CALLED), modules=3)
+    dense = _site(masks.MaskSpec(dense=DENSE, reason="m is written in place"))
     first = dataclasses.replace(report, sites=(causal, dense))
     second = dataclasses.replace(report, sites=(dense,))
     assert mask_kinds.counted([(first, 2), (second, 1)]) == (("causal", 6), ("dense", 3))

@@ -6,13 +6,13 @@ import dataclasses
 
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Lowering
-from attn_compiler.masks import Alignment, Causal, Dense, MaskSpec
+from attn_compiler.masks import Alignment, Causal, Dense, Flag, MaskSpec
 from attn_compiler.scores import DenseBias, ScoreChange, ScoreSpec
 from attn_compiler.spec import AttentionSpec, Dim, TensorSpec
 from attn_compiler.target import Target
 
-CAUSAL = MaskSpec(kinds=(Causal(),))
-BOTTOM_RIGHT = MaskSpec(kinds=(Causal(alignment=Alignment.BOTTOM_RIGHT),))
+CAUSAL = MaskSpec(kinds=(Causal(),), flag=Flag.CALLED)
+BOTTOM_RIGHT = MaskSpec(kinds=(Causal(alignment=Alignment.BOTTOM_RIGHT),), flag=Flag.CALLED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ UNLISTED = MaskSpec(kinds=(NewKind(),))  # type: ignore[arg-type]
 
 
 def dense(*shape: Dim, dtype: str = "bool") -> MaskSpec:
-    return MaskSpec(kinds=(Dense(shape=shape, dtype=dtype),))
+    return MaskSpec(dense=Dense(shape=shape, dtype=dtype))
 
 
 def bias(*shape: Dim, dtype: str = "bfloat16", requires_grad: bool = True) -> DenseBias:

@@ -146,7 +146,7 @@ def _assert_true(spec: AttentionSpec, case: Case, function: Callable[..., Tensor
     sizes = {str(d): n for d, n in zip(seqlens, (S, case.keys), strict=True)}
     known = Inputs(seqlen_q=S, seqlen_kv=case.keys, load=lambda name, at: values[name][at].item(), sizes=sizes)
     for at in itertools.product(*map(range, real.shape)):
-        claimed = all(kind.mask_mod(*at, known) for kind in mask.proved)
+        claimed = all(kind.mask_mod(*at, known) for kind in mask.read)
         allowed = bool(real[at]) if real.dtype == torch.bool else real[at].item() == 0
         assert claimed == allowed, f"{mask.words} at {at}"
 
@@ -158,12 +158,12 @@ def check(case: Case) -> None:
     (report,) = attn_compiler.reports()
     (site,) = report.sites
     mask = site.spec.mask
-    assert " ∧ ".join(kind.words for kind in mask.proved) == case.words, mask
+    assert " ∧ ".join(kind.words for kind in mask.read) == case.words, mask
     if case.is_bias:
-        assert mask.proved == ()
+        assert mask.read == ()
         assert mask.dense is not None or site.spec.score.bias is not None
         return
-    if mask.proved:
+    if mask.read:
         _assert_true(site.spec, case, function, _tensors(case))
         assert mask.formula in str(report).replace("\n", " ") or len(mask.formula or "") > 60
         assert "(proved)" in str(report)

@@ -301,7 +301,7 @@ def test_what_is_written(name: str) -> None:
     (report,) = attn_compiler.reports()
     assert not report.misses
     masks = [site.spec.mask for site in report.sites]
-    words = [" ∧ ".join(kind.words for kind in mask.proved) or mask.reason or "" for mask in masks]
+    words = [" ∧ ".join(kind.words for kind in mask.read) or mask.reason or "" for mask in masks]
     assert len(words) == len(case.words)
     assert [said.replace("'", "") for said in words] == list(case.words)
     assert len(set(words)) == len(words), "two masks, and one description"

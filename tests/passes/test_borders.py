@@ -90,7 +90,7 @@ def test_what_no_row_says_stays_a_dense_mask(make: Callable[[Tensor], Tensor]) -
     function, q = broken(make), torch.randn(B, H, S, D)
     run = compiled(function)
     torch.testing.assert_close(run(q), function(q))
-    assert _site(run).spec.mask.proved == ()
+    assert _site(run).spec.mask.read == ()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_changed_mask_is_unknown_and_the_report_says_what_helps(change: Callab
     function, q = broken(causal, change), torch.randn(B, H, S, D)
     run = compiled(function)
     torch.testing.assert_close(run(q), function(q))
-    assert _site(run).spec.mask.proved == ()
+    assert _site(run).spec.mask.read == ()
     assert recover.COMES_IN in _site(run).notes
 
 

@@ -94,7 +94,7 @@ def _raising(monkeypatch: pytest.MonkeyPatch, home: Any, name: str, when: Callab
 
 
 def _causal(spec: Any) -> bool:
-    return bool(spec.mask.kinds)
+    return bool(spec.mask.is_causal)
 
 
 def _is_bad(site: Any) -> bool:

@@ -22,8 +22,8 @@ from attn_compiler.masks import (
     Inputs,
     KeyBound,
     KeyPadding,
+    MaskKind,
     Prefix,
-    ProvedKind,
     SlidingWindow,
 )
 from attn_compiler.passes import kinds
@@ -61,7 +61,7 @@ def chunk(x: Expr, size: int = 4) -> Expr:
 
 
 #: name -> (expression, its kinds)
-NAMED: dict[str, tuple[Expr, list[ProvedKind]]] = {
+NAMED: dict[str, tuple[Expr, list[MaskKind]]] = {
     "everything": (ix.TRUE, []),
     "causal": (CAUSAL, [Causal()]),
     "causal, turned round": (ix.invert(ix.compare(">", K, Q)), [Causal()]),

@@ -55,12 +55,12 @@ PADDING = torch.tensor([[1] * S, [1] * (S - 2) + [0] * 2])
 )
 def test_kinds_of_positions(make: Callable[..., Tensor], words: str) -> None:
     found = _proved(make)
-    assert " ∧ ".join(kind.words for kind in found.proved) == words
+    assert " ∧ ".join(kind.words for kind in found.kinds) == words
 
 
 def test_key_padding() -> None:
     found = _proved(lambda m: m[:, None, None, :] != 0, PADDING)
-    (kind,) = found.proved
+    (kind,) = found.kinds
     assert kind.words.startswith("key padding ")
     assert found.dense is not None
 
@@ -68,13 +68,13 @@ def test_key_padding() -> None:
 def test_documents() -> None:
     ids = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]])
     found = _proved(lambda d: d[:, None, :, None] == d[:, None, None, :], ids)
-    (kind,) = found.proved
+    (kind,) = found.kinds
     assert kind.words.startswith("document ")
 
 
 def test_keys_up_to_a_cache_position() -> None:
     found = _proved(lambda p: (torch.arange(8) <= p)[None, None, None, :], torch.tensor([3]), keys=8)
-    (kind,) = found.proved
+    (kind,) = found.kinds
     assert kind.words.startswith("keys up to ")
 
 
@@ -98,7 +98,7 @@ def test_a_mask_that_is_causal_but_for_one_pair_is_not_causal() -> None:
 
 def test_a_bias_is_no_mask() -> None:
     found = _proved(_square(lambda q, k: (k - q) * 0.25))
-    assert found.proved == ()
+    assert found.kinds == ()
     assert found.reason is None
     assert found.dense is not None
 
@@ -110,7 +110,7 @@ def test_a_mask_that_is_made_by_very_many_ops_is_left_dense() -> None:
         return x
 
     found = _proved(make, torch.randn(1, S))
-    assert found.proved == ()
+    assert found.kinds == ()
     assert found.reason is not None
     assert "in a row" in found.reason
     assert found.dense is not None

@@ -57,7 +57,7 @@ def test_positions_that_go_on_from_a_cache_are_too() -> None:
 def test_positions_of_the_user_are_not() -> None:
     site = _site(_packed, torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]]))
     assert not any("arange" in note for note in site.notes)
-    assert any("document" in kind.words for kind in site.spec.mask.proved)
+    assert any("document" in kind.words for kind in site.spec.mask.read)
 
 
 def test_another_running_count_has_no_word() -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.index_expr import Expr
-from attn_compiler.masks import Causal, Dense
+from attn_compiler.masks import Causal, Dense, Flag, MaskSpec
 from attn_compiler.passes import reading
 from attn_compiler.report import SiteReport
 from attn_compiler.scores import Alibi, DenseBias, Sinks, Softcap
@@ -116,7 +116,7 @@ def test_a_causal_mask_made_in_the_graph_becomes_the_kernels_own_flag() -> None:
         return sdpa(q, q, q, attn_mask=allowed)
 
     run = _run(function, _q())
-    assert run.site.spec.mask.kinds == (Causal(),)
+    assert run.site.spec.mask == MaskSpec(kinds=(Causal(),), flag=Flag.READ)
     assert "tril" not in run.calls
     assert any("not needed" in note for note in run.site.notes)
 
@@ -126,7 +126,7 @@ def test_an_additive_causal_mask_made_in_the_graph() -> None:
         mask = torch.full((S, S), torch.finfo(q.dtype).min).triu(1)
         return F.softmax(q @ q.mT * 0.25 + mask, -1) @ q
 
-    assert _spec(function, _q()).mask.kinds == (Causal(),)
+    assert _spec(function, _q()).mask == MaskSpec(kinds=(Causal(),), flag=Flag.READ)
 
 
 def test_a_mask_that_lets_everything_through_is_dropped() -> None:
@@ -153,13 +153,13 @@ def test_a_causal_mask_with_more_keys_than_queries_stays_a_tensor() -> None:
 def test_a_mask_from_outside_is_a_tensor_whatever_it_holds() -> None:
     """A causal one too: the next call may bring another."""
     site = _site(lambda q, mask: sdpa(q, q, q, mask), _q(), torch.ones(S, S, dtype=torch.bool).tril())
-    assert site.spec.mask.kinds == (Dense(shape=(1, 1, S, S), dtype="bool"),)
+    assert (site.spec.mask.kinds, site.spec.mask.dense) == ((), Dense(shape=(1, 1, S, S), dtype="bool"))
 
 
 def test_a_bias_that_wants_a_gradient_is_never_read_as_a_mask() -> None:
     bias = torch.zeros(S, S, requires_grad=True)
     spec = _spec(lambda q, bias: sdpa(q, q, q, attn_mask=bias * 1.0), _q(), bias)
-    assert spec.mask.kinds == ()
+    assert spec.mask.dense is None
     assert spec.score.bias is not None
 
 
@@ -169,7 +169,7 @@ def test_several_masks_are_one_tensor() -> None:
 
     allowed = torch.ones(B, 1, S, S, dtype=torch.bool).tril()
     spec = _spec(function, _q(), torch.randn(1, H, S, S), torch.randn(S), allowed)
-    assert spec.mask.kinds == (Dense(shape=(B, H, S, S), dtype="float32", terms=3),)
+    assert spec.mask.dense == Dense(shape=(B, H, S, S), dtype="float32", terms=3)
 
 
 # ---- what is added ------------------------------------------------------------------------------------------------
@@ -186,8 +186,8 @@ def test_a_bias_and_a_mask_in_one_tensor_are_described_apart_and_stay_dense() ->
         return sdpa(q, q, q, attn_mask=_alibi(q, slopes).masked_fill(~causal, torch.finfo(q.dtype).min))
 
     spec = _spec(function, _q(), torch.rand(H))
-    assert spec.mask.kinds == (Dense(shape=(1, H, S, S), dtype="float32"),)
-    assert spec.mask.proved == (Causal(),)
+    assert spec.mask.dense == Dense(shape=(1, H, S, S), dtype="float32")
+    assert (spec.mask.kinds, spec.mask.flag) == ((Causal(),), None)
     assert spec.score.changes == ()
     assert [type(kind) for kind in spec.score.proved] == [Alibi]
     assert AttentionSpec.from_text(spec.to_text()) == spec
@@ -211,7 +211,7 @@ def test_a_mask_that_wants_a_gradient_is_not_dropped() -> None:
 
     spec = _spec(function, _q(), zeros)
     assert not spec.mask.is_causal
-    assert spec.mask.proved == (Causal(),)
+    assert spec.mask.read == (Causal(),)
     assert spec.score.bias is not None
 
 
@@ -272,7 +272,7 @@ def test_an_exception_while_a_mask_is_read_costs_that_mask(error: Exception) -> 
     first, second = (site.spec.mask for site in run.report.sites)
     assert first.is_causal
     assert second.dense is not None
-    assert second.proved == ()
+    assert second.kinds == ()
     assert type(error).__name__ in str(second.reason)
     assert str(error) in str(second.reason)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.masks import Causal, KeyBound, ProvedKind, SlidingWindow
+from attn_compiler.masks import Causal, KeyBound, MaskKind, SlidingWindow
 from attn_compiler.spec import AttentionSpec, Dim
 
 #: The first that applies. "added": a bias of any kind. "tensor": pairs that only run-time tensors know. "lengths": numbers of keys for
@@ -58,7 +58,7 @@ def _mask(spec: AttentionSpec) -> Mask:
     if "keys" in kinds:
         return "padding"
     if kinds & {"lengths", "rows"}:
-        return "lengths" if all(map(_is_band_or_length, spec.mask.proved)) else "padding"
+        return "lengths" if all(map(_is_band_or_length, spec.mask.kinds)) else "padding"
     if spec.score.sinks is not None:
         return "sinks"
     if spec.score.softcap is not None:
@@ -73,7 +73,7 @@ def _band(spec: AttentionSpec) -> Band:
     return "causal" if band.left is None and band.right == 0 else "window"
 
 
-def _is_band_or_length(kind: ProvedKind) -> bool:
+def _is_band_or_length(kind: MaskKind) -> bool:
     match kind:
         case KeyBound(side="last"):
             return kind.is_padding

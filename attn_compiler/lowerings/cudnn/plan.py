@@ -163,8 +163,8 @@ def parts(spec: AttentionSpec) -> Parts:
     if not TAKES.beyond(spec) or not found.kinds & site_parts.ADDED or tensor is None or tensor.dtype == "bool":
         return found
     # What the tensor says may be known and still be no part for cuDNN. It says everything but what a flag says.
-    flags = [kind for kind in spec.mask.kinds if isinstance(kind, Causal)]
-    right = Band(right=0, from_end=any(_from_end(kind, spec) for kind in flags)) if flags else None
+    flagged = spec.mask.flagged
+    right = None if flagged is None else Band(right=0, from_end=_from_end(flagged, spec))
     return Parts(band=right, bias=True)
 
 

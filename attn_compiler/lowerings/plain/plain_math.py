@@ -18,7 +18,6 @@ from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operan
 from attn_compiler.lowerings.plain.takes import MATH
 from attn_compiler.lowerings.shared import limits, score_changes, unused
 from attn_compiler.lowerings.shared.takes import refused
-from attn_compiler.masks import Causal
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -75,9 +74,9 @@ def _masked(emitter: Emitter, spec: AttentionSpec, scores: fx.Node, mask: fx.Nod
         scores = emitter.call(torch.where, mask, scores, -torch.inf)
     elif mask is not None:
         scores = emitter.call(torch.add, scores, mask)
-    for kind in spec.mask.kinds:
-        if isinstance(kind, Causal):
-            scores = emitter.call(torch.where, unused.diagonal(emitter, kind, scores), scores, -torch.inf)
+    if spec.mask.flagged is not None:
+        diagonal = unused.diagonal(emitter, spec.mask.flagged, scores)
+        scores = emitter.call(torch.where, diagonal, scores, -torch.inf)
     return scores
 
 

@@ -124,7 +124,7 @@ def without_unused(
 def _allowed(q: torch.Tensor, k: torch.Tensor, operands: Tensors, spec: AttentionSpec) -> torch.Tensor | None:
     """bool (B|1, Hq|1, Sq, Skv); None if every pair is."""
     pairs = q.new_zeros((1, 1, q.shape[2], k.shape[2]), dtype=torch.bool)
-    found = [_causal(kind, pairs)[None, None] for kind in spec.mask.kinds if isinstance(kind, Causal)]
+    found = [] if spec.mask.flagged is None else [_causal(spec.mask.flagged, pairs)[None, None]]
     for tensor in _split(operands, spec)[0]:
         truth = tensor if tensor.dtype == torch.bool else tensor != -torch.inf
         found.append(truth.reshape((1,) * (4 - truth.dim()) + truth.shape) | pairs)
@@ -161,9 +161,8 @@ def _scores(q: torch.Tensor, k: torch.Tensor, operands: Tensors, spec: Attention
     changed = logits = score_changes.applied(_call, raw, spec.score.pointwise)
     for tensor in added:
         logits = torch.where(tensor, logits, -torch.inf) if tensor.dtype == torch.bool else logits + tensor.to(dtype)
-    for kind in spec.mask.kinds:
-        if isinstance(kind, Causal):
-            logits = torch.where(_causal(kind, logits), logits, -torch.inf)
+    if spec.mask.flagged is not None:
+        logits = torch.where(_causal(spec.mask.flagged, logits), logits, -torch.inf)
     return _Scores(changed=changed, logits=logits, sinks=None if sinks is None else sinks.to(dtype))
 
 

@@ -7,7 +7,7 @@ import dataclasses
 from attn_compiler.lowerings.shared import parts
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.parts import Parts
-from attn_compiler.masks import Alignment, Causal
+from attn_compiler.masks import Alignment, Causal, Flag, MaskSpec
 from attn_compiler.spec import AttentionSpec
 
 
@@ -22,4 +22,5 @@ def as_flag(spec: AttentionSpec) -> AttentionSpec | None:
     if parts.parts(spec) != Parts(band=Band(right=0, from_end=band.from_end)):
         return None
     corner = Alignment.BOTTOM_RIGHT if band.from_end else Alignment.TOP_LEFT
-    return dataclasses.replace(spec, mask=dataclasses.replace(spec.mask, kinds=(Causal(alignment=corner),)))
+    mask = MaskSpec(kinds=(Causal(alignment=corner),), flag=Flag.READ, out_of_reach=spec.mask.out_of_reach)
+    return dataclasses.replace(spec, mask=mask)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from attn_compiler import dims, scores
 from attn_compiler.decisions import Reason
 from attn_compiler.dtypes import BYTES, HALF
-from attn_compiler.masks import Alignment, Causal, Dense, KeyBound, KeyPadding
+from attn_compiler.masks import Alignment, Dense, KeyBound, KeyPadding
 from attn_compiler.scores import DenseBias, ScoreChange, Softcap, Unusual
 from attn_compiler.spec import AttentionSpec, Dim
 from attn_compiler.target import Target
@@ -221,12 +221,13 @@ def additive(spec: AttentionSpec) -> Dense | DenseBias | None:
 
 def causal_flag(spec: AttentionSpec) -> bool:
     """`is_causal` for a kernel whose diagonal starts top left. Only asked where `check_causal` found nothing."""
-    return any(isinstance(kind, Causal) for kind in spec.mask.kinds) and not _is_bottom_right_of_one_row(spec)
+    return spec.mask.is_causal and not _is_bottom_right_of_one_row(spec)
 
 
 def bottom_right(spec: AttentionSpec) -> bool:
     """Whether a causal mask starts bottom right and that makes a difference."""
-    aligned = any(isinstance(k, Causal) and k.alignment is Alignment.BOTTOM_RIGHT for k in spec.mask.kinds)
+    flagged = spec.mask.flagged
+    aligned = flagged is not None and flagged.alignment is Alignment.BOTTOM_RIGHT
     return aligned and not dims.same(spec.seqlen_q, spec.seqlen_kv)
 
 
@@ -249,12 +250,12 @@ def check_causal_alone(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_masks(spec: AttentionSpec) -> list[Reason]:
-    """A kind that is not listed here is refused: what can't be applied must not be dropped."""
+    """A kind that neither a flag nor a tensor says is refused: what can't be applied must not be dropped."""
     remedy = "build the mask from comparisons of positions, or pass none"
     return [
         Reason(rule="the mask is causal, a tensor, or both", observed=kind.words, remedy=remedy)
-        for kind in spec.mask.kinds
-        if not isinstance(kind, Causal | Dense)
+        for kind in spec.mask.held
+        if additive(spec) is None
     ]
 
 
@@ -324,11 +325,11 @@ def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
 
 def _may_lack_keys(spec: AttentionSpec) -> bool:
     """Whether a query may have no key while others of its sequence have some: one of a sequence that is all padding, nobody learns from."""
-    if not spec.mask.proved:
+    if not spec.mask.held:
         # What a call of SDPA was given, its own kernel gets.
         return spec.decomposed and spec.mask.reason is not None
-    padding = [isinstance(kind, KeyPadding | KeyBound) for kind in spec.mask.proved]
-    has_itself = all(kind.own_key for kind in spec.mask.proved)
+    padding = [isinstance(kind, KeyPadding | KeyBound) for kind in spec.mask.held]
+    has_itself = all(kind.own_key for kind in spec.mask.held)
     return not has_itself or (any(padding) and not all(padding))
 
 

@@ -17,7 +17,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Linear, Size, Test
 from attn_compiler.lowerings.shared import limits
 from attn_compiler.lowerings.shared.kernel_plan import Band, Call, Plan
-from attn_compiler.masks import ProvedKind
+from attn_compiler.masks import MaskKind
 from attn_compiler.scores import ProvedScore
 from attn_compiler.spec import AttentionSpec
 
@@ -136,7 +136,7 @@ def _has_few_pairs(spec: AttentionSpec) -> bool:
 @functools.lru_cache(maxsize=1024)
 def parts(spec: AttentionSpec) -> Parts:
     """Where each kind goes."""
-    applied = [kind for kind in spec.mask.kinds if isinstance(kind, masks.Causal)]
+    applied = [] if spec.mask.flagged is None else [spec.mask.flagged]
     masking = _Masking(spec)
     for kind in applied:
         masking.add(kind)
@@ -144,7 +144,7 @@ def parts(spec: AttentionSpec) -> Parts:
         return masking.parts()
     if not _is_understood(spec):
         return _with_tensor(spec, masking.parts())
-    added = [masking.add(kind) for kind in spec.mask.proved]
+    added = [masking.add(kind) for kind in spec.mask.held]
     scoring = _scoring(spec)
     if scoring is not None and all(added):
         return _with_scores(spec, masking.parts(), scoring)
@@ -158,8 +158,8 @@ def parts(spec: AttentionSpec) -> Parts:
 
 
 def _is_understood(spec: AttentionSpec) -> bool:
-    """Whether the proved kinds say all that the dense tensor does. A tensor without a proved kind was not read."""
-    return spec.mask.reason is None and bool(spec.mask.proved or spec.score.proved)
+    """Whether its kinds say all that the dense tensor does. A tensor without a kind was not read."""
+    return spec.mask.reason is None and bool(spec.mask.held or spec.score.proved)
 
 
 def _with_tensor(spec: AttentionSpec, found: Parts, *, only_masks: bool = False) -> Parts:
@@ -198,7 +198,7 @@ class _Masking:
         keys = ix.apply("and", *self.keys) if self.keys else None
         return Parts(band=self.band, rows=self.rows, keys=keys, documents=self.documents)
 
-    def add(self, kind: ProvedKind) -> bool:
+    def add(self, kind: MaskKind) -> bool:
         """Make the kind a part, or part of one. False, and nothing is done, if it can be none."""
         if reads.names(kind) & set(self.spec.mask.out_of_reach):
             return False
@@ -236,7 +236,7 @@ class _Masking:
         return True
 
 
-def _band(kind: ProvedKind, spec: AttentionSpec) -> Band | None:
+def _band(kind: MaskKind, spec: AttentionSpec) -> Band | None:
     """The band that a kind is, if it is one whatever the tensors hold."""
     match kind:
         case masks.Causal(alignment=alignment):
@@ -258,7 +258,7 @@ def _as_interval(band: Band) -> Interval:
     )
 
 
-def _interval(kind: ProvedKind) -> Interval | None:
+def _interval(kind: MaskKind) -> Interval | None:
     """The keys that each query may use, if they are in one piece whatever the tensors hold, and the same for every head."""
     match kind:
         case masks.CausalFrom(offset=offset):
@@ -297,7 +297,7 @@ def _interval_of(condition: Expr) -> Interval | None:
     return Interval(lower=ix.mul(rest, Const(-1)))
 
 
-def _condition(kind: ProvedKind) -> Expr | None:
+def _condition(kind: MaskKind) -> Expr | None:
     match kind:
         case masks.KeyPadding(condition=condition) | masks.Formula(condition=condition):
             return condition

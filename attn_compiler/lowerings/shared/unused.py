@@ -62,7 +62,7 @@ def _used(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[fx
     """Which keys are seen, to be broadcast to k and v, and which queries have keys, to q. None: all."""
     sizes = (spec.seqlen_q, spec.seqlen_kv, spec.num_heads_kv)
     # Shared by all layers that have the mask.
-    key = ("used", operands.mask if spec.mask.dense is not None else None, spec.mask.kinds, sizes)
+    key = ("used", operands.mask if spec.mask.dense is not None else None, spec.mask.flagged, sizes)
     if spec.mask.dense is None and not _leaves_over(spec):
         return None, None
 
@@ -89,26 +89,21 @@ def _used(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[fx
 
 
 def _conditions(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> Iterator[fx.Node]:
-    """bool, which pairs are allowed by the dense mask, and by each diagonal."""
+    """bool, which pairs are allowed by the dense mask, and by a diagonal."""
     if operands.mask is not None and spec.mask.dense is not None:
         is_bool = emitter.value(operands.mask).dtype == torch.bool
         truth = operands.mask if is_bool else emitter.call(torch.ne, operands.mask, -torch.inf)
         yield truth if emitter.value(truth).dim() > 1 else emitter.call(torch.unsqueeze, truth, 0)
-    for kind in spec.mask.kinds:
-        if isinstance(kind, Causal):
-            queries, keys = size(emitter, operands.q, 2), size(emitter, operands.k, 2)
-            yield _diagonal(emitter, kind, queries, keys, emitter.value(operands.q).device)
+    if spec.mask.flagged is not None:
+        queries, keys = size(emitter, operands.q, 2), size(emitter, operands.k, 2)
+        yield _diagonal(emitter, spec.mask.flagged, queries, keys, emitter.value(operands.q).device)
 
 
 def _leaves_over(spec: AttentionSpec) -> bool:
     """Whether a diagonal alone can leave a key that no query sees, or a query that sees no key."""
-    queries, keys = spec.seqlen_q, spec.seqlen_kv
-    if dims.same(queries, keys):
+    queries, keys, diagonal = spec.seqlen_q, spec.seqlen_kv, spec.mask.flagged
+    if dims.same(queries, keys) or diagonal is None:
         return False
     is_known = isinstance(queries, int) and isinstance(keys, int)
-    for kind in spec.mask.kinds:
-        if isinstance(kind, Causal):
-            few, many = (queries, keys) if kind.alignment is Alignment.TOP_LEFT else (keys, queries)
-            if not is_known or dims.at_least(few) < dims.at_least(many):
-                return True
-    return False
+    few, many = (queries, keys) if diagonal.alignment is Alignment.TOP_LEFT else (keys, queries)
+    return not is_known or dims.at_least(few) < dims.at_least(many)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from attn_compiler.lowerings.choice import flex
-from attn_compiler.masks import Causal, Dense, MaskSpec
+from attn_compiler.masks import Causal, Dense, Flag, MaskSpec
 from attn_compiler.spec import AttentionSpec
 from tests.cases import CASES, build
 
@@ -14,8 +14,8 @@ def _spec(**changes: object) -> AttentionSpec:
     return dataclasses.replace(build(CASES[0]).spec, **changes)  # type: ignore[arg-type]
 
 
-DENSE = MaskSpec(kinds=(Dense(shape=(1, 1, 512, 512), dtype="bool", terms=1),), reason="it comes in")
-PADDING = MaskSpec(kinds=(Dense(shape=(2, 1, 1, 512), dtype="bool", terms=1),), reason="it comes in")
+DENSE = MaskSpec(dense=Dense(shape=(1, 1, 512, 512), dtype="bool", terms=1), reason="it comes in")
+PADDING = MaskSpec(dense=Dense(shape=(2, 1, 1, 512), dtype="bool", terms=1), reason="it comes in")
 
 
 @pytest.mark.parametrize("name", ["sdpa_efficient", "sdpa_cpu_flash", "triton", "decode"])
@@ -27,7 +27,9 @@ def test_a_tensor_with_an_element_for_each_score_is_not_made(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sdpa_flash", "triton", "cudnn"])
-@pytest.mark.parametrize("mask", [MaskSpec(), MaskSpec(kinds=(Causal(),)), PADDING], ids=["none", "causal", "padding"])
+@pytest.mark.parametrize(
+    "mask", [MaskSpec(), MaskSpec(kinds=(Causal(),), flag=Flag.CALLED), PADDING], ids=["none", "causal", "padding"]
+)
 def test_what_needs_none_is_allowed(name: str, mask: MaskSpec) -> None:
     assert not flex.check(_spec(mask=mask), name)
 

@@ -148,7 +148,7 @@ hopper_fp8,window,65,128,16384,992.0,no,no,block,no,470,2026-11-22,window_d128_s
 
 def windowed(seqlen: int, window: int, **given: Any) -> AttentionSpec:
     dense = Dense(shape=(1, 1, seqlen, seqlen), dtype="bool")
-    mask = MaskSpec(kinds=(dense,), proved=(Causal(), SlidingWindow(left=window - 1, right=None)))
+    mask = MaskSpec(kinds=(Causal(), SlidingWindow(left=window - 1, right=None)), dense=dense)
     return asked(seqlen, mask=mask, **given)
 
 
@@ -176,7 +176,7 @@ def test_of_rows_with_as_many_keys_the_nearest_length_counts() -> None:
 
 def test_batch_rows_with_numbers_of_keys_go_by_their_band() -> None:
     own = KeyBound(side="last", bound=Load("lengths", (Index("b"),), "int"))
-    mask = MaskSpec(kinds=(Dense(shape=(2, 1, 1200, 1200), dtype="bool"),), proved=(Causal(), own))
+    mask = MaskSpec(kinds=(Causal(), own), dense=Dense(shape=(2, 1, 1200, 1200), dtype="bool"))
     (reason,) = fp8_speed.check(asked(1200, mask=mask), H200, "hopper_fp8", "sdpa_cudnn")
     assert "300 TFLOP/s" in reason.observed
 

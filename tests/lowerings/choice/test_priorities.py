@@ -67,7 +67,7 @@ def test_our_kernels_come_where_there_is_work_for_them(
     sm: int, seqlen_q: Dim, seqlen_kv: Dim, tensor: bool, place: str | None
 ) -> None:
     """With gradients and without."""
-    mask = MaskSpec(kinds=(Dense(shape=(2, 1, seqlen_q, seqlen_kv), dtype="bool"),)) if tensor else MaskSpec()
+    mask = MaskSpec(dense=Dense(shape=(2, 1, seqlen_q, seqlen_kv), dtype="bool")) if tensor else MaskSpec()
     spec = dataclasses.replace(make_spec(dtype="bfloat16", seqlen_q=seqlen_q, seqlen_kv=seqlen_kv), mask=mask)
     for needs_grad in (False, True):
         found = order(dataclasses.replace(spec, needs_grad=needs_grad), Target.fake(sm=sm))

@@ -20,8 +20,8 @@ DOCUMENT = masks.Document(of_key=Load("ids", AT, "int"))
 SINKS, SOFTCAP = Sinks(requires_grad=False), Softcap(cap=30.0)
 
 
-def proved(*kinds: masks.ProvedKind) -> MaskSpec:
-    return MaskSpec(kinds=(Dense(shape=(2, 1, 128, 128), dtype="bool"),), proved=kinds)
+def proved(*kinds: masks.MaskKind) -> MaskSpec:
+    return MaskSpec(kinds=kinds, dense=Dense(shape=(2, 1, 128, 128), dtype="bool"))
 
 
 @pytest.mark.parametrize(

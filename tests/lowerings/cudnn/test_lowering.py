@@ -44,7 +44,7 @@ def why_not(target: Target = TARGET, **changes: Any) -> str:
 
 def window(left: int, right: int | None = None, *, queries: int = 128, keys: int = 128) -> MaskSpec:
     shape = (1, 1, queries, keys)
-    return MaskSpec(kinds=(Dense(shape=shape, dtype="bool"),), proved=(SlidingWindow(left=left, right=right),))
+    return MaskSpec(kinds=(SlidingWindow(left=left, right=right),), dense=Dense(shape=shape, dtype="bool"))
 
 
 # ---- machines ---------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_sites_that_it_serves(changes: dict[str, Any]) -> None:
         (
             {
                 "mask": MaskSpec(
-                    kinds=(Dense(shape=(1, 1, 128, 128), dtype="bool"),), proved=(CausalFrom(offset=Const(-1)),)
+                    kinds=(CausalFrom(offset=Const(-1)),), dense=Dense(shape=(1, 1, 128, 128), dtype="bool")
                 )
             },
             "a query may use the key at its own position; observed strictly causal",

@@ -50,7 +50,7 @@ def run(call: Call, spec: AttentionSpec, *, loads: dict[str, torch.Tensor] | Non
 
 def padded(bound: Any) -> AttentionSpec:
     kind = KeyBound(side="last", bound=bound)
-    mask = MaskSpec(kinds=(Dense(shape=(BATCH, 1, 1, SEQLEN), dtype="bool"),), proved=(kind,))
+    mask = MaskSpec(kinds=(kind,), dense=Dense(shape=(BATCH, 1, 1, SEQLEN), dtype="bool"))
     return make_spec(batch=BATCH, heads=HEADS, heads_kv=HEADS, seqlen_q=SEQLEN, seqlen_kv=SEQLEN, mask=mask)
 
 

@@ -15,12 +15,13 @@ from attn_compiler.masks import (
     Chunked,
     Dense,
     Document,
+    Flag,
     Inputs,
     KeyBound,
     KeyPadding,
+    MaskKind,
     MaskSpec,
     Prefix,
-    ProvedKind,
     SlidingWindow,
 )
 from attn_compiler.scores import Alibi, ScoreSpec, Sinks
@@ -32,11 +33,11 @@ LENGTH: Expr = ix.add(Load("lengths", (B,), "int"), Const(-1))
 VECTOR = KeyPadding(condition=Load("mask", (B, K), "bool"))
 
 
-def proved(*kinds: ProvedKind, dtype: str = "bool", **changes: Any) -> AttentionSpec:
+def proved(*kinds: MaskKind, dtype: str = "bool", **changes: Any) -> AttentionSpec:
     """A dense mask that was shown to be the kinds."""
     sizes = {"seqlen_q": 40, "seqlen_kv": 40, **changes}
     shape = (1, 1, sizes["seqlen_q"], sizes["seqlen_kv"])
-    return make_spec(mask=MaskSpec(kinds=(Dense(shape=shape, dtype=dtype),), proved=kinds), **sizes)
+    return make_spec(mask=MaskSpec(kinds=kinds, dense=Dense(shape=shape, dtype=dtype)), **sizes)
 
 
 def call_of(spec: AttentionSpec, *, deterministic: bool = False) -> Call:
@@ -82,7 +83,7 @@ def test_operands_stand_in_a_fixed_order() -> None:
         (CausalFrom(offset=Const(1000)),),
     ],
 )
-def test_a_band_allows_what_the_kinds_allow(kinds: tuple[ProvedKind, ...], seqlens: tuple[int, int]) -> None:
+def test_a_band_allows_what_the_kinds_allow(kinds: tuple[MaskKind, ...], seqlens: tuple[int, int]) -> None:
     queries, keys = seqlens
     call = call_of(proved(*kinds, seqlen_q=queries, seqlen_kv=keys))
     inputs = Inputs(seqlen_q=queries, seqlen_kv=keys)
@@ -130,7 +131,7 @@ def test_a_bound_that_all_rows_share_is_a_length_too() -> None:
         (Document(of_key=Load("ids", (B, K), "int")), "documents"),
     ],
 )
-def test_what_is_no_part_of_cudnn_is_refused(kind: ProvedKind, observed: str) -> None:
+def test_what_is_no_part_of_cudnn_is_refused(kind: MaskKind, observed: str) -> None:
     (reason,) = plan.reasons(proved(kind, Causal()))
     assert observed in reason.observed
 
@@ -143,7 +144,9 @@ def test_a_vector_of_truth_values_is_told_what_would_help() -> None:
 
 def test_an_unread_bool_mask_is_refused_and_an_added_one_is_added() -> None:
     def unread(dtype: str) -> AttentionSpec:
-        mask = MaskSpec(kinds=(Causal(), Dense(shape=(1, 1, 128, 128), dtype=dtype)), reason="who knows")
+        mask = MaskSpec(
+            kinds=(Causal(),), flag=Flag.CALLED, dense=Dense(shape=(1, 1, 128, 128), dtype=dtype), reason="who knows"
+        )
         return make_spec(mask=mask)
 
     (reason,) = plan.reasons(unread("bool"))
@@ -158,10 +161,10 @@ def test_a_tensor_that_only_masks_is_not_added() -> None:
 
 
 @pytest.mark.parametrize("further", [(), (VECTOR,)])
-def test_slopes_are_added_as_the_models_own_tensor(further: tuple[ProvedKind, ...]) -> None:
+def test_slopes_are_added_as_the_models_own_tensor(further: tuple[MaskKind, ...]) -> None:
     """Its diagonal and its padding are in the tensor; nothing is left out, and nothing is applied twice."""
     alibi = Alibi(slopes=Load("slopes", (Index("h"),), "float"), position=ix.add(K, Index("q"), -1))
-    mask = MaskSpec(kinds=(Dense(shape=(1, 8, 128, 128), dtype="bfloat16"),), proved=(Causal(), *further))
+    mask = MaskSpec(kinds=(Causal(), *further), dense=Dense(shape=(1, 8, 128, 128), dtype="bfloat16"))
     spec = make_spec(mask=mask)
     spec = AttentionSpec(
         **{f: getattr(spec, f) for f in ("q", "k", "v", "mask", "device", "out_dtype", "needs_grad")},

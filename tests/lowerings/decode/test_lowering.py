@@ -82,7 +82,7 @@ def test_refuses(spec: dict[str, Any], said: str) -> None:
 
 def test_packed_documents_are_refused() -> None:
     documents = masks.Document(of_key=Load("ids", (Index("b"), Index("k")), "int"))
-    mask = MaskSpec(kinds=(Dense(shape=(2, 1, 1, 128), dtype="bool"),), proved=(documents,))
+    mask = MaskSpec(kinds=(documents,), dense=Dense(shape=(2, 1, 1, 128), dtype="bool"))
     assert "no packed documents; observed document ids[b, q] = ids[b, k]" in why_not(mask=mask)
 
 

@@ -16,7 +16,7 @@ from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.decode import operands as decode_operands
 from attn_compiler.lowerings.decode import plan
 from attn_compiler.lowerings.decode.plan import Call, Schedule
-from attn_compiler.masks import Alignment, Causal, Dense, MaskSpec, ProvedKind
+from attn_compiler.masks import Alignment, Causal, Dense, MaskKind, MaskSpec
 from tests.lowerings.bench import Bench
 from tests.lowerings.specs import make_spec
 
@@ -58,8 +58,8 @@ def call_of(bench: Bench, mask: MaskSpec, splits: int | None = 1) -> Call:
     return Call(spec=spec, schedule=dataclasses.replace(SCHEDULE, splits=splits))
 
 
-def proved(*kinds: ProvedKind) -> MaskSpec:
-    return MaskSpec(kinds=(Dense(shape=(2, 1, 1, 20), dtype="bool"),), proved=kinds)
+def proved(*kinds: MaskKind) -> MaskSpec:
+    return MaskSpec(kinds=kinds, dense=Dense(shape=(2, 1, 1, 20), dtype="bool"))
 
 
 def emitted(bench: Bench, call: Call, **given: fx.Node) -> dict[str, fx.Node]:
@@ -92,7 +92,7 @@ def bounds(what: MaskSpec, have: dict[str, torch.Tensor], **given: str) -> list[
         ((Causal(),), [[[0, 1]]]),
     ],
 )
-def test_of_one_query(kinds: tuple[ProvedKind, ...], expected: list[Any]) -> None:
+def test_of_one_query(kinds: tuple[MaskKind, ...], expected: list[Any]) -> None:
     assert bounds(proved(*kinds), tensors()) == expected
 
 
@@ -111,7 +111,7 @@ def test_a_batch_row_without_any_key_has_an_empty_interval() -> None:
     assert first >= end
 
 
-UNREAD = MaskSpec(kinds=(Dense(shape=(2, 6, 2, 20), dtype="bool"),), reason="an input of the graph")
+UNREAD = MaskSpec(dense=Dense(shape=(2, 6, 2, 20), dtype="bool"), reason="an input of the graph")
 
 
 def test_of_a_mask_that_could_not_be_read() -> None:
@@ -127,7 +127,7 @@ def test_of_lowest_numbers_that_are_added() -> None:
     lowest = torch.finfo(torch.float32).min
     given = torch.zeros(2, 1, 1, 20)
     given[0, ..., :3], given[0, ..., 15:], given[1] = lowest, -torch.inf, lowest
-    mask = MaskSpec(kinds=(Dense(shape=(2, 1, 1, 20), dtype="float32"),), reason="an input of the graph")
+    mask = MaskSpec(dense=Dense(shape=(2, 1, 1, 20), dtype="float32"), reason="an input of the graph")
     ((some,), ((first, end),)) = bounds(mask, {**tensors(), "given": given}, mask="given")
     assert some == [3, 15]
     assert first >= end

@@ -11,7 +11,7 @@ from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.decode.plan import Call, Plan, Schedule
 from attn_compiler.lowerings.shared import parts
-from attn_compiler.masks import Alignment, Causal, Dense, MaskSpec, ProvedKind, SlidingWindow
+from attn_compiler.masks import Alignment, Causal, Dense, MaskKind, MaskSpec, SlidingWindow
 from attn_compiler.scores import Sinks
 from attn_compiler.spec import AttentionSpec
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, make_spec
@@ -21,8 +21,8 @@ LENGTH = masks.KeyBound(side="last", bound=Load("length", (), "int"))
 PADDING = masks.KeyPadding(condition=ix.as_bool(Load("padding", (Index("b"), Index("k")), "int")))
 
 
-def proved(*kinds: ProvedKind, dtype: str = "bool") -> MaskSpec:
-    return MaskSpec(kinds=(Dense(shape=(2, 1, 1, 128), dtype=dtype),), proved=kinds)
+def proved(*kinds: MaskKind, dtype: str = "bool") -> MaskSpec:
+    return MaskSpec(kinds=kinds, dense=Dense(shape=(2, 1, 1, 128), dtype=dtype))
 
 
 def spec_of(mask: MaskSpec, seqlen_q: int = 1, **others: object) -> AttentionSpec:
@@ -43,9 +43,9 @@ def operands(spec: AttentionSpec, splits: int | None = 1) -> tuple[str, ...]:
         (proved(LENGTH), 1, ("bounds",)),
         (proved(LENGTH, PADDING), 1, ("bounds", "keys")),
         (proved(SlidingWindow(left=7, right=None), Causal(alignment=Alignment.BOTTOM_RIGHT)), 1, ("bounds",)),
-        (MaskSpec(kinds=(Dense(shape=(2, 1, 1, 128), dtype="bool"),), reason="an input"), 1, ("bounds", "keys")),
-        (MaskSpec(kinds=(Dense(shape=(2, 8, 1, 128), dtype="bool"),), reason="an input"), 1, ("bounds", "mask")),
-        (MaskSpec(kinds=(Dense(shape=(2, 1, 1, 128), dtype="float32"),), reason="an input"), 1, ("bounds", "bias")),
+        (MaskSpec(dense=Dense(shape=(2, 1, 1, 128), dtype="bool"), reason="an input"), 1, ("bounds", "keys")),
+        (MaskSpec(dense=Dense(shape=(2, 8, 1, 128), dtype="bool"), reason="an input"), 1, ("bounds", "mask")),
+        (MaskSpec(dense=Dense(shape=(2, 1, 1, 128), dtype="float32"), reason="an input"), 1, ("bounds", "bias")),
     ],
 )
 def test_operands(mask: MaskSpec, seqlen_q: int, expected: tuple[str, ...]) -> None:

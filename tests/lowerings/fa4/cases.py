@@ -109,7 +109,7 @@ def inputs(problem: Problem, *, device: str, needs_grad: bool = True, seed: int 
         allowed &= distance <= right
         proved.append(Causal() if right == 0 else SlidingWindow(left=None, right=right))
     dense = Dense(shape=tuple(allowed[None, None].shape), dtype="bool")
-    spec = dataclasses.replace(made.spec, mask=MaskSpec(kinds=(dense,), proved=tuple(proved)))
+    spec = dataclasses.replace(made.spec, mask=MaskSpec(kinds=tuple(proved), dense=dense))
     return Built(**{**fields, "mask": allowed[None, None], "spec": spec})
 
 

@@ -35,7 +35,7 @@ def why_not(spec_of: dict[str, Any], machine: Target = H200) -> str:
 
 def windowed(left: int | None, right: int | None, seqlen: int | str = 128) -> MaskSpec:
     window = SlidingWindow(left=left, right=right)
-    return MaskSpec(kinds=(Dense(shape=(2, 1, seqlen, seqlen), dtype="bool"),), proved=(window,))
+    return MaskSpec(kinds=(window,), dense=Dense(shape=(2, 1, seqlen, seqlen), dtype="bool"))
 
 
 # ---- the machine --------------------------------------------------------------------------------------------------
@@ -94,10 +94,10 @@ def test_takes(spec: dict[str, Any]) -> None:
 
 
 PADDED = MaskSpec(
-    kinds=(Dense(shape=(2, 1, 128, 128), dtype="bool"),),
-    proved=(Causal(), masks.KeyPadding(condition=ix.as_bool(Load("attention_mask", (Index("b"), Index("k")), "int")))),
+    kinds=(Causal(), masks.KeyPadding(condition=ix.as_bool(Load("attention_mask", (Index("b"), Index("k")), "int")))),
+    dense=Dense(shape=(2, 1, 128, 128), dtype="bool"),
 )
-DOCUMENTS = dataclasses.replace(PADDED, proved=(masks.Document(of_key=Load("ids", (Index("b"), Index("k")), "int")),))
+DOCUMENTS = dataclasses.replace(PADDED, kinds=(masks.Document(of_key=Load("ids", (Index("b"), Index("k")), "int")),))
 
 
 @pytest.mark.parametrize(

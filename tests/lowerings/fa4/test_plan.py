@@ -13,7 +13,7 @@ from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, make_spec
 
 def windowed(left: int | None, right: int | None, *further: Causal) -> MaskSpec:
     window = SlidingWindow(left=left, right=right)
-    return MaskSpec(kinds=(Dense(shape=(2, 1, 128, 128), dtype="bool"),), proved=(window, *further))
+    return MaskSpec(kinds=(window, *further), dense=Dense(shape=(2, 1, 128, 128), dtype="bool"))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from tests.lowerings.emitting import GraphEmitter
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, make_spec, refusal, words
 
 TARGET = Target.fake(cudnn_frontend="1.22.1")
-BACK = dataclasses.replace(CAUSAL, kinds=(*CAUSAL.kinds, *window(40).kinds), proved=window(40).proved)
+BACK = dataclasses.replace(CAUSAL, kinds=(*CAUSAL.kinds, *window(40).kinds), dense=window(40).dense)
 RECIPE = Fp8Recipe(scaling=CurrentScaling(granularity="tensor"))
 
 
@@ -49,8 +49,8 @@ def why_not(recipe: Fp8Recipe | None = RECIPE, target: Target = TARGET, **change
 def padded(bound: Any = None, **changes: Any) -> dict[str, Any]:
     """A number of keys for each of two batch rows."""
     bound = Load("lengths", (Index("b"),), "int") if bound is None else bound
-    kinds = (Dense(shape=(2, 1, 1, 128), dtype="bool"),)
-    return {"mask": MaskSpec(kinds=kinds, proved=(KeyBound(side="last", bound=ix.add(bound, Const(-1))),)), **changes}
+    kinds = (KeyBound(side="last", bound=ix.add(bound, Const(-1))),)
+    return {"mask": MaskSpec(kinds=kinds, dense=Dense(shape=(2, 1, 1, 128), dtype="bool")), **changes}
 
 
 # ---- decisions --------------------------------------------------------------------------------------------------------
@@ -128,8 +128,8 @@ def test_sites_that_it_refuses(changes: dict[str, Any], expected: str) -> None:
 def test_a_tile_without_a_valid_key_would_not_end() -> None:
     """A window may lie beyond a row's length (known_bad, "fp8_hang")."""
     given = padded()
-    kinds = (*given["mask"].proved, SlidingWindow(left=40, right=None))
-    refused = why_not(mask=dataclasses.replace(given["mask"], proved=kinds))
+    kinds = (*given["mask"].kinds, SlidingWindow(left=40, right=None))
+    refused = why_not(mask=dataclasses.replace(given["mask"], kinds=kinds))
     assert "https://github.com/NVIDIA/cudnn-frontend/issues/1009" in refused
     assert "issues/1009" not in why_not(**given)
 

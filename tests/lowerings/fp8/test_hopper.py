@@ -17,9 +17,10 @@ from attn_compiler.masks import (
     CausalFrom,
     Dense,
     Document,
+    Flag,
     KeyBound,
+    MaskKind,
     MaskSpec,
-    ProvedKind,
     SlidingWindow,
 )
 from attn_compiler.options import Options
@@ -59,13 +60,13 @@ def test_elsewhere_it_is_refused_with_the_reason(target: Target) -> None:
     assert "its kernel" in reason.rule
 
 
-def proved(*kinds: ProvedKind) -> MaskSpec:
+def proved(*kinds: MaskKind) -> MaskSpec:
     dense = Dense(shape=(1, 1, 8192, 1), dtype="bool")
-    return MaskSpec(kinds=(dense,), proved=kinds)
+    return MaskSpec(kinds=kinds, dense=dense)
 
 
 BANDS = {
-    "from the end": MaskSpec(kinds=(Causal(alignment=Alignment.BOTTOM_RIGHT),)),
+    "from the end": MaskSpec(kinds=(Causal(alignment=Alignment.BOTTOM_RIGHT),), flag=Flag.CALLED),
     "causal window": proved(Causal(), SlidingWindow(left=1023, right=None)),
     "both sides": proved(SlidingWindow(left=512, right=512)),
     "offset": proved(CausalFrom(offset=Const(100))),
@@ -84,7 +85,7 @@ LENGTHS = KeyBound(side="last", bound=add(Load("lengths", (Index("b"),), "int"),
 
 
 @pytest.mark.parametrize("kinds", [(LENGTHS,), (Causal(), LENGTHS)], ids=["full", "causal"])
-def test_it_knows_batch_rows_with_numbers_of_keys(kinds: tuple[ProvedKind, ...]) -> None:
+def test_it_knows_batch_rows_with_numbers_of_keys(kinds: tuple[MaskKind, ...]) -> None:
     assert not hopper.HopperFp8().why_not(asked(mask=proved(*kinds)), H200)
     first = KeyBound(side="first", bound=Load("first", (Index("b"),), "int"))
     (reason,) = hopper.HopperFp8().why_not(asked(mask=proved(*kinds, first)), H200)

@@ -19,7 +19,7 @@ from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.fp8 import quantise
 from attn_compiler.lowerings.fp8 import seen as fp8_seen
 from attn_compiler.lowerings.shared.kernel_plan import Band, Call
-from attn_compiler.masks import Causal, Dense, MaskSpec
+from attn_compiler.masks import Causal, Dense, Flag, MaskSpec
 from attn_compiler.target import Target
 from tests.lowerings import emitting, kernel_problems, poison, specs
 from tests.lowerings.fp8 import problems, test_hopper_launch
@@ -239,7 +239,8 @@ SEEN: dict[str, tuple[tuple[Any, ...], Any, Any, range | None]] = {
 def test_which_keys_are_seen(name: str) -> None:
     kinds, seqlen_q, seqlen_kv, right = SEEN[name]
     applied = all(isinstance(kind, Causal) for kind in kinds)
-    mask = MaskSpec(kinds=kinds if applied else (Dense(shape=(2, 1, seqlen_q, seqlen_kv), dtype="bool"),), proved=kinds)
+    dense = Dense(shape=(2, 1, seqlen_q, seqlen_kv), dtype="bool")
+    mask = MaskSpec(kinds=kinds, flag=Flag.READ) if applied else MaskSpec(kinds=kinds, dense=dense)
     found = fp8_seen.keys(specs.make_spec(mask=mask, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv))
     if right is None:
         assert found is None
@@ -252,7 +253,7 @@ def test_which_keys_are_seen(name: str) -> None:
 
 
 def test_a_vector_of_keys_is_read_as_it_is() -> None:
-    mask = MaskSpec(kinds=(Dense(shape=(2, 1, 1, 128), dtype="bool"),), reason="not read")
+    mask = MaskSpec(dense=Dense(shape=(2, 1, 1, 128), dtype="bool"), reason="not read")
     found = fp8_seen.keys(specs.make_spec(mask=mask))
     assert found is not None
     assert found.keys_given
@@ -261,10 +262,10 @@ def test_a_vector_of_keys_is_read_as_it_is() -> None:
 # ---- lowerings ------------------------------------------------------------------------------------------------------
 
 LENGTHS_MASK = MaskSpec(
-    kinds=(Dense(shape=(2, 1, 1, 128), dtype="bool"),), proved=(masks.KeyBound(bound=LENGTH, side="last"),)
+    kinds=(masks.KeyBound(bound=LENGTH, side="last"),), dense=Dense(shape=(2, 1, 1, 128), dtype="bool")
 )
 KEYS_MASK = dataclasses.replace(
-    LENGTHS_MASK, proved=(masks.KeyPadding(condition=Load(tensor="lengths", at=(B, K), kind="bool")),)
+    LENGTHS_MASK, kinds=(masks.KeyPadding(condition=Load(tensor="lengths", at=(B, K), kind="bool")),)
 )
 
 

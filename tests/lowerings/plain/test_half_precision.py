@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_compiler.lowerings import by_name, order
-from attn_compiler.masks import Alignment, Causal
+from attn_compiler.masks import Alignment
 from attn_compiler.target import Target
 from tests import cases, numerics
 from tests.cases import Case, Inputs
@@ -63,7 +63,7 @@ def sdpa(inputs: Inputs) -> Tensor:
         inputs.k,
         inputs.v,
         attn_mask=inputs.mask if inputs.bias is None else inputs.bias,
-        is_causal=any(isinstance(kind, Causal) for kind in spec.mask.kinds),
+        is_causal=spec.mask.is_causal,
         scale=spec.score.scale,
         enable_gqa=spec.is_gqa,
     )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.plain import reference
-from attn_compiler.masks import Dense, Inputs, MaskSpec
+from attn_compiler.masks import Inputs
 from attn_compiler.scores import ScoreSpec, Unusual
 from attn_compiler.target import Target
 from tests import cases, numerics
@@ -114,7 +114,7 @@ def test_emits_one_leaf_op() -> None:
 def test_what_it_refuses_and_why() -> None:
     spec = cases.build(BY_NAME["mask_bk"]).spec
     unusual = dataclasses.replace(spec, score=ScoreSpec(scale=1.0, changes=(Unusual(what="top-8 keys"),)))
-    unlisted = dataclasses.replace(spec, mask=MaskSpec(kinds=(*UNLISTED.kinds, Dense(shape=(1,), dtype="bool"))))
+    unlisted = dataclasses.replace(spec, mask=UNLISTED)
     weights = dataclasses.replace(spec, returns_weights=True)
     dropout = dataclasses.replace(spec, score=ScoreSpec(scale=1.0, dropout_p=0.1))
     mixed = dataclasses.replace(spec, k=dataclasses.replace(spec.k, dtype="bfloat16"))

@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.sdpa.flags import as_flag
-from attn_compiler.masks import Alignment, Causal, Dense, Document, MaskSpec, SlidingWindow
+from attn_compiler.masks import Alignment, Causal, Dense, Document, Flag, MaskSpec, SlidingWindow
 from attn_compiler.options import Options
 from attn_compiler.passes import select
 from attn_compiler.scores import Alibi
@@ -29,7 +29,7 @@ PREFILL: dict[str, Any] = {"seqlen_q": 128, "seqlen_kv": 512}
 
 def proved(*kinds: Any, seqlen_q: Any = 128, seqlen_kv: Any = 512, **spec: Any) -> AttentionSpec:
     tensor = Dense(shape=(2, 1, seqlen_q, seqlen_kv), dtype="bool")
-    mask = MaskSpec(kinds=(tensor,), proved=kinds)
+    mask = MaskSpec(kinds=kinds, dense=tensor)
     return make_spec(mask=mask, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **spec)
 
 
@@ -37,16 +37,14 @@ def proved(*kinds: Any, seqlen_q: Any = 128, seqlen_kv: Any = 512, **spec: Any) 
 def test_a_diagonal_is_a_flag(corner: Causal) -> None:
     flagged = as_flag(proved(corner))
     assert flagged is not None
-    assert flagged.mask.kinds == (corner,)
-    assert flagged.mask.dense is None
-    assert flagged.mask.proved == (corner,)
+    assert flagged.mask == MaskSpec(kinds=(corner,), flag=Flag.READ)
 
 
 @pytest.mark.parametrize(
     "spec",
     [
         make_spec(),
-        make_spec(mask=MaskSpec(kinds=(END,)), **PREFILL),
+        make_spec(mask=MaskSpec(kinds=(END,), flag=Flag.CALLED), **PREFILL),
         proved(),
         proved(SlidingWindow(left=31, right=0)),
         proved(END, SlidingWindow(left=31, right=None)),

@@ -37,7 +37,7 @@ def test_what_gets_a_gradient() -> None:
 
 def test_a_call_is_its_text() -> None:
     mask = masks.MaskSpec(
-        proved=(masks.Document(of_key=Load("ids", (Index("b"), Index("k")), "int")), masks.CausalFrom(offset=ix.ONE)),
+        kinds=(masks.Document(of_key=Load("ids", (Index("b"), Index("k")), "int")), masks.CausalFrom(offset=ix.ONE)),
         out_of_reach=("ids",),
     )
     call = Call(spec=make_spec(mask=mask, seqlen_q="s0"), tiles=TILES)

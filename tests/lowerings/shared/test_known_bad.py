@@ -7,13 +7,13 @@ import pytest
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.shared import known_bad
 from attn_compiler.lowerings.shared.known_bad import CUDNN, FLASH_ATTN_4, refusal
-from attn_compiler.masks import Causal, Dense, MaskSpec, SlidingWindow
+from attn_compiler.masks import Causal, Dense, Flag, MaskSpec, SlidingWindow
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 from tests.lowerings.cudnn.test_lowering import laid
 from tests.lowerings.specs import CAUSAL, bias, make_spec, words
 
-WINDOW = MaskSpec(kinds=(Dense(shape=(1, 1, 2048, 2048), dtype="bool"),), proved=(SlidingWindow(left=9, right=9),))
+WINDOW = MaskSpec(kinds=(SlidingWindow(left=9, right=9),), dense=Dense(shape=(1, 1, 2048, 2048), dtype="bool"))
 
 
 def machine(name: str, version: int, **changes: Any) -> Target:
@@ -92,7 +92,7 @@ def test_a_lowering_refuses_it_by_name(name: str, lowering: str, version: int, s
 
 
 def test_nan_is_not_feared_with_a_plain_diagonal() -> None:
-    spec = laid(make_spec(seqlen_q=192, seqlen_kv=192, mask=MaskSpec(kinds=(Causal(),))))
+    spec = laid(make_spec(seqlen_q=192, seqlen_kv=192, mask=MaskSpec(kinds=(Causal(),), flag=Flag.CALLED)))
     assert by_name("cudnn").why_not(spec, machine("nan_dq", 91_900)) == []
 
 

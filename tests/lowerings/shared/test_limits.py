@@ -10,7 +10,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings import LOWERINGS, Lowering, by_name
 from attn_compiler.lowerings.shared import limits
-from attn_compiler.masks import Causal, CausalFrom, Dense, KeyPadding, MaskSpec, SlidingWindow
+from attn_compiler.masks import Causal, CausalFrom, Dense, Flag, KeyPadding, MaskSpec, SlidingWindow
 from attn_compiler.scores import (
     Bias,
     BiasFormula,
@@ -255,7 +255,7 @@ def test_flash_says_what_it_needs_of_the_lengths() -> None:
     [("sdpa_cudnn", False), ("sdpa_flash", False), ("sdpa_efficient", False), ("sdpa_cpu_flash", True)],
 )
 def test_a_causal_mask_and_a_tensor(name: str, taken: bool) -> None:
-    both = MaskSpec(kinds=(Causal(), Dense(shape=(2, 1, 1, 128), dtype="bool")))
+    both = MaskSpec(kinds=(Causal(),), flag=Flag.CALLED, dense=Dense(shape=(2, 1, 1, 128), dtype="bool"))
     assert takes(name, mask=both, needs_grad=False) == taken
     if not taken:
         assert "put the diagonal into the mask tensor" in why_not(name, make_spec(mask=both)) or name == "sdpa_flash"
@@ -338,20 +338,29 @@ def test_torch_release(version: str, release: tuple[int, int]) -> None:
     assert limits.torch_release(version) == release
 
 
+def test_a_kind_that_neither_a_flag_nor_a_tensor_says_is_refused() -> None:
+    window = MaskSpec(kinds=(Causal(), SlidingWindow(left=7, right=None)), flag=Flag.CALLED)
+    (reason,) = limits.check_masks(make_spec(mask=window))
+    assert reason.observed == "window (7 back)"
+    tensor = dataclasses.replace(window, dense=Dense(shape=(2, 1, 128, 128), dtype="bool"))
+    assert limits.check_masks(make_spec(mask=tensor)) == []
+    assert limits.check_masks(make_spec(mask=window, changes=(bias(1, 8, 128, 128),))) == []
+
+
 PADDING = KeyPadding(condition=Load("real", (Index("b"), Index("k")), "bool"))
-NUMBERS = (Dense(shape=(2, 1, 128, 128), dtype="float32"),)
-GIVEN = MaskSpec(kinds=NUMBERS, reason="mask is an input of the graph: it may mask too")
+NUMBERS = Dense(shape=(2, 1, 128, 128), dtype="float32")
+GIVEN = MaskSpec(dense=NUMBERS, reason="mask is an input of the graph: it may mask too")
 
 
 @pytest.mark.parametrize(
     ("changes", "is_refused"),
     [
-        ({"mask": MaskSpec(kinds=NUMBERS, proved=(Causal(), PADDING))}, True),
-        ({"mask": MaskSpec(kinds=NUMBERS, proved=(CausalFrom(offset=Const(-1)),))}, True),
-        ({"mask": MaskSpec(kinds=NUMBERS, proved=(Causal(), PADDING)), "needs_grad": False}, False),
-        ({"mask": MaskSpec(kinds=(Dense(shape=(2, 1, 128, 128), dtype="bool"),), proved=(Causal(), PADDING))}, False),
-        ({"mask": MaskSpec(kinds=NUMBERS, proved=(Causal(), SlidingWindow(left=7, right=None)))}, False),
-        ({"mask": MaskSpec(kinds=NUMBERS, proved=(PADDING,))}, False),
+        ({"mask": MaskSpec(dense=NUMBERS, kinds=(Causal(), PADDING))}, True),
+        ({"mask": MaskSpec(dense=NUMBERS, kinds=(CausalFrom(offset=Const(-1)),))}, True),
+        ({"mask": MaskSpec(dense=NUMBERS, kinds=(Causal(), PADDING)), "needs_grad": False}, False),
+        ({"mask": MaskSpec(kinds=(Causal(), PADDING), dense=Dense(shape=(2, 1, 128, 128), dtype="bool"))}, False),
+        ({"mask": MaskSpec(dense=NUMBERS, kinds=(Causal(), SlidingWindow(left=7, right=None)))}, False),
+        ({"mask": MaskSpec(dense=NUMBERS, kinds=(PADDING,))}, False),
         ({"mask": GIVEN, "decomposed": True}, True),
         ({"mask": GIVEN}, False),
     ],
@@ -396,7 +405,7 @@ SPEC = AttentionSpec(
     q=TensorSpec(shape=(1, 2, 6, 8), strides=(96, 48, 8, 1), dtype="float32"),
     k=TensorSpec(shape=(1, 2, 6, 8), strides=(96, 48, 8, 1), dtype="float32"),
     v=TensorSpec(shape=(1, 2, 6, 8), strides=(96, 48, 8, 1), dtype="float32"),
-    mask=MaskSpec(kinds=(Dense(shape=(1, 1, 6, 6), dtype="float32"),)),
+    mask=MaskSpec(dense=Dense(shape=(1, 1, 6, 6), dtype="float32")),
     score=ScoreSpec(scale=0.5),
     device="cpu",
     out_dtype="float32",

@@ -19,7 +19,7 @@ from attn_compiler import masks, scores
 from attn_compiler.index_expr import Const, Expr, Index, Load, Size
 from attn_compiler.lowerings.base import Emitter, Operands, SizeOf, Tile, Tiles
 from attn_compiler.lowerings.shared import part_tensors, parts
-from attn_compiler.masks import Alignment, Causal, Dense, Inputs, MaskSpec, ProvedKind
+from attn_compiler.masks import Alignment, Causal, Dense, Inputs, MaskKind, MaskSpec
 from attn_compiler.scores import ProvedScore
 from attn_compiler.spec import AttentionSpec
 from tests.lowerings import plan_math
@@ -31,7 +31,7 @@ TILE = Tile(queries=64, keys=32, warps=4, stages=1)
 TILES = Tiles(forward=TILE, grad_q=TILE, grad_kv=TILE)
 BATCH, HEADS = 2, 3
 
-KINDS: dict[str, ProvedKind] = {
+KINDS: dict[str, MaskKind] = {
     "causal": Causal(),
     "bottom right": Causal(alignment=Alignment.BOTTOM_RIGHT),
     "strictly causal": masks.CausalFrom(offset=Const(-1)),
@@ -79,12 +79,12 @@ def tensors(seqlen_q: int, seqlen_kv: int, seed: int = 0) -> dict[str, torch.Ten
 
 
 def spec_of(
-    bench: Bench, proved: Sequence[ProvedKind] = (), added: Sequence[ProvedScore] = (), **others: Any
+    bench: Bench, proved: Sequence[MaskKind] = (), added: Sequence[ProvedScore] = (), **others: Any
 ) -> AttentionSpec:
     """The spec of a dense mask, which no operand is taken from, for the bench's q and k."""
     (batch, heads, seqlen_q, _), (_, _, seqlen_kv, _) = bench.dims("q"), bench.dims("k")
     dense = Dense(shape=(batch, heads, seqlen_q, seqlen_kv), dtype="float32")
-    mask = MaskSpec(kinds=(dense,), proved=tuple(proved))
+    mask = MaskSpec(kinds=tuple(proved), dense=dense)
     spec = make_spec(
         batch=batch, heads=heads, heads_kv=1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, mask=mask, device="cpu", **others
     )
@@ -118,7 +118,7 @@ def check_mask(spec: AttentionSpec, made: Sequence[torch.Tensor], have: dict[str
         seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, load=lambda tensor, at: have[tensor][at].item(), sizes=sizes
     )
     for b, q, k in itertools.product(range(BATCH), range(seqlen_q), range(seqlen_kv)):
-        expected = all(kind.mask_mod(b, 0, q, k, inputs) for kind in spec.mask.proved)
+        expected = all(kind.mask_mod(b, 0, q, k, inputs) for kind in spec.mask.read)
         assert bool(found[b, 0, q, k]) is expected, (b, q, k)
 
 
@@ -199,9 +199,9 @@ def test_a_dense_mask_is_used_as_it_is(shape: tuple[int, ...], dtype: torch.dtyp
     dense = allowed if dtype == torch.bool else torch.where(allowed, 0.0, torch.finfo(dtype).min)
     bench = Bench(mask=dense, **tensors(6, 9))
     spec = spec_of(bench)
-    kinds = (Dense(shape=shape, dtype=str(dtype).removeprefix("torch.")),)
+    given = Dense(shape=shape, dtype=str(dtype).removeprefix("torch."))
     blocks = masks.AnyOf(alternatives=((Causal(),), (KINDS["documents"],)))
-    spec = dataclasses.replace(spec, mask=MaskSpec(kinds=kinds, proved=(blocks,)))
+    spec = dataclasses.replace(spec, mask=MaskSpec(kinds=(blocks,), dense=given))
     plan = parts.of(spec)
     made = bench.run(emitted(bench, spec, mask=bench.nodes["mask"]))
     named = dict(zip(plan.operands, made, strict=True))
@@ -213,7 +213,7 @@ def test_a_dense_mask_is_used_as_it_is(shape: tuple[int, ...], dtype: torch.dtyp
 def test_an_unproved_float_mask_is_added() -> None:
     bench = Bench(mask=torch.randn(6, 9), **tensors(6, 9))
     spec = spec_of(bench)
-    spec = dataclasses.replace(spec, mask=MaskSpec(kinds=(Dense(shape=(6, 9), dtype="float32"),)))
+    spec = dataclasses.replace(spec, mask=MaskSpec(dense=Dense(shape=(6, 9), dtype="float32")))
     (bias,) = bench.run(emitted(bench, spec, mask=bench.nodes["mask"]))
     assert torch.equal(bias, bench.tensors["mask"][None, None])
 

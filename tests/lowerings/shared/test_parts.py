@@ -10,7 +10,7 @@ from attn_compiler.index_expr import Const, Index, Linear, Load, Size, Test
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import Band, Plan
 from attn_compiler.lowerings.shared.parts import SEQLEN_KV, SEQLEN_Q, Interval, Parts
-from attn_compiler.masks import Alignment, Causal, Dense, MaskSpec, ProvedKind
+from attn_compiler.masks import Alignment, Causal, Dense, Flag, MaskKind, MaskSpec
 from attn_compiler.options import Options
 from attn_compiler.passes import select
 from attn_compiler.scores import ProvedScore, ScoreSpec
@@ -35,9 +35,9 @@ BLOOM = scores.Alibi(slopes=SLOPES, position=K)
 
 
 def spec_of(
-    *proved: ProvedKind,
+    *proved: MaskKind,
     dense: Dense | None = DENSE,
-    kinds: tuple[Causal, ...] = (),
+    flag: Flag | None = None,
     added: tuple[ProvedScore, ...] = (),
     changes: tuple[scores.ScoreChange, ...] = (),
     reason: str | None = None,
@@ -47,7 +47,7 @@ def spec_of(
     needs_grad: bool = True,
 ) -> AttentionSpec:
     """A mask (or, among the changes, a bias) that was proved to be this; lost: names that are out of reach."""
-    mask = MaskSpec(kinds=(*kinds, *((dense,) if dense else ())), proved=proved, reason=reason, out_of_reach=lost)
+    mask = MaskSpec(kinds=proved, flag=flag, dense=dense, reason=reason, out_of_reach=lost)
     spec = make_spec(mask=mask, changes=changes, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, needs_grad=needs_grad)
     return dataclasses.replace(spec, score=dataclasses.replace(spec.score, proved=added, out_of_reach=lost))
 
@@ -77,7 +77,7 @@ def test_the_parts_of_a_spec_are_made_once() -> None:
         ([], ADDED, {"bias"}),
     ],
 )
-def test_kinds_of_parts(proved: list[ProvedKind], dense: Dense | None, kinds: set[str]) -> None:
+def test_kinds_of_parts(proved: list[MaskKind], dense: Dense | None, kinds: set[str]) -> None:
     assert parts(*proved, dense=dense).kinds == kinds
 
 
@@ -88,7 +88,7 @@ def test_kinds_of_parts_that_are_added(kind: ProvedScore, found: str) -> None:
     assert not site_parts.ADDED & site_parts.MASKING
 
 
-def parts(*proved: ProvedKind, **of: object) -> Parts:
+def parts(*proved: MaskKind, **of: object) -> Parts:
     return site_parts.parts(spec_of(*proved, **of))  # type: ignore[arg-type]
 
 
@@ -128,7 +128,7 @@ def parts(*proved: ProvedKind, **of: object) -> Parts:
         ([masks.Formula(condition=ix.compare("<=", K, ix.add(Q, H)))], Parts(mask=True)),
     ],
 )
-def test_where_a_kind_goes(proved: list[ProvedKind], expected: Parts) -> None:
+def test_where_a_kind_goes(proved: list[MaskKind], expected: Parts) -> None:
     assert parts(*proved) == expected
 
 
@@ -169,15 +169,15 @@ def test_intervals_are_intersected() -> None:
         (masks.CausalFrom(offset=ix.add(LENGTH, Size("s7"))), "length"),
     ],
 )
-def test_what_is_out_of_reach_stays_in_the_tensor(kind: ProvedKind, name: str) -> None:
+def test_what_is_out_of_reach_stays_in_the_tensor(kind: MaskKind, name: str) -> None:
     assert parts(Causal(), kind, lost=(name,)) == Parts(mask=True)
     assert not parts(Causal(), kind, lost=("others",)).mask
 
 
 def test_a_mask_beside_the_causal_flag() -> None:
-    assert parts(PADDING, kinds=(Causal(),)) == Parts(band=Band(right=0), keys=PADDING.condition)
-    assert parts(BLOCKS, kinds=(Causal(),)) == Parts(band=Band(right=0), mask=True)
-    assert parts(Causal(), dense=None, kinds=(Causal(),)) == Parts(band=Band(right=0))
+    assert parts(Causal(), PADDING, flag=Flag.CALLED) == Parts(band=Band(right=0), keys=PADDING.condition)
+    assert parts(Causal(), BLOCKS, flag=Flag.CALLED) == Parts(band=Band(right=0), mask=True)
+    assert parts(Causal(), dense=None, flag=Flag.READ) == Parts(band=Band(right=0))
     assert parts(dense=None) == Parts()
 
 
@@ -301,7 +301,7 @@ def test_the_plan_says_which_parts_there_are() -> None:
     [(1024, 128, True), (32, 4096, True), (33, 129, False), ("s0", "s1", False), (1, "s1", True), ("s0", 128, True)],
 )
 def test_few_pairs_need_no_lists(seqlen_q: Dim, seqlen_kv: Dim, few: bool) -> None:
-    mask = MaskSpec(kinds=(Dense(shape=(2, 1, 1, seqlen_kv), dtype="bool"),))
+    mask = MaskSpec(dense=Dense(shape=(2, 1, 1, seqlen_kv), dtype="bool"))
     plan = site_parts.of(dataclasses.replace(make_spec(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv), mask=mask))
     assert (plan.tiles, plan.unlisted) == (not few, few)
 

@@ -153,7 +153,7 @@ def test_parts_beyond_what_is_taken() -> None:
     kept = KeyPadding(condition=ix.as_bool(Load("mask", (Index("b"), Index("k")), "int")))
     ids = Document(of_key=Load("ids", (Index("b"), Index("k")), "int"))
     tensor = Dense(shape=(2, 1, 128, 128), dtype="bool")
-    spec = make_spec(mask=MaskSpec(kinds=(tensor,), proved=(Causal(), kept, ids)))
+    spec = make_spec(mask=MaskSpec(kinds=(Causal(), kept, ids), dense=tensor))
     assert FA4.beyond(spec) == {"keys", "documents"}
     assert CUDNN.beyond(spec) == {"keys", "documents"}
     assert DECODE.beyond(spec) == {"documents"}

@@ -8,7 +8,7 @@ import pytest
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.tile_table import ROWS, Part, parts_of, tiles
 from attn_compiler.lowerings.shared.tiles import UNIT
-from attn_compiler.masks import Causal, Dense, MaskSpec
+from attn_compiler.masks import Causal, Dense, Flag, MaskSpec
 from attn_compiler.target import Target
 from tests.lowerings.specs import make_spec
 
@@ -30,14 +30,14 @@ def test_where_there_are_lists_the_gradient_of_q_visits_the_forwards() -> None:
             row.tiles.forward.keys,
         )
     spec, target = make_spec(head_dim=128, seqlen_q=4096, seqlen_kv=4096), Target.fake()
-    padded = dataclasses.replace(spec, mask=MaskSpec(kinds=(Dense(shape=(2, 1, 1, 4096), dtype="bool"),)))
+    padded = dataclasses.replace(spec, mask=MaskSpec(dense=Dense(shape=(2, 1, 1, 4096), dtype="bool")))
     assert tiles(spec, target).grad_q.queries != tiles(spec, target).forward.queries
     assert tiles(padded, target).grad_q.queries == tiles(padded, target).forward.queries
 
 
 def test_what_is_added_may_want_other_tiles() -> None:
     spec, target = make_spec(head_dim=128, seqlen_q=4096, seqlen_kv=4096), Target.fake()
-    bias = MaskSpec(kinds=(Dense(shape=(1, 8, 4096, 4096), dtype="bfloat16"),))
+    bias = MaskSpec(dense=Dense(shape=(1, 8, 4096, 4096), dtype="bfloat16"))
     assert tiles(dataclasses.replace(spec, mask=bias), target).forward != tiles(spec, target).forward
 
 
@@ -46,9 +46,12 @@ def test_rows_are_chosen_by_what_is_evaluated_beside_the_products() -> None:
     bias = Dense(shape=(1, 8, 4096, 4096), dtype="bfloat16")
     masks: dict[str, tuple[frozenset[Part], MaskSpec]] = {
         "full": (frozenset(), MaskSpec()),
-        "band": (frozenset({"band"}), MaskSpec(kinds=(Causal(),))),
-        "mask": (frozenset({"band", "mask"}), MaskSpec(kinds=(Causal(), Dense(shape=(2, 1, 64, 4096), dtype="bool")))),
-        "bias": (frozenset({"band", "bias"}), MaskSpec(kinds=(Causal(), bias))),
+        "band": (frozenset({"band"}), MaskSpec(kinds=(Causal(),), flag=Flag.CALLED)),
+        "mask": (
+            frozenset({"band", "mask"}),
+            MaskSpec(kinds=(Causal(),), flag=Flag.CALLED, dense=Dense(shape=(2, 1, 64, 4096), dtype="bool")),
+        ),
+        "bias": (frozenset({"band", "bias"}), MaskSpec(kinds=(Causal(),), flag=Flag.CALLED, dense=bias)),
     }
     found = {}
     for name, (parts, mask) in masks.items():

@@ -43,9 +43,8 @@ def allowed(inputs: Inputs) -> Tensor:
     found = torch.ones(*inputs.q.shape[:3], inputs.k.shape[2], dtype=torch.bool)
     if inputs.mask is not None:
         found = found & (inputs.mask if inputs.mask.dtype == torch.bool else inputs.mask != -torch.inf)
-    for kind in inputs.spec.mask.kinds:
-        if hasattr(kind, "alignment"):
-            found = found & reference._causal(kind, found)
+    if inputs.spec.mask.flagged is not None:
+        found = found & reference._causal(inputs.spec.mask.flagged, found)
     return found
 
 

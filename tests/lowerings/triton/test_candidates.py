@@ -8,15 +8,13 @@ import pytest
 from attn_compiler.lowerings.shared import parts, tile_table
 from attn_compiler.lowerings.shared.tiles import UNIT
 from attn_compiler.lowerings.triton.candidates import ROWS, candidates
-from attn_compiler.masks import MaskSpec
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 from tests.lowerings.specs import dense, make_spec
 
 
 def padded(spec: AttentionSpec) -> AttentionSpec:
-    mask = dense(spec.batch, 1, 1, spec.seqlen_kv)
-    return dataclasses.replace(spec, mask=MaskSpec(kinds=mask.kinds))
+    return dataclasses.replace(spec, mask=dense(spec.batch, 1, 1, spec.seqlen_kv))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from attn_compiler.lowerings.shared import limits
-from attn_compiler.masks import Dense, MaskKind
+from attn_compiler.masks import Causal, Dense
 from attn_compiler.report import SiteReport
 from attn_compiler.spec import AttentionSpec, Dim
 from tests import numerics
@@ -62,7 +62,7 @@ class Form:
     function: Function
     q: Shape = (B, H, S, D)
     k: Shape = (B, H, S, D)
-    mask: tuple[MaskKind, ...] = ()
+    mask: tuple[Causal | Dense, ...] = ()
     score: str = "scale 0.25"
     if_dynamic: Mapping[str, Any] = field(default_factory=dict)
     lowering: str = "sdpa_cpu_flash"
@@ -93,7 +93,7 @@ class Collection:
         return add
 
 
-def dense(*shape: int, dtype: str = "float32", terms: int = 1) -> tuple[MaskKind, ...]:
+def dense(*shape: int, dtype: str = "float32", terms: int = 1) -> tuple[Causal | Dense, ...]:
     """The mask that one dense tensor makes."""
     return (Dense(shape=shape, dtype=dtype, terms=terms),)
 
@@ -219,9 +219,10 @@ def assert_shape(shape: Sequence[Dim], expected: Sequence[int], *, dynamic: bool
 
 
 def assert_mask(site: SiteReport, form: Form, *, dynamic: bool) -> None:
-    kinds = site.spec.mask.kinds
-    assert [type(kind) for kind in kinds] == [type(kind) for kind in form.mask], site.spec.mask.words
-    for kind, expected in zip(kinds, form.mask, strict=True):
+    mask = site.spec.mask
+    applied = [each for each in (mask.flagged, mask.dense) if each is not None]
+    assert [type(each) for each in applied] == [type(each) for each in form.mask], mask.words
+    for kind, expected in zip(applied, form.mask, strict=True):
         if isinstance(kind, Dense) and isinstance(expected, Dense):
             assert_shape(kind.shape, expected.shape, dynamic=dynamic)
             assert (kind.dtype, kind.terms) == (expected.dtype, expected.terms)

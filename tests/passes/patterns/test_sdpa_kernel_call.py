@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attn_compiler.masks import Causal
+from attn_compiler.masks import Causal, Flag, MaskSpec, SlidingWindow
 from attn_compiler.passes.patterns import sdpa_kernel_call
 from tests.passes.compiling import CPU_FLASH, Compiled, compiled, mark
 from tests.passes.patterns.forms import HKV, KEYS, B, D, H, S
@@ -101,7 +101,7 @@ def test_causal_and_a_scale(call: Function) -> None:
         return call(q, k, v, True, scale=0.1)[0]  # type: ignore[no-any-return]
 
     run = _check(function, partial(sdpa, is_causal=True, scale=0.1), _qkv(grad=True))
-    assert run.site.spec.mask.kinds == (Causal(),)
+    assert run.site.spec.mask == MaskSpec(kinds=(Causal(),), flag=Flag.CALLED)
     assert run.site.spec.score.scale == 0.1
 
 
@@ -116,6 +116,22 @@ def test_a_bias_is_read(call: Function) -> None:
 
     run = _check(function, partial(sdpa, is_causal=True), _qkv(grad=True))
     assert run.site.spec.mask.words == "causal (proved)"
+
+
+@pytest.mark.parametrize("call", [_efficient, _cpu])
+def test_a_flag_stands_beside_what_a_bias_means(call: Function) -> None:
+    def window(q: Tensor) -> Tensor:
+        far = torch.ones(S, S, dtype=torch.bool).tril(-3)
+        return torch.zeros(S, S, dtype=q.dtype).masked_fill(far, -torch.inf).expand(B, H, S, S)
+
+    def like(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        later = torch.full((S, S), -torch.inf, dtype=q.dtype).triu(1)
+        return sdpa(q, k, v, attn_mask=window(q) + later)
+
+    run = _check(lambda q, k, v: call(q, k, v, True, window(q))[0], like, _qkv())
+    mask = run.site.spec.mask
+    assert (mask.kinds, mask.flag) == ((Causal(), SlidingWindow(left=2, right=None)), Flag.CALLED)
+    assert mask.words == f"window (2 back) (proved), as causal ∧ dense additive float32[1, 1, {S}, {S}]"
 
 
 def test_fewer_heads_of_keys_where_the_kernel_takes_them() -> None:

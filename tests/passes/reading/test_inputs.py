@@ -58,7 +58,7 @@ def _forward(function: Callable[[Tensor], Tensor]) -> Compiled:
 
 
 def _words(run: Compiled) -> list[str]:
-    return [" ∧ ".join(kind.words for kind in site.spec.mask.proved) for site in run.report.sites]
+    return [" ∧ ".join(kind.words for kind in site.spec.mask.read) for site in run.report.sites]
 
 
 # ---- followed -----------------------------------------------------------------------------------------------------
@@ -318,4 +318,4 @@ def test_a_mask_that_something_wrote_to_stays_dense(function: Callable[[Tensor],
     for site in _forward(function).report.sites:
         assert not site.spec.mask.is_causal
         assert site.spec.mask.dense is not None
-        assert site.spec.mask.proved == ()
+        assert site.spec.mask.read == ()

@@ -92,7 +92,7 @@ def test_kinds(function: MaskFunction, words: str) -> None:
     q = torch.randn(B, 1, S, D)
     run = compiled(attention)
     torch.testing.assert_close(run(q), attention(q))
-    assert " ∧ ".join(kind.words for kind in run.site.spec.mask.proved) == words
+    assert " ∧ ".join(kind.words for kind in run.site.spec.mask.read) == words
     assert run.site.spec.mask.is_causal == (words == "causal")
 
 
