@@ -437,7 +437,7 @@ TRITON = [
     _f(
         "triton: the divisor of the sink",
         "triton/kernels/forward.py",
-        "attention_forward",
+        "_block",
         "total = total * decay + tl.exp2(sink - shift)",
         "total = total * decay",
         "triton",
