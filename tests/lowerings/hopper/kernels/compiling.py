@@ -31,22 +31,15 @@ _SIZES: Any = {"batch": 2, "heads_q": 4, "heads_kv": 2, "seqlen_q": 1024, "seqle
 _CAUSAL: Any = {"band": Band(right=0)}
 CASES = (
     Case(name="causal_64", head_dim=64, **_SIZES, **_CAUSAL),
-    Case(name="full_64", head_dim=64, **_SIZES),
     Case(name="keys_64", head_dim=64, keys="left", **_SIZES, **_CAUSAL),
-    Case(name="sinks_64", head_dim=64, sinks=True, **_SIZES, **_CAUSAL),
-    Case(name="window_64", head_dim=64, band=Band(left=300, right=0), **_SIZES),
     Case(name="documents_64", head_dim=64, documents=True, **_SIZES, **_CAUSAL),
     Case(name="causal_128", head_dim=128, **_SIZES, **_CAUSAL),
-    Case(name="full_128", head_dim=128, **_SIZES),
     Case(name="keys_128", head_dim=128, keys="left", **_SIZES, **_CAUSAL),
     Case(name="documents_128", head_dim=128, documents=True, **_SIZES, **_CAUSAL),
     Case(name="rows_128", head_dim=128, rows=True, **_SIZES),
-    Case(name="window_128", head_dim=128, band=Band(left=300, right=0), **_SIZES),
     Case(name="softcap_128", head_dim=128, softcap=50.0, **_SIZES, **_CAUSAL),
     Case(name="slopes_128", head_dim=128, slopes=True, **_SIZES, **_CAUSAL),
-    Case(name="causal_80", head_dim=80, **_SIZES, **_CAUSAL),
     Case(name="causal_192_128", head_dim=192, head_dim_v=128, **_SIZES, **_CAUSAL),
-    Case(name="causal_256", head_dim=256, **_SIZES, **_CAUSAL),
     Case(name="softcap_256", head_dim=256, softcap=50.0, **_SIZES, **_CAUSAL),
 )
 _KERNELS = {
@@ -58,7 +51,7 @@ _KERNELS = {
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """spilled: bytes of a thread's stack. shared: bytes. Counts of the machine code: products on the tensor cores; waits for them.
-    hidden: how many of the waits for outputs come when the softmax of the next tile is over. unset: `descriptors.unset`."""
+    unset: `descriptors.unset`."""
 
     name: str
     kernel: str

@@ -1,0 +1,55 @@
+"""Where the kernel for Hopper runs, and what it leaves to the Triton family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from attn_compiler.lowerings.hopper.lowering import HopperAttention
+from attn_compiler.scores import Sinks, Softcap
+from attn_compiler.target import Target
+from tests.lowerings.specs import CAUSAL, dense, make_spec, words
+
+HOPPER = HopperAttention()
+H200 = Target.fake()
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        (H200, ""),
+        (Target.fake(sm=80), "sm80"),
+        (Target.fake(sm=100), "sm100"),
+        (Target.fake(triton="3.5.1"), "3.6 or 3.7"),
+        (Target.fake(triton="3.7.1"), ""),
+        (Target.fake(triton="3.8.0"), "3.6 or 3.7"),
+        (Target.fake(device="cpu"), "device cpu"),
+        (Target.fake(device="cpu", triton_interpreted=True), "interpreter"),
+    ],
+)
+def test_where_it_runs(machine: Target, said: str) -> None:
+    reasons = words(HOPPER.unavailable(machine))
+    assert said in reasons
+    assert bool(reasons) is bool(said)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, ""),
+        ({"mask": CAUSAL}, ""),
+        ({"head_dim": 256}, ""),
+        ({"head_dim": 264}, "256"),
+        ({"head_dim": 68}, "8"),
+        ({"dtype": "float32"}, "float32"),
+        ({"dtype": "float16"}, ""),
+        ({"mask": dense(2, 1, 4096, 4096)}, "a dense mask"),
+        ({"changes": (Softcap(cap=30.0), Sinks(requires_grad=True))}, ""),
+    ],
+)
+def test_what_it_takes(given: dict[str, Any], said: str) -> None:
+    sizes: dict[str, Any] = {"seqlen_q": 4096, "seqlen_kv": 4096}
+    reasons = words(HOPPER.why_not(make_spec(**sizes | given), H200))
+    assert said in reasons
+    assert bool(reasons) is bool(said)

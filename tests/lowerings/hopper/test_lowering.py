@@ -1,0 +1,57 @@
+"""What the lowering puts into a graph, on a machine that is not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.lowerings.base import Operands
+from attn_compiler.lowerings.hopper.lowering import HopperAttention, backward_of
+from attn_compiler.lowerings.hopper.plan import blocks_of
+from attn_compiler.lowerings.shared import tile_table
+from attn_compiler.lowerings.shared.kernel_plan import Call
+from attn_compiler.target import Target
+from tests.lowerings import emitting
+from tests.lowerings.specs import CAUSAL, dense, make_spec
+
+HOPPER = HopperAttention()
+H200 = Target.fake()
+
+
+def _called(*, needs_grad: bool) -> list[str]:
+    """Names of what the lowering calls of ours, in order."""
+    spec = make_spec(mask=CAUSAL, seqlen_q=2048, seqlen_kv=2048, head_dim=128, needs_grad=needs_grad)
+    graph = fx.Graph()
+    emitter = emitting.GraphEmitter(graph, H200)
+    nodes = []
+    for name in "qkv":
+        node = graph.placeholder(name)
+        node.meta["example_value"] = torch.empty(2, 8, 2048, 128, dtype=torch.bfloat16, device="meta")
+        nodes.append(node)
+    HOPPER.emit(emitter, spec, Operands(q=nodes[0], k=nodes[1], v=nodes[2]))
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    return [name.split(".")[1] for name in names if name.startswith("attn_compiler.")]
+
+
+def test_without_gradients_there_is_the_leaf_op_alone() -> None:
+    assert _called(needs_grad=False) == ["hopper"]
+
+
+def test_with_gradients_another_op_hands_on_what_it_computed() -> None:
+    assert _called(needs_grad=True) == ["hopper", "hopper_sdpa_cudnn_given"]
+
+
+def test_the_backward_is_cudnns_where_pytorchs_takes_the_site() -> None:
+    sizes: dict[str, Any] = {"dtype": "bfloat16", "seqlen_q": 2048, "seqlen_kv": 2048, "head_dim": 128}
+    assert backward_of(make_spec(mask=CAUSAL, **sizes), H200) == "sdpa_cudnn"
+    assert backward_of(make_spec(mask=dense(2, 1, 2048, 2048), **sizes), H200) == "triton"
+    assert backward_of(make_spec(mask=CAUSAL, **sizes), Target.fake(cudnn=0)) == "triton"
+
+
+def test_tiles_of_the_text_are_the_triton_familys() -> None:
+    spec = make_spec(mask=CAUSAL, dtype="bfloat16", seqlen_q=2048, seqlen_kv=2048, head_dim=128)
+    call = Call(spec=spec, tiles=tile_table.tiles(spec, H200))
+    assert Call.from_text(call.to_text()) == call
+    assert blocks_of(spec).tile != call.tiles.forward
