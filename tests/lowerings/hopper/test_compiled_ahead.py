@@ -1,0 +1,17 @@
+"""Nothing that a call launches is compiled by the call."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from tests.lowerings.hopper import compiled_ahead
+from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
+
+
+@of_a_known_compiler
+def test_both_kernels_are_compiled_before_they_are_launched() -> None:
+    (found,) = printed_by(compiled_ahead)
+    assert found["begun"] == ["attention_forward_sm90", "attention_again"]
+    assert found["left"] == []
