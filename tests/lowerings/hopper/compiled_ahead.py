@@ -33,9 +33,8 @@ def main() -> None:
     problem = problems.build(_CASE, dtype=torch.bfloat16, device="cpu", target=Target.fake())
     given = (problem.q, problem.k, problem.v, problems.operands(problem), problem.text)
     call = ahead.Call(body=launch.forward, arguments=imagined.described(given), named=())
-    machine = mock.patch.object(
-        torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=132)
-    )
+    properties = types.SimpleNamespace(multi_processor_count=132)
+    machine = mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties)
     left: list[compiling.Asked] = []
     with tempfile.TemporaryDirectory() as folder, planned(problem.plan), machine:
         triton.knobs.cache.dir = folder
