@@ -17,8 +17,6 @@ import traceback
 import types
 from typing import Any
 
-from torch._inductor import cpu_vec_isa
-
 #: bytes of a request: code, arguments and environment
 LARGEST = 1 << 20
 
@@ -95,8 +93,9 @@ def main() -> None:
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         raise RuntimeError(f"importing {sys.argv[2:]} started {len(threads) - 1} threads")
-    # Else each fork with an empty cache would compile a dozen programs to find out.
-    cpu_vec_isa.pick_vec_isa()
+    if "torch._inductor.cpu_vec_isa" in sys.modules:
+        # Else each fork with an empty cache would compile a dozen programs to find out.
+        sys.modules["torch._inductor.cpu_vec_isa"].pick_vec_isa()
     # What is imported lasts, as in tests/conftest.py.
     gc.set_threshold(200_000, 10, 20)
     gc.collect()

@@ -1,9 +1,9 @@
 """Processes for tests: real ones, and forks of one that has imported torch, which start in milliseconds rather than in seconds.
 
-A fork is as fresh as a process just after `import torch` and Dynamo's, AOTAutograd's and Inductor's own modules: nothing was compiled in it, this
-package and transformers are not imported, there is one thread. What it has from the process that it is a fork of: the variables that are read at
-import (`run` refuses others), the seed of Python's hashes, addresses, `sys.path`, and which instructions the C++ compiler knows. Forks of
-different servers (`of`) have other hashes and addresses, as two processes do. A test of importing itself takes a real process.
+A fork is as fresh as a process just after `import torch` and Dynamo's, AOTAutograd's and Inductor's own modules: nothing was compiled in
+it, this package and transformers are not imported, there is one thread. What it has from the process that it is a fork of: the variables
+that are read at import (`run` refuses others), the seed of Python's hashes, addresses, `sys.path`, and which instructions the C++ compiler
+knows. Forks of different servers (`of`) have other hashes and addresses, as two processes do. A test of importing takes a real process.
 
 Where there is CUDA, every process is a real one: CUDA can't be used in a fork of a process that looked for devices.
 """
@@ -26,13 +26,11 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 
+#: a server whose forks compile Triton's kernels: they do not have TRITON_INTERPRET, and have imported less
+KERNELS = "kernels"
 #: what a fork has imported
-IMPORTED = (
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "torch._dynamo.backends.debugging",
-    "torch.utils.checkpoint",
-)
+IMPORTED = ("torch._dynamo", "torch._inductor.compile_fx", "torch._dynamo.backends.debugging", "torch.utils.checkpoint")
+_IMPORTED_FOR_KERNELS = ("torch", "triton.backends.nvidia.compiler", "triton.experimental.gluon.language")
 #: variables that are read when something is compiled or printed, so that a fork can have others than this process, and CUDA's own
 LATE = frozenset({"ATTN_COMPILER_CACHE_REWRITES", "COLUMNS", "CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_CACHE_DIR"})
 
@@ -50,21 +48,30 @@ def run(
     of: str = "torch",
     check: bool = True,
 ) -> Done[str]:
-    """`python -c CODE ARGUMENTS` in a fork. environment: what differs from what all tests have. of: the name of a server, which starts when it is first asked.
-    check: an exit status other than 0 is an error."""
+    """`python -c CODE ARGUMENTS` in a fork. environment: what differs from what all tests have. of: the name of a server; one of a new
+    name starts. check: an exit status other than 0 is an error."""
     if torch.cuda.is_available():
-        return run_anew(code, *arguments, environment=environment, cwd=cwd, check=check)
+        return run_anew(code, *arguments, environment=environment, cwd=cwd, of=of, check=check)
     return _checked(_server(of).run(code, arguments, environment or {}, cwd), check)
 
 
 def run_anew(
-    code: str, *arguments: str, environment: Mapping[str, str] | None = None, cwd: Path = ROOT, check: bool = True
+    code: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+    of: str = "torch",
+    check: bool = True,
 ) -> Done[str]:
     """The same in a real process, with any environment."""
     command = [sys.executable, "-c", code, *arguments]
-    variables = {**os.environ, **(environment or {})}
+    variables = {**_variables(of), **(environment or {})}
     done = subprocess.run(command, env=variables, cwd=cwd, capture_output=True, text=True, check=False)
     return _checked(done, check)
+
+
+def _variables(of: str) -> dict[str, str]:
+    return {name: value for name, value in _VARIABLES.items() if of != KERNELS or name != "TRITON_INTERPRET"}
 
 
 def _checked(done: Done[str], check: bool) -> Done[str]:
@@ -76,7 +83,7 @@ def _checked(done: Done[str], check: bool) -> Done[str]:
 @functools.cache
 def _server(name: str) -> _Server:
     """One of a name in a test process. It ends before this process does."""
-    server = _Server()
+    server = _Server(_variables(name), _IMPORTED_FOR_KERNELS if name == KERNELS else IMPORTED)
     atexit.register(server.close)
     return server
 
@@ -84,11 +91,12 @@ def _server(name: str) -> _Server:
 class _Server:
     """It may be asked from several threads at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: dict[str, str], imported: Sequence[str]) -> None:
+        self._variables = variables
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sending = threading.Lock()
-        command = [sys.executable, "-m", "tests.fork_server", str(theirs.fileno()), *IMPORTED]
-        self._process = subprocess.Popen(command, cwd=ROOT, env=_VARIABLES, pass_fds=[theirs.fileno()])
+        command = [sys.executable, "-m", "tests.fork_server", str(theirs.fileno()), *imported]
+        self._process = subprocess.Popen(command, cwd=ROOT, env=variables, pass_fds=[theirs.fileno()])
         theirs.close()
 
     def close(self) -> None:
@@ -96,13 +104,13 @@ class _Server:
         self._process.wait()
 
     def run(self, code: str, arguments: Sequence[str], changes: Mapping[str, str], cwd: Path) -> Done[str]:
-        early = {name for name, value in changes.items() if _VARIABLES.get(name) != value} - LATE
+        early = {name for name, value in changes.items() if self._variables.get(name) != value} - LATE
         if early:
             raise ValueError(f"torch may have read {sorted(early)} when it was imported: start a real process")
         request = {
             "code": code,
             "arguments": list(arguments),
-            "environment": {**_VARIABLES, **changes},
+            "environment": {**self._variables, **changes},
             "cwd": str(cwd),
         }
         ours, theirs = socket.socketpair()

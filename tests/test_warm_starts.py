@@ -1,7 +1,7 @@
 """A second process with the caches of the first: no pass of ours runs, nothing is compiled again, and numbers and report are the same.
 
-Where nothing is said, Inductor compiles. Processes are forks (tests/fresh.py). The second is a fork of another server: its sets have other orders, and
-its objects other addresses.
+Where nothing is said, Inductor compiles. Processes are forks (tests/fresh.py). The second is a fork of another server: its sets have other
+orders, and its objects other addresses.
 """
 
 from __future__ import annotations
