@@ -117,7 +117,7 @@ _modules = 0
 def _freeze() -> None:
     """What was imported lasts: the garbage collector need not look at millions of its objects again and again."""
     global _modules
-    if len(sys.modules) > _modules + 50:
+    if len(sys.modules) > _modules + 200:
         gc.collect()
         gc.freeze()
         _modules = len(sys.modules)

@@ -3,8 +3,11 @@
 PyTorch keeps what an op makes of fake tensors, so that the same op need not be worked out again. Of symbolic sizes it keeps that for
 one graph alone. Hardly an op comes twice there, and to keep a result it is made a second time, with all its strides in symbols.
 
-Nothing else changes: PyTorch works the op out, as it does for ops that it keeps nothing of. And no text is made for logs that are off
-(`say_nothing`). A release of PyTorch that has other names for these functions is left as it is, only slower.
+Nothing else changes: PyTorch works the op out, as it does for ops that it keeps nothing of.
+
+make_fx leaves the methods of `nn.Module` alone, which its tracer would only call: to put others there and back costs a look at each class
+of modules. And no text is made for logs that are off (`say_nothing`). A release of PyTorch that has other names for these functions is left
+as it is, only slower.
 """
 
 from __future__ import annotations
@@ -16,12 +19,42 @@ from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
+from torch.fx import _symbolic_trace
+from torch.fx.experimental import proxy_tensor
 
 _KNOWN = ("_cached_dispatch_impl", "_make_cache_entry", "_dispatch_impl")
 
 
 def install() -> None:
     """In this process."""
+    _keep_nothing_of_symbols()
+    _leave_modules_alone()
+
+
+def _leave_modules_alone() -> None:
+    tracer, patcher = proxy_tensor.PythonKeyTracer, getattr(_symbolic_trace, "_Patcher", None)
+    if patcher is None or not {"call_module", "getattr"} <= vars(tracer).keys():
+        return
+    trace, patch_method = _symbolic_trace.Tracer.trace, patcher.patch_method
+    tracing: list[type] = []
+
+    @functools.wraps(trace)
+    def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tracing.append(type(self))
+        try:
+            return trace(self, *args, **kwargs)
+        finally:
+            tracing.pop()
+
+    @functools.wraps(patch_method)
+    def patch(self: Any, cls: type, *args: Any, **kwargs: Any) -> None:
+        if cls is not torch.nn.Module or tracing[-1:] != [tracer]:
+            patch_method(self, cls, *args, **kwargs)
+
+    _symbolic_trace.Tracer.trace, patcher.patch_method = traced, patch  # type: ignore[method-assign]
+
+
+def _keep_nothing_of_symbols() -> None:
     mode = fake_tensor.FakeTensorMode
     if not (all(hasattr(mode, name) for name in _KNOWN) and hasattr(fake_tensor, "_BypassDispatchCache")):
         return

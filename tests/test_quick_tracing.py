@@ -78,3 +78,23 @@ def test_no_text_is_made_for_logs_that_are_off() -> None:
     torch.compile(torch.sin, backend="aot_eager")(torch.ones(2))
     found = torch._dynamo.utils.get_compilation_metrics()[-1]
     assert (found.inductor_config, found.dynamo_config) == (None, None)
+
+
+def test_make_fx_puts_no_methods_into_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tracers do, also inside of it."""
+    seen = []
+    layer, call = torch.nn.ReLU(), torch.nn.Module.__call__
+
+    def model(x: Tensor) -> Tensor:
+        seen.append(torch.nn.Module.__call__ is call)
+        fx.symbolic_trace(torch.nn.Sequential(layer, Noting()))
+        return layer(x)
+
+    class Noting(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.nn.Module.__call__ is call)
+            return x
+
+    graph = make_fx(model)(torch.ones(2))
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [torch.ops.aten.relu.default]
+    assert seen == [True, False]
