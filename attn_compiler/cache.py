@@ -21,6 +21,7 @@ def cache_key(options: Options, targets: Iterable[Target]) -> str:
     return f"{package_version()}/{sources_digest()}/{options.digest()}/{machines}"
 
 
+@functools.cache
 def package_version() -> str:
     """The installed version of this package."""
     return importlib.metadata.version("attn_compiler")

@@ -30,7 +30,7 @@ def sentences(count: int) -> list[str]:
     return re.findall(r"(?<=\. )[A-Z][a-z ,;'’-]{3}[^.:`*]{30,300}\.(?= [A-Z])", prose)[:count]
 
 
-def median_ms(functions: dict[str, Callable[[], torch.Tensor]], rounds: int = 15) -> dict[str, float]:
+def median_ms(functions: dict[str, Callable[[], torch.Tensor]], rounds: int = 5) -> dict[str, float]:
     """Median milliseconds of each function, called in turn so that a busy machine slows all of them alike."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import attn_compiler
 
-STEPS, BATCH, SEQLEN = 40, 8, 128
+STEPS, BATCH, SEQLEN = 25, 8, 128
 
 
 def batches(seed: int = 0) -> Iterator[torch.Tensor]:

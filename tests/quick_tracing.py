@@ -3,23 +3,58 @@
 PyTorch keeps what an op makes of fake tensors, so that the same op need not be worked out again. Of symbolic sizes it keeps that for
 one graph alone. Hardly an op comes twice there, and to keep a result it is made a second time, with all its strides in symbols.
 
-Nothing else changes: PyTorch works the op out, as it does for ops that it keeps nothing of. A release of PyTorch that has other names
-for these functions is left as it is, only slower.
+Nothing else changes: PyTorch works the op out, as it does for ops that it keeps nothing of.
+
+make_fx leaves the methods of `nn.Module` alone, which its tracer would only call: to put others there and back costs a look at each class
+of modules. And no text is made for logs that are off (`say_nothing`). A release of PyTorch that has other names for these functions is left
+as it is, only slower.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import sys
 from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
+from torch.fx import _symbolic_trace
+from torch.fx.experimental import proxy_tensor
 
 _KNOWN = ("_cached_dispatch_impl", "_make_cache_entry", "_dispatch_impl")
 
 
 def install() -> None:
     """In this process."""
+    _keep_nothing_of_symbols()
+    _leave_modules_alone()
+
+
+def _leave_modules_alone() -> None:
+    tracer, patcher = proxy_tensor.PythonKeyTracer, getattr(_symbolic_trace, "_Patcher", None)
+    if patcher is None or not {"call_module", "getattr"} <= vars(tracer).keys():
+        return
+    trace, patch_method = _symbolic_trace.Tracer.trace, patcher.patch_method
+    tracing: list[type] = []
+
+    @functools.wraps(trace)
+    def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tracing.append(type(self))
+        try:
+            return trace(self, *args, **kwargs)
+        finally:
+            tracing.pop()
+
+    @functools.wraps(patch_method)
+    def patch(self: Any, cls: type, *args: Any, **kwargs: Any) -> None:
+        if cls is not torch.nn.Module or tracing[-1:] != [tracer]:
+            patch_method(self, cls, *args, **kwargs)
+
+    _symbolic_trace.Tracer.trace, patcher.patch_method = traced, patch  # type: ignore[method-assign]
+
+
+def _keep_nothing_of_symbols() -> None:
     mode = fake_tensor.FakeTensorMode
     if not (all(hasattr(mode, name) for name in _KNOWN) and hasattr(fake_tensor, "_BypassDispatchCache")):
         return
@@ -39,6 +74,38 @@ def install() -> None:
         return make(self, state, key, func, *rest)
 
     mode._cached_dispatch_impl, mode._make_cache_entry = dispatch, entry  # type: ignore[method-assign]
+
+
+#: module -> function or method of it that makes a text for PyTorch's logs alone, and what it gives instead
+_TEXTS: dict[str, dict[str, Any]] = {
+    # It empties the CPU's caches and times the guards, 50 ms a compilation.
+    "torch._dynamo.guards": {"profile_guard_manager": 0.0},
+    "torch._dynamo.utils": {
+        "_compiler_config_for_logging": None,
+        "_functorch_config_for_logging": None,
+        "_get_dynamo_config_for_logging": None,
+        "_scrubbed_inductor_config_for_logging": None,
+    },
+    "torch._dynamo.side_effects": {"SideEffects._format_side_effect_message": ""},
+    "torch._dynamo.symbolic_convert": {"InstructionTranslatorBase.get_line_of_code_header": ""},
+    "torch._functorch._aot_autograd.graph_compile": {
+        "_log_fw_bw_graphs": ("", ""),
+        "_log_inference_graph": "",
+        "_log_joint_graph": "",
+    },
+}
+
+
+def say_nothing() -> None:
+    """Of the modules that are imported by now. TORCH_LOGS brings the texts back."""
+    if "TORCH_LOGS" in os.environ:
+        return
+    for module in _TEXTS.keys() & sys.modules.keys():
+        for name, instead in _TEXTS.pop(module).items():
+            *path, last = name.split(".")
+            owner = functools.reduce(lambda thing, part: getattr(thing, part, None), path, sys.modules[module])
+            if hasattr(owner, last):
+                setattr(owner, last, lambda *_, instead=instead, **__: instead)
 
 
 def _is_symbolic(x: Any) -> bool:

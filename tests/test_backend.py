@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +16,7 @@ from attn_compiler.options import Options
 from attn_compiler.report import Report, SiteReport
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
+from tests import fresh
 
 NO_GPU = Reason(rule="needs a CUDA device", observed="cpu")
 
@@ -93,7 +92,7 @@ else:
 torch.__version__ = version
 torch.compile(torch.sin, backend="attn_compiler")  # nothing was half-registered
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh.run(code)
 
 
 def test_code_from_a_cache_finds_the_ops_that_it_calls() -> None:
@@ -108,7 +107,7 @@ def cached(gm, example_inputs, **_):
 torch_compat.compile_with_inductor = cached
 assert torch.equal(torch.compile(torch.sin, backend="attn_compiler")(torch.ones(3)), torch.ones(3))
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh.run(code)
 
 
 def test_passes_rewrite_then_publish_then_compile(pipeline: Pipeline) -> None:

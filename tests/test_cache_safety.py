@@ -7,13 +7,12 @@ take the second for the first. Nothing here needs generated C++, which keeps it 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import fresh
 
 FIRST_RELEASE = ("2.0", "0.1.0")  # the backward's factor, the package's version
 NEXT_RELEASE = ("3.0", "0.2.0")
@@ -67,10 +66,7 @@ print(json.dumps(answers))
 
 
 def _run(release: tuple[str, str], cache_dir: Path) -> dict[str, dict[str, Any]]:
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache_dir), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, *release, FIRST_RELEASE[1]]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    run = fresh.run(SCRIPT, *release, FIRST_RELEASE[1], environment={"TORCHINDUCTOR_CACHE_DIR": str(cache_dir)})
     answer: dict[str, dict[str, Any]] = json.loads(run.stdout)
     return answer
 

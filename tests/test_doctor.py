@@ -13,6 +13,7 @@ from attn_compiler import __main__ as command_line
 from attn_compiler import doctor, lowerings
 from attn_compiler.decisions import Reason
 from attn_compiler.target import Target
+from tests import fresh
 
 NEEDS_GPU = Reason(rule="needs a CUDA device", observed="cpu", remedy="run on a GPU")
 NEEDS_SM90 = Reason(rule="needs sm90", observed="sm80")
@@ -108,7 +109,7 @@ checkup = examine()
 assert not checkup.lowerings
 assert "not supported" in next(fact.advice for fact in checkup.facts if fact.name == "torch")
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh.run(code)
 
 
 def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tests import quick_interpreter
+from tests import fresh, quick_interpreter
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels are compiled here")
 
@@ -71,5 +69,5 @@ def test_numbers_are_those_of_the_interpreter_as_it_is(tmp_path: Path) -> None:
     if not triton.__version__.startswith(quick_interpreter.KNOWN):
         pytest.skip(f"the interpreter of Triton {triton.__version__} is left as it is")
     path = tmp_path / "found.pt"
-    subprocess.run([sys.executable, "-c", _AS_IT_IS, str(path)], check=True, cwd=Path(__file__).parents[1])
+    fresh.run(_AS_IT_IS, str(path))
     assert torch.equal(torch.load(path), run())

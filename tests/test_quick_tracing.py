@@ -11,6 +11,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests import quick_tracing
+
 QUICK = ("_cached_dispatch_impl", "_make_cache_entry")
 
 pytestmark = pytest.mark.skipif(
@@ -68,3 +70,31 @@ def test_nothing_of_symbolic_sizes_is_made_twice(monkeypatch: pytest.MonkeyPatch
 def test_what_is_kept_of_known_sizes_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     _traced("fake", 11)
     assert _made_again(lambda: _traced("fake", 11), monkeypatch) > 0
+
+
+def test_no_text_is_made_for_logs_that_are_off() -> None:
+    torch._dynamo.reset()  # imports it
+    quick_tracing.say_nothing()
+    torch.compile(torch.sin, backend="aot_eager")(torch.ones(2))
+    found = torch._dynamo.utils.get_compilation_metrics()[-1]
+    assert (found.inductor_config, found.dynamo_config) == (None, None)
+
+
+def test_make_fx_puts_no_methods_into_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tracers do, also inside of it."""
+    seen = []
+    layer, call = torch.nn.ReLU(), torch.nn.Module.__call__
+
+    def model(x: Tensor) -> Tensor:
+        seen.append(torch.nn.Module.__call__ is call)
+        fx.symbolic_trace(torch.nn.Sequential(layer, Noting()))
+        return layer(x)
+
+    class Noting(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.nn.Module.__call__ is call)
+            return x
+
+    graph = make_fx(model)(torch.ones(2))
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [torch.ops.aten.relu.default]
+    assert seen == [True, False]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import fresh
+
 ROOT = Path(__file__).parents[1]
 
 PROGRAM = """
@@ -59,6 +61,12 @@ def installed(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
+def _run_in_a_fork(code: str, installed: dict[str, str]) -> str:
+    """With the paths of `installed`, where entry points are looked for."""
+    paths = installed["PYTHONPATH"].split(os.pathsep)
+    return fresh.run(f"import sys\nsys.path[:0] = {paths!r}\n{code}").stdout.strip()
+
+
 def _run(code: str, environment: dict[str, str]) -> str:
     return subprocess.run(
         [sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True
@@ -80,7 +88,7 @@ from attn_compiler.backend import attn_compiler
 from torch._dynamo.backends.registry import lookup_backend
 print(lookup_backend("attn_compiler") is attn_compiler, "attn_compiler" in torch._dynamo.list_backends())
 """
-    assert _run(code, installed) == "True True"
+    assert _run_in_a_fork(code, installed) == "True True"
 
 
 def test_an_entry_point_of_before_still_works(installed: dict[str, str], tmp_path: Path) -> None:
@@ -94,4 +102,4 @@ import attn_compiler.registration
 torch.compile(torch.cos, backend="attn_compiler", options={"inner": "eager"})(torch.ones(1))
 print("fine")
 """
-    assert _run(code, installed) == "fine"
+    assert _run_in_a_fork(code, installed) == "fine"

@@ -39,6 +39,10 @@ def _has_no_nan(x: Expr) -> bool:
     return "nan" not in repr(x)
 
 
+#: made once, since it takes long
+_EXPRESSIONS = expressions(1).filter(_has_no_nan)
+
+
 def _of_type(hint: Any) -> st.SearchStrategy[Any]:
     known: dict[Any, st.SearchStrategy[Any]] = {
         str: st.text(max_size=8),
@@ -46,10 +50,10 @@ def _of_type(hint: Any) -> st.SearchStrategy[Any]:
         int: st.integers(-(10**6), 10**6),
         float: FLOATS,
         int | None: st.none() | st.integers(0, 4096),
-        Expr: expressions(1).filter(_has_no_nan),
+        Expr: _EXPRESSIONS,
         masks.Alignment: st.sampled_from(masks.Alignment),
         tuple[int | str, ...]: st.lists(DIMS, max_size=4).map(tuple),
-        tuple[Expr, ...]: st.lists(expressions(1).filter(_has_no_nan), max_size=2).map(tuple),
+        tuple[Expr, ...]: st.lists(_EXPRESSIONS, max_size=2).map(tuple),
         scores.LogBuckets | None: st.none() | st.builds(scores.LogBuckets),
     }
     if hint in known:

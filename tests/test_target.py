@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn_compiler.target import Target, cudnn_words
+from tests import fresh
 
 
 def test_cpu_has_no_gpu_facts() -> None:
@@ -22,7 +23,7 @@ def test_cpu_has_no_gpu_facts() -> None:
 
 def test_asking_about_the_cpu_does_not_initialise_cuda() -> None:
     code = "import torch; from attn_compiler.target import Target; Target.current('cpu'); print(torch.cuda.is_initialized())"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = fresh.run(code)
     assert run.stdout.strip() == "False"
 
 

@@ -1,19 +1,21 @@
 """A second process with the caches of the first: no pass of ours runs, nothing is compiled again, and numbers and report are the same.
 
-Each process is a real one. Where nothing is said, Inductor compiles.
+Where nothing is said, Inductor compiles. Processes are forks (tests/fresh.py). The second is a fork of another server: its sets have other
+orders, and its objects other addresses.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import fresh
 
 SCRIPT = """
 import json, sys, torch
@@ -67,18 +69,14 @@ print(json.dumps({
 """
 
 
-def _started(folder: Path, **given: Any) -> dict[str, Any]:
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(folder),
-        "ATTN_COMPILER_CACHE_REWRITES": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-c", SCRIPT, json.dumps(given)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    answer: dict[str, Any] = json.loads(run.stdout)
+def _started(folder: Path, start: Callable[..., fresh.Done[str]] = fresh.run, **given: Any) -> dict[str, Any]:
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "ATTN_COMPILER_CACHE_REWRITES": "1"}
+    answer: dict[str, Any] = json.loads(start(SCRIPT, json.dumps(given), environment=environment).stdout)
     return answer
+
+
+#: a process with other hashes and addresses than `fresh.run`'s
+ANOTHER = functools.partial(fresh.run, of="another torch")
 
 
 #: without Inductor, whose C++ takes ten times as long
@@ -96,13 +94,13 @@ def _hold(first: dict[str, Any], second: dict[str, Any], *, hits: int = 1) -> No
 
 def test_a_second_process_finds_everything(tmp_path: Path) -> None:
     first = _started(tmp_path)
-    _hold(first, _started(tmp_path))
+    _hold(first, _started(tmp_path, ANOTHER))
     assert first["report"][0]["num_sites"] == 2
 
 
 def test_checkpoints_of_a_second_process(tmp_path: Path) -> None:
     first = _started(tmp_path, checkpoint=True, options=QUICK)
-    _hold(first, _started(tmp_path, checkpoint=True, options=QUICK), hits=0)
+    _hold(first, _started(tmp_path, ANOTHER, checkpoint=True, options=QUICK), hits=0)
 
 
 @pytest.mark.slow
@@ -118,13 +116,13 @@ def test_checks_want_the_passes_and_nothing_of_inductor(tmp_path: Path) -> None:
 
 def test_one_layer_that_is_compiled_serves_all(tmp_path: Path) -> None:
     first = _started(tmp_path, regional=True, options=QUICK)
-    _hold(first, _started(tmp_path, regional=True, options=QUICK), hits=0)
+    _hold(first, _started(tmp_path, ANOTHER, regional=True, options=QUICK), hits=0)
 
 
 def test_saved_artifacts_bring_it_to_another_machine(tmp_path: Path) -> None:
     saved = str(tmp_path / "artifacts")
     first = _started(tmp_path / "one", save=saved, options=QUICK)
-    second = _started(tmp_path / "two", load=saved, save=f"{saved} again", options=QUICK)
+    second = _started(tmp_path / "two", ANOTHER, load=saved, save=f"{saved} again", options=QUICK)
     _hold(first, second, hits=0)
     # What was only found is saved, too.
     _hold(first, _started(tmp_path / "three", load=f"{saved} again", options=QUICK), hits=0)
@@ -133,13 +131,13 @@ def test_saved_artifacts_bring_it_to_another_machine(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_saved_artifacts_bring_inductors_code_too(tmp_path: Path) -> None:
     saved = str(tmp_path / "artifacts")
-    first = _started(tmp_path / "one", save=saved)
-    _hold(first, _started(tmp_path / "two", load=saved))
+    first = _started(tmp_path / "one", fresh.run_anew, save=saved)
+    _hold(first, _started(tmp_path / "two", fresh.run_anew, load=saved))
 
 
 def test_ranks_that_start_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
-        one, two = pool.map(lambda _: _started(tmp_path, options=QUICK), range(2))
+        one, two = pool.map(lambda start: _started(tmp_path, start, options=QUICK), (fresh.run, ANOTHER))
     third = _started(tmp_path, options=QUICK)
     assert third["ran"] == [[]]
     assert one["out"] == two["out"] == third["out"]

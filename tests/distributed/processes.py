@@ -1,7 +1,13 @@
-"""Two processes of one group over gloo, each of which runs one function and hands back what that gives."""
+"""Two processes of one group over gloo, each of which runs one function and hands back what that gives.
+
+Both are forks of a process that has imported what the function needs, so that nothing is imported twice.
+"""
 
 from __future__ import annotations
 
+import gc
+import pickle
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -11,28 +17,39 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
-from tests import quick_tracing
+from tests import fresh, quick_tracing
 
 SIZE = 2
 _SECONDS = 280
+
+_START = "import sys; from tests.distributed import processes; processes.start(sys.argv[1])"
 
 
 def run(function: Callable[..., Any], *args: Any) -> list[Any]:
     """function(*args) in both processes, the results by rank. What one of them raises is raised here."""
     with tempfile.TemporaryDirectory() as directory:
-        context = torch.multiprocessing.start_processes(
-            _member, args=(directory, function, args), nprocs=SIZE, join=False, start_method="spawn"
-        )
-        try:
-            deadline = time.monotonic() + _SECONDS
-            # It returns whenever one process is done.
-            while not context.join(timeout=1):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{function.__name__} was not done after {_SECONDS} s")
-        finally:
-            for process in context.processes:
-                process.kill()
+        (Path(directory) / "job").write_bytes(pickle.dumps((function, args)))
+        fresh.run(_START, directory)
         return [torch.load(_result(directory, rank), weights_only=False) for rank in range(SIZE)]
+
+
+def start(directory: str) -> None:
+    """In a process that has nothing else to do. Where there is CUDA its forks could not use it."""
+    function, args = pickle.loads((Path(directory) / "job").read_bytes())
+    gc.freeze()
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    context = torch.multiprocessing.start_processes(
+        _member, args=(directory, function, args), nprocs=SIZE, join=False, start_method=method
+    )
+    try:
+        deadline = time.monotonic() + _SECONDS
+        # It returns whenever one process is done.
+        while not context.join(timeout=1):
+            if time.monotonic() > deadline:
+                sys.exit(f"{function.__name__} was not done after {_SECONDS} s")
+    finally:
+        for process in context.processes:
+            process.kill()
 
 
 def _result(directory: str, rank: int) -> Path:
@@ -42,6 +59,7 @@ def _result(directory: str, rank: int) -> Path:
 def _member(rank: int, directory: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     quick_tracing.install()
+    quick_tracing.say_nothing()
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=SIZE)
     try:
         torch.save(function(*args), _result(directory, rank))

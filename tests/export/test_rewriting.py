@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import textwrap
 import warnings
 from collections.abc import Callable
@@ -30,6 +28,7 @@ from attn_compiler.export import rewriting
 from attn_compiler.options import Options
 from attn_compiler.report import Report, SiteReport
 from attn_compiler.target import Target
+from tests import fresh
 from tests.export import models
 from tests.export.models import batch, exported, kept, made
 
@@ -310,9 +309,7 @@ def _elsewhere(folder: Path, program: ExportedProgram, *args: Tensor, expected: 
     """Run the program in a process that never hears of this package."""
     torch.export.save(program, folder / "program.pt2")
     torch.save((args, expected.detach()), folder / "io.pt")
-    (folder / "fresh.py").write_text(textwrap.dedent(_FRESH))
-    run = subprocess.run([sys.executable, "fresh.py", how], cwd=folder, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    fresh.run(textwrap.dedent(_FRESH), how, cwd=folder)
 
 
 def test_another_process_runs_it_without_this_package(tmp_path: Path) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
+from tests import fresh
 from tests.fuzz.environment import variables
 from tests.fuzz.planted import FAULTS, DoesNotApply, Fault
 from tests.fuzz.planted.fault import PACKAGE
@@ -49,10 +47,7 @@ def test_what_does_not_apply_is_named() -> None:
 
 
 def test_faults_are_found_made_small_and_written(tmp_path: object) -> None:
-    command = [sys.executable, "-c", _FIND, str(tmp_path), json.dumps(QUICK)]
-    environment = {**os.environ, **variables("cpu"), "PYTHONPATH": "."}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PACKAGE.parent, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = fresh.run(_FIND, str(tmp_path), json.dumps(QUICK), environment=variables("cpu"))
     found = json.loads(done.stdout.splitlines()[-1])
     assert all(found[name]["same"] for name in QUICK), found
     # How small it gets is a matter of seconds: on a busy machine not as small as it could be.

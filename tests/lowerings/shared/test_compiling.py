@@ -197,11 +197,10 @@ def test_sizes_that_differ_from_call_to_call_share_their_kernels(asked: Any) -> 
     assert launched[:2] != launched[4:6]
 
 
-def test_a_launch_finds_what_a_thread_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TORCH_LOGS", "attn_compiler")
-    monkeypatch.setenv("TORCH_LOGS_OUT", str(tmp_path / "log"))
-    (found,) = printed_by(compiled_ahead)
-    assert "compiled tile_lists in" in (tmp_path / "log").read_text()
+def test_a_launch_finds_what_a_thread_compiled(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    (found,) = printed_by(compiled_ahead, TORCH_LOGS="attn_compiler", TORCH_LOGS_OUT=str(log))
+    assert "compiled tile_lists in" in log.read_text()
     assert found["begun"] == ["tile_bounds", "tile_lists"]
     assert found["begun_again"] == []
     assert found["left"] == []

@@ -4,17 +4,13 @@ Gluon takes."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import triton
 
-_ROOT = Path(__file__).parents[4]
+from tests import fresh
 
 #: releases that the bounds on spilled registers were found with
 KNOWN = ("3.6", "3.7")
@@ -24,12 +20,11 @@ of_a_known_compiler = pytest.mark.skipif(
 )
 
 
-def printed_by(module: ModuleType) -> list[dict[str, Any]]:
+def printed_by(module: ModuleType, **variables: str) -> list[dict[str, Any]]:
     """What one of the modules that compile kernels says of them. In a process of its own, since Triton's interpreter compiles nothing: it
     was chosen for this one before Triton was imported."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", module.__name__]
-    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    code = f"import runpy; runpy.run_module({module.__name__!r}, run_name='__main__', alter_sys=True)"
+    # With variables in a real one: torch reads them when it is imported.
+    done = (fresh.run_anew if variables else fresh.run)(code, environment=variables, of=fresh.KERNELS)
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
