@@ -35,6 +35,8 @@ from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe
 from attn_compiler.lowerings.decode import schedule as decode_schedule
 from attn_compiler.lowerings.fp8 import hopper_launch, rounding_launch, triton_launch
 from attn_compiler.lowerings.fp8.rounding import How, Rounding
+from attn_compiler.lowerings.hopper import launch as hopper_half_launch
+from attn_compiler.lowerings.shared import persistent
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.triton import launch
 from attn_compiler.target import Target
@@ -42,6 +44,8 @@ from tests.lowerings.decode import problems as decode_problems
 from tests.lowerings.decode.kernels import compiling as decode_compiling
 from tests.lowerings.fp8 import problems as fp8_problems
 from tests.lowerings.fp8.kernels import compiling as fp8_compiling
+from tests.lowerings.hopper import problems as hopper_problems
+from tests.lowerings.hopper.kernels import compiling as hopper_compiling
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import build, planned
 from tests.lowerings.triton.kernels.compiling import resources, said_of
@@ -175,8 +179,21 @@ def _fp8(case: Case, recipe: str, forward: Callable[..., Any]) -> None:
     target = Target.fake(sm=_SM)
     given = fp8_problems.build(case, _RECIPES[recipe], dtype=torch.bfloat16, device="cpu", target=target)
     problem = given.problem
-    with planned(problem.plan), mock.patch.object(hopper_launch, "_processors", return_value=_PROCESSORS):
+    with planned(problem.plan), mock.patch.object(persistent, "programs", _programs):
         forward(problem.q, problem.k, problem.v, given.operands, problem.text)
+
+
+def _programs(blocks: int, device: torch.device) -> tuple[int, int, int]:
+    """As `persistent.programs` says of an H200."""
+    return min(blocks, _PROCESSORS), 1, 1
+
+
+def _half(case: Case) -> None:
+    target = Target.fake(sm=_SM)
+    problem = hopper_problems.build(case, dtype=torch.bfloat16, device="cpu", target=target)
+    read = hopper_problems.operands(problem)
+    with planned(problem.plan), mock.patch.object(persistent, "programs", _programs):
+        hopper_half_launch.forward(problem.q, problem.k, problem.v, read, problem.text)
 
 
 def _rounding(head_dim: int, rotated: bool) -> None:
@@ -200,6 +217,8 @@ def _cases() -> dict[str, Callable[[], None]]:
         found[f"fp8 {name} {recipe}"] = _bound(_fp8, fp8_compiling.CASES[name], recipe, triton_launch.forward)
     for case, recipe in _HOPPER:
         found[f"hopper {case.name} {recipe}"] = _bound(_fp8, case, recipe, hopper_launch.forward)
+    for case in hopper_compiling.CASES:
+        found[f"hopper half {case.name}"] = _bound(_half, case)
     for head_dim in (64, 128):
         for rotated in (False, True):
             found[f"round {head_dim}{' rotated' if rotated else ''}"] = _bound(_rounding, head_dim, rotated)

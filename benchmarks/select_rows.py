@@ -244,7 +244,8 @@ def all_lines(path: Path = bench_select.RESULTS) -> list[dict[str, str]]:
 
 
 def replayed(rows: Sequence[Mapping[str, str]]) -> list[standing.Shape]:
-    """The measured shapes with the choice that is made for them now, on the machine that they were measured on."""
+    """The measured shapes with the choice that is made for them now, on the machine that they were measured on; with what `LATER` says."""
+    rows = joined(rows, read(LATER))
     found = []
     for shape in standing.of(rows):
         row = next(row for row in rows if (row["case"], row["pass"]) == (shape.case, shape.which))
@@ -269,7 +270,7 @@ def main() -> None:
     parser.add_argument("--replay", action="store_true", help="print how the committed rows stand in these times")
     options = parser.parse_args()
     if options.replay:
-        bench_select.print_shapes(replayed(joined(read(options.times), read(LATER))))
+        bench_select.print_shapes(replayed(read(options.times)))
         return
     with options.output.open("w", newline="") as file:
         writer = csv.DictWriter(file, priorities.COLUMNS, lineterminator="\n")

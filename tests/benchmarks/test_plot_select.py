@@ -21,7 +21,7 @@ def rows(which: str) -> list[dict[str, str]]:
     return [
         {
             **where,
-            "case": "causal_d64_s8192",
+            "case": "causal_d64_s512",
             "pass": which,
             "side": side,
             "p50_us": took,

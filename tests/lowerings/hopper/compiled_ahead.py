@@ -34,7 +34,7 @@ def main() -> None:
     given = (problem.q, problem.k, problem.v, problems.operands(problem), problem.text)
     call = ahead.Call(body=launch.forward, arguments=imagined.described(given), named=())
     properties = types.SimpleNamespace(multi_processor_count=132)
-    machine = mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties)
+    machine = mock.patch.object(torch.cuda, "get_device_properties", return_value=properties)
     left: list[compiling.Asked] = []
     with tempfile.TemporaryDirectory() as folder, planned(problem.plan), machine:
         triton.knobs.cache.dir = folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any, cast
 from unittest import mock
@@ -10,6 +11,7 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import _allocation
 
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.shared import launching
@@ -25,6 +27,7 @@ class Compiled:
     """Keeps what it is run with."""
 
     function, packed_metadata = "function", "metadata"
+    metadata = types.SimpleNamespace(global_scratch_size=0)
 
     def __init__(self) -> None:
         self.runs: list[Any] = []
@@ -271,3 +274,23 @@ def test_a_place_calls_its_body_for_what_begins_between_vectors(monkeypatch: pyt
     place(whole)
     assert place.bodies == 3
     assert len(compiled.runs) == 1
+
+
+def test_kernels_that_want_room_get_it_and_whoever_gave_it_before_keeps_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptors for the copy engine are written to memory that Triton asks for at each launch."""
+    asked: list[Any] = []
+
+    class Wanting(Compiled):
+        metadata = types.SimpleNamespace(global_scratch_size=512)
+
+        def run(self, *given: Any) -> None:
+            asked.append(_allocation._allocator.get())
+
+    before = _allocation._allocator.set(own := mock.Mock())
+    try:
+        launching.start(Wanting(), (1, 1, 1), None, [])
+        launching.start(Compiled(), (1, 1, 1), None, [])
+        assert asked == [launching._on_current_device]
+        assert _allocation._allocator.get() is own
+    finally:
+        _allocation._allocator.reset(before)
