@@ -51,7 +51,7 @@ class Pointwise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Softcap(Pointwise):
-    """s -> cap · tanh(s / cap) (Gemma 2)."""
+    """s -> cap · tanh(s / cap) (Gemma 2). cap: positive; with −cap it is the same."""
 
     cap: float
 
@@ -66,12 +66,12 @@ class Softcap(Pointwise):
 
     @property
     def most(self) -> float:
-        """The cap, whatever its sign."""
-        return abs(self.cap)
+        """The cap."""
+        return self.cap
 
     def scaled(self, factor: float) -> Softcap:
         """c · cap · tanh(s / cap) is that of c · cap, of c · s."""
-        return Softcap(cap=self.cap * factor)
+        return Softcap(cap=abs(self.cap * factor))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

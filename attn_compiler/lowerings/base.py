@@ -17,6 +17,8 @@ from attn_compiler.target import Target
 
 #: of the leaf ops, in torch.ops
 NAMESPACE = "attn_compiler"
+#: what the name of an op ends with that hands on what other nodes computed, the first of its operands, and has a formula of autograd
+GIVEN = "_given"
 
 #: Lowerings in FP8: the first ones for a site that the user gave a recipe for, and for no other. The oracle is asked for by name.
 FP8 = ("hopper_fp8", "triton_fp8", "cudnn_fp8", "reference_fp8")

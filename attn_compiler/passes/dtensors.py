@@ -179,7 +179,7 @@ def _rewrite(graph_module: fx.GraphModule, part: _Part, mode: FakeTensorMode) ->
         for node in part.nodes:
             maker = _Maker(graph=graph, before=node, mode=mode)
             for x in node.all_input_nodes:
-                if x not in local and _is_dtensor(x):
+                if _is_dtensor(x) and (x not in local or _is_copied(x, part)):
                     local[x] = maker.to_local(x, part)
             local[node] = maker.on_local(node, local)
             if _outside(node, part):
@@ -190,6 +190,12 @@ def _rewrite(graph_module: fx.GraphModule, part: _Part, mode: FakeTensorMode) ->
     for node in reversed(part.nodes):
         graph.erase_node(node)
     return local[part.anchor]
+
+
+def _is_copied(x: fx.Node, part: _Part) -> bool:
+    """Whether the local tensor is a copy, cut out of a whole one: what is written to that later, it does not hold."""
+    given = x.meta["example_value"]
+    return x not in part.nodes and dtensor_rules.taken(given, part.out, part.rank).dims is not None
 
 
 def _outside(node: fx.Node, part: _Part) -> list[fx.Node]:

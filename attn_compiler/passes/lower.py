@@ -207,7 +207,8 @@ def _settle(site: Site, builder: GraphBuilder, emitted: Sequence[fx.Node], new: 
 def _handed_on(site: Site, builder: GraphBuilder, new: fx.Node, why: str) -> fx.Node:
     """A copy of the kernel's output, which the kernel saves."""
     site.copies.append(saved.copy("out", new, why))
-    return builder.call(torch.clone, new)
+    # Not a clone, which Inductor leaves out where what is returned is a view of it: that the output is saved, too, it does not know yet.
+    return builder.call(torch.ops.attn_compiler.held.default, new)
 
 
 def _brings_gradient(mirror: Mirror, site: Site) -> bool:

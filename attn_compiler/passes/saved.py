@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_compiler import torch_tracing
 from attn_compiler.decisions import Copy
-from attn_compiler.lowerings.base import NAMESPACE
+from attn_compiler.lowerings.base import GIVEN, NAMESPACE
 from attn_compiler.passes import bodies, closed, mutation
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.calls import target_name
@@ -61,7 +61,28 @@ class Run:
     def saves(self, node: fx.Node) -> bool:
         """Whether the memory of a node is saved: of its value in the run, or of its own where it was not run."""
         value = self.values[node] if node in self.values else node.meta.get("example_value")
-        return bool(mutation.storages_of(value) & self.saved)
+        return bool(mutation.storages_of(value) & (self.saved | self._handed_on))
+
+    @property
+    def _handed_on(self) -> Storages:
+        """The memory of outputs that are saved by another name: an op that hands on what it is given saves that, and compiled code is
+        without the op (ops.without_autograd)."""
+        found: Storages = set()
+        for node in self.values:
+            given = _handed(node)
+            results = self.values[node] if given else ()
+            for result, operand in zip(results, given, strict=False):
+                if mutation.storages_of(self.values.get(operand, operand.meta.get("example_value"))) & self.saved:
+                    found |= mutation.storages_of(result)
+        return found
+
+
+def _handed(node: fx.Node) -> list[fx.Node]:
+    """What an op hands on as its outputs, in their order; none for other nodes."""
+    if getattr(node.target, "namespace", None) != NAMESPACE or not target_name(node).endswith(GIVEN):
+        return []
+    handed: Any = node.args[3]
+    return list(handed)
 
 
 def run(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> Run | None:

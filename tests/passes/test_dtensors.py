@@ -204,6 +204,22 @@ def test_a_share_is_cut_out_of_a_whole_mask(mesh: DeviceMesh) -> None:
     assert _masked(mask, mesh, BATCH).site.spec.mask.words.startswith("dense bool[2, 1, 8, 8]")
 
 
+@pytest.mark.parametrize("placements", [BATCH, HEADS], ids=["batch", "heads"])
+def test_what_is_written_to_a_whole_bias_between_two_uses_counts(placements: list[Any], mesh: DeviceMesh) -> None:
+    """A share that was cut out of it is a copy."""
+    shape = (2 * B, 1, S, S) if placements is BATCH else (1, 2 * H, S, S)
+    numbers = torch.rand(shape)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        bias = bias + 0
+        scores = q @ k.transpose(-1, -2) * 0.25 + bias
+        bias.mul_(3)
+        return torch.softmax(scores + bias, -1) @ v
+
+    q, k, v = (x.detach() for x in _qkv(mesh, placements))
+    _same(attention, q, k, v, _made(mesh, numbers, WHOLE))
+
+
 def test_a_mask_that_is_made_a_dtensor_is_proved(mesh: DeviceMesh) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         positions = torch.arange(S)

@@ -298,3 +298,22 @@ def test_a_body_that_is_called_in_no_known_way() -> None:
 
 def _input(mirror: Mirror) -> fx.Node:
     return next(n for n in mirror.graph.nodes if n.op == "placeholder")
+
+
+@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+def test_a_view_of_the_output_may_be_written_to_before_the_backward(inner: str) -> None:
+    """The model saves its weights and not the output, the kernel its output: Inductor leaves out a clone whose view is returned."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v).squeeze(1)
+
+    given = [torch.randn(2, 1, 48, 16, requires_grad=True) for _ in range(3)]
+    upstream = torch.randn(2, 48, 16)
+    found = []
+    for function in (attention, compiled(attention, inner=inner, lowering="triton")):
+        out = function(*given)
+        with torch.no_grad():
+            out.detach().mul_(3.0)
+        found.append(torch.autograd.grad(out, given, upstream))
+    for mine, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)

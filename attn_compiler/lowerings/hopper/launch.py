@@ -93,7 +93,7 @@ def operands_of(prepared: Prepared) -> tuple[str, ...]:
 def may_leak(prepared: Prepared, q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether a tile may have keys that no query of its block uses: their values may be NaN, and 0 · NaN is NaN.
 
-    Up to a diagonal from the first query on, a block's last tile ends where its last query's keys do.
+    Up to a diagonal from the first query on, with as many keys as queries, each key is used by its own query and by all later ones.
     """
     plan = prepared.plan
     if plan.tiles or plan.unlisted:

@@ -12,6 +12,8 @@ from attn_compiler.target import Target
 
 #: Gluon may change from one release to the next: those that the kernels were compiled with
 _TRITON = ((3, 6), (3, 7))
+#: what float32 holds in full, with room for a factor of a few units
+_LEAST_FACTOR, _MOST_FACTOR = 1e-30, 1e30
 _REMEDY = "leave the choice to the compiler, or give lowering='triton', which takes that"
 _WORDS = {"mask": "a dense mask", "bias": "a dense bias", "distances": "a bias by distance"}
 
@@ -21,7 +23,12 @@ def check(spec: AttentionSpec, target: Target) -> list[Reason]:
     machine = check_machine(target) or shared_limits.check_device(spec, target.device)
     if machine:
         return machine
-    return [*takes.refused(TAKES, spec), *kernel_limits.check_site(spec, target), *_check_parts(spec)]
+    return [
+        *takes.refused(TAKES, spec),
+        *kernel_limits.check_site(spec, target),
+        *_check_parts(spec),
+        *_check_numbers(spec),
+    ]
 
 
 def check_machine(target: Target) -> list[Reason]:
@@ -44,3 +51,17 @@ def _check_parts(spec: AttentionSpec) -> list[Reason]:
         return []
     rule = "the kernel knows bands, intervals, key masks, documents, slopes, a softcap and sinks"
     return [Reason(rule=rule, observed=", ".join(_WORDS[part] for part in sorted(beyond)), remedy=_REMEDY)]
+
+
+def _check_numbers(spec: AttentionSpec) -> list[Reason]:
+    """Beside a masked key, whose score is -inf, a factor of 0 or of infinity is NaN."""
+    score = spec.score
+    reasons = []
+    if 0 < score.scale < _LEAST_FACTOR:
+        reasons.append(Reason(rule=f"the scale is at least {_LEAST_FACTOR:g}", observed=f"{score.scale:g}"))
+    if score.softcap is not None and not score.scale / score.softcap >= _LEAST_FACTOR:
+        rule = f"the scale over the softcap is at least {_LEAST_FACTOR:g}"
+        reasons.append(Reason(rule=rule, observed=f"{score.scale:g}, {score.softcap:g}"))
+    if score.softcap is not None and score.softcap > _MOST_FACTOR:
+        reasons.append(Reason(rule=f"the softcap is at most {_MOST_FACTOR:g}", observed=f"{score.softcap:g}"))
+    return reasons

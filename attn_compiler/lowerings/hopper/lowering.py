@@ -25,6 +25,7 @@ from attn_compiler.target import Target
 
 #: the family with a backward for all that this one takes
 _OURS = "triton"
+_NO_REPEATED = LayoutDemand(last_stride_one=False, zero_strides=False)
 
 
 class HopperAttention(Lowering):
@@ -61,8 +62,14 @@ class HopperAttention(Lowering):
 
 
 def backward_of(spec: AttentionSpec, target: Target) -> str:
-    """Whose backward a site gets: cuDNN's where PyTorch's takes the site, which is the faster one, or that of our Triton kernels."""
-    return _OURS if cudnn_backward.why_not(spec, target) else cudnn_backward.FAMILY
+    """Whose backward a site gets: cuDNN's where PyTorch's takes the site, which is the faster one, or that of our Triton kernels.
+
+    cuDNN's reads no repeated axes. This lowering takes them as they are, so that none is copied.
+    """
+    is_repeated = any(_NO_REPEATED.broken_by(x) for x in (spec.q, spec.k, spec.v))
+    if is_repeated or cudnn_backward.why_not(spec, target):
+        return _OURS
+    return cudnn_backward.FAMILY
 
 
 def _call(emitter: Emitter, tensors: list[fx.Node], read: list[fx.Node], text: str) -> fx.Node:

@@ -27,6 +27,9 @@ Tensors = Sequence[torch.Tensor]
 #: As a number 0, so nothing is dropped; its bits are part of what PyTorch knows a graph by, and no call of SDPA's has these.
 _NO_DROPOUT = -0.0
 
+#: bytes that cuDNN's kernels read at once: a tensor that begins between two vectors is copied, which a forward by another family may read
+_VECTOR = 16
+
 #: its name without "_backward"
 FAMILY = "sdpa_cudnn"
 
@@ -55,6 +58,7 @@ def gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """As `ops.BACKWARD_SCHEMA` says. text: a `kernel_plan.Call`. Of the lse nobody takes a gradient: graphs read out alone."""
     spec = Call.from_text(text).spec
+    q, k, v = (x if x.data_ptr() % _VECTOR == 0 else x.clone() for x in (q, k, v))
     # Random numbers that no weight is dropped by.
     nothing = torch.zeros((), dtype=torch.int64, device=q.device)
     grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

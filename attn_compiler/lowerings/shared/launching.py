@@ -306,7 +306,8 @@ def start(compiled: Any, grid: Grid, device: int | None, values: Sequence[Any]) 
     x, y, z = grid
     hooks = triton.knobs.runtime
     if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-        compiled[grid](*values)
+        with _scratch():
+            compiled[grid](*values)
         return
     stream = triton.runtime.driver.active.get_current_stream(device)
     if compiled.metadata.global_scratch_size:

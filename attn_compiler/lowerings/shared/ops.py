@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from attn_compiler.lowerings.base import GIVEN as GIVEN
 from attn_compiler.lowerings.base import NAMESPACE
 
 LEAF_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)"
@@ -35,7 +36,6 @@ BACKWARD_SCHEMA = (
 )
 
 _WITHOUT_AUTOGRAD = "_forward"
-GIVEN = "_given"
 
 Tensors = Sequence[torch.Tensor]
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -45,6 +45,8 @@ def test_where_it_runs(machine: Target, said: str) -> None:
         ({"dtype": "float32"}, "float32"),
         ({"dtype": "float16"}, ""),
         ({"mask": dense(2, 1, 4096, 4096)}, "a dense mask"),
+        ({"scale": 1e-40}, "scale is at least"),
+        ({"changes": (Softcap(cap=1e35),)}, "softcap is at most"),
         ({"changes": (Softcap(cap=30.0), Sinks(requires_grad=True))}, ""),
     ],
 )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses import FakeTensorMode
 
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.hopper.lowering import HopperAttention, backward_of
 from attn_compiler.lowerings.hopper.plan import blocks_of
 from attn_compiler.lowerings.shared import tile_table
 from attn_compiler.lowerings.shared.kernel_plan import Call
+from attn_compiler.passes import saved
 from attn_compiler.target import Target
 from tests.lowerings import emitting
 from tests.lowerings.specs import CAUSAL, dense, make_spec
@@ -48,6 +51,34 @@ def test_the_backward_is_cudnns_where_pytorchs_takes_the_site() -> None:
     assert backward_of(make_spec(mask=CAUSAL, **sizes), H200) == "sdpa_cudnn"
     assert backward_of(make_spec(mask=dense(2, 1, 2048, 2048), **sizes), H200) == "triton"
     assert backward_of(make_spec(mask=CAUSAL, **sizes), Target.fake(cudnn=0)) == "triton"
+
+
+def test_cudnns_backward_reads_no_repeated_axes() -> None:
+    spec = make_spec(mask=CAUSAL, seqlen_q=2048, seqlen_kv=2048, head_dim=128)
+    repeated = dataclasses.replace(spec.k, strides=(0, *spec.k.strides[1:]))
+    assert backward_of(dataclasses.replace(spec, k=repeated), H200) == "triton"
+
+
+def test_the_output_counts_as_saved() -> None:
+    """By the op that hands it on, and that compiled code is without."""
+    mode = FakeTensorMode()
+    graph = fx.Graph()
+    emitter = emitting.GraphEmitter(graph, H200)
+    nodes = []
+    for name in "qkv":
+        node = graph.placeholder(name)
+        with mode:
+            node.meta["example_value"] = torch.empty(2, 8, 2048, 128, dtype=torch.bfloat16).requires_grad_()
+        nodes.append(node)
+    spec = make_spec(mask=CAUSAL, seqlen_q=2048, seqlen_kv=2048, head_dim=128)
+    with mode:
+        out = HOPPER.emit(emitter, spec, Operands(q=nodes[0], k=nodes[1], v=nodes[2]))
+        other = emitter.call(torch.neg, out)
+    emitted = [node for node in graph.nodes if node.op == "call_function"]
+    ran = saved.run(emitted, mode)
+    assert ran is not None
+    assert ran.saves(out)
+    assert not ran.saves(other)
 
 
 def test_tiles_of_the_text_are_the_triton_familys() -> None:

@@ -92,6 +92,13 @@ def test_softcap_is_the_scale_after_the_tanh() -> None:
     assert found.changes == [Softcap(cap=50.0)]
 
 
+def test_a_softcap_is_positive() -> None:
+    """With both numbers negative it is the same function."""
+    found = _Graph().follow(scale(-1 / 50), tanh, scale(-50.0))
+    assert found.scale == pytest.approx(1.0)
+    assert found.changes == [Softcap(cap=50.0)]
+
+
 @pytest.mark.parametrize(
     ("steps", "what"),
     [

@@ -167,7 +167,8 @@ def _softmax(
         factor = own.cap
     start = tile * how.BLOCK_N
     if own.slope is not None:
-        from_start = own.below + own.slope * start.to(gl.float32)
+        # Of the difference: two large numbers would leave its rounding to the lse, which the backward reads.
+        from_start = own.slope * (start - own.rows).to(gl.float32)
         qk = distances_to(qk * factor, from_start, own.slope, layouts.QK, how.BLOCK_N)
         factor = 1.0
     if MASKED:
@@ -335,10 +336,9 @@ def _compute(
             document = None
             if masks.DocumentsQ is not None:
                 document = gl.load(at_index(masks.DocumentsQ, batch, masking.documents_qb) + rows, mask=inside, other=0)
-            slope, below = None, None
+            slope = None
             if masks.Slopes is not None:
                 slope = gl.load(masks.Slopes + head) * LOG2E
-                below = slope * (0 - rows).to(gl.float32)
             of_row = Masks(
                 Rows=masks.Rows,
                 Keys=at_index(masks.Keys, batch, masking.keys_b),
@@ -349,7 +349,7 @@ def _compute(
             place, phase = _place_of_queries(consumer, nth, how)
             own = Warpgroup(
                 q=tiles.q.index(place).reshape([ROWS, how.QK_ALL]), least=least, most=most, document=document,
-                below=below, factor=scale, cap=softcap * LOG2E, slope=slope,
+                rows=rows, factor=scale, cap=softcap * LOG2E, slope=slope,
             )  # fmt: skip
             mbarrier.wait(barriers.q_full.index(place), phase)
             peak, total, out = _tiles(

@@ -84,13 +84,13 @@ class Visits(NamedTuple):
 
 
 class Warpgroup(NamedTuple):
-    """What a warpgroup keeps of its 64 queries of a block. Of each row, in the layout of a tile's rows: least, most, document, below."""
+    """What a warpgroup keeps of its 64 queries of a block. Of each row, in the layout of a tile's rows: least, most, document, rows."""
 
     q: Any
     least: Any  # the first key that a row may use
     most: Any  # the last one
     document: Any  # its document, or None
-    below: Any  # the query's number, negative, times the slope; or None
+    rows: Any  # the query's number
     factor: Any  # what q kᵀ is multiplied by
     cap: Any  # and then tanh of that, where there is a softcap
     slope: Any  # or None
