@@ -1,4 +1,4 @@
-"""An autograd.Function around a kernel of a library: what it does besides, and whether its backward is that of its forward.
+"""An autograd.Function around a kernel of a library: what it calls besides.
 
 Libraries write the gradient of a kernel as the backward of such a function. Dynamo has it as one higher-order call with two bodies. It
 says nothing but the kernel and its gradient if the forward pads and slices around the kernel, and the backward does so around the
@@ -35,7 +35,10 @@ def kernel_of(node: fx.Node) -> fx.Node | None:
 
 
 def differs(node: fx.Node, kernel: fx.Node) -> str | None:
-    """What an autograd.Function does besides a kernel and that kernel's gradient; None if nothing. kernel: in the body of its forward."""
+    """What an autograd.Function calls besides a kernel and one of its library for the gradient; None if nothing. kernel: in the forward.
+
+    What those calls are given, and what becomes of their results, is another question (library_gradients.py).
+    """
     found = bodies.bodies(node)
     if len(found) != _BODIES:
         return "its autograd.Function has another form than Dynamo's"
@@ -50,8 +53,6 @@ def differs(node: fx.Node, kernel: fx.Node) -> str | None:
         other = next((n for n in _calls(body) if n is not own and target_name(n) not in around), None)
         if other is not None:
             return f"its autograd.Function also calls {target_name(other)} ({other.name})"
-    if not any(user for user in kernel.users if user is not opaque_calls.attention_of(kernel)):
-        return "its autograd.Function saves nothing of the kernel's for its backward"
     return None
 
 

@@ -21,7 +21,17 @@ from torch import fx
 
 from attn_compiler import torch_compat, torch_snapshots, torch_tracing
 from attn_compiler.decisions import Reason
-from attn_compiler.passes import autograd_functions, closed, expand, library_ops, opaque_calls, regions, relevance
+from attn_compiler.passes import (
+    autograd_functions,
+    closed,
+    expand,
+    library_gradients,
+    library_ops,
+    opaque_calls,
+    regions,
+    relevance,
+    strides,
+)
 from attn_compiler.passes.calls import Trying, untried
 from attn_compiler.passes.flex import Found, Spelled
 from attn_compiler.passes.library_ops import OPS
@@ -39,14 +49,26 @@ def run(graph_module: fx.GraphModule, trying: Trying = untried) -> Found:
         return Found(left=left)
     where = regions.of(graph)
     for call, kernel in calls.items():
-        found = _Reader(call, kernel).read(where[call])
-        if isinstance(found, Reason):
-            left[call] = found
-            continue
         with trying(call), where[call].active():
-            spelled.append(_spell_out(graph_module, found))
+            found = _taken(graph_module, call, kernel, where[call])
+            if isinstance(found, Reason):
+                left[call] = found
+            else:
+                spelled.append(found)
     graph_module.recompile()
     return Found(spelled=tuple(spelled), left=left)
+
+
+def _taken(graph_module: fx.GraphModule, node: fx.Node, kernel: fx.Node, region: regions.Region) -> Spelled | Reason:
+    try:
+        return _spell_out(graph_module, _Reader(node, kernel).read(region))
+    except _SaysOtherwise as met:
+        reason = opaque_calls.reason(opaque_calls.name_of(kernel) or "")
+        return Reason(
+            rule="the arguments of a library's kernel say all of the attention",
+            observed=f"{reason.observed}: {met}",
+            remedy=reason.remedy,
+        )
 
 
 # ---- reading a call -------------------------------------------------------------------------------------------------
@@ -86,24 +108,21 @@ class _Reader:
     def __init__(self, node: fx.Node, kernel: fx.Node) -> None:
         self._node = node
         self._kernel = kernel
-        self._name = opaque_calls.name_of(kernel) or ""
-        self._op = OPS[self._name]
-        self._given = _bound(kernel)
+        self._op = OPS[opaque_calls.name_of(kernel) or ""]
+        given = library_ops.bound(kernel)
+        if isinstance(given, str):
+            raise _SaysOtherwise(given)
+        self._given = given
 
-    def read(self, region: regions.Region) -> _Call | Reason:
-        try:
-            if region.transforms:
-                raise _SaysOtherwise("vmap, grad, vjp or jvp is applied to it in the graph")
-            if self._node is not self._kernel:
-                self._require_own_gradient()
-            return self._read()
-        except _SaysOtherwise as met:
-            reason = opaque_calls.reason(self._name)
-            return Reason(
-                rule="the arguments of a library's kernel say all of the attention",
-                observed=f"{reason.observed}: {met}",
-                remedy=reason.remedy,
-            )
+    def read(self, region: regions.Region) -> _Call:
+        if region.transforms:
+            raise _SaysOtherwise("vmap, grad, vjp or jvp is applied to it in the graph")
+        call = self._read()
+        if self._node is not self._kernel:
+            differs = library_gradients.differs(self._node, self._kernel, self._op)
+            if differs is not None:
+                raise _SaysOtherwise(differs)
+        return call
 
     def _read(self) -> _Call:
         op = self._op
@@ -112,11 +131,16 @@ class _Reader:
                 raise _SaysOtherwise(f"it has no argument {name}")
         q, k, v = (self._tensor(name) for name in op.qkv)
         for name in (*op.off, *filter(None, (op.dropout,))):
-            if not (self._given.get(name) is None or self._given[name] in (False, 0)):
+            if not library_ops.is_off(self._given.get(name)):
                 is_tensor = isinstance(self._given[name], fx.Node)
                 raise _SaysOtherwise(f"{name} is {'a tensor' if is_tensor else self._given[name]}")
+        other = library_ops.unknown(self._kernel, self._given, op.known())
+        if other is not None:
+            raise _SaysOtherwise(f"nothing is known of its argument {other}")
         before, after = self._window(q, k)
         softcap = self._number(op.softcap) if op.softcap is not None else 0.0
+        if softcap < 0:
+            raise _SaysOtherwise(f"{op.softcap} is {softcap}")
         call = _Call(
             node=self._node,
             kernel=self._kernel,
@@ -131,6 +155,7 @@ class _Reader:
             bounds=self._bounds(),
         )
         self._require_sizes(call)
+        _require_dtype(call)
         return call
 
     def _tensor(self, name: str) -> fx.Node:
@@ -189,23 +214,13 @@ class _Reader:
             raise _SaysOtherwise("its attention is not taken out of what it gives")
         return own[0]
 
-    def _require_own_gradient(self) -> None:
-        """The backward of an autograd.Function is that of its forward."""
-        differs = autograd_functions.differs(self._node, self._kernel)
-        if differs is not None:
-            raise _SaysOtherwise(differs)
-        backward = _bound(autograd_functions.backward_of(self._node, self._kernel))
-        for name in (self._op.scale, *self._op.window, *filter(None, (self._op.causal, self._op.softcap))):
-            if backward.get(name) != self._given.get(name):
-                raise _SaysOtherwise(
-                    f"{name} is {self._given.get(name)} in the forward, {backward.get(name)} in the backward"
-                )
-
     def _require_sizes(self, call: _Call) -> None:
         q, k, v = (node.meta["example_value"] for node in (call.q, call.k, call.v))
         rank = 4 if call.bounds is None else 3
         if not q.dim() == k.dim() == v.dim() == rank:
             raise _SaysOtherwise(f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} axes, not {rank}")
+        if not all(isinstance(x.shape[-2], int) for x in (q, k, v)):
+            raise _SaysOtherwise("how many heads there are is symbolic")
         if call.bounds is not None and not _same_length(call.q, call.k):
             raise _SaysOtherwise("there may be more keys than queries")
         out = opaque_calls.attention_of(call.kernel).meta["example_value"]
@@ -217,14 +232,14 @@ class _Reader:
             raise _SaysOtherwise("queries may have no keys, beside a softcap")
 
 
-def _bound(node: fx.Node) -> dict[str, Any]:
-    """What each argument of an op is given, or its default."""
-    target: Any = node.target
-    overload = target if isinstance(target, torch._ops.OpOverload) else target.default
-    arguments = overload._schema.arguments
-    given = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-    positional = [argument.name for argument in arguments if not argument.kwarg_only]
-    return {**given, **dict(zip(positional, node.args, strict=False)), **node.kwargs}
+def _require_dtype(call: _Call) -> None:
+    """Autocast changes no dtype of a library's op, but those of what is written in its place."""
+    q, k, v = (node.meta["example_value"] for node in (call.q, call.k, call.v))
+    if not q.dtype == k.dtype == v.dtype:
+        raise _SaysOtherwise(f"q, k and v are of {q.dtype}, {k.dtype} and {v.dtype}")
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind) and q.dtype != torch.get_autocast_dtype(kind):
+        raise _SaysOtherwise(f"autocast to {torch.get_autocast_dtype(kind)} is on, and q is of {q.dtype}")
 
 
 def _same_length(q: fx.Node, k: fx.Node) -> bool:
@@ -252,6 +267,7 @@ def _spell_out(graph_module: fx.GraphModule, call: _Call) -> Spelled:
     before = set(graph_module.graph.nodes)
     with torch_snapshots.taken_back_on_error(graph_module):
         product, out = expand.inline(graph_module.graph, call.own, traced.graph, inputs)
+        _require_same(out.meta["example_value"], call.own.meta["example_value"])
     made = tuple(node for node in graph_module.graph.nodes if node not in before)
     call.own.replace_all_uses_with(out)
     return Spelled(call=call.node, own=call.own, product=product, out=out, nodes=made, pattern=NAME, kernel=call.kernel)
@@ -276,13 +292,28 @@ def _attention(call: _Call, given: Sequence[torch.Tensor], *, is_square: bool) -
             enable_gqa=q.shape[1] != k.shape[1],
         )
     out = product.transpose(1, 2)
-    return product, (out.squeeze(0) if documents is not None else out).contiguous()
+    own = opaque_calls.attention_of(call.kernel).meta["example_value"]
+    return product, _lying_as(out.squeeze(0) if documents is not None else out, own)
+
+
+def _lying_as(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """With its axes in the order in memory that the library's kernel gives them, which may be that of q's. Models take views of that."""
+    order = strides.order(like)
+    return x.permute(order).contiguous().permute([order.index(axis) for axis in range(x.dim())])
+
+
+def _require_same(made: torch.Tensor, own: torch.Tensor) -> None:
+    """What is spelled out stands for what the call gives, in its dtype and where its elements lie."""
+    if made.dtype != own.dtype:
+        raise _SaysOtherwise(f"it gives {own.dtype} for q of {made.dtype}")
+    if not strides.same(made, own):
+        raise _SaysOtherwise(f"it gives strides of {tuple(own.stride())}, not {tuple(made.stride())}")
 
 
 def _documents(bounds: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The document of each token."""
+    """The document of each token: 0 before the first bound, and one of its own after the last. Neither is a document to the library."""
     positions = torch.arange(tokens, dtype=bounds.dtype, device=bounds.device)
-    return torch.searchsorted(bounds[1:], positions, right=True)
+    return torch.searchsorted(bounds, positions, right=True)
 
 
 def _allowed(

@@ -67,7 +67,7 @@ _FEWEST_TENSORS = 3
 
 def name_of(node: fx.Node) -> str | None:
     """The op that a Dynamo node calls, if it is an attention that is not seen into: "flash_attn::_flash_attn_forward"."""
-    name = _qualified(node)
+    name = qualified(node)
     if name is None:
         return None
     namespace, _, op = name.partition("::")
@@ -83,7 +83,7 @@ def name_of(node: fx.Node) -> str | None:
 
 def namespace_of(node: fx.Node) -> str | None:
     """The namespace of the op that a Dynamo node calls."""
-    name = _qualified(node)
+    name = qualified(node)
     return None if name is None else name.partition("::")[0]
 
 
@@ -107,7 +107,8 @@ def _library(namespace: str) -> Library:
     return next((library for library in LIBRARIES if namespace.startswith(library.namespaces)), _OTHER)
 
 
-def _qualified(node: fx.Node) -> str | None:
+def qualified(node: fx.Node) -> str | None:
+    """The op that a Dynamo node calls; None if it calls no op."""
     if node.op != "call_function":
         return None
     if isinstance(node.target, torch._ops.OpOverload):

@@ -31,7 +31,7 @@ def relies_on(mirror: Mirror, out: fx.Node, old: fx.Node, new: torch.Tensor, mod
 
     out: the mirror node of `old`.
     """
-    if _same_strides(new, old.meta["example_value"]):
+    if same(new, old.meta["example_value"]):
         return None
     values: dict[fx.Node, Any] = {old: new}
     queue = list(old.users)
@@ -91,7 +91,8 @@ def _shows_outside(node: fx.Node, inputs: list[fx.Node]) -> bool:
     return saved or bool(mutation.storages_of(values) & returned)
 
 
-def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same sizes, and their elements lie alike."""
     sizes = zip(a.stride(), b.stride(), a.shape, strict=True)
     return a.shape == b.shape and all(_known_equal(x, y) for x, y, size in sizes if not _known_equal(size, 1))
 
@@ -105,7 +106,7 @@ def _all_same(a: Any, b: Any) -> bool:
     if len(left) != len(right):
         return False
     tensors = [(x, y) for x, y in zip(left, right, strict=True) if isinstance(x, torch.Tensor)]
-    return all(isinstance(y, torch.Tensor) and _same_strides(x, y) for x, y in tensors)
+    return all(isinstance(y, torch.Tensor) and same(x, y) for x, y in tensors)
 
 
 def restride(builder: GraphBuilder, node: fx.Node, wanted: torch.Tensor) -> fx.Node:
