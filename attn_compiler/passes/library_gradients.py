@@ -78,9 +78,12 @@ class _Function:
         self._require_results()
 
     def _require_same_attention(self) -> None:
-        op, name = self._op, opaque_calls.name_of(self._kernel) or ""
-        if opaque_calls.qualified(self._backward) != _BACKWARDS.get(name):
+        op = self._op
+        if opaque_calls.qualified(self._backward) != _BACKWARDS.get(opaque_calls.name_of(self._kernel) or ""):
             raise _Differs(f"{opaque_calls.qualified(self._backward)} is not known as its backward")
+        for name in (*op.qkv, *sorted(_OWN)):
+            if name not in self._given_back:
+                raise _Differs(f"its backward has no argument {name}")
         for name in (op.scale, *op.window, *filter(None, (op.causal, op.softcap))):
             if self._given_back.get(name) != self._given.get(name):
                 raise _Differs(
