@@ -429,7 +429,7 @@ SITES = [
         "strides downstream are never relied on",
         "strides.py",
         "relies_on",
-        'if _same_strides(new, old.meta["example_value"]):',
+        'if same(new, old.meta["example_value"]):',
         "if True:",
         "strides",
         "the output has other strides, and a view of it fails",
