@@ -294,3 +294,16 @@ def test_kernels_that_want_room_get_it_and_whoever_gave_it_before_keeps_that(mon
         assert _allocation._allocator.get() is own
     finally:
         _allocation._allocator.reset(before)
+
+
+def test_hooks_of_profilers_do_not_cost_that_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Hooked(Compiled):
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *given: asked.append(_allocation._allocator.get())
+
+    hooks = types.SimpleNamespace(calls=[print])
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", hooks)
+    launching.start(Hooked(), (1, 1, 1), None, [])
+    assert asked == [launching._on_current_device]
