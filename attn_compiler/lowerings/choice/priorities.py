@@ -1,7 +1,8 @@
 """Which lowering is asked first, by machine and shape: dated data, each row with what it rests on. `order` reads it.
 
-Rows by classes of shapes come from priorities_sm90.csv, which `python -m benchmarks.select_rows` makes from the measured times of
-benchmarks/results/select_h200.csv: nobody writes in it. Those below are for what was not measured so, and for sizes that are not known.
+The CPU's rows are in cpu_rows.py. Rows by classes of shapes come from priorities_sm90.csv, which `python -m benchmarks.select_rows` makes
+from the measured times of benchmarks/results/select_h200.csv and select_hopper_h200.csv: nobody writes in it. Those below are for what was
+not measured so, and for sizes that are not known.
 
 GPU: one H200, torch 2.11, cuDNN 9.19, 2026-11-21; bf16, causal, microseconds, forward / backward.
 
@@ -13,42 +14,6 @@ GPU: one H200, torch 2.11, cuDNN 9.19, 2026-11-21; bf16, causal, microseconds, f
     1, 16, 16384, 128   1846          3547
     decode, 16 sequences, 32/8 heads of 128, 4096 keys: 76 cuDNN, 83 flash; with a mask tensor 85 cuDNN with GQA,
     1340 cuDNN and 1575 memory-efficient with K/V repeated.
-
-CPU: one thread of an AMD EPYC (AVX-512 with BF16), torch 2.13 with Inductor, 2026-11-21; microseconds, best of many, of
-the model's own decomposed attention / "math" / "sdpa_cpu_flash". e: a padded batch, all heads their own; c: causal, GQA 4. "math" is
-left out for bfloat16: it was measured with products in half precision, which overflow; what it does since is the float32 column's.
-
-                        float32                       bfloat16
-    e 32x12, S 24       1510 / 1261 / 1333            1234 / 1801
-    e 4x12, S 128       9285 / 9695 / 3905            2383 / 3715
-    c 2x8, S 128        978 / 910 / 964               553 / 1136
-    c 1x8, S 512        20060 / 17983 / 11522         3413 / 11547
-    c 1x4, S 1024       40837 / 41958 / 17756         7051 / 14536
-    c 1x2, S 2048       108138 / 123916 / 36315       85911 / 32689
-    decode, 512 keys    57 / 69 / 74                  71 / 426
-    decode, 2048 keys   2223 / 2800 / 2439            1693 / 36587
-    with the backward:
-    e 32x12, S 24       4366 / 3480 / 5149            3570 / 22912
-    c 2x8, S 128        2995 / 2714 / 3716            1621 / 5522
-    c 1x8, S 256        6533 / 10579 / 9843           3445 / 10238
-    c 1x8, S 512        23487 / 25266 / 23364         11335 / 20196
-    c 1x4, S 1024       108150 / 96852 / 69964        134193 / 69806
-
-Half precision on one thread of an AMD EPYC without AVX-512, 2026-11-22, a machine that others used, too; the process's own time, medians,
-head dim 64 (e: 32; f: 128, no mask), of "math" in float32 / "sdpa_cpu_flash" ("math" with products in bfloat16: 2.5 to 26 times as long):
-
-                        bfloat16            with the backward         float16
-    e 32x12, S 24       3022 / 2144         5577 / 12433
-    e 4x12, S 128       8452 / 3110         14403 / 31442
-    c 2x8, S 128        1565 / 1481         4866 / 19597              1527 / 3619
-    c 1x8, S 256        3027 / 2410         8309 / 42523
-    c 1x8, S 512        11863 / 9406        37013 / 170632            13182 / 19299
-    f 1x8, S 512        22161 / 18616       49503 / 568268
-    c 1x4, S 1024       23484 / 12998       74557 / 238291            25864 / 19707
-    c 1x2, S 2048       65895 / 21398
-    decode, 512 keys    184 / 700
-    decode, 2048 keys   770 / 2416                                    366 / 3769
-    the same, 8 at once 4851 / 20481
 """
 
 from __future__ import annotations
@@ -59,6 +24,7 @@ from pathlib import Path
 
 from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.choice import shape_class
+from attn_compiler.lowerings.choice.cpu_rows import CPU_ROWS
 from attn_compiler.lowerings.choice.rows import Row
 from attn_compiler.lowerings.shared.limits import LAST_SM
 from attn_compiler.spec import AttentionSpec
@@ -117,6 +83,7 @@ def _read() -> tuple[Row, ...]:
 
 # The first row that fits counts.
 ROWS: tuple[Row, ...] = (
+    *CPU_ROWS,
     # The measured rows of padding are of all keys, or of a diagonal.
     Row(
         sms=(90, 90),
@@ -179,94 +146,6 @@ ROWS: tuple[Row, ...] = (
             "short_masks_h200.csv, 16 heads of 128, S 256 and 384 with the gradients: cuDNN with a dense mask takes 1.04 to 1.26 times as "
             "long; forward alone 0.86 to 1.12"
         ),
-    ),
-    Row(
-        sms=None,
-        dtypes=HALF,
-        decomposed=False,
-        training=False,
-        one_query=True,
-        most_scores=1024 * 1024,
-        order=("math", "sdpa_cpu_flash"),
-        since="2026-11-22",
-        why="math is 3 to 10 times faster than CPU flash, which SDPA would pick",
-    ),
-    Row(
-        sms=None,
-        dtypes=HALF,
-        decomposed=False,
-        training=False,
-        most_scores=1024 * 1024,
-        order=("sdpa_cpu_flash", "math"),
-        since="2026-11-22",
-        why=(
-            "CPU flash, which SDPA would pick, is up to 3.1 times as fast as math without AVX-512, with it from S 512 on; products in half "
-            "precision, which AVX-512 made faster, overflow. math serves what flash does not take"
-        ),
-    ),
-    Row(
-        sms=None,
-        dtypes=HALF,
-        decomposed=False,
-        training=True,
-        most_scores=512 * 512,
-        order=("math", "sdpa_cpu_flash"),
-        since="2026-11-22",
-        why=(
-            "forward and backward: math is 2.2 to 11 times faster than CPU flash, which SDPA would pick, without AVX-512; with it, by the "
-            "times of float32, 2.0 to 6.6 times up to S 128, 1.0 at S 256, 0.8 at S 512"
-        ),
-    ),
-    Row(
-        sms=None,
-        dtypes=HALF,
-        decomposed=True,
-        training=True,
-        least_scores=1024 * 1024,
-        order=("sdpa_cpu_flash",),
-        since="2026-11-21",
-        why="S 1024 with the backward: 1.9 times faster than the model's own; up to S 512 slower",
-    ),
-    Row(
-        sms=None,
-        dtypes=HALF,
-        decomposed=True,
-        training=False,
-        least_scores=2048 * 2048,
-        order=("sdpa_cpu_flash",),
-        since="2026-11-21",
-        why="S 2048: 2.6 times faster than the model's own; up to S 1024 slower",
-    ),
-    Row(
-        sms=None,
-        dtypes=HALF,
-        decomposed=True,
-        order=(),
-        since="2026-11-21",
-        why="CPU flash is 1.1 to 20 times slower than Inductor's own products and softmax, and lengths may be unknown",
-    ),
-    Row(
-        sms=None,
-        decomposed=True,
-        training=True,
-        most_scores=256 * 256,
-        order=(),
-        since="2026-11-21",
-        why="float32 with the backward: CPU flash is up to 1.5 times slower up to S 256",
-    ),
-    Row(
-        sms=None,
-        decomposed=True,
-        one_query=True,
-        order=(),
-        since="2026-11-21",
-        why="float32 decode: CPU flash is 1.1 to 1.3 times slower than Inductor's own products and softmax",
-    ),
-    Row(
-        sms=None,
-        order=("sdpa_cpu_flash",),
-        since="2026-11-21",
-        why="float32: from 1.0 times at S 24 to 3 times faster at S 2048; what SDPA picks",
     ),
     Row(
         sms=(80, LAST_SM),
@@ -380,7 +259,7 @@ ROWS: tuple[Row, ...] = (
         since="2026-11-23",
         why=(
             "as the row below. Documents, S 8192, D 128: Hopper's own kernel takes 203 us and Triton's 257; ALiBi, S 2048: 278 and 367 "
-            "(hopper_kernels_h200.csv). What it does not take, Triton's do"
+            "(hopper_kernels_h200.csv). The Triton kernels take what Hopper's does not"
         ),
     ),
     Row(
@@ -394,8 +273,8 @@ ROWS: tuple[Row, ...] = (
         order=("hopper", "triton", *_CUDNN_FIRST),
         since="2026-11-23",
         why=(
-            "documents, S 8192, D 64: 286 us and 344 with Triton's (hopper_kernels_h200.csv). Dense masks, which it does not take, "
-            "Triton's do"
+            "documents, S 8192, D 64: 286 us and 344 with Triton's (hopper_kernels_h200.csv). The Triton kernels take dense masks, "
+            "which Hopper's does not"
         ),
     ),
     # Of both: ours draws each weight's number by itself, which was not measured yet.
