@@ -1,8 +1,8 @@
 """Attention of DTensors as attention of their local tensors, so that it is found, proved and lowered as any other.
 
 Tensor parallelism shards heads, data parallelism the batch. No attention looks across either, so each process's share is an attention
-of its own: `to_local`, the same calls, `from_local`. What is rewritten is the smallest part of the graph with the attention in it: one
-call of SDPA, or the nodes from the product with k to the product with v. Where an op on DTensors is not the same op on local tensors
+of its own: `to_local`, the same calls, `from_local`. The smallest part of the graph that holds the attention is rewritten. Such a part is
+one call of SDPA, or the nodes from the product with k to the product with v. Where an op on DTensors is not the same op on local tensors
 (dtensor_rules.py), the graph stays as it is, and the reason is told.
 """
 

@@ -311,7 +311,10 @@ def _require_same(made: torch.Tensor, own: torch.Tensor) -> None:
 
 
 def _documents(bounds: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The document of each token: 0 before the first bound, and one of its own after the last. Neither is a document to the library."""
+    """The document of each token. Tokens before the first bound have document 0, and tokens after the last bound share one of their own.
+
+    The library computes neither.
+    """
     positions = torch.arange(tokens, dtype=bounds.dtype, device=bounds.device)
     return torch.searchsorted(bounds, positions, right=True)
 

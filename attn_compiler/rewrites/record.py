@@ -1,4 +1,4 @@
-"""What the passes did to a graph, as data: which nodes stayed, which are given something else, which are new. `apply` does it again.
+"""What the passes did to a graph, as data. Some nodes stayed, some are given other operands, some are new. `apply` does the same again.
 
 Nodes that Dynamo made are told by their places, so nothing of them is written down. A new node is told by a name, which is resolved
 by tables (targets.py), by arguments of plain data, and by the node whose origin it took over: the module and the line of the model.
