@@ -63,7 +63,7 @@ class Run:
         value = self.values[node] if node in self.values else node.meta.get("example_value")
         return bool(mutation.storages_of(value) & (self.saved | self._handed_on))
 
-    @property
+    @cached_property
     def _handed_on(self) -> Storages:
         """The memory of outputs that are saved by another name: an op that hands on what it is given saves that, and compiled code is
         without the op (ops.without_autograd)."""

@@ -17,6 +17,7 @@ from attn_compiler.lowerings.fp8.kernels import forward_fp8_sm90
 from attn_compiler.lowerings.fp8.kernels.tuples_sm90 import Switches
 from attn_compiler.lowerings.shared import persistent
 from attn_compiler.lowerings.shared.arguments import Prepared, Tensors, along, common, prepare
+from attn_compiler.lowerings.shared.kernel_plan import head_dim_tiles
 from attn_compiler.lowerings.shared.kernels import tiles_sm90
 from attn_compiler.lowerings.shared.kernels.tuples import DescaleStrides
 from attn_compiler.lowerings.shared.launching import Alike, alike, first_launch, plain, start
@@ -28,7 +29,6 @@ STAGES = 3
 _ROWS: int = tiles_sm90.ROWS.value
 KEYS: int = tiles_sm90.KEYS.value
 _WARPS = 4
-_LEAST_HEAD_DIM = 64
 
 _ELEMENTS = {
     torch.float8_e4m3fn: gl.float8e4nv,
@@ -57,7 +57,7 @@ def forward(
     """out and lse, as `ops.LEAF_SCHEMA` says. Of q, k and v only shapes and dtypes are read."""
     prepared = prepare(text)
     names = quantise.names(prepared.call.spec)
-    same = alike(text, (q, k, v, *operands))
+    same = alike("hopper_fp8", text, (q, k, v, *operands))
     tensors = dict(zip(names, operands[: len(names)], strict=True)) | prepared.named(operands[len(names) :])
     with on(q.device):
         out, lse = new_outputs(q, v)
@@ -109,14 +109,6 @@ def _descriptor(tensor: torch.Tensor, tile: list[int]) -> TensorDescriptor:
 @functools.cache
 def _layout(tile: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(tile), _ELEMENTS[dtype])
-
-
-def head_dim_tiles(spec: AttentionSpec) -> tuple[int, int]:
-    """Powers of two that hold the head dims. Raises TypeError for those that are not known."""
-    if not isinstance(spec.head_dim_qk, int) or not isinstance(spec.head_dim_v, int):
-        raise TypeError(f"why_not refuses unknown head dims, got {spec.head_dim_qk!r} and {spec.head_dim_v!r}")
-    qk, v = (max(_LEAST_HEAD_DIM, triton.next_power_of_2(d)) for d in (spec.head_dim_qk, spec.head_dim_v))
-    return qk, v
 
 
 def warpgroups(spec: AttentionSpec) -> Warpgroups:

@@ -45,7 +45,7 @@ def round_fp8(
 ) -> list[torch.Tensor]:
     """As `fp8_rounding.round_fp8`."""
     how, named = Rounding.from_text(text), _named(tensors, mean, seen)
-    same = alike(f"round_fp8 {text} {list(named)} {len(largest)}", [*named.values(), *largest])
+    same = alike("round_fp8", f"{text} {list(named)} {len(largest)}", [*named.values(), *largest])
     with on(tensors[0].device):
         outputs: list[torch.Tensor] = []
         for i, (x, each) in enumerate(zip(tensors, how.each, strict=True)):
@@ -67,7 +67,7 @@ def largest_fp8(
 ) -> torch.Tensor:
     """As `fp8_rounding.largest_fp8`."""
     how, named = Rounding.from_text(text), _named(tensors, mean, seen)
-    same = alike(f"largest_fp8 {text} {list(named)}", list(named.values()))
+    same = alike("largest_fp8", f"{text} {list(named)}", list(named.values()))
     with on(tensors[0].device):
         kept = _zeros(tensors, how.per or "tensor")
         named |= {"kept": kept}
@@ -78,7 +78,7 @@ def largest_fp8(
 def mean_fp8(k: torch.Tensor, rotated: bool, seen: torch.Tensor | None = None) -> torch.Tensor:
     """As `fp8_rounding.mean_fp8`."""
     given = {"x": k} if seen is None else {"x": k, "seen": seen}
-    same = alike(f"mean_fp8 {rotated} {len(given)}", list(given.values()))
+    same = alike("mean_fp8", f"{rotated} {len(given)}", list(given.values()))
     batch, heads, length, head_dim = k.shape
     parts = triton.cdiv(length, _SUMS * _SUM_PART)
     with on(k.device):

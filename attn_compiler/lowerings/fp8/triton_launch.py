@@ -50,7 +50,7 @@ def forward(
     """out and lse, as `ops.LEAF_SCHEMA` says. Of q, k and v only shapes and dtypes are read."""
     prepared = prepare(text)
     names = quantise.names(prepared.call.spec)
-    same = alike(text, (q, k, v, *operands))
+    same = alike("triton_fp8", text, (q, k, v, *operands))
     same.any_size = prepared.any_size
     tensors = dict(zip(names, operands[: len(names)], strict=True)) | prepared.named(operands[len(names) :])
     with on(q.device):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,22 +10,13 @@ import triton
 
 from attn_compiler.lowerings.hopper.kernels import forward_sm90
 from attn_compiler.lowerings.hopper.kernels.tuples import Switches
-from attn_compiler.lowerings.hopper.plan import Blocks, blocks_of, head_dim_tiles, leaves_from_queries
-from attn_compiler.lowerings.shared import persistent
-from attn_compiler.lowerings.shared.arguments import (
-    Prepared,
-    Tensors,
-    common,
-    lists,
-    operand_parameters,
-    prepare,
-    strides,
-)
+from attn_compiler.lowerings.hopper.plan import Blocks, blocks_of, leaves_from_queries
+from attn_compiler.lowerings.shared import forward_call, persistent
+from attn_compiler.lowerings.shared.arguments import Prepared, common, lists, operand_parameters, strides
+from attn_compiler.lowerings.shared.forward_call import Forward, Named
+from attn_compiler.lowerings.shared.kernel_plan import head_dim_tiles
 from attn_compiler.lowerings.shared.kernels.tuples import Sizes, Strides
-from attn_compiler.lowerings.shared.launching import Arguments, Site, alike, launch
-from attn_compiler.lowerings.shared.on_device import on
-from attn_compiler.lowerings.shared.ops import empty_outputs
-from attn_compiler.lowerings.shared.readable import is_unreadable, readable
+from attn_compiler.lowerings.shared.launching import Alike, Arguments, Ready, launch
 from attn_compiler.lowerings.triton.kernels.forward import attention_again
 
 #: rows that a program looks at to find those that are to be computed again
@@ -34,60 +24,26 @@ _TOGETHER = 1024
 _HALF_VECTOR = 8
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, as `ops.LEAF_SCHEMA` says."""
-    inputs = (q, k, v, *operands)
-    same = alike(_apart(text), inputs)
-    if same.replay is not None:
-        out, lse = same.replay.run(inputs)
-        return out, lse
-    prepared = prepare(text)
-    same.any_size = prepared.any_size
-    if same.fact("unreadable", lambda: is_unreadable(q, k, v)):
-        return forward(readable(q), readable(k), readable(v), operands, text)
-    tensors = {"Q": q, "K": k, "V": v, **dict(zip(operands_of(prepared), operands, strict=True))}
-    with on(q.device):
-        tensors["Out"] = same.empty("Out", lambda: empty_outputs(q, v)[0])
-        tensors["Lse"] = same.empty("Lse", lambda: empty_outputs(q, v)[1])
-        ran = [launch(forward_sm90.attention_forward_sm90, same, tensors, lambda: _forward(prepared, tensors))]
-        if same.fact("leaks", lambda: may_leak(prepared, q, k)):
-            ran.append(launch(attention_again, same, tensors, lambda: _again(prepared, tensors)))
-    same.keep(ran, inputs=("Q", "K", "V", *operands_of(prepared)), returned=("Out", "Lse"))
-    return tensors["Out"], tensors["Lse"]
+def operands_of(prepared: Prepared) -> tuple[str, ...]:
+    """Names of the operands that the leaf op takes, in order."""
+    return tuple(name for name in prepared.operands if name != "tiles_by_key")
 
 
-class ForwardSite(Site):
+def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[Ready | None]:
+    ran = [launch(forward_sm90.attention_forward_sm90, same, tensors, lambda: _forward(prepared, tensors))]
+    if same.fact("leaks", lambda: may_leak(prepared, tensors["Q"], tensors["K"])):
+        ran.append(launch(attention_again, same, tensors, lambda: _again(prepared, tensors)))
+    return ran
+
+
+forward = Forward(op="hopper", operands=operands_of, run=_run)
+
+
+class ForwardSite(forward_call.ForwardSite):
     """`forward` for one place in compiled code."""
 
     __slots__ = ()
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = (q, k, v, *operands)
-        found = self.again(inputs)
-        if found is None:
-            out, lse = forward(q, k, v, operands, text)
-            self.learn(_apart(text), inputs)
-            return out, lse
-        return found[0], found[1]
-
-
-def _apart(text: str) -> tuple[str, str]:
-    """A call of the Triton family with the same text is another call."""
-    return "hopper", text
-
-
-@functools.lru_cache(maxsize=1024)
-def _names(operands: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in operands if name != "tiles_by_key")
-
-
-def operands_of(prepared: Prepared) -> tuple[str, ...]:
-    """Names of the operands that the leaf op takes, in order."""
-    return _names(prepared.operands)
+    forward = forward
 
 
 def may_leak(prepared: Prepared, q: torch.Tensor, k: torch.Tensor) -> bool:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared.kernel_plan import head_dim_tiles
 from attn_compiler.spec import AttentionSpec
 
 #: queries that a warpgroup's tensor cores take at once
 ROWS = 64
-_LEAST_HEAD_DIM = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,18 +60,10 @@ THREE = Blocks(keys=128, stages=3, query_stages=2, consumers=3, registers=160)
 _LONG = 4096
 
 
-def head_dim_tiles(spec: AttentionSpec) -> tuple[int, int]:
-    """Powers of two that hold the head dims. Raises TypeError for those that are not known."""
-    if not isinstance(spec.head_dim_qk, int) or not isinstance(spec.head_dim_v, int):
-        raise TypeError(f"why_not refuses unknown head dims, got {spec.head_dim_qk!r} and {spec.head_dim_v!r}")
-    qk, v = (max(_LEAST_HEAD_DIM, 1 << (d - 1).bit_length()) for d in (spec.head_dim_qk, spec.head_dim_v))
-    return qk, v
-
-
 def blocks_of(spec: AttentionSpec) -> Blocks:
     """Those of a spec. Raises TypeError for head dims that are not known."""
     widest = max(head_dim_tiles(spec))
-    if widest == _LEAST_HEAD_DIM and _is_long(spec) and not _is_listed(spec):
+    if widest == min(BLOCKS) and _is_long(spec) and not _is_listed(spec):
         return THREE
     return next(blocks for limit, blocks in sorted(BLOCKS.items()) if widest <= limit)
 

@@ -130,3 +130,16 @@ class Call:
 
 
 _CODEC = CODEC.beside(Call, Tiles, Tile, brief=True)
+
+
+#: of a tile that a warpgroup of Hopper multiplies, at least
+_LEAST_HEAD_DIM = 64
+
+
+def head_dim_tiles(spec: AttentionSpec) -> tuple[int, int]:
+    """Powers of two that hold the head dims of q and k, and of v, as Hopper's kernels take them. Raises TypeError for those that are not
+    known."""
+    if not isinstance(spec.head_dim_qk, int) or not isinstance(spec.head_dim_v, int):
+        raise TypeError(f"why_not refuses unknown head dims, got {spec.head_dim_qk!r} and {spec.head_dim_v!r}")
+    qk, v = (max(_LEAST_HEAD_DIM, 1 << (d - 1).bit_length()) for d in (spec.head_dim_qk, spec.head_dim_v))
+    return qk, v

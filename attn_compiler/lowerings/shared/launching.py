@@ -95,7 +95,7 @@ class Replay:
 
 @dataclass(kw_only=True)
 class Alike:
-    """Calls of one text whose tensors have the same shapes, strides, dtypes, device and alignment.
+    """Calls of an op with one text, whose tensors have the same shapes, strides, dtypes, device and alignment.
 
     launches: by the identity of the kernel, whose own hash is that of its source.
     empties: what a call allocates.
@@ -148,15 +148,15 @@ class Alike:
 _ALIKE: Known[Alike] = Known()
 
 
-def alike(text: str | tuple[str, str], tensors: Sequence[torch.Tensor]) -> Alike:
-    """What is known of calls like this one. text: the leaf op's, with the op's name where another one has the same text.
+def alike(op: str, text: str, tensors: Sequence[torch.Tensor]) -> Alike:
+    """What is known of calls like this one: of an op, with that text.
 
     Of a call whose launches are noted nothing is known or kept: its tensors are stand-ins.
     """
     device = tensors[0].device
     if noter() is not None:
         return Alike(device=device)
-    key = (text, device, *[(t.shape, t.stride(), t.dtype, t.data_ptr() % VECTOR) for t in tensors])
+    key = (op, text, device, *[(t.shape, t.stride(), t.dtype, t.data_ptr() % VECTOR) for t in tensors])
     found = _ALIKE.get(key)
     return _ALIKE.keep(key, Alike(device=device)) if found is None else found
 
@@ -181,10 +181,10 @@ class Site:
             return None
         return replay.run_at(inputs, addresses)
 
-    def learn(self, text: str | tuple[str, str], inputs: Sequence[torch.Tensor]) -> None:
+    def learn(self, op: str, text: str, inputs: Sequence[torch.Tensor]) -> None:
         """After the body was called."""
         if not any(x.data_ptr() % VECTOR for x in inputs):
-            self._replay = alike(text, inputs).replay
+            self._replay = alike(op, text, inputs).replay
 
 
 def launch(

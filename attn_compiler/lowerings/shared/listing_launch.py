@@ -26,7 +26,7 @@ def lists(*given: Any) -> Tensor:
     """As `listing.listed`."""
     asked = Asked.of(*given)
     have = asked.tensors
-    same = alike(f"tile_lists {tuple(have)} {asked.numbers}", list(have.values()))
+    same = alike("tile_lists", f"{tuple(have)} {asked.numbers}", list(have.values()))
     with on(same.device):
         have |= {"lists": (made := same.empty("lists", asked.empty))}
         bounds = _bounds(same, asked, made)

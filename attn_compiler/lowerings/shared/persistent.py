@@ -1,4 +1,4 @@
-"""Grids of kernels whose programs stay for several blocks of queries (kernels/scheduling_sm90.py). Imports triton, so it comes late."""
+"""Grids of kernels whose programs stay for several blocks of queries (kernels/scheduling_sm90.py)."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 import triton
 
+from attn_compiler.lowerings.shared import forward_call
 from attn_compiler.lowerings.shared.arguments import (
     STATS_BLOCK,
     Prepared,
@@ -25,9 +26,10 @@ from attn_compiler.lowerings.shared.arguments import (
     prepare,
     strides,
 )
-from attn_compiler.lowerings.shared.launching import Arguments, Grid, Site, alike, launch
+from attn_compiler.lowerings.shared.forward_call import Forward, Named
+from attn_compiler.lowerings.shared.launching import Alike, Arguments, Grid, Ready, Site, alike, launch
 from attn_compiler.lowerings.shared.on_device import on
-from attn_compiler.lowerings.shared.ops import empty_gradient, empty_outputs
+from attn_compiler.lowerings.shared.ops import empty_gradient
 from attn_compiler.lowerings.shared.readable import is_unreadable, readable
 from attn_compiler.lowerings.triton import launch_added
 from attn_compiler.lowerings.triton.backward_call import Backward
@@ -35,6 +37,7 @@ from attn_compiler.lowerings.triton.kernels import backward, kv_backward
 from attn_compiler.lowerings.triton.kernels import forward as forward_kernels
 
 _NARROW = 64
+_BACKWARD = "triton_backward"
 _BACKWARD_INPUTS = ("Q", "K", "V", "GradOut", "GradLse", "Out", "Lse")
 #: a learned bias' backward keeps the scores' gradients up to this size, and beyond takes their products again: see `_add_scores`
 _MOST_KEPT_BYTES = 2 << 30
@@ -42,44 +45,19 @@ _MOST_KEPT_BYTES = 2 << 30
 _PITCH = 16
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, as `ops.LEAF_SCHEMA` says."""
-    inputs = (q, k, v, *operands)
-    same = alike(text, inputs)
-    if same.replay is not None:
-        out, lse = same.replay.run(inputs)
-        return out, lse
-    prepared = prepare(text)
-    same.any_size = prepared.any_size
-    if same.fact("unreadable", lambda: is_unreadable(q, k, v)):
-        return forward(readable(q), readable(k), readable(v), operands, text)
-    tensors = {"Q": q, "K": k, "V": v, **prepared.named(operands)}
-    with on(q.device):
-        tensors["Out"] = same.empty("Out", lambda: empty_outputs(q, v)[0])
-        tensors["Lse"] = same.empty("Lse", lambda: empty_outputs(q, v)[1])
-        arguments = functools.partial(_forward, prepared, tensors)
-        ran = launch(forward_kernels.attention_forward, same, tensors, arguments)
-    same.keep([ran], inputs=("Q", "K", "V", *prepared.operands), returned=("Out", "Lse"))
-    return tensors["Out"], tensors["Lse"]
+def _run_forward(prepared: Prepared, same: Alike, tensors: Named) -> list[Ready | None]:
+    arguments = functools.partial(_forward, prepared, tensors)
+    return [launch(forward_kernels.attention_forward, same, tensors, arguments)]
 
 
-class ForwardSite(Site):
+forward = Forward(op="triton", operands=lambda prepared: prepared.operands, run=_run_forward)
+
+
+class ForwardSite(forward_call.ForwardSite):
     """`forward` for one place in compiled code."""
 
     __slots__ = ()
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = (q, k, v, *operands)
-        found = self.again(inputs)
-        if found is None:
-            out, lse = forward(q, k, v, operands, text)
-            self.learn(text, inputs)
-            return out, lse
-        return found[0], found[1]
+    forward = forward
 
 
 def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Arguments:
@@ -122,7 +100,7 @@ def gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Gradients of q, k, v and of the plan's differentiable operands, as `ops.BACKWARD_SCHEMA` says."""
     inputs = _backward_inputs(grad_out, grad_lse, q, k, v, operands, out, lse)
-    same = alike(text, inputs)
+    same = alike(_BACKWARD, text, inputs)
     if same.replay is not None:
         grad_q, grad_k, grad_v, *grads = same.replay.run(inputs)
         return grad_q, grad_k, grad_v, grads
@@ -151,7 +129,7 @@ class BackwardSite(Site):
         found = self.again(inputs)
         if found is None:
             grads = gradients(grad_out, grad_lse, q, k, v, operands, out, lse, text)
-            self.learn(text, inputs)
+            self.learn(_BACKWARD, text, inputs)
             return grads
         return found[0], found[1], found[2], found[3:]
 
@@ -248,7 +226,7 @@ def begin_backward(
 ) -> Backward:
     """Arguments as those of `gradients`. With room for the row stats, the gradients of q, k and v and, if they are kept, the scores'."""
     prepared = prepare(text)
-    same = alike(text, _backward_inputs(grad_out, grad_lse, q, k, v, operands, out, lse))
+    same = alike(_BACKWARD, text, _backward_inputs(grad_out, grad_lse, q, k, v, operands, out, lse))
     same.any_size = prepared.any_size
     if same.fact("unreadable", lambda: is_unreadable(q, k, v, grad_out)):
         q, k, v, grad_out = map(readable, (q, k, v, grad_out))

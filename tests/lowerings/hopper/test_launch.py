@@ -11,8 +11,10 @@ import torch
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from attn_compiler.lowerings.hopper import launch, plan
+from attn_compiler.lowerings.shared import launching
 from attn_compiler.lowerings.shared.arguments import prepare
 from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.triton import launch as triton_launch
 from tests.lowerings import kernel_problems
 from tests.lowerings.hopper import problems
 from tests.lowerings.kernel_cases import BY_NAME, Case
@@ -121,4 +123,8 @@ def test_when_rows_may_have_to_be_computed_again(further: dict[str, Any], leaks:
 def test_calls_are_none_of_the_triton_familys() -> None:
     """Both have the same text, and would find each other's launches."""
     problem = problems.build(BY_NAME["causal"])
-    assert launch._apart(problem.text) != problem.text
+    inputs = (problem.q, problem.k, problem.v)
+    ops = (launch.forward.op, triton_launch.forward.op)
+    first, second = (launching.alike(op, problem.text, inputs) for op in ops)
+    assert first is not second
+    assert launching.alike(ops[0], problem.text, inputs) is first

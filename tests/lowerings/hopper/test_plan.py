@@ -8,11 +8,6 @@ from attn_compiler.lowerings.hopper import plan
 from tests.lowerings.specs import CAUSAL, make_spec
 
 
-@pytest.mark.parametrize(("head_dim", "tiles"), [(32, 64), (64, 64), (72, 128), (128, 128), (136, 256), (256, 256)])
-def test_head_dims_are_held_by_powers_of_two(head_dim: int, tiles: int) -> None:
-    assert plan.head_dim_tiles(make_spec(head_dim=head_dim)) == (tiles, tiles)
-
-
 def test_unknown_head_dims_are_an_error() -> None:
     with pytest.raises(TypeError, match="unknown head dims"):
         plan.blocks_of(make_spec(head_dim="s0"))

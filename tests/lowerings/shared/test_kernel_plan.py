@@ -8,7 +8,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler import masks
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.base import Tile, Tiles
-from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
+from attn_compiler.lowerings.shared.kernel_plan import Call, Plan, head_dim_tiles
 from tests.lowerings.specs import make_spec
 
 TILE = Tile(queries=64, keys=32, warps=4, stages=2)
@@ -61,3 +61,8 @@ def test_a_tile_whose_gradients_are_apart_survives_its_text() -> None:
     tiles = dataclasses.replace(TILES, grad_kv=dataclasses.replace(TILE, apart=True))
     call = Call(spec=make_spec(), tiles=tiles)
     assert Call.from_text(call.to_text()) == call
+
+
+@pytest.mark.parametrize(("head_dim", "tiles"), [(32, 64), (64, 64), (72, 128), (128, 128), (136, 256), (256, 256)])
+def test_head_dims_are_held_by_powers_of_two(head_dim: int, tiles: int) -> None:
+    assert head_dim_tiles(make_spec(head_dim=head_dim)) == (tiles, tiles)

@@ -75,7 +75,7 @@ def arguments(asked: list[int]) -> Callable[[], Arguments]:
 
 
 def run(kernel: Kernel, q: Tensor, out: Tensor, asked: list[int], text: str = "text") -> None:
-    launch(kernel, alike(text, (q,)), {"q": q, "out": out, "of another kernel": q}, arguments(asked))
+    launch(kernel, alike("op", text, (q,)), {"q": q, "out": out, "of another kernel": q}, arguments(asked))
 
 
 def test_a_further_call_has_its_own_tensors_and_the_numbers_of_the_first() -> None:
@@ -132,7 +132,7 @@ def test_parts_of_one_kernel_are_kept_apart() -> None:
     kernel, asked = Kernel(), list[int]()
     q = torch.empty(4, 8)
     for part in ("k", "v", "k"):
-        launch(kernel, alike("text", (q,)), {"q": q, "out": q}, arguments(asked), part)
+        launch(kernel, alike("op", "text", (q,)), {"q": q, "out": q}, arguments(asked), part)
     assert len(asked) == 2
     assert len(kernel.compiled.runs) == 1
 
@@ -151,7 +151,7 @@ def test_nothing_is_launched_on_an_empty_grid() -> None:
     kernel = Kernel()
     q = torch.empty(0)
     empty = Arguments(grid=(0, 1, 1), tensors={"Q": "q"}, numbers={})
-    launch(kernel, alike("text", (q,)), {"q": q}, lambda: empty)
+    launch(kernel, alike("op", "text", (q,)), {"q": q}, lambda: empty)
     assert not kernel.calls
 
 
@@ -165,7 +165,7 @@ def test_truth_values_are_read_as_bytes() -> None:
 
 
 def test_an_output_is_like_the_first_one() -> None:
-    same, made = alike("text", (torch.empty(2),)), list[Tensor]()
+    same, made = alike("op", "text", (torch.empty(2),)), list[Tensor]()
 
     def make() -> Tensor:
         made.append(torch.empty(3, 5, 4, dtype=torch.float16).transpose(0, 1))
@@ -181,7 +181,7 @@ def test_an_output_is_like_the_first_one() -> None:
 def test_what_is_known_of_calls_does_not_grow_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Known, "_MOST", 3)
     for size in range(10):
-        alike("text", (torch.empty(size),))
+        alike("op", "text", (torch.empty(size),))
     assert len(launching._ALIKE) <= 3
 
 
@@ -199,7 +199,7 @@ def test_what_triton_compiles_in_threads_of_its_own_is_waited_for() -> None:
     q = torch.empty(4, 8)
     for _ in range(2):
         run(kernel, q, q, asked)
-    (ready,) = alike("text", (q,)).launches.values()
+    (ready,) = alike("op", "text", (q,)).launches.values()
     assert ready.compiled is compiled
     assert len(compiled.runs) == 1
 
@@ -240,8 +240,8 @@ class Place(launching.Site):
         found = self.again((q,))
         if found is None:
             self.bodies += 1
-            alike("text", (q,)).replay = self._replay_of()
-            self.learn("text", (q,))
+            alike("op", "text", (q,)).replay = self._replay_of()
+            self.learn("op", "text", (q,))
             return q
         return found[0]
 

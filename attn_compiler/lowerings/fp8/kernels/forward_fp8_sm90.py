@@ -13,10 +13,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from attn_compiler.lowerings.fp8.kernels.tuples_sm90 import Barriers, Layouts, Tensors, Tiles, Warpgroup, Work
-from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import turn
+from attn_compiler.lowerings.fp8.kernels.tuples_sm90 import Tensors, Warpgroup, Work
+from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import barriers_of, turn
+from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
+    FEW,
     KEYS,
+    NOTHING,
     ROWS,
     SHARES,
     as_numbers,
@@ -27,17 +30,12 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
     tanh,
     up_to,
 )
+from attn_compiler.lowerings.shared.kernels.tuples_sm90 import Layouts, Tiles
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 #: log2 of what weights are rounded at: forward_fp8.WEIGHT
 WEIGHT = gl.constexpr(8.0)
-#: A maximum of nothing. Finite, so that differences are.
-_NOTHING = gl.constexpr(-1e30)
 #: Never 0, which -inf would turn into NaN.
 _LEAST_SCALE = gl.constexpr(1e-30)
-#: registers of a thread that only fetches
-_FEW = gl.constexpr(24)
 
 
 @gluon.jit
@@ -220,7 +218,7 @@ def _queries(
         edge = last + 1 - (gl.maximum(first_row + (ROWS - 1) - band_left, 0) + (KEYS - 1)) // KEYS
         edge = gl.minimum(gl.maximum(edge, full), end)
 
-    peak = gl.full([ROWS], _NOTHING, gl.float32, layout=ROW)
+    peak = gl.full([ROWS], NOTHING, gl.float32, layout=ROW)
     total = gl.zeros([ROWS, 4], gl.float32, layout=SHARES)
     out = gl.zeros([ROWS, how.HEAD_DIM_V], gl.float32, layout=OUT_LAYOUT)
     state = (peak, total, out, gl.load(tensors.DescaleV))
@@ -317,24 +315,7 @@ def attention_forward_fp8_sm90(
     v_tiles = gl.allocate_shared_memory(V.dtype, [how.STAGES, 1, 1, how.HEAD_DIM_V, KEYS], V.layout)
     out_tiles = gl.allocate_shared_memory(Out.dtype, [how.CONSUMERS, 1, 1, ROWS, how.HEAD_DIM_V], Out.layout)
     tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles)
-    q_full = gl.allocate_shared_memory(gl.int64, [how.CONSUMERS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [how.CONSUMERS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [how.STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [how.STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [how.STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [how.STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(how.CONSUMERS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(how.STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=how.CONSUMERS)
-        mbarrier.init(v_empty.index(i), count=how.CONSUMERS)
-    fence_async_shared()
-    barriers = Barriers(
-        q_full=q_full, q_empty=q_empty, k_full=k_full, k_empty=k_empty, v_full=v_full, v_empty=v_empty
-    )  # fmt: skip
+    barriers = barriers_of(how.CONSUMERS, how.STAGES, how.CONSUMERS)
     tensors = Tensors(
         Out=Out, Lse=Lse, DescaleQ=DescaleQ, DescaleK=DescaleK, DescaleV=DescaleV, Shift=Shift, Sinks=Sinks
     )  # fmt: skip
@@ -347,7 +328,7 @@ def attention_forward_fp8_sm90(
                 (_fetch, (Q, K, V, tiles, barriers, work, rounds, how)),
             ],
             [4, 4, 4],
-            [how.REGISTERS, how.REGISTERS, _FEW],
+            [how.REGISTERS, how.REGISTERS, FEW],
         )
     else:
         gl.warp_specialize(
@@ -359,5 +340,5 @@ def attention_forward_fp8_sm90(
                 (_fetch, (Q, K, V, tiles, barriers, work, rounds, how)),
             ],
             [4, 4, 4, 4],
-            [how.REGISTERS, how.REGISTERS, how.REGISTERS, _FEW],
+            [how.REGISTERS, how.REGISTERS, how.REGISTERS, FEW],
         )

@@ -51,26 +51,6 @@ class Tensors(NamedTuple):
     Sinks: Any
 
 
-class Tiles(NamedTuple):
-    """In shared memory."""
-
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-
-
-class Barriers(NamedTuple):
-    """When tiles have come, and when they may be written over."""
-
-    q_full: Any
-    q_empty: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
-
-
 class Warpgroup(NamedTuple):
     """What a warpgroup keeps of its 64 queries of a block."""
 
@@ -83,10 +63,3 @@ class Warpgroup(NamedTuple):
     band_left: Any
     band_right: Any
     seqlen_kv: Any  # of this batch row
-
-
-class Layouts(NamedTuple):
-    """Of products in registers."""
-
-    QK: Any
-    OUT: Any

@@ -21,11 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn_compiler.lowerings.hopper.kernels.tuples import Barriers, Layouts, Masks, Tiles, Visits, Warpgroup, Work
+from attn_compiler.lowerings.hopper.kernels.tuples import Masks, Visits, Warpgroup, Work
 from attn_compiler.lowerings.shared.kernels.optional import at_index, list_of
-from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import turn
-from attn_compiler.lowerings.shared.kernels.tile_parts import keys_to_visit, partial_tile
+from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import barriers_of, turn
+from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E, keys_to_visit, partial_tile
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
+    FEW,
+    NOTHING,
     ROWS,
     SHARES,
     barrier_of_threads,
@@ -36,20 +38,12 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
     tanh,
     up_to,
 )
-
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-#: A maximum of nothing. Finite, so that differences are.
-_NOTHING = gl.constexpr(-1e30)
-#: registers of a thread that only fetches
-_FEW = gl.constexpr(24)
-#: Barriers of the hardware that Triton leaves alone, one for each of two warpgroups that take turns; threads of both.
-_TURNS = gl.constexpr((14, 15))
-_THREADS = gl.constexpr(256)
+from attn_compiler.lowerings.shared.kernels.tuples_sm90 import Layouts, Tiles
 
 
 @gluon.jit
 def _await_turn(consumer: gl.constexpr, how: gl.constexpr):
+    """By barriers of the hardware that Triton leaves alone, one for each of two warpgroups, of the threads of both."""
     if how.TURNS:
         ASM: gl.constexpr = "bar.sync " + ("14" if consumer == 0 else "15") + ", 256; mov.u32 $0, $1;"
         gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
@@ -182,6 +176,14 @@ def _softmax(
 
 
 @gluon.jit
+def _scores(own, tiles, stage, layouts: gl.constexpr, how: gl.constexpr):
+    """q kᵀ of a tile of keys, under way."""
+    k = tiles.k.index(stage).reshape([how.BLOCK_N, how.QK_ALL]).permute([1, 0])
+    no_scores = gl.zeros([ROWS, how.BLOCK_N], gl.float32, layout=layouts.QK)
+    return warpgroup_mma(own.q, k, no_scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _step(
     consumer: gl.constexpr, i, tile, done, state, own, masks, tiles, barriers, seqlen_kv,
     MASKED: gl.constexpr, layouts: gl.constexpr, how: gl.constexpr,
@@ -197,9 +199,7 @@ def _step(
     before = (done + i - 1) % how.STAGES
     mbarrier.wait(barriers.k_full.index(stage), phase)
     _await_turn(consumer, how)
-    k = tiles.k.index(stage).reshape([how.BLOCK_N, how.QK_ALL]).permute([1, 0])
-    no_scores = gl.zeros([ROWS, how.BLOCK_N], gl.float32, layout=layouts.QK)
-    qk = warpgroup_mma(own.q, k, no_scores, use_acc=False, is_async=True)
+    qk = _scores(own, tiles, stage, layouts, how)
     v = tiles.v.index(before).reshape([how.BLOCK_N, how.V_ALL])
     out = warpgroup_mma(weights, v, out, is_async=True)
     _give_turn(consumer, how)
@@ -228,16 +228,14 @@ def _tiles(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, layouts.OUT, k_width=2)
     partial = visits.partial
     count = partial + visits.full_last - visits.full_first
-    peak = gl.full([ROWS], _NOTHING, gl.float32, layout=gl.SliceLayout(1, layouts.QK))
+    peak = gl.full([ROWS], NOTHING, gl.float32, layout=gl.SliceLayout(1, layouts.QK))
     total = gl.zeros([ROWS, 4], gl.float32, layout=SHARES)
     out = gl.zeros([ROWS, how.V_ALL], gl.float32, layout=layouts.OUT)
     # The first tile has none before it. It is masked, needed or not.
     stage = done % how.STAGES
     mbarrier.wait(barriers.k_full.index(stage), (done // how.STAGES) & 1)
     _await_turn(consumer, how)
-    k = tiles.k.index(stage).reshape([how.BLOCK_N, how.QK_ALL]).permute([1, 0])
-    no_scores = gl.zeros([ROWS, how.BLOCK_N], gl.float32, layout=layouts.QK)
-    qk = warpgroup_mma(own.q, k, no_scores, use_acc=False, is_async=True)
+    qk = _scores(own, tiles, stage, layouts, how)
     _give_turn(consumer, how)
     qk = warpgroup_mma_wait(0, deps=(qk,))
     mbarrier.arrive(barriers.k_empty.index(stage))
@@ -416,24 +414,7 @@ def attention_forward_sm90(
     if not how.OUT_IN_Q:
         out_tiles = gl.allocate_shared_memory(ELEMENT, [how.CONSUMERS, 1, 1, ROWS, how.V_ALL], of_out.layout)
     tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles)
-    q_full = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [how.STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [how.STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [how.STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [how.STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(QUERIES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(how.STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=how.CONSUMERS)
-        mbarrier.init(v_empty.index(i), count=how.CONSUMERS)
-    fence_async_shared()
-    barriers = Barriers(
-        q_full=q_full, q_empty=q_empty, k_full=k_full, k_empty=k_empty, v_full=v_full, v_empty=v_empty
-    )  # fmt: skip
+    barriers = barriers_of(QUERIES, how.STAGES, how.CONSUMERS)
     masks = Masks(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Slopes=Slopes)
     softcap = sizes.changed_by
     scale = sizes.scale / softcap if how.SOFTCAP else sizes.scale * LOG2E
@@ -445,7 +426,7 @@ def attention_forward_sm90(
                 (_fetch, (of_q, of_k, of_v, tiles, barriers, work, rounds, how)),
             ],
             [4, 4],
-            [how.REGISTERS, _FEW],
+            [how.REGISTERS, FEW],
         )
     else:
         gl.warp_specialize(
@@ -456,5 +437,5 @@ def attention_forward_sm90(
                 (_fetch, (of_q, of_k, of_v, tiles, barriers, work, rounds, how)),
             ],
             [4, 4, 4],
-            [how.REGISTERS, how.REGISTERS, _FEW],
+            [how.REGISTERS, how.REGISTERS, FEW],
         )

@@ -52,26 +52,6 @@ class Masks(NamedTuple):
     Slopes: Any
 
 
-class Tiles(NamedTuple):
-    """In shared memory."""
-
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-
-
-class Barriers(NamedTuple):
-    """When tiles have come, and when they may be written over."""
-
-    q_full: Any
-    q_empty: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
-
-
 class Visits(NamedTuple):
     """Which tiles a block visits: first those that need their mask, then a run of those that don't."""
 
@@ -94,10 +74,3 @@ class Warpgroup(NamedTuple):
     factor: Any  # what q kᵀ is multiplied by
     cap: Any  # and then tanh of that, where there is a softcap
     slope: Any  # or None
-
-
-class Layouts(NamedTuple):
-    """Of products in registers."""
-
-    QK: Any
-    OUT: Any

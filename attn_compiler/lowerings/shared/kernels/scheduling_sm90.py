@@ -1,9 +1,12 @@
-"""Which block of queries a program of a persistent kernel takes next, in Gluon."""
+"""What programs of persistent kernels share, in Gluon: which block of queries comes next, and who waits for whom."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from attn_compiler.lowerings.shared.kernels.tuples_sm90 import Barriers
 
 
 @gluon.jit
@@ -22,3 +25,24 @@ def turn(nth, section, blocks, heads_of_all):
     is_down = ((heads_of_all - 1) // section - of_section) % 2 == 0
     block = gl.where(is_down, blocks - 1 - block, block)
     return i < blocks * heads_of_all, block, of_section * section + within % together
+
+
+@gluon.jit
+def barriers_of(QUERIES: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """`Barriers` of QUERIES tiles of queries, each of one warpgroup, and of STAGES tiles of keys and of values, read by all CONSUMERS."""
+    q_full = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(QUERIES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+    return Barriers(q_full=q_full, q_empty=q_empty, k_full=k_full, k_empty=k_empty, v_full=v_full, v_empty=v_empty)

@@ -12,53 +12,43 @@ barrier_of_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 ROWS = gl.constexpr(64)
 #: of a tile
 KEYS = gl.constexpr(128)
-#: of (ROWS, 16, 4, 2), what a tile of scores of 128 keys is: which eight keys, which thread of four, which of its two
-SCORES_128 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0], [0, 8, 0, 0]],
-        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
-        warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
-        block_bases=[],
-        shape=[64, 16, 4, 2],
+#: A maximum of nothing. Finite, so that differences are.
+NOTHING = gl.constexpr(-1e30)
+#: registers of a thread that only fetches
+FEW = gl.constexpr(24)
+
+
+def _scores(keys: int) -> gl.constexpr:
+    """How threads hold the scores of a tile as (ROWS, keys // 8, 4, 2). The axes of keys are: eight keys, a thread of four, its two."""
+    eights = [[0, 2**i, 0, 0] for i in range((keys // 8).bit_length() - 1)]
+    return gl.constexpr(
+        gl.DistributedLinearLayout(
+            reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *eights],
+            lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+            warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
+            block_bases=[],
+            shape=[64, keys // 8, 4, 2],
+        )
     )
-)
-#: the same of 64 keys
-SCORES_64 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
-        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
-        warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
-        block_bases=[],
-        shape=[64, 8, 4, 2],
+
+
+def _words(keys: int) -> gl.constexpr:
+    """The same as (ROWS, keys // 32, 4, 4, 2). 32 keys have their bits in one number: the first axis of keys is which number."""
+    words = [[0, 2**i, 0, 0, 0] for i in range((keys // 32).bit_length() - 1)]
+    return gl.constexpr(
+        gl.DistributedLinearLayout(
+            reg_bases=[[0, 0, 0, 0, 1], [8, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], *words],
+            lane_bases=[[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]],
+            warp_bases=[[16, 0, 0, 0, 0], [32, 0, 0, 0, 0]],
+            block_bases=[],
+            shape=[64, keys // 32, 4, 4, 2],
+        )
     )
-)
-#: of (ROWS, 4, 4, 4, 2), the same of 128 keys, of which 32 have their bits in one number: which 32, which eight of them
-WORDS_128 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[
-            [0, 0, 0, 0, 1],
-            [8, 0, 0, 0, 0],
-            [0, 0, 1, 0, 0],
-            [0, 0, 2, 0, 0],
-            [0, 1, 0, 0, 0],
-            [0, 2, 0, 0, 0],
-        ],
-        lane_bases=[[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]],
-        warp_bases=[[16, 0, 0, 0, 0], [32, 0, 0, 0, 0]],
-        block_bases=[],
-        shape=[64, 4, 4, 4, 2],
-    )
-)
-#: the same of 64 keys
-WORDS_64 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 0, 0, 1], [8, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 1, 0, 0, 0]],
-        lane_bases=[[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]],
-        warp_bases=[[16, 0, 0, 0, 0], [32, 0, 0, 0, 0]],
-        block_bases=[],
-        shape=[64, 2, 4, 4, 2],
-    )
-)
+
+
+#: of tiles of 128 and of 64 keys
+SCORES_128, SCORES_64 = _scores(128), _scores(64)
+WORDS_128, WORDS_64 = _words(128), _words(64)
 #: of (ROWS, 4): two rows of one column a thread, as many threads a row as share it in the tensor cores' layouts
 SHARES = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -78,8 +68,11 @@ def tanh(x):
 
 @gluon.jit
 def as_numbers(sums):
-    """Sums of the tensor cores in float32, exactly. Those of int8 are below 2^22: upon the bits of 1.5 · 2^23 they are the bits of a number
-    that is larger by that. Conversions would take the units that exponentials take."""
+    """Sums of the tensor cores in float32, exactly.
+
+    Sums of int8 are below 2^22. Added to the bits of 1.5 · 2^23, such a sum gives the bits of 1.5 · 2^23 plus itself, which is taken off
+    again. A conversion would take the units that exponentials take.
+    """
     numbers = sums
     if sums.dtype == gl.int32:
         asm: gl.constexpr = "mov.b32 $0, $1;"
