@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,14 @@ def reach(numbers: Mapping[str, Any]) -> int:
     """How many keys a query may use at most. numbers: `arguments.common`."""
     found: int = max(min(numbers["band_left"] + numbers["band_right"] + 1, numbers["seqlen_kv"]), 1)
     return found
+
+
+def section_of(tensors: Sequence[torch.Tensor], *, heads: int, part: float) -> int:
+    """How many heads take turns where blocks differ in length: such that the part of these tensors that is in use at a time stays in the
+    L2 cache, and all sections are about as long."""
+    used = int(sum(x.numel() * x.element_size() for x in tensors) * part)
+    sections = -(-used // _CACHE)
+    return -(-heads // max(sections, 1))
 
 
 def section(k: torch.Tensor, v: torch.Tensor, *, heads_q: int, reach: int) -> int:

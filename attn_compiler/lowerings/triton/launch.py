@@ -26,13 +26,13 @@ from attn_compiler.lowerings.shared.arguments import (
     prepare,
     strides,
 )
+from attn_compiler.lowerings.shared.backward_call import Backward
 from attn_compiler.lowerings.shared.forward_call import Forward, Named
 from attn_compiler.lowerings.shared.launching import Alike, Arguments, Grid, Ready, Site, alike, launch
 from attn_compiler.lowerings.shared.on_device import on
 from attn_compiler.lowerings.shared.ops import empty_gradient
 from attn_compiler.lowerings.shared.readable import is_unreadable, readable
 from attn_compiler.lowerings.triton import launch_added
-from attn_compiler.lowerings.triton.backward_call import Backward
 from attn_compiler.lowerings.triton.kernels import backward, kv_backward
 from attn_compiler.lowerings.triton.kernels import forward as forward_kernels
 
@@ -273,10 +273,10 @@ def _launch_grad_q(shared: Backward) -> None:
     if shared.keeps_scores:
         launch_added.launch_grad_q_kept(shared)
     else:
-        shared.launch(backward.attention_grad_q, _grad_q)
+        shared.launch(backward.attention_grad_q, grad_q_arguments)
 
 
-def _grad_q(shared: Backward) -> Arguments:
+def grad_q_arguments(shared: Backward) -> Arguments:
     tile, grad_q = shared.prepared.call.tiles.grad_q, shared.tensors["GradQ"]
     numbers = {**shared.numbers(), **lists(shared.tensors.get("tiles")), **strides("dq", grad_q)}
     heads_last = _heads_last(shared.tensors)
@@ -294,10 +294,10 @@ def _grad_q(shared: Backward) -> Arguments:
 
 def _launch_grad_kv(shared: Backward) -> None:
     for part in ("k", "v") if shared.prepared.call.tiles.grad_kv.apart else ("kv",):
-        shared.launch(kv_backward.attention_grad_kv, functools.partial(_grad_kv, part=part), part)
+        shared.launch(kv_backward.attention_grad_kv, functools.partial(grad_kv_arguments, part=part), part)
 
 
-def _grad_kv(shared: Backward, part: str) -> Arguments:
+def grad_kv_arguments(shared: Backward, part: str) -> Arguments:
     tile, grad_k, grad_v = shared.prepared.call.tiles.grad_kv, shared.tensors["GradK"], shared.tensors["GradV"]
     numbers = {**shared.numbers(), **shared.pitch, **lists(shared.tensors.get("tiles_by_key"))}
     numbers |= {**strides("dk", grad_k), **strides("dv", grad_v), "FOR_K": "k" in part, "FOR_V": "v" in part}

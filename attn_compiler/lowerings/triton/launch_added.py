@@ -15,10 +15,10 @@ import triton
 
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.shared.arguments import STATS_BLOCK, Prepared, lists, strides
+from attn_compiler.lowerings.shared.backward_call import Backward
 from attn_compiler.lowerings.shared.kernel_plan import MOST_BLOCKS
 from attn_compiler.lowerings.shared.launching import Arguments
 from attn_compiler.lowerings.shared.ops import empty_gradient
-from attn_compiler.lowerings.triton.backward_call import Backward
 from attn_compiler.lowerings.triton.kernels import bias_backward, kept_backward, sums_backward
 
 #: of the bias kernels, whose tiles do not depend on the lists: up to so many head dims, in half precision

@@ -10,21 +10,28 @@ from attn_compiler.lowerings.shared.kernels.tuples_sm90 import Barriers
 
 
 @gluon.jit
-def turn(nth, section, blocks, heads_of_all):
-    """This program's nth block of queries: whether there is one, its number within its head, and its head among those of all batch rows.
+def place(i, section, blocks, heads_of_all):
+    """The i-th block of all: its number within its head, and its head among those of all batch rows.
 
-    `section` heads take turns block by block before the next ones do: their keys and values should fit the L2 cache. Under a causal mask
-    a block's length grows with its number. Blocks go up and down through the sections, last down, and every other round of programs takes
-    them in reverse order, so that all programs get about the same in all, and short ones last.
+    `section` heads take turns block by block before the next ones do: what they read should fit the L2 cache. Under a causal mask a
+    block's length grows with its number. Blocks go up and down through the sections, last down.
     """
-    programs, own = gl.num_programs(0), gl.program_id(0)
-    i = nth * programs + own + (nth % 2) * (programs - 1 - 2 * own)
     of_section, within = i // (section * blocks), i % (section * blocks)
     together = gl.maximum(gl.minimum(section, heads_of_all - of_section * section), 1)
     block = within // together
     is_down = ((heads_of_all - 1) // section - of_section) % 2 == 0
     block = gl.where(is_down, blocks - 1 - block, block)
-    return i < blocks * heads_of_all, block, of_section * section + within % together
+    return block, of_section * section + within % together
+
+
+@gluon.jit
+def turn(nth, section, blocks, heads_of_all):
+    """This program's nth block of queries: whether there is one, and its `place`. Every other round of programs takes blocks in reverse
+    order, so that all programs get about the same in all, and short ones last."""
+    programs, own = gl.num_programs(0), gl.program_id(0)
+    i = nth * programs + own + (nth % 2) * (programs - 1 - 2 * own)
+    block, row = place(i, section, blocks, heads_of_all)
+    return i < blocks * heads_of_all, block, row
 
 
 @gluon.jit

@@ -386,6 +386,23 @@ def keys_to_visit(List, start, sizes, how: tl.constexpr):
 
 
 @triton.jit
+def queries_to_visit(List, start, sizes, how: tl.constexpr):
+    """For a block of keys, as `keys_to_visit` for one of queries."""
+    if List is not None:
+        partial, first, second, full_first, full_last = load_list(List, sizes.seqlen_q > how.BLOCK_M)
+    else:
+        first, full_first, full_last, last = queries_in_band(
+            start, tl.minimum(start + how.BLOCK_N, sizes.seqlen_kv) - 1, sizes.band_left, sizes.band_right, sizes.seqlen_q,
+            how.BLOCK_M, how.HAS_LEFT, how.HAS_RIGHT,
+        )  # fmt: skip
+        if how.MASK_ALL:
+            full_first, full_last = last, last
+        partial = (full_first - first) + (last - full_last)
+        second = first
+    return partial, first, second, full_first, full_last
+
+
+@triton.jit
 def load_list(List, several):
     """As `keys_to_visit`. several: there is more than one block, so room for two.
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 #: of Triton 3.7, else of 3.6
 barrier_of_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -181,3 +186,20 @@ def distances_to(scores, from_start, slope, QK_LAYOUT: gl.constexpr, SIZE: gl.co
     )
     added = row[:, None, :, None] + own.to(gl.float32) * slope
     return scores + gl.convert_layout(added.reshape([ROWS, SIZE]), QK_LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def descriptor(X, batch, heads, length, strides, SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, ALL: gl.constexpr):
+    """Of a tensor of logical BHSD, for tiles of SIZE positions of one head. Beyond the tensor tiles are 0, and nothing is written."""
+    TILE: gl.constexpr = [1, 1, SIZE, ALL]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, X.dtype.element_ty)
+    shape = [batch, heads, length, HEAD_DIM]
+    return tma.make_tensor_descriptor(X, shape, [strides.b, strides.h, strides.s, 1], TILE, LAYOUT)
+
+
+@builtin
+def add_from_shared(descriptor: Any, at: Any, source: Any, _semantic: Any = None) -> None:
+    """Have the copy engine add a tile in shared memory to a tensor; `tma.store_wait` waits for it. Triton 3.8 has it in Gluon
+    (https://github.com/triton-lang/triton/pull/10040), 3.6 and 3.7 in their builder alone."""
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, at, source.handle)

@@ -30,3 +30,12 @@ class Layouts(NamedTuple):
 
     QK: Any
     OUT: Any
+
+
+class GradLayouts(NamedTuple):
+    """Of a backward's products in registers."""
+
+    SCORES: Any  # (keys, queries)
+    GRAD_K: Any
+    GRAD_V: Any
+    SUM: Any  # of what is added to dq

@@ -24,8 +24,8 @@ from attn_compiler.lowerings.shared.kernels.optional import (
     load_upper,
     of_head,
 )
+from attn_compiler.lowerings.shared.kernels.row_stats import delta_of, minus_lse, products, store_row_stats
 from attn_compiler.lowerings.shared.kernels.tile_parts import (
-    LOG2E,
     at_head,
     change,
     head_and_batch,
@@ -63,41 +63,9 @@ def attention_row_stats(
     out = load_tile(of_out, start, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
     grad_out = load_tile(of_grad, start, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
     grad_lse = tl.load(GradLse + row * seqlen_q + offsets, mask=offsets < seqlen_q, other=0.0)
-    base = _minus_lse(Lse + row * seqlen_q, offsets, seqlen_q)
-    delta = _delta_of(_products(out, grad_out) - grad_lse, base)
-    _store_row_stats(RowStats + row * 2 * stats_rows, offsets, stats_rows, base, delta)
-
-
-@triton.jit
-def _minus_lse(Lse, offsets, seqlen_q):
-    lse = tl.load(Lse + offsets, mask=offsets < seqlen_q, other=float("-inf"))
-    return tl.where(lse == float("-inf"), lse, -lse * LOG2E)
-
-
-@triton.jit
-def _products(out, grad_out):
-    """(M,) sums of out · grad_out. A row without any key has out = 0, and its grad_out may be anything: nothing of it counts."""
-    out = out.to(tl.float32)
-    return tl.sum(tl.where(out == 0.0, 0.0, out * grad_out.to(tl.float32)), 1)
-
-
-@triton.jit
-def _delta_of(delta, base):
-    """0 where a row has no key (-lse in units of log 2 is -inf), whatever is put on it."""
-    return tl.where(base == float("-inf"), 0.0, delta)
-
-
-@triton.jit
-def _store_row_stats(stats, offsets, stats_rows, base, delta):
-    inside = offsets < stats_rows
-    tl.store(stats + offsets, base, mask=inside)
-    tl.store(stats + stats_rows + offsets, delta, mask=inside)
-
-
-@triton.jit
-def row_stats(stats, offsets, stats_rows):
-    """-lse in units of log 2, and delta, of rows of one head; stats_rows is a multiple of every pass' block."""
-    return tl.load(stats + offsets), tl.load(stats + stats_rows + offsets)
+    base = minus_lse(Lse + row * seqlen_q, offsets, seqlen_q)
+    delta = delta_of(products(out, grad_out) - grad_lse, base)
+    store_row_stats(RowStats + row * 2 * stats_rows, offsets, stats_rows, base, delta)
 
 
 class _Queries(NamedTuple):
@@ -177,12 +145,16 @@ def attention_grad_q(
     Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Seed,
     stride_q, stride_k, stride_v, stride_g, stride_dq, stride_o, stats_rows, masking, lists, adding, sizes,
     HOW: tl.constexpr, HEADS_LAST: tl.constexpr, ROUND: tl.constexpr,
+    Wanted=None,
 ):  # fmt: skip
     """Grid: (blocks of queries, Hq, B), or as HEADS_LAST says. Lse, GradLse: (B, Hq, Sq), contiguous, float32. Tuples: tuples.py.
 
     Makes RowStats as `attention_row_stats` does, for the pass over the keys, which comes later. ROUND: stats_rows is the next
-    multiple.
+    multiple. Wanted: int32, nothing is done where it is 0; None: always wanted.
     """
+    if Wanted is not None:
+        if tl.load(Wanted) == 0:
+            return
     how: tl.constexpr = HOW._replace()
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = head_and_batch(HEADS_LAST)
@@ -230,20 +202,20 @@ def attention_grad_q(
     Out = at_head(Out, batch, head, stride_o.b, stride_o.h, how.ALIGN)
     out = Positions(base=Out, stride=stride_o.s, length=sizes.seqlen_q)
     out_0 = load_tile(out, start, None, how.BLOCK_M, 0, how.V_0, how.HEAD_DIM_V, True, how.ALIGN)
-    delta = _products(out_0, grad_out_0)
+    delta = products(out_0, grad_out_0)
     if how.V_1 > 0:
         out_1 = load_tile(out, start, None, how.BLOCK_M, how.V_0, how.V_1, how.HEAD_DIM_V, True, how.ALIGN)
-        delta += _products(out_1, grad_out_1)
+        delta += products(out_1, grad_out_1)
     delta -= tl.load(GradLse + row * sizes.seqlen_q + offsets, mask=inside, other=0.0)
-    base = _minus_lse(Lse + row * sizes.seqlen_q, offsets, sizes.seqlen_q)
-    delta = _delta_of(delta, base)
+    base = minus_lse(Lse + row * sizes.seqlen_q, offsets, sizes.seqlen_q)
+    delta = delta_of(delta, base)
     stats = RowStats + row * 2 * stats_rows
-    _store_row_stats(stats, offsets, stats_rows, base, delta)
+    store_row_stats(stats, offsets, stats_rows, base, delta)
     if ROUND > how.BLOCK_M:
         if block == tl.num_programs(0) - 1:
             beyond = start + how.BLOCK_M + tl.arange(0, ROUND)
             nothing = tl.zeros([ROUND], tl.float32)
-            _store_row_stats(stats, beyond, stats_rows, nothing + float("-inf"), nothing)
+            store_row_stats(stats, beyond, stats_rows, nothing + float("-inf"), nothing)
     q_0 = load_tile(q, start, None, how.BLOCK_M, 0, how.QK_0, how.HEAD_DIM_QK, True, how.ALIGN)
     q_1 = q_0
     if how.QK_1 > 0:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from attn_compiler.lowerings.shared.kernels.optional import at_index, load_one, of_head
+from attn_compiler.lowerings.shared.kernels.row_stats import row_stats
 from attn_compiler.lowerings.shared.kernels.tile_parts import (
     allowed_at,
     at_head,
@@ -24,7 +25,6 @@ from attn_compiler.lowerings.shared.kernels.tile_parts import (
     load_tile,
 )
 from attn_compiler.lowerings.shared.kernels.tuples import Added, MaskOperands, Pairs, Positions
-from attn_compiler.lowerings.triton.kernels.backward import row_stats
 from attn_compiler.lowerings.triton.kernels.sums_backward import store_diagonals
 
 

@@ -27,6 +27,7 @@ from attn_compiler.lowerings.shared.kernels.optional import (
     load_row,
     of_head,
 )
+from attn_compiler.lowerings.shared.kernels.row_stats import row_stats
 from attn_compiler.lowerings.shared.kernels.tile_parts import (
     at_head,
     change,
@@ -34,16 +35,14 @@ from attn_compiler.lowerings.shared.kernels.tile_parts import (
     is_allowed,
     kept,
     kept_scores,
-    load_list,
     load_tile,
     partial_tile,
-    queries_in_band,
     queries_in_use,
+    queries_to_visit,
     store_tile,
     through_change,
 )
 from attn_compiler.lowerings.shared.kernels.tuples import Added, Pairs, Positions
-from attn_compiler.lowerings.triton.kernels.backward import row_stats
 
 
 class _Keys(NamedTuple):
@@ -178,11 +177,16 @@ def attention_grad_kv(
     Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Seed, Scores,
     stride_q, stride_k, stride_v, stride_g, stride_dk, stride_dv, pitch, stats_rows, masking, lists, adding, sizes,
     HOW: tl.constexpr, HEADS_LAST: tl.constexpr, FOR_K: tl.constexpr, FOR_V: tl.constexpr,
+    Wanted=None,
 ):  # fmt: skip
     """Grid: (blocks of keys, Hkv, B), or as HEADS_LAST says. Sums over the query heads of the group, in their order. Tuples: tuples.py.
 
-    FOR_K, FOR_V: what is asked for. Wide heads leave no room for both sums beside the tiles.
+    FOR_K, FOR_V: what is asked for. Wide heads leave no room for both sums beside the tiles. Wanted: int32, nothing is done where it is
+    0; None: always wanted.
     """
+    if Wanted is not None:
+        if tl.load(Wanted) == 0:
+            return
     how: tl.constexpr = HOW._replace()
     block = tl.program_id(0)
     head_kv, batch = head_and_batch(HEADS_LAST)
@@ -273,17 +277,7 @@ def attention_grad_kv(
             head=row,
         )
         List = list_of(Tiles, batch, head, block, lists)
-        if List is not None:
-            partial, first, second, full_first, full_last = load_list(List, sizes.seqlen_q > how.BLOCK_M)
-        else:
-            first, full_first, full_last, last = queries_in_band(
-                start, tl.minimum(start + how.BLOCK_N, sizes.seqlen_kv) - 1, sizes.band_left, sizes.band_right, sizes.seqlen_q,
-                how.BLOCK_M, how.HAS_LEFT, how.HAS_RIGHT,
-            )  # fmt: skip
-            if how.MASK_ALL:
-                full_first, full_last = last, last
-            partial = (full_first - first) + (last - full_last)
-            second = first
+        partial, first, second, full_first, full_last = queries_to_visit(List, start, sizes, how)
         for i in tl.range(0, partial):
             tile = partial_tile(List, i, first, second, full_first, full_last)
             grad_k_0, grad_k_1, grad_v_0, grad_v_1 = _step_kv(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_compiler.lowerings.shared.kernels.row_stats import row_stats
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
-from attn_compiler.lowerings.triton.kernels.backward import row_stats
 
 
 @triton.jit
