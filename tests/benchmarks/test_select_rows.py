@@ -116,13 +116,22 @@ def _timed(
 
 def test_a_lowering_of_a_later_run_is_tied_to_one_of_both() -> None:
     first = _timed("causal_d64_s2048", {"sdpa_cudnn": 100.0, "triton": 120.0}, {"sdpa_cudnn": 200.0, "triton": 300.0})
-    later = _timed("causal_d64_s2048", {"sdpa_cudnn": 50.0, "triton": 60.0, "hopper": 40.0})
+    backward = {"triton": 150.0, "hopper": 90.0}
+    later = _timed("causal_d64_s2048", {"sdpa_cudnn": 50.0, "triton": 60.0, "hopper": 40.0}, backward)
     found = {(row["side"], row["pass"]): row for row in select_rows.joined(first, later)}
     assert float(found["hopper", "forward"]["p50_us"]) == 80.0
     assert float(found["hopper", "forward"]["tflops"]) == 250.0
-    # Of cuDNN's, whose backward it has where that takes the mask.
-    assert float(found["hopper", "backward"]["p50_us"]) == 200.0
+    assert float(found["hopper", "backward"]["p50_us"]) == 180.0
     assert float(found["sdpa_cudnn", "forward"]["p50_us"]) == 100.0
+
+
+def test_a_backward_of_another_family_has_that_ones_time() -> None:
+    first = _timed("causal_d256_s2048", {"sdpa_cudnn": 100.0, "triton": 120.0}, {"sdpa_cudnn": 200.0, "triton": 300.0})
+    backward = {"triton": 150.0, "hopper": 90.0}
+    later = _timed("causal_d256_s2048", {"triton": 60.0, "hopper": 40.0}, backward)
+    found = {(row["side"], row["pass"]): row for row in select_rows.joined(first, later)}
+    # Of the Triton family's, which it has for wide heads.
+    assert float(found["hopper", "backward"]["p50_us"]) == 300.0
 
 
 def test_a_later_run_without_what_ties_it_adds_nothing() -> None:

@@ -296,12 +296,17 @@ def results(problem: Problem) -> list[Tensor]:
 def _gradients(problem: Problem, out: Tensor, lse: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
     if not problem.case.needs_grad:
         return []
+    return torch.autograd.grad([out, lse], leaves, upstream(problem, out, lse))
+
+
+def upstream(problem: Problem, out: Tensor, lse: Tensor) -> list[Tensor]:
+    """Random gradients of out and lse, the same for every dtype."""
     generator = torch.Generator().manual_seed(1)
     grad_out, grad_lse = (torch.randn(x.shape, generator=generator).to(x.device) for x in (out, lse))
     # Rounded first, so that every dtype gets the same ones.
     grad_out = grad_out.to(problem.q.dtype).to(out.dtype)
     grad_lse = torch.where(lse == -torch.inf, 0.0, grad_lse).to(lse.dtype)
-    return torch.autograd.grad([out, lse], leaves, [grad_out, grad_lse])
+    return [grad_out, grad_lse]
 
 
 def expected(problem: Problem, dtype: torch.dtype) -> list[Tensor]:

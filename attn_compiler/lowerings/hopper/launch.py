@@ -71,8 +71,8 @@ def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argumen
     numbers = {
         **every,
         **lists(tensors.get("tiles")),
-        **{f"stride_{name.lower()}": _strides(tensors[name]) for name in "QKV"},
-        "stride_o": _strides(tensors["Out"]),
+        **{f"stride_{name.lower()}": bhsd_strides(tensors[name]) for name in "QKV"},
+        "stride_o": bhsd_strides(tensors["Out"]),
         "section": section,
         "blocks": in_head,
         "heads_of_all": heads_of_all,
@@ -114,7 +114,7 @@ def switches(prepared: Prepared, numbers: Mapping[str, Any], blocks: Blocks, *, 
     )
 
 
-def _strides(tensor: torch.Tensor) -> Strides:
+def bhsd_strides(tensor: torch.Tensor) -> Strides:
     """Of logical BHSD; multiples of a vector also along an axis of size 1, where none is used."""
     b, h, s = (
         _HALF_VECTOR if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride()[:3], strict=False)

@@ -1,4 +1,5 @@
-"""Attention in half precision on Hopper as its hardware wants it (kernels/forward_sm90.py). The backward is another family's.
+"""Attention in half precision on Hopper as its hardware wants it (kernels/forward_sm90.py). The backward is the one that is fastest there
+(`backward_of`).
 
 Imports no Triton: a site is described, decided and rewritten on machines that have none.
 """
@@ -12,10 +13,10 @@ import torch
 from torch import fx
 
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, Tiles
 from attn_compiler.lowerings.hopper import limits
-from attn_compiler.lowerings.hopper.ops import given_op
-from attn_compiler.lowerings.hopper.plan import blocks_of
+from attn_compiler.lowerings.hopper.ops import FAMILY, given_op
+from attn_compiler.lowerings.hopper.plan import blocks_of, cudnn_is_faster, grad_blocks_of, has_backward
 from attn_compiler.lowerings.sdpa import cudnn_backward
 from attn_compiler.lowerings.shared import kernel_limits, part_tensors, tile_table
 from attn_compiler.lowerings.shared import parts as site_parts
@@ -24,7 +25,7 @@ from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
 #: the family with a backward for all that this one takes
-_OURS = "triton"
+_FOR_ALL = "triton"
 _NO_REPEATED = LayoutDemand(last_stride_one=False, zero_strides=False)
 
 
@@ -46,7 +47,7 @@ class HopperAttention(Lowering):
         tiles = tile_table.tiles(spec, emitter.target)
         text = Call(spec=spec, tiles=tiles).to_text()
         own = dataclasses.replace(tiles, forward=blocks_of(spec).tile)
-        read = _without_tiles_by_key(spec, part_tensors.emit(emitter, spec, operands, own))
+        read = _without("tiles_by_key", spec, part_tensors.emit(emitter, spec, operands, own))
         given = [operands.q, operands.k, operands.v]
         if not spec.needs_grad:
             return emitter.call(operator.getitem, _call(emitter, given, read, text), 0)
@@ -55,27 +56,40 @@ class HopperAttention(Lowering):
         results = [emitter.call(operator.getitem, outputs, i) for i in range(2)]
         family = backward_of(spec, emitter.target)
         emitter.note(f"backward: {family}")
-        further = part_tensors.emit(emitter, spec, operands, tiles) if family == _OURS else []
+        further = _read_by_backward(family, emitter, spec, operands, tiles)
         with_gradient = getattr(torch.ops.attn_compiler, given_op(family)).default
         outputs = emitter.call(with_gradient, *given, [*results, *detached, *further], text)
         return emitter.call(operator.getitem, outputs, 0)
 
 
 def backward_of(spec: AttentionSpec, target: Target) -> str:
-    """Whose backward a site gets: cuDNN's where PyTorch's takes the site, which is the faster one, or that of our Triton kernels.
+    """Whose backward a site gets: this family's for the head dims that it takes, but where cuDNN's was measured to be faster; else cuDNN's
+    where PyTorch's takes the site, or that of our Triton kernels.
 
-    cuDNN's reads no repeated axes. This lowering takes them as they are, so that none is copied.
+    cuDNN's reads no repeated axes. This lowering takes them as they are, so that none is copied. This family's adds up in no fixed order.
     """
     is_repeated = any(_NO_REPEATED.broken_by(x) for x in (spec.q, spec.k, spec.v))
-    if is_repeated or cudnn_backward.why_not(spec, target):
-        return _OURS
-    return cudnn_backward.FAMILY
+    takes_cudnn = not is_repeated and not cudnn_backward.why_not(spec, target)
+    if not target.deterministic and has_backward(spec) and not (takes_cudnn and cudnn_is_faster(spec)):
+        return FAMILY
+    return cudnn_backward.FAMILY if takes_cudnn else _FOR_ALL
+
+
+def _read_by_backward(
+    family: str, emitter: Emitter, spec: AttentionSpec, operands: Operands, tiles: Tiles
+) -> list[fx.Node]:
+    if family == _FOR_ALL:
+        return part_tensors.emit(emitter, spec, operands, tiles)
+    if family != FAMILY:
+        return []
+    own = dataclasses.replace(tiles, grad_kv=grad_blocks_of(spec).tile)
+    return _without("tiles", spec, part_tensors.emit(emitter, spec, operands, own))
 
 
 def _call(emitter: Emitter, tensors: list[fx.Node], read: list[fx.Node], text: str) -> fx.Node:
     return emitter.call(torch.ops.attn_compiler.hopper.default, *tensors, read, text)
 
 
-def _without_tiles_by_key(spec: AttentionSpec, nodes: list[fx.Node]) -> list[fx.Node]:
+def _without(left_out: str, spec: AttentionSpec, nodes: list[fx.Node]) -> list[fx.Node]:
     names = site_parts.of(spec).operands
-    return [node for name, node in zip(names, nodes, strict=True) if name != "tiles_by_key"]
+    return [node for name, node in zip(names, nodes, strict=True) if name != left_out]

@@ -1,7 +1,9 @@
-"""The leaf op of the kernels for Hopper, `attn_compiler::hopper`: its text is a `shared.kernel_plan.Call` with the Triton family's tiles.
+"""The leaf ops of the kernels for Hopper, `attn_compiler::hopper` and `hopper_backward`: their text is a `shared.kernel_plan.Call` with the
+Triton family's tiles.
 
-operands: those that the plan names, in its order, without `tiles_by_key`. `tiles` are made for the blocks of plan.py.
-The leaf op knows nothing of gradients: `attn_compiler::hopper_<family>_given` hands on what it computed, and has the backward of a family.
+operands: those that the plan names, in its order, without `tiles_by_key`; of the backward without `tiles`. Both lists are made for the
+blocks of plan.py. The leaf op knows nothing of gradients: `attn_compiler::hopper_<family>_given` hands on what it computed, and has the
+backward of a family.
 """
 
 from __future__ import annotations
@@ -9,8 +11,12 @@ from __future__ import annotations
 from attn_compiler.lowerings.sdpa import cudnn_backward
 from attn_compiler.lowerings.shared import parts
 from attn_compiler.lowerings.shared.given_ops import Read, Tensors, register_given
-from attn_compiler.lowerings.shared.ops import GIVEN, late, register_forward
+from attn_compiler.lowerings.shared.kernel_plan import Call
+from attn_compiler.lowerings.shared.ops import GIVEN, late, like_output, register_backward, register_forward
+from attn_compiler.spec import AttentionSpec
 
+#: the family itself
+FAMILY = "hopper"
 #: what the backward reads beside the family's operands: q, k, v
 _READ = 3
 
@@ -25,8 +31,36 @@ def _read(kept: Tensors, text: str) -> Read:
     return Read(q=q, k=k, v=v, text=text)
 
 
+def grad_operands(spec: AttentionSpec) -> tuple[str, ...]:
+    """Names of the operands that `hopper_backward` takes, in order."""
+    return tuple(name for name in parts.of(spec).operands if name != "tiles")
+
+
+def _differentiable(operands: Tensors, text: str) -> list[bool]:
+    spec = Call.from_text(text).spec
+    names = grad_operands(spec)
+    if len(names) != len(operands):
+        raise ValueError(f"the backward has the operands {', '.join(names) or 'none'}; got {len(operands)}")
+    return [name in parts.of(spec).differentiable for name in names]
+
+
 register_forward(
     "hopper", forward=late("hopper.launch", "forward", site="ForwardSite", notes=True), dispatch_key="CUDA"
+)
+register_backward(
+    FAMILY,
+    backward=late("hopper.backward_launch", "gradients", site="GradientSite", notes=True),
+    differentiable=_differentiable,
+    dispatch_key="CUDA",
+)
+register_given(
+    FAMILY,
+    given_op(FAMILY),
+    leading=lambda text: _READ,
+    read=_read,
+    differentiable=_differentiable,
+    # The copy engine reads whole vectors.
+    prepare_grad_out=like_output,
 )
 register_given(
     "triton", given_op("triton"), leading=lambda text: _READ, read=_read, differentiable=parts.differentiable

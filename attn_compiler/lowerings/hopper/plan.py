@@ -83,3 +83,57 @@ def leaves_from_queries(spec: AttentionSpec) -> bool:
     """Whether outputs leave from where the queries were: shared memory has no room for both."""
     qk, v = head_dim_tiles(spec)
     return qk == v == max(BLOCKS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradBlocks:
+    """Of the backward. queries: of a tile. stages: tiles of queries that are in shared memory. registers: of a thread that computes."""
+
+    queries: int
+    stages: int
+    registers: int = 240
+
+    @property
+    def keys(self) -> int:
+        """Of a block: two warpgroups compute."""
+        return 2 * ROWS
+
+    def sum_columns(self, qk: int) -> int:
+        """Columns of dq that a warpgroup takes of a tile: each half of them, or of 128 queries half of those."""
+        return qk // 2 if self.queries == ROWS else qk
+
+    @property
+    def tile(self) -> Tile:
+        """What lists of tiles are made for. warps: of one warpgroup."""
+        return Tile(queries=self.queries, keys=self.keys, warps=4, stages=self.stages)
+
+
+#: keys, from which on a causal backward is at least as fast as cuDNN's
+_FROM = 1024
+#: By the largest head dim, rounded up to a power of two. H200, TFLOP/s, causal, S 2048 and 8192: D 64 with two stages and 240 registers 348
+#: and 415, with these 353 and 423; with 128 queries 107 numbers are spilled (compiled). D 128 with 232 registers 375 and 467, with
+#: these 411 and 514.
+GRAD_BLOCKS = {64: GradBlocks(queries=64, stages=3, registers=216), 128: GradBlocks(queries=64, stages=2)}
+
+
+def grad_blocks_of(spec: AttentionSpec) -> GradBlocks:
+    """Those of a spec. Raises TypeError for head dims that are not known, and KeyError for those that are too wide."""
+    return GRAD_BLOCKS[max(head_dim_tiles(spec))]
+
+
+def has_backward(spec: AttentionSpec) -> bool:
+    """Wider heads leave no room for the sums of dk and dv in registers."""
+    return max(head_dim_tiles(spec)) in GRAD_BLOCKS
+
+
+def cudnn_is_faster(spec: AttentionSpec) -> bool:
+    """Whether cuDNN's backward was measured to be the faster one, of sites that both take (select_hopper_h200.csv).
+
+    cuDNN's time over this kernel's on an H200: causal, from 1024 tokens on, 0.97 to 1.10, geometric mean 1.01; without a mask 0.90 to 0.99,
+    but for narrow heads and short sequences, 1.08; causal, 512 tokens, head dim 96 and 128 0.92 to 0.97, 64 1.14.
+    """
+    is_narrow = max(head_dim_tiles(spec)) == min(GRAD_BLOCKS)
+    is_short = isinstance(spec.seqlen_kv, int) and spec.seqlen_kv < _FROM
+    if is_short:
+        return not is_narrow
+    return site_parts.of(spec).band is None

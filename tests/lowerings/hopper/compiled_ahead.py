@@ -9,12 +9,13 @@ import json
 import sys
 import tempfile
 import types
+from typing import Any
 from unittest import mock
 
 import torch
 import triton
 
-from attn_compiler.lowerings.hopper import launch
+from attn_compiler.lowerings.hopper import backward_launch, launch
 from attn_compiler.lowerings.shared import ahead, compiling, imagined
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.target import Target
@@ -23,26 +24,41 @@ from tests.lowerings.hopper import problems
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import planned
 
-_CASE = Case(
-    name="hopper ahead", seqlen_q=256, seqlen_kv=256, head_dim=64, keys="left", band=Band(right=0), needs_grad=False
-)
+_CASE = Case(name="hopper ahead", seqlen_q=256, seqlen_kv=256, head_dim=64, keys="left", band=Band(right=0))
+
+
+def _calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Bodies and their arguments."""
+    problem = problems.build(_CASE, dtype=torch.bfloat16, device="cpu", target=Target.fake())
+    given = (problem.q, problem.k, problem.v)
+    out, lse = torch.empty_like(problem.q), torch.empty(problem.q.shape[:3])
+    read = (*given, problems.grad_operands(problem), out, lse, problem.text)
+    return {
+        "forward": (launch.forward, (*given, problems.operands(problem), problem.text)),
+        "backward": (backward_launch.gradients, (out, lse, *read)),
+    }
+
+
+def _begun(body: Any, given: tuple[Any, ...]) -> dict[str, Any]:
+    """The kernels that are begun for a call, and what it would compile after that."""
+    call = ahead.Call(body=body, arguments=imagined.described(given), named=())
+    left: list[compiling.Asked] = []
+    first = ahead.Ahead(begin=compiling.workers(2).begin)
+    ahead.note_launches(call, first.note)
+    begun = [future.result().kernel for future in first.started]
+    ahead.note_launches(call, lambda *asked: left.extend(compiling.variants(*asked)))
+    return {"begun": begun, "left": [str(asked.key) for asked in left]}
 
 
 def main() -> None:
     triton.runtime.driver.set_active(_Driver())
-    problem = problems.build(_CASE, dtype=torch.bfloat16, device="cpu", target=Target.fake())
-    given = (problem.q, problem.k, problem.v, problems.operands(problem), problem.text)
-    call = ahead.Call(body=launch.forward, arguments=imagined.described(given), named=())
     properties = types.SimpleNamespace(multi_processor_count=132)
     machine = mock.patch.object(torch.cuda, "get_device_properties", return_value=properties)
-    left: list[compiling.Asked] = []
-    with tempfile.TemporaryDirectory() as folder, planned(problem.plan), machine:
+    plan = problems.build(_CASE, dtype=torch.bfloat16, device="cpu", target=Target.fake()).plan
+    with tempfile.TemporaryDirectory() as folder, planned(plan), machine:
         triton.knobs.cache.dir = folder
-        first = ahead.Ahead(begin=compiling.workers(2).begin)
-        ahead.note_launches(call, first.note)
-        begun = [future.result().kernel for future in first.started]
-        ahead.note_launches(call, lambda *asked: left.extend(compiling.variants(*asked)))
-    json.dump([{"begun": begun, "left": [str(asked.key) for asked in left]}], sys.stdout)
+        found = [{"name": name, **_begun(*call)} for name, call in _calls().items()]
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings.hopper import launch
-from attn_compiler.lowerings.hopper.kernels import forward_sm90
-from attn_compiler.lowerings.hopper.plan import blocks_of
+from attn_compiler.lowerings.hopper import backward_launch, launch
+from attn_compiler.lowerings.hopper.kernels import backward_sm90, forward_sm90
+from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_backward
 from attn_compiler.lowerings.shared import launching, persistent
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.shared.launching import Arguments
@@ -30,8 +31,10 @@ def build(case: Case, **given: Any) -> Problem:
         return problem
     call = Call.from_text(problem.text)
     tiles = dataclasses.replace(call.tiles, forward=blocks_of(call.spec).tile)
+    if has_backward(call.spec):
+        tiles = dataclasses.replace(tiles, grad_kv=grad_blocks_of(call.spec).tile)
     lists = kernel_problems.lists(case, problem.named, tiles, str(problem.q.device))
-    return dataclasses.replace(problem, named=problem.named | {"tiles": lists["tiles"]})
+    return dataclasses.replace(problem, named=problem.named | lists)
 
 
 def operands(problem: Problem) -> list[Tensor]:
@@ -39,8 +42,13 @@ def operands(problem: Problem) -> list[Tensor]:
     return [problem.named[name] for name in problem.plan.operands if name != "tiles_by_key"]
 
 
+def grad_operands(problem: Problem) -> list[Tensor]:
+    """Those of its backward."""
+    return [problem.named[name] for name in problem.plan.operands if name != "tiles"]
+
+
 def launched(problem: Problem, *, programs: int) -> tuple[dict[str, Arguments], dict[str, Tensor]]:
-    """The arguments of each kernel of a forward, none of which runs, and the tensors."""
+    """The arguments of each kernel of a forward, with gradients of a backward instead, none of which runs, and the tensors."""
     found: dict[str, Arguments] = {}
     seen: dict[str, Tensor] = {}
 
@@ -48,15 +56,31 @@ def launched(problem: Problem, *, programs: int) -> tuple[dict[str, Arguments], 
         found[kernel.fn.__name__] = arguments()
         seen.update(tensors)
 
-    grid = mock.patch.object(persistent, "programs", lambda blocks, device: (min(blocks, programs), 1, 1))
-    with planned(problem.plan), mock.patch.object(launch, "launch", record), grid, torch.no_grad():
-        launch.forward(problem.q, problem.k, problem.v, operands(problem), problem.text)
+    with starting(problem, record, programs=programs):
+        given = (problem.q, problem.k, problem.v)
+        out, lse = launch.forward(*given, operands(problem), problem.text)
+        if problem.case.needs_grad:
+            found.clear()
+            backward_launch.gradients(out, lse, *given, grad_operands(problem), out, lse, problem.text)
     return found, seen
+
+
+@contextlib.contextmanager
+def starting(problem: Problem, start: Callable[..., None], *, programs: int) -> Iterator[None]:
+    """Kernels are started by `start`, as so many programs as are given."""
+    grid = mock.patch.object(persistent, "programs", lambda blocks, device: (min(blocks, programs), 1, 1))
+    both = (mock.patch.object(module, "launch", start) for module in (launch, backward_launch))
+    with planned(problem.plan), torch.no_grad(), grid, next(both), next(both):
+        yield
+
+
+def _without_gradients(problem: Problem) -> Problem:
+    return dataclasses.replace(problem, case=dataclasses.replace(problem.case, needs_grad=False))
 
 
 def in_torch(problem: Problem, *, programs: int = 3) -> tuple[Tensor, Tensor]:
     """out and lse as the kernel leaves them, run by `gluon_in_torch`: rows to be computed again have an lse of NaN."""
-    found, tensors = launched(problem, programs=programs)
+    found, tensors = launched(_without_gradients(problem), programs=programs)
     arguments = found["attention_forward_sm90"]
     tensors["Lse"].fill_(12345.0)
     tensors["Out"].fill_(torch.nan)
@@ -71,13 +95,51 @@ def in_torch(problem: Problem, *, programs: int = 3) -> tuple[Tensor, Tensor]:
 
 def outputs(problem: Problem, *, programs: int = 3) -> tuple[Tensor, Tensor]:
     """out and lse as the leaf op leaves them. The second kernel is Triton's, which its interpreter runs."""
-    found, tensors = launched(problem, programs=programs)
+    found, tensors = launched(_without_gradients(problem), programs=programs)
     out, lse = in_torch(problem, programs=programs)
     again = found.get("attention_again")
     if again is not None:
         same = launching.Alike(device=out.device)
         launching.launch(attention_again, same, {**tensors, "Out": out, "Lse": lse}, lambda: again)
     return out, lse
+
+
+def results(problem: Problem, *, programs: int = 3) -> list[Tensor]:
+    """out, lse and the gradients as the leaf ops leave them. What no kernel writes is NaN."""
+    out, lse = outputs(problem, programs=programs)
+
+    def start(kernel: Any, same: Any, tensors: Any, arguments: Callable[[], Arguments], part: str = "") -> None:
+        if kernel is not backward_sm90.attention_backward_sm90:
+            launching.launch(kernel, launching.Alike(device=out.device), tensors, arguments, part)
+            return
+        asked = arguments()
+        for name in ("GradQ", "GradK", "GradV", "EachK", "EachV"):
+            if name in tensors:
+                tensors[name].fill_(torch.nan)
+        given: dict[str, Any] = {
+            name: None if source is None else _flat(tensors[source]) for name, source in asked.tensors.items()
+        }
+        given |= launching.as_taken(kernel.arg_names, asked.numbers)
+        gluon_in_torch.run(backward_sm90, "attention_backward_sm90", asked.grid, given)
+
+    with starting(problem, start, programs=programs):
+        grad_out, grad_lse = kernel_problems.upstream(problem, out, lse)
+        read = (problem.q, problem.k, problem.v, grad_operands(problem))
+        *grads, further = backward_launch.gradients(grad_out, grad_lse, *read, out, lse, problem.text)
+    return [out, lse, *grads, *further]
+
+
+def by_ops(problem: Problem) -> list[Tensor]:
+    """out and lse, and with gradients these, as the leaf ops give them on a GPU."""
+    with planned(problem.plan), torch.no_grad():
+        given = (problem.q, problem.k, problem.v)
+        out, lse = torch.ops.attn_compiler.hopper(*given, operands(problem), problem.text)
+        if not problem.case.needs_grad:
+            return [out, lse]
+        upstream = kernel_problems.upstream(problem, out, lse)
+        read = (*given, grad_operands(problem), out, lse, problem.text)
+        *grads, further = torch.ops.attn_compiler.hopper_backward(*upstream, *read)
+    return [out, lse, *grads, *further]
 
 
 def _flat(x: Tensor) -> Tensor:

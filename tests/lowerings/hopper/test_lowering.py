@@ -43,20 +43,36 @@ def test_without_gradients_there_is_the_leaf_op_alone() -> None:
 
 
 def test_with_gradients_another_op_hands_on_what_it_computed() -> None:
-    assert _called(needs_grad=True) == ["hopper", "hopper_sdpa_cudnn_given"]
+    assert _called(needs_grad=True) == ["hopper", "hopper_hopper_given"]
 
 
-def test_the_backward_is_cudnns_where_pytorchs_takes_the_site() -> None:
-    sizes: dict[str, Any] = {"dtype": "bfloat16", "seqlen_q": 2048, "seqlen_kv": 2048, "head_dim": 128}
-    assert backward_of(make_spec(mask=CAUSAL, **sizes), H200) == "sdpa_cudnn"
-    assert backward_of(make_spec(mask=dense(2, 1, 2048, 2048), **sizes), H200) == "triton"
-    assert backward_of(make_spec(mask=CAUSAL, **sizes), Target.fake(cudnn=0)) == "triton"
+_LONG: dict[str, Any] = {"dtype": "bfloat16", "seqlen_q": 2048, "seqlen_kv": 2048, "head_dim": 128}
+
+
+def test_the_backward_is_its_own_where_it_is_the_fastest() -> None:
+    assert backward_of(make_spec(mask=CAUSAL, **_LONG), H200) == "hopper"
+    assert backward_of(make_spec(mask=dense(2, 1, 2048, 2048), **_LONG), H200) == "hopper"
+    assert backward_of(make_spec(**_LONG), H200) == "sdpa_cudnn"
+    assert backward_of(make_spec(mask=CAUSAL, **_LONG | {"seqlen_q": 512, "seqlen_kv": 512}), H200) == "sdpa_cudnn"
+    assert backward_of(make_spec(**_LONG), Target.fake(cudnn=0)) == "hopper"
+
+
+def test_wide_heads_have_the_backward_of_another_family() -> None:
+    wide = _LONG | {"head_dim": 256}
+    assert backward_of(make_spec(mask=CAUSAL, **wide), Target.fake(torch="2.11.0")) == "sdpa_cudnn"
+    assert backward_of(make_spec(mask=dense(2, 1, 2048, 2048), **wide), H200) == "triton"
+
+
+def test_a_deterministic_backward_is_another_familys() -> None:
+    deterministic = Target.fake(deterministic=True)
+    assert backward_of(make_spec(mask=CAUSAL, **_LONG), deterministic) == "triton"
 
 
 def test_cudnns_backward_reads_no_repeated_axes() -> None:
-    spec = make_spec(mask=CAUSAL, seqlen_q=2048, seqlen_kv=2048, head_dim=128)
+    spec = make_spec(**_LONG)
     repeated = dataclasses.replace(spec.k, strides=(0, *spec.k.strides[1:]))
-    assert backward_of(dataclasses.replace(spec, k=repeated), H200) == "triton"
+    assert backward_of(spec, H200) == "sdpa_cudnn"
+    assert backward_of(dataclasses.replace(spec, k=repeated), H200) == "hopper"
 
 
 def test_the_output_counts_as_saved() -> None:

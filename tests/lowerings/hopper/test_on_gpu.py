@@ -17,6 +17,7 @@ from attn_compiler.lowerings import by_name
 from attn_compiler.target import Target
 from tests.lowerings import kernel_problems
 from tests.lowerings.hopper import problems
+from tests.lowerings.hopper.test_backward_launch import CASES as GRADIENT_CASES
 from tests.lowerings.hopper.test_launch import CASES
 from tests.lowerings.kernel_cases import Case
 
@@ -34,25 +35,37 @@ def hopper() -> Target:
     return target
 
 
-def _outputs(case: Case, target: Target, dtype: torch.dtype) -> None:
+def _results(case: Case, target: Target, dtype: torch.dtype) -> None:
     problem = problems.build(case, dtype=dtype, device="cuda", target=target)
-    with kernel_problems.planned(problem.plan):
-        given = (problem.q, problem.k, problem.v, problems.operands(problem), problem.text)
-        # The second call is replayed.
-        for _ in range(2):
-            kernel_problems.assert_within_rule(torch.ops.attn_compiler.hopper(*given), problem)
+    # The second call is replayed.
+    for _ in range(2):
+        kernel_problems.assert_within_rule(problems.by_ops(problem), problem)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.head_dim % 8 == 0], ids=lambda case: case.name)
 def test_attention_by_its_definition(case: Case, hopper: Target) -> None:
-    _outputs(case, hopper, torch.bfloat16)
+    _results(case, hopper, torch.bfloat16)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_long_sequences_in_float16(head_dim: int, hopper: Target) -> None:
     sizes: Any = {"batch": 3, "heads_q": 8, "heads_kv": 2, "seqlen_q": 4500, "seqlen_kv": 4500, "needs_grad": False}
     for case in CASES[:2]:
-        _outputs(
+        _results(
+            dataclasses.replace(case, name=f"{case.name} {head_dim}", head_dim=head_dim, **sizes), hopper, torch.float16
+        )
+
+
+@pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.name)
+def test_gradients_by_their_definition(case: Case, hopper: Target) -> None:
+    _results(case, hopper, torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_of_long_sequences_in_float16(head_dim: int, hopper: Target) -> None:
+    sizes: Any = {"batch": 3, "heads_q": 8, "heads_kv": 2, "seqlen_q": 3100, "seqlen_kv": 3100}
+    for case in GRADIENT_CASES[:2]:
+        _results(
             dataclasses.replace(case, name=f"{case.name} {head_dim}", head_dim=head_dim, **sizes), hopper, torch.float16
         )
 
@@ -118,7 +131,7 @@ def test_whoever_told_triton_where_to_get_memory_keeps_that(hopper: Target) -> N
 
     before = _allocation._allocator.set(own)
     try:
-        _outputs(dataclasses.replace(CASES[1], name="hopper allocator"), hopper, torch.bfloat16)
+        _results(dataclasses.replace(CASES[1], name="hopper allocator"), hopper, torch.bfloat16)
         assert _allocation._allocator.get() is own
     finally:
         _allocation._allocator.reset(before)

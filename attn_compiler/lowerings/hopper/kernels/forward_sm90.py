@@ -32,6 +32,7 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
     SHARES,
     barrier_of_threads,
     bytes_set,
+    descriptor,
     distances_to,
     narrowed,
     shares,
@@ -376,15 +377,6 @@ def _compute(
     tma.store_wait(0)
 
 
-@gluon.jit
-def _descriptor(X, batch, heads, length, strides, SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, ALL: gl.constexpr):
-    """Of a tensor of logical BHSD, for tiles of SIZE positions of one head. Beyond the tensor tiles are 0, and nothing is written."""
-    TILE: gl.constexpr = [1, 1, SIZE, ALL]
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, X.dtype.element_ty)
-    shape = [batch, heads, length, HEAD_DIM]
-    return tma.make_tensor_descriptor(X, shape, [strides.b, strides.h, strides.s, 1], TILE, LAYOUT)
-
-
 @gluon.jit(do_not_specialize=["section", "blocks", "heads_of_all"])
 def attention_forward_sm90(
     Q, K, V, Out, Lse, Rows, Keys, DocumentsQ, DocumentsK, Lists, Slopes, Sinks, stride_q, stride_k, stride_v, stride_o,
@@ -401,10 +393,10 @@ def attention_forward_sm90(
     work = Work(section=section, blocks=blocks, heads_of_all=heads_of_all, sizes=sizes, Lists=Lists, lists=lists)
     heads, batch = sizes.heads_q, heads_of_all // sizes.heads_q
     seqlen_q, seqlen_kv, heads_kv = sizes.seqlen_q, sizes.seqlen_kv, heads // sizes.group
-    of_q = _descriptor(Q, batch, heads, seqlen_q, stride_q, ROWS, how.HEAD_DIM_QK, how.QK_ALL)
-    of_k = _descriptor(K, batch, heads_kv, seqlen_kv, stride_k, how.BLOCK_N, how.HEAD_DIM_QK, how.QK_ALL)
-    of_v = _descriptor(V, batch, heads_kv, seqlen_kv, stride_v, how.BLOCK_N, how.HEAD_DIM_V, how.V_ALL)
-    of_out = _descriptor(Out, batch, heads, seqlen_q, stride_o, ROWS, how.HEAD_DIM_V, how.V_ALL)
+    of_q = descriptor(Q, batch, heads, seqlen_q, stride_q, ROWS, how.HEAD_DIM_QK, how.QK_ALL)
+    of_k = descriptor(K, batch, heads_kv, seqlen_kv, stride_k, how.BLOCK_N, how.HEAD_DIM_QK, how.QK_ALL)
+    of_v = descriptor(V, batch, heads_kv, seqlen_kv, stride_v, how.BLOCK_N, how.HEAD_DIM_V, how.V_ALL)
+    of_out = descriptor(Out, batch, heads, seqlen_q, stride_o, ROWS, how.HEAD_DIM_V, how.V_ALL)
     ELEMENT: gl.constexpr = K.dtype.element_ty
     QUERIES: gl.constexpr = how.CONSUMERS * how.QUERY_STAGES
     q_tiles = gl.allocate_shared_memory(ELEMENT, [QUERIES, 1, 1, ROWS, how.QK_ALL], of_q.layout)

@@ -74,3 +74,70 @@ class Warpgroup(NamedTuple):
     factor: Any  # what q kᵀ is multiplied by
     cap: Any  # and then tanh of that, where there is a softcap
     slope: Any  # or None
+
+
+class GradSwitches(NamedTuple):
+    """What the backward kernel is compiled for."""
+
+    HEAD_DIM_QK: Any
+    HEAD_DIM_V: Any
+    QK_ALL: Any  # the power of two that holds the head dim of q and k
+    V_ALL: Any  # and of v
+    BLOCK_M: Any  # queries of a tile: 64 or 128
+    BLOCK_N: Any  # keys of a block: 64 for each of two warpgroups
+    STAGES: Any  # tiles of queries and of the output's gradient that are in shared memory
+    SUM_COLUMNS: Any  # of dq that a warpgroup takes: half of QK_ALL with 64 queries, else all
+    HAS_LEFT: Any
+    HAS_RIGHT: Any
+    MASK_ALL: Any  # no tile goes without its mask
+    SOFTCAP: Any
+    MARKS: Any  # gradients that have come out as NaN raise the flag
+    REGISTERS: Any  # of a thread that computes
+
+
+class GradTiles(NamedTuple):
+    """In shared memory, for a backward."""
+
+    q: Any
+    g: Any  # of the output's gradient
+    k: Any  # 64 rows for each of two warpgroups, as v
+    v: Any
+    grads: Any  # of scores, (keys, queries)
+    sums: Any  # what is added to dq, and then gradients on their way out
+    stats: Any  # -lse of a tile's queries in units of log 2, and their delta
+    first: Any  # query of a tile
+    work: Any  # of a block its number among all, -1 after the last one; its tiles; how many of them are masked
+
+
+class GradBarriers(NamedTuple):
+    """When tiles of a backward have come, and when they may be written over."""
+
+    kv_full: Any
+    kv_empty: Any
+    q_full: Any
+    q_empty: Any  # of all that comes with a tile of queries
+    g_full: Any
+    stats_full: Any
+    grads_full: Any
+    work_full: Any
+    work_empty: Any
+
+
+class QueryMasks(NamedTuple):
+    """What masks say of the queries of a batch row."""
+
+    Rows: Any
+    rows_side: Any  # MaskStrides.rows_side
+    Documents: Any
+
+
+class KeyBlock(NamedTuple):
+    """What a warpgroup keeps of its 64 keys of a block. Of each, in the layout of a tile's rows: keys, least, most, document."""
+
+    keys: Any  # the key's number
+    least: Any  # the first query that may use it
+    most: Any  # the last one
+    document: Any  # its document, or None
+    factor: Any  # what q kᵀ is multiplied by
+    cap: Any  # and then tanh of that, where there is a softcap
+    slope: Any  # or None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from attn_compiler.lowerings.hopper.kernels.backward_sm90 import attention_backward_sm90
 from attn_compiler.lowerings.hopper.kernels.forward_sm90 import attention_forward_sm90
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.triton.kernels.forward import attention_again
@@ -43,6 +45,7 @@ CASES = (
     Case(name="softcap_256", head_dim=256, softcap=50.0, **_SIZES, **_CAUSAL),
 )
 _KERNELS = {
+    "attention_backward_sm90": (attention_backward_sm90, GluonASTSource),
     "attention_forward_sm90": (attention_forward_sm90, GluonASTSource),
     "attention_again": (attention_again, ASTSource),
 }
@@ -67,6 +70,8 @@ def run(case: Case) -> list[Found]:
     launched, tensors = problems.launched(problem, programs=132)
     found = []
     for name, arguments in launched.items():
+        if name not in _KERNELS:
+            continue
         kernel, kind = _KERNELS[name]
         given = {parameter: None if key is None else tensors[key] for parameter, key in arguments.tensors.items()}
         made = source(kernel, {**given, **arguments.numbers}, kind)
@@ -87,13 +92,14 @@ def run(case: Case) -> list[Found]:
     return found
 
 
-def main() -> None:
+def say(cases: Sequence[Case]) -> None:
+    """What came out, as JSON, of those that were asked for by name, or of all."""
     names = sys.argv[1:]
-    chosen = [case for case in CASES if not names or case.name in names]
+    chosen = [case for case in cases if not names or case.name in names]
     with ProcessPoolExecutor(max_workers=2) as pool:
         found = [asdict(each) for of_case in pool.map(run, chosen) for each in of_case]
     json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":
-    main()
+    say(CASES)

@@ -58,6 +58,13 @@ class Shared:
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.memory.permute(list(order)))
 
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.memory.narrow(dim, start, length))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
+        """Of its own memory: elements that take more bytes here than on a GPU would not fit."""
+        return Shared(torch.zeros(list(shape), dtype=dtype))
+
     def store(self, value: Tensor) -> None:
         self.memory.copy_(value)
 
@@ -77,7 +84,8 @@ class Descriptor:
         return self.tensor.dtype
 
     layout = None
-    block_type = types.SimpleNamespace(nbytes=0)
+    #: A tile counts as one byte, for barriers that expect it.
+    block_type = types.SimpleNamespace(nbytes=1)
 
     def slices(self, at: Sequence[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Of the tensor, and of the tile, as far as both reach. Raises IndexError before the first element: on an H200 that was an illegal
@@ -97,22 +105,33 @@ def _descriptor(base: Pointer, shape: Any, strides: Any, tile: Any, layout: Any)
 
 
 #: seconds that nobody should have to wait for another partition
-PATIENCE = 240.0
+PATIENCE = 20.0
 
 
 @dataclass
 class Barrier:
-    """An mbarrier: its phase ends when so many have arrived, or when what it expects was copied."""
+    """An mbarrier: its phase ends when so many have arrived, and all tiles that it expects."""
 
     count: int = 0
     arrived: int = 0
+    expected: int = 0
     phase: int = 0
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def arrive(self) -> None:
+        self._count(arrived=1, expected=0)
+
+    def expect(self, tiles: int) -> None:
+        """Arrive, too."""
+        self._count(arrived=1, expected=tiles)
+
+    def receive(self) -> None:
+        self._count(arrived=0, expected=-1)
+
+    def _count(self, *, arrived: int, expected: int) -> None:
         with self.changed:
-            self.arrived += 1
-            if self.arrived == self.count:
+            self.arrived, self.expected = self.arrived + arrived, self.expected + expected
+            if self.arrived == self.count and self.expected == 0:
                 self.arrived, self.phase = 0, self.phase + 1
                 self.changed.notify_all()
 
@@ -137,7 +156,9 @@ def _init(barrier: Barrier, count: int) -> None:
     barrier.count = count
 
 
-def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared | Barriers:
+def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared | Barriers | Barrier:
+    if dtype == torch.int64 and len(shape) == 1:
+        return Barrier()
     if dtype == torch.int64:
         return Barriers(tuple(Barrier() for _ in range(shape[0])))
     return Shared(torch.zeros(list(shape), dtype=torch.uint8).to(dtype))
@@ -152,12 +173,24 @@ def _to_shared(descriptor: Descriptor, at: Sequence[Any], barrier: Barrier, resu
     ours, tile = descriptor.slices(at)
     _bytes(result.memory).zero_()
     _bytes(result.memory)[tile] = _bytes(descriptor.tensor)[ours]
-    barrier.arrive()
+    barrier.receive()
 
 
 def _from_shared(descriptor: Descriptor, at: Sequence[Any], source: Shared) -> None:
     ours, tile = descriptor.slices(at)
     descriptor.tensor[ours] = source.memory[tile]
+
+
+def _add_from_shared(descriptor: Descriptor, at: Sequence[Any], source: Shared) -> None:
+    ours, tile = descriptor.slices(at)
+    descriptor.tensor[ours] += source.memory[tile]
+
+
+def _atomic_add(pointer: Pointer, more: int) -> Tensor:
+    """Of programs that run one after another."""
+    before = pointer.memory[pointer.offset].clone()
+    pointer.memory[pointer.offset] += more
+    return before
 
 
 def _mma(a: Any, b: Shared, acc: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Tensor:
@@ -180,7 +213,7 @@ def _load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0) -> A
 
 
 def _store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
-    pointer.memory[pointer.offset[mask]] = value[mask]
+    pointer.memory[pointer.offset[mask]] = value[mask].to(pointer.memory.dtype)
 
 
 def _where(condition: Any, a: Any, b: Any) -> Tensor:
@@ -253,6 +286,7 @@ def _language(program: Sequence[int], programs: Sequence[int]) -> types.SimpleNa
         "warp_specialize": _specialise,
         "load": _load,
         "store": _store,
+        "atomic_add": _atomic_add,
         "minimum": _extreme(torch.minimum),
         "maximum": _extreme(torch.maximum),
         "where": _where,
@@ -279,6 +313,8 @@ def _language(program: Sequence[int], programs: Sequence[int]) -> types.SimpleNa
         "SliceLayout",
         "DotOperandLayout",
         "DistributedLinearLayout",
+        "BlockedLayout",
+        "SwizzledSharedLayout",
     )
     shared = types.SimpleNamespace(get_default_for=_nothing)
     return types.SimpleNamespace(
@@ -300,7 +336,7 @@ def _modules_of(module: Any) -> dict[str, Any]:
 def scope(module: Any, program: Sequence[int], programs: Sequence[int]) -> dict[str, Any]:
     """A module's functions, and those of modules that it has functions of, as one program runs them; and its named tuples."""
     barrier = types.SimpleNamespace(
-        init=_init, expect=_nothing, wait=Barrier.wait, arrive=Barrier.arrive, MBarrierLayout=_nothing
+        init=_init, expect=Barrier.expect, wait=Barrier.wait, arrive=Barrier.arrive, MBarrierLayout=_nothing
     )
     copies = types.SimpleNamespace(
         async_copy_global_to_shared=_to_shared,
@@ -311,6 +347,7 @@ def scope(module: Any, program: Sequence[int], programs: Sequence[int]) -> dict[
     language = _language(program, programs)
     given: dict[str, Any] = {"gl": language, "tl": language, "mbarrier": barrier, "tma": copies, "range": range}
     given |= {"warpgroup_mma": _mma, "warpgroup_mma_wait": _waited}
+    given |= {"add_from_shared": _add_from_shared}
     given |= {"fence_async_shared": _nothing, "barrier_of_threads": _nothing}
     modules = _modules_of(module)
     scopes = {name: dict(given) for name in modules}

@@ -1,0 +1,286 @@
+"""Calls the backward kernel for Hopper on tensors, and those before and after it. Imports triton, so it comes late."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+
+from attn_compiler.lowerings.hopper.kernels import around_backward, backward_sm90
+from attn_compiler.lowerings.hopper.kernels.tuples import GradSwitches
+from attn_compiler.lowerings.hopper.launch import bhsd_strides, may_leak
+from attn_compiler.lowerings.hopper.ops import grad_operands
+from attn_compiler.lowerings.hopper.plan import GradBlocks, grad_blocks_of
+from attn_compiler.lowerings.shared import persistent
+from attn_compiler.lowerings.shared.arguments import (
+    STATS_BLOCK,
+    Prepared,
+    alignment,
+    lists,
+    operand_parameters,
+    prepare,
+    strides,
+)
+from attn_compiler.lowerings.shared.backward_call import Backward
+from attn_compiler.lowerings.shared.kernel_plan import head_dim_tiles
+from attn_compiler.lowerings.shared.kernels.tuples import Sizes
+from attn_compiler.lowerings.shared.launching import Arguments, Site, alike, launch
+from attn_compiler.lowerings.shared.on_device import on
+from attn_compiler.lowerings.shared.ops import empty_gradient
+from attn_compiler.lowerings.shared.readable import is_unreadable, readable
+from attn_compiler.lowerings.triton import launch as triton_launch
+from attn_compiler.lowerings.triton import launch_added
+from attn_compiler.lowerings.triton.kernels import backward, kv_backward
+
+Tensors = Sequence[torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]
+
+#: queries of a program of the kernels around it
+_AROUND = 64
+#: blocks of a program, from which on their order matters less than what they share
+_MANY = 8
+_OP = "hopper_backward"
+_INPUTS = ("Q", "K", "V", "GradOut", "GradLse", "Out", "Lse")
+
+
+def gradients(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    operands: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    text: str,
+) -> Gradients:
+    """Gradients of q, k, v and of the plan's differentiable operands, as `ops.BACKWARD_SCHEMA` says."""
+    inputs = (q, k, v, grad_out, grad_lse, out, lse, *operands)
+    same = alike(_OP, text, inputs)
+    if same.replay is not None:
+        grad_q, grad_k, grad_v, *grads = same.replay.run(inputs)
+        return grad_q, grad_k, grad_v, grads
+    if same.fact("unreadable", lambda: is_unreadable(q, k, v, grad_out)):
+        q, k, v, grad_out = map(readable, (q, k, v, grad_out))
+        return gradients(grad_out, grad_lse, q, k, v, operands, out, lse, text)
+    with on(q.device):
+        return _run(begin(grad_out, grad_lse, q, k, v, operands, out, lse, text))
+
+
+class GradientSite(Site):
+    """`gradients` for one place in compiled code."""
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        operands: Tensors,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        text: str,
+    ) -> Gradients:
+        inputs = (q, k, v, grad_out, grad_lse, out, lse, *operands)
+        found = self.again(inputs)
+        if found is None:
+            grads = gradients(grad_out, grad_lse, q, k, v, operands, out, lse, text)
+            self.learn(_OP, text, inputs)
+            return grads
+        return found[0], found[1], found[2], found[3:]
+
+
+def begin(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    operands: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    text: str,
+) -> Backward:
+    """Arguments as those of `gradients`, which the kernels can read. With room for all that they write."""
+    prepared = prepare(text)
+    same = alike(_OP, text, (q, k, v, grad_out, grad_lse, out, lse, *operands))
+    same.any_size = prepared.any_size
+    same.fact("copies", lambda: not grad_lse.is_contiguous())
+    tensors = {"Q": q, "K": k, "V": v, "GradOut": grad_out, "GradLse": grad_lse.contiguous(), "Out": out, "Lse": lse}
+    tensors |= dict(zip(grad_operands(prepared.call.spec), operands, strict=True))
+    # No row is asked for that is not in one of them.
+    make = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
+    rows = triton.cdiv(q.shape[2], _rows_together(prepared)) * _rows_together(prepared)
+    tensors["RowStats"] = same.empty("RowStats", lambda: make((*q.shape[:2], 2, rows)))
+    tensors["Sums"] = same.empty("Sums", lambda: make(q.shape))
+    tensors["Flag"] = same.empty("Flag", lambda: torch.empty((2,), dtype=torch.int32, device=q.device))
+    for name in ("Q", "K", "V"):
+        tensors[f"Grad{name}"] = same.empty(f"Grad{name}", functools.partial(empty_gradient, tensors[name]))
+    # What each head of queries adds to dk and dv, where several have one of keys.
+    for name in ("K", "V") if q.shape[1] > k.shape[1] else ():
+        shape = (*q.shape[:2], *tensors[name].shape[2:])
+        tensors[f"Each{name}"] = same.empty(
+            f"Each{name}", functools.partial(torch.empty, shape, dtype=q.dtype, device=q.device)
+        )
+    return Backward(prepared=prepared, same=same, tensors=tensors, start=launch)
+
+
+def _rows_together(prepared: Prepared) -> int:
+    """The largest block of queries of all kernels that read or write row stats, each of which is a power of two."""
+    tiles = prepared.call.tiles
+    own = grad_blocks_of(prepared.call.spec).queries
+    return max(STATS_BLOCK, _AROUND, own, tiles.grad_q.queries, tiles.grad_kv.queries)
+
+
+def _run(shared: Backward) -> Gradients:
+    shared.launch(around_backward.attention_before_backward, before)
+    shared.launch(backward_sm90.attention_backward_sm90, main)
+    shared.launch(around_backward.attention_after_backward, after)
+    for name in ("K", "V") if "EachK" in shared.tensors else ():
+        shared.launch(around_backward.attention_sum_groups, functools.partial(summed, name=name), name)
+    if leaks(shared):
+        shared.launch(backward.attention_grad_q, again_q)
+        for part in ("k", "v") if shared.prepared.call.tiles.grad_kv.apart else ("kv",):
+            shared.launch(kv_backward.attention_grad_kv, functools.partial(again_kv, part=part), part)
+    # Of what gets a gradient, sinks are all that this family takes.
+    names = shared.prepared.plan.differentiable
+    grads = [launch_added.grad_sinks(shared) for _ in names]
+    if not shared.same.facts["copies"]:
+        returned = ["GradQ", "GradK", "GradV", *(f"Grad{name.capitalize()}" for name in names)]
+        shared.same.keep(shared.ran, inputs=(*_INPUTS, *grad_operands(shared.prepared.call.spec)), returned=returned)
+    return shared.tensors["GradQ"], shared.tensors["GradK"], shared.tensors["GradV"], grads
+
+
+def leaks(shared: Backward) -> bool:
+    """Whether gradients may be NaN by keys or queries that nobody uses: `launch.may_leak`."""
+    return shared.same.fact("leaks", lambda: may_leak(shared.prepared, shared.tensors["Q"], shared.tensors["K"]))
+
+
+def before(shared: Backward) -> Arguments:
+    """Row stats and zeros."""
+    out, grad_out, rows = shared.tensors["Out"], shared.tensors["GradOut"], shared.tensors["RowStats"].shape[3]
+    batch, heads, seqlen_q, _ = out.shape
+    numbers = {**strides("o", out), **strides("g", grad_out), "heads_q": heads, "seqlen_q": seqlen_q}
+    numbers |= {"stats_rows": rows, "BLOCK_M": _AROUND, "ALIGN": alignment(out, grad_out), **_head_dims(shared)}
+    names = ("Out", "GradOut", "Lse", "GradLse", "RowStats", "Sums", "Flag")
+    return Arguments(grid=(rows // _AROUND, heads, batch), tensors={name: name for name in names}, numbers=numbers)
+
+
+def _head_dims(shared: Backward) -> dict[str, int]:
+    qk, v = head_dim_tiles(shared.prepared.call.spec)
+    q, values = shared.tensors["Q"], shared.tensors["V"]
+    return {"HEAD_DIM_QK": q.shape[3], "QK_ALL": qk, "HEAD_DIM_V": values.shape[3], "V_ALL": v}
+
+
+def after(shared: Backward) -> Arguments:
+    """dq of its sums."""
+    grad_q = shared.tensors["GradQ"]
+    batch, heads, seqlen_q, _ = grad_q.shape
+    dims = {name: x for name, x in _head_dims(shared).items() if "QK" in name}
+    numbers: dict[str, Any] = {**strides("dq", grad_q), "heads_q": heads, "seqlen_q": seqlen_q, **dims}
+    numbers |= {"scale": shared.prepared.call.spec.score.scale, "BLOCK_M": _AROUND, "ALIGN": alignment(grad_q)}
+    return Arguments(
+        grid=(triton.cdiv(seqlen_q, _AROUND), heads, batch),
+        tensors={name: name for name in ("Sums", "GradQ", "Flag")},
+        numbers=numbers | {"MARKS": leaks(shared)},
+    )
+
+
+def summed(shared: Backward, name: str) -> Arguments:
+    """dk or dv of what each head of queries adds."""
+    each, grad = shared.tensors[f"Each{name}"], shared.tensors[f"Grad{name}"]
+    batch, heads, length, head_dim = grad.shape
+    numbers: dict[str, Any] = {**strides("e", each), **strides("d", grad), "seqlen": length}
+    numbers |= {"group": each.shape[1] // heads, "BLOCK": _AROUND, "ALIGN": alignment(each, grad)}
+    return Arguments(
+        grid=(triton.cdiv(length, _AROUND), heads, batch),
+        tensors={"Each": f"Each{name}", "Grad": f"Grad{name}"},
+        numbers=numbers | {"HEAD_DIM": head_dim, "ALL": triton.next_power_of_2(head_dim)},
+    )
+
+
+def main(shared: Backward) -> Arguments:
+    """All but the kernels around it."""
+    prepared, q, k = shared.prepared, shared.tensors["Q"], shared.tensors["K"]
+    blocks = grad_blocks_of(prepared.call.spec)
+    every = shared.numbers()
+    in_head, heads_of_all = triton.cdiv(k.shape[2], blocks.keys), q.shape[0] * q.shape[1]
+    outputs = {f"Grad{x}": f"Each{x}" if f"Each{x}" in shared.tensors else f"Grad{x}" for x in "KV"}
+    of_strides = {"q": "Q", "k": "K", "v": "V", "g": "GradOut", "dk": outputs["GradK"], "dv": outputs["GradV"]}
+    numbers = {
+        **every,
+        **lists(shared.tensors.get("tiles_by_key")),
+        **{f"stride_{name}": bhsd_strides(shared.tensors[of]) for name, of in of_strides.items()},
+        "section": _section(shared, every, in_head, heads_of_all) if every["HAS_RIGHT"] else 1,
+        "blocks": in_head,
+        "heads_of_all": heads_of_all,
+        "HOW": switches(prepared, every, blocks, leaks=leaks(shared)),
+    }
+    wanted = {*backward_sm90.attention_backward_sm90.arg_names, *Sizes._fields}
+    given = {**operand_parameters(prepared), "Lists": prepared.present("tiles_by_key")}
+    names = ("Q", "K", "V", "GradOut", "RowStats", "Sums", "Flag")
+    return Arguments(
+        grid=persistent.programs(in_head * heads_of_all, q.device),
+        tensors={name: name for name in names}
+        | outputs
+        | {name: source for name, source in given.items() if name in wanted},
+        numbers={name: x for name, x in numbers.items() if name in wanted},
+        tile=blocks.tile,
+    )
+
+
+def _section(shared: Backward, numbers: Mapping[str, Any], blocks: int, heads_of_all: int) -> int:
+    """Heads that take turns (`scheduling_sm90.place`): queries, the output's gradient and sums of dq should stay in the L2 cache. With few
+    blocks for each program all do, so that the longest blocks of all come first: H200, 16/4 heads, D 128, S 8192, padded, 388 TFLOP/s
+    instead of 313."""
+    q = shared.tensors["Q"]
+    if blocks * heads_of_all < _MANY * persistent.programs(blocks * heads_of_all, q.device)[0]:
+        return heads_of_all
+    tensors = [shared.tensors[name] for name in ("Q", "GradOut", "Sums")]
+    return persistent.section_of(tensors, heads=heads_of_all, part=min(1.0, persistent.reach(numbers) / q.shape[2]))
+
+
+def switches(prepared: Prepared, numbers: Mapping[str, Any], blocks: GradBlocks, *, leaks: bool) -> GradSwitches:
+    """What the kernel is compiled for. numbers: `arguments.common`."""
+    qk, v = head_dim_tiles(prepared.call.spec)
+    return GradSwitches(
+        HEAD_DIM_QK=numbers["HEAD_DIM_QK"],
+        HEAD_DIM_V=numbers["HEAD_DIM_V"],
+        QK_ALL=qk,
+        V_ALL=v,
+        BLOCK_M=blocks.queries,
+        BLOCK_N=blocks.keys,
+        STAGES=blocks.stages,
+        SUM_COLUMNS=blocks.sum_columns(qk),
+        HAS_LEFT=numbers["HAS_LEFT"],
+        HAS_RIGHT=numbers["HAS_RIGHT"],
+        MASK_ALL=numbers["MASK_ALL"],
+        SOFTCAP=prepared.call.spec.score.softcap is not None,
+        MARKS=leaks,
+        REGISTERS=blocks.registers,
+    )
+
+
+def again_q(shared: Backward) -> Arguments:
+    """With the mask in every tile: there are no lists of its blocks, and it is seldom wanted."""
+    return _again(triton_launch.grad_q_arguments(shared))
+
+
+def again_kv(shared: Backward, part: str) -> Arguments:
+    """As `again_q`."""
+    return _again(triton_launch.grad_kv_arguments(shared, part=part))
+
+
+def _again(found: Arguments) -> Arguments:
+    return Arguments(
+        grid=found.grid,
+        tensors={**found.tensors, "Tiles": None, "Wanted": "Flag"},
+        numbers={**found.numbers, **lists(None), "MASK_ALL": True},
+        tile=found.tile,
+    )

@@ -1,0 +1,77 @@
+"""What runs before the backward kernel for Hopper, and after it: row stats and zeros; dq in its own dtype; dk and dv of groups of heads."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_compiler.lowerings.shared.kernels.row_stats import delta_of, minus_lse, products, store_row_stats
+from attn_compiler.lowerings.shared.kernels.tile_parts import at_head, load_tile, store_tile
+from attn_compiler.lowerings.shared.kernels.tuples import Positions
+
+
+@triton.jit
+def attention_before_backward(
+    Out, GradOut, Lse, GradLse, RowStats, Sums, Flag, stride_o, stride_g, heads_q, seqlen_q, stats_rows,
+    BLOCK_M: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_ALL: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    """RowStats as row_stats.py says, Sums (B, Hq, Sq, HEAD_DIM_QK) float32 and Flag (2,) int32 are 0.
+
+    Grid: (stats_rows / BLOCK_M, Hq, B).
+    """
+    start, head, batch = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
+    offsets = start + tl.arange(0, BLOCK_M)
+    row = batch.to(tl.int64) * heads_q + head
+    of_out = Positions(
+        base=at_head(Out, batch, head, stride_o.b, stride_o.h, ALIGN), stride=stride_o.s, length=seqlen_q
+    )
+    of_grad = Positions(
+        base=at_head(GradOut, batch, head, stride_g.b, stride_g.h, ALIGN), stride=stride_g.s, length=seqlen_q
+    )
+    out = load_tile(of_out, start, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
+    grad_out = load_tile(of_grad, start, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
+    grad_lse = tl.load(GradLse + row * seqlen_q + offsets, mask=offsets < seqlen_q, other=0.0)
+    base = minus_lse(Lse + row * seqlen_q, offsets, seqlen_q)
+    delta = delta_of(products(out, grad_out) - grad_lse, base)
+    store_row_stats(RowStats + row * 2 * stats_rows, offsets, stats_rows, base, delta)
+    sums = Positions(base=Sums + row * seqlen_q * HEAD_DIM_QK, stride=HEAD_DIM_QK, length=seqlen_q)
+    store_tile(sums, start, tl.zeros([BLOCK_M, QK_ALL], tl.float32), BLOCK_M, 0, QK_ALL, HEAD_DIM_QK)
+    tl.store(Flag + tl.arange(0, 2), tl.zeros([2], tl.int32))
+
+
+@triton.jit
+def attention_after_backward(
+    Sums, GradQ, Flag, stride_dq, heads_q, seqlen_q, scale,
+    BLOCK_M: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_ALL: tl.constexpr, ALIGN: tl.constexpr, MARKS: tl.constexpr,
+):  # fmt: skip
+    """GradQ, logical BHSD, is Sums times the scale. MARKS: Flag gets 1 if any is NaN. Grid: (cdiv(Sq, BLOCK_M), Hq, B)."""
+    start, head, batch = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
+    row = batch.to(tl.int64) * heads_q + head
+    sums = Positions(base=Sums + row * seqlen_q * HEAD_DIM_QK, stride=HEAD_DIM_QK, length=seqlen_q)
+    found = load_tile(sums, start, None, BLOCK_M, 0, QK_ALL, HEAD_DIM_QK, True, 4) * scale
+    of_q = Positions(
+        base=at_head(GradQ, batch, head, stride_dq.b, stride_dq.h, ALIGN), stride=stride_dq.s, length=seqlen_q
+    )
+    store_tile(of_q, start, found, BLOCK_M, 0, QK_ALL, HEAD_DIM_QK)
+    if MARKS:
+        is_nan = tl.max(tl.max((found != found).to(tl.int32), 1), 0)
+        if is_nan > 0:
+            tl.store(Flag, 1)
+
+
+@triton.jit
+def attention_sum_groups(
+    Each, Grad, stride_e, stride_d, seqlen, group,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, ALL: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Grad, logical BHSD, is the sum over groups of heads of Each (B, heads · group, seqlen, HEAD_DIM). Grid: (cdiv(seqlen, BLOCK), heads,
+    B)."""
+    start, head, batch = tl.program_id(0) * BLOCK, tl.program_id(1), tl.program_id(2)
+    total = tl.zeros([BLOCK, ALL], tl.float32)
+    for i in range(group):
+        base = at_head(Each, batch, head * group + i, stride_e.b, stride_e.h, ALIGN)
+        of_one = Positions(base=base, stride=stride_e.s, length=seqlen)
+        total += load_tile(of_one, start, None, BLOCK, 0, ALL, HEAD_DIM, True, ALIGN).to(tl.float32)
+    base = at_head(Grad, batch, head, stride_d.b, stride_d.h, ALIGN)
+    store_tile(Positions(base=base, stride=stride_d.s, length=seqlen), start, total, BLOCK, 0, ALL, HEAD_DIM)

@@ -1,0 +1,18 @@
+"""As compiling.py, of backwards: python -m tests.lowerings.hopper.kernels.compiling_backward"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from attn_compiler.lowerings.hopper.plan import GRAD_BLOCKS
+from tests.lowerings.hopper.kernels import compiling
+
+CASES = tuple(
+    dataclasses.replace(case, name=f"grad_{case.name}", needs_grad=True)
+    for case in compiling.CASES
+    if max(case.head_dim, case.head_dim_v or 0) <= max(GRAD_BLOCKS)
+)
+
+
+if __name__ == "__main__":
+    compiling.say(CASES)

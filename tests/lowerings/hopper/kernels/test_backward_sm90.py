@@ -1,0 +1,37 @@
+"""Compiled for Hopper, the backward spills little, and waits for its products no more often than it is written."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from tests.lowerings.hopper.kernels import compiling_backward
+from tests.lowerings.hopper.kernels.compiling import Found
+from tests.lowerings.hopper.kernels.compiling_backward import CASES
+from tests.lowerings.kernel_cases import Case
+from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
+
+SHARED = 227 * 1024
+#: bytes of a thread, by head dim. The sums of dk and dv take 128 registers of 128, and what is added to dq and scores up to 64 more.
+SPILLED = {64: 96, 128: 256}
+#: of each warpgroup that computes, in each of two loops: scores, gradients of weights, and all that comes of them
+WAITS = 6
+_CONSUMERS = 2
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Found]:
+    return {each["name"]: Found(**each) for each in printed_by(compiling_backward)}
+
+
+@of_a_known_compiler
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_little_is_spilled_and_products_do_not_wait_for_each_other(case: Case, compiled: dict[str, Found]) -> None:
+    found = compiled[case.name]
+    assert found.kernel == "attention_backward_sm90"
+    assert found.shared <= SHARED
+    assert found.spilled <= SPILLED[case.head_dim]
+    # ptxas waits after every product where registers do not suffice, or where it can't tell them apart.
+    assert found.waits == WAITS * _CONSUMERS < found.products
+    # `unset` says nothing here: ptxas moves descriptors to registers and back, where uniform ones do not suffice.

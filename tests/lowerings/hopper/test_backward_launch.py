@@ -1,0 +1,129 @@
+"""The backward for Hopper, run in PyTorch on the arguments of its launch (gluon_in_torch.py); the kernels around it in the interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from attn_compiler.lowerings.hopper import backward_launch, plan
+from attn_compiler.lowerings.shared import launching
+from attn_compiler.lowerings.shared.kernel_plan import Band
+from tests.lowerings import kernel_problems
+from tests.lowerings.hopper import problems
+from tests.lowerings.kernel_cases import Case
+
+_CAUSAL: Any = {"band": Band(right=0)}
+_SIZES: Any = {"seqlen_q": 150, "seqlen_kv": 200}
+_EVEN: Any = {"seqlen_q": 200, "seqlen_kv": 200}
+
+CASES = (
+    Case(name="hopper plain", **_SIZES),
+    Case(name="hopper causal", **_EVEN, **_CAUSAL),
+    Case(name="hopper causal, more keys", **_SIZES, **_CAUSAL),
+    Case(name="hopper causal, more queries", seqlen_q=300, seqlen_kv=130, **_CAUSAL),
+    Case(name="hopper from the end", band=Band(right=0, from_end=True), **_SIZES),
+    Case(name="hopper strict", band=Band(right=-1), **_EVEN),
+    Case(name="hopper window", band=Band(left=40, right=7), **_SIZES),
+    Case(name="hopper padding left", keys="left", **_EVEN, **_CAUSAL),
+    Case(name="hopper padding right", keys="right", **_SIZES),
+    Case(name="hopper a row without keys", keys="none", **_SIZES),
+    Case(name="hopper holes", keys="holes", **_EVEN, **_CAUSAL),
+    Case(name="hopper few pairs", keys="left", few_pairs=True, seqlen_q=70, seqlen_kv=130),
+    Case(name="hopper intervals", rows=True, **_SIZES),
+    Case(name="hopper documents", documents=True, **_EVEN, **_CAUSAL),
+    Case(name="hopper all of a mask", documents=True, rows=True, keys="holes", band=Band(left=100, right=3), **_SIZES),
+    Case(name="hopper slopes", slopes=True, **_EVEN, **_CAUSAL),
+    Case(name="hopper softcap, sinks", softcap=5.0, sinks=True, **_EVEN, **_CAUSAL),
+    Case(name="hopper sinks without keys", sinks=True, keys="none", **_SIZES),
+    Case(name="hopper slopes, softcap", slopes=True, softcap=5.0, **_EVEN, **_CAUSAL),
+    Case(name="hopper 96", head_dim=96, **_EVEN, **_CAUSAL),
+    Case(name="hopper 128 and 72", head_dim=128, head_dim_v=72, keys="left", **_SIZES, **_CAUSAL),
+    Case(name="hopper one query", seqlen_q=1, seqlen_kv=130),
+    Case(name="hopper one key", seqlen_q=130, seqlen_kv=1),
+    Case(name="hopper groups of four", heads_q=4, heads_kv=1, batch=1, layout="bhsd", **_EVEN, **_CAUSAL),
+    Case(name="hopper split projection", layout="sb(h+2hg)d", heads_q=4, heads_kv=2, **_EVEN),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.removeprefix("hopper "))
+def test_gradients_by_their_definition(case: Case) -> None:
+    problem = problems.build(case)
+    kernel_problems.assert_within_rule(problems.results(problem), problem)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5])
+def test_any_number_of_programs_shares_the_blocks(programs: int) -> None:
+    problem = problems.build(Case(name=f"hopper programs {programs}", keys="left", **_EVEN, **_CAUSAL))
+    kernel_problems.assert_within_rule(problems.results(problem, programs=programs), problem)
+
+
+@pytest.mark.parametrize(("queries", "stages"), [(64, 2), (128, 2), (64, 4)])
+def test_any_blocks(queries: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 128 queries each warpgroup takes half of these of dq, else half of its columns."""
+    monkeypatch.setattr(plan, "GRAD_BLOCKS", {64: plan.GradBlocks(queries=queries, stages=stages)})
+    problem = problems.build(Case(name=f"hopper blocks {queries} {stages}", keys="left", **_EVEN, **_CAUSAL))
+    kernel_problems.assert_within_rule(problems.results(problem), problem)
+
+
+def test_keys_that_nobody_uses_may_hold_nan() -> None:
+    """The problem has NaN there. The kernel raises its flag, and the Triton family computes all gradients again."""
+    problem = problems.build(Case(name="hopper marked", keys="left", **_EVEN, **_CAUSAL))
+    assert problem.k.isnan().any()
+    got = problems.results(problem)
+    kernel_problems.assert_within_rule(got, problem)
+    assert not any(x.isnan().any() for x in got)
+
+
+def test_gradients_that_are_right_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else NaN would come out of kernels that are given it."""
+    seen: list[int] = []
+    real = launching.launch
+
+    def watching(kernel: Any, same: Any, tensors: Any, arguments: Any, part: str = "") -> Any:
+        if kernel.fn.__name__ == "attention_grad_q":
+            seen.append(int(tensors["Flag"][0]))
+        return real(kernel, same, tensors, arguments, part)
+
+    monkeypatch.setattr(launching, "launch", watching)
+    problem = problems.build(Case(name="hopper unmarked", rows=True, **_SIZES))
+    problems.results(problem)
+    assert seen == [0]
+
+
+def test_queries_without_keys_may_hold_anything() -> None:
+    problem = problems.build(Case(name="hopper nothing to use", keys="none", **_SIZES))
+    without = ~problem.named["keys"].any(1)
+    assert without.any()
+    with torch.no_grad():
+        problem.q[without] = torch.nan
+    got = problems.results(problem)
+    assert not any(x.isnan().any() for x in got)
+
+
+def test_without_lists_and_holes_no_kernel_is_started_for_nan() -> None:
+    problem = problems.build(Case(name="hopper diagonal", **_EVEN, **_CAUSAL))
+    started: list[str] = []
+
+    def record(kernel: Any, same: Any, tensors: Any, arguments: Any, part: str = "") -> None:
+        started.append(kernel.fn.__name__)
+
+    out, lse = problems.outputs(problem)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad(), kernel_problems.planned(problem.plan):
+        patch.setattr(backward_launch, "launch", record)
+        read = (problem.q, problem.k, problem.v, problems.grad_operands(problem))
+        backward_launch.gradients(out, lse, *read, out, lse, problem.text)
+    around = ["attention_before_backward", "attention_backward_sm90", "attention_after_backward"]
+    assert started == around + ["attention_sum_groups"] * 2 * (problem.q.shape[1] > problem.k.shape[1])
+
+
+def test_blocks_are_those_of_the_head_dim() -> None:
+    problem = problems.build(Case(name="hopper blocks of 128", head_dim=128, **_EVEN))
+    found = plan.grad_blocks_of(kernel_problems.Call.from_text(problem.text).spec)
+    assert found == plan.GRAD_BLOCKS[128]
+    assert dataclasses.replace(found, queries=128).sum_columns(128) == 128
+    assert found.sum_columns(128) == 64
