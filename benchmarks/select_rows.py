@@ -13,7 +13,7 @@ A row made from 512 tokens wants a q of at least a quarter of the size that was 
 there. No row is made from the shapes of select_cases.HELD_OUT_SEQLENS: they show how rows do on lengths that they were not made from.
 
 A lowering that was measured later, beside `triton`, has the times of that run times what `triton` took in the first one over what it took
-in the later one (LATER). Its backward is another family's, with that one's time.
+in the later one (LATER). Where its backward is another family's, it has that one's time.
 
 --replay prints how the choice that the rows make now stands to the other sides in the measured times: of the file that the rows are
 made from, or of another run (--times).
@@ -50,7 +50,6 @@ _MOST_REGRET = 1.1
 # Means that differ by less are the same; then what every machine has comes first.
 _NOISE = 1.01
 _EVERYWHERE = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "hopper", "triton")
-#: of the forward alone
 LATER = bench_select.RESULTS.with_name("select_hopper_h200.csv")
 _LATER, _BESIDE = "hopper", "triton"
 # What machines may lack: a part of a class has a row of its own where another choice is made there with or without these.
@@ -125,17 +124,32 @@ def evidence(rows: Iterable[Mapping[str, str]], later: Iterable[Mapping[str, str
 def joined(rows: Sequence[Mapping[str, str]], later: Iterable[Mapping[str, str]]) -> list[Mapping[str, str]]:
     """With what `LATER` says, as if it had been measured with the rest."""
     found = {(row["case"], row["pass"], row["side"]): row for row in rows if row["p50_us"]}
-    apart = {(row["case"], row["side"]): row for row in later if row["p50_us"]}
+    apart = {(row["case"], row["pass"], row["side"]): row for row in later if row["p50_us"]}
     added: list[Mapping[str, str]] = []
-    for (case, side), row in apart.items():
-        then, now = found.get((case, "forward", _BESIDE)), apart.get((case, _BESIDE))
-        if side == _LATER and then is not None and now is not None:
-            added.append(_scaled(row, _time(then) / _time(now)))
-            spec = select_cases.spec_of(select_cases.BY_NAME[case], training=True)
-            backward = found.get((case, "backward", backward_of(spec, Target.fake())))
-            if backward is not None:
-                added.append({**backward, "side": _LATER})
+    for case in dict.fromkeys(case for case, of_pass, side in apart if (of_pass, side) == ("forward", _LATER)):
+        forward = _as_if_with(found, apart, (case, "forward"))
+        if forward is None:
+            continue
+        added.append(forward)
+        family = backward_of(select_cases.spec_of(select_cases.BY_NAME[case], training=True), Target.fake())
+        is_own = family == _LATER
+        which = (case, "backward")
+        backward = _as_if_with(found, apart, which) if is_own else found.get((*which, family))
+        if backward is not None:
+            added.append({**backward, "side": _LATER})
     return [*rows, *added]
+
+
+def _as_if_with(
+    found: Mapping[tuple[str, str, str], Mapping[str, str]],
+    apart: Mapping[tuple[str, str, str], Mapping[str, str]],
+    which: tuple[str, str],
+) -> Mapping[str, str] | None:
+    """A row of `LATER` in the times of the first run; None where the lowering beside it was not measured in both. which: case and pass."""
+    then, now, row = found.get((*which, _BESIDE)), apart.get((*which, _BESIDE)), apart.get((*which, _LATER))
+    if then is None or now is None or row is None:
+        return None
+    return _scaled(row, _time(then) / _time(now))
 
 
 def _scaled(row: Mapping[str, str], by: float) -> dict[str, str]:
