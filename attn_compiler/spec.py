@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from attn_compiler import fp8_recipe, masks, scores
 from attn_compiler.codec import Codec
+from attn_compiler.decisions import Reason
 from attn_compiler.fp8_recipe import Fp8Recipe
 
 Dim = int | str
@@ -48,6 +49,34 @@ class StoredSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LatentSpec:
+    """What k and v are made of where both are linear maps of one tensor, the latent, as in multi-head latent attention (MLA).
+
+    Of head h, k is [latent · W_UK[h]ᵀ, rope] and v is latent · W_UV[h]ᵀ. The rope part is one for all heads.
+
+    latent: (B, 1, Skv, rank).
+    rope: (B, 1, Skv, Dqk - nope); None where all of k is made of the latent.
+    nope: how many of k's dims are made of the latent.
+    nope_first: these come before those of the rope part.
+    """
+
+    latent: TensorSpec
+    rope: TensorSpec | None
+    nope: int
+    nope_first: bool = True
+
+    @property
+    def rank(self) -> Dim:
+        return self.latent.shape[3]
+
+    @property
+    def kept(self) -> int:
+        """Numbers that a key is made of: the latent's and the rope part's."""
+        sizes = (self.rank, 0 if self.rope is None else self.rope.shape[3])
+        return sum(size for size in sizes if isinstance(size, int))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
     """softmax(score(q kᵀ)) v, with everything that a lowering may decide on.
 
@@ -66,6 +95,8 @@ class AttentionSpec:
         kernel that SDPA picks.
     fp8: the user's recipe without its patterns, if the recipe applies to the site.
     stored: the cache in FP8 that k and v come from. A kernel may read the cache in their place.
+    latent: what k and v are linear maps of. A lowering may read that in their place.
+    no_latent: why k and v are not, where they are nearly.
     """
 
     q: TensorSpec
@@ -80,6 +111,8 @@ class AttentionSpec:
     decomposed: bool = False
     fp8: Fp8Recipe | None = None
     stored: StoredSpec | None = None
+    latent: LatentSpec | None = None
+    no_latent: Reason | None = None
 
     @property
     def batch(self) -> Dim:
@@ -136,6 +169,6 @@ CODEC = Codec(
         *scores.PROVED_KINDS,
         *scores.PARTS,
         *fp8_recipe.PARTS,
-        *(TensorSpec, StoredSpec, AttentionSpec, masks.MaskSpec, scores.ScoreSpec),
+        *(TensorSpec, StoredSpec, LatentSpec, Reason, AttentionSpec, masks.MaskSpec, scores.ScoreSpec),
     )
 )

@@ -16,6 +16,7 @@ from attn_compiler.lowerings.fp8.hopper import HopperFp8
 from attn_compiler.lowerings.fp8.reference import ReferenceFp8
 from attn_compiler.lowerings.fp8.triton import TritonFp8
 from attn_compiler.lowerings.hopper.lowering import HopperAttention
+from attn_compiler.lowerings.plain.absorbed import Absorbed
 from attn_compiler.lowerings.plain.plain_math import PlainMath
 from attn_compiler.lowerings.plain.reference import Reference
 from attn_compiler.lowerings.plain.untouched import Untouched
@@ -40,6 +41,7 @@ LOWERINGS: tuple[Lowering, ...] = (
     CudnnFp8(),
     Decode(),
     PlainMath(),
+    Absorbed(),
     Untouched(),
 )
 

@@ -20,6 +20,9 @@ NAMESPACE = "attn_compiler"
 #: what the name of an op ends with that hands on what other nodes computed, the first of its operands, and has a formula of autograd
 GIVEN = "_given"
 
+#: Lowerings that read what k and v are made of, and neither k nor v: the first ones for a site that has it.
+OF_LATENT = ("absorbed",)
+
 #: Lowerings in FP8: the first ones for a site that the user gave a recipe for, and for no other. The oracle is asked for by name.
 FP8 = ("hopper_fp8", "triton_fp8", "cudnn_fp8", "reference_fp8")
 
@@ -117,13 +120,29 @@ class StoredNodes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentNodes:
+    """What k and v are made of.
+
+    latent: (B, 1, Skv, rank).
+    rope: (B, 1, Skv, p).
+    weight_k: (Hq, nope, rank).
+    weight_v: (Hq, Dv, rank).
+    """
+
+    latent: fx.Node
+    rope: fx.Node | None
+    weight_k: fx.Node
+    weight_v: fx.Node
+
+
+@dataclass(frozen=True, kw_only=True)
 class Operands:
     """Dynamo-graph nodes of one site, in logical BHSD (see AttentionSpec); sinks is (Hq,).
 
     mask: the tensor of the spec's Dense mask or, if that has none, of its DenseBias; broadcasts to (B, Hq, Sq, Skv).
     A spec with both has two tensors where there is one place: every lowering refuses it.
     loads, score_loads: the tensors that the spec's proved kinds of masks and of scores read, by their names in it; sizes: the
-    symbolic sizes in both. Those that are out of reach (MaskSpec, ScoreSpec) are missing. stored: of the spec's `stored`.
+    symbolic sizes in both. Those that are out of reach (MaskSpec, ScoreSpec) are missing. stored, latent: of the same in the spec.
     """
 
     q: fx.Node
@@ -135,6 +154,7 @@ class Operands:
     score_loads: Mapping[str, fx.Node] = field(default_factory=dict)
     sizes: Mapping[str, SizeOf] = field(default_factory=dict)
     stored: StoredNodes | None = None
+    latent: LatentNodes | None = None
 
 
 class Emitter(Protocol):

@@ -16,7 +16,7 @@ from torch import fx
 from attn_compiler import torch_compat, torch_snapshots
 from attn_compiler.decisions import Copy
 from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.base import Operands, StoredNodes, Tiles
+from attn_compiler.lowerings.base import LatentNodes, Operands, StoredNodes, Tiles
 from attn_compiler.lowerings.triton import autotune
 from attn_compiler.passes import (
     body_inputs,
@@ -33,7 +33,7 @@ from attn_compiler.passes import (
 from attn_compiler.passes.emit import GraphBuilder, Held
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.select import UNTOUCHED, leave_alone
-from attn_compiler.passes.site import Site
+from attn_compiler.passes.site import Latent, Site
 from attn_compiler.passes.unit import Unit
 from attn_compiler.spec import AttentionSpec
 
@@ -51,6 +51,8 @@ def run(unit: Unit, mirror: Mirror) -> None:
             held += _try(unit, mirror, site, builder)
     _leave_out(held)
     builder.erase_unused([site.new_out for site in unit.sites if site.new_out is not None])
+    for site in unit.sites:
+        _erase_expanded(site, unit.graph)
     _report(held, unit.graph)
     unit.graph_module.recompile()
 
@@ -113,6 +115,16 @@ def _try(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> list[
     return held
 
 
+def _erase_expanded(site: Site, graph: fx.Graph) -> None:
+    """Erase what makes k and v of a latent, where nothing reads them any more. Writes in place keep it alive otherwise."""
+    latent = site.match.latent
+    if not isinstance(latent, Latent) or any(user not in latent.made_for for n in latent.made_for for user in n.users):
+        return
+    for node in reversed(graph.nodes):
+        if node in latent.made_for:
+            graph.erase_node(node)
+
+
 def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tuple[fx.Node, list[_Held]]:
     """What takes the place of the site's output, which nothing reads yet, and the copies that it reads."""
     if site.spec is None or site.decision is None:
@@ -167,6 +179,7 @@ def _operands(
         mask=tensors.mask,
         sinks=tensors.sinks,
         stored=None if tensors.stored is None else StoredNodes(**vars(tensors.stored)),
+        latent=None if tensors.latent is None else LatentNodes(**vars(tensors.latent)),
         loads=reach.tensors(builder, site.loads, mask.kinds, mask.out_of_reach),
         score_loads=reach.tensors(builder, site.score_loads, score.proved, score.out_of_reach),
         sizes=reach.sizes(mirror, site.match, (*mask.kinds, *score.proved)),

@@ -142,11 +142,11 @@ def _describe(chain: list[tuple[fx.Node, float]], position: int, site_dims: Dims
         dims=site_dims,
         root=root,
         root_dims=root_dims,
-        reads=_pairs(dims, site_dims),
+        reads=pairs(dims, site_dims),
     )
 
 
-def _pairs(dims: Dims, site_dims: Dims) -> dict[Atom, Atom]:
+def pairs(dims: Dims, site_dims: Dims) -> dict[Atom, Atom]:
     reads: dict[Atom, Atom] = {}
     for mine, theirs in zip(dims, site_dims, strict=True):
         if axes.is_unit(mine):

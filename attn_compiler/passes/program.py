@@ -17,7 +17,7 @@ from attn_compiler.passes.axes import Dim
 from attn_compiler.passes.emit import Builder
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
-from attn_compiler.passes.site import Match, Operand, Term
+from attn_compiler.passes.site import Latent, Match, Operand, Projection, Term
 
 X = TypeVar("X")
 
@@ -33,6 +33,16 @@ class StoredTensors(Generic[X]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentTensors(Generic[X]):
+    """latent: (B, 1, Skv, rank). rope: (B, 1, Skv, p). weight_k, weight_v: (H, each's dims, rank)."""
+
+    latent: X
+    rope: X | None
+    weight_k: X
+    weight_v: X
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tensors(Generic[X]):
     """q, k, v in logical BHSD and in the dtypes that the site computes in; mask broadcasts to (B, Hq, Sq, Skv)."""
 
@@ -42,6 +52,7 @@ class Tensors(Generic[X]):
     mask: X | None
     sinks: X | None
     stored: StoredTensors[X] | None = None
+    latent: LatentTensors[X] | None = None
 
 
 def build(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype) -> Tensors[X]:
@@ -61,6 +72,7 @@ def build(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype)
         mask=_mask(mirror, match, builder, dtype),
         sinks=_sinks(mirror, match, builder),
         stored=_stored(match, builder),
+        latent=_latent(match, builder),
     )
 
 
@@ -236,9 +248,30 @@ def _stored(match: Match, builder: Builder[X]) -> StoredTensors[X] | None:
     )
 
 
+def _latent(match: Match, builder: Builder[X]) -> LatentTensors[X] | None:
+    found = match.latent
+    if not isinstance(found, Latent):
+        return None
+    of_both = (match.batch, (), match.key)
+    latent, rope = (
+        None if x is None else _arranged(match, builder, x, (*of_both, last), builder.leaf(x.root))
+        for x, last in ((found.latent, found.rank), (found.rope, found.rope_dim))
+    )
+    if latent is None:
+        raise ValueError("a latent was asked for where there is none")
+    return LatentTensors(latent=latent, rope=rope, weight_k=_rows(builder, found.k), weight_v=_rows(builder, found.v))
+
+
+def _rows(builder: Builder[X], of: Projection) -> X:
+    """(H, rows of a head, rank)"""
+    by_head = builder.call(torch.unflatten, builder.leaf(of.weight), 0, (of.heads, of.each))
+    return builder.call(torch.narrow, by_head, 1, of.first, of.size)
+
+
 def sources(match: Match) -> list[fx.Node]:
     """Every mirror node that the kernel's operands are read from."""
     terms = [t.operand.root for t in (*match.additive, *match.allowed)]
     sinks = [match.sinks.root] if isinstance(match.sinks, Operand) else []
     factors = [factor.operand.root for factor in match.factors if factor.operand is not None]
-    return [match.q.root, match.k.root, match.v.root, *terms, *sinks, *factors]
+    latent = match.latent.sources if isinstance(match.latent, Latent) else ()
+    return [match.q.root, match.k.root, match.v.root, *terms, *sinks, *factors, *latent]

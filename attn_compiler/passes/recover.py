@@ -15,16 +15,29 @@ import torch
 from attn_compiler import masks, scores, torch_compat
 from attn_compiler.decisions import Reason
 from attn_compiler.errors import AttnCompilerWarning
-from attn_compiler.passes import axes, emit, faults, meaning, packing, program, reach, reading, saved, stored, upcasts
+from attn_compiler.passes import (
+    axes,
+    emit,
+    faults,
+    latent,
+    meaning,
+    packing,
+    program,
+    reach,
+    reading,
+    saved,
+    stored,
+    upcasts,
+)
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.emit import FakeBuilder
 from attn_compiler.passes.meaning import Meaning
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.program import Tensors
 from attn_compiler.passes.reading import Reader
-from attn_compiler.passes.site import Match, Miss, Operand, Site, Term
+from attn_compiler.passes.site import Latent, Match, Miss, Operand, Site, Term
 from attn_compiler.passes.unit import Unit
-from attn_compiler.spec import AttentionSpec, Dim, StoredSpec, TensorSpec
+from attn_compiler.spec import AttentionSpec, Dim, LatentSpec, StoredSpec, TensorSpec
 
 #: said of a mask of which nothing is known for where it comes from
 COMES_IN = (
@@ -40,13 +53,13 @@ def run(unit: Unit, mirror: Mirror) -> None:
     """Give every site its spec. A site whose operands can't be arranged becomes a miss."""
     kept = []
     builder: FakeBuilder[torch.Tensor] = FakeBuilder(mirror, unit.mode)
-    reader = reading.of_unit(unit)
+    reader, latents = reading.of_unit(unit), latent.Finder(mirror)
     unreadable: dict[str, list[str]] = {}
     for site in unit.sites:
         unit.current = site.module
         reason: Reason | None = None
         with faults.confined(unit, "recover", site.module) as attempt:
-            reason = _described(unit, mirror, site, builder, reader, unreadable)
+            reason = _described(unit, mirror, site, builder, reader, latents, unreadable)
         reason = attempt.reason or reason
         if reason is None:
             kept.append(site)
@@ -74,11 +87,12 @@ def _described(
     site: Site,
     builder: FakeBuilder[torch.Tensor],
     reader: Reader,
+    latents: latent.Finder,
     unreadable: dict[str, list[str]],
 ) -> Reason | None:
     """Describe the site; why that can't be done, if so."""
     try:
-        _describe(unit, mirror, site, builder, reader, unreadable)
+        _describe(unit, mirror, site, builder, reader, latents, unreadable)
     except AxisError as error:
         rule = "q, k, v and the mask can be brought into (batch, heads, sequence, head dim)"
         return Reason(rule=rule, observed=str(error))
@@ -104,6 +118,7 @@ def _describe(
     site: Site,
     builder: FakeBuilder[torch.Tensor],
     reader: Reader,
+    latents: latent.Finder,
     unreadable: dict[str, list[str]],
 ) -> None:
     """Fill in the spec and the meaning of the mask. The match loses a mask that the kernel needs no tensor for. Raises AxisError.
@@ -124,6 +139,7 @@ def _describe(
     if not needs_grad:
         match.narrow = upcasts.read_through(mirror, match)
         match.stored = stored.find(mirror, match)
+    match.latent = latents.find(match)
     tensors = program.build(mirror, match, builder, compute_dtype(mirror, match))
     mask, score = _mask_spec(match, tensors, proved, bias), _score_spec(mirror, match, tensors, proved, bias)
     site.spec = AttentionSpec(
@@ -140,6 +156,8 @@ def _describe(
         returns_weights=match.returns_weights,
         decomposed=match.decomposed,
         stored=_stored_spec(match, tensors),
+        latent=_latent_spec(match, tensors),
+        no_latent=match.latent if isinstance(match.latent, Reason) else None,
     )
 
 
@@ -169,6 +187,18 @@ def _stored_spec(match: Match, tensors: Tensors[torch.Tensor]) -> StoredSpec | N
         v=_tensor_spec(tensors.stored.v, tensors.stored.v),
         k_scaled=k.scale is not None,
         v_scaled=v.scale is not None,
+    )
+
+
+def _latent_spec(match: Match, tensors: Tensors[torch.Tensor]) -> LatentSpec | None:
+    found, made = match.latent, tensors.latent
+    if not isinstance(found, Latent) or made is None:
+        return None
+    return LatentSpec(
+        latent=_tensor_spec(made.latent, made.latent),
+        rope=None if made.rope is None else _tensor_spec(made.rope, made.rope),
+        nope=found.k.size,
+        nope_first=found.nope_first,
     )
 
 

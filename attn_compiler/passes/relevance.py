@@ -30,7 +30,8 @@ _MAKES_NEW = _BOUNDARIES | frozenset(
 _PRODUCTS = frozenset("matmul bmm mm baddbmm addmm einsum tensordot __matmul__".split())
 #: products with an addend, which is the first argument
 _WITH_ADDEND = frozenset("baddbmm addmm".split())
-_SCALES = frozenset("mul truediv div".split())
+#: what the way up from q, k and v goes on through
+_FOLLOWED = frozenset("mul truediv div cat".split())
 _OPERANDS = ("query", "key", "value")
 _STEPS_DOWN = 8
 
@@ -132,12 +133,15 @@ def _climb_scores(start: Iterable[object], scores: set[fx.Node], operands: set[f
 
 
 def _climb_operands(start: Iterable[object], operands: set[fx.Node]) -> None:
-    """Through views and scales only: matching goes no further up from q, k and v."""
+    """Through views, scales and parts put together only, up to the projections: matching goes no further up from q, k and v."""
     queue = [node for node in start if isinstance(node, fx.Node)]
     while queue:
         node = queue.pop()
-        stops = _makes_new(node) and target_name(node) not in _SCALES
-        if node not in operands and not stops:
+        stops = _makes_new(node) and target_name(node) not in _FOLLOWED
+        if node not in operands and target_name(node) == "linear":
+            # What it is given may be what is read in place of k and v (latent.py).
+            operands.add(node)
+        elif node not in operands and not stops:
             operands.add(node)
             queue.extend(node.all_input_nodes)
 

@@ -133,6 +133,47 @@ class Stored:
     scale: fx.Node | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """Of a weight (heads · each, rank), the `size` rows of each head h from h · each + first on. made: the mirror node that it makes."""
+
+    weight: fx.Node
+    made: fx.Node
+    heads: int
+    each: int
+    first: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Latent:
+    """What k and v are linear maps of.
+
+    latent: reads the latent.
+    rank: the latent's last axis.
+    rope: reads the part of k that is one for all heads; None where there is none.
+    rope_dim: that part's last axis.
+    k, v: what makes k's other part, and v, of the latent.
+    nope_first: k begins with what is made of the latent.
+    made_for: the Dynamo nodes that make k and v of it, and that nothing else needs.
+    """
+
+    latent: Operand
+    rank: Dim
+    rope: Operand | None
+    rope_dim: Dim
+    k: Projection
+    v: Projection
+    nope_first: bool
+    made_for: frozenset[fx.Node]
+
+    @property
+    def sources(self) -> tuple[fx.Node, ...]:
+        """The mirror nodes that are read."""
+        rope = () if self.rope is None else (self.rope.root,)
+        return (self.latent.root, *rope, *dict.fromkeys((self.k.weight, self.v.weight)))
+
+
 @dataclass(kw_only=True, eq=False)
 class Match:
     """What a pattern recognised, in nodes of the mirror.
@@ -159,6 +200,7 @@ class Match:
     softmax_dtype: the dtype that the model's softmax runs in.
     narrow: the dtype of q and k if they are read above a cast to the one that the model multiplies them in (upcasts.py).
     stored: k and v, if a cache in FP8 holds both.
+    latent: what k and v are linear maps of, or why they are not, where they are nearly (latent.py).
     out_kept: why a kernel that saves its output has to hand on a copy (saved.py).
     notes: what else is said of the site in the report.
     """
@@ -194,6 +236,7 @@ class Match:
     softmax_dtype: str = "float32"
     narrow: torch.dtype | None = None
     stored: tuple[Stored, Stored] | None = None
+    latent: Latent | Reason | None = None
     out_kept: str | None = None
     notes: tuple[str, ...] = ()
 

@@ -19,11 +19,11 @@ import torch
 from torch import fx
 
 from attn_compiler.errors import VerificationMismatch
-from attn_compiler.lowerings.base import FP8
+from attn_compiler.lowerings.base import FP8, OF_LATENT
 from attn_compiler.passes import axes, mutation, program
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.select import UNTOUCHED
-from attn_compiler.passes.site import Match, Site
+from attn_compiler.passes.site import Latent, Match, Site
 from attn_compiler.verifying import masks, pairs
 from attn_compiler.verifying.numbers import (
     FLOOR_ULPS,
@@ -58,7 +58,7 @@ def needs(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> se
         raise NoValueError("FP8 rounds more than the rule allows for")
     if site.spec.score.dropout_p > 0:
         raise NoValueError("dropout draws other numbers in every kernel")
-    inside = dependents(body.mirror, site.match)
+    inside = dependents(body.mirror, site.match, projections(site))
     found = set(values.rewritten_needs(body, new_out)) | values.needs(site.match.out)
     for node in inside:
         _require_exact(node)
@@ -77,12 +77,24 @@ def _require_exact(node: fx.Node) -> None:
         raise NoValueError(f"{node.name} can't be run by itself")
 
 
-def dependents(mirror: Mirror, match: Match) -> list[fx.Node]:
-    """The mirror nodes that make the output from the first product, in order: those on the way, and what they write in place."""
-    reached: set[fx.Node] = {match.first}
+def projections(site: Site) -> tuple[fx.Node, ...]:
+    """What the model makes k and v by, if the lowering reads what they are made of: k and v are rounded on the way that it leaves out."""
+    latent = site.match.latent
+    if site.decision is None or site.decision.lowering not in OF_LATENT or not isinstance(latent, Latent):
+        return ()
+    return latent.k.made, latent.v.made
+
+
+def dependents(mirror: Mirror, match: Match, starts: Iterable[fx.Node] = ()) -> list[fx.Node]:
+    """The mirror nodes that make the output from the first product, in order: those on the way, and what they write in place.
+
+    starts: from there, and not from the first product.
+    """
+    reached: set[fx.Node] = set(starts) or {match.first}
+    first = min(map(mirror.order, reached))
     span = []
     for node in mirror.graph.nodes:
-        if not mirror.order(match.first) <= mirror.order(node) <= mirror.order(match.out):
+        if not first <= mirror.order(node) <= mirror.order(match.out):
             continue
         if node in reached or any(n in reached for n in node.all_input_nodes):
             reached.add(node)
@@ -101,7 +113,7 @@ def check(site: Site, body: Body, new_out: fx.Node, values: Values) -> Compared:
     if (new.shape, new.dtype) != (own.shape, own.dtype):
         raise _other_kind(site, own, new)
     try:
-        exact, largest_v = _exact(site.match, body.mirror, values, exact_dtype(own.dtype), None)
+        exact, largest_v = _exact(site, body.mirror, values, exact_dtype(own.dtype), None)
     except torch.OutOfMemoryError as error:
         raise NoValueError("there is not enough memory for the exact result") from error
     kept = kept_rows(site, values, own)
@@ -137,17 +149,18 @@ def _noises(site: Site, body: Body, values: Values, exact: torch.Tensor, counts:
     for seed in range(NOISY_RUNS_OF_STEEP):
         if seed >= NOISY_RUNS and moved <= steep:
             return
-        noisy, _ = _exact(site.match, body.mirror, values, exact.dtype, Noise(seed=seed))
+        noisy, _ = _exact(site, body.mirror, values, exact.dtype, Noise(seed=seed))
         now = largest(difference(noisy, exact), counts)
         moved = max(moved, now)
         yield now
 
 
 def _exact(
-    match: Match, mirror: Mirror, values: Values, dtype: torch.dtype, noise: Noise | None
+    site: Site, mirror: Mirror, values: Values, dtype: torch.dtype, noise: Noise | None
 ) -> tuple[torch.Tensor, float]:
     """(the model's own operations in a wider dtype, the largest magnitude in v)"""
-    inside = dependents(mirror, match)
+    match = site.match
+    inside = dependents(mirror, match, projections(site))
     last_use = {n: node for node in inside for n in (node, *node.all_input_nodes)}
     known: dict[fx.Node, Any] = {}
 

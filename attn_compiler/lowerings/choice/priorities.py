@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from attn_compiler.dtypes import HALF
+from attn_compiler.lowerings.base import OF_LATENT
 from attn_compiler.lowerings.choice import shape_class
 from attn_compiler.lowerings.choice.cpu_rows import CPU_ROWS
 from attn_compiler.lowerings.choice.rows import Row
@@ -356,4 +357,12 @@ def order(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
     """Names of lowerings in the order to ask them; "untouched" is always the last. "reference" is never among them."""
     row = row_of(spec, target)
     fp8 = _FP8_FIRST if spec.fp8 is not None else ()
-    return (*fp8, *(row.order if row is not None else ()), LAST)
+    return (*fp8, *_of_latent(spec, target), *(row.order if row is not None else ()), LAST)
+
+
+def _of_latent(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
+    """Before all others: they read a few bytes of each key where others have k and v made of it first (mla.md has the figures)."""
+    if spec.latent is None:
+        # The reason is the same for all of them.
+        return OF_LATENT[-1:] if spec.no_latent is not None else ()
+    return OF_LATENT if target.device == "cuda" else OF_LATENT[-1:]

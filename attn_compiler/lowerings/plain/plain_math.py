@@ -44,28 +44,32 @@ class PlainMath(Lowering):
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         dtype = emitter.value(operands.q).dtype
         operands = unused.cleared(emitter, spec, operands)
-        scores = _scores(emitter, spec, operands)
-        scores = _masked(emitter, spec, scores, operands.mask)
-        if spec.score.softmax_dtype == "float64":
-            scores = _cast(emitter, scores, torch.float64)
-        weights = _weights(emitter, spec, scores, operands.sinks)
+        weights = attention_weights(emitter, spec, operands, _scores(emitter, spec, operands))
         if spec.score.dropout_p:
             weights = emitter.call(torch.dropout, weights, spec.score.dropout_p, True)
-        weights = _cast(emitter, weights, _compute_dtype(dtype))
+        weights = cast(emitter, weights, compute_dtype(dtype))
         rows = _share_rows(emitter, spec, weights)
-        out = emitter.call(torch.matmul, rows, _cast(emitter, operands.v, _compute_dtype(dtype)))
-        return _cast(emitter, _own_rows(emitter, spec, out), dtype)
+        out = emitter.call(torch.matmul, rows, cast(emitter, operands.v, compute_dtype(dtype)))
+        return cast(emitter, _own_rows(emitter, spec, out), dtype)
 
 
 def _scores(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-    """(B, Hq, Sq, Skv) in the compute dtype, scaled and changed."""
-    compute = _compute_dtype(emitter.value(operands.q).dtype)
+    """(B, Hq, Sq, Skv) in the compute dtype, scaled."""
+    compute = compute_dtype(emitter.value(operands.q).dtype)
     # A scale behind the product would be one of the forms that Inductor turns into an SDPA call, and so into the kernel that
     # this lowering was preferred to.
-    q = emitter.call(torch.mul, _cast(emitter, operands.q, compute), spec.score.scale)
-    k = emitter.call(torch.transpose, _cast(emitter, operands.k, compute), 2, 3)
-    scores = _own_rows(emitter, spec, emitter.call(torch.matmul, _share_rows(emitter, spec, q), k))
-    return score_changes.applied(emitter.call, scores, spec.score.pointwise)
+    q = emitter.call(torch.mul, cast(emitter, operands.q, compute), spec.score.scale)
+    k = emitter.call(torch.transpose, cast(emitter, operands.k, compute), 2, 3)
+    return _own_rows(emitter, spec, emitter.call(torch.matmul, _share_rows(emitter, spec, q), k))
+
+
+def attention_weights(emitter: Emitter, spec: AttentionSpec, operands: Operands, scores: fx.Node) -> fx.Node:
+    """Of the scaled scores (B, Hq, Sq, Skv): changed, masked, and through the softmax."""
+    scores = score_changes.applied(emitter.call, scores, spec.score.pointwise)
+    scores = _masked(emitter, spec, scores, operands.mask)
+    if spec.score.softmax_dtype == "float64":
+        scores = cast(emitter, scores, torch.float64)
+    return _weights(emitter, spec, scores, operands.sinks)
 
 
 def _masked(emitter: Emitter, spec: AttentionSpec, scores: fx.Node, mask: fx.Node | None) -> fx.Node:
@@ -117,9 +121,9 @@ def _own_rows(emitter: Emitter, spec: AttentionSpec, node: fx.Node) -> fx.Node:
     return emitter.call(torch.flatten, emitter.call(torch.unflatten, node, 2, (heads_q // heads_kv, -1)), 1, 2)
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _cast(emitter: Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+def cast(emitter: Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     return node if emitter.value(node).dtype == dtype else emitter.call(torch.Tensor.to, node, dtype)

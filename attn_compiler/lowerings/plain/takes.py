@@ -17,4 +17,7 @@ MATH = Takes(
     float64_softmax=True,
 )
 
+#: by what is read in place of k and v
+ABSORBED = dataclasses.replace(MATH, dropout=False, gradients=False)
+
 REFERENCE = dataclasses.replace(MATH, any_shape=True, dropout=False)

@@ -15,7 +15,7 @@ from torch import fx
 from attn_compiler import dims
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.masks import Alignment, Causal
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec import AttentionSpec, TensorSpec
 
 aten = torch.ops.aten
 
@@ -34,6 +34,21 @@ def cleared(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> Operan
         v = emitter.call(torch.where, seen, v, 0.0)
         k = emitter.call(torch.where, seen, k, 0.0) if spec.needs_grad or adds else k
     return dataclasses.replace(operands, q=q, k=k, v=v)
+
+
+def without_unseen(
+    emitter: Emitter, spec: AttentionSpec, operands: Operands, x: fx.Node, *, of_scores: bool = False
+) -> fx.Node:
+    """x, (B, 1, Skv, X), with 0 at keys that no query of any head may see. of_scores: it makes scores alone: a bool mask hides them."""
+    one_head = dataclasses.replace(spec, k=_of_one_head(spec.k), v=_of_one_head(spec.v))
+    seen, _ = _used(emitter, one_head, operands)
+    adds = operands.mask is not None and emitter.value(operands.mask).dtype != torch.bool
+    return x if seen is None or (of_scores and not adds) else emitter.call(torch.where, seen, x, 0.0)
+
+
+def _of_one_head(tensor: TensorSpec) -> TensorSpec:
+    batch, _, *others = tensor.shape
+    return dataclasses.replace(tensor, shape=(batch, 1, *others))
 
 
 def diagonal(emitter: Emitter, kind: Causal, scores: fx.Node) -> fx.Node:

@@ -1,0 +1,98 @@
+"""Every family of transformers that caches a latent decodes over it: the tokens of eager decoding, and its scores up to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import attn_compiler
+from attn_compiler.report import SiteReport
+from tests.hf.latents import LATENTS, NOPE, RANK, Decoding, decoded
+from tests.hf.packages import Unavailable
+
+OPTIONS: dict[str, Any] = {"inner": "eager", "strict": True, "cache_rewrites": False}
+
+
+@pytest.fixture(autouse=True)
+def _from_the_start() -> Iterator[None]:
+    torch._dynamo.reset()
+    attn_compiler.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _sites() -> list[SiteReport]:
+    return [site for report in attn_compiler.reports() for site in report.sites]
+
+
+def _both(family: str, *, static: bool, **options: Any) -> tuple[Decoding, Decoding]:
+    try:
+        config, model = LATENTS[family].build()
+    except Unavailable as missing:
+        pytest.skip(str(missing))
+    expected = decoded(model, model, config, static=static)
+    step = torch.compile(
+        model, backend="attn_compiler", dynamic=None if not static else False, options={**OPTIONS, **options}
+    )
+    return decoded(model, step, config, static=static), expected
+
+
+def _check(family: str, *, static: bool, **options: Any) -> None:
+    found, expected = _both(family, static=static, **options)
+    assert torch.equal(found.tokens, expected.tokens)
+    torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-4 * expected.scores.abs().max().item())
+    assert _sites()
+    for site in _sites():
+        assert site.decision.lowering == "absorbed", site.decision
+        latent = site.spec.latent
+        assert latent is not None
+        assert (latent.rank, latent.nope) == (RANK, NOPE)
+    assert not [miss for report in attn_compiler.reports() for miss in report.misses]
+
+
+@pytest.mark.parametrize("family", [name for name, family in LATENTS.items() if not family.is_cut])
+def test_a_static_cache(family: str) -> None:
+    _check(family, static=True, verify=family in ("deepseek_v3", "mistral_large4"))
+
+
+def test_k_and_v_that_another_graph_made_are_read_as_they_are() -> None:
+    """The indexer of GLM-5-Next breaks the graph between what makes k and v, and the attention."""
+    found, expected = _both("glm5_next", static=True)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert [site.spec.latent for site in _sites()] == [None] * len(_sites())
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "minicpm3", "kimi_linear", "mistral_large4"])
+def test_a_growing_cache(family: str) -> None:
+    _check(family, static=False)
+    # The first length is a number, the others are a symbol.
+    assert len(attn_compiler.reports()) == 2
+
+
+def test_written_out_attention_is_found_too() -> None:
+    family = LATENTS["deepseek_v3"]
+    config, model = family.build()
+    model.set_attn_implementation("eager")
+    expected = decoded(model, model, config, static=True)
+    found = decoded(
+        model, torch.compile(model, backend="attn_compiler", options={**OPTIONS, "verify": True}), config, static=True
+    )
+    assert torch.equal(found.tokens, expected.tokens)
+    assert {site.decision.lowering for site in _sites()} == {"absorbed"}
+    assert all(site.spec.decomposed for site in _sites())
+
+
+def test_a_prompt_is_left_as_it_is() -> None:
+    config, model = LATENTS["deepseek_v3"].build()
+    compiled = torch.compile(model, backend="attn_compiler", options=OPTIONS)
+    expected = decoded(model, model, config, static=True, steps=0)
+    found = decoded(compiled, model, config, static=True, steps=0)
+    torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-4 * expected.scores.abs().max().item())
+    (site,) = _sites()
+    assert site.spec.latent is not None
+    refused = {refusal.lowering: refusal.reasons for refusal in site.decision.refusals}
+    assert "fewer than 14: from there on" in refused["absorbed"][0].rule
+    assert refused["absorbed"][0].observed == "seqlen_q 19"
