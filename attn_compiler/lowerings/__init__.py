@@ -9,6 +9,7 @@ from __future__ import annotations
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.choice.priorities import order
 from attn_compiler.lowerings.cudnn.lowering import CudnnAttention
+from attn_compiler.lowerings.decode.latent import DecodeLatent
 from attn_compiler.lowerings.decode.lowering import Decode
 from attn_compiler.lowerings.fa4.lowering import FlashAttention4
 from attn_compiler.lowerings.fp8.cudnn import CudnnFp8
@@ -40,6 +41,7 @@ LOWERINGS: tuple[Lowering, ...] = (
     CudnnAttention(),
     CudnnFp8(),
     Decode(),
+    DecodeLatent(),
     PlainMath(),
     Absorbed(),
     Untouched(),

@@ -21,7 +21,7 @@ NAMESPACE = "attn_compiler"
 GIVEN = "_given"
 
 #: Lowerings that read what k and v are made of, and neither k nor v: the first ones for a site that has it.
-OF_LATENT = ("absorbed",)
+OF_LATENT = ("decode_latent", "absorbed")
 
 #: Lowerings in FP8: the first ones for a site that the user gave a recipe for, and for no other. The oracle is asked for by name.
 FP8 = ("hopper_fp8", "triton_fp8", "cudnn_fp8", "reference_fp8")

@@ -31,6 +31,8 @@ def emit(emitter: Emitter, call: Call, operands: Operands) -> list[fx.Node]:
     if operands.stored is not None:
         scales = {"k_scale": operands.stored.k_scale, "v_scale": operands.stored.v_scale}
         made |= {name: node for name, node in scales.items() if node is not None}
+    if operands.latent is not None and operands.latent.rope is not None:
+        made["rope"] = operands.latent.rope
     return [made[name] for name in plan.operands]
 
 

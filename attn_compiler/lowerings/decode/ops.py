@@ -1,6 +1,7 @@
 """The leaf op of the decode kernel, `attn_compiler::decode`: its text is a `plan.Call`. It has no backward.
 
 operands: those that the plan names, in its order. triton itself is imported by the first call, not before.
+`attn_compiler::decode_latent` is the same over a latent, which is its k and its v; its out is float32.
 `attn_compiler::decode_count` makes the counters: int32 zeros on a tensor's device, once for all sites of a graph. Bounds go through
 `attn_compiler::decode_bounds`, a copy, for the same reason: Inductor would compute them anew for every layer.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from attn_compiler.lowerings.shared.ops import late, register_forward, register_helper
+from attn_compiler.lowerings.shared.ops import Tensors, fake_forward, late, register_forward, register_helper
 
 
 def _count(like: torch.Tensor, length: int) -> torch.Tensor:
@@ -20,8 +21,21 @@ def _bounds(bounds: torch.Tensor) -> torch.Tensor:
     return bounds.clone(memory_format=torch.contiguous_format)
 
 
+def _fake_of_latent(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, spec: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = fake_forward(q, k, v, operands, spec)
+    return torch.empty_like(out, dtype=torch.float32), lse
+
+
 register_helper("decode_bounds", "(Tensor bounds) -> Tensor", function=_bounds)
 register_helper("decode_count", "(Tensor like, SymInt length) -> Tensor", function=_count)
 register_forward(
     "decode", forward=late("decode.launch", "forward", notes=True), dispatch_key="CompositeExplicitAutograd"
+)
+register_forward(
+    "decode_latent",
+    forward=late("decode.latent_launch", "forward", notes=True),
+    dispatch_key="CompositeExplicitAutograd",
+    fake=_fake_of_latent,
 )

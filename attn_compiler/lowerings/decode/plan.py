@@ -28,6 +28,7 @@ class Schedule:
 
     programs: how many the machine runs at a time, as fast as it can. least_keys: a split has no fewer, or it would cost more than
     it saves. early: the kernel is launched while the one before it ends, and waits for that.
+    rows: of a tile over a latent; None where the head dims say how many.
     splits: of each kv head's keys, at most; None where sizes are only known at the launch, which then asks `splits` itself.
     """
 
@@ -35,6 +36,7 @@ class Schedule:
     warps: int
     stages: int
     slices: int = 1
+    rows: int | None = None
     programs: int
     least_keys: int
     early: bool = False
@@ -53,6 +55,7 @@ class Plan:
     bias: a float tensor (B|1, Hq|1, Sq|1, Skv|1), any strides, is added to the scores. There is no mask then.
     distances, slopes, sinks: as in `kernel_plan.Plan`.
     k_scale, v_scale: (), float32: what keys and values in FP8 are multiplied by.
+    rope: (B, 1, Skv, p): of keys that are a latent, the part beside it.
     """
 
     count: bool = False
@@ -65,6 +68,7 @@ class Plan:
     sinks: bool = False
     k_scale: bool = False
     v_scale: bool = False
+    rope: bool = False
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -78,10 +82,11 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """Everything that is decided of a call at compile time, which is what the leaf op's text says."""
+    """Everything that is decided of a call at compile time, which is what the leaf op's text says. of_latent: k and v are a latent."""
 
     spec: AttentionSpec
     schedule: Schedule
+    of_latent: bool = False
 
     def to_text(self) -> str:
         """Canonical JSON."""
@@ -113,7 +118,8 @@ def of(call: Call) -> Plan:
     found = parts(call.spec)
     keys = found.keys is not None or found.keys_given
     return Plan(
-        count=call.schedule.splits != 1,
+        # Over a latent a kernel of its own adds up what splits leave.
+        count=call.schedule.splits != 1 and not call.of_latent,
         bounds=found.rows is not None or keys or found.mask or masks_by_bias(call.spec, found),
         keys=keys,
         mask=found.mask,
@@ -123,6 +129,7 @@ def of(call: Call) -> Plan:
         sinks=call.spec.score.sinks is not None,
         k_scale=call.spec.stored is not None and call.spec.stored.k_scaled,
         v_scale=call.spec.stored is not None and call.spec.stored.v_scaled,
+        rope=call.of_latent and call.spec.latent is not None and call.spec.latent.rope is not None,
     )
 
 
@@ -137,6 +144,13 @@ def rows_of(spec: AttentionSpec) -> tuple[int, int]:
     most = _MOST_ROWS_WIDE if max(known(spec.head_dim_qk), known(spec.head_dim_v)) > _WIDE else _MOST_ROWS
     # Products in float32 take no tensor core, and many more registers.
     rows = max(_FEWEST_ROWS, min(_power_of_two(total), _FEWEST_ROWS if spec.dtype == "float32" else most))
+    return rows, -(-total // rows)
+
+
+def rows_of_latent(spec: AttentionSpec, most: int) -> tuple[int, int]:
+    """The same of all heads, which are one group. most: rows that a machine's registers and shared memory have room for."""
+    total = known(spec.num_heads_q) * known(spec.seqlen_q)
+    rows = max(_FEWEST_ROWS, min(_power_of_two(total), most))
     return rows, -(-total // rows)
 
 

@@ -6,6 +6,16 @@ import dataclasses
 
 from attn_compiler.lowerings.shared import kernel_limits
 
+_ADDED_BY_DISTANCE = frozenset({"documents", "distances", "slopes"})
+
 TAKES = dataclasses.replace(
     kernel_limits.TAKES, parts=kernel_limits.TAKES.parts - {"documents"}, gradients=False, dropout=False
+)
+#: over a latent, of which each row is one head: nothing that is added by distance, and any head dims of the model's own
+OF_LATENT = dataclasses.replace(
+    kernel_limits.TAKES,
+    parts=kernel_limits.TAKES.parts - _ADDED_BY_DISTANCE,
+    head_dims=None,
+    gradients=False,
+    dropout=False,
 )

@@ -43,13 +43,15 @@ def check_machine(target: Target) -> list[Reason]:
     return gpu or _check_triton(target)
 
 
-def check_site(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """What the kernels can't do of a site. The reasons of a machine that can't run them stand alone."""
+def check_site(spec: AttentionSpec, target: Target, takes: Takes = TAKES) -> list[Reason]:
+    """What the kernels can't do of a site. takes: what a family takes, where that is more than TAKES.
+
+    The reasons of a machine that can't run them stand alone."""
     machine = check_machine(target) or limits.check_device(spec, target.device)
     if machine:
         return machine
     return [
-        *refused(TAKES, spec),
+        *refused(takes, spec),
         *_check_interpreter(spec, target),
         *_check_shared_memory(spec, target),
         *_check_counted(spec),

@@ -115,12 +115,15 @@ def _nothing(
     return [None] * len(operands)
 
 
-def register_forward(name: str, *, forward: Forward, dispatch_key: str) -> None:
-    """Define the leaf op `name` without a backward, for what is never differentiated. As `register_family` otherwise."""
+def register_forward(name: str, *, forward: Forward, dispatch_key: str, fake: Forward | None = None) -> None:
+    """Define the leaf op `name` without a backward, for what is never differentiated. As `register_family` otherwise.
+
+    fake: of an op whose outputs are others than those of every family.
+    """
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
     define(name, LEAF_SCHEMA, forward, dispatch_key)
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake_forward, lib=LIBRARY)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake_forward if fake is None else fake, lib=LIBRARY)
 
 
 def register_helper(

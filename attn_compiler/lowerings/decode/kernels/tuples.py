@@ -39,6 +39,31 @@ class Switches(NamedTuple):
     ALIGN: Any  # elements that every head and position begins at a multiple of
 
 
+class LatentSwitches(NamedTuple):
+    """What the kernels over a latent are compiled for, as in `Switches` where the names are the same. Of values: the latent."""
+
+    BLOCK_M: Any
+    BLOCK_N: Any
+    PARTS: Any  # partial results that are added up at a time
+    COLUMNS: Any  # dims that a program adds up
+    KEPT: Any
+    HEADS_KV: Any
+    GROUP: Any
+    SEQLEN_Q: Any
+    HEAD_DIM_V: Any  # the rank
+    V_0: Any
+    V_1: Any
+    HEAD_DIM_ROPE: Any  # dims of the part of keys that heads share, and the width of their tile; 0 where there is none
+    ROPE: Any
+    PAIRS_MASK: Any
+    CHANGE: Any
+    FAST_TANH: Any
+    PLAIN: Any
+    PRECISION: Any
+    EARLY: Any
+    ALIGN: Any
+
+
 class Tile(NamedTuple):
     """Constants of a tile of keys. Where K and V come as pairs, head dims and ALIGN count those."""
 

@@ -1,0 +1,103 @@
+"""Our own kernel over the latent that k and v are made of: the filled part of the cache alone is read, and once for both products.
+
+q is multiplied by what makes k of the latent, in the model's dtype. The kernel's result is float32, and is multiplied by what makes v of
+it as two numbers of the model's dtype, which together are that: rounding it once would be most of the error. Imports no Triton.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+
+import torch
+from torch import fx
+
+from attn_compiler.decisions import Reason
+from attn_compiler.dtypes import HALVES
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.decode import latent_schedule
+from attn_compiler.lowerings.decode import operands as decode_operands
+from attn_compiler.lowerings.decode.plan import Call
+from attn_compiler.lowerings.decode.takes import OF_LATENT
+from attn_compiler.lowerings.shared import kernel_limits, latents
+from attn_compiler.spec import AttentionSpec, LatentSpec
+from attn_compiler.target import Target
+
+#: the widest latent, and part beside it, that shared memory has room for; bytes of a vector
+_MOST_RANK, _MOST_ROPE, _VECTOR = 512, 128, 16
+
+
+class DecodeLatent(Lowering):
+    """`attn_compiler::decode_latent` (ops.py)."""
+
+    name = "decode_latent"
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        return kernel_limits.check_machine(target)
+
+    def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        refused = latents.check(spec)
+        if spec.latent is None:
+            return refused
+        refused += kernel_limits.check_site(spec, target, OF_LATENT)
+        # What the parts are is only known of a spec that is understood.
+        return refused or [*_check_parts(spec), *_check_sizes(spec, spec.latent), *_check_layouts(spec.latent)]
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        """Neither k nor v is read, and q is made anew."""
+        return LayoutDemand(last_stride_one=False)
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        latent = spec.latent
+        if latent is None:
+            raise ValueError("the site has no latent")
+        given, dtype = latents.given(operands), emitter.value(operands.q).dtype
+        emitter.note(latents.note(spec, latent))
+        nope, of_rope = latents.parts_of_q(emitter, latent, operands.q)
+        parts = [latents.by_heads(emitter, nope, given.weight_k), *(() if of_rope is None else (of_rope,))]
+        q = emitter.call(torch.cat, parts, -1)
+        call = Call(spec=spec, schedule=latent_schedule.schedule(spec, emitter.target), of_latent=True)
+        read = dataclasses.replace(operands, k=given.latent, v=given.latent)
+        further = decode_operands.emit(emitter, call, read)
+        leaf = torch.ops.attn_compiler.decode_latent.default
+        outputs = emitter.call(leaf, q, given.latent, given.latent, further, call.to_text())
+        out = emitter.call(operator.getitem, outputs, 0)
+        weight = emitter.call(torch.transpose, given.weight_v, 1, 2)
+        return _times(emitter, out, weight, dtype)
+
+
+def _times(emitter: Emitter, out: fx.Node, weight: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """float32 (B, H, Sq, rank) by heads, with products in `dtype`: of what it is rounded to, and of what that leaves."""
+    if dtype not in HALVES:
+        return latents.by_heads(emitter, out, weight)
+    queries = emitter.value(out).shape[2]
+    rounded = emitter.call(torch.Tensor.to, out, dtype)
+    rest = emitter.call(torch.Tensor.to, emitter.call(torch.sub, out, rounded), dtype)
+    both = latents.by_heads(emitter, emitter.call(torch.cat, [rounded, rest], 2), weight)
+    halves = (emitter.call(torch.narrow, both, 2, first, queries) for first in (0, queries))
+    return emitter.call(torch.add, *halves)
+
+
+def _check_parts(spec: AttentionSpec) -> list[Reason]:
+    return [
+        Reason(rule=f"no {kind} over a latent", observed=spec.mask.words) for kind in sorted(OF_LATENT.beyond(spec))
+    ]
+
+
+def _check_sizes(spec: AttentionSpec, latent: LatentSpec) -> list[Reason]:
+    rope = 0 if latent.rope is None else latent.rope.shape[3]
+    multiple = 8 if spec.dtype != "float32" else 1
+    sizes = ((latent.rank, _MOST_RANK), (rope, _MOST_ROPE))
+    if all(isinstance(size, int) and size <= most and size % multiple == 0 for size, most in sizes):
+        return []
+    rule = f"the latent has at most {_MOST_RANK} dims, and {_MOST_ROPE} beside it, in half precision multiples of 8"
+    return [Reason(rule=rule, observed=f"{latent.rank} and {rope}")]
+
+
+def _check_layouts(latent: LatentSpec) -> list[Reason]:
+    """What would have to be copied is a whole cache."""
+    parts = (("latent", latent.latent), ("part beside it", latent.rope))
+    dtype_bytes = 1 if latent.latent.dtype == "float32" else _VECTOR
+    demand = LayoutDemand(alignment=dtype_bytes)
+    broken = [(name, demand.broken_by(tensor)) for name, tensor in parts if tensor is not None]
+    return [Reason(rule=f"the {name} is read as it lies", observed=why) for name, why in broken if why is not None]
