@@ -116,11 +116,13 @@ class Finder:
         own, shared = self._parted(runs, linear)
         of_k = self._linear_of(own)
         self._check(match, linear, of_k)
-        rank = int(axes.shape_exprs(linear.weight.meta["val"])[1])
+        rank = axes.shape_exprs(linear.weight.meta["val"])[1]
+        if not rank.is_Integer:
+            raise _No("the size of the latent is not known", remedy="compile with dynamic=None")
         place = of_v.at[:-1]
         if own.at[:-1] != place:
             raise _No("k and v are made of the latent in different places")
-        latent_dim, rope_dim = (Atom(axes.size_expr(rank)),), self._rope_dim(shared)
+        latent_dim, rope_dim = (Atom(rank),), self._rope_dim(shared)
         made_for = sole_reader.made_for(self._mirror, match, {linear.made, of_k.made})
         if made_for is None:
             raise _No("something besides the attention reads k or v, so they are made anyhow")

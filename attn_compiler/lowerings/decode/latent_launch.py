@@ -24,6 +24,7 @@ from attn_compiler.lowerings.shared.arguments import along
 from attn_compiler.lowerings.shared.launching import VECTOR, check_grid, first_launch, start
 from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.ops import output_strides
+from attn_compiler.lowerings.shared.readable import readable
 from attn_compiler.torch_compat import empty_strided
 
 Tensors = Sequence[torch.Tensor]
@@ -126,8 +127,12 @@ def _forward(
     prepared: Prepared, q: torch.Tensor, latent: torch.Tensor, operands: Tensors
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """On the current device."""
-    (batch, heads, seqlen_q, _), seqlen_kv, rank = q.shape, latent.shape[2], latent.shape[3]
     rope = None if prepared.rope is None else operands[prepared.rope]
+    align = _alignment(q, latent, rope)
+    if align == 1:
+        q, latent, rope = readable(q), readable(latent), None if rope is None else readable(rope)
+        align = _alignment(q, latent, rope)
+    (batch, heads, seqlen_q, _), seqlen_kv, rank = q.shape, latent.shape[2], latent.shape[3]
     out = _empty((batch, heads, seqlen_q, rank), output_strides(heads, seqlen_q, rank), q)
     lse = _empty((batch, heads, seqlen_q), (heads * seqlen_q, seqlen_q, 1), q)
     if batch == 0:
@@ -151,8 +156,9 @@ def _forward(
         *((0, 0, 0, 0) if pairs is None else (along(pairs, dim) for dim in range(4))),
         *(lse_at, seqlen_kv, prepared.scale, prepared.changed_by),
     )
-    align = _alignment(q, latent, rope)
-    key = (q.get_device(), align, partial is None, *[operands[place].dtype for place in prepared.typed])
+    begin_at_vectors = [x is None or x.data_ptr() % VECTOR == 0 for x in (q, latent, rope)]
+    typed = [operands[place].dtype for place in prepared.typed]
+    key = (q.get_device(), align, partial is None, *begin_at_vectors, *typed)
     tensors = (q, latent, rope, out, lse, partial, bounds, keys, pairs, sinks)
     options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
     _launch(prepared, attention_decode_latent, key, (splits, prepared.blocks, batch), tensors, numbers, options)

@@ -1,0 +1,93 @@
+"""As compiling.py, the kernels over a latent: run as a program, in a process without the interpreter."""
+
+from __future__ import annotations
+
+import json
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compile as compile_kernel
+
+from attn_compiler.lowerings.decode import latent_launch, latent_schedule
+from attn_compiler.lowerings.decode.kernels.tuples import LatentSwitches
+from attn_compiler.target import Target
+from tests.lowerings.decode.kernels.compiling import source_of
+from tests.lowerings.decode.latent_problems import of_latent, results
+from tests.lowerings.decode.problems import Case
+from tests.lowerings.triton.kernels.compiling import resources
+
+#: (heads, rank, dims beside it, sm)
+JOBS = (
+    *((heads, 512, 64, 90) for heads in (16, 32, 128)),
+    *((128, 512, 64, sm) for sm in (80, 100, 120)),
+    (40, 256, 32, 90),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """kernel: its name. rows: of its tile. As in compiling.py else; wgmma: products of a group of warps."""
+
+    heads: int
+    rank: int
+    sm: int
+    kernel: str
+    rows: int
+    registers: int
+    spilled: int
+    shared: int
+    mma: int
+    wgmma: int
+    copies: int
+
+
+def run(job: tuple[int, int, int, int]) -> list[Found]:
+    heads, rank, rope, sm = job
+    case = Case(name="compiled", batch=1, heads_q=heads, seqlen_kv=1024, bounds=((0, 1000),), splits=4)
+    given: Any = {"rank": rank, "rope": rope, "dtype": torch.bfloat16, "device": "cpu"}
+    schedule = latent_schedule.schedule(of_latent(case, **given).spec, Target.fake(sm=sm))
+    problem = of_latent(case, **given, schedule=schedule)
+    launched: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
+
+    def record(prepared: Any, kernel: Any, key: Any, grid: Any, tensors: Any, numbers: Any, options: Any) -> None:
+        values = dict(zip(kernel.arg_names, (*tensors, *numbers), strict=False))
+        launched.append((kernel, {**values, "HOW": LatentSwitches(**prepared.constants, ALIGN=key[1])}, options))
+
+    with mock.patch.object(latent_launch, "_launch", record):
+        results(problem)
+    found = []
+    for kernel, values, options in launched:
+        compiled = compile_kernel(source_of(kernel, values), target=GPUTarget("cuda", sm, 32), options=options)
+        registers, spilled = resources(compiled.asm["cubin"])
+        ptx = compiled.asm["ptx"]
+        found.append(
+            Found(
+                heads=heads,
+                rank=rank,
+                sm=sm,
+                kernel=kernel.__name__,
+                rows=schedule.rows or 0,
+                registers=registers,
+                spilled=spilled,
+                shared=compiled.metadata.shared,
+                mma=ptx.count("mma.sync"),
+                wgmma=ptx.count("wgmma.mma_async"),
+                copies=ptx.count("cp.async.cg"),
+            )
+        )
+    return found
+
+
+def main() -> None:
+    with ProcessPoolExecutor(max_workers=2) as pool:
+        found = [asdict(found) for of_job in pool.map(run, JOBS) for found in of_job]
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
