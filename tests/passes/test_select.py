@@ -110,7 +110,7 @@ def test_options_reach_the_decision() -> None:
 
 
 #: lowerings whose ops are ATen's own, which run without this package
-IN_EXPORTS = {"sdpa_cpu_flash", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "math", "untouched"}
+IN_EXPORTS = {"sdpa_cpu_flash", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "math", "absorbed", "untouched"}
 
 
 @pytest.mark.parametrize("lowering", lowerings.LOWERINGS, ids=lambda lowering: lowering.name)

@@ -42,6 +42,22 @@ def test_the_rewritten_graph_is_the_one_that_the_passes_made(lowering: str) -> N
     _same(masked, *qkv(), lowering=lowering)
 
 
+@pytest.mark.parametrize("lowering", ["absorbed", "decode_latent", "math"])
+def test_a_latent_in_place_of_k_and_v(lowering: str) -> None:
+    """What made k and v is erased, writes in place and all."""
+
+    def model(q: Tensor, latent: Tensor, rope: Tensor, w: Tensor, new: Tensor) -> Tensor:
+        latent[:, :, 3:4] = new
+        kv = F.linear(latent, w).view(2, 9, 2, 14).transpose(1, 2)
+        k = kv.new_empty(2, 2, 9, 12)
+        k[..., :8].copy_(kv[..., :8])
+        k[..., 8:].copy_(rope.expand(-1, 2, -1, -1))
+        return F.scaled_dot_product_attention(q, k, kv[..., 8:])
+
+    shapes = ((2, 2, 1, 12), (2, 1, 9, 16), (2, 1, 9, 4), (28, 16), (2, 1, 1, 16))
+    _same(model, *(torch.randn(shape) for shape in shapes), lowering=lowering)
+
+
 def test_two_sites_share_a_mask_and_a_third_is_a_miss() -> None:
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         at = torch.arange(q.shape[2])
