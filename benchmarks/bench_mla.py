@@ -48,11 +48,11 @@ COLUMNS = (
 )
 #: of an H200 in bfloat16, without sparsity
 PEAK_TFLOPS = 989.0
-#: (keys, warps, stages) by rows of a tile
-CANDIDATES: dict[int, tuple[tuple[int, int, int], ...]] = {
-    16: ((64, 8, 3), (32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 8, 2), (128, 8, 2)),
-    32: ((64, 8, 3), (64, 8, 2), (32, 8, 3), (32, 4, 2)),
-    64: ((64, 8, 2), (32, 8, 3), (32, 8, 2)),
+#: (keys, warps, stages, programs of a multiprocessor) by rows of a tile
+CANDIDATES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    16: ((64, 8, 3, 1), (32, 4, 2, 4), (32, 4, 3, 2), (64, 4, 2, 2), (64, 8, 2, 2), (64, 4, 3, 1), (128, 8, 2, 1)),
+    32: ((64, 8, 3, 1), (64, 8, 2, 1), (32, 8, 3, 1), (32, 4, 2, 2)),
+    64: ((64, 8, 2, 1), (32, 8, 3, 1), (32, 8, 2, 1)),
 }
 _LEAST_KEYS = (64, 128, 256, 512)
 _CACHES_TOGETHER = 256 << 20
@@ -265,12 +265,19 @@ def schedules(problem: Problem, target: Target) -> Iterator[Schedule]:
     rule = latent_schedule.schedule(spec, target)
     yield rule
     tiles = case.batch * -(-case.sizes.heads // (rule.rows or 16))
-    for keys, warps, stages in CANDIDATES.get(rule.rows or 16, ()):
+    seen = {_shown(rule)}
+    for keys, warps, stages, programs in CANDIDATES.get(rule.rows or 16, ()):
         for least in _LEAST_KEYS:
             found = dataclasses.replace(rule, keys=keys, warps=warps, stages=stages, least_keys=least)
+            found = dataclasses.replace(found, programs=programs * max(target.processors, 1))
             found = dataclasses.replace(found, splits=plan.splits(found, tiles=tiles, seqlen_kv=case.filled))
-            if found != rule:
+            if _shown(found) not in seen:
+                seen.add(_shown(found))
                 yield found
+
+
+def _shown(schedule: Schedule) -> tuple[str, ...]:
+    return tuple(str(getattr(schedule, name)) for name in SCHEDULE)
 
 
 def copy_row(device: str) -> tuple[dict[str, str], float]:
@@ -288,7 +295,7 @@ def attention_rows(case: Case, target: Target, copied: float, *, tried: bool) ->
     for number, schedule in enumerate(schedules(problem, target)):
         if number and not tried:
             return
-        shown = {name: str(getattr(schedule, name)) for name in SCHEDULE}
+        shown = dict(zip(SCHEDULE, _shown(schedule), strict=True))
         row = {**case.columns, "what": "attention", "side": "tried" if number else "rule", **shown}
         try:
             calls = problem.calls(schedule)
