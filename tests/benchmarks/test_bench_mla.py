@@ -40,7 +40,7 @@ def test_the_attention_alone(name: str) -> None:
     first, *others = bench_mla.schedules(problem, Target.fake(sm=90, processors=132))
     assert first.splits is not None
     assert first not in others
-    assert len(set(others)) > 3
+    assert len(set(others)) == len(others) > 1
 
 
 def test_the_kernel_is_given_the_filled_part_of_a_cache() -> None:
