@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from attn_compiler.decisions import Reason
 from attn_compiler.spec import LatentSpec
+from attn_compiler.verifying import outputs
 from tests.passes.compiling import Compiled, compiled
 
 B, H, S, RANK, ROPE, NOPE, V = 2, 4, 24, 32, 8, 16, 12
@@ -195,6 +197,27 @@ def _another_latent(x: Inputs) -> tuple[Tensor, Tensor]:
     return k, _joined(linear(x["other"], x["w2"]), x["rope"])[1]
 
 
+def _heads_last(x: Inputs) -> tuple[Tensor, Tensor]:
+    """Each head has every fourth column."""
+    kv = linear(x["c"], x["w"]).view(B, S, NOPE + V, H).permute(0, 3, 1, 2)
+    return torch.cat((kv[..., :NOPE], x["rope"].expand(-1, H, -1, -1)), -1), kv[..., NOPE:]
+
+
+def _heads_of_less(x: Inputs) -> tuple[Tensor, Tensor]:
+    """Of a projection that makes more than the heads, and something else in front of them."""
+    made = linear(x["c"], torch.cat((x["w2"][:4], x["w"]), 0))[..., 4:]
+    return _joined(made.reshape(B, S, -1), x["rope"])
+
+
+def _part_of_rope(x: Inputs) -> tuple[Tensor, Tensor]:
+    return _joined(linear(x["c"], x["w"]), x["c"][..., 2 : 2 + ROPE])
+
+
+def _rounded(x: Inputs) -> tuple[Tensor, Tensor]:
+    k, v = _joined(linear(x["c"], x["w"]), x["rope"])
+    return k, v.to(torch.bfloat16).to(torch.float32)
+
+
 def _lora(x: Inputs) -> tuple[Tensor, Tensor]:
     return _joined(linear(x["c"], x["w"]) + linear(linear(x["c"], x["down"]), x["up"]) * 2.0, x["rope"])
 
@@ -219,13 +242,15 @@ def _then(write: Callable[[Inputs, Tensor], object]) -> Callable[[Inputs], tuple
         (_rotated, "it is not what the projection gives (a rotary embedding"),
         (_heads_rope, "a rotary part of its own"),
         (_another_latent, "two latents"),
+        (_heads_last, "heads are not equal parts"),
+        (_part_of_rope, "is only a part of its tensor"),
         (_then(lambda x, k: x["c"].mul_(2.0)), "the latent is written in between, by mul_"),
         (_then(lambda x, k: x["c"][:, :, 3:5].fill_(9.0)), "the latent is written in between, by fill_"),
         (_then(lambda x, k: x["w"].mul_(2.0)), "the weight of the projection is written in between, by mul_"),
         (_then(lambda x, k: k.mul_(0.5)), "is written in place: it is not what the projection gives"),
         (_then(lambda x, k: k[..., 3:5].fill_(0.5)), "is written in place: it is not what the projection gives"),
     ],
-    ids="lora bias rotated heads_rope two_latents written written_by_view weight_written scaled filled".split(),
+    ids="lora bias rotated heads_rope two_latents heads_last part_of_rope written written_by_view weight_written scaled filled".split(),
 )
 def test_a_near_miss_is_left_and_named(make: Callable[[Inputs], tuple[Tensor, Tensor]], observed: str) -> None:
     site = _found(_by(make)).site
@@ -236,6 +261,78 @@ def test_a_near_miss_is_left_and_named(make: Callable[[Inputs], tuple[Tensor, Te
     assert observed in reason.observed
     (refusal,) = site.decision.refusals
     assert refusal.reasons == (reason,)
+
+
+@pytest.mark.parametrize("make", [_heads_of_less, _rounded])
+def test_what_is_not_like_a_projection_of_heads_is_left(make: Callable[[Inputs], tuple[Tensor, Tensor]]) -> None:
+    site = _found(_by(make)).site
+    assert (site.decision.lowering, site.spec.latent) == ("math", None)
+
+
+def test_two_dtypes_are_left() -> None:
+    x = _inputs()
+
+    def attention(x: Inputs) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return _attend(x, *_joined(linear(x["c"], x["w"]), x["rope"]))
+
+    function = compiled(attention, lowerings=["absorbed", "math"])
+    with torch.no_grad():
+        torch.testing.assert_close(function(x), attention(x), atol=2e-2, rtol=2e-2)
+    reason = function.site.spec.no_latent
+    assert reason is not None
+    assert "they are made in bfloat16 and float32" in reason.observed
+
+
+@pytest.mark.parametrize(("queries", "lowering"), [(12, "absorbed"), (13, "math")])
+def test_it_is_taken_where_there_is_less_to_multiply(queries: int, lowering: str) -> None:
+    """1 / (36 / 896 + 1 / 24) = 12.2"""
+    function = _found(_by(lambda x: _joined(linear(x["c"], x["w"]), x["rope"])), _inputs(queries))
+    assert function.site.decision.lowering == lowering
+
+
+def test_a_rope_part_that_grows() -> None:
+    """A cache and a new key: what they are put together to is one tensor."""
+
+    def attention(x: Inputs) -> Tensor:
+        latent = torch.cat((x["c"][:, :, 1:], x["other"][:, :, :1]), 2)
+        rope = torch.cat((x["rope"][:, :, 1:], x["of_heads"][:, :1, :1]), 2)
+        return _attend(x, *_expanded(linear(latent, x["w"]), rope))
+
+    assert _found(attention).site.decision.lowering == "absorbed"
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_keys_that_nobody_sees_may_hold_anything(added: bool) -> None:
+    def attention(x: Inputs) -> Tensor:
+        k, v = _joined(linear(x["c"], x["w"]), x["rope"])
+        mask = torch.where(x["mask"], 0.0, -torch.inf) if added else x["mask"]
+        return scaled_dot_product_attention(x["q"], k, v, attn_mask=mask, scale=0.2)
+
+    x = _inputs()
+    function = compiled(attention, lowering="absorbed")
+    with torch.no_grad():
+        expected = attention(x)
+        unseen = ~x["mask"][:, :, 0, :, None]
+        x["c"], x["rope"] = (x[name].masked_fill(unseen, torch.nan) for name in ("c", "rope"))
+        torch.testing.assert_close(function(x), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_checked_output_is_compared_from_the_projection_on() -> None:
+    """What the model rounds k and v to is part of its own error."""
+    attention = _by(lambda x: _expanded(linear(x["c"], x["w"]), x["rope"]))
+    checked: list[list[str]] = []
+    find = outputs.dependents
+
+    def record(*given: Any) -> list[torch.fx.Node]:
+        found = find(*given)
+        checked.append([str(node.target) for node in found])
+        return found
+
+    with mock.patch.object(outputs, "dependents", record):
+        assert _found(attention).site.decision.lowering == "absorbed"
+    assert checked
+    assert all(names[0] == "aten.linear.default" and "aten.copy_.default" in names for names in checked)
 
 
 def test_the_shared_part_may_be_written_before_but_not_after() -> None:

@@ -218,7 +218,9 @@ def test_lowerings_are_registered_once_each() -> None:
         "cudnn",
         "cudnn_fp8",
         "decode",
+        "decode_latent",
         "math",
+        "absorbed",
         "untouched",
     ]
     with pytest.raises(KeyError, match="no lowering 'fa9'; there are reference, reference_fp8, sdpa_cudnn"):
