@@ -291,13 +291,14 @@ def test_it_is_taken_where_there_is_less_to_multiply(queries: int, lowering: str
     assert function.site.decision.lowering == lowering
 
 
-def test_a_rope_part_that_grows() -> None:
+@pytest.mark.parametrize("expand", [_expanded, _joined])
+def test_a_rope_part_that_grows(expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
     """A cache and a new key: what they are put together to is one tensor."""
 
     def attention(x: Inputs) -> Tensor:
         latent = torch.cat((x["c"][:, :, 1:], x["other"][:, :, :1]), 2)
         rope = torch.cat((x["rope"][:, :, 1:], x["of_heads"][:, :1, :1]), 2)
-        return _attend(x, *_expanded(linear(latent, x["w"]), rope))
+        return _attend(x, *expand(linear(latent, x["w"]), rope))
 
     assert _found(attention).site.decision.lowering == "absorbed"
 
