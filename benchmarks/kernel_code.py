@@ -32,6 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe
+from attn_compiler.lowerings.decode import latent_schedule
 from attn_compiler.lowerings.decode import schedule as decode_schedule
 from attn_compiler.lowerings.fp8 import hopper_launch, rounding_launch, triton_launch
 from attn_compiler.lowerings.fp8.rounding import How, Rounding
@@ -40,6 +41,7 @@ from attn_compiler.lowerings.shared import persistent
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.triton import launch
 from attn_compiler.target import Target
+from tests.lowerings.decode import latent_problems
 from tests.lowerings.decode import problems as decode_problems
 from tests.lowerings.decode.kernels import compiling as decode_compiling
 from tests.lowerings.fp8 import problems as fp8_problems
@@ -175,6 +177,14 @@ def _decode(name: str) -> None:
     decode_problems.results(decode_problems.build(case, dtype=torch.bfloat16, device="cpu", schedule=schedule))
 
 
+def _latent(heads: int) -> None:
+    """Many heads in one split."""
+    case = decode_problems.Case(name="latent", heads_q=heads, seqlen_kv=1024, splits=4 if heads < 64 else 1)
+    given: Any = {"rank": 512, "rope": 64, "dtype": torch.bfloat16, "device": "cpu"}
+    schedule = latent_schedule.schedule(latent_problems.of_latent(case, **given).spec, Target.fake(sm=_SM))
+    latent_problems.results(latent_problems.of_latent(case, **given, schedule=schedule))
+
+
 def _fp8(case: Case, recipe: str, forward: Callable[..., Any]) -> None:
     target = Target.fake(sm=_SM)
     given = fp8_problems.build(case, _RECIPES[recipe], dtype=torch.bfloat16, device="cpu", target=target)
@@ -213,6 +223,7 @@ def _cases() -> dict[str, Callable[[], None]]:
     for dtype, cases in ((torch.bfloat16, _TRITON), (torch.float32, _FLOAT32)):
         found |= {f"triton {case.name}": _bound(_triton, case, dtype) for case in cases}
     found |= {f"decode {name}": _bound(_decode, name) for name in decode_compiling.CASES}
+    found |= {f"latent {heads}": _bound(_latent, heads) for heads in (16, 32, 128)}
     for name, recipe in _FP8:
         found[f"fp8 {name} {recipe}"] = _bound(_fp8, fp8_compiling.CASES[name], recipe, triton_launch.forward)
     for case, recipe in _HOPPER:

@@ -19,6 +19,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from attn_compiler.lowerings.decode import latent_launch
 from attn_compiler.lowerings.decode import launch as decode_launch
 from attn_compiler.lowerings.fp8 import hopper_launch, rounding_launch, triton_launch
 from attn_compiler.lowerings.shared import ahead, compiling, imagined, listing_launch
@@ -35,6 +36,7 @@ BODIES = (
     (launch, "forward"),
     (launch, "gradients"),
     (decode_launch, "forward"),
+    (latent_launch, "forward"),
     (triton_launch, "forward"),
     (hopper_launch, "forward"),
     (rounding_launch, "mean_fp8"),
@@ -59,6 +61,8 @@ CASES = (
     "decode head_dim_128",
     "decode keys_sinks",
     "decode fp8",
+    "latent 16",
+    "latent 128",
     "fp8 keys_softcap_128 accurate",
     "hopper causal_64 accurate",
     "round 64 rotated",

@@ -250,6 +250,7 @@ def test_every_leaf_op_of_triton_kernels_is_looked_at() -> None:
         "triton_forward",
         "triton_backward",
         "decode",
+        "decode_latent",
         "triton_fp8",
         "hopper",
         "hopper_fp8",
