@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+import attn_compiler
 from attn_compiler.decisions import Reason
 from attn_compiler.spec import LatentSpec
 from attn_compiler.verifying import outputs
@@ -180,6 +181,16 @@ def test_batches_and_queries(batch: int, queries: int) -> None:
     with torch.no_grad():
         torch.testing.assert_close(function(*given), attention(*given), atol=2e-5, rtol=1e-4)
     assert function.site.decision.lowering == "absorbed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    """Within twice the model's own error of the exact result: `verify` raises otherwise."""
+    x = _inputs(dtype=dtype)
+    function = compiled(_by(lambda x: _expanded(linear(x["c"], x["w"]), x["rope"])), lowering="absorbed", verify=True)
+    with torch.no_grad():
+        assert function(x).dtype == dtype
+    assert any("output verified" in str(one) for one in attn_compiler.verifications())
 
 
 def _heads_rope(x: Inputs) -> tuple[Tensor, Tensor]:
