@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from attn_compiler.passes import bodies, mutation
+from attn_compiler.passes import axes, bodies, mutation
 from attn_compiler.passes.calls import argument, target_name
 
 Writers = dict[StorageWeakRef, list[fx.Node]]
@@ -30,8 +30,7 @@ _MAKES_NEW = _BOUNDARIES | frozenset(
 _PRODUCTS = frozenset("matmul bmm mm baddbmm addmm einsum tensordot __matmul__".split())
 #: products with an addend, which is the first argument
 _WITH_ADDEND = frozenset("baddbmm addmm".split())
-#: what the way up from q, k and v goes on through
-_FOLLOWED = frozenset("mul truediv div cat".split())
+_SCALES = frozenset("mul truediv div".split())
 _OPERANDS = ("query", "key", "value")
 _STEPS_DOWN = 8
 
@@ -87,15 +86,30 @@ def _kept(
     anchors = [node for node in graph.nodes if is_anchor(node)]
     writers = _writers(graph) if anchors or masks else {}
     for anchor in anchors:
+        is_decoding = _has_other_lengths(anchor)
         if "scaled_dot_product" in target_name(anchor):
             scores.add(anchor)
-            _climb_operands([argument(anchor, i, name) for i, name in enumerate(_OPERANDS)], operands)
+            given = [argument(anchor, i, name) for i, name in enumerate(_OPERANDS)]
+            _climb_operands(given, operands, is_decoding=is_decoding)
             others = (x for name, x in anchor.kwargs.items() if name not in _OPERANDS)
             _climb_scores([*anchor.args[3:], *others], scores, operands, writers)
         else:
-            _climb_scores([anchor, *_products_below(anchor)], scores, operands, writers)
+            start = [anchor, *_products_below(anchor)]
+            _climb_scores(start, scores, operands, writers, is_decoding=is_decoding)
     _climb_scores(masks, scores, operands, writers)
     return scores, operands
+
+
+def _has_other_lengths(anchor: fx.Node) -> bool:
+    """Whether there may be more keys than queries, as in decoding: of those, what k and v are made of is looked at (latent.py)."""
+    fused = "scaled_dot_product" in target_name(anchor)
+    nodes = [argument(anchor, i, name) for i, name in enumerate(_OPERANDS[:2])] if fused else [anchor]
+    found = [x.meta.get("example_value") if isinstance(x, fx.Node) else None for x in nodes]
+    values = [value for value in found if isinstance(value, torch.Tensor) and value.dim() > 1]
+    if len(values) < len(nodes):
+        return True
+    sizes = [value.shape[-2] for value in values] if fused else values[0].shape[-2:]
+    return not axes.same_size(*map(axes.size_expr, sizes))
 
 
 def _writers(graph: fx.Graph) -> Writers:
@@ -113,7 +127,14 @@ def _memory(node: fx.Node) -> set[StorageWeakRef]:
     return mutation.storages_of(value) if bodies.has_known_memory(value) else set()
 
 
-def _climb_scores(start: Iterable[object], scores: set[fx.Node], operands: set[fx.Node], writers: Writers) -> None:
+def _climb_scores(
+    start: Iterable[object],
+    scores: set[fx.Node],
+    operands: set[fx.Node],
+    writers: Writers,
+    *,
+    is_decoding: bool = False,
+) -> None:
     queue = [node for node in start if isinstance(node, fx.Node)]
     while queue:
         node = queue.pop()
@@ -123,7 +144,7 @@ def _climb_scores(start: Iterable[object], scores: set[fx.Node], operands: set[f
             continue
         scores.add(node)
         if name in _PRODUCTS:
-            _climb_operands(node.all_input_nodes, operands)
+            _climb_operands(node.all_input_nodes, operands, is_decoding=is_decoding)
             added = argument(node, 0, "input") if name in _WITH_ADDEND else None
             queue.extend([added] if isinstance(added, fx.Node) else [])
         else:
@@ -132,16 +153,20 @@ def _climb_scores(start: Iterable[object], scores: set[fx.Node], operands: set[f
             queue.extend(writer for storage in _memory(node) for writer in writers.get(storage, ()))
 
 
-def _climb_operands(start: Iterable[object], operands: set[fx.Node]) -> None:
-    """Through views, scales and parts put together only, up to the projections: matching goes no further up from q, k and v."""
+def _climb_operands(start: Iterable[object], operands: set[fx.Node], *, is_decoding: bool) -> None:
+    """Through views and scales only: matching goes no further up from q, k and v. is_decoding: through parts that are put together,
+    too, up to the projections."""
+    followed = _SCALES | {"cat"} if is_decoding else _SCALES
     queue = [node for node in start if isinstance(node, fx.Node)]
     while queue:
         node = queue.pop()
-        stops = _makes_new(node) and target_name(node) not in _FOLLOWED
-        if node not in operands and target_name(node) == "linear":
-            # What it is given may be what is read in place of k and v (latent.py).
+        name = target_name(node)
+        if node in operands:
+            continue
+        if name == "linear" and is_decoding:
+            # What it is given may be what is read in place of k and v.
             operands.add(node)
-        elif node not in operands and not stops:
+        elif not _makes_new(node) or name in followed:
             operands.add(node)
             queue.extend(node.all_input_nodes)
 

@@ -36,9 +36,24 @@ def _block(x: Tensor, w: Tensor) -> Tensor:
 
 def test_projections_and_what_surrounds_the_attention_is_skipped() -> None:
     skipped, kept = _skipped(_block, torch.randn(B, S, H * D), torch.randn(3 * H * D, H * D))
-    assert {"layer_norm", "gelu", "sigmoid", "add"} <= skipped
-    # The projection that q, k and v come from is looked at, and nothing above it.
-    assert {"scaled_dot_product_attention", "mul", "unflatten", "permute", "linear"} <= kept
+    assert {"layer_norm", "linear", "gelu", "sigmoid", "add"} <= skipped
+    assert {"scaled_dot_product_attention", "mul", "unflatten", "permute"} <= kept
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("queries", [1, S])
+def test_in_decoding_the_projections_of_k_and_v_are_kept(queries: int, fused: bool) -> None:
+    """What k and v are made of is asked for where there are more keys than queries."""
+
+    def function(q: Tensor, cache: Tensor, weight: Tensor, shared: Tensor) -> Tensor:
+        v = F.linear(cache.cos(), weight).view(B, S, H, D).transpose(1, 2)
+        k = torch.cat((v, shared.expand(-1, H, -1, -1)), -1)
+        return sdpa(q, k, v) if fused else torch.softmax(q @ k.mT, -1) @ v
+
+    given = (torch.randn(B, H, queries, 2 * D), torch.randn(B, S, D), torch.randn(H * D, D), torch.randn(B, 1, S, D))
+    skipped, kept = _skipped(function, *given)
+    assert {"linear", "cat"} <= (kept if queries == 1 else skipped)
+    assert "cos" in skipped
 
 
 def test_scores_masks_and_products_are_kept() -> None:
