@@ -129,7 +129,7 @@ def has_backward(spec: AttentionSpec) -> bool:
 def cudnn_is_faster(spec: AttentionSpec) -> bool:
     """Whether cuDNN's backward was measured to be the faster one, of sites that both take (select_hopper_h200.csv).
 
-    cuDNN's time over this kernel's on an H200: causal, from 1024 tokens on, 0.97 to 1.10, geometric mean 1.01; without a mask 0.90 to 0.99,
+    cuDNN's time over this kernel's on an H200: causal, from 1024 tokens on, 0.97 to 1.10, geometric mean 1.02; without a mask 0.90 to 0.99,
     but for narrow heads and short sequences, 1.08; causal, 512 tokens, head dim 96 and 128 0.92 to 0.97, 64 1.14.
     """
     is_narrow = max(head_dim_tiles(spec)) == min(GRAD_BLOCKS)
