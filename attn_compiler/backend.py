@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from attn_compiler import fp8_state, meanings, torch_compat
+from attn_compiler import fp8_state, meanings, torch_compat, torch_inductor
 from attn_compiler.cache import cache_key
 from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, CompileFailed, LoweringUnavailable, described
 from attn_compiler.options import Options, check_lowering_names, split_options
@@ -46,7 +46,7 @@ def _reset() -> None:
     """Called by torch._dynamo.reset() for every backend that was used."""
     from attn_compiler import torch_frames
 
-    torch_compat.forget_cuda_graphs()
+    torch_inductor.forget_cuda_graphs()
     torch_frames.forget_meanings()
     fp8_state.forget()
 
@@ -228,15 +228,15 @@ class _Inner:
         gm: fx.GraphModule,
         example_inputs: Sequence[Any],
         key: str | None,
-        joint_pass: torch_compat.GraphPass | None,
+        joint_pass: torch_inductor.GraphPass | None,
     ) -> Callable[..., Any]:
         if self.options.inner == "inductor":
-            return torch_compat.compile_with_inductor(
+            return torch_inductor.compile_with_inductor(
                 gm, example_inputs, patches=self.patches, cache_key=key, joint_pass=joint_pass, region=self.region
             )
         if self.patches:
             log.warning("inner=%r ignores Inductor's options: %s", self.options.inner, ", ".join(self.patches))
-        return torch_compat.compile_with_backend(self.options.inner, gm, example_inputs)
+        return torch_inductor.compile_with_backend(self.options.inner, gm, example_inputs)
 
 
 def _require_available(options: Options, report: Report, targets: set[Target], lowerings: Sequence[Lowering]) -> None:

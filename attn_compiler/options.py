@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_inductor
 from attn_compiler.errors import InvalidOption, UnknownOption, nearest
 from attn_compiler.fp8_recipe import Fp8Recipe
 
@@ -110,7 +110,7 @@ def split_options(
         ours.setdefault("dump_dir", environ[DUMP_DIR_VARIABLE])
     if environ.get(CACHE_VARIABLE) == "0":
         ours.setdefault("cache_rewrites", False)
-    return Options(**ours), torch_compat.inductor_patches(_known_mode(mode), _known_inductor_options(inductors))
+    return Options(**ours), torch_inductor.inductor_patches(_known_mode(mode), _known_inductor_options(inductors))
 
 
 def own_name(key: str) -> str | None:
@@ -140,7 +140,7 @@ def check_lowering_names(options: Options, known: Iterable[str]) -> None:
 
 
 def _known_mode(mode: str | None) -> str:
-    modes = torch_compat.inductor_modes()
+    modes = torch_inductor.inductor_modes()
     if mode is not None and mode not in modes:
         raise InvalidOption(option="mode", expected=f"one of {', '.join(map(repr, modes))}", value=mode)
     return mode or "default"
@@ -149,11 +149,11 @@ def _known_mode(mode: str | None) -> str:
 def _known_inductor_options(options: dict[str, Any]) -> dict[str, Any]:
     if not options:
         return options
-    known = torch_compat.inductor_option_names()
+    known = torch_inductor.inductor_option_names()
     for key, value in options.items():
         if key.replace("-", "_") not in known:
             raise UnknownOption(option=key, ours=OPTION_NAMES, inductors=tuple(sorted(known)))
-        expected = torch_compat.inductor_option_type(key.replace("-", "_"))
+        expected = torch_inductor.inductor_option_type(key.replace("-", "_"))
         if expected is not None and not isinstance(value, expected):
             raise InvalidOption(option=key, expected=f"{expected.__name__} (an option of Inductor)", value=value)
     return options

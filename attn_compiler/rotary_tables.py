@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_symbols
 from attn_compiler.lowerings.base import NAMESPACE
 from attn_compiler.lowerings.shared.ops import register_helper
 
@@ -33,7 +33,7 @@ def keep_tables(graph: fx.Graph) -> None:
         if node.target in _FUNCTIONS:
             table = _last_step(node)
             sizes = _sizes_of_larger_readers(table)
-            if len(sizes) > 1 and torch_compat.statically_known(sum(sizes) >= _WORTH_IT):
+            if len(sizes) > 1 and torch_symbols.statically_known(sum(sizes) >= _WORTH_IT):
                 _keep(graph, table)
 
 
@@ -57,7 +57,7 @@ def _sizes_of_larger_readers(table: fx.Node) -> list[Any]:
             waiting.extend(reader.users)
         elif torch.Tag.pointwise in getattr(reader.target, "tags", ()):
             size = _size(reader)
-            if size is not None and torch_compat.statically_known(size > _size(table)):
+            if size is not None and torch_symbols.statically_known(size > _size(table)):
                 found.append(size)
     return found
 

@@ -1,6 +1,7 @@
-"""The only place that uses PyTorch's private API. Importing it on an unsupported torch raises UnsupportedTorch.
+"""PyTorch's private API that has no room of its own: tensors, graphs, errors, CUDA, names. It refuses a torch that is not supported.
 
-Versions are told apart by what they have (a parameter, a type), not by their number, wherever that is possible.
+Importing it on an unsupported torch raises UnsupportedTorch. Versions are told apart by what they have (a
+parameter, a type), not by their number, wherever that is possible.
 """
 
 from __future__ import annotations
@@ -10,15 +11,10 @@ import copy
 import functools
 import inspect
 import logging
-import os
-import sys
 import traceback
-import typing
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -42,165 +38,14 @@ require_supported_torch(str(torch.__version__))
 
 # Private names come after the check, so that an unsupported torch is named before one of them is found missing.
 from torch._guards import CompileContext  # noqa: E402
-from torch._inductor.custom_graph_pass import CustomGraphPass  # noqa: E402
 from torch._logging import trace_structured  # type: ignore[attr-defined]  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.fx.experimental import symbolic_shapes  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 from torch.utils._python_dispatch import (  # noqa: E402
     _disable_current_modes,
     is_traceable_wrapper_subclass,
 )
-from torch.utils._sympy import functions as sympy_functions  # noqa: E402
-from torch.utils._sympy.symbol import SymT, symbol_is_type  # noqa: E402
 
-CompiledFn = Callable[..., Any]
-GraphPass = Callable[[fx.Graph], None]
-
-
-# ---- Inductor's options -------------------------------------------------------------------------------------------
-
-
-def inductor_modes() -> tuple[str, ...]:
-    """Every value that torch.compile's `mode` takes."""
-    from torch._inductor import list_mode_options
-
-    return tuple(list_mode_options())
-
-
-def inductor_option_names() -> frozenset[str]:
-    """Every config name that Inductor takes in torch.compile's `options`."""
-    from torch._inductor import list_options
-
-    return frozenset(list_options())
-
-
-def inductor_option_type(name: str) -> type | None:
-    """The type that Inductor checks the option's value against; None where it checks nothing (`int | None` ...)."""
-    from torch._inductor import config
-
-    declared = config.get_type(name)  # type: ignore[attr-defined]
-    return declared if isinstance(declared, type) and typing.get_origin(declared) is None else None
-
-
-def inductor_patches(mode: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The config patches that backend="inductor" would use for the same mode and (already checked) options.
-
-    Made by PyTorch's own wrapper, which also prepares the process for CUDA graphs and honours the compiler bisector.
-    """
-    return dict(torch._TorchCompileInductorWrapper(mode, options, None).config)  # type: ignore[no-untyped-call]
-
-
-# ---- compiling ----------------------------------------------------------------------------------------------------
-
-
-def compile_with_inductor(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    patches: dict[str, Any],
-    cache_key: str | None,
-    joint_pass: GraphPass | None,
-    region: str | None = None,
-) -> CompiledFn:
-    """Inductor's compile_fx. It takes ownership of `gm`. region: torch.compile's `name=`, where this torch has it.
-
-    joint_pass: runs on the graph of the forward or, in training, of both, once autograd was traced; has to be covered by the key. With
-    neither, the graph is compiled as Inductor alone would.
-    The patches also hold for the backward, which is compiled later, outside of this call. cache_key: what decides the
-    compiled code besides the graph and the config; it enters the keys of the AOTAutograd and FX graph caches.
-    """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-
-    if cache_key is not None and joint_pass is not None:
-        users = patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
-        patches = {**patches, "joint_custom_pre_pass": JointPass(cache_key, joint_pass, before=_as_passes(users))}
-    extra: dict[str, Any] = {}
-    if region is not None and "compile_region_name" in inspect.signature(compile_fx).parameters:
-        extra["compile_region_name"] = region
-    with _recomputing_only_for_a_backward(gm):
-        return typing.cast(CompiledFn, compile_fx(gm, example_inputs, config_patches=patches, **extra))
-
-
-def compile_with_backend(name: str, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> CompiledFn:
-    """Compile with another registered backend ("eager", "aot_eager")."""
-    from torch._dynamo.backends.registry import lookup_backend
-
-    with _recomputing_only_for_a_backward(gm):
-        return lookup_backend(name)(gm, list(example_inputs))
-
-
-@contextlib.contextmanager
-def _recomputing_only_for_a_backward(gm: fx.GraphModule) -> Iterator[None]:
-    """AOTAutograd looks for what a checkpoint recomputes in a graph without gradients, too: for a backward that Dynamo put into it. Where a
-    checkpoint holds an op that may draw random numbers, as PyTorch's attention kernels are marked even without dropout, it raises before
-    it looks for that backward. Where there is none, nothing is recomputed.
-    """
-    from torch._functorch import config
-
-    switch = "remat_using_tags_for_fwd_loss_bwd_graph"
-    nodes = (node for module in graph_modules(gm) for node in module.graph.nodes)
-    if not hasattr(config, switch) or any(node.target in _BACKWARDS for node in nodes):
-        yield
-        return
-    with config.patch({switch: False}):
-        yield
-
-
-#: how a graph asks for gradients itself
-_BACKWARDS = (torch.autograd.grad, torch.autograd.backward, "backward")
-
-
-def starts_over(error: Exception) -> bool:
-    """Whether it tells Dynamo what to do next: trace the frame again (a compiler that found a float to be fixed has the graph made anew
-    without it), or leave it. No failure, then."""
-    from torch._dynamo.exc import RestartAnalysis, SkipFrame
-
-    return isinstance(error, (RestartAnalysis, SkipFrame))
-
-
-class JointPass(CustomGraphPass):
-    """Runs our pass, and puts `key` into the keys of both compile caches, which take in the uuid of every custom pass.
-
-    Without that an artifact of another version or other options is reused, backward included. key: covers `own`. before: the passes
-    that the user had set in the same place; they run, and count in the key, as they would without us.
-    """
-
-    def __init__(self, key: str, own: GraphPass, before: tuple[GraphPass, ...] = ()) -> None:
-        self.key = key
-        self.own = own
-        self.before = before
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for graph_pass in (*self.before, self.own):
-            graph_pass(graph)
-
-    def uuid(self) -> Any | None:
-        """None, which means "do not cache", if a pass of the user has no uuid: what PyTorch does with such a pass."""
-        uuids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.before]
-        return None if None in uuids else ("attn_compiler", self.key, *uuids)
-
-
-def _as_passes(value: Any) -> tuple[GraphPass, ...]:
-    """Inductor's setting of a custom pass: nothing, one, or (since 2.13) several."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
-
-
-def forget_cuda_graphs() -> None:
-    """Free what CUDA graphs hold, as torch._dynamo.reset() does for backend="inductor"."""
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees is not None:
-        trees.reset_cudagraph_trees()
-
-
-def cache_folder() -> Path:
-    """Where Inductor keeps what it compiled (TORCHINDUCTOR_CACHE_DIR). It exists, unless it can't be made: OSError."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir())
+# ---- tensors --------------------------------------------------------------------------------------------------------
 
 
 def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -218,56 +63,6 @@ def allocator(
     if device == "cuda" and not torch._C._len_torch_dispatch_stack():
         return functools.partial(torch._C._dynamo.guards._empty_strided_cuda, size, stride, dtype)  # type: ignore[attr-defined]
     return functools.partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
-
-
-def compile_threads() -> int:
-    """How many kernels Inductor compiles at a time (TORCHINDUCTOR_COMPILE_THREADS); 1: one, where it is needed."""
-    from torch._inductor.async_compile import get_compile_threads
-
-    return get_compile_threads()
-
-
-def share_kernel_cache(device: int) -> None:
-    """Triton keeps compiled kernels where Inductor will have it keep them, which it says when it loads the first of its own."""
-    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
-
-    os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device))
-
-
-def call_directly(op: str, module: str, function: str, *, site: str | None = None) -> None:
-    """Code that Inductor writes from now on calls a function of a module for the op ("namespace::name"), which does the same: to
-    come by the dispatcher takes the host some 5 µs a call. The rest of PyTorch goes on calling the op.
-
-    site: a class of the module, called without arguments. Where the op's tensors lie the same in every call, an instance of its own is
-    called in place of the function.
-    """
-    from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
-
-    alias = f"{op.replace('::', '_')}_directly"
-
-    def write(node: Any, writeline: Callable[[Any], None]) -> None:
-        from torch._inductor.codegen.wrapper import ExternKernelAllocLine
-        from torch._inductor.virtualized import V
-
-        wrapper = V.graph.wrapper_code
-        if site is None or not _lies_the_same(node):
-            node.python_kernel_name = alias
-            wrapper.add_import_once(f"from {module} import {function} as {alias}")
-        else:
-            # No other node of the code has its name, those of subgraphs included.
-            node.python_kernel_name = f"{alias}_{node.get_name()}"
-            wrapper.add_import_once(f"from {module} import {site} as {alias}_class")
-            wrapper.add_import_once(f"{node.python_kernel_name} = {alias}_class()")
-        writeline(ExternKernelAllocLine(wrapper, node))
-
-    CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{op.replace('::', '.')}.default"] = CustomCodegen(python=write)
-
-
-def _lies_the_same(node: Any) -> bool:
-    """Whether the tensors that an Inductor node reads have the same sizes and strides in every call: guards see to those of a graph's
-    inputs, and Inductor's own code to all others."""
-    numbers = (number for tensor in node.inputs for number in (*tensor.get_size(), *tensor.get_stride()))
-    return all(isinstance(number, (int, sympy.Integer)) for number in numbers)
 
 
 @contextlib.contextmanager
@@ -322,7 +117,15 @@ def _unwrapped_class(cls: type[AttnCompilerError]) -> type[AttnCompilerError]:
     return type(cls.__name__, (cls, ShortenTraceback), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-# ---- graphs, fake values, symbolic sizes --------------------------------------------------------------------------
+def starts_over(error: Exception) -> bool:
+    """Whether it tells Dynamo what to do next: trace the frame again (a compiler that found a float to be fixed has the graph made anew
+    without it), or leave it. No failure, then."""
+    from torch._dynamo.exc import RestartAnalysis, SkipFrame
+
+    return isinstance(error, (RestartAnalysis, SkipFrame))
+
+
+# ---- graphs and fake values -----------------------------------------------------------------------------------------
 
 
 def fake_value(node: fx.Node) -> Any:
@@ -370,111 +173,6 @@ def graph_devices(gm: fx.GraphModule) -> tuple[torch.device, ...]:
 def is_wrapper_subclass(value: Any) -> bool:
     """Whether `value` is a tensor that wraps others (DTensor, nested ...): its ops are not those of a plain tensor."""
     return bool(is_traceable_wrapper_subclass(value))
-
-
-def statically_known(condition: bool | torch.SymBool) -> bool:
-    """Whether `condition` always holds. Adds no guard: a symbolic condition that can't be proved is False."""
-    return bool(symbolic_shapes.statically_known_true(condition))
-
-
-def example(number: Any) -> Any:
-    """A number that may be symbolic as this call has it; None where that is not known while compiling. Adds no guard."""
-    if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return number
-    return number.node.hint if number.node.has_hint() else None
-
-
-def example_of(number: Any, size_of: Callable[[int], int]) -> Any:
-    """A number that may be symbolic, as a call would have it whose sizes are others. size_of: from a size of this call. None where it is
-    not known while compiling. Adds no guard."""
-    if not isinstance(number, torch.SymInt):
-        return example(number)
-    sizes = number.node.shape_env.backed_var_to_val
-    symbols = number.node.expr.free_symbols
-    if not symbols <= sizes.keys():
-        return None
-    found = number.node.expr.xreplace({symbol: sympy.Integer(size_of(int(sizes[symbol]))) for symbol in symbols})
-    return int(found) if found.is_Integer else None
-
-
-def dim_of(size: int | torch.SymInt) -> int | str:
-    """A size as a spec has it: the int if it is one always, else its symbolic expression ("s0"). Adds no guard."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    constant = size.node.maybe_as_int()
-    return str(size.node.expr) if constant is None else int(constant)
-
-
-def decided(size: int | torch.SymInt) -> sympy.Expr:
-    """A size as an expression; where it is the larger or smaller of two, and guards of by now say which: that one. Adds no guard."""
-    if not isinstance(size, torch.SymInt):
-        return sympy.Integer(size)
-    env = size.node.shape_env
-
-    def surely_above(a: sympy.Expr, b: sympy.Expr) -> bool:
-        return bool(env.bound_sympy(a - b).lower >= 0)
-
-    def chosen(largest: bool, *args: sympy.Expr) -> sympy.Expr | None:
-        at_end = (a for a in args if all(surely_above(*((a, b) if largest else (b, a))) for b in args))
-        return next(at_end, None)
-
-    expr = size.node.expr
-    for choice in expr.atoms(sympy_functions.Max, sympy_functions.Min):
-        found = chosen(isinstance(choice, sympy_functions.Max), *choice.args)
-        expr = expr if found is None else expr.xreplace({choice: found})
-    return expr
-
-
-def fixed(number: torch.SymFloat) -> float | None:
-    """What a float that Dynamo made symbolic is in this call, which a guard asks of every later one: another number compiles anew. None,
-    and no guard, where it is computed from sizes, too, or is not known while compiling."""
-    is_of_floats = all(symbol_is_type(symbol, SymT.FLOAT) for symbol in number.node.expr.free_symbols)
-    return float(symbolic_shapes.guard_scalar(number)) if is_of_floats and number.node.has_hint() else None
-
-
-def largest(value: torch.Tensor, size: sympy.Expr, most: int) -> int | None:
-    """The largest that a size can be. Of symbols without a known end, guards ask from here on that they are at most `most`, if they are
-    in this call. None where it is not known. value: a fake tensor of the same graph."""
-    env = _shape_env(value)
-    if env is None or size.is_Integer:
-        return int(size) if size.is_Integer else most
-    known = {str(symbol): symbol for symbol in env.var_to_range}
-    size = size.xreplace({symbol: known[str(symbol)] for symbol in size.free_symbols if str(symbol) in known})
-    for symbol in size.free_symbols:
-        _hold(env, symbol, lambda number: number <= most, unless=env.bound_sympy(symbol).upper.is_Integer)
-    upper = env.bound_sympy(size).upper
-    return int(upper) if upper.is_Integer else None
-
-
-def is_of_positive(number: torch.SymInt) -> bool:
-    """Whether all symbols in a number are at least 1, as sizes are: known, or asked by guards from here on if they are in this call."""
-    env = number.node.shape_env
-    for symbol in number.node.expr.free_symbols:
-        _hold(env, symbol, lambda symbolic: symbolic >= 1, unless=bool(env.bound_sympy(symbol).lower >= 1))
-    return all(env.bound_sympy(symbol).lower >= 1 for symbol in number.node.expr.free_symbols)
-
-
-def _shape_env(value: torch.Tensor) -> symbolic_shapes.ShapeEnv | None:
-    mode = getattr(value, "fake_mode", None)
-    return None if mode is None else mode.shape_env
-
-
-def _hold(
-    env: symbolic_shapes.ShapeEnv,
-    symbol: sympy.Symbol,
-    condition: Callable[[torch.SymInt], torch.SymBool | bool],
-    *,
-    unless: bool,
-) -> None:
-    """A guard that the condition is what it is in this call, where that is known while compiling."""
-    number = env.create_symintnode(symbol, hint=None)
-    if not unless and isinstance(number, torch.SymInt) and number.node.has_hint():
-        bool(condition(number))
-
-
-def simplified(mode: FakeTensorMode, size: sympy.Expr) -> sympy.Expr:
-    """A size as the guards of by now have it: a symbol that some op fixed in the meantime is a number."""
-    return size if mode.shape_env is None else mode.shape_env.replace(size)
 
 
 # ---- CUDA ----------------------------------------------------------------------------------------------------------

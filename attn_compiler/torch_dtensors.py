@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_compat, torch_symbols
 from attn_compiler.decisions import Reason
 
 RULE = "attention of DTensors is that of their local tensors"
@@ -66,7 +66,7 @@ def shards(value: Any, name: str) -> Shards | Reason:
     sizes = [value.device_mesh.size(i) for i in range(value.device_mesh.ndim)]
     for axis, (whole, own) in enumerate(zip(value.shape, local_of(value).shape, strict=True)):
         members = math.prod(size for size, dim in zip(sizes, dims, strict=True) if dim == axis)
-        if members > 1 and not torch_compat.statically_known(own * members == whole):
+        if members > 1 and not torch_symbols.statically_known(own * members == whole):
             is_known = isinstance(whole, int) and isinstance(own, int)
             return Reason(
                 rule=RULE,

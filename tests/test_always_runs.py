@@ -17,7 +17,7 @@ import attn_compiler.backend as backend_module
 import attn_compiler.passes as passes_module
 import attn_compiler.publishing as publishing_module
 import attn_compiler.verifying as verifying_module
-from attn_compiler import dump, fp8_state, rotary_tables, torch_compat, torch_snapshots
+from attn_compiler import dump, fp8_state, rotary_tables, torch_compat, torch_inductor, torch_snapshots
 from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, CompileFailed, PassFailed
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.passes import body_inputs, buffers, faults, fp8_sites, summary
@@ -103,7 +103,7 @@ def _kernel_in(gm: fx.GraphModule) -> bool:
 
 def _inner_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The inner compiler fails on the graph with a kernel in it, when it has changed whatever it changes."""
-    compile_with_backend = torch_compat.compile_with_backend
+    compile_with_backend = torch_inductor.compile_with_backend
 
     def fail(name: str, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         has_kernel = _kernel_in(gm)
@@ -114,7 +114,7 @@ def _inner_fails(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("inner is broken")
         return result
 
-    monkeypatch.setattr(torch_compat, "compile_with_backend", fail)
+    monkeypatch.setattr(torch_inductor, "compile_with_backend", fail)
 
 
 #: step -> how it is broken, what the warning says, whether the rewriting is given up
@@ -190,7 +190,7 @@ def test_the_second_graph_is_the_very_graph_that_came(monkeypatch: pytest.Monkey
     def note(gm: fx.GraphModule) -> None:
         texts.append("\n".join(str(m.code) for m in torch_compat.graph_modules(gm)) + str(sorted(gm.__dict__)))
 
-    rewrite, compile_with_backend = passes_module.rewrite, torch_compat.compile_with_backend
+    rewrite, compile_with_backend = passes_module.rewrite, torch_inductor.compile_with_backend
     monkeypatch.setattr(passes_module, "rewrite", lambda gm, *args, **named: (note(gm), rewrite(gm, *args, **named))[1])
 
     def fail(name: str, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -203,7 +203,7 @@ def test_the_second_graph_is_the_very_graph_that_came(monkeypatch: pytest.Monkey
             raise RuntimeError("inner is broken")
         return compile_with_backend(name, gm, example_inputs)
 
-    monkeypatch.setattr(torch_compat, "compile_with_backend", fail)
+    monkeypatch.setattr(torch_inductor, "compile_with_backend", fail)
     model, x = _fresh()
     _warned(lambda: compiled(model, strict=False)(x))
     came, rewritten, again = texts
@@ -239,7 +239,7 @@ def test_an_error_of_the_models_own_graph_is_shown_as_it_is(monkeypatch: pytest.
     def fail(name: str, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         raise ValueError("ours" if _kernel_in(gm) else "the model's own")
 
-    monkeypatch.setattr(torch_compat, "compile_with_backend", fail)
+    monkeypatch.setattr(torch_inductor, "compile_with_backend", fail)
     model, x = _fresh()
     run = compiled(model, strict=False)
     with pytest.raises(Exception, match="the model's own") as caught, pytest.warns(AttnCompilerWarning, match="ours"):
@@ -257,7 +257,7 @@ def test_a_graph_without_attention_is_compiled_once(monkeypatch: pytest.MonkeyPa
         calls.append(1)
         raise ValueError("no code for this")
 
-    monkeypatch.setattr(torch_compat, "compile_with_backend", fail)
+    monkeypatch.setattr(torch_inductor, "compile_with_backend", fail)
     run = compiled(torch.sin, strict=False)
     with pytest.raises(BackendCompilerFailed, match="no code for this"):
         run(torch.ones(2))
@@ -327,7 +327,7 @@ def test_the_leaf_op_fails_where_it_is_compiled(stage: str, dynamic: bool, monke
         # By name: a namespace of ops lists only those that were asked for before.
         for name in ("reference", "reference_forward", "reference_backward"):
             monkeypatch.setitem(inductor.lowerings, getattr(torch.ops.attn_compiler, name).default, fail)
-    compile_with_inductor = torch_compat.compile_with_inductor
+    compile_with_inductor = torch_inductor.compile_with_inductor
 
     def compile_it(*args: Any, **kwargs: Any) -> Any:
         with monkeypatch.context() as patch:
@@ -336,7 +336,7 @@ def test_the_leaf_op_fails_where_it_is_compiled(stage: str, dynamic: bool, monke
                 patch.setattr(ops, "empty_outputs", fail)
             return compile_with_inductor(*args, **kwargs)
 
-    monkeypatch.setattr(torch_compat, "compile_with_inductor", compile_it)
+    monkeypatch.setattr(torch_inductor, "compile_with_inductor", compile_it)
     torch._dynamo.reset()
     attn_compiler.reset()
     run = torch.compile(layer, backend="attn_compiler", dynamic=dynamic, options={"lowering": "reference"})

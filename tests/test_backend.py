@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 import attn_compiler.backend as backend_module
-from attn_compiler import lowerings, masks, passes, publishing, scores, torch_compat
+from attn_compiler import lowerings, masks, passes, publishing, scores, torch_inductor
 from attn_compiler.decisions import Decision, Reason
 from attn_compiler.errors import InvalidOption, LoweringUnavailable, PassFailed, UnknownOption
 from attn_compiler.options import Options
@@ -99,12 +99,12 @@ def test_code_from_a_cache_finds_the_ops_that_it_calls() -> None:
     """No pass of the joint graph runs then, in a process that has imported nothing yet."""
     code = """
 import torch
-from attn_compiler import torch_compat
+from attn_compiler import torch_inductor
 
 def cached(gm, example_inputs, **_):
     return lambda x: [torch.ops.attn_compiler.table(torch.ops.attn_compiler.held(x))]
 
-torch_compat.compile_with_inductor = cached
+torch_inductor.compile_with_inductor = cached
 assert torch.equal(torch.compile(torch.sin, backend="attn_compiler")(torch.ones(3)), torch.ones(3))
 """
     fresh.run(code)
@@ -139,7 +139,7 @@ def test_what_the_inner_compiler_fails_on_has_its_report(pipeline: Pipeline, mon
     def fails(*_: Any, **__: Any) -> Any:
         raise ValueError("no code for this")
 
-    monkeypatch.setattr(torch_compat, "compile_with_inductor", fails)
+    monkeypatch.setattr(torch_inductor, "compile_with_inductor", fails)
     with pytest.raises(Exception, match="no code for this"):
         _compile(lambda a: torch.sin(a))(torch.randn(3))
     assert [found for found, _ in pipeline.published] == [pipeline.report]
@@ -192,7 +192,7 @@ def _patches_given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         given.append(patches)
         return gm.forward
 
-    monkeypatch.setattr(torch_compat, "compile_with_inductor", compile_with_inductor)
+    monkeypatch.setattr(torch_inductor, "compile_with_inductor", compile_with_inductor)
     return given
 
 
@@ -218,7 +218,7 @@ def test_key_of_the_caches_tells_options_and_switched_off_kernels_apart(
         keys.append(cache_key)
         return gm.forward
 
-    monkeypatch.setattr(torch_compat, "compile_with_inductor", compile_with_inductor)
+    monkeypatch.setattr(torch_inductor, "compile_with_inductor", compile_with_inductor)
     for options in ({}, {"lowerings": ["sdpa"]}, {}):
         _compile(torch.sin, **options)(torch.ones(1))
         torch._dynamo.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 import pytest
@@ -36,6 +37,24 @@ LEAKS = frozenset(
         ("attn_compiler.rotary_tables", "shared"),
     }
 )
+
+#: the only modules that import PyTorch's private modules, at the top or in a function
+PRIVATE = frozenset(
+    {
+        "torch_caches",
+        "torch_compat",
+        "torch_dtensors",
+        "torch_frames",
+        "torch_inductor",
+        "torch_observe",
+        "torch_snapshots",
+        "torch_symbols",
+        "torch_tracing",
+        "registration",
+    }
+)
+#: private by their names, but PyTorch has no others for fake tensors, trees of values and modes, and its own documentation uses these
+AS_GOOD_AS_PUBLIC = ("torch._subclasses", "torch.utils._pytree", "torch.utils._python_dispatch")
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +116,39 @@ def test_every_family_has_a_lowering_and_tests(graph: imports.Graph) -> None:
     assert folders - {"__pycache__"} == FAMILIES | {"shared", "choice"}
     for family in FAMILIES:
         assert any((imports.ROOT / "tests/lowerings" / family).glob("test_*.py")), family
+
+
+def _private_modules(module: str, source: str) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            hidden = "._" in name or name.startswith("torch.fx.experimental")
+            if name.startswith("torch.") and hidden and not name.startswith(AS_GOOD_AS_PUBLIC):
+                yield module, name
+
+
+def test_pytorchs_private_modules_are_used_in_few_rooms() -> None:
+    package = imports.ROOT / "attn_compiler"
+    sources = {
+        ".".join(path.relative_to(package).with_suffix("").parts): path.read_text() for path in package.rglob("*.py")
+    }
+    found = [use for module, source in sources.items() for use in _private_modules(module, source)]
+    assert sorted((module, name) for module, name in found if module not in PRIVATE) == []
+    # A room that needs none of it has no reason to be on the list.
+    assert sorted(PRIVATE - {module for module, _ in found}) == []
+
+
+def test_private_modules_are_seen() -> None:
+    source = "def f():\n    from torch import _dynamo\n    import torch.fx.experimental.symbolic_shapes\nimport torch\n"
+    assert [name for _, name in _private_modules("m", source)] == [
+        "torch._dynamo",
+        "torch.fx.experimental.symbolic_shapes",
+    ]
 
 
 def test_circles_are_seen() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_inductor
 from attn_compiler.errors import InvalidOption, UnknownOption
 from attn_compiler.fp8_recipe import Fp8Recipe
 from attn_compiler.options import DUMP_DIR_VARIABLE, OPTION_NAMES, Options, check_lowering_names, split_options
@@ -42,7 +42,7 @@ def test_mode_becomes_inductors_patches(mode: str) -> None:
 
 
 def test_our_names_are_not_inductors() -> None:
-    assert not set(OPTION_NAMES) & torch_compat.inductor_option_names()
+    assert not set(OPTION_NAMES) & torch_inductor.inductor_option_names()
 
 
 @pytest.mark.parametrize(

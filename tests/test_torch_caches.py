@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.compiler._cache import CacheArtifactManager
 
-from attn_compiler import torch_caches, torch_compat
+from attn_compiler import torch_caches, torch_inductor
 
 
 def test_inductors_switches_and_users_patches_of_them() -> None:
@@ -58,5 +58,5 @@ def test_a_file_that_comes_along_is_written_where_it_was(monkeypatch: pytest.Mon
         saved = torch.compiler.save_cache_artifacts()
     assert saved is not None
     assert torch.compiler.load_cache_artifacts(saved[0]) is not None
-    path = torch_compat.cache_folder() / "some/folder/a.json"
+    path = torch_inductor.cache_folder() / "some/folder/a.json"
     assert path.read_bytes() == torch_caches.content(data)

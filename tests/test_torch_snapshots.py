@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from attn_compiler import torch_compat, torch_snapshots
+from attn_compiler import torch_compat, torch_inductor, torch_snapshots
 from attn_compiler.torch_snapshots import Snapshot
 from tests.passes.compiling import CPU_FLASH, captured, compiled
 
@@ -96,7 +96,7 @@ def test_nodes_of_an_attempt_that_raised_are_gone() -> None:
 
 def test_bodies_that_were_traced_before_are_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """AOTAutograd keeps the trace of a nested region by its name, which stands for another body after the graph was taken back."""
-    compile_with_backend = torch_compat.compile_with_backend
+    compile_with_backend = torch_inductor.compile_with_backend
     seen: list[list[str]] = []
 
     def fail(name: str, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -112,7 +112,7 @@ def test_bodies_that_were_traced_before_are_traced_again(monkeypatch: pytest.Mon
     def function(q: Tensor) -> Tensor:
         return region(region(q)).sin()
 
-    monkeypatch.setattr(torch_compat, "compile_with_backend", fail)
+    monkeypatch.setattr(torch_inductor, "compile_with_backend", fail)
     ours, theirs = (torch.randn(2, 2, 5, 8, generator=torch.Generator().manual_seed(0)) for _ in range(2))
     run = compiled(function, strict=False, inner="aot_eager")
     with warnings.catch_warnings(record=True) as caught:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_symbols
 from attn_compiler.passes import mutation, views
 from attn_compiler.passes.mirror import Mirror
 
@@ -107,7 +107,7 @@ def fixed(value: Any) -> float | None:
     For a number that a kernel is compiled with and no tensor can hold: dynamic=True makes symbolic floats of a model's own numbers.
     """
     symbolic = value.meta.get("val") if isinstance(value, fx.Node) else None
-    return torch_compat.fixed(symbolic) if isinstance(symbolic, torch.SymFloat) else None
+    return torch_symbols.fixed(symbolic) if isinstance(symbolic, torch.SymFloat) else None
 
 
 def _fold(mirror: Mirror, node: fx.Node, depth: int) -> torch.Tensor | None:

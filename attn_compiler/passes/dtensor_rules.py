@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler import torch_compat, torch_dtensors
+from attn_compiler import torch_compat, torch_dtensors, torch_symbols
 from attn_compiler.decisions import Reason
 from attn_compiler.passes import bodies
 from attn_compiler.passes.calls import argument, target_name
@@ -150,7 +150,7 @@ def _is_whole(value: torch.Tensor, own: Shards, out: Shards, result: torch.Tenso
         return False
     axes = [(_axis(wanted, value, result.dim()), wanted) for wanted in out.dims]
     return all(
-        axis is None or axis < 0 or torch_compat.statically_known(value.shape[axis] == result.shape[wanted])
+        axis is None or axis < 0 or torch_symbols.statically_known(value.shape[axis] == result.shape[wanted])
         for axis, wanted in axes
         if wanted is not None
     )
@@ -164,7 +164,7 @@ def _axis(wanted: int | None, value: torch.Tensor, rank: int) -> int | None:
 def _is_one(value: torch.Tensor, wanted: int | None, rank: int) -> bool:
     """Whether a tensor is the same all along an axis of the result."""
     axis = _axis(wanted, value, rank)
-    return axis is not None and (axis < 0 or torch_compat.statically_known(value.shape[axis] == 1))
+    return axis is not None and (axis < 0 or torch_symbols.statically_known(value.shape[axis] == 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,7 +208,7 @@ def moved(node: fx.Node, own: Shards, out: Shards) -> Reason:
 def differs(node: fx.Node, value: Any, wanted: Any) -> Reason | None:
     """What a result of local tensors has to agree in with what the model's own node gives."""
     same = value.dtype == wanted.dtype and value.device == wanted.device and value.dim() == wanted.dim()
-    if same and all(torch_compat.statically_known(x == y) for x, y in zip(value.shape, wanted.shape, strict=True)):
+    if same and all(torch_symbols.statically_known(x == y) for x, y in zip(value.shape, wanted.shape, strict=True)):
         return None
     observed = (
         f"{node.name} is {value.dtype} {tuple(value.shape)} of these, and {wanted.dtype} {tuple(wanted.shape)} of those"

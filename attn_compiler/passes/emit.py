@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from attn_compiler import torch_compat, torch_snapshots, torch_tracing
+from attn_compiler import torch_snapshots, torch_symbols, torch_tracing
 from attn_compiler.lowerings.base import Tiles
 from attn_compiler.passes import axes, mutation, regions
 from attn_compiler.passes.axes import AxisError, Size
@@ -80,7 +80,7 @@ def example(mirror: Mirror, node: fx.Node) -> Any:
 
 def find_size(mirror: Mirror, mode: FakeTensorMode, size: Size, known: list[fx.Node]) -> int | tuple[fx.Node, int]:
     """A number, or the (mirror node, dimension) of the `known` nodes that has this size. Raises AxisError where none has."""
-    size = torch_compat.simplified(mode, size)
+    size = torch_symbols.simplified(mode, size)
     if size.is_Integer:
         return int(size)
     for node in known:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler import torch_compat
+from attn_compiler import torch_symbols
 from attn_compiler.decisions import Reason
 from attn_compiler.index_expr import Const, Expr, Index
 from attn_compiler.passes.calls import argument, target_name
@@ -59,7 +59,7 @@ def find(call: fx.Node) -> Blocks | Reason:
     except _OtherwiseError as met:
         return Reason(rule=_RULE, observed=str(met), remedy=_REMEDY)
     wanted, found = (q.shape[2], k.shape[2]), _value(dense).shape[2:]
-    if not all(torch_compat.statically_known(a == b) for a, b in zip(wanted, found, strict=True)):
+    if not all(torch_symbols.statically_known(a == b) for a, b in zip(wanted, found, strict=True)):
         return Reason(rule=_RULE, observed=f"it was made for {tuple(found)} and is used for {wanted}", remedy=_REMEDY)
     return Blocks(dense=dense)
 
@@ -84,7 +84,7 @@ def differs(blocks: Blocks, allowed: fx.Node, mirror: Mirror, reader: Reader) ->
 def _element(reader: Reader, node: fx.Node, value: torch.Tensor) -> Expr:
     """The element at (b, h, q, k), where an axis of size one has only its first."""
     at = tuple(
-        Const(0) if torch_compat.statically_known(size == 1) else Index(name)
+        Const(0) if torch_symbols.statically_known(size == 1) else Index(name)
         for name, size in zip("bhqk", value.shape, strict=True)
     )
     return reader.read_at(len(reader.mirror.graph.nodes), node, at)
@@ -113,7 +113,7 @@ def _is_one_block(lists: tuple[Any, ...], sizes: tuple[Any, ...], q: torch.Tenso
     lengths = (q.shape[2], k.shape[2])
     # No length that is not known now comes near the size of such a block.
     large = all(
-        isinstance(size, int) and (size >= 1 << 30 or torch_compat.statically_known(length <= size))
+        isinstance(size, int) and (size >= 1 << 30 or torch_symbols.statically_known(length <= size))
         for size, length in zip(sizes, lengths, strict=True)
     )
     return ones and large

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from attn_compiler import torch_compat, torch_snapshots, torch_tracing
+from attn_compiler import torch_snapshots, torch_symbols, torch_tracing
 from attn_compiler.decisions import Reason
 from attn_compiler.passes import (
     autograd_functions,
@@ -228,7 +228,7 @@ class _Reader:
             raise _SaysOtherwise(f"it gives {tuple(out.shape)} for q of {tuple(q.shape)}")
         # Written out, a query without keys gives no number; a library's kernel gives 0.
         sees_all = call.before is None and call.after is None
-        if call.softcap and not sees_all and not torch_compat.statically_known(q.shape[-3] <= k.shape[-3]):
+        if call.softcap and not sees_all and not torch_symbols.statically_known(q.shape[-3] <= k.shape[-3]):
             raise _SaysOtherwise("queries may have no keys, beside a softcap")
 
 
@@ -244,7 +244,7 @@ def _require_dtype(call: _Call) -> None:
 
 def _same_length(q: fx.Node, k: fx.Node) -> bool:
     of_q, of_k = (node.meta["example_value"].shape[-3] for node in (q, k))
-    return torch_compat.statically_known(of_q == of_k)
+    return torch_symbols.statically_known(of_q == of_k)
 
 
 # ---- spelling it out ------------------------------------------------------------------------------------------------

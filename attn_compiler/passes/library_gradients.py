@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_symbols
 from attn_compiler.passes import autograd_functions, bodies, library_ops, opaque_calls
 from attn_compiler.passes.calls import argument, target_name
 from attn_compiler.passes.library_ops import Op
@@ -204,4 +204,4 @@ def _same_sizes(a: fx.Node, b: fx.Node) -> bool:
     if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
         return False
     known = left.dim() == right.dim() and left.dtype == right.dtype
-    return known and all(torch_compat.statically_known(x == y) for x, y in zip(left.shape, right.shape, strict=True))
+    return known and all(torch_symbols.statically_known(x == y) for x, y in zip(left.shape, right.shape, strict=True))

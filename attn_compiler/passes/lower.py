@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from attn_compiler import torch_compat, torch_snapshots
+from attn_compiler import torch_snapshots, torch_symbols
 from attn_compiler.decisions import Copy
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import LatentNodes, Operands, StoredNodes, Tiles
@@ -77,7 +77,7 @@ def _leave_out(held: list[_Held]) -> None:
 
 def _lies_as(node: fx.Node, other: fx.Node) -> bool:
     strides = (x.meta["example_value"].stride() for x in (node, other))
-    return all(torch_compat.statically_known(a == b) for a, b in zip(*strides, strict=True))
+    return all(torch_symbols.statically_known(a == b) for a, b in zip(*strides, strict=True))
 
 
 def _report(held: list[_Held], graph: fx.Graph) -> None:

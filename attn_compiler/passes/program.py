@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import fx
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_symbols
 from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.arrange import Recipe, arrange, simplified
 from attn_compiler.passes.axes import Dim
@@ -182,7 +182,7 @@ def _over_pairs(match: Match, builder: Builder[X], term: Term) -> X:
     """The term's tensor, which broadcasts to (B, Hq, Sq, Skv); of elements that are all equal along an axis, the first."""
     x = _run(match, builder, _recipe(match, term), builder.leaf(term.operand.root))
     for axis, letter in enumerate("bhqk"):
-        if letter not in term.along and torch_compat.statically_known(builder.value(x).shape[axis] > 1):
+        if letter not in term.along and torch_symbols.statically_known(builder.value(x).shape[axis] > 1):
             x = builder.call(torch.narrow, x, axis, 0, 1)
     return x
 

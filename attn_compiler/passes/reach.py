@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
-from attn_compiler import reads, torch_compat
+from attn_compiler import reads, torch_symbols
 from attn_compiler.lowerings.base import SizeOf
 from attn_compiler.masks import MaskKind
 from attn_compiler.passes import axes, body_inputs
@@ -63,10 +63,10 @@ def _evaluated(kinds: Kinds) -> tuple[MaskKind | ProvedScore, ...]:
 
 def _named(value: object) -> Iterable[tuple[str, int | None]]:
     if isinstance(value, torch.SymInt):
-        return [(str(torch_compat.dim_of(value)), None)]
+        return [(str(torch_symbols.dim_of(value)), None)]
     if not isinstance(value, FakeTensor):
         return []
-    return [(str(torch_compat.dim_of(size)), axis) for axis, size in enumerate(value.shape)]
+    return [(str(torch_symbols.dim_of(size)), axis) for axis, size in enumerate(value.shape)]
 
 
 def _is_at_hand(unit: Unit, mirror: Mirror, match: Match, version: Version) -> bool:

@@ -12,7 +12,7 @@ import warnings
 
 import torch
 
-from attn_compiler import masks, scores, torch_compat
+from attn_compiler import masks, scores, torch_symbols
 from attn_compiler.decisions import Reason
 from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.passes import (
@@ -166,7 +166,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _dims(sizes: torch.Size | tuple[int, ...]) -> tuple[Dim, ...]:
-    return tuple(torch_compat.dim_of(s) for s in sizes)
+    return tuple(torch_symbols.dim_of(s) for s in sizes)
 
 
 def _tensor_spec(value: torch.Tensor, root: torch.Tensor) -> TensorSpec:

@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from attn_compiler import torch_compat, torch_tracing
+from attn_compiler import torch_symbols, torch_tracing
 from attn_compiler.passes import axes, closed, mutation
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.emit import GraphBuilder
@@ -98,7 +98,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _known_equal(a: Any, b: Any) -> bool:
-    return torch_compat.statically_known(a == b)
+    return torch_symbols.statically_known(a == b)
 
 
 def _all_same(a: Any, b: Any) -> bool:

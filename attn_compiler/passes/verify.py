@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_symbols
 from attn_compiler.errors import VerifyFailed
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Site
@@ -43,7 +43,7 @@ def _differs(before: torch.Tensor, after: torch.Tensor) -> bool:
     if (before.dtype, before.device, before.dim()) != (after.dtype, after.device, after.dim()):
         return True
     # Equal sizes may be spelled differently: s0**2 // s0.
-    return not all(torch_compat.statically_known(a == b) for a, b in zip(before.shape, after.shape, strict=True))
+    return not all(torch_symbols.statically_known(a == b) for a, b in zip(before.shape, after.shape, strict=True))
 
 
 def _words(value: torch.Tensor) -> str:

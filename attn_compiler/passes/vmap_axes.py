@@ -11,7 +11,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from attn_compiler import torch_compat, torch_tracing
+from attn_compiler import torch_symbols, torch_tracing
 from attn_compiler.passes import mutation
 from attn_compiler.passes.calls import target_name
 
@@ -106,7 +106,7 @@ def _given_back(source: torch.Tensor, hidden: torch.Tensor, dim: int) -> torch.T
     """A tensor like `hidden` in the memory of `source`. Where it does not fit, it repeats one example, and can't be written to."""
     reach = hidden.storage_offset() + 1
     reach += sum((size - 1) * stride for size, stride in zip(hidden.shape, hidden.stride(), strict=True))
-    if torch_compat.statically_known(reach * source.element_size() <= source.untyped_storage().nbytes()):
+    if torch_symbols.statically_known(reach * source.element_size() <= source.untyped_storage().nbytes()):
         return torch_tracing.in_memory_of(source, hidden)
     return source.unsqueeze(dim).expand(hidden.shape)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attn_compiler import torch_caches, torch_compat
+from attn_compiler import torch_caches, torch_inductor
 from attn_compiler.options import Options
 from attn_compiler.rewrites.store import Store
 
@@ -23,6 +23,6 @@ def here(options: Options, patches: Mapping[str, Any]) -> Store | None:
     if not options.cache_rewrites or not torch_caches.are_wanted(patches):
         return None
     try:
-        return Store(root=torch_compat.cache_folder())
+        return Store(root=torch_inductor.cache_folder())
     except OSError:
         return None

@@ -10,7 +10,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_symbols
 from tests.lowerings.emitting import GraphEmitter
 
 
@@ -41,7 +41,7 @@ class Bench:
 
     def dims(self, name: str) -> tuple[int | str, ...]:
         """A tensor's shape as a spec has it."""
-        return tuple(map(torch_compat.dim_of, self.nodes[name].meta["example_value"].shape))
+        return tuple(map(torch_symbols.dim_of, self.nodes[name].meta["example_value"].shape))
 
     def run(self, outputs: Sequence[fx.Node], **tensors: torch.Tensor) -> list[torch.Tensor]:
         """What the nodes hold for other tensors than those that the graph was made with; they may be longer or shorter."""

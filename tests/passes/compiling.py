@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 import attn_compiler
-from attn_compiler import torch_compat, torch_tracing
+from attn_compiler import torch_compat, torch_inductor, torch_tracing
 from attn_compiler.passes import mirror, unit
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
@@ -87,14 +87,14 @@ def compiled(function: Callable[..., Any], *, dynamic: bool | None = None, **opt
 
 @contextlib.contextmanager
 def _recording(graphs: list[Graph]) -> Iterator[None]:
-    compile_with_backend = torch_compat.compile_with_backend
+    compile_with_backend = torch_inductor.compile_with_backend
 
     def record(name: str, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         calls = [target_name(n) for m in torch_compat.graph_modules(gm) for n in m.graph.nodes if is_call(n)]
         graphs.append(Graph(calls=calls, text=str(gm.graph.python_code("self").src)))
         return compile_with_backend(name, gm, example_inputs)
 
-    with mock.patch.object(torch_compat, "compile_with_backend", record):
+    with mock.patch.object(torch_inductor, "compile_with_backend", record):
         yield
 
 

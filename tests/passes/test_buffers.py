@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
-from attn_compiler import DelayedScaling, Fp8Recipe, fp8_state, torch_compat
+from attn_compiler import DelayedScaling, Fp8Recipe, fp8_state, torch_compat, torch_inductor
 from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.passes import PIPELINE, verify
 from tests.passes.compiling import Compiled, compiled
@@ -51,7 +51,7 @@ def given_away(function: Any) -> fx.GraphModule:
         found.append(gm)
         return gm.forward
 
-    with mock.patch.object(torch_compat, "compile_with_backend", keep):
+    with mock.patch.object(torch_inductor, "compile_with_backend", keep):
         torch.compile(
             function,
             backend="attn_compiler",

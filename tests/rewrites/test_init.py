@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
-from attn_compiler import cache, rewrites, torch_compat
+from attn_compiler import cache, rewrites, torch_inductor
 from attn_compiler.options import Options
 from attn_compiler.rewrites import targets
 from tests.rewrites.compiling import attention, compiled, is_again, masked, qkv
@@ -139,7 +139,7 @@ def test_gradients_are_those_of_the_passes() -> None:
 
 def test_a_compiler_that_fails_on_it_gets_the_models_own_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_again(attention, *qkv())
-    inputs, compile_with = qkv(), torch_compat.compile_with_backend
+    inputs, compile_with = qkv(), torch_inductor.compile_with_backend
     given: list[str] = []
 
     def failing(name: str, gm: Any, example_inputs: Any) -> Any:
@@ -148,7 +148,7 @@ def test_a_compiler_that_fails_on_it_gets_the_models_own_graph(monkeypatch: pyte
             raise ZeroDivisionError
         return compile_with(name, gm, example_inputs)
 
-    monkeypatch.setattr(torch_compat, "compile_with_backend", failing)
+    monkeypatch.setattr(torch_inductor, "compile_with_backend", failing)
     with pytest.warns(attn_compiler.AttnCompilerWarning, match="ZeroDivisionError"):
         out, (seen,) = compiled(attention, *inputs)
     assert seen.report.from_cache

@@ -81,7 +81,7 @@ def _bytes(count: int) -> str:
 def _plans(
     call: Call, tensors: Mapping[str, Laid], dtype: str, device: int, kinds: tuple[Kind, ...]
 ) -> tuple[Plan, ...]:
-    # By way of torch_compat it imports Inductor, which is not needed to be asked for reasons.
+    # By way of torch_observe it imports Inductor, which is not needed to be asked for reasons.
     from attn_compiler.lowerings.cudnn import frontend
 
     shared: dict[str, Any] = {"dtype": dtype, "inputs": tensors, "device": device, "cudnn": cudnn_version()}

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from torch import fx
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_inductor, torch_symbols
 from attn_compiler.lowerings.shared import imagined, ops
 from attn_compiler.lowerings.shared.any_size import MULTIPLE
 from attn_compiler.lowerings.shared.noting import Note, noting
@@ -90,7 +90,7 @@ def here() -> Ahead | None:
 
     Imports triton, where there is a GPU.
     """
-    threads = torch_compat.compile_threads()
+    threads = torch_inductor.compile_threads()
     if threads <= 1 or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     import triton
@@ -99,7 +99,7 @@ def here() -> Ahead | None:
 
     if triton.knobs.runtime.interpret:
         return None
-    torch_compat.share_kernel_cache(torch.cuda.current_device())
+    torch_inductor.share_kernel_cache(torch.cuda.current_device())
     return Ahead(begin=compiling.workers(threads).begin)
 
 
@@ -130,9 +130,9 @@ def _multiple(size: int) -> int:
 
 #: of symbolic numbers: this call's, multiples of 16, and none of them
 _EXAMPLES: tuple[imagined.Example, ...] = (
-    torch_compat.example,
-    functools.partial(torch_compat.example_of, size_of=_multiple),
-    functools.partial(torch_compat.example_of, size_of=lambda size: _multiple(size) + 1),
+    torch_symbols.example,
+    functools.partial(torch_symbols.example_of, size_of=_multiple),
+    functools.partial(torch_symbols.example_of, size_of=lambda size: _multiple(size) + 1),
 )
 
 

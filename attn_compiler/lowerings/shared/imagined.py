@@ -15,7 +15,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_compat, torch_symbols
 
 #: (symbolic number) -> a number that it may be, or None
 Example = Callable[[Any], Any]
@@ -36,7 +36,7 @@ class Lying:
     device: torch.device
 
     @staticmethod
-    def of(value: torch.Tensor, example: Example = torch_compat.example) -> Lying:
+    def of(value: torch.Tensor, example: Example = torch_symbols.example) -> Lying:
         """Raises NoExampleError."""
         return Lying(
             shape=tuple(_number(size, example) for size in value.shape),
@@ -64,7 +64,7 @@ class Pointer:
         return self.address
 
 
-def described(argument: Any, example: Example = torch_compat.example) -> Any:
+def described(argument: Any, example: Example = torch_symbols.example) -> Any:
     """An argument of a graph's node, as something to compare: values of tensors as `Lying`, symbolic numbers as an example.
 
     Raises NoExampleError.

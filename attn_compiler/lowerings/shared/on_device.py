@@ -1,7 +1,4 @@
-"""What the bodies of leaf ops do on a device, whatever their kernels: choose it, and allocate with little work for the host.
-
-Imports Inductor (torch_compat), so it comes late.
-"""
+"""What the bodies of leaf ops do on a device, whatever their kernels: choose it, and allocate with little work for the host."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def without_autograd(graph: fx.Graph) -> None:
 
     To come by the formula, which has nothing left to do, takes the host 10 of 34 µs of a call on an H200 machine.
     """
-    from attn_compiler.torch_compat import call_directly
+    from attn_compiler.torch_inductor import call_directly
 
     for node in list(graph.nodes):
         if node.op == "call_function" and getattr(node.target, "namespace", None) == NAMESPACE:

@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_inductor
 from attn_compiler.cache import digest_of_tree, package_version
 from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.shared import parts as site_parts
@@ -78,7 +78,7 @@ class Tuner:
     @staticmethod
     def here() -> Tuner:
         """On this machine's GPUs, kept in a folder of Inductor's cache."""
-        folder = torch_compat.cache_folder() / "attn_compiler" / "autotune"
+        folder = torch_inductor.cache_folder() / "attn_compiler" / "autotune"
         return Tuner(measure_of=_on_gpu, gpu_name=torch.cuda.get_device_name, store=Store(folder=folder))
 
     def of(self, spec: AttentionSpec, target: Target, device: torch.device) -> Tuned | None:

@@ -15,7 +15,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_compiler import index_expr as ix
-from attn_compiler import torch_compat
+from attn_compiler import torch_symbols
 from attn_compiler.index_expr import Const, Expr, Index, Load, Ranges
 from attn_compiler.index_expr.ranges import LOADED, LOADED_KEY
 from attn_compiler.passes import axes, mutation
@@ -343,7 +343,7 @@ class Reader:
     def _largest_size(self, node: fx.Node, size: sympy.Expr) -> int:
         """Held by a guard, where nothing is known and it is at most LONGEST in this call."""
         if size not in self._sizes:
-            self._sizes[size] = torch_compat.largest(fake(node), size, LONGEST) or IN_MEMORY
+            self._sizes[size] = torch_symbols.largest(fake(node), size, LONGEST) or IN_MEMORY
         return self._sizes[size]
 
     def scan_variable(self) -> Index:
@@ -406,7 +406,7 @@ def whole_number(expr: sympy.Expr) -> Expr | None:
 
 def symbolic(number: torch.SymInt) -> Expr | None:
     """A number of the model's own, made of sizes or of what it was called with. None where it is made of one that may be below 1."""
-    return whole_number(torch_compat.decided(number)) if torch_compat.is_of_positive(number) else None
+    return whole_number(torch_symbols.decided(number)) if torch_symbols.is_of_positive(number) else None
 
 
 def _largest_element(node: fx.Node) -> int:

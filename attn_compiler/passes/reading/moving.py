@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler import torch_compat
+from attn_compiler import torch_symbols
 from attn_compiler.index_expr import Const, Expr
 from attn_compiler.passes import axes
 from attn_compiler.passes.reading.core import (
@@ -189,7 +189,7 @@ def first_of_slice(node: fx.Node, source: fx.Node, dim: int) -> Expr | None:
     start: Any = argument(node, "start") or 0
     if _is_from_the_front(start):
         value = start.meta["val"] if isinstance(start, fx.Node) else start
-        return Const(value) if isinstance(value, int) else whole_number(torch_compat.decided(value))
+        return Const(value) if isinstance(value, int) else whole_number(torch_symbols.decided(value))
     extent = axes.shape_exprs(fake(source))[dim]
     if isinstance(start, int) and extent.is_Integer:
         return Const(max(0, start + int(extent)))
@@ -203,7 +203,7 @@ def first_of_slice(node: fx.Node, source: fx.Node, dim: int) -> Expr | None:
 def _is_from_the_front(start: Any) -> bool:
     """A start below zero counts from the end."""
     value = start.meta.get("val") if isinstance(start, fx.Node) else start
-    return isinstance(value, (int, torch.SymInt)) and torch_compat.statically_known(value >= 0)
+    return isinstance(value, (int, torch.SymInt)) and torch_symbols.statically_known(value >= 0)
 
 
 def _indexed(reader: Reader, node: fx.Node, at: At) -> Expr | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling, torch_compat
+from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling, torch_inductor
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings import by_name
@@ -358,7 +358,7 @@ def test_compiled_code_holds_no_copy_for_what_is_attached(
         calls.extend(str(node.target) for node in graph.nodes if "attn_compiler" in str(node.target))
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        return torch_compat.compile_with_inductor(gm, inputs, patches={}, cache_key=name, joint_pass=noted)
+        return torch_inductor.compile_with_inductor(gm, inputs, patches={}, cache_key=name, joint_pass=noted)
 
     upstream = torch.randn(spec.q.shape).bfloat16()
     found = []

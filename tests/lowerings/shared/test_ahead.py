@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import attn_compiler
-from attn_compiler import torch_compat
+from attn_compiler import torch_inductor
 from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.lowerings.shared import ahead, imagined, launching, on_device, ops
 from attn_compiler.lowerings.shared.ahead import Ahead
@@ -208,14 +208,14 @@ def test_other_compilers_trace_no_backward(begun: Begun) -> None:
 
 @pytest.mark.parametrize(("threads", "is_used"), [(1, True), (4, False)])
 def test_where_nothing_is_compiled_ahead(threads: int, is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_compat, "compile_threads", lambda: threads)
+    monkeypatch.setattr(torch_inductor, "compile_threads", lambda: threads)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_used)
     assert ahead.here() is None
 
 
 def test_on_a_gpu_threads_compile_where_inductor_would_have_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     triton = pytest.importorskip("triton")
-    monkeypatch.setattr(torch_compat, "compile_threads", lambda: 4)
+    monkeypatch.setattr(torch_inductor, "compile_threads", lambda: 4)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

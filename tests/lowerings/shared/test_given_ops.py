@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_inductor
 from attn_compiler.lowerings.plain import ops as reference_ops
 from attn_compiler.lowerings.shared import given_ops, ops
 from tests import cases
@@ -43,7 +43,7 @@ def test_what_is_given_gets_the_family_s_gradients_and_is_left_out_of_compiled_c
         calls.extend(str(node.target) for node in graph.nodes if "attn_compiler" in str(node.target))
 
     def backend(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
-        return torch_compat.compile_with_inductor(gm, given, patches={}, cache_key="given", joint_pass=noted)
+        return torch_inductor.compile_with_inductor(gm, given, patches={}, cache_key="given", joint_pass=noted)
 
     leaves = (inputs.q, inputs.k, inputs.v)
     right = leaf(inputs)[0]

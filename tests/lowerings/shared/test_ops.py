@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._inductor.codegen import custom_extern_kernel_codegen
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_inductor
 from attn_compiler.lowerings.plain import ops as reference_ops
 from attn_compiler.lowerings.shared import ops
 from tests import cases, numerics
@@ -64,7 +64,7 @@ def test_compiled_code_calls_the_leaf_op_without_its_formula(training: bool) -> 
         calls.extend(str(node.target) for node in graph.nodes if "attn_compiler" in str(node.target))
 
     def backend(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
-        return torch_compat.compile_with_inductor(gm, given, patches={}, cache_key=str(training), joint_pass=noted)
+        return torch_inductor.compile_with_inductor(gm, given, patches={}, cache_key=str(training), joint_pass=noted)
 
     with torch._inductor.config.patch(force_disable_caches=True):  # type: ignore[attr-defined]
         found = torch.compile(run, backend=backend)(inputs.q, inputs.k, inputs.v)
@@ -114,7 +114,7 @@ def test_compiled_code_calls_a_body_by_itself(monkeypatch: pytest.MonkeyPatch, s
 
     def backend(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
         joint_pass = ops.without_autograd
-        return torch_compat.compile_with_inductor(gm, given, patches={}, cache_key="directly", joint_pass=joint_pass)
+        return torch_inductor.compile_with_inductor(gm, given, patches={}, cache_key="directly", joint_pass=joint_pass)
 
     with torch._inductor.config.patch(force_disable_caches=True):  # type: ignore[attr-defined]
         compiled = torch.compile(run, backend=backend, dynamic=dynamic)

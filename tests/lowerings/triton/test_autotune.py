@@ -16,7 +16,7 @@ from rich.console import Console
 
 import attn_compiler
 from attn_compiler import target as machine
-from attn_compiler import torch_compat
+from attn_compiler import torch_inductor
 from attn_compiler.codec import Codec
 from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.shared import parts, tile_table
@@ -259,7 +259,7 @@ def test_a_file_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
 
 
 def test_where_it_is_kept(tmp_path: Path) -> None:
-    with mock.patch.object(torch_compat, "cache_folder", return_value=tmp_path):
+    with mock.patch.object(torch_inductor, "cache_folder", return_value=tmp_path):
         assert Tuner.here().store.folder == tmp_path / "attn_compiler" / "autotune"
 
 
@@ -422,7 +422,7 @@ def test_a_padded_llama_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     pytest.importorskip("transformers", reason="this test compiles a model of transformers: pip install -e '.[models]'")
     from benchmarks import bench_h200, compare, harness, inputs
 
-    monkeypatch.setattr(torch_compat, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(torch_inductor, "cache_folder", lambda: tmp_path)
     way = inputs.SCENARIOS["prefill_padded"]
     case = bench_h200.Measured(family="llama", implementation="sdpa", scenario=way).case("small", "cuda:0")
     for source in ("autotuned", "from disk"):

@@ -1,0 +1,118 @@
+"""Private PyTorch API of symbolic sizes: what is known of them, what they are in this call, and guards that fix them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import symbolic_shapes
+from torch.utils._sympy import functions as sympy_functions
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+
+def statically_known(condition: bool | torch.SymBool) -> bool:
+    """Whether `condition` always holds. Adds no guard: a symbolic condition that can't be proved is False."""
+    return bool(symbolic_shapes.statically_known_true(condition))
+
+
+def example(number: Any) -> Any:
+    """A number that may be symbolic as this call has it; None where that is not known while compiling. Adds no guard."""
+    if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return number
+    return number.node.hint if number.node.has_hint() else None
+
+
+def example_of(number: Any, size_of: Callable[[int], int]) -> Any:
+    """A number that may be symbolic, as a call would have it whose sizes are others. size_of: from a size of this call. None where it is
+    not known while compiling. Adds no guard."""
+    if not isinstance(number, torch.SymInt):
+        return example(number)
+    sizes = number.node.shape_env.backed_var_to_val
+    symbols = number.node.expr.free_symbols
+    if not symbols <= sizes.keys():
+        return None
+    found = number.node.expr.xreplace({symbol: sympy.Integer(size_of(int(sizes[symbol]))) for symbol in symbols})
+    return int(found) if found.is_Integer else None
+
+
+def dim_of(size: int | torch.SymInt) -> int | str:
+    """A size as a spec has it: the int if it is one always, else its symbolic expression ("s0"). Adds no guard."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    constant = size.node.maybe_as_int()
+    return str(size.node.expr) if constant is None else int(constant)
+
+
+def decided(size: int | torch.SymInt) -> sympy.Expr:
+    """A size as an expression; where it is the larger or smaller of two, and guards of by now say which: that one. Adds no guard."""
+    if not isinstance(size, torch.SymInt):
+        return sympy.Integer(size)
+    env = size.node.shape_env
+
+    def surely_above(a: sympy.Expr, b: sympy.Expr) -> bool:
+        return bool(env.bound_sympy(a - b).lower >= 0)
+
+    def chosen(largest: bool, *args: sympy.Expr) -> sympy.Expr | None:
+        at_end = (a for a in args if all(surely_above(*((a, b) if largest else (b, a))) for b in args))
+        return next(at_end, None)
+
+    expr = size.node.expr
+    for choice in expr.atoms(sympy_functions.Max, sympy_functions.Min):
+        found = chosen(isinstance(choice, sympy_functions.Max), *choice.args)
+        expr = expr if found is None else expr.xreplace({choice: found})
+    return expr
+
+
+def fixed(number: torch.SymFloat) -> float | None:
+    """What a float that Dynamo made symbolic is in this call, which a guard asks of every later one: another number compiles anew. None,
+    and no guard, where it is computed from sizes, too, or is not known while compiling."""
+    is_of_floats = all(symbol_is_type(symbol, SymT.FLOAT) for symbol in number.node.expr.free_symbols)
+    return float(symbolic_shapes.guard_scalar(number)) if is_of_floats and number.node.has_hint() else None
+
+
+def largest(value: torch.Tensor, size: sympy.Expr, most: int) -> int | None:
+    """The largest that a size can be. Of symbols without a known end, guards ask from here on that they are at most `most`, if they are
+    in this call. None where it is not known. value: a fake tensor of the same graph."""
+    env = _shape_env(value)
+    if env is None or size.is_Integer:
+        return int(size) if size.is_Integer else most
+    known = {str(symbol): symbol for symbol in env.var_to_range}
+    size = size.xreplace({symbol: known[str(symbol)] for symbol in size.free_symbols if str(symbol) in known})
+    for symbol in size.free_symbols:
+        _hold(env, symbol, lambda number: number <= most, unless=env.bound_sympy(symbol).upper.is_Integer)
+    upper = env.bound_sympy(size).upper
+    return int(upper) if upper.is_Integer else None
+
+
+def is_of_positive(number: torch.SymInt) -> bool:
+    """Whether all symbols in a number are at least 1, as sizes are: known, or asked by guards from here on if they are in this call."""
+    env = number.node.shape_env
+    for symbol in number.node.expr.free_symbols:
+        _hold(env, symbol, lambda symbolic: symbolic >= 1, unless=bool(env.bound_sympy(symbol).lower >= 1))
+    return all(env.bound_sympy(symbol).lower >= 1 for symbol in number.node.expr.free_symbols)
+
+
+def _shape_env(value: torch.Tensor) -> symbolic_shapes.ShapeEnv | None:
+    mode = getattr(value, "fake_mode", None)
+    return None if mode is None else mode.shape_env
+
+
+def _hold(
+    env: symbolic_shapes.ShapeEnv,
+    symbol: sympy.Symbol,
+    condition: Callable[[torch.SymInt], torch.SymBool | bool],
+    *,
+    unless: bool,
+) -> None:
+    """A guard that the condition is what it is in this call, where that is known while compiling."""
+    number = env.create_symintnode(symbol, hint=None)
+    if not unless and isinstance(number, torch.SymInt) and number.node.has_hint():
+        bool(condition(number))
+
+
+def simplified(mode: FakeTensorMode, size: sympy.Expr) -> sympy.Expr:
+    """A size as the guards of by now have it: a symbol that some op fixed in the meantime is a number."""
+    return size if mode.shape_env is None else mode.shape_env.replace(size)
