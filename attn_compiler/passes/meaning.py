@@ -1,6 +1,6 @@
 """What is added to a site's scores and masks them, proved: read as a condition over (b, h, q, k) and kinds of both.
 
-The two are told apart (score_kinds.py). A condition must be exact; what is added need only be named.
+The two are told apart (added.py). A condition must be exact; what is added need only be named.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attn_compiler.index_expr.dividing import divide
 from attn_compiler.index_expr.ranges import LOADED_KEY
 from attn_compiler.index_expr.reach import Reach
 from attn_compiler.masks import MaskKind
-from attn_compiler.passes import axes, elements, fills, kinds, mutation, reading, score_kinds, shut_queries
+from attn_compiler.passes import added, axes, elements, fills, kinds, mutation, reading, score_kinds, shut_queries
 from attn_compiler.passes.axes import Dim
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
@@ -120,7 +120,7 @@ class _Read:
             self._add_unread(term)
             return
         within = self._known(x, term)
-        found = score_kinds.split(x, term.weight, scores_up_to=fills.of_scores(self._match), within=within)
+        found = added.split(x, term.weight, scores_up_to=fills.of_scores(self._match), within=within)
         self._reach = self._reach.plus(found.reach(within))
         if not ix.is_exact(found.allowed):
             self._reasons.append(

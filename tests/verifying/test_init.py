@@ -22,7 +22,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler import verifying
 from attn_compiler.errors import VerificationMismatch
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
-from attn_compiler.passes import buffers, reading, score_kinds
+from attn_compiler.passes import added, buffers, reading, score_kinds
 from attn_compiler.verifying import Verification, results
 from tests.passes.compiling import Compiled, compiled, mark
 from tests.verifying.planning import planned
@@ -423,7 +423,7 @@ def test_condition_that_is_off_by_one(function: Callable[..., Tensor], dynamic_s
 def test_bias_that_is_off_by_a_position(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Tensor]) -> None:
     real = score_kinds.RECOGNISERS[0]
 
-    def off_by_one(part: score_kinds.Added) -> Any:
+    def off_by_one(part: added.Added) -> Any:
         kind = real(part)
         return kind and dataclasses.replace(kind, position=ix.add(kind.position, ix.ONE))
 

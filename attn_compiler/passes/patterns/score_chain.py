@@ -11,8 +11,8 @@ from torch import fx
 from attn_compiler.passes import axes, constants, views
 from attn_compiler.passes.axes import AxisError, Dim, Dims
 from attn_compiler.passes.contraction import Contraction
-from attn_compiler.passes.patterns import score_steps
-from attn_compiler.passes.patterns.score_steps import Step
+from attn_compiler.passes.patterns import score_steps, steps
+from attn_compiler.passes.patterns.steps import Step
 from attn_compiler.passes.site import Limit
 from attn_compiler.scores import Pointwise, ScoreChange, Unusual, pointwise
 
@@ -107,17 +107,17 @@ def _apply(scores: Scores, step: Step) -> None:
     if scores.sinks is not None:
         _check_after_sinks(scores, step)
     match step:
-        case score_steps.View():
+        case steps.View():
             scores.dims = views.forward(step.node, scores.dims)
-        case score_steps.Scale():
+        case steps.Scale():
             _scale(scores, step, step.factor)
-        case score_steps.RuntimeScale():
+        case steps.RuntimeScale():
             _runtime_scale(scores, step)
-        case score_steps.Add():
+        case steps.Add():
             if step.negates:
                 _scale(scores, step, -1.0)
             scores.additive.append(_added(step.term, scores.dims, step.node, step.weight))
-        case score_steps.Keep():
+        case steps.Keep():
             scores.keeps.append(
                 Joined(
                     node=step.condition,
@@ -129,14 +129,14 @@ def _apply(scores: Scores, step: Step) -> None:
                 )
             )
             scores.masked_at.append(step.fill)
-        case score_steps.Clamp():
+        case steps.Clamp():
             scores.masked_at.append(step.low)
             scores.limits.append(Limit(low=step.low, high=step.high, of_dtype=step.of_dtype))
-        case score_steps.Shift():
+        case steps.Shift():
             scores.shifted_along.append(scores.dims[-1])
-        case score_steps.Change():
+        case steps.Change():
             _change(scores, step)
-        case score_steps.SinkColumn():
+        case steps.SinkColumn():
             _join_sinks(scores, step)
 
 
@@ -146,14 +146,14 @@ def _added(term: fx.Node, dims: Dims, used: fx.Node, weight: float) -> Joined:
 
 def _check_after_sinks(scores: Scores, step: Step) -> None:
     """The kinds say what happens to the scores before the sink column joins them: what comes later would change it too."""
-    if isinstance(step, (score_steps.View, score_steps.SinkColumn)):
+    if isinstance(step, (steps.View, steps.SinkColumn)):
         raise AxisError(f"{step.node.name} moves the scores after the sink column joined them")
-    if not isinstance(step, (score_steps.Cast, score_steps.Clamp, score_steps.Shift)):
-        name = step.name if isinstance(step, score_steps.Change) else type(step).__name__.lower()
+    if not isinstance(step, (steps.Cast, steps.Clamp, steps.Shift)):
+        name = step.name if isinstance(step, steps.Change) else type(step).__name__.lower()
         scores.unusual(f"{name} after the sink column")
 
 
-def _join_sinks(scores: Scores, step: score_steps.SinkColumn) -> None:
+def _join_sinks(scores: Scores, step: steps.SinkColumn) -> None:
     if scores.shifted_along:
         scores.unusual("a sink column beside scores that their maximum was subtracted from")
     logits = step.sinks
@@ -173,7 +173,7 @@ def _scale(scores: Scores, step: Step, factor: float) -> None:
     scores.limits = [limit.scaled(factor) for limit in scores.limits]
 
 
-def _runtime_scale(scores: Scores, step: score_steps.RuntimeScale) -> None:
+def _runtime_scale(scores: Scores, step: steps.RuntimeScale) -> None:
     scaled = Scaled(by=step.by, divide=step.divide, dims=scores.dims, used=step.node)
     if _widens_float16(step):
         scores.unusual("a run-time scale in a wider dtype than the float16 scores")
@@ -188,13 +188,13 @@ def _runtime_scale(scores: Scores, step: score_steps.RuntimeScale) -> None:
     scores.unusual("a run-time scale after other score changes")
 
 
-def _widens_float16(step: score_steps.RuntimeScale) -> bool:
+def _widens_float16(step: steps.RuntimeScale) -> bool:
     """A kernel multiplies q instead, in q's dtype, where a product that float32 holds may be infinite."""
     before, after = views.value(step.source).dtype, views.value(step.node).dtype
     return before == torch.float16 and after != before
 
 
-def _change(scores: Scores, step: score_steps.Change) -> None:
+def _change(scores: Scores, step: steps.Change) -> None:
     """A bias inside it, or a second change, has no kind of its own."""
     if scores.additive or scores.keeps or scores.is_changed or scores.shifted_along:
         scores.unusual(f"{step.name} after a mask, a bias, a shift or another change")

@@ -15,8 +15,21 @@ from torch import fx
 
 from attn_compiler.passes import constants, mutation, operands, views
 from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.patterns.steps import (
+    Add,
+    Cast,
+    Change,
+    Clamp,
+    Keep,
+    RuntimeScale,
+    Scale,
+    Shift,
+    SinkColumn,
+    Step,
+    View,
+)
 from attn_compiler.passes.views import argument, value
-from attn_compiler.scores import Pointwise, Softcap
+from attn_compiler.scores import Softcap
 
 aten = torch.ops.aten
 
@@ -25,91 +38,6 @@ MASKED_BELOW = -65504.0
 
 #: What masked scores must still be below after later scales: 1 / sqrt(1024) is allowed
 STILL_MASKED_BELOW = MASKED_BELOW / 32
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One op on the scores: `source` carries them, `node` is the result. `uses`: further nodes that belong to the op."""
-
-    node: fx.Node
-    source: fx.Node
-    uses: tuple[fx.Node, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class View(Step):
-    """Elements are moved, not changed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cast(Step):
-    """Another floating dtype."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scale(Step):
-    """Times a number known now."""
-
-    factor: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class RuntimeScale(Step):
-    """Times (or over) what is known at run time only: a number, or a tensor that broadcasts to the scores, as one number a head is."""
-
-    by: fx.Node
-    divide: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Add(Step):
-    """Plus weight × term. negates: the scores themselves are subtracted."""
-
-    term: fx.Node
-    weight: float = 1.0
-    negates: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Keep(Step):
-    """Only where the condition holds (or, inverted, does not): the rest is masked out, with the score `fill`."""
-
-    condition: fx.Node
-    inverted: bool
-    fill: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change(Step):
-    """A change of each score by itself, by an op of that name. Of a softcap it is the middle: what follows is a scale."""
-
-    name: str
-    change: Pointwise
-
-
-@dataclass(frozen=True, kw_only=True)
-class SinkColumn(Step):
-    """A column of logits joins the keys: as the last one, or as the `first`. sinks: the logits, or the number that all of them are."""
-
-    sinks: fx.Node | float
-    first: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clamp(Step):
-    """No score below `low`, which masks, or above `high`. of_dtype: both are the ends of the scores' dtype, or none.
-
-    Whether that changes a number, what the scores are multiplied with and what is added decide (fills.py).
-    """
-
-    low: float
-    high: float = math.inf
-    of_dtype: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shift(Step):
-    """Minus the maximum along the last axis: a softmax over that axis does not see it."""
 
 
 Reader = Callable[[Mirror, fx.Node], list[Step]]

@@ -16,7 +16,7 @@ from attn_compiler.passes.contraction import Contraction
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.patterns import assembly, score_chain, score_steps, weights_chain
 from attn_compiler.passes.patterns.score_chain import Joined, Scaled, Scores
-from attn_compiler.passes.patterns.score_steps import Step
+from attn_compiler.passes.patterns.steps import Step
 from attn_compiler.passes.patterns.weights_chain import Way
 from attn_compiler.passes.site import Factor, Match, Operand, Refused, Term
 

@@ -10,8 +10,9 @@ from attn_compiler.index_expr import Expr
 from attn_compiler.passes.mirror import Mirror, opaque
 from attn_compiler.passes.reading import in_place, inside, making, moving, pointwise, scans, vmap
 from attn_compiler.passes.reading.borders import BorderInputs
-from attn_compiler.passes.reading.core import At, Reader, ReadOp, Unreadable, fake, size
+from attn_compiler.passes.reading.core import At, Reader, ReadOp, Unreadable
 from attn_compiler.passes.reading.inputs import BodyInputs
+from attn_compiler.passes.reading.nodes import fake, size
 from attn_compiler.passes.reading.outputs import BodyOutputs
 from attn_compiler.passes.unit import Unit
 

@@ -24,7 +24,8 @@ from attn_compiler.index_expr.changing import throughout
 from attn_compiler.meanings import Known
 from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.reading.converting import kind_of_dtype
-from attn_compiler.passes.reading.core import At, Reader, fake, size
+from attn_compiler.passes.reading.core import At, Reader
+from attn_compiler.passes.reading.nodes import fake, size
 
 if TYPE_CHECKING:
     from attn_compiler.passes.unit import Unit

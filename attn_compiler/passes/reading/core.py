@@ -33,7 +33,7 @@ from attn_compiler.passes.reading.converting import (
     largest_loaded,
     ranges,
 )
-from attn_compiler.passes.views import argument
+from attn_compiler.passes.reading.nodes import fake, symbolic
 
 At = tuple[Expr, ...]
 ReadOp = Callable[["Reader", fx.Node, At], Expr | None]
@@ -363,50 +363,10 @@ class Reader:
         return self.read(x, broadcast(fake(x), at)) if isinstance(x.meta.get("val"), torch.Tensor) else None
 
 
-def fake(node: fx.Node) -> torch.Tensor:
-    value: torch.Tensor = node.meta["val"]
-    return value
-
-
 def broadcast(value: torch.Tensor, at: At) -> At:
     """The indices of an operand that broadcasts: the last ones, 0 along axes of size one."""
     own = at[len(at) - value.dim() :]
     return tuple(ix.ZERO if axes.size_expr(s) == axes.ONE else i for i, s in zip(own, value.shape, strict=True))
-
-
-def size(expr: sympy.Expr) -> Expr | None:
-    """A size as an expression; None if it is no whole-number combination of symbols."""
-    total: Expr = ix.ZERO
-    for symbols, coefficient in expr.as_coefficients_dict().items():
-        if not coefficient.is_Integer or not (symbols == 1 or symbols.is_Symbol):
-            return None
-        part: Expr = ix.ONE if symbols == 1 else ix.Size(str(symbols))
-        total = ix.add(total, part, int(coefficient))
-    return total
-
-
-def whole_number(expr: sympy.Expr) -> Expr | None:
-    """A size, or the larger or smaller one of several (MPT's `max(0, most - length)`)."""
-    plain = size(expr)
-    if plain is not None:
-        return plain
-    op = type(expr).__name__.lower()
-    if op in ("max", "min"):
-        parts = [whole_number(part) for part in expr.args]
-        known = [part for part in parts if part is not None]
-        return functools.reduce(functools.partial(ix.apply, op), known) if len(known) == len(parts) else None
-    total: Expr = ix.ZERO
-    for part, coefficient in expr.as_coefficients_dict().items():
-        own = ix.ONE if part == 1 else None if part == expr else whole_number(part)
-        if own is None or not coefficient.is_Integer:
-            return None
-        total = ix.add(total, own, int(coefficient))
-    return total
-
-
-def symbolic(number: torch.SymInt) -> Expr | None:
-    """A number of the model's own, made of sizes or of what it was called with. None where it is made of one that may be below 1."""
-    return whole_number(torch_symbols.decided(number)) if torch_symbols.is_of_positive(number) else None
 
 
 def _largest_element(node: fx.Node) -> int:
@@ -415,11 +375,6 @@ def _largest_element(node: fx.Node) -> int:
         return LOADED
     name = str(getattr(node.target, "overloadpacket", "")).removeprefix("aten.")
     return largest_loaded(fake(node).dtype, by_arithmetic=name in _GROWING or name.removesuffix("_") in _GROWING)
-
-
-def dim_of(node: fx.Node, default: int | None = None) -> int | None:
-    given = argument(node, "dim", default)
-    return given if isinstance(given, int) else default
 
 
 def converted_of(reader: Reader, x: Expr, node: fx.Node, source: torch.dtype | None, at: At) -> Expr | None:

@@ -11,7 +11,8 @@ from torch import fx
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
 from attn_compiler.passes.reading import pointwise
-from attn_compiler.passes.reading.core import At, Reader, ReadOp, broadcast, converted_of, fake
+from attn_compiler.passes.reading.core import At, Reader, ReadOp, broadcast, converted_of
+from attn_compiler.passes.reading.nodes import fake
 from attn_compiler.passes.views import argument
 
 aten = torch.ops.aten

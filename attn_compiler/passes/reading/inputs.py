@@ -11,7 +11,8 @@ from attn_compiler.index_expr import Expr
 from attn_compiler.passes import axes
 from attn_compiler.passes import bodies as higher_order
 from attn_compiler.passes.mutation import Version
-from attn_compiler.passes.reading.core import At, Reader, Unreadable, fake
+from attn_compiler.passes.reading.core import At, Reader, Unreadable
+from attn_compiler.passes.reading.nodes import fake
 from attn_compiler.passes.unit import Call, Unit, unsupported_tensor
 
 

@@ -11,7 +11,8 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const
 from attn_compiler.passes import axes, mutation
 from attn_compiler.passes.reading import moving
-from attn_compiler.passes.reading.core import At, Inside, dim_of, fake, whole_number
+from attn_compiler.passes.reading.core import At, Inside
+from attn_compiler.passes.reading.nodes import dim_of, fake, whole_number
 from attn_compiler.passes.views import PERMUTES, RESHAPES, SQUEEZES, argument
 
 aten = torch.ops.aten

@@ -11,7 +11,8 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
 from attn_compiler.passes import axes
 from attn_compiler.passes.reading.converting import fits
-from attn_compiler.passes.reading.core import At, Reader, ReadOp, Unreadable, converted_of, fake, whole_number
+from attn_compiler.passes.reading.core import At, Reader, ReadOp, Unreadable, converted_of
+from attn_compiler.passes.reading.nodes import fake, whole_number
 from attn_compiler.passes.views import argument
 
 aten = torch.ops.aten

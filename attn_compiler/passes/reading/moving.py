@@ -15,16 +15,8 @@ from attn_compiler import index_expr as ix
 from attn_compiler import torch_symbols
 from attn_compiler.index_expr import Const, Expr
 from attn_compiler.passes import axes
-from attn_compiler.passes.reading.core import (
-    At,
-    Reader,
-    ReadOp,
-    broadcast,
-    converted_of,
-    dim_of,
-    fake,
-    whole_number,
-)
+from attn_compiler.passes.reading.core import At, Reader, ReadOp, broadcast, converted_of
+from attn_compiler.passes.reading.nodes import dim_of, fake, whole_number
 from attn_compiler.passes.views import EXPANDS, PERMUTES, RESHAPES, SQUEEZES, Order, argument
 
 aten = torch.ops.aten

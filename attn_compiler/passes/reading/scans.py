@@ -8,7 +8,8 @@ from torch import fx
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
 from attn_compiler.passes import axes
-from attn_compiler.passes.reading.core import At, Reader, ReadOp, computed_of, dim_of, fake
+from attn_compiler.passes.reading.core import At, Reader, ReadOp, computed_of
+from attn_compiler.passes.reading.nodes import dim_of, fake
 from attn_compiler.passes.views import argument
 
 aten = torch.ops.aten

@@ -11,7 +11,8 @@ from torch import fx
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr, Index
 from attn_compiler.passes.mirror import opaque
-from attn_compiler.passes.reading.core import At, Reader, ReadOp, Unreadable, fake
+from attn_compiler.passes.reading.core import At, Reader, ReadOp, Unreadable
+from attn_compiler.passes.reading.nodes import fake
 
 
 def _axis(reader: Reader, node: fx.Node, at: At) -> Expr | None:

@@ -192,7 +192,7 @@ STEPS = [
         "a scale after the sink",
         "patterns/score_chain.py",
         "_check_after_sinks",
-        "if not isinstance(step, (score_steps.Cast, score_steps.Clamp, score_steps.Shift)):",
+        "if not isinstance(step, (steps.Cast, steps.Clamp, steps.Shift)):",
         "if False:",
         "sinks",
         "the sink is not scaled",

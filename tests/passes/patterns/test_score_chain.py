@@ -11,9 +11,9 @@ from torch import fx
 
 from attn_compiler.passes import axes, contraction
 from attn_compiler.passes.axes import AxisError
-from attn_compiler.passes.patterns import score_chain, score_steps
+from attn_compiler.passes.patterns import score_chain, steps
 from attn_compiler.passes.patterns.score_chain import Scores
-from attn_compiler.passes.patterns.score_steps import Step
+from attn_compiler.passes.patterns.steps import Step
 from attn_compiler.scores import Softcap, Unusual
 
 SIZES = [sympy.Integer(n) for n in (2, 4, 5, 6)]
@@ -46,34 +46,34 @@ class _Graph:
 
 
 def scale(factor: float) -> Callable[..., Step]:
-    return lambda **nodes: score_steps.Scale(**nodes, factor=factor)
+    return lambda **nodes: steps.Scale(**nodes, factor=factor)
 
 
 def add(weight: float = 1.0) -> Callable[..., Step]:
-    return lambda **nodes: score_steps.Add(**nodes, term=nodes["node"], weight=weight)
+    return lambda **nodes: steps.Add(**nodes, term=nodes["node"], weight=weight)
 
 
 def keep(fill: float = MASKED) -> Callable[..., Step]:
-    return lambda **nodes: score_steps.Keep(**nodes, condition=nodes["node"], inverted=True, fill=fill)
+    return lambda **nodes: steps.Keep(**nodes, condition=nodes["node"], inverted=True, fill=fill)
 
 
 def by_tensor(**nodes: fx.Node) -> Step:
-    return score_steps.RuntimeScale(**nodes, by=nodes["node"], divide=False)
+    return steps.RuntimeScale(**nodes, by=nodes["node"], divide=False)
 
 
 def sinks(**nodes: fx.Node) -> Step:
-    return score_steps.SinkColumn(**nodes, sinks=nodes["node"])
+    return steps.SinkColumn(**nodes, sinks=nodes["node"])
 
 
 def tanh(**nodes: fx.Node) -> Step:
-    return score_steps.Change(**nodes, name="tanh", change=Softcap(cap=1.0))
+    return steps.Change(**nodes, name="tanh", change=Softcap(cap=1.0))
 
 
 def unusual(found: Scores) -> list[str]:
     return [change.what for change in found.changes if isinstance(change, Unusual)]
 
 
-cast, shift = score_steps.Cast, score_steps.Shift
+cast, shift = steps.Cast, steps.Shift
 
 
 def test_scales_multiply_up() -> None:
@@ -132,7 +132,7 @@ def test_masked_scores_may_be_scaled_a_little_but_not_away() -> None:
         _Graph().follow(keep(), scale(-1.0))
 
 
-@pytest.mark.parametrize("step", [sinks, score_steps.View])
+@pytest.mark.parametrize("step", [sinks, steps.View])
 def test_scores_may_not_move_once_the_sink_column_is_there(step: Callable[..., Step]) -> None:
     with pytest.raises(AxisError, match="after the sink column joined"):
         _Graph().follow(sinks, step)

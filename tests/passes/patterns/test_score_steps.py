@@ -10,7 +10,7 @@ from torch import fx
 
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.patterns import score_steps
-from attn_compiler.passes.patterns.score_steps import (
+from attn_compiler.passes.patterns.steps import (
     Add,
     Cast,
     Change,
