@@ -13,6 +13,7 @@ from attn_compiler.lowerings.cudnn.takes import TAKES as CUDNN
 from attn_compiler.lowerings.decode.takes import TAKES as DECODE
 from attn_compiler.lowerings.fa4.takes import TAKES as FA4
 from attn_compiler.lowerings.fp8 import takes as fp8
+from attn_compiler.lowerings.hopper.takes import TAKES as HOPPER
 from attn_compiler.lowerings.plain import takes as plain
 from attn_compiler.lowerings.sdpa import takes as sdpa
 from attn_compiler.lowerings.shared import kernel_limits, limits, takes
@@ -37,6 +38,7 @@ FAMILIES: dict[str, Takes] = {
     "fa4": FA4,
     "triton_fp8": fp8.TRITON,
     "hopper_fp8": fp8.HOPPER,
+    "hopper": HOPPER,
 }
 ALL = Takes(
     sms=None,

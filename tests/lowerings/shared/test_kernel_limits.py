@@ -1,0 +1,107 @@
+"""What our Triton kernels can't do, whichever family launches them: one reason for each limit, at the limit and beyond."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from attn_compiler.lowerings.shared import kernel_limits
+from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS
+from attn_compiler.target import Target
+from tests.lowerings.specs import bias, dense, make_spec, words
+
+H200 = Target.fake()
+INTERPRETED = Target.fake(device="cpu", triton_interpreted=True)
+
+
+def said(target: Target = H200, **spec: Any) -> str:
+    return words(kernel_limits.check_site(make_spec(**spec), target))
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        (Target.fake(sm=80), ""),
+        (Target.fake(sm=75), "GPU architecture from sm80"),
+        (Target.fake(triton=""), "Triton 3.2 or newer is installed; observed no Triton"),
+        (Target.fake(triton="3.1.0"), "Triton 3.2 or newer is installed; observed 3.1.0"),
+        (Target.fake(triton="3.2.0"), ""),
+        (Target.fake(device="cpu"), "NVIDIA GPU"),
+        (INTERPRETED, ""),
+        (Target.fake(device="cpu", triton_interpreted=True, triton=""), "observed no Triton"),
+    ],
+)
+def test_machines(target: Target, reason: str) -> None:
+    found = words(kernel_limits.check_machine(target))
+    assert reason in found
+    assert bool(found) == bool(reason)
+
+
+def test_a_machine_that_runs_none_has_that_reason_alone() -> None:
+    found = kernel_limits.check_site(make_spec(dtype="float64", head_dim=999), Target.fake(sm=70))
+    assert found == kernel_limits.check_machine(Target.fake(sm=70))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+def test_the_interpreter_computes_no_bfloat16(dtype: str) -> None:
+    found = said(INTERPRETED, device="cpu", dtype=dtype)
+    assert bool(found) == (dtype == "bfloat16")
+    assert said(H200, dtype=dtype) == ""
+
+
+@pytest.mark.parametrize("sm", [80, 86, 87, 89, 90, 100, 120])
+def test_wide_heads_do_not_fit_into_small_machines(sm: int) -> None:
+    target, is_small = Target.fake(sm=sm), sm in (86, 87, 89, 120)
+    rule = "head dims are at most 128 with gradients or in float32"
+    assert (rule in said(target, head_dim=136)) == is_small
+    assert (rule in said(target, head_dim=64, head_dim_v=136)) == is_small
+    assert (rule in said(target, head_dim=136, dtype="float32", needs_grad=False)) == is_small
+    assert said(target, head_dim=136, needs_grad=False) == ""
+    assert said(target, head_dim=128) == ""
+
+
+@pytest.mark.parametrize("name", ["seqlen_q", "seqlen_kv"])
+def test_positions_are_counted_in_32_bits(name: str) -> None:
+    assert said(**{name: MOST_POSITIONS}) == ""
+    assert f"{name} {MOST_POSITIONS + 1}" in said(**{name: MOST_POSITIONS + 1})
+    assert said(**{name: "s0"}) == ""
+
+
+def test_batch_and_heads_are_counted_together() -> None:
+    assert "batch · num_heads_q is at most" not in said(batch=MOST_BLOCKS // 8, heads=8)
+    assert "batch · num_heads_q is at most" in said(batch=MOST_BLOCKS // 8 + 1, heads=8)
+    assert "batch · num_heads_q is at most" not in said(batch="s0", heads=8)
+
+
+def test_a_learned_bias_is_summed_over_so_many_tiles() -> None:
+    sizes = {"batch": 65535, "heads": 1, "heads_kv": 1, "seqlen_q": 8192, "seqlen_kv": 8192}
+    rule = "is added to the scores of at most"
+    assert rule in said(**sizes, changes=(bias(1, 1, 1, 1),))
+    # Of a bias for each query and key, a tile of it is one program's.
+    assert rule not in said(**sizes, changes=(bias(1, 1, 8192, 8192),))
+    assert rule not in said(**sizes, changes=(bias(1, 1, 1, 1, requires_grad=False),))
+    assert rule not in said(**sizes, changes=(bias(1, 1, 1, 1),), needs_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ({"head_dim": 12}, "multiple of 8"),
+        ({"head_dim": 12, "dtype": "float32"}, ""),
+        ({"head_dim": 264}, "at most 256"),
+        ({"dtype": "float64"}, "observed float64"),
+        ({"mask": dense(1, 1, 128, 128, dtype="float64")}, "the mask is"),
+        ({"scale": -2.0}, ""),
+        ({"scale": 1e4}, "the scale is at most 256"),
+        ({"dropout_p": 0.1}, ""),
+    ],
+)
+def test_what_they_take(given: dict[str, Any], rule: str) -> None:
+    found = said(**given)
+    assert rule in found
+    assert bool(found) == bool(rule)
+
+
+def test_what_they_ask_of_strides() -> None:
+    assert (kernel_limits.DEMAND.alignment, kernel_limits.DEMAND.farthest) == (16, FARTHEST)
