@@ -29,7 +29,7 @@ from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.fa4 import replay
 from attn_compiler.lowerings.fa4.plan import Call, Settings
 from attn_compiler.lowerings.fa4.replay import Recording
-from attn_compiler.lowerings.shared.on_device import new_outputs, on
+from attn_compiler.lowerings.shared.on_device import Known, new_outputs, on
 from attn_compiler.spec import AttentionSpec, Dim
 from attn_compiler.target import Target
 
@@ -44,7 +44,6 @@ _SOME_BATCH, _SOME_LENGTH = 2, 1024
 # Bytes that addresses and strides are multiples of.
 _ALIGNMENT = 16
 _ALIGNED_ELEMENTS = _ALIGNMENT // 2  # in half precision
-_MOST_RECORDINGS = 1024
 #: what a backward fills in
 _GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_sinks")
 
@@ -126,8 +125,8 @@ class _Prepared:
     call: Call
     settings: Settings
     window: tuple[int | None, int | None]
-    forwards: dict[Any, Recording | None] = field(default_factory=dict)
-    backwards: dict[Any, Recording | None] = field(default_factory=dict)
+    forwards: Known[Recording | None] = field(default_factory=Known)
+    backwards: Known[Recording | None] = field(default_factory=Known)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -177,7 +176,7 @@ def gradients(
 
 def _run(
     prepared: _Prepared,
-    recordings: dict[Any, Recording | None],
+    recordings: Known[Recording | None],
     function: Callable[[_Prepared, Named], Named],
     given: Named,
     *,
@@ -193,12 +192,10 @@ def _run(
         # A first call while a CUDA graph is captured can't be waited for.
         if device == "cuda" and torch.cuda.is_current_stream_capturing():
             return given | function(prepared, given)
-        if len(recordings) >= _MOST_RECORDINGS:
-            recordings.clear()
         with replay.watching(_launching()) as watch:
             results = function(prepared, given)
         named, found = given | results, watch.recording(given, results)
-        recordings[shapes] = found if found is not None and found.gives(named, outputs, device) else None
+        recordings.keep(shapes, found if found is not None and found.gives(named, outputs, device) else None)
         return named
     recording = recordings[shapes]
     if recording is None:

@@ -14,6 +14,7 @@ from attn_compiler.lowerings.fa4.lowering import FlashAttention4
 from attn_compiler.lowerings.fa4.plan import Call
 from attn_compiler.lowerings.fa4.replay import Recording
 from attn_compiler.lowerings.plain import reference
+from attn_compiler.lowerings.shared.on_device import Known
 from attn_compiler.passes import layout
 from attn_compiler.target import Target
 from tests import numerics
@@ -104,6 +105,19 @@ def test_other_shapes_go_through_the_functions_once(flash: StandIn) -> None:  # 
         torch.ops.attn_compiler.fa4.default(q, k, v, [], text)
     assert [call["out"].shape[1] for call in flash.forwards] == [16, 24]
     assert len(flash.kernels) == 1
+
+
+def test_what_is_replayed_does_not_grow_without_a_bound(
+    flash: StandIn,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Known, "_MOST", 2)
+    text = inputs(BY_NAME["causal_bfloat16"], device="cpu").text()
+    for length in (16, 24, 32, 32, 16):
+        q, k, v = torch.randn(3, 1, 4, length, 64, dtype=torch.bfloat16).unbind()
+        torch.ops.attn_compiler.fa4.default(q, k, v, [], text)
+    assert len(launch._prepared(text).forwards) == 2
+    assert [call["out"].shape[1] for call in flash.forwards] == [16, 24, 32, 16]
 
 
 def test_what_kernels_can_not_read_as_it_is_goes_through_the_function(flash: StandIn) -> None:  # noqa: F811
