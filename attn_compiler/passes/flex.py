@@ -18,7 +18,7 @@ from torch import fx
 
 from attn_compiler import torch_snapshots, torch_tracing
 from attn_compiler.decisions import Reason
-from attn_compiler.passes import bodies, closed, expand, flex_blocks, regions, relevance
+from attn_compiler.passes import bodies, closed, expand, flex_blocks, flex_sinks, regions, relevance
 from attn_compiler.passes.calls import Trying, target_name, untried
 from attn_compiler.passes.flex_blocks import Blocks
 
@@ -111,7 +111,8 @@ def give_back(graph_module: fx.GraphModule, spelled: Sequence[Spelled]) -> None:
 
 def _erase_with_readers(graph: fx.Graph, node: fx.Node) -> None:
     for user in list(node.users):
-        _erase_with_readers(graph, user)
+        if not torch_snapshots.is_erased(user):
+            _erase_with_readers(graph, user)
     graph.erase_node(node)
 
 
@@ -120,7 +121,12 @@ def _erase_with_readers(graph: fx.Graph, node: fx.Node) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Call:
-    """The arguments of a call. own: the attention that is taken out of it. score_others, mask_others: what the mods read besides."""
+    """The arguments of a call.
+
+    own: the attention that is taken out of it; with sinks, what the model makes of that.
+    sinks: the logits that are written beside the call (flex_sinks.py), if there are any.
+    score_others, mask_others: what the mods read besides.
+    """
 
     node: fx.Node
     own: fx.Node
@@ -133,6 +139,7 @@ class _Call:
     score_others: tuple[Any, ...]
     mask_others: tuple[Any, ...]
     blocks: Blocks
+    sinks: fx.Node | None
 
 
 def _read(node: fx.Node, region: regions.Region) -> _Call | Reason:
@@ -145,7 +152,8 @@ def _read(node: fx.Node, region: regions.Region) -> _Call | Reason:
         return Reason(rule="flex_attention has the arguments that are known here", observed=f"{len(node.args)} of them")
     arguments: Any = node.args
     q, k, v, score_mod, block_mask, scale, options, score_others, mask_others = arguments
-    refused = _unusual_option(options) or _other_output(node)
+    sinks = flex_sinks.find(node)
+    refused = _unusual_option(options) or _other_output(node, frozenset() if sinks is None else sinks.nodes)
     if refused is not None:
         return refused
     own = [user for user in node.users if user.args[1] == 0]
@@ -160,7 +168,7 @@ def _read(node: fx.Node, region: regions.Region) -> _Call | Reason:
         return blocks
     return _Call(
         node=node,
-        own=own[0],
+        own=own[0] if sinks is None else sinks.own,
         q=q,
         k=k,
         v=v,
@@ -170,6 +178,7 @@ def _read(node: fx.Node, region: regions.Region) -> _Call | Reason:
         score_others=tuple(score_others),
         mask_others=tuple(mask_others),
         blocks=blocks,
+        sinks=None if sinks is None else sinks.logits,
     )
 
 
@@ -189,12 +198,13 @@ def _unusual_option(options: object) -> Reason | None:
     return Reason(rule=rule, observed=f"kernel_options {', '.join(told)}", remedy=remedy) if told else None
 
 
-def _other_output(call: fx.Node) -> Reason | None:
+def _other_output(call: fx.Node, understood: frozenset[fx.Node]) -> Reason | None:
+    """understood: what reads outputs and is known, as sinks are."""
     for user in call.users:
         if user.target is not operator.getitem:
             return Reason(rule="the attention is taken out of what flex_attention returns", observed=user.name)
         index = user.args[1]
-        if index != 0 and not relevance.comes_to_nothing(user):
+        if index != 0 and not relevance.comes_to_nothing(user, besides=understood):
             return Reason(
                 rule="of FlexAttention's outputs only the attention's is used",
                 observed=f"{_OUTPUTS[index] if isinstance(index, int) else index} is used",
@@ -208,7 +218,7 @@ def _other_output(call: fx.Node) -> Reason | None:
 
 def _spell_out(graph_module: fx.GraphModule, call: _Call) -> Spelled:
     others = [*call.score_others, *call.mask_others]
-    given = [call.q, call.k, call.v, *others]
+    given = [call.q, call.k, call.v, *others, call.sinks]
     inputs = list(dict.fromkeys(x for x in given if isinstance(x, fx.Node)))
     values = {node: node.meta["example_value"] for node in inputs}
     scores = torch_tracing.untraced(lambda: _empty_scores(values[call.q], values[call.k]))
@@ -226,7 +236,7 @@ def _spell_out(graph_module: fx.GraphModule, call: _Call) -> Spelled:
         scores = (q @ k.transpose(-2, -1)).to(_working(q)) * call.scale
         allowed = mods[1](scores, *mask_others)
         masked = torch.where(allowed, mods[0](scores, *score_others), -math.inf)
-        product = masked.softmax(-1).to(q.dtype) @ v
+        product = _weights(masked, None if call.sinks is None else of_node[call.sinks]).to(q.dtype) @ v
         return product, _lying_as(product, call.own.meta["example_value"]), allowed
 
     traced = torch_tracing.trace_pre_dispatch(function, list(values.values()))
@@ -238,6 +248,12 @@ def _spell_out(graph_module: fx.GraphModule, call: _Call) -> Spelled:
     return Spelled(
         call=call.node, own=call.own, product=product, out=out, allowed=allowed, nodes=made, blocks=call.blocks
     )
+
+
+def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat([scores, flex_sinks.column(sinks, scores)], -1).softmax(-1)[..., :-1]
 
 
 def _lying_as(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -51,9 +51,12 @@ def mask_inputs(
     return frozenset(node for node in scores if node.op == "placeholder")
 
 
-def comes_to_nothing(node: fx.Node) -> bool:
-    """Whether nobody goes on to read a Dynamo node: only calls that make new tensors do, which nobody reads themselves."""
-    readers = list(node.users)
+def comes_to_nothing(node: fx.Node, *, besides: frozenset[fx.Node] = frozenset()) -> bool:
+    """Whether nobody goes on to read a Dynamo node: only calls that make new tensors do, which nobody reads themselves.
+
+    besides: readers that are not asked about.
+    """
+    readers = [reader for reader in node.users if reader not in besides]
     return all((_makes_new(reader) or target_name(reader) == "to") and comes_to_nothing(reader) for reader in readers)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,6 +123,49 @@ def test_a_model_with_flex_attention_makes_its_block_masks_in_its_own_graph(
     words = _words()
     assert len(words) == LAYERS
     assert words[0].startswith("causal ∧ key padding attention_mask[b, k] (proved)" if padding else "causal (proved)")
+
+
+def _gpt_oss(**config: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "batched_mm"}
+    settings = {"num_hidden_layers": 2, "sliding_window": 8, "vocab_size": 128, "use_cache": False}
+    # The range of the weights: at the usual 0.02 sinks are all that matters, or nothing.
+    gpt_oss = transformers.GptOssConfig(**sizes, **experts, **settings, initializer_range=0.3, **config)
+    return transformers.GptOssForCausalLM(gpt_oss)
+
+
+def _with_sinks_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers refuses sinks on a CPU, for a fault of PyTorch's compiler there that eager code does not have."""
+    module = importlib.import_module("transformers.integrations.flex_attention")
+    lines, condition = inspect.getsource(module.flex_attention_forward), 'query.device.type != "cpu"'
+    assert condition in lines
+    made: dict[str, Any] = {}
+    exec(compile(lines.replace(condition, "True"), module.__file__, "exec"), vars(module), made)
+    monkeypatch.setattr(
+        attn_compiler.integrations.transformers, "flex_attention_forward", made["flex_attention_forward"]
+    )
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+
+
+def test_gpt_oss_with_flex_attention_has_sites_with_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_sinks_on_a_cpu(monkeypatch)
+    model, plain = (_gpt_oss(attn_implementation=name) for name in ("flex_attention", "eager"))
+    compile_model(model, options={**OPTIONS, "lowerings": ["reference"]})
+    _same(model, plain, _batch())
+    (report,) = attn_compiler.reports()
+    assert not report.misses
+    sinks = [site.spec.score.sinks for site in report.sites for _ in site.modules]
+    assert len(sinks) == 2
+    assert all(found is not None and found.requires_grad for found in sinks)
+    assert sum("window" in words for words in _words()) == 1
+    assert all("key padding attention_mask[b, k] (proved)" in words for words in _words())
 
 
 @pytest.mark.usefixtures("quick")
