@@ -10,7 +10,7 @@ from attn_compiler.errors import AttnCompilerWarning, Fp8RecipeUnused, shortened
 from attn_compiler.fp8_recipe import DelayedScaling, Fp8Recipe
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.fp8 import limits
-from attn_compiler.passes import buffers
+from attn_compiler.passes import buffers, repeats
 from attn_compiler.passes.unit import Unit
 from attn_compiler.report import Report
 
@@ -23,7 +23,9 @@ def apply(unit: Unit) -> None:
     asked = options.lowerings if options.lowering is None else (options.lowering,)
     no_buffers = buffers.why_not(unit) if isinstance(recipe.scaling, DelayedScaling) else None
     for site in unit.sites:
-        pattern = recipe.excluding(site.module)
+        # Layers that share one body are all in FP8, or none of them is.
+        excluding = map(recipe.excluding, repeats.modules(unit, site.module))
+        pattern = next((pattern for pattern in excluding if pattern is not None), None)
         if pattern is not None:
             site.notes.append(f"fp8_recipe: excluded by the pattern {pattern!r}")
         elif no_buffers is not None:

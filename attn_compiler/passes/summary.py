@@ -11,7 +11,7 @@ from torch import fx
 from attn_compiler import torch_compat
 from attn_compiler.decisions import Decision, Reason, Refusal
 from attn_compiler.errors import REPRODUCE, described
-from attn_compiler.passes import autograd_functions, flex, opaque_calls
+from attn_compiler.passes import autograd_functions, flex, opaque_calls, repeats
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.select import UNTOUCHED
@@ -66,22 +66,23 @@ def _target(gm: fx.GraphModule, units: list[Unit]) -> str:
 
 
 def _site_rows(units: list[Unit]) -> list[SiteReport]:
-    rows: dict[object, list[Site]] = {}
-    for site in (s for unit in units for s in unit.sites):
-        rows.setdefault(_row_key(site), []).append(site)
-    return [_row(sites) for sites in rows.values()]
+    rows: dict[object, list[tuple[Unit, Site]]] = {}
+    for unit in units:
+        for site in unit.sites:
+            rows.setdefault(_row_key(site), []).append((unit, site))
+    return [_row(found) for found in rows.values()]
 
 
 def _row_key(site: Site) -> object:
     return (site.match.pattern, site.spec, site.decision, tuple(site.copies), tuple(site.notes))
 
 
-def _row(sites: list[Site]) -> SiteReport:
-    first = sites[0]
+def _row(found: list[tuple[Unit, Site]]) -> SiteReport:
+    _, first = found[0]
     if first.spec is None:
         raise ValueError(f"the site at {first.module} has no spec")
     return SiteReport(
-        modules=tuple(site.module for site in sites),
+        modules=tuple(path for unit, site in found for path in repeats.modules(unit, site.module)),
         pattern=first.match.pattern,
         spec=first.spec,
         decision=first.decision or Decision(lowering=UNTOUCHED),
@@ -101,7 +102,7 @@ def _miss_rows(units: list[Unit]) -> list[MissReport]:
         grouped: dict[tuple[str, ...], list[Miss]] = {}
         for miss in unit.misses:
             grouped.setdefault(_miss_key(miss), []).append(miss)
-        rows.extend(_miss_row(unit.mirror, misses) for misses in grouped.values() if unit.mirror is not None)
+        rows.extend(_miss_row(unit, unit.mirror, misses) for misses in grouped.values() if unit.mirror is not None)
     return rows
 
 
@@ -114,11 +115,12 @@ def _alike(reason: Reason) -> tuple[str, str]:
     return reason.rule, re.sub(r"_\d+\b", "", reason.observed)
 
 
-def _miss_row(mirror: Mirror, misses: list[Miss]) -> MissReport:
+def _miss_row(unit: Unit, mirror: Mirror, misses: list[Miss]) -> MissReport:
     first = misses[0]
     owners = [mirror.owner(miss.anchor) for miss in misses]
+    found = [module_path(owner) if owner is not None else "(no module)" for owner in owners]
     return MissReport(
-        modules=tuple(module_path(owner) if owner is not None else "(no module)" for owner in owners),
+        modules=tuple(path for module in found for path in repeats.modules(unit, module)),
         anchor=str(first.anchor.target),
         nearest=first.nearest,
         stopped_at=_place(mirror, first.stopped_at),
