@@ -212,7 +212,7 @@ def _read(unit: Unit, mirror: Mirror, site: Site, reader: Reader, unreadable: di
     is_masked = bool(match.additive or match.allowed)
     try:
         proved = meaning.of(mirror, match, reader)
-        if proved.reason is not None and not unit.is_body and any(_comes_in(mirror, term) for term in match.allowed):
+        if proved.reason is not None and not unit.is_body and _masks_come_in(mirror, match):
             match.notes = (*match.notes, COMES_IN)
         if is_masked and proved.reason is None:
             match.notes = (*match.notes, *packing.notes((*match.additive, *match.allowed), reader, proved.words))
@@ -225,9 +225,20 @@ def _read(unit: Unit, mirror: Mirror, site: Site, reader: Reader, unreadable: di
     return proved if is_masked else Meaning(unusual=proved.unusual)
 
 
+def _masks_come_in(mirror: Mirror, match: Match) -> bool:
+    """Whether a mask is an input as it is. Of what is added: numbers without a gradient that are the same for all heads, as masks are."""
+    return any(_comes_in(mirror, term) for term in match.allowed) or any(
+        _comes_in(mirror, term) and _is_like_a_mask(emit.example(mirror, term.operand.root)) for term in match.additive
+    )
+
+
 def _comes_in(mirror: Mirror, term: Term) -> bool:
-    """Whether a mask is an input as it is."""
     return term.operand.root.op == "placeholder" and emit.example(mirror, term.operand.root).dim() > 1
+
+
+def _is_like_a_mask(numbers: torch.Tensor) -> bool:
+    of_all_heads = numbers.dim() == 2 or (numbers.dim() == 4 and torch_symbols.statically_known(numbers.shape[1] == 1))
+    return of_all_heads and not numbers.requires_grad and not torch_symbols.statically_known(numbers.shape[-2] == 1)
 
 
 def _prove(match: Match, proved: Meaning, bias: bool) -> None:

@@ -14,6 +14,7 @@ from attn_compiler.errors import REPRODUCE, described
 from attn_compiler.passes import autograd_functions, flex, opaque_calls, repeats
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.recover import COMES_IN
 from attn_compiler.passes.select import UNTOUCHED
 from attn_compiler.passes.site import Miss, Site
 from attn_compiler.passes.unit import Unit, is_anchor_like, module_path, source_line
@@ -74,7 +75,9 @@ def _site_rows(units: list[Unit]) -> list[SiteReport]:
 
 
 def _row_key(site: Site) -> object:
-    return (site.match.pattern, site.spec, site.decision, tuple(site.copies), tuple(site.notes))
+    # Of a mask that comes in this is said where the graph is given it, and not in the bodies that the graph gives it to.
+    notes = tuple(note for note in site.notes if note != COMES_IN)
+    return (site.match.pattern, site.spec, site.decision, tuple(site.copies), notes)
 
 
 def _row(found: list[tuple[Unit, Site]]) -> SiteReport:
@@ -87,7 +90,7 @@ def _row(found: list[tuple[Unit, Site]]) -> SiteReport:
         spec=first.spec,
         decision=first.decision or Decision(lowering=UNTOUCHED),
         copies=tuple(first.copies),
-        notes=tuple(first.notes),
+        notes=tuple(dict.fromkeys(note for _, site in found for note in site.notes)),
         source=first.source,
     )
 

@@ -111,6 +111,23 @@ def test_a_changed_mask_is_unknown_and_the_report_says_what_helps(change: Callab
     assert recover.COMES_IN in _site(run).notes
 
 
+@pytest.mark.parametrize(
+    ("shape", "grad", "is_said"),
+    [
+        ((S, S), False, True),
+        ((B, 1, S, S), False, True),
+        # A bias of each head, one that is learned, and one of the keys alone: nobody could know more of them.
+        ((B, H, S, S), False, False),
+        ((1, 1, S, S), True, False),
+        ((B, 1, 1, S), False, False),
+    ],
+)
+def test_numbers_that_may_mask_and_come_in_are_said_to(shape: tuple[int, ...], grad: bool, is_said: bool) -> None:
+    run = compiled(lambda q, bias: F.scaled_dot_product_attention(q, q, q, attn_mask=bias), lowerings=["reference"])
+    run(torch.randn(B, H, S, D), torch.randn(shape, requires_grad=grad))
+    assert (recover.COMES_IN in _site(run).notes) == is_said
+
+
 class Layer(nn.Module):
     def forward(self, q: Tensor, mask: Tensor) -> Tensor:
         return attend(q, mask)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_compiler import torch_compat
 from attn_compiler.options import Options
-from attn_compiler.passes import unit
+from attn_compiler.passes import recover, unit
 from attn_compiler.target import Target
 from tests.passes.compiling import CPU_FLASH, Compiled, captured, compiled
 
@@ -78,6 +78,7 @@ def test_checkpointed_layers_share_one_spec_with_one_outside() -> None:
 
     run = _check(function, Q, KV)
     assert len(run.site.modules) == 3
+    assert run.site.notes.count(recover.COMES_IN) == 1
     assert run.calls.count(CPU_FLASH) == 3
 
 
