@@ -11,7 +11,7 @@ from tests import imports
 
 LOWERINGS = "attn_compiler.lowerings"
 PASSES = "attn_compiler.passes"
-FAMILIES = frozenset({"plain", "sdpa", "triton", "decode", "cudnn", "fa4", "fp8", "hopper"})
+FAMILIES = frozenset({"plain", "sdpa", "rows", "triton", "decode", "cudnn", "fa4", "fp8", "hopper"})
 
 #: (who, what part of lowerings): imports that break a rule
 LEAKS = frozenset(

@@ -1,7 +1,7 @@
 """Every way to compute an attention site. To add one: its folder, its line in LOWERINGS, its row in choice, its tests.
 
 base.py says what a lowering is. shared is the floor that every family stands on, choice the order in which lowerings are asked. A
-family is a folder: plain, sdpa, triton, decode, cudnn, fa4, fp8, hopper.
+family is a folder: plain, sdpa, rows, triton, decode, cudnn, fa4, fp8, hopper.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from attn_compiler.lowerings.plain.absorbed import Absorbed
 from attn_compiler.lowerings.plain.plain_math import PlainMath
 from attn_compiler.lowerings.plain.reference import Reference
 from attn_compiler.lowerings.plain.untouched import Untouched
+from attn_compiler.lowerings.rows.lowering import CpuRows
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash, SdpaCudnn, SdpaEfficient, SdpaFlash
 from attn_compiler.lowerings.triton.lowering import TritonAttention
 
@@ -33,6 +34,7 @@ LOWERINGS: tuple[Lowering, ...] = (
     SdpaFlash(),
     SdpaEfficient(),
     SdpaCpuFlash(),
+    CpuRows(),
     FlashAttention4(),
     HopperAttention(),
     TritonAttention(),

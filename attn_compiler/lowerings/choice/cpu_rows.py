@@ -41,9 +41,66 @@ from __future__ import annotations
 
 from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.choice.rows import Row
+from attn_compiler.lowerings.choice.shape_class import Mask
+
+#: masks of which a batch row, or a query, sees a part of the keys, in one piece or in a few
+_IN_PIECES: tuple[Mask, ...] = ("padding", "lengths", "tensor", "window")
+
+#: attention by rows, where it was measured to be faster than a mask as a tensor
+_BY_ROWS: tuple[Row, ...] = (
+    *(
+        Row(
+            sms=None,
+            dtypes=("float32",),
+            mask=mask,
+            seqlens=(512, None),
+            order=("rows", "sdpa_cpu_flash"),
+            since="2026-11-23",
+            why=(
+                "rows_cpu.csv, ms by rows and with a dense mask, forward / with the backward: padding 8 x 12 x 512 62.7 and 88.7 / "
+                "238 and 341; causal and padded 4 x 8 x 1024 65.6 and 138 / 246 and 471; window of 64 of 2048 21 and 142 / 69 and 466; "
+                "16 documents of 128 16 and 210 / 54 and 683. At 128 keys alike; below slower: each piece is a call (32 x 12 x 59: 11.0 "
+                "and 7.7)"
+            ),
+        )
+        for mask in _IN_PIECES
+    ),
+    *(
+        Row(
+            sms=None,
+            dtypes=HALF,
+            decomposed=False,
+            mask=mask,
+            seqlens=(1024, None),
+            order=("rows", "sdpa_cpu_flash", "math"),
+            since="2026-11-23",
+            why=(
+                "rows_cpu.csv, bfloat16, causal and padded 4 x 8 x 1024: 66 and 132 ms / 199 and 373; fewer keys were not held against "
+                "math"
+            ),
+        )
+        for mask in _IN_PIECES
+    ),
+    *(
+        Row(
+            sms=None,
+            dtypes=("float32",),
+            decomposed=False,
+            training=False,
+            one_query=True,
+            least_scores=2048,
+            mask=mask,
+            order=("rows", "sdpa_cpu_flash"),
+            since="2026-11-23",
+            why="rows_cpu.csv, a cache of 2048 a quarter full, 8 x 32 heads of 128: 15.5 and 75.5 ms",
+        )
+        for mask in _IN_PIECES[:2]
+    ),
+)
 
 #: The first row that fits counts.
 CPU_ROWS: tuple[Row, ...] = (
+    *_BY_ROWS,
     Row(
         sms=None,
         dtypes=HALF,

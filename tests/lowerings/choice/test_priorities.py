@@ -210,6 +210,7 @@ def test_lowerings_are_registered_once_each() -> None:
         "sdpa_flash",
         "sdpa_efficient",
         "sdpa_cpu_flash",
+        "rows",
         "fa4",
         "hopper",
         "triton",

@@ -1,0 +1,55 @@
+"""Attention on a CPU by rows: for each run of queries that see the same keys, PyTorch's flash kernel on those keys alone, and no mask.
+
+Padding, documents, windows and the empty part of a cache cost nothing then. Which keys those are is read on the host.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from attn_compiler.decisions import Reason
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.rows.pieces import operand_names
+from attn_compiler.lowerings.rows.takes import TAKES
+from attn_compiler.lowerings.shared import limits, part_tensors, parts
+from attn_compiler.lowerings.shared.takes import refused
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+
+class CpuRows(Lowering):
+    """`attn_compiler::rows` (ops.py)."""
+
+    name = "rows"
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        if target.device != "cpu":
+            return [Reason(rule="runs on the CPU", observed=f"device {target.device}")]
+        return limits.check_switch("flash", target)
+
+    def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        machine = self.unavailable(target) or limits.check_device(spec, "cpu")
+        return machine or [*refused(TAKES, spec), *_check_parts(spec)]
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        return LayoutDemand()
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        made = part_tensors.emit_parts(emitter, spec, operands, parts.parts(spec))
+        further = [made[name] for name in operand_names(spec)]
+        leaf = torch.ops.attn_compiler.rows.default
+        outputs = emitter.call(leaf, operands.q, operands.k, operands.v, further, spec.to_text())
+        return emitter.call(operator.getitem, outputs, 0)
+
+
+def _check_parts(spec: AttentionSpec) -> list[Reason]:
+    found, beyond = parts.parts(spec), TAKES.beyond(spec)
+    if beyond:
+        rule = "what a query may see is an interval of keys, keys of a document, or known of each key"
+        return [Reason(rule=rule, observed=spec.mask.words)]
+    if not found.kinds:
+        return [Reason(rule="some keys are left out", observed=f"the mask is {spec.mask.words}")]
+    return []

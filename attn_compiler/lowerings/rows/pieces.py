@@ -1,0 +1,263 @@
+"""How a call is cut: runs of queries, each with the keys that it may see. A piece needs a mask only where its keys have gaps, or where a
+band runs through it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.spec import AttentionSpec
+
+#: queries of a piece that a band runs through
+_BLOCK = 64
+#: runs of queries of one batch row, for each query: with more, a mask is cheaper than calls
+_MOST_RUNS = 1 / 8
+
+
+def operand_names(spec: AttentionSpec) -> tuple[str, ...]:
+    """The tensors of the parts, by the names of `Plan`, in order."""
+    found = site_parts.parts(spec)
+    has = {
+        "rows": found.rows is not None,
+        "keys": found.keys is not None or found.keys_given,
+        "documents_q": found.documents is not None,
+        "documents_k": found.documents is not None,
+    }
+    return tuple(name for name, here in has.items() if here)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Attention of some queries to some keys.
+
+    first, end: batch rows, from .. to. count: how many pieces of the same lengths follow each other, in one batch row.
+    q, k: the first query and key. num_q, num_k: of one piece. causal: query i sees keys up to i of the piece.
+    mask: bool (num_q, num_k); None: all are seen.
+    """
+
+    first: int
+    end: int
+    q: int
+    k: int
+    num_q: int
+    num_k: int
+    count: int = 1
+    causal: bool = False
+    mask: torch.Tensor | None = None
+
+
+def cut(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, operands: Mapping[str, torch.Tensor]) -> list[Piece]:
+    """The pieces of one call. What is in none has no key: 0."""
+    of_call = _Call(
+        rows=operands.get("rows"),
+        keys=operands.get("keys"),
+        documents_q=operands.get("documents_q"),
+        documents_k=operands.get("documents_k"),
+        band=site_parts.parts(spec).band,
+        num_q=q.shape[2],
+        num_k=k.shape[2],
+    )
+    found: list[Piece] = []
+    known: dict[int, list[Piece]] = {}
+    for batch in range(q.shape[0]):
+        same = of_call.same_as(batch)
+        if same not in known:
+            known[same] = list(of_call.of_batch_row(same))
+        found += [dataclasses.replace(piece, first=batch, end=batch + 1) for piece in known[same]]
+    return _joined(found)
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """Pieces that are alike in neighbouring batch rows are one, and so are equally long ones that follow each other."""
+    by_place: dict[tuple[object, ...], Piece] = {}
+    for piece in pieces:
+        key = (piece.q, piece.k, piece.num_q, piece.num_k, piece.causal, id(piece.mask))
+        last = by_place.get((*key, piece.first))
+        if last is not None:
+            del by_place[(*key, piece.first)]
+            piece = dataclasses.replace(piece, first=last.first)
+        by_place[(*key, piece.end)] = piece
+    joined: list[Piece] = []
+    for piece in sorted(by_place.values(), key=lambda piece: (piece.first, piece.q)):
+        if joined and _follows(joined[-1], piece):
+            joined[-1] = dataclasses.replace(joined[-1], count=joined[-1].count + 1)
+        else:
+            joined.append(piece)
+    return joined
+
+
+def _follows(last: Piece, piece: Piece) -> bool:
+    return (
+        last.mask is None
+        and piece.mask is None
+        and (last.first, last.end, last.num_q, last.num_k, last.causal)
+        == (piece.first, piece.end, piece.num_q, piece.num_k, piece.causal)
+        and last.end - last.first == 1
+        and piece.q == last.q + last.count * last.num_q
+        and piece.k == last.k + last.count * last.num_k
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """Queries q .. end that may see the keys from `low` up to `high`, less those that other conditions leave out."""
+
+    q: int
+    end: int
+    low: int
+    high: int
+
+
+@dataclass(kw_only=True)
+class _Call:
+    rows: torch.Tensor | None
+    keys: torch.Tensor | None
+    documents_q: torch.Tensor | None
+    documents_k: torch.Tensor | None
+    band: Band | None
+    num_q: int
+    num_k: int
+
+    def __post_init__(self) -> None:
+        self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def same_as(self, batch: int) -> int:
+        """A batch row that is the same for masks: 0 where nothing differs by batch row."""
+        tensors = (self.rows[0] if self.rows is not None else None, self.keys, self.documents_q, self.documents_k)
+        return batch if any(x is not None and x.shape[0] > 1 for x in tensors) else 0
+
+    def of_batch_row(self, batch: int) -> Iterator[Piece]:
+        has_gaps, runs = self._runs(batch)
+        for run in runs:
+            yield from self._pieces(batch, run, has_gaps)
+
+    # ---- intervals -----------------------------------------------------------------------------------------------------
+
+    def _runs(self, batch: int) -> tuple[bool, list[_Run]]:
+        """Whether keys within the intervals may be left out by tensors, and the runs of queries with one interval."""
+        low, high = torch.zeros(self.num_q, dtype=torch.int64), torch.full((self.num_q,), self.num_k)
+        has_gaps = False
+        if self.rows is not None:
+            lower, upper = (_row(side, batch).to(torch.int64) for side in self.rows)
+            low, high = torch.maximum(low, lower), torch.minimum(high, upper)
+        if self.keys is not None:
+            start, stop, has_gaps = _extent(_row(self.keys, batch))
+            low, high = low.clamp(min=start), high.clamp(max=stop)
+        if self.documents_q is not None and self.documents_k is not None:
+            first, end, is_whole = _documents(_row(self.documents_q, batch), _row(self.documents_k, batch))
+            low, high = torch.maximum(low, first), torch.minimum(high, end)
+            has_gaps = has_gaps or not is_whole
+        starts = _starts(low, high)
+        if len(starts) > max(2, self.num_q * _MOST_RUNS) and self._is_in_pieces(low, high, starts):
+            return True, [_Run(q=0, end=self.num_q, low=int(low.min()), high=int(high.max()))]
+        ends = [*starts[1:], self.num_q]
+        bounds = torch.stack((low[starts], high[starts])).tolist() if starts else [[], []]
+        runs = zip(starts, ends, *bounds, strict=True)
+        return has_gaps, [_Run(q=q, end=end, low=a, high=b) for q, end, a, b in runs if a < b]
+
+    def _is_in_pieces(self, low: torch.Tensor, high: torch.Tensor, starts: list[int]) -> bool:
+        """Whether a mask over all keys is cheaper than a call for each run: not for documents, however short they are."""
+        return self.documents_q is None and len(starts) > 1
+
+    def _pieces(self, batch: int, run: _Run, has_gaps: bool) -> Iterator[Piece]:
+        if self.band is None:
+            yield self._piece(batch, run.q, run.end, run.low, run.high, has_gaps=has_gaps)
+            return
+        shift = self.num_k - self.num_q if self.band.from_end else 0
+        if not has_gaps and self.band.left is None and self.band.right == 0 and run.low == run.q + shift:
+            high = min(run.high, run.end + shift)
+            yield Piece(
+                first=batch, end=batch + 1, q=run.q, k=run.low, num_q=run.end - run.q, num_k=high - run.low, causal=True
+            )
+            return
+        for q in range(run.q, run.end, _BLOCK):
+            end = min(q + _BLOCK, run.end)
+            low = run.low if self.band.left is None else max(run.low, q + shift - self.band.left)
+            high = run.high if self.band.right is None else min(run.high, end + shift + self.band.right)
+            if low < high:
+                yield self._piece(batch, q, end, low, high, has_gaps=has_gaps)
+
+    # ---- masks ---------------------------------------------------------------------------------------------------------
+
+    def _piece(self, batch: int, q: int, end: int, low: int, high: int, *, has_gaps: bool) -> Piece:
+        mask = self._gaps(batch, q, end, low, high) if has_gaps else None
+        band = self._band(q, end, low, high)
+        mask = band if mask is None else mask if band is None else mask & band
+        return Piece(first=batch, end=batch + 1, q=q, k=low, num_q=end - q, num_k=high - low, mask=mask)
+
+    def _band(self, q: int, end: int, low: int, high: int) -> torch.Tensor | None:
+        """bool, where the band leaves out any pair; the same tensor wherever it lies the same."""
+        if self.band is None:
+            return None
+        shift = (self.num_k - self.num_q if self.band.from_end else 0) + q - low
+        left, right = self.band.left, self.band.right
+        is_cut = (right is not None and high - low - 1 > shift + right) or (
+            left is not None and shift + end - q - 1 - left > 0
+        )
+        if not is_cut:
+            return None
+        key = (end - q, high - low, shift)
+        if key not in self._masks:
+            ahead = torch.arange(high - low) - (torch.arange(end - q)[:, None] + shift)
+            allowed = torch.ones_like(ahead, dtype=torch.bool)
+            if right is not None:
+                allowed &= ahead <= right
+            if left is not None:
+                allowed &= ahead >= -left
+            self._masks[key] = allowed
+        return self._masks[key]
+
+    def _gaps(self, batch: int, q: int, end: int, low: int, high: int) -> torch.Tensor:
+        """bool (queries, keys): what the tensors allow."""
+        allowed = torch.ones((end - q, high - low), dtype=torch.bool)
+        if self.rows is not None:
+            lower, upper = (_row(side, batch)[q:end, None] for side in self.rows)
+            at = torch.arange(low, high)
+            allowed &= (lower <= at) & (at < upper)
+        if self.keys is not None:
+            allowed &= _row(self.keys, batch)[low:high]
+        if self.documents_q is not None and self.documents_k is not None:
+            allowed &= _row(self.documents_q, batch)[q:end, None] == _row(self.documents_k, batch)[low:high]
+        return allowed
+
+
+def _row(x: torch.Tensor, batch: int) -> torch.Tensor:
+    return x[batch if x.shape[0] > 1 else 0]
+
+
+def _starts(low: torch.Tensor, high: torch.Tensor) -> list[int]:
+    """Where queries begin that have other keys than the one before."""
+    if not low.numel():
+        return []
+    changes = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
+    return [0, *(changes.nonzero().flatten() + 1).tolist()]
+
+
+def _extent(keys: torch.Tensor) -> tuple[int, int, bool]:
+    """The first key, the one after the last, and whether any in between is left out."""
+    places = keys.nonzero().flatten()
+    if not places.numel():
+        return 0, 0, False
+    first, last = int(places[0]), int(places[-1])
+    return first, last + 1, places.numel() < last + 1 - first
+
+
+def _documents(of_queries: torch.Tensor, of_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """For each query the first key of its document and the one after the last; and whether each document is in one piece."""
+    changes = (of_keys[1:] != of_keys[:-1]).nonzero().flatten() + 1
+    starts = torch.cat((changes.new_zeros(1), changes))
+    ends = torch.cat((changes, changes.new_full((1,), of_keys.numel())))
+    names, order = torch.sort(of_keys[starts], stable=True)
+    found = torch.searchsorted(names, of_queries.contiguous()).clamp(max=names.numel() - 1)
+    is_there = names[found] == of_queries
+    if bool((names[1:] == names[:-1]).any()):
+        whole = torch.full_like(of_queries, of_keys.numel(), dtype=torch.int64)
+        return torch.zeros_like(whole), torch.where(is_there, whole, 0), False
+    place = order[found]
+    return starts[place], torch.where(is_there, ends[place], starts[place]), True

@@ -1,0 +1,125 @@
+"""The bodies of attention by rows: a call of PyTorch's flash kernel for each piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from attn_compiler.lowerings.rows.pieces import Piece, cut, operand_names
+from attn_compiler.lowerings.shared.ops import empty_outputs
+from attn_compiler.spec import AttentionSpec
+
+aten = torch.ops.aten
+Tensors = Sequence[torch.Tensor]
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, spec: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, as `ops.LEAF_SCHEMA` says. A query without keys has 0, and an lse of -inf."""
+    parsed = AttentionSpec.from_text(spec)
+    out, lse = empty_outputs(q, v)
+    pieces = _cut(parsed, q, k, operands)
+    if not _cover(pieces, q):
+        out.zero_()
+        lse.fill_(-torch.inf)
+    for piece in pieces:
+        part, part_lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
+            _queries(q, piece),
+            _keys(k, piece),
+            _keys(v, piece),
+            0.0,
+            piece.causal,
+            attn_mask=_additive(piece, q.dtype),
+            scale=parsed.score.scale,
+        )
+        empty = _keyless(piece)
+        if empty is not None:
+            part, part_lse = part.masked_fill(empty[:, None], 0.0), part_lse.masked_fill(empty, -torch.inf)
+        _queries(out, piece).copy_(part)
+        _queries(lse, piece).copy_(part_lse)
+    return out, lse
+
+
+def backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    operands: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spec: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Gradients of q, k and v. Nothing reads the lse, so it has none."""
+    parsed = AttentionSpec.from_text(spec)
+    grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    for piece in _cut(parsed, q, k, operands):
+        of_queries = _queries(grad_out, piece)
+        empty = _keyless(piece)
+        if empty is not None:
+            of_queries = of_queries.masked_fill(empty[:, None], 0.0)
+        parts = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+            of_queries,
+            _queries(q, piece),
+            _keys(k, piece),
+            _keys(v, piece),
+            _queries(out, piece),
+            _readable_lse(_queries(lse, piece), empty),
+            0.0,
+            piece.causal,
+            attn_mask=_additive(piece, q.dtype),
+            scale=parsed.score.scale,
+        )
+        _queries(grads[0], piece).copy_(parts[0])
+        for whole, part in zip(grads[1:], parts[1:], strict=True):
+            _keys(whole, piece).add_(part)
+    return grads[0], grads[1], grads[2], []
+
+
+def _cut(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, operands: Tensors) -> list[Piece]:
+    return cut(spec, q, k, dict(zip(operand_names(spec), operands, strict=True)))
+
+
+def _cover(pieces: Sequence[Piece], q: torch.Tensor) -> bool:
+    """Whether each query is in a piece: no two pieces share one."""
+    queries = sum((piece.end - piece.first) * piece.count * piece.num_q for piece in pieces)
+    return queries == q.shape[0] * q.shape[2]
+
+
+def _queries(x: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return _slice(x, piece, piece.q, piece.num_q)
+
+
+def _keys(x: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return _slice(x, piece, piece.k, piece.num_k)
+
+
+def _slice(x: torch.Tensor, piece: Piece, start: int, length: int) -> torch.Tensor:
+    """A view (batch rows or pieces, heads, length, ...) of x (batch, heads, sequence, ...)."""
+    whole = x[piece.first : piece.end, :, start : start + piece.count * length]
+    return whole if piece.count == 1 else torch.unflatten(whole[0], 1, (piece.count, length)).transpose(0, 1)
+
+
+def _additive(piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
+    """The mask as the kernel takes it. A query without keys sees all here, and is made 0 by the caller: the kernel would give NaN."""
+    if piece.mask is None:
+        return None
+    mask = piece.mask | ~piece.mask.any(1, keepdim=True)
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)[None, None]
+
+
+def _keyless(piece: Piece) -> torch.Tensor | None:
+    """bool (queries,); None if each has a key."""
+    if piece.mask is None:
+        return None
+    empty = ~piece.mask.any(1)
+    return empty if bool(empty.any()) else None
+
+
+def _readable_lse(lse: torch.Tensor, empty: torch.Tensor | None) -> torch.Tensor:
+    """In the order in which the kernel made it, and finite."""
+    lse = lse if empty is None else lse.masked_fill(empty, 0.0)
+    return lse.transpose(1, 2).contiguous().transpose(1, 2)

@@ -1,0 +1,15 @@
+"""What the CPU's attention by rows takes: masks that leave keys in pieces, and no change of scores."""
+
+from __future__ import annotations
+
+from attn_compiler.lowerings.shared.takes import HeadDims, Takes
+
+TAKES = Takes(
+    sms=None,
+    dtypes=("float32", "float64", "float16", "bfloat16"),
+    parts=frozenset({"band", "lengths", "rows", "keys", "documents"}),
+    head_dims=HeadDims(multiple=1, in_full=1),
+    unequal_head_dims=False,
+    many_blocks=True,
+    dropout=False,
+)

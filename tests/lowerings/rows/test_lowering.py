@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import attn_compiler
+from attn_compiler.lowerings import by_name
+from attn_compiler.target import Target
+from tests.lowerings.specs import make_spec
+
+HEADS, SEQLEN, HEAD_DIM = 4, 70, 8
+LENGTHS = (SEQLEN, 20, 41)
+
+Attention = Callable[..., torch.Tensor]
+
+
+def padding(*, gaps: bool = False) -> torch.Tensor:
+    """bool (B, S): right, left and no padding; with gaps a key in the middle of a row is out, too."""
+    at = torch.arange(SEQLEN)
+    mask = torch.stack((at < 20, at >= 30, at >= 0))
+    if gaps:
+        mask[2, 5] = mask[0, 3] = False
+    return mask
+
+
+def documents(*, sorted_: bool) -> torch.Tensor:
+    found = torch.randint(0, 4, (3, SEQLEN), generator=torch.Generator().manual_seed(1))
+    return found.sort(1).values if sorted_ else found
+
+
+def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :], enable_gqa=True)
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(q.shape[2])
+    allowed = (at[:, None] >= at[None, :])[None, None] & mask[:, None, None, :]
+    # A query without keys is padding, and counts for nothing.
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True) * mask[:, None, :, None]
+
+
+def window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(q.shape[2])
+    allowed = ((at[:, None] - at[None, :]).abs() <= 9)[None, None] & mask[:, None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True) * mask[:, None, :, None]
+
+
+def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    same = of[:, None, :, None] == of[:, None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=same, enable_gqa=True)
+
+
+def packed_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(q.shape[2])
+    same = (of[:, None, :, None] == of[:, None, None, :]) & (at[:, None] >= at[None, :])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=same, enable_gqa=True)
+
+
+def cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(at[None, :] <= position[:, None])[None, None])
+
+
+def compare(
+    attention: Attention, *further: torch.Tensor, heads_kv: int = HEADS, queries: int = SEQLEN, **cast: Any
+) -> None:
+    """Outputs and gradients are those of eager."""
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((3, HEADS, queries, HEAD_DIM), *((3, heads_kv, SEQLEN, HEAD_DIM),) * 2)
+    inputs = [torch.randn(shape, generator=generator).to(**cast).requires_grad_() for shape in shapes]
+    expected = attention(*inputs, *further)
+    noise = torch.randn(expected.shape, generator=generator).to(expected.dtype)
+    of_eager = torch.autograd.grad(expected, inputs, noise)
+    options = {"lowering": "rows", "inner": "aot_eager", "strict": True}
+    found = torch.compile(attention, backend="attn_compiler", options=options)(*inputs, *further)
+    (site,) = attn_compiler.reports()[-1].sites
+    assert site.decision.lowering == "rows", site.decision.refusals
+    close: dict[str, Any] = (
+        {"atol": 2e-6, "rtol": 1e-5} if expected.dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+    )
+    torch.testing.assert_close(found, expected, **close)
+    torch.testing.assert_close(torch.autograd.grad(found, inputs, noise), of_eager, **close)
+
+
+@pytest.mark.parametrize("attention", [padded, causal, window])
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("heads_kv", [HEADS, 2])
+def test_padding_with_and_without_gaps(attention: Attention, gaps: bool, heads_kv: int) -> None:
+    compare(attention, padding(gaps=gaps), heads_kv=heads_kv)
+
+
+@pytest.mark.parametrize("attention", [packed, packed_causal])
+@pytest.mark.parametrize("sorted_", [True, False])
+def test_documents_in_one_piece_and_in_several(attention: Attention, sorted_: bool) -> None:
+    compare(attention, documents(sorted_=sorted_))
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_the_filled_part_of_a_cache(queries: int) -> None:
+    compare(cached, torch.arange(30, 30 + queries), queries=queries)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    compare(causal, padding(), dtype=dtype)
+
+
+def test_a_row_without_keys_is_zero_and_has_no_gradient() -> None:
+    mask = padding()
+    mask[1] = False
+    torch._dynamo.reset()
+    inputs = [torch.randn(3, HEADS, SEQLEN, HEAD_DIM, requires_grad=True) for _ in range(3)]
+    options = {"lowering": "rows", "inner": "aot_eager", "strict": True}
+    out = torch.compile(padded, backend="attn_compiler", options=options)(*inputs, mask)
+    assert out[1].abs().max() == 0
+    gradients = torch.autograd.grad(out.sum(), inputs)
+    assert all(x[1].abs().max() == 0 and x.isfinite().all() for x in gradients)
+
+
+def test_what_is_refused() -> None:
+    rows, cpu = by_name("rows"), Target.current("cpu")
+    plain = make_spec(device="cpu")
+    assert [reason.rule for reason in rows.why_not(plain, cpu)] == ["some keys are left out"]
+    dropping = dataclasses.replace(plain, score=dataclasses.replace(plain.score, dropout_p=0.1))
+    assert "no dropout" in [reason.rule for reason in rows.why_not(dropping, cpu)]
+    assert [reason.rule for reason in rows.why_not(plain, Target.fake())] == ["runs on the CPU"]

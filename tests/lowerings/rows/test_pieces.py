@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import torch
+
+from attn_compiler.lowerings.rows import pieces
+from attn_compiler.lowerings.rows.pieces import Piece
+from attn_compiler.lowerings.shared.kernel_plan import Band
+
+
+def runs(num_q: int, num_k: int, *, band: Band | None = None, **tensors: torch.Tensor) -> list[Piece]:
+    """The pieces of the first batch row."""
+    names = ("rows", "keys", "documents_q", "documents_k")
+    given = {name: tensors.get(name) for name in names}
+    call = pieces._Call(**given, band=band, num_q=num_q, num_k=num_k)
+    return list(call.of_batch_row(0))
+
+
+def test_padding_is_one_piece_without_a_mask() -> None:
+    (piece,) = runs(8, 8, keys=torch.arange(8)[None] < 5)
+    assert (piece.k, piece.num_k, piece.num_q, piece.mask) == (0, 5, 8, None)
+
+
+def test_gaps_need_a_mask() -> None:
+    (piece,) = runs(4, 8, keys=torch.tensor([[0, 1, 1, 0, 1, 0, 0, 0]], dtype=torch.bool))
+    assert (piece.k, piece.num_k) == (1, 4)
+    assert piece.mask is not None
+    assert piece.mask[0].tolist() == [True, True, False, True]
+
+
+def test_documents_are_pieces_and_equal_ones_a_batch() -> None:
+    of = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2]])
+    found = runs(8, 8, documents_q=of, documents_k=of)
+    assert [(p.q, p.num_q, p.k, p.num_k) for p in found] == [(0, 3, 0, 3), (3, 3, 3, 3), (6, 2, 6, 2)]
+    assert [(p.q, p.num_q, p.count) for p in pieces._joined(found)] == [(0, 3, 2), (6, 2, 1)]
+
+
+def test_a_diagonal_within_documents_is_a_flag() -> None:
+    of = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    assert all(p.causal and p.mask is None for p in runs(6, 6, documents_q=of, documents_k=of, band=Band(right=0)))
+
+
+def test_a_window_is_cut_into_blocks_that_share_masks() -> None:
+    found = runs(256, 256, band=Band(left=8, right=8), keys=torch.ones(1, 256, dtype=torch.bool))
+    assert [(p.q, p.k, p.num_k) for p in found] == [(0, 0, 72), (64, 56, 80), (128, 120, 80), (192, 184, 72)]
+    assert found[1].mask is found[2].mask
+
+
+def test_batch_rows_that_are_alike_are_one_piece() -> None:
+    alike = [Piece(first=b, end=b + 1, q=0, k=0, num_q=4, num_k=4) for b in range(3)]
+    assert pieces._joined(alike) == [Piece(first=0, end=3, q=0, k=0, num_q=4, num_k=4)]
+
+
+def test_a_query_of_no_document_is_in_no_piece() -> None:
+    found = runs(3, 4, documents_q=torch.tensor([[0, 5, 1]]), documents_k=torch.tensor([[0, 0, 1, 1]]))
+    assert [(p.q, p.num_q, p.k, p.num_k) for p in found] == [(0, 1, 0, 2), (2, 1, 2, 2)]
