@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from attn_compiler import fp8_state, meanings, torch_compat, torch_inductor
+from attn_compiler import fp8_state, meanings, torch_compat, torch_inductor, torch_packed
 from attn_compiler.cache import cache_key
 from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, CompileFailed, LoweringUnavailable, described
 from attn_compiler.options import Options, check_lowering_names, split_options
 from attn_compiler.report import Report
 from attn_compiler.target import Target
+from attn_compiler.unpadding import Code, Unpadded
 
 if TYPE_CHECKING:
     from attn_compiler.lowerings import Lowering
     from attn_compiler.lowerings.shared.ahead import Ahead
     from attn_compiler.passes import Rewritten
+    from attn_compiler.passes.unpad.outcome import Packed
     from attn_compiler.verifying import Plan
 
 log = logging.getLogger(__name__)
@@ -84,7 +86,10 @@ def _compile(
             key = _key(gm, own, report)
         plan = _plan(gm, own, rewritten)
         with _step(f"compile the rewritten graph with {own.inner}") if rewritten.snapshot else contextlib.nullcontext():
-            compiled = inner.compile_rewritten(gm, example_inputs, key)
+            if rewritten.packed is not None:
+                compiled = _compile_unpadded(gm, rewritten.packed, inner, example_inputs, key)
+            else:
+                compiled = inner.compile_rewritten(gm, example_inputs, key)
     except _StepFailed as error:
         failed = error
     except Exception as error:
@@ -98,6 +103,7 @@ def _compile(
             _publish(report, own)
         failure = failed.told(own, report.graph, "the model's own graph is compiled")
         rewritten.take_back(gm)
+        torch_packed.forget_guards(rewritten.further_inputs)
         report, plan = summary.taken_back(report, failed.cause, failure), None
         try:
             compiled = inner.compile_original(gm, example_inputs)
@@ -107,6 +113,47 @@ def _compile(
             raise
     _publish(dataclasses.replace(report, kernels=() if ahead is None else ahead.compiled()), own)
     return meanings.telling(checked(compiled, plan), rewritten.known)
+
+
+def _compile_unpadded(
+    gm: fx.GraphModule, packed: Packed, inner: _Inner, example_inputs: Sequence[Any], key: str
+) -> Callable[..., Any]:
+    """The packed graph's code, and the model's own graph for calls that it may not serve. gm: the packed graph.
+
+    What is compiled later is given fake inputs: which sizes of real ones are fixed is forgotten by then.
+    """
+    compilation, copied = torch_packed.Compilation.now(), torch_packed.copied(gm)
+
+    def code(module: fx.GraphModule, inputs: Sequence[Any], further: Sequence[Any]) -> Code:
+        run = inner.compile_rewritten(module, [*inputs, *further], key)
+        return Code(run=run, guards=torch_packed.taken_guards(further[0].shape[0], packed.fakes))
+
+    def again(number: int) -> Code | None:
+        further = packed.further(number)
+        try:
+            with _step(f"compile the packed graph for {number} tokens"), compilation.again():
+                return code(torch_packed.copied(copied), packed.fakes, further)
+        except _StepFailed as error:
+            torch_packed.forget_guards(further)
+            log.warning("%s: %s", error.step, error.cause)
+            return None
+
+    def original() -> Callable[..., Any]:
+        try:
+            with _step("compile the model's own graph"), compilation.again():
+                return inner.compile_original(torch_packed.copied(packed.original), packed.fakes)
+        except _StepFailed as error:
+            log.debug("%s: %s; it runs op by op", error.step, error.cause)
+            return packed.original.forward
+
+    return Unpadded(
+        first=code(gm, example_inputs, packed.inputs),
+        again=again,
+        before=packed.before,
+        facts=packed.facts,
+        original=original,
+        steps=packed.steps,
+    )
 
 
 class _StepFailed(Exception):

@@ -35,6 +35,7 @@ class Options:
     compiles the rewritten graph; "aot_eager" and "eager" are for debugging and ignore Inductor's options. autotune: measure the
     Triton kernels' tiles on each site's shape while compiling, and keep the fastest on disk; else they come from a table. fp8_recipe:
     run attention in FP8 where the recipe applies and a kernel can (fp8_recipe.py); without it nothing does.
+    unpad: leave padding out: real tokens alone are computed, and what the graph gives is 0 at padding (docs/unpad.md).
     cache_rewrites: keep on disk what the passes made of a graph, beside what Inductor keeps, and do it again in a later process instead of
     running the passes. The environment variable ATTN_COMPILER_CACHE_REWRITES=0 is another default.
     """
@@ -49,6 +50,7 @@ class Options:
     inner: str = "inductor"
     autotune: bool = False
     fp8_recipe: Fp8Recipe | None = None
+    unpad: bool = False
     cache_rewrites: bool = field(default=True, metadata={"changes_code": False})
 
     def __post_init__(self) -> None:
@@ -61,6 +63,7 @@ class Options:
         _require(self.inner in INNER_COMPILERS, "inner", f"one of {', '.join(map(repr, INNER_COMPILERS))}", self.inner)
         _require(isinstance(self.autotune, bool), "autotune", "True or False", self.autotune)
         _require(isinstance(self.fp8_recipe, Fp8Recipe | None), "fp8_recipe", "a Fp8Recipe or None", self.fp8_recipe)
+        _require(isinstance(self.unpad, bool), "unpad", "True or False", self.unpad)
         _require(isinstance(self.cache_rewrites, bool), "cache_rewrites", "True or False", self.cache_rewrites)
         if self.lowering is not None and self.lowerings is not None:
             raise InvalidOption(option="lowerings", expected="nothing while 'lowering' is given", value=self.lowerings)

@@ -17,7 +17,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from attn_compiler.decisions import Copy, Reason, Refusal
     from attn_compiler.masks import MaskSpec
-    from attn_compiler.report import MissReport, Report, Reports, SiteReport
+    from attn_compiler.report import MissReport, Report, Reports, SiteReport, UnpadReport
     from attn_compiler.spec import AttentionSpec, TensorSpec
 
 WIDTH = 100
@@ -81,7 +81,34 @@ def report_view(report: Report) -> RenderableType:
         head.append(_text(f"FAILED, the graph was left as it was: {message}", "bold red"))
         head += [Padding(_text(details.rstrip()), (0, 0, 0, 4))] if details.strip() else []
     head += [_text(f"FAULT: {fault}", "bold red") for fault in report.faults]
+    if report.unpad is not None:
+        head.append(_unpad_block(report.unpad))
     return Group(*head, *(part for block in blocks for part in (Text(), block)))
+
+
+def _unpad_block(unpad: UnpadReport) -> RenderableType:
+    """What became of padding: in one line, with what it rests on below."""
+    if unpad.kept is not None:
+        place = f" at {unpad.module}" if unpad.module else ""
+        line = f" ({unpad.source})" if unpad.source else ""
+        return _text(
+            f"padding: computed, since not: {unpad.kept.rule}{place}{line}: {unpad.kept.observed}" + _remedy(unpad)
+        )
+    lines = [_text("padding: left out")]
+    if unpad.zeroed:
+        lines.append(_text(f"  0 at padding: {', '.join(unpad.zeroed)}"))
+    lines += [_text(f"  asked at each call: {fact}") for fact in unpad.facts]
+    lines += [_text(f"  {note}") for note in unpad.notes]
+    if unpad.last:
+        fills = ", ".join(f"{step.fill:.0%}" for step in unpad.last)
+        lines.append(_text(f"  real tokens of the last batches: {fills}"))
+    failed = Counter(reason for step in unpad.last for reason in step.failed)
+    lines += [_text(f"  the model's own graph ran {_count(n, 'time')}, since not: {why}") for why, n in failed.items()]
+    return Group(*lines)
+
+
+def _remedy(unpad: UnpadReport) -> str:
+    return f"; {unpad.kept.remedy}" if unpad.kept is not None and unpad.kept.remedy else ""
 
 
 def summary(report: Report) -> str:

@@ -9,12 +9,13 @@ always there; a value that is not known is null, and a symbolic size is a string
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from attn_compiler import render
 from attn_compiler.decisions import Copy, Decision, Reason
 from attn_compiler.spec import AttentionSpec
+from attn_compiler.unpadding import Step, Steps
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -55,6 +56,32 @@ class MissReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UnpadReport:
+    """What became of a graph's padding (`options={"unpad": True}`).
+
+    kept: why padding is computed as the model has it; None: it is left out.
+    module, source: of the op that is to blame, if it is one.
+    zeroed: outputs that are 0 at padding.
+    facts: what has to hold at each call; else the model's own graph runs.
+    notes: what else there is to know.
+    steps: the last calls.
+    """
+
+    kept: Reason | None = None
+    module: str | None = None
+    source: str | None = None
+    zeroed: tuple[str, ...] = ()
+    facts: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    steps: Steps | None = field(default=None, compare=False)
+
+    @property
+    def last(self) -> tuple[Step, ...]:
+        """The last calls, up to now: how much of each batch was real, and whether the model's own graph ran."""
+        return () if self.steps is None else tuple(self.steps.last)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """One graph handed to the backend.
 
@@ -64,6 +91,7 @@ class Report:
     faults: what failed and cost only a site or a call, each as it was warned of.
     from_cache: the passes did not run; what they made of the same graph before was done again.
     not_kept: why the next process has to run the passes again, if it has to.
+    unpad: what became of padding; None if nobody asked for that.
 
     str(report) is the plain table, 100 columns wide; rich's print shows it in colour.
     """
@@ -78,6 +106,7 @@ class Report:
     faults: tuple[str, ...] = ()
     from_cache: bool = False
     not_kept: str | None = None
+    unpad: UnpadReport | None = None
 
     @property
     def num_sites(self) -> int:
@@ -107,6 +136,7 @@ class Report:
             "faults": list(self.faults),
             "from_cache": self.from_cache,
             "not_kept": self.not_kept,
+            "unpad": None if self.unpad is None else _unpad_dict(self.unpad),
         }
 
     def to_json(self) -> str:
@@ -173,6 +203,18 @@ def _site_dict(site: SiteReport) -> dict[str, Any]:
         "copies": [asdict(copy) for copy in site.copies],
         "notes": list(site.notes),
         "source": site.source,
+    }
+
+
+def _unpad_dict(unpad: UnpadReport) -> dict[str, Any]:
+    return {
+        "kept": None if unpad.kept is None else asdict(unpad.kept),
+        "module": unpad.module,
+        "source": unpad.source,
+        "zeroed": list(unpad.zeroed),
+        "facts": list(unpad.facts),
+        "notes": list(unpad.notes),
+        "last": [{"fill": step.fill, "failed": list(step.failed)} for step in unpad.last],
     }
 
 

@@ -158,6 +158,7 @@ def test_digest_differs_with_every_option_that_changes_code() -> None:
         {"inner": "eager"},
         {"autotune": True},
         {"fp8_recipe": Fp8Recipe()},
+        {"unpad": True},
     ]
     others: dict[str, Any] = {
         "strict": True,

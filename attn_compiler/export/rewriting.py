@@ -93,6 +93,12 @@ def _checked(program: object, options: Mapping[str, Any] | Options | None) -> Op
             observed="verify=True",
             remedy="Compare the outputs of rewritten.module() with those of program.module().",
         )
+    if own.unpad:
+        raise ExportUnsupported(
+            rule="options={'unpad': True} looks at each batch before compiled code runs, which an exported program has none of",
+            observed="unpad=True",
+            remedy="Compile the model with torch.compile(model, backend='attn_compiler', options={'unpad': True}).",
+        )
     if torch_export.has_backward(program):
         raise ExportUnsupported(
             rule="the program's graph computes the model's output alone",

@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -41,12 +42,14 @@ from attn_compiler.passes import (
     remembered,
     select,
     summary,
+    unpad,
     verify,
 )
 from attn_compiler.passes.borders import Border
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.remembered import Kept, Memory
 from attn_compiler.passes.unit import Unit, module_path, units, unsupported_tensor
+from attn_compiler.passes.unpad.outcome import Packed
 from attn_compiler.report import Report
 from attn_compiler.rewrites.store import Store
 from attn_compiler.target import Target
@@ -100,7 +103,8 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(name="mirror", run=_mirror, needs=_facts("plain calls"), gives=_facts("mirror")),
     Pass(name="match", run=match.run, needs=_facts("mirror"), gives=_facts("sites", "misses")),
     Pass(name="recover", run=recover.run, needs=_facts("sites"), gives=_facts("specs")),
-    Pass(name="select", run=select.run, needs=_facts("specs"), gives=_facts("decisions")),
+    Pass(name="unpad", run=unpad.run, needs=_facts("mirror", "specs"), gives=_facts("real tokens")),
+    Pass(name="select", run=select.run, needs=_facts("specs", "real tokens"), gives=_facts("decisions")),
     Pass(name="layout", run=layout.run, needs=_facts("specs", "decisions"), gives=_facts("copies")),
     Pass(
         name="lower",
@@ -139,6 +143,16 @@ class Rewritten:
     failed: bool
     snapshot: Snapshot | None = None
     known: tuple[tuple[int, Known], ...] = ()
+
+    @property
+    def packed(self) -> Packed | None:
+        """The packed graph, where padding was taken out."""
+        return next((unit.unpadded for unit in self.units if isinstance(unit.unpadded, Packed)), None)
+
+    @property
+    def further_inputs(self) -> tuple[Any, ...]:
+        """Fake values of what the rewritten graph takes besides the model's inputs."""
+        return () if self.packed is None else self.packed.inputs
 
     def take_back(self, gm: fx.GraphModule) -> None:
         """Make the graph as it came, whatever a compiler did to it in the meantime."""

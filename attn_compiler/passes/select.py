@@ -24,6 +24,7 @@ UNTOUCHED = "untouched"
 def run(unit: Unit, mirror: Mirror) -> None:
     """Give every site its decision."""
     fp8_sites.apply(unit)
+    options = unit.options if unit.lowerings is None else _among(unit.options, unit.lowerings)
     decided: dict[tuple[AttentionSpec, bool], Decision] = {}
     for site in unit.sites:
         unit.current = site.module
@@ -33,10 +34,18 @@ def run(unit: Unit, mirror: Mirror) -> None:
                 raise ValueError(f"the site at {site.module} has no spec")
             of_flex = site.match.pattern in (flex.NAME, library_calls.NAME)
             if (spec, of_flex) not in decided:
-                decided[spec, of_flex] = decide(spec, unit.target(spec.device), unit.options, of_flex)
+                decided[spec, of_flex] = decide(spec, unit.target(spec.device), options, of_flex)
             site.decision = decided[spec, of_flex]
         if attempt.reason is not None:
             leave_alone(site, attempt.reason)
+
+
+def _among(options: Options, lowerings: tuple[str, ...]) -> Options:
+    """The same, of whose lowerings only some may serve."""
+    asked = options.lowerings or ((options.lowering,) if options.lowering is not None else lowerings)
+    return dataclasses.replace(
+        options, lowering=None, lowerings=tuple(n for n in asked if n in lowerings) or (UNTOUCHED,)
+    )
 
 
 def leave_alone(site: Site, reason: Reason) -> None:

@@ -18,7 +18,8 @@ from attn_compiler.passes.recover import COMES_IN
 from attn_compiler.passes.select import UNTOUCHED
 from attn_compiler.passes.site import Miss, Site
 from attn_compiler.passes.unit import Unit, is_anchor_like, module_path, source_line
-from attn_compiler.report import MissReport, Report, SiteReport
+from attn_compiler.passes.unpad.outcome import Kept
+from attn_compiler.report import MissReport, Report, SiteReport, UnpadReport
 from attn_compiler.target import Target
 
 
@@ -31,7 +32,18 @@ def report(gm: fx.GraphModule, units: list[Unit], seconds: dict[str, float], *, 
         misses=(*_miss_rows(units), *_chosen_rows(gm, units)),
         seconds=tuple(seconds.items()),
         faults=faults,
+        unpad=_unpad(units),
     )
+
+
+def _unpad(units: list[Unit]) -> UnpadReport | None:
+    """Of the graph itself, or of the first body that has attention."""
+    outcome = next((unit.unpadded for unit in units if unit.unpadded is not None), None)
+    if outcome is None:
+        return None
+    if isinstance(outcome, Kept):
+        return UnpadReport(kept=outcome.reason, module=outcome.module, source=outcome.source)
+    return UnpadReport(zeroed=outcome.zeroed, facts=outcome.facts, notes=outcome.notes, steps=outcome.steps)
 
 
 def of_failure(gm: fx.GraphModule, units: list[Unit], seconds: dict[str, float], failure: str) -> Report:

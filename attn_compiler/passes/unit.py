@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from attn_compiler.passes.flex import Spelled
     from attn_compiler.passes.reading import Reader
     from attn_compiler.passes.saved import Ways
+    from attn_compiler.passes.unpad.outcome import Outcome
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,6 +92,8 @@ class Unit:
     ways: how the graph's memory is reached from outside (saved.py).
     in_autocast: this body, or one around it, is run with autocast that no node of its own enters: an exported program's.
     relied_on: inputs of which something had to be known, and what (reading/borders.py).
+    unpadded: what became of the padding, with options.unpad (unpad/).
+    lowerings: the only ones that may serve the sites; None: whichever options allow.
     """
 
     graph_module: fx.GraphModule
@@ -118,6 +121,8 @@ class Unit:
     unread: list[str] = field(default_factory=list)
     ways: Ways | None = None
     relied_on: dict[fx.Node, Known] = field(default_factory=dict)
+    unpadded: Outcome | None = None
+    lowerings: tuple[str, ...] | None = None
     in_autocast: bool = False
 
     def target(self, device: str) -> Target:
@@ -148,7 +153,9 @@ class Unit:
             masks = [*self._masks_passed_on(), *(handed_on(self.graph) if not self.is_body else ())]
             blocks = [one.blocks for one in self.spelled if one.blocks is not None]
             masks += [one.dense for one in blocks if one.dense is not None]
-            skipped = relevance.skippable(self.graph, is_anchor_like, masks)
+            # What is skipped has no meaning, and packing asks each op for its own.
+            is_asked_for_all = self.options.unpad and self.unpadded is None and self.lowerings is None
+            skipped = frozenset() if is_asked_for_all else relevance.skippable(self.graph, is_anchor_like, masks)
             with torch_tracing.tracing_in(self.mode):
                 self.mirror = mirror.build(self.graph_module, skipped)
         return self.mirror

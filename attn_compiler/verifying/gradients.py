@@ -40,7 +40,8 @@ def check(
     if called.changed:
         names = ", ".join(plan.inputs[i] for i in called.changed)
         return [_whole(plan, skipped=f"written to between forward and backward: {names}")]
-    backward = Backward(arrived=arrived.outputs, written=written)
+    came = arrived.outputs if plan.padded is None else plan.padded.cleared(arrived.outputs, called.args)
+    backward = Backward(arrived=came, written=written)
     session = _GradientSession(plan, plan.gradient_checks())
     try:
         ran = whole.run(called, backward=backward, record=session.record)
@@ -82,7 +83,7 @@ def mismatch(plan: Plan, differences: Sequence[comparing.Difference], names: Seq
     error = VerificationMismatch(
         site=f"graph {plan.graph}",
         what=names[first.index],
-        formula=f"attention at {', '.join(sites)}",
+        formula=f"attention at {', '.join(sites)}" if plan.padded is None else "real tokens alone",
         index=str(list(first.place)),
         expected=first.expected,
         observed=first.observed,

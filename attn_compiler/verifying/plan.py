@@ -11,13 +11,15 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_compat, torch_packed
 from attn_compiler.passes import Rewritten, axes, mutation
 from attn_compiler.passes.select import UNTOUCHED
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unit import Unit
+from attn_compiler.passes.unpad.outcome import Packed
 from attn_compiler.verifying import comparing, masks, outputs, pairs, scores, site_gradients
 from attn_compiler.verifying.copies import copied_module
+from attn_compiler.verifying.padding import Padded
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 
 
@@ -46,6 +48,7 @@ class Plan:
     symbols: name of a symbolic size -> (body, node, dimension) of a value that has it; the dimension is None for a number.
     inputs: names for people. may_write: for each input of the graph, whether something in the graph may write to it. devices: that values
     live on. communicates: with other processes. rounded: the coarsest dtype in it. strict: whether a check that fails itself raises.
+    padded: what counts for nothing, in a graph that padding was taken out of.
     """
 
     graph: str
@@ -60,6 +63,7 @@ class Plan:
     communicates: bool
     rounded: torch.dtype | None
     strict: bool
+    padded: Padded | None = None
 
     def gradient_checks(self) -> list[Check]:
         """One for each site."""
@@ -74,6 +78,8 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> Plan | None:
     """The plan for one graph that was rewritten and is about to be given away; None if it holds no site."""
     if rewritten.failed or not any(unit.sites for unit in rewritten.units):
         return None
+    if rewritten.packed is not None:
+        return _of_packed(gm, rewritten, rewritten.packed)
     graphs = {u.graph_module: graph for u, graph in zip(rewritten.units, rewritten.originals, strict=True)}
     # A graph without attention is as it was; masks of the bodies that it calls may have been read in it.
     units = _with_callers(rewritten.units)
@@ -106,6 +112,27 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> Plan | None:
     for check in checks:
         _find_needs(check, Values(bodies=mirrors))
     return plan
+
+
+def _of_packed(gm: fx.GraphModule, rewritten: Rewritten, packed: Packed) -> Plan:
+    """For a graph without padding: nothing but what it gives, and gradients, since no value of the model's is in it."""
+    module = torch_packed.copied(packed.original)
+    inputs = list(module.graph.find_nodes(op="placeholder"))
+    return Plan(
+        graph=rewritten.report.graph,
+        module=module,
+        bodies={},
+        mirrors={},
+        checks=[],
+        symbols={},
+        inputs=[_input_name(str(node.target)) for node in inputs],
+        may_write=[packed.writes] * len(inputs),
+        devices=torch_compat.graph_devices(gm),
+        communicates=_communicates(module),
+        rounded=comparing.coarsest(_dtypes(module)),
+        strict=rewritten.units[0].options.strict,
+        padded=Padded(before=packed.before, places=packed.places),
+    )
 
 
 def _with_callers(units: Sequence[Unit]) -> list[Unit]:

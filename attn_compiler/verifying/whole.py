@@ -204,4 +204,6 @@ class Reruns:
 
 def results(plan: Plan, outs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     """What a graph gave, then what it left in the inputs that it may write to."""
+    if plan.padded is not None:
+        outs = list(plan.padded.cleared(dict(enumerate(outs)), inputs).values())
     return [*outs, *(x for x, may_write in zip(inputs, plan.may_write, strict=True) if may_write)]

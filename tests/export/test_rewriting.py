@@ -275,6 +275,8 @@ def test_options_that_a_program_has_no_use_for_are_refused() -> None:
         attn_compiler.rewrite(program, {"max_autotune": True})
     with pytest.raises(ExportUnsupported, match="verify=True"):
         attn_compiler.rewrite(program, {"verify": True})
+    with pytest.raises(ExportUnsupported, match="unpad=True"):
+        attn_compiler.rewrite(program, {"unpad": True})
     with pytest.raises(InvalidOption, match="tritonn"):
         attn_compiler.rewrite(program, {"lowering": "tritonn"})
 

@@ -1,0 +1,171 @@
+"""From the inputs to the outputs: in which forms each value of the mirror can be had once padding is out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.passes import axes, views
+from attn_compiler.passes.axes import Atom, AxisError, Dims
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.site import Site
+from attn_compiler.passes.unpad import exits, forms, rules
+from attn_compiler.passes.unpad.exits import Fact
+from attn_compiler.passes.unpad.masks import Band, Padding
+from attn_compiler.passes.unpad.refusing import POSITION_WISE, KeepsPadding
+from attn_compiler.passes.unpad.rules import Result
+from attn_compiler.passes.unpad.values import Form, Indexed, Kind, Need, Recipe, Value, places
+
+aten = torch.ops.aten
+SDPA = aten.scaled_dot_product_attention.default
+
+
+class Analysis:
+    """What is known of every value. batch, seq: the atoms of rows and positions. facts: by the mirror node that rests on it."""
+
+    def __init__(self, mirror: Mirror, padding: Padding, bands: Mapping[Site, Band]) -> None:
+        shape = axes.shape_exprs(views.value(padding.tensor.node))
+        if len(shape) != 2:
+            raise KeepsPadding("the mask has an axis of rows and one of positions", f"shape {tuple(shape)}")
+        if axes.ONE in shape:
+            raise KeepsPadding("a batch has more than one row and more than one position", f"the mask is {shape}")
+        self.mirror = mirror
+        self.padding = padding
+        self.batch, self.seq = Atom(shape[0]), Atom(shape[1])
+        self.facts: dict[fx.Node, Fact] = {}
+        self.num_attentions = 0
+        self._bands = {site.match.anchor: band for site, band in bands.items()}
+        self._values: dict[fx.Node, Value] = {}
+        for node in mirror.graph.nodes:
+            if node.op != "output":
+                self._values[node] = self._seen(node)
+
+    def value(self, node: fx.Node) -> Value:
+        return self._values[node]
+
+    def _seen(self, node: fx.Node) -> Value:
+        if node.op != "call_function":
+            return self._leaf(node)
+        lost = next((self._values[x].lost for x in node.all_input_nodes if self._values[x].kind is Kind.LOST), None)
+        if lost is not None:
+            return Value(kind=Kind.LOST, lost=lost)
+        given = [self._values[x] for x in node.all_input_nodes]
+        is_exact = all(value.is_exact for value in given)
+        if node.target is SDPA:
+            return self._attention(node)
+        try:
+            result = self._ruled(node)
+        except (KeepsPadding, AxisError) as error:
+            why = error if isinstance(error, KeepsPadding) else forms.refused(node, str(error))
+            return self._plain(node, given) if is_exact else self._exit(node, why)
+        if is_exact:
+            return self._of_kind(node, given, result)
+        if result.packed is None:
+            return self._exit(node, forms.refused(node, "it reads more than each position by itself"))
+        return Value(kind=Kind.PACKED, dims=result.dims, packed=result.packed, zero=result.zero, several=result.several)
+
+    def _leaf(self, node: fx.Node) -> Value:
+        """An input of (rows, positions, ...) may be seen as one of positions: that claims nothing."""
+        x = node.meta.get("val")
+        if not isinstance(x, torch.Tensor):
+            return Value(kind=Kind.ORIGINAL)
+        dims = axes.fresh(axes.shape_exprs(x))
+        if self._is_of_positions(node, dims):
+            dims = ((self.batch,), (self.seq,), *dims[2:])
+        is_mask = node is self.padding.tensor.node and not self.padding.negated
+        return Value(kind=Kind.ORIGINAL, dims=dims, packed=self._taken(node, dims), zero=is_mask)
+
+    def _is_of_positions(self, node: fx.Node, dims: Dims) -> bool:
+        dynamo = self.mirror.dynamo_node(node)
+        example = None if dynamo is None else dynamo.meta.get("example_value")
+        if len(dims) < 2 or isinstance(example, torch.nn.Parameter):
+            return False
+        pairs = zip(dims, (self.batch, self.seq), strict=False)
+        return all(axes.same_size(axes.dim_size(dim), atom.size) for dim, atom in pairs)
+
+    def _taken(self, node: fx.Node, dims: Dims) -> Recipe | None:
+        """A value as the model has it, at the real tokens."""
+        if not forms.has_both(self, dims):
+            return None
+        try:
+            form = _indexed(self, node, dims)
+        except KeepsPadding:
+            return None
+        return Recipe(needs=(Need(node, form),), make=lambda _, given: given[0])
+
+    def _ruled(self, node: fx.Node) -> Result:
+        rule = rules.rule_of(node)
+        if rule is None:
+            raise forms.refused(node, "nothing is known of it that lets padding be left out")
+        return rule(self, node)
+
+    def _plain(self, node: fx.Node, given: list[Value]) -> Value:
+        x = node.meta.get("val")
+        dims = axes.fresh(axes.shape_exprs(x)) if isinstance(x, torch.Tensor) else ()
+        if node is self.padding.tensor.node:
+            dims = ((self.batch,), (self.seq,))
+        return self._of_kind(node, given, Result(dims=dims))
+
+    def _of_kind(self, node: fx.Node, given: list[Value], result: Result) -> Value:
+        is_returned = any(value.kind is Kind.RETURNED for value in given)
+        is_mask = node is self.padding.tensor.node and not self.padding.negated
+        packed = result.packed
+        if packed is None and result.several is None and isinstance(node.meta.get("val"), torch.Tensor):
+            packed = self._taken(node, result.dims)
+        return Value(
+            kind=Kind.RETURNED if is_returned else Kind.ORIGINAL,
+            dims=result.dims,
+            packed=packed,
+            returned=forms.call(node, {}) if is_returned else None,
+            zero=result.zero or is_mask,
+            several=result.several,
+        )
+
+    def _exit(self, node: fx.Node, why: KeepsPadding) -> Value:
+        found = exits.of(self, node)
+        if found is None:
+            return Value(kind=Kind.LOST, lost=why)
+        if found.fact is not None:
+            self.facts[node] = found.fact
+        x = node.meta["val"]
+        return Value(kind=Kind.RETURNED, dims=axes.fresh(axes.shape_exprs(x)), returned=found.returned)
+
+    def _attention(self, node: fx.Node) -> Value:
+        band = self._bands.get(node)
+        if band is None:
+            return Value(
+                kind=Kind.LOST, lost=KeepsPadding(POSITION_WISE, "an attention that was not understood", at=node)
+            )
+        operands = [x for x in node.args[:3] if isinstance(x, fx.Node)]
+        for x in operands:
+            value = self.value(x)
+            by_rows, by_positions = (value.dims[0], value.dims[2]) if len(value.dims) == 4 else ((), ())
+            found = list(axes.resolve(by_rows)), list(axes.resolve(by_positions))
+            if value.packed is None or found != ([self.batch], [self.seq]):
+                rule = "q, k and v are (rows, heads, positions, head dim) of the tokens that the mask is of"
+                why = KeepsPadding(rule, f"not {x.name}: a cache, or other tokens", at=node)
+                return Value(kind=Kind.LOST, lost=why)
+        if band.counts_positions:
+            self.facts[node] = exits.side_by_side()
+        self.num_attentions += 1
+        arguments = {name: views.argument(node, name) for name in ("dropout_p", "scale", "enable_gqa")}
+
+        def make(maker: Any, given: tuple[fx.Node, ...]) -> fx.Node:
+            mask = maker.mask(band)
+            made: fx.Node = maker.call(
+                torch.nn.functional.scaled_dot_product_attention, *given, attn_mask=mask, **arguments
+            )
+            return made
+
+        dims = (*self.value(operands[0]).dims[:3], *axes.fresh(axes.shape_exprs(views.value(node))[3:]))
+        needs = tuple(Need(x, "packed") for x in operands)
+        return Value(kind=Kind.PACKED, dims=dims, packed=Recipe(needs=needs, make=make))
+
+
+def _indexed(context: Analysis, node: fx.Node, dims: Dims) -> Form:
+    (i,), (j,) = places(dims, context.batch), places(dims, context.seq)
+    forms.require_alone(context, node, dims, (i, j))
+    return Indexed(batch=i, seq=j, rank=len(dims))

@@ -1,0 +1,60 @@
+"""What the model asks packed values for their sizes: it gets those of the batch as it has it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.passes import axes
+from attn_compiler.passes.calls import target_name
+from attn_compiler.passes.unpad.making import Maker
+from attn_compiler.passes.unpad.refusing import KeepsPadding
+from attn_compiler.passes.unpad.values import Kind
+
+#: calls that read no element
+_ASKING = frozenset({"size", "sym_size", "getattr", "numel"})
+
+Number = int | fx.Node
+
+
+def put_in(graph: fx.Graph, maker: Maker) -> None:
+    """Give each such call's users the numbers. Raises KeepsPadding for a size that the mask does not have."""
+    for node in graph.nodes:
+        asks = target_name(node) in _ASKING and node.op in ("call_function", "call_method")
+        if asks and any(maker.kind_of(x) is Kind.PACKED for x in node.all_input_nodes):
+            copy = maker.copies[node]
+            with maker.graph.inserting_before(copy):
+                _replace(copy, _numbers(maker, node))
+            maker.drop(node)
+
+
+def _numbers(maker: Maker, node: fx.Node) -> Number | tuple[Number, ...]:
+    value: Any = node.meta.get("example_value")
+    if isinstance(value, (tuple, list)):
+        return tuple(_number(maker, size) for size in value)
+    if not isinstance(value, (int, torch.SymInt)):
+        raise KeepsPadding("a packed value is asked for nothing but sizes", node.name)
+    return _number(maker, value)
+
+
+def _number(maker: Maker, size: int | torch.SymInt) -> Number:
+    expr = axes.size_expr(size)
+    if expr.is_Integer:
+        return int(expr)
+    for axis, atom in enumerate((maker.analysis.batch, maker.analysis.seq)):
+        if axes.same_size(expr, atom.size):
+            return maker.whole_size(axis)
+    raise KeepsPadding("sizes besides those of the batch are known", str(expr))
+
+
+def _replace(copy: fx.Node, value: Number | tuple[Number, ...]) -> None:
+    for user in list(copy.users):
+        if isinstance(value, tuple) and user.target is operator.getitem:
+            place: Any = user.args[1]
+            picked: Any = value[place]
+            _replace(user, picked)
+            continue
+        user.args, user.kwargs = fx.map_arg((user.args, dict(user.kwargs)), lambda x: value if x is copy else x)

@@ -1,0 +1,137 @@
+"""Ops below an attention that give the model's own value again: nothing of what they read at padding counts, by a fact that is checked at
+run time where only the data knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.passes import views
+from attn_compiler.passes.unpad import forms, rules
+from attn_compiler.passes.unpad.forms import Context
+from attn_compiler.passes.unpad.values import Form, Need, Recipe, places
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fact:
+    """What has to hold at run time.
+
+    words: for people.
+    needs: mirror nodes of tensors that it is asked of, which the model makes without any attention.
+    holds: makes the node of a truth value of `needs` and of which tokens are real, (B, S).
+    """
+
+    words: str
+    needs: tuple[fx.Node, ...]
+    holds: Callable[[fx.Graph, Sequence[fx.Node], fx.Node], fx.Node]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """returned: how the model's own value is made. fact: what that rests on; None if on nothing."""
+
+    returned: Recipe
+    fact: Fact | None = None
+
+
+def of(context: Context, node: fx.Node) -> Exit | None:
+    """The way back at this op, if it is one."""
+    found = EXITS.get(node.target)
+    return None if found is None else found(context, node)
+
+
+def _one_position(context: Context, node: fx.Node) -> Exit | None:
+    """x[:, 0] or x[:, -1]: the first or the last token of each row, which has to be real."""
+    x, index = views.source(node), views.argument(node, "index")
+    value = context.value(x)
+    at = rules.named_axes(node, len(value.dims))
+    rows, positions = places(value.dims, context.batch), places(value.dims, context.seq)
+    length = context.seq.size
+    is_last = index == -1 or (length.is_Integer and index == int(length) - 1)
+    if value.packed is None or at != set(positions) or rows == positions or not (index == 0 or is_last):
+        return None
+    forms.require_alone(context, node, value.dims, (rows[0], positions[0]))
+    i, j = rows[0], positions[0]
+
+    def make(maker: Any, given: tuple[fx.Node, ...]) -> fx.Node:
+        tokens = maker.call(aten.squeeze.dim, given[0], i)
+        place = maker.row_ends if is_last else maker.row_starts
+        axis = j - (i < j)
+        picked = maker.call(aten.index_select.default, tokens, axis, place())
+        back = i - (j < i)
+        made: fx.Node = picked if axis == back else maker.call(aten.movedim.int, picked, axis, back)
+        return made
+
+    end = -1 if is_last else 0
+
+    def holds(graph: fx.Graph, _: Sequence[fx.Node], real: fx.Node) -> fx.Node:
+        return graph.call_function(torch.all, (graph.call_function(aten.select.int, (real, 1, end)),))
+
+    words = f"the {'last' if is_last else 'first'} token of each row is real"
+    returned = Recipe(needs=(Need(x, "packed"),), make=make)
+    return Exit(returned=returned, fact=Fact(words=words, needs=(), holds=holds))
+
+
+def _sum(context: Context, node: fx.Node) -> Exit | None:
+    """A sum over what is 0 at padding."""
+    x = views.source(node)
+    value = context.value(x)
+    if value.packed is None or not value.zero:
+        return None
+    at = set(range(len(value.dims))) if node.target is aten.sum.default else rules.named_axes(node, len(value.dims))
+    over_all = {*places(value.dims, context.batch), *places(value.dims, context.seq)} <= at
+    form: Form = "packed" if over_all else "unpacked"
+    return Exit(returned=forms.call(node, {x: form}))
+
+
+def _cross_entropy(context: Context, node: fx.Node) -> Exit | None:
+    """The loss of all positions together, with labels that are ignored at padding."""
+    logits, labels = node.args[0], node.args[1]
+    if not isinstance(logits, fx.Node) or not isinstance(labels, fx.Node):
+        return None
+    value, target = context.value(logits), context.value(labels)
+    weight, ignored = views.argument(node, "weight"), views.argument(node, "ignore_index")
+    if weight is not None or value.packed is None or len(value.dims) != 2 or views.value(labels).dim() != 1:
+        return None
+    if views.value(labels).is_floating_point() or not target.is_exact:
+        return None
+    dims = value.dims[:1]
+    if not forms.has_both(context, dims) or forms.is_tagged(context, value.dims[1]):
+        return None
+
+    def holds(graph: fx.Graph, given: Sequence[fx.Node], real: fx.Node) -> fx.Node:
+        number: Any = ignored
+        is_ignored = graph.call_function(torch.eq, (given[0], number))
+        flat = graph.call_method("reshape", (real, -1))
+        return graph.call_function(torch.all, (graph.call_function(torch.logical_or, (is_ignored, flat)),))
+
+    given_as: dict[fx.Node, Form] = {logits: "packed", labels: forms.operand_form(context, node, labels, dims)}
+    fact = Fact(words=f"labels at padding are {ignored}, which the loss ignores", needs=(labels,), holds=holds)
+    return Exit(returned=forms.call(node, given_as), fact=fact)
+
+
+def side_by_side() -> Fact:
+    """What windows ask for: distances between tokens are the same once padding is out."""
+
+    def holds(graph: fx.Graph, _: Sequence[fx.Node], real: fx.Node) -> fx.Node:
+        before = graph.call_function(aten.constant_pad_nd.default, (real, [1, -1]))
+        starts = graph.call_function(torch.logical_and, (real, graph.call_function(torch.logical_not, (before,))))
+        runs = graph.call_method("sum", (starts, 1))
+        return graph.call_function(torch.all, (graph.call_function(torch.le, (runs, 1)),))
+
+    return Fact(words="the real tokens of each row lie side by side", needs=(), holds=holds)
+
+
+EXITS: dict[object, Callable[[Context, fx.Node], Exit | None]] = {
+    aten.select.int: _one_position,
+    aten.sum.dim_IntList: _sum,
+    aten.sum.default: _sum,
+    aten.cross_entropy_loss.default: _cross_entropy,
+}

@@ -1,0 +1,60 @@
+"""The small graph that runs before each step: how many tokens are real, and whether what the packed graph rests on holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.unpad.exits import Fact
+from attn_compiler.passes.unpad.masks import Padding
+from attn_compiler.passes.unpad.refusing import KeepsPadding
+
+#: nodes that may run once more for it
+_MOST = 64
+
+
+def graph(module: fx.GraphModule, mirror: Mirror, padding: Padding, facts: Sequence[Fact]) -> fx.GraphModule:
+    """Takes the inputs of the model's graph; gives bool (B, S), where tokens are real, and int64: their number, then for each fact 1
+    where it holds. Raises KeepsPadding where that takes more than a few of the model's nodes."""
+    roots = [_dynamo(mirror, node) for node in (padding.tensor.node, *(x for fact in facts for x in fact.needs))]
+    wanted = _above(mirror, roots)
+    new = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node.op == "placeholder" or node in wanted:
+            copies[node] = new.node_copy(node, lambda n: copies[n])
+    relation = torch.eq if padding.negated else torch.ne
+    real = new.call_function(relation, (copies[roots[0]], 0))
+    said = [new.call_method("sum", (real,))]
+    for fact in facts:
+        given = [copies[_dynamo(mirror, x)] for x in fact.needs]
+        said.append(new.call_method("to", (fact.holds(new, given, real), torch.int64)))
+    new.output((real, new.call_function(torch.stack, (said,))))
+    return fx.GraphModule(module, new)
+
+
+def _dynamo(mirror: Mirror, node: fx.Node) -> fx.Node:
+    found = mirror.dynamo_node(node)
+    if found is None:
+        raise KeepsPadding("what is asked at run time is a value of the captured graph", node.name, at=node)
+    return found
+
+
+def _above(mirror: Mirror, roots: Sequence[fx.Node]) -> set[fx.Node]:
+    """What these are made of."""
+    found: set[fx.Node] = set()
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node in found or node.op in ("placeholder", "get_attr"):
+            found.add(node)
+            continue
+        if node.op not in ("call_function", "call_method") or not mirror.computes_only(node) or len(found) > _MOST:
+            rule = "what is asked at run time is made of the inputs by a few ops"
+            raise KeepsPadding(rule, f"{node.name} is in between")
+        found.add(node)
+        waiting.extend(node.all_input_nodes)
+    return found

@@ -1,0 +1,106 @@
+"""What rules ask of operands and of results: which axes hold rows and positions, and in which form an operand meets packed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from attn_compiler.passes import axes
+from attn_compiler.passes.axes import Atom, Dim, Dims
+from attn_compiler.passes.unpad.refusing import POSITION_WISE, KeepsPadding
+from attn_compiler.passes.unpad.values import Form, Indexed, Need, Recipe, Value, places
+
+
+class Context(Protocol):
+    """What a rule may ask. batch, seq: the atoms of rows and of positions."""
+
+    batch: Atom
+    seq: Atom
+
+    def value(self, node: fx.Node) -> Value: ...
+
+
+def tags(context: Context, dim: Dim) -> tuple[object, ...]:
+    """A dimension as rows, positions and sizes: what has to agree where two operands meet."""
+    marks: Mapping[Atom, object] = {context.batch: "rows", context.seq: "positions"}
+    return tuple(marks.get(atom, atom.size) for atom in axes.resolve(dim) if atom.size != axes.ONE or atom in marks)
+
+
+def is_tagged(context: Context, dim: Dim) -> bool:
+    return any(atom in (context.batch, context.seq) for atom in axes.resolve(dim))
+
+
+def has_both(context: Context, dims: Dims) -> bool:
+    return len(places(dims, context.batch)) == 1 and len(places(dims, context.seq)) == 1
+
+
+def call(node: fx.Node, forms: Mapping[fx.Node, Form], **changed: Any) -> Recipe:
+    """The op itself on its operands in these forms; on others as the model has them. changed: arguments that are given otherwise, by name;
+    a function makes one of the Maker."""
+    needs = tuple(Need(x, forms.get(x, "plain")) for x in node.all_input_nodes if not _is_changed(node, x, changed))
+
+    def make(maker: Any, given: tuple[fx.Node, ...]) -> fx.Node:
+        of = {need.node: own for need, own in zip(needs, given, strict=True)}
+        args, kwargs = _arguments(node, {n: v(maker) if callable(v) else v for n, v in changed.items()})
+        args, kwargs = fx.map_arg((args, kwargs), lambda n: of[n])
+        made: fx.Node = maker.call(node.target, *args, **kwargs)
+        return made
+
+    return Recipe(needs=needs, make=make)
+
+
+def _is_changed(node: fx.Node, x: fx.Node, changed: Mapping[str, Any]) -> bool:
+    args, kwargs = _arguments(node, dict.fromkeys(changed))
+    kept: list[fx.Node] = []
+    fx.map_arg((args, kwargs), kept.append)
+    return x not in kept
+
+
+def _arguments(node: fx.Node, changed: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = list(node.args), dict(node.kwargs)
+    if changed and isinstance(node.target, torch._ops.OpOverload):
+        names = [parameter.name for parameter in node.target._schema.arguments]
+        for name, value in changed.items():
+            if (place := names.index(name)) < len(args):
+                args[place] = value
+            else:
+                kwargs[name] = value
+    return tuple(args), kwargs
+
+
+def refused(node: fx.Node, observed: str, remedy: str | None = None) -> KeepsPadding:
+    return KeepsPadding(POSITION_WISE, f"{node.target}: {observed}", at=node, remedy=remedy)
+
+
+# ---- forms of operands ---------------------------------------------------------------------------------------------------
+
+
+def operand_form(context: Context, node: fx.Node, x: fx.Node, dims: Dims) -> Form:
+    """The form in which an operand meets packed ones in a result of `dims`. What is at hand as the model has it needs no axes of its
+    own: its elements are taken where the result's are."""
+    value = context.value(x)
+    if not isinstance(x.meta.get("val"), torch.Tensor):
+        return "plain"
+    if value.packed is not None and has_both(context, value.dims):
+        return "packed"
+    if not value.is_exact:
+        raise refused(node, f"{x.name} can't be packed")
+    (i,), (j,) = places(dims, context.batch), places(dims, context.seq)
+    rank = len(dims)
+    first = rank - x.meta["val"].dim()
+    if max(i, j) < first:
+        return "plain"
+    require_alone(context, node, dims, (i, j))
+    return Indexed(batch=i, seq=j, rank=rank)
+
+
+def require_alone(context: Context, node: fx.Node, dims: Dims, at: Sequence[int]) -> None:
+    for i in set(at):
+        if any(atom not in (context.batch, context.seq) and atom.size != axes.ONE for atom in axes.resolve(dims[i])):
+            raise refused(node, "rows or positions share an axis with something else")
+    i, j = at
+    if i == j and [a for a in axes.resolve(dims[i]) if a.size != axes.ONE] != [context.batch, context.seq]:
+        raise refused(node, "positions come before rows in one axis")

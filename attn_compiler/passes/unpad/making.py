@@ -1,0 +1,351 @@
+"""Nodes of the packed graph: each form that is asked for is made once, where the model's own node stood."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from attn_compiler import torch_snapshots, torch_tracing
+from attn_compiler.passes import axes, regions
+from attn_compiler.passes.axes import Dims
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.unpad.analysis import Analysis
+from attn_compiler.passes.unpad.forms import call, require_alone
+from attn_compiler.passes.unpad.masks import Band
+from attn_compiler.passes.unpad.refusing import KeepsPadding
+from attn_compiler.passes.unpad.values import Indexed, Kind, Need, Recipe, places
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """What tells where the real tokens are, as inputs of the packed graph. tokens: int64 (T,), places in a flat batch. rows, positions:
+    int64 (T,), of each token. documents: int32 (T,), its row. starts: int64 (B + 1,), where each row begins among the tokens."""
+
+    tokens: fx.Node
+    rows: fx.Node
+    positions: fx.Node
+    documents: fx.Node
+    starts: fx.Node
+
+
+@dataclass(kw_only=True, eq=False)
+class Maker:
+    """Writes into `graph`, a copy of Dynamo's. copies: of each of Dynamo's own nodes."""
+
+    analysis: Analysis
+    graph: fx.Graph
+    copies: Mapping[fx.Node, fx.Node]
+    mode: FakeTensorMode
+    given: Tokens
+    made: dict[Need, fx.Node] = field(default_factory=dict)
+    _shared: dict[Any, fx.Node] = field(default_factory=dict)
+    _owner: fx.Node | None = None
+    erased: set[fx.Node] = field(default_factory=set)
+
+    @property
+    def mirror(self) -> Mirror:
+        return self.analysis.mirror
+
+    # ---- what is asked for ---------------------------------------------------------------------------------------------
+
+    def make(self, roots: list[Need]) -> None:
+        """Make these forms, and what they need. Raises KeepsPadding."""
+        recipes: dict[Need, Recipe] = {}
+        waiting = list(roots)
+        while waiting:
+            need = waiting.pop()
+            if need not in recipes:
+                recipes[need] = self._recipe(need)
+                waiting.extend(recipes[need].needs)
+        self._check_kept(recipes)
+        for need in sorted(recipes, key=self._place):
+            recipe = recipes[need]
+            with self._at(need):
+                self.made[need] = recipe.make(self, tuple(self.made[x] for x in recipe.needs))
+
+    def facts(self) -> dict[str, list[fx.Node]]:
+        """The nodes whose facts count, by the facts' words."""
+        found: dict[str, list[fx.Node]] = {}
+        nodes = {need.node for need in self.made}
+        for node, fact in self.analysis.facts.items():
+            if node in nodes:
+                found.setdefault(fact.words, []).append(node)
+        return found
+
+    def _recipe(self, need: Need) -> Recipe:
+        value = self.analysis.value(need.node)
+        if value.lost is not None:
+            raise value.lost
+        if isinstance(need.form, Indexed):
+            return _indexed(need.node, need.form)
+        if need.form == "unpacked":
+            return _unpacked(self.analysis, need.node)
+        if need.form == "packed":
+            if value.packed is None:
+                raise KeepsPadding("what is packed has rows and positions", need.node.name, at=need.node)
+            return value.packed
+        return self._plain(need.node)
+
+    def _plain(self, node: fx.Node) -> Recipe:
+        value = self.analysis.value(node)
+        if not value.is_exact:
+            raise KeepsPadding("what is read at padding is made without attention", node.name, at=node)
+        own = self.mirror.dynamo_node(node)
+        if value.kind is Kind.RETURNED and not self.is_kept(node):
+            if value.returned is None:
+                raise KeepsPadding("what is made of packed tokens is made of them alone", node.name, at=node)
+            return value.returned
+        if own is not None:
+            return Recipe(needs=(), make=lambda _, __: self.copies[own])
+        if node.op != "call_function":
+            raise KeepsPadding("what is packed is a value of the captured graph", node.name, at=node)
+        return call(node, {})
+
+    def is_kept(self, node: fx.Node) -> bool:
+        """Whether the model's own call makes a value that is below packed ones: it reads none of them itself."""
+        owner = self.mirror.owner(node)
+        if owner is None or self.mirror.dynamo_node(node) is None:
+            return False
+        kinds = [self.kind_of(x) for x in owner.all_input_nodes]
+        return all(kind in (None, Kind.ORIGINAL, Kind.RETURNED) for kind in kinds)
+
+    def kind_of(self, dynamo: fx.Node) -> Kind | None:
+        """The kind of one of Dynamo's own nodes; None for what the mirror has no value of."""
+        node = self._values.get(dynamo)
+        return None if node is None else self.analysis.value(node).kind
+
+    def __post_init__(self) -> None:
+        self._values: dict[fx.Node, fx.Node] = {}
+        for node in self.mirror.graph.nodes:
+            own = self.mirror.dynamo_node(node) if node.op != "output" else None
+            if own is not None:
+                self._values.setdefault(own, node)
+        self._first = self._after(self.given.starts)
+        self._regions = regions.of(next(iter(self.copies)).graph)
+
+    def value_of(self, dynamo: fx.Node) -> fx.Node | None:
+        """The mirror node with the value of one of Dynamo's."""
+        return self._values.get(dynamo)
+
+    def _check_kept(self, needs: Mapping[Need, Recipe]) -> None:
+        """What is read has to be the same wherever it is read."""
+        for node in dict.fromkeys(need.node for need in needs):
+            if not isinstance(node.meta.get("val"), torch.Tensor):
+                continue
+            writers = self.mirror.writers_into(node)
+            later = [w for w, at in zip(*writers, strict=True) if at > self.mirror.order(node)]
+            if later:
+                rule = "nothing writes in place to what is packed"
+                raise KeepsPadding(rule, f"{later[0].target} writes to {node.name}", at=later[0])
+
+    def drop(self, dynamo: fx.Node) -> None:
+        """Erase the copy of one of Dynamo's own nodes, and what is only a number of it, which nothing reads any more."""
+        for user in list(self.copies[dynamo].users):
+            if not user.users:
+                self.graph.erase_node(user)
+        self.erased |= {own for own in (dynamo, *dynamo.users) if torch_snapshots.is_erased(self.copies[own])}
+        if not self.copies[dynamo].users:
+            self.graph.erase_node(self.copies[dynamo])
+            self.erased.add(dynamo)
+
+    # ---- where -----------------------------------------------------------------------------------------------------------
+
+    def _place(self, need: Need) -> tuple[int, int]:
+        """In the order of the mirror; of one node each form comes after those that it is made of."""
+        form = "indexed" if isinstance(need.form, Indexed) else need.form
+        return self.mirror.order(need.node), ("plain", "indexed", "packed", "unpacked").index(form)
+
+    @contextlib.contextmanager
+    def _at(self, need: Need) -> Iterator[None]:
+        """Insert at the place of a node, in its name."""
+        owner = self.mirror.owner(need.node) or self.mirror.dynamo_node(need.node)
+        if owner is None:
+            raise KeepsPadding("what is packed is a value of the captured graph", need.node.name, at=need.node)
+        copy = self.copies[owner]
+        is_after = isinstance(need.form, Indexed) or owner.op in ("placeholder", "get_attr")
+        place = self._after(copy) if is_after else copy
+        self._owner = owner
+        with self.graph.inserting_before(place):
+            yield
+        self._owner = None
+
+    def _after(self, node: fx.Node) -> fx.Node:
+        """The first node behind it that calls may stand before."""
+        found = node.next
+        while found.op == "placeholder":
+            found = found.next
+        return found
+
+    # ---- calls -----------------------------------------------------------------------------------------------------------
+
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node of this call, with its value."""
+        node = self.graph.call_function(function, args, kwargs)
+        own = self._owner
+        if own is not None:
+            node.meta.update({k: v for k, v in own.meta.items() if k != "example_value"})
+        values = fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])
+        region = self._regions[own] if own is not None else regions.Region()
+        with torch_tracing.running_in(self.mode), torch.set_grad_enabled(_wants_gradient(own)), region.active():
+            node.meta["example_value"] = function(*values[0], **values[1])
+        return node
+
+    def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
+        """make(), before all calls; or what it gave before."""
+        if key not in self._shared:
+            own, self._owner = self._owner, None
+            with self.graph.inserting_before(self._first):
+                self._shared[key] = make()
+            self._owner = own
+        return self._shared[key]
+
+    @property
+    def num_tokens(self) -> fx.Node:
+        return self.once("tokens", lambda: self.call(aten.sym_size.int, self.given.tokens, 0))
+
+    def row_starts(self) -> fx.Node:
+        """int64 (B,): the place of the first token of each row."""
+        return self.once("row starts", lambda: self.call(aten.slice.Tensor, self.given.starts, 0, 0, -1))
+
+    def row_ends(self) -> fx.Node:
+        """int64 (B,): the place of the last token of each row."""
+        ends = self.once("row ends", lambda: self.call(aten.slice.Tensor, self.given.starts, 0, 1))
+        return self.once("last of rows", lambda: self.call(torch.sub, ends, 1))
+
+    def sizes(self, dims: Dims) -> list[int | fx.Node]:
+        """Of the packed form of what has these axes."""
+        return [self._size(dim) for dim in dims]
+
+    def _size(self, dim: axes.Dim) -> int | fx.Node:
+        has_tokens, others = False, 1
+        for atom in axes.resolve(dim):
+            if atom is self.analysis.seq:
+                has_tokens = True
+            elif atom is not self.analysis.batch:
+                if not atom.size.is_Integer:
+                    raise KeepsPadding("sizes besides those of the batch are known", str(atom.size))
+                others *= int(atom.size)
+        if not has_tokens:
+            return others
+        tokens = self.num_tokens
+        return tokens if others == 1 else self.once(("times", others), lambda: self.call(operator.mul, tokens, others))
+
+    def whole_size(self, axis: int) -> int | fx.Node:
+        """Rows (0) or positions (1) of the batch as the model has it."""
+        size = (self.analysis.batch, self.analysis.seq)[axis].size
+        if size.is_Integer:
+            return int(size)
+        source = self._plain(self.analysis.padding.tensor.node).make(self, ())
+        return self.call(aten.sym_size.int, source, axis)
+
+    def mask(self, band: Band) -> fx.Node:
+        """bool (1, 1, T, T): tokens of one row, as far as the band lets them see each other."""
+        return self.once(("mask", band), lambda: self._mask(band))
+
+    def _mask(self, band: Band) -> fx.Node:
+        mask = self.call(torch.eq, *self._pair("documents", lambda: self.given.documents))
+        for relation, bound in ((torch.ge, 0 if band.causal else band.right), (torch.le, band.left)):
+            if bound is not None:
+                allowed = self.call(relation, self._ahead(), -bound if relation is torch.ge else bound)
+                mask = self.call(torch.logical_and, mask, allowed)
+        return self.call(aten.unsqueeze.default, self.call(aten.unsqueeze.default, mask, 0), 0)
+
+    def _ahead(self) -> fx.Node:
+        """int64 (T, T): how far the query stands behind the key among the tokens of all rows."""
+
+        def places() -> fx.Node:
+            device = self.given.tokens.meta["example_value"].device
+            return self.call(torch.arange, self.num_tokens, device=device)
+
+        pair = self._pair("places", places)
+        return self.once("ahead", lambda: self.call(torch.sub, *pair))
+
+    def _pair(self, name: str, make: Callable[[], fx.Node]) -> tuple[fx.Node, fx.Node]:
+        """(T, 1) of queries, and (1, T) of keys."""
+        own = self.once(name, make)
+        return (
+            self.once((name, "queries"), lambda: self.call(aten.unsqueeze.default, own, 1)),
+            self.once((name, "keys"), lambda: self.call(aten.unsqueeze.default, own, 0)),
+        )
+
+
+def _wants_gradient(own: fx.Node | None) -> bool:
+    """The grad mode of a node: what the model's own value there tells of it."""
+    value = None if own is None else own.meta.get("example_value")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
+
+
+def _indexed(node: fx.Node, form: Indexed) -> Recipe:
+    """The elements of what the model has, at the real tokens."""
+
+    def make(maker: Maker, given: tuple[fx.Node, ...]) -> fx.Node:
+        x = given[0]
+        for _ in range(form.rank - x.meta["example_value"].dim()):
+            x = maker.call(aten.unsqueeze.default, x, 0)
+        i, j = form.batch, form.seq
+        shape = x.meta["example_value"].shape
+        if i == j:
+            return x if _is_one(shape[i]) else maker.call(aten.index_select.default, x, i, maker.given.tokens)
+        if _is_one(shape[i]):
+            return x if _is_one(shape[j]) else maker.call(aten.index_select.default, x, j, maker.given.positions)
+        if _is_one(shape[j]):
+            return _swapped(maker, maker.call(aten.index_select.default, x, i, maker.given.rows), i, j)
+        return _flat(maker, x, i, j)
+
+    return Recipe(needs=(Need(node, "plain"),), make=make)
+
+
+def _is_one(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _swapped(maker: Maker, x: fx.Node, i: int, j: int) -> fx.Node:
+    """Tokens stand at the axis i, and the axis j has size one: the other way round."""
+    return maker.call(aten.transpose.int, x, i, j)
+
+
+def _flat(maker: Maker, x: fx.Node, i: int, j: int) -> fx.Node:
+    """(rows, positions) at i and j -> (1, tokens)."""
+    if (i, j) != (0, 1):
+        x = maker.call(aten.movedim.intlist, x, [i, j], [0, 1])
+    x = maker.call(aten.flatten.using_ints, x, 0, 1)
+    x = maker.call(aten.index_select.default, x, 0, maker.given.tokens)
+    x = maker.call(aten.unsqueeze.default, x, 0)
+    return x if (i, j) == (0, 1) else maker.call(aten.movedim.intlist, x, [0, 1], [i, j])
+
+
+def _unpacked(analysis: Analysis, node: fx.Node) -> Recipe:
+    """As the model has it, and 0 at padding."""
+    dims = analysis.value(node).dims
+    (i,), (j,) = places(dims, analysis.batch), places(dims, analysis.seq)
+    require_alone(analysis, node, dims, (i, j))
+
+    def make(maker: Maker, given: tuple[fx.Node, ...]) -> fx.Node:
+        x = given[0]
+        if i == j:
+            rows = x if i == 0 else maker.call(aten.movedim.int, x, i, 0)
+        else:
+            rows = x if (i, j) == (0, 1) else maker.call(aten.movedim.intlist, x, [i, j], [0, 1])
+            rows = maker.call(aten.squeeze.dim, rows, 0)
+        batch, length = maker.whole_size(0), maker.whole_size(1)
+        total = batch * length if isinstance(batch, int) and isinstance(length, int) else None
+        flat = total if total is not None else maker.call(operator.mul, batch, length)
+        others = list(rows.meta["example_value"].shape[1:])
+        zeros = maker.call(aten.new_zeros.default, rows, [flat, *others])
+        whole = maker.call(aten.index_put.default, zeros, [maker.given.tokens], rows)
+        if i == j:
+            return whole if i == 0 else maker.call(aten.movedim.int, whole, 0, i)
+        whole = maker.call(aten.view.default, whole, [batch, length, *others])
+        return whole if (i, j) == (0, 1) else maker.call(aten.movedim.intlist, whole, [0, 1], [i, j])
+
+    return Recipe(needs=(Need(node, "packed"),), make=make)

@@ -1,0 +1,112 @@
+"""What all attentions of a graph leave out: one mask over (batch row, position), proved at each site."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attn_compiler import index_expr as ix
+from attn_compiler import masks
+from attn_compiler.index_expr import Index, Load
+from attn_compiler.masks import Causal, KeyPadding, MaskKind, SlidingWindow
+from attn_compiler.passes.mutation import Version
+from attn_compiler.passes.site import Site
+from attn_compiler.passes.unpad.refusing import KeepsPadding
+from attn_compiler.spec import AttentionSpec
+
+_RULE = "all attentions leave out the same keys as padding, and nothing else but by position"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Padding:
+    """tensor: (B, S). negated: it is 0 where a token is real."""
+
+    tensor: Version
+    negated: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Band:
+    """What positions alone allow a site: causal, and a window."""
+
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+
+    @property
+    def counts_positions(self) -> bool:
+        """Whether it asks how far apart two tokens are, and not only which comes first."""
+        return self.left is not None or self.right is not None
+
+
+def of(sites: Sequence[Site]) -> tuple[Padding, list[Band]]:
+    """The padding of a graph, and the band of each site. Raises KeepsPadding."""
+    found: Padding | None = None
+    bands = []
+    for site in sites:
+        spec = site.spec
+        if spec is None:
+            raise ValueError(f"the site at {site.module} has no spec")
+        if site.match.anchor.target is not torch.ops.aten.scaled_dot_product_attention.default:
+            remedy = 'load the model with attn_implementation="sdpa"'
+            raise _refused(site, "an attention that is no call of scaled_dot_product_attention", remedy)
+        _check_scores(site, spec)
+        padding, band = _masks(site, spec)
+        if found is not None and padding != found:
+            raise _refused(site, "the mask of another layer is another tensor")
+        found = padding
+        bands.append(band)
+    if found is None:
+        raise KeepsPadding("the graph has an attention that was understood", "none")
+    return found, bands
+
+
+def _refused(site: Site, observed: str, remedy: str | None = None) -> KeepsPadding:
+    return KeepsPadding(_RULE, observed, at=site.match.out, remedy=remedy)
+
+
+def _check_scores(site: Site, spec: AttentionSpec) -> None:
+    """Nothing but the mask joins the scores: a bias beside the mask would be lost with the mask's tensor."""
+    score = spec.score
+    if score.proved or score.changes or score.runtime_scale:
+        remedy = "such a bias is not applied to packed tokens yet" if score.proved else None
+        raise _refused(site, f"the scores are changed: {score.words}", remedy)
+    if spec.returns_weights:
+        raise _refused(site, "the attention weights are read", "call the model without output_attentions")
+    if spec.stored is not None:
+        raise _refused(site, "k and v come from a cache in FP8")
+
+
+def _masks(site: Site, spec: AttentionSpec) -> tuple[Padding, Band]:
+    if spec.mask.reason is not None:
+        raise _refused(site, f"the mask was not understood: {spec.mask.reason}")
+    kinds = spec.mask.kinds
+    pads = [kind for kind in kinds if isinstance(kind, KeyPadding)]
+    if len(pads) != 1:
+        raise _refused(site, f"the mask is {spec.mask.words}", "pass attention_mask" if not pads else None)
+    return _padding(site, pads[0]), _band(site, [kind for kind in kinds if kind is not pads[0]])
+
+
+def _padding(site: Site, kind: KeyPadding) -> Padding:
+    load, negated = ix.nonzero(kind.condition)
+    if not isinstance(load, Load) or load.at != (Index("b"), Index("k")):
+        raise _refused(site, f"padding is {kind.words}", "mask padding by one tensor over (batch row, position)")
+    version = site.loads[load.tensor]
+    if version.since is not None or version.until is not None:
+        raise _refused(site, f"{load.tensor} is written in place")
+    return Padding(tensor=version, negated=negated)
+
+
+def _band(site: Site, kinds: list[MaskKind]) -> Band:
+    band = Band()
+    for kind in kinds:
+        match kind:
+            case Causal(alignment=masks.Alignment.TOP_LEFT):
+                band = Band(causal=True, left=band.left, right=band.right)
+            case SlidingWindow(left=left, right=right) if not band.counts_positions:
+                band = Band(causal=band.causal, left=left, right=right)
+            case _:
+                raise _refused(site, f"the mask is {kind.words}, too")
+    return band

@@ -1,0 +1,81 @@
+"""What became of a graph's padding: it is out, or it stays for a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from attn_compiler import torch_packed, torch_tracing
+from attn_compiler.decisions import Reason
+from attn_compiler.unpadding import Batch, Steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """The graph is as it was. module, source: where the op is that is to blame, if it is one."""
+
+    reason: Reason
+    module: str | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packed:
+    """The graph computes real tokens alone.
+
+    facts: what has to hold at each call, in the order in which `before` tells; else the original runs.
+    zeroed: outputs that are 0 at padding.
+    places: of each of those outputs the axes of rows and positions, by its place among the outputs.
+    writes: the model's graph writes in place.
+    dropout: random numbers are drawn for real tokens alone.
+    before: tells where tokens are real, how many, and which facts hold.
+    original: the model's own graph.
+    fakes: fake values of the model's own inputs.
+    inputs: fake values of the packed graph's further inputs.
+    mode, most: the fake mode of the graph, and the most tokens that there can be, if that is known.
+    steps: filled while it runs.
+    """
+
+    facts: tuple[str, ...]
+    zeroed: tuple[str, ...]
+    places: Mapping[int, tuple[int, int]]
+    writes: bool
+    dropout: bool
+    before: fx.GraphModule
+    original: fx.GraphModule
+    fakes: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    mode: FakeTensorMode
+    most: int | None
+    steps: Steps = field(default_factory=Steps)
+
+    def further(self, number: int) -> tuple[torch.Tensor, ...]:
+        """As `inputs`, for another number of tokens."""
+        return fake_inputs(self.mode, self.most, number, self.inputs[-1])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For the report."""
+        found = []
+        if self.dropout:
+            found.append(
+                "dropout draws for real tokens alone: its results are statistically equal to the model's, and not the same"
+            )
+        if not self.zeroed:
+            found.append("nothing visible changes: no output has padding")
+        return tuple(found)
+
+
+def fake_inputs(mode: FakeTensorMode, most: int | None, number: int, starts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Fake values of the further inputs of a packed graph. number: of tokens, which is a size that is not known. starts: like the last."""
+    size = torch_packed.own_size(mode, hint=number, most=most)
+    with torch_tracing.running_in(mode):
+        return Batch.like(size, starts.shape[0] - 1, starts.device).inputs
+
+
+Outcome = Kept | Packed

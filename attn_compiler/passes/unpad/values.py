@@ -1,0 +1,89 @@
+"""What is known of each value of the mirror: which axes hold positions, and in which forms the value can be had."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from torch import fx
+
+from attn_compiler.passes import axes
+from attn_compiler.passes.axes import Atom, Dims
+
+if TYPE_CHECKING:
+    from attn_compiler.passes.unpad.making import Maker
+    from attn_compiler.passes.unpad.refusing import KeepsPadding
+
+
+class Kind(enum.Enum):
+    """ORIGINAL: the model's own node gives it. PACKED: it exists for real tokens alone. RETURNED: the model's own value again, made
+    of packed ones. LOST: it can't be had any more."""
+
+    ORIGINAL = "original"
+    PACKED = "packed"
+    RETURNED = "returned"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Indexed:
+    """A value as the model has it, taken at the real tokens. batch, seq: its axes of rows and positions once it has `rank` axes; new axes
+    come first. Where both are one axis, that holds the positions of all rows."""
+
+    batch: int
+    seq: int
+    rank: int
+
+
+#: "plain": as the model has it. "packed": the rows' axis has size 1, that of positions one element for each real token. "unpacked": as
+#: the model has it, and 0 at padding.
+Form = Literal["plain", "packed", "unpacked"] | Indexed
+
+
+class Need(NamedTuple):
+    """A value in a form."""
+
+    node: fx.Node
+    form: Form
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a form is made: `make` gets the nodes of what it needs, in order."""
+
+    needs: tuple[Need, ...]
+    make: Callable[[Maker, tuple[fx.Node, ...]], fx.Node]
+
+
+@dataclass(kw_only=True, eq=False)
+class Value:
+    """What is known of a mirror node.
+
+    kind: see there.
+    dims: its axes; those of rows and positions hold the analysis' own atoms.
+    packed: how it is made for real tokens alone; None if it can't be.
+    returned: of a RETURNED value, how it is made.
+    zero: it is 0 at padding.
+    several: of an op with several results, the axes of each.
+    lost: of a LOST value, why.
+    """
+
+    kind: Kind
+    dims: Dims = ()
+    packed: Recipe | None = None
+    returned: Recipe | None = None
+    zero: bool = False
+    several: tuple[Dims, ...] | None = None
+    lost: KeepsPadding | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the model's own value is there."""
+        return self.kind in (Kind.ORIGINAL, Kind.RETURNED)
+
+
+def places(dims: Dims, atom: Atom) -> list[int]:
+    """The axes that hold an atom."""
+    return [i for i, dim in enumerate(dims) if atom in axes.resolve(dim)]

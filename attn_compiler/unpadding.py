@@ -1,0 +1,153 @@
+"""What runs when padding was taken out of a graph: before each call, where the real tokens are; then the packed graph, or the model's own.
+
+The model's own runs where something does not hold that the packed graph rests on (a label at padding counts, say), and where there are
+fewer than two real tokens. It is compiled when it is first needed. Two compiled functions, and no `torch.cond`: both are differentiated as
+any graph is, and neither is asked to give the same strides as the other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+
+from attn_compiler.torch_packed import Guards
+
+CompiledFn = Callable[..., Any]
+
+#: fewer are no packed batch: sizes of 0 and 1 mean other things to a compiler
+LEAST_TOKENS = 2
+#: compilations of one packed graph, for numbers of tokens that differ in what a compiler makes of them
+MOST_CODES = 4
+_STEPS_KEPT = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One call. fill: the share of tokens that are real. failed: what did not hold, so that the model's own graph ran."""
+
+    fill: float
+    failed: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Steps:
+    """The last calls of one graph."""
+
+    last: deque[Step] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Where the real tokens of a batch are: the further inputs of a packed graph, in its order."""
+
+    tokens: torch.Tensor
+    rows: torch.Tensor
+    positions: torch.Tensor
+    documents: torch.Tensor
+    starts: torch.Tensor
+
+    @staticmethod
+    def like(number: Any, rows: Any, device: torch.device) -> Batch:
+        """Unfilled: of so many tokens and batch rows."""
+        integers = {"tokens": torch.int64, "rows": torch.int64, "positions": torch.int64, "documents": torch.int32}
+        of_tokens = {name: torch.empty(number, dtype=dtype, device=device) for name, dtype in integers.items()}
+        return Batch(**of_tokens, starts=torch.empty(rows + 1, dtype=torch.int64, device=device))
+
+    @staticmethod
+    def of(real: torch.Tensor, number: int) -> Batch:
+        """real: bool (B, S). number: of real tokens, so that no device has to be asked."""
+        found = torch.nonzero_static(real, size=number)
+        rows, positions = found[:, 0].contiguous(), found[:, 1].contiguous()
+        lengths = real.sum(1).cumsum(0)
+        return Batch(
+            tokens=rows * real.shape[1] + positions,
+            rows=rows,
+            positions=positions,
+            documents=rows.to(torch.int32),
+            starts=torch.nn.functional.pad(lengths, (1, 0)),
+        )
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return self.tokens, self.rows, self.positions, self.documents, self.starts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """A compiled packed graph. run: takes the model's inputs and those of `Batch`. guards: what it asks of the number of tokens."""
+
+    run: CompiledFn
+    guards: Guards
+
+
+class Unpadded:
+    """A compiled graph without padding, with the model's own beside.
+
+    first: the packed graph's code. again: compiles the packed graph for a number of tokens that no code serves; None where that can't be
+    done. before: see `Packed`. facts: what it tells of. original: compiles the model's own graph.
+    """
+
+    def __init__(
+        self,
+        *,
+        first: Code,
+        again: Callable[[int], Code | None],
+        before: CompiledFn,
+        facts: Sequence[str],
+        original: Callable[[], CompiledFn],
+        steps: Steps,
+    ) -> None:
+        self._codes = [first]
+        self._again: Callable[[int], Code | None] | None = again
+        self._before = before
+        self._facts = tuple(facts)
+        self._compile_original = original
+        self._original: CompiledFn | None = None
+        self._lock = threading.Lock()
+        self._steps = steps
+
+    def __call__(self, *args: Any) -> Any:
+        if any(isinstance(x, FakeTensor) for x in args):
+            return self.original(*args)
+        with torch.no_grad():
+            real, told = self._before(*args)
+            number, *holds = told.tolist()
+        failed = tuple(fact for fact, does in zip(self._facts, holds, strict=True) if not does)
+        if number < LEAST_TOKENS:
+            failed = (*failed, f"{LEAST_TOKENS} tokens are real")
+        # In the caller's grad mode, which decides what is compiled.
+        code = None if failed else self._code(number, args)
+        if code is None and not failed:
+            failed = (f"there is code for {number} tokens",)
+        self._steps.last.append(Step(fill=number / max(real.numel(), 1), failed=failed))
+        if code is None:
+            return self.original(*args)
+        with torch.no_grad():
+            batch = Batch.of(real, number)
+        return code.run(*args, *batch.inputs)
+
+    def _code(self, number: int, args: Sequence[Any]) -> Code | None:
+        """Code that serves so many tokens; None if there is none."""
+        found = next((code for code in self._codes if code.guards.hold(number, args)), None)
+        if found is not None or self._again is None:
+            return found
+        with self._lock:
+            made = None if len(self._codes) == MOST_CODES or self._again is None else self._again(number)
+            if made is None:
+                self._again = None
+                return None
+            self._codes.append(made)
+        return made if made.guards.hold(number, args) else None
+
+    def original(self, *args: Any) -> Any:
+        """Call the model's own graph."""
+        with self._lock:
+            if self._original is None:
+                self._original = self._compile_original()
+        return self._original(*args)
