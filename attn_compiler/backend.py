@@ -123,9 +123,12 @@ def _compile_unpadded(
     What is compiled later is given fake inputs: which sizes of real ones are fixed is forgotten by then.
     """
     compilation, copied = torch_packed.Compilation.now(), torch_packed.copied(gm)
+    # A CUDA graph would be recorded for each number of tokens.
+    unrecorded = {"triton.cudagraph_skip_dynamic_graphs": True} if inner.patches.get("triton.cudagraphs") else {}
+    of_packed = dataclasses.replace(inner, patches=inner.patches | unrecorded)
 
     def code(module: fx.GraphModule, inputs: Sequence[Any], further: Sequence[Any]) -> Code:
-        run = inner.compile_rewritten(module, [*inputs, *further], key)
+        run = of_packed.compile_rewritten(module, [*inputs, *further], key)
         return Code(run=run, guards=torch_packed.taken_guards(further[0].shape[0], packed.fakes))
 
     def again(number: int) -> Code | None:
