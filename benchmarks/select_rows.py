@@ -12,8 +12,8 @@ measured comes last.
 A row made from 512 tokens wants a q of at least a quarter of the size that was measured: starting a kernel takes longer than some run
 there. No row is made from the shapes of select_cases.HELD_OUT_SEQLENS: they show how rows do on lengths that they were not made from.
 
-A lowering that was measured later, beside `triton`, has the times of that run times what `triton` took in the first one over what it took
-in the later one (LATER). Where its backward is another family's, it has that one's time.
+A lowering that was measured later has the times of that run (LATER) times what `triton` and `sdpa_cudnn` took in the first one over what
+they took in the later one, geometric mean. Where its backward is another family's, it has that one's time.
 
 --replay prints how the choice that the rows make now stands to the other sides in the measured times: of the file that the rows are
 made from, or of another run (--times).
@@ -51,7 +51,9 @@ _MOST_REGRET = 1.1
 _NOISE = 1.01
 _EVERYWHERE = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "hopper", "triton")
 LATER = bench_select.RESULTS.with_name("select_hopper_h200.csv")
-_LATER, _BESIDE = "hopper", "triton"
+_LATER = "hopper"
+#: what ties both runs together
+_BESIDE = ("triton", "sdpa_cudnn")
 # What machines may lack: a part of a class has a row of its own where another choice is made there with or without these.
 _LACKING: tuple[frozenset[str], ...] = (frozenset(), frozenset({"fa4"}), frozenset({"fa4", "cudnn"}))
 
@@ -145,11 +147,18 @@ def _as_if_with(
     apart: Mapping[tuple[str, str, str], Mapping[str, str]],
     which: tuple[str, str],
 ) -> Mapping[str, str] | None:
-    """A row of `LATER` in the times of the first run; None where the lowering beside it was not measured in both. which: case and pass."""
-    then, now, row = found.get((*which, _BESIDE)), apart.get((*which, _BESIDE)), apart.get((*which, _LATER))
-    if then is None or now is None or row is None:
+    """A row of `LATER` in the times of the first run; None where nothing was measured in both. which: case and pass."""
+    row = apart.get((*which, _LATER))
+    both = [
+        (found[*which, side], apart[*which, side])
+        for side in _BESIDE
+        if (*which, side) in found and (*which, side) in apart
+    ]
+    # What was far behind was timed twice only.
+    both = [(then, now) for then, now in both if "2" not in (then["rounds"], now["rounds"])]
+    if row is None or not both:
         return None
-    return _scaled(row, _time(then) / _time(now))
+    return _scaled(row, statistics.geometric_mean(_time(then) / _time(now) for then, now in both))
 
 
 def _scaled(row: Mapping[str, str], by: float) -> dict[str, str]:

@@ -44,6 +44,7 @@ PRIVATE = frozenset(
         "torch_caches",
         "torch_compat",
         "torch_dtensors",
+        "torch_packed",
         "torch_frames",
         "torch_inductor",
         "torch_observe",

@@ -137,6 +137,8 @@ def test_a_backward_of_another_family_has_that_ones_time() -> None:
 def test_a_later_run_without_what_ties_it_adds_nothing() -> None:
     first = _timed("causal_d64_s2048", {"sdpa_cudnn": 100.0}, {"sdpa_cudnn": 200.0})
     assert select_rows.joined(first, _timed("causal_d64_s2048", {"triton": 60.0, "hopper": 40.0})) == first
+    far = [{**row, "rounds": "2"} for row in _timed("causal_d64_s2048", {"sdpa_cudnn": 900.0, "hopper": 40.0})]
+    assert select_rows.joined(first, far) == first
 
 
 def test_what_is_slow_in_the_backward_does_not_come_first_in_training() -> None:
