@@ -115,6 +115,10 @@ def _compile(
     return meanings.telling(checked(compiled, plan), rewritten.known)
 
 
+#: Code that is found on disk may come without the guards of the number of tokens, which nobody would ask then.
+_NOT_KEPT = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+
+
 def _compile_unpadded(
     gm: fx.GraphModule, packed: Packed, inner: _Inner, example_inputs: Sequence[Any], key: str
 ) -> Callable[..., Any]:
@@ -125,7 +129,7 @@ def _compile_unpadded(
     compilation, copied = torch_packed.Compilation.now(), torch_packed.copied(gm)
     # A CUDA graph would be recorded for each number of tokens.
     unrecorded = {"triton.cudagraph_skip_dynamic_graphs": True} if inner.patches.get("triton.cudagraphs") else {}
-    of_packed = dataclasses.replace(inner, patches=inner.patches | unrecorded)
+    of_packed = dataclasses.replace(inner, patches=inner.patches | unrecorded | _NOT_KEPT)
 
     def code(module: fx.GraphModule, inputs: Sequence[Any], further: Sequence[Any]) -> Code:
         run = of_packed.compile_rewritten(module, [*inputs, *further], key)
