@@ -212,7 +212,15 @@ def main(shared: Backward) -> Arguments:
     every = shared.numbers()
     in_head, heads_of_all = triton.cdiv(k.shape[2], blocks.keys), q.shape[0] * q.shape[1]
     outputs = {f"Grad{x}": f"Each{x}" if f"Each{x}" in shared.tensors else f"Grad{x}" for x in "KV"}
-    of_strides = {"q": "Q", "k": "K", "v": "V", "g": "GradOut", "dk": outputs["GradK"], "dv": outputs["GradV"]}
+    of_strides = {
+        "q": "Q",
+        "k": "K",
+        "v": "V",
+        "g": "GradOut",
+        "s": "Sums",
+        "dk": outputs["GradK"],
+        "dv": outputs["GradV"],
+    }
     numbers = {
         **every,
         **lists(shared.tensors.get("tiles_by_key")),

@@ -443,7 +443,7 @@ def _barriers(STAGES: gl.constexpr):
 @gluon.jit(do_not_specialize=["section", "blocks", "heads_of_all"])
 def attention_backward_sm90(
     Q, K, V, GradOut, RowStats, Sums, GradK, GradV, Flag, Rows, Keys, DocumentsQ, DocumentsK, Lists, Slopes,
-    stride_q, stride_k, stride_v, stride_g, stride_dk, stride_dv, stats_rows, masking, lists, sizes,
+    stride_q, stride_k, stride_v, stride_g, stride_s, stride_dk, stride_dv, stats_rows, masking, lists, sizes,
     section, blocks, heads_of_all, HOW: gl.constexpr,
 ):  # fmt: skip
     """Grid: up to blocks · heads_of_all, for `blocks` blocks of BLOCK_N keys of each of heads_of_all = B · Hq heads: no more than run at
@@ -466,11 +466,7 @@ def attention_backward_sm90(
     of_v = descriptor(V, batch, heads_kv, seqlen_kv, stride_v, ROWS, how.HEAD_DIM_V, how.V_ALL)
     of_dk = descriptor(GradK, batch, heads, seqlen_kv, stride_dk, ROWS, QK, how.QK_ALL)
     of_dv = descriptor(GradV, batch, heads, seqlen_kv, stride_dv, ROWS, how.HEAD_DIM_V, how.V_ALL)
-    SUM_TILE: gl.constexpr = [1, 1, ROWS, how.SUM_COLUMNS]
-    SUM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SUM_TILE, gl.float32)
-    of_sums = tma.make_tensor_descriptor(
-        Sums, [batch, heads, seqlen_q, QK], [heads * seqlen_q * QK, seqlen_q * QK, QK, 1], SUM_TILE, SUM_LAYOUT
-    )
+    of_sums = descriptor(Sums, batch, heads, seqlen_q, stride_s, ROWS, QK, how.SUM_COLUMNS)
     ELEMENT: gl.constexpr = K.dtype.element_ty
     GRADS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * ROWS, how.BLOCK_M], ELEMENT)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -480,7 +476,7 @@ def attention_backward_sm90(
         k=gl.allocate_shared_memory(ELEMENT, [2, 1, 1, ROWS, how.QK_ALL], of_k.layout),
         v=gl.allocate_shared_memory(ELEMENT, [2, 1, 1, ROWS, how.V_ALL], of_v.layout),
         grads=gl.allocate_shared_memory(ELEMENT, [how.STAGES, 2 * ROWS, how.BLOCK_M], GRADS_LAYOUT),
-        sums=gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, how.SUM_COLUMNS], SUM_LAYOUT),
+        sums=gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, how.SUM_COLUMNS], of_sums.layout),
         stats=gl.allocate_shared_memory(gl.float32, [how.STAGES, 2 * how.BLOCK_M], FLAT),
         first=gl.allocate_shared_memory(gl.int32, [how.STAGES, 1], FLAT),
         work=gl.allocate_shared_memory(gl.int32, [6, 1], FLAT),
