@@ -136,7 +136,7 @@ def source(function: Any, values: Mapping[str, Any], kind: type[ASTSource] = AST
     taken = as_taken(function.arg_names, values)
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(function.params):
-        value = taken[parameter.name]
+        value = taken.get(parameter.name, parameter.default) if parameter.has_default else taken[parameter.name]
         if parameter.is_constexpr:
             signature[parameter.name], constants[(i,)] = "constexpr", value
         else:
