@@ -63,6 +63,15 @@ def test_wide_heads_have_the_backward_of_another_family() -> None:
     assert backward_of(make_spec(mask=dense(2, 1, 2048, 2048), **wide), H200) == "triton"
 
 
+def test_values_that_are_wider_than_keys_have_the_backward_of_another_family() -> None:
+    """dv leaves from a place in shared memory that is as large as a tile of q."""
+    wide = _LONG | {"head_dim": 64, "head_dim_v": 128}
+    mask = dense(2, 1, 2048, 2048)
+    assert backward_of(make_spec(mask=mask, **wide), H200) == "triton"
+    assert backward_of(make_spec(mask=mask, **wide | {"head_dim": 72}), H200) == "hopper"
+    assert backward_of(make_spec(mask=mask, **wide | {"head_dim": 128, "head_dim_v": 64}), H200) == "hopper"
+
+
 def test_a_deterministic_backward_is_another_familys() -> None:
     deterministic = Target.fake(deterministic=True)
     assert backward_of(make_spec(mask=CAUSAL, **_LONG), deterministic) == "triton"
