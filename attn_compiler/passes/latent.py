@@ -124,7 +124,7 @@ class Finder:
             raise _No("k and v are made of the latent in different places")
         latent_dim, rope_dim = (Atom(rank),), self._rope_dim(shared)
         made_for = sole_reader.made_for(self._mirror, match, {linear.made, of_k.made})
-        if made_for is None:
+        if made_for is None or any(self._mirror.owner(node) in made_for for node in _beside_keys(match)):
             raise _No("something besides the attention reads k or v, so they are made anyhow")
         found = Latent(
             made_for=made_for,
@@ -254,6 +254,11 @@ def _comes_of_linear(node: fx.Node) -> bool:
     """Through a scale, too."""
     found = [node, *(node.all_input_nodes if calls.target_name(node) == "mul" else ())]
     return any(calls.target_name(n) == "linear" for n in found)
+
+
+def _beside_keys(match: Match) -> list[fx.Node]:
+    """What the attention reads beside q, k and v: masks and biases."""
+    return [term.operand.root for term in (*match.additive, *match.allowed)]
 
 
 def _indices(at: tuple[Expr, ...]) -> frozenset[str]:

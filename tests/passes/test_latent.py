@@ -369,6 +369,16 @@ def test_another_reader_of_k_or_v() -> None:
     assert "something besides the attention reads k or v" in reason.observed
 
 
+def test_a_mask_that_reads_k() -> None:
+    def attention(x: Inputs) -> Tensor:
+        k, v = _joined(linear(x["c"], x["w"]), x["rope"])
+        return scaled_dot_product_attention(x["q"], k, v, attn_mask=k[:, :1, None, :, 0] > 0, scale=0.2)
+
+    reason = _found(attention).site.spec.no_latent
+    assert reason is not None
+    assert "something besides the attention reads k or v" in reason.observed
+
+
 def test_a_gradient_is_refused_by_name() -> None:
     x = _inputs()
     x["w"].requires_grad_()
