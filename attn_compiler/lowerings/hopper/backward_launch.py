@@ -114,9 +114,9 @@ def begin(
     same.fact("copies", lambda: not grad_lse.is_contiguous())
     tensors = {"Q": q, "K": k, "V": v, "GradOut": grad_out, "GradLse": grad_lse.contiguous(), "Out": out, "Lse": lse}
     tensors |= dict(zip(grad_operands(prepared.call.spec), operands, strict=True))
-    # No row is asked for that is not in one of them.
     make = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-    rows = triton.cdiv(q.shape[2], _rows_together(prepared)) * _rows_together(prepared)
+    # One block at least: without queries, too, the kernel that comes first sets the counter.
+    rows = max(triton.cdiv(q.shape[2], _rows_together(prepared)), 1) * _rows_together(prepared)
     tensors["RowStats"] = same.empty("RowStats", lambda: make((*q.shape[:2], 2, rows)))
     tensors["Sums"] = same.empty("Sums", lambda: make(q.shape))
     tensors["Flag"] = same.empty("Flag", lambda: torch.empty((2,), dtype=torch.int32, device=q.device))

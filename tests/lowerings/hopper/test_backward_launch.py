@@ -121,6 +121,21 @@ def test_without_lists_and_holes_no_kernel_is_started_for_nan() -> None:
     assert started == around + ["attention_sum_groups"] * 2 * (problem.q.shape[1] > problem.k.shape[1])
 
 
+def test_without_queries_the_first_kernel_sets_the_counter_too() -> None:
+    """Sizes that are not known may be 0."""
+    problem = problems.build(Case(name="hopper no queries", **_EVEN, **_CAUSAL))
+    q = problem.q[:, :, :0]
+    started: dict[str, tuple[int, ...]] = {}
+
+    def record(kernel: Any, same: Any, tensors: Any, arguments: Any, part: str = "") -> None:
+        started[kernel.fn.__name__] = arguments().grid
+
+    with problems.starting(problem, record, programs=3):
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
+        backward_launch.gradients(out, lse, q, problem.k, problem.v, [], out, lse, problem.text)
+    assert 0 not in started["attention_before_backward"]
+
+
 def test_blocks_are_those_of_the_head_dim() -> None:
     problem = problems.build(Case(name="hopper blocks of 128", head_dim=128, **_EVEN))
     found = plan.grad_blocks_of(kernel_problems.Call.from_text(problem.text).spec)
