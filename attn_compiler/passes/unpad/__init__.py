@@ -88,6 +88,7 @@ def _packed(unit: Unit, mirror: Mirror, padding: Padding, analysis: Analysis, ma
     asked_sizes.put_in(unit.graph, maker)
     _erase_unread(unit, maker)
     _check_gone(unit, maker)
+    _check_drawn_once(maker)
     found = {word: [analysis.facts[node] for node in nodes] for word, nodes in maker.facts().items()}
     asked = [fact for same in found.values() for fact in (same if same[0].needs else same[:1])]
     before = run_time_facts.graph(unit.graph_module, mirror, padding, asked)
@@ -247,14 +248,27 @@ def _check_gone(unit: Unit, maker: Maker) -> None:
             )
 
 
+def _check_drawn_once(maker: Maker) -> None:
+    """What is random may not be drawn for real tokens, and again for what the model reads of all positions."""
+    for need in maker.made:
+        owner = maker.mirror.owner(need.node)
+        if need.form != "packed" or not _is_dropout(need.node) or owner is None:
+            continue
+        if owner not in maker.erased or Need(need.node, "plain") in maker.made:
+            rule = "random numbers are drawn once"
+            raise KeepsPadding(rule, f"{need.node.name} is read at padding, too", at=need.node)
+
+
 def _dropout(maker: Maker) -> bool:
     """Whether random numbers are drawn for tokens: others than the model's, by the same law."""
-    drops = torch.ops.aten.dropout.default
     nodes = [need.node for need in maker.made if need.form == "packed"]
-    of_tokens = any(n.target is drops and n.args[1] and n.args[2] for n in nodes)
-    return of_tokens or any(
+    return any(_is_dropout(n) for n in nodes) or any(
         n.target is torch.ops.aten.scaled_dot_product_attention.default and _drops(n) for n in nodes
     )
+
+
+def _is_dropout(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.dropout.default and bool(node.args[1]) and bool(node.args[2])
 
 
 def _drops(node: fx.Node) -> bool:

@@ -39,9 +39,11 @@ class Analysis:
         self.num_attentions = 0
         self._bands = {site.match.anchor: band for site, band in bands.items()}
         self._values: dict[fx.Node, Value] = {}
+        self._inputs: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in mirror.graph.nodes:
             if node.op != "output":
                 self._values[node] = self._seen(node)
+                self._inputs[node] = self._made_of(node)
 
     def value(self, node: fx.Node) -> Value:
         return self._values[node]
@@ -66,6 +68,12 @@ class Analysis:
         if result.packed is None:
             return self._exit(node, forms.refused(node, "it reads more than each position by itself"))
         return Value(kind=Kind.PACKED, dims=result.dims, packed=result.packed, zero=result.zero, several=result.several)
+
+    def _made_of(self, node: fx.Node) -> frozenset[fx.Node]:
+        """The inputs of (rows, positions, ...) that a value is made of."""
+        if node.op == "call_function":
+            return frozenset().union(*(self._inputs[x] for x in node.all_input_nodes))
+        return frozenset((node,)) if forms.has_both(self, self._values[node].dims) else frozenset()
 
     def _leaf(self, node: fx.Node) -> Value:
         """An input of (rows, positions, ...) may be seen as one of positions: that claims nothing."""
@@ -148,6 +156,11 @@ class Analysis:
                 rule = "q, k and v are (rows, heads, positions, head dim) of the tokens that the mask is of"
                 why = KeepsPadding(rule, f"not {x.name}: a cache, or other tokens", at=node)
                 return Value(kind=Kind.LOST, lost=why)
+        if self._inputs[operands[0]] != self._inputs[operands[1]]:
+            # The mask tells of the keys' tokens alone. Queries may be others, in a batch of the same sizes.
+            rule = "queries and keys are of the same tokens"
+            why = KeepsPadding(rule, "queries and keys are made of different inputs", at=node)
+            return Value(kind=Kind.LOST, lost=why)
         if band.counts_positions:
             self.facts[node] = exits.side_by_side()
         self.num_attentions += 1

@@ -105,6 +105,8 @@ def _cross_entropy(context: Context, node: fx.Node) -> Exit | None:
     dims = value.dims[:1]
     if not forms.has_both(context, dims) or forms.is_tagged(context, value.dims[1]):
         return None
+    # The fact below compares labels with real tokens, which lie row by row.
+    forms.require_alone(context, node, dims, (0, 0))
 
     def holds(graph: fx.Graph, given: Sequence[fx.Node], real: fx.Node) -> fx.Node:
         number: Any = ignored

@@ -19,7 +19,9 @@ _MOST = 64
 def graph(module: fx.GraphModule, mirror: Mirror, padding: Padding, facts: Sequence[Fact]) -> fx.GraphModule:
     """Takes the inputs of the model's graph; gives bool (B, S), where tokens are real, and int64: their number, then for each fact 1
     where it holds. Raises KeepsPadding where that takes more than a few of the model's nodes."""
-    roots = [_dynamo(mirror, node) for node in (padding.tensor.node, *(x for fact in facts for x in fact.needs))]
+    asked = [padding.tensor.node, *(x for fact in facts for x in fact.needs)]
+    _check_unwritten(mirror, asked)
+    roots = [_dynamo(mirror, node) for node in asked]
     wanted = _above(mirror, roots)
     new = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -41,6 +43,23 @@ def _dynamo(mirror: Mirror, node: fx.Node) -> fx.Node:
     if found is None:
         raise KeepsPadding("what is asked at run time is a value of the captured graph", node.name, at=node)
     return found
+
+
+def _check_unwritten(mirror: Mirror, roots: Sequence[fx.Node]) -> None:
+    """The graph of facts has no writes in place, so what it reads may have none before."""
+    found: set[fx.Node] = set()
+    for root in roots:
+        waiting = [root]
+        while waiting:
+            node = waiting.pop()
+            if node in found:
+                continue
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+            writers = mirror.writers_into(node).nodes if isinstance(node.meta.get("val"), torch.Tensor) else []
+            if any(mirror.order(writer) < mirror.order(root) for writer in writers):
+                rule = "nothing writes in place to what is asked at run time"
+                raise KeepsPadding(rule, f"{writers[0].target} writes to {node.name}", at=writers[0])
 
 
 def _above(mirror: Mirror, roots: Sequence[fx.Node]) -> set[fx.Node]:

@@ -85,6 +85,7 @@ def operand_form(context: Context, node: fx.Node, x: fx.Node, dims: Dims) -> For
     if not isinstance(x.meta.get("val"), torch.Tensor):
         return "plain"
     if value.packed is not None and has_both(context, value.dims):
+        _require_same_order(context, node, value.dims, dims)
         return "packed"
     if not value.is_exact:
         raise refused(node, f"{x.name} can't be packed")
@@ -95,6 +96,13 @@ def operand_form(context: Context, node: fx.Node, x: fx.Node, dims: Dims) -> For
         return "plain"
     require_alone(context, node, dims, (i, j))
     return Indexed(batch=i, seq=j, rank=rank)
+
+
+def _require_same_order(context: Context, node: fx.Node, own: Dims, dims: Dims) -> None:
+    """Rows and positions of an operand lie at the axes of the result's, and in one order where both are one axis."""
+    for of_operand, of_result in zip(reversed(own), reversed(dims), strict=False):
+        if is_tagged(context, of_operand) and tags(context, of_operand) != tags(context, of_result):
+            raise refused(node, "operands meet that have rows and positions in another order")
 
 
 def require_alone(context: Context, node: fx.Node, dims: Dims, at: Sequence[int]) -> None:

@@ -165,6 +165,8 @@ def embedding(context: Context, node: fx.Node) -> Result:
     table, ids = node.args[0], node.args[1]
     if not isinstance(table, fx.Node) or not isinstance(ids, fx.Node):
         raise refused(node, "no tensors")
+    if views.argument(node, "scale_grad_by_freq"):
+        raise refused(node, "gradients are scaled by how often a token occurs, at padding, too")
     value = context.value(ids)
     _require_untagged(context, node, [table])
     dims = (*value.dims, *axes.fresh(axes.shape_exprs(views.value(node))[-1:]))
@@ -231,8 +233,9 @@ def along_dim(context: Context, node: fx.Node) -> Result:
 
 
 def named_axes(node: fx.Node, rank: int) -> set[int]:
+    """None and no axes at all both mean all of them."""
     given: Any = views.argument(node, "dim", 0)
-    if given is None:
+    if given is None or (isinstance(given, (tuple, list)) and not given):
         return set(range(rank))
     return {int(i) % rank for i in (given if isinstance(given, (tuple, list)) else [given])}
 
