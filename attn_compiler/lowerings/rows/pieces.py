@@ -155,7 +155,9 @@ class _Call:
             has_gaps = has_gaps or not is_whole
         starts = _starts(low, high)
         if len(starts) > max(2, self.num_q * _MOST_RUNS) and self._is_in_pieces(low, high, starts):
-            return True, [_Run(q=0, end=self.num_q, low=int(low.min()), high=int(high.max()))]
+            whole = _Run(q=0, end=self.num_q, low=int(low.min()), high=int(high.max()))
+            # Without keys there is no call: PyTorch's kernel divides by their number.
+            return True, [whole] if whole.low < whole.high else []
         ends = [*starts[1:], self.num_q]
         bounds = torch.stack((low[starts], high[starts])).tolist() if starts else [[], []]
         runs = zip(starts, ends, *bounds, strict=True)

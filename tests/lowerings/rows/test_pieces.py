@@ -53,3 +53,9 @@ def test_batch_rows_that_are_alike_are_one_piece() -> None:
 def test_a_query_of_no_document_is_in_no_piece() -> None:
     found = runs(3, 4, documents_q=torch.tensor([[0, 5, 1]]), documents_k=torch.tensor([[0, 0, 1, 1]]))
     assert [(p.q, p.num_q, p.k, p.num_k) for p in found] == [(0, 1, 0, 2), (2, 1, 2, 2)]
+
+
+def test_ranges_that_differ_and_are_all_empty_are_no_piece() -> None:
+    at = torch.arange(32)[None]
+    assert runs(32, 32, rows=torch.stack((at, torch.zeros_like(at)))) == []
+    assert runs(32, 32, rows=torch.stack((at, at + 4)), keys=torch.zeros(1, 32, dtype=torch.bool)) == []
