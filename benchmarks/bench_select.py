@@ -51,7 +51,7 @@ COLUMNS = (
 PACKAGES = ("flash_attn_4", "cudnn_frontend")
 PASSES: tuple[Pass, ...] = ("forward", "backward")
 # Not kernels that a model would run.
-_LEFT_OUT = ("reference", "math", "untouched", "sdpa_cpu_flash")
+_LEFT_OUT = ("reference", "math", "untouched", "sdpa_cpu_flash", "rows", "absorbed")
 # What a run with --compile is for: kernels that are kept on disk. PyTorch's are there, cuDNN's are built anew in every process.
 _COMPILED = ("triton", "hopper", "fa4", "flex")
 # A side that takes so many times as long as the fastest is timed less often: it is not chosen.

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from attn_compiler import torch_symbols
+from attn_compiler.dtypes import EVERY
 from attn_compiler.passes import relevance
 from attn_compiler.passes.calls import argument, target_name
 
@@ -27,7 +28,6 @@ _MOVES = frozenset(
     {"view", "reshape", "expand", "expand_as", "unsqueeze", "getitem", "__getitem__", "repeat", "contiguous"}
 )
 _ALONG = frozenset({"dim", "axis", "keepdim"})
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -190,7 +190,7 @@ def _is_cast(node: fx.Node, source: fx.Node) -> bool:
     value, before = _value(node), _value(source)
     if value is None or before is None or target_name(node) not in _CASTS:
         return False
-    return {value.dtype, before.dtype} <= set(_FLOATS) and value.device == before.device
+    return {value.dtype, before.dtype} <= set(EVERY) and value.device == before.device
 
 
 def _is_unsqueezed(node: fx.Node, source: fx.Node) -> bool:
@@ -217,7 +217,7 @@ def _is_shaped_by(a: fx.Node, b: fx.Node, result: fx.Node) -> bool:
 def _fits(logits: fx.Node, attention: fx.Node) -> bool:
     """Whether logits broadcast to one for each query, with an axis of 1 in the end or without."""
     shape, queries = _shape(logits), _shape(attention)[:-1]
-    if _dtype(logits) not in _FLOATS or len(shape) not in (3, 4) or not _same(shape[3:], (1,) * (len(shape) - 3)):
+    if _dtype(logits) not in EVERY or len(shape) not in (3, 4) or not _same(shape[3:], (1,) * (len(shape) - 3)):
         return False
     return all(_same((x,), (1,)) or _same((x,), (whole,)) for x, whole in zip(shape[:3], queries, strict=True))
 

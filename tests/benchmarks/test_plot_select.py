@@ -25,6 +25,7 @@ def rows(which: str) -> list[dict[str, str]]:
             "pass": which,
             "side": side,
             "p50_us": took,
+            "rounds": "9",
             "chosen": "yes" * (side == "fa4"),
         }
         for side, took in sides.items()
