@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 from attn_compiler.lowerings.shared import parts, tile_table
+from attn_compiler.lowerings.shared.arguments import prepare
 from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.lowerings.triton import launch
 from attn_compiler.lowerings.triton.lowering import TritonAttention
 from attn_compiler.target import Target
 from benchmarks import bench_kernels, harness, kernel_cases, kernel_peers
@@ -38,10 +38,10 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for limit in ("_FEW_QUERIES", "_FEW_KEYS"):
         monkeypatch.setattr(parts, limit, 0)
     parts.of.cache_clear()
-    launch.prepare.cache_clear()
+    prepare.cache_clear()
     yield
     parts.of.cache_clear()
-    launch.prepare.cache_clear()
+    prepare.cache_clear()
 
 
 def problem_of(case: Case, *, training: bool = True) -> Problem:

@@ -22,10 +22,10 @@ from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared import tile_table
 from attn_compiler.lowerings.shared import tiles as tile_lists
+from attn_compiler.lowerings.shared.arguments import prepare
 from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
 from attn_compiler.lowerings.shared.kernels.tile_parts import kept
 from attn_compiler.lowerings.shared.tiles import Masking
-from attn_compiler.lowerings.triton import launch
 from attn_compiler.masks import MaskSpec
 from attn_compiler.scores import ScoreSpec, Softcap
 from attn_compiler.spec import AttentionSpec, TensorSpec
@@ -269,12 +269,12 @@ def _name(dtype: torch.dtype) -> str:
 @contextlib.contextmanager
 def planned(plan: Plan) -> Iterator[None]:
     """Every spec has this plan."""
-    launch.prepare.cache_clear()
+    prepare.cache_clear()
     try:
         with mock.patch.object(site_parts, "of", return_value=plan):
             yield
     finally:
-        launch.prepare.cache_clear()
+        prepare.cache_clear()
 
 
 def outputs(problem: Problem) -> tuple[Tensor, Tensor]:

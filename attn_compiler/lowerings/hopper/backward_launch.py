@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,121 +14,39 @@ from attn_compiler.lowerings.hopper.kernels.tuples import GradSwitches
 from attn_compiler.lowerings.hopper.launch import bhsd_strides, may_leak
 from attn_compiler.lowerings.hopper.ops import grad_operands
 from attn_compiler.lowerings.hopper.plan import GradBlocks, grad_blocks_of
-from attn_compiler.lowerings.shared import persistent
+from attn_compiler.lowerings.shared import backward_call, persistent
 from attn_compiler.lowerings.shared.arguments import (
     STATS_BLOCK,
     Prepared,
     alignment,
     lists,
     operand_parameters,
-    prepare,
     strides,
 )
-from attn_compiler.lowerings.shared.backward_call import Backward
+from attn_compiler.lowerings.shared.backward_call import Backward, Gradients
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_tiles
 from attn_compiler.lowerings.shared.kernels.tuples import Sizes
-from attn_compiler.lowerings.shared.launching import Arguments, Site, alike, launch
-from attn_compiler.lowerings.shared.on_device import on
-from attn_compiler.lowerings.shared.ops import empty_gradient
-from attn_compiler.lowerings.shared.readable import is_unreadable, readable
+from attn_compiler.lowerings.shared.launching import Arguments, Ready, launch
 from attn_compiler.lowerings.triton import launch as triton_launch
 from attn_compiler.lowerings.triton import launch_added
 from attn_compiler.lowerings.triton.kernels import backward, kv_backward
-
-Tensors = Sequence[torch.Tensor]
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]
 
 #: queries of a program of the kernels around it
 _AROUND = 64
 #: blocks of a program, from which on their order matters less than what they share
 _MANY = 8
-_OP = "hopper_backward"
-_INPUTS = ("Q", "K", "V", "GradOut", "GradLse", "Out", "Lse")
 
 
-def gradients(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    operands: Tensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    text: str,
-) -> Gradients:
-    """Gradients of q, k, v and of the plan's differentiable operands, as `ops.BACKWARD_SCHEMA` says."""
-    inputs = (q, k, v, grad_out, grad_lse, out, lse, *operands)
-    same = alike(_OP, text, inputs)
-    if same.replay is not None:
-        grad_q, grad_k, grad_v, *grads = same.replay.run(inputs)
-        return grad_q, grad_k, grad_v, grads
-    if same.fact("unreadable", lambda: is_unreadable(q, k, v, grad_out)):
-        q, k, v, grad_out = map(readable, (q, k, v, grad_out))
-        return gradients(grad_out, grad_lse, q, k, v, operands, out, lse, text)
-    with on(q.device):
-        return _run(begin(grad_out, grad_lse, q, k, v, operands, out, lse, text))
-
-
-class GradientSite(Site):
-    """`gradients` for one place in compiled code."""
-
-    __slots__ = ()
-
-    def __call__(
-        self,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        operands: Tensors,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        text: str,
-    ) -> Gradients:
-        inputs = (q, k, v, grad_out, grad_lse, out, lse, *operands)
-        found = self.again(inputs)
-        if found is None:
-            grads = gradients(grad_out, grad_lse, q, k, v, operands, out, lse, text)
-            self.learn(_OP, text, inputs)
-            return grads
-        return found[0], found[1], found[2], found[3:]
-
-
-def begin(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    operands: Tensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    text: str,
-) -> Backward:
-    """Arguments as those of `gradients`, which the kernels can read. With room for all that they write."""
-    prepared = prepare(text)
-    same = alike(_OP, text, (q, k, v, grad_out, grad_lse, out, lse, *operands))
-    same.any_size = prepared.any_size
-    same.fact("copies", lambda: not grad_lse.is_contiguous())
-    tensors = {"Q": q, "K": k, "V": v, "GradOut": grad_out, "GradLse": grad_lse.contiguous(), "Out": out, "Lse": lse}
-    tensors |= dict(zip(grad_operands(prepared.call.spec), operands, strict=True))
-    make = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-    # One block at least: without queries, too, the kernel that comes first sets the counter.
-    rows = max(triton.cdiv(q.shape[2], _rows_together(prepared)), 1) * _rows_together(prepared)
-    tensors["RowStats"] = same.empty("RowStats", lambda: make((*q.shape[:2], 2, rows)))
-    tensors["Sums"] = same.empty("Sums", lambda: make(q.shape))
-    tensors["Flag"] = same.empty("Flag", lambda: torch.empty((2,), dtype=torch.int32, device=q.device))
-    for name in ("Q", "K", "V"):
-        tensors[f"Grad{name}"] = same.empty(f"Grad{name}", functools.partial(empty_gradient, tensors[name]))
-    # What each head of queries adds to dk and dv, where several have one of keys.
+def _make_room(shared: Backward) -> None:
+    """For float32 sums of dq, for a flag and the counter of blocks, and with grouped heads for what each head of queries adds to dk and dv."""
+    same, tensors = shared.same, shared.tensors
+    q, k = tensors["Q"], tensors["K"]
+    empty = functools.partial(torch.empty, device=q.device)
+    tensors["Sums"] = same.empty("Sums", lambda: empty(q.shape, dtype=torch.float32))
+    tensors["Flag"] = same.empty("Flag", lambda: empty((2,), dtype=torch.int32))
     for name in ("K", "V") if q.shape[1] > k.shape[1] else ():
         shape = (*q.shape[:2], *tensors[name].shape[2:])
-        tensors[f"Each{name}"] = same.empty(
-            f"Each{name}", functools.partial(torch.empty, shape, dtype=q.dtype, device=q.device)
-        )
-    return Backward(prepared=prepared, same=same, tensors=tensors, start=launch)
+        tensors[f"Each{name}"] = same.empty(f"Each{name}", functools.partial(empty, shape, dtype=q.dtype))
 
 
 def _rows_together(prepared: Prepared) -> int:
@@ -138,7 +56,7 @@ def _rows_together(prepared: Prepared) -> int:
     return max(STATS_BLOCK, _AROUND, own, tiles.grad_q.queries, tiles.grad_kv.queries)
 
 
-def _run(shared: Backward) -> Gradients:
+def _run(shared: Backward) -> list[torch.Tensor]:
     shared.launch(around_backward.attention_before_backward, before)
     shared.launch(backward_sm90.attention_backward_sm90, main)
     shared.launch(around_backward.attention_after_backward, after)
@@ -149,12 +67,7 @@ def _run(shared: Backward) -> Gradients:
         for part in ("k", "v") if shared.prepared.call.tiles.grad_kv.apart else ("kv",):
             shared.launch(kv_backward.attention_grad_kv, functools.partial(again_kv, part=part), part)
     # Of what gets a gradient, sinks are all that this family takes.
-    names = shared.prepared.plan.differentiable
-    grads = [launch_added.grad_sinks(shared) for _ in names]
-    if not shared.same.facts["copies"]:
-        returned = ["GradQ", "GradK", "GradV", *(f"Grad{name.capitalize()}" for name in names)]
-        shared.same.keep(shared.ran, inputs=(*_INPUTS, *grad_operands(shared.prepared.call.spec)), returned=returned)
-    return shared.tensors["GradQ"], shared.tensors["GradK"], shared.tensors["GradV"], grads
+    return [launch_added.grad_sinks(shared) for _ in shared.prepared.plan.differentiable]
 
 
 def leaks(shared: Backward) -> bool:
@@ -292,3 +205,24 @@ def _again(found: Arguments) -> Arguments:
         numbers={**found.numbers, **lists(None), "MASK_ALL": True},
         tile=found.tile,
     )
+
+
+def _start(*given: Any) -> Ready | None:
+    return launch(*given)
+
+
+gradients = Gradients(
+    op="hopper_backward",
+    operands=lambda prepared: grad_operands(prepared.call.spec),
+    rows_together=_rows_together,
+    start=_start,
+    make_room=_make_room,
+    run=_run,
+)
+
+
+class GradientSite(backward_call.BackwardSite):
+    """`gradients` for one place in compiled code."""
+
+    __slots__ = ()
+    gradients = gradients

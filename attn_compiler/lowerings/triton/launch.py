@@ -9,36 +9,30 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import triton
 
-from attn_compiler.lowerings.shared import forward_call
+from attn_compiler.lowerings.shared import backward_call, forward_call
 from attn_compiler.lowerings.shared.arguments import (
     STATS_BLOCK,
     Prepared,
-    Tensors,
     alignment,
     along,
     common,
     lists,
     operand_parameters,
-    prepare,
     strides,
 )
-from attn_compiler.lowerings.shared.backward_call import Backward
+from attn_compiler.lowerings.shared.backward_call import Backward, Gradients
 from attn_compiler.lowerings.shared.forward_call import Forward, Named
-from attn_compiler.lowerings.shared.launching import Alike, Arguments, Grid, Ready, Site, alike, launch
-from attn_compiler.lowerings.shared.on_device import on
-from attn_compiler.lowerings.shared.ops import empty_gradient
-from attn_compiler.lowerings.shared.readable import is_unreadable, readable
+from attn_compiler.lowerings.shared.launching import Alike, Arguments, Grid, Ready, launch
 from attn_compiler.lowerings.triton import launch_added
 from attn_compiler.lowerings.triton.kernels import backward, kv_backward
 from attn_compiler.lowerings.triton.kernels import forward as forward_kernels
 
 _NARROW = 64
-_BACKWARD = "triton_backward"
-_BACKWARD_INPUTS = ("Q", "K", "V", "GradOut", "GradLse", "Out", "Lse")
 #: a learned bias' backward keeps the scores' gradients up to this size, and beyond takes their products again: see `_add_scores`
 _MOST_KEPT_BYTES = 2 << 30
 # Elements: rows of the kept scores begin at whole vectors.
@@ -87,67 +81,6 @@ def _grid(blocks: int, heads: int, batch: int, heads_last: bool) -> Grid:
     return (blocks, batch, heads) if heads_last else (blocks, heads, batch)
 
 
-def gradients(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    operands: Tensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    text: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Gradients of q, k, v and of the plan's differentiable operands, as `ops.BACKWARD_SCHEMA` says."""
-    inputs = _backward_inputs(grad_out, grad_lse, q, k, v, operands, out, lse)
-    same = alike(_BACKWARD, text, inputs)
-    if same.replay is not None:
-        grad_q, grad_k, grad_v, *grads = same.replay.run(inputs)
-        return grad_q, grad_k, grad_v, grads
-    with on(q.device):
-        return _all_gradients(begin_backward(grad_out, grad_lse, q, k, v, operands, out, lse, text))
-
-
-class BackwardSite(Site):
-    """`gradients` for one place in compiled code."""
-
-    __slots__ = ()
-
-    def __call__(
-        self,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        operands: Tensors,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        text: str,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        inputs = _backward_inputs(grad_out, grad_lse, q, k, v, operands, out, lse)
-        found = self.again(inputs)
-        if found is None:
-            grads = gradients(grad_out, grad_lse, q, k, v, operands, out, lse, text)
-            self.learn(_BACKWARD, text, inputs)
-            return grads
-        return found[0], found[1], found[2], found[3:]
-
-
-def _backward_inputs(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    operands: Tensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """In the order of `_BACKWARD_INPUTS` and then the operands."""
-    return (q, k, v, grad_out, grad_lse, out, lse, *operands)
-
-
 def single_gradients(shared: Backward) -> dict[str, Callable[[], None]]:
     """For each kernel that has a tile in `Tiles`, a call that runs it alone, to be measured: as `gradients` would launch it.
 
@@ -160,7 +93,7 @@ def single_gradients(shared: Backward) -> dict[str, Callable[[], None]]:
     }
 
 
-def _all_gradients(shared: Backward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+def _run_backward(shared: Backward) -> list[torch.Tensor]:
     if shared.keeps_scores:
         shared.launch(backward.attention_row_stats, _row_stats)
         _launch_grad_kv(shared)
@@ -173,18 +106,7 @@ def _all_gradients(shared: Backward) -> tuple[torch.Tensor, torch.Tensor, torch.
         "distances": launch_added.grad_distances,
         "sinks": launch_added.grad_sinks,
     }
-    grads = [further[name](shared) for name in shared.prepared.plan.differentiable]
-    _keep(shared)
-    return shared.tensors["GradQ"], shared.tensors["GradK"], shared.tensors["GradV"], grads
-
-
-def _keep(shared: Backward) -> None:
-    """Further calls like this one are replayed, if nothing was copied."""
-    names, operands = shared.prepared.plan.differentiable, shared.prepared.operands
-    if shared.same.facts["copies"]:
-        return
-    returned = ["GradQ", "GradK", "GradV", *(f"Grad{name.capitalize()}" for name in names)]
-    shared.same.keep(shared.ran, inputs=(*_BACKWARD_INPUTS, *operands), returned=returned)
+    return [further[name](shared) for name in shared.prepared.plan.differentiable]
 
 
 def _add_scores(shared: Backward) -> None:
@@ -213,46 +135,10 @@ def _scores_shape(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, int]
     return (q.shape[0], q.shape[1], k.shape[2], pitch)
 
 
-def begin_backward(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    operands: Tensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    text: str,
-) -> Backward:
-    """Arguments as those of `gradients`. With room for the row stats, the gradients of q, k and v and, if they are kept, the scores'."""
-    prepared = prepare(text)
-    same = alike(_BACKWARD, text, _backward_inputs(grad_out, grad_lse, q, k, v, operands, out, lse))
-    same.any_size = prepared.any_size
-    if same.fact("unreadable", lambda: is_unreadable(q, k, v, grad_out)):
-        q, k, v, grad_out = map(readable, (q, k, v, grad_out))
-        return begin_backward(grad_out, grad_lse, q, k, v, operands, out, lse, text)
-    same.fact("copies", lambda: not grad_lse.is_contiguous())
-    tensors = {"Q": q, "K": k, "V": v, "GradOut": grad_out, "GradLse": grad_lse.contiguous(), "Out": out, "Lse": lse}
-    tensors |= prepared.named(operands)
-    tensors["RowStats"] = same.empty("RowStats", lambda: _empty_row_stats(prepared, lse))
-    for name in ("Q", "K", "V"):
-        tensors[f"Grad{name}"] = same.empty(f"Grad{name}", functools.partial(empty_gradient, tensors[name]))
-    shared = Backward(prepared=prepared, same=same, tensors=tensors, start=launch)
-    _add_scores(shared)
-    return shared
-
-
 def _rounded_to(prepared: Prepared) -> int:
     """The largest block of queries of all passes, each of which is a power of two."""
     tiles = prepared.call.tiles
     return max(STATS_BLOCK, tiles.grad_q.queries, tiles.grad_kv.queries)
-
-
-def _empty_row_stats(prepared: Prepared, lse: torch.Tensor) -> torch.Tensor:
-    batch, heads, seqlen_q = lse.shape
-    block = _rounded_to(prepared)
-    rows = triton.cdiv(seqlen_q, block) * block
-    return torch.empty((batch, heads, 2, rows), dtype=torch.float32, device=lse.device)
 
 
 def _row_stats(shared: Backward) -> Arguments:
@@ -312,3 +198,26 @@ def grad_kv_arguments(shared: Backward, part: str) -> Arguments:
         numbers=numbers | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "HEADS_LAST": heads_last},
         tile=tile,
     )
+
+
+def _start(*given: Any) -> Ready | None:
+    return launch(*given)
+
+
+gradients = Gradients(
+    op="triton_backward",
+    operands=lambda prepared: prepared.operands,
+    rows_together=_rounded_to,
+    start=_start,
+    make_room=_add_scores,
+    run=_run_backward,
+)
+#: a backward of which single kernels are launched
+begin_backward = gradients.begin
+
+
+class BackwardSite(backward_call.BackwardSite):
+    """`gradients` for one place in compiled code."""
+
+    __slots__ = ()
+    gradients = gradients

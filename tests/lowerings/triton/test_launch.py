@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_compiler.lowerings import by_name
+from attn_compiler.lowerings.shared.arguments import prepare
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.triton import launch
 from attn_compiler.target import Target
@@ -186,7 +187,7 @@ def test_gradients_of_keys_and_values_apart(name: str) -> None:
 def test_without_dropout_nothing_is_drawn() -> None:
     problem = build(BY_NAME["plain"])
     with planned(problem.plan):
-        assert launch.prepare(problem.text).constants["DROPOUT"] is False
+        assert prepare(problem.text).constants["DROPOUT"] is False
     assert "seed" not in problem.plan.operands
 
 
