@@ -38,7 +38,8 @@ _MANY = 8
 
 
 def _make_room(shared: Backward) -> None:
-    """For float32 sums of dq, for a flag and the counter of blocks, and with grouped heads for what each head of queries adds to dk and dv."""
+    """For float32 sums of dq, for a flag and the counter of blocks. With grouped heads also for what each head of queries adds to dk and
+    dv."""
     same, tensors = shared.same, shared.tensors
     q, k = tensors["Q"], tensors["K"]
     empty = functools.partial(torch.empty, device=q.device)

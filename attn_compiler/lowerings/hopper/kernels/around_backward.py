@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.shared.kernels.row_stats import delta_of, minus_lse, products, store_row_stats
+from attn_compiler.lowerings.shared.kernels.row_stats import make_row_stats
 from attn_compiler.lowerings.shared.kernels.tile_parts import at_head, load_tile, store_tile
 from attn_compiler.lowerings.shared.kernels.tuples import Positions
 
@@ -21,20 +21,11 @@ def attention_before_backward(
     Grid: (stats_rows / BLOCK_M, Hq, B).
     """
     start, head, batch = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
-    offsets = start + tl.arange(0, BLOCK_M)
+    make_row_stats(
+        Out, GradOut, Lse, GradLse, RowStats, stride_o, stride_g, start, head, batch, heads_q, seqlen_q, stats_rows,
+        BLOCK_M, HEAD_DIM_V, V_ALL, ALIGN,
+    )  # fmt: skip
     row = batch.to(tl.int64) * heads_q + head
-    of_out = Positions(
-        base=at_head(Out, batch, head, stride_o.b, stride_o.h, ALIGN), stride=stride_o.s, length=seqlen_q
-    )
-    of_grad = Positions(
-        base=at_head(GradOut, batch, head, stride_g.b, stride_g.h, ALIGN), stride=stride_g.s, length=seqlen_q
-    )
-    out = load_tile(of_out, start, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
-    grad_out = load_tile(of_grad, start, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
-    grad_lse = tl.load(GradLse + row * seqlen_q + offsets, mask=offsets < seqlen_q, other=0.0)
-    base = minus_lse(Lse + row * seqlen_q, offsets, seqlen_q)
-    delta = delta_of(products(out, grad_out) - grad_lse, base)
-    store_row_stats(RowStats + row * 2 * stats_rows, offsets, stats_rows, base, delta)
     sums = Positions(base=Sums + row * seqlen_q * HEAD_DIM_QK, stride=HEAD_DIM_QK, length=seqlen_q)
     store_tile(sums, start, tl.zeros([BLOCK_M, QK_ALL], tl.float32), BLOCK_M, 0, QK_ALL, HEAD_DIM_QK)
     tl.store(Flag + tl.arange(0, 2), tl.zeros([2], tl.int32))

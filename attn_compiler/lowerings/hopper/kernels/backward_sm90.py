@@ -21,235 +21,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn_compiler.lowerings.hopper.kernels.tuples import (
-    GradBarriers,
-    GradTiles,
-    KeyBlock,
-    Masks,
-    QueryMasks,
-    Visits,
-    Work,
+from attn_compiler.lowerings.hopper.kernels.grad_fetching_sm90 import fetch, grad_barriers_of, key_block, told
+from attn_compiler.lowerings.hopper.kernels.grad_tiles_sm90 import (
+    add_to_dq,
+    grad_weights_of,
+    products_of_dq,
+    scores_of,
+    weights_of,
 )
-from attn_compiler.lowerings.shared.kernels.optional import at_index, list_of
-from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import place
-from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E, partial_tile, queries_to_visit
-from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
-    ROWS,
-    add_from_shared,
-    barrier_of_threads,
-    descriptor,
-    distances_to,
-    narrowed,
-    tanh,
-    up_to,
-)
+from attn_compiler.lowerings.hopper.kernels.tuples import GradTiles, KeyBlock, Masks, QueryMasks, Work
+from attn_compiler.lowerings.shared.kernels.optional import at_index
+from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
+from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, barrier_of_threads, descriptor, narrowed
 from attn_compiler.lowerings.shared.kernels.tuples_sm90 import GradLayouts
 
 #: of a thread of each of the three warpgroups, in all
 REGISTERS_OF_ALL = gl.constexpr(504)
 #: further than any sequence is long
 FAR = gl.constexpr(1 << 30)
-
-
-@gluon.jit
-def _block(item, work):
-    """An item of work: the number of a block of keys, batch row and head of queries."""
-    block, row = place(item, work.section, work.blocks, work.heads_of_all)
-    # A block's length grows with its number for queries. For keys the first ones are the long ones.
-    return work.blocks - 1 - block, row // work.sizes.heads_q, row % work.sizes.heads_q
-
-
-@gluon.jit
-def _visits(work, batch, head, block, how: gl.constexpr):
-    """partial, first, second, full_first and full_last of `Visits` of a block of keys, in one head of queries; and how many tiles are to be
-    masked: all, where keys end within the block."""
-    start = block * how.BLOCK_N
-    List = list_of(work.Lists, batch, head, block, work.lists)
-    partial, first, second, full_first, full_last = queries_to_visit(List, start, work.sizes, how)
-    masked = gl.where(start + how.BLOCK_N > work.sizes.seqlen_kv, partial + full_last - full_first, partial)
-    return partial, first, second, full_first, full_last, masked
-
-
-@gluon.jit
-def _tile(i, visits):
-    """The number of the i-th tile of queries of a block."""
-    tile = partial_tile(visits.List, i, visits.first, visits.second, visits.full_first, visits.full_last)
-    return gl.where(i < visits.partial, tile, visits.full_first + i - visits.partial)
-
-
-@gluon.jit
-def _tell(tiles, at, number):
-    """A number to the warpgroups that compute."""
-    NUMBER: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    tiles.index(at).store(gl.full([1], number, gl.int32, layout=NUMBER))
-
-
-@gluon.jit
-def _told(tiles, at):
-    """What `_tell` told."""
-    NUMBER: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(tiles.index(at).load(NUMBER), 0)
-
-
-@gluon.jit
-def _fetch_tile(X, at, full, stage, tiles):
-    """Ask for a tile."""
-    mbarrier.expect(full.index(stage), X.block_type.nbytes)
-    tma.async_copy_global_to_shared(X, at, full.index(stage), tiles.index(stage))
-
-
-@gluon.jit
-def _fetch_keys(K, V, batch, head, start, loaded, tiles, barriers):
-    """The keys and values of a block, each half for a warpgroup, as soon as both have let go of those of the block before."""
-    mbarrier.wait(barriers.kv_empty, (loaded & 1) ^ 1)
-    mbarrier.expect(barriers.kv_full, 2 * K.block_type.nbytes + 2 * V.block_type.nbytes)
-    for half in gl.static_range(2):
-        at = [batch, head, start + half * ROWS, 0]
-        tma.async_copy_global_to_shared(K, at, barriers.kv_full, tiles.k.index(half))
-        tma.async_copy_global_to_shared(V, at, barriers.kv_full, tiles.v.index(half))
-
-
-@gluon.jit
-def _fetch(Q, K, V, GradOut, RowStats, Counter, stats_rows, tiles, barriers, work, how: gl.constexpr):
-    """For each block its keys and values, and the tiles of queries, of the output's gradient and of row stats: those that need their mask,
-    and then the others. Which block is the next one a counter tells, that all programs share: so none is done long before the others."""
-    NUMBERS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    offsets = gl.arange(0, 2 * how.BLOCK_M, layout=NUMBERS)
-    # -lse of a tile's rows, and then delta.
-    within = offsets % how.BLOCK_M + (offsets // how.BLOCK_M) * stats_rows
-    sizes = work.sizes
-    item, nth, loaded, done = gl.program_id(0), 0, 0, 0
-    while item < work.blocks * work.heads_of_all:
-        next_item = gl.atomic_add(Counter, 1) + gl.num_programs(0)
-        block, batch, head = _block(item, work)
-        partial, first, second, full_first, full_last, masked = _visits(work, batch, head, block, how)
-        visits = Visits(
-            List=list_of(work.Lists, batch, head, block, work.lists), partial=partial, first=first, second=second,
-            full_first=full_first, full_last=full_last,
-        )  # fmt: skip
-        count = partial + full_last - full_first
-        half, phase_of_half = nth % 2, (nth // 2) & 1
-        mbarrier.wait(barriers.work_empty.index(half), phase_of_half ^ 1)
-        _tell(tiles.work, half * 3, item)
-        _tell(tiles.work, half * 3 + 1, count)
-        _tell(tiles.work, half * 3 + 2, masked)
-        mbarrier.arrive(barriers.work_full.index(half))
-        stats = RowStats + (batch * sizes.heads_q + head).to(gl.int64) * (2 * stats_rows)
-        for i in range(count):
-            query = _tile(i, visits) * how.BLOCK_M
-            found = gl.load(stats + query + within)
-            stage, phase = (done + i) % how.STAGES, ((done + i) // how.STAGES) & 1
-            at = [batch, head, query, 0]
-            mbarrier.wait(barriers.q_empty.index(stage), phase ^ 1)
-            _fetch_tile(Q, at, barriers.q_full, stage, tiles.q)
-            _fetch_tile(GradOut, at, barriers.g_full, stage, tiles.g)
-            # Later than the first tile, which has room before the block before is done.
-            if i == 0:
-                _fetch_keys(K, V, batch, head // sizes.group, block * how.BLOCK_N, loaded, tiles, barriers)
-            tiles.stats.index(stage).store(found)
-            _tell(tiles.first, stage, query)
-            mbarrier.arrive(barriers.stats_full.index(stage))
-        done += count
-        loaded += gl.where(count > 0, 1, 0)
-        item = next_item
-        nth += 1
-    half = nth % 2
-    mbarrier.wait(barriers.work_empty.index(half), ((nth // 2) & 1) ^ 1)
-    _tell(tiles.work, half * 3, -1)
-    mbarrier.arrive(barriers.work_full.index(half))
-
-
-@gluon.jit
-def _allowed(weights, start, own, masks, sizes, layouts: gl.constexpr, how: gl.constexpr):
-    """The weights (keys, queries) of a tile, 0 where a pair is not allowed."""
-    SCORES: gl.constexpr = layouts.SCORES
-    weights = gl.where(up_to(own.most - start, SCORES, how.BLOCK_M), weights, 0.0)
-    if how.HAS_RIGHT:
-        weights = gl.where(up_to(own.least - 1 - start, SCORES, how.BLOCK_M), 0.0, weights)
-    QUERY: gl.constexpr = gl.SliceLayout(0, SCORES)
-    if masks.Rows is not None:
-        queries = start + gl.arange(0, how.BLOCK_M, layout=QUERY)
-        inside = queries < sizes.seqlen_q
-        lower = gl.load(masks.Rows + queries, mask=inside, other=0)
-        weights = gl.where(own.keys[:, None] >= lower[None, :], weights, 0.0)
-        upper = gl.load(masks.Rows + masks.rows_side + queries, mask=inside, other=0)
-        weights = gl.where(own.keys[:, None] < upper[None, :], weights, 0.0)
-    if own.document is not None:
-        queries = start + gl.arange(0, how.BLOCK_M, layout=QUERY)
-        document = gl.load(masks.Documents + queries, mask=queries < sizes.seqlen_q, other=0)
-        weights = gl.where(own.document[:, None] == document[None, :], weights, 0.0)
-    return weights
-
-
-@gluon.jit
-def _weights(scores, start, IS_MASKED: gl.constexpr, base, own, masks, sizes, layouts: gl.constexpr, how: gl.constexpr):
-    """The weights of a tile (keys, queries), and what their gradients are multiplied by instead of them. base: -lse, in units of log 2."""
-    factor = own.factor
-    if how.SOFTCAP:
-        scores = tanh(scores * factor)
-        factor = own.cap
-    logits = scores * factor + base[None, :]
-    if own.slope is not None:
-        from_start = own.slope * (own.keys - start).to(gl.float32)
-        logits = distances_to(logits, from_start, -own.slope, layouts.SCORES, how.BLOCK_M)
-    weights = gl.exp2(logits)
-    if IS_MASKED:
-        weights = _allowed(weights, start, own, masks, sizes, layouts, how)
-    through = weights
-    if how.SOFTCAP:
-        through = weights * (1.0 - scores * scores)
-    return weights, through
-
-
-@gluon.jit
-def _products_of_dq(consumer: gl.constexpr, grads, tiles, layouts: gl.constexpr, how: gl.constexpr):
-    """What a tile's gradients of scores (keys, queries) add to dq, under way: half of the columns, or of 128 queries half of these."""
-    COLUMNS: gl.constexpr = how.SUM_COLUMNS
-    none = gl.zeros([ROWS, COLUMNS], gl.float32, layout=layouts.SUM)
-    grads_0, grads_1 = grads.slice(0, ROWS, dim=0), grads.slice(ROWS, ROWS, dim=0)
-    k_0 = tiles.k.index(0).reshape([ROWS, how.QK_ALL])
-    k_1 = tiles.k.index(1).reshape([ROWS, how.QK_ALL])
-    if how.BLOCK_M == ROWS:
-        k_0, k_1 = k_0.slice(consumer * COLUMNS, COLUMNS, dim=1), k_1.slice(consumer * COLUMNS, COLUMNS, dim=1)
-    else:
-        grads_0, grads_1 = grads_0.slice(consumer * ROWS, ROWS, dim=1), grads_1.slice(consumer * ROWS, ROWS, dim=1)
-    sums = warpgroup_mma(grads_0.permute([1, 0]), k_0, none, use_acc=False, is_async=True)
-    return warpgroup_mma(grads_1.permute([1, 0]), k_1, sums, is_async=True)
-
-
-@gluon.jit
-def _add_to_dq(consumer: gl.constexpr, Sums, batch, head, start, sums, tiles, how: gl.constexpr):
-    """To the sums in memory, by the copy engine. What was there before has left."""
-    mine = tiles.sums.index(consumer)
-    mine.reshape([ROWS, how.SUM_COLUMNS]).store(sums)
-    fence_async_shared()
-    barrier_of_threads()
-    if how.BLOCK_M == ROWS:
-        add_from_shared(Sums, [batch, head, start, consumer * how.SUM_COLUMNS], mine)
-    else:
-        add_from_shared(Sums, [batch, head, start + consumer * ROWS, 0], mine)
-
-
-@gluon.jit
-def _scores(consumer: gl.constexpr, n, tiles, barriers, layouts: gl.constexpr, how: gl.constexpr):
-    """k qᵀ of the n-th tile, under way."""
-    stage = n % how.STAGES
-    mbarrier.wait(barriers.q_full.index(stage), (n // how.STAGES) & 1)
-    q = tiles.q.index(stage).reshape([how.BLOCK_M, how.QK_ALL])
-    k = tiles.k.index(consumer).reshape([ROWS, how.QK_ALL])
-    none = gl.zeros([ROWS, how.BLOCK_M], gl.float32, layout=layouts.SCORES)
-    return warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _grad_weights(consumer: gl.constexpr, n, tiles, barriers, layouts: gl.constexpr, how: gl.constexpr):
-    """v gᵀ of the n-th tile, under way."""
-    stage = n % how.STAGES
-    mbarrier.wait(barriers.g_full.index(stage), (n // how.STAGES) & 1)
-    g = tiles.g.index(stage).reshape([how.BLOCK_M, how.V_ALL])
-    v = tiles.v.index(consumer).reshape([ROWS, how.V_ALL])
-    none = gl.zeros([ROWS, how.BLOCK_M], gl.float32, layout=layouts.SCORES)
-    return warpgroup_mma(v, g.permute([1, 0]), none, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -265,14 +54,14 @@ def _step(
     stage, phase = n % how.STAGES, (n // how.STAGES) & 1
     q = tiles.q.index(stage).reshape([how.BLOCK_M, how.QK_ALL])
     g = tiles.g.index(stage).reshape([how.BLOCK_M, how.V_ALL])
-    scores = _scores(consumer, n, tiles, barriers, layouts, how)
-    grad_weights = _grad_weights(consumer, n, tiles, barriers, layouts, how)
+    scores = scores_of(consumer, n, tiles, barriers, layouts, how)
+    grad_weights = grad_weights_of(consumer, n, tiles, barriers, layouts, how)
     mbarrier.wait(barriers.stats_full.index(stage), phase)
-    start = _told(tiles.first, stage)
+    start = told(tiles.first, stage)
     stats = tiles.stats.index(stage)
     base = stats.slice(0, how.BLOCK_M).load(QUERY)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    weights, through = _weights(scores, start, IS_MASKED, base, own, masks, sizes, layouts, how)
+    weights, through = weights_of(scores, start, IS_MASKED, base, own, masks, sizes, layouts, how)
     left = gl.convert_layout(narrowed(weights, tiles.k), LEFT_OF_V, assert_trivial=True)
     delta = stats.slice(how.BLOCK_M, how.BLOCK_M).load(QUERY)
     # It has come. ptxas moves the weights behind the products' wait unless something that branches is between.
@@ -286,13 +75,13 @@ def _step(
     mbarrier.arrive(barriers.grads_full.index(stage))
     grad_k = warpgroup_mma(gl.convert_layout(grads, LEFT_OF_K, assert_trivial=True), q, grad_k, is_async=True)
     mbarrier.wait(barriers.grads_full.index(stage), phase)
-    sums = _products_of_dq(consumer, tiles.grads.index(stage), tiles, layouts, how)
+    sums = products_of_dq(consumer, tiles.grads.index(stage), tiles, layouts, how)
     sums, grad_k, grad_v = warpgroup_mma_wait(0, deps=(sums, grad_k, grad_v))
     # Until what is in place of what is added to dq has left.
     tma.store_wait(0)
     barrier_of_threads()
     mbarrier.arrive(barriers.q_empty.index(stage))
-    _add_to_dq(consumer, Sums, batch, head, start, sums, tiles, how)
+    add_to_dq(consumer, Sums, batch, head, start, sums, tiles, how)
     return grad_k, grad_v
 
 
@@ -356,10 +145,10 @@ def _compute(
     sizes = work.sizes
     nth, loaded, done = 0, 0, 0
     mbarrier.wait(barriers.work_full.index(0), 0)
-    item, count, masked = _told(tiles.work, 0), _told(tiles.work, 1), _told(tiles.work, 2)
+    item, count, masked = told(tiles.work, 0), told(tiles.work, 1), told(tiles.work, 2)
     mbarrier.arrive(barriers.work_empty.index(0))
     while item >= 0:
-        block, batch, head = _block(item, work)
+        block, batch, head = key_block(item, work)
         start = block * how.BLOCK_N + consumer * ROWS
         keys, least, most = _own(block, batch, consumer, masks, masking, sizes, LAYOUTS, how)
         document = None
@@ -404,40 +193,10 @@ def _compute(
         nth += 1
         place_of = nth % 2
         mbarrier.wait(barriers.work_full.index(place_of), (nth // 2) & 1)
-        item, count = _told(tiles.work, place_of * 3), _told(tiles.work, place_of * 3 + 1)
-        masked = _told(tiles.work, place_of * 3 + 2)
+        item, count = told(tiles.work, place_of * 3), told(tiles.work, place_of * 3 + 1)
+        masked = told(tiles.work, place_of * 3 + 2)
         mbarrier.arrive(barriers.work_empty.index(place_of))
     tma.store_wait(0)
-
-
-@gluon.jit
-def _barriers(STAGES: gl.constexpr):
-    LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
-    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
-    stats_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
-    grads_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
-    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], LAYOUT)
-    work_empty = gl.allocate_shared_memory(gl.int64, [2, 1], LAYOUT)
-    for i in gl.static_range(2):
-        mbarrier.init(work_full.index(i), count=1)
-        mbarrier.init(work_empty.index(i), count=2)
-    mbarrier.init(kv_full, count=1)
-    mbarrier.init(kv_empty, count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(g_full.index(i), count=1)
-        mbarrier.init(stats_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
-        mbarrier.init(grads_full.index(i), count=2)
-    fence_async_shared()
-    return GradBarriers(
-        kv_full=kv_full, kv_empty=kv_empty, q_full=q_full, q_empty=q_empty, g_full=g_full,
-        stats_full=stats_full, grads_full=grads_full, work_full=work_full, work_empty=work_empty,
-    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["section", "blocks", "heads_of_all"])
@@ -481,52 +240,16 @@ def attention_backward_sm90(
         first=gl.allocate_shared_memory(gl.int32, [how.STAGES, 1], FLAT),
         work=gl.allocate_shared_memory(gl.int32, [6, 1], FLAT),
     )
-    barriers = _barriers(how.STAGES)
+    barriers = grad_barriers_of(how.STAGES)
     masks = Masks(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Slopes=Slopes)
     scale, softcap = sizes.scale, sizes.changed_by
     factor = scale / softcap if how.SOFTCAP else scale * LOG2E
     gl.warp_specialize(
         [
-            (
-                _compute,
-                (
-                    0,
-                    of_sums,
-                    of_dk,
-                    of_dv,
-                    Flag,
-                    masks,
-                    masking,
-                    tiles,
-                    barriers,
-                    work,
-                    scale,
-                    factor,
-                    softcap,
-                    how,
-                ),
-            ),
-            (
-                _compute,
-                (
-                    1,
-                    of_sums,
-                    of_dk,
-                    of_dv,
-                    Flag,
-                    masks,
-                    masking,
-                    tiles,
-                    barriers,
-                    work,
-                    scale,
-                    factor,
-                    softcap,
-                    how,
-                ),
-            ),
-            (_fetch, (of_q, of_k, of_v, of_g, RowStats, Flag + 1, stats_rows, tiles, barriers, work, how)),
+            (_compute, (0, of_sums, of_dk, of_dv, Flag, masks, masking, tiles, barriers, work, scale, factor, softcap, how)),
+            (_compute, (1, of_sums, of_dk, of_dv, Flag, masks, masking, tiles, barriers, work, scale, factor, softcap, how)),
+            (fetch, (of_q, of_k, of_v, of_g, RowStats, Flag + 1, stats_rows, tiles, barriers, work, how)),
         ],
         [4, 4],
         [how.REGISTERS, REGISTERS_OF_ALL - 2 * how.REGISTERS],
-    )
+    )  # fmt: skip

@@ -22,9 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attn_compiler.lowerings.hopper.kernels.tuples import Masks, Visits, Warpgroup, Work
+from attn_compiler.lowerings.hopper.kernels.visiting import nth_tile
 from attn_compiler.lowerings.shared.kernels.optional import at_index, list_of
 from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import barriers_of, turn
-from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E, keys_to_visit, partial_tile
+from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E, keys_to_visit
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
     FEW,
     NOTHING,
@@ -82,13 +83,6 @@ def _visits(List, block, sizes, how: gl.constexpr):
 
 
 @gluon.jit
-def _tile(i, visits):
-    """The number of the i-th tile of a block."""
-    tile = partial_tile(visits.List, i, visits.first, visits.second, visits.full_first, visits.full_last)
-    return gl.where(i < visits.partial, tile, visits.full_first + i - visits.partial)
-
-
-@gluon.jit
 def _fetch_tile(X, at, stage, phase, full, empty, tiles):
     """Ask for a tile as soon as all warpgroups have let go of what is in its place."""
     mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -121,12 +115,12 @@ def _fetch(Q, K, V, tiles, barriers, work, rounds, how: gl.constexpr):
                 place, phase = _place_of_queries(consumer, nth, how)
                 at = [batch, head, start + consumer * ROWS, 0]
                 _fetch_tile(Q, at, place, phase, barriers.q_full, barriers.q_empty, tiles.q)
-            key = _tile(0, visits) * how.BLOCK_N
+            key = nth_tile(0, visits) * how.BLOCK_N
             stage, phase = done % how.STAGES, (done // how.STAGES) & 1
             _fetch_tile(K, [batch, head_kv, key, 0], stage, phase, barriers.k_full, barriers.k_empty, tiles.k)
             for i in range(1, count):
                 next_stage, next_phase = (done + i) % how.STAGES, ((done + i) // how.STAGES) & 1
-                next_key = _tile(i, visits) * how.BLOCK_N
+                next_key = nth_tile(i, visits) * how.BLOCK_N
                 at = [batch, head_kv, next_key, 0]
                 _fetch_tile(K, at, next_stage, next_phase, barriers.k_full, barriers.k_empty, tiles.k)
                 _fetch_tile(V, [batch, head_kv, key, 0], stage, phase, barriers.v_full, barriers.v_empty, tiles.v)
@@ -240,16 +234,16 @@ def _tiles(
     _give_turn(consumer, how)
     qk = warpgroup_mma_wait(0, deps=(qk,))
     mbarrier.arrive(barriers.k_empty.index(stage))
-    tile = _tile(0, visits)
+    tile = nth_tile(0, visits)
     found, peak, total, _ = _softmax(qk, tile, peak, total, own, masks, seqlen_kv, True, layouts, how)
     weights = gl.convert_layout(narrowed(found, tiles.v), WEIGHTS, assert_trivial=True)
     mbarrier.wait(barriers.v_full.index(stage), (done // how.STAGES) & 1)
     state = (peak, total, out, weights)
-    upcoming = _tile(1, visits)
+    upcoming = nth_tile(1, visits)
     for i in range(1, partial):
         tile = upcoming
         # Loaded a tile ahead: what it needs then has come.
-        upcoming = _tile(i + 1, visits)
+        upcoming = nth_tile(i + 1, visits)
         state = _step(
             consumer, i, tile, done, state, own, masks, tiles, barriers, seqlen_kv, True, layouts, how
         )  # fmt: skip

@@ -8,7 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
+from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E, at_head, load_tile
+from attn_compiler.lowerings.shared.kernels.tuples import Positions
 
 
 @triton.jit
@@ -41,3 +42,26 @@ def store_row_stats(stats, offsets, stats_rows, base, delta):
 def row_stats(stats, offsets, stats_rows):
     """-lse in units of log 2, and delta, of rows of one head; stats_rows is a multiple of every pass' block."""
     return tl.load(stats + offsets), tl.load(stats + stats_rows + offsets)
+
+
+@triton.jit
+def make_row_stats(
+    Out, GradOut, Lse, GradLse, RowStats, stride_o, stride_g, start, head, batch, heads_q, seqlen_q, stats_rows,
+    BLOCK_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Those of BLOCK_M rows of a head, from `start` on.
+
+    -lse of rows without an allowed key, and of those beyond the last, is -inf: their weights are 0.
+    """
+    offsets = start + tl.arange(0, BLOCK_M)
+    row = batch.to(tl.int64) * heads_q + head
+    Out = at_head(Out, batch, head, stride_o.b, stride_o.h, ALIGN)
+    GradOut = at_head(GradOut, batch, head, stride_g.b, stride_g.h, ALIGN)
+    of_out = Positions(base=Out, stride=stride_o.s, length=seqlen_q)
+    of_grad = Positions(base=GradOut, stride=stride_g.s, length=seqlen_q)
+    out = load_tile(of_out, start, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
+    grad_out = load_tile(of_grad, start, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
+    grad_lse = tl.load(GradLse + row * seqlen_q + offsets, mask=offsets < seqlen_q, other=0.0)
+    base = minus_lse(Lse + row * seqlen_q, offsets, seqlen_q)
+    delta = delta_of(products(out, grad_out) - grad_lse, base)
+    store_row_stats(RowStats + row * 2 * stats_rows, offsets, stats_rows, base, delta)

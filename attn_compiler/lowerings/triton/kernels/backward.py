@@ -24,7 +24,13 @@ from attn_compiler.lowerings.shared.kernels.optional import (
     load_upper,
     of_head,
 )
-from attn_compiler.lowerings.shared.kernels.row_stats import delta_of, minus_lse, products, store_row_stats
+from attn_compiler.lowerings.shared.kernels.row_stats import (
+    delta_of,
+    make_row_stats,
+    minus_lse,
+    products,
+    store_row_stats,
+)
 from attn_compiler.lowerings.shared.kernels.tile_parts import (
     at_head,
     change,
@@ -48,24 +54,12 @@ def attention_row_stats(
     Out, GradOut, Lse, GradLse, RowStats, stride_o, stride_g, heads_q, seqlen_q, stats_rows,
     BLOCK_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """What the passes need of each row, (B, Hq, 2, stats_rows) float32: -lse in units of log 2, and
-    delta = sum(out · grad_out) - grad_lse. Grid: (stats_rows / BLOCK_M, Hq, B).
-
-    -lse of rows without an allowed key, and of those beyond the last, is -inf: their weights are 0.
-    """
+    """RowStats (B, Hq, 2, stats_rows) float32, as row_stats.py says. Grid: (stats_rows / BLOCK_M, Hq, B)."""
     start, head, batch = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
-    offsets = start + tl.arange(0, BLOCK_M)
-    row = batch.to(tl.int64) * heads_q + head
-    Out = at_head(Out, batch, head, stride_o.b, stride_o.h, ALIGN)
-    GradOut = at_head(GradOut, batch, head, stride_g.b, stride_g.h, ALIGN)
-    of_out = Positions(base=Out, stride=stride_o.s, length=seqlen_q)
-    of_grad = Positions(base=GradOut, stride=stride_g.s, length=seqlen_q)
-    out = load_tile(of_out, start, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
-    grad_out = load_tile(of_grad, start, None, BLOCK_M, 0, V_ALL, HEAD_DIM_V, True, ALIGN)
-    grad_lse = tl.load(GradLse + row * seqlen_q + offsets, mask=offsets < seqlen_q, other=0.0)
-    base = minus_lse(Lse + row * seqlen_q, offsets, seqlen_q)
-    delta = delta_of(products(out, grad_out) - grad_lse, base)
-    store_row_stats(RowStats + row * 2 * stats_rows, offsets, stats_rows, base, delta)
+    make_row_stats(
+        Out, GradOut, Lse, GradLse, RowStats, stride_o, stride_g, start, head, batch, heads_q, seqlen_q, stats_rows,
+        BLOCK_M, HEAD_DIM_V, V_ALL, ALIGN,
+    )  # fmt: skip
 
 
 class _Queries(NamedTuple):

@@ -1,0 +1,146 @@
+"""The warpgroup of Hopper's backward that fetches, in Gluon: blocks of keys from a counter, and their tiles of queries. It also tells the
+others what to compute."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from attn_compiler.lowerings.hopper.kernels.tuples import GradBarriers, Visits
+from attn_compiler.lowerings.hopper.kernels.visiting import nth_tile
+from attn_compiler.lowerings.shared.kernels.optional import list_of
+from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import place
+from attn_compiler.lowerings.shared.kernels.tile_parts import queries_to_visit
+from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS
+
+
+@gluon.jit
+def key_block(item, work):
+    """An item of work: the number of a block of keys, batch row and head of queries."""
+    block, row = place(item, work.section, work.blocks, work.heads_of_all)
+    # A block's length grows with its number for queries. For keys the first ones are the long ones.
+    return work.blocks - 1 - block, row // work.sizes.heads_q, row % work.sizes.heads_q
+
+
+@gluon.jit
+def _visits(work, batch, head, block, how: gl.constexpr):
+    """partial, first, second, full_first and full_last of `Visits` of a block of keys, in one head of queries; and how many tiles are to be
+    masked: all, where keys end within the block."""
+    start = block * how.BLOCK_N
+    List = list_of(work.Lists, batch, head, block, work.lists)
+    partial, first, second, full_first, full_last = queries_to_visit(List, start, work.sizes, how)
+    masked = gl.where(start + how.BLOCK_N > work.sizes.seqlen_kv, partial + full_last - full_first, partial)
+    return partial, first, second, full_first, full_last, masked
+
+
+@gluon.jit
+def _tell(tiles, at, number):
+    """A number to the warpgroups that compute."""
+    NUMBER: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    tiles.index(at).store(gl.full([1], number, gl.int32, layout=NUMBER))
+
+
+@gluon.jit
+def told(tiles, at):
+    """What `_tell` told."""
+    NUMBER: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(tiles.index(at).load(NUMBER), 0)
+
+
+@gluon.jit
+def _fetch_tile(X, at, full, stage, tiles):
+    """Ask for a tile."""
+    mbarrier.expect(full.index(stage), X.block_type.nbytes)
+    tma.async_copy_global_to_shared(X, at, full.index(stage), tiles.index(stage))
+
+
+@gluon.jit
+def _fetch_keys(K, V, batch, head, start, loaded, tiles, barriers):
+    """The keys and values of a block, each half for a warpgroup, as soon as both have let go of those of the block before."""
+    mbarrier.wait(barriers.kv_empty, (loaded & 1) ^ 1)
+    mbarrier.expect(barriers.kv_full, 2 * K.block_type.nbytes + 2 * V.block_type.nbytes)
+    for half in gl.static_range(2):
+        at = [batch, head, start + half * ROWS, 0]
+        tma.async_copy_global_to_shared(K, at, barriers.kv_full, tiles.k.index(half))
+        tma.async_copy_global_to_shared(V, at, barriers.kv_full, tiles.v.index(half))
+
+
+@gluon.jit
+def fetch(Q, K, V, GradOut, RowStats, Counter, stats_rows, tiles, barriers, work, how: gl.constexpr):
+    """For each block its keys and values, and the tiles of queries, of the output's gradient and of row stats: those that need their mask,
+    and then the others. Which block is the next one a counter tells, that all programs share: so none is done long before the others."""
+    NUMBERS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    offsets = gl.arange(0, 2 * how.BLOCK_M, layout=NUMBERS)
+    # -lse of a tile's rows, and then delta.
+    within = offsets % how.BLOCK_M + (offsets // how.BLOCK_M) * stats_rows
+    sizes = work.sizes
+    item, nth, loaded, done = gl.program_id(0), 0, 0, 0
+    while item < work.blocks * work.heads_of_all:
+        next_item = gl.atomic_add(Counter, 1) + gl.num_programs(0)
+        block, batch, head = key_block(item, work)
+        partial, first, second, full_first, full_last, masked = _visits(work, batch, head, block, how)
+        visits = Visits(
+            List=list_of(work.Lists, batch, head, block, work.lists), partial=partial, first=first, second=second,
+            full_first=full_first, full_last=full_last,
+        )  # fmt: skip
+        count = partial + full_last - full_first
+        half, phase_of_half = nth % 2, (nth // 2) & 1
+        mbarrier.wait(barriers.work_empty.index(half), phase_of_half ^ 1)
+        _tell(tiles.work, half * 3, item)
+        _tell(tiles.work, half * 3 + 1, count)
+        _tell(tiles.work, half * 3 + 2, masked)
+        mbarrier.arrive(barriers.work_full.index(half))
+        stats = RowStats + (batch * sizes.heads_q + head).to(gl.int64) * (2 * stats_rows)
+        for i in range(count):
+            query = nth_tile(i, visits) * how.BLOCK_M
+            found = gl.load(stats + query + within)
+            stage, phase = (done + i) % how.STAGES, ((done + i) // how.STAGES) & 1
+            at = [batch, head, query, 0]
+            mbarrier.wait(barriers.q_empty.index(stage), phase ^ 1)
+            _fetch_tile(Q, at, barriers.q_full, stage, tiles.q)
+            _fetch_tile(GradOut, at, barriers.g_full, stage, tiles.g)
+            # Later than the first tile, which has room before the block before is done.
+            if i == 0:
+                _fetch_keys(K, V, batch, head // sizes.group, block * how.BLOCK_N, loaded, tiles, barriers)
+            tiles.stats.index(stage).store(found)
+            _tell(tiles.first, stage, query)
+            mbarrier.arrive(barriers.stats_full.index(stage))
+        done += count
+        loaded += gl.where(count > 0, 1, 0)
+        item = next_item
+        nth += 1
+    half = nth % 2
+    mbarrier.wait(barriers.work_empty.index(half), ((nth // 2) & 1) ^ 1)
+    _tell(tiles.work, half * 3, -1)
+    mbarrier.arrive(barriers.work_full.index(half))
+
+
+@gluon.jit
+def grad_barriers_of(STAGES: gl.constexpr):
+    LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
+    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
+    stats_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
+    grads_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
+    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], LAYOUT)
+    work_empty = gl.allocate_shared_memory(gl.int64, [2, 1], LAYOUT)
+    for i in gl.static_range(2):
+        mbarrier.init(work_full.index(i), count=1)
+        mbarrier.init(work_empty.index(i), count=2)
+    mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_empty, count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(g_full.index(i), count=1)
+        mbarrier.init(stats_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(grads_full.index(i), count=2)
+    fence_async_shared()
+    return GradBarriers(
+        kv_full=kv_full, kv_empty=kv_empty, q_full=q_full, q_empty=q_empty, g_full=g_full,
+        stats_full=stats_full, grads_full=grads_full, work_full=work_full, work_empty=work_empty,
+    )  # fmt: skip

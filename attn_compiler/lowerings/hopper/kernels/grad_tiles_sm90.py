@@ -1,0 +1,111 @@
+"""What a warpgroup of Hopper's backward does with one tile, in Gluon: products, weights, masks, and what is added to dq."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+
+from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
+    ROWS,
+    add_from_shared,
+    barrier_of_threads,
+    distances_to,
+    tanh,
+    up_to,
+)
+
+
+@gluon.jit
+def scores_of(consumer: gl.constexpr, n, tiles, barriers, layouts: gl.constexpr, how: gl.constexpr):
+    """k qᵀ of the n-th tile, under way."""
+    stage = n % how.STAGES
+    mbarrier.wait(barriers.q_full.index(stage), (n // how.STAGES) & 1)
+    q = tiles.q.index(stage).reshape([how.BLOCK_M, how.QK_ALL])
+    k = tiles.k.index(consumer).reshape([ROWS, how.QK_ALL])
+    none = gl.zeros([ROWS, how.BLOCK_M], gl.float32, layout=layouts.SCORES)
+    return warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def grad_weights_of(consumer: gl.constexpr, n, tiles, barriers, layouts: gl.constexpr, how: gl.constexpr):
+    """v gᵀ of the n-th tile, under way."""
+    stage = n % how.STAGES
+    mbarrier.wait(barriers.g_full.index(stage), (n // how.STAGES) & 1)
+    g = tiles.g.index(stage).reshape([how.BLOCK_M, how.V_ALL])
+    v = tiles.v.index(consumer).reshape([ROWS, how.V_ALL])
+    none = gl.zeros([ROWS, how.BLOCK_M], gl.float32, layout=layouts.SCORES)
+    return warpgroup_mma(v, g.permute([1, 0]), none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _allowed(weights, start, own, masks, sizes, layouts: gl.constexpr, how: gl.constexpr):
+    """The weights (keys, queries) of a tile, 0 where a pair is not allowed."""
+    SCORES: gl.constexpr = layouts.SCORES
+    weights = gl.where(up_to(own.most - start, SCORES, how.BLOCK_M), weights, 0.0)
+    if how.HAS_RIGHT:
+        weights = gl.where(up_to(own.least - 1 - start, SCORES, how.BLOCK_M), 0.0, weights)
+    QUERY: gl.constexpr = gl.SliceLayout(0, SCORES)
+    if masks.Rows is not None:
+        queries = start + gl.arange(0, how.BLOCK_M, layout=QUERY)
+        inside = queries < sizes.seqlen_q
+        lower = gl.load(masks.Rows + queries, mask=inside, other=0)
+        weights = gl.where(own.keys[:, None] >= lower[None, :], weights, 0.0)
+        upper = gl.load(masks.Rows + masks.rows_side + queries, mask=inside, other=0)
+        weights = gl.where(own.keys[:, None] < upper[None, :], weights, 0.0)
+    if own.document is not None:
+        queries = start + gl.arange(0, how.BLOCK_M, layout=QUERY)
+        document = gl.load(masks.Documents + queries, mask=queries < sizes.seqlen_q, other=0)
+        weights = gl.where(own.document[:, None] == document[None, :], weights, 0.0)
+    return weights
+
+
+@gluon.jit
+def weights_of(
+    scores, start, IS_MASKED: gl.constexpr, base, own, masks, sizes, layouts: gl.constexpr, how: gl.constexpr
+):
+    """The weights of a tile (keys, queries), and what their gradients are multiplied by instead of them. base: -lse, in units of log 2."""
+    factor = own.factor
+    if how.SOFTCAP:
+        scores = tanh(scores * factor)
+        factor = own.cap
+    logits = scores * factor + base[None, :]
+    if own.slope is not None:
+        from_start = own.slope * (own.keys - start).to(gl.float32)
+        logits = distances_to(logits, from_start, -own.slope, layouts.SCORES, how.BLOCK_M)
+    weights = gl.exp2(logits)
+    if IS_MASKED:
+        weights = _allowed(weights, start, own, masks, sizes, layouts, how)
+    through = weights
+    if how.SOFTCAP:
+        through = weights * (1.0 - scores * scores)
+    return weights, through
+
+
+@gluon.jit
+def products_of_dq(consumer: gl.constexpr, grads, tiles, layouts: gl.constexpr, how: gl.constexpr):
+    """What a tile's gradients of scores (keys, queries) add to dq, under way: half of the columns, or of 128 queries half of these."""
+    COLUMNS: gl.constexpr = how.SUM_COLUMNS
+    none = gl.zeros([ROWS, COLUMNS], gl.float32, layout=layouts.SUM)
+    grads_0, grads_1 = grads.slice(0, ROWS, dim=0), grads.slice(ROWS, ROWS, dim=0)
+    k_0 = tiles.k.index(0).reshape([ROWS, how.QK_ALL])
+    k_1 = tiles.k.index(1).reshape([ROWS, how.QK_ALL])
+    if how.BLOCK_M == ROWS:
+        k_0, k_1 = k_0.slice(consumer * COLUMNS, COLUMNS, dim=1), k_1.slice(consumer * COLUMNS, COLUMNS, dim=1)
+    else:
+        grads_0, grads_1 = grads_0.slice(consumer * ROWS, ROWS, dim=1), grads_1.slice(consumer * ROWS, ROWS, dim=1)
+    sums = warpgroup_mma(grads_0.permute([1, 0]), k_0, none, use_acc=False, is_async=True)
+    return warpgroup_mma(grads_1.permute([1, 0]), k_1, sums, is_async=True)
+
+
+@gluon.jit
+def add_to_dq(consumer: gl.constexpr, Sums, batch, head, start, sums, tiles, how: gl.constexpr):
+    """The copy engine adds a tile to the sums in memory. The place that the tile leaves from has to be free."""
+    mine = tiles.sums.index(consumer)
+    mine.reshape([ROWS, how.SUM_COLUMNS]).store(sums)
+    fence_async_shared()
+    barrier_of_threads()
+    if how.BLOCK_M == ROWS:
+        add_from_shared(Sums, [batch, head, start, consumer * how.SUM_COLUMNS], mine)
+    else:
+        add_from_shared(Sums, [batch, head, start + consumer * ROWS, 0], mine)

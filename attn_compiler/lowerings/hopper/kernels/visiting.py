@@ -1,0 +1,15 @@
+"""Which tiles a block of queries, or of keys, visits, in Gluon."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attn_compiler.lowerings.shared.kernels.tile_parts import partial_tile
+
+
+@gluon.jit
+def nth_tile(i, visits):
+    """The number of the i-th tile of queries of a block."""
+    tile = partial_tile(visits.List, i, visits.first, visits.second, visits.full_first, visits.full_last)
+    return gl.where(i < visits.partial, tile, visits.full_first + i - visits.partial)
