@@ -124,7 +124,7 @@ def _compile_unpadded(
 ) -> Callable[..., Any]:
     """The packed graph's code, and the model's own graph for calls that it may not serve. gm: the packed graph.
 
-    What is compiled later is given fake inputs: which sizes of real ones are fixed is forgotten by then.
+    Later compilations get fake inputs. Real ones no longer say which of their sizes are fixed.
     """
     compilation, copied = torch_packed.Compilation.now(), torch_packed.copied(gm)
     # A CUDA graph would be recorded for each number of tokens.

@@ -141,8 +141,11 @@ class Operands:
 
     mask: the tensor of the spec's Dense mask or, if that has none, of its DenseBias; broadcasts to (B, Hq, Sq, Skv).
     A spec with both has two tensors where there is one place: every lowering refuses it.
-    loads, score_loads: the tensors that the spec's proved kinds of masks and of scores read, by their names in it; sizes: the
-    symbolic sizes in both. Those that are out of reach (MaskSpec, ScoreSpec) are missing. stored, latent: of the same in the spec.
+    loads, score_loads: the tensors that the spec's proved kinds of masks and of scores read, by their names in it. Tensors that are out
+        of reach (MaskSpec, ScoreSpec) are missing.
+    sizes: the symbolic sizes in both, without those that are out of reach.
+    stored: what the spec's `stored` describes.
+    latent: what the spec's `latent` describes.
     """
 
     q: fx.Node

@@ -226,7 +226,7 @@ def _read(unit: Unit, mirror: Mirror, site: Site, reader: Reader, unreadable: di
 
 
 def _masks_come_in(mirror: Mirror, match: Match) -> bool:
-    """Whether a mask is an input as it is. Of what is added: numbers without a gradient that are the same for all heads, as masks are."""
+    """Whether an input is used as a mask. An added input counts if it has no gradient and is the same for all heads, as masks are."""
     return any(_comes_in(mirror, term) for term in match.allowed) or any(
         _comes_in(mirror, term) and _is_like_a_mask(emit.example(mirror, term.operand.root)) for term in match.additive
     )

@@ -53,7 +53,7 @@ class Piece:
 
 
 def cut(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, operands: Mapping[str, torch.Tensor]) -> list[Piece]:
-    """The pieces of one call. What is in none has no key: 0."""
+    """The pieces of one call. A query that is in no piece has no key, and its output is 0."""
     of_call = _Call(
         rows=operands.get("rows"),
         keys=operands.get("keys"),

@@ -79,8 +79,8 @@ def refused(node: fx.Node, observed: str, remedy: str | None = None) -> KeepsPad
 
 
 def operand_form(context: Context, node: fx.Node, x: fx.Node, dims: Dims) -> Form:
-    """The form in which an operand meets packed ones in a result of `dims`. What is at hand as the model has it needs no axes of its
-    own: its elements are taken where the result's are."""
+    """The form of an operand of an op whose result, of `dims`, is packed. A value that the model makes without attention may stay plain:
+    its elements are taken where the result's are."""
     value = context.value(x)
     if not isinstance(x.meta.get("val"), torch.Tensor):
         return "plain"

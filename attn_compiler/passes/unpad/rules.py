@@ -117,7 +117,7 @@ def cast_like(context: Context, node: fx.Node) -> Result:
 
 
 def view(context: Context, node: fx.Node) -> Result:
-    """Views of views.py, whose dimensions are followed. One that would split rows or positions is refused."""
+    """The rule of all ops that views.py knows. A view that would split rows or positions is refused."""
     x = views.source(node)
     value = context.value(x)
     own = _forward(context, node, value.dims)
