@@ -5,7 +5,7 @@
 `explainer(dynamic=True)(model, *args, **kwargs)` the same with other settings of torch.compile; `rewrite(exported_program, options)`
 rewrites what torch.export gave, for a package without this one; `reports()` what was
 done in this process, `reset()` forgets those reports; `verifications()` what `options={"verify": True}` compared with the model's
-own; `Options` documents the options, `Fp8Recipe` one of them;
+own; `Options` documents the options, `Fp8Recipe` and `ContextParallel` one each;
 `Report` and `Reports` are what is given, and the errors and the warning what can go wrong. Importing this package
 imports neither torch nor CUDA.
 """
@@ -16,10 +16,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attn_compiler.context_parallel import ContextParallel
     from attn_compiler.errors import (
         AttnCompilerError,
         AttnCompilerWarning,
         CompileFailed,
+        ContextParallelInput,
+        ContextParallelUnsupported,
         CudnnRefused,
         ExportUnsupported,
         Fp8RecipeUnused,
@@ -48,6 +51,9 @@ __all__ = [
     "AttnCompilerError",
     "AttnCompilerWarning",
     "CompileFailed",
+    "ContextParallel",
+    "ContextParallelInput",
+    "ContextParallelUnsupported",
     "CudnnRefused",
     "CurrentScaling",
     "DelayedScaling",
@@ -84,6 +90,9 @@ _HOMES = {
     "AttnCompilerError": "attn_compiler.errors",
     "AttnCompilerWarning": "attn_compiler.errors",
     "CompileFailed": "attn_compiler.errors",
+    "ContextParallel": "attn_compiler.context_parallel",
+    "ContextParallelInput": "attn_compiler.errors",
+    "ContextParallelUnsupported": "attn_compiler.errors",
     "CudnnRefused": "attn_compiler.errors",
     "CurrentScaling": "attn_compiler.fp8_recipe",
     "DelayedScaling": "attn_compiler.fp8_recipe",

@@ -246,6 +246,49 @@ class ExportUnsupported(AttnCompilerError):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class ContextParallelUnsupported(AttnCompilerError):
+    """options["context_parallel"]: something in the model would be wrong on a part of the sequence. module: its path. source: where it is
+    written. rule: what has to hold. observed: what was found. remedy: what to do instead."""
+
+    message = (
+        "options={{'context_parallel': ...}}: at {e.where}, a part of the sequence is not enough: {e.rule}; got {e.observed}.{e.advice} "
+        "Nothing is left as the model made it under this option, whatever 'strict' says: each rank would compute something else"
+    )
+
+    module: str
+    source: str | None
+    rule: str
+    observed: str
+    remedy: str | None
+
+    @property
+    def where(self) -> str:
+        return self.module if self.source is None else f"{self.module} ({self.source})"
+
+    @property
+    def advice(self) -> str:
+        return "" if self.remedy is None else f" What to do: {self.remedy}."
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ContextParallelInput(AttnCompilerError):
+    """A method of ContextParallel was given what it can't cut or put together. call: the method. names: of what was given. rule: what has
+    to hold. observed: what was given. remedy: what to do instead."""
+
+    message = "ContextParallel.{e.call}({e.given}): {e.rule}; got {e.observed}. {e.remedy}"
+
+    call: str
+    names: tuple[str, ...]
+    rule: str
+    observed: str
+    remedy: str
+
+    @property
+    def given(self) -> str:
+        return ", ".join(f"{name}=" for name in self.names)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class PassFailed(AttnCompilerError):
     """A pass raised. site: module path, or the graph's name. cause: the exception's text. reproduce: how to see it."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attn_compiler import torch_inductor
+from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.errors import InvalidOption, UnknownOption, nearest
 from attn_compiler.fp8_recipe import Fp8Recipe
 
@@ -36,6 +37,7 @@ class Options:
     Triton kernels' tiles on each site's shape while compiling, and keep the fastest on disk; else they come from a table. fp8_recipe:
     run attention in FP8 where the recipe applies and a kernel can (fp8_recipe.py); without it nothing does.
     unpad: leave padding out: real tokens alone are computed, and what the graph gives is 0 at padding (docs/unpad.md).
+    context_parallel: each rank has a part of every sequence; attention is that of the whole (docs/context_parallel.md).
     cache_rewrites: keep on disk what the passes made of a graph, beside what Inductor keeps, and do it again in a later process instead of
     running the passes. The environment variable ATTN_COMPILER_CACHE_REWRITES=0 is another default.
     """
@@ -51,6 +53,7 @@ class Options:
     autotune: bool = False
     fp8_recipe: Fp8Recipe | None = None
     unpad: bool = False
+    context_parallel: ContextParallel | None = None
     cache_rewrites: bool = field(default=True, metadata={"changes_code": False})
 
     def __post_init__(self) -> None:
@@ -64,6 +67,12 @@ class Options:
         _require(isinstance(self.autotune, bool), "autotune", "True or False", self.autotune)
         _require(isinstance(self.fp8_recipe, Fp8Recipe | None), "fp8_recipe", "a Fp8Recipe or None", self.fp8_recipe)
         _require(isinstance(self.unpad, bool), "unpad", "True or False", self.unpad)
+        _require(
+            isinstance(self.context_parallel, ContextParallel | None),
+            "context_parallel",
+            "a ContextParallel or None",
+            self.context_parallel,
+        )
         _require(isinstance(self.cache_rewrites, bool), "cache_rewrites", "True or False", self.cache_rewrites)
         if self.lowering is not None and self.lowerings is not None:
             raise InvalidOption(option="lowerings", expected="nothing while 'lowering' is given", value=self.lowerings)
@@ -77,11 +86,24 @@ class Options:
         changing = {
             f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("changes_code", True)
         }
-        return hashlib.sha256(json.dumps(changing, sort_keys=True, default=_named_fields).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(changing, sort_keys=True, default=_for_json).encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options, for JSON."""
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: _plain(value) for name, value in given.items()}
 
 
-def _named_fields(value: Any) -> dict[str, Any]:
-    """A nested dataclass for JSON: its class tells apart those with the same fields."""
+def _plain(value: Any) -> Any:
+    if isinstance(value, ContextParallel):
+        return value.to_dict()
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _for_json(value: Any) -> dict[str, Any]:
+    """A nested dataclass: its class tells apart those with the same fields. A mesh holds what is different on each rank."""
+    if isinstance(value, ContextParallel):
+        return {"class": type(value).__name__, "digest": value.digest}
     return {"class": type(value).__name__, **{f.name: getattr(value, f.name) for f in dataclasses.fields(value)}}
 
 

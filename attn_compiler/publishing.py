@@ -6,7 +6,6 @@ import json
 import logging
 import threading
 from collections import Counter, deque
-from dataclasses import asdict
 
 from attn_compiler import render, torch_compat, torch_observe
 from attn_compiler.options import Options
@@ -48,7 +47,7 @@ def publish(report: Report, options: Options) -> None:
     torch_observe.add_to_counters(counts(report))
     torch_compat.trace_artifact(
         "attn_compiler_report",
-        lambda: json.dumps({**report.to_dict(), "options": asdict(options)}, indent=1),
+        lambda: json.dumps({**report.to_dict(), "options": options.to_dict()}, indent=1),
         encoding="json",
     )
 

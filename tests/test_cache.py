@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from attn_compiler import cache
+from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.options import Options
 from attn_compiler.target import Target
+from tests.meshes import fake_mesh
 
 CPU = Target.fake(device="cpu")
 GPU = Target.fake()
@@ -25,6 +27,16 @@ def test_key_differs_with_everything_that_decides_the_code(monkeypatch: pytest.M
     monkeypatch.setattr(cache, "sources_digest", lambda: "edited")
     keys.append(cache.cache_key(Options(), [CPU]))
     assert len(set(keys)) == len(keys)
+
+
+def test_key_has_how_a_sequence_is_spread_but_not_the_rank() -> None:
+    keys = []
+    for rank, replicated in ((0, ()), (1, ()), (0, ("image",))):
+        with fake_mesh(2, rank=rank) as mesh:
+            options = Options(context_parallel=ContextParallel(mesh, replicated=replicated))
+            keys.append(cache.cache_key(options, [CPU]))
+    assert keys[0] == keys[1] != keys[2]
+    assert cache.cache_key(Options(), [CPU]) not in keys
 
 
 def test_key_is_the_same_for_the_same_compilation() -> None:

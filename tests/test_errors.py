@@ -24,6 +24,12 @@ EXAMPLES = [
     errors.ExportUnsupported(
         rule="the graph has no backward", observed="a joint graph", remedy="Export the model alone."
     ),
+    errors.ContextParallelUnsupported(
+        module="layers.0.attn", source="model.py:31", rule="no dropout", observed="p = 0.1", remedy="switch it off"
+    ),
+    errors.ContextParallelInput(
+        call="shard", names=("labels",), rule="one length", observed="5 and 7", remedy="Name those that are whole"
+    ),
     errors.PassFailed(pass_name="match", site="layers.0.attn", cause="ValueError: odd", reproduce="pass strict=True"),
     errors.CompileFailed(
         step="publish the report", graph="0/0", cause="OSError: full", instead="the report is lost", reproduce="again"
@@ -86,6 +92,12 @@ def test_unknown_option_ignores_the_prefix_when_it_looks_for_the_nearest() -> No
 def test_lowering_unavailable_says_what_to_do() -> None:
     assert "move the model to a GPU" in str(EXAMPLES[3])
     assert "python -m attn_compiler doctor" in str(EXAMPLES[3])
+
+
+def test_a_part_that_is_not_enough_may_have_no_source_and_no_remedy() -> None:
+    error = errors.ContextParallelUnsupported(module="conv", source=None, rule="r", observed="o", remedy=None)
+    assert "at conv, a part" in str(error)
+    assert "got o. Nothing is left" in str(error)
 
 
 def test_fields_are_keyword_only() -> None:

@@ -1,20 +1,30 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from attn_compiler import torch_inductor
+from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.errors import InvalidOption, UnknownOption
 from attn_compiler.fp8_recipe import Fp8Recipe
 from attn_compiler.options import DUMP_DIR_VARIABLE, OPTION_NAMES, Options, check_lowering_names, split_options
+from tests.meshes import fake_mesh
 
 NO_ENVIRONMENT: dict[str, str] = {}
+
+
+@pytest.fixture
+def cp() -> Iterator[ContextParallel]:
+    with fake_mesh(4, rank=1) as mesh:
+        yield ContextParallel(mesh)
 
 
 def test_ours_and_inductors_are_told_apart() -> None:
@@ -87,6 +97,8 @@ def test_key_that_is_no_string_is_unknown() -> None:
         ("fp8_recipe", "current"),
         ("fp8_recipe", {"smooth_k": True}),
         ("fp8_recipe", Fp8Recipe),
+        ("context_parallel", "cp"),
+        ("context_parallel", ContextParallel),
         ("max_autotune", "yes"),
         ("mode", "max-autotune"),
     ],
@@ -149,7 +161,7 @@ def test_unknown_lowering_names_the_nearest() -> None:
         check_lowering_names(Options(lowerings=("sdpa", "zzz")), ("sdpa",))
 
 
-def test_digest_differs_with_every_option_that_changes_code() -> None:
+def test_digest_differs_with_every_option_that_changes_code(cp: ContextParallel) -> None:
     changed: list[dict[str, Any]] = [
         {},
         {"lowering": "sdpa"},
@@ -159,6 +171,9 @@ def test_digest_differs_with_every_option_that_changes_code() -> None:
         {"autotune": True},
         {"fp8_recipe": Fp8Recipe()},
         {"unpad": True},
+        {"context_parallel": cp},
+        {"context_parallel": dataclasses.replace(cp, method="all_gather")},
+        {"context_parallel": dataclasses.replace(cp, load_balance=None)},
     ]
     others: dict[str, Any] = {
         "strict": True,
@@ -177,6 +192,14 @@ def test_digest_is_the_same_in_another_process() -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == Options(lowerings=("a", "b")).digest()
+
+
+def test_options_as_data_are_json(cp: ContextParallel) -> None:
+    given = Options(fp8_recipe=Fp8Recipe(), context_parallel=cp)
+    data = json.loads(json.dumps(given.to_dict()))
+    assert data.keys() == set(OPTION_NAMES)
+    assert data["context_parallel"]["method"] == "auto"
+    assert data["fp8_recipe"]["scaling"]["granularity"] == "block"
 
 
 def test_options_are_frozen() -> None:

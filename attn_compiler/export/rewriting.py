@@ -99,6 +99,12 @@ def _checked(program: object, options: Mapping[str, Any] | Options | None) -> Op
             observed="unpad=True",
             remedy="Compile the model with torch.compile(model, backend='attn_compiler', options={'unpad': True}).",
         )
+    if own.context_parallel is not None:
+        raise ExportUnsupported(
+            rule="options={'context_parallel': ...} makes code for the processes of one group, which an exported program knows nothing of",
+            observed=f"context_parallel={own.context_parallel!r}",
+            remedy="Compile the model with torch.compile(model, backend='attn_compiler', options={'context_parallel': ...}).",
+        )
     if torch_export.has_backward(program):
         raise ExportUnsupported(
             rule="the program's graph computes the model's output alone",

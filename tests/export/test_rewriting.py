@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 import attn_compiler
+from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.errors import (
     AttnCompilerWarning,
     CompileFailed,
@@ -31,6 +32,7 @@ from attn_compiler.target import Target
 from tests import fresh
 from tests.export import models
 from tests.export.models import batch, exported, kept, made
+from tests.meshes import fake_mesh
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 STRICT = {"strict": True}
@@ -277,6 +279,8 @@ def test_options_that_a_program_has_no_use_for_are_refused() -> None:
         attn_compiler.rewrite(program, {"verify": True})
     with pytest.raises(ExportUnsupported, match="unpad=True"):
         attn_compiler.rewrite(program, {"unpad": True})
+    with fake_mesh(2) as mesh, pytest.raises(ExportUnsupported, match="processes of one group"):
+        attn_compiler.rewrite(program, {"context_parallel": ContextParallel(mesh)})
     with pytest.raises(InvalidOption, match="tritonn"):
         attn_compiler.rewrite(program, {"lowering": "tritonn"})
 

@@ -1,0 +1,127 @@
+"""`ContextParallel`: how a sequence is spread over the ranks of a mesh, and what a training loop needs for that."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from attn_compiler.context_parallel.layout import Layout
+from attn_compiler.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+METHODS = ("auto", "all_gather", "all_to_all")
+LOAD_BALANCES = ("auto", "head_tail", None)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ContextParallel:
+    """`options={"context_parallel": ContextParallel(mesh["cp"])}`: each rank has a part of every sequence.
+
+    InvalidOption says what is wrong when it is built.
+
+    mesh: the DeviceMesh of the ranks that share a sequence; it has one dimension.
+    method: what attention exchanges. "all_gather": keys and values; "all_to_all": heads for positions.
+    load_balance: "head_tail" gives each rank a chunk of the first half and one of the second; None gives it one. "auto" is "head_tail".
+    replicated: names of model inputs that every rank has as a whole.
+    allow: names of ops along the sequence that are right on a part of it, as the user knows: "aten.cumsum.default".
+    """
+
+    mesh: DeviceMesh
+    _: KW_ONLY
+    method: Literal["auto", "all_gather", "all_to_all"] = "auto"
+    load_balance: Literal["auto", "head_tail"] | None = "auto"
+    replicated: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_mesh(self.mesh)
+        _one_of("method", self.method, METHODS)
+        _one_of("load_balance", self.load_balance, LOAD_BALANCES)
+        object.__setattr__(self, "replicated", _names("replicated", "names of model inputs", self.replicated))
+        object.__setattr__(self, "allow", _names("allow", "names of ops, as 'aten.cumsum.default'", self.allow))
+
+    @property
+    def size(self) -> int:
+        """How many ranks share a sequence."""
+        return self.mesh.size()
+
+    @property
+    def rank(self) -> int:
+        """Which of them this process is."""
+        return self.mesh.get_local_rank()
+
+    @property
+    def group_name(self) -> str:
+        """What PyTorch's collectives call the group of these ranks."""
+        return str(self.mesh.get_group().group_name)
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether a rank has two chunks of the sequence. One rank has the sequence in its own order."""
+        return self.load_balance is not None and self.size > 1
+
+    @property
+    def digest(self) -> str:
+        """A short hash of what changes compiled code. It is the same on all ranks of the group."""
+        names = [sorted(set(self.replicated)), sorted(set(self.allow))]
+        data = [self.method, self.is_balanced, self.size, *names, self.group_name]
+        return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What it was built with, for JSON."""
+        given = {name: getattr(self, name) for name in ("method", "load_balance", "replicated", "allow")}
+        return {"mesh": str(self.mesh), **given}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ContextParallel):
+            return NotImplemented
+        return (self.digest, self.rank) == (other.digest, other.rank)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
+        """int64 (length,): which positions of the whole sequence this rank has. length: of this rank's part."""
+        return self._layout.positions(length, self.rank, device)
+
+    @property
+    def _layout(self) -> Layout:
+        return Layout(size=self.size, balanced=self.is_balanced)
+
+
+def _check_mesh(mesh: Any) -> None:
+    if not torch.distributed.is_available():
+        raise _invalid("mesh", "a DeviceMesh, which this build of torch has not", mesh)
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise _invalid("mesh", "a torch.distributed.DeviceMesh of one dimension", mesh)
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        which = f"one of {', '.join(f'mesh[{name!r}]' for name in names)}" if names else "it has no named dimensions"
+        raise _invalid("mesh", f"a mesh of one dimension, not of {mesh.ndim}: {which}", mesh)
+    if mesh.get_coordinate() is None:
+        raise _invalid("mesh", "a mesh that this process is part of", mesh)
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if not isinstance(value, str | None) or value not in allowed:
+        raise _invalid(name, f"one of {', '.join(map(repr, allowed))}", value)
+
+
+def _names(name: str, what: str, value: Iterable[str]) -> tuple[str, ...]:
+    if not isinstance(value, tuple | list | set | frozenset) or not all(isinstance(one, str) and one for one in value):
+        raise _invalid(name, f"a tuple of {what}", value)
+    return tuple(sorted(value)) if isinstance(value, set | frozenset) else tuple(value)
+
+
+def _invalid(name: str, expected: str, value: Any) -> InvalidOption:
+    return InvalidOption(option=f"context_parallel: {name}", expected=expected, value=value)

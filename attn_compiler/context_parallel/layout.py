@@ -1,0 +1,57 @@
+"""Which positions of the sequence each rank has. Numbers in, numbers and tensors out: no process group is needed.
+
+The sequence is cut in equal chunks. Contiguous: as many as ranks, and rank r has chunk r. Balanced ("head_tail"): twice as many, and
+rank r has chunks r and 2 * size - 1 - r, so that under a causal mask every rank has as much to compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """size: ranks. balanced: whether each rank has a chunk of the first half and one of the second."""
+
+    size: int
+    balanced: bool
+
+    @property
+    def chunks(self) -> int:
+        """How many equal chunks the sequence is cut in, so what its length is a multiple of. One rank has the whole sequence."""
+        return 2 * self.size if self.balanced and self.size > 1 else self.size
+
+    def chunks_of(self, rank: int) -> tuple[int, ...]:
+        """The chunks of a rank, in the order in which the rank has them."""
+        return (rank,) if self.chunks == self.size else (rank, 2 * self.size - 1 - rank)
+
+    def padded(self, length: int) -> int:
+        """The least length that can be cut, from `length` on."""
+        return -(-length // self.chunks) * self.chunks
+
+    def positions(self, length: int, rank: int, device: torch.device | str | None = None) -> Tensor:
+        """int64 (length,): which positions of the sequence a rank has. length: of the rank's part."""
+        parts = self.chunks_of(rank)
+        chunk = length // len(parts)
+        return torch.cat([torch.arange(part * chunk, (part + 1) * chunk, device=device) for part in parts])
+
+    def part(self, x: Tensor, dim: int, rank: int) -> Tensor:
+        """What a rank has of x, whose axis `dim` is the sequence. x's length is a multiple of `chunks`. A tensor of its own."""
+        if self.size == 1:
+            return x
+        pieces = x.chunk(self.chunks, dim)
+        return torch.cat([pieces[index] for index in self.chunks_of(rank)], dim)
+
+    def whole(self, parts: list[Tensor], dim: int) -> Tensor:
+        """The sequence in its order from what all ranks have: the way back from `part`."""
+        if self.size == 1:
+            return parts[0]
+        pieces: list[Tensor] = [parts[0]] * self.chunks
+        for rank, x in enumerate(parts):
+            own = self.chunks_of(rank)
+            for index, piece in zip(own, x.chunk(len(own), dim), strict=True):
+                pieces[index] = piece
+        return torch.cat(pieces, dim)
