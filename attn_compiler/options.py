@@ -73,6 +73,17 @@ class Options:
             "a ContextParallel or None",
             self.context_parallel,
         )
+        if self.is_context_parallel:
+            # What is left as the model made it would attend to a part of the sequence.
+            object.__setattr__(self, "strict", True)
+            _require(not self.unpad, "unpad", "False beside context_parallel", self.unpad)
+            _require(
+                not self.verify,
+                "verify",
+                "False beside context_parallel: a rank can't run the model's own graph",
+                self.verify,
+            )
+
         _require(isinstance(self.cache_rewrites, bool), "cache_rewrites", "True or False", self.cache_rewrites)
         if self.lowering is not None and self.lowerings is not None:
             raise InvalidOption(option="lowerings", expected="nothing while 'lowering' is given", value=self.lowerings)
@@ -80,6 +91,11 @@ class Options:
             object.__setattr__(self, "lowerings", tuple(self.lowerings))
         if self.dump_dir is not None:
             object.__setattr__(self, "dump_dir", os.fsdecode(self.dump_dir) or None)
+
+    @property
+    def is_context_parallel(self) -> bool:
+        """Whether several ranks share a sequence."""
+        return self.context_parallel is not None and self.context_parallel.size > 1
 
     def digest(self) -> str:
         """A short hash that differs whenever two Options could lead to different code. The same in every process."""

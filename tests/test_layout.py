@@ -33,7 +33,9 @@ LEAKS = frozenset(
         # Which recipe applies to which site is decided before lowerings are asked.
         (f"{PASSES}.fp8_sites", "fp8"),
         (f"{PASSES}.select", "choice"),
+        # What a mask says is written into the graph as nodes, by lowerings and by passes.
         (f"{PASSES}.shut_queries", "shared"),
+        (f"{PASSES}.context_parallel.sites", "shared"),
         ("attn_compiler.rotary_tables", "shared"),
     }
 )
@@ -42,6 +44,7 @@ LEAKS = frozenset(
 PRIVATE = frozenset(
     {
         "torch_caches",
+        "torch_collectives",
         "torch_compat",
         "torch_dtensors",
         "torch_packed",

@@ -29,6 +29,7 @@ from attn_compiler.passes import (
     body_inputs,
     borders,
     buffers,
+    context_parallel,
     dtensors,
     expand,
     faults,
@@ -87,6 +88,7 @@ def _expand(unit: Unit, _: Mirror | None) -> None:
 
 
 def _mirror(unit: Unit, _: Mirror | None) -> None:
+    unit.longer = context_parallel.longer(unit)
     unit.mirrored()
 
 
@@ -103,7 +105,14 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(name="mirror", run=_mirror, needs=_facts("plain calls"), gives=_facts("mirror")),
     Pass(name="match", run=match.run, needs=_facts("mirror"), gives=_facts("sites", "misses")),
     Pass(name="recover", run=recover.run, needs=_facts("sites"), gives=_facts("specs")),
-    Pass(name="unpad", run=unpad.run, needs=_facts("mirror", "specs"), gives=_facts("real tokens")),
+    Pass(
+        name="context_parallel",
+        run=context_parallel.run,
+        needs=_facts("mirror", "specs"),
+        gives=_facts("whole sequences"),
+        rewrites=True,
+    ),
+    Pass(name="unpad", run=unpad.run, needs=_facts("mirror", "specs", "whole sequences"), gives=_facts("real tokens")),
     Pass(name="select", run=select.run, needs=_facts("specs", "real tokens"), gives=_facts("decisions")),
     Pass(name="layout", run=layout.run, needs=_facts("specs", "decisions"), gives=_facts("copies")),
     Pass(
@@ -278,6 +287,7 @@ def _run_passes(gm: fx.GraphModule, options: Options, work: _Work, border: Borde
     work.dumper = Dumper.create(options.dump_dir if work.units else None, torch_compat.graph_name())
     for unit in work.units:
         _run(unit, work.dumper, work.seconds)
+        context_parallel.check_not_left(unit)
     with _located("buffers", None):
         buffers.install(gm, work.units)
     with _located("body inputs", None):
@@ -312,7 +322,7 @@ def _run(unit: Unit, dumper: Dumper, seconds: dict[str, float]) -> None:
                 unit.misses.clear()
                 unit.untried.clear()
                 return
-            if step.name == "match" and not unit.sites:
+            if step.name == "match" and not unit.sites and context_parallel.asked(unit) is None:
                 _give_back(unit, unit.mirror)
                 return
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from attn_compiler import index_expr as ix
@@ -30,11 +30,13 @@ def indices(match: Match, dims: Dims) -> tuple[Expr, ...]:
     return tuple(_index(axes.resolve(dim), places) for dim in dims)
 
 
-def ranges(match: Match) -> Ranges:
-    """The largest value of each index, where its size is a plain one."""
+def ranges(match: Match, longer: Mapping[int, int]) -> Ranges:
+    """The largest value of each index, where its size is a plain one. longer: as in `Unit.longer`."""
     found: dict[str, Linear] = {}
     for name, group in _groups(match):
         size = reading.size(axes.dim_size(group))
+        if isinstance(size, ix.Const) and isinstance(size.value, int):
+            size = ix.Const(longer.get(size.value, size.value))
         if size is not None:
             found[name] = ix.combine(ix.linear(size), Linear((), 1), -1)
     return found

@@ -100,7 +100,7 @@ def _try(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> list[
     with faults.confined(unit, "lower", site.module) as attempt, taken_back:
         new, held = _lower(unit, mirror, site, builder)
         old = builder.leaf(site.match.out)
-        unread = _unread(mirror, site, old)
+        gone = unread(mirror, site, old)
     if attempt.reason is not None:
         builder.forget_erased()
         buffers.forget(unit, num_buffers)
@@ -110,7 +110,7 @@ def _try(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> list[
         return []
     builder.replace(old, new)
     site.new_out = new
-    for node in unread:
+    for node in gone:
         unit.graph.erase_node(node)
     return held
 
@@ -145,7 +145,7 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tup
         if site.has_scores is not None and shut_queries.at_hand(site.has_scores, operands):
             out = shut_queries.filled(builder, site.has_scores, operands, out)
             note(shut_queries.NOTE)
-        new = _finish(mirror, site, builder, out, old)
+        new = finish(mirror, site, builder, out, old)
         held, new = _settle(site, builder, builder.made[before:], new)
     site.notes.extend(site.match.notes)
     why_not = autotune.unmeasurable(target)
@@ -186,7 +186,7 @@ def _operands(
     )
 
 
-def _finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old: fx.Node) -> fx.Node:
+def finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old: fx.Node) -> fx.Node:
     """The kernel's output in the model's dimensions and dtype, and in a copy of its own where somebody downstream needs one."""
     new = program.restore(site.match, builder, out)
     wanted: torch.Tensor = old.meta["example_value"]
@@ -234,7 +234,7 @@ def _bytes(value: torch.Tensor) -> int | None:
     return None if any(isinstance(s, torch.SymInt) for s in value.shape) else value.numel() * value.element_size()
 
 
-def _unread(mirror: Mirror, site: Site, old: fx.Node) -> list[fx.Node]:
+def unread(mirror: Mirror, site: Site, old: fx.Node) -> list[fx.Node]:
     """The site's own nodes that nothing reads any more once another node is read in place of the old output, and pure ones above them
     that only it read: those that read others first."""
     own = {mirror.owner(n) for n in site.match.covered}

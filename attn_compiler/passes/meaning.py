@@ -97,7 +97,7 @@ class _Read:
         self._mirror = mirror
         self._match = match
         self._reader = reader
-        self._ranges = elements.ranges(match)
+        self._ranges = elements.ranges(match, reader.longer)
         self._conditions: list[Expr] = []
         self._scores: list[ProvedScore] = []
         self._reasons: list[str] = []

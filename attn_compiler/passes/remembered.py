@@ -146,6 +146,8 @@ def begin(gm: fx.GraphModule, options: Options, border: Border, store: Store) ->
             raise Unkeyed("tiles are measured (autotune)")
         if options.unpad:
             raise Unkeyed("padding is taken out (unpad), by a graph that is more than edits of the model's")
+        if options.is_context_parallel:
+            raise Unkeyed("attention is rewritten for a sequence that ranks share (context_parallel)")
         memory.keyed = key.of(gm, options, border_records.learned(gm, border))
     return memory
 

@@ -93,6 +93,8 @@ class Unit:
     in_autocast: this body, or one around it, is run with autocast that no node of its own enters: an exported program's.
     relied_on: inputs of which something had to be known, and what (reading/borders.py).
     unpadded: what became of the padding, with options.unpad (unpad/).
+    is_looked_at_again: its attentions were rewritten for the whole sequence, and are matched once more (context_parallel/).
+    longer: sizes that stand for larger ones, if ranks share a sequence: what is said of an index along them has to hold up to these.
     lowerings: the only ones that may serve the sites; None: whichever options allow.
     """
 
@@ -124,6 +126,8 @@ class Unit:
     unpadded: Outcome | None = None
     lowerings: tuple[str, ...] | None = None
     in_autocast: bool = False
+    is_looked_at_again: bool = False
+    longer: Mapping[int, int] = field(default_factory=dict)
 
     def target(self, device: str) -> Target:
         """The machine that a site on this device type will run on."""
@@ -153,8 +157,9 @@ class Unit:
             masks = [*self._masks_passed_on(), *(handed_on(self.graph) if not self.is_body else ())]
             blocks = [one.blocks for one in self.spelled if one.blocks is not None]
             masks += [one.dense for one in blocks if one.dense is not None]
-            # What is skipped has no meaning, and packing asks each op for its own.
+            # What is skipped has no meaning, and packing and context parallelism ask each op for its own.
             is_asked_for_all = self.options.unpad and self.unpadded is None and self.lowerings is None
+            is_asked_for_all = is_asked_for_all or (self.options.is_context_parallel and not self.is_looked_at_again)
             skipped = frozenset() if is_asked_for_all else relevance.skippable(self.graph, is_anchor_like, masks)
             with torch_tracing.tracing_in(self.mode):
                 self.mirror = mirror.build(self.graph_module, skipped)
@@ -200,7 +205,10 @@ def units(graph_module: fx.GraphModule, options: Options, targets: dict[str, Tar
                 graph_module=module, name=name, options=options, mode=mode, targets=targets, tuner=tuner
             )
     _connect(graph_module, every)
-    return [unit for unit in _callers_first(list(every.values())) if any(map(is_anchor_like, unit.graph.nodes))]
+    found = _callers_first(list(every.values()))
+    # Under context parallelism a graph without attention is looked at, too: it may mix positions.
+    is_looked_at = options.is_context_parallel
+    return [unit for unit in found if any(map(is_anchor_like, unit.graph.nodes)) or (is_looked_at and not unit.is_body)]
 
 
 def _bodies(graph_module: fx.GraphModule, name: str) -> Iterator[tuple[str, fx.GraphModule]]:

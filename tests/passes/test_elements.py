@@ -60,7 +60,7 @@ def test_a_part_of_the_batch() -> None:
 def test_ranges_and_shape() -> None:
     q = mark(torch.randn(B, H, S, D), [S])
     found = _only(lambda q, m: F.scaled_dot_product_attention(q, q, q, m), q, torch.randn(H, 1, 1))
-    ranges = elements.ranges(found.match)
+    ranges = elements.ranges(found.match, {})
     assert (ranges["b"], ranges["h"]) == (Linear((), B - 1), Linear((), H - 1))
     ((size, factor),) = ranges["q"].terms
     assert isinstance(size, Size)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from attn_compiler.index_expr import Ranges, bounds
 from attn_compiler.index_expr.nodes import OPS, Apply, Const, Expr, Index, Linear, Load, Size, Test, kind_of
 from attn_compiler.lowerings.base import Emitter
 
@@ -39,13 +40,15 @@ def emit(emitter: Emitter, x: Expr, names: Names, *, real: torch.dtype = torch.f
 class Names:
     """What an expression's names stand for. indices: int64 tensors that broadcast against each other, on `device`.
 
-    sizes: numbers, or nodes of them. tensors: what loads read, on `device`.
+    sizes: numbers, or nodes of them. tensors: what loads read, on `device`. within: how large the indices are; where an index of a load
+    is known to be within its tensor by that, it is not clamped.
     """
 
     device: torch.device
     indices: Mapping[str, fx.Node] = field(default_factory=dict)
     sizes: Mapping[str, int | fx.Node] = field(default_factory=dict)
     tensors: Mapping[str, fx.Node] = field(default_factory=dict)
+    within: Ranges = field(default_factory=dict)
 
 
 def size_of(emitter: Emitter, node: fx.Node, axis: int) -> int | fx.Node:
@@ -173,6 +176,9 @@ class _Nodes:
         position = self._as(self.tensor(self.value(index), "int"), torch.int64)
         size = size_of(self.emitter, tensor, dim)
         if isinstance(size, int):
+            low, high = bounds(index, self.names.within)
+            if low is not None and high is not None and -size <= low and high < size:
+                return position
             return self._call(torch.clamp, position, -size, size - 1)
         lowest, last = self._call(operator.neg, size), self._call(operator.sub, size, 1)
         return self._call(torch.clamp, position, lowest, last)

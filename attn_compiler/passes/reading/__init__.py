@@ -36,7 +36,9 @@ def of_unit(unit: Unit) -> Reader:
     """The one reader of a unit, which goes on from the inputs to where they come from, and from results into bodies."""
     if unit.reader is None:
         inputs = BodyInputs(unit.calls, of_unit) if unit.is_body else BorderInputs(unit)
-        unit.reader = Reader(unit.mirrored(), {**READERS, opaque: _results_of_calls(unit)}, inside.reached, inputs)
+        unit.reader = Reader(
+            unit.mirrored(), {**READERS, opaque: _results_of_calls(unit)}, inside.reached, inputs, longer=unit.longer
+        )
     return unit.reader
 
 

@@ -14,7 +14,7 @@ three assumptions:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -43,7 +43,7 @@ def largest_loaded(dtype: torch.dtype, *, by_arithmetic: bool = False) -> int:
 
 def ranges(
     x: Expr,
-    shape: torch.Size,
+    shape: Sequence[int | torch.SymInt],
     at: tuple[Expr, ...],
     *,
     longest: Callable[[int | torch.SymInt], int] | None = None,

@@ -117,6 +117,7 @@ class Reader:
     `tensors[name].node.graph` is that mirror's graph. not_followed: those names that are inputs of a body, and could not be.
     too_large: those names whose tensors were not looked into because the formula would be too large, each with how large.
     budget: what reading one element may take; what takes more is Unreadable.
+    longer: sizes of axes that indices are taken to run further along than the tensors do, and how far (`Unit.longer`).
 
     An expression says what a tensor holds at a certain place of the graph: an op reads what its inputs hold when it runs, through
     views too. What was written to a tensor since it was made is read where the write says it, and is a load else.
@@ -129,8 +130,10 @@ class Reader:
         reach: Reach,
         inputs: Inputs | None = None,
         budget: Budget | None = None,
+        longer: Mapping[int, int] | None = None,
     ) -> None:
         self.mirror = mirror
+        self.longer = longer or {}
         self._rules = rules
         self._reach = reach
         self._inputs = inputs
@@ -338,7 +341,8 @@ class Reader:
             if self._largest[tensor] != LOADED:
                 known[LOADED_KEY.format(tensor)] = self._largest[tensor]
         longest = functools.partial(self._largest_size, node)
-        return ranges(x, fake(node).shape, at, longest=lambda size: longest(axes.size_expr(size)), named=known)
+        shape = [self.longer.get(size, size) if isinstance(size, int) else size for size in fake(node).shape]
+        return ranges(x, shape, at, longest=lambda size: longest(axes.size_expr(size)), named=known)
 
     def _largest_size(self, node: fx.Node, size: sympy.Expr) -> int:
         """Held by a guard, where nothing is known and it is at most LONGEST in this call."""

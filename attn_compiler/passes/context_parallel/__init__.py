@@ -1,0 +1,245 @@
+"""Attention over a sequence that the ranks of a process group have parts of (`options={"context_parallel": ContextParallel(...)}`).
+
+following.py, ops.py: that nothing but attention mixes positions. whole.py: what masks read, of the whole sequence. layout.py and
+exchanging.py: the collectives. sites.py: each attention anew. What comes out is matched, recovered and decided for like any graph.
+
+Every reason to leave something as it was is an error, on every rank: a site that is left alone would attend to a part of the sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from torch import fx
+
+from attn_compiler import torch_collectives, torch_compat
+from attn_compiler.context_parallel import ContextParallel
+from attn_compiler.decisions import Reason
+from attn_compiler.errors import ContextParallelUnsupported
+from attn_compiler.passes import lower, match, recover
+from attn_compiler.passes.context_parallel import following, sites
+from attn_compiler.passes.context_parallel.following import Following, Input
+from attn_compiler.passes.context_parallel.layout import Layout
+from attn_compiler.passes.context_parallel.ops import Mixes
+from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.context_parallel.sites import Rewritten
+from attn_compiler.passes.context_parallel.whole import Wholes
+from attn_compiler.passes.emit import GraphBuilder
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.site import Site
+from attn_compiler.passes.unit import Unit, module_path, source_line
+
+#: seconds to wait until all ranks have compiled a graph: cold caches of one may take minutes
+_PATIENCE = 900.0
+
+
+def asked(unit: Unit) -> ContextParallel | None:
+    """What the user gave, if there is more than one rank."""
+    found = unit.options.context_parallel
+    return None if found is None or found.size == 1 else found
+
+
+def longer(unit: Unit) -> dict[int, int]:
+    """By how many positions a rank has, how many there are. Raises ContextParallelUnsupported."""
+    cp = asked(unit)
+    if cp is None:
+        return {}
+    try:
+        lengths = {one.length for one in following.inputs(unit.graph, cp.replicated).values()}
+    except CannotShard as cannot:
+        raise _told(None, None, cannot.reason) from None
+    return {length: length * cp.size for length in lengths}
+
+
+def check_not_left(unit: Unit) -> None:
+    """Raise ContextParallelUnsupported if the passes left the graph alone."""
+    if asked(unit) is not None and unit.left_alone is not None:
+        raise _told(unit.mirror, None, unit.left_alone)
+
+
+def run(unit: Unit, mirror: Mirror) -> None:
+    """Rewrite every attention of the graph. Raises ContextParallelUnsupported, on all ranks, where one can't be, or something else mixes
+    positions."""
+    cp = asked(unit)
+    if cp is None:
+        return
+    error: ContextParallelUnsupported | None = None
+    try:
+        said = _rewritten(unit, mirror, cp)
+    except CannotShard as cannot:
+        error = _told(mirror, cannot.at, cannot.reason)
+        said = f"error: {error}"
+    try:
+        torch_collectives.agree(cp.group_name, f"graph {torch_compat.graph_name()}{unit.name}", said, seconds=_PATIENCE)
+    except torch_collectives.RanksDisagree as differ:
+        reason = Reason(
+            rule="all ranks compile the same graph",
+            observed=str(differ),
+            remedy="give every rank a batch of the same shapes (ContextParallel.shard does)",
+        )
+        raise _told(mirror, None, reason) from error
+    if error is not None:
+        raise error
+
+
+def _told(mirror: Mirror | None, at: fx.Node | None, reason: Reason) -> ContextParallelUnsupported:
+    is_here = mirror is not None and at is not None and at.graph is mirror.graph
+    owner = mirror.owner(at) if is_here and mirror is not None and at is not None else None
+    return ContextParallelUnsupported(
+        module="the graph" if owner is None else module_path(owner),
+        source=None if owner is None else source_line(owner),
+        rule=reason.rule,
+        observed=reason.observed,
+        remedy=reason.remedy,
+    )
+
+
+def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel) -> str:
+    """Rewrite the graph, and say what all ranks have to agree on."""
+    _check_found(unit)
+    given = following.inputs(unit.graph, cp.replicated)
+    places = Following(mirror, given, unit.sites, cp.allow)
+    shared = [site for site in unit.sites if _is_shared(places, site, cp)]
+    _check_outputs(unit, mirror, places)
+    done = _rewrite_sites(unit, mirror, cp, given, shared)
+    _look_again(unit, len(unit.sites))
+    _note(unit, cp, done)
+    specs = [site.spec.to_text() for site in unit.sites if site.spec is not None]
+    digest = hashlib.sha256("\n".join([*specs, *(one.method for one in done.values())]).encode()).hexdigest()[:16]
+    return f"{len(shared)} attentions, {sorted({one.length for one in given.values()})} positions, {digest}"
+
+
+def _check_found(unit: Unit) -> None:
+    """Whatever looks like attention was understood."""
+    rule = "every attention of the graph is understood"
+    for miss in unit.misses:
+        raise CannotShard(rule, str(miss.reason), at=miss.anchor)
+    for call, reason in unit.untried.items():
+        raise CannotShard(rule, f"{call.name}: {reason}", at=None)
+    if unit.spelled or unit.local:
+        raise CannotShard(
+            rule,
+            "FlexAttention, a library's kernel or an attention of DTensors",
+            remedy='load the model with attn_implementation="sdpa", and let q, k and v be local tensors',
+        )
+    if unit.is_body or unit.callees:
+        raise CannotShard(
+            "attention stands in the graph itself",
+            "it is in the body of a checkpoint, or of another higher-order call",
+            remedy="compile each layer by itself, and checkpoint the compiled layers",
+        )
+    if unit.options.fp8_recipe is not None:
+        raise CannotShard("attention runs in the model's own dtype", "an fp8_recipe is given")
+
+
+def _is_shared(places: Following, site: Site, cp: ContextParallel) -> bool:
+    """Whether the keys of a site are on several ranks. Raises CannotShard where that is not known, or not what the rewrite is for."""
+    found = site.match
+    of_q = places.sequence_of(found.q.node, found.q.dims, found.query)
+    of_k = places.sequence_of(found.k.node, found.k.dims, found.key)
+    of_v = places.sequence_of(found.v.node, found.v.dims, found.key)
+    if of_k is not of_v:
+        raise CannotShard("keys and values are parts of one sequence", "they are not", at=found.out)
+    if of_k is None and (of_q is not None or _is_of_replicated(places, site, cp)):
+        return False
+    if of_q is None or of_q is not of_k:
+        raise CannotShard(
+            "queries and keys are parts of one sequence",
+            "queries of none" if of_q is None else "keys of another one",
+            at=found.out,
+            remedy="give the model input_ids, inputs_embeds or hidden states of (batch, positions, width); name inputs that every rank has "
+            "as a whole in ContextParallel(replicated=...)",
+        )
+    return True
+
+
+def _is_of_replicated(places: Following, site: Site, cp: ContextParallel) -> bool:
+    """Whether q, k and v are made of what the user says that every rank has."""
+    if not cp.replicated:
+        return False
+    seen: set[fx.Node] = set()
+    left = [site.match.q.node, site.match.k.node, site.match.v.node]
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            left += node.all_input_nodes
+    return not any(places.holds(node) for node in seen)
+
+
+def _check_outputs(unit: Unit, mirror: Mirror, places: Following) -> None:
+    """What the graph gives back, and what it writes, has one place for each of the rank's positions."""
+    for writer, _ in mirror.writers:
+        found = places.places.get(writer)
+        if isinstance(found, Mixes):
+            raise following.refused(found)
+    for node in mirror.graph.output_node().all_input_nodes:
+        found = places.places[node]
+        if isinstance(found, Mixes) and _is_asked_for(mirror, unit, node):
+            raise following.refused(found)
+
+
+def _is_asked_for(mirror: Mirror, unit: Unit, node: fx.Node) -> bool:
+    return node in mirror.graph.output_node().all_input_nodes
+
+
+def _rewrite_sites(
+    unit: Unit, mirror: Mirror, cp: ContextParallel, given: dict[fx.Node, Input], shared: list[Site]
+) -> dict[str, Rewritten]:
+    layout = Layout(size=cp.size, group=cp.group_name, is_balanced=cp.is_balanced)
+    builder = GraphBuilder(unit.graph, mirror, unit.mode)
+    wholes = Wholes(builder, mirror, layout, given)
+    done = {}
+    for site in sorted(shared, key=lambda site: mirror.order(site.match.out)):
+        unit.current = site.module
+        if site.spec is None:
+            raise ValueError(f"the site at {site.module} has no spec")
+        sites.check(site, site.spec)
+        if cp.is_balanced and isinstance(site.spec.seqlen_q, int) and site.spec.seqlen_q % 2:
+            raise CannotShard(
+                "a rank has two chunks of the sequence",
+                f"{site.spec.seqlen_q} positions",
+                at=site.match.out,
+                remedy="cut batches by ContextParallel.shard",
+            )
+        method = sites.method_of(site, site.spec, cp.method, cp.size)
+        with builder.at(site.match.out, with_grad=site.spec.needs_grad) as old:
+            with builder.without_autocast():
+                out, done[site.module] = sites.rewrite(mirror, site, builder, layout, wholes, method)
+            new = sites.finish(mirror, site, builder, out, old)
+        unread = lower.unread(mirror, site, builder.leaf(site.match.out))
+        builder.replace(builder.leaf(site.match.out), new)
+        for node in unread:
+            unit.graph.erase_node(node)
+    builder.erase_unused([])
+    unit.graph_module.recompile()
+    return done
+
+
+def _look_again(unit: Unit, expected: int) -> None:
+    """The rewritten graph after matching and recovery."""
+    unit.mirror = unit.reader = unit.ways = None
+    unit.is_looked_at_again, unit.longer = True, {}
+    unit.sites, unit.misses = [], []
+    mirror = unit.mirrored()
+    match.run(unit, mirror)
+    recover.run(unit, mirror)
+    if unit.misses or len(unit.sites) != expected:
+        observed = str(unit.misses[0].reason) if unit.misses else f"{len(unit.sites)} of {expected}"
+        raise CannotShard("each rewritten attention is understood again", observed)
+
+
+def _note(unit: Unit, cp: ContextParallel, done: dict[str, Rewritten]) -> None:
+    order = "head-tail" if cp.is_balanced else "contiguous"
+    for site in unit.sites:
+        one = done.get(site.module)
+        if one is None:
+            site.notes.append("context parallel: every rank has all of its keys")
+            continue
+        sent = f"{one.bytes / 2**20:.1f} MiB" if one.bytes >= 2**20 else f"{one.bytes} bytes"
+        site.notes.append(
+            f"context parallel: {one.method} over {cp.size} ranks, {order} positions, a rank sends {sent} in the forward"
+        )
+
+
+__all__ = ["asked", "check_not_left", "longer", "run"]

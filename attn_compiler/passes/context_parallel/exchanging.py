@@ -1,0 +1,84 @@
+"""The two ways in which q meets keys of other ranks: k and v are gathered, or heads are exchanged for positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from attn_compiler.passes.context_parallel.layout import Layout
+from attn_compiler.passes.emit import GraphBuilder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Met:
+    """q (B, H, Q, D), k and v (B, Hkv, N, ·) as a rank's attention has them, N the length of the whole sequence.
+
+    queries: (Q,) int64, where each query stands in the whole sequence. first_head: (), int64, the head of the model that is the first here;
+    None: the rank has all heads. bytes: that the rank sends in the forward.
+    """
+
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    queries: fx.Node
+    first_head: fx.Node | None
+    bytes: int
+
+
+def gather(builder: GraphBuilder, layout: Layout, q: fx.Node, k: fx.Node, v: fx.Node) -> Met:
+    """All keys and values come to each rank's queries, in one collective where they are of one dtype."""
+    value = builder.value
+    if value(k).dtype == value(v).dtype:
+        both = layout.gathered(builder, builder.call(torch.cat, (k, v), 3), 2)
+        of_k, of_v = value(k).shape[3], value(v).shape[3]
+        keys = builder.call(torch.narrow, both, 3, 0, of_k)
+        values = builder.call(torch.narrow, both, 3, of_k, of_v)
+    else:
+        keys, values = (layout.gathered(builder, x, 2) for x in (k, v))
+    queries = layout.positions(builder, int(value(q).shape[2]), value(q).device)
+    sent = (layout.size - 1) * sum(_bytes(value(x)) for x in (k, v))
+    return Met(q=q, k=keys, v=values, queries=queries, first_head=None, bytes=sent)
+
+
+def exchange(builder: GraphBuilder, layout: Layout, q: fx.Node, k: fx.Node, v: fx.Node) -> Met:
+    """Each rank gets all positions of its share of the heads, in one collective where q, k and v are alike."""
+    value = builder.value
+    whole: list[fx.Node] = []
+    for group in _alike(builder, (q, k, v)):
+        by_rank = [builder.call(torch.unflatten, x, 1, (layout.size, -1)) for x in group]
+        sent = (
+            builder.call(torch.flatten, builder.call(torch.cat, tuple(by_rank), 2), 1, 2)
+            if len(group) > 1
+            else group[0]
+        )
+        found, first = layout.to_heads(builder, sent), 0
+        for x in group:
+            heads = int(value(x).shape[1]) // layout.size
+            whole.append(builder.call(torch.narrow, found, 1, first, heads))
+            first += heads
+    device = value(q).device
+    length, heads = int(value(whole[0]).shape[2]), int(value(whole[0]).shape[1])
+    queries = builder.once(("all positions", length, device), lambda: builder.call(torch.arange, length, device=device))
+    first_head = builder.call(torch.mul, layout.rank(builder, device), heads)
+    sent_bytes = sum(_bytes(value(x)) for x in (q, k, v, q)) * (layout.size - 1) // layout.size
+    return Met(q=whole[0], k=whole[1], v=whole[2], queries=queries, first_head=first_head, bytes=sent_bytes)
+
+
+def _alike(builder: GraphBuilder, operands: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """Neighbours of one dtype and head dim, which travel together."""
+    groups: list[list[fx.Node]] = []
+    for x in operands:
+        value = builder.value(x)
+        last = builder.value(groups[-1][-1]) if groups else None
+        if last is not None and (last.dtype, last.shape[-1]) == (value.dtype, value.shape[-1]):
+            groups[-1].append(x)
+        else:
+            groups.append([x])
+    return groups
+
+
+def _bytes(value: torch.Tensor) -> int:
+    return int(value.numel()) * value.element_size()

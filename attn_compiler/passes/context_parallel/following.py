@@ -1,0 +1,195 @@
+"""Where each value of the mirror holds the sequence: from the inputs on, op by op. What mixes positions has no such place, and says why.
+
+Nothing is taken for granted: an op without a line in `ops.py` that reads positions mixes them. A tensor that has an element for each of
+the rank's own positions, but was not made of the sequence (an arange), may not meet one that was: those are positions that the model
+counts itself, and every rank would count from zero.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from attn_compiler.passes import axes
+from attn_compiler.passes.axes import Atom, AxisError, Dims
+from attn_compiler.passes.context_parallel import ops
+from attn_compiler.passes.context_parallel.ops import Mixes, Place
+from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.site import Site
+
+#: how Dynamo names what belongs to the model: parameters, buffers and attributes of modules
+_STATE = re.compile(r"(^l_self_)|(_(parameters|buffers|modules)_)|(^self_)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """A graph input with a part of the sequence. node: of the Dynamo graph. axis: of its positions. length: how many."""
+
+    node: fx.Node
+    axis: int
+    length: int
+
+
+def inputs(graph: fx.Graph, replicated: tuple[str, ...]) -> dict[fx.Node, Input]:
+    """The inputs that `ContextParallel.shard` cuts: whole numbers and truth values along their last axis, others of (B, S, ·) along S."""
+    found = {}
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if not isinstance(value, torch.Tensor) or is_state(node) or _is_named(node, replicated):
+            continue
+        axis = _sequence_axis(value)
+        if axis is None:
+            continue
+        length = value.shape[axis]
+        if not isinstance(length, int):
+            raise CannotShard(
+                "sizes are known when the graph is compiled",
+                f"{node.name} has {length} positions",
+                remedy="compile with dynamic=False",
+            )
+        if length > 1:
+            found[node] = Input(node=node, axis=axis, length=length)
+    return found
+
+
+def _sequence_axis(value: torch.Tensor) -> int | None:
+    if not value.is_floating_point():
+        return value.dim() - 1 if value.dim() in (1, 2, 3) else None
+    return 1 if value.dim() == 3 else None
+
+
+def is_state(node: fx.Node) -> bool:
+    """Whether an input is the model's own: it is the same on all ranks."""
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.nn.Parameter) or _STATE.search(node.name.lower()) is not None
+
+
+def _is_named(node: fx.Node, names: tuple[str, ...]) -> bool:
+    return any(re.search(rf"(^|_){re.escape(name)}_?$", node.name) for name in names)
+
+
+class Following:
+    """places: of each mirror node that is a tensor, where it holds the sequence; or why it has no place any more (Mixes)."""
+
+    def __init__(
+        self, mirror: Mirror, given: Mapping[fx.Node, Input], sites: list[Site], allowed: tuple[str, ...]
+    ) -> None:
+        self.mirror = mirror
+        self.sums: list[fx.Node] = []
+        self._allowed = allowed
+        self._given = given
+        self._atoms = {length: Atom(axes.size_expr(length)) for length in {one.length for one in given.values()}}
+        self._outs = {site.match.out: site for site in sites}
+        self.places: dict[fx.Node, Place | Mixes] = {}
+        for node in mirror.graph.nodes:
+            if node.op != "output":
+                self.places[node] = self._place(node)
+
+    @property
+    def atoms(self) -> frozenset[Atom]:
+        return frozenset(self._atoms.values())
+
+    def holds(self, node: fx.Node) -> bool:
+        """Whether a value has an element for each of the rank's positions."""
+        place = self.places[node]
+        return isinstance(place, Place) and any(atom in self.atoms for atom in axes.flat(place.dims))
+
+    def _place(self, node: fx.Node) -> Place | Mixes:
+        if node.op != "call_function":
+            return self._leaf(node)
+        site = self._outs.get(node)
+        if site is not None:
+            return self._of_site(node, site)
+        lost = next((p for x in node.all_input_nodes if isinstance(p := self.places[x], Mixes)), None)
+        if lost is not None:
+            return lost
+        try:
+            found = ops.place(self, node)
+        except AxisError as error:
+            found = Mixes(at=node, why=str(error))
+        if isinstance(found, Mixes) and str(node.target) in self._allowed:
+            return self._as_allowed(node)
+        return found
+
+    def _leaf(self, node: fx.Node) -> Place:
+        x = node.meta.get("val")
+        if not isinstance(x, torch.Tensor):
+            return Place(dims=())
+        dims = axes.fresh(axes.shape_exprs(x))
+        dynamo = self.mirror.dynamo_node(node)
+        one = None if dynamo is None else self._given.get(dynamo)
+        if one is not None:
+            dims = (*dims[: one.axis], (self._atoms[one.length],), *dims[one.axis + 1 :])
+        return Place(dims=dims)
+
+    def _as_allowed(self, node: fx.Node) -> Place:
+        """An op that the user answers for: its result lies as its first operand of that shape, or has no sequence."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return Place(dims=())
+        for x in node.all_input_nodes:
+            place = self.places[x]
+            given = x.meta.get("val")
+            if isinstance(place, Place) and isinstance(given, torch.Tensor) and given.shape == value.shape:
+                return place
+        return Place(dims=axes.fresh(axes.shape_exprs(value)))
+
+    def _of_site(self, node: fx.Node, site: Site) -> Place | Mixes:
+        """An attention's output has the positions of its queries."""
+        match = site.match
+        found = self.sequence_of(match.q.node, match.q.dims, match.query)
+        if found is None:
+            return Place(dims=axes.fresh(axes.shape_exprs(node.meta["val"])))
+        query = axes.resolve(match.query)
+        known: dict[Atom, Atom] = {}
+        dims: list[tuple[Atom, ...]] = []
+        for dim in match.out_dims:
+            own = []
+            for atom in axes.resolve(dim):
+                is_query = atom in query and atom.size != axes.ONE
+                own.append(found if is_query else known.setdefault(atom, Atom(atom.size)))
+            dims.append(tuple(own))
+        return Place(dims=tuple(dims))
+
+    def sequence_of(self, node: fx.Node, dims: Dims, wanted: tuple[Atom, ...]) -> Atom | None:
+        """The sequence that an operand holds along one axis of a site; None if it holds none there. Raises CannotShard.
+
+        dims: of the operand, in the site's atoms. wanted: the site's axis.
+        """
+        place = self.places[node]
+        if isinstance(place, Mixes):
+            raise refused(place)
+        sought = {atom for atom in axes.resolve(wanted) if atom.size != axes.ONE}
+        found: set[Atom] = set()
+        for own, theirs in zip(place.dims, dims, strict=True):
+            of_sequence = [atom for atom in axes.resolve(own) if atom in self.atoms]
+            of_site = [atom for atom in axes.resolve(theirs) if atom in sought]
+            if bool(of_sequence) != bool(of_site) and (of_sequence or self._has_any(place)):
+                raise CannotShard(
+                    "the sequence of q, k and v is their axis of positions",
+                    f"{node.name} holds it along another one",
+                    at=node,
+                )
+            found.update(of_sequence)
+        if len(found) > 1 or (found and len(sought) != 1):
+            raise CannotShard("q, k and v each hold one sequence", f"{node.name} holds several", at=node)
+        return next(iter(found), None)
+
+    def _has_any(self, place: Place) -> bool:
+        return any(atom in self.atoms for atom in axes.flat(place.dims))
+
+
+def refused(found: Mixes) -> CannotShard:
+    """What mixes positions, as an exception."""
+    return CannotShard(
+        "outside of attention, each position of the sequence is computed by itself",
+        f"{found.at.target}: {found.why}",
+        at=found.at,
+        remedy=found.remedy
+        or f"if its result is right for a part of the sequence, give ContextParallel(..., allow=('{found.at.target}',))",
+    )

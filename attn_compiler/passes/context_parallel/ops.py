@@ -1,0 +1,382 @@
+"""What each op does with the axis of positions: `place` gives where its result holds the sequence, or why it has no place.
+
+RULES has a line for each op. Pointwise ops are told by PyTorch's tag, views by passes/views.py.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from attn_compiler.passes import axes, views
+from attn_compiler.passes.axes import Atom, AxisError, Dim, Dims
+
+if TYPE_CHECKING:
+    from attn_compiler.passes.context_parallel.following import Following
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Place:
+    """dims: the axes of a value; those of positions hold the sequence's atoms. several: of an op with several results, of each.
+    is_uniform: all elements are one number, so that each rank has the same of it."""
+
+    dims: Dims
+    several: tuple[Dims, ...] | None = None
+    is_uniform: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Mixes:
+    """Why a value has no place. at: the op that mixes positions."""
+
+    at: fx.Node
+    why: str
+    remedy: str | None = None
+
+
+Rule = Callable[["Following", fx.Node], "Place | Mixes"]
+
+#: what to do where a model counts positions itself
+_GIVE_POSITIONS = (
+    "pass position_ids (ContextParallel.shard gives them), so that the model does not count positions itself"
+)
+
+
+def place(context: Following, node: fx.Node) -> Place | Mixes:
+    """The place of a node, whose inputs have one. Raises AxisError where a view splits the sequence."""
+    given = [x for x in node.all_input_nodes if isinstance(x.meta.get("val"), (torch.Tensor, tuple, list))]
+    if node.target in _UNIFORM:
+        return _of_value(node, is_uniform=True)
+    if node.target in _LIKE:
+        return _place_of(context, views.source(node))
+    if not any(context.holds(x) or _holds_several(context, x) for x in given):
+        is_uniform = bool(given) and all(_place_of(context, x).is_uniform for x in given)
+        return _of_value(node, is_uniform=is_uniform and _keeps_uniform(node))
+    rule = RULES.get(node.target)
+    if rule is None and isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
+        rule = _written if node.target._schema.is_mutable else _pointwise
+    if rule is None and views.is_view(node):
+        rule = _view
+    if rule is None:
+        return Mixes(at=node, why="nothing is known of what it does with positions")
+    return rule(context, node)
+
+
+def _place_of(context: Following, node: fx.Node) -> Place:
+    found = context.places[node]
+    if isinstance(found, Mixes):
+        raise AxisError(found.why)
+    return found
+
+
+def _holds_several(context: Following, node: fx.Node) -> bool:
+    found = _place_of(context, node).several
+    return found is not None and any(_has(context, dim) for dims in found for dim in dims)
+
+
+def _of_value(node: fx.Node, *, is_uniform: bool = False) -> Place:
+    x = node.meta.get("val")
+    if isinstance(x, (tuple, list)):
+        several = tuple(axes.fresh(axes.shape_exprs(y)) if isinstance(y, torch.Tensor) else () for y in x)
+        return Place(dims=(), several=several, is_uniform=is_uniform)
+    dims = axes.fresh(axes.shape_exprs(x)) if isinstance(x, torch.Tensor) else ()
+    return Place(dims=dims, is_uniform=is_uniform)
+
+
+def _keeps_uniform(node: fx.Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
+        return True
+    return views.is_view(node) or node.target in _SAME
+
+
+def _has(context: Following, dim: Dim) -> bool:
+    return any(atom in context.atoms for atom in axes.resolve(dim))
+
+
+# ---- rules ---------------------------------------------------------------------------------------------------------------
+
+
+def _joined(context: Following, node: fx.Node, operands: Sequence[fx.Node], rank: int) -> Dims | Mixes:
+    """The axes of what broadcasts these operands."""
+    result: list[Dim] = []
+    for at in range(rank):
+        found: list[tuple[fx.Node, Dim]] = []
+        for x in operands:
+            known = _place_of(context, x)
+            own = at - rank + len(known.dims)
+            if own >= 0 and not known.is_uniform and not axes.is_unit(known.dims[own]):
+                found.append((x, axes.resolve(known.dims[own])))
+        tagged = [dim for _, dim in found if _has(context, dim)]
+        if tagged:
+            for x, dim in found:
+                if not _has(context, dim):
+                    return Mixes(
+                        at=node,
+                        why=f"{x.name} has numbers for positions that are not those of the sequence",
+                        remedy=_GIVE_POSITIONS,
+                    )
+                if not _alike(context, dim, tagged[0]):
+                    return Mixes(at=node, why="operands meet that hold the sequence in two ways")
+        result.append(tagged[0] if tagged else found[0][1] if found else ())
+    return tuple(result)
+
+
+def _alike(context: Following, a: Dim, b: Dim) -> bool:
+    """Whether two dimensions hold the same sequence at the same place among axes of the same sizes."""
+    long = [[x for x in dim if x.size != axes.ONE] for dim in (a, b)]
+    if len(long[0]) != len(long[1]):
+        return False
+    pairs = zip(*long, strict=True)
+    return all(x is y if x in context.atoms or y in context.atoms else axes.same_size(x.size, y.size) for x, y in pairs)
+
+
+def _pointwise(context: Following, node: fx.Node) -> Place | Mixes:
+    operands = [x for x in node.all_input_nodes if isinstance(x.meta.get("val"), torch.Tensor)]
+    dims = _joined(context, node, operands, views.value(node).dim())
+    if isinstance(dims, Mixes):
+        return dims
+    held = [atom for dim in dims for atom in axes.resolve(dim) if atom in context.atoms]
+    if len(held) != len(set(held)):
+        return Mixes(at=node, why="it pairs positions with each other", remedy=None)
+    return Place(dims=dims)
+
+
+def _written(context: Following, node: fx.Node) -> Place | Mixes:
+    """A pointwise op in place, on a tensor that holds the sequence already."""
+    found = _pointwise(context, node)
+    x = views.source(node)
+    if isinstance(found, Place) and not context.holds(x):
+        return Mixes(at=node, why="it writes positions into a tensor that has none")
+    return found
+
+
+def _same(context: Following, node: fx.Node) -> Place | Mixes:
+    return _place_of(context, views.source(node))
+
+
+def _view(context: Following, node: fx.Node) -> Place | Mixes:
+    """On copies of the atoms: splitting one would tell all that hold it."""
+    dims = _place_of(context, views.source(node)).dims
+    copies = {atom: Atom(atom.size, broadcast=atom.broadcast) for dim in dims for atom in axes.resolve(dim)}
+    own = {copy: atom for atom, copy in copies.items()}
+    found = views.forward(node, tuple(tuple(copies[a] for a in axes.resolve(dim)) for dim in dims))
+    for atom in context.atoms & copies.keys():
+        if copies[atom].parts is not None:
+            return Mixes(at=node, why="it splits the sequence")
+    return Place(dims=tuple(tuple(own.get(a, a) for a in axes.resolve(dim)) for dim in found))
+
+
+def _slice(context: Following, node: fx.Node) -> Place | Mixes:
+    x = views.source(node)
+    if axes.shape_exprs(views.value(x)) == axes.shape_exprs(views.value(node)):
+        return _place_of(context, x)
+    found = _along_dim(context, node)
+    if isinstance(found, Mixes):
+        return Mixes(
+            at=node,
+            why="it takes a part of the rank's positions",
+            remedy="labels are shifted by ContextParallel.shard: pass shift_labels; and ask for all logits",
+        )
+    return found
+
+
+def _along_dim(context: Following, node: fx.Node) -> Place | Mixes:
+    """An op along axes that it names: none of them may hold the sequence."""
+    place = _place_of(context, views.source(node))
+    rank = len(place.dims)
+    which = _named(node, rank)
+    if any(_has(context, place.dims[i]) for i in which):
+        return Mixes(at=node, why="it works along the sequence")
+    result: Any = node.meta["val"]
+    if isinstance(result, (tuple, list)):
+        return Place(dims=place.dims, several=tuple(_kept(place.dims, y, which, rank) for y in result))
+    return Place(dims=_kept(place.dims, result, which, rank))
+
+
+def _named(node: fx.Node, rank: int) -> set[int]:
+    given: Any = views.argument(node, "dim", 0)
+    if given is None or (isinstance(given, (tuple, list)) and not given):
+        return set(range(rank))
+    return {int(i) % rank for i in (given if isinstance(given, (tuple, list)) else [given])}
+
+
+def _kept(dims: Dims, result: torch.Tensor, which: set[int], rank: int) -> Dims:
+    if result.dim() == rank:
+        fresh = axes.fresh(axes.shape_exprs(result))
+        return tuple(fresh[i] if i in which else dim for i, dim in enumerate(dims))
+    return tuple(dim for i, dim in enumerate(dims) if i not in which)
+
+
+def _getitem(context: Following, node: fx.Node) -> Place | Mixes:
+    x, at = node.args
+    if not isinstance(x, fx.Node) or not isinstance(at, int):
+        return Mixes(at=node, why="it takes no result of several")
+    several = _place_of(context, x).several
+    return Mixes(at=node, why="it takes no result of several") if several is None else Place(dims=several[at])
+
+
+def _product(left: int, right: int) -> Rule:
+    """A matrix product of two arguments; others are added to it."""
+
+    def rule(context: Following, node: fx.Node) -> Place | Mixes:
+        a, b = node.args[left], node.args[right]
+        if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+            return Mixes(at=node, why="it is no product of two tensors")
+        x, y = _place_of(context, a).dims, _place_of(context, b).dims
+        if len(x) < 2 or len(y) < 2:
+            return _with_vector(context, node, x, y)
+        if _has(context, x[-1]) or _has(context, y[-2]):
+            return Mixes(at=node, why="it sums over the sequence")
+        rows, columns = x[-2], y[-1]
+        if _has(context, rows) and _has(context, columns):
+            return Mixes(at=node, why="it pairs positions with each other, and is no attention that was recognised")
+        batch = _batch(context, node, x[:-2], y[:-2])
+        if isinstance(batch, Mixes):
+            return batch
+        others = [z for z in node.all_input_nodes if z not in (a, b) and context.holds(z)]
+        return Mixes(at=node, why="what is added holds the sequence") if others else Place(dims=(*batch, rows, columns))
+
+    return rule
+
+
+def _with_vector(context: Following, node: fx.Node, x: Dims, y: Dims) -> Place | Mixes:
+    summed = (x[-1], y[-1] if len(y) == 1 else y[-2])
+    if any(_has(context, dim) for dim in summed):
+        return Mixes(at=node, why="it sums over the sequence")
+    return Place(dims=x[:-1] if len(y) == 1 else (*y[:-2], y[-1]))
+
+
+def _batch(context: Following, node: fx.Node, x: Dims, y: Dims) -> Dims | Mixes:
+    rank = max(len(x), len(y))
+    result: list[Dim] = []
+    for at in range(rank):
+        found = [dims[at - rank + len(dims)] for dims in (x, y) if at - rank + len(dims) >= 0]
+        long = [axes.resolve(dim) for dim in found if not axes.is_unit(dim)]
+        tagged = [dim for dim in long if _has(context, dim)]
+        if tagged and not all(_has(context, dim) and _alike(context, dim, tagged[0]) for dim in long):
+            return Mixes(at=node, why="operands meet that hold the sequence in two ways")
+        result.append(tagged[0] if tagged else long[0] if long else ())
+    return tuple(result)
+
+
+def _linear(context: Following, node: fx.Node) -> Place | Mixes:
+    x = views.source(node)
+    dims = _place_of(context, x).dims
+    if _has(context, dims[-1]):
+        return Mixes(at=node, why="it sums over the sequence")
+    if any(context.holds(y) for y in node.all_input_nodes if y is not x):
+        return Mixes(at=node, why="its weight holds the sequence")
+    return Place(dims=(*dims[:-1], *axes.fresh(axes.shape_exprs(views.value(node))[-1:])))
+
+
+def _normalised(context: Following, node: fx.Node) -> Place | Mixes:
+    dims = _place_of(context, views.source(node)).dims
+    shape: Any = views.argument(node, "normalized_shape")
+    if any(_has(context, dim) for dim in dims[len(dims) - len(shape) :]):
+        return Mixes(at=node, why="it works along the sequence")
+    return Place(dims=dims)
+
+
+def _embedding(context: Following, node: fx.Node) -> Place | Mixes:
+    table, ids = node.args[0], node.args[1]
+    if not isinstance(table, fx.Node) or not isinstance(ids, fx.Node) or context.holds(table):
+        return Mixes(at=node, why="its table holds the sequence")
+    last = axes.fresh(axes.shape_exprs(views.value(node))[-1:])
+    return Place(dims=(*_place_of(context, ids).dims, *last))
+
+
+def _joined_along(context: Following, node: fx.Node) -> Place | Mixes:
+    """cat and stack."""
+    parts: Any = node.args[0]
+    rank = views.value(node).dim()
+    at = int(views.argument(node, "dim", 0) or 0) % rank  # type: ignore[call-overload]
+    is_new = node.target is aten.stack.default
+    all_dims: list[Dims] = []
+    for part in parts:
+        dims = _place_of(context, part).dims
+        if not is_new and (len(dims) != rank or _has(context, dims[at])):
+            return Mixes(
+                at=node, why="it joins tensors along the sequence", remedy="call the model with use_cache=False"
+            )
+        all_dims.append(dims if is_new else (*dims[:at], *dims[at + 1 :]))
+    result: list[Dim] = []
+    for group in zip(*all_dims, strict=True):
+        tagged = [axes.resolve(dim) for dim in group if _has(context, dim)]
+        if tagged and not all(_has(context, dim) and _alike(context, axes.resolve(dim), tagged[0]) for dim in group):
+            return Mixes(at=node, why="operands meet that hold the sequence in two ways", remedy=_GIVE_POSITIONS)
+        result.append(tagged[0] if tagged else group[0])
+    result.insert(at, axes.fresh(axes.shape_exprs(views.value(node)))[at])
+    return Place(dims=tuple(result))
+
+
+def _cross_entropy(context: Following, node: fx.Node) -> Place | Mixes:
+    """A sum over the rank's positions is its part of the sum over all; a mean is the mean of nothing that is asked for."""
+    logits, labels = node.args[0], node.args[1]
+    if not isinstance(logits, fx.Node) or not isinstance(labels, fx.Node):
+        return Mixes(at=node, why="it reads no tensors")
+    classes, of_labels = _place_of(context, logits).dims, _place_of(context, labels).dims
+    if (
+        len(classes) != 2
+        or _has(context, classes[1])
+        or not _alike(context, axes.resolve(classes[0]), axes.resolve(of_labels[0]))
+    ):
+        return Mixes(at=node, why="its labels are not those of the positions of its logits")
+    reduction = views.argument(node, "reduction", 1)
+    if reduction == 0:
+        return Place(dims=classes[:1])
+    if reduction == 1:
+        return Mixes(
+            at=node,
+            why="it takes the mean over the rank's own positions, of which ranks have different numbers that count",
+            remedy="give the number of all tokens (num_items_in_batch in models of transformers), or compute the loss of the logits by "
+            "ContextParallel.mean",
+        )
+    context.sums.append(node)
+    return Place(dims=())
+
+
+_UNIFORM = frozenset(
+    {aten.full.default, aten.zeros.default, aten.ones.default, aten.scalar_tensor.default, aten.new_zeros.default}
+    | {aten.new_ones.default, aten.new_full.default}
+)
+_LIKE = frozenset({aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default})
+_SAME = frozenset(
+    {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.type_as.default, aten._to_copy.default}
+    | {aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh.default}
+    | {aten.dropout.default}
+)
+
+RULES: dict[object, Rule] = {
+    **dict.fromkeys(_SAME, _same),
+    **dict.fromkeys(
+        (
+            *(aten.softmax.int, aten.log_softmax.int, aten.sum.dim_IntList, aten.mean.dim, aten.amax.default),
+            *(aten.amin.default, aten.argmax.default, aten.select.int, aten.split.Tensor, aten.chunk.default),
+            *(aten.split_with_sizes.default, aten.unbind.int, aten.glu.default, aten.linalg_vector_norm.default),
+            *(aten.norm.ScalarOpt_dim, aten.var.correction, aten.cumsum.default, aten.std.correction),
+            *(aten.topk.default, aten.sort.default, aten.narrow.default, aten.flip.default),
+        ),
+        _along_dim,
+    ),
+    aten.slice.Tensor: _slice,
+    aten.embedding.default: _embedding,
+    aten.linear.default: _linear,
+    aten.matmul.default: _product(0, 1),
+    aten.mm.default: _product(0, 1),
+    aten.bmm.default: _product(0, 1),
+    aten.addmm.default: _product(1, 2),
+    aten.baddbmm.default: _product(1, 2),
+    aten.layer_norm.default: _normalised,
+    aten.rms_norm.default: _normalised,
+    aten.cat.default: _joined_along,
+    aten.stack.default: _joined_along,
+    aten.cross_entropy_loss.default: _cross_entropy,
+    operator.getitem: _getitem,
+}

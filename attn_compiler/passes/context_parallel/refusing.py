@@ -1,0 +1,16 @@
+"""Why a graph can't run on parts of a sequence, as an exception that the pass turns into an error for users."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from attn_compiler.decisions import Reason
+
+
+class CannotShard(Exception):
+    """Internal: becomes ContextParallelUnsupported. at: the mirror node that it is about."""
+
+    def __init__(self, rule: str, observed: str, *, at: fx.Node | None = None, remedy: str | None = None) -> None:
+        super().__init__(rule)
+        self.reason = Reason(rule=rule, observed=observed, remedy=remedy)
+        self.at = at

@@ -1,0 +1,259 @@
+"""One attention, from the rank's own positions to those of the whole sequence, as plain PyTorch calls that are matched and proved again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Expr, Index
+from attn_compiler.lowerings.shared import expression_nodes
+from attn_compiler.lowerings.shared.expression_nodes import Names
+from attn_compiler.passes import axes, elements, lower, program, recover
+from attn_compiler.passes.context_parallel import exchanging
+from attn_compiler.passes.context_parallel.exchanging import Met
+from attn_compiler.passes.context_parallel.layout import Layout
+from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.context_parallel.whole import Wholes, check_numbers
+from attn_compiler.passes.emit import GraphBuilder
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.mutation import Version
+from attn_compiler.passes.site import Site
+from attn_compiler.scores import Softcap
+from attn_compiler.spec import AttentionSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewritten:
+    """What became of one site. method: "all_gather" or "all_to_all". bytes: that a rank sends in the forward."""
+
+    method: str
+    bytes: int
+
+
+def check(site: Site, spec: AttentionSpec) -> None:
+    """Raise CannotShard for what can't be told, or done, of the whole sequence."""
+    at = site.match.out
+    rule = "an attention over parts of a sequence is understood in full"
+    if spec.mask.reason is not None:
+        remedy = "compile the whole model in one graph, with attention_mask (batch, positions) or none, and not a mask of pairs"
+        raise CannotShard(rule, f"the mask was not understood: {spec.mask.reason}", at=at, remedy=remedy)
+    unknown = [change.words for change in spec.score.changes if not _is_known(change)]
+    if unknown or (spec.score.bias is not None and not spec.score.proved):
+        raise CannotShard(rule, f"the scores are changed: {spec.score.words}", at=at)
+    if site.match.limits:
+        raise CannotShard(rule, "scores are clamped", at=at)
+    if spec.score.dropout_p:
+        remedy = "set the model's attention dropout to 0"
+        raise CannotShard("no weights are dropped", f"dropout {spec.score.dropout_p:g}", at=at, remedy=remedy)
+    if spec.returns_weights:
+        remedy = "call the model without output_attentions"
+        raise CannotShard("nothing but the product with v reads the weights", "they are read", at=at, remedy=remedy)
+    if site.has_scores is not None:
+        raise CannotShard(rule, "queries that a mask shuts out get the mean of v", at=at)
+    if spec.stored is not None or spec.seqlen_q != spec.seqlen_kv:
+        remedy = "call the model with use_cache=False; what every rank has as a whole is named in ContextParallel(replicated=...)"
+        observed = f"{spec.seqlen_q} queries and {spec.seqlen_kv} keys"
+        raise CannotShard("queries and keys are parts of one sequence", observed, at=at, remedy=remedy)
+    sizes = [x for tensor in (spec.q, spec.k, spec.v) for x in tensor.shape if not isinstance(x, int)]
+    if sizes:
+        raise CannotShard(
+            "sizes are known when the graph is compiled", f"{sizes[0]}", at=at, remedy="compile with dynamic=False"
+        )
+
+
+def _is_known(change: object) -> bool:
+    from attn_compiler.scores import DenseBias, Sinks
+
+    return isinstance(change, (Softcap, Sinks, DenseBias))
+
+
+def method_of(site: Site, spec: AttentionSpec, asked: str, size: int) -> str:
+    """Heads are exchanged where they can be shared out: that moves less, and leaves each attention as it was."""
+    heads = (spec.num_heads_q, spec.num_heads_kv)
+    divides = all(isinstance(n, int) and n % size == 0 for n in heads)
+    if asked == "all_to_all" and not divides:
+        raise CannotShard(
+            "all_to_all gives each rank as many heads of q, and of k and v",
+            f"{heads[0]} and {heads[1]} heads for {size} ranks",
+            at=site.match.out,
+            remedy='use method="all_gather" or "auto"',
+        )
+    return asked if asked != "auto" else "all_to_all" if divides else "all_gather"
+
+
+def rewrite(
+    mirror: Mirror, site: Site, builder: GraphBuilder, layout: Layout, wholes: Wholes, method: str
+) -> tuple[fx.Node, Rewritten]:
+    """What takes the place of the site's output. To be called inside of `builder.at`. Raises CannotShard."""
+    spec = site.spec
+    if spec is None:
+        raise ValueError(f"the site at {site.module} has no spec")
+    tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
+    meet = exchanging.exchange if method == "all_to_all" else exchanging.gather
+    met = meet(builder, layout, tensors.q, tensors.k, tensors.v)
+    scores = _Scores(site=site, spec=spec, builder=builder, met=met, wholes=wholes, size=layout.size)
+    out = _attention(builder, site, spec, met, scores, tensors.sinks)
+    if method == "all_to_all":
+        out = layout.to_positions(builder, out)
+    return out, Rewritten(method=method, bytes=met.bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scores:
+    """What masks a site and is added to it, at positions of the whole sequence. size: ranks."""
+
+    site: Site
+    spec: AttentionSpec
+    builder: GraphBuilder
+    met: Met
+    wholes: Wholes
+    size: int
+
+    @property
+    def allowed(self) -> Expr:
+        condition = self.site.condition or ix.TRUE
+        causal = ix.compare("<=", Index("k"), Index("q")) if self.spec.mask.is_causal else ix.TRUE
+        return ix.apply("and", condition, causal)
+
+    def mask(self) -> fx.Node | None:
+        """Truth values that broadcast to (B, H, Q, N); None where every pair takes part."""
+        allowed = self.allowed
+        if allowed == ix.TRUE:
+            return None
+        return self._shared(("allowed", allowed), allowed, self.site.loads, torch.float64)
+
+    def bias(self) -> fx.Node | None:
+        """Numbers that broadcast to (B, H, Q, N), in float32, or wider if the model's are."""
+        wide = self.builder.value(self.met.q).dtype == torch.float64
+        total: fx.Node | None = None
+        for kind in self.spec.score.proved:
+            real = torch.float64 if wide else torch.float32
+            one = self._shared(("added", kind), kind.summand, self.site.score_loads, real)
+            total = one if total is None else self.builder.call(torch.add, total, one)
+        return total
+
+    def _shared(self, key: object, x: Expr, loads: Mapping[str, Version], real: torch.dtype) -> fx.Node:
+        length = self.spec.seqlen_q
+        if not isinstance(length, int):
+            raise ValueError("sizes are checked before")
+        check_numbers(x, length)
+        tensors = {name: self._loaded(x, name, loads) for name in sorted(x.facts.tensors)}
+        nodes = tuple(tensors.items())
+        key = ("scores", key, nodes, self.met.queries, self.met.first_head, real)
+        return self.builder.once(key, lambda: self._emitted(x, tensors, real))
+
+    def _emitted(self, x: Expr, tensors: Mapping[str, fx.Node], real: torch.dtype) -> fx.Node:
+        if x.facts.sizes:
+            raise CannotShard("sizes are known when the graph is compiled", ix.text(x, 80), at=self.site.match.out)
+        q = self.builder.value(self.met.q)
+        indices = {name: self._index(name, q) for name in x.facts.indices}
+        names = Names(device=q.device, indices=indices, tensors=tensors, within=self._within())
+        return expression_nodes.emit(self.builder, x, names, real=real)
+
+    def _index(self, name: str, q: torch.Tensor) -> fx.Node:
+        """Of the pairs that this rank computes, what each is in the model."""
+        call, device = self.builder.call, q.device
+        if name == "q":
+            return call(torch.Tensor.view, self.met.queries, (1, 1, -1, 1))
+        sizes = {"b": q.shape[0], "h": q.shape[1], "k": self.builder.value(self.met.k).shape[2]}
+        count = call(torch.arange, sizes[name], device=device)
+        if name == "h" and self.met.first_head is not None:
+            count = call(torch.add, count, self.met.first_head)
+        shape = {"b": (-1, 1, 1, 1), "h": (1, -1, 1, 1), "k": (1, 1, 1, -1)}[name]
+        return call(torch.Tensor.view, count, shape)
+
+    def _loaded(self, x: Expr, name: str, loads: Mapping[str, Version]) -> fx.Node:
+        whole = self.wholes.of(loads[name], name)
+        shape = self.builder.value(whole).shape
+        within = self._within()
+        for load in ix.loads(x):
+            if load.tensor != name:
+                continue
+            for at, size in zip(load.at, shape, strict=True):
+                low, high = ix.bounds(at, within)
+                if low is None or high is None or low < -int(size) or high >= int(size):
+                    raise CannotShard(
+                        "what a mask or bias reads is there for the whole sequence",
+                        f"{ix.text(load, 80)} of {tuple(shape)}",
+                        at=self.site.match.out,
+                        remedy="pass what masks as (batch, positions), and position_ids, to the compiled model",
+                    )
+        return whole
+
+    def _within(self) -> ix.Ranges:
+        match = self.site.match
+        length = int(axes.dim_size(match.query))
+        return elements.ranges(match, {length: length * self.size})
+
+
+def _attention(
+    builder: GraphBuilder, site: Site, spec: AttentionSpec, met: Met, scores: _Scores, sinks: fx.Node | None
+) -> fx.Node:
+    dtype = builder.value(met.q).dtype
+    mask, bias = scores.mask(), scores.bias()
+    added = bias if bias is None else _cast(builder, bias, dtype)
+    joined = mask if added is None else added if mask is None else builder.call(torch.where, mask, added, -math.inf)
+    cap = spec.score.softcap
+    if cap is None and sinks is None:
+        return builder.call(
+            torch.nn.functional.scaled_dot_product_attention,
+            *(met.q, met.k, met.v),
+            attn_mask=joined,
+            scale=spec.score.scale,
+            enable_gqa=spec.is_gqa,
+        )
+    return _written_out(builder, spec, met, joined, cap, sinks)
+
+
+def _written_out(
+    builder: GraphBuilder,
+    spec: AttentionSpec,
+    met: Met,
+    joined: fx.Node | None,
+    cap: float | None,
+    sinks: fx.Node | None,
+) -> fx.Node:
+    """Products and a softmax, for changes that no call of PyTorch's takes."""
+    call, value = builder.call, builder.value
+    q = value(met.q)
+    repeats = q.shape[1] // value(met.k).shape[1]
+    k, v = (x if repeats == 1 else call(torch.repeat_interleave, x, repeats, 1) for x in (met.k, met.v))
+    scores = call(torch.mul, call(torch.matmul, met.q, call(torch.transpose, k, 2, 3)), spec.score.scale)
+    if cap is not None:
+        scores = call(torch.mul, call(torch.tanh, call(torch.div, scores, cap)), cap)
+    if joined is not None and value(joined).dtype == torch.bool:
+        scores = call(torch.masked_fill, scores, call(torch.logical_not, joined), -math.inf)
+    elif joined is not None:
+        scores = call(torch.add, scores, joined)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if sinks is None:
+        weights = call(torch.softmax, scores, -1, dtype=wide)
+    else:
+        column = call(torch.Tensor.view, _of_heads(builder, met, sinks), (1, -1, 1, 1))
+        column = call(torch.Tensor.expand, _cast(builder, column, q.dtype), (q.shape[0], -1, q.shape[2], 1))
+        weights = call(torch.softmax, call(torch.cat, (scores, column), -1), -1, dtype=wide)
+        weights = call(torch.narrow, weights, -1, 0, value(met.k).shape[2])
+    return call(torch.matmul, _cast(builder, weights, value(v).dtype), v)
+
+
+def _of_heads(builder: GraphBuilder, met: Met, x: fx.Node) -> fx.Node:
+    """(H,) of the model -> (H,) of this rank."""
+    if met.first_head is None:
+        return x
+    device = builder.value(x).device
+    own = builder.call(torch.arange, builder.value(met.q).shape[1], device=device)
+    return builder.call(torch.index_select, x, 0, builder.call(torch.add, own, met.first_head))
+
+
+def _cast(builder: GraphBuilder, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return x if builder.value(x).dtype == dtype else builder.call(torch.Tensor.to, x, dtype)
+
+
+def finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old: fx.Node) -> fx.Node:
+    """The output in the model's dimensions, dtype and strides."""
+    return lower.finish(mirror, site, builder, out, old)

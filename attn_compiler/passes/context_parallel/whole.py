@@ -1,0 +1,136 @@
+"""What masks and biases read, for the whole sequence: inputs are gathered, and what the model makes of them is made again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Expr, Linear
+from attn_compiler.passes.context_parallel.following import Input
+from attn_compiler.passes.context_parallel.layout import Layout
+from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.emit import GraphBuilder
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.mutation import Version
+
+_RULE = "a mask or bias reads what ranks have parts of, or all of"
+
+
+class Wholes:
+    """Nodes of whole tensors, by those that hold the rank's part; one for all sites."""
+
+    def __init__(self, builder: GraphBuilder, mirror: Mirror, layout: Layout, given: Mapping[fx.Node, Input]) -> None:
+        self._builder = builder
+        self._mirror = mirror
+        self._layout = layout
+        self._given = given
+        self._made_of: dict[fx.Node, frozenset[fx.Node]] = {}
+
+    def of(self, version: Version, name: str) -> fx.Node:
+        """The whole of a tensor that an expression loads from. Raises CannotShard."""
+        if version.node.graph is not self._mirror.graph:
+            raise CannotShard(_RULE, f"{name} is a tensor of another graph", at=None)
+        if version.since is not None or version.until is not None:
+            raise CannotShard(_RULE, f"{name} is written in place", at=version.node)
+        dynamo = self._mirror.dynamo_node(version.node)
+        if dynamo is None:
+            raise CannotShard(_RULE, f"{name} exists only inside of one call", at=version.node)
+        return self._whole(dynamo)
+
+    def _whole(self, node: fx.Node) -> fx.Node:
+        if not self._inputs(node):
+            return node
+        return self._builder.once(("whole", node), lambda: self._made(node))
+
+    def _inputs(self, node: fx.Node) -> frozenset[fx.Node]:
+        """The inputs with a part of the sequence that a node is made of."""
+        if node not in self._made_of:
+            own = frozenset((node,)) if node in self._given else frozenset()
+            self._made_of[node] = own.union(*(self._inputs(x) for x in node.all_input_nodes))
+        return self._made_of[node]
+
+    def _made(self, node: fx.Node) -> fx.Node:
+        one = self._given.get(node)
+        if one is not None:
+            return self._layout.gathered(self._builder, node, one.axis)
+        if node.op not in ("call_function", "call_method") or not self._mirror.computes_only(node):
+            raise CannotShard(_RULE, f"{node.name} does more than compute a tensor", at=self._at(node))
+        lengths = {self._given[x].length for x in self._inputs(node)}
+        if any(_is_near(x, lengths) for x in _numbers(node)):
+            rule = "what makes a mask names no number of the rank's own positions"
+            raise CannotShard(rule, f"{node.name} is {node.format_node()}", at=self._at(node))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._whole)
+        try:
+            made = self._builder.call(_function(node), *args, **kwargs)
+        except Exception as error:
+            raise CannotShard(
+                "what makes a mask can be made for the whole sequence", f"{node.name}: {error}", at=self._at(node)
+            ) from error
+        self._check(node, made, lengths)
+        return made
+
+    def _check(self, node: fx.Node, made: fx.Node, lengths: set[int]) -> None:
+        """The same shape, but for the sequence."""
+        own, whole = node.meta["example_value"], self._builder.value(made)
+        if not isinstance(own, torch.Tensor) or not isinstance(whole, torch.Tensor):
+            raise CannotShard(_RULE, f"{node.name} is no tensor", at=self._at(node))
+        pairs = list(zip(own.shape, whole.shape, strict=True)) if own.dim() == whole.dim() else [(0, 1)]
+        if not all(a == b or (a in lengths and b == self._layout.size * a) for a, b in pairs):
+            raise CannotShard(
+                "what makes a mask can be made for the whole sequence",
+                f"{node.name} would be {tuple(whole.shape)} for {tuple(own.shape)}",
+                at=self._at(node),
+            )
+
+    def _at(self, node: fx.Node) -> fx.Node | None:
+        return next(iter(self._mirror.owned(node)), None)
+
+
+def _function(node: fx.Node) -> Any:
+    return getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
+
+
+def _numbers(node: fx.Node) -> list[int]:
+    found: list[int] = []
+    fx.node.map_aggregate(
+        (node.args, node.kwargs),
+        lambda x: found.append(x) if isinstance(x, int) and not isinstance(x, bool) else None,
+    )
+    return found
+
+
+def _is_near(number: int, lengths: set[int]) -> bool:
+    """Whether a number may come from a length: of that, Python tells nothing."""
+    return any(length > 2 and abs(abs(number) - length) <= 1 for length in lengths)
+
+
+def check_numbers(x: Expr, length: int) -> None:
+    """A number that may come from the rank's own length means something else for the whole sequence. Raises CannotShard.
+
+    In a test of how far q and k are apart it is the width of a window: that does not depend on the length.
+    """
+    for part in ix.ordered(x):
+        if isinstance(part, ix.Test) and _is_of_distance(part.form):
+            continue
+        form = part.form if isinstance(part, ix.Test) else part
+        numbers = [form.const, *(factor for _, factor in form.terms)] if isinstance(form, Linear) else []
+        numbers += [part.value] if isinstance(part, ix.Const) and isinstance(part.value, int) else []
+        inside = any(
+            isinstance(other, ix.Test) and _is_of_distance(other.form) and part is other.form for other in ix.ordered(x)
+        )
+        if not inside and any(_is_near(number, {length}) for number in numbers):
+            raise CannotShard(
+                "what a mask or bias says does not depend on how many positions a rank has",
+                f"{ix.text(x, 120)}, and a rank has {length} positions",
+                remedy="if that is chance, compile with another length",
+            )
+
+
+def _is_of_distance(form: Linear) -> bool:
+    factors = dict(form.terms)
+    of_q, of_k = (factors.get(ix.Index(name)) for name in "qk")
+    return of_q is not None and of_k is not None and of_q == -of_k

@@ -1,0 +1,176 @@
+"""Collectives over the ranks that share a sequence, and a rank as a number of run time: the only users of functional collectives.
+
+Each op of ours is spelled out below autograd as PyTorch's functional collectives and views, so that a compiled graph has those as nodes,
+forward and backward, which Inductor may start early and wait for late. Above autograd each is one op: what masks are made of is read up to
+it, and is a tensor of the whole sequence there. No graph holds a rank: it is the same on all of them.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attn_compiler.lowerings.base import NAMESPACE
+
+_COLLECTIVES = torch.ops._c10d_functional
+
+
+# ---- the order of a sequence ---------------------------------------------------------------------------------------------
+
+
+def joined(by_rank: torch.Tensor, axis: int, balanced: bool) -> torch.Tensor:
+    """(size, ..., n, ...) -> (..., size · n, ...), in the order of the sequence.
+
+    axis: that of positions in the result. balanced: a rank has one chunk from the front and one from the back, else one piece.
+    """
+    if balanced:
+        half = by_rank.shape[axis + 1] // 2
+        front = by_rank.narrow(axis + 1, 0, half)
+        back = by_rank.narrow(axis + 1, half, half).flip(0)
+        by_rank = torch.cat((front, back), 0)
+    return torch.flatten(torch.movedim(by_rank, 0, axis), axis, axis + 1)
+
+
+def split(whole: torch.Tensor, axis: int, size: int, balanced: bool) -> torch.Tensor:
+    """The inverse of `joined`."""
+    chunks = 2 * size if balanced else size
+    by_chunk = torch.unflatten(whole, axis, (chunks, whole.shape[axis] // chunks)).movedim(axis, 0)
+    if not balanced:
+        return by_chunk
+    return torch.cat((by_chunk.narrow(0, 0, size), by_chunk.narrow(0, size, size).flip(0)), axis + 1)
+
+
+# ---- collectives ---------------------------------------------------------------------------------------------------------
+
+
+def _exchanged(pieces: torch.Tensor, group: str) -> torch.Tensor:
+    """Piece i goes to rank i; from rank i comes piece i."""
+    sizes = [1] * pieces.shape[0]
+    started = _COLLECTIVES.all_to_all_single.default(pieces.contiguous(), sizes, sizes, group)
+    theirs: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
+    return theirs
+
+
+def _gathered(x: torch.Tensor, axis: int, size: int, balanced: bool, group: str) -> torch.Tensor:
+    sent = x.to(torch.uint8) if x.dtype == torch.bool else x
+    started = _COLLECTIVES.all_gather_into_tensor.default(sent.contiguous(), size, group)
+    by_rank = torch.unflatten(_COLLECTIVES.wait_tensor.default(started), 0, (size, x.shape[0]))
+    # A copy even where this is a view: an op gives what is its own.
+    return joined(by_rank, axis, balanced).to(x.dtype).clone(memory_format=torch.contiguous_format)
+
+
+def _scattered_sum(x: torch.Tensor, axis: int, size: int, balanced: bool, group: str) -> torch.Tensor:
+    by_rank = split(x, axis, size, balanced)
+    started = _COLLECTIVES.reduce_scatter_tensor.default(by_rank.flatten(0, 1).contiguous(), "sum", size, group)
+    own: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
+    return own
+
+
+def _to_heads(x: torch.Tensor, size: int, balanced: bool, group: str) -> torch.Tensor:
+    """(B, H, n, D), n of the rank -> (B, H / size, N, D), N of the whole sequence."""
+    pieces = torch.unflatten(x, 1, (size, x.shape[1] // size)).movedim(1, 0)
+    return joined(_exchanged(pieces, group), 2, balanced).clone(memory_format=torch.contiguous_format)
+
+
+def _to_positions(x: torch.Tensor, size: int, balanced: bool, group: str) -> torch.Tensor:
+    """The inverse of `_to_heads`."""
+    by_heads = _exchanged(split(x, 2, size, balanced), group)
+    return by_heads.movedim(0, 1).flatten(1, 2).clone(memory_format=torch.contiguous_format)
+
+
+def _with_gradient(
+    name: str, forward: Callable[..., torch.Tensor], backward: Callable[..., torch.Tensor]
+) -> type[torch.autograd.Function]:
+    """An autograd.Function of a collective whose gradient is another one with the same arguments."""
+
+    def _forward(ctx: Any, x: torch.Tensor, *given: Any) -> torch.Tensor:
+        ctx.given = given
+        return forward(x, *given)
+
+    def _backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return backward(grads[0], *ctx.given), *(None for _ in ctx.given)
+
+    body = {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
+    return type(name, (torch.autograd.Function,), body)
+
+
+# ---- ranks ---------------------------------------------------------------------------------------------------------------
+
+
+def _sequence_rank(like: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.full((), rank_of(group), dtype=torch.int32, device=like.device)
+
+
+def _fake_sequence_rank(like: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int32, device=like.device)
+
+
+def rank_of(group: str) -> int:
+    """This process' place in the group of that name."""
+    return int(_process_group(group).rank())
+
+
+def _process_group(name: str) -> Any:
+    from torch._C import _distributed_c10d
+
+    return _distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+class RanksDisagree(Exception):
+    """What the ranks of a group said is not the same, or one said nothing. Internal: a ContextParallelUnsupported says it to users."""
+
+
+def agree(group: str, subject: str, said: str, *, seconds: float) -> None:
+    """Wait until every rank of the group has said something of the subject. Raises RanksDisagree, on all of them, where they differ.
+
+    By the store that the processes found each other with: no collective runs, so none can hang.
+    subject: what is compared; the n-th time on one rank meets the n-th time on the others.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    store = c10d._get_default_store()
+    process_group = _process_group(group)
+    own, size = process_group.rank(), process_group.size()
+    scope = "-".join(str(rank) for rank in c10d.get_process_group_ranks(process_group))
+    times = store.add(f"attn_compiler/{scope}/{subject}/{own}", 1)
+    keys = [f"attn_compiler/{scope}/{subject}/{times}/{rank}" for rank in range(size)]
+    store.set(keys[own], said)
+    for rank, key in enumerate(keys):
+        try:
+            store.wait([key], datetime.timedelta(seconds=seconds))
+        except RuntimeError as error:
+            raise RanksDisagree(f"rank {rank} did not compile {subject} within {seconds:.0f} s") from error
+    answers = [store.get(key).decode() for key in keys]
+    others = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer != said]
+    if others:
+        raise RanksDisagree(f"rank {own}: {said}; {'; '.join(others)}")
+
+
+# ---- ops -----------------------------------------------------------------------------------------------------------------
+
+#: name -> (arguments besides the tensor, what it does, what its gradient does)
+_OPS: dict[str, tuple[str, Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
+    "gathered_sequence": ("int axis, int size, bool balanced, str group", _gathered, _scattered_sum),
+    "heads_for_positions": ("int size, bool balanced, str group", _to_heads, _to_positions),
+    "positions_for_heads": ("int size, bool balanced, str group", _to_positions, _to_heads),
+}
+
+#: keeps the ops alive
+LIBRARY: Any = globals().get("LIBRARY") or torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+if not hasattr(getattr(torch.ops, NAMESPACE), "gathered_sequence"):
+    for name, (arguments, forward, backward) in _OPS.items():
+        LIBRARY.define(f"{name}(Tensor x, {arguments}) -> Tensor")
+        LIBRARY.impl(name, _with_gradient(name, forward, backward).apply, "Autograd")
+        LIBRARY.impl(name, forward, "CompositeExplicitAutograd")
+    LIBRARY.define("sequence_rank(Tensor like, str group) -> Tensor")
+    LIBRARY.impl("sequence_rank", _sequence_rank, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::sequence_rank", _fake_sequence_rank, lib=LIBRARY)
+
+gathered_sequence = getattr(torch.ops, NAMESPACE).gathered_sequence.default
+heads_for_positions = getattr(torch.ops, NAMESPACE).heads_for_positions.default
+positions_for_heads = getattr(torch.ops, NAMESPACE).positions_for_heads.default
+sequence_rank = getattr(torch.ops, NAMESPACE).sequence_rank.default
