@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from attn_compiler.context_parallel import batches, collectives
 from attn_compiler.context_parallel.layout import Layout
-from attn_compiler.errors import InvalidOption
+from attn_compiler.errors import ContextParallelInput, InvalidOption
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -90,11 +91,85 @@ class ContextParallel:
 
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
         """int64 (length,): which positions of the whole sequence this rank has. length: of this rank's part."""
+        self._check_part("positions", "length", length)
         return self._layout.positions(length, self.rank, device)
+
+    def shard(
+        self, *, dims: Mapping[str, int] | None = None, pad: bool = True, pad_id: int = 0, **batch: Any
+    ) -> dict[str, Any]:
+        """What this rank has of a batch, of which each tensor has the whole sequence and is the same on all ranks.
+
+        The sequence is the last axis of integers and booleans and axis 1 of floating-point numbers, or what dims= says for a name. It
+        is padded at its end to a length that can be cut, input_ids with pad_id; with pad=False that is an error. Added, if they are
+        missing: position_ids, attention_mask, and with labels shift_labels, the labels of the next positions. What is named in
+        `replicated`, numbers, texts and None come back as they are. Gradients go back through inputs_embeds.
+        Raises ContextParallelInput.
+        """
+        whole = batches.whole(batch, self._layout, replicated=self.replicated, dims=dims, pad=pad, pad_id=pad_id)
+        return whole.part(self._layout, self.rank)
+
+    def unshard(self, x: Tensor, dim: int = 1, *, length: int | None = None) -> Tensor:
+        """The whole sequence in its order, on every rank. dim: which axis is the sequence. length: that before padding, which is cut off.
+
+        x has the same shape on all ranks. Its gradient is that of the sum of what the ranks make of it, as for `mean`.
+        """
+        if not -x.ndim <= dim < x.ndim:
+            raise _misused(
+                "unshard", "dim", f"x has an axis {dim}", f"a tensor of {tuple(x.shape)}", "Give one that it has"
+            )
+        self._check_part("unshard", "x", x.shape[dim])
+        total = x.shape[dim] * self.size
+        if length is not None and not 0 <= length <= total:
+            raise _misused(
+                "unshard",
+                "length",
+                f"it is at most {total}, that of all parts",
+                f"{length}",
+                "Give that before padding",
+            )
+        whole = self._layout.whole(collectives.gathered(x, self.size, self.group_name), dim) if self.size > 1 else x
+        return whole if length is None else whole.narrow(dim, 0, length)
+
+    def mean(self, total: Tensor, count: Tensor | float) -> Tensor:
+        """The sum over ranks of `total` by the sum over ranks of `count`: the mean of a loss over all tokens. The same on all ranks.
+
+        Its gradients are such that their average over the ranks, which DDP and FSDP take, is the gradient of that mean.
+        """
+        if not isinstance(total, Tensor):
+            raise _misused(
+                "mean", "total", "it is a tensor", f"a {type(total).__name__}", "Give the sum of this rank's losses"
+            )
+        # Counts above 2**24 are no numbers of float32.
+        counts = torch.as_tensor(count, device=total.device, dtype=torch.float64)
+        if counts.numel() != 1 and counts.shape != total.shape:
+            shapes = f"counts of {tuple(counts.shape)} for totals of {tuple(total.shape)}"
+            raise _misused(
+                "mean",
+                "count",
+                "there is one count, or one for each total",
+                shapes,
+                "Give the sum over this rank's tokens",
+            )
+        counts = counts if counts.shape == total.shape else counts.reshape(()).expand_as(total)
+        both = torch.stack([total.double(), counts])
+        if self.size > 1:
+            both = collectives.summed(both, self.group_name)
+        return (both[0] / both[1]).to(total.dtype if total.is_floating_point() else torch.get_default_dtype())
+
+    def _check_part(self, call: str, name: str, length: int) -> None:
+        if self.is_balanced and length % 2:
+            rule = "a part has two chunks of one length"
+            raise _misused(
+                call, name, rule, f"a length of {length}", "Give what shard() made a part of, or load_balance=None"
+            )
 
     @property
     def _layout(self) -> Layout:
         return Layout(size=self.size, balanced=self.is_balanced)
+
+
+def _misused(call: str, name: str, rule: str, observed: str, remedy: str) -> ContextParallelInput:
+    return ContextParallelInput(call=call, names=(name,), rule=rule, observed=observed, remedy=remedy)
 
 
 def _check_mesh(mesh: Any) -> None:

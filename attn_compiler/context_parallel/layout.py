@@ -39,7 +39,7 @@ class Layout:
         return torch.cat([torch.arange(part * chunk, (part + 1) * chunk, device=device) for part in parts])
 
     def part(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        """What a rank has of x, whose axis `dim` is the sequence. x's length is a multiple of `chunks`. A tensor of its own."""
+        """What a rank has of x, whose axis `dim` is the sequence. x's length is a multiple of `chunks`."""
         if self.size == 1:
             return x
         pieces = x.chunk(self.chunks, dim)

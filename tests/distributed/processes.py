@@ -1,6 +1,6 @@
-"""Two processes of one group over gloo, each of which runs one function and hands back what that gives.
+"""Processes of one group over gloo, each of which runs one function and hands back what that gives.
 
-Both are forks of a process that has imported what the function needs, so that nothing is imported twice.
+All are forks of a process that has imported what the function needs, so that nothing is imported twice.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _SECONDS = 280
 _START = "import sys; from tests.distributed import processes; processes.start(sys.argv[1])"
 
 
-def run(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """function(*args) in both processes, the results by rank. What one of them raises is raised here."""
+def run(function: Callable[..., Any], *args: Any, size: int = SIZE) -> list[Any]:
+    """function(*args) in `size` processes, the results by rank. What one of them raises is raised here."""
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "job").write_bytes(pickle.dumps((function, args)))
+        (Path(directory) / "job").write_bytes(pickle.dumps((function, args, size)))
         fresh.run(_START, directory)
-        return [torch.load(_result(directory, rank), weights_only=False) for rank in range(SIZE)]
+        return [torch.load(_result(directory, rank), weights_only=False) for rank in range(size)]
 
 
 def start(directory: str) -> None:
     """In a process that has nothing else to do. Where there is CUDA its forks could not use it."""
-    function, args = pickle.loads((Path(directory) / "job").read_bytes())
+    function, args, size = pickle.loads((Path(directory) / "job").read_bytes())
     gc.freeze()
     method = "spawn" if torch.cuda.is_available() else "fork"
     context = torch.multiprocessing.start_processes(
-        _member, args=(directory, function, args), nprocs=SIZE, join=False, start_method=method
+        _member, args=(directory, size, function, args), nprocs=size, join=False, start_method=method
     )
     try:
         deadline = time.monotonic() + _SECONDS
@@ -56,11 +56,11 @@ def _result(directory: str, rank: int) -> Path:
     return Path(directory) / f"result_{rank}.pt"
 
 
-def _member(rank: int, directory: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _member(rank: int, directory: str, size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     quick_tracing.install()
     quick_tracing.say_nothing()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=SIZE)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size)
     try:
         torch.save(function(*args), _result(directory, rank))
         torch.distributed.barrier()
