@@ -41,6 +41,7 @@ def of_four() -> dict[str, Any]:
         "unshard": {(balance, 1): _unshard(all_four, balance, 1) for balance in BALANCES},
         "mean": _mean(all_four),
         "step": {"head_tail": _step(meshes["cp"], "head_tail", meshes.get_local_rank("dp"))},
+        "step of all tokens": _step(meshes["cp"], "head_tail", 2 * meshes.get_local_rank("dp"), all_four),
     }
 
 
@@ -103,9 +104,10 @@ def _compiled(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
 
 
 def batch_of(group: int) -> dict[str, Tensor]:
-    """Whole sequences of which some tokens count. Each group has as many of those."""
+    """Whole sequences of which some tokens count: as many in the groups 0 and 1, fewer in group 2."""
     ids = torch.randint(VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(group))
-    return {"input_ids": ids, "labels": ids.where(torch.arange(TOKENS) != group + 2, -100)}
+    places = torch.arange(TOKENS)
+    return {"input_ids": ids, "labels": ids.where(places > 3 if group == 2 else places != group + 2, -100)}
 
 
 class Tokens(nn.Module):
@@ -127,13 +129,16 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def _step(mesh: DeviceMesh, balance: Any, group: int = 0) -> dict[str, Tensor]:
-    """Loss and gradients of a step of data parallelism over all ranks."""
+def _step(mesh: DeviceMesh, balance: Any, group: int = 0, over: DeviceMesh | None = None) -> dict[str, Tensor]:
+    """Loss and gradients of a step of data parallelism over all ranks. over: whose tokens the mean is of."""
     cp = ContextParallel(mesh, load_balance=balance)
     model = DistributedDataParallel(Tokens())
     batch = cp.shard(**batch_of(group))
     scores = model(batch["input_ids"], batch["position_ids"])
     targets = batch["shift_labels"]
-    loss = cp.mean(F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != -100).sum())
+    losses = cp if over is None else ContextParallel(over)
+    loss = losses.mean(
+        F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != -100).sum()
+    )
     loss.backward()
     return {"loss": loss.detach(), "logits": cp.unshard(scores, length=TOKENS).detach(), **gradients(model.module)}

@@ -112,6 +112,22 @@ def test_a_step_of_two_groups_is_that_of_one_process(four: list[dict[str, Any]])
     _check_step(four, "head_tail", 2)
 
 
+def test_the_mean_over_all_tokens_of_all_groups(four: list[dict[str, Any]]) -> None:
+    """A group with more tokens counts for more."""
+    model, total, count = exchanges.Tokens(), torch.zeros(()), 0
+    for group in (0, 2):
+        batch = exchanges.batch_of(group)
+        targets = batch["labels"][:, 1:].flatten()
+        scores = model(batch["input_ids"], torch.arange(exchanges.TOKENS))[:, :-1]
+        total = total + F.cross_entropy(scores.flatten(0, 1), targets, reduction="sum")
+        count += int((targets != -100).sum())
+    (total / count).backward()
+    for outcome in four:
+        found = {name: x for name, x in outcome["step of all tokens"].items() if name != "logits"}
+        wanted = {"loss": (total / count).detach(), **exchanges.gradients(model)}
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
 def test_one_rank_exchanges_nothing() -> None:
     """The collectives of this mesh would give something else."""
     with fake_mesh(1) as mesh:
