@@ -11,8 +11,10 @@ import pytest
 from torch._dynamo.utils import counters
 
 from attn_compiler import publishing, torch_compat
+from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.options import Options
 from attn_compiler.report import Report, Reports
+from tests.meshes import fake_mesh
 from tests.test_report import make_report
 
 
@@ -76,10 +78,13 @@ def test_publish_traces_the_json_with_the_options(monkeypatch: pytest.MonkeyPatc
         artifacts.append((name, json.loads(payload()), encoding))
 
     monkeypatch.setattr(torch_compat, "trace_artifact", trace_artifact)
-    publishing.publish(make_report(), Options(lowering="sdpa"))
+    with fake_mesh(2) as mesh:
+        publishing.publish(make_report(), Options(lowering="sdpa", context_parallel=ContextParallel(mesh)))
     [(name, data, encoding)] = artifacts
     assert (name, encoding) == ("attn_compiler_report", "json")
-    assert data.pop("options")["lowering"] == "sdpa"
+    options = data.pop("options")
+    assert options["lowering"] == "sdpa"
+    assert options["context_parallel"]["load_balance"] == "auto"
     assert data == make_report().to_dict()
 
 
