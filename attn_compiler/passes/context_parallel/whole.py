@@ -111,26 +111,34 @@ def _is_near(number: int, lengths: set[int]) -> bool:
 def check_numbers(x: Expr, length: int) -> None:
     """A number that may come from the rank's own length means something else for the whole sequence. Raises CannotShard.
 
-    In a test of how far q and k are apart it is the width of a window: that does not depend on the length.
+    What depends on how far q and k are apart, and on nothing else of where they are, may name any number: the width of a window.
     """
-    for part in ix.ordered(x):
-        if isinstance(part, ix.Test) and _is_of_distance(part.form):
-            continue
-        form = part.form if isinstance(part, ix.Test) else part
-        numbers = [form.const, *(factor for _, factor in form.terms)] if isinstance(form, Linear) else []
-        numbers += [part.value] if isinstance(part, ix.Const) and isinstance(part.value, int) else []
-        inside = any(
-            isinstance(other, ix.Test) and _is_of_distance(other.form) and part is other.form for other in ix.ordered(x)
+    found = _length_in(x, length)
+    if found is not None:
+        raise CannotShard(
+            "what a mask or bias says does not depend on how many positions a rank has",
+            f"{ix.text(found, 120)}, and a rank has {length} positions",
+            remedy="if that is chance, compile with another length",
         )
-        if not inside and any(_is_near(number, {length}) for number in numbers):
-            raise CannotShard(
-                "what a mask or bias says does not depend on how many positions a rank has",
-                f"{ix.text(x, 120)}, and a rank has {length} positions",
-                remedy="if that is chance, compile with another length",
-            )
 
 
-def _is_of_distance(form: Linear) -> bool:
-    factors = dict(form.terms)
-    of_q, of_k = (factors.get(ix.Index(name)) for name in "qk")
-    return of_q is not None and of_k is not None and of_q == -of_k
+def _length_in(x: Expr, length: int) -> Expr | None:
+    """The first part of x that names the length, or a number beside it."""
+    left = [x]
+    while left:
+        part = left.pop()
+        if part.facts.indices & {"q", "k"} and _is_of_distance(part):
+            continue
+        numbers = [part.const, *(factor for _, factor in part.terms)] if isinstance(part, Linear) else []
+        numbers += [part.value] if isinstance(part, ix.Const) and isinstance(part.value, int) else []
+        if any(_is_near(number, {length}) for number in numbers):
+            return part
+        left += ix.parts(part)
+    return None
+
+
+def _is_of_distance(x: Expr) -> bool:
+    """Whether x is the same for any q and k that are as far apart."""
+    q, k = ix.Index("q"), ix.Index("k")
+    key = ix.substitute(x, k, ix.add(k, ix.ONE))
+    return bool(ix.substitute(key, q, ix.add(q, ix.ONE)) == x)

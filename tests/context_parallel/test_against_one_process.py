@@ -1,0 +1,74 @@
+"""Several ranks compute what one process computes, outputs and gradients."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.context_parallel import against_one, models
+from tests.context_parallel.against_one import Result, Run
+from tests.distributed import processes
+
+#: of float64
+_EXACT = 1e-12
+
+#: a few with Inductor, whose code has the collectives among its kernels
+_INDUCTOR = [
+    Run(case="causal, right padding", method="all_gather", load_balance="head_tail", inner="inductor"),
+    Run(case="window wider than a part", method="all_to_all", load_balance=None, inner="inductor"),
+]
+_TWO = [*against_one.some(2, models.CASES), *_INDUCTOR]
+_FOUR_CASES = (
+    "causal",
+    "causal, right padding",
+    "window wider than a part",
+    "causal documents",
+    "relative bias, learned",
+    "sinks",
+)
+_FOUR = against_one.some(4, {name: models.CASES[name] for name in _FOUR_CASES})
+_ALL = [run for run in against_one.everything(2, models.CASES) if run not in _TWO]
+
+
+def _results(runs: list[Run], size: int) -> dict[str, list[Result]]:
+    by_rank = processes.run(against_one.measured, runs, size=size)
+    return {run.name: [results[i] for results in by_rank] for i, run in enumerate(runs)}
+
+
+def _check(results: list[Result]) -> None:
+    for result in results:
+        assert result.error < _EXACT
+        assert result.gradient_error < _EXACT
+        assert result.sites == 2
+        assert all("dense" not in mask or "proved" in mask for mask in result.masks), result.masks
+        assert all(any(note.startswith("context parallel: all_") for note in result.notes) for _ in result.masks)
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, list[Result]]:
+    return _results(_TWO, 2)
+
+
+@pytest.fixture(scope="module")
+def four() -> dict[str, list[Result]]:
+    return _results(_FOUR, 4)
+
+
+@pytest.fixture(scope="module")
+def every() -> dict[str, list[Result]]:
+    return _results(_ALL, 2)
+
+
+@pytest.mark.parametrize("run", _TWO, ids=lambda run: run.name)
+def test_two_ranks(two: dict[str, list[Result]], run: Run) -> None:
+    _check(two[run.name])
+
+
+@pytest.mark.parametrize("run", _FOUR, ids=lambda run: run.name)
+def test_four_ranks(four: dict[str, list[Result]], run: Run) -> None:
+    _check(four[run.name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", _ALL, ids=lambda run: run.name)
+def test_every_way(every: dict[str, list[Result]], run: Run) -> None:
+    _check(every[run.name])
