@@ -41,3 +41,40 @@ class Copy:
     operand: str
     bytes: int | None
     why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What a decision rests on besides refusals: the measurement that put lowerings in their order.
+
+    order: the lowerings, the first one asked first.
+    why: the measurement, in words.
+    since: its date.
+    """
+
+    order: tuple[str, ...]
+    why: str
+    since: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """How long one call of a site takes, from speeds that were measured on such a GPU for sites like it. Nothing of the model was timed.
+
+    milliseconds: with the chosen lowering; forward, and backward where the site needs gradients.
+    other: what it is held against, which is what PyTorch would run; None if that was not measured.
+    other_milliseconds: with that.
+    like: the sizes that were measured.
+    since: the date of the measurement.
+    """
+
+    milliseconds: float
+    other: str | None
+    other_milliseconds: float | None
+    like: str
+    since: str
+
+    @property
+    def gained(self) -> float | None:
+        """Milliseconds a call; negative where the chosen lowering takes longer."""
+        return None if self.other_milliseconds is None else self.other_milliseconds - self.milliseconds

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from attn_compiler import render
-from attn_compiler.decisions import Copy, Decision, Reason
+from attn_compiler.decisions import Copy, Decision, Estimate, Evidence, Reason
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.unpadding import Step, Steps
 
@@ -29,6 +29,8 @@ class SiteReport:
 
     modules: the module paths, one a site. notes: what else the rewrite did (a repeat_kv taken out, a mask combined).
     source: the line of the model that the first of them was traced from ("llama.py:120"), if known.
+    evidence: the measurement that gave lowerings their order; None where the user did, or no measurement is for such a machine.
+    estimate: how long one call takes; None where nothing like it was measured.
     """
 
     modules: tuple[str, ...]
@@ -38,6 +40,8 @@ class SiteReport:
     copies: tuple[Copy, ...] = ()
     notes: tuple[str, ...] = ()
     source: str | None = None
+    evidence: Evidence | None = None
+    estimate: Estimate | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,6 +207,8 @@ def _site_dict(site: SiteReport) -> dict[str, Any]:
         "copies": [asdict(copy) for copy in site.copies],
         "notes": list(site.notes),
         "source": site.source,
+        "evidence": None if site.evidence is None else asdict(site.evidence),
+        "estimate": None if site.estimate is None else asdict(site.estimate),
     }
 
 

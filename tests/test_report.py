@@ -76,6 +76,8 @@ def test_json_has_every_field_under_its_name() -> None:
                 "copies": [{"operand": "q", "bytes": None, "why": "why"}],
                 "notes": ["note"],
                 "source": None,
+                "evidence": None,
+                "estimate": None,
             }
         ],
         "misses": [

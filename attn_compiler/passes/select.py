@@ -8,8 +8,8 @@ import functools
 from attn_compiler.decisions import Decision, Reason, Refusal
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import FP8
+from attn_compiler.lowerings.choice import evidence, fp8_speed, priorities
 from attn_compiler.lowerings.choice import flex as choice_of_flex
-from attn_compiler.lowerings.choice import fp8_speed, priorities
 from attn_compiler.options import Options
 from attn_compiler.passes import faults, flex, fp8_sites, library_calls
 from attn_compiler.passes.mirror import Mirror
@@ -36,6 +36,9 @@ def run(unit: Unit, mirror: Mirror) -> None:
             if (spec, of_flex) not in decided:
                 decided[spec, of_flex] = decide(spec, unit.target(spec.device), options, of_flex)
             site.decision = decided[spec, of_flex]
+            if not _is_named(options):
+                site.evidence = evidence.evidence(spec, unit.target(spec.device))
+            site.estimate = evidence.estimate(spec, unit.target(spec.device), site.decision.lowering)
         if attempt.reason is not None:
             leave_alone(site, attempt.reason)
 
@@ -53,6 +56,7 @@ def leave_alone(site: Site, reason: Reason) -> None:
     refused = Refusal(lowering="any" if site.decision is None else site.decision.lowering, reasons=(reason,))
     before = () if site.decision is None else site.decision.refusals
     site.decision = Decision(lowering=UNTOUCHED, refusals=(*before, refused))
+    site.evidence = site.estimate = None
     site.copies.clear()
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from attn_compiler.decisions import Copy, Decision, Reason
+from attn_compiler.decisions import Copy, Decision, Estimate, Evidence, Reason
 from attn_compiler.index_expr import Expr
 from attn_compiler.passes.axes import Atom, Dim, Dims, resolve
 from attn_compiler.passes.mutation import Version
@@ -255,6 +255,8 @@ class Site:
     loads: what each name in `condition` stands for.
     score_loads: what each name in `spec.score.proved` stands for.
     decision: the lowering that was chosen; set by select.
+    evidence: the measurement that gave lowerings their order; set by select.
+    estimate: how long the site takes, where that is known; set by select.
     new_out: the Dynamo node that took the old output's place; set by lower.
     copies: copies that were put into the graph.
     notes: what else is said of the site in the report.
@@ -271,6 +273,8 @@ class Site:
     loads: Mapping[str, Version] = field(default_factory=dict)
     score_loads: Mapping[str, Version] = field(default_factory=dict)
     decision: Decision | None = None
+    evidence: Evidence | None = None
+    estimate: Estimate | None = None
     new_out: fx.Node | None = None
     copies: list[Copy] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

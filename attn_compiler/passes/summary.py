@@ -59,7 +59,9 @@ def taken_back(report: Report, cause: str, failure: str) -> Report:
     """The report of a rewritten graph that the model's own graph was compiled in place of."""
     reason = Reason(rule="the compiler takes the graph with its kernel in it", observed=cause, remedy=REPRODUCE)
     sites = tuple(
-        dataclasses.replace(site, decision=_given_up(site.decision, reason), copies=(), notes=())
+        dataclasses.replace(
+            site, decision=_given_up(site.decision, reason), copies=(), notes=(), evidence=None, estimate=None
+        )
         for site in report.sites
     )
     return dataclasses.replace(report, sites=sites, failure=failure)
@@ -104,6 +106,8 @@ def _row(found: list[tuple[Unit, Site]]) -> SiteReport:
         copies=tuple(first.copies),
         notes=tuple(dict.fromkeys(note for _, site in found for note in site.notes)),
         source=first.source,
+        evidence=first.evidence,
+        estimate=first.estimate,
     )
 
 

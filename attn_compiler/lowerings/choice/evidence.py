@@ -1,0 +1,85 @@
+"""What a choice rests on, for the report: the row that gave the order, and how long a site is estimated to take. It decides nothing.
+
+An estimate is made of speeds that fp8_speed.py holds. There is none where a part of it would be a guess.
+"""
+
+from __future__ import annotations
+
+import math
+
+from attn_compiler.decisions import Estimate, Evidence
+from attn_compiler.dtypes import HALF
+from attn_compiler.lowerings.choice import fp8_speed, priorities, shape_class
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+#: what PyTorch runs on the machine that was measured, with the model's own mask
+_PYTORCHS = "sdpa_cudnn"
+_SM = 90
+#: products of a backward for each two of a forward
+_BACKWARD = 2.5
+#: queries of one tile. With fewer tiles than multiprocessors the GPU is not full, and measured speeds don't hold.
+_TILE = 128
+#: number of keys and length may be so many times those that were measured
+_NEAR = 2.0
+
+
+def evidence(spec: AttentionSpec, target: Target) -> Evidence | None:
+    """The row of the machine and the site; None for a machine that no row knows."""
+    row = priorities.row_of(spec, target)
+    return None if row is None else Evidence(order=row.order, why=row.why, since=row.since)
+
+
+def estimate(spec: AttentionSpec, target: Target, lowering: str) -> Estimate | None:
+    """None where nothing like the site was measured: another GPU, unknown or small sizes, another mask, dropout, another lowering."""
+    mine = fp8_speed.estimate(lowering, spec) if _was_measured(spec, target) else None
+    work = _teraflop(spec)
+    if mine is None or work is None or not _is_near(spec, mine):
+        return None
+    its = fp8_speed.estimate(_PYTORCHS, spec, mine)
+    # What the model writes out itself would run as Inductor's own code, which was not measured.
+    is_comparable = its is not None and (its.keys, its.seqlen) == (mine.keys, mine.seqlen) and not spec.decomposed
+    other = its if is_comparable and lowering != _PYTORCHS else None
+    return Estimate(
+        milliseconds=1000 * work / mine.tflops,
+        other=None if other is None else _PYTORCHS,
+        other_milliseconds=None if other is None else 1000 * work / other.tflops * _left_out(spec, other),
+        like=f"{spec.dtype} and {mine.words}, H200",
+        since=mine.since,
+    )
+
+
+def _was_measured(spec: AttentionSpec, target: Target) -> bool:
+    tiles = [size for size in (spec.batch, spec.num_heads_q, spec.seqlen_q) if isinstance(size, int)]
+    fills = len(tiles) == 3 and tiles[0] * tiles[1] * math.ceil(tiles[2] / _TILE) >= target.processors
+    plain = shape_class.of(spec).mask in ("window", "causal", "full")
+    return target.sm == _SM and spec.dtype in HALF and spec.score.dropout_p == 0 and plain and fills
+
+
+def _is_near(spec: AttentionSpec, row: fp8_speed.Row) -> bool:
+    sizes = fp8_speed.sizes_of(spec)
+    if sizes is None:
+        return False
+    pairs = zip(sizes, (row.keys, row.seqlen), strict=True)
+    return all(0 < own <= _NEAR * measured and measured <= _NEAR * own for own, measured in pairs)
+
+
+def _left_out(spec: AttentionSpec, row: fp8_speed.Row) -> float:
+    """How much more PyTorch's kernel computes for each pair that counts than at the row's sizes: beside a window it computes all."""
+    sizes = fp8_speed.sizes_of(spec)
+    if row.mask != "window" or sizes is None:
+        return 1.0
+    keys, seqlen = sizes
+    return (seqlen / keys) / (row.seqlen / row.keys)
+
+
+def _teraflop(spec: AttentionSpec) -> float | None:
+    """Of the products of matrices, for the pairs that positions allow."""
+    sizes = fp8_speed.sizes_of(spec)
+    known = (spec.batch, spec.num_heads_q, spec.seqlen_q, spec.head_dim_qk, spec.head_dim_v)
+    numbers = [size for size in known if isinstance(size, int)]
+    if sizes is None or len(numbers) < len(known):
+        return None
+    batch, heads, queries, dim_qk, dim_v = numbers
+    forward = 2.0 * batch * heads * queries * sizes[0] * (dim_qk + dim_v)
+    return forward * (1 + _BACKWARD if spec.needs_grad else 1) / 1e12
