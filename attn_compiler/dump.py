@@ -4,7 +4,7 @@
                    02_lower.after.txt
                    02_lower.diff.txt     how many of each op came and went, and the unified diff
                    01_mirror.txt         whatever a pass wrote by `text`, under the pass's number
-                   report.json
+                   report.json, report.txt, report.html
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ class Dumper:
         return dumper
 
     @property
+    def directory(self) -> str | None:
+        """Where the files are; None if there are none."""
+        return None if self._directory is None else str(self._directory)
+
+    @property
     def enabled(self) -> bool:
         return self._directory is not None or self._traced
 
@@ -90,11 +95,12 @@ class Dumper:
                 self._write(name, make())
 
     def report(self, report: Report) -> None:
-        """Write report.json and report.txt. (TORCH_TRACE gets the report from `publish`.)"""
+        """Write report.json, report.txt and report.html. (TORCH_TRACE gets the report from `publish`.)"""
         if self._directory is not None:
             with self._never_in_the_way():
                 self._write_file("report.json", report.to_json())
                 self._write_file("report.txt", str(report))
+                self._write_file("report.html", report.to_html())
 
     @contextlib.contextmanager
     def _never_in_the_way(self, place: str = "TORCH_TRACE") -> Iterator[None]:
@@ -121,6 +127,12 @@ class Dumper:
         if self._directory is not None:
             # A line of the model's source, or a path, may hold what is no character.
             (self._directory / name).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+
+
+def finished(report: Report) -> None:
+    """Write a report again into its graph's directory, if it has one: more is known of it when all is compiled."""
+    if report.dumped is not None:
+        Dumper(directory=Path(report.dumped), traced=False).report(report)
 
 
 def graph_text(gm: fx.GraphModule) -> str:

@@ -376,6 +376,19 @@ class CudnnRefused(AttnCompilerError):
     said: str
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
+class ReportNotSaved(AttnCompilerError):
+    """`save` of a report could not write its file. path: of the file. cause: what the system said."""
+
+    message = (
+        "the report could not be written to {e.path!r}: {e.cause}. Give save() the name of a file in a directory that exists and can be "
+        "written, such as 'report.html'"
+    )
+
+    path: str
+    cause: str
+
+
 def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> tuple[str, ...]:
     """The candidates that `name` may be a misspelling of, the likeliest first."""
     return tuple(difflib.get_close_matches(name, list(candidates), n=limit))

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import Counter, deque
 
-from attn_compiler import render, torch_compat, torch_observe
+from attn_compiler import dump, render, torch_compat, torch_observe
 from attn_compiler.options import Options
 from attn_compiler.report import Report, Reports
 from attn_compiler.verifying import results
@@ -37,13 +37,16 @@ def reset() -> None:
 def publish(report: Report, options: Options) -> None:
     """Keep the report, log it, and put it into PyTorch's own counters and, with the options it was made under, into TORCH_TRACE.
 
-    The log is a line at INFO and the table at DEBUG, so TORCH_LOGS="+attn_compiler" shows the table.
+    The log is a line at INFO and the table at DEBUG, so TORCH_LOGS="+attn_compiler" shows the table. The line of the first graph that has
+    something to tell says more: which masks got which lowerings, and how to see the rest.
     """
     with _lock:
+        is_first = render.has_content(report) and not any(map(render.has_content, _published))
         _published.append(report)
-    log.info("%s", render.summary(report))
+    log.info("%s", render.introduction(report) if is_first else render.summary(report))
     if log.isEnabledFor(logging.DEBUG):
         log.debug("%s", report)
+    dump.finished(report)
     torch_observe.add_to_counters(counts(report))
     torch_compat.trace_artifact(
         "attn_compiler_report",

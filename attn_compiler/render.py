@@ -25,6 +25,9 @@ WIDTH = 100
 #: characters of a mask's words that a table shows, and how many of those are the end's
 _LONGEST, _END = 400, 80
 
+#: kinds of sites that a line of the log names, and characters of the mask of each
+_INTRODUCED, _INTRODUCED_WORDS = 4, 60
+
 _NO_GRAPH = """\
 attn_compiler: no graph was compiled (was the model run, and is torch.compile enabled?)
   A method of what torch.compile returns, such as generate or encode, runs the plain model.
@@ -49,14 +52,14 @@ def reports_view(reports: Reports) -> RenderableType:
         return Text(_NO_GRAPH)
     if len(reports) == 1:
         return report_view(reports[0])
-    empty = [report for report in reports if not _has_content(report)]
+    empty = [report for report in reports if not has_content(report)]
     views: list[RenderableType] = []
     for report in reports:
-        if _has_content(report):
+        if has_content(report):
             views += [report_view(report), Text()]
     if empty:
         names = ", ".join(report.graph for report in empty)
-        views += [_text(f"{_count(len(empty), 'graph')} without attention: {names}"), Text()]
+        views += [_text(f"{counted(len(empty), 'graph')} without attention: {names}"), Text()]
     return Group(*views, _text(f"total: {totals(reports)}", "bold"))
 
 
@@ -66,10 +69,10 @@ def report_view(report: Report) -> RenderableType:
     blocks += [_miss_block(miss) for miss in report.misses]
     head: list[RenderableType] = [
         _text(f"attn_compiler · graph {report.graph} · {report.target}", "bold"),
-        _text(_found(report)),
+        _text(what_was_found(report)),
     ]
     if report.seconds:
-        head.append(_times(f"passes took {_duration(report.total_seconds)}:", report.seconds))
+        head.append(_times(f"passes took {duration(report.total_seconds)}:", report.seconds))
     if report.from_cache:
         head.append(_text("rewrite: from the cache"))
     if report.not_kept:
@@ -103,7 +106,7 @@ def _unpad_block(unpad: UnpadReport) -> RenderableType:
         fills = ", ".join(f"{step.fill:.0%}" for step in unpad.last)
         lines.append(_text(f"  real tokens of the last batches: {fills}"))
     failed = Counter(reason for step in unpad.last for reason in step.failed)
-    lines += [_text(f"  the model's own graph ran {_count(n, 'time')}, since not: {why}") for why, n in failed.items()]
+    lines += [_text(f"  the model's own graph ran {counted(n, 'time')}, since not: {why}") for why, n in failed.items()]
     return Group(*lines)
 
 
@@ -116,6 +119,18 @@ def summary(report: Report) -> str:
     return f"graph {report.graph} on {report.target}: {totals([report])}"
 
 
+def introduction(report: Report) -> str:
+    """The line for the first graph of a process: what was found, what each got, and where there is more."""
+    kinds = [f"{len(site.modules)} × {_shown(site.spec.mask.words)}: {site.decision.lowering}" for site in report.sites]
+    more = [f"{len(kinds) - _INTRODUCED} more kinds"] if len(kinds) > _INTRODUCED else []
+    told = f"; by mask: {'; '.join([*kinds[:_INTRODUCED], *more])}" if kinds else ""
+    return f"{summary(report)}{told}; attn_compiler.reports().save('report.html') shows why"
+
+
+def _shown(words: str) -> str:
+    return words if len(words) <= _INTRODUCED_WORDS else f"{words[:_INTRODUCED_WORDS]}…"
+
+
 def totals(reports: Sequence[Report]) -> str:
     """Counts over the graphs: "2 graphs, 33 attention sites (sdpa 32, untouched 1), 1 miss, 0.21 s in passes"."""
     chosen: Counter[str] = Counter()
@@ -126,13 +141,13 @@ def totals(reports: Sequence[Report]) -> str:
     failures = sum(report.failure is not None for report in reports)
     faults = sum(len(report.faults) for report in reports)
     seconds = sum(report.total_seconds for report in reports)
-    parts = [_count(len(reports), "graph")] if len(reports) > 1 else []
+    parts = [counted(len(reports), "graph")] if len(reports) > 1 else []
     lowerings = ", ".join(f"{name} {count}" for name, count in chosen.items())
-    parts.append(_count(chosen.total(), "attention site") + (f" ({lowerings})" if lowerings else ""))
-    parts += [_count(misses, "miss", "misses")] if misses else []
+    parts.append(counted(chosen.total(), "attention site") + (f" ({lowerings})" if lowerings else ""))
+    parts += [counted(misses, "miss", "misses")] if misses else []
     parts += [f"{failures} FAILED"] if failures else []
-    parts += [_count(faults, "fault")] if faults else []
-    return ", ".join([*parts, f"{_duration(seconds)} in passes"])
+    parts += [counted(faults, "fault")] if faults else []
+    return ", ".join([*parts, f"{duration(seconds)} in passes"])
 
 
 def abbreviate(modules: Iterable[str]) -> list[str]:
@@ -193,7 +208,7 @@ def _site_block(number: int, site: SiteReport) -> RenderableType:
         *_mask_rows(site.spec.mask),
         ("score", _text(site.spec.score.words)),
         *([("added", _text(site.spec.score.added))] if site.spec.score.added else []),
-        ("dtype", _text(_dtype_words(site.spec))),
+        ("dtype", _text(dtype_words(site.spec))),
         ("q, k, v", _operands(site.spec)),
     ]
     rows += [("source", _text(site.source))] if site.source else []
@@ -205,13 +220,13 @@ def _site_block(number: int, site: SiteReport) -> RenderableType:
 
 def _mask_rows(mask: MaskSpec) -> list[tuple[str, RenderableType]]:
     """The mask in words, its formula if one was proved, and why none was. Words and formula take a few lines at most."""
-    rows: list[tuple[str, RenderableType]] = [("mask", _text(_middle_left_out(mask.words)))]
-    rows += [("formula", _text(_middle_left_out(mask.formula)))] if mask.formula else []
+    rows: list[tuple[str, RenderableType]] = [("mask", _text(middle_left_out(mask.words)))]
+    rows += [("formula", _text(middle_left_out(mask.formula)))] if mask.formula else []
     rows += [("unproved", _text(mask.reason))] if mask.reason else []
     return rows
 
 
-def _middle_left_out(words: str) -> str:
+def middle_left_out(words: str) -> str:
     """Words of a few lines at most: the end says how a mask is applied, and the JSON has it all."""
     if len(words) <= _LONGEST:
         return words
@@ -237,31 +252,40 @@ def _block(mark: str, modules: Iterable[str], rows: Sequence[tuple[str, Renderab
     return Group(_text(f"{mark} {', '.join(abbreviate(modules))}", "bold"), Padding(grid, (0, 0, 0, 4)))
 
 
-def _operands(spec: AttentionSpec) -> RenderableType:
-    """One line an operand; operands that agree in everything share it."""
+def operands(spec: AttentionSpec) -> list[tuple[list[str], TensorSpec]]:
+    """What the site reads. Operands that agree in everything are one, with the names of all."""
     same: dict[TensorSpec, list[str]] = {}
     kept = () if spec.stored is None else (("k in the cache", spec.stored.k), ("v in the cache", spec.stored.v))
     for name, operand in (("q", spec.q), ("k", spec.k), ("v", spec.v), *kept):
         same.setdefault(operand, []).append(name)
+    return [(names, operand) for operand, names in same.items()]
+
+
+def _operands(spec: AttentionSpec) -> RenderableType:
+    """One line an operand; operands that agree in everything share it."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
         grid.add_column(overflow="fold")
-    for operand, names in same.items():
+    for names, operand in operands(spec):
         grid.add_row(
             _text(",".join(names)),
-            _text(f"{operand.dtype}[{_dims(operand.shape)}]"),
-            _text(f"strides ({_dims(operand.strides)})"),
+            _text(f"{operand.dtype}[{in_a_row(operand.shape)}]"),
+            _text(f"strides ({in_a_row(operand.strides)})"),
         )
     return grid
 
 
-def _refusals(refusals: Iterable[Refusal]) -> list[RenderableType]:
-    """One row for lowerings that give the same reasons, in the order in which they were asked."""
+def by_reasons(refusals: Iterable[Refusal]) -> list[tuple[list[str], tuple[Reason, ...]]]:
+    """Lowerings that give the same reasons together, in the order in which they were asked."""
     names: dict[tuple[Reason, ...], list[str]] = {}
     for refusal in refusals:
         names.setdefault(refusal.reasons, []).append(refusal.lowering)
+    return [(lowerings, reasons) for reasons, lowerings in names.items()]
+
+
+def _refusals(refusals: Iterable[Refusal]) -> list[RenderableType]:
     rows: list[RenderableType] = []
-    for reasons, lowerings in names.items():
+    for lowerings, reasons in by_reasons(refusals):
         indented = Padding(Group(*(_reason(reason) for reason in reasons)), (0, 0, 0, 2))
         rows.append(Group(_text(", ".join(lowerings), "yellow"), indented))
     return rows
@@ -279,7 +303,7 @@ def _copy(copy: Copy) -> Text:
     return _text(f"{copy.operand}, {size}: {copy.why}")
 
 
-def _dtype_words(spec: AttentionSpec) -> str:
+def dtype_words(spec: AttentionSpec) -> str:
     parts = [spec.dtype if spec.out_dtype == spec.dtype else f"{spec.dtype}, goes on as {spec.out_dtype}"]
     parts.append("needs grad" if spec.needs_grad else "no grad")
     if spec.returns_weights:
@@ -287,33 +311,33 @@ def _dtype_words(spec: AttentionSpec) -> str:
     return ", ".join(parts)
 
 
-def _found(report: Report) -> str:
+def what_was_found(report: Report) -> str:
     sites, misses = report.num_sites, report.num_misses
     if not sites and not misses:
         return "0 sites: no attention was found in this graph"
-    kinds = f" of {_count(len(report.sites), 'kind')}" if sites > 1 else ""
-    return f"{_count(sites, 'attention site')}{kinds}, {_count(misses, 'miss', 'misses')}"
+    kinds = f" of {counted(len(report.sites), 'kind')}" if sites > 1 else ""
+    return f"{counted(sites, 'attention site')}{kinds}, {counted(misses, 'miss', 'misses')}"
 
 
 def _times(words: str, seconds: Iterable[tuple[str, float]]) -> RenderableType:
     grid = Table.grid(padding=(0, 1, 0, 0))
-    grid.add_row(_text(words), _text(", ".join(f"{name} {_duration(each)}" for name, each in seconds)))
+    grid.add_row(_text(words), _text(", ".join(f"{name} {duration(each)}" for name, each in seconds)))
     return grid
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _dims(dims: Iterable[int | str]) -> str:
-    return ", ".join(map(str, dims))
+def in_a_row(sizes: Iterable[int | str]) -> str:
+    return ", ".join(map(str, sizes))
 
 
-def _count(number: int, noun: str, plural: str | None = None) -> str:
+def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
-def _has_content(report: Report) -> bool:
+def has_content(report: Report) -> bool:
     return bool(report.sites or report.misses or report.failure or report.faults)
 
 

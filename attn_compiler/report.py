@@ -9,11 +9,14 @@ always there; a value that is not known is null, and a symbolic size is a string
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from attn_compiler import render
 from attn_compiler.decisions import Copy, Decision, Estimate, Evidence, Reason
+from attn_compiler.errors import ReportNotSaved
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.unpadding import Step, Steps
 
@@ -96,6 +99,7 @@ class Report:
     from_cache: the passes did not run; what they made of the same graph before was done again.
     not_kept: why the next process has to run the passes again, if it has to.
     unpad: what became of padding; None if nobody asked for that.
+    dumped: the directory that has the graph before and after each pass; None if nobody asked for that.
 
     str(report) is the plain table, 100 columns wide; rich's print shows it in colour.
     """
@@ -111,6 +115,7 @@ class Report:
     from_cache: bool = False
     not_kept: str | None = None
     unpad: UnpadReport | None = None
+    dumped: str | None = field(default=None, compare=False)
 
     @property
     def num_sites(self) -> int:
@@ -141,10 +146,19 @@ class Report:
             "from_cache": self.from_cache,
             "not_kept": self.not_kept,
             "unpad": None if self.unpad is None else _unpad_dict(self.unpad),
+            "dumped": self.dumped,
         }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
+
+    def to_html(self) -> str:
+        """One page that needs no network (docs/report.md): what was found and chosen and why, with each mask as a drawing."""
+        return _page((self,))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the page of `to_html`: report.save("report.html"). Raises ReportNotSaved."""
+        _save(self.to_html(), path)
 
     def __str__(self) -> str:
         return render.plain(render.report_view(self))
@@ -179,6 +193,14 @@ class Reports(tuple[Report, ...]):
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
 
+    def to_html(self) -> str:
+        """As Report.to_html: one page for all graphs."""
+        return _page(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the page of `to_html`: attn_compiler.reports().save("report.html"). Raises ReportNotSaved."""
+        _save(self.to_html(), path)
+
     def __str__(self) -> str:
         return render.plain(render.reports_view(self))
 
@@ -187,6 +209,21 @@ class Reports(tuple[Report, ...]):
 
     def __rich__(self) -> RenderableType:
         return render.reports_view(self)
+
+
+def _page(reports: Sequence[Report]) -> str:
+    # Imported when a page is wanted: nothing else needs it.
+    from attn_compiler.page import page
+
+    return page(reports)
+
+
+def _save(text: str, path: str | os.PathLike[str]) -> None:
+    try:
+        with open(path, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+    except (OSError, ValueError) as error:
+        raise ReportNotSaved(path=os.fspath(path), cause=str(error)) from error
 
 
 def _site_dict(site: SiteReport) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from collections import Counter
@@ -93,6 +94,7 @@ def test_files_of_a_run(tmp_path: Path, artifacts: dict[str, str]) -> None:
         "02_lower.diff.txt",
         "02_note-2.txt",
         "02_note.txt",
+        "report.html",
         "report.json",
         "report.txt",
     ]
@@ -100,7 +102,24 @@ def test_files_of_a_run(tmp_path: Path, artifacts: dict[str, str]) -> None:
     assert (folder / "01_match.after.txt").read_text() == (folder / "02_lower.before.txt").read_text()
     assert (folder / "02_note-2.txt").read_text() == "another\n"
     assert json.loads((folder / "report.json").read_text())["graph"] == "0/0"
+    assert "Graph 0/0" not in (folder / "report.html").read_text()
+    assert "1 graph without attention: 0/0" in (folder / "report.html").read_text()
     assert not artifacts
+
+
+def test_a_report_is_written_again_when_it_is_finished(tmp_path: Path) -> None:
+    dumper = Dumper.create(str(tmp_path), "0/0")
+    report = Report(graph="0/0", target="cpu", dumped=dumper.directory)
+    dumper.report(report)
+    dump.finished(dataclasses.replace(report, kernels=(("attention_forward", 1.5),)))
+    [kernel] = json.loads((tmp_path / "0_0" / "report.json").read_text())["kernels"]
+    assert kernel == {"kernel": "attention_forward", "seconds": 1.5}
+
+
+def test_a_report_without_a_dump_is_written_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    dump.finished(Report(graph="0/0", target="cpu"))
+    assert names(tmp_path) == []
 
 
 def test_diff_file_has_op_counts_and_changed_lines(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ EXAMPLES = [
         differing="8 of 64 pairs of its slice",
     ),
     errors.CudnnRefused(said="No valid engine configs"),
+    errors.ReportNotSaved(path="there/report.html", cause="there is no such directory"),
 ]
 
 

@@ -59,8 +59,21 @@ def test_publish_logs(caplog: pytest.LogCaptureFixture, level: int, shows_table:
     lines = [
         (record.levelno, record.getMessage()) for record in caplog.records if record.name == "attn_compiler.publishing"
     ]
-    summary = "graph 0/0 on cpu: 3 attention sites (sdpa 3), 2 misses, 750 ms in passes"
+    summary = (
+        "graph 0/0 on cpu: 3 attention sites (sdpa 3), 2 misses, 750 ms in passes; by mask: 3 × causal (bottom-right): sdpa; "
+        "attn_compiler.reports().save('report.html') shows why"
+    )
     assert lines == [(logging.INFO, summary), *([(logging.DEBUG, str(published))] if shows_table else [])]
+
+
+def test_the_first_graph_with_attention_is_told_of_more_and_later_ones_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="attn_compiler")
+    for report in (Report(graph="0/0", target="cpu"), make_report("1/0"), make_report("2/0")):
+        publishing.publish(report, Options())
+    lines = [record.getMessage() for record in caplog.records if record.name == "attn_compiler.publishing"]
+    assert ["save('report.html')" in line for line in lines] == [False, True, False]
 
 
 def test_publish_formats_no_table_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,7 @@ def test_json_has_every_field_under_its_name() -> None:
         "from_cache": False,
         "not_kept": None,
         "unpad": None,
+        "dumped": None,
     }
 
 

@@ -199,6 +199,7 @@ def rewrite(
         failure = f"{error}\n{''.join(traceback.format_exception(error))}"
         warnings.warn(str(error), AttnCompilerWarning, stacklevel=2)
         report = summary.of_failure(gm, work.units, work.seconds, failure)
+    report = dataclasses.replace(report, dumped=work.dumper.directory)
     work.dumper.report(report)
     originals = tuple(work.snapshot.graph(unit.graph_module) for unit in work.units) if work.snapshot else ()
     return Rewritten(
