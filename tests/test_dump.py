@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from attn_compiler import dump, torch_compat, torch_observe
+from attn_compiler import dump, publishing, torch_compat, torch_observe
 from attn_compiler.dump import Dumper
 from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.report import Report
@@ -339,3 +339,21 @@ def test_a_dump_that_cannot_be_written_warns_once_and_stops(tmp_path: Path) -> N
         with dumper.around("lower", gm):
             pass
         dumper.report(Report(graph="0/0", target="cpu"))
+
+
+def test_a_compiled_graph_leaves_its_page_with_drawings_and_diffs(tmp_path: Path) -> None:
+    class Causal(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).tril()
+            return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    torch._dynamo.reset()
+    options = {"dump_dir": str(tmp_path), "inner": "eager"}
+    torch.compile(Causal(), backend="attn_compiler", options=options)(torch.randn(1, 2, 200, 8))
+    torch._dynamo.reset()
+    report = publishing.reports()[-1]
+    assert report.dumped == str(tmp_path / "0_0")
+    text = (tmp_path / "0_0" / "report.html").read_text()
+    assert text.rstrip("\n") == report.to_html().rstrip("\n")
+    assert "Of 4 tiles of 128 by 128: 1 skipped, 2 computed in part, 1 computed in full." in text
+    assert "scaled_dot_product_attention: 1 -&gt; 0 (-1)" in text

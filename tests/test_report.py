@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 from attn_compiler import masks, scores
-from attn_compiler.decisions import Copy, Decision, Reason, Refusal
+from attn_compiler.decisions import Copy, Decision, Estimate, Evidence, Reason, Refusal
+from attn_compiler.errors import ReportNotSaved
 from attn_compiler.report import MissReport, Report, Reports, SiteReport
 from attn_compiler.spec import AttentionSpec, TensorSpec
 
@@ -123,6 +125,51 @@ def test_what_a_mask_was_proved_to_be_or_why_not(
 
 def test_an_empty_report_has_every_key_too() -> None:
     assert Report(graph="0/0", target="cpu").to_dict().keys() == make_report().to_dict().keys()
+
+
+def test_evidence_and_estimate_are_in_the_json() -> None:
+    evidence = Evidence(order=("a", "b"), why="a 1.00, b 1.20", since="2026-11-23")
+    estimate = Estimate(milliseconds=0.5, other="b", other_milliseconds=0.75, like="S 8192", since="2026-11-22")
+    site = dataclasses.replace(make_report().sites[0], evidence=evidence, estimate=estimate)
+    [row] = json.loads(dataclasses.replace(make_report(), sites=(site,)).to_json())["sites"]
+    assert row["evidence"] == {"order": ["a", "b"], "why": "a 1.00, b 1.20", "since": "2026-11-23"}
+    assert row["estimate"] == {
+        "milliseconds": 0.5,
+        "other": "b",
+        "other_milliseconds": 0.75,
+        "like": "S 8192",
+        "since": "2026-11-22",
+    }
+    assert estimate.gained == 0.25
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_page_is_saved(tmp_path: Path, as_text: bool) -> None:
+    path = tmp_path / "report.html"
+    make_report().save(str(path) if as_text else path)
+    assert path.read_text(encoding="utf-8") == make_report().to_html()
+    assert "Graph 0/0" in path.read_text(encoding="utf-8")
+    several = Reports((make_report("0/0"), make_report("1/0")))
+    several.save(path)
+    assert path.read_text(encoding="utf-8") == several.to_html()
+    assert "Graph 1/0" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["there/report.html", ".", "a\0b"])
+def test_a_page_that_can_not_be_written_says_where_and_why(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ReportNotSaved, match=r"could not be written to .*: .*") as raised:
+        make_report().save(f"{tmp_path}/{name}")
+    assert raised.value.path == f"{tmp_path}/{name}"
+    assert raised.value.__cause__ is not None
+
+
+def test_a_file_stays_as_it_was_if_its_page_can_not_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("before")
+    monkeypatch.setattr(Report, "to_html", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make_report().save(path)
+    assert path.read_text() == "before"
 
 
 def test_reports_merge() -> None:

@@ -12,7 +12,7 @@ from attn_compiler.page.markup import Markup, code, element, folded, joined
 #: lines of one diff in the page; the file has all
 _LINES = 1500
 
-_NAME = re.compile(r"(\d+)_(.+?)\.diff(-\d+)?\.txt")
+_NAME = re.compile(r"(\d+)_(.+)\.diff\.txt")
 _TAGS = {"+": "ins", "-": "del", "@": "b"}
 
 

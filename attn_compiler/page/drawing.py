@@ -65,7 +65,8 @@ def share(grid: Grid) -> str:
     """Of pairs that take part: "100 %", "49.9 %"; never 0 or 100 where it is not."""
     if grid.share in (0.0, 1.0):
         return f"{grid.share:.0%}".replace("%", " %")
-    return f"{min(max(100 * grid.share, 0.01), 99.99):.3g} %"
+    percent = min(max(100 * grid.share, 0.01), 99.99)
+    return f"{percent:.4g} %" if percent > 99 else f"{percent:.3g} %"
 
 
 def legend(grid: Grid) -> Markup:

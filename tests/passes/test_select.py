@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from attn_compiler import lowerings
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Lowering
 from attn_compiler.lowerings.choice import priorities
-from attn_compiler.masks import MaskSpec
+from attn_compiler.masks import Causal, Flag, MaskSpec
 from attn_compiler.options import Options
 from attn_compiler.passes import select
+from attn_compiler.passes.site import Site
 from attn_compiler.scores import ScoreSpec, Softcap
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
@@ -130,3 +132,29 @@ def test_what_is_chosen_for_an_exported_program_is_among_pytorchs_kernels() -> N
     assert {decision.lowering for decision in chosen} <= IN_EXPORTS - {"untouched"}
     assert [refusal.lowering for refusal in chosen[1].refusals] == ["triton", "cudnn"]
     assert select.decide(SPEC, Target.fake(), Options(lowering="triton")).lowering == "triton"
+
+
+def _site(options: Options) -> Site:
+    site = Site(match=types.SimpleNamespace(pattern="sdpa call"), module="attn")  # type: ignore[arg-type]
+    size = dataclasses.replace(TENSOR, shape=(8, 16, 8192, 128))
+    site.spec = dataclasses.replace(SPEC, q=size, k=size, v=size, mask=MaskSpec(kinds=(Causal(),), flag=Flag.CALLED))
+    unit = types.SimpleNamespace(
+        sites=[site], options=options, lowerings=None, target=lambda _: Target.fake(), current="", graph=None
+    )
+    select.run(unit, None)  # type: ignore[arg-type]
+    return site
+
+
+def test_a_site_has_the_measurement_that_decided_and_what_a_call_may_take() -> None:
+    site = _site(Options())
+    assert site.decision is not None
+    assert site.evidence is not None
+    assert site.estimate is not None
+    assert site.decision.lowering in site.evidence.order
+    assert site.estimate.other == "sdpa_cudnn"
+    select.leave_alone(site, Reason(rule="r", observed="o"))
+    assert (site.evidence, site.estimate) == (None, None)
+
+
+def test_what_is_asked_for_by_name_has_no_measurement_that_decided() -> None:
+    assert _site(Options(lowering="hopper")).evidence is None
