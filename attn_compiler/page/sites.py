@@ -12,6 +12,7 @@ from rich.filesize import decimal
 
 from attn_compiler import render
 from attn_compiler.errors import described
+from attn_compiler.masks import Causal
 from attn_compiler.page import drawing
 from attn_compiler.page.examples import Drawable, NotDrawn, drawable
 from attn_compiler.page.grid import Grid, grid_of
@@ -136,7 +137,18 @@ def _time(site: SiteReport) -> Markup | str:
     basis = (
         f"An estimate from speeds that were measured on {estimate.since}, {estimate.like}. This model was not timed."
     )
-    return joined((first, " ", _gain(estimate, len(site.modules)), element("p", basis)))
+    tensor = _TENSOR if estimate.other is not None and _is_read_diagonal(site.spec.mask) else ""
+    return joined((first, " ", _gain(estimate, len(site.modules)), element("p", joined((basis, tensor), " "))))
+
+
+_TENSOR = (
+    "PyTorch's kernel is taken to be told of the diagonal; with a mask tensor, as the model calls it, it takes longer."
+)
+
+
+def _is_read_diagonal(mask: MaskSpec) -> bool:
+    """Whether the model gives a tensor that says no more than a diagonal."""
+    return bool(mask.read) and all(isinstance(kind, Causal) for kind in mask.kinds)
 
 
 def _gain(estimate: Estimate, calls: int) -> Markup | str:

@@ -142,6 +142,19 @@ def test_time(estimate: object, said: str, unsaid: str) -> None:
     assert unsaid not in time
 
 
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        (masks.MaskSpec(kinds=(masks.Causal(),), flag=masks.Flag.READ), True),
+        (masks.MaskSpec(kinds=(masks.Causal(),), flag=masks.Flag.CALLED), False),
+        (SPEC.mask, False),
+    ],
+)
+def test_pytorchs_time_is_without_the_models_mask_tensor_and_it_is_said(mask: masks.MaskSpec, said: bool) -> None:
+    time = _facts(_card(dataclasses.replace(SITE, spec=dataclasses.replace(SPEC, mask=mask))))["Time"]
+    assert ("with a mask tensor, as the model calls it, it takes longer" in time) == said
+
+
 def test_sizes_that_are_not_known() -> None:
     q = dataclasses.replace(SPEC.q, shape=("s0", 8, 1024, 64))
     copies = (dataclasses.replace(SITE.copies[0], bytes=None),)
