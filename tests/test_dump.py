@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from attn_compiler import dump, publishing, torch_compat, torch_observe
+from attn_compiler.backend import attn_compiler
 from attn_compiler.dump import Dumper
 from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.report import Report
@@ -349,7 +350,7 @@ def test_a_compiled_graph_leaves_its_page_with_drawings_and_diffs(tmp_path: Path
 
     torch._dynamo.reset()
     options = {"dump_dir": str(tmp_path), "inner": "eager"}
-    torch.compile(Causal(), backend="attn_compiler", options=options)(torch.randn(1, 2, 200, 8))
+    torch.compile(Causal(), backend=attn_compiler, options=options)(torch.randn(1, 2, 200, 8))
     torch._dynamo.reset()
     report = publishing.reports()[-1]
     assert report.dumped == str(tmp_path / "0_0")

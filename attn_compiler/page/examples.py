@@ -71,7 +71,12 @@ def drawable(mask: MaskSpec, query_dim: Dim, key_dim: Dim, *, is_added: bool = F
         made_up += words
     whole = ix.apply("and", *conditions) if conditions else ix.TRUE
     unknown = ix.sizes(whole) - sizes.keys()
-    if unknown:
+    if len(unknown) == 1:
+        # One is how far a cache is filled. Of several it is not known how they go together.
+        (name,) = unknown
+        sizes[name] = 3 * seqlen_kv // 4
+        made_up.append(f"the size {name} is {sizes[name]}")
+    elif unknown:
         raise NotDrawn(f"it depends on sizes that are known at run time only: {', '.join(sorted(unknown))}")
     made_up += [
         words

@@ -96,6 +96,12 @@ def test_symbolic_sizes_get_a_number_and_it_is_said() -> None:
     assert (drawn.seqlen_q, drawn.seqlen_kv, drawn.made_up) == (1024, 1024, ("the size s0 is 1024",))
 
 
+def test_a_cache_whose_length_is_symbolic() -> None:
+    drawn = _drawn(masks.KeyBound(side="last", bound=Size("s7")), seqlen_q=1)
+    assert _keys(drawn, 0) == list(range(76))
+    assert drawn.made_up == ("the size s7 is 75",)
+
+
 def test_what_differs_by_batch_row_or_head_is_of_the_first_and_it_is_said() -> None:
     drawn = _drawn(masks.Formula(condition=ix.compare("<", K, ix.add(H, B))))
     assert drawn.made_up == ("the first batch row", "the first head")
@@ -106,7 +112,7 @@ def test_what_differs_by_batch_row_or_head_is_of_the_first_and_it_is_said() -> N
     [
         (MaskSpec(dense=DENSE, reason="x adds more than masking"), "not proved, .* x adds more than masking"),
         (MaskSpec(dense=DENSE), "what the mask tensor holds"),
-        (MaskSpec(kinds=(masks.Formula(condition=ix.compare("<", K, Size("s7"))),)), "s7"),
+        (MaskSpec(kinds=(masks.Formula(condition=ix.compare("<", ix.add(K, Size("s7")), Size("s8"))),)), "s7, s8"),
         (MaskSpec(kinds=(masks.Formula(condition=Load("pairs", (Q, K), "bool")),)), "pairs"),
         (
             MaskSpec(kinds=(masks.KeyPadding(condition=ix.compare("==", Load("t", (K,), "int"), Const(7))),)),
