@@ -15,11 +15,16 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 README = (ROOT / "README.md").read_text()
 
 
-def run(name: str) -> str:
+def run(name: str, *launcher: str) -> str:
     pytest.importorskip("transformers", reason="the examples compile models of transformers: pip install -e '.[demo]'")
     environment = {**os.environ, "COLUMNS": "140", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, f"examples/{name}.py"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *launcher, f"examples/{name}.py"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -54,6 +59,15 @@ def test_explain_models_tells_of_both_models() -> None:
     assert "2 attention sites" in gpt2
     assert "2 attention sites" in gemma2
     assert "softcap" in gemma2
+
+
+def test_context_parallel_learns_as_one_process_does() -> None:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+    two, one = (run("context_parallel", *launch, str(ranks)) for ranks in (2, 1))
+    losses = [[float(x) for x in re.findall(r"loss ([\d.]+)", output)] for output in (two, one)]
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert "context parallel: all_gather over 2 ranks" in " ".join(two.split())
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
