@@ -250,11 +250,13 @@ class _Inner:
 
     def compile_rewritten(self, gm: fx.GraphModule, example_inputs: Sequence[Any], key: str) -> Callable[..., Any]:
         # Here and not in the pass, which does not run where a cache has the code: that calls their ops all the same.
-        from attn_compiler import rotary_tables
+        from attn_compiler import rotary_tables, torch_collectives
         from attn_compiler.lowerings.shared.ops import without_autograd
 
         def joint_pass(graph: fx.Graph) -> None:
             without_autograd(graph)
+            if self.options.is_context_parallel and self.options.context_parallel is not None:
+                torch_collectives.gather_again(graph, self.options.context_parallel.group_name)
             try:
                 with _step("keep tables of cosines and sines"):
                     rotary_tables.keep_tables(graph)

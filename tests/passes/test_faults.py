@@ -114,8 +114,8 @@ BROKEN: dict[str, tuple[str, Break]] = {
     "demand": ("layout", lambda p: _raising(p, SdpaCpuFlash, "demand", lambda _, spec: _causal(spec))),
     "emit": _in_lower("emit", SdpaCpuFlash, lambda _, builder, spec, __: _causal(spec)),
     "operands": _in_lower("_operands", lower, lambda m, site, *_: _is_bad(site)),
-    "finish": _in_lower("_finish", lower, lambda m, site, *_: _is_bad(site)),
-    "unread": _in_lower("_unread", lower, lambda m, site, *_: _is_bad(site)),
+    "finish": _in_lower("finish", lower, lambda m, site, *_: _is_bad(site)),
+    "unread": _in_lower("unread", lower, lambda m, site, *_: _is_bad(site)),
 }
 
 
