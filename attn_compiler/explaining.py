@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from attn_compiler import meanings, torch_compat, torch_observe
+from attn_compiler import meanings, torch_compat, torch_observe, torch_packed
 from attn_compiler.errors import AttnCompilerError
 from attn_compiler.options import Options, check_lowering_names, split_options
 from attn_compiler.report import Report, Reports
@@ -66,7 +66,7 @@ def explainer(
         def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             rewritten = _rewrite(gm, own)
             found.append(rewritten.report)
-            return meanings.telling(gm.forward, rewritten.known)
+            return meanings.telling(_runnable(gm, rewritten), rewritten.known)
 
         original = torch_observe.original_of(model)
         with torch_observe.nothing_left_behind(backend), torch_observe.uncompiled_modules(original):
@@ -74,6 +74,14 @@ def explainer(
         return Reports(found)
 
     return explain_with_settings
+
+
+def _runnable(gm: fx.GraphModule, rewritten: Rewritten) -> Callable[..., Any]:
+    """What computes the model's output. A packed graph takes more than the model's inputs, so the model's own graph runs in its place."""
+    if rewritten.packed is None:
+        return gm.forward
+    torch_packed.forget_guards(rewritten.further_inputs)
+    return rewritten.packed.original.forward
 
 
 def _rewrite(gm: fx.GraphModule, options: Options) -> Rewritten:

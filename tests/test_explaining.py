@@ -263,3 +263,22 @@ def test_masks_keep_their_meaning_over_a_graph_break() -> None:
     found = explain(function, torch.randn(2, 3, 16, 8))
     (site,) = [site for report in found for site in report.sites]
     assert site.spec.mask.words == "causal (proved)"
+
+
+def test_a_graph_without_its_padding_is_explained() -> None:
+    """The packed graph takes more than the model's inputs, so the model's own graph runs, and the report has the packed one's site."""
+
+    def function(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q = x.view(3, 10, 2, 8).transpose(1, 2)
+        y = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask[:, None, None, :])
+        outputs.append(y)
+        return y
+
+    outputs: list[torch.Tensor] = []
+    x, mask = torch.randn(3, 10, 16), torch.arange(10) < torch.tensor([[4], [10], [7]])
+    for dynamic in (None, True):
+        (report,) = explainer(options={"unpad": True}, dynamic=dynamic)(function, x, mask)
+        assert report.unpad is not None
+        assert report.unpad.kept is None
+        torch.testing.assert_close(outputs.pop(), function(x, mask))
+        outputs.clear()
