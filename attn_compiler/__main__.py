@@ -1,4 +1,4 @@
-"""`python -m attn_compiler doctor`: what this machine has, and which lowerings can run on it."""
+"""`python -m attn_compiler doctor`: what this machine has, and which lowerings can run on it. `... code AC201`: what a code means."""
 
 from __future__ import annotations
 
@@ -14,8 +14,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     doctor = commands.add_parser("doctor", help="versions, GPUs, and which lowerings can run here, or why not")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    code = commands.add_parser("code", help="what a code of a report means, and what to do")
+    code.add_argument("code", help="AC201, say")
     parsed = parser.parse_args(arguments)
+    if parsed.command == "code":
+        return _code(parsed.code)
     _doctor(as_json=parsed.json)
+    return 0
+
+
+def _code(name: str) -> int:
+    from attn_compiler.code_pages import page_of
+
+    page = page_of(name)
+    if page is None:
+        print(
+            f"there is no code {name}; codes are AC101 to AC913, and stand at the end of a reason in a report",
+            file=sys.stderr,
+        )
+        return 2
+    print(f"{page.code}: {page.title}\n\n{page.cause}\n\nWhat to do: {page.remedy}\n\nExample:\n\n{page.example}")
     return 0
 
 

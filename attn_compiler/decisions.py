@@ -1,20 +1,31 @@
-"""The words of a decision: which lowering, what was refused and why, what had to be copied. Pure data that imports nothing of ours."""
+"""The words of a decision: which lowering, what was refused and why, what had to be copied. Pure data that imports the codes alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attn_compiler.codes import Code
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reason:
-    """One refusal as a value. rule: what has to hold. observed: what was seen. remedy: what to do, where there is something."""
+    """One refusal as a value.
 
+    code: what it is, to be looked up (codes.py).
+    rule: what has to hold.
+    observed: what was seen.
+    remedy: what to do, where there is something.
+    """
+
+    code: Code
     rule: str
     observed: str
     remedy: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.rule}; observed {self.observed}" + (f"; {self.remedy}" if self.remedy else "")
+        return (
+            f"{self.rule}; observed {self.observed}" + (f"; {self.remedy}" if self.remedy else "") + f" ({self.code})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from attn_compiler.codes import Code
+
 if TYPE_CHECKING:
     from attn_compiler.decisions import Reason
 
@@ -29,12 +31,13 @@ class AttnCompilerWarning(UserWarning):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class AttnCompilerError(Exception):
-    """Base of every error of this package. A subclass has a `message` template and the fields that fill it."""
+    """Base of every error of this package. A subclass has a `message` template, the fields that fill it, and a code to look up."""
 
+    code: ClassVar[Code]
     message: ClassVar[str]
 
     def __post_init__(self) -> None:
-        self.args = (self.message.format(e=self),)
+        self.args = (f"{self.message.format(e=self)} ({self.code})",)
 
     def fields(self) -> dict[str, Any]:
         """The keyword arguments that build this error again."""
@@ -69,6 +72,7 @@ def _rebuild(cls: type[AttnCompilerError], fields: Mapping[str, Any]) -> Any:
 class UnknownOption(AttnCompilerError):
     """A key of torch.compile's `options` that is neither ours nor Inductor's. ours, inductors: the valid names."""
 
+    code = Code.UNKNOWN_OPTION
     message = (
         "torch.compile(backend='attn_compiler', options=...): there is no option {e.option!r}. {e.suggestion} "
         "attn_compiler's own options: {e.own_names}; Inductor's: torch._inductor.list_options()"
@@ -99,6 +103,7 @@ class UnknownOption(AttnCompilerError):
 class InvalidOption(AttnCompilerError):
     """A known option with a value that it can't have. expected: what it takes, in words. value: what was given."""
 
+    code = Code.INVALID_OPTION
     message = "torch.compile(backend='attn_compiler'): {e.option!r} takes {e.expected}, got {e.observed}"
 
     option: str
@@ -114,6 +119,7 @@ class InvalidOption(AttnCompilerError):
 class UnsupportedTorch(AttnCompilerError):
     """The installed torch is outside the range whose private API we know. minimum, limit: e.g. "2.11", "2.16"."""
 
+    code = Code.UNSUPPORTED_TORCH
     message = (
         "torch {e.found} is not supported: attn_compiler needs torch >={e.minimum},<{e.limit}, because it uses parts "
         "of torch.compile that change between releases. Install one: pip install 'torch>={e.minimum},<{e.limit}'"
@@ -128,6 +134,7 @@ class UnsupportedTorch(AttnCompilerError):
 class LoweringUnavailable(AttnCompilerError):
     """options["lowering"] names a lowering that this machine can't run at all. target: the machine, in words."""
 
+    code = Code.LOWERING_UNAVAILABLE
     message = (
         "options={{'lowering': {e.lowering!r}}} was asked for, but it is not available on {e.target}: {e.why}. "
         "`python -m attn_compiler doctor` lists what is; without this option the best available lowering is taken"
@@ -146,6 +153,7 @@ class LoweringUnavailable(AttnCompilerError):
 class Fp8RecipeUnused(AttnCompilerError):
     """options["fp8_recipe"] applies to no attention of a graph that has some. modules: their paths; exclude: the recipe's patterns."""
 
+    code = Code.FP8_RECIPE_UNUSED
     message = (
         "options={{'fp8_recipe': ...}}: the recipe applies to none of the {e.count} attentions found ({e.shown}); its patterns "
         "exclude them all: {e.patterns}. Give other patterns, or no recipe; attn_compiler.explain(model, ...) lists the paths"
@@ -171,6 +179,7 @@ class Fp8RecipeUnused(AttnCompilerError):
 class Fp8StateMismatch(AttnCompilerError):
     """load_fp8_state_dict was given other histories than there are. problem: which."""
 
+    code = Code.FP8_STATE
     message = (
         "load_fp8_state_dict: the histories given are not those of the compiled graphs: {e.problem}. Nothing was loaded. "
         "Histories are there from a model's first compiled call on, for a recipe with DelayedScaling: run the model once before loading. "
@@ -184,6 +193,7 @@ class Fp8StateMismatch(AttnCompilerError):
 class Fp8StateInvalid(AttnCompilerError):
     """load_fp8_state_dict was given what no history can hold. problems: "layers.0/amax holds nan"."""
 
+    code = Code.FP8_STATE
     message = (
         "load_fp8_state_dict: {e.shown}. A history is a float32 tensor of largest magnitudes, which are finite and not negative: one "
         "that is not would make every output wrong for as many steps as it has. Nothing was loaded. Load what fp8_state_dict() gave, or "
@@ -202,6 +212,7 @@ class Fp8StateOutdated(AttnCompilerError):
     """load_fp8_state_dict was given histories of an earlier version, which kept q's, k's and v's apart. given: their names. wanted: the
     names and shapes of those that there are now: "'layers.0/amax' (16, 3)"."""
 
+    code = Code.FP8_STATE
     message = (
         "load_fp8_state_dict: the histories given were saved by an earlier version of attn_compiler, which kept q's, k's and v's apart "
         "({e.shown}); wanted is one for all three ({e.shapes}). Join them and load that: {{name: torch.cat([state[name.replace('amax', "
@@ -225,6 +236,7 @@ class Fp8StateOutdated(AttnCompilerError):
 class NotAnExportedProgram(AttnCompilerError):
     """attn_compiler.rewrite was given something else. given: its class."""
 
+    code = Code.NOT_AN_EXPORTED_PROGRAM
     message = (
         "attn_compiler.rewrite takes the torch.export.ExportedProgram that torch.export.export(model, args) returns, got {e.given}. A "
         "model that is not exported is compiled by torch.compile(model, backend='attn_compiler')"
@@ -238,6 +250,7 @@ class ExportUnsupported(AttnCompilerError):
     """attn_compiler.rewrite was asked for what an exported program can't have. rule: what has to hold. observed: what was given. remedy:
     what to do instead."""
 
+    code = Code.EXPORT_UNSUPPORTED
     message = "attn_compiler.rewrite: {e.rule}; got {e.observed}. {e.remedy}"
 
     rule: str
@@ -292,6 +305,7 @@ class ContextParallelInput(AttnCompilerError):
 class PassFailed(AttnCompilerError):
     """A pass raised. site: module path, or the graph's name. cause: the exception's text. reproduce: how to see it."""
 
+    code = Code.PASS_FAILED
     message = (
         "attn_compiler's pass {e.pass_name!r} failed at {e.site}: {e.cause}. Without strict=True what it failed on is left as "
         "it was, and the model stays correct. To reproduce: {e.reproduce}"
@@ -308,6 +322,7 @@ class CompileFailed(AttnCompilerError):
     """Something of ours failed outside of the passes, or the inner compiler on the graph that they made. step: what was being done.
     graph: its name in the report. cause: the exception's text. instead: what is done without strict=True."""
 
+    code = Code.COMPILE_FAILED
     message = "attn_compiler failed to {e.step} (graph {e.graph}): {e.cause}. Without strict=True {e.instead}. To reproduce: {e.reproduce}"
 
     step: str
@@ -321,6 +336,7 @@ class CompileFailed(AttnCompilerError):
 class VerifyFailed(AttnCompilerError):
     """A pass broke an invariant of the graph. invariant: what has to hold. observed: what was found instead."""
 
+    code = Code.VERIFY_FAILED
     message = (
         "after attn_compiler's pass {e.pass_name!r}, at {e.site}, it no longer holds that {e.invariant}: {e.observed}. "
         "This is a bug of attn_compiler; options={{'dump_dir': ...}} writes the graphs before and after each pass"
@@ -343,6 +359,7 @@ class VerificationMismatch(AttnCompilerError):
     elements are not right.
     """
 
+    code = Code.VERIFICATION_MISMATCH
     message = (
         "options={{'verify': True}}: at {e.site}, the {e.what} is not the model's own. As it was read: {e.formula}. "
         "Worst element: {e.index}; there the model has {e.expected}, attn_compiler {e.observed}; allowed is {e.allowed}; "
@@ -368,6 +385,7 @@ class CudnnRefused(AttnCompilerError):
     While a graph is compiled it becomes the reason why a site gets another lowering.
     """
 
+    code = Code.CUDNN_REFUSED
     message = (
         "cuDNN runs no plan for this attention: {e.said}. Another kernel serves it: compile with options={{'lowerings': [...]}} and "
         "leave out 'cudnn'"

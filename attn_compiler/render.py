@@ -95,7 +95,7 @@ def _unpad_block(unpad: UnpadReport) -> RenderableType:
         place = f" at {unpad.module}" if unpad.module else ""
         line = f" ({unpad.source})" if unpad.source else ""
         return _text(
-            f"padding: computed, since not: {unpad.kept.rule}{place}{line}: {unpad.kept.observed}" + _remedy(unpad)
+            f"padding: computed, since not: {unpad.kept.rule}{place}{line}: {unpad.kept.observed}{_remedy(unpad)} ({unpad.kept.code})"
         )
     lines = [_text("padding: left out")]
     if unpad.zeroed:
@@ -292,7 +292,7 @@ def _refusals(refusals: Iterable[Refusal]) -> list[RenderableType]:
 
 
 def _reason(reason: Reason) -> RenderableType:
-    lines = [_text(f"rule: {reason.rule}; observed: {reason.observed}")]
+    lines = [_text(f"rule: {reason.rule}; observed: {reason.observed} ({reason.code})")]
     if reason.remedy:
         lines.append(_text(f"remedy: {reason.remedy}"))
     return Group(*lines)

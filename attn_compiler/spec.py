@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from attn_compiler import fp8_recipe, masks, scores
 from attn_compiler.codec import Codec
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.fp8_recipe import Fp8Recipe
 
@@ -169,6 +170,6 @@ CODEC = Codec(
         *scores.PROVED_KINDS,
         *scores.PARTS,
         *fp8_recipe.PARTS,
-        *(TensorSpec, StoredSpec, LatentSpec, Reason, AttentionSpec, masks.MaskSpec, scores.ScoreSpec),
+        *(TensorSpec, StoredSpec, LatentSpec, Reason, Code, AttentionSpec, masks.MaskSpec, scores.ScoreSpec),
     )
 )

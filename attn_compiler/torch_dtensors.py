@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from attn_compiler import torch_compat, torch_symbols
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 
 RULE = "attention of DTensors is that of their local tensors"
@@ -59,6 +60,7 @@ def shards(value: Any, name: str) -> Shards | Reason:
     dims = tuple(p.dim % max(value.dim(), 1) if type(p) is Shard else None for p in value.placements)
     if any(type(placement) not in (Shard, Replicate) for placement in value.placements):
         return Reason(
+            code=Code.UNEQUAL_SHARES,
             rule=RULE,
             observed=f"{name} is placed {words}, which is neither whole nor a share along one axis",
             remedy="redistribute it over heads, over the batch, or to Replicate() before the attention",
@@ -69,6 +71,7 @@ def shards(value: Any, name: str) -> Shards | Reason:
         if members > 1 and not torch_symbols.statically_known(own * members == whole):
             is_known = isinstance(whole, int) and isinstance(own, int)
             return Reason(
+                code=Code.UNEQUAL_SHARES,
                 rule=RULE,
                 observed=f"{name} has {whole} along axis {axis}, of which {members} processes "
                 + ("have unequal shares" if is_known else "may have unequal shares, since the size is symbolic"),

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 import attn_compiler.backend as backend_module
 from attn_compiler import lowerings, masks, passes, publishing, scores, torch_inductor
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Decision, Reason
 from attn_compiler.errors import InvalidOption, LoweringUnavailable, PassFailed, UnknownOption
 from attn_compiler.options import Options
@@ -18,7 +19,7 @@ from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
 from tests import fresh
 
-NO_GPU = Reason(rule="needs a CUDA device", observed="cpu")
+NO_GPU = Reason(code=Code.DEVICE, rule="needs a CUDA device", observed="cpu")
 
 
 @dataclass

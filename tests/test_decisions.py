@@ -8,14 +8,15 @@ import sys
 
 import pytest
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Copy, Decision, Reason, Refusal
 
-REASON = Reason(rule="head_dim is at most 256", observed="512", remedy="split the heads")
+REASON = Reason(code=Code.HEAD_DIM, rule="head_dim is at most 256", observed="512", remedy="split the heads")
 
 
 def test_a_reason_reads_as_one_line() -> None:
-    assert str(REASON) == "head_dim is at most 256; observed 512; split the heads"
-    assert str(dataclasses.replace(REASON, remedy=None)) == "head_dim is at most 256; observed 512"
+    assert str(REASON) == "head_dim is at most 256; observed 512; split the heads (AC208)"
+    assert str(dataclasses.replace(REASON, remedy=None)) == "head_dim is at most 256; observed 512 (AC208)"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_they_are_values(value: Reason | Refusal | Decision | Copy) -> None:
 def test_nothing_is_refused_by_default() -> None:
     assert Decision(lowering="math").refusals == ()
     assert REASON.remedy is not None
-    assert Reason(rule="a", observed="b").remedy is None
+    assert Reason(code=Code.DTYPE, rule="a", observed="b").remedy is None
 
 
 def test_they_come_without_torch() -> None:

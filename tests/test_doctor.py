@@ -11,13 +11,16 @@ from rich.console import Console
 
 from attn_compiler import __main__ as command_line
 from attn_compiler import doctor, lowerings
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.target import Target
 from tests import fresh
 
-NEEDS_GPU = Reason(rule="needs a CUDA device", observed="cpu", remedy="run on a GPU")
-NEEDS_SM90 = Reason(rule="needs sm90", observed="sm80")
-INSTALL = Reason(rule="package fa4 is installed", observed="it is not", remedy="pip install fa4")
+NEEDS_GPU = Reason(code=Code.DEVICE, rule="needs a CUDA device", observed="cpu", remedy="run on a GPU")
+NEEDS_SM90 = Reason(code=Code.ARCHITECTURE, rule="needs sm90", observed="sm80")
+INSTALL = Reason(
+    code=Code.LIBRARY_MISSING, rule="package fa4 is installed", observed="it is not", remedy="pip install fa4"
+)
 
 
 @dataclass
@@ -74,7 +77,12 @@ def test_table_on_a_machine_without_gpu() -> None:
 
 
 def test_the_extras_of_an_advice_are_no_markup() -> None:
-    against = Reason(rule="flash-attn-4 is installed", observed="none", remedy="pip install 'attn_compiler[fa4]'")
+    against = Reason(
+        code=Code.LIBRARY_MISSING,
+        rule="flash-attn-4 is installed",
+        observed="none",
+        remedy="pip install 'attn_compiler[fa4]'",
+    )
     fact = doctor.Fact(name="flash-attn-4", value="not installed", advice="pip install 'attn_compiler[fa4]'")
     row = doctor.Availability(lowering="fa4", device="cuda", reasons=(against,))
     assert _rendered(doctor.Checkup(facts=(fact,), lowerings=(row,))).count("'attn_compiler[fa4]'") == 2
@@ -119,7 +127,7 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert {fact["name"] for fact in printed["facts"]} >= {"torch", "Python", "cuDNN"}
     cudnn = next(row for row in printed["lowerings"] if row["lowering"] == "cudnn" and row["device"] == "cpu")
     assert cudnn["available"] is False
-    assert cudnn["reasons"] == [{"rule": NEEDS_GPU.rule, "observed": "cpu", "remedy": "run on a GPU"}]
+    assert cudnn["reasons"] == [{"code": "AC102", "rule": NEEDS_GPU.rule, "observed": "cpu", "remedy": "run on a GPU"}]
 
 
 def test_tables_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

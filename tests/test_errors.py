@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 from attn_compiler import errors
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 
 EXAMPLES = [
@@ -14,7 +15,9 @@ EXAMPLES = [
     errors.LoweringUnavailable(
         lowering="cudnn",
         target="cpu",
-        reasons=(Reason(rule="needs a CUDA device", observed="cpu", remedy="move the model to a GPU"),),
+        reasons=(
+            Reason(code=Code.DEVICE, rule="needs a CUDA device", observed="cpu", remedy="move the model to a GPU"),
+        ),
     ),
     errors.Fp8RecipeUnused(modules=("layers.0", "layers.1"), exclude=("layers.*", "head")),
     errors.Fp8StateMismatch(problem="not there: none; not given: layers.0/amax"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from attn_compiler import index_expr as ix
 from attn_compiler import masks, render, scores
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Copy, Decision, Reason, Refusal
 from attn_compiler.report import MissReport, Report, Reports, SiteReport
 from attn_compiler.spec import AttentionSpec, TensorSpec
@@ -29,8 +30,10 @@ SPEC = AttentionSpec(
     out_dtype="bfloat16",
     needs_grad=True,
 )
-NO_SOFTCAP = Reason(rule="the kernel has no softcap", observed="softcap 50")
-NO_RECIPE = Reason(rule="an FP8 recipe is given", observed="none", remedy="pass options={'fp8': Fp8Recipe()}")
+NO_SOFTCAP = Reason(code=Code.SOFTCAP, rule="the kernel has no softcap", observed="softcap 50")
+NO_RECIPE = Reason(
+    code=Code.FP8_NOT_ASKED, rule="an FP8 recipe is given", observed="none", remedy="pass options={'fp8': Fp8Recipe()}"
+)
 SITE = SiteReport(
     modules=tuple(f"model.layers.{i}.self_attn" for i in range(32)),
     pattern="softmax_matmul",
@@ -54,7 +57,7 @@ MISS = MissReport(
     anchor="softmax(dim=1) of float32[8, 197, 12]",
     nearest="softmax_matmul",
     stopped_at="the product with v",
-    reason=Reason(rule="the softmax runs over the keys", observed="axis 1 of 3"),
+    reason=Reason(code=Code.SOFTMAX_AXIS, rule="the softmax runs over the keys", observed="axis 1 of 3"),
     source="vit.py:88 in forward",
 )
 REPORT = Report(
@@ -78,17 +81,17 @@ passes took 125 ms: mirror 121 ms, match 4.2 ms
               k, size known at run time: an expanded axis
     notes     repeat_kv ×4 taken out
     refused   cudnn_fp8
-                rule: an FP8 recipe is given; observed: none
+                rule: an FP8 recipe is given; observed: none (AC401)
                 remedy: pass options={'fp8': Fp8Recipe()}
-                rule: the kernel has no softcap; observed: softcap 50
+                rule: the kernel has no softcap; observed: softcap 50 (AC301)
               cudnn, flash
-                rule: the kernel has no softcap; observed: softcap 50
+                rule: the kernel has no softcap; observed: softcap 50 (AC301)
 
 [miss] pool.attn
     anchor   softmax(dim=1) of float32[8, 197, 12]
     nearest  softmax_matmul, stopped at the product with v
     source   vit.py:88 in forward
-    why      rule: the softmax runs over the keys; observed: axis 1 of 3"""
+    why      rule: the softmax runs over the keys; observed: axis 1 of 3 (AC503)"""
 
 
 def test_report_text() -> None:
@@ -203,7 +206,8 @@ def test_nothing_is_lost_when_lines_are_broken() -> None:
         SITE,
         modules=(path,),
         decision=Decision(
-            lowering="sdpa", refusals=(Refusal(lowering="cudnn", reasons=(Reason(rule="r", observed=observed),)),)
+            lowering="sdpa",
+            refusals=(Refusal(lowering="cudnn", reasons=(Reason(code=Code.DTYPE, rule="r", observed=observed),)),),
         ),
     )
     text = str(Report(graph="0/0", target=TARGET, sites=(site,)))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from attn_compiler import masks, scores
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Copy, Decision, Estimate, Evidence, Reason, Refusal
 from attn_compiler.errors import ReportNotSaved
 from attn_compiler.report import MissReport, Report, Reports, SiteReport
@@ -27,7 +28,7 @@ SPEC = AttentionSpec(
 
 
 def make_report(graph: str = "0/0", lowering: str = "sdpa") -> Report:
-    reason = Reason(rule="rule", observed="observed", remedy=None)
+    reason = Reason(code=Code.DTYPE, rule="rule", observed="observed", remedy=None)
     site = SiteReport(
         modules=("a.0", "a.1", "a.2"),
         pattern="sdpa",
@@ -73,7 +74,10 @@ def test_json_has_every_field_under_its_name() -> None:
                 "score_added": None,
                 "lowering": "sdpa",
                 "refusals": [
-                    {"lowering": "cudnn", "reasons": [{"rule": "rule", "observed": "observed", "remedy": None}]}
+                    {
+                        "lowering": "cudnn",
+                        "reasons": [{"code": "AC201", "rule": "rule", "observed": "observed", "remedy": None}],
+                    }
                 ],
                 "copies": [{"operand": "q", "bytes": None, "why": "why"}],
                 "notes": ["note"],
@@ -88,7 +92,7 @@ def test_json_has_every_field_under_its_name() -> None:
                 "anchor": "softmax",
                 "nearest": "softmax_matmul",
                 "stopped_at": "scale",
-                "reason": {"rule": "rule", "observed": "observed", "remedy": None},
+                "reason": {"code": "AC201", "rule": "rule", "observed": "observed", "remedy": None},
                 "source": "m.py:1",
             }
         ],

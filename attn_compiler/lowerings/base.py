@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from attn_compiler import dims
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
@@ -214,7 +215,14 @@ class Lowering(Protocol):
         """Why what it emits can't be in an exported program, which runs where this package is not; empty where it is ATen's ops."""
         rule = "what is in an exported program runs without this package"
         remedy = "PyTorch's own kernels serve exported programs; this one serves torch.compile(model, backend='attn_compiler')"
-        return [Reason(rule=rule, observed=f"{self.name} calls kernels of attn_compiler from Python", remedy=remedy)]
+        return [
+            Reason(
+                code=Code.PACKAGED,
+                rule=rule,
+                observed=f"{self.name} calls kernels of attn_compiler from Python",
+                remedy=remedy,
+            )
+        ]
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         """Every reason why this lowering can't or shouldn't serve the spec there; empty means yes. Builds and compiles nothing."""

@@ -20,6 +20,7 @@ from typing import Any
 from torch import fx
 
 from attn_compiler import torch_compat, torch_tracing
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.dump import Dumper
 from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning
@@ -303,10 +304,13 @@ def _run_passes(gm: fx.GraphModule, options: Options, work: _Work, border: Borde
 def _run(unit: Unit, dumper: Dumper, seconds: dict[str, float]) -> None:
     unsupported = unsupported_tensor(unit.graph_module)
     if unsupported is not None:
-        unit.left_alone = Reason(rule="the graph's inputs are plain strided tensors", observed=unsupported)
+        unit.left_alone = Reason(
+            code=Code.CLOSED_TENSOR, rule="the graph's inputs are plain strided tensors", observed=unsupported
+        )
         return
     if unit.in_autocast:
         unit.left_alone = Reason(
+            code=Code.AUTOCAST_BODY,
             rule="an exported program's attention is outside of `with torch.autocast`",
             observed="wrap_with_autocast runs the graph that it is in",
             remedy="export the model in the dtype that autocast would have given (model.bfloat16()), without autocast",

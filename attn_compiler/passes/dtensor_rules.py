@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from attn_compiler import torch_compat, torch_dtensors, torch_symbols
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.passes import bodies
 from attn_compiler.passes.calls import argument, target_name
@@ -40,14 +41,21 @@ def refused(node: fx.Node, out: Shards) -> Reason | None:
     if name == SDPA:
         return _of_sdpa(node, out)
     if bodies.writes(node):
-        return Reason(rule=RULE, observed=f"{node.name} writes to what it is given")
+        return Reason(code=Code.NO_LOCAL_ATTENTION, rule=RULE, observed=f"{node.name} writes to what it is given")
     value: torch.Tensor = node.meta["example_value"]
     if name in PRODUCTS and any(dim >= value.dim() - 2 for dim in out.cut):
-        return Reason(rule=RULE, observed=f"{node.name} is sharded along a sequence", remedy=_SEQUENCE)
+        return Reason(
+            code=Code.SHARDED_SEQUENCE, rule=RULE, observed=f"{node.name} is sharded along a sequence", remedy=_SEQUENCE
+        )
     if name in SOFTMAXES:
         dim = argument(node, 1, "dim")
         if not isinstance(dim, int) or dim % value.dim() in out.cut:
-            return Reason(rule=RULE, observed=f"{node.name} runs along an axis that is sharded", remedy=_SEQUENCE)
+            return Reason(
+                code=Code.SHARDED_SEQUENCE,
+                rule=RULE,
+                observed=f"{node.name} runs along an axis that is sharded",
+                remedy=_SEQUENCE,
+            )
     if name == "dropout" and _drops(node):
         return _dropout(node.name)
     return next(_misfits(node, _given(node), out), None)
@@ -61,24 +69,34 @@ def _of_sdpa(node: fx.Node, out: Shards) -> Reason | None:
     placed: dict[str, Shards] = {}
     for name, x in zip(_OPERANDS, (q, k, v), strict=True):
         if not isinstance(x, fx.Node) or not torch_dtensors.is_dtensor(x.meta.get("example_value")):
-            return Reason(rule=RULE, observed=f"{name} is no DTensor, unlike others of q, k and v")
+            return Reason(
+                code=Code.PLACEMENTS, rule=RULE, observed=f"{name} is no DTensor, unlike others of q, k and v"
+            )
         found = read(x, name)
         if isinstance(found, Reason):
             return found
         rank = x.meta["example_value"].dim()
         if any(dim >= rank - 2 for dim in found.cut):
             axis = "sequence" if rank - 2 in found.cut else "head dim"
-            return Reason(rule=RULE, observed=f"{name} is sharded along its {axis}, {found.words}", remedy=_SEQUENCE)
+            return Reason(
+                code=Code.SHARDED_SEQUENCE,
+                rule=RULE,
+                observed=f"{name} is sharded along its {axis}, {found.words}",
+                remedy=_SEQUENCE,
+            )
         placed[name] = found
     if len({(x.dims, x.mesh) for x in (*placed.values(), out)}) > 1:
         words = ", ".join(f"{name} {x.words}" for name, x in placed.items())
         return Reason(
+            code=Code.PLACEMENTS,
             rule=RULE,
             observed=f"placements that are not equal, or are of several meshes: {words}",
             remedy="redistribute q, k and v to the same placements before the attention",
         )
     if len({x.meta["example_value"].dim() for x in (q, k, v)}) > 1:
-        return Reason(rule=RULE, observed="q, k and v do not have the same number of axes")
+        return Reason(
+            code=Code.NO_LOCAL_ATTENTION, rule=RULE, observed="q, k and v do not have the same number of axes"
+        )
     if _is_on(argument(node, 4, "dropout_p")):
         return _dropout("dropout_p")
     mask = argument(node, 3, "attn_mask")
@@ -87,6 +105,7 @@ def _of_sdpa(node: fx.Node, out: Shards) -> Reason | None:
 
 def _dropout(name: str) -> Reason:
     return Reason(
+        code=Code.SHARDED_DROPOUT,
         rule=RULE,
         observed=f"{name} drops weights, and PyTorch draws random numbers for DTensors in a way of its own",
         remedy="leave out dropout, or call the attention on local tensors (x.to_local())",
@@ -118,22 +137,27 @@ def _misfits(node: fx.Node, given: dict[str, fx.Node], out: Shards) -> Iterator[
             yield placed
         elif not _fits(value, placed, out, result):
             yield Reason(
+                code=Code.PLACEMENTS,
                 rule=RULE,
                 observed=f"{name} is {placed.words}, and the attention {out.words}",
                 remedy=f"redistribute {name} as q is, or give it one element along what is sharded",
             )
         elif value.requires_grad and not torch_dtensors.is_dtensor(value) and out.cut:
-            yield Reason(rule=RULE, observed=f"{name} is no DTensor, and has a gradient of all processes' shares")
+            yield Reason(
+                code=Code.PLACEMENTS,
+                rule=RULE,
+                observed=f"{name} is no DTensor, and has a gradient of all processes' shares",
+            )
 
 
 def _placed(x: fx.Node, value: torch.Tensor, name: str, out: Shards) -> Shards | Reason:
     if not torch_dtensors.is_dtensor(value):
         if torch_compat.is_wrapper_subclass(value):
-            return Reason(rule=RULE, observed=f"{name} is a {type(value).__name__}")
+            return Reason(code=Code.NO_LOCAL_ATTENTION, rule=RULE, observed=f"{name} is a {type(value).__name__}")
         return Shards(mesh=out.mesh, dims=(None,) * len(out.dims), words="no DTensor")
     found = read(x, name)
     if isinstance(found, Shards) and found.mesh != out.mesh:
-        return Reason(rule=RULE, observed=f"{name} is on another mesh than the attention")
+        return Reason(code=Code.PLACEMENTS, rule=RULE, observed=f"{name} is on another mesh than the attention")
     return found
 
 
@@ -191,6 +215,7 @@ def taken(value: Any, out: Shards, rank: int) -> Given:
 
 def no_product(softmax: fx.Node) -> Reason:
     return Reason(
+        code=Code.NO_LOCAL_ATTENTION,
         rule="a softmax is between the product with k and the product with v",
         observed=f"{softmax.name} of a DTensor is not",
     )
@@ -199,6 +224,7 @@ def no_product(softmax: fx.Node) -> Reason:
 def moved(node: fx.Node, own: Shards, out: Shards) -> Reason:
     """Why a node next to a softmax belongs to what is around the attention."""
     return Reason(
+        code=Code.PLACEMENTS,
         rule=RULE,
         observed=f"{node.name} is {own.words}, and the softmax {out.words}",
         remedy="redistribute q, k and v to the same placements before the attention",
@@ -213,8 +239,10 @@ def differs(node: fx.Node, value: Any, wanted: Any) -> Reason | None:
     observed = (
         f"{node.name} is {value.dtype} {tuple(value.shape)} of these, and {wanted.dtype} {tuple(wanted.shape)} of those"
     )
-    return Reason(rule=RULE, observed=observed)
+    return Reason(code=Code.NO_LOCAL_ATTENTION, rule=RULE, observed=observed)
 
 
 def no_match(node: fx.Node) -> Reason:
-    return Reason(rule=RULE, observed=f"nothing that is given to the attention is placed as {node.name} is")
+    return Reason(
+        code=Code.PLACEMENTS, rule=RULE, observed=f"nothing that is given to the attention is placed as {node.name} is"
+    )

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from attn_compiler import torch_compat
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.errors import REPRODUCE, AttnCompilerWarning, PassFailed, described, shortened
 from attn_compiler.passes.unit import Unit
@@ -50,7 +51,10 @@ def confined(unit: Unit, pass_name: str, site: str) -> Iterator[Attempt]:
             raise failed(pass_name, site, error) from error
         unit.faults.append(Fault(pass_name=pass_name, site=site, cause=cause))
         attempt.reason = Reason(
-            rule=f"the pass {pass_name!r} works on it without an exception", observed=cause, remedy=REPRODUCE
+            code=Code.FAULT,
+            rule=f"the pass {pass_name!r} works on it without an exception",
+            observed=cause,
+            remedy=REPRODUCE,
         )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from attn_compiler import torch_snapshots, torch_tracing
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.passes import bodies, closed, expand, flex_blocks, flex_sinks, regions, relevance
 from attn_compiler.passes.calls import Trying, target_name, untried
@@ -145,11 +146,16 @@ class _Call:
 def _read(node: fx.Node, region: regions.Region) -> _Call | Reason:
     if region.transforms:
         return Reason(
+            code=Code.TRANSFORM,
             rule="the attention is not inside a transform of torch.func",
             observed="vmap, grad, vjp or jvp is applied to it in the graph",
         )
     if len(node.args) != 9 or node.kwargs:
-        return Reason(rule="flex_attention has the arguments that are known here", observed=f"{len(node.args)} of them")
+        return Reason(
+            code=Code.FLEX_CALL,
+            rule="flex_attention has the arguments that are known here",
+            observed=f"{len(node.args)} of them",
+        )
     arguments: Any = node.args
     q, k, v, score_mod, block_mask, scale, options, score_others, mask_others = arguments
     sinks = flex_sinks.find(node)
@@ -161,7 +167,9 @@ def _read(node: fx.Node, region: regions.Region) -> _Call | Reason:
     plain = all(isinstance(x, fx.Node) for x in (q, k, v)) and isinstance(scale, (int, float))
     if len(own) != 1 or mods[0] is None or mods[1] is None or not plain:
         return Reason(
-            rule="flex_attention is called as PyTorch's function calls it", observed=f"{node.name}{node.args}"
+            code=Code.FLEX_CALL,
+            rule="flex_attention is called as PyTorch's function calls it",
+            observed=f"{node.name}{node.args}",
         )
     blocks = flex_blocks.find(node)
     if isinstance(blocks, Reason):
@@ -193,19 +201,28 @@ def _unusual_option(options: object) -> Reason | None:
     """What a user asked of Flex's own kernel, such as its tiles, is asked of no other."""
     rule, remedy = "FlexAttention's kernel is asked for nothing special", "leave kernel_options out"
     if not isinstance(options, Mapping):
-        return Reason(rule=rule, observed=f"kernel_options {options}", remedy=remedy)
+        return Reason(code=Code.FLEX_CALL, rule=rule, observed=f"kernel_options {options}", remedy=remedy)
     told = [f"{name}={x}" for name, x in options.items() if name not in _ANY_VALUE and x != _DEFAULTS.get(name)]
-    return Reason(rule=rule, observed=f"kernel_options {', '.join(told)}", remedy=remedy) if told else None
+    return (
+        Reason(code=Code.FLEX_CALL, rule=rule, observed=f"kernel_options {', '.join(told)}", remedy=remedy)
+        if told
+        else None
+    )
 
 
 def _other_output(call: fx.Node, understood: frozenset[fx.Node]) -> Reason | None:
     """understood: what reads outputs and is known, as sinks are."""
     for user in call.users:
         if user.target is not operator.getitem:
-            return Reason(rule="the attention is taken out of what flex_attention returns", observed=user.name)
+            return Reason(
+                code=Code.OTHER_OUTPUT,
+                rule="the attention is taken out of what flex_attention returns",
+                observed=user.name,
+            )
         index = user.args[1]
         if index != 0 and not relevance.comes_to_nothing(user, besides=understood):
             return Reason(
+                code=Code.OTHER_OUTPUT,
                 rule="of FlexAttention's outputs only the attention's is used",
                 observed=f"{_OUTPUTS[index] if isinstance(index, int) else index} is used",
                 remedy="call flex_attention without return_lse or return_aux",

@@ -16,6 +16,7 @@ from torch import fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler import torch_symbols
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.index_expr import Const, Expr, Index
 from attn_compiler.passes.calls import argument, target_name
@@ -57,10 +58,15 @@ def find(call: fx.Node) -> Blocks | Reason:
             return Blocks()
         dense = _made_of(lists, sizes)
     except _OtherwiseError as met:
-        return Reason(rule=_RULE, observed=str(met), remedy=_REMEDY)
+        return Reason(code=Code.FLEX_BLOCK_MASK, rule=_RULE, observed=str(met), remedy=_REMEDY)
     wanted, found = (q.shape[2], k.shape[2]), _value(dense).shape[2:]
     if not all(torch_symbols.statically_known(a == b) for a, b in zip(wanted, found, strict=True)):
-        return Reason(rule=_RULE, observed=f"it was made for {tuple(found)} and is used for {wanted}", remedy=_REMEDY)
+        return Reason(
+            code=Code.FLEX_BLOCK_MASK,
+            rule=_RULE,
+            observed=f"it was made for {tuple(found)} and is used for {wanted}",
+            remedy=_REMEDY,
+        )
     return Blocks(dense=dense)
 
 
@@ -70,14 +76,16 @@ def differs(blocks: Blocks, allowed: fx.Node, mirror: Mirror, reader: Reader) ->
         return None
     dense, mod = (_in_mirror(mirror, node) for node in (blocks.dense, allowed))
     if dense is None or mod is None:
-        return Reason(rule=_RULE, observed=f"{blocks.dense.name} can't be looked into", remedy=_REMEDY)
+        return Reason(
+            code=Code.FLEX_BLOCK_MASK, rule=_RULE, observed=f"{blocks.dense.name} can't be looked into", remedy=_REMEDY
+        )
     try:
         of_blocks, of_mod = _element(reader, dense, _value(blocks.dense)), _element(reader, mod, _value(allowed))
     except Unreadable as unreadable:
-        return Reason(rule=_RULE, observed=str(unreadable), remedy=_REMEDY)
+        return Reason(code=Code.FLEX_BLOCK_MASK, rule=_RULE, observed=str(unreadable), remedy=_REMEDY)
     if of_blocks != of_mod:
         observed = f"its blocks are those of {ix.text(of_blocks)}, its mask_mod is {ix.text(of_mod)}"
-        return Reason(rule=_RULE, observed=observed, remedy=_REMEDY)
+        return Reason(code=Code.FLEX_BLOCK_MASK, rule=_RULE, observed=observed, remedy=_REMEDY)
     return None
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.index_expr import Expr
 from attn_compiler.passes import axes, calls, columns, mutation, sole_reader
@@ -37,7 +38,7 @@ class _No(Exception):
 
     def __init__(self, observed: str, *, rule: str = _MADE_OF_ONE, remedy: str | None = None) -> None:
         super().__init__(observed)
-        self.reason = Reason(rule=rule, observed=observed, remedy=remedy)
+        self.reason = Reason(code=Code.LATENT, rule=rule, observed=observed, remedy=remedy)
 
 
 class _Linear(NamedTuple):

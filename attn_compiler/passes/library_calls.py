@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from attn_compiler import torch_snapshots, torch_symbols, torch_tracing
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.passes import (
     autograd_functions,
@@ -65,6 +66,7 @@ def _taken(graph_module: fx.GraphModule, node: fx.Node, kernel: fx.Node, region:
     except _SaysOtherwise as met:
         reason = opaque_calls.reason(opaque_calls.name_of(kernel) or "")
         return Reason(
+            code=Code.LIBRARY_ARGUMENTS,
             rule="the arguments of a library's kernel say all of the attention",
             observed=f"{reason.observed}: {met}",
             remedy=reason.remedy,

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.passes import (
     closed,
@@ -94,6 +95,7 @@ def _require_rewritable(mirror: Mirror, match: Match, scopes: dict[fx.Node, regi
     if out is None:
         owner = mirror.owner(match.out)
         raise Refused(
+            code=Code.INSIDE_A_CALL,
             rule="the attention's output is a value of the captured graph",
             observed=f"it is inside the call {owner.name if owner else match.out.name}",
             at=match.out,
@@ -101,6 +103,7 @@ def _require_rewritable(mirror: Mirror, match: Match, scopes: dict[fx.Node, regi
         )
     if scopes[out].transforms:
         raise Refused(
+            code=Code.TRANSFORM,
             rule="the attention is not inside a transform of torch.func",
             observed="vmap, grad, vjp or jvp is applied to it in the graph",
             at=match.out,
@@ -108,6 +111,7 @@ def _require_rewritable(mirror: Mirror, match: Match, scopes: dict[fx.Node, regi
         )
     if scopes[out].sdpa_kernel:
         raise Refused(
+            code=Code.CHOSEN_BY_SCOPE,
             rule="the kernel is not already chosen by an sdpa_kernel scope",
             observed="the call is inside one",
             remedy="remove torch.nn.attention.sdpa_kernel to let the backend choose",
@@ -117,6 +121,7 @@ def _require_rewritable(mirror: Mirror, match: Match, scopes: dict[fx.Node, regi
     stopped = gradients.stopped_at(mirror, match.covered) if gradients.known(mirror, match.out) else None
     if stopped is not None:
         raise Refused(
+            code=Code.GRADIENT_STOPPED,
             rule="the gradient of the output reaches the scores",
             observed=f"{stopped.name} stops it",
             remedy="compute the whole attention in one grad mode",
@@ -127,6 +132,7 @@ def _require_rewritable(mirror: Mirror, match: Match, scopes: dict[fx.Node, regi
     reshaped = mutation.reshaped(mirror, set().union(*map(mutation.storages, of_site)))
     if reshaped is not None:
         raise Refused(
+            code=Code.RESHAPED_IN_PLACE,
             rule="no tensor of the attention changes its shape in place",
             observed=f"{reshaped.target} ({reshaped.name})",
             at=reshaped,
@@ -135,11 +141,18 @@ def _require_rewritable(mirror: Mirror, match: Match, scopes: dict[fx.Node, regi
     for operand in (match.q, match.k, match.v):
         kind = _kind(mirror, operand.root)
         if kind is not None:
-            raise Refused(rule="q, k and v are plain strided tensors", observed=kind, at=match.out, progress=5)
+            raise Refused(
+                code=Code.CLOSED_TENSOR,
+                rule="q, k and v are plain strided tensors",
+                observed=kind,
+                at=match.out,
+                progress=5,
+            )
 
 
 def _closed(node: fx.Node) -> Reason:
     return Reason(
+        code=Code.CLOSED_TENSOR,
         rule="q, k, v and what joins the scores are plain strided tensors",
         observed=closed.kind(node) or "an object of another kind is given",
         remedy="call attention on plain tensors, such as the local ones of a DTensor (x.to_local())",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 
 _SDPA = "load the model with attn_implementation='sdpa', or call torch.nn.functional.scaled_dot_product_attention"
@@ -97,6 +98,7 @@ def reason(name: str) -> Reason:
     """Why the op of this name is no site."""
     library = _library(name.partition("::")[0])
     return Reason(
+        code=Code.LIBRARY_KERNEL,
         rule="the model leaves it to torch.compile how attention is computed",
         observed=f"{name}, a kernel of {library.name}" if library is not _OTHER else f"{name}, {library.name}",
         remedy=library.remedy,

@@ -13,6 +13,7 @@ import warnings
 import torch
 
 from attn_compiler import masks, scores, torch_symbols
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.passes import (
@@ -95,7 +96,7 @@ def _described(
         _describe(unit, mirror, site, builder, reader, latents, unreadable)
     except AxisError as error:
         rule = "q, k, v and the mask can be brought into (batch, heads, sequence, head dim)"
-        return Reason(rule=rule, observed=str(error))
+        return Reason(code=Code.AXES, rule=rule, observed=str(error))
     return None
 
 

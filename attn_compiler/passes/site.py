@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Copy, Decision, Estimate, Evidence, Reason
 from attn_compiler.index_expr import Expr
 from attn_compiler.passes.axes import Atom, Dim, Dims, resolve
@@ -23,9 +24,11 @@ from attn_compiler.spec import AttentionSpec
 class Refused(Exception):
     """Matching stopped: `reason` says why, `at` is the node. Internal: becomes a Miss, never reaches a user."""
 
-    def __init__(self, *, rule: str, observed: str, at: fx.Node, progress: int, remedy: str | None = None) -> None:
+    def __init__(
+        self, *, code: Code, rule: str, observed: str, at: fx.Node, progress: int, remedy: str | None = None
+    ) -> None:
         super().__init__(rule)
-        self.reason = Reason(rule=rule, observed=observed, remedy=remedy)
+        self.reason = Reason(code=code, rule=rule, observed=observed, remedy=remedy)
         self.at = at
         self.progress = progress
 

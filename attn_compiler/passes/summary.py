@@ -9,6 +9,7 @@ from collections.abc import Collection
 from torch import fx
 
 from attn_compiler import torch_compat
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Decision, Reason, Refusal
 from attn_compiler.errors import REPRODUCE, described
 from attn_compiler.passes import autograd_functions, flex, opaque_calls, repeats
@@ -57,7 +58,12 @@ def of_failure(gm: fx.GraphModule, units: list[Unit], seconds: dict[str, float],
 
 def taken_back(report: Report, cause: str, failure: str) -> Report:
     """The report of a rewritten graph that the model's own graph was compiled in place of."""
-    reason = Reason(rule="the compiler takes the graph with its kernel in it", observed=cause, remedy=REPRODUCE)
+    reason = Reason(
+        code=Code.COMPILER_REFUSED,
+        rule="the compiler takes the graph with its kernel in it",
+        observed=cause,
+        remedy=REPRODUCE,
+    )
     sites = tuple(
         dataclasses.replace(
             site, decision=_given_up(site.decision, reason), copies=(), notes=(), evidence=None, estimate=None

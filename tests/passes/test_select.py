@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attn_compiler import lowerings
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Lowering
 from attn_compiler.lowerings.choice import priorities
@@ -37,7 +38,7 @@ CAPPED = dataclasses.replace(CPU, score=ScoreSpec(scale=0.125, changes=(Softcap(
 
 def test_only_what_would_be_chosen_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
-    too_old = Reason(rule="its kernel compiles", observed="it does not")
+    too_old = Reason(code=Code.NOT_COMPILED, rule="its kernel compiles", observed="it does not")
 
     def cannot_build(self: Lowering, spec: AttentionSpec, target: Target) -> list[Reason]:
         built.append(self.name)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
 from attn_compiler import cache, rewrites, torch_inductor
+from attn_compiler.codes import Code
 from attn_compiler.options import Options
 from attn_compiler.rewrites import targets
 from tests.rewrites.compiling import attention, compiled, is_again, masked, qkv
@@ -364,7 +365,7 @@ def test_a_choice_that_could_not_be_built_is_not_kept(monkeypatch: pytest.Monkey
     from attn_compiler.decisions import Reason
     from attn_compiler.lowerings import by_name
 
-    reason = Reason(rule="there is room", observed="there is none")
+    reason = Reason(code=Code.MEMORY, rule="there is room", observed="there is none")
     monkeypatch.setattr(type(by_name("reference")), "cannot_build", lambda *_: [reason])
     why = _why_not(attention, *qkv(), lowerings=["reference", "math"])
     assert why == "reference could not be built, and may be built another time"
@@ -378,7 +379,10 @@ def test_what_this_process_can_not_build_is_not_done_again(monkeypatch: pytest.M
     choice = {"lowerings": ["reference", "math"]}
     assert not is_again(attention, *qkv(), **choice)
     asked: list[Any] = []
-    reference, reason = type(by_name("reference")), Reason(rule="its library loads", observed="it does not")
+    reference, reason = (
+        type(by_name("reference")),
+        Reason(code=Code.LIBRARY_MISSING, rule="its library loads", observed="it does not"),
+    )
     monkeypatch.setattr(reference, "cannot_build", lambda _, *given: asked.append(given) or [])
     # Kernels are built while the graph is compiled, and not by the first call.
     assert is_again(attention, *qkv(), **choice)

@@ -10,6 +10,7 @@ they took 119 and 70, and for a causal one 91 and 76. On GPUs that was not measu
 from __future__ import annotations
 
 from attn_compiler import dims
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.shared import limits, parts
 from attn_compiler.spec import AttentionSpec
@@ -36,6 +37,7 @@ def check(spec: AttentionSpec, name: str) -> list[Reason]:
 
 def _reason(name: str, observed: str) -> Reason:
     return Reason(
+        code=Code.OWN_KERNEL,
         rule="in place of a kernel that the model calls itself, none that needs an element for each score",
         observed=observed,
         remedy=f"options={{'lowering': {name!r}}} takes it all the same",

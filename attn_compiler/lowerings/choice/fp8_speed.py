@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.fp8_recipe import CurrentScaling
 from attn_compiler.lowerings.base import FP8
@@ -214,7 +215,14 @@ def check(spec: AttentionSpec, target: Target, lowering: str, other: str) -> lis
         own = f"S {asked.seqlen}, {asked.keys:.0f} keys a query"
         observed = f"{own}, of which the fewest that were measured are more than twice as many: {observed}"
     remedy = "give Fp8Recipe(force=True)"
-    return [Reason(rule="FP8 is faster than the model's dtype for such a shape", observed=observed, remedy=remedy)]
+    return [
+        Reason(
+            code=Code.FP8_SLOWER,
+            rule="FP8 is faster than the model's dtype for such a shape",
+            observed=observed,
+            remedy=remedy,
+        )
+    ]
 
 
 def _fastest(spec: AttentionSpec) -> Row | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from attn_compiler import dims
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.cudnn.plan import Call
 from attn_compiler.lowerings.shared import cudnn_limits, known_bad
@@ -46,4 +47,8 @@ def check_graph_version(target: Target) -> list[Reason]:
     """The first cuDNN that graphs are made for."""
     rule = f"cuDNN {cudnn_words(OLDEST_GRAPHS)} or newer for graphs of our own"
     too_old = cudnn_limits.OLDEST <= target.cudnn < OLDEST_GRAPHS
-    return [Reason(rule=rule, observed=cudnn_words(target.cudnn), remedy="update cuDNN")] if too_old else []
+    return (
+        [Reason(code=Code.LIBRARY_VERSION, rule=rule, observed=cudnn_words(target.cudnn), remedy="update cuDNN")]
+        if too_old
+        else []
+    )

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from attn_compiler import dims
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.cudnn import limits as graph_limits
@@ -95,32 +96,40 @@ def _check_frontend(target: Target) -> list[Reason]:
     first, limit = (".".join(map(str, version)) for version in (_FIRST_FRONTEND, _FRONTEND_LIMIT))
     rule, remedy = f"nvidia-cudnn-frontend from {first} to before {limit}", "pip install 'attn_compiler[cudnn]'"
     if not target.cudnn_frontend:
-        return [Reason(rule=rule, observed="not installed", remedy=remedy)]
+        return [Reason(code=Code.LIBRARY_MISSING, rule=rule, observed="not installed", remedy=remedy)]
     if _FIRST_FRONTEND <= limits.release(target.cudnn_frontend) < _FRONTEND_LIMIT:
         return []
-    return [Reason(rule=rule, observed=target.cudnn_frontend, remedy=remedy)]
+    return [Reason(code=Code.LIBRARY_VERSION, rule=rule, observed=target.cudnn_frontend, remedy=remedy)]
 
 
 def _check_call(call: Call, spec: AttentionSpec) -> list[Reason]:
     """What cuDNN's graph can't say together."""
     reasons = []
     if call.right is not None and call.right < 0:
-        reasons.append(Reason(rule="a query may use the key at its own position", observed=spec.mask.words))
+        reasons.append(
+            Reason(code=Code.MASK_KIND, rule="a query may use the key at its own position", observed=spec.mask.words)
+        )
     if call.left is not None and call.left < 0:
-        reasons.append(Reason(rule="a window reaches back from the query's own position", observed=spec.mask.words))
+        reasons.append(
+            Reason(
+                code=Code.MASK_KIND,
+                rule="a window reaches back from the query's own position",
+                observed=spec.mask.words,
+            )
+        )
     more_queries = dims.at_least(spec.seqlen_q) > dims.at_least(spec.seqlen_kv)
     if more_queries and (call.from_end or call.left is not None):
         rule = "with a window or a diagonal from the bottom right, no more queries than keys"
         reasons.append(limits.lengths_reason(spec, rule))
     if call.from_end and (call.bias or call.lengths or call.dropout_p):
         rule = "with a diagonal from the bottom right, no bias, no lengths and no dropout"
-        reasons.append(Reason(rule=rule, observed=f"{spec.mask.words}, {spec.score.words}"))
+        reasons.append(Reason(code=Code.DIAGONAL, rule=rule, observed=f"{spec.mask.words}, {spec.score.words}"))
     added = limits.additive(spec)
     if call.bias and added is not None and spec.seqlen_q != 1 and (1, *added.shape)[-2] == 1:
         # On an H200 with cuDNN 9.19 one row for all queries gave wrong gradients, and wrong outputs with a gradient of its own.
-        reasons.append(Reason(rule="a bias has a row for each query", observed=added.words))
+        reasons.append(Reason(code=Code.MASK_SHAPE, rule="a bias has a row for each query", observed=added.words))
     if call.sinks and spec.seqlen_q == 1:
-        reasons.append(Reason(rule="with sinks, more than one query", observed="seqlen_q 1"))
+        reasons.append(Reason(code=Code.LENGTHS, rule="with sinks, more than one query", observed="seqlen_q 1"))
     return reasons + _check_workspace(call, spec)
 
 
@@ -134,7 +143,7 @@ def _check_workspace(call: Call, spec: AttentionSpec) -> list[Reason]:
         return []
     what = "a deterministic backward" if call.deterministic else "a bias with gradient"
     rule = f"{what} takes at most {WORKSPACE_LIMIT // 2**20} MiB for all scores"
-    return [Reason(rule=rule, observed=f"{needed // 2**20} MiB", remedy="use a smaller batch")]
+    return [Reason(code=Code.MEMORY, rule=rule, observed=f"{needed // 2**20} MiB", remedy="use a smaller batch")]
 
 
 def _padded(size: int | str) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from attn_compiler import dims
 from attn_compiler.codec import Codec
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.index_expr import Expr
 from attn_compiler.lowerings.cudnn.takes import TAKES
@@ -173,7 +174,7 @@ def reasons(spec: AttentionSpec) -> list[Reason]:
     rule = "the mask is a band, a number of keys for each row, or a tensor that is added"
     beyond = parts(spec).kinds - TAKES.parts
     return [
-        Reason(rule=rule, observed=observed, remedy=remedy)
+        Reason(code=Code.MASK_KIND, rule=rule, observed=observed, remedy=remedy)
         for kinds, observed, remedy in _UNSERVED
         if not beyond.isdisjoint(kinds)
     ]

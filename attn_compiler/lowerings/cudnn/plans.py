@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings.base import LayoutDemand
@@ -41,7 +42,7 @@ def refusals(
     try:
         _plans(call, tensors, FP8_DTYPE if call.fp8 else spec.dtype, torch.cuda.current_device(), kinds)
     except CudnnRefused as refused:
-        return [Reason(rule="cuDNN builds a plan", observed=refused.said)]
+        return [Reason(code=Code.NO_PLAN, rule="cuDNN builds a plan", observed=refused.said)]
     return []
 
 

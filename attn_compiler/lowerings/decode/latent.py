@@ -12,6 +12,7 @@ import operator
 import torch
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.dtypes import HALVES
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
@@ -80,7 +81,8 @@ def _times(emitter: Emitter, out: fx.Node, weight: fx.Node, dtype: torch.dtype) 
 
 def _check_parts(spec: AttentionSpec) -> list[Reason]:
     return [
-        Reason(rule=f"no {kind} over a latent", observed=spec.mask.words) for kind in sorted(OF_LATENT.beyond(spec))
+        Reason(code=Code.MASK_KIND, rule=f"no {kind} over a latent", observed=spec.mask.words)
+        for kind in sorted(OF_LATENT.beyond(spec))
     ]
 
 
@@ -91,7 +93,7 @@ def _check_sizes(spec: AttentionSpec, latent: LatentSpec) -> list[Reason]:
     if all(isinstance(size, int) and size <= most and size % multiple == 0 for size, most in sizes):
         return []
     rule = f"the latent has at most {_MOST_RANK} dims, and {_MOST_ROPE} beside it, in half precision multiples of 8"
-    return [Reason(rule=rule, observed=f"{latent.rank} and {rope}")]
+    return [Reason(code=Code.LATENT, rule=rule, observed=f"{latent.rank} and {rope}")]
 
 
 def _check_layouts(latent: LatentSpec) -> list[Reason]:
@@ -100,4 +102,8 @@ def _check_layouts(latent: LatentSpec) -> list[Reason]:
     dtype_bytes = 1 if latent.latent.dtype == "float32" else _VECTOR
     demand = LayoutDemand(alignment=dtype_bytes)
     broken = [(name, demand.broken_by(tensor)) for name, tensor in parts if tensor is not None]
-    return [Reason(rule=f"the {name} is read as it lies", observed=why) for name, why in broken if why is not None]
+    return [
+        Reason(code=Code.LAYOUT, rule=f"the {name} is read as it lies", observed=why)
+        for name, why in broken
+        if why is not None
+    ]

@@ -11,6 +11,7 @@ import operator
 import torch
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.choice.priorities import MOST_QUERIES
@@ -71,15 +72,20 @@ def _check_queries(spec: AttentionSpec) -> list[Reason]:
     if isinstance(spec.seqlen_q, int) and spec.seqlen_q <= MOST_QUERIES:
         return []
     rule = f"seqlen_q is known, and at most {MOST_QUERIES}"
-    return [Reason(rule=rule, observed=f"seqlen_q {spec.seqlen_q}")]
+    return [Reason(code=Code.LENGTHS, rule=rule, observed=f"seqlen_q {spec.seqlen_q}")]
 
 
 def _check_heads_known(spec: AttentionSpec) -> list[Reason]:
     if isinstance(spec.num_heads_q, int) and isinstance(spec.num_heads_kv, int):
         return []
     observed = f"num_heads_q {spec.num_heads_q}, num_heads_kv {spec.num_heads_kv}"
-    return [Reason(rule="the numbers of heads are known", observed=observed, remedy="mark them static")]
+    return [
+        Reason(code=Code.SYMBOLIC, rule="the numbers of heads are known", observed=observed, remedy="mark them static")
+    ]
 
 
 def _check_parts(spec: AttentionSpec) -> list[Reason]:
-    return [Reason(rule=f"no packed {kind}", observed=spec.mask.words) for kind in sorted(TAKES.beyond(spec))]
+    return [
+        Reason(code=Code.MASK_KIND, rule=f"no packed {kind}", observed=spec.mask.words)
+        for kind in sorted(TAKES.beyond(spec))
+    ]

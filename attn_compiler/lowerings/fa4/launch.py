@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_compiler import torch_compat
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.fa4 import replay
 from attn_compiler.lowerings.fa4.plan import Call, Settings
@@ -80,7 +81,7 @@ def _compiled(call: Call, sinks_dtype: torch.dtype) -> Reason | None:
     except Exception as failure:  # noqa: BLE001 - whatever the compiler raises is why the site goes elsewhere
         said = str(failure).strip().splitlines()
         observed = f"{type(failure).__name__}: {said[0] if said else ''}"[:240]
-        return Reason(rule="its kernels compile", observed=observed)
+        return Reason(code=Code.NOT_COMPILED, rule="its kernels compile", observed=observed)
     log.info("compiled FlashAttention-4's kernels of one kind of call in %.2f s", time.perf_counter() - begin)
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from attn_compiler import dims
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.fa4.takes import TAKES
 from attn_compiler.lowerings.shared import known_bad, limits, offset_limits, takes
@@ -42,7 +43,14 @@ def check_machine(target: Target) -> list[Reason]:
         return gpu
     if target.mixed_gpus:
         remedy = "show the process GPUs of one kind (CUDA_VISIBLE_DEVICES)"
-        return [Reason(rule="all GPUs are of one architecture", observed="several", remedy=remedy)]
+        return [
+            Reason(
+                code=Code.SEVERAL_ARCHITECTURES,
+                rule="all GPUs are of one architecture",
+                observed="several",
+                remedy=remedy,
+            )
+        ]
     return _check_version(target.flash_attn_4)
 
 
@@ -51,19 +59,28 @@ def _check_version(version: str) -> list[Reason]:
     beta = _VERSION.fullmatch(version)
     if beta is not None and FIRST_BETA <= int(beta[1]) <= LAST_BETA:
         return []
-    return [Reason(rule=rule, observed=version or "none", remedy=INSTALL)]
+    return [
+        Reason(
+            code=Code.LIBRARY_VERSION if version else Code.LIBRARY_MISSING,
+            rule=rule,
+            observed=version or "none",
+            remedy=INSTALL,
+        )
+    ]
 
 
 def _check_mask(spec: AttentionSpec) -> list[Reason]:
     """A diagonal, a window, or nothing; whatever else a mask is made of has no argument there."""
     if TAKES.beyond(spec) & MASKING:
-        return [Reason(rule="the mask is a causal one, a window, or none", observed=spec.mask.words)]
+        return [
+            Reason(code=Code.MASK_KIND, rule="the mask is a causal one, a window, or none", observed=spec.mask.words)
+        ]
     band = site_parts.parts(spec).band
     if band is None:
         return []
     behind = [side for side in (band.left, band.right) if side is not None and side < 0]
     if behind:
-        return [Reason(rule="a query may use its own position", observed=spec.mask.words)]
+        return [Reason(code=Code.MASK_KIND, rule="a query may use its own position", observed=spec.mask.words)]
     if band.from_end or dims.same(spec.seqlen_q, spec.seqlen_kv):
         return []
     rule = "as many queries as keys, or a mask that is counted from the end"
@@ -75,7 +92,7 @@ def _check_added(spec: AttentionSpec) -> list[Reason]:
         return []
     tensor = limits.additive(spec)
     observed = spec.score.added or (tensor.words if tensor is not None else spec.score.words)
-    return [Reason(rule="nothing is added to the scores", observed=observed)]
+    return [Reason(code=Code.MASK_TENSOR, rule="nothing is added to the scores", observed=observed)]
 
 
 def _check_head_dims(spec: AttentionSpec, target: Target) -> list[Reason]:
@@ -90,7 +107,7 @@ def _check_head_dims(spec: AttentionSpec, target: Target) -> list[Reason]:
             return padded
     if spec.needs_grad and spec.is_gqa and spec.head_dim_qk != spec.head_dim_v:
         rule = "with gradients and fewer heads of k and v, one head_dim"
-        return [Reason(rule=rule, observed=observed)]
+        return [Reason(code=Code.HEAD_DIM, rule=rule, observed=observed)]
     return [] if target.sm == 90 else _check_blackwell(spec, observed)
 
 
@@ -98,8 +115,12 @@ def _check_blackwell(spec: AttentionSpec, observed: str) -> list[Reason]:
     sizes = (spec.head_dim_qk, spec.head_dim_v)
     if sizes != (192, 128) and sizes != (256, 256) and not all(isinstance(size, int) and size <= 128 for size in sizes):
         rule = "from sm100 on, head dims are at most 128, or (192, 128), or (256, 256)"
-        return [Reason(rule=rule, observed=observed)]
+        return [Reason(code=Code.HEAD_DIM, rule=rule, observed=observed)]
     if sizes == (256, 256) and spec.needs_grad:
         # Its backward takes no gradient of the lse, which the leaf op has.
-        return [Reason(rule="from sm100 on, with gradients, head dims are at most 192", observed=observed)]
+        return [
+            Reason(
+                code=Code.HEAD_DIM, rule="from sm100 on, with gradients, head dims are at most 192", observed=observed
+            )
+        ]
     return []

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from attn_compiler import dims
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.cudnn import lowering as cudnn
@@ -54,7 +55,7 @@ class CudnnFp8(Lowering):
         gpu = shared_limits.check_gpu(target, first_sm=_SM)
         if gpu or target.sm == _SM:
             return gpu or CudnnAttention().unavailable(target)
-        return [Reason(rule=f"sm{_SM}: it was tried on no other", observed=f"sm{target.sm}")]
+        return [Reason(code=Code.ARCHITECTURE, rule=f"sm{_SM}: it was tried on no other", observed=f"sm{target.sm}")]
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         recipe = limits.check_recipe(spec, has_backward=True)
@@ -92,13 +93,19 @@ def _check_scaling(spec: AttentionSpec) -> list[Reason]:
     if granularity != "tensor":
         name = type(recipe.scaling).__name__
         remedy = f"give {name}(granularity='tensor')"
-        reasons.append(Reason(rule="one scale for each tensor", observed=f"per {granularity}", remedy=remedy))
+        reasons.append(
+            Reason(code=Code.FP8_RECIPE, rule="one scale for each tensor", observed=f"per {granularity}", remedy=remedy)
+        )
     if recipe.qk_format != "fp8":
         remedy = "give Fp8Recipe(qk_format='fp8')"
-        reasons.append(Reason(rule="q and k are in FP8", observed=recipe.qk_format, remedy=remedy))
+        reasons.append(
+            Reason(code=Code.FP8_RECIPE, rule="q and k are in FP8", observed=recipe.qk_format, remedy=remedy)
+        )
     if recipe.forward_format != "e4m3":
         remedy = "give Fp8Recipe(forward_format='e4m3')"
-        reasons.append(Reason(rule="the forward is in e4m3", observed=recipe.forward_format, remedy=remedy))
+        reasons.append(
+            Reason(code=Code.FP8_RECIPE, rule="the forward is in e4m3", observed=recipe.forward_format, remedy=remedy)
+        )
     return reasons
 
 
@@ -111,23 +118,29 @@ def _check_backward(spec: AttentionSpec) -> list[Reason]:
     head_dims = (spec.head_dim_qk, spec.head_dim_v)
     if head_dims != (_BACKWARD_HEAD_DIM, _BACKWARD_HEAD_DIM):
         rule = f"with a backward in FP8, head dims are {_BACKWARD_HEAD_DIM}"
-        reasons.append(Reason(rule=rule, observed=f"{head_dims[0]} and {head_dims[1]}", remedy=remedy))
+        reasons.append(
+            Reason(code=Code.FP8_RECIPE, rule=rule, observed=f"{head_dims[0]} and {head_dims[1]}", remedy=remedy)
+        )
     if recipe.gradient_format != "e5m2":
         rule = "with a backward in FP8, gradients are in e5m2"
         remedy_format = "give Fp8Recipe(gradient_format='e5m2')"
-        reasons.append(Reason(rule=rule, observed=recipe.gradient_format, remedy=remedy_format))
+        reasons.append(Reason(code=Code.FP8_RECIPE, rule=rule, observed=recipe.gradient_format, remedy=remedy_format))
     if not all(dims.is_multiple(length, _LENGTH_MULTIPLE) for length in (spec.seqlen_q, spec.seqlen_kv)):
         # On an H200 with cuDNN 9.19, dQ of the last tile of 200, 201, 500 or 1000 positions was off by 0.16 to 0.26 of its norm, where 0.11
         # is usual, also at 192, 256 and 2000.
         rule = f"with a backward in FP8, lengths are multiples of {_LENGTH_MULTIPLE}"
-        reasons.append(Reason(rule=rule, observed=f"{spec.seqlen_q} x {spec.seqlen_kv}", remedy=remedy))
+        reasons.append(
+            Reason(code=Code.FP8_RECIPE, rule=rule, observed=f"{spec.seqlen_q} x {spec.seqlen_kv}", remedy=remedy)
+        )
     sizes = (spec.seqlen_q, spec.num_heads_q, spec.num_heads_kv)
     seqlen_q, heads, heads_kv = (size if isinstance(size, int) else 1 for size in sizes)
     if seqlen_q * (heads // heads_kv) > _MOST_QUERIES_OF_A_KEY:
         rule = (
             f"with a backward in FP8, at most {_MOST_QUERIES_OF_A_KEY} queries for each key, those of a group together"
         )
-        reasons.append(Reason(rule=rule, observed=f"{seqlen_q} x {heads // heads_kv}", remedy=remedy))
+        reasons.append(
+            Reason(code=Code.FP8_RECIPE, rule=rule, observed=f"{seqlen_q} x {heads // heads_kv}", remedy=remedy)
+        )
     return reasons
 
 
@@ -142,7 +155,7 @@ def _check_call(call: Call, spec: AttentionSpec, target: Target) -> list[Reason]
         "a window that no diagonal bounds": call.left is not None and call.right is None,
     }
     reasons = [
-        Reason(rule="no mask, lengths, causal from the top left, or a window of that", observed=n)
+        Reason(code=Code.MASK_KIND, rule="no mask, lengths, causal from the top left, or a window of that", observed=n)
         for n, here in has.items()
         if here
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring
@@ -40,11 +41,17 @@ class HopperFp8(Lowering):
             return reasons
         if target.triton_interpreted or takes.check_gpu(HOPPER, target):
             observed = "Triton's interpreter" if target.triton_interpreted else f"sm{target.sm}"
-            return [Reason(rule="its kernel is made of the instructions of sm90", observed=observed)]
+            return [
+                Reason(code=Code.ARCHITECTURE, rule="its kernel is made of the instructions of sm90", observed=observed)
+            ]
         if shared_limits.release(target.triton) in _TRITON:
             return []
         checked = " or ".join(f"{major}.{minor}" for major, minor in _TRITON)
-        return [Reason(rule=f"its kernel was compiled with Triton {checked}", observed=target.triton)]
+        return [
+            Reason(
+                code=Code.LIBRARY_VERSION, rule=f"its kernel was compiled with Triton {checked}", observed=target.triton
+            )
+        ]
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         recipe = limits.check_recipe(spec)
@@ -79,10 +86,12 @@ def _check_kernel(spec: AttentionSpec) -> list[Reason]:
     if HOPPER.beyond(spec) or spec.score.dropout_p:
         parts = _parts_beyond(plan, has_lengths=_has_lengths(spec))
         rule = "its kernel knows a band, numbers of keys of batch rows, a softcap and sinks"
-        reasons.append(Reason(rule=rule, observed=", ".join(parts), remedy=_REMEDY))
+        reasons.append(Reason(code=Code.MASK_KIND, rule=rule, observed=", ".join(parts), remedy=_REMEDY))
     if spec.score.scale <= 0:
         observed = f"{spec.score.scale:g}"
-        reasons.append(Reason(rule="its kernel takes scales above 0", observed=observed, remedy=_REMEDY))
+        reasons.append(
+            Reason(code=Code.SCALE, rule="its kernel takes scales above 0", observed=observed, remedy=_REMEDY)
+        )
     return [*reasons, *takes.check_head_dims(HOPPER, spec)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.fp8.rounding import VECTOR
@@ -17,15 +18,29 @@ def check_recipe(spec: AttentionSpec, *, has_backward: bool = False) -> list[Rea
     if recipe is None:
         remedy = "compile with options={'fp8_recipe': attn_compiler.Fp8Recipe()}"
         return [
-            Reason(rule="FP8 is used where a recipe asks for it", observed="no recipe for this site", remedy=remedy)
+            Reason(
+                code=Code.FP8_NOT_ASKED,
+                rule="FP8 is used where a recipe asks for it",
+                observed="no recipe for this site",
+                remedy=remedy,
+            )
         ]
     reasons = []
     if not recipe.forward:
         remedy = "give Fp8Recipe(forward=True)"
-        reasons.append(Reason(rule="the recipe asks for a forward in FP8", observed="forward=False", remedy=remedy))
+        reasons.append(
+            Reason(
+                code=Code.FP8_RECIPE,
+                rule="the recipe asks for a forward in FP8",
+                observed="forward=False",
+                remedy=remedy,
+            )
+        )
     if recipe.backward and spec.needs_grad and not has_backward:
         rule = "a lowering with a backward in FP8, which cudnn_fp8 alone has"
-        reasons.append(Reason(rule=rule, observed="backward=True", remedy="give Fp8Recipe(backward=False)"))
+        reasons.append(
+            Reason(code=Code.FP8_RECIPE, rule=rule, observed="backward=True", remedy="give Fp8Recipe(backward=False)")
+        )
     return reasons
 
 
@@ -35,7 +50,14 @@ def check_inputs(spec: AttentionSpec) -> list[Reason]:
         return []
     rule = "FP8 attention takes bfloat16 or float16"
     observed = f"q is {spec.dtype}: the attention runs in {_short(spec.dtype)}, FP8 is ignored"
-    return [Reason(rule=rule, observed=observed, remedy="call model.bfloat16(), or compile under torch.autocast")]
+    return [
+        Reason(
+            code=Code.DTYPE,
+            rule=rule,
+            observed=observed,
+            remedy="call model.bfloat16(), or compile under torch.autocast",
+        )
+    ]
 
 
 def check_shapes(spec: AttentionSpec) -> list[Reason]:
@@ -43,16 +65,26 @@ def check_shapes(spec: AttentionSpec) -> list[Reason]:
     recipe, reasons = spec.fp8, []
     for name, size in (("head_dim_qk", spec.head_dim_qk), ("head_dim_v", spec.head_dim_v)):
         if not isinstance(size, int) or size % VECTOR:
-            reasons.append(Reason(rule=f"in FP8 head dims are multiples of {VECTOR}", observed=f"{name} {size}"))
+            reasons.append(
+                Reason(
+                    code=Code.HEAD_DIM, rule=f"in FP8 head dims are multiples of {VECTOR}", observed=f"{name} {size}"
+                )
+            )
     size = spec.head_dim_qk
     if recipe is not None and recipe.hadamard and not (isinstance(size, int) and size & (size - 1) == 0):
         rule = "a Hadamard rotation needs a head dim that is a power of two"
-        reasons.append(Reason(rule=rule, observed=str(size), remedy="give Fp8Recipe(hadamard=False)"))
+        reasons.append(
+            Reason(code=Code.FP8_RECIPE, rule=rule, observed=str(size), remedy="give Fp8Recipe(hadamard=False)")
+        )
     if isinstance(spec.seqlen_q, int) and spec.seqlen_q <= _FEW_QUERIES:
         rule = f"more than {_FEW_QUERIES} queries: for fewer, rounding k and v takes longer than what it saves"
-        reasons.append(Reason(rule=rule, observed=str(spec.seqlen_q)))
+        reasons.append(Reason(code=Code.LENGTHS, rule=rule, observed=str(spec.seqlen_q)))
     if not isinstance(spec.num_heads_kv, int):
-        reasons.append(Reason(rule="the number of heads is known while compiling", observed=str(spec.num_heads_kv)))
+        reasons.append(
+            Reason(
+                code=Code.SYMBOLIC, rule="the number of heads is known while compiling", observed=str(spec.num_heads_kv)
+            )
+        )
     return reasons
 
 

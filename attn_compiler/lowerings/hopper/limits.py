@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.hopper.takes import TAKES
 from attn_compiler.lowerings.shared import kernel_limits, takes
@@ -38,11 +39,15 @@ def check_machine(target: Target) -> list[Reason]:
         return reasons
     if target.triton_interpreted or takes.check_gpu(TAKES, target):
         observed = "Triton's interpreter" if target.triton_interpreted else f"sm{target.sm}"
-        return [Reason(rule="the kernel is made of the instructions of sm90", observed=observed)]
+        return [
+            Reason(code=Code.ARCHITECTURE, rule="the kernel is made of the instructions of sm90", observed=observed)
+        ]
     if release(target.triton) in _TRITON:
         return []
     checked = " or ".join(f"{major}.{minor}" for major, minor in _TRITON)
-    return [Reason(rule=f"the kernel was compiled with Triton {checked}", observed=target.triton)]
+    return [
+        Reason(code=Code.LIBRARY_VERSION, rule=f"the kernel was compiled with Triton {checked}", observed=target.triton)
+    ]
 
 
 def _check_parts(spec: AttentionSpec) -> list[Reason]:
@@ -50,7 +55,11 @@ def _check_parts(spec: AttentionSpec) -> list[Reason]:
     if not beyond:
         return []
     rule = "the kernel knows bands, intervals, key masks, documents, slopes, a softcap and sinks"
-    return [Reason(rule=rule, observed=", ".join(_WORDS[part] for part in sorted(beyond)), remedy=_REMEDY)]
+    return [
+        Reason(
+            code=Code.MASK_KIND, rule=rule, observed=", ".join(_WORDS[part] for part in sorted(beyond)), remedy=_REMEDY
+        )
+    ]
 
 
 def _check_numbers(spec: AttentionSpec) -> list[Reason]:
@@ -58,10 +67,14 @@ def _check_numbers(spec: AttentionSpec) -> list[Reason]:
     score = spec.score
     reasons = []
     if 0 < score.scale < _LEAST_FACTOR:
-        reasons.append(Reason(rule=f"the scale is at least {_LEAST_FACTOR:g}", observed=f"{score.scale:g}"))
+        reasons.append(
+            Reason(code=Code.SCALE, rule=f"the scale is at least {_LEAST_FACTOR:g}", observed=f"{score.scale:g}")
+        )
     if score.softcap is not None and not score.scale / score.softcap >= _LEAST_FACTOR:
         rule = f"the scale over the softcap is at least {_LEAST_FACTOR:g}"
-        reasons.append(Reason(rule=rule, observed=f"{score.scale:g}, {score.softcap:g}"))
+        reasons.append(Reason(code=Code.SCALE, rule=rule, observed=f"{score.scale:g}, {score.softcap:g}"))
     if score.softcap is not None and score.softcap > _MOST_FACTOR:
-        reasons.append(Reason(rule=f"the softcap is at most {_MOST_FACTOR:g}", observed=f"{score.softcap:g}"))
+        reasons.append(
+            Reason(code=Code.SCALE, rule=f"the softcap is at most {_MOST_FACTOR:g}", observed=f"{score.softcap:g}")
+        )
     return reasons

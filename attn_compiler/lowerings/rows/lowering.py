@@ -10,6 +10,7 @@ import operator
 import torch
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.rows.pieces import operand_names
@@ -27,7 +28,7 @@ class CpuRows(Lowering):
 
     def unavailable(self, target: Target) -> list[Reason]:
         if target.device != "cpu":
-            return [Reason(rule="runs on the CPU", observed=f"device {target.device}")]
+            return [Reason(code=Code.DEVICE, rule="runs on the CPU", observed=f"device {target.device}")]
         return limits.check_switch("flash", target)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
@@ -49,7 +50,9 @@ def _check_parts(spec: AttentionSpec) -> list[Reason]:
     found, beyond = parts.parts(spec), TAKES.beyond(spec)
     if beyond:
         rule = "what a query may see is an interval of keys, keys of a document, or known of each key"
-        return [Reason(rule=rule, observed=spec.mask.words)]
+        return [Reason(code=Code.MASK_KIND, rule=rule, observed=spec.mask.words)]
     if not found.kinds:
-        return [Reason(rule="some keys are left out", observed=f"the mask is {spec.mask.words}")]
+        return [
+            Reason(code=Code.NOTHING_LEFT_OUT, rule="some keys are left out", observed=f"the mask is {spec.mask.words}")
+        ]
     return []

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.sdpa.lowering import SdpaCudnn
 from attn_compiler.lowerings.shared import limits
@@ -38,10 +39,10 @@ def why_not(spec: AttentionSpec, target: Target) -> list[Reason]:
     """What keeps this backward from an attention: all that keeps cuDNN's own, and what its forward would have to hand over."""
     reasons = list(SdpaCudnn().why_not(spec, target))
     if limits.additive(spec) is not None:
-        reasons.append(Reason(rule="no tensor joins the scores", observed="a mask or a bias"))
+        reasons.append(Reason(code=Code.MASK_TENSOR, rule="no tensor joins the scores", observed="a mask or a bias"))
     if spec.score.dropout_p:
         rule = "no dropout: the forward's own random numbers would be needed"
-        reasons.append(Reason(rule=rule, observed=f"{spec.score.dropout_p:g}"))
+        reasons.append(Reason(code=Code.DROPOUT, rule=rule, observed=f"{spec.score.dropout_p:g}"))
     return reasons
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from attn_compiler import dims
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
@@ -106,7 +107,9 @@ class SdpaCudnn(_Pinned):
         if is_known or dims.same(spec.head_dim_qk, spec.head_dim_v) or torch_release(target.torch) >= _CUDNN_OUTPUT:
             return []
         rule = "before torch 2.13, a head_dim of v that differs from q's only with known sizes"
-        return [Reason(rule=rule, observed=f"q {spec.q.shape}, v {spec.v.shape}", remedy=limits.STATIC)]
+        return [
+            Reason(code=Code.SYMBOLIC, rule=rule, observed=f"q {spec.q.shape}, v {spec.v.shape}", remedy=limits.STATIC)
+        ]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(alignment=_CUDA_ALIGNMENT, zero_strides=False)
@@ -158,7 +161,7 @@ class SdpaFlash(_Pinned):
             "with gradients on sm86 to sm89 and sm120 to sm121, head_dim is at most 192, or above 224 without dropout"
         )
         observed = f"head_dim {head_dim}, dropout {spec.score.dropout_p:g}, sm{target.sm}"
-        return [Reason(rule=rule, observed=observed)]
+        return [Reason(code=Code.HEAD_DIM, rule=rule, observed=observed)]
 
     @staticmethod
     def _check_causal(spec: AttentionSpec) -> list[Reason]:
@@ -269,7 +272,7 @@ class SdpaCpuFlash(_Pinned):
 
     def unavailable(self, target: Target) -> list[Reason]:
         if target.device != self.device:
-            return [Reason(rule="runs on the CPU", observed=f"device {target.device}")]
+            return [Reason(code=Code.DEVICE, rule="runs on the CPU", observed=f"device {target.device}")]
         return limits.check_switch(self.kernel, target)
 
     def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
@@ -292,7 +295,14 @@ class SdpaCpuFlash(_Pinned):
         if not apart:
             return []
         rule = "in half precision, a head's elements lie side by side as they are given"
-        return [Reason(rule=rule, observed=f"not those of {', '.join(apart)}", remedy="call contiguous() in the model")]
+        return [
+            Reason(
+                code=Code.LAYOUT,
+                rule=rule,
+                observed=f"not those of {', '.join(apart)}",
+                remedy="call contiguous() in the model",
+            )
+        ]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand()

@@ -6,6 +6,7 @@ From `check_cudnn_*` of PyTorch's sdp_utils.cpp, and from the issues that are na
 from __future__ import annotations
 
 from attn_compiler import dims
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.shared import known_bad, limits
 from attn_compiler.spec import AttentionSpec
@@ -23,14 +24,28 @@ def check_version(target: Target) -> list[Reason]:
         return known_bad.refusal("blacklisted", target, "any attention")
     observed = cudnn_words(target.cudnn) if target.cudnn else "none"
     remedy = "install a CUDA build of torch; it brings its own cuDNN"
-    return [Reason(rule=f"cuDNN {cudnn_words(OLDEST)} or newer", observed=observed, remedy=remedy)]
+    return [
+        Reason(
+            code=Code.LIBRARY_VERSION if target.cudnn else Code.LIBRARY_MISSING,
+            rule=f"cuDNN {cudnn_words(OLDEST)} or newer",
+            observed=observed,
+            remedy=remedy,
+        )
+    ]
 
 
 def check_deterministic(target: Target) -> list[Reason]:
     if not target.deterministic:
         return []
     remedy = "torch.use_deterministic_algorithms(False)"
-    return [Reason(rule="no deterministic algorithms are asked for", observed="they are", remedy=remedy)]
+    return [
+        Reason(
+            code=Code.DETERMINISTIC,
+            rule="no deterministic algorithms are asked for",
+            observed="they are",
+            remedy=remedy,
+        )
+    ]
 
 
 def check_head_dims(spec: AttentionSpec, target: Target) -> list[Reason]:
@@ -42,7 +57,13 @@ def check_head_dims(spec: AttentionSpec, target: Target) -> list[Reason]:
     if not large:
         return reasons
     observed = f"head_dim_qk {spec.head_dim_qk}, head_dim_v {spec.head_dim_v}"
-    return [Reason(rule="with gradients, head dims are at most 128, or (192, 128), or (256, 256)", observed=observed)]
+    return [
+        Reason(
+            code=Code.HEAD_DIM,
+            rule="with gradients, head dims are at most 128, or (192, 128), or (256, 256)",
+            observed=observed,
+        )
+    ]
 
 
 def _head_dim_limit(spec: AttentionSpec, target: Target) -> int:
@@ -66,9 +87,13 @@ def check_dropout(spec: AttentionSpec, target: Target) -> list[Reason]:
     reasons = known_bad.refusal("dropout", target, f"dropout {p:g}")
     if not (p * 16).is_integer():
         remedy = "round it to a multiple of 1/16 (0.125, 0.0625)"
-        reasons.append(Reason(rule="dropout is a multiple of 1/16", observed=f"{p:g}", remedy=remedy))
+        reasons.append(
+            Reason(code=Code.DROPOUT, rule="dropout is a multiple of 1/16", observed=f"{p:g}", remedy=remedy)
+        )
     if dims.at_least(spec.seqlen_q) < 2:
-        reasons.append(Reason(rule="with dropout, more than one query", observed=f"seqlen_q {spec.seqlen_q}"))
+        reasons.append(
+            Reason(code=Code.DROPOUT, rule="with dropout, more than one query", observed=f"seqlen_q {spec.seqlen_q}")
+        )
     return reasons
 
 
@@ -83,7 +108,7 @@ def check_lengths(spec: AttentionSpec, target: Target) -> list[Reason]:
 def check_few(spec: AttentionSpec, target: Target) -> list[Reason]:
     reasons = []
     if dims.at_least(spec.seqlen_kv) < 2:
-        reasons.append(Reason(rule="more than one key", observed=f"seqlen_kv {spec.seqlen_kv}"))
+        reasons.append(Reason(code=Code.LENGTHS, rule="more than one key", observed=f"seqlen_kv {spec.seqlen_kv}"))
     if dims.at_least(spec.seqlen_q) >= 2:
         return reasons
     observed = f"seqlen_q {spec.seqlen_q}"

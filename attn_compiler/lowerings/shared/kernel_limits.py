@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.base import LayoutDemand
@@ -63,7 +64,14 @@ def _check_interpreter(spec: AttentionSpec, target: Target) -> list[Reason]:
     if not target.triton_interpreted or spec.dtype != "bfloat16":
         return []
     rule = "Triton's interpreter computes in float16 or float32"
-    return [Reason(rule=rule, observed=spec.dtype, remedy="call model.float(), or unset TRITON_INTERPRET on a GPU")]
+    return [
+        Reason(
+            code=Code.INTERPRETER,
+            rule=rule,
+            observed=spec.dtype,
+            remedy="call model.float(), or unset TRITON_INTERPRET on a GPU",
+        )
+    ]
 
 
 def _check_shared_memory(spec: AttentionSpec, target: Target) -> list[Reason]:
@@ -73,7 +81,7 @@ def _check_shared_memory(spec: AttentionSpec, target: Target) -> list[Reason]:
     if not is_small or widest <= _SMALL_MACHINE_HEAD_DIM or not (spec.needs_grad or spec.dtype == "float32"):
         return []
     rule = f"on sm86 to sm89 and from sm120 on, head dims are at most {_SMALL_MACHINE_HEAD_DIM} with gradients or in float32"
-    return [Reason(rule=rule, observed=f"{widest}, sm{target.sm}")]
+    return [Reason(code=Code.HEAD_DIM, rule=rule, observed=f"{widest}, sm{target.sm}")]
 
 
 def _check_counted(spec: AttentionSpec) -> list[Reason]:
@@ -81,7 +89,11 @@ def _check_counted(spec: AttentionSpec) -> list[Reason]:
     lengths = {"seqlen_q": spec.seqlen_q, "seqlen_kv": spec.seqlen_kv}
     over = [f"{name} {size}" for name, size in lengths.items() if isinstance(size, int) and size > MOST_POSITIONS]
     reasons = (
-        [] if not over else [Reason(rule=f"there are at most {MOST_POSITIONS} positions", observed=", ".join(over))]
+        []
+        if not over
+        else [
+            Reason(code=Code.TOO_LARGE, rule=f"there are at most {MOST_POSITIONS} positions", observed=", ".join(over))
+        ]
     )
     if (
         isinstance(spec.batch, int)
@@ -90,7 +102,7 @@ def _check_counted(spec: AttentionSpec) -> list[Reason]:
     ):
         observed = f"batch {spec.batch}, num_heads_q {spec.num_heads_q}"
         rule = f"batch · num_heads_q is at most {MOST_BLOCKS}"
-        reasons.append(Reason(rule=rule, observed=observed, remedy="split the batch"))
+        reasons.append(Reason(code=Code.TOO_LARGE, rule=rule, observed=observed, remedy="split the batch"))
     return reasons + _check_summed(spec)
 
 
@@ -110,13 +122,15 @@ def _check_summed(spec: AttentionSpec) -> list[Reason]:
     if math.prod(summed) <= MOST_BLOCKS:
         return []
     rule = f"each number of a learned bias is added to the scores of at most {MOST_BLOCKS} tiles"
-    return [Reason(rule=rule, observed=f"{math.prod(summed)} tiles of {_LEAST_TILE} x {_LEAST_TILE}")]
+    return [
+        Reason(code=Code.TOO_LARGE, rule=rule, observed=f"{math.prod(summed)} tiles of {_LEAST_TILE} x {_LEAST_TILE}")
+    ]
 
 
 def _check_triton(target: Target) -> list[Reason]:
     rule = f"Triton {'.'.join(map(str, _FIRST_TRITON))} or newer is installed"
     if not target.triton:
-        return [Reason(rule=rule, observed="no Triton", remedy="pip install triton")]
+        return [Reason(code=Code.LIBRARY_MISSING, rule=rule, observed="no Triton", remedy="pip install triton")]
     if limits.release(target.triton) >= _FIRST_TRITON:
         return []
-    return [Reason(rule=rule, observed=target.triton, remedy="pip install --upgrade triton")]
+    return [Reason(code=Code.LIBRARY_VERSION, rule=rule, observed=target.triton, remedy="pip install --upgrade triton")]

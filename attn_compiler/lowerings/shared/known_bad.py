@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.target import Target, cudnn_words
 
@@ -134,4 +135,4 @@ def refusal(name: str, target: Target, observed: str) -> list[Reason]:
         return []
     library = f"flash-attn-4 {target.flash_attn_4}" if bug.cudnn is None else f"cuDNN {cudnn_words(target.cudnn)}"
     observed = f"{library} on sm{target.sm}, {observed}"
-    return [Reason(rule=f"{bug.rule} ({bug.link})", observed=observed, remedy=bug.remedy)]
+    return [Reason(code=Code.KNOWN_BUG, rule=f"{bug.rule} ({bug.link})", observed=observed, remedy=bug.remedy)]

@@ -13,6 +13,7 @@ import math
 import torch
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.dtypes import BYTES
 from attn_compiler.lowerings.base import Emitter, LatentNodes, Operands
@@ -36,15 +37,19 @@ def check(spec: AttentionSpec) -> list[Reason]:
     """What speaks against it, whatever computes it."""
     if spec.latent is None:
         rule = "k and v are linear maps of one latent"
-        return [spec.no_latent or Reason(rule=rule, observed="they are not made of one in this graph")]
+        return [
+            spec.no_latent or Reason(code=Code.LATENT, rule=rule, observed="they are not made of one in this graph")
+        ]
     most = crossover(spec, spec.latent)
     reasons = []
     if not isinstance(spec.seqlen_q, int) or spec.seqlen_q > MOST_QUERIES or spec.seqlen_q >= most:
         rule = f"at most {MOST_QUERIES} queries, which are known, and fewer than {_rounded(most)}: from there on making k and v costs less"
-        reasons.append(Reason(rule=rule, observed=f"seqlen_q {spec.seqlen_q}"))
+        reasons.append(Reason(code=Code.LENGTHS, rule=rule, observed=f"seqlen_q {spec.seqlen_q}"))
     if not isinstance(spec.num_heads_q, int) or not isinstance(spec.latent.rank, int):
         rule = "the numbers of heads and the rank are known"
-        reasons.append(Reason(rule=rule, observed=f"num_heads_q {spec.num_heads_q}, rank {spec.latent.rank}"))
+        reasons.append(
+            Reason(code=Code.SYMBOLIC, rule=rule, observed=f"num_heads_q {spec.num_heads_q}, rank {spec.latent.rank}")
+        )
     return reasons
 
 

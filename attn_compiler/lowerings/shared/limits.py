@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from attn_compiler import dims, scores
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.dtypes import BYTES, HALF
 from attn_compiler.masks import Alignment, Dense, KeyBound, KeyPadding
@@ -50,25 +51,39 @@ def check_switch(kernel: str, target: Target) -> list[Reason]:
         return []
     setter = {"efficient": "enable_mem_efficient_sdp"}.get(kernel, f"enable_{kernel}_sdp")
     remedy = f"torch.backends.cuda.{setter}(True), or leave the sdpa_kernel context"
-    return [Reason(rule=f"PyTorch's {kernel} attention is enabled", observed="switched off", remedy=remedy)]
+    return [
+        Reason(
+            code=Code.SWITCHED_OFF,
+            rule=f"PyTorch's {kernel} attention is enabled",
+            observed="switched off",
+            remedy=remedy,
+        )
+    ]
 
 
 def check_gpu(target: Target, *, first_sm: int) -> list[Reason]:
     if target.device != "cuda":
         return [
-            Reason(rule="runs on an NVIDIA GPU", observed=f"device {target.device}", remedy="move the model to cuda")
+            Reason(
+                code=Code.DEVICE,
+                rule="runs on an NVIDIA GPU",
+                observed=f"device {target.device}",
+                remedy="move the model to cuda",
+            )
         ]
     if first_sm <= target.sm <= LAST_SM:
         return []
     observed = f"sm{target.sm}" if target.sm else "no GPU that CUDA can use"
-    return [Reason(rule=f"GPU architecture from sm{first_sm} to sm{LAST_SM}", observed=observed)]
+    return [
+        Reason(code=Code.ARCHITECTURE, rule=f"GPU architecture from sm{first_sm} to sm{LAST_SM}", observed=observed)
+    ]
 
 
 def check_device(spec: AttentionSpec, device: str) -> list[Reason]:
     """The site's tensors have to be where the kernel runs."""
     if spec.device == device:
         return []
-    return [Reason(rule=f"q, k and v are on {device}", observed=f"device {spec.device}")]
+    return [Reason(code=Code.DEVICE, rule=f"q, k and v are on {device}", observed=f"device {spec.device}")]
 
 
 # ---- types and shapes ---------------------------------------------------------------------------------------------
@@ -79,20 +94,32 @@ def check_dtypes(spec: AttentionSpec, allowed: Iterable[str]) -> list[Reason]:
     if len(set(found)) > 1:
         observed = ", ".join(f"{name} {dtype}" for name, dtype in zip("qkv", found, strict=True))
         return [
-            Reason(rule="q, k and v have one dtype", observed=observed, remedy="cast them alike before the attention")
+            Reason(
+                code=Code.SEVERAL_DTYPES,
+                rule="q, k and v have one dtype",
+                observed=observed,
+                remedy="cast them alike before the attention",
+            )
         ]
     allowed = tuple(allowed)
     if spec.dtype in allowed:
         return []
     remedy = LOWER_PRECISION if spec.dtype in ("float32", "float64") else None
-    return [Reason(rule=f"q is {' or '.join(allowed)}", observed=spec.dtype, remedy=remedy)]
+    return [Reason(code=Code.DTYPE, rule=f"q is {' or '.join(allowed)}", observed=spec.dtype, remedy=remedy)]
 
 
 def check_softmax_dtype(spec: AttentionSpec) -> list[Reason]:
     """Kernels keep scores and softmax in float32 for every dtype below float64."""
     if spec.score.softmax_dtype != "float64" or spec.dtype == "float64":
         return []
-    return [Reason(rule="the softmax runs in at most float32", observed="float64", remedy="drop the cast to float64")]
+    return [
+        Reason(
+            code=Code.SOFTMAX_DTYPE,
+            rule="the softmax runs in at most float32",
+            observed="float64",
+            remedy="drop the cast to float64",
+        )
+    ]
 
 
 def check_shapes(spec: AttentionSpec) -> list[Reason]:
@@ -101,12 +128,14 @@ def check_shapes(spec: AttentionSpec) -> list[Reason]:
     for axis, (in_k, in_v) in enumerate(zip(spec.k.shape[:3], spec.v.shape[:3], strict=True)):
         if not dims.same(in_k, in_v):
             name = ("batch", "num_heads_kv", "seqlen_kv")[axis]
-            reasons.append(Reason(rule=f"k and v have one {name}", observed=f"k {in_k}, v {in_v}"))
+            reasons.append(Reason(code=Code.SHAPES, rule=f"k and v have one {name}", observed=f"k {in_k}, v {in_v}"))
     if not dims.same(spec.batch, spec.k.shape[0]):
-        reasons.append(Reason(rule="q and k have one batch", observed=f"q {spec.batch}, k {spec.k.shape[0]}"))
+        reasons.append(
+            Reason(code=Code.SHAPES, rule="q and k have one batch", observed=f"q {spec.batch}, k {spec.k.shape[0]}")
+        )
     if not dims.same(spec.head_dim_qk, spec.k.shape[3]):
         observed = f"q {spec.head_dim_qk}, k {spec.k.shape[3]}"
-        reasons.append(Reason(rule="q and k have one head_dim", observed=observed))
+        reasons.append(Reason(code=Code.SHAPES, rule="q and k have one head_dim", observed=observed))
     return reasons + check_not_empty(spec) + _check_heads(spec)
 
 
@@ -116,7 +145,14 @@ def check_not_empty(spec: AttentionSpec) -> list[Reason]:
     empty = [f"{name} {size}" for name, size in sizes.items() if dims.at_least(size) < 1]
     if not empty:
         return []
-    return [Reason(rule="no axis can be empty", observed=", ".join(empty), remedy=_static_if_symbolic(*sizes.values()))]
+    return [
+        Reason(
+            code=Code.EMPTY,
+            rule="no axis can be empty",
+            observed=", ".join(empty),
+            remedy=_static_if_symbolic(*sizes.values()),
+        )
+    ]
 
 
 def _check_heads(spec: AttentionSpec) -> list[Reason]:
@@ -125,9 +161,13 @@ def _check_heads(spec: AttentionSpec) -> list[Reason]:
     if dims.same(heads_q, heads_kv) and dims.at_least(heads_q) >= 1:
         return []
     if not isinstance(heads_q, int) or not isinstance(heads_kv, int):
-        return [Reason(rule="the numbers of heads are known", observed=observed, remedy="mark them static")]
+        return [
+            Reason(
+                code=Code.SYMBOLIC, rule="the numbers of heads are known", observed=observed, remedy="mark them static"
+            )
+        ]
     if heads_kv < 1 or heads_q % heads_kv:
-        return [Reason(rule="num_heads_q is a multiple of num_heads_kv", observed=observed)]
+        return [Reason(code=Code.HEAD_GROUPS, rule="num_heads_q is a multiple of num_heads_kv", observed=observed)]
     return []
 
 
@@ -137,7 +177,14 @@ def check_grid(spec: AttentionSpec) -> list[Reason]:
     over = [f"{name} {size}" for name, size in sizes.items() if isinstance(size, int) and size > MAX_GRID]
     if not over:
         return []
-    return [Reason(rule=f"batch and heads are at most {MAX_GRID}", observed=", ".join(over), remedy="split the batch")]
+    return [
+        Reason(
+            code=Code.TOO_LARGE,
+            rule=f"batch and heads are at most {MAX_GRID}",
+            observed=", ".join(over),
+            remedy="split the batch",
+        )
+    ]
 
 
 def check_head_dims(spec: AttentionSpec, *, multiple: int, limit: int | None = None) -> list[Reason]:
@@ -146,12 +193,18 @@ def check_head_dims(spec: AttentionSpec, *, multiple: int, limit: int | None = N
     for name, size in (("head_dim_qk", spec.head_dim_qk), ("head_dim_v", spec.head_dim_v)):
         if not isinstance(size, int):
             if multiple > 1 or limit is not None or dims.at_least(size) < 1:
-                reasons.append(Reason(rule=f"{name} is known", observed=str(size), remedy="mark it static"))
+                reasons.append(
+                    Reason(code=Code.SYMBOLIC, rule=f"{name} is known", observed=str(size), remedy="mark it static")
+                )
         elif size < 1 or size % multiple:
             remedy = f"pad it with zeros to {-(-max(size, 1) // multiple) * multiple} and keep the scale"
-            reasons.append(Reason(rule=f"{name} is a multiple of {multiple}", observed=str(size), remedy=remedy))
+            reasons.append(
+                Reason(
+                    code=Code.HEAD_DIM, rule=f"{name} is a multiple of {multiple}", observed=str(size), remedy=remedy
+                )
+            )
         elif limit is not None and size > limit:
-            reasons.append(Reason(rule=f"{name} is at most {limit}", observed=str(size)))
+            reasons.append(Reason(code=Code.HEAD_DIM, rule=f"{name} is at most {limit}", observed=str(size)))
     return reasons
 
 
@@ -159,7 +212,14 @@ def check_one_head_dim(spec: AttentionSpec) -> list[Reason]:
     if dims.same(spec.head_dim_qk, spec.head_dim_v):
         return []
     observed = f"head_dim_qk {spec.head_dim_qk}, head_dim_v {spec.head_dim_v}"
-    return [Reason(rule="q, k and v have one head_dim", observed=observed, remedy="pad the smaller one with zeros")]
+    return [
+        Reason(
+            code=Code.HEAD_DIMS_DIFFER,
+            rule="q, k and v have one head_dim",
+            observed=observed,
+            remedy="pad the smaller one with zeros",
+        )
+    ]
 
 
 # ---- scores -------------------------------------------------------------------------------------------------------
@@ -168,7 +228,7 @@ def check_one_head_dim(spec: AttentionSpec) -> list[Reason]:
 def check_softcap(spec: AttentionSpec) -> list[Reason]:
     remedy = "if accuracy allows, switch it off in the model's config (Gemma 2: attn_logit_softcapping=None)"
     return [
-        Reason(rule="no softcap", observed=change.words, remedy=remedy)
+        Reason(code=Code.SOFTCAP, rule="no softcap", observed=change.words, remedy=remedy)
         for change in spec.score.changes
         if isinstance(change, Softcap)
     ]
@@ -180,7 +240,9 @@ def check_known_changes(spec: AttentionSpec, understood: tuple[type[ScoreChange]
     own = "score changes that have a kind of their own"
     return [
         Reason(
-            rule=own if isinstance(change, Unusual) else "score changes that this kernel applies", observed=change.words
+            code=Code.SCORE_CHANGE,
+            rule=own if isinstance(change, Unusual) else "score changes that this kernel applies",
+            observed=change.words,
         )
         for change in unknown
     ]
@@ -190,14 +252,28 @@ def check_weights_unread(spec: AttentionSpec) -> list[Reason]:
     if not spec.returns_weights:
         return []
     remedy = "call the model with output_attentions=False (nn.MultiheadAttention: need_weights=False)"
-    return [Reason(rule="the attention weights have no other reader", observed="they are returned", remedy=remedy)]
+    return [
+        Reason(
+            code=Code.WEIGHTS_READ,
+            rule="the attention weights have no other reader",
+            observed="they are returned",
+            remedy=remedy,
+        )
+    ]
 
 
 def check_scale(spec: AttentionSpec) -> list[Reason]:
     """Masked scores are -inf before they are scaled, and a row's largest score is looked for before that too."""
     if spec.score.scale > 0:
         return check_largest_scale(spec)
-    return [Reason(rule="the scale is positive", observed=f"{spec.score.scale:g}", remedy="put its sign into q")]
+    return [
+        Reason(
+            code=Code.SCALE,
+            rule="the scale is positive",
+            observed=f"{spec.score.scale:g}",
+            remedy="put its sign into q",
+        )
+    ]
 
 
 def check_largest_scale(spec: AttentionSpec) -> list[Reason]:
@@ -208,7 +284,7 @@ def check_largest_scale(spec: AttentionSpec) -> list[Reason]:
     if abs(spec.score.scale) <= LARGEST_SCALE:
         return []
     rule, remedy = f"the scale is at most {LARGEST_SCALE:g}", "scale q in the model, before the product"
-    return [Reason(rule=rule, observed=f"{spec.score.scale:g}", remedy=remedy)]
+    return [Reason(code=Code.SCALE, rule=rule, observed=f"{spec.score.scale:g}", remedy=remedy)]
 
 
 # ---- masks --------------------------------------------------------------------------------------------------------
@@ -237,7 +313,12 @@ def check_causal(spec: AttentionSpec) -> list[Reason]:
         return []
     remedy = STATIC if _static_if_symbolic(spec.seqlen_q, spec.seqlen_kv) else "pass as many queries as keys"
     return [
-        Reason(rule="the causal diagonal starts top left", observed=f"bottom right, {_lengths(spec)}", remedy=remedy)
+        Reason(
+            code=Code.DIAGONAL,
+            rule="the causal diagonal starts top left",
+            observed=f"bottom right, {_lengths(spec)}",
+            remedy=remedy,
+        )
     ]
 
 
@@ -246,14 +327,21 @@ def check_causal_alone(spec: AttentionSpec) -> list[Reason]:
     if not spec.mask.is_causal or additive(spec) is None:
         return []
     remedy = "put the diagonal into the mask tensor"
-    return [Reason(rule="a causal mask or a mask tensor, not both", observed=spec.mask.words, remedy=remedy)]
+    return [
+        Reason(
+            code=Code.CAUSAL_AND_TENSOR,
+            rule="a causal mask or a mask tensor, not both",
+            observed=spec.mask.words,
+            remedy=remedy,
+        )
+    ]
 
 
 def check_masks(spec: AttentionSpec) -> list[Reason]:
     """A kind that neither a flag nor a tensor says is refused: what can't be applied must not be dropped."""
     remedy = "build the mask from comparisons of positions, or pass none"
     return [
-        Reason(rule="the mask is causal, a tensor, or both", observed=kind.words, remedy=remedy)
+        Reason(code=Code.MASK_KIND, rule="the mask is causal, a tensor, or both", observed=kind.words, remedy=remedy)
         for kind in spec.mask.held
         if additive(spec) is None
     ]
@@ -265,7 +353,7 @@ def check_no_tensor(spec: AttentionSpec) -> list[Reason]:
     if tensor is None:
         return []
     remedy = "pass is_causal=True or no mask where the mask only says that"
-    return [Reason(rule="no mask tensor", observed=tensor.words, remedy=remedy)]
+    return [Reason(code=Code.MASK_TENSOR, rule="no mask tensor", observed=tensor.words, remedy=remedy)]
 
 
 def check_tensor(spec: AttentionSpec, *, dtypes: Iterable[str]) -> list[Reason]:
@@ -279,11 +367,13 @@ def check_tensor(spec: AttentionSpec, *, dtypes: Iterable[str]) -> list[Reason]:
     reasons = check_no_large_numbers(spec)
     pairs = (spec.batch, spec.num_heads_q, spec.seqlen_q, spec.seqlen_kv)
     if not dims.broadcasts(tensor.shape, pairs):
-        reasons.append(Reason(rule=f"the mask broadcasts to {_list(pairs)}", observed=_list(tensor.shape)))
+        reasons.append(
+            Reason(code=Code.MASK_SHAPE, rule=f"the mask broadcasts to {_list(pairs)}", observed=_list(tensor.shape))
+        )
     if tensor.dtype not in ("bool", *dtypes) and not _widens(tensor.dtype, spec.dtype):
         remedy = f"cast it to {spec.dtype} if rounding does it no harm (it does, to distances above 256)"
         rule = f"the mask is bool or {' or '.join(dict.fromkeys(dtypes))}"
-        reasons.append(Reason(rule=rule, observed=tensor.dtype, remedy=remedy))
+        reasons.append(Reason(code=Code.MASK_DTYPE, rule=rule, observed=tensor.dtype, remedy=remedy))
     return reasons
 
 
@@ -292,7 +382,14 @@ def check_one_tensor(spec: AttentionSpec) -> list[Reason]:
     if spec.mask.dense is None or spec.score.bias is None:
         return []
     observed = f"{spec.mask.dense.words} and {spec.score.bias.words}"
-    return [Reason(rule="one tensor is added to the scores", observed=observed, remedy="add them up in the model")]
+    return [
+        Reason(
+            code=Code.TWO_TENSORS,
+            rule="one tensor is added to the scores",
+            observed=observed,
+            remedy="add them up in the model",
+        )
+    ]
 
 
 def check_no_large_numbers(spec: AttentionSpec) -> list[Reason]:
@@ -304,10 +401,14 @@ def check_no_large_numbers(spec: AttentionSpec) -> list[Reason]:
     remedy = "mask the other keys instead, by truth values or -inf; a number that all keys get changes no weight"
     rule = f"with gradients, numbers of at most {largest:g} are added to the scores of a {spec.dtype} site"
     large = [kind for kind in spec.score.proved if scores.largest(kind) > largest]
-    reasons = [Reason(rule=rule, observed=kind.words, remedy=remedy) for kind in large]
+    reasons = [Reason(code=Code.LARGE_NUMBERS, rule=rule, observed=kind.words, remedy=remedy) for kind in large]
     if spec.score.softcap is not None and spec.score.softcap > largest:
         rule = f"with gradients, a softcap of at most {largest:g} for a {spec.dtype} site"
-        reasons.append(Reason(rule=rule, observed=f"{spec.score.softcap:g}", remedy="scale the scores less"))
+        reasons.append(
+            Reason(
+                code=Code.LARGE_NUMBERS, rule=rule, observed=f"{spec.score.softcap:g}", remedy="scale the scores less"
+            )
+        )
     return reasons
 
 
@@ -320,7 +421,7 @@ def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
     rule = "with gradients, numbers that mask leave each query some key"
     # Beside what is added, truth values would become numbers of the same tensor.
     remedy = None if spec.score.added else "give the mask as truth values"
-    return [Reason(rule=rule, observed=spec.mask.reason or spec.mask.words, remedy=remedy)]
+    return [Reason(code=Code.KEYLESS_ROWS, rule=rule, observed=spec.mask.reason or spec.mask.words, remedy=remedy)]
 
 
 def _may_lack_keys(spec: AttentionSpec) -> bool:
@@ -338,13 +439,13 @@ def check_no_bias_gradient(spec: AttentionSpec) -> list[Reason]:
     if bias is None or not (bias.requires_grad and spec.needs_grad):
         return []
     remedy = "freeze the bias, or run under torch.no_grad()"
-    return [Reason(rule="the bias needs no gradient", observed=bias.words, remedy=remedy)]
+    return [Reason(code=Code.BIAS_GRADIENT, rule="the bias needs no gradient", observed=bias.words, remedy=remedy)]
 
 
 def lengths_reason(spec: AttentionSpec, rule: str) -> Reason:
     """A refusal for the two lengths; where they are symbolic, the remedy is to make them static."""
     remedy = _static_if_symbolic(spec.seqlen_q, spec.seqlen_kv)
-    return Reason(rule=rule, observed=_lengths(spec), remedy=remedy)
+    return Reason(code=Code.DIAGONAL, rule=rule, observed=_lengths(spec), remedy=remedy)
 
 
 def _is_bottom_right_of_one_row(spec: AttentionSpec) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.shared import limits
 from attn_compiler.spec import AttentionSpec, TensorSpec
@@ -28,7 +29,7 @@ def check_spans(spec: AttentionSpec) -> list[Reason]:
     if not far:
         return []
     rule = f"tensors reach over at most {REACH} elements: offsets are of 32 bits ({_CUTE})"
-    return [Reason(rule=rule, observed=", ".join(far), remedy=_SPLIT)]
+    return [Reason(code=Code.TOO_LARGE, rule=rule, observed=", ".join(far), remedy=_SPLIT)]
 
 
 def check_efficient(spec: AttentionSpec) -> list[Reason]:
@@ -38,12 +39,14 @@ def check_efficient(spec: AttentionSpec) -> list[Reason]:
         for name, tensor in (("q", spec.q), ("k", spec.k), ("v", spec.v))
         if any(isinstance(stride, int) and stride >= REACH for stride in tensor.strides[1:3])
     ]
-    reasons = [Reason(rule=f"strides of heads and positions are below {REACH}", observed=n) for n in far]
+    reasons = [
+        Reason(code=Code.TOO_LARGE, rule=f"strides of heads and positions are below {REACH}", observed=n) for n in far
+    ]
     tensor, pairs = limits.additive(spec), _product(spec.seqlen_q, spec.seqlen_kv)
     has_rows = tensor is not None and (1, *tensor.shape)[-2] != 1
     if pairs >= REACH and (has_rows or spec.score.dropout_p):
         rule = f"with a mask or dropout, below {REACH} pairs of a head: offsets are of 32 bits ({_EFFICIENT})"
-        reasons.append(Reason(rule=rule, observed=f"{spec.seqlen_q} x {spec.seqlen_kv}"))
+        reasons.append(Reason(code=Code.TOO_LARGE, rule=rule, observed=f"{spec.seqlen_q} x {spec.seqlen_kv}"))
     return reasons
 
 

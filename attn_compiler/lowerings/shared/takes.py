@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.shared import limits, parts
 from attn_compiler.lowerings.shared.limits import LAST_SM
@@ -82,7 +83,7 @@ def check_gpu(takes: Takes, target: Target) -> list[Reason]:
     if reasons or any(first <= target.sm <= last for first, last in takes.sms):
         return reasons
     ranges = (f"sm{first}" + (f" to sm{last}" if last != first else "") for first, last in takes.sms)
-    return [Reason(rule=f"GPU architecture {' or '.join(ranges)}", observed=f"sm{target.sm}")]
+    return [Reason(code=Code.ARCHITECTURE, rule=f"GPU architecture {' or '.join(ranges)}", observed=f"sm{target.sm}")]
 
 
 def refused(takes: Takes, spec: AttentionSpec) -> list[Reason]:
@@ -119,13 +120,13 @@ def _check_one_pointwise(spec: AttentionSpec) -> list[Reason]:
     found = [change.words for change in spec.score.changes if isinstance(change, Pointwise)]
     if len(found) < 2:
         return []
-    return [Reason(rule="each score is changed once by itself", observed=", ".join(found))]
+    return [Reason(code=Code.SCORE_CHANGE, rule="each score is changed once by itself", observed=", ".join(found))]
 
 
 def _check_no_sinks(spec: AttentionSpec) -> list[Reason]:
     if spec.score.sinks is None:
         return []
-    return [Reason(rule="no attention sinks", observed="one learned logit a head joins the softmax")]
+    return [Reason(code=Code.SINKS, rule="no attention sinks", observed="one learned logit a head joins the softmax")]
 
 
 def _check_scale(takes: Takes, spec: AttentionSpec) -> list[Reason]:
@@ -147,14 +148,16 @@ def _check_no_gradient(spec: AttentionSpec) -> list[Reason]:
     if not spec.needs_grad:
         return []
     remedy = "decode under torch.no_grad() or torch.inference_mode()"
-    return [Reason(rule="no gradient is needed", observed="the output is differentiated", remedy=remedy)]
+    return [
+        Reason(code=Code.GRADIENT, rule="no gradient is needed", observed="the output is differentiated", remedy=remedy)
+    ]
 
 
 def _check_no_dropout(spec: AttentionSpec) -> list[Reason]:
     if not spec.score.dropout_p:
         return []
     remedy = "set attention_dropout=0.0 in the model's config, or call model.eval()"
-    return [Reason(rule="no dropout", observed=f"{spec.score.dropout_p:g}", remedy=remedy)]
+    return [Reason(code=Code.DROPOUT, rule="no dropout", observed=f"{spec.score.dropout_p:g}", remedy=remedy)]
 
 
 def _check_known_sizes(spec: AttentionSpec) -> list[Reason]:
@@ -167,7 +170,7 @@ def _check_known_sizes(spec: AttentionSpec) -> list[Reason]:
     if not unknown:
         return []
     rule = "every size and stride is known: a plan serves one shape, and none is built while a step runs"
-    return [Reason(rule=rule, observed=unknown[0], remedy=limits.STATIC)]
+    return [Reason(code=Code.SYMBOLIC, rule=rule, observed=unknown[0], remedy=limits.STATIC)]
 
 
 def _check_tensors(takes: Takes, spec: AttentionSpec) -> list[Reason]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.passes import axes, constants, operands, views
 from attn_compiler.passes.axes import Atom, AxisError, Dim, Dims
 from attn_compiler.passes.mirror import Mirror
@@ -50,14 +51,24 @@ def match_call(mirror: Mirror, call: Call) -> Match:
         return _match(mirror, call, q, k, v)
     except AxisError as error:
         raise Refused(
-            rule="every axis of q, k, v and the mask is known", observed=str(error), at=call.anchor, progress=2
+            code=Code.AXES,
+            rule="every axis of q, k, v and the mask is known",
+            observed=str(error),
+            at=call.anchor,
+            progress=2,
         ) from error
 
 
 def _tensor(anchor: fx.Node, name: str) -> fx.Node:
     node = views.argument(anchor, name)
     if not isinstance(node, fx.Node) or views.value(node).dim() < 2:
-        raise Refused(rule="q, k and v have at least 2 dimensions", observed=f"{name} is {node}", at=anchor, progress=0)
+        raise Refused(
+            code=Code.ARGUMENTS,
+            rule="q, k and v have at least 2 dimensions",
+            observed=f"{name} is {node}",
+            at=anchor,
+            progress=0,
+        )
     return node
 
 
@@ -146,6 +157,7 @@ def _scale(mirror: Mirror, anchor: fx.Node, d_qk: Atom) -> tuple[float, tuple[Fa
     if given is None:
         if not d_qk.size.is_Integer:
             raise Refused(
+                code=Code.ARGUMENTS,
                 rule="the default scale needs a static head dim",
                 observed=f"head dim {d_qk.size}",
                 remedy="mark the head dim static, or pass scale=",
@@ -158,13 +170,21 @@ def _scale(mirror: Mirror, anchor: fx.Node, d_qk: Atom) -> tuple[float, tuple[Fa
         return known, ()
     if isinstance(given, fx.Node) and mirror.dynamo_node(given) is not None:
         return 1.0, (Factor(node=given),)
-    raise Refused(rule="scale is a number of the graph", observed=f"scale {given}", at=anchor, progress=1)
+    raise Refused(
+        code=Code.ARGUMENTS, rule="scale is a number of the graph", observed=f"scale {given}", at=anchor, progress=1
+    )
 
 
 def _number(given: Any, anchor: fx.Node) -> float:
     if isinstance(given, (int, float)):
         return given
-    raise Refused(rule="dropout_p is known while compiling", observed=f"dropout_p {given}", at=anchor, progress=1)
+    raise Refused(
+        code=Code.ARGUMENTS,
+        rule="dropout_p is known while compiling",
+        observed=f"dropout_p {given}",
+        at=anchor,
+        progress=1,
+    )
 
 
 def _mask(mirror: Mirror, call: Call, score_dims: Dims) -> Term | None:

@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.passes import axes, relevance, views
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.patterns import sdpa_call
@@ -67,6 +68,7 @@ def _output(mirror: Mirror, anchor: fx.Node) -> fx.Node:
         if index != 0 and readers:
             name = names[index] if isinstance(index, int) else ""
             raise Refused(
+                code=Code.OTHER_OUTPUT,
                 rule="of the kernel's outputs only the attention's is used",
                 observed=f"{name or f'output {index}'} is used by {readers[0].name}",
                 at=node,
@@ -75,6 +77,7 @@ def _output(mirror: Mirror, anchor: fx.Node) -> fx.Node:
     found = [node for node in outputs if node.args[1] == 0]
     if len(found) != 1:
         raise Refused(
+            code=Code.OTHER_OUTPUT,
             rule="the attention's output is taken out of the call once",
             observed=f"{len(found)} times",
             at=anchor,
@@ -118,4 +121,4 @@ def _value(anchor: fx.Node, name: str) -> torch.Tensor:
 
 
 def _refuse(anchor: fx.Node, rule: str, observed: str) -> NoReturn:
-    raise Refused(rule=rule, observed=observed, remedy=_REMEDY, at=anchor, progress=2)
+    raise Refused(code=Code.ARGUMENTS, rule=rule, observed=observed, remedy=_REMEDY, at=anchor, progress=2)

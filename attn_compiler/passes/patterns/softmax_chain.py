@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.passes import axes, contraction, gradients, mutation, operands, views
 from attn_compiler.passes.axes import Atom, AxisError, Dim, Dims
 from attn_compiler.passes.contraction import Contraction
@@ -34,7 +35,7 @@ def match(mirror: Mirror, anchor: fx.Node) -> Match:
         return _match(mirror, anchor, product, steps, way)
     except AxisError as error:
         rule = "every axis and every step of the scores can be followed"
-        raise Refused(rule=rule, observed=str(error), at=anchor, progress=4) from error
+        raise Refused(code=Code.AXES, rule=rule, observed=str(error), at=anchor, progress=4) from error
 
 
 def _to_product(mirror: Mirror, anchor: fx.Node) -> tuple[Contraction, list[Step]]:
@@ -45,6 +46,7 @@ def _to_product(mirror: Mirror, anchor: fx.Node) -> tuple[Contraction, list[Step
         return found
     depth, stopped = max(deepest, key=lambda d: d[0])
     raise Refused(
+        code=Code.BEFORE_SOFTMAX,
         rule="between the product q kᵀ and the softmax stand only scales, masks, biases, softcap, casts and views",
         observed=f"{stopped.target if stopped.op == 'call_function' else stopped.op} ({stopped.name})",
         at=stopped,
@@ -133,6 +135,7 @@ def _check_addend(mirror: Mirror, product: Contraction) -> None:
     addend = product.node.args[0]
     if product.beta == 0 and isinstance(addend, fx.Node) and gradients.known(mirror, addend):
         raise Refused(
+            code=Code.PRODUCT_ADDS,
             rule="what a product adds takes part in the result, or wants no gradient",
             observed=f"{product.node.name} adds it with beta=0",
             at=product.node,
@@ -160,6 +163,7 @@ def _roles(anchor: fx.Node, product: Contraction, meaning: dict[int, Dim], key: 
             batch = [label for label in product.out_labels if label not in k_free and label != query]
             return right, axes.resolve(meaning[query]), tuple(meaning[label] for label in batch)
     raise Refused(
+        code=Code.SOFTMAX_AXIS,
         rule="the softmax runs over exactly the free axis of one operand of the product: the keys",
         observed=f"softmax over axes {key} of scores from {product.node.name}",
         at=anchor,
@@ -174,6 +178,7 @@ def _check_readers(mirror: Mirror, anchor: fx.Node, product: Contraction, steps:
         for user in mirror.readers(node):
             if user not in allowed and views.reads_elements(user, node):
                 raise Refused(
+                    code=Code.SCORES_READ,
                     rule="the scores have no reader besides the softmax",
                     observed=f"{user.name} reads {node.name}",
                     at=user,
@@ -209,6 +214,7 @@ def _values(
     contracted = [a for label in weighted.contracted for a in axes.resolve(meaning[label])]
     if contracted != list(axes.resolve(key)):
         raise Refused(
+            code=Code.SOFTMAX_AXIS,
             rule="the product with v contracts the axis that the softmax ran over",
             observed=f"it contracts {contracted}, the softmax ran over {key}",
             at=weighted.node,

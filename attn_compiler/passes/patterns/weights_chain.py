@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.passes import axes, constants, contraction, mutation, views
 from attn_compiler.passes.axes import AxisError, Dims
 from attn_compiler.passes.contraction import Contraction
@@ -59,6 +60,7 @@ def to_values(mirror: Mirror, anchor: fx.Node) -> Way:
             if _carried(mirror, user) is path[-1]:
                 paths.append([*path, user])
     raise Refused(
+        code=Code.AFTER_SOFTMAX,
         rule="the softmax is followed by a product with v, after views, casts, dropout and the scores' own mask only",
         observed=f"{furthest.name} is used by {', '.join(u.name for u in furthest.users) or 'nothing'}",
         at=furthest,
@@ -130,7 +132,13 @@ def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores) -> Dims:
                 raise AxisError(f"{node.name} masks the weights before the sink column is dropped")
             _check_masked_before(mirror, node, zeroed, dims, scores)
     if column:
-        raise Refused(rule="the sink column is dropped again", observed="it reaches the values", at=anchor, progress=4)
+        raise Refused(
+            code=Code.SINK_COLUMN,
+            rule="the sink column is dropped again",
+            observed="it reaches the values",
+            at=anchor,
+            progress=4,
+        )
     return dims
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from attn_compiler import torch_compat, torch_packed, torch_tracing
+from attn_compiler.codes import Code
 from attn_compiler.passes import faults, match, mutation, recover, select, views
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.unit import Unit, module_path, source_line
@@ -55,14 +56,21 @@ def _check_graph(unit: Unit) -> None:
     rule = "the attentions are calls of the captured graph itself"
     if unit.is_body:
         remedy = "train without gradient checkpointing"
-        raise KeepsPadding(rule, f"attention is in the body {unit.name}", remedy=remedy)
+        raise KeepsPadding(Code.PADDING_OTHER_CALLS, rule, f"attention is in the body {unit.name}", remedy=remedy)
     if unit.callees:
         names = ", ".join(body.name for _, body in unit.callees)
-        raise KeepsPadding(rule, f"attention is in the body {names}", remedy="train without gradient checkpointing")
+        raise KeepsPadding(
+            Code.PADDING_OTHER_CALLS,
+            rule,
+            f"attention is in the body {names}",
+            remedy="train without gradient checkpointing",
+        )
     if unit.spelled or unit.local:
-        raise KeepsPadding(rule, "FlexAttention, a library's kernel or DTensors")
+        raise KeepsPadding(Code.PADDING_OTHER_CALLS, rule, "FlexAttention, a library's kernel or DTensors")
     if unit.options.fp8_recipe is not None:
-        raise KeepsPadding("attention runs in the model's own dtype", "an fp8_recipe is given")
+        raise KeepsPadding(
+            Code.PADDING_OTHER_CALLS, "attention runs in the model's own dtype", "an fp8_recipe is given"
+        )
 
 
 def _run(unit: Unit, mirror: Mirror) -> Packed:
@@ -169,6 +177,7 @@ def _check_no_cache(unit: Unit, node: fx.Node) -> None:
     operands = {x for site in unit.sites for x in site.match.anchor.args[1:3] if isinstance(x, fx.Node)}
     if mutation.storages(node) & set().union(*map(mutation.storages, operands)):
         raise KeepsPadding(
+            Code.PADDING_CACHE,
             "no cache of keys and values is given back",
             node.name,
             at=node,
@@ -244,7 +253,10 @@ def _check_gone(unit: Unit, maker: Maker) -> None:
             lost = None if node is None else maker.analysis.value(node).lost
             users = ", ".join(user.name for user in maker.copies[dynamo].users) or "nothing"
             raise lost or KeepsPadding(
-                "what reads packed tokens is looked into", f"{dynamo.name}, read by {users}", at=node
+                Code.PADDING_OUT_OF_REACH,
+                "what reads packed tokens is looked into",
+                f"{dynamo.name}, read by {users}",
+                at=node,
             )
 
 
@@ -256,7 +268,7 @@ def _check_drawn_once(maker: Maker) -> None:
             continue
         if owner not in maker.erased or Need(need.node, "plain") in maker.made:
             rule = "random numbers are drawn once"
-            raise KeepsPadding(rule, f"{need.node.name} is read at padding, too", at=need.node)
+            raise KeepsPadding(Code.PADDING_DRAWN, rule, f"{need.node.name} is read at padding, too", at=need.node)
 
 
 def _dropout(maker: Maker) -> bool:
@@ -295,9 +307,11 @@ def _looked_at(unit: Unit, graph: fx.Graph) -> Unit:
         decision = site.decision
         if decision is None or decision.lowering == select.UNTOUCHED:
             said = "; ".join(f"{r.lowering}: {r.reasons[0]}" for r in decision.refusals) if decision else "none"
-            raise KeepsPadding("a kernel leaves out pairs of tokens of two rows", said)
+            raise KeepsPadding(Code.PADDING_NO_KERNEL, "a kernel leaves out pairs of tokens of two rows", said)
     if len(trial.sites) != len(unit.sites):
-        raise KeepsPadding("each packed attention is understood", f"{len(trial.sites)} of {len(unit.sites)}")
+        raise KeepsPadding(
+            Code.PADDING_NO_KERNEL, "each packed attention is understood", f"{len(trial.sites)} of {len(unit.sites)}"
+        )
     return trial
 
 

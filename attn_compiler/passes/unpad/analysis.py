@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.passes import axes, views
 from attn_compiler.passes.axes import Atom, AxisError, Dims
 from attn_compiler.passes.mirror import Mirror
@@ -29,9 +30,13 @@ class Analysis:
     def __init__(self, mirror: Mirror, padding: Padding, bands: Mapping[Site, Band]) -> None:
         shape = axes.shape_exprs(views.value(padding.tensor.node))
         if len(shape) != 2:
-            raise KeepsPadding("the mask has an axis of rows and one of positions", f"shape {tuple(shape)}")
+            raise KeepsPadding(
+                Code.PADDING_MASK, "the mask has an axis of rows and one of positions", f"shape {tuple(shape)}"
+            )
         if axes.ONE in shape:
-            raise KeepsPadding("a batch has more than one row and more than one position", f"the mask is {shape}")
+            raise KeepsPadding(
+                Code.PADDING_MASK, "a batch has more than one row and more than one position", f"the mask is {shape}"
+            )
         self.mirror = mirror
         self.padding = padding
         self.batch, self.seq = Atom(shape[0]), Atom(shape[1])
@@ -145,7 +150,10 @@ class Analysis:
         band = self._bands.get(node)
         if band is None:
             return Value(
-                kind=Kind.LOST, lost=KeepsPadding(POSITION_WISE, "an attention that was not understood", at=node)
+                kind=Kind.LOST,
+                lost=KeepsPadding(
+                    Code.PADDING_OTHER_CALLS, POSITION_WISE, "an attention that was not understood", at=node
+                ),
             )
         operands = [x for x in node.args[:3] if isinstance(x, fx.Node)]
         for x in operands:
@@ -154,12 +162,12 @@ class Analysis:
             found = list(axes.resolve(by_rows)), list(axes.resolve(by_positions))
             if value.packed is None or found != ([self.batch], [self.seq]):
                 rule = "q, k and v are (rows, heads, positions, head dim) of the tokens that the mask is of"
-                why = KeepsPadding(rule, f"not {x.name}: a cache, or other tokens", at=node)
+                why = KeepsPadding(Code.PADDING_TOKENS, rule, f"not {x.name}: a cache, or other tokens", at=node)
                 return Value(kind=Kind.LOST, lost=why)
         if self._inputs[operands[0]] != self._inputs[operands[1]]:
             # The mask tells of the keys' tokens alone. Queries may be others, in a batch of the same sizes.
             rule = "queries and keys are of the same tokens"
-            why = KeepsPadding(rule, "queries and keys are made of different inputs", at=node)
+            why = KeepsPadding(Code.PADDING_TOKENS, rule, "queries and keys are made of different inputs", at=node)
             return Value(kind=Kind.LOST, lost=why)
         if band.counts_positions:
             self.facts[node] = exits.side_by_side()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.passes import axes
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.unpad.making import Maker
@@ -36,7 +37,7 @@ def _numbers(maker: Maker, node: fx.Node) -> Number | tuple[Number, ...]:
     if isinstance(value, (tuple, list)):
         return tuple(_number(maker, size) for size in value)
     if not isinstance(value, (int, torch.SymInt)):
-        raise KeepsPadding("a packed value is asked for nothing but sizes", node.name)
+        raise KeepsPadding(Code.PADDING_SIZES, "a packed value is asked for nothing but sizes", node.name)
     return _number(maker, value)
 
 
@@ -47,7 +48,7 @@ def _number(maker: Maker, size: int | torch.SymInt) -> Number:
     for axis, atom in enumerate((maker.analysis.batch, maker.analysis.seq)):
         if axes.same_size(expr, atom.size):
             return maker.whole_size(axis)
-    raise KeepsPadding("sizes besides those of the batch are known", str(expr))
+    raise KeepsPadding(Code.PADDING_SIZES, "sizes besides those of the batch are known", str(expr))
 
 
 def _replace(copy: fx.Node, value: Number | tuple[Number, ...]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.unpad.exits import Fact
 from attn_compiler.passes.unpad.masks import Padding
@@ -41,7 +42,9 @@ def graph(module: fx.GraphModule, mirror: Mirror, padding: Padding, facts: Seque
 def _dynamo(mirror: Mirror, node: fx.Node) -> fx.Node:
     found = mirror.dynamo_node(node)
     if found is None:
-        raise KeepsPadding("what is asked at run time is a value of the captured graph", node.name, at=node)
+        raise KeepsPadding(
+            Code.PADDING_OUT_OF_REACH, "what is asked at run time is a value of the captured graph", node.name, at=node
+        )
     return found
 
 
@@ -59,7 +62,9 @@ def _check_unwritten(mirror: Mirror, roots: Sequence[fx.Node]) -> None:
             writers = mirror.writers_into(node).nodes if isinstance(node.meta.get("val"), torch.Tensor) else []
             if any(mirror.order(writer) < mirror.order(root) for writer in writers):
                 rule = "nothing writes in place to what is asked at run time"
-                raise KeepsPadding(rule, f"{writers[0].target} writes to {node.name}", at=writers[0])
+                raise KeepsPadding(
+                    Code.PADDING_WRITTEN, rule, f"{writers[0].target} writes to {node.name}", at=writers[0]
+                )
 
 
 def _above(mirror: Mirror, roots: Sequence[fx.Node]) -> set[fx.Node]:
@@ -73,7 +78,7 @@ def _above(mirror: Mirror, roots: Sequence[fx.Node]) -> set[fx.Node]:
             continue
         if node.op not in ("call_function", "call_method") or not mirror.computes_only(node) or len(found) > _MOST:
             rule = "what is asked at run time is made of the inputs by a few ops"
-            raise KeepsPadding(rule, f"{node.name} is in between")
+            raise KeepsPadding(Code.PADDING_OUT_OF_REACH, rule, f"{node.name} is in between")
         found.add(node)
         waiting.extend(node.all_input_nodes)
     return found

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.passes import axes
 from attn_compiler.passes.axes import Atom, Dim, Dims
 from attn_compiler.passes.unpad.refusing import POSITION_WISE, KeepsPadding
@@ -72,7 +73,7 @@ def _arguments(node: fx.Node, changed: Mapping[str, Any]) -> tuple[tuple[Any, ..
 
 
 def refused(node: fx.Node, observed: str, remedy: str | None = None) -> KeepsPadding:
-    return KeepsPadding(POSITION_WISE, f"{node.target}: {observed}", at=node, remedy=remedy)
+    return KeepsPadding(Code.MIXES_POSITIONS, POSITION_WISE, f"{node.target}: {observed}", at=node, remedy=remedy)
 
 
 # ---- forms of operands ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from attn_compiler import torch_snapshots, torch_tracing
+from attn_compiler.codes import Code
 from attn_compiler.passes import axes, regions
 from attn_compiler.passes.axes import Dims
 from attn_compiler.passes.mirror import Mirror
@@ -91,23 +92,31 @@ class Maker:
             return _unpacked(self.analysis, need.node)
         if need.form == "packed":
             if value.packed is None:
-                raise KeepsPadding("what is packed has rows and positions", need.node.name, at=need.node)
+                raise KeepsPadding(
+                    Code.PADDING_OUT_OF_REACH, "what is packed has rows and positions", need.node.name, at=need.node
+                )
             return value.packed
         return self._plain(need.node)
 
     def _plain(self, node: fx.Node) -> Recipe:
         value = self.analysis.value(node)
         if not value.is_exact:
-            raise KeepsPadding("what is read at padding is made without attention", node.name, at=node)
+            raise KeepsPadding(
+                Code.PADDING_OUT_OF_REACH, "what is read at padding is made without attention", node.name, at=node
+            )
         own = self.mirror.dynamo_node(node)
         if value.kind is Kind.RETURNED and not self.is_kept(node):
             if value.returned is None:
-                raise KeepsPadding("what is made of packed tokens is made of them alone", node.name, at=node)
+                raise KeepsPadding(
+                    Code.PADDING_OUT_OF_REACH, "what is made of packed tokens is made of them alone", node.name, at=node
+                )
             return value.returned
         if own is not None:
             return Recipe(needs=(), make=lambda _, __: self.copies[own])
         if node.op != "call_function":
-            raise KeepsPadding("what is packed is a value of the captured graph", node.name, at=node)
+            raise KeepsPadding(
+                Code.PADDING_OUT_OF_REACH, "what is packed is a value of the captured graph", node.name, at=node
+            )
         return call(node, {})
 
     def is_kept(self, node: fx.Node) -> bool:
@@ -145,7 +154,7 @@ class Maker:
             later = [w for w, at in zip(*writers, strict=True) if at > self.mirror.order(node)]
             if later:
                 rule = "nothing writes in place to what is packed"
-                raise KeepsPadding(rule, f"{later[0].target} writes to {node.name}", at=later[0])
+                raise KeepsPadding(Code.PADDING_WRITTEN, rule, f"{later[0].target} writes to {node.name}", at=later[0])
 
     def drop(self, dynamo: fx.Node) -> None:
         """Erase the copy of one of Dynamo's own nodes, and what is only a number of it, which nothing reads any more."""
@@ -169,7 +178,12 @@ class Maker:
         """Insert at the place of a node, in its name."""
         owner = self.mirror.owner(need.node) or self.mirror.dynamo_node(need.node)
         if owner is None:
-            raise KeepsPadding("what is packed is a value of the captured graph", need.node.name, at=need.node)
+            raise KeepsPadding(
+                Code.PADDING_OUT_OF_REACH,
+                "what is packed is a value of the captured graph",
+                need.node.name,
+                at=need.node,
+            )
         copy = self.copies[owner]
         is_after = isinstance(need.form, Indexed) or owner.op in ("placeholder", "get_attr")
         place = self._after(copy) if is_after else copy
@@ -232,7 +246,7 @@ class Maker:
                 has_tokens = True
             elif atom is not self.analysis.batch:
                 if not atom.size.is_Integer:
-                    raise KeepsPadding("sizes besides those of the batch are known", str(atom.size))
+                    raise KeepsPadding(Code.PADDING_SIZES, "sizes besides those of the batch are known", str(atom.size))
                 others *= int(atom.size)
         if not has_tokens:
             return others

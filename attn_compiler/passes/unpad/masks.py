@@ -9,6 +9,7 @@ import torch
 
 from attn_compiler import index_expr as ix
 from attn_compiler import masks
+from attn_compiler.codes import Code
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.masks import Causal, KeyPadding, MaskKind, SlidingWindow
 from attn_compiler.passes.mutation import Version
@@ -59,12 +60,12 @@ def of(sites: Sequence[Site]) -> tuple[Padding, list[Band]]:
         found = padding
         bands.append(band)
     if found is None:
-        raise KeepsPadding("the graph has an attention that was understood", "none")
+        raise KeepsPadding(Code.PADDING_MASK, "the graph has an attention that was understood", "none")
     return found, bands
 
 
 def _refused(site: Site, observed: str, remedy: str | None = None) -> KeepsPadding:
-    return KeepsPadding(_RULE, observed, at=site.match.out, remedy=remedy)
+    return KeepsPadding(Code.PADDING_MASK, _RULE, observed, at=site.match.out, remedy=remedy)
 
 
 def _check_scores(site: Site, spec: AttentionSpec) -> None:

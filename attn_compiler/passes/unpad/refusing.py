@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 
 
@@ -13,9 +14,11 @@ class KeepsPadding(Exception):
     reason: why. at: the mirror node that is to blame; None if it is no node.
     """
 
-    def __init__(self, rule: str, observed: str, *, at: fx.Node | None = None, remedy: str | None = None) -> None:
+    def __init__(
+        self, code: Code, rule: str, observed: str, *, at: fx.Node | None = None, remedy: str | None = None
+    ) -> None:
         super().__init__(rule)
-        self.reason = Reason(rule=rule, observed=observed, remedy=remedy)
+        self.reason = Reason(code=code, rule=rule, observed=observed, remedy=remedy)
         self.at = at
 
 

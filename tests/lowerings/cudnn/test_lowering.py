@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.index_expr import Const
 from attn_compiler.lowerings import by_name
@@ -219,7 +220,9 @@ def test_cudnns_refusal_sends_the_site_on_with_its_message(frontend: Frontend) -
     assert decision.lowering == "triton"
     (refusal,) = decision.refusals
     assert refusal.lowering == "cudnn"
-    assert refusal.reasons == (Reason(rule="cuDNN builds a plan", observed="no engine for this head dim"),)
+    assert refusal.reasons == (
+        Reason(code=Code.NO_PLAN, rule="cuDNN builds a plan", observed="no engine for this head dim"),
+    )
 
 
 def test_a_shape_that_fails_only_in_the_backward_is_caught(frontend: Frontend) -> None:

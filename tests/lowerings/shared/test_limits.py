@@ -120,8 +120,8 @@ def test_a_machine_without_the_kernel_is_the_only_reason() -> None:
 
 
 def test_cpu_flash_runs_on_the_cpu_alone() -> None:
-    assert words(by_name("sdpa_cpu_flash").unavailable(H200)) == "runs on the CPU; observed device cuda"
-    assert "on cpu; observed device cuda" in words(by_name("sdpa_cpu_flash").why_not(make_spec(), CPU))
+    assert words(by_name("sdpa_cpu_flash").unavailable(H200)) == "runs on the CPU; observed device cuda (AC102)"
+    assert "on cpu; observed device cuda (AC102)" in words(by_name("sdpa_cpu_flash").why_not(make_spec(), CPU))
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,10 @@ def test_dropout() -> None:
     assert takes("sdpa_flash", dropout_p=0.1)
     assert takes("sdpa_efficient", dropout_p=0.1)
     reasons = why_not("sdpa_cpu_flash", make_spec(dropout_p=0.1))
-    assert reasons == "no dropout; observed 0.1; set attention_dropout=0.0 in the model's config, or call model.eval()"
+    assert (
+        reasons
+        == "no dropout; observed 0.1; set attention_dropout=0.0 in the model's config, or call model.eval() (AC213)"
+    )
 
 
 @pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_efficient"])

@@ -1,0 +1,83 @@
+"""Pages of codes: there is one for each, and its example gives that code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+import attn_compiler.__main__ as command_line
+from attn_compiler.code_pages import PAGES, SECTIONS, Kind, Page, page_of
+from attn_compiler.codes import Code
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: codes that no small program on a CPU meets: what it takes stands on the page
+TOLD = frozenset(
+    {
+        # A GPU and a library.
+        *(Code.NO_PLAN, Code.NOT_COMPILED, Code.CUDNN_REFUSED, Code.LIBRARY_ARGUMENTS),
+        # Several processes.
+        *(Code.SHARDED_SEQUENCE, Code.PLACEMENTS, Code.SHARDED_DROPOUT, Code.UNEQUAL_SHARES, Code.NO_LOCAL_ATTENTION),
+        # A fault of ours, or of the compiler.
+        *(Code.FAULT, Code.COMPILER_REFUSED, Code.PASS_FAILED, Code.COMPILE_FAILED, Code.VERIFY_FAILED),
+        Code.VERIFICATION_MISMATCH,
+        # A model that is larger than an example.
+        *(Code.INSIDE_A_CALL, Code.CLOSED_TENSOR, Code.AUTOCAST_BODY),
+        *(Code.PADDING_SIZES, Code.PADDING_OUT_OF_REACH),
+    }
+)
+
+
+def _pages() -> Iterator[Page]:
+    for _, pages in SECTIONS:
+        yield from pages
+
+
+def test_every_code_has_one_page_in_the_order_of_codes() -> None:
+    assert [page.code for page in _pages()] == sorted(Code, key=str)
+    assert set(PAGES) == set(Code)
+    titles = [page.title for page in _pages()]
+    assert len(set(titles)) == len(titles)
+
+
+def test_pages_say_everything_in_sentences() -> None:
+    for page in _pages():
+        assert page.cause.endswith((".", "`.")), page.code
+        assert page.remedy.endswith((".", "`.")), page.code
+        assert not page.title.endswith("."), page.code
+
+
+def test_codes_without_an_example_to_run_are_known() -> None:
+    assert {page.code for page in _pages() if page.kind is Kind.TOLD} == TOLD
+
+
+@pytest.mark.parametrize("code", sorted(set(Code) - TOLD), ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_its_example_gives_the_code(code: Code) -> None:
+    # Imported here: with it come torch and the passes.
+    from website.examples import own_line
+
+    assert own_line(PAGES[code]) is not None
+
+
+def test_pages_come_without_torch() -> None:
+    code = "import sys; import attn_compiler.code_pages; print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"
+
+
+def test_a_page_is_found_by_its_code_in_any_case() -> None:
+    assert page_of("ac201") is PAGES[Code.DTYPE]
+    assert page_of("AC999") is None
+
+
+def test_the_command_line_prints_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["code", "ac201"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"AC201: {PAGES[Code.DTYPE].title}")
+    assert PAGES[Code.DTYPE].remedy in printed
+    assert command_line.main(["code", "AC999"]) == 2
