@@ -1,6 +1,7 @@
 """Sessions outside CI's default path: the public API on every torch that we support, and on the newest.
 
-nox                        all three
+nox                        the first three
+nox -s docs                the site, strictly, into build/site; after -- what mkdocs is to do: nox -s docs -- serve
 nox -s "api(2.11.0)"       one of them; arguments after -- go to pytest
 """
 
@@ -10,6 +11,7 @@ import nox
 
 # Fresh environments of their own: the pinned versions of constraints.txt are for one torch only.
 nox.options.default_venv_backend = "venv"
+nox.options.sessions = ["api"]
 
 TORCHES = {"2.11.0": "torch==2.11.0", "2.13.0": "torch==2.13.0", "newest": "torch>=2.13,<2.16"}
 
@@ -41,3 +43,10 @@ def api(session: nox.Session, torch: str) -> None:
     session.install("-e", ".[models]", "pytest", "pytest-xdist", "hypothesis")
     session.run("python", "-c", "import torch; print(torch.__version__)")
     session.run("python", "-m", "pytest", *(session.posargs or PUBLIC_API))
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the site, where any link that leads nowhere is an error; or serve it."""
+    session.install("-c", "constraints.txt", "-e", ".[docs]")
+    session.run("python", "-m", "mkdocs", *(session.posargs or ("build", "--strict")), env={"NO_MKDOCS_2_WARNING": "1"})

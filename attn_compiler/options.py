@@ -25,21 +25,22 @@ INNER_COMPILERS = ("inductor", "aot_eager", "eager")
 class Options:
     """Every option of ours, checked when built (InvalidOption).
 
-    lowering: use this one alone; a site that it refuses stays untouched, with the reasons in the report.
-    lowerings: consider only these, in this order. strict: whatever fails on our side raises; else it is a warning,
-    and what it failed on is compiled as the model made it.
-    dump_dir: write each pass's graphs there; the environment variable ATTN_COMPILER_DUMP_DIR is its default. "" means nowhere, as that of
-    the variable does; "." is the current directory.
-    check_invariants: verify the graph between passes. verify: on the first call of each graph, compare every recovered mask
-    and bias, every lowered output and what the graph gives with the model's own on the real inputs, and the gradients in its first
-    backward; VerificationMismatch if they differ. inner: what
-    compiles the rewritten graph; "aot_eager" and "eager" are for debugging and ignore Inductor's options. autotune: measure the
-    Triton kernels' tiles on each site's shape while compiling, and keep the fastest on disk; else they come from a table. fp8_recipe:
-    run attention in FP8 where the recipe applies and a kernel can (fp8_recipe.py); without it nothing does.
-    unpad: leave padding out: real tokens alone are computed, and what the graph gives is 0 at padding (docs/unpad.md).
-    context_parallel: each rank has a part of every sequence; attention is that of the whole (docs/context_parallel.md).
+    lowering: use this one alone. A site that it refuses stays untouched, with the reasons in the report.
+    lowerings: consider only these, in this order.
+    strict: whatever fails on our side raises. Else it is a warning, and what it failed on is compiled as the model made it.
+    dump_dir: write each pass's graphs there. The environment variable ATTN_COMPILER_DUMP_DIR is its default. "" means nowhere, as that
+        of the variable does; "." is the current directory.
+    check_invariants: verify the graph between passes.
+    verify: on the first call of each graph, compare every recovered mask and bias, every lowered output and what the graph gives with the
+        model's own on the real inputs, and the gradients in its first backward. VerificationMismatch if they differ.
+    inner: what compiles the rewritten graph. "aot_eager" and "eager" are for debugging and ignore Inductor's options.
+    autotune: measure the Triton kernels' tiles on each site's shape while compiling, and keep the fastest on disk. Else they come from a
+        table.
+    fp8_recipe: run attention in FP8 where the recipe applies and a kernel can (fp8_recipe.py). Without it nothing does.
+    unpad: leave padding out. Real tokens alone are computed, and what the graph gives is 0 at padding (docs/unpad.md).
+    context_parallel: each rank has a part of every sequence. Attention is that of the whole (docs/context_parallel.md).
     cache_rewrites: keep on disk what the passes made of a graph, beside what Inductor keeps, and do it again in a later process instead of
-    running the passes. The environment variable ATTN_COMPILER_CACHE_REWRITES=0 is another default.
+        running the passes. The environment variable ATTN_COMPILER_CACHE_REWRITES=0 is another default.
     """
 
     lowering: str | None = None

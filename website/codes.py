@@ -1,0 +1,83 @@
+"""The pages of codes: docs/codes.md, which lists them, and a page for each, which only the site has.
+
+python -m website.codes > docs/codes.md
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from attn_compiler.code_pages import PAGES, SECTIONS, Kind, Page
+
+HEAD = """# Codes
+
+Each reason in a report, each miss and each error ends with a code, such as AC201. Here is what they mean, by kind. The site that
+`nox -s docs` builds has a page for each, with an example, and `python -m attn_compiler code AC201` prints that page.
+
+This list is made by `python -m website.codes > docs/codes.md`.
+"""
+
+_CODE = re.compile(r"\bAC[1-9]\d\d\b")
+_KINDS = {
+    Kind.DECISION: "One lowering is asked about one attention, on a made-up machine, so this needs no GPU:",
+    Kind.PROGRAM: "`attn_compiler.explain(model, *inputs)` says so of this program:",
+    Kind.RAISES: "This raises it:",
+}
+
+
+def listed() -> str:
+    """docs/codes.md."""
+    sections = []
+    for heading, pages in SECTIONS:
+        rows = "\n".join(f"| {page.code} | {page.title} | {_cell(page.remedy)} |" for page in pages)
+        sections.append(f"\n## {heading}\n\n| code | what | what to do |\n| --- | --- | --- |\n{rows}\n")
+    return HEAD + "".join(sections)
+
+
+def page(code: Page, line: str | None) -> str:
+    """The page of one code. line: what its example gives."""
+    parts = [
+        f"# {code.code}: {code.title}",
+        code.cause,
+        f"## What to do\n\n{code.remedy}",
+        "## Example",
+        _example(code, line),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _example(code: Page, line: str | None) -> str:
+    if code.kind is Kind.TOLD:
+        return code.example
+    names, said = "", _KINDS[code.kind]
+    if "\noptions = " in code.example:
+        said = said.replace("*inputs)", "*inputs, options=options)")
+    if code.kind is Kind.DECISION:
+        names = (
+            "\n\n`why_not` and `attention` are those of `website/examples.py`. Where nothing is said, the attention is in bfloat16 "
+            "and without a mask."
+        )
+    return f"{said}\n\n```python\n{code.example}\n```\n\nIt gives:\n\n```text\n{line}\n```{names}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def linked(markdown: str, folder: str, own: str | None = None) -> str:
+    """Codes in a page's text as links to their pages, outside of code. folder: from the page to the pages of codes."""
+    pieces = re.split(
+        r"(^```.*?^```$|`[^`\n]*`|\[[^\]]*\]\([^)]*\)|^#[^\n]*$)", markdown, flags=re.MULTILINE | re.DOTALL
+    )
+
+    def link(found: re.Match[str]) -> str:
+        name = found[0]
+        is_known = any(code.value == name for code in PAGES)
+        return f"[{name}]({folder}{name}.md)" if is_known and name != own else name
+
+    return "".join(piece if number % 2 else _CODE.sub(link, piece) for number, piece in enumerate(pieces))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(listed())

@@ -1,0 +1,222 @@
+"""docs/supported.md: which lowering runs where, on what, and which one an attention gets. Asked of the lowerings themselves.
+
+python -m website.supported > docs/supported.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+from attn_compiler import index_expr as ix
+from attn_compiler import masks, scores, torch_compat
+from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe
+from attn_compiler.index_expr import Index, Load
+from attn_compiler.lowerings import LOWERINGS, by_name
+from attn_compiler.options import Options
+from attn_compiler.passes.select import decide
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+from website.examples import attention, causal
+
+HEAD = """# Supported
+
+This page is made of the lowerings' own rules, by `python -m website.supported > docs/supported.md`. A test holds it against the code.
+Each cell was asked: would this lowering take such an attention on such a machine? What is refused for other reasons (a version that is
+known to be wrong, sizes that do not go together) says so in the report, with a [code](codes.md).
+"""
+
+_PER_TENSOR = CurrentScaling(granularity="tensor")
+_B, _K = Index("b"), Index("k")
+_FULL = masks.Dense(shape=(2, 1, 2048, 2048), dtype="bool")
+_ROWS = masks.Dense(shape=(2, 1, 1, 2048), dtype="bool")
+
+#: with every optional library
+MACHINES: dict[str, Target] = {
+    "CPU": Target.fake(device="cpu"),
+    "sm75": Target.fake(sm=75),
+    "sm80": Target.fake(sm=80, cudnn_frontend="1.23.0"),
+    "sm89": Target.fake(sm=89, cudnn_frontend="1.23.0"),
+    "sm90": Target.fake(sm=90, cudnn_frontend="1.23.0", flash_attn_4="4.0.0b36"),
+    "sm100": Target.fake(sm=100, cudnn_frontend="1.23.0", flash_attn_4="4.0.0b36"),
+    "sm120": Target.fake(sm=120, cudnn_frontend="1.23.0"),
+}
+#: without any
+BARE = {name: dataclasses.replace(target, cudnn_frontend="", flash_attn_4="") for name, target in MACHINES.items()}
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256, 512)
+
+
+def _site(**changes: object) -> AttentionSpec:
+    """2 × 16 heads × 2048 × 64, unless told otherwise."""
+    return attention(**{"heads": 16, "length": 2048, **changes})  # type: ignore[arg-type]
+
+
+def _masked(kind: masks.MaskKind, dense: masks.Dense = _FULL) -> masks.MaskSpec:
+    return masks.MaskSpec(kinds=(kind,), dense=dense)
+
+
+_WINDOW = masks.SlidingWindow(left=255, right=0)
+_PADDING = masks.KeyPadding(condition=ix.as_bool(Load("attention_mask", (_B, _K), "int")))
+_LENGTHS = masks.KeyBound(side="last", bound=Load("lengths", (_B,), "int"))
+_DOCUMENTS = masks.Document(of_key=Load("documents", (_B, _K), "int"))
+
+#: what an attention may have, and one that has it
+FEATURES: dict[str, dict[str, object]] = {
+    "training": {"needs_grad": True},
+    "dropout": {"needs_grad": True, "dropout": 0.125},
+    "fewer heads of k and v": {"heads_kv": 4},
+    "another head dim of v": {"head_dim": 128, "head_dim_v": 64},
+    "causal": {"mask": causal()},
+    "causal, from the last key": {"mask": causal(masks.Alignment.BOTTOM_RIGHT), "length": 1024, "length_kv": 2048},
+    "window": {"mask": _masked(_WINDOW)},
+    "padding": {"mask": _masked(_PADDING, _ROWS)},
+    "lengths of rows": {"mask": _masked(_LENGTHS, _ROWS)},
+    "documents": {"mask": _masked(_DOCUMENTS)},
+    "a mask that was not read": {"mask": masks.MaskSpec(dense=_FULL, reason="it comes in from outside of this graph")},
+    "learned bias, training": {
+        "needs_grad": True,
+        "bias": scores.DenseBias(shape=(1, 16, 2048, 2048), dtype="bfloat16"),
+    },
+    "softcap": {"changes": (scores.Softcap(cap=50.0),)},
+    "sinks": {"changes": (scores.Sinks(requires_grad=False),)},
+    "one query": {"length": 1, "length_kv": 2048},
+    "lengths that are symbols": {"length": "s0", "length_kv": "s0"},
+    "returned weights": {"returns_weights": True},
+}
+#: on a site of the model's own spelling
+_SPELLED_OUT = {"decomposed": True}
+
+
+def _dtype_of(lowering: str, target: Target) -> str | None:
+    """The first dtype that a lowering takes of a plain attention there; None if it takes none."""
+    return next((dtype for dtype in DTYPES if _takes(lowering, target, dtype=dtype)), None)
+
+
+def _takes(lowering: str, target: Target, **changes: object) -> bool:
+    return not by_name(lowering).why_not(_asked(lowering, target, changes), target)
+
+
+def _asked(lowering: str, target: Target, changes: Mapping[str, object]) -> AttentionSpec:
+    spec = _site(**{"device": target.device, **_usual(lowering), **changes, **_always(lowering)})
+    bias = spec.score.bias
+    if bias is None or bias.dtype == spec.dtype:
+        return spec
+    same = tuple(dataclasses.replace(x, dtype=spec.dtype) if x is bias else x for x in spec.score.changes)
+    return dataclasses.replace(spec, score=dataclasses.replace(spec.score, changes=same))
+
+
+def _usual(lowering: str) -> dict[str, object]:
+    """What a lowering needs where nothing else is said: FP8 a recipe, and `rows` a mask."""
+    if lowering.endswith("_fp8"):
+        return {"fp8": Fp8Recipe(scaling=_PER_TENSOR) if lowering == "cudnn_fp8" else Fp8Recipe()}
+    return {"mask": causal()} if lowering == "rows" else {"length_kv": 2048} if lowering == "decode" else {}
+
+
+def _always(lowering: str) -> dict[str, object]:
+    """`decode` is asked about one query, whatever else."""
+    return {"length": 1} if lowering == "decode" else {}
+
+
+def _of_lowerings() -> list[list[str]]:
+    rows = []
+    for lowering in _names():
+        dtypes = {name: found for name, target in MACHINES.items() if (found := _dtype_of(lowering, target))}
+        if not dtypes:
+            continue
+        # The last machine that it is made for stands for all.
+        name = "sm90" if "sm90" in dtypes else next(reversed(dtypes))
+        target, dtype = MACHINES[name], dtypes[name]
+        taken = [each for each in DTYPES if any(_takes(lowering, MACHINES[m], dtype=each) for m in dtypes)]
+        wide = [n for n in HEAD_DIMS if _takes(lowering, target, dtype=dtype, head_dim=n)]
+        features = [_takes(lowering, target, dtype=dtype, **changes) for changes in FEATURES.values()]
+        most = f"{wide[-1]}" if wide[-1] < HEAD_DIMS[-1] else "any"
+        rows.append(
+            [f"`{lowering}`", ", ".join(dtypes), ", ".join(taken), most, *("yes" if x else "–" for x in features)]
+        )
+    return rows
+
+
+def _names() -> Iterable[str]:
+    # What k and v are made of decides these two, and nothing speaks against the last one.
+    return (x.name for x in LOWERINGS if x.name not in ("decode_latent", "absorbed", "untouched", "reference_fp8"))
+
+
+def _chosen(target: Target, dtype: str, changes: Mapping[str, object]) -> str:
+    spec = _asked("", target, {"dtype": dtype, **changes})
+    if changes.get("changes"):
+        spec = dataclasses.replace(spec, **_SPELLED_OUT)
+    return decide(spec, target, Options()).lowering
+
+
+def _of_choices(machines: Mapping[str, Target], dtypes: Sequence[str]) -> list[list[str]]:
+    plain: dict[str, dict[str, object]] = {"no mask": {}}
+    return [
+        [
+            feature,
+            *(f"`{_chosen(target, dtype, changes)}`" for target, dtype in zip(machines.values(), dtypes, strict=True)),
+        ]
+        for feature, changes in (plain | FEATURES).items()
+    ]
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _turned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [list(row) for row in zip(*rows, strict=True)]
+
+
+def page() -> str:
+    """The whole page."""
+    by_lowering = _of_lowerings()
+    names, *cells = _turned(by_lowering)
+    heads = ["machines", "dtypes of q, k, v", "head dims up to", *FEATURES]
+    dtypes = ["float32" if name == "CPU" else "float16" if name == "sm75" else "bfloat16" for name in MACHINES]
+    machines = [f"{name}, {dtype}" for name, dtype in zip(MACHINES, dtypes, strict=True)]
+    oldest, limit = (".".join(map(str, bound)) for bound in (torch_compat.MINIMUM_TORCH, torch_compat.TORCH_LIMIT))
+    return f"""{HEAD}
+torch from {oldest} on, before {limit}. Architectures of GPUs: sm75 is Turing, sm80 A100, sm89 Ada, sm90 H100 and H200, sm100 B200, sm120
+RTX 50. Libraries: {_versions()}
+
+## What each lowering takes
+
+Asked about 2 x 16 heads of 64 and {_site().seqlen_q} positions, on sm90 or the newest that it runs on, and without gradients where nothing
+else is said; `decode` about one query. `untouched` takes everything: it leaves the attention as the model has it. `decode_latent` and
+`absorbed` serve [latent attention](mla.md).
+
+{_table(["", *names], [[head, *row] for head, row in zip(heads, cells, strict=True)])}
+
+## Which one is chosen
+
+The first lowering, in the order for that machine, that has nothing against the attention. `untouched` means that no other was possible,
+or faster than what PyTorch does by itself.
+
+### With every optional library
+
+{_table(["attention", *machines], _of_choices(MACHINES, dtypes))}
+
+### Without optional libraries
+
+{_table(["attention", *machines], _of_choices(BARE, dtypes))}
+"""
+
+
+def _versions() -> str:
+    """What the rules of versions say, in their own words."""
+    lacking = (
+        ("triton", Target.fake(triton="")),
+        ("sdpa_cudnn", Target.fake(cudnn=0)),
+        ("cudnn", Target.fake()),
+        ("fa4", Target.fake()),
+        ("hopper", Target.fake(triton="3.1.0")),
+    )
+    rules = {name: by_name(name).unavailable(target)[0].rule for name, target in lacking}
+    return "; ".join(f"`{name}`: {rule}" for name, rule in rules.items()) + "."
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
