@@ -59,6 +59,11 @@ def test_explain_models_tells_of_both_models() -> None:
     assert "2 attention sites" in gpt2
     assert "2 attention sites" in gemma2
     assert "softcap" in gemma2
+    # README quotes a block of it, less the line of the model, which moves with transformers.
+    (quote,) = re.findall(r"^```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    without_line = [" ".join(re.sub(r"\.py:\d+", ".py", text).split()) for text in (quote, gemma2)]
+    assert "[1] layers.0.self_attn" in quote
+    assert without_line[0] in without_line[1]
 
 
 def test_context_parallel_learns_as_one_process_does() -> None:
