@@ -263,6 +263,7 @@ class ContextParallelUnsupported(AttnCompilerError):
     """options["context_parallel"]: something in the model would be wrong on a part of the sequence. module: its path. source: where it is
     written. rule: what has to hold. observed: what was found. remedy: what to do instead."""
 
+    code = Code.CONTEXT_PARALLEL_UNSUPPORTED
     message = (
         "options={{'context_parallel': ...}}: at {e.where}, a part of the sequence is not enough: {e.rule}; got {e.observed}.{e.advice} "
         "Nothing is left as the model made it under this option, whatever 'strict' says: each rank would compute something else"
@@ -288,6 +289,7 @@ class ContextParallelInput(AttnCompilerError):
     """A method of ContextParallel was given what it can't cut or put together. call: the method. names: of what was given. rule: what has
     to hold. observed: what was given. remedy: what to do instead."""
 
+    code = Code.CONTEXT_PARALLEL_INPUT
     message = "ContextParallel.{e.call}({e.given}): {e.rule}; got {e.observed}. {e.remedy}"
 
     call: str

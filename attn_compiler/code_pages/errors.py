@@ -133,4 +133,21 @@ attn_compiler.rewrite(program, {"verify": True})""",
         kind=Kind.TOLD,
         example="It takes a GPU and the extra `[cudnn]`, with a shape that cuDNN refuses only when it runs.",
     ),
+    Page(
+        code=Code.CONTEXT_PARALLEL_UNSUPPORTED,
+        title="Something in the model would be wrong on a part of the sequence",
+        cause="With `options={'context_parallel': ...}` each rank has a part of every sequence. Something besides attention reads more "
+        "than its own position, or an attention can't be computed that way. Each rank would compute something else.",
+        remedy="Do what the message says, or compile without `context_parallel`.",
+        kind=Kind.TOLD,
+        example="It takes several processes.",
+    ),
+    Page(
+        code=Code.CONTEXT_PARALLEL_INPUT,
+        title="A tensor can't be cut over ranks, or put together again",
+        cause="A method of `ContextParallel` was given a tensor, a name or a length that does not fit its layout.",
+        remedy="Give what the message says: most often lengths that the layout divides evenly.",
+        kind=Kind.TOLD,
+        example="It takes several processes. tests/context_parallel has such calls.",
+    ),
 )

@@ -21,6 +21,7 @@ TOLD = frozenset(
         # A GPU and a library.
         *(Code.NO_PLAN, Code.NOT_COMPILED, Code.CUDNN_REFUSED, Code.LIBRARY_ARGUMENTS),
         # Several processes.
+        *(Code.CONTEXT_PARALLEL_UNSUPPORTED, Code.CONTEXT_PARALLEL_INPUT),
         *(Code.SHARDED_SEQUENCE, Code.PLACEMENTS, Code.SHARDED_DROPOUT, Code.UNEQUAL_SHARES, Code.NO_LOCAL_ATTENTION),
         # A fault of ours, or of the compiler.
         *(Code.FAULT, Code.COMPILER_REFUSED, Code.PASS_FAILED, Code.COMPILE_FAILED, Code.VERIFY_FAILED),

@@ -13,6 +13,7 @@ import hashlib
 from torch import fx
 
 from attn_compiler import torch_collectives, torch_compat
+from attn_compiler.codes import Code
 from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.decisions import Reason
 from attn_compiler.errors import ContextParallelUnsupported
@@ -73,6 +74,7 @@ def run(unit: Unit, mirror: Mirror) -> None:
         torch_collectives.agree(cp.group_name, f"graph {torch_compat.graph_name()}{unit.name}", said, seconds=_PATIENCE)
     except torch_collectives.RanksDisagree as differ:
         reason = Reason(
+            code=Code.CONTEXT_PARALLEL_UNSUPPORTED,
             rule="all ranks compile the same graph",
             observed=str(differ),
             remedy="give every rank a batch of the same shapes (ContextParallel.shard does)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 
 
@@ -12,5 +13,5 @@ class CannotShard(Exception):
 
     def __init__(self, rule: str, observed: str, *, at: fx.Node | None = None, remedy: str | None = None) -> None:
         super().__init__(rule)
-        self.reason = Reason(rule=rule, observed=observed, remedy=remedy)
+        self.reason = Reason(code=Code.CONTEXT_PARALLEL_UNSUPPORTED, rule=rule, observed=observed, remedy=remedy)
         self.at = at
