@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 
 from attn_compiler.code_pages import PAGES, SECTIONS, Kind, Page
 
@@ -18,6 +19,8 @@ Each reason in a report, each miss and each error ends with a code, such as AC20
 This list is made by `python -m website.codes > docs/codes.md`.
 """
 
+#: characters of a line of output
+_WIDTH = 88
 _CODE = re.compile(r"\bAC[1-9]\d\d\b")
 _KINDS = {
     Kind.DECISION: "One lowering is asked about one attention, on a made-up machine, so this needs no GPU:",
@@ -58,7 +61,8 @@ def _example(code: Page, line: str | None) -> str:
             "\n\n`why_not` and `attention` are those of `website/examples.py`. Where nothing is said, the attention is in bfloat16 "
             "and without a mask."
         )
-    return f"{said}\n\n```python\n{code.example}\n```\n\nIt gives:\n\n```text\n{line}\n```{names}"
+    wrapped = textwrap.fill(line or "", _WIDTH, break_long_words=False, break_on_hyphens=False)
+    return f"{said}\n\n```python\n{code.example}\n```\n\nIt gives:\n\n```text\n{wrapped}\n```{names}"
 
 
 def _cell(text: str) -> str:

@@ -212,7 +212,7 @@ def _versions() -> str:
         ("sdpa_cudnn", Target.fake(cudnn=0)),
         ("cudnn", Target.fake()),
         ("fa4", Target.fake()),
-        ("hopper", Target.fake(triton="3.1.0")),
+        ("hopper", Target.fake(triton="3.5.0")),
     )
     rules = {name: by_name(name).unavailable(target)[0].rule for name, target in lacking}
     return "; ".join(f"`{name}`: {rule}" for name, rule in rules.items()) + "."
