@@ -21,9 +21,8 @@ import attn_compiler
 
 def load_minilm(attn_implementation: str = "sdpa") -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     """The tokenizer and the pretrained model, in eval mode."""
-    folder = get_model_path()
-    model = AutoModel.from_pretrained(folder, attn_implementation=attn_implementation)
-    return AutoTokenizer.from_pretrained(folder), model.eval()
+    model = AutoModel.from_pretrained(get_model_path(), attn_implementation=attn_implementation).eval()
+    return AutoTokenizer.from_pretrained(get_model_path()), model
 
 
 def sentences(count: int) -> list[str]:
