@@ -29,7 +29,7 @@ def _code(name: str) -> int:
     page = page_of(name)
     if page is None:
         print(
-            f"there is no code {name}; codes are AC101 to AC915, and stand at the end of a reason in a report",
+            f"there is no code {name}; codes are AC101 to AC916, and stand at the end of a reason in a report",
             file=sys.stderr,
         )
         return 2

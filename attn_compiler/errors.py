@@ -400,6 +400,7 @@ class CudnnRefused(AttnCompilerError):
 class ReportNotSaved(AttnCompilerError):
     """`save` of a report could not write its file. path: of the file. cause: what the system said."""
 
+    code = Code.REPORT_NOT_SAVED
     message = (
         "the report could not be written to {e.path!r}: {e.cause}. Give save() the name of a file in a directory that exists and can be "
         "written, such as 'report.html'"

@@ -150,4 +150,12 @@ attn_compiler.rewrite(program, {"verify": True})""",
         kind=Kind.TOLD,
         example="It takes several processes. tests/context_parallel has such calls.",
     ),
+    Page(
+        code=Code.REPORT_NOT_SAVED,
+        title="A report could not be written to a file",
+        cause="`report.save(path)` was given a path that can't be written: its folder is not there, or is read-only.",
+        remedy="Give another path. `report.to_html()` gives the text of the page.",
+        kind=Kind.RAISES,
+        example='attn_compiler.reports().save("a/folder/that/is/not/there/report.html")',
+    ),
 )

@@ -70,7 +70,12 @@ def miss_card(miss: MissReport, identity: str) -> Markup:
 def reason_rows(reason: Reason) -> tuple[tuple[str, Markup | str | None], ...]:
     """A refusal, a line for each of its parts."""
     remedy = element("strong", reason.remedy) if reason.remedy else None
-    return (("What has to hold", reason.rule), ("What was seen", reason.observed), ("Remedy", remedy))
+    return (
+        ("What has to hold", reason.rule),
+        ("What was seen", reason.observed),
+        ("Remedy", remedy),
+        ("Code", code(reason.code)),
+    )
 
 
 def _names(modules: Iterable[str]) -> Markup:
@@ -230,11 +235,12 @@ def _refusals(site: SiteReport) -> Markup | None:
             reason.rule,
             reason.observed,
             element("strong", reason.remedy) if reason.remedy else "none",
+            code(reason.code),
         )
         for lowerings, reasons in render.by_reasons(refusals)
         for reason in reasons
     ]
-    columns = ("Lowering", "What has to hold", "What was seen", "Remedy")
+    columns = ("Lowering", "What has to hold", "What was seen", "Remedy", "Code")
     return folded(
         f"Refused: {render.counted(len(refusals), 'lowering')}", table("Why each was not taken", columns, rows)
     )

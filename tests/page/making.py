@@ -6,6 +6,7 @@ import dataclasses
 
 from attn_compiler import index_expr as ix
 from attn_compiler import masks, scores
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Copy, Decision, Estimate, Evidence, Reason, Refusal
 from attn_compiler.report import MissReport, Report, SiteReport, UnpadReport
 from attn_compiler.spec import AttentionSpec, TensorSpec
@@ -26,7 +27,12 @@ SPEC = AttentionSpec(
     out_dtype="bfloat16",
     needs_grad=True,
 )
-REASON = Reason(rule="flash-attn-4 is installed", observed="none", remedy="pip install 'attn_compiler[fa4]'")
+REASON = Reason(
+    code=Code.LIBRARY_MISSING,
+    rule="flash-attn-4 is installed",
+    observed="none",
+    remedy="pip install 'attn_compiler[fa4]'",
+)
 EVIDENCE = Evidence(
     order=("fa4", "hopper", "triton"), why="times the fastest: hopper 1.00, triton 1.37", since="2026-11-23"
 )
@@ -49,7 +55,9 @@ MISS = MissReport(
     anchor="softmax(dim=1)",
     nearest="softmax_matmul",
     stopped_at="the product with v, vit.py:88",
-    reason=Reason(rule="the softmax runs over the keys", observed="axis 1 of 3", remedy="softmax(-1)"),
+    reason=Reason(
+        code=Code.SOFTMAX_AXIS, rule="the softmax runs over the keys", observed="axis 1 of 3", remedy="softmax(-1)"
+    ),
     source="vit.py:87",
 )
 REPORT = Report(
@@ -64,7 +72,7 @@ REPORT = Report(
 
 def hostile() -> Report:
     """A report of which every text tries to break out."""
-    reason = Reason(rule=HOSTILE, observed=HOSTILE, remedy=HOSTILE)
+    reason = Reason(code=Code.DTYPE, rule=HOSTILE, observed=HOSTILE, remedy=HOSTILE)
     load = ix.Load(HOSTILE, (ix.Index("b"), ix.Index("k")), "int")
     mask = masks.MaskSpec(kinds=(masks.Document(of_key=load),), dense=SPEC.mask.dense)
     site = dataclasses.replace(

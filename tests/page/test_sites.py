@@ -49,7 +49,7 @@ def test_everything_about_a_site_is_there() -> None:
         ["k, v", "bfloat16", "2, 2, 1024, 64", "131072, 64, 128, 1", "524.3 kB"],
     ]
     assert _rows(card, "Copies, 1.0 MB a call") == [["v", "1.0 MB", "its last stride is 2, the kernel reads 1"]]
-    assert _rows(card, "Why each was not taken") == [["fa4", REASON.rule, REASON.observed, REASON.remedy]]
+    assert _rows(card, "Why each was not taken") == [["fa4", REASON.rule, REASON.observed, REASON.remedy, REASON.code]]
 
 
 def test_refusals_and_places_are_folded() -> None:
@@ -170,7 +170,7 @@ def test_a_site_without_copies_says_so() -> None:
 def test_lowerings_with_one_reason_share_a_row() -> None:
     refusals = tuple(Refusal(lowering=name, reasons=(dataclasses.replace(REASON, remedy=None),)) for name in ("a", "b"))
     card = _card(dataclasses.replace(SITE, decision=Decision(lowering="hopper", refusals=refusals)))
-    assert _rows(card, "Why each was not taken") == [["a, b", REASON.rule, REASON.observed, "none"]]
+    assert _rows(card, "Why each was not taken") == [["a, b", REASON.rule, REASON.observed, "none", REASON.code]]
 
 
 def test_a_long_mask_is_folded() -> None:
@@ -191,6 +191,7 @@ def test_a_miss_has_its_place_its_reason_and_its_remedy() -> None:
         "What has to hold": "the softmax runs over the keys",
         "What was seen": "axis 1 of 3",
         "Remedy": "softmax(-1)",
+        "Code": "AC503",
     }
 
 

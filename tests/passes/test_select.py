@@ -153,7 +153,7 @@ def test_a_site_has_the_measurement_that_decided_and_what_a_call_may_take() -> N
     assert site.estimate is not None
     assert site.decision.lowering in site.evidence.order
     assert site.estimate.other == "sdpa_cudnn"
-    select.leave_alone(site, Reason(rule="r", observed="o"))
+    select.leave_alone(site, Reason(code=Code.DTYPE, rule="r", observed="o"))
     assert (site.evidence, site.estimate) == (None, None)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import sympy
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.passes.axes import Atom
 from attn_compiler.passes.site import Operand, Refused, Term
 
@@ -46,6 +47,13 @@ def test_a_term_may_depend_on_everything_until_it_is_proved_not_to() -> None:
 
 def test_a_refusal_says_why_and_where() -> None:
     node = fx.Graph().placeholder("x")
-    refused = Refused(rule="the softmax is over the keys", observed="the queries", at=node, progress=2, remedy="none")
+    refused = Refused(
+        code=Code.SOFTMAX_AXIS,
+        rule="the softmax is over the keys",
+        observed="the queries",
+        at=node,
+        progress=2,
+        remedy="none",
+    )
     assert (refused.reason.rule, refused.reason.observed) == ("the softmax is over the keys", "the queries")
     assert refused.at is node

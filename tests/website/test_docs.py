@@ -51,20 +51,17 @@ class Model(nn.Module):
         super().__init__()
         self.project = nn.Linear(16, 16)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         q = self.project(x).view(3, 10, 2, 8).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, q, q, attn_mask=mask[:, None, None, :])
+        allowed = None if mask is None else mask[:, None, None, :]
+        y = F.scaled_dot_product_attention(q, q, q, attn_mask=allowed)
         return y.transpose(1, 2).reshape(3, 10, 16)
 
 
 def _what_readers_have() -> dict[str, Any]:
-    mask = torch.arange(10) < torch.tensor([[4], [10], [7]])
-    return {
-        "torch": torch,
-        "attn_compiler": attn_compiler,
-        "model": Model(),
-        "inputs": {"x": torch.randn(3, 10, 16), "mask": mask},
-    }
+    x, mask = torch.randn(3, 10, 16), torch.arange(10) < torch.tensor([[4], [10], [7]])
+    given = {"x": x, "inputs": {"x": x, "mask": mask}}
+    return {"torch": torch, "attn_compiler": attn_compiler, "model": Model(), **given}
 
 
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.name)
