@@ -16,7 +16,7 @@ from attn_compiler import torch_collectives, torch_compat
 from attn_compiler.codes import Code
 from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.decisions import Reason
-from attn_compiler.errors import ContextParallelUnsupported
+from attn_compiler.errors import ContextParallelUnsupported, described
 from attn_compiler.passes import lower, match, recover
 from attn_compiler.passes.context_parallel import following, sites
 from attn_compiler.passes.context_parallel.following import Following, Input
@@ -64,12 +64,15 @@ def run(unit: Unit, mirror: Mirror) -> None:
     cp = asked(unit)
     if cp is None:
         return
-    error: ContextParallelUnsupported | None = None
+    error: Exception | None = None
     try:
         said = _rewritten(unit, mirror, cp)
     except CannotShard as cannot:
         error = _told(mirror, cannot.at, cannot.reason)
         said = f"error: {error}"
+    except Exception as failed:
+        # The others are not to wait for a rank that has failed.
+        error, said = failed, f"error: {described(failed)}"
     try:
         torch_collectives.agree(cp.group_name, f"graph {torch_compat.graph_name()}{unit.name}", said, seconds=_PATIENCE)
     except torch_collectives.RanksDisagree as differ:
@@ -102,7 +105,7 @@ def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel) -> str:
     given = following.inputs(unit.graph, cp.replicated)
     places = Following(mirror, given, unit.sites, cp.allow)
     shared = [site for site in unit.sites if _is_shared(places, site, cp)]
-    _check_outputs(unit, mirror, places)
+    _check_outputs(mirror, places)
     done = _rewrite_sites(unit, mirror, cp, given, shared)
     _look_again(unit, len(unit.sites))
     _note(unit, cp, done)
@@ -169,7 +172,7 @@ def _is_of_replicated(places: Following, site: Site, cp: ContextParallel) -> boo
     return not any(places.holds(node) for node in seen)
 
 
-def _check_outputs(unit: Unit, mirror: Mirror, places: Following) -> None:
+def _check_outputs(mirror: Mirror, places: Following) -> None:
     """What the graph gives back, and what it writes, has one place for each of the rank's positions."""
     for writer, _ in mirror.writers:
         found = places.places.get(writer)
@@ -177,12 +180,8 @@ def _check_outputs(unit: Unit, mirror: Mirror, places: Following) -> None:
             raise following.refused(found)
     for node in mirror.graph.output_node().all_input_nodes:
         found = places.places[node]
-        if isinstance(found, Mixes) and _is_asked_for(mirror, unit, node):
+        if isinstance(found, Mixes):
             raise following.refused(found)
-
-
-def _is_asked_for(mirror: Mirror, unit: Unit, node: fx.Node) -> bool:
-    return node in mirror.graph.output_node().all_input_nodes
 
 
 def _rewrite_sites(
@@ -208,7 +207,7 @@ def _rewrite_sites(
         with builder.at(site.match.out, with_grad=site.spec.needs_grad) as old:
             with builder.without_autocast():
                 out, done[site.module] = sites.rewrite(mirror, site, builder, layout, wholes, method)
-            new = sites.finish(mirror, site, builder, out, old)
+            new = lower.finish(mirror, site, builder, out, old)
         unread = lower.unread(mirror, site, builder.leaf(site.match.out))
         builder.replace(builder.leaf(site.match.out), new)
         for node in unread:

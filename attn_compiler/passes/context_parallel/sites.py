@@ -13,7 +13,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr, Index
 from attn_compiler.lowerings.shared import expression_nodes
 from attn_compiler.lowerings.shared.expression_nodes import Names
-from attn_compiler.passes import axes, elements, lower, program, recover
+from attn_compiler.passes import axes, elements, program, recover
 from attn_compiler.passes.context_parallel import exchanging
 from attn_compiler.passes.context_parallel.exchanging import Met
 from attn_compiler.passes.context_parallel.layout import Layout
@@ -23,7 +23,7 @@ from attn_compiler.passes.emit import GraphBuilder
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.site import Site
-from attn_compiler.scores import Softcap
+from attn_compiler.scores import DenseBias, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 
 
@@ -67,8 +67,6 @@ def check(site: Site, spec: AttentionSpec) -> None:
 
 
 def _is_known(change: object) -> bool:
-    from attn_compiler.scores import DenseBias, Sinks
-
     return isinstance(change, (Softcap, Sinks, DenseBias))
 
 
@@ -252,8 +250,3 @@ def _of_heads(builder: GraphBuilder, met: Met, x: fx.Node) -> fx.Node:
 
 def _cast(builder: GraphBuilder, x: fx.Node, dtype: torch.dtype) -> fx.Node:
     return x if builder.value(x).dtype == dtype else builder.call(torch.Tensor.to, x, dtype)
-
-
-def finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old: fx.Node) -> fx.Node:
-    """The output in the model's dimensions, dtype and strides."""
-    return lower.finish(mirror, site, builder, out, old)
