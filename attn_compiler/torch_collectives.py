@@ -153,7 +153,8 @@ def agree(group: str, subject: str, said: str, *, seconds: float) -> None:
     """Wait until every rank of the group has said something of the subject. Raises RanksDisagree, on all of them, where they differ.
 
     By the store that the processes found each other with: no collective runs, so none can hang.
-    subject: what is compared; the n-th time on one rank meets the n-th time on the others.
+    subject: what is compared, for the error. The n-th time on one rank meets the n-th on the others, whatever the subject:
+    ranks that have compiled something else before number their graphs in another way.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -161,8 +162,8 @@ def agree(group: str, subject: str, said: str, *, seconds: float) -> None:
     process_group = _process_group(group)
     own, size = process_group.rank(), process_group.size()
     scope = "-".join(str(rank) for rank in c10d.get_process_group_ranks(process_group))
-    times = store.add(f"attn_compiler/{scope}/{subject}/{own}", 1)
-    keys = [f"attn_compiler/{scope}/{subject}/{times}/{rank}" for rank in range(size)]
+    times = store.add(f"attn_compiler/{scope}/{own}", 1)
+    keys = [f"attn_compiler/{scope}/{times}/{rank}" for rank in range(size)]
     store.set(keys[own], said)
     for rank, key in enumerate(keys):
         try:

@@ -10,11 +10,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
+from torch._dynamo import config
+from torch._dynamo.cache_size import compute_cache_size
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import LocalSource, NNModuleSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._guards import Source, TracingContext
+from torch._guards import CompileContext, Source, TracingContext
 from torch._subclasses import FakeTensor
 
 from attn_compiler import meanings
@@ -166,6 +169,21 @@ def is_whole(gm: fx.GraphModule) -> bool:
     if reason is None:
         return True
     return not reason.graph_break and not _frame().f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+
+
+def is_last_recompilation() -> bool:
+    """Whether Dynamo would run the frame that is compiled without a compiler, the next time that its guards fail.
+
+    It counts what it has compiled for the same modules. False outside of a compilation.
+    """
+    if CompileContext.current_compile_id() is None:
+        return False
+    frame = _frame()
+    if frame.one_graph or config.fail_on_recompile_limit_hit:
+        return False
+    entries = _debug_get_cache_entry_list(frame.f_code)
+    after = compute_cache_size(frame, entries).num_cache_entries_with_same_id_matched_objs + 1
+    return bool(after >= config.recompile_limit or len(entries) + 1 >= config.accumulated_recompile_limit)
 
 
 def _frame() -> Any:

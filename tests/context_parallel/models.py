@@ -28,7 +28,7 @@ class Model(nn.Module):
         self.v = nn.Linear(WIDTH, heads_kv * dim_v)
         self.out = nn.Linear(heads * dim_v, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
-        self.table = nn.Parameter(torch.randn(2 * 7 + 1, heads))
+        self.table = nn.Parameter(torch.randn(2 * 5 + 1, heads))
         self.sinks = nn.Parameter(torch.randn(heads))
         self.slopes: torch.Tensor
         self.register_buffer("slopes", 2.0 ** -torch.arange(1, heads + 1))
@@ -149,7 +149,7 @@ def _alibi(q, k, v, data, model):
 
 def _relative(q, k, v, data, model):
     i, j = _positions(q)
-    bias = model.table[(j - i).clamp(-7, 7) + 7].permute(2, 0, 1)[None]
+    bias = model.table[(j - i).clamp(-5, 5) + 5].permute(2, 0, 1)[None]
     return _weighted(_scores(q, k) + bias, v)
 
 

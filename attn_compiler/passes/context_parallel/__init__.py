@@ -12,16 +12,17 @@ import hashlib
 
 from torch import fx
 
-from attn_compiler import torch_collectives, torch_compat
+from attn_compiler import torch_collectives, torch_compat, torch_frames
 from attn_compiler.codes import Code
 from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.decisions import Reason
 from attn_compiler.errors import ContextParallelUnsupported, described
-from attn_compiler.passes import lower, match, recover
+from attn_compiler.passes import axes, lower, match, recover
 from attn_compiler.passes.context_parallel import following, sites
 from attn_compiler.passes.context_parallel.following import Following, Input
 from attn_compiler.passes.context_parallel.layout import Layout
-from attn_compiler.passes.context_parallel.ops import Mixes
+from attn_compiler.passes.context_parallel.numbers import LENGTH
+from attn_compiler.passes.context_parallel.places import GIVE_POSITIONS, Mixes
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.context_parallel.sites import Rewritten
 from attn_compiler.passes.context_parallel.whole import Wholes
@@ -29,6 +30,9 @@ from attn_compiler.passes.emit import GraphBuilder
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unit import Unit, module_path, source_line
+
+#: what a user may name in ContextParallel(allow=...), besides ops
+GRAPH_BREAK = "graph_break"
 
 #: seconds to wait until all ranks have compiled a graph: cold caches of one may take minutes
 _PATIENCE = 900.0
@@ -70,7 +74,7 @@ def run(unit: Unit, mirror: Mirror) -> None:
     except CannotShard as cannot:
         error = _told(mirror, cannot.at, cannot.reason)
         said = f"error: {error}"
-    except Exception as failed:
+    except Exception as failed:  # noqa: BLE001 (it is raised below)
         # The others are not to wait for a rank that has failed.
         error, said = failed, f"error: {described(failed)}"
     try:
@@ -101,6 +105,8 @@ def _told(mirror: Mirror | None, at: fx.Node | None, reason: Reason) -> ContextP
 
 def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel) -> str:
     """Rewrite the graph, and say what all ranks have to agree on."""
+    if not unit.is_body:
+        _check_frame(unit, cp)
     _check_found(unit)
     given = following.inputs(unit.graph, cp.replicated)
     places = Following(mirror, given, unit.sites, cp.allow)
@@ -112,6 +118,23 @@ def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel) -> str:
     specs = [site.spec.to_text() for site in unit.sites if site.spec is not None]
     digest = hashlib.sha256("\n".join([*specs, *(one.method for one in done.values())]).encode()).hexdigest()[:16]
     return f"{len(shared)} attentions, {sorted({one.length for one in given.values()})} positions, {digest}"
+
+
+def _check_frame(unit: Unit, cp: ContextParallel) -> None:
+    """Nothing of the model runs outside of graphs, now or after some more lengths."""
+    if GRAPH_BREAK not in cp.allow and not torch_frames.is_whole(unit.graph_module):
+        raise CannotShard(
+            "the compiled function is one graph: what runs between two of them is not looked at",
+            "a graph break",
+            remedy="compile with fullgraph=True, which tells where it is, or each layer by itself; if what runs there is right for a part "
+            f"of the sequence, give ContextParallel(..., allow=({GRAPH_BREAK!r},))",
+        )
+    if torch_frames.is_last_recompilation():
+        raise CannotShard(
+            "a function that was compiled as often as torch._dynamo.config.recompile_limit says would run without a compiler",
+            "the last time",
+            remedy="raise that limit, or pad batches to fewer lengths; with fullgraph=True PyTorch itself raises there",
+        )
 
 
 def _check_found(unit: Unit) -> None:
@@ -145,12 +168,12 @@ def _is_shared(places: Following, site: Site, cp: ContextParallel) -> bool:
     of_v = places.sequence_of(found.v.node, found.v.dims, found.key)
     if of_k is not of_v:
         raise CannotShard("keys and values are parts of one sequence", "they are not", at=found.out)
-    if of_k is None and (of_q is not None or _is_of_replicated(places, site, cp)):
+    if of_k is None and _is_on_all_ranks(places, site, cp, is_q_too=of_q is None):
         return False
     if of_q is None or of_q is not of_k:
         raise CannotShard(
             "queries and keys are parts of one sequence",
-            "queries of none" if of_q is None else "keys of another one",
+            "queries of none" if of_q is None else "keys of another one, or of none",
             at=found.out,
             remedy="give the model input_ids, inputs_embeds or hidden states of (batch, positions, width); name inputs that every rank has "
             "as a whole in ContextParallel(replicated=...)",
@@ -158,18 +181,21 @@ def _is_shared(places: Following, site: Site, cp: ContextParallel) -> bool:
     return True
 
 
-def _is_of_replicated(places: Following, site: Site, cp: ContextParallel) -> bool:
-    """Whether q, k and v are made of what the user says that every rank has."""
-    if not cp.replicated:
-        return False
+def _is_on_all_ranks(places: Following, site: Site, cp: ContextParallel, *, is_q_too: bool) -> bool:
+    """Whether k and v are of the model itself, or of what the user says that every rank has. is_q_too: and q."""
     seen: set[fx.Node] = set()
-    left = [site.match.q.node, site.match.k.node, site.match.v.node]
+    left = [site.match.k.node, site.match.v.node, *([site.match.q.node] if is_q_too else [])]
     while left:
         node = left.pop()
         if node not in seen:
             seen.add(node)
             left += node.all_input_nodes
-    return not any(places.holds(node) for node in seen)
+    given = {places.mirror.dynamo_node(node) for node in seen if node.op == "placeholder"}
+    named = [node for node in given if node is not None and following.is_named(node, cp.replicated)]
+    if not all(node is not None and (node in named or following.is_state(node)) for node in given):
+        return False
+    # As many of the model's own keys as the rank has positions: the model takes as many as there are.
+    return bool(named) or (not is_q_too and axes.dim_size(site.match.key) not in {atom.size for atom in places.atoms})
 
 
 def _check_outputs(mirror: Mirror, places: Following) -> None:
@@ -182,20 +208,30 @@ def _check_outputs(mirror: Mirror, places: Following) -> None:
         found = places.places[node]
         if isinstance(found, Mixes):
             raise following.refused(found)
+        if places.looks_like_part(node):
+            raise CannotShard(
+                "what a graph gives back for each of the rank's positions is made of the sequence",
+                f"{node.name} was not, and another graph would take it for a part of the sequence",
+                at=node,
+                remedy=GIVE_POSITIONS,
+            )
 
 
 def _rewrite_sites(
     unit: Unit, mirror: Mirror, cp: ContextParallel, given: dict[fx.Node, Input], shared: list[Site]
 ) -> dict[str, Rewritten]:
+    are_chance = LENGTH in cp.allow
     layout = Layout(size=cp.size, group=cp.group_name, is_balanced=cp.is_balanced)
     builder = GraphBuilder(unit.graph, mirror, unit.mode)
-    wholes = Wholes(builder, mirror, layout, given)
+    wholes = Wholes(builder, mirror, layout, given, are_chance=are_chance)
     done = {}
     for site in sorted(shared, key=lambda site: mirror.order(site.match.out)):
         unit.current = site.module
         if site.spec is None:
             raise ValueError(f"the site at {site.module} has no spec")
         sites.check(site, site.spec)
+        if not are_chance:
+            sites.check_scale(site, site.spec)
         if cp.is_balanced and isinstance(site.spec.seqlen_q, int) and site.spec.seqlen_q % 2:
             raise CannotShard(
                 "a rank has two chunks of the sequence",

@@ -17,7 +17,8 @@ from torch import fx
 from attn_compiler.passes import axes
 from attn_compiler.passes.axes import Atom, AxisError, Dims
 from attn_compiler.passes.context_parallel import ops
-from attn_compiler.passes.context_parallel.ops import Mixes, Place
+from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, LENGTH, is_of_length
+from attn_compiler.passes.context_parallel.places import Mixes, Place
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Site
@@ -40,7 +41,7 @@ def inputs(graph: fx.Graph, replicated: tuple[str, ...]) -> dict[fx.Node, Input]
     found = {}
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
-        if not isinstance(value, torch.Tensor) or is_state(node) or _is_named(node, replicated):
+        if not isinstance(value, torch.Tensor) or is_state(node) or is_named(node, replicated):
             continue
         axis = _sequence_axis(value)
         if axis is None:
@@ -69,7 +70,8 @@ def is_state(node: fx.Node) -> bool:
     return isinstance(value, torch.nn.Parameter) or _STATE.search(node.name.lower()) is not None
 
 
-def _is_named(node: fx.Node, names: tuple[str, ...]) -> bool:
+def is_named(node: fx.Node, names: tuple[str, ...]) -> bool:
+    """Whether an input is one of those that the user names."""
     return any(re.search(rf"(^|_){re.escape(name)}_?$", node.name) for name in names)
 
 
@@ -80,7 +82,6 @@ class Following:
         self, mirror: Mirror, given: Mapping[fx.Node, Input], sites: list[Site], allowed: tuple[str, ...]
     ) -> None:
         self.mirror = mirror
-        self.sums: list[fx.Node] = []
         self._allowed = allowed
         self._given = given
         self._atoms = {length: Atom(axes.size_expr(length)) for length in {one.length for one in given.values()}}
@@ -99,6 +100,17 @@ class Following:
         place = self.places[node]
         return isinstance(place, Place) and any(atom in self.atoms for atom in axes.flat(place.dims))
 
+    def looks_like_part(self, node: fx.Node) -> bool:
+        """Whether a graph that takes a value would hold it for a part of the sequence, which it is not."""
+        place, value = self.places[node], node.meta.get("val")
+        if not isinstance(place, Place) or place.is_uniform or not isinstance(value, torch.Tensor) or self.holds(node):
+            return False
+        axis = _sequence_axis(value)
+        dynamo = self.mirror.dynamo_node(node)
+        if axis is None or (dynamo is not None and dynamo.op == "placeholder"):
+            return False
+        return axes.shape_exprs(value)[axis] in {atom.size for atom in self.atoms}
+
     def _place(self, node: fx.Node) -> Place | Mixes:
         if node.op != "call_function":
             return self._leaf(node)
@@ -114,6 +126,19 @@ class Following:
             found = Mixes(at=node, why=str(error))
         if isinstance(found, Mixes) and str(node.target) in self._allowed:
             return self._as_allowed(node)
+        return found if isinstance(found, Mixes) or LENGTH in self._allowed else self._scaled(node, found)
+
+    def _scaled(self, node: fx.Node, found: Place) -> Place | Mixes:
+        """A factor that looks like the length of a part would be another one for the whole sequence."""
+        value = node.meta.get("val")
+        if node.target not in ops.SCALES or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return found
+        numbers = [x for x in node.args if isinstance(x, (int, float))]
+        held = {atom for atom in axes.flat(found.dims) if atom in self.atoms}
+        if any(is_of_length(x, int(atom.size)) for x in numbers for atom in held):
+            return Mixes(
+                at=node, why=f"a factor of {numbers[0]:g} may come from the length of a part", remedy=IF_CHANCE
+            )
         return found
 
     def _leaf(self, node: fx.Node) -> Place:

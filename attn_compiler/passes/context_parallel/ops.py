@@ -5,16 +5,18 @@ RULES has a line for each op. Pointwise ops are told by PyTorch's tag, views by 
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from attn_compiler.passes import axes, views
-from attn_compiler.passes.axes import Atom, AxisError, Dim, Dims
+from attn_compiler.passes.axes import Atom, Dim, Dims
+from attn_compiler.passes.context_parallel import lookups
+from attn_compiler.passes.context_parallel.places import GIVE_POSITIONS, Mixes, Place, Rule, alike, has, place_of
 
 if TYPE_CHECKING:
     from attn_compiler.passes.context_parallel.following import Following
@@ -22,42 +24,22 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Place:
-    """dims: the axes of a value; those of positions hold the sequence's atoms. several: of an op with several results, of each.
-    is_uniform: all elements are one number, so that each rank has the same of it."""
-
-    dims: Dims
-    several: tuple[Dims, ...] | None = None
-    is_uniform: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Mixes:
-    """Why a value has no place. at: the op that mixes positions."""
-
-    at: fx.Node
-    why: str
-    remedy: str | None = None
-
-
-Rule = Callable[["Following", fx.Node], "Place | Mixes"]
-
-#: what to do where a model counts positions itself
-_GIVE_POSITIONS = (
-    "pass position_ids (ContextParallel.shard gives them), so that the model does not count positions itself"
-)
-
-
 def place(context: Following, node: fx.Node) -> Place | Mixes:
     """The place of a node, whose inputs have one. Raises AxisError where a view splits the sequence."""
     given = [x for x in node.all_input_nodes if isinstance(x.meta.get("val"), (torch.Tensor, tuple, list))]
+    # What is written into later, by whatever way, may hold a number for each position.
+    is_written = (
+        bool(context.mirror.writers_into(node).nodes) if isinstance(node.meta.get("val"), torch.Tensor) else False
+    )
     if node.target in _UNIFORM:
-        return _of_value(node, is_uniform=True)
+        return _of_value(node, is_uniform=not is_written)
     if node.target in _LIKE:
-        return _place_of(context, views.source(node))
+        like = place_of(context, views.source(node))
+        return dataclasses.replace(like, is_uniform=like.is_uniform and not is_written, is_share=False)
+    if any(place_of(context, x).is_share for x in given):
+        return _of_share(context, node, given)
     if not any(context.holds(x) or _holds_several(context, x) for x in given):
-        is_uniform = bool(given) and all(_place_of(context, x).is_uniform for x in given)
+        is_uniform = bool(given) and not is_written and all(place_of(context, x).is_uniform for x in given)
         return _of_value(node, is_uniform=is_uniform and _keeps_uniform(node))
     rule = RULES.get(node.target)
     if rule is None and isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
@@ -69,16 +51,9 @@ def place(context: Following, node: fx.Node) -> Place | Mixes:
     return rule(context, node)
 
 
-def _place_of(context: Following, node: fx.Node) -> Place:
-    found = context.places[node]
-    if isinstance(found, Mixes):
-        raise AxisError(found.why)
-    return found
-
-
 def _holds_several(context: Following, node: fx.Node) -> bool:
-    found = _place_of(context, node).several
-    return found is not None and any(_has(context, dim) for dims in found for dim in dims)
+    found = place_of(context, node).several
+    return found is not None and any(has(context, dim) for dims in found for dim in dims)
 
 
 def _of_value(node: fx.Node, *, is_uniform: bool = False) -> Place:
@@ -90,14 +65,29 @@ def _of_value(node: fx.Node, *, is_uniform: bool = False) -> Place:
     return Place(dims=dims, is_uniform=is_uniform)
 
 
+def _of_share(context: Following, node: fx.Node, given: Sequence[fx.Node]) -> Place | Mixes:
+    """A share of a sum stays one where the sum over all ranks comes out in the end: under a factor, and beside other shares."""
+    shares = [x for x in given if place_of(context, x).is_share]
+    others = [x for x in given if x not in shares]
+    is_first = node.args and node.args[0] in shares
+    is_scaled = node.target in SCALES and len(shares) == 1 and is_first
+    is_added = node.target in _ADDS and len(shares) == 2
+    is_same = node.target in _SAME - {aten.dropout.default} or views.is_view(node)
+    if (is_scaled or is_added or is_same) and not any(context.holds(x) for x in others):
+        return dataclasses.replace(_of_value(node), is_share=True)
+    return Mixes(
+        at=node,
+        why="it reads a sum over the rank's own positions, of which every rank has another share",
+        remedy="compute the loss of the logits by ContextParallel.mean",
+    )
+
+
 def _keeps_uniform(node: fx.Node) -> bool:
+    if node.target is aten.dropout.default:
+        return False
     if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
         return True
     return views.is_view(node) or node.target in _SAME
-
-
-def _has(context: Following, dim: Dim) -> bool:
-    return any(atom in context.atoms for atom in axes.resolve(dim))
 
 
 # ---- rules ---------------------------------------------------------------------------------------------------------------
@@ -109,32 +99,23 @@ def _joined(context: Following, node: fx.Node, operands: Sequence[fx.Node], rank
     for at in range(rank):
         found: list[tuple[fx.Node, Dim]] = []
         for x in operands:
-            known = _place_of(context, x)
+            known = place_of(context, x)
             own = at - rank + len(known.dims)
             if own >= 0 and not known.is_uniform and not axes.is_unit(known.dims[own]):
                 found.append((x, axes.resolve(known.dims[own])))
-        tagged = [dim for _, dim in found if _has(context, dim)]
+        tagged = [dim for _, dim in found if has(context, dim)]
         if tagged:
             for x, dim in found:
-                if not _has(context, dim):
+                if not has(context, dim):
                     return Mixes(
                         at=node,
                         why=f"{x.name} has numbers for positions that are not those of the sequence",
-                        remedy=_GIVE_POSITIONS,
+                        remedy=GIVE_POSITIONS,
                     )
-                if not _alike(context, dim, tagged[0]):
+                if not alike(context, dim, tagged[0]):
                     return Mixes(at=node, why="operands meet that hold the sequence in two ways")
         result.append(tagged[0] if tagged else found[0][1] if found else ())
     return tuple(result)
-
-
-def _alike(context: Following, a: Dim, b: Dim) -> bool:
-    """Whether two dimensions hold the same sequence at the same place among axes of the same sizes."""
-    long = [[x for x in dim if x.size != axes.ONE] for dim in (a, b)]
-    if len(long[0]) != len(long[1]):
-        return False
-    pairs = zip(*long, strict=True)
-    return all(x is y if x in context.atoms or y in context.atoms else axes.same_size(x.size, y.size) for x, y in pairs)
 
 
 def _pointwise(context: Following, node: fx.Node) -> Place | Mixes:
@@ -158,12 +139,12 @@ def _written(context: Following, node: fx.Node) -> Place | Mixes:
 
 
 def _same(context: Following, node: fx.Node) -> Place | Mixes:
-    return _place_of(context, views.source(node))
+    return place_of(context, views.source(node))
 
 
 def _view(context: Following, node: fx.Node) -> Place | Mixes:
     """On copies of the atoms: splitting one would tell all that hold it."""
-    dims = _place_of(context, views.source(node)).dims
+    dims = place_of(context, views.source(node)).dims
     copies = {atom: Atom(atom.size, broadcast=atom.broadcast) for dim in dims for atom in axes.resolve(dim)}
     own = {copy: atom for atom, copy in copies.items()}
     found = views.forward(node, tuple(tuple(copies[a] for a in axes.resolve(dim)) for dim in dims))
@@ -176,7 +157,7 @@ def _view(context: Following, node: fx.Node) -> Place | Mixes:
 def _slice(context: Following, node: fx.Node) -> Place | Mixes:
     x = views.source(node)
     if axes.shape_exprs(views.value(x)) == axes.shape_exprs(views.value(node)):
-        return _place_of(context, x)
+        return place_of(context, x)
     found = _along_dim(context, node)
     if isinstance(found, Mixes):
         return Mixes(
@@ -189,10 +170,10 @@ def _slice(context: Following, node: fx.Node) -> Place | Mixes:
 
 def _along_dim(context: Following, node: fx.Node) -> Place | Mixes:
     """An op along axes that it names: none of them may hold the sequence."""
-    place = _place_of(context, views.source(node))
+    place = place_of(context, views.source(node))
     rank = len(place.dims)
     which = _named(node, rank)
-    if any(_has(context, place.dims[i]) for i in which):
+    if any(has(context, place.dims[i]) for i in which):
         return Mixes(at=node, why="it works along the sequence")
     result: Any = node.meta["val"]
     if isinstance(result, (tuple, list)):
@@ -201,7 +182,7 @@ def _along_dim(context: Following, node: fx.Node) -> Place | Mixes:
 
 
 def _named(node: fx.Node, rank: int) -> set[int]:
-    given: Any = views.argument(node, "dim", 0)
+    given: Any = views.argument(node, "dims" if node.target is aten.flip.default else "dim", 0)
     if given is None or (isinstance(given, (tuple, list)) and not given):
         return set(range(rank))
     return {int(i) % rank for i in (given if isinstance(given, (tuple, list)) else [given])}
@@ -218,7 +199,7 @@ def _getitem(context: Following, node: fx.Node) -> Place | Mixes:
     x, at = node.args
     if not isinstance(x, fx.Node) or not isinstance(at, int):
         return Mixes(at=node, why="it takes no result of several")
-    several = _place_of(context, x).several
+    several = place_of(context, x).several
     return Mixes(at=node, why="it takes no result of several") if several is None else Place(dims=several[at])
 
 
@@ -229,13 +210,13 @@ def _product(left: int, right: int) -> Rule:
         a, b = node.args[left], node.args[right]
         if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
             return Mixes(at=node, why="it is no product of two tensors")
-        x, y = _place_of(context, a).dims, _place_of(context, b).dims
+        x, y = place_of(context, a).dims, place_of(context, b).dims
         if len(x) < 2 or len(y) < 2:
             return _with_vector(context, node, x, y)
-        if _has(context, x[-1]) or _has(context, y[-2]):
+        if has(context, x[-1]) or has(context, y[-2]):
             return Mixes(at=node, why="it sums over the sequence")
         rows, columns = x[-2], y[-1]
-        if _has(context, rows) and _has(context, columns):
+        if has(context, rows) and has(context, columns):
             return Mixes(at=node, why="it pairs positions with each other, and is no attention that was recognised")
         batch = _batch(context, node, x[:-2], y[:-2])
         if isinstance(batch, Mixes):
@@ -248,7 +229,7 @@ def _product(left: int, right: int) -> Rule:
 
 def _with_vector(context: Following, node: fx.Node, x: Dims, y: Dims) -> Place | Mixes:
     summed = (x[-1], y[-1] if len(y) == 1 else y[-2])
-    if any(_has(context, dim) for dim in summed):
+    if any(has(context, dim) for dim in summed):
         return Mixes(at=node, why="it sums over the sequence")
     return Place(dims=x[:-1] if len(y) == 1 else (*y[:-2], y[-1]))
 
@@ -259,8 +240,8 @@ def _batch(context: Following, node: fx.Node, x: Dims, y: Dims) -> Dims | Mixes:
     for at in range(rank):
         found = [dims[at - rank + len(dims)] for dims in (x, y) if at - rank + len(dims) >= 0]
         long = [axes.resolve(dim) for dim in found if not axes.is_unit(dim)]
-        tagged = [dim for dim in long if _has(context, dim)]
-        if tagged and not all(_has(context, dim) and _alike(context, dim, tagged[0]) for dim in long):
+        tagged = [dim for dim in long if has(context, dim)]
+        if tagged and not all(has(context, dim) and alike(context, dim, tagged[0]) for dim in long):
             return Mixes(at=node, why="operands meet that hold the sequence in two ways")
         result.append(tagged[0] if tagged else long[0] if long else ())
     return tuple(result)
@@ -268,8 +249,8 @@ def _batch(context: Following, node: fx.Node, x: Dims, y: Dims) -> Dims | Mixes:
 
 def _linear(context: Following, node: fx.Node) -> Place | Mixes:
     x = views.source(node)
-    dims = _place_of(context, x).dims
-    if _has(context, dims[-1]):
+    dims = place_of(context, x).dims
+    if has(context, dims[-1]):
         return Mixes(at=node, why="it sums over the sequence")
     if any(context.holds(y) for y in node.all_input_nodes if y is not x):
         return Mixes(at=node, why="its weight holds the sequence")
@@ -277,9 +258,9 @@ def _linear(context: Following, node: fx.Node) -> Place | Mixes:
 
 
 def _normalised(context: Following, node: fx.Node) -> Place | Mixes:
-    dims = _place_of(context, views.source(node)).dims
+    dims = place_of(context, views.source(node)).dims
     shape: Any = views.argument(node, "normalized_shape")
-    if any(_has(context, dim) for dim in dims[len(dims) - len(shape) :]):
+    if any(has(context, dim) for dim in dims[len(dims) - len(shape) :]):
         return Mixes(at=node, why="it works along the sequence")
     return Place(dims=dims)
 
@@ -289,7 +270,7 @@ def _embedding(context: Following, node: fx.Node) -> Place | Mixes:
     if not isinstance(table, fx.Node) or not isinstance(ids, fx.Node) or context.holds(table):
         return Mixes(at=node, why="its table holds the sequence")
     last = axes.fresh(axes.shape_exprs(views.value(node))[-1:])
-    return Place(dims=(*_place_of(context, ids).dims, *last))
+    return Place(dims=(*place_of(context, ids).dims, *last))
 
 
 def _joined_along(context: Following, node: fx.Node) -> Place | Mixes:
@@ -300,17 +281,17 @@ def _joined_along(context: Following, node: fx.Node) -> Place | Mixes:
     is_new = node.target is aten.stack.default
     all_dims: list[Dims] = []
     for part in parts:
-        dims = _place_of(context, part).dims
-        if not is_new and (len(dims) != rank or _has(context, dims[at])):
+        dims = place_of(context, part).dims
+        if not is_new and (len(dims) != rank or has(context, dims[at])):
             return Mixes(
                 at=node, why="it joins tensors along the sequence", remedy="call the model with use_cache=False"
             )
         all_dims.append(dims if is_new else (*dims[:at], *dims[at + 1 :]))
     result: list[Dim] = []
     for group in zip(*all_dims, strict=True):
-        tagged = [axes.resolve(dim) for dim in group if _has(context, dim)]
-        if tagged and not all(_has(context, dim) and _alike(context, axes.resolve(dim), tagged[0]) for dim in group):
-            return Mixes(at=node, why="operands meet that hold the sequence in two ways", remedy=_GIVE_POSITIONS)
+        tagged = [axes.resolve(dim) for dim in group if has(context, dim)]
+        if tagged and not all(has(context, dim) and alike(context, axes.resolve(dim), tagged[0]) for dim in group):
+            return Mixes(at=node, why="operands meet that hold the sequence in two ways", remedy=GIVE_POSITIONS)
         result.append(tagged[0] if tagged else group[0])
     result.insert(at, axes.fresh(axes.shape_exprs(views.value(node)))[at])
     return Place(dims=tuple(result))
@@ -321,11 +302,11 @@ def _cross_entropy(context: Following, node: fx.Node) -> Place | Mixes:
     logits, labels = node.args[0], node.args[1]
     if not isinstance(logits, fx.Node) or not isinstance(labels, fx.Node):
         return Mixes(at=node, why="it reads no tensors")
-    classes, of_labels = _place_of(context, logits).dims, _place_of(context, labels).dims
+    classes, of_labels = place_of(context, logits).dims, place_of(context, labels).dims
     if (
         len(classes) != 2
-        or _has(context, classes[1])
-        or not _alike(context, axes.resolve(classes[0]), axes.resolve(of_labels[0]))
+        or has(context, classes[1])
+        or not alike(context, axes.resolve(classes[0]), axes.resolve(of_labels[0]))
     ):
         return Mixes(at=node, why="its labels are not those of the positions of its logits")
     reduction = views.argument(node, "reduction", 1)
@@ -338,8 +319,7 @@ def _cross_entropy(context: Following, node: fx.Node) -> Place | Mixes:
             remedy="give the number of all tokens (num_items_in_batch in models of transformers), or compute the loss of the logits by "
             "ContextParallel.mean",
         )
-    context.sums.append(node)
-    return Place(dims=())
+    return Place(dims=(), is_share=True)
 
 
 _UNIFORM = frozenset(
@@ -353,6 +333,10 @@ _SAME = frozenset(
     | {aten.dropout.default}
 )
 
+#: what multiplies all elements by a number that is the same on all ranks; the other argument may not be a share
+SCALES = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default})
+_ADDS = frozenset({aten.add.Tensor, aten.sub.Tensor})
+
 RULES: dict[object, Rule] = {
     **dict.fromkeys(_SAME, _same),
     **dict.fromkeys(
@@ -361,10 +345,19 @@ RULES: dict[object, Rule] = {
             *(aten.amin.default, aten.argmax.default, aten.select.int, aten.split.Tensor, aten.chunk.default),
             *(aten.split_with_sizes.default, aten.unbind.int, aten.glu.default, aten.linalg_vector_norm.default),
             *(aten.norm.ScalarOpt_dim, aten.var.correction, aten.cumsum.default, aten.std.correction),
-            *(aten.topk.default, aten.sort.default, aten.narrow.default, aten.flip.default),
+            *(aten.topk.default, aten.sort.default, aten.narrow.default, aten.max.dim),
+            *(aten.min.dim, aten.flip.default, aten.var_mean.correction, aten.var_mean.dim),
         ),
         _along_dim,
     ),
+    **dict.fromkeys(
+        (aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.fill_.Scalar, aten.copy_.default), _written
+    ),
+    aten.floor_divide.default: _pointwise,
+    aten.bucketize.Tensor: lookups.bucketized,
+    aten.index.Tensor: lookups.looked_up,
+    aten.index_select.default: lookups.selected,
+    aten.einsum.default: lookups.einsum,
     aten.slice.Tensor: _slice,
     aten.embedding.default: _embedding,
     aten.linear.default: _linear,

@@ -17,8 +17,9 @@ from attn_compiler.passes import axes, elements, program, recover
 from attn_compiler.passes.context_parallel import exchanging
 from attn_compiler.passes.context_parallel.exchanging import Met
 from attn_compiler.passes.context_parallel.layout import Layout
+from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, check_numbers, is_of_length
 from attn_compiler.passes.context_parallel.refusing import CannotShard
-from attn_compiler.passes.context_parallel.whole import Wholes, check_numbers
+from attn_compiler.passes.context_parallel.whole import Wholes
 from attn_compiler.passes.emit import GraphBuilder
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
@@ -63,6 +64,20 @@ def check(site: Site, spec: AttentionSpec) -> None:
     if sizes:
         raise CannotShard(
             "sizes are known when the graph is compiled", f"{sizes[0]}", at=at, remedy="compile with dynamic=False"
+        )
+
+
+def check_scale(site: Site, spec: AttentionSpec) -> None:
+    """Raise CannotShard for a scale that may come from the rank's own length."""
+    length = int(axes.dim_size(site.match.query))
+    width = spec.q.shape[-1]
+    wide = math.sqrt(width) if isinstance(width, int) else 1.0
+    if any(is_of_length(spec.score.scale * factor, length) for factor in (1.0, wide)):
+        raise CannotShard(
+            "the scale of scores does not depend on how many positions a rank has",
+            f"{spec.score.scale:g}, and a rank has {length} positions",
+            at=site.match.out,
+            remedy=IF_CHANCE,
         )
 
 
@@ -139,7 +154,8 @@ class _Scores:
         length = self.spec.seqlen_q
         if not isinstance(length, int):
             raise ValueError("sizes are checked before")
-        check_numbers(x, length)
+        if not self.wholes.are_chance:
+            check_numbers(x, length)
         tensors = {name: self._loaded(x, name, loads) for name in sorted(x.facts.tensors)}
         nodes = tuple(tensors.items())
         key = ("scores", key, nodes, self.met.queries, self.met.first_head, real)
@@ -166,13 +182,21 @@ class _Scores:
         return call(torch.Tensor.view, count, shape)
 
     def _loaded(self, x: Expr, name: str, loads: Mapping[str, Version]) -> fx.Node:
-        whole = self.wholes.of(loads[name], name)
+        whole = self.wholes.of(loads[name], name, int(axes.dim_size(self.site.match.query)))
         shape = self.builder.value(whole).shape
+        own = loads[name].node.meta["val"].shape
         within = self._within()
         for load in ix.loads(x):
             if load.tensor != name:
                 continue
-            for at, size in zip(load.at, shape, strict=True):
+            for at, size, part in zip(load.at, shape, own, strict=True):
+                if size != part and at.facts.indices and not at.facts.indices & {"q", "k"}:
+                    raise CannotShard(
+                        "what a mask or bias reads along the sequence, it reads by positions",
+                        f"{ix.text(load, 80)} of {tuple(shape)}",
+                        at=self.site.match.out,
+                        remedy="what every rank has as a whole is named in ContextParallel(replicated=...)",
+                    )
                 low, high = ix.bounds(at, within)
                 if low is None or high is None or low < -int(size) or high >= int(size):
                     raise CannotShard(

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Expr, Linear
 from attn_compiler.passes.context_parallel.following import Input
 from attn_compiler.passes.context_parallel.layout import Layout
+from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, is_half, is_near
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.emit import GraphBuilder
 from attn_compiler.passes.mirror import Mirror
@@ -21,17 +20,29 @@ _RULE = "a mask or bias reads what ranks have parts of, or all of"
 
 
 class Wholes:
-    """Nodes of whole tensors, by those that hold the rank's part; one for all sites."""
+    """Nodes of whole tensors, by those that hold the rank's part; one for all sites.
 
-    def __init__(self, builder: GraphBuilder, mirror: Mirror, layout: Layout, given: Mapping[fx.Node, Input]) -> None:
+    are_chance: numbers that look like the length of a part are none.
+    """
+
+    def __init__(
+        self,
+        builder: GraphBuilder,
+        mirror: Mirror,
+        layout: Layout,
+        given: Mapping[fx.Node, Input],
+        *,
+        are_chance: bool = False,
+    ) -> None:
         self._builder = builder
         self._mirror = mirror
         self._layout = layout
         self._given = given
+        self.are_chance = are_chance
         self._made_of: dict[fx.Node, frozenset[fx.Node]] = {}
 
-    def of(self, version: Version, name: str) -> fx.Node:
-        """The whole of a tensor that an expression loads from. Raises CannotShard."""
+    def of(self, version: Version, name: str, length: int) -> fx.Node:
+        """The whole of a tensor that an expression loads from. length: of the rank's part of the sequence. Raises CannotShard."""
         if version.node.graph is not self._mirror.graph:
             raise CannotShard(_RULE, f"{name} is a tensor of another graph", at=None)
         if version.since is not None or version.until is not None:
@@ -39,7 +50,20 @@ class Wholes:
         dynamo = self._mirror.dynamo_node(version.node)
         if dynamo is None:
             raise CannotShard(_RULE, f"{name} exists only inside of one call", at=version.node)
+        for one in (self._given[x] for x in self._inputs(dynamo)):
+            if one.length != length:
+                raise CannotShard(
+                    _RULE,
+                    f"{one.node.name} has {one.length} elements along axis {one.axis}, and a rank has {length} positions",
+                    at=version.node,
+                    remedy="what every rank has as a whole is named in ContextParallel(replicated=...)",
+                )
         return self._whole(dynamo)
+
+    def is_gathered(self, version: Version) -> bool:
+        """Whether what an expression loads from is made of parts of the sequence."""
+        dynamo = self._mirror.dynamo_node(version.node)
+        return dynamo is not None and bool(self._inputs(dynamo))
 
     def _whole(self, node: fx.Node) -> fx.Node:
         if not self._inputs(node):
@@ -60,9 +84,9 @@ class Wholes:
         if node.op not in ("call_function", "call_method") or not self._mirror.computes_only(node):
             raise CannotShard(_RULE, f"{node.name} does more than compute a tensor", at=self._at(node))
         lengths = {self._given[x].length for x in self._inputs(node)}
-        if any(_is_near(x, lengths) for x in _numbers(node)):
+        if not self.are_chance and any(is_near(x, lengths) or is_half(x, lengths) for x in _numbers(node)):
             rule = "what makes a mask names no number of the rank's own positions"
-            raise CannotShard(rule, f"{node.name} is {node.format_node()}", at=self._at(node))
+            raise CannotShard(rule, f"{node.name} is {node.format_node()}", at=self._at(node), remedy=IF_CHANCE)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._whole)
         try:
             made = self._builder.call(_function(node), *args, **kwargs)
@@ -101,44 +125,3 @@ def _numbers(node: fx.Node) -> list[int]:
         lambda x: found.append(x) if isinstance(x, int) and not isinstance(x, bool) else None,
     )
     return found
-
-
-def _is_near(number: int, lengths: set[int]) -> bool:
-    """Whether a number may come from a length: of that, Python tells nothing."""
-    return any(length > 2 and abs(abs(number) - length) <= 1 for length in lengths)
-
-
-def check_numbers(x: Expr, length: int) -> None:
-    """A number that may come from the rank's own length means something else for the whole sequence. Raises CannotShard.
-
-    What depends on how far q and k are apart, and on nothing else of where they are, may name any number: the width of a window.
-    """
-    found = _length_in(x, length)
-    if found is not None:
-        raise CannotShard(
-            "what a mask or bias says does not depend on how many positions a rank has",
-            f"{ix.text(found, 120)}, and a rank has {length} positions",
-            remedy="if that is chance, compile with another length",
-        )
-
-
-def _length_in(x: Expr, length: int) -> Expr | None:
-    """The first part of x that names the length, or a number beside it."""
-    left = [x]
-    while left:
-        part = left.pop()
-        if part.facts.indices & {"q", "k"} and _is_of_distance(part):
-            continue
-        numbers = [part.const, *(factor for _, factor in part.terms)] if isinstance(part, Linear) else []
-        numbers += [part.value] if isinstance(part, ix.Const) and isinstance(part.value, int) else []
-        if any(_is_near(number, {length}) for number in numbers):
-            return part
-        left += ix.parts(part)
-    return None
-
-
-def _is_of_distance(x: Expr) -> bool:
-    """Whether x is the same for any q and k that are as far apart."""
-    q, k = ix.Index("q"), ix.Index("k")
-    key = ix.substitute(x, k, ix.add(k, ix.ONE))
-    return bool(ix.substitute(key, q, ix.add(q, ix.ONE)) == x)

@@ -1,0 +1,70 @@
+"""Numbers that may come from the length of a rank's part. Python computes with lengths where no graph shows it, and the whole is longer."""
+
+from __future__ import annotations
+
+import math
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Expr, Linear
+from attn_compiler.passes.context_parallel.refusing import CannotShard
+
+#: what a user may name in ContextParallel(allow=...): numbers of the model that look like the length of a rank's part
+LENGTH = "length"
+
+IF_CHANCE = (
+    "compile with another length, or, if the model has that number whatever the length, give "
+    f"ContextParallel(..., allow=({LENGTH!r},))"
+)
+
+
+def is_near(number: int, lengths: set[int]) -> bool:
+    """Whether a number may come from a length: of that, Python tells nothing. `k < n - 1` is read as k <= n - 2."""
+    return any(length > 2 and -2 + (length < 5) <= abs(number) - length <= 1 for length in lengths)
+
+
+def is_half(number: int, lengths: set[int]) -> bool:
+    """Whether a number may come from half a length."""
+    return any(length > 5 and -1 <= abs(number) - length // 2 <= 0 for length in lengths)
+
+
+def is_of_length(number: float, length: int) -> bool:
+    """Whether a number may be a scale that comes from a length."""
+    return length > 2 and any(
+        math.isclose(number, one, rel_tol=1e-9) for one in (length, 1 / length, math.log(length), math.log2(length))
+    )
+
+
+def check_numbers(x: Expr, length: int) -> None:
+    """A number that may come from the rank's own length means something else for the whole sequence. Raises CannotShard."""
+    found = _length_in(x, length)
+    if found is not None:
+        raise CannotShard(
+            "what a mask or bias says does not depend on how many positions a rank has",
+            f"{ix.text(found, 120)}, and a rank has {length} positions",
+            remedy=IF_CHANCE,
+        )
+
+
+def _length_in(x: Expr, length: int) -> Expr | None:
+    """The first part of x that names the length, or a number beside it; or its half, but for distances: windows are often that wide."""
+    left = [(x, False)]
+    while left:
+        part, is_distance = left.pop()
+        is_distance = is_distance or (bool(part.facts.indices & {"q", "k"}) and _is_of_distance(part))
+        numbers = [part.const, *(factor for _, factor in part.terms)] if isinstance(part, Linear) else []
+        numbers += [part.value] if isinstance(part, ix.Const) and isinstance(part.value, int) else []
+        halved = isinstance(part, Linear) and not is_distance and any(is_half(number, {length}) for number in numbers)
+        if halved or any(is_near(number, {length}) for number in numbers):
+            return part
+        real = part.value if isinstance(part, ix.Const) and isinstance(part.value, float) else 0.0
+        if is_of_length(real, length):
+            return part
+        left += [(inner, is_distance) for inner in ix.parts(part)]
+    return None
+
+
+def _is_of_distance(x: Expr) -> bool:
+    """Whether x is the same for any q and k that are as far apart."""
+    q, k = ix.Index("q"), ix.Index("k")
+    key = ix.substitute(x, k, ix.add(k, ix.ONE))
+    return bool(ix.substitute(key, q, ix.add(q, ix.ONE)) == x)
