@@ -19,6 +19,7 @@ import csv
 import hashlib
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
@@ -36,6 +37,7 @@ from attn_compiler.lowerings.decode import latent_schedule
 from attn_compiler.lowerings.decode import schedule as decode_schedule
 from attn_compiler.lowerings.fp8 import hopper_launch, rounding_launch, triton_launch
 from attn_compiler.lowerings.fp8.rounding import How, Rounding
+from attn_compiler.lowerings.hopper import backward_launch
 from attn_compiler.lowerings.hopper import launch as hopper_half_launch
 from attn_compiler.lowerings.shared import persistent
 from attn_compiler.lowerings.shared.kernel_plan import Band
@@ -48,6 +50,7 @@ from tests.lowerings.fp8 import problems as fp8_problems
 from tests.lowerings.fp8.kernels import compiling as fp8_compiling
 from tests.lowerings.hopper import problems as hopper_problems
 from tests.lowerings.hopper.kernels import compiling as hopper_compiling
+from tests.lowerings.hopper.kernels import compiling_backward
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import build, planned
 from tests.lowerings.triton.kernels.compiling import resources, said_of
@@ -55,6 +58,8 @@ from tests.lowerings.triton.kernels.compiling import resources, said_of
 _SM = 90
 #: of an H200
 _PROCESSORS = 132
+#: what a launch may say of how a kernel is compiled
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
 
 _SIZES: Any = {"batch": 2, "heads_q": 4, "heads_kv": 2, "seqlen_q": 512, "seqlen_kv": 512}
 _CAUSAL = Band(right=0)
@@ -132,6 +137,17 @@ class Code:
     opcodes: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One launch of a case. nth: of those of that kernel. options: how the kernel is compiled, as Triton names it."""
+
+    case: str
+    kernel: str
+    nth: int
+    grid: tuple[int, ...]
+    options: tuple[tuple[str, int], ...]
+
+
 class _Driver:
     """An H200 that is not there: it has a name and runs nothing."""
 
@@ -156,10 +172,16 @@ def _compiled() -> Iterator[list[Any]]:
         found.append(kernel)
         return kernel
 
-    # Each process compiles one case, and leaves the driver as it is.
-    triton.runtime.driver.set_active(_Driver())
-    with mock.patch.object(JITFunction, "run", record), torch.no_grad():
+    with _launched_by(record):
         yield found
+
+
+@contextlib.contextmanager
+def _launched_by(run: Callable[..., Any]) -> Iterator[None]:
+    # Each process looks at cases only, and leaves the driver as it is.
+    triton.runtime.driver.set_active(_Driver())
+    with mock.patch.object(JITFunction, "run", run), torch.no_grad():
+        yield
 
 
 def _triton(case: Case, dtype: torch.dtype) -> None:
@@ -218,6 +240,17 @@ def _rounding(head_dim: int, rotated: bool) -> None:
     rounding_launch.round_fp8(x, mean, [], how, seen)
 
 
+def _half_backward(case: Case) -> None:
+    problem = hopper_problems.build(case, dtype=torch.bfloat16, device="cpu", target=Target.fake(sm=_SM))
+    given = (problem.q, problem.k, problem.v)
+    out, lse = torch.empty_like(problem.q), torch.empty(problem.q.shape[:3])
+    read = (*given, hopper_problems.grad_operands(problem), out, lse, problem.text)
+    properties = types.SimpleNamespace(multi_processor_count=_PROCESSORS)
+    machine = mock.patch.object(torch.cuda, "get_device_properties", return_value=properties)
+    with planned(problem.plan), mock.patch.object(persistent, "programs", _programs), machine:
+        backward_launch.gradients(out, lse, *read)
+
+
 def _cases() -> dict[str, Callable[[], None]]:
     found: dict[str, Callable[[], None]] = {}
     for dtype, cases in ((torch.bfloat16, _TRITON), (torch.float32, _FLOAT32)):
@@ -230,6 +263,8 @@ def _cases() -> dict[str, Callable[[], None]]:
         found[f"hopper {case.name} {recipe}"] = _bound(_fp8, case, recipe, hopper_launch.forward)
     for case in hopper_compiling.CASES:
         found[f"hopper half {case.name}"] = _bound(_half, case)
+    for case in compiling_backward.CASES:
+        found[f"hopper half {case.name}"] = _bound(_half_backward, case)
     for head_dim in (64, 128):
         for rotated in (False, True):
             found[f"round {head_dim}{' rotated' if rotated else ''}"] = _bound(_rounding, head_dim, rotated)
@@ -249,6 +284,27 @@ def code_of(case: str) -> list[Code]:
     for kernel in kernels:
         found.append(_read(case, kernel, seen[kernel.name]))
         seen[kernel.name] += 1
+    return found
+
+
+def names() -> list[str]:
+    """Of the cases."""
+    return list(_cases())
+
+
+def launches_of(case: str) -> list[Launch]:
+    """Of a case, none of which is compiled."""
+    found: list[Launch] = []
+    counts: collections.Counter[str] = collections.Counter()
+
+    def record(self: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        name = self.fn.__name__
+        options = tuple((option, int(named[option])) for option in _OPTIONS if option in named)
+        found.append(Launch(case=case, kernel=name, nth=counts[name], grid=tuple(grid), options=options))
+        counts[name] += 1
+
+    with _launched_by(record):
+        _cases()[case]()
     return found
 
 
@@ -316,11 +372,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    names = [name for name in _cases() if options.only in name]
+    wanted = [name for name in names() if options.only in name]
     with ProcessPoolExecutor(max_workers=options.processes) as pool:
         rows = [
             {key: str(value) for key, value in asdict(code).items()}
-            for found in pool.map(code_of, names)
+            for found in pool.map(code_of, wanted)
             for code in found
         ]
     writer = csv.DictWriter(sys.stdout, [field.name for field in fields(Code)])

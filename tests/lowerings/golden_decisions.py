@@ -1,6 +1,7 @@
 """What is decided for many sites on many machines, as a table.
 
     python -m tests.lowerings.golden_decisions > tests/lowerings/golden_decisions.csv
+    python -m tests.gate                            # this and all else that is the same in every run
 
 A change of the code that is not meant to change decisions leaves the table as it is. One that is shows up in the difference.
 """
@@ -12,6 +13,7 @@ import dataclasses
 import hashlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TextIO
 
 from attn_compiler.fp8_recipe import Fp8Recipe
@@ -19,8 +21,10 @@ from attn_compiler.options import Options
 from attn_compiler.passes.select import decide
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
-from benchmarks import select_cases
+from benchmarks import bench_mla, decode_cases, kernel_cases, select_cases
 from tests import cases
+
+PATH = Path(__file__).with_name("golden_decisions.csv")
 
 #: hexadecimal digits of a digest
 _DIGITS = 8
@@ -38,7 +42,8 @@ TARGETS: dict[str, Target] = {
 
 
 def specs() -> Iterator[tuple[str, AttentionSpec]]:
-    """(name, spec): the cases that kernels are tested with and those that the order of lowerings was measured on."""
+    """(name, spec): the cases that kernels are tested with, those that the order of lowerings was measured on, and the benchmarks' own of
+    kernels, decoding and latent attention."""
     for case in cases.CASES:
         for needs_grad in (False, True):
             yield f"{case.name}{'_training' if needs_grad else ''}", cases.build(case, needs_grad=needs_grad).spec
@@ -48,6 +53,14 @@ def specs() -> Iterator[tuple[str, AttentionSpec]]:
             yield f"measured_{measured.name}{'_training' if training else ''}", spec
             if not training:
                 yield f"measured_{measured.name}_fp8", dataclasses.replace(spec, fp8=Fp8Recipe())
+    for kernel in kernel_cases.CASES:
+        for training in (False, True):
+            spec = select_cases.spec_of(kernel, training=training)
+            yield f"kernel_{kernel.name}{'_training' if training else ''}", spec
+    for decoded in decode_cases.CASES:
+        yield f"decode_{decoded.name}", decode_cases.build(decoded, "meta").spec
+    for latent in bench_mla.GPU_CASES:
+        yield f"latent_{latent.name}", bench_mla.spec_of(latent, "bfloat16")
 
 
 def decided(spec: AttentionSpec, target: Target) -> str:
@@ -62,6 +75,19 @@ def write(file: TextIO) -> None:
     table.writerow(["spec", *TARGETS])
     for name, spec in specs():
         table.writerow([name, *(decided(spec, target) for target in TARGETS.values())])
+
+
+def read() -> dict[tuple[str, str, str], str]:
+    """The table that is kept."""
+    return parsed(PATH.read_text())
+
+
+def parsed(text: str) -> dict[tuple[str, str, str], str]:
+    """A line for each spec and machine, as tests/gate/table.py has them."""
+    header, *rows = csv.reader(text.splitlines())
+    return {
+        ("decision", row[0], machine): value for row in rows for machine, value in zip(header[1:], row[1:], strict=True)
+    }
 
 
 if __name__ == "__main__":
