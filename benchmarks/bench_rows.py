@@ -74,7 +74,7 @@ KINDS: dict[str, Attention] = {
 }
 
 
-def _further(mask: str, batch: int, queries: int, keys: int) -> torch.Tensor:
+def further(mask: str, batch: int, queries: int, keys: int) -> torch.Tensor:
     if mask == "documents":
         return torch.arange(keys) // (keys // 16)
     if mask == "cache":
@@ -97,7 +97,7 @@ def _row(mask: str, shape: tuple[int, ...], dtype: torch.dtype, training: bool) 
     inputs = [
         torch.randn(batch, n, heads, head_dim, dtype=dtype).transpose(1, 2).requires_grad_(training) for n in sizes
     ]
-    further = _further(mask, batch, queries, keys)
+    mask_input = further(mask, batch, queries, keys)
     noise = torch.randn(batch, heads, queries, head_dim, dtype=dtype)
     steps = {}
     for side in SIDES:
@@ -106,7 +106,7 @@ def _row(mask: str, shape: tuple[int, ...], dtype: torch.dtype, training: bool) 
         compiled = torch.compile(KINDS[mask], backend="attn_compiler", dynamic=False, options=options)
 
         def step(compiled: Attention = compiled) -> None:
-            out = compiled(*inputs, further)
+            out = compiled(*inputs, mask_input)
             if training:
                 torch.autograd.grad(out, inputs, noise)
 

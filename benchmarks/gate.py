@@ -1,0 +1,272 @@
+"""Is this checkout slower than the figures that it has of the same device? Kernels, decoding, whole models and first steps.
+
+    python -m benchmarks.gate                      # on the first GPU, against benchmarks/results/gate_h200.csv or what it is called
+    python -m benchmarks.gate --device cpu         # against gate_cpu.csv
+    python -m benchmarks.gate --device cpu --write # makes that file anew, from three runs
+
+What is compared is the ratio of a peer's time to ours, both measured in turn in one process (benchmarks/gate_cases.py), so that a slower
+machine alone changes nothing. Each run is a process of its own. A row whose ratio fell by more than counts (benchmarks/gate_rule.py) is
+measured again in another process, and counts if the mean of both fell by that much. Exits with 1 and the rows where any did or failed,
+with 2 where there is no file to compare with. --rounds keeps every round as JSON, which benchmarks.gate_power reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import gate_cases, gate_rule, harness
+from benchmarks.gate_rule import OURS, PEER, Baseline, Run
+
+RESULTS = Path(__file__).parent / "results"
+MEASURED = ("run", "rounds", f"{OURS}_p50_ms", f"{PEER}_p50_ms", "ratio", "noise", "failure")
+COLUMNS = ("kind", "row", "peer", *MEASURED)
+#: what another value of makes ratios another thing, perhaps
+_VERSIONS = ("device", "threads", "torch", "transformers")
+_MOST_RUNS = 9
+
+#: what one process measured: row -> {"ours": [...], "peer": [...]}, or {"failure": text}
+Found = dict[str, dict[str, Any]]
+#: (names of rows, or none for all) -> what a fresh process measured of them
+Measure = Callable[[Sequence[str]], Found]
+
+
+# ---- one process ----------------------------------------------------------------------------------------------------
+
+
+def measure_here(rows: Sequence[gate_cases.Row], device: str, seconds: float) -> Found:
+    """Every row in turn. What fails of one is its failure."""
+    found: Found = {}
+    for row in rows:
+        begin = time.perf_counter()
+        try:
+            found[row.name] = {side: list(times) for side, times in row.make(device)(seconds).items()}
+        except Exception as error:  # noqa: BLE001 - the reason is the row's, and no other row is to be missed
+            found[row.name] = {"failure": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        took = time.perf_counter() - begin
+        print(f"{row.kind}, {row.name}: {took:.1f} s {found[row.name].get('failure', '')}", file=sys.stderr, flush=True)
+        torch.compiler.reset()
+        gc.collect()
+        if device != "cpu":
+            torch.cuda.empty_cache()
+    return found
+
+
+def fresh_process(device: str, seconds: float) -> Measure:
+    """A process for each run: what differs from one to the next is part of the noise."""
+
+    def measure(names: Sequence[str]) -> Found:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "rounds.json"
+            command = [sys.executable, "-m", "benchmarks.gate", "--device", device, "--seconds", str(seconds)]
+            command += ["--once", str(out), *(["--only", *names] if names else [])]
+            done = subprocess.run(command, cwd=Path(__file__).parents[1], check=False)
+            if not out.exists():
+                return {
+                    name: {"failure": f"its process ended with {done.returncode}"} for name in names or ("all rows",)
+                }
+            found: Found = json.loads(out.read_text())
+        return found
+
+    return measure
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def device_kind(name: str) -> str:
+    """Of a GPU's name, in lower case: "h200" of "NVIDIA H200", "h100" of "NVIDIA H100 80GB HBM3"."""
+    words = [word for word in name.lower().replace("-", " ").split() if word not in ("nvidia", "geforce", "tesla")]
+    return words[0] if words else "gpu"
+
+
+def results_of(device: str) -> Path:
+    kind = "cpu" if device == "cpu" else device_kind(torch.cuda.get_device_name(device))
+    return RESULTS / f"gate_{kind}.csv"
+
+
+def csv_rows(runs: Sequence[Found], rows: Sequence[gate_cases.Row]) -> list[dict[str, str]]:
+    """A line for each run of each row."""
+    return [
+        {"kind": row.kind, "row": row.name, "peer": row.peer, "run": str(number), **_measured(found[row.name])}
+        for row in rows
+        for number, found in enumerate(runs, 1)
+        if row.name in found
+    ]
+
+
+def _measured(rounds: dict[str, Any]) -> dict[str, str]:
+    if "failure" in rounds:
+        return {"failure": rounds["failure"]}
+    run = gate_rule.run_of(rounds)
+    columns = {f"{side}_p50_ms": f"{statistics.median(rounds[side]):.5g}" for side in (OURS, PEER)}
+    return {
+        **columns,
+        "rounds": str(len(rounds[OURS])),
+        "ratio": f"{math.exp(run.value):.4f}",
+        "noise": f"{run.noise:.5f}",
+        "failure": "",
+    }
+
+
+def baselines_of(lines: Sequence[Mapping[str, str]]) -> dict[str, Baseline]:
+    """Of a file's lines, those of rows that failed apart."""
+    runs: dict[str, list[Run]] = {}
+    for line in lines:
+        if not line["failure"]:
+            run = Run(value=math.log(float(line["ratio"])), noise=float(line["noise"]))
+            runs.setdefault(line["row"], []).append(run)
+    return gate_rule.baselines(runs, {line["row"]: line["kind"] for line in lines})
+
+
+# ---- comparing ------------------------------------------------------------------------------------------------------
+
+
+def compare(before: Mapping[str, Baseline], measure: Measure) -> list[dict[str, str]]:
+    """What became of each row of the file: its verdict is "ok", "SLOWER" or "FAILED: ..."."""
+    found = measure(())
+    runs = {name: [gate_rule.run_of(rounds)] for name, rounds in found.items() if "failure" not in rounds}
+    suspects = [name for name, baseline in before.items() if name in runs and gate_rule.is_slower(baseline, runs[name])]
+    for name, rounds in measure(suspects).items() if suspects else ():
+        if "failure" not in rounds:
+            runs[name].append(gate_rule.run_of(rounds))
+    return [_verdict(name, baseline, runs.get(name, []), found.get(name, {})) for name, baseline in before.items()]
+
+
+def _verdict(name: str, baseline: Baseline, runs: Sequence[Run], found: Mapping[str, Any]) -> dict[str, str]:
+    row = {"row": name, "before": f"{math.exp(baseline.value):.3f}"}
+    if not runs:
+        return row | {"verdict": f"FAILED: {found.get('failure', 'it was not measured')}"}
+    slower = gate_rule.is_slower(baseline, runs)
+    return row | {
+        "now": f"{math.exp(statistics.fmean(run.value for run in runs)):.3f}",
+        "decline": f"{gate_rule.decline(baseline, runs):.1%}",
+        "bound": f"{gate_rule.bound(baseline, runs):.1%}",
+        "runs": str(len(runs)),
+        "verdict": "SLOWER" if slower else "ok",
+    }
+
+
+def print_verdicts(verdicts: Sequence[Mapping[str, str]]) -> None:
+    table = Table(title="ratio: the peer's time over ours. A decline beyond its bound counts")
+    for name in ("row", "before", "now", "decline", "bound", "runs", "verdict"):
+        table.add_column(name)
+    for row in verdicts:
+        bad = row["verdict"] != "ok"
+        table.add_row(
+            *(f"[red]{cell}[/]" if bad else cell for cell in (row.get(str(c.header), "") for c in table.columns))
+        )
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def other_versions(lines: Sequence[Mapping[str, str]], where: Mapping[str, str]) -> list[str]:
+    """What the file was measured with, where that is not what is here."""
+    return [
+        f"{name}: {', '.join(sorted(before))} in the file, {where[name]} here"
+        for name in _VERSIONS
+        if (before := {line[name] for line in lines}) != {where[name]}
+    ]
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, runs: Sequence[Found], rows: Sequence[gate_cases.Row], where: Mapping[str, str]) -> int:
+    """1 where a row failed."""
+    file = harness.CsvFile(path, [*COLUMNS, *where])
+    for line in csv_rows(runs, rows):
+        file.add({**line, **where})
+    for name, baseline in baselines_of(file.rows).items():
+        print(f"{name}: {math.exp(baseline.value):.3f}, a run is off by {baseline.spread:.2%}")
+    failed = [line for line in file.rows if line["failure"]]
+    print("\n".join(f"FAILED {line['row']}: {line['failure']}" for line in failed) or f"wrote {path}")
+    return int(bool(failed))
+
+
+def repeated(measure: Measure, runs: int, budget_seconds: float) -> list[Found]:
+    """So many runs, or as many as end in time by how long the longest took; one at least."""
+    begin, longest, found = time.monotonic(), 0.0, list[Found]()
+    for _ in range(runs):
+        start = time.monotonic()
+        if found and start - begin + longest > budget_seconds:
+            break
+        found.append(measure(()))
+        longest = time.monotonic() - start if len(found) != 1 else longest
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    rows = [row for row in gate_cases.rows(options.device) if not options.only or row.name in options.only]
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    if options.once is not None:
+        options.once.write_text(json.dumps(measure_here(rows, options.device, options.seconds)))
+        return 0
+    measure = fresh_process(options.device, options.seconds)
+    path = options.output or results_of(options.device)
+    where = harness.environment(options.device, options.commit)
+    if options.write:
+        runs = repeated(lambda names: measure(names or options.only), options.runs, options.budget_seconds)
+        _keep(options.rounds, runs)
+        return write(path, runs, rows, where)
+    if not path.exists():
+        print(
+            f"there is no {path}: python -m benchmarks.gate --device {options.device} --write makes it", file=sys.stderr
+        )
+        return 2
+    lines = [line for line in harness.read(path) if not options.only or line["row"] in options.only]
+    runs = []
+
+    def kept(names: Sequence[str]) -> Found:
+        runs.append(measure(names or options.only))
+        return runs[-1]
+
+    for said in other_versions(lines, where):
+        print(f"not the same machine: {said}")
+    verdicts = compare(baselines_of(lines), kept)
+    _keep(options.rounds, runs)
+    print_verdicts(verdicts)
+    return int(any(row["verdict"] != "ok" for row in verdicts))
+
+
+def _keep(path: Path | None, runs: Sequence[Found]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(runs))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--seconds", type=float, default=4.0, help="timing of one row (default %(default)s)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="rows by name")
+    parser.add_argument("--write", action="store_true", help="make the file anew instead of comparing with it")
+    parser.add_argument(
+        "--runs", type=int, default=3, choices=range(1, _MOST_RUNS + 1), help="for --write (default %(default)s)"
+    )
+    parser.add_argument(
+        "--budget-seconds", type=float, default=1e9, help="for --write: begin no run that may end after this"
+    )
+    parser.add_argument("--rounds", type=Path, help="keep every round of every run here, as JSON")
+    parser.add_argument("--output", type=Path, help="the file, in place of the one that the device's name gives")
+    parser.add_argument("--commit", help="the commit to name in the file, where this is no checkout")
+    parser.add_argument("--once", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""The rows of the gate: of kernels, decoding, whole models and first steps some of each, our side and a peer in one process.
+
+A row gives a function that times both sides in turn for so many seconds. Making it compiles both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import attn_compiler
+from benchmarks import compare, harness, inputs, models
+from benchmarks.gate_rule import OURS, PEER
+
+Kind = Literal["kernel", "decode", "end to end", "first step"]
+#: seconds -> milliseconds of every call of each side
+Timing = Callable[[float], Mapping[str, list[float]]]
+
+_SIDES = {PEER: harness.BASELINE, OURS: harness.BACKEND}
+#: layers of whole models: all layers look alike
+_LAYERS = 2
+#: tokens of a sequence, and sequences, on a CPU
+_TOKENS, _SEQUENCES = 512, 1
+_LEAST_ROUNDS = 15
+_FIRST_STEPS = (6, 12)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """make: both sides, ready to be timed on a device."""
+
+    name: str
+    kind: Kind
+    peer: str
+    make: Callable[[str], Timing]
+
+
+def rows(device: str) -> tuple[Row, ...]:
+    """Of a machine, in the order in which they are measured."""
+    return _ON_CPU if device == "cpu" else _ON_GPU
+
+
+# ---- steps: functions and models that both sides compile ------------------------------------------------------------
+
+
+def in_turn(steps: Mapping[str, harness.Step], device: str) -> Timing:
+    """Times steps that are compiled."""
+
+    def timed(seconds: float) -> Mapping[str, list[float]]:
+        return harness.interleave(steps, device, seconds=seconds, min_rounds=_LEAST_ROUNDS, clock="process")
+
+    return timed
+
+
+def _end_to_end(family: str, implementation: str, scenario: str) -> Callable[[str], Timing]:
+    def make(device: str) -> Timing:
+        model, given = model_of(family, implementation, scenario, device)
+        way = inputs.SCENARIOS[scenario]
+        case = compare.Case(model=model, inputs=given, device=device, training=way.training)
+        steps = compare.compile_both(case)
+        return in_turn({side: steps[backend] for side, backend in _SIDES.items()}, device)
+
+    return make
+
+
+def model_of(family: str, implementation: str, scenario: str, device: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A model of the registry with few layers, and its inputs: on a GPU of the real widths, on a CPU short ones."""
+    way, on_gpu = inputs.SCENARIOS[scenario], device != "cpu"
+    dtype, size = (torch.bfloat16, "full") if on_gpu else (torch.float32, "small")
+    model = models.build(family, size, implementation, dtype, device)  # type: ignore[arg-type]
+    for part in model.modules():
+        for name, child in part.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) > _LAYERS:
+                setattr(part, name, child[:_LAYERS])
+    given = inputs.example_inputs(family, size, way, dtype, device)  # type: ignore[arg-type]
+    if not on_gpu:
+        short = {name: x[-_SEQUENCES:, :_TOKENS] for name, x in given.items() if isinstance(x, torch.Tensor)}
+        given = {**given, **short}
+    return model.train(way.training), given
+
+
+def _first_step(family: str, implementation: str, scenario: str) -> Callable[[str], Timing]:
+    """Compiling again and again in one process: CPU seconds of tracing, of the passes and of Inductor. Kernels are found on disk, which
+    leaves out the C++ and the Triton compiler."""
+
+    def make(device: str) -> Timing:
+        model, given = model_of(family, implementation, scenario, device)
+        training = inputs.SCENARIOS[scenario].training
+        for backend in _SIDES.values():
+            _compile(model, given, training, backend)
+
+        def timed(seconds: float) -> Mapping[str, list[float]]:
+            times: dict[str, list[float]] = {side: [] for side in _SIDES}
+            order, deadline = list(_SIDES), time.perf_counter() + seconds
+            while len(times[OURS]) < _FIRST_STEPS[1]:
+                if len(times[OURS]) >= _FIRST_STEPS[0] and time.perf_counter() > deadline:
+                    break
+                for side in order:
+                    begin = time.process_time()
+                    _compile(model, given, training, _SIDES[side])
+                    times[side].append((time.process_time() - begin) * 1e3)
+                order.reverse()
+            return times
+
+        return timed
+
+    return make
+
+
+def _compile(model: nn.Module, given: Mapping[str, Any], training: bool, backend: str) -> None:
+    torch.compiler.reset()
+    attn_compiler.reset()
+    ours = {"cache_rewrites": False} if backend == harness.BACKEND else {}
+    # In this process, so that its CPU seconds have all that is done.
+    options = {"compile_threads": 1, "fx_graph_cache": False, **ours}
+    run: Any = torch.compile(model, backend=backend, dynamic=False, options=options)
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        harness.make_step(run, given, training=training)()
+    model.zero_grad(set_to_none=True)
+
+
+def _latent(name: str) -> Callable[[str], Timing]:
+    """A decoding step of a model with latent attention."""
+
+    def make(device: str) -> Timing:
+        from benchmarks import bench_mla
+
+        torch.compiler.reset()
+        cases = {case.name: case for case in (*bench_mla.GPU_CASES, *bench_mla.CPU_CASES)}
+        stepper = bench_mla.Stepper(cases[name], device)
+        steps = {side: stepper.compiled(backend) for side, backend in _SIDES.items()}
+        for step in steps.values():
+            step()
+        return in_turn(steps, device)
+
+    return make
+
+
+# ---- on a GPU: kernels alone ----------------------------------------------------------------------------------------
+
+
+def _kernel(lowering: str, peer: str, case: str, which: Literal["forward", "backward"]) -> Callable[[str], Timing]:
+    """The kernel of a lowering beside that of another one, or beside "sdpa", PyTorch's choice with the mask as a tensor."""
+
+    def make(device: str) -> Timing:
+        from benchmarks import bench_kernels, bench_select, kernel_cases, select_cases
+
+        problem = kernel_cases.build(
+            select_cases.BY_NAME[case], device=device, dtype=torch.bfloat16, training=which == "backward"
+        )
+        grad_out = bench_kernels.gradient_of_out(problem)
+        makes = {
+            OURS: bench_select.lowering(lowering),
+            PEER: bench_select.PEERS.get(peer) or bench_select.lowering(peer),
+        }
+        sides = {
+            side: bench_select.timed(of_side(problem), which, grad_out, once=True) for side, of_side in makes.items()
+        }
+
+        def timed(seconds: float) -> Mapping[str, list[float]]:
+            found = bench_kernels.interleave(sides, device, seconds)
+            return {side: [us / 1e3 for us in times] for side, times in found.items()}
+
+        return timed
+
+    return make
+
+
+def _decode(case: str) -> Callable[[str], Timing]:
+    """The decode kernel beside cuDNN over the whole cache, as replays of CUDA graphs."""
+
+    def make(device: str) -> Timing:
+        from torch.nn.attention import SDPBackend
+
+        from attn_compiler.lowerings.decode import schedule
+        from attn_compiler.target import Target
+        from benchmarks import bench_decode, decode_cases
+
+        problem = decode_cases.build(decode_cases.BY_NAME[case], device)
+        ours = bench_decode.ours(problem, schedule.schedule(problem.spec, Target.current(device)))
+        return in_turn(
+            {OURS: _replay(ours), PEER: _replay(bench_decode.sdpa(problem, SDPBackend.CUDNN_ATTENTION))}, device
+        )
+
+    return make
+
+
+def _replay(calls: list[Callable[[], torch.Tensor]]) -> harness.Step:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        calls[0]()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = [call() for call in calls][-1]
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
+# ---- on a CPU: attention alone ---------------------------------------------------------------------------------------
+
+
+def _attention(mask: str, shape: tuple[int, int, int, int, int]) -> Callable[[str], Timing]:
+    """A function of benchmarks.bench_rows, which both sides compile. shape: batch, heads, queries, keys, head dim."""
+
+    def make(device: str) -> Timing:
+        from benchmarks import bench_rows
+
+        batch, heads, queries, keys, head_dim = shape
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(batch, n, heads, head_dim, device=device).transpose(1, 2) for n in (queries, keys, keys))
+        further = bench_rows.further(mask, batch, queries, keys)
+        torch.compiler.reset()
+        compiled = {
+            side: torch.compile(bench_rows.KINDS[mask], backend=backend, dynamic=False)
+            for side, backend in _SIDES.items()
+        }
+
+        def step_of(run: Callable[..., torch.Tensor]) -> harness.Step:
+            return lambda: run(q, k, v, further)
+
+        steps = {side: step_of(run) for side, run in compiled.items()}
+        for step in steps.values():
+            step()
+        return in_turn(steps, device)
+
+    return make
+
+
+def _row(name: str, kind: Kind, make: Callable[[str], Timing], peer: str = harness.BASELINE) -> Row:
+    return Row(name=name, kind=kind, peer=peer, make=make)
+
+
+_ON_CPU = (
+    _row("padding 8 x 12 x 256 x 64", "kernel", _attention("padding", (8, 12, 256, 256, 64))),
+    _row("causal and padding 4 x 8 x 512 x 64", "kernel", _attention("causal and padding", (4, 8, 512, 512, 64))),
+    _row("one query 8 x 32 x 2048 x 128", "decode", _attention("cache", (8, 32, 1, 2048, 128))),
+    _row("latent step, 900 keys", "decode", _latent("cpu_b1_1k")),
+    _row("llama eager prefill, 2 layers", "end to end", _end_to_end("llama", "eager", "prefill")),
+    _row("llama sdpa train, 2 layers", "end to end", _end_to_end("llama", "sdpa", "train")),
+    _row("llama sdpa prefill, padded, 2 layers", "first step", _first_step("llama", "sdpa", "prefill_padded")),
+)
+_ON_GPU = (
+    _row(
+        "hopper causal 2048 x 128",
+        "kernel",
+        _kernel("hopper", "sdpa_cudnn", "causal_d128_s2048", "forward"),
+        "sdpa_cudnn",
+    ),
+    _row(
+        "hopper causal 2048 x 128, backward",
+        "kernel",
+        _kernel("hopper", "sdpa_cudnn", "causal_d128_s2048", "backward"),
+        "sdpa_cudnn",
+    ),
+    _row("triton padded 2048 x 64", "kernel", _kernel("triton", "sdpa", "padded_d64_s2048", "forward"), "sdpa"),
+    _row(
+        "triton padded 2048 x 64, backward",
+        "kernel",
+        _kernel("triton", "sdpa", "padded_d64_s2048", "backward"),
+        "sdpa",
+    ),
+    _row("decode 16 x 4096, half full", "decode", _decode("b16_4k_half"), "sdpa_cudnn"),
+    _row("decode 1 x 32768", "decode", _decode("b1_32k"), "sdpa_cudnn"),
+    _row("latent step, 4000 keys", "decode", _latent("v2_lite_b1_4k")),
+    _row("llama sdpa prefill, 2 layers", "end to end", _end_to_end("llama", "sdpa", "prefill")),
+    _row("bert eager train, padded, 2 layers", "end to end", _end_to_end("bert", "eager", "train_padded")),
+    _row("llama sdpa prefill, padded, 2 layers", "first step", _first_step("llama", "sdpa", "prefill_padded")),
+)

@@ -1,0 +1,45 @@
+"""The gate's rows. What they compile takes minutes, and is no test."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from benchmarks import bench_mla, decode_cases, gate_cases, select_cases
+from benchmarks.gate_rule import OURS, PEER
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_there_is_some_of_every_kind_and_no_name_twice(device: str) -> None:
+    rows = gate_cases.rows(device)
+    assert {row.kind for row in rows} == {"kernel", "decode", "end to end", "first step"}
+    assert len({row.name for row in rows}) == len(rows)
+
+
+def test_both_sides_are_timed_in_turn() -> None:
+    called: list[str] = []
+
+    def step(side: str) -> torch.Tensor:
+        called.append(side)
+        return torch.ones(())
+
+    times = gate_cases.in_turn({side: functools.partial(step, side) for side in (OURS, PEER)}, "cpu")(0.0)
+    assert len(times[OURS]) == len(times[PEER]) >= 15
+    assert called[-4:] in ([OURS, PEER, PEER, OURS], [PEER, OURS, OURS, PEER])
+
+
+def test_whole_models_are_short() -> None:
+    model, given = gate_cases.model_of("bert", "eager", "train_padded", "cpu")
+    assert model.training
+    assert len(model.encoder.layer) == 2
+    assert given["input_ids"].shape == given["attention_mask"].shape == (1, 128)
+    assert not given["attention_mask"].all()
+
+
+def test_names_of_cases_are_known() -> None:
+    """What a row of a GPU reads when it is made, which no machine without one does."""
+    assert {"causal_d128_s2048", "padded_d64_s2048"} <= select_cases.BY_NAME.keys()
+    assert {"b16_4k_half", "b1_32k"} <= decode_cases.BY_NAME.keys()
+    assert {"v2_lite_b1_4k"} <= {case.name for case in bench_mla.GPU_CASES}

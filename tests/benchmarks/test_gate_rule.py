@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from benchmarks import gate_rule
+from benchmarks.gate_rule import OURS, PEER, Baseline, Run
+
+
+def rounds(ratio: float, noise: float = 0.005, count: int = 40, seed: int = 0) -> dict[str, list[float]]:
+    chance = random.Random(seed)
+    return {OURS: [10.0] * count, PEER: [10.0 * ratio * math.exp(chance.gauss(0, noise)) for _ in range(count)]}
+
+
+def test_a_run_is_its_median_and_says_how_sure_it_is() -> None:
+    run = gate_rule.run_of(rounds(1.5))
+    assert math.exp(run.value) == pytest.approx(1.5, abs=0.005)
+    # The standard error of a median of 40 is 1.25 * 0.005 / sqrt(40).
+    assert 0.0004 < run.noise < 0.002
+    assert gate_rule.run_of(rounds(1.5, noise=0.05)).noise > 5 * run.noise
+
+
+def test_rounds_are_drawn_in_blocks_since_neighbours_are_alike() -> None:
+    """A machine that is slow for half of the time: rounds drawn one by one would nearly always have as many of both halves."""
+    halves = [0.0] * 20 + [1.0] * 20
+    drawn = gate_rule.resampled(halves, 400)
+    shuffled = random.Random(0).sample(halves, 40)
+    alone = gate_rule.resampled(shuffled, 400)
+    spread = [sum(value in (0.0, 1.0) for value in of) for of in (drawn, alone)]
+    assert spread[0] > spread[1]
+
+
+@pytest.mark.parametrize(("fell", "slower"), [(0.0, False), (0.02, False), (0.029, False), (0.035, True), (0.05, True)])
+def test_a_decline_beyond_three_percent_counts(fell: float, slower: bool) -> None:
+    before = Baseline(value=math.log(2.0), runs=3, spread=0.004)
+    now = gate_rule.run_of(rounds(2.0 * (1 - fell)))
+    assert gate_rule.is_slower(before, [now]) == slower
+    assert gate_rule.decline(before, [now]) == pytest.approx(fell, abs=0.004)
+
+
+def test_what_noise_may_make_does_not_count() -> None:
+    before = Baseline(value=0.0, runs=1, spread=0.02)
+    now = Run(value=math.log(0.93), noise=0.001)
+    assert gate_rule.bound(before, [now]) == pytest.approx(3 * 0.02 * 2**0.5)
+    assert not gate_rule.is_slower(before, [now])
+    # Its own rounds may say that a run is worse than those of the file were.
+    steady = Baseline(value=0.0, runs=3, spread=0.001)
+    assert gate_rule.is_slower(steady, [now])
+    assert not gate_rule.is_slower(steady, [Run(value=now.value, noise=0.03)])
+
+
+def test_faster_is_never_slower() -> None:
+    assert not gate_rule.is_slower(Baseline(value=0.0, runs=1, spread=0.0), [Run(value=1.0, noise=0.0)])
+
+
+def test_rows_of_a_kind_tell_together_how_far_their_runs_lie_apart() -> None:
+    def two(value: float, apart: float) -> list[Run]:
+        return [Run(value=value + sign * apart / 2, noise=0.001) for sign in (-1, 1)]
+
+    runs = {"a": two(0.0, 0.02), "b": two(1.0, 0.0), "c": two(0.0, 0.2)}
+    found = gate_rule.baselines(runs, {"a": "kernel", "b": "kernel", "c": "decode"})
+    assert found["a"].spread == found["b"].spread == pytest.approx(0.01)
+    assert found["c"].spread == pytest.approx(0.2 / 2**0.5)
+    assert (found["b"].value, found["b"].runs) == (pytest.approx(1.0), 2)
+
+
+def test_one_run_says_nothing_of_others() -> None:
+    found = gate_rule.baselines({"a": [Run(value=0.0, noise=0.001)]}, {"a": "kernel"})
+    assert found["a"].spread == gate_rule.UNKNOWN_SPREAD
