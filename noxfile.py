@@ -1,8 +1,9 @@
-"""Sessions outside CI's default path: the public API on every torch that we support, and on the newest.
+"""Sessions outside CI's default path: the public API on every torch that we support, and models of other releases of transformers.
 
-nox                        the first three
-nox -s docs                the site, strictly, into build/site; after -- what mkdocs is to do: nox -s docs -- serve
-nox -s "api(2.11.0)"       one of them; arguments after -- go to pytest
+nox                              the public API on three torches, and models of two releases of transformers
+nox -s docs                      the site, strictly, into build/site; after -- what mkdocs is to do: nox -s docs -- serve
+nox -s "api(2.11.0)"             one torch; arguments after -- go to pytest
+nox -s "transformers(4.57)"      one transformers
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import nox
 
 # Fresh environments of their own: the pinned versions of constraints.txt are for one torch only.
 nox.options.default_venv_backend = "venv"
-nox.options.sessions = ["api"]
+nox.options.sessions = ["api", "transformers"]
 
 TORCHES = {"2.11.0": "torch==2.11.0", "2.13.0": "torch==2.13.0", "newest": "torch>=2.13,<2.16"}
 
@@ -50,3 +51,19 @@ def docs(session: nox.Session) -> None:
     """Build the site, where any link that leads nowhere is an error; or serve it."""
     session.install("-c", "constraints.txt", "-e", ".[docs]")
     session.run("python", "-m", "mkdocs", *(session.posargs or ("build", "--strict")), env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+#: 4.57 is outside of the extra `models`: it is what docs/policy.md says of it, and no more.
+TRANSFORMERS = {"4.57": "transformers>=4.57,<4.58", "newest": "transformers>=5.17,<6"}
+
+
+@nox.session
+@nox.parametrize("transformers", list(TRANSFORMERS), ids=list(TRANSFORMERS))
+def transformers(session: nox.Session, transformers: str) -> None:
+    """The public API, and the survey's padded batches, with one release of transformers on the torch of constraints.txt."""
+    session.install("-c", "constraints.txt", "torch")
+    session.install("-e", ".", TRANSFORMERS[transformers], "pytest", "pytest-xdist", "hypothesis", "triton")
+    session.run("python", "-c", "import torch, transformers; print(torch.__version__, transformers.__version__)")
+    session.run("python", "-m", "pytest", *(session.posargs or PUBLIC_API))
+    if not session.posargs:
+        session.run("python", "-m", "tests.hf", "--only", "padded", "--only", "fp32")

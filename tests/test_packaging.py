@@ -1,0 +1,60 @@
+"""What a distribution says of itself holds. `.ci/package` builds one and uses it."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_compiler import torch_compat
+
+ROOT = Path(__file__).parents[1]
+#: of https://www.apache.org/licenses/LICENSE-2.0.txt
+APACHE_2 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+
+
+@pytest.fixture(scope="module")
+def pyproject() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_the_license_is_apaches_own_text(pyproject: dict[str, Any]) -> None:
+    assert pyproject["project"]["license"] == "Apache-2.0"
+    assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest() == APACHE_2
+
+
+def test_the_change_log_has_the_version_first(pyproject: dict[str, Any]) -> None:
+    headings = re.findall(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == pyproject["project"]["version"]
+    assert len(set(headings)) == len(headings)
+
+
+def test_every_file_of_the_package_that_is_no_python_is_package_data(pyproject: dict[str, Any]) -> None:
+    package = ROOT / "attn_compiler"
+    patterns = pyproject["tool"]["setuptools"]["package-data"]["attn_compiler"]
+    data = [str(p.relative_to(package)) for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    missing = [name for name in data if not name.endswith(".py") and not _fits(name, patterns)]
+    assert missing == []
+    assert all(any(_fits(name, [pattern]) for name in data) for pattern in patterns)
+
+
+def _fits(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def test_the_torch_that_is_asked_for_is_the_torch_that_is_taken(pyproject: dict[str, Any]) -> None:
+    (torch,) = [each for each in pyproject["project"]["dependencies"] if each.startswith("torch")]
+    lowest, limit = (".".join(map(str, v)) for v in (torch_compat.MINIMUM_TORCH, torch_compat.TORCH_LIMIT))
+    assert torch == f"torch>={lowest},<{limit}"
+    *major, minor = torch_compat.TORCH_LIMIT
+    last = ".".join(map(str, (*major, minor - 1)))
+    assert f"| torch | {lowest} to {last} " in (ROOT / "docs/policy.md").read_text()
+
+
+def test_ci_builds_the_distributions() -> None:
+    assert ".ci/package" in (ROOT / ".ci/run").read_text()
