@@ -7,7 +7,10 @@
 What is compared is the ratio of a peer's time to ours, both measured in turn in one process (benchmarks/gate_cases.py), so that a slower
 machine alone changes nothing. Each run is a process of its own. A row whose ratio fell by more than counts (benchmarks/gate_rule.py) is
 measured again in another process, and counts if the mean of both fell by that much. Exits with 1 and the rows where any did or failed,
-with 2 where there is no file to compare with. --rounds keeps every round as JSON, which benchmarks.gate_power reads.
+with 2 where there is no file to compare with.
+
+--rounds keeps every round as JSON, which benchmarks.gate_power reads. --warm compiles all rows before, several processes at a time, for a
+machine that has compiled none of them.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -185,28 +189,40 @@ def other_versions(lines: Sequence[Mapping[str, str]], where: Mapping[str, str])
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def write(path: Path, runs: Sequence[Found], rows: Sequence[gate_cases.Row], where: Mapping[str, str]) -> int:
-    """1 where a row failed."""
+def write(path: Path, runs: Sequence[Found], rows: Sequence[gate_cases.Row], where: Mapping[str, str]) -> None:
     file = harness.CsvFile(path, [*COLUMNS, *where])
     for line in csv_rows(runs, rows):
         file.add({**line, **where})
-    for name, baseline in baselines_of(file.rows).items():
+
+
+def written(path: Path) -> int:
+    """Says what a file has; 1 where a row failed."""
+    lines = harness.read(path)
+    for name, baseline in baselines_of(lines).items():
         print(f"{name}: {math.exp(baseline.value):.3f}, a run is off by {baseline.spread:.2%}")
-    failed = [line for line in file.rows if line["failure"]]
+    failed = [line for line in lines if line["failure"]]
     print("\n".join(f"FAILED {line['row']}: {line['failure']}" for line in failed) or f"wrote {path}")
     return int(bool(failed))
 
 
-def repeated(measure: Measure, runs: int, budget_seconds: float) -> list[Found]:
-    """So many runs, or as many as end in time by how long the longest took; one at least."""
-    begin, longest, found = time.monotonic(), 0.0, list[Found]()
+def repeated(measure: Measure, runs: int, end: float) -> Iterator[list[Found]]:
+    """What was measured so far, after each of so many runs. end: of time.monotonic. No run begins that would end after it if it took as
+    long as the longest one; the first begins anyhow."""
+    longest, found = 0.0, list[Found]()
     for _ in range(runs):
         start = time.monotonic()
-        if found and start - begin + longest > budget_seconds:
-            break
+        if found and start + longest > end:
+            return
         found.append(measure(()))
-        longest = time.monotonic() - start if len(found) != 1 else longest
-    return found
+        longest = max(longest, time.monotonic() - start)
+        yield found
+
+
+def warm(names: Sequence[str], measure: Measure, jobs: int) -> None:
+    """Has each row compiled by a process of its own, so that those which measure find its code on disk."""
+    with ThreadPoolExecutor(jobs) as pool:
+        for found in pool.map(lambda name: measure([name]), names):
+            print(*(f"{name}: {row['failure']}" for name, row in found.items() if "failure" in row), sep="\n", end="")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -217,20 +233,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.once is not None:
         options.once.write_text(json.dumps(measure_here(rows, options.device, options.seconds)))
         return 0
+    end = time.monotonic() + options.budget_seconds
+    if options.warm:
+        warm([row.name for row in rows], fresh_process(options.device, 0.0), options.warm)
     measure = fresh_process(options.device, options.seconds)
     path = options.output or results_of(options.device)
     where = harness.environment(options.device, options.commit)
     if options.write:
-        runs = repeated(lambda names: measure(names or options.only), options.runs, options.budget_seconds)
-        _keep(options.rounds, runs)
-        return write(path, runs, rows, where)
+        for found in repeated(lambda names: measure(names or options.only), options.runs, end):
+            # After each run: what ends the command later costs no run that was.
+            _keep(options.rounds, found)
+            write(path, found, rows, where)
+        return written(path)
     if not path.exists():
         print(
             f"there is no {path}: python -m benchmarks.gate --device {options.device} --write makes it", file=sys.stderr
         )
         return 2
     lines = [line for line in harness.read(path) if not options.only or line["row"] in options.only]
-    runs = []
+    runs: list[Found] = []
 
     def kept(names: Sequence[str]) -> Found:
         runs.append(measure(names or options.only))
@@ -260,6 +281,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--budget-seconds", type=float, default=1e9, help="for --write: begin no run that may end after this"
+    )
+    parser.add_argument(
+        "--warm", type=int, default=0, metavar="JOBS", help="compile all rows before, so many at a time"
     )
     parser.add_argument("--rounds", type=Path, help="keep every round of every run here, as JSON")
     parser.add_argument("--output", type=Path, help="the file, in place of the one that the device's name gives")

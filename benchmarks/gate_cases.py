@@ -194,7 +194,8 @@ def _replay(calls: list[Callable[[], torch.Tensor]]) -> harness.Step:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        calls[0]()
+        for call in calls[:2]:
+            call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

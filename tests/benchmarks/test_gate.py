@@ -51,7 +51,8 @@ class Processes:
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     path = tmp_path / "gate_none.csv"
-    assert gate.write(path, [measured(seed) for seed in range(3)], ROWS, WHERE) == 0
+    gate.write(path, [measured(seed) for seed in range(3)], ROWS, WHERE)
+    assert gate.written(path) == 0
     return path
 
 
@@ -100,7 +101,8 @@ def test_a_failure_of_one_row_is_written_and_costs_no_other(tmp_path: Path, caps
     rows = (ROWS[0], gate_cases.Row(name="broken", kind="kernel", peer="inductor", make=broken))
     found = gate.measure_here(rows, "cpu", 0.0)
     assert found == {"fast": {OURS: [1.0], PEER: [2.0]}, "broken": {"failure": "RuntimeError: no such kernel"}}
-    assert gate.write(tmp_path / "g.csv", [found], rows, WHERE) == 1
+    gate.write(tmp_path / "g.csv", [found], rows, WHERE)
+    assert gate.written(tmp_path / "g.csv") == 1
     assert "FAILED broken: RuntimeError: no such kernel" in capsys.readouterr().out
 
 
@@ -131,11 +133,24 @@ def test_the_command_writes_and_compares_in_processes_of_its_own(
     assert "not the same machine" not in said
 
 
-def test_no_run_begins_that_may_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr(gate.time, "monotonic", lambda: next(clock))
-    processes = Processes(*(measured(seed) for seed in range(5)))
-    assert 1 <= len(gate.repeated(processes, 5, budget_seconds=65)) < 5
+def test_no_run_begins_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run takes 10 s here."""
+    now = [0.0]
+
+    def run(names: Sequence[str]) -> Found:
+        now[0] += 10.0
+        return measured(0)
+
+    monkeypatch.setattr(gate.time, "monotonic", lambda: now[0])
+    assert len(list(gate.repeated(run, 5, end=35.0))) == 3
+    assert len(list(gate.repeated(run, 5, end=0.0))) == 1
+    assert len(list(gate.repeated(run, 2, end=1e9))) == 2
+
+
+def test_rows_are_compiled_before_each_by_itself() -> None:
+    processes = Processes(measured(0), measured(1))
+    gate.warm(["fast", "even"], processes, 1)
+    assert processes.asked == [["fast"], ["even"]]
 
 
 def test_other_versions_are_named() -> None:
