@@ -94,6 +94,9 @@ CPU_CASES = (
     Case(name="cpu_b4_1k", sizes=CPU, batch=4, length=1024, filled=900),
     Case(name="cpu_b1_4k", sizes=CPU, batch=1, length=4096, filled=4000),
 )
+SMALL = Sizes(layers=1, hidden=256, inner=256, heads=8, rank=128, rope=32, nope=32, v=32, vocabulary=64)
+#: whose cache and weights fit into a CPU's own
+SMALL_CASES = (Case(name="small_b1_256", sizes=SMALL, batch=1, length=256, filled=200),)
 DRY_CASES = (Case(name="dry", sizes=TINY, batch=2, length=64, filled=50),)
 
 

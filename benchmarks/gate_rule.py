@@ -1,9 +1,9 @@
 """When a ratio counts as lower than it was: numbers alone, so that the rule's power can be worked out from real rounds.
 
 A run times a row's two sides in turn, in one process. Its value is the logarithm of the median over the rounds of the peer's time over
-ours. A baseline is the mean of several runs, each of a process of its own. What a run is off by is taken from how far runs of the same kind
-of row lie apart, which has the noise within a run in it and what differs from process to process, or from a bootstrap of the run's own
-rounds, whichever is more.
+ours. A baseline is the median of several runs, each of a process of its own. What a run is off by is taken from how far runs of the same
+kind of row lie apart, which has the noise within a run in it and what differs from process to process, or from a bootstrap of the run's
+own rounds, whichever is more.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ DEVIATIONS = 3.0
 #: of one run, where there is only one to tell by
 UNKNOWN_SPREAD = 0.01
 _RESAMPLES = 400
+#: the variance of a median of a few, in that of their mean
+_OF_A_MEDIAN = 1.5
 
 #: sides of a row -> milliseconds, round by round
 Rounds = Mapping[str, Sequence[float]]
@@ -38,7 +40,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Baseline:
-    """What a row was. runs: how many it is the mean of. spread: how far one run may be off, a standard deviation."""
+    """What a row was. runs: how many it is the median of. spread: how far one run may be off, a standard deviation."""
 
     value: float
     runs: int
@@ -70,7 +72,7 @@ def baselines(runs: Mapping[str, Sequence[Run]], kinds: Mapping[str, str]) -> di
     spreads = {kind: _spread([runs[name] for name in runs if kinds[name] == kind]) for kind in set(kinds.values())}
     return {
         name: Baseline(
-            value=statistics.fmean(run.value for run in of_row),
+            value=statistics.median(run.value for run in of_row),
             runs=len(of_row),
             spread=max(spreads[kinds[name]], *(run.noise for run in of_row)),
         )
@@ -88,17 +90,17 @@ def _spread(rows: Sequence[Sequence[Run]]) -> float:
     return math.sqrt(squares / freedom)
 
 
-def decline(baseline: Baseline, runs: Sequence[Run]) -> float:
+def decline(baseline: Baseline, run: Run) -> float:
     """How much lower the ratio is than it was: 0.05 for 5%."""
-    return 1.0 - math.exp(statistics.fmean(run.value for run in runs) - baseline.value)
+    return 1.0 - math.exp(run.value - baseline.value)
 
 
-def bound(baseline: Baseline, runs: Sequence[Run]) -> float:
+def bound(baseline: Baseline, run: Run) -> float:
     """The decline that counts: the tolerance, or what noise may make, if that is more."""
-    spread = max(baseline.spread, *(run.noise for run in runs))
-    noise = spread * math.sqrt(1 / baseline.runs + 1 / len(runs))
+    noise = max(baseline.spread, run.noise) * math.sqrt(1 + _OF_A_MEDIAN / baseline.runs)
     return max(TOLERANCE, DEVIATIONS * noise)
 
 
 def is_slower(baseline: Baseline, runs: Sequence[Run]) -> bool:
-    return decline(baseline, runs) > bound(baseline, runs)
+    """Whether each of these is: one that was disturbed says nothing if another is as before."""
+    return all(decline(baseline, run) > bound(baseline, run) for run in runs)

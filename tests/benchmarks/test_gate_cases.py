@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from benchmarks import bench_mla, decode_cases, gate_cases, select_cases
+from benchmarks import bench_mla, decode_cases, gate_cases, harness, select_cases
 from benchmarks.gate_rule import OURS, PEER
 
 
@@ -18,16 +18,27 @@ def test_there_is_some_of_every_kind_and_no_name_twice(device: str) -> None:
     assert len({row.name for row in rows}) == len(rows)
 
 
-def test_both_sides_are_timed_in_turn() -> None:
+def test_both_sides_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short steps are called several times in a row, and the times are those of one call."""
     called: list[str] = []
 
     def step(side: str) -> torch.Tensor:
         called.append(side)
         return torch.ones(())
 
-    times = gate_cases.in_turn({side: functools.partial(step, side) for side in (OURS, PEER)}, "cpu")(0.0)
-    assert len(times[OURS]) == len(times[PEER]) >= 15
-    assert called[-4:] in ([OURS, PEER, PEER, OURS], [PEER, OURS, OURS, PEER])
+    monkeypatch.setattr(gate_cases, "_times", lambda step: 3)
+    timed = gate_cases.in_turn({side: functools.partial(step, side) for side in (OURS, PEER)}, "cpu")
+    monkeypatch.setattr(
+        harness, "interleave", lambda steps, *given, **named: {s: [6.0] for s in steps if steps[s]() is not None}
+    )
+    assert timed(0.0) == {OURS: [2.0], PEER: [2.0]}
+    assert called == [OURS] * 3 + [PEER] * 3
+
+
+def test_a_turn_is_long_enough_for_the_clock() -> None:
+    assert gate_cases._times(lambda: torch.ones(())) > 100
+    slow = torch.ones(700, 700)
+    assert gate_cases._times(lambda: [slow @ slow for _ in range(20)][-1]) == 1
 
 
 def test_whole_models_are_short() -> None:
@@ -43,3 +54,4 @@ def test_names_of_cases_are_known() -> None:
     assert {"causal_d128_s2048", "padded_d64_s2048"} <= select_cases.BY_NAME.keys()
     assert {"b16_4k_half", "b1_32k"} <= decode_cases.BY_NAME.keys()
     assert {"v2_lite_b1_4k"} <= {case.name for case in bench_mla.GPU_CASES}
+    assert {"small_b1_256"} <= {case.name for case in bench_mla.SMALL_CASES}

@@ -37,18 +37,26 @@ def test_a_decline_beyond_three_percent_counts(fell: float, slower: bool) -> Non
     before = Baseline(value=math.log(2.0), runs=3, spread=0.004)
     now = gate_rule.run_of(rounds(2.0 * (1 - fell)))
     assert gate_rule.is_slower(before, [now]) == slower
-    assert gate_rule.decline(before, [now]) == pytest.approx(fell, abs=0.004)
+    assert gate_rule.decline(before, now) == pytest.approx(fell, abs=0.004)
 
 
 def test_what_noise_may_make_does_not_count() -> None:
     before = Baseline(value=0.0, runs=1, spread=0.02)
     now = Run(value=math.log(0.93), noise=0.001)
-    assert gate_rule.bound(before, [now]) == pytest.approx(3 * 0.02 * 2**0.5)
+    assert gate_rule.bound(before, now) == pytest.approx(3 * 0.02 * 2.5**0.5)
     assert not gate_rule.is_slower(before, [now])
     # Its own rounds may say that a run is worse than those of the file were.
     steady = Baseline(value=0.0, runs=3, spread=0.001)
     assert gate_rule.is_slower(steady, [now])
     assert not gate_rule.is_slower(steady, [Run(value=now.value, noise=0.03)])
+
+
+def test_a_run_that_is_as_before_clears_one_that_is_not() -> None:
+    before = Baseline(value=0.0, runs=3, spread=0.002)
+    bad, good = Run(value=-0.3, noise=0.001), Run(value=0.0, noise=0.001)
+    assert gate_rule.is_slower(before, [bad])
+    assert not gate_rule.is_slower(before, [bad, good])
+    assert gate_rule.is_slower(before, [bad, bad])
 
 
 def test_faster_is_never_slower() -> None:
@@ -64,6 +72,11 @@ def test_rows_of_a_kind_tell_together_how_far_their_runs_lie_apart() -> None:
     assert found["a"].spread == found["b"].spread == pytest.approx(0.01)
     assert found["c"].spread == pytest.approx(0.2 / 2**0.5)
     assert (found["b"].value, found["b"].runs) == (pytest.approx(1.0), 2)
+
+
+def test_a_baseline_is_not_moved_by_one_run_that_was_disturbed() -> None:
+    runs = [Run(value=value, noise=0.001) for value in (0.0, 0.001, 0.4)]
+    assert gate_rule.baselines({"a": runs}, {"a": "kernel"})["a"].value == 0.001
 
 
 def test_one_run_says_nothing_of_others() -> None:
