@@ -18,7 +18,7 @@ import torch
 #: a decline below this never counts
 TOLERANCE = 0.03
 #: how many times the noise a decline has to be, at least
-DEVIATIONS = 3.0
+DEVIATIONS = 2.5
 #: of one run, where there is only one to tell by
 UNKNOWN_SPREAD = 0.01
 _RESAMPLES = 400

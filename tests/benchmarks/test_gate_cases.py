@@ -18,6 +18,12 @@ def test_there_is_some_of_every_kind_and_no_name_twice(device: str) -> None:
     assert len({row.name for row in rows}) == len(rows)
 
 
+def test_a_name_says_the_kind_on_every_device() -> None:
+    """What reads the rounds of several runs knows rows by their names alone."""
+    named = {(row.name, row.kind) for device in ("cpu", "cuda:0") for row in gate_cases.rows(device)}
+    assert len(named) == len({name for name, _ in named})
+
+
 def test_both_sides_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short steps are called several times in a row, and the times are those of one call."""
     called: list[str] = []

@@ -43,7 +43,7 @@ def test_a_decline_beyond_three_percent_counts(fell: float, slower: bool) -> Non
 def test_what_noise_may_make_does_not_count() -> None:
     before = Baseline(value=0.0, runs=1, spread=0.02)
     now = Run(value=math.log(0.93), noise=0.001)
-    assert gate_rule.bound(before, now) == pytest.approx(3 * 0.02 * 2.5**0.5)
+    assert gate_rule.bound(before, now) == pytest.approx(gate_rule.DEVIATIONS * 0.02 * 2.5**0.5)
     assert not gate_rule.is_slower(before, [now])
     # Its own rounds may say that a run is worse than those of the file were.
     steady = Baseline(value=0.0, runs=3, spread=0.001)
