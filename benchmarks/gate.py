@@ -2,7 +2,7 @@
 
     python -m benchmarks.gate                      # on the first GPU, against benchmarks/results/gate_h200.csv or what it is called
     python -m benchmarks.gate --device cpu         # against gate_cpu.csv
-    python -m benchmarks.gate --device cpu --write # makes that file anew, from three runs
+    python -m benchmarks.gate --device cpu --write # makes that file anew, from five runs
 
 What is compared is the ratio of a peer's time to ours, both measured in turn in one process (benchmarks/gate_cases.py), so that a slower
 machine alone changes nothing. Each run is a process of its own. A row whose ratio fell by more than counts (benchmarks/gate_rule.py) is
@@ -278,7 +278,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="rows by name")
     parser.add_argument("--write", action="store_true", help="make the file anew instead of comparing with it")
     parser.add_argument(
-        "--runs", type=int, default=3, choices=range(1, _MOST_RUNS + 1), help="for --write (default %(default)s)"
+        "--runs", type=int, default=5, choices=range(1, _MOST_RUNS + 1), help="for --write (default %(default)s)"
     )
     parser.add_argument(
         "--budget-seconds", type=float, default=1e9, help="for --write: begin no run that may end after this"

@@ -275,7 +275,7 @@ def _row(name: str, kind: Kind, make: Callable[[str], Timing], peer: str = harne
 _ON_CPU = (
     _row("padding 2 x 4 x 128 x 64", "kernel", _attention("padding", (2, 4, 128, 128, 64))),
     _row("causal and padding 1 x 4 x 256 x 64", "kernel", _attention("causal and padding", (1, 4, 256, 256, 64))),
-    _row("one query 2 x 4 x 256 x 64", "decode", _attention("cache", (2, 4, 1, 256, 64))),
+    _row("one query 2 x 4 x 256 x 64", "kernel", _attention("cache", (2, 4, 1, 256, 64))),
     _row("latent step, 200 keys", "decode", _latent("small_b1_256")),
     _row("llama eager prefill, 2 layers", "end to end", _end_to_end("llama", "eager", "prefill")),
     _row("llama sdpa train, 2 layers", "end to end", _end_to_end("llama", "sdpa", "train")),

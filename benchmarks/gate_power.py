@@ -1,6 +1,6 @@
 """What the gate's rule catches, and how often it is wrong: simulated, with the noise of real rounds.
 
-    python -m benchmarks.gate --device cpu --write --runs 4 --rounds rounds.json
+    python -m benchmarks.gate --device cpu --write --rounds rounds.json
     python -m benchmarks.gate_power rounds.json
 
 A simulated run of a row is off by two things: what a real run of a row of its kind was off from the mean of its row's runs (made wider,
@@ -28,14 +28,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import gate_cases, gate_rule
-from benchmarks.gate_rule import OURS, PEER, Run
+from benchmarks.gate_rule import Run
 
 PLANTED = 0.05
 #: of what was planted
 CAUGHT = 0.95
 _TRIALS = 2000
 _LEAST_TRIED = tuple(hundredth / 100 for hundredth in range(3, 41))
-_MEDIANS = 200
+_DRAWN = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class Noise:
 
     def run(self, chance: random.Random) -> Run:
         """One that might have been, of a row whose ratio is 1."""
-        of_run, medians = chance.choice(self.within)
-        value = chance.choice(self.offsets) + chance.choice(medians) - of_run.value
+        of_run, drawn = chance.choice(self.within)
+        value = chance.choice(self.offsets) + chance.choice(drawn) - of_run.value
         return Run(value=value, noise=of_run.noise)
 
 
@@ -83,16 +83,12 @@ def noises(runs: Sequence[Mapping[str, Mapping[str, Any]]], kinds: Mapping[str, 
             kind=kinds[name],
             offsets=tuple(offsets[kinds[name]]),
             within=tuple(
-                (value, tuple(gate_rule.resampled(_ratios(run[name]), _MEDIANS)))
+                (value, tuple(gate_rule.resampled(run[name], _DRAWN)))
                 for run, value in zip(runs, values[name], strict=True)
             ),
         )
         for name in names
     }
-
-
-def _ratios(rounds: Mapping[str, Sequence[float]]) -> list[float]:
-    return [math.log(peer / ours) for ours, peer in zip(rounds[OURS], rounds[PEER], strict=True)]
 
 
 def simulate(of_rows: Mapping[str, Noise], runs: int, trials: int = _TRIALS) -> tuple[list[Power], float]:
@@ -146,14 +142,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 where 5% are caught in 95 of 100, in every row, and the gate's false alarms are 1% at most."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rounds", type=Path, nargs="+", help="JSON of benchmarks.gate --rounds")
-    parser.add_argument("--runs", type=int, default=3, help="that a baseline is the median of (default %(default)s)")
+    parser.add_argument("--runs", type=int, help="that a baseline is the median of (as many as there are)")
     parser.add_argument("--trials", type=int, default=_TRIALS)
     options = parser.parse_args(arguments)
     kinds = {row.name: row.kind for device in ("cpu", "cuda") for row in gate_cases.rows(device)}
     runs = [run for path in options.rounds for run in json.loads(path.read_text())]
-    powers, of_all = simulate(noises(runs, kinds), options.runs, options.trials)
+    of_baseline = options.runs or len(runs)
+    powers, of_all = simulate(noises(runs, kinds), of_baseline, options.trials)
     table = Table(
-        title=f"{len(runs)} real runs, a baseline of {options.runs}: false alarms of the whole gate {of_all:.2%}"
+        title=f"{len(runs)} real runs, a baseline of {of_baseline}: false alarms of the whole gate {of_all:.2%}"
     )
     for name in ("row", "a run is off by", "false alarms", "5% caught", "least caught"):
         table.add_column(name)

@@ -1,9 +1,9 @@
 """When a ratio counts as lower than it was: numbers alone, so that the rule's power can be worked out from real rounds.
 
 A run times a row's two sides in turn, in one process. Its value is the logarithm of the median over the rounds of the peer's time over
-ours. A baseline is the median of several runs, each of a process of its own. What a run is off by is taken from how far runs of the same
-kind of row lie apart, which has the noise within a run in it and what differs from process to process, or from a bootstrap of the run's
-own rounds, whichever is more.
+ours, or where there are few rounds, of the peer's least time over our least. A baseline is the median of several runs, each of a process
+of its own. What a run is off by is taken from how far runs of the same kind of row lie apart, which has the noise within a run in it and
+what differs from process to process, or from a bootstrap of a run's own rounds, if that is more.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 #: a decline below this never counts
 TOLERANCE = 0.03
@@ -22,6 +23,8 @@ DEVIATIONS = 2.5
 #: of one run, where there is only one to tell by
 UNKNOWN_SPREAD = 0.01
 _RESAMPLES = 400
+#: of fewer rounds, which are long, the best of each side counts: what else the machine does only makes them longer
+_FEW = 15
 #: the variance of a median of a few, in that of their mean
 _OF_A_MEDIAN = 1.5
 
@@ -48,23 +51,35 @@ class Baseline:
 
 
 def run_of(rounds: Rounds) -> Run:
-    """Rounds lie in blocks for the bootstrap: neighbours are alike."""
-    ratios = [math.log(peer / ours) for ours, peer in zip(rounds[OURS], rounds[PEER], strict=True)]
-    medians = resampled(ratios, _RESAMPLES)
-    return Run(value=statistics.median(ratios), noise=statistics.stdev(medians) if len(ratios) > 1 else math.inf)
+    times = _times(rounds)
+    found = resampled(rounds, _RESAMPLES)
+    return Run(value=float(_values(*times)), noise=statistics.stdev(found) if times[0].numel() > 1 else math.inf)
 
 
-def resampled(values: Sequence[float], times: int, seed: int = 0) -> list[float]:
-    """Medians of rounds drawn from these, in blocks of neighbours."""
-    count = len(values)
+def resampled(rounds: Rounds, times: int, seed: int = 0) -> list[float]:
+    """Values of rounds drawn from these, in blocks of neighbours, which are alike."""
+    ours, peer = _times(rounds)
+    count = ours.numel()
     block = max(1, round(count ** (1 / 3)))
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, count, (times, -(-count // block)), generator=generator)
     places = (starts[..., None] + torch.arange(block)).flatten(1)[:, :count] % count
-    drawn = torch.tensor(values, dtype=torch.float64)[places]
-    # quantile, since the median of an even number of values is between two of them.
-    found: list[float] = drawn.quantile(0.5, dim=1).tolist()
+    found: list[float] = _values(ours[places], peer[places]).tolist()
     return found
+
+
+def _times(rounds: Rounds) -> tuple[Tensor, Tensor]:
+    """Of ours and of the peer."""
+    ours, peer = (torch.tensor(rounds[side], dtype=torch.float64) for side in (OURS, PEER))
+    return ours, peer
+
+
+def _values(ours: Tensor, peer: Tensor) -> Tensor:
+    """Over the last dimension, the rounds."""
+    if ours.shape[-1] < _FEW:
+        return (peer.amin(-1) / ours.amin(-1)).log()
+    # quantile, since the median of an even number of values is between two of them.
+    return (peer / ours).log().quantile(0.5, dim=-1)
 
 
 def baselines(runs: Mapping[str, Sequence[Run]], kinds: Mapping[str, str]) -> dict[str, Baseline]:
@@ -74,7 +89,7 @@ def baselines(runs: Mapping[str, Sequence[Run]], kinds: Mapping[str, str]) -> di
         name: Baseline(
             value=statistics.median(run.value for run in of_row),
             runs=len(of_row),
-            spread=max(spreads[kinds[name]], *(run.noise for run in of_row)),
+            spread=max(spreads[kinds[name]], statistics.median(run.noise for run in of_row)),
         )
         for name, of_row in runs.items()
     }

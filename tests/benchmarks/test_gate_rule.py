@@ -23,13 +23,21 @@ def test_a_run_is_its_median_and_says_how_sure_it_is() -> None:
 
 
 def test_rounds_are_drawn_in_blocks_since_neighbours_are_alike() -> None:
-    """A machine that is slow for half of the time: rounds drawn one by one would nearly always have as many of both halves."""
-    halves = [0.0] * 20 + [1.0] * 20
-    drawn = gate_rule.resampled(halves, 400)
-    shuffled = random.Random(0).sample(halves, 40)
-    alone = gate_rule.resampled(shuffled, 400)
-    spread = [sum(value in (0.0, 1.0) for value in of) for of in (drawn, alone)]
-    assert spread[0] > spread[1]
+    """A machine that is slow for half of the time: rounds drawn one by one would have as many of both halves more often."""
+    halves = [1.0] * 20 + [2.0] * 20
+    in_blocks, mixed = (
+        gate_rule.resampled({OURS: [1.0] * 40, PEER: times}, 400)
+        for times in (halves, random.Random(0).sample(halves, 40))
+    )
+    between = [sum(0.01 < value < 0.69 for value in values) for values in (in_blocks, mixed)]
+    assert between[0] < between[1]
+
+
+def test_of_few_rounds_the_best_of_each_side_counts() -> None:
+    few = {OURS: [10.0, 14.0, 11.0], PEER: [20.0, 22.0, 31.0]}
+    assert math.exp(gate_rule.run_of(few).value) == pytest.approx(2.0)
+    assert gate_rule.run_of(few).noise > 0
+    assert gate_rule.run_of({OURS: [1.0], PEER: [1.0]}).noise == math.inf
 
 
 @pytest.mark.parametrize(("fell", "slower"), [(0.0, False), (0.02, False), (0.029, False), (0.035, True), (0.05, True)])
