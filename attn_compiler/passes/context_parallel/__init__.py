@@ -28,7 +28,7 @@ from attn_compiler.passes.context_parallel.sites import Rewritten
 from attn_compiler.passes.context_parallel.whole import Wholes
 from attn_compiler.passes.emit import GraphBuilder
 from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.site import Site
+from attn_compiler.passes.site import Miss, Site
 from attn_compiler.passes.unit import Unit, module_path, source_line
 
 #: what a user may name in ContextParallel(allow=...), besides ops
@@ -107,13 +107,14 @@ def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel) -> str:
     """Rewrite the graph, and say what all ranks have to agree on."""
     if not unit.is_body:
         _check_frame(unit, cp)
-    _check_found(unit)
     given = following.inputs(unit.graph, cp.replicated)
     places = Following(mirror, given, unit.sites, cp.allow)
+    others = [miss for miss in unit.misses if places.holds_still(miss.anchor)]
+    _check_found(unit, others)
     shared = [site for site in unit.sites if _is_shared(places, site, cp)]
     _check_outputs(mirror, places)
     done = _rewrite_sites(unit, mirror, cp, given, shared)
-    _look_again(unit, len(unit.sites))
+    _look_again(unit, len(unit.sites), len(others))
     _note(unit, cp, done)
     specs = [site.spec.to_text() for site in unit.sites if site.spec is not None]
     digest = hashlib.sha256("\n".join([*specs, *(one.method for one in done.values())]).encode()).hexdigest()[:16]
@@ -137,10 +138,10 @@ def _check_frame(unit: Unit, cp: ContextParallel) -> None:
         )
 
 
-def _check_found(unit: Unit) -> None:
-    """Whatever looks like attention was understood."""
+def _check_found(unit: Unit, others: list[Miss]) -> None:
+    """Whatever looks like attention was understood. others: what computes each position by itself, and so is none (a router)."""
     rule = "every attention of the graph is understood"
-    for miss in unit.misses:
+    for miss in (miss for miss in unit.misses if miss not in others):
         raise CannotShard(rule, str(miss.reason), at=miss.anchor)
     for call, reason in unit.untried.items():
         raise CannotShard(rule, f"{call.name}: {reason}", at=None)
@@ -253,7 +254,7 @@ def _rewrite_sites(
     return done
 
 
-def _look_again(unit: Unit, expected: int) -> None:
+def _look_again(unit: Unit, expected: int, others: int) -> None:
     """The rewritten graph after matching and recovery."""
     unit.mirror = unit.reader = unit.ways = None
     unit.is_looked_at_again, unit.longer = True, {}
@@ -261,7 +262,7 @@ def _look_again(unit: Unit, expected: int) -> None:
     mirror = unit.mirrored()
     match.run(unit, mirror)
     recover.run(unit, mirror)
-    if unit.misses or len(unit.sites) != expected:
+    if len(unit.misses) > others or len(unit.sites) != expected:
         observed = str(unit.misses[0].reason) if unit.misses else f"{len(unit.sites)} of {expected}"
         raise CannotShard("each rewritten attention is understood again", observed)
 

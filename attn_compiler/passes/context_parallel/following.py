@@ -100,6 +100,10 @@ class Following:
         place = self.places[node]
         return isinstance(place, Place) and any(atom in self.atoms for atom in axes.flat(place.dims))
 
+    def holds_still(self, node: fx.Node) -> bool:
+        """Whether a value has an element for each of the rank's positions, and no op up to it mixed any."""
+        return isinstance(self.places.get(node), Place) and self.holds(node)
+
     def looks_like_part(self, node: fx.Node) -> bool:
         """Whether a graph that takes a value would hold it for a part of the sequence, which it is not."""
         place, value = self.places[node], node.meta.get("val")

@@ -29,25 +29,37 @@ def looked_up(context: Following, node: fx.Node) -> Place | Mixes:
     if not isinstance(table, fx.Node) or len(given) != 1 or not isinstance(given[0][1], fx.Node):
         return Mixes(at=node, why="it reads by several indices")
     at, ids = given[0]
-    if context.holds(table) or views.value(ids).dtype in (torch.bool, torch.uint8):
+    if views.value(ids).dtype in (torch.bool, torch.uint8):
+        return Mixes(at=node, why="it reads where a mask is true")
+    return _read(context, node, table, at, ids)
+
+
+def _read(context: Following, node: fx.Node, table: fx.Node, at: int, ids: fx.Node) -> Place | Mixes:
+    """The axes of ids take the place of one axis of the table, which is none of positions."""
+    dims = place_of(context, table).dims
+    if has(context, dims[at]) or (context.holds(table) and context.holds(ids)):
         return Mixes(at=node, why="it reads some positions of the sequence")
-    dims = axes.fresh(axes.shape_exprs(views.value(table)))
     return Place(dims=(*dims[:at], *place_of(context, ids).dims, *dims[at + 1 :]))
 
 
 def selected(context: Following, node: fx.Node) -> Place | Mixes:
     """table.index_select(dim, ids)"""
     table, at, ids = node.args
-    if (
-        not isinstance(table, fx.Node)
-        or not isinstance(ids, fx.Node)
-        or not isinstance(at, int)
-        or context.holds(table)
-    ):
+    if not isinstance(table, fx.Node) or not isinstance(ids, fx.Node) or not isinstance(at, int):
+        return Mixes(at=node, why="it reads no table")
+    return _read(context, node, table, at % len(place_of(context, table).dims), ids)
+
+
+def gathered(context: Following, node: fx.Node) -> Place | Mixes:
+    """table.gather(dim, ids): along the other axes, ids stand beside the table's elements."""
+    table, at, ids = node.args[:3]
+    if not isinstance(table, fx.Node) or not isinstance(ids, fx.Node) or not isinstance(at, int):
+        return Mixes(at=node, why="it reads no table")
+    dims = place_of(context, ids).dims
+    others = [dim for i, dim in enumerate(dims) if i != at % len(dims)]
+    if context.holds(table) or any(has(context, dim) for dim in others):
         return Mixes(at=node, why="it reads some positions of the sequence")
-    dims = axes.fresh(axes.shape_exprs(views.value(table)))
-    at %= len(dims)
-    return Place(dims=(*dims[:at], *place_of(context, ids).dims, *dims[at + 1 :]))
+    return Place(dims=dims)
 
 
 def einsum(context: Following, node: fx.Node) -> Place | Mixes:

@@ -357,6 +357,7 @@ RULES: dict[object, Rule] = {
     aten.bucketize.Tensor: lookups.bucketized,
     aten.index.Tensor: lookups.looked_up,
     aten.index_select.default: lookups.selected,
+    aten.gather.default: lookups.gathered,
     aten.einsum.default: lookups.einsum,
     aten.slice.Tensor: _slice,
     aten.embedding.default: _embedding,

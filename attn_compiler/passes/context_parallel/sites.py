@@ -198,6 +198,9 @@ class _Scores:
                         remedy="what every rank has as a whole is named in ContextParallel(replicated=...)",
                     )
                 low, high = ix.bounds(at, within)
+                if low is None and self.wholes.is_state(loads[name]):
+                    # A bucket: in one process the model reads the same table by the same numbers.
+                    continue
                 if low is None or high is None or low < -int(size) or high >= int(size):
                     raise CannotShard(
                         "what a mask or bias reads is there for the whole sequence",
@@ -221,7 +224,8 @@ def _attention(
     added = bias if bias is None else _cast(builder, bias, dtype)
     joined = mask if added is None else added if mask is None else builder.call(torch.where, mask, added, -math.inf)
     cap = spec.score.softcap
-    if cap is None and sinks is None:
+    are_alike = {builder.value(x).dtype for x in (met.k, met.v)} == {dtype}
+    if cap is None and sinks is None and are_alike:
         return builder.call(
             torch.nn.functional.scaled_dot_product_attention,
             *(met.q, met.k, met.v),

@@ -1,0 +1,112 @@
+"""What ops do with the axis of positions: those that mix it are refused by name, those beside it are taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attn_compiler.errors import ContextParallelUnsupported
+from tests.passes.context_parallel.compiled import BATCH, LENGTH, WIDTH, Before, compile_and_run, positions
+
+
+def _written(x: torch.Tensor) -> torch.Tensor:
+    first = torch.zeros(x.shape[1])
+    first[0] = 1
+    return x + first[:, None]
+
+
+def _shifted(x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros_like(x)
+    y[:, 1:] = x[:, :-1]
+    return y
+
+
+def _summed_in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y.cumsum_(1)
+    return y
+
+
+MIXING: dict[str, Before] = {
+    "flip": lambda m, x, d: x.flip(1),
+    "roll": lambda m, x, d: x.roll(1, 1),
+    "cumsum": lambda m, x, d: x.cumsum(1),
+    "cumsum in place": lambda m, x, d: _summed_in_place(x),
+    "mean": lambda m, x, d: x - x.mean(1, keepdim=True),
+    "max": lambda m, x, d: x - x.max(1, keepdim=True)[0],
+    "var_mean": lambda m, x, d: x - torch.var_mean(x, 1, keepdim=True)[1],
+    "sort": lambda m, x, d: x.transpose(1, 2).sort()[0].transpose(1, 2),
+    "conv1d": lambda m, x, d: F.conv1d(x.transpose(1, 2), m.q.weight[..., None]).transpose(1, 2),
+    "group_norm": lambda m, x, d: F.group_norm(x.transpose(1, 2), 2).transpose(1, 2),
+    "written into zeros": lambda m, x, d: _written(x),
+    "shifted into zeros": lambda m, x, d: _shifted(x),
+    "ones that are dropped": lambda m, x, d: x * F.dropout(torch.ones(1, x.shape[1], 1), 0.5),
+    "einsum over positions": lambda m, x, d: x + torch.einsum("bsd,btd->bsd", x, x),
+    "einsum of pairs": lambda m, x, d: x + torch.einsum("bsd,btd->bst", x, x).sum(-1, keepdim=True),
+    "table of local positions": lambda m, x, d: x + m.embedding(torch.arange(x.shape[1])),
+    "gather along the sequence": lambda m, x, d: x.gather(1, d["position_ids"][..., None].expand_as(x)),
+    "index along the sequence": lambda m, x, d: x[:, torch.arange(x.shape[1] - 1, -1, -1)],
+    "mean of the length": lambda m, x, d: x / x.shape[1],
+}
+
+BESIDE: dict[str, Before] = {
+    "flip of features": lambda m, x, d: x.flip(2),
+    "var_mean of features": lambda m, x, d: x - torch.var_mean(x, -1, keepdim=True)[1],
+    "einsum of features": lambda m, x, d: torch.einsum("bsd,de->bse", x, m.q.weight),
+    "embedding of positions": lambda m, x, d: x + m.embedding(d["position_ids"]),
+    "table by positions": lambda m, x, d: x + m.embedding.weight[d["position_ids"]],
+    "index_select by positions": lambda m, x, d: (
+        x + m.embedding.weight.index_select(0, d["position_ids"].flatten()).view_as(x)
+    ),
+    "gather by positions": lambda m, x, d: (
+        x + m.embedding.weight[None, :, 0].expand(BATCH, -1).gather(1, d["position_ids"])[..., None]
+    ),
+    "index of features": lambda m, x, d: x[..., torch.arange(WIDTH - 1, -1, -1)],
+    "halved positions": lambda m, x, d: x + m.embedding(d["position_ids"] // 2),
+    "buckets": lambda m, x, d: x + m.embedding(torch.bucketize(d["position_ids"], torch.tensor([3, 7]))),
+    "zeros and ones": lambda m, x, d: x * torch.ones(LENGTH, 1) + torch.zeros(LENGTH, 1),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_positions_is_refused(name: str) -> None:
+    with pytest.raises(ContextParallelUnsupported, match="each position of the sequence is computed by itself"):
+        compile_and_run(before=MIXING[name], data={"position_ids": positions()})
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_works_beside_positions_is_taken(name: str) -> None:
+    out = compile_and_run(before=BESIDE[name], data={"position_ids": positions()})
+    assert out.shape == (BATCH, LENGTH, WIDTH)
+
+
+def _loss(reads: str) -> Before:
+    def after(model: object, x: torch.Tensor, data: dict[str, torch.Tensor]) -> torch.Tensor:
+        total = F.cross_entropy(x.flatten(0, 1), data["labels"].flatten(), reduction="sum")
+        ways = {
+            "scaled": lambda: total / 7,
+            "two of them": lambda: total / 7 + 0.5 * total,
+            "squared": lambda: total**2,
+            "exponential": lambda: torch.exp(total),
+            "beside weights": lambda: total + data["weight"].sum(),
+            "factor of values": lambda: x * total,
+            "divisor": lambda: 1 / total,
+        }
+        return ways[reads]()
+
+    return after
+
+
+_LABELS = {"labels": torch.randint(WIDTH, (BATCH, LENGTH)), "weight": torch.ones(2, 2)}
+
+
+@pytest.mark.parametrize("reads", ["scaled", "two of them"])
+def test_a_share_of_a_loss_may_be_scaled(reads: str) -> None:
+    assert compile_and_run(after=_loss(reads), data=_LABELS).shape == ()
+
+
+@pytest.mark.parametrize("reads", ["squared", "exponential", "beside weights", "factor of values", "divisor"])
+def test_what_else_reads_a_share_of_a_loss_is_refused(reads: str) -> None:
+    with pytest.raises(ContextParallelUnsupported, match="every rank has another share"):
+        compile_and_run(after=_loss(reads), data=_LABELS)
