@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Expr, Linear
+from attn_compiler.index_expr import Apply, Expr, Linear
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 
 #: what a user may name in ContextParallel(allow=...): numbers of the model that look like the length of a rank's part
@@ -15,6 +15,9 @@ IF_CHANCE = (
     "compile with another length, or, if the model has that number whatever the length, give "
     f"ContextParallel(..., allow=({LENGTH!r},))"
 )
+
+#: what gives another number where it is computed in other steps, or in another dtype
+_ROUNDED = frozenset({"div", "log", "exp", "pow"})
 
 
 def is_near(number: int, lengths: set[int]) -> bool:
@@ -43,6 +46,26 @@ def check_numbers(x: Expr, length: int) -> None:
             f"{ix.text(found, 120)}, and a rank has {length} positions",
             remedy=IF_CHANCE,
         )
+
+
+def check_rounding(x: Expr) -> None:
+    """A whole number or a truth that a rounded one is made to comes out otherwise where the steps before it are rounded otherwise: what is
+    emitted anew has other steps than the model. Raises CannotShard."""
+    left = [x]
+    while left:
+        part = left.pop()
+        is_step = isinstance(part, Apply) and (part.op == "int" or part.op in ("lt", "eq"))
+        if is_step and any(map(_is_rounded, ix.parts(part))):
+            raise CannotShard(
+                "no bucket of a mask or bias depends on how a number is rounded",
+                ix.text(part, 120),
+                remedy="compute buckets with whole numbers",
+            )
+        left += ix.parts(part)
+
+
+def _is_rounded(x: Expr) -> bool:
+    return (isinstance(x, Apply) and x.op in _ROUNDED) or any(map(_is_rounded, ix.parts(x)))
 
 
 def _length_in(x: Expr, length: int) -> Expr | None:

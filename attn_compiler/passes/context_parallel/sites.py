@@ -17,7 +17,7 @@ from attn_compiler.passes import axes, elements, program, recover
 from attn_compiler.passes.context_parallel import exchanging
 from attn_compiler.passes.context_parallel.exchanging import Met
 from attn_compiler.passes.context_parallel.layout import Layout
-from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, check_numbers, is_of_length
+from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, check_numbers, check_rounding, is_of_length
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.context_parallel.whole import Wholes
 from attn_compiler.passes.emit import GraphBuilder
@@ -154,6 +154,7 @@ class _Scores:
         length = self.spec.seqlen_q
         if not isinstance(length, int):
             raise ValueError("sizes are checked before")
+        check_rounding(x)
         if not self.wholes.are_chance:
             check_numbers(x, length)
         tensors = {name: self._loaded(x, name, loads) for name in sorted(x.facts.tensors)}
@@ -198,9 +199,6 @@ class _Scores:
                         remedy="what every rank has as a whole is named in ContextParallel(replicated=...)",
                     )
                 low, high = ix.bounds(at, within)
-                if low is None and self.wholes.is_state(loads[name]):
-                    # A bucket: in one process the model reads the same table by the same numbers.
-                    continue
                 if low is None or high is None or low < -int(size) or high >= int(size):
                     raise CannotShard(
                         "what a mask or bias reads is there for the whole sequence",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.passes.context_parallel.following import Input, is_state
+from attn_compiler.passes.context_parallel.following import Input
 from attn_compiler.passes.context_parallel.layout import Layout
 from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, is_half, is_near
 from attn_compiler.passes.context_parallel.refusing import CannotShard
@@ -59,11 +59,6 @@ class Wholes:
                     remedy="what every rank has as a whole is named in ContextParallel(replicated=...)",
                 )
         return self._whole(dynamo)
-
-    def is_state(self, version: Version) -> bool:
-        """Whether what an expression loads from is the model's own."""
-        dynamo = self._mirror.dynamo_node(version.node)
-        return dynamo is not None and dynamo.op == "placeholder" and is_state(dynamo)
 
     def _whole(self, node: fx.Node) -> fx.Node:
         if not self._inputs(node):

@@ -33,6 +33,20 @@ def _centred(model: Model, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, da
     return scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
+def _bucketed(model: Model, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, data: Data) -> torch.Tensor:
+    """As T5 does it: 16 is in another bucket in another dtype."""
+    count = torch.arange(q.shape[2])
+    distance = (count[None] - count[:, None]).abs()
+    far = 7 + (torch.log(distance.clamp(min=1).float() / 7) / math.log(13) * 7).to(torch.int64)
+    bias = model.table[torch.where(distance < 7, distance, far.clamp(0, 13))].permute(2, 0, 1)[None]
+    return scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def test_buckets_that_depend_on_rounding_are_refused() -> None:
+    with pytest.raises(ContextParallelUnsupported, match="depends on how a number is rounded"):
+        compile_and_run(attend=_bucketed)
+
+
 OF_LENGTH: dict[str, Attend] = {
     "prefix of all but one": _mask(lambda q, k, n: (k < n - 1) | (k <= q)),
     "prefix of half": _mask(lambda q, k, n: (k < n // 2) | (k <= q)),
