@@ -1,0 +1,27 @@
+"""Models of transformers as they are, on two ranks: outputs and gradients are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.context_parallel import hf_models
+from tests.context_parallel.hf_models import Found
+from tests.distributed import processes
+
+#: of float64; norms and softmax of some models are float32's
+_EXACT = {"gpt-oss": 1e-7}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Found]]:
+    names = list(hf_models.CASES)
+    by_rank = processes.run(hf_models.measured, names, size=2)
+    return {name: [results[i] for results in by_rank] for i, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("name", hf_models.CASES)
+def test_two_ranks_compute_what_one_process_computes(found: dict[str, list[Found]], name: str) -> None:
+    for one in found[name]:
+        assert one.error < _EXACT.get(name, 1e-12)
+        assert one.gradient_error < _EXACT.get(name, 1e-12)
+        assert one.sites == 2
