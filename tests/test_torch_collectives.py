@@ -1,13 +1,93 @@
-"""Ranks say what they compiled, and hear where another one says something else."""
+"""What collectives become in a graph, and that a rank's part and the whole are each other's inverse; how ranks agree."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
+import torch
 import torch.distributed as dist
+from torch import fx
+from torch._functorch.aot_autograd import aot_function, make_boxed_compiler
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.nn.functional import scaled_dot_product_attention
 
 from attn_compiler import torch_collectives
 from attn_compiler.torch_collectives import RanksDisagree, agree
 from tests.meshes import fake_mesh
+
+C10D = torch.ops._c10d_functional
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_joined_is_the_inverse_of_split(size: int, balanced: bool) -> None:
+    whole = torch.arange(2 * 12 * 3).view(2, 12, 3)
+    by_rank = torch_collectives.split(whole, 1, size, balanced)
+    assert by_rank.shape == (size, 2, 12 // size, 3)
+    assert torch.equal(torch_collectives.joined(by_rank, 1, balanced), whole)
+
+
+def test_a_rank_has_a_chunk_of_the_front_and_one_of_the_back() -> None:
+    by_rank = torch_collectives.split(torch.arange(8), 0, 2, True)
+    assert by_rank.tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+def _graphs(again: bool) -> list[fx.GraphModule]:
+    """The forward and the backward of an attention over gathered keys and values, on rank 0 of 2 that do not run."""
+    found: list[fx.GraphModule] = []
+
+    def compiler(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
+        found.append(gm)
+        return gm.forward
+
+    def parted(gm: fx.GraphModule, inputs: Any, **more: Any) -> Any:
+        if again:
+            torch_collectives.gather_again(gm.graph, group)
+        return min_cut_rematerialization_partition(gm, inputs, **more)
+
+    def attend(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        both = torch_collectives.gathered_sequence(kv, 2, 2, True, group)
+        return scaled_dot_product_attention(q, both[..., :8], both[..., 8:])
+
+    with fake_mesh(2) as mesh:
+        group = str(mesh.get_group().group_name)
+        q, kv = torch.randn(1, 2, 6, 8, requires_grad=True), torch.randn(1, 2, 6, 16, requires_grad=True)
+        boxed = make_boxed_compiler(compiler)
+        aot_function(attend, boxed, boxed, parted)(q, kv).sum().backward()
+    return found
+
+
+def _count(gm: fx.GraphModule, op: object) -> int:
+    return len(gm.graph.find_nodes(op="call_function", target=op))
+
+
+def _largest_kept(gm: fx.GraphModule) -> int:
+    """Elements of the largest tensor that the forward gives the backward, besides its output."""
+    _, *kept = gm.graph.output_node().args[0]
+    return max(x.meta["val"].numel() for x in kept if isinstance(x.meta.get("val"), torch.Tensor))
+
+
+def test_the_backward_gathers_keys_again_and_the_forward_keeps_none() -> None:
+    forward, backward = _graphs(again=True)
+    assert _count(forward, C10D.all_gather_into_tensor.default) == 1
+    assert _count(backward, C10D.all_gather_into_tensor.default) == 1
+    assert _count(backward, C10D.reduce_scatter_tensor.default) == 1
+    assert _largest_kept(forward) == 2 * 6 * 16
+
+
+def test_without_that_they_are_kept() -> None:
+    forward, backward = _graphs(again=False)
+    assert _count(backward, C10D.all_gather_into_tensor.default) == 0
+    assert _largest_kept(forward) > 2 * 6 * 16 or sum(1 for _ in forward.graph.output_node().all_input_nodes) > 4
+
+
+def test_no_rank_stands_in_a_graph() -> None:
+    with fake_mesh(4, rank=2) as mesh:
+        group = str(mesh.get_group().group_name)
+        assert torch_collectives.rank_of(group) == 2
+        assert torch_collectives.sequence_rank(torch.zeros(()), group).tolist() == 2
 
 
 @pytest.fixture
@@ -41,8 +121,3 @@ def test_another_answer_raises_at_once(store: dist.HashStore) -> None:
 def test_no_answer_raises_after_a_while(store: dist.HashStore) -> None:
     with fake_mesh(2) as mesh, pytest.raises(RanksDisagree, match="rank 1 did not compile graph 0/0 within 1 s"):
         agree(mesh.get_group().group_name, "graph 0/0", "8 positions", seconds=1)
-
-
-def test_a_rank_is_a_place_in_its_group() -> None:
-    with fake_mesh(2, 2, rank=3, names=("dp", "cp")) as mesh:
-        assert torch_collectives.rank_of(mesh["cp"].get_group().group_name) == 1
