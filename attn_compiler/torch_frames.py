@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 from torch._dynamo import config
-from torch._dynamo.cache_size import compute_cache_size
+from torch._dynamo.cache_size import _has_same_id_matched_objs
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
@@ -182,7 +182,7 @@ def is_last_recompilation() -> bool:
     if frame.one_graph or config.fail_on_recompile_limit_hit:
         return False
     entries = _debug_get_cache_entry_list(frame.f_code)
-    after = compute_cache_size(frame, entries).num_cache_entries_with_same_id_matched_objs + 1
+    after = sum(_has_same_id_matched_objs(frame, entry) for entry in entries) + 1
     return bool(after >= config.recompile_limit or len(entries) + 1 >= config.accumulated_recompile_limit)
 
 
