@@ -68,9 +68,11 @@ def test_explain_models_tells_of_both_models() -> None:
     assert without_line[0] in without_line[1]
 
 
-def test_context_parallel_learns_as_one_process_does() -> None:
+def test_context_parallel_learns_as_one_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-    two, one = (run("context_parallel", *launch, str(ranks)) for ranks in (2, 1))
+    two = run("context_parallel", *launch, "2")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # the model itself
+    one = run("context_parallel", *launch, "1")
     losses = [[float(x) for x in re.findall(r"loss ([\d.]+)", output)] for output in (two, one)]
     assert len(losses[0]) == 3
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)

@@ -25,7 +25,7 @@ class Run:
     case: str
     method: str
     load_balance: str | None
-    inner: str = "aot_eager"
+    inner: str = "eager"
 
     @property
     def name(self) -> str:

@@ -16,7 +16,13 @@ _INDUCTOR = [
     Run(case="causal, right padding", method="all_gather", load_balance="head_tail", inner="inductor"),
     Run(case="window wider than a part", method="all_to_all", load_balance=None, inner="inductor"),
 ]
-_TWO = [*against_one.some(2, models.CASES), *_INDUCTOR]
+#: and with AOTAutograd, whose graphs have the collectives' own ops
+_TRACED = [
+    Run(case="causal documents", method="all_to_all", load_balance="head_tail", inner="aot_eager"),
+    Run(case="relative bias, learned", method="all_gather", load_balance=None, inner="aot_eager"),
+    Run(case="sinks", method="all_to_all", load_balance=None, inner="aot_eager"),
+]
+_TWO = [*against_one.some(2, models.CASES), *_TRACED, *_INDUCTOR]
 _FOUR_CASES = (
     "causal",
     "causal, right padding",
