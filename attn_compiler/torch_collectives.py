@@ -15,34 +15,10 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from attn_compiler.context_parallel.layout import joined, split
 from attn_compiler.lowerings.base import NAMESPACE
 
 _COLLECTIVES = torch.ops._c10d_functional
-
-
-# ---- the order of a sequence ---------------------------------------------------------------------------------------------
-
-
-def joined(by_rank: torch.Tensor, axis: int, balanced: bool) -> torch.Tensor:
-    """(size, ..., n, ...) -> (..., size · n, ...), in the order of the sequence.
-
-    axis: that of positions in the result. balanced: a rank has one chunk from the front and one from the back, else one piece.
-    """
-    if balanced:
-        half = by_rank.shape[axis + 1] // 2
-        front = by_rank.narrow(axis + 1, 0, half)
-        back = by_rank.narrow(axis + 1, half, half).flip(0)
-        by_rank = torch.cat((front, back), 0)
-    return torch.flatten(torch.movedim(by_rank, 0, axis), axis, axis + 1)
-
-
-def split(whole: torch.Tensor, axis: int, size: int, balanced: bool) -> torch.Tensor:
-    """The inverse of `joined`."""
-    chunks = 2 * size if balanced else size
-    by_chunk = torch.unflatten(whole, axis, (chunks, whole.shape[axis] // chunks)).movedim(axis, 0)
-    if not balanced:
-        return by_chunk
-    return torch.cat((by_chunk.narrow(0, 0, size), by_chunk.narrow(0, size, size).flip(0)), axis + 1)
 
 
 # ---- collectives ---------------------------------------------------------------------------------------------------------
@@ -69,6 +45,12 @@ def _scattered_sum(x: torch.Tensor, axis: int, size: int, balanced: bool, group:
     started = _COLLECTIVES.reduce_scatter_tensor.default(by_rank.flatten(0, 1).contiguous(), "sum", size, group)
     own: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
     return own
+
+
+def _summed(x: torch.Tensor, group: str) -> torch.Tensor:
+    started = _COLLECTIVES.all_reduce.default(x.contiguous(), "sum", group)
+    total: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
+    return total
 
 
 def _to_heads(x: torch.Tensor, size: int, balanced: bool, group: str) -> torch.Tensor:
@@ -181,6 +163,8 @@ def agree(group: str, subject: str, said: str, *, seconds: float) -> None:
 #: name -> (arguments besides the tensor, what it does, what its gradient does)
 _OPS: dict[str, tuple[str, Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
     "gathered_sequence": ("int axis, int size, bool balanced, str group", _gathered, _scattered_sum),
+    # The sum over ranks of their losses is what is differentiated.
+    "summed_over_ranks": ("str group", _summed, _summed),
     "heads_for_positions": ("int size, bool balanced, str group", _to_heads, _to_positions),
     "positions_for_heads": ("int size, bool balanced, str group", _to_positions, _to_heads),
 }
@@ -198,6 +182,7 @@ if not hasattr(getattr(torch.ops, NAMESPACE), "gathered_sequence"):
     torch.library.register_fake(f"{NAMESPACE}::sequence_rank", _fake_sequence_rank, lib=LIBRARY)
 
 gathered_sequence = getattr(torch.ops, NAMESPACE).gathered_sequence.default
+summed_over_ranks = getattr(torch.ops, NAMESPACE).summed_over_ranks.default
 heads_for_positions = getattr(torch.ops, NAMESPACE).heads_for_positions.default
 positions_for_heads = getattr(torch.ops, NAMESPACE).positions_for_heads.default
 sequence_rank = getattr(torch.ops, NAMESPACE).sequence_rank.default

@@ -14,6 +14,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_compiler import torch_collectives
+from attn_compiler.context_parallel import layout
 from attn_compiler.torch_collectives import RanksDisagree, agree
 from tests.meshes import fake_mesh
 
@@ -24,13 +25,13 @@ C10D = torch.ops._c10d_functional
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_joined_is_the_inverse_of_split(size: int, balanced: bool) -> None:
     whole = torch.arange(2 * 12 * 3).view(2, 12, 3)
-    by_rank = torch_collectives.split(whole, 1, size, balanced)
+    by_rank = layout.split(whole, 1, size, balanced)
     assert by_rank.shape == (size, 2, 12 // size, 3)
-    assert torch.equal(torch_collectives.joined(by_rank, 1, balanced), whole)
+    assert torch.equal(layout.joined(by_rank, 1, balanced), whole)
 
 
 def test_a_rank_has_a_chunk_of_the_front_and_one_of_the_back() -> None:
-    by_rank = torch_collectives.split(torch.arange(8), 0, 2, True)
+    by_rank = layout.split(torch.arange(8), 0, 2, True)
     assert by_rank.tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from attn_compiler.context_parallel import batches, collectives
+from attn_compiler.context_parallel import batches
 from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.errors import ContextParallelInput, InvalidOption
 
@@ -127,7 +127,7 @@ class ContextParallel:
                 f"{length}",
                 "Give that before padding",
             )
-        whole = self._layout.whole(collectives.gathered(x, self.size, self.group_name), dim) if self.size > 1 else x
+        whole = x if self.size == 1 else self._gathered(x, dim % x.dim())
         return whole if length is None else whole.narrow(dim, 0, length)
 
     def mean(self, total: Tensor, count: Tensor | float) -> Tensor:
@@ -153,8 +153,17 @@ class ContextParallel:
         counts = counts if counts.shape == total.shape else counts.reshape(()).expand_as(total)
         both = torch.stack([total.double(), counts])
         if self.size > 1:
-            both = collectives.summed(both, self.group_name)
+            # Imported here: naming the option loads no op.
+            from attn_compiler import torch_collectives
+
+            both = torch_collectives.summed_over_ranks(both, self.group_name)
         return (both[0] / both[1]).to(total.dtype if total.is_floating_point() else torch.get_default_dtype())
+
+    def _gathered(self, x: Tensor, dim: int) -> Tensor:
+        from attn_compiler import torch_collectives
+
+        whole: Tensor = torch_collectives.gathered_sequence(x, dim, self.size, self.is_balanced, self.group_name)
+        return whole
 
     def _check_part(self, call: str, name: str, length: int) -> None:
         if self.is_balanced and length % 2:

@@ -45,13 +45,24 @@ class Layout:
         pieces = x.chunk(self.chunks, dim)
         return torch.cat([pieces[index] for index in self.chunks_of(rank)], dim)
 
-    def whole(self, parts: list[Tensor], dim: int) -> Tensor:
-        """The sequence in its order from what all ranks have: the way back from `part`."""
-        if self.size == 1:
-            return parts[0]
-        pieces: list[Tensor] = [parts[0]] * self.chunks
-        for rank, x in enumerate(parts):
-            own = self.chunks_of(rank)
-            for index, piece in zip(own, x.chunk(len(own), dim), strict=True):
-                pieces[index] = piece
-        return torch.cat(pieces, dim)
+
+def joined(by_rank: Tensor, axis: int, balanced: bool) -> Tensor:
+    """(size, ..., n, ...) -> (..., size · n, ...), in the order of the sequence.
+
+    axis: that of positions in the result. balanced: a rank has one chunk from the front and one from the back, else one piece.
+    """
+    if balanced:
+        half = by_rank.shape[axis + 1] // 2
+        front = by_rank.narrow(axis + 1, 0, half)
+        back = by_rank.narrow(axis + 1, half, half).flip(0)
+        by_rank = torch.cat((front, back), 0)
+    return torch.flatten(torch.movedim(by_rank, 0, axis), axis, axis + 1)
+
+
+def split(whole: Tensor, axis: int, size: int, balanced: bool) -> Tensor:
+    """The inverse of `joined`."""
+    chunks = 2 * size if balanced else size
+    by_chunk = torch.unflatten(whole, axis, (chunks, whole.shape[axis] // chunks)).movedim(axis, 0)
+    if not balanced:
+        return by_chunk
+    return torch.cat((by_chunk.narrow(0, 0, size), by_chunk.narrow(0, size, size).flip(0)), axis + 1)

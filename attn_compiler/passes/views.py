@@ -5,7 +5,8 @@ An op that is not listed is no view. `detach` is left out on purpose: looking th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import fx
@@ -261,6 +262,35 @@ def forward(node: fx.Node, dims: Dims) -> Dims:
     if handler is None:
         raise AxisError(f"{node.target} is no view")
     return handler(node, dims)
+
+
+def forward_whole(node: fx.Node, dims: Dims, whole: Collection[Atom]) -> Dims | None:
+    """As `forward`, for axes that are known to other values, too; None if the view splits one of `whole`.
+
+    On copies of the atoms: splitting one would tell all that hold it.
+    """
+    copies = {atom: Atom(atom.size, broadcast=atom.broadcast) for dim in dims for atom in axes.resolve(dim)}
+    own = {copy: atom for atom, copy in copies.items()}
+    found = forward(node, tuple(tuple(copies[a] for a in axes.resolve(dim)) for dim in dims))
+    if any(atom in copies and copies[atom].parts is not None for atom in whole):
+        return None
+    return tuple(tuple(own.get(a, a) for a in axes.resolve(dim)) for dim in found)
+
+
+def named_axes(node: fx.Node, rank: int, argument_name: str = "dim") -> set[int]:
+    """The axes that an op names. None and no axes at all both mean all of them."""
+    given: Any = argument(node, argument_name, 0)
+    if given is None or (isinstance(given, (tuple, list)) and not given):
+        return set(range(rank))
+    return {int(i) % rank for i in (given if isinstance(given, (tuple, list)) else [given])}
+
+
+def kept_axes(dims: Dims, result: torch.Tensor, which: Collection[int], rank: int) -> Dims:
+    """The axes of a result that has others at `which`, or none."""
+    if result.dim() == rank:
+        fresh = axes.fresh(axes.shape_exprs(result))
+        return tuple(fresh[i] if i in which else dim for i, dim in enumerate(dims))
+    return tuple(dim for i, dim in enumerate(dims) if i not in which)
 
 
 def is_view(node: fx.Node) -> bool:

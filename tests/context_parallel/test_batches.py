@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_compiler.context_parallel import batches
-from attn_compiler.context_parallel.layout import Layout
+from attn_compiler.context_parallel.layout import Layout, joined
 from attn_compiler.errors import ContextParallelInput
 
 TWO = Layout(size=2, balanced=True)
@@ -28,10 +28,14 @@ def _whole(batch: Mapping[str, Any], layout: Layout, **settings: Any) -> dict[st
     """The parts of all ranks, put together."""
     found = batches.whole(batch, layout, **settings)
     parts = [found.part(layout, rank) for rank in range(layout.size)]
-    return {
-        name: layout.whole([part[name] for part in parts], found.axes[name]) if name in found.axes else parts[0][name]
-        for name in parts[0]
-    }
+    is_balanced = layout.chunks > layout.size
+
+    def together(name: str) -> Any:
+        if name not in found.axes:
+            return parts[0][name]
+        return joined(torch.stack([part[name] for part in parts]), found.axes[name], is_balanced)
+
+    return {name: together(name) for name in parts[0]}
 
 
 @given(layout=layouts, length=st.integers(1, 40), rows=st.integers(1, 3))

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from attn_compiler.passes import axes, views
-from attn_compiler.passes.axes import Atom, Dim, Dims
+from attn_compiler.passes.axes import Dim, Dims
 from attn_compiler.passes.context_parallel import lookups
 from attn_compiler.passes.context_parallel.places import GIVE_POSITIONS, Mixes, Place, Rule, alike, has, place_of
 
@@ -143,15 +143,8 @@ def _same(context: Following, node: fx.Node) -> Place | Mixes:
 
 
 def _view(context: Following, node: fx.Node) -> Place | Mixes:
-    """On copies of the atoms: splitting one would tell all that hold it."""
-    dims = place_of(context, views.source(node)).dims
-    copies = {atom: Atom(atom.size, broadcast=atom.broadcast) for dim in dims for atom in axes.resolve(dim)}
-    own = {copy: atom for atom, copy in copies.items()}
-    found = views.forward(node, tuple(tuple(copies[a] for a in axes.resolve(dim)) for dim in dims))
-    for atom in context.atoms & copies.keys():
-        if copies[atom].parts is not None:
-            return Mixes(at=node, why="it splits the sequence")
-    return Place(dims=tuple(tuple(own.get(a, a) for a in axes.resolve(dim)) for dim in found))
+    found = views.forward_whole(node, place_of(context, views.source(node)).dims, context.atoms)
+    return Mixes(at=node, why="it splits the sequence") if found is None else Place(dims=found)
 
 
 def _slice(context: Following, node: fx.Node) -> Place | Mixes:
@@ -172,27 +165,13 @@ def _along_dim(context: Following, node: fx.Node) -> Place | Mixes:
     """An op along axes that it names: none of them may hold the sequence."""
     place = place_of(context, views.source(node))
     rank = len(place.dims)
-    which = _named(node, rank)
+    which = views.named_axes(node, rank, "dims" if node.target is aten.flip.default else "dim")
     if any(has(context, place.dims[i]) for i in which):
         return Mixes(at=node, why="it works along the sequence")
     result: Any = node.meta["val"]
     if isinstance(result, (tuple, list)):
-        return Place(dims=place.dims, several=tuple(_kept(place.dims, y, which, rank) for y in result))
-    return Place(dims=_kept(place.dims, result, which, rank))
-
-
-def _named(node: fx.Node, rank: int) -> set[int]:
-    given: Any = views.argument(node, "dims" if node.target is aten.flip.default else "dim", 0)
-    if given is None or (isinstance(given, (tuple, list)) and not given):
-        return set(range(rank))
-    return {int(i) % rank for i in (given if isinstance(given, (tuple, list)) else [given])}
-
-
-def _kept(dims: Dims, result: torch.Tensor, which: set[int], rank: int) -> Dims:
-    if result.dim() == rank:
-        fresh = axes.fresh(axes.shape_exprs(result))
-        return tuple(fresh[i] if i in which else dim for i, dim in enumerate(dims))
-    return tuple(dim for i, dim in enumerate(dims) if i not in which)
+        return Place(dims=place.dims, several=tuple(views.kept_axes(place.dims, y, which, rank) for y in result))
+    return Place(dims=views.kept_axes(place.dims, result, which, rank))
 
 
 def _getitem(context: Following, node: fx.Node) -> Place | Mixes:

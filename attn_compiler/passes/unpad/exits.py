@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from attn_compiler.passes import views
-from attn_compiler.passes.unpad import forms, rules
+from attn_compiler.passes.unpad import forms
 from attn_compiler.passes.unpad.forms import Context
 from attn_compiler.passes.unpad.values import Form, Need, Recipe, places
 
@@ -51,7 +51,7 @@ def _one_position(context: Context, node: fx.Node) -> Exit | None:
     """x[:, 0] or x[:, -1]: the first or the last token of each row, which has to be real."""
     x, index = views.source(node), views.argument(node, "index")
     value = context.value(x)
-    at = rules.named_axes(node, len(value.dims))
+    at = views.named_axes(node, len(value.dims))
     rows, positions = places(value.dims, context.batch), places(value.dims, context.seq)
     length = context.seq.size
     is_last = index == -1 or (length.is_Integer and index == int(length) - 1)
@@ -85,7 +85,7 @@ def _sum(context: Context, node: fx.Node) -> Exit | None:
     value = context.value(x)
     if value.packed is None or not value.zero:
         return None
-    at = set(range(len(value.dims))) if node.target is aten.sum.default else rules.named_axes(node, len(value.dims))
+    at = set(range(len(value.dims))) if node.target is aten.sum.default else views.named_axes(node, len(value.dims))
     over_all = {*places(value.dims, context.batch), *places(value.dims, context.seq)} <= at
     form: Form = "packed" if over_all else "unpacked"
     return Exit(returned=forms.call(node, {x: form}))

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from attn_compiler.passes import axes, views
-from attn_compiler.passes.axes import Atom, AxisError, Dim, Dims
+from attn_compiler.passes.axes import AxisError, Dim, Dims
 from attn_compiler.passes.unpad.forms import Context, call, has_both, is_tagged, operand_form, refused, tags
 from attn_compiler.passes.unpad.values import Form, Need, Recipe
 
@@ -139,17 +139,10 @@ def view(context: Context, node: fx.Node) -> Result:
 
 
 def _forward(context: Context, node: fx.Node, dims: Dims) -> Dims:
-    """The dimensions behind a view, on copies of the atoms: splitting one would tell all that hold it."""
-    copies: dict[Atom, Atom] = {}
-    for dim in dims:
-        for atom in axes.resolve(dim):
-            copies[atom] = Atom(atom.size, broadcast=atom.broadcast)
-    own = {copy: atom for atom, copy in copies.items()}
-    found = views.forward(node, tuple(tuple(copies[a] for a in axes.resolve(dim)) for dim in dims))
-    for special in (context.batch, context.seq):
-        if special in copies and copies[special].parts is not None:
-            raise AxisError(f"{node.target} splits rows or positions")
-    return tuple(tuple(own.get(a, a) for a in axes.resolve(dim)) for dim in found)
+    found = views.forward_whole(node, dims, (context.batch, context.seq))
+    if found is None:
+        raise AxisError(f"{node.target} splits rows or positions")
+    return found
 
 
 def slice_(context: Context, node: fx.Node) -> Result:
@@ -219,33 +212,17 @@ def along_dim(context: Context, node: fx.Node) -> Result:
     x = views.source(node)
     value = context.value(x)
     rank = len(value.dims)
-    which = named_axes(node, rank)
+    which = views.named_axes(node, rank)
     if any(is_tagged(context, value.dims[i]) for i in which):
         raise refused(node, "it works along rows or positions")
     result: Any = node.meta["val"]
     if isinstance(result, (tuple, list)):
-        several = tuple(_kept(value.dims, y, which, rank) for y in result)
+        several = tuple(views.kept_axes(value.dims, y, which, rank) for y in result)
         packed = _packed(context, node, x, value.dims)
         return Result(dims=value.dims, packed=packed, several=several, zero=value.zero)
-    dims = _kept(value.dims, result, which, rank)
+    dims = views.kept_axes(value.dims, result, which, rank)
     zero = value.zero and node.target is aten.slice.Tensor
     return Result(dims=dims, packed=_packed(context, node, x, dims), zero=zero)
-
-
-def named_axes(node: fx.Node, rank: int) -> set[int]:
-    """None and no axes at all both mean all of them."""
-    given: Any = views.argument(node, "dim", 0)
-    if given is None or (isinstance(given, (tuple, list)) and not given):
-        return set(range(rank))
-    return {int(i) % rank for i in (given if isinstance(given, (tuple, list)) else [given])}
-
-
-def _kept(dims: Dims, result: torch.Tensor, which: set[int], rank: int) -> Dims:
-    """The axes of a result that has others at `which`, or none."""
-    if result.dim() == rank:
-        fresh = axes.fresh(axes.shape_exprs(result))
-        return tuple(fresh[i] if i in which else dim for i, dim in enumerate(dims))
-    return tuple(dim for i, dim in enumerate(dims) if i not in which)
 
 
 def getitem(context: Context, node: fx.Node) -> Result:
