@@ -114,8 +114,8 @@ PAGES = (
     Page(
         code=Code.NOT_COMPILED,
         title="The kernel does not compile",
-        cause="Nothing spoke against FlashAttention-4 until its kernels were compiled for this attention, and then its "
-        "compiler failed. What it said stands in the report.",
+        cause="Every check allowed FlashAttention-4 for this attention, but its compiler failed. "
+        "The report has the compiler's message.",
         remedy="Install another version that `pip install 'attn_compiler[fa4]'` allows. Until then another kernel "
         "serves.",
         kind=Kind.TOLD,

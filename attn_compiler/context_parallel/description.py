@@ -100,9 +100,9 @@ class ContextParallel:
         """What this rank has of a batch, of which each tensor has the whole sequence and is the same on all ranks.
 
         The sequence is the last axis of integers and booleans and axis 1 of floating-point numbers, or what dims= says for a name. It
-        is padded at its end to a length that can be cut, input_ids with pad_id; with pad=False that is an error. Added, if they are
-        missing: position_ids, attention_mask, and with labels shift_labels, the labels of the next positions. What is named in
-        `replicated`, numbers, texts and None come back as they are. Gradients go back through inputs_embeds.
+        is padded at its end to a length that can be cut, input_ids with pad_id; with pad=False that is an error. position_ids and
+        attention_mask are added if they are missing. With labels, shift_labels is added, too: the labels of the next positions.
+        Inputs in `replicated`, numbers, texts and None come back as they are. Gradients go back through inputs_embeds.
         Raises ContextParallelInput.
         """
         whole = batches.whole(batch, self._layout, replicated=self.replicated, dims=dims, pad=pad, pad_id=pad_id)

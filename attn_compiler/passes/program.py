@@ -103,7 +103,7 @@ def _operand(
     """q, k, v or the sinks, of what is to be kept a copy unless the dtype makes one."""
     operand: Operand = getattr(match, name)
     root = builder.leaf(operand.root)
-    x = _cast(builder, _arranged(match, builder, operand, target, root), dtype)
+    x = cast(builder, _arranged(match, builder, operand, target, root), dtype)
     if operand.kept is None or not _shares_memory(builder, operand, x):
         return x
     # Of the root, which is smaller where the kernel reads one element several times.
@@ -120,7 +120,8 @@ def _version(mirror: Mirror, match: Match, operand: Operand) -> Version:
     return mutation.version(mirror, operand.root, mirror.order(match.out))
 
 
-def _cast(builder: Builder[X], x: X, dtype: torch.dtype | None) -> X:
+def cast(builder: Builder[X], x: X, dtype: torch.dtype | None) -> X:
+    """x in a dtype, or as it is for None."""
     return x if dtype is None or builder.value(x).dtype == dtype else builder.call(torch.Tensor.to, x, dtype)
 
 
@@ -135,7 +136,7 @@ def _factored(match: Match, builder: Builder[X], q: X) -> X:
     for factor in match.factors:
         by = builder.leaf(factor.node) if factor.operand is None else _over_queries(match, builder, factor.operand)
         q = builder.call(operator.truediv if factor.divide else operator.mul, q, by)
-    return _cast(builder, q, dtype)
+    return cast(builder, q, dtype)
 
 
 def _over_queries(match: Match, builder: Builder[X], operand: Operand) -> X:
@@ -213,7 +214,7 @@ def _weighted(builder: Builder[X], x: X, term: Term) -> X:
         return x
     own = builder.value(x).dtype
     if term.weighed_in is not None and not _is_exact_in_every_dtype(term.weight):
-        x = _cast(builder, x, torch.promote_types(own, term.weighed_in))
+        x = cast(builder, x, torch.promote_types(own, term.weighed_in))
     return builder.call(operator.mul, x, term.weight)
 
 
@@ -239,7 +240,7 @@ def _stored(match: Match, builder: Builder[X]) -> StoredTensors[X] | None:
         return None
     k, v = match.stored
     of_both = (match.batch, match.heads_kv, match.key)
-    scales = (None if x.scale is None else _cast(builder, builder.leaf(x.scale), torch.float32) for x in (k, v))
+    scales = (None if x.scale is None else cast(builder, builder.leaf(x.scale), torch.float32) for x in (k, v))
     return StoredTensors(
         k=_arranged(match, builder, k.operand, (*of_both, match.head_dim_qk), builder.leaf(k.operand.root)),
         v=_arranged(match, builder, v.operand, (*of_both, match.head_dim_v), builder.leaf(v.operand.root)),

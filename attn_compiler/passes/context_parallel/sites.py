@@ -219,7 +219,7 @@ def _attention(
 ) -> fx.Node:
     dtype = builder.value(met.q).dtype
     mask, bias = scores.mask(), scores.bias()
-    added = bias if bias is None else _cast(builder, bias, dtype)
+    added = bias if bias is None else program.cast(builder, bias, dtype)
     joined = mask if added is None else added if mask is None else builder.call(torch.where, mask, added, -math.inf)
     cap = spec.score.softcap
     are_alike = {builder.value(x).dtype for x in (met.k, met.v)} == {dtype}
@@ -259,10 +259,10 @@ def _written_out(
         weights = call(torch.softmax, scores, -1, dtype=wide)
     else:
         column = call(torch.Tensor.view, _of_heads(builder, met, sinks), (1, -1, 1, 1))
-        column = call(torch.Tensor.expand, _cast(builder, column, q.dtype), (q.shape[0], -1, q.shape[2], 1))
+        column = call(torch.Tensor.expand, program.cast(builder, column, q.dtype), (q.shape[0], -1, q.shape[2], 1))
         weights = call(torch.softmax, call(torch.cat, (scores, column), -1), -1, dtype=wide)
         weights = call(torch.narrow, weights, -1, 0, value(met.k).shape[2])
-    return call(torch.matmul, _cast(builder, weights, value(v).dtype), v)
+    return call(torch.matmul, program.cast(builder, weights, value(v).dtype), v)
 
 
 def _of_heads(builder: GraphBuilder, met: Met, x: fx.Node) -> fx.Node:
@@ -272,7 +272,3 @@ def _of_heads(builder: GraphBuilder, met: Met, x: fx.Node) -> fx.Node:
     device = builder.value(x).device
     own = builder.call(torch.arange, builder.value(met.q).shape[1], device=device)
     return builder.call(torch.index_select, x, 0, builder.call(torch.add, own, met.first_head))
-
-
-def _cast(builder: GraphBuilder, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    return x if builder.value(x).dtype == dtype else builder.call(torch.Tensor.to, x, dtype)
