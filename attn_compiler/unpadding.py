@@ -44,38 +44,54 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Where the real tokens of a batch are: the further inputs of a packed graph, in its order."""
+    """Where the real tokens of a batch are: the further inputs of a packed graph, in its order.
+
+    tokens: int64 (T,), the place of each token among all B · S.
+    rows, positions: int64 (T,), its batch row and its position there.
+    begins, ends: int32 (T,), where its row begins and ends among the tokens.
+    starts: int64 (B + 1,), where each row begins among the tokens.
+    """
 
     tokens: torch.Tensor
     rows: torch.Tensor
     positions: torch.Tensor
-    documents: torch.Tensor
+    begins: torch.Tensor
+    ends: torch.Tensor
     starts: torch.Tensor
 
     @staticmethod
     def like(number: Any, rows: Any, device: torch.device) -> Batch:
         """Unfilled: of so many tokens and batch rows."""
-        integers = {"tokens": torch.int64, "rows": torch.int64, "positions": torch.int64, "documents": torch.int32}
-        of_tokens = {name: torch.empty(number, dtype=dtype, device=device) for name, dtype in integers.items()}
+        dtypes = {**dict.fromkeys(("tokens", "rows", "positions"), torch.int64), "begins": torch.int32, "ends": torch.int32}
+        of_tokens = {name: torch.empty(number, dtype=dtype, device=device) for name, dtype in dtypes.items()}
         return Batch(**of_tokens, starts=torch.empty(rows + 1, dtype=torch.int64, device=device))
 
     @staticmethod
-    def of(real: torch.Tensor, number: int) -> Batch:
-        """real: bool (B, S). number: of real tokens, so that no device has to be asked."""
-        found = torch.nonzero_static(real, size=number)
-        rows, positions = found[:, 0].contiguous(), found[:, 1].contiguous()
-        lengths = real.sum(1).cumsum(0)
+    def of(real: torch.Tensor) -> Batch:
+        """real: bool (B, S). As long as if all tokens were real, so that no device has to be asked; what `first` leaves out means nothing."""
+        seqlen = real.shape[1]
+        starts = torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0))
+        tokens = torch.nonzero_static(real.reshape(-1), size=real.numel(), fill_value=0).view(-1)
+        rows = tokens // seqlen
+        bounds = starts.to(torch.int32)
         return Batch(
-            tokens=rows * real.shape[1] + positions,
+            tokens=tokens,
             rows=rows,
-            positions=positions,
-            documents=rows.to(torch.int32),
-            starts=torch.nn.functional.pad(lengths, (1, 0)),
+            positions=tokens % seqlen,
+            begins=bounds[:-1][rows],
+            ends=bounds[1:][rows],
+            starts=starts,
         )
+
+    def first(self, number: int) -> Batch:
+        """The same of a batch of which so many tokens are real. No device is asked for anything."""
+        *of_tokens, starts = self.inputs
+        tokens, rows, positions, begins, ends = [x[:number] for x in of_tokens]
+        return Batch(tokens=tokens, rows=rows, positions=positions, begins=begins, ends=ends, starts=starts)
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        return self.tokens, self.rows, self.positions, self.documents, self.starts
+        return self.tokens, self.rows, self.positions, self.begins, self.ends, self.starts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +133,8 @@ class Unpadded:
             return self.original(*args)
         with torch.no_grad():
             real, told = self._before(*args)
+            # Asked of the device before it is waited for: nothing runs there from then until the packed graph does.
+            whole = Batch.of(real)
             number, *holds = told.tolist()
         failed = tuple(fact for fact, does in zip(self._facts, holds, strict=True) if not does)
         if number < LEAST_TOKENS:
@@ -128,9 +146,7 @@ class Unpadded:
         self._steps.last.append(Step(fill=number / max(real.numel(), 1), failed=failed))
         if code is None:
             return self.original(*args)
-        with torch.no_grad():
-            batch = Batch.of(real, number)
-        return code.run(*args, *batch.inputs)
+        return code.run(*args, *whole.first(number).inputs)
 
     def _code(self, number: int, args: Sequence[Any]) -> Code | None:
         """Code that serves so many tokens; None if there is none."""

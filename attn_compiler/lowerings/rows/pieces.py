@@ -5,6 +5,7 @@ band runs through it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -154,18 +155,13 @@ class _Call:
             low, high = torch.maximum(low, first), torch.minimum(high, end)
             has_gaps = has_gaps or not is_whole
         starts = _starts(low, high)
-        if len(starts) > max(2, self.num_q * _MOST_RUNS) and self._is_in_pieces(low, high, starts):
-            whole = _Run(q=0, end=self.num_q, low=int(low.min()), high=int(high.max()))
-            # Without keys there is no call: PyTorch's kernel divides by their number.
-            return True, [whole] if whole.low < whole.high else []
         ends = [*starts[1:], self.num_q]
         bounds = torch.stack((low[starts], high[starts])).tolist() if starts else [[], []]
         runs = zip(starts, ends, *bounds, strict=True)
-        return has_gaps, [_Run(q=q, end=end, low=a, high=b) for q, end, a, b in runs if a < b]
-
-    def _is_in_pieces(self, low: torch.Tensor, high: torch.Tensor, starts: list[int]) -> bool:
-        """Whether a mask over all keys is cheaper than a call for each run: not for documents, however short they are."""
-        return self.documents_q is None and len(starts) > 1
+        found = [_Run(q=q, end=end, low=a, high=b) for q, end, a, b in runs if a < b]
+        if len(starts) > max(2, self.num_q * _MOST_RUNS) and found and not _are_apart(found):
+            return True, [_Run(q=0, end=self.num_q, low=int(low.min()), high=int(high.max()))]
+        return has_gaps, found
 
     def _pieces(self, batch: int, run: _Run, has_gaps: bool) -> Iterator[Piece]:
         if self.band is None:
@@ -227,6 +223,12 @@ class _Call:
         if self.documents_q is not None and self.documents_k is not None:
             allowed &= _row(self.documents_q, batch)[q:end, None] == _row(self.documents_k, batch)[low:high]
         return allowed
+
+
+def _are_apart(runs: list[_Run]) -> bool:
+    """Whether no key is one of two runs: documents, rows of a packed batch. With one call for all, NaN of one would reach the others."""
+    ordered = sorted(runs, key=lambda run: run.low)
+    return all(run.high <= following.low for run, following in itertools.pairwise(ordered))
 
 
 def _row(x: torch.Tensor, batch: int) -> torch.Tensor:

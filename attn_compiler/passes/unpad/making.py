@@ -28,13 +28,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """What tells where the real tokens are, as inputs of the packed graph. tokens: int64 (T,), places in a flat batch. rows, positions:
-    int64 (T,), of each token. documents: int32 (T,), its row. starts: int64 (B + 1,), where each row begins among the tokens."""
+    """What tells where the real tokens are, as inputs of the packed graph: the fields of `unpadding.Batch`."""
 
     tokens: fx.Node
     rows: fx.Node
     positions: fx.Node
-    documents: fx.Node
+    begins: fx.Node
+    ends: fx.Node
     starts: fx.Node
 
 
@@ -266,7 +266,10 @@ class Maker:
         return self.once(("mask", band), lambda: self._mask(band))
 
     def _mask(self, band: Band) -> fx.Node:
-        mask = self.call(torch.eq, *self._pair("documents", lambda: self.given.documents))
+        # As an interval of each query, not as keys of the same row: kernels compare two numbers a query with places that they know.
+        begins, ends = (self.call(aten.unsqueeze.default, x, 1) for x in (self.given.begins, self.given.ends))
+        keys = self._pair("places", self._places)[1]
+        mask = self.call(torch.logical_and, self.call(torch.ge, keys, begins), self.call(torch.lt, keys, ends))
         for relation, bound in ((torch.ge, 0 if band.causal else band.right), (torch.le, band.left)):
             if bound is not None:
                 allowed = self.call(relation, self._ahead(), -bound if relation is torch.ge else bound)
@@ -275,13 +278,11 @@ class Maker:
 
     def _ahead(self) -> fx.Node:
         """int64 (T, T): how far the query stands behind the key among the tokens of all rows."""
+        return self.once("ahead", lambda: self.call(torch.sub, *self._pair("places", self._places)))
 
-        def places() -> fx.Node:
-            device = self.given.tokens.meta["example_value"].device
-            return self.call(torch.arange, self.num_tokens, device=device)
-
-        pair = self._pair("places", places)
-        return self.once("ahead", lambda: self.call(torch.sub, *pair))
+    def _places(self) -> fx.Node:
+        device = self.given.tokens.meta["example_value"].device
+        return self.call(torch.arange, self.num_tokens, device=device)
 
     def _pair(self, name: str, make: Callable[[], fx.Node]) -> tuple[fx.Node, fx.Node]:
         """(T, 1) of queries, and (1, T) of keys."""

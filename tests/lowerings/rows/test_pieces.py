@@ -59,3 +59,17 @@ def test_ranges_that_differ_and_are_all_empty_are_no_piece() -> None:
     at = torch.arange(32)[None]
     assert runs(32, 32, rows=torch.stack((at, torch.zeros_like(at)))) == []
     assert runs(32, 32, rows=torch.stack((at, at + 4)), keys=torch.zeros(1, 32, dtype=torch.bool)) == []
+
+
+def test_short_intervals_without_a_common_key_stay_apart() -> None:
+    """As the rows of a packed batch are: what one holds must not reach the others."""
+    begins = torch.arange(32)[None] // 2 * 2
+    found = runs(32, 32, rows=torch.stack((begins, begins + 2)))
+    assert [(p.q, p.num_q, p.k, p.num_k, p.mask) for p in found] == [(q, 2, q, 2, None) for q in range(0, 32, 2)]
+
+
+def test_short_intervals_with_common_keys_are_one_call() -> None:
+    begins = torch.arange(32)[None] // 2 * 2
+    (piece,) = runs(32, 32, rows=torch.stack((begins, begins + 3)))
+    assert (piece.num_q, piece.num_k) == (32, 32)
+    assert piece.mask is not None
