@@ -1,6 +1,7 @@
 """How long a model's first step takes, ours beside Inductor's: each in fresh processes, with empty caches and then with full ones.
 
     python -m benchmarks.bench_first_step --models llama t5 --calls prefill_left train_right --lengths 1024 6144 --jobs 4
+    python -m benchmarks.bench_first_step --rows llama/prefill_left/16384 t5/train_right/1024 --jobs 4
     python -m benchmarks.bench_first_step --device cpu
 
 A row is a model, a call of it (benchmarks/first_step_cases.py) and a length; four processes (benchmarks/first_step.py says what each
@@ -121,12 +122,34 @@ def names(
 ) -> list[Row]:
     """Of the rows to measure: the shortest first, and of each length every model."""
     return [
-        {"model": model, "call": call, "length": str(length), "batch": str(batch), "size": size, "jobs": str(jobs)}
+        _name(model, call, length, batch=batch, size=size, jobs=jobs)
         for length in sorted(lengths)
         for call in calls
         for model in models
         if applies(MODELS[model], CALLS[call])
     ]
+
+
+def _name(model: str, call: str, length: int, *, batch: int, size: str, jobs: int) -> Row:
+    return {"model": model, "call": call, "length": str(length), "batch": str(batch), "size": size, "jobs": str(jobs)}
+
+
+def picked(rows: Sequence[str], *, batch: int, size: str, jobs: int) -> list[Row]:
+    """Of "model/call/length" each, in that order. Raises ValueError for one that is none."""
+    found = []
+    for row in rows:
+        model, call, length = _parts(row)
+        found.append(_name(model, call, length, batch=batch, size=size, jobs=jobs))
+    return found
+
+
+def _parts(row: str) -> tuple[str, str, int]:
+    match row.split("/"):
+        case [model, call, length] if model in MODELS and call in CALLS and length.isdecimal():
+            if applies(MODELS[model], CALLS[call]):
+                return model, call, int(length)
+            raise ValueError(f"{model} is not called as {call}")
+    raise ValueError(f"a row is model/call/length, such as llama/train_right/1024, and not {row}")
 
 
 def means(rows: Iterable[Mapping[str, str]]) -> list[str]:
@@ -192,6 +215,7 @@ def main() -> int:
         "--calls", nargs="+", choices=CALLS, default=["prefill", "prefill_left", "train", "train_right"]
     )
     parser.add_argument("--lengths", nargs="+", type=int, help="1024 6144 16384; on a CPU 128")
+    parser.add_argument("--rows", nargs="+", metavar="MODEL/CALL/LENGTH", help="these, in this order")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--budget-seconds", type=float, default=1e9)
@@ -202,13 +226,16 @@ def main() -> int:
     options = parser.parse_args()
 
     on_cpu = options.device == "cpu"
-    wanted = names(
-        options.models or [model.name for model in MODELS.values() if model.on_cpu or not on_cpu],
-        options.calls,
-        options.lengths or ([128] if on_cpu else [1024, 6144, 16384]),
-        batch=options.batch,
-        size="small" if on_cpu else "full",
-        jobs=options.jobs,
+    given = {"batch": options.batch, "size": "small" if on_cpu else "full", "jobs": options.jobs}
+    wanted = (
+        picked(options.rows, **given)
+        if options.rows
+        else names(
+            options.models or [model.name for model in MODELS.values() if model.on_cpu or not on_cpu],
+            options.calls,
+            options.lengths or ([128] if on_cpu else [1024, 6144, 16384]),
+            **given,
+        )
     )
     where = harness.environment(options.device, options.commit)
     file = harness.CsvFile(options.output, [*COLUMNS, *where], append=options.append)

@@ -102,6 +102,22 @@ def test_rows_are_calls_that_a_model_has() -> None:
     ]
 
 
+def test_rows_that_are_picked_keep_their_order() -> None:
+    rows = bench_first_step.picked(["t5/train_right/64", "sd3/prefill/32"], batch=2, size="small", jobs=4)
+    assert [(row["model"], row["call"], row["length"], row["jobs"]) for row in rows] == [
+        ("t5", "train_right", "64", "4"),
+        ("sd3", "prefill", "32", "4"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "row", ["llama", "llama/prefill/long", "lama/prefill/64", "llama/chat/64", "sd3/train_right/64"]
+)
+def test_a_row_that_is_none_is_refused(row: str) -> None:
+    with pytest.raises(ValueError, match=r"row is model/call/length|is not called as"):
+        bench_first_step.picked([row], batch=2, size="small", jobs=1)
+
+
 def test_rows_are_on_disk_as_they_come_and_none_is_begun_too_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
