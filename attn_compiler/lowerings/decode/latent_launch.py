@@ -19,9 +19,10 @@ from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.decode.kernels.decode_latent import attention_decode_latent, combine_latent
 from attn_compiler.lowerings.decode.kernels.tuples import LatentSwitches
 from attn_compiler.lowerings.decode.plan import Call, Plan, Schedule, none_too_short
+from attn_compiler.lowerings.decode.replaying import DecodeSite, Launched
 from attn_compiler.lowerings.shared import score_changes
 from attn_compiler.lowerings.shared.arguments import along
-from attn_compiler.lowerings.shared.launching import VECTOR, check_grid, first_launch, start
+from attn_compiler.lowerings.shared.launching import VECTOR, check_grid, first_launch, plain, start
 from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.ops import output_strides
 from attn_compiler.lowerings.shared.readable import readable
@@ -58,7 +59,7 @@ class Prepared:
     given: tuple[int | None, ...]
     rope: int | None
     typed: tuple[int, ...]
-    compiled: dict[Any, tuple[Any, LatentSwitches]] = field(default_factory=dict)
+    compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -110,26 +111,44 @@ def prepare(text: str) -> Prepared:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    operands: Tensors,
+    text: str,
+    launched: list[Launched] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out, float32, and lse. k and v: the latent."""
+    """out, float32, and lse. k and v: the latent. launched: see `DecodeSite`."""
     prepared = prepare(text)
     if noter() is not None:
         # Nothing is kept of stand-ins.
         prepared = dataclasses.replace(prepared, compiled={})
     if not q.is_cuda or q.get_device() == driver.active.get_current_device():
-        return _forward(prepared, q, k, operands)
+        return _forward(prepared, q, k, operands, launched)
     with torch.cuda.device(q.device):
-        return _forward(prepared, q, k, operands)
+        return _forward(prepared, q, k, operands, launched)
+
+
+class ForwardSite(DecodeSite):
+    """`forward` for one place in compiled code. v is k."""
+
+    __slots__ = ()
+    body = staticmethod(forward)
+    read = staticmethod(lambda q, k, v, operands: (q, k, *operands))
 
 
 def _forward(
-    prepared: Prepared, q: torch.Tensor, latent: torch.Tensor, operands: Tensors
+    prepared: Prepared,
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    operands: Tensors,
+    launched: list[Launched] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """On the current device."""
     rope = None if prepared.rope is None else operands[prepared.rope]
     align = _alignment(q, latent, rope)
     if align == 1:
+        launched = None
         q, latent, rope = readable(q), readable(latent), None if rope is None else readable(rope)
         align = _alignment(q, latent, rope)
     (batch, heads, seqlen_q, _), seqlen_kv, rank = q.shape, latent.shape[2], latent.shape[3]
@@ -161,13 +180,14 @@ def _forward(
     key = (q.get_device(), align, partial is None, *begin_at_vectors, *typed)
     tensors = (q, latent, rope, out, lse, partial, bounds, keys, pairs, sinks)
     options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
-    _launch(prepared, attention_decode_latent, key, (splits, prepared.blocks, batch), tensors, numbers, options)
+    _launch(
+        prepared, attention_decode_latent, key, (splits, prepared.blocks, batch), tensors, numbers, options, launched
+    )
     if partial is not None:
         parts = -(-rank // constants["COLUMNS"])
         grid = (prepared.rows, parts, batch)
-        _launch(
-            prepared, combine_latent, key, grid, (out, lse, partial, sinks), (lse_at, splits), {"num_warps": _WARPS}
-        )
+        added = (out, lse, partial, sinks)
+        _launch(prepared, combine_latent, key, grid, added, (lse_at, splits), {"num_warps": _WARPS}, launched)
     return out, lse
 
 
@@ -202,15 +222,20 @@ def _launch(
     tensors: tuple[torch.Tensor | None, ...],
     numbers: tuple[int | float, ...],
     options: dict[str, Any],
+    launched: list[Launched] | None,
 ) -> None:
     """key: what the kernel is compiled for besides the text; its second entry is ALIGN. tensors, numbers: as the kernel's parameters."""
     found = prepared.compiled.get((kernel is combine_latent, key))
     if found is None:
-        how = LatentSwitches(**prepared.constants, ALIGN=key[1])
-        options = options | ({"launch_pdl": True} if how.EARLY else {})
-        compiled = first_launch(kernel, grid, *tensors, *numbers, HOW=how, **options)
-        if compiled is not None:
-            prepared.compiled[kernel is combine_latent, key] = compiled, how
-        return
-    compiled, how = found
-    start(compiled, grid, key[0], (*[None if t is None else t.data_ptr() for t in tensors], *numbers, how))
+        switches = LatentSwitches(**prepared.constants, ALIGN=key[1])
+        options = options | ({"launch_pdl": True} if switches.EARLY else {})
+        compiled = first_launch(kernel, grid, *tensors, *numbers, HOW=switches, **options)
+        if compiled is None:
+            return
+        found = prepared.compiled[kernel is combine_latent, key] = compiled, plain(switches)
+    else:
+        compiled, how = found
+        start(compiled, grid, key[0], (*[None if t is None else t.data_ptr() for t in tensors], *numbers, how))
+    if launched is not None:
+        compiled, how = found
+        launched.append(Launched(compiled=compiled, grid=grid, tensors=tensors, values=(*numbers, how)))

@@ -22,9 +22,10 @@ from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.decode.kernels.decode import attention_decode
 from attn_compiler.lowerings.decode.kernels.tuples import Switches
 from attn_compiler.lowerings.decode.plan import Call, Plan, Schedule, none_too_short
+from attn_compiler.lowerings.decode.replaying import DecodeSite, Launched
 from attn_compiler.lowerings.shared import score_changes
 from attn_compiler.lowerings.shared.arguments import alignment, along, kernel_constants
-from attn_compiler.lowerings.shared.launching import VECTOR, check_grid, first_launch, start
+from attn_compiler.lowerings.shared.launching import VECTOR, check_grid, first_launch, plain, start
 from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.on_device import Empty, new_outputs
 from attn_compiler.lowerings.shared.readable import readable
@@ -80,7 +81,7 @@ class Prepared:
     given: tuple[int | None, ...]
     typed: tuple[int, ...]
     sized: dict[tuple[int, bool], Sized] = field(default_factory=dict)
-    compiled: dict[Any, tuple[Any, Switches]] = field(default_factory=dict)
+    compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -127,12 +128,18 @@ def prepare(text: str) -> Prepared:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    operands: Tensors,
+    text: str,
+    launched: list[Launched] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, as `ops.LEAF_SCHEMA` says."""
+    """out and lse, as `ops.LEAF_SCHEMA` says. launched: see `DecodeSite`."""
     prepared = prepare(text)
     strides, align = _strides(q, k, v)
     if align == 1:
+        launched = None
         q, k, v = map(readable, (q, k, v))
         strides, _ = _strides(q, k, v)
         align = alignment(q, k, v) if k.dtype == q.dtype else 1
@@ -140,9 +147,17 @@ def forward(
         # Nothing is kept of stand-ins.
         prepared = dataclasses.replace(prepared, sized={}, compiled={})
     if not q.is_cuda or q.get_device() == driver.active.get_current_device():
-        return _forward(prepared, q, k, v, operands, strides, align)
+        return _forward(prepared, q, k, v, operands, strides, align, launched)
     with torch.cuda.device(q.device):
-        return _forward(prepared, q, k, v, operands, strides, align)
+        return _forward(prepared, q, k, v, operands, strides, align, launched)
+
+
+class ForwardSite(DecodeSite):
+    """`forward` for one place in compiled code."""
+
+    __slots__ = ()
+    body = staticmethod(forward)
+    read = staticmethod(lambda q, k, v, operands: (q, k, v, *operands))
 
 
 def _forward(
@@ -153,6 +168,7 @@ def _forward(
     operands: Tensors,
     strides: tuple[int, ...],
     align: int,
+    launched: list[Launched] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """On the current device."""
     batch, seqlen_kv = q.shape[0], k.shape[2]
@@ -172,7 +188,11 @@ def _forward(
     given = [None if place is None else operands[place] for place in prepared.given]
     numbers = (*strides, *_operand_strides(*given[:4]), lse_at, seqlen_kv, prepared.scale, prepared.changed_by)
     key = (q.get_device(), align, partial is None, *[operands[place].dtype for place in prepared.typed])
-    _launch(prepared, key, (splits, prepared.places, batch), (q, k, v, out, lse, partial, count, *given), numbers)
+    grid, tensors = (splits, prepared.places, batch), (q, k, v, out, lse, partial, count, *given)
+    _launch(prepared, key, grid, tensors, numbers)
+    if launched is not None and (found := prepared.compiled.get(key)) is not None:
+        compiled, how = found
+        launched.append(Launched(compiled=compiled, grid=grid, tensors=tensors, values=(*numbers, how)))
     return out, lse
 
 
@@ -232,13 +252,13 @@ def _launch(
     """
     found = prepared.compiled.get(key)
     if found is None:
-        how = Switches(**prepared.constants, ALIGN=key[1])
+        switches = Switches(**prepared.constants, ALIGN=key[1])
         schedule = prepared.schedule
         options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
-        options |= {"launch_pdl": True} if how.EARLY else {}
-        compiled = first_launch(attention_decode, grid, *tensors, *numbers, HOW=how, **options)
+        options |= {"launch_pdl": True} if switches.EARLY else {}
+        compiled = first_launch(attention_decode, grid, *tensors, *numbers, HOW=switches, **options)
         if compiled is not None:
-            prepared.compiled[key] = compiled, how
+            prepared.compiled[key] = compiled, plain(switches)
         return
     compiled, how = found
     start(compiled, grid, key[0], (*[None if t is None else t.data_ptr() for t in tensors], *numbers, how))

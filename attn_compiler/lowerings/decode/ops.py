@@ -31,11 +31,13 @@ def _fake_of_latent(
 register_helper("decode_bounds", "(Tensor bounds) -> Tensor", function=_bounds)
 register_helper("decode_count", "(Tensor like, SymInt length) -> Tensor", function=_count)
 register_forward(
-    "decode", forward=late("decode.launch", "forward", notes=True), dispatch_key="CompositeExplicitAutograd"
+    "decode",
+    forward=late("decode.launch", "forward", site="ForwardSite", notes=True),
+    dispatch_key="CompositeExplicitAutograd",
 )
 register_forward(
     "decode_latent",
-    forward=late("decode.latent_launch", "forward", notes=True),
+    forward=late("decode.latent_launch", "forward", site="ForwardSite", notes=True),
     dispatch_key="CompositeExplicitAutograd",
     fake=_fake_of_latent,
 )

@@ -54,7 +54,9 @@ def run(job: tuple[int, int, int, int]) -> list[Found]:
     problem = of_latent(case, **given, schedule=schedule)
     launched: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
 
-    def record(prepared: Any, kernel: Any, key: Any, grid: Any, tensors: Any, numbers: Any, options: Any) -> None:
+    def record(
+        prepared: Any, kernel: Any, key: Any, grid: Any, tensors: Any, numbers: Any, options: Any, _: Any
+    ) -> None:
         values = dict(zip(kernel.arg_names, (*tensors, *numbers), strict=False))
         launched.append((kernel, {**values, "HOW": LatentSwitches(**prepared.constants, ALIGN=key[1])}, options))
 
