@@ -62,13 +62,20 @@ class Batch:
     @staticmethod
     def like(number: Any, rows: Any, device: torch.device) -> Batch:
         """Unfilled: of so many tokens and batch rows."""
-        dtypes = {**dict.fromkeys(("tokens", "rows", "positions"), torch.int64), "begins": torch.int32, "ends": torch.int32}
+        dtypes = {
+            **dict.fromkeys(("tokens", "rows", "positions"), torch.int64),
+            "begins": torch.int32,
+            "ends": torch.int32,
+        }
         of_tokens = {name: torch.empty(number, dtype=dtype, device=device) for name, dtype in dtypes.items()}
         return Batch(**of_tokens, starts=torch.empty(rows + 1, dtype=torch.int64, device=device))
 
     @staticmethod
     def of(real: torch.Tensor) -> Batch:
-        """real: bool (B, S). As long as if all tokens were real, so that no device has to be asked; what `first` leaves out means nothing."""
+        """real: bool (B, S).
+
+        As long as if all tokens were real, so that no device has to be asked: what `first` leaves out means nothing.
+        """
         seqlen = real.shape[1]
         starts = torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0))
         tokens = torch.nonzero_static(real.reshape(-1), size=real.numel(), fill_value=0).view(-1)
