@@ -226,7 +226,9 @@ class _Eager:
         return make()
 
 
-def lists(case: Case, named: dict[str, Tensor], tiles: Tiles, device: str) -> dict[str, Tensor]:
+def lists(
+    case: Case, named: dict[str, Tensor], tiles: Tiles, device: str, *, ordered: bool = False
+) -> dict[str, Tensor]:
     parts: dict[str, Any] = {name: named.get(name) for name in ("rows", "keys", "mask")}
     if case.documents:
         parts["documents"] = (named["documents_q"], named["documents_k"])
@@ -234,9 +236,9 @@ def lists(case: Case, named: dict[str, Tensor], tiles: Tiles, device: str) -> di
         device=torch.device(device), seqlen_q=case.seqlen_q, seqlen_kv=case.seqlen_kv, band=case.band, **parts
     )
     emitter: Any = _Eager()
-    found: dict[str, Any] = {"tiles": tile_lists.lists(emitter, masking, tiles, by_key=False)}
+    found: dict[str, Any] = {"tiles": tile_lists.lists(emitter, masking, tiles, by_key=False, ordered=ordered)}
     if case.needs_grad:
-        found["tiles_by_key"] = tile_lists.lists(emitter, masking, tiles, by_key=True)
+        found["tiles_by_key"] = tile_lists.lists(emitter, masking, tiles, by_key=True, ordered=ordered)
     return found
 
 

@@ -13,7 +13,7 @@ from attn_compiler.lowerings.hopper.kernels import around_backward, backward_sm9
 from attn_compiler.lowerings.hopper.kernels.tuples import GradSwitches
 from attn_compiler.lowerings.hopper.launch import bhsd_strides, may_leak
 from attn_compiler.lowerings.hopper.ops import grad_operands
-from attn_compiler.lowerings.hopper.plan import GradBlocks, grad_blocks_of
+from attn_compiler.lowerings.hopper.plan import GradBlocks, grad_blocks_of, is_ordered
 from attn_compiler.lowerings.shared import backward_call, persistent
 from attn_compiler.lowerings.shared.arguments import (
     STATS_BLOCK,
@@ -125,6 +125,7 @@ def main(shared: Backward) -> Arguments:
     blocks = grad_blocks_of(prepared.call.spec)
     every = shared.numbers()
     in_head, heads_of_all = triton.cdiv(k.shape[2], blocks.keys), q.shape[0] * q.shape[1]
+    differ = every["HAS_RIGHT"] or is_ordered(prepared.call.spec)
     outputs = {f"Grad{x}": f"Each{x}" if f"Each{x}" in shared.tensors else f"Grad{x}" for x in "KV"}
     of_strides = {
         "q": "Q",
@@ -139,7 +140,7 @@ def main(shared: Backward) -> Arguments:
         **every,
         **lists(shared.tensors.get("tiles_by_key")),
         **{f"stride_{name}": bhsd_strides(shared.tensors[of]) for name, of in of_strides.items()},
-        "section": _section(shared, every, in_head, heads_of_all) if every["HAS_RIGHT"] else 1,
+        "section": _section(shared, every, in_head, heads_of_all) if differ else 1,
         "blocks": in_head,
         "heads_of_all": heads_of_all,
         "HOW": switches(prepared, every, blocks, leaks=leaks(shared)),
@@ -185,6 +186,7 @@ def switches(prepared: Prepared, numbers: Mapping[str, Any], blocks: GradBlocks,
         MASK_ALL=numbers["MASK_ALL"],
         SOFTCAP=prepared.call.spec.score.softcap is not None,
         MARKS=leaks,
+        ORDERED=is_ordered(prepared.call.spec),
         REGISTERS=blocks.registers,
     )
 

@@ -10,7 +10,7 @@ import triton
 
 from attn_compiler.lowerings.hopper.kernels import forward_sm90
 from attn_compiler.lowerings.hopper.kernels.tuples import Switches
-from attn_compiler.lowerings.hopper.plan import Blocks, blocks_of, leaves_from_queries
+from attn_compiler.lowerings.hopper.plan import Blocks, blocks_of, is_ordered, leaves_from_queries
 from attn_compiler.lowerings.shared import forward_call, persistent
 from attn_compiler.lowerings.shared.arguments import Prepared, common, lists, operand_parameters, strides
 from attn_compiler.lowerings.shared.forward_call import Forward, Named
@@ -67,7 +67,8 @@ def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argumen
     every = common(prepared, tensors)
     in_head, heads_of_all = triton.cdiv(q.shape[2], blocks.queries), q.shape[0] * q.shape[1]
     reach = persistent.reach(every)
-    section = persistent.section(k, v, heads_q=q.shape[1], reach=reach) if every["HAS_RIGHT"] else 1
+    differ = every["HAS_RIGHT"] or is_ordered(prepared.call.spec)
+    section = persistent.section(k, v, heads_q=q.shape[1], reach=reach) if differ else 1
     numbers = {
         **every,
         **lists(tensors.get("tiles")),
@@ -106,6 +107,7 @@ def switches(prepared: Prepared, numbers: Mapping[str, Any], blocks: Blocks, *, 
         MASK_ALL=numbers["MASK_ALL"],
         SOFTCAP=prepared.call.spec.score.softcap is not None,
         MARKS=leaks,
+        ORDERED=is_ordered(prepared.call.spec),
         CONSUMERS=blocks.consumers,
         REGISTERS=blocks.registers,
         OUT_IN_Q=leaves_from_queries(prepared.call.spec),

@@ -16,7 +16,7 @@ from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, Tiles
 from attn_compiler.lowerings.hopper import limits
 from attn_compiler.lowerings.hopper.ops import FAMILY, given_op
-from attn_compiler.lowerings.hopper.plan import blocks_of, cudnn_is_faster, grad_blocks_of, has_backward
+from attn_compiler.lowerings.hopper.plan import blocks_of, cudnn_is_faster, grad_blocks_of, has_backward, is_ordered
 from attn_compiler.lowerings.sdpa import cudnn_backward
 from attn_compiler.lowerings.shared import kernel_limits, part_tensors, tile_table
 from attn_compiler.lowerings.shared import parts as site_parts
@@ -47,7 +47,7 @@ class HopperAttention(Lowering):
         tiles = tile_table.tiles(spec, emitter.target)
         text = Call(spec=spec, tiles=tiles).to_text()
         own = dataclasses.replace(tiles, forward=blocks_of(spec).tile)
-        read = _without("tiles_by_key", spec, part_tensors.emit(emitter, spec, operands, own))
+        read = _without("tiles_by_key", spec, part_tensors.emit(emitter, spec, operands, own, ordered=is_ordered(spec)))
         given = [operands.q, operands.k, operands.v]
         if not spec.needs_grad:
             return emitter.call(operator.getitem, _call(emitter, given, read, text), 0)
@@ -83,7 +83,7 @@ def _read_by_backward(
     if family != FAMILY:
         return []
     own = dataclasses.replace(tiles, grad_kv=grad_blocks_of(spec).tile)
-    return _without("tiles", spec, part_tensors.emit(emitter, spec, operands, own))
+    return _without("tiles", spec, part_tensors.emit(emitter, spec, operands, own, ordered=is_ordered(spec)))
 
 
 def _call(emitter: Emitter, tensors: list[fx.Node], read: list[fx.Node], text: str) -> fx.Node:

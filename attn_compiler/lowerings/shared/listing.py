@@ -23,6 +23,8 @@ Tensor = torch.Tensor
 
 #: numbers in front of a list: how many tiles need the mask, then first and end of the run that does not
 HEAD = 3
+#: numbers behind a list's room: of the n-th list, which block has the n-th shortest one
+TAIL = 1
 #: lists behind the last block's, which hold anything: an axis that may be of size one would be guarded on
 SURPLUS = 1
 #: queries and keys of the pairs that `units` speaks of. Every tile is made of these
@@ -45,6 +47,7 @@ class Asked:
     from_end: positions are counted so that the last query meets the last key.
     queries, keys_of: queries and keys of a tile, multiples of UNIT. Where a dense mask is read, powers of two.
     by_key: the lists are those of blocks of keys.
+    ordered: whether `TAIL` is asked for. Else it holds anything.
     """
 
     rows: Tensor | None
@@ -60,6 +63,7 @@ class Asked:
     queries: int
     keys_of: int
     by_key: bool
+    ordered: bool
 
     @staticmethod
     def of(*given: Any) -> Asked:
@@ -82,7 +86,7 @@ class Asked:
     def numbers(self) -> tuple[int | bool, ...]:
         """All but the tensors."""
         band = (self.left, self.right, self.from_end)
-        return self.seqlen_q, self.seqlen_kv, *band, self.queries, self.keys_of, self.by_key
+        return self.seqlen_q, self.seqlen_kv, *band, self.queries, self.keys_of, self.by_key, self.ordered
 
     @property
     def band(self) -> tuple[int, int]:
@@ -96,13 +100,13 @@ class Asked:
         return -(-self.seqlen_q // self.queries), -(-self.seqlen_kv // self.keys_of)
 
     def empty(self) -> Tensor:
-        """The result, unfilled: int32 (B|1, Hq|1, n + SURPLUS, m + HEAD)."""
+        """The result, unfilled: int32 (B|1, Hq|1, n + SURPLUS, m + HEAD + TAIL)."""
         batches = {"rows": 1, "keys": 0, "documents_q": 0, "documents_k": 0, "units": 0}
         batch = _larger([x.shape[batches[name]] for name, x in self.tensors.items()])
         heads = 1 if self.units is None else self.units.shape[1]
         rows, length = reversed(self.blocks) if self.by_key else self.blocks
         device = next(iter(self.tensors.values())).device
-        return torch.empty((batch, heads, rows + SURPLUS, length + HEAD), dtype=torch.int32, device=device)
+        return torch.empty((batch, heads, rows + SURPLUS, length + HEAD + TAIL), dtype=torch.int32, device=device)
 
 
 def _larger(sizes: list[Any]) -> Any:
@@ -122,7 +126,10 @@ def listed(*given: Any) -> Tensor:
     partial = some & ~inside
     # Stable, so blocks that need the mask come first, in the order that they stand in.
     order = torch.argsort((~partial).to(torch.uint8), dim=-1, stable=True)
-    lists[:, :, : partial.shape[2]] = torch.cat([partial.sum(-1, keepdim=True), first, end, order], -1)
+    several = partial.sum(-1, keepdim=True)
+    lists[:, :, : partial.shape[2], :-TAIL] = torch.cat([several, first, end, order], -1)
+    if asked.ordered:
+        lists[:, :, : partial.shape[2], -TAIL:] = torch.argsort(several + end - first, dim=-2, stable=True)
     return lists
 
 
@@ -229,7 +236,7 @@ def _fake(*given: Any) -> Tensor:
 register_helper(
     "tile_lists",
     "(Tensor? rows, Tensor? keys, Tensor? documents_q, Tensor? documents_k, Tensor? units, SymInt seqlen_q, SymInt seqlen_kv, "
-    "int left, int right, bool from_end, int queries, int keys_of, bool by_key) -> Tensor",
+    "int left, int right, bool from_end, int queries, int keys_of, bool by_key, bool ordered) -> Tensor",
     function=listed,
     fake=_fake,
     on_gpu=late("shared.listing_launch", "lists"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attn_compiler.lowerings.shared.kernels.tile_lists import tile_bounds, tile_lists
+from attn_compiler.lowerings.shared.kernels.tile_lists import tile_bounds, tile_lists, tile_order
 from attn_compiler.lowerings.shared.launching import Alike, Arguments, alike, launch
 from attn_compiler.lowerings.shared.listing import OF_KEYS, OF_QUERIES, UNIT, Asked
 from attn_compiler.lowerings.shared.on_device import on
@@ -17,6 +17,9 @@ Tensor = torch.Tensor
 _BLOCK = 128
 #: of units, of which a tile may have many
 _UNITS_AT_ONCE = 2048
+
+#: blocks that a program puts in order
+_ORDERED = 64
 
 #: the parameters of the kernel that sums up blocks, and the tensors of `Asked`
 _SUMMED = {"Rows": "rows", "Keys": "keys", "DocumentsQ": "documents_q", "DocumentsK": "documents_k"}
@@ -33,6 +36,8 @@ def lists(*given: Any) -> Tensor:
         if set(_SUMMED.values()) & set(have):
             launch(tile_bounds, same, have | bounds, lambda: _bounds_arguments(asked, made))
         launch(tile_lists, same, have | bounds, lambda: _lists_arguments(asked, made))
+        if asked.ordered:
+            launch(tile_order, same, have, lambda: _order_arguments(asked, made))
     return made
 
 
@@ -97,6 +102,15 @@ def _lists_arguments(asked: Asked, made: Tensor) -> Arguments:
         | {"heads": heads, "band_left": left, "band_right": right, "BY_KEY": asked.by_key, "BLOCK": _block(asked)}
         | units
         | has,
+    )
+
+
+def _order_arguments(asked: Asked, made: Tensor) -> Arguments:
+    blocks = asked.blocks[asked.by_key]
+    return Arguments(
+        grid=(-(-blocks // _ORDERED), made.shape[0] * made.shape[1], 1),
+        tensors={"Lists": "lists"},
+        numbers={"rows": blocks, "width": made.stride(2), "BLOCK": _ORDERED},
     )
 
 

@@ -38,10 +38,12 @@ _COPIES = 8
 _SEEDS = 2**63 - 1
 
 
-def emit(emitter: Emitter, spec: AttentionSpec, operands: Operands, tiles: Tiles) -> list[fx.Node]:
-    """The operands of the leaf op in the order of `Plan.operands`."""
+def emit(
+    emitter: Emitter, spec: AttentionSpec, operands: Operands, tiles: Tiles, *, ordered: bool = False
+) -> list[fx.Node]:
+    """The operands of the leaf op in the order of `Plan.operands`. ordered: as `tiles.lists` says."""
     plan, parts = site_parts.of(spec), site_parts.parts(spec)
-    made = _Made(emitter, spec, operands).all_of(plan, parts, tiles)
+    made = _Made(emitter, spec, operands).all_of(plan, parts, tiles, ordered=ordered)
     return [made[name] for name in plan.operands]
 
 
@@ -56,14 +58,15 @@ class _Made:
     spec: AttentionSpec
     given: Operands
 
-    def all_of(self, plan: Plan, parts: Parts, tiles: Tiles) -> dict[str, fx.Node]:
+    def all_of(self, plan: Plan, parts: Parts, tiles: Tiles, *, ordered: bool) -> dict[str, fx.Node]:
         """By name; those that the plan asks for are among them."""
         made = self.all_of_parts(parts)
         if plan.tiles:
             masking = self._masking_of(parts, made)
-            made["tiles"] = tile_lists.lists(self.emitter, masking, tiles, by_key=False)
+            made["tiles"] = tile_lists.lists(self.emitter, masking, tiles, by_key=False, ordered=ordered)
             if plan.needs_grad:
-                made["tiles_by_key"] = tile_lists.lists(self.emitter, masking, tiles, by_key=True)
+                by_key = tile_lists.lists(self.emitter, masking, tiles, by_key=True, ordered=ordered)
+                made["tiles_by_key"] = by_key
         if plan.dropout:
             made["seed"] = self._call(torch.randint, 0, _SEEDS, (1,), dtype=torch.int64, device=self._device)
         return made

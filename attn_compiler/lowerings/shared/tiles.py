@@ -42,17 +42,18 @@ class Masking:
         return self.seqlen_q, self.seqlen_kv, self.band, self.rows, self.keys, self.documents, self.mask
 
 
-def lists(emitter: Emitter, masking: Masking, tiles: Tiles, *, by_key: bool) -> fx.Node:
-    """int32 (B|1, Hq|1, n + 1, m + 3): for each block of queries (by_key: of keys) which blocks of the other side to visit.
+def lists(emitter: Emitter, masking: Masking, tiles: Tiles, *, by_key: bool, ordered: bool = False) -> fx.Node:
+    """int32 (B|1, Hq|1, n + 1, m + 4): for each block of queries (by_key: of keys) which blocks of the other side to visit.
 
     Tiles are the forward's (by_key: those of the gradients of k and v). n and m are the numbers of blocks; the last list means nothing.
+    ordered: the kernel's programs stay for several blocks, and ask which are the long ones.
     """
     tile = tiles.grad_kv if by_key else tiles.forward
-    key = ("triton tiles", masking.parts, tile.queries, tile.keys, by_key)
-    return emitter.once(key, lambda: _listed(emitter, masking, tile, by_key=by_key))
+    key = ("triton tiles", masking.parts, tile.queries, tile.keys, by_key, ordered)
+    return emitter.once(key, lambda: _listed(emitter, masking, tile, by_key=by_key, ordered=ordered))
 
 
-def _listed(emitter: Emitter, masking: Masking, tile: Tile, *, by_key: bool) -> fx.Node:
+def _listed(emitter: Emitter, masking: Masking, tile: Tile, *, by_key: bool, ordered: bool) -> fx.Node:
     units = None
     if masking.mask is not None:
         key = ("triton tiles: units", masking.mask, masking.seqlen_q, masking.seqlen_kv)
@@ -64,7 +65,7 @@ def _listed(emitter: Emitter, masking: Masking, tile: Tile, *, by_key: bool) -> 
         torch.ops.attn_compiler.tile_lists.default,
         *(masking.rows, masking.keys, *documents, units),
         *(masking.seqlen_q, masking.seqlen_kv, left, right, band.from_end),
-        *(tile.queries, tile.keys, by_key),
+        *(tile.queries, tile.keys, by_key, ordered),
     )
 
 

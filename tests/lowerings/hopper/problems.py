@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.hopper import backward_launch, launch
 from attn_compiler.lowerings.hopper.kernels import backward_sm90, forward_sm90
-from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_backward
+from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_backward, is_ordered
 from attn_compiler.lowerings.shared import launching, persistent
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.shared.launching import Arguments
@@ -33,7 +33,8 @@ def build(case: Case, **given: Any) -> Problem:
     tiles = dataclasses.replace(call.tiles, forward=blocks_of(call.spec).tile)
     if has_backward(call.spec):
         tiles = dataclasses.replace(tiles, grad_kv=grad_blocks_of(call.spec).tile)
-    lists = kernel_problems.lists(case, problem.named, tiles, str(problem.q.device))
+    ordered = is_ordered(call.spec)
+    lists = kernel_problems.lists(case, problem.named, tiles, str(problem.q.device), ordered=ordered)
     return dataclasses.replace(problem, named=problem.named | lists)
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from attn_compiler import index_expr as ix
+from attn_compiler import masks
+from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.hopper import plan
+from attn_compiler.masks import MaskKind
 from tests.lowerings.specs import CAUSAL, make_spec
 
 
@@ -31,3 +35,23 @@ def test_a_block_has_64_queries_for_each_warpgroup() -> None:
 def test_outputs_leave_from_the_queries_place_where_there_is_no_room() -> None:
     assert plan.leaves_from_queries(make_spec(head_dim=256))
     assert not plan.leaves_from_queries(make_spec(head_dim=128))
+
+
+_OF_KEY = Load("of_key", (Index("b"), Index("k")), "int")
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_ordered"),
+    [
+        (masks.Document(of_key=_OF_KEY), True),
+        (masks.Chunked(size=300), True),
+        (masks.KeyPadding(condition=ix.as_bool(_OF_KEY)), False),
+        (masks.Causal(), False),
+    ],
+)
+def test_blocks_of_any_length_come_long_ones_first(kind: MaskKind, is_ordered: bool) -> None:
+    dense = masks.Dense(shape=(2, 1, 1024, 1024), dtype="bool")
+    mask = masks.MaskSpec(kinds=(kind,), dense=dense)
+    assert plan.is_ordered(make_spec(mask=mask, seqlen_q=1024, seqlen_kv=1024)) is is_ordered
+    # For so few queries no lists are made.
+    assert not plan.is_ordered(make_spec(mask=mask, seqlen_q=16, seqlen_kv=1024))

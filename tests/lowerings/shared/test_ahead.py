@@ -237,11 +237,11 @@ def test_calls_are_those_whose_values_are_known() -> None:
     lists = torch.ops.attn_compiler.tile_lists.default
     numbers = (64, 70, OPEN, 0, False, 64, 32)
     for keys in (known, unknown):
-        graph.call_function(lists, (None, keys, None, None, None, *numbers), {"by_key": True})
+        graph.call_function(lists, (None, keys, None, None, None, *numbers), {"by_key": True, "ordered": False})
     (call,) = ahead.calls(graph)
     assert call.body is ops.launching_body(lists)
     assert call.arguments == (None, imagined.Lying.of(value), None, None, None, *numbers)
-    assert call.named == (("by_key", True),)
+    assert call.named == (("by_key", True), ("ordered", False))
 
 
 def test_every_leaf_op_of_triton_kernels_is_looked_at() -> None:

@@ -201,7 +201,7 @@ def test_a_launch_finds_what_a_thread_compiled(tmp_path: Path) -> None:
     log = tmp_path / "log"
     (found,) = printed_by(compiled_ahead, TORCH_LOGS="attn_compiler", TORCH_LOGS_OUT=str(log))
     assert "compiled tile_lists in" in log.read_text()
-    assert found["begun"] == ["tile_bounds", "tile_lists"]
+    assert found["begun"] == ["tile_bounds", "tile_lists", "tile_order"]
     assert found["begun_again"] == []
     assert found["left"] == []
     assert found["loaded_on_a_device"] is False

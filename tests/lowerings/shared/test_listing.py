@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.lowerings.shared.listing import HEAD, HOLES, OPEN, SOME, SURPLUS, UNIT, Asked, listed
+from attn_compiler.lowerings.shared.listing import HEAD, HOLES, OPEN, SOME, SURPLUS, TAIL, UNIT, Asked, listed
 from tests.lowerings.shared.searched_tiles import Mask, read, searched, tensors
 
 launch = pytest.importorskip("attn_compiler.lowerings.shared.listing_launch")
@@ -50,6 +50,7 @@ def asked(mask: Mask, tile: tuple[int, int], *, by_key: bool) -> Asked:
         queries=tile[0],
         keys_of=tile[1],
         by_key=by_key,
+        ordered=True,
     )
 
 
@@ -72,7 +73,7 @@ def test_ops_against_a_search(mask: Mask, tile: tuple[int, int], by_key: bool) -
     found = listed(*arguments(one))
     assert read(found) == searched(mask, tile, by_key=by_key)
     rows, length = reversed(one.blocks) if by_key else one.blocks
-    assert found.shape[2:] == (rows + SURPLUS, length + HEAD)
+    assert found.shape[2:] == (rows + SURPLUS, length + HEAD + TAIL)
 
 
 @settings(deadline=None, max_examples=40)
@@ -91,7 +92,9 @@ def test_no_allowed_pair_is_left_out_and_none_shut_out_is_taken(
 @given(masks(), st.sampled_from(TILES), st.booleans())
 def test_the_kernel_against_ops(mask: Mask, tile: tuple[int, int], by_key: bool) -> None:
     given_ = arguments(asked(mask, tile, by_key=by_key))
-    assert read(launch.lists(*given_)) == read(listed(*given_))
+    ours, theirs = launch.lists(*given_), listed(*given_)
+    assert read(ours) == read(theirs)
+    assert torch.equal(ours[:, :, :-SURPLUS, -TAIL:], theirs[:, :, :-SURPLUS, -TAIL:])
 
 
 @pytest.mark.parametrize("by_key", [False, True])
@@ -101,7 +104,18 @@ def test_the_kernel_takes_many_blocks_in_several_steps(by_key: bool, name: str) 
     have = tensors(*((length, 40) if by_key else (40, length)), (name,), seed=3)
     mask = Mask(seqlen_q=length if by_key else 40, seqlen_kv=40 if by_key else length, band=None, have=have)
     given_ = arguments(asked(mask, (32, 32), by_key=by_key))
-    assert read(launch.lists(*given_)) == read(listed(*given_))
+    ours, theirs = launch.lists(*given_), listed(*given_)
+    assert read(ours) == read(theirs)
+    assert torch.equal(ours[:, :, :-SURPLUS, -TAIL:], theirs[:, :, :-SURPLUS, -TAIL:])
+
+
+@settings(deadline=None, max_examples=20)
+@given(masks(), st.sampled_from(TILES), st.booleans())
+def test_blocks_are_in_the_order_of_their_tiles(mask: Mask, tile: tuple[int, int], by_key: bool) -> None:
+    found = listed(*arguments(asked(mask, tile, by_key=by_key)))[:, :, :-SURPLUS]
+    tiles, order = found[..., 0] + found[..., 2] - found[..., 1], found[..., -1]
+    assert torch.equal(order.sort(-1).values, torch.arange(order.shape[-1]).expand(order.shape).int())
+    assert bool((tiles.gather(-1, order.long()).diff(dim=-1) >= 0).all())
 
 
 def usual(name: str, seqlen: int) -> Mask:

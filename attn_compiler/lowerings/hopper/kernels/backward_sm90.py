@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn_compiler.lowerings.hopper.kernels.grad_fetching_sm90 import fetch, grad_barriers_of, key_block, told
+from attn_compiler.lowerings.hopper.kernels.grad_fetching_sm90 import fetch, grad_barriers_of, told, told_block
 from attn_compiler.lowerings.hopper.kernels.grad_tiles_sm90 import (
     add_to_dq,
     grad_weights_of,
@@ -148,7 +148,7 @@ def _compute(
     item, count, masked = told(tiles.work, 0), told(tiles.work, 1), told(tiles.work, 2)
     mbarrier.arrive(barriers.work_empty.index(0))
     while item >= 0:
-        block, batch, head = key_block(item, work)
+        block, batch, head = told_block(item, work)
         start = block * how.BLOCK_N + consumer * ROWS
         keys, least, most = _own(block, batch, consumer, masks, masking, sizes, LAYOUTS, how)
         document = None

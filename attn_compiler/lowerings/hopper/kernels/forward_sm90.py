@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attn_compiler.lowerings.hopper.kernels.tuples import Masks, Visits, Warpgroup, Work
-from attn_compiler.lowerings.hopper.kernels.visiting import nth_tile
+from attn_compiler.lowerings.hopper.kernels.visiting import nth_shortest, nth_tile
 from attn_compiler.lowerings.shared.kernels.optional import at_index, list_of
 from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import barriers_of, turn
 from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E, keys_to_visit
@@ -65,7 +65,10 @@ def _block(nth, work, how: gl.constexpr):
     is_one, block, row = turn(nth, work.section, work.blocks, work.heads_of_all)
     # Where there is none, that of the first one is read.
     block, row = gl.where(is_one, block, 0), gl.where(is_one, row, 0)
-    return is_one, block, row // work.sizes.heads_q, row % work.sizes.heads_q, row
+    batch, head = row // work.sizes.heads_q, row % work.sizes.heads_q
+    if how.ORDERED:
+        block = nth_shortest(block, work, batch, head)
+    return is_one, block, batch, head, row
 
 
 @gluon.jit
@@ -288,6 +291,24 @@ def _finish(peak, total, out, Lse, Sinks, head, rows, seqlen_q, layouts: gl.cons
 
 
 @gluon.jit
+def _keys_of(consumer: gl.constexpr, block, batch, masks, masking, sizes, layouts: gl.constexpr, how: gl.constexpr):
+    """Of each of a warpgroup's queries of a block: its number, and the first and the last key that it may use."""
+    rows = block * how.BLOCK_M + consumer * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layouts.QK))
+    inside = rows < sizes.seqlen_q
+    most = rows * 0 + (sizes.seqlen_kv - 1)
+    least = rows * 0
+    if how.HAS_RIGHT:
+        most = gl.minimum(most, rows + sizes.band_right)
+    if how.HAS_LEFT:
+        least = rows - sizes.band_left
+    Rows = at_index(masks.Rows, batch, masking.rows_b)
+    if Rows is not None:
+        least = gl.maximum(least, gl.load(Rows + rows, mask=inside, other=0))
+        most = gl.minimum(most, gl.load(Rows + masking.rows_side + rows, mask=inside, other=0) - 1)
+    return rows, least, most
+
+
+@gluon.jit
 def _compute(
     consumer: gl.constexpr, Out, Lse, Sinks, masks, masking, tiles, barriers, work, rounds, scale, softcap, how: gl.constexpr
 ):  # fmt: skip
@@ -299,7 +320,6 @@ def _compute(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.V_ALL, 16]
     )
     LAYOUTS: gl.constexpr = Layouts(QK=QK_LAYOUT, OUT=OUT_LAYOUT)
-    ROW: gl.constexpr = gl.SliceLayout(1, QK_LAYOUT)
     sizes = work.sizes
     seqlen_q, seqlen_kv = sizes.seqlen_q, sizes.seqlen_kv
     done = 0
@@ -307,6 +327,7 @@ def _compute(
         _give_turn(consumer, how)
     is_one, block, batch, head, row = _block(0, work, how)
     partial, first, second, full_first, full_last = _visits(_list(work, batch, head, block), block, sizes, how)
+    rows, least, most = _keys_of(consumer, block, batch, masks, masking, sizes, LAYOUTS, how)
     for nth in range(rounds):
         if is_one:
             start = block * how.BLOCK_M
@@ -314,20 +335,9 @@ def _compute(
                 List=_list(work, batch, head, block), partial=partial, first=first, second=second,
                 full_first=full_first, full_last=full_last,
             )  # fmt: skip
-            rows = start + consumer * ROWS + gl.arange(0, ROWS, layout=ROW)
-            inside = rows < seqlen_q
-            most = rows * 0 + (seqlen_kv - 1)
-            least = rows * 0
-            if how.HAS_RIGHT:
-                most = gl.minimum(most, rows + sizes.band_right)
-            if how.HAS_LEFT:
-                least = rows - sizes.band_left
-            Rows = at_index(masks.Rows, batch, masking.rows_b)
-            if Rows is not None:
-                least = gl.maximum(least, gl.load(Rows + rows, mask=inside, other=0))
-                most = gl.minimum(most, gl.load(Rows + masking.rows_side + rows, mask=inside, other=0) - 1)
             document = None
             if masks.DocumentsQ is not None:
+                inside = rows < seqlen_q
                 document = gl.load(at_index(masks.DocumentsQ, batch, masking.documents_qb) + rows, mask=inside, other=0)
             slope = None
             if masks.Slopes is not None:
@@ -349,11 +359,12 @@ def _compute(
                 consumer, place, done, visits, own, of_row, tiles, barriers, seqlen_kv, LAYOUTS, how
             )
             done += partial + full_last - full_first
-            # What the next block visits is on its way from memory while this one's outputs are on theirs to it.
+            # What the next block visits and sees is on its way from memory while this one's outputs are on theirs to it.
             of_next = _block(nth + 1, work, how)
             is_one, next_block, next_batch, next_head, next_row = of_next
             List = _list(work, next_batch, next_head, next_block)
             partial, first, second, full_first, full_last = _visits(List, next_block, sizes, how)
+            of_next_rows = _keys_of(consumer, next_block, next_batch, masks, masking, sizes, LAYOUTS, how)
             of_head = Lse + row.to(gl.int64) * seqlen_q
             out = _finish(peak, total, out, of_head, Sinks, head, rows, seqlen_q, LAYOUTS, how)
             own_tile = tiles.out.index(place if how.OUT_IN_Q else consumer)
@@ -368,6 +379,7 @@ def _compute(
                 tma.store_wait(0)
                 mbarrier.arrive(barriers.q_empty.index(place))
             block, batch, head, row = next_block, next_batch, next_head, next_row
+            rows, least, most = of_next_rows
     tma.store_wait(0)
 
 

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from attn_compiler.lowerings.hopper.kernels.tuples import GradBarriers, Visits
-from attn_compiler.lowerings.hopper.kernels.visiting import nth_tile
+from attn_compiler.lowerings.hopper.kernels.visiting import nth_shortest, nth_tile
 from attn_compiler.lowerings.shared.kernels.optional import list_of
 from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import place
 from attn_compiler.lowerings.shared.kernels.tile_parts import queries_to_visit
@@ -16,11 +16,23 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS
 
 
 @gluon.jit
-def key_block(item, work):
+def _key_block(item, work, how: gl.constexpr):
     """An item of work: the number of a block of keys, batch row and head of queries."""
     block, row = place(item, work.section, work.blocks, work.heads_of_all)
-    # A block's length grows with its number for queries. For keys the first ones are the long ones.
-    return work.blocks - 1 - block, row // work.sizes.heads_q, row % work.sizes.heads_q
+    batch, head = row // work.sizes.heads_q, row % work.sizes.heads_q
+    if how.ORDERED:
+        block = nth_shortest(block, work, batch, head)
+    else:
+        # A block's length grows with its number for queries. For keys the first ones are the long ones.
+        block = work.blocks - 1 - block
+    return block, batch, head
+
+
+@gluon.jit
+def told_block(number, work):
+    """What `_key_block` gave, of the number that `fetch` tells."""
+    row = number // work.blocks
+    return number % work.blocks, row // work.sizes.heads_q, row % work.sizes.heads_q
 
 
 @gluon.jit
@@ -78,7 +90,7 @@ def fetch(Q, K, V, GradOut, RowStats, Counter, stats_rows, tiles, barriers, work
     item, nth, loaded, done = gl.program_id(0), 0, 0, 0
     while item < work.blocks * work.heads_of_all:
         next_item = gl.atomic_add(Counter, 1) + gl.num_programs(0)
-        block, batch, head = key_block(item, work)
+        block, batch, head = _key_block(item, work, how)
         partial, first, second, full_first, full_last, masked = _visits(work, batch, head, block, how)
         visits = Visits(
             List=list_of(work.Lists, batch, head, block, work.lists), partial=partial, first=first, second=second,
@@ -87,7 +99,7 @@ def fetch(Q, K, V, GradOut, RowStats, Counter, stats_rows, tiles, barriers, work
         count = partial + full_last - full_first
         half, phase_of_half = nth % 2, (nth // 2) & 1
         mbarrier.wait(barriers.work_empty.index(half), phase_of_half ^ 1)
-        _tell(tiles.work, half * 3, item)
+        _tell(tiles.work, half * 3, (batch * sizes.heads_q + head) * work.blocks + block)
         _tell(tiles.work, half * 3 + 1, count)
         _tell(tiles.work, half * 3 + 2, masked)
         mbarrier.arrive(barriers.work_full.index(half))

@@ -24,6 +24,7 @@ class Switches(NamedTuple):
     MASK_ALL: Any  # no tile goes without its mask
     SOFTCAP: Any
     MARKS: Any  # rows that have come out as NaN are marked in the lse
+    ORDERED: Any  # blocks come by the lengths of their lists
     CONSUMERS: Any  # warpgroups that compute, 2 or 3
     REGISTERS: Any  # of a thread that computes
     OUT_IN_Q: Any  # outputs leave from where the queries were
@@ -92,6 +93,7 @@ class GradSwitches(NamedTuple):
     MASK_ALL: Any  # no tile goes without its mask
     SOFTCAP: Any
     MARKS: Any  # gradients that have come out as NaN raise the flag
+    ORDERED: Any  # blocks come by the lengths of their lists
     REGISTERS: Any  # of a thread that computes
 
 
@@ -106,7 +108,7 @@ class GradTiles(NamedTuple):
     sums: Any  # what is added to dq, and then gradients on their way out
     stats: Any  # -lse of a tile's queries in units of log 2, and their delta
     first: Any  # query of a tile
-    work: Any  # of a block its number among all, -1 after the last one; its tiles; how many of them are masked
+    work: Any  # of a block its number among those of all heads, -1 after the last one; its tiles; how many of them are masked
 
 
 class GradBarriers(NamedTuple):

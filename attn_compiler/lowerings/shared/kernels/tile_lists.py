@@ -12,6 +12,7 @@ import triton.language as tl
 from attn_compiler.lowerings.shared import listing
 
 HEAD = tl.constexpr(listing.HEAD)
+TAIL = tl.constexpr(listing.TAIL)
 SURPLUS = tl.constexpr(listing.SURPLUS)
 UNIT = tl.constexpr(listing.UNIT)
 SOME = tl.constexpr(listing.SOME)
@@ -219,7 +220,7 @@ def tile_lists(
     BLOCK: tl.constexpr,
 ):
     """OfQueries, OfKeys: as `tile_bounds` has them. Units: uint8 (batch, heads, ⌈Sq/32⌉, ⌈Skv/32⌉), any strides, 0 where one stands for
-    all, or None. Lists: int32 (batch, heads, rows + SURPLUS, length + HEAD), packed: rows are the blocks of queries, BY_KEY of keys.
+    all, or None. Lists: int32 (batch, heads, rows + SURPLUS, length + HEAD + TAIL), packed: rows are the blocks of queries, BY_KEY of keys.
 
     A run is the first of the longest ones. Blocks that need the mask come in order. Behind them stands anything.
     """
@@ -228,7 +229,7 @@ def tile_lists(
     else:
         rows, length = blocks_q, blocks_k
     row, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    Lists += ((batch * heads + head) * (rows + SURPLUS) + row) * (length + HEAD)
+    Lists += ((batch * heads + head) * (rows + SURPLUS) + row) * (length + HEAD + TAIL)
     OfQueries += batch * blocks_q * OF_QUERIES
     OfKeys += batch * blocks_k * OF_KEYS
     reach, reach_end = _within_reach(row, seqlen_q, seqlen_kv, band_left, band_right, length, QUERIES, KEYS, BY_KEY)
@@ -286,3 +287,30 @@ def tile_lists(
         place = before + tl.cumsum(is_partial.to(tl.int32), 0) - 1
         tl.store(Lists + HEAD + place, blocks, mask=is_partial)
         before += tl.sum(is_partial.to(tl.int32), 0)
+
+
+@triton.jit
+def _tiles_of(List, inside):
+    """How many tiles each block visits."""
+    partial = tl.load(List, mask=inside, other=0)
+    return partial + tl.load(List + 2, mask=inside, other=0) - tl.load(List + 1, mask=inside, other=0)
+
+
+@triton.jit(do_not_specialize=("rows", "width"))
+def tile_order(Lists, rows, width, BLOCK: tl.constexpr):
+    """Lists: as `tile_lists` made them, of `rows` blocks, `width` numbers each. Behind the n-th list comes the block with the n-th shortest
+    one; of equal ones the first comes first.
+
+    Grid: (cdiv(rows, BLOCK), batch · heads). Each block asks how many are before it, so the work grows with the square of their number.
+    """
+    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    Lists += tl.program_id(1).to(tl.int64) * (rows + SURPLUS) * width
+    tiles = _tiles_of(Lists + own.to(tl.int64) * width, own < rows)
+    before = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, rows, BLOCK):
+        others = start + tl.arange(0, BLOCK)
+        inside = others < rows
+        theirs = _tiles_of(Lists + others.to(tl.int64) * width, inside)[None, :]
+        is_before = (theirs < tiles[:, None]) | ((theirs == tiles[:, None]) & (others[None, :] < own[:, None]))
+        before += tl.sum((is_before & inside[None, :]).to(tl.int32), 1)
+    tl.store(Lists + (before.to(tl.int64) + 1) * width - TAIL, own, mask=own < rows)
