@@ -22,6 +22,7 @@ from attn_compiler import torch_compat, torch_observe
 from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings.cudnn import graphs
 from attn_compiler.lowerings.cudnn.graphs import Key, Plan, Plans
+from attn_compiler.lowerings.shared.replaying import Start
 from attn_compiler.target import cudnn_version, cudnn_words
 
 log = logging.getLogger(__name__)
@@ -106,16 +107,17 @@ class _Handle:
         self.stream = stream
 
 
-def launcher(plan: Plan, device: torch.device) -> Callable[[Sequence[int]], None]:
-    """Launches the plan on the current stream, given addresses in the plan's order. The caller has made `device` the current one.
+def launcher(plan: Plan, device: torch.device, pick: Callable[[list[int]], Sequence[int]]) -> Start:
+    """Launches the plan on the current stream. The caller has made `device` the current one.
 
+    pick: of a call's addresses those that the plan takes, in the plan's order.
     The workspace is the caching allocator's, so it is safe to free at once and to capture.
     """
     execute, index = plan.graph._execute_with_ptrs, device.index
     workspace = torch_compat.allocator((plan.workspace,), (1,), torch.uint8, device.type)
 
-    def launch(addresses: Sequence[int]) -> None:
+    def launch(tensors: list[torch.Tensor], addresses: list[int]) -> None:
         space = workspace()
-        execute(addresses, space.data_ptr(), handle(index))
+        execute(pick(addresses), space.data_ptr(), handle(index))
 
     return launch

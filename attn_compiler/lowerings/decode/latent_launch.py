@@ -22,10 +22,11 @@ from attn_compiler.lowerings.decode.plan import Call, Plan, Schedule, none_too_s
 from attn_compiler.lowerings.decode.replaying import DecodeSite, Launched
 from attn_compiler.lowerings.shared import score_changes
 from attn_compiler.lowerings.shared.arguments import along
-from attn_compiler.lowerings.shared.launching import VECTOR, check_grid, first_launch, plain, start
+from attn_compiler.lowerings.shared.launching import check_grid, first_launch, plain, start
 from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.ops import output_strides
 from attn_compiler.lowerings.shared.readable import readable
+from attn_compiler.lowerings.shared.replaying import VECTOR
 from attn_compiler.torch_compat import empty_strided
 
 Tensors = Sequence[torch.Tensor]

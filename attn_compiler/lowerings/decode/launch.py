@@ -25,10 +25,11 @@ from attn_compiler.lowerings.decode.plan import Call, Plan, Schedule, none_too_s
 from attn_compiler.lowerings.decode.replaying import DecodeSite, Launched
 from attn_compiler.lowerings.shared import score_changes
 from attn_compiler.lowerings.shared.arguments import alignment, along, kernel_constants
-from attn_compiler.lowerings.shared.launching import VECTOR, check_grid, first_launch, plain, start
+from attn_compiler.lowerings.shared.launching import check_grid, first_launch, plain, start
 from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.on_device import Empty, new_outputs
 from attn_compiler.lowerings.shared.readable import readable
+from attn_compiler.lowerings.shared.replaying import VECTOR
 from attn_compiler.torch_compat import empty_strided
 
 Tensors = Sequence[torch.Tensor]

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from attn_compiler.lowerings.shared.launching import VECTOR, Grid, Replay, Site
+from attn_compiler.lowerings.shared.launching import Grid, ReadyKernel
 from attn_compiler.lowerings.shared.on_device import Empty
+from attn_compiler.lowerings.shared.replaying import BETWEEN, Replay, replay_of
 
 Tensors = Sequence[torch.Tensor]
 
@@ -27,53 +28,57 @@ class Launched:
     values: tuple[Any, ...]
 
 
-class DecodeSite(Site):
-    """body: the leaf op's; after its five arguments it takes a list, and adds what it launched if a further call launches the same.
-    read: of a call's tensors, those that the kernels read."""
+class DecodeSite:
+    """As `leaf_calls.ForwardSite`, of a body that finds calls which lie alike in its own way.
 
-    __slots__ = ()
+    body: the leaf op's; after its five arguments it takes a list, and adds what it launched if a further call launches the same.
+    read: of a call's tensors, those that the kernels read.
+    """
+
+    __slots__ = ("replay",)
     body: ClassVar[Callable[..., tuple[torch.Tensor, torch.Tensor]]]
     read: ClassVar[Callable[..., tuple[torch.Tensor, ...]]]
+
+    def __init__(self) -> None:
+        self.replay: Replay | None = None
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         cls = type(self)
-        inputs = cls.read(q, k, v, operands)
-        found = self.again(inputs)
-        if found is not None:
-            return found[0], found[1]
+        if self.replay is not None:
+            found: tuple[torch.Tensor, torch.Tensor] | None = self.replay.run([*cls.read(q, k, v, operands)], BETWEEN)
+            if found is not None:
+                return found
         launched: list[Launched] = []
         outputs = cls.body(q, k, v, operands, text, launched)
         if launched:
-            self._replay = replay(inputs, outputs, launched)
+            self.replay = replay(cls.read(q, k, v, operands), outputs, launched)
         return outputs
 
 
-def replay(inputs: Tensors, outputs: Tensors, launched: Sequence[Launched]) -> Replay | None:
+def replay(inputs: Tensors, outputs: tuple[torch.Tensor, torch.Tensor], launched: Sequence[Launched]) -> Replay | None:
     """What runs such a call again; None where one tensor has two roles, or an address is no multiple of a vector.
 
     What was launched with and is no input is allocated by each call.
     """
-    index = {id(x): i for i, x in enumerate(inputs)}
-    if len(index) < len(inputs) or any(x.data_ptr() % VECTOR for x in inputs):
+    names = {id(x): f"input {i}" for i, x in enumerate(inputs)}
+    if len(names) < len(inputs) or any(x.data_ptr() & BETWEEN for x in inputs):
         return None
-    allocated: list[torch.Tensor] = []
+    given, empties = list(names.values()), dict[str, Empty]()
     for x in (*outputs, *(x for one in launched for x in one.tensors if x is not None)):
-        if id(x) not in index:
-            index[id(x)] = len(inputs) + len(allocated)
-            allocated.append(x)
-    return Replay(
-        device=inputs[0].get_device(),
-        allocate=tuple(Empty.like(x).make for x in allocated),
-        launches=tuple(
-            (
-                one.compiled,
-                one.grid,
-                [*(None for _ in one.tensors), *one.values],
-                tuple((i, index[id(x)]) for i, x in enumerate(one.tensors) if x is not None),
-            )
-            for one in launched
-        ),
-        returned=tuple(index[id(x)] for x in outputs),
-    )
+        if id(x) not in names:
+            names[id(x)] = name = f"made {len(empties)}"
+            empties[name] = Empty.like(x)
+    ready = [
+        ReadyKernel(
+            kernel=None,
+            compiled=one.compiled,
+            grid=one.grid,
+            values=[*(None for _ in one.tensors), *one.values],
+            where=tuple((i, names[id(x)]) for i, x in enumerate(one.tensors) if x is not None),
+        )
+        for one in launched
+    ]
+    out, lse = outputs
+    return replay_of(inputs[0].device, ready, empties, inputs=given, returned=(names[id(out)], names[id(lse)]))

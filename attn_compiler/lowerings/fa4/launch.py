@@ -4,7 +4,7 @@ flash_attn compiles a kernel the first time that its Python function meets a new
 under a FakeTensorMode it compiles alone. Sizes and strides are no part of that combination.
 
 A forward through those functions takes the host 84 µs on an H200 machine (190 with a softcap, whose function they make and hash anew
-each time), a backward 106 or more, a launch 7. So a call of shapes that were there before launches the same kernels again
+each time), a backward 106 or more, a launch 7. So a call that lies as one before launches the same kernels again
 (replay.py). What the functions would have to copy still goes through them.
 """
 
@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -29,8 +29,17 @@ from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.fa4 import replay
 from attn_compiler.lowerings.fa4.plan import Call, Settings
-from attn_compiler.lowerings.fa4.replay import Recording
-from attn_compiler.lowerings.shared.on_device import Known, new_outputs, on
+from attn_compiler.lowerings.shared import leaf_calls
+from attn_compiler.lowerings.shared.leaf_calls import (
+    BackwardArguments,
+    BackwardBody,
+    ForwardArguments,
+    ForwardBody,
+    Gradients,
+    Outputs,
+)
+from attn_compiler.lowerings.shared.on_device import Empty, new_outputs, on
+from attn_compiler.lowerings.shared.replaying import Alike, Returned, flat, replay_of
 from attn_compiler.spec import AttentionSpec, Dim
 from attn_compiler.target import Target
 
@@ -45,8 +54,6 @@ _SOME_BATCH, _SOME_LENGTH = 2, 1024
 # Bytes that addresses and strides are multiples of.
 _ALIGNMENT = 16
 _ALIGNED_ELEMENTS = _ALIGNMENT // 2  # in half precision
-#: what a backward fills in
-_GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_sinks")
 
 _lock = threading.RLock()
 
@@ -120,14 +127,11 @@ def _flash() -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Prepared:
-    """What a call text comes to, looked up once: hashing a spec takes longer than a launch. forwards, backwards: by the shapes of the
-    tensors; None where a call can't be replayed."""
+    """What a call text comes to, looked up once: hashing a spec takes longer than a launch."""
 
     call: Call
     settings: Settings
     window: tuple[int | None, int | None]
-    forwards: Known[Recording | None] = field(default_factory=Known)
-    backwards: Known[Recording | None] = field(default_factory=Known)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -137,71 +141,91 @@ def _prepared(text: str) -> _Prepared:
     return _Prepared(call=call, settings=settings, window=settings.window)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
-    """out and lse, laid out as `ops` says. Sizes are those of the tensors, not the spec's."""
-    prepared = _prepared(text)
-    with on(q.device):
-        out, lse = new_outputs(q, v)
-        given = {"q": _bshd(q), "k": _bshd(k), "v": _bshd(v), "out": _bshd(out), "lse": lse}
-        is_plain = _is_plain(q) and _is_plain(k) and _is_plain(v)
-        given = _with_sinks(given, operands)
-        _run(prepared, prepared.forwards, _flash_forward, given, outputs=("out", "lse"), is_plain=is_plain)
-    return out, lse
+class Forward(ForwardBody):
+    """Outputs are laid out as `ops` says. Sizes are those of the tensors, not the spec's."""
+
+    __slots__ = ()
+
+    def first(self, given: ForwardArguments, same: Alike) -> Outputs:
+        q, k, v, operands, text = given
+        with on(q.device):
+            named = {"q": q, "k": k, "v": v} | _sinks(operands)
+            outputs = dict(zip(("out", "lse"), new_outputs(q, v), strict=True))
+            is_plain = _is_plain(q) and _is_plain(k) and _is_plain(v)
+            _first(_flash_forward, text, named, outputs, ("out", "lse") if is_plain else None, same)
+        return outputs["out"], outputs["lse"]
 
 
-def gradients(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    operands: Sequence[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    text: str,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+class Backward(BackwardBody):
     """Gradients of q, k and v, and of the sinks if they are learned."""
-    prepared = _prepared(text)
-    # A stride of 0 has kernels of its own, which were not compiled ahead.
-    grad_out = grad_out.contiguous() if 0 in grad_out.stride() else grad_out
-    with on(q.device):
-        grad_q, grad_k, grad_v = (_empty(cast(Shape, x.shape), x) for x in (q, k, v))
-        given = {"q": _bshd(q), "k": _bshd(k), "v": _bshd(v), "out": _bshd(out), "grad_out": _bshd(grad_out)}
-        given |= {"lse": lse.detach(), "grad_lse": grad_lse.detach()}
-        given |= {"grad_q": _bshd(grad_q), "grad_k": _bshd(grad_k), "grad_v": _bshd(grad_v)}
-        is_plain = all(map(_is_plain, (q, k, v, out, grad_out))) and lse.is_contiguous() and grad_lse.is_contiguous()
-        given = _with_sinks(given, operands)
-        named = _run(prepared, prepared.backwards, _flash_backward, given, outputs=_GRADIENTS, is_plain=is_plain)
-    return grad_q, grad_k, grad_v, [named["grad_sinks"]] if prepared.settings.sinks_grad else []
+
+    __slots__ = ()
+
+    def first(self, given: BackwardArguments, same: Alike) -> Gradients:
+        grad_out, grad_lse, q, k, v, operands, out, lse, text = given
+        if 0 in grad_out.stride():
+            # Such a stride has kernels of its own, which were not compiled ahead.
+            return self(*given._replace(grad_out=grad_out.contiguous()))
+        further = ["grad_sinks"] if _prepared(text).settings.sinks_grad else []
+        with on(q.device):
+            named = {"grad_out": grad_out, "grad_lse": grad_lse, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+            named |= _sinks(operands)
+            grads = {f"grad_{name}": _empty(cast(Shape, named[name].shape), named[name]) for name in "qkv"}
+            is_plain = (
+                all(map(_is_plain, (q, k, v, out, grad_out))) and lse.is_contiguous() and grad_lse.is_contiguous()
+            )
+            returned = ("grad_q", "grad_k", "grad_v", further) if is_plain else None
+            results = _first(_flash_backward, text, named, grads, returned, same)
+        return grads["grad_q"], grads["grad_k"], grads["grad_v"], [results[name] for name in further]
 
 
-def _run(
-    prepared: _Prepared,
-    recordings: Known[Recording | None],
+forward = Forward(op="fa4")
+gradients = Backward(op="fa4_backward")
+
+
+class ForwardSite(leaf_calls.ForwardSite):
+    """`forward` for one place in compiled code."""
+
+    __slots__ = ()
+    body = forward
+
+
+class BackwardSite(leaf_calls.BackwardSite):
+    """`gradients` for one place in compiled code."""
+
+    __slots__ = ()
+    body = gradients
+
+
+def _first(
     function: Callable[[_Prepared, Named], Named],
-    given: Named,
-    *,
-    outputs: Sequence[str],
-    is_plain: bool,
+    text: str,
+    inputs: Named,
+    outputs: Named,
+    returned: Returned | None,
+    same: Alike,
 ) -> Named:
-    """All tensors by name: those that are given, of which it fills in `outputs`, and what else the function returns."""
-    if not is_plain:
-        return given | function(prepared, given)
-    device = given["q"].device.type
-    shapes = (given["q"].shape, given["k"].shape, given["sinks"].dtype if "sinks" in given else None)
-    if shapes not in recordings:
-        # A first call while a CUDA graph is captured can't be waited for.
-        if device == "cuda" and torch.cuda.is_current_stream_capturing():
-            return given | function(prepared, given)
-        with replay.watching(_launching()) as watch:
-            results = function(prepared, given)
-        named, found = given | results, watch.recording(given, results)
-        recordings.keep(shapes, found if found is not None and found.gives(named, outputs, device) else None)
-        return named
-    recording = recordings[shapes]
-    if recording is None:
-        return given | function(prepared, given)
-    return recording.replay(given, device)
+    """Call a function that fills in the outputs, and keep what replays it. Gives the other tensors that the function returns.
+
+    inputs: in the order of the leaf op's. returned: by the leaf op; None where kernels can't read the inputs as they are: what the
+    function copies could not be replayed.
+    """
+    prepared, given = _prepared(text), {name: replay.as_read(x) for name, x in (inputs | outputs).items()}
+    is_captured = inputs["q"].is_cuda and torch.cuda.is_current_stream_capturing()
+    # A first call while a CUDA graph is captured can't be waited for.
+    if returned is None or is_captured or "is_tried" in same.facts:
+        return function(prepared, given)
+    with replay.watching(_launching()) as watch:
+        results = function(prepared, given)
+    same.facts["is_tried"] = True
+    recording = watch.recording(given, results)
+    if recording is not None and {*outputs, *recording.made} >= set(flat(returned)):
+        empties = {name: Empty.like(x) for name, x in outputs.items()} | recording.empties
+        again = replay_of(inputs["q"].device, [recording], empties, inputs=inputs, returned=returned)
+        ours, named = again.run(list(inputs.values())), outputs | results
+        if replay.gives(flat(ours), [named[name] for name in flat(returned)]):
+            same.replay = again
+    return results
 
 
 def _launching() -> tuple[Any, ...]:
@@ -266,11 +290,6 @@ def _softcap_mod_backward(cap: float) -> Any:
     return _flash().utils.create_softcap_scoremod_bwd(cap)
 
 
-def _bshd(x: Tensor) -> Tensor:
-    """What flash_attn takes. DLPack refuses a tensor that requires a gradient."""
-    return (x.detach() if x.requires_grad else x).transpose(1, 2)
-
-
 def _empty(shape: Shape, like: Tensor) -> Tensor:
     """Contiguous, on the current device."""
     batch, rows, columns, width = shape
@@ -278,8 +297,8 @@ def _empty(shape: Shape, like: Tensor) -> Tensor:
     return torch_compat.empty_strided((batch, rows, columns, width), strides, like.dtype, like.device.type)
 
 
-def _with_sinks(given: Named, operands: Sequence[Tensor]) -> Named:
-    return given | {"sinks": operands[0].detach()} if operands else given
+def _sinks(operands: Sequence[Tensor]) -> Named:
+    return {"sinks": operands[0]} if operands else {}
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -25,8 +25,8 @@ def differentiable(operands: Tensors, text: str) -> list[bool]:
 
 register_family(
     "fa4",
-    forward=late("fa4.launch", "forward"),
-    backward=late("fa4.launch", "gradients"),
+    forward=late("fa4.launch", "forward", site="ForwardSite"),
+    backward=late("fa4.launch", "gradients", site="BackwardSite"),
     differentiable=differentiable,
     dispatch_key="CompositeExplicitAutograd",
 )

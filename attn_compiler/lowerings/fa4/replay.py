@@ -1,9 +1,9 @@
 """Launches again what a function of flash_attn's launched before, without the function: it takes the host ten times as long as a launch.
 
 A recording is a list of compiled kernels with their arguments: constants, names of the call's tensors, and what was allocated in
-between. It holds for other calls of the same shapes, since kernels take strides as they come. It is only made where the function did
-nothing but allocate, take views and launch; what it copied or computed itself could not be replayed. And it is only kept if it gives
-what the function gave.
+between. It is replayed as the launches of every family are (shared/replaying.py), but for its arguments: they are tensors, with
+sequences before heads. It is only made where the function did nothing but allocate, take views and launch; what it copied or computed
+itself could not be replayed. And it is only kept if it gives what the function gave.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_compiler import torch_compat
+from attn_compiler.lowerings.shared.on_device import Empty
+from attn_compiler.lowerings.shared.replaying import Start
 
 Kernel = Callable[..., Any]
 Tensors = Mapping[str, Tensor]
@@ -43,6 +45,14 @@ class _Made:
     dtype: torch.dtype
     zeros: bool
 
+    def empty(self, device: str) -> Empty:
+        make = torch_compat.allocator(self.size, self.stride, self.dtype, device)
+        return Empty(make=lambda: make().zero_()) if self.zeros else Empty(make=make)
+
+
+#: a kernel, its arguments, position and count of each tensor, and position, type and items of each tuple
+_Counted = tuple[Kernel, list[Any], list[tuple[int, int]], list[tuple[int, Callable[..., Any], tuple[int | None, ...]]]]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Launch:
@@ -54,38 +64,56 @@ class _Launch:
     where: tuple[tuple[int, str], ...]
     tuples: tuple[tuple[int, Callable[..., Any], tuple[str | None, ...]], ...]
 
+    def counted(self, index: Mapping[str, int]) -> _Counted:
+        """With the counts of tensors in place of their names."""
+        where = [(position, index[name]) for position, name in self.where]
+        tuples = [
+            (position, kind, tuple(None if item is None else index[item] for item in items))
+            for position, kind, items in self.tuples
+        ]
+        return self.kernel, self.values, where, tuples
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recording:
-    """made: by name. launches: in order."""
+    """made: what was allocated, by name. launches: in order. device: its type."""
 
     made: Mapping[str, _Made]
     launches: tuple[_Launch, ...]
+    device: str
 
-    def replay(self, tensors: Tensors, device: str) -> dict[str, Tensor]:
-        """Launch everything on the current device with the call's tensors, whose names are those of the recorded call. Returns all
-        tensors, those that were allocated included."""
-        named = dict(tensors)
-        for name, made in self.made.items():
-            allocated = torch_compat.empty_strided(made.size, made.stride, made.dtype, device)
-            named[name] = allocated.zero_() if made.zeros else allocated
-        for launch in self.launches:
-            values = launch.values.copy()
-            for position, name in launch.where:
-                values[position] = named[name]
-            for position, kind, items in launch.tuples:
-                values[position] = kind(*(None if item is None else named[item] for item in items))
-            launch.kernel(*values)
-        return named
+    @property
+    def empties(self) -> dict[str, Empty]:
+        """What a replay allocates besides the outputs."""
+        return {name: made.empty(self.device) for name, made in self.made.items()}
 
-    def gives(self, tensors: Tensors, outputs: Sequence[str], device: str) -> bool:
-        """Whether a replay fills fresh memory with what is in `outputs` now, but for the order of sums. Waits for the GPU.
+    def bound(self, index: Mapping[str, int], device: int) -> Start:
+        """See `replaying.Ready`."""
+        made = {index[name] for name in self.made}
+        launches = [launch.counted(index) for launch in self.launches]
 
-        tensors: the recorded call's, and what it returned, by name. outputs: names of those that the call filled in.
-        """
-        fresh = {name: torch.empty_like(tensor) for name, tensor in tensors.items() if name in outputs}
-        replayed = self.replay({**tensors, **{name: fresh[name] for name in fresh.keys() - self.made.keys()}}, device)
-        return all(_is_alike(replayed[name], tensors[name]) for name in fresh)
+        def launch_again(tensors: list[Tensor], addresses: list[int]) -> None:
+            read = [x if i in made else as_read(x) for i, x in enumerate(tensors)]
+            for kernel, first, where, tuples in launches:
+                values = first.copy()
+                for position, tensor in where:
+                    values[position] = read[tensor]
+                for position, kind, items in tuples:
+                    values[position] = kind(*(None if item is None else read[item] for item in items))
+                kernel(*values)
+
+        return launch_again
+
+
+def as_read(x: Tensor) -> Tensor:
+    """A tensor of a leaf op's as flash_attn takes it: sequences before heads. DLPack refuses a tensor that requires a gradient."""
+    plain = x.detach() if x.requires_grad else x
+    return plain.transpose(1, 2) if plain.dim() == 4 else plain
+
+
+def gives(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Whether a replay gave what the function gave, but for the order of sums. Waits for the GPU."""
+    return all(_is_alike(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def _is_alike(found: Tensor, expected: Tensor) -> bool:
@@ -117,7 +145,8 @@ class Watch:
             return None
         used = {name for launch in launches for name in _names(launch)}
         made = {names[address]: one for address, one in self.made.items() if names[address] in used - given.keys()}
-        return Recording(made=made, launches=launches)
+        device = next(iter(given.values())).device.type
+        return Recording(made=made, launches=launches, device=device)
 
 
 def _template(kernel: Kernel, arguments: Sequence[Any], names: Mapping[int, str]) -> _Launch:

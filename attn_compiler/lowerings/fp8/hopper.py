@@ -105,7 +105,9 @@ def _has_lengths(spec: AttentionSpec) -> bool:
     return "lengths" in site_parts.parts(spec).kinds
 
 
-register_forward("hopper_fp8", forward=late("fp8.hopper_launch", "forward", notes=True), dispatch_key="CUDA")
+register_forward(
+    "hopper_fp8", forward=late("fp8.hopper_launch", "forward", site="ForwardSite", notes=True), dispatch_key="CUDA"
+)
 restoring.register("triton", differentiable=parts.differentiable)
 restoring.register(
     cudnn_backward.FAMILY,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +13,18 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.fp8 import quantise
 from attn_compiler.lowerings.fp8.kernels import forward_fp8_sm90
 from attn_compiler.lowerings.fp8.kernels.tuples_sm90 import Switches
-from attn_compiler.lowerings.shared import persistent
-from attn_compiler.lowerings.shared.arguments import Prepared, Tensors, along, common, prepare
+from attn_compiler.lowerings.shared import leaf_calls, persistent
+from attn_compiler.lowerings.shared.arguments import Prepared, along, common
+from attn_compiler.lowerings.shared.forward_call import Forward, Named
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_tiles
 from attn_compiler.lowerings.shared.kernels import tiles_sm90
 from attn_compiler.lowerings.shared.kernels.tuples import DescaleStrides
-from attn_compiler.lowerings.shared.launching import Alike, alike, first_launch, plain, start
-from attn_compiler.lowerings.shared.on_device import new_outputs, on
+from attn_compiler.lowerings.shared.launching import Arguments, Make, ReadyKernel, launch
+from attn_compiler.lowerings.shared.replaying import Alike
 from attn_compiler.spec import AttentionSpec
 
 STAGES = 3
@@ -51,55 +54,63 @@ class Warpgroups:
 WARPGROUPS = {64: Warpgroups(count=4, registers=112), 128: Warpgroups(count=3, registers=160)}
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, as `ops.LEAF_SCHEMA` says. Of q, k and v only shapes and dtypes are read."""
-    prepared = prepare(text)
-    names = quantise.names(prepared.call.spec)
-    same = alike("hopper_fp8", text, (q, k, v, *operands))
-    tensors = dict(zip(names, operands[: len(names)], strict=True)) | prepared.named(operands[len(names) :])
-    with on(q.device):
-        out, lse = new_outputs(q, v)
-        if out.numel():
-            _launch(same, prepared, {**tensors, "out": out, "lse": lse})
-    return out, lse
+def _operands(prepared: Prepared) -> tuple[str, ...]:
+    """Names of those that the leaf op takes, in order."""
+    return (*quantise.names(prepared.call.spec), *prepared.operands)
 
 
-def _launch(same: Alike, prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> None:
-    grid = same.fact("grid", lambda: _grid(prepared.call.spec, tensors["q8"]))
-    given = _descriptors(prepared.call.spec, tensors) | _pointers(tensors)
+def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | None]:
+    if not tensors["Out"].numel():
+        return [None]
     kernel = forward_fp8_sm90.attention_forward_fp8_sm90
-    known = same.facts.get("compiled")
-    if known is None:
-        same.facts["compiled"] = first_launch(kernel, grid, **given, **_numbers(prepared, tensors), num_warps=_WARPS)
-        return
-    arguments = {**given, **same.fact("numbers", lambda: _plain(_numbers(prepared, tensors)))}
-    start(known, grid, same.device.index, [arguments[name] for name in kernel.arg_names])
+    return [launch(kernel, same, tensors, lambda: _arguments(prepared, tensors))]
 
 
-def _plain(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: plain(value) for name, value in numbers.items()}
+forward = Forward(op="hopper_fp8", operands=_operands, run=_run, reads_operands_alone=True)
 
 
-def _grid(spec: AttentionSpec, q: torch.Tensor) -> tuple[int, int, int]:
-    return persistent.programs(_blocks(spec, q) * q.shape[1] * q.shape[0], q.device)
+class ForwardSite(leaf_calls.ForwardSite):
+    """`forward` for one place in compiled code."""
+
+    __slots__ = ()
+    body = forward
+
+
+def _arguments(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Arguments:
+    spec = prepared.call.spec
+    qk, v = head_dim_tiles(spec)
+    tiles = {"Q": ("q8", [1, 1, _ROWS, qk]), "K": ("k8", [1, 1, KEYS, qk]), "V": ("v8", [1, 1, v, KEYS])}
+    tiles["Out"] = ("Out", [1, 1, _ROWS, v])
+    made: dict[str, tuple[str, Make]] = {
+        parameter: (name, functools.partial(_descriptor, tile=tile)) for parameter, (name, tile) in tiles.items()
+    }
+    named = {"Lse": "Lse", "Shift": "shift", "Sinks": "sinks"}
+    named |= {f"Descale{name.upper()}": f"descale_{name}" for name in "qkv"}
+    given = {parameter: name if name in tensors else None for parameter, name in named.items()}
+    if "rows" in tensors:
+        made["Ends"] = ("rows", _ends)
+    else:
+        given["Ends"] = None
+    return Arguments(
+        grid=persistent.programs(
+            _blocks(spec, tensors["q8"]) * math.prod(tensors["q8"].shape[:2]), tensors["q8"].device
+        ),
+        tensors=given,
+        numbers=_numbers(prepared, tensors),
+        tile=Tile(queries=_ROWS * warpgroups(spec).count, keys=KEYS, warps=_WARPS, stages=STAGES),
+        made=made,
+    )
+
+
+def _ends(rows: torch.Tensor) -> torch.Tensor:
+    """Of the intervals of keys: one after the last, for each query."""
+    return rows[1]
 
 
 def _blocks(spec: AttentionSpec, q: torch.Tensor) -> int:
     """Of one head."""
     found: int = triton.cdiv(q.shape[2], _ROWS * warpgroups(spec).count)
     return found
-
-
-def _descriptors(spec: AttentionSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorDescriptor]:
-    qk, v = head_dim_tiles(spec)
-    return {
-        "Q": _descriptor(tensors["q8"], [1, 1, _ROWS, qk]),
-        "K": _descriptor(tensors["k8"], [1, 1, KEYS, qk]),
-        "V": _descriptor(tensors["v8"], [1, 1, v, KEYS]),
-        "Out": _descriptor(tensors["out"], [1, 1, _ROWS, v]),
-    }
 
 
 def _descriptor(tensor: torch.Tensor, tile: list[int]) -> TensorDescriptor:
@@ -115,15 +126,6 @@ def warpgroups(spec: AttentionSpec) -> Warpgroups:
     """The more the better: while one waits for its products, others compute."""
     widest = max(head_dim_tiles(spec))
     return next(found for limit, found in sorted(WARPGROUPS.items()) if widest <= limit)
-
-
-def _pointers(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-    named = {"Lse": "lse", "Shift": "shift", "Sinks": "sinks"}
-    named |= {f"Descale{name.upper()}": f"descale_{name}" for name in "qkv"}
-    rows = tensors.get("rows")
-    return {parameter: tensors.get(name) for parameter, name in named.items()} | {
-        "Ends": None if rows is None else rows[1]
-    }
 
 
 def _numbers(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from attn_compiler.lowerings.fp8.kernels import round_fp8 as kernels
 from attn_compiler.lowerings.fp8.kernels.tuples_round import Each, LookNumbers, LookSwitches, Numbers, Shared, Switches
 from attn_compiler.lowerings.fp8.rounding import EACH, Per, Rounding, count, empty_outputs, empty_shift
 from attn_compiler.lowerings.shared.arguments import along
-from attn_compiler.lowerings.shared.launching import Arguments, alike, launch
+from attn_compiler.lowerings.shared.launching import Arguments, launch
 from attn_compiler.lowerings.shared.on_device import on
+from attn_compiler.lowerings.shared.replaying import alike
 
 #: positions that a program rounds at once
 PART = 128

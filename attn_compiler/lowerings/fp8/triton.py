@@ -92,6 +92,8 @@ def _is_plain_on_hopper(spec: AttentionSpec, target: Target) -> bool:
 
 
 register_forward(
-    "triton_fp8", forward=late("fp8.triton_launch", "forward", notes=True), dispatch_key="CompositeExplicitAutograd"
+    "triton_fp8",
+    forward=late("fp8.triton_launch", "forward", site="ForwardSite", notes=True),
+    dispatch_key="CompositeExplicitAutograd",
 )
 restoring.register("triton", differentiable=parts.differentiable)

@@ -11,20 +11,19 @@ import triton
 
 from attn_compiler.lowerings.fp8 import quantise
 from attn_compiler.lowerings.fp8.kernels import forward_fp8
+from attn_compiler.lowerings.shared import leaf_calls
 from attn_compiler.lowerings.shared.arguments import (
     Prepared,
-    Tensors,
     along,
     common,
     head_dim_parts,
     lists,
     operand_parameters,
-    prepare,
     strides,
 )
-from attn_compiler.lowerings.shared.launching import Arguments, alike, launch
-from attn_compiler.lowerings.shared.on_device import on
-from attn_compiler.lowerings.shared.ops import empty_outputs
+from attn_compiler.lowerings.shared.forward_call import Forward, Named
+from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
+from attn_compiler.lowerings.shared.replaying import Alike
 from attn_compiler.spec import AttentionSpec
 
 #: elements of a head that tensor cores multiply at once, in FP8
@@ -44,26 +43,30 @@ _PARAMETERS = {
 }
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, as `ops.LEAF_SCHEMA` says. Of q, k and v only shapes and dtypes are read."""
-    prepared = prepare(text)
-    names = quantise.names(prepared.call.spec)
-    same = alike("triton_fp8", text, (q, k, v, *operands))
-    same.any_size = prepared.any_size
-    tensors = dict(zip(names, operands[: len(names)], strict=True)) | prepared.named(operands[len(names) :])
-    with on(q.device):
-        tensors["Out"] = same.empty("Out", lambda: empty_outputs(q, v)[0])
-        tensors["Lse"] = same.empty("Lse", lambda: empty_outputs(q, v)[1])
-        launch(forward_fp8.attention_forward_fp8, same, tensors, functools.partial(_arguments, prepared, tensors))
-    return tensors["Out"], tensors["Lse"]
+def _operands(prepared: Prepared) -> tuple[str, ...]:
+    """Names of those that the leaf op takes, in order."""
+    return (*quantise.names(prepared.call.spec), *prepared.operands)
+
+
+def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | None]:
+    arguments = functools.partial(_arguments, prepared, tensors)
+    return [launch(forward_fp8.attention_forward_fp8, same, tensors, arguments)]
+
+
+forward = Forward(op="triton_fp8", operands=_operands, run=_run, reads_operands_alone=True)
+
+
+class ForwardSite(leaf_calls.ForwardSite):
+    """`forward` for one place in compiled code."""
+
+    __slots__ = ()
+    body = forward
 
 
 def _arguments(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Arguments:
     tile, q = prepared.call.tiles.forward, tensors["q8"]
     given = {parameter: tensors[name] for parameter, name in _PARAMETERS.items() if name in tensors}
-    numbers = common(prepared, given | dict(tensors)) | lists(tensors.get("tiles")) | strides("o", tensors["Out"])
+    numbers = common(prepared, dict(tensors) | given) | lists(tensors.get("tiles")) | strides("o", tensors["Out"])
     numbers |= _of_fp8(prepared.call.spec, given) | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys}
     names = {parameter: name if name in tensors else None for parameter, name in _PARAMETERS.items()}
     further = {"Out": "Out", "Lse": "Lse", "Tiles": prepared.present("tiles"), "Sinks": prepared.present("sinks")}

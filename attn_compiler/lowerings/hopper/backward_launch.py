@@ -14,7 +14,7 @@ from attn_compiler.lowerings.hopper.kernels.tuples import GradSwitches
 from attn_compiler.lowerings.hopper.launch import bhsd_strides, may_leak
 from attn_compiler.lowerings.hopper.ops import grad_operands
 from attn_compiler.lowerings.hopper.plan import GradBlocks, grad_blocks_of, is_ordered
-from attn_compiler.lowerings.shared import backward_call, persistent
+from attn_compiler.lowerings.shared import leaf_calls, persistent
 from attn_compiler.lowerings.shared.arguments import (
     STATS_BLOCK,
     Prepared,
@@ -23,10 +23,10 @@ from attn_compiler.lowerings.shared.arguments import (
     operand_parameters,
     strides,
 )
-from attn_compiler.lowerings.shared.backward_call import Backward, Gradients
+from attn_compiler.lowerings.shared.backward_call import Backward, BackwardByKernels
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_tiles
 from attn_compiler.lowerings.shared.kernels.tuples import Sizes
-from attn_compiler.lowerings.shared.launching import Arguments, Ready, launch
+from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
 from attn_compiler.lowerings.triton import launch as triton_launch
 from attn_compiler.lowerings.triton import launch_added
 from attn_compiler.lowerings.triton.kernels import backward, kv_backward
@@ -210,11 +210,11 @@ def _again(found: Arguments) -> Arguments:
     )
 
 
-def _start(*given: Any) -> Ready | None:
+def _start(*given: Any) -> ReadyKernel | None:
     return launch(*given)
 
 
-gradients = Gradients(
+gradients = BackwardByKernels(
     op="hopper_backward",
     operands=lambda prepared: grad_operands(prepared.call.spec),
     rows_together=_rows_together,
@@ -224,8 +224,8 @@ gradients = Gradients(
 )
 
 
-class GradientSite(backward_call.BackwardSite):
+class BackwardSite(leaf_calls.BackwardSite):
     """`gradients` for one place in compiled code."""
 
     __slots__ = ()
-    gradients = gradients
+    body = gradients

@@ -11,12 +11,13 @@ import triton
 from attn_compiler.lowerings.hopper.kernels import forward_sm90
 from attn_compiler.lowerings.hopper.kernels.tuples import Switches
 from attn_compiler.lowerings.hopper.plan import Blocks, blocks_of, is_ordered, leaves_from_queries
-from attn_compiler.lowerings.shared import forward_call, persistent
+from attn_compiler.lowerings.shared import leaf_calls, persistent
 from attn_compiler.lowerings.shared.arguments import Prepared, common, lists, operand_parameters, strides
 from attn_compiler.lowerings.shared.forward_call import Forward, Named
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_tiles
 from attn_compiler.lowerings.shared.kernels.tuples import Sizes, Strides
-from attn_compiler.lowerings.shared.launching import Alike, Arguments, Ready, launch
+from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
+from attn_compiler.lowerings.shared.replaying import Alike
 from attn_compiler.lowerings.triton.kernels.forward import attention_again
 
 #: rows that a program looks at to find those that are to be computed again
@@ -29,7 +30,7 @@ def operands_of(prepared: Prepared) -> tuple[str, ...]:
     return tuple(name for name in prepared.operands if name != "tiles_by_key")
 
 
-def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[Ready | None]:
+def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | None]:
     ran = [launch(forward_sm90.attention_forward_sm90, same, tensors, lambda: _forward(prepared, tensors))]
     if same.fact("leaks", lambda: may_leak(prepared, tensors["Q"], tensors["K"])):
         ran.append(launch(attention_again, same, tensors, lambda: _again(prepared, tensors)))
@@ -39,11 +40,11 @@ def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[Ready | None]:
 forward = Forward(op="hopper", operands=operands_of, run=_run)
 
 
-class ForwardSite(forward_call.ForwardSite):
+class ForwardSite(leaf_calls.ForwardSite):
     """`forward` for one place in compiled code."""
 
     __slots__ = ()
-    forward = forward
+    body = forward
 
 
 def may_leak(prepared: Prepared, q: torch.Tensor, k: torch.Tensor) -> bool:

@@ -49,7 +49,7 @@ register_forward(
 )
 register_backward(
     FAMILY,
-    backward=late("hopper.backward_launch", "gradients", site="GradientSite", notes=True),
+    backward=late("hopper.backward_launch", "gradients", site="BackwardSite", notes=True),
     differentiable=_differentiable,
     dispatch_key="CUDA",
 )

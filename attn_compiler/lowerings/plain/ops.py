@@ -5,9 +5,12 @@ Its operands are, each only if the spec has it, the Dense mask, the DenseBias, t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from attn_compiler.lowerings.plain import reference
+from attn_compiler.lowerings.shared.leaf_calls import BackwardArguments, Gradients
 from attn_compiler.lowerings.shared.ops import Tensors, empty_gradient, empty_outputs, register_family
 from attn_compiler.spec import AttentionSpec
 
@@ -24,17 +27,9 @@ def _reference(
     return out.copy_(exact_out), lse.copy_(exact_lse)
 
 
-def _reference_backward(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    operands: Tensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spec: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+def _reference_backward(*arguments: Any) -> Gradients:
+    """arguments: as in BackwardArguments."""
+    grad_out, grad_lse, q, k, v, operands, _, _, spec = BackwardArguments(*arguments)
     parsed = AttentionSpec.from_text(spec)
     *exact, exact_operands = reference.backward(grad_out, grad_lse, q, k, v, operands, parsed)
     wanted = reference.differentiable(operands, parsed)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from attn_compiler.lowerings.rows.pieces import Piece, cut, operand_names
+from attn_compiler.lowerings.shared.leaf_calls import BackwardArguments, Gradients
 from attn_compiler.lowerings.shared.ops import empty_outputs
 from attn_compiler.spec import AttentionSpec
 
@@ -42,18 +44,9 @@ def forward(
     return out, lse
 
 
-def backward(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    operands: Tensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spec: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+def backward(*arguments: Any) -> Gradients:
     """Gradients of q, k and v. Nothing reads the lse, so it has none."""
+    grad_out, _, q, k, v, operands, out, lse, spec = BackwardArguments(*arguments)
     parsed = AttentionSpec.from_text(spec)
     grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     for piece in _cut(parsed, q, k, operands):

@@ -11,6 +11,7 @@ So all calls from here have out and its gradient as BSHD (`grad_out_as_read`), a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.sdpa.lowering import SdpaCudnn
 from attn_compiler.lowerings.shared import limits
 from attn_compiler.lowerings.shared.kernel_plan import Call
+from attn_compiler.lowerings.shared.leaf_calls import BackwardArguments, Gradients
 from attn_compiler.lowerings.shared.ops import like_output, register_backward
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -46,18 +48,9 @@ def why_not(spec: AttentionSpec, target: Target) -> list[Reason]:
     return reasons
 
 
-def gradients(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    operands: Tensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    text: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+def gradients(*arguments: Any) -> Gradients:
     """As `ops.BACKWARD_SCHEMA` says. text: a `kernel_plan.Call`. Of the lse nobody takes a gradient: graphs read out alone."""
+    grad_out, _, q, k, v, _, out, lse, text = BackwardArguments(*arguments)
     spec = Call.from_text(text).spec
     q, k, v = (x if x.data_ptr() % _VECTOR == 0 else x.clone() for x in (q, k, v))
     # Random numbers that no weight is dropped by.

@@ -13,7 +13,7 @@ import triton
 from attn_compiler.lowerings.shared import parts, score_changes
 from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_POSITIONS, Call, Plan
 from attn_compiler.lowerings.shared.kernels.tuples import AddedStrides, ListStrides, MaskStrides, Strides
-from attn_compiler.lowerings.shared.launching import VECTOR
+from attn_compiler.lowerings.shared.replaying import VECTOR
 from attn_compiler.spec import AttentionSpec
 
 Tensors = Sequence[torch.Tensor]

@@ -6,32 +6,35 @@ Imports triton, so it comes late.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import triton
 
 from attn_compiler.lowerings.shared.arguments import (
     Prepared,
-    Tensors,
     alignment,
     common,
     operand_parameters,
     prepare,
     strides,
 )
-from attn_compiler.lowerings.shared.launching import Alike, Arguments, Ready, Site, alike
+from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel
+from attn_compiler.lowerings.shared.leaf_calls import (
+    BackwardArguments,
+    BackwardBody,
+    Gradients,
+    backward_inputs,
+)
 from attn_compiler.lowerings.shared.on_device import on
 from attn_compiler.lowerings.shared.ops import empty_gradient
 from attn_compiler.lowerings.shared.readable import is_unreadable, readable
+from attn_compiler.lowerings.shared.replaying import Alike, alike
 
-#: what `ops.BACKWARD_SCHEMA` returns
-Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]
-
-#: of every backward, before its operands
-_INPUTS = ("Q", "K", "V", "GradOut", "GradLse", "Out", "Lse")
+#: names of a backward's inputs, before those of the operands
+_INPUTS = ("GradOut", "GradLse", "Q", "K", "V", "Out", "Lse")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +49,8 @@ class Backward:
     prepared: Prepared
     same: Alike
     tensors: dict[str, torch.Tensor]
-    start: Callable[..., Ready | None]
-    ran: list[Ready | None] = field(default_factory=list)
+    start: Callable[..., ReadyKernel | None]
+    ran: list[ReadyKernel | None] = field(default_factory=list)
 
     def numbers(self) -> dict[str, Any]:
         q, k, v, grad_out, out = (self.tensors[name] for name in ("Q", "K", "V", "GradOut", "Out"))
@@ -78,82 +81,46 @@ class Backward:
         self.ran.append(self.start(kernel, self.same, self.tensors, functools.partial(arguments, self), part))
 
 
-def _inputs(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    operands: Tensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """In the order of `_INPUTS` and then the operands."""
-    return (q, k, v, grad_out, grad_lse, out, lse, *operands)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gradients:
-    """op: the leaf op's name.
-    operands: names of those that the op takes, in order.
+class BackwardByKernels(BackwardBody):
+    """operands: names of those that the op takes, in order.
     rows_together: row stats come in multiples of so many rows, which every kernel's block of queries divides.
     start: launches a kernel (shared.launching.launch).
     make_room: allocates what the kernels write besides the row stats and the gradients of q, k and v.
     run: launches the kernels, and gives the gradients of the operands that have one, in the plan's order.
     """
 
-    op: str
     operands: Callable[[Prepared], tuple[str, ...]]
     rows_together: Callable[[Prepared], int]
-    start: Callable[..., Ready | None]
+    start: Callable[..., ReadyKernel | None]
     make_room: Callable[[Backward], None]
     run: Callable[[Backward], list[torch.Tensor]]
 
-    def __call__(
-        self,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        operands: Tensors,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        text: str,
-    ) -> Found:
+    def first(self, given: BackwardArguments, same: Alike) -> Gradients:
         """Gradients of q, k, v and of the plan's differentiable operands, as `ops.BACKWARD_SCHEMA` says."""
-        inputs = _inputs(grad_out, grad_lse, q, k, v, operands, out, lse)
-        same = alike(self.op, text, inputs)
-        if same.replay is not None:
-            return _as_schema(same.replay.run(inputs))
-        with on(q.device):
-            shared = self.begin(grad_out, grad_lse, q, k, v, operands, out, lse, text)
+        with on(given.q.device):
+            shared = self.begin(*given)
             further = self.run(shared)
             self._keep(shared)
-        return _as_schema([*(shared.tensors[f"Grad{name}"] for name in "QKV"), *further])
+        grads = shared.tensors
+        return grads["GradQ"], grads["GradK"], grads["GradV"], further
 
-    def begin(
-        self,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        operands: Tensors,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        text: str,
-    ) -> Backward:
-        """One call, with room for all that its kernels write. Tensors that they can't read are copied."""
-        prepared = prepare(text)
-        same = alike(self.op, text, _inputs(grad_out, grad_lse, q, k, v, operands, out, lse))
+    def begin(self, *arguments: Any) -> Backward:
+        """One call, with room for all that its kernels write. Tensors that they can't read are copied.
+
+        arguments: as in BackwardArguments.
+        """
+        given = BackwardArguments(*arguments)
+        q, k, v, grad_out, grad_lse, lse = given.q, given.k, given.v, given.grad_out, given.grad_lse, given.lse
+        prepared = prepare(given.text)
+        same = alike(self.op, given.text, backward_inputs(given))
         same.any_size = prepared.any_size
         if same.fact("unreadable", lambda: is_unreadable(q, k, v, grad_out)):
             q, k, v, grad_out = map(readable, (q, k, v, grad_out))
-            return self.begin(grad_out, grad_lse, q, k, v, operands, out, lse, text)
+            return self.begin(*given._replace(q=q, k=k, v=v, grad_out=grad_out))
         same.fact("copies", lambda: not grad_lse.is_contiguous())
         names = (*_INPUTS, *self.operands(prepared))
-        inputs = _inputs(grad_out, grad_lse.contiguous(), q, k, v, operands, out, lse)
+        inputs = backward_inputs(given._replace(grad_lse=grad_lse.contiguous()))
         tensors = dict(zip(names, inputs, strict=True))
         rows_together = self.rows_together(prepared)
         tensors["RowStats"] = same.empty("RowStats", lambda: _empty_row_stats(lse, rows_together))
@@ -167,16 +134,12 @@ class Gradients:
         """Further calls like this one are replayed, if nothing was copied."""
         if shared.same.facts["copies"]:
             return
-        of_operands = (f"Grad{name.capitalize()}" for name in shared.prepared.plan.differentiable)
+        of_operands = [f"Grad{name.capitalize()}" for name in shared.prepared.plan.differentiable]
         shared.same.keep(
             shared.ran,
             inputs=(*_INPUTS, *self.operands(shared.prepared)),
-            returned=("GradQ", "GradK", "GradV", *of_operands),
+            returned=("GradQ", "GradK", "GradV", of_operands),
         )
-
-
-def _as_schema(grads: Sequence[torch.Tensor]) -> Found:
-    return grads[0], grads[1], grads[2], list(grads[3:])
 
 
 def _empty_row_stats(lse: torch.Tensor, together: int) -> torch.Tensor:
@@ -184,30 +147,3 @@ def _empty_row_stats(lse: torch.Tensor, together: int) -> torch.Tensor:
     batch, heads, seqlen_q = lse.shape
     rows = max(triton.cdiv(seqlen_q, together), 1) * together
     return torch.empty((batch, heads, 2, rows), dtype=torch.float32, device=lse.device)
-
-
-class BackwardSite(Site):
-    """A backward for one place in compiled code."""
-
-    __slots__ = ()
-    gradients: ClassVar[Gradients]
-
-    def __call__(
-        self,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        operands: Tensors,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        text: str,
-    ) -> Found:
-        inputs = _inputs(grad_out, grad_lse, q, k, v, operands, out, lse)
-        found = self.again(inputs)
-        if found is None:
-            grads = self.gradients(grad_out, grad_lse, q, k, v, operands, out, lse, text)
-            self.learn(self.gradients.op, text, inputs)
-            return grads
-        return found[0], found[1], found[2], found[3:]

@@ -1,17 +1,16 @@
 """Launches Triton kernels with little work for the host. Imports triton, so it comes late.
 
-Triton's own launch binds and specialises every argument in Python, each time. Here calls whose tensors lie alike share what
-follows from that: a compiled kernel, its numbers, the outputs' strides. A further call only fills in addresses, and where nothing
-but kernels ran, the whole of it is replayed. On an H200 machine a launch through `CompiledKernel.__getitem__` took 11 µs, of which
-the driver's own is 5, and through `run` 6.5.
+Triton's own launch binds and specialises every argument in Python, each time. Here calls whose tensors lie alike share a compiled
+kernel and its numbers (replaying.py), and a further call only fills in addresses. On an H200 machine a launch through
+`CompiledKernel.__getitem__` took 11 µs, of which the driver's own is 5, and through `run` 6.5.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import triton
@@ -27,164 +26,81 @@ from attn_compiler.lowerings.shared.kernel_plan import MOST_BLOCKS
 from attn_compiler.lowerings.shared.kernels.tuples import TAKEN
 from attn_compiler.lowerings.shared.limits import MAX_GRID
 from attn_compiler.lowerings.shared.noting import noter
-from attn_compiler.lowerings.shared.on_device import Empty, Known
-from attn_compiler.torch_compat import current_cuda_device
-
-#: bytes whose elements a thread may load at once
-VECTOR = 16
+from attn_compiler.lowerings.shared.replaying import Alike, Start
 
 Grid = tuple[int, int, int]
-T = TypeVar("T")
+#: an argument of a tensor
+Make = Callable[[torch.Tensor], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What one kernel is launched with. tensors: for each parameter that is a tensor its name in the call, None where it is absent.
-    numbers: every other parameter, or the members of those that are tuples of `TAKEN`. tile: how it is compiled; None: Triton's
-    defaults."""
+    """What one kernel is launched with.
+
+    tensors: for each parameter that is a tensor its name in the call, None where it is absent.
+    numbers: every other parameter, or the members of those that are tuples of `TAKEN`.
+    tile: how it is compiled; None: Triton's defaults.
+    made: for each parameter that is made of a tensor, as descriptors are: its name in the call, and what makes the argument of it.
+    """
 
     grid: Grid
     tensors: Mapping[str, str | None]
     numbers: Mapping[str, Any]
     tile: Tile | None = None
+    made: Mapping[str, tuple[str, Make]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ready:
-    """A compiled kernel and its arguments, all but the addresses. where: position and name of each tensor."""
+class ReadyKernel:
+    """A compiled kernel and its arguments, all but the addresses.
+
+    where: position and name of each tensor whose address is an argument.
+    made: position and name of each tensor that an argument is made of, and what makes it.
+    """
 
     kernel: Any
     compiled: Any
     grid: Grid
     values: list[Any]
     where: tuple[tuple[int, str], ...]
+    made: tuple[tuple[int, str, Make], ...] = ()
 
+    def bound(self, index: Mapping[str, int], device: int) -> Start:
+        """See `replaying.Ready`."""
+        compiled, grid, first = self.compiled, self.grid, self.values
+        where = tuple((position, index[name]) for position, name in self.where)
+        made = tuple((position, index[name], make) for position, name, make in self.made)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replay:
-    """A call that allocates and launches, and does nothing else. Tensors are counted: the inputs, then what is allocated.
-
-    launches: a kernel, its grid, its arguments, and of those that are addresses position and tensor. returned: which tensors.
-    """
-
-    device: int
-    allocate: tuple[Callable[[], torch.Tensor], ...]
-    launches: tuple[tuple[Any, Grid, list[Any], tuple[tuple[int, int], ...]], ...]
-    returned: tuple[int, ...]
-
-    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What is returned, of inputs that lie like those of the first call."""
-        return self.run_at(inputs, [x.data_ptr() for x in inputs])
-
-    def run_at(self, inputs: Sequence[torch.Tensor], addresses: list[int]) -> list[torch.Tensor]:
-        """The same for whoever knows the inputs' addresses."""
-        device = self.device
-        if current_cuda_device() != device:
-            with torch.cuda.device(device):
-                return self.run_at(inputs, addresses)
-        made = [make() for make in self.allocate]
-        tensors = [*inputs, *made]
-        addresses += [x.data_ptr() for x in made]
-        for compiled, grid, first, where in self.launches:
+        def launch_again(tensors: list[torch.Tensor], addresses: list[int]) -> None:
             values = first.copy()
             for position, tensor in where:
                 values[position] = addresses[tensor]
             start(compiled, grid, device, values)
-        return [tensors[i] for i in self.returned]
+
+        def make_and_launch_again(tensors: list[torch.Tensor], addresses: list[int]) -> None:
+            values = first.copy()
+            for position, tensor in where:
+                values[position] = addresses[tensor]
+            for position, tensor, make in made:
+                values[position] = make(tensors[tensor])
+            start(compiled, grid, device, values)
+
+        return make_and_launch_again if made else launch_again
 
 
-@dataclass(kw_only=True)
-class Alike:
-    """Calls of an op with one text, whose tensors have the same shapes, strides, dtypes, device and alignment.
+def _again(first: Any, make: Make) -> Make:
+    """What makes further arguments like the first. Of a descriptor of the copy engine everything but the tensor stays, and is not checked
+    again: further tensors lie alike."""
+    if not hasattr(first, "base"):
+        return make
+    kind, fields = type(first), {name: value for name, value in vars(first).items() if name != "base"}
 
-    launches: by the identity of the kernel, whose own hash is that of its source.
-    empties: what a call allocates.
-    replay: for further calls, if that is all there is to them.
-    any_size: other calls of the text have other sizes, and share their kernels (any_size.py).
-    """
-
-    device: torch.device
-    any_size: bool = False
-    launches: dict[tuple[int, str], Ready] = field(default_factory=dict)
-    empties: dict[str, Empty] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-    replay: Replay | None = None
-
-    def empty(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """make(), or an unfilled tensor like the one that it gave first. Allocates on the current device."""
-        known = self.empties.get(name)
-        if known is not None:
-            return known.make()
-        made = make()
-        self.empties[name] = Empty.like(made)
+    def describe(tensor: torch.Tensor) -> Any:
+        made = object.__new__(kind)
+        made.__dict__.update(fields, base=tensor)
         return made
 
-    def fact(self, name: str, find: Callable[[], T]) -> T:
-        """find(), asked once: something that follows from how the tensors lie."""
-        if name not in self.facts:
-            self.facts[name] = find()
-        return cast(T, self.facts[name])
-
-    def keep(self, ran: Sequence[Ready | None], *, inputs: Iterable[str], returned: Iterable[str]) -> None:
-        """Replay further calls. ran: what `launch` gave, in order. inputs, returned: names of tensors."""
-        # Another thread may be in its first call, too, and find further ones.
-        empties = dict(self.empties)
-        index = {name: i for i, name in enumerate([*inputs, *empties])}
-        if self.device.index is None or any(ready is None for ready in ran):
-            return
-        launches = [
-            (ready.compiled, ready.grid, ready.values, tuple((i, index[name]) for i, name in ready.where))
-            for ready in ran
-            if ready is not None
-        ]
-        self.replay = Replay(
-            device=self.device.index,
-            allocate=tuple(empty.make for empty in empties.values()),
-            launches=tuple(launches),
-            returned=tuple(index[name] for name in returned),
-        )
-
-
-_ALIKE: Known[Alike] = Known()
-
-
-def alike(op: str, text: str, tensors: Sequence[torch.Tensor]) -> Alike:
-    """What is known of calls like this one: of an op, with that text.
-
-    Of a call whose launches are noted nothing is known or kept: its tensors are stand-ins.
-    """
-    device = tensors[0].device
-    if noter() is not None:
-        return Alike(device=device)
-    key = (op, text, device, *[(t.shape, t.stride(), t.dtype, t.data_ptr() % VECTOR) for t in tensors])
-    found = _ALIKE.get(key)
-    return _ALIKE.keep(key, Alike(device=device)) if found is None else found
-
-
-class Site:
-    """Calls of one place in compiled code, where tensors lie the same in every call: after the first one their addresses are all that
-    is asked."""
-
-    __slots__ = ("_replay",)
-
-    def __init__(self) -> None:
-        self._replay: Replay | None = None
-
-    def again(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """What a further call returns; None where the body has to be called: at first, and where a tensor's address is no multiple of a
-        vector."""
-        replay = self._replay
-        if replay is None:
-            return None
-        addresses = [x.data_ptr() for x in inputs]
-        if any(address % VECTOR for address in addresses):
-            return None
-        return replay.run_at(inputs, addresses)
-
-    def learn(self, op: str, text: str, inputs: Sequence[torch.Tensor]) -> None:
-        """After the body was called."""
-        if not any(x.data_ptr() % VECTOR for x in inputs):
-            self._replay = alike(op, text, inputs).replay
+    return describe
 
 
 def launch(
@@ -193,13 +109,13 @@ def launch(
     tensors: Mapping[str, torch.Tensor],
     arguments: Callable[[], Arguments],
     part: str = "",
-) -> Ready | None:
+) -> ReadyKernel | None:
     """Run a kernel on the current device, which has to be the tensors'. Gives what a further launch needs, if that can be kept.
 
     tensors: of the call, by name. arguments: is asked the first time only, so it may depend on nothing but `same`. part: tells
     launches of one kernel in one call apart.
     """
-    ready = same.launches.get((id(kernel), part))
+    ready: ReadyKernel | None = same.launches.get((id(kernel), part))
     if ready is None:
         first = _first_launch(kernel, same, tensors, arguments())
         if first is not None:
@@ -209,19 +125,27 @@ def launch(
     return ready
 
 
-def _start(ready: Ready, same: Alike, tensors: Mapping[str, torch.Tensor]) -> None:
+def _start(ready: ReadyKernel, same: Alike, tensors: Mapping[str, torch.Tensor]) -> None:
     values = ready.values.copy()
     for position, name in ready.where:
         values[position] = tensors[name].data_ptr()
+    for position, name, make in ready.made:
+        values[position] = make(tensors[name])
     start(ready.compiled, ready.grid, same.device.index, values)
 
 
-def _first_launch(kernel: Any, same: Alike, tensors: Mapping[str, torch.Tensor], found: Arguments) -> Ready | None:
+def _first_launch(
+    kernel: Any, same: Alike, tensors: Mapping[str, torch.Tensor], found: Arguments
+) -> ReadyKernel | None:
     """What further launches need; None if there is nothing to launch, or nothing to keep of it."""
     if 0 in found.grid:
         return None
     check_grid(found.grid)
-    given = {name: None if source is None else _bytes(tensors[source]) for name, source in found.tensors.items()}
+    given: dict[str, Any] = {
+        name: None if source is None else _bytes(tensors[source]) for name, source in found.tensors.items()
+    }
+    made = {name: make(tensors[source]) for name, (source, make) in found.made.items()}
+    given |= made
     options = {} if found.tile is None else found.tile.launch_options
     names = kernel.arg_names
     numbers = as_taken(names, found.numbers)
@@ -234,7 +158,16 @@ def _first_launch(kernel: Any, same: Alike, tensors: Mapping[str, torch.Tensor],
         compiled = _finished(first_launch(kernel, found.grid, **given, **numbers, **options))
     if compiled is None:
         return None
-    ready = Ready(kernel=kernel, compiled=compiled, grid=found.grid, values=values, where=where)
+    ready = ReadyKernel(
+        kernel=kernel,
+        compiled=compiled,
+        grid=found.grid,
+        values=values,
+        where=where,
+        made=tuple(
+            (names.index(name), source, _again(made[name], make)) for name, (source, make) in found.made.items()
+        ),
+    )
     if is_for_any:
         _start(ready, same, tensors)
     return ready

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from attn_compiler.lowerings.shared.kernels.tile_lists import tile_bounds, tile_lists, tile_order
-from attn_compiler.lowerings.shared.launching import Alike, Arguments, alike, launch
+from attn_compiler.lowerings.shared.launching import Arguments, launch
 from attn_compiler.lowerings.shared.listing import OF_KEYS, OF_QUERIES, UNIT, Asked
 from attn_compiler.lowerings.shared.on_device import on
+from attn_compiler.lowerings.shared.replaying import Alike, alike
 
 Tensor = torch.Tensor
 

@@ -45,6 +45,12 @@ class Empty:
     def like(tensor: torch.Tensor) -> Empty:
         return Empty(make=allocator(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type))
 
+    @staticmethod
+    def zeros_like(tensor: torch.Tensor) -> Empty:
+        """For what is not written all over, or added up in place."""
+        make = Empty.like(tensor).make
+        return Empty(make=lambda: make().zero_())
+
 
 def new_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.empty_outputs` on the current device, for q in half precision or float32."""
@@ -52,5 +58,11 @@ def new_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.T
         return empty_outputs(q, v)
     (batch, heads, seqlen_q, _), head_dim, device = q.shape, v.shape[3], q.device.type
     strides = output_strides(heads, seqlen_q, head_dim)
-    out = empty_strided((batch, heads, seqlen_q, head_dim), strides, q.dtype, device)
-    return out, empty_strided((batch, heads, seqlen_q), (heads * seqlen_q, seqlen_q, 1), torch.float32, device)
+    return empty_strided((batch, heads, seqlen_q, head_dim), strides, q.dtype, device), new_lse(q)
+
+
+def new_lse(x: torch.Tensor) -> torch.Tensor:
+    """The lse of `new_outputs` alone. x: q or the output."""
+    batch, heads, seqlen_q, _ = x.shape
+    strides = (heads * seqlen_q, seqlen_q, 1)
+    return empty_strided((batch, heads, seqlen_q), strides, torch.float32, x.device.type)

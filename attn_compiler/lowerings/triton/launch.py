@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-from attn_compiler.lowerings.shared import backward_call, forward_call
+from attn_compiler.lowerings.shared import leaf_calls
 from attn_compiler.lowerings.shared.arguments import (
     STATS_BLOCK,
     Prepared,
@@ -25,9 +25,10 @@ from attn_compiler.lowerings.shared.arguments import (
     operand_parameters,
     strides,
 )
-from attn_compiler.lowerings.shared.backward_call import Backward, Gradients
+from attn_compiler.lowerings.shared.backward_call import Backward, BackwardByKernels
 from attn_compiler.lowerings.shared.forward_call import Forward, Named
-from attn_compiler.lowerings.shared.launching import Alike, Arguments, Grid, Ready, launch
+from attn_compiler.lowerings.shared.launching import Arguments, Grid, ReadyKernel, launch
+from attn_compiler.lowerings.shared.replaying import Alike
 from attn_compiler.lowerings.triton import launch_added
 from attn_compiler.lowerings.triton.kernels import backward, kv_backward
 from attn_compiler.lowerings.triton.kernels import forward as forward_kernels
@@ -39,7 +40,7 @@ _MOST_KEPT_BYTES = 2 << 30
 _PITCH = 16
 
 
-def _run_forward(prepared: Prepared, same: Alike, tensors: Named) -> list[Ready | None]:
+def _run_forward(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | None]:
     arguments = functools.partial(_forward, prepared, tensors)
     return [launch(forward_kernels.attention_forward, same, tensors, arguments)]
 
@@ -47,11 +48,11 @@ def _run_forward(prepared: Prepared, same: Alike, tensors: Named) -> list[Ready 
 forward = Forward(op="triton", operands=lambda prepared: prepared.operands, run=_run_forward)
 
 
-class ForwardSite(forward_call.ForwardSite):
+class ForwardSite(leaf_calls.ForwardSite):
     """`forward` for one place in compiled code."""
 
     __slots__ = ()
-    forward = forward
+    body = forward
 
 
 def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Arguments:
@@ -200,11 +201,11 @@ def grad_kv_arguments(shared: Backward, part: str) -> Arguments:
     )
 
 
-def _start(*given: Any) -> Ready | None:
+def _start(*given: Any) -> ReadyKernel | None:
     return launch(*given)
 
 
-gradients = Gradients(
+gradients = BackwardByKernels(
     op="triton_backward",
     operands=lambda prepared: prepared.operands,
     rows_together=_rounded_to,
@@ -216,8 +217,8 @@ gradients = Gradients(
 begin_backward = gradients.begin
 
 
-class BackwardSite(backward_call.BackwardSite):
+class BackwardSite(leaf_calls.BackwardSite):
     """`gradients` for one place in compiled code."""
 
     __slots__ = ()
-    gradients = gradients
+    body = gradients

@@ -93,7 +93,7 @@ def test_a_plan_is_built_with_the_handle(frontend: Frontend) -> None:
 
 def test_a_launch_gets_addresses_a_workspace_and_the_handle(frontend: Frontend) -> None:
     plan = cudnn_frontend.build(backward_key())
-    cudnn_frontend.launcher(plan, torch.device("cpu", 0))([1, 2, 3])
+    cudnn_frontend.launcher(plan, torch.device("cpu", 0), lambda all: all[1:])([], [0, 1, 2, 3])
     ((addresses, workspace, handle),) = plan.graph.launches
     assert (addresses, handle) == ([1, 2, 3], cudnn_frontend.handle(0))
     assert workspace != 0

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.decode import latent_launch, launch, replaying
 from attn_compiler.lowerings.shared import launching
+from attn_compiler.lowerings.shared import replaying as shared_replaying
 from tests.lowerings.decode import latent_problems, problems
 from tests.lowerings.decode.problems import Case, Problem
 
@@ -46,7 +47,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Kernel]:
     monkeypatch.setattr(latent_launch, "combine_latent", found["combine_latent"])
     for module in (launch, latent_launch, launching):
         monkeypatch.setattr(module, "start", found["attention_decode"].start)
-    monkeypatch.setattr(launching, "current_cuda_device", lambda: -1)
+    monkeypatch.setattr(shared_replaying, "current_cuda_device", lambda: -1)
     return found
 
 
@@ -146,14 +147,17 @@ def test_one_tensor_in_two_roles_is_no_two_tensors_later(kernels: dict[str, Kern
     assert values[1:3] == [problem.k.data_ptr(), problem.v.data_ptr()]
 
 
-def test_what_is_no_input_is_allocated_anew() -> None:
-    q, out, partial = torch.empty(8), torch.empty(8), torch.empty(3, 4)
-    one = replaying.Launched(compiled=None, grid=(1, 1, 1), tensors=(q, None, out, partial), values=(7,))
-    found = replaying.replay((q,), (out,), [one])
+def test_what_is_no_input_is_allocated_anew(kernels: dict[str, Kernel]) -> None:
+    q, out, lse, partial = torch.empty(8), torch.empty(8), torch.empty(2), torch.empty(3, 4)
+    kernel = Kernel()
+    one = replaying.Launched(compiled=kernel, grid=(1, 1, 1), tensors=(q, None, out, lse, partial), values=(7,))
+    found = replaying.replay((q,), (out, lse), [one])
     assert found is not None
-    assert found.launches == ((None, (1, 1, 1), [None, None, None, None, 7], ((0, 0), (2, 1), (3, 2))),)
-    assert [tuple(make().shape) for make in found.allocate] == [(8,), (3, 4)]
-    assert found.returned == (1,)
+    tensors = [q]
+    assert found.run(tensors) == (tensors[1], tensors[2])
+    assert [tuple(x.shape) for x in tensors[1:]] == [(8,), (2,), (3, 4)]
+    addresses = [x.data_ptr() for x in tensors]
+    assert kernel.ran == [((1, 1, 1), [addresses[0], None, *addresses[1:], 7])]
 
 
 @pytest.mark.gpu
@@ -174,4 +178,4 @@ def test_places_give_what_the_bodies_give_on_a_gpu(family: Callable[[Case], Any]
         for _ in range(3):
             for ours, theirs in zip(site(*given(on_gpu, module)), expected, strict=True):
                 assert torch.equal(ours, theirs)
-        assert site._replay is not None
+        assert site.replay is not None

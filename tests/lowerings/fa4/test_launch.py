@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings.fa4 import launch
+from attn_compiler.lowerings.fa4 import launch, replay
 from attn_compiler.lowerings.fa4.lowering import FlashAttention4
 from attn_compiler.lowerings.fa4.plan import Call
-from attn_compiler.lowerings.fa4.replay import Recording
 from attn_compiler.lowerings.plain import reference
+from attn_compiler.lowerings.shared import replaying
 from attn_compiler.lowerings.shared.on_device import Known
 from attn_compiler.passes import layout
 from attn_compiler.target import Target
@@ -91,7 +91,7 @@ def test_what_gives_something_else_when_it_is_launched_again_is_not_replayed(
     flash: StandIn,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Recording, "gives", lambda *_: False)
+    monkeypatch.setattr(replay, "gives", lambda *_: False)
     built = inputs(BY_NAME["causal_bfloat16"], device="cpu")
     for count in (1, 2, 3):
         attention(built)(built).sum().backward()
@@ -116,7 +116,7 @@ def test_what_is_replayed_does_not_grow_without_a_bound(
     for length in (16, 24, 32, 32, 16):
         q, k, v = torch.randn(3, 1, 4, length, 64, dtype=torch.bfloat16).unbind()
         torch.ops.attn_compiler.fa4.default(q, k, v, [], text)
-    assert len(launch._prepared(text).forwards) == 2
+    assert len(replaying._ALIKE) == 2
     assert [call["out"].shape[1] for call in flash.forwards] == [16, 24, 32, 16]
 
 

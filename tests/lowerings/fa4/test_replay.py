@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_compiler.lowerings.fa4 import replay
-from attn_compiler.lowerings.fa4.replay import Recording
+from attn_compiler.lowerings.fa4.replay import Recording, Tensors
+from attn_compiler.lowerings.shared import replaying
+from attn_compiler.lowerings.shared.on_device import Empty
+from attn_compiler.lowerings.shared.replaying import Replay, Returned, replay_of
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replaying, "current_cuda_device", lambda: -1)
 
 
 class Pair(NamedTuple):
@@ -43,6 +51,12 @@ def recorded(called: Any, given: dict[str, Tensor], results: tuple[str, ...] = (
     return watch.recording(given, dict(zip(results, found or (), strict=True)))
 
 
+def replayed(recording: Recording, inputs: tuple[str, ...], outputs: Tensors, returned: Returned) -> Replay:
+    """outputs: what a call allocates besides, like these and filled with 0."""
+    empties = {name: Empty.zeros_like(x) for name, x in outputs.items()} | recording.empties
+    return replay_of(torch.device("cpu"), [recording], empties, inputs=inputs, returned=returned)
+
+
 def test_launches_again_with_other_tensors_and_fresh_memory() -> None:
     def body(launch: Any, x: Tensor, out: Tensor) -> tuple[Tensor]:
         total, extra = torch.zeros(3), torch.empty(3)
@@ -59,12 +73,12 @@ def test_launches_again_with_other_tensors_and_fresh_memory() -> None:
     called = function(body, kernel)
     recording = recorded(called, {"x": torch.ones(3), "out": torch.zeros(3)}, ("extra",))
     assert recording is not None
+    again = replayed(recording, ("x",), {"out": torch.zeros(3)}, ("out", "extra"))
     for value in (3.0, 5.0):
-        given = {"x": torch.full((3,), value), "out": torch.zeros(3)}
-        named = recording.replay(given, "cpu")
-        assert given["out"].tolist() == [2 * value] * 3
-        assert named["extra"].tolist() == [value] * 3
-        assert named["extra"].data_ptr() != given["x"].data_ptr()
+        out, extra = again.run([x := torch.full((3,), value)])
+        assert out.tolist() == [2 * value] * 3
+        assert extra.tolist() == [value] * 3
+        assert extra.data_ptr() != x.data_ptr()
 
 
 @pytest.mark.parametrize(("drift", "alike"), [(0.0, True), (0.001, True), (0.5, False), (-0.5, False)])
@@ -86,7 +100,8 @@ def test_whether_a_replay_gives_what_the_function_gave(drift: float, alike: bool
         (extra,) = called(*given.values())
     recording = watch.recording(given, {"extra": extra})
     assert recording is not None
-    assert recording.gives({**given, "extra": extra}, ("out", "extra", "absent"), "cpu") is alike
+    again = replayed(recording, ("x",), {"out": given["out"]}, ("out", "extra"))
+    assert replay.gives(again.run([given["x"]]), (given["out"], extra)) is alike
     assert given["out"].tolist() == [1.0] * 3
 
 
@@ -154,3 +169,22 @@ def test_what_flash_attn_launches_is_what_is_replayed() -> None:
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "launches are the same" in run.stdout
+
+
+def test_sequences_come_before_heads_and_no_gradient_is_asked_for() -> None:
+    """What is allocated between launches is handed on as it is."""
+    seen: list[tuple[tuple[int, ...], bool]] = []
+
+    def body(launch: Any, q: Tensor, out: Tensor, lse: Tensor) -> None:
+        launch(q, out, lse, torch.empty(1, 2, 3, 4))
+
+    def kernel(*tensors: Tensor) -> None:
+        seen.append(tuple((tuple(x.shape), x.requires_grad) for x in tensors))
+
+    given = {"q": torch.ones(1, 5, 2, 4), "out": torch.ones(1, 5, 2, 4), "lse": torch.ones(1, 2, 5)}
+    recording = recorded(function(body, kernel), given)
+    assert recording is not None
+    q = torch.ones(1, 2, 5, 4, requires_grad=True)
+    again = replayed(recording, ("q",), {"out": torch.ones(1, 2, 5, 4), "lse": given["lse"]}, ("out", None))
+    assert again.run([q])[0].shape == q.shape
+    assert seen[1] == seen[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_compiler.lowerings.hopper import backward_launch, launch
 from attn_compiler.lowerings.hopper.kernels import backward_sm90, forward_sm90
 from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_backward, is_ordered
-from attn_compiler.lowerings.shared import launching, persistent
+from attn_compiler.lowerings.shared import launching, persistent, replaying
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.shared.launching import Arguments
 from attn_compiler.lowerings.triton.kernels.forward import attention_again
@@ -100,7 +100,7 @@ def outputs(problem: Problem, *, programs: int = 3) -> tuple[Tensor, Tensor]:
     out, lse = in_torch(problem, programs=programs)
     again = found.get("attention_again")
     if again is not None:
-        same = launching.Alike(device=out.device)
+        same = replaying.Alike(device=out.device)
         launching.launch(attention_again, same, {**tensors, "Out": out, "Lse": lse}, lambda: again)
     return out, lse
 
@@ -111,7 +111,7 @@ def results(problem: Problem, *, programs: int = 3) -> list[Tensor]:
 
     def start(kernel: Any, same: Any, tensors: Any, arguments: Callable[[], Arguments], part: str = "") -> None:
         if kernel is not backward_sm90.attention_backward_sm90:
-            launching.launch(kernel, launching.Alike(device=out.device), tensors, arguments, part)
+            launching.launch(kernel, replaying.Alike(device=out.device), tensors, arguments, part)
             return
         asked = arguments()
         for name in ("GradQ", "GradK", "GradV", "EachK", "EachV"):

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from attn_compiler.lowerings.hopper import launch, plan
-from attn_compiler.lowerings.shared import launching
+from attn_compiler.lowerings.shared import replaying
 from attn_compiler.lowerings.shared.arguments import prepare
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.triton import launch as triton_launch
@@ -125,6 +125,6 @@ def test_calls_are_none_of_the_triton_familys() -> None:
     problem = problems.build(BY_NAME["causal"])
     inputs = (problem.q, problem.k, problem.v)
     ops = (launch.forward.op, triton_launch.forward.op)
-    first, second = (launching.alike(op, problem.text, inputs) for op in ops)
+    first, second = (replaying.alike(op, problem.text, inputs) for op in ops)
     assert first is not second
-    assert launching.alike(ops[0], problem.text, inputs) is first
+    assert replaying.alike(ops[0], problem.text, inputs) is first

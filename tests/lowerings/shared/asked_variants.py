@@ -103,7 +103,9 @@ def _lists() -> None:
     keys, rows = torch.ones(2, 100, dtype=torch.bool), torch.ones(2, 1, 64, dtype=torch.int32)
     for by_key in (False, True):
         for length in (100, 96, 1):
-            listing_launch.lists(None, keys[:, :length], None, None, None, 64, length, OPEN, 0, True, 64, 32, by_key, by_key)
+            listing_launch.lists(
+                None, keys[:, :length], None, None, None, 64, length, OPEN, 0, True, 64, 32, by_key, by_key
+            )
         listing_launch.lists(rows, keys[:1], None, None, None, 64, 100, OPEN, OPEN, False, 128, 64, by_key, False)
 
 

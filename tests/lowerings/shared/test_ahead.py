@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import attn_compiler
 from attn_compiler import torch_inductor
 from attn_compiler.errors import AttnCompilerWarning
-from attn_compiler.lowerings.shared import ahead, imagined, launching, on_device, ops
+from attn_compiler.lowerings.shared import ahead, imagined, launching, on_device, ops, replaying
 from attn_compiler.lowerings.shared.ahead import Ahead
 from attn_compiler.lowerings.shared.compiling import Compiled
 from attn_compiler.lowerings.shared.listing import OPEN
@@ -99,7 +99,7 @@ def test_compiled_code_launches_what_was_noted(begun: Begun, monkeypatch: pytest
         return launch(kernel, grid, *positional, **named)
 
     monkeypatch.setattr(launching, "first_launch", looked_at)
-    monkeypatch.setattr(launching, "_ALIKE", on_device.Known())
+    monkeypatch.setattr(replaying, "_ALIKE", on_device.Known())
     compiled()(*INPUTS).sum().backward()
     noted = [(kernel, _told_apart(named)) for kernel, named in zip(begun.kernels, begun.named, strict=True)]
     assert len(launched) >= 6

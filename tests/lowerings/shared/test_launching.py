@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 from unittest import mock
@@ -14,10 +15,11 @@ from torch import Tensor
 from triton.runtime import _allocation
 
 from attn_compiler.lowerings.base import Tile
-from attn_compiler.lowerings.shared import launching
+from attn_compiler.lowerings.shared import launching, replaying
 from attn_compiler.lowerings.shared.kernels import tuples
-from attn_compiler.lowerings.shared.launching import Arguments, alike, launch
+from attn_compiler.lowerings.shared.launching import Arguments, launch
 from attn_compiler.lowerings.shared.on_device import Known
+from attn_compiler.lowerings.shared.replaying import alike
 
 TILE = Tile(queries=32, keys=32, warps=8, stages=3)
 STREAM = 77
@@ -59,7 +61,8 @@ class Kernel:
 
 @pytest.fixture(autouse=True)
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_ALIKE", Known())
+    monkeypatch.setattr(replaying, "_ALIKE", Known())
+    monkeypatch.setattr(replaying, "current_cuda_device", lambda: -1)
     monkeypatch.setattr(triton.runtime, "driver", mock.Mock())
     triton.runtime.driver.active.get_current_stream.return_value = STREAM
 
@@ -164,27 +167,6 @@ def test_truth_values_are_read_as_bytes() -> None:
     assert given["Q"].data_ptr() == q.data_ptr()
 
 
-def test_an_output_is_like_the_first_one() -> None:
-    same, made = alike("op", "text", (torch.empty(2),)), list[Tensor]()
-
-    def make() -> Tensor:
-        made.append(torch.empty(3, 5, 4, dtype=torch.float16).transpose(0, 1))
-        return made[-1]
-
-    first, second = same.empty("out", make), same.empty("out", make)
-    assert len(made) == 1
-    assert first is made[0]
-    assert second.data_ptr() != first.data_ptr()
-    assert (second.shape, second.stride(), second.dtype) == (first.shape, first.stride(), first.dtype)
-
-
-def test_what_is_known_of_calls_does_not_grow_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Known, "_MOST", 3)
-    for size in range(10):
-        alike("op", "text", (torch.empty(size),))
-    assert len(launching._ALIKE) <= 3
-
-
 class Promised(launching.FutureKernel):  # type: ignore[misc]
     """What Triton gives for a kernel that is still being compiled."""
 
@@ -226,54 +208,7 @@ def test_a_further_launch_gets_tuples_without_names() -> None:
     assert launching.plain("ieee") == "ieee"
 
 
-# ---- places in compiled code ------------------------------------------------------------------------------------------
-
-
-class Place(launching.Site):
-    """Of a body that launches one kernel on whole vectors."""
-
-    def __init__(self, compiled: Compiled) -> None:
-        super().__init__()
-        self.bodies, self._compiled = 0, compiled
-
-    def __call__(self, q: Tensor) -> Tensor:
-        found = self.again((q,))
-        if found is None:
-            self.bodies += 1
-            alike("op", "text", (q,)).replay = self._replay_of()
-            self.learn("op", "text", (q,))
-            return q
-        return found[0]
-
-    def _replay_of(self) -> launching.Replay:
-        launches = ((self._compiled, (1, 1, 1), [None, 7, None], ((0, 0), (2, 1))),)
-        return launching.Replay(device=0, allocate=(lambda: torch.empty(2),), launches=launches, returned=(1,))
-
-
-def test_a_place_asks_for_addresses_alone_after_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "current_cuda_device", lambda: 0)
-    place = Place(compiled := Compiled())
-    first, second = torch.empty(8), torch.empty(8)
-    assert place(first) is first
-    monkeypatch.setattr(launching, "alike", None)
-    out = place(second)
-    assert place.bodies == 1
-    assert [given[-3:] for given in compiled.runs] == [(second.data_ptr(), 7, out.data_ptr())]
-
-
-def test_a_place_calls_its_body_for_what_begins_between_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "current_cuda_device", lambda: 0)
-    place = Place(compiled := Compiled())
-    whole, between = torch.empty(8), torch.empty(9)[1:]
-    place(between)
-    assert place.bodies == 1
-    place(whole)
-    assert place.bodies == 2, "nothing is learned from tensors that begin between vectors"
-    place(between)
-    assert place.bodies == 3
-    place(whole)
-    assert place.bodies == 3
-    assert len(compiled.runs) == 1
+# ---- what a launch asks of Triton --------------------------------------------------------------------------------
 
 
 def test_kernels_that_want_room_get_it_and_whoever_gave_it_before_keeps_that(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,3 +242,61 @@ def test_hooks_of_profilers_do_not_cost_that_room(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", hooks)
     launching.start(Hooked(), (1, 1, 1), None, [])
     assert asked == [launching._on_current_device]
+
+
+# ---- what is replayed ---------------------------------------------------------------------------------------------
+
+
+class Descriptor:
+    """As those of the copy engine: it checks what it is made of."""
+
+    made = 0
+
+    def __init__(self, base: Tensor, tile: int) -> None:
+        self.base, self.tile = base, tile
+        type(self).made += 1
+
+
+def further_launches(made: dict[str, Any], tensors: dict[str, str | None]) -> tuple[Compiled, Tensor, Tensor]:
+    """The kernel after three calls, of which the third was replayed, and what that one was given and made."""
+    kernel, q, out = Kernel(), torch.empty(4, 8), torch.empty(4, 8)
+    asked = Arguments(grid=(2, 1, 1), tensors=tensors, numbers={"number": 7}, made=made)
+    same = alike("op", "text", (q,))
+    for _ in range(2):
+        ran = [launch(kernel, same, {"q": q, "out": same.empty("out", lambda: out)}, lambda: asked)]
+    same.keep(ran, inputs=("q",), returned=("out", None))
+    assert same.replay is not None
+    found, _ = same.replay.run([other := torch.empty(4, 8)])
+    return kernel.compiled, other, found
+
+
+def test_a_replay_fills_in_addresses() -> None:
+    compiled, q, out = further_launches({}, {"Q": "q", "Absent": None, "Out": "out"})
+    assert compiled.runs[-1][-4:] == (q.data_ptr(), None, 7, out.data_ptr())
+
+
+def test_a_descriptor_is_made_once_and_then_of_other_tensors() -> None:
+    Descriptor.made = 0
+    made = {"Q": ("q", lambda x: Descriptor(x, 64))}
+    compiled, q, out = further_launches(made, {"Absent": None, "Out": "out"})
+    assert Descriptor.made == 1
+    for given in compiled.runs:
+        assert isinstance(given[-4], Descriptor)
+        assert given[-4].tile == 64
+    assert compiled.runs[-1][-4].base is q
+    assert compiled.runs[-1][-1] == out.data_ptr()
+
+
+def test_no_tensor_of_the_first_call_is_held() -> None:
+    kernel, q = Kernel(), torch.empty(4, 8)
+    asked = Arguments(grid=(2, 1, 1), tensors={}, numbers={}, made={"Q": ("q", lambda x: Descriptor(x, 64))})
+    launch(kernel, alike("op", "text", (q,)), {"q": q}, lambda: asked)
+    kernel.calls.clear()
+    held = weakref.ref(q)
+    del q
+    assert held() is None
+
+
+def test_what_is_made_of_a_tensor_is_made_of_each() -> None:
+    compiled, q, _ = further_launches({"Q": ("q", lambda x: x[1].data_ptr())}, {"Out": "out"})
+    assert compiled.runs[-1][-4] == q[1].data_ptr()

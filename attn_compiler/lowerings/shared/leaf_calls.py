@@ -1,0 +1,144 @@
+"""What the leaf op and its backward are called with, and what every body of one does around the work of its family: it finds calls that
+lie alike, and replays those that can be (replaying.py).
+
+The arguments are described once, by the two tuples here. Their order is the schemas' (ops.py).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from attn_compiler.lowerings.shared.on_device import new_lse
+from attn_compiler.lowerings.shared.replaying import BETWEEN, Alike, Replay, alike
+
+Tensors = Sequence[torch.Tensor]
+
+#: what `ops.LEAF_SCHEMA` returns
+Outputs = tuple[torch.Tensor, torch.Tensor]
+#: what `ops.BACKWARD_SCHEMA` returns
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]
+
+
+class ForwardArguments(NamedTuple):
+    """Of `ops.LEAF_SCHEMA`. text: the spec's, and whatever else was decided."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    operands: Tensors
+    text: str
+
+
+class BackwardArguments(NamedTuple):
+    """Of `ops.BACKWARD_SCHEMA`."""
+
+    grad_out: torch.Tensor
+    grad_lse: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    operands: Tensors
+    out: torch.Tensor
+    lse: torch.Tensor
+    text: str
+
+
+def forward_inputs(given: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors of ForwardArguments: q, k, v and then the operands."""
+    q, k, v, operands, _ = given
+    return [q, k, v, *operands]
+
+
+def backward_inputs(given: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors of BackwardArguments: grad_out, grad_lse, q, k, v, out, lse and then the operands."""
+    grad_out, grad_lse, q, k, v, operands, out, lse, _ = given
+    return [grad_out, grad_lse, q, k, v, out, lse, *operands]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardBody(abc.ABC):
+    """What a leaf op does. op: its name."""
+
+    op: str
+
+    @abc.abstractmethod
+    def first(self, given: ForwardArguments, same: Alike) -> Outputs:
+        """The first call of those that lie alike. Leaves in `same` what is replayed."""
+
+    def __call__(self, *given: Any) -> Outputs:
+        """out and lse. given: as in ForwardArguments."""
+        inputs = forward_inputs(given)
+        same = alike(self.op, given[-1], inputs)
+        if same.replay is None:
+            return self.first(ForwardArguments(*given), same)
+        out, lse = same.replay.run(inputs)
+        return out, new_lse(out) if lse is None else lse
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardBody(abc.ABC):
+    """What a leaf op's backward does. op: its name."""
+
+    op: str
+
+    @abc.abstractmethod
+    def first(self, given: BackwardArguments, same: Alike) -> Gradients:
+        """As `ForwardBody.first`."""
+
+    def __call__(self, *given: Any) -> Gradients:
+        """The gradients of q, k, v and of the operands that have one. given: as in BackwardArguments."""
+        inputs = backward_inputs(given)
+        same = alike(self.op, given[-1], inputs)
+        if same.replay is None:
+            return self.first(BackwardArguments(*given), same)
+        gradients: Gradients = same.replay.run(inputs)
+        return gradients
+
+
+class Site:
+    """A body for one place in compiled code, where tensors lie the same in every call: after the first one their addresses are all that
+    is asked.
+    """
+
+    __slots__ = ("replay",)
+    body: ClassVar[ForwardBody | BackwardBody]
+
+    def __init__(self) -> None:
+        self.replay: Replay | None = None
+
+    def by_body(self, given: Sequence[Any], inputs: Sequence[torch.Tensor]) -> Any:
+        """At first, and where an address is no multiple of a vector: such a call says nothing of others."""
+        found = self.body(*given)
+        if not any(x.data_ptr() & BETWEEN for x in inputs):
+            self.replay = alike(self.body.op, given[-1], inputs).replay
+        return found
+
+
+class ForwardSite(Site):
+    """Of a leaf op. An lse that nothing reads may be None."""
+
+    __slots__ = ()
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str) -> Any:
+        """As ForwardBody's, in the fewest steps: the host's time counts here."""
+        inputs = [q, k, v, *operands]
+        found = None if self.replay is None else self.replay.run(inputs, BETWEEN)
+        return self.by_body((q, k, v, operands, text), inputs) if found is None else found
+
+
+class BackwardSite(Site):
+    """Of a leaf op's backward."""
+
+    __slots__ = ()
+
+    def __call__(self, *given: Any) -> Any:
+        """As BackwardBody's, in the fewest steps."""
+        grad_out, grad_lse, q, k, v, operands, out, lse, _ = given
+        inputs = [grad_out, grad_lse, q, k, v, out, lse, *operands]
+        found = None if self.replay is None else self.replay.run(inputs, BETWEEN)
+        return self.by_body(given, inputs) if found is None else found

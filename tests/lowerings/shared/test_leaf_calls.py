@@ -1,0 +1,153 @@
+"""The arguments are the schemas', and a body and a place in compiled code replay what was kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_compiler.lowerings.shared import leaf_calls, ops, replaying
+from attn_compiler.lowerings.shared.leaf_calls import (
+    BackwardArguments,
+    BackwardBody,
+    ForwardArguments,
+    ForwardBody,
+    Gradients,
+    Outputs,
+)
+from attn_compiler.lowerings.shared.on_device import Empty, Known
+from attn_compiler.lowerings.shared.replaying import Alike, Start
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replaying, "_ALIKE", Known())
+    monkeypatch.setattr(replaying, "current_cuda_device", lambda: -1)
+
+
+class Doubles:
+    """A launch that writes twice q to what is made, and keeps the addresses that it is given."""
+
+    runs: list[list[int]] = []  # noqa: RUF012 - the tests' own
+
+    def bound(self, index: Mapping[str, int], device: int) -> Start:
+        def start(tensors: list[Tensor], addresses: list[int]) -> None:
+            self.runs.append(addresses.copy())
+            tensors[index["made"]].copy_(tensors[index["q"]] * 2)
+
+        return start
+
+
+class Forward(ForwardBody):
+    """Its lse is left out. firsts: of calls that were not replayed."""
+
+    firsts: list[str] = []  # noqa: RUF012
+
+    def first(self, given: ForwardArguments, same: Alike) -> Outputs:
+        self.firsts.append(given.text)
+        same.empties = {"made": Empty.like(given.q)}
+        same.keep([Doubles()], inputs=("q", "k", "v", "mask"), returned=("made", None))
+        return given.q * 2, torch.zeros(given.q.shape[:3])
+
+
+class Backward(BackwardBody):
+    def first(self, given: BackwardArguments, same: Alike) -> Gradients:
+        same.empties = {"made": Empty.like(given.q)}
+        names = ("grad_out", "grad_lse", "q", "k", "v", "out", "lse", "bias")
+        same.keep([Doubles()], inputs=names, returned=("made", "k", "v", ["bias"]))
+        return given.q * 2, given.k, given.v, [*given.operands]
+
+
+FORWARD, BACKWARD = Forward(op="op"), Backward(op="op_backward")
+
+
+class ForwardSite(leaf_calls.ForwardSite):
+    __slots__ = ()
+    body = FORWARD
+
+
+class BackwardSite(leaf_calls.BackwardSite):
+    __slots__ = ()
+    body = BACKWARD
+
+
+def bhsd(value: float = 1.0) -> Tensor:
+    return torch.full((1, 2, 8, 4), value)
+
+
+def between() -> Tensor:
+    return torch.ones(65)[1:].view(1, 2, 8, 4)
+
+
+@pytest.fixture(autouse=True)
+def nothing_ran() -> None:
+    Doubles.runs.clear()
+    Forward.firsts.clear()
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments"), [(ops.LEAF_SCHEMA, ForwardArguments), (ops.BACKWARD_SCHEMA, BackwardArguments)]
+)
+def test_arguments_are_the_schemas(schema: str, arguments: Any) -> None:
+    named = [one.split()[-1] for one in schema.split(" -> ")[0].strip("()").split(", ")]
+    assert ["spec" if name == "text" else name for name in arguments._fields] == named
+
+
+def test_inputs_are_all_tensors_in_order() -> None:
+    q, k, v, out, grad, lse, mask, bias = (torch.tensor(i) for i in range(8))
+    assert leaf_calls.forward_inputs((q, k, v, [mask, bias], "text")) == [q, k, v, mask, bias]
+    assert leaf_calls.forward_inputs((q, k, v, [], "text")) == [q, k, v]
+    found = leaf_calls.backward_inputs((grad, lse, q, k, v, [mask, bias], out, lse, "text"))
+    assert found == [grad, lse, q, k, v, out, lse, mask, bias]
+
+
+def test_a_body_replays_calls_that_lie_alike() -> None:
+    for value in (1.0, 3.0):
+        out, lse = FORWARD(bhsd(value), bhsd(), bhsd(), [bhsd()], "text")
+        assert out.unique().item() == 2 * value
+        assert (lse.shape, lse.dtype) == ((1, 2, 8), torch.float32)
+    assert (Forward.firsts, len(Doubles.runs)) == (["text"], 1)
+
+
+def test_a_backward_gives_gradients_of_operands_in_a_list() -> None:
+    lse = torch.zeros(1, 2, 8)
+    for value in (1.0, 3.0):
+        q, k, v, bias = bhsd(value), bhsd(), bhsd(), bhsd()
+        *grads, further = BACKWARD(bhsd(), lse, q, k, v, [bias], bhsd(), lse, "text")
+        assert grads[0].unique().item() == 2 * value
+        assert grads[1] is k
+        assert grads[2] is v
+        assert further[0] is bias
+    assert len(Doubles.runs) == 1
+
+
+def test_a_place_asks_for_addresses_alone_after_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    lse = torch.zeros(1, 2, 8)
+    place, backward = ForwardSite(), BackwardSite()
+    place(bhsd(), bhsd(), bhsd(), [bhsd()], "text")
+    backward(bhsd(), lse, bhsd(), bhsd(), bhsd(), [bhsd()], bhsd(), lse, "text")
+    assert not Doubles.runs
+    monkeypatch.setattr(leaf_calls, "alike", None)
+    given = (bhsd(3.0), bhsd(), bhsd(), [bhsd()])
+    out, nothing = place(*given, "text")
+    assert nothing is None
+    assert Doubles.runs == [[x.data_ptr() for x in (*given[:3], *given[3], out)]]
+    *grads, further = backward(bhsd(), lse, *given, out, lse, "text")
+    assert grads[0].unique().item() == 6
+    assert further[0] is given[3][0]
+
+
+def test_a_place_calls_its_body_for_what_begins_between_vectors() -> None:
+    place, rest = ForwardSite(), (bhsd(), bhsd(), [bhsd()], "text")
+    place(between(), *rest)
+    assert len(Forward.firsts) == 1
+    place(bhsd(), *rest)
+    assert len(Forward.firsts) == 2, "nothing is learned from tensors that begin between vectors"
+    replay = place.replay
+    place(between(), *rest)
+    place(bhsd(), *rest)
+    assert len(Forward.firsts) == 2
+    assert place.replay is replay is not None
