@@ -25,10 +25,6 @@ if TYPE_CHECKING:
         ContextParallelUnsupported,
         CudnnRefused,
         ExportUnsupported,
-        Fp8RecipeUnused,
-        Fp8StateInvalid,
-        Fp8StateMismatch,
-        Fp8StateOutdated,
         InvalidOption,
         LoweringUnavailable,
         NotAnExportedProgram,
@@ -41,6 +37,12 @@ if TYPE_CHECKING:
     )
     from attn_compiler.explaining import explain, explainer
     from attn_compiler.export import rewrite
+    from attn_compiler.fp8_errors import (
+        Fp8RecipeUnused,
+        Fp8StateInvalid,
+        Fp8StateMismatch,
+        Fp8StateOutdated,
+    )
     from attn_compiler.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
     from attn_compiler.fp8_state import fp8_state_dict, load_fp8_state_dict
     from attn_compiler.options import Options
@@ -100,10 +102,10 @@ _HOMES = {
     "DelayedScaling": "attn_compiler.fp8_recipe",
     "ExportUnsupported": "attn_compiler.errors",
     "Fp8Recipe": "attn_compiler.fp8_recipe",
-    "Fp8RecipeUnused": "attn_compiler.errors",
-    "Fp8StateInvalid": "attn_compiler.errors",
-    "Fp8StateMismatch": "attn_compiler.errors",
-    "Fp8StateOutdated": "attn_compiler.errors",
+    "Fp8RecipeUnused": "attn_compiler.fp8_errors",
+    "Fp8StateInvalid": "attn_compiler.fp8_errors",
+    "Fp8StateMismatch": "attn_compiler.fp8_errors",
+    "Fp8StateOutdated": "attn_compiler.fp8_errors",
     "InvalidOption": "attn_compiler.errors",
     "LoweringUnavailable": "attn_compiler.errors",
     "NotAnExportedProgram": "attn_compiler.errors",

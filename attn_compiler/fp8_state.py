@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attn_compiler.errors import Fp8StateInvalid, Fp8StateMismatch, Fp8StateOutdated
+from attn_compiler.fp8_errors import Fp8StateInvalid, Fp8StateMismatch, Fp8StateOutdated
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ pair, which every kernel and every recovery is held against. What depends on run
 
 To add a kind: one class here, its name in KINDS, its recogniser in passes/kinds.py, and its test. No lowering has to know it: the
 model's own tensor says the same, and is applied until lowerings/shared/parts.py makes a part of the kind. Of a kind that neither a
-tensor nor a flag says, `check_masks` in lowerings/shared/limits.py makes a refusal.
+tensor nor a flag says, `check_masks` in lowerings/shared/mask_limits.py makes a refusal.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from attn_compiler import index_expr as ix
+from attn_compiler.added_scores import ProvedScore
 from attn_compiler.index_expr import Expr
 from attn_compiler.masks import MaskKind
-from attn_compiler.scores import ProvedScore
 
 _EXPRESSIONS: tuple[type[Any], ...] = typing.get_args(ix.Expr)
 

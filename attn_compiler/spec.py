@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attn_compiler import fp8_recipe, masks, scores
+from attn_compiler import added_scores, fp8_recipe, masks, scores
 from attn_compiler.codec import Codec
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
@@ -167,8 +167,8 @@ CODEC = Codec(
         *masks.KINDS,
         *(masks.Dense, masks.Alignment, masks.Flag),
         *scores.KINDS,
-        *scores.PROVED_KINDS,
-        *scores.PARTS,
+        *added_scores.PROVED_KINDS,
+        *added_scores.PARTS,
         *fp8_recipe.PARTS,
         *(TensorSpec, StoredSpec, LatentSpec, Reason, Code, AttentionSpec, masks.MaskSpec, scores.ScoreSpec),
     )

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from attn_compiler import added_scores, masks, scores
 from attn_compiler import index_expr as ix
-from attn_compiler import masks, scores
 from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings.base import Operands, Tiles
 from attn_compiler.lowerings.shared import part_tensors, parts, tile_table
@@ -230,17 +230,17 @@ def _score(case: Case, dtype: str, *, training: bool) -> scores.ScoreSpec:
     )
 
 
-def _added_kinds(case: Case, *, training: bool) -> list[scores.ProvedScore]:
+def _added_kinds(case: Case, *, training: bool) -> list[added_scores.ProvedScore]:
     distance = ix.add(_K, _Q, -1)
     if case.alibi:
-        return [scores.Alibi(slopes=Load("slopes", (_H,), "float"), position=distance)]
+        return [added_scores.Alibi(slopes=Load("slopes", (_H,), "float"), position=distance)]
     if case.table:
         at = (ix.add(distance, Const(case.seqlen - 1)), _H)
-        return [scores.RelativeBias(table="table", at=at, distance=distance, requires_grad=training)]
+        return [added_scores.RelativeBias(table="table", at=at, distance=distance, requires_grad=training)]
     if case.bias:
         shape = (1, case.heads_q, case.seqlen, case.seqlen)
         return [
-            scores.Bias(tensor="bias", at=(ix.ZERO, _H, _Q, _K), shape=shape, requires_grad=training),
+            added_scores.Bias(tensor="bias", at=(ix.ZERO, _H, _Q, _K), shape=shape, requires_grad=training),
         ]
     return []
 

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from attn_compiler import errors
+from attn_compiler import errors, fp8_errors
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 
@@ -19,10 +19,10 @@ EXAMPLES = [
             Reason(code=Code.DEVICE, rule="needs a CUDA device", observed="cpu", remedy="move the model to a GPU"),
         ),
     ),
-    errors.Fp8RecipeUnused(modules=("layers.0", "layers.1"), exclude=("layers.*", "head")),
-    errors.Fp8StateMismatch(problem="not there: none; not given: layers.0/amax"),
-    errors.Fp8StateInvalid(problems=("layers.0/amax holds nan",)),
-    errors.Fp8StateOutdated(given=("layers.0/amax_q",), wanted=("'layers.0/amax' (16, 3)",)),
+    fp8_errors.Fp8RecipeUnused(modules=("layers.0", "layers.1"), exclude=("layers.*", "head")),
+    fp8_errors.Fp8StateMismatch(problem="not there: none; not given: layers.0/amax"),
+    fp8_errors.Fp8StateInvalid(problems=("layers.0/amax holds nan",)),
+    fp8_errors.Fp8StateOutdated(given=("layers.0/amax_q",), wanted=("'layers.0/amax' (16, 3)",)),
     errors.NotAnExportedProgram(given="torch.nn.modules.linear.Linear"),
     errors.ExportUnsupported(
         rule="the graph has no backward", observed="a joint graph", remedy="Export the model alone."

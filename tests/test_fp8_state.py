@@ -11,7 +11,7 @@ import torch
 
 import attn_compiler
 from attn_compiler import fp8_state
-from attn_compiler.errors import Fp8StateInvalid, Fp8StateMismatch, Fp8StateOutdated
+from attn_compiler.fp8_errors import Fp8StateInvalid, Fp8StateMismatch, Fp8StateOutdated
 from attn_compiler.fp8_state import Home, find, fp8_state_dict, keep, load_fp8_state_dict, others
 
 

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from attn_compiler import added_scores, masks, reads
 from attn_compiler import index_expr as ix
-from attn_compiler import masks, reads, scores
+from attn_compiler.added_scores import ProvedScore
 from attn_compiler.index_expr import Index, Load, Size
 from attn_compiler.masks import MaskKind
-from attn_compiler.scores import ProvedScore
 
 B, H, Q, K = map(Index, "bhqk")
 LENGTH = Load("length", (B,), "int")
@@ -21,8 +21,8 @@ PADDING = ix.as_bool(Load("attention_mask", (B, Load("order", (K,), "int")), "in
         (masks.KeyPadding(condition=PADDING), {"attention_mask", "order"}, set()),
         (masks.Chunked(size=4, start=LENGTH), {"length"}, set()),
         (masks.AnyOf(alternatives=((masks.Causal(),), (masks.KeyPadding(condition=PADDING),))), {"attention_mask", "order"}, set()),
-        (scores.RelativeBias(table="table", at=(ix.add(K, Q, -1), H), distance=ix.add(K, Q, -1)), {"table"}, set()),
-        (scores.Bias(tensor="bias", at=(LENGTH, Size("s2")), shape=(1, 1, 1, 1)), {"bias", "length"}, {"s2"}),
+        (added_scores.RelativeBias(table="table", at=(ix.add(K, Q, -1), H), distance=ix.add(K, Q, -1)), {"table"}, set()),
+        (added_scores.Bias(tensor="bias", at=(LENGTH, Size("s2")), shape=(1, 1, 1, 1)), {"bias", "length"}, {"s2"}),
     ],
 )  # fmt: skip
 def test_what_a_kind_reads(kind: MaskKind | ProvedScore, tensors: set[str], sizes: set[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_compiler import masks, scores, spec
+from attn_compiler import added_scores, masks, scores, spec
 from attn_compiler.index_expr import Expr
 from attn_compiler.spec import AttentionSpec, Dim, TensorSpec
 from tests.index_expr.expressions import expressions
@@ -54,7 +54,7 @@ def _of_type(hint: Any) -> st.SearchStrategy[Any]:
         masks.Alignment: st.sampled_from(masks.Alignment),
         tuple[int | str, ...]: st.lists(DIMS, max_size=4).map(tuple),
         tuple[Expr, ...]: st.lists(_EXPRESSIONS, max_size=2).map(tuple),
-        scores.LogBuckets | None: st.none() | st.builds(scores.LogBuckets),
+        added_scores.LogBuckets | None: st.none() | st.builds(added_scores.LogBuckets),
     }
     if hint in known:
         return known[hint]
@@ -63,7 +63,7 @@ def _of_type(hint: Any) -> st.SearchStrategy[Any]:
     return st.lists(st.lists(_kinds(simple), max_size=2).map(tuple), max_size=2).map(tuple)
 
 
-SCORES = (*scores.PROVED_KINDS, *scores.PARTS)
+SCORES = (*added_scores.PROVED_KINDS, *added_scores.PARTS)
 SPECS = st.builds(
     AttentionSpec,
     q=_tensors(),
@@ -82,7 +82,7 @@ SPECS = st.builds(
         runtime_scale=st.booleans(),
         changes=st.lists(_kinds(scores.KINDS), max_size=2).map(tuple),
         dropout_p=st.floats(0, 1),
-        proved=st.lists(_kinds(scores.PROVED_KINDS), max_size=2).map(tuple),
+        proved=st.lists(_kinds(added_scores.PROVED_KINDS), max_size=2).map(tuple),
         softmax_dtype=DTYPES,
     ),
     device=st.sampled_from(["cpu", "cuda"]),

@@ -4,8 +4,8 @@ Expressions are built by `apply` and its relatives only, which keep a normal for
 linear form, an integer comparison is one of `form >= 0`, `form == 0`, `form != 0`, and conjunctions are flat and sorted. So two
 spellings of one mask meet in equal expressions, and `evaluate` gives the meaning back on real numbers and tensors.
 
-nodes.py: the data. building.py, comparing.py: the normal form. looking.py: what is in one. ranges.py: what the indices' ranges
-settle. meaning.py: values and text.
+nodes.py: the data. building.py, linear_forms.py, comparing.py: the normal form. looking.py: what is in one. ranges.py: what the
+indices' ranges settle. meaning.py: values and text.
 """
 
 from attn_compiler.index_expr.building import (
@@ -14,9 +14,7 @@ from attn_compiler.index_expr.building import (
     as_bool,
     as_float,
     as_int,
-    combine,
     invert,
-    linear,
     mul,
     rebuilt,
     substitute,
@@ -24,6 +22,7 @@ from attn_compiler.index_expr.building import (
     where,
 )
 from attn_compiler.index_expr.comparing import compare
+from attn_compiler.index_expr.linear_forms import combine, linear
 from attn_compiler.index_expr.looking import is_exact, loads, mentions, nonzero, ordered, parts, sizes
 from attn_compiler.index_expr.meaning import evaluate, shortened, text
 from attn_compiler.index_expr.nodes import (

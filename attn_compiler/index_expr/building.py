@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 import operator
 from collections.abc import Iterable, Mapping
 
 from attn_compiler.index_expr import junctions
+from attn_compiler.index_expr.folding import EXACT_IN_EVERY_DTYPE, choice_of_numbers, has_value, may_hold, pinned_by
+from attn_compiler.index_expr.linear_forms import combine, linear, plain
 from attn_compiler.index_expr.looking import ordered, parts
 from attn_compiler.index_expr.nodes import (
     FALSE,
@@ -29,65 +30,17 @@ from attn_compiler.index_expr.placing import place
 #: Floats up to here are calculated with as whole numbers are: none of their sums and products is rounded
 _LARGEST_WHOLE = 2.0**24
 
-#: whole numbers up to this one, and their neighbours, are no other number rounded, in bfloat16 as in any wider dtype
-_EXACT_IN_EVERY_DTYPE = 256
-
 #: no whole number of 64 bits is as large as this, nor rounded up to it
 _BEYOND_WHOLE = 2.0**65
 
 #: parts of an expression that a choice looks into for what its condition says of them; each choice around it would look again
 _LOOKED_INTO = 256
 
-#: float ops whose results are rounded even for whole numbers
-_ROUNDED = frozenset({"div", "log", "exp", "pow", "rounded"})
-
-
-def linear(x: Expr) -> Linear:
-    """A whole-number expression as a linear form."""
-    match x:
-        case Linear():
-            return x
-        case Const(value=value):
-            return Linear((), int(value))
-        case _:
-            return Linear(((x, 1),))
-
-
-def combine(a: Linear, b: Linear, factor: int) -> Linear:
-    """a + factor · b. The shorter one is put into the longer one, whose terms have their places already."""
-    if factor == 0:
-        return a
-    terms, added = list(a.terms), [(term, factor * c) for term, c in b.terms]
-    if len(added) > len(terms):
-        terms, added = added, terms
-    for term, coefficient in added:
-        at = bisect.bisect_left(terms, place(term), key=_place_of_term)
-        if at == len(terms) or terms[at][0] != term:
-            terms.insert(at, (term, coefficient))
-        elif terms[at][1] != -coefficient:
-            terms[at] = (term, terms[at][1] + coefficient)
-        else:
-            del terms[at]
-    return Linear(tuple(terms), a.const + factor * b.const)
-
-
-def _place_of_term(term: tuple[Expr, int]) -> tuple[str, bytes]:
-    return place(term[0])
-
-
-def _plain(form: Linear) -> Expr:
-    """A linear form without needless wrapping."""
-    if not form.terms:
-        return Const(form.const)
-    if form.const == 0 and len(form.terms) == 1 and form.terms[0][1] == 1:
-        return form.terms[0][0]
-    return form
-
 
 def add(a: Expr, b: Expr, factor: int = 1) -> Expr:
     """a + factor · b."""
     if kind_of(a) != "float" and kind_of(b) != "float":
-        return _plain(combine(linear(as_int(a)), linear(as_int(b)), factor))
+        return plain(combine(linear(as_int(a)), linear(as_int(b)), factor))
     if factor != 1:
         b = mul(b, Const(factor))
     if isinstance(a, Const) and a.value == 0:
@@ -104,7 +57,7 @@ def mul(a: Expr, b: Expr) -> Expr:
     if kind_of(a) != "float" and kind_of(b) != "float":
         a, b = as_int(a), as_int(b)
         if isinstance(b, Const):
-            return _plain(combine(Linear(()), linear(a), int(b.value)))
+            return plain(combine(Linear(()), linear(a), int(b.value)))
         return _lifted("mul", a, b)
     if isinstance(b, Const) and b.value == 1:
         return as_float(a)
@@ -224,7 +177,7 @@ def where(condition: Expr, a: Expr, b: Expr) -> Expr:
     if isinstance(a, Apply) and a.op == "where" and b in a.args[1:]:
         inner, other = (a.args[0], a.args[1]) if a.args[2] == b else (invert(a.args[0]), a.args[2])
         return where(apply("and", condition, inner), other, b)
-    pinned = _pinned(condition, Index) if max(a.facts.size, b.facts.size) <= _LOOKED_INTO else None
+    pinned = pinned_by(condition, Index) if max(a.facts.size, b.facts.size) <= _LOOKED_INTO else None
     if pinned is not None and substitute(b, *pinned) == substitute(a, *pinned):
         return b
     return Apply("where", (condition, a, b))
@@ -235,7 +188,7 @@ def _settled(x: Expr, condition: Expr, *, holds: bool) -> Expr:
     inverse = invert(condition)
     while isinstance(x, Apply) and x.op == "where" and x.args[0] in (condition, inverse):
         x = x.args[1 if (x.args[0] == condition) == holds else 2]
-    pinned = _pinned(condition if holds else inverse, Load) if x.facts.size <= _LOOKED_INTO else None
+    pinned = pinned_by(condition if holds else inverse, Load) if x.facts.size <= _LOOKED_INTO else None
     return x if pinned is None else substitute(x, *pinned)
 
 
@@ -249,15 +202,6 @@ def _where_bools(condition: Expr, a: Expr, b: Expr) -> Expr:
     if b == TRUE:
         return apply("or", invert(condition), a)
     return apply("or", apply("and", condition, a), apply("and", invert(condition), b))
-
-
-def _pinned(condition: Expr, what: type[Index | Load]) -> tuple[Expr, Expr] | None:
-    """(index or load, value) if the condition says that it has one value."""
-    if isinstance(condition, Test) and condition.relation == "==" and len(condition.form.terms) == 1:
-        (term, factor), const = condition.form.terms[0], condition.form.const
-        if isinstance(term, what) and const % factor == 0:
-            return term, Const(-const // factor)
-    return None
 
 
 def _lifted(op: str, a: Expr, b: Expr) -> Expr:
@@ -276,13 +220,6 @@ def _lifted(op: str, a: Expr, b: Expr) -> Expr:
     if whole is not None and other is not None and "float" in (kind_of(a), kind_of(b)):
         return as_float(add(whole, other) if op == "add" else mul(whole, other))
     return Apply(op, (a, b))
-
-
-def choice_of_numbers(x: Expr) -> tuple[Expr, Expr, Expr] | None:
-    """(condition, number where it holds, number where not) if x is a choice between two numbers that are known now."""
-    if isinstance(x, Apply) and x.op == "where" and all(isinstance(number, Const) for number in x.args[1:]):
-        return x.args[0], x.args[1], x.args[2]
-    return None
 
 
 def _under(condition: Expr, x: Expr, choice: tuple[Expr, Expr, Expr] | None) -> tuple[Expr, Expr]:
@@ -314,7 +251,7 @@ def apply(op: str, *args: Expr) -> Expr:
     if op in ("abs", "min", "max", "floordiv", "mod"):
         args = _alike(args)
     values = [a.value for a in args if isinstance(a, Const)]
-    if len(values) == len(args) and _has_value(op, values):
+    if len(values) == len(args) and has_value(op, values):
         return Const(OPS[op][0](*values))
     if op == "xor":
         return _xor(*args)
@@ -342,7 +279,7 @@ def _equal_floats(a: Expr, b: Expr) -> Expr:
             return _equal_floats(x, Const(-float(c)))
         case Apply(op="mul", args=(x, Const(value=-1))), Const(value=c):
             return _equal_floats(x, Const(-float(c)))
-        case Apply(op="rounded", args=(x,)), Const(value=c) if kind_of(x) == "int" and abs(c) < _EXACT_IN_EVERY_DTYPE:
+        case Apply(op="rounded", args=(x,)), Const(value=c) if kind_of(x) == "int" and abs(c) < EXACT_IN_EVERY_DTYPE:
             return _equal_floats(apply("float", x), b)
         case Apply(op="rounded" | "float", args=(x,)), Const(value=c) if (
             kind_of(x) == "int" and _BEYOND_WHOLE < abs(c) < math.inf
@@ -358,20 +295,6 @@ def _equal_floats(a: Expr, b: Expr) -> Expr:
 def _alike(args: tuple[Expr, ...]) -> tuple[Expr, ...]:
     """Arguments of arithmetic: all whole numbers, or all floats."""
     return tuple(map(as_float if any(kind_of(a) == "float" for a in args) else as_int, args))
-
-
-def _has_value(op: str, values: list[bool | int | float]) -> bool:
-    """Whether an op can be done now: a division of whole numbers by zero, or a NaN as a whole number, is nobody's value.
-
-    Nor is what a float op rounds: the model's dtype rounds it another way, and `is_exact` has to find it.
-    """
-    if op == "rounded":
-        return abs(values[0]) <= _EXACT_IN_EVERY_DTYPE and values[0] == int(values[0])
-    if op in _ROUNDED:
-        return False
-    if op in ("floordiv", "mod"):
-        return values[1] != 0 and all(map(math.isfinite, values))
-    return op != "int" or math.isfinite(values[0])
 
 
 def _xor(a: Expr, b: Expr) -> Expr:
@@ -393,32 +316,12 @@ def _junction(op: str, args: tuple[Expr, ...]) -> Expr:
         return absorbing
     flat.pop(neutral, None)
     if isinstance(largest, Apply) and largest.op == op:
-        joined = _joined_apart(largest, flat)
+        joined = junctions.with_parts_apart(largest, flat, invert)
         if joined is not None:
             return joined
     elif largest == neutral:
         return _strongest(op, flat)
     return _strongest(op, dict.fromkeys(junctions.split(op, largest)) | flat)
-
-
-def _joined_apart(whole: Apply, more: Iterable[Expr]) -> Expr | None:
-    """A junction with more parts, if they have nothing to do with its own or each other; None if they may have.
-
-    What is built part by part, in a loop, is not looked through from the start for each of them.
-    """
-    known = junctions.known(whole, invert)
-    new = [part for part in more if part.facts.digest not in known.parts]
-    if not new:
-        return whole
-    together = junctions.joined_apart(whole.op, known, new, invert)
-    if together is None:
-        return None
-    parts = list(whole.args)
-    for part in new:
-        bisect.insort(parts, part, key=place)
-    made = Apply(whole.op, tuple(parts))
-    made.remembered["junction"] = together
-    return made
 
 
 def _strongest(op: str, flat: Iterable[Expr]) -> Expr:
@@ -460,13 +363,6 @@ def substitute(x: Expr, index: Expr, by: Expr) -> Expr:
     for part in ordered(x, lambda part: parts(part) if may_hold(part, index) else ()):
         done[part] = by if part == index else rebuilt_of(part, done) if may_hold(part, index) else part
     return done[x]
-
-
-def may_hold(x: Expr, searched: Expr) -> bool:
-    """False where it is known at once that an expression is not in x: x is too small, or has not the names that it has."""
-    mine, wanted = x.facts, searched.facts
-    has_names = wanted.indices <= mine.indices and wanted.sizes <= mine.sizes
-    return has_names and mine.size >= wanted.size and mine.tensors >= wanted.tensors
 
 
 def rebuilt_of(x: Expr, done: Mapping[Expr, Expr]) -> Expr:

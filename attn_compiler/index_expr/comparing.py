@@ -5,19 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from attn_compiler.index_expr.building import (
-    add,
-    apply,
-    as_float,
-    as_int,
-    choice_of_numbers,
-    combine,
-    invert,
-    linear,
-    test,
-    where,
-    whole_of,
-)
+from attn_compiler.index_expr.building import add, apply, as_float, as_int, invert, test, where, whole_of
+from attn_compiler.index_expr.folding import choice_of_numbers
+from attn_compiler.index_expr.linear_forms import combine, linear
 from attn_compiler.index_expr.nodes import Apply, Const, Expr, Linear, kind_of
 
 #: half of a unit in the last place of bfloat16 is less than this part of a number

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from attn_compiler.index_expr.building import add, combine, linear
+from attn_compiler.index_expr.building import add
 from attn_compiler.index_expr.changing import throughout
+from attn_compiler.index_expr.linear_forms import combine, linear
 from attn_compiler.index_expr.nodes import ZERO, Apply, Const, Expr, Linear, kind_of
 from attn_compiler.index_expr.ranges import Ranges, bounds
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from attn_compiler.index_expr.nodes import Apply, Expr, Linear, Test
+from attn_compiler.index_expr.placing import place
 
 OTHER = {"and": "or", "or": "and"}
 
@@ -95,6 +97,26 @@ def _known(op: str, parts: Iterable[Expr], invert: Callable[[Expr], Expr]) -> Kn
         leaves=frozenset().union(*map(leaves, others)),
         directions=frozenset([_direction(x.form) for x in atoms if isinstance(x, Test) and x.relation == ">="]),
     )
+
+
+def with_parts_apart(whole: Apply, more: Iterable[Expr], invert: Callable[[Expr], Expr]) -> Expr | None:
+    """A junction with more parts, if they have nothing to do with its own or each other; None if they may have.
+
+    What is built part by part, in a loop, is not looked through from the start for each of them.
+    """
+    before = known(whole, invert)
+    new = [part for part in more if part.facts.digest not in before.parts]
+    if not new:
+        return whole
+    together = joined_apart(whole.op, before, new, invert)
+    if together is None:
+        return None
+    parts = list(whole.args)
+    for part in new:
+        bisect.insort(parts, part, key=place)
+    made = Apply(whole.op, tuple(parts))
+    made.remembered["junction"] = together
+    return made
 
 
 def joined_apart(op: str, whole: Known, new: list[Expr], invert: Callable[[Expr], Expr]) -> Known | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from attn_compiler.index_expr.building import combine, linear, rebuilt
+from attn_compiler.index_expr.building import rebuilt
+from attn_compiler.index_expr.linear_forms import combine, linear
 from attn_compiler.index_expr.looking import ordered, parts
 from attn_compiler.index_expr.nodes import FALSE, TRUE, Apply, Const, Expr, Index, Linear, Load, Size, Test, kind_of
 

@@ -6,7 +6,8 @@ import dataclasses
 import fnmatch
 import warnings
 
-from attn_compiler.errors import AttnCompilerWarning, Fp8RecipeUnused, shortened
+from attn_compiler.errors import AttnCompilerWarning, shortened
+from attn_compiler.fp8_errors import Fp8RecipeUnused
 from attn_compiler.fp8_recipe import DelayedScaling, Fp8Recipe
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.fp8 import limits

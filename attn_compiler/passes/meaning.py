@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
+from attn_compiler import added_scores, masks
 from attn_compiler import index_expr as ix
-from attn_compiler import masks, scores
+from attn_compiler.added_scores import ProvedScore
 from attn_compiler.index_expr import Expr, Linear, Ranges
 from attn_compiler.index_expr.dividing import divide
 from attn_compiler.index_expr.ranges import LOADED_KEY
@@ -26,7 +27,6 @@ from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.reading import Reader, Unreadable
 from attn_compiler.passes.shut_queries import Masking
 from attn_compiler.passes.site import Match, Term
-from attn_compiler.scores import ProvedScore
 
 #: characters of a formula in a reason
 _MOST = 120
@@ -137,7 +137,7 @@ class _Read:
         self._masks += [Masking(allowed=found.allowed, fill=fill, keeps_fill=False) for fill in found.fills]
         for kind in score_kinds.recognise(found.added):
             self._scores.append(self._named(kind, term))
-            if isinstance(kind, scores.Bias) and found.allowed == ix.TRUE:
+            if isinstance(kind, added_scores.Bias) and found.allowed == ix.TRUE:
                 self._reasons.append(f"{self._origin(kind.tensor)}: it may mask too")
 
     def mask(self, term: Term) -> None:
@@ -243,14 +243,14 @@ class _Read:
             return
         shape = elements.shape(self._match, elements.varies_along(self._match, term.operand))
         self._unread[node.name] = mutation.version(self._mirror, node, self._mirror.order(term.operand.used))
-        bias = scores.Bias(tensor=node.name, at=at, shape=shape, weight=term.weight)
+        bias = added_scores.Bias(tensor=node.name, at=at, shape=shape, weight=term.weight)
         self._scores.append(self._named(bias, term))
 
     def _named(self, kind: ProvedScore, term: Term) -> ProvedScore:
         """The kind with its loads under short names, its shape, and whether it wants a gradient."""
         nodes = (self._version(name).node for name in score_kinds.tensors(kind))
         wants = self._requires_grad(term.operand.root) and any(map(self._requires_grad, nodes))
-        if isinstance(kind, scores.Bias) and not kind.shape:
+        if isinstance(kind, added_scores.Bias) and not kind.shape:
             kind = replace(kind, shape=elements.shape(self._match, kind.varies_along))
         renamed = score_kinds.renamed(kind, self._short)
         return score_kinds.with_gradient(renamed) if wants else renamed

@@ -13,6 +13,7 @@ from torch import fx
 from torch._subclasses import FakeTensor
 
 from attn_compiler import reads, torch_symbols
+from attn_compiler.added_scores import Bias, ProvedScore
 from attn_compiler.lowerings.base import SizeOf
 from attn_compiler.masks import MaskKind
 from attn_compiler.passes import axes, body_inputs
@@ -22,7 +23,6 @@ from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.site import Match
 from attn_compiler.passes.unit import Unit
-from attn_compiler.scores import Bias, ProvedScore
 
 Kinds = Iterable[MaskKind | ProvedScore]
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any, get_args
 
+from attn_compiler import added_scores
 from attn_compiler import index_expr as ix
-from attn_compiler import scores
+from attn_compiler.added_scores import ProvedScore
 from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Load
 from attn_compiler.index_expr.changing import rename, with_parts
 from attn_compiler.passes.added import Added, total
-from attn_compiler.scores import ProvedScore
 
 B, H, Q, K = map(Index, "bhqk")
 
@@ -32,10 +32,10 @@ def recognise(added: tuple[Added, ...]) -> tuple[ProvedScore, ...]:
 
 def joined(kinds: Iterable[ProvedScore]) -> tuple[ProvedScore, ...]:
     """The same sum in the order in which it is printed; slopes of one position are one (Falcon's eager ALiBi is added twice)."""
-    alibis: dict[Expr, scores.Alibi] = {}
+    alibis: dict[Expr, added_scores.Alibi] = {}
     rest = []
     for kind in kinds:
-        if not isinstance(kind, scores.Alibi):
+        if not isinstance(kind, added_scores.Alibi):
             rest.append(kind)
             continue
         known = alibis.get(kind.position)
@@ -43,7 +43,7 @@ def joined(kinds: Iterable[ProvedScore]) -> tuple[ProvedScore, ...]:
             learned = known.requires_grad or kind.requires_grad
             kind = replace(kind, slopes=ix.add(known.slopes, kind.slopes), requires_grad=learned)
         alibis[kind.position] = kind
-    return tuple(sorted([*alibis.values(), *rest], key=lambda kind: scores.PROVED_KINDS.index(type(kind))))
+    return tuple(sorted([*alibis.values(), *rest], key=lambda kind: added_scores.PROVED_KINDS.index(type(kind))))
 
 
 def chooses_exactly(x: Expr) -> bool:
@@ -62,7 +62,7 @@ def _kind(part: Added) -> ProvedScore:
         found = recogniser(part)
         if found is not None:
             return found
-    return scores.BiasFormula(value=total((part,)))
+    return added_scores.BiasFormula(value=total((part,)))
 
 
 def _mentions(x: Expr, *indices: Index) -> bool:
@@ -85,7 +85,7 @@ def _alibi(part: Added) -> ProvedScore | None:
             return None
     if position is None or not _mentions(slopes, H) or not _is_position(position):
         return None
-    return scores.Alibi(slopes=slopes, position=position)
+    return added_scores.Alibi(slopes=slopes, position=position)
 
 
 def _factors(x: Expr) -> Iterator[Expr]:
@@ -165,7 +165,7 @@ def _relative(part: Added) -> ProvedScore | None:
     if _mentions(ix.substitute(row, K, ix.add(K, Q)), Q):
         return None
     plain = ix.add(distance, ix.ZERO)
-    return scores.RelativeBias(
+    return added_scores.RelativeBias(
         table=load.tensor, at=load.at, distance=plain, buckets=_log_buckets(row, plain), weight=part.weight
     )
 
@@ -187,7 +187,7 @@ def _differences(x: Expr) -> Iterator[Linear]:
                 yield from _differences(a)
 
 
-def _log_buckets(row: Expr, distance: Expr) -> scores.LogBuckets | None:
+def _log_buckets(row: Expr, distance: Expr) -> added_scores.LogBuckets | None:
     """T5's buckets, if the row is their formula to the letter. Its numbers are taken from the row, then all of it is compared."""
     for log_range, count in _log_scales(row):
         for both_ways in (True, False):
@@ -195,7 +195,7 @@ def _log_buckets(row: Expr, distance: Expr) -> scores.LogBuckets | None:
             if _t5_row(distance, half, log_range, both_ways) == row:
                 total_count = 2 * half if both_ways else half
                 max_distance = round(count * math.exp(log_range))
-                return scores.LogBuckets(count=total_count, max_distance=max_distance, both_ways=both_ways)
+                return added_scores.LogBuckets(count=total_count, max_distance=max_distance, both_ways=both_ways)
     return None
 
 
@@ -233,7 +233,7 @@ def _gathered(part: Added) -> ProvedScore | None:
     load = part.value
     if not isinstance(load, Load) or all(_is_axis(i) for i in load.at):
         return None
-    return scores.GatheredBias(table=load.tensor, at=load.at, weight=part.weight)
+    return added_scores.GatheredBias(table=load.tensor, at=load.at, weight=part.weight)
 
 
 def _is_axis(index: Expr) -> bool:
@@ -261,8 +261,8 @@ def _penalty(part: Added) -> ProvedScore | None:
         condition, yes = ix.invert(condition), no
     value, region = float(yes.value * part.weight), _region(condition)
     if region is not None:
-        return scores.RegionPenalty(value=value, of_key=region)
-    return scores.Penalty(value=value, condition=condition)
+        return added_scores.RegionPenalty(value=value, of_key=region)
+    return added_scores.Penalty(value=value, condition=condition)
 
 
 def _region(condition: Expr) -> Expr | None:
@@ -303,10 +303,10 @@ def _whole_sum(x: Expr) -> Linear | None:
 def _ready_made(part: Added) -> ProvedScore | None:
     if not isinstance(part.value, Load):
         return None
-    return scores.Bias(tensor=part.value.tensor, at=part.value.at, shape=(), weight=part.weight)
+    return added_scores.Bias(tensor=part.value.tensor, at=part.value.at, shape=(), weight=part.weight)
 
 
-#: A new kind: one recogniser here, its class in scores.py, its test. The first that knows a summand names it
+#: A new kind: one recogniser here, its class in added_scores.py, its test. The first that knows a summand names it
 RECOGNISERS: tuple[Callable[[Added], ProvedScore | None], ...] = (
     _alibi,
     _relative,
@@ -344,4 +344,8 @@ def _renamed(field: str, value: Any, name: Callable[[str], str]) -> Any:
 
 def with_gradient(kind: ProvedScore) -> ProvedScore:
     """The same kind, reading something learned."""
-    return kind if isinstance(kind, (scores.Penalty, scores.RegionPenalty)) else replace(kind, requires_grad=True)
+    return (
+        kind
+        if isinstance(kind, (added_scores.Penalty, added_scores.RegionPenalty))
+        else replace(kind, requires_grad=True)
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from attn_compiler.scores import Alibi, GatheredBias, ProvedScore, RegionPenalty, RelativeBias
+from attn_compiler.added_scores import Alibi, GatheredBias, ProvedScore, RegionPenalty, RelativeBias
 from tests.hf.packages import Unavailable
 from tests.hf.scenarios import SCENARIO, prepare
 from tests.hf.survey import FAMILY

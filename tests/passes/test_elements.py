@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from attn_compiler import index_expr as ix
+from attn_compiler.added_scores import Bias
 from attn_compiler.index_expr import Linear, Size
 from attn_compiler.passes import elements
 from attn_compiler.passes.reading import Unreadable
-from attn_compiler.scores import Bias
 from tests.passes.compiling import mark
 from tests.passes.recovering import Recovered, recover
 

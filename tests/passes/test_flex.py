@@ -13,8 +13,8 @@ from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from attn_compiler.added_scores import Alibi
 from attn_compiler.passes import flex
-from attn_compiler.scores import Alibi
 from tests.passes.compiling import CPU_FLASH, Compiled, captured, compiled, mark
 
 B, H, HKV, S, D = 2, 4, 2, 24, 16

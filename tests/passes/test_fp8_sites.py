@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
-from attn_compiler.errors import AttnCompilerWarning, Fp8RecipeUnused, InvalidOption
+from attn_compiler.errors import AttnCompilerWarning, InvalidOption
+from attn_compiler.fp8_errors import Fp8RecipeUnused
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.choice import priorities
 from attn_compiler.target import Target

@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from attn_compiler.added_scores import Alibi
 from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.index_expr import Expr
 from attn_compiler.masks import Causal, Dense, Flag, MaskSpec
 from attn_compiler.passes import reading
 from attn_compiler.report import SiteReport
-from attn_compiler.scores import Alibi, DenseBias, Sinks, Softcap
+from attn_compiler.scores import DenseBias, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from tests.passes.compiling import CPU_FLASH, Compiled, compiled, mark
 

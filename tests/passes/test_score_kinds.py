@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attn_compiler import scores
-from attn_compiler.scores import Alibi, Bias, BiasFormula, GatheredBias, LogBuckets, RegionPenalty, RelativeBias
+from attn_compiler import added_scores
+from attn_compiler.added_scores import Alibi, Bias, BiasFormula, GatheredBias, LogBuckets, RegionPenalty, RelativeBias
 from tests.passes.compiling import mark
 from tests.passes.recovering import Recovered, recover
 
@@ -310,7 +310,7 @@ def test_a_number_that_is_too_near_to_zero_to_mask() -> None:
     mask = torch.tensor([[1] * KEYS, [0] * 2 + [1] * (KEYS - 2), [1] * KEYS])
     found = recovered(lambda q, k, m: torch.where(m[:, None, None, :] == 0, -1000.0, 0.0), mask)
     (kind,) = found.meaning.scores
-    assert isinstance(kind, scores.Penalty)
+    assert isinstance(kind, added_scores.Penalty)
     assert kind.words.startswith("-1000 where ")
     assert found.meaning.kinds == ()
 
@@ -421,5 +421,5 @@ def test_what_masks_by_rounded_numbers_is_not_taken_for_a_mask() -> None:
 
 
 def test_every_kind_is_tested_above() -> None:
-    named = {Alibi, RelativeBias, GatheredBias, RegionPenalty, scores.Penalty, Bias, BiasFormula}
-    assert named == set(scores.PROVED_KINDS)
+    named = {Alibi, RelativeBias, GatheredBias, RegionPenalty, added_scores.Penalty, Bias, BiasFormula}
+    assert named == set(added_scores.PROVED_KINDS)

@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from attn_compiler import index_expr as ix
-from attn_compiler.errors import VerificationMismatch
-from attn_compiler.index_expr import Const, Expr, Index, Load
-from attn_compiler.scores import (
+from attn_compiler.added_scores import (
     Alibi,
     Bias,
     BiasFormula,
@@ -23,6 +21,8 @@ from attn_compiler.scores import (
     RegionPenalty,
     RelativeBias,
 )
+from attn_compiler.errors import VerificationMismatch
+from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.verifying import pairs, running
 from attn_compiler.verifying.results import Verification
 from tests.verifying.planning import LENGTH, SHAPE, Planned, Tensor, planned, qkv

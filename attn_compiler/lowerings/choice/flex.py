@@ -12,7 +12,7 @@ from __future__ import annotations
 from attn_compiler import dims
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.shared import limits, parts
+from attn_compiler.lowerings.shared import mask_limits, parts
 from attn_compiler.spec import AttentionSpec
 
 #: hold the scores themselves
@@ -26,7 +26,7 @@ def check(spec: AttentionSpec, name: str) -> list[Reason]:
     """Why the lowering does not take the place of a call of FlexAttention's, or of a library's, that it could serve."""
     if name in _WRITE_SCORES:
         return [_reason(name, "it writes the scores")]
-    tensor = limits.additive(spec)
+    tensor = mask_limits.additive(spec)
     if tensor is None or any(dims.same(size, 1) for size in tensor.shape[-2:]):
         return []
     if not name.startswith(_GIVEN) and not parts.parts(spec).kinds & {"mask", "bias"}:

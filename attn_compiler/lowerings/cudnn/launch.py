@@ -29,7 +29,7 @@ from attn_compiler.lowerings.shared.leaf_calls import (
 )
 from attn_compiler.lowerings.shared.on_device import Empty, on
 from attn_compiler.lowerings.shared.ops import empty_outputs, like_output
-from attn_compiler.lowerings.shared.replaying import Alike, Start
+from attn_compiler.lowerings.shared.replaying import Alike, Start, replay_of
 from attn_compiler.target import cudnn_version
 
 #: names of inputs, before those of the operands
@@ -68,9 +68,9 @@ class Forward(ForwardBody):
         returned = ("out", "lse" if "lse" in plan.order else None)
         # cuDNN writes nothing for a batch row without keys, whose output is 0.
         allocate = Empty.zeros_like if call.may_be_empty else Empty.like
-        same.empties |= {name: allocate(made[name]) for name in returned if name is not None}
+        empties = {name: allocate(made[name]) for name in returned if name is not None}
         ready = ReadyPlan(plan=plan, device=q.device)
-        same.keep([ready], inputs=(*_FORWARD, *call.operands), returned=returned)
+        same.replay = replay_of(q.device, [ready], empties, inputs=(*_FORWARD, *call.operands), returned=returned)
         return self(*given)
 
 
@@ -103,9 +103,10 @@ class Backward(BackwardBody):
         # What is reduced over batch and queries is added up in place.
         further = {f"grad_{name}": Empty.zeros_like(torch.empty_like(named[name])) for name in call.by_kernel}
         allocate = Empty.zeros_like if call.may_be_empty else Empty.like
-        same.empties |= {name: allocate(grad) for name, grad in grads.items()} | further
+        empties = {name: allocate(grad) for name, grad in grads.items()} | further
         ready = ReadyPlan(plan=plan, device=q.device)
-        same.keep([ready], inputs=(*_BACKWARD, *call.operands), returned=("grad_q", "grad_k", "grad_v", list(further)))
+        inputs, returned = (*_BACKWARD, *call.operands), ("grad_q", "grad_k", "grad_v", list(further))
+        same.replay = replay_of(q.device, [ready], empties, inputs=inputs, returned=returned)
         return self(*given)
 
 

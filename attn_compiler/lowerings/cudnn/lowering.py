@@ -23,7 +23,7 @@ from attn_compiler.lowerings.cudnn import plan
 from attn_compiler.lowerings.cudnn import plans as cudnn_plans
 from attn_compiler.lowerings.cudnn.plan import Call
 from attn_compiler.lowerings.cudnn.takes import TAKES
-from attn_compiler.lowerings.shared import cudnn_limits, limits, takes
+from attn_compiler.lowerings.shared import cudnn_limits, limits, mask_limits, takes
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -120,11 +120,11 @@ def _check_call(call: Call, spec: AttentionSpec) -> list[Reason]:
     more_queries = dims.at_least(spec.seqlen_q) > dims.at_least(spec.seqlen_kv)
     if more_queries and (call.from_end or call.left is not None):
         rule = "with a window or a diagonal from the bottom right, no more queries than keys"
-        reasons.append(limits.lengths_reason(spec, rule))
+        reasons.append(mask_limits.lengths_reason(spec, rule))
     if call.from_end and (call.bias or call.lengths or call.dropout_p):
         rule = "with a diagonal from the bottom right, no bias, no lengths and no dropout"
         reasons.append(Reason(code=Code.DIAGONAL, rule=rule, observed=f"{spec.mask.words}, {spec.score.words}"))
-    added = limits.additive(spec)
+    added = mask_limits.additive(spec)
     if call.bias and added is not None and spec.seqlen_q != 1 and (1, *added.shape)[-2] == 1:
         # On an H200 with cuDNN 9.19 one row for all queries gave wrong gradients, and wrong outputs with a gradient of its own.
         reasons.append(Reason(code=Code.MASK_SHAPE, rule="a bias has a row for each query", observed=added.words))

@@ -17,7 +17,7 @@ from attn_compiler.lowerings.cudnn import plan
 from attn_compiler.lowerings.cudnn.plan import Call
 from attn_compiler.lowerings.shared import expression_nodes, mask_nodes
 from attn_compiler.lowerings.shared.expression_nodes import Names
-from attn_compiler.lowerings.shared.parts import SEQLEN_KV, SEQLEN_Q
+from attn_compiler.lowerings.shared.intervals import SEQLEN_KV, SEQLEN_Q
 from attn_compiler.spec import AttentionSpec
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.index_expr import Expr
 from attn_compiler.lowerings.cudnn.takes import TAKES
-from attn_compiler.lowerings.shared import limits
+from attn_compiler.lowerings.shared import mask_limits
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.parts import PartKind, Parts
@@ -160,7 +160,7 @@ def parts(spec: AttentionSpec) -> Parts:
     A tensor that only masks is not added: cuDNN computes the whole square then, and kernels that know what it means leave work out.
     """
     found = site_parts.parts(spec)
-    tensor = limits.additive(spec)
+    tensor = mask_limits.additive(spec)
     if not TAKES.beyond(spec) or not found.kinds & site_parts.ADDED or tensor is None or tensor.dtype == "bool":
         return found
     # What the tensor says may be known and still be no part for cuDNN. It says everything but what a flag says.

@@ -18,7 +18,7 @@ from attn_compiler.lowerings.base import LayoutDemand
 from attn_compiler.lowerings.cudnn import graphs, ops
 from attn_compiler.lowerings.cudnn.graphs import Laid, Plan
 from attn_compiler.lowerings.cudnn.plan import FP8_DTYPE, Call
-from attn_compiler.lowerings.shared import limits
+from attn_compiler.lowerings.shared import mask_limits
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target, cudnn_version
 
@@ -35,7 +35,7 @@ def refusals(
     if not _is_here(target):
         return []
     tensors = {name: _demanded(tensor, demand) for name, tensor in (("q", spec.q), ("k", spec.k), ("v", spec.v))}
-    added = limits.additive(spec)
+    added = mask_limits.additive(spec)
     if call.bias and added is not None:
         shape = (*(1,) * (4 - len(added.shape)), *added.shape[:-1], spec.seqlen_kv)
         tensors["bias"] = Laid.contiguous(_numbers(shape))

@@ -8,7 +8,7 @@ from attn_compiler import dims
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.fa4.takes import TAKES
-from attn_compiler.lowerings.shared import known_bad, limits, offset_limits, takes
+from attn_compiler.lowerings.shared import known_bad, limits, mask_limits, offset_limits, takes
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.parts import ADDED, MASKING
 from attn_compiler.spec import AttentionSpec
@@ -84,13 +84,13 @@ def _check_mask(spec: AttentionSpec) -> list[Reason]:
     if band.from_end or dims.same(spec.seqlen_q, spec.seqlen_kv):
         return []
     rule = "as many queries as keys, or a mask that is counted from the end"
-    return [limits.lengths_reason(spec, rule)]
+    return [mask_limits.lengths_reason(spec, rule)]
 
 
 def _check_added(spec: AttentionSpec) -> list[Reason]:
     if not TAKES.beyond(spec) & ADDED:
         return []
-    tensor = limits.additive(spec)
+    tensor = mask_limits.additive(spec)
     observed = spec.score.added or (tensor.words if tensor is not None else spec.score.words)
     return [Reason(code=Code.MASK_TENSOR, rule="nothing is added to the scores", observed=observed)]
 

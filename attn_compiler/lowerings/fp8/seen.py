@@ -20,8 +20,9 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.shared import part_tensors, parts
+from attn_compiler.lowerings.shared.intervals import SEQLEN_KV, SEQLEN_Q, K, Q
 from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.lowerings.shared.parts import SEQLEN_KV, SEQLEN_Q, K, Parts, Q
+from attn_compiler.lowerings.shared.parts import Parts
 from attn_compiler.spec import AttentionSpec, Dim
 
 

@@ -15,7 +15,7 @@ from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.plain import plain_math
 from attn_compiler.lowerings.plain.takes import ABSORBED
-from attn_compiler.lowerings.shared import latents, limits, unused
+from attn_compiler.lowerings.shared import latents, mask_limits, unused
 from attn_compiler.lowerings.shared.takes import refused
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -34,7 +34,11 @@ class Absorbed(Lowering):
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         reasons = latents.check(spec)
-        return reasons if spec.latent is None else [*reasons, *refused(ABSORBED, spec), *limits.check_one_tensor(spec)]
+        return (
+            reasons
+            if spec.latent is None
+            else [*reasons, *refused(ABSORBED, spec), *mask_limits.check_one_tensor(spec)]
+        )
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         """Neither k nor v is read."""

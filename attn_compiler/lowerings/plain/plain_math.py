@@ -16,7 +16,7 @@ from torch import fx
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.plain.takes import MATH
-from attn_compiler.lowerings.shared import limits, score_changes, unused
+from attn_compiler.lowerings.shared import mask_limits, score_changes, unused
 from attn_compiler.lowerings.shared.takes import refused
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -36,7 +36,7 @@ class PlainMath(Lowering):
         return []
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        return [*refused(MATH, spec), *limits.check_one_tensor(spec)]
+        return [*refused(MATH, spec), *mask_limits.check_one_tensor(spec)]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(last_stride_one=False)
@@ -100,7 +100,7 @@ def _weights(emitter: Emitter, spec: AttentionSpec, scores: fx.Node, sinks: fx.N
 
 
 def _can_empty_a_row(spec: AttentionSpec) -> bool:
-    return limits.additive(spec) is not None or limits.bottom_right(spec)
+    return mask_limits.additive(spec) is not None or mask_limits.bottom_right(spec)
 
 
 def _share_rows(emitter: Emitter, spec: AttentionSpec, node: fx.Node) -> fx.Node:

@@ -21,7 +21,7 @@ from torch import fx
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.plain.takes import REFERENCE
-from attn_compiler.lowerings.shared import limits, score_changes
+from attn_compiler.lowerings.shared import mask_limits, score_changes
 from attn_compiler.lowerings.shared.takes import refused
 from attn_compiler.masks import Alignment, Causal
 from attn_compiler.spec import AttentionSpec
@@ -39,7 +39,7 @@ class Reference(Lowering):
         return []
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        return [*refused(REFERENCE, spec), *limits.check_one_tensor(spec)]
+        return [*refused(REFERENCE, spec), *mask_limits.check_one_tensor(spec)]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(last_stride_one=False)
@@ -151,7 +151,7 @@ def _split(operands: Tensors, spec: AttentionSpec) -> tuple[list[torch.Tensor], 
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, operands: Tensors, spec: AttentionSpec) -> _Scores:
-    if limits.check_masks(spec):
+    if mask_limits.check_masks(spec):
         raise ValueError(f"the reference does not know the mask {spec.mask.words}")
     # As wide as the widest step of the model.
     is_wide = q.dtype == torch.float64 or spec.score.softmax_dtype == "float64"

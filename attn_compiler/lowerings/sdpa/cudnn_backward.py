@@ -18,7 +18,7 @@ import torch
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.sdpa.lowering import SdpaCudnn
-from attn_compiler.lowerings.shared import limits
+from attn_compiler.lowerings.shared import mask_limits
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.shared.leaf_calls import BackwardArguments, Gradients
 from attn_compiler.lowerings.shared.ops import like_output, register_backward
@@ -40,7 +40,7 @@ FAMILY = "sdpa_cudnn"
 def why_not(spec: AttentionSpec, target: Target) -> list[Reason]:
     """What keeps this backward from an attention: all that keeps cuDNN's own, and what its forward would have to hand over."""
     reasons = list(SdpaCudnn().why_not(spec, target))
-    if limits.additive(spec) is not None:
+    if mask_limits.additive(spec) is not None:
         reasons.append(Reason(code=Code.MASK_TENSOR, rule="no tensor joins the scores", observed="a mask or a bias"))
     if spec.score.dropout_p:
         rule = "no dropout: the forward's own random numbers would be needed"
@@ -70,7 +70,7 @@ def gradients(*arguments: Any) -> Gradients:
         q.shape[2],
         k.shape[2],
         _NO_DROPOUT,
-        limits.causal_flag(spec),
+        mask_limits.causal_flag(spec),
         scale=spec.score.scale,
     )
     return grad_q, grad_k, grad_v, []

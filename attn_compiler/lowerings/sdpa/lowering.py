@@ -24,7 +24,7 @@ from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.sdpa.flags import as_flag
 from attn_compiler.lowerings.sdpa.takes import CPU_FLASH, CUDNN, EFFICIENT, EFFICIENT_BEFORE_SM80, FLASH
-from attn_compiler.lowerings.shared import cudnn_limits, limits, mask_nodes, offset_limits
+from attn_compiler.lowerings.shared import cudnn_limits, limits, mask_limits, mask_nodes, offset_limits
 from attn_compiler.lowerings.shared.limits import torch_release
 from attn_compiler.lowerings.shared.takes import Takes, check_gpu, refused
 from attn_compiler.spec import AttentionSpec
@@ -94,10 +94,10 @@ class SdpaCudnn(_Pinned):
             *cudnn_limits.check_head_dims(spec, target),
             *cudnn_limits.check_lengths(spec, target),
             *cudnn_limits.check_dropout(spec, target),
-            *limits.check_causal(spec),
-            *limits.check_causal_alone(spec),
-            *limits.check_tensor(spec, dtypes=cudnn_limits.tensor_dtypes(spec, target)),
-            *limits.check_no_bias_gradient(spec),
+            *mask_limits.check_causal(spec),
+            *mask_limits.check_causal_alone(spec),
+            *mask_limits.check_tensor(spec, dtypes=cudnn_limits.tensor_dtypes(spec, target)),
+            *mask_limits.check_no_bias_gradient(spec),
             *self._check_output(spec, target),
         ]
 
@@ -128,7 +128,7 @@ class SdpaCudnn(_Pinned):
             bias,
             spec.needs_grad,
             spec.score.dropout_p,
-            limits.causal_flag(spec),
+            mask_limits.causal_flag(spec),
             False,
             scale=spec.score.scale,
         )
@@ -168,11 +168,11 @@ class SdpaFlash(_Pinned):
         seqlen_q, seqlen_kv = spec.seqlen_q, spec.seqlen_kv
         if not spec.mask.is_causal or seqlen_q == seqlen_kv:
             return []
-        if not limits.bottom_right(spec):
-            return [limits.lengths_reason(spec, "with a causal mask from the top left, as many queries as keys")]
+        if not mask_limits.bottom_right(spec):
+            return [mask_limits.lengths_reason(spec, "with a causal mask from the top left, as many queries as keys")]
         if seqlen_q == 1 or (isinstance(seqlen_q, int) and seqlen_q <= dims.at_least(seqlen_kv)):
             return []
-        return [limits.lengths_reason(spec, "with a causal mask from the bottom right, no more queries than keys")]
+        return [mask_limits.lengths_reason(spec, "with a causal mask from the bottom right, no more queries than keys")]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(alignment=_CUDA_ALIGNMENT)
@@ -185,7 +185,7 @@ class SdpaFlash(_Pinned):
             operands.k,
             operands.v,
             spec.score.dropout_p,
-            limits.causal_flag(spec),
+            mask_limits.causal_flag(spec),
             False,
             scale=spec.score.scale,
         )
@@ -212,8 +212,8 @@ class SdpaEfficient(_Pinned):
     def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return [
             *(limits.check_grid(spec) if spec.score.dropout_p else ()),
-            *limits.check_causal(spec),
-            *limits.check_causal_alone(spec),
+            *mask_limits.check_causal(spec),
+            *mask_limits.check_causal_alone(spec),
             *offset_limits.check_efficient(spec),
         ]
 
@@ -242,7 +242,7 @@ class SdpaEfficient(_Pinned):
             # wrong rows of the bias (kernel_forward.h of torch 2.11, `advance_to_block`).
             spec.needs_grad or bias is not None,
             spec.score.dropout_p,
-            limits.causal_flag(spec),
+            mask_limits.causal_flag(spec),
             scale=spec.score.scale,
         )
         return emitter.call(operator.getitem, outputs, 0)
@@ -278,9 +278,9 @@ class SdpaCpuFlash(_Pinned):
     def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return [
             *self._check_no_half_copies(spec),
-            *limits.check_causal(spec),
-            *limits.check_no_keyless_rows(spec),
-            *limits.check_no_bias_gradient(spec),
+            *mask_limits.check_causal(spec),
+            *mask_limits.check_no_keyless_rows(spec),
+            *mask_limits.check_no_bias_gradient(spec),
         ]
 
     def _check_no_half_copies(self, spec: AttentionSpec) -> list[Reason]:
@@ -318,7 +318,7 @@ class SdpaCpuFlash(_Pinned):
             operands.k,
             operands.v,
             0.0,
-            limits.causal_flag(spec),
+            mask_limits.causal_flag(spec),
             attn_mask=mask,
             scale=spec.score.scale,
         )
@@ -327,7 +327,7 @@ class SdpaCpuFlash(_Pinned):
 
 def _tensor(spec: AttentionSpec, operands: Operands) -> fx.Node | None:
     """What joins the scores, if anything does."""
-    return operands.mask if limits.additive(spec) is not None else None
+    return operands.mask if mask_limits.additive(spec) is not None else None
 
 
 def _repeat_heads(emitter: Emitter, spec: AttentionSpec, node: fx.Node) -> fx.Node:

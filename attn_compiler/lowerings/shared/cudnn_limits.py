@@ -8,7 +8,7 @@ from __future__ import annotations
 from attn_compiler import dims
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.shared import known_bad, limits
+from attn_compiler.lowerings.shared import known_bad, limits, mask_limits
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target, cudnn_words
 
@@ -100,9 +100,9 @@ def check_dropout(spec: AttentionSpec, target: Target) -> list[Reason]:
 def check_lengths(spec: AttentionSpec, target: Target) -> list[Reason]:
     """Lengths that a kernel does not take, or is known to compute wrong."""
     reasons = check_few(spec, target)
-    if limits.causal_flag(spec) and limits.additive(spec) is None:
+    if mask_limits.causal_flag(spec) and mask_limits.additive(spec) is None:
         return reasons
-    return reasons + check_nan_backward(spec, target, with_queries=limits.additive(spec) is not None)
+    return reasons + check_nan_backward(spec, target, with_queries=mask_limits.additive(spec) is not None)
 
 
 def check_few(spec: AttentionSpec, target: Target) -> list[Reason]:

@@ -9,7 +9,7 @@ import math
 
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.shared import limits
+from attn_compiler.lowerings.shared import mask_limits
 from attn_compiler.spec import AttentionSpec, TensorSpec
 
 #: elements that an offset of 32 bits, with a sign, reaches
@@ -42,7 +42,7 @@ def check_efficient(spec: AttentionSpec) -> list[Reason]:
     reasons = [
         Reason(code=Code.TOO_LARGE, rule=f"strides of heads and positions are below {REACH}", observed=n) for n in far
     ]
-    tensor, pairs = limits.additive(spec), _product(spec.seqlen_q, spec.seqlen_kv)
+    tensor, pairs = mask_limits.additive(spec), _product(spec.seqlen_q, spec.seqlen_kv)
     has_rows = tensor is not None and (1, *tensor.shape)[-2] != 1
     if pairs >= REACH and (has_rows or spec.score.dropout_p):
         rule = f"with a mask or dropout, below {REACH} pairs of a head: offsets are of 32 bits ({_EFFICIENT})"

@@ -13,16 +13,17 @@ from torch import fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler import reads
+from attn_compiler.added_scores import ProvedScore, RelativeBias
 from attn_compiler.index_expr import Expr, Index
 from attn_compiler.lowerings.base import Emitter, Operands, Tiles
 from attn_compiler.lowerings.shared import expression_nodes
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared import tiles as tile_lists
 from attn_compiler.lowerings.shared.expression_nodes import Names
+from attn_compiler.lowerings.shared.intervals import SEQLEN_KV, SEQLEN_Q, Interval
 from attn_compiler.lowerings.shared.kernel_plan import Plan
-from attn_compiler.lowerings.shared.parts import SEQLEN_KV, SEQLEN_Q, Interval, Parts
+from attn_compiler.lowerings.shared.parts import Parts
 from attn_compiler.lowerings.shared.tiles import Masking
-from attn_compiler.scores import ProvedScore, RelativeBias
 from attn_compiler.spec import AttentionSpec, Dim
 
 aten = torch.ops.aten

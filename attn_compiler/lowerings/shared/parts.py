@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from attn_compiler import dims, masks, reads, scores
+from attn_compiler import added_scores, dims, masks, reads
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Const, Expr, Index, Linear, Size, Test
-from attn_compiler.lowerings.shared import limits
+from attn_compiler.added_scores import ProvedScore
+from attn_compiler.index_expr import Const, Expr, Linear
+from attn_compiler.lowerings.shared import mask_limits
+from attn_compiler.lowerings.shared.intervals import (
+    B,
+    H,
+    Interval,
+    K,
+    Q,
+    as_interval,
+    band_of,
+    interval_of,
+    mentions_any,
+)
 from attn_compiler.lowerings.shared.kernel_plan import Band, Call, Plan
 from attn_compiler.masks import MaskKind
-from attn_compiler.scores import ProvedScore
 from attn_compiler.spec import AttentionSpec
-
-B, H, Q, K = map(Index, "bhqk")
 
 #: up to so many the mask is evaluated everywhere
 _FEW_QUERIES, _FEW_KEYS = 32, 128
@@ -32,29 +41,6 @@ PartKind = Literal["band", "lengths", "rows", "keys", "documents", "mask", "bias
 #: those that leave pairs out, and those that are added to the scores
 MASKING: frozenset[PartKind] = frozenset({"band", "lengths", "rows", "keys", "documents", "mask"})
 ADDED: frozenset[PartKind] = frozenset({"bias", "slopes", "distances"})
-
-#: the sizes of the scores, as expressions name them here
-SEQLEN_Q, SEQLEN_KV = Size("Sq"), Size("Skv")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
-    """lower <= k < upper, over (b, q), sizes and run-time tensors; None where a side is open."""
-
-    lower: Expr | None = None
-    upper: Expr | None = None
-
-    def both(self, other: Interval) -> Interval:
-        """The keys that are in both."""
-        return Interval(
-            lower=_of_two("max", self.lower, other.lower),
-            upper=_of_two("min", self.upper, other.upper),
-        )
-
-    @property
-    def is_length(self) -> bool:
-        """Whether it begins with the first key, and ends at the same one for all queries of a batch row."""
-        return self.lower is None and self.upper is not None and not _mentions(self.upper, Q)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +108,7 @@ def with_band_as_rows(found: Parts) -> Parts:
     """The same, with the band as an interval of each query; for kernels that know of no band."""
     if found.band is None:
         return found
-    interval = _as_interval(found.band)
+    interval = as_interval(found.band)
     rows = interval if found.rows is None else found.rows.both(interval)
     return dataclasses.replace(found, band=None, rows=rows)
 
@@ -140,7 +126,7 @@ def parts(spec: AttentionSpec) -> Parts:
     masking = _Masking(spec)
     for kind in applied:
         masking.add(kind)
-    if limits.additive(spec) is None:
+    if mask_limits.additive(spec) is None:
         return masking.parts()
     if not _is_understood(spec):
         return _with_tensor(spec, masking.parts())
@@ -204,21 +190,21 @@ class _Masking:
             return False
         if isinstance(kind, masks.Document):
             return self._add_document(kind.of_key)
-        band = _band(kind, self.spec)
+        band = band_of(kind, self.spec)
         if band is not None:
             return self._add_band(band)
-        interval = _interval(kind)
+        interval = interval_of(kind)
         if interval is not None:
             self.rows = interval if self.rows is None else self.rows.both(interval)
             return True
         condition = _condition(kind)
-        if condition is None or _mentions(condition, Q, H):
+        if condition is None or mentions_any(condition, Q, H):
             return False
         self.keys.append(condition)
         return True
 
     def _add_document(self, of_key: Expr) -> bool:
-        if self.documents not in (None, of_key) or ix.kind_of(of_key) == "float" or _mentions(of_key, Q, H):
+        if self.documents not in (None, of_key) or ix.kind_of(of_key) == "float" or mentions_any(of_key, Q, H):
             return False
         self.documents = of_key
         return True
@@ -231,70 +217,9 @@ class _Masking:
             left, right = _least(self.band.left, band.left), _least(self.band.right, band.right)
             self.band = Band(left=left, right=right, from_end=band.from_end)
         else:
-            interval = _as_interval(band)
+            interval = as_interval(band)
             self.rows = interval if self.rows is None else self.rows.both(interval)
         return True
-
-
-def _band(kind: MaskKind, spec: AttentionSpec) -> Band | None:
-    """The band that a kind is, if it is one whatever the tensors hold."""
-    match kind:
-        case masks.Causal(alignment=alignment):
-            from_end = alignment is masks.Alignment.BOTTOM_RIGHT and not dims.same(spec.seqlen_q, spec.seqlen_kv)
-            return Band(right=0, from_end=from_end)
-        case masks.CausalFrom(offset=Const(value=int(offset))):
-            return Band(right=offset)
-        case masks.SlidingWindow(left=left, right=right):
-            return Band(left=left, right=right)
-    return None
-
-
-def _as_interval(band: Band) -> Interval:
-    """The same as a band, for each query by itself."""
-    position: Expr = ix.add(ix.add(Q, SEQLEN_KV), SEQLEN_Q, -1) if band.from_end else Q
-    return Interval(
-        lower=None if band.left is None else ix.add(position, Const(-band.left)),
-        upper=None if band.right is None else ix.add(position, Const(band.right + 1)),
-    )
-
-
-def _interval(kind: MaskKind) -> Interval | None:
-    """The keys that each query may use, if they are in one piece whatever the tensors hold, and the same for every head."""
-    match kind:
-        case masks.CausalFrom(offset=offset):
-            return Interval(upper=ix.add(ix.add(Q, offset), ix.ONE))
-        case masks.Prefix(length=length):
-            return Interval(upper=ix.apply("max", ix.add(Q, ix.ONE), length))
-        case masks.Chunked(size=size, start=start):
-            chunk = ix.apply("floordiv", ix.add(Q, start, -1), Const(size))
-            first = ix.add(ix.mul(chunk, Const(size)), start)
-            return Interval(lower=first, upper=ix.add(first, Const(size)))
-        case masks.KeyBound(side="last", bound=bound):
-            return Interval(upper=ix.add(bound, ix.ONE))
-        case masks.KeyBound(bound=bound):
-            return Interval(lower=bound)
-        case masks.Formula(condition=condition):
-            return _interval_of(condition)
-    return None
-
-
-def _interval_of(condition: Expr) -> Interval | None:
-    """k <= f(b, q), k >= f(b, q), or a condition on the query alone: k <= cache_position[q]."""
-    if _mentions(condition, H):
-        return None
-    if not _mentions(condition, K):
-        return Interval(upper=ix.where(condition, SEQLEN_KV, ix.ZERO))
-    if not isinstance(condition, Test) or condition.relation != ">=":
-        return None
-    factor = dict(condition.form.terms).get(K)
-    if factor not in (1, -1):
-        return None
-    rest = ix.add(ix.combine(condition.form, ix.linear(K), -factor), ix.ZERO)
-    if _mentions(rest, K):
-        return None
-    if factor == -1:
-        return Interval(upper=ix.add(rest, ix.ONE))
-    return Interval(lower=ix.mul(rest, Const(-1)))
 
 
 def _condition(kind: MaskKind) -> Expr | None:
@@ -349,41 +274,31 @@ def _wants_gradient(kind: ProvedScore) -> bool:
 
 def _slopes(kind: ProvedScore, spec: AttentionSpec) -> Expr | None:
     """slope(h) of a kind that adds slope(h) · (k - q), up to a number for each row, which only a sink could see."""
-    if not isinstance(kind, scores.Alibi) or kind.requires_grad or ix.kind_of(kind.position) != "int":
+    if not isinstance(kind, added_scores.Alibi) or kind.requires_grad or ix.kind_of(kind.position) != "int":
         return None
     form = ix.linear(kind.position)
     factor = dict(form.terms).get(K)
     if factor is None:
         return None
     rest = ix.combine(form, ix.linear(K), -factor)
-    if _mentions(rest, K, H) or (spec.score.sinks is not None and rest != Linear(((Q, -factor),))):
+    if mentions_any(rest, K, H) or (spec.score.sinks is not None and rest != Linear(((Q, -factor),))):
         return None
-    if _mentions(kind.slopes, B, Q, K) or reads.names_in(kind.slopes) & set(spec.score.out_of_reach):
+    if mentions_any(kind.slopes, B, Q, K) or reads.names_in(kind.slopes) & set(spec.score.out_of_reach):
         return None
     return ix.mul(ix.as_float(kind.slopes), Const(float(factor)))
 
 
 def _is_of_distance(kind: ProvedScore, spec: AttentionSpec) -> bool:
     """Whether a kind is a function of the head and of k - q that can be evaluated."""
-    if isinstance(kind, scores.Bias) or reads.names(kind) & set(spec.score.out_of_reach):
+    if isinstance(kind, added_scores.Bias) or reads.names(kind) & set(spec.score.out_of_reach):
         return False
-    if _mentions(kind.summand, B) or not _mentions(kind.summand, K):
+    if mentions_any(kind.summand, B) or not mentions_any(kind.summand, K):
         return False
     # With the key counted from the query, none is left in what knows of nothing but their difference.
-    return not _mentions(ix.substitute(kind.summand, K, ix.add(K, Q)), Q)
+    return not mentions_any(ix.substitute(kind.summand, K, ix.add(K, Q)), Q)
 
 
 # ---- expressions --------------------------------------------------------------------------------------------------
-
-
-def _mentions(x: Expr, *indices: Index) -> bool:
-    return any(ix.mentions(x, index) for index in indices)
-
-
-def _of_two(op: str, a: Expr | None, b: Expr | None) -> Expr | None:
-    """The inner one of two bounds; an open side gives way."""
-    known: Iterable[Expr] = [x for x in (a, b) if x is not None]
-    return functools.reduce(lambda x, y: ix.apply(op, x, y), known) if known else None
 
 
 def _least(a: int | None, b: int | None) -> int | None:

@@ -115,9 +115,9 @@ class Alike:
         return cast(T, self.facts[name])
 
     def keep(self, ran: Sequence[Ready | None], *, inputs: Iterable[str], returned: Returned) -> None:
-        """Replay further calls, if every launch is ready. ran: the launches of a call, in order. inputs: names of tensors."""
+        """Replay further calls on a GPU, if every launch is ready. ran: the launches of a call, in order. inputs: names of tensors."""
         ready = [one for one in ran if one is not None]
-        if len(ready) == len(ran):
+        if self.device.index is not None and len(ready) == len(ran):
             # Another thread may be in its first call, too, and find further ones.
             self.replay = replay_of(self.device, ready, dict(self.empties), inputs=inputs, returned=returned)
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.shared import limits, parts
+from attn_compiler.lowerings.shared import limits, mask_limits, parts
 from attn_compiler.lowerings.shared.limits import LAST_SM
 from attn_compiler.lowerings.shared.parts import ADDED, MASKING, PartKind
 from attn_compiler.scores import DenseBias, Pointwise, ScoreChange, Sinks, Softcap
@@ -92,7 +92,7 @@ def refused(takes: Takes, spec: AttentionSpec) -> list[Reason]:
         *_check_changes(takes, spec),
         *limits.check_weights_unread(spec),
         *_check_scale(takes, spec),
-        *limits.check_masks(spec),
+        *mask_limits.check_masks(spec),
         *(() if takes.float64_softmax else limits.check_softmax_dtype(spec)),
         *(() if takes.any_shape else limits.check_shapes(spec)),
         *limits.check_dtypes(spec, takes.dtypes),
@@ -177,5 +177,7 @@ def _check_tensors(takes: Takes, spec: AttentionSpec) -> list[Reason]:
     if takes.tensors is None:
         return []
     if not takes.tensors:
-        return limits.check_no_tensor(spec)
-    return limits.check_tensor(spec, dtypes=tuple(spec.dtype if dtype == OWN else dtype for dtype in takes.tensors))
+        return mask_limits.check_no_tensor(spec)
+    return mask_limits.check_tensor(
+        spec, dtypes=tuple(spec.dtype if dtype == OWN else dtype for dtype in takes.tensors)
+    )

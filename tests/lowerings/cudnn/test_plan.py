@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from attn_compiler import index_expr as ix
+from attn_compiler.added_scores import Alibi
 from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.lowerings.cudnn import plan
 from attn_compiler.lowerings.cudnn.plan import Call
@@ -24,7 +25,7 @@ from attn_compiler.masks import (
     Prefix,
     SlidingWindow,
 )
-from attn_compiler.scores import Alibi, ScoreSpec, Sinks
+from attn_compiler.scores import ScoreSpec, Sinks
 from attn_compiler.spec import AttentionSpec
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, make_spec
 

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attn_compiler.added_scores import Alibi
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.sdpa.flags import as_flag
 from attn_compiler.masks import Alignment, Causal, Dense, Document, Flag, MaskSpec, SlidingWindow
 from attn_compiler.options import Options
 from attn_compiler.passes import select
-from attn_compiler.scores import Alibi
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 from tests.lowerings.specs import bias, make_spec, words

@@ -62,7 +62,7 @@ class Kernel:
 @pytest.fixture(autouse=True)
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replaying, "_ALIKE", Known())
-    monkeypatch.setattr(replaying, "current_cuda_device", lambda: -1)
+    monkeypatch.setattr(replaying, "current_cuda_device", lambda: 0)
     monkeypatch.setattr(triton.runtime, "driver", mock.Mock())
     triton.runtime.driver.active.get_current_stream.return_value = STREAM
 
@@ -262,6 +262,7 @@ def further_launches(made: dict[str, Any], tensors: dict[str, str | None]) -> tu
     kernel, q, out = Kernel(), torch.empty(4, 8), torch.empty(4, 8)
     asked = Arguments(grid=(2, 1, 1), tensors=tensors, numbers={"number": 7}, made=made)
     same = alike("op", "text", (q,))
+    same.device = torch.device("cpu", 0)
     for _ in range(2):
         ran = [launch(kernel, same, {"q": q, "out": same.empty("out", lambda: out)}, lambda: asked)]
     same.keep(ran, inputs=("q",), returned=("out", None))

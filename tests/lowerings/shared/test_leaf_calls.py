@@ -25,7 +25,7 @@ from attn_compiler.lowerings.shared.replaying import Alike, Start
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replaying, "_ALIKE", Known())
-    monkeypatch.setattr(replaying, "current_cuda_device", lambda: -1)
+    monkeypatch.setattr(replaying, "current_cuda_device", lambda: 0)
 
 
 class Doubles:
@@ -48,14 +48,14 @@ class Forward(ForwardBody):
 
     def first(self, given: ForwardArguments, same: Alike) -> Outputs:
         self.firsts.append(given.text)
-        same.empties = {"made": Empty.like(given.q)}
+        same.device, same.empties = torch.device("cpu", 0), {"made": Empty.like(given.q)}
         same.keep([Doubles()], inputs=("q", "k", "v", "mask"), returned=("made", None))
         return given.q * 2, torch.zeros(given.q.shape[:3])
 
 
 class Backward(BackwardBody):
     def first(self, given: BackwardArguments, same: Alike) -> Gradients:
-        same.empties = {"made": Empty.like(given.q)}
+        same.device, same.empties = torch.device("cpu", 0), {"made": Empty.like(given.q)}
         names = ("grad_out", "grad_lse", "q", "k", "v", "out", "lse", "bias")
         same.keep([Doubles()], inputs=names, returned=("made", "k", "v", ["bias"]))
         return given.q * 2, given.k, given.v, [*given.operands]

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
+from attn_compiler import added_scores, masks, scores
 from attn_compiler import index_expr as ix
-from attn_compiler import masks, scores
+from attn_compiler.added_scores import ProvedScore
 from attn_compiler.index_expr import Const, Expr, Index, Load, Size
 from attn_compiler.lowerings.base import Emitter, Operands, SizeOf, Tile, Tiles
 from attn_compiler.lowerings.shared import part_tensors, parts
 from attn_compiler.masks import Alignment, Causal, Dense, Inputs, MaskKind, MaskSpec
-from attn_compiler.scores import ProvedScore
 from attn_compiler.spec import AttentionSpec
 from tests.lowerings import plan_math
 from tests.lowerings.bench import Bench
@@ -300,7 +300,7 @@ def test_t5s_buckets_to_the_last_bit(buckets: int, furthest: int, both_ways: boo
     have = {**tensors(400, 300), "table": torch.randn(buckets, HEADS)}
     bench = Bench(**have)
     row = t5_row(ix.add(K, Q, -1), buckets, furthest, both_ways=both_ways)
-    kind = scores.RelativeBias(table="table", at=(row, H), distance=ix.add(K, Q, -1))
+    kind = added_scores.RelativeBias(table="table", at=(row, H), distance=ix.add(K, Q, -1))
     spec = spec_of(bench, added=[kind], needs_grad=False)
     found = _added(bench, spec, bench.run(emitted(bench, spec)), 400, 300)
     distance = torch.arange(300) - torch.arange(400)[:, None]
@@ -309,17 +309,17 @@ def test_t5s_buckets_to_the_last_bit(buckets: int, furthest: int, both_ways: boo
 
 
 SCORES: dict[str, list[ProvedScore]] = {
-    "bloom": [scores.Alibi(slopes=Load("slopes", (H,), "float"), position=K)],
-    "mpt": [scores.Alibi(slopes=ix.apply("pow", Const(2.0), ix.as_float(ix.mul(H, Const(-1)))), position=ix.add(K, Q, -1))],
-    "both ways": [scores.Alibi(slopes=Load("slopes", (H,), "float"), position=ix.apply("abs", ix.add(K, Q, -1)))],
-    "table": [scores.RelativeBias(table="table", at=(ix.add(ix.add(K, Q, -1), Const(12)), H), distance=ix.add(K, Q, -1))],
+    "bloom": [added_scores.Alibi(slopes=Load("slopes", (H,), "float"), position=K)],
+    "mpt": [added_scores.Alibi(slopes=ix.apply("pow", Const(2.0), ix.as_float(ix.mul(H, Const(-1)))), position=ix.add(K, Q, -1))],
+    "both ways": [added_scores.Alibi(slopes=Load("slopes", (H,), "float"), position=ix.apply("abs", ix.add(K, Q, -1)))],
+    "table": [added_scores.RelativeBias(table="table", at=(ix.add(ix.add(K, Q, -1), Const(12)), H), distance=ix.add(K, Q, -1))],
     "shared table": [
-        scores.RelativeBias(table="table", at=(ix.apply("abs", ix.add(K, Q, -1)), ix.ZERO), distance=ix.add(K, Q, -1), weight=0.5)
+        added_scores.RelativeBias(table="table", at=(ix.apply("abs", ix.add(K, Q, -1)), ix.ZERO), distance=ix.add(K, Q, -1), weight=0.5)
     ],
     "two": [
-        scores.Alibi(slopes=Load("slopes", (H,), "float"), position=ix.add(K, Q, -1)),
-        scores.RelativeBias(table="table", at=(ix.add(ix.add(K, Q, -1), Const(12)), H), distance=ix.add(K, Q, -1)),
-        scores.RelativeBias(table="table", at=(ix.apply("abs", ix.add(K, Q, -1)), ix.ONE), distance=ix.add(K, Q, -1)),
+        added_scores.Alibi(slopes=Load("slopes", (H,), "float"), position=ix.add(K, Q, -1)),
+        added_scores.RelativeBias(table="table", at=(ix.add(ix.add(K, Q, -1), Const(12)), H), distance=ix.add(K, Q, -1)),
+        added_scores.RelativeBias(table="table", at=(ix.apply("abs", ix.add(K, Q, -1)), ix.ONE), distance=ix.add(K, Q, -1)),
     ],
 }  # fmt: skip
 

@@ -4,16 +4,18 @@ import dataclasses
 
 import pytest
 
+from attn_compiler import added_scores, masks, scores
 from attn_compiler import index_expr as ix
-from attn_compiler import masks, scores
-from attn_compiler.index_expr import Const, Index, Linear, Load, Size, Test
+from attn_compiler.added_scores import ProvedScore
+from attn_compiler.index_expr import Const, Index, Load, Size
 from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared.intervals import SEQLEN_KV, Interval
 from attn_compiler.lowerings.shared.kernel_plan import Band, Plan
-from attn_compiler.lowerings.shared.parts import SEQLEN_KV, SEQLEN_Q, Interval, Parts
+from attn_compiler.lowerings.shared.parts import Parts
 from attn_compiler.masks import Alignment, Causal, Dense, Flag, MaskKind, MaskSpec
 from attn_compiler.options import Options
 from attn_compiler.passes import select
-from attn_compiler.scores import ProvedScore, ScoreSpec
+from attn_compiler.scores import ScoreSpec
 from attn_compiler.spec import AttentionSpec, Dim
 from attn_compiler.target import Target
 from tests.lowerings.specs import make_spec
@@ -28,10 +30,12 @@ BLOCKS = masks.AnyOf(alternatives=((Causal(),), (DOCUMENT,)))
 DENSE = Dense(shape=(2, 1, 128, 192), dtype="bool")
 ADDED = Dense(shape=(2, 1, 128, 192), dtype="bfloat16")
 
-TABLE = scores.RelativeBias(table="table", at=(ix.add(ix.add(K, Q, -1), Const(127)), H), distance=ix.add(K, Q, -1))
+TABLE = added_scores.RelativeBias(
+    table="table", at=(ix.add(ix.add(K, Q, -1), Const(127)), H), distance=ix.add(K, Q, -1)
+)
 LEARNED = dataclasses.replace(TABLE, requires_grad=True)
 SLOPES = Load("slopes", (H,), "float")
-BLOOM = scores.Alibi(slopes=SLOPES, position=K)
+BLOOM = added_scores.Alibi(slopes=SLOPES, position=K)
 
 
 def spec_of(
@@ -132,34 +136,6 @@ def test_where_a_kind_goes(proved: list[MaskKind], expected: Parts) -> None:
     assert parts(*proved) == expected
 
 
-def test_a_chunk_is_an_interval_of_each_query() -> None:
-    rows = parts(masks.Chunked(size=16, start=ix.ONE)).rows
-    assert rows is not None
-    for q in range(40):
-        first, end = (ix.evaluate(x, {"q": q}, lambda *_: None) for x in (rows.lower, rows.upper) if x is not None)
-        assert [k for k in range(64) if (q - 1) // 16 == (k - 1) // 16] == list(range(max(first, 0), end))
-
-
-def test_bands_of_two_corners_are_a_band_and_rows() -> None:
-    found = parts(Causal(), BOTTOM_RIGHT)
-    assert found.band == Band(right=0)
-    assert found.rows == Interval(upper=ix.add(ix.add(ix.add(Q, SEQLEN_KV), SEQLEN_Q, -1), ix.ONE))
-
-
-@pytest.mark.parametrize("seqlen", [128, "s0"])
-def test_a_square_has_one_corner(seqlen: Dim) -> None:
-    assert parts(BOTTOM_RIGHT, seqlen_q=seqlen, seqlen_kv=seqlen) == Parts(band=Band(right=0))
-
-
-def test_intervals_are_intersected() -> None:
-    found = parts(masks.KeyBound(side="first", bound=LENGTH), masks.Chunked(size=16), masks.CausalFrom(offset=LENGTH))
-    assert found.rows is not None
-    assert found.rows.lower == ix.apply("max", LENGTH, ix.mul(ix.apply("floordiv", Q, Const(16)), Const(16)))
-    assert found.rows.upper is not None
-    assert ix.evaluate(found.rows.upper, {"q": 17}, lambda *_: 3) == 21
-    assert ix.evaluate(found.rows.upper, {"q": 17}, lambda *_: 30) == 32
-
-
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -243,10 +219,10 @@ def test_a_sink_sees_what_a_row_has_in_common() -> None:
     "added",
     [
         dataclasses.replace(BLOOM, position=Load("position", (B, K), "int")),
-        scores.Alibi(slopes=SLOPES, position=ix.add(K, Load("shift", (K,), "int"))),
-        scores.GatheredBias(table="table", at=(Load("index", (Q, K), "int"), H)),
-        scores.RegionPenalty(value=-100.0, of_key=Load("regions", (B, K), "int")),
-        scores.Bias(tensor="bias", at=(H, Q, K), shape=(1, 8, 128, 192)),
+        added_scores.Alibi(slopes=SLOPES, position=ix.add(K, Load("shift", (K,), "int"))),
+        added_scores.GatheredBias(table="table", at=(Load("index", (Q, K), "int"), H)),
+        added_scores.RegionPenalty(value=-100.0, of_key=Load("regions", (B, K), "int")),
+        added_scores.Bias(tensor="bias", at=(H, Q, K), shape=(1, 8, 128, 192)),
     ],
 )
 def test_what_is_no_function_of_the_distance_stays_a_tensor(added: ProvedScore) -> None:
@@ -304,9 +280,3 @@ def test_few_pairs_need_no_lists(seqlen_q: Dim, seqlen_kv: Dim, few: bool) -> No
     mask = MaskSpec(dense=Dense(shape=(2, 1, 1, seqlen_kv), dtype="bool"))
     plan = site_parts.of(dataclasses.replace(make_spec(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv), mask=mask))
     assert (plan.tiles, plan.unlisted) == (not few, few)
-
-
-def test_a_test_of_a_choice_of_keys_is_no_interval() -> None:
-    either = ix.where(ix.compare("<", K, Const(4)), Q, ix.mul(Q, Const(2)))
-    condition = Test(">=", Linear(((either, 1), (K, -1))))
-    assert parts(masks.Formula(condition=condition)) == Parts(mask=True)

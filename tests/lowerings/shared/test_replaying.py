@@ -19,7 +19,7 @@ from attn_compiler.lowerings.shared.replaying import Alike, Replay, Returned, St
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replaying, "_ALIKE", Known())
-    monkeypatch.setattr(replaying, "current_cuda_device", lambda: -1)
+    monkeypatch.setattr(replaying, "current_cuda_device", lambda: 0)
 
 
 @dataclass
@@ -43,6 +43,7 @@ class Adds:
 def kept(*launches: Adds, q: Tensor, zeros: bool = False) -> Alike:
     """A call of x, that makes y and z and returns z and y."""
     same = alike("op", "text", (q,))
+    same.device = torch.device("cpu", 0)
     allocate = Empty.zeros_like if zeros else Empty.like
     same.empties = {"y": allocate(torch.empty(8)), "z": allocate(torch.empty(8))}
     same.keep(list(launches), inputs=("x",), returned=("z", "y"))
@@ -68,7 +69,14 @@ def test_what_is_added_up_in_place_begins_with_nothing() -> None:
 
 def test_a_call_with_a_launch_that_is_not_ready_is_not_replayed() -> None:
     same = alike("op", "text", (torch.zeros(8),))
+    same.device = torch.device("cpu", 0)
     same.keep([Adds(1.0), None], inputs=("x",), returned=("x", None))
+    assert same.replay is None
+
+
+def test_calls_on_a_cpu_are_not_replayed() -> None:
+    same = alike("op", "text", (torch.zeros(8),))
+    same.keep([Adds(1.0)], inputs=("x", "y"), returned=("y", None))
     assert same.replay is None
 
 

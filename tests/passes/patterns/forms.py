@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from attn_compiler.lowerings.shared import limits
+from attn_compiler.lowerings.shared import mask_limits
 from attn_compiler.masks import Causal, Dense
 from attn_compiler.report import SiteReport
 from attn_compiler.spec import AttentionSpec, Dim
@@ -205,7 +205,7 @@ def check_report(form: Form, function: Compiled, *, dynamic: bool, backward: boo
 
 def _lowering(form: Form, spec: AttentionSpec) -> str:
     """CPU flash refuses numbers that may leave a query no key, where there are gradients."""
-    return "math" if form.lowering == "sdpa_cpu_flash" and limits.check_no_keyless_rows(spec) else form.lowering
+    return "math" if form.lowering == "sdpa_cpu_flash" and mask_limits.check_no_keyless_rows(spec) else form.lowering
 
 
 def assert_shape(shape: Sequence[Dim], expected: Sequence[int], *, dynamic: bool) -> None:

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from attn_compiler.added_scores import GatheredBias
 from attn_compiler.passes import mirror
-from attn_compiler.scores import GatheredBias
 from tests.passes.compiling import Compiled, compiled
 
 Tensor = torch.Tensor

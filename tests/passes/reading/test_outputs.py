@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
-from attn_compiler.scores import Bias, RelativeBias
+from attn_compiler.added_scores import Bias, RelativeBias
 from tests.passes.compiling import Compiled, compiled
 
 Tensor = torch.Tensor

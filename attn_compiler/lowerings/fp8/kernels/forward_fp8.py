@@ -37,13 +37,12 @@ from attn_compiler.lowerings.shared.kernels.tile_parts import (
     change,
     is_allowed,
     kept,
-    keys_to_visit,
     load_bias,
     load_by_distance,
     load_tile,
-    partial_tile,
     store_tile,
 )
+from attn_compiler.lowerings.shared.kernels.tile_visits import keys_to_visit, partial_tile
 from attn_compiler.lowerings.shared.kernels.tuples import Added, KeyMasks, Pairs, Positions, QueryRows
 
 #: log2 of what weights are rounded at; see above

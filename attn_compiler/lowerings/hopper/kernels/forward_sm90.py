@@ -21,11 +21,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attn_compiler.lowerings.hopper.kernels.forward_fetching_sm90 import (
+    fetch,
+    list_of_block,
+    nth_block,
+    place_of_queries,
+    tiles_to_visit,
+)
 from attn_compiler.lowerings.hopper.kernels.tuples import Masks, Visits, Warpgroup, Work
-from attn_compiler.lowerings.hopper.kernels.visiting import nth_shortest, nth_tile
-from attn_compiler.lowerings.shared.kernels.optional import at_index, list_of
-from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import barriers_of, turn
-from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E, keys_to_visit
+from attn_compiler.lowerings.hopper.kernels.visiting import nth_tile
+from attn_compiler.lowerings.shared.kernels.optional import at_index
+from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import barriers_of
+from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
     FEW,
     NOTHING,
@@ -57,79 +64,6 @@ def _give_turn(consumer: gl.constexpr, how: gl.constexpr):
     if how.TURNS:
         ASM: gl.constexpr = "bar.arrive " + ("15" if consumer == 0 else "14") + ", 256; mov.u32 $0, $1;"
         gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _block(nth, work, how: gl.constexpr):
-    """This program's nth block of queries: whether there is one, its number, batch row, head, and row of the lse."""
-    is_one, block, row = turn(nth, work.section, work.blocks, work.heads_of_all)
-    # Where there is none, that of the first one is read.
-    block, row = gl.where(is_one, block, 0), gl.where(is_one, row, 0)
-    batch, head = row // work.sizes.heads_q, row % work.sizes.heads_q
-    if how.ORDERED:
-        block = nth_shortest(block, work, batch, head)
-    return is_one, block, batch, head, row
-
-
-@gluon.jit
-def _list(work, batch, head, block):
-    """Where the list of a block begins, or None."""
-    return list_of(work.Lists, batch, head, block, work.lists)
-
-
-@gluon.jit
-def _visits(List, block, sizes, how: gl.constexpr):
-    """partial, first, second, full_first and full_last of `Visits`: one tile at least, even if none of its keys is allowed."""
-    partial, first, second, full_first, full_last = keys_to_visit(List, block * how.BLOCK_M, sizes, how)
-    is_none = partial + full_last <= full_first
-    return gl.where(is_none, 1, partial), gl.where(is_none, 0, first), second, full_first, full_last
-
-
-@gluon.jit
-def _fetch_tile(X, at, stage, phase, full, empty, tiles):
-    """Ask for a tile as soon as all warpgroups have let go of what is in its place."""
-    mbarrier.wait(empty.index(stage), phase ^ 1)
-    mbarrier.expect(full.index(stage), X.block_type.nbytes)
-    tma.async_copy_global_to_shared(X, at, full.index(stage), tiles.index(stage))
-
-
-@gluon.jit
-def _place_of_queries(consumer: gl.constexpr, nth, how: gl.constexpr):
-    """Where a warpgroup's queries of the nth block are in shared memory, and how often others were there before them, modulo 2."""
-    return consumer + how.CONSUMERS * (nth % how.QUERY_STAGES), (nth // how.QUERY_STAGES) & 1
-
-
-@gluon.jit
-def _fetch(Q, K, V, tiles, barriers, work, rounds, how: gl.constexpr):
-    """For each block the queries of every warpgroup, then tiles of keys and values, keys a tile ahead. Runs ahead into the next block."""
-    done = 0
-    for nth in range(rounds):
-        is_one, block, batch, head, _row = _block(nth, work, how)
-        if is_one:
-            start = block * how.BLOCK_M
-            List = _list(work, batch, head, block)
-            partial, first, second, full_first, full_last = _visits(List, block, work.sizes, how)
-            visits = Visits(
-                List=List, partial=partial, first=first, second=second, full_first=full_first, full_last=full_last
-            )  # fmt: skip
-            count = partial + full_last - full_first
-            head_kv = head // work.sizes.group
-            for consumer in gl.static_range(how.CONSUMERS):
-                place, phase = _place_of_queries(consumer, nth, how)
-                at = [batch, head, start + consumer * ROWS, 0]
-                _fetch_tile(Q, at, place, phase, barriers.q_full, barriers.q_empty, tiles.q)
-            key = nth_tile(0, visits) * how.BLOCK_N
-            stage, phase = done % how.STAGES, (done // how.STAGES) & 1
-            _fetch_tile(K, [batch, head_kv, key, 0], stage, phase, barriers.k_full, barriers.k_empty, tiles.k)
-            for i in range(1, count):
-                next_stage, next_phase = (done + i) % how.STAGES, ((done + i) // how.STAGES) & 1
-                next_key = nth_tile(i, visits) * how.BLOCK_N
-                at = [batch, head_kv, next_key, 0]
-                _fetch_tile(K, at, next_stage, next_phase, barriers.k_full, barriers.k_empty, tiles.k)
-                _fetch_tile(V, [batch, head_kv, key, 0], stage, phase, barriers.v_full, barriers.v_empty, tiles.v)
-                key, stage, phase = next_key, next_stage, next_phase
-            _fetch_tile(V, [batch, head_kv, key, 0], stage, phase, barriers.v_full, barriers.v_empty, tiles.v)
-            done += count
 
 
 @gluon.jit
@@ -325,14 +259,16 @@ def _compute(
     done = 0
     if consumer == 1:
         _give_turn(consumer, how)
-    is_one, block, batch, head, row = _block(0, work, how)
-    partial, first, second, full_first, full_last = _visits(_list(work, batch, head, block), block, sizes, how)
+    is_one, block, batch, head, row = nth_block(0, work, how)
+    partial, first, second, full_first, full_last = tiles_to_visit(
+        list_of_block(work, batch, head, block), block, sizes, how
+    )
     rows, least, most = _keys_of(consumer, block, batch, masks, masking, sizes, LAYOUTS, how)
     for nth in range(rounds):
         if is_one:
             start = block * how.BLOCK_M
             visits = Visits(
-                List=_list(work, batch, head, block), partial=partial, first=first, second=second,
+                List=list_of_block(work, batch, head, block), partial=partial, first=first, second=second,
                 full_first=full_first, full_last=full_last,
             )  # fmt: skip
             document = None
@@ -349,7 +285,7 @@ def _compute(
                 DocumentsK=at_index(masks.DocumentsK, batch, masking.documents_kb),
                 Slopes=masks.Slopes,
             )
-            place, phase = _place_of_queries(consumer, nth, how)
+            place, phase = place_of_queries(consumer, nth, how)
             own = Warpgroup(
                 q=tiles.q.index(place).reshape([ROWS, how.QK_ALL]), least=least, most=most, document=document,
                 rows=rows, factor=scale, cap=softcap * LOG2E, slope=slope,
@@ -360,10 +296,10 @@ def _compute(
             )
             done += partial + full_last - full_first
             # What the next block visits and sees is on its way from memory while this one's outputs are on theirs to it.
-            of_next = _block(nth + 1, work, how)
+            of_next = nth_block(nth + 1, work, how)
             is_one, next_block, next_batch, next_head, next_row = of_next
-            List = _list(work, next_batch, next_head, next_block)
-            partial, first, second, full_first, full_last = _visits(List, next_block, sizes, how)
+            List = list_of_block(work, next_batch, next_head, next_block)
+            partial, first, second, full_first, full_last = tiles_to_visit(List, next_block, sizes, how)
             of_next_rows = _keys_of(consumer, next_block, next_batch, masks, masking, sizes, LAYOUTS, how)
             of_head = Lse + row.to(gl.int64) * seqlen_q
             out = _finish(peak, total, out, of_head, Sinks, head, rows, seqlen_q, LAYOUTS, how)
@@ -421,7 +357,7 @@ def attention_forward_sm90(
             [
                 (_compute, (0, of_out, Lse, Sinks, masks, masking, tiles, barriers, work, rounds, scale, softcap, how)),
                 (_compute, (1, of_out, Lse, Sinks, masks, masking, tiles, barriers, work, rounds, scale, softcap, how)),
-                (_fetch, (of_q, of_k, of_v, tiles, barriers, work, rounds, how)),
+                (fetch, (of_q, of_k, of_v, tiles, barriers, work, rounds, how)),
             ],
             [4, 4],
             [how.REGISTERS, FEW],
@@ -432,7 +368,7 @@ def attention_forward_sm90(
                 (_compute, (0, of_out, Lse, Sinks, masks, masking, tiles, barriers, work, rounds, scale, softcap, how)),
                 (_compute, (1, of_out, Lse, Sinks, masks, masking, tiles, barriers, work, rounds, scale, softcap, how)),
                 (_compute, (2, of_out, Lse, Sinks, masks, masking, tiles, barriers, work, rounds, scale, softcap, how)),
-                (_fetch, (of_q, of_k, of_v, tiles, barriers, work, rounds, how)),
+                (fetch, (of_q, of_k, of_v, tiles, barriers, work, rounds, how)),
             ],
             [4, 4, 4],
             [how.REGISTERS, how.REGISTERS, FEW],

@@ -11,7 +11,7 @@ from attn_compiler.lowerings.hopper.kernels.tuples import GradBarriers, Visits
 from attn_compiler.lowerings.hopper.kernels.visiting import nth_shortest, nth_tile
 from attn_compiler.lowerings.shared.kernels.optional import list_of
 from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import place
-from attn_compiler.lowerings.shared.kernels.tile_parts import queries_to_visit
+from attn_compiler.lowerings.shared.kernels.tile_visits import queries_to_visit
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS
 
 

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attn_compiler.lowerings.shared.kernels.optional import list_of
-from attn_compiler.lowerings.shared.kernels.tile_parts import partial_tile
+from attn_compiler.lowerings.shared.kernels.tile_visits import partial_tile
 
 
 @gluon.jit

@@ -38,14 +38,13 @@ from attn_compiler.lowerings.shared.kernels.tile_parts import (
     is_allowed,
     kept,
     keys_in_use,
-    keys_to_visit,
     load_bias,
     load_by_distance,
     load_tile,
-    partial_tile,
     store_tile,
     through_change,
 )
+from attn_compiler.lowerings.shared.kernels.tile_visits import keys_to_visit, partial_tile
 from attn_compiler.lowerings.shared.kernels.tuples import Added, KeyMasks, Pairs, Positions, QueryRows
 
 

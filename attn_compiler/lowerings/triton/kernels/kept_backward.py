@@ -27,12 +27,11 @@ from attn_compiler.lowerings.shared.kernels.tile_parts import (
     is_allowed,
     kept_scores,
     keys_in_use,
-    keys_to_visit,
     load_kept_scores,
     load_tile,
-    partial_tile,
     store_tile,
 )
+from attn_compiler.lowerings.shared.kernels.tile_visits import keys_to_visit, partial_tile
 from attn_compiler.lowerings.shared.kernels.tuples import KeyMasks, MaskOperands, Pairs, Positions, QueryRows
 from attn_compiler.lowerings.triton.kernels.sums_backward import store_diagonals
 

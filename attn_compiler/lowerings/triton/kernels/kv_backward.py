@@ -36,12 +36,11 @@ from attn_compiler.lowerings.shared.kernels.tile_parts import (
     kept,
     kept_scores,
     load_tile,
-    partial_tile,
     queries_in_use,
-    queries_to_visit,
     store_tile,
     through_change,
 )
+from attn_compiler.lowerings.shared.kernels.tile_visits import partial_tile, queries_to_visit
 from attn_compiler.lowerings.shared.kernels.tuples import Added, Pairs, Positions
 
 

@@ -1,0 +1,87 @@
+"""The warpgroup of the forward that has the copy engine fetch tiles, and which blocks and tiles the others find there."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from attn_compiler.lowerings.hopper.kernels.tuples import Visits
+from attn_compiler.lowerings.hopper.kernels.visiting import nth_shortest, nth_tile
+from attn_compiler.lowerings.shared.kernels.optional import list_of
+from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import turn
+from attn_compiler.lowerings.shared.kernels.tile_visits import keys_to_visit
+from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS
+
+
+@gluon.jit
+def nth_block(nth, work, how: gl.constexpr):
+    """This program's nth block of queries: whether there is one, its number, batch row, head, and row of the lse."""
+    is_one, block, row = turn(nth, work.section, work.blocks, work.heads_of_all)
+    # Where there is none, that of the first one is read.
+    block, row = gl.where(is_one, block, 0), gl.where(is_one, row, 0)
+    batch, head = row // work.sizes.heads_q, row % work.sizes.heads_q
+    if how.ORDERED:
+        block = nth_shortest(block, work, batch, head)
+    return is_one, block, batch, head, row
+
+
+@gluon.jit
+def list_of_block(work, batch, head, block):
+    """Where the list of a block begins, or None."""
+    return list_of(work.Lists, batch, head, block, work.lists)
+
+
+@gluon.jit
+def tiles_to_visit(List, block, sizes, how: gl.constexpr):
+    """partial, first, second, full_first and full_last of `Visits`: one tile at least, even if none of its keys is allowed."""
+    partial, first, second, full_first, full_last = keys_to_visit(List, block * how.BLOCK_M, sizes, how)
+    is_none = partial + full_last <= full_first
+    return gl.where(is_none, 1, partial), gl.where(is_none, 0, first), second, full_first, full_last
+
+
+@gluon.jit
+def _fetch_tile(X, at, stage, phase, full, empty, tiles):
+    """Ask for a tile as soon as all warpgroups have let go of what is in its place."""
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    mbarrier.expect(full.index(stage), X.block_type.nbytes)
+    tma.async_copy_global_to_shared(X, at, full.index(stage), tiles.index(stage))
+
+
+@gluon.jit
+def place_of_queries(consumer: gl.constexpr, nth, how: gl.constexpr):
+    """Where a warpgroup's queries of the nth block are in shared memory, and how often others were there before them, modulo 2."""
+    return consumer + how.CONSUMERS * (nth % how.QUERY_STAGES), (nth // how.QUERY_STAGES) & 1
+
+
+@gluon.jit
+def fetch(Q, K, V, tiles, barriers, work, rounds, how: gl.constexpr):
+    """For each block the queries of every warpgroup, then tiles of keys and values, keys a tile ahead. Runs ahead into the next block."""
+    done = 0
+    for nth in range(rounds):
+        is_one, block, batch, head, _row = nth_block(nth, work, how)
+        if is_one:
+            start = block * how.BLOCK_M
+            List = list_of_block(work, batch, head, block)
+            partial, first, second, full_first, full_last = tiles_to_visit(List, block, work.sizes, how)
+            visits = Visits(
+                List=List, partial=partial, first=first, second=second, full_first=full_first, full_last=full_last
+            )  # fmt: skip
+            count = partial + full_last - full_first
+            head_kv = head // work.sizes.group
+            for consumer in gl.static_range(how.CONSUMERS):
+                place, phase = place_of_queries(consumer, nth, how)
+                at = [batch, head, start + consumer * ROWS, 0]
+                _fetch_tile(Q, at, place, phase, barriers.q_full, barriers.q_empty, tiles.q)
+            key = nth_tile(0, visits) * how.BLOCK_N
+            stage, phase = done % how.STAGES, (done // how.STAGES) & 1
+            _fetch_tile(K, [batch, head_kv, key, 0], stage, phase, barriers.k_full, barriers.k_empty, tiles.k)
+            for i in range(1, count):
+                next_stage, next_phase = (done + i) % how.STAGES, ((done + i) // how.STAGES) & 1
+                next_key = nth_tile(i, visits) * how.BLOCK_N
+                at = [batch, head_kv, next_key, 0]
+                _fetch_tile(K, at, next_stage, next_phase, barriers.k_full, barriers.k_empty, tiles.k)
+                _fetch_tile(V, [batch, head_kv, key, 0], stage, phase, barriers.v_full, barriers.v_empty, tiles.v)
+                key, stage, phase = next_key, next_stage, next_phase
+            _fetch_tile(V, [batch, head_kv, key, 0], stage, phase, barriers.v_full, barriers.v_empty, tiles.v)
+            done += count
