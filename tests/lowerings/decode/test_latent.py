@@ -29,7 +29,7 @@ def _tensor(*shape: int, dtype: str = "bfloat16") -> TensorSpec:
     return TensorSpec(shape=shape, strides=tuple(strides), dtype=dtype)
 
 
-def _spec(
+def latent_spec(
     *, batch: int = 1, heads: int = 16, queries: int = 1, keys: int = 4096, rank: int = 512, rope: int = 64, **more: Any
 ) -> AttentionSpec:
     dtype = more.pop("dtype", "bfloat16")
@@ -55,28 +55,30 @@ def _refused(spec: AttentionSpec, target: Target = H100) -> str:
 
 
 def test_it_comes_first_on_a_gpu_and_not_at_all_on_a_cpu() -> None:
-    assert priorities.order(_spec(), H100)[:2] == ("decode_latent", "absorbed")
-    on_cpu = dataclasses.replace(_spec(dtype="float32"), device="cpu")
+    assert priorities.order(latent_spec(), H100)[:2] == ("decode_latent", "absorbed")
+    on_cpu = dataclasses.replace(latent_spec(dtype="float32"), device="cpu")
     assert priorities.order(on_cpu, Target.fake(device="cpu"))[0] == "absorbed"
-    assert _refused(_spec()) == ""
+    assert _refused(latent_spec()) == ""
 
 
 def test_what_is_refused() -> None:
-    assert "at most 16 queries, which are known, and fewer than 164" in _refused(_spec(queries=17))
-    assert "no gradient is needed" in _refused(_spec(needs_grad=True))
-    assert "at most 512 dims" in _refused(_spec(rank=1024))
-    assert "at most 512 dims" in _refused(_spec(rank=508))
-    assert "k and v are linear maps of one latent" in _refused(dataclasses.replace(_spec(), latent=None))
-    far = dataclasses.replace(_spec().latent, latent=dataclasses.replace(_spec().latent.latent, strides=(1, 1, 513, 1)))  # type: ignore[union-attr, type-var]
-    assert "the latent is read as it lies" in _refused(dataclasses.replace(_spec(), latent=far))
-    assert "GPU" in _refused(_spec(), Target.fake(sm=75))
+    assert "at most 16 queries, which are known, and fewer than 164" in _refused(latent_spec(queries=17))
+    assert "no gradient is needed" in _refused(latent_spec(needs_grad=True))
+    assert "at most 512 dims" in _refused(latent_spec(rank=1024))
+    assert "at most 512 dims" in _refused(latent_spec(rank=508))
+    assert "k and v are linear maps of one latent" in _refused(dataclasses.replace(latent_spec(), latent=None))
+    far = dataclasses.replace(
+        latent_spec().latent, latent=dataclasses.replace(latent_spec().latent.latent, strides=(1, 1, 513, 1))
+    )  # type: ignore[union-attr, type-var]
+    assert "the latent is read as it lies" in _refused(dataclasses.replace(latent_spec(), latent=far))
+    assert "GPU" in _refused(latent_spec(), Target.fake(sm=75))
 
 
 @pytest.mark.parametrize(
     ("heads", "batch", "rows", "splits"), [(16, 1, 16, 32), (16, 16, 16, 8), (128, 1, 64, 16), (128, 16, 64, 4)]
 )
 def test_schedules(heads: int, batch: int, rows: int, splits: int) -> None:
-    found = latent_schedule.schedule(_spec(heads=heads, batch=batch), Target.fake(sm=90, processors=132))
+    found = latent_schedule.schedule(latent_spec(heads=heads, batch=batch), Target.fake(sm=90, processors=132))
     assert (found.rows, found.splits) == (rows, splits)
 
 
@@ -85,7 +87,7 @@ def test_schedules(heads: int, batch: int, rows: int, splits: int) -> None:
 B, H, S, RANK, ROPE, NOPE, V = 2, 4, 70, 32, 8, 16, 24
 
 
-def _attention(q: Tensor, latent: Tensor, rope: Tensor, weight: Tensor, length: Tensor) -> Tensor:
+def latent_attention(q: Tensor, latent: Tensor, rope: Tensor, weight: Tensor, length: Tensor) -> Tensor:
     """The caches are as long as they are, and filled up to `length`."""
     nope, v = torch.split(linear(latent, weight).view(B, S, H, NOPE + V).transpose(1, 2), [NOPE, V], dim=-1)
     k = torch.cat((nope, rope.expand(-1, H, -1, -1)), -1)
@@ -94,7 +96,7 @@ def _attention(q: Tensor, latent: Tensor, rope: Tensor, weight: Tensor, length: 
     return scaled_dot_product_attention(q, k, v, attn_mask=mask[None, None], scale=0.2)
 
 
-def _inputs(queries: int = 1, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def latent_inputs(queries: int = 1, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((B, H, queries, NOPE + ROPE), (B, 1, S, RANK), (B, 1, S, ROPE), (H * (NOPE + V), RANK))
     q, latent, rope, weight = (torch.randn(shape, generator=generator) for shape in shapes)
@@ -102,7 +104,7 @@ def _inputs(queries: int = 1, dtype: torch.dtype = torch.float32) -> list[Tensor
     return [*(x.to(dtype) for x in (q, latent, rope, weight)), torch.tensor([40])]
 
 
-def _run(inputs: list[Tensor], attention: Any = _attention, **options: Any) -> tuple[Tensor, Compiled]:
+def _run(inputs: list[Tensor], attention: Any = latent_attention, **options: Any) -> tuple[Tensor, Compiled]:
     function = compiled(attention, lowering="decode_latent", verify=True, **options)
     with torch.no_grad():
         found = function(*inputs)
@@ -112,10 +114,10 @@ def _run(inputs: list[Tensor], attention: Any = _attention, **options: Any) -> t
 @interpreted
 @pytest.mark.parametrize("queries", [1, 3])
 def test_a_site(queries: int) -> None:
-    inputs = _inputs(queries)
+    inputs = latent_inputs(queries)
     found, function = _run(inputs)
     with torch.no_grad():
-        torch.testing.assert_close(found, _attention(*inputs), atol=2e-6, rtol=1e-4)
+        torch.testing.assert_close(found, latent_attention(*inputs), atol=2e-6, rtol=1e-4)
     assert function.site.decision.lowering == "decode_latent"
     assert not {"linear", "scaled_dot_product_attention", "copy_"} & set(function.calls)
     (note,) = (note for note in function.site.notes if "latent" in note)
@@ -125,11 +127,11 @@ def test_a_site(queries: int) -> None:
 @interpreted
 def test_half_precision_is_closer_than_the_models_own() -> None:
     """Nothing is rounded between the products but q, and the weights of the softmax."""
-    inputs = _inputs(dtype=torch.float16)
+    inputs = latent_inputs(dtype=torch.float16)
     found, _ = _run(inputs)
     with torch.no_grad():
-        exact = _attention(*(x.double() if x.is_floating_point() else x for x in inputs))
-        own = (_attention(*inputs).double() - exact).norm()
+        exact = latent_attention(*(x.double() if x.is_floating_point() else x for x in inputs))
+        own = (latent_attention(*inputs).double() - exact).norm()
         assert (found.double() - exact).norm() <= own
     assert any("output verified" in str(one) for one in attn_compiler.verifications())
 
@@ -137,24 +139,24 @@ def test_half_precision_is_closer_than_the_models_own() -> None:
 @interpreted
 def test_what_the_latents_dims_have_in_common_cancels_out() -> None:
     """v is small beside the latent, so that a result over the latent that is rounded once would be off by as much as v is large."""
-    q, latent, rope, weight, length = _inputs(dtype=torch.float16)
+    q, latent, rope, weight, length = latent_inputs(dtype=torch.float16)
     latent = (latent.float() * 0.05 + 30.0).half()
     weight = (weight.float() - weight.float().mean(-1, keepdim=True)).half()
     inputs = [q * 0.01, latent, rope, weight, length]
-    function = compiled(_attention, lowering="decode_latent")
+    function = compiled(latent_attention, lowering="decode_latent")
     with torch.no_grad():
         found = function(*inputs).double()
-        exact = _attention(*(x.double() if x.is_floating_point() else x for x in inputs))
+        exact = latent_attention(*(x.double() if x.is_floating_point() else x for x in inputs))
     assert (found - exact).norm() <= 0.02 * exact.norm()
 
 
 @interpreted
 def test_slots_that_are_not_filled_may_hold_anything() -> None:
-    inputs = _inputs()
+    inputs = latent_inputs()
     expected, _ = _run(inputs)
     for cache in inputs[1:3]:
         cache[:, :, 41:] = torch.nan
-    function = compiled(_attention, lowering="decode_latent")
+    function = compiled(latent_attention, lowering="decode_latent")
     with torch.no_grad():
         torch.testing.assert_close(function(*inputs), expected)
 
@@ -166,7 +168,7 @@ def test_a_length_that_grows_is_compiled_once() -> None:
         nope, v = torch.split(kv, [NOPE, V], dim=-1)
         return scaled_dot_product_attention(q, torch.cat((nope, rope.expand(-1, H, -1, -1)), -1), v)
 
-    q, latent, rope, weight, _ = _inputs()
+    q, latent, rope, weight, _ = latent_inputs()
     function = compiled(attention, lowering="decode_latent")
     with torch.no_grad():
         for length in (33, 50, 70):
