@@ -51,7 +51,7 @@ class ReadyPlan:
         return launch
 
 
-class Forward(ForwardBody):
+class PlanForward(ForwardBody):
     """Every call is replayed. lse is only written if the call needs gradients, and for batch rows with keys."""
 
     __slots__ = ()
@@ -74,13 +74,13 @@ class Forward(ForwardBody):
         return self(*given)
 
 
-class Backward(BackwardBody):
+class PlanBackward(BackwardBody):
     """grad_lse is not read: nothing that is lowered differentiates lse."""
 
     __slots__ = ()
 
     def first(self, given: BackwardArguments, same: Alike) -> Gradients:
-        """As `Forward.first`."""
+        """As `PlanForward.first`."""
         readable = given._replace(
             q=_aligned(given.q),
             k=_aligned(given.k),
@@ -110,8 +110,8 @@ class Backward(BackwardBody):
         return self(*given)
 
 
-forward = Forward(op="cudnn")
-gradients = Backward(op="cudnn_backward")
+forward = PlanForward(op="cudnn")
+gradients = PlanBackward(op="cudnn_backward")
 
 
 class ForwardSite(leaf_calls.ForwardSite):

@@ -141,7 +141,7 @@ def _prepared(text: str) -> _Prepared:
     return _Prepared(call=call, settings=settings, window=settings.window)
 
 
-class Forward(ForwardBody):
+class FlashForward(ForwardBody):
     """Outputs are laid out as `ops` says. Sizes are those of the tensors, not the spec's."""
 
     __slots__ = ()
@@ -156,7 +156,7 @@ class Forward(ForwardBody):
         return outputs["out"], outputs["lse"]
 
 
-class Backward(BackwardBody):
+class FlashBackward(BackwardBody):
     """Gradients of q, k and v, and of the sinks if they are learned."""
 
     __slots__ = ()
@@ -179,8 +179,8 @@ class Backward(BackwardBody):
         return grads["grad_q"], grads["grad_k"], grads["grad_v"], [results[name] for name in further]
 
 
-forward = Forward(op="fa4")
-gradients = Backward(op="fa4_backward")
+forward = FlashForward(op="fa4")
+gradients = FlashBackward(op="fa4_backward")
 
 
 class ForwardSite(leaf_calls.ForwardSite):
