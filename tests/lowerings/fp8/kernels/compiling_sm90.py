@@ -117,7 +117,9 @@ def _type(name: str, constants: dict[str, Any], descriptors: dict[str, str]) -> 
 
 
 def main() -> None:
-    json.dump([asdict(run(job)) for job in JOBS], sys.stdout)
+    """Of the jobs that are named, or of all."""
+    names = sys.argv[1:]
+    json.dump([asdict(run(job)) for job in JOBS if not names or job.name in names], sys.stdout)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,24 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from tests.lowerings.fp8.kernels import compiling_sm90
 from tests.lowerings.fp8.kernels.compiling_sm90 import JOBS, Found, Job
 from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
+from tests.thinned import asked_for, in_full
 
 SHARED = 227 * 1024
 #: bytes of a thread, of up to forty words at head dim 64 where four warpgroups share the registers, and a window's or a softcap's tile
 SPILLED = 192
 
+#: Each format, switch, optional tensor and head dim, and what has most to keep in registers.
+_DAILY = ("causal_128", "int8_64", "e5m2_64", "window_128", "lengths_full_128", "window_softcap_sinks_64")
+
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, Found]:
-    return {each["name"]: Found(**each) for each in printed_by(compiling_sm90)}
+def compiled(request: pytest.FixtureRequest) -> dict[str, Found]:
+    names = [job.name for job in asked_for(request, "job")]
+    return {each["name"]: Found(**each) for each in printed_by(compiling_sm90, *names)}
 
 
 @of_a_known_compiler
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+@pytest.mark.parametrize("job", in_full(JOBS, daily=lambda job: job.name in _DAILY), ids=lambda job: job.name)
 def test_products_are_those_of_its_formats(job: Job, compiled: dict[str, Found]) -> None:
     found = compiled[job.name]
     assert found.shared <= SHARED

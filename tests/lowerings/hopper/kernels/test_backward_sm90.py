@@ -11,6 +11,7 @@ from tests.lowerings.hopper.kernels.compiling import Found
 from tests.lowerings.hopper.kernels.compiling_backward import CASES
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
+from tests.thinned import asked_for, in_full
 
 SHARED = 227 * 1024
 #: bytes of a thread, by head dim. The sums of dk and dv take 128 registers of 128, and what is added to dq and scores up to 64 more.
@@ -19,14 +20,25 @@ SPILLED = {64: 96, 128: 256}
 WAITS = 6
 _CONSUMERS = 2
 
+#: Each part of a mask, each change of the scores, each head dim.
+_DAILY = (
+    "grad_causal_64",
+    "grad_keys_64",
+    "grad_documents_128",
+    "grad_rows_128",
+    "grad_softcap_128",
+    "grad_slopes_128",
+)
+
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, Found]:
-    return {each["name"]: Found(**each) for each in printed_by(compiling_backward)}
+def compiled(request: pytest.FixtureRequest) -> dict[str, Found]:
+    names = [case.name for case in asked_for(request, "case")]
+    return {each["name"]: Found(**each) for each in printed_by(compiling_backward, *names)}
 
 
 @of_a_known_compiler
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", in_full(CASES, daily=lambda case: case.name in _DAILY), ids=lambda case: case.name)
 def test_little_is_spilled_and_products_do_not_wait_for_each_other(case: Case, compiled: dict[str, Found]) -> None:
     found = compiled[case.name]
     assert found.kernel == "attention_backward_sm90"

@@ -10,6 +10,7 @@ from tests.lowerings.hopper.kernels import compiling
 from tests.lowerings.hopper.kernels.compiling import CASES, Found
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
+from tests.thinned import asked_for, in_full
 
 SHARED = 227 * 1024
 #: bytes of a thread: of what a block keeps beside its tiles
@@ -20,14 +21,18 @@ _CONSUMERS = 2
 #: of what the rows of a mask that is all of several parts are computed again with, once in a while
 _SPILLED_AGAIN = 512
 
+#: Each part of a mask, each change of the scores, each pair of head dims.
+_DAILY = ("causal_64", "keys_64", "documents_128", "rows_128", "slopes_128", "causal_192_128", "softcap_256")
+
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[tuple[str, str], Found]:
-    return {(each["name"], each["kernel"]): Found(**each) for each in printed_by(compiling)}
+def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str], Found]:
+    names = [case.name for case in asked_for(request, "case")]
+    return {(each["name"], each["kernel"]): Found(**each) for each in printed_by(compiling, *names)}
 
 
 @of_a_known_compiler
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", in_full(CASES, daily=lambda case: case.name in _DAILY), ids=lambda case: case.name)
 def test_little_is_spilled_and_products_do_not_wait_for_each_other(
     case: Case, compiled: dict[tuple[str, str], Found]
 ) -> None:

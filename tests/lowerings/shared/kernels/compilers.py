@@ -20,11 +20,11 @@ of_a_known_compiler = pytest.mark.skipif(
 )
 
 
-def printed_by(module: ModuleType, **variables: str) -> list[dict[str, Any]]:
-    """What one of the modules that compile kernels says of them. In a process of its own, since Triton's interpreter compiles nothing: it
-    was chosen for this one before Triton was imported."""
+def printed_by(module: ModuleType, *names: str, **variables: str) -> list[dict[str, Any]]:
+    """What one of the modules that compile kernels says of them, or of those that are named. In a process of its own: Triton's interpreter
+    compiles nothing, and was chosen for this one before Triton was imported."""
     code = f"import runpy; runpy.run_module({module.__name__!r}, run_name='__main__', alter_sys=True)"
     # With variables in a real one: torch reads them when it is imported.
-    done = (fresh.run_anew if variables else fresh.run)(code, environment=variables, of=fresh.KERNELS)
+    done = (fresh.run_anew if variables else fresh.run)(code, *names, environment=variables, of=fresh.KERNELS)
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found

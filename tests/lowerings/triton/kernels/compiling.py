@@ -55,6 +55,10 @@ JOBS = (
 )
 
 
+def name_of(job: tuple[str, str, int]) -> str:
+    return "-".join(map(str, job))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """registers, spilled (bytes of a thread's stack), shared (bytes); counts of tensor core instructions in the PTX; of Hopper's in the
@@ -181,8 +185,11 @@ def said_of(cubin: bytes, option: str) -> str:
 
 
 def main() -> None:
+    """Of the jobs that are named, or of all."""
+    names = sys.argv[1:]
+    jobs = [job for job in JOBS if not names or name_of(job) in names]
     with ProcessPoolExecutor(max_workers=2) as pool:
-        found = [asdict(found) for found in pool.map(run, JOBS)]
+        found = [asdict(found) for found in pool.map(run, jobs)]
     json.dump(found, sys.stdout)
 
 

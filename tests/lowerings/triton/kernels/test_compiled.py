@@ -8,7 +8,8 @@ pytest.importorskip("triton")
 
 from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
 from tests.lowerings.triton.kernels import compiling
-from tests.lowerings.triton.kernels.compiling import ADDED, CASES, JOBS, KERNELS, MACHINES, Found
+from tests.lowerings.triton.kernels.compiling import ADDED, CASES, JOBS, KERNELS, MACHINES, Found, name_of
+from tests.thinned import asked_for, in_full
 
 #: bytes that a block may have, of Nvidia's tuning guides
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -23,14 +24,21 @@ SPILLED = {"forward": 16, "grad_q": 16, "grad_q_kept": 16, "grad_kv": 304}
 SPILLED_ADDED = 520
 
 
+#: All for Hopper; for the other machines each kernel once, at one of the two head dims by turns.
+_DAILY = [
+    job
+    for job in JOBS
+    if job[2] == 90 or (KERNELS.index(job[1]) + MACHINES.index(job[2])) % 2 == (job[0] == "causal_128")
+]
+_ALL = in_full(JOBS, daily=_DAILY)
+
+
 @pytest.fixture(scope="module")
-def compiled() -> dict[tuple[str, str, int], Found]:
-    found = [Found(**each) for each in printed_by(compiling)]
+def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str, int], Found]:
+    jobs = asked_for(request, "job")
+    jobs += [(case, "grad_kv", 90) for name in asked_for(request, "name") for case in (name, "causal_128")]
+    found = [Found(**each) for each in printed_by(compiling, *map(name_of, jobs))]
     return {(each.case, each.kernel, each.sm): each for each in found}
-
-
-def ids(job: tuple[str, str, int]) -> str:
-    return "-".join(map(str, job))
 
 
 def test_each_kernel_is_compiled_for_each_machine() -> None:
@@ -42,13 +50,13 @@ def test_each_kernel_is_compiled_for_each_machine() -> None:
 
 
 @of_a_known_compiler
-@pytest.mark.parametrize("job", JOBS, ids=ids)
+@pytest.mark.parametrize("job", _ALL, ids=name_of)
 def test_registers_suffice(job: tuple[str, str, int], compiled: dict[tuple[str, str, int], Found]) -> None:
     most = SPILLED_ADDED if job[0] in ADDED and job[1] == "grad_kv" else SPILLED[job[1]]
     assert compiled[job].spilled <= most
 
 
-@pytest.mark.parametrize("job", JOBS, ids=ids)
+@pytest.mark.parametrize("job", _ALL, ids=name_of)
 def test_products_run_on_the_tensor_cores_of_the_machine(
     job: tuple[str, str, int], compiled: dict[tuple[str, str, int], Found]
 ) -> None:
@@ -58,7 +66,7 @@ def test_products_run_on_the_tensor_cores_of_the_machine(
 
 
 # dq of kept scores has one product for each tile, and waits for it.
-@pytest.mark.parametrize("job", [job for job in JOBS if job[1:] != ("grad_q_kept", 90) and job[2] == 90], ids=ids)
+@pytest.mark.parametrize("job", [job for job in JOBS if job[1:] != ("grad_q_kept", 90) and job[2] == 90], ids=name_of)
 def test_products_of_hopper_overlap(job: tuple[str, str, int], compiled: dict[tuple[str, str, int], Found]) -> None:
     """ptxas makes all of them wait for each other if it can't follow one through a loop: a causal forward took 1.25 times as long."""
     found = compiled[job]
@@ -72,6 +80,6 @@ def test_what_is_added_does_not_cross_shared_memory(name: str, compiled: dict[tu
     assert compiled[name, "grad_kv", 90].shared_stores == compiled["causal_128", "grad_kv", 90].shared_stores > 0
 
 
-@pytest.mark.parametrize("job", JOBS, ids=ids)
+@pytest.mark.parametrize("job", _ALL, ids=name_of)
 def test_shared_memory_suffices(job: tuple[str, str, int], compiled: dict[tuple[str, str, int], Found]) -> None:
     assert 0 < compiled[job].shared <= SHARED[job[2]]
