@@ -40,7 +40,7 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests import quick_interpreter, quick_tracing
+from tests import quick_inductor, quick_interpreter, quick_tracing
 
 quick_interpreter.install()
 quick_tracing.install()
@@ -131,6 +131,7 @@ def each_test_alike() -> Iterator[None]:
     # torch.manual_seed would write down where it was called from, for each sort of device that is not there.
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
     quick_tracing.say_nothing()
+    quick_inductor.install()
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

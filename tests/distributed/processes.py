@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
-from tests import fresh, quick_tracing
+from tests import fresh, quick_inductor, quick_tracing
 
 SIZE = 2
 _SECONDS = 280
@@ -60,6 +60,7 @@ def _member(rank: int, directory: str, size: int, function: Callable[..., Any], 
     torch.set_num_threads(1)
     quick_tracing.install()
     quick_tracing.say_nothing()
+    quick_inductor.install()
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size)
     try:
         torch.save(function(*args), _result(directory, rank))
