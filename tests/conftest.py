@@ -123,6 +123,13 @@ def _freeze() -> None:
         _modules = len(sys.modules)
 
 
+@pytest.fixture(scope="module")
+def little_to_look_through() -> None:
+    """For tests of what collects garbage: objects of earlier tests, which may be millions, take no part in it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def each_test_alike() -> Iterator[None]:
     """Dynamo's caches are emptied after each test that used it: a function compiled again is traced again. Each test draws the same

@@ -30,6 +30,9 @@ ROOT = Path(__file__).parents[1]
 KERNELS = "kernels"
 #: what a fork has imported
 IMPORTED = ("torch._dynamo", "torch._inductor.compile_fx", "torch._dynamo.backends.debugging", "torch.utils.checkpoint")
+#: a server whose forks run models of transformers
+MODELS = "models"
+_IMPORTED_FOR_MODELS = (*IMPORTED, "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
 _IMPORTED_FOR_KERNELS = ("torch", "triton.backends.nvidia.compiler", "triton.experimental.gluon.language")
 #: variables that are read when something is compiled or printed, so that a fork can have others than this process, and CUDA's own
 LATE = frozenset({"ATTN_COMPILER_CACHE_REWRITES", "COLUMNS", "CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_CACHE_DIR"})
@@ -83,7 +86,8 @@ def _checked(done: Done[str], check: bool) -> Done[str]:
 @functools.cache
 def _server(name: str) -> _Server:
     """One of a name in a test process. It ends before this process does."""
-    server = _Server(_variables(name), _IMPORTED_FOR_KERNELS if name == KERNELS else IMPORTED)
+    imported = {KERNELS: _IMPORTED_FOR_KERNELS, MODELS: _IMPORTED_FOR_MODELS}.get(name, IMPORTED)
+    server = _Server(_variables(name), imported)
     atexit.register(server.close)
     return server
 

@@ -14,6 +14,8 @@ from attn_compiler import fp8_state
 from attn_compiler.fp8_errors import Fp8StateInvalid, Fp8StateMismatch, Fp8StateOutdated
 from attn_compiler.fp8_state import Home, find, fp8_state_dict, keep, load_fp8_state_dict, others
 
+pytestmark = pytest.mark.usefixtures("little_to_look_through")
+
 
 @pytest.fixture(autouse=True)
 def of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def run(cases: list[str], jobs: int, *, until: float = float("inf"), **further: 
 
 def run_beside_a_late_one(cases: list[str], jobs: int, **further: Any) -> dict[str, Any]:
     """Waves that end before a late one does, and are long enough for the others on this machine, as it is now."""
-    seconds, others = 5.0, [case for case in cases if not case.startswith("late")]
+    seconds, others = 1.25, [case for case in cases if not case.startswith("late")]
     while True:
         found = dict(run(cases, jobs, wave_seconds=seconds, **further))
         if seconds > NEVER / 20 or all("pid" in (found[case] or ()) for case in others):
@@ -92,7 +92,7 @@ def test_a_wave_may_hold_more_cases_than_are_prepared_at_a_time() -> None:
 
 
 def test_what_was_not_begun_in_time_says_so() -> None:
-    found = dict(run(["late", "a"], 1, wave_seconds=5.0, wave_cases=2))
+    found = dict(run(["late", "a"], 1, wave_seconds=0.5, wave_cases=2))
     assert found == {case: {"failure": "it was not compiled in time"} for case in ("late", "a")}
 
 
