@@ -64,11 +64,15 @@ def pytest_configure() -> None:
 #: no worker is left with one of them at the end.
 _LONG = (
     "tests/distributed/",
-    "tests/benchmarks/test_bench_parallel.py",
+    "tests/context_parallel/",
+    "tests/benchmarks/",
     "tests/fuzz/",
     "tests/test_examples.py",
     "tests/test_warm_starts.py",
     "tests/export/",
+    "tests/gate/",
+    "tests/hf/",
+    "tests/integrations/",
     "tests/lowerings/triton/kernels/test_compiled.py",
     "tests/lowerings/fp8/kernels/",
     "tests/test_always_runs.py",
