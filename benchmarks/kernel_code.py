@@ -160,6 +160,9 @@ class _Driver:
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", _SM, 32)
 
+    def launcher_cls(self, src: Any, metadata: Any) -> None:
+        """What a launch would build, beside the kernel."""
+
 
 @contextlib.contextmanager
 def _compiled() -> Iterator[list[Any]]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import threading
+from typing import Any
 
 import torch
 import triton
@@ -18,8 +20,18 @@ from attn_compiler.lowerings.shared.listing import OPEN
 from benchmarks.kernel_code import _Driver
 
 
+class _Building(_Driver):
+    """Says which launchers are built, and in which thread."""
+
+    def __init__(self) -> None:
+        self.built: list[tuple[str, str]] = []
+
+    def launcher_cls(self, src: Any, metadata: Any) -> None:
+        self.built.append((metadata.name, threading.current_thread().name))
+
+
 def main() -> None:
-    triton.runtime.driver.set_active(_Driver())
+    triton.runtime.driver.set_active(driver := _Building())
     keys = torch.ones(2, 100, dtype=torch.bool)
     given = (None, keys, None, None, None, 64, 100, OPEN, 0, False, 64, 32, False, True)
     call = ahead.Call(body=listing_launch.lists, arguments=imagined.described(given), named=())
@@ -39,6 +51,7 @@ def main() -> None:
         "left": [asked.key for asked in left],
         "loaded_on_a_device": kernel.module is not None,
         "seconds": seconds,
+        "launchers": sorted(driver.built),
     }
     json.dump([found], sys.stdout)
 
