@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from tests.lowerings.hopper import compiled_ahead
+from tests.lowerings.hopper import any_size, compiled_ahead
 from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
 
 
@@ -23,3 +23,14 @@ def test_all_kernels_are_compiled_before_they_are_launched() -> None:
         "attention_grad_kv",
     ]
     assert not found["forward"]["left"] + found["backward"]["left"]
+
+
+@of_a_known_compiler
+def test_calls_of_50_lengths_want_two_variants_of_each_kernel() -> None:
+    """One for multiples of 16, one for other lengths. Both are compiled with the graph of symbolic sizes."""
+    (found,) = printed_by(any_size)
+    assert list(found) == [case.name for case in any_size.CASES]
+    for case in found.values():
+        assert {"attention_forward_sm90", "attention_backward_sm90"} <= set(case["variants"])
+        assert set(case["variants"].values()) <= {1, 2}
+        assert case["late"] == []
