@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from attn_compiler.lowerings.shared.ahead import Ahead
     from attn_compiler.passes import Rewritten
     from attn_compiler.passes.unpad.outcome import Packed
-    from attn_compiler.verifying import Plan
+    from attn_compiler.verifying.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def _compile(
     # Imported at the first graph, so that naming the backend and printing its options stay cheap.
     from attn_compiler import rewrites
     from attn_compiler.lowerings import LOWERINGS
-    from attn_compiler.passes import rewrite, summary
+    from attn_compiler.passes import rewrite
     from attn_compiler.verifying import checked
 
     if others:
@@ -101,6 +101,8 @@ def _compile(
     if failed is not None:
         if own.strict:
             _publish(report, own)
+        from attn_compiler.passes import summary
+
         failure = failed.told(own, report.graph, "the model's own graph is compiled")
         rewritten.take_back(gm)
         torch_packed.forget_guards(rewritten.further_inputs)
@@ -210,10 +212,10 @@ def _key(gm: fx.GraphModule, options: Options, report: Report) -> str:
 
 def _plan(gm: fx.GraphModule, options: Options, rewritten: Rewritten) -> Plan | None:
     """What to verify on the first call, made before the compiler changes the graph."""
-    from attn_compiler.verifying import prepare
-
     if not options.verify:
         return None
+    from attn_compiler.verifying.plan import prepare
+
     try:
         with _step("prepare the check of options={'verify': True}"):
             return prepare(gm, rewritten)

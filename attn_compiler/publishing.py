@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import Counter, deque
 
-from attn_compiler import dump, render, torch_compat, torch_observe
+from attn_compiler import dump, torch_compat, torch_observe, wording
 from attn_compiler.options import Options
 from attn_compiler.report import Report, Reports
 from attn_compiler.verifying import results
@@ -41,9 +41,9 @@ def publish(report: Report, options: Options) -> None:
     something to tell says more: which masks got which lowerings, and how to see the rest.
     """
     with _lock:
-        is_first = render.has_content(report) and not any(map(render.has_content, _published))
+        is_first = wording.has_content(report) and not any(map(wording.has_content, _published))
         _published.append(report)
-    log.info("%s", render.introduction(report) if is_first else render.summary(report))
+    log.info("%s", wording.introduction(report) if is_first else wording.summary(report))
     if log.isEnabledFor(logging.DEBUG):
         log.debug("%s", report)
     dump.finished(report)

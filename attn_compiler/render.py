@@ -14,6 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from attn_compiler import wording
+
 if TYPE_CHECKING:
     from attn_compiler.decisions import Copy, Reason, Refusal
     from attn_compiler.masks import MaskSpec
@@ -24,9 +26,6 @@ WIDTH = 100
 
 #: characters of a mask's words that a table shows, and how many of those are the end's
 _LONGEST, _END = 400, 80
-
-#: kinds of sites that a line of the log names, and characters of the mask of each
-_INTRODUCED, _INTRODUCED_WORDS = 4, 60
 
 _NO_GRAPH = """\
 attn_compiler: no graph was compiled (was the model run, and is torch.compile enabled?)
@@ -52,15 +51,15 @@ def reports_view(reports: Reports) -> RenderableType:
         return Text(_NO_GRAPH)
     if len(reports) == 1:
         return report_view(reports[0])
-    empty = [report for report in reports if not has_content(report)]
+    empty = [report for report in reports if not wording.has_content(report)]
     views: list[RenderableType] = []
     for report in reports:
-        if has_content(report):
+        if wording.has_content(report):
             views += [report_view(report), Text()]
     if empty:
         names = ", ".join(report.graph for report in empty)
-        views += [_text(f"{counted(len(empty), 'graph')} without attention: {names}"), Text()]
-    return Group(*views, _text(f"total: {totals(reports)}", "bold"))
+        views += [_text(f"{wording.counted(len(empty), 'graph')} without attention: {names}"), Text()]
+    return Group(*views, _text(f"total: {wording.totals(reports)}", "bold"))
 
 
 def report_view(report: Report) -> RenderableType:
@@ -72,7 +71,7 @@ def report_view(report: Report) -> RenderableType:
         _text(what_was_found(report)),
     ]
     if report.seconds:
-        head.append(_times(f"passes took {duration(report.total_seconds)}:", report.seconds))
+        head.append(_times(f"passes took {wording.duration(report.total_seconds)}:", report.seconds))
     if report.from_cache:
         head.append(_text("rewrite: from the cache"))
     if report.not_kept:
@@ -106,48 +105,15 @@ def _unpad_block(unpad: UnpadReport) -> RenderableType:
         fills = ", ".join(f"{step.fill:.0%}" for step in unpad.last)
         lines.append(_text(f"  real tokens of the last batches: {fills}"))
     failed = Counter(reason for step in unpad.last for reason in step.failed)
-    lines += [_text(f"  the model's own graph ran {counted(n, 'time')}, since not: {why}") for why, n in failed.items()]
+    lines += [
+        _text(f"  the model's own graph ran {wording.counted(n, 'time')}, since not: {why}")
+        for why, n in failed.items()
+    ]
     return Group(*lines)
 
 
 def _remedy(unpad: UnpadReport) -> str:
     return f"; {unpad.kept.remedy}" if unpad.kept is not None and unpad.kept.remedy else ""
-
-
-def summary(report: Report) -> str:
-    """One line for a log: what was found in one graph, and what it became."""
-    return f"graph {report.graph} on {report.target}: {totals([report])}"
-
-
-def introduction(report: Report) -> str:
-    """The line for the first graph of a process: what was found, what each got, and where there is more."""
-    kinds = [f"{len(site.modules)} × {_shown(site.spec.mask.words)}: {site.decision.lowering}" for site in report.sites]
-    more = [f"{len(kinds) - _INTRODUCED} more kinds"] if len(kinds) > _INTRODUCED else []
-    told = f"; by mask: {'; '.join([*kinds[:_INTRODUCED], *more])}" if kinds else ""
-    return f"{summary(report)}{told}; attn_compiler.reports().save('report.html') shows why"
-
-
-def _shown(words: str) -> str:
-    return words if len(words) <= _INTRODUCED_WORDS else f"{words[:_INTRODUCED_WORDS]}…"
-
-
-def totals(reports: Sequence[Report]) -> str:
-    """Counts over the graphs: "2 graphs, 33 attention sites (sdpa 32, untouched 1), 1 miss, 0.21 s in passes"."""
-    chosen: Counter[str] = Counter()
-    for report in reports:
-        for site in report.sites:
-            chosen[site.decision.lowering] += len(site.modules)
-    misses = sum(report.num_misses for report in reports)
-    failures = sum(report.failure is not None for report in reports)
-    faults = sum(len(report.faults) for report in reports)
-    seconds = sum(report.total_seconds for report in reports)
-    parts = [counted(len(reports), "graph")] if len(reports) > 1 else []
-    lowerings = ", ".join(f"{name} {count}" for name, count in chosen.items())
-    parts.append(counted(chosen.total(), "attention site") + (f" ({lowerings})" if lowerings else ""))
-    parts += [counted(misses, "miss", "misses")] if misses else []
-    parts += [f"{failures} FAILED"] if failures else []
-    parts += [counted(faults, "fault")] if faults else []
-    return ", ".join([*parts, f"{duration(seconds)} in passes"])
 
 
 def abbreviate(modules: Iterable[str]) -> list[str]:
@@ -315,30 +281,18 @@ def what_was_found(report: Report) -> str:
     sites, misses = report.num_sites, report.num_misses
     if not sites and not misses:
         return "0 sites: no attention was found in this graph"
-    kinds = f" of {counted(len(report.sites), 'kind')}" if sites > 1 else ""
-    return f"{counted(sites, 'attention site')}{kinds}, {counted(misses, 'miss', 'misses')}"
+    kinds = f" of {wording.counted(len(report.sites), 'kind')}" if sites > 1 else ""
+    return f"{wording.counted(sites, 'attention site')}{kinds}, {wording.counted(misses, 'miss', 'misses')}"
 
 
 def _times(words: str, seconds: Iterable[tuple[str, float]]) -> RenderableType:
     grid = Table.grid(padding=(0, 1, 0, 0))
-    grid.add_row(_text(words), _text(", ".join(f"{name} {duration(each)}" for name, each in seconds)))
+    grid.add_row(_text(words), _text(", ".join(f"{name} {wording.duration(each)}" for name, each in seconds)))
     return grid
-
-
-def duration(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def in_a_row(sizes: Iterable[int | str]) -> str:
     return ", ".join(map(str, sizes))
-
-
-def counted(number: int, noun: str, plural: str | None = None) -> str:
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
-
-
-def has_content(report: Report) -> bool:
-    return bool(report.sites or report.misses or report.failure or report.faults)
 
 
 def _text(words: str, style: str = "") -> Text:

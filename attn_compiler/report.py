@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from attn_compiler import render
+from attn_compiler import wording
 from attn_compiler.decisions import Copy, Decision, Estimate, Evidence, Reason
 from attn_compiler.errors import ReportNotSaved
 from attn_compiler.spec import AttentionSpec
@@ -161,9 +161,13 @@ class Report:
         _save(self.to_html(), path)
 
     def __str__(self) -> str:
+        from attn_compiler import render
+
         return render.plain(render.report_view(self))
 
     def __rich__(self) -> RenderableType:
+        from attn_compiler import render
+
         return render.report_view(self)
 
 
@@ -202,12 +206,16 @@ class Reports(tuple[Report, ...]):
         _save(self.to_html(), path)
 
     def __str__(self) -> str:
+        from attn_compiler import render
+
         return render.plain(render.reports_view(self))
 
     def __repr__(self) -> str:
-        return f"<Reports: {render.totals(self)}; print() shows the table>"
+        return f"<Reports: {wording.totals(self)}; print() shows the table>"
 
     def __rich__(self) -> RenderableType:
+        from attn_compiler import render
+
         return render.reports_view(self)
 
 

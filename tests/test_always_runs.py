@@ -17,11 +17,11 @@ import attn_compiler
 import attn_compiler.backend as backend_module
 import attn_compiler.passes as passes_module
 import attn_compiler.publishing as publishing_module
-import attn_compiler.verifying as verifying_module
 from attn_compiler import dump, fp8_state, rotary_tables, torch_compat, torch_inductor, torch_snapshots
 from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, CompileFailed, PassFailed
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.passes import body_inputs, buffers, faults, fp8_sites, summary
+from attn_compiler.verifying import plan as plan_module
 from attn_compiler.verifying import running
 from tests.inductor_caches import no_graphs
 from tests.passes.compiling import CPU_FLASH, compiled
@@ -395,7 +395,7 @@ def test_a_check_that_fails_is_a_warning(
 def test_a_check_that_can_not_be_prepared_is_a_warning(
     expected: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _fails(verifying_module, "prepare")(monkeypatch)
+    _fails(plan_module, "prepare")(monkeypatch)
     model, x = _fresh()
     run = compiled(model, strict=False, verify=True)
     got, said = _warned(lambda: _step(run, model, x))

@@ -144,27 +144,6 @@ def test_reports_of_no_graph() -> None:
     assert 'model.compile(backend="attn_compiler")' in text
 
 
-def test_summary_is_one_line() -> None:
-    assert render.summary(REPORT) == f"graph 0/0 on {TARGET}: 32 attention sites (sdpa 32), 1 miss, 125 ms in passes"
-
-
-def test_the_first_line_of_a_process_names_masks_and_lowerings() -> None:
-    assert render.introduction(REPORT) == (
-        f"{render.summary(REPORT)}; by mask: 32 × causal: sdpa; attn_compiler.reports().save('report.html') shows why"
-    )
-
-
-def test_the_first_line_of_a_process_stays_a_line() -> None:
-    long = masks.MaskSpec(kinds=(masks.Formula(condition=ix.Load("a_name_" * 20, (ix.Index("q"),), "bool")),))
-    sites = tuple(
-        dataclasses.replace(SITE, pattern=str(n), spec=dataclasses.replace(SPEC, mask=long)) for n in range(9)
-    )
-    line = render.introduction(dataclasses.replace(REPORT, sites=sites))
-    assert "5 more kinds" in line
-    assert "\n" not in line
-    assert len(line) < 700
-
-
 def test_unusual_dtypes_symbolic_sizes_and_returned_weights_are_shown() -> None:
     q = TensorSpec(shape=("s0", 32, "s1", 64), strides=("2048*s1", 64, 2048, 1), dtype="float16")
     spec = dataclasses.replace(SPEC, q=q, out_dtype="float32", needs_grad=False, returns_weights=True)

@@ -98,6 +98,33 @@ def test_a_second_process_finds_everything(tmp_path: Path) -> None:
     assert first["report"][0]["num_sites"] == 2
 
 
+_IMPORTED = """
+import json, sys, torch
+from torch.nn import functional
+
+def model(q):
+    return functional.scaled_dot_product_attention(q, q, q)
+
+before = set(sys.modules)
+torch.compile(model, backend="attn_compiler", options={"inner": "aot_eager"})(torch.ones(1, 2, 8, 4))
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def test_a_second_process_imports_no_passes(tmp_path: Path) -> None:
+    """They are half of what a start would import."""
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "ATTN_COMPILER_CACHE_REWRITES": "1"}
+    first, second = (set(json.loads(ANOTHER(_IMPORTED, environment=environment).stdout)) for _ in range(2))
+    unwanted = {
+        "attn_compiler.passes.pipeline",
+        "attn_compiler.passes.patterns",
+        "attn_compiler.passes.context_parallel",
+    }
+    assert unwanted <= first
+    assert "attn_compiler.passes" in second
+    assert not (unwanted | {"attn_compiler.verifying.first", "attn_compiler.render", "rich"}) & second
+
+
 def test_checkpoints_of_a_second_process(tmp_path: Path) -> None:
     first = _started(tmp_path, checkpoint=True, options=QUICK)
     _hold(first, _started(tmp_path, ANOTHER, checkpoint=True, options=QUICK), hits=0)

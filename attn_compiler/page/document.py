@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attn_compiler import render
+from attn_compiler import render, wording
 from attn_compiler.page import graphs
 from attn_compiler.page.drawing import hatching
 from attn_compiler.page.markup import Content, Markup, code, element, facts, joined, table
@@ -28,8 +28,8 @@ _NO_GRAPH = (
 
 def page(reports: Sequence[Report]) -> str:
     """One HTML document, in UTF-8."""
-    shown = {f"graph-{number}": report for number, report in enumerate(reports, 1) if render.has_content(report)}
-    empty = [report for report in reports if not render.has_content(report)]
+    shown = {f"graph-{number}": report for number, report in enumerate(reports, 1) if wording.has_content(report)}
+    empty = [report for report in reports if not wording.has_content(report)]
     first: dict[SiteReport, str] = {}
     for identity, report in shown.items():
         for own, site in graphs.site_identities(report, identity).items():
@@ -69,7 +69,7 @@ def _version() -> str:
 
 
 def _lead(reports: Sequence[Report]) -> Markup:
-    return element("p", f"{render.totals(reports)}." if reports else _NO_GRAPH, class_="lead")
+    return element("p", f"{wording.totals(reports)}." if reports else _NO_GRAPH, class_="lead")
 
 
 def _totals(reports: Sequence[Report]) -> Markup | None:
@@ -157,4 +157,4 @@ def _without_attention(empty: Sequence[Report]) -> Markup | None:
     if not empty:
         return None
     names = ", ".join(report.graph for report in empty)
-    return element("p", f"{render.counted(len(empty), 'graph')} without attention: {names}.", class_="aside")
+    return element("p", f"{wording.counted(len(empty), 'graph')} without attention: {names}.", class_="aside")

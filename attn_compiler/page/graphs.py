@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from attn_compiler import render
+from attn_compiler import render, wording
 from attn_compiler.page import diffs
 from attn_compiler.page.markup import Content, Markup, element, facts, folded, table
 from attn_compiler.page.sites import again_card, miss_card, reason_rows, site_card
@@ -77,7 +77,7 @@ def _padding(unpad: UnpadReport) -> Markup:
             ("Real tokens of the last batches", ", ".join(f"{step.fill:.0%}" for step in unpad.last)),
             (
                 "The model's own graph ran",
-                _list([f"{render.counted(n, 'time')}, since not: {why}" for why, n in failed.items()]),
+                _list([f"{wording.counted(n, 'time')}, since not: {why}" for why, n in failed.items()]),
             ),
         )
     )
@@ -98,16 +98,18 @@ def _seconds(report: Report) -> Markup:
     passes = table(
         "Passes",
         ("Pass", "Time"),
-        [(name, render.duration(seconds)) for name, seconds in report.seconds],
+        [(name, wording.duration(seconds)) for name, seconds in report.seconds],
         numbers=frozenset({1}),
     )
     kernels = table(
         "Kernels, beside Inductor",
         ("Kernel", "Time"),
-        [(name, render.duration(seconds)) for name, seconds in report.kernels],
+        [(name, wording.duration(seconds)) for name, seconds in report.kernels],
         numbers=frozenset({1}),
     )
     times = element("div", passes if report.seconds else None, kernels if report.kernels else None, class_="times")
-    of_kernels = f", kernels {render.duration(sum(seconds for _, seconds in report.kernels))}" if report.kernels else ""
-    folds = folded(f"Passes {render.duration(report.total_seconds)}{of_kernels}", times)
+    of_kernels = (
+        f", kernels {wording.duration(sum(seconds for _, seconds in report.kernels))}" if report.kernels else ""
+    )
+    folds = folded(f"Passes {wording.duration(report.total_seconds)}{of_kernels}", times)
     return element("div", folds, *(element("p", note, class_="aside") for note in notes if note))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from rich.filesize import decimal
 
-from attn_compiler import render
+from attn_compiler import render, wording
 from attn_compiler.errors import described
 from attn_compiler.masks import Causal
 from attn_compiler.page import drawing
@@ -242,7 +242,7 @@ def _refusals(site: SiteReport) -> Markup | None:
     ]
     columns = ("Lowering", "What has to hold", "What was seen", "Remedy", "Code")
     return folded(
-        f"Refused: {render.counted(len(refusals), 'lowering')}", table("Why each was not taken", columns, rows)
+        f"Refused: {wording.counted(len(refusals), 'lowering')}", table("Why each was not taken", columns, rows)
     )
 
 

@@ -19,19 +19,20 @@ attention in a wider dtype. Where gradients are needed the copy is held until th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch._subclasses import FakeTensor
 
-from attn_compiler.verifying.first import First
-from attn_compiler.verifying.plan import Plan, prepare
 from attn_compiler.verifying.results import Verification, verifications
 
-__all__ = ["Plan", "Verification", "checked", "prepare", "verifications"]
+if TYPE_CHECKING:
+    from attn_compiler.verifying.plan import Plan
+
+__all__ = ["Verification", "checked", "verifications"]
 
 
 def checked(compiled: Callable[..., Any], plan: Plan | None) -> Callable[..., Any]:
-    """The compiled function, which verifies on its first call. plan: from `prepare`; with None there is nothing to check.
+    """The compiled function, which verifies on its first call. plan: from `plan.prepare`; with None there is nothing to check.
 
     A call on fake tensors, by which PyTorch learns shapes, is not the first call. One that raises VerificationMismatch does not
     count either: the next call verifies again. A check that itself fails (out of memory ...) is one warning, and is not tried again;
@@ -39,6 +40,9 @@ def checked(compiled: Callable[..., Any], plan: Plan | None) -> Callable[..., An
     """
     if plan is None:
         return compiled
+    # Few processes verify, and all of them start.
+    from attn_compiler.verifying.first import First
+
     first = First(plan)
 
     def call(*args: Any) -> Any:

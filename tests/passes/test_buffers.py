@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import attn_compiler
 from attn_compiler import DelayedScaling, Fp8Recipe, fp8_state, torch_compat, torch_inductor
 from attn_compiler.errors import AttnCompilerWarning
-from attn_compiler.passes import PIPELINE, verify
+from attn_compiler.passes import verify
+from attn_compiler.passes.pipeline import PIPELINE
 from tests.passes.compiling import Compiled, compiled
 
 RECIPE = Fp8Recipe(scaling=DelayedScaling(amax_history_len=2))

@@ -14,7 +14,6 @@ from torch import nn
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
 import attn_compiler
-from attn_compiler import passes
 from attn_compiler.errors import AttnCompilerWarning, PassFailed
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.passes import (
@@ -24,6 +23,7 @@ from attn_compiler.passes import (
     lower,
     match,
     mutation,
+    pipeline,
     program,
     reach,
     recover,
@@ -379,11 +379,11 @@ def test_the_text_of_a_fault_names_the_line_of_ours() -> None:
     from attn_compiler.errors import described
 
     try:
-        passes.check_contracts((dataclasses.replace(passes.PIPELINE[-1]),))
+        pipeline.check_contracts((dataclasses.replace(pipeline.PIPELINE[-1]),))
     except ValueError as error:
         text = described(error)
     assert text.startswith("ValueError: the pass 'verify' needs")
-    assert "(__init__.py:" in text
+    assert "(pipeline.py:" in text
     assert faults.failed("match", "layer", ValueError("a\n  b")).cause == "ValueError: a b"
 
 
@@ -399,8 +399,8 @@ def test_a_pass_that_fails_for_one_graph_leaves_the_others(name: str, monkeypatc
 
         return fail
 
-    steps = (dataclasses.replace(s, run=broken(s.run)) if s.name == name else s for s in passes.PIPELINE)
-    monkeypatch.setattr(passes, "PIPELINE", tuple(steps))
+    steps = (dataclasses.replace(s, run=broken(s.run)) if s.name == name else s for s in pipeline.PIPELINE)
+    monkeypatch.setattr(pipeline, "PIPELINE", tuple(steps))
     first, second = _Attention(False), _Attention(True)
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ from attn_compiler import passes
 from attn_compiler.errors import AttnCompilerWarning, PassFailed
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.options import Options
-from attn_compiler.passes import PIPELINE, Pass, check_contracts, lower, match, recover, run_pipeline
+from attn_compiler.passes import lower, match, pipeline, recover, run_pipeline
 from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.pipeline import PIPELINE, Pass, check_contracts
 from attn_compiler.passes.unit import Unit
 from attn_compiler.target import Target
 from tests.passes.compiling import CPU_FLASH, captured, compiled
@@ -70,7 +71,7 @@ def _break(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         return fail
 
     steps = (dataclasses.replace(s, run=broken(s.run)) if s.name == name else s for s in PIPELINE)
-    monkeypatch.setattr(passes, "PIPELINE", tuple(steps))
+    monkeypatch.setattr(pipeline, "PIPELINE", tuple(steps))
 
 
 NAMES = [step.name for step in PIPELINE]
@@ -183,7 +184,7 @@ def test_a_new_pass_needs_only_its_line(monkeypatch: pytest.MonkeyPatch) -> None
         seen.extend(site.match.pattern for site in unit.sites)
 
     extra = Pass(name="count", run=count, needs=frozenset({"sites"}), gives=frozenset())
-    monkeypatch.setattr(passes, "PIPELINE", (*PIPELINE, extra))
+    monkeypatch.setattr(pipeline, "PIPELINE", (*PIPELINE, extra))
     compiled(lambda q: sdpa(q, q, q))(_q())
     assert seen == ["sdpa call"]
 

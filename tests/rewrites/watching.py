@@ -13,6 +13,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from attn_compiler import passes, torch_compat
+from attn_compiler.passes import pipeline
+from attn_compiler.passes.pipeline import Pass
 from attn_compiler.report import Report
 
 
@@ -34,12 +36,12 @@ def watched() -> Iterator[list[Seen]]:
     ran: list[str] = []
     rewrite = passes.rewrite
 
-    def noting(step: passes.Pass) -> passes.Pass:
+    def noting(step: Pass) -> Pass:
         def run(unit: Any, mirror: Any) -> None:
             ran.append(step.name)
             step.run(unit, mirror)
 
-        return passes.Pass(name=step.name, run=run, needs=step.needs, gives=step.gives, rewrites=step.rewrites)
+        return Pass(name=step.name, run=run, needs=step.needs, gives=step.gives, rewrites=step.rewrites)
 
     def watching(gm: fx.GraphModule, *args: Any, **named: Any) -> passes.Rewritten:
         ran.clear()
@@ -57,7 +59,7 @@ def watched() -> Iterator[list[Seen]]:
 
     with (
         mock.patch.object(passes, "rewrite", watching),
-        mock.patch.object(passes, "PIPELINE", tuple(map(noting, passes.PIPELINE))),
+        mock.patch.object(pipeline, "PIPELINE", tuple(map(noting, pipeline.PIPELINE))),
     ):
         yield found
 

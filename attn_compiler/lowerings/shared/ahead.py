@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from torch import fx
 
 from attn_compiler import torch_inductor, torch_symbols
@@ -152,8 +151,13 @@ def note_launches(call: Call, note: Note) -> None:
 @contextlib.contextmanager
 def _shown(started: list[Future[Compiled]]) -> Iterator[None]:
     """On a terminal, what takes long has a line, which is gone when it is done."""
-    console = Console(stderr=True)
-    if console.is_terminal and wait(started, timeout=_SHOWN_AFTER).not_done:
+    if started and wait(started, timeout=_SHOWN_AFTER).not_done:
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            yield
+            return
         with console.status(f"attn_compiler: compiling {len(started)} kernels"):
             yield
         return

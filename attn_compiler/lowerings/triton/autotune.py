@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attn_compiler import torch_inductor
 from attn_compiler.cache import digest_of_tree, package_version
@@ -292,6 +290,9 @@ def _shape(spec: AttentionSpec) -> str:
 @contextlib.contextmanager
 def _progress(words: str, total: int) -> Iterator[Callable[[], None]]:
     """A bar on a terminal's stderr, gone when done; elsewhere a line in the log."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     log.info("%s: measuring %d candidates", words, total)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

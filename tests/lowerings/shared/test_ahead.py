@@ -192,7 +192,7 @@ def test_a_terminal_shows_what_is_waited_for(
 
     future: Future[Compiled] = Future()
     console = SimpleNamespace(is_terminal=is_terminal, status=status)
-    monkeypatch.setattr(ahead, "Console", lambda **_: console)
+    monkeypatch.setattr("rich.console.Console", lambda **_: console)
     monkeypatch.setattr(ahead, "_SHOWN_AFTER", 0.0)
     waiting = Ahead(begin=lambda *_: [], started=[future])
     if not is_terminal:

@@ -289,7 +289,7 @@ def test_progress_names_the_shape_on_a_terminals_stderr_and_goes_away(tmp_path: 
         consoles.append(given)
         return Console(file=shown, force_terminal=True, width=120)
 
-    with mock.patch.object(autotune, "Console", console):
+    with mock.patch("rich.console.Console", console):
         tune(tmp_path, lambda *_: 1.0)
         text = shown.getvalue()
         assert consoles == [{"stderr": True}]

@@ -1,0 +1,188 @@
+"""The pipeline: its passes in order, what each needs and gives, and `run`, which carries it out on one graph.
+
+A pass is a function (unit, mirror) -> None on one GraphModule. Imported where passes run: a rewrite that was kept needs none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from attn_compiler import torch_compat, torch_tracing
+from attn_compiler.codes import Code
+from attn_compiler.decisions import Reason
+from attn_compiler.dump import Dumper
+from attn_compiler.options import Options
+from attn_compiler.passes import (
+    body_inputs,
+    borders,
+    buffers,
+    context_parallel,
+    dtensors,
+    expand,
+    faults,
+    flex,
+    keys_last,
+    layout,
+    library_calls,
+    lower,
+    match,
+    recover,
+    select,
+    summary,
+    unpad,
+    verify,
+)
+from attn_compiler.passes.borders import Border
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.unit import Unit, module_path, unsupported_tensor
+from attn_compiler.passes.work import Work, located, timed
+from attn_compiler.report import Report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """needs, gives: facts that must be there before it runs, and that are there after. rewrites: changes the Dynamo graph."""
+
+    name: str
+    run: Callable[[Unit, Mirror], None]
+    needs: frozenset[str]
+    gives: frozenset[str]
+    rewrites: bool = False
+
+
+def _expand(unit: Unit, _: Mirror | None) -> None:
+    def trying(call: fx.Node) -> contextlib.AbstractContextManager[object]:
+        return faults.confined(unit, "expand", module_path(call))
+
+    unit.expanded = expand.run(unit.graph_module, trying)
+    shared = dtensors.run(unit.graph_module, unit.mode, trying)
+    unit.local.update(shared.local)
+    unit.untried.update(shared.left)
+    found = flex.run(unit.graph_module, trying)
+    unit.spelled.extend(found.spelled)
+    unit.untried.update(found.left)
+    of_libraries = library_calls.run(unit.graph_module, trying)
+    unit.spelled.extend(of_libraries.spelled)
+    unit.untried.update(of_libraries.left)
+    unit.moved = keys_last.run(unit.graph_module, unit.mode, trying)
+
+
+def _mirror(unit: Unit, _: Mirror | None) -> None:
+    unit.longer = context_parallel.longer(unit)
+    unit.mirrored()
+
+
+def _give_back(unit: Unit, _: Mirror | None) -> None:
+    flex.give_back(unit.graph_module, unit.spelled)
+
+
+def _facts(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+PIPELINE: tuple[Pass, ...] = (
+    Pass(name="expand", run=_expand, needs=_facts(), gives=_facts("plain calls"), rewrites=True),
+    Pass(name="mirror", run=_mirror, needs=_facts("plain calls"), gives=_facts("mirror")),
+    Pass(name="match", run=match.run, needs=_facts("mirror"), gives=_facts("sites", "misses")),
+    Pass(name="recover", run=recover.run, needs=_facts("sites"), gives=_facts("specs")),
+    Pass(
+        name="context_parallel",
+        run=context_parallel.run,
+        needs=_facts("mirror", "specs"),
+        gives=_facts("whole sequences"),
+        rewrites=True,
+    ),
+    Pass(name="unpad", run=unpad.run, needs=_facts("mirror", "specs", "whole sequences"), gives=_facts("real tokens")),
+    Pass(name="select", run=select.run, needs=_facts("specs", "real tokens"), gives=_facts("decisions")),
+    Pass(name="layout", run=layout.run, needs=_facts("specs", "decisions"), gives=_facts("copies")),
+    Pass(
+        name="lower",
+        run=lower.run,
+        needs=_facts("mirror", "decisions", "copies"),
+        gives=_facts("kernels"),
+        rewrites=True,
+    ),
+    Pass(name="give_back", run=_give_back, needs=_facts("kernels"), gives=_facts("own calls"), rewrites=True),
+    Pass(name="verify", run=verify.run, needs=_facts("kernels", "own calls"), gives=_facts("checked graph")),
+)
+
+
+def check_contracts(pipeline: tuple[Pass, ...]) -> None:
+    """Raise ValueError if a pass needs a fact that no pass before it gives."""
+    known: set[str] = set()
+    for step in pipeline:
+        missing = step.needs - known
+        if missing:
+            raise ValueError(f"the pass {step.name!r} needs {sorted(missing)}, which nothing before it gives")
+        known |= step.gives
+
+
+check_contracts(PIPELINE)
+
+
+def run(gm: fx.GraphModule, options: Options, work: Work, border: Border) -> Report:
+    """Every pass on every unit, and what is told of that."""
+    work.seconds = dict.fromkeys((step.name for step in PIPELINE), 0.0) | work.seconds
+    work.dumper = Dumper.create(options.dump_dir if work.units else None, torch_compat.graph_name())
+    for unit in work.units:
+        _run_on(unit, work.dumper, work.seconds)
+        context_parallel.check_not_left(unit)
+    with located("buffers", None):
+        buffers.install(gm, work.units)
+    with located("body inputs", None):
+        body_inputs.pass_on(work.units)
+    with located("borders", None):
+        work.known = borders.crossed(border)
+    warned = faults.warned(work.units)
+    with located("report", None):
+        return summary.report(gm, work.units, work.seconds, faults=warned)
+
+
+def _run_on(unit: Unit, dumper: Dumper, seconds: dict[str, float]) -> None:
+    unsupported = unsupported_tensor(unit.graph_module)
+    if unsupported is not None:
+        unit.left_alone = Reason(
+            code=Code.CLOSED_TENSOR, rule="the graph's inputs are plain strided tensors", observed=unsupported
+        )
+        return
+    if unit.in_autocast:
+        unit.left_alone = Reason(
+            code=Code.AUTOCAST_BODY,
+            rule="an exported program's attention is outside of `with torch.autocast`",
+            observed="wrap_with_autocast runs the graph that it is in",
+            remedy="export the model in the dtype that autocast would have given (model.bfloat16()), without autocast",
+        )
+        return
+    with torch_tracing.tracing_in(unit.mode):
+        for step in PIPELINE:
+            where = located(step.name, unit)
+            with _dumped(step, unit, dumper), timed(step.name, seconds), where, _confined(step, unit) as attempt:
+                step.run(unit, unit.mirror)  # type: ignore[arg-type]
+            if attempt.reason is not None:
+                unit.left_alone = attempt.reason
+                unit.sites.clear()
+                unit.misses.clear()
+                unit.untried.clear()
+                return
+            if step.name == "match" and not unit.sites and context_parallel.asked(unit) is None:
+                _give_back(unit, unit.mirror)
+                return
+
+
+def _confined(step: Pass, unit: Unit) -> contextlib.AbstractContextManager[faults.Attempt]:
+    """Whatever fails of one graph before anything of it was rewritten costs that graph, and no other that is nested in it or around it."""
+    if step.rewrites or unit.is_rewritten:
+        return contextlib.nullcontext(faults.Attempt())
+    return faults.confined(unit, step.name, unit.name or "the graph")
+
+
+@contextlib.contextmanager
+def _dumped(step: Pass, unit: Unit, dumper: Dumper) -> Iterator[None]:
+    with dumper.around(step.name, unit.graph_module):
+        yield
+    if step.name == "mirror" and unit.mirror is not None:
+        dumper.graph("mirror", unit.mirror.graph)
