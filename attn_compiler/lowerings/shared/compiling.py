@@ -26,6 +26,8 @@ from typing import Any
 
 import triton
 
+from attn_compiler.lowerings.shared import cache_keys
+
 log = logging.getLogger(__name__)
 
 
@@ -160,6 +162,7 @@ def variants(kernel: Any, positional: Sequence[Any], named: dict[str, Any]) -> l
 
     Triton itself says so, as to a launch: it looks at the arguments, and hands what is to be compiled to the mode that is active.
     """
+    cache_keys.settle(kernel)
     mode = _Asking()
     # A context of its own: the mode is left with it, and leaving it by its own way would wait for it.
     contextvars.Context().run(_ask, mode, kernel, positional, named)

@@ -19,7 +19,7 @@ from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
 
 from attn_compiler.lowerings.base import Tile
-from attn_compiler.lowerings.shared import any_size
+from attn_compiler.lowerings.shared import any_size, cache_keys
 from attn_compiler.lowerings.shared.compiling import wait_for
 from attn_compiler.lowerings.shared.imagined import pointers
 from attn_compiler.lowerings.shared.kernel_plan import MOST_BLOCKS
@@ -189,6 +189,7 @@ def _is_noted(kernel: Any, positional: tuple[Any, ...], named: Mapping[str, Any]
     note = noter()
     if note is None:
         wait_for(kernel)
+        cache_keys.settle(kernel)
         return False
     note(kernel, pointers(positional), dict(zip(named, pointers(tuple(named.values())), strict=True)))
     return True
