@@ -85,20 +85,21 @@ def attentions(device: str, target: Target) -> Iterator[Timed]:
     for case in _ATTENTIONS:
         of_triton = kernel_problems.build(case, **given)
         sites = triton_launch.ForwardSite(), triton_launch.BackwardSite()
-        yield from _both("triton", of_triton, sites, (of_triton.operands, of_triton.operands), triton_launch.gradients)
+        yield from _both("triton", of_triton, sites, (of_triton.operands, of_triton.operands), triton_launch)
         if device == "cpu":
             continue  # Nothing interprets Gluon.
         of_hopper = hopper_problems.build(case, **given)
         read = hopper_problems.operands(of_hopper), hopper_problems.grad_operands(of_hopper)
         places = hopper_launch.ForwardSite(), hopper_backward.GradientSite()
-        yield from _both("hopper", of_hopper, places, read, hopper_backward.gradients)
+        yield from _both("hopper", of_hopper, places, read, hopper_launch)
 
 
 def _both(
-    family: str, problem: kernel_problems.Problem, sites: tuple[Any, Any], read: tuple[Any, Any], gradients: Any
+    family: str, problem: kernel_problems.Problem, sites: tuple[Any, Any], read: tuple[Any, Any], module: Any
 ) -> Iterator[Timed]:
     q, k, v = (x.detach() for x in (problem.q, problem.k, problem.v))
     forward, backward = sites
+    gradients = hopper_backward.gradients if module is hopper_launch else module.gradients
     operands, grad_operands = ([x.detach() for x in each] for each in read)
     out, lse = torch.empty_like(q), torch.zeros(q.shape[:3], device=q.device)
     upstream = torch.zeros_like(q), torch.zeros_like(lse)
@@ -115,7 +116,7 @@ def _both(
     given = (q, k, v, operands)
     given_back = (*upstream, q, k, v, grad_operands, out, lse)
     yield timed("forward, in compiled code", forward, *given)
-    yield timed("forward, body", forward.forward, *given)
+    yield timed("forward, body", module.forward, *given)
     yield timed("backward, in compiled code", backward, *given_back)
     yield timed("backward, body", gradients, *given_back)
 

@@ -205,7 +205,7 @@ def test_a_launch_finds_what_a_thread_compiled(tmp_path: Path) -> None:
     assert found["begun_again"] == []
     assert found["left"] == []
     assert found["loaded_on_a_device"] is False
-    assert found["launchers"] == [["tile_bounds", "attn_compiler"], ["tile_lists", "attn_compiler"]], "in a thread, too"
+    assert found["launchers"] == [[name, "attn_compiler"] for name in sorted(found["begun"])], "in a thread, too"
     assert 0 < found["seconds"] < 600
 
 
