@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 from tests.lowerings.decode.kernels import compiling
 from tests.lowerings.decode.kernels.compiling import CASES, JOBS, MACHINES, Found
 from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
-from tests.lowerings.triton.kernels.test_compiled import SHARED, ids
+from tests.lowerings.triton.kernels.compiling import name_of
+from tests.lowerings.triton.kernels.test_compiled import SHARED
 
 #: Bytes of a thread's stack: Triton 3.7 has one or two registers fewer than needed at head dim 128 on some machines, 3.6 at 80.
 SPILLED = 8
@@ -30,14 +31,14 @@ def test_it_is_compiled_for_each_machine() -> None:
 
 
 @of_a_known_compiler
-@pytest.mark.parametrize("job", JOBS, ids=ids)
+@pytest.mark.parametrize("job", JOBS, ids=name_of)
 def test_registers_and_shared_memory_suffice(job: tuple[str, int], compiled: dict[tuple[str, int], Found]) -> None:
     found = compiled[job]
     assert found.spilled <= (SPILLED_WITH_A_MASK if found.case == "queries" else SPILLED)
     assert 0 < found.shared <= SHARED[found.sm]
 
 
-@pytest.mark.parametrize("job", JOBS, ids=ids)
+@pytest.mark.parametrize("job", JOBS, ids=name_of)
 def test_products_run_on_tensor_cores_while_keys_and_values_come(
     job: tuple[str, int], compiled: dict[tuple[str, int], Found]
 ) -> None:
