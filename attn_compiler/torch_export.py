@@ -1,15 +1,20 @@
-"""Private PyTorch API of exported programs: how one is made of another one's parts, what its inputs are, and symbols without new guards."""
+"""Private PyTorch API of exported programs: how one is made of another one's parts, what its inputs are, symbols without new guards,
+and ops that are taken apart where a program is compiled."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.export import ExportedProgram
+from torch.export._trace import custom_triton_ops_decomposition_disabled
 from torch.export.graph_signature import InputKind
 
 
@@ -89,3 +94,34 @@ def without_new_guards(mode: FakeTensorMode | None) -> Iterator[None]:
         added = ", ".join(str(guard.expr) for guard in env.guards[before:])
         del env.guards[before:]
         raise NewGuards(f"sizes would have to hold that {added}, and an exported program does not check it")
+
+
+def take_apart(op: str, into: Callable[..., Any], library: Any) -> None:
+    """Where a graph is traced to be compiled, an op becomes what `into` does with its arguments. An export keeps the op, as it keeps
+    those of `torch.library.triton_op`. library: that defined the op."""
+
+    def rule(mode: Any, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if custom_triton_ops_decomposition_disabled():  # type: ignore[no-untyped-call]
+            return mode.__torch_dispatch__(func, types, args, kwargs)
+        if not all(issubclass(kind, FakeTensor) or kind in (torch.Tensor, FunctionalTensor) for kind in types):
+            return NotImplemented
+        with mode:
+            return into(*args, **kwargs)
+
+    torch.library.register_torch_dispatch(op, FunctionalTensorMode, rule, lib=library)
+
+
+def launched(
+    kernel: Any, grid: tuple[Any, ...], arguments: Mapping[str, Any], written: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """A launch of a Triton kernel as an op of the graph that is traced. written: parameters that it may write to. Gives for each the
+    tensor that holds what it wrote."""
+    outputs: dict[str, torch.Tensor] = triton_kernel_wrapper_functional(
+        kernel_idx=kernel_side_table.add_kernel(kernel),
+        constant_args_idx=kernel_side_table.add_constant_args({}),
+        grid=[grid],
+        tma_descriptor_metadata={},
+        kwargs=dict(arguments),
+        tensors_to_clone=list(written),
+    )
+    return outputs

@@ -47,6 +47,7 @@ PRIVATE = frozenset(
         "torch_collectives",
         "torch_compat",
         "torch_dtensors",
+        "torch_export",
         "torch_packed",
         "torch_frames",
         "torch_inductor",

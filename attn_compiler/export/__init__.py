@@ -1,4 +1,7 @@
-"""Exported programs, rewritten by the same passes as Dynamo's graphs. What comes out has PyTorch's own ops alone: it runs without us."""
+"""Exported programs, rewritten by the same passes as Dynamo's graphs. An AOTInductor package of what comes out runs without us.
+
+A saved program with our Triton kernels is loaded where this module is imported: it defines their ops.
+"""
 
 from __future__ import annotations
 

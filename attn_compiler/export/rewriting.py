@@ -20,6 +20,7 @@ from attn_compiler.errors import (
     NotAnExportedProgram,
     described,
 )
+from attn_compiler.export.own_ops import compiled_ahead
 from attn_compiler.export.plain_ops import spelled_out
 from attn_compiler.export.readable import Readable, put_back, readable
 from attn_compiler.options import Options, check_lowering_names, own_name, split_options
@@ -35,11 +36,13 @@ _NAME = "export"
 
 
 def rewrite(program: ExportedProgram, /, options: Mapping[str, Any] | Options | None = None) -> ExportedProgram:
-    """A program that computes the same, in which PyTorch's own attention kernels stand for the attentions that were found.
+    """A program that computes the same, in which PyTorch's own attention kernels and our Triton kernels stand for the attentions that
+    were found.
 
-    It runs, is saved, loaded and compiled (`torch._inductor.aoti_compile_and_package`) where this package is not installed: lowerings that
-    need it are refused, by name, in the report. `reports()[-1]` is that report. Inputs, outputs, weights, the names of all of them,
-    and dynamic shapes are those of `program`, which stays as it is; weights are shared.
+    A package of it (`torch._inductor.aoti_compile_and_package`) runs where this package is not installed: lowerings that need its Python
+    are refused, by name, in the report. `reports()[-1]` is that report. A program that has our Triton kernels is itself run, loaded and
+    compiled where `attn_compiler.export` is imported; with options={"lowerings": [...]} of PyTorch's kernels alone, anywhere. Inputs,
+    outputs, weights, the names of all of them, and dynamic shapes are those of `program`, which stays as it is; weights are shared.
 
     The program is for inference on this machine: kernels are chosen for the devices of its tensors, as they are here, and without a
     backward. options: as of torch.compile(backend="attn_compiler"). Raises NotAnExportedProgram, ExportUnsupported, UnknownOption or
@@ -123,6 +126,7 @@ def _targets(gm: fx.GraphModule) -> dict[str, Target]:
 def _made(program: ExportedProgram, read: Readable, rewritten: Rewritten, mode: FakeTensorMode) -> ExportedProgram:
     with torch_export.without_new_guards(mode):
         replaced = spelled_out(read.graph_module, read.before, mode)
+        compiled_ahead(read.graph_module, read.before)
     put_back(read)
     renamed = {}
     for unit in rewritten.units:

@@ -6,6 +6,8 @@ family is a folder: plain, sdpa, rows, triton, decode, cudnn, fa4, fp8, hopper.
 
 from __future__ import annotations
 
+from typing import Any
+
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.choice.priorities import order
 from attn_compiler.lowerings.cudnn.lowering import CudnnAttention
@@ -25,7 +27,7 @@ from attn_compiler.lowerings.rows.lowering import CpuRows
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash, SdpaCudnn, SdpaEfficient, SdpaFlash
 from attn_compiler.lowerings.triton.lowering import TritonAttention
 
-__all__ = ["LOWERINGS", "Emitter", "LayoutDemand", "Lowering", "Operands", "by_name", "order"]
+__all__ = ["LOWERINGS", "Emitter", "LayoutDemand", "Lowering", "Operands", "by_name", "order", "packaged_twin"]
 
 LOWERINGS: tuple[Lowering, ...] = (
     Reference(),
@@ -57,3 +59,10 @@ def by_name(name: str) -> Lowering:
     if name not in _BY_NAME:
         raise KeyError(f"no lowering {name!r}; there are {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
+
+
+def packaged_twin(op: Any) -> Any:
+    """The op that stands for one of ours in a program that is compiled ahead; None where there is none (shared/packaged_ops.py)."""
+    from attn_compiler.lowerings.shared.packaged_ops import twin
+
+    return twin(op)

@@ -212,9 +212,13 @@ class Lowering(Protocol):
         ...
 
     def cannot_package(self) -> list[Reason]:
-        """Why what it emits can't be in an exported program, which runs where this package is not; empty where it is ATen's ops."""
+        """Why what it emits can't be in an exported program, whose package runs where this package is not; empty where it is ATen's ops, or
+        launches of Triton kernels that Inductor can compile."""
         rule = "what is in an exported program runs without this package"
-        remedy = "PyTorch's own kernels serve exported programs; this one serves torch.compile(model, backend='attn_compiler')"
+        remedy = (
+            "the Triton kernels and PyTorch's own serve exported programs; this one serves torch.compile(model, "
+            "backend='attn_compiler')"
+        )
         return [
             Reason(
                 code=Code.PACKAGED,

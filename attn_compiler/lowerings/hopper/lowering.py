@@ -12,6 +12,7 @@ import operator
 import torch
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, Tiles
 from attn_compiler.lowerings.hopper import limits
@@ -36,6 +37,17 @@ class HopperAttention(Lowering):
 
     def unavailable(self, target: Target) -> list[Reason]:
         return limits.check_machine(target)
+
+    def cannot_package(self) -> list[Reason]:
+        return [
+            Reason(
+                code=Code.PACKAGED,
+                rule="what is in an exported program is compiled by Inductor, which takes kernels in Triton's language",
+                observed=f"the kernel of {self.name} is in Gluon",
+                remedy="the Triton kernels and PyTorch's own serve exported programs; this one serves torch.compile(model, "
+                "backend='attn_compiler')",
+            )
+        ]
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return limits.check(spec, target)

@@ -15,6 +15,7 @@ from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_POSITIONS,
 from attn_compiler.lowerings.shared.kernels.tuples import AddedStrides, ListStrides, MaskStrides, Strides
 from attn_compiler.lowerings.shared.replaying import VECTOR
 from attn_compiler.spec import AttentionSpec
+from attn_compiler.torch_symbols import statically_known
 
 Tensors = Sequence[torch.Tensor]
 
@@ -109,24 +110,31 @@ def strides(name: str, tensor: torch.Tensor) -> dict[str, Strides]:
 
 
 def alignment(*tensors: torch.Tensor) -> int:
-    """How many elements every head and position of every tensor begins at a multiple of: a whole vector, or no more than one."""
+    """How many elements every head and position of every tensor begins at a multiple of: a whole vector, or no more than one.
+
+    Symbolic sizes are multiples where that is known of all that they may be.
+    """
     size = tensors[0].element_size()
-    aligned = all(t.data_ptr() % VECTOR == 0 and all(_is_aligned(t, dim, size) for dim in range(3)) for t in tensors)
+    aligned = all(
+        statically_known(t.data_ptr() % VECTOR == 0) and all(_is_aligned(t, dim, size) for dim in range(3))
+        for t in tensors
+    )
     return VECTOR // size if aligned else 1
 
 
 def _is_aligned(tensor: torch.Tensor, dim: int, size: int) -> bool:
-    return tensor.shape[dim] == 1 or tensor.stride(dim) * size % VECTOR == 0
+    is_one = statically_known(tensor.shape[dim] == 1)
+    return is_one or statically_known(tensor.stride(dim) * size % VECTOR == 0)
 
 
 def is_far(tensor: torch.Tensor) -> bool:
     """Whether offsets within a tile may not fit into 32 bits."""
-    return tensor.shape[2] > 1 and tensor.stride(2) > FARTHEST
+    return not (statically_known(tensor.shape[2] <= 1) or statically_known(tensor.stride(2) <= FARTHEST))
 
 
 def check_lengths(q: torch.Tensor, k: torch.Tensor) -> None:
     """Raises ValueError for more positions than the kernels count. Where the lengths are known at compile time, `why_not` says so."""
-    if max(q.shape[2], k.shape[2]) > MOST_POSITIONS:
+    if any(statically_known(x.shape[2] > MOST_POSITIONS) for x in (q, k)):
         raise ValueError(
             f"the Triton kernels take at most {MOST_POSITIONS} positions, got {q.shape[2]} and {k.shape[2]}"
         )
@@ -134,7 +142,7 @@ def check_lengths(q: torch.Tensor, k: torch.Tensor) -> None:
 
 def along(tensor: torch.Tensor, dim: int) -> int:
     """The stride of an axis, 0 where it broadcasts."""
-    return 0 if tensor.shape[dim] == 1 else tensor.stride(dim)
+    return 0 if statically_known(tensor.shape[dim] == 1) else tensor.stride(dim)
 
 
 #: names of the operands by the parameters of the kernels that read them, but for the tile lists
@@ -185,7 +193,8 @@ def common(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[str,
 
 def _within_reach(bound: int) -> int:
     """The same bound for all positions that there may be."""
-    return max(-_FAR, min(bound, _FAR))
+    within: int = torch.sym_max(-_FAR, torch.sym_min(bound, _FAR))  # type: ignore[no-untyped-call]
+    return within
 
 
 def _operand_strides(have: Mapping[str, torch.Tensor]) -> dict[str, MaskStrides | AddedStrides]:

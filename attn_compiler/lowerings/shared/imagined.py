@@ -95,11 +95,13 @@ def pointers(arguments: Sequence[Any]) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def imagining() -> Iterator[None]:
     """Within the block tensors are made without memory, and have addresses all the same."""
-    with torch_compat.real_tensors(), FakeTensorMode(), _Addresses():
+    with torch_compat.real_tensors(), FakeTensorMode(), Addresses():
         yield
 
 
-class _Addresses(TorchFunctionMode):
+class Addresses(TorchFunctionMode):
+    """Within it tensors without memory have addresses: where they begin in it, in bytes."""
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -26,6 +26,7 @@ from attn_compiler.lowerings.shared.kernel_plan import MOST_BLOCKS
 from attn_compiler.lowerings.shared.kernels.tuples import TAKEN
 from attn_compiler.lowerings.shared.limits import MAX_GRID
 from attn_compiler.lowerings.shared.noting import noter
+from attn_compiler.lowerings.shared.recording import recorder
 from attn_compiler.lowerings.shared.replaying import Alike, Start
 from attn_compiler.torch_compat import empty_strided
 
@@ -116,6 +117,10 @@ def launch(
     tensors: of the call, by name. arguments: is asked the first time only, so it may depend on nothing but `same`. part: tells
     launches of one kernel in one call apart.
     """
+    taker = recorder()
+    if taker is not None:
+        taker.launched(kernel, tensors, arguments())
+        return None
     ready: ReadyKernel | None = same.launches.get((id(kernel), part))
     if ready is None:
         first = _first_launch(kernel, same, tensors, arguments())

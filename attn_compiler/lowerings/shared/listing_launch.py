@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from attn_compiler.lowerings.shared.arguments import along
 from attn_compiler.lowerings.shared.kernels.tile_lists import tile_bounds, tile_lists, tile_order
 from attn_compiler.lowerings.shared.launching import Arguments, launch
 from attn_compiler.lowerings.shared.listing import OF_KEYS, OF_QUERIES, UNIT, Asked
@@ -63,7 +64,7 @@ def _sizes(asked: Asked) -> dict[str, int]:
 
 def _stride(x: Tensor | None, axis: int) -> int:
     """0 for an axis of one element, which stands for all."""
-    return 0 if x is None or x.shape[axis] == 1 else x.stride(axis)
+    return 0 if x is None else along(x, axis)
 
 
 def _bounds_arguments(asked: Asked, made: Tensor) -> Arguments:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from attn_compiler.lowerings.shared.arguments import alignment, is_far
+from attn_compiler.torch_symbols import statically_known
 
 
 def _misaligned(*tensors: torch.Tensor) -> bool:
@@ -15,7 +16,7 @@ def _misaligned(*tensors: torch.Tensor) -> bool:
 
 def is_unreadable(*tensors: torch.Tensor) -> bool:
     """Whether the kernels can't read any of them where its elements are."""
-    return any(x.stride(3) != 1 or is_far(x) for x in tensors) or _misaligned(*tensors)
+    return any(not statically_known(x.stride(3) == 1) or is_far(x) for x in tensors) or _misaligned(*tensors)
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:

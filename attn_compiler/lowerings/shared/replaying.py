@@ -17,6 +17,7 @@ import torch
 
 from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.on_device import Empty, Known
+from attn_compiler.lowerings.shared.recording import recorder
 from attn_compiler.torch_compat import current_cuda_device
 
 #: bytes whose elements a thread may load at once
@@ -105,6 +106,10 @@ class Alike:
         if known is not None:
             return known.make()
         made = make()
+        taker = recorder()
+        if taker is not None:
+            taker.allocated(made)
+            return made
         self.empties[name] = Empty.like(made)
         return made
 
@@ -178,9 +183,9 @@ _ALIKE: Known[Alike] = Known()
 def alike(op: str, text: str, tensors: Sequence[torch.Tensor]) -> Alike:
     """What is known of calls like this one: of an op, with that text.
 
-    Of a call whose launches are noted nothing is known or kept: its tensors are stand-ins.
+    Of a call whose launches are noted or recorded nothing is known or kept: its tensors are stand-ins.
     """
-    if noter() is not None:
+    if noter() is not None or recorder() is not None:
         return Alike(device=tensors[0].device)
     bits = 0
     lying: list[Any] = [op, text, tensors[0].get_device()]

@@ -32,6 +32,7 @@ from attn_compiler.lowerings.shared.replaying import Alike
 from attn_compiler.lowerings.triton import launch_added
 from attn_compiler.lowerings.triton.kernels import backward, kv_backward
 from attn_compiler.lowerings.triton.kernels import forward as forward_kernels
+from attn_compiler.torch_symbols import statically_known
 
 _NARROW = 64
 #: a learned bias' backward keeps the scores' gradients up to this size, and beyond takes their products again: see `_add_scores`
@@ -74,8 +75,9 @@ def _heads_last(tensors: Mapping[str, torch.Tensor]) -> bool:
     from memory once, and from the L2 cache after that. Only with narrow heads: with wider ones it is not what bounds them
     (H200, B 8, S 2048, D 64 / 128: forward 922 to 849 µs / 746 to 757)."""
     bias, q, v = tensors.get("bias"), tensors["Q"], tensors["V"]
-    shared = bias is not None and along(bias, 0) == 0 and along(bias, 1) != 0 and q.shape[0] > 1
-    return shared and max(q.shape[3], v.shape[3]) <= _NARROW
+    shared = bias is not None and statically_known(along(bias, 0) == 0) and not statically_known(along(bias, 1) == 0)
+    several = not statically_known(q.shape[0] == 1)
+    return shared and several and max(q.shape[3], v.shape[3]) <= _NARROW
 
 
 def _grid(blocks: int, heads: int, batch: int, heads_last: bool) -> Grid:

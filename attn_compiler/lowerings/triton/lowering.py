@@ -27,6 +27,9 @@ class TritonAttention(Lowering):
     def unavailable(self, target: Target) -> list[Reason]:
         return kernel_limits.check_machine(target)
 
+    def cannot_package(self) -> list[Reason]:
+        return []
+
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return kernel_limits.check_site(spec, target)
 
