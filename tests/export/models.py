@@ -71,7 +71,7 @@ class Capped(_Attention):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.heads(x)
         scores = torch.tanh(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) / 50) * 50
-        scores = scores + torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)
+        scores = scores + torch.full((x.shape[1], x.shape[1]), -torch.inf, device=x.device).triu(1)
         return self.joined(scores.softmax(-1) @ v)
 
 

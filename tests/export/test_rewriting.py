@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
@@ -39,9 +38,6 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 STRICT = {"strict": True}
 #: of those that can be packaged, on a CPU
 PACKAGED = {**STRICT, "lowerings": ["sdpa_cpu_flash", "math"]}
-#: on any device: in Triton's interpreter, if there is no GPU
-TRITON = {**STRICT, "lowering": "triton"}
-LAUNCH = torch.ops.higher_order.triton_kernel_wrapper_functional
 
 
 @pytest.fixture(autouse=True)
@@ -193,56 +189,6 @@ def test_a_lowering_that_needs_this_package_is_refused_by_name(name: str) -> Non
     assert reason.remedy
     assert _targets(rewritten) == _targets(program)
     _same(model, rewritten, batch())
-
-
-def test_kernels_in_gluon_are_refused_by_name() -> None:
-    attn_compiler.rewrite(exported(made(models.CausalMask), batch()), {"lowering": "hopper", "strict": True})
-    ((reason,),) = [refusal.reasons for refusal in _site().decision.refusals]
-    assert "Gluon" in reason.observed
-    assert "Triton" in reason.remedy
-
-
-@pytest.mark.parametrize("kind", [models.ByHand, models.CausalMask, models.Capped])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_kernels_of_ours_go_in_as_launches(kind: type[nn.Module], dynamic: bool) -> None:
-    """By Triton's interpreter. What AOTInductor is given has launches, and no op of ours."""
-    model = made(kind)
-    args = (batch(), kept()) if kind is models.ByHand else (batch(),)
-    rewritten = attn_compiler.rewrite(exported(model, *args, dynamic=dynamic), TRITON)
-    assert _site().decision.lowering == "triton"
-    assert torch.ops.attn_compiler.triton_packaged.default in _targets(rewritten)
-    _same(model, rewritten, *args)
-    graphs: list[fx.Graph] = []
-
-    def compiler(gm: fx.GraphModule, _: Any) -> fx.GraphModule:
-        graphs.append(gm.graph)
-        return gm
-
-    compiled = torch.compile(rewritten.module(), backend=aot_autograd(fw_compiler=compiler))
-    sizes = ((2, 24), (3, 33), (7, 64)) if dynamic else ((2, 24),)
-    for batches, length in sizes:
-        args = (batch(batches, length), kept(batches, length)) if kind is models.ByHand else (batch(batches, length),)
-        with torch.no_grad():
-            exact = copy.deepcopy(model).double()(*[x.double() if x.is_floating_point() else x for x in args])
-            torch.testing.assert_close(compiled(*args).double(), exact, rtol=1e-4, atol=1e-5)
-    for graph in graphs:
-        assert not [node for node in graph.nodes if "attn_compiler" in str(node.target)]
-        assert graph.find_nodes(op="call_function", target=LAUNCH)
-
-
-def test_a_program_with_kernels_of_ours_is_saved_and_loaded(tmp_path: Path) -> None:
-    model = made(models.CausalMask)
-    rewritten = attn_compiler.rewrite(exported(model, batch(), dynamic=True), TRITON)
-    torch.export.save(rewritten, tmp_path / "program.pt2")
-    loaded = torch.export.load(tmp_path / "program.pt2")
-    assert torch.ops.attn_compiler.triton_packaged.default in _targets(loaded)
-    _same(model, loaded, batch(3, 41))
-
-
-def test_an_export_of_an_export_keeps_the_ops() -> None:
-    rewritten = attn_compiler.rewrite(exported(made(models.CausalMask), batch(), dynamic=True), TRITON)
-    again = rewritten.run_decompositions({})
-    assert torch.ops.attn_compiler.triton_packaged.default in _targets(again)
 
 
 def test_no_op_of_ours_is_in_the_program() -> None:
@@ -470,8 +416,9 @@ def test_a_package_for_a_gpu(tmp_path: Path) -> None:
     """Which of PyTorch's kernels it is, is the machine's matter; that it is one of them, is ours."""
     model = made(models.CausalMask).to("cuda", torch.bfloat16)
     args = batch(2, 48).to("cuda", torch.bfloat16)
-    program = attn_compiler.rewrite(exported(model, args, dynamic=True), STRICT)
-    assert _site().decision.lowering in ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
+    kernels = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
+    program = attn_compiler.rewrite(exported(model, args, dynamic=True), {**STRICT, "lowerings": list(kernels)})
+    assert _site().decision.lowering in kernels
     assert not [target for target in _targets(program) if "attn_compiler" in str(target)]
     package = tmp_path / "package.pt2"
     torch._inductor.aoti_compile_and_package(program, package_path=str(package))
