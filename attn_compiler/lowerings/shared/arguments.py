@@ -142,7 +142,10 @@ def check_lengths(q: torch.Tensor, k: torch.Tensor) -> None:
 
 def along(tensor: torch.Tensor, dim: int) -> int:
     """The stride of an axis, 0 where it broadcasts."""
-    return 0 if statically_known(tensor.shape[dim] == 1) else tensor.stride(dim)
+    size = tensor.shape[dim]
+    # Decoding asks in every call, where a number is none that has to be proved.
+    is_one = size == 1 if type(size) is int else statically_known(size == 1)
+    return 0 if is_one else tensor.stride(dim)
 
 
 #: names of the operands by the parameters of the kernels that read them, but for the tile lists
