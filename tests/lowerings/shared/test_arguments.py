@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 pytest.importorskip("triton", reason="the kernels' arguments are made with Triton: pip install triton")
 
-from attn_compiler.lowerings.shared.arguments import alignment, head_dim_parts
+from attn_compiler.lowerings.shared.arguments import alignment, along, check_lengths, head_dim_parts, is_far
+from attn_compiler.lowerings.shared.imagined import Addresses
 
 
 @pytest.mark.parametrize(
@@ -49,3 +55,35 @@ def test_vectors_are_loaded_where_everything_begins_at_one() -> None:
 def test_the_stride_of_an_axis_of_size_one_says_nothing() -> None:
     x = torch.empty(1, 4, 30, 64, dtype=torch.bfloat16)
     assert alignment(x.as_strided(x.shape, (3, *x.stride()[1:]))) == 8
+
+
+def _symbolic(*shape: int) -> torch.Tensor:
+    """Of bfloat16, all sizes but those of heads symbolic, at the start of its memory."""
+    env = ShapeEnv()
+    dims = [DimDynamic.DYNAMIC if dim in (0, 2) else DimDynamic.STATIC for dim in range(4)]
+    context: Any = StatelessSymbolicContext(dynamic_sizes=dims)
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    return FakeTensorMode(shape_env=env).from_tensor(
+        x, static_shapes=False, symbolic_context=context, source=ConstantSource("x")
+    )
+
+
+def test_symbolic_sizes_are_what_all_of_them_are_and_add_no_guard() -> None:
+    x = _symbolic(2, 3, 48, 24)
+    turned = x.transpose(1, 2).contiguous().transpose(1, 2)
+    with Addresses():
+        # A head of s · 24 elements begins at a multiple of 8 of them; one of s · 3 · 12 does not for an odd s.
+        assert alignment(x, turned) == 8
+        assert alignment(_symbolic(2, 3, 48, 12)) == 1
+    assert isinstance(along(x, 1), torch.SymInt)
+    assert not is_far(x)
+    # Positions are as far apart as there are sequences.
+    assert is_far(x.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3))
+    check_lengths(x, x)
+    assert not x.shape[0].node.shape_env.guards  # type: ignore[attr-defined]
+
+
+def test_a_size_that_may_be_one_has_a_stride() -> None:
+    assert along(torch.empty(1, 4, 3, 8), 0) == 0
+    assert along(torch.empty(2, 4, 3, 8), 0) == 96
+    assert isinstance(along(_symbolic(2, 3, 48, 24), 0), torch.SymInt)
