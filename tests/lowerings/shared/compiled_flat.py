@@ -57,7 +57,7 @@ class _Machine:
 def _call(name: str) -> Callable[[], Any]:
     if name == "lists":
         keys = torch.ones(3, 200, dtype=torch.bool)
-        given = (None, keys, None, None, None, 150, 200, listing.OPEN, 0, False, 32, 64, False)
+        given = (None, keys, None, None, None, 150, 200, listing.OPEN, 0, False, 32, 64, False, False)
         body = launching_body(torch.ops.attn_compiler.tile_lists.default)
         return lambda: packaged_ops.apart(body, *given)
     problem = build(dataclasses.replace(BY_NAME[name], needs_grad=False, bias_grad=False), dtype=torch.bfloat16)

@@ -140,7 +140,7 @@ def test_a_mask_that_is_repeated_is_not_copied_for_its_bytes() -> None:
 def test_lists_of_tiles_are_two_launches(by_key: bool) -> None:
     keys = torch.ones(3, 200, dtype=torch.bool)
     keys[0, 70:], keys[1, :130], keys[2] = False, False, False
-    further = (None, None, None, 150, 200, listing.OPEN, 0, False, 32, 64, by_key)
+    further = (None, None, None, 150, 200, listing.OPEN, 0, False, 32, 64, by_key, False)
     torch._dynamo.reset()
     op = twin(OWN.tile_lists.default)
     run, graphs = _compiled(lambda keys: op(None, keys, *further))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from attn_compiler.lowerings.shared import launching
-from attn_compiler.lowerings.shared.launching import Alike, Arguments, alike, launch
+from attn_compiler.lowerings.shared.launching import Arguments, launch
 from attn_compiler.lowerings.shared.recording import recorder, recording
+from attn_compiler.lowerings.shared.replaying import Alike, alike
 
 
 class _Taker:
@@ -64,4 +64,4 @@ def test_calls_that_are_recorded_know_nothing_of_others() -> None:
     assert alike("recorded", "", tensors) is known
     with recording(_Taker()):
         assert alike("recorded", "", tensors) is not known
-    assert launching.alike("recorded", "", tensors) is known
+    assert alike("recorded", "", tensors) is known
