@@ -151,6 +151,23 @@ def test_a_tensor_that_begins_between_vectors_is_copied(launches: list[tuple[Pla
     assert all(address % 16 == 0 for address in launches[0][1])
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_strides_of_axes_of_one_element_mean_nothing(launches: list[tuple[Plan, list[int]]], axis: int) -> None:
+    """A gradient that was cut out of a larger one has them: no copy changes them, since none is needed."""
+    call = Call(scale=1.0, needs_grad=True)
+    sizes = [2, 4, 16]
+    sizes[axis] = 1
+    batch, heads, seqlen = sizes
+    qkv = (bshd(batch, heads, seqlen, 16), bshd(batch, heads, 16, 16), bshd(batch, heads, 16, 16))
+    out, lse = launch.forward(*qkv, [], call.to_text())
+    strides = list(out.stride())
+    strides[axis] = 4096
+    grad_out = torch.randn_like(out).as_strided(out.shape, strides)
+    launch.gradients(grad_out, lse, *qkv, [], out, lse, call.to_text())
+    plan, addresses = launches[-1]
+    assert addresses[plan.order.index("grad_out")] == grad_out.data_ptr()
+
+
 # ---- places in compiled code ------------------------------------------------------------------------------------------
 
 
