@@ -164,8 +164,8 @@ class FlashBackward(BackwardBody):
     def first(self, given: BackwardArguments, same: Alike) -> Gradients:
         grad_out, grad_lse, q, k, v, operands, out, lse, text = given
         if 0 in grad_out.stride():
-            # Such a stride has kernels of its own, which were not compiled ahead.
-            return self(*given._replace(grad_out=grad_out.contiguous()))
+            # Such a stride has kernels of its own, which were not compiled ahead. contiguous() would leave one of an axis of one element.
+            return self(*given._replace(grad_out=grad_out.clone(memory_format=torch.contiguous_format)))
         further = ["grad_sinks"] if _prepared(text).settings.sinks_grad else []
         with on(q.device):
             named = {"grad_out": grad_out, "grad_lse": grad_lse, "q": q, "k": k, "v": v, "out": out, "lse": lse}

@@ -141,6 +141,16 @@ def test_a_gradient_without_strides_is_written_out(flash: StandIn) -> None:  # n
     assert 0 not in flash.backwards[0]["dout"].stride()
 
 
+def test_an_axis_of_one_element_may_have_a_stride_of_zero(flash: StandIn) -> None:  # noqa: F811
+    built = inputs(BY_NAME["causal_bfloat16"], device="cpu")
+    q, k, v = (x.detach()[:1] for x in (built.q, built.k, built.v))
+    out, lse = launch.forward(q, k, v, [], built.text())
+    grad_out = torch.randn_like(out).contiguous()
+    grad_out = grad_out.as_strided(grad_out.shape, (0, *grad_out.stride()[1:]))
+    launch.gradients(grad_out, torch.zeros_like(lse), q, k, v, [], out, lse, built.text())
+    assert 0 not in flash.backwards[0]["dout"].stride()
+
+
 def test_one_tensor_in_two_roles_is_never_replayed(flash: StandIn) -> None:  # noqa: F811
     """What was recorded could not tell which of the two an argument was."""
     built = inputs(BY_NAME["plain_bfloat16"], device="cpu", needs_grad=False)
