@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from attn_compiler.lowerings.shared.on_device import new_lse
+from attn_compiler.lowerings.shared.on_device import new_lse, on
 from attn_compiler.lowerings.shared.replaying import BETWEEN, Alike, Replay, alike
 
 Tensors = Sequence[torch.Tensor]
@@ -77,7 +77,10 @@ class ForwardBody(abc.ABC):
         if same.replay is None:
             return self.first(ForwardArguments(*given), same)
         out, lse = same.replay.run(inputs)
-        return out, new_lse(out) if lse is None else lse
+        if lse is None:
+            with on(out.device):
+                lse = new_lse(out)
+        return out, lse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

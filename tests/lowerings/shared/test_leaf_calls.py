@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -110,6 +111,27 @@ def test_a_body_replays_calls_that_lie_alike() -> None:
         assert out.unique().item() == 2 * value
         assert (lse.shape, lse.dtype) == ((1, 2, 8), torch.float32)
     assert (Forward.firsts, len(Doubles.runs)) == (["text"], 1)
+
+
+def test_an_lse_that_nothing_reads_is_on_the_output_s_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one may be the current device."""
+    current: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def new_lse(out: Tensor) -> Tensor:
+        assert current == [out.device]
+        return torch.zeros(out.shape[:3])
+
+    monkeypatch.setattr(leaf_calls, "on", on, raising=False)
+    monkeypatch.setattr(leaf_calls, "new_lse", new_lse)
+    for _ in range(2):
+        FORWARD(bhsd(), bhsd(), bhsd(), [bhsd()], "text")
+    assert len(Doubles.runs) == 1
 
 
 def test_a_backward_gives_gradients_of_operands_in_a_list() -> None:
