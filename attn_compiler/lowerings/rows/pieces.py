@@ -159,7 +159,9 @@ class _Call:
         bounds = torch.stack((low[starts], high[starts])).tolist() if starts else [[], []]
         runs = zip(starts, ends, *bounds, strict=True)
         found = [_Run(q=q, end=end, low=a, high=b) for q, end, a, b in runs if a < b]
-        if len(starts) > max(2, self.num_q * _MOST_RUNS) and found and not _are_apart(found):
+        is_cut_up = len(starts) > max(2, self.num_q * _MOST_RUNS)
+        # Documents are no call together, in whatever order their queries are: what is NaN in one of them must not reach another.
+        if is_cut_up and self.documents_q is None and found and not _are_apart(found):
             return True, [_Run(q=0, end=self.num_q, low=int(low.min()), high=int(high.max()))]
         return has_gaps, found
 

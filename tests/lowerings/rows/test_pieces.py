@@ -73,3 +73,9 @@ def test_short_intervals_with_common_keys_are_one_call() -> None:
     (piece,) = runs(32, 32, rows=torch.stack((begins, begins + 3)))
     assert (piece.num_q, piece.num_k) == (32, 32)
     assert piece.mask is not None
+
+
+def test_documents_whose_queries_are_mixed_stay_apart() -> None:
+    of_keys = torch.arange(64)[None] // 8
+    mixed = of_keys[:, torch.randperm(64, generator=torch.Generator().manual_seed(0))]
+    assert all(p.num_k == 8 and p.mask is None for p in runs(64, 64, documents_q=mixed, documents_k=of_keys))
