@@ -37,7 +37,7 @@ EXPRESSIONS = [
     ),
     _f(
         "linear forms subtract twice",
-        "index_expr/building.py",
+        "index_expr/linear_forms.py",
         "combine",
         "a.const + factor * b.const",
         "a.const + abs(factor) * b.const",
