@@ -158,7 +158,7 @@ def test_every_kind_can_be_written_and_read() -> None:
     listed = {cls.__name__ for cls in (*masks.KINDS, masks.Dense, *scores.KINDS, *SCORES)}
     defined = {
         name
-        for module in (masks, scores)
+        for module in (masks, scores, added_scores)
         for name, value in vars(module).items()
         if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == module.__name__
     }

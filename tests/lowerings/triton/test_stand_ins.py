@@ -7,7 +7,7 @@ import torch
 
 from attn_compiler import scores
 from attn_compiler.lowerings.shared import parts, tile_table
-from attn_compiler.lowerings.shared.listing import SURPLUS, UNIT
+from attn_compiler.lowerings.shared.listing import HEAD, SURPLUS, TAIL, UNIT
 from attn_compiler.lowerings.triton.stand_ins import Sizes, StandIn, strides_of
 from attn_compiler.scores import Sinks
 from attn_compiler.spec import TensorSpec
@@ -94,7 +94,7 @@ def test_lists_are_those_of_the_tiles_asked_for() -> None:
         tiles = dataclasses.replace(table, forward=dataclasses.replace(table.forward, queries=queries, keys=keys))
         named = dict(zip(parts.of(spec).operands, given.operands(tiles), strict=True))
         blocks_q, blocks_k = -(-600 // queries), -(-600 // keys)
-        assert named["tiles"].shape == (1, 1, blocks_q + SURPLUS, blocks_k + 3)
+        assert named["tiles"].shape == (1, 1, blocks_q + SURPLUS, blocks_k + HEAD + TAIL)
         # All but the last block of keys, which goes beyond the end, is allowed in full.
         assert named["tiles"][0, 0, :-SURPLUS, :4].tolist() == [[1, 0, blocks_k - 1, blocks_k - 1]] * blocks_q
         again = given.operands(tiles)

@@ -14,6 +14,8 @@ from attn_compiler.lowerings.hopper.kernels import forward_fetching_sm90
 from tests.lowerings.shared.kernels import gluon_in_torch
 
 HEADS, BATCH, BLOCKS = 3, 2, 5
+#: blocks in the order of their numbers
+HOW = types.SimpleNamespace(ORDERED=False)
 
 
 def scope(program: int = 0, programs: int = 1) -> dict[str, Any]:
@@ -32,7 +34,7 @@ def test_every_block_of_every_head_is_some_programs(programs: int, section: int)
     taken, rounds = [], -(-BLOCKS * HEADS * BATCH // programs)
     for program in range(programs):
         for nth in range(rounds):
-            is_one, block, batch, head, row = map(int, scope(program, programs)["nth_block"](nth, work, None))
+            is_one, block, batch, head, row = map(int, scope(program, programs)["nth_block"](nth, work, HOW))
             assert row == batch * HEADS + head
             if is_one:
                 taken.append((batch, head, block))

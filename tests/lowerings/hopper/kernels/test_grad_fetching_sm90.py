@@ -14,6 +14,8 @@ from attn_compiler.lowerings.hopper.kernels import grad_fetching_sm90
 from tests.lowerings.shared.kernels import gluon_in_torch
 
 HEADS, BATCH, BLOCKS = 3, 2, 4
+#: blocks in the order of their numbers
+HOW = types.SimpleNamespace(ORDERED=False)
 
 
 def scope() -> dict[str, Any]:
@@ -27,18 +29,18 @@ def work(section: int) -> types.SimpleNamespace:
 
 @pytest.mark.parametrize("section", [1, 4, 6])
 def test_every_block_of_keys_is_one_item(section: int) -> None:
-    key_block = scope()["key_block"]
-    found = [tuple(map(int, key_block(item, work(section)))) for item in range(BLOCKS * HEADS * BATCH)]
+    key_block = scope()["_key_block"]
+    found = [tuple(map(int, key_block(item, work(section), HOW))) for item in range(BLOCKS * HEADS * BATCH)]
     assert sorted(found) == [(i, b, h) for i in range(BLOCKS) for b in range(BATCH) for h in range(HEADS)]
 
 
 def test_the_long_ones_come_first() -> None:
     """Under a causal mask the first keys have the most queries. Of several sections this holds of the last: what is short ends the work."""
-    key_block = scope()["key_block"]
+    key_block = scope()["_key_block"]
     all_items = range(BLOCKS * HEADS * BATCH)
-    together = [int(key_block(item, work(HEADS * BATCH))[0]) for item in all_items]
+    together = [int(key_block(item, work(HEADS * BATCH), HOW)[0]) for item in all_items]
     assert together == sorted(together)
-    last_of_six = [int(key_block(item, work(1))[0]) for item in all_items][-BLOCKS:]
+    last_of_six = [int(key_block(item, work(1), HOW)[0]) for item in all_items][-BLOCKS:]
     assert last_of_six == sorted(last_of_six)
 
 
