@@ -90,7 +90,7 @@ def attentions(device: str, target: Target) -> Iterator[Timed]:
             continue  # Nothing interprets Gluon.
         of_hopper = hopper_problems.build(case, **given)
         read = hopper_problems.operands(of_hopper), hopper_problems.grad_operands(of_hopper)
-        places = hopper_launch.ForwardSite(), hopper_backward.GradientSite()
+        places = hopper_launch.ForwardSite(), hopper_backward.BackwardSite()
         yield from _both("hopper", of_hopper, places, read, hopper_launch)
 
 
