@@ -50,7 +50,7 @@ class Alibi(_Added):
     """slope · position. slopes: over h and run-time tensors. position: a whole number, linear in k or in the distance of k and q.
 
     A position that leaves out the query (Bloom's slope · k) is the same up to a number for each row, which no softmax sees.
-    One that is read from a tensor (position[b, k], counted from an attention mask) is only known at run time.
+    A position may be read from a tensor: position[b, k], counted from an attention mask. It is only known at run time then.
     requires_grad: the slopes are learned.
     """
 

@@ -102,7 +102,7 @@ def _known(op: str, parts: Iterable[Expr], invert: Callable[[Expr], Expr]) -> Kn
 def with_parts_apart(whole: Apply, more: Iterable[Expr], invert: Callable[[Expr], Expr]) -> Expr | None:
     """A junction with more parts, if they have nothing to do with its own or each other; None if they may have.
 
-    What is built part by part, in a loop, is not looked through from the start for each of them.
+    A loop may build a junction part by part: then no part makes all parts before it be looked through again.
     """
     before = known(whole, invert)
     new = [part for part in more if part.facts.digest not in before.parts]

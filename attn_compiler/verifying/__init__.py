@@ -2,7 +2,7 @@
 
 The model's own graph runs once more, op by op, on copies of the real inputs. At each site the recovered mask is evaluated at
 every (b, h, q, k) against the tensors that the model masks with (masks.py), what was proved to be added against those that it
-adds (added_scores.py), and what the rewritten graph computes there against the model's output (outputs.py); all from the model's own
+adds (scores.py), and what the rewritten graph computes there against the model's output (outputs.py); all from the model's own
 values, so that one wrong site is one mismatch. The first mismatch raises VerificationMismatch before the compiled function
 runs. Then what that gives, and what it leaves in its inputs, is compared too (first.py): whatever the graph writes to later, the
 values in the end are the model's. The first backward is compared likewise (watching.py, gradients.py, site_gradients.py). Later

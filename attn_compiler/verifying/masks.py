@@ -2,7 +2,7 @@
 
 What is allowed: no difference at all. Where the condition holds, the model must let the pair through (True, or 0 added), and
 where it does not, the model must mask it (False, or at most float16's lowest number added). A number between is neither.
-Where a bias is added besides, such a number is what is added (added_scores.py), and a pair may also be masked by the bias itself.
+Where a bias is added besides, such a number is what is added (scores.py), and a pair may also be masked by the bias itself.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ sight, and counted as late. Calls whose tensors lie alike share what follows fro
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -113,19 +114,11 @@ class PlanBackward(BackwardBody):
 forward = PlanForward(op="cudnn")
 gradients = PlanBackward(op="cudnn_backward")
 
+#: `forward` for one place in compiled code
+ForwardSite = functools.partial(leaf_calls.ForwardSite, forward)
 
-class ForwardSite(leaf_calls.ForwardSite):
-    """`forward` for one place in compiled code."""
-
-    __slots__ = ()
-    body = forward
-
-
-class BackwardSite(leaf_calls.BackwardSite):
-    """`gradients` for one place in compiled code."""
-
-    __slots__ = ()
-    body = gradients
+#: `gradients` for one place in compiled code
+BackwardSite = functools.partial(leaf_calls.BackwardSite, gradients)
 
 
 def _shared(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class DecodeSite:
 def replay(inputs: Tensors, outputs: tuple[torch.Tensor, torch.Tensor], launched: Sequence[Launched]) -> Replay | None:
     """What runs such a call again; None where one tensor has two roles, or an address is no multiple of a vector.
 
-    What was launched with and is no input is allocated by each call.
+    Each call allocates the tensors that the kernels are launched with and that are no inputs.
     """
     names = {id(x): f"input {i}" for i, x in enumerate(inputs)}
     if len(names) < len(inputs) or any(x.data_ptr() & BETWEEN for x in inputs):

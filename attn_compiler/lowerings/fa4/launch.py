@@ -182,19 +182,11 @@ class FlashBackward(BackwardBody):
 forward = FlashForward(op="fa4")
 gradients = FlashBackward(op="fa4_backward")
 
+#: `forward` for one place in compiled code
+ForwardSite = functools.partial(leaf_calls.ForwardSite, forward)
 
-class ForwardSite(leaf_calls.ForwardSite):
-    """`forward` for one place in compiled code."""
-
-    __slots__ = ()
-    body = forward
-
-
-class BackwardSite(leaf_calls.BackwardSite):
-    """`gradients` for one place in compiled code."""
-
-    __slots__ = ()
-    body = gradients
+#: `gradients` for one place in compiled code
+BackwardSite = functools.partial(leaf_calls.BackwardSite, gradients)
 
 
 def _first(

@@ -68,12 +68,8 @@ def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | 
 
 forward = Forward(op="hopper_fp8", operands=_operands, run=_run, reads_operands_alone=True)
 
-
-class ForwardSite(leaf_calls.ForwardSite):
-    """`forward` for one place in compiled code."""
-
-    __slots__ = ()
-    body = forward
+#: `forward` for one place in compiled code
+ForwardSite = functools.partial(leaf_calls.ForwardSite, forward)
 
 
 def _arguments(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Arguments:

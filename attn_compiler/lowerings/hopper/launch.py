@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,12 +40,8 @@ def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | 
 
 forward = Forward(op="hopper", operands=operands_of, run=_run)
 
-
-class ForwardSite(leaf_calls.ForwardSite):
-    """`forward` for one place in compiled code."""
-
-    __slots__ = ()
-    body = forward
+#: `forward` for one place in compiled code
+ForwardSite = functools.partial(leaf_calls.ForwardSite, forward)
 
 
 def may_leak(prepared: Prepared, q: torch.Tensor, k: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -108,10 +108,10 @@ class Site:
     is asked.
     """
 
-    __slots__ = ("replay",)
-    body: ClassVar[ForwardBody | BackwardBody]
+    __slots__ = ("body", "replay")
 
-    def __init__(self) -> None:
+    def __init__(self, body: ForwardBody | BackwardBody) -> None:
+        self.body = body
         self.replay: Replay | None = None
 
     def by_body(self, given: Sequence[Any], inputs: Sequence[torch.Tensor]) -> Any:

@@ -54,7 +54,7 @@ def apart(body: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Truth values as bytes, which is how kernels read them. What is repeated in memory is not copied for that."""
+    """Truth values as bytes: kernels read those. An axis that is repeated in memory stays repeated."""
     if tensor.dtype != torch.bool:
         return tensor
     repeated = [dim for dim, stride in enumerate(tensor.stride()) if statically_known(stride == 0)]

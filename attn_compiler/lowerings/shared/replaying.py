@@ -59,7 +59,7 @@ class Replay:
     returned: Callable[[list[torch.Tensor]], Any]
 
     def run(self, tensors: list[torch.Tensor], between: int = 0) -> Any:
-        """What the call returns, of inputs that lie like those of the first call. What is allocated is added to their list.
+        """Run the call, and give what it returns. tensors: inputs that lie like those of the first call; the call adds what it allocates.
 
         between: bits of addresses. Nothing is done, and None is returned, where an input's has any of them.
         """

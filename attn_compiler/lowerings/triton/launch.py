@@ -48,12 +48,8 @@ def _run_forward(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyK
 
 forward = Forward(op="triton", operands=lambda prepared: prepared.operands, run=_run_forward)
 
-
-class ForwardSite(leaf_calls.ForwardSite):
-    """`forward` for one place in compiled code."""
-
-    __slots__ = ()
-    body = forward
+#: `forward` for one place in compiled code
+ForwardSite = functools.partial(leaf_calls.ForwardSite, forward)
 
 
 def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Arguments:
@@ -218,9 +214,5 @@ gradients = BackwardByKernels(
 #: a backward of which single kernels are launched
 begin_backward = gradients.begin
 
-
-class BackwardSite(leaf_calls.BackwardSite):
-    """`gradients` for one place in compiled code."""
-
-    __slots__ = ()
-    body = gradients
+#: `gradients` for one place in compiled code
+BackwardSite = functools.partial(leaf_calls.BackwardSite, gradients)

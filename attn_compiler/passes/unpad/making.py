@@ -266,10 +266,7 @@ class Maker:
         return self.once(("mask", band), lambda: self._mask(band))
 
     def _mask(self, band: Band) -> fx.Node:
-        # As an interval of each query, not as keys of the same row: kernels compare two numbers a query with places that they know.
-        begins, ends = (self.call(aten.unsqueeze.default, x, 1) for x in (self.given.begins, self.given.ends))
-        keys = self._pair("places", self._places)[1]
-        mask = self.call(torch.logical_and, self.call(torch.ge, keys, begins), self.call(torch.lt, keys, ends))
+        mask = self.once("same row", self._same_row)
         for relation, bound in ((torch.ge, 0 if band.causal else band.right), (torch.le, band.left)):
             if bound is not None:
                 allowed = self.call(relation, self._ahead(), -bound if relation is torch.ge else bound)
@@ -278,19 +275,26 @@ class Maker:
 
     def _ahead(self) -> fx.Node:
         """int64 (T, T): how far the query stands behind the key among the tokens of all rows."""
-        return self.once("ahead", lambda: self.call(torch.sub, *self._pair("places", self._places)))
+        return self.once("ahead", lambda: self.call(torch.sub, self._of_queries(self._places()), self._keys()))
+
+    def _same_row(self) -> fx.Node:
+        """bool (T, T), as an interval of each query: kernels compare two numbers a query with places that they know."""
+        begins, ends = self._of_queries(self.given.begins), self._of_queries(self.given.ends)
+        after, before = self.call(torch.ge, self._keys(), begins), self.call(torch.lt, self._keys(), ends)
+        return self.call(torch.logical_and, after, before)
+
+    def _keys(self) -> fx.Node:
+        """int64 (1, T): the places of keys."""
+        return self.once("keys", lambda: self.call(aten.unsqueeze.default, self._places(), 0))
 
     def _places(self) -> fx.Node:
+        """int64 (T,)"""
         device = self.given.tokens.meta["example_value"].device
-        return self.call(torch.arange, self.num_tokens, device=device)
+        return self.once("places", lambda: self.call(torch.arange, self.num_tokens, device=device))
 
-    def _pair(self, name: str, make: Callable[[], fx.Node]) -> tuple[fx.Node, fx.Node]:
-        """(T, 1) of queries, and (1, T) of keys."""
-        own = self.once(name, make)
-        return (
-            self.once((name, "queries"), lambda: self.call(aten.unsqueeze.default, own, 1)),
-            self.once((name, "keys"), lambda: self.call(aten.unsqueeze.default, own, 0)),
-        )
+    def _of_queries(self, x: fx.Node) -> fx.Node:
+        """(T,) as (T, 1)."""
+        return self.call(aten.unsqueeze.default, x, 1)
 
 
 def _wants_gradient(own: fx.Node | None) -> bool:

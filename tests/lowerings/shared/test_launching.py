@@ -20,6 +20,7 @@ from attn_compiler.lowerings.shared.kernels import tuples
 from attn_compiler.lowerings.shared.launching import Arguments, launch
 from attn_compiler.lowerings.shared.on_device import Known
 from attn_compiler.lowerings.shared.replaying import alike
+from tests.lowerings.shared.lying import LYING_OTHERWISE
 
 TILE = Tile(queries=32, keys=32, warps=8, stages=3)
 STREAM = 77
@@ -96,16 +97,7 @@ def test_a_further_call_has_its_own_tensors_and_the_numbers_of_the_first() -> No
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        torch.empty(8, 4).t(),
-        torch.empty(4, 9),
-        torch.empty(4, 8, dtype=torch.float16),
-        torch.empty(4 * 8 + 1)[1:].view(4, 8),
-    ],
-    ids=["strides", "shape", "dtype", "alignment"],
-)
+@pytest.mark.parametrize("other", LYING_OTHERWISE.values(), ids=LYING_OTHERWISE)
 def test_a_call_whose_tensors_lie_otherwise_has_its_own_numbers(other: Tensor) -> None:
     kernel, asked = Kernel(), list[int]()
     run(kernel, torch.empty(4, 8), other, asked)

@@ -65,16 +65,6 @@ class Backward(BackwardBody):
 FORWARD, BACKWARD = Forward(op="op"), Backward(op="op_backward")
 
 
-class ForwardSite(leaf_calls.ForwardSite):
-    __slots__ = ()
-    body = FORWARD
-
-
-class BackwardSite(leaf_calls.BackwardSite):
-    __slots__ = ()
-    body = BACKWARD
-
-
 def bhsd(value: float = 1.0) -> Tensor:
     return torch.full((1, 2, 8, 4), value)
 
@@ -148,7 +138,7 @@ def test_a_backward_gives_gradients_of_operands_in_a_list() -> None:
 
 def test_a_place_asks_for_addresses_alone_after_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     lse = torch.zeros(1, 2, 8)
-    place, backward = ForwardSite(), BackwardSite()
+    place, backward = leaf_calls.ForwardSite(FORWARD), leaf_calls.BackwardSite(BACKWARD)
     place(bhsd(), bhsd(), bhsd(), [bhsd()], "text")
     backward(bhsd(), lse, bhsd(), bhsd(), bhsd(), [bhsd()], bhsd(), lse, "text")
     assert not Doubles.runs
@@ -163,7 +153,7 @@ def test_a_place_asks_for_addresses_alone_after_its_first_call(monkeypatch: pyte
 
 
 def test_a_place_calls_its_body_for_what_begins_between_vectors() -> None:
-    place, rest = ForwardSite(), (bhsd(), bhsd(), [bhsd()], "text")
+    place, rest = leaf_calls.ForwardSite(FORWARD), (bhsd(), bhsd(), [bhsd()], "text")
     place(between(), *rest)
     assert len(Forward.firsts) == 1
     place(bhsd(), *rest)

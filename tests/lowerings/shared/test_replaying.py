@@ -14,6 +14,7 @@ from attn_compiler.lowerings.shared import replaying
 from attn_compiler.lowerings.shared.noting import noting
 from attn_compiler.lowerings.shared.on_device import Empty, Known
 from attn_compiler.lowerings.shared.replaying import Alike, Replay, Returned, Start, alike
+from tests.lowerings.shared.lying import LYING_OTHERWISE
 
 
 @pytest.fixture(autouse=True)
@@ -102,16 +103,7 @@ def test_a_replay_runs_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (seen, current) == ([0], [1])
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        torch.empty(8, 4).t(),
-        torch.empty(4, 9),
-        torch.empty(4, 8, dtype=torch.float16),
-        torch.empty(4 * 8 + 1)[1:].view(4, 8),
-    ],
-    ids=["strides", "shape", "dtype", "alignment"],
-)
+@pytest.mark.parametrize("other", LYING_OTHERWISE.values(), ids=LYING_OTHERWISE)
 def test_calls_whose_tensors_lie_otherwise_are_not_alike(other: Tensor) -> None:
     x = torch.empty(4, 8)
     assert alike("op", "text", (x,)) is alike("op", "text", (torch.empty(4, 8),))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_compiler.lowerings import by_name
+from attn_compiler.lowerings.shared import leaf_calls
 from attn_compiler.lowerings.shared.arguments import prepare
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.triton import launch
@@ -326,8 +327,8 @@ def test_places_give_what_the_bodies_give_on_a_gpu(name: str) -> None:
 
 
 def _assert_equal_at(
-    forward: launch.ForwardSite,
-    backward: launch.BackwardSite,
+    forward: leaf_calls.ForwardSite,
+    backward: leaf_calls.BackwardSite,
     problem: Problem,
     qkv: tuple[Tensor, Tensor, Tensor],
     operands: list[Tensor],
