@@ -6,6 +6,7 @@
 first_seconds: to the end of the first forward (or forward and backward), with the import of what compiles. import_seconds: of that, the
 import of our package. second_seconds: of the second step. passes_seconds: in our passes. kernels_ahead, kernels_late: of our own Triton
 kernels, those that threads compiled while the graph was, and those that their first launch had to; none of those were on disk.
+from_cache: graphs whose rewrite was on disk, of all graphs.
 sites: by lowering.
 """
 
@@ -50,6 +51,7 @@ class Measured:
     passes_seconds: float
     kernels_ahead: int
     kernels_late: int
+    from_cache: str
     sites: str
 
 
@@ -112,7 +114,7 @@ def _run(step: harness.Step, device: str) -> None:
 
 def _reported(job: Job) -> dict[str, Any]:
     if job.side != harness.BACKEND:
-        return {"passes_seconds": 0.0, "sites": ""}
+        return {"passes_seconds": 0.0, "from_cache": "", "sites": ""}
     import attn_compiler
 
     reports, sites = attn_compiler.reports(), Counter[str]()
@@ -120,7 +122,11 @@ def _reported(job: Job) -> dict[str, Any]:
         for site in report.sites:
             sites[site.decision.lowering] += len(site.modules)
     seconds = sum(report.total_seconds for report in reports)
-    return {"passes_seconds": seconds, "sites": ", ".join(f"{name} x{count}" for name, count in sorted(sites.items()))}
+    return {
+        "passes_seconds": seconds,
+        "from_cache": f"{sum(report.from_cache for report in reports)}/{len(reports)}",
+        "sites": ", ".join(f"{name} x{count}" for name, count in sorted(sites.items())),
+    }
 
 
 def main() -> None:

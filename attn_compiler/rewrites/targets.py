@@ -44,6 +44,8 @@ _HIGHER_ORDER = frozenset(
 #: where a function without a usable path of its own is looked for
 _ROOMS: dict[str, Any] = {
     "torch": torch,
+    "torch._C": torch._C,
+    "torch._C._functorch": torch._C._functorch,
     "torch._C._nn": torch._C._nn,
     "torch._C._autograd": torch._C._autograd,
     "torch._C._special": torch._C._special,  # type: ignore[attr-defined]

@@ -31,6 +31,7 @@ def found(first: float, **others: Any) -> dict[str, Any]:
         "passes_seconds": 0.125,
         "kernels_ahead": 3,
         "kernels_late": 0,
+        "from_cache": "1/1",
         "sites": "triton x8",
         **others,
     }
