@@ -14,7 +14,7 @@ from torch import fx
 
 from attn_compiler import torch_symbols
 from attn_compiler.lowerings.base import NAMESPACE
-from attn_compiler.lowerings.shared.ops import register_helper
+from attn_compiler.op_library import register_helper
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

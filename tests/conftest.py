@@ -75,6 +75,8 @@ _LONG = (
     "tests/integrations/",
     "tests/lowerings/triton/kernels/test_compiled.py",
     "tests/lowerings/fp8/kernels/",
+    "tests/lowerings/hopper/kernels/test_forward_fp8_sm90.py",
+    "tests/lowerings/triton/kernels/test_forward_fp8.py",
     "tests/test_always_runs.py",
     "tests/test_fp8_training.py",
 )

@@ -8,7 +8,7 @@ from attn_compiler import dtypes
 from tests import imports
 
 #: who may name dtypes in half precision one by one: what a family takes, a library's names
-NAMED = {"dtypes.py", "takes.py", "graphs.py", "hopper_launch.py"}
+NAMED = {"dtypes.py", "takes.py", "graphs.py", "fp8_launch.py"}
 
 
 def test_half_precision_is_two_bytes_and_the_rest_is_wider() -> None:

@@ -1,33 +1,50 @@
 """Every way to compute an attention site. To add one: its folder, its line in LOWERINGS, its row in choice, its tests.
 
-base.py says what a lowering is. shared is the floor that every family stands on, choice the order in which lowerings are asked. A
-family is a folder: plain, sdpa, rows, triton, decode, cudnn, fa4, fp8, hopper.
+base.py says what a lowering is. shared is the floor that every family stands on, fp8 that of families with a forward in FP8, choice the
+order in which lowerings are asked. A family is a folder: plain, sdpa, rows, triton, decode, cudnn, fa4, hopper. Passes ask here.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, TileTuner
+from attn_compiler.lowerings.choice.evidence import estimate, evidence
+from attn_compiler.lowerings.choice.flex import check as check_flex
+from attn_compiler.lowerings.choice.fp8_speed import check as check_fp8_speed
 from attn_compiler.lowerings.choice.priorities import order
+from attn_compiler.lowerings.cudnn.fp8 import CudnnFp8
 from attn_compiler.lowerings.cudnn.lowering import CudnnAttention
 from attn_compiler.lowerings.decode.latent import DecodeLatent
 from attn_compiler.lowerings.decode.lowering import Decode
 from attn_compiler.lowerings.fa4.lowering import FlashAttention4
-from attn_compiler.lowerings.fp8.cudnn import CudnnFp8
-from attn_compiler.lowerings.fp8.hopper import HopperFp8
-from attn_compiler.lowerings.fp8.reference import ReferenceFp8
-from attn_compiler.lowerings.fp8.triton import TritonFp8
+from attn_compiler.lowerings.hopper.fp8 import HopperFp8
 from attn_compiler.lowerings.hopper.lowering import HopperAttention
 from attn_compiler.lowerings.plain.absorbed import Absorbed
+from attn_compiler.lowerings.plain.fp8_reference import ReferenceFp8
 from attn_compiler.lowerings.plain.plain_math import PlainMath
 from attn_compiler.lowerings.plain.reference import Reference
 from attn_compiler.lowerings.plain.untouched import Untouched
 from attn_compiler.lowerings.rows.lowering import CpuRows
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash, SdpaCudnn, SdpaEfficient, SdpaFlash
+from attn_compiler.lowerings.triton.fp8 import TritonFp8
 from attn_compiler.lowerings.triton.lowering import TritonAttention
 
-__all__ = ["LOWERINGS", "Emitter", "LayoutDemand", "Lowering", "Operands", "by_name", "order", "packaged_twin"]
+__all__ = [
+    "LOWERINGS",
+    "Emitter",
+    "LayoutDemand",
+    "Lowering",
+    "Operands",
+    "by_name",
+    "check_flex",
+    "check_fp8_speed",
+    "estimate",
+    "evidence",
+    "order",
+    "packaged_twin",
+    "tile_tuner",
+]
 
 LOWERINGS: tuple[Lowering, ...] = (
     Reference(),
@@ -59,6 +76,14 @@ def by_name(name: str) -> Lowering:
     if name not in _BY_NAME:
         raise KeyError(f"no lowering {name!r}; there are {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
+
+
+def tile_tuner() -> TileTuner:
+    """What measures tiles on this machine's GPUs."""
+    # It imports Inductor.
+    from attn_compiler.lowerings.triton.autotune import Tuner
+
+    return Tuner.here()
 
 
 def packaged_twin(op: Any) -> Any:

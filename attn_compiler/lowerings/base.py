@@ -13,6 +13,7 @@ from torch import fx
 from attn_compiler import dims
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
+from attn_compiler.dtypes import HALF
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
 
@@ -100,6 +101,26 @@ class Tiles:
     forward: Tile
     grad_q: Tile
     grad_kv: Tile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuned:
+    """tiles: the fastest, or the table's where nothing could be measured. note: what happened, for the report."""
+
+    tiles: Tiles
+    note: str
+
+
+class TileTuner(Protocol):
+    """Measures tiles while graphs are rewritten: of every spec of one compilation once."""
+
+    def unmeasurable(self, target: Target) -> str | None:
+        """Why no kernel can be measured on that machine; None if it can be."""
+        ...
+
+    def of(self, spec: AttentionSpec, target: Target, device: torch.device) -> Tuned | None:
+        """None where nothing can be measured."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,3 +267,19 @@ class Lowering(Protocol):
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         """Insert the computation; returns the node of the output, logical (B, Hq, Sq, Dv), in any strides and in q's dtype."""
         ...
+
+
+def check_fp8_inputs(spec: AttentionSpec) -> list[Reason]:
+    """q, k and v in half precision: what the model computes in float32 it wants to be more exact than that."""
+    if spec.dtype in HALF:
+        return []
+    rule = "FP8 attention takes bfloat16 or float16"
+    observed = f"q is {spec.dtype}: the attention runs in {spec.dtype.replace('float', 'fp')}, FP8 is ignored"
+    return [
+        Reason(
+            code=Code.DTYPE,
+            rule=rule,
+            observed=observed,
+            remedy="call model.bfloat16(), or compile under torch.autocast",
+        )
+    ]

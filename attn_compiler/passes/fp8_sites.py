@@ -9,8 +9,7 @@ import warnings
 from attn_compiler.errors import AttnCompilerWarning, shortened
 from attn_compiler.fp8_errors import Fp8RecipeUnused
 from attn_compiler.fp8_recipe import DelayedScaling, Fp8Recipe
-from attn_compiler.lowerings.base import FP8
-from attn_compiler.lowerings.fp8 import limits
+from attn_compiler.lowerings.base import FP8, check_fp8_inputs
 from attn_compiler.passes import buffers, repeats
 from attn_compiler.passes.unit import Unit
 from attn_compiler.report import Report
@@ -45,7 +44,7 @@ def check(recipe: Fp8Recipe, report: Report, *, is_whole: bool) -> None:
     modules = tuple(module for site in report.sites for module in site.modules)
     if modules and is_whole:
         _check_patterns(recipe, modules)
-    reasons = [limits.check_inputs(site.spec) for site in report.sites if site.spec.fp8 is not None]
+    reasons = [check_fp8_inputs(site.spec) for site in report.sites if site.spec.fp8 is not None]
     if reasons and all(reasons):
         reason = reasons[0][0]
         _warn(f"{reason.observed}; {reason.remedy}")

@@ -17,7 +17,6 @@ from attn_compiler import torch_snapshots, torch_symbols
 from attn_compiler.decisions import Copy
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import LatentNodes, Operands, StoredNodes, Tiles
-from attn_compiler.lowerings.triton import autotune
 from attn_compiler.passes import (
     body_inputs,
     buffers,
@@ -148,8 +147,8 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tup
         new = finish(mirror, site, builder, out, old)
         held, new = _settle(site, builder, builder.made[before:], new)
     site.notes.extend(site.match.notes)
-    why_not = autotune.unmeasurable(target)
-    if unit.tuner is not None and why_not is not None:
+    why_not = None if unit.tuner is None else unit.tuner.unmeasurable(target)
+    if why_not is not None:
         site.notes.append(f"autotune has nothing to measure: {why_not}")
     return new, held
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from attn_compiler import lowerings
 from attn_compiler.decisions import Decision, Reason, Refusal
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import FP8
-from attn_compiler.lowerings.choice import evidence, fp8_speed, priorities
-from attn_compiler.lowerings.choice import flex as choice_of_flex
 from attn_compiler.options import Options
 from attn_compiler.passes import faults, flex, fp8_sites, library_calls
 from attn_compiler.passes.mirror import Mirror
@@ -37,8 +36,8 @@ def run(unit: Unit, mirror: Mirror) -> None:
                 decided[spec, of_flex] = decide(spec, unit.target(spec.device), options, of_flex)
             site.decision = decided[spec, of_flex]
             if not _is_named(options):
-                site.evidence = evidence.evidence(spec, unit.target(spec.device))
-            site.estimate = evidence.estimate(spec, unit.target(spec.device), site.decision.lowering)
+                site.evidence = lowerings.evidence(spec, unit.target(spec.device))
+            site.estimate = lowerings.estimate(spec, unit.target(spec.device), site.decision.lowering)
         if attempt.reason is not None:
             leave_alone(site, attempt.reason)
 
@@ -76,9 +75,9 @@ def decide(spec: AttentionSpec, target: Target, options: Options, of_flex: bool 
         lowering = by_name(name)
         reasons = (lowering.cannot_package() if target.packaged else []) or lowering.why_not(spec, target)
         if not reasons and _may_be_slower(name, spec, options):
-            reasons = fp8_speed.check(spec, target, name, without_fp8())
+            reasons = lowerings.check_fp8_speed(spec, target, name, without_fp8())
         if not reasons and of_flex and not _is_named(options):
-            reasons = choice_of_flex.check(spec, name)
+            reasons = lowerings.check_flex(spec, name)
         # Last: it may build kernels.
         broken = [] if reasons else lowering.cannot_build(spec, target)
         if not reasons and not broken:
@@ -101,4 +100,4 @@ def _candidates(spec: AttentionSpec, target: Target, options: Options) -> tuple[
         return (options.lowering,)
     if options.lowerings is not None:
         return options.lowerings
-    return priorities.order(spec, target)
+    return lowerings.order(spec, target)

@@ -19,10 +19,9 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Expr, Index
+from attn_compiler.index_expr import Expr, Index, on_nodes
+from attn_compiler.index_expr.on_nodes import Names, size_of
 from attn_compiler.lowerings.base import Emitter, Operands, SizeOf
-from attn_compiler.lowerings.shared import expression_nodes
-from attn_compiler.lowerings.shared.expression_nodes import Names, size_of
 from attn_compiler.passes import kinds
 
 aten = torch.ops.aten
@@ -89,7 +88,7 @@ def _condition(emitter: Emitter, has_scores: Expr, operands: Operands) -> fx.Nod
         indices["b"] = _counted(emitter, operands.q, 0, (-1, 1, 1, 1))
     sizes = {name: _size(emitter, operands.sizes[name]) for name in ix.sizes(has_scores)}
     names = Names(device=device, indices=indices, sizes=sizes, tensors=operands.loads)
-    return expression_nodes.emit(emitter, has_scores, names)
+    return on_nodes.emit(emitter, has_scores, names)
 
 
 def _counted(emitter: Emitter, q: fx.Node, axis: int, shape: tuple[int, ...]) -> fx.Node:

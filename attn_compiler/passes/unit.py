@@ -14,7 +14,8 @@ from torch._subclasses import FakeTensorMode
 
 from attn_compiler import torch_compat, torch_tracing
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.triton.autotune import Tuner
+from attn_compiler.lowerings import tile_tuner
+from attn_compiler.lowerings.base import TileTuner
 from attn_compiler.meanings import Known
 from attn_compiler.options import Options
 from attn_compiler.passes import axes, bodies, closed, library_ops, mirror, relevance
@@ -113,7 +114,7 @@ class Unit:
     current: str = ""
     left_alone: Reason | None = None
     targets: dict[str, Target] = field(default_factory=dict)
-    tuner: Tuner | None = None
+    tuner: TileTuner | None = None
     calls: list[Call] = field(default_factory=list)
     callees: list[tuple[Call, Unit]] = field(default_factory=list)
     reader: Reader | None = None
@@ -196,7 +197,7 @@ def may_be_of_mask(value: object) -> bool:
 def units(graph_module: fx.GraphModule, options: Options, targets: dict[str, Target]) -> list[Unit]:
     """The graph module and every body nested in it that holds something like attention; callers before what they call."""
     targets = dict(targets)
-    tuner = Tuner.here() if options.autotune else None
+    tuner = tile_tuner() if options.autotune else None
     every: dict[fx.GraphModule, Unit] = {}
     for name, module in _bodies(graph_module, ""):
         mode = torch_tracing.fake_mode_of_values(examples(module))

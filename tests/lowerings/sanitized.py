@@ -36,8 +36,9 @@ from tests import cases, numerics
 from tests.lowerings import emitting, kernel_problems, poison
 from tests.lowerings.decode import problems
 from tests.lowerings.fp8 import problems as fp8_problems
-from tests.lowerings.fp8 import test_hopper_launch, test_rounding_launch, test_seen
+from tests.lowerings.fp8 import test_rounding_launch, test_seen
 from tests.lowerings.hopper import problems as hopper_problems
+from tests.lowerings.hopper import test_fp8_launch as test_hopper_launch
 from tests.lowerings.kernel_cases import BY_NAME, Case
 from tests.lowerings.specs import refusal
 

@@ -8,12 +8,28 @@ from attn_compiler import dims
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.cudnn.plan import Call
-from attn_compiler.lowerings.shared import cudnn_limits, known_bad
+from attn_compiler.lowerings.cudnn.takes import TAKES
+from attn_compiler.lowerings.shared import cudnn_limits, known_bad, limits
+from attn_compiler.lowerings.shared.takes import check_gpu
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target, cudnn_words
 
+# 1.22 is the first to take addresses as a list (_execute_with_ptrs). 1.24 to 1.26 set an attribute in every backward that cuDNN 9.19
+# does not know (CUDNN_ATTR_OPERATION_RESHAPE_MODE), and 1.27 is written anew.
+_FIRST_FRONTEND, _FRONTEND_LIMIT = (1, 22), (1, 24)
 # The first with sinks, and with windows that no diagonal bounds.
 OLDEST_GRAPHS = 91_300
+
+
+def check_machine(target: Target) -> list[Reason]:
+    """A GPU that cuDNN's graphs run on, the library and its frontend."""
+    gpu = check_gpu(TAKES, target)
+    return gpu or [
+        *cudnn_limits.check_version(target),
+        *check_graph_version(target),
+        *limits.check_switch("cudnn", target),
+        *_check_frontend(target),
+    ]
 
 
 def check_graph(call: Call, spec: AttentionSpec, target: Target) -> list[Reason]:
@@ -52,3 +68,13 @@ def check_graph_version(target: Target) -> list[Reason]:
         if too_old
         else []
     )
+
+
+def _check_frontend(target: Target) -> list[Reason]:
+    first, limit = (".".join(map(str, version)) for version in (_FIRST_FRONTEND, _FRONTEND_LIMIT))
+    rule, remedy = f"nvidia-cudnn-frontend from {first} to before {limit}", "pip install 'attn_compiler[cudnn]'"
+    if not target.cudnn_frontend:
+        return [Reason(code=Code.LIBRARY_MISSING, rule=rule, observed="not installed", remedy=remedy)]
+    if _FIRST_FRONTEND <= limits.release(target.cudnn_frontend) < _FRONTEND_LIMIT:
+        return []
+    return [Reason(code=Code.LIBRARY_VERSION, rule=rule, observed=target.cudnn_frontend, remedy=remedy)]

@@ -27,9 +27,6 @@ from attn_compiler.lowerings.shared import cudnn_limits, limits, mask_limits, ta
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
-# 1.22 is the first to take addresses as a list (_execute_with_ptrs). 1.24 to 1.26 set an attribute in every backward that cuDNN 9.19
-# does not know (CUDNN_ATTR_OPERATION_RESHAPE_MODE), and 1.27 is written anew.
-_FIRST_FRONTEND, _FRONTEND_LIMIT = (1, 22), (1, 24)
 #: bytes of workspace that a backward may take for all scores at once
 WORKSPACE_LIMIT = 2 * 2**30
 
@@ -40,13 +37,7 @@ class CudnnAttention(Lowering):
     name = "cudnn"
 
     def unavailable(self, target: Target) -> list[Reason]:
-        gpu = takes.check_gpu(TAKES, target)
-        return gpu or [
-            *cudnn_limits.check_version(target),
-            *graph_limits.check_graph_version(target),
-            *limits.check_switch("cudnn", target),
-            *_check_frontend(target),
-        ]
+        return graph_limits.check_machine(target)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return self.unavailable(target) or rules(spec, target)
@@ -90,16 +81,6 @@ def rules(spec: AttentionSpec, target: Target) -> list[Reason]:
 def call_of(spec: AttentionSpec, target: Target) -> Call:
     """The call for a spec that `plan.reasons` has nothing against."""
     return graph_limits.counted(plan.of(spec, deterministic=target.deterministic), spec, target)
-
-
-def _check_frontend(target: Target) -> list[Reason]:
-    first, limit = (".".join(map(str, version)) for version in (_FIRST_FRONTEND, _FRONTEND_LIMIT))
-    rule, remedy = f"nvidia-cudnn-frontend from {first} to before {limit}", "pip install 'attn_compiler[cudnn]'"
-    if not target.cudnn_frontend:
-        return [Reason(code=Code.LIBRARY_MISSING, rule=rule, observed="not installed", remedy=remedy)]
-    if _FIRST_FRONTEND <= limits.release(target.cudnn_frontend) < _FRONTEND_LIMIT:
-        return []
-    return [Reason(code=Code.LIBRARY_VERSION, rule=rule, observed=target.cudnn_frontend, remedy=remedy)]
 
 
 def _check_call(call: Call, spec: AttentionSpec) -> list[Reason]:

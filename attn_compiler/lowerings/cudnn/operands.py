@@ -11,12 +11,12 @@ from torch import fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler import reads
-from attn_compiler.index_expr import Expr, Index
+from attn_compiler.index_expr import Expr, Index, on_nodes
+from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.cudnn import plan
 from attn_compiler.lowerings.cudnn.plan import Call
-from attn_compiler.lowerings.shared import expression_nodes, mask_nodes
-from attn_compiler.lowerings.shared.expression_nodes import Names
+from attn_compiler.lowerings.shared import mask_nodes
 from attn_compiler.lowerings.shared.intervals import SEQLEN_KV, SEQLEN_Q
 from attn_compiler.spec import AttentionSpec
 
@@ -82,7 +82,7 @@ class _Made:
         tensors = sorted((name, self.given.loads[name]) for name in reads.names_in(length) & self.given.loads.keys())
 
         def make() -> fx.Node:
-            value = expression_nodes.emit(self.emitter, length, self._names(length))
+            value = on_nodes.emit(self.emitter, length, self._names(length))
             value = self.emitter.call(aten.expand.default, value, [self._q.shape[0]])
             value = self.emitter.call(torch.clamp, value, 0, self.emitter.value(self.given.k).shape[2])
             return self.emitter.call(torch.Tensor.contiguous, self.emitter.call(torch.Tensor.to, value, torch.int32))

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from attn_compiler.index_expr import on_nodes
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.decode.plan import Call
-from attn_compiler.lowerings.shared import expression_nodes, part_tensors
+from attn_compiler.lowerings.shared import part_tensors
 
 aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ class _Making:
     def count(self) -> fx.Node:
         """One for all sites of a graph: the kernel leaves it zero."""
         tiles = decode_plan.known(self.call.spec.num_heads_kv) * decode_plan.rows_of(self.call.spec)[1]
-        batch = expression_nodes.size_of(self.emitter, self.given.q, 0)
+        batch = on_nodes.size_of(self.emitter, self.given.q, 0)
         length = batch * tiles if isinstance(batch, int) else self._call(operator.mul, batch, tiles)
         key = ("decode count", self.call.spec.batch, tiles, self._device)
         leaf = torch.ops.attn_compiler.decode_count.default
@@ -102,7 +103,7 @@ class _Making:
 
     @property
     def _seqlen_kv(self) -> int | fx.Node:
-        return expression_nodes.size_of(self.emitter, self.given.k, 2)
+        return on_nodes.size_of(self.emitter, self.given.k, 2)
 
     @property
     def _device(self) -> torch.device:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from attn_compiler.lowerings.shared.ops import Tensors, fake_forward, late, register_forward, register_helper
+from attn_compiler.lowerings.shared.ops import Tensors, fake_forward, late, register_forward
+from attn_compiler.op_library import register_helper
 
 
 def _count(like: torch.Tensor, length: int) -> torch.Tensor:

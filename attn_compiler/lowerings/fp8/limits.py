@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
-from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.fp8.rounding import VECTOR
 from attn_compiler.spec import AttentionSpec
 
@@ -44,22 +43,6 @@ def check_recipe(spec: AttentionSpec, *, has_backward: bool = False) -> list[Rea
     return reasons
 
 
-def check_inputs(spec: AttentionSpec) -> list[Reason]:
-    """q, k and v in half precision: what the model computes in float32 it wants to be more exact than that."""
-    if spec.dtype in HALF:
-        return []
-    rule = "FP8 attention takes bfloat16 or float16"
-    observed = f"q is {spec.dtype}: the attention runs in {_short(spec.dtype)}, FP8 is ignored"
-    return [
-        Reason(
-            code=Code.DTYPE,
-            rule=rule,
-            observed=observed,
-            remedy="call model.bfloat16(), or compile under torch.autocast",
-        )
-    ]
-
-
 def check_shapes(spec: AttentionSpec) -> list[Reason]:
     """Head dims and lengths that the recipe and the quantisation can do with."""
     recipe, reasons = spec.fp8, []
@@ -86,7 +69,3 @@ def check_shapes(spec: AttentionSpec) -> list[Reason]:
             )
         )
     return reasons
-
-
-def _short(dtype: str) -> str:
-    return dtype.replace("float", "fp")

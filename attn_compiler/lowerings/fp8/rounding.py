@@ -22,7 +22,8 @@ import torch.nn.functional as F
 
 from attn_compiler.codec import Codec
 from attn_compiler.fp8_recipe import DTYPES, largest_of
-from attn_compiler.lowerings.shared.ops import late, register_helper
+from attn_compiler.lowerings.shared.ops import late
+from attn_compiler.op_library import register_helper
 
 #: Bytes: the vectors that kernels load, along a head dim and, of v, along the sequence.
 VECTOR = 16

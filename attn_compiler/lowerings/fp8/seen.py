@@ -5,7 +5,8 @@ anyway, so what nobody may see becomes 0 there, for every reader: the forward, a
 what nobody may see would also take bits from what is seen.
 
 That is said by truth values of keys, by numbers of keys and by bands. Intervals that differ by query, documents and dense masks would have
-to be gone through by a pass of its own; triton_fp8, which alone takes them, asks in each tile that it masks (kernels/forward_fp8.py).
+to be gone through by a pass of its own; triton_fp8, which alone takes them, asks in each tile that it masks
+(triton/kernels/forward_fp8.py).
 """
 
 from __future__ import annotations

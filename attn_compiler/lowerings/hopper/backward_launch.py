@@ -14,7 +14,7 @@ from attn_compiler.lowerings.hopper.kernels.tuples import GradSwitches
 from attn_compiler.lowerings.hopper.launch import bhsd_strides, may_leak
 from attn_compiler.lowerings.hopper.ops import grad_operands
 from attn_compiler.lowerings.hopper.plan import GradBlocks, grad_blocks_of, is_ordered
-from attn_compiler.lowerings.shared import leaf_calls, persistent
+from attn_compiler.lowerings.shared import gradient_launch, leaf_calls, persistent
 from attn_compiler.lowerings.shared.arguments import (
     STATS_BLOCK,
     Prepared,
@@ -25,11 +25,9 @@ from attn_compiler.lowerings.shared.arguments import (
 )
 from attn_compiler.lowerings.shared.backward_call import Backward, BackwardByKernels
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_tiles
+from attn_compiler.lowerings.shared.kernels import backward, kv_backward
 from attn_compiler.lowerings.shared.kernels.tuples import Sizes
 from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
-from attn_compiler.lowerings.triton import launch as triton_launch
-from attn_compiler.lowerings.triton import launch_added
-from attn_compiler.lowerings.triton.kernels import backward, kv_backward
 
 #: queries of a program of the kernels around it
 _AROUND = 64
@@ -68,7 +66,7 @@ def _run(shared: Backward) -> list[torch.Tensor]:
         for part in ("k", "v") if shared.prepared.call.tiles.grad_kv.apart else ("kv",):
             shared.launch(kv_backward.attention_grad_kv, functools.partial(again_kv, part=part), part)
     # Of what gets a gradient, sinks are all that this family takes.
-    return [launch_added.grad_sinks(shared) for _ in shared.prepared.plan.differentiable]
+    return [gradient_launch.grad_sinks(shared) for _ in shared.prepared.plan.differentiable]
 
 
 def leaks(shared: Backward) -> bool:
@@ -193,12 +191,12 @@ def switches(prepared: Prepared, numbers: Mapping[str, Any], blocks: GradBlocks,
 
 def again_q(shared: Backward) -> Arguments:
     """With the mask in every tile: there are no lists of its blocks, and it is seldom wanted."""
-    return _again(triton_launch.grad_q_arguments(shared))
+    return _again(gradient_launch.grad_q(shared))
 
 
 def again_kv(shared: Backward, part: str) -> Arguments:
     """As `again_q`."""
-    return _again(triton_launch.grad_kv_arguments(shared, part=part))
+    return _again(gradient_launch.grad_kv(shared, part=part))
 
 
 def _again(found: Arguments) -> Arguments:

@@ -16,10 +16,10 @@ from attn_compiler.lowerings.shared import leaf_calls, persistent
 from attn_compiler.lowerings.shared.arguments import Prepared, common, lists, operand_parameters, strides
 from attn_compiler.lowerings.shared.forward_call import Forward, Named
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_tiles
+from attn_compiler.lowerings.shared.kernels.forward import attention_again
 from attn_compiler.lowerings.shared.kernels.tuples import Sizes, Strides
 from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
 from attn_compiler.lowerings.shared.replaying import Alike
-from attn_compiler.lowerings.triton.kernels.forward import attention_again
 
 #: rows that a program looks at to find those that are to be computed again
 _TOGETHER = 1024

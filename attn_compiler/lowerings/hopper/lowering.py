@@ -18,8 +18,7 @@ from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operan
 from attn_compiler.lowerings.hopper import limits
 from attn_compiler.lowerings.hopper.ops import FAMILY, given_op
 from attn_compiler.lowerings.hopper.plan import blocks_of, cudnn_is_faster, grad_blocks_of, has_backward, is_ordered
-from attn_compiler.lowerings.sdpa import cudnn_backward
-from attn_compiler.lowerings.shared import kernel_limits, part_tensors, tile_table
+from attn_compiler.lowerings.shared import cudnn_backward, kernel_limits, part_tensors, tile_table
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.spec import AttentionSpec

@@ -8,8 +8,7 @@ backward of a family.
 
 from __future__ import annotations
 
-from attn_compiler.lowerings.sdpa import cudnn_backward
-from attn_compiler.lowerings.shared import parts
+from attn_compiler.lowerings.shared import cudnn_backward, parts
 from attn_compiler.lowerings.shared.given_ops import Read, Tensors, register_given
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.shared.ops import GIVEN, late, like_output, register_backward, register_forward

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from attn_compiler.dtypes import HALF
+from attn_compiler.lowerings.fp8.rounding import VECTOR
 from attn_compiler.lowerings.shared import kernel_limits
 from attn_compiler.lowerings.shared.takes import HeadDims
 from attn_compiler.scores import Sinks, Softcap
@@ -19,4 +20,13 @@ TAKES = dataclasses.replace(
     head_dims=HeadDims(multiple=8, in_full=8, most=256),
     scales="positive",
     dropout=False,
+)
+
+#: of q, k and v that are rounded from half precision. fp8.py refuses scales, dropout and other parts in words of its own, since
+#: `triton_fp8` takes them.
+FP8 = dataclasses.replace(
+    TAKES,
+    parts=frozenset({"band", "lengths"}),
+    # Beyond, registers hold no sum of one tile beside the sum of all.
+    head_dims=HeadDims(multiple=VECTOR, in_full=VECTOR, most=128),
 )

@@ -39,7 +39,7 @@ class Reference(Lowering):
         return []
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        return [*refused(REFERENCE, spec), *mask_limits.check_one_tensor(spec)]
+        return check(spec)
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(last_stride_one=False)
@@ -49,6 +49,11 @@ class Reference(Lowering):
         leaf = torch.ops.attn_compiler.reference.default
         outputs = emitter.call(leaf, operands.q, operands.k, operands.v, further, spec.to_text())
         return emitter.call(operator.getitem, outputs, 0)
+
+
+def check(spec: AttentionSpec) -> list[Reason]:
+    """What it can't say of a site."""
+    return [*refused(REFERENCE, spec), *mask_limits.check_one_tensor(spec)]
 
 
 # ---- the leaf op's two bodies ---------------------------------------------------------------------------------------

@@ -22,11 +22,11 @@ from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
-from attn_compiler.lowerings.sdpa.flags import as_flag
-from attn_compiler.lowerings.sdpa.takes import CPU_FLASH, CUDNN, EFFICIENT, EFFICIENT_BEFORE_SM80, FLASH
-from attn_compiler.lowerings.shared import cudnn_limits, limits, mask_limits, mask_nodes, offset_limits
+from attn_compiler.lowerings.sdpa.takes import CPU_FLASH, EFFICIENT, EFFICIENT_BEFORE_SM80, FLASH
+from attn_compiler.lowerings.shared import cudnn_called, limits, mask_limits, mask_nodes, offset_limits
+from attn_compiler.lowerings.shared.flags import as_told
 from attn_compiler.lowerings.shared.limits import torch_release
-from attn_compiler.lowerings.shared.takes import Takes, check_gpu, refused
+from attn_compiler.lowerings.shared.takes import CUDNN, Takes, check_gpu, refused
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -36,8 +36,6 @@ _CUDA_ALIGNMENT = 16
 _EFFICIENT_STEP = 8
 # PyTorch 2.15 reads K/V of fewer heads in the memory-efficient kernel (https://github.com/pytorch/pytorch/pull/191085).
 _EFFICIENT_GQA = (2, 15)
-# What PyTorch says of cuDNN's output to a compiler fails before, for an output of another shape than q with symbolic sizes.
-_CUDNN_OUTPUT = (2, 13)
 
 
 class _Pinned(Lowering, ABC):
@@ -69,8 +67,7 @@ class _Pinned(Lowering, ABC):
 
     def as_told(self, spec: AttentionSpec, target: Target) -> AttentionSpec:
         """The site as the kernel is told of it: with a flag in the place of a mask tensor, where the flag says the same and serves."""
-        flagged = as_flag(spec)
-        return spec if flagged is None or self._refused(flagged, target) else flagged
+        return as_told(spec, lambda told: self._refused(told, target))
 
     def _refused(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return [*refused(self._taken(target), spec), *self._limits(spec, target)]
@@ -81,35 +78,14 @@ class SdpaCudnn(_Pinned):
 
     name = "sdpa_cudnn"
     device = "cuda"
-    kernel = "cudnn"
+    kernel = cudnn_called.KERNEL
     takes = CUDNN
 
     def unavailable(self, target: Target) -> list[Reason]:
-        gpu = check_gpu(self.takes, target)
-        return gpu or [*cudnn_limits.check_version(target), *limits.check_switch(self.kernel, target)]
+        return cudnn_called.unavailable(target)
 
     def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        return [
-            *cudnn_limits.check_deterministic(target),
-            *cudnn_limits.check_head_dims(spec, target),
-            *cudnn_limits.check_lengths(spec, target),
-            *cudnn_limits.check_dropout(spec, target),
-            *mask_limits.check_causal(spec),
-            *mask_limits.check_causal_alone(spec),
-            *mask_limits.check_tensor(spec, dtypes=cudnn_limits.tensor_dtypes(spec, target)),
-            *mask_limits.check_no_bias_gradient(spec),
-            *self._check_output(spec, target),
-        ]
-
-    @staticmethod
-    def _check_output(spec: AttentionSpec, target: Target) -> list[Reason]:
-        is_known = all(isinstance(size, int) for size in (*spec.q.shape, *spec.v.shape))
-        if is_known or dims.same(spec.head_dim_qk, spec.head_dim_v) or torch_release(target.torch) >= _CUDNN_OUTPUT:
-            return []
-        rule = "before torch 2.13, a head_dim of v that differs from q's only with known sizes"
-        return [
-            Reason(code=Code.SYMBOLIC, rule=rule, observed=f"q {spec.q.shape}, v {spec.v.shape}", remedy=limits.STATIC)
-        ]
+        return cudnn_called.check(spec, target)
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(alignment=_CUDA_ALIGNMENT, zero_strides=False)

@@ -1,4 +1,4 @@
-"""What each of PyTorch's kernels takes. No one of them takes a softcap or sinks."""
+"""What each of PyTorch's kernels takes, but for cuDNN's (shared/takes.py). No one of them takes a softcap or sinks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import dataclasses
 from attn_compiler.lowerings.shared.takes import OWN, HeadDims, Takes, since
 
 _HALF = ("float16", "bfloat16")
-
-#: Head dims and tensors go by the versions of cuDNN and of PyTorch (shared/cudnn_limits.py).
-CUDNN = Takes(sms=since(80), dtypes=_HALF)
 
 FLASH = Takes(
     sms=since(80),

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from attn_compiler import torch_inductor, torch_symbols
-from attn_compiler.lowerings.shared import imagined, ops
+from attn_compiler import op_library, torch_inductor, torch_symbols
+from attn_compiler.lowerings.shared import imagined
 from attn_compiler.lowerings.shared.any_size import MULTIPLE
 from attn_compiler.lowerings.shared.noting import Note, noting
 
@@ -105,7 +105,7 @@ def here() -> Ahead | None:
 def calls(graph: fx.Graph) -> Iterator[Call]:
     """The calls of bodies that launch Triton kernels on a GPU, in a graph whose nodes have values ("val")."""
     for node in graph.nodes:
-        body = ops.launching_body(node.target) if node.op == "call_function" else None
+        body = op_library.launching_body(node.target) if node.op == "call_function" else None
         if body is None:
             continue
         with contextlib.suppress(imagined.NoExampleError):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from attn_compiler import op_library
 from attn_compiler.lowerings.base import NAMESPACE
 from attn_compiler.lowerings.shared import ops
 from attn_compiler.lowerings.shared.ops import GIVEN, LEAF_SCHEMA, Differentiable, OfTensor
@@ -65,10 +66,10 @@ def register_given(
         wanted = differentiable(operands, found.text)
         return *grads, [None] * (_LEADING + count) + [next(own) if is_wanted else None for is_wanted in wanted], None
 
-    ops.define(name, LEAF_SCHEMA, _hand_on, "CompositeExplicitAutograd")
+    op_library.define(name, LEAF_SCHEMA, _hand_on, "CompositeExplicitAutograd")
     op = f"{NAMESPACE}::{name}"
-    torch.library.register_fake(op, ops.fake_forward, lib=ops.LIBRARY)
-    torch.library.register_autograd(op, backward, setup_context=setup_context, lib=ops.LIBRARY)
+    torch.library.register_fake(op, ops.fake_forward, lib=op_library.LIBRARY)
+    torch.library.register_autograd(op, backward, setup_context=setup_context, lib=op_library.LIBRARY)
 
 
 def register_given_with(name: str, *, formula: Callable[[torch.Tensor, Tensors, str], Gradients]) -> None:
@@ -80,9 +81,9 @@ def register_given_with(name: str, *, formula: Callable[[torch.Tensor, Tensors, 
     op = f"{NAMESPACE}::{name}{GIVEN}"
     if hasattr(getattr(torch.ops, NAMESPACE), name + GIVEN):
         return
-    ops.define(name + GIVEN, LEAF_SCHEMA, _hand_on, "CompositeExplicitAutograd")
-    torch.library.register_fake(op, ops.fake_forward, lib=ops.LIBRARY)
-    torch.library.register_autograd(op, _backward(formula), setup_context=_setup_context, lib=ops.LIBRARY)
+    op_library.define(name + GIVEN, LEAF_SCHEMA, _hand_on, "CompositeExplicitAutograd")
+    torch.library.register_fake(op, ops.fake_forward, lib=op_library.LIBRARY)
+    torch.library.register_autograd(op, _backward(formula), setup_context=_setup_context, lib=op_library.LIBRARY)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from attn_compiler.lowerings.shared.ops import late, register_helper
+from attn_compiler.lowerings.shared.ops import late
+from attn_compiler.op_library import register_helper
 
 Tensor = torch.Tensor
 

@@ -14,12 +14,11 @@ from torch import fx
 from attn_compiler import index_expr as ix
 from attn_compiler import reads
 from attn_compiler.added_scores import ProvedScore, RelativeBias
-from attn_compiler.index_expr import Expr, Index
+from attn_compiler.index_expr import Expr, Index, on_nodes
+from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.lowerings.base import Emitter, Operands, Tiles
-from attn_compiler.lowerings.shared import expression_nodes
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared import tiles as tile_lists
-from attn_compiler.lowerings.shared.expression_nodes import Names
 from attn_compiler.lowerings.shared.intervals import SEQLEN_KV, SEQLEN_Q, Interval
 from attn_compiler.lowerings.shared.kernel_plan import Plan
 from attn_compiler.lowerings.shared.parts import Parts
@@ -122,7 +121,7 @@ class _Made:
         def make() -> fx.Node:
             names = self._names({"q": self._along(self._seqlen_q, 0)}, (lower, upper), self.given.loads)
             batch = self._batch if any(ix.mentions(x, B) for x in (lower, upper)) else 1
-            values = [expression_nodes.emit(self.emitter, x, names) for x in (lower, upper)]
+            values = [on_nodes.emit(self.emitter, x, names) for x in (lower, upper)]
             sides = [self._expanded(x, batch, self._seqlen_q) for x in values]
             rows = self._call(torch.clamp, self._call(torch.stack, sides), 0, self._seqlen_kv)
             return self._call(torch.Tensor.to, rows, torch.int32)
@@ -134,7 +133,7 @@ class _Made:
 
         def make() -> fx.Node:
             names = self._names({"k": self._along(self._seqlen_kv, 0)}, (x,), self.given.loads)
-            value = expression_nodes.emit(self.emitter, x, names)
+            value = on_nodes.emit(self.emitter, x, names)
             batch = self._batch if ix.mentions(x, B) else 1
             return self._packed(self._expanded(value, batch, self._seqlen_kv), dtype)
 
@@ -173,7 +172,7 @@ class _Made:
         def make() -> fx.Node:
             names = self._names({"q": self._along(self._seqlen_q, 0)}, (x,), self.given.loads)
             batch = self._batch if ix.mentions(x, B) else 1
-            value = expression_nodes.emit(self.emitter, x, names)
+            value = on_nodes.emit(self.emitter, x, names)
             return self._packed(self._expanded(value, batch, self._seqlen_q), dtype)
 
         return self._once(f"queries {dtype}", (x,), self.given.loads, make)
@@ -211,7 +210,7 @@ class _Made:
 
         def make() -> fx.Node:
             names = self._names({"h": self._along(self._heads, 0)}, (slopes,), self.given.score_loads)
-            value = expression_nodes.emit(self.emitter, slopes, names)
+            value = on_nodes.emit(self.emitter, slopes, names)
             expanded = self._call(aten.expand.default, value, [self._heads])
             return self._packed(self._call(torch.Tensor.detach, expanded), torch.float32)
 
@@ -233,7 +232,7 @@ class _Made:
             }
             names = self._names(indices, summands, self.given.score_loads)
             # What the model rounds to whole numbers it computes in float32, and so does this.
-            values = [expression_nodes.emit(self.emitter, x, names, real=torch.float32) for x in summands]
+            values = [on_nodes.emit(self.emitter, x, names, real=torch.float32) for x in summands]
             total = reduce(lambda a, b: self._call(torch.add, a, b), values)
             total = total if with_grad else self._call(torch.Tensor.detach, total)
             if self.emitter.value(total).dim() < 2:

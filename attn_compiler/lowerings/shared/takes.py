@@ -75,6 +75,10 @@ class Takes:
         return parts.parts(spec).kinds - self.parts
 
 
+#: cuDNN's attention as PyTorch calls it. Head dims and tensors go by the versions of cuDNN and of PyTorch (cudnn_limits.py).
+CUDNN = Takes(sms=since(80), dtypes=("float16", "bfloat16"))
+
+
 def check_gpu(takes: Takes, target: Target) -> list[Reason]:
     """Whether it is a GPU of one of the architectures."""
     if takes.sms is None:

@@ -21,7 +21,7 @@ import torch
 
 from attn_compiler import torch_inductor
 from attn_compiler.cache import digest_of_tree, package_version
-from attn_compiler.lowerings.base import Tile, Tiles
+from attn_compiler.lowerings.base import Tile, Tiles, Tuned
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared import tile_table
 from attn_compiler.lowerings.triton.autotune_store import Store
@@ -47,14 +47,6 @@ MeasureOf = Callable[[AttentionSpec, torch.device], Measure]
 Times = dict[str, dict[Tile, float]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tuned:
-    """tiles: the fastest, or the table's where nothing could be measured. note: what happened, for the report."""
-
-    tiles: Tiles
-    note: str
-
-
 def unmeasurable(target: Target) -> str | None:
     """Why no kernel can be measured on that machine; None if it can be."""
     if target.triton_interpreted:
@@ -78,6 +70,10 @@ class Tuner:
         """On this machine's GPUs, kept in a folder of Inductor's cache."""
         folder = torch_inductor.cache_folder() / "attn_compiler" / "autotune"
         return Tuner(measure_of=_on_gpu, gpu_name=torch.cuda.get_device_name, store=Store(folder=folder))
+
+    def unmeasurable(self, target: Target) -> str | None:
+        """See `base.TileTuner`."""
+        return unmeasurable(target)
 
     def of(self, spec: AttentionSpec, target: Target, device: torch.device) -> Tuned | None:
         """None where nothing can be measured."""

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 import triton
 
-from attn_compiler.lowerings.shared import leaf_calls
+from attn_compiler.lowerings.shared import gradient_launch, leaf_calls
 from attn_compiler.lowerings.shared.arguments import (
     STATS_BLOCK,
     Prepared,
     alignment,
-    along,
     common,
     lists,
     operand_parameters,
@@ -27,14 +26,12 @@ from attn_compiler.lowerings.shared.arguments import (
 )
 from attn_compiler.lowerings.shared.backward_call import Backward, BackwardByKernels
 from attn_compiler.lowerings.shared.forward_call import Forward, Named
-from attn_compiler.lowerings.shared.launching import Arguments, Grid, ReadyKernel, launch
+from attn_compiler.lowerings.shared.kernels import backward, kv_backward
+from attn_compiler.lowerings.shared.kernels import forward as forward_kernels
+from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
 from attn_compiler.lowerings.shared.replaying import Alike
 from attn_compiler.lowerings.triton import launch_added
-from attn_compiler.lowerings.triton.kernels import backward, kv_backward
-from attn_compiler.lowerings.triton.kernels import forward as forward_kernels
-from attn_compiler.torch_symbols import statically_known
 
-_NARROW = 64
 #: a learned bias' backward keeps the scores' gradients up to this size, and beyond takes their products again: see `_add_scores`
 _MOST_KEPT_BYTES = 2 << 30
 # Elements: rows of the kept scores begin at whole vectors.
@@ -57,27 +54,13 @@ def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argumen
     numbers = {**common(prepared, tensors), **lists(tensors.get("tiles")), **strides("o", tensors["Out"])}
     names = {name: name for name in ("Q", "K", "V", "Out", "Lse")}
     further = {"Tiles": prepared.present("tiles"), "Sinks": prepared.present("sinks")}
-    heads_last = _heads_last(tensors)
+    heads_last = gradient_launch.heads_last(tensors)
     return Arguments(
-        grid=_grid(triton.cdiv(q.shape[2], tile.queries), q.shape[1], q.shape[0], heads_last),
+        grid=gradient_launch.grid(triton.cdiv(q.shape[2], tile.queries), q.shape[1], q.shape[0], heads_last),
         tensors={**names, **further, **operand_parameters(prepared)},
         numbers=numbers | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "HEADS_LAST": heads_last},
         tile=tile,
     )
-
-
-def _heads_last(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether programs of all batch rows follow each other before the next head's: where these share a bias, which is then read
-    from memory once, and from the L2 cache after that. Only with narrow heads: with wider ones it is not what bounds them
-    (H200, B 8, S 2048, D 64 / 128: forward 922 to 849 µs / 746 to 757)."""
-    bias, q, v = tensors.get("bias"), tensors["Q"], tensors["V"]
-    shared = bias is not None and statically_known(along(bias, 0) == 0) and not statically_known(along(bias, 1) == 0)
-    several = not statically_known(q.shape[0] == 1)
-    return shared and several and max(q.shape[3], v.shape[3]) <= _NARROW
-
-
-def _grid(blocks: int, heads: int, batch: int, heads_last: bool) -> Grid:
-    return (blocks, batch, heads) if heads_last else (blocks, heads, batch)
 
 
 def single_gradients(shared: Backward) -> dict[str, Callable[[], None]]:
@@ -103,7 +86,7 @@ def _run_backward(shared: Backward) -> list[torch.Tensor]:
     further = {
         "bias": launch_added.grad_bias,
         "distances": launch_added.grad_distances,
-        "sinks": launch_added.grad_sinks,
+        "sinks": gradient_launch.grad_sinks,
     }
     return [further[name](shared) for name in shared.prepared.plan.differentiable]
 
@@ -134,12 +117,6 @@ def _scores_shape(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, int]
     return (q.shape[0], q.shape[1], k.shape[2], pitch)
 
 
-def _rounded_to(prepared: Prepared) -> int:
-    """The largest block of queries of all passes, each of which is a power of two."""
-    tiles = prepared.call.tiles
-    return max(STATS_BLOCK, tiles.grad_q.queries, tiles.grad_kv.queries)
-
-
 def _row_stats(shared: Backward) -> Arguments:
     out, grad_out = shared.tensors["Out"], shared.tensors["GradOut"]
     batch, heads, seqlen_q, head_dim = out.shape
@@ -158,45 +135,12 @@ def _launch_grad_q(shared: Backward) -> None:
     if shared.keeps_scores:
         launch_added.launch_grad_q_kept(shared)
     else:
-        shared.launch(backward.attention_grad_q, grad_q_arguments)
-
-
-def grad_q_arguments(shared: Backward) -> Arguments:
-    tile, grad_q = shared.prepared.call.tiles.grad_q, shared.tensors["GradQ"]
-    numbers = {**shared.numbers(), **lists(shared.tensors.get("tiles")), **strides("dq", grad_q)}
-    heads_last = _heads_last(shared.tensors)
-    numbers |= strides("o", shared.tensors["Out"]) | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys}
-    return Arguments(
-        grid=_grid(triton.cdiv(grad_q.shape[2], tile.queries), grad_q.shape[1], grad_q.shape[0], heads_last),
-        tensors={
-            **shared.parameters("GradQ", "Out", "Lse", "GradLse"),
-            "Tiles": shared.prepared.present("tiles"),
-        },
-        numbers=numbers | {"HEADS_LAST": heads_last, "ROUND": _rounded_to(shared.prepared)},
-        tile=tile,
-    )
+        shared.launch(backward.attention_grad_q, gradient_launch.grad_q)
 
 
 def _launch_grad_kv(shared: Backward) -> None:
     for part in ("k", "v") if shared.prepared.call.tiles.grad_kv.apart else ("kv",):
-        shared.launch(kv_backward.attention_grad_kv, functools.partial(grad_kv_arguments, part=part), part)
-
-
-def grad_kv_arguments(shared: Backward, part: str) -> Arguments:
-    tile, grad_k, grad_v = shared.prepared.call.tiles.grad_kv, shared.tensors["GradK"], shared.tensors["GradV"]
-    numbers = {**shared.numbers(), **shared.pitch, **lists(shared.tensors.get("tiles_by_key"))}
-    numbers |= {**strides("dk", grad_k), **strides("dv", grad_v), "FOR_K": "k" in part, "FOR_V": "v" in part}
-    heads_last = _heads_last(shared.tensors)
-    return Arguments(
-        grid=_grid(triton.cdiv(grad_k.shape[2], tile.keys), grad_k.shape[1], grad_k.shape[0], heads_last),
-        tensors={
-            **shared.parameters("GradK", "GradV"),
-            **shared.scores,
-            "Tiles": shared.prepared.present("tiles_by_key"),
-        },
-        numbers=numbers | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "HEADS_LAST": heads_last},
-        tile=tile,
-    )
+        shared.launch(kv_backward.attention_grad_kv, functools.partial(gradient_launch.grad_kv, part=part), part)
 
 
 def _start(*given: Any) -> ReadyKernel | None:
@@ -206,7 +150,7 @@ def _start(*given: Any) -> ReadyKernel | None:
 gradients = BackwardByKernels(
     op="triton_backward",
     operands=lambda prepared: prepared.operands,
-    rows_together=_rounded_to,
+    rows_together=gradient_launch.rounded_to,
     start=_start,
     make_room=_add_scores,
     run=_run_backward,

@@ -1,4 +1,4 @@
-"""The gradients of what is added to the scores, or beside them: learned biases, numbers by distance, sinks.
+"""The gradients of what is added to the scores, or beside them: learned biases, numbers by distance.
 
 Imports triton, so it comes late.
 """
@@ -14,12 +14,13 @@ import torch
 import triton
 
 from attn_compiler.lowerings.base import Tile
-from attn_compiler.lowerings.shared.arguments import STATS_BLOCK, Prepared, lists, strides
+from attn_compiler.lowerings.shared.arguments import Prepared, lists, strides
 from attn_compiler.lowerings.shared.backward_call import Backward
 from attn_compiler.lowerings.shared.kernel_plan import MOST_BLOCKS
+from attn_compiler.lowerings.shared.kernels import sums_backward
 from attn_compiler.lowerings.shared.launching import Arguments
 from attn_compiler.lowerings.shared.ops import empty_gradient
-from attn_compiler.lowerings.triton.kernels import bias_backward, kept_backward, sums_backward
+from attn_compiler.lowerings.triton.kernels import bias_backward, kept_backward
 
 #: of the bias kernels, whose tiles do not depend on the lists: up to so many head dims, in half precision
 _BIAS_TILES = {
@@ -202,17 +203,3 @@ def _sum_diagonals(shared: Backward, span: int) -> Arguments:
     }
     grid = (triton.cdiv(size, _DISTANCES_BLOCK), heads, 1)
     return Arguments(grid=grid, tensors={"Sums": "Sums", "Grad": "GradDistances"}, numbers=numbers)
-
-
-def grad_sinks(shared: Backward) -> torch.Tensor:
-    sinks = shared.tensors["sinks"]
-    shared.tensors["GradSinks"] = shared.same.empty("GradSinks", functools.partial(empty_gradient, sinks))
-    shared.launch(sums_backward.attention_grad_sinks, _sinks)
-    return shared.tensors["GradSinks"]
-
-
-def _sinks(shared: Backward) -> Arguments:
-    batch, heads, _, rows = shared.tensors["RowStats"].shape
-    numbers = {"batch_size": batch, "heads_q": heads, "stats_rows": rows, "BLOCK": STATS_BLOCK}
-    tensors = {"RowStats": "RowStats", "Sinks": "sinks", "Grad": "GradSinks"}
-    return Arguments(grid=(heads, 1, 1), tensors=tensors, numbers=numbers)

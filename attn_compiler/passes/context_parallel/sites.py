@@ -10,9 +10,8 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Expr, Index
-from attn_compiler.lowerings.shared import expression_nodes
-from attn_compiler.lowerings.shared.expression_nodes import Names
+from attn_compiler.index_expr import Expr, Index, on_nodes
+from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.passes import axes, elements, program, recover
 from attn_compiler.passes.context_parallel import exchanging
 from attn_compiler.passes.context_parallel.exchanging import Met
@@ -168,7 +167,7 @@ class _Scores:
         q = self.builder.value(self.met.q)
         indices = {name: self._index(name, q) for name in x.facts.indices}
         names = Names(device=q.device, indices=indices, tensors=tensors, within=self._within())
-        return expression_nodes.emit(self.builder, x, names, real=real)
+        return on_nodes.emit(self.builder, x, names, real=real)
 
     def _index(self, name: str, q: torch.Tensor) -> fx.Node:
         """Of the pairs that this rank computes, what each is in the model."""

@@ -4,7 +4,8 @@ from tests.fuzz.planted.fault import Fault
 
 
 def _f(name: str, file: str, within: str | None, old: str, new: str, rule: str, why: str) -> Fault:
-    return Fault(name=name, file=f"lowerings/{file}", within=within, old=old, new=new, rule=rule, why=why)
+    where = file if file.startswith("index_expr/") else f"lowerings/{file}"
+    return Fault(name=name, file=where, within=within, old=old, new=new, rule=rule, why=why)
 
 
 PLAIN = [
@@ -409,7 +410,7 @@ TRITON = [
     ),
     _f(
         "triton: indices are clamped one short",
-        "shared/expression_nodes.py",
+        "index_expr/on_nodes.py",
         "_inside",
         "return self._call(torch.clamp, position, -size, size - 1)",
         "return self._call(torch.clamp, position, -size, max(size - 2, 0))",
@@ -436,7 +437,7 @@ TRITON = [
     ),
     _f(
         "triton: the divisor of the sink",
-        "triton/kernels/forward.py",
+        "shared/kernels/forward.py",
         "_block",
         "total = total * decay + tl.exp2(sink - shift)",
         "total = total * decay",
@@ -445,7 +446,7 @@ TRITON = [
     ),
     _f(
         "triton: rows begin anew",
-        "triton/kernels/forward.py",
+        "shared/kernels/forward.py",
         "_step",
         "total = total * decay + tl.sum(weights, 1)",
         "total = total + tl.sum(weights, 1)",

@@ -22,9 +22,10 @@ from attn_compiler.lowerings.shared.kernel_plan import Band, Call
 from attn_compiler.masks import Causal, Dense, Flag, MaskSpec
 from attn_compiler.target import Target
 from tests.lowerings import emitting, kernel_problems, poison, specs
-from tests.lowerings.fp8 import problems, test_hopper_launch
+from tests.lowerings.fp8 import problems
 from tests.lowerings.fp8.problems import Fp8Problem
-from tests.lowerings.fp8.test_hopper_launch import LENGTHS, OF_LENGTHS
+from tests.lowerings.hopper import test_fp8_launch as test_hopper_launch
+from tests.lowerings.hopper.test_fp8_launch import LENGTHS, OF_LENGTHS
 from tests.lowerings.kernel_cases import BY_NAME, Case
 
 pytest.importorskip("triton")

@@ -16,8 +16,8 @@ from attn_compiler.lowerings.hopper.kernels import backward_sm90, forward_sm90
 from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_backward, is_ordered
 from attn_compiler.lowerings.shared import launching, persistent, replaying
 from attn_compiler.lowerings.shared.kernel_plan import Call
+from attn_compiler.lowerings.shared.kernels.forward import attention_again
 from attn_compiler.lowerings.shared.launching import Arguments
-from attn_compiler.lowerings.triton.kernels.forward import attention_again
 from tests.lowerings import kernel_problems
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import Problem, planned

@@ -28,7 +28,7 @@ from triton.runtime import driver
 
 from attn_compiler import torch_export
 from attn_compiler.lowerings.shared import listing, packaged_ops
-from attn_compiler.lowerings.shared.ops import launching_body
+from attn_compiler.op_library import launching_body
 from tests.lowerings.kernel_cases import BY_NAME
 from tests.lowerings.kernel_problems import build, planned
 from tests.lowerings.triton.kernels.compiling import POINTERS

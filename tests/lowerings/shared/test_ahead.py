@@ -17,9 +17,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import attn_compiler
-from attn_compiler import torch_inductor
+from attn_compiler import op_library, torch_inductor
 from attn_compiler.errors import AttnCompilerWarning
-from attn_compiler.lowerings.shared import ahead, imagined, launching, on_device, ops, replaying
+from attn_compiler.lowerings.shared import ahead, imagined, launching, on_device, replaying
 from attn_compiler.lowerings.shared.ahead import Ahead
 from attn_compiler.lowerings.shared.compiling import Compiled
 from attn_compiler.lowerings.shared.listing import OPEN
@@ -153,7 +153,7 @@ def test_a_body_that_fails_on_stand_ins_is_told_and_others_are_compiled(
     def fail(*_: Any) -> None:
         raise TypeError("no stand-ins")
 
-    monkeypatch.setitem(ops._NOTING, "triton_backward", fail)
+    monkeypatch.setitem(op_library.NOTING, "triton_backward", fail)
     with caplog.at_level(logging.WARNING, "attn_compiler"):
         compiled()(*INPUTS).sum().backward()
     assert begun.kernels == 2 * ["attention_forward"]
@@ -239,7 +239,7 @@ def test_calls_are_those_whose_values_are_known() -> None:
     for keys in (known, unknown):
         graph.call_function(lists, (None, keys, None, None, None, *numbers), {"by_key": True, "ordered": False})
     (call,) = ahead.calls(graph)
-    assert call.body is ops.launching_body(lists)
+    assert call.body is op_library.launching_body(lists)
     assert call.arguments == (None, imagined.Lying.of(value), None, None, None, *numbers)
     assert call.named == (("by_key", True), ("ordered", False))
 
@@ -258,9 +258,9 @@ def test_every_leaf_op_of_triton_kernels_is_looked_at() -> None:
         "tile_lists",
     }
     names |= {"round_fp8", "largest_fp8", "mean_fp8"}
-    assert set(ops._NOTING) == names
+    assert set(op_library.NOTING) == names
     for name in names:
-        assert ops.launching_body(getattr(torch.ops.attn_compiler, name).default) is ops._NOTING[name]
-    assert ops.launching_body(torch.ops.aten.add.Tensor) is None
-    assert ops.launching_body(torch.ops.attn_compiler.held.default) is None
-    assert ops.launching_body(len) is None
+        assert op_library.launching_body(getattr(torch.ops.attn_compiler, name).default) is op_library.NOTING[name]
+    assert op_library.launching_body(torch.ops.aten.add.Tensor) is None
+    assert op_library.launching_body(torch.ops.attn_compiler.held.default) is None
+    assert op_library.launching_body(len) is None

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._inductor.codegen import custom_extern_kernel_codegen
 
-from attn_compiler import torch_inductor
+from attn_compiler import op_library, torch_inductor
 from attn_compiler.lowerings.plain import ops as reference_ops
 from attn_compiler.lowerings.shared import ops
 from tests import cases, numerics
@@ -103,7 +103,7 @@ def test_compiled_code_calls_a_body_by_itself(monkeypatch: pytest.MonkeyPatch, s
     """Forward and backward of two calls; where the caller is PyTorch, the op is what it was. Where sizes are symbols, no place is for one
     way that tensors lie."""
     registry = custom_extern_kernel_codegen.CUSTOM_EXTERN_KERNEL_CODEGEN
-    monkeypatch.setitem(ops._BODIES, "reference_forward", ops.Late(__name__, "counted", site))
+    monkeypatch.setitem(op_library.BODIES, "reference_forward", op_library.Late(__name__, "counted", site))
     monkeypatch.setitem(registry, "torch.ops.attn_compiler.reference_forward.default", None)  # is deleted afterwards
     inputs = cases.build(BY_NAME["causal"])
 
@@ -135,10 +135,10 @@ def test_compiled_code_calls_a_body_by_itself(monkeypatch: pytest.MonkeyPatch, s
 
 
 def test_a_body_is_imported_by_its_first_call() -> None:
-    late = ops.Late("attn_compiler.nowhere", "forward")
+    late = op_library.Late("attn_compiler.nowhere", "forward")
     with pytest.raises(ModuleNotFoundError):
         late(1)
-    assert ops.Late("operator", "add")(1, 2) == 3
+    assert op_library.Late("operator", "add")(1, 2) == 3
 
 
 def test_out_is_bshd_in_memory_and_lse_contiguous() -> None:

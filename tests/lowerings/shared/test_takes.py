@@ -12,13 +12,14 @@ from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.cudnn.takes import TAKES as CUDNN
 from attn_compiler.lowerings.decode.takes import TAKES as DECODE
 from attn_compiler.lowerings.fa4.takes import TAKES as FA4
-from attn_compiler.lowerings.fp8 import takes as fp8
+from attn_compiler.lowerings.hopper.takes import FP8 as HOPPER_FP8
 from attn_compiler.lowerings.hopper.takes import TAKES as HOPPER
 from attn_compiler.lowerings.plain import takes as plain
 from attn_compiler.lowerings.sdpa import takes as sdpa
 from attn_compiler.lowerings.shared import kernel_limits, limits, takes
 from attn_compiler.lowerings.shared.parts import ADDED, MASKING, PartKind
 from attn_compiler.lowerings.shared.takes import OWN, HeadDims, Takes, since
+from attn_compiler.lowerings.triton.takes import FP8 as TRITON_FP8
 from attn_compiler.masks import Causal, Dense, Document, KeyPadding, MaskSpec
 from attn_compiler.scores import Sinks, Softcap, Unusual
 from attn_compiler.target import Target
@@ -27,7 +28,7 @@ from tests.lowerings.specs import CAUSAL, bias, dense, make_spec, words
 FAMILIES: dict[str, Takes] = {
     "math": plain.MATH,
     "reference": plain.REFERENCE,
-    "sdpa_cudnn": sdpa.CUDNN,
+    "sdpa_cudnn": takes.CUDNN,
     "sdpa_flash": sdpa.FLASH,
     "sdpa_efficient": sdpa.EFFICIENT,
     "sdpa_efficient before sm80": sdpa.EFFICIENT_BEFORE_SM80,
@@ -36,8 +37,8 @@ FAMILIES: dict[str, Takes] = {
     "decode": DECODE,
     "cudnn": CUDNN,
     "fa4": FA4,
-    "triton_fp8": fp8.TRITON,
-    "hopper_fp8": fp8.HOPPER,
+    "triton_fp8": TRITON_FP8,
+    "hopper_fp8": HOPPER_FP8,
     "hopper": HOPPER,
 }
 ALL = Takes(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx
 
+from attn_compiler.index_expr import on_nodes
 from attn_compiler.lowerings.base import Emitter, Tile, Tiles
-from attn_compiler.lowerings.shared import expression_nodes
 from attn_compiler.lowerings.shared import tiles as tile_lists
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.tiles import Masking
@@ -36,8 +36,8 @@ def listing(
         documents = (bench.nodes["documents_q"], bench.nodes["documents_k"]) if "documents_q" in names else None
         masking = Masking(
             device=CPU,
-            seqlen_q=expression_nodes.size_of(emitter, bench.nodes["q"], 0),
-            seqlen_kv=expression_nodes.size_of(emitter, bench.nodes["k"], 0),
+            seqlen_q=on_nodes.size_of(emitter, bench.nodes["q"], 0),
+            seqlen_kv=on_nodes.size_of(emitter, bench.nodes["k"], 0),
             band=band,
             documents=documents,
             **{name: bench.nodes[name] for name in names if not name.startswith("documents")},

@@ -244,32 +244,6 @@ def test_dq_makes_the_row_stats_where_it_comes_first() -> None:
     assert list(found) == ["attention_forward", "attention_grad_q", "attention_grad_kv"]
 
 
-@pytest.mark.parametrize("tiles", [(32, 128), (128, 32)], ids=["dq_small", "dq_large"])
-def test_every_block_of_every_pass_finds_row_stats(tiles: tuple[int, int]) -> None:
-    problem = build(Case(name="row_stats", seqlen_q=130, grad_kv=(tiles[1], 32)))
-    call = Call.from_text(problem.text)
-    small = dataclasses.replace(call.tiles.grad_q, queries=tiles[0])
-    call = dataclasses.replace(call, tiles=dataclasses.replace(call.tiles, grad_q=small))
-    problem = dataclasses.replace(problem, text=call.to_text())
-    found = launched(problem)
-    for name in ("attention_grad_q", "attention_grad_kv"):
-        assert found[name].numbers["stats_rows"] == 256
-    assert found["attention_grad_q"].numbers["ROUND"] == 128
-    kernel_problems.assert_within_rule(results(problem), problem)
-
-
-@pytest.mark.parametrize(
-    ("axes", "batch", "head_dim", "expected"),
-    [("hqk", 3, 64, True), ("hqk", 3, 80, False), ("hqk", 1, 64, False), ("bhqk", 3, 64, False), ("qk", 3, 64, False)],
-)
-def test_batch_rows_that_share_a_bias_follow_each_other(axes: str, batch: int, head_dim: int, expected: bool) -> None:
-    case = Case(name="heads_last", batch=batch, heads_q=4, heads_kv=2, head_dim=head_dim, bias=axes, bias_grad=False)
-    found = launched(build(case))
-    for name, heads in (("attention_forward", 4), ("attention_grad_q", 4), ("attention_grad_kv", 2)):
-        assert found[name].numbers["HEADS_LAST"] == expected
-        assert found[name].grid[1:] == ((batch, heads) if expected else (heads, batch))
-
-
 def test_tiles_are_those_of_the_call() -> None:
     problem = build(Case(name="tiles", grad_kv=(64, 32)))
     found = launched(problem)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from attn_compiler.lowerings.shared.kernels.optional import at_index, load_one, of_head
 from attn_compiler.lowerings.shared.kernels.row_stats import row_stats
+from attn_compiler.lowerings.shared.kernels.sums_backward import store_diagonals
 from attn_compiler.lowerings.shared.kernels.tile_parts import (
     allowed_at,
     at_head,
@@ -25,7 +26,6 @@ from attn_compiler.lowerings.shared.kernels.tile_parts import (
     load_tile,
 )
 from attn_compiler.lowerings.shared.kernels.tuples import Added, MaskOperands, Pairs, Positions
-from attn_compiler.lowerings.triton.kernels.sums_backward import store_diagonals
 
 
 class _Given(NamedTuple):

@@ -21,6 +21,7 @@ from attn_compiler.lowerings.shared.kernels.optional import (
     load_upper,
     of_head,
 )
+from attn_compiler.lowerings.shared.kernels.sums_backward import store_diagonals
 from attn_compiler.lowerings.shared.kernels.tile_parts import (
     allowed_at,
     at_head,
@@ -33,7 +34,6 @@ from attn_compiler.lowerings.shared.kernels.tile_parts import (
 )
 from attn_compiler.lowerings.shared.kernels.tile_visits import keys_to_visit, partial_tile
 from attn_compiler.lowerings.shared.kernels.tuples import KeyMasks, MaskOperands, Pairs, Positions, QueryRows
-from attn_compiler.lowerings.triton.kernels.sums_backward import store_diagonals
 
 
 class _Kept(NamedTuple):

@@ -1,0 +1,115 @@
+"""FP8 attention on Hopper as its hardware wants it (kernels/forward_fp8_sm90.py): a band, softcap and sinks, head dims up to 128.
+
+What it does not take, `triton_fp8` does. The backward is another family's, in the model's dtype, from q, k and v as they were
+rounded (fp8/restoring.py).
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from attn_compiler.codes import Code
+from attn_compiler.decisions import Reason
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, check_fp8_inputs
+from attn_compiler.lowerings.fp8 import limits, quantise, restoring
+from attn_compiler.lowerings.fp8 import seen as fp8_seen
+from attn_compiler.lowerings.hopper.takes import FP8
+from attn_compiler.lowerings.shared import cudnn_backward, kernel_limits, part_tensors, parts, takes, tile_table
+from attn_compiler.lowerings.shared import limits as shared_limits
+from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
+from attn_compiler.lowerings.shared.ops import late, register_forward
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+
+#: Gluon may change from one release to the next: those that the kernel was compiled with
+_TRITON = ((3, 6), (3, 7))
+_REMEDY = "leave the choice to the recipe, or give lowering='triton_fp8', which takes that"
+#: of which the kernel reads the first: tiles follow from the number of keys
+_OF_LENGTHS = ("rows", "tiles", "tiles_by_key")
+
+
+class HopperFp8(Lowering):
+    """`attn_compiler::hopper_fp8`: operands as those of `triton_fp8`. What attaches a backward: fp8/restoring.py."""
+
+    name = "hopper_fp8"
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        reasons = kernel_limits.check_machine(target)
+        if reasons:
+            return reasons
+        if target.triton_interpreted or takes.check_gpu(FP8, target):
+            observed = "Triton's interpreter" if target.triton_interpreted else f"sm{target.sm}"
+            return [
+                Reason(code=Code.ARCHITECTURE, rule="its kernel is made of the instructions of sm90", observed=observed)
+            ]
+        if shared_limits.release(target.triton) in _TRITON:
+            return []
+        checked = " or ".join(f"{major}.{minor}" for major, minor in _TRITON)
+        return [
+            Reason(
+                code=Code.LIBRARY_VERSION, rule=f"its kernel was compiled with Triton {checked}", observed=target.triton
+            )
+        ]
+
+    def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
+        recipe = limits.check_recipe(spec)
+        machine = self.unavailable(target) or shared_limits.check_device(spec, target.device)
+        if machine or spec.fp8 is None:
+            return [*recipe, *machine]
+        inputs = check_fp8_inputs(spec)
+        further = [*limits.check_shapes(spec), *kernel_limits.check_site(spec, target)]
+        return [*recipe, *inputs, *(further or _check_kernel(spec))]
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        return kernel_limits.DEMAND
+
+    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+        tiles = tile_table.tiles(spec, emitter.target)
+        rounded = quantise.emit(emitter, spec, operands, seen=fp8_seen.emit(emitter, spec, operands))
+        family = backward_of(spec, emitter.target)
+        emitter.note(f"FP8 forward: {quantise.recipe_of(spec).words}; backward in {spec.dtype} ({family})")
+        further = part_tensors.emit(emitter, spec, operands, tiles)
+        text = Call(spec=spec, tiles=tiles).to_text()
+        return restoring.call_leaf(emitter, spec, operands, rounded, further, leaf=self.name, family=family, text=text)
+
+
+def backward_of(spec: AttentionSpec, target: Target) -> str:
+    """Whose backward it gets: cuDNN's where that takes it, which is the faster one, or that of our kernels."""
+    return "triton" if cudnn_backward.why_not(spec, target) else cudnn_backward.FAMILY
+
+
+def _check_kernel(spec: AttentionSpec) -> list[Reason]:
+    reasons = []
+    plan = site_parts.of(spec)
+    if FP8.beyond(spec) or spec.score.dropout_p:
+        parts = _parts_beyond(plan, has_lengths=_has_lengths(spec))
+        rule = "its kernel knows a band, numbers of keys of batch rows, a softcap and sinks"
+        reasons.append(Reason(code=Code.MASK_KIND, rule=rule, observed=", ".join(parts), remedy=_REMEDY))
+    if spec.score.scale <= 0:
+        observed = f"{spec.score.scale:g}"
+        reasons.append(
+            Reason(code=Code.SCALE, rule="its kernel takes scales above 0", observed=observed, remedy=_REMEDY)
+        )
+    return [*reasons, *takes.check_head_dims(FP8, spec)]
+
+
+def _parts_beyond(plan: Plan, *, has_lengths: bool) -> list[str]:
+    own = ("sinks", *(_OF_LENGTHS if has_lengths else ()))
+    return [name for name in plan.operands if name not in own]
+
+
+def _has_lengths(spec: AttentionSpec) -> bool:
+    """Whether rows of the batch have numbers of keys."""
+    return "lengths" in site_parts.parts(spec).kinds
+
+
+register_forward(
+    "hopper_fp8", forward=late("hopper.fp8_launch", "forward", site="ForwardSite", notes=True), dispatch_key="CUDA"
+)
+restoring.register("triton", differentiable=parts.differentiable)
+restoring.register(
+    cudnn_backward.FAMILY,
+    differentiable=cudnn_backward.differentiable,
+    prepare_grad_out=cudnn_backward.grad_out_as_read,
+)

@@ -1,0 +1,12 @@
+"""What our Triton kernels in FP8 take, of what our kernels share. q, k and v are rounded from half precision."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from attn_compiler.dtypes import HALF
+from attn_compiler.lowerings.shared import kernel_limits
+from attn_compiler.lowerings.shared.takes import since
+
+#: from the first with FP8 in its tensor cores
+FP8 = dataclasses.replace(kernel_limits.TAKES, sms=since(89), dtypes=HALF)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from attn_compiler import Fp8Recipe
+from attn_compiler.index_expr import Const, Index, Load, add
+from attn_compiler.lowerings.base import FP8
+from attn_compiler.lowerings.hopper import fp8 as hopper
+from attn_compiler.lowerings.shared import parts
+from attn_compiler.lowerings.triton import fp8 as triton_fp8
+from attn_compiler.masks import (
+    Alignment,
+    Causal,
+    CausalFrom,
+    Dense,
+    Document,
+    Flag,
+    KeyBound,
+    MaskKind,
+    MaskSpec,
+    SlidingWindow,
+)
+from attn_compiler.options import Options
+from attn_compiler.passes import select
+from attn_compiler.scores import Softcap
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+from tests.lowerings.specs import CAUSAL, make_spec
+
+H200 = Target.fake(sm=90)
+
+
+def asked(**given: Any) -> AttentionSpec:
+    sizes: dict[str, Any] = {
+        "mask": CAUSAL,
+        "head_dim": 128,
+        "seqlen_q": 8192,
+        "seqlen_kv": 8192,
+        "needs_grad": False,
+    } | given
+    return dataclasses.replace(make_spec(**sizes), fp8=Fp8Recipe())
+
+
+def test_it_is_first_where_its_kernel_runs() -> None:
+    assert select.decide(asked(), H200, Options()).lowering == "hopper_fp8"
+    assert select.decide(asked(head_dim=64), H200, Options()).lowering == "hopper_fp8"
+    assert select.decide(dataclasses.replace(asked(), fp8=None), H200, Options()).lowering not in FP8
+
+
+@pytest.mark.parametrize(
+    "target",
+    [Target.fake(sm=100), Target.fake(sm=89), Target.fake(triton="3.5.1"), Target.fake(triton="3.9.0")],
+    ids=["sm100", "sm89", "Triton 3.5", "Triton 3.9"],
+)
+def test_elsewhere_it_is_refused_with_the_reason(target: Target) -> None:
+    (reason,) = hopper.HopperFp8().why_not(asked(), target)
+    assert "its kernel" in reason.rule
+
+
+def proved(*kinds: MaskKind) -> MaskSpec:
+    dense = Dense(shape=(1, 1, 8192, 1), dtype="bool")
+    return MaskSpec(kinds=kinds, dense=dense)
+
+
+BANDS = {
+    "from the end": MaskSpec(kinds=(Causal(alignment=Alignment.BOTTOM_RIGHT),), flag=Flag.CALLED),
+    "causal window": proved(Causal(), SlidingWindow(left=1023, right=None)),
+    "both sides": proved(SlidingWindow(left=512, right=512)),
+    "offset": proved(CausalFrom(offset=Const(100))),
+}
+
+
+@pytest.mark.parametrize("mask", BANDS.values(), ids=BANDS.keys())
+def test_every_band_is_one_that_its_kernel_knows(mask: MaskSpec) -> None:
+    for seqlen_kv in (8192, 16384):
+        spec = asked(mask=mask, seqlen_kv=seqlen_kv)
+        assert parts.of(spec).band is not None
+        assert not hopper.HopperFp8().why_not(spec, H200)
+
+
+LENGTHS = KeyBound(side="last", bound=add(Load("lengths", (Index("b"),), "int"), Const(-1)))
+
+
+@pytest.mark.parametrize("kinds", [(LENGTHS,), (Causal(), LENGTHS)], ids=["full", "causal"])
+def test_it_knows_batch_rows_with_numbers_of_keys(kinds: tuple[MaskKind, ...]) -> None:
+    assert not hopper.HopperFp8().why_not(asked(mask=proved(*kinds)), H200)
+    first = KeyBound(side="first", bound=Load("first", (Index("b"),), "int"))
+    (reason,) = hopper.HopperFp8().why_not(asked(mask=proved(*kinds, first)), H200)
+    assert "rows" in reason.observed
+
+
+def test_documents_are_left_to_the_other_kernel() -> None:
+    mask = proved(Causal(), Document(of_key=Load("ids", (Index("b"), Index("k")), "int")))
+    (reason,) = hopper.HopperFp8().why_not(asked(mask=mask), H200)
+    assert "documents_q" in reason.observed
+    assert not triton_fp8.TritonFp8().why_not(asked(mask=mask), H200)
+
+
+def test_wide_heads_are_left_to_the_other_kernel() -> None:
+    forced = dataclasses.replace(asked(head_dim=256), fp8=Fp8Recipe(force=True))
+    decision = select.decide(forced, H200, Options())
+    assert decision.lowering == "triton_fp8"
+    refused = {refusal.lowering: refusal.reasons for refusal in decision.refusals}
+    assert "128" in refused["hopper_fp8"][0].rule
+
+
+def test_cudnn_differentiates_what_it_can() -> None:
+    assert hopper.backward_of(asked(), H200) == "sdpa_cudnn"
+    assert hopper.backward_of(asked(mask=MaskSpec()), H200) == "sdpa_cudnn"
+    assert hopper.backward_of(asked(), Target.fake(sm=90, disabled=frozenset({"cudnn"}))) == "triton"
+    assert hopper.backward_of(asked(changes=(Softcap(cap=30.0),)), H200) == "triton"
+
+
+def test_short_lengths_keep_their_dtype() -> None:
+    decision = select.decide(asked(seqlen_q=2048, seqlen_kv=2048), H200, Options())
+    assert decision.lowering not in FP8
+    assert {refusal.lowering for refusal in decision.refusals} >= {"hopper_fp8", "triton_fp8"}
