@@ -19,14 +19,14 @@ from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, Compile
 from attn_compiler.options import Options, check_lowering_names, split_options
 from attn_compiler.report import Report
 from attn_compiler.target import Target
-from attn_compiler.unpadding import Code, Unpadded
+from attn_compiler.unpadding import PackedCode, Unpadded
 
 if TYPE_CHECKING:
     from attn_compiler.lowerings import Lowering
     from attn_compiler.lowerings.shared.ahead import Ahead
     from attn_compiler.passes import Rewritten
     from attn_compiler.passes.unpad.outcome import Packed
-    from attn_compiler.verifying.plan import Plan
+    from attn_compiler.verifying.plan import CheckPlan
 
 log = logging.getLogger(__name__)
 
@@ -133,11 +133,11 @@ def _compile_unpadded(
     unrecorded = {"triton.cudagraph_skip_dynamic_graphs": True} if inner.patches.get("triton.cudagraphs") else {}
     of_packed = dataclasses.replace(inner, patches=inner.patches | unrecorded | _NOT_KEPT)
 
-    def code(module: fx.GraphModule, inputs: Sequence[Any], further: Sequence[Any]) -> Code:
+    def code(module: fx.GraphModule, inputs: Sequence[Any], further: Sequence[Any]) -> PackedCode:
         run = of_packed.compile_rewritten(module, [*inputs, *further], key)
-        return Code(run=run, guards=torch_packed.taken_guards(further[0].shape[0], packed.fakes))
+        return PackedCode(run=run, guards=torch_packed.taken_guards(further[0].shape[0], packed.fakes))
 
-    def again(number: int) -> Code | None:
+    def again(number: int) -> PackedCode | None:
         further = packed.further(number)
         try:
             with _step(f"compile the packed graph for {number} tokens"), compilation.again():
@@ -210,7 +210,7 @@ def _key(gm: fx.GraphModule, options: Options, report: Report) -> str:
     return cache_key(options, targets)
 
 
-def _plan(gm: fx.GraphModule, options: Options, rewritten: Rewritten) -> Plan | None:
+def _plan(gm: fx.GraphModule, options: Options, rewritten: Rewritten) -> CheckPlan | None:
     """What to verify on the first call, made before the compiler changes the graph."""
     if not options.verify:
         return None

@@ -18,7 +18,7 @@ from attn_compiler import wording
 from attn_compiler.decisions import Copy, Decision, Estimate, Evidence, Reason
 from attn_compiler.errors import ReportNotSaved
 from attn_compiler.spec import AttentionSpec
-from attn_compiler.unpadding import Step, Steps
+from attn_compiler.unpadding import Steps, UnpaddedStep
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -83,7 +83,7 @@ class UnpadReport:
     steps: Steps | None = field(default=None, compare=False)
 
     @property
-    def last(self) -> tuple[Step, ...]:
+    def last(self) -> tuple[UnpaddedStep, ...]:
         """The last calls, up to now: how much of each batch was real, and whether the model's own graph ran."""
         return () if self.steps is None else tuple(self.steps.last)
 

@@ -28,7 +28,7 @@ _STEPS_KEPT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class UnpaddedStep:
     """One call. fill: the share of tokens that are real. failed: what did not hold, so that the model's own graph ran."""
 
     fill: float
@@ -39,7 +39,7 @@ class Step:
 class Steps:
     """The last calls of one graph."""
 
-    last: deque[Step] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
+    last: deque[UnpaddedStep] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Code:
+class PackedCode:
     """A compiled packed graph. run: takes the model's inputs and those of `Batch`. guards: what it asks of the number of tokens."""
 
     run: CompiledFn
@@ -119,15 +119,15 @@ class Unpadded:
     def __init__(
         self,
         *,
-        first: Code,
-        again: Callable[[int], Code | None],
+        first: PackedCode,
+        again: Callable[[int], PackedCode | None],
         before: CompiledFn,
         facts: Sequence[str],
         original: Callable[[], CompiledFn],
         steps: Steps,
     ) -> None:
         self._codes = [first]
-        self._again: Callable[[int], Code | None] | None = again
+        self._again: Callable[[int], PackedCode | None] | None = again
         self._before = before
         self._facts = tuple(facts)
         self._compile_original = original
@@ -150,12 +150,12 @@ class Unpadded:
         code = None if failed else self._code(number, args)
         if code is None and not failed:
             failed = (f"there is code for {number} tokens",)
-        self._steps.last.append(Step(fill=number / max(real.numel(), 1), failed=failed))
+        self._steps.last.append(UnpaddedStep(fill=number / max(real.numel(), 1), failed=failed))
         if code is None:
             return self.original(*args)
         return code.run(*args, *whole.first(number).inputs)
 
-    def _code(self, number: int, args: Sequence[Any]) -> Code | None:
+    def _code(self, number: int, args: Sequence[Any]) -> PackedCode | None:
         """Code that serves so many tokens; None if there is none."""
         found = next((code for code in self._codes if code.guards.hold(number, args)), None)
         if found is not None or self._again is None:

@@ -36,7 +36,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attn_compiler.lowerings.decode import plan
 from attn_compiler.lowerings.decode import schedule as decode_schedule
-from attn_compiler.lowerings.decode.plan import Call, Schedule
+from attn_compiler.lowerings.decode.plan import DecodeCall, Schedule
 from attn_compiler.target import Target
 from benchmarks import decode_cases, decode_reading, harness
 from benchmarks.decode_cases import TRIED, Case, Problem
@@ -80,7 +80,7 @@ Calls = list[Callable[[], Tensor]]
 
 def ours(problem: Problem, schedule: Schedule) -> Calls:
     """`attn_compiler::decode` with a schedule, once for each cache."""
-    call = Call(spec=problem.spec, schedule=schedule)
+    call = DecodeCall(spec=problem.spec, schedule=schedule)
     tiles = problem.case.batch * problem.case.heads_kv * plan.rows_of(problem.spec)[1]
     named = {**problem.named, "count": torch.zeros(tiles, dtype=torch.int32, device=problem.q.device)}
     operands = [named[name] for name in plan.of(call).operands]

@@ -162,7 +162,7 @@ def compile_all(found: Sequence[Timed]) -> None:
         return
     for timed in found:
         if timed.is_body:
-            call = ahead.Call(body=timed.function, arguments=imagined.described(timed.arguments), named=())
+            call = ahead.LaunchingCall(body=timed.function, arguments=imagined.described(timed.arguments), named=())
             with timed.planned():
                 ahead.note_launches(call, begun.note)
     begun.compiled()

@@ -32,7 +32,7 @@ from rich.table import Table
 from torch import Tensor
 
 from attn_compiler.lowerings.decode import latent_schedule, plan
-from attn_compiler.lowerings.decode.plan import Call, Schedule
+from attn_compiler.lowerings.decode.plan import DecodeCall, Schedule
 from attn_compiler.masks import MaskSpec
 from attn_compiler.scores import ScoreSpec
 from attn_compiler.spec import AttentionSpec, LatentSpec, TensorSpec
@@ -238,7 +238,7 @@ class Problem:
 
     def calls(self, schedule: Schedule) -> bench_decode.Calls:
         """`attn_compiler::decode_latent`, once for each cache. Its length is the filled part: a view of the cache."""
-        call = Call(spec=self.spec, schedule=schedule, of_latent=True)
+        call = DecodeCall(spec=self.spec, schedule=schedule, of_latent=True)
         text, filled = call.to_text(), self.case.filled
 
         def of(latent: Tensor, rope: Tensor) -> harness.Step:

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 
 from attn_compiler.torch_packed import Guards
-from attn_compiler.unpadding import MOST_CODES, Batch, Code, Steps, Unpadded
+from attn_compiler.unpadding import MOST_CODES, Batch, PackedCode, Steps, Unpadded
 
 REAL = torch.tensor([[True, False, True], [False, False, False], [True, True, True]])
 
@@ -22,10 +22,10 @@ class Asking:
 
 
 def unpadded(made: list[int], steps: Steps, *, most: int, fact: bool = True) -> Unpadded:
-    def code(up_to: int) -> Code:
-        return Code(run=lambda *args: ("packed", up_to, len(args)), guards=cast(Guards, Asking(up_to)))
+    def code(up_to: int) -> PackedCode:
+        return PackedCode(run=lambda *args: ("packed", up_to, len(args)), guards=cast(Guards, Asking(up_to)))
 
-    def again(number: int) -> Code:
+    def again(number: int) -> PackedCode:
         made.append(number)
         return code(number)
 

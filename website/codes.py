@@ -9,7 +9,7 @@ import re
 import sys
 import textwrap
 
-from attn_compiler.code_pages import PAGES, SECTIONS, Kind, Page
+from attn_compiler.code_pages import PAGES, SECTIONS, ExampleKind, Page
 
 HEAD = """# Codes
 
@@ -23,9 +23,9 @@ This list is made by `python -m website.codes > docs/codes.md`.
 _WIDTH = 88
 _CODE = re.compile(r"\bAC[1-9]\d\d\b")
 _KINDS = {
-    Kind.DECISION: "One lowering is asked about one attention, on a made-up machine, so this needs no GPU:",
-    Kind.PROGRAM: "`attn_compiler.explain(model, *inputs)` says so of this program:",
-    Kind.RAISES: "This raises it:",
+    ExampleKind.DECISION: "One lowering is asked about one attention, on a made-up machine, so this needs no GPU:",
+    ExampleKind.PROGRAM: "`attn_compiler.explain(model, *inputs)` says so of this program:",
+    ExampleKind.RAISES: "This raises it:",
 }
 
 
@@ -51,12 +51,12 @@ def page(code: Page, line: str | None) -> str:
 
 
 def _example(code: Page, line: str | None) -> str:
-    if code.kind is Kind.TOLD:
+    if code.kind is ExampleKind.TOLD:
         return code.example
     names, said = "", _KINDS[code.kind]
     if "\noptions = " in code.example:
         said = said.replace("*inputs)", "*inputs, options=options)")
-    if code.kind is Kind.DECISION:
+    if code.kind is ExampleKind.DECISION:
         names = (
             "\n\n`why_not` and `attention` are those of `website/examples.py`. Where nothing is said, the attention is in bfloat16 "
             "and without a mask."

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import attn_compiler
 from attn_compiler import masks, scores
-from attn_compiler.code_pages import Kind, Page
+from attn_compiler.code_pages import ExampleKind, Page
 from attn_compiler.decisions import Reason
 from attn_compiler.errors import AttnCompilerError
 from attn_compiler.fp8_recipe import Fp8Recipe
@@ -106,25 +106,25 @@ NAMES: dict[str, Any] = {
 def given(page: Page) -> tuple[str, ...]:
     """The lines that a page's example gives, each with its code: reasons as text, or the error's message. None of words."""
     match page.kind:
-        case Kind.DECISION:
+        case ExampleKind.DECISION:
             return tuple(map(str, eval(page.example, dict(NAMES))))
-        case Kind.PROGRAM:
+        case ExampleKind.PROGRAM:
             return tuple(dict.fromkeys(str(reason) for reason in _of_program(page.example)))
-        case Kind.RAISES:
+        case ExampleKind.RAISES:
             try:
                 exec(page.example, dict(NAMES))
             except AttnCompilerError as error:
                 # Dynamo adds lines of its own.
                 return (str(error).partition("\n")[0],)
             raise AssertionError(f"the example of {page.code} raises nothing")
-        case Kind.TOLD:
+        case ExampleKind.TOLD:
             return ()
 
 
 def own_line(page: Page) -> str | None:
     """The line of the page's own code; None of an example in words. Raises AssertionError if its example does not give its code."""
     lines = given(page)
-    if page.kind is Kind.TOLD:
+    if page.kind is ExampleKind.TOLD:
         return None
     found = next((line for line in lines if line.endswith(f"({page.code})")), None)
     if found is None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from attn_compiler.code_pages import choices, dtensors, errors, faults, machine, misses, padding, scores, tensors
-from attn_compiler.code_pages.page import Kind, Page
+from attn_compiler.code_pages.page import ExampleKind, Page
 from attn_compiler.codes import Code
 
-__all__ = ["PAGES", "SECTIONS", "Kind", "Page", "page_of"]
+__all__ = ["PAGES", "SECTIONS", "ExampleKind", "Page", "page_of"]
 
 #: (heading, pages), in the order of the codes
 SECTIONS: tuple[tuple[str, tuple[Page, ...]], ...] = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_compiler.code_pages.page import Kind, Page
+from attn_compiler.code_pages.page import ExampleKind, Page
 from attn_compiler.codes import Code
 
 PAGES = (
@@ -12,7 +12,7 @@ PAGES = (
         cause="Attention in FP8 has coarser numbers, so it runs only where `options={'fp8_recipe': ...}` asks for it. "
         "This reason stands at each lowering in FP8 of each model without a recipe.",
         remedy="Nothing to do, unless you want FP8: `options={'fp8_recipe': attn_compiler.Fp8Recipe()}`.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example='why_not("triton_fp8", attention(), Target.fake())',
     ),
     Page(
@@ -21,7 +21,7 @@ PAGES = (
         cause="Kernels in FP8 differ in how they scale, which formats they take, and whether they have a backward in "
         "FP8.",
         remedy="Change the recipe as the remedy in the report says. Another kernel may serve it as it is.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example='why_not("triton_fp8", attention(needs_grad=True, fp8=Fp8Recipe(backward=True)), Target.fake())',
     ),
     Page(
@@ -30,7 +30,7 @@ PAGES = (
         cause="Rounding q, k and v takes time. For few keys, or a small batch, it takes more than what the kernel "
         "saves. The report has the measurement.",
         remedy="Nothing to do for speed. `Fp8Recipe(force=True)` takes FP8 all the same.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example="""why_not(
     "triton_fp8",
     attention(batch=1, length=512, head_dim=64, fp8=Fp8Recipe()),
@@ -44,7 +44,7 @@ PAGES = (
         cause="FlexAttention's kernel, or a library's, holds no number for each score. A lowering that does may not "
         "take its place: a model that fits into memory would no longer fit.",
         remedy="`options={'lowering': 'math'}`, or the name in the report, takes it all the same.",
-        kind=Kind.PROGRAM,
+        kind=ExampleKind.PROGRAM,
         example="""from torch.nn.attention.flex_attention import flex_attention
 
 
@@ -60,7 +60,7 @@ inputs = (torch.randn(1, 2, 128, 16), torch.randn(128, 128))""",
         cause="`rows` computes each row of a batch by itself and leaves out keys that its mask shuts out. Here it shuts "
         "out none.",
         remedy="There is nothing to do: PyTorch's kernel is as fast.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example='why_not("rows", attention(device="cpu", dtype="float32"), Target.fake(device="cpu"))',
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_compiler.code_pages.page import Kind, Page
+from attn_compiler.code_pages.page import ExampleKind, Page
 from attn_compiler.codes import Code
 
 _PROCESSES = "It takes several processes. tests/distributed has the programs that meet it."
@@ -15,7 +15,7 @@ PAGES = (
         "of its queries. A kernel of one process can't compute that attention.",
         remedy="Redistribute q, k and v over heads or over the batch before the attention, or to `Replicate()`. "
         "PyTorch's own `context_parallel` keeps its attention.",
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example=f"{_PROCESSES} q, k and v are placed as `Shard(2)`.",
     ),
     Page(
@@ -25,7 +25,7 @@ PAGES = (
         "along another axis, lies on another mesh, or is no DTensor.",
         remedy="Redistribute q, k and v to the same placements before the attention, and a mask as q is, or give it one "
         "element along what is sharded.",
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example=f"{_PROCESSES} q is `Shard(1)` and k is `Replicate()`.",
     ),
     Page(
@@ -34,7 +34,7 @@ PAGES = (
         cause="PyTorch draws random numbers for DTensors in a way of its own, which a kernel of one process would not "
         "draw.",
         remedy="Leave out attention dropout, or call the attention on local tensors (`x.to_local()`).",
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example=f"{_PROCESSES} `scaled_dot_product_attention(q, k, v, dropout_p=0.1)` is called on DTensors.",
     ),
     Page(
@@ -43,7 +43,7 @@ PAGES = (
         cause="Heads or rows do not divide evenly among the processes, a sum is only partly made, or a size is a symbol "
         "and nobody knows.",
         remedy="Choose a number of processes that divides the heads, or compile with `dynamic=False`.",
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example=f"{_PROCESSES} 3 heads are sharded over 2 processes.",
     ),
     Page(
@@ -52,7 +52,7 @@ PAGES = (
         cause="An op in between is not known to be the same on shares as on the whole, or what it gives differs in "
         "shape or dtype.",
         remedy="Call the attention on local tensors (`x.to_local()`), and make a DTensor of its result.",
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example=f"{_PROCESSES} An op writes in place to the scores, which are a DTensor.",
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_compiler.code_pages.page import Kind, Page
+from attn_compiler.code_pages.page import ExampleKind, Page
 from attn_compiler.codes import Code
 
 _DUMP = "`options={'dump_dir': 'attn_dumps'}` writes the graphs before and after each pass. Please report it with that dump."
@@ -15,7 +15,7 @@ PAGES = (
         "message has the nearest names.",
         remedy="Take a name from the message. `attn_compiler.Options` documents ours, `torch._inductor.list_options()` "
         "lists Inductor's.",
-        kind=Kind.RAISES,
+        kind=ExampleKind.RAISES,
         example='attn_compiler.explainer(options={"lowerin": "math"})',
     ),
     Page(
@@ -24,7 +24,7 @@ PAGES = (
         cause="A value of `options=`, of `mode=` or of an `Fp8Recipe` is of another type, or not one of those that are "
         "allowed.",
         remedy="Give what the message says that the option takes.",
-        kind=Kind.RAISES,
+        kind=ExampleKind.RAISES,
         example='attn_compiler.explainer(options={"unpad": "yes"})',
     ),
     Page(
@@ -33,7 +33,7 @@ PAGES = (
         cause="The backend uses parts of `torch.compile` that change between releases, so it refuses a torch that it "
         "was not tried with.",
         remedy="Install a torch of the range in the message.",
-        kind=Kind.RAISES,
+        kind=ExampleKind.RAISES,
         example='raise attn_compiler.UnsupportedTorch(found="2.10.0", minimum="2.11", limit="2.16")',
     ),
     Page(
@@ -42,7 +42,7 @@ PAGES = (
         cause="`options={'lowering': NAME}` asks for one kernel alone, and the machine has no such GPU or library.",
         remedy="Leave the option out, and the best that is available is taken. `python -m attn_compiler doctor` lists "
         "what is.",
-        kind=Kind.RAISES,
+        kind=ExampleKind.RAISES,
         example="""model = torch.compile(
     lambda q: F.scaled_dot_product_attention(q, q, q), backend="attn_compiler", options={"lowering": "sdpa_flash"}
 )
@@ -53,7 +53,7 @@ model(torch.randn(1, 2, 8, 16))""",
         title="The FP8 recipe applies to no attention",
         cause="The patterns in the recipe's `exclude` match the module path of every attention of a graph.",
         remedy="Give other patterns, or no recipe. `attn_compiler.explain(model, ...)` lists the paths.",
-        kind=Kind.RAISES,
+        kind=ExampleKind.RAISES,
         example="""recipe = attn_compiler.Fp8Recipe(exclude=("*",))
 model = torch.compile(
     lambda q: F.scaled_dot_product_attention(q, q, q), backend="attn_compiler", options={"fp8_recipe": recipe}
@@ -67,7 +67,7 @@ model(torch.randn(1, 2, 8, 16))""",
         "or with values that no history can hold. Nothing was loaded.",
         remedy="Run the model once before loading, so that its histories are there. Or load nothing: delayed scales are "
         "found anew in the first steps.",
-        kind=Kind.RAISES,
+        kind=ExampleKind.RAISES,
         example='attn_compiler.load_fp8_state_dict({"layers.0/amax": torch.zeros(16, 3)})',
     ),
     Page(
@@ -76,7 +76,7 @@ model(torch.randn(1, 2, 8, 16))""",
         cause="`attn_compiler.rewrite` takes what `torch.export.export` returns.",
         remedy="Export the model first. A model that is not exported is compiled by `torch.compile(model, "
         "backend='attn_compiler')`.",
-        kind=Kind.RAISES,
+        kind=ExampleKind.RAISES,
         example="attn_compiler.rewrite(torch.nn.Linear(2, 2))",
     ),
     Page(
@@ -85,7 +85,7 @@ model(torch.randn(1, 2, 8, 16))""",
         cause="`attn_compiler.rewrite` was asked for `verify`, `unpad` or an option of Inductor, or the program has its "
         "backward in it.",
         remedy="Do what the message says.",
-        kind=Kind.RAISES,
+        kind=ExampleKind.RAISES,
         example="""program = torch.export.export(torch.nn.Linear(2, 2), (torch.randn(1, 2),))
 attn_compiler.rewrite(program, {"verify": True})""",
     ),
@@ -95,7 +95,7 @@ attn_compiler.rewrite(program, {"verify": True})""",
         cause="An exception of ours, which `options={'strict': True}` raises. Without it this is a warning, and what "
         "the pass failed on is left as the model made it.",
         remedy=_DUMP,
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example="It takes a fault of this package. tests/passes/test_faults.py makes one in each pass.",
     ),
     Page(
@@ -104,7 +104,7 @@ attn_compiler.rewrite(program, {"verify": True})""",
         cause="Something of ours failed around the passes, or the inner compiler failed on the graph that they made. "
         "Without `strict` the model's own graph is compiled, and this is a warning.",
         remedy=_DUMP,
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example="It takes a fault of this package or of the inner compiler. tests/test_always_runs.py makes such faults.",
     ),
     Page(
@@ -112,7 +112,7 @@ attn_compiler.rewrite(program, {"verify": True})""",
         title="A pass broke the graph",
         cause="Between passes the graph is checked (`check_invariants`), and something no longer held.",
         remedy=_DUMP,
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example="It takes a fault of this package. tests/passes/test_verify.py breaks graphs in each way that is checked.",
     ),
     Page(
@@ -122,7 +122,7 @@ attn_compiler.rewrite(program, {"verify": True})""",
         "and one differs by more than rounding.",
         remedy="Do not use the result. `options={'lowering': 'untouched'}` leaves every attention as the model made it. "
         + _DUMP,
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example="It takes a fault of this package. tests/verifying plants such faults.",
     ),
     Page(
@@ -130,7 +130,7 @@ attn_compiler.rewrite(program, {"verify": True})""",
         title="cuDNN runs no plan",
         cause="cuDNN did not build a graph when it was run, or can't be used.",
         remedy="Leave cuDNN's graphs out: `options={'lowerings': [...]}` with the others. Or install another cuDNN.",
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example="It takes a GPU and the extra `[cudnn]`, with a shape that cuDNN refuses only when it runs.",
     ),
     Page(
@@ -139,7 +139,7 @@ attn_compiler.rewrite(program, {"verify": True})""",
         cause="With `options={'context_parallel': ...}` each rank has a part of every sequence. Something besides attention reads more "
         "than its own position, or an attention can't be computed that way. Each rank would compute something else.",
         remedy="Do what the message says, or compile without `context_parallel`.",
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example="It takes several processes.",
     ),
     Page(
@@ -147,7 +147,7 @@ attn_compiler.rewrite(program, {"verify": True})""",
         title="A tensor can't be cut over ranks, or put together again",
         cause="A method of `ContextParallel` was given a tensor, a name or a length that does not fit its layout.",
         remedy="Give what the message says: most often lengths that the layout divides evenly.",
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example="It takes several processes. tests/context_parallel has such calls.",
     ),
     Page(
@@ -155,7 +155,7 @@ attn_compiler.rewrite(program, {"verify": True})""",
         title="A report could not be written to a file",
         cause="`report.save(path)` was given a path that can't be written: its folder is not there, or is read-only.",
         remedy="Give another path. `report.to_html()` gives the text of the page.",
-        kind=Kind.RAISES,
+        kind=ExampleKind.RAISES,
         example='attn_compiler.reports().save("a/folder/that/is/not/there/report.html")',
     ),
 )

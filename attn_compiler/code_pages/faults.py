@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_compiler.code_pages.page import Kind, Page
+from attn_compiler.code_pages.page import ExampleKind, Page
 from attn_compiler.codes import Code
 
 _REPORT = (
@@ -17,7 +17,7 @@ PAGES = (
         cause="An exception of ours was caught. It cost this attention alone: that part of the graph is as the model "
         "made it, and its numbers are right.",
         remedy=_REPORT,
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example="It takes a fault of this package. tests/passes/test_faults.py makes one in each pass.",
     ),
     Page(
@@ -26,7 +26,7 @@ PAGES = (
         cause="Inductor, or another inner compiler, failed on the graph that the passes had made. The model's own graph "
         "was compiled instead.",
         remedy=_REPORT,
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example="It takes a fault of the inner compiler. tests/test_always_runs.py has a compiler that fails.",
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_compiler.code_pages.page import Kind, Page
+from attn_compiler.code_pages.page import ExampleKind, Page
 from attn_compiler.codes import Code
 
 PAGES = (
@@ -14,7 +14,7 @@ PAGES = (
         "does.",
         remedy="Switch the kernel on again, or compile outside of the context. If you switched it off on purpose, there "
         "is nothing to do.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example='why_not("sdpa_flash", attention(), Target.fake(disabled=frozenset({"flash"})))',
     ),
     Page(
@@ -24,7 +24,7 @@ PAGES = (
         "lowerings, and nothing is wrong.",
         remedy="`model.to('cuda')`, and its inputs too, if there is a GPU. `python -m attn_compiler doctor` says what "
         "each device can run.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example='why_not("sdpa_flash", attention(device="cpu"), Target.fake(device="cpu"))',
     ),
     Page(
@@ -34,7 +34,7 @@ PAGES = (
         "(H100, H200), `sm80` Ampere's A100, `sm100` Blackwell of data centers.",
         remedy="There is nothing to do: the next kernel in the order serves. The page *Supported* says which kernel runs "
         "where.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example='why_not("hopper", attention(), Target.fake(sm=80))',
     ),
     Page(
@@ -42,7 +42,7 @@ PAGES = (
         title="The process sees GPUs of several architectures",
         cause="FlashAttention-4 asks the current device once, and takes the answer for all of them.",
         remedy="Show the process GPUs of one kind: `CUDA_VISIBLE_DEVICES=0,1`.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example='why_not("fa4", attention(), Target.fake(mixed_gpus=True, flash_attn_4="4.0.0b36"))',
     ),
     Page(
@@ -52,7 +52,7 @@ PAGES = (
         "Triton comes with torch's CUDA builds.",
         remedy="Install it if you want that kernel: `pip install 'attn_compiler[fa4]'`, `pip install "
         "'attn_compiler[cudnn]'` or `pip install triton`. Without it the next kernel serves.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example='why_not("fa4", attention(), Target.fake())',
     ),
     Page(
@@ -61,7 +61,7 @@ PAGES = (
         cause="The kernel was written for some versions of its library. Of an older one functions are missing. A newer "
         "beta may have changed them.",
         remedy="Install a version that the rule names.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example='why_not("triton", attention(), Target.fake(triton="3.1.0"))',
     ),
     Page(
@@ -71,7 +71,7 @@ PAGES = (
         "the link to where that is told. The list is `attn_compiler/lowerings/shared/known_bad.py`.",
         remedy="Update the library, as the remedy in the report says. Until then another kernel serves, and its numbers "
         "are right.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example='why_not("sdpa_cudnn", attention(), Target.fake(cudnn=91000))',
     ),
     Page(
@@ -80,7 +80,7 @@ PAGES = (
         cause="`torch.use_deterministic_algorithms(True)` was in force, and cuDNN's kernels add up gradients in no "
         "fixed order.",
         remedy="`torch.use_deterministic_algorithms(False)` if speed matters more. Else there is nothing to do.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example='why_not("sdpa_cudnn", attention(), Target.fake(deterministic=True))',
     ),
     Page(
@@ -90,7 +90,7 @@ PAGES = (
         "launched from Python by this package.",
         remedy="There is nothing to do: PyTorch's own kernels go into the program. `torch.compile(model, "
         "backend='attn_compiler')` takes all.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example='why_not("hopper", attention(length=4096), Target.fake(packaged=True), chosen=True)',
     ),
     Page(
@@ -99,7 +99,7 @@ PAGES = (
         cause="With `TRITON_INTERPRET=1` kernels run in Triton's interpreter, for debugging. It multiplies the bits of "
         "bfloat16 as integers.",
         remedy="Unset `TRITON_INTERPRET`, or call `model.float()`.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example='why_not("triton", attention(), Target.fake(triton_interpreted=True))',
     ),
     Page(
@@ -108,7 +108,7 @@ PAGES = (
         cause="Nothing spoke against cuDNN until it was asked to build this graph, and then it refused. What it said "
         "stands in the report.",
         remedy="A newer cuDNN may build it. Until then another kernel serves.",
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example="It takes a GPU and the extra `[cudnn]`. cuDNN then refuses a shape that its documentation does not speak of.",
     ),
     Page(
@@ -118,7 +118,7 @@ PAGES = (
         "The report has the compiler's message.",
         remedy="Install another version that `pip install 'attn_compiler[fa4]'` allows. Until then another kernel "
         "serves.",
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example="It takes a GPU and the extra `[fa4]`, and a beta of CuTe that its compiler fails with.",
     ),
     Page(
@@ -126,7 +126,7 @@ PAGES = (
         title="The kernel wants too much memory beside the tensors",
         cause="The backward of a cuDNN graph with a bias holds a number for each score.",
         remedy="Use a smaller batch or shorter sequences. Else another kernel serves.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example="""why_not(
     "cudnn",
     attention(

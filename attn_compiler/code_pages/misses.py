@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from attn_compiler.code_pages.page import Kind, Page
+from attn_compiler.code_pages.page import ExampleKind, Page
 from attn_compiler.codes import Code
 
 _Q = "inputs = (torch.randn(1, 2, 8, 16, requires_grad=True),)"
-_PROGRAM = Kind.PROGRAM
+_PROGRAM = ExampleKind.PROGRAM
 
 PAGES = (
     Page(
@@ -130,7 +130,7 @@ inputs = (torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16), torch.randn(1, 2, 
         "autograd.Function or a higher-order op. There is no place in the graph where its output could be "
         "replaced.",
         remedy="Call the attention outside of that function.",
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example="It takes a function that Dynamo keeps as one node and whose inside is seen when it is traced.",
     ),
     Page(
@@ -194,7 +194,7 @@ inputs = (torch.randn(1, 2, 8, 16),)""",
         cause="It is nested, sparse, quantised or of another class that wraps tensors. What its ops do is not written "
         "in the graph.",
         remedy="Call attention on plain tensors, such as the result of a linear layer with quantised weights.",
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example="A tensor of a class that wraps tensors is given as q. tests/passes/test_closed.py has such calls.",
     ),
     Page(
@@ -202,7 +202,7 @@ inputs = (torch.randn(1, 2, 8, 16),)""",
         title="An exported program's attention is under autocast",
         cause="`torch.export` keeps what runs under `with torch.autocast` as a body of its own, which is left as it is.",
         remedy="Export the model in the dtype that autocast would have given: `model.bfloat16()`, without autocast.",
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example="A model whose `forward` has `with torch.autocast` is exported and rewritten.",
     ),
     Page(
@@ -250,7 +250,7 @@ inputs = tuple(torch.randn(1, 2, 8, 16) for _ in range(3))""",
         cause="flash_attn's or xFormers' op is known, but one of its arguments (paged keys, a softcap with a mask, say) "
         "is not.",
         remedy="Load the model with `attn_implementation='sdpa'`. Else the library's kernel runs as before.",
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example="It takes flash_attn or xFormers. tests/passes/test_library_calls.py has stand-ins of their ops.",
     ),
     Page(

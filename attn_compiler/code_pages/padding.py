@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_compiler.code_pages.page import Kind, Page
+from attn_compiler.code_pages.page import ExampleKind, Page
 from attn_compiler.codes import Code
 
 _INPUTS = """inputs = (torch.randn(3, 10, 16), torch.arange(10) < torch.tensor([[4], [10], [7]]))
@@ -30,7 +30,7 @@ PAGES = (
         "convolves or normalises over positions or rows, so it reads padding, or nothing is known of it.",
         remedy="Multiply by the mask before a sum over positions. Batch norm, convolutions and `cumsum` over positions "
         "keep padding in.",
-        kind=Kind.PROGRAM,
+        kind=ExampleKind.PROGRAM,
         example=_model("return y.cumsum(1)"),
     ),
     Page(
@@ -41,7 +41,7 @@ PAGES = (
         "is written out.",
         remedy="Pass `attention_mask`. Load the model with `attn_implementation='sdpa'`. Make masks inside of the "
         "compiled model.",
-        kind=Kind.PROGRAM,
+        kind=ExampleKind.PROGRAM,
         example=_model("return y", attention="F.scaled_dot_product_attention(q, q, q)"),
     ),
     Page(
@@ -51,7 +51,7 @@ PAGES = (
         "understood, or runs in FP8.",
         remedy="Train without gradient checkpointing. Load the model with `attn_implementation='sdpa'`. Give no "
         "`fp8_recipe`.",
-        kind=Kind.PROGRAM,
+        kind=ExampleKind.PROGRAM,
         example="""from torch.utils.checkpoint import checkpoint
 
 
@@ -72,7 +72,7 @@ options = {"unpad": True}""",
         title="A cache of keys and values is given back",
         cause="The model returns its keys and values, which a later call would read with their padding.",
         remedy="Call the model with `use_cache=False`.",
-        kind=Kind.PROGRAM,
+        kind=ExampleKind.PROGRAM,
         example=f"""def model(x, mask):
     for _ in range(2):
         q = x.view(3, 10, 2, 8).transpose(1, 2)
@@ -88,7 +88,7 @@ options = {"unpad": True}""",
         title="Dropout's result is read at padding, too",
         cause="The same random numbers would have to be drawn twice: for real tokens, and for all.",
         remedy="Do not return hidden states in training (`output_hidden_states=False`).",
-        kind=Kind.PROGRAM,
+        kind=ExampleKind.PROGRAM,
         example=f"""def model(x, mask):
     x = F.dropout(x, 0.5)
     q = x.view(3, 10, 2, 8).transpose(1, 2)
@@ -105,7 +105,7 @@ options = {"unpad": True}""",
         "worthwhile: `rows` on a CPU, `hopper` or `triton` on a GPU. Each refused, for instance because of "
         "float64 on a GPU or dropout on a CPU.",
         remedy="The reasons stand in the report. Use bfloat16 or float32, and `attention_dropout=0.0` on a CPU.",
-        kind=Kind.PROGRAM,
+        kind=ExampleKind.PROGRAM,
         example=_model(
             "return y",
             attention="F.scaled_dot_product_attention(q, q, q, attn_mask=mask[:, None, None, :], dropout_p=0.1)",
@@ -117,7 +117,7 @@ options = {"unpad": True}""",
         cause="Queries and keys come from different inputs (cross attention), or from a cache, or are laid out "
         "otherwise.",
         remedy="Call a decoder with `use_cache=False`. Cross attention keeps padding in.",
-        kind=Kind.PROGRAM,
+        kind=ExampleKind.PROGRAM,
         example="""def model(x, memory, mask):
     q, k = (t.view(3, 10, 2, 8).transpose(1, 2) for t in (x, memory))
     y = F.scaled_dot_product_attention(q, k, k, attn_mask=mask[:, None, None, :])
@@ -133,7 +133,7 @@ options = {"unpad": True}""",
         title="A size is asked for that packing would change",
         cause="The model computes with the number of positions, or has a symbolic size besides those of the batch.",
         remedy="Mark other sizes static, or compile with `dynamic=False`.",
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example="A model has a symbolic number of heads. It takes dynamic shapes, which `explain` has only after a second call.",
     ),
     Page(
@@ -141,7 +141,7 @@ options = {"unpad": True}""",
         title="What is packed is written in place",
         cause="A tensor is read as packed in one place and written in another, so the two forms would not agree.",
         remedy="Write the in-place op as one that gives a new tensor.",
-        kind=Kind.PROGRAM,
+        kind=ExampleKind.PROGRAM,
         example=f"""def model(x, mask):
     q = x.view(3, 10, 2, 8).transpose(1, 2)
     y = F.scaled_dot_product_attention(q, q, q, attn_mask=mask[:, None, None, :])
@@ -156,7 +156,7 @@ options = {"unpad": True}""",
         title="A value that packing needs is not in the graph, or is read by something that is not looked into",
         cause="Packing takes tensors of the captured graph. Here one exists only inside of a call, or a body reads it.",
         remedy="Call the model without higher-order ops around it (checkpointing, `torch.cond`).",
-        kind=Kind.TOLD,
+        kind=ExampleKind.TOLD,
         example="A mask is made inside of a call that Dynamo keeps whole.",
     ),
 )

@@ -8,7 +8,7 @@ from enum import Enum
 from attn_compiler.codes import Code
 
 
-class Kind(Enum):
+class ExampleKind(Enum):
     """How an example is run.
 
     DECISION: an expression; `why_not(lowering, attention(...), Target.fake(...))` gives reasons, without a GPU.
@@ -38,5 +38,5 @@ class Page:
     title: str
     cause: str
     remedy: str
-    kind: Kind
+    kind: ExampleKind
     example: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_compiler.code_pages.page import Kind, Page
+from attn_compiler.code_pages.page import ExampleKind, Page
 from attn_compiler.codes import Code
 
 PAGES = (
@@ -13,7 +13,7 @@ PAGES = (
         "such argument.",
         remedy="Our Triton kernels apply it on a GPU. If accuracy allows, switch it off in the model's config (Gemma 2: "
         "`attn_logit_softcapping=None`).",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example='why_not("sdpa_flash", attention(changes=(scores.Softcap(cap=50.0),)), Target.fake())',
     ),
     Page(
@@ -21,7 +21,7 @@ PAGES = (
         title="The kernel has no attention sinks",
         cause="One learned logit of each head joins the softmax and is dropped after it, as in gpt-oss.",
         remedy="There is nothing to do: our Triton kernels have sinks, on a GPU.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example='why_not("sdpa_flash", attention(changes=(scores.Sinks(requires_grad=False),)), Target.fake())',
     ),
     Page(
@@ -29,7 +29,7 @@ PAGES = (
         title="The kernel does not apply this change of the scores",
         cause="The model changes its scores in a way that was understood, and that this kernel has no argument for.",
         remedy="There is nothing to do: the attention stays right, on another kernel or as the model has it.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example='why_not("sdpa_flash", attention(changes=(scores.Unusual(what="a weight of each pair"),)), Target.fake())',
     ),
     Page(
@@ -38,7 +38,7 @@ PAGES = (
         cause="Kernels scale the scores inside of the softmax, where a negative, zero or very large factor gives NaN or "
         "loses digits.",
         remedy="Multiply q in the model instead, before the product: put the scale's sign, or its size, into q.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example='why_not("sdpa_flash", attention(scale=-0.125), Target.fake())',
     ),
     Page(
@@ -48,7 +48,7 @@ PAGES = (
         "bottom right. PyTorch's kernels know one of these. A cache of keys and values has the other.",
         remedy="Where lengths are symbols, compile with `dynamic=False`. Else another kernel serves, or the mask is "
         "passed as a tensor.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example="""why_not(
     "sdpa_efficient",
     attention(length=64, length_kv=128, mask=causal(masks.Alignment.BOTTOM_RIGHT)),
@@ -60,7 +60,7 @@ PAGES = (
         title="A causal mask and a mask tensor at once",
         cause="The kernel is not known to take both.",
         remedy="Put the diagonal into the mask tensor.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example='why_not("sdpa_cudnn", attention(mask=causal(dense=masks.Dense(shape=(2, 1, 1, 128), dtype="bool"))), Target.fake())',
     ),
     Page(
@@ -69,7 +69,7 @@ PAGES = (
         cause="The mask was understood: a window, padding, documents, chunks. This kernel has no argument that says it.",
         remedy="There is nothing to do where another kernel serves. If none does, build the mask from comparisons of "
         "positions, or pass none.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example="""why_not(
     "fa4",
     attention(mask=masks.MaskSpec(dense=masks.Dense(shape=(2, 1, 128, 128), dtype="bool"))),
@@ -84,7 +84,7 @@ PAGES = (
         remedy="Pass `is_causal=True`, or no mask, where the mask says only that. Make masks inside of the compiled "
         "model, so that they can be read: `attn_compiler.integrations.transformers.compile_model` does so for "
         "transformers.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example="""why_not(
     "sdpa_flash",
     attention(mask=masks.MaskSpec(dense=masks.Dense(shape=(2, 1, 128, 128), dtype="bool"))),
@@ -97,7 +97,7 @@ PAGES = (
         cause="The tensor does not broadcast to (batch, heads, queries, keys), or the kernel wants a row for each "
         "query.",
         remedy="Expand the mask to the shape in the rule.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example="""why_not(
     "sdpa_efficient",
     attention(mask=masks.MaskSpec(dense=masks.Dense(shape=(2, 1, 128, 64), dtype="bool"))),
@@ -109,7 +109,7 @@ PAGES = (
         title="The mask has a dtype that the kernel does not take",
         cause="The kernel reads truth values, or numbers of q's own dtype.",
         remedy="Cast the mask to q's dtype if rounding does it no harm. Distances above 256 are rounded in bfloat16.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example="""why_not(
     "sdpa_efficient",
     attention(mask=masks.MaskSpec(dense=masks.Dense(shape=(2, 1, 128, 128), dtype="float64"))),
@@ -121,7 +121,7 @@ PAGES = (
         title="Two tensors are added to the scores",
         cause="A mask and a learned bias, say. A call has one argument for both.",
         remedy="Add the two up in the model.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example="""why_not(
     "sdpa_efficient",
     attention(
@@ -137,7 +137,7 @@ PAGES = (
         cause="The model masks by adding a number such as -1e9. A kernel makes the weights anew in its backward, from "
         "the logarithm of a sum that is kept in float32. Beside 1e9 that logarithm has no digits left.",
         remedy="Mask by truth values, or by -inf.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example="""why_not(
     "sdpa_efficient",
     attention(
@@ -155,7 +155,7 @@ PAGES = (
         "A kernel makes the weights anew in its backward, from the logarithm of a sum. Beside such numbers that "
         "logarithm can't say how many keys there were.",
         remedy="Give the mask as truth values, or let every query see its own key.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example="""why_not(
     "sdpa_cpu_flash",
     attention(
@@ -177,7 +177,7 @@ PAGES = (
         "it.",
         remedy="There is nothing to do: our Triton kernels and PyTorch's memory-efficient one have it. In inference, "
         "`torch.no_grad()`.",
-        kind=Kind.DECISION,
+        kind=ExampleKind.DECISION,
         example="""why_not(
     "sdpa_cudnn",
     attention(needs_grad=True, bias=scores.DenseBias(shape=(1, 8, 128, 128), dtype="bfloat16")),

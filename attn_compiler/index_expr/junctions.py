@@ -67,7 +67,7 @@ def in_each(op: str, parts: list[Expr]) -> list[Expr]:
 # ---- what is known of a junction ----------------------------------------------------------------------------------
 
 
-class Known(NamedTuple):
+class KnownParts(NamedTuple):
     """What the parts of a junction are made of, as digests, so that more parts can be held against it at once.
 
     parts: themselves. settled: those that are no junctions, and their negations. leaves: what the junctions among them are made of.
@@ -80,18 +80,18 @@ class Known(NamedTuple):
     directions: frozenset[bytes]
 
 
-def known(whole: Apply, invert: Callable[[Expr], Expr]) -> Known:
+def known(whole: Apply, invert: Callable[[Expr], Expr]) -> KnownParts:
     """What is known of a junction; worked out once."""
     if "junction" not in whole.remembered:
         whole.remembered["junction"] = _known(whole.op, whole.args, invert)
-    found: Known = whole.remembered["junction"]
+    found: KnownParts = whole.remembered["junction"]
     return found
 
 
-def _known(op: str, parts: Iterable[Expr], invert: Callable[[Expr], Expr]) -> Known:
+def _known(op: str, parts: Iterable[Expr], invert: Callable[[Expr], Expr]) -> KnownParts:
     others = [part for part in parts if is_other(op, part)]
     atoms = [part for part in parts if not is_other(op, part)]
-    return Known(
+    return KnownParts(
         parts=frozenset([part.facts.digest for part in parts]),
         settled=frozenset([x.facts.digest for atom in atoms for x in (atom, invert(atom))]),
         leaves=frozenset().union(*map(leaves, others)),
@@ -119,7 +119,7 @@ def with_parts_apart(whole: Apply, more: Iterable[Expr], invert: Callable[[Expr]
     return made
 
 
-def joined_apart(op: str, whole: Known, new: list[Expr], invert: Callable[[Expr], Expr]) -> Known | None:
+def joined_apart(op: str, whole: KnownParts, new: list[Expr], invert: Callable[[Expr], Expr]) -> KnownParts | None:
     """What is known of a junction together with new parts, if no part follows from the others, or contradicts them, or is a bound
     on the same form; None if any does. No part is common to all then, as none was before."""
     own = [_known(op, (part,), invert) for part in new]
@@ -128,7 +128,7 @@ def joined_apart(op: str, whole: Known, new: list[Expr], invert: Callable[[Expr]
             return None
         if not (whole.settled.isdisjoint(more.leaves) and whole.leaves.isdisjoint(more.settled)):
             return None
-        whole = Known(*(mine | theirs for mine, theirs in zip(whole, more, strict=True)))
+        whole = KnownParts(*(mine | theirs for mine, theirs in zip(whole, more, strict=True)))
     return whole
 
 

@@ -24,7 +24,7 @@ from attn_compiler.meanings import Known
 from attn_compiler.options import Options
 from attn_compiler.passes import borders, remembered
 from attn_compiler.passes.borders import Border
-from attn_compiler.passes.remembered import Kept, Memory
+from attn_compiler.passes.remembered import KeptFile, Remembered
 from attn_compiler.passes.unit import Unit, units
 from attn_compiler.passes.work import Work, located, timed
 from attn_compiler.report import Report
@@ -163,7 +163,7 @@ def _rewrite(
 _CACHE = "cache"
 
 
-def _again(memory: Memory, kept: Kept, work: Work) -> Report | None:
+def _again(memory: Remembered, kept: KeptFile, work: Work) -> Report | None:
     """The report of what was done again; None, and graphs as they came, if it does not fit."""
     try:
         report = memory.apply(kept)

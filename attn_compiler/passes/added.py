@@ -13,7 +13,7 @@ from attn_compiler.passes.patterns.score_steps import MASKED_BELOW, STILL_MASKED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Added:
+class Summand:
     """One summand of what is added to a score: weight · value."""
 
     value: Expr
@@ -28,7 +28,7 @@ class Split:
     """
 
     allowed: Expr
-    added: tuple[Added, ...] = ()
+    added: tuple[Summand, ...] = ()
     fills: frozenset[float] = frozenset()
 
     def reach(self, within: Ranges) -> Reach:
@@ -54,7 +54,7 @@ def split(x: Expr, weight: float = 1.0, *, scores_up_to: float = 0.0, within: Ra
         found.allowed != ix.FALSE and shuts_out(found.fills, found.reach(within or {}), scores_up_to)
     ):
         return found
-    return Split(allowed=ix.TRUE, added=(Added(value=x, weight=weight),))
+    return Split(allowed=ix.TRUE, added=(Summand(value=x, weight=weight),))
 
 
 def _split(x: Expr, weight: float) -> Split:
@@ -72,7 +72,7 @@ def _split(x: Expr, weight: float) -> Split:
             found = _split(a, weight * factor)
             if found.allowed == ix.TRUE and len(found.added) > 1 and abs(weight * factor) >= -MASKED_BELOW:
                 # 3e38 · (1 - mask): its parts are so large that next to each of them all else that is added is rounded away.
-                return Split(allowed=ix.TRUE, added=(Added(value=a, weight=weight * factor),))
+                return Split(allowed=ix.TRUE, added=(Summand(value=a, weight=weight * factor),))
             return found
         case Apply(op="div", args=(a, Const(value=factor))) if _is_factor(factor):
             return _split(a, weight / factor)
@@ -81,15 +81,15 @@ def _split(x: Expr, weight: float) -> Split:
         case Apply(op="where", args=(condition, a, b)):
             return _split_choice(x, condition, _split(a, weight), _split(b, weight), weight)
         case _:
-            return Split(allowed=ix.TRUE, added=(Added(value=x, weight=weight),))
+            return Split(allowed=ix.TRUE, added=(Summand(value=x, weight=weight),))
 
 
 def _is_factor(x: float) -> bool:
     return math.isfinite(x) and x != 0
 
 
-def _unless_zero(x: Const, weight: float) -> tuple[Added, ...]:
-    return () if x.value == 0 else (Added(value=x, weight=weight),)
+def _unless_zero(x: Const, weight: float) -> tuple[Summand, ...]:
+    return () if x.value == 0 else (Summand(value=x, weight=weight),)
 
 
 def _split_choice(x: Expr, condition: Expr, yes: Split, no: Split, weight: float) -> Split:
@@ -98,12 +98,12 @@ def _split_choice(x: Expr, condition: Expr, yes: Split, no: Split, weight: float
     if yes.allowed == ix.FALSE or no.allowed == ix.FALSE:
         return Split(allowed=allowed, added=yes.added + no.added, fills=fills)
     if yes.allowed == no.allowed == ix.TRUE and (yes.added or no.added):
-        return Split(allowed=allowed, added=(Added(value=x, weight=weight),))
+        return Split(allowed=allowed, added=(Summand(value=x, weight=weight),))
     value = ix.where(condition, total(yes.added), total(no.added))
-    return Split(allowed=allowed, added=() if value == Const(0.0) else (Added(value=value),), fills=fills)
+    return Split(allowed=allowed, added=() if value == Const(0.0) else (Summand(value=value),), fills=fills)
 
 
-def total(added: tuple[Added, ...]) -> Expr:
+def total(added: tuple[Summand, ...]) -> Expr:
     """The summands as one expression."""
     whole: Expr = Const(0.0)
     for part in added:

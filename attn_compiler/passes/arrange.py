@@ -22,7 +22,7 @@ Resolve = Callable[[Size], Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class View:
+class ViewCall:
     """One view call: function(x, *args); a Size in args stands for a number to be resolved."""
 
     function: Call
@@ -33,7 +33,7 @@ class View:
 class Recipe:
     """Views to apply in order. `text` identifies the recipe."""
 
-    views: list[View] = field(default_factory=list)
+    views: list[ViewCall] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -77,7 +77,7 @@ def arrange(root_dims: Dims, reads: dict[Atom, Atom], target: Sequence[Dim], *, 
 def _split(recipe: Recipe, own: list[Dim]) -> None:
     for i in range(len(own) - 1, -1, -1):
         if len(own[i]) > 1:
-            recipe.views.append(View(function=torch.unflatten, args=(i, tuple(a.size for a in own[i]))))
+            recipe.views.append(ViewCall(function=torch.unflatten, args=(i, tuple(a.size for a in own[i]))))
 
 
 def _drop_units(recipe: Recipe, own: list[Dim]) -> dict[Atom, int]:
@@ -85,7 +85,7 @@ def _drop_units(recipe: Recipe, own: list[Dim]) -> dict[Atom, int]:
     atoms = [a for dim in own for a in (dim or (Atom(axes.ONE),))]
     for i in range(len(atoms) - 1, -1, -1):
         if atoms[i].size == axes.ONE:
-            recipe.views.append(View(function=torch.squeeze, args=(i,)))
+            recipe.views.append(ViewCall(function=torch.squeeze, args=(i,)))
     return {a: i for i, a in enumerate(a for a in atoms if a.size != axes.ONE)}
 
 
@@ -100,11 +100,11 @@ def _wanted(dim: Dim, reads: dict[Atom, Atom], position: dict[Atom, int], *, bro
     return atoms
 
 
-def _permutation(order: list[int]) -> View:
+def _permutation(order: list[int]) -> ViewCall:
     moved = [i for i, at in enumerate(order) if i != at]
     if len(moved) == 2:
-        return View(function=torch.transpose, args=tuple(moved))
-    return View(function=torch.permute, args=(tuple(order),))
+        return ViewCall(function=torch.transpose, args=tuple(moved))
+    return ViewCall(function=torch.permute, args=(tuple(order),))
 
 
 def _insert_broadcasts(recipe: Recipe, wanted: list[Dim], reads: dict[Atom, Atom], position: dict[Atom, int]) -> None:
@@ -113,23 +113,23 @@ def _insert_broadcasts(recipe: Recipe, wanted: list[Dim], reads: dict[Atom, Atom
         if _varies(atom, reads, position):
             sizes.append(-1)
         else:
-            recipe.views.append(View(function=torch.unsqueeze, args=(index,)))
+            recipe.views.append(ViewCall(function=torch.unsqueeze, args=(index,)))
             sizes.append(atom.size)
     if any(s != -1 for s in sizes):
-        recipe.views.append(View(function=torch.broadcast_to, args=(tuple(sizes),)))
+        recipe.views.append(ViewCall(function=torch.broadcast_to, args=(tuple(sizes),)))
 
 
 def _merge(recipe: Recipe, wanted: list[Dim]) -> None:
     for index, dim in enumerate(wanted):
         if len(dim) > 1:
-            recipe.views.append(View(function=torch.flatten, args=(index, index + len(dim) - 1)))
+            recipe.views.append(ViewCall(function=torch.flatten, args=(index, index + len(dim) - 1)))
         elif not dim:
-            recipe.views.append(View(function=torch.unsqueeze, args=(index,)))
+            recipe.views.append(ViewCall(function=torch.unsqueeze, args=(index,)))
 
 
 def simplified(recipe: Recipe) -> Recipe:
     """The recipe without pairs of views that undo each other."""
-    views: list[View] = []
+    views: list[ViewCall] = []
     for view in recipe.views:
         if views and _undoes(views[-1], view):
             views.pop()
@@ -138,7 +138,7 @@ def simplified(recipe: Recipe) -> Recipe:
     return Recipe(views=views)
 
 
-def _undoes(first: View, second: View) -> bool:
+def _undoes(first: ViewCall, second: ViewCall) -> bool:
     if first.function is torch.squeeze and second.function is torch.unsqueeze:
         return first.args == second.args
     if first.function is torch.unflatten and second.function is torch.flatten:

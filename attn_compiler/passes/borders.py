@@ -20,7 +20,7 @@ from attn_compiler.options import Options
 from attn_compiler.passes import faults, mutation, reading
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.reading import Reader, Unreadable
-from attn_compiler.passes.reading.borders import Made, Row, known_of
+from attn_compiler.passes.reading.borders import GraphRow, Made, known_of
 from attn_compiler.passes.saved import Ways
 from attn_compiler.passes.unit import Unit, handed_on, may_be_of_mask
 
@@ -33,13 +33,13 @@ class Border:
     """
 
     root: Unit | None
-    row: Row
+    row: GraphRow
     place: int
 
 
 def reached(gm: fx.GraphModule, units: Iterable[Unit], options: Options) -> Border:
     """To be called before anything of the graph is rewritten."""
-    row = torch_frames.of_compilation(Row)
+    row = torch_frames.of_compilation(GraphRow)
     root = next((unit for unit in _with_callers(units) if unit.graph_module is gm), None)
     gives = [node.meta["example_value"] for node in handed_on(gm.graph)]
     mode = torch_tracing.fake_mode_of_values(gives) if root is None else None

@@ -34,7 +34,7 @@ _UNWRITTEN = Const(float("nan"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class ColumnRun:
     """Head dims from `first` on, `size` of them. of: the tensor that holds them. at: where, over b, h, k and d, the place in the run."""
 
     first: int
@@ -49,7 +49,7 @@ class Columns:
     def __init__(self, mirror: Mirror) -> None:
         self._reader = Reader(mirror, _RULES, inside.reached)
 
-    def runs(self, match: Match, operand: Operand, head_dim: Dim) -> list[Run] | None:
+    def runs(self, match: Match, operand: Operand, head_dim: Dim) -> list[ColumnRun] | None:
         """What the head dims of k or v are made of, in order; None where that can't be said."""
         at, size = _at(match, operand, head_dim), axes.dim_size(head_dim)
         if at is None or not size.is_Integer:
@@ -60,17 +60,17 @@ class Columns:
             return None
         return self._split(found, int(size))
 
-    def _split(self, x: Expr, size: int) -> list[Run] | None:
+    def _split(self, x: Expr, size: int) -> list[ColumnRun] | None:
         borders = _borders(x, size)
         if borders is None:
             return None
-        runs: list[Run] = []
+        runs: list[ColumnRun] = []
         for first, end in itertools.pairwise(borders):
             inside_run = ix.substitute(x, HEAD_DIM, ix.add(HEAD_DIM, Const(first)))
             load = ix.decide(inside_run, {HEAD_DIM.name: Linear((), end - first - 1)})
             if not isinstance(load, Load):
                 return None
-            runs.append(Run(first=first, size=end - first, of=self._reader.tensors[load.tensor], at=load.at))
+            runs.append(ColumnRun(first=first, size=end - first, of=self._reader.tensors[load.tensor], at=load.at))
         return runs
 
 

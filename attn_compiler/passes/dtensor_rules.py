@@ -192,7 +192,7 @@ def _is_one(value: torch.Tensor, wanted: int | None, rank: int) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Given:
+class GivenShare:
     """What a process takes of a DTensor that is given to attention.
 
     sums: axes of the mesh along which each process sees its own share of what the tensor is used for.
@@ -203,14 +203,14 @@ class Given:
     dims: tuple[int | None, ...] | None
 
 
-def taken(value: Any, out: Shards, rank: int) -> Given:
+def taken(value: Any, out: Shards, rank: int) -> GivenShare:
     """out: how what the tensor is used for is cut. rank: its number of axes."""
     own = torch_dtensors.shards(value, "a tensor")
     if not isinstance(own, Shards):
         raise ValueError(str(own))
     wanted = [None if _is_one(value, dim, rank) else _axis(dim, value, rank) for dim in out.dims]
     sums = tuple(i for i, dim in enumerate(out.dims) if dim is not None and wanted[i] is None)
-    return Given(sums=sums, dims=None if tuple(wanted) == own.dims else tuple(wanted))
+    return GivenShare(sums=sums, dims=None if tuple(wanted) == own.dims else tuple(wanted))
 
 
 def no_product(softmax: fx.Node) -> Reason:

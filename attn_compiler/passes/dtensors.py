@@ -25,7 +25,7 @@ from attn_compiler.torch_dtensors import Shards
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Found:
+class FoundLocal:
     """local: the call of SDPA or softmax on local tensors that took an anchor's place, with what is to be said of it. left: the anchors
     that stay calls on DTensors, each with the reason."""
 
@@ -46,9 +46,9 @@ class _Part:
         return int(self.anchor.meta["example_value"].dim())
 
 
-def run(graph_module: fx.GraphModule, mode: FakeTensorMode, trying: Trying = untried) -> Found:
+def run(graph_module: fx.GraphModule, mode: FakeTensorMode, trying: Trying = untried) -> FoundLocal:
     """Rewrite every attention of DTensors of one graph module that can be, in place."""
-    graph, found = graph_module.graph, Found()
+    graph, found = graph_module.graph, FoundLocal()
     anchors = [node for node in graph.nodes if _is_anchor(node)]
     if not anchors:
         return found
@@ -78,7 +78,7 @@ class _Refused(Exception):
 
 
 @contextlib.contextmanager
-def _refusing(found: Found, anchor: fx.Node) -> Iterator[None]:
+def _refusing(found: FoundLocal, anchor: fx.Node) -> Iterator[None]:
     try:
         yield
     except _Refused as refused:

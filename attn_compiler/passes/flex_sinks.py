@@ -31,7 +31,7 @@ _ALONG = frozenset({"dim", "axis", "keepdim"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sinks:
+class FlexSinks:
     """logits: of each query's sink; broadcast over the attention without its head dim, or over that with an axis of 1 in its place.
     own: the model's attention with its sinks. nodes: what it is made of, from the call's outputs on.
     """
@@ -41,7 +41,7 @@ class Sinks:
     nodes: frozenset[fx.Node]
 
 
-def find(call: fx.Node) -> Sinks | None:
+def find(call: fx.Node) -> FlexSinks | None:
     """What makes the attention of a call one with sinks; None where its logsumexp is used for nothing, or for something else."""
     outputs = {user.args[1]: user for user in call.users if user.target is operator.getitem}
     attention, lse = outputs.get(0), outputs.get(1)
@@ -60,7 +60,7 @@ def column(logits: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return column.to(scores.dtype).expand(*scores.shape[:-1], 1)
 
 
-def _with_factor(attention: fx.Node, lse: fx.Node, product: fx.Node) -> Sinks | None:
+def _with_factor(attention: fx.Node, lse: fx.Node, product: fx.Node) -> FlexSinks | None:
     factors = [x for x in product.args if x is not attention]
     own = _in_dtype_of(attention, product)
     if len(factors) != 1 or not isinstance(factors[0], fx.Node) or own is None:
@@ -69,7 +69,7 @@ def _with_factor(attention: fx.Node, lse: fx.Node, product: fx.Node) -> Sinks | 
     logits = read.factor(factors[0])
     if logits is None or not _is_one_a_query(factors[0], attention) or not _fits(logits, attention):
         return None
-    return Sinks(logits=logits, own=own, nodes=frozenset({attention, lse, product, own, *read.nodes}))
+    return FlexSinks(logits=logits, own=own, nodes=frozenset({attention, lse, product, own, *read.nodes}))
 
 
 def _in_dtype_of(attention: fx.Node, product: fx.Node) -> fx.Node | None:
@@ -150,7 +150,7 @@ class _Reading:
         return True
 
 
-def _is_all(call: fx.Node, sinks: Sinks) -> bool:
+def _is_all(call: fx.Node, sinks: FlexSinks) -> bool:
     """Whether nothing else reads what the call gives, and nothing is written from the call to the end of the attention."""
     inside = sinks.nodes - {sinks.own}
     if not all(relevance.comes_to_nothing(node, besides=sinks.nodes) for node in inside):

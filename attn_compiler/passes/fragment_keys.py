@@ -22,7 +22,7 @@ class Unknown(Exception):
 
 
 @dataclass(kw_only=True, slots=True)
-class Inputs:
+class NodeInputs:
     """What a Dynamo node is given, in the order of its arguments."""
 
     values: list[Any] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Inputs:
     storages: list[torch.UntypedStorage] = field(default_factory=list)
 
 
-def key_of(node: fx.Node, env: dict[fx.Node, Any], inputs: Inputs, tracer: Any) -> Hashable:
+def key_of(node: fx.Node, env: dict[fx.Node, Any], inputs: NodeInputs, tracer: Any) -> Hashable:
     """Raises Unknown. inputs: empty, and filled in. env: what was traced so far."""
     if not _is_pytorch(node):
         raise Unknown
@@ -48,7 +48,7 @@ def _is_pytorch(node: fx.Node) -> bool:
     return module.partition(".")[0] in _OWN_MODULES or isinstance(node.target, types.BuiltinFunctionType)
 
 
-def _key(x: Any, env: dict[fx.Node, Any], inputs: Inputs, tracer: Any) -> Hashable:
+def _key(x: Any, env: dict[fx.Node, Any], inputs: NodeInputs, tracer: Any) -> Hashable:
     """What a trace can see of an argument; tensors are added to `inputs`."""
     kind = type(x)
     if kind is fx.Node:
@@ -68,7 +68,7 @@ def _key(x: Any, env: dict[fx.Node, Any], inputs: Inputs, tracer: Any) -> Hashab
     raise Unknown
 
 
-def _input_key(value: Any, inputs: Inputs, tracer: Any) -> Hashable:
+def _input_key(value: Any, inputs: NodeInputs, tracer: Any) -> Hashable:
     kind = type(value)
     if kind is int or kind is bool:
         return kind, value
@@ -86,7 +86,7 @@ def _input_key(value: Any, inputs: Inputs, tracer: Any) -> Hashable:
     return key
 
 
-def _memory(value: torch.Tensor, inputs: Inputs) -> int:
+def _memory(value: torch.Tensor, inputs: NodeInputs) -> int:
     storage = value.untyped_storage()
     for i, known in enumerate(inputs.storages):
         if known._cdata == storage._cdata:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_tracing
 from attn_compiler.passes import bodies, mutation
-from attn_compiler.passes.fragment_keys import Inputs, Unknown, key_of, number
+from attn_compiler.passes.fragment_keys import NodeInputs, Unknown, key_of, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,11 @@ class _Fragment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class NodeCall:
     """A Dynamo node with what it is given. fragment: what equal ones were traced to; None where that is not known."""
 
     key: Hashable
-    inputs: Inputs
+    inputs: NodeInputs
     fragment: _Fragment | None
     is_new: bool
 
@@ -92,21 +92,21 @@ class Fragments:
         self._known: dict[Hashable, _Fragment | None] = {}
         self._written = _written(graph)
 
-    def call(self, node: fx.Node, env: dict[fx.Node, Any], state: Hashable, tracer: Any) -> Call | None:
+    def call(self, node: fx.Node, env: dict[fx.Node, Any], state: Hashable, tracer: Any) -> NodeCall | None:
         """None: such a node is traced each time. state: what else tracing depends on."""
         if self._written is None:
             return None
-        inputs = Inputs()
+        inputs = NodeInputs()
         try:
             key = (key_of(node, env, inputs, tracer), torch.is_grad_enabled(), state)
         except Unknown:
             return None
         if key not in self._known:
-            return Call(key=key, inputs=inputs, fragment=None, is_new=True)
+            return NodeCall(key=key, inputs=inputs, fragment=None, is_new=True)
         fragment = self._known[key]
         if fragment is not None and any(r.requires_grad for r in fragment.results) and self._is_written(node):
             fragment = None
-        return Call(key=key, inputs=inputs, fragment=fragment, is_new=False)
+        return NodeCall(key=key, inputs=inputs, fragment=fragment, is_new=False)
 
     def _is_written(self, node: fx.Node) -> bool:
         """Whether the result is written to: autograd refuses that of a tensor that was made by nothing, as those made again are."""
@@ -114,7 +114,7 @@ class Fragments:
             mutation.storages_of(node.meta.get("example_value")) & (self._written or set())
         )
 
-    def keep(self, call: Call, result: Any, made: Sequence[fx.Node], tracer: Any) -> None:
+    def keep(self, call: NodeCall, result: Any, made: Sequence[fx.Node], tracer: Any) -> None:
         """Remember what a call was traced to: its value and its nodes."""
         try:
             self._known[call.key] = _recorded(call.inputs, result, made, tracer)
@@ -139,7 +139,7 @@ def _written(graph: fx.Graph) -> set[Any] | None:
 # ---- what was traced, as data -------------------------------------------------------------------------------------
 
 
-def _recorded(inputs: Inputs, result: Any, made: Sequence[fx.Node], tracer: Any) -> _Fragment:
+def _recorded(inputs: NodeInputs, result: Any, made: Sequence[fx.Node], tracer: Any) -> _Fragment:
     places = {node: i for i, node in reversed(list(enumerate([*inputs.nodes, *made])))}
     memory = [storage._cdata for storage in inputs.storages]
     held: list[torch.UntypedStorage] = []
@@ -233,7 +233,7 @@ def _fills(value: torch.Tensor, storage: torch.UntypedStorage) -> bool:
     return value.storage_offset() == 0 and storage.nbytes() == length
 
 
-def _result(leaf: Any, inputs: Inputs, places: dict[fx.Node, int], tracer: Any) -> _Result:
+def _result(leaf: Any, inputs: NodeInputs, places: dict[fx.Node, int], tracer: Any) -> _Result:
     if not isinstance(leaf, FakeTensor) or leaf.constant is not None:
         raise Unknown
     if torch_tracing.traced_constant(leaf, tracer) is not None:
@@ -250,7 +250,7 @@ def _result(leaf: Any, inputs: Inputs, places: dict[fx.Node, int], tracer: Any) 
 # ---- making it again ----------------------------------------------------------------------------------------------
 
 
-def made_again(call: Call, tracer: Any) -> tuple[Any, list[fx.Node]]:
+def made_again(call: NodeCall, tracer: Any) -> tuple[Any, list[fx.Node]]:
     """The result and the nodes of a call that has a fragment."""
     fragment, inputs = call.fragment, call.inputs
     if fragment is None:

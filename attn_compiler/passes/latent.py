@@ -21,7 +21,7 @@ from attn_compiler.decisions import Reason
 from attn_compiler.index_expr import Expr
 from attn_compiler.passes import axes, calls, columns, mutation, sole_reader
 from attn_compiler.passes.axes import Atom, AxisError, Dim
-from attn_compiler.passes.columns import BATCH, HEAD, HEAD_DIM, KEY, Columns, Run
+from attn_compiler.passes.columns import BATCH, HEAD, HEAD_DIM, KEY, ColumnRun, Columns
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.operands import pairs
 from attn_compiler.passes.site import Latent, Match, Operand, Projection
@@ -83,7 +83,7 @@ class Finder:
 
     # ---- what v is made by ----------------------------------------------------------------------------------------
 
-    def _linear(self, run: Run, made: fx.Node) -> _Linear | None:
+    def _linear(self, run: ColumnRun, made: fx.Node) -> _Linear | None:
         """The call that made the tensor; None if it is nothing like a projection. Raises _No for what is nearly one."""
         if run.of.node.target is aten.linear.default:
             return self._parsed(run.of.node)
@@ -108,7 +108,7 @@ class Finder:
 
     # ---- all of it ------------------------------------------------------------------------------------------------
 
-    def _of(self, match: Match, of_v: Run, linear: _Linear) -> Latent:
+    def _of(self, match: Match, of_v: ColumnRun, linear: _Linear) -> Latent:
         if not axes.same_size(axes.dim_size(match.heads), axes.dim_size(match.heads_kv)):
             raise _No("heads of k and v are shared by heads of q")
         runs = self._columns.runs(match, match.k, match.head_dim_qk)
@@ -140,7 +140,7 @@ class Finder:
         self._check_memory(match, found)
         return found
 
-    def _parted(self, runs: Sequence[Run], linear: _Linear) -> tuple[Run, Run | None]:
+    def _parted(self, runs: Sequence[ColumnRun], linear: _Linear) -> tuple[ColumnRun, ColumnRun | None]:
         """The part of k that each head has of its own, and the one that all share."""
         own = [run for run in runs if HEAD.name in _indices(run.at) or len(runs) == 1]
         shared = [run for run in runs if run not in own]
@@ -156,7 +156,7 @@ class Finder:
             raise _No("no part of k differs from head to head")
         return own[0], shared[0] if shared else None
 
-    def _linear_of(self, run: Run) -> _Linear:
+    def _linear_of(self, run: ColumnRun) -> _Linear:
         made = columns.made_by(self._mirror, run.of)
         linear = None if made is None else self._linear(run, made)
         if linear is None:
@@ -202,7 +202,7 @@ class Finder:
 
     # ---- its parts ------------------------------------------------------------------------------------------------
 
-    def _projection(self, match: Match, linear: _Linear, run: Run) -> Projection:
+    def _projection(self, match: Match, linear: _Linear, run: ColumnRun) -> Projection:
         """Raises _No where the columns are not cut into heads one after the other."""
         heads, column = axes.dim_size(match.heads), ix.linear(run.at[-1])
         rows = axes.shape_exprs(linear.weight.meta["val"])[0]
@@ -218,10 +218,10 @@ class Finder:
             weight=linear.weight, made=linear.made, heads=count, each=each, first=column.const, size=run.size
         )
 
-    def _rope_dim(self, shared: Run | None) -> Dim:
+    def _rope_dim(self, shared: ColumnRun | None) -> Dim:
         return () if shared is None or shared.size == 1 else (Atom(axes.size_expr(shared.size)),)
 
-    def _rope(self, match: Match, run: Run, last: Dim) -> Operand:
+    def _rope(self, match: Match, run: ColumnRun, last: Dim) -> Operand:
         until = run.of.until
         if until is not None and self._mirror.order(until) < self._mirror.order(match.out):
             raise _No("the part of k that heads share is written in between", remedy="write to it after the attention")

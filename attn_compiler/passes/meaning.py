@@ -25,7 +25,7 @@ from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.reading import Reader, Unreadable
-from attn_compiler.passes.shut_queries import Masking
+from attn_compiler.passes.shut_queries import MaskingCondition
 from attn_compiler.passes.site import Match, Term
 
 #: characters of a formula in a reason
@@ -108,7 +108,7 @@ class _Read:
         self._names: dict[str, str] = {}
         self._tensors: dict[str, Version] = {}
         self._fills: set[float] = set()
-        self._masks: list[Masking] = []
+        self._masks: list[MaskingCondition] = []
         self._reach = Reach()
 
     def add(self, term: Term) -> None:
@@ -134,7 +134,7 @@ class _Read:
             return
         self._conditions.append(found.allowed)
         self._fills |= found.fills
-        self._masks += [Masking(allowed=found.allowed, fill=fill, keeps_fill=False) for fill in found.fills]
+        self._masks += [MaskingCondition(allowed=found.allowed, fill=fill, keeps_fill=False) for fill in found.fills]
         for kind in score_kinds.recognise(found.added):
             self._scores.append(self._named(kind, term))
             if isinstance(kind, added_scores.Bias) and found.allowed == ix.TRUE:
@@ -151,7 +151,7 @@ class _Read:
         if ix.is_exact(allowed):
             allowed = ix.invert(allowed) if term.inverted else allowed
             self._conditions.append(allowed)
-            self._masks.append(Masking(allowed=allowed, fill=term.fill, keeps_fill=self._keeps_fill(term)))
+            self._masks.append(MaskingCondition(allowed=allowed, fill=term.fill, keeps_fill=self._keeps_fill(term)))
         else:
             self._unread_masks.append(
                 f"{term.operand.node.name} compares numbers that are rounded: {ix.text(allowed, _MOST)}"

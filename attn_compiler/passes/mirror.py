@@ -243,7 +243,7 @@ class _Tracing(fx.Interpreter):
             self._remember(n, result, tracer)
         return result
 
-    def _call(self, n: fx.Node, tracer: Any) -> fragments.Call | None:
+    def _call(self, n: fx.Node, tracer: Any) -> fragments.NodeCall | None:
         """What is known of a node that is to be traced. None: it is not to be made again."""
         if self._vmaps.is_inside or n.op not in ("call_function", "call_method") or self._is_hidden(n):
             return None

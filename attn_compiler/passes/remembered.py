@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class KeptFile:
     """One file: what was done, what the report said, what was told to other graphs."""
 
     edits: tuple[Edit, ...]
@@ -50,7 +50,7 @@ class Kept:
 
 
 _CODEC = CODEC.beside(
-    Kept,
+    KeptFile,
     *record.PARTS,
     *border_records.PARTS,
     *(Report, report.SiteReport, report.MissReport),
@@ -60,7 +60,7 @@ _CODEC = CODEC.beside(
 
 
 @dataclass(kw_only=True)
-class Memory:
+class Remembered:
     """What is remembered of one graph, before anything of it is rewritten.
 
     keyed: None if the graph has no key. why_not: then, why.
@@ -73,14 +73,14 @@ class Memory:
     keyed: Keyed | None = None
     why_not: str | None = None
 
-    def find(self) -> Kept | None:
+    def find(self) -> KeptFile | None:
         """What was kept of the same graph."""
         if self.keyed is None or self.options.verify or self.options.dump_dir is not None:
             return None
         data = self.store.get(self.keyed.text)
         try:
             kept = None if data is None else _CODEC.made(data)
-            return kept if isinstance(kept, Kept) and self._may_be_done(kept) else None
+            return kept if isinstance(kept, KeptFile) and self._may_be_done(kept) else None
         except Exception as error:
             if torch_compat.starts_over(error):
                 raise
@@ -88,7 +88,7 @@ class Memory:
             log.debug("ignored what was kept of graph %s: %s", torch_compat.graph_name(), described(error))
             return None
 
-    def _may_be_done(self, kept: Kept) -> bool:
+    def _may_be_done(self, kept: KeptFile) -> bool:
         """Whether this process can build the kernels that were chosen, which are ready then as after the passes, and may rely on what the
         passes relied on."""
         for site in kept.report.sites:
@@ -97,7 +97,7 @@ class Memory:
                 return False
         return self.keyed is not None and border_records.may_be_told(kept.crossing, self.keyed.modules[0].nodes)
 
-    def apply(self, kept: Kept) -> Report:
+    def apply(self, kept: KeptFile) -> Report:
         """Do again what was done, and tell again what was told. Raises whatever it likes for what was not kept by this package."""
         if self.keyed is None:
             raise Unkeyed("the graph has no key")
@@ -128,7 +128,7 @@ class Memory:
                 raise Unkeyed(
                     "what is known of an input was not relied on, since the function has code for other meanings"
                 )
-            kept = Kept(
+            kept = KeptFile(
                 edits=record.taken(self.keyed),
                 report=dataclasses.replace(told, graph="", seconds=()),
                 crossing=border_records.taken(self.border, known, module.nodes, module.values),
@@ -139,9 +139,9 @@ class Memory:
         return dataclasses.replace(told, not_kept=self.why_not)
 
 
-def begin(gm: fx.GraphModule, options: Options, border: Border, store: Store) -> Memory:
+def begin(gm: fx.GraphModule, options: Options, border: Border, store: Store) -> Remembered:
     """To be called before anything of the graph is rewritten."""
-    memory = Memory(gm=gm, border=border, store=store, options=options)
+    memory = Remembered(gm=gm, border=border, store=store, options=options)
     with _unkeyed(memory):
         if options.autotune:
             raise Unkeyed("tiles are measured (autotune)")
@@ -154,7 +154,7 @@ def begin(gm: fx.GraphModule, options: Options, border: Border, store: Store) ->
 
 
 @contextlib.contextmanager
-def _unkeyed(memory: Memory) -> Iterator[None]:
+def _unkeyed(memory: Remembered) -> Iterator[None]:
     """What the block raises is why the rewrite is not kept. A fault of ours is told, and raised with options.strict."""
     try:
         yield

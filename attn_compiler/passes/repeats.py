@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_compiler.passes.unit import Call, Unit, module_path
+from attn_compiler.passes.unit import BodyCall, Unit, module_path
 
 
 def modules(unit: Unit, module: str) -> tuple[str, ...]:
@@ -13,7 +13,7 @@ def modules(unit: Unit, module: str) -> tuple[str, ...]:
     return tuple(path for call in unit.calls for path in modules(call.unit, _at(call, module, first)))
 
 
-def _at(call: Call, module: str, first: str) -> str:
+def _at(call: BodyCall, module: str, first: str) -> str:
     """Where a region is no method of a module, nothing tells its runs apart."""
     inside = module == first or module.startswith(f"{first}.")
     return module_path(call.node) + module.removeprefix(first) if inside else module

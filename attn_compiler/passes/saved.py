@@ -35,7 +35,7 @@ from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror, is_opaque
 from attn_compiler.passes.site import Match, Operand
-from attn_compiler.passes.unit import Call, Unit
+from attn_compiler.passes.unit import BodyCall, Unit
 
 Storages = set[StorageWeakRef]
 
@@ -52,7 +52,7 @@ class Danger:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Run:
+class GradientRun:
     """What came of running some Dynamo nodes with gradients: their values, and the memory that autograd saved."""
 
     values: dict[fx.Node, Any]
@@ -85,7 +85,7 @@ def _handed(node: fx.Node) -> list[fx.Node]:
     return list(handed)
 
 
-def run(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> Run | None:
+def run(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> GradientRun | None:
     """Run Dynamo nodes, in the order of their graph, on fake values. None if that can't be done."""
     values: dict[fx.Node, Any] = {}
 
@@ -107,7 +107,7 @@ def run(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> Run | None:
             saved = torch_tracing.saved_for_backward(run_all)
     except (RuntimeError, ValueError, TypeError, NotImplementedError):
         return None
-    return Run(values=values, saved=mutation.storages_of(saved))
+    return GradientRun(values=values, saved=mutation.storages_of(saved))
 
 
 def is_given_to_kernel(node: fx.Node) -> bool:
@@ -191,7 +191,7 @@ class Keeping:
     match: Match
 
     @cached_property
-    def _model(self) -> Run | None:
+    def _model(self) -> GradientRun | None:
         """The model's own computation of the site, from the first product to the output."""
         owners = {self.mirror.owner(node) for node in self.match.covered}
         nodes = [n for n in self.unit.graph.nodes if n in owners and n.meta.get("example_value") is not None]
@@ -288,7 +288,7 @@ def _from_outside(unit: Unit, memory: Storages, *, is_written: bool) -> Danger |
     return next((danger for danger in found if danger is not None), None)
 
 
-def _by_caller(call: Call, inputs: Iterable[int], *, is_output: bool) -> Danger | None:
+def _by_caller(call: BodyCall, inputs: Iterable[int], *, is_output: bool) -> Danger | None:
     """Who may write to inputs of a body, or to what it gives back, once this call of it is done."""
     given = [call.node.args[call.first + i] for i in inputs]
     nodes = [*(x for x in given if isinstance(x, fx.Node)), *([call.node] if is_output else [])]

@@ -16,18 +16,18 @@ from attn_compiler import index_expr as ix
 from attn_compiler.added_scores import ProvedScore
 from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Load
 from attn_compiler.index_expr.changing import rename, with_parts
-from attn_compiler.passes.added import Added, total
+from attn_compiler.passes.added import Summand, total
 
 B, H, Q, K = map(Index, "bhqk")
 
 
-def recognise(added: tuple[Added, ...]) -> tuple[ProvedScore, ...]:
+def recognise(added: tuple[Summand, ...]) -> tuple[ProvedScore, ...]:
     """The kinds whose sum this is. Loads of tensors as such come back as Bias without a shape (an empty one)."""
     weights: dict[Expr, float] = {}
     for part in added:
         value = _unrounded(part.value)
         weights[value] = weights.get(value, 0.0) + part.weight
-    return tuple(_kind(Added(value=value, weight=weight)) for value, weight in weights.items())
+    return tuple(_kind(Summand(value=value, weight=weight)) for value, weight in weights.items())
 
 
 def joined(kinds: Iterable[ProvedScore]) -> tuple[ProvedScore, ...]:
@@ -57,7 +57,7 @@ def _unrounded(x: Expr) -> Expr:
     return done.args[0] if isinstance(done, Apply) and done.op == "rounded" else done
 
 
-def _kind(part: Added) -> ProvedScore:
+def _kind(part: Summand) -> ProvedScore:
     for recogniser in RECOGNISERS:
         found = recogniser(part)
         if found is not None:
@@ -72,7 +72,7 @@ def _mentions(x: Expr, *indices: Index) -> bool:
 # ---- ALiBi --------------------------------------------------------------------------------------------------------
 
 
-def _alibi(part: Added) -> ProvedScore | None:
+def _alibi(part: Summand) -> ProvedScore | None:
     """slope(h) · position, the position a whole number."""
     slopes: Expr = Const(float(part.weight))
     position: Expr | None = None
@@ -151,7 +151,7 @@ def _difference(x: Expr) -> Linear | None:
 # ---- tables -------------------------------------------------------------------------------------------------------
 
 
-def _relative(part: Added) -> ProvedScore | None:
+def _relative(part: Summand) -> ProvedScore | None:
     """table[f(k - q), ...]: an index that sees the positions as one difference."""
     load = part.value
     if not isinstance(load, Load):
@@ -228,7 +228,7 @@ def _t5_row(distance: Expr, count: int, log_range: float, both_ways: bool) -> Ex
     return ix.add(ix.mul(ix.as_int(ix.compare(">", distance, ix.ZERO)), Const(count)), bucket)
 
 
-def _gathered(part: Added) -> ProvedScore | None:
+def _gathered(part: Summand) -> ProvedScore | None:
     """table[f(q, k), ...]: an index that is more than an index of the score."""
     load = part.value
     if not isinstance(load, Load) or all(_is_axis(i) for i in load.at):
@@ -250,7 +250,7 @@ def _is_axis(index: Expr) -> bool:
 # ---- the rest -----------------------------------------------------------------------------------------------------
 
 
-def _penalty(part: Added) -> ProvedScore | None:
+def _penalty(part: Summand) -> ProvedScore | None:
     """c ? number : 0, or the other way round."""
     if not isinstance(part.value, Apply) or part.value.op != "where":
         return None
@@ -300,14 +300,14 @@ def _whole_sum(x: Expr) -> Linear | None:
             return None
 
 
-def _ready_made(part: Added) -> ProvedScore | None:
+def _ready_made(part: Summand) -> ProvedScore | None:
     if not isinstance(part.value, Load):
         return None
     return added_scores.Bias(tensor=part.value.tensor, at=part.value.at, shape=(), weight=part.weight)
 
 
 #: A new kind: one recogniser here, its class in added_scores.py, its test. The first that knows a summand names it
-RECOGNISERS: tuple[Callable[[Added], ProvedScore | None], ...] = (
+RECOGNISERS: tuple[Callable[[Summand], ProvedScore | None], ...] = (
     _alibi,
     _relative,
     _gathered,

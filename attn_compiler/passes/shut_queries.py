@@ -33,7 +33,7 @@ _DROWNS_WHAT_IS_ADDED = -1e30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Masking:
+class MaskingCondition:
     """One condition that masks. fill: what a masked score becomes. keeps_fill: nothing changes that number afterwards."""
 
     allowed: Expr
@@ -41,7 +41,7 @@ class Masking:
     keeps_fill: bool
 
 
-def condition(masks: Sequence[Masking]) -> Expr | None:
+def condition(masks: Sequence[MaskingCondition]) -> Expr | None:
     """When a query has scores of its own, over (b, q). Where that is false, all of its scores are the same finite number.
 
     None: no query is shut out as a whole by one of the masks, or not with one finite number.
@@ -53,7 +53,7 @@ def condition(masks: Sequence[Masking]) -> Expr | None:
     return ix.apply("and", *whole) if whole else None
 
 
-def _stays(mask: Masking) -> bool:
+def _stays(mask: MaskingCondition) -> bool:
     return math.isfinite(mask.fill) and (mask.keeps_fill or mask.fill <= _DROWNS_WHAT_IS_ADDED)
 
 

@@ -19,7 +19,7 @@ from attn_compiler.passes.recover import COMES_IN
 from attn_compiler.passes.select import UNTOUCHED
 from attn_compiler.passes.site import Miss, Site
 from attn_compiler.passes.unit import Unit, is_anchor_like, module_path, source_line
-from attn_compiler.passes.unpad.outcome import Kept
+from attn_compiler.passes.unpad.outcome import KeptGraph
 from attn_compiler.report import MissReport, Report, SiteReport, UnpadReport
 from attn_compiler.target import Target
 
@@ -42,7 +42,7 @@ def _unpad(units: list[Unit]) -> UnpadReport | None:
     outcome = next((unit.unpadded for unit in units if unit.unpadded is not None), None)
     if outcome is None:
         return None
-    if isinstance(outcome, Kept):
+    if isinstance(outcome, KeptGraph):
         return UnpadReport(kept=outcome.reason, module=outcome.module, source=outcome.source)
     return UnpadReport(zeroed=outcome.zeroed, facts=outcome.facts, notes=outcome.notes, steps=outcome.steps)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Call:
+class BodyCall:
     """A higher-order call in the graph of `unit` that passes its arguments on to a body: the first one is its argument `first`."""
 
     unit: Unit
@@ -115,8 +115,8 @@ class Unit:
     left_alone: Reason | None = None
     targets: dict[str, Target] = field(default_factory=dict)
     tuner: TileTuner | None = None
-    calls: list[Call] = field(default_factory=list)
-    callees: list[tuple[Call, Unit]] = field(default_factory=list)
+    calls: list[BodyCall] = field(default_factory=list)
+    callees: list[tuple[BodyCall, Unit]] = field(default_factory=list)
     reader: Reader | None = None
     buffers: list[Buffer] = field(default_factory=list)
     given: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -235,7 +235,7 @@ def _connect(root: fx.GraphModule, every: dict[fx.GraphModule, Unit]) -> None:
                 if body not in every or module not in every or first is None:
                     closed.add(body)
                 else:
-                    every[body].calls.append(Call(unit=every[module], node=call, first=first))
+                    every[body].calls.append(BodyCall(unit=every[module], node=call, first=first))
     for body in closed & every.keys():
         every[body].calls.clear()
     for unit in every.values():

@@ -29,7 +29,7 @@ from attn_compiler import cache, torch_caches, torch_compat
 from attn_compiler.options import Options
 from attn_compiler.rewrites import arguments, targets
 from attn_compiler.rewrites.refusing import Unkeyed
-from attn_compiler.rewrites.values import Values, numbers_of
+from attn_compiler.rewrites.values import GraphValues, numbers_of
 from attn_compiler.target import Target
 
 #: numbers of an attribute that are put into a key
@@ -53,7 +53,7 @@ class Keyed:
 
     text: str
     modules: tuple[Module, ...]
-    values: Values
+    values: GraphValues
 
 
 def of(gm: fx.GraphModule, options: Options, known: Any) -> Keyed:
@@ -63,7 +63,7 @@ def of(gm: fx.GraphModule, options: Options, known: Any) -> Keyed:
     machines = {Target.current(str(device)) for device in devices}
     digest = _Digest()
     digest.add((cache.cache_key(options, machines), options.strict, torch_caches.state(devices), known))
-    values = Values()
+    values = GraphValues()
     found = list(torch_compat.graph_modules(gm))
     places = {module: place for place, module in enumerate(found)}
     modules = tuple(_module(module, places, values, digest) for module in found)
@@ -94,7 +94,7 @@ class _Digest:
         return self._hash.hexdigest()
 
 
-def _module(gm: fx.GraphModule, places: dict[fx.GraphModule, int], values: Values, digest: _Digest) -> Module:
+def _module(gm: fx.GraphModule, places: dict[fx.GraphModule, int], values: GraphValues, digest: _Digest) -> Module:
     nodes = tuple(gm.graph.nodes)
     numbers = {node: number for number, node in enumerate(nodes)}
     given, held = [], []

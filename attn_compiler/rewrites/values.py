@@ -15,7 +15,7 @@ from attn_compiler.rewrites.refusing import Unkeyed
 _MOST_NUMBERS = 4096
 
 
-class Values:
+class GraphValues:
     """The values of one graph and its bodies, in the order in which they are met: tensors and memory go by when they are met first."""
 
     def __init__(self) -> None:

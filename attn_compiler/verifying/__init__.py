@@ -26,12 +26,12 @@ from torch._subclasses import FakeTensor
 from attn_compiler.verifying.results import Verification, verifications
 
 if TYPE_CHECKING:
-    from attn_compiler.verifying.plan import Plan
+    from attn_compiler.verifying.plan import CheckPlan
 
 __all__ = ["Verification", "checked", "verifications"]
 
 
-def checked(compiled: Callable[..., Any], plan: Plan | None) -> Callable[..., Any]:
+def checked(compiled: Callable[..., Any], plan: CheckPlan | None) -> Callable[..., Any]:
     """The compiled function, which verifies on its first call. plan: from `plan.prepare`; with None there is nothing to check.
 
     A call on fake tensors, by which PyTorch learns shapes, is not the first call. One that raises VerificationMismatch does not

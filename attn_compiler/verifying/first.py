@@ -15,7 +15,7 @@ import torch
 from attn_compiler import torch_compat
 from attn_compiler.errors import AttnCompilerWarning, CompileFailed, VerificationMismatch, described
 from attn_compiler.verifying import comparing, gradients, results, running, watching, whole
-from attn_compiler.verifying.plan import Plan
+from attn_compiler.verifying.plan import CheckPlan
 from attn_compiler.verifying.results import Verification
 from attn_compiler.verifying.running import Run
 from attn_compiler.verifying.watching import Arrived, CannotWatchError
@@ -30,8 +30,8 @@ SUBJECT_OUTPUTS = "graph outputs"
 class First:
     """What is left to check of one graph. Several threads may make the first call at once, and one of them verifies."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan: Plan | None = plan
+    def __init__(self, plan: CheckPlan) -> None:
+        self._plan: CheckPlan | None = plan
         self._lock = threading.Lock()
         self._forward = True
         self._backward = True
@@ -74,7 +74,7 @@ class First:
                 self._backward = self._backward and run is not None
             return run, self._armed(plan, args, run)
 
-    def _armed(self, plan: Plan, args: Sequence[Any], run: Run | None) -> _Backward | None:
+    def _armed(self, plan: CheckPlan, args: Sequence[Any], run: Run | None) -> _Backward | None:
         if not self._backward or self._is_watching:
             return None
         if plan.communicates:
@@ -100,7 +100,7 @@ class First:
     def _is_watching(self) -> bool:
         return self._watched is not None and self._watched() is not None
 
-    def _compare(self, plan: Plan, run: Run, outs: Any, args: Sequence[Any]) -> None:
+    def _compare(self, plan: CheckPlan, run: Run, outs: Any, args: Sequence[Any]) -> None:
         try:
             with _unhindered(plan, "the check of what the graph gives"):
                 results.keep([_outputs(run, outs, args)])
@@ -108,7 +108,7 @@ class First:
             self._forward = True
             raise
 
-    def _watch(self, plan: Plan, backward: _Backward, outs: Any, args: Sequence[Any]) -> Any:
+    def _watch(self, plan: CheckPlan, backward: _Backward, outs: Any, args: Sequence[Any]) -> Any:
         edges, backward.edges = backward.edges, {}
         if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in outs):
             self._backward = False
@@ -222,7 +222,7 @@ def _outputs(run: Run, outs: Sequence[Any], args: Sequence[Any]) -> Verification
 
 
 @contextlib.contextmanager
-def _unhindered(plan: Plan, what: str) -> Iterator[None]:
+def _unhindered(plan: CheckPlan, what: str) -> Iterator[None]:
     """What fails in a check is no fault of the model: it runs on, with a warning. With strict=True it raises."""
     try:
         yield

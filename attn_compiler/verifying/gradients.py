@@ -18,12 +18,12 @@ from attn_compiler.passes import mutation
 from attn_compiler.verifying import comparing, outputs, site_gradients, whole
 from attn_compiler.verifying.copies import leaving_no_trace
 from attn_compiler.verifying.interpreting import Autocast
-from attn_compiler.verifying.plan import Check, Plan
+from attn_compiler.verifying.plan import Check, CheckPlan
 from attn_compiler.verifying.results import Verification
 from attn_compiler.verifying.running import Session
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 from attn_compiler.verifying.watching import Arrived
-from attn_compiler.verifying.whole import Backward, Called, Ran, Reruns
+from attn_compiler.verifying.whole import Called, Ran, Reruns, SeenBackward
 
 SUBJECT_WHOLE = "graph gradients"
 
@@ -41,7 +41,7 @@ def check(
         names = ", ".join(plan.inputs[i] for i in called.changed)
         return [_whole(plan, skipped=f"written to between forward and backward: {names}")]
     came = arrived.outputs if plan.padded is None else plan.padded.cleared(arrived.outputs, called.args)
-    backward = Backward(arrived=came, written=written)
+    backward = SeenBackward(arrived=came, written=written)
     session = _GradientSession(plan, plan.gradient_checks())
     try:
         ran = whole.run(called, backward=backward, record=session.record)
@@ -52,7 +52,7 @@ def check(
         session.close()
 
 
-def _check_whole(called: Called, arrived: Arrived, backward: Backward, ran: Ran, apart: str | None) -> Verification:
+def _check_whole(called: Called, arrived: Arrived, backward: SeenBackward, ran: Ran, apart: str | None) -> Verification:
     plan = called.plan
     if apart is not None:
         return _whole(plan, skipped=apart)
@@ -71,12 +71,14 @@ def _check_whole(called: Called, arrived: Arrived, backward: Backward, ran: Ran,
     return _whole(plan, elements=compared.elements, error=compared.error, allowed=compared.allowed)
 
 
-def factor(plan: Plan) -> float:
+def factor(plan: CheckPlan) -> float:
     """Of the rule: that of the site that allows for most."""
     return max((site_gradients.factor(check.site) for check in plan.checks), default=outputs.FACTOR)
 
 
-def mismatch(plan: Plan, differences: Sequence[comparing.Difference], names: Sequence[str]) -> VerificationMismatch:
+def mismatch(
+    plan: CheckPlan, differences: Sequence[comparing.Difference], names: Sequence[str]
+) -> VerificationMismatch:
     """For results of the whole graph. names: of all results."""
     first, *others = differences
     sites = [check.site.module for check in plan.checks if check.subject == "output"]
@@ -95,11 +97,11 @@ def mismatch(plan: Plan, differences: Sequence[comparing.Difference], names: Seq
     return error
 
 
-def _whole(plan: Plan, **found: Any) -> Verification:
+def _whole(plan: CheckPlan, **found: Any) -> Verification:
     return Verification(graph=plan.graph, module=f"graph {plan.graph}", subject=SUBJECT_WHOLE, **found)
 
 
-def skipped(plan: Plan, why: str) -> Verification:
+def skipped(plan: CheckPlan, why: str) -> Verification:
     """Of the whole graph's gradients."""
     return _whole(plan, skipped=why)
 
@@ -121,7 +123,7 @@ class _Wanted:
 class _GradientSession(Session):
     """Keeps what each site's check needs until the backward has brought the gradient of its output."""
 
-    def __init__(self, plan: Plan, checks: Sequence[Check]) -> None:
+    def __init__(self, plan: CheckPlan, checks: Sequence[Check]) -> None:
         super().__init__(plan, checks)
         self._values_of: dict[Check, tuple[Values, list[Key]]] = {}
         self._gradients: dict[Check, torch.Tensor] = {}
@@ -182,7 +184,7 @@ class _GradientSession(Session):
         self._gradients.clear()
 
 
-def _frozen(plan: Plan, key: Key, value: Any) -> Any:
+def _frozen(plan: CheckPlan, key: Key, value: Any) -> Any:
     """What a tensor holds now, whoever writes to it later."""
     if not isinstance(value, torch.Tensor):
         return value

@@ -42,7 +42,7 @@ class Check:
 
 
 @dataclass(kw_only=True, eq=False)
-class Plan:
+class CheckPlan:
     """graph: its name in the report. module: the model's own graph. bodies: by graph module of `module`. checks: in order.
 
     symbols: name of a symbolic size -> (body, node, dimension) of a value that has it; the dimension is None for a number.
@@ -74,7 +74,7 @@ class Plan:
         return made
 
 
-def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> Plan | None:
+def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> CheckPlan | None:
     """The plan for one graph that was rewritten and is about to be given away; None if it holds no site."""
     if rewritten.failed or not any(unit.sites for unit in rewritten.units):
         return None
@@ -95,7 +95,7 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> Plan | None:
     bodies = {graph: body for (_, graph), body in zip(found, made, strict=True)}
     mirrors = {body.mirror.graph: body for body in made}
     checks = [check for (unit, _), body in zip(found, made, strict=True) for check in _checks(unit, body)]
-    plan = Plan(
+    plan = CheckPlan(
         graph=rewritten.report.graph,
         module=module,
         bodies=bodies,
@@ -114,11 +114,11 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> Plan | None:
     return plan
 
 
-def _of_packed(gm: fx.GraphModule, rewritten: Rewritten, packed: Packed) -> Plan:
+def _of_packed(gm: fx.GraphModule, rewritten: Rewritten, packed: Packed) -> CheckPlan:
     """For a graph without padding: nothing but what it gives, and gradients, since no value of the model's is in it."""
     module = torch_packed.copied(packed.original)
     inputs = list(module.graph.find_nodes(op="placeholder"))
-    return Plan(
+    return CheckPlan(
         graph=rewritten.report.graph,
         module=module,
         bodies={},

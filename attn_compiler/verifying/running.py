@@ -12,7 +12,7 @@ from torch import fx
 
 from attn_compiler.errors import VerificationMismatch
 from attn_compiler.verifying import masks, outputs, scores, whole
-from attn_compiler.verifying.plan import Check, Plan
+from attn_compiler.verifying.plan import Check, CheckPlan
 from attn_compiler.verifying.results import Verification
 from attn_compiler.verifying.values import Key, NoValueError, Values
 from attn_compiler.verifying.whole import Called, Ran
@@ -29,7 +29,7 @@ class Run:
     apart: str | None
 
 
-def run(plan: Plan, args: Sequence[Any]) -> Run:
+def run(plan: CheckPlan, args: Sequence[Any]) -> Run:
     """Run the model's own graph and check. Raises VerificationMismatch for the first site that does not hold.
 
     args: as the compiled function gets them; neither they nor the state of random number generators change.
@@ -47,7 +47,7 @@ def run(plan: Plan, args: Sequence[Any]) -> Run:
 class Session:
     """What one run knows: the values that checks still wait for, and what the finished ones found."""
 
-    def __init__(self, plan: Plan, checks: Sequence[Check]) -> None:
+    def __init__(self, plan: CheckPlan, checks: Sequence[Check]) -> None:
         self._plan = plan
         self._checks = checks
         self._values = Values(bodies=plan.mirrors)

@@ -15,7 +15,7 @@ from attn_compiler.verifying.copies import is_trained_parameter, isolated, leavi
 from attn_compiler.verifying.fused_noise import fused_noise
 from attn_compiler.verifying.interpreting import AS_IT_IS, Arithmetic, Autocast, Record
 from attn_compiler.verifying.numbers import FLOOR_ULPS, Noise
-from attn_compiler.verifying.plan import Plan
+from attn_compiler.verifying.plan import CheckPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +23,14 @@ class Called:
     """The inputs of one call as they were. args: copies, but for trained parameters that the graph does not write to, which have
     versions. trained: which of them need a gradient. autocast: that the call was made in."""
 
-    plan: Plan
+    plan: CheckPlan
     args: Sequence[Any]
     trained: Sequence[bool]
     versions: Sequence[Fingerprint | None]
     autocast: Autocast
 
     @staticmethod
-    def now(plan: Plan, args: Sequence[Any]) -> Called:
+    def now(plan: CheckPlan, args: Sequence[Any]) -> Called:
         """Take copies."""
         shared = [is_trained_parameter(x) and not may_write for x, may_write in zip(args, plan.may_write, strict=True)]
         with torch.no_grad():
@@ -87,7 +87,7 @@ class Ran:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backward:
+class SeenBackward:
     """What came after a call, of the results by place: those that the graph gave, then its inputs as it left them. arrived: their
     gradients. written: what they held when the backward began, if the caller had written to them."""
 
@@ -99,7 +99,7 @@ def run(
     called: Called,
     arithmetic: Arithmetic = AS_IT_IS,
     *,
-    backward: Backward | None = None,
+    backward: SeenBackward | None = None,
     record: Record | None = None,
 ) -> Ran:
     """Run the model's own graph. backward: what came after it, if its gradients are wanted."""
@@ -121,7 +121,7 @@ def run(
         return Ran(outs=outs, inputs=values, random=drawn.any, gradients=gradients)
 
 
-def overwrites_saved(called: Called, backward: Backward) -> bool:
+def overwrites_saved(called: Called, backward: SeenBackward) -> bool:
     """Whether the model's own backward reads a tensor that was written to since autograd saved it, through `.data` or `detach()`.
 
     Autograd does not see such a write. The gradients are then those of no function, and differ from kernel to kernel, by what each saves.
@@ -159,7 +159,7 @@ class _Written(torch.autograd.Function):
 
 
 def _gradients(
-    results: Sequence[Any], backward: Backward, leaves: Mapping[int, torch.Tensor], count: int
+    results: Sequence[Any], backward: SeenBackward, leaves: Mapping[int, torch.Tensor], count: int
 ) -> list[torch.Tensor | None]:
     for i, x in backward.written.items():
         # As the caller did, behind autograd's back: what it saved is written to as well.
@@ -180,7 +180,7 @@ class Reruns:
     """Runs of the model's own graph in wider numbers, made when they are asked for. backward: its gradients are compared, if given."""
 
     called: Called
-    backward: Backward | None = None
+    backward: SeenBackward | None = None
     _exact: list[Any] | None = field(default=None)
 
     def exact(self) -> Sequence[torch.Tensor | None]:
@@ -202,7 +202,7 @@ class Reruns:
         return torch.float32 if all(x.dtype in HALVES for x in trained or floats) else torch.float64
 
 
-def results(plan: Plan, outs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+def results(plan: CheckPlan, outs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     """What a graph gave, then what it left in the inputs that it may write to."""
     if plan.padded is not None:
         outs = list(plan.padded.cleared(dict(enumerate(outs)), inputs).values())

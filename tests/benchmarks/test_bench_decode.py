@@ -7,7 +7,7 @@ import torch
 
 from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.decode import schedule as decode_schedule
-from attn_compiler.lowerings.decode.plan import Call
+from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.target import Target
 from benchmarks import bench_decode, decode_cases
 from benchmarks.decode_cases import Case
@@ -36,7 +36,7 @@ def test_our_side_computes_what_is_expected(changes: dict[str, int]) -> None:
 @pytest.mark.parametrize("case", decode_cases.CASES, ids=lambda case: case.name)
 def test_operands_are_those_that_the_lowering_would_make(case: Case) -> None:
     problem = decode_cases.build(case, "meta")
-    plan = decode_plan.of(Call(spec=problem.spec, schedule=decode_schedule.schedule(problem.spec, H200)))
+    plan = decode_plan.of(DecodeCall(spec=problem.spec, schedule=decode_schedule.schedule(problem.spec, H200)))
     assert set(plan.operands) - {"count"} == set(problem.named)
     assert problem.named["bounds"].shape == (2, case.batch, case.seqlen_q)
 

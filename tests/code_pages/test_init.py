@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import attn_compiler.__main__ as command_line
-from attn_compiler.code_pages import PAGES, SECTIONS, Kind, Page, page_of
+from attn_compiler.code_pages import PAGES, SECTIONS, ExampleKind, Page, page_of
 from attn_compiler.codes import Code
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def test_pages_say_everything_in_sentences() -> None:
 
 
 def test_codes_without_an_example_to_run_are_known() -> None:
-    assert {page.code for page in _pages() if page.kind is Kind.TOLD} == TOLD
+    assert {page.code for page in _pages() if page.kind is ExampleKind.TOLD} == TOLD
 
 
 @pytest.mark.parametrize("code", sorted(set(Code) - TOLD), ids=str)

@@ -14,7 +14,7 @@ import torch
 
 import attn_compiler
 from attn_compiler.lowerings.decode import schedule
-from attn_compiler.lowerings.decode.schedule import Row
+from attn_compiler.lowerings.decode.schedule import ScheduleRow
 from attn_compiler.report import Report
 from tests.hf.family import Size
 from tests.hf.packages import Unavailable, import_package
@@ -26,7 +26,7 @@ NEW_TOKENS = 4
 
 @pytest.fixture(autouse=True)
 def _few_keys_a_split() -> Iterator[None]:
-    row = Row(bytes=4, head_dim=256, rows=64, keys=16, warps=4, stages=1, programs=64, least_keys=16)
+    row = ScheduleRow(bytes=4, head_dim=256, rows=64, keys=16, warps=4, stages=1, programs=64, least_keys=16)
     with mock.patch.object(schedule, "ROWS", (row,)):
         yield
 

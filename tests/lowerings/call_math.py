@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from tests import numerics
 
 
@@ -17,7 +17,7 @@ from tests import numerics
 class Problem:
     """Tensors for one call. named: its operands."""
 
-    call: Call
+    call: CudnnCall
     q: Tensor
     k: Tensor
     v: Tensor
@@ -29,7 +29,9 @@ class Problem:
         return ("out", *(("dq", "dk", "dv") if self.call.needs_grad else ()), *self.call.differentiable)
 
 
-def allowed(call: Call, named: Mapping[str, Tensor], seqlen_q: int, seqlen_kv: int, device: torch.device) -> Tensor:
+def allowed(
+    call: CudnnCall, named: Mapping[str, Tensor], seqlen_q: int, seqlen_kv: int, device: torch.device
+) -> Tensor:
     """bool, broadcasts to (B, Hq, Sq, Skv)."""
     keys = torch.arange(seqlen_kv, device=device)
     at = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_kv - seqlen_q if call.from_end else 0)
@@ -39,7 +41,7 @@ def allowed(call: Call, named: Mapping[str, Tensor], seqlen_q: int, seqlen_kv: i
     return found & (keys < named["lengths"][:, None, None, None]) if call.lengths else found
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, named: Mapping[str, Tensor], call: Call) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, named: Mapping[str, Tensor], call: CudnnCall) -> Tensor:
     """Every step in q's dtype. A row without any allowed key gives 0. Without dropout."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
@@ -56,7 +58,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, named: Mapping[str, Tensor], call
 
 
 def operands(
-    call: Call,
+    call: CudnnCall,
     *,
     batch: int,
     heads: int,

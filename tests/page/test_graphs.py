@@ -6,7 +6,7 @@ import dataclasses
 
 from attn_compiler.page import graphs
 from attn_compiler.report import Report, UnpadReport
-from attn_compiler.unpadding import Step, Steps
+from attn_compiler.unpadding import Steps, UnpaddedStep
 from tests.page.making import REASON, REPORT, SITE
 from tests.page.reading import Element, read
 
@@ -74,7 +74,7 @@ def test_padding_that_is_computed_has_its_reason() -> None:
 
 def test_padding_that_is_left_out_has_what_it_rests_on() -> None:
     steps = Steps()
-    steps.last.extend([Step(fill=0.5, failed=()), Step(fill=0.25, failed=("the first key is real",))])
+    steps.last.extend([UnpaddedStep(fill=0.5, failed=()), UnpaddedStep(fill=0.25, failed=("the first key is real",))])
     unpad = UnpadReport(
         zeroed=("last_hidden_state",), facts=("rows begin with a token",), notes=("a note",), steps=steps
     )

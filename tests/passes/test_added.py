@@ -8,7 +8,7 @@ import pytest
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load
-from attn_compiler.passes.added import Added, split, total
+from attn_compiler.passes.added import Summand, split, total
 
 B, Q, K = map(Index, "bqk")
 CAUSAL = ix.compare("<=", K, Q)
@@ -29,26 +29,26 @@ def test_a_fill_masks_and_nothing_is_left_to_add(fill: float) -> None:
 
 def test_a_number_that_is_no_fill_is_added() -> None:
     term = masked(-1e4)
-    assert (split(term).allowed, split(term).added) == (ix.TRUE, (Added(value=term),))
+    assert (split(term).allowed, split(term).added) == (ix.TRUE, (Summand(value=term),))
 
 
 def test_the_weight_counts_for_what_masks_and_for_what_is_added() -> None:
     found = split(ix.add(masked(-1e9), BIAS), 0.5)
     assert found.allowed == CAUSAL
     assert found.fills == {-5e8}
-    assert found.added == (Added(value=BIAS, weight=0.5),)
+    assert found.added == (Summand(value=BIAS, weight=0.5),)
     # Turned round, the fill is the highest number instead of the lowest.
     assert split(masked(-1e9), -1.0).allowed == ix.TRUE
 
 
 def test_factors_are_read_through() -> None:
-    assert split(ix.apply("div", BIAS, Const(4.0))).added == (Added(value=BIAS, weight=0.25),)
-    assert split(ix.mul(BIAS, Const(3.0)), 2.0).added == (Added(value=BIAS, weight=6.0),)
+    assert split(ix.apply("div", BIAS, Const(4.0))).added == (Summand(value=BIAS, weight=0.25),)
+    assert split(ix.mul(BIAS, Const(3.0)), 2.0).added == (Summand(value=BIAS, weight=6.0),)
 
 
 def test_a_number_for_all_keys_masks_none_of_them() -> None:
     found = split(Const(-math.inf))
-    assert (found.allowed, found.added, found.fills) == (ix.TRUE, (Added(value=Const(-math.inf)),), frozenset())
+    assert (found.allowed, found.added, found.fills) == (ix.TRUE, (Summand(value=Const(-math.inf)),), frozenset())
     assert split(ix.add(BIAS, Const(-1e9))).allowed == ix.TRUE
 
 
@@ -61,6 +61,6 @@ def test_what_scores_or_other_summands_undo_masks_nothing() -> None:
 
 
 def test_summands_are_one_expression_again() -> None:
-    parts = (Added(value=BIAS, weight=2.0), Added(value=Const(1.5)))
+    parts = (Summand(value=BIAS, weight=2.0), Summand(value=Const(1.5)))
     assert total(parts) == ix.add(ix.mul(BIAS, Const(2.0)), Const(1.5))
     assert total(()) == Const(0.0)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 
 from attn_compiler.passes import axes
-from attn_compiler.passes.arrange import Recipe, View, arrange, simplified
+from attn_compiler.passes.arrange import Recipe, ViewCall, arrange, simplified
 from attn_compiler.passes.axes import Atom, AxisError, Dims
 from tests.passes.view_chains import Chain, chains, followed
 
@@ -116,8 +116,8 @@ def test_symbolic_sizes_are_resolved_when_the_recipe_runs() -> None:
         assert torch.equal(_run(recipe, x, {s: size}), wanted)
 
 
-def _view(function: Callable[..., Any], *args: Any) -> View:
-    return View(function=function, args=args)
+def _view(function: Callable[..., Any], *args: Any) -> ViewCall:
+    return ViewCall(function=function, args=args)
 
 
 SQUEEZE, UNSQUEEZE = _view(torch.squeeze, 1), _view(torch.unsqueeze, 1)
@@ -138,11 +138,11 @@ UNFLATTEN, FLATTEN = _view(torch.unflatten, 1, (2, 3)), _view(torch.flatten, 1, 
         ([_view(torch.transpose, 0, 1), SQUEEZE, UNSQUEEZE], [_view(torch.transpose, 0, 1)]),
     ],
 )
-def test_simplified_takes_out_what_undoes_itself_and_nothing_else(views: list[View], kept: list[View]) -> None:
+def test_simplified_takes_out_what_undoes_itself_and_nothing_else(views: list[ViewCall], kept: list[ViewCall]) -> None:
     assert simplified(Recipe(views=views)).views == kept
 
 
 def test_text_tells_recipes_apart() -> None:
-    views = [View(function=torch.squeeze, args=(1,)), View(function=torch.unsqueeze, args=(1,))]
+    views = [ViewCall(function=torch.squeeze, args=(1,)), ViewCall(function=torch.unsqueeze, args=(1,))]
     texts = {Recipe(views=v).text for v in ([], views[:1], views[1:], views)}
     assert len(texts) == 4

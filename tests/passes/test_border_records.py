@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from attn_compiler import torch_frames
 from attn_compiler.passes import border_records
 from attn_compiler.passes.borders import Border
-from attn_compiler.passes.reading.borders import Made, Row
+from attn_compiler.passes.reading.borders import GraphRow, Made
 from attn_compiler.rewrites.refusing import Unkeyed
 from tests.passes.border_masks import attend, causal, padded, window
 from tests.rewrites.compiling import compiled
@@ -139,7 +139,7 @@ def test_buckets_tell_each_other(writes: bool) -> None:
 
 
 def test_what_is_not_among_the_graphs_values_is_not_kept() -> None:
-    row = Row(made=[Made(example=torch.ones(1), element=None, loads={}, graph=0)])  # type: ignore[arg-type]
+    row = GraphRow(made=[Made(example=torch.ones(1), element=None, loads={}, graph=0)])  # type: ignore[arg-type]
     border = Border(root=SimpleNamespace(relied_on={}), row=row, place=0)  # type: ignore[arg-type]
     with pytest.raises(Unkeyed, match="not found among its values"):
         border_records.taken(border, (), [], [torch.ones(1)])

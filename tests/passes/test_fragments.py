@@ -58,7 +58,7 @@ def made() -> Iterator[list[str]]:
     targets: list[str] = []
     call = fragments.Fragments.call
 
-    def watched(self: fragments.Fragments, node: fx.Node, *others: Any) -> fragments.Call | None:
+    def watched(self: fragments.Fragments, node: fx.Node, *others: Any) -> fragments.NodeCall | None:
         found = call(self, node, *others)
         if found is not None and found.fragment is not None:
             targets.append(str(node.target))

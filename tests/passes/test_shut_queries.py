@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.passes import shut_queries
-from attn_compiler.passes.shut_queries import Masking
+from attn_compiler.passes.shut_queries import MaskingCondition
 from tests.passes.compiling import compiled
 
 B, S, D = 3, 12, 8
@@ -147,5 +147,5 @@ def test_lengths_may_be_symbolic() -> None:
     ],
 )
 def test_condition(masks: list[tuple[ix.Expr, float, bool]], found: bool) -> None:
-    given = [Masking(allowed=allowed, fill=fill, keeps_fill=keeps) for allowed, fill, keeps in masks]
+    given = [MaskingCondition(allowed=allowed, fill=fill, keeps_fill=keeps) for allowed, fill, keeps in masks]
     assert shut_queries.condition(given) == (REAL_QUERY if found else None)

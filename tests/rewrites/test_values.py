@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from attn_compiler import torch_tracing
 from attn_compiler.rewrites.refusing import Unkeyed
-from attn_compiler.rewrites.values import Values
+from attn_compiler.rewrites.values import GraphValues
 
 MODE = FakeTensorMode()
 
@@ -22,7 +22,7 @@ def _fake(make: Callable[[], Any]) -> Any:
 
 
 def _text(*values: Any) -> str:
-    told = Values()
+    told = GraphValues()
     return json.dumps([told.data_of(value) for value in values])
 
 
@@ -157,7 +157,7 @@ def test_values_are_made_again_in_their_memory() -> None:
     given, new = _fake(_empty), [_fake(lambda: torch.empty(3, 2, dtype=torch.float16, requires_grad=True))]
     with MODE:
         new += [new[0].detach().t(), given[1:, 2:], None, (given.view(torch.int32), given)]
-    told, again = Values(), Values()
+    told, again = GraphValues(), GraphValues()
     told.data_of(given)
     again.data_of(given)
     data = json.loads(json.dumps([told.record(value) for value in new]))
@@ -174,4 +174,4 @@ def test_values_are_made_again_in_their_memory() -> None:
 
 def test_data_of_no_value_is_refused() -> None:
     with pytest.raises(Unkeyed, match="a record has the value"):
-        Values().made(["tensor", "load", ["device", "cpu", None], [1], [1], 0, [0, 4], False], MODE)
+        GraphValues().made(["tensor", "load", ["device", "cpu", None], [1], [1], 0, [0, 4], False], MODE)

@@ -11,7 +11,7 @@ from torch import fx
 
 from attn_compiler.options import Options
 from attn_compiler.passes import rewrite
-from attn_compiler.verifying.plan import Check, Plan, prepare
+from attn_compiler.verifying.plan import Check, CheckPlan, prepare
 
 Tensor = torch.Tensor
 SHAPE = (2, 4, 6, 8)
@@ -22,7 +22,7 @@ LENGTH = SHAPE[2]
 class Planned:
     """module: rewritten, as the compiler would get it. args: of the call."""
 
-    plan: Plan
+    plan: CheckPlan
     module: fx.GraphModule
     args: tuple[Any, ...]
 
@@ -31,9 +31,11 @@ class Planned:
         return check
 
 
-def plans(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[tuple[Plan | None, fx.GraphModule, Any]]:
+def plans(
+    function: Callable[..., Any], *inputs: Any, **options: Any
+) -> list[tuple[CheckPlan | None, fx.GraphModule, Any]]:
     """For each graph of `function`: the plan, the rewritten graph module, and the arguments of its call."""
-    found: list[tuple[Plan | None, fx.GraphModule, Any]] = []
+    found: list[tuple[CheckPlan | None, fx.GraphModule, Any]] = []
     chosen = Options(**{"lowerings": ("sdpa_cpu_flash",), "strict": True, "verify": True, **options})
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:

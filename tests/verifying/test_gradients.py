@@ -395,11 +395,11 @@ def test_what_the_caller_wrote_is_not_written_twice() -> None:
     """The gradient goes wrong in every arithmetic alike otherwise: each run starts from the inputs of the call."""
     held = planned(lambda q, k, v: causal(q.sin(), k, v), *qkv())
     called = whole.Called.now(held.plan, held.args)
-    backward = whole.Backward(arrived={0: torch.ones(SHAPE)}, written={1: torch.zeros(SHAPE)})
+    backward = whole.SeenBackward(arrived={0: torch.ones(SHAPE)}, written={1: torch.zeros(SHAPE)})
     one, other = (whole.run(called, backward=backward) for _ in range(2))
     assert torch.equal(one.outs[0], other.outs[0])
     assert whole.overwrites_saved(called, backward)
-    assert not whole.overwrites_saved(called, whole.Backward(arrived=backward.arrived))
+    assert not whole.overwrites_saved(called, whole.SeenBackward(arrived=backward.arrived))
 
 
 def test_parameter_written_between_forward_and_backward() -> None:

@@ -423,7 +423,7 @@ def test_condition_that_is_off_by_one(function: Callable[..., Tensor], dynamic_s
 def test_bias_that_is_off_by_a_position(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Tensor]) -> None:
     real = score_kinds.RECOGNISERS[0]
 
-    def off_by_one(part: added.Added) -> Any:
+    def off_by_one(part: added.Summand) -> Any:
         kind = real(part)
         return kind and dataclasses.replace(kind, position=ix.add(kind.position, ix.ONE))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_compiler.code_pages import PAGES, Kind
+from attn_compiler.code_pages import PAGES, ExampleKind
 from attn_compiler.codes import Code
 from attn_compiler.lowerings import LOWERINGS
 from attn_compiler.options import Options
@@ -38,7 +38,7 @@ def test_the_page_of_a_code_has_its_parts() -> None:
     text = codes.page(of, "q is float16; observed float32 (AC201)")
     for part in (f"# AC201: {of.title}", of.cause, of.remedy, of.example, "q is float16; observed float32 (AC201)"):
         assert part in text
-    told = next(page for page in PAGES.values() if page.kind is Kind.TOLD)
+    told = next(page for page in PAGES.values() if page.kind is ExampleKind.TOLD)
     assert "```" not in codes.page(told, None)
 
 

@@ -56,7 +56,7 @@ def _was_measured(spec: AttentionSpec, target: Target) -> bool:
     return target.sm == _SM and spec.dtype in HALF and spec.score.dropout_p == 0 and plain and fills
 
 
-def _is_near(spec: AttentionSpec, row: fp8_speed.Row) -> bool:
+def _is_near(spec: AttentionSpec, row: fp8_speed.SpeedRow) -> bool:
     sizes = fp8_speed.sizes_of(spec)
     if sizes is None:
         return False
@@ -64,7 +64,7 @@ def _is_near(spec: AttentionSpec, row: fp8_speed.Row) -> bool:
     return all(0 < own <= _NEAR * measured and measured <= _NEAR * own for own, measured in pairs)
 
 
-def _left_out(spec: AttentionSpec, row: fp8_speed.Row) -> float:
+def _left_out(spec: AttentionSpec, row: fp8_speed.SpeedRow) -> float:
     """How much more PyTorch's kernel computes for each pair that counts than at the row's sizes: beside a window it computes all."""
     sizes = fp8_speed.sizes_of(spec)
     if row.mask != "window" or sizes is None:

@@ -37,7 +37,7 @@ _YES_NO = {"yes": True, "no": False, "": None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class SpeedRow:
     """One lowering's speed. keys: that a query may use, on average. grouped: with fewer heads of k and v, which take less time to
     round. training: of forward and backward together. scaling: of `scaling_of`, "" for no FP8. backward: that is in FP8 too, as the
     recipe said; None: no FP8. since: the date of the measurement."""
@@ -59,7 +59,7 @@ class Row:
         """Its sizes, for people."""
         return f"S {self.seqlen}" + (f", {self.keys:.0f} keys a query" if self.mask == "window" else "")
 
-    def fits(self, asked: Asked) -> bool:
+    def fits(self, asked: SpeedAsked) -> bool:
         """Whether it is of that mask, head dim and pass, and no faster for having fewer heads than the site."""
         first, last = self.head_dims
         return (
@@ -72,10 +72,10 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class SpeedAsked:
     """What a site asks of rows: their columns, as far as they are its own.
 
-    mask, head_dim, grouped, training: as in `Row`. scaling: of `scaling_of`. backward: its recipe wants it in FP8 too.
+    mask, head_dim, grouped, training: as in `SpeedRow`. scaling: of `scaling_of`. backward: its recipe wants it in FP8 too.
     keys: that a query may use, on average. seqlen: of keys.
     """
 
@@ -90,14 +90,14 @@ class Asked:
 
 
 @functools.cache
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[SpeedRow, ...]:
     """Of MEASURED."""
     with MEASURED.open(newline="") as file:
         return tuple(map(_row, csv.DictReader(file)))
 
 
-def _row(line: Mapping[str, str]) -> Row:
-    return Row(
+def _row(line: Mapping[str, str]) -> SpeedRow:
+    return SpeedRow(
         lowering=line["lowering"],
         mask=line["mask"],
         head_dims=(int(line["head_dim_from"]), int(line["head_dim_to"])),
@@ -113,12 +113,12 @@ def _row(line: Mapping[str, str]) -> Row:
 
 
 @functools.lru_cache(maxsize=1024)
-def asked_by(spec: AttentionSpec) -> Asked | None:
+def asked_by(spec: AttentionSpec) -> SpeedAsked | None:
     """What a spec asks of rows; None for unknown lengths or head dims."""
     shape, sizes = shape_class.of(spec), sizes_of(spec)
     if sizes is None or shape.head_dim is None:
         return None
-    return Asked(
+    return SpeedAsked(
         mask=shape.band if shape.mask in _BY_BAND else shape.mask,
         head_dim=shape.head_dim,
         grouped=shape.grouped,
@@ -130,7 +130,7 @@ def asked_by(spec: AttentionSpec) -> Asked | None:
     )
 
 
-def estimate(lowering: str, spec: AttentionSpec, like: Row | None = None) -> Row | None:
+def estimate(lowering: str, spec: AttentionSpec, like: SpeedRow | None = None) -> SpeedRow | None:
     """What was measured nearest to a spec's number of keys, and then to its length; None if nothing like the spec was measured.
 
     like: a row whose number of keys and length count in place of the spec's. Of rows that are as near, those of the spec's grouping
@@ -225,6 +225,6 @@ def check(spec: AttentionSpec, target: Target, lowering: str, other: str) -> lis
     ]
 
 
-def _fastest(spec: AttentionSpec) -> Row | None:
+def _fastest(spec: AttentionSpec) -> SpeedRow | None:
     found = [row for name in FP8 if (row := estimate(name, spec)) is not None]
     return max(found, key=lambda row: row.tflops, default=None)

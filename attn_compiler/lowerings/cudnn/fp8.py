@@ -25,7 +25,7 @@ from attn_compiler.lowerings.cudnn import limits as graph_limits
 from attn_compiler.lowerings.cudnn import lowering as cudnn
 from attn_compiler.lowerings.cudnn import operands as cudnn_operands
 from attn_compiler.lowerings.cudnn import plans as cudnn_plans
-from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring
 from attn_compiler.lowerings.fp8 import seen as fp8_seen
 from attn_compiler.lowerings.shared import known_bad
@@ -83,7 +83,7 @@ class CudnnFp8(Lowering):
         return _Emission(emitter, spec, cudnn.call_of(spec, emitter.target)).all_of(operands)
 
 
-def _forward(call: Call) -> Call:
+def _forward(call: CudnnCall) -> CudnnCall:
     return dataclasses.replace(call, fp8="forward", deterministic=False)
 
 
@@ -144,7 +144,7 @@ def _check_backward(spec: AttentionSpec) -> list[Reason]:
     return reasons
 
 
-def _check_call(call: Call, spec: AttentionSpec, target: Target) -> list[Reason]:
+def _check_call(call: CudnnCall, spec: AttentionSpec, target: Target) -> list[Reason]:
     """What cuDNN's forward in FP8 can't say, or would not come back from."""
     has = {
         "a bias": call.bias,
@@ -165,13 +165,13 @@ def _check_call(call: Call, spec: AttentionSpec, target: Target) -> list[Reason]
     return reasons
 
 
-def _backward(call: Call, spec: AttentionSpec) -> Call:
+def _backward(call: CudnnCall, spec: AttentionSpec) -> CudnnCall:
     """The backward's, if there is one: in FP8 if the recipe says so."""
     in_fp8 = quantise.recipe_of(spec).backward and call.needs_grad
     return dataclasses.replace(call, fp8="backward") if in_fp8 else call
 
 
-def _check_plans(call: Call, rounded: AttentionSpec, demand: LayoutDemand, target: Target) -> list[Reason]:
+def _check_plans(call: CudnnCall, rounded: AttentionSpec, demand: LayoutDemand, target: Target) -> list[Reason]:
     forward = cudnn_plans.refusals(_forward(call), rounded, demand, target, kinds=("forward",))
     return forward or cudnn_plans.refusals(_backward(call, rounded), rounded, demand, target, kinds=("backward",))
 
@@ -194,7 +194,7 @@ def _numbers(dims: tuple[Dim, ...]) -> tuple[int, ...]:
 class _Emission:
     emitter: Emitter
     spec: AttentionSpec
-    call: Call
+    call: CudnnCall
 
     def all_of(self, operands: Operands) -> fx.Node:
         """The node of the output."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from attn_compiler.fp8_recipe import LARGEST
-from attn_compiler.lowerings.cudnn.plan import FP8_GRADIENT_DTYPE, Call
+from attn_compiler.lowerings.cudnn.plan import FP8_GRADIENT_DTYPE, CudnnCall
 from attn_compiler.lowerings.shared.given_ops import Gradients, register_given_with
 from attn_compiler.lowerings.shared.ops import like_output
 
@@ -27,7 +27,7 @@ _FITS = LARGEST["e5m2"] / 2
 _LARGEST_READ = LARGEST["e4m3"]
 
 
-def names(call: Call, *, may_be_empty: bool) -> tuple[str, ...]:
+def names(call: CudnnCall, *, may_be_empty: bool) -> tuple[str, ...]:
     """Of the operands after out and lse. used: bool (B, 1, 1, 1), whether a batch row has keys; lengths are at least 1. The others are
     the forward's, and `out` is in FP8."""
     lengths = ("lengths_q", "lengths", *(("used",) if may_be_empty else ())) if call.lengths else ()
@@ -37,7 +37,7 @@ def names(call: Call, *, may_be_empty: bool) -> tuple[str, ...]:
 
 def gradients(grad_out: torch.Tensor, operands: Sequence[torch.Tensor], text: str) -> Gradients:
     """Of q, k and v, in grad_out's dtype."""
-    call = Call.from_text(text)
+    call = CudnnCall.from_text(text)
     plain, may_be_empty = names(call, may_be_empty=False), names(call, may_be_empty=True)
     given = dict(zip(may_be_empty if len(operands) > len(plain) else plain, operands, strict=True))
     upstream = grad_out.float()
@@ -60,7 +60,7 @@ def gradients(grad_out: torch.Tensor, operands: Sequence[torch.Tensor], text: st
     return grad_q, grad_k, grad_v
 
 
-def _scales(call: Call, given: dict[str, torch.Tensor], upstream: torch.Tensor) -> dict[str, torch.Tensor]:
+def _scales(call: CudnnCall, given: dict[str, torch.Tensor], upstream: torch.Tensor) -> dict[str, torch.Tensor]:
     """float32 (1,) each. upstream: finite."""
     rows = upstream.square().sum(-1).sqrt()
     batch, heads_kv = given["k"].shape[:2]

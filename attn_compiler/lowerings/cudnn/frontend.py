@@ -21,7 +21,7 @@ import torch
 from attn_compiler import torch_compat, torch_observe
 from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings.cudnn import graphs
-from attn_compiler.lowerings.cudnn.graphs import Key, Plan, Plans
+from attn_compiler.lowerings.cudnn.graphs import BuiltPlan, PlanKey, Plans
 from attn_compiler.lowerings.shared.replaying import Start
 from attn_compiler.target import cudnn_version, cudnn_words
 
@@ -47,14 +47,14 @@ def load() -> ModuleType:
     return module
 
 
-def build(key: Key) -> Plan:
+def build(key: PlanKey) -> BuiltPlan:
     """A plan for the key's device, which becomes the current one while it is built. Raises CudnnRefused."""
     fe = load()
     with torch.cuda.device(key.device):
         return graphs.build(fe, key, time.perf_counter, handle=handle(key.device))
 
 
-def tell(key: Key, plan: Plan, is_late: bool) -> None:
+def tell(key: PlanKey, plan: BuiltPlan, is_late: bool) -> None:
     """Count a plan among PyTorch's own counters ("cudnn_plans", "cudnn_plans_late") and log it; a late one as a warning."""
     torch_observe.add_to_counters(Counter({"cudnn_plans": 1, "cudnn_plans_late": int(is_late)}))
     kind, shapes = (
@@ -107,7 +107,7 @@ class _Handle:
         self.stream = stream
 
 
-def launcher(plan: Plan, device: torch.device, pick: Callable[[list[int]], Sequence[int]]) -> Start:
+def launcher(plan: BuiltPlan, device: torch.device, pick: Callable[[list[int]], Sequence[int]]) -> Start:
     """Launches the plan on the current stream. The caller has made `device` the current one.
 
     pick: of a call's addresses those that the plan takes, in the plan's order.

@@ -1,4 +1,4 @@
-"""cuDNN graphs and plans from a `Call` and the tensors' shapes and strides: built once for each distinct key, and counted.
+"""cuDNN graphs and plans from a `CudnnCall` and the tensors' shapes and strides: built once for each distinct key, and counted.
 
 Which frontend builds them is given: a test gives one that only records. Tensors are known by name and have one uid each, so that a
 plan is executed with a list of addresses. dims are always logical (B, H, S, D); strides say how they lie in memory.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn_compiler.errors import CudnnRefused
-from attn_compiler.lowerings.cudnn.plan import FP8_GRADIENT_DTYPE, SCALES, Call
+from attn_compiler.lowerings.cudnn.plan import FP8_GRADIENT_DTYPE, SCALES, CudnnCall
 from attn_compiler.lowerings.shared.ops import output_strides
 
 Shape = tuple[int, ...]
@@ -88,13 +88,13 @@ class Laid:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Key:
+class PlanKey:
     """Everything that a plan depends on. tensors: (name, shape and strides) of all that are (B, H, S, D), inputs and outputs.
 
     device: the GPU's index. cudnn: cuDNN's version.
     """
 
-    call: Call
+    call: CudnnCall
     backward: bool
     dtype: str
     tensors: tuple[tuple[str, Laid], ...]
@@ -107,7 +107,7 @@ class Key:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class BuiltPlan:
     """A built plan. order: names of the tensors in the order in which `graph` takes their addresses. workspace: bytes.
 
     engine: cuDNN's name of what runs. milliseconds: that building it took.
@@ -136,15 +136,17 @@ class Counts:
 class Plans:
     """The plans of a process, by key. Refusals are kept too: a graph is tried once. tell(key, plan, is_late): of each that is built."""
 
-    def __init__(self, build: Callable[[Key], Plan], tell: Callable[[Key, Plan, bool], None] | None = None) -> None:
+    def __init__(
+        self, build: Callable[[PlanKey], BuiltPlan], tell: Callable[[PlanKey, BuiltPlan, bool], None] | None = None
+    ) -> None:
         self._build = build
         self._tell = tell
         self._lock = threading.Lock()
-        self._known: dict[Key, Plan | CudnnRefused] = {}
+        self._known: dict[PlanKey, BuiltPlan | CudnnRefused] = {}
         self._compiling = threading.local()
         self.counts = Counts()
 
-    def get(self, key: Key) -> Plan:
+    def get(self, key: PlanKey) -> BuiltPlan:
         """The plan, built if there is none yet. Raises CudnnRefused."""
         with self._lock:
             found = self._known.get(key)
@@ -164,7 +166,7 @@ class Plans:
         finally:
             self._compiling.on = before
 
-    def _built(self, key: Key) -> Plan | CudnnRefused:
+    def _built(self, key: PlanKey) -> BuiltPlan | CudnnRefused:
         try:
             plan = self._build(key)
         except CudnnRefused as refusal:
@@ -181,20 +183,20 @@ class Plans:
 # ---- shapes -------------------------------------------------------------------------------------------------------
 
 
-def forward_key(call: Call, *, dtype: str, inputs: Mapping[str, Laid], device: int, cudnn: int) -> Key:
+def forward_key(call: CudnnCall, *, dtype: str, inputs: Mapping[str, Laid], device: int, cudnn: int) -> PlanKey:
     """inputs: q, k, v and, if the call has one, bias."""
     tensors = {**inputs, **_outputs(inputs)}
-    return Key(call=call, backward=False, dtype=dtype, tensors=tuple(tensors.items()), device=device, cudnn=cudnn)
+    return PlanKey(call=call, backward=False, dtype=dtype, tensors=tuple(tensors.items()), device=device, cudnn=cudnn)
 
 
 def backward_key(
-    call: Call, *, dtype: str, inputs: Mapping[str, Laid], gradients: Mapping[str, Laid], device: int, cudnn: int
-) -> Key:
+    call: CudnnCall, *, dtype: str, inputs: Mapping[str, Laid], gradients: Mapping[str, Laid], device: int, cudnn: int
+) -> PlanKey:
     """inputs: as for the forward. gradients: grad_q, grad_k, grad_v. The gradient of the output lies in memory as the output does."""
     outputs = _outputs(inputs)
     grad_bias = {"grad_bias": Laid.contiguous(inputs["bias"].shape)} if call.bias_grad else {}
     tensors = {**inputs, **outputs, "grad_out": outputs["out"], **gradients, **grad_bias}
-    return Key(call=call, backward=True, dtype=dtype, tensors=tuple(tensors.items()), device=device, cudnn=cudnn)
+    return PlanKey(call=call, backward=True, dtype=dtype, tensors=tuple(tensors.items()), device=device, cudnn=cudnn)
 
 
 def _outputs(inputs: Mapping[str, Laid]) -> dict[str, Laid]:
@@ -216,14 +218,14 @@ class _Graph:
 
     fe: Any
     graph: Any
-    key: Key
+    key: PlanKey
 
     def __post_init__(self) -> None:
         self.laid = self.key.laid
         self.used: list[str] = []
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CudnnCall:
         return self.key.call
 
     def input(self, name: str) -> Any:
@@ -335,7 +337,7 @@ class _Graph:
         return told
 
 
-def make_graph(fe: Any, key: Key, **machine: Any) -> tuple[Any, tuple[str, ...]]:
+def make_graph(fe: Any, key: PlanKey, **machine: Any) -> tuple[Any, tuple[str, ...]]:
     """The frontend's graph, with everything in it, not built yet; and the names of its tensors in the order of their uids.
 
     machine: what the frontend is told of where it will run (a handle, or an architecture).
@@ -351,7 +353,7 @@ def make_graph(fe: Any, key: Key, **machine: Any) -> tuple[Any, tuple[str, ...]]
     return graph, tuple(sorted(made.used, key=UIDS.__getitem__))
 
 
-def build(fe: Any, key: Key, clock: Callable[[], float], **machine: Any) -> Plan:
+def build(fe: Any, key: PlanKey, clock: Callable[[], float], **machine: Any) -> BuiltPlan:
     """A plan that can be executed. clock: seconds. Raises CudnnRefused with cuDNN's message."""
     begin = clock()
     try:
@@ -367,7 +369,7 @@ def build(fe: Any, key: Key, clock: Callable[[], float], **machine: Any) -> Plan
     except (fe.cudnnGraphNotSupportedError, RuntimeError) as error:
         raise CudnnRefused(said=in_one_line(str(error))) from error
     milliseconds = 1000 * (clock() - begin)
-    return Plan(graph=graph, order=order, workspace=workspace, engine=engine, milliseconds=milliseconds)
+    return BuiltPlan(graph=graph, order=order, workspace=workspace, engine=engine, milliseconds=milliseconds)
 
 
 def _order(graph: Any, names: tuple[str, ...]) -> tuple[str, ...]:

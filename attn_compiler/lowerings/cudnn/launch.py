@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from attn_compiler.lowerings.cudnn import frontend, graphs
-from attn_compiler.lowerings.cudnn.graphs import Laid, Plan
+from attn_compiler.lowerings.cudnn.graphs import BuiltPlan, Laid
 from attn_compiler.lowerings.cudnn.ops import gradient_in_fp8, gradient_like
-from attn_compiler.lowerings.cudnn.plan import ALIGNMENT, Call
+from attn_compiler.lowerings.cudnn.plan import ALIGNMENT, CudnnCall
 from attn_compiler.lowerings.shared import leaf_calls
 from attn_compiler.lowerings.shared.leaf_calls import (
     BackwardArguments,
@@ -42,7 +42,7 @@ _BACKWARD = ("grad_out", "grad_lse", "q", "k", "v", "out", "lse")
 class ReadyPlan:
     """A plan, which takes addresses in an order of its own."""
 
-    plan: Plan
+    plan: BuiltPlan
     device: torch.device
 
     def bound(self, index: Mapping[str, int], device: int) -> Start:
@@ -62,7 +62,7 @@ class PlanForward(ForwardBody):
         q, k, v, operands, text = given
         if not _all_aligned((q, k, v)):
             return self(_aligned(q), _aligned(k), _aligned(v), operands, text)
-        call = Call.from_text(text)
+        call = CudnnCall.from_text(text)
         with on(q.device):
             plan = frontend.PLANS.get(graphs.forward_key(call, **_shared(call, q, k, v, operands)))
         made = dict(zip(("out", "lse"), empty_outputs(q, v), strict=True))
@@ -93,7 +93,7 @@ class PlanBackward(BackwardBody):
         if any(x is not y for x, y in zip(readable, given, strict=True)):
             return self(*readable)
         q, k, v = given.q, given.k, given.v
-        call = Call.from_text(given.text)
+        call = CudnnCall.from_text(given.text)
         named = dict(zip(call.operands, given.operands, strict=True))
         unfilled = gradient_in_fp8 if call.fp8 else gradient_like
         grads = {f"grad_{name}": unfilled(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
@@ -121,7 +121,7 @@ ForwardSite = functools.partial(leaf_calls.ForwardSite, forward)
 BackwardSite = functools.partial(leaf_calls.BackwardSite, gradients)
 
 
-def _shared(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors) -> dict[str, Any]:
+def _shared(call: CudnnCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors) -> dict[str, Any]:
     named: Mapping[str, torch.Tensor] = dict(zip(call.operands, operands, strict=True))
     tensors = {"q": q, "k": k, "v": v} | ({"bias": named["bias"]} if call.bias else {})
     return {

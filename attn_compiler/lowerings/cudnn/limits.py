@@ -7,7 +7,7 @@ from dataclasses import replace
 from attn_compiler import dims
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.cudnn.takes import TAKES
 from attn_compiler.lowerings.shared import cudnn_limits, known_bad, limits
 from attn_compiler.lowerings.shared.takes import check_gpu
@@ -32,7 +32,7 @@ def check_machine(target: Target) -> list[Reason]:
     ]
 
 
-def check_graph(call: Call, spec: AttentionSpec, target: Target) -> list[Reason]:
+def check_graph(call: CudnnCall, spec: AttentionSpec, target: Target) -> list[Reason]:
     """Lengths, windows and biases that cuDNN takes wrong."""
     reasons = cudnn_limits.check_few(spec, target)
     lengths = f"seqlen_q {spec.seqlen_q}, seqlen_kv {spec.seqlen_kv}"
@@ -44,7 +44,7 @@ def check_graph(call: Call, spec: AttentionSpec, target: Target) -> list[Reason]
     return reasons if looks else reasons + cudnn_limits.check_nan_backward(spec, target, with_queries=call.bias)
 
 
-def counted(call: Call, spec: AttentionSpec, target: Target) -> Call:
+def counted(call: CudnnCall, spec: AttentionSpec, target: Target) -> CudnnCall:
     """The call as it has to be said where cuDNN forgets what lies behind the last key (nan_dq): with the number of keys.
 
     On an H200 with cuDNN 9.19, scores far below 0 and 192 keys gave NaN without any mask, with a bias and with dropout; and none with
@@ -55,7 +55,7 @@ def counted(call: Call, spec: AttentionSpec, target: Target) -> Call:
     return replace(call, lengths=True, counted=True)
 
 
-def _has_band(call: Call) -> bool:
+def _has_band(call: CudnnCall) -> bool:
     return call.left is not None or call.right is not None
 
 

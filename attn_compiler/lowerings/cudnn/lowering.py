@@ -21,7 +21,7 @@ from attn_compiler.lowerings.cudnn import limits as graph_limits
 from attn_compiler.lowerings.cudnn import operands as cudnn_operands
 from attn_compiler.lowerings.cudnn import plan
 from attn_compiler.lowerings.cudnn import plans as cudnn_plans
-from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.cudnn.takes import TAKES
 from attn_compiler.lowerings.shared import cudnn_limits, limits, mask_limits, takes
 from attn_compiler.spec import AttentionSpec
@@ -78,12 +78,12 @@ def rules(spec: AttentionSpec, target: Target) -> list[Reason]:
     return [*_check_call(call, spec), *graph_limits.check_graph(call, spec, target)]
 
 
-def call_of(spec: AttentionSpec, target: Target) -> Call:
+def call_of(spec: AttentionSpec, target: Target) -> CudnnCall:
     """The call for a spec that `plan.reasons` has nothing against."""
     return graph_limits.counted(plan.of(spec, deterministic=target.deterministic), spec, target)
 
 
-def _check_call(call: Call, spec: AttentionSpec) -> list[Reason]:
+def _check_call(call: CudnnCall, spec: AttentionSpec) -> list[Reason]:
     """What cuDNN's graph can't say together."""
     reasons = []
     if call.right is not None and call.right < 0:
@@ -114,7 +114,7 @@ def _check_call(call: Call, spec: AttentionSpec) -> list[Reason]:
     return reasons + _check_workspace(call, spec)
 
 
-def _check_workspace(call: Call, spec: AttentionSpec) -> list[Reason]:
+def _check_workspace(call: CudnnCall, spec: AttentionSpec) -> list[Reason]:
     """A backward that adds up in a fixed order, or makes a bias's gradient, keeps all of dP, in half precision."""
     if not (call.deterministic or call.bias_grad):
         return []

@@ -15,7 +15,7 @@ from attn_compiler.index_expr import Expr, Index, on_nodes
 from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.cudnn import plan
-from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.shared import mask_nodes
 from attn_compiler.lowerings.shared.intervals import SEQLEN_KV, SEQLEN_Q
 from attn_compiler.spec import AttentionSpec
@@ -26,8 +26,8 @@ aten = torch.ops.aten
 _SEEDS = 2**63 - 1
 
 
-def emit(emitter: Emitter, call: Call, spec: AttentionSpec, operands: Operands) -> list[fx.Node]:
-    """In the order of `Call.operands`."""
+def emit(emitter: Emitter, call: CudnnCall, spec: AttentionSpec, operands: Operands) -> list[fx.Node]:
+    """In the order of `CudnnCall.operands`."""
     made = _Made(emitter, call, spec, operands)
     makers: dict[str, Callable[[], fx.Node]] = {
         "bias": made.bias,
@@ -43,7 +43,7 @@ def emit(emitter: Emitter, call: Call, spec: AttentionSpec, operands: Operands) 
 @dataclass
 class _Made:
     emitter: Emitter
-    call: Call
+    call: CudnnCall
     spec: AttentionSpec
     given: Operands
 

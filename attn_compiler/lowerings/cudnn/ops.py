@@ -1,4 +1,4 @@
-"""The leaf op of cuDNN's own attention, `attn_compiler::cudnn`: its text is a `plan.Call`, its operands are those that it names.
+"""The leaf op of cuDNN's own attention, `attn_compiler::cudnn`: its text is a `plan.CudnnCall`, its operands are those that it names.
 
 Gradients of q, k and v lie in memory as those do. The gradient of the output is brought into the output's own strides by a node of
 the traced backward, which is none where it lies so already: one plan serves every backward.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.shared.ops import late, like_output, register_backward, register_family, register_forward
 
 Tensors = Sequence[torch.Tensor]
@@ -20,7 +20,7 @@ Tensors = Sequence[torch.Tensor]
 
 def differentiable(operands: Tensors, text: str) -> list[bool]:
     """For each operand whether the backward gives its gradient. Raises ValueError if their number is not the call's."""
-    call = Call.from_text(text)
+    call = CudnnCall.from_text(text)
     if len(call.operands) != len(operands):
         raise ValueError(f"the call has the operands {', '.join(call.operands) or 'none'}; got {len(operands)}")
     return [name in call.by_kernel for name in call.operands]
@@ -34,7 +34,7 @@ def in_graph(
     One reduction when it is fused. cuDNN 9.19 can compute it too, and takes as long for that as for all other gradients: 1792 µs
     instead of 915 for 8 x 32 heads of 64, 2048 queries, window 1024.
     """
-    call = Call.from_text(text)
+    call = CudnnCall.from_text(text)
     if not call.sinks_grad:
         return [None] * len(operands)
     sinks = dict(zip(call.operands, operands, strict=True))["sinks"]

@@ -39,7 +39,7 @@ _UNSERVED: tuple[tuple[tuple[PartKind, ...], str, str | None], ...] = (
     (("mask",), "a mask tensor of truth values", None),
     (("slopes", "distances"), "a bias by distance, as slopes or as a table", None),
 )
-#: operands by `Call.fp8`
+#: operands by `CudnnCall.fp8`
 SCALES: dict[str, tuple[str, ...]] = {
     "": (),
     "forward": (*_READ_SCALES, "scale_out"),
@@ -51,7 +51,7 @@ SCALES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class CudnnCall:
     """Everything that is decided of a call at compile time. Equal calls on equal tensors share one plan.
 
     scale: the factor on q kᵀ.
@@ -125,19 +125,19 @@ class Call:
         return _CODEC.text(self)
 
     @staticmethod
-    def from_text(text: str) -> Call:
+    def from_text(text: str) -> CudnnCall:
         """Inverse of `to_text`, parsed once a text."""
-        return _CODEC.value(text, Call)
+        return _CODEC.value(text, CudnnCall)
 
 
-_CODEC = Codec((Call,), brief=True)
+_CODEC = Codec((CudnnCall,), brief=True)
 
 
-def of(spec: AttentionSpec, *, deterministic: bool) -> Call:
+def of(spec: AttentionSpec, *, deterministic: bool) -> CudnnCall:
     """The call for a spec that `reasons` has nothing against."""
     found, band = parts(spec), band_of(spec)
     bias, sinks, dropout_p = spec.score.bias, spec.score.sinks, spec.score.dropout_p
-    return Call(
+    return CudnnCall(
         scale=spec.score.scale,
         left=band.left,
         right=band.right,

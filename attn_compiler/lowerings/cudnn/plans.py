@@ -16,8 +16,8 @@ from attn_compiler.decisions import Reason
 from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings.base import LayoutDemand
 from attn_compiler.lowerings.cudnn import graphs, ops
-from attn_compiler.lowerings.cudnn.graphs import Laid, Plan
-from attn_compiler.lowerings.cudnn.plan import FP8_DTYPE, Call
+from attn_compiler.lowerings.cudnn.graphs import BuiltPlan, Laid
+from attn_compiler.lowerings.cudnn.plan import FP8_DTYPE, CudnnCall
 from attn_compiler.lowerings.shared import mask_limits
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target, cudnn_version
@@ -29,7 +29,7 @@ BOTH: tuple[Kind, ...] = ("forward", "backward")
 
 
 def refusals(
-    call: Call, spec: AttentionSpec, demand: LayoutDemand, target: Target, *, kinds: tuple[Kind, ...] = BOTH
+    call: CudnnCall, spec: AttentionSpec, demand: LayoutDemand, target: Target, *, kinds: tuple[Kind, ...] = BOTH
 ) -> list[Reason]:
     """cuDNN's own refusal of the forward or, if the site needs gradients, of the backward."""
     if not _is_here(target):
@@ -47,8 +47,8 @@ def refusals(
 
 
 def built(
-    call: Call, values: Mapping[str, torch.Tensor], target: Target, *, kinds: tuple[Kind, ...] = BOTH
-) -> tuple[Plan, ...]:
+    call: CudnnCall, values: Mapping[str, torch.Tensor], target: Target, *, kinds: tuple[Kind, ...] = BOTH
+) -> tuple[BuiltPlan, ...]:
     """The plans for a site's tensors as they are in its graph: forward, and backward if it needs gradients. None for a made-up
     machine. Raises CudnnRefused if the GPU that they are on is not the one that was asked, and has no plan: nothing is rewritten then.
 
@@ -66,7 +66,7 @@ def built(
     return _plans(call, tensors, str(q.dtype).removeprefix("torch."), device, kinds)
 
 
-def words(plans: tuple[Plan, ...]) -> str:
+def words(plans: tuple[BuiltPlan, ...]) -> str:
     """For the report: what cuDNN runs, and the memory that it takes while it runs."""
     told = [
         f"{kind} {plan.engine}, {_bytes(plan.workspace)} of workspace"
@@ -80,8 +80,8 @@ def _bytes(count: int) -> str:
 
 
 def _plans(
-    call: Call, tensors: Mapping[str, Laid], dtype: str, device: int, kinds: tuple[Kind, ...]
-) -> tuple[Plan, ...]:
+    call: CudnnCall, tensors: Mapping[str, Laid], dtype: str, device: int, kinds: tuple[Kind, ...]
+) -> tuple[BuiltPlan, ...]:
     # By way of torch_observe it imports Inductor, which is not needed to be asked for reasons.
     from attn_compiler.lowerings.cudnn import frontend
 

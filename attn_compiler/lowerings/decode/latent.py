@@ -18,7 +18,7 @@ from attn_compiler.dtypes import HALVES
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.decode import latent_schedule
 from attn_compiler.lowerings.decode import operands as decode_operands
-from attn_compiler.lowerings.decode.plan import Call
+from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.takes import OF_LATENT
 from attn_compiler.lowerings.shared import kernel_limits, latents
 from attn_compiler.spec import AttentionSpec, LatentSpec
@@ -57,7 +57,7 @@ class DecodeLatent(Lowering):
         nope, of_rope = latents.parts_of_q(emitter, latent, operands.q)
         parts = [latents.by_heads(emitter, nope, given.weight_k), *(() if of_rope is None else (of_rope,))]
         q = emitter.call(torch.cat, parts, -1)
-        call = Call(spec=spec, schedule=latent_schedule.schedule(spec, emitter.target), of_latent=True)
+        call = DecodeCall(spec=spec, schedule=latent_schedule.schedule(spec, emitter.target), of_latent=True)
         read = dataclasses.replace(operands, k=given.latent, v=given.latent)
         further = decode_operands.emit(emitter, call, read)
         leaf = torch.ops.attn_compiler.decode_latent.default

@@ -18,7 +18,7 @@ from triton.runtime import driver
 from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.decode.kernels.decode_latent import attention_decode_latent, combine_latent
 from attn_compiler.lowerings.decode.kernels.tuples import LatentSwitches
-from attn_compiler.lowerings.decode.plan import Call, Plan, Schedule, none_too_short
+from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule, none_too_short
 from attn_compiler.lowerings.decode.replaying import DecodeSite, Launched
 from attn_compiler.lowerings.shared import score_changes
 from attn_compiler.lowerings.shared.arguments import along
@@ -38,7 +38,7 @@ _PARAMETERS = (("bounds",), ("keys",), ("mask", "bias"), ("sinks",))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedLatent:
     """A Call as the kernels take it.
 
     constants: what they are compiled for, without the alignment.
@@ -51,7 +51,7 @@ class Prepared:
     """
 
     schedule: Schedule
-    plan: Plan
+    plan: DecodePlan
     scale: float
     changed_by: float
     constants: dict[str, Any]
@@ -64,9 +64,9 @@ class Prepared:
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(text: str) -> Prepared:
+def prepare(text: str) -> PreparedLatent:
     """Everything that follows from the leaf op's text."""
-    call = Call.from_text(text)
+    call = DecodeCall.from_text(text)
     spec, plan, latent = call.spec, decode_plan.of(call), call.spec.latent
     if latent is None or call.schedule.rows is None:
         raise ValueError("the text of a call over a latent names the latent, and the rows of a tile")
@@ -97,7 +97,7 @@ def prepare(text: str) -> Prepared:
         "PRECISION": "ieee",
         "EARLY": call.schedule.early and not interpreted,
     }
-    return Prepared(
+    return PreparedLatent(
         schedule=call.schedule,
         plan=plan,
         scale=spec.score.scale,
@@ -130,16 +130,20 @@ def forward(
         return _forward(prepared, q, k, operands, launched)
 
 
-class ForwardSite(DecodeSite):
-    """`forward` for one place in compiled code. v is k."""
+class LatentForwardSite(DecodeSite):
+    """What `forward` is for one place. v is k."""
 
     __slots__ = ()
     body = staticmethod(forward)
     read = staticmethod(lambda q, k, v, operands: (q, k, *operands))
 
 
+#: `forward` for one place in compiled code
+ForwardSite = LatentForwardSite
+
+
 def _forward(
-    prepared: Prepared,
+    prepared: PreparedLatent,
     q: torch.Tensor,
     latent: torch.Tensor,
     operands: Tensors,
@@ -216,7 +220,7 @@ def _alignment(q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor | None)
 
 
 def _launch(
-    prepared: Prepared,
+    prepared: PreparedLatent,
     kernel: Any,
     key: tuple[Any, ...],
     grid: tuple[int, int, int],

@@ -28,7 +28,7 @@ _EARLY_SINCE = 90
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class LatentRow:
     """Of elements of at most `bytes` and ranks up to `rank`, with tiles of up to `rows` rows, on GPUs from `first_sm` to `last_sm`.
 
     keys, warps, stages, least_keys: as in Schedule.
@@ -46,12 +46,12 @@ class Row:
 
 
 # The last row for a machine has as many rows as a tile may have there.
-ROWS: tuple[Row, ...] = (
-    Row(bytes=2, rank=512, rows=16, first_sm=90, last_sm=99, keys=64, warps=8, stages=3),
-    Row(bytes=2, rank=512, rows=32, first_sm=90, last_sm=99, keys=64, warps=8, stages=3),
-    Row(bytes=2, rank=512, rows=64, first_sm=90, last_sm=99, keys=64, warps=8, stages=2, least_keys=256),
-    Row(bytes=2, rank=512, rows=16, keys=32, warps=4, stages=2),
-    Row(bytes=4, rank=512, rows=16, keys=16, warps=8, stages=1),
+ROWS: tuple[LatentRow, ...] = (
+    LatentRow(bytes=2, rank=512, rows=16, first_sm=90, last_sm=99, keys=64, warps=8, stages=3),
+    LatentRow(bytes=2, rank=512, rows=32, first_sm=90, last_sm=99, keys=64, warps=8, stages=3),
+    LatentRow(bytes=2, rank=512, rows=64, first_sm=90, last_sm=99, keys=64, warps=8, stages=2, least_keys=256),
+    LatentRow(bytes=2, rank=512, rows=16, keys=32, warps=4, stages=2),
+    LatentRow(bytes=4, rank=512, rows=16, keys=16, warps=8, stages=1),
 )
 
 
@@ -79,7 +79,7 @@ def schedule(spec: AttentionSpec, target: Target) -> Schedule:
     return dataclasses.replace(found, splits=plan.splits(found, tiles=spec.batch * blocks, seqlen_kv=spec.seqlen_kv))
 
 
-def _fits(row: Row, spec: AttentionSpec, rank: int, target: Target) -> bool:
+def _fits(row: LatentRow, spec: AttentionSpec, rank: int, target: Target) -> bool:
     return (
         BYTES.get(spec.dtype, 8) <= row.bytes and rank <= row.rank and row.first_sm <= generation(target) <= row.last_sm
     )

@@ -20,8 +20,8 @@ from triton.runtime import driver
 from attn_compiler.dtypes import BYTES
 from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.decode.kernels.decode import attention_decode
-from attn_compiler.lowerings.decode.kernels.tuples import Switches
-from attn_compiler.lowerings.decode.plan import Call, Plan, Schedule, none_too_short
+from attn_compiler.lowerings.decode.kernels.tuples import DecodeSwitches
+from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule, none_too_short
 from attn_compiler.lowerings.decode.replaying import DecodeSite, Launched
 from attn_compiler.lowerings.shared import score_changes
 from attn_compiler.lowerings.shared.arguments import alignment, along, kernel_constants
@@ -60,7 +60,7 @@ class Sized:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedDecode:
     """A Call as the kernel takes it.
 
     constants: what the kernel is compiled for, without the alignment.
@@ -73,7 +73,7 @@ class Prepared:
     """
 
     schedule: Schedule
-    plan: Plan
+    plan: DecodePlan
     scale: float
     changed_by: float
     constants: dict[str, Any]
@@ -86,9 +86,9 @@ class Prepared:
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(text: str) -> Prepared:
+def prepare(text: str) -> PreparedDecode:
     """Everything that follows from the leaf op's text."""
-    call = Call.from_text(text)
+    call = DecodeCall.from_text(text)
     spec, plan = call.spec, decode_plan.of(call)
     heads_kv, seqlen_q = decode_plan.known(spec.num_heads_kv), decode_plan.known(spec.seqlen_q)
     group = decode_plan.known(spec.num_heads_q) // heads_kv
@@ -115,7 +115,7 @@ def prepare(text: str) -> Prepared:
         "COMPILED": not triton.knobs.runtime.interpret,
         **shared,
     }
-    return Prepared(
+    return PreparedDecode(
         schedule=call.schedule,
         plan=plan,
         scale=spec.score.scale,
@@ -153,16 +153,20 @@ def forward(
         return _forward(prepared, q, k, v, operands, strides, align, launched)
 
 
-class ForwardSite(DecodeSite):
-    """`forward` for one place in compiled code."""
+class DecodeForwardSite(DecodeSite):
+    """What `forward` is for one place. Of its operands it reads q, k, v and all others."""
 
     __slots__ = ()
     body = staticmethod(forward)
     read = staticmethod(lambda q, k, v, operands: (q, k, v, *operands))
 
 
+#: `forward` for one place in compiled code
+ForwardSite = DecodeForwardSite
+
+
 def _forward(
-    prepared: Prepared,
+    prepared: PreparedDecode,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -202,7 +206,7 @@ def _imagined(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def _size(prepared: Prepared, q: torch.Tensor, v: torch.Tensor) -> Sized:
+def _size(prepared: PreparedDecode, q: torch.Tensor, v: torch.Tensor) -> Sized:
     """Kept in `prepared`."""
     batch = q.shape[0]
     check_grid((1, prepared.places, batch))
@@ -241,7 +245,7 @@ _NO_BOUNDS, _NO_PAIRS = (0, 0), (0, 0, 0, 0)
 
 
 def _launch(
-    prepared: Prepared,
+    prepared: PreparedDecode,
     key: tuple[Any, ...],
     grid: tuple[int, int, int],
     tensors: tuple[torch.Tensor | None, ...],
@@ -253,7 +257,7 @@ def _launch(
     """
     found = prepared.compiled.get(key)
     if found is None:
-        switches = Switches(**prepared.constants, ALIGN=key[1])
+        switches = DecodeSwitches(**prepared.constants, ALIGN=key[1])
         schedule = prepared.schedule
         options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
         options |= {"launch_pdl": True} if switches.EARLY else {}

@@ -17,7 +17,7 @@ from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operan
 from attn_compiler.lowerings.choice.priorities import MOST_QUERIES
 from attn_compiler.lowerings.decode import operands as decode_operands
 from attn_compiler.lowerings.decode import schedule as decode_schedule
-from attn_compiler.lowerings.decode.plan import Call
+from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.takes import TAKES
 from attn_compiler.lowerings.shared import kernel_limits, takes
 from attn_compiler.spec import AttentionSpec
@@ -51,7 +51,7 @@ class Decode(Lowering):
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         spec, k, v = as_read(spec, operands, emitter.target)
-        call = Call(spec=spec, schedule=decode_schedule.schedule(spec, emitter.target))
+        call = DecodeCall(spec=spec, schedule=decode_schedule.schedule(spec, emitter.target))
         further = decode_operands.emit(emitter, call, operands)
         leaf = torch.ops.attn_compiler.decode.default
         outputs = emitter.call(leaf, operands.q, k, v, further, call.to_text())

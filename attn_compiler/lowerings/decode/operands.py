@@ -14,13 +14,13 @@ from torch import fx
 from attn_compiler.index_expr import on_nodes
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.decode import plan as decode_plan
-from attn_compiler.lowerings.decode.plan import Call
+from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.shared import part_tensors
 
 aten = torch.ops.aten
 
 
-def emit(emitter: Emitter, call: Call, operands: Operands) -> list[fx.Node]:
+def emit(emitter: Emitter, call: DecodeCall, operands: Operands) -> list[fx.Node]:
     """The operands of the leaf op in the order of `Plan.operands`."""
     plan, parts = decode_plan.of(call), decode_plan.parts(call.spec)
     made = part_tensors.emit_parts(emitter, call.spec, operands, parts)
@@ -40,7 +40,7 @@ def emit(emitter: Emitter, call: Call, operands: Operands) -> list[fx.Node]:
 @dataclass(frozen=True)
 class _Making:
     emitter: Emitter
-    call: Call
+    call: DecodeCall
     given: Operands
 
     def count(self) -> fx.Node:

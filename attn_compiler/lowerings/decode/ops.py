@@ -1,4 +1,4 @@
-"""The leaf op of the decode kernel, `attn_compiler::decode`: its text is a `plan.Call`. It has no backward.
+"""The leaf op of the decode kernel, `attn_compiler::decode`: its text is a `plan.DecodeCall`. It has no backward.
 
 operands: those that the plan names, in its order. triton itself is imported by the first call, not before.
 `attn_compiler::decode_latent` is the same over a latent, which is its k and its v; its out is float32.

@@ -44,7 +44,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class DecodePlan:
     """Which parts mask and change the scores. Those that read tensors name their operands, in this order:
 
     count: int32, contiguous, zero, at least one element for each batch row, kv head and block of rows: how many splits have
@@ -81,7 +81,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class DecodeCall:
     """Everything that is decided of a call at compile time, which is what the leaf op's text says. of_latent: k and v are a latent."""
 
     spec: AttentionSpec
@@ -93,12 +93,12 @@ class Call:
         return _CODEC.text(self)
 
     @staticmethod
-    def from_text(text: str) -> Call:
+    def from_text(text: str) -> DecodeCall:
         """Inverse of `to_text`, parsed once a text."""
-        return _CODEC.value(text, Call)
+        return _CODEC.value(text, DecodeCall)
 
 
-_CODEC = CODEC.beside(Call, Schedule, brief=True)
+_CODEC = CODEC.beside(DecodeCall, Schedule, brief=True)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -113,11 +113,11 @@ def parts(spec: AttentionSpec) -> Parts:
     return dataclasses.replace(found, band=None) if sees_all else site_parts.with_band_as_rows(found)
 
 
-def of(call: Call) -> Plan:
+def of(call: DecodeCall) -> DecodePlan:
     """The plan of a call whose spec the decode lowering does not refuse."""
     found = parts(call.spec)
     keys = found.keys is not None or found.keys_given
-    return Plan(
+    return DecodePlan(
         # Over a latent a kernel of its own adds up what splits leave.
         count=call.schedule.splits != 1 and not call.of_latent,
         bounds=found.rows is not None or keys or found.mask or masks_by_bias(call.spec, found),

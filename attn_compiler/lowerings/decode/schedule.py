@@ -48,7 +48,7 @@ from attn_compiler.target import Target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class ScheduleRow:
     """Of every spec whose k and v have elements of at most `bytes`, with head dims up to `head_dim` and tiles of up to `rows` rows, on
     a GPU from `first_sm` on.
 
@@ -67,20 +67,20 @@ class Row:
     least_keys: int = 128
 
 
-ROWS: tuple[Row, ...] = (
-    Row(bytes=1, head_dim=64, rows=16, first_sm=90, keys=128, warps=4, stages=4, slices=4),
-    Row(bytes=1, head_dim=128, rows=16, first_sm=90, keys=256, warps=8, stages=3, slices=8, least_keys=256),
-    Row(bytes=2, head_dim=64, rows=16, first_sm=90, keys=128, warps=4, stages=4, slices=4),
-    Row(bytes=2, head_dim=64, rows=16, keys=64, warps=4, stages=4, slices=4),
-    Row(bytes=2, head_dim=64, rows=64, keys=64, warps=4, stages=3),
-    Row(bytes=2, head_dim=128, rows=16, first_sm=90, keys=64, warps=4, stages=4, slices=4, least_keys=64),
-    Row(bytes=2, head_dim=128, rows=16, keys=64, warps=4, stages=3, slices=4),
-    Row(bytes=2, head_dim=128, rows=64, first_sm=90, keys=64, warps=4, stages=4),
-    Row(bytes=2, head_dim=128, rows=64, keys=64, warps=8, stages=2),
-    Row(bytes=2, head_dim=256, rows=32, first_sm=90, keys=64, warps=8, stages=3, least_keys=256),
-    Row(bytes=2, head_dim=256, rows=32, keys=32, warps=4, stages=3, programs=2, least_keys=256),
-    Row(bytes=4, head_dim=128, rows=16, keys=32, warps=4, stages=1, programs=2),
-    Row(bytes=4, head_dim=256, rows=16, keys=16, warps=8, stages=1, programs=2),
+ROWS: tuple[ScheduleRow, ...] = (
+    ScheduleRow(bytes=1, head_dim=64, rows=16, first_sm=90, keys=128, warps=4, stages=4, slices=4),
+    ScheduleRow(bytes=1, head_dim=128, rows=16, first_sm=90, keys=256, warps=8, stages=3, slices=8, least_keys=256),
+    ScheduleRow(bytes=2, head_dim=64, rows=16, first_sm=90, keys=128, warps=4, stages=4, slices=4),
+    ScheduleRow(bytes=2, head_dim=64, rows=16, keys=64, warps=4, stages=4, slices=4),
+    ScheduleRow(bytes=2, head_dim=64, rows=64, keys=64, warps=4, stages=3),
+    ScheduleRow(bytes=2, head_dim=128, rows=16, first_sm=90, keys=64, warps=4, stages=4, slices=4, least_keys=64),
+    ScheduleRow(bytes=2, head_dim=128, rows=16, keys=64, warps=4, stages=3, slices=4),
+    ScheduleRow(bytes=2, head_dim=128, rows=64, first_sm=90, keys=64, warps=4, stages=4),
+    ScheduleRow(bytes=2, head_dim=128, rows=64, keys=64, warps=8, stages=2),
+    ScheduleRow(bytes=2, head_dim=256, rows=32, first_sm=90, keys=64, warps=8, stages=3, least_keys=256),
+    ScheduleRow(bytes=2, head_dim=256, rows=32, keys=32, warps=4, stages=3, programs=2, least_keys=256),
+    ScheduleRow(bytes=4, head_dim=128, rows=16, keys=32, warps=4, stages=1, programs=2),
+    ScheduleRow(bytes=4, head_dim=256, rows=16, keys=16, warps=8, stages=1, programs=2),
 )
 #: programmatic dependent launch (CUDA programming guide)
 _EARLY_SINCE = 90

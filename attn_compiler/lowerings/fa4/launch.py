@@ -28,7 +28,7 @@ from attn_compiler import torch_compat
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.fa4 import replay
-from attn_compiler.lowerings.fa4.plan import Call, Settings
+from attn_compiler.lowerings.fa4.plan import Fa4Call, Settings
 from attn_compiler.lowerings.shared import leaf_calls
 from attn_compiler.lowerings.shared.leaf_calls import (
     BackwardArguments,
@@ -61,7 +61,7 @@ _lock = threading.RLock()
 # ---- compiling ----------------------------------------------------------------------------------------------------
 
 
-def why_not_compiled(call: Call) -> list[Reason]:
+def why_not_compiled(call: Fa4Call) -> list[Reason]:
     """Compile what the call needs, once for each kind of kernel; the error, if there is one, as a reason.
 
     Does nothing for a machine that is not this one: kernels are compiled where they run.
@@ -72,13 +72,13 @@ def why_not_compiled(call: Call) -> list[Reason]:
     return [found] if isinstance(found, Reason) else []
 
 
-def _is_here(call: Call) -> bool:
+def _is_here(call: Fa4Call) -> bool:
     here = Target.current("cuda")
     return (here.flash_attn_4, here.sm) == (call.version, call.sm)
 
 
 @functools.lru_cache(maxsize=1024)
-def _compiled(call: Call, sinks_dtype: torch.dtype) -> Reason | None:
+def _compiled(call: Fa4Call, sinks_dtype: torch.dtype) -> Reason | None:
     """None once everything that the call needs is compiled; or why that failed."""
     begin = time.perf_counter()
     try:
@@ -93,7 +93,7 @@ def _compiled(call: Call, sinks_dtype: torch.dtype) -> Reason | None:
     return None
 
 
-def _compile(call: Call, sinks_dtype: torch.dtype) -> None:
+def _compile(call: Fa4Call, sinks_dtype: torch.dtype) -> None:
     spec, prepared = call.spec, _prepared(call.to_text())
     q, k, v = (_fake(tensor.shape, spec) for tensor in (spec.q, spec.k, spec.v))
     heads, width = q.shape[2], v.shape[3]
@@ -129,14 +129,14 @@ def _flash() -> Any:
 class _Prepared:
     """What a call text comes to, looked up once: hashing a spec takes longer than a launch."""
 
-    call: Call
+    call: Fa4Call
     settings: Settings
     window: tuple[int | None, int | None]
 
 
 @functools.lru_cache(maxsize=1024)
 def _prepared(text: str) -> _Prepared:
-    call = Call.from_text(text)
+    call = Fa4Call.from_text(text)
     settings = call.settings
     return _Prepared(call=call, settings=settings, window=settings.window)
 

@@ -15,7 +15,7 @@ from attn_compiler.decisions import Reason
 from attn_compiler.dtypes import HALVES
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.fa4 import limits
-from attn_compiler.lowerings.fa4.plan import Call
+from attn_compiler.lowerings.fa4.plan import Fa4Call
 from attn_compiler.lowerings.shared.ops import late
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -53,8 +53,8 @@ class FlashAttention4(Lowering):
         return emitter.call(operator.getitem, outputs, 0)
 
 
-def _call(spec: AttentionSpec, target: Target) -> Call:
-    return Call(spec=spec, version=target.flash_attn_4, sm=target.sm, deterministic=target.deterministic)
+def _call(spec: AttentionSpec, target: Target) -> Fa4Call:
+    return Fa4Call(spec=spec, version=target.flash_attn_4, sm=target.sm, deterministic=target.deterministic)
 
 
 def _sinks(emitter: Emitter, sinks: fx.Node) -> fx.Node:

@@ -1,4 +1,4 @@
-"""The leaf op of FlashAttention-4, `attn_compiler::fa4`: its text is a `plan.Call`. operands: the sinks (Hq,), if the spec has some.
+"""The leaf op of FlashAttention-4, `attn_compiler::fa4`: its text is a `plan.Fa4Call`. operands: the sinks (Hq,), if the spec has some.
 
 flash_attn itself is imported by the first call, not before: a dump or a fake needs none.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attn_compiler.lowerings.fa4.plan import Call
+from attn_compiler.lowerings.fa4.plan import Fa4Call
 from attn_compiler.lowerings.shared.ops import late, register_family
 
 Tensors = Sequence[torch.Tensor]
@@ -17,7 +17,7 @@ Tensors = Sequence[torch.Tensor]
 
 def differentiable(operands: Tensors, text: str) -> list[bool]:
     """For each operand whether it gets a gradient. Raises ValueError if their number is not the spec's."""
-    settings = Call.from_text(text).settings
+    settings = Fa4Call.from_text(text).settings
     if len(operands) != settings.sinks:
         raise ValueError(f"the spec has {'sinks' if settings.sinks else 'no operands'}; got {len(operands)}")
     return [settings.sinks_grad] * len(operands)

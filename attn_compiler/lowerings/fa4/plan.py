@@ -57,7 +57,7 @@ def _bounding(side: int | None, seqlen_kv: Dim) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class Fa4Call:
     """Everything that is decided of a call at compile time, which is what the leaf op's text says.
 
     version: of flash-attn-4. sm: the architecture that its kernels are compiled for. deterministic: gradients are added up in order.
@@ -77,9 +77,9 @@ class Call:
         return _CODEC.text(self)
 
     @staticmethod
-    def from_text(text: str) -> Call:
+    def from_text(text: str) -> Fa4Call:
         """Inverse of `to_text`, parsed once a text."""
-        return _CODEC.value(text, Call)
+        return _CODEC.value(text, Fa4Call)
 
 
-_CODEC = CODEC.beside(Call, brief=True)
+_CODEC = CODEC.beside(Fa4Call, brief=True)

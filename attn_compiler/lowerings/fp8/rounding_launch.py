@@ -12,7 +12,14 @@ import triton
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.fp8.kernels import mean_fp8 as mean_kernels
 from attn_compiler.lowerings.fp8.kernels import round_fp8 as kernels
-from attn_compiler.lowerings.fp8.kernels.tuples_round import Each, LookNumbers, LookSwitches, Numbers, Shared, Switches
+from attn_compiler.lowerings.fp8.kernels.tuples_round import (
+    Each,
+    LookNumbers,
+    LookSwitches,
+    Numbers,
+    RoundSwitches,
+    Shared,
+)
 from attn_compiler.lowerings.fp8.rounding import EACH, Per, Rounding, count, empty_outputs, empty_shift
 from attn_compiler.lowerings.shared.arguments import along
 from attn_compiler.lowerings.shared.launching import Arguments, launch
@@ -135,7 +142,7 @@ def _rounding(named: Named, how: Rounding, many: int) -> Arguments:
         seen_b=_seen_stride(named.get("seen")),
         group=_group(named, how),
     )
-    numbers["HOW"] = Switches(
+    numbers["HOW"] = RoundSwitches(
         BLOCK=block, PART=PART, MEAN_OF=_mean_of(how), SHIFT_OF=_shift_of(how), KNOWN=is_known, RUN=_RUN
     )
     names = [*_names("x", "largest", "rounded", "descale", "restored"), "mean", "seen", "shift", "newest"]

@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.fp8 import quantise
 from attn_compiler.lowerings.hopper.kernels import forward_fp8_sm90
-from attn_compiler.lowerings.hopper.kernels.fp8_tuples import Switches
+from attn_compiler.lowerings.hopper.kernels.fp8_tuples import Fp8Switches
 from attn_compiler.lowerings.shared import leaf_calls, persistent
 from attn_compiler.lowerings.shared.arguments import Prepared, along, common
 from attn_compiler.lowerings.shared.forward_call import Forward, Named
@@ -135,7 +135,7 @@ def _numbers(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[st
         "rows_b": every["masking"].rows_b,
         "softcap": spec.score.softcap or 1.0,
         "section": _section(tensors, every) if every["HAS_RIGHT"] else 1,
-        "HOW": Switches(
+        "HOW": Fp8Switches(
             HEAD_DIM_QK=qk,
             HEAD_DIM_V=v,
             STAGES=STAGES,

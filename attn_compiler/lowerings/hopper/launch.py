@@ -10,8 +10,8 @@ import torch
 import triton
 
 from attn_compiler.lowerings.hopper.kernels import forward_sm90
-from attn_compiler.lowerings.hopper.kernels.tuples import Switches
-from attn_compiler.lowerings.hopper.plan import Blocks, blocks_of, is_ordered, leaves_from_queries
+from attn_compiler.lowerings.hopper.kernels.tuples import ForwardSwitches
+from attn_compiler.lowerings.hopper.plan import ForwardBlocks, blocks_of, is_ordered, leaves_from_queries
 from attn_compiler.lowerings.shared import leaf_calls, persistent
 from attn_compiler.lowerings.shared.arguments import Prepared, common, lists, operand_parameters, strides
 from attn_compiler.lowerings.shared.forward_call import Forward, Named
@@ -88,10 +88,10 @@ def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argumen
     )
 
 
-def switches(prepared: Prepared, numbers: Mapping[str, Any], blocks: Blocks, *, leaks: bool) -> Switches:
+def switches(prepared: Prepared, numbers: Mapping[str, Any], blocks: ForwardBlocks, *, leaks: bool) -> ForwardSwitches:
     """What the kernel is compiled for. numbers: `arguments.common`."""
     qk, v = head_dim_tiles(prepared.call.spec)
-    return Switches(
+    return ForwardSwitches(
         HEAD_DIM_QK=numbers["HEAD_DIM_QK"],
         HEAD_DIM_V=numbers["HEAD_DIM_V"],
         QK_ALL=qk,

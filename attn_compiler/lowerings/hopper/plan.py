@@ -14,7 +14,7 @@ ROWS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Blocks:
+class ForwardBlocks:
     """keys: of a tile.
     stages: tiles of keys and values that are in shared memory.
     query_stages: blocks whose queries are: with 2, those of the next block come while one is under way.
@@ -50,17 +50,17 @@ class Blocks:
 #: by the largest head dim, rounded up to a power of two, that they suffice for. H200, TFLOP/s on allowed pairs, S 2048, with
 #: `overlaps` and without: D 64 causal 388, 379; D 128 causal 524, 552, padded 561 (of its own run), 558; D 256 at 8192 715, 758.
 BLOCKS = {
-    64: Blocks(keys=128, stages=4, query_stages=2, overlaps=True),
-    128: Blocks(keys=128, stages=2, query_stages=2),
-    256: Blocks(keys=64, stages=2),
+    64: ForwardBlocks(keys=128, stages=4, query_stages=2, overlaps=True),
+    128: ForwardBlocks(keys=128, stages=2, query_stages=2),
+    256: ForwardBlocks(keys=64, stages=2),
 }
 #: For narrow heads, long sequences and masks without lists: causal, S 8192, 490 where two warpgroups have 428 (overlapping 470); without
 #: a mask 527 and 459. At 2048 it is 369 and 388, with a window 299 and 331, padded 302 and 338.
-THREE = Blocks(keys=128, stages=3, query_stages=2, consumers=3, registers=160)
+THREE = ForwardBlocks(keys=128, stages=3, query_stages=2, consumers=3, registers=160)
 _LONG = 4096
 
 
-def blocks_of(spec: AttentionSpec) -> Blocks:
+def blocks_of(spec: AttentionSpec) -> ForwardBlocks:
     """Those of a spec. Raises TypeError for head dims that are not known."""
     widest = max(head_dim_tiles(spec))
     if widest == min(BLOCKS) and _is_long(spec) and not _is_listed(spec):

@@ -37,7 +37,7 @@ _SHOWN_AFTER = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class LaunchingCall:
     """One call of a body, with its tensors described: equal for calls that launch the same."""
 
     body: Callable[..., Any]
@@ -102,7 +102,7 @@ def here() -> Ahead | None:
     return Ahead(begin=compiling.workers(threads).begin)
 
 
-def calls(graph: fx.Graph) -> Iterator[Call]:
+def calls(graph: fx.Graph) -> Iterator[LaunchingCall]:
     """The calls of bodies that launch Triton kernels on a GPU, in a graph whose nodes have values ("val")."""
     for node in graph.nodes:
         body = op_library.launching_body(node.target) if node.op == "call_function" else None
@@ -115,8 +115,8 @@ def calls(graph: fx.Graph) -> Iterator[Call]:
 
 def _call(
     body: Callable[..., Any], given: tuple[Any, ...], named: Mapping[str, Any], example: imagined.Example
-) -> Call:
-    return Call(
+) -> LaunchingCall:
+    return LaunchingCall(
         body=body,
         arguments=imagined.described(given, example),
         named=tuple((name, imagined.described(value, example)) for name, value in named.items()),
@@ -141,7 +141,7 @@ def _value(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
-def note_launches(call: Call, note: Note) -> None:
+def note_launches(call: LaunchingCall, note: Note) -> None:
     """Call a body with stand-ins, and tell what it would launch."""
     with imagined.imagining(), noting(note):
         arguments = imagined.made(call.arguments)

@@ -103,7 +103,7 @@ class BackwardBody(abc.ABC):
         return gradients
 
 
-class Site:
+class BodySite:
     """A body for one place in compiled code, where tensors lie the same in every call: after the first one their addresses are all that
     is asked.
     """
@@ -122,7 +122,7 @@ class Site:
         return found
 
 
-class ForwardSite(Site):
+class ForwardSite(BodySite):
     """Of a leaf op. An lse that nothing reads may be None."""
 
     __slots__ = ()
@@ -134,7 +134,7 @@ class ForwardSite(Site):
         return self.by_body((q, k, v, operands, text), inputs) if found is None else found
 
 
-class BackwardSite(Site):
+class BackwardSite(BodySite):
     """Of a leaf op's backward."""
 
     __slots__ = ()

@@ -39,7 +39,7 @@ OPEN = 2**29
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class ListAsked:
     """One call of the op.
 
     rows: int32 (2, B|1, Sq). keys: bool (B|1, Skv). documents_q, documents_k: int32 (B|1, Sq), (B|1, Skv). These are contiguous.
@@ -67,9 +67,9 @@ class Asked:
     ordered: bool
 
     @staticmethod
-    def of(*given: Any) -> Asked:
+    def of(*given: Any) -> ListAsked:
         """The op's arguments, in order."""
-        return Asked(**dict(zip(Asked.__slots__, given, strict=True)))
+        return ListAsked(**dict(zip(ListAsked.__slots__, given, strict=True)))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ def _larger(sizes: list[Any]) -> Any:
 
 def listed(*given: Any) -> Tensor:
     """The same by PyTorch's ops, on any device."""
-    asked = Asked.of(*given)
+    asked = ListAsked.of(*given)
     some, holes = _states(asked)
     lists = asked.empty()
     some, holes = (torch.broadcast_to(x, (*lists.shape[:2], *asked.blocks)) for x in (some, holes))
@@ -154,7 +154,7 @@ def _longest_run(full: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 # ---- what each part says of each tile, (B|1, Hq|1, nQ|1, nK|1) ----------------------------------------------------------------
 
 
-def _states(asked: Asked) -> tuple[Tensor, Tensor]:
+def _states(asked: ListAsked) -> tuple[Tensor, Tensor]:
     """some: every part allows a pair of the tile. holes: some part does not allow a pair, or there is no such key."""
     found = [_of_band(asked)]
     if asked.rows is not None:
@@ -170,7 +170,7 @@ def _states(asked: Asked) -> tuple[Tensor, Tensor]:
     return reduce(torch.logical_and, some), reduce(torch.logical_or, holes)
 
 
-def _ends(asked: Asked) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _ends(asked: ListAsked) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """First and last position of each block of queries, (nQ, 1), and of keys, (nK,)."""
     device = next(iter(asked.tensors.values())).device
 
@@ -183,7 +183,7 @@ def _ends(asked: Asked) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return (first[:, None], last[:, None]), ends(keys, asked.keys_of, asked.seqlen_kv)
 
 
-def _of_band(asked: Asked) -> tuple[Tensor, Tensor]:
+def _of_band(asked: ListAsked) -> tuple[Tensor, Tensor]:
     (first_q, last_q), (first_k, last_k) = _ends(asked)
     left, right = asked.band
     some = (last_k >= first_q - left) & (first_k <= last_q + right)
@@ -191,7 +191,7 @@ def _of_band(asked: Asked) -> tuple[Tensor, Tensor]:
     return some[None, None], (outside | (first_k + asked.keys_of > asked.seqlen_kv))[None, None]
 
 
-def _of_rows(asked: Asked, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _of_rows(asked: ListAsked, rows: Tensor) -> tuple[Tensor, Tensor]:
     _, (first_k, last_k) = _ends(asked)
     is_empty = rows[0] >= rows[1]
     lower = _in_blocks(rows[0].masked_fill(is_empty, OPEN), asked.seqlen_q, asked.queries)[:, None]
@@ -200,7 +200,7 @@ def _of_rows(asked: Asked, rows: Tensor) -> tuple[Tensor, Tensor]:
     return some, (first_k < lower.amax(-1, keepdim=True)) | (last_k >= upper.amin(-1, keepdim=True))
 
 
-def _of_documents(asked: Asked, documents_q: Tensor, documents_k: Tensor) -> tuple[Tensor, Tensor]:
+def _of_documents(asked: ListAsked, documents_q: Tensor, documents_k: Tensor) -> tuple[Tensor, Tensor]:
     queries = _in_blocks(documents_q, asked.seqlen_q, asked.queries)[:, None, :, None]
     keys = _in_blocks(documents_k, asked.seqlen_kv, asked.keys_of)[:, None, None]
     least_q, most_q, least_k, most_k = queries.amin(-1), queries.amax(-1), keys.amin(-1), keys.amax(-1)
@@ -208,7 +208,7 @@ def _of_documents(asked: Asked, documents_q: Tensor, documents_k: Tensor) -> tup
     return some, (least_q != most_q) | (least_k != most_k) | (least_q != least_k)
 
 
-def _of_units(asked: Asked, units: Tensor) -> tuple[Tensor, Tensor]:
+def _of_units(asked: ListAsked, units: Tensor) -> tuple[Tensor, Tensor]:
     for axis, seqlen, length in ((2, asked.seqlen_q, asked.queries), (3, asked.seqlen_kv, asked.keys_of)):
         if units.shape[axis] > 1:
             at = _positions(-(-seqlen // UNIT), length // UNIT, units.device)
@@ -231,7 +231,7 @@ def _positions(size: int, length: int, device: torch.device) -> Tensor:
 
 
 def _fake(*given: Any) -> Tensor:
-    return Asked.of(*given).empty()
+    return ListAsked.of(*given).empty()
 
 
 register_helper(

@@ -9,7 +9,7 @@ import torch
 from attn_compiler.lowerings.shared.arguments import along
 from attn_compiler.lowerings.shared.kernels.tile_lists import tile_bounds, tile_lists, tile_order
 from attn_compiler.lowerings.shared.launching import Arguments, launch
-from attn_compiler.lowerings.shared.listing import OF_KEYS, OF_QUERIES, UNIT, Asked
+from attn_compiler.lowerings.shared.listing import OF_KEYS, OF_QUERIES, UNIT, ListAsked
 from attn_compiler.lowerings.shared.on_device import on
 from attn_compiler.lowerings.shared.replaying import Alike, alike
 
@@ -23,13 +23,13 @@ _UNITS_AT_ONCE = 2048
 #: blocks that a program puts in order
 _ORDERED = 64
 
-#: the parameters of the kernel that sums up blocks, and the tensors of `Asked`
+#: the parameters of the kernel that sums up blocks, and the tensors of `ListAsked`
 _SUMMED = {"Rows": "rows", "Keys": "keys", "DocumentsQ": "documents_q", "DocumentsK": "documents_k"}
 
 
 def lists(*given: Any) -> Tensor:
     """As `listing.listed`."""
-    asked = Asked.of(*given)
+    asked = ListAsked.of(*given)
     have = asked.tensors
     same = alike("tile_lists", f"{tuple(have)} {asked.numbers}", list(have.values()))
     with on(same.device):
@@ -43,7 +43,7 @@ def lists(*given: Any) -> Tensor:
     return made
 
 
-def _bounds(same: Alike, asked: Asked, made: Tensor) -> dict[str, Tensor]:
+def _bounds(same: Alike, asked: ListAsked, made: Tensor) -> dict[str, Tensor]:
     """Room for what is known of each block."""
     queries, keys = asked.blocks
 
@@ -56,7 +56,7 @@ def _bounds(same: Alike, asked: Asked, made: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _sizes(asked: Asked) -> dict[str, int]:
+def _sizes(asked: ListAsked) -> dict[str, int]:
     queries, keys = asked.blocks
     sizes = {"seqlen_q": asked.seqlen_q, "seqlen_kv": asked.seqlen_kv, "QUERIES": asked.queries, "KEYS": asked.keys_of}
     return {"blocks_q": queries, "blocks_k": keys, **sizes}
@@ -67,7 +67,7 @@ def _stride(x: Tensor | None, axis: int) -> int:
     return 0 if x is None else along(x, axis)
 
 
-def _bounds_arguments(asked: Asked, made: Tensor) -> Arguments:
+def _bounds_arguments(asked: ListAsked, made: Tensor) -> Arguments:
     strides = {
         "rows_side": _stride(asked.rows, 0),
         "rows_b": _stride(asked.rows, 1),
@@ -83,7 +83,7 @@ def _bounds_arguments(asked: Asked, made: Tensor) -> Arguments:
     )
 
 
-def _lists_arguments(asked: Asked, made: Tensor) -> Arguments:
+def _lists_arguments(asked: ListAsked, made: Tensor) -> Arguments:
     left, right = asked.band
     batch, heads = made.shape[:2]
     units = {f"units_{name}": _stride(asked.units, axis) for axis, name in enumerate("bhqk")}
@@ -107,7 +107,7 @@ def _lists_arguments(asked: Asked, made: Tensor) -> Arguments:
     )
 
 
-def _order_arguments(asked: Asked, made: Tensor) -> Arguments:
+def _order_arguments(asked: ListAsked, made: Tensor) -> Arguments:
     blocks = asked.blocks[asked.by_key]
     return Arguments(
         grid=(-(-blocks // _ORDERED), made.shape[0] * made.shape[1], 1),
@@ -116,7 +116,7 @@ def _order_arguments(asked: Asked, made: Tensor) -> Arguments:
     )
 
 
-def _block(asked: Asked) -> int:
+def _block(asked: ListAsked) -> int:
     """Blocks that a program looks at at once."""
     if asked.units is None:
         return _BLOCK

@@ -23,7 +23,7 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-class Known(dict[tuple[Any, ...], T]):
+class KnownCalls(dict[tuple[Any, ...], T]):
     """What calls share that are alike, by what tells them apart. Forgets everything rather than grow without a bound."""
 
     _MOST = 4096

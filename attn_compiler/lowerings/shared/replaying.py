@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from attn_compiler.lowerings.shared.noting import noter
-from attn_compiler.lowerings.shared.on_device import Empty, Known
+from attn_compiler.lowerings.shared.on_device import Empty, KnownCalls
 from attn_compiler.lowerings.shared.recording import recorder
 from attn_compiler.torch_compat import current_cuda_device
 
@@ -177,7 +177,7 @@ def flat(returned: Iterable[Any]) -> list[Any]:
     return [one for x in returned for one in (x if isinstance(x, list) else [x])]
 
 
-_ALIKE: Known[Alike] = Known()
+_ALIKE: KnownCalls[Alike] = KnownCalls()
 
 
 def alike(op: str, text: str, tensors: Sequence[torch.Tensor]) -> Alike:

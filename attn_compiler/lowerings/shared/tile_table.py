@@ -52,7 +52,7 @@ Part = Literal["bias", "distances", "rows", "keys", "documents", "mask", "band",
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class TileRow:
     """Tiles of every spec whose element size is at most `bytes`, whose head dims are at most `head_dim`, with at most `seqlen_q`
     queries (None: any, or not known), that holds any of the parts in `holds` (none given: whatever it holds), on a GPU from
     `first_sm` on.
@@ -80,20 +80,20 @@ _SMALL_WIDE = Tiles(forward=_tile(32, 32, 4, 2), grad_q=_tile(32, 32, 4, 2), gra
 _FP32_NARROW = Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(32, 32, 8, 1), grad_kv=_tile(32, 64, 8, 1))
 _FP32 = Tiles(forward=_tile(32, 32, 8, 1), grad_q=_tile(32, 32, 8, 1), grad_kv=_tile(32, 32, 8, 1))
 
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[TileRow, ...] = (
     # few queries
-    Row(bytes=2, head_dim=128, seqlen_q=32, tiles=_SMALL, listed_grad_q=_SMALL.grad_q),
-    Row(bytes=2, head_dim=256, seqlen_q=32, tiles=_SMALL_WIDE, listed_grad_q=_SMALL_WIDE.grad_q),
-    Row(bytes=4, head_dim=256, seqlen_q=32, tiles=_FP32, listed_grad_q=_FP32.grad_q),
+    TileRow(bytes=2, head_dim=128, seqlen_q=32, tiles=_SMALL, listed_grad_q=_SMALL.grad_q),
+    TileRow(bytes=2, head_dim=256, seqlen_q=32, tiles=_SMALL_WIDE, listed_grad_q=_SMALL_WIDE.grad_q),
+    TileRow(bytes=4, head_dim=256, seqlen_q=32, tiles=_FP32, listed_grad_q=_FP32.grad_q),
     # half precision
-    Row(
+    TileRow(
         bytes=2,
         head_dim=64,
         first_sm=100,
         tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 8, 2)),
         listed_grad_q=_tile(64, 64, 4, 3),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=64,
         first_sm=90,
@@ -101,7 +101,7 @@ ROWS: tuple[Row, ...] = (
         tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)),
         listed_grad_q=_tile(64, 64, 4, 3),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=64,
         first_sm=90,
@@ -109,7 +109,7 @@ ROWS: tuple[Row, ...] = (
         tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)),
         listed_grad_q=_tile(64, 64, 4, 3, registers=168),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=64,
         first_sm=90,
@@ -119,7 +119,7 @@ ROWS: tuple[Row, ...] = (
         ),
         listed_grad_q=_tile(64, 64, 4, 3, registers=168),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=64,
         first_sm=90,
@@ -129,20 +129,20 @@ ROWS: tuple[Row, ...] = (
         ),
         listed_grad_q=_tile(64, 64, 4, 3),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=64,
         first_sm=90,
         tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)),
         listed_grad_q=_tile(64, 64, 4, 3),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=64,
         tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(32, 128, 8, 2)),
         listed_grad_q=_tile(64, 64, 4, 3),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=128,
         first_sm=100,
@@ -150,14 +150,14 @@ ROWS: tuple[Row, ...] = (
         tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(128, 64, 8, 2), grad_kv=_tile(32, 64, 8, 2)),
         listed_grad_q=_tile(128, 64, 8, 2),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=128,
         first_sm=100,
         tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(32, 64, 8, 2)),
         listed_grad_q=_tile(64, 64, 4, 2),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=128,
         first_sm=90,
@@ -165,7 +165,7 @@ ROWS: tuple[Row, ...] = (
         tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(32, 64, 4, 3)),
         listed_grad_q=_tile(128, 64, 8, 2),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=128,
         first_sm=90,
@@ -173,7 +173,7 @@ ROWS: tuple[Row, ...] = (
         tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(32, 64, 4, 3)),
         listed_grad_q=_tile(128, 64, 8, 2),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=72,
         first_sm=90,
@@ -182,7 +182,7 @@ ROWS: tuple[Row, ...] = (
         ),
         listed_grad_q=_tile(64, 64, 4, 2, registers=168),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=80,
         first_sm=90,
@@ -191,7 +191,7 @@ ROWS: tuple[Row, ...] = (
         ),
         listed_grad_q=_tile(64, 64, 4, 2, registers=168),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=96,
         first_sm=90,
@@ -200,7 +200,7 @@ ROWS: tuple[Row, ...] = (
         ),
         listed_grad_q=_tile(64, 64, 4, 2),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=128,
         first_sm=90,
@@ -208,27 +208,27 @@ ROWS: tuple[Row, ...] = (
         tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(32, 64, 4, 3)),
         listed_grad_q=_tile(64, 64, 4, 2),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=128,
         first_sm=90,
         tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(64, 128, 8, 3)),
         listed_grad_q=_tile(64, 64, 4, 2),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=128,
         tiles=Tiles(forward=_tile(64, 32, 4, 3), grad_q=_tile(64, 64, 4, 2), grad_kv=_tile(64, 64, 8, 1)),
         listed_grad_q=_tile(64, 32, 4, 2),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=192,
         first_sm=90,
         tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(128, 64, 8, 1), grad_kv=_tile(32, 64, 4, 2, apart=True)),
         listed_grad_q=_tile(128, 64, 8, 1),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=256,
         first_sm=90,
@@ -237,15 +237,15 @@ ROWS: tuple[Row, ...] = (
         ),
         listed_grad_q=_tile(128, 64, 8, 1),
     ),
-    Row(
+    TileRow(
         bytes=2,
         head_dim=256,
         tiles=Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(64, 32, 4, 1), grad_kv=_tile(32, 32, 8, 2)),
         listed_grad_q=_tile(64, 32, 8, 1),
     ),
     # float32
-    Row(bytes=4, head_dim=64, tiles=_FP32_NARROW, listed_grad_q=_tile(64, 32, 8, 1)),
-    Row(bytes=4, head_dim=256, tiles=_FP32, listed_grad_q=_FP32.grad_q),
+    TileRow(bytes=4, head_dim=64, tiles=_FP32_NARROW, listed_grad_q=_tile(64, 32, 8, 1)),
+    TileRow(bytes=4, head_dim=256, tiles=_FP32, listed_grad_q=_FP32.grad_q),
 )
 
 _FIRST_SM_LIKE_AMPERE = 120
@@ -267,7 +267,7 @@ def tiles(spec: AttentionSpec, target: Target) -> Tiles:
     raise LookupError(f"no tiles for {spec.dtype} with head dims {spec.head_dim_qk} and {spec.head_dim_v}")
 
 
-def _applies(row: Row, spec: AttentionSpec, plan: Plan, target: Target) -> bool:
+def _applies(row: TileRow, spec: AttentionSpec, plan: Plan, target: Target) -> bool:
     head_dims, seqlen_q = (spec.head_dim_qk, spec.head_dim_v), spec.seqlen_q
     fits = all(isinstance(size, int) and size <= row.head_dim for size in head_dims)
     few = row.seqlen_q is None or (isinstance(seqlen_q, int) and seqlen_q <= row.seqlen_q)

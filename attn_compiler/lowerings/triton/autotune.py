@@ -24,9 +24,9 @@ from attn_compiler.cache import digest_of_tree, package_version
 from attn_compiler.lowerings.base import Tile, Tiles, Tuned
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared import tile_table
-from attn_compiler.lowerings.triton.autotune_store import Store
+from attn_compiler.lowerings.triton.autotune_store import TileStore
 from attn_compiler.lowerings.triton.candidates import Candidates, candidates
-from attn_compiler.lowerings.triton.stand_ins import Sizes
+from attn_compiler.lowerings.triton.stand_ins import MeasuredSizes
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -62,14 +62,14 @@ class Tuner:
 
     measure_of: MeasureOf
     gpu_name: Callable[[torch.device], str]
-    store: Store
+    store: TileStore
     found: dict[str, Tuned] = field(default_factory=dict)
 
     @staticmethod
     def here() -> Tuner:
         """On this machine's GPUs, kept in a folder of Inductor's cache."""
         folder = torch_inductor.cache_folder() / "attn_compiler" / "autotune"
-        return Tuner(measure_of=_on_gpu, gpu_name=torch.cuda.get_device_name, store=Store(folder=folder))
+        return Tuner(measure_of=_on_gpu, gpu_name=torch.cuda.get_device_name, store=TileStore(folder=folder))
 
     def unmeasurable(self, target: Target) -> str | None:
         """See `base.TileTuner`."""
@@ -121,7 +121,7 @@ def tuned(
     *,
     key: str,
     measure: Callable[[], Measure],
-    store: Store,
+    store: TileStore,
 ) -> Tuned:
     """The fastest tiles of each kernel, from disk or measured now. measure: asked for only if there is something to measure."""
     table = tile_table.tiles(spec, target)
@@ -231,7 +231,7 @@ def _written(spec: AttentionSpec, times: Times) -> dict[str, Any]:
         kernel: [{**dataclasses.asdict(tile), "microseconds": time} for tile, time in of_kernel.items()]
         for kernel, of_kernel in times.items()
     }
-    return {"measured_with": Sizes.of(spec).words, "microseconds": listed}
+    return {"measured_with": MeasuredSizes.of(spec).words, "microseconds": listed}
 
 
 def _read(value: Any, given: Candidates) -> Times | None:
@@ -265,7 +265,7 @@ def _outcome(spec: AttentionSpec, table: Tiles, times: Times, *, source: str) ->
         for kernel in _WORDS
         if times[kernel]
     )
-    assumed = Sizes.of(spec).stand_ins(spec)
+    assumed = MeasuredSizes.of(spec).stand_ins(spec)
     with_what = f"; measured with {', '.join(assumed)}" if assumed else ""
     return Tuned(tiles=chosen, note=f"tiles ({source}): {said}{with_what}")
 
@@ -280,7 +280,7 @@ def _compared(kernel: str, chosen: Tile, own: Tile, times: Mapping[Tile, float])
 
 def _shape(spec: AttentionSpec) -> str:
     dims = f"{spec.head_dim_qk}" if spec.head_dim_qk == spec.head_dim_v else f"{spec.head_dim_qk}/{spec.head_dim_v}"
-    return f"{Sizes.of(spec).words}, head dim {dims}, {spec.dtype}"
+    return f"{MeasuredSizes.of(spec).words}, head dim {dims}, {spec.dtype}"
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Store:
+class TileStore:
     """folder: made when first written to. What can't be read counts as missing, what can't be written is measured again."""
 
     folder: Path

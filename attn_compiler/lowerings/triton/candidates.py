@@ -28,7 +28,7 @@ class Candidates:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class CandidateRow:
     """For element sizes up to `bytes` and head dims up to `head_dim`, on a GPU from `first_sm` on. seqlen_q: for at most so many
     queries, where their number is known (None: any).
 
@@ -52,9 +52,9 @@ def _tiles(*given: tuple[int, int, int, int], apart: bool = False, registers: in
     )
 
 
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[CandidateRow, ...] = (
     # few queries
-    Row(
+    CandidateRow(
         bytes=2,
         head_dim=256,
         seqlen_q=32,
@@ -63,7 +63,7 @@ ROWS: tuple[Row, ...] = (
         grad_kv=_tiles((32, 64, 4, 2), (32, 64, 8, 1), (32, 32, 4, 2)),
     ),
     # half precision
-    Row(
+    CandidateRow(
         bytes=2,
         head_dim=64,
         forward=(
@@ -77,7 +77,7 @@ ROWS: tuple[Row, ...] = (
         grad_kv=_tiles((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (32, 128, 8, 2), (64, 128, 8, 3)),
         listed_grad_q=_tiles((128, 64, 4, 3), (128, 64, 8, 2), (128, 128, 8, 3)),
     ),
-    Row(
+    CandidateRow(
         bytes=2,
         head_dim=96,
         first_sm=90,
@@ -93,7 +93,7 @@ ROWS: tuple[Row, ...] = (
         grad_kv=_tiles((64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3)),
         listed_grad_q=_tiles((128, 64, 8, 2)),
     ),
-    Row(
+    CandidateRow(
         bytes=2,
         head_dim=128,
         first_sm=90,
@@ -110,7 +110,7 @@ ROWS: tuple[Row, ...] = (
         ),
         listed_grad_q=_tiles((128, 128, 8, 1), (128, 128, 8, 2)),
     ),
-    Row(
+    CandidateRow(
         bytes=2,
         head_dim=128,
         forward=_tiles((64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (128, 32, 4, 3), (128, 64, 8, 2)),
@@ -118,7 +118,7 @@ ROWS: tuple[Row, ...] = (
         grad_kv=_tiles((64, 64, 8, 1), (64, 64, 4, 2), (32, 64, 8, 2), (32, 128, 8, 2)),
         listed_grad_q=_tiles((64, 64, 4, 1), (128, 32, 4, 2), (128, 64, 8, 1)),
     ),
-    Row(
+    CandidateRow(
         bytes=2,
         head_dim=256,
         first_sm=90,
@@ -130,7 +130,7 @@ ROWS: tuple[Row, ...] = (
         ),
         listed_grad_q=_tiles((128, 32, 8, 1), (64, 64, 4, 1)),
     ),
-    Row(
+    CandidateRow(
         bytes=2,
         head_dim=256,
         forward=_tiles((64, 32, 8, 2), (64, 32, 4, 2), (64, 64, 8, 1), (32, 32, 4, 2)),
@@ -139,7 +139,7 @@ ROWS: tuple[Row, ...] = (
         listed_grad_q=_tiles((64, 64, 8, 1)),
     ),
     # float32
-    Row(
+    CandidateRow(
         bytes=4,
         head_dim=64,
         forward=_tiles((64, 32, 8, 2), (64, 32, 4, 2), (32, 32, 8, 1), (64, 64, 8, 1)),
@@ -147,7 +147,7 @@ ROWS: tuple[Row, ...] = (
         grad_kv=_tiles((32, 64, 8, 1), (32, 32, 8, 1), (32, 32, 4, 1)),
         listed_grad_q=_tiles((64, 64, 8, 1)),
     ),
-    Row(
+    CandidateRow(
         bytes=4,
         head_dim=256,
         forward=_tiles((32, 32, 8, 1), (32, 32, 4, 1), (32, 32, 8, 2), (64, 32, 8, 1)),
@@ -171,7 +171,7 @@ def candidates(spec: AttentionSpec, target: Target) -> Candidates:
     return Candidates(forward=forward, grad_q=grad_q, grad_kv=_unique(table.grad_kv, *row.grad_kv))
 
 
-def _applies(row: Row, spec: AttentionSpec, target: Target) -> bool:
+def _applies(row: CandidateRow, spec: AttentionSpec, target: Target) -> bool:
     head_dims, seqlen_q = (spec.head_dim_qk, spec.head_dim_v), spec.seqlen_q
     fits = all(isinstance(size, int) and size <= row.head_dim for size in head_dims)
     few = row.seqlen_q is None or (isinstance(seqlen_q, int) and seqlen_q <= row.seqlen_q)

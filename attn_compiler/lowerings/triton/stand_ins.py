@@ -28,7 +28,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
+class MeasuredSizes:
     """What a spec is measured with."""
 
     batch: int
@@ -38,10 +38,10 @@ class Sizes:
     seqlen_kv: int
 
     @staticmethod
-    def of(spec: AttentionSpec) -> Sizes:
+    def of(spec: AttentionSpec) -> MeasuredSizes:
         """The spec's own, but for those that are not known or so long that it makes no difference."""
         heads = [n for n in (spec.num_heads_q, spec.num_heads_kv) if isinstance(n, int)] or [_UNKNOWN_HEADS]
-        return Sizes(
+        return MeasuredSizes(
             batch=_known(spec.batch, _UNKNOWN_BATCH),
             heads_q=_known(spec.num_heads_q, heads[0]),
             heads_kv=_known(spec.num_heads_kv, heads[0]),
@@ -79,7 +79,7 @@ class StandIn:
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         self._spec = spec
-        self._sizes = sizes = Sizes.of(spec)
+        self._sizes = sizes = MeasuredSizes.of(spec)
         self._device = device
         self._dtype = _dtype(spec.dtype)
         self._generator = torch.Generator(device).manual_seed(0)

@@ -20,11 +20,11 @@ from attn_compiler.errors import ContextParallelUnsupported, described
 from attn_compiler.passes import axes, lower, match, recover
 from attn_compiler.passes.context_parallel import following, sites
 from attn_compiler.passes.context_parallel.following import Following, Input
-from attn_compiler.passes.context_parallel.layout import Layout
+from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.numbers import LENGTH
 from attn_compiler.passes.context_parallel.places import GIVE_POSITIONS, Mixes
 from attn_compiler.passes.context_parallel.refusing import CannotShard
-from attn_compiler.passes.context_parallel.sites import Rewritten
+from attn_compiler.passes.context_parallel.sites import RewrittenSite
 from attn_compiler.passes.context_parallel.whole import Wholes
 from attn_compiler.passes.emit import GraphBuilder
 from attn_compiler.passes.mirror import Mirror
@@ -220,9 +220,9 @@ def _check_outputs(mirror: Mirror, places: Following) -> None:
 
 def _rewrite_sites(
     unit: Unit, mirror: Mirror, cp: ContextParallel, given: dict[fx.Node, Input], shared: list[Site]
-) -> dict[str, Rewritten]:
+) -> dict[str, RewrittenSite]:
     are_chance = LENGTH in cp.allow
-    layout = Layout(size=cp.size, group=cp.group_name, is_balanced=cp.is_balanced)
+    layout = GraphLayout(size=cp.size, group=cp.group_name, is_balanced=cp.is_balanced)
     builder = GraphBuilder(unit.graph, mirror, unit.mode)
     wholes = Wholes(builder, mirror, layout, given, are_chance=are_chance)
     done = {}
@@ -267,7 +267,7 @@ def _look_again(unit: Unit, expected: int, others: int) -> None:
         raise CannotShard("each rewritten attention is understood again", observed)
 
 
-def _note(unit: Unit, cp: ContextParallel, done: dict[str, Rewritten]) -> None:
+def _note(unit: Unit, cp: ContextParallel, done: dict[str, RewrittenSite]) -> None:
     order = "head-tail" if cp.is_balanced else "contiguous"
     for site in unit.sites:
         one = done.get(site.module)

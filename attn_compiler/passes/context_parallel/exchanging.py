@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from attn_compiler.passes.context_parallel.layout import Layout
+from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.emit import GraphBuilder
 
 
@@ -28,7 +28,7 @@ class Met:
     bytes: int
 
 
-def gather(builder: GraphBuilder, layout: Layout, q: fx.Node, k: fx.Node, v: fx.Node) -> Met:
+def gather(builder: GraphBuilder, layout: GraphLayout, q: fx.Node, k: fx.Node, v: fx.Node) -> Met:
     """All keys and values come to each rank's queries, in one collective where they are of one dtype."""
     value = builder.value
     if value(k).dtype == value(v).dtype:
@@ -43,7 +43,7 @@ def gather(builder: GraphBuilder, layout: Layout, q: fx.Node, k: fx.Node, v: fx.
     return Met(q=q, k=keys, v=values, queries=queries, first_head=None, bytes=sent)
 
 
-def exchange(builder: GraphBuilder, layout: Layout, q: fx.Node, k: fx.Node, v: fx.Node) -> Met:
+def exchange(builder: GraphBuilder, layout: GraphLayout, q: fx.Node, k: fx.Node, v: fx.Node) -> Met:
     """Each rank gets all positions of its share of the heads, in one collective where q, k and v are alike."""
     value = builder.value
     whole: list[fx.Node] = []

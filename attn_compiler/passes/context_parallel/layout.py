@@ -12,7 +12,7 @@ from attn_compiler.passes.emit import GraphBuilder
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class GraphLayout:
     """size: ranks. group: the name of their process group. is_balanced: each rank has one chunk from the front of the sequence and one
     from its back, of 2 · size; else one piece."""
 

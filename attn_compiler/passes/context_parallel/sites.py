@@ -15,7 +15,7 @@ from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.passes import axes, elements, program, recover
 from attn_compiler.passes.context_parallel import exchanging
 from attn_compiler.passes.context_parallel.exchanging import Met
-from attn_compiler.passes.context_parallel.layout import Layout
+from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, check_numbers, check_rounding, is_of_length
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.context_parallel.whole import Wholes
@@ -28,7 +28,7 @@ from attn_compiler.spec import AttentionSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rewritten:
+class RewrittenSite:
     """What became of one site. method: "all_gather" or "all_to_all". bytes: that a rank sends in the forward."""
 
     method: str
@@ -99,8 +99,8 @@ def method_of(site: Site, spec: AttentionSpec, asked: str, size: int) -> str:
 
 
 def rewrite(
-    mirror: Mirror, site: Site, builder: GraphBuilder, layout: Layout, wholes: Wholes, method: str
-) -> tuple[fx.Node, Rewritten]:
+    mirror: Mirror, site: Site, builder: GraphBuilder, layout: GraphLayout, wholes: Wholes, method: str
+) -> tuple[fx.Node, RewrittenSite]:
     """What takes the place of the site's output. To be called inside of `builder.at`. Raises CannotShard."""
     spec = site.spec
     if spec is None:
@@ -112,7 +112,7 @@ def rewrite(
     out = _attention(builder, site, spec, met, scores, tensors.sinks)
     if method == "all_to_all":
         out = layout.to_positions(builder, out)
-    return out, Rewritten(method=method, bytes=met.bytes)
+    return out, RewrittenSite(method=method, bytes=met.bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

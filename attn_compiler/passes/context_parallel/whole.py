@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from attn_compiler.passes.context_parallel.following import Input
-from attn_compiler.passes.context_parallel.layout import Layout
+from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, is_half, is_near
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.emit import GraphBuilder
@@ -29,7 +29,7 @@ class Wholes:
         self,
         builder: GraphBuilder,
         mirror: Mirror,
-        layout: Layout,
+        layout: GraphLayout,
         given: Mapping[fx.Node, Input],
         *,
         are_chance: bool = False,

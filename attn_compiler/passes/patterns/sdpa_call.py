@@ -21,7 +21,7 @@ ANCHORS = frozenset({torch.ops.aten.scaled_dot_product_attention.default})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class SdpaCall:
     """How one op spells an SDPA call.
 
     pattern: whose name the match has.
@@ -41,10 +41,10 @@ class Call:
 def match(mirror: Mirror, anchor: fx.Node) -> Match:
     """Raises Refused for operands that are not (..., S, D) tensors, and for a scale that can't be told."""
     gqa = bool(views.argument(anchor, "enable_gqa"))
-    return match_call(mirror, Call(pattern=NAME, anchor=anchor, out=anchor, mask="attn_mask", gqa=gqa))
+    return match_call(mirror, SdpaCall(pattern=NAME, anchor=anchor, out=anchor, mask="attn_mask", gqa=gqa))
 
 
-def match_call(mirror: Mirror, call: Call) -> Match:
+def match_call(mirror: Mirror, call: SdpaCall) -> Match:
     """As `match`, for any op with such arguments."""
     q, k, v = (_tensor(call.anchor, name) for name in ("query", "key", "value"))
     try:
@@ -72,7 +72,7 @@ def _tensor(anchor: fx.Node, name: str) -> fx.Node:
     return node
 
 
-def _match(mirror: Mirror, call: Call, q: fx.Node, k: fx.Node, v: fx.Node) -> Match:
+def _match(mirror: Mirror, call: SdpaCall, q: fx.Node, k: fx.Node, v: fx.Node) -> Match:
     anchor, gqa = call.anchor, call.gqa
     _unify_sizes(call, q, k, v)
     sizes = axes.shape_exprs(views.value(call.out))
@@ -112,7 +112,7 @@ def _match(mirror: Mirror, call: Call, q: fx.Node, k: fx.Node, v: fx.Node) -> Ma
     )
 
 
-def _unify_sizes(call: Call, q: fx.Node, k: fx.Node, v: fx.Node) -> None:
+def _unify_sizes(call: SdpaCall, q: fx.Node, k: fx.Node, v: fx.Node) -> None:
     """The call does not compare the sizes of its inputs while compiling, and no kernel may read beyond the shorter one."""
     out = views.value(call.out).shape
     of_q, of_k, of_v = (views.value(node).shape for node in (q, k, v))
@@ -187,7 +187,7 @@ def _number(given: Any, anchor: fx.Node) -> float:
     )
 
 
-def _mask(mirror: Mirror, call: Call, score_dims: Dims) -> Term | None:
+def _mask(mirror: Mirror, call: SdpaCall, score_dims: Dims) -> Term | None:
     mask = views.argument(call.anchor, call.mask)
     if not isinstance(mask, fx.Node):
         return None

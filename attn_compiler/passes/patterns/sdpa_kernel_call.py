@@ -56,7 +56,7 @@ def match(mirror: Mirror, anchor: fx.Node) -> Match:
     kernel = KERNELS[anchor.target]
     out = _output(mirror, anchor)
     _require_plain(anchor, kernel)
-    call = sdpa_call.Call(pattern=NAME, anchor=anchor, out=out, mask=kernel.mask, gqa=kernel.gqa)
+    call = sdpa_call.SdpaCall(pattern=NAME, anchor=anchor, out=out, mask=kernel.mask, gqa=kernel.gqa)
     return sdpa_call.match_call(mirror, call)
 
 

@@ -46,7 +46,7 @@ class Made:
 
 
 @dataclass(kw_only=True, eq=False)
-class Row:
+class GraphRow:
     """Graphs that were cut out of one, in the order in which they run. written: the memory that each of them writes to."""
 
     written: list[set[object]] = field(default_factory=list)
@@ -87,7 +87,7 @@ class BorderInputs:
     def _looked_up(self, reader: Reader, dynamo: fx.Node, node: fx.Node) -> Expr | None:
         """What is known of an input, in loads of itself and of other inputs (by their names), or None."""
         value = fake(node)
-        row, example = torch_frames.of_compilation(Row), dynamo.meta.get("example_value")
+        row, example = torch_frames.of_compilation(GraphRow), dynamo.meta.get("example_value")
         made = row.find(example)
         if made is not None:
             given = {name: _input_like(self._unit, example) for name, example in made.loads.items()}

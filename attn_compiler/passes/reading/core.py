@@ -61,7 +61,7 @@ _GROWING = frozenset(
 _ARGUMENT = re.compile(r"^l_(?:kwargs_|self_)?(\w+?)_*$")
 
 
-class Inputs(Protocol):
+class InputOrigins(Protocol):
     """What the inputs of a graph are where they come from. are_of_body: in the graphs that call this one, a body."""
 
     are_of_body: bool
@@ -128,7 +128,7 @@ class Reader:
         mirror: Mirror,
         rules: Mapping[object, ReadOp],
         reach: Reach,
-        inputs: Inputs | None = None,
+        inputs: InputOrigins | None = None,
         budget: Budget | None = None,
         longer: Mapping[int, int] | None = None,
     ) -> None:

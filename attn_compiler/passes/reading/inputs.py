@@ -13,7 +13,7 @@ from attn_compiler.passes import bodies as higher_order
 from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.reading.core import At, Reader, Unreadable
 from attn_compiler.passes.reading.nodes import fake
-from attn_compiler.passes.unit import Call, Unit, unsupported_tensor
+from attn_compiler.passes.unit import BodyCall, Unit, unsupported_tensor
 
 
 class BodyInputs:
@@ -22,7 +22,7 @@ class BodyInputs:
 
     are_of_body = True
 
-    def __init__(self, calls: Sequence[Call], reader_of: Callable[[Unit], Reader]) -> None:
+    def __init__(self, calls: Sequence[BodyCall], reader_of: Callable[[Unit], Reader]) -> None:
         self._calls = calls
         self._reader_of = reader_of
         self._not_followed: set[str] = set()
@@ -40,7 +40,7 @@ class BodyInputs:
         reader.not_followed |= self._not_followed & tensors.keys()
         return element
 
-    def _given(self, call: Call, reader: Reader, node: fx.Node, at: At) -> tuple[Expr, dict[str, Version]] | None:
+    def _given(self, call: BodyCall, reader: Reader, node: fx.Node, at: At) -> tuple[Expr, dict[str, Version]] | None:
         """The element as the caller reads it, and the tensors that it loads from."""
         if unsupported_tensor(call.unit.graph_module) is not None:
             return None
@@ -60,12 +60,12 @@ class BodyInputs:
         return element, {name: above.tensors[name] for name in names if name in above.tensors or name not in indices}
 
 
-def _when(call: Call, above: Reader) -> int | None:
+def _when(call: BodyCall, above: Reader) -> int | None:
     """The place of the call among the caller's mirror nodes, None if it has none. What the call writes it writes after that."""
     return min((above.mirror.order(n) for n in above.mirror.owned(call.node)), default=None)
 
 
-def _argument(call: Call, above: Reader, placeholder: fx.Node | None) -> fx.Node | None:
+def _argument(call: BodyCall, above: Reader, placeholder: fx.Node | None) -> fx.Node | None:
     if placeholder is None:
         return None
     owner = placeholder.graph.owning_module

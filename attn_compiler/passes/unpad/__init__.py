@@ -24,7 +24,7 @@ from attn_compiler.passes.unpad import facts as run_time_facts
 from attn_compiler.passes.unpad.analysis import Analysis
 from attn_compiler.passes.unpad.making import Maker, Tokens
 from attn_compiler.passes.unpad.masks import Padding
-from attn_compiler.passes.unpad.outcome import Kept, Outcome, Packed, fake_inputs
+from attn_compiler.passes.unpad.outcome import KeptGraph, Outcome, Packed, fake_inputs
 from attn_compiler.passes.unpad.refusing import KeepsPadding
 from attn_compiler.passes.unpad.values import Kind, Need, places
 
@@ -43,13 +43,13 @@ def run(unit: Unit, mirror: Mirror) -> None:
         except KeepsPadding as kept:
             unit.unpadded = _kept(mirror, kept)
     if attempt.reason is not None:
-        unit.unpadded = Kept(reason=attempt.reason)
+        unit.unpadded = KeptGraph(reason=attempt.reason)
 
 
-def _kept(mirror: Mirror, kept: KeepsPadding) -> Kept:
+def _kept(mirror: Mirror, kept: KeepsPadding) -> KeptGraph:
     owner = None if kept.at is None else mirror.owner(kept.at)
     module = None if owner is None else module_path(owner)
-    return Kept(reason=kept.reason, module=module, source=None if owner is None else source_line(owner))
+    return KeptGraph(reason=kept.reason, module=module, source=None if owner is None else source_line(owner))
 
 
 def _check_graph(unit: Unit) -> None:
@@ -325,4 +325,4 @@ def _take(unit: Unit, trial: Unit, graph: fx.Graph) -> None:
     unit.faults.extend(trial.faults)
 
 
-__all__ = ["Kept", "Outcome", "Packed", "run"]
+__all__ = ["KeptGraph", "Outcome", "Packed", "run"]

@@ -14,11 +14,11 @@ from attn_compiler.passes.axes import Atom, AxisError, Dims
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unpad import exits, forms, rules
-from attn_compiler.passes.unpad.exits import Fact
-from attn_compiler.passes.unpad.masks import Band, Padding
+from attn_compiler.passes.unpad.exits import RuntimeFact
+from attn_compiler.passes.unpad.masks import Padding, PositionBand
 from attn_compiler.passes.unpad.refusing import POSITION_WISE, KeepsPadding
 from attn_compiler.passes.unpad.rules import Result
-from attn_compiler.passes.unpad.values import Form, Indexed, Kind, Need, Recipe, Value, places
+from attn_compiler.passes.unpad.values import Form, FormRecipe, Indexed, Kind, Need, Value, places
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -27,7 +27,7 @@ SDPA = aten.scaled_dot_product_attention.default
 class Analysis:
     """What is known of every value. batch, seq: the atoms of rows and positions. facts: by the mirror node that rests on it."""
 
-    def __init__(self, mirror: Mirror, padding: Padding, bands: Mapping[Site, Band]) -> None:
+    def __init__(self, mirror: Mirror, padding: Padding, bands: Mapping[Site, PositionBand]) -> None:
         shape = axes.shape_exprs(views.value(padding.tensor.node))
         if len(shape) != 2:
             raise KeepsPadding(
@@ -40,7 +40,7 @@ class Analysis:
         self.mirror = mirror
         self.padding = padding
         self.batch, self.seq = Atom(shape[0]), Atom(shape[1])
-        self.facts: dict[fx.Node, Fact] = {}
+        self.facts: dict[fx.Node, RuntimeFact] = {}
         self.num_attentions = 0
         self._bands = {site.match.anchor: band for site, band in bands.items()}
         self._values: dict[fx.Node, Value] = {}
@@ -99,7 +99,7 @@ class Analysis:
         pairs = zip(dims, (self.batch, self.seq), strict=False)
         return all(axes.same_size(axes.dim_size(dim), atom.size) for dim, atom in pairs)
 
-    def _taken(self, node: fx.Node, dims: Dims) -> Recipe | None:
+    def _taken(self, node: fx.Node, dims: Dims) -> FormRecipe | None:
         """A value as the model has it, at the real tokens."""
         if not forms.has_both(self, dims):
             return None
@@ -107,7 +107,7 @@ class Analysis:
             form = _indexed(self, node, dims)
         except KeepsPadding:
             return None
-        return Recipe(needs=(Need(node, form),), make=lambda _, given: given[0])
+        return FormRecipe(needs=(Need(node, form),), make=lambda _, given: given[0])
 
     def _ruled(self, node: fx.Node) -> Result:
         rule = rules.rule_of(node)
@@ -183,7 +183,7 @@ class Analysis:
 
         dims = (*self.value(operands[0]).dims[:3], *axes.fresh(axes.shape_exprs(views.value(node))[3:]))
         needs = tuple(Need(x, "packed") for x in operands)
-        return Value(kind=Kind.PACKED, dims=dims, packed=Recipe(needs=needs, make=make))
+        return Value(kind=Kind.PACKED, dims=dims, packed=FormRecipe(needs=needs, make=make))
 
 
 def _indexed(context: Analysis, node: fx.Node, dims: Dims) -> Form:

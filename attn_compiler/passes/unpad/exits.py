@@ -14,13 +14,13 @@ from torch import fx
 from attn_compiler.passes import views
 from attn_compiler.passes.unpad import forms
 from attn_compiler.passes.unpad.forms import Context
-from attn_compiler.passes.unpad.values import Form, Need, Recipe, places
+from attn_compiler.passes.unpad.values import Form, FormRecipe, Need, places
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Fact:
+class RuntimeFact:
     """What has to hold at run time.
 
     words: for people.
@@ -37,8 +37,8 @@ class Fact:
 class Exit:
     """returned: how the model's own value is made. fact: what that rests on; None if on nothing."""
 
-    returned: Recipe
-    fact: Fact | None = None
+    returned: FormRecipe
+    fact: RuntimeFact | None = None
 
 
 def of(context: Context, node: fx.Node) -> Exit | None:
@@ -75,8 +75,8 @@ def _one_position(context: Context, node: fx.Node) -> Exit | None:
         return graph.call_function(torch.all, (graph.call_function(aten.select.int, (real, 1, end)),))
 
     words = f"the {'last' if is_last else 'first'} token of each row is real"
-    returned = Recipe(needs=(Need(x, "packed"),), make=make)
-    return Exit(returned=returned, fact=Fact(words=words, needs=(), holds=holds))
+    returned = FormRecipe(needs=(Need(x, "packed"),), make=make)
+    return Exit(returned=returned, fact=RuntimeFact(words=words, needs=(), holds=holds))
 
 
 def _sum(context: Context, node: fx.Node) -> Exit | None:
@@ -115,11 +115,11 @@ def _cross_entropy(context: Context, node: fx.Node) -> Exit | None:
         return graph.call_function(torch.all, (graph.call_function(torch.logical_or, (is_ignored, flat)),))
 
     given_as: dict[fx.Node, Form] = {logits: "packed", labels: forms.operand_form(context, node, labels, dims)}
-    fact = Fact(words=f"labels at padding are {ignored}, which the loss ignores", needs=(labels,), holds=holds)
+    fact = RuntimeFact(words=f"labels at padding are {ignored}, which the loss ignores", needs=(labels,), holds=holds)
     return Exit(returned=forms.call(node, given_as), fact=fact)
 
 
-def side_by_side() -> Fact:
+def side_by_side() -> RuntimeFact:
     """What windows ask for: distances between tokens are the same once padding is out."""
 
     def holds(graph: fx.Graph, _: Sequence[fx.Node], real: fx.Node) -> fx.Node:
@@ -128,7 +128,7 @@ def side_by_side() -> Fact:
         runs = graph.call_method("sum", (starts, 1))
         return graph.call_function(torch.all, (graph.call_function(torch.le, (runs, 1)),))
 
-    return Fact(words="the real tokens of each row lie side by side", needs=(), holds=holds)
+    return RuntimeFact(words="the real tokens of each row lie side by side", needs=(), holds=holds)
 
 
 EXITS: dict[object, Callable[[Context, fx.Node], Exit | None]] = {

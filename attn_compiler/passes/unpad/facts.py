@@ -9,7 +9,7 @@ from torch import fx
 
 from attn_compiler.codes import Code
 from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.unpad.exits import Fact
+from attn_compiler.passes.unpad.exits import RuntimeFact
 from attn_compiler.passes.unpad.masks import Padding
 from attn_compiler.passes.unpad.refusing import KeepsPadding
 
@@ -17,7 +17,7 @@ from attn_compiler.passes.unpad.refusing import KeepsPadding
 _MOST = 64
 
 
-def graph(module: fx.GraphModule, mirror: Mirror, padding: Padding, facts: Sequence[Fact]) -> fx.GraphModule:
+def graph(module: fx.GraphModule, mirror: Mirror, padding: Padding, facts: Sequence[RuntimeFact]) -> fx.GraphModule:
     """Takes the inputs of the model's graph; gives bool (B, S), where tokens are real, and int64: their number, then for each fact 1
     where it holds. Raises KeepsPadding where that takes more than a few of the model's nodes."""
     asked = [padding.tensor.node, *(x for fact in facts for x in fact.needs)]

@@ -12,7 +12,7 @@ from attn_compiler.codes import Code
 from attn_compiler.passes import axes
 from attn_compiler.passes.axes import Atom, Dim, Dims
 from attn_compiler.passes.unpad.refusing import POSITION_WISE, KeepsPadding
-from attn_compiler.passes.unpad.values import Form, Indexed, Need, Recipe, Value, places
+from attn_compiler.passes.unpad.values import Form, FormRecipe, Indexed, Need, Value, places
 
 
 class Context(Protocol):
@@ -38,7 +38,7 @@ def has_both(context: Context, dims: Dims) -> bool:
     return len(places(dims, context.batch)) == 1 and len(places(dims, context.seq)) == 1
 
 
-def call(node: fx.Node, forms: Mapping[fx.Node, Form], **changed: Any) -> Recipe:
+def call(node: fx.Node, forms: Mapping[fx.Node, Form], **changed: Any) -> FormRecipe:
     """The op itself on its operands in these forms; on others as the model has them. changed: arguments that are given otherwise, by name;
     a function makes one of the Maker."""
     needs = tuple(Need(x, forms.get(x, "plain")) for x in node.all_input_nodes if not _is_changed(node, x, changed))
@@ -50,7 +50,7 @@ def call(node: fx.Node, forms: Mapping[fx.Node, Form], **changed: Any) -> Recipe
         made: fx.Node = maker.call(node.target, *args, **kwargs)
         return made
 
-    return Recipe(needs=needs, make=make)
+    return FormRecipe(needs=needs, make=make)
 
 
 def _is_changed(node: fx.Node, x: fx.Node, changed: Mapping[str, Any]) -> bool:

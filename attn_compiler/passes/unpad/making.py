@@ -19,9 +19,9 @@ from attn_compiler.passes.axes import Dims
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.unpad.analysis import Analysis
 from attn_compiler.passes.unpad.forms import call, require_alone
-from attn_compiler.passes.unpad.masks import Band
+from attn_compiler.passes.unpad.masks import PositionBand
 from attn_compiler.passes.unpad.refusing import KeepsPadding
-from attn_compiler.passes.unpad.values import Indexed, Kind, Need, Recipe, places
+from attn_compiler.passes.unpad.values import FormRecipe, Indexed, Kind, Need, places
 
 aten = torch.ops.aten
 
@@ -60,7 +60,7 @@ class Maker:
 
     def make(self, roots: list[Need]) -> None:
         """Make these forms, and what they need. Raises KeepsPadding."""
-        recipes: dict[Need, Recipe] = {}
+        recipes: dict[Need, FormRecipe] = {}
         waiting = list(roots)
         while waiting:
             need = waiting.pop()
@@ -82,7 +82,7 @@ class Maker:
                 found.setdefault(fact.words, []).append(node)
         return found
 
-    def _recipe(self, need: Need) -> Recipe:
+    def _recipe(self, need: Need) -> FormRecipe:
         value = self.analysis.value(need.node)
         if value.lost is not None:
             raise value.lost
@@ -98,7 +98,7 @@ class Maker:
             return value.packed
         return self._plain(need.node)
 
-    def _plain(self, node: fx.Node) -> Recipe:
+    def _plain(self, node: fx.Node) -> FormRecipe:
         value = self.analysis.value(node)
         if not value.is_exact:
             raise KeepsPadding(
@@ -112,7 +112,7 @@ class Maker:
                 )
             return value.returned
         if own is not None:
-            return Recipe(needs=(), make=lambda _, __: self.copies[own])
+            return FormRecipe(needs=(), make=lambda _, __: self.copies[own])
         if node.op != "call_function":
             raise KeepsPadding(
                 Code.PADDING_OUT_OF_REACH, "what is packed is a value of the captured graph", node.name, at=node
@@ -145,7 +145,7 @@ class Maker:
         """The mirror node with the value of one of Dynamo's."""
         return self._values.get(dynamo)
 
-    def _check_kept(self, needs: Mapping[Need, Recipe]) -> None:
+    def _check_kept(self, needs: Mapping[Need, FormRecipe]) -> None:
         """What is read has to be the same wherever it is read."""
         for node in dict.fromkeys(need.node for need in needs):
             if not isinstance(node.meta.get("val"), torch.Tensor):
@@ -261,11 +261,11 @@ class Maker:
         source = self._plain(self.analysis.padding.tensor.node).make(self, ())
         return self.call(aten.sym_size.int, source, axis)
 
-    def mask(self, band: Band) -> fx.Node:
+    def mask(self, band: PositionBand) -> fx.Node:
         """bool (1, 1, T, T): tokens of one row, as far as the band lets them see each other."""
         return self.once(("mask", band), lambda: self._mask(band))
 
-    def _mask(self, band: Band) -> fx.Node:
+    def _mask(self, band: PositionBand) -> fx.Node:
         mask = self.once("same row", self._same_row)
         for relation, bound in ((torch.ge, 0 if band.causal else band.right), (torch.le, band.left)):
             if bound is not None:
@@ -304,7 +304,7 @@ def _wants_gradient(own: fx.Node | None) -> bool:
     return any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
 
 
-def _indexed(node: fx.Node, form: Indexed) -> Recipe:
+def _indexed(node: fx.Node, form: Indexed) -> FormRecipe:
     """The elements of what the model has, at the real tokens."""
 
     def make(maker: Maker, given: tuple[fx.Node, ...]) -> fx.Node:
@@ -321,7 +321,7 @@ def _indexed(node: fx.Node, form: Indexed) -> Recipe:
             return _swapped(maker, maker.call(aten.index_select.default, x, i, maker.given.rows), i, j)
         return _flat(maker, x, i, j)
 
-    return Recipe(needs=(Need(node, "plain"),), make=make)
+    return FormRecipe(needs=(Need(node, "plain"),), make=make)
 
 
 def _is_one(size: int | torch.SymInt) -> bool:
@@ -343,7 +343,7 @@ def _flat(maker: Maker, x: fx.Node, i: int, j: int) -> fx.Node:
     return x if (i, j) == (0, 1) else maker.call(aten.movedim.intlist, x, [0, 1], [i, j])
 
 
-def _unpacked(analysis: Analysis, node: fx.Node) -> Recipe:
+def _unpacked(analysis: Analysis, node: fx.Node) -> FormRecipe:
     """As the model has it, and 0 at padding."""
     dims = analysis.value(node).dims
     (i,), (j,) = places(dims, analysis.batch), places(dims, analysis.seq)
@@ -367,4 +367,4 @@ def _unpacked(analysis: Analysis, node: fx.Node) -> Recipe:
         whole = maker.call(aten.view.default, whole, [batch, length, *others])
         return whole if (i, j) == (0, 1) else maker.call(aten.movedim.intlist, whole, [0, 1], [i, j])
 
-    return Recipe(needs=(Need(node, "packed"),), make=make)
+    return FormRecipe(needs=(Need(node, "packed"),), make=make)

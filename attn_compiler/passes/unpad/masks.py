@@ -29,7 +29,7 @@ class Padding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Band:
+class PositionBand:
     """What positions alone allow a site: causal, and a window."""
 
     causal: bool = False
@@ -42,7 +42,7 @@ class Band:
         return self.left is not None or self.right is not None
 
 
-def of(sites: Sequence[Site]) -> tuple[Padding, list[Band]]:
+def of(sites: Sequence[Site]) -> tuple[Padding, list[PositionBand]]:
     """The padding of a graph, and the band of each site. Raises KeepsPadding."""
     found: Padding | None = None
     bands = []
@@ -80,7 +80,7 @@ def _check_scores(site: Site, spec: AttentionSpec) -> None:
         raise _refused(site, "k and v come from a cache in FP8")
 
 
-def _masks(site: Site, spec: AttentionSpec) -> tuple[Padding, Band]:
+def _masks(site: Site, spec: AttentionSpec) -> tuple[Padding, PositionBand]:
     if spec.mask.reason is not None:
         raise _refused(site, f"the mask was not understood: {spec.mask.reason}")
     kinds = spec.mask.kinds
@@ -100,14 +100,14 @@ def _padding(site: Site, kind: KeyPadding) -> Padding:
     return Padding(tensor=version, negated=negated)
 
 
-def _band(site: Site, kinds: list[MaskKind]) -> Band:
-    band = Band()
+def _band(site: Site, kinds: list[MaskKind]) -> PositionBand:
+    band = PositionBand()
     for kind in kinds:
         match kind:
             case Causal(alignment=masks.Alignment.TOP_LEFT):
-                band = Band(causal=True, left=band.left, right=band.right)
+                band = PositionBand(causal=True, left=band.left, right=band.right)
             case SlidingWindow(left=left, right=right) if not band.counts_positions:
-                band = Band(causal=band.causal, left=left, right=right)
+                band = PositionBand(causal=band.causal, left=left, right=right)
             case _:
                 raise _refused(site, f"the mask is {kind.words}, too")
     return band

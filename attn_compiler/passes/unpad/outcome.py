@@ -16,7 +16,7 @@ from attn_compiler.unpadding import Batch, Steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class KeptGraph:
     """The graph is as it was. module, source: where the op is that is to blame, if it is one."""
 
     reason: Reason
@@ -78,4 +78,4 @@ def fake_inputs(mode: FakeTensorMode, most: int | None, number: int, starts: tor
         return Batch.like(size, starts.shape[0] - 1, starts.device).inputs
 
 
-Outcome = Kept | Packed
+Outcome = KeptGraph | Packed

@@ -17,7 +17,7 @@ from torch import fx
 from attn_compiler.passes import axes, views
 from attn_compiler.passes.axes import AxisError, Dim, Dims
 from attn_compiler.passes.unpad.forms import Context, call, has_both, is_tagged, operand_form, refused, tags
-from attn_compiler.passes.unpad.values import Form, Need, Recipe
+from attn_compiler.passes.unpad.values import Form, FormRecipe, Need
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ class Result:
     each result of an op that has several. zero: 0 at padding."""
 
     dims: Dims
-    packed: Recipe | None = None
+    packed: FormRecipe | None = None
     several: tuple[Dims, ...] | None = None
     zero: bool = False
 
@@ -78,7 +78,7 @@ def pointwise(context: Context, node: fx.Node) -> Result:
     return Result(dims=dims, packed=call(node, forms), zero=zero)
 
 
-def _packed(context: Context, node: fx.Node, x: fx.Node, dims: Dims, **changed: Any) -> Recipe | None:
+def _packed(context: Context, node: fx.Node, x: fx.Node, dims: Dims, **changed: Any) -> FormRecipe | None:
     """The op itself on packed x."""
     value = context.value(x)
     if value.packed is None or not has_both(context, dims):
@@ -113,7 +113,7 @@ def cast_like(context: Context, node: fx.Node) -> Result:
         made: fx.Node = maker.call(aten.to.dtype, given[0], dtype)
         return made
 
-    return Result(dims=value.dims, packed=Recipe(needs=(Need(x, "packed"),), make=make), zero=value.zero)
+    return Result(dims=value.dims, packed=FormRecipe(needs=(Need(x, "packed"),), make=make), zero=value.zero)
 
 
 def view(context: Context, node: fx.Node) -> Result:
@@ -135,7 +135,7 @@ def view(context: Context, node: fx.Node) -> Result:
         made: fx.Node = maker.call(target, given[0], maker.sizes(own))
         return made
 
-    return Result(dims=own, packed=Recipe(needs=(Need(x, "packed"),), make=make), zero=value.zero)
+    return Result(dims=own, packed=FormRecipe(needs=(Need(x, "packed"),), make=make), zero=value.zero)
 
 
 def _forward(context: Context, node: fx.Node, dims: Dims) -> Dims:
@@ -149,7 +149,7 @@ def slice_(context: Context, node: fx.Node) -> Result:
     x = views.source(node)
     if axes.shape_exprs(views.value(x)) == axes.shape_exprs(views.value(node)):
         value = context.value(x)
-        alias = None if value.packed is None else Recipe(needs=(Need(x, "packed"),), make=lambda _, given: given[0])
+        alias = None if value.packed is None else FormRecipe(needs=(Need(x, "packed"),), make=lambda _, given: given[0])
         return Result(dims=value.dims, packed=alias, zero=value.zero)
     return along_dim(context, node)
 

@@ -50,7 +50,7 @@ class Need(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class FormRecipe:
     """How a form is made: `make` gets the nodes of what it needs, in order."""
 
     needs: tuple[Need, ...]
@@ -72,8 +72,8 @@ class Value:
 
     kind: Kind
     dims: Dims = ()
-    packed: Recipe | None = None
-    returned: Recipe | None = None
+    packed: FormRecipe | None = None
+    returned: FormRecipe | None = None
     zero: bool = False
     several: tuple[Dims, ...] | None = None
     lost: KeepsPadding | None = None

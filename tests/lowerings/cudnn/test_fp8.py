@@ -18,7 +18,7 @@ from attn_compiler.lowerings.cudnn import fp8 as cudnn
 from attn_compiler.lowerings.cudnn import frontend as cudnn_frontend
 from attn_compiler.lowerings.cudnn import graphs, plan, plans
 from attn_compiler.lowerings.cudnn.graphs import Plans
-from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.shared import ops
 from attn_compiler.masks import Dense, KeyBound, MaskSpec, SlidingWindow
 from attn_compiler.scores import Sinks
@@ -179,7 +179,7 @@ def test_cudnn_s_refusal_is_handed_on(frontend: Frontend) -> None:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, operands: list[Tensor], text: str) -> tuple[Tensor, Tensor]:
     """cuDNN's forward in FP8, in float32 but for what it rounds: the output."""
-    call = Call.from_text(text)
+    call = CudnnCall.from_text(text)
     named = dict(zip(call.operands, operands, strict=True))
     if call.lengths:
         assert named["lengths"].min() > 0, "a row without keys: this would hang"
@@ -207,7 +207,7 @@ def _backward(
     text: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """cuDNN's backward, in float32, from the output and lse that it is given."""
-    call = Call.from_text(text)
+    call = CudnnCall.from_text(text)
     named = dict(zip(call.operands, operands, strict=True))
     group = q.shape[1] // k.shape[1]
     wide_q, wide_k, wide_v, grad = (x.float() for x in (q, k, v, grad_out))
@@ -232,7 +232,7 @@ def _backward_in_fp8(
     text: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """cuDNN's backward in FP8, in float32 but for what it writes; scales have to be small enough for all of it."""
-    call = Call.from_text(text)
+    call = CudnnCall.from_text(text)
     named = dict(zip(call.operands, operands, strict=True))
     tensors = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
     assert {x.dtype for x in (q, k, v, out)} == {torch.float8_e4m3fn}
@@ -320,7 +320,7 @@ def test_out_and_gradients_are_near_those_that_are_not_rounded(name: str) -> Non
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         named = {} if lengths is None else {"lengths": lengths}
         band = plan.band_of(spec)
-        call = Call(scale=0.125, left=band.left, right=band.right, lengths=lengths is not None)
+        call = CudnnCall(scale=0.125, left=band.left, right=band.right, lengths=lengths is not None)
         return call_math.attention(q, k, v, named, call)
 
     found = results(lambda *x: module(*x, *([] if lengths is None else [lengths])), torch.bfloat16)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from attn_compiler.lowerings.cudnn import fp8_gradients
-from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from tests.lowerings.cudnn.test_fp8 import _forward, on_the_cpu  # noqa: F401
 
-CALL = Call(scale=128**-0.5, right=0, needs_grad=True, fp8="backward")
+CALL = CudnnCall(scale=128**-0.5, right=0, needs_grad=True, fp8="backward")
 
 
 def given(*, seqlen: int = 256, upstream: torch.Tensor | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -20,7 +20,7 @@ def given(*, seqlen: int = 256, upstream: torch.Tensor | None = None) -> tuple[t
     scale_out = 0.5 / descales["v"]
     one = torch.ones(1)
     scales = [*descales.values(), one / 448, one * 448]
-    forward = Call(scale=CALL.scale, right=0, needs_grad=True, fp8="forward")
+    forward = CudnnCall(scale=CALL.scale, right=0, needs_grad=True, fp8="forward")
     out, lse = _forward(q, k, v, [*scales, scale_out], forward.to_text())
     upstream = torch.randn(1, 4, seqlen, 128) if upstream is None else upstream
     return upstream.bfloat16(), [q, k, v, out, lse, *scales, 1 / scale_out]
@@ -75,7 +75,7 @@ def test_a_row_that_is_not_finite_leaves_all_others_their_gradients(value: float
 
 
 def test_the_names_are_what_the_forward_left() -> None:
-    padded = Call(scale=1.0, needs_grad=True, fp8="backward", lengths=True)
+    padded = CudnnCall(scale=1.0, needs_grad=True, fp8="backward", lengths=True)
     assert fp8_gradients.names(CALL, may_be_empty=False)[:5] == ("q", "k", "v", "out", "lse")
     assert fp8_gradients.names(padded, may_be_empty=True)[-3:] == ("lengths_q", "lengths", "used")
     assert fp8_gradients.names(padded, may_be_empty=False)[-2:] == ("lengths_q", "lengths")

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from attn_compiler import torch_compat
 from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings.cudnn import frontend as cudnn_frontend
-from attn_compiler.lowerings.cudnn.graphs import Plan
+from attn_compiler.lowerings.cudnn.graphs import BuiltPlan
 from tests.lowerings.cudnn.recording_frontend import Frontend
 from tests.lowerings.cudnn.test_graphs import backward_key, forward_key
 
@@ -102,7 +102,7 @@ def test_a_launch_gets_addresses_a_workspace_and_the_handle(frontend: Frontend) 
 @pytest.mark.parametrize(("is_late", "level"), [(False, logging.INFO), (True, logging.WARNING)])
 def test_plans_are_told_and_counted(caplog: pytest.LogCaptureFixture, is_late: bool, level: int) -> None:
     before = dict(counters["attn_compiler"])
-    plan = Plan(graph=None, order=(), workspace=0, engine="eng2", milliseconds=31.0)
+    plan = BuiltPlan(graph=None, order=(), workspace=0, engine="eng2", milliseconds=31.0)
     with caplog.at_level(logging.INFO, logger="attn_compiler"):
         cudnn_frontend.tell(forward_key(), plan, is_late)
     (record,) = caplog.records

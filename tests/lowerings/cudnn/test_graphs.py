@@ -9,36 +9,36 @@ import pytest
 from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings.cudnn import graphs
 from attn_compiler.lowerings.cudnn import plan as cudnn_call
-from attn_compiler.lowerings.cudnn.graphs import UIDS, Key, Laid, Plan, Plans
-from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.cudnn.graphs import UIDS, BuiltPlan, Laid, PlanKey, Plans
+from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.target import cudnn_version
 from tests.lowerings.cudnn.recording_frontend import Alignment, DataType, Frontend, Graph, NotSupported
 
-CALL = Call(scale=0.125, needs_grad=True)
+CALL = CudnnCall(scale=0.125, needs_grad=True)
 
 
 def bshd(batch: int = 2, heads: int = 4, seqlen: int = 64, head_dim: int = 32) -> Laid:
     return Laid.of((batch, heads, seqlen, head_dim), (seqlen * heads * head_dim, head_dim, heads * head_dim, 1))
 
 
-def inputs(call: Call = CALL, **changed: Laid) -> dict[str, Laid]:
+def inputs(call: CudnnCall = CALL, **changed: Laid) -> dict[str, Laid]:
     given = {"q": bshd(), "k": bshd(heads=2, seqlen=48), "v": bshd(heads=2, seqlen=48, head_dim=16)} | changed
     return given | ({"bias": Laid.contiguous((1, 4, 64, 48))} if call.bias else {})
 
 
-def forward_key(call: Call = CALL, **changes: Any) -> Key:
+def forward_key(call: CudnnCall = CALL, **changes: Any) -> PlanKey:
     told = {"dtype": "bfloat16", "inputs": inputs(call), "device": 0, "cudnn": 91900}
     return graphs.forward_key(call, **told | changes)
 
 
-def backward_key(call: Call = CALL, **changes: Any) -> Key:
+def backward_key(call: CudnnCall = CALL, **changes: Any) -> PlanKey:
     given = inputs(call)
     told: dict[str, Any] = {"dtype": "bfloat16", "inputs": given, "device": 0, "cudnn": 91900}
     told["gradients"] = {f"grad_{name}": given[name] for name in "qkv"}
     return graphs.backward_key(call, **told | changes)
 
 
-def graph_of(key: Key) -> Graph:
+def graph_of(key: PlanKey) -> Graph:
     frontend = Frontend()
     graphs.build(frontend, key, lambda: 0.0, handle=7)
     return frontend.graphs[0]
@@ -75,7 +75,7 @@ def test_the_forward_is_told_shapes_and_strides_as_they_are() -> None:
 
 
 def test_no_statistics_without_gradients() -> None:
-    graph = graph_of(forward_key(Call(scale=0.5)))
+    graph = graph_of(forward_key(CudnnCall(scale=0.5)))
     assert set(graph.named(UIDS)) == {"q", "k", "v", "out"}
     assert (graph.told["generate_stats"], graph.told["attn_scale"]) == (False, 0.5)
 
@@ -87,7 +87,7 @@ def test_the_backward_takes_the_gradient_as_the_output_lies() -> None:
     assert tensors["grad_out"].stride == tensors["out"].stride == [4096, 16, 64, 1]
     assert [tensors[n].is_output for n in ("grad_q", "grad_k", "grad_v", "out")] == [True, True, True, False]
     assert graph.told["use_deterministic_algorithm"] is False
-    assert graph_of(backward_key(Call(scale=1.0, needs_grad=True, deterministic=True))).told[
+    assert graph_of(backward_key(CudnnCall(scale=1.0, needs_grad=True, deterministic=True))).told[
         "use_deterministic_algorithm"
     ]
 
@@ -96,16 +96,16 @@ def test_the_backward_takes_the_gradient_as_the_output_lies() -> None:
 @pytest.mark.parametrize(
     ("call", "left", "right", "alignment"),
     [
-        (Call(scale=1.0, needs_grad=True), None, None, Alignment.TOP_LEFT),
-        (Call(scale=1.0, needs_grad=True, right=0), None, 0, Alignment.TOP_LEFT),
-        (Call(scale=1.0, needs_grad=True, right=0, from_end=True), None, 0, Alignment.BOTTOM_RIGHT),
+        (CudnnCall(scale=1.0, needs_grad=True), None, None, Alignment.TOP_LEFT),
+        (CudnnCall(scale=1.0, needs_grad=True, right=0), None, 0, Alignment.TOP_LEFT),
+        (CudnnCall(scale=1.0, needs_grad=True, right=0, from_end=True), None, 0, Alignment.BOTTOM_RIGHT),
         # A window of 0 back, the query's own position alone, is a bound of 1: cuDNN's left bound is exclusive.
-        (Call(scale=1.0, needs_grad=True, left=0, right=0), 1, 0, Alignment.TOP_LEFT),
-        (Call(scale=1.0, needs_grad=True, left=1023, right=0), 1024, 0, Alignment.TOP_LEFT),
-        (Call(scale=1.0, needs_grad=True, left=5, right=7, from_end=True), 6, 7, Alignment.BOTTOM_RIGHT),
+        (CudnnCall(scale=1.0, needs_grad=True, left=0, right=0), 1, 0, Alignment.TOP_LEFT),
+        (CudnnCall(scale=1.0, needs_grad=True, left=1023, right=0), 1024, 0, Alignment.TOP_LEFT),
+        (CudnnCall(scale=1.0, needs_grad=True, left=5, right=7, from_end=True), 6, 7, Alignment.BOTTOM_RIGHT),
     ],
 )
-def test_bands(make: Any, call: Call, left: int | None, right: int | None, alignment: Alignment) -> None:
+def test_bands(make: Any, call: CudnnCall, left: int | None, right: int | None, alignment: Alignment) -> None:
     told = graph_of(make(call)).told
     assert (told["diagonal_band_left_bound"], told["diagonal_band_right_bound"]) == (left, right)
     assert told["diagonal_alignment"] is alignment
@@ -114,7 +114,7 @@ def test_bands(make: Any, call: Call, left: int | None, right: int | None, align
 
 @pytest.mark.parametrize("make", [forward_key, backward_key])
 def test_lengths(make: Any) -> None:
-    graph = graph_of(make(Call(scale=1.0, needs_grad=True, lengths=True)))
+    graph = graph_of(make(CudnnCall(scale=1.0, needs_grad=True, lengths=True)))
     told, tensors = graph.told, graph.named(UIDS)
     assert told["use_padding_mask"] is True
     assert (told["seq_len_q"].name, told["seq_len_kv"].name) == ("lengths_q", "lengths")
@@ -123,24 +123,24 @@ def test_lengths(make: Any) -> None:
 
 @pytest.mark.parametrize("make", [forward_key, backward_key])
 def test_dropout(make: Any) -> None:
-    p, seed, offset = graph_of(make(Call(scale=1.0, needs_grad=True, dropout_p=0.125))).told["dropout"]
+    p, seed, offset = graph_of(make(CudnnCall(scale=1.0, needs_grad=True, dropout_p=0.125))).told["dropout"]
     assert (p, seed.name, offset.name) == (0.125, "seed", "offset")
     assert (seed.dim, seed.data_type) == ([1, 1, 1, 1], DataType.INT64)
 
 
 def test_bias_and_sinks_and_their_gradients() -> None:
-    call = Call(scale=1.0, needs_grad=True, bias=True, bias_grad=True, sinks=True, sinks_grad=True)
+    call = CudnnCall(scale=1.0, needs_grad=True, bias=True, bias_grad=True, sinks=True, sinks_grad=True)
     told = graph_of(forward_key(call)).told
     assert (told["bias"].name, told["sink_token"].dim) == ("bias", [1, 4, 1, 1])
     told = graph_of(backward_key(call)).told
     assert (told["dBias"].name, told["dBias"].dim) == ("grad_bias", [1, 4, 64, 48])
     assert {"sink_token", "dSink_token"}.isdisjoint(told), "lse has the sinks in it, and their gradient is the graph's"
-    frozen = graph_of(backward_key(Call(scale=1.0, needs_grad=True, bias=True, sinks=True))).told
+    frozen = graph_of(backward_key(CudnnCall(scale=1.0, needs_grad=True, bias=True, sinks=True))).told
     assert "dBias" not in frozen
 
 
 def test_addresses_go_in_the_order_of_the_uids() -> None:
-    call = Call(scale=1.0, needs_grad=True, lengths=True, bias=True)
+    call = CudnnCall(scale=1.0, needs_grad=True, lengths=True, bias=True)
     plan = graphs.build(Frontend(workspace=99), backward_key(call), iter((1.0, 1.5)).__next__)
     names = "q k v out lse grad_out grad_q grad_k grad_v bias lengths_q lengths".split()
     assert plan.order == tuple(names)
@@ -189,7 +189,7 @@ def test_whatever_a_plan_depends_on_is_in_its_key(changes: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("make", [forward_key, backward_key])
-@pytest.mark.parametrize("field", sorted({f.name for f in dataclasses.fields(Call)} - {"bias_grad"}))
+@pytest.mark.parametrize("field", sorted({f.name for f in dataclasses.fields(CudnnCall)} - {"bias_grad"}))
 def test_every_field_of_a_call_is_in_the_key(make: Any, field: str) -> None:
     value: Any = getattr(CALL, field)
     changed = dataclasses.replace(CALL, **{field: not value if isinstance(value, bool) else (value or 0) + 0.5})
@@ -285,8 +285,8 @@ def test_a_message_may_be_empty() -> None:
 
 # ---- FP8 --------------------------------------------------------------------------------------------------------------
 
-FP8_FORWARD = Call(scale=0.125, right=0, needs_grad=True, fp8="forward")
-FP8_BACKWARD = Call(scale=0.125, right=0, needs_grad=True, fp8="backward")
+FP8_FORWARD = CudnnCall(scale=0.125, right=0, needs_grad=True, fp8="forward")
+FP8_BACKWARD = CudnnCall(scale=0.125, right=0, needs_grad=True, fp8="backward")
 E4M3, E5M2, FLOAT = DataType.FP8_E4M3, DataType.FP8_E5M2, DataType.FLOAT
 
 
@@ -304,7 +304,7 @@ def test_the_forward_in_fp8_reads_and_writes_it_with_one_scale_a_tensor() -> Non
 
 
 def test_without_gradients_no_statistics_in_fp8() -> None:
-    graph = graph_of(forward_key(Call(scale=1.0, fp8="forward"), dtype="float8_e4m3fn"))
+    graph = graph_of(forward_key(CudnnCall(scale=1.0, fp8="forward"), dtype="float8_e4m3fn"))
     assert "lse" not in graph.named(UIDS)
     assert graph.told["generate_stats"] is False
 
@@ -334,9 +334,9 @@ def test_lengths_in_fp8() -> None:
 
 
 @pytest.mark.parametrize(
-    "call", [FP8_FORWARD, FP8_BACKWARD, Call(scale=1.0, needs_grad=True, lengths=True, fp8="forward")]
+    "call", [FP8_FORWARD, FP8_BACKWARD, CudnnCall(scale=1.0, needs_grad=True, lengths=True, fp8="forward")]
 )
-def test_the_frontend_takes_the_graph_in_fp8(call: Call) -> None:
+def test_the_frontend_takes_the_graph_in_fp8(call: CudnnCall) -> None:
     frontend = pytest.importorskip("cudnn", reason="needs the extra: pip install -e '.[cudnn]'")
     if not cudnn_version():
         pytest.skip("this torch brings no cuDNN")
@@ -358,16 +358,16 @@ def test_the_frontend_takes_the_graph_in_fp8(call: Call) -> None:
     "call",
     [
         CALL,
-        Call(scale=1.0, needs_grad=True, left=5, right=0),
-        Call(scale=1.0, needs_grad=True, right=0, from_end=False, lengths=True),
-        Call(scale=1.0, needs_grad=True, bias=True, bias_grad=True),
-        Call(scale=1.0, needs_grad=True, sinks=True, sinks_grad=True),
-        Call(scale=1.0, needs_grad=True, dropout_p=0.125),
-        Call(scale=1.0, needs_grad=True, deterministic=True),
+        CudnnCall(scale=1.0, needs_grad=True, left=5, right=0),
+        CudnnCall(scale=1.0, needs_grad=True, right=0, from_end=False, lengths=True),
+        CudnnCall(scale=1.0, needs_grad=True, bias=True, bias_grad=True),
+        CudnnCall(scale=1.0, needs_grad=True, sinks=True, sinks_grad=True),
+        CudnnCall(scale=1.0, needs_grad=True, dropout_p=0.125),
+        CudnnCall(scale=1.0, needs_grad=True, deterministic=True),
     ],
 )
 @pytest.mark.parametrize("make", [forward_key, backward_key])
-def test_the_frontend_takes_the_graph(make: Any, call: Call) -> None:
+def test_the_frontend_takes_the_graph(make: Any, call: CudnnCall) -> None:
     """As far as it goes without a GPU: its own rules, and the descriptors of cuDNN's library."""
     frontend = pytest.importorskip("cudnn", reason="needs the extra: pip install -e '.[cudnn]'")
     if not cudnn_version():
@@ -382,5 +382,5 @@ def test_the_frontend_takes_the_graph(make: Any, call: Call) -> None:
 
 
 def test_a_plan_is_data() -> None:
-    plan = Plan(graph=None, order=("q",), workspace=1, engine="e", milliseconds=2.0)
+    plan = BuiltPlan(graph=None, order=("q",), workspace=1, engine="e", milliseconds=2.0)
     assert dataclasses.asdict(plan)["order"] == ("q",)

@@ -6,27 +6,27 @@ import pytest
 import torch
 
 from attn_compiler.lowerings.cudnn import frontend, graphs, launch, plans
-from attn_compiler.lowerings.cudnn.graphs import Plan, Plans
+from attn_compiler.lowerings.cudnn.graphs import BuiltPlan, Plans
 from attn_compiler.lowerings.cudnn.lowering import CudnnAttention
-from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.shared import leaf_calls, replaying
-from attn_compiler.lowerings.shared.on_device import Known
+from attn_compiler.lowerings.shared.on_device import KnownCalls
 from attn_compiler.masks import MaskSpec
 from attn_compiler.scores import ScoreSpec
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
 from tests.lowerings.cudnn.recording_frontend import Frontend
 
-CALL = Call(scale=0.125, right=0, needs_grad=True)
+CALL = CudnnCall(scale=0.125, right=0, needs_grad=True)
 HERE = Target.fake(cudnn_frontend="1.22.1")
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, list[int]]]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[BuiltPlan, list[int]]]:
     """What was executed; plans come from a recording frontend, and tensors of the CPU stand in for those of a GPU."""
-    executed: list[tuple[Plan, list[int]]] = []
-    monkeypatch.setattr(replaying, "_ALIKE", Known())
+    executed: list[tuple[BuiltPlan, list[int]]] = []
+    monkeypatch.setattr(replaying, "_ALIKE", KnownCalls())
     monkeypatch.setattr(launch, "cudnn_version", lambda: 91900)
     monkeypatch.setattr(plans, "cudnn_version", lambda: 91900)
     monkeypatch.setattr(plans, "_is_here", lambda target: True)
@@ -35,7 +35,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, list[int]]]:
     recording = Frontend()
     monkeypatch.setattr(frontend, "PLANS", Plans(lambda key: graphs.build(recording, key, lambda: 0.0)))
 
-    def launcher(plan: Plan, device: torch.device, pick: Any) -> Any:
+    def launcher(plan: BuiltPlan, device: torch.device, pick: Any) -> Any:
         return lambda tensors, addresses: executed.append((plan, list(pick(addresses))))
 
     monkeypatch.setattr(frontend, "launcher", launcher)
@@ -50,7 +50,7 @@ def bshd(batch: int, heads: int, seqlen: int, head_dim: int) -> torch.Tensor:
     return bf16(batch, seqlen, heads, head_dim).transpose(1, 2)
 
 
-def given(call: Call = CALL) -> tuple[Three, list[torch.Tensor]]:
+def given(call: CudnnCall = CALL) -> tuple[Three, list[torch.Tensor]]:
     operands = {
         "bias": bf16(1, 4, 16, 16),
         "sinks": torch.randn(4),
@@ -62,14 +62,14 @@ def given(call: Call = CALL) -> tuple[Three, list[torch.Tensor]]:
     return (bshd(2, 4, 16, 32), bshd(2, 2, 16, 32), bshd(2, 2, 16, 16)), [operands[name] for name in call.operands]
 
 
-def backward(qkv: Three, operands: list[torch.Tensor], call: Call, grad_out: torch.Tensor | None = None) -> Any:
+def backward(qkv: Three, operands: list[torch.Tensor], call: CudnnCall, grad_out: torch.Tensor | None = None) -> Any:
     out, lse = launch.forward(*qkv, operands, call.to_text())
     grad_out = torch.randn_like(out) if grad_out is None else grad_out
     return launch.gradients(grad_out, lse, *qkv, operands, out, lse, call.to_text())
 
 
-def test_the_forward_hands_over_every_address(launches: list[tuple[Plan, list[int]]]) -> None:
-    call = Call(scale=1.0, bias=True, sinks=True, lengths=True, dropout_p=0.125, needs_grad=True)
+def test_the_forward_hands_over_every_address(launches: list[tuple[BuiltPlan, list[int]]]) -> None:
+    call = CudnnCall(scale=1.0, bias=True, sinks=True, lengths=True, dropout_p=0.125, needs_grad=True)
     (q, k, v), operands = given(call)
     out, lse = launch.forward(q, k, v, operands, call.to_text())
     ((plan, addresses),) = launches
@@ -79,13 +79,13 @@ def test_the_forward_hands_over_every_address(launches: list[tuple[Plan, list[in
     assert out.transpose(1, 2).is_contiguous()
 
 
-def test_without_gradients_no_statistics_are_asked_for(launches: list[tuple[Plan, list[int]]]) -> None:
+def test_without_gradients_no_statistics_are_asked_for(launches: list[tuple[BuiltPlan, list[int]]]) -> None:
     qkv, _ = given()
-    launch.forward(*qkv, [], Call(scale=1.0).to_text())
+    launch.forward(*qkv, [], CudnnCall(scale=1.0).to_text())
     assert launches[0][0].order == ("q", "k", "v", "out")
 
 
-def test_gradients_lie_as_their_tensors_do(launches: list[tuple[Plan, list[int]]]) -> None:
+def test_gradients_lie_as_their_tensors_do(launches: list[tuple[BuiltPlan, list[int]]]) -> None:
     qkv, operands = given()
     *grads, further = backward(qkv, operands, CALL)
     assert [grad.stride() for grad in grads] == [t.stride() for t in qkv]
@@ -93,8 +93,8 @@ def test_gradients_lie_as_their_tensors_do(launches: list[tuple[Plan, list[int]]
     assert launches[1][0].order == ("q", "k", "v", "out", "lse", "grad_out", "grad_q", "grad_k", "grad_v")
 
 
-def test_what_is_added_up_in_place_begins_with_nothing(launches: list[tuple[Plan, list[int]]]) -> None:
-    call = Call(scale=1.0, needs_grad=True, bias=True, bias_grad=True, sinks=True, sinks_grad=True)
+def test_what_is_added_up_in_place_begins_with_nothing(launches: list[tuple[BuiltPlan, list[int]]]) -> None:
+    call = CudnnCall(scale=1.0, needs_grad=True, bias=True, bias_grad=True, sinks=True, sinks_grad=True)
     qkv, operands = given(call)
     *_, further = backward(qkv, operands, call)
     assert [(tuple(g.shape), g.dtype, g.abs().max().item()) for g in further] == [
@@ -102,20 +102,20 @@ def test_what_is_added_up_in_place_begins_with_nothing(launches: list[tuple[Plan
     ]
 
 
-def test_a_row_without_keys_is_written_by_nobody_else(launches: list[tuple[Plan, list[int]]]) -> None:
-    qkv, operands = given(Call(scale=1.0, needs_grad=True, lengths=True))
-    for call in (Call(scale=1.0, needs_grad=True, lengths=True), Call(scale=1.0, lengths=True)):
+def test_a_row_without_keys_is_written_by_nobody_else(launches: list[tuple[BuiltPlan, list[int]]]) -> None:
+    qkv, operands = given(CudnnCall(scale=1.0, needs_grad=True, lengths=True))
+    for call in (CudnnCall(scale=1.0, needs_grad=True, lengths=True), CudnnCall(scale=1.0, lengths=True)):
         out, lse = launch.forward(*qkv, operands, call.to_text())
         assert out.abs().max() == 0
         # Without gradients nobody reads the lse.
         assert not call.needs_grad or lse.abs().max() == 0
-    call = Call(scale=1.0, needs_grad=True, lengths=True)
+    call = CudnnCall(scale=1.0, needs_grad=True, lengths=True)
     *grads, _ = launch.gradients(torch.randn_like(out), lse, *qkv, operands, out, lse, call.to_text())
     assert all(grad.abs().max() == 0 for grad in grads)
 
 
 def test_equal_calls_look_their_plan_up_once(
-    launches: list[tuple[Plan, list[int]]], monkeypatch: pytest.MonkeyPatch
+    launches: list[tuple[BuiltPlan, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys: list[Any] = []
     get = frontend.PLANS.get
@@ -130,9 +130,9 @@ def test_equal_calls_look_their_plan_up_once(
     assert len({id(plan) for plan, _ in launches}) == 3
 
 
-def test_operands_of_equal_strides_and_other_shapes_are_not_alike(launches: list[tuple[Plan, list[int]]]) -> None:
+def test_operands_of_equal_strides_and_other_shapes_are_not_alike(launches: list[tuple[BuiltPlan, list[int]]]) -> None:
     """A bias for all batch rows, and one for each: their strides say nothing of that."""
-    call = Call(scale=1.0, needs_grad=True, bias=True)
+    call = CudnnCall(scale=1.0, needs_grad=True, bias=True)
     qkv, _ = given()
     for batch in (1, 2):
         backward(qkv, [bf16(batch, 4, 16, 16)], call)
@@ -141,7 +141,7 @@ def test_operands_of_equal_strides_and_other_shapes_are_not_alike(launches: list
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_tensor_that_begins_between_vectors_is_copied(launches: list[tuple[Plan, list[int]]], name: str) -> None:
+def test_a_tensor_that_begins_between_vectors_is_copied(launches: list[tuple[BuiltPlan, list[int]]], name: str) -> None:
     qkv, _ = given()
     at = "qkv".index(name)
     tensor = qkv[at]
@@ -152,9 +152,9 @@ def test_a_tensor_that_begins_between_vectors_is_copied(launches: list[tuple[Pla
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_strides_of_axes_of_one_element_mean_nothing(launches: list[tuple[Plan, list[int]]], axis: int) -> None:
+def test_strides_of_axes_of_one_element_mean_nothing(launches: list[tuple[BuiltPlan, list[int]]], axis: int) -> None:
     """A gradient that was cut out of a larger one has them: no copy changes them, since none is needed."""
-    call = Call(scale=1.0, needs_grad=True)
+    call = CudnnCall(scale=1.0, needs_grad=True)
     sizes = [2, 4, 16]
     sizes[axis] = 1
     batch, heads, seqlen = sizes
@@ -172,7 +172,7 @@ def test_strides_of_axes_of_one_element_mean_nothing(launches: list[tuple[Plan, 
 
 
 def test_a_place_looks_at_its_tensors_once(
-    launches: list[tuple[Plan, list[int]]], monkeypatch: pytest.MonkeyPatch
+    launches: list[tuple[BuiltPlan, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward, backward_ = launch.ForwardSite(), launch.BackwardSite()
     text = CALL.to_text()
@@ -188,9 +188,9 @@ def test_a_place_looks_at_its_tensors_once(
             monkeypatch.setattr(leaf_calls, "alike", None)
 
 
-def test_a_place_without_gradients_makes_no_statistics(launches: list[tuple[Plan, list[int]]]) -> None:
+def test_a_place_without_gradients_makes_no_statistics(launches: list[tuple[BuiltPlan, list[int]]]) -> None:
     place = launch.ForwardSite()
-    call = Call(scale=1.0, lengths=True)
+    call = CudnnCall(scale=1.0, lengths=True)
     qkv, operands = given(call)
     place(*qkv, operands, call.to_text())
     out, lse = place(*qkv, operands, call.to_text())
@@ -200,7 +200,7 @@ def test_a_place_without_gradients_makes_no_statistics(launches: list[tuple[Plan
     assert launches[-1][1][3:] == [t.data_ptr() for t in (out, *operands)]
 
 
-def test_a_place_copies_what_begins_between_vectors(launches: list[tuple[Plan, list[int]]]) -> None:
+def test_a_place_copies_what_begins_between_vectors(launches: list[tuple[BuiltPlan, list[int]]]) -> None:
     forward, backward_ = launch.ForwardSite(), launch.BackwardSite()
     (q, k, v), _ = given()
     moved = torch.empty(k.numel() + 1, dtype=k.dtype)[1:].view(k.transpose(1, 2).shape).transpose(1, 2).copy_(k)
@@ -251,7 +251,7 @@ def layouts() -> dict[str, tuple[Three, tuple[str, ...]]]:
     }
 
 
-def spec_of(qkv: Three, call: Call) -> AttentionSpec:
+def spec_of(qkv: Three, call: CudnnCall) -> AttentionSpec:
     q, k, v = (TensorSpec(shape=tuple(t.shape), strides=t.stride(), dtype="bfloat16", requires_grad=True) for t in qkv)
     score = ScoreSpec(scale=call.scale)
     return AttentionSpec(
@@ -260,7 +260,7 @@ def spec_of(qkv: Three, call: Call) -> AttentionSpec:
 
 
 @pytest.mark.parametrize("name", layouts())
-def test_no_plan_is_built_late(launches: list[tuple[Plan, list[int]]], name: str) -> None:
+def test_no_plan_is_built_late(launches: list[tuple[BuiltPlan, list[int]]], name: str) -> None:
     """The plans for the spec's strides, with the copies that the demand asks for and no others, serve the real tensors."""
     qkv, copied = layouts()[name]
     lowering, spec = CudnnAttention(), spec_of(qkv, CALL)
@@ -273,12 +273,14 @@ def test_no_plan_is_built_late(launches: list[tuple[Plan, list[int]]], name: str
     assert (counts.forward, counts.backward, counts.late) == (1, 1, 0)
 
 
-def test_one_hundred_steps_with_changing_data_build_no_further_plan(launches: list[tuple[Plan, list[int]]]) -> None:
+def test_one_hundred_steps_with_changing_data_build_no_further_plan(
+    launches: list[tuple[BuiltPlan, list[int]]],
+) -> None:
     for _ in range(100):
         qkv, operands = given()
         backward(qkv, operands, CALL)
     assert (frontend.PLANS.counts.builds, len(launches)) == (2, 200)
-    changed = Call(scale=0.125, right=0, left=7, needs_grad=True)
+    changed = CudnnCall(scale=0.125, right=0, left=7, needs_grad=True)
     for _ in range(3):
         qkv, operands = given()
         backward(qkv, operands, changed)

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 
 from attn_compiler.lowerings.cudnn import limits
-from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.target import Target
 from tests.lowerings.specs import make_spec, words
 
-TRAINING = Call(scale=0.125, needs_grad=True)
+TRAINING = CudnnCall(scale=0.125, needs_grad=True)
 OF_64: dict[str, Any] = {"seqlen_q": 192, "seqlen_kv": 192}
 
 
-def said(call: Call, target: Target, **spec: Any) -> str:
+def said(call: CudnnCall, target: Target, **spec: Any) -> str:
     return words(limits.check_graph(call, make_spec(**spec), target))
 
 
-@pytest.mark.parametrize("call", [TRAINING, Call(scale=1.0, left=31, right=0), Call(scale=1.0, lengths=True)])
-def test_plain_lengths_are_served(call: Call) -> None:
+@pytest.mark.parametrize("call", [TRAINING, CudnnCall(scale=1.0, left=31, right=0), CudnnCall(scale=1.0, lengths=True)])
+def test_plain_lengths_are_served(call: CudnnCall) -> None:
     assert said(call, Target.fake()) == ""
 
 
@@ -41,13 +41,13 @@ def test_keys_off_128_want_a_cudnn_without_the_bug(keys: int | str, cudnn: int, 
     ],
 )
 def test_only_a_window_without_a_diagonal_meets_the_bug_of_windows(sides: dict[str, int], refused: bool) -> None:
-    call = Call(scale=1.0, **sides)
+    call = CudnnCall(scale=1.0, **sides)
     assert ("for a window that is not causal" in said(call, Target.fake(cudnn=91_400))) is refused
     assert "window" not in said(call, Target.fake(cudnn=91_500))
 
 
-@pytest.mark.parametrize("call", [TRAINING, Call(scale=1.0, needs_grad=True, bias=True, right=0)])
-def test_where_nothing_bounds_the_keys_a_gradient_may_be_nan(call: Call) -> None:
+@pytest.mark.parametrize("call", [TRAINING, CudnnCall(scale=1.0, needs_grad=True, bias=True, right=0)])
+def test_where_nothing_bounds_the_keys_a_gradient_may_be_nan(call: CudnnCall) -> None:
     assert "dQ can be NaN" in said(call, Target.fake(), **OF_64)
     assert said(call, Target.fake(), needs_grad=False, **OF_64) == ""
     assert said(call, Target.fake(cudnn=92_600), **OF_64) == ""
@@ -56,20 +56,20 @@ def test_where_nothing_bounds_the_keys_a_gradient_may_be_nan(call: Call) -> None
 @pytest.mark.parametrize(
     "bounded",
     [
-        Call(scale=1.0, needs_grad=True, right=0),
-        Call(scale=1.0, needs_grad=True, left=9),
-        Call(scale=1.0, needs_grad=True, lengths=True),
-        Call(scale=1.0, needs_grad=True, lengths=True, bias=True),
+        CudnnCall(scale=1.0, needs_grad=True, right=0),
+        CudnnCall(scale=1.0, needs_grad=True, left=9),
+        CudnnCall(scale=1.0, needs_grad=True, lengths=True),
+        CudnnCall(scale=1.0, needs_grad=True, lengths=True, bias=True),
     ],
 )
-def test_a_band_or_lengths_make_cudnn_look_at_the_last_key(bounded: Call) -> None:
+def test_a_band_or_lengths_make_cudnn_look_at_the_last_key(bounded: CudnnCall) -> None:
     assert said(bounded, Target.fake(), **OF_64) == ""
 
 
 def test_with_a_bias_the_queries_are_watched_too() -> None:
     sizes: dict[str, Any] = {"seqlen_q": 192, "seqlen_kv": 256}
     assert said(TRAINING, Target.fake(), **sizes) == ""
-    assert "dQ can be NaN" in said(Call(scale=1.0, needs_grad=True, bias=True), Target.fake(), **sizes)
+    assert "dQ can be NaN" in said(CudnnCall(scale=1.0, needs_grad=True, bias=True), Target.fake(), **sizes)
 
 
 def test_keys_are_counted_only_where_nothing_else_bounds_them() -> None:
@@ -77,7 +77,7 @@ def test_keys_are_counted_only_where_nothing_else_bounds_them() -> None:
     counted = limits.counted(TRAINING, spec, Target.fake())
     assert (counted.lengths, counted.counted, counted.may_be_empty) == (True, True, False)
     assert said(counted, Target.fake(), **OF_64) == ""
-    for call in (Call(scale=1.0, needs_grad=True, right=0), Call(scale=1.0, needs_grad=True, lengths=True)):
+    for call in (CudnnCall(scale=1.0, needs_grad=True, right=0), CudnnCall(scale=1.0, needs_grad=True, lengths=True)):
         assert limits.counted(call, spec, Target.fake()) is call
     assert limits.counted(TRAINING, make_spec(), Target.fake()) is TRAINING
     assert limits.counted(TRAINING, spec, Target.fake(cudnn=92_600)) is TRAINING

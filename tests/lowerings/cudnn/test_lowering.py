@@ -14,7 +14,7 @@ from attn_compiler.lowerings.cudnn import frontend as cudnn_frontend
 from attn_compiler.lowerings.cudnn import graphs, limits, plan
 from attn_compiler.lowerings.cudnn import plans as cudnn_plans
 from attn_compiler.lowerings.cudnn.graphs import Plans
-from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.masks import CausalFrom, Dense, MaskSpec, SlidingWindow
 from attn_compiler.options import Options
 from attn_compiler.passes import select
@@ -263,4 +263,4 @@ def test_keys_are_counted_where_cudnn_would_go_beyond_them(
 
 def test_the_call_of_a_site_is_what_its_text_says() -> None:
     spec = laid(make_spec(mask=CAUSAL))
-    assert Call.from_text(plan.of(spec, deterministic=False).to_text()).right == 0
+    assert CudnnCall.from_text(plan.of(spec, deterministic=False).to_text()).right == 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.cudnn import frontend
-from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.shared import known_bad
 from attn_compiler.target import Target
 from tests import cases, numerics
@@ -37,7 +37,7 @@ def usable() -> None:
         pytest.skip("; ".join(map(str, reasons)))
 
 
-def leaf(call: Call, q: Tensor, k: Tensor, v: Tensor, named: Mapping[str, Tensor]) -> Tensor:
+def leaf(call: CudnnCall, q: Tensor, k: Tensor, v: Tensor, named: Mapping[str, Tensor]) -> Tensor:
     out: Tensor = torch.ops.attn_compiler.cudnn.default(q, k, v, [named[n] for n in call.operands], call.to_text())[0]
     return out
 
@@ -85,7 +85,9 @@ def problem(
 ) -> Problem:
     torch.manual_seed(0)
     heads_kv, seqlen_kv, head_dim_v = heads_kv or heads, seqlen_kv or seqlen_q, head_dim_v or head_dim
-    call = Call(scale=head_dim**-0.5, bias=bias is not None, lengths=lengths is not None, needs_grad=needs_grad, **told)
+    call = CudnnCall(
+        scale=head_dim**-0.5, bias=bias is not None, lengths=lengths is not None, needs_grad=needs_grad, **told
+    )
     sizes = ((heads, seqlen_q, head_dim), (heads_kv, seqlen_kv, head_dim), (heads_kv, seqlen_kv, head_dim_v))
     q, k, v = (in_memory(layout, batch, *size, dtype) for layout, size in zip(layouts, sizes, strict=True))
     named = call_math.operands(
@@ -169,7 +171,7 @@ def test_the_classic_packing_of_one_projection() -> None:
     """sb(h+2hg)d, error 6.195 where strides were guessed (https://github.com/NVIDIA/TransformerEngine/issues/1195)."""
     joined = torch.randn(2048, 1, 18, 64, device=DEVICE).to(BF16)
     q, k, v = (part.permute(1, 2, 0, 3) for part in joined.split([16, 1, 1], dim=2))
-    check(Problem(call=Call(scale=0.125, right=0, needs_grad=True), q=q, k=k, v=v))
+    check(Problem(call=CudnnCall(scale=0.125, right=0, needs_grad=True), q=q, k=k, v=v))
 
 
 @pytest.mark.parametrize("case", gpu_cases(), ids=lambda case: case.name)
@@ -199,7 +201,7 @@ def test_every_case_that_is_not_refused(case: Case) -> None:
 )
 def test_nan_in_dq_and_the_way_around_it(call: dict[str, Any], is_nan: bool) -> None:
     """Scores far below 0, and 192 keys, which is 64 modulo 128 (known_bad, "nan_dq")."""
-    told = Call(scale=1.0, needs_grad=True, **call)
+    told = CudnnCall(scale=1.0, needs_grad=True, **call)
     shape = (1, 4, 192, 64)
     q = torch.full(shape, 6.0, device=DEVICE, dtype=BF16, requires_grad=True)
     k = (0.1 * torch.randn(shape, device=DEVICE) - 6).to(BF16).requires_grad_()
@@ -220,7 +222,7 @@ def test_nan_in_dq_and_the_way_around_it(call: dict[str, Any], is_nan: bool) -> 
 def test_dropout_drops_its_share_and_the_backward_draws_the_same(right: int | None) -> None:
     """With equal scores and v the identity, the output is the weights themselves."""
     seqlen, p = 128, 0.125
-    call = Call(scale=1.0, right=right, dropout_p=p, needs_grad=True)
+    call = CudnnCall(scale=1.0, right=right, dropout_p=p, needs_grad=True)
     q, k = (torch.zeros(2, 4, seqlen, seqlen, dtype=BF16, device=DEVICE, requires_grad=True) for _ in range(2))
     v = torch.eye(seqlen, dtype=BF16, device=DEVICE).expand(2, 4, -1, -1).contiguous().requires_grad_()
 

@@ -13,7 +13,7 @@ from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.cudnn import operands as cudnn_operands
 from attn_compiler.lowerings.cudnn import plan
-from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.masks import Dense, KeyBound, MaskSpec
 from attn_compiler.spec import AttentionSpec
 from tests.lowerings.emitting import GraphEmitter
@@ -22,7 +22,9 @@ from tests.lowerings.specs import make_spec
 BATCH, HEADS, SEQLEN = 3, 4, 16
 
 
-def run(call: Call, spec: AttentionSpec, *, loads: dict[str, torch.Tensor] | None = None, **given: torch.Tensor) -> Any:
+def run(
+    call: CudnnCall, spec: AttentionSpec, *, loads: dict[str, torch.Tensor] | None = None, **given: torch.Tensor
+) -> Any:
     """The operands' values for real tensors, and the emitter's graph."""
     loads = loads or {}
     q = torch.zeros(BATCH, HEADS, SEQLEN, 32, dtype=torch.bfloat16)
@@ -75,14 +77,14 @@ def test_a_length_that_all_rows_share() -> None:
 
 
 def test_all_keys_where_they_are_only_counted() -> None:
-    call = Call(scale=1.0, lengths=True, counted=True)
+    call = CudnnCall(scale=1.0, lengths=True, counted=True)
     values, made, again, _ = run(call, make_spec())
     assert values["lengths"].tolist() == values["lengths_q"].tolist() == [SEQLEN] * BATCH
     assert made == again
 
 
 def test_sinks_are_read_in_float32() -> None:
-    call = Call(scale=1.0, sinks=True)
+    call = CudnnCall(scale=1.0, sinks=True)
     values, *_ = run(call, make_spec(), sinks=torch.arange(8, dtype=torch.bfloat16)[::2])
     assert values["sinks"].dtype == torch.float32
     assert values["sinks"].tolist() == [0.0, 2.0, 4.0, 6.0]
@@ -101,7 +103,7 @@ def test_sinks_are_read_in_float32() -> None:
 )
 def test_a_bias_has_four_axes_all_keys_and_no_gaps(mask: torch.Tensor, shape: tuple[int, ...]) -> None:
     spec = make_spec(batch=BATCH, heads=HEADS, heads_kv=HEADS, seqlen_q=SEQLEN, seqlen_kv=SEQLEN)
-    values, *_ = run(Call(scale=1.0, bias=True), spec, mask=mask)
+    values, *_ = run(CudnnCall(scale=1.0, bias=True), spec, mask=mask)
     bias = values["bias"]
     assert (tuple(bias.shape), bias.dtype, bias.is_contiguous()) == (shape, torch.bfloat16, True)
     torch.testing.assert_close(bias, mask.to(torch.bfloat16).expand(shape))
@@ -110,13 +112,13 @@ def test_a_bias_has_four_axes_all_keys_and_no_gaps(mask: torch.Tensor, shape: tu
 def test_a_bias_that_begins_between_two_vectors_is_copied() -> None:
     spec = make_spec(batch=1, heads=1, heads_kv=1, seqlen_q=8, seqlen_kv=16)
     mask = torch.randn(1 + 8 * 16).bfloat16()[1:].view(1, 1, 8, 16)
-    values, *_ = run(Call(scale=1.0, bias=True), spec, mask=mask)
+    values, *_ = run(CudnnCall(scale=1.0, bias=True), spec, mask=mask)
     assert values["bias"].data_ptr() != mask.data_ptr()
     assert torch.equal(values["bias"], mask)
 
 
 def test_each_call_draws_a_seed_of_its_own() -> None:
-    call = Call(scale=1.0, dropout_p=0.5)
+    call = CudnnCall(scale=1.0, dropout_p=0.5)
     values, made, again, twice = run(call, make_spec())
     assert values["seed"].dtype == values["offset"].dtype == torch.int64
     assert (tuple(values["seed"].shape), values["offset"].tolist()) == ((1,), [0])
@@ -128,11 +130,11 @@ def test_each_call_draws_a_seed_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (Call(scale=1.0, bias=True), "the call needs a tensor to add"),
-        (Call(scale=1.0, sinks=True), "the call needs sinks"),
-        (Call(scale=1.0, lengths=True), "the call needs lengths"),
+        (CudnnCall(scale=1.0, bias=True), "the call needs a tensor to add"),
+        (CudnnCall(scale=1.0, sinks=True), "the call needs sinks"),
+        (CudnnCall(scale=1.0, lengths=True), "the call needs lengths"),
     ],
 )
-def test_what_the_site_does_not_have(call: Call, message: str) -> None:
+def test_what_the_site_does_not_have(call: CudnnCall, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(call, dataclasses.replace(make_spec()))

@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attn_compiler.lowerings.cudnn import ops
-from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from tests.lowerings import call_math
 
-TEXT = Call(scale=0.125, right=0, needs_grad=True).to_text()
+TEXT = CudnnCall(scale=0.125, right=0, needs_grad=True).to_text()
 
 
 def bshd(*shape: int) -> torch.Tensor:
@@ -39,7 +39,7 @@ def test_the_op_can_be_traced_where_there_is_neither_gpu_nor_frontend() -> None:
 
 
 def test_gradients_of_operands_follow_the_call() -> None:
-    call = Call(scale=1.0, needs_grad=True, bias=True, sinks=True, sinks_grad=True, lengths=True)
+    call = CudnnCall(scale=1.0, needs_grad=True, bias=True, sinks=True, sinks_grad=True, lengths=True)
     operands = [torch.empty(1)] * 4
     assert ops.differentiable(operands, call.to_text()) == [False, False, False, False]
     learned = dataclasses.replace(call, bias_grad=True)
@@ -52,7 +52,7 @@ def test_the_gradient_of_sinks_is_what_autograd_gives() -> None:
     batch, heads, seqlen, head_dim = 2, 3, 5, 8
     q, k, v = (torch.randn(batch, heads, seqlen, head_dim, dtype=torch.float64) for _ in range(3))
     sinks = torch.randn(heads, dtype=torch.float64, requires_grad=True)
-    call = Call(scale=0.3, right=0, sinks=True, sinks_grad=True, needs_grad=True)
+    call = CudnnCall(scale=0.3, right=0, sinks=True, sinks_grad=True, needs_grad=True)
     out = call_math.attention(q, k, v, {"sinks": sinks}, call)
     grad_out = torch.randn_like(out)
     (expected,) = torch.autograd.grad(out, sinks, grad_out)
@@ -62,7 +62,7 @@ def test_the_gradient_of_sinks_is_what_autograd_gives() -> None:
     (found,) = ops.in_graph(grad_out, out, lse, [sinks], call.to_text())
     assert found is not None
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    frozen = Call(scale=0.3, sinks=True)
+    frozen = CudnnCall(scale=0.3, sinks=True)
     assert ops.in_graph(grad_out, out, lse, [sinks], frozen.to_text()) == [None]
 
 
@@ -94,7 +94,7 @@ def on_cpu() -> Iterator[None]:
     library: Any = torch.library.Library("attn_compiler", "IMPL")  # type: ignore[no-untyped-call]
 
     def math(q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
-        call = Call.from_text(text)
+        call = CudnnCall.from_text(text)
         named = dict(zip(call.operands, operands, strict=True))
         group = q.shape[1] // k.shape[1]
         usable = call_math.allowed(call, named, q.shape[2], k.shape[2], q.device)
@@ -121,7 +121,7 @@ def on_cpu() -> Iterator[None]:
 @pytest.mark.parametrize("bshd_upstream", [True, False])
 @pytest.mark.usefixtures("on_cpu")
 def test_compiled_gradients_are_those_of_the_definition(backend: str, bshd_upstream: bool) -> None:
-    call = Call(scale=0.25, right=0, sinks=True, sinks_grad=True, needs_grad=True)
+    call = CudnnCall(scale=0.25, right=0, sinks=True, sinks_grad=True, needs_grad=True)
     q = torch.randn(2, 8, 4, 16).transpose(1, 2).requires_grad_()
     k, v = (torch.randn(2, 8, 2, 16).transpose(1, 2).requires_grad_() for _ in range(2))
     sinks = torch.randn(4, requires_grad=True)

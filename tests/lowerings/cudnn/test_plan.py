@@ -8,7 +8,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.added_scores import Alibi
 from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.lowerings.cudnn import plan
-from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.masks import (
     Alignment,
     Causal,
@@ -41,7 +41,7 @@ def proved(*kinds: MaskKind, dtype: str = "bool", **changes: Any) -> AttentionSp
     return make_spec(mask=MaskSpec(kinds=kinds, dense=Dense(shape=shape, dtype=dtype)), **sizes)
 
 
-def call_of(spec: AttentionSpec, *, deterministic: bool = False) -> Call:
+def call_of(spec: AttentionSpec, *, deterministic: bool = False) -> CudnnCall:
     assert plan.reasons(spec) == []
     return plan.of(spec, deterministic=deterministic)
 
@@ -49,23 +49,23 @@ def call_of(spec: AttentionSpec, *, deterministic: bool = False) -> Call:
 @pytest.mark.parametrize(
     "call",
     [
-        Call(scale=0.125),
-        Call(scale=1 / 3, left=5, right=0, from_end=True, needs_grad=True),
-        Call(scale=0.1, lengths=True, bias=True, bias_grad=True, sinks=True, sinks_grad=True, dropout_p=0.125),
-        Call(scale=0.1, needs_grad=True, deterministic=True),
+        CudnnCall(scale=0.125),
+        CudnnCall(scale=1 / 3, left=5, right=0, from_end=True, needs_grad=True),
+        CudnnCall(scale=0.1, lengths=True, bias=True, bias_grad=True, sinks=True, sinks_grad=True, dropout_p=0.125),
+        CudnnCall(scale=0.1, needs_grad=True, deterministic=True),
     ],
 )
-def test_text_and_back(call: Call) -> None:
-    assert Call.from_text(call.to_text()) == call
-    assert Call.from_text(call.to_text()) is Call.from_text(call.to_text())
+def test_text_and_back(call: CudnnCall) -> None:
+    assert CudnnCall.from_text(call.to_text()) == call
+    assert CudnnCall.from_text(call.to_text()) is CudnnCall.from_text(call.to_text())
 
 
 def test_text_says_only_what_is_not_as_usual() -> None:
-    assert Call(scale=0.5, right=0).to_text() == '{"kind":"Call","right":0,"scale":0.5}'
+    assert CudnnCall(scale=0.5, right=0).to_text() == '{"kind":"CudnnCall","right":0,"scale":0.5}'
 
 
 def test_operands_stand_in_a_fixed_order() -> None:
-    call = Call(scale=1.0, bias=True, bias_grad=True, sinks=True, lengths=True, dropout_p=0.5)
+    call = CudnnCall(scale=1.0, bias=True, bias_grad=True, sinks=True, lengths=True, dropout_p=0.5)
     assert call.operands == ("bias", "sinks", "lengths_q", "lengths", "seed", "offset")
     assert call.differentiable == ("bias",)
 
@@ -99,9 +99,9 @@ def test_a_band_allows_what_the_kinds_allow(kinds: tuple[MaskKind, ...], seqlens
 
 
 def test_sides_that_say_nothing_are_open() -> None:
-    assert call_of(proved(SlidingWindow(left=39, right=39))) == Call(scale=0.125, needs_grad=True)
-    assert call_of(make_spec(mask=BOTTOM_RIGHT)) == Call(scale=0.125, right=0, needs_grad=True)
-    assert call_of(make_spec(mask=BOTTOM_RIGHT, seqlen_q=1, needs_grad=False)) == Call(scale=0.125)
+    assert call_of(proved(SlidingWindow(left=39, right=39))) == CudnnCall(scale=0.125, needs_grad=True)
+    assert call_of(make_spec(mask=BOTTOM_RIGHT)) == CudnnCall(scale=0.125, right=0, needs_grad=True)
+    assert call_of(make_spec(mask=BOTTOM_RIGHT, seqlen_q=1, needs_grad=False)) == CudnnCall(scale=0.125)
 
 
 def test_lengths_are_the_keys_that_a_row_has() -> None:
@@ -171,7 +171,7 @@ def test_slopes_are_added_as_the_models_own_tensor(further: tuple[MaskKind, ...]
         **{f: getattr(spec, f) for f in ("q", "k", "v", "mask", "device", "out_dtype", "needs_grad")},
         score=ScoreSpec(scale=0.125, proved=(alibi,)),
     )
-    assert call_of(spec) == Call(scale=0.125, bias=True, needs_grad=True)
+    assert call_of(spec) == CudnnCall(scale=0.125, bias=True, needs_grad=True)
 
 
 @pytest.mark.parametrize("needs_grad", [True, False])
@@ -184,6 +184,6 @@ def test_gradients_are_for_what_wants_one(needs_grad: bool) -> None:
 
 
 def test_a_plain_causal_mask_needs_no_tensor() -> None:
-    assert call_of(make_spec(mask=CAUSAL, dropout_p=0.125)) == Call(
+    assert call_of(make_spec(mask=CAUSAL, dropout_p=0.125)) == CudnnCall(
         scale=0.125, right=0, dropout_p=0.125, needs_grad=True
     )

@@ -12,20 +12,20 @@ from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.cudnn import frontend as cudnn_frontend
 from attn_compiler.lowerings.cudnn import graphs
 from attn_compiler.lowerings.cudnn import plans as cudnn_plans
-from attn_compiler.lowerings.cudnn.graphs import Key, Plan, Plans
-from attn_compiler.lowerings.cudnn.plan import Call
+from attn_compiler.lowerings.cudnn.graphs import BuiltPlan, PlanKey, Plans
+from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.target import Target
 from tests.lowerings.cudnn.recording_frontend import Frontend
 from tests.lowerings.cudnn.test_lowering import TARGET, laid
 from tests.lowerings.specs import bias, make_spec, refusal
 
-CALL = Call(scale=0.125, right=0, needs_grad=True)
+CALL = CudnnCall(scale=0.125, right=0, needs_grad=True)
 
 
 def build_on(devices: set[int], frontend: Frontend) -> Any:
     """Builds on these GPUs; the others have no kernel for anything."""
 
-    def build(key: Key) -> Plan:
+    def build(key: PlanKey) -> BuiltPlan:
         if key.device not in devices:
             raise CudnnRefused(said=f"nothing for cuda:{key.device}")
         return graphs.build(frontend, key, lambda: 0.0)
@@ -87,8 +87,8 @@ def test_a_bias_is_planned_as_it_will_be_made(frontend: Frontend, shape: tuple[i
 
 
 def test_a_note_says_what_runs() -> None:
-    forward = Plan(graph=None, order=(), workspace=256, engine="eng2", milliseconds=1.0)
-    backward = Plan(graph=None, order=(), workspace=3 * 2**19, engine="eng6", milliseconds=1.0)
+    forward = BuiltPlan(graph=None, order=(), workspace=256, engine="eng2", milliseconds=1.0)
+    backward = BuiltPlan(graph=None, order=(), workspace=3 * 2**19, engine="eng6", milliseconds=1.0)
     assert cudnn_plans.words((forward, backward)) == (
         "cuDNN's plans: forward eng2, 256 bytes of workspace; backward eng6, 1.5 MiB of workspace"
     )

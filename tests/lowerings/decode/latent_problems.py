@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.decode import latent_launch
 from attn_compiler.lowerings.decode import plan as decode_plan
-from attn_compiler.lowerings.decode.plan import Call, Schedule
+from attn_compiler.lowerings.decode.plan import DecodeCall, Schedule
 from attn_compiler.spec import LatentSpec, TensorSpec
 from tests.lowerings.decode import problems
 from tests.lowerings.decode.problems import DEVICE, Case, Problem
@@ -46,7 +46,7 @@ def of_latent(
         v=latent,
         named={**problem.named, **({"rope": shared} if rope else {})},
         spec=spec,
-        text=Call(spec=spec, schedule=chosen, of_latent=True).to_text(),
+        text=DecodeCall(spec=spec, schedule=chosen, of_latent=True).to_text(),
         plan=dataclasses.replace(wide.plan, count=False, rope=rope > 0),
     )
 

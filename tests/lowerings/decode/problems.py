@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.decode import launch
 from attn_compiler.lowerings.decode import plan as decode_plan
-from attn_compiler.lowerings.decode.plan import Call, Plan, Schedule
+from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule
 from attn_compiler.lowerings.shared import kernel_plan
 from attn_compiler.masks import MaskSpec
 from attn_compiler.scores import ScoreSpec, Softcap
@@ -62,8 +62,8 @@ class Case:
     v_scale: float | None = None
 
     @property
-    def plan(self) -> Plan:
-        return Plan(
+    def plan(self) -> DecodePlan:
+        return DecodePlan(
             count=self.splits != 1,
             bounds=self.bounds is not None,
             keys=self.keys is not None,
@@ -175,7 +175,7 @@ class Problem:
     named: dict[str, Tensor]
     spec: AttentionSpec
     text: str
-    plan: Plan = field(default_factory=Plan)
+    plan: DecodePlan = field(default_factory=DecodePlan)
 
     @property
     def operands(self) -> list[Tensor]:
@@ -205,7 +205,7 @@ def build(
         k, v = (_like(x, x.float().masked_fill(unused[:, None, :, None], torch.nan), x.dtype) for x in (k, v))
     chosen = dataclasses.replace(schedule or SMALL, splits=case.splits)
     spec = _spec(case, q, k, v)
-    text = Call(spec=spec, schedule=chosen).to_text()
+    text = DecodeCall(spec=spec, schedule=chosen).to_text()
     return Problem(case=case, q=q, k=k, v=v, named=named, spec=spec, text=text, plan=case.plan)
 
 
@@ -314,7 +314,7 @@ def _spec(case: Case, q: Tensor, k: Tensor, v: Tensor) -> AttentionSpec:
 
 
 @contextlib.contextmanager
-def planned(plan: Plan) -> Iterator[None]:
+def planned(plan: DecodePlan) -> Iterator[None]:
     """Every call has this plan."""
     launch.prepare.cache_clear()
     try:

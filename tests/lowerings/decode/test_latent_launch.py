@@ -11,7 +11,7 @@ import torch
 
 from attn_compiler.lowerings.decode import latent_launch
 from attn_compiler.lowerings.decode.kernels.decode_latent import attention_decode_latent, combine_latent
-from attn_compiler.lowerings.decode.plan import Call
+from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.shared.noting import noting
 from tests.lowerings.decode.latent_problems import of_latent, planned
 from tests.lowerings.decode.problems import Case, Problem
@@ -113,7 +113,7 @@ def test_nothing_is_kept_of_stand_ins(launched: Launched) -> None:
 
 def test_a_text_without_rows_of_a_tile_is_none_of_a_latent() -> None:
     given = problem()
-    call = Call.from_text(given.text)
+    call = DecodeCall.from_text(given.text)
     text = dataclasses.replace(call, schedule=dataclasses.replace(call.schedule, rows=None)).to_text()
     with pytest.raises(ValueError, match="names the latent, and the rows of a tile"):
         latent_launch.prepare(text)

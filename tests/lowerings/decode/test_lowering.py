@@ -18,8 +18,8 @@ from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands, StoredNodes
 from attn_compiler.lowerings.decode import schedule
 from attn_compiler.lowerings.decode.lowering import as_read
-from attn_compiler.lowerings.decode.plan import Call
-from attn_compiler.lowerings.decode.schedule import Row
+from attn_compiler.lowerings.decode.plan import DecodeCall
+from attn_compiler.lowerings.decode.schedule import ScheduleRow
 from attn_compiler.masks import Dense, MaskSpec
 from attn_compiler.scores import Sinks, Softcap
 from attn_compiler.spec import StoredSpec, TensorSpec
@@ -123,7 +123,7 @@ def test_the_call_says_all_that_was_decided() -> None:
     inputs = cases.build(cases.BY_NAME["decode"], needs_grad=False)
     module = emitting.emit(DECODE, inputs)
     (leaf,) = [n for n in module.graph.nodes if n.target is torch.ops.attn_compiler.decode.default]
-    call = Call.from_text(leaf.args[4])
+    call = DecodeCall.from_text(leaf.args[4])
     assert call.spec == inputs.spec
     assert call.schedule == schedule.schedule(inputs.spec, H200)
 
@@ -131,7 +131,7 @@ def test_the_call_says_all_that_was_decided() -> None:
 # ---- from a model's code ------------------------------------------------------------------------------------------
 
 #: a schedule under which short caches are split
-_SMALL = Row(bytes=4, head_dim=256, rows=64, keys=16, warps=4, stages=1, programs=64, least_keys=16)
+_SMALL = ScheduleRow(bytes=4, head_dim=256, rows=64, keys=16, warps=4, stages=1, programs=64, least_keys=16)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.decode import operands as decode_operands
 from attn_compiler.lowerings.decode import plan
-from attn_compiler.lowerings.decode.plan import Call, Schedule
+from attn_compiler.lowerings.decode.plan import DecodeCall, Schedule
 from attn_compiler.masks import Alignment, Causal, Dense, MaskKind, MaskSpec
 from tests.lowerings.bench import Bench
 from tests.lowerings.specs import make_spec
@@ -42,7 +42,7 @@ def tensors(seqlen_q: int = 1, seqlen_kv: int = 20) -> dict[str, torch.Tensor]:
     }
 
 
-def call_of(bench: Bench, mask: MaskSpec, splits: int | None = 1) -> Call:
+def call_of(bench: Bench, mask: MaskSpec, splits: int | None = 1) -> DecodeCall:
     (batch, heads, seqlen_q, _), (_, heads_kv, seqlen_kv, _) = bench.dims("q"), bench.dims("k")
     spec = make_spec(
         batch=batch,
@@ -55,14 +55,14 @@ def call_of(bench: Bench, mask: MaskSpec, splits: int | None = 1) -> Call:
         device="cpu",
         needs_grad=False,
     )
-    return Call(spec=spec, schedule=dataclasses.replace(SCHEDULE, splits=splits))
+    return DecodeCall(spec=spec, schedule=dataclasses.replace(SCHEDULE, splits=splits))
 
 
 def proved(*kinds: MaskKind) -> MaskSpec:
     return MaskSpec(kinds=kinds, dense=Dense(shape=(2, 1, 1, 20), dtype="bool"))
 
 
-def emitted(bench: Bench, call: Call, **given: fx.Node) -> dict[str, fx.Node]:
+def emitted(bench: Bench, call: DecodeCall, **given: fx.Node) -> dict[str, fx.Node]:
     def emit(emitter: Emitter) -> list[fx.Node]:
         nodes = bench.nodes
         operands = Operands(q=nodes["q"], k=nodes["k"], v=nodes["k"], loads=nodes, **given)

@@ -9,7 +9,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler import masks
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.decode import plan as decode_plan
-from attn_compiler.lowerings.decode.plan import Call, Plan, Schedule
+from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule
 from attn_compiler.lowerings.shared import parts
 from attn_compiler.masks import Alignment, Causal, Dense, MaskKind, MaskSpec, SlidingWindow
 from attn_compiler.scores import Sinks
@@ -30,7 +30,7 @@ def spec_of(mask: MaskSpec, seqlen_q: int = 1, **others: object) -> AttentionSpe
 
 
 def operands(spec: AttentionSpec, splits: int | None = 1) -> tuple[str, ...]:
-    return decode_plan.of(Call(spec=spec, schedule=dataclasses.replace(SCHEDULE, splits=splits))).operands
+    return decode_plan.of(DecodeCall(spec=spec, schedule=dataclasses.replace(SCHEDULE, splits=splits))).operands
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_sinks_are_the_last_operand() -> None:
 
 
 def test_places_of_operands() -> None:
-    plan = Plan(count=True, keys=True, bias=True)
+    plan = DecodePlan(count=True, keys=True, bias=True)
     assert [plan.place(*names) for names in (("count",), ("mask", "bias"), ("bounds",))] == [0, 2, None]
 
 
@@ -116,9 +116,9 @@ def test_splits_fill_the_machine_and_are_worth_their_cost(tiles: int, seqlen_kv:
 
 @pytest.mark.parametrize("splits", [None, 3])
 def test_a_call_is_its_text(splits: int | None) -> None:
-    call = Call(spec=spec_of(proved(LENGTH, PADDING)), schedule=dataclasses.replace(SCHEDULE, splits=splits))
-    assert Call.from_text(call.to_text()) == call
+    call = DecodeCall(spec=spec_of(proved(LENGTH, PADDING)), schedule=dataclasses.replace(SCHEDULE, splits=splits))
+    assert DecodeCall.from_text(call.to_text()) == call
     assert (
-        Call(spec=call.spec, schedule=SCHEDULE).to_text()
-        != Call(spec=call.spec, schedule=dataclasses.replace(SCHEDULE, warps=8)).to_text()
+        DecodeCall(spec=call.spec, schedule=SCHEDULE).to_text()
+        != DecodeCall(spec=call.spec, schedule=dataclasses.replace(SCHEDULE, warps=8)).to_text()
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from attn_compiler.lowerings.fa4 import limits
-from attn_compiler.lowerings.fa4.plan import Call
+from attn_compiler.lowerings.fa4.plan import Fa4Call
 from attn_compiler.masks import Alignment, Causal, Dense, MaskSpec, SlidingWindow
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -88,7 +88,7 @@ class Built(Inputs):
 
     def text(self, *, sm: int = 90, deterministic: bool = False, version: str = VERSION) -> str:
         """The leaf op's."""
-        return Call(spec=self.spec_on_gpu, version=version, sm=sm, deterministic=deterministic).to_text()
+        return Fa4Call(spec=self.spec_on_gpu, version=version, sm=sm, deterministic=deterministic).to_text()
 
 
 def inputs(problem: Problem, *, device: str, needs_grad: bool = True, seed: int = 0) -> Built:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from attn_compiler.lowerings.fa4 import launch, replay
 from attn_compiler.lowerings.fa4.lowering import FlashAttention4
-from attn_compiler.lowerings.fa4.plan import Call
+from attn_compiler.lowerings.fa4.plan import Fa4Call
 from attn_compiler.lowerings.plain import reference
 from attn_compiler.lowerings.shared import replaying
-from attn_compiler.lowerings.shared.on_device import Known
+from attn_compiler.lowerings.shared.on_device import KnownCalls
 from attn_compiler.passes import layout
 from attn_compiler.target import Target
 from tests import numerics
@@ -111,7 +111,7 @@ def test_what_is_replayed_does_not_grow_without_a_bound(
     flash: StandIn,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Known, "_MOST", 2)
+    monkeypatch.setattr(KnownCalls, "_MOST", 2)
     text = inputs(BY_NAME["causal_bfloat16"], device="cpu").text()
     for length in (16, 24, 32, 32, 16):
         q, k, v = torch.randn(3, 1, 4, length, 64, dtype=torch.bfloat16).unbind()
@@ -170,8 +170,8 @@ def test_flash_attn_keeps_its_own_caches_of_kernels(flash: StandIn) -> None:  # 
     assert sum(len(cache.cache) for cache in kept) == len(flash.kernels) == 4
 
 
-def call_of(built: Built) -> Call:
-    return Call.from_text(built.text())
+def call_of(built: Built) -> Fa4Call:
+    return Fa4Call.from_text(built.text())
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from attn_compiler import masks, scores
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.fa4.lowering import FlashAttention4
-from attn_compiler.lowerings.fa4.plan import Call
+from attn_compiler.lowerings.fa4.plan import Fa4Call
 from attn_compiler.masks import Causal, Dense, MaskSpec, SlidingWindow
 from attn_compiler.scores import Sinks, Softcap
 from attn_compiler.target import Target
@@ -174,8 +174,8 @@ def test_the_decision_is_in_the_text() -> None:
     for name, node in nodes.items():
         node.meta["example_value"] = getattr(built, name).detach().to("meta")
     out = FA4.emit(emitter, built.spec, emitting.Operands(**nodes))
-    call = Call.from_text(out.args[0].args[-1])  # type: ignore[union-attr, arg-type]
-    assert call == Call(spec=built.spec, version=VERSION, sm=90, deterministic=True)
+    call = Fa4Call.from_text(out.args[0].args[-1])  # type: ignore[union-attr, arg-type]
+    assert call == Fa4Call(spec=built.spec, version=VERSION, sm=90, deterministic=True)
 
 
 @pytest.mark.parametrize(("dtype", "casts"), [(torch.float64, 1), (torch.float32, 0), (torch.bfloat16, 0)])

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from attn_compiler.lowerings.fa4 import plan
-from attn_compiler.lowerings.fa4.plan import Call
+from attn_compiler.lowerings.fa4.plan import Fa4Call
 from attn_compiler.masks import Causal, Dense, MaskSpec, SlidingWindow
 from attn_compiler.scores import Sinks, Softcap
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, make_spec
@@ -54,7 +54,7 @@ def test_scores(learned: bool, training: bool, grad: bool) -> None:
 
 
 def test_text_and_back() -> None:
-    call = Call(spec=make_spec(mask=windowed(31, 16)), version="4.0.0b36", sm=90, deterministic=True)
-    assert Call.from_text(call.to_text()) == call
+    call = Fa4Call(spec=make_spec(mask=windowed(31, 16)), version="4.0.0b36", sm=90, deterministic=True)
+    assert Fa4Call.from_text(call.to_text()) == call
     for other in ({"version": "4.0.0b35"}, {"sm": 100}, {"deterministic": False}):
         assert dataclasses.replace(call, **other).to_text() != call.to_text()  # type: ignore[arg-type]

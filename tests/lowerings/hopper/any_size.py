@@ -45,7 +45,7 @@ def _of_any_length(problem: Problem) -> str:
     return dataclasses.replace(call, spec=dataclasses.replace(call.spec, q=q)).to_text()
 
 
-def _calls(problem: Problem, text: str) -> Iterator[ahead.Call]:
+def _calls(problem: Problem, text: str) -> Iterator[ahead.LaunchingCall]:
     given = [x.detach() for x in (problem.q, problem.k, problem.v)]
     read, of_gradients = ([x.detach() for x in f(problem)] for f in (problems.operands, problems.grad_operands))
     out, lse = empty_outputs(given[0], given[2])
@@ -53,7 +53,7 @@ def _calls(problem: Problem, text: str) -> Iterator[ahead.Call]:
         (launch.forward, (*given, read, text)),
         (backward_launch.gradients, (out, lse, *given, of_gradients, out, lse, text)),
     ):
-        yield ahead.Call(body=body, arguments=imagined.described(arguments), named=())
+        yield ahead.LaunchingCall(body=body, arguments=imagined.described(arguments), named=())
 
 
 def _variants(case: Case, length: int) -> Iterator[tuple[str, str]]:

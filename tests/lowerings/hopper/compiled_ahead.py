@@ -41,7 +41,7 @@ def _calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 def _begun(body: Any, given: tuple[Any, ...]) -> dict[str, Any]:
     """The kernels that are begun for a call, and what it would compile after that."""
-    call = ahead.Call(body=body, arguments=imagined.described(given), named=())
+    call = ahead.LaunchingCall(body=body, arguments=imagined.described(given), named=())
     left: list[compiling.Asked] = []
     first = ahead.Ahead(begin=compiling.workers(2).begin)
     ahead.note_launches(call, first.note)

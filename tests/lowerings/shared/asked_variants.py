@@ -147,8 +147,8 @@ def _launched(body: Callable[..., Any], given: Any, named: Any) -> tuple[list[st
     return found, results
 
 
-def _described(body: Callable[..., Any], given: Any, named: Any) -> ahead.Call:
-    return ahead.Call(
+def _described(body: Callable[..., Any], given: Any, named: Any) -> ahead.LaunchingCall:
+    return ahead.LaunchingCall(
         body=body,
         arguments=imagined.described(tuple(given)),
         named=tuple((name, imagined.described(value)) for name, value in named.items()),
@@ -162,7 +162,7 @@ def _on_gpu(described: Any) -> Any:
     return tuple(map(_on_gpu, described)) if isinstance(described, tuple) else described
 
 
-def _noted(call: ahead.Call) -> list[str]:
+def _noted(call: ahead.LaunchingCall) -> list[str]:
     found: list[str] = []
     ahead.note_launches(call, lambda kernel, positional, others: found.extend(_keys(kernel, positional, others)))
     return found

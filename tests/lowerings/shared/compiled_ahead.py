@@ -34,7 +34,7 @@ def main() -> None:
     triton.runtime.driver.set_active(driver := _Building())
     keys = torch.ones(2, 100, dtype=torch.bool)
     given = (None, keys, None, None, None, 64, 100, OPEN, 0, False, 64, 32, False, True)
-    call = ahead.Call(body=listing_launch.lists, arguments=imagined.described(given), named=())
+    call = ahead.LaunchingCall(body=listing_launch.lists, arguments=imagined.described(given), named=())
     workers, left = compiling.workers(2), []
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder

@@ -18,7 +18,7 @@ from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.shared import launching, replaying
 from attn_compiler.lowerings.shared.kernels import tuples
 from attn_compiler.lowerings.shared.launching import Arguments, launch
-from attn_compiler.lowerings.shared.on_device import Known
+from attn_compiler.lowerings.shared.on_device import KnownCalls
 from attn_compiler.lowerings.shared.replaying import alike
 from tests.lowerings.shared.lying import LYING_OTHERWISE
 
@@ -62,7 +62,7 @@ class Kernel:
 
 @pytest.fixture(autouse=True)
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaying, "_ALIKE", Known())
+    monkeypatch.setattr(replaying, "_ALIKE", KnownCalls())
     monkeypatch.setattr(replaying, "current_cuda_device", lambda: 0)
     monkeypatch.setattr(triton.runtime, "driver", mock.Mock())
     triton.runtime.driver.active.get_current_stream.return_value = STREAM

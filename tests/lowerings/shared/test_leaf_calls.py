@@ -19,13 +19,13 @@ from attn_compiler.lowerings.shared.leaf_calls import (
     Gradients,
     Outputs,
 )
-from attn_compiler.lowerings.shared.on_device import Empty, Known
+from attn_compiler.lowerings.shared.on_device import Empty, KnownCalls
 from attn_compiler.lowerings.shared.replaying import Alike, Start
 
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaying, "_ALIKE", Known())
+    monkeypatch.setattr(replaying, "_ALIKE", KnownCalls())
     monkeypatch.setattr(replaying, "current_cuda_device", lambda: 0)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.lowerings.shared.listing import HEAD, HOLES, OPEN, SOME, SURPLUS, TAIL, UNIT, Asked, listed
+from attn_compiler.lowerings.shared.listing import HEAD, HOLES, OPEN, SOME, SURPLUS, TAIL, UNIT, ListAsked, listed
 from tests.lowerings.shared.searched_tiles import Mask, read, searched, tensors
 
 launch = pytest.importorskip("attn_compiler.lowerings.shared.listing_launch")
@@ -33,10 +33,10 @@ def units_of(mask: Tensor) -> Tensor:
     return torch.stack(rows, 2).to(torch.uint8)
 
 
-def asked(mask: Mask, tile: tuple[int, int], *, by_key: bool) -> Asked:
+def asked(mask: Mask, tile: tuple[int, int], *, by_key: bool) -> ListAsked:
     band = Band() if mask.band is None else mask.band
     left, right = (OPEN if side is None else side for side in (band.left, band.right))
-    return Asked(
+    return ListAsked(
         rows=mask.have.get("rows"),
         keys=mask.have.get("keys"),
         documents_q=mask.have.get("documents_q"),
@@ -54,8 +54,8 @@ def asked(mask: Mask, tile: tuple[int, int], *, by_key: bool) -> Asked:
     )
 
 
-def arguments(one: Asked) -> tuple[Any, ...]:
-    return tuple(getattr(one, name) for name in Asked.__slots__)
+def arguments(one: ListAsked) -> tuple[Any, ...]:
+    return tuple(getattr(one, name) for name in ListAsked.__slots__)
 
 
 @st.composite

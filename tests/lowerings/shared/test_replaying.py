@@ -12,14 +12,14 @@ from torch import Tensor
 
 from attn_compiler.lowerings.shared import replaying
 from attn_compiler.lowerings.shared.noting import noting
-from attn_compiler.lowerings.shared.on_device import Empty, Known
+from attn_compiler.lowerings.shared.on_device import Empty, KnownCalls
 from attn_compiler.lowerings.shared.replaying import Alike, Replay, Returned, Start, alike
 from tests.lowerings.shared.lying import LYING_OTHERWISE
 
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaying, "_ALIKE", Known())
+    monkeypatch.setattr(replaying, "_ALIKE", KnownCalls())
     monkeypatch.setattr(replaying, "current_cuda_device", lambda: 0)
 
 
@@ -138,7 +138,7 @@ def test_an_output_is_like_the_first_one() -> None:
 
 
 def test_what_is_known_of_calls_does_not_grow_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Known, "_MOST", 3)
+    monkeypatch.setattr(KnownCalls, "_MOST", 3)
     for size in range(10):
         alike("op", "text", (torch.empty(size),))
     assert len(replaying._ALIKE) <= 3

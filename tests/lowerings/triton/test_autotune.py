@@ -22,7 +22,7 @@ from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.shared import parts, tile_table
 from attn_compiler.lowerings.triton import autotune
 from attn_compiler.lowerings.triton.autotune import Tuner, Unfit, key_of, unmeasurable
-from attn_compiler.lowerings.triton.autotune_store import Store
+from attn_compiler.lowerings.triton.autotune_store import TileStore
 from attn_compiler.lowerings.triton.candidates import candidates
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -57,7 +57,7 @@ class FakeGpu:
 
 
 def tuner(folder: Path, gpu: FakeGpu, name: str = "NVIDIA H200") -> Tuner:
-    return Tuner(measure_of=gpu, gpu_name=lambda _: name, store=Store(folder=folder))
+    return Tuner(measure_of=gpu, gpu_name=lambda _: name, store=TileStore(folder=folder))
 
 
 def tune(folder: Path, times: Times, spec: AttentionSpec = OPEN) -> autotune.Tuned:
@@ -245,7 +245,7 @@ def _with(value: Any, kernel: str, **changed: Any) -> Any:
 )
 def test_what_is_no_result_is_measured_again(tmp_path: Path, spoiled: Callable[[Any], Any]) -> None:
     tune(tmp_path, lambda *_: 1.0)
-    store, (path,) = Store(folder=tmp_path), tmp_path.iterdir()
+    store, (path,) = TileStore(folder=tmp_path), tmp_path.iterdir()
     store.put(path.stem, spoiled(store.get(path.stem)))
     assert tune(tmp_path, lambda *_: 2.0).note.startswith("tiles (autotuned)")
     assert tune(tmp_path, lambda *_: None).note.startswith("tiles (from disk)")

@@ -8,7 +8,7 @@ import torch
 from attn_compiler import scores
 from attn_compiler.lowerings.shared import parts, tile_table
 from attn_compiler.lowerings.shared.listing import HEAD, SURPLUS, TAIL, UNIT
-from attn_compiler.lowerings.triton.stand_ins import Sizes, StandIn, strides_of
+from attn_compiler.lowerings.triton.stand_ins import MeasuredSizes, StandIn, strides_of
 from attn_compiler.scores import Sinks
 from attn_compiler.spec import TensorSpec
 from attn_compiler.target import Target
@@ -49,16 +49,16 @@ def test_a_split_projection_keeps_its_gaps() -> None:
 
 def test_sizes_that_are_not_known_have_stand_ins() -> None:
     spec = make_spec(batch="s2", heads=32, heads_kv="s3", seqlen_q="s0", seqlen_kv=100_000)
-    sizes = Sizes.of(spec)
-    assert sizes == Sizes(batch=4, heads_q=32, heads_kv=32, seqlen_q=4096, seqlen_kv=16384)
+    sizes = MeasuredSizes.of(spec)
+    assert sizes == MeasuredSizes(batch=4, heads_q=32, heads_kv=32, seqlen_q=4096, seqlen_kv=16384)
     assert sizes.stand_ins(spec) == (
         "batch 4 for s2",
         "32 key heads for s3",
         "4096 queries for s0",
         "16384 keys for 100000",
     )
-    assert Sizes.of(make_spec()).stand_ins(make_spec()) == ()
-    assert Sizes.of(make_spec(heads_kv=2)).words == "batch 2, 8/2 heads, 128 queries, 128 keys"
+    assert MeasuredSizes.of(make_spec()).stand_ins(make_spec()) == ()
+    assert MeasuredSizes.of(make_spec(heads_kv=2)).words == "batch 2, 8/2 heads, 128 queries, 128 keys"
 
 
 PARTS = {

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from attn_compiler.lowerings.decode.kernels.decode_fp8 import WEIGHT, halves, near_the_top
 from attn_compiler.lowerings.decode.kernels.results import combine, first_half, joined, leave, store
-from attn_compiler.lowerings.decode.kernels.tuples import Cache, Queries, Tile
+from attn_compiler.lowerings.decode.kernels.tuples import Cache, KeyTile, Queries
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E, at_head, change, load_pairs
 
 #: Numbers and operands that kernels are not compiled for: one serves every length, stride and address.
@@ -132,7 +132,7 @@ def _step(
     total, peak, out_0, out_1, start, end, own, of, scale, changed_by, tile: tl.constexpr, how: tl.constexpr
 ):  # fmt: skip
     """A tile of keys of the online softmax. total, peak: (M,) or (S, M) so far; out_0, out_1: (…, M, V_0), (…, M, V_1). own: `Queries`;
-    of: `Cache`; tile: `Tile`."""
+    of: `Cache`; tile: `KeyTile`."""
     queries, lower, upper = own.positions, own.lower, own.upper
     q_0, q_1, q_scale, Keys = own.q_0, own.q_1, own.scale, of.Keys
     keys = _keys(start, how.BLOCK_N, how.SLICES, True)
@@ -335,7 +335,7 @@ def attention_decode(
         K=K, V=V, stride_k=stride_ks, stride_v=stride_vs, Keys=Keys,
         Pairs=Pairs, pairs_q=pairs_q, pairs_k=pairs_k, Distances=Distances,
     )  # fmt: skip
-    constants: tl.constexpr = Tile(
+    constants: tl.constexpr = KeyTile(
         HEAD_DIM_QK=how.HEAD_DIM_QK // both, HEAD_DIM_V=how.HEAD_DIM_V // both,
         QK_0=how.QK_0 // both, QK_1=how.QK_1, V_0=how.V_0 // both, V_1=how.V_1,
         TWOS=twos, LIFT=lift, ALIGN=align // both, BY_ROWS=Pairs is not None or (Bounds is not None and how.SEQLEN_Q > 1),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
-class Switches(NamedTuple):
+class DecodeSwitches(NamedTuple):
     """What the kernel is compiled for."""
 
     SPLITS: Any  # the first axis of the grid where it is compiled for that, else 0
@@ -40,7 +40,7 @@ class Switches(NamedTuple):
 
 
 class LatentSwitches(NamedTuple):
-    """What the kernels over a latent are compiled for, as in `Switches` where the names are the same. Of values: the latent."""
+    """What the kernels over a latent are compiled for, as in `DecodeSwitches` where the names are the same. Of values: the latent."""
 
     BLOCK_M: Any
     BLOCK_N: Any
@@ -64,7 +64,7 @@ class LatentSwitches(NamedTuple):
     ALIGN: Any
 
 
-class Tile(NamedTuple):
+class KeyTile(NamedTuple):
     """Constants of a tile of keys. Where K and V come as pairs, head dims and ALIGN count those."""
 
     HEAD_DIM_QK: Any

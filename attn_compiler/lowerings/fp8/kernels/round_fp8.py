@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attn_compiler.lowerings.fp8.kernels.rotation import finite_rows, load_rotated, signs
-from attn_compiler.lowerings.fp8.kernels.tuples_round import Tensors
+from attn_compiler.lowerings.fp8.kernels.tuples_round import RoundTensors
 from attn_compiler.lowerings.shared.kernels.optional import at_index
 
 #: Added and taken away again, it leaves a whole number, the nearest and of two the even one.
@@ -98,7 +98,7 @@ def _write(
     x, scale, descale, mean, to, first, dims, of, how: tl.constexpr, each: tl.constexpr, FITS: tl.constexpr
 ):  # fmt: skip
     """One part: rounded, and what that stands for; and its products with the mean, which go to Shift. FITS: x · scale does, and what was
-    not finite is 0 or NaN already. to: `Tensors` of a head."""
+    not finite is 0 or NaN already. to: `RoundTensors` of a head."""
     rows, inside = _rows(first, of.length, how.PART)
     WIDTH: tl.constexpr = dims.shape[1]
     y = x * scale
@@ -149,7 +149,7 @@ def _write(
 def _round_block(
     block, row, head, batch, to, mean, signs, of, shared, how: tl.constexpr, each: tl.constexpr
 ):  # fmt: skip
-    """BLOCK positions of one head of one tensor. to: `Tensors` of that head, but for Largest, Newest and Descale; Seen is the batch
+    """BLOCK positions of one head of one tensor. to: `RoundTensors` of that head, but for Largest, Newest and Descale; Seen is the batch
     row's. mean: what x loses, or what its products go to Shift with."""
     dims = tl.arange(0, each.WIDTH)[None, :]
     first = block * how.BLOCK
@@ -208,7 +208,7 @@ def _round_block(
 @triton.jit
 def _round(place, given, of, shared, how: tl.constexpr, each: tl.constexpr):
     """BLOCK positions of one head of one tensor, or ROTATED RUN times as many: `place` counts those, then heads, then batch rows. given:
-    `Tensors`; of: `Numbers`; shared: `Shared`; how: `Switches`; each: `Each`."""
+    `RoundTensors`; of: `Numbers`; shared: `Shared`; how: `RoundSwitches`; each: `Each`."""
     blocks = tl.cdiv(of.length, how.BLOCK)
     of_a_head = tl.cdiv(of.length, how.BLOCK * how.RUN) if each.ROTATED else blocks
     block, row = place % of_a_head, place // of_a_head
@@ -227,7 +227,7 @@ def _round(place, given, of, shared, how: tl.constexpr, each: tl.constexpr):
     Shift = given.Shift
     if Shift is not None:
         Shift += row.to(tl.int64) * of.length
-    to = Tensors(
+    to = RoundTensors(
         X=X, Mean=None, Seen=at_index(given.Seen, batch, shared.seen_b), Shift=Shift, Largest=given.Largest,
         Newest=given.Newest, Rounded=Rounded, Descale=given.Descale, Restored=Restored,
     )  # fmt: skip
@@ -261,7 +261,7 @@ def round_fp8(
     # What a pass before this one read last is still in the cache. Each branch's tuple has a name of its own: Triton would unite them.
     place = tl.num_programs(0) - 1 - tl.program_id(0)
     if place < of_0.programs:
-        first = Tensors(
+        first = RoundTensors(
             X=X0, Mean=Mean if how.MEAN_OF == 0 or how.SHIFT_OF == 0 else None, Seen=Seen if each_0.OF_KEYS else None,
             Shift=Shift if how.SHIFT_OF == 0 else None, Largest=Largest0, Newest=Newest,
             Rounded=Rounded0, Descale=Descale0, Restored=Restored0,
@@ -269,7 +269,7 @@ def round_fp8(
         _round(place, first, of_0, shared, how, each_0)
     elif X1 is not None:
         if place < of_0.programs + of_1.programs:
-            second = Tensors(
+            second = RoundTensors(
                 X=X1, Mean=Mean if how.MEAN_OF == 1 or how.SHIFT_OF == 1 else None, Seen=Seen if each_1.OF_KEYS else None,
                 Shift=Shift if how.SHIFT_OF == 1 else None, Largest=Largest1,
                 Newest=None if Newest is None else Newest + shared.newest1,
@@ -277,7 +277,7 @@ def round_fp8(
             )  # fmt: skip
             _round(place - of_0.programs, second, of_1, shared, how, each_1)
         elif X2 is not None:
-            third = Tensors(
+            third = RoundTensors(
                 X=X2, Mean=Mean if how.MEAN_OF == 2 or how.SHIFT_OF == 2 else None, Seen=Seen if each_2.OF_KEYS else None,
                 Shift=Shift if how.SHIFT_OF == 2 else None, Largest=Largest2,
                 Newest=None if Newest is None else Newest + shared.newest2,

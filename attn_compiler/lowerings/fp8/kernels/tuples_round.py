@@ -64,7 +64,7 @@ class Shared(NamedTuple):
     group: Any  # heads with a shift that share one of the mean's
 
 
-class Switches(NamedTuple):
+class RoundSwitches(NamedTuple):
     """What rounding is compiled for."""
 
     BLOCK: Any  # positions of a block
@@ -83,7 +83,7 @@ class LookSwitches(NamedTuple):
     MEAN_OF: Any
 
 
-class Tensors(NamedTuple):
+class RoundTensors(NamedTuple):
     """Of one tensor, or of one of its heads; None where there is no such thing."""
 
     X: Any

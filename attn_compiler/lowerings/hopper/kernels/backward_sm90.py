@@ -29,7 +29,7 @@ from attn_compiler.lowerings.hopper.kernels.grad_tiles_sm90 import (
     scores_of,
     weights_of,
 )
-from attn_compiler.lowerings.hopper.kernels.tuples import GradTiles, KeyBlock, Masks, QueryMasks, Work
+from attn_compiler.lowerings.hopper.kernels.tuples import ForwardWork, GradTiles, KeyBlock, Masks, QueryMasks
 from attn_compiler.lowerings.shared.kernels.optional import at_index
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, barrier_of_threads, descriptor, narrowed
@@ -215,7 +215,7 @@ def attention_backward_sm90(
     positive.
     """
     how: gl.constexpr = HOW._replace()
-    work = Work(section=section, blocks=blocks, heads_of_all=heads_of_all, sizes=sizes, Lists=Lists, lists=lists)
+    work = ForwardWork(section=section, blocks=blocks, heads_of_all=heads_of_all, sizes=sizes, Lists=Lists, lists=lists)
     heads, heads_kv = sizes.heads_q, sizes.heads_q // sizes.group
     batch, seqlen_q, seqlen_kv = heads_of_all // heads, sizes.seqlen_q, sizes.seqlen_kv
     QK: gl.constexpr = how.HEAD_DIM_QK

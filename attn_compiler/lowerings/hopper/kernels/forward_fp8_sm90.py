@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from attn_compiler.lowerings.hopper.kernels.fp8_tuples import Tensors, Warpgroup, Work
+from attn_compiler.lowerings.hopper.kernels.fp8_tuples import Fp8Tensors, Fp8Warpgroup, Fp8Work
 from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import barriers_of, turn
 from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
@@ -30,7 +30,7 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
     tanh,
     up_to,
 )
-from attn_compiler.lowerings.shared.kernels.tuples_sm90 import Layouts, Tiles
+from attn_compiler.lowerings.shared.kernels.tuples_sm90 import Layouts, SharedTiles
 
 #: log2 of what weights are rounded at: forward_fp8.WEIGHT
 WEIGHT = gl.constexpr(8.0)
@@ -112,7 +112,7 @@ def _tiles(
     """The online softmax over the tiles from `first` to `end`, counted from the last one; `done` tiles went through the stages before.
 
     state: maximum of each row, its sum as `shares` of it, the output, and v's descale that it is in units of. RIGHT, LEFT: which of the
-    band's edges a tile may lie on; that of the last key is a right one. own: `Warpgroup`; tensors: `Tensors` of this head.
+    band's edges a tile may lie on; that of the last key is a right one. own: `Fp8Warpgroup`; tensors: `Fp8Tensors` of this head.
     """
     QK_LAYOUT: gl.constexpr = layouts.QK
     OUT_LAYOUT: gl.constexpr = layouts.OUT
@@ -170,8 +170,8 @@ def _tiles(
 def _queries(
     consumer: gl.constexpr, round_phase, done, tensors, tiles, barriers, work, block, scale, softcap, how: gl.constexpr
 ):  # fmt: skip
-    """64 queries of one block. tensors: `Tensors` of its head. done: tiles that went through the stages before. block: batch, head, first
-    query, first tile of keys, how many, and the number of keys."""
+    """64 queries of one block. tensors: `Fp8Tensors` of its head. done: tiles that went through the stages before. block: batch, head,
+    first query, first tile of keys, how many, and the number of keys."""
     batch, head, start, first_tile, count, seqlen_kv = block
     seqlen_q, band_left, band_right = work.seqlen_q, work.band_left, work.band_right
     QK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -223,7 +223,7 @@ def _queries(
     out = gl.zeros([ROWS, how.HEAD_DIM_V], gl.float32, layout=OUT_LAYOUT)
     state = (peak, total, out, gl.load(tensors.DescaleV))
     mbarrier.wait(barriers.q_full.index(consumer), round_phase)
-    own = Warpgroup(
+    own = Fp8Warpgroup(
         q=tiles.q.index(consumer).reshape([ROWS, how.HEAD_DIM_QK]), rows=rows, shift=shift, factor=factor, softcap=softcap,
         last=last, band_left=band_left, band_right=band_right, seqlen_kv=seqlen_kv,
     )  # fmt: skip
@@ -275,7 +275,7 @@ def _compute(
             _skip(done, done + count, barriers, how)
             done += count
         elif is_one:
-            of_head = Tensors(
+            of_head = Fp8Tensors(
                 Out=tensors.Out,
                 Lse=tensors.Lse + row.to(gl.int64) * work.seqlen_q,
                 DescaleQ=tensors.DescaleQ + (batch * descales.descale_qb + head * descales.descale_qh),
@@ -306,7 +306,7 @@ def attention_forward_fp8_sm90(
     """
     how: gl.constexpr = HOW._replace()
     rounds = (blocks * heads_of_all + gl.num_programs(0) - 1) // gl.num_programs(0)
-    work = Work(
+    work = Fp8Work(
         section=section, blocks=blocks, heads_of_all=heads_of_all, heads_q=heads_q, group=group, seqlen_q=seqlen_q,
         seqlen_kv=seqlen_kv, band_left=band_left, band_right=band_right, Ends=Ends, rows_b=rows_b,
     )  # fmt: skip
@@ -314,9 +314,9 @@ def attention_forward_fp8_sm90(
     k_tiles = gl.allocate_shared_memory(K.dtype, [how.STAGES, 1, 1, KEYS, how.HEAD_DIM_QK], K.layout)
     v_tiles = gl.allocate_shared_memory(V.dtype, [how.STAGES, 1, 1, how.HEAD_DIM_V, KEYS], V.layout)
     out_tiles = gl.allocate_shared_memory(Out.dtype, [how.CONSUMERS, 1, 1, ROWS, how.HEAD_DIM_V], Out.layout)
-    tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles)
+    tiles = SharedTiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles)
     barriers = barriers_of(how.CONSUMERS, how.STAGES, how.CONSUMERS)
-    tensors = Tensors(
+    tensors = Fp8Tensors(
         Out=Out, Lse=Lse, DescaleQ=DescaleQ, DescaleK=DescaleK, DescaleV=DescaleV, Shift=Shift, Sinks=Sinks
     )  # fmt: skip
     if how.CONSUMERS == 3:

@@ -28,7 +28,7 @@ from attn_compiler.lowerings.hopper.kernels.forward_fetching_sm90 import (
     place_of_queries,
     tiles_to_visit,
 )
-from attn_compiler.lowerings.hopper.kernels.tuples import Masks, Visits, Warpgroup, Work
+from attn_compiler.lowerings.hopper.kernels.tuples import ForwardWork, Masks, Visits, Warpgroup
 from attn_compiler.lowerings.hopper.kernels.visiting import nth_tile
 from attn_compiler.lowerings.shared.kernels.optional import at_index
 from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import barriers_of
@@ -47,7 +47,7 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
     tanh,
     up_to,
 )
-from attn_compiler.lowerings.shared.kernels.tuples_sm90 import Layouts, Tiles
+from attn_compiler.lowerings.shared.kernels.tuples_sm90 import Layouts, SharedTiles
 
 
 @gluon.jit
@@ -328,11 +328,11 @@ def attention_forward_sm90(
     once, each then computes several. num_warps: 4.
 
     Q, K, V, Out: logical BHSD, in half precision, every stride but the last one a multiple of 16 bytes. Lse: (B, Hq, Sq), contiguous,
-    float32. The other operands: kernel_plan.Plan; tuples: shared tuples.py; HOW: `Switches`. The scale is positive.
+    float32. The other operands: kernel_plan.Plan; tuples: shared tuples.py; HOW: `ForwardSwitches`. The scale is positive.
     """
     how: gl.constexpr = HOW._replace()
     rounds = (blocks * heads_of_all + gl.num_programs(0) - 1) // gl.num_programs(0)
-    work = Work(section=section, blocks=blocks, heads_of_all=heads_of_all, sizes=sizes, Lists=Lists, lists=lists)
+    work = ForwardWork(section=section, blocks=blocks, heads_of_all=heads_of_all, sizes=sizes, Lists=Lists, lists=lists)
     heads, batch = sizes.heads_q, heads_of_all // sizes.heads_q
     seqlen_q, seqlen_kv, heads_kv = sizes.seqlen_q, sizes.seqlen_kv, heads // sizes.group
     of_q = descriptor(Q, batch, heads, seqlen_q, stride_q, ROWS, how.HEAD_DIM_QK, how.QK_ALL)
@@ -347,7 +347,7 @@ def attention_forward_sm90(
     out_tiles = q_tiles
     if not how.OUT_IN_Q:
         out_tiles = gl.allocate_shared_memory(ELEMENT, [how.CONSUMERS, 1, 1, ROWS, how.V_ALL], of_out.layout)
-    tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles)
+    tiles = SharedTiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles)
     barriers = barriers_of(QUERIES, how.STAGES, how.CONSUMERS)
     masks = Masks(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Slopes=Slopes)
     softcap = sizes.changed_by

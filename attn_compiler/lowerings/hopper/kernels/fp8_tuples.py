@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
-class Switches(NamedTuple):
+class Fp8Switches(NamedTuple):
     """What the kernel is compiled for."""
 
     HEAD_DIM_QK: Any
@@ -23,7 +23,7 @@ class Switches(NamedTuple):
     REGISTERS: Any  # of a thread that does
 
 
-class Work(NamedTuple):
+class Fp8Work(NamedTuple):
     """What there is to do for all programs."""
 
     section: Any  # heads that take turns, see `_block`
@@ -39,7 +39,7 @@ class Work(NamedTuple):
     rows_b: Any  # from one batch row's to the next one's
 
 
-class Tensors(NamedTuple):
+class Fp8Tensors(NamedTuple):
     """Those that warpgroups that compute read and write, of all heads or of one."""
 
     Out: Any
@@ -51,7 +51,7 @@ class Tensors(NamedTuple):
     Sinks: Any
 
 
-class Warpgroup(NamedTuple):
+class Fp8Warpgroup(NamedTuple):
     """What a warpgroup keeps of its 64 queries of a block."""
 
     q: Any

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
-class Switches(NamedTuple):
+class ForwardSwitches(NamedTuple):
     """What the kernel is compiled for."""
 
     HEAD_DIM_QK: Any
@@ -32,7 +32,7 @@ class Switches(NamedTuple):
     TURNS: Any  # two warpgroups take turns: one's products while the other has its softmax
 
 
-class Work(NamedTuple):
+class ForwardWork(NamedTuple):
     """What there is to do for all programs."""
 
     section: Any  # heads that take turns, see `turn`

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
-class Tiles(NamedTuple):
+class SharedTiles(NamedTuple):
     """In shared memory."""
 
     q: Any

@@ -17,7 +17,7 @@ from triton.compiler import compile as compile_kernel
 
 from attn_compiler.lowerings.decode import launch
 from attn_compiler.lowerings.decode import schedule as decode_schedule
-from attn_compiler.lowerings.decode.kernels.tuples import Switches
+from attn_compiler.lowerings.decode.kernels.tuples import DecodeSwitches
 from attn_compiler.target import Target
 from tests.lowerings.decode.problems import Case, build, results
 from tests.lowerings.triton.kernels.compiling import POINTERS, resources
@@ -68,7 +68,7 @@ def run(job: tuple[str, int]) -> Found:
     def record(prepared: Any, key: Any, grid: Any, tensors: Any, numbers: Any) -> None:
         names = launch.attention_decode.arg_names
         values.update(zip(names, (*tensors, *numbers), strict=False))
-        values.update(HOW=Switches(**prepared.constants, ALIGN=key[1]))
+        values.update(HOW=DecodeSwitches(**prepared.constants, ALIGN=key[1]))
 
     with mock.patch.object(launch, "_launch", record):
         results(problem)

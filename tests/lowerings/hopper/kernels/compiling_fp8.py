@@ -15,7 +15,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from attn_compiler.lowerings.hopper import fp8_launch
 from attn_compiler.lowerings.hopper.kernels.forward_fp8_sm90 import attention_forward_fp8_sm90
-from attn_compiler.lowerings.hopper.kernels.fp8_tuples import Switches
+from attn_compiler.lowerings.hopper.kernels.fp8_tuples import Fp8Switches
 from attn_compiler.lowerings.shared.kernels.tuples import DescaleStrides
 from tests.lowerings.fp8.kernels.descriptors import unset
 from tests.lowerings.triton.kernels.compiling import resources, said_of
@@ -84,7 +84,7 @@ def run(job: Job) -> Found:
         "CONSUMERS": warpgroups.count,
         "REGISTERS": warpgroups.registers,
     }
-    constants: dict[str, Any] = {"HOW": Switches(**(switches | job.given))}
+    constants: dict[str, Any] = {"HOW": Fp8Switches(**(switches | job.given))}
     constants |= {name: None for name in ("Shift", "Sinks", "Ends") if name not in job.present}
     descriptors = {
         "Q": _descriptor(job.qk, [1, 1, 64, d]),
