@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +20,23 @@ import runpy, sys
 from tests import quick_inductor
 quick_inductor.install()
 runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+#: as `torchrun --standalone --nproc-per-node 2` does, by PyTorch's own launcher; its ranks are forks as well
+_RUN_ON_TWO_RANKS = """
+import runpy, sys
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+def rank(script):
+    from tests import quick_inductor
+    quick_inductor.install()
+    sys.argv = [script]
+    runpy.run_path(script, run_name="__main__")
+
+launch = LaunchConfig(
+    min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="two",
+    max_restarts=0, start_method="fork",
+)
+elastic_launch(launch, rank)(sys.argv[1])
 """
 #: the model itself, in one process that makes up the whole group
 _RUN_ALONE = """
@@ -42,24 +56,6 @@ runpy.run_path(script, run_name="__main__")
 def run(name: str, code: str = _RUN) -> str:
     pytest.importorskip("transformers", reason="the examples compile models of transformers: pip install -e '.[demo]'")
     return fresh.run(code, f"examples/{name}.py", environment={"COLUMNS": "140"}, of=fresh.MODELS).stdout
-
-
-def run_on_two_ranks(name: str) -> str:
-    """As a reader would, by PyTorch's own launcher."""
-    pytest.importorskip("transformers", reason="the examples compile models of transformers: pip install -e '.[demo]'")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        f"examples/{name}.py",
-    ]
-    environment = {**os.environ, "COLUMNS": "140"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
 
 
 def number_after(words: str, text: str) -> float:
@@ -101,7 +97,7 @@ def test_explain_models_tells_of_both_models() -> None:
 
 
 def test_context_parallel_learns_as_one_process_does() -> None:
-    two, one = run_on_two_ranks("context_parallel"), run("context_parallel", _RUN_ALONE)
+    two, one = run("context_parallel", _RUN_ON_TWO_RANKS), run("context_parallel", _RUN_ALONE)
     losses = [[float(x) for x in re.findall(r"loss ([\d.]+)", output)] for output in (two, one)]
     assert len(losses[0]) == 3
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
