@@ -24,14 +24,14 @@ Value = fx.Node | bool | int | float
 
 
 class NodeMaker(Protocol):
-    """Puts nodes into a graph. Lowerings call theirs an emitter, passes a builder."""
+    """Puts nodes into a graph: a lowering's emitter, a pass's builder."""
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
         """Insert `function(*args, **kwargs)`; args may hold nodes, alone or in lists."""
         ...
 
     def value(self, node: fx.Node) -> torch.Tensor:
-        """The node's fake value."""
+        """The node's fake value: shape, strides, dtype, device, requires_grad."""
         ...
 
 

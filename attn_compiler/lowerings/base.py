@@ -14,6 +14,7 @@ from attn_compiler import dims
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.dtypes import HALF
+from attn_compiler.index_expr.on_nodes import NodeMaker
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
 
@@ -182,7 +183,7 @@ class Operands:
     latent: LatentNodes | None = None
 
 
-class Emitter(Protocol):
+class Emitter(NodeMaker, Protocol):
     """Puts nodes into the Dynamo graph at the site. Every node gets its fake value, source line and module path."""
 
     @property
@@ -196,14 +197,6 @@ class Emitter(Protocol):
 
     def tuned(self, spec: AttentionSpec, device: torch.device) -> Tiles | None:
         """The Triton kernels' tiles that were measured for the spec; None unless the user asked for that, and it can be done there."""
-        ...
-
-    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
-        """Insert `function(*args, **kwargs)`; args may hold nodes, alone or in lists."""
-        ...
-
-    def value(self, node: fx.Node) -> torch.Tensor:
-        """The node's fake value: shape, strides, dtype, device, requires_grad."""
         ...
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node]:

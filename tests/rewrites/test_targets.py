@@ -45,12 +45,8 @@ def test_names_of_what_records_may_have_lead_back() -> None:
 
 def test_functions_that_pybind_made_go_by_the_room_that_they_are_in() -> None:
     """PyTorch 2.11's name for their module is of the compiler that built it."""
-    for function in (torch._C._log_api_usage_once, torch._C._functorch.is_batchedtensor):
-        assert targets.name_of(_node(function)) == f"function:{_room(function)}.{function.__name__}"
-
-
-def _room(function: Any) -> str:
-    return "torch._C" if getattr(torch._C, function.__name__, None) is function else "torch._C._functorch"
+    names = [targets.name_of(_node(f)) for f in (torch._C._log_api_usage_once, torch._C._functorch.is_batchedtensor)]
+    assert names == ["function:torch._C._log_api_usage_once", "function:torch._C._functorch.is_batchedtensor"]
 
 
 def twice(x: torch.Tensor) -> torch.Tensor:
