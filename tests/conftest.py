@@ -138,8 +138,8 @@ def little_to_look_through() -> None:
 
 @pytest.fixture(autouse=True)
 def each_test_alike() -> Iterator[None]:
-    """Dynamo's caches are emptied after each test that used it: a function compiled again is traced again. Each test draws the same
-    random numbers, whichever tests the worker ran before."""
+    """Dynamo's caches are emptied after each test that used it: a function compiled again is traced again. Reports and verifications are
+    forgotten, since only so many are kept. Each test draws the same random numbers, whichever tests the worker ran before."""
     random.seed(0)
     # torch.manual_seed would write down where it was called from, for each sort of device that is not there.
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
@@ -148,4 +148,6 @@ def each_test_alike() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+    if "attn_compiler.publishing" in sys.modules:
+        sys.modules["attn_compiler.publishing"].reset()
     _freeze()
