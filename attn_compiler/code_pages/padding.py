@@ -37,8 +37,8 @@ PAGES = (
         code=Code.PADDING_MASK,
         title="The mask is not one key padding that all layers share",
         cause="Each attention's mask has to be proved to be the same padding of keys, and besides only a diagonal or a "
-        "window. Here there is no mask, another tensor in another layer, a bias, a softcap, or an attention that "
-        "is written out.",
+        "window. What joins the scores has to go by the distance of query and key, or by numbers of the key's token. Here "
+        "there is no mask, another tensor in another layer, another bias, a softcap, or an attention that is written out.",
         remedy="Pass `attention_mask`. Load the model with `attn_implementation='sdpa'`. Make masks inside of the "
         "compiled model.",
         kind=ExampleKind.PROGRAM,

@@ -1,8 +1,8 @@
 """Padding that is never computed (`options={"unpad": True}`): real tokens are packed, and outputs are unpacked with 0 at padding.
 
-masks.py: what all attentions leave out. analysis.py: in which forms each value can be had, by rules.py (what commutes with packing) and
-exits.py (where padding does not count). making.py: the nodes. facts.py: what is asked before each step. The new graph is made on a copy,
-and is looked at by the same passes as any: all of it takes the place of the model's, or nothing does.
+masks.py: what all attentions leave out. scores.py: what joins their scores. analysis.py: in which forms each value can be had, by rules.py
+(what commutes with packing) and exits.py (where padding does not count). making.py: the nodes. facts.py: what is asked before each step.
+The new graph is made on a copy, and is looked at by the same passes as any: all of it takes the place of the model's, or nothing does.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _check_graph(unit: Unit) -> None:
 
 
 def _run(unit: Unit, mirror: Mirror) -> Packed:
-    padding, bands = masks.of(unit.sites)
-    analysis = Analysis(mirror, padding, dict(zip(unit.sites, bands, strict=True)))
+    padding, pairs = masks.of(unit.sites)
+    analysis = Analysis(mirror, padding, dict(zip(unit.sites, pairs, strict=True)))
     graph = torch_compat.copied_graph(unit.graph)
     copies = dict(zip(unit.graph.nodes, graph.nodes, strict=True))
     maker = Maker(

@@ -15,7 +15,7 @@ from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unpad import exits, forms, rules
 from attn_compiler.passes.unpad.exits import RuntimeFact
-from attn_compiler.passes.unpad.masks import Padding, PositionBand
+from attn_compiler.passes.unpad.masks import PackedPairs, Padding
 from attn_compiler.passes.unpad.refusing import POSITION_WISE, KeepsPadding
 from attn_compiler.passes.unpad.rules import Result
 from attn_compiler.passes.unpad.values import Form, FormRecipe, Indexed, Kind, Need, Value, places
@@ -27,7 +27,7 @@ SDPA = aten.scaled_dot_product_attention.default
 class Analysis:
     """What is known of every value. batch, seq: the atoms of rows and positions. facts: by the mirror node that rests on it."""
 
-    def __init__(self, mirror: Mirror, padding: Padding, bands: Mapping[Site, PositionBand]) -> None:
+    def __init__(self, mirror: Mirror, padding: Padding, pairs: Mapping[Site, PackedPairs]) -> None:
         shape = axes.shape_exprs(views.value(padding.tensor.node))
         if len(shape) != 2:
             raise KeepsPadding(
@@ -42,7 +42,7 @@ class Analysis:
         self.batch, self.seq = Atom(shape[0]), Atom(shape[1])
         self.facts: dict[fx.Node, RuntimeFact] = {}
         self.num_attentions = 0
-        self._bands = {site.match.anchor: band for site, band in bands.items()}
+        self._pairs = {site.match.anchor: own for site, own in pairs.items()}
         self._values: dict[fx.Node, Value] = {}
         self._inputs: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in mirror.graph.nodes:
@@ -147,8 +147,8 @@ class Analysis:
         return Value(kind=Kind.RETURNED, dims=axes.fresh(axes.shape_exprs(x)), returned=found.returned)
 
     def _attention(self, node: fx.Node) -> Value:
-        band = self._bands.get(node)
-        if band is None:
+        pairs = self._pairs.get(node)
+        if pairs is None:
             return Value(
                 kind=Kind.LOST,
                 lost=KeepsPadding(
@@ -169,20 +169,22 @@ class Analysis:
             rule = "queries and keys are of the same tokens"
             why = KeepsPadding(Code.PADDING_TOKENS, rule, "queries and keys are made of different inputs", at=node)
             return Value(kind=Kind.LOST, lost=why)
-        if band.counts_positions:
+        if pairs.count_positions:
             self.facts[node] = exits.side_by_side()
         self.num_attentions += 1
         arguments = {name: views.argument(node, name) for name in ("dropout_p", "scale", "enable_gqa")}
 
+        further = {} if pairs.scores is None else pairs.scores.tensors
+
         def make(maker: Any, given: tuple[fx.Node, ...]) -> fx.Node:
-            mask = maker.mask(band)
+            mask = maker.mask(pairs, dict(zip(further, given[3:], strict=True)), given[0])
             made: fx.Node = maker.call(
-                torch.nn.functional.scaled_dot_product_attention, *given, attn_mask=mask, **arguments
+                torch.nn.functional.scaled_dot_product_attention, *given[:3], attn_mask=mask, **arguments
             )
             return made
 
         dims = (*self.value(operands[0]).dims[:3], *axes.fresh(axes.shape_exprs(views.value(node))[3:]))
-        needs = tuple(Need(x, "packed") for x in operands)
+        needs = (*(Need(x, "packed") for x in operands), *further.values())
         return Value(kind=Kind.PACKED, dims=dims, packed=FormRecipe(needs=needs, make=make))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +20,9 @@ from attn_compiler.passes.axes import Dims
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.unpad.analysis import Analysis
 from attn_compiler.passes.unpad.forms import call, require_alone
-from attn_compiler.passes.unpad.masks import PositionBand
+from attn_compiler.passes.unpad.masks import PackedPairs, PositionBand
 from attn_compiler.passes.unpad.refusing import KeepsPadding
+from attn_compiler.passes.unpad.scores import PackedScores
 from attn_compiler.passes.unpad.values import FormRecipe, Indexed, Kind, Need, places
 
 aten = torch.ops.aten
@@ -208,8 +210,7 @@ class Maker:
         if own is not None:
             node.meta.update({k: v for k, v in own.meta.items() if k != "example_value"})
         values = fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])
-        region = self._regions[own] if own is not None else regions.Region()
-        with torch_tracing.running_in(self.mode), torch.set_grad_enabled(_wants_gradient(own)), region.active():
+        with torch_tracing.running_in(self.mode), torch.set_grad_enabled(_wants_gradient(own)), self._region.active():
             node.meta["example_value"] = function(*values[0], **values[1])
         return node
 
@@ -221,6 +222,21 @@ class Maker:
                 self._shared[key] = make()
             self._owner = own
         return self._shared[key]
+
+    def value(self, node: fx.Node) -> torch.Tensor:
+        """See `on_nodes.NodeMaker`."""
+        value: torch.Tensor = node.meta["example_value"]
+        return value
+
+    def _first_here(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
+        """make(), at this place; or what it gave at an earlier one."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    @property
+    def _region(self) -> regions.Region:
+        return regions.Region() if self._owner is None else self._regions[self._owner]
 
     @property
     def num_tokens(self) -> fx.Node:
@@ -261,9 +277,22 @@ class Maker:
         source = self._plain(self.analysis.padding.tensor.node).make(self, ())
         return self.call(aten.sym_size.int, source, axis)
 
-    def mask(self, band: PositionBand) -> fx.Node:
-        """bool (1, 1, T, T): tokens of one row, as far as the band lets them see each other."""
-        return self.once(("mask", band), lambda: self._mask(band))
+    def mask(self, pairs: PackedPairs, tensors: Mapping[str, fx.Node], q: fx.Node) -> fx.Node:
+        """Which tokens of one row see each other: bool (1, 1, T, T); or what is added to their scores: (1, H, T, T) in q's dtype.
+
+        tensors: nodes of the forms that `pairs.scores` reads, by name.
+        """
+        allowed = self.once(("mask", pairs.band), lambda: self._mask(pairs.band))
+        scores = pairs.scores
+        if scores is None:
+            return allowed
+        key = ("scores", pairs.band, scores.key, q.meta["example_value"].dtype, self._region)
+        return self._first_here(key, lambda: self._scored(allowed, scores, tensors, q))
+
+    def _scored(self, allowed: fx.Node, scores: PackedScores, tensors: Mapping[str, fx.Node], q: fx.Node) -> fx.Node:
+        queries, keys = self._of_queries(self._places()), self._keys()
+        added = scores.emit(self, tensors, like=q, queries=queries, keys=keys)
+        return self.call(torch.where, allowed, added, -math.inf)
 
     def _mask(self, band: PositionBand) -> fx.Node:
         mask = self.once("same row", self._same_row)

@@ -1,4 +1,4 @@
-"""What all attentions of a graph leave out: one mask over (batch row, position), proved at each site."""
+"""What all attentions of a graph leave out: one mask over (batch row, position), proved at each site; and what each does with the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from attn_compiler.index_expr import Index, Load
 from attn_compiler.masks import Causal, KeyPadding, MaskKind, SlidingWindow
 from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.site import Site
+from attn_compiler.passes.unpad import scores
 from attn_compiler.passes.unpad.refusing import KeepsPadding
+from attn_compiler.passes.unpad.scores import PackedScores
 from attn_compiler.spec import AttentionSpec
 
 _RULE = "all attentions leave out the same keys as padding, and nothing else but by position"
@@ -42,10 +44,27 @@ class PositionBand:
         return self.left is not None or self.right is not None
 
 
-def of(sites: Sequence[Site]) -> tuple[Padding, list[PositionBand]]:
-    """The padding of a graph, and the band of each site. Raises KeepsPadding."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedPairs:
+    """What a site does with pairs of packed tokens of one row.
+
+    band: which of them take part.
+    scores: what is added to their scores; None for nothing.
+    """
+
+    band: PositionBand
+    scores: PackedScores | None
+
+    @property
+    def count_positions(self) -> bool:
+        """Whether it counts how far apart two tokens are, and not only which comes first."""
+        return self.band.counts_positions or (self.scores is not None and self.scores.counts_positions)
+
+
+def of(sites: Sequence[Site]) -> tuple[Padding, list[PackedPairs]]:
+    """The padding of a graph, and what each site does with pairs of tokens. Raises KeepsPadding."""
     found: Padding | None = None
-    bands = []
+    pairs = []
     for site in sites:
         spec = site.spec
         if spec is None:
@@ -53,27 +72,23 @@ def of(sites: Sequence[Site]) -> tuple[Padding, list[PositionBand]]:
         if site.match.anchor.target is not torch.ops.aten.scaled_dot_product_attention.default:
             remedy = 'load the model with attn_implementation="sdpa"'
             raise _refused(site, "an attention that is no call of scaled_dot_product_attention", remedy)
-        _check_scores(site, spec)
+        _check_reading(site, spec)
         padding, band = _masks(site, spec)
         if found is not None and padding != found:
             raise _refused(site, "the mask of another layer is another tensor")
         found = padding
-        bands.append(band)
+        pairs.append(PackedPairs(band=band, scores=scores.of(site, spec)))
     if found is None:
         raise KeepsPadding(Code.PADDING_MASK, "the graph has an attention that was understood", "none")
-    return found, bands
+    return found, pairs
 
 
 def _refused(site: Site, observed: str, remedy: str | None = None) -> KeepsPadding:
     return KeepsPadding(Code.PADDING_MASK, _RULE, observed, at=site.match.out, remedy=remedy)
 
 
-def _check_scores(site: Site, spec: AttentionSpec) -> None:
-    """Nothing but the mask joins the scores: a bias beside the mask would be lost with the mask's tensor."""
-    score = spec.score
-    if score.proved or score.changes or score.runtime_scale:
-        remedy = "such a bias is not applied to packed tokens yet" if score.proved else None
-        raise _refused(site, f"the scores are changed: {score.words}", remedy)
+def _check_reading(site: Site, spec: AttentionSpec) -> None:
+    """Nothing reads more of the attention than its output, and it reads what the model computes."""
     if spec.returns_weights:
         raise _refused(site, "the attention weights are read", "call the model without output_attentions")
     if spec.stored is not None:
