@@ -46,6 +46,15 @@ def _modules() -> list[Source]:
     return list(dict.fromkeys([*given, *read]))
 
 
+def is_cut_into_buckets() -> bool:
+    """Whether the graph under compilation is a part of one that DistributedDataParallel's buckets cut.
+
+    Each part is called with fake tensors once it is compiled, and what was compiled for it gives fake tensors at its first call.
+    """
+    context = TracingContext.try_get()
+    return context is not None and context.fakify_first_call
+
+
 T = TypeVar("T")
 
 

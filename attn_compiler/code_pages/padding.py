@@ -48,9 +48,9 @@ PAGES = (
         code=Code.PADDING_OTHER_CALLS,
         title="An attention is somewhere that packing does not reach",
         cause="It is in the body of a checkpoint, or is FlexAttention's, a library's or a DTensor's, or was not "
-        "understood, or runs in FP8.",
+        "understood, or runs in FP8; or DistributedDataParallel's buckets cut the graph.",
         remedy="Train without gradient checkpointing. Load the model with `attn_implementation='sdpa'`. Give no "
-        "`fp8_recipe`.",
+        "`fp8_recipe`. With DistributedDataParallel, set `torch._dynamo.config.optimize_ddp = False`.",
         kind=ExampleKind.PROGRAM,
         example="""from torch.utils.checkpoint import checkpoint
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler import torch_compat, torch_packed, torch_tracing
+from attn_compiler import torch_compat, torch_frames, torch_packed, torch_tracing
 from attn_compiler.codes import Code
 from attn_compiler.passes import faults, match, mutation, recover, select, views
 from attn_compiler.passes.mirror import Mirror
@@ -53,6 +53,13 @@ def _kept(mirror: Mirror, kept: KeepsPadding) -> KeptGraph:
 
 
 def _check_graph(unit: Unit) -> None:
+    if torch_frames.is_cut_into_buckets():
+        raise KeepsPadding(
+            Code.PADDING_OTHER_CALLS,
+            "padding is taken out of a whole graph",
+            "the buckets of DistributedDataParallel cut it",
+            remedy="set torch._dynamo.config.optimize_ddp = False",
+        )
     rule = "the attentions are calls of the captured graph itself"
     if unit.is_body:
         remedy = "train without gradient checkpointing"
