@@ -1,6 +1,7 @@
 """Padded batches with `options={"unpad": True}`, beside Inductor and beside our backend without the option, in one process.
 
-    python -m benchmarks.bench_unpad                       # CPU: MiniLM on 32 sentences, as they are and without any padding
+    python -m benchmarks.bench_unpad                       # CPU: MiniLM on 32 sentences, as they are and without any padding;
+                                                           # sentence-transformers' encode of 128, tokenizer and sorting included
     python -m benchmarks.bench_unpad --device cuda         # BERT, XLM-R, ModernBERT, a T5 encoder; training of BERT and Llama
     python -m benchmarks.bench_unpad --dry-run [--device cuda]   # the same with tiny models, to see that it runs
 
@@ -12,8 +13,10 @@ of the worst parameter, of those whose gradient is no mere rounding.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +35,7 @@ SIDES: Mapping[str, Mapping[str, Any]] = {
     "padded": {"backend": "attn_compiler"},
     "unpad": {"backend": "attn_compiler", "options": {"unpad": True}},
 }
+ENCODE = "MiniLM-L6-v2, sentence-transformers' encode"
 KEYS = ("case", "training", "dtype", "inputs", "fill")
 COLUMNS = (
     *(*KEYS, "rounds"),
@@ -215,26 +219,85 @@ def measure(case: Case, device: str, *, dry: bool, seconds: float, clock: harnes
         times = harness.interleave(
             steps, device, seconds=seconds, min_rounds=1 if dry else 5, max_rounds=1 if dry else 200, clock=clock
         )
-        report = next((r for r in reversed(attn_compiler.reports()) if r.unpad is not None), None)
-        kept = "nothing was compiled" if report is None else str((report.unpad and report.unpad.kept) or "")
-        lowerings = [] if report is None else [site.decision.lowering for site in report.sites]
-        middle = {side: statistics.median(values) for side, values in times.items()}
         yield {
             "case": case.name,
             "training": "yes" if case.training else "no",
             "dtype": str(dtype).removeprefix("torch."),
             "inputs": " x ".join(map(str, mask.shape)),
             "fill": f"{float(mask.float().mean()):.3f}",
-            "rounds": str(len(times["unpad"])),
-            **{f"{side}_p50_ms": f"{value:.4g}" for side, value in middle.items()},
-            "over_inductor": f"{harness.ratio(times['inductor'], times['unpad']):.3f}",
-            "over_padded": f"{harness.ratio(times['padded'], times['unpad']):.3f}",
             "error": f"{error:.2e}",
             "gradient_error": f"{_gradients_apart(of_ours, of_eager):.2e}" if case.training else "",
             "compilations": str(sum(counters["frames"].values())),
-            "kept": kept,
-            "lowerings": " ".join(dict.fromkeys(lowerings)),
+            **_timed(times),
+            **_found(),
         }
+
+
+def _timed(times: Mapping[str, list[float]]) -> dict[str, str]:
+    middle = {side: statistics.median(times[side]) for side in SIDES}
+    return {
+        "rounds": str(len(times["unpad"])),
+        **{f"{side}_p50_ms": f"{value:.4g}" for side, value in middle.items()},
+        "over_inductor": f"{harness.ratio(times['inductor'], times['unpad']):.3f}",
+        "over_padded": f"{harness.ratio(times['padded'], times['unpad']):.3f}",
+    }
+
+
+def _found() -> dict[str, str]:
+    """What the last graph says that padding was to be taken out of."""
+    import attn_compiler
+
+    report = next((r for r in reversed(attn_compiler.reports()) if r.unpad is not None), None)
+    kept = "nothing was compiled" if report is None else str((report.unpad and report.unpad.kept) or "")
+    lowerings = [] if report is None else [site.decision.lowering for site in report.sites]
+    return {"kept": kept, "lowerings": " ".join(dict.fromkeys(lowerings))}
+
+
+def encode(device: str, *, dry: bool, seconds: float, clock: harness.CpuClock) -> Iterator[dict[str, str]]:
+    """sentence-transformers' encode of all-MiniLM-L6-v2: the tokenizer, batches of 32 in the order of their lengths, and pooling."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+    from torch._dynamo.utils import counters
+
+    import attn_compiler
+    from examples.quickstart import load_minilm, sentences
+
+    torch._dynamo.reset()
+    attn_compiler.reset()
+    tokenizer, model = load_minilm()
+    texts = sentences(8 if dry else 32) * 4
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+
+        def embedder(**given: Any) -> Any:
+            parts = [modules.Transformer(directory), modules.Pooling(model.config.hidden_size)]
+            made = SentenceTransformer(modules=parts, device=device)
+            if given:
+                made.compile(dynamic=True, **given)
+            return made
+
+        embedders = {side: embedder(**given) for side, given in SIDES.items()}
+        expected = torch.from_numpy(embedder().encode(texts))
+    steps = {side: functools.partial(made.encode, texts) for side, made in embedders.items()}
+    found = {side: torch.from_numpy(step()) for side, step in steps.items()}
+    counters.clear()
+    times = harness.interleave(
+        steps, device, seconds=seconds, min_rounds=1 if dry else 5, max_rounds=1 if dry else 200, clock=clock
+    )
+    last = [step.fill for report in attn_compiler.reports() if report.unpad for step in report.unpad.last]
+    yield {
+        "case": ENCODE,
+        "training": "no",
+        "dtype": "float32",
+        "inputs": f"{len(texts)} sentences",
+        "fill": f"{statistics.mean(last):.3f}" if last else "",
+        "error": f"{float((found['unpad'] - expected).abs().max() / expected.abs().max()):.2e}",
+        "gradient_error": "",
+        "compilations": str(sum(counters["frames"].values())),
+        **_timed(times),
+        **_found(),
+    }
 
 
 def main() -> None:
@@ -256,17 +319,24 @@ def main() -> None:
     where = harness.environment(device, options.commit)
     output = options.output or (Path(os.environ.get("TMPDIR", "/tmp")) if options.dry_run else RESULTS) / name
     file = harness.CsvFile(output, [*COLUMNS, *where], append=options.append)
-    for case in CPU if options.device == "cpu" else GPU:
-        if options.cases and not any(part.lower() in case.name.lower() for part in options.cases):
+    given: Any = {"dry": options.dry_run, "seconds": options.seconds, "clock": options.clock}
+    rows: list[tuple[str, bool, Callable[[], Iterator[dict[str, str]]]]] = [
+        (case.name, case.training, functools.partial(measure, case, device, **given))
+        for case in (CPU if options.device == "cpu" else GPU)
+    ]
+    if options.device == "cpu":
+        rows.append((ENCODE, False, functools.partial(encode, device, **given)))
+    for name, training, made in rows:
+        if options.cases and not any(part.lower() in name.lower() for part in options.cases):
             continue
         try:
-            for row in measure(case, device, dry=options.dry_run, seconds=options.seconds, clock=options.clock):
+            for row in made():
                 file.add({**row, **where})
                 print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
         except Exception as error:  # noqa: BLE001 (one case that fails must not cost the others)
-            failed = {"case": case.name, "training": "yes" if case.training else "no"}
+            failed = {"case": name, "training": "yes" if training else "no"}
             file.add({**failed, "failure": " ".join(f"{type(error).__name__}: {error}".split())[:400], **where})
-            print(f"{case.name} failed: {error}", flush=True)
+            print(f"{name} failed: {error}", flush=True)
 
 
 if __name__ == "__main__":
