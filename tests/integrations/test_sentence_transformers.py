@@ -57,6 +57,18 @@ def test_one_graph_for_all_sentences(embedders: Any, path: str) -> None:
     assert site.modules == tuple(f"0.model.encoder.layer.{i}.attention" for i in range(LAYERS))
 
 
+@pytest.mark.usefixtures("quick")
+def test_encode_without_padding(embedders: Any, path: str) -> None:
+    plain, embedder = (embedders.SentenceTransformer(path, device="cpu") for _ in range(2))
+    embedder.compile(dynamic=True, backend="attn_compiler", options={**_SETTINGS["options"], "unpad": True})
+    for texts, size in ((SENTENCES, 2), (SENTENCES * 3, 5)):
+        np.testing.assert_allclose(embedder.encode(texts, batch_size=size), plain.encode(texts), rtol=1e-5, atol=1e-6)
+    (report,) = attn_compiler.reports()
+    assert report.unpad is not None
+    assert report.unpad.kept is None
+    assert all(step.failed == () for step in report.unpad.last)
+
+
 def test_what_compiles_nothing(embedders: Any, path: str) -> None:
     embedder = embedders.SentenceTransformer(path, device="cpu")
     torch.compile(embedder, **_SETTINGS).encode(SENTENCES)
