@@ -69,6 +69,6 @@ def largest(x: torch.Tensor, counts: torch.Tensor) -> float:
 
 def shares_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors may have elements in common: those of one storage, and those that have none."""
-    if torch.strided not in (x.layout, other.layout):
+    if not x.layout == other.layout == torch.strided:
         return True
     return x.numel() > 0 and x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
