@@ -19,19 +19,6 @@ PAGES = "code_pages"
 
 WITHOUT = frozenset(
     {
-        "index_expr/placing.py",
-        "lowerings/cudnn/takes.py",
-        "lowerings/fa4/takes.py",
-        "lowerings/rows/takes.py",
-        "lowerings/sdpa/takes.py",
-        "lowerings/shared/backward_call.py",
-        "lowerings/shared/forward_call.py",
-        "lowerings/shared/kernels/row_stats.py",
-        "lowerings/shared/kernels/tile_lists.py",
-        "lowerings/shared/kernels/tuples.py",
-        "lowerings/shared/kernels/tuples_sm90.py",
-        "lowerings/shared/latents.py",
-        "lowerings/shared/listing_launch.py",
         "passes/autograd_functions.py",
         "passes/columns.py",
         "passes/context_parallel/exchanging.py",
@@ -56,10 +43,6 @@ WITHOUT = frozenset(
         "passes/unpad/refusing.py",
         "passes/unpad/values.py",
         "rewrites/refusing.py",
-        "verifying/first.py",
-        "verifying/numbers.py",
-        "verifying/site_gradients.py",
-        "verifying/whole.py",
     }
 )
 

@@ -1,4 +1,4 @@
-"""Pages of codes: there is one for each, and its example gives that code."""
+"""Pages of codes: there is one for each. That its example gives the code, the tests of its module ask."""
 
 from __future__ import annotations
 
@@ -54,15 +54,6 @@ def test_pages_say_everything_in_sentences() -> None:
 
 def test_codes_without_an_example_to_run_are_known() -> None:
     assert {page.code for page in _pages() if page.kind is ExampleKind.TOLD} == TOLD
-
-
-@pytest.mark.parametrize("code", sorted(set(Code) - TOLD), ids=str)
-@pytest.mark.filterwarnings("ignore")
-def test_its_example_gives_the_code(code: Code) -> None:
-    # Imported here: with it come torch and the passes.
-    from website.examples import own_line
-
-    assert own_line(PAGES[code]) is not None
 
 
 def test_pages_come_without_torch() -> None:

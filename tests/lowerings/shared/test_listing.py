@@ -1,10 +1,9 @@
-"""Lists of tiles: PyTorch's ops against a search through all pairs, and the kernel against PyTorch's ops."""
+"""Lists of tiles by PyTorch's ops, against a search through all pairs; the kernels' are kernels/test_tile_lists.py's."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -12,58 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.lowerings.shared.listing import HEAD, HOLES, OPEN, SOME, SURPLUS, TAIL, UNIT, ListAsked, listed
+from attn_compiler.lowerings.shared.listing import HEAD, HOLES, SOME, SURPLUS, TAIL, listed
+from tests.lowerings.shared.listed_masks import TILES, arguments, asked, masks, units_of
 from tests.lowerings.shared.searched_tiles import Mask, read, searched, tensors
 
 launch = pytest.importorskip("attn_compiler.lowerings.shared.listing_launch")
 
 Tensor = torch.Tensor
-
-PARTS = (("rows",), ("keys",), ("documents_q", "documents_k"), ("mask",))
-BANDS = [None, Band(right=0), Band(left=40, right=3), Band(right=0, left=90, from_end=True), Band(left=-5)]
-TILES = [(32, 32), (128, 64), (64, 256)]
-
-
-def units_of(mask: Tensor) -> Tensor:
-    """What each 32 × 32 pairs of a dense mask hold."""
-    rows = []
-    for i in range(0, mask.shape[2], UNIT):
-        blocks = [mask[:, :, i : i + UNIT, j : j + UNIT] for j in range(0, mask.shape[3], UNIT)]
-        rows.append(torch.stack([x.any((2, 3)) * SOME + (~x).any((2, 3)) * HOLES for x in blocks], -1))
-    return torch.stack(rows, 2).to(torch.uint8)
-
-
-def asked(mask: Mask, tile: tuple[int, int], *, by_key: bool) -> ListAsked:
-    band = Band() if mask.band is None else mask.band
-    left, right = (OPEN if side is None else side for side in (band.left, band.right))
-    return ListAsked(
-        rows=mask.have.get("rows"),
-        keys=mask.have.get("keys"),
-        documents_q=mask.have.get("documents_q"),
-        documents_k=mask.have.get("documents_k"),
-        units=units_of(mask.have["mask"]) if "mask" in mask.have else None,
-        seqlen_q=mask.seqlen_q,
-        seqlen_kv=mask.seqlen_kv,
-        left=left,
-        right=right,
-        from_end=band.from_end,
-        queries=tile[0],
-        keys_of=tile[1],
-        by_key=by_key,
-        ordered=True,
-    )
-
-
-def arguments(one: ListAsked) -> tuple[Any, ...]:
-    return tuple(getattr(one, name) for name in ListAsked.__slots__)
-
-
-@st.composite
-def masks(draw: st.DrawFn) -> Mask:
-    seqlen_q, seqlen_kv = draw(st.integers(1, 300)), draw(st.integers(1, 300))
-    chosen = draw(st.lists(st.sampled_from(PARTS), min_size=1, unique=True))
-    have = tensors(seqlen_q, seqlen_kv, tuple(itertools.chain(*chosen)), draw(st.integers(0, 99)))
-    return Mask(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, band=draw(st.sampled_from(BANDS)), have=have)
 
 
 @settings(deadline=None, max_examples=60)
@@ -86,27 +40,6 @@ def test_no_allowed_pair_is_left_out_and_none_shut_out_is_taken(
     for ours, theirs in zip(itertools.chain(*itertools.chain(*found)), itertools.chain(*itertools.chain(*exact)), strict=True):  # fmt: skip
         assert ours[1] == theirs[1]
         assert set(ours[0]) >= set(theirs[0])
-
-
-@settings(deadline=None, max_examples=30)
-@given(masks(), st.sampled_from(TILES), st.booleans())
-def test_the_kernel_against_ops(mask: Mask, tile: tuple[int, int], by_key: bool) -> None:
-    given_ = arguments(asked(mask, tile, by_key=by_key))
-    ours, theirs = launch.lists(*given_), listed(*given_)
-    assert read(ours) == read(theirs)
-    assert torch.equal(ours[:, :, :-SURPLUS, -TAIL:], theirs[:, :, :-SURPLUS, -TAIL:])
-
-
-@pytest.mark.parametrize("by_key", [False, True])
-@pytest.mark.parametrize("name", ["keys", "rows"])
-def test_the_kernel_takes_many_blocks_in_several_steps(by_key: bool, name: str) -> None:
-    length = 32 * 301 - 5
-    have = tensors(*((length, 40) if by_key else (40, length)), (name,), seed=3)
-    mask = Mask(seqlen_q=length if by_key else 40, seqlen_kv=40 if by_key else length, band=None, have=have)
-    given_ = arguments(asked(mask, (32, 32), by_key=by_key))
-    ours, theirs = launch.lists(*given_), listed(*given_)
-    assert read(ours) == read(theirs)
-    assert torch.equal(ours[:, :, :-SURPLUS, -TAIL:], theirs[:, :, :-SURPLUS, -TAIL:])
 
 
 @settings(deadline=None, max_examples=20)
@@ -203,15 +136,3 @@ def test_fake_is_as_the_real_one(by_key: bool) -> None:
             *[mode.from_tensor(x) if isinstance(x, Tensor) else x for x in given_]
         )
     assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [(1, 1), (70, 150), (513, 4100), (4100, 513)])
-@pytest.mark.parametrize("names", [*PARTS, tuple(itertools.chain(*PARTS))])
-@pytest.mark.parametrize("by_key", [False, True])
-def test_the_kernel_on_a_gpu(sizes: tuple[int, int], names: tuple[str, ...], by_key: bool) -> None:
-    for band, tile in itertools.product(BANDS, TILES):
-        mask = Mask(seqlen_q=sizes[0], seqlen_kv=sizes[1], band=band, have=tensors(*sizes, names))
-        given_ = arguments(asked(mask, tile, by_key=by_key))
-        found = torch.ops.attn_compiler.tile_lists(*[x.cuda() if isinstance(x, Tensor) else x for x in given_])
-        assert read(found.cpu()) == read(listed(*given_))

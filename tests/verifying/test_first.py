@@ -1,0 +1,241 @@
+"""When the first call and the first backward are compared, what is held until then, and what a check that fails costs."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attn_compiler.errors import AttnCompilerWarning, CompileFailed, VerificationMismatch
+from attn_compiler.verifying import first, gradients, whole
+from tests.passes.compiling import compiled
+from tests.verifying.planning import planned
+from tests.verifying.training import (
+    BATCH,
+    LENGTH,
+    SHAPE,
+    Tensor,
+    assert_all_verified,
+    assert_verified,
+    causal,
+    checked,
+    found,
+    loss,
+    qkv,
+    trained,
+)
+
+pytestmark = pytest.mark.usefixtures("nothing_kept")
+
+
+def _broken(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("no memory")
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]:
+    seen: list[weakref.ref[Tensor]] = []
+    real = whole.isolated
+
+    def isolated(args: Any, shared: Any) -> list[Any]:
+        made = real(args, shared)
+        seen.extend(weakref.ref(x) for x in made if isinstance(x, Tensor))
+        return made
+
+    monkeypatch.setattr(whole, "isolated", isolated)
+    return seen
+
+
+def _without(held: Any, method: str) -> Callable[..., Any]:
+    """The compiled function, had it forgotten a write."""
+    (node,) = (n for n in held.module.graph.nodes if n.target == method)
+    node.replace_all_uses_with(node.args[0])
+    held.module.graph.erase_node(node)
+    held.module.recompile()
+    return checked(held)
+
+
+def test_two_backwards_through_one_call() -> None:
+    inputs = qkv()
+    out = compiled(causal, verify=True)(*inputs)
+    loss(out).backward(retain_graph=True)
+    (loss(out) * 2).backward()
+    assert_all_verified()
+    _, right = inputs[0].grad, causal(*(again := qkv()))
+    loss(right).backward()
+    torch.testing.assert_close(inputs[0].grad, again[0].grad * 3)
+
+
+def test_two_calls_before_the_backward() -> None:
+    model = compiled(causal, verify=True)
+    one, other = qkv(), [x.detach().cos().requires_grad_() for x in qkv()]
+    (loss(model(*one)) + loss(model(*other))).backward()
+    assert_all_verified()
+
+
+def test_output_written_by_the_caller() -> None:
+    q, k, v = qkv()
+    out = compiled(lambda q, k, v: causal(q, k, v) + 1, verify=True)(q, k, v)
+    out.mul_(3)
+    loss(out).backward()
+    assert_all_verified()
+
+
+def test_view_written_by_the_caller() -> None:
+    """What arrives at it can't be seen then. Without AOTAutograd the write would be to what the kernel saved."""
+    out = compiled(lambda q, k, v: causal(q, k, v).view(BATCH, -1), verify=True, inner="aot_eager")(*qkv())
+    out.mul_(3)
+    loss(out).backward()
+    assert_verified("graph outputs")
+    (check,) = found("graph gradients")
+    assert check.skipped is None or "a view" in check.skipped
+
+
+def test_no_gradients_then_gradients() -> None:
+    model = compiled(causal, verify=True)
+    with torch.no_grad():
+        model(*qkv())
+    assert found("graph gradients") == []
+    loss(model(*qkv())).backward()
+    assert_verified("graph gradients", "gradient")
+    with torch.no_grad():
+        model(*qkv())
+    assert_verified("graph gradients", "gradient")
+
+
+def test_only_the_first_backward_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
+    real = gradients.check
+    monkeypatch.setattr(gradients, "check", lambda *args: runs.append(args) or real(*args))
+    model = compiled(causal, verify=True)
+    for _ in range(3):
+        loss(model(*qkv())).backward()
+    assert len(runs) == 1
+
+
+def test_a_step_that_raised_is_no_first_step(wrong_backward: str) -> None:
+    model = compiled(causal, verify=True)
+    for _ in range(2):
+        with pytest.raises(VerificationMismatch):
+            loss(model(*qkv())).backward()
+
+
+def test_an_output_that_is_not_written_to_again() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = causal(q, k, v)
+        kept = out * 2
+        out.mul_(3)
+        return out + kept
+
+    held = planned(function, *qkv(grad=False))
+    with pytest.raises(VerificationMismatch) as caught:
+        _without(held, "mul_")(*held.args)
+    assert caught.value.what == "output 0 of the graph"
+
+
+def test_an_input_that_is_not_left_as_the_model_leaves_it() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, length: Tensor, total: Tensor) -> Tensor:
+        mask = torch.arange(LENGTH) < length
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[None, :].expand(LENGTH, LENGTH))
+        length.add_(1)
+        total.copy_(out)
+        return out
+
+    for method, name in (("add_", "length"), ("copy_", "total")):
+        held = planned(function, *qkv(grad=False), torch.tensor(4), torch.zeros(SHAPE))
+        with pytest.raises(VerificationMismatch) as caught:
+            _without(held, method)(*held.args)
+        assert caught.value.what == f"{name} as the graph left it"
+
+
+def test_a_mask_that_is_read_after_it_was_written() -> None:
+    """The site reads what the mask held before; a compiled graph that moved the write up does not."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        x = q.sin()
+        out = F.scaled_dot_product_attention(x, k, v, attn_mask=mask)
+        mask.zero_()
+        return out
+
+    held = planned(function, *qkv(grad=False), torch.randn(LENGTH, LENGTH))
+    (write,) = (n for n in held.module.graph.nodes if n.target == "zero_")
+    (sin,) = (n for n in held.module.graph.nodes if n.target == "sin")
+    sin.append(write)
+    held.module.recompile()
+    # Planning has run the graph.
+    held.args[3].normal_()
+    with pytest.raises(VerificationMismatch) as caught:
+        checked(held)(*held.args)
+    assert caught.value.what == "output 0 of the graph"
+
+
+def test_an_untouched_site_is_said() -> None:
+    trained(causal, *qkv(), lowering="untouched")
+    for subject in ("graph outputs", "graph gradients"):
+        (check,) = found(subject)
+        assert check.skipped == "every attention is as the model made it"
+
+
+@pytest.mark.parametrize("where", ["run", "check"])
+def test_a_check_that_fails_itself_is_a_warning(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.setattr(*((first.running, "run", _broken) if where == "run" else (gradients, "check", _broken)))
+    inputs = qkv()
+    model = compiled(causal, verify=True, strict=False)
+    with pytest.warns(
+        AttnCompilerWarning,
+        match="failed to run the check.*no memory.*is not verified. To reproduce",
+    ):
+        loss(model(*inputs)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AttnCompilerWarning)
+        loss(model(*inputs)).backward()
+    again = qkv()
+    (loss(causal(*again)) * 2).backward()
+    torch.testing.assert_close([x.grad for x in inputs], [x.grad for x in again])
+
+
+def test_strict_raises_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "check", _broken)
+    with pytest.raises(CompileFailed, match="OutOfMemoryError: no memory"):
+        trained(causal, *qkv())
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_nothing_is_held_afterwards(copies: list[weakref.ref[Tensor]], inner: str, backward: bool) -> None:
+    inputs = qkv()
+    model = compiled(causal, verify=True, inner=inner)
+    out = model(*inputs)
+    gc.collect()
+    assert any(ref() is not None for ref in copies)
+    if backward:
+        loss(out).backward()
+    else:
+        del out
+    gc.collect()
+    assert [ref() for ref in copies] == [None] * len(copies)
+
+
+def test_a_call_without_a_backward_is_followed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = compiled(causal, verify=True)
+    for _ in range(3):
+        model(*qkv())
+    loss(model(*qkv())).backward()
+    assert_all_verified()
+
+
+def test_a_backward_is_not_waited_for_without_end(copies: list[weakref.ref[Tensor]]) -> None:
+    model = compiled(causal, verify=True)
+    for _ in range(first.CALLS_WITHOUT_BACKWARD + 1):
+        model(*qkv())
+    (check,) = found("graph gradients")
+    assert check.skipped == "none of the first 8 calls was followed by a backward"
+    before = len(copies)
+    model(*qkv())
+    assert len(copies) == before
