@@ -79,7 +79,9 @@ def _input_key(value: Any, inputs: NodeInputs, tracer: Any) -> Hashable:
         raise Unknown
     at = next((i for i, known in enumerate(inputs.values) if known is value), len(inputs.values))
     same = next((i for i, known in enumerate(inputs.nodes) if known is node), at)
-    key = at, same, _memory(value, inputs), _tensor_key(value, tracer)
+    # First: a tensor that is not strided has no memory to ask for.
+    told = _tensor_key(value, tracer)
+    key = at, same, _memory(value, inputs), told
     if at == len(inputs.values):
         inputs.values.append(value)
         inputs.nodes.append(node)
