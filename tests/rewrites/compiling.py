@@ -29,6 +29,13 @@ def is_again(function: Callable[..., Any], *inputs: Any, **options: Any) -> bool
     return seen.report.from_cache
 
 
+def why_not(function: Callable[..., Any], *inputs: Any, **options: Any) -> str | None:
+    """Why the rewrite of the one graph of a function is not kept; None if it is."""
+    _, (seen,) = compiled(function, *inputs, **options)
+    assert seen.ran
+    return seen.report.not_kept
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(q @ k.transpose(-2, -1) * 0.25, -1) @ v
 
