@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -135,19 +134,3 @@ def test_tables_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert command_line.main(["doctor"]) == 0
     printed = capsys.readouterr().out
     assert all(lowering.name in printed for lowering in KNOWN)
-
-
-@pytest.mark.parametrize("arguments", [["docter"], []])
-def test_unknown_command_prints_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        command_line.main(arguments)
-    assert caught.value.code == 2
-    assert "usage: python -m attn_compiler" in capsys.readouterr().err
-
-
-def test_runs_as_a_module() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "attn_compiler", "unknown"], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 2
-    assert "doctor" in run.stderr

@@ -6,9 +6,6 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-import pytest
-
-import attn_compiler.__main__ as command_line
 from attn_compiler.code_pages import PAGES, SECTIONS, ExampleKind, Page, page_of
 from attn_compiler.codes import Code
 
@@ -65,11 +62,3 @@ def test_pages_come_without_torch() -> None:
 def test_a_page_is_found_by_its_code_in_any_case() -> None:
     assert page_of("ac201") is PAGES[Code.DTYPE]
     assert page_of("AC999") is None
-
-
-def test_the_command_line_prints_a_page(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line.main(["code", "ac201"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"AC201: {PAGES[Code.DTYPE].title}")
-    assert PAGES[Code.DTYPE].remedy in printed
-    assert command_line.main(["code", "AC999"]) == 2

@@ -1,0 +1,108 @@
+"""What can't be told, or done, of an attention over the whole sequence; and how ranks share it."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import dropout, scaled_dot_product_attention
+
+from attn_compiler.errors import ContextParallelUnsupported
+from attn_compiler.masks import MaskSpec
+from attn_compiler.passes.context_parallel import sites
+from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.scores import Sinks, Softcap, Unusual
+from tests.lowerings.specs import CAUSAL, bias, make_spec
+from tests.passes.context_parallel.compiled import BATCH, LENGTH, WIDTH, Data, Model, compile_and_run
+
+
+def _site(**changed: Any) -> Any:
+    match = SimpleNamespace(out="out", limits=changed.pop("limits", ()), query=())
+    return SimpleNamespace(match=match, has_scores=changed.pop("has_scores", None))
+
+
+@pytest.mark.parametrize(
+    "spec", [{}, {"mask": CAUSAL}, {"changes": (Softcap(cap=30.0), Sinks(requires_grad=False))}], ids=str
+)
+def test_what_is_understood_is_taken(spec: dict[str, Any]) -> None:
+    sites.check(_site(), make_spec(**spec))
+
+
+@pytest.mark.parametrize(
+    ("spec", "observed"),
+    [
+        ({"mask": MaskSpec(reason="it reads the weather")}, "the mask was not understood: it reads the weather"),
+        ({"changes": (Unusual(what="a step"),)}, "the scores are changed"),
+        ({"changes": (bias(1, 8, 128, 128),)}, "the scores are changed"),
+        ({"dropout_p": 0.1}, "dropout 0.1"),
+        ({"returns_weights": True}, "they are read"),
+        ({"seqlen_kv": 256}, "128 queries and 256 keys"),
+        ({"batch": "s0"}, "s0"),
+    ],
+)
+def test_what_is_not_is_refused(spec: dict[str, Any], observed: str) -> None:
+    with pytest.raises(CannotShard) as caught:
+        sites.check(_site(), make_spec(**spec))
+    assert observed in caught.value.reason.observed
+    assert caught.value.at == "out"
+
+
+@pytest.mark.parametrize(
+    ("changed", "observed"), [({"limits": ("low",)}, "clamped"), ({"has_scores": "q"}, "shuts out")]
+)
+def test_what_a_match_has_besides_is_refused(changed: dict[str, Any], observed: str) -> None:
+    with pytest.raises(CannotShard) as caught:
+        sites.check(_site(**changed), make_spec())
+    assert observed in f"{caught.value.reason.rule} {caught.value.reason.observed}"
+
+
+@pytest.mark.parametrize(
+    ("heads", "heads_kv", "asked", "size", "method"),
+    [
+        (8, 8, "auto", 4, "all_to_all"),
+        (8, 2, "auto", 2, "all_to_all"),
+        (8, 2, "auto", 4, "all_gather"),
+        (6, 6, "auto", 4, "all_gather"),
+        (8, 8, "all_gather", 4, "all_gather"),
+        ("s0", 8, "auto", 4, "all_gather"),
+    ],
+)
+def test_heads_are_exchanged_where_they_can_be_shared_out(
+    heads: Any, heads_kv: Any, asked: str, size: int, method: str
+) -> None:
+    assert sites.method_of(_site(), make_spec(heads=heads, heads_kv=heads_kv), asked, size) == method
+
+
+def test_heads_that_can_not_be_shared_out_are_not_exchanged() -> None:
+    with pytest.raises(CannotShard) as caught:
+        sites.method_of(_site(), make_spec(heads=8, heads_kv=2), "all_to_all", 4)
+    assert caught.value.reason.observed == "8 and 2 heads for 4 ranks"
+
+
+def test_a_scale_that_looks_like_the_length_is_refused() -> None:
+    def by_length(model: Model, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, data: Data) -> torch.Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=1 / LENGTH)
+
+    with pytest.raises(ContextParallelUnsupported, match="the scale of scores does not depend"):
+        compile_and_run(attend=by_length)
+
+
+def _written_out(model: Model, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, data: Data) -> torch.Tensor:
+    at = torch.arange(q.shape[2])
+    scores = torch.tanh(q @ k.mT * 0.3 / 5) * 5
+    return scores.masked_fill(at[:, None] < at, -math.inf).softmax(-1) @ v
+
+
+def test_changed_scores_are_written_out_for_the_whole_sequence() -> None:
+    assert compile_and_run(attend=_written_out).shape == (BATCH, LENGTH, WIDTH)
+
+
+def test_the_weights_may_not_be_dropped_or_read() -> None:
+    def dropped(model: Model, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, data: Data) -> torch.Tensor:
+        return dropout((q @ k.mT).softmax(-1), 0.5) @ v
+
+    with pytest.raises(ContextParallelUnsupported, match="no weights are dropped"):
+        compile_and_run(attend=dropped)

@@ -1,0 +1,164 @@
+"""What the packed graph is made of: masks over the tokens of all rows, indices, and the way back, against the batch as it was."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+
+from attn_compiler.passes.axes import Atom, fresh, shape_exprs, size_expr
+from attn_compiler.passes.unpad import making
+from attn_compiler.passes.unpad.making import Maker, Tokens
+from attn_compiler.passes.unpad.masks import PositionBand
+from attn_compiler.passes.unpad.refusing import KeepsPadding
+from attn_compiler.passes.unpad.values import Indexed, Kind, Value
+from attn_compiler.unpadding import Batch
+
+REAL = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0], [1, 0, 1, 0, 1]]).bool()
+ROWS, LENGTH = REAL.shape
+TOKENS = int(REAL.sum())
+BATCH = Batch.of(REAL).first(TOKENS)
+
+
+class Making:
+    """A packed graph of one input x and the tokens; `run` gives what its nodes are for real numbers."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.mode, graph = x, FakeTensorMode(), fx.Graph()
+        values = dict(zip(Batch.__dataclass_fields__, BATCH.inputs, strict=True))
+        nodes = {name: self._given(graph, name, value) for name, value in {"x": x, **values}.items()}
+        source = self._given(fx.Graph(), "x", x)
+        mirror: Any = SimpleNamespace(graph=fx.Graph())
+        self.batch, self.seq = Atom(size_expr(ROWS)), Atom(size_expr(LENGTH))
+        analysis: Any = SimpleNamespace(mirror=mirror, batch=self.batch, seq=self.seq, value=lambda node: self.value)
+        self.given = nodes.pop("x")
+        self.maker = Maker(
+            analysis=analysis, graph=graph, copies={source: self.given}, mode=self.mode, given=Tokens(**nodes)
+        )
+
+    def _given(self, graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
+        node = graph.placeholder(name)
+        node.meta["example_value"] = self.mode.from_tensor(value, static_shapes=True)
+        return node
+
+    def run(self, out: Any) -> Any:
+        self.maker.graph.output(out)
+        self.maker.graph.lint()
+        return fx.GraphModule(nn.Module(), self.maker.graph)(self.x, *BATCH.inputs)
+
+    def indexed(self, form: Indexed) -> Tensor:
+        recipe = making._indexed(self.given, form)
+        found: Tensor = self.run(recipe.make(self.maker, (self.given,)))
+        return found
+
+    def unpacked(self, batch: int, seq: int, rank: int) -> Tensor:
+        """The way back of a value whose rows and positions are at these axes."""
+        dims = list(fresh(shape_exprs(torch.empty([7] * rank))))
+        dims[batch], dims[seq] = (self.batch,), (self.seq,)
+        if batch == seq:
+            dims[batch] = (self.batch, self.seq)
+        self.value = Value(kind=Kind.PACKED, dims=tuple(dims))
+        recipe = making._unpacked(self.maker.analysis, self.given)
+        found: Tensor = self.run(recipe.make(self.maker, (self.given,)))
+        return found
+
+
+@pytest.mark.parametrize(
+    "band",
+    [
+        PositionBand(),
+        PositionBand(causal=True),
+        PositionBand(left=1),
+        PositionBand(left=1, right=2),
+        PositionBand(causal=True, left=2),
+    ],
+    ids=str,
+)
+def test_tokens_see_tokens_of_their_row_as_far_as_the_band_lets_them(band: PositionBand) -> None:
+    made = Making(torch.empty(1))
+    first = made.maker.mask(band)
+    assert made.maker.mask(PositionBand(causal=band.causal, left=band.left, right=band.right)) is first
+    mask = made.run(first)
+    assert (mask.shape, mask.dtype) == ((1, 1, TOKENS, TOKENS), torch.bool)
+    # Positions are counted among the real tokens of a row: distances are those of tokens that lie side by side.
+    rows = BATCH.rows.tolist()
+    for q, k in itertools.product(range(TOKENS), repeat=2):
+        is_after = not band.causal or k <= q
+        is_near = (band.left is None or q - k <= band.left) and (band.right is None or k - q <= band.right)
+        assert bool(mask[0, 0, q, k]) is (rows[q] == rows[k] and is_after and is_near)
+
+
+def test_rows_begin_and_end_among_the_tokens() -> None:
+    made = Making(torch.empty(1))
+    starts, ends = made.run((made.maker.row_starts(), made.maker.row_ends()))
+    counts = REAL.sum(1)
+    assert torch.equal(ends - starts + 1, counts)
+    for row in (row for row in range(ROWS) if counts[row]):
+        assert BATCH.rows[starts[row]] == BATCH.rows[ends[row]] == row
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "seq", "rank"),
+    [
+        ((ROWS, LENGTH, 2), 0, 1, 3),
+        ((LENGTH, ROWS, 2), 1, 0, 3),
+        ((2, ROWS, 3, LENGTH), 1, 3, 4),
+        ((1, LENGTH, 2), 0, 1, 3),
+        ((LENGTH, 2), 0, 1, 3),
+        ((ROWS, 1, 2), 0, 1, 3),
+        ((1, 1, 2), 0, 1, 3),
+        ((ROWS * LENGTH, 2), 0, 0, 2),
+        ((1, 2), 0, 0, 2),
+    ],
+    ids=str,
+)
+def test_elements_are_taken_at_real_tokens(shape: tuple[int, ...], batch: int, seq: int, rank: int) -> None:
+    x = torch.randn(shape)
+    found = Making(x).indexed(Indexed(batch=batch, seq=seq, rank=rank))
+    wide = x.reshape((1,) * (rank - x.dim()) + x.shape)
+    if batch == seq:
+        expected = wide[REAL.flatten()] if shape[0] > 1 else wide
+    else:
+        sizes = list(wide.shape)
+        sizes[batch], sizes[seq] = ROWS, LENGTH
+        moved = wide.expand(sizes).movedim((batch, seq), (0, 1))[REAL]
+        expected = moved[None].movedim((0, 1), (batch, seq))
+    torch.testing.assert_close(found.expand(expected.shape), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("batch", "seq", "rank"), [(0, 1, 3), (1, 0, 3), (0, 2, 3), (2, 1, 4), (0, 0, 2), (1, 1, 3)])
+def test_the_way_back_is_zero_at_padding(batch: int, seq: int, rank: int) -> None:
+    sizes = [7] * rank
+    sizes[batch], sizes[seq] = 1, TOKENS
+    x = torch.randn(sizes)
+    found = Making(x).unpacked(batch, seq, rank)
+    if batch == seq:
+        expected = torch.zeros(ROWS * LENGTH, *(n for i, n in enumerate(sizes) if i != batch))
+        expected[REAL.flatten()] = x.movedim(batch, 0)
+        assert torch.equal(found, expected.movedim(0, batch))
+        return
+    moved = x.movedim((batch, seq), (0, 1))[0]
+    expected = torch.zeros(ROWS, LENGTH, *moved.shape[1:])
+    expected[REAL] = moved
+    assert torch.equal(found, expected.movedim((0, 1), (batch, seq)))
+
+
+def test_sizes_of_the_packed_form() -> None:
+    made = Making(torch.empty(1))
+    four = (Atom(size_expr(4)),)
+    one, tokens, times, other = made.maker.sizes(((made.batch,), (made.seq,), (made.batch, made.seq, *four), four))
+    assert (one, other) == (1, 4)
+    assert made.run((tokens, times)) == (TOKENS, 4 * TOKENS)
+
+
+def test_what_can_not_be_had_keeps_padding_in() -> None:
+    made = Making(torch.empty(1))
+    for value in (Value(kind=Kind.LOST, lost=KeepsPadding("code", "rule", "observed")), Value(kind=Kind.ORIGINAL)):  # type: ignore[arg-type]
+        made.value = value
+        with pytest.raises(KeepsPadding):
+            made.maker.make([making.Need(made.given, "packed")])
