@@ -40,7 +40,7 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests import quick_inductor, quick_interpreter, quick_tracing
+from tests import one_stack, quick_inductor, quick_interpreter, quick_tracing
 
 quick_interpreter.install()
 quick_tracing.install()
@@ -115,6 +115,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     _freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Any:
+    """pytest's own, in whose calls no frame waits for memory."""
+    return one_stack.call(item.config.pluginmanager.get_plugin("runner").pytest_runtest_protocol, item, nextitem)
 
 
 _modules = 0

@@ -17,6 +17,8 @@ import traceback
 import types
 from typing import Any
 
+from tests import one_stack
+
 #: bytes of a request: code, arguments and environment
 LARGEST = 1 << 20
 
@@ -100,7 +102,8 @@ def main() -> None:
     gc.set_threshold(200_000, 10, 20)
     gc.collect()
     gc.freeze()
-    serve(requests)
+    # Forks have it as well.
+    one_stack.call(serve, requests)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from tests import one_stack
+
 Tell = Callable[[Any], None]
 
 #: what is imported before a process that is forked by a server; a module that is not there yet costs each process its import
@@ -200,7 +202,7 @@ def _serve(pipe: Any, log: Path | None) -> None:
         if os.fstat(1).st_size > LOG:
             os.ftruncate(1, 0)
         try:
-            job.run(pipe.send)
+            one_stack.call(job.run, pipe.send)
             ended = Ended()
         except Spent:
             ended = Ended(spent=True)
