@@ -16,6 +16,7 @@ from typing import Any
 
 from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings.cudnn.plan import FP8_GRADIENT_DTYPE, SCALES, CudnnCall
+from attn_compiler.lowerings.cudnn.takes import NAMES
 from attn_compiler.lowerings.shared.ops import output_strides
 
 Shape = tuple[int, ...]
@@ -31,12 +32,7 @@ UIDS = {
         1,
     )
 }
-_DTYPES = {
-    "bfloat16": "BFLOAT16",
-    "float16": "HALF",
-    "float8_e4m3fn": "FP8_E4M3",
-    "float8_e5m2": "FP8_E5M2",
-}
+_DTYPES = {**NAMES, "float8_e4m3fn": "FP8_E4M3", "float8_e5m2": "FP8_E5M2"}
 _OTHER_DTYPES = {
     "lse": "FLOAT",
     "sinks": "FLOAT",

@@ -5,9 +5,12 @@ from __future__ import annotations
 from attn_compiler.lowerings.shared.takes import OWN, HeadDims, Takes, since
 from attn_compiler.scores import Sinks
 
+#: a dtype -> what cuDNN calls it
+NAMES = {"float16": "HALF", "bfloat16": "BFLOAT16"}
+
 TAKES = Takes(
     sms=since(80),
-    dtypes=("float16", "bfloat16"),
+    dtypes=tuple(NAMES),
     changes=(Sinks,),
     parts=frozenset({"band", "lengths", "bias"}),
     tensors=(OWN,),

@@ -13,6 +13,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attn_compiler.dtypes import HALF, HALVES
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.fp8 import quantise
 from attn_compiler.lowerings.hopper.kernels import forward_fp8_sm90
@@ -37,8 +38,7 @@ _ELEMENTS = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float8_e5m2: gl.float8e5,
     torch.int8: gl.int8,
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
+    **{dtype: getattr(gl, name) for name, dtype in zip(HALF, HALVES, strict=True)},
 }
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from attn_compiler.lowerings.shared.takes import HeadDims, Takes
+from attn_compiler.lowerings.shared.takes import PYTORCH_HALF, HeadDims, Takes
 
 TAKES = Takes(
     sms=None,
-    dtypes=("float32", "float64", "float16", "bfloat16"),
+    dtypes=("float32", "float64", *PYTORCH_HALF),
     parts=frozenset({"band", "lengths", "rows", "keys", "documents"}),
     head_dims=HeadDims(multiple=1, in_full=1),
     unequal_head_dims=False,

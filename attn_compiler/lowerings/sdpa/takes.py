@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from attn_compiler.lowerings.shared.takes import OWN, HeadDims, Takes, since
-
-_HALF = ("float16", "bfloat16")
+from attn_compiler.lowerings.shared.takes import OWN, PYTORCH_HALF, HeadDims, Takes, since
 
 FLASH = Takes(
     sms=since(80),
-    dtypes=_HALF,
+    dtypes=PYTORCH_HALF,
     tensors=(),
     head_dims=HeadDims(multiple=8, in_full=8, most=256),
     unequal_head_dims=False,
@@ -18,7 +16,7 @@ FLASH = Takes(
 
 EFFICIENT = Takes(
     sms=since(50),
-    dtypes=(*_HALF, "float32"),
+    dtypes=(*PYTORCH_HALF, "float32"),
     tensors=(OWN,),
     head_dims=HeadDims(multiple=8, in_full=4),
     # Only dropout makes a grid of batch and heads.
@@ -30,7 +28,7 @@ EFFICIENT_BEFORE_SM80 = dataclasses.replace(
 
 CPU_FLASH = Takes(
     sms=None,
-    dtypes=("float32", "float64", *_HALF),
+    dtypes=("float32", "float64", *PYTORCH_HALF),
     tensors=(OWN, "float32"),
     head_dims=HeadDims(multiple=1, in_full=1),
     unequal_head_dims=False,

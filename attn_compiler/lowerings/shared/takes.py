@@ -75,8 +75,11 @@ class Takes:
         return parts.parts(spec).kinds - self.parts
 
 
+#: half precision in PyTorch's own kernels, which several families call
+PYTORCH_HALF = ("float16", "bfloat16")
+
 #: cuDNN's attention as PyTorch calls it. Head dims and tensors go by the versions of cuDNN and of PyTorch (cudnn_limits.py).
-CUDNN = Takes(sms=since(80), dtypes=("float16", "bfloat16"))
+CUDNN = Takes(sms=since(80), dtypes=PYTORCH_HALF)
 
 
 def check_gpu(takes: Takes, target: Target) -> list[Reason]:
