@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from attn_compiler.context_parallel.layout import joined, split
 from attn_compiler.lowerings.base import NAMESPACE
+from attn_compiler.op_library import LIBRARY
 
 _COLLECTIVES = torch.ops._c10d_functional
 
@@ -168,9 +169,6 @@ _OPS: dict[str, tuple[str, Callable[..., torch.Tensor], Callable[..., torch.Tens
     "heads_for_positions": ("int size, bool balanced, str group", _to_heads, _to_positions),
     "positions_for_heads": ("int size, bool balanced, str group", _to_positions, _to_heads),
 }
-
-#: keeps the ops alive
-LIBRARY: Any = globals().get("LIBRARY") or torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 if not hasattr(getattr(torch.ops, NAMESPACE), "gathered_sequence"):
     for name, (arguments, forward, backward) in _OPS.items():
