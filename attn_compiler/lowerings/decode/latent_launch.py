@@ -130,16 +130,13 @@ def forward(
         return _forward(prepared, q, k, operands, launched)
 
 
-class LatentForwardSite(DecodeSite):
-    """What `forward` is for one place. v is k."""
-
-    __slots__ = ()
-    body = staticmethod(forward)
-    read = staticmethod(lambda q, k, v, operands: (q, k, *operands))
+def _read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    """Of the tensors of a call. v is k."""
+    return (q, k, *operands)
 
 
 #: `forward` for one place in compiled code
-ForwardSite = LatentForwardSite
+ForwardSite = functools.partial(DecodeSite, forward, _read)
 
 
 def _forward(

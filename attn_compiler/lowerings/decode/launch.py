@@ -153,16 +153,12 @@ def forward(
         return _forward(prepared, q, k, v, operands, strides, align, launched)
 
 
-class DecodeForwardSite(DecodeSite):
-    """What `forward` is for one place. Of its operands it reads q, k, v and all others."""
-
-    __slots__ = ()
-    body = staticmethod(forward)
-    read = staticmethod(lambda q, k, v, operands: (q, k, v, *operands))
+def _read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    return (q, k, v, *operands)
 
 
 #: `forward` for one place in compiled code
-ForwardSite = DecodeForwardSite
+ForwardSite = functools.partial(DecodeSite, forward, _read)
 
 
 def _forward(

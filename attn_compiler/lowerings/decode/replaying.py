@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -35,25 +35,27 @@ class DecodeSite:
     read: of a call's tensors, those that the kernels read.
     """
 
-    __slots__ = ("replay",)
-    body: ClassVar[Callable[..., tuple[torch.Tensor, torch.Tensor]]]
-    read: ClassVar[Callable[..., tuple[torch.Tensor, ...]]]
+    __slots__ = ("body", "read", "replay")
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        body: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        read: Callable[..., tuple[torch.Tensor, ...]],
+    ) -> None:
+        self.body, self.read = body, read
         self.replay: Replay | None = None
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        cls = type(self)
         if self.replay is not None:
-            found: tuple[torch.Tensor, torch.Tensor] | None = self.replay.run([*cls.read(q, k, v, operands)], BETWEEN)
+            found: tuple[torch.Tensor, torch.Tensor] | None = self.replay.run([*self.read(q, k, v, operands)], BETWEEN)
             if found is not None:
                 return found
         launched: list[Launched] = []
-        outputs = cls.body(q, k, v, operands, text, launched)
+        outputs = self.body(q, k, v, operands, text, launched)
         if launched:
-            self.replay = replay(cls.read(q, k, v, operands), outputs, launched)
+            self.replay = replay(self.read(q, k, v, operands), outputs, launched)
         return outputs
 
 

@@ -129,8 +129,8 @@ def test_copies_are_never_taken_for_what_is_allocated(kernels: dict[str, Kernel]
     problem = problems.build(
         Case(name="odd rows", head_dim=20, layout="odd", seqlen_kv=64), dtype=torch.bfloat16, device="cpu"
     )
-    site = launch.DecodeForwardSite()
-    with _planned(problem), mock.patch.object(launch.DecodeForwardSite, "body", side_effect=launch.forward) as body:
+    site = launch.ForwardSite()
+    with _planned(problem), mock.patch.object(type(site), "body", side_effect=launch.forward) as body:
         for calls in (1, 2):
             site(*given(problem, launch))
             assert body.call_count == calls
@@ -138,7 +138,7 @@ def test_copies_are_never_taken_for_what_is_allocated(kernels: dict[str, Kernel]
 
 def test_one_tensor_in_two_roles_is_no_two_tensors_later(kernels: dict[str, Kernel]) -> None:
     problem = problems.build(Case(name="k is v", seqlen_kv=64), dtype=torch.bfloat16, device="cpu")
-    same, site = dataclasses.replace(problem, v=problem.k), launch.DecodeForwardSite()
+    same, site = dataclasses.replace(problem, v=problem.k), launch.ForwardSite()
     with _planned(problem):
         site(*given(same, launch))
         kernels["attention_decode"].ran.clear()
