@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import attn_compiler
-from benchmarks import harness
+from benchmarks import harness, models
 
 RESULTS = Path(__file__).parent / "results" / "packages_h200.csv"
 
@@ -86,78 +86,35 @@ def _padded(batch: int, length: int, device: str) -> tuple[Tensor, Tensor]:
     return _tokens(batch, length, device), (torch.arange(length)[None] < lengths[:, None]).long().to(device)
 
 
-def _bert(device: str, dtype: torch.dtype, *, tiny: bool) -> nn.Module:
-    """MiniLM-L6's widths, random weights."""
-    from transformers import BertConfig, BertModel
-
-    torch.manual_seed(0)
-    layers = 2 if tiny else 6
-    config = BertConfig(hidden_size=384, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=12)
-    return Encoder(BertModel(config, add_pooling_layer=False)).eval().to(device, dtype)
-
-
-def _llama(device: str, dtype: torch.dtype, *, tiny: bool) -> nn.Module:
-    from transformers import LlamaConfig, LlamaModel
-
-    torch.manual_seed(0)
-    width, layers = (256, 2) if tiny else (2048, 4)
-    config = LlamaConfig(
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 256,
-        vocab_size=1024,
-    )
-    return Decoder(LlamaModel(config)).eval().to(device, dtype)
-
-
-def _gemma(device: str, dtype: torch.dtype, *, tiny: bool) -> nn.Module:
-    """Gemma 2: softcaps, and windows in every second layer. Only our kernels take its attention."""
-    from transformers import Gemma2Config, Gemma2Model
-
-    torch.manual_seed(0)
-    width, layers = (256, 2) if tiny else (2048, 4)
-    config = Gemma2Config(
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 128,
-        num_key_value_heads=width // 256,
-        head_dim=128,
-        query_pre_attn_scalar=128,
-        sliding_window=64 if tiny else 1024,
-        vocab_size=1024,
-        attn_implementation="eager",
-    )
-    return Decoder(Gemma2Model(config)).eval().to(device, dtype)
-
-
 def cases(device: str, dtype: torch.dtype, *, tiny: bool) -> Iterator[Callable[[], Case]]:
     batch, length = (2, 64) if tiny else (32, 256)
     long = 64 if tiny else 2048
     few = 2 if tiny else 4
 
+    def built(family: str, implementation: str) -> nn.Module:
+        return models.build(family, "small" if tiny else "full", implementation, dtype, device)
+
     def bert(lowering: str | None, *, dynamic: bool) -> Case:
         others = [_padded(3, 77, device), _padded(7, 33, device)] if dynamic else []
-        name = f"MiniLM padded {'dynamic' if dynamic else 'static'} {lowering or 'any'}"
-        model = _bert(device, dtype, tiny=tiny)
+        name = f"BERT padded {'dynamic' if dynamic else 'static'} {lowering or 'any'}"
+        model = Encoder(built("bert", "sdpa"))
         return Case(name=name, model=model, inputs=_padded(batch, length, device), others=others, lowering=lowering)
 
-    def decoder(kind: str, lowering: str | None, *, dynamic: bool) -> Case:
-        model = {"Llama": _llama, "Gemma 2": _gemma}[kind](device, dtype, tiny=tiny)
+    def decoder(family: str, lowering: str | None, *, dynamic: bool) -> Case:
+        # Of Gemma 2 only our kernels take the softcaps, which sdpa would leave out.
+        model = Decoder(built(family, "eager" if models.FAMILIES[family].softcap else "sdpa"))
         others = [(_tokens(3, 77, device),), (_tokens(2, 130, device),)] if dynamic else []
-        name = f"{kind} prefill {'dynamic' if dynamic else 'static'} {lowering or 'any'}"
+        name = f"{family} prefill {'dynamic' if dynamic else 'static'} {lowering or 'any'}"
         return Case(name=name, model=model, inputs=(_tokens(few, long, device),), others=others, lowering=lowering)
 
     yield lambda: bert("triton", dynamic=False)
-    yield lambda: decoder("Llama", "triton", dynamic=False)
+    yield lambda: decoder("llama", "triton", dynamic=False)
     yield lambda: bert("triton", dynamic=True)
-    yield lambda: decoder("Gemma 2", None, dynamic=True)
-    yield lambda: decoder("Llama", None, dynamic=False)
+    yield lambda: decoder("gemma2", None, dynamic=True)
+    yield lambda: decoder("llama", None, dynamic=False)
     yield lambda: bert(None, dynamic=False)
-    yield lambda: decoder("Gemma 2", None, dynamic=False)
-    yield lambda: decoder("Llama", "triton", dynamic=True)
+    yield lambda: decoder("gemma2", None, dynamic=False)
+    yield lambda: decoder("llama", "triton", dynamic=True)
 
 
 def _exported(case: Case) -> ExportedProgram:
