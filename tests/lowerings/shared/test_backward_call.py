@@ -83,7 +83,7 @@ def _call(problem: Problem, kernels: Kernels, together: int = 64, **changed: Ten
 
 
 def test_gradients_lie_as_what_they_are_of() -> None:
-    problem, kernels = build(BIASED), Kernels()
+    problem, kernels = build(BIASED, device="cpu"), Kernels()
     *grads, further = _call(problem, kernels)
     for i, (grad, x) in enumerate(zip(grads, (problem.q, problem.k, problem.v), strict=True)):
         assert (grad.shape, grad.dtype) == (x.shape, x.dtype)
@@ -92,7 +92,7 @@ def test_gradients_lie_as_what_they_are_of() -> None:
 
 
 def test_a_launch_is_told_tensors_and_numbers() -> None:
-    problem, kernels = build(BIASED), Kernels()
+    problem, kernels = build(BIASED, device="cpu"), Kernels()
     _call(problem, kernels)
     ((told, part),) = kernels.started
     assert part == "all"
@@ -104,7 +104,7 @@ def test_a_launch_is_told_tensors_and_numbers() -> None:
 
 def test_scores_that_are_kept_have_their_parameter() -> None:
     kernels = Kernels(keeps_scores=True)
-    _call(build(BIASED), kernels)
+    _call(build(BIASED, device="cpu"), kernels)
     ((told, _),) = kernels.started
     assert (told.tensors["Scores"], told.numbers["pitch"]) == ("Scores", 80)
 
@@ -114,7 +114,7 @@ def test_scores_that_are_kept_have_their_parameter() -> None:
 )
 def test_row_stats_are_whole_blocks_and_one_at_least(queries: int, together: int, rows: int) -> None:
     kernels = Kernels()
-    problem = build(Case(name=f"backward_call_{queries}", seqlen_q=queries, bias="hqk"))
+    problem = build(Case(name=f"backward_call_{queries}", seqlen_q=queries, bias="hqk"), device="cpu")
     _call(problem, kernels, together)
     (shared,) = kernels.seen
     assert shared.tensors["RowStats"].shape == (2, 2, 2, rows)
@@ -123,7 +123,7 @@ def test_row_stats_are_whole_blocks_and_one_at_least(queries: int, together: int
 @pytest.mark.parametrize("name", ["q", "grad_out"])
 def test_what_kernels_can_not_read_is_copied(name: str) -> None:
     """An upstream gradient of a sum is one number that is expanded."""
-    problem, kernels = build(BIASED), Kernels()
+    problem, kernels = build(BIASED, device="cpu"), Kernels()
     like = problem.q if name == "q" else _given(problem)[0]
     spread = torch.tensor(3.0).expand(like.shape)
     *grads, _ = _call(problem, kernels, **{name: spread})
@@ -138,7 +138,7 @@ def test_what_kernels_can_not_read_is_copied(name: str) -> None:
 def test_a_gradient_of_the_lse_that_is_no_packed_one_is_copied_and_not_replayed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    problem, kernels = build(BIASED), Kernels()
+    problem, kernels = build(BIASED, device="cpu"), Kernels()
     kept: list[Any] = []
     monkeypatch.setattr(replaying.Alike, "keep", lambda *given, **named: kept.append(named))
     _call(problem, kernels, grad_lse=torch.tensor(2.0).expand(problem.q.shape[:3]))

@@ -12,7 +12,7 @@ from attn_compiler.lowerings.shared.forward_call import Forward, Named
 from attn_compiler.lowerings.shared.on_device import KnownCalls
 from attn_compiler.lowerings.shared.replaying import Alike
 from tests.lowerings.kernel_cases import Case
-from tests.lowerings.kernel_problems import DEVICE, Problem, build, planned
+from tests.lowerings.kernel_problems import Problem, build, planned
 
 PADDED = Case(name="forward_call", keys="right", needs_grad=False)
 
@@ -45,7 +45,7 @@ def _call(problem: Problem, kernel: Kernel, *, q: Tensor | None = None, **more: 
 
 
 def test_a_kernel_gets_each_tensor_by_its_name() -> None:
-    problem, kernel = build(PADDED), Kernel()
+    problem, kernel = build(PADDED, device="cpu"), Kernel()
     out, lse = _call(problem, kernel)
     (seen,) = kernel.seen
     assert list(seen) == ["Q", "K", "V", *problem.plan.operands, "Out", "Lse"]
@@ -57,7 +57,7 @@ def test_a_kernel_gets_each_tensor_by_its_name() -> None:
 
 
 def test_calls_that_lie_alike_share_what_was_found() -> None:
-    problem, kernel = build(PADDED), Kernel()
+    problem, kernel = build(PADDED, device="cpu"), Kernel()
     for _ in range(2):
         _call(problem, kernel)
     assert kernel.same[0] is kernel.same[1]
@@ -71,7 +71,7 @@ def _apart(x: Tensor) -> Tensor:
 
 
 def test_what_a_kernel_can_not_read_is_copied() -> None:
-    problem, kernel = build(PADDED), Kernel()
+    problem, kernel = build(PADDED, device="cpu"), Kernel()
     q = _apart(problem.q)
     _call(problem, kernel, q=q)
     (seen,) = kernel.seen
@@ -81,14 +81,14 @@ def test_what_a_kernel_can_not_read_is_copied() -> None:
 
 
 def test_one_that_reads_operands_alone_copies_nothing() -> None:
-    problem, kernel = build(PADDED), Kernel()
+    problem, kernel = build(PADDED, device="cpu"), Kernel()
     q = _apart(problem.q)
     _call(problem, kernel, q=q, reads_operands_alone=True)
     assert kernel.seen[0]["Q"] is q
 
 
 def test_operands_that_are_not_the_plan_s_are_an_error() -> None:
-    problem, kernel = build(PADDED), Kernel()
+    problem, kernel = build(PADDED, device="cpu"), Kernel()
     body = Forward(op="op", operands=lambda prepared: prepared.operands, run=kernel)
     with planned(problem.plan), pytest.raises(ValueError, match="zip"):
         body(problem.q, problem.k, problem.v, [], problem.text)
@@ -96,6 +96,6 @@ def test_operands_that_are_not_the_plan_s_are_an_error() -> None:
 
 
 def test_no_queries() -> None:
-    problem, kernel = build(Case(name="forward_call_empty", seqlen_q=0, needs_grad=False)), Kernel()
+    problem, kernel = build(Case(name="forward_call_empty", seqlen_q=0, needs_grad=False), device="cpu"), Kernel()
     out, lse = _call(problem, kernel)
-    assert (out.numel(), lse.numel(), out.device.type) == (0, 0, DEVICE)
+    assert (out.numel(), lse.numel(), out.device.type) == (0, 0, "cpu")

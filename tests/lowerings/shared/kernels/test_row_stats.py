@@ -58,6 +58,7 @@ def test_rows_beyond_the_last_weigh_nothing() -> None:
     assert (stats[:, :, 1, LENGTH:] == 0).all()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_put_on_a_row_without_keys_does_not_count(value: float) -> None:
     out, grad_out, lse, grad_lse = _inputs()
