@@ -115,6 +115,15 @@ def _somebody_elses(x: Tensor) -> Tensor:
     return x
 
 
+def test_tensors_of_one_memory_are_counted_once() -> None:
+    one = x()
+    for other, memories in ((fake(lambda: one.view(3, 2)), 1), (x(3, 2), 2)):
+        graph, inputs = fx.Graph(), NodeInputs()
+        a, b = graph.placeholder("a"), graph.placeholder("b")
+        key_of(graph.call_function(torch.matmul, (a, b)), {a: one, b: other}, inputs, None)
+        assert len(inputs.storages) == memories
+
+
 UNKNOWN: dict[str, Callable[[], Any]] = {
     "somebody else's function": lambda: key(_somebody_elses, x()),
     "no method of tensors": lambda: key("somebody_elses", x(), op="call_method"),

@@ -74,6 +74,7 @@ def test_what_is_no_rounded_number_is_left_as_it_is() -> None:
 def test_memory_that_is_shared() -> None:
     x = torch.randn(6)
     assert shares_memory(x[:2], x[4:])
+    assert shares_memory(x[:1], x)
     assert not shares_memory(x, x.clone())
     assert not shares_memory(x[:0], x)
     # Nobody says where a sparse tensor's numbers are.

@@ -14,7 +14,7 @@ from tests.lowerings.specs import CAUSAL, bias, make_spec, words
 
 
 @pytest.mark.parametrize(
-    ("sm", "is_taken"), [(80, False), (89, False), (90, True), (100, True), (103, True), (120, False)]
+    ("sm", "is_taken"), [(80, False), (89, False), (90, True), (91, False), (100, True), (103, True), (120, False)]
 )
 def test_it_has_kernels_for_some_architectures(sm: int, is_taken: bool) -> None:
     reasons = words(check_gpu(TAKES, Target.fake(sm=sm)))
