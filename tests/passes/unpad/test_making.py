@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from attn_compiler.passes.axes import Atom, fresh, shape_exprs, size_expr
 from attn_compiler.passes.unpad import making
 from attn_compiler.passes.unpad.making import Maker, Tokens
-from attn_compiler.passes.unpad.masks import PositionBand
+from attn_compiler.passes.unpad.masks import PackedPairs, PositionBand
 from attn_compiler.passes.unpad.refusing import KeepsPadding
 from attn_compiler.passes.unpad.values import Indexed, Kind, Value
 from attn_compiler.unpadding import Batch
@@ -81,8 +82,9 @@ class Making:
 )
 def test_tokens_see_tokens_of_their_row_as_far_as_the_band_lets_them(band: PositionBand) -> None:
     made = Making(torch.empty(1))
-    first = made.maker.mask(band)
-    assert made.maker.mask(PositionBand(causal=band.causal, left=band.left, right=band.right)) is first
+    pairs = PackedPairs(band=band, scores=None)
+    first = made.maker.mask(pairs, {}, made.given)
+    assert made.maker.mask(dataclasses.replace(pairs), {}, made.given) is first
     mask = made.run(first)
     assert (mask.shape, mask.dtype) == ((1, 1, TOKENS, TOKENS), torch.bool)
     # Positions are counted among the real tokens of a row: distances are those of tokens that lie side by side.

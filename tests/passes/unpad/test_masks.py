@@ -14,7 +14,7 @@ from attn_compiler.codes import Code
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.masks import Alignment, Causal, Document, KeyPadding, MaskKind, MaskSpec, SlidingWindow
 from attn_compiler.passes.unpad import masks
-from attn_compiler.passes.unpad.masks import Padding, PositionBand
+from attn_compiler.passes.unpad.masks import PackedPairs, Padding, PositionBand
 from attn_compiler.passes.unpad.refusing import KeepsPadding
 from attn_compiler.scores import Softcap
 from tests.lowerings.specs import make_spec
@@ -43,10 +43,10 @@ def _site(*kinds: MaskKind, tensor: Any = MASK, anchor: object = SDPA, **spec: A
     ],
 )
 def test_padding_and_a_band_are_understood(kinds: tuple[MaskKind, ...], band: PositionBand) -> None:
-    padding, bands = masks.of([_site(*kinds), _site(PADDED)])
+    padding, pairs = masks.of([_site(*kinds), _site(PADDED)])
     assert padding == Padding(tensor=MASK, negated=False)
-    assert bands == [band, PositionBand()]
-    assert band.counts_positions is (band.left is not None or band.right is not None)
+    assert pairs == [PackedPairs(band=one, scores=None) for one in (band, PositionBand())]
+    assert pairs[0].count_positions is (band.left is not None or band.right is not None)
 
 
 def test_a_mask_may_be_zero_where_a_token_is_real() -> None:
