@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,7 @@ import triton
 from attn_compiler.lowerings.hopper.kernels import around_backward, backward_sm90
 from attn_compiler.lowerings.hopper.kernels.tuples import GradSwitches
 from attn_compiler.lowerings.hopper.launch import bhsd_strides, may_leak
-from attn_compiler.lowerings.hopper.ops import grad_operands
+from attn_compiler.lowerings.hopper.ops import IN_ORDER, grad_operands
 from attn_compiler.lowerings.hopper.plan import GradBlocks, grad_blocks_of, is_ordered
 from attn_compiler.lowerings.shared import gradient_launch, leaf_calls, persistent
 from attn_compiler.lowerings.shared.arguments import (
@@ -31,6 +32,8 @@ from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, lau
 
 #: queries of a program of the kernels around it
 _AROUND = 64
+#: tiles of queries of a program of `attention_ranks`, and those that it looks at together
+_RANKED, _LISTED = 16, 64
 #: blocks of a program, from which on their order matters less than what they share
 _MANY = 8
 
@@ -55,8 +58,25 @@ def _rows_together(prepared: Prepared) -> int:
     return max(STATS_BLOCK, _AROUND, own, tiles.grad_q.queries, tiles.grad_kv.queries)
 
 
+def _make_room_for_turns(shared: Backward) -> None:
+    """As `_make_room`, and for the counters of tiles of dq. With lists also for what `attention_ranks` makes of them."""
+    _make_room(shared)
+    same, tensors = shared.same, shared.tensors
+    batch, heads, _, rows = tensors["RowStats"].shape
+    empty = functools.partial(torch.empty, dtype=torch.int32, device=tensors["Q"].device)
+    tensors["Turns"] = same.empty("Turns", lambda: empty((batch, heads, rows // _AROUND)))
+    if "tiles_by_key" in tensors:
+        tensors["Ranks"] = same.empty("Ranks", lambda: empty(tensors["tiles_by_key"].shape))
+
+
+def _is_in_order(shared: Backward) -> bool:
+    return "Turns" in shared.tensors
+
+
 def _run(shared: Backward) -> list[torch.Tensor]:
     shared.launch(around_backward.attention_before_backward, before)
+    if "Ranks" in shared.tensors:
+        shared.launch(around_backward.attention_ranks, ranks)
     shared.launch(backward_sm90.attention_backward_sm90, main)
     shared.launch(around_backward.attention_after_backward, after)
     for name in ("K", "V") if "EachK" in shared.tensors else ():
@@ -81,7 +101,23 @@ def before(shared: Backward) -> Arguments:
     numbers = {**strides("o", out), **strides("g", grad_out), "heads_q": heads, "seqlen_q": seqlen_q}
     numbers |= {"stats_rows": rows, "BLOCK_M": _AROUND, "ALIGN": alignment(out, grad_out), **_head_dims(shared)}
     names = ("Out", "GradOut", "Lse", "GradLse", "RowStats", "Sums", "Flag")
-    return Arguments(grid=(rows // _AROUND, heads, batch), tensors={name: name for name in names}, numbers=numbers)
+    turns = {"Turns": "Turns" if _is_in_order(shared) else None}
+    tensors = {name: name for name in names} | turns
+    return Arguments(grid=(rows // _AROUND, heads, batch), tensors=tensors, numbers=numbers)
+
+
+def ranks(shared: Backward) -> Arguments:
+    """Which blocks come before which, of lists."""
+    listed = shared.tensors["tiles_by_key"]
+    spec, blocks = shared.prepared.call.spec, grad_blocks_of(shared.prepared.call.spec)
+    tiles = triton.cdiv(shared.tensors["Q"].shape[2], blocks.queries)
+    numbers: dict[str, Any] = {**lists(listed), "tiles": tiles, "ORDERED": is_ordered(spec)}
+    numbers |= {"blocks": triton.cdiv(shared.tensors["K"].shape[2], blocks.keys)}
+    return Arguments(
+        grid=(triton.cdiv(tiles, _RANKED), listed.shape[1], listed.shape[0]),
+        tensors={"Lists": "tiles_by_key", "Ranks": "Ranks"},
+        numbers=numbers | {"TILES": _RANKED, "LISTED": _LISTED},
+    )
 
 
 def _head_dims(shared: Backward) -> dict[str, int]:
@@ -141,10 +177,11 @@ def main(shared: Backward) -> Arguments:
         "section": _section(shared, every, in_head, heads_of_all) if differ else 1,
         "blocks": in_head,
         "heads_of_all": heads_of_all,
-        "HOW": switches(prepared, every, blocks, leaks=leaks(shared)),
+        "HOW": switches(prepared, every, blocks, leaks=leaks(shared), in_order=_is_in_order(shared)),
     }
     wanted = {*backward_sm90.attention_backward_sm90.arg_names, *Sizes._fields}
     given = {**operand_parameters(prepared), "Lists": prepared.present("tiles_by_key")}
+    given |= {name: name if name in shared.tensors else None for name in ("Turns", "Ranks")}
     names = ("Q", "K", "V", "GradOut", "RowStats", "Sums", "Flag")
     return Arguments(
         grid=persistent.programs(in_head * heads_of_all, q.device),
@@ -167,9 +204,15 @@ def _section(shared: Backward, numbers: Mapping[str, Any], blocks: int, heads_of
     return persistent.section_of(tensors, heads=heads_of_all, part=min(1.0, persistent.reach(numbers) / q.shape[2]))
 
 
-def switches(prepared: Prepared, numbers: Mapping[str, Any], blocks: GradBlocks, *, leaks: bool) -> GradSwitches:
-    """What the kernel is compiled for. numbers: `arguments.common`."""
+def switches(
+    prepared: Prepared, numbers: Mapping[str, Any], blocks: GradBlocks, *, leaks: bool, in_order: bool
+) -> GradSwitches:
+    """What the kernel is compiled for. numbers: `arguments.common`.
+
+    In order: tiles that need their mask are on both sides of those that don't, and each block visits its tiles from the last one on.
+    """
     qk, v = head_dim_tiles(prepared.call.spec)
+    on_both_sides = prepared.plan.tiles or numbers["HAS_LEFT"]
     return GradSwitches(
         HEAD_DIM_QK=numbers["HEAD_DIM_QK"],
         HEAD_DIM_V=numbers["HEAD_DIM_V"],
@@ -181,11 +224,12 @@ def switches(prepared: Prepared, numbers: Mapping[str, Any], blocks: GradBlocks,
         SUM_COLUMNS=blocks.sum_columns(qk),
         HAS_LEFT=numbers["HAS_LEFT"],
         HAS_RIGHT=numbers["HAS_RIGHT"],
-        MASK_ALL=numbers["MASK_ALL"],
+        MASK_ALL=numbers["MASK_ALL"] or (in_order and on_both_sides),
         SOFTCAP=prepared.call.spec.score.softcap is not None,
         MARKS=leaks,
         ORDERED=is_ordered(prepared.call.spec),
         REGISTERS=blocks.registers,
+        IN_ORDER=in_order,
     )
 
 
@@ -223,3 +267,7 @@ gradients = BackwardByKernels(
 
 #: `gradients` for one place in compiled code
 BackwardSite = functools.partial(leaf_calls.BackwardSite, gradients)
+
+#: the same, but that every run adds up in the same order
+gradients_in_order = dataclasses.replace(gradients, op=f"{IN_ORDER}_backward", make_room=_make_room_for_turns)
+BackwardSiteInOrder = functools.partial(leaf_calls.BackwardSite, gradients_in_order)

@@ -16,6 +16,8 @@ from attn_compiler.spec import AttentionSpec
 
 #: the family itself
 FAMILY = "hopper"
+#: the family with the backward that adds up in one order
+IN_ORDER = "hopper_in_order"
 #: what the backward reads beside the family's operands: q, k, v
 _READ = 3
 
@@ -52,15 +54,22 @@ register_backward(
     differentiable=_differentiable,
     dispatch_key="CUDA",
 )
-register_given(
-    FAMILY,
-    given_op(FAMILY),
-    leading=lambda text: _READ,
-    read=_read,
+register_backward(
+    IN_ORDER,
+    backward=late("hopper.backward_launch", "gradients_in_order", site="BackwardSiteInOrder", notes=True),
     differentiable=_differentiable,
-    # The copy engine reads whole vectors.
-    prepare_grad_out=like_output,
+    dispatch_key="CUDA",
 )
+for _family in (FAMILY, IN_ORDER):
+    register_given(
+        _family,
+        given_op(_family),
+        leading=lambda text: _READ,
+        read=_read,
+        differentiable=_differentiable,
+        # The copy engine reads whole vectors.
+        prepare_grad_out=like_output,
+    )
 register_given(
     "triton", given_op("triton"), leading=lambda text: _READ, read=_read, differentiable=parts.differentiable
 )

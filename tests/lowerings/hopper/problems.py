@@ -48,7 +48,9 @@ def grad_operands(problem: Problem) -> list[Tensor]:
     return [problem.named[name] for name in problem.plan.operands if name != "tiles"]
 
 
-def launched(problem: Problem, *, programs: int) -> tuple[dict[str, Arguments], dict[str, Tensor]]:
+def launched(
+    problem: Problem, *, programs: int, in_order: bool = False
+) -> tuple[dict[str, Arguments], dict[str, Tensor]]:
     """The arguments of each kernel of a forward, with gradients of a backward instead, none of which runs, and the tensors."""
     found: dict[str, Arguments] = {}
     seen: dict[str, Tensor] = {}
@@ -62,8 +64,13 @@ def launched(problem: Problem, *, programs: int) -> tuple[dict[str, Arguments], 
         out, lse = launch.forward(*given, operands(problem), problem.text)
         if problem.case.needs_grad:
             found.clear()
-            backward_launch.gradients(out, lse, *given, grad_operands(problem), out, lse, problem.text)
+            backward_of(in_order=in_order)(out, lse, *given, grad_operands(problem), out, lse, problem.text)
     return found, seen
+
+
+def backward_of(*, in_order: bool) -> Callable[..., Any]:
+    """The one that adds up in one order, or the one that does not."""
+    return backward_launch.gradients_in_order if in_order else backward_launch.gradients
 
 
 @contextlib.contextmanager
@@ -105,8 +112,8 @@ def outputs(problem: Problem, *, programs: int = 3) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def results(problem: Problem, *, programs: int = 3) -> list[Tensor]:
-    """out, lse and the gradients as the leaf ops leave them. What no kernel writes is NaN."""
+def results(problem: Problem, *, programs: int = 3, in_order: bool = False) -> list[Tensor]:
+    """out, lse and the gradients as the leaf ops leave them. What no kernel writes is NaN. in_order: by the backward that adds up so."""
     out, lse = outputs(problem, programs=programs)
 
     def start(kernel: Any, same: Any, tensors: Any, arguments: Callable[[], Arguments], part: str = "") -> None:
@@ -121,16 +128,16 @@ def results(problem: Problem, *, programs: int = 3) -> list[Tensor]:
             name: None if source is None else _flat(tensors[source]) for name, source in asked.tensors.items()
         }
         given |= launching.as_taken(kernel.arg_names, asked.numbers)
-        gluon_in_torch.run(backward_sm90, "attention_backward_sm90", asked.grid, given)
+        gluon_in_torch.run(backward_sm90, "attention_backward_sm90", asked.grid, given, together=in_order)
 
     with starting(problem, start, programs=programs):
         grad_out, grad_lse = kernel_problems.upstream(problem, out, lse)
         read = (problem.q, problem.k, problem.v, grad_operands(problem))
-        *grads, further = backward_launch.gradients(grad_out, grad_lse, *read, out, lse, problem.text)
+        *grads, further = backward_of(in_order=in_order)(grad_out, grad_lse, *read, out, lse, problem.text)
     return [out, lse, *grads, *further]
 
 
-def by_ops(problem: Problem) -> list[Tensor]:
+def by_ops(problem: Problem, *, in_order: bool = False) -> list[Tensor]:
     """out and lse, and with gradients these, as the leaf ops give them on a GPU."""
     with planned(problem.plan), torch.no_grad():
         given = (problem.q, problem.k, problem.v)
@@ -139,7 +146,8 @@ def by_ops(problem: Problem) -> list[Tensor]:
             return [out, lse]
         upstream = kernel_problems.upstream(problem, out, lse)
         read = (*given, grad_operands(problem), out, lse, problem.text)
-        *grads, further = torch.ops.attn_compiler.hopper_backward(*upstream, *read)
+        ops = torch.ops.attn_compiler
+        *grads, further = (ops.hopper_in_order_backward if in_order else ops.hopper_backward)(*upstream, *read)
     return [out, lse, *grads, *further]
 
 

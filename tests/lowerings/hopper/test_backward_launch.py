@@ -56,18 +56,45 @@ def test_gradients_by_their_definition(case: Case) -> None:
     kernel_problems.assert_within_rule(problems.results(problem), problem)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.removeprefix("hopper "))
+def test_gradients_that_are_added_up_in_one_order(case: Case) -> None:
+    """Programs run at once, and wait for each other."""
+    problem = problems.build(dataclasses.replace(case, name=f"{case.name}, in order"))
+    kernel_problems.assert_within_rule(problems.results(problem, in_order=True), problem)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("programs", [1, 2, 5])
-def test_any_number_of_programs_shares_the_blocks(programs: int) -> None:
+def test_any_number_of_programs_shares_the_blocks(programs: int, in_order: bool) -> None:
     problem = problems.build(Case(name=f"hopper programs {programs}", keys="left", **_EVEN, **_CAUSAL))
-    kernel_problems.assert_within_rule(problems.results(problem, programs=programs), problem)
+    kernel_problems.assert_within_rule(problems.results(problem, programs=programs, in_order=in_order), problem)
 
 
+@pytest.mark.parametrize("section", [1, 3, 100])
+@pytest.mark.parametrize("case", [CASES[1], CASES[6], CASES[13]], ids=lambda case: case.name)
+def test_in_one_order_however_many_heads_take_turns(section: int, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_launch, "_section", lambda *_: section)
+    sizes: Any = {"heads_q": 4, "heads_kv": 2, "seqlen_q": 300, "seqlen_kv": 300}
+    problem = problems.build(dataclasses.replace(case, name=f"{case.name}, sections of {section}", **sizes))
+    kernel_problems.assert_within_rule(problems.results(problem, programs=4, in_order=True), problem)
+
+
+def test_sums_of_dq_are_the_same_to_the_last_bit_in_every_run() -> None:
+    """As many programs as there are blocks, so that who comes first is a race."""
+    problem = problems.build(Case(name="hopper one order", seqlen_q=200, seqlen_kv=700, heads_q=1))
+    first = problems.results(problem, programs=12, in_order=True)
+    for programs in (12, 1):
+        again = problems.results(problem, programs=programs, in_order=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize(("queries", "stages"), [(64, 2), (128, 2), (64, 4)])
-def test_any_blocks(queries: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_blocks(queries: int, stages: int, in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 128 queries each warpgroup takes half of these of dq, else half of its columns."""
     monkeypatch.setattr(plan, "GRAD_BLOCKS", {64: plan.GradBlocks(queries=queries, stages=stages)})
     problem = problems.build(Case(name=f"hopper blocks {queries} {stages}", keys="left", **_EVEN, **_CAUSAL))
-    kernel_problems.assert_within_rule(problems.results(problem), problem)
+    kernel_problems.assert_within_rule(problems.results(problem, in_order=in_order), problem)
 
 
 def test_keys_that_nobody_uses_may_hold_nan() -> None:

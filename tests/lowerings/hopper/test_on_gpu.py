@@ -61,6 +61,16 @@ def test_gradients_by_their_definition(case: Case, hopper: Target) -> None:
     _results(case, hopper, torch.bfloat16)
 
 
+@pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.name)
+def test_gradients_in_one_order_are_the_same_in_every_run(case: Case, hopper: Target) -> None:
+    problem = problems.build(case, dtype=torch.bfloat16, device="cuda", target=hopper)
+    first = problems.by_ops(problem, in_order=True)
+    kernel_problems.assert_within_rule(first, problem)
+    for _ in range(3):
+        again = problems.by_ops(problem, in_order=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradients_of_long_sequences_in_float16(head_dim: int, hopper: Target) -> None:
     sizes: Any = {"batch": 3, "heads_q": 8, "heads_kv": 2, "seqlen_q": 3100, "seqlen_kv": 3100}

@@ -254,6 +254,7 @@ def test_every_leaf_op_of_triton_kernels_is_looked_at() -> None:
         "triton_fp8",
         "hopper",
         "hopper_backward",
+        "hopper_in_order_backward",
         "hopper_fp8",
         "tile_lists",
     }

@@ -1,10 +1,12 @@
-"""What runs before the backward kernel for Hopper, and after it: row stats and zeros; dq in its own dtype; dk and dv of groups of heads."""
+"""What runs before the backward kernel for Hopper, and after it: row stats and zeros; who comes before whom; dq in its own dtype; dk and dv
+of groups of heads."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from attn_compiler.lowerings.shared.kernels.optional import list_of
 from attn_compiler.lowerings.shared.kernels.row_stats import make_row_stats
 from attn_compiler.lowerings.shared.kernels.tile_parts import at_head, load_tile, store_tile
 from attn_compiler.lowerings.shared.kernels.tuples import Positions
@@ -12,11 +14,12 @@ from attn_compiler.lowerings.shared.kernels.tuples import Positions
 
 @triton.jit
 def attention_before_backward(
-    Out, GradOut, Lse, GradLse, RowStats, Sums, Flag, stride_o, stride_g, heads_q, seqlen_q, stats_rows,
+    Out, GradOut, Lse, GradLse, RowStats, Sums, Flag, Turns, stride_o, stride_g, heads_q, seqlen_q, stats_rows,
     BLOCK_M: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_ALL: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """RowStats as row_stats.py says, Sums (B, Hq, Sq, HEAD_DIM_QK) float32 and Flag (2,) int32 are 0.
+    """RowStats as row_stats.py says, Sums (B, Hq, Sq, HEAD_DIM_QK) float32, Flag (2,) int32 and, where there are any, Turns (B, Hq,
+    stats_rows / BLOCK_M) int32 are 0.
 
     Grid: (stats_rows / BLOCK_M, Hq, B).
     """
@@ -29,6 +32,35 @@ def attention_before_backward(
     sums = Positions(base=Sums + row * seqlen_q * HEAD_DIM_QK, stride=HEAD_DIM_QK, length=seqlen_q)
     store_tile(sums, start, tl.zeros([BLOCK_M, QK_ALL], tl.float32), BLOCK_M, 0, QK_ALL, HEAD_DIM_QK)
     tl.store(Flag + tl.arange(0, 2), tl.zeros([2], tl.int32))
+    if Turns is not None:
+        tl.store(Turns + row * (stats_rows // BLOCK_M) + tl.program_id(0), 0)
+
+
+@triton.jit(do_not_specialize=["blocks", "tiles"])
+def attention_ranks(
+    Lists, Ranks, lists, blocks, tiles, ORDERED: tl.constexpr, TILES: tl.constexpr, LISTED: tl.constexpr
+):
+    """Ranks, which lie as Lists do, get of each block of keys and each tile of queries: how many blocks visit the tile before that one.
+
+    Lists: of `blocks` blocks of keys, each of at most `tiles` tiles. Blocks come by their numbers, or, ORDERED, the longest list first.
+    Grid: (cdiv(tiles, TILES), heads and batch rows of the lists). LISTED: tiles that are looked at together.
+    """
+    own = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    head, batch = tl.program_id(1), tl.program_id(2)
+    before = tl.zeros([TILES], tl.int32)
+    for n in range(blocks):
+        block = tl.program_id(0) * 0 + n
+        if ORDERED:
+            block = tl.load(list_of(Lists, batch, head, blocks - 1 - block, lists) + lists.tiles_row - 1)
+        List = list_of(Lists, batch, head, block, lists)
+        partial, first, last = tl.load(List), tl.load(List + 1), tl.load(List + 2)
+        visits = ((own >= first) & (own < last)).to(tl.int32)
+        for start in range(0, partial, LISTED):
+            at = start + tl.arange(0, LISTED)
+            listed = tl.load(List + 3 + at, mask=at < partial, other=-1)
+            visits += tl.sum((listed[None, :] == own[:, None]).to(tl.int32), 1)
+        tl.store(list_of(Ranks, batch, head, block, lists) + own, before, mask=own < tiles)
+        before += visits
 
 
 @triton.jit

@@ -5,8 +5,9 @@ gradient, two compute 64 keys each: their scores are transposed, (keys, queries)
 the left operand of the products for dv and dk. The gradients of scores meet in shared memory, where both warpgroups take half of dq's
 columns (or rows) of them; the copy engine adds those to float32 sums in memory (https://arxiv.org/abs/2407.08608, section 3).
 
-Those sums come in no fixed order, so two runs may differ in the last bits of dq. Gradients that come out as NaN raise a flag: a masked key
-may hold NaN, and 0 · NaN is NaN. Then the Triton family's kernels compute all of them again.
+Those sums come in no fixed order, so two runs may differ in the last bits of dq, unless blocks take turns (in_order_sm90.py). Gradients
+that come out as NaN raise a flag: a masked key may hold NaN, and 0 · NaN is NaN. Then the Triton family's kernels compute all of them
+again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from attn_compiler.lowerings.hopper.kernels.grad_tiles_sm90 import (
     scores_of,
     weights_of,
 )
+from attn_compiler.lowerings.hopper.kernels.in_order_sm90 import sums_have_come
 from attn_compiler.lowerings.hopper.kernels.tuples import ForwardWork, GradTiles, KeyBlock, Masks, QueryMasks
 from attn_compiler.lowerings.shared.kernels.optional import at_index
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
@@ -77,11 +79,14 @@ def _step(
     mbarrier.wait(barriers.grads_full.index(stage), phase)
     sums = products_of_dq(consumer, tiles.grads.index(stage), tiles, layouts, how)
     sums, grad_k, grad_v = warpgroup_mma_wait(0, deps=(sums, grad_k, grad_v))
-    # Until what is in place of what is added to dq has left.
-    tma.store_wait(0)
+    # Until what is in place of what is added to dq has left, or, where others wait for it, has been added.
+    if how.IN_ORDER:
+        sums_have_come()
+    else:
+        tma.store_wait(0)
     barrier_of_threads()
     mbarrier.arrive(barriers.q_empty.index(stage))
-    add_to_dq(consumer, Sums, batch, head, start, sums, tiles, how)
+    add_to_dq(consumer, Sums, batch, head, start, n, sums, tiles, how)
     return grad_k, grad_v
 
 
@@ -170,15 +175,34 @@ def _compute(
         if count > 0:
             mbarrier.wait(barriers.kv_full, loaded & 1)
             state = (grad_k, grad_v)
-            for i in range(masked):
-                state = _step(
-                    consumer, done + i, state, own, of_batch, Sums, batch, head, tiles, barriers, sizes, True, LAYOUTS, how
-                )  # fmt: skip
-            for i in range(masked, count):
-                state = _step(
-                    consumer, done + i, state, own, of_batch, Sums, batch, head, tiles, barriers, sizes, how.MASK_ALL,
-                    LAYOUTS, how,
-                )  # fmt: skip
+            if how.IN_ORDER:
+                # From the last tile on: those that need their mask come last.
+                unmasked = 0
+                if not how.MASK_ALL:
+                    unmasked = count - masked
+                    for i in range(unmasked):
+                        state = _step(
+                            consumer, done + i, state, own, of_batch, Sums, batch, head, tiles, barriers, sizes, False,
+                            LAYOUTS, how,
+                        )  # fmt: skip
+                for i in range(unmasked, count):
+                    state = _step(
+                        consumer, done + i, state, own, of_batch, Sums, batch, head, tiles, barriers, sizes, True, LAYOUTS,
+                        how,
+                    )  # fmt: skip
+                sums_have_come()
+                barrier_of_threads()
+            else:
+                for i in range(masked):
+                    state = _step(
+                        consumer, done + i, state, own, of_batch, Sums, batch, head, tiles, barriers, sizes, True, LAYOUTS,
+                        how,
+                    )  # fmt: skip
+                for i in range(masked, count):
+                    state = _step(
+                        consumer, done + i, state, own, of_batch, Sums, batch, head, tiles, barriers, sizes, how.MASK_ALL,
+                        LAYOUTS, how,
+                    )  # fmt: skip
             grad_k, grad_v = state
             loaded += 1
             done += count
@@ -201,7 +225,7 @@ def _compute(
 
 @gluon.jit(do_not_specialize=["section", "blocks", "heads_of_all"])
 def attention_backward_sm90(
-    Q, K, V, GradOut, RowStats, Sums, GradK, GradV, Flag, Rows, Keys, DocumentsQ, DocumentsK, Lists, Slopes,
+    Q, K, V, GradOut, RowStats, Sums, GradK, GradV, Flag, Rows, Keys, DocumentsQ, DocumentsK, Lists, Slopes, Turns, Ranks,
     stride_q, stride_k, stride_v, stride_g, stride_s, stride_dk, stride_dv, stats_rows, masking, lists, sizes,
     section, blocks, heads_of_all, HOW: gl.constexpr,
 ):  # fmt: skip
@@ -211,8 +235,9 @@ def attention_backward_sm90(
     Q, K, V, GradOut: logical BHSD, in half precision, every stride but the last one a multiple of 16 bytes. GradK, GradV: the same,
     (B, Hq, Skv, D), what each head of queries adds. RowStats: (B, Hq, 2, stats_rows) float32, as row_stats.py says. Sums: (B, Hq, Sq, QK)
     float32, contiguous, zeros: gets dq over the scale. Flag: two int32, 0: the first gets 1 if MARKS and a gradient is NaN, the second
-    counts blocks. Lists: by key. The other operands: kernel_plan.Plan; tuples: shared tuples.py; HOW: `GradSwitches`. The scale is
-    positive.
+    counts blocks. Lists: by key. Turns: int32 (B, Hq, stats_rows / BLOCK_M), 0, or None where the order does not matter. Ranks: as
+    `attention_ranks` makes them of Lists, or None. The other operands: kernel_plan.Plan; tuples: shared tuples.py; HOW: `GradSwitches`.
+    The scale is positive.
     """
     how: gl.constexpr = HOW._replace()
     work = ForwardWork(section=section, blocks=blocks, heads_of_all=heads_of_all, sizes=sizes, Lists=Lists, lists=lists)
@@ -226,9 +251,15 @@ def attention_backward_sm90(
     of_dk = descriptor(GradK, batch, heads, seqlen_kv, stride_dk, ROWS, QK, how.QK_ALL)
     of_dv = descriptor(GradV, batch, heads, seqlen_kv, stride_dv, ROWS, how.HEAD_DIM_V, how.V_ALL)
     of_sums = descriptor(Sums, batch, heads, seqlen_q, stride_s, ROWS, QK, how.SUM_COLUMNS)
+    turns, turn_full = None, None
     ELEMENT: gl.constexpr = K.dtype.element_ty
     GRADS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * ROWS, how.BLOCK_M], ELEMENT)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if how.IN_ORDER:
+        turns = gl.allocate_shared_memory(gl.int32, [4 * how.STAGES, 1], FLAT)
+        turn_full = gl.allocate_shared_memory(gl.int64, [2 * how.STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2 * how.STAGES):
+            mbarrier.init(turn_full.index(i), count=1)
     tiles = GradTiles(
         q=gl.allocate_shared_memory(ELEMENT, [how.STAGES, 1, 1, how.BLOCK_M, how.QK_ALL], of_q.layout),
         g=gl.allocate_shared_memory(ELEMENT, [how.STAGES, 1, 1, how.BLOCK_M, how.V_ALL], of_g.layout),
@@ -238,6 +269,8 @@ def attention_backward_sm90(
         sums=gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, how.SUM_COLUMNS], of_sums.layout),
         stats=gl.allocate_shared_memory(gl.float32, [how.STAGES, 2 * how.BLOCK_M], FLAT),
         first=gl.allocate_shared_memory(gl.int32, [how.STAGES, 1], FLAT),
+        turns=turns,
+        turn_full=turn_full,
         work=gl.allocate_shared_memory(gl.int32, [6, 1], FLAT),
     )
     barriers = grad_barriers_of(how.STAGES)
@@ -248,7 +281,7 @@ def attention_backward_sm90(
         [
             (_compute, (0, of_sums, of_dk, of_dv, Flag, masks, masking, tiles, barriers, work, scale, factor, softcap, how)),
             (_compute, (1, of_sums, of_dk, of_dv, Flag, masks, masking, tiles, barriers, work, scale, factor, softcap, how)),
-            (fetch, (of_q, of_k, of_v, of_g, RowStats, Flag + 1, stats_rows, tiles, barriers, work, how)),
+            (fetch, (of_q, of_k, of_v, of_g, RowStats, Flag + 1, Turns, Ranks, stats_rows, tiles, barriers, work, how)),
         ],
         [4, 4],
         [how.REGISTERS, REGISTERS_OF_ALL - 2 * how.REGISTERS],

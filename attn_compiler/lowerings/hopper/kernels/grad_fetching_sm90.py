@@ -7,6 +7,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from attn_compiler.lowerings.hopper.kernels.in_order_sm90 import (
+    await_turn,
+    give_turn,
+    last_first,
+    place_in_order,
+    rank,
+)
 from attn_compiler.lowerings.hopper.kernels.tuples import GradBarriers, Visits
 from attn_compiler.lowerings.hopper.kernels.visiting import nth_shortest, nth_tile
 from attn_compiler.lowerings.shared.kernels.optional import list_of
@@ -18,7 +25,11 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS
 @gluon.jit
 def _key_block(item, work, how: gl.constexpr):
     """An item of work: the number of a block of keys, batch row and head of queries."""
-    block, row = place(item, work.section, work.blocks, work.heads_of_all)
+    if how.IN_ORDER:
+        nth, row = place_in_order(item, work)
+        block = work.blocks - 1 - nth
+    else:
+        block, row = place(item, work.section, work.blocks, work.heads_of_all)
     batch, head = row // work.sizes.heads_q, row % work.sizes.heads_q
     if how.ORDERED:
         block = nth_shortest(block, work, batch, head)
@@ -79,17 +90,42 @@ def _fetch_keys(K, V, batch, head, start, loaded, tiles, barriers):
 
 
 @gluon.jit
-def fetch(Q, K, V, GradOut, RowStats, Counter, stats_rows, tiles, barriers, work, how: gl.constexpr):
+def _let_add(Turns, n, tiles, how: gl.constexpr):
+    """Wait until it is this block's turn at the n-th tile, and say so."""
+    ROOM: gl.constexpr = 2 * how.STAGES
+    await_turn(Turns + told(tiles.turns, n % ROOM), told(tiles.turns, ROOM + n % ROOM))
+    mbarrier.arrive(tiles.turn_full.index(n % ROOM))
+
+
+@gluon.jit
+def _give_last(Turns, n, count, tiles, how: gl.constexpr):
+    """The last ones of n tiles are added."""
+    for i in range(count):
+        give_turn(Turns + told(tiles.turns, (n - count + i) % (2 * how.STAGES)))
+
+
+@gluon.jit
+def fetch(Q, K, V, GradOut, RowStats, Counter, Turns, Ranks, stats_rows, tiles, barriers, work, how: gl.constexpr):
     """For each block its keys and values, and the tiles of queries, of the output's gradient and of row stats: those that need their mask,
-    and then the others. Which block is the next one a counter tells, that all programs share: so none is done long before the others."""
+    and then the others. Which block is the next one a counter tells, that all programs share: so none is done long before the others.
+
+    Where blocks take turns, none is asked for before its program is about to begin it: those of later ones would wait for it.
+    """
     NUMBERS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     offsets = gl.arange(0, 2 * how.BLOCK_M, layout=NUMBERS)
+    ROOM: gl.constexpr = 2 * how.STAGES
     # -lse of a tile's rows, and then delta.
     within = offsets % how.BLOCK_M + (offsets // how.BLOCK_M) * stats_rows
     sizes = work.sizes
     item, nth, loaded, done = gl.program_id(0), 0, 0, 0
+    # Tiles of the block before that others were not yet told of: they can be as soon as its keys may be written over.
+    given = item * 0
+    if how.IN_ORDER:
+        item = gl.atomic_add(Counter, 1)
     while item < work.blocks * work.heads_of_all:
-        next_item = gl.atomic_add(Counter, 1) + gl.num_programs(0)
+        next_item = item
+        if not how.IN_ORDER:
+            next_item = gl.atomic_add(Counter, 1) + gl.num_programs(0)
         block, batch, head = _key_block(item, work, how)
         partial, first, second, full_first, full_last, masked = _visits(work, batch, head, block, how)
         visits = Visits(
@@ -104,24 +140,52 @@ def fetch(Q, K, V, GradOut, RowStats, Counter, stats_rows, tiles, barriers, work
         _tell(tiles.work, half * 3 + 2, masked)
         mbarrier.arrive(barriers.work_full.index(half))
         stats = RowStats + (batch * sizes.heads_q + head).to(gl.int64) * (2 * stats_rows)
+        ahead = count * 0
         for i in range(count):
-            query = nth_tile(i, visits) * how.BLOCK_M
+            if how.IN_ORDER:
+                tile, ahead = last_first(i, visits, ahead)
+                before = rank(Ranks, work, batch, head, block, tile, how)
+                query = tile * how.BLOCK_M
+            else:
+                query = nth_tile(i, visits) * how.BLOCK_M
             found = gl.load(stats + query + within)
             stage, phase = (done + i) % how.STAGES, ((done + i) // how.STAGES) & 1
             at = [batch, head, query, 0]
             mbarrier.wait(barriers.q_empty.index(stage), phase ^ 1)
+            if how.IN_ORDER:
+                if i > how.STAGES:
+                    give_turn(Turns + told(tiles.turns, (done + i - how.STAGES - 1) % ROOM))
             _fetch_tile(Q, at, barriers.q_full, stage, tiles.q)
             _fetch_tile(GradOut, at, barriers.g_full, stage, tiles.g)
             # Later than the first tile, which has room before the block before is done.
             if i == 0:
+                if how.IN_ORDER:
+                    mbarrier.wait(barriers.kv_empty, (loaded & 1) ^ 1)
+                    _give_last(Turns, done, given, tiles, how)
                 _fetch_keys(K, V, batch, head // sizes.group, block * how.BLOCK_N, loaded, tiles, barriers)
             tiles.stats.index(stage).store(found)
             _tell(tiles.first, stage, query)
             mbarrier.arrive(barriers.stats_full.index(stage))
+            if how.IN_ORDER:
+                if i > 0:
+                    _let_add(Turns, done + i - 1, tiles, how)
+                slot = (done + i) % ROOM
+                counter = (batch * sizes.heads_q + head) * (stats_rows // how.BLOCK_M) + tile
+                _tell(tiles.turns, slot, counter)
+                _tell(tiles.turns, ROOM + slot, before)
+        if how.IN_ORDER:
+            if count > 0:
+                _let_add(Turns, done + count - 1, tiles, how)
+                given = gl.minimum(count, how.STAGES + 1)
         done += count
         loaded += gl.where(count > 0, 1, 0)
+        if how.IN_ORDER:
+            next_item = gl.atomic_add(Counter, 1)
         item = next_item
         nth += 1
+    if how.IN_ORDER:
+        mbarrier.wait(barriers.kv_empty, (loaded & 1) ^ 1)
+        _give_last(Turns, done, given, tiles, how)
     half = nth % 2
     mbarrier.wait(barriers.work_empty.index(half), ((nth // 2) & 1) ^ 1)
     _tell(tiles.work, half * 3, -1)

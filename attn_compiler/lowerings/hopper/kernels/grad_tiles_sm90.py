@@ -99,11 +99,14 @@ def products_of_dq(consumer: gl.constexpr, grads, tiles, layouts: gl.constexpr, 
 
 
 @gluon.jit
-def add_to_dq(consumer: gl.constexpr, Sums, batch, head, start, sums, tiles, how: gl.constexpr):
-    """The copy engine adds a tile to the sums in memory. The place that the tile leaves from has to be free."""
+def add_to_dq(consumer: gl.constexpr, Sums, batch, head, start, n, sums, tiles, how: gl.constexpr):
+    """The copy engine adds the n-th tile to the sums in memory. The place that the tile leaves from has to be free."""
     mine = tiles.sums.index(consumer)
     mine.reshape([ROWS, how.SUM_COLUMNS]).store(sums)
     fence_async_shared()
+    if how.IN_ORDER:
+        ROOM: gl.constexpr = 2 * how.STAGES
+        mbarrier.wait(tiles.turn_full.index(n % ROOM), (n // ROOM) & 1)
     barrier_of_threads()
     if how.BLOCK_M == ROWS:
         add_from_shared(Sums, [batch, head, start, consumer * how.SUM_COLUMNS], mine)

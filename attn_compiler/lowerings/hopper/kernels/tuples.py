@@ -95,6 +95,7 @@ class GradSwitches(NamedTuple):
     MARKS: Any  # gradients that have come out as NaN raise the flag
     ORDERED: Any  # blocks come by the lengths of their lists
     REGISTERS: Any  # of a thread that computes
+    IN_ORDER: Any  # blocks take turns at dq
 
 
 class GradTiles(NamedTuple):
@@ -108,6 +109,10 @@ class GradTiles(NamedTuple):
     sums: Any  # what is added to dq, and then gradients on their way out
     stats: Any  # -lse of a tile's queries in units of log 2, and their delta
     first: Any  # query of a tile
+    turns: (
+        Any  # of 2 · STAGES tiles: where the counter of each is, and how many blocks add to it before this one; or None
+    )
+    turn_full: Any  # barriers: when each of these may be added; or None
     work: Any  # of a block its number among those of all heads, -1 after the last one; its tiles; how many of them are masked
 
 

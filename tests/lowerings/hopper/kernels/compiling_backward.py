@@ -14,5 +14,8 @@ CASES = tuple(
 )
 
 
+#: the same as they add up in one order
+IN_ORDER = tuple(dataclasses.replace(case, name=f"in_order_{case.name}") for case in CASES)
+
 if __name__ == "__main__":
-    compiling.say(CASES)
+    compiling.say((*CASES, *IN_ORDER))

@@ -15,7 +15,9 @@ from tests.lowerings.shared.kernels import gluon_in_torch
 
 HEADS, BATCH, BLOCKS = 3, 2, 4
 #: blocks in the order of their numbers
-HOW = types.SimpleNamespace(ORDERED=False)
+HOW = types.SimpleNamespace(ORDERED=False, IN_ORDER=False)
+#: those of a head one after another
+TAKING_TURNS = types.SimpleNamespace(ORDERED=False, IN_ORDER=True)
 
 
 def scope() -> dict[str, Any]:
@@ -42,6 +44,15 @@ def test_the_long_ones_come_first() -> None:
     assert together == sorted(together)
     last_of_six = [int(key_block(item, work(1), HOW)[0]) for item in all_items][-BLOCKS:]
     assert last_of_six == sorted(last_of_six)
+
+
+@pytest.mark.parametrize("section", [1, 4, 6])
+def test_where_they_take_turns_blocks_of_a_head_come_by_their_numbers(section: int) -> None:
+    key_block = scope()["_key_block"]
+    items = [tuple(map(int, key_block(item, work(section), TAKING_TURNS))) for item in range(BLOCKS * HEADS * BATCH)]
+    for batch in range(BATCH):
+        for head in range(HEADS):
+            assert [i for i, b, h in items if (b, h) == (batch, head)] == list(range(BLOCKS))
 
 
 @pytest.mark.parametrize(("block", "masked"), [(0, 1), (1, 1), (2, 1)])

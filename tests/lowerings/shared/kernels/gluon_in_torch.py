@@ -1,8 +1,9 @@
 """Runs a Gluon kernel's Python in PyTorch, on any device: what it computes, and who waits for whom.
 
-Its functions get stand-ins for `gl`, `tma` and the like in place of Triton's. Programs run one after another, the partitions of one as
-threads that meet at barriers in shared memory: a tile that is read before it came, or overwritten before it was read, gives wrong numbers
-or nobody's turn ever comes, which is an error. What a tile holds beyond its tensor is 0, as the copy engine makes it.
+Its functions get stand-ins for `gl`, `tma` and the like in place of Triton's. Programs run one after another, or at once where they wait
+for each other, the partitions of one as threads that meet at barriers in shared memory: a tile that is read before it came, or
+overwritten before it was read, gives wrong numbers or nobody's turn ever comes, which is an error. What a tile holds beyond its tensor is
+0, as the copy engine makes it.
 """
 
 from __future__ import annotations
@@ -186,11 +187,24 @@ def _add_from_shared(descriptor: Descriptor, at: Sequence[Any], source: Shared) 
     descriptor.tensor[ours] += source.memory[tile]
 
 
-def _atomic_add(pointer: Pointer, more: int) -> Tensor:
-    """Of programs that run one after another."""
-    before = pointer.memory[pointer.offset].clone()
-    pointer.memory[pointer.offset] += more
-    return before
+#: what programs that run at once change together, and when one has
+_MEMORY = threading.Condition()
+
+
+def _atomic_add(pointer: Pointer, more: int, sem: str = "acq_rel") -> Tensor:
+    with _MEMORY:
+        before = pointer.memory[pointer.offset].clone()
+        pointer.memory[pointer.offset] += more
+        _MEMORY.notify_all()
+        return before
+
+
+def _await_number(pointer: Pointer, least: Any) -> Any:
+    """Raises TimeoutError."""
+    with _MEMORY:
+        if not _MEMORY.wait_for(lambda: bool(pointer.memory[pointer.offset] >= least), timeout=PATIENCE):
+            raise TimeoutError(f"{pointer.memory[pointer.offset]} never became {least}")
+    return least
 
 
 def _mma(a: Any, b: Shared, acc: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Tensor:
@@ -249,6 +263,8 @@ def _specialise(partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]
 
 def _assembly(asm: str, constraints: str, args: Sequence[Any], dtype: torch.dtype, **_: Any) -> Any:
     first, *further = args
+    if "ld.acquire.gpu" in asm:
+        return _await_number(first, further[0])
     if "x2.f32 $0" in asm:
         return first.to(dtype)
     if "tanh" in asm:
@@ -363,8 +379,10 @@ def scope(module: Any, program: Sequence[int], programs: Sequence[int]) -> dict[
     return scopes[module.__name__]
 
 
-def run(module: Any, kernel: str, grid: Sequence[int], arguments: Mapping[str, Any]) -> None:
-    """Every program of a kernel of a module. arguments: by its parameters; tensors for pointers, `Descriptor`s."""
+def run(module: Any, kernel: str, grid: Sequence[int], arguments: Mapping[str, Any], *, together: bool = False) -> None:
+    """Every program of a kernel of a module. arguments: by its parameters; tensors for pointers, `Descriptor`s. together: at once."""
     given = {name: Pointer(x.view(-1)) if isinstance(x, Tensor) else x for name, x in arguments.items()}
-    for program in itertools.product(*map(range, grid)):
-        scope(module, program, grid)[kernel](**given)
+    programs = [scope(module, program, grid)[kernel] for program in itertools.product(*map(range, grid))]
+    with ThreadPoolExecutor(len(programs) if together else 1) as pool:
+        for each in [pool.submit(torch.no_grad()(program), **given) for program in programs]:
+            each.result()
