@@ -68,6 +68,7 @@ class Code(StrEnum):
     FP8_SLOWER = "AC403"
     OWN_KERNEL = "AC404"
     NOTHING_LEFT_OUT = "AC405"
+    IN_ORDER_SLOWER = "AC406"
 
     # Misses: what was not read as an attention.
     BEFORE_SOFTMAX = "AC501"

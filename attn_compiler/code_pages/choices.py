@@ -63,4 +63,16 @@ inputs = (torch.randn(1, 2, 128, 16), torch.randn(128, 128))""",
         kind=ExampleKind.DECISION,
         example='why_not("rows", attention(device="cpu", dtype="float32"), Target.fake(device="cpu"))',
     ),
+    Page(
+        code=Code.IN_ORDER_SLOWER,
+        title="Hopper's backward in one order is not the faster one",
+        cause="`torch.use_deterministic_algorithms(True)` was in force. Hopper's backward then adds gradients up in one "
+        "order, for which programs wait for each other. The Triton kernels' backward needs no order. The site gets the "
+        "one that was measured to be faster, and the Triton kernels' for shapes like none that was measured. The "
+        "forward is the same, and so are the last bits of each run.",
+        remedy="Nothing to do, unless the last bits may differ: `torch.use_deterministic_algorithms(False)`.",
+        kind=ExampleKind.TOLD,
+        example="Packed documents in training on an H100 or H200, after `torch.use_deterministic_algorithms(True)`: the "
+        "site's note in the report begins with `backward: triton`.",
+    ),
 )

@@ -3,7 +3,7 @@
     python -m tests.gate
 
 launch: grid and options of every kernel that a case of benchmarks.kernel_code launches. code: registers, bytes of stack and of shared
-memory of some, for each release of Triton that compiled them. splits, copies: plans.py. capture: captures.py.
+memory of some, for each release of Triton that compiled them. splits, copies, backwards: plans.py. capture: captures.py.
 """
 
 from __future__ import annotations
@@ -83,4 +83,4 @@ def everything() -> Lines:
     """The table as it is now. Code of other releases of Triton stays."""
     kept = table.of_kinds(table.read(PATH), ["code"]) if PATH.exists() else {}
     found = {key: value for key, value in captures().items() if key[2] != "share"}
-    return made_with() | launches() | plans.splits() | plans.copies() | found | kept | code()
+    return made_with() | launches() | plans.splits() | plans.copies() | plans.backwards() | found | kept | code()

@@ -1,4 +1,5 @@
-"""What is planned for the cases of the benchmarks, from their specs alone: how decoding is split, and which operands are copied."""
+"""What is planned for the cases of the benchmarks, from their specs alone: how decoding is split, which operands are copied, and whose
+backward Hopper's forward gets."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ from collections.abc import Iterator
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.decode import latent_schedule, schedule
 from attn_compiler.lowerings.decode.plan import Schedule
+from attn_compiler.lowerings.hopper.lowering import backward_of
 from attn_compiler.options import Options
 from attn_compiler.passes import layout
 from attn_compiler.passes.select import decide
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
-from benchmarks import bench_mla, decode_cases, select_cases
+from benchmarks import bench_mla, decode_cases, kernel_cases, select_cases
 from tests.lowerings.golden_decisions import TARGETS
 
 #: machines whose number of multiprocessors and instructions differ
@@ -45,6 +47,17 @@ def _words(found: Schedule) -> str:
     return (
         f"{found.splits} splits, {found.keys} keys, {found.warps} warps, {found.stages} stages, {found.slices} slices"
     )
+
+
+def backwards() -> Lines:
+    """Families of backwards, of specs that the kernel for Hopper takes."""
+    found = {}
+    targets = {"any order": Target.fake(), "deterministic": Target.fake(deterministic=True)}
+    for case in (*select_cases.CASES, *kernel_cases.CASES):
+        spec = select_cases.spec_of(case, training=True)
+        if not by_name("hopper").why_not(spec, Target.fake()):
+            found |= {("backwards", case.name, order): backward_of(spec, target) for order, target in targets.items()}
+    return found
 
 
 def copies() -> Lines:

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import LayoutDemand
-from attn_compiler.lowerings.choice import priorities
+from attn_compiler.lowerings.choice import in_order, priorities
 from attn_compiler.lowerings.decode import schedule
 from benchmarks import select_cases
 from tests.gate import golden, plans, table
@@ -40,10 +40,10 @@ def _as_before(kind: str, now: Lines) -> None:
     assert not said, table.failure(said, golden.COMMAND)
 
 
-# ---- plans: splits and copies --------------------------------------------------------------------------------------
+# ---- plans: splits, copies, backwards -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", [plans.splits, plans.copies], ids=lambda plan: plan.__name__)
+@pytest.mark.parametrize("plan", [plans.splits, plans.copies, plans.backwards], ids=lambda plan: plan.__name__)
 def test_plans_are_those_of_the_table(plan: Callable[[], Lines]) -> None:
     _as_before(plan.__name__, plan())
 
@@ -62,6 +62,12 @@ def test_another_copy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     bytes_of_q = 8 * 2048 * 16 * 128 * 2
     assert any("causal_d128_s2048, sm100: was sdpa_cudnn: no copy, is sdpa_cudnn: " in line for line in said), said
     assert any(f"q {bytes_of_q} bytes" in line for line in said)
+
+
+def test_another_backward_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_order, "rows", tuple)
+    said = _differences("backwards", plans.backwards())
+    assert "backwards causal_d128_s2048, deterministic: was hopper_in_order, is triton" in said
 
 
 # ---- kernels: grids, registers, stack, shared memory ---------------------------------------------------------------

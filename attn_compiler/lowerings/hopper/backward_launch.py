@@ -174,7 +174,7 @@ def main(shared: Backward) -> Arguments:
         **every,
         **lists(shared.tensors.get("tiles_by_key")),
         **{f"stride_{name}": bhsd_strides(shared.tensors[of]) for name, of in of_strides.items()},
-        "section": _section(shared, every, in_head, heads_of_all) if differ else 1,
+        "section": _section(shared, every, in_head, heads_of_all) if differ or _is_in_order(shared) else 1,
         "blocks": in_head,
         "heads_of_all": heads_of_all,
         "HOW": switches(prepared, every, blocks, leaks=leaks(shared), in_order=_is_in_order(shared)),
@@ -196,9 +196,12 @@ def main(shared: Backward) -> Arguments:
 def _section(shared: Backward, numbers: Mapping[str, Any], blocks: int, heads_of_all: int) -> int:
     """Heads that take turns (`scheduling_sm90.place`): queries, the output's gradient and sums of dq should stay in the L2 cache. With few
     blocks for each program all do, so that the longest blocks of all come first: H200, 16/4 heads, D 128, S 8192, padded, 388 TFLOP/s
-    instead of 313."""
+    instead of 313. In one order blocks of a head wait for each other: `persistent.heads_at_once`."""
     q = shared.tensors["Q"]
-    if blocks * heads_of_all < _MANY * persistent.programs(blocks * heads_of_all, q.device)[0]:
+    programs = persistent.programs(blocks * heads_of_all, q.device)[0]
+    if _is_in_order(shared):
+        return persistent.heads_at_once(heads_of_all, programs)
+    if blocks * heads_of_all < _MANY * programs:
         return heads_of_all
     tensors = [shared.tensors[name] for name in ("Q", "GradOut", "Sums")]
     return persistent.section_of(tensors, heads=heads_of_all, part=min(1.0, persistent.reach(numbers) / q.shape[2]))

@@ -1,5 +1,5 @@
-"""Attention in half precision on Hopper as its hardware wants it (kernels/forward_sm90.py). The backward is the one that is fastest there
-(`backward_of`).
+"""Attention in half precision on Hopper as its hardware wants it (kernels/forward_sm90.py). The backward is the one that is fastest there,
+and of those that give the same bits in every run if the user wants that (`backward_of`).
 
 Imports no Triton: a site is described, decided and rewritten on machines that have none.
 """
@@ -15,8 +15,9 @@ from torch import fx
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, Tiles
+from attn_compiler.lowerings.choice import in_order
 from attn_compiler.lowerings.hopper import limits
-from attn_compiler.lowerings.hopper.ops import FAMILY, given_op
+from attn_compiler.lowerings.hopper.ops import FAMILY, IN_ORDER, given_op
 from attn_compiler.lowerings.hopper.plan import blocks_of, cudnn_is_faster, grad_blocks_of, has_backward, is_ordered
 from attn_compiler.lowerings.shared import cudnn_backward, kernel_limits, part_tensors, tile_table
 from attn_compiler.lowerings.shared import parts as site_parts
@@ -24,7 +25,7 @@ from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
-#: the family with a backward for all that this one takes
+#: the family with a backward for all that this one takes, which gives the same bits in every run
 _FOR_ALL = "triton"
 _NO_REPEATED = LayoutDemand(last_stride_one=False, zero_strides=False)
 
@@ -66,7 +67,8 @@ class HopperAttention(Lowering):
         outputs = _call(emitter, detached, read, text)
         results = [emitter.call(operator.getitem, outputs, i) for i in range(2)]
         family = backward_of(spec, emitter.target)
-        emitter.note(f"backward: {family}")
+        refused = why_not_in_order(spec, emitter.target) if family == _FOR_ALL else []
+        emitter.note("; ".join([f"backward: {family}", *(f"{IN_ORDER}: {reason}" for reason in refused)]))
         further = _read_by_backward(family, emitter, spec, operands, tiles)
         with_gradient = getattr(torch.ops.attn_compiler, given_op(family)).default
         outputs = emitter.call(with_gradient, *given, [*results, *detached, *further], text)
@@ -77,13 +79,24 @@ def backward_of(spec: AttentionSpec, target: Target) -> str:
     """Whose backward a site gets: this family's for the head dims that it takes, but where cuDNN's was measured to be faster; else cuDNN's
     where PyTorch's takes the site, or that of our Triton kernels.
 
-    cuDNN's reads no repeated axes. This lowering takes them as they are, so that none is copied. This family's adds up in no fixed order.
+    cuDNN's reads no repeated axes. This lowering takes them as they are, so that none is copied.
+
+    Under torch.use_deterministic_algorithms the Triton kernels' or this family's in one order: cuDNN's and this family's other one add up
+    in no fixed order. Dynamo compiles anew when that is switched.
     """
     is_repeated = any(_NO_REPEATED.broken_by(x) for x in (spec.q, spec.k, spec.v))
     takes_cudnn = not is_repeated and not cudnn_backward.why_not(spec, target)
-    if not target.deterministic and has_backward(spec) and not (takes_cudnn and cudnn_is_faster(spec)):
+    if target.deterministic:
+        return IN_ORDER if has_backward(spec) and not why_not_in_order(spec, target) else _FOR_ALL
+    if has_backward(spec) and not (takes_cudnn and cudnn_is_faster(spec)):
         return FAMILY
     return cudnn_backward.FAMILY if takes_cudnn else _FOR_ALL
+
+
+def why_not_in_order(spec: AttentionSpec, target: Target) -> list[Reason]:
+    """Against this family's backward in one order, of a site that has to have one that gives the same bits in every run, and whose head
+    dims it takes; nothing of other sites."""
+    return in_order.check(spec, target) if target.deterministic and has_backward(spec) else []
 
 
 def _read_by_backward(
@@ -91,7 +104,7 @@ def _read_by_backward(
 ) -> list[fx.Node]:
     if family == _FOR_ALL:
         return part_tensors.emit(emitter, spec, operands, tiles)
-    if family != FAMILY:
+    if family not in (FAMILY, IN_ORDER):
         return []
     own = dataclasses.replace(tiles, grad_kv=grad_blocks_of(spec).tile)
     return _without("tiles", spec, part_tensors.emit(emitter, spec, operands, own, ordered=is_ordered(spec)))

@@ -36,6 +36,7 @@ def _calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     return {
         "forward": (launch.forward, (*given, problems.operands(problem), problem.text)),
         "backward": (backward_launch.gradients, (out, lse, *read)),
+        "in order": (backward_launch.gradients_in_order, (out, lse, *read)),
     }
 
 

@@ -115,10 +115,20 @@ def outputs(problem: Problem, *, programs: int = 3) -> tuple[Tensor, Tensor]:
 def results(problem: Problem, *, programs: int = 3, in_order: bool = False) -> list[Tensor]:
     """out, lse and the gradients as the leaf ops leave them. What no kernel writes is NaN. in_order: by the backward that adds up so."""
     out, lse = outputs(problem, programs=programs)
+    grad_out, grad_lse = kernel_problems.upstream(problem, out, lse)
+    read = (problem.q, problem.k, problem.v, grad_operands(problem))
+    with emulated(problem, programs=programs, together=in_order):
+        *grads, further = backward_of(in_order=in_order)(grad_out, grad_lse, *read, out, lse, problem.text)
+    return [out, lse, *grads, *further]
+
+
+@contextlib.contextmanager
+def emulated(problem: Problem, *, programs: int, together: bool) -> Iterator[None]:
+    """The backward's kernel is run by `gluon_in_torch`, those around it by Triton's interpreter. together: programs run at once."""
 
     def start(kernel: Any, same: Any, tensors: Any, arguments: Callable[[], Arguments], part: str = "") -> None:
         if kernel is not backward_sm90.attention_backward_sm90:
-            launching.launch(kernel, replaying.Alike(device=out.device), tensors, arguments, part)
+            launching.launch(kernel, replaying.Alike(device=problem.q.device), tensors, arguments, part)
             return
         asked = arguments()
         for name in ("GradQ", "GradK", "GradV", "EachK", "EachV"):
@@ -128,13 +138,10 @@ def results(problem: Problem, *, programs: int = 3, in_order: bool = False) -> l
             name: None if source is None else _flat(tensors[source]) for name, source in asked.tensors.items()
         }
         given |= launching.as_taken(kernel.arg_names, asked.numbers)
-        gluon_in_torch.run(backward_sm90, "attention_backward_sm90", asked.grid, given, together=in_order)
+        gluon_in_torch.run(backward_sm90, "attention_backward_sm90", asked.grid, given, together=together)
 
     with starting(problem, start, programs=programs):
-        grad_out, grad_lse = kernel_problems.upstream(problem, out, lse)
-        read = (problem.q, problem.k, problem.v, grad_operands(problem))
-        *grads, further = backward_of(in_order=in_order)(grad_out, grad_lse, *read, out, lse, problem.text)
-    return [out, lse, *grads, *further]
+        yield
 
 
 def by_ops(problem: Problem, *, in_order: bool = False) -> list[Tensor]:

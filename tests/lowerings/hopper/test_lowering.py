@@ -9,8 +9,9 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
+from attn_compiler.codes import Code
 from attn_compiler.lowerings.base import Operands
-from attn_compiler.lowerings.hopper.lowering import HopperAttention, backward_of
+from attn_compiler.lowerings.hopper.lowering import HopperAttention, backward_of, why_not_in_order
 from attn_compiler.lowerings.hopper.plan import blocks_of
 from attn_compiler.lowerings.shared import tile_table
 from attn_compiler.lowerings.shared.kernel_plan import Call
@@ -21,29 +22,32 @@ from tests.lowerings.specs import CAUSAL, dense, make_spec
 
 HOPPER = HopperAttention()
 H200 = Target.fake()
+DETERMINISTIC = Target.fake(deterministic=True)
 
 
-def _called(*, needs_grad: bool) -> list[str]:
-    """Names of what the lowering calls of ours, in order."""
-    spec = make_spec(mask=CAUSAL, seqlen_q=2048, seqlen_kv=2048, head_dim=128, needs_grad=needs_grad)
+def _emitted(target: Target = H200, *, needs_grad: bool, seqlen: int = 2048) -> tuple[list[str], list[str]]:
+    """Names of what the lowering calls of ours, in order, and what it tells people."""
+    spec = make_spec(mask=CAUSAL, seqlen_q=seqlen, seqlen_kv=seqlen, heads=16, head_dim=128, needs_grad=needs_grad)
     graph = fx.Graph()
-    emitter = emitting.GraphEmitter(graph, H200)
+    emitter = emitting.GraphEmitter(graph, target)
     nodes = []
     for name in "qkv":
         node = graph.placeholder(name)
-        node.meta["example_value"] = torch.empty(2, 8, 2048, 128, dtype=torch.bfloat16, device="meta")
+        shape = (2, 16 if name == "q" else 8, seqlen, 128)
+        node.meta["example_value"] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
         nodes.append(node)
     HOPPER.emit(emitter, spec, Operands(q=nodes[0], k=nodes[1], v=nodes[2]))
     names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
-    return [name.split(".")[1] for name in names if name.startswith("attn_compiler.")]
+    return [name.split(".")[1] for name in names if name.startswith("attn_compiler.")], emitter.notes
 
 
 def test_without_gradients_there_is_the_leaf_op_alone() -> None:
-    assert _called(needs_grad=False) == ["hopper"]
+    assert _emitted(needs_grad=False) == (["hopper"], [])
+    assert _emitted(DETERMINISTIC, needs_grad=False) == (["hopper"], [])
 
 
 def test_with_gradients_another_op_hands_on_what_it_computed() -> None:
-    assert _called(needs_grad=True) == ["hopper", "hopper_hopper_given"]
+    assert _emitted(needs_grad=True) == (["hopper", "hopper_hopper_given"], ["backward: hopper"])
 
 
 _LONG: dict[str, Any] = {"dtype": "bfloat16", "seqlen_q": 2048, "seqlen_kv": 2048, "head_dim": 128}
@@ -72,9 +76,24 @@ def test_values_that_are_wider_than_keys_have_the_backward_of_another_family() -
     assert backward_of(make_spec(mask=mask, **wide | {"head_dim": 128, "head_dim_v": 64}), H200) == "hopper"
 
 
-def test_a_deterministic_backward_is_another_familys() -> None:
-    deterministic = Target.fake(deterministic=True)
-    assert backward_of(make_spec(mask=CAUSAL, **_LONG), deterministic) == "triton"
+def test_a_deterministic_backward_adds_up_in_one_order_where_that_is_faster() -> None:
+    many = _LONG | {"batch": 8, "heads": 16, "heads_kv": 16}
+    assert backward_of(make_spec(mask=CAUSAL, **many), DETERMINISTIC) == "hopper_in_order"
+    assert backward_of(make_spec(mask=CAUSAL, **many | {"batch": 1}), DETERMINISTIC) == "triton"
+    assert backward_of(make_spec(**many), DETERMINISTIC) == "triton"
+    assert backward_of(make_spec(mask=CAUSAL, **many | {"head_dim": 256}), DETERMINISTIC) == "triton"
+    assert why_not_in_order(make_spec(**many), H200) == []
+    assert why_not_in_order(make_spec(**many | {"head_dim": 256}), DETERMINISTIC) == []
+
+
+def test_the_report_says_which_deterministic_backward_there_is_and_why() -> None:
+    calls, notes = _emitted(DETERMINISTIC, needs_grad=True, seqlen=8192)
+    assert calls == ["hopper", "hopper_hopper_in_order_given"]
+    assert notes == ["backward: hopper_in_order"]
+    calls, (note,) = _emitted(DETERMINISTIC, needs_grad=True, seqlen=512)
+    assert calls == ["hopper", "hopper_triton_given"]
+    assert note.startswith("backward: triton; hopper_in_order: the backward that adds up in one order was measured")
+    assert note.endswith(f"({Code.IN_ORDER_SLOWER})")
 
 
 def test_cudnns_backward_reads_no_repeated_axes() -> None:

@@ -1,16 +1,22 @@
-"""The ops that hand on what Hopper's leaf op computed, with another family's backward. The Triton family's runs in its interpreter."""
+"""The ops that hand on what Hopper's leaf op computed, with each family's backward. The Triton family's runs in its interpreter, this
+family's in PyTorch (gluon_in_torch.py)."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+from torch import Tensor
 
 from attn_compiler.lowerings.hopper.ops import given_op
+from attn_compiler.lowerings.shared.kernel_plan import Band
 from tests.lowerings import kernel_problems
-from tests.lowerings.kernel_cases import BY_NAME
+from tests.lowerings.kernel_cases import BY_NAME, Case
 
 
 def test_each_family_has_an_op() -> None:
-    for family in ("triton", "sdpa_cudnn"):
+    for family in ("hopper", "hopper_in_order", "triton", "sdpa_cudnn"):
         assert hasattr(torch.ops.attn_compiler, given_op(family))
 
 
@@ -27,3 +33,46 @@ def test_gradients_are_the_triton_familys() -> None:
         found = torch.autograd.grad(handed, leaves, upstream)
     torch.testing.assert_close(handed, out)
     torch.testing.assert_close(found, wanted)
+
+
+_SIZES: Any = {"heads_q": 4, "heads_kv": 2, "band": Band(right=0)}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(name="hopper given, odd lengths", seqlen_q=333, seqlen_kv=301, **_SIZES),
+        Case(name="hopper given, window", seqlen_q=260, seqlen_kv=260, **_SIZES | {"band": Band(left=77, right=0)}),
+        Case(name="hopper given, padding", seqlen_q=390, seqlen_kv=390, keys="left", **_SIZES),
+        Case(name="hopper given, documents", seqlen_q=270, seqlen_kv=270, documents=True, **_SIZES),
+    ],
+    ids=lambda case: case.name.removeprefix("hopper given, "),
+)
+def test_gradients_in_one_order_come_through_the_op_that_autograd_calls(case: Case) -> None:
+    """As many programs as run at once, under the switch itself: memory that nobody wrote to then holds the largest number, which no counter
+    reaches."""
+    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+    from attn_compiler.lowerings.hopper import backward_launch
+    from tests.lowerings.hopper import problems
+
+    problem = problems.build(case)
+    out, lse = problems.outputs(problem)
+
+    def on_a_cpu(*given: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        with problems.emulated(problem, programs=5, together=True):
+            return backward_launch.gradients_in_order(*given)
+
+    leaves = [problem.q, problem.k, problem.v]
+    operands = [x.detach() for x in (out, lse, *leaves, *problems.grad_operands(problem))]
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.library._scoped_library("attn_compiler", "FRAGMENT") as library:
+            library.impl("hopper_in_order_backward", on_a_cpu, "CPU")
+            with kernel_problems.planned(problem.plan):
+                handed = torch.ops.attn_compiler.hopper_hopper_in_order_given(*leaves, operands, problem.text)
+                upstream = kernel_problems.upstream(problem, out, lse)
+                runs = [torch.autograd.grad(handed, leaves, upstream, retain_graph=True) for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    kernel_problems.assert_within_rule([*handed, *runs[0]], problem)

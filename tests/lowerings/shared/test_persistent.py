@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from attn_compiler.lowerings.shared import persistent
@@ -27,6 +28,14 @@ def test_heads_of_one_head_of_keys_stay_together() -> None:
 def test_halves_take_twice_the_room() -> None:
     k = _bytes(heads=32, seqlen=8192).to(torch.bfloat16)
     assert persistent.section(k, k, heads_q=32, reach=8192) == 8
+
+
+@pytest.mark.parametrize(
+    ("heads", "programs", "at_once"),
+    [(32, 132, 32), (66, 132, 66), (128, 132, 64), (256, 132, 64), (200, 132, 50), (3, 1, 1), (1, 132, 1), (0, 132, 0)],
+)
+def test_heads_at_once_have_two_blocks_under_way_each(heads: int, programs: int, at_once: int) -> None:
+    assert persistent.heads_at_once(heads, programs) == at_once
 
 
 def test_reach_is_what_a_band_lets_a_query_see() -> None:

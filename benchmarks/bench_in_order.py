@@ -1,0 +1,351 @@
+"""On a Hopper GPU: backwards that give the same bits in every run, beside the one of Hopper's that does not, in bfloat16.
+
+    python -m benchmarks.bench_in_order --budget-seconds 55
+
+All runs under torch.use_deterministic_algorithms(True). A side is "in order", Hopper's backward whose blocks of keys add to dq in one
+order; "in order, N at once" (--heads), the same with N heads under way at once; "any order", the form whose last bits differ from run to
+run; "triton"; "cudnn", cuDNN's graph with a deterministic backward (with the package nvidia-cudnn-frontend); and "sdpa_flash", PyTorch's.
+`chosen` marks what a deterministic session gets of Hopper's and Triton's.
+
+Times are microseconds of the GPU, as in bench_kernels.py, of the backward alone. `error` is the largest difference from Triton's
+gradients, relative to their largest element. `same` says whether three runs gave the same bits. Kernels are compiled in threads before
+anything is timed. Writes benchmarks/results/in_order_h200.csv.
+
+    python -m benchmarks.bench_in_order --write-rows
+
+puts what that file has into attn_compiler/lowerings/choice/in_order_sm90.csv, which decides, in place of the rows of the same cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import functools
+import gc
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from attn_compiler.lowerings.choice import in_order, shape_class
+from attn_compiler.lowerings.hopper.lowering import backward_of
+from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_backward, is_ordered
+from attn_compiler.lowerings.shared import ahead, imagined, part_tensors, persistent
+from attn_compiler.target import Target
+from benchmarks import bench_kernels, bench_select, harness, kernel_cases, select_cases
+from benchmarks.bench_kernels import Timed
+from benchmarks.kernel_cases import Case, EagerEmitter, Problem
+
+RESULTS = Path(__file__).parent / "results" / "in_order_h200.csv"
+MEASURED = ("rounds", "p20_us", "p50_us", "p80_us", "tflops", "error", "same", "failure")
+COLUMNS = (*kernel_cases.COLUMNS, "side", "heads_at_once", "chosen", *MEASURED)
+IN_ORDER, ANY_ORDER, TRITON = "in order", "any order", "triton"
+#: what the lowering calls them
+_FAMILIES = {IN_ORDER: "hopper_in_order", TRITON: "triton"}
+#: lowerings with a deterministic backward of another library
+PEERS = ("cudnn", "sdpa_flash")
+_RUNS = 3
+#: that a row speaks for
+_HEAD_DIMS = ((1, 64), (65, 96), (97, 128))
+
+#: the most telling first
+CASES: tuple[Case, ...] = tuple(
+    select_cases.BY_NAME[name]
+    for name in (
+        *("causal_d128_s8192", "causal_d128_s2048", "padded_causal_d128_s2048", "padded_causal_gqa_d128_s8192"),
+        *("window_d128_s8192", "causal_d64_s8192", "causal_gqa_d128_s2048", "full_d128_s8192", "softcap_d128_s8192"),
+        *(
+            "causal_d64_s2048",
+            "causal_d96_s8192",
+            "causal_d128_s32768",
+            "lengths_causal_d128_s2048",
+            "window_d128_s2048",
+        ),
+        *("padded_causal_d64_s8192", "sinks_gqa_d64_s8192", "padded_d128_s2048", "causal_gqa_d128_s1024"),
+    )
+) + tuple(case for case in kernel_cases.CASES if case.name == "documents_causal")
+
+Body = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Built:
+    """A problem and what our backwards read. heads: under way at once."""
+
+    problem: Problem
+    hopper: list[Tensor]
+    grad_hopper: list[Tensor]
+    heads: int
+
+
+def build(case: Case, device: str) -> Built:
+    """The tensors of a case. The lists of tiles are those that the lowering would make."""
+    problem = kernel_cases.build(case, device=device, dtype=torch.bfloat16, training=True)
+    spec = problem.spec
+    tiles = dataclasses.replace(problem.tiles, forward=blocks_of(spec).tile, grad_kv=grad_blocks_of(spec).tile)
+    target = Target.current(device)
+    emitter: Any = EagerEmitter(target)
+    site = kernel_cases.site_of(emitter, problem.q, problem.k, problem.v, problem.given)
+    with torch.no_grad():
+        nodes = part_tensors.emit(emitter, spec, site, tiles, ordered=is_ordered(spec))
+    named = dict(zip(problem.plan.operands, (emitter.value(node).detach() for node in nodes), strict=True))
+    return Built(
+        problem=problem,
+        hopper=[x for name, x in named.items() if name != "tiles_by_key"],
+        grad_hopper=[x for name, x in named.items() if name != "tiles"],
+        heads=persistent.heads_at_once(case.batch * case.heads_q, target.processors),
+    )
+
+
+# ---- sides --------------------------------------------------------------------------------------------------------
+
+
+def bodies(heads: Sequence[int]) -> dict[str, tuple[Body, int | None]]:
+    """What runs for each side of ours, and how many heads are to be under way at once: None for as many as it takes itself."""
+    from attn_compiler.lowerings.hopper import backward_launch
+    from attn_compiler.lowerings.triton import launch
+
+    found: dict[str, tuple[Body, int | None]] = {
+        IN_ORDER: (backward_launch.gradients_in_order, None),
+        ANY_ORDER: (backward_launch.gradients, None),
+        TRITON: (launch.gradients, None),
+    }
+    for number in heads:
+        # Launches are replayed by the op's name.
+        own = dataclasses.replace(
+            backward_launch.gradients_in_order, op=f"{backward_launch.gradients_in_order.op}_{number}"
+        )
+        found[f"{IN_ORDER}, {number} at once"] = (own, number)
+    return found
+
+
+def _arguments(name: str, built: Built, out: Tensor, lse: Tensor, grad_out: Tensor) -> tuple[Any, ...]:
+    problem = built.problem
+    q, k, v = (x.detach() for x in (problem.q, problem.k, problem.v))
+    operands = [x.detach() for x in problem.operands] if name == TRITON else built.grad_hopper
+    return grad_out, torch.zeros_like(lse), q, k, v, operands, out, lse, problem.text
+
+
+@contextlib.contextmanager
+def _at_once(number: int | None) -> Iterator[None]:
+    if number is None:
+        yield
+        return
+    with mock.patch.object(persistent, "heads_at_once", lambda heads, programs: min(heads, number)):
+        yield
+
+
+def _ours(body: Body, number: int | None, arguments: tuple[Any, ...]) -> Timed:
+    def run(_: None) -> Sequence[Tensor]:
+        with _at_once(number), torch.no_grad():
+            *grads, further = body(*arguments)
+        return [*grads, *further]
+
+    return Timed(prepare=lambda: None, run=run)
+
+
+def sides_of(built: Built, heads: Sequence[int], said: dict[str, str]) -> dict[str, Timed]:
+    """Every side that runs; said: gets what the others failed with."""
+    from attn_compiler.lowerings.hopper import launch
+
+    problem = built.problem
+    given = [x.detach() for x in (problem.q, problem.k, problem.v)]
+    with torch.no_grad():
+        out, lse = launch.forward(*given, built.hopper, problem.text)
+    grad_out = bench_kernels.gradient_of_out(problem)
+    found = {
+        name: _ours(body, number, _arguments(name, built, out, lse, grad_out))
+        for name, (body, number) in bodies(heads).items()
+    }
+    for name in PEERS:
+        try:
+            side = bench_select.lowering(name)(problem)
+            found[name] = bench_select.timed(side, "backward", grad_out, once=True)
+            found[name].run(found[name].prepare())
+        except Exception as failure:  # noqa: BLE001 (a row of its own says so)
+            found.pop(name, None)
+            said[name] = bench_kernels.reason(failure, [])
+    return found
+
+
+def begin(cases: Sequence[Case], heads: Sequence[int], device: str) -> list[Future[Any]]:
+    """Start to compile what our sides of these cases launch."""
+    from attn_compiler.lowerings.hopper import launch
+    from attn_compiler.lowerings.shared import compiling
+
+    started: list[Future[Any]] = []
+    pool = compiling.workers(len(os.sched_getaffinity(0)))
+
+    def note(*asked: Any) -> None:
+        started.extend(pool.begin(*asked))
+
+    for case in cases:
+        built = build(case, device)
+        problem = built.problem
+        out = torch.empty(case.batch, case.heads_q, case.seqlen, case.head_dim_v, dtype=torch.bfloat16, device=device)
+        lse = torch.empty(case.batch, case.heads_q, case.seqlen, device=device)
+        given = [x.detach() for x in (problem.q, problem.k, problem.v)]
+        called: list[tuple[Body, int | None, tuple[Any, ...]]] = [
+            (launch.forward, None, (*given, built.hopper, problem.text)),
+            *((body, n, _arguments(name, built, out, lse, out)) for name, (body, n) in bodies(heads).items()),
+        ]
+        for body, number, arguments in called:
+            with _at_once(number):
+                call = ahead.LaunchingCall(body=body, arguments=imagined.described(arguments), named=())
+                ahead.note_launches(call, note)
+    return started
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------
+
+
+def measure(case: Case, heads: Sequence[int], *, device: str, seconds: float) -> list[dict[str, str]]:
+    """A row for each side. Whatever fails of a side becomes its row's `failure`."""
+    names = case.columns
+    failed: dict[str, str] = {}
+    try:
+        built = build(case, device)
+        sides = sides_of(built, heads, failed)
+        chosen = backward_of(built.problem.spec, Target.current(device))
+        rows = {name: names | {"side": name} for name in (*sides, *failed)}
+        for name, why in failed.items():
+            rows[name]["failure"] = why
+        outcome: dict[str, list[Tensor]] = {}
+        for name, side in list(sides.items()):
+            runs = [[x.clone() for x in side.run(side.prepare())] for _ in range(_RUNS)]
+            rows[name]["same"] = "yes" if all(map(functools.partial(_are_same, runs[0]), runs[1:])) else "no"
+            rows[name]["chosen"] = "yes" if _FAMILIES.get(name) == chosen else ""
+            outcome[name] = runs[0]
+        for name in sides:
+            if name != TRITON:
+                rows[name]["error"] = f"{bench_kernels.error(outcome[TRITON][:3], outcome[name][:3]):.2g}"
+            if name.startswith(IN_ORDER):
+                rows[name]["heads_at_once"] = name.split()[2] if "," in name else str(built.heads)
+        outcome.clear()
+        for name, values in bench_kernels.interleave(sides, device, seconds, warmup=1).items():
+            p20, p50, p80 = harness.percentiles(values)
+            rows[name] |= {"rounds": str(len(values)), "tflops": f"{case.flops('backward') / p50 / 1e6:.1f}"}
+            rows[name] |= {"p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}"}
+    except Exception as failure:  # noqa: BLE001 (one broken case must not cost the others, and its row names it)
+        return [names | {"side": "", "failure": bench_kernels.reason(failure, [])}]
+    return list(rows.values())
+
+
+def _are_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True))
+
+
+def rows_of(measured: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Rows of in_order.MEASURED, of each side in order that has the same bits in every run and stands beside Triton's."""
+    triton = {row["case"]: row for row in measured if row["side"] == TRITON and row.get("tflops")}
+    by_name = {case.name: case for case in CASES}
+    found = []
+    for row in measured:
+        if (
+            row["side"].startswith(IN_ORDER)
+            and row.get("same") == "yes"
+            and row.get("tflops")
+            and row["case"] in triton
+        ):
+            shape = shape_class.of(select_cases.spec_of(by_name[row["case"]], training=True))
+            first, last = next((a, b) for a, b in _HEAD_DIMS if a <= (shape.head_dim or 0) <= b)
+            values = (shape.mask if shape.mask not in in_order.BY_BAND else shape.band, shape.band, first, last)
+            speeds = (row["seqlen"], row["heads_at_once"], row["tflops"], triton[row["case"]]["tflops"])
+            found.append(
+                dict(zip(in_order.COLUMNS, map(str, (*values, *speeds, row["date"], row["case"])), strict=True))
+            )
+    return found
+
+
+def write_rows(path: Path, measured: Sequence[Mapping[str, str]]) -> None:
+    """Put them into the file that decides, in place of its rows of the same cases."""
+    found = rows_of(measured)
+    cases = {row["case"] for row in found}
+    kept = [row for row in harness.read(path) if row["case"] not in cases]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, in_order.COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([*kept, *found])
+
+
+def print_table(rows: Sequence[Mapping[str, str]]) -> None:
+    """A line for each case: TFLOP/s of each side, the chosen one in green, those whose bits differ in yellow."""
+    names = list(dict.fromkeys(row["side"] for row in rows))
+    table = Table(title="backward, TFLOP/s on allowed pairs, medians")
+    for column in ("case", *names):
+        table.add_column(column)
+    for case in dict.fromkeys(row["case"] for row in rows):
+        of_case = {row["side"]: row for row in rows if row["case"] == case}
+        table.add_row(case, *(_cell(of_case[name]) if name in of_case else "" for name in names))
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
+
+
+def _cell(row: Mapping[str, str]) -> str:
+    if row.get("failure"):
+        return "failed"
+    style = "green" if row.get("chosen") else "yellow" if row.get("same") == "no" else ""
+    return f"[{style}]{row['tflops']}[/]" if style else row["tflops"]
+
+
+def failures(rows: Sequence[Mapping[str, str]]) -> int:
+    """1 where a side of ours fails or is wrong, or one in order has other bits in another run; else 0: an exit status."""
+    ours = [row for row in rows if not row["side"] or row["side"].startswith((IN_ORDER, ANY_ORDER, TRITON))]
+    broken = any(row.get("failure") for row in ours)
+    wrong = any(float(row.get("error") or 0) > bench_kernels.MAX_ERROR for row in ours)
+    return int(broken or wrong or any(row.get("same") == "no" for row in ours if row["side"] != ANY_ORDER))
+
+
+def main() -> int:
+    """Measure what the budget allows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget-seconds", type=float, default=120.0, help="start nothing after this (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="timing of a case (%(default)s)")
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], metavar="NAME")
+    parser.add_argument("--heads", nargs="*", type=int, default=[], help="heads under way at once, to be tried too")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
+    parser.add_argument("--write-rows", action="store_true", help="measure nothing: make the rows that decide")
+    options = parser.parse_args()
+    if options.write_rows:
+        write_rows(in_order.MEASURED, harness.read(options.output))
+        return 0
+
+    start = time.monotonic()
+    warnings.simplefilter("ignore")
+    torch.use_deterministic_algorithms(True)
+    try:
+        cases = [case for case in CASES if not options.cases or case.name in options.cases]
+        cases = [case for case in cases if has_backward(select_cases.spec_of(case, training=True))]
+        where = bench_kernels.environment(options.device, options.commit)
+        file = harness.CsvFile(options.output, [*COLUMNS, *where])
+        wait(begin(cases, options.heads, options.device), timeout=options.budget_seconds)
+        print(f"{time.monotonic() - start:4.0f} s  compiled", flush=True)
+        for case in cases:
+            if time.monotonic() - start > options.budget_seconds:
+                print("no time left for", case.name)
+                continue
+            for row in measure(case, options.heads, device=options.device, seconds=options.seconds):
+                file.add({**row, **where})
+            gc.collect()
+            torch.cuda.empty_cache()
+        print_table(file.rows)
+        return failures(file.rows)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
