@@ -14,11 +14,15 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 README = (ROOT / "README.md").read_text()
 
 
-#: In a fork of a process that has imported transformers, which takes seconds. What Inductor writes is compiled as in other tests.
+#: In a fork of a process that has imported transformers, which takes seconds. Compiled as in other tests. What is timed is timed once: how
+#: long it takes is the machine's matter.
 _RUN = """
-import runpy, sys
-from tests import quick_inductor
+import functools, runpy, sys, timeit
+from tests import quick_inductor, quick_tracing
 quick_inductor.install()
+quick_tracing.install()
+quick_tracing.say_nothing()
+timeit.timeit = functools.cache(timeit.timeit)
 runpy.run_path(sys.argv[1], run_name="__main__")
 """
 #: as `torchrun --standalone --nproc-per-node 2` does, by PyTorch's own launcher; its ranks are forks as well
@@ -27,8 +31,10 @@ import runpy, sys
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 def rank(script):
-    from tests import quick_inductor
+    from tests import quick_inductor, quick_tracing
     quick_inductor.install()
+    quick_tracing.install()
+    quick_tracing.say_nothing()
     sys.argv = [script]
     runpy.run_path(script, run_name="__main__")
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _config_module
 
 from tests import quick_tracing
 
@@ -98,3 +99,20 @@ def test_make_fx_puts_no_methods_into_modules(monkeypatch: pytest.MonkeyPatch) -
     graph = make_fx(model)(torch.ones(2))
     assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [torch.ops.aten.relu.default]
     assert seen == [True, False]
+
+
+def test_settings_are_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = _config_module.ConfigModule.__getattr__
+    slow = quick.__wrapped__  # type: ignore[attr-defined]
+    settings: Any = torch._dynamo.config
+    for name, entry in settings._config.items():
+        if not entry.deprecated:
+            assert quick(settings, name) == slow(settings, name), name
+    assert settings.verbose is False
+    with settings.patch(verbose=True):
+        assert settings.verbose is True
+    monkeypatch.setattr(settings, "verbose", 3)
+    assert settings.verbose == slow(settings, "verbose") == 3
+    monkeypatch.delattr(settings, "verbose")
+    assert not hasattr(settings, "verbose")
+    assert not hasattr(settings, "no_such_setting")

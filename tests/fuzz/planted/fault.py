@@ -66,8 +66,8 @@ class Fault:
         starts = [0]
         for line in lines:
             starts.append(starts[-1] + len(line))
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == self.within:
+        for node in _definitions(text):
+            if node.name == self.within:
                 return starts[node.lineno - 1], starts[node.end_lineno or node.lineno]
         raise DoesNotApply(f"the planted fault {self.name!r} is in {self.within} of {self.file}, which is no more")
 
@@ -82,12 +82,18 @@ class Fault:
         at = first + text[first:last].index(self.old)
         line = text.count("\n", 0, at + len(self.old) - len(self.old.lstrip())) + 1
         best: int | None = None
-        for function in ast.walk(ast.parse(text)):
+        for function in _definitions(text):
             if isinstance(function, ast.FunctionDef) and function.lineno <= line <= (function.end_lineno or 0):
                 inside = [n for n in ast.walk(function) if isinstance(n, ast.stmt) and n is not function]
                 around = [n.lineno for n in inside if n.lineno <= line <= (n.end_lineno or 0)]
                 best = max(best or 0, *around, first_line(function))
         return best
+
+
+@functools.lru_cache(maxsize=8)
+def _definitions(text: str) -> list[ast.FunctionDef | ast.ClassDef]:
+    """Of a file, as `ast.walk` comes to them. Faults of one file come one after another."""
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
 
 
 def first_line(function: ast.FunctionDef) -> int:
