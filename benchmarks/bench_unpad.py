@@ -114,6 +114,14 @@ def _encoder(
     return build
 
 
+def t5_small(dry: bool) -> tuple[nn.Module, Mapping[str, Batch]]:
+    """The encoder of T5-small's sizes, with random weights that no gradient is asked of."""
+    from transformers import T5Config, T5EncoderModel
+
+    model = T5EncoderModel(T5Config(num_layers=2 if dry else 6, attn_implementation="sdpa")).requires_grad_(False)
+    return model, batches(*((3, 24) if dry else (16, 128)), 1000, labels=False)
+
+
 def t5(dry: bool) -> tuple[nn.Module, Mapping[str, Batch]]:
     from transformers import T5Config, T5EncoderModel
 
@@ -135,7 +143,7 @@ def llama(dry: bool) -> tuple[nn.Module, Mapping[str, Batch]]:
     return model, batches(*((3, 24) if dry else (8, 2048)), 1000, labels=True)
 
 
-CPU: tuple[Case, ...] = (Case(name="MiniLM-L6-v2", build=minilm),)
+CPU: tuple[Case, ...] = (Case(name="MiniLM-L6-v2", build=minilm), Case(name="T5-small encoder", build=t5_small))
 GPU: tuple[Case, ...] = (
     Case(name="BERT", build=_encoder("Bert", 32, 512)),
     Case(

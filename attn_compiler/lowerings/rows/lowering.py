@@ -15,7 +15,8 @@ from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.rows.pieces import operand_names
 from attn_compiler.lowerings.rows.takes import TAKES
-from attn_compiler.lowerings.shared import limits, part_tensors, parts
+from attn_compiler.lowerings.shared import limits, mask_limits, part_tensors, parts
+from attn_compiler.lowerings.shared.parts import ADDED
 from attn_compiler.lowerings.shared.takes import refused
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -33,7 +34,7 @@ class CpuRows(Lowering):
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         machine = self.unavailable(target) or limits.check_device(spec, "cpu")
-        return machine or [*refused(TAKES, spec), *_check_parts(spec)]
+        return machine or [*refused(TAKES, spec), *_check_parts(spec), *_check_added(spec)]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand()
@@ -44,6 +45,16 @@ class CpuRows(Lowering):
         leaf = torch.ops.attn_compiler.rows.default
         outputs = emitter.call(leaf, operands.q, operands.k, operands.v, further, spec.to_text())
         return emitter.call(operator.getitem, outputs, 0)
+
+
+def _check_added(spec: AttentionSpec) -> list[Reason]:
+    """PyTorch's kernel gives a mask no gradient, and what is added by distance is made in float32."""
+    if not parts.parts(spec).kinds & ADDED:
+        return []
+    if spec.dtype == "float64":
+        rule = "what is added to the scores is computed in float32"
+        return [Reason(code=Code.DTYPE, rule=rule, observed=f"dtype {spec.dtype}")]
+    return mask_limits.check_no_bias_gradient(spec)
 
 
 def _check_parts(spec: AttentionSpec) -> list[Reason]:

@@ -29,6 +29,8 @@ def operand_names(spec: AttentionSpec) -> tuple[str, ...]:
         "keys": found.keys is not None or found.keys_given,
         "documents_q": found.documents is not None,
         "documents_k": found.documents is not None,
+        "distances": bool(found.distances),
+        "slopes": found.slopes is not None,
     }
     return tuple(name for name, here in has.items() if here)
 
@@ -71,11 +73,15 @@ def cut(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, operands: Mapping
         if same not in known:
             known[same] = list(of_call.of_batch_row(same))
         found += [dataclasses.replace(piece, first=batch, end=batch + 1) for piece in known[same]]
-    return _joined(found)
+    counts_distances = "distances" in operands or "slopes" in operands
+    return _joined(found, counts_distances=counts_distances)
 
 
-def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Pieces that are alike in neighbouring batch rows are one, and so are equally long ones that follow each other."""
+def _joined(pieces: list[Piece], *, counts_distances: bool) -> list[Piece]:
+    """Pieces that are alike in neighbouring batch rows are one, and so are equally long ones that follow each other.
+
+    counts_distances: those that follow each other have to have as many queries as keys, so that k - q is the same in all of them.
+    """
     by_place: dict[tuple[object, ...], Piece] = {}
     for piece in pieces:
         key = (piece.q, piece.k, piece.num_q, piece.num_k, piece.causal, id(piece.mask))
@@ -86,7 +92,8 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
         by_place[(*key, piece.end)] = piece
     joined: list[Piece] = []
     for piece in sorted(by_place.values(), key=lambda piece: (piece.first, piece.q)):
-        if joined and _follows(joined[-1], piece):
+        is_alike = not counts_distances or piece.num_q == piece.num_k
+        if joined and is_alike and _follows(joined[-1], piece):
             joined[-1] = dataclasses.replace(joined[-1], count=joined[-1].count + 1)
         else:
             joined.append(piece)

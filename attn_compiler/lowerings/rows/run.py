@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attn_compiler.lowerings.rows.added import Added
 from attn_compiler.lowerings.rows.pieces import Piece, cut, operand_names
 from attn_compiler.lowerings.shared.leaf_calls import BackwardArguments, Gradients
 from attn_compiler.lowerings.shared.ops import empty_outputs
@@ -22,7 +23,8 @@ def forward(
     """out and lse, as `ops.LEAF_SCHEMA` says. A query without keys has 0, and an lse of -inf."""
     parsed = AttentionSpec.from_text(spec)
     out, lse = empty_outputs(q, v)
-    pieces = _cut(parsed, q, k, operands)
+    named = _named(parsed, operands)
+    pieces, added = cut(parsed, q, k, named), Added.of(named, q.shape[2])
     if not _cover(pieces, q):
         out.zero_()
         lse.fill_(-torch.inf)
@@ -33,7 +35,7 @@ def forward(
             _keys(v, piece),
             0.0,
             piece.causal,
-            attn_mask=_additive(piece, q.dtype),
+            attn_mask=_additive(piece, q.dtype, added),
             scale=parsed.score.scale,
         )
         empty = _keyless(piece)
@@ -49,7 +51,9 @@ def backward(*arguments: Any) -> Gradients:
     grad_out, _, q, k, v, operands, out, lse, spec = BackwardArguments(*arguments)
     parsed = AttentionSpec.from_text(spec)
     grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-    for piece in _cut(parsed, q, k, operands):
+    named = _named(parsed, operands)
+    added = Added.of(named, q.shape[2])
+    for piece in cut(parsed, q, k, named):
         of_queries = _queries(grad_out, piece)
         empty = _keyless(piece)
         if empty is not None:
@@ -63,7 +67,7 @@ def backward(*arguments: Any) -> Gradients:
             _readable_lse(_queries(lse, piece), empty),
             0.0,
             piece.causal,
-            attn_mask=_additive(piece, q.dtype),
+            attn_mask=_additive(piece, q.dtype, added),
             scale=parsed.score.scale,
         )
         _queries(grads[0], piece).copy_(parts[0])
@@ -72,8 +76,8 @@ def backward(*arguments: Any) -> Gradients:
     return grads[0], grads[1], grads[2], []
 
 
-def _cut(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, operands: Tensors) -> list[Piece]:
-    return cut(spec, q, k, dict(zip(operand_names(spec), operands, strict=True)))
+def _named(spec: AttentionSpec, operands: Tensors) -> dict[str, torch.Tensor]:
+    return dict(zip(operand_names(spec), operands, strict=True))
 
 
 def _cover(pieces: Sequence[Piece], q: torch.Tensor) -> bool:
@@ -96,12 +100,16 @@ def _slice(x: torch.Tensor, piece: Piece, start: int, length: int) -> torch.Tens
     return whole if piece.count == 1 else torch.unflatten(whole[0], 1, (piece.count, length)).transpose(0, 1)
 
 
-def _additive(piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
-    """The mask as the kernel takes it. A query without keys sees all here, and is made 0 by the caller: the kernel would give NaN."""
+def _additive(piece: Piece, dtype: torch.dtype, added: Added | None) -> torch.Tensor | None:
+    """The mask and what is added, as the kernel takes them: in its dtype, or in float32. A query without keys sees all here, and is made 0
+    by the caller: the kernel would give NaN."""
+    scores = None if added is None else added.to(piece)
     if piece.mask is None:
-        return None
+        return scores
     mask = piece.mask | ~piece.mask.any(1, keepdim=True)
-    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)[None, None]
+    if scores is None:
+        scores = torch.zeros((), dtype=dtype)
+    return torch.where(mask, scores, -torch.inf).reshape(1, -1, *mask.shape)
 
 
 def _keyless(piece: Piece) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""What the CPU's attention by rows takes: masks that leave keys in pieces, and no change of scores."""
+"""What the CPU's attention by rows takes: masks that leave keys in pieces, and what is added by distance."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from attn_compiler.lowerings.shared.takes import PYTORCH_HALF, HeadDims, Takes
 TAKES = Takes(
     sms=None,
     dtypes=("float32", "float64", *PYTORCH_HALF),
-    parts=frozenset({"band", "lengths", "rows", "keys", "documents"}),
+    parts=frozenset({"band", "lengths", "rows", "keys", "documents", "distances", "slopes"}),
     head_dims=HeadDims(multiple=1, in_full=1),
     unequal_head_dims=False,
     many_blocks=True,

@@ -66,6 +66,47 @@ def cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Te
     return F.scaled_dot_product_attention(q, k, v, attn_mask=(at[None, :] <= position[:, None])[None, None])
 
 
+def _by_distance(q: torch.Tensor, allowed: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    return torch.where(allowed, added.to(q.dtype), torch.finfo(q.dtype).min)
+
+
+def _ahead(length: int) -> torch.Tensor:
+    at = torch.arange(length)
+    return at[None, :] - at[:, None]
+
+
+def biased(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    added = table[_ahead(q.shape[2]).clamp(-9, 9) + 9].permute(2, 0, 1)[None]
+    mask = _by_distance(q, mask[:, None, None, :], added)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def biased_causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, table: torch.Tensor
+) -> torch.Tensor:
+    ahead = _ahead(q.shape[2])
+    added = table[ahead.clamp(-9, 9) + 9].permute(2, 0, 1)[None]
+    allowed = (ahead <= 0)[None, None] & mask[:, None, None, :]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=_by_distance(q, allowed, added), enable_gqa=True)
+    # A query without keys is padding, and counts for nothing.
+    return out * mask[:, None, :, None]
+
+
+def alibi(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+    ahead = _ahead(q.shape[2])
+    allowed = (ahead <= 0)[None, None] & mask[:, None, None, :]
+    joined = _by_distance(q, allowed, (slopes[:, None, None] * ahead)[None])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=joined, enable_gqa=True) * mask[:, None, :, None]
+
+
+def biased_documents(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: torch.Tensor, table: torch.Tensor
+) -> torch.Tensor:
+    added = table[_ahead(q.shape[2]).clamp(-9, 9) + 9].permute(2, 0, 1)[None]
+    same = of[:, None, :, None] == of[:, None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=_by_distance(q, same, added), enable_gqa=True)
+
+
 def compare(
     attention: Attention, *further: torch.Tensor, heads_kv: int = HEADS, queries: int = SEQLEN, **cast: Any
 ) -> None:
@@ -99,6 +140,36 @@ def test_padding_with_and_without_gaps(attention: Attention, gaps: bool, heads_k
 @pytest.mark.parametrize("sorted_", [True, False])
 def test_documents_in_one_piece_and_in_several(attention: Attention, sorted_: bool) -> None:
     compare(attention, documents(sorted_=sorted_))
+
+
+@pytest.mark.parametrize("attention", [biased, biased_causal, alibi])
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("heads_kv", [HEADS, 2])
+def test_what_is_added_by_distance(attention: Attention, gaps: bool, heads_kv: int) -> None:
+    added = torch.linspace(0.1, 0.9, HEADS) if attention is alibi else torch.randn(19, HEADS)
+    compare(attention, padding(gaps=gaps), added, heads_kv=heads_kv)
+
+
+@pytest.mark.parametrize("sorted_", [True, False])
+def test_what_is_added_by_distance_within_documents(sorted_: bool) -> None:
+    compare(biased_documents, documents(sorted_=sorted_), torch.randn(19, HEADS))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_added_in_half_precision(dtype: torch.dtype) -> None:
+    compare(biased, padding(), torch.randn(19, HEADS, dtype=dtype), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "learned", "said"), [(torch.float64, False, "float32"), (torch.float32, True, "gradient")]
+)
+def test_what_is_added_and_refused(dtype: torch.dtype, learned: bool, said: str) -> None:
+    table = torch.randn(19, HEADS, dtype=dtype, requires_grad=learned)
+    inputs = [torch.randn(3, HEADS, SEQLEN, HEAD_DIM, dtype=dtype) for _ in range(3)]
+    function = torch.compile(biased, backend="attn_compiler", options={"inner": "aot_eager", "strict": True})
+    function(*inputs, padding(), table)
+    spec = attn_compiler.reports()[-1].sites[0].spec
+    assert said in str([reason.rule for reason in by_name("rows").why_not(spec, Target.current("cpu"))])
 
 
 @pytest.mark.parametrize("queries", [1, 5])

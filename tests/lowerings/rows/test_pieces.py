@@ -31,7 +31,14 @@ def test_documents_are_pieces_and_equal_ones_a_batch() -> None:
     of = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2]])
     found = runs(8, 8, documents_q=of, documents_k=of)
     assert [(p.q, p.num_q, p.k, p.num_k) for p in found] == [(0, 3, 0, 3), (3, 3, 3, 3), (6, 2, 6, 2)]
-    assert [(p.q, p.num_q, p.count) for p in pieces._joined(found)] == [(0, 3, 2), (6, 2, 1)]
+    assert [(p.q, p.num_q, p.count) for p in pieces._joined(found, counts_distances=True)] == [(0, 3, 2), (6, 2, 1)]
+
+
+def test_runs_that_follow_each_other_at_other_distances_are_apart_where_these_count() -> None:
+    """Four queries, then four others, each with two keys."""
+    found = [Piece(first=0, end=1, q=q, k=q // 2, num_q=4, num_k=2) for q in (0, 4)]
+    assert len(pieces._joined(found, counts_distances=False)) == 1
+    assert len(pieces._joined(found, counts_distances=True)) == 2
 
 
 def test_a_diagonal_within_documents_is_a_flag() -> None:
@@ -47,7 +54,7 @@ def test_a_window_is_cut_into_blocks_that_share_masks() -> None:
 
 def test_batch_rows_that_are_alike_are_one_piece() -> None:
     alike = [Piece(first=b, end=b + 1, q=0, k=0, num_q=4, num_k=4) for b in range(3)]
-    assert pieces._joined(alike) == [Piece(first=0, end=3, q=0, k=0, num_q=4, num_k=4)]
+    assert pieces._joined(alike, counts_distances=True) == [Piece(first=0, end=3, q=0, k=0, num_q=4, num_k=4)]
 
 
 def test_a_query_of_no_document_is_in_no_piece() -> None:

@@ -1,4 +1,4 @@
-"""What attention by rows takes: masks that leave each query keys in pieces, on a CPU, and nothing that changes a score."""
+"""What attention by rows takes: masks that leave each query keys in pieces, on a CPU, and what is added by distance."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def test_what_it_has_no_argument_for_is_refused(spec: dict[str, Any], rule: str)
     assert rule in words(refused(TAKES, make_spec(device="cpu", **spec)))
 
 
-def test_nothing_is_added_to_scores() -> None:
-    assert TAKES.parts.isdisjoint(ADDED)
+def test_of_what_is_added_to_scores_it_takes_numbers_by_distance() -> None:
+    assert TAKES.parts & ADDED == {"distances", "slopes"}
     assert TAKES.beyond(make_spec(device="cpu", changes=(bias(1, 8, 128, 128),))) == {"bias"}

@@ -1,0 +1,55 @@
+"""What is added to the scores of a piece, as a tensor: numbers by distance, ALiBi's slopes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from attn_compiler.lowerings.rows.pieces import Piece
+
+
+@dataclass(kw_only=True)
+class Added:
+    """Of one call.
+
+    distances: (Hq|1, L), what is added where k - q + Sq - 1 is the index; None for nothing.
+    slopes: (Hq,), slope · (k - q) is added; None for nothing.
+    num_q: Sq.
+    known: by k - q of a piece's first pair, the largest tensor so far: a smaller piece takes a part of it.
+    """
+
+    distances: torch.Tensor | None
+    slopes: torch.Tensor | None
+    num_q: int
+    known: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(operands: Mapping[str, torch.Tensor], num_q: int) -> Added | None:
+        """From the operands of a call, by name; None if nothing is added."""
+        distances, slopes = operands.get("distances"), operands.get("slopes")
+        if distances is None and slopes is None:
+            return None
+        # Copies for kernels that read whole vectors: the first one begins at the first distance.
+        return Added(distances=None if distances is None else distances[:, 0], slopes=slopes, num_q=num_q)
+
+    def to(self, piece: Piece) -> torch.Tensor:
+        """float32 (1, Hq|1, num_q, num_k) for a piece."""
+        shift = piece.k - piece.q
+        known = self.known.get(shift)
+        if known is None or known.shape[2] < piece.num_q or known.shape[3] < piece.num_k:
+            sizes = (0, 0) if known is None else known.shape[2:]
+            known = self.known[shift] = self._made(shift, max(sizes[0], piece.num_q), max(sizes[1], piece.num_k))
+        return known[:, :, : piece.num_q, : piece.num_k]
+
+    def _made(self, shift: int, num_q: int, num_k: int) -> torch.Tensor:
+        ahead = shift + torch.arange(num_k) - torch.arange(num_q)[:, None]
+        made = torch.zeros((), dtype=torch.float32)
+        if self.distances is not None:
+            # A tensor that covers two pieces may go beyond the distances that there are: nothing reads it there.
+            at = (ahead + self.num_q - 1).clamp(0, self.distances.shape[1] - 1)
+            made = made + self.distances[:, at].float()
+        if self.slopes is not None:
+            made = made + self.slopes.float()[:, None, None] * ahead
+        return made[None]
