@@ -19,7 +19,7 @@ from attn_compiler.codes import Code
 from attn_compiler.passes import faults, match, mutation, recover, select, views
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.unit import Unit, module_path, source_line
-from attn_compiler.passes.unpad import asked_sizes, masks
+from attn_compiler.passes.unpad import asked_sizes, masks, scores
 from attn_compiler.passes.unpad import facts as run_time_facts
 from attn_compiler.passes.unpad.analysis import Analysis
 from attn_compiler.passes.unpad.making import Maker, Tokens
@@ -82,6 +82,9 @@ def _check_graph(unit: Unit) -> None:
 
 def _run(unit: Unit, mirror: Mirror) -> Packed:
     padding, pairs = masks.of(unit.sites)
+    for site, own in zip(unit.sites, pairs, strict=True):
+        if own.scores is not None:
+            scores.check(site, own.scores, mirror, padding.tensor.node)
     analysis = Analysis(mirror, padding, dict(zip(unit.sites, pairs, strict=True)))
     graph = torch_compat.copied_graph(unit.graph)
     copies = dict(zip(unit.graph.nodes, graph.nodes, strict=True))

@@ -286,7 +286,8 @@ class Maker:
         scores = pairs.scores
         if scores is None:
             return allowed
-        key = ("scores", pairs.band, scores.key, q.meta["example_value"].dtype, self._region)
+        state = self._region, _wants_gradient(self._owner)  # One of two layers may be in torch.no_grad().
+        key = ("scores", pairs.band, scores.key, q.meta["example_value"].dtype, state)
         return self._first_here(key, lambda: self._scored(allowed, scores, tensors, q))
 
     def _scored(self, allowed: fx.Node, scores: PackedScores, tensors: Mapping[str, fx.Node], q: fx.Node) -> fx.Node:

@@ -18,6 +18,8 @@ from attn_compiler.codes import Code
 from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Load, on_nodes
 from attn_compiler.index_expr.changing import throughout
 from attn_compiler.index_expr.on_nodes import Names, NodeMaker
+from attn_compiler.passes import axes, gradients, views
+from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unpad.refusing import KeepsPadding
 from attn_compiler.passes.unpad.values import Form, Indexed, Need
@@ -98,6 +100,39 @@ def of(site: Site, spec: AttentionSpec) -> PackedScores | None:
 
 def _refused(site: Site, observed: str) -> KeepsPadding:
     return KeepsPadding(Code.PADDING_MASK, _RULE, observed, at=site.match.out, remedy=_REMEDY)
+
+
+def check(site: Site, scores: PackedScores, mirror: Mirror, mask: fx.Node) -> None:
+    """What is added can be written anew in this graph. mask: the padding, (B, S). Raises KeepsPadding."""
+    _check_sizes(site, scores, mask)
+    _check_gradient(site, mirror)
+
+
+def _check_gradient(site: Site, mirror: Mirror) -> None:
+    """What is written anew gives its gradient to all that it reads, so the model may not stop that gradient on the way."""
+    if gradients.known(mirror, site.match.out) is False:
+        return
+    read = {version.node for version in site.score_loads.values()}
+    between: set[fx.Node] = set()
+    added = views.argument(site.match.anchor, "attn_mask")
+    waiting = [added] if isinstance(added, fx.Node) else []
+    while waiting:
+        node = waiting.pop()
+        if node not in between and node not in read:
+            between.add(node)
+            waiting.extend(node.all_input_nodes)
+    stopped = gradients.stopped_at(mirror, between)
+    if stopped is not None:
+        raise _refused(site, f"the gradient of what is added stops at {stopped.name}")
+
+
+def _check_sizes(site: Site, scores: PackedScores, mask: fx.Node) -> None:
+    """A token has one place among all B · S, so what is taken at the real tokens is as large as the mask."""
+    own = axes.shape_exprs(views.value(mask))
+    for name, need in scores.tensors.items():
+        shape = axes.shape_exprs(views.value(need.node))
+        if need.form == _OF_TOKENS and shape != own:
+            raise _refused(site, f"{name} are {tuple(shape)} numbers, and the mask is {tuple(own)}")
 
 
 def _packed(site: Site, kind: ProvedScore) -> PackedScores:

@@ -8,7 +8,18 @@ from torch import nn
 
 import attn_compiler
 from attn_compiler.passes import unpad
-from tests.passes.unpad.encoder import HEADS, LENGTH, MASK, Encoder, check, compiled, ids_of, mask_of
+from tests.passes.unpad.encoder import (
+    HEADS,
+    LENGTH,
+    MASK,
+    Encoder,
+    check,
+    compiled,
+    ids_of,
+    mask_of,
+    on_real_tokens,
+    report,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +135,22 @@ def test_lengths_change_without_compiling_again() -> None:
     assert len(attn_compiler.reports()) == 1
 
 
+class FrozenFirst(Relative):
+    """A layer that is not trained adds what a trained one adds."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, **_: torch.Tensor) -> torch.Tensor:
+        x, added = self.words(ids) + self.places(torch.arange(ids.shape[1])), self.allowed(mask)
+        first, second = self.layers
+        with torch.no_grad():
+            x = first(x, added)
+        found: torch.Tensor = second(x, added)
+        return found
+
+
+def test_a_layer_without_gradients_takes_none_from_the_others() -> None:
+    assert check(FrozenFirst()).kept is None
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     assert check(Relative().to(dtype), close=4e-2).kept is None
@@ -184,7 +211,54 @@ class Written(Biased):
         return table[_ahead(mask.shape[1]).clamp(-4, 4) + LENGTH].permute(2, 0, 1)[None]
 
 
-@pytest.mark.parametrize("kind", [ByPlace, ByProduct, Given, ByRow, Shifted, Written])
+class WiderTokens(Biased):
+    """Numbers of tokens are a part of a wider tensor."""
+
+    causal = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("numbers", torch.arange(3 * 2 * LENGTH).view(3, -1) % 7)
+
+    def added(self, mask: torch.Tensor) -> torch.Tensor:
+        return self.slopes[None, :, None, None] * self.numbers[:, : mask.shape[1]][:, None, None, :]
+
+
+class Detached(Relative):
+    """The table is not learned through what is added."""
+
+    def added(self, mask: torch.Tensor) -> torch.Tensor:
+        return super().added(mask).detach()
+
+
+class WithoutGradient(Relative):
+    def added(self, mask: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return super().added(mask)
+
+
+class DetachedInPart(Relative):
+    def added(self, mask: torch.Tensor) -> torch.Tensor:
+        return super().added(mask) - self.table.detach()[0, :, None, None] * _ahead(mask.shape[1]).abs()
+
+
+@pytest.mark.parametrize("kind", [Detached, WithoutGradient, DetachedInPart])
+def test_a_gradient_that_is_stopped_keeps_the_padding(kind: type[Biased]) -> None:
+    kept = check(kind()).kept
+    assert kept is not None
+    assert "gradient" in kept.observed
+
+
+@pytest.mark.parametrize("kind", [Detached, WithoutGradient, DetachedInPart])
+def test_without_gradients_there_is_none_to_stop(kind: type[Biased]) -> None:
+    model = kind()
+    with torch.no_grad():
+        found = compiled(model)(ids_of(MASK), MASK)
+        torch.testing.assert_close(on_real_tokens(found, MASK), on_real_tokens(model(ids_of(MASK), MASK), MASK))
+    assert report().kept is None
+
+
+@pytest.mark.parametrize("kind", [ByPlace, ByProduct, Given, ByRow, Shifted, Written, WiderTokens])
 def test_what_is_added_by_something_else_keeps_the_padding(kind: type[Biased]) -> None:
     found = check(kind())
     assert found.kept is not None
