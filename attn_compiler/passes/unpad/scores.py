@@ -123,7 +123,10 @@ def _check_gradient(site: Site, mirror: Mirror) -> None:
             waiting.extend(node.all_input_nodes)
     stopped = gradients.stopped_at(mirror, between)
     if stopped is not None:
-        raise _refused(site, f"the gradient of what is added stops at {stopped.name}")
+        rule = "what joins the scores passes its gradient on to all that it is made of"
+        observed = f"the gradient stops at {stopped.name}"
+        remedy = "set requires_grad to False for parameters that are not learned"
+        raise KeepsPadding(Code.PADDING_MASK, rule, observed, at=site.match.out, remedy=remedy)
 
 
 def _check_sizes(site: Site, scores: PackedScores, mask: fx.Node) -> None:
@@ -132,7 +135,9 @@ def _check_sizes(site: Site, scores: PackedScores, mask: fx.Node) -> None:
     for name, need in scores.tensors.items():
         shape = axes.shape_exprs(views.value(need.node))
         if need.form == _OF_TOKENS and shape != own:
-            raise _refused(site, f"{name} are {tuple(shape)} numbers, and the mask is {tuple(own)}")
+            rule = "numbers of the key's token are (rows, positions), as the mask is"
+            observed = f"{name} are {tuple(shape)}, and the mask is {tuple(own)}"
+            raise KeepsPadding(Code.PADDING_MASK, rule, observed, at=site.match.out)
 
 
 def _packed(site: Site, kind: ProvedScore) -> PackedScores:

@@ -246,7 +246,28 @@ class DetachedInPart(Relative):
 def test_a_gradient_that_is_stopped_keeps_the_padding(kind: type[Biased]) -> None:
     kept = check(kind()).kept
     assert kept is not None
-    assert "gradient" in kept.observed
+    assert "gradient stops" in kept.observed
+    assert kept.remedy is not None
+    assert "requires_grad" in kept.remedy
+
+
+def test_numbers_of_tokens_of_other_sizes_are_named() -> None:
+    kept = check(WiderTokens()).kept
+    assert kept is not None
+    assert "the mask is (3, 10)" in kept.observed
+
+
+def test_a_table_that_is_not_learned_goes_with_the_tokens() -> None:
+    model = Relative()
+    model.table.requires_grad_(False)
+    function = compiled(model)
+    weights = [x for x in model.parameters() if x.requires_grad]
+    told = []
+    for run in (function, model):
+        output = on_real_tokens(run(ids_of(MASK), MASK), MASK)
+        told.append((output, torch.autograd.grad(output.square().sum(), weights)))
+    torch.testing.assert_close(told[0], told[1], atol=1e-4, rtol=1e-4)
+    assert report().kept is None
 
 
 @pytest.mark.parametrize("kind", [Detached, WithoutGradient, DetachedInPart])
