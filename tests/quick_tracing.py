@@ -33,8 +33,9 @@ _ENTRY = set(
 _KNOWN = ("_cached_dispatch_impl", "_make_cache_entry", "_dispatch_impl")
 
 
+@functools.cache
 def install() -> None:
-    """In this process."""
+    """In this process, and once."""
     _keep_nothing_of_symbols()
     _leave_modules_alone()
     _look_settings_up_at_once()
