@@ -1,9 +1,10 @@
 """Processes for tests: real ones, and forks of one that has imported torch, which start in milliseconds rather than in seconds.
 
 A fork is as fresh as a process just after `import torch` and Dynamo's, AOTAutograd's and Inductor's own modules: nothing was compiled in
-it, this package and transformers are not imported, there is one thread. What it has from the process that it is a fork of: the variables
-that are read at import (`run` refuses others), the seed of Python's hashes, addresses, `sys.path`, and which instructions the C++ compiler
-knows. Forks of different servers (`of`) have other hashes and addresses, as two processes do. A test of importing takes a real process.
+it, this package and transformers are not imported, there is one thread. It compiles as quickly as tests do. What it has from the process
+that it is a fork of: the variables that are read at import (`run` refuses others), the seed of Python's hashes, addresses, `sys.path`, and
+which instructions the C++ compiler knows. Forks of different servers (`of`) have other hashes and addresses, as two processes do. A test
+of importing takes a real process.
 
 Where there is CUDA, every process is a real one: CUDA can't be used in a fork of a process that looked for devices.
 """

@@ -6,6 +6,7 @@ All are forks of a process that has imported what the function needs, so that no
 from __future__ import annotations
 
 import gc
+import importlib
 import pickle
 import sys
 import tempfile
@@ -22,6 +23,15 @@ from tests import fresh, quick_inductor, quick_tracing
 SIZE = 2
 _SECONDS = 280
 
+#: what a first compilation imports of this package
+_IMPORTED_LATE = (
+    "attn_compiler.backend",
+    "attn_compiler.passes.pipeline",
+    "attn_compiler.publishing",
+    "attn_compiler.torch_collectives",
+    "attn_compiler.lowerings.shared.ahead",
+)
+
 _START = "import sys; from tests.distributed import processes; processes.start(sys.argv[1])"
 
 
@@ -36,6 +46,8 @@ def run(function: Callable[..., Any], *args: Any, size: int = SIZE) -> list[Any]
 def start(directory: str) -> None:
     """In a process that has nothing else to do. Where there is CUDA its forks could not use it."""
     function, args, size = pickle.loads((Path(directory) / "job").read_bytes())
+    for module in _IMPORTED_LATE:
+        importlib.import_module(module)
     gc.freeze()
     method = "spawn" if torch.cuda.is_available() else "fork"
     context = torch.multiprocessing.start_processes(
