@@ -102,7 +102,10 @@ def _descriptor(base: Pointer, shape: Any, strides: Any, tile: Any, layout: Any)
     sizes, steps = [int(x) for x in shape], [int(x) for x in strides]
     if any(step * base.memory.element_size() % 16 for step in steps[:-1]):
         raise ValueError(f"the copy engine takes strides of whole vectors, got {steps}")
-    return Descriptor(base.memory.as_strided(sizes, steps), tuple(tile))
+    first = base.memory.storage_offset() + int(base.offset)
+    if first * base.memory.element_size() % 16:
+        raise ValueError(f"the copy engine takes addresses of whole vectors, got one of {first} elements")
+    return Descriptor(base.memory.as_strided(sizes, steps, first), tuple(tile))
 
 
 #: seconds that nobody should have to wait for another partition
@@ -227,6 +230,7 @@ def _load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0) -> A
 
 
 def _store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
+    mask = torch.as_tensor(mask).broadcast_to(value.shape)
     pointer.memory[pointer.offset[mask]] = value[mask].to(pointer.memory.dtype)
 
 
@@ -308,6 +312,7 @@ def _language(program: Sequence[int], programs: Sequence[int]) -> types.SimpleNa
         "where": _where,
         "exp2": torch.exp2,
         "log": torch.log,
+        "log2": torch.log2,
         "max": lambda x, axis: x.amax(axis),
         "sum": lambda x, axis: x.sum(axis),
         "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
