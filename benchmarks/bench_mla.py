@@ -3,6 +3,7 @@
     python -m benchmarks.bench_mla                          # CPU: one thread, the process's own time; writes results/mla_cpu.csv
     python -m benchmarks.bench_mla --device cuda            # writes results/mla_h200.csv
     python -m benchmarks.bench_mla --device cuda --cases 'v3*' --what attention --tried
+    python -m benchmarks.bench_mla --device cuda --cases 'heads*' --out benchmarks/results/mla_heads_h200.csv   # of many heads
     python -m benchmarks.bench_mla --dry-run                # all of it on a CPU, tiny, nothing is written
 
 Steps: both sides in one process, in turn, on one model (benchmarks/mla_model.py) and one cache; on a GPU in bfloat16 with
@@ -11,7 +12,8 @@ mode="reduce-overhead". `error` is the largest difference of our logits from tho
 
 Attention: microseconds of the GPU for one layer, from CUDA graphs that hold one call for each of many caches, which together are larger
 than the L2 cache. gb_per_s: of the filled part of the cache. `copy` rows are what a copy of memory reaches in the same run; `of_bound`
-is the share of what binds, that or 989 TFLOP/s of products. `tried` rows are other schedules than the one that is picked.
+is the share of what binds, that or 989 TFLOP/s of products. `rule` rows have the schedule that is picked, `triton` rows that of the Triton
+kernel where the kernel for Hopper is picked, and `tried` rows others of the Triton kernel. Cases `heads*` have no steps.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from benchmarks import bench_decode, harness
 from benchmarks.mla_model import Caches, Decoder, Sizes
 
 RESULTS = Path(__file__).parent / "results"
-SCHEDULE = ("rows", "keys", "warps", "stages", "splits")
+SCHEDULE = ("rows", "keys", "warps", "stages", "splits", "hopper")
 COLUMNS = (
     *("case", "heads", "rank", "rope", "batch", "length", "filled", "what", "side", *SCHEDULE),
     *("ms", "ratio", "us", "gb_per_s", "tflops", "of_bound", "error", "own_error", "failure"),
@@ -87,6 +89,22 @@ def _cases(name: str, sizes: Sizes) -> Iterator[Case]:
         yield Case(name=f"{name}_b{batch}_4k_64", sizes=sizes, batch=batch, length=4096, filled=64)
 
 
+#: whose attention alone is timed: (heads, sequences, keys)
+_HEADS = (
+    *((128, batch, keys) for batch in (16, 64, 1) for keys in (4096, 32768)),
+    *((64, 16, keys) for keys in (4096, 32768)),
+    (16, 16, 4096),
+)
+HEADS_CASES = tuple(
+    Case(
+        name=f"heads{heads}_b{batch}_{keys}",
+        sizes=dataclasses.replace(V3, heads=heads),
+        batch=batch,
+        length=keys,
+        filled=keys,
+    )
+    for heads, batch, keys in _HEADS
+)
 GPU_CASES = (*_cases("v2_lite", V2_LITE), *_cases("v3", V3))
 CPU_CASES = (
     Case(name="cpu_b1_1k", sizes=CPU, batch=1, length=1024, filled=900),
@@ -262,13 +280,17 @@ class Problem:
 
 
 def schedules(problem: Problem, target: Target) -> Iterator[Schedule]:
-    """The one that is picked for the filled length first, then others."""
+    """The one that is picked for the filled length first, then the Triton kernel's, if that is another, then others of that."""
     case = dataclasses.replace(problem.case, length=problem.case.filled)
     spec = spec_of(case, problem.spec.q.dtype)
     rule = latent_schedule.schedule(spec, target)
     yield rule
+    rule = latent_schedule.of_triton(spec, target)
+    seen = {_shown(latent_schedule.schedule(spec, target))}
+    if _shown(rule) not in seen:
+        seen.add(_shown(rule))
+        yield rule
     tiles = case.batch * -(-case.sizes.heads // (rule.rows or 16))
-    seen = {_shown(rule)}
     for keys, warps, stages, programs in CANDIDATES.get(rule.rows or 16, ()):
         for least in _LEAST_KEYS:
             found = dataclasses.replace(rule, keys=keys, warps=warps, stages=stages, least_keys=least)
@@ -293,13 +315,18 @@ def copy_row(device: str) -> tuple[dict[str, str], float]:
 
 
 def attention_rows(case: Case, target: Target, copied: float, *, tried: bool) -> Iterator[dict[str, str]]:
-    """The schedule that is picked first; others where they are asked for."""
+    """The schedule that is picked first, and the Triton kernel's; others where they are asked for."""
     problem = Problem.of(case, "cuda", torch.bfloat16)
-    for number, schedule in enumerate(schedules(problem, target)):
-        if number and not tried:
+    rule, *others = schedules(problem, target)
+    sides = [
+        ("rule", rule),
+        *(("triton" if rule.hopper and i == 0 else "tried", other) for i, other in enumerate(others)),
+    ]
+    for side, schedule in sides:
+        if side == "tried" and not tried:
             return
         shown = dict(zip(SCHEDULE, _shown(schedule), strict=True))
-        row = {**case.columns, "what": "attention", "side": "tried" if number else "rule", **shown}
+        row = {**case.columns, "what": "attention", "side": side, **shown}
         try:
             calls = problem.calls(schedule)
             us = bench_decode.microseconds(calls)
@@ -344,7 +371,7 @@ def print_table(rows: Sequence[dict[str, str]]) -> None:
 
 def rows_of(given: argparse.Namespace, deadline: float) -> Iterator[dict[str, str]]:
     """Attention first: it takes seconds."""
-    every = DRY_CASES if given.dry_run else GPU_CASES if given.device == "cuda" else CPU_CASES
+    every = DRY_CASES if given.dry_run else (*GPU_CASES, *HEADS_CASES) if given.device == "cuda" else CPU_CASES
     cases = [case for case in every if any(fnmatch.fnmatch(case.name, pattern) for pattern in given.cases)]
     if given.what != "step" and given.device == "cuda":
         row, copied = copy_row("cuda")
@@ -353,6 +380,8 @@ def rows_of(given: argparse.Namespace, deadline: float) -> Iterator[dict[str, st
             yield from attention_rows(case, Target.current("cuda"), copied, tried=given.tried)
             torch.cuda.empty_cache()
     for case in cases if given.what != "attention" else ():
+        if case in HEADS_CASES:
+            continue
         if time.monotonic() > deadline:
             return
         yield from step_rows(case, given.device, 0.0 if given.dry_run else given.seconds)

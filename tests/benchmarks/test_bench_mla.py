@@ -43,6 +43,19 @@ def test_the_attention_alone(name: str) -> None:
     assert len(set(others)) == len(others) > 1
 
 
+def test_many_heads_are_timed_with_both_kernels() -> None:
+    """As in docs/mla.md."""
+    kernels = {}
+    for case in bench_mla.HEADS_CASES:
+        spec = bench_mla.spec_of(case, "bfloat16")
+        problem = Problem(case=case, spec=spec, q=torch.empty(1, dtype=torch.bfloat16), caches=[])
+        rule, *others = bench_mla.schedules(problem, Target.fake(sm=90, processors=132))
+        kernels[case.name] = rule.hopper
+        assert not any(other.hopper for other in others)
+    assert [name for name, is_for_hopper in kernels.items() if not is_for_hopper] == ["heads16_b16_4096"]
+    assert len(kernels) == 9
+
+
 def test_the_kernel_is_given_the_filled_part_of_a_cache() -> None:
     case = DRY_CASES[0]
     problem = Problem.of(case, "cpu", torch.float32, together=1)

@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks import kernel_code
 
-#: Of every family of kernels one: our Triton kernels forward and backward, Hopper's, decoding over a latent.
-COMPILED = ("triton keys_128", "hopper half causal_128", "latent 16")
+#: Of every family of kernels one: our Triton kernels forward and backward, Hopper's, decoding over a latent, of few heads and of many.
+COMPILED = ("triton keys_128", "hopper half causal_128", "latent 16", "latent 128")
 
 
 def launches() -> list[dict[str, Any]]:

@@ -44,9 +44,8 @@ def splits() -> Lines:
 
 
 def _words(found: Schedule) -> str:
-    return (
-        f"{found.splits} splits, {found.keys} keys, {found.warps} warps, {found.stages} stages, {found.slices} slices"
-    )
+    splits = f"{found.splits} splits, for Hopper" if found.hopper else f"{found.splits} splits"
+    return f"{splits}, {found.keys} keys, {found.warps} warps, {found.stages} stages, {found.slices} slices"
 
 
 def backwards() -> Lines:

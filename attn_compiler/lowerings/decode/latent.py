@@ -16,7 +16,7 @@ from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.dtypes import HALVES
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
-from attn_compiler.lowerings.decode import latent_schedule
+from attn_compiler.lowerings.decode import latent_hopper, latent_schedule
 from attn_compiler.lowerings.decode import operands as decode_operands
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.takes import OF_LATENT
@@ -54,6 +54,7 @@ class DecodeLatent(Lowering):
             raise ValueError("the site has no latent")
         given, dtype = latents.given(operands), emitter.value(operands.q).dtype
         emitter.note(latents.note(spec, latent))
+        emitter.note(latent_hopper.note(latent_hopper.refused(spec, emitter.target)))
         nope, of_rope = latents.parts_of_q(emitter, latent, operands.q)
         parts = [latents.by_heads(emitter, nope, given.weight_k), *(() if of_rope is None else (of_rope,))]
         q = emitter.call(torch.cat, parts, -1)

@@ -1,4 +1,4 @@
-"""How the kernel over a latent is launched, and the one that adds up what its splits leave. Imports triton, so it comes late.
+"""How the kernels over a latent are launched, and the one that adds up what their splits leave. Imports triton, so it comes late.
 
 As launch.py: compiled for what the text says, a device and alignment, and never for a length, a stride or an address.
 """
@@ -15,9 +15,11 @@ import torch
 import triton
 from triton.runtime import driver
 
+from attn_compiler.lowerings.decode import latent_schedule
 from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.decode.kernels.decode_latent import attention_decode_latent, combine_latent
-from attn_compiler.lowerings.decode.kernels.tuples import LatentSwitches
+from attn_compiler.lowerings.decode.kernels.latent_sm90_tuples import HopperSwitches
+from attn_compiler.lowerings.decode.kernels.tuples import LatentSwitches, MergeSwitches
 from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule, none_too_short
 from attn_compiler.lowerings.decode.replaying import DecodeSite, Launched
 from attn_compiler.lowerings.shared import score_changes
@@ -31,9 +33,12 @@ from attn_compiler.torch_compat import empty_strided
 
 Tensors = Sequence[torch.Tensor]
 
-#: dims that a program adds up, partial results that it adds up at a time, and its warps
-_COLUMNS, _PARTS, _WARPS = 128, 16, 4
-#: of what the kernel takes after the partial results, the operand that each is, or either of two
+#: of the kernel that adds up
+_WARPS = 4
+#: of the kernel for Hopper: registers of a thread of its second warpgroup, and the operands that it takes
+_REGISTERS = 240
+_ON_HOPPER = frozenset({"bounds", "rope"})
+#: of what the Triton kernel takes after the partial results, the operand that each is, or either of two
 _PARAMETERS = (("bounds",), ("keys",), ("mask", "bias"), ("sinks",))
 
 
@@ -41,7 +46,7 @@ _PARAMETERS = (("bounds",), ("keys",), ("mask", "bias"), ("sinks",))
 class PreparedLatent:
     """A Call as the kernels take it.
 
-    constants: what they are compiled for, without the alignment.
+    constants: what the Triton kernel is compiled for, without the alignment.
     blocks: tiles of rows of a batch row.
     rows: of all blocks together that are stored.
     given: for each parameter from Bounds on, its place among the operands, or None.
@@ -79,8 +84,6 @@ def prepare(text: str) -> PreparedLatent:
     constants = {
         "BLOCK_M": block,
         "BLOCK_N": call.schedule.keys,
-        "PARTS": _PARTS,
-        "COLUMNS": min(_COLUMNS, width),
         "KEPT": block if blocks > 1 else rows,
         "HEADS_KV": 1,
         "GROUP": heads,
@@ -97,6 +100,9 @@ def prepare(text: str) -> PreparedLatent:
         "PRECISION": "ieee",
         "EARLY": call.schedule.early and not interpreted,
     }
+    if call.schedule.hopper and (seqlen_q > 1 or "rope" not in plan.operands or {*plan.operands} - _ON_HOPPER):
+        rule = "the kernel for Hopper takes one query, bounds of keys, and a part beside the latent"
+        raise ValueError(f"{rule}; got {seqlen_q} queries, and {', '.join(plan.operands)}")
     return PreparedLatent(
         schedule=call.schedule,
         plan=plan,
@@ -167,30 +173,86 @@ def _forward(
         kept = batch * prepared.blocks * splits * constants["KEPT"]
         lse_at = kept * rank
         partial = _empty((lse_at + kept,), (1,), q)
-    bounds, keys, pairs, sinks = (None if place is None else operands[place] for place in prepared.given)
-    numbers = (
-        *q.stride()[:3],
-        *_positions(latent),
-        *((0, 0) if rope is None else _positions(rope)),
-        *((0, 0) if bounds is None else (bounds.stride(0), along(bounds, 1))),
-        0 if keys is None else along(keys, 0),
-        *((0, 0, 0, 0) if pairs is None else (along(pairs, dim) for dim in range(4))),
-        *(lse_at, seqlen_kv, prepared.scale, prepared.changed_by),
-    )
     begin_at_vectors = [x is None or x.data_ptr() % VECTOR == 0 for x in (q, latent, rope)]
     typed = [operands[place].dtype for place in prepared.typed]
     key = (q.get_device(), align, partial is None, *begin_at_vectors, *typed)
-    tensors = (q, latent, rope, out, lse, partial, bounds, keys, pairs, sinks)
-    options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
-    _launch(
-        prepared, attention_decode_latent, key, (splits, prepared.blocks, batch), tensors, numbers, options, launched
-    )
+    bounds, keys, pairs, sinks = (None if place is None else operands[place] for place in prepared.given)
+    of_bounds = (0, 0) if bounds is None else (bounds.stride(0), along(bounds, 1))
+    if schedule.hopper and rope is not None and align > 1 and _lie_apart(q, latent, rope):
+        read = (q, latent, rope, out, lse, partial, bounds)
+        strides = (q.stride(0), q.stride(1), *_positions(latent), *_positions(rope))
+        numbers = (*strides, *of_bounds, lse_at, seqlen_kv, prepared.scale)
+        _launch_on_hopper(prepared, key, (prepared.blocks, splits, batch), read, numbers, launched)
+    else:
+        tensors = (q, latent, rope, out, lse, partial, bounds, keys, pairs, sinks)
+        numbers = (
+            *q.stride()[:3],
+            *_positions(latent),
+            *((0, 0) if rope is None else _positions(rope)),
+            *of_bounds,
+            0 if keys is None else along(keys, 0),
+            *((0, 0, 0, 0) if pairs is None else (along(pairs, dim) for dim in range(4))),
+            *(lse_at, seqlen_kv, prepared.scale, prepared.changed_by),
+        )
+        how = LatentSwitches(**constants, ALIGN=align)
+        options = {"num_warps": schedule.warps, "num_stages": schedule.stages, **_early(how.EARLY)}
+        grid = (splits, prepared.blocks, batch)
+        _launch(prepared, attention_decode_latent, key, grid, tensors, numbers, how, options, launched)
     if partial is not None:
-        parts = -(-rank // constants["COLUMNS"])
-        grid = (prepared.rows, parts, batch)
-        added = (out, lse, partial, sinks)
-        _launch(prepared, combine_latent, key, grid, added, (lse_at, splits), {"num_warps": _WARPS}, launched)
+        merge = _merge(prepared, batch, splits=schedule.splits or most)
+        grid = (prepared.rows, -(-rank // merge.COLUMNS), batch)
+        options = {"num_warps": _WARPS, **_early(merge.EARLY)}
+        added, key = (out, lse, partial, sinks), (*key, merge)
+        _launch(prepared, combine_latent, key, grid, added, (lse_at, splits), merge, options, launched)
     return out, lse
+
+
+def _early(early: bool) -> dict[str, bool]:
+    return {"launch_pdl": True} if early else {}
+
+
+def _lie_apart(q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> bool:
+    """Whether the copy engine reads them: rows of their own, one after the other, of at least one key. Strides of one head or of one
+    key may lie, and those of an expanded tensor are 0."""
+    rows = ((q.stride(1), q.shape[3]), *((x.stride(2), x.shape[3]) for x in (latent, rope)))
+    return latent.shape[2] > 0 and all(stride >= width for stride, width in rows)
+
+
+def _launch_on_hopper(
+    prepared: PreparedLatent,
+    key: tuple[Any, ...],
+    grid: tuple[int, int, int],
+    tensors: tuple[torch.Tensor | None, ...],
+    numbers: tuple[int | float, ...],
+    launched: list[Launched] | None,
+) -> None:
+    # Releases of Triton without Gluon's instructions of Hopper have the other kernels.
+    from attn_compiler.lowerings.decode.kernels.latent_sm90 import attention_latent_sm90
+
+    constants = prepared.constants
+    how = HopperSwitches(
+        GROUP=constants["GROUP"],
+        SEQLEN_Q=constants["SEQLEN_Q"],
+        KEPT=constants["KEPT"],
+        HALF=constants["HEAD_DIM_V"] // 2,
+        ROPE=constants["HEAD_DIM_ROPE"],
+        STAGES=prepared.schedule.stages,
+        REGISTERS=_REGISTERS,
+    )
+    _launch(prepared, attention_latent_sm90, key, grid, tensors, numbers, how, {"num_warps": 4}, launched)
+
+
+def _merge(prepared: PreparedLatent, batch: int, *, splits: int) -> MergeSwitches:
+    """splits: at most, so that a cache that grows needs no further kernel."""
+    constants = prepared.constants
+    parts, columns = latent_schedule.merging(
+        prepared.schedule, rows=prepared.rows * batch, splits=splits, width=constants["V_0"]
+    )
+    return MergeSwitches(
+        PARTS=parts,
+        COLUMNS=columns,
+        **{name: constants[name] for name in ("BLOCK_M", "KEPT", "GROUP", "SEQLEN_Q", "HEAD_DIM_V", "EARLY")},
+    )
 
 
 def _empty(size: tuple[int, ...], stride: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
@@ -223,21 +285,20 @@ def _launch(
     grid: tuple[int, int, int],
     tensors: tuple[torch.Tensor | None, ...],
     numbers: tuple[int | float, ...],
+    how: Any,
     options: dict[str, Any],
     launched: list[Launched] | None,
 ) -> None:
-    """key: what the kernel is compiled for besides the text; its second entry is ALIGN. tensors, numbers: as the kernel's parameters."""
-    found = prepared.compiled.get((kernel is combine_latent, key))
+    """key: what the kernel is compiled for besides the text; its first entry is the device. tensors, numbers: its parameters."""
+    found = prepared.compiled.get((id(kernel), key))
     if found is None:
-        switches = LatentSwitches(**prepared.constants, ALIGN=key[1])
-        options = options | ({"launch_pdl": True} if switches.EARLY else {})
-        compiled = first_launch(kernel, grid, *tensors, *numbers, HOW=switches, **options)
+        compiled = first_launch(kernel, grid, *tensors, *numbers, HOW=how, **options)
         if compiled is None:
             return
-        found = prepared.compiled[kernel is combine_latent, key] = compiled, plain(switches)
+        found = prepared.compiled[id(kernel), key] = compiled, plain(how)
     else:
-        compiled, how = found
-        start(compiled, grid, key[0], (*[None if t is None else t.data_ptr() for t in tensors], *numbers, how))
+        compiled, constant = found
+        start(compiled, grid, key[0], (*[None if t is None else t.data_ptr() for t in tensors], *numbers, constant))
     if launched is not None:
-        compiled, how = found
-        launched.append(Launched(compiled=compiled, grid=grid, tensors=tensors, values=(*numbers, how)))
+        compiled, constant = found
+        launched.append(Launched(compiled=compiled, grid=grid, tensors=tensors, values=(*numbers, constant)))

@@ -29,6 +29,7 @@ class Schedule:
     programs: how many the machine runs at a time, as fast as it can. least_keys: a split has no fewer, or it would cost more than
     it saves. early: the kernel is launched while the one before it ends, and waits for that.
     rows: of a tile over a latent; None where the head dims say how many.
+    hopper: the kernel for Hopper reads the latent (latent_hopper.py).
     splits: of each kv head's keys, at most; None where sizes are only known at the launch, which then asks `splits` itself.
     """
 
@@ -40,6 +41,7 @@ class Schedule:
     programs: int
     least_keys: int
     early: bool = False
+    hopper: bool = False
     splits: int | None = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.shared import kernel_limits
 
 _ADDED_BY_DISTANCE = frozenset({"documents", "distances", "slopes"})
@@ -18,4 +19,13 @@ OF_LATENT = dataclasses.replace(
     head_dims=None,
     gradients=False,
     dropout=False,
+)
+#: by the kernel for Hopper: bounds of keys alone, and nothing that changes a score but a positive scale
+ON_HOPPER = dataclasses.replace(
+    OF_LATENT,
+    sms=((90, 90),),
+    dtypes=HALF,
+    changes=(),
+    parts=frozenset({"band", "lengths", "rows"}),
+    scales="positive",
 )

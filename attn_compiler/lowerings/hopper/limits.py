@@ -7,12 +7,9 @@ from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.hopper.takes import TAKES
 from attn_compiler.lowerings.shared import kernel_limits, takes
 from attn_compiler.lowerings.shared import limits as shared_limits
-from attn_compiler.lowerings.shared.limits import release
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
-#: Gluon may change from one release to the next: those that the kernels were compiled with
-_TRITON = ((3, 6), (3, 7))
 #: what float32 holds in full, with room for a factor of a few units
 _LEAST_FACTOR, _MOST_FACTOR = 1e-30, 1e30
 _REMEDY = "leave the choice to the compiler, or give lowering='triton', which takes that"
@@ -34,20 +31,7 @@ def check(spec: AttentionSpec, target: Target) -> list[Reason]:
 
 def check_machine(target: Target) -> list[Reason]:
     """Hopper, and a Triton whose Gluon is known."""
-    reasons = kernel_limits.check_machine(target)
-    if reasons:
-        return reasons
-    if target.triton_interpreted or takes.check_gpu(TAKES, target):
-        observed = "Triton's interpreter" if target.triton_interpreted else f"sm{target.sm}"
-        return [
-            Reason(code=Code.ARCHITECTURE, rule="the kernel is made of the instructions of sm90", observed=observed)
-        ]
-    if release(target.triton) in _TRITON:
-        return []
-    checked = " or ".join(f"{major}.{minor}" for major, minor in _TRITON)
-    return [
-        Reason(code=Code.LIBRARY_VERSION, rule=f"the kernel was compiled with Triton {checked}", observed=target.triton)
-    ]
+    return kernel_limits.check_gluon(target, TAKES)
 
 
 def _check_parts(spec: AttentionSpec) -> list[Reason]:

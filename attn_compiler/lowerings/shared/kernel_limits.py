@@ -28,6 +28,8 @@ TAKES = Takes(
 )
 
 _FIRST_TRITON = (3, 2)
+#: Gluon may change from one release to the next: those that the kernels in it were compiled with
+_GLUON = ((3, 6), (3, 7))
 _SMALL_MACHINE_HEAD_DIM = 128
 # Bytes that the kernels load at once along a head.
 _ALIGNMENT = 16
@@ -42,6 +44,24 @@ def check_machine(target: Target) -> list[Reason]:
     """A GPU since Ampere, or Triton's interpreter; and Triton."""
     gpu = [] if target.triton_interpreted else check_gpu(TAKES, target)
     return gpu or _check_triton(target)
+
+
+def check_gluon(target: Target, takes: Takes) -> list[Reason]:
+    """For a kernel in Gluon: a GPU of the architectures that `takes` names, and a Triton whose Gluon is known."""
+    reasons = check_machine(target)
+    if reasons:
+        return reasons
+    if target.triton_interpreted or check_gpu(takes, target):
+        observed = "Triton's interpreter" if target.triton_interpreted else f"sm{target.sm}"
+        return [
+            Reason(code=Code.ARCHITECTURE, rule="the kernel is made of the instructions of sm90", observed=observed)
+        ]
+    if limits.release(target.triton) in _GLUON:
+        return []
+    checked = " or ".join(f"{major}.{minor}" for major, minor in _GLUON)
+    return [
+        Reason(code=Code.LIBRARY_VERSION, rule=f"the kernel was compiled with Triton {checked}", observed=target.triton)
+    ]
 
 
 def check_site(spec: AttentionSpec, target: Target, takes: Takes = TAKES) -> list[Reason]:

@@ -13,7 +13,7 @@ from attn_compiler.lowerings.decode import latent_launch
 from attn_compiler.lowerings.decode.kernels.decode_latent import attention_decode_latent, combine_latent
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.shared.noting import noting
-from tests.lowerings.decode.latent_problems import of_latent, planned
+from tests.lowerings.decode.latent_problems import SMALL, of_latent, planned
 from tests.lowerings.decode.problems import Case, Problem
 
 Launched = list[tuple[Any, Any, tuple[Any, ...]]]
@@ -117,3 +117,33 @@ def test_a_text_without_rows_of_a_tile_is_none_of_a_latent() -> None:
     text = dataclasses.replace(call, schedule=dataclasses.replace(call.schedule, rows=None)).to_text()
     with pytest.raises(ValueError, match="names the latent, and the rows of a tile"):
         latent_launch.prepare(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            Case(name="sinks", heads_q=40, sinks=True),
+            "bounds of keys, and a part beside the latent; got 1 queries, and sinks, rope",
+        ),
+        (Case(name="queries", heads_q=40, seqlen_q=2), "got 2 queries, and rope"),
+    ],
+)
+def test_a_text_that_gives_the_kernel_for_hopper_what_it_does_not_take(given: Case, said: str) -> None:
+    schedule = dataclasses.replace(SMALL, rows=64, hopper=True)
+    contradictory = of_latent(given, schedule=schedule)
+    with planned(contradictory), pytest.raises(ValueError, match=said):
+        latent_launch.prepare(contradictory.text)
+
+
+def test_a_cache_that_grows_needs_no_further_kernel_to_add_up(launched: Launched) -> None:
+    """Splits are as many as the keys are worth, and the kernel is compiled for as many as there may ever be."""
+    given = problem(splits=None)
+    with planned(given):
+        run(given, 64)
+        run(given, 200)
+    (_, _, first), (kernel, _, again) = [each for each in launched if each[0] is combine_latent]
+    assert kernel is combine_latent
+    assert isinstance(first[2], torch.Tensor)
+    assert isinstance(again[2], int)
+    assert (first[5], again[5]) == (2, 7)

@@ -42,6 +42,9 @@ class Kernel:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Kernel]:
     """As if they were compiled, on a GPU whose index a CPU's tensors have."""
     found = {name: Kernel() for name in ("attention_decode", "attention_decode_latent", "combine_latent")}
+    found["attention_latent_sm90"] = Kernel()
+    latent_sm90 = pytest.importorskip("attn_compiler.lowerings.decode.kernels.latent_sm90")
+    monkeypatch.setattr(latent_sm90, "attention_latent_sm90", found["attention_latent_sm90"])
     monkeypatch.setattr(launch, "attention_decode", found["attention_decode"])
     monkeypatch.setattr(latent_launch, "attention_decode_latent", found["attention_decode_latent"])
     monkeypatch.setattr(latent_launch, "combine_latent", found["combine_latent"])
@@ -63,6 +66,14 @@ def latent(case: Case) -> tuple[Any, Any, Problem]:
     return latent_launch, latent_problems.planned, latent_problems.of_latent(case, dtype=torch.bfloat16, device="cpu")
 
 
+def on_hopper(case: Case) -> tuple[Any, Any, Problem]:
+    """Without what the kernel for Hopper does not take."""
+    simple = dataclasses.replace(case, heads_q=40, sinks=False, keys=None)
+    schedule = dataclasses.replace(latent_problems.SMALL, rows=64, hopper=True)
+    given: Any = {"dtype": torch.bfloat16, "device": "cpu", "schedule": schedule}
+    return latent_launch, latent_problems.planned, latent_problems.of_latent(simple, **given)
+
+
 def given(problem: Problem, module: Any) -> tuple[Any, ...]:
     k = problem.v if module is latent_launch else problem.k
     return problem.q, k, problem.v, problem.operands, problem.text
@@ -79,7 +90,7 @@ def moved(problem: Problem) -> Problem:
     return dataclasses.replace(problem, q=copy(problem.q), k=copy(problem.k), v=copy(problem.v), named=named)
 
 
-@pytest.mark.parametrize("family", [decode, latent])
+@pytest.mark.parametrize("family", [decode, latent, on_hopper])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_further_call_launches_what_the_body_does(
     family: Callable[[Case], Any], case: Case, kernels: dict[str, Kernel]
@@ -97,6 +108,7 @@ def test_a_further_call_launches_what_the_body_does(
         expected = module.forward(*given(other, module))
     for ours, theirs in zip((out, lse), expected, strict=True):
         assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+    assert (family is on_hopper) == bool(replayed["attention_latent_sm90"])
     known = {x.data_ptr() for x in (other.q, other.k, other.v, *other.operands)}
     for name, kernel in kernels.items():
         assert len(replayed[name]) == len(kernel.ran)
@@ -110,7 +122,7 @@ def test_a_further_call_launches_what_the_body_does(
     assert {out.data_ptr(), lse.data_ptr(), other.q.data_ptr()} <= set(filter(lambda x: isinstance(x, int), addresses))
 
 
-@pytest.mark.parametrize("family", [decode, latent])
+@pytest.mark.parametrize("family", [decode, latent, on_hopper])
 def test_tensors_between_vectors_go_to_the_body_each_time(
     family: Callable[[Case], Any], kernels: dict[str, Kernel]
 ) -> None:

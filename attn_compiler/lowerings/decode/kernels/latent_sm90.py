@@ -5,12 +5,15 @@ registers of two warpgroups hold. So one warpgroup computes the scores, their so
 in shared memory for the other one, which computes the right half. A third one has the copy engine (TMA) fetch tiles of keys. Values are the
 latent's part of the same tile.
 
-The right half of a tile's output waits for the next tile's scores (`how.LAGS`): the tensor cores have it during the softmax of these. The
-left half of a tile is free before the right one is, and both come by themselves.
+The right half of a tile's output waits for the next tile's scores: the tensor cores have it during the softmax of these. The left half of a
+tile is free before the right one is, and both come by themselves.
+
+The tiles are visited from the last one to the first: the last one alone has keys beyond the end, so the first visit alone is masked.
 """
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -52,18 +55,14 @@ def _fetch(of_q, of_q_rope, of_c, of_r, tiles, barriers, block, start, step, cou
     mbarrier.expect(barriers.q_full, 2 * of_q.block_type.nbytes)
     tma.async_copy_global_to_shared(of_q, [first_row, 0], barriers.q_full, tiles.q.index(0))
     tma.async_copy_global_to_shared(of_q, [first_row, how.HALF], barriers.q_full, tiles.q.index(1))
-    if how.ROPE > 0:
-        mbarrier.expect(barriers.q_rope_full, of_q_rope.block_type.nbytes)
-        tma.async_copy_global_to_shared(of_q_rope, [first_row, 0], barriers.q_rope_full, tiles.q_rope)
+    mbarrier.expect(barriers.q_rope_full, of_q_rope.block_type.nbytes)
+    tma.async_copy_global_to_shared(of_q_rope, [first_row, 0], barriers.q_rope_full, tiles.q_rope)
     for i in range(count):
         stage, phase = i % how.STAGES, (i // how.STAGES) & 1
         key = start + i * step
         mbarrier.wait(barriers.left_empty.index(stage), phase ^ 1)
-        if how.ROPE > 0:
-            mbarrier.expect(barriers.left_full.index(stage), of_c.block_type.nbytes + of_r.block_type.nbytes)
-            tma.async_copy_global_to_shared(of_r, [key, 0], barriers.left_full.index(stage), tiles.rope.index(stage))
-        else:
-            mbarrier.expect(barriers.left_full.index(stage), of_c.block_type.nbytes)
+        mbarrier.expect(barriers.left_full.index(stage), of_c.block_type.nbytes + of_r.block_type.nbytes)
+        tma.async_copy_global_to_shared(of_r, [key, 0], barriers.left_full.index(stage), tiles.rope.index(stage))
         tma.async_copy_global_to_shared(of_c, [key, 0], barriers.left_full.index(stage), tiles.left.index(stage))
         mbarrier.wait(barriers.right_empty.index(stage), phase ^ 1)
         mbarrier.expect(barriers.right_full.index(stage), of_c.block_type.nbytes)
@@ -73,30 +72,25 @@ def _fetch(of_q, of_q_rope, of_c, of_r, tiles, barriers, block, start, step, cou
 
 
 @gluon.jit
-def _scores(q_rope, tiles, barriers, i, zero, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
-    """q kᵀ of the i-th tile, under way, as the parts of the tile come. zero: where the queries are."""
+def _scores(tiles, barriers, i, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
+    """q kᵀ of the i-th tile, under way, as the parts of the tile come."""
     stage, phase = i % how.STAGES, (i // how.STAGES) & 1
     none = gl.zeros([ROWS, KEYS], gl.float32, layout=QK_LAYOUT)
     mbarrier.wait(barriers.left_full.index(stage), phase)
     left = tiles.left.index(stage).permute([1, 0])
-    if how.ROPE > 0:
-        rope = tiles.rope.index(stage).permute([1, 0])
-        qk = warpgroup_mma(q_rope, rope, none, use_acc=False, is_async=True)
-        qk = warpgroup_mma(tiles.q.index(zero), left, qk, is_async=True)
-    else:
-        qk = warpgroup_mma(tiles.q.index(zero), left, none, use_acc=False, is_async=True)
+    rope = tiles.rope.index(stage).permute([1, 0])
+    qk = warpgroup_mma(tiles.q_rope, rope, none, use_acc=False, is_async=True)
+    qk = warpgroup_mma(tiles.q.index(0), left, qk, is_async=True)
     mbarrier.wait(barriers.right_full.index(stage), phase)
     right = tiles.right.index(stage).permute([1, 0])
-    return warpgroup_mma(tiles.q.index(zero + 1), right, qk, is_async=True)
+    return warpgroup_mma(tiles.q.index(1), right, qk, is_async=True)
 
 
 @gluon.jit
-def _softmax(qk, key, least, most, peak, total, factor, MASKED: gl.constexpr, QK_LAYOUT: gl.constexpr):
+def _softmax(qk, key, most, peak, total, factor, MASKED: gl.constexpr, QK_LAYOUT: gl.constexpr):
     """The weights of a tile from `key` on, each row's maximum, its sum as `shares` of it, and what sums so far are to be multiplied by."""
     if MASKED:
         qk = gl.where(up_to(most - key, QK_LAYOUT, KEYS), qk, float("-inf"))
-        if least is not None:
-            qk = gl.where(up_to(least - 1 - key, QK_LAYOUT, KEYS), float("-inf"), qk)
     new_peak = gl.maximum(peak, gl.max(qk, 1) * factor)
     weights = gl.exp2(qk * factor - new_peak[:, None])
     decay = gl.exp2(peak - new_peak)
@@ -128,47 +122,34 @@ def _left(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.HALF, 16]
     )
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, k_width=2)
-    QUERIES: gl.constexpr = gl.DotOperandLayout(0, QK_LAYOUT, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, QK_LAYOUT)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT_LAYOUT)
     most = gl.full([ROWS], 0, gl.int32, layout=ROW) + (length - 1)
-    least: gl.constexpr = None
     peak = gl.full([ROWS], NOTHING, gl.float32, layout=ROW)
     total = gl.zeros([ROWS, 4], gl.float32, layout=SHARES)
     out = gl.zeros([ROWS, how.HALF], gl.float32, layout=OUT_LAYOUT)
-    q_rope = tiles.q_rope
-    if how.ROPE > 0:
-        mbarrier.wait(barriers.q_rope_full, 0)
-        if how.ROPE_IN_REGISTERS:
-            q_rope = tiles.q_rope.load(QUERIES)
+    mbarrier.wait(barriers.q_rope_full, 0)
     mbarrier.wait(barriers.q_full, 0)
-    qk = _scores(q_rope, tiles, barriers, 0, 0, QK_LAYOUT, how)
+    qk = _scores(tiles, barriers, 0, QK_LAYOUT, how)
     qk = warpgroup_mma_wait(0, deps=(qk,))
-    found, peak, total, decay = _softmax(qk, start, least, most, peak, total, factor, True, QK_LAYOUT)
+    found, peak, total, decay = _softmax(qk, start, most, peak, total, factor, True, QK_LAYOUT)
     weights = narrowed(found, tiles.weights)
-    if how.ROPE_IN_REGISTERS:
-        # The weights' place was the queries'.
-        barrier_of_threads()
     _hand_over(weights, decay, tiles, barriers, 0)
     weights = gl.convert_layout(weights, WEIGHTS, assert_trivial=True)
     for i in range(1, count):
         before = (i - 1) % how.STAGES
         out = warpgroup_mma(weights, tiles.left.index(before), out, is_async=True)
-        qk = _scores(q_rope, tiles, barriers, i, 0, QK_LAYOUT, how)
-        out = warpgroup_mma_wait(3 if how.ROPE > 0 else 2, deps=(out,))
+        qk = _scores(tiles, barriers, i, QK_LAYOUT, how)
+        out = warpgroup_mma_wait(3, deps=(out,))
         mbarrier.arrive(barriers.left_empty.index(before))
         qk = warpgroup_mma_wait(0, deps=(qk,))
-        if how.LAGS:
-            mbarrier.arrive(barriers.turn)
-        found, peak, total, decay = _softmax(
-            qk, start + i * step, least, most, peak, total, factor, how.MASK_ALL, QK_LAYOUT
-        )
+        mbarrier.arrive(barriers.turn)
+        found, peak, total, decay = _softmax(qk, start + i * step, most, peak, total, factor, False, QK_LAYOUT)
         weights = narrowed(found, tiles.weights)
         _hand_over(weights, decay, tiles, barriers, i)
         weights = gl.convert_layout(weights, WEIGHTS, assert_trivial=True)
         out = out * gl.convert_layout(decay, OUT_ROW, assert_trivial=True)[:, None]
-    if how.LAGS:
-        mbarrier.arrive(barriers.turn)
+    mbarrier.arrive(barriers.turn)
     out = warpgroup_mma(weights, tiles.left.index((count - 1) % how.STAGES), out)
     total = gl.convert_layout(gl.sum(total, 1), ROW, assert_trivial=True)
     is_empty = total == 0.0
@@ -197,9 +178,8 @@ def _right(tiles, barriers, Out, count, block, split, batch, PARTIAL: gl.constex
         decay = tiles.decay.load(OUT_ROW)
         out = out * decay[:, None]
         mbarrier.wait(barriers.right_full.index(stage), (i // how.STAGES) & 1)
-        if how.LAGS:
-            # Before the next weights may come: no second turn is given until this one is taken.
-            mbarrier.wait(barriers.turn, i & 1)
+        # Before the next weights may come: no second turn is given until this one is taken.
+        mbarrier.wait(barriers.turn, i & 1)
         barrier_of_threads()
         mbarrier.arrive(barriers.weights_empty)
         out = warpgroup_mma(weights, tiles.right.index(stage), out, is_async=True)
@@ -279,11 +259,19 @@ def _bounds_of(Bounds, batch, bounds_side, bounds_b, seqlen_kv, how: gl.constexp
     return first, end
 
 
-@gluon.jit(do_not_specialize=["bounds_side", "bounds_b", "lse_at", "seqlen_kv", "scale"])
+#: as in decode_latent.py
+ANY_VALUE = (
+    "stride_qb", "stride_qr", "stride_cb", "stride_cs", "stride_rb", "stride_rs",
+    "bounds_side", "bounds_b", "lse_at", "seqlen_kv", "scale",
+)  # fmt: skip
+ANY_OPERAND = ("Lse", "Bounds")
+
+
+@gluon.jit(do_not_specialize=ANY_VALUE, do_not_specialize_on_alignment=ANY_OPERAND)
 def attention_latent_sm90(
     Q, C, R, Out, Lse, Partial, Bounds,
-    stride_qb, stride_qr, stride_cb, stride_cs, stride_rb, stride_rs,
-    bounds_side: gl.int32, bounds_b: gl.int32, lse_at: gl.int64, seqlen_kv: gl.int32, scale: gl.float32, HOW: gl.constexpr,
+    stride_qb: tl.int64, stride_qr: tl.int64, stride_cb: tl.int64, stride_cs: tl.int64, stride_rb: tl.int64, stride_rs: tl.int64,
+    bounds_side: tl.int32, bounds_b: tl.int32, lse_at: tl.int64, seqlen_kv: tl.int32, scale: tl.float32, HOW: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of 64 rows, splits, B). num_warps: 4. As `attention_decode_latent`, in half precision, with bounds of a query alone as
     mask, and a positive scale that alone changes the scores.
@@ -309,28 +297,18 @@ def attention_latent_sm90(
     of_c = _rows_of(
         C + far * stride_cb + first.to(gl.int64) * stride_cs, gl.maximum(length, 1), stride_cs, KEYS, RANK, how.HALF
     )
-    of_q_rope, of_r = of_q, of_c
-    if how.ROPE > 0:
-        of_q_rope = _rows_of(Q + far * stride_qb + RANK, TOTAL, stride_qr, ROWS, how.ROPE, how.ROPE)
-        of_r = _rows_of(
-            R + far * stride_rb + first.to(gl.int64) * stride_rs,
-            gl.maximum(length, 1),
-            stride_rs,
-            KEYS,
-            how.ROPE,
-            how.ROPE,
-        )
+    of_q_rope = _rows_of(Q + far * stride_qb + RANK, TOTAL, stride_qr, ROWS, how.ROPE, how.ROPE)
+    of_r = _rows_of(
+        R + far * stride_rb + first.to(gl.int64) * stride_rs, gl.maximum(length, 1), stride_rs, KEYS, how.ROPE, how.ROPE
+    )
     ELEMENT: gl.constexpr = C.dtype.element_ty
     WEIGHTS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, KEYS], ELEMENT)
     weights = gl.allocate_shared_memory(ELEMENT, [ROWS, KEYS], WEIGHTS_LAYOUT)
     q_tiles = gl.allocate_shared_memory(ELEMENT, [2, ROWS, how.HALF], of_q.layout)
     left = gl.allocate_shared_memory(ELEMENT, [how.STAGES, KEYS, how.HALF], of_c.layout)
     right = gl.allocate_shared_memory(ELEMENT, [how.STAGES, KEYS, how.HALF], of_c.layout)
-    rope, q_rope = left, weights
-    if how.ROPE > 0:
-        rope = gl.allocate_shared_memory(ELEMENT, [how.STAGES, KEYS, how.ROPE], of_r.layout)
-        if not how.ROPE_IN_REGISTERS:
-            q_rope = gl.allocate_shared_memory(ELEMENT, [ROWS, how.ROPE], of_q_rope.layout)
+    rope = gl.allocate_shared_memory(ELEMENT, [how.STAGES, KEYS, how.ROPE], of_r.layout)
+    q_rope = gl.allocate_shared_memory(ELEMENT, [ROWS, how.ROPE], of_q_rope.layout)
     decay = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tiles = LatentTiles(q=q_tiles, q_rope=q_rope, left=left, right=right, rope=rope, weights=weights, decay=decay)
     barriers = _all_barriers(how.STAGES)

@@ -14,9 +14,6 @@ class HopperSwitches(NamedTuple):
     HALF: Any  # of the rank
     ROPE: Any
     STAGES: Any  # tiles of keys that are in shared memory
-    LAGS: Any  # the right half of a tile's output waits for the next tile's scores
-    MASK_ALL: Any  # no tile goes without its mask
-    ROPE_IN_REGISTERS: Any  # the queries' part beside the latent, whose place the weights take
     REGISTERS: Any  # of a thread that computes the right half
 
 

@@ -40,12 +40,10 @@ class DecodeSwitches(NamedTuple):
 
 
 class LatentSwitches(NamedTuple):
-    """What the kernels over a latent are compiled for, as in `DecodeSwitches` where the names are the same. Of values: the latent."""
+    """What the kernel over a latent is compiled for, as in `DecodeSwitches` where the names are the same. Of values: the latent."""
 
     BLOCK_M: Any
     BLOCK_N: Any
-    PARTS: Any  # partial results that are added up at a time
-    COLUMNS: Any  # dims that a program adds up
     KEPT: Any
     HEADS_KV: Any
     GROUP: Any
@@ -62,6 +60,19 @@ class LatentSwitches(NamedTuple):
     PRECISION: Any
     EARLY: Any
     ALIGN: Any
+
+
+class MergeSwitches(NamedTuple):
+    """What the kernel that adds up partial results over a latent is compiled for, as in `LatentSwitches` where the names are the same."""
+
+    BLOCK_M: Any
+    PARTS: Any  # partial results that are added up at a time
+    COLUMNS: Any  # dims that a program adds up
+    KEPT: Any
+    GROUP: Any
+    SEQLEN_Q: Any
+    HEAD_DIM_V: Any
+    EARLY: Any
 
 
 class KeyTile(NamedTuple):

@@ -89,7 +89,7 @@ def run(job: tuple[str, int]) -> Found:
     )
 
 
-def source_of(function: Any, values: Mapping[str, Any]) -> ASTSource:
+def source_of(function: Any, values: Mapping[str, Any], kind: type[ASTSource] = ASTSource) -> ASTSource:
     """As a launch sees its arguments: only what the kernel may be compiled for says anything but its type."""
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(function.params):
@@ -102,7 +102,7 @@ def source_of(function: Any, values: Mapping[str, Any]) -> ASTSource:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = parameter.annotation_type
-    return ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+    return kind(fn=function, signature=signature, constexprs=constants, attrs=attributes)
 
 
 def main() -> None:

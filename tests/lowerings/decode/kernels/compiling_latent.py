@@ -11,15 +11,16 @@ from unittest import mock
 
 import torch
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from attn_compiler.lowerings.decode import latent_launch, latent_schedule
-from attn_compiler.lowerings.decode.kernels.tuples import LatentSwitches
 from attn_compiler.target import Target
 from tests.lowerings.decode.kernels.compiling import source_of
 from tests.lowerings.decode.latent_problems import of_latent, results
 from tests.lowerings.decode.problems import Case
-from tests.lowerings.triton.kernels.compiling import resources
+from tests.lowerings.triton.kernels.compiling import resources, said_of
 
 #: (heads, rank, dims beside it, sm)
 JOBS = (
@@ -31,7 +32,8 @@ JOBS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """kernel: its name. rows: of its tile. As in compiling.py else; wgmma: products of a group of warps."""
+    """kernel: its name. rows: of its tile. As in compiling.py else; wgmma: products of a group of warps. waits, of the machine
+    code: for such products."""
 
     heads: int
     rank: int
@@ -44,6 +46,7 @@ class Found:
     mma: int
     wgmma: int
     copies: int
+    waits: int
 
 
 def run(job: tuple[int, int, int, int]) -> list[Found]:
@@ -55,18 +58,19 @@ def run(job: tuple[int, int, int, int]) -> list[Found]:
     launched: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
 
     def record(
-        prepared: Any, kernel: Any, key: Any, grid: Any, tensors: Any, numbers: Any, options: Any, _: Any
+        prepared: Any, kernel: Any, key: Any, grid: Any, tensors: Any, numbers: Any, how: Any, options: Any, _: Any
     ) -> None:
         values = dict(zip(kernel.arg_names, (*tensors, *numbers), strict=False))
-        launched.append((kernel, {**values, "HOW": LatentSwitches(**prepared.constants, ALIGN=key[1])}, options))
+        launched.append((kernel, {**values, "HOW": how}, options))
 
     with mock.patch.object(latent_launch, "_launch", record):
         results(problem)
     found = []
     for kernel, values, options in launched:
-        compiled = compile_kernel(source_of(kernel, values), target=GPUTarget("cuda", sm, 32), options=options)
+        kind = GluonASTSource if kernel.is_gluon() else ASTSource
+        compiled = compile_kernel(source_of(kernel, values, kind), target=GPUTarget("cuda", sm, 32), options=options)
         registers, spilled = resources(compiled.asm["cubin"])
-        ptx = compiled.asm["ptx"]
+        ptx, code = compiled.asm["ptx"], said_of(compiled.asm["cubin"], "-sass")
         found.append(
             Found(
                 heads=heads,
@@ -79,7 +83,8 @@ def run(job: tuple[int, int, int, int]) -> list[Found]:
                 shared=compiled.metadata.shared,
                 mma=ptx.count("mma.sync"),
                 wgmma=ptx.count("wgmma.mma_async"),
-                copies=ptx.count("cp.async.cg"),
+                copies=ptx.count("cp.async.cg") + ptx.count("cp.async.bulk.tensor"),
+                waits=code.count("WARPGROUP.DEPBAR"),
             )
         )
     return found

@@ -76,5 +76,5 @@ def test_more_splits_than_are_added_up_at_a_time() -> None:
 def test_bfloat16_on_a_gpu(case: Case, heads: int) -> None:
     case = dataclasses.replace(case, heads_q=heads // case.seqlen_q or 1)
     problem = of_latent(case, rank=512, rope=64, dtype=torch.bfloat16)
-    schedule = latent_schedule.schedule(problem.spec, Target.current("cuda"))
+    schedule = latent_schedule.of_triton(problem.spec, Target.current("cuda"))
     check(of_latent(case, rank=512, rope=64, dtype=torch.bfloat16, schedule=schedule))

@@ -29,21 +29,16 @@ class Latent:
     splits: int = 1
     bounds: tuple[tuple[int, int], ...] | None = None
     stages: int = 2
-    lags: bool = True
-    in_registers: bool = False
 
 
 _CASES = {
     "one_block": Latent(),
-    "no_rope": Latent(rope=0),
     "splits": Latent(heads=70, keys=500, splits=3),
     "bounds": Latent(heads=70, keys=500, bounds=((3, 490), (100, 101))),
     "bounds_splits": Latent(keys=300, splits=3, bounds=((70, 133), (0, 900))),
     "nothing": Latent(bounds=((5, 5), (200, 400))),
     "nothing_splits": Latent(splits=3, bounds=((5, 5), (-7, 3))),
-    "does_not_lag": Latent(keys=400, lags=False),
     "three_stages": Latent(keys=500, stages=3),
-    "in_registers": Latent(keys=300, rope=64, in_registers=True),
     "one_tile": Latent(keys=64),
 }
 
@@ -77,11 +72,11 @@ def _run(case: Latent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, lse = torch.full((2, case.heads, case.rank), torch.nan), torch.full((2, case.heads), torch.nan)
     partial = torch.full((count * (case.rank + 1),), torch.nan) if case.splits > 1 else None
     how = HopperSwitches(
-        GROUP=case.heads, SEQLEN_Q=1, KEPT=kept, HALF=case.rank // 2, ROPE=case.rope, STAGES=case.stages, LAGS=case.lags,
-        MASK_ALL=False, ROPE_IN_REGISTERS=case.in_registers, REGISTERS=240,
+        GROUP=case.heads, SEQLEN_Q=1, KEPT=kept, HALF=case.rank // 2, ROPE=case.rope, STAGES=case.stages,
+        REGISTERS=240,
     )  # fmt: skip
     given = {
-        "Q": q, "C": latent, "R": rope if case.rope else None, "Out": out, "Lse": lse, "Partial": partial, "Bounds": bounds,
+        "Q": q, "C": latent, "R": rope, "Out": out, "Lse": lse, "Partial": partial, "Bounds": bounds,
         "stride_qb": q.stride(0), "stride_qr": q.stride(1), "stride_cb": latent.stride(0), "stride_cs": latent.stride(1),
         "stride_rb": rope.stride(0), "stride_rs": rope.stride(1),
         "bounds_side": 0 if bounds is None else bounds.stride(0), "bounds_b": 0 if bounds is None else bounds.stride(1),

@@ -1,0 +1,69 @@
+"""Which attention over a latent our kernel for Hopper takes (kernels/latent_sm90.py), as reasons. The Triton kernel takes what it leaves.
+
+On an H200 it was 1.3 to 2.2 times as fast as that from 64 heads on, and slower with 16 (docs/mla.md). Imports no Triton.
+"""
+
+from __future__ import annotations
+
+from attn_compiler.codes import Code
+from attn_compiler.decisions import Reason
+from attn_compiler.lowerings.decode.takes import ON_HOPPER
+from attn_compiler.lowerings.shared import kernel_limits, takes
+from attn_compiler.spec import AttentionSpec, LatentSpec
+from attn_compiler.target import Target
+
+#: dims of the latent and beside it, which registers and shared memory are shared out for
+_RANK, _ROPE = 512, 64
+#: fewer leave more than half of a tile's 64 rows empty, and the Triton kernel has tiles of their size
+_FEWEST_HEADS = 33
+#: what float32 holds in full, with room for a factor of a few units: a score of -inf times 0 is NaN
+_LEAST_SCALE = 1e-30
+
+
+def refused(spec: AttentionSpec, target: Target) -> list[Reason]:
+    """Every reason against the kernel, for a spec that `decode_latent` takes. None: it is launched."""
+    if spec.latent is None:
+        raise ValueError("the site has no latent")
+    return (
+        kernel_limits.check_gluon(target, ON_HOPPER)
+        or _check_sizes(spec, spec.latent)
+        or takes.refused(ON_HOPPER, spec)
+        or [*_check_parts(spec), *_check_least_scale(spec)]
+    )
+
+
+def _check_sizes(spec: AttentionSpec, latent: LatentSpec) -> list[Reason]:
+    reasons = []
+    rope = 0 if latent.rope is None else latent.rope.shape[3]
+    if (latent.rank, rope) != (_RANK, _ROPE):
+        rule = f"the latent has {_RANK} dims, and {_ROPE} beside it"
+        reasons.append(Reason(code=Code.LATENT, rule=rule, observed=f"{latent.rank} and {rope}"))
+    if not isinstance(spec.num_heads_q, int) or spec.num_heads_q < _FEWEST_HEADS:
+        rule = f"at least {_FEWEST_HEADS} heads, whose number is known: the rows of a tile are heads"
+        reasons.append(Reason(code=Code.LATENT, rule=rule, observed=f"{spec.num_heads_q} heads"))
+    if spec.seqlen_q != 1:
+        observed = f"seqlen_q {spec.seqlen_q}"
+        reasons.append(Reason(code=Code.LENGTHS, rule="one query: all rows use the same keys", observed=observed))
+    return reasons
+
+
+def _check_parts(spec: AttentionSpec) -> list[Reason]:
+    rule = "the mask is an interval of keys for each sequence"
+    return [
+        Reason(code=Code.MASK_KIND, rule=rule, observed=f"{kind}: {spec.mask.words}")
+        for kind in sorted(ON_HOPPER.beyond(spec))
+    ]
+
+
+def _check_least_scale(spec: AttentionSpec) -> list[Reason]:
+    scale = spec.score.scale
+    if not 0 < scale < _LEAST_SCALE:
+        return []
+    return [Reason(code=Code.SCALE, rule=f"the scale is at least {_LEAST_SCALE:g}", observed=f"{scale:g}")]
+
+
+def note(reasons: list[Reason]) -> str:
+    """What people are told of the choice."""
+    if not reasons:
+        return "the kernel for Hopper: 64 heads a program, and what it reads comes through the copy engine"
+    return f"not by the kernel for Hopper: {'; '.join(map(str, reasons))}"
