@@ -1,8 +1,8 @@
 """What runs when padding was taken out of a graph: before each call, where the real tokens are; then the packed graph, or the model's own.
 
-The model's own runs where something does not hold that the packed graph rests on (a label at padding counts, say), where there are
-fewer than two real tokens, and for batches without padding once a few have come. It is compiled when it is first needed. Two compiled
-functions, and no `torch.cond`: both are differentiated as any graph is, and neither is asked to give the same strides as the other.
+The model's own runs where something does not hold that the packed graph rests on (a label at padding counts, say), and where there are
+fewer than two real tokens. It is compiled when it is first needed. Two compiled functions, and no `torch.cond`: both are differentiated as
+any graph is, and neither is asked to give the same strides as the other.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ CompiledFn = Callable[..., Any]
 LEAST_TOKENS = 2
 #: compilations of one packed graph, for numbers of tokens that differ in what a compiler makes of them
 MOST_CODES = 4
-#: Batches without padding that the packed graph runs. From then on they are worth the compilation of the model's own graph, which gathers
-#: no tokens and puts none back.
-FULL_BATCHES = 2
 _STEPS_KEPT = 16
 
 
@@ -135,7 +132,6 @@ class Unpadded:
         self._facts = tuple(facts)
         self._compile_original = original
         self._original: CompiledFn | None = None
-        self._full_batches = 0
         self._lock = threading.Lock()
         self._steps = steps
 
@@ -150,9 +146,6 @@ class Unpadded:
         failed = tuple(fact for fact, does in zip(self._facts, holds, strict=True) if not does)
         if number < LEAST_TOKENS:
             failed = (*failed, f"{LEAST_TOKENS} tokens are real")
-        if number == real.numel() and not failed:
-            self._full_batches += 1
-            failed = ("a token is padding",) if self._full_batches > FULL_BATCHES else ()
         # In the caller's grad mode, which decides what is compiled.
         code = None if failed else self._code(number, args)
         if code is None and not failed:

@@ -72,17 +72,6 @@ def test_the_original_runs_where_a_fact_fails_or_nothing_is_left() -> None:
     assert [step.failed for step in steps.last] == [("it holds",), ("2 tokens are real",)]
 
 
-def test_batches_without_padding_run_the_original_once_a_few_have_come() -> None:
-    steps = Steps()
-    function = unpadded([], steps, most=9)
-    full = torch.ones_like(REAL)
-    found = [function(x)[0] for x in (full, REAL, full, full, REAL, full)]
-    assert found == ["packed", "packed", "packed", "original", "packed", "original"]
-    assert [step.failed for step in steps.last][2:] == [(), ("a token is padding",), (), ("a token is padding",)]
-    assert unpadded([], steps, most=9, fact=False)(full) == ("original", 1)
-    assert steps.last[-1].failed == ("it holds",)
-
-
 def test_code_is_made_again_for_numbers_that_no_code_serves() -> None:
     made: list[int] = []
     function = unpadded(made, Steps(), most=2)
