@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attn_compiler.lowerings.rows.added import Added
+from attn_compiler.lowerings.rows.piece_scores import PieceScores
 from attn_compiler.lowerings.rows.pieces import Piece, cut, operand_names
 from attn_compiler.lowerings.shared.leaf_calls import BackwardArguments, Gradients
 from attn_compiler.lowerings.shared.ops import empty_outputs
@@ -24,7 +24,7 @@ def forward(
     parsed = AttentionSpec.from_text(spec)
     out, lse = empty_outputs(q, v)
     named = _named(parsed, operands)
-    pieces, added = cut(parsed, q, k, named), Added.of(named, q.shape[2])
+    pieces, added = cut(parsed, q, k, named), PieceScores.of(named, q.shape[2])
     if not _cover(pieces, q):
         out.zero_()
         lse.fill_(-torch.inf)
@@ -52,7 +52,7 @@ def backward(*arguments: Any) -> Gradients:
     parsed = AttentionSpec.from_text(spec)
     grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     named = _named(parsed, operands)
-    added = Added.of(named, q.shape[2])
+    added = PieceScores.of(named, q.shape[2])
     for piece in cut(parsed, q, k, named):
         of_queries = _queries(grad_out, piece)
         empty = _keyless(piece)
@@ -100,7 +100,7 @@ def _slice(x: torch.Tensor, piece: Piece, start: int, length: int) -> torch.Tens
     return whole if piece.count == 1 else torch.unflatten(whole[0], 1, (piece.count, length)).transpose(0, 1)
 
 
-def _additive(piece: Piece, dtype: torch.dtype, added: Added | None) -> torch.Tensor | None:
+def _additive(piece: Piece, dtype: torch.dtype, added: PieceScores | None) -> torch.Tensor | None:
     """The mask and what is added, as the kernel takes them: in its dtype, or in float32. A query without keys sees all here, and is made 0
     by the caller: the kernel would give NaN."""
     scores = None if added is None else added.to(piece)

@@ -11,7 +11,7 @@ from attn_compiler.lowerings.rows.pieces import Piece
 
 
 @dataclass(kw_only=True)
-class Added:
+class PieceScores:
     """Of one call.
 
     distances: (Hq|1, L), what is added where k - q + Sq - 1 is the index; None for nothing.
@@ -26,13 +26,13 @@ class Added:
     known: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def of(operands: Mapping[str, torch.Tensor], num_q: int) -> Added | None:
+    def of(operands: Mapping[str, torch.Tensor], num_q: int) -> PieceScores | None:
         """From the operands of a call, by name; None if nothing is added."""
         distances, slopes = operands.get("distances"), operands.get("slopes")
         if distances is None and slopes is None:
             return None
         # Copies for kernels that read whole vectors: the first one begins at the first distance.
-        return Added(distances=None if distances is None else distances[:, 0], slopes=slopes, num_q=num_q)
+        return PieceScores(distances=None if distances is None else distances[:, 0], slopes=slopes, num_q=num_q)
 
     def to(self, piece: Piece) -> torch.Tensor:
         """float32 (1, Hq|1, num_q, num_k) for a piece."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attn_compiler.lowerings.rows.added import Added
+from attn_compiler.lowerings.rows.piece_scores import PieceScores
 from attn_compiler.lowerings.rows.pieces import Piece
 
 NUM_Q, NUM_K = 6, 8
@@ -22,11 +22,11 @@ def piece(q: int, k: int, num_q: int, num_k: int) -> Piece:
 
 
 def test_nothing_is_added_without_operands_for_it() -> None:
-    assert Added.of({"keys": torch.ones(1, 4)}, NUM_Q) is None
+    assert PieceScores.of({"keys": torch.ones(1, 4)}, NUM_Q) is None
 
 
 def test_numbers_by_distance() -> None:
-    added = Added.of(operands(), NUM_Q)
+    added = PieceScores.of(operands(), NUM_Q)
     assert added is not None
     found = added.to(piece(2, 1, 2, 3))
     assert found.shape == (1, 2, 2, 3)
@@ -35,16 +35,16 @@ def test_numbers_by_distance() -> None:
 
 
 def test_slopes() -> None:
-    added = Added.of({"slopes": torch.tensor([1.0, 0.5])}, NUM_Q)
+    added = PieceScores.of({"slopes": torch.tensor([1.0, 0.5])}, NUM_Q)
     assert added is not None
     found = added.to(piece(0, 2, 2, 2))
     assert found[0].tolist() == [[[2, 3], [1, 2]], [[1, 1.5], [0.5, 1]]]
 
 
 def test_pieces_at_one_distance_share_a_tensor() -> None:
-    added = Added.of(operands(), NUM_Q)
+    added = PieceScores.of(operands(), NUM_Q)
     assert added is not None
-    alone = [Added.of(operands(), NUM_Q) for _ in range(4)]
+    alone = [PieceScores.of(operands(), NUM_Q) for _ in range(4)]
     for x, own in zip((piece(0, 0, 2, 8), piece(1, 1, 5, 3), piece(3, 3, 2, 2), piece(4, 4, 2, 4)), alone, strict=True):
         assert own is not None
         assert torch.equal(added.to(x), own.to(x))
