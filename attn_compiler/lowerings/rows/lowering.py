@@ -53,7 +53,7 @@ def _check_added(spec: AttentionSpec) -> list[Reason]:
         return []
     if spec.dtype == "float64":
         rule = "what is added to the scores is computed in float32"
-        return [Reason(code=Code.DTYPE, rule=rule, observed=f"dtype {spec.dtype}")]
+        return [Reason(code=Code.DTYPE, rule=rule, observed=f"dtype {spec.dtype}", remedy="run the model in float32")]
     return mask_limits.check_no_bias_gradient(spec)
 
 

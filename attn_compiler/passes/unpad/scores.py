@@ -42,7 +42,7 @@ class PackedScores:
     """What is added to the score of a head, a query and a key.
 
     value: over h, and over q and k, which are places among the real tokens of all rows.
-    tensors: what the loads of `value` read, by name. One that is taken at the real tokens is read at the place of the key.
+    tensors: what the loads of `value` read, by name. `value` reads a tensor that is taken at the real tokens at the place of the key.
     counts_positions: distances count, so the real tokens of each row have to lie side by side.
     """
 
@@ -137,7 +137,8 @@ def _check_sizes(site: Site, scores: PackedScores, mask: fx.Node) -> None:
         if need.form == _OF_TOKENS and shape != own:
             rule = "numbers of the key's token are (rows, positions), as the mask is"
             observed = f"{name} are {tuple(shape)}, and the mask is {tuple(own)}"
-            raise KeepsPadding(Code.PADDING_MASK, rule, observed, at=site.match.out)
+            remedy = "make the tensor that is added as large as attention_mask"
+            raise KeepsPadding(Code.PADDING_MASK, rule, observed, at=site.match.out, remedy=remedy)
 
 
 def _packed(site: Site, kind: ProvedScore) -> PackedScores:
