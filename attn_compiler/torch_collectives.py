@@ -122,6 +122,13 @@ def rank_of(group: str) -> int:
     return int(_process_group(group).rank())
 
 
+def ranks_of(group: str) -> frozenset[int]:
+    """The ranks of the group of that name, as the world numbers them."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return frozenset(c10d.get_process_group_ranks(_process_group(group)))
+
+
 def _process_group(name: str) -> Any:
     from torch._C import _distributed_c10d
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler import torch_compat, torch_symbols
+from attn_compiler import torch_compat, torch_symbols, torch_tracing
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 
@@ -84,6 +84,24 @@ def local_of(value: Any) -> torch.Tensor:
     """The tensor that this process has of a DTensor."""
     local: torch.Tensor = value._local_tensor
     return local
+
+
+def _real_mesh(value: Any) -> Any:
+    """The mesh of a DTensor. In a graph a stand-in may have it, whose attributes are not to be asked for."""
+    mesh = value.device_mesh
+    return mesh.real_obj if torch_tracing.is_script_object(mesh) else mesh
+
+
+def other_ranks(value: Any) -> frozenset[int]:
+    """The ranks on a DTensor's mesh, but for this process."""
+    mesh = _real_mesh(value)
+    return frozenset(mesh.mesh.flatten().tolist()) - {mesh.get_rank()}
+
+
+def groups(value: Any) -> list[str]:
+    """What PyTorch's collectives call the groups along the axes of a DTensor's mesh that have several processes."""
+    mesh = _real_mesh(value)
+    return [str(mesh.get_group(i).group_name) for i in range(mesh.ndim) if mesh.size(i) > 1]
 
 
 def from_local() -> Callable[..., Any] | None:

@@ -122,3 +122,9 @@ def test_another_answer_raises_at_once(store: dist.HashStore) -> None:
 def test_no_answer_raises_after_a_while(store: dist.HashStore) -> None:
     with fake_mesh(2) as mesh, pytest.raises(RanksDisagree, match="rank 1 did not compile graph 0/0 within 1 s"):
         agree(mesh.get_group().group_name, "graph 0/0", "8 positions", seconds=1)
+
+
+def test_the_ranks_of_a_group_are_those_of_the_world() -> None:
+    with fake_mesh(2, 3, rank=4, names=("dp", "cp")) as mesh:
+        found = [torch_collectives.ranks_of(mesh[name].get_group().group_name) for name in ("dp", "cp")]
+    assert found == [{1, 4}, {3, 4, 5}]

@@ -55,6 +55,14 @@ def test_a_dtensor_of_a_local_tensor_has_the_other_one_s_sizes(mesh: DeviceMesh)
     assert (made.shape, made.stride(), made.placements) == ((3, 5), (1, 3), (Shard(0),))
 
 
+def test_who_else_is_on_the_mesh(mesh: DeviceMesh) -> None:
+    found = _made(mesh, Replicate())
+    assert torch_dtensors.other_ranks(found) == {0}
+    assert torch_dtensors.groups(found) == [mesh.get_group().group_name]
+    alone = _made(DeviceMesh("cpu", [1]), Replicate())
+    assert (torch_dtensors.other_ranks(alone), torch_dtensors.groups(alone)) == (frozenset(), [])
+
+
 def test_a_share_is_this_process_s(mesh: DeviceMesh) -> None:
     whole = _made(mesh, Replicate(), torch.arange(8.0).view(4, 2))
     assert torch_dtensors.share_of(whole, (0,)).tolist() == [[4.0, 5.0], [6.0, 7.0]]

@@ -65,7 +65,7 @@ def _outcome(case: Case) -> Outcome:
     torch.manual_seed(0)
     torch._dynamo.reset()
     attn_compiler.reset()
-    plain = LlamaForCausalLM(_config(case.impl))
+    plain = LlamaForCausalLM(config(case.impl))
     ids = torch.randint(0, 128, (2, SEQLEN))
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
     if case.padded:
@@ -83,7 +83,7 @@ def _outcome(case: Case) -> Outcome:
     return Outcome(reports=list(attn_compiler.reports()), mine=_far(mine, exact), eager=_far(eager, exact))
 
 
-def _config(impl: str) -> LlamaConfig:
+def config(impl: str) -> LlamaConfig:
     return LlamaConfig(
         hidden_size=64,
         num_attention_heads=HEADS,
@@ -100,15 +100,15 @@ def _parallel(case: Case, plain: LlamaForCausalLM) -> nn.Module:
         return _by_transformers(case, plain)
     if case.way == "fsdp":
         mesh = init_device_mesh("cpu", (1, SIZE), mesh_dim_names=("dp", "tp"))
-        model = parallelize_module(plain, mesh["tp"], _by_hand())
+        model = parallelize_module(plain, mesh["tp"], by_hand())
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh["dp"])
         return fully_shard(model, mesh=mesh["dp"])
-    plan = _along_the_sequence() if case.way == "sequence" else _by_hand()
+    plan = along_the_sequence() if case.way == "sequence" else by_hand()
     return parallelize_module(plain, init_device_mesh("cpu", (SIZE,)), plan)
 
 
-def _by_hand() -> dict[str, ParallelStyle]:
+def by_hand() -> dict[str, ParallelStyle]:
     plan: dict[str, ParallelStyle] = {}
     for name in (f"model.layers.{i}." for i in range(LAYERS)):
         plan |= {f"{name}self_attn.{part}": ColwiseParallel() for part in _PROJECTIONS}
@@ -117,7 +117,7 @@ def _by_hand() -> dict[str, ParallelStyle]:
     return plan
 
 
-def _along_the_sequence() -> dict[str, ParallelStyle]:
+def along_the_sequence() -> dict[str, ParallelStyle]:
     """The hidden states between the attentions and the MLPs are DTensors, sharded along the sequence."""
     shards: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False}
     plan: dict[str, ParallelStyle] = {
@@ -125,7 +125,7 @@ def _along_the_sequence() -> dict[str, ParallelStyle]:
         "model.norm": SequenceParallel(),
         "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
-    for name, style in _by_hand().items():
+    for name, style in by_hand().items():
         plan[name] = RowwiseParallel(**shards) if isinstance(style, RowwiseParallel) else style
     for name in (f"model.layers.{i}." for i in range(LAYERS)):
         whole: dict[str, Any] = {"hidden_states": Replicate()}

@@ -18,7 +18,7 @@ from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.decisions import Reason
 from attn_compiler.errors import ContextParallelUnsupported, described
 from attn_compiler.passes import axes, lower, match, recover
-from attn_compiler.passes.context_parallel import following, sites
+from attn_compiler.passes.context_parallel import following, sites, wrapped
 from attn_compiler.passes.context_parallel.following import Following, Input
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.numbers import LENGTH
@@ -69,6 +69,8 @@ def run(unit: Unit, mirror: Mirror) -> None:
     if cp is None:
         return
     error: Exception | None = None
+    # As the graph came: the rewrite may fail halfway.
+    beside = _groups_beside(unit, cp)
     try:
         said = _rewritten(unit, mirror, cp)
     except CannotShard as cannot:
@@ -77,18 +79,45 @@ def run(unit: Unit, mirror: Mirror) -> None:
     except Exception as failed:  # noqa: BLE001 (it is raised below)
         # The others are not to wait for a rank that has failed.
         error, said = failed, f"error: {described(failed)}"
+    subject = f"graph {torch_compat.graph_name()}{unit.name}"
     try:
-        torch_collectives.agree(cp.group_name, f"graph {torch_compat.graph_name()}{unit.name}", said, seconds=_PATIENCE)
+        torch_collectives.agree(cp.group_name, subject, said, seconds=_PATIENCE)
     except torch_collectives.RanksDisagree as differ:
-        reason = Reason(
-            code=Code.CONTEXT_PARALLEL_UNSUPPORTED,
-            rule="all ranks compile the same graph",
-            observed=str(differ),
-            remedy="give every rank a batch of the same shapes (ContextParallel.shard does)",
-        )
-        raise _told(mirror, None, reason) from error
+        remedy = "give every rank a batch of the same shapes (ContextParallel.shard does)"
+        error = _differing(mirror, differ, remedy, error)
+    # Tensor parallelism: what fails for one share of the heads is not to leave the others in a collective.
+    for group in beside:
+        try:
+            torch_collectives.agree(group, subject, "no error" if error is None else "an error", seconds=_PATIENCE)
+        except torch_collectives.RanksDisagree as differ:
+            remedy = "the error is told on the rank that has it: heads that all ranks have as many of may help"
+            error = error or _differing(mirror, differ, remedy, None)
     if error is not None:
         raise error
+
+
+def _groups_beside(unit: Unit, cp: ContextParallel) -> list[str]:
+    """Of the ranks that have the same part of the sequence, and other heads."""
+    try:
+        given = following.inputs(unit.graph, cp.replicated)
+    except CannotShard:
+        # It is told by `_rewritten`, and depends on sizes alone.
+        return []
+    return [group for group in wrapped.groups(unit.graph, given) if group != cp.group_name]
+
+
+def _differing(
+    mirror: Mirror, differ: torch_collectives.RanksDisagree, remedy: str, cause: Exception | None
+) -> ContextParallelUnsupported:
+    reason = Reason(
+        code=Code.CONTEXT_PARALLEL_UNSUPPORTED,
+        rule="all ranks compile the same graph",
+        observed=str(differ),
+        remedy=remedy,
+    )
+    found = _told(mirror, None, reason)
+    found.__cause__ = cause
+    return found
 
 
 def _told(mirror: Mirror | None, at: fx.Node | None, reason: Reason) -> ContextParallelUnsupported:
@@ -108,7 +137,7 @@ def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel) -> str:
     if not unit.is_body:
         _check_frame(unit, cp)
     given = following.inputs(unit.graph, cp.replicated)
-    places = Following(mirror, given, unit.sites, cp.allow)
+    places = Following(mirror, given, unit.sites, cp.allow, torch_collectives.ranks_of(cp.group_name))
     others = [miss for miss in unit.misses if places.holds_still(miss.anchor)]
     _check_found(unit, others)
     shared = [site for site in unit.sites if _is_shared(places, site, cp)]
@@ -145,11 +174,9 @@ def _check_found(unit: Unit, others: list[Miss]) -> None:
         raise CannotShard(rule, str(miss.reason), at=miss.anchor)
     for call, reason in unit.untried.items():
         raise CannotShard(rule, f"{call.name}: {reason}", at=None)
-    if unit.spelled or unit.local:
+    if unit.spelled:
         raise CannotShard(
-            rule,
-            "FlexAttention, a library's kernel or an attention of DTensors",
-            remedy='load the model with attn_implementation="sdpa", and let q, k and v be local tensors',
+            rule, "FlexAttention or a library's kernel", remedy='load the model with attn_implementation="sdpa"'
         )
     if unit.is_body or unit.callees:
         raise CannotShard(

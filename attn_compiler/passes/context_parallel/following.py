@@ -7,6 +7,8 @@ counts itself, and every rank would count from zero.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from attn_compiler import torch_dtensors
 from attn_compiler.passes import axes
 from attn_compiler.passes.axes import Atom, AxisError, Dims
-from attn_compiler.passes.context_parallel import ops
+from attn_compiler.passes.context_parallel import ops, wrapped
 from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, LENGTH, is_of_length
 from attn_compiler.passes.context_parallel.places import Mixes, Place
 from attn_compiler.passes.context_parallel.refusing import CannotShard
@@ -76,19 +79,38 @@ def is_named(node: fx.Node, names: tuple[str, ...]) -> bool:
 
 
 class Following:
-    """places: of each mirror node that is a tensor, where it holds the sequence; or why it has no place any more (Mixes)."""
+    """places: of each mirror node that is a tensor, where it holds the sequence; or why it has no place any more (Mixes).
+
+    ranks: those that share the sequence.
+    """
 
     def __init__(
-        self, mirror: Mirror, given: Mapping[fx.Node, Input], sites: list[Site], allowed: tuple[str, ...]
+        self,
+        mirror: Mirror,
+        given: Mapping[fx.Node, Input],
+        sites: list[Site],
+        allowed: tuple[str, ...],
+        ranks: frozenset[int] = frozenset(),
     ) -> None:
         self.mirror = mirror
+        self.ranks = ranks
         self._allowed = allowed
         self._given = given
         self._atoms = {length: Atom(axes.size_expr(length)) for length in {one.length for one in given.values()}}
         self._outs = {site.match.out: site for site in sites}
         self.places: dict[fx.Node, Place | Mixes] = {}
-        for node in mirror.graph.nodes:
-            if node.op != "output":
+        self._follow()
+
+    def inside(self, mirror: Mirror, known: Mapping[fx.Node, Place]) -> Following:
+        """What one call does, traced by itself. known: the places of its inputs."""
+        found = copy.copy(self)
+        found.mirror, found._given, found._outs, found.places = mirror, {}, {}, dict(known)
+        found._follow()
+        return found
+
+    def _follow(self) -> None:
+        for node in self.mirror.graph.nodes:
+            if node.op != "output" and node not in self.places:
                 self.places[node] = self._place(node)
 
     @property
@@ -106,7 +128,7 @@ class Following:
 
     def looks_like_part(self, node: fx.Node) -> bool:
         """Whether a graph that takes a value would hold it for a part of the sequence, which it is not."""
-        place, value = self.places[node], node.meta.get("val")
+        place, value = self.places[node], self._value(node)
         if not isinstance(place, Place) or place.is_uniform or not isinstance(value, torch.Tensor) or self.holds(node):
             return False
         axis = _sequence_axis(value)
@@ -114,6 +136,12 @@ class Following:
         if axis is None or (dynamo is not None and dynamo.op == "placeholder"):
             return False
         return axes.shape_exprs(value)[axis] in {atom.size for atom in self.atoms}
+
+    def _value(self, node: fx.Node) -> object:
+        """The tensor that a node stands for: of a DTensor the mirror has what is inside."""
+        dynamo = self.mirror.dynamo_node(node)
+        value = None if dynamo is None else dynamo.meta.get("example_value")
+        return value if torch_dtensors.is_dtensor(value) else node.meta.get("val")
 
     def _place(self, node: fx.Node) -> Place | Mixes:
         if node.op != "call_function":
@@ -124,13 +152,20 @@ class Following:
         lost = next((p for x in node.all_input_nodes if isinstance(p := self.places[x], Mixes)), None)
         if lost is not None:
             return lost
-        try:
-            found = ops.place(self, node)
-        except AxisError as error:
-            found = Mixes(at=node, why=str(error))
-        if isinstance(found, Mixes) and str(node.target) in self._allowed:
+        found = self._of_call(node)
+        if isinstance(found, Mixes) and (wrapped.name(self.mirror, node) in self._allowed or found.op in self._allowed):
             return self._as_allowed(node)
         return found if isinstance(found, Mixes) or LENGTH in self._allowed else self._scaled(node, found)
+
+    def _of_call(self, node: fx.Node) -> Place | Mixes:
+        call = wrapped.owner(self.mirror, node)
+        try:
+            found = ops.place(self, node) if call is None else wrapped.place(self, node, call)
+        except AxisError as error:
+            found = Mixes(at=node, why=str(error))
+        if isinstance(found, Mixes) and found.op is None and found.at is node:
+            return dataclasses.replace(found, op=wrapped.name(self.mirror, node))
+        return found
 
     def _scaled(self, node: fx.Node, found: Place) -> Place | Mixes:
         """A factor that looks like the length of a part would be another one for the whole sequence."""
@@ -145,8 +180,8 @@ class Following:
             )
         return found
 
-    def _leaf(self, node: fx.Node) -> Place:
-        x = node.meta.get("val")
+    def _leaf(self, node: fx.Node) -> Place | Mixes:
+        x = self._value(node)
         if not isinstance(x, torch.Tensor):
             return Place(dims=())
         dims = axes.fresh(axes.shape_exprs(x))
@@ -154,16 +189,16 @@ class Following:
         one = None if dynamo is None else self._given.get(dynamo)
         if one is not None:
             dims = (*dims[: one.axis], (self._atoms[one.length],), *dims[one.axis + 1 :])
-        return Place(dims=dims)
+        return wrapped.on_other_ranks(self, node, Place(dims=dims), x)
 
     def _as_allowed(self, node: fx.Node) -> Place:
         """An op that the user answers for: its result lies as its first operand of that shape, or has no sequence."""
-        value = node.meta.get("val")
+        value = self._value(node)
         if not isinstance(value, torch.Tensor):
             return Place(dims=())
         for x in node.all_input_nodes:
             place = self.places[x]
-            given = x.meta.get("val")
+            given = self._value(x)
             if isinstance(place, Place) and isinstance(given, torch.Tensor) and given.shape == value.shape:
                 return place
         return Place(dims=axes.fresh(axes.shape_exprs(value)))
@@ -215,10 +250,11 @@ class Following:
 
 def refused(found: Mixes) -> CannotShard:
     """What mixes positions, as an exception."""
+    op = found.op or str(found.at.target)
     return CannotShard(
         "outside of attention, each position of the sequence is computed by itself",
-        f"{found.at.target}: {found.why}",
+        f"{op}: {found.why}",
         at=found.at,
         remedy=found.remedy
-        or f"if its result is right for a part of the sequence, give ContextParallel(..., allow=('{found.at.target}',))",
+        or f"if its result is right for a part of the sequence, give ContextParallel(..., allow=('{op}',))",
     )

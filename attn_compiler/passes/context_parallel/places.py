@@ -35,11 +35,12 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mixes:
-    """Why a value has no place. at: the op that mixes positions."""
+    """Why a value has no place. at: the op that mixes positions. op: its name, if the node's target is none."""
 
     at: fx.Node
     why: str
     remedy: str | None = None
+    op: str | None = None
 
 
 Rule = Callable[["Following", fx.Node], "Place | Mixes"]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from attn_compiler.passes import closed
 from attn_compiler.passes.context_parallel.following import Input
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, is_half, is_near
@@ -74,6 +75,9 @@ class Wholes:
 
     def _made(self, node: fx.Node) -> fx.Node:
         one = self._given.get(node)
+        if one is not None and closed.holds_closed(node.meta["example_value"]):
+            remedy = "give the model what masks as a plain tensor"
+            raise CannotShard(_RULE, f"{node.name} is a DTensor", at=self._at(node), remedy=remedy)
         if one is not None:
             return self._layout.gathered(self._builder, node, one.axis)
         if node.op not in ("call_function", "call_method") or not self._mirror.computes_only(node):

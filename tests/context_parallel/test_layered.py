@@ -1,0 +1,65 @@
+"""Context parallelism beside tensor parallelism and FSDP2: loss and gradients are those of one process with whole sequences."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.context_parallel import layered
+from tests.context_parallel.layered import LAYERS, Result, Run
+from tests.distributed import processes
+
+#: of float64
+_EXACT = 1e-12
+
+_HEADS = [
+    Run(way="tp"),
+    Run(way="tp", method="all_to_all", heads=(8, 4), masked=True),
+    Run(way="tp", method="auto", heads=(4, 4), compiled="layers"),
+    Run(way="tp", load_balance=None, masked="model"),
+    Run(way="tp, cp last", method="auto", heads=(8, 2), masked=True, compiled="layers"),
+    Run(way="tp, DTensors"),
+    Run(way="tp, DTensors", method="all_to_all", heads=(4, 4), load_balance=None, compiled="layers"),
+    Run(way="tp and fsdp", masked=True, compiled="layers"),
+    Run(way="tp", masked=True, inner="inductor"),
+]
+_SHARDS = [
+    Run(way="fsdp over dp", compiled="layers", masked=True),
+    Run(way="fsdp over all", method="all_to_all", compiled="layers"),
+    Run(way="fsdp over all", compiled="layers", load_balance=None, masked=True),
+    Run(way="fsdp, replicas", method="auto", compiled="layers", masked=True),
+    Run(way="fsdp over dp"),
+    Run(way="fsdp over all", method="auto", masked=True),
+]
+_RUNS = [*_HEADS, *_SHARDS]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, list[Result]]:
+    by_rank = processes.run(layered.measured, _RUNS, size=4)
+    return {run.name: [found[i] for found in by_rank] for i, run in enumerate(_RUNS)}
+
+
+@pytest.mark.parametrize("run", _RUNS, ids=lambda run: run.name)
+def test_four_ranks(results: dict[str, list[Result]], run: Run) -> None:
+    for result in results[run.name]:
+        assert result.error is None
+        assert max(result.far.values()) < _EXACT, result.far
+        # Layers that are compiled one by one share their code; FSDP's hooks leave a whole model to its layers.
+        is_shared = run.compiled == "layers" or run in _SHARDS
+        assert result.sites == (1 if is_shared else LAYERS)
+        assert all("dense" not in mask or "proved" in mask for mask in result.masks), result.masks
+
+
+@pytest.mark.parametrize("run", _HEADS, ids=lambda run: run.name)
+def test_each_rank_has_its_share_of_the_heads(results: dict[str, list[Result]], run: Run) -> None:
+    exchanged = run.method == "all_to_all" or (run.method == "auto" and run.heads[1] % 4 == 0)
+    for result in results[run.name]:
+        assert set(result.heads) == {run.heads[0] // (4 if exchanged else 2)}
+
+
+def test_an_error_for_some_heads_is_one_on_every_rank() -> None:
+    """The others would wait for it in the collectives of tensor parallelism."""
+    own, others = "this rank has heads that it can take", "all ranks compile the same graph"
+    found = processes.run(layered.failing_for_some_heads, Run(way="tp"), size=4)
+    assert [str(one.error).count(own) > 0 for one in found] == [False, True, False, True]
+    assert [str(one.error).count(others) > 0 for one in found] == [True, False, True, False]
