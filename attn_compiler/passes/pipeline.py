@@ -20,6 +20,7 @@ from attn_compiler.passes import (
     body_inputs,
     borders,
     buffers,
+    checkpoints,
     context_parallel,
     dtensors,
     expand,
@@ -139,7 +140,10 @@ def run(gm: fx.GraphModule, options: Options, work: Work, border: Border) -> Rep
         work.known = borders.crossed(border)
     warned = faults.warned(work.units)
     with located("report", None):
-        return summary.report(gm, work.units, work.seconds, faults=warned)
+        found = summary.report(gm, work.units, work.seconds, faults=warned)
+    with located("checkpoints", None):
+        checkpoints.outline(gm, work.inlined)
+    return found
 
 
 def _run_on(unit: Unit, dumper: Dumper, seconds: dict[str, float]) -> None:

@@ -12,17 +12,19 @@ from attn_compiler.dump import Dumper
 from attn_compiler.errors import AttnCompilerError
 from attn_compiler.meanings import Known
 from attn_compiler.passes import faults
+from attn_compiler.passes.checkpoints import Inlined
 from attn_compiler.passes.unit import Unit
 from attn_compiler.torch_snapshots import Snapshot
 
 
 @dataclass(kw_only=True)
 class Work:
-    """What is there of a rewriting when something fails."""
+    """What is there of a rewriting when something fails. inlined: bodies of checkpoints that stand in the graph for now."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     units: list[Unit] = field(default_factory=list)
     snapshot: Snapshot | None = None
+    inlined: list[Inlined] = field(default_factory=list)
     known: tuple[tuple[int, Known], ...] = ()
     dumper: Dumper = field(default_factory=lambda: Dumper(directory=None, traced=False))
 

@@ -1,4 +1,7 @@
-"""A Llama of transformers on a mesh of two dimensions: loss and gradients are those of one process with whole sequences."""
+"""A Llama of transformers on a mesh of two dimensions, and with its own gradient checkpointing.
+
+Loss and gradients are those of one process with whole sequences.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,12 @@ _RUNS = [
     Run(way="fsdp over all", compiled="layers", padded=True, hides_padding=True),
     Run(way="fsdp over dp", compiled="layers", hides_padding=True, method="all_gather"),
 ]
+_CHECKPOINTED = [
+    Run(way="alone", padded=True, checkpointed=False),
+    Run(way="alone", padded=True, checkpointed=True, method="all_gather"),
+    Run(way="alone", compiled="layers", padded=True, hides_padding=True, checkpointed=False),
+    Run(way="fsdp over all", compiled="layers", padded=True, hides_padding=True, checkpointed=False),
+]
 _REFUSED = [
     Run(way="fsdp over all", compiled="layers", padded=True),
     # Of the ranks of a sequence one alone has padding.
@@ -30,12 +39,12 @@ _REFUSED = [
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[Result]]:
-    runs = [*_RUNS, *_REFUSED]
+    runs = [*_RUNS, *_CHECKPOINTED, *_REFUSED]
     by_rank = processes.run(hf_layered.measured, runs, size=4)
     return {run.name: [found[i] for found in by_rank] for i, run in enumerate(runs)}
 
 
-@pytest.mark.parametrize("run", _RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", [*_RUNS, *_CHECKPOINTED], ids=lambda run: run.name)
 def test_four_ranks(results: dict[str, list[Result]], run: Run) -> None:
     for result in results[run.name]:
         assert result.error is None

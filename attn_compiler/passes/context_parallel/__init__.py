@@ -180,9 +180,9 @@ def _check_found(unit: Unit, others: list[Miss]) -> None:
         )
     if unit.is_body or unit.callees:
         raise CannotShard(
-            "attention stands in the graph itself",
-            "it is in the body of a checkpoint, or of another higher-order call",
-            remedy="compile each layer by itself, and checkpoint the compiled layers",
+            "attention stands in the graph itself, or in a checkpoint",
+            "it is in the body of a higher-order call, such as a checkpoint in a checkpoint",
+            remedy="compile each layer by itself, and call the compiled layers there",
         )
     if unit.options.fp8_recipe is not None:
         raise CannotShard("attention runs in the model's own dtype", "an fp8_recipe is given")

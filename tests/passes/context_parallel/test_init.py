@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
-from attn_compiler import ContextParallel
+from attn_compiler import ContextParallel, torch_inductor
 from attn_compiler.errors import ContextParallelUnsupported
-from attn_compiler.passes import context_parallel
+from attn_compiler.passes import bodies, context_parallel
+from attn_compiler.passes.calls import target_name
 from tests.passes.context_parallel.compiled import (
     BATCH,
     HEADS,
@@ -17,6 +23,7 @@ from tests.passes.context_parallel.compiled import (
     Attend,
     Data,
     Model,
+    causal,
     compile_and_run,
     fresh_mesh,
 )
@@ -100,3 +107,63 @@ def test_a_router_is_no_attention() -> None:
         return torch.matmul(weights, model.k.weight).view_as(x)
 
     compile_and_run(after=routed)
+
+
+def _through(*checkpoints: Any) -> Attend:
+    """Attention in a checkpoint, in a checkpoint ..."""
+
+    def attend(model: Model, q: Tensor, k: Tensor, v: Tensor, data: Data) -> Tensor:
+        run: Any = lambda *x: causal(model, *x, data)  # noqa: E731
+        for given in checkpoints:
+            run = functools.partial(checkpoint, run, **given)
+        found: Tensor = run(q, k, v)
+        return found
+
+    return attend
+
+
+def test_attention_in_a_checkpoint_is_rewritten_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are gathered again where they are recomputed; where the rank stands in the sequence is the same."""
+    graphs: list[fx.GraphModule] = []
+    compiled = torch_inductor.compile_with_backend
+
+    def kept(name: str, gm: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(gm)
+        return compiled(name, gm, inputs)
+
+    monkeypatch.setattr(torch_inductor, "compile_with_backend", kept)
+    compile_and_run(attend=_through({"use_reentrant": False}), method="all_gather")
+    (gm,) = graphs
+    (call,) = [node for node in gm.graph.nodes if bodies.is_higher_order(node)]
+    (body,) = bodies.bodies(call)
+    inside, outside = ({target_name(node) for node in module.graph.nodes} for module in (body, gm))
+    assert "gathered_sequence" in inside
+    assert "gathered_sequence" not in outside
+    assert "sequence_rank" in outside
+    assert "sequence_rank" not in inside
+
+
+def test_a_checkpoint_in_a_checkpoint_is_refused() -> None:
+    twice = ({"use_reentrant": False}, {"use_reentrant": False})
+    with pytest.raises(ContextParallelUnsupported, match="a checkpoint in a checkpoint"):
+        compile_and_run(attend=_through(*twice))
+
+
+def test_what_mixes_positions_in_a_checkpoint_is_refused() -> None:
+    def after(model: Model, x: Tensor, data: Data) -> Tensor:
+        found: Tensor = checkpoint(lambda x: x.cumsum(1), x, use_reentrant=False)
+        return found
+
+    with pytest.raises(ContextParallelUnsupported, match=r"aten\.cumsum"):
+        compile_and_run(after=after)
+    compile_and_run(after=after, allow=("aten.cumsum.default",))
+
+
+def test_a_checkpoint_without_attention_is_followed() -> None:
+    def after(model: Model, x: Tensor, data: Data) -> Tensor:
+        found: Tensor = checkpoint(lambda x: model.q(x).relu(), x, use_reentrant=False)
+        return found
+
+    compile_and_run(after=after)
+    with torch.no_grad():
+        compile_and_run(after=after, attend=_through({"use_reentrant": True}))
