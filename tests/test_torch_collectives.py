@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import aot_function, make_boxed_compiler
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from attn_compiler import torch_collectives
 from attn_compiler.context_parallel import layout
@@ -35,8 +37,11 @@ def test_a_rank_has_a_chunk_of_the_front_and_one_of_the_back() -> None:
     assert by_rank.tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
-def _graphs(again: bool) -> list[fx.GraphModule]:
-    """The forward and the backward of an attention over gathered keys and values, on rank 0 of 2 that do not run."""
+def _graphs(again: bool, *, checkpointed: bool = False) -> list[fx.GraphModule]:
+    """The forward and the backward of an attention over gathered keys and values, on rank 0 of 2 that do not run.
+
+    checkpointed: of two, each in a checkpoint.
+    """
     found: list[fx.GraphModule] = []
 
     def compiler(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
@@ -56,8 +61,22 @@ def _graphs(again: bool) -> list[fx.GraphModule]:
         group = str(mesh.get_group().group_name)
         q, kv = torch.randn(1, 2, 6, 8, requires_grad=True), torch.randn(1, 2, 6, 16, requires_grad=True)
         boxed = make_boxed_compiler(compiler)
-        aot_function(attend, boxed, boxed, parted)(q, kv).sum().backward()
+        if checkpointed:
+            backend = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, partition_fn=parted)
+            torch._dynamo.reset()
+            torch.compile(_in_checkpoints(attend), backend=backend, fullgraph=True)(q, kv).sum().backward()
+        else:
+            aot_function(attend, boxed, boxed, parted)(q, kv).sum().backward()
     return found
+
+
+def _in_checkpoints(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def run(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = checkpoint(attend, q, kv.sin(), use_reentrant=False)
+        second: torch.Tensor = checkpoint(attend, first.cos(), kv.cos(), use_reentrant=False)
+        return second * 2
+
+    return run
 
 
 def _count(gm: fx.GraphModule, op: object) -> int:
@@ -65,9 +84,10 @@ def _count(gm: fx.GraphModule, op: object) -> int:
 
 
 def _largest_kept(gm: fx.GraphModule) -> int:
-    """Elements of the largest tensor that the forward gives the backward, besides its output."""
+    """Elements of the largest tensor of numbers that the forward gives the backward, besides its output."""
     _, *kept = gm.graph.output_node().args[0]
-    return max(x.meta["val"].numel() for x in kept if isinstance(x.meta.get("val"), torch.Tensor))
+    values = [x.meta.get("val") for x in kept]
+    return max(x.numel() for x in values if isinstance(x, torch.Tensor) and x.is_floating_point())
 
 
 def test_the_backward_gathers_keys_again_and_the_forward_keeps_none() -> None:
@@ -75,6 +95,13 @@ def test_the_backward_gathers_keys_again_and_the_forward_keeps_none() -> None:
     assert _count(forward, C10D.all_gather_into_tensor.default) == 1
     assert _count(backward, C10D.all_gather_into_tensor.default) == 1
     assert _count(backward, C10D.reduce_scatter_tensor.default) == 1
+    assert _largest_kept(forward) == 2 * 6 * 16
+
+
+def test_a_checkpoint_gathers_them_again_and_keeps_none() -> None:
+    forward, backward = _graphs(again=True, checkpointed=True)
+    assert _count(forward, C10D.all_gather_into_tensor.default) == 2
+    assert _count(backward, C10D.all_gather_into_tensor.default) == 2
     assert _largest_kept(forward) == 2 * 6 * 16
 
 
