@@ -48,12 +48,14 @@ def whole(
     layout: Layout,
     *,
     replicated: tuple[str, ...] = (),
+    packed: bool = False,
     dims: Mapping[str, int] | None = None,
     pad: bool = True,
     pad_id: int = 0,
 ) -> Whole:
     """The batch, padded, and with position_ids, attention_mask and shift_labels where they are missing and not in `replicated`.
 
+    packed: a row holds several documents. No attention_mask is added, and what is padded is one more document.
     dims: which axis is the sequence, where that is not known of the name or by the dtype. ContextParallelInput says what can't be cut.
     """
     given = {name: value for name, value in batch.items() if _is_cut(name, value, replicated)}
@@ -75,8 +77,17 @@ def whole(
             f"a length of {length}, of which the next multiple of {layout.chunks} is {length + pads}",
             "Give sequences of that length, or an attention_mask that is cut",
         )
-    added = _added(given, axes, length, pads, set(replicated))
-    tensors = {name: _padded(name, x, axes[name], pads, pad_id) for name, x in given.items()}
+    if packed and "position_ids" not in given:
+        raise _refused(
+            ("position_ids",),
+            "with packed=True they say where documents begin",
+            "none",
+            "Give position_ids (B, S) that start again with each document",
+        )
+    if not packed and "position_ids" in given and "attention_mask" not in given:
+        _check_one_document(given["position_ids"], axes["position_ids"])
+    added = _added(given, axes, length, pads, {*replicated, *(("attention_mask",) if packed else ())})
+    tensors = {name: _padded(name, x, axes[name], pads, pad_id, packed=packed) for name, x in given.items()}
     axes |= {name: x.ndim - 1 for name, x in added.items()}
     kept = {name: value for name, value in others.items() if name not in added}
     return Whole(tensors=tensors | added, axes=axes, others=kept)
@@ -164,8 +175,6 @@ def _added(
     if "position_ids" not in given.keys() | left:
         added["position_ids"] = positions.expand(*shape, -1).contiguous()
     if "attention_mask" not in given.keys() | left:
-        if "position_ids" in given:
-            _check_one_document(given["position_ids"], axes["position_ids"])
         added["attention_mask"] = (positions < length).long().expand(*shape, -1).contiguous()
     labels = given.get("labels")
     if labels is not None and "shift_labels" not in given.keys() | left and not labels.is_floating_point():
@@ -188,22 +197,23 @@ def _check_one_document(positions: Tensor, axis: int) -> None:
     if positions.ndim <= 2 and bool((positions.diff(dim=axis) != 1).any()):
         raise _refused(
             ("position_ids",),
-            "without an attention_mask, one that takes each row for one document is added, so positions do not start again in a row",
+            "without an attention_mask each row is one document, so positions do not start again in a row",
             "positions that do",
-            "Give attention_mask=torch.ones_like(input_ids) if a row is one document all the same. If the model is told of documents in "
-            "another way, ContextParallel(..., replicated=('attention_mask',)) adds none",
+            "Give attention_mask=torch.ones_like(input_ids) if a row is one document all the same. If it holds several, "
+            "ContextParallel(..., packed=True) has every attention read where they begin",
         )
 
 
-def _padded(name: str, x: Tensor, axis: int, pads: int, pad_id: int) -> Tensor:
+def _padded(name: str, x: Tensor, axis: int, pads: int, pad_id: int, *, packed: bool) -> Tensor:
     if not pads:
         return x
     shape = list(x.shape)
     shape[axis] = pads
     if name == "position_ids":
-        # They go on: where a mask is made of positions, nothing in the sequence sees what comes after it.
+        # They go on: where a mask is made of positions, nothing in the sequence sees what comes after it. Or it is a document of its own.
         steps = torch.arange(1, pads + 1, device=x.device, dtype=x.dtype)
         last = x.narrow(axis, x.shape[axis] - 1, 1)
+        last = torch.full_like(last, -1) if packed else last
         return torch.cat([x, (last.movedim(axis, -1) + steps).movedim(-1, axis)], axis)
     if name in _TARGETS and x.is_floating_point():
         raise _refused(

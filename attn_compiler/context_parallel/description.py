@@ -33,6 +33,7 @@ class ContextParallel:
     load_balance: "head_tail" gives each rank a chunk of the first half and one of the second; None gives it one. "auto" is "head_tail".
     replicated: names of model inputs that every rank has as a whole.
     allow: names of ops along the sequence that are right on a part of it, as the user knows: "aten.cumsum.default".
+    packed: a row holds several documents, and position_ids start again with each.
     """
 
     mesh: DeviceMesh
@@ -41,6 +42,7 @@ class ContextParallel:
     load_balance: Literal["auto", "head_tail"] | None = "auto"
     replicated: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
+    packed: bool = False
 
     def __post_init__(self) -> None:
         _check_mesh(self.mesh)
@@ -48,6 +50,8 @@ class ContextParallel:
         _one_of("load_balance", self.load_balance, LOAD_BALANCES)
         object.__setattr__(self, "replicated", _names("replicated", "names of model inputs", self.replicated))
         object.__setattr__(self, "allow", _names("allow", "names of ops, as 'aten.cumsum.default'", self.allow))
+        if not isinstance(self.packed, bool):
+            raise _invalid("packed", "True or False", self.packed)
 
     @property
     def size(self) -> int:
@@ -73,12 +77,12 @@ class ContextParallel:
     def digest(self) -> str:
         """A short hash of what changes compiled code. It is the same on all ranks of the group."""
         names = [sorted(set(self.replicated)), sorted(set(self.allow))]
-        data = [self.method, self.is_balanced, self.size, *names, self.group_name]
+        data = [self.method, self.is_balanced, self.size, *names, self.packed, self.group_name]
         return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
         """What it was built with, for JSON."""
-        given = {name: getattr(self, name) for name in ("method", "load_balance", "replicated", "allow")}
+        given = {name: getattr(self, name) for name in ("method", "load_balance", "replicated", "allow", "packed")}
         return {"mesh": str(self.mesh), **given}
 
     def __eq__(self, other: object) -> bool:
@@ -101,11 +105,14 @@ class ContextParallel:
 
         The sequence is the last axis of integers and booleans and axis 1 of floating-point numbers, or what dims= says for a name. It
         is padded at its end to a length that can be cut, input_ids with pad_id; with pad=False that is an error. position_ids and
-        attention_mask are added if they are missing. With labels, shift_labels is added, too: the labels of the next positions.
+        attention_mask are added if they are missing, but no mask of `packed` documents. With labels, shift_labels is added, too: the
+        labels of the next positions.
         Inputs in `replicated`, numbers, texts and None come back as they are. Gradients go back through inputs_embeds.
         Raises ContextParallelInput.
         """
-        whole = batches.whole(batch, self._layout, replicated=self.replicated, dims=dims, pad=pad, pad_id=pad_id)
+        whole = batches.whole(
+            batch, self._layout, replicated=self.replicated, packed=self.packed, dims=dims, pad=pad, pad_id=pad_id
+        )
         return whole.part(self._layout, self.rank)
 
     def unshard(self, x: Tensor, dim: int = 1, *, length: int | None = None) -> Tensor:

@@ -173,9 +173,20 @@ def test_packed_documents_are_no_one_document() -> None:
     batch = {"input_ids": _ids(1, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
     with pytest.raises(ContextParallelInput, match="do not start again in a row; got positions that do"):
         batches.whole(batch, TWO)
-    assert "attention_mask" not in batches.whole(batch, TWO, replicated=("attention_mask",)).tensors
+    with pytest.raises(ContextParallelInput, match="packed=True"):
+        # A model that finds documents around its layers would find one in each rank's part.
+        batches.whole(batch, TWO, replicated=("attention_mask",))
     with_mask = batches.whole({**batch, "attention_mask": torch.ones(1, 8)}, TWO)
     assert with_mask.tensors["position_ids"] is batch["position_ids"]
+
+
+def test_packed_documents_are_cut_with_their_positions_and_no_mask() -> None:
+    batch = {"input_ids": _ids(1, 7), "position_ids": torch.tensor([[0, 1, 2, 0, 0, 1, 2]])}
+    whole = batches.whole(batch, TWO, packed=True).tensors
+    assert whole["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 2, 0]]
+    assert "attention_mask" not in whole
+    with pytest.raises(ContextParallelInput, match=r"shard\(position_ids=\).*where documents begin"):
+        batches.whole({"input_ids": _ids(1, 7)}, TWO, packed=True)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -55,6 +55,7 @@ def test_a_build_without_meshes_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         ("replicated", (1,), "a tuple of names of model inputs"),
         ("allow", torch.ops.aten.cumsum.default, "a tuple of names of ops, as 'aten.cumsum.default'"),
         ("allow", (torch.ops.aten.cumsum.default,), "a tuple of names of ops"),
+        ("packed", 1, "True or False, got 1"),
     ],
 )
 def test_wrong_values_are_refused_and_named(name: str, value: object, expected: str) -> None:
@@ -71,6 +72,7 @@ def test_the_digest_has_everything_but_the_rank() -> None:
         ((2,), 0, {"load_balance": None}),
         ((2,), 0, {"replicated": ["image"]}),
         ((2,), 0, {"allow": {"aten.cumsum.default"}}),
+        ((2,), 0, {"packed": True}),
     ):
         with fake_mesh(*shape, rank=rank) as mesh:
             digests.append(ContextParallel(mesh, **given).digest)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.decisions import Reason
 from attn_compiler.errors import ContextParallelUnsupported, described
 from attn_compiler.passes import axes, lower, match, recover
-from attn_compiler.passes.context_parallel import following, sites, wrapped
+from attn_compiler.passes.context_parallel import following, outside, sites, wrapped
 from attn_compiler.passes.context_parallel.following import Following, Input
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.numbers import LENGTH
@@ -260,6 +260,10 @@ def _rewrite_sites(
         sites.check(site, site.spec)
         if not are_chance:
             sites.check_scale(site, site.spec)
+        if outside.WINDOW not in cp.allow and isinstance(site.spec.seqlen_q, int):
+            outside.check_window(mirror, site, site.spec.seqlen_q * cp.size)
+        if cp.packed:
+            outside.check_documents(site, wholes)
         if cp.is_balanced and isinstance(site.spec.seqlen_q, int) and site.spec.seqlen_q % 2:
             raise CannotShard(
                 "a rank has two chunks of the sequence",

@@ -61,6 +61,12 @@ class Wholes:
                 )
         return self._whole(dynamo)
 
+    def is_shared(self, version: Version) -> bool:
+        """Whether a tensor that an expression loads from is made of what ranks have parts of."""
+        is_here = version.node.graph is self._mirror.graph
+        dynamo = self._mirror.dynamo_node(version.node) if is_here else None
+        return dynamo is not None and bool(self._inputs(dynamo))
+
     def _whole(self, node: fx.Node) -> fx.Node:
         if not self._inputs(node):
             return node

@@ -1,0 +1,54 @@
+"""Packed documents on two ranks: each stays by itself, wherever its borders are, and what can't know of them is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tests.context_parallel import hf_packed
+from tests.context_parallel.hf_packed import Run
+from tests.context_parallel.layered import Result
+from tests.distributed import processes
+
+#: each rank's part, in the order of the sequence, is one document
+_ALIGNED = ((12, 12), (12, 12))
+_RUNS = [
+    Run(),
+    Run(load_balance=None),
+    Run(method="all_to_all"),
+    Run(documents=_ALIGNED, load_balance=None),
+    Run(documents=_ALIGNED, method="all_to_all", checkpointed=True),
+    # Ends are padded, and documents of one position are there.
+    Run(documents=((1, 1, 20, 3), (25,))),
+    Run(documents=((1, 1, 20, 3), (25,)), load_balance=None, inner="inductor"),
+]
+_REFUSED = {
+    Run(documents=_ALIGNED, load_balance=None, compiled="layers"): "reads where they begin",
+    Run(documents=_ALIGNED, load_balance=None, compiled="layers", packed=False): "packed=True",
+    Run(documents=_ALIGNED, load_balance=None, packed=False): "packed=True",
+    Run(compiled="layers"): "compile the whole model in one graph",
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, list[Result]]:
+    runs = [*_RUNS, *_REFUSED]
+    by_rank = processes.run(hf_packed.measured, runs)
+    return {run.name: [found[i] for found in by_rank] for i, run in enumerate(runs)}
+
+
+@pytest.mark.parametrize("run", _RUNS, ids=lambda run: run.name)
+def test_two_ranks(results: dict[str, list[Result]], run: Run) -> None:
+    for result in results[run.name]:
+        assert result.error is None
+        # Norms of a Llama are float32's, and Inductor computes them in its own way.
+        assert max(result.far.values()) < (1e-6 if run.inner == "inductor" else 1e-12), result.far
+        assert result.sites == 2
+        assert all("proved" in mask for mask in result.masks), result.masks
+
+
+@pytest.mark.parametrize("run", _REFUSED, ids=lambda run: run.name)
+def test_what_does_not_know_of_documents_is_refused_on_every_rank(results: dict[str, list[Result]], run: Run) -> None:
+    for result in results[run.name]:
+        assert _REFUSED[run] in str(result.error)
