@@ -275,7 +275,7 @@ class VerificationMismatch(AttnCompilerError):
     <lowering>", "gradient of <lowering> with respect to k (...)"; of a graph "output 0 of the graph", "length as the graph left it",
     "gradient of layers.0.weight". formula: the mask, or the bias, as it was read; of a graph its attentions. index: the
     worst element. expected, observed: there, the model's value and ours. allowed: how far apart they may be. differing: how many
-    elements are not right.
+    elements are not right. until: what to do in the meantime.
     """
 
     code = Code.VERIFICATION_MISMATCH
@@ -283,8 +283,7 @@ class VerificationMismatch(AttnCompilerError):
         "options={{'verify': True}}: at {e.site}, the {e.what} is not the model's own. As it was read: {e.formula}. "
         "Worst element: {e.index}; there the model has {e.expected}, attn_compiler {e.observed}; allowed is {e.allowed}; "
         "{e.differing} differ. This is a bug of attn_compiler: please report it, with the dump that "
-        "options={{'dump_dir': ...}} writes. Until then, options={{'lowering': 'untouched'}} leaves every attention as "
-        "the model made it"
+        "options={{'dump_dir': ...}} writes. Until then, {e.until}"
     )
 
     site: str
@@ -295,6 +294,7 @@ class VerificationMismatch(AttnCompilerError):
     observed: str
     allowed: str
     differing: str
+    until: str = "options={'lowering': 'untouched'} leaves every attention as the model made it"
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -32,7 +32,8 @@ class Options:
         of the variable does; "." is the current directory.
     check_invariants: verify the graph between passes.
     verify: on the first call of each graph, compare every recovered mask and bias, every lowered output and what the graph gives with the
-        model's own on the real inputs, and the gradients in its first backward. VerificationMismatch if they differ.
+        model's own on the real inputs, and the gradients in its first backward. VerificationMismatch if they differ. Beside
+        context_parallel: masks, biases and outputs, with the attention over the whole sequence.
     inner: what compiles the rewritten graph. "aot_eager" and "eager" are for debugging and ignore Inductor's options.
     autotune: measure the Triton kernels' tiles on each site's shape while compiling, and keep the fastest on disk. Else they come from a
         table.
@@ -78,13 +79,6 @@ class Options:
             # What is left as the model made it would attend to a part of the sequence.
             object.__setattr__(self, "strict", True)
             _require(not self.unpad, "unpad", "False beside context_parallel", self.unpad)
-            _require(
-                not self.verify,
-                "verify",
-                "False beside context_parallel: a rank can't run the model's own graph",
-                self.verify,
-            )
-
         _require(isinstance(self.cache_rewrites, bool), "cache_rewrites", "True or False", self.cache_rewrites)
         if self.lowering is not None and self.lowerings is not None:
             raise InvalidOption(option="lowerings", expected="nothing while 'lowering' is given", value=self.lowerings)

@@ -142,9 +142,23 @@ class RanksDisagree(Exception):
 def agree(group: str, subject: str, said: str, *, seconds: float) -> None:
     """Wait until every rank of the group has said something of the subject. Raises RanksDisagree, on all of them, where they differ.
 
-    By the store that the processes found each other with: no collective runs, so none can hang.
-    subject: what is compared, for the error. The n-th time on one rank meets the n-th on the others, whatever the subject:
-    ranks that have compiled something else before number their graphs in another way.
+    subject: what is compared, for the error. Ranks that have compiled something else before number their graphs in another way.
+    """
+    own = rank_of(group)
+    others = [
+        f"rank {rank}: {answer}"
+        for rank, answer in enumerate(answers(group, subject, said, seconds=seconds))
+        if answer != said
+    ]
+    if others:
+        raise RanksDisagree(f"rank {own}: {said}; {'; '.join(others)}")
+
+
+def answers(group: str, subject: str, said: str, *, seconds: float) -> list[str]:
+    """What every rank of the group said of the subject. Raises RanksDisagree if one says nothing.
+
+    By the store that the processes found each other with: no collective runs, so none can hang. The n-th time on one rank meets the n-th
+    on the others, whatever the subject.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -160,10 +174,14 @@ def agree(group: str, subject: str, said: str, *, seconds: float) -> None:
             store.wait([key], datetime.timedelta(seconds=seconds))
         except RuntimeError as error:
             raise RanksDisagree(f"rank {rank} did not compile {subject} within {seconds:.0f} s") from error
-    answers = [store.get(key).decode() for key in keys]
-    others = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer != said]
-    if others:
-        raise RanksDisagree(f"rank {own}: {said}; {'; '.join(others)}")
+    return [store.get(key).decode() for key in keys]
+
+
+def parts(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """(size, *shape of x): what each rank of the group has, without a gradient. x has one shape on all of them."""
+    sent = x.detach().to(torch.uint8) if x.dtype == torch.bool else x.detach()
+    found: torch.Tensor = _WAIT(_GATHER(sent.contiguous()[None], size, group))
+    return found.to(x.dtype)
 
 
 # ---- ops -----------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from attn_compiler.passes.site import Miss, Site
 from attn_compiler.target import Target
 
 if TYPE_CHECKING:
+    from attn_compiler.passes.context_parallel.first_look import FirstLook
     from attn_compiler.passes.faults import Fault
     from attn_compiler.passes.flex import Spelled
     from attn_compiler.passes.reading import Reader
@@ -95,6 +96,7 @@ class Unit:
     relied_on: inputs of which something had to be known, and what (reading/borders.py).
     unpadded: what became of the padding, with options.unpad (unpad/).
     is_looked_at_again: its attentions were rewritten for the whole sequence, and are matched once more (context_parallel/).
+    first_look: what was found before they were rewritten.
     longer: sizes that stand for larger ones, if ranks share a sequence: what is said of an index along them has to hold up to these.
     lowerings: the only ones that may serve the sites; None: whichever options allow.
     """
@@ -128,6 +130,7 @@ class Unit:
     lowerings: tuple[str, ...] | None = None
     in_autocast: bool = False
     is_looked_at_again: bool = False
+    first_look: FirstLook | None = None
     longer: Mapping[int, int] = field(default_factory=dict)
 
     def target(self, device: str) -> Target:

@@ -11,7 +11,7 @@ mean of v (docs: "Masked rows").
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +58,13 @@ def needs(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> se
         raise NoValueError("FP8 rounds more than the rule allows for")
     if site.spec.score.dropout_p > 0:
         raise NoValueError("dropout draws other numbers in every kernel")
+    return exact_needs(site, body, values) | values.rewritten_needs(body, new_out)
+
+
+def exact_needs(site: Site, body: Body, values: Values) -> set[Key]:
+    """What has to be recorded for `beside_own`. Raises NoValueError where it can't be."""
     inside = dependents(body.mirror, site.match, projections(site))
-    found = set(values.rewritten_needs(body, new_out)) | values.needs(site.match.out)
+    found = values.needs(site.match.out)
     for node in inside:
         _require_exact(node)
     known = set(inside)
@@ -108,15 +113,58 @@ def dependents(mirror: Mirror, match: Match, starts: Iterable[fx.Node] = ()) -> 
 
 def check(site: Site, body: Body, new_out: fx.Node, values: Values) -> Compared:
     """Compare one site's output. Raises VerificationMismatch, or NoValueError."""
-    own = _result(values.mirror(site.match.out))
-    new = _result(values.rewritten(body, new_out))
+    new = floating(values.rewritten(body, new_out))
+    return beside_own(
+        site, body, new, values, kept_rows(site, values, floating(values.mirror(site.match.out))), lowered(site)
+    )
+
+
+def beside_own(
+    site: Site, body: Body, new: torch.Tensor, values: Values, kept: torch.Tensor | None, what: str
+) -> Compared:
+    """A tensor against what the model computes at a site. kept: as `kept_rows`. what: the tensor is, for people. Raises
+    VerificationMismatch, or NoValueError."""
+    own = floating(values.mirror(site.match.out))
+    dtype = exact_dtype(own.dtype)
+
+    def run(noise: Noise | None) -> torch.Tensor:
+        return _exact(site, body.mirror, values, dtype, noise)
+
+    return compared(site, new=new, own=own, run=run, v=values.mirror(site.match.v.node), kept=kept, what=what)
+
+
+def compared(
+    site: Site,
+    *,
+    new: torch.Tensor,
+    own: torch.Tensor,
+    run: Callable[[Noise | None], torch.Tensor],
+    v: torch.Tensor,
+    kept: torch.Tensor | None,
+    what: str,
+    formula: str | None = None,
+) -> Compared:
+    """Whether `new` is as near to the exact result as the rule asks. Raises VerificationMismatch, or NoValueError.
+
+    own: the result in the model's own dtypes. run: gives the exact one, or one with noise on each step. v: what is weighted. kept: which
+    elements count, None: all. what: `new` is, for people. formula: of the mask, None: as it was read.
+    """
     if (new.shape, new.dtype) != (own.shape, own.dtype):
-        raise _other_kind(site, own, new)
+        raise _mismatch(
+            site,
+            what,
+            formula,
+            index="every element",
+            expected=f"{own.dtype} {list(own.shape)}",
+            observed=f"{new.dtype} {list(new.shape)}",
+            allowed="no difference",
+            differing="all elements",
+        )
     try:
-        exact, largest_v = _exact(site, body.mirror, values, exact_dtype(own.dtype), None)
+        exact = run(None)
     except torch.OutOfMemoryError as error:
         raise NoValueError("there is not enough memory for the exact result") from error
-    kept = kept_rows(site, values, own)
+    largest_v = float(v.abs().max()) if v.numel() else 0.0
     own_error, new_error = (difference(x, exact) for x in (own, new))
     # Where the model's own result overflows and the exact one does not, there is nothing to compare with.
     counts = ~own_error.isinf() if kept is None else kept & ~own_error.isinf()
@@ -126,39 +174,48 @@ def check(site: Site, body: Body, new_out: fx.Node, values: Values) -> Compared:
     found = largest(new_error, counts)
     if not found <= allowed:
         # Other roundings of the same math may come as far: of float64 there is no wider run that would tell.
-        for noisy in _noises(site, body, values, exact, counts):
+        for noisy in _noises(run, exact, counts):
             allowed = max(allowed, factor * noisy + floor)
             if found <= allowed:
                 break
     if not found <= allowed:
-        raise _mismatch(site, own, new, exact, torch.where(counts, new_error, 0.0), allowed)
+        wrong = torch.where(counts, new_error, 0.0)
+        place = tuple(int(i) for i in torch.unravel_index(wrong.argmax(), wrong.shape))
+        raise _mismatch(
+            site,
+            what,
+            formula,
+            index=str(list(place)),
+            expected=f"{own[place].item():.6g} (exactly {exact[place].item():.6g})",
+            observed=f"{new[place].item():.6g}",
+            allowed=f"an error of {allowed:.3g}",
+            differing=f"{int((wrong > allowed).sum())} of {wrong.numel()} elements",
+        )
     others = False if kept is None else largest(difference(new, own.to(exact.dtype)), ~kept.expand_as(own)) > allowed
     return Compared(elements=int(counts.sum()), error=found, allowed=allowed, left_out=others)
 
 
-def _result(x: Any) -> torch.Tensor:
+def floating(x: Any) -> torch.Tensor:
+    """A value as a tensor that the rule is for. Raises NoValueError."""
     if not isinstance(x, torch.Tensor) or x.dtype not in FLOOR_ULPS:
         raise NoValueError("the output is no tensor of a floating dtype that has a rule")
     return x
 
 
-def _noises(site: Site, body: Body, values: Values, exact: torch.Tensor, counts: torch.Tensor) -> Iterator[float]:
+def _noises(run: Callable[[Noise | None], torch.Tensor], exact: torch.Tensor, counts: torch.Tensor) -> Iterator[float]:
     """How far the exact result moves if each step's result is off by a rounding of its own dtype, in several runs."""
     steep = STEEP * largest(exact, counts)
     moved = 0.0
     for seed in range(NOISY_RUNS_OF_STEEP):
         if seed >= NOISY_RUNS and moved <= steep:
             return
-        noisy, _ = _exact(site, body.mirror, values, exact.dtype, Noise(seed=seed))
-        now = largest(difference(noisy, exact), counts)
+        now = largest(difference(run(Noise(seed=seed)), exact), counts)
         moved = max(moved, now)
         yield now
 
 
-def _exact(
-    site: Site, mirror: Mirror, values: Values, dtype: torch.dtype, noise: Noise | None
-) -> tuple[torch.Tensor, float]:
-    """(the model's own operations in a wider dtype, the largest magnitude in v)"""
+def _exact(site: Site, mirror: Mirror, values: Values, dtype: torch.dtype, noise: Noise | None) -> torch.Tensor:
+    """The model's own operations in a wider dtype."""
     match = site.match
     inside = dependents(mirror, match, projections(site))
     last_use = {n: node for node in inside for n in (node, *node.all_input_nodes)}
@@ -170,8 +227,7 @@ def _exact(
         return known[node]
 
     result = None
-    v = values.mirror(match.v.node)
-    with torch.autocast(v.device.type, enabled=False):
+    with torch.autocast(values.mirror(match.v.node).device.type, enabled=False):
         for node in inside:
             result = values.call(node, value, dtype=dtype)
             if noise is not None:
@@ -180,7 +236,8 @@ def _exact(
             for used in {node, *node.all_input_nodes}:
                 if last_use[used] is node:
                     known.pop(used, None)
-    return _wide(result, dtype), float(v.abs().max()) if v.numel() else 0.0
+    exact: torch.Tensor = _wide(result, dtype)
+    return exact
 
 
 def _wide(x: Any, dtype: torch.dtype) -> Any:
@@ -193,24 +250,35 @@ def _wide(x: Any, dtype: torch.dtype) -> Any:
 def kept_rows(site: Site, values: Values, own: torch.Tensor) -> torch.Tensor | None:
     """Which elements of the output belong to rows with keys, in the output's own dimensions; None if all do."""
     rows = pairs.rows_with_keys(site, values)
+    return spread(site, None if rows is None else rows.to(own.device), values)
+
+
+def spread(site: Site, rows: torch.Tensor | None, values: Values) -> torch.Tensor | None:
+    """The elements of the output that belong to rows, in the output's own dimensions; None if all do.
+
+    rows: broadcasts to (B, Hq, Sq, 1).
+    """
     if rows is None or bool(rows.all()):
         return None
     match = site.match
     batch, heads, seqlen_q, _ = pairs.shape(match, values)
     head_dim = values.size(axes.dim_size(match.head_dim_v))
-    spread = rows.to(own.device).expand(batch, heads, seqlen_q, head_dim)
-    kept: torch.Tensor = program.restore(match, _RealBuilder(values), spread)
+    found = rows.expand(batch, heads, seqlen_q, head_dim)
+    kept: torch.Tensor = program.restore(match, RealBuilder(values), found)
     return kept
 
 
 @dataclass(frozen=True)
-class _RealBuilder:
+class RealBuilder:
     """Runs calls on real tensors."""
 
     values: Values
 
     def leaf(self, node: fx.Node) -> torch.Tensor:
-        return _result(self.values.mirror(node))
+        found = self.values.mirror(node)
+        if not isinstance(found, torch.Tensor):
+            raise NoValueError(f"{node.name} is no tensor")
+        return found
 
     def call(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -228,34 +296,10 @@ class _RealBuilder:
         return x.clone()
 
 
-def _lowered(site: Site) -> str:
+def lowered(site: Site) -> str:
+    """What is compared, for people."""
     return f"output of {site.decision.lowering}" if site.decision is not None else "output"
 
 
-def _other_kind(site: Site, own: torch.Tensor, new: torch.Tensor) -> VerificationMismatch:
-    return VerificationMismatch(
-        site=site.module,
-        what=_lowered(site),
-        formula=masks.formula(site),
-        index="every element",
-        expected=f"{own.dtype} {list(own.shape)}",
-        observed=f"{new.dtype} {list(new.shape)}",
-        allowed="no difference",
-        differing="all elements",
-    )
-
-
-def _mismatch(
-    site: Site, own: torch.Tensor, new: torch.Tensor, exact: torch.Tensor, error: torch.Tensor, allowed: float
-) -> VerificationMismatch:
-    place = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
-    return VerificationMismatch(
-        site=site.module,
-        what=_lowered(site),
-        formula=masks.formula(site),
-        index=str(list(place)),
-        expected=f"{own[place].item():.6g} (exactly {exact[place].item():.6g})",
-        observed=f"{new[place].item():.6g}",
-        allowed=f"an error of {allowed:.3g}",
-        differing=f"{int((error > allowed).sum())} of {error.numel()} elements",
-    )
+def _mismatch(site: Site, what: str, formula: str | None, **found: str) -> VerificationMismatch:
+    return VerificationMismatch(site=site.module, what=what, formula=formula or masks.formula(site), **found)

@@ -220,13 +220,18 @@ def evaluated(
     device: torch.device,
     *,
     nudge: float = 0.0,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """An expression on a slice, broadcasts to (queries, keys). Raises NoValueError, and what `evaluate_on` does of the indices."""
+    """An expression on a slice, broadcasts to (queries, keys). Raises NoValueError, and what `evaluate_on` does of the indices.
+
+    positions: of all queries, if they are not 0, 1, 2, ...
+    """
+    queries = torch.arange(at.first, at.end, device=device) if positions is None else positions[at.first : at.end]
     grid: dict[str, int | torch.Tensor] = {
         **values.symbols,
         "b": torch.tensor(at.b, device=device),
         "h": torch.tensor(at.h, device=device),
-        "q": torch.arange(at.first, at.end, device=device)[:, None],
+        "q": queries[:, None],
         "k": torch.arange(keys, device=device),
     }
     try:

@@ -17,15 +17,19 @@ from attn_compiler.passes.select import UNTOUCHED
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unit import Unit
 from attn_compiler.passes.unpad.outcome import Packed
-from attn_compiler.verifying import comparing, masks, outputs, pairs, scores, site_gradients
+from attn_compiler.verifying import comparing, masks, outputs, pairs, scores, shared, site_gradients
 from attn_compiler.verifying.copies import copied_module
 from attn_compiler.verifying.padding import Padded
+from attn_compiler.verifying.ranks import Ranks
+from attn_compiler.verifying.shared import SharedSite
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values
+from attn_compiler.verifying.whole_loads import WholeLoads
 
 
 @dataclass(kw_only=True, eq=False)
 class Check:
-    """One thing to compare for one site. needs: what has to be recorded first; skipped: why it can't be compared, if so."""
+    """One thing to compare for one site. needs: what has to be recorded first; skipped: why it can't be compared, if so. shared: the site,
+    if its keys are on several ranks."""
 
     subject: str
     site: Site
@@ -33,10 +37,13 @@ class Check:
     new_out: fx.Node | None = None
     needs: set[Key] = field(default_factory=set)
     skipped: str | None = None
+    shared: SharedSite | None = None
 
     @property
     def is_as_it_was(self) -> bool:
         """Whether the site was left as the model made it."""
+        if self.shared is not None:
+            return False
         decision = self.site.decision
         return self.site.spec is None or decision is None or decision.lowering == UNTOUCHED or self.new_out is None
 
@@ -48,7 +55,7 @@ class CheckPlan:
     symbols: name of a symbolic size -> (body, node, dimension) of a value that has it; the dimension is None for a number.
     inputs: names for people. may_write: for each input of the graph, whether something in the graph may write to it. devices: that values
     live on. communicates: with other processes. rounded: the coarsest dtype in it. strict: whether a check that fails itself raises.
-    padded: what counts for nothing, in a graph that padding was taken out of.
+    padded: what counts for nothing, in a graph that padding was taken out of. ranks: those that share the sequence, if several do.
     """
 
     graph: str
@@ -64,6 +71,7 @@ class CheckPlan:
     rounded: torch.dtype | None
     strict: bool
     padded: Padded | None = None
+    ranks: Ranks | None = None
 
     def gradient_checks(self) -> list[Check]:
         """One for each site."""
@@ -94,7 +102,12 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> CheckPlan | None:
         body.given |= _given(unit, of_units)
     bodies = {graph: body for (_, graph), body in zip(found, made, strict=True)}
     mirrors = {body.mirror.graph: body for body in made}
-    checks = [check for (unit, _), body in zip(found, made, strict=True) for check in _checks(unit, body)]
+    ranks = next((Ranks.of(unit.first_look.cp) for unit in units if unit.first_look is not None), None)
+    checks = [
+        check
+        for (unit, graph), body in zip(found, made, strict=True)
+        for check in (_checks(unit, body) if ranks is None else _checks_of_ranks(unit, body, graph, ranks))
+    ]
     plan = CheckPlan(
         graph=rewritten.report.graph,
         module=module,
@@ -105,9 +118,10 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> CheckPlan | None:
         inputs=[_input_name(str(node.target)) for node in module.graph.nodes if node.op == "placeholder"],
         may_write=_may_write(module, bodies),
         devices=torch_compat.graph_devices(gm),
-        communicates=_communicates(module),
+        communicates=ranks is not None or _communicates(module),
         rounded=comparing.coarsest(_dtypes(module)),
         strict=rewritten.units[0].options.strict,
+        ranks=ranks,
     )
     for check in checks:
         _find_needs(check, Values(bodies=mirrors))
@@ -151,12 +165,29 @@ def _body(index: int, unit: Unit, original: fx.Graph) -> Body:
     if unit.mirror is None:
         raise ValueError("a unit without a mirror has nothing to check")
     rewritten = torch_compat.copied_graph(unit.graph)
-    body = Body(index=index, original=_kept(original, rewritten), rewritten=rewritten, mirror=unit.mirror)
-    for site in unit.sites:
-        old = unit.mirror.dynamo_node(site.match.out)
-        if site.new_out is not None and old is not None:
-            body.outs[site.new_out.name] = old.name
+    mirror = unit.mirror if unit.first_look is None else unit.first_look.mirror
+    body = Body(index=index, original=_kept(original, rewritten), rewritten=rewritten, mirror=mirror)
+    for site, new_out in _outs(unit):
+        old = mirror.dynamo_node(site.match.out)
+        if new_out is not None and old is not None:
+            body.outs[new_out.name] = old.name
     return body
+
+
+def _outs(unit: Unit) -> list[tuple[Site, fx.Node | None]]:
+    """Each site of the model's own graph, with the node that took its output's place."""
+    first, mirror = unit.first_look, unit.mirror
+    if first is None or mirror is None:
+        return [(site, site.new_out) for site in unit.sites]
+    found: list[tuple[Site, fx.Node | None]] = []
+    left = set(unit.graph.nodes)
+    # Attentions stand in the order in which they stood before they were rewritten.
+    again = sorted(unit.sites, key=lambda site: mirror.order(site.match.out))
+    for site, later in zip(first.sites, again, strict=True):
+        site.decision = later.decision
+        new_out = first.new_out(site)
+        found.append((site, new_out if new_out in left else later.new_out))
+    return found
 
 
 def _given(unit: Unit, bodies: Mapping[Unit, Body]) -> dict[str, Key]:
@@ -185,12 +216,32 @@ def _checks(unit: Unit, body: Body) -> list[Check]:
     by_name = {node.name: node for node in body.rewritten.nodes}
     found = []
     for site in unit.sites:
-        if pairs.terms(site):
-            found.append(Check(subject="mask", site=site, body=body))
-        if pairs.biases(site):
-            found.append(Check(subject="bias", site=site, body=body))
+        found += _of_scores(site, body)
         new_out = by_name.get(site.new_out.name) if site.new_out is not None else None
         found.append(Check(subject="output", site=site, body=body, new_out=new_out))
+    return found
+
+
+def _of_scores(site: Site, body: Body) -> list[Check]:
+    found = [Check(subject="mask", site=site, body=body)] if pairs.terms(site) else []
+    return found + ([Check(subject="bias", site=site, body=body)] if pairs.biases(site) else [])
+
+
+def _checks_of_ranks(unit: Unit, body: Body, original: fx.Graph, ranks: Ranks) -> list[Check]:
+    """For a graph whose attentions were rewritten for a sequence that ranks share: masks and biases as they were read before."""
+    first = unit.first_look
+    if first is None:
+        return []
+    by_name = {node.name: node for node in body.rewritten.nodes}
+    whole = WholeLoads(body=body, nodes={node.name: node for node in original.nodes}, axes=first.axes)
+    found = []
+    for site, new_out in _outs(unit):
+        found += _of_scores(site, body)
+        new = None if new_out is None else by_name.get(new_out.name)
+        check = Check(subject="output", site=site, body=body, new_out=new)
+        if first.new_out(site) is not None and new is not None and site.spec is not None:
+            check.shared = SharedSite(site=site, spec=site.spec, body=body, new_out=new, whole=whole, ranks=ranks)
+        found.append(check)
     return found
 
 
@@ -202,6 +253,8 @@ def _find_needs(check: Check, values: Values) -> None:
             check.needs = scores.needs(check.site, values)
         elif check.subject == "gradient":
             check.needs = site_gradients.needs(check.site, check.body, check.new_out, values)
+        elif check.shared is not None:
+            check.needs = shared.needs(check.shared, values)
         else:
             check.needs = outputs.needs(check.site, check.body, check.new_out, values)
     except NoValueError as error:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from attn_compiler.errors import VerificationMismatch
-from attn_compiler.verifying import masks, outputs, scores, whole
+from attn_compiler.verifying import masks, outputs, scores, shared, whole
 from attn_compiler.verifying.plan import Check, CheckPlan
 from attn_compiler.verifying.results import Verification
 from attn_compiler.verifying.values import Key, NoValueError, Values
@@ -40,6 +40,12 @@ def run(plan: CheckPlan, args: Sequence[Any]) -> Run:
         ran = whole.run(called, record=session.record)
         found = session.finish()
         return Run(called=called, ran=ran, found=found, apart=session.apart or called.apart(ran))
+    except VerificationMismatch:
+        raise
+    except Exception as error:
+        if plan.ranks is not None:
+            plan.ranks.failed(error)
+        raise
     finally:
         session.close()
 
@@ -58,13 +64,16 @@ class Session:
             self._moments.setdefault((key.body, key.after or key.name), []).append(key)
         self._held: dict[tuple[int, str], Any] = dict.fromkeys((k.body, k.name) for k in self._wanted if k.after)
         self._found: dict[Check, Verification] = {}
-        self._mismatches: list[VerificationMismatch] = []
+        self._mismatches: list[tuple[int, VerificationMismatch]] = []
+        self._instead: dict[tuple[int, str], torch.Tensor] = {}
         self._left_out: list[str] = []
         self._not_run: set[Check] = set()
 
     @property
     def apart(self) -> str | None:
         """Why what follows the sites may differ from what the model gives, if it may."""
+        if self._plan.ranks is not None:
+            return "no rank can run the model's own graph on the whole sequence"
         outs = [check for check in self._checks if check.subject == "output" and check not in self._not_run]
         if self._plan.padded is None and all(check.is_as_it_was for check in outs):
             return "every attention is as the model made it"
@@ -74,7 +83,7 @@ class Session:
         return f"{unknown[0].site.module}: {self._found[unknown[0]].skipped}" if unknown else None
 
     def record(self, node: fx.Node, value: Any) -> Any:
-        """Take note of a node's value, then make the checks that had been waiting for it. Returns the value."""
+        """Take note of a node's value, then make the checks that had been waiting for it. Returns what the run goes on with."""
         for symbol, dim in self._plan.symbols.get((node.graph, node.name), ()):
             self._values.symbols.setdefault(symbol, int(value if dim is None else value.shape[dim]))
         body = self._plan.bodies.get(node.graph)
@@ -89,7 +98,7 @@ class Session:
             self._values.recorded[key] = found.clone() if key.copied and isinstance(found, torch.Tensor) else found
         if keys:
             self._check_what_waited_for(keys)
-        return value
+        return self._instead.pop(now, value)
 
     def _check_what_waited_for(self, keys: set[Key]) -> None:
         for _, missing in self._waiting:
@@ -112,7 +121,7 @@ class Session:
         except NoValueError as error:
             self._found[check] = self._skipped(check, str(error))
         except VerificationMismatch as mismatch:
-            self._mismatches.append(mismatch)
+            self._mismatches.append((self._checks.index(check), mismatch))
 
     def _checked(self, check: Check) -> Verification:
         if check.subject == "mask":
@@ -129,7 +138,18 @@ class Session:
             return scores.check(check.site, self._values)
         if check.new_out is None:
             raise NoValueError("the site is as the model made it")
+        if check.shared is not None:
+            found = shared.check(check.shared, self._values)
+            self._go_on_with(check, found.out)
+            return found.compared
         return outputs.check(check.site, check.body, check.new_out, self._values)
+
+    def _go_on_with(self, check: Check, out: torch.Tensor) -> None:
+        """What comes after a site gets the attention over the whole sequence, and not that over this rank's part."""
+        name = check.body.names.get(check.site.match.out)
+        if name is not None:
+            own = outputs.floating(self._values.mirror(check.site.match.out))
+            self._instead[check.body.index, name] = own.clone().copy_(out)
 
     def _verification(self, check: Check, **found: Any) -> Verification:
         site = check.site
@@ -142,9 +162,11 @@ class Session:
         return self._verification(check, skipped=why)
 
     def finish(self) -> list[Verification]:
-        """Every check's result, in order. Raises the first mismatch; a note on it names the others."""
+        """Every check's result, in order. Raises the first mismatch; a note on it names the others. Ranks all raise it."""
+        if self._plan.ranks is not None:
+            self._plan.ranks.raise_first(self._mismatches)
         if self._mismatches:
-            first, *others = self._mismatches
+            first, *others = (mismatch for _, mismatch in self._mismatches)
             for other in others:
                 first.add_note(f"also: the {other.what} at {other.site}, {other.index}")
             raise first

@@ -19,6 +19,7 @@ from attn_compiler.decisions import Reason
 from attn_compiler.errors import ContextParallelUnsupported, described
 from attn_compiler.passes import axes, lower, match, recover
 from attn_compiler.passes.context_parallel import following, outside, sites, wrapped
+from attn_compiler.passes.context_parallel.first_look import FirstLook
 from attn_compiler.passes.context_parallel.following import Following, Input
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.numbers import LENGTH
@@ -252,7 +253,8 @@ def _rewrite_sites(
     layout = GraphLayout(size=cp.size, group=cp.group_name, is_balanced=cp.is_balanced)
     builder = GraphBuilder(unit.graph, mirror, unit.mode)
     wholes = Wholes(builder, mirror, layout, given, are_chance=are_chance)
-    done = {}
+    done: dict[str, RewrittenSite] = {}
+    rewritten: dict[str, fx.Node] = {}
     for site in sorted(shared, key=lambda site: mirror.order(site.match.out)):
         unit.current = site.module
         if site.spec is None:
@@ -278,10 +280,18 @@ def _rewrite_sites(
             new = lower.finish(mirror, site, builder, out, old)
         unread = lower.unread(mirror, site, builder.leaf(site.match.out))
         builder.replace(builder.leaf(site.match.out), new)
+        rewritten[old.name] = new
         for node in unread:
             unit.graph.erase_node(node)
     builder.erase_unused([])
     unit.graph_module.recompile()
+    unit.first_look = FirstLook(
+        cp=cp,
+        mirror=mirror,
+        sites=tuple(sorted(unit.sites, key=lambda site: mirror.order(site.match.out))),
+        axes={node.name: one.axis for node, one in given.items()},
+        rewritten=rewritten,
+    )
     return done
 
 

@@ -1,0 +1,134 @@
+"""An attention over a sequence that ranks share: this rank's rows against those of the attention over all of it.
+
+Two things have to hold. The attention as it was read (as_read.py) gives, on the rank's own part, what the model's own operations give
+there. And the rewritten graph gives this rank what the same attention gives with the keys of all ranks, which are put in the order of the
+sequence by ranks.py, at the positions that this rank has. Both by the rule of outputs.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from attn_compiler import index_expr as ix
+from attn_compiler.lowerings.base import FP8
+from attn_compiler.passes import program, recover
+from attn_compiler.passes.mutation import Version
+from attn_compiler.passes.site import Site
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.verifying import as_read, outputs
+from attn_compiler.verifying.as_read import AsRead
+from attn_compiler.verifying.numbers import Noise, exact_dtype
+from attn_compiler.verifying.outputs import Compared, RealBuilder
+from attn_compiler.verifying.ranks import Ranks
+from attn_compiler.verifying.values import Body, Key, NoValueError, Values
+from attn_compiler.verifying.whole_loads import WholeLoads
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharedSite:
+    """A site whose keys are on several ranks. new_out: in the rewritten graph. whole: makes what its mask and biases load."""
+
+    site: Site
+    spec: AttentionSpec
+    body: Body
+    new_out: fx.Node
+    whole: WholeLoads
+    ranks: Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeRows:
+    """compared: with the attention over the whole sequence. out: what that gives this rank, as the model would have it."""
+
+    compared: Compared
+    out: torch.Tensor
+
+
+def needs(of: SharedSite, values: Values) -> set[Key]:
+    """What has to be recorded for `check`. Raises NoValueError where it can't be."""
+    site = of.site
+    if site.decision is not None and site.decision.lowering in FP8:
+        raise NoValueError("FP8 rounds more than the rule allows for")
+    found = outputs.exact_needs(site, of.body, values) | values.rewritten_needs(of.body, of.new_out)
+    for node in (*program.sources(site.match), *(factor.node for factor in site.match.factors)):
+        found |= values.needs(node)
+    for version in (*_mask_loads(of).values(), *_score_loads(of).values()):
+        found |= of.whole.needs(version, values) | values.needs(version.node, values.when(version))
+    return found
+
+
+def _mask_loads(of: SharedSite) -> dict[str, Version]:
+    return {name: of.site.loads[name] for name in sorted(as_read.allowed(of.site, of.spec).facts.tensors)}
+
+
+def _score_loads(of: SharedSite) -> dict[str, Version]:
+    names = {name for kind in of.spec.score.proved for name in kind.summand.facts.tensors}
+    return {name: of.site.score_loads[name] for name in sorted(names)}
+
+
+def check(of: SharedSite, values: Values) -> WholeRows:
+    """Compare. Every rank has to call it. Raises VerificationMismatch, or NoValueError."""
+    site, ranks = of.site, of.ranks
+    ranks.meet(f"the attention of {site.module}")
+    # Whatever waits for other ranks comes first: what a rank finds after that is its own.
+    new = outputs.floating(values.rewritten(of.body, of.new_out))
+    own = _of_part(of, values)
+    k, v = (ranks.whole(x, 2) for x in (own.k, own.v))
+    loads, score_loads = (
+        {name: of.whole.value(version, values, ranks) for name, version in known.items()}
+        for known in (_mask_loads(of), _score_loads(of))
+    )
+    positions = ranks.positions(own.q.shape[2], own.q.device)
+    whole = dataclasses.replace(own, k=k, v=v, positions=positions, loads=loads, score_loads=score_loads)
+    kept = outputs.kept_rows(site, values, outputs.floating(values.mirror(site.match.out)))
+    outputs.beside_own(site, of.body, _restored(of, own.run(), values), values, kept, "attention as it was read")
+    out = _restored(of, whole.run(), values)
+
+    def run(noise: Noise | None) -> torch.Tensor:
+        return _restored(of, whole.run(exact_dtype(out.dtype), noise), values, in_dtype=False)
+
+    compared = outputs.compared(
+        site,
+        new=new,
+        own=out,
+        run=run,
+        v=v,
+        kept=outputs.spread(site, whole.rows(), values),
+        what=f"{outputs.lowered(site)} over the whole sequence",
+        formula=ix.text(as_read.allowed(site, of.spec)),
+    )
+    return WholeRows(compared=compared, out=out)
+
+
+def _of_part(of: SharedSite, values: Values) -> AsRead:
+    """The attention on this rank's part alone, which is what the model's own graph computes."""
+    match = of.site.match
+    tensors = program.build(of.body.mirror, match, RealBuilder(values), recover.compute_dtype(of.body.mirror, match))
+    return AsRead(
+        site=of.site,
+        spec=of.spec,
+        values=values,
+        q=tensors.q,
+        k=tensors.k,
+        v=tensors.v,
+        sinks=tensors.sinks,
+        positions=torch.arange(tensors.q.shape[2], device=tensors.q.device),
+        loads=_local(_mask_loads(of), values),
+        score_loads=_local(_score_loads(of), values),
+    )
+
+
+def _local(known: Mapping[str, Version], values: Values) -> dict[str, torch.Tensor]:
+    found = {name: values.mirror(version.node, values.when(version)) for name, version in known.items()}
+    return {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
+
+
+def _restored(of: SharedSite, out: torch.Tensor, values: Values, *, in_dtype: bool = True) -> torch.Tensor:
+    """(B, H, Q, Dv) with the dimensions that the model expects. in_dtype: and in the dtype."""
+    found: torch.Tensor = program.restore(of.site.match, RealBuilder(values), out)
+    return found.to(outputs.floating(values.mirror(of.site.match.out)).dtype) if in_dtype else found
