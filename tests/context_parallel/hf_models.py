@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attn_compiler
 from attn_compiler import ContextParallel
+from attn_compiler.verifying import results
 
 VOCABULARY, LENGTH, PADDED = 99, 40, 9
 _BASE = {
@@ -56,11 +57,14 @@ CASES: Mapping[str, Hf] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """error: the largest difference of a real position's output. gradient_error: the largest, over the largest gradient."""
+    """error: the largest difference of a real position's output. gradient_error: the largest, over the largest gradient. verified: what of
+    the sites held in the first call. skipped: what could not be compared."""
 
     error: float
     gradient_error: float
     sites: int
+    verified: tuple[str, ...]
+    skipped: tuple[str, ...]
 
 
 def measured(names: list[str]) -> list[Found]:
@@ -82,6 +86,7 @@ def _build(case: Hf) -> Any:
 def _measured(mesh: Any, case: Hf) -> Found:
     torch._dynamo.reset()
     attn_compiler.reset()
+    results.forget()
     model = _build(case)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, VOCABULARY, (2, LENGTH), generator=generator)
@@ -94,7 +99,7 @@ def _measured(mesh: Any, case: Hf) -> Found:
     model.zero_grad()
     cp = ContextParallel(mesh)
     part = cp.shard(input_ids=ids, attention_mask=real.long())
-    options = {"context_parallel": cp, "inner": "aot_eager"}
+    options = {"context_parallel": cp, "inner": "aot_eager", "verify": True}
     out = torch.compile(model, backend="attn_compiler", options=options)(**part, **given).logits
     own = part["position_ids"][0]
     (out * weight[:, own]).sum().backward()
@@ -103,8 +108,11 @@ def _measured(mesh: Any, case: Hf) -> Found:
         dist.all_reduce(p.grad)
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     largest = max(float(x.abs().max()) for x in wanted.values())
+    checks = attn_compiler.verifications()
     return Found(
         error=float(((out - expected[:, own]) * (weight[:, own] != 0)).abs().max()),
         gradient_error=max(float((found[name] - x).abs().max()) for name, x in wanted.items()) / largest,
         sites=sum(len(site.modules) for report in attn_compiler.reports() for site in report.sites),
+        verified=tuple(sorted({x.subject for x in checks if x.skipped is None})),
+        skipped=tuple(sorted({x.subject for x in checks if x.skipped is not None})),
     )

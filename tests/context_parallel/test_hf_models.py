@@ -25,3 +25,10 @@ def test_two_ranks_compute_what_one_process_computes(found: dict[str, list[Found
         assert one.error < _EXACT.get(name, 1e-12)
         assert one.gradient_error < _EXACT.get(name, 1e-12)
         assert one.sites == 2
+
+
+@pytest.mark.parametrize("name", hf_models.CASES)
+def test_each_attention_is_verified(found: dict[str, list[Found]], name: str) -> None:
+    for one in found[name]:
+        assert one.verified == ("mask", "output")
+        assert one.skipped == ("graph gradients", "graph outputs")
