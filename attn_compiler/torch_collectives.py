@@ -160,21 +160,33 @@ def answers(group: str, subject: str, said: str, *, seconds: float) -> list[str]
     By the store that the processes found each other with: no collective runs, so none can hang. The n-th time on one rank meets the n-th
     on the others, whatever the subject.
     """
-    from torch.distributed import distributed_c10d as c10d
-
-    store = c10d._get_default_store()
-    process_group = _process_group(group)
-    own, size = process_group.rank(), process_group.size()
-    scope = "-".join(str(rank) for rank in c10d.get_process_group_ranks(process_group))
-    times = store.add(f"attn_compiler/{scope}/{own}", 1)
-    keys = [f"attn_compiler/{scope}/{times}/{rank}" for rank in range(size)]
-    store.set(keys[own], said)
+    keys = say(group, said)
+    store = _store()
     for rank, key in enumerate(keys):
         try:
             store.wait([key], datetime.timedelta(seconds=seconds))
         except RuntimeError as error:
-            raise RanksDisagree(f"rank {rank} did not compile {subject} within {seconds:.0f} s") from error
+            raise RanksDisagree(f"rank {rank} did not come to {subject} within {seconds:.0f} s") from error
     return [store.get(key).decode() for key in keys]
+
+
+def say(group: str, said: str) -> list[str]:
+    """Say something, and wait for nobody. The keys under which the ranks of the group say it."""
+    from torch.distributed import distributed_c10d as c10d
+
+    process_group = _process_group(group)
+    own, size = process_group.rank(), process_group.size()
+    scope = "-".join(str(rank) for rank in c10d.get_process_group_ranks(process_group))
+    times = _store().add(f"attn_compiler/{scope}/{own}", 1)
+    keys = [f"attn_compiler/{scope}/{times}/{rank}" for rank in range(size)]
+    _store().set(keys[own], said)
+    return keys
+
+
+def _store() -> Any:
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d._get_default_store()
 
 
 def parts(x: torch.Tensor, size: int, group: str) -> torch.Tensor:

@@ -147,7 +147,7 @@ def test_another_answer_raises_at_once(store: dist.HashStore) -> None:
 
 
 def test_no_answer_raises_after_a_while(store: dist.HashStore) -> None:
-    with fake_mesh(2) as mesh, pytest.raises(RanksDisagree, match="rank 1 did not compile graph 0/0 within 1 s"):
+    with fake_mesh(2) as mesh, pytest.raises(RanksDisagree, match="rank 1 did not come to graph 0/0 within 1 s"):
         agree(mesh.get_group().group_name, "graph 0/0", "8 positions", seconds=1)
 
 

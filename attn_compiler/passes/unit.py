@@ -96,7 +96,7 @@ class Unit:
     relied_on: inputs of which something had to be known, and what (reading/borders.py).
     unpadded: what became of the padding, with options.unpad (unpad/).
     is_looked_at_again: its attentions were rewritten for the whole sequence, and are matched once more (context_parallel/).
-    first_look: what was found before they were rewritten.
+    first_look: what was found before they were rewritten, with options.verify.
     longer: sizes that stand for larger ones, if ranks share a sequence: what is said of an index along them has to hold up to these.
     lowerings: the only ones that may serve the sites; None: whichever options allow.
     """

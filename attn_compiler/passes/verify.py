@@ -14,6 +14,8 @@ from attn_compiler.passes.unit import Unit
 
 def run(unit: Unit, mirror: Mirror) -> None:
     """Raise VerifyFailed if the graph is malformed, or a site's value changed in shape, dtype or device."""
+    if unit.first_look is not None:
+        unit.first_look = unit.first_look.last(unit.graph, mirror, unit.sites)
     if not unit.options.check_invariants:
         return
     try:

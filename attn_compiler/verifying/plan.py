@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_compat, torch_packed
 from attn_compiler.passes import Rewritten, axes, mutation
+from attn_compiler.passes.context_parallel.first_look import FirstLook
 from attn_compiler.passes.select import UNTOUCHED
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unit import Unit
@@ -89,6 +90,7 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> CheckPlan | None:
     if rewritten.packed is not None:
         return _of_packed(gm, rewritten, rewritten.packed)
     graphs = {u.graph_module: graph for u, graph in zip(rewritten.units, rewritten.originals, strict=True)}
+    graphs |= {u.graph_module: u.first_look.original for u in rewritten.units if u.first_look is not None}
     # A graph without attention is as it was; masks of the bodies that it calls may have been read in it.
     units = _with_callers(rewritten.units)
     for unit in units:
@@ -102,12 +104,11 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> CheckPlan | None:
         body.given |= _given(unit, of_units)
     bodies = {graph: body for (_, graph), body in zip(found, made, strict=True)}
     mirrors = {body.mirror.graph: body for body in made}
-    ranks = next((Ranks.of(unit.first_look.cp) for unit in units if unit.first_look is not None), None)
-    checks = [
-        check
-        for (unit, graph), body in zip(found, made, strict=True)
-        for check in (_checks(unit, body) if ranks is None else _checks_of_ranks(unit, body, graph, ranks))
-    ]
+    ranks = next((Ranks.of(unit.first_look) for unit in units if unit.first_look is not None), None)
+    checks: list[Check] = []
+    for (unit, _), body in zip(found, made, strict=True):
+        look = unit.first_look
+        checks += _checks(unit, body) if look is None or ranks is None else _checks_of_ranks(look, body, ranks)
     plan = CheckPlan(
         graph=rewritten.report.graph,
         module=module,
@@ -165,29 +166,19 @@ def _body(index: int, unit: Unit, original: fx.Graph) -> Body:
     if unit.mirror is None:
         raise ValueError("a unit without a mirror has nothing to check")
     rewritten = torch_compat.copied_graph(unit.graph)
-    mirror = unit.mirror if unit.first_look is None else unit.first_look.mirror
+    look = unit.first_look
+    if look is not None and look.final is not None:
+        rewritten = look.final
+    mirror = unit.mirror if look is None else look.mirror
     body = Body(index=index, original=_kept(original, rewritten), rewritten=rewritten, mirror=mirror)
-    for site, new_out in _outs(unit):
+    if look is not None:
+        body.outs.update({new: old for old, new in look.outs.items()})
+        return body
+    for site in unit.sites:
         old = mirror.dynamo_node(site.match.out)
-        if new_out is not None and old is not None:
-            body.outs[new_out.name] = old.name
+        if site.new_out is not None and old is not None:
+            body.outs[site.new_out.name] = old.name
     return body
-
-
-def _outs(unit: Unit) -> list[tuple[Site, fx.Node | None]]:
-    """Each site of the model's own graph, with the node that took its output's place."""
-    first, mirror = unit.first_look, unit.mirror
-    if first is None or mirror is None:
-        return [(site, site.new_out) for site in unit.sites]
-    found: list[tuple[Site, fx.Node | None]] = []
-    left = set(unit.graph.nodes)
-    # Attentions stand in the order in which they stood before they were rewritten.
-    again = sorted(unit.sites, key=lambda site: mirror.order(site.match.out))
-    for site, later in zip(first.sites, again, strict=True):
-        site.decision = later.decision
-        new_out = first.new_out(site)
-        found.append((site, new_out if new_out in left else later.new_out))
-    return found
 
 
 def _given(unit: Unit, bodies: Mapping[Unit, Body]) -> dict[str, Key]:
@@ -227,19 +218,16 @@ def _of_scores(site: Site, body: Body) -> list[Check]:
     return found + ([Check(subject="bias", site=site, body=body)] if pairs.biases(site) else [])
 
 
-def _checks_of_ranks(unit: Unit, body: Body, original: fx.Graph, ranks: Ranks) -> list[Check]:
+def _checks_of_ranks(look: FirstLook, body: Body, ranks: Ranks) -> list[Check]:
     """For a graph whose attentions were rewritten for a sequence that ranks share: masks and biases as they were read before."""
-    first = unit.first_look
-    if first is None:
-        return []
     by_name = {node.name: node for node in body.rewritten.nodes}
-    whole = WholeLoads(body=body, nodes={node.name: node for node in original.nodes}, axes=first.axes)
+    whole = WholeLoads(body=body, nodes={node.name: node for node in look.original.nodes}, axes=look.axes)
     found = []
-    for site, new_out in _outs(unit):
+    for site in look.sites:
         found += _of_scores(site, body)
-        new = None if new_out is None else by_name.get(new_out.name)
+        new = by_name.get(look.new_out(site) or "")
         check = Check(subject="output", site=site, body=body, new_out=new)
-        if first.new_out(site) is not None and new is not None and site.spec is not None:
+        if look.is_shared(site) and new is not None and site.spec is not None:
             check.shared = SharedSite(site=site, spec=site.spec, body=body, new_out=new, whole=whole, ranks=ranks)
         found.append(check)
     return found

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from attn_compiler import torch_collectives
-from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.errors import VerificationMismatch, described
+from attn_compiler.passes.context_parallel.first_look import FirstLook
 
 #: seconds to wait for a rank: it may still compile
 _PATIENCE = 900.0
@@ -23,16 +23,20 @@ _PATIENCE = 900.0
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """layout: of the sequence. rank: of this process. group: the name of their process group."""
+    """layout: of the sequence. rank: of this process. group: the name of their process group. beside: those of the groups that share heads
+    with this rank."""
 
     layout: Layout
     rank: int
     group: str
+    beside: tuple[str, ...] = ()
 
     @staticmethod
-    def of(cp: ContextParallel) -> Ranks:
-        """The ranks of what a user gave."""
-        return Ranks(layout=Layout(size=cp.size, balanced=cp.is_balanced), rank=cp.rank, group=cp.group_name)
+    def of(look: FirstLook) -> Ranks:
+        """The ranks that share a graph's sequence."""
+        cp = look.cp
+        layout = Layout(size=cp.size, balanced=cp.is_balanced)
+        return Ranks(layout=layout, rank=cp.rank, group=cp.group_name, beside=look.beside)
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
         """Where in the whole sequence this rank's positions are. length: of its part."""
@@ -55,28 +59,46 @@ class Ranks:
 
     def failed(self, error: Exception) -> None:
         """Tell those that wait for this rank that it will not come."""
-        if not isinstance(error, torch_collectives.RanksDisagree):
-            torch_collectives.answers(self.group, "the check", f"failed: {described(error)}", seconds=_PATIENCE)
+        groups = self.beside if isinstance(error, torch_collectives.RanksDisagree) else (self.group, *self.beside)
+        for group in groups:
+            torch_collectives.say(group, f"failed: {described(error)}")
 
     def raise_first(self, found: Sequence[tuple[int, VerificationMismatch]]) -> None:
         """Raise on every rank the first mismatch that one of them found, with a note that names the others.
 
         found: this rank's, each with the place of its check in the plan.
         """
-        said = json.dumps([[place, _fields(mismatch)] for place, mismatch in found])
-        by_rank = torch_collectives.answers(self.group, "what was found", said, seconds=_PATIENCE)
-        lost = [f"rank {rank}: {text}" for rank, text in enumerate(by_rank) if not text.startswith("[")]
-        if lost:
-            raise torch_collectives.RanksDisagree("; ".join(lost))
-        every = [(place, rank, fields) for rank, text in enumerate(by_rank) for place, fields in json.loads(text)]
+        every = [_Found(place=place, rank=self.rank, fields=_fields(mismatch)) for place, mismatch in found]
+        for group in (self.group, *self.beside):
+            every = _of_all(group, every)
         if not every:
             return
-        (_, first, fields), *others = sorted(every, key=lambda one: one[:2])
-        fields |= {"index": f"{fields['index']} on rank {first}", "until": "compile without context_parallel"}
-        mismatch = VerificationMismatch(**fields)
-        for _, rank, other in others:
-            mismatch.add_note(f"also: the {other['what']} at {other['site']}, {other['index']} on rank {rank}")
+        first, *others = sorted(every, key=lambda one: (one.place, one.rank))
+        index = f"{first.fields['index']} on rank {first.rank}"
+        mismatch = VerificationMismatch(**{**first.fields, "index": index, "until": "compile without context_parallel"})
+        for one in others:
+            fields = one.fields
+            mismatch.add_note(f"also: the {fields['what']} at {fields['site']}, {fields['index']} on rank {one.rank}")
         raise mismatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """A mismatch. place: of its check in the plan. rank: that found it, among those that share the sequence."""
+
+    place: int
+    rank: int
+    fields: dict[str, str]
+
+
+def _of_all(group: str, found: list[_Found]) -> list[_Found]:
+    """What every rank of a group has found. Raises RanksDisagree where the check of one failed."""
+    said = json.dumps([dataclasses.asdict(one) for one in found])
+    by_rank = torch_collectives.answers(group, "what was found", said, seconds=_PATIENCE)
+    lost = [f"rank {rank}: {text}" for rank, text in enumerate(by_rank) if not text.startswith("[")]
+    if lost:
+        raise torch_collectives.RanksDisagree("; ".join(lost))
+    return [_Found(**fields) for text in by_rank for fields in json.loads(text)]
 
 
 def _fields(mismatch: VerificationMismatch) -> dict[str, str]:

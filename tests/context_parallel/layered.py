@@ -18,9 +18,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
-from attn_compiler import ContextParallel
+from attn_compiler import ContextParallel, torch_collectives
 from attn_compiler.passes.context_parallel import sites
 from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.verifying import results
 from tests import dtensor_kernels
 
 LAYERS, WIDTH, HEAD_DIM, VOCABULARY, LENGTH = 2, 32, 8, 31, 25
@@ -65,13 +66,16 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """far: the largest difference from one process, of the loss and of each gradient, over the largest number. error: what was raised."""
+    """far: the largest difference from one process, of the loss and of each gradient, over the largest number. error: what was raised.
+    verified: outputs of attentions that held on the first call. skipped: why others were not compared."""
 
     far: dict[str, float]
     masks: tuple[str, ...] = ()
     heads: tuple[int, ...] = ()
     sites: int = 0
     error: str | None = None
+    verified: int = 0
+    skipped: tuple[str, ...] = ()
 
 
 class Layer(nn.Module):
@@ -161,13 +165,25 @@ def failing_for_some_heads(run: Run) -> Result:
         return measured_once(run)
 
 
+def misplaced_for_some_heads(run: Run) -> Result:
+    """On the ranks that have the second share of the heads, each takes itself for the first of the sequence when the graph runs."""
+    dtensor_kernels.install()
+    share = meshes(run.way).tp
+    assert share is not None
+    if share.get_local_rank() == 0:
+        return measured_once(run)
+    with unittest.mock.patch.object(torch_collectives, "rank_of", return_value=0):
+        return measured_once(run)
+
+
 def measured_once(run: Run) -> Result:
     """One step of training, or what was raised."""
     torch._dynamo.reset()
     attn_compiler.reset()
+    results.forget()
     try:
         return _step(run)
-    except attn_compiler.errors.ContextParallelUnsupported as error:
+    except (attn_compiler.errors.ContextParallelUnsupported, attn_compiler.VerificationMismatch) as error:
         return Result(far={}, error=str(error))
 
 
@@ -225,11 +241,14 @@ def _step(run: Run) -> Result:
         assert parameter.grad is not None
         numbers[name] = averaged(parameter.grad, found)
     found_sites = [site for report in attn_compiler.reports() for site in report.sites]
+    checks = [one for one in attn_compiler.verifications() if one.subject == "output"]
     return Result(
         far={name: float((numbers[name] - x).abs().max() / x.abs().max()) for name, x in exact.items()},
         masks=tuple(site.spec.mask.words for site in found_sites),
         heads=tuple(int(site.spec.num_heads_q) for site in found_sites),
         sites=sum(len(site.modules) for site in found_sites),
+        verified=sum(one.skipped is None for one in checks),
+        skipped=tuple(one.skipped for one in checks if one.skipped is not None),
     )
 
 
@@ -249,7 +268,7 @@ def _holds(outer: DeviceMesh, inner: DeviceMesh) -> bool:
 
 
 def _compile(run: Run, model: Decoder, cp: ContextParallel) -> None:
-    options = {"context_parallel": cp, "inner": run.inner}
+    options = {"context_parallel": cp, "inner": run.inner, "verify": True}
     if run.compiled == "whole":
         model.compile(backend="attn_compiler", options=options)
     elif run.compiled == "checkpoints":

@@ -65,6 +65,13 @@ def test_four_ranks(results: dict[str, list[Result]], run: Run) -> None:
         assert all("dense" not in mask or "proved" in mask for mask in result.masks), result.masks
 
 
+@pytest.mark.parametrize("run", _RUNS, ids=lambda run: run.name)
+def test_each_attention_is_verified(results: dict[str, list[Result]], run: Run) -> None:
+    for result in results[run.name]:
+        assert result.skipped == ()
+        assert result.verified == result.sites
+
+
 @pytest.mark.parametrize("run", _HEADS, ids=lambda run: run.name)
 def test_each_rank_has_its_share_of_the_heads(results: dict[str, list[Result]], run: Run) -> None:
     exchanged = run.method == "all_to_all" or (run.method == "auto" and run.heads[1] % 4 == 0)
@@ -78,3 +85,10 @@ def test_an_error_for_some_heads_is_one_on_every_rank() -> None:
     found = processes.run(layered.failing_for_some_heads, Run(way="tp"), size=4)
     assert [str(one.error).count(own) > 0 for one in found] == [False, True, False, True]
     assert [str(one.error).count(others) > 0 for one in found] == [True, False, True, False]
+
+
+def test_a_mismatch_for_some_heads_is_raised_on_every_rank() -> None:
+    found = processes.run(layered.misplaced_for_some_heads, Run(way="tp"), size=4)
+    assert len({one.error for one in found}) == 1
+    assert "over the whole sequence is not the model's own" in str(found[0].error)
+    assert "on rank 1" in str(found[0].error)

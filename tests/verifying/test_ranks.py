@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -42,8 +43,8 @@ def _mismatch(what: str) -> VerificationMismatch:
     return VerificationMismatch(site="layers.0", what=what, index="[0, 1]", **texts)
 
 
-def _said(*found: tuple[int, str]) -> str:
-    own = _ranks()
+def _said(*found: tuple[int, str], rank: int = 0) -> str:
+    own = _ranks(rank=rank)
     said: list[str] = []
 
     def answers(group: str, subject: str, text: str, *, seconds: float) -> list[str]:
@@ -64,7 +65,7 @@ def _answered(monkeypatch: pytest.MonkeyPatch, *by_rank: str) -> None:
 
 
 def test_the_first_check_of_the_lowest_rank_is_what_all_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    _answered(monkeypatch, "[]", _said((3, "c"), (1, "b")), _said((1, "d")))
+    _answered(monkeypatch, "[]", _said((3, "c"), (1, "b"), rank=1), _said((1, "d"), rank=2))
     with pytest.raises(VerificationMismatch) as error:
         _ranks().raise_first([])
     assert (error.value.what, error.value.index) == ("b", "[0, 1] on rank 1")
@@ -89,9 +90,19 @@ def test_a_rank_whose_check_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_another_rank_failed_by_is_not_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(torch_collectives, "answers", lambda *given, **_: said.append(given[2]))
-    _ranks().failed(RanksDisagree("rank 1: failed"))
-    assert said == []
-    _ranks().failed(MemoryError("none left"))
-    assert len(said) == 1
-    assert "none left" in said[0]
+    monkeypatch.setattr(torch_collectives, "say", lambda group, text: said.append(f"{group}: {text}"))
+    ranks = dataclasses.replace(_ranks(), beside=("heads",))
+    ranks.failed(RanksDisagree("rank 1: failed"))
+    # Those that share heads did not meet that rank.
+    assert [text.split(":")[0] for text in said] == ["heads"]
+    said.clear()
+    ranks.failed(MemoryError("none left"))
+    assert [text.split(":")[0] for text in said] == ["of nobody", "heads"]
+    assert all("none left" in text for text in said)
+
+
+def test_what_one_share_of_the_heads_found_is_raised_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_group = {"of nobody": ["[]", "[]"], "heads": ["[]", _said((2, "e"), rank=1)]}
+    monkeypatch.setattr(torch_collectives, "answers", lambda group, *_, **__: by_group[group])
+    with pytest.raises(VerificationMismatch, match="the e is not"):
+        dataclasses.replace(_ranks(), beside=("heads",)).raise_first([])

@@ -8,6 +8,7 @@ Every reason to leave something as it was is an error, on every rank: a site tha
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 
 from torch import fx
@@ -18,7 +19,7 @@ from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.decisions import Reason
 from attn_compiler.errors import ContextParallelUnsupported, described
 from attn_compiler.passes import axes, lower, match, recover
-from attn_compiler.passes.context_parallel import following, outside, sites, wrapped
+from attn_compiler.passes.context_parallel import first_look, following, outside, sites, wrapped
 from attn_compiler.passes.context_parallel.first_look import FirstLook
 from attn_compiler.passes.context_parallel.following import Following, Input
 from attn_compiler.passes.context_parallel.layout import GraphLayout
@@ -143,12 +144,25 @@ def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel) -> str:
     _check_found(unit, others)
     shared = [site for site in unit.sites if _is_shared(places, site, cp)]
     _check_outputs(mirror, places)
+    if unit.options.verify:
+        unit.first_look = _first_look(unit, mirror, cp, given)
     done = _rewrite_sites(unit, mirror, cp, given, shared)
     _look_again(unit, len(unit.sites), len(others))
     _note(unit, cp, done)
     specs = [site.spec.to_text() for site in unit.sites if site.spec is not None]
     digest = hashlib.sha256("\n".join([*specs, *(one.method for one in done.values())]).encode()).hexdigest()[:16]
     return f"{len(shared)} attentions, {sorted({one.length for one in given.values()})} positions, {digest}"
+
+
+def _first_look(unit: Unit, mirror: Mirror, cp: ContextParallel, given: dict[fx.Node, Input]) -> FirstLook:
+    return FirstLook(
+        cp=cp,
+        beside=tuple(_groups_beside(unit, cp)),
+        mirror=mirror,
+        original=first_look.copied(unit.graph),
+        sites=tuple(sorted(unit.sites, key=lambda site: mirror.order(site.match.out))),
+        axes={node.name: one.axis for node, one in given.items()},
+    )
 
 
 def _check_frame(unit: Unit, cp: ContextParallel) -> None:
@@ -285,13 +299,8 @@ def _rewrite_sites(
             unit.graph.erase_node(node)
     builder.erase_unused([])
     unit.graph_module.recompile()
-    unit.first_look = FirstLook(
-        cp=cp,
-        mirror=mirror,
-        sites=tuple(sorted(unit.sites, key=lambda site: mirror.order(site.match.out))),
-        axes={node.name: one.axis for node, one in given.items()},
-        rewritten=rewritten,
-    )
+    if unit.first_look is not None:
+        unit.first_look = dataclasses.replace(unit.first_look, rewritten=rewritten)
     return done
 
 

@@ -1,13 +1,14 @@
-"""What the model's own graph said of its attentions before they were rewritten for the whole sequence: `verify` holds that against what
-became of them."""
+"""What a graph said of its attentions before they were rewritten for the whole sequence. `verify` holds it against what became of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import fx
 
+from attn_compiler import torch_compat
 from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Site
@@ -15,16 +16,54 @@ from attn_compiler.passes.site import Site
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FirstLook:
-    """cp: what the user gave. mirror: of the model's own graph. sites: found there, in the order of their outputs. axes: name of each input
-    with a part of the sequence -> its axis of positions. rewritten: name of a site's output -> the node that took its place."""
+    """Taken before the first rewrite, while bodies of checkpoints stand in the graph.
+
+    cp: what the user gave. beside: names of the groups that share heads with this rank. mirror, original: of the graph. sites: found there,
+    in the order of their outputs. axes: name of each input with a part of the sequence -> its axis of positions.
+    rewritten: name of a site's output -> the node that took its place in the rewrite; none for a site of which every rank has all keys.
+    outs: name of a site's output -> the name of what gives it in `final`. final: the graph after all passes.
+    """
 
     cp: ContextParallel
+    beside: tuple[str, ...]
     mirror: Mirror
+    original: fx.Graph
     sites: tuple[Site, ...]
     axes: Mapping[str, int]
-    rewritten: Mapping[str, fx.Node]
+    rewritten: Mapping[str, fx.Node] = field(default_factory=dict)
+    outs: Mapping[str, str] = field(default_factory=dict)
+    final: fx.Graph | None = None
 
-    def new_out(self, site: Site) -> fx.Node | None:
-        """What took the place of a site's output; None if every rank has all of the site's keys."""
+    def is_shared(self, site: Site) -> bool:
+        """Whether keys of a site are on several ranks."""
+        return self._name(site) in self.rewritten
+
+    def new_out(self, site: Site) -> str | None:
+        """The name of what gives a site's output in the end."""
+        return self.outs.get(self._name(site))
+
+    def last(self, graph: fx.Graph, mirror: Mirror, sites: Sequence[Site]) -> FirstLook:
+        """With what became of the sites. graph: after all passes. mirror, sites: of the rewritten graph, which has decisions."""
+        left, outs = set(graph.nodes), {}
+        # Attentions stand in the order in which they stood before they were rewritten.
+        again = sorted(sites, key=lambda site: mirror.order(site.match.out))
+        for site, later in zip(self.sites, again, strict=True):
+            site.decision = later.decision
+            new = self.rewritten.get(self._name(site))
+            found = new if new in left else later.new_out
+            if found is not None:
+                outs[self._name(site)] = found.name
+        return dataclasses.replace(self, outs=outs, final=torch_compat.copied_graph(graph))
+
+    def _name(self, site: Site) -> str:
         old = self.mirror.dynamo_node(site.match.out)
-        return None if old is None else self.rewritten.get(old.name)
+        return "" if old is None else old.name
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy that can be run by itself. What has no use is left out: marks around the bodies of checkpoints."""
+    found = torch_compat.copied_graph(graph)
+    for node in found.find_nodes(op="get_attr"):
+        if not node.users:
+            found.erase_node(node)
+    return found

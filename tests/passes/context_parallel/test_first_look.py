@@ -21,7 +21,7 @@ def _unit(attend: Any, data: Data, **description: Any) -> Unit:
     found: list[Unit] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        found.extend(rewrite(gm, Options(context_parallel=cp, inner="eager")).units)
+        found.extend(rewrite(gm, Options(context_parallel=cp, inner="eager", verify=True)).units)
         return gm.forward
 
     with fresh_mesh() as mesh, pytest.MonkeyPatch.context() as patch:
@@ -49,11 +49,14 @@ def test_a_site_of_the_model_s_own_graph_knows_what_took_its_place(method: str) 
     assert (site.spec.seqlen_q, site.spec.mask.is_causal) == (LENGTH, True)
     assert list(look.axes.values()) == [1]
     assert look.mirror is not unit.mirror
-    assert look.new_out(site) is not None
+    assert look.is_shared(site)
+    assert look.final is not None
+    assert look.new_out(site) in {node.name for node in look.final.nodes}
+    assert look.new_out(site) not in {node.name for node in look.original.nodes}
 
 
 def test_a_site_whose_keys_every_rank_has_was_not_rewritten() -> None:
     unit = _unit(_of_text, {"text": torch.randn(BATCH, 7, WIDTH)}, replicated=("text",))
     look = unit.first_look
     assert look is not None
-    assert [look.new_out(site) is None for site in look.sites] == [True, False]
+    assert [look.is_shared(site) for site in look.sites] == [False, True]
