@@ -19,7 +19,7 @@ from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.decisions import Reason
 from attn_compiler.errors import ContextParallelUnsupported, described
 from attn_compiler.passes import axes, lower, match, recover
-from attn_compiler.passes.context_parallel import first_look, following, outside, sites, wrapped
+from attn_compiler.passes.context_parallel import caches, first_look, following, outside, sites, wrapped
 from attn_compiler.passes.context_parallel.first_look import FirstLook
 from attn_compiler.passes.context_parallel.following import Following, Input
 from attn_compiler.passes.context_parallel.layout import GraphLayout
@@ -142,6 +142,8 @@ def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel) -> str:
     places = Following(mirror, given, unit.sites, cp.allow, torch_collectives.ranks_of(cp.group_name))
     others = [miss for miss in unit.misses if places.holds_still(miss.anchor)]
     _check_found(unit, others)
+    for site in unit.sites:
+        caches.check(mirror, site, cp.replicated)
     shared = [site for site in unit.sites if _is_shared(places, site, cp)]
     _check_outputs(mirror, places)
     if unit.options.verify:
