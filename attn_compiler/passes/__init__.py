@@ -179,6 +179,8 @@ def _again(memory: Remembered, kept: KeptFile, work: Work) -> Report | None:
         log.debug("what was kept of graph %s does not fit: %r", torch_compat.graph_name(), error)
         if work.snapshot is not None:
             work.snapshot.restore()
+            # Its graphs are given away, and the passes will change them: the next attempt takes copies of its own.
+            work.snapshot = None
         return None
     work.known, work.units = kept.crossing.known, []
     return report

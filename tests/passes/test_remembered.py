@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import attn_compiler
 from attn_compiler.codes import Code
@@ -143,6 +144,25 @@ def test_a_file_that_does_not_fit_is_missing_and_the_graph_as_it_came(change: st
     # Nodes of a graph that was made again what it was have other names.
     assert [node["target"] for node in second.nodes] == [node["target"] for node in first.nodes]
     torch.testing.assert_close(again, out, rtol=0, atol=0)
+
+
+def test_a_failure_after_a_file_that_does_not_fit_leaves_the_graph_as_it_came(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attn_compiler.passes import summary
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("no report")
+
+    inputs = qkv()
+    compiled(masked, *inputs, lowering="math")
+    _foreign(_FOREIGN["a node out of order"], folder)
+    # Every graph is rewritten by then.
+    monkeypatch.setattr(summary, "report", broken)
+    with pytest.warns(attn_compiler.AttnCompilerWarning, match="no report"):
+        out, (seen,) = compiled(masked, *inputs, lowering="math")
+    assert F.scaled_dot_product_attention in [node["target"] for node in seen.nodes]
+    torch.testing.assert_close(out, masked(*inputs), rtol=0, atol=0)
 
 
 def test_a_failing_key_is_told_and_costs_nothing(
