@@ -22,7 +22,7 @@ from attn_compiler import torch_compat
 from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.meanings import Known
 from attn_compiler.options import Options
-from attn_compiler.passes import borders, checkpoints, remembered
+from attn_compiler.passes import borders, remembered
 from attn_compiler.passes.borders import Border
 from attn_compiler.passes.remembered import KeptFile, Remembered
 from attn_compiler.passes.unit import Unit, units
@@ -137,6 +137,8 @@ def _rewrite(
     if options.is_context_parallel:
         # Where a sequence is, and what masks read, is followed from a graph into the checkpoints that it calls, and back.
         with located("checkpoints", None):
+            from attn_compiler.passes import checkpoints
+
             work.snapshot = Snapshot(gm)
             work.inlined = checkpoints.inline(gm)
     with located("units", None):

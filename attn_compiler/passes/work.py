@@ -6,15 +6,18 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from attn_compiler import torch_compat
 from attn_compiler.dump import Dumper
 from attn_compiler.errors import AttnCompilerError
 from attn_compiler.meanings import Known
 from attn_compiler.passes import faults
-from attn_compiler.passes.checkpoints import Inlined
 from attn_compiler.passes.unit import Unit
 from attn_compiler.torch_snapshots import Snapshot
+
+if TYPE_CHECKING:
+    from attn_compiler.passes.checkpoints import Inlined
 
 
 @dataclass(kw_only=True)

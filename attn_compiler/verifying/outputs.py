@@ -54,15 +54,15 @@ def needs(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> se
     """What has to be recorded for `check`. new_out: in the body's rewritten graph. Raises NoValueError where it can't be."""
     if site.spec is None or site.decision is None or site.decision.lowering == UNTOUCHED or new_out is None:
         raise NoValueError("the site is as the model made it")
-    if site.decision.lowering in FP8:
-        raise NoValueError("FP8 rounds more than the rule allows for")
     if site.spec.score.dropout_p > 0:
         raise NoValueError("dropout draws other numbers in every kernel")
     return exact_needs(site, body, values) | values.rewritten_needs(body, new_out)
 
 
 def exact_needs(site: Site, body: Body, values: Values) -> set[Key]:
-    """What has to be recorded for `beside_own`. Raises NoValueError where it can't be."""
+    """What has to be recorded for `beside_own`. Raises NoValueError where it can't be, and where the rule is not for the lowering."""
+    if site.decision is not None and site.decision.lowering in FP8:
+        raise NoValueError("FP8 rounds more than the rule allows for")
     inside = dependents(body.mirror, site.match, projections(site))
     found = values.needs(site.match.out)
     for node in inside:

@@ -165,17 +165,15 @@ def _with_callers(units: Sequence[Unit]) -> list[Unit]:
 def _body(index: int, unit: Unit, original: fx.Graph) -> Body:
     if unit.mirror is None:
         raise ValueError("a unit without a mirror has nothing to check")
-    rewritten = torch_compat.copied_graph(unit.graph)
     look = unit.first_look
     if look is not None and look.final is not None:
-        rewritten = look.final
-    mirror = unit.mirror if look is None else look.mirror
-    body = Body(index=index, original=_kept(original, rewritten), rewritten=rewritten, mirror=mirror)
-    if look is not None:
+        body = Body(index=index, original=_kept(original, look.final), rewritten=look.final, mirror=look.mirror)
         body.outs.update({new: old for old, new in look.outs.items()})
         return body
+    rewritten = torch_compat.copied_graph(unit.graph)
+    body = Body(index=index, original=_kept(original, rewritten), rewritten=rewritten, mirror=unit.mirror)
     for site in unit.sites:
-        old = mirror.dynamo_node(site.match.out)
+        old = unit.mirror.dynamo_node(site.match.out)
         if site.new_out is not None and old is not None:
             body.outs[site.new_out.name] = old.name
     return body

@@ -1,6 +1,7 @@
 """Ranks that share a sequence, while they verify: what each has of a tensor, put together, and what each found, told to all.
 
-What is in the sequence where is said by `Layout`, as `ContextParallel.positions` tells it to users, and not by the nodes that are checked.
+`Layout` says which position of the sequence each rank has. `ContextParallel.positions` tells users the same. The nodes that are checked are
+not asked.
 """
 
 from __future__ import annotations

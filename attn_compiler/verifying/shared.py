@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler.lowerings.base import FP8
 from attn_compiler.passes import program, recover
 from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.site import Site
@@ -25,7 +24,7 @@ from attn_compiler.verifying.as_read import AsRead
 from attn_compiler.verifying.numbers import Noise, exact_dtype
 from attn_compiler.verifying.outputs import Compared, RealBuilder
 from attn_compiler.verifying.ranks import Ranks
-from attn_compiler.verifying.values import Body, Key, NoValueError, Values
+from attn_compiler.verifying.values import Body, Key, Values
 from attn_compiler.verifying.whole_loads import WholeLoads
 
 
@@ -52,8 +51,6 @@ class WholeRows:
 def needs(of: SharedSite, values: Values) -> set[Key]:
     """What has to be recorded for `check`. Raises NoValueError where it can't be."""
     site = of.site
-    if site.decision is not None and site.decision.lowering in FP8:
-        raise NoValueError("FP8 rounds more than the rule allows for")
     found = outputs.exact_needs(site, of.body, values) | values.rewritten_needs(of.body, of.new_out)
     for node in (*program.sources(site.match), *(factor.node for factor in site.match.factors)):
         found |= values.needs(node)

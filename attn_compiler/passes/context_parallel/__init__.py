@@ -74,7 +74,7 @@ def run(unit: Unit, mirror: Mirror) -> None:
     # As the graph came: the rewrite may fail halfway.
     beside = _groups_beside(unit, cp)
     try:
-        said = _rewritten(unit, mirror, cp)
+        said = _rewritten(unit, mirror, cp, beside)
     except CannotShard as cannot:
         error = _told(mirror, cannot.at, cannot.reason)
         said = f"error: {error}"
@@ -134,7 +134,7 @@ def _told(mirror: Mirror | None, at: fx.Node | None, reason: Reason) -> ContextP
     )
 
 
-def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel) -> str:
+def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel, beside: list[str]) -> str:
     """Rewrite the graph, and say what all ranks have to agree on."""
     if not unit.is_body:
         _check_frame(unit, cp)
@@ -147,24 +147,20 @@ def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel) -> str:
     shared = [site for site in unit.sites if _is_shared(places, site, cp)]
     _check_outputs(mirror, places)
     if unit.options.verify:
-        unit.first_look = _first_look(unit, mirror, cp, given)
+        unit.first_look = FirstLook(
+            cp=cp,
+            beside=tuple(beside),
+            mirror=mirror,
+            original=first_look.copied(unit.graph),
+            sites=tuple(first_look.in_order(mirror, unit.sites)),
+            axes={node.name: one.axis for node, one in given.items()},
+        )
     done = _rewrite_sites(unit, mirror, cp, given, shared)
     _look_again(unit, len(unit.sites), len(others))
     _note(unit, cp, done)
     specs = [site.spec.to_text() for site in unit.sites if site.spec is not None]
     digest = hashlib.sha256("\n".join([*specs, *(one.method for one in done.values())]).encode()).hexdigest()[:16]
     return f"{len(shared)} attentions, {sorted({one.length for one in given.values()})} positions, {digest}"
-
-
-def _first_look(unit: Unit, mirror: Mirror, cp: ContextParallel, given: dict[fx.Node, Input]) -> FirstLook:
-    return FirstLook(
-        cp=cp,
-        beside=tuple(_groups_beside(unit, cp)),
-        mirror=mirror,
-        original=first_look.copied(unit.graph),
-        sites=tuple(sorted(unit.sites, key=lambda site: mirror.order(site.match.out))),
-        axes={node.name: one.axis for node, one in given.items()},
-    )
 
 
 def _check_frame(unit: Unit, cp: ContextParallel) -> None:
@@ -271,7 +267,7 @@ def _rewrite_sites(
     wholes = Wholes(builder, mirror, layout, given, are_chance=are_chance)
     done: dict[str, RewrittenSite] = {}
     rewritten: dict[str, fx.Node] = {}
-    for site in sorted(shared, key=lambda site: mirror.order(site.match.out)):
+    for site in first_look.in_order(mirror, shared):
         unit.current = site.module
         if site.spec is None:
             raise ValueError(f"the site at {site.module} has no spec")

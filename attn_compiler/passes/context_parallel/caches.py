@@ -13,8 +13,15 @@ from attn_compiler.passes.site import Site
 _ATEN = torch.ops.aten
 #: how caches take new keys in beside those that they hold, which come first among the arguments
 _TAKE_IN = frozenset(
-    {_ATEN.cat.default, _ATEN.index_copy_.default, _ATEN.index_copy.default, _ATEN.index_put_.default}
-    | {_ATEN.index_put.default, _ATEN.slice_scatter.default, _ATEN.copy_.default}
+    {
+        _ATEN.cat.default,
+        _ATEN.copy_.default,
+        _ATEN.index_copy.default,
+        _ATEN.index_copy_.default,
+        _ATEN.index_put.default,
+        _ATEN.index_put_.default,
+        _ATEN.slice_scatter.default,
+    }
 )
 
 #: axes of keys: batch, heads, positions, width

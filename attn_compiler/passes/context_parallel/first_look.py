@@ -46,8 +46,7 @@ class FirstLook:
         """With what became of the sites. graph: after all passes. mirror, sites: of the rewritten graph, which has decisions."""
         left, outs = set(graph.nodes), {}
         # Attentions stand in the order in which they stood before they were rewritten.
-        again = sorted(sites, key=lambda site: mirror.order(site.match.out))
-        for site, later in zip(self.sites, again, strict=True):
+        for site, later in zip(self.sites, in_order(mirror, sites), strict=True):
             site.decision = later.decision
             new = self.rewritten.get(self._name(site))
             found = new if new in left else later.new_out
@@ -60,8 +59,13 @@ class FirstLook:
         return "" if old is None else old.name
 
 
+def in_order(mirror: Mirror, sites: Sequence[Site]) -> list[Site]:
+    """Sites in the order of their outputs."""
+    return sorted(sites, key=lambda site: mirror.order(site.match.out))
+
+
 def copied(graph: fx.Graph) -> fx.Graph:
-    """A copy that can be run by itself. What has no use is left out: marks around the bodies of checkpoints."""
+    """A copy that can be run by itself. The copy leaves out the marks around the bodies of checkpoints, which nothing uses."""
     found = torch_compat.copied_graph(graph)
     for node in found.find_nodes(op="get_attr"):
         if not node.users:
