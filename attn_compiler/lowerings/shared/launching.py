@@ -2,7 +2,8 @@
 
 Triton's own launch binds and specialises every argument in Python, each time. Here calls whose tensors lie alike share a compiled
 kernel and its numbers (replaying.py), and a further call only fills in addresses. On an H200 machine a launch through
-`CompiledKernel.__getitem__` took 11 µs, of which the driver's own is 5, and through `run` 6.5.
+`CompiledKernel.__getitem__` took 11 µs, of which the driver's own is 5, and through `run` 6.5. A replayed one goes to the driver itself
+(driver_launch.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
 
 from attn_compiler.lowerings.base import Tile
-from attn_compiler.lowerings.shared import any_size, cache_keys
+from attn_compiler.lowerings.shared import any_size, cache_keys, driver_launch
 from attn_compiler.lowerings.shared.compiling import wait_for
 from attn_compiler.lowerings.shared.imagined import pointers
 from attn_compiler.lowerings.shared.kernel_plan import MOST_BLOCKS
@@ -87,7 +88,11 @@ class ReadyKernel:
                 values[position] = make(tensors[tensor])
             start(compiled, grid, device, values)
 
-        return make_and_launch_again if made else launch_again
+        return (
+            make_and_launch_again
+            if made
+            else driver_launch.bound(compiled, grid, device, first, where, len(index), launch_again)
+        )
 
 
 def _again(first: Any, make: Make) -> Make:
