@@ -30,7 +30,6 @@ from attn_compiler.lowerings.shared.kernels import backward, kv_backward
 from attn_compiler.lowerings.shared.kernels import forward as forward_kernels
 from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
 from attn_compiler.lowerings.shared.replaying import Alike
-from attn_compiler.lowerings.triton import launch_added
 
 #: a learned bias' backward keeps the scores' gradients up to this size, and beyond takes their products again: see `_add_scores`
 _MOST_KEPT_BYTES = 2 << 30
@@ -83,12 +82,24 @@ def _run_backward(shared: Backward) -> list[torch.Tensor]:
     else:
         _launch_grad_q(shared)
         _launch_grad_kv(shared)
-    further = {
-        "bias": launch_added.grad_bias,
-        "distances": launch_added.grad_distances,
-        "sinks": gradient_launch.grad_sinks,
-    }
-    return [further[name](shared) for name in shared.prepared.plan.differentiable]
+    return [_grad_operand(name)(shared) for name in shared.prepared.plan.differentiable]
+
+
+def _grad_operand(name: str) -> Callable[[Backward], torch.Tensor]:
+    """What gives the gradient of an operand."""
+    if name == "sinks":
+        return gradient_launch.grad_sinks
+    of_added: Callable[[Backward], torch.Tensor] = {"bias": _added().grad_bias, "distances": _added().grad_distances}[
+        name
+    ]
+    return of_added
+
+
+def _added() -> Any:
+    """The module launch_added. Most models learn nothing that is added to scores, and to define its kernels takes time in each process."""
+    from attn_compiler.lowerings.triton import launch_added
+
+    return launch_added
 
 
 def _add_scores(shared: Backward) -> None:
@@ -100,7 +111,7 @@ def _add_scores(shared: Backward) -> None:
         q, k = shared.tensors["Q"], shared.tensors["K"]
         make = functools.partial(torch.empty, _scores_shape(q, k), dtype=q.dtype, device=q.device)
         shared.tensors["Scores"] = shared.same.empty("Scores", make)
-        launch_added.add_further(shared)
+        _added().add_further(shared)
 
 
 def _keeps_scores(shared: Backward) -> bool:
@@ -133,7 +144,7 @@ def _row_stats(shared: Backward) -> Arguments:
 
 def _launch_grad_q(shared: Backward) -> None:
     if shared.keeps_scores:
-        launch_added.launch_grad_q_kept(shared)
+        _added().launch_grad_q_kept(shared)
     else:
         shared.launch(backward.attention_grad_q, gradient_launch.grad_q)
 
