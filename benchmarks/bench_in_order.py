@@ -261,7 +261,7 @@ def rows_of(measured: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
         ):
             shape = shape_class.of(select_cases.spec_of(by_name[row["case"]], training=True))
             first, last = next((a, b) for a, b in _HEAD_DIMS if a <= (shape.head_dim or 0) <= b)
-            values = (shape.mask if shape.mask not in in_order.BY_BAND else shape.band, shape.band, first, last)
+            values = (shape.band if shape.mask in shape_class.BY_BAND else shape.mask, shape.band, first, last)
             speeds = (row["seqlen"], row["heads_at_once"], row["tflops"], triton[row["case"]]["tflops"])
             found.append(
                 dict(zip(in_order.COLUMNS, map(str, (*values, *speeds, row["date"], row["case"])), strict=True))

@@ -16,7 +16,7 @@ from pathlib import Path
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.choice import shape_class
-from attn_compiler.lowerings.shared import parts, persistent
+from attn_compiler.lowerings.shared import persistent
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -25,8 +25,6 @@ MEASURED = Path(__file__).with_name("in_order_sm90.csv")
 COLUMNS = tuple("mask band head_dim_from head_dim_to seqlen heads in_order triton since case".split())
 #: what the other side is called
 OTHER = "triton"
-#: Score changes cost both sides the same work: rows of their band speak for them.
-BY_BAND = ("sinks", "softcap")
 #: Of a shape with so many times fewer positions than the shortest row, or so many times more keys than queries, nothing is known.
 _FAR = 2
 _RULE = "the backward that adds up in one order was measured to be faster than Triton's for such a shape"
@@ -113,7 +111,7 @@ def _sizes(spec: AttentionSpec) -> tuple[int, tuple[int, int]] | None:
 def _of_its_sort(spec: AttentionSpec) -> list[OrderRow]:
     """Rows that speak for a spec, of any length."""
     shape = shape_class.of(spec)
-    mask = _mask(spec)
+    mask = shape_class.sort_of_mask(spec)
     return [
         row
         for row in rows()
@@ -123,17 +121,9 @@ def _of_its_sort(spec: AttentionSpec) -> list[OrderRow]:
     ]
 
 
-def _mask(spec: AttentionSpec) -> str:
-    """The sort of its mask. Intervals of any length have their blocks in the order of these lengths, as documents have."""
-    if "rows" in parts.parts(spec).kinds:
-        return "intervals"
-    shape = shape_class.of(spec)
-    return shape.band if shape.mask in BY_BAND else shape.mask
-
-
 def _sort_words(spec: AttentionSpec) -> str:
     shape = shape_class.of(spec)
-    mask = _mask(spec)
+    mask = shape_class.sort_of_mask(spec)
     return f"{mask}{'' if mask == shape.band else f' and {shape.band}'}, D {shape.head_dim}"
 
 

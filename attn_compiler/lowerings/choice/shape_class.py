@@ -20,6 +20,8 @@ MASKS: tuple[Mask, ...] = get_args(Mask)
 #: What positions alone allow, whatever else the mask says.
 Band = Literal["window", "causal", "full"]
 BANDS: tuple[Band, ...] = get_args(Band)
+#: masks that `sort_of_mask` has under their band
+BY_BAND: tuple[Mask, ...] = ("sinks", "softcap")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +49,15 @@ def of(spec: AttentionSpec) -> ShapeClass:
         grouped=spec.is_gqa,
         elements=_product(spec.q.shape),
     )
+
+
+def sort_of_mask(spec: AttentionSpec) -> str:
+    """What rows measured on Hopper's kernels go by. Intervals of any length have their blocks in the order of these lengths, as documents
+    have. Score changes cost all of these kernels the same work: rows of their band speak for them."""
+    if "rows" in site_parts.parts(spec).kinds:
+        return "intervals"
+    shape = of(spec)
+    return shape.band if shape.mask in BY_BAND else shape.mask
 
 
 def _mask(spec: AttentionSpec) -> Mask:

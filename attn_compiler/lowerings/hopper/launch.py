@@ -11,11 +11,10 @@ import triton
 
 from attn_compiler.lowerings.hopper.kernels import forward_sm90
 from attn_compiler.lowerings.hopper.kernels.tuples import ForwardSwitches
-from attn_compiler.lowerings.hopper.plan import ForwardBlocks, blocks_of, is_ordered, leaves_from_queries
+from attn_compiler.lowerings.hopper.plan import ForwardBlocks, blocks_of, is_ordered, leaves_from_queries, multiplied
 from attn_compiler.lowerings.shared import leaf_calls, persistent
 from attn_compiler.lowerings.shared.arguments import Prepared, common, lists, operand_parameters, strides
 from attn_compiler.lowerings.shared.forward_call import Forward, Named
-from attn_compiler.lowerings.shared.kernel_plan import head_dim_tiles
 from attn_compiler.lowerings.shared.kernels.forward import attention_again
 from attn_compiler.lowerings.shared.kernels.tuples import Sizes, Strides
 from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
@@ -90,7 +89,7 @@ def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argumen
 
 def switches(prepared: Prepared, numbers: Mapping[str, Any], blocks: ForwardBlocks, *, leaks: bool) -> ForwardSwitches:
     """What the kernel is compiled for. numbers: `arguments.common`."""
-    qk, v = head_dim_tiles(prepared.call.spec)
+    qk, v = multiplied(prepared.call.spec)
     return ForwardSwitches(
         HEAD_DIM_QK=numbers["HEAD_DIM_QK"],
         HEAD_DIM_V=numbers["HEAD_DIM_V"],

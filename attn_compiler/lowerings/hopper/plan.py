@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attn_compiler.lowerings.base import Tile
+from attn_compiler.lowerings.choice import head_parts
 from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.lowerings.shared.kernel_plan import head_dim_tiles
+from attn_compiler.lowerings.shared.kernel_plan import head_dim_sums, head_dim_tiles
 from attn_compiler.spec import AttentionSpec
 
 #: queries that a warpgroup's tensor cores take at once
@@ -58,11 +59,34 @@ BLOCKS = {
 #: a mask 527 and 459. At 2048 it is 369 and 388, with a window 299 and 331, padded 302 and 338.
 THREE = ForwardBlocks(keys=128, stages=3, query_stages=2, consumers=3, registers=160)
 _LONG = 4096
+#: Of head dims that are sums of powers of two, as `BLOCKS`: stages are as many as there is room for.
+SUMMED = {
+    96: ForwardBlocks(keys=128, stages=3, query_stages=2),
+    128: ForwardBlocks(keys=128, stages=2, query_stages=2),
+    256: ForwardBlocks(keys=64, stages=2),
+}
+#: Of 192 dims of q and k with 128 of v, whose outputs leave from where the queries were.
+SUMMED_KEYS = ForwardBlocks(keys=128, stages=2)
+_VALUES_OF_SUMMED_KEYS = 128
+#: bytes of shared memory that tiles of a program may take, which leaves some for barriers
+_ROOM = 226 * 1024
+_HALF_BYTES = 2
+
+
+def multiplied(spec: AttentionSpec) -> tuple[int, int]:
+    """The head dims that the forward's products have: sums of powers of two where that was measured to be faster, else powers of two.
+    Raises TypeError for those that are not known."""
+    return head_dim_sums(spec) if head_parts.is_faster(spec) else head_dim_tiles(spec)
 
 
 def blocks_of(spec: AttentionSpec) -> ForwardBlocks:
     """Those of a spec. Raises TypeError for head dims that are not known."""
-    widest = max(head_dim_tiles(spec))
+    qk, v = multiplied(spec)
+    widest = max(qk, v)
+    if (qk, v) != head_dim_tiles(spec):
+        if v == _VALUES_OF_SUMMED_KEYS < qk:
+            return SUMMED_KEYS
+        return next(blocks for limit, blocks in sorted(SUMMED.items()) if widest <= limit)
     if widest == min(BLOCKS) and _is_long(spec) and not _is_listed(spec):
         return THREE
     return next(blocks for limit, blocks in sorted(BLOCKS.items()) if widest <= limit)
@@ -91,9 +115,12 @@ def is_ordered(spec: AttentionSpec) -> bool:
 
 
 def leaves_from_queries(spec: AttentionSpec) -> bool:
-    """Whether outputs leave from where the queries were: shared memory has no room for both."""
-    qk, v = head_dim_tiles(spec)
-    return qk == v == max(BLOCKS)
+    """Whether outputs leave from where the queries were: shared memory has no room for both. The parts of their head dim are then the
+    first ones of the queries'."""
+    qk, v = multiplied(spec)
+    blocks = blocks_of(spec)
+    elements = blocks.queries * (blocks.query_stages * qk + v) + blocks.stages * blocks.keys * (qk + v)
+    return elements * _HALF_BYTES > _ROOM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

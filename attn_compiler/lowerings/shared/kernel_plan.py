@@ -136,10 +136,28 @@ _CODEC = CODEC.beside(Call, Tiles, Tile, brief=True)
 _LEAST_HEAD_DIM = 64
 
 
+#: of what tensor cores multiply along a head dim
+_STEP = 16
+#: Wider heads have sums of so many parts that shared memory has no room for outputs beside them.
+_MOST_SUMMED = 192
+
+
 def head_dim_tiles(spec: AttentionSpec) -> tuple[int, int]:
     """Powers of two that hold the head dims of q and k, and of v, as Hopper's kernels take them. Raises TypeError for those that are not
     known."""
+    qk, v = (max(_LEAST_HEAD_DIM, 1 << (d - 1).bit_length()) for d in _head_dims(spec))
+    return qk, v
+
+
+def head_dim_sums(spec: AttentionSpec) -> tuple[int, int]:
+    """Sums of a few powers of two that hold them: 80 is 64 + 16. For narrow and for wide heads as `head_dim_tiles`, whose errors it has."""
+    if max(_head_dims(spec)) > _MOST_SUMMED:
+        return head_dim_tiles(spec)
+    qk, v = (max(_LEAST_HEAD_DIM, -(-d // _STEP) * _STEP) for d in _head_dims(spec))
+    return qk, v
+
+
+def _head_dims(spec: AttentionSpec) -> tuple[int, int]:
     if not isinstance(spec.head_dim_qk, int) or not isinstance(spec.head_dim_v, int):
         raise TypeError(f"why_not refuses unknown head dims, got {spec.head_dim_qk!r} and {spec.head_dim_v!r}")
-    qk, v = (max(_LEAST_HEAD_DIM, 1 << (d - 1).bit_length()) for d in (spec.head_dim_qk, spec.head_dim_v))
-    return qk, v
+    return spec.head_dim_qk, spec.head_dim_v

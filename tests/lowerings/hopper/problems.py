@@ -11,17 +11,30 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from attn_compiler.lowerings.choice import head_parts
 from attn_compiler.lowerings.hopper import backward_launch, launch
 from attn_compiler.lowerings.hopper.kernels import backward_sm90, forward_sm90
 from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_backward, is_ordered
 from attn_compiler.lowerings.shared import launching, persistent, replaying
-from attn_compiler.lowerings.shared.kernel_plan import Call
+from attn_compiler.lowerings.shared.kernel_plan import Call, head_dim_sums, head_dim_tiles
 from attn_compiler.lowerings.shared.kernels.forward import attention_again
 from attn_compiler.lowerings.shared.launching import Arguments
+from attn_compiler.spec import AttentionSpec
 from tests.lowerings import kernel_problems
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import Problem, planned
 from tests.lowerings.shared.kernels import gluon_in_torch
+
+
+@contextlib.contextmanager
+def summed() -> Iterator[None]:
+    """Head dims that are no power of two have products of their own size, measured or not. Problems are to be built and run within."""
+
+    def is_sum(spec: AttentionSpec) -> bool:
+        return head_dim_sums(spec) != head_dim_tiles(spec)
+
+    with mock.patch.object(head_parts, "is_faster", is_sum):
+        yield
 
 
 def build(case: Case, **given: Any) -> Problem:

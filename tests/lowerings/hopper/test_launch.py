@@ -13,7 +13,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from attn_compiler.lowerings.hopper import launch, plan
 from attn_compiler.lowerings.shared import replaying
 from attn_compiler.lowerings.shared.arguments import prepare
-from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.kernel_plan import Band, Call, head_dim_sums
 from attn_compiler.lowerings.triton import launch as triton_launch
 from tests.lowerings import kernel_problems
 from tests.lowerings.hopper import problems
@@ -54,11 +54,40 @@ CASES = (
     Case(name="hopper expanded heads", layout="expanded_heads", heads_q=2, heads_kv=2, **_EVEN),
 )
 
+#: head dims that are sums of powers of two
+SUMMED = (
+    Case(name="hopper summed 72", head_dim=72, **_SIZES),
+    Case(name="hopper summed 80", head_dim=80, **_EVEN, **_CAUSAL),
+    Case(name="hopper summed 80, padding left", head_dim=80, keys="left", **_SIZES, **_CAUSAL),
+    Case(name="hopper summed 80, bhsd", head_dim=80, layout="bhsd", **_EVEN, **_CAUSAL),
+    Case(name="hopper summed 88, documents", head_dim=88, documents=True, **_EVEN, **_CAUSAL),
+    Case(name="hopper summed 96", head_dim=96, **_EVEN, **_CAUSAL),
+    Case(name="hopper summed 96, window", head_dim=96, band=Band(left=40, right=7), **_SIZES),
+    Case(name="hopper summed 96, a row without keys", head_dim=96, keys="none", **_SIZES),
+    Case(name="hopper summed 112, groups", head_dim=112, heads_q=4, heads_kv=2, keys="right", **_SIZES),
+    Case(name="hopper summed 112, softcap, sinks", head_dim=112, softcap=5.0, sinks=True, **_EVEN, **_CAUSAL),
+    Case(name="hopper summed 112, slopes", head_dim=112, slopes=True, **_EVEN, **_CAUSAL),
+    Case(name="hopper summed 64 and 80", head_dim=64, head_dim_v=80, **_EVEN),
+    Case(name="hopper summed 96 and 64, intervals", head_dim=96, head_dim_v=64, rows=True, **_SIZES),
+    Case(name="hopper summed 176", head_dim=176, **_EVEN, **_CAUSAL),
+    Case(name="hopper summed 192 and 128", head_dim=192, head_dim_v=128, keys="left", **_SIZES, **_CAUSAL),
+)
+
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.removeprefix("hopper "))
 def test_attention_by_its_definition(case: Case) -> None:
     problem = problems.build(case)
     kernel_problems.assert_within_rule(problems.outputs(problem), problem)
+
+
+@pytest.mark.parametrize("case", SUMMED, ids=lambda case: case.name.removeprefix("hopper summed "))
+def test_head_dims_that_are_sums(case: Case) -> None:
+    with problems.summed():
+        problem = problems.build(case)
+        found, _ = problems.launched(problem, programs=3)
+        how = found["attention_forward_sm90"].numbers["HOW"]
+        assert head_dim_sums(Call.from_text(problem.text).spec) == (how.QK_ALL, how.V_ALL)
+        kernel_problems.assert_within_rule(problems.outputs(problem), problem)
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5])

@@ -15,11 +15,12 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 import attn_compiler
 from attn_compiler.lowerings import by_name
+from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.target import Target
 from tests.lowerings import kernel_problems
 from tests.lowerings.hopper import problems
 from tests.lowerings.hopper.test_backward_launch import CASES as GRADIENT_CASES
-from tests.lowerings.hopper.test_launch import CASES
+from tests.lowerings.hopper.test_launch import CASES, SUMMED
 from tests.lowerings.kernel_cases import Case
 
 pytestmark = pytest.mark.gpu
@@ -55,6 +56,30 @@ def test_long_sequences_in_float16(head_dim: int, hopper: Target) -> None:
         _results(
             dataclasses.replace(case, name=f"{case.name} {head_dim}", head_dim=head_dim, **sizes), hopper, torch.float16
         )
+
+
+@pytest.mark.parametrize("case", SUMMED, ids=lambda case: case.name)
+def test_head_dims_that_are_sums(case: Case, hopper: Target) -> None:
+    with problems.summed():
+        _results(case, hopper, torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", [72, 80, 96, 112])
+def test_long_sequences_with_head_dims_that_are_sums(head_dim: int, hopper: Target) -> None:
+    """More blocks than programs, of odd lengths."""
+    sizes: Any = {"batch": 3, "heads_q": 8, "heads_kv": 2, "seqlen_q": 3100, "seqlen_kv": 3100, "needs_grad": False}
+    masks: dict[str, Any] = {
+        "full": {},
+        "causal": {"band": Band(right=0)},
+        "window": {"band": Band(left=300, right=0)},
+        "padding": {"keys": "left", "band": Band(right=0)},
+        "documents": {"documents": True, "band": Band(right=0)},
+        "softcap": {"softcap": 20.0, "band": Band(right=0)},
+    }
+    with problems.summed():
+        for name, mask in masks.items():
+            case = Case(name=f"hopper summed long {name} {head_dim}", head_dim=head_dim, **sizes, **mask)
+            _results(case, hopper, torch.float16)
 
 
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.name)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from attn_compiler.lowerings.hopper.kernels.head_parts_sm90 import fetch_parts
 from attn_compiler.lowerings.hopper.kernels.tuples import Visits
 from attn_compiler.lowerings.hopper.kernels.visiting import nth_shortest, nth_tile
 from attn_compiler.lowerings.shared.kernels.optional import list_of
@@ -41,11 +42,10 @@ def tiles_to_visit(List, block, sizes, how: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_tile(X, at, stage, phase, full, empty, tiles):
+def _fetch_tile(X, batch, head, position, stage, phase, full, empty, tiles, ALL: gl.constexpr):
     """Ask for a tile as soon as all warpgroups have let go of what is in its place."""
     mbarrier.wait(empty.index(stage), phase ^ 1)
-    mbarrier.expect(full.index(stage), X.block_type.nbytes)
-    tma.async_copy_global_to_shared(X, at, full.index(stage), tiles.index(stage))
+    fetch_parts(X, batch, head, position, full.index(stage), tiles, stage, ALL)
 
 
 @gluon.jit
@@ -71,17 +71,26 @@ def fetch(Q, K, V, tiles, barriers, work, rounds, how: gl.constexpr):
             head_kv = head // work.sizes.group
             for consumer in gl.static_range(how.CONSUMERS):
                 place, phase = place_of_queries(consumer, nth, how)
-                at = [batch, head, start + consumer * ROWS, 0]
-                _fetch_tile(Q, at, place, phase, barriers.q_full, barriers.q_empty, tiles.q)
+                position = start + consumer * ROWS
+                _fetch_tile(
+                    Q, batch, head, position, place, phase, barriers.q_full, barriers.q_empty, tiles.q, how.QK_ALL
+                )  # fmt: skip
             key = nth_tile(0, visits) * how.BLOCK_N
             stage, phase = done % how.STAGES, (done // how.STAGES) & 1
-            _fetch_tile(K, [batch, head_kv, key, 0], stage, phase, barriers.k_full, barriers.k_empty, tiles.k)
+            _fetch_tile(
+                K, batch, head_kv, key, stage, phase, barriers.k_full, barriers.k_empty, tiles.k, how.QK_ALL
+            )  # fmt: skip
             for i in range(1, count):
                 next_stage, next_phase = (done + i) % how.STAGES, ((done + i) // how.STAGES) & 1
                 next_key = nth_tile(i, visits) * how.BLOCK_N
-                at = [batch, head_kv, next_key, 0]
-                _fetch_tile(K, at, next_stage, next_phase, barriers.k_full, barriers.k_empty, tiles.k)
-                _fetch_tile(V, [batch, head_kv, key, 0], stage, phase, barriers.v_full, barriers.v_empty, tiles.v)
+                _fetch_tile(
+                    K, batch, head_kv, next_key, next_stage, next_phase, barriers.k_full, barriers.k_empty, tiles.k, how.QK_ALL
+                )  # fmt: skip
+                _fetch_tile(
+                    V, batch, head_kv, key, stage, phase, barriers.v_full, barriers.v_empty, tiles.v, how.V_ALL
+                )  # fmt: skip
                 key, stage, phase = next_key, next_stage, next_phase
-            _fetch_tile(V, [batch, head_kv, key, 0], stage, phase, barriers.v_full, barriers.v_empty, tiles.v)
+            _fetch_tile(
+                V, batch, head_kv, key, stage, phase, barriers.v_full, barriers.v_empty, tiles.v, how.V_ALL
+            )  # fmt: skip
             done += count

@@ -13,13 +13,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from attn_compiler.lowerings.hopper.kernels.forward_fetching_sm90 import (
     fetch,
@@ -27,6 +21,22 @@ from attn_compiler.lowerings.hopper.kernels.forward_fetching_sm90 import (
     nth_block,
     place_of_queries,
     tiles_to_visit,
+)
+from attn_compiler.lowerings.hopper.kernels.head_parts_sm90 import (
+    descriptors,
+    no_outputs,
+    outputs_of,
+    outputs_there,
+    parts_in,
+    put,
+    room,
+    rows_at,
+    scores_of,
+    send,
+    sums_of,
+    times,
+    weights_layout,
+    zero_where,
 )
 from attn_compiler.lowerings.hopper.kernels.tuples import ForwardWork, Masks, Visits, Warpgroup
 from attn_compiler.lowerings.hopper.kernels.visiting import nth_tile
@@ -40,14 +50,13 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
     SHARES,
     barrier_of_threads,
     bytes_set,
-    descriptor,
     distances_to,
     narrowed,
     shares,
     tanh,
     up_to,
 )
-from attn_compiler.lowerings.shared.kernels.tuples_sm90 import Layouts, SharedTiles
+from attn_compiler.lowerings.shared.kernels.tuples_sm90 import SharedTiles
 
 
 @gluon.jit
@@ -67,9 +76,8 @@ def _give_turn(consumer: gl.constexpr, how: gl.constexpr):
 
 
 @gluon.jit
-def _masked(qk, start, own, masks, seqlen_kv, layouts: gl.constexpr, how: gl.constexpr):
+def _masked(qk, start, own, masks, seqlen_kv, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
     """The scores of a tile, -inf where a pair is not allowed."""
-    QK_LAYOUT: gl.constexpr = layouts.QK
     qk = gl.where(up_to(own.most - start, QK_LAYOUT, how.BLOCK_N), qk, float("-inf"))
     if how.HAS_LEFT or masks.Rows is not None:
         qk = gl.where(up_to(own.least - 1 - start, QK_LAYOUT, how.BLOCK_N), float("-inf"), qk)
@@ -84,7 +92,7 @@ def _masked(qk, start, own, masks, seqlen_kv, layouts: gl.constexpr, how: gl.con
 
 @gluon.jit
 def _softmax(
-    qk, tile, peak, total, own, masks, seqlen_kv, MASKED: gl.constexpr, layouts: gl.constexpr, how: gl.constexpr
+    qk, tile, peak, total, own, masks, seqlen_kv, MASKED: gl.constexpr, QK_LAYOUT: gl.constexpr, how: gl.constexpr
 ):  # fmt: skip
     """The weights of a tile, and each row's maximum, its sum as `shares` of it, and what all sums so far are to be multiplied by."""
     factor = own.factor
@@ -95,10 +103,10 @@ def _softmax(
     if own.slope is not None:
         # Of the difference: two large numbers would leave its rounding to the lse, which the backward reads.
         from_start = own.slope * (start - own.rows).to(gl.float32)
-        qk = distances_to(qk * factor, from_start, own.slope, layouts.QK, how.BLOCK_N)
+        qk = distances_to(qk * factor, from_start, own.slope, QK_LAYOUT, how.BLOCK_N)
         factor = 1.0
     if MASKED:
-        qk = _masked(qk, start, own, masks, seqlen_kv, layouts, how)
+        qk = _masked(qk, start, own, masks, seqlen_kv, QK_LAYOUT, how)
     new_peak = gl.maximum(peak, gl.max(qk, 1) * factor)
     weights = gl.exp2(qk * factor - new_peak[:, None])
     decay = gl.exp2(peak - new_peak)
@@ -108,72 +116,70 @@ def _softmax(
 
 
 @gluon.jit
-def _scores(own, tiles, stage, layouts: gl.constexpr, how: gl.constexpr):
+def _scores(own, tiles, stage, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
     """q kᵀ of a tile of keys, under way."""
-    k = tiles.k.index(stage).reshape([how.BLOCK_N, how.QK_ALL]).permute([1, 0])
-    no_scores = gl.zeros([ROWS, how.BLOCK_N], gl.float32, layout=layouts.QK)
-    return warpgroup_mma(own.q, k, no_scores, use_acc=False, is_async=True)
+    no_scores = gl.zeros([ROWS, how.BLOCK_N], gl.float32, layout=QK_LAYOUT)
+    return scores_of(own.q, rows_at(tiles.k, stage, how.BLOCK_N, how.QK_ALL), no_scores, how.QK_ALL)
 
 
 @gluon.jit
 def _step(
     consumer: gl.constexpr, i, tile, done, state, own, masks, tiles, barriers, seqlen_kv,
-    MASKED: gl.constexpr, layouts: gl.constexpr, how: gl.constexpr,
+    MASKED: gl.constexpr, QK_LAYOUT: gl.constexpr, how: gl.constexpr,
 ):  # fmt: skip
     """The i-th tile of a block, and the outputs of the one before, whose values have come. `done` tiles went through the stages before the
     block.
 
     state: maximum of each row, its sum as `shares` of it, the output, and the weights of the tile before.
     """
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, layouts.OUT, k_width=2)
+    WEIGHTS: gl.constexpr = weights_layout(how.V_ALL, 0)
     peak, total, out, weights = state
     stage, phase = (done + i) % how.STAGES, ((done + i) // how.STAGES) & 1
     before = (done + i - 1) % how.STAGES
     mbarrier.wait(barriers.k_full.index(stage), phase)
     _await_turn(consumer, how)
-    qk = _scores(own, tiles, stage, layouts, how)
-    v = tiles.v.index(before).reshape([how.BLOCK_N, how.V_ALL])
-    out = warpgroup_mma(weights, v, out, is_async=True)
+    qk = _scores(own, tiles, stage, QK_LAYOUT, how)
+    out = outputs_of(weights, rows_at(tiles.v, before, how.BLOCK_N, how.V_ALL), out, how.V_ALL)
     _give_turn(consumer, how)
-    qk = warpgroup_mma_wait(1, deps=(qk,))
+    qk = warpgroup_mma_wait(parts_in(how.V_ALL), deps=(qk,))
     mbarrier.arrive(barriers.k_empty.index(stage))
     if not how.OVERLAPS:
-        out = warpgroup_mma_wait(0, deps=(out,))
+        out = outputs_there(out, how.V_ALL)
         mbarrier.arrive(barriers.v_empty.index(before))
-    found, peak, total, decay = _softmax(qk, tile, peak, total, own, masks, seqlen_kv, MASKED, layouts, how)
-    weights = gl.convert_layout(narrowed(found, tiles.v), WEIGHTS, assert_trivial=True)
+    found, peak, total, decay = _softmax(qk, tile, peak, total, own, masks, seqlen_kv, MASKED, QK_LAYOUT, how)
+    weights = gl.convert_layout(narrowed(found, tiles.v[0]), WEIGHTS, assert_trivial=True)
     # Waited for here, not where they are used: ptxas moves the softmax behind the products' wait unless something that branches is between.
     mbarrier.wait(barriers.v_full.index(stage), phase)
     if how.OVERLAPS:
-        out = warpgroup_mma_wait(0, deps=(out,))
+        out = outputs_there(out, how.V_ALL)
         mbarrier.arrive(barriers.v_empty.index(before))
-    out = out * gl.convert_layout(decay, gl.SliceLayout(1, layouts.OUT), assert_trivial=True)[:, None]
+    out = times(out, decay, how.V_ALL)
     return peak, total, out, weights
 
 
 @gluon.jit
 def _tiles(
     consumer: gl.constexpr, place, done, visits, own, masks, tiles, barriers, seqlen_kv,
-    layouts: gl.constexpr, how: gl.constexpr,
+    QK_LAYOUT: gl.constexpr, how: gl.constexpr,
 ):  # fmt: skip
     """The online softmax over all tiles of a block: maximum, sum as `shares` of it and output of each row. place: of its queries."""
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, layouts.OUT, k_width=2)
+    WEIGHTS: gl.constexpr = weights_layout(how.V_ALL, 0)
     partial = visits.partial
     count = partial + visits.full_last - visits.full_first
-    peak = gl.full([ROWS], NOTHING, gl.float32, layout=gl.SliceLayout(1, layouts.QK))
+    peak = gl.full([ROWS], NOTHING, gl.float32, layout=gl.SliceLayout(1, QK_LAYOUT))
     total = gl.zeros([ROWS, 4], gl.float32, layout=SHARES)
-    out = gl.zeros([ROWS, how.V_ALL], gl.float32, layout=layouts.OUT)
+    out = no_outputs(how.V_ALL)
     # The first tile has none before it. It is masked, needed or not.
     stage = done % how.STAGES
     mbarrier.wait(barriers.k_full.index(stage), (done // how.STAGES) & 1)
     _await_turn(consumer, how)
-    qk = _scores(own, tiles, stage, layouts, how)
+    qk = _scores(own, tiles, stage, QK_LAYOUT, how)
     _give_turn(consumer, how)
     qk = warpgroup_mma_wait(0, deps=(qk,))
     mbarrier.arrive(barriers.k_empty.index(stage))
     tile = nth_tile(0, visits)
-    found, peak, total, _ = _softmax(qk, tile, peak, total, own, masks, seqlen_kv, True, layouts, how)
-    weights = gl.convert_layout(narrowed(found, tiles.v), WEIGHTS, assert_trivial=True)
+    found, peak, total, _ = _softmax(qk, tile, peak, total, own, masks, seqlen_kv, True, QK_LAYOUT, how)
+    weights = gl.convert_layout(narrowed(found, tiles.v[0]), WEIGHTS, assert_trivial=True)
     mbarrier.wait(barriers.v_full.index(stage), (done // how.STAGES) & 1)
     state = (peak, total, out, weights)
     upcoming = nth_tile(1, visits)
@@ -182,27 +188,27 @@ def _tiles(
         # Loaded a tile ahead: what it needs then has come.
         upcoming = nth_tile(i + 1, visits)
         state = _step(
-            consumer, i, tile, done, state, own, masks, tiles, barriers, seqlen_kv, True, layouts, how
+            consumer, i, tile, done, state, own, masks, tiles, barriers, seqlen_kv, True, QK_LAYOUT, how
         )  # fmt: skip
     for i in range(gl.maximum(partial, 1), count):
         tile = visits.full_first + i - partial
         state = _step(
-            consumer, i, tile, done, state, own, masks, tiles, barriers, seqlen_kv, how.MASK_ALL, layouts, how
+            consumer, i, tile, done, state, own, masks, tiles, barriers, seqlen_kv, how.MASK_ALL, QK_LAYOUT, how
         )  # fmt: skip
     if not how.OUT_IN_Q:
         mbarrier.arrive(barriers.q_empty.index(place))
     peak, total, out, weights = state
     last = (done + count - 1) % how.STAGES
-    out = warpgroup_mma(weights, tiles.v.index(last).reshape([how.BLOCK_N, how.V_ALL]), out)
+    out = outputs_of(weights, rows_at(tiles.v, last, how.BLOCK_N, how.V_ALL), out, how.V_ALL)
+    out = outputs_there(out, how.V_ALL)
     mbarrier.arrive(barriers.v_empty.index(last))
     return peak, total, out
 
 
 @gluon.jit
-def _finish(peak, total, out, Lse, Sinks, head, rows, seqlen_q, layouts: gl.constexpr, how: gl.constexpr):
+def _finish(peak, total, out, Lse, Sinks, head, rows, seqlen_q, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
     """The output of 64 queries. Their lse is stored: natural logarithm, -inf without keys, NaN for a row to be computed again."""
-    ROW: gl.constexpr = gl.SliceLayout(1, layouts.QK)
-    OUT_ROW: gl.constexpr = gl.SliceLayout(1, layouts.OUT)
+    ROW: gl.constexpr = gl.SliceLayout(1, QK_LAYOUT)
     total = gl.convert_layout(gl.sum(total, 1), ROW, assert_trivial=True)
     is_empty = total == 0.0
     scale = gl.where(is_empty, 1.0, 1.0 / total)
@@ -214,20 +220,20 @@ def _finish(peak, total, out, Lse, Sinks, head, rows, seqlen_q, layouts: gl.cons
         scale = gl.where(total == 0.0, 1.0, decay / total)
         peak = with_sink
     lse = gl.where(total == 0.0, float("-inf"), peak * LN2 + gl.log(gl.where(total == 0.0, 1.0, total)))
-    out = out * gl.convert_layout(scale, OUT_ROW, assert_trivial=True)[:, None]
+    out = times(out, scale, how.V_ALL)
     if how.MARKS:
         # Without keys it is 0, whatever the values hold.
-        out = gl.where(gl.convert_layout(is_empty, OUT_ROW, assert_trivial=True)[:, None], 0.0, out)
-        sums = gl.convert_layout(gl.sum(out, 1), ROW, assert_trivial=True)
+        out = zero_where(is_empty, out, how.V_ALL)
+        sums = sums_of(out, ROW, how.V_ALL)
         lse = gl.where(sums != sums, sums, lse)
     gl.store(Lse + rows, lse, mask=rows < seqlen_q)
     return out
 
 
 @gluon.jit
-def _keys_of(consumer: gl.constexpr, block, batch, masks, masking, sizes, layouts: gl.constexpr, how: gl.constexpr):
+def _keys_of(consumer: gl.constexpr, block, batch, masks, masking, sizes, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
     """Of each of a warpgroup's queries of a block: its number, and the first and the last key that it may use."""
-    rows = block * how.BLOCK_M + consumer * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layouts.QK))
+    rows = block * how.BLOCK_M + consumer * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, QK_LAYOUT))
     inside = rows < sizes.seqlen_q
     most = rows * 0 + (sizes.seqlen_kv - 1)
     least = rows * 0
@@ -250,10 +256,6 @@ def _compute(
     QK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.BLOCK_N, 16]
     )
-    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.V_ALL, 16]
-    )
-    LAYOUTS: gl.constexpr = Layouts(QK=QK_LAYOUT, OUT=OUT_LAYOUT)
     sizes = work.sizes
     seqlen_q, seqlen_kv = sizes.seqlen_q, sizes.seqlen_kv
     done = 0
@@ -263,7 +265,7 @@ def _compute(
     partial, first, second, full_first, full_last = tiles_to_visit(
         list_of_block(work, batch, head, block), block, sizes, how
     )
-    rows, least, most = _keys_of(consumer, block, batch, masks, masking, sizes, LAYOUTS, how)
+    rows, least, most = _keys_of(consumer, block, batch, masks, masking, sizes, QK_LAYOUT, how)
     for nth in range(rounds):
         if is_one:
             start = block * how.BLOCK_M
@@ -287,12 +289,12 @@ def _compute(
             )
             place, phase = place_of_queries(consumer, nth, how)
             own = Warpgroup(
-                q=tiles.q.index(place).reshape([ROWS, how.QK_ALL]), least=least, most=most, document=document,
+                q=rows_at(tiles.q, place, ROWS, how.QK_ALL), least=least, most=most, document=document,
                 rows=rows, factor=scale, cap=softcap * LOG2E, slope=slope,
             )  # fmt: skip
             mbarrier.wait(barriers.q_full.index(place), phase)
             peak, total, out = _tiles(
-                consumer, place, done, visits, own, of_row, tiles, barriers, seqlen_kv, LAYOUTS, how
+                consumer, place, done, visits, own, of_row, tiles, barriers, seqlen_kv, QK_LAYOUT, how
             )
             done += partial + full_last - full_first
             # What the next block visits and sees is on its way from memory while this one's outputs are on theirs to it.
@@ -300,17 +302,17 @@ def _compute(
             is_one, next_block, next_batch, next_head, next_row = of_next
             List = list_of_block(work, next_batch, next_head, next_block)
             partial, first, second, full_first, full_last = tiles_to_visit(List, next_block, sizes, how)
-            of_next_rows = _keys_of(consumer, next_block, next_batch, masks, masking, sizes, LAYOUTS, how)
+            of_next_rows = _keys_of(consumer, next_block, next_batch, masks, masking, sizes, QK_LAYOUT, how)
             of_head = Lse + row.to(gl.int64) * seqlen_q
-            out = _finish(peak, total, out, of_head, Sinks, head, rows, seqlen_q, LAYOUTS, how)
-            own_tile = tiles.out.index(place if how.OUT_IN_Q else consumer)
+            out = _finish(peak, total, out, of_head, Sinks, head, rows, seqlen_q, QK_LAYOUT, how)
+            own_place = place if how.OUT_IN_Q else consumer
             if not how.OUT_IN_Q:
                 # Until what the block before wrote has left.
                 tma.store_wait(0)
             barrier_of_threads()
-            own_tile.reshape([ROWS, how.V_ALL]).store(out.to(tiles.out.dtype))
+            put(out, tiles.out, own_place, how.V_ALL)
             fence_async_shared()
-            tma.async_copy_shared_to_global(Out, [batch, head, start + consumer * ROWS, 0], own_tile)
+            send(Out, batch, head, start + consumer * ROWS, tiles.out, own_place, how.V_ALL)
             if how.OUT_IN_Q:
                 tma.store_wait(0)
                 mbarrier.arrive(barriers.q_empty.index(place))
@@ -335,18 +337,18 @@ def attention_forward_sm90(
     work = ForwardWork(section=section, blocks=blocks, heads_of_all=heads_of_all, sizes=sizes, Lists=Lists, lists=lists)
     heads, batch = sizes.heads_q, heads_of_all // sizes.heads_q
     seqlen_q, seqlen_kv, heads_kv = sizes.seqlen_q, sizes.seqlen_kv, heads // sizes.group
-    of_q = descriptor(Q, batch, heads, seqlen_q, stride_q, ROWS, how.HEAD_DIM_QK, how.QK_ALL)
-    of_k = descriptor(K, batch, heads_kv, seqlen_kv, stride_k, how.BLOCK_N, how.HEAD_DIM_QK, how.QK_ALL)
-    of_v = descriptor(V, batch, heads_kv, seqlen_kv, stride_v, how.BLOCK_N, how.HEAD_DIM_V, how.V_ALL)
-    of_out = descriptor(Out, batch, heads, seqlen_q, stride_o, ROWS, how.HEAD_DIM_V, how.V_ALL)
+    of_q = descriptors(Q, batch, heads, seqlen_q, stride_q, ROWS, how.HEAD_DIM_QK, how.QK_ALL)
+    of_k = descriptors(K, batch, heads_kv, seqlen_kv, stride_k, how.BLOCK_N, how.HEAD_DIM_QK, how.QK_ALL)
+    of_v = descriptors(V, batch, heads_kv, seqlen_kv, stride_v, how.BLOCK_N, how.HEAD_DIM_V, how.V_ALL)
+    of_out = descriptors(Out, batch, heads, seqlen_q, stride_o, ROWS, how.HEAD_DIM_V, how.V_ALL)
     ELEMENT: gl.constexpr = K.dtype.element_ty
     QUERIES: gl.constexpr = how.CONSUMERS * how.QUERY_STAGES
-    q_tiles = gl.allocate_shared_memory(ELEMENT, [QUERIES, 1, 1, ROWS, how.QK_ALL], of_q.layout)
-    k_tiles = gl.allocate_shared_memory(ELEMENT, [how.STAGES, 1, 1, how.BLOCK_N, how.QK_ALL], of_k.layout)
-    v_tiles = gl.allocate_shared_memory(ELEMENT, [how.STAGES, 1, 1, how.BLOCK_N, how.V_ALL], of_v.layout)
+    q_tiles = room(ELEMENT, QUERIES, ROWS, of_q, how.QK_ALL)
+    k_tiles = room(ELEMENT, how.STAGES, how.BLOCK_N, of_k, how.QK_ALL)
+    v_tiles = room(ELEMENT, how.STAGES, how.BLOCK_N, of_v, how.V_ALL)
     out_tiles = q_tiles
     if not how.OUT_IN_Q:
-        out_tiles = gl.allocate_shared_memory(ELEMENT, [how.CONSUMERS, 1, 1, ROWS, how.V_ALL], of_out.layout)
+        out_tiles = room(ELEMENT, how.CONSUMERS, ROWS, of_out, how.V_ALL)
     tiles = SharedTiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles)
     barriers = barriers_of(QUERIES, how.STAGES, how.CONSUMERS)
     masks = Masks(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Slopes=Slopes)

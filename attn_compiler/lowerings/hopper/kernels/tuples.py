@@ -13,7 +13,7 @@ class ForwardSwitches(NamedTuple):
 
     HEAD_DIM_QK: Any
     HEAD_DIM_V: Any
-    QK_ALL: Any  # the power of two that holds the head dim of q and k
+    QK_ALL: Any  # the power of two, or the sum of such (head_parts_sm90.py), that holds the head dim of q and k
     V_ALL: Any  # and of v
     BLOCK_M: Any  # queries of a block: 64 for each warpgroup that computes
     BLOCK_N: Any  # keys of a tile

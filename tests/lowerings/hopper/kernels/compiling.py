@@ -5,6 +5,7 @@ As tests.lowerings.triton.kernels.compiling.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -44,6 +45,21 @@ CASES = (
     Case(name="causal_192_128", head_dim=192, head_dim_v=128, **_SIZES, **_CAUSAL),
     Case(name="softcap_256", head_dim=256, softcap=50.0, **_SIZES, **_CAUSAL),
 )
+#: head dims that are sums of powers of two
+SUMMED = (
+    Case(name="summed_80", head_dim=80, **_SIZES, **_CAUSAL),
+    Case(name="summed_80_full", head_dim=80, **_SIZES),
+    Case(name="summed_80_keys", head_dim=80, keys="left", **_SIZES, **_CAUSAL),
+    Case(name="summed_96", head_dim=96, **_SIZES, **_CAUSAL),
+    Case(name="summed_96_window", head_dim=96, band=Band(left=511, right=0), **_SIZES),
+    Case(name="summed_96_documents", head_dim=96, documents=True, **_SIZES, **_CAUSAL),
+    Case(name="summed_112", head_dim=112, **_SIZES, **_CAUSAL),
+    Case(name="summed_112_keys", head_dim=112, keys="left", **_SIZES, **_CAUSAL),
+    Case(name="summed_112_softcap", head_dim=112, softcap=50.0, **_SIZES, **_CAUSAL),
+    Case(name="summed_160", head_dim=160, **_SIZES, **_CAUSAL),
+    Case(name="summed_192_128", head_dim=192, head_dim_v=128, **_SIZES, **_CAUSAL),
+    Case(name="summed_192_128_keys", head_dim=192, head_dim_v=128, keys="left", **_SIZES, **_CAUSAL),
+)
 _KERNELS = {
     "attention_backward_sm90": (attention_backward_sm90, GluonASTSource),
     "attention_forward_sm90": (attention_forward_sm90, GluonASTSource),
@@ -66,6 +82,11 @@ class Found:
 
 
 def run(case: Case) -> list[Found]:
+    with problems.summed() if case.name.startswith("summed") else contextlib.nullcontext():
+        return _run(case)
+
+
+def _run(case: Case) -> list[Found]:
     problem = problems.build(case, dtype=torch.bfloat16, device="cpu", target=Target.fake(sm=90))
     launched, tensors = problems.launched(problem, programs=132, in_order=case.name.startswith("in_order"))
     found = []
@@ -102,4 +123,4 @@ def say(cases: Sequence[Case]) -> None:
 
 
 if __name__ == "__main__":
-    say(CASES)
+    say((*CASES, *SUMMED))

@@ -9,6 +9,7 @@ overwritten before it was read, gives wrong numbers or nobody's turn ever comes,
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import threading
 import types
@@ -85,8 +86,10 @@ class Descriptor:
         return self.tensor.dtype
 
     layout = None
-    #: A tile counts as one byte, for barriers that expect it.
-    block_type = types.SimpleNamespace(nbytes=1)
+
+    @property
+    def block_type(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(nbytes=math.prod(self.tile) * self.tensor.element_size())
 
     def slices(self, at: Sequence[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Of the tensor, and of the tile, as far as both reach. Raises IndexError before the first element: on an H200 that was an illegal
@@ -114,7 +117,7 @@ PATIENCE = 20.0
 
 @dataclass
 class Barrier:
-    """An mbarrier: its phase ends when so many have arrived, and all tiles that it expects."""
+    """An mbarrier: its phase ends when so many have arrived, and all bytes that it expects."""
 
     count: int = 0
     arrived: int = 0
@@ -125,12 +128,12 @@ class Barrier:
     def arrive(self) -> None:
         self._count(arrived=1, expected=0)
 
-    def expect(self, tiles: int) -> None:
-        """Arrive, too."""
-        self._count(arrived=1, expected=tiles)
+    def expect(self, size: int) -> None:
+        """Arrive, too. size: bytes."""
+        self._count(arrived=1, expected=size)
 
-    def receive(self) -> None:
-        self._count(arrived=0, expected=-1)
+    def receive(self, size: int) -> None:
+        self._count(arrived=0, expected=-size)
 
     def _count(self, *, arrived: int, expected: int) -> None:
         with self.changed:
@@ -177,7 +180,7 @@ def _to_shared(descriptor: Descriptor, at: Sequence[Any], barrier: Barrier, resu
     ours, tile = descriptor.slices(at)
     _bytes(result.memory).zero_()
     _bytes(result.memory)[tile] = _bytes(descriptor.tensor)[ours]
-    barrier.receive()
+    barrier.receive(descriptor.block_type.nbytes)
 
 
 def _from_shared(descriptor: Descriptor, at: Sequence[Any], source: Shared) -> None:
