@@ -54,7 +54,7 @@ COLUMNS = (*kernel_cases.COLUMNS, "side", "chosen", *MEASURED)
 PADDED, SUMMED = "padded", "summed"
 KEYS, OVERLAPPING, BY_32 = "summed keys", "summed, overlapping", "summed by 32"
 SIDES = (PADDED, SUMMED, KEYS, OVERLAPPING, BY_32)
-HEAD_DIMS = (80, 96, 128, 72, 112)
+HEAD_DIMS = ((80, 80), (96, 96), (128, 128), (72, 72), (112, 112), (192, 128))
 SEQLENS = (8192, 2048, 4096, 1024, 16384)
 _TOKENS, _WIDTH = 16384, 2048
 _WINDOWS = {1024: 256, 2048: 512, 4096: 1024, 8192: 1024, 16384: 2048}
@@ -65,20 +65,25 @@ _KINDS: dict[str, dict[str, Any]] = {
     "window": {},
 }
 _STEP = 32
+_OVERLAPS_UP_TO = 128
 
 
-def _case(kind: str, *, seqlen: int, head_dim: int) -> Case:
+def _case(kind: str, *, seqlen: int, head_dim: int, head_dim_v: int) -> Case:
     """16k tokens of width 2048."""
     heads = _WIDTH // head_dim
-    sizes: dict[str, Any] = {"batch": _TOKENS // seqlen, "heads_q": heads, "heads_kv": heads, "head_dim": head_dim}
+    sizes: dict[str, Any] = {"batch": _TOKENS // seqlen, "heads_q": heads, "heads_kv": heads}
     window = _WINDOWS[seqlen] if kind == "window" else None
-    name = f"{kind}_d{head_dim}_s{seqlen}"
-    return Case(name=name, seqlen=seqlen, head_dim_v=head_dim, window=window, **sizes, **_KINDS[kind])
+    values = "" if head_dim_v == head_dim else f"_{head_dim_v}"
+    sizes |= {"seqlen": seqlen, "head_dim": head_dim, "head_dim_v": head_dim_v, "window": window, **_KINDS[kind]}
+    return Case(name=f"{kind}_d{head_dim}{values}_s{seqlen}", **sizes)
 
 
 #: the most telling first
 CASES: tuple[Case, ...] = tuple(
-    _case(kind, seqlen=seqlen, head_dim=head_dim) for seqlen in SEQLENS for kind in _KINDS for head_dim in HEAD_DIMS
+    _case(kind, seqlen=seqlen, head_dim=head_dim, head_dim_v=head_dim_v)
+    for seqlen in SEQLENS
+    for kind in _KINDS
+    for head_dim, head_dim_v in HEAD_DIMS
 )
 
 
@@ -92,8 +97,8 @@ def products(side: str, spec: AttentionSpec) -> tuple[int, int] | None:
         return tiles
     by_32 = (-(-sums[0] // _STEP) * _STEP, -(-sums[1] // _STEP) * _STEP)
     found = {KEYS: (sums[0], tiles[1]), BY_32: by_32}.get(side, sums)
-    known = {PADDED: tiles} if side == SUMMED else {PADDED: tiles, SUMMED: sums}
-    return None if (side != OVERLAPPING and found in known.values()) or sums == tiles else found
+    is_same = found == sums if side in (KEYS, BY_32) else side == OVERLAPPING and max(sums) > _OVERLAPS_UP_TO
+    return None if is_same or sums == tiles else found
 
 
 @contextlib.contextmanager
@@ -101,7 +106,7 @@ def taking(side: str, spec: AttentionSpec) -> Iterator[None]:
     """The forward is that of a side, whatever was measured."""
     dims = products(side, spec)
     blocks = {
-        limit: dataclasses.replace(each, overlaps=side == OVERLAPPING and limit <= plan.ROWS * 2)
+        limit: dataclasses.replace(each, overlaps=side == OVERLAPPING and limit <= _OVERLAPS_UP_TO)
         for limit, each in plan.SUMMED.items()
     }
     with (

@@ -63,11 +63,8 @@ _LONG = 4096
 SUMMED = {
     96: ForwardBlocks(keys=128, stages=3, query_stages=2),
     128: ForwardBlocks(keys=128, stages=2, query_stages=2),
-    256: ForwardBlocks(keys=64, stages=2),
+    192: ForwardBlocks(keys=128, stages=2),
 }
-#: Of 192 dims of q and k with 128 of v, whose outputs leave from where the queries were.
-SUMMED_KEYS = ForwardBlocks(keys=128, stages=2)
-_VALUES_OF_SUMMED_KEYS = 128
 #: bytes of shared memory that tiles of a program may take, which leaves some for barriers
 _ROOM = 226 * 1024
 _HALF_BYTES = 2
@@ -84,8 +81,6 @@ def blocks_of(spec: AttentionSpec) -> ForwardBlocks:
     qk, v = multiplied(spec)
     widest = max(qk, v)
     if (qk, v) != head_dim_tiles(spec):
-        if v == _VALUES_OF_SUMMED_KEYS < qk:
-            return SUMMED_KEYS
         return next(blocks for limit, blocks in sorted(SUMMED.items()) if widest <= limit)
     if widest == min(BLOCKS) and _is_long(spec) and not _is_listed(spec):
         return THREE

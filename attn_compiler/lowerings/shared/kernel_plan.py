@@ -138,8 +138,10 @@ _LEAST_HEAD_DIM = 64
 
 #: of what tensor cores multiply along a head dim
 _STEP = 16
-#: Wider heads have sums of so many parts that shared memory has no room for outputs beside them.
-_MOST_SUMMED = 192
+#: Wider heads leave shared memory no room for outputs beside the parts of queries,
+_MOST_SUMMED = 128
+#: but for multi-head latent attention's: outputs leave from where the first part of the queries was, which is as wide.
+_LATENT = (192, 128)
 
 
 def head_dim_tiles(spec: AttentionSpec) -> tuple[int, int]:
@@ -151,9 +153,12 @@ def head_dim_tiles(spec: AttentionSpec) -> tuple[int, int]:
 
 def head_dim_sums(spec: AttentionSpec) -> tuple[int, int]:
     """Sums of a few powers of two that hold them: 80 is 64 + 16. For narrow and for wide heads as `head_dim_tiles`, whose errors it has."""
-    if max(_head_dims(spec)) > _MOST_SUMMED:
+    head_dims = _head_dims(spec)
+    if head_dims == _LATENT:
+        return head_dims
+    if max(head_dims) > _MOST_SUMMED:
         return head_dim_tiles(spec)
-    qk, v = (max(_LEAST_HEAD_DIM, -(-d // _STEP) * _STEP) for d in _head_dims(spec))
+    qk, v = (max(_LEAST_HEAD_DIM, -(-d // _STEP) * _STEP) for d in head_dims)
     return qk, v
 
 

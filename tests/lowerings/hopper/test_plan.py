@@ -7,7 +7,9 @@ import pytest
 from attn_compiler import index_expr as ix
 from attn_compiler import masks
 from attn_compiler.index_expr import Index, Load
+from attn_compiler.lowerings.choice import head_parts
 from attn_compiler.lowerings.hopper import plan
+from attn_compiler.lowerings.shared.kernel_plan import head_dim_sums, head_dim_tiles
 from attn_compiler.masks import MaskKind
 from tests.lowerings.specs import CAUSAL, make_spec
 
@@ -35,6 +37,41 @@ def test_a_block_has_64_queries_for_each_warpgroup() -> None:
 def test_outputs_leave_from_the_queries_place_where_there_is_no_room() -> None:
     assert plan.leaves_from_queries(make_spec(head_dim=256))
     assert not plan.leaves_from_queries(make_spec(head_dim=128))
+
+
+@pytest.fixture
+def summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums were faster wherever they are no power of two."""
+    monkeypatch.setattr(head_parts, "is_faster", lambda spec: head_dim_sums(spec) != head_dim_tiles(spec))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "multiplied", "stages"), [(72, 80, 3), (80, 80, 3), (96, 96, 3), (112, 112, 2), (128, 128, 2)]
+)
+def test_a_sum_leaves_room_for_more_tiles(head_dim: int, multiplied: int, stages: int, summed: None) -> None:
+    spec = make_spec(head_dim=head_dim)
+    assert plan.multiplied(spec) == (multiplied, multiplied)
+    assert plan.blocks_of(spec).stages == stages
+    assert not plan.leaves_from_queries(spec)
+
+
+def test_what_was_not_measured_has_powers_of_two() -> None:
+    spec = make_spec(head_dim=80, seqlen_q="s0", seqlen_kv="s0")
+    assert plan.multiplied(spec) == (128, 128)
+    assert plan.blocks_of(spec) == plan.BLOCKS[128]
+
+
+@pytest.mark.parametrize(("qk", "v"), [(64, 80), (72, 72), (96, 80), (112, 112), (128, 96), (192, 128)])
+def test_tiles_of_sums_fit_shared_memory(qk: int, v: int, summed: None) -> None:
+    spec = make_spec(head_dim=qk, head_dim_v=v)
+    blocks, (qk, v) = plan.blocks_of(spec), plan.multiplied(spec)
+    queries = blocks.queries * blocks.query_stages * qk
+    elements = queries + blocks.stages * blocks.keys * (qk + v)
+    if plan.leaves_from_queries(spec):
+        assert (qk, v) == (192, 128)
+    else:
+        elements += blocks.queries * v
+    assert 2 * elements <= 226 * 1024
 
 
 _OF_KEY = Load("of_key", (Index("b"), Index("k")), "int")

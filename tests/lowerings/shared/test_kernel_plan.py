@@ -8,7 +8,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler import masks
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.base import Tile, Tiles
-from attn_compiler.lowerings.shared.kernel_plan import Call, Plan, head_dim_tiles
+from attn_compiler.lowerings.shared.kernel_plan import Call, Plan, head_dim_sums, head_dim_tiles
 from tests.lowerings.specs import make_spec
 
 TILE = Tile(queries=64, keys=32, warps=4, stages=2)
@@ -66,3 +66,20 @@ def test_a_tile_whose_gradients_are_apart_survives_its_text() -> None:
 @pytest.mark.parametrize(("head_dim", "tiles"), [(32, 64), (64, 64), (72, 128), (128, 128), (136, 256), (256, 256)])
 def test_head_dims_are_held_by_powers_of_two(head_dim: int, tiles: int) -> None:
     assert head_dim_tiles(make_spec(head_dim=head_dim)) == (tiles, tiles)
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "sums"),
+    [
+        ((32, 32), (64, 64)),
+        ((72, 72), (80, 80)),
+        ((80, 96), (80, 96)),
+        ((104, 112), (112, 112)),
+        ((120, 128), (128, 128)),
+        ((192, 128), (192, 128)),
+        ((136, 80), (256, 128)),
+        ((192, 192), (256, 256)),
+    ],
+)
+def test_head_dims_are_held_by_sums_of_powers_of_two(head_dims: tuple[int, int], sums: tuple[int, int]) -> None:
+    assert head_dim_sums(make_spec(head_dim=head_dims[0], head_dim_v=head_dims[1])) == sums

@@ -9,6 +9,7 @@ import contextlib
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -56,7 +57,6 @@ SUMMED = (
     Case(name="summed_112", head_dim=112, **_SIZES, **_CAUSAL),
     Case(name="summed_112_keys", head_dim=112, keys="left", **_SIZES, **_CAUSAL),
     Case(name="summed_112_softcap", head_dim=112, softcap=50.0, **_SIZES, **_CAUSAL),
-    Case(name="summed_160", head_dim=160, **_SIZES, **_CAUSAL),
     Case(name="summed_192_128", head_dim=192, head_dim_v=128, **_SIZES, **_CAUSAL),
     Case(name="summed_192_128_keys", head_dim=192, head_dim_v=128, keys="left", **_SIZES, **_CAUSAL),
 )
@@ -69,14 +69,15 @@ _KERNELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """spilled: bytes of a thread's stack. shared: bytes. Counts of the machine code: products on the tensor cores; waits for them.
-    unset: `descriptors.unset`."""
+    """spilled: bytes of a thread's stack. shared: bytes. Counts of the machine code: products on the tensor cores, also by their columns;
+    waits for them. unset: `descriptors.unset`."""
 
     name: str
     kernel: str
     spilled: int
     shared: int
     products: int
+    columns: dict[str, int]
     waits: int
     unset: list[str]
 
@@ -106,6 +107,7 @@ def _run(case: Case) -> list[Found]:
                 spilled=resources(compiled.asm["cubin"])[1],
                 shared=compiled.metadata.shared,
                 products=len(re.findall("HGMMA", code)),
+                columns=dict(Counter(re.findall(r"HGMMA\.\d+x(\d+)x", code))),
                 waits=len(re.findall("WARPGROUP.DEPBAR", code)),
                 unset=unset(code),
             )

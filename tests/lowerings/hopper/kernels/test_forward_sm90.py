@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from tests.lowerings.hopper.kernels import compiling
-from tests.lowerings.hopper.kernels.compiling import CASES, Found
+from tests.lowerings.hopper.kernels.compiling import CASES, SUMMED, Found
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
 from tests.thinned import asked_for, in_full
@@ -22,7 +22,12 @@ _CONSUMERS = 2
 _SPILLED_AGAIN = 512
 
 #: Each part of a mask, each change of the scores, each pair of head dims.
-_DAILY = ("causal_64", "keys_64", "documents_128", "rows_128", "slopes_128", "causal_192_128", "softcap_256")
+_DAILY = (
+    *("causal_64", "keys_64", "documents_128", "rows_128", "slopes_128", "causal_192_128", "softcap_256"),
+    *("summed_80", "summed_96_window", "summed_112_keys"),
+)
+#: of summed head dims: what the tensor cores multiply along an axis at once, keys of a tile, and tiles that the code has
+_STEP, _KEYS, _SCORES, _OUTPUTS = 16, 128, 3, 3
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +37,9 @@ def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str], Found]:
 
 
 @of_a_known_compiler
-@pytest.mark.parametrize("case", in_full(CASES, daily=lambda case: case.name in _DAILY), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", in_full((*CASES, *SUMMED), daily=lambda case: case.name in _DAILY), ids=lambda case: case.name
+)
 def test_little_is_spilled_and_products_do_not_wait_for_each_other(
     case: Case, compiled: dict[tuple[str, str], Found]
 ) -> None:
@@ -44,3 +51,16 @@ def test_little_is_spilled_and_products_do_not_wait_for_each_other(
     assert not found.unset
     again = compiled.get((case.name, "attention_again"))
     assert again is None or again.spilled <= _SPILLED_AGAIN
+
+
+_OWN_SIZE = [case for case in SUMMED if max(case.head_dim, case.head_dim_v or 0) <= _KEYS]
+
+
+@of_a_known_compiler
+@pytest.mark.parametrize("case", in_full(_OWN_SIZE, daily=lambda case: case.name in _DAILY), ids=lambda case: case.name)
+def test_products_are_no_wider_than_the_sum(case: Case, compiled: dict[tuple[str, str], Found]) -> None:
+    """Scores have a product for every 16 dims, and outputs one for every 16 keys and part."""
+    parts = [width for width in (64, 32, 16) if case.head_dim & width]
+    scores = {str(_KEYS): _CONSUMERS * _SCORES * case.head_dim // _STEP}
+    outputs = {str(width): _CONSUMERS * _OUTPUTS * _KEYS // _STEP for width in parts}
+    assert compiled[case.name, "attention_forward_sm90"].columns == scores | outputs
