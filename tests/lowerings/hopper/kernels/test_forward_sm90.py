@@ -18,8 +18,9 @@ SPILLED = 48
 #: of each warpgroup that computes: the scores of the first tile; of each of two loops scores and outputs; the last outputs
 WAITS = 6
 _CONSUMERS = 2
-#: of what the rows of a mask that is all of several parts are computed again with, once in a while
-_SPILLED_AGAIN = 512
+#: of what the rows of a mask that is all of several parts are computed again with, once in a while; the Triton family's, whose products
+#: of 96 dims are two as well
+_SPILLED_AGAIN, _SPILLED_AGAIN_BY_TWO = 512, 1024
 
 #: Each part of a mask, each change of the scores, each pair of head dims.
 _DAILY = (
@@ -50,7 +51,8 @@ def test_little_is_spilled_and_products_do_not_wait_for_each_other(
     assert found.waits == WAITS * _CONSUMERS < found.products
     assert not found.unset
     again = compiled.get((case.name, "attention_again"))
-    assert again is None or again.spilled <= _SPILLED_AGAIN
+    most = _SPILLED_AGAIN_BY_TWO if case in SUMMED else _SPILLED_AGAIN
+    assert again is None or again.spilled <= most
 
 
 _OWN_SIZE = [case for case in SUMMED if max(case.head_dim, case.head_dim_v or 0) <= _KEYS]
