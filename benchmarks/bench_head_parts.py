@@ -3,8 +3,9 @@
     python -m benchmarks.bench_head_parts --budget-seconds 200
 
 A side is "padded"; "summed", products of the head dim's own size; "summed keys", where only the scores have these and values are padded;
-"summed, overlapping", where a warpgroup has its softmax while the tensor cores take the outputs of its tile before; and "summed by 32",
-whose narrowest part has 32 dims. `chosen` marks what sessions get. Head dim 128 is there to compare with: it has one side.
+"summed, overlapping", where a warpgroup has its softmax while the tensor cores take the outputs of its tile before; "summed by 32",
+whose narrowest part has 32 dims; and "summed, three", with three warpgroups and tiles of 64 keys. `chosen` marks what sessions get. Head
+dim 128 is there to compare with: it has one side.
 
 Times are microseconds of the GPU, as in bench_kernels.py, of the forward with the rows that it computes again. `error` is the largest
 difference from the padded side, relative to the largest element. Kernels are compiled in threads before anything is timed. Writes
@@ -22,6 +23,7 @@ import argparse
 import contextlib
 import csv
 import dataclasses
+import fnmatch
 import gc
 import os
 import sys
@@ -40,6 +42,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.choice import head_parts, shape_class
 from attn_compiler.lowerings.hopper import plan
+from attn_compiler.lowerings.hopper.plan import ForwardBlocks
 from attn_compiler.lowerings.shared import ahead, imagined, part_tensors
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_sums, head_dim_tiles
 from attn_compiler.spec import AttentionSpec
@@ -52,8 +55,8 @@ RESULTS = Path(__file__).parent / "results" / "head_parts_h200.csv"
 MEASURED = ("rounds", "p20_us", "p50_us", "p80_us", "tflops", "error", "failure")
 COLUMNS = (*kernel_cases.COLUMNS, "side", "chosen", *MEASURED)
 PADDED, SUMMED = "padded", "summed"
-KEYS, OVERLAPPING, BY_32 = "summed keys", "summed, overlapping", "summed by 32"
-SIDES = (PADDED, SUMMED, KEYS, OVERLAPPING, BY_32)
+KEYS, OVERLAPPING, BY_32, THREE = "summed keys", "summed, overlapping", "summed by 32", "summed, three"
+SIDES = (PADDED, SUMMED, KEYS, OVERLAPPING, BY_32, THREE)
 HEAD_DIMS = ((80, 80), (96, 96), (128, 128), (72, 72), (112, 112), (192, 128))
 SEQLENS = (8192, 2048, 4096, 1024, 16384)
 _TOKENS, _WIDTH = 16384, 2048
@@ -63,9 +66,14 @@ _KINDS: dict[str, dict[str, Any]] = {
     "full": {"causal": False},
     "padded_causal": {"padding": "right"},
     "window": {},
+    "padded": {"padding": "right", "causal": False},
+    "lengths_causal": {"padding": "lengths"},
+    "documents_causal": {"documents": 8},
 }
 _STEP = 32
 _OVERLAPS_UP_TO = 128
+#: stages for which shared memory has room, by the widest sum
+_THREE = {80: 5, 96: 4}
 
 
 def _case(kind: str, *, seqlen: int, head_dim: int, head_dim_v: int) -> Case:
@@ -97,18 +105,23 @@ def products(side: str, spec: AttentionSpec) -> tuple[int, int] | None:
         return tiles
     by_32 = (-(-sums[0] // _STEP) * _STEP, -(-sums[1] // _STEP) * _STEP)
     found = {KEYS: (sums[0], tiles[1]), BY_32: by_32}.get(side, sums)
-    is_same = found == sums if side in (KEYS, BY_32) else side == OVERLAPPING and max(sums) > _OVERLAPS_UP_TO
-    return None if is_same or sums == tiles else found
+    most = {OVERLAPPING: _OVERLAPS_UP_TO, THREE: max(_THREE)}.get(side, max(sums))
+    is_same = side in (KEYS, BY_32) and found == sums
+    return None if is_same or sums == tiles or max(sums) > most else found
 
 
 @contextlib.contextmanager
 def taking(side: str, spec: AttentionSpec) -> Iterator[None]:
     """The forward is that of a side, whatever was measured."""
     dims = products(side, spec)
-    blocks = {
-        limit: dataclasses.replace(each, overlaps=side == OVERLAPPING and limit <= _OVERLAPS_UP_TO)
-        for limit, each in plan.SUMMED.items()
-    }
+    blocks = plan.SUMMED
+    if side == OVERLAPPING:
+        blocks = {limit: dataclasses.replace(each, overlaps=True) for limit, each in blocks.items()}
+    if side == THREE:
+        blocks = {
+            limit: ForwardBlocks(keys=64, stages=stages, query_stages=2, consumers=3, registers=160)
+            for limit, stages in _THREE.items()
+        }
     with (
         mock.patch.object(head_parts, "is_faster", return_value=side != PADDED),
         mock.patch.object(plan, "head_dim_sums", return_value=dims),
@@ -130,13 +143,13 @@ class Built:
         return problem.q, problem.k, problem.v, self.operands[side], problem.text
 
 
-def build(case: Case, device: str) -> Built:
-    """The tensors of a case. The lists of tiles are those that the lowering would make."""
+def build(case: Case, device: str, names: Sequence[str] = SIDES) -> Built:
+    """The tensors of a case. names: of sides. The lists of tiles are those that the lowering would make."""
     problem = kernel_cases.build(case, device=device, dtype=torch.bfloat16, training=False)
     emitter: Any = EagerEmitter(Target.current(device))
     site = kernel_cases.site_of(emitter, problem.q, problem.k, problem.v, problem.given)
     operands = {}
-    for side in SIDES:
+    for side in names:
         if products(side, problem.spec) is None:
             continue
         with taking(side, problem.spec), torch.no_grad():
@@ -170,8 +183,8 @@ def sides_of(built: Built) -> dict[str, Timed]:
     return {side: timed(side) for side in built.operands}
 
 
-def begin(cases: Sequence[Case], device: str) -> list[Future[Any]]:
-    """Start to compile what the sides of these cases launch."""
+def begin(cases: Sequence[Case], device: str, names: Sequence[str] = SIDES) -> list[Future[Any]]:
+    """Start to compile what sides of these cases launch."""
     from attn_compiler.lowerings.shared import compiling
 
     started: list[Future[Any]] = []
@@ -181,7 +194,7 @@ def begin(cases: Sequence[Case], device: str) -> list[Future[Any]]:
         started.extend(pool.begin(*asked))
 
     for case in cases:
-        built = build(case, device)
+        built = build(case, device, names)
         for side in built.operands:
             with taking(side, built.problem.spec):
                 described = imagined.described(built.arguments(side))
@@ -192,15 +205,15 @@ def begin(cases: Sequence[Case], device: str) -> list[Future[Any]]:
 # ---- rows ---------------------------------------------------------------------------------------------------------
 
 
-def measure(case: Case, *, device: str, seconds: float) -> list[dict[str, str]]:
+def measure(case: Case, *, device: str, seconds: float, names: Sequence[str] = SIDES) -> list[dict[str, str]]:
     """A row for each side. Whatever fails becomes its row's `failure`."""
-    names = case.columns
+    columns = case.columns
     try:
-        built = build(case, device)
+        built = build(case, device, names)
         spec = built.problem.spec
         sides = sides_of(built)
         used = kernel_cases.used_queries(case).to(device)
-        rows: dict[str, dict[str, str]] = {name: names | {"side": name} for name in sides}
+        rows: dict[str, dict[str, str]] = {name: columns | {"side": name} for name in sides}
         first = sides[PADDED].run(None)[0].clone()
         for name, side in sides.items():
             rows[name]["chosen"] = "yes" if plan.multiplied(spec) == products(name, spec) else ""
@@ -210,7 +223,7 @@ def measure(case: Case, *, device: str, seconds: float) -> list[dict[str, str]]:
             rows[name] |= {"rounds": str(len(values)), "tflops": f"{case.flops('forward') / p50 / 1e6:.1f}"}
             rows[name] |= {"p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}"}
     except Exception as failure:  # noqa: BLE001 (one broken case must not cost the others, and its row names it)
-        return [names | {"side": "", "failure": bench_kernels.reason(failure, [])}]
+        return [columns | {"side": "", "failure": bench_kernels.reason(failure, [])}]
     return list(rows.values())
 
 
@@ -267,7 +280,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget-seconds", type=float, default=200.0, help="start nothing after this (%(default)s)")
     parser.add_argument("--seconds", type=float, default=0.2, help="timing of a case (%(default)s)")
-    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], metavar="NAME")
+    parser.add_argument("--cases", nargs="+", default=["*"], help="patterns of names")
+    parser.add_argument("--sides", nargs="+", choices=SIDES[1:], default=SIDES[1:], help="beside the padded one")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
@@ -279,18 +293,19 @@ def main() -> int:
 
     start = time.monotonic()
     warnings.simplefilter("ignore")
-    cases = [case for case in CASES if not options.cases or case.name in options.cases]
+    cases = [case for case in CASES if any(fnmatch.fnmatch(case.name, pattern) for pattern in options.cases)]
+    names = (PADDED, *options.sides)
     where = bench_kernels.environment(options.device, options.commit)
     file = harness.CsvFile(options.output, [*COLUMNS, *where])
     # All lengths of a kind and head dim have the same kernels, but for few.
     kinds = {(case.name.rsplit("_s", 1)[0]): case for case in reversed(cases)}
-    wait(begin(list(reversed(kinds.values())), options.device), timeout=options.budget_seconds)
+    wait(begin(list(reversed(kinds.values())), options.device, names), timeout=options.budget_seconds)
     print(f"{time.monotonic() - start:4.0f} s  compiled", flush=True)
     for case in cases:
         if time.monotonic() - start > options.budget_seconds:
             print("no time left for", case.name)
             continue
-        for row in measure(case, device=options.device, seconds=options.seconds):
+        for row in measure(case, device=options.device, seconds=options.seconds, names=names):
             file.add({**row, **where})
         gc.collect()
         torch.cuda.empty_cache()

@@ -34,11 +34,19 @@ def _sides(case: Case) -> dict[str, tuple[int, int]]:
 def test_each_side_has_products_of_its_own() -> None:
     assert _sides(CASE) == {
         "padded": (128, 128), "summed": (80, 80), "summed keys": (80, 128), "summed, overlapping": (80, 80),
-        "summed by 32": (96, 96),
+        "summed by 32": (96, 96), "summed, three": (80, 80),
     }  # fmt: skip
     assert set(_sides(BY_NAME["causal_d96_s8192"])) == set(SIDES) - {"summed by 32"}
     assert _sides(BY_NAME["causal_d128_s8192"]) == {"padded": (128, 128)}
     assert _sides(BY_NAME["causal_d192_128_s8192"]) == {"padded": (256, 128), "summed": (192, 128)}
+
+
+def test_three_warpgroups_have_room_in_shared_memory() -> None:
+    for case in (CASE, BY_NAME["causal_d96_s8192"]):
+        spec = select_cases.spec_of(case, training=False)
+        with bench_head_parts.taking(bench_head_parts.THREE, spec):
+            assert plan.blocks_of(spec).queries == 192
+            assert not plan.leaves_from_queries(spec)
 
 
 def test_one_side_overlaps() -> None:
@@ -49,7 +57,7 @@ def test_one_side_overlaps() -> None:
 
 
 def test_cases_are_of_every_kind_head_dim_and_length() -> None:
-    assert len(BY_NAME) == len(CASES) == 120
+    assert len(BY_NAME) == len(CASES) == 210
     assert {case.head_dim for case in CASES} == {72, 80, 96, 112, 128, 192}
     assert all(case.batch * case.seqlen == 16384 for case in CASES)
 
@@ -62,7 +70,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Timed]:
     built = bench_head_parts.Built(problem=problem, operands={})
     shape = (small.batch, small.heads_q, small.seqlen, small.head_dim_v)
     sides = {name: _side(torch.ones(shape)) for name in SIDES}
-    monkeypatch.setattr(bench_head_parts, "build", lambda case, device: built)
+    monkeypatch.setattr(bench_head_parts, "build", lambda case, device, names: built)
     monkeypatch.setattr(bench_head_parts, "sides_of", lambda built: sides)
     monkeypatch.setattr(bench_head_parts.kernel_cases, "used_queries", lambda case: torch.ones(1, 1, 1, 1, dtype=bool))
     return sides
