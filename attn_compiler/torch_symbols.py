@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -116,3 +118,82 @@ def _hold(
 def simplified(mode: FakeTensorMode, size: sympy.Expr) -> sympy.Expr:
     """A size as the guards of by now have it: a symbol that some op fixed in the meantime is a number."""
     return size if mode.shape_env is None else mode.shape_env.replace(size)
+
+
+# ---- what is known, to be told to another process -----------------------------------------------------------------------
+
+_SYMPY = ("Add", "Mul", "Pow", "Eq", "Ne", "Lt", "Le", "Gt", "Ge", "And", "Or", "Not")
+_PYTORCH = ("CeilToInt", "CleanDiv", "FloorDiv", "Max", "Min", "Mod", "ModularIndexing", "PythonMod")
+#: what sizes and guards are made of, beside symbols and whole numbers, by the names of their classes
+FUNCTIONS: dict[str, Callable[..., sympy.Basic]] = {
+    kind.__name__: kind
+    for kind in (
+        *(getattr(sympy, name) for name in _SYMPY),
+        *(getattr(sympy_functions, name) for name in _PYTORCH if hasattr(sympy_functions, name)),
+    )
+}
+
+
+def env_of(number: torch.SymInt) -> symbolic_shapes.ShapeEnv:
+    """What knows of a number's symbols."""
+    env: symbolic_shapes.ShapeEnv = number.node.shape_env
+    return env
+
+
+def symbols(env: symbolic_shapes.ShapeEnv) -> dict[str, sympy.Symbol]:
+    """By their names."""
+    return {str(symbol): symbol for symbol in env.var_to_range}
+
+
+def knowledge(env: symbolic_shapes.ShapeEnv) -> list[Any] | None:
+    """All that questions about symbols are answered by, but for guards, and for what the symbols are in this call. None where there is more
+    than this tells."""
+    untold = (
+        env.deferred_runtime_asserts,
+        env.unbacked_renamings,
+        env.specializations,
+        getattr(env, "var_to_hint_override", None),
+        env.var_to_range.keys() - env.backed_var_to_val.keys(),
+    )
+    if any(untold):
+        return None
+    settings = fx_config.get_config_copy()  # type: ignore[attr-defined]
+    return [
+        # What a symbol was replaced by may be a symbol that was replaced in turn, until somebody asks.
+        sorted((str(symbol), str(env.replace(symbol)), *_range(env, symbol)) for symbol in env.var_to_range),
+        sorted(map(str, env.divisible)),
+        sorted(map(str, env.size_like)),
+        str(env.settings),
+        sorted((name, str(held)) for name, held in settings.items()),
+    ]
+
+
+def _range(env: symbolic_shapes.ShapeEnv, symbol: sympy.Symbol) -> tuple[str, str]:
+    found = env.bound_sympy(env.replace(symbol))
+    return str(found.lower), str(found.upper)
+
+
+def guards(env: symbolic_shapes.ShapeEnv) -> list[sympy.Basic]:
+    """What every call has to hold, in the order in which it was asked."""
+    return [guard.expr for guard in env.guards]
+
+
+def holds(env: symbolic_shapes.ShapeEnv, condition: sympy.Basic) -> bool:
+    """Whether a condition holds in this call. Adds no guard."""
+    return bool(condition.xreplace(env.backed_var_to_val) == sympy.true)
+
+
+def ask(env: symbolic_shapes.ShapeEnv, condition: sympy.Basic) -> None:
+    """A guard that asks every call for a condition, which holds in this one."""
+    bool(env.create_symboolnode(condition))
+
+
+def unasked(env: symbolic_shapes.ShapeEnv) -> contextlib.AbstractContextManager[None]:
+    """Within the block, questions are answered by this call's sizes, and no guard is added."""
+    return env.suppress_guards()
+
+
+def sized(env: symbolic_shapes.ShapeEnv, size: sympy.Expr) -> int | torch.SymInt:
+    """A size of an expression."""
+    found: int | torch.SymInt = env.create_symintnode(size, hint=None)
+    return found

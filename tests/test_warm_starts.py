@@ -45,9 +45,9 @@ if given.get("regional"):
         layer.compile(backend="attn_compiler", options=given.get("options"))
     run = model
 else:
-    run = torch.compile(model, backend="attn_compiler", options=given.get("options"))
+    run = torch.compile(model, backend="attn_compiler", dynamic=given.get("dynamic"), options=given.get("options"))
 with watched() as seen:
-    out = run(torch.arange(128.0).view(1, 8, 16).sin().requires_grad_())
+    out = run(torch.arange(16.0 * given.get("length", 8)).view(1, -1, 16).sin().requires_grad_())
     out.square().sum().backward()
 counters = torch._dynamo.utils.counters
 if given.get("save"):
@@ -128,6 +128,16 @@ def test_a_second_process_imports_no_passes(tmp_path: Path) -> None:
 def test_checkpoints_of_a_second_process(tmp_path: Path) -> None:
     first = _started(tmp_path, checkpoint=True, options=QUICK)
     _hold(first, _started(tmp_path, ANOTHER, checkpoint=True, options=QUICK), hits=0)
+
+
+def test_a_second_process_finds_symbolic_sizes_of_another_length(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"dynamic": True, "options": QUICK}
+    first, alone = _started(tmp_path, **given), _started(tmp_path / "alone", **given, length=21)
+    second = _started(tmp_path, ANOTHER, **given, length=21)
+    assert (first["from cache"], first["not kept"]) == ([False], [None])
+    assert (second["from cache"], second["ran"], second["counted"]) == ([True], [[]], 1)
+    for what in ("out", "gradient", "report", "code"):
+        assert second[what] == alone[what], what
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -42,11 +43,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptFile:
-    """One file: what was done, what the report said, what was told to other graphs."""
+    """One file: what was done, what the report said, what was told to other graphs.
+
+    guards: that the passes took, of symbolic sizes. known: a digest of what was known of those after that.
+    """
 
     edits: tuple[Edit, ...]
     report: Report
     crossing: Crossing
+    guards: tuple[Any, ...]
+    known: str | None
 
 
 _CODEC = CODEC.beside(
@@ -95,7 +101,9 @@ class Remembered:
             spec, lowering = site.spec, lowerings.by_name(site.decision.lowering)
             if lowering.cannot_build(spec, Target.current(spec.device)):
                 return False
-        return self.keyed is not None and border_records.may_be_told(kept.crossing, self.keyed.modules[0].nodes)
+        if self.keyed is None or not self.keyed.values.sizes.hold(kept.guards):
+            return False
+        return border_records.may_be_told(kept.crossing, self.keyed.modules[0].nodes)
 
     def apply(self, kept: KeptFile) -> Report:
         """Do again what was done, and tell again what was told. Raises whatever it likes for what was not kept by this package."""
@@ -105,6 +113,7 @@ class Remembered:
         mode = torch_tracing.fake_mode_of_values(value for one in self.keyed.modules for value in one.values)
         if kept.edits and mode is None:
             raise Unkeyed("the graph has no fake values")
+        self.keyed.values.sizes.take(kept.guards, kept.known)
         if mode is not None:
             record.apply(self.keyed, kept.edits, mode)
         if self.options.check_invariants:
@@ -132,6 +141,8 @@ class Remembered:
                 edits=record.taken(self.keyed),
                 report=dataclasses.replace(told, graph="", seconds=()),
                 crossing=border_records.taken(self.border, known, module.nodes, module.values),
+                guards=self.keyed.values.sizes.taken(),
+                known=self.keyed.values.sizes.known(),
             )
             self.store.put(self.keyed.text, _CODEC.data(kept))
         if self.why_not is not None:

@@ -6,7 +6,8 @@ What they read, and where it is in the key:
   (targets.py), so other libraries' functions, which may change while their names stay, have no key. Other libraries' ops go by name and
   schema, but for those that tracing looks into.
 - Dynamo's values: dtype, device, shape, strides, offset, gradient, leaf or view, inference, parameter; which are one object, which share
-  memory, how large that memory is; numbers that fake tensors know (values.py). Symbolic sizes and tensors that wrap others have no key.
+  memory, how large that memory is; numbers that fake tensors know (values.py). Tensors that wrap others have no key.
+- symbolic sizes, and all that is known of them but what they are in this call (sizes.py).
 - attributes: the metadata of tensors, and the numbers of those with few. Passes take no number from larger ones.
 - where nodes are from: module paths and stack traces, which reports and notes quote.
 - what is known of inputs that other graphs made, and what those write to (passes/borders.py gives it).
@@ -67,6 +68,7 @@ def of(gm: fx.GraphModule, options: Options, known: Any) -> Keyed:
     found = list(torch_compat.graph_modules(gm))
     places = {module: place for place, module in enumerate(found)}
     modules = tuple(_module(module, places, values, digest) for module in found)
+    digest.add((values.sizes.known(), values.sizes.asked()))
     return Keyed(text=digest.text, modules=modules, values=values)
 
 

@@ -194,5 +194,5 @@ def _made(graph: fx.Graph, new: New, nodes: list[fx.Node], keyed: Keyed, mode: F
 
 
 def _value(data: Any, keyed: Keyed, mode: FakeTensorMode) -> Any:
-    with torch_tracing.beside_modes(mode):
+    with torch_tracing.beside_modes(mode), keyed.values.sizes.unasked():
         return keyed.values.made(data, mode)

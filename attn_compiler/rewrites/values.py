@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from attn_compiler import torch_tracing
 from attn_compiler.rewrites import arguments
 from attn_compiler.rewrites.refusing import Unkeyed
+from attn_compiler.rewrites.sizes import Sizes
 
 #: numbers of a known tensor that are put into a key
 _MOST_NUMBERS = 4096
@@ -19,6 +20,7 @@ class GraphValues:
     """The values of one graph and its bodies, in the order in which they are met: tensors and memory go by when they are met first."""
 
     def __init__(self) -> None:
+        self.sizes = Sizes()
         self._tensors: dict[int, int] = {}
         self._places: dict[int, int] = {}
         self._storages: list[torch.UntypedStorage] = []
@@ -35,8 +37,10 @@ class GraphValues:
             return "float", value.hex()
         if type(value) in (tuple, list, torch.Size):
             return type(value).__name__, *map(self.data_of, value)
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise Unkeyed("a size is symbolic")
+        if isinstance(value, torch.SymInt):
+            return self.sizes.data_of(value)
+        if isinstance(value, (torch.SymFloat, torch.SymBool)):
+            raise Unkeyed("a number that is no size is symbolic")
         if isinstance(value, tuple) and type(value).__module__ == "torch.return_types":
             return type(value).__qualname__, *map(self.data_of, value)
         raise Unkeyed(f"a value of the graph is {type(value).__module__}.{type(value).__qualname__}")
@@ -71,18 +75,16 @@ class GraphValues:
         )
 
     def _sizes(self, value: torch.Tensor) -> tuple[Any, ...]:
-        sizes = (tuple(value.shape), tuple(value.stride()), value.storage_offset())
-        if any(type(size) is not int for size in (*sizes[0], *sizes[1], sizes[2])):
-            raise Unkeyed("a size is symbolic")
-        return sizes
+        shape, stride = (tuple(map(self.sizes.data_of, sizes)) for sizes in (value.shape, value.stride()))
+        return shape, stride, self.sizes.data_of(value.storage_offset())
 
-    def _place(self, value: torch.Tensor) -> tuple[int, int]:
+    def _place(self, value: torch.Tensor) -> tuple[int, Any]:
         """Which memory a tensor is in, and how many bytes that has."""
         storage = value.untyped_storage()
         place = self._places.setdefault(storage._cdata, len(self._places))
         if place == len(self._storages):
             self._storages.append(storage)
-        return place, storage.nbytes()
+        return place, self.sizes.data_of(storage.nbytes())
 
     # ---- for records ------------------------------------------------------------------------------------------------
 
@@ -90,6 +92,8 @@ class GraphValues:
         """A value of a new node, to be made by `made`. Raises Unkeyed."""
         if value is None or type(value) in (bool, int):
             return value
+        if isinstance(value, torch.SymInt):
+            return self.sizes.data_of(value)
         if type(value) in (tuple, list):
             return type(value).__name__, *map(self.record, value)
         if type(value) is not FakeTensor or value.constant is not None or value.is_conj() or value.is_neg():
@@ -109,6 +113,8 @@ class GraphValues:
         if not isinstance(data, (tuple, list)):
             return data
         kind, *parts = data
+        if kind == "size":
+            return self.sizes.made(data)
         if kind in ("tuple", "list"):
             made = [self.made(part, mode) for part in parts]
             return tuple(made) if kind == "tuple" else made
@@ -116,11 +122,12 @@ class GraphValues:
         if kind != "tensor" or not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise Unkeyed(f"a record has the value {data!r}")
         if place == len(self._storages):
-            new = torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
+            new = torch.empty(self.sizes.made(size), dtype=torch.uint8, device="meta").untyped_storage()
             self._places[new._cdata] = place
             self._storages.append(new)
         empty = torch.empty(0, dtype=getattr(torch, dtype), device="meta")
-        meta = empty.set_(self._storages[place], offset, tuple(shape), tuple(stride))
+        lying = (tuple(map(self.sizes.made, sizes)) for sizes in (shape, stride))
+        meta = empty.set_(self._storages[place], self.sizes.made(offset), *lying)
         return torch_tracing.fake(mode, meta, arguments.device_of(device)).requires_grad_(requires_grad)
 
 

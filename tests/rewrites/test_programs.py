@@ -27,12 +27,12 @@ def _checked(program: Program) -> list[Seen]:
     return seen
 
 
-def _hold(rule: str, examples: int) -> Counter[str]:
+def _hold(rule: str, examples: int, *, dynamic: bool = False) -> Counter[str]:
     """Whether a second compilation of each program of a rule is the first one again."""
     counted: Counter[str] = Counter()
     for drawn in searching.draw(Kind(rule=rule), seed=SEED, examples=examples + 1)[1:]:
-        # A check of the first call wants the passes, and symbolic sizes are not kept.
-        program = dataclasses.replace(drawn, verify=False, dynamic=False, others=())
+        # A check of the first call wants the passes.
+        program = dataclasses.replace(drawn, verify=False, others=(), dynamic=drawn.dynamic or dynamic)
         try:
             first = _checked(program)
         except (Left, Wrong):  # The fuzzer's matter, not the cache's.
@@ -45,6 +45,7 @@ def _hold(rule: str, examples: int) -> Counter[str]:
             assert (after.report.from_cache, after.ran) == (True, ()), program.source
             assert after.code == before.code, program.source
             assert after.nodes == before.nodes, program.source
+            assert after.guards == before.guards, program.source
             assert without_times(after.report) == without_times(before.report), program.source
             counted["graphs"] += 1
     return counted
@@ -55,8 +56,14 @@ def test_programs_of_some_rules(rule: str) -> None:
     assert _hold(rule, 2)["graphs"] >= 1
 
 
+@pytest.mark.parametrize("rule", QUICK)
+def test_programs_with_symbolic_sizes(rule: str) -> None:
+    assert _hold(rule, 4, dynamic=True)["graphs"] >= 1
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-def test_programs_of_every_rule(rule: str) -> None:
-    counted = _hold(rule, 10)
-    assert counted["graphs"] >= 5, counted
+def test_programs_of_every_rule(rule: str, dynamic: bool) -> None:
+    counted = _hold(rule, 10, dynamic=dynamic)
+    assert counted["graphs"] >= (3 if dynamic else 5), counted

@@ -7,13 +7,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from attn_compiler import torch_tracing
 from attn_compiler.rewrites.refusing import Unkeyed
 from attn_compiler.rewrites.values import GraphValues
 
 MODE = FakeTensorMode()
+
+
+def symbolic(rows: int, columns: int) -> Any:
+    """A fake tensor whose rows are symbolic."""
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    return mode.from_tensor(torch.empty(rows, columns), symbolic_context=context, source=ConstantSource("x"))
 
 
 def _fake(make: Callable[[], Any]) -> Any:
@@ -135,15 +144,29 @@ def test_what_is_not_all_told_is_refused(make: Callable[[], Any], said: str) -> 
         _text(make())
 
 
-def test_symbolic_sizes_are_refused() -> None:
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+def test_symbolic_sizes_are_expressions() -> None:
+    (x, size), (y, other) = ((x, x.shape[0]) for x in (symbolic(7, 3), symbolic(9, 3)))
+    assert _text(x) == _text(y) != _text(symbolic(3, 7).t())
+    assert _text(size) == _text(other) != _text(size + 1)
+    with pytest.raises(Unkeyed, match="a number that is no size is symbolic"):
+        _text(torch.sym_float(size))
 
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-    x = mode.from_tensor(torch.empty(7), symbolic_context=context)
-    for value in (x, x.shape[0]):
-        with pytest.raises(Unkeyed, match="symbolic"):
-            _text(value)
+
+def test_values_of_symbolic_sizes_are_made_again_for_another_length() -> None:
+    given, again = symbolic(8, 6), symbolic(10, 6)
+    with given.fake_mode:
+        new = [given[2:, :3], given.new_empty((given.shape[0] * 2, 5)), given.shape[0] // 2]
+    told, heard = GraphValues(), GraphValues()
+    told.data_of(given)
+    heard.data_of(again)
+    data = json.loads(json.dumps([told.record(value) for value in new]))
+    with torch_tracing.beside_modes(again.fake_mode):
+        view, whole, half = (heard.made(one, again.fake_mode) for one in data)
+    assert [str(x) for x in (*view.shape, *view.stride(), view.storage_offset())] == [
+        str(x) for x in (*new[0].shape, *new[0].stride(), new[0].storage_offset())
+    ]
+    assert view.untyped_storage()._cdata == again.untyped_storage()._cdata
+    assert (view.shape[0], whole.shape[0], half) == (8, 20, 5)
 
 
 def test_a_tensor_that_autograd_refuses_is_told() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from attn_compiler import passes, torch_compat
+from attn_compiler import passes, torch_compat, torch_symbols, torch_tracing
 from attn_compiler.passes import pipeline
 from attn_compiler.passes.pipeline import Pass
 from attn_compiler.report import Report
@@ -20,13 +20,14 @@ from attn_compiler.report import Report
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """One graph. nodes: of the graph and of its bodies. ran: the passes that ran."""
+    """One graph. nodes: of the graph and of its bodies. ran: the passes that ran. guards: of symbolic sizes."""
 
     nodes: list[dict[str, Any]]
     code: list[str]
     report: Report
     known: Any
     ran: tuple[str, ...]
+    guards: list[str]
 
 
 @contextlib.contextmanager
@@ -53,6 +54,7 @@ def watched() -> Iterator[list[Seen]]:
                 report=rewritten.report,
                 known=rewritten.known,
                 ran=tuple(ran),
+                guards=guards(gm),
             )
         )
         return rewritten
@@ -62,6 +64,20 @@ def watched() -> Iterator[list[Seen]]:
         mock.patch.object(pipeline, "PIPELINE", tuple(map(noting, pipeline.PIPELINE))),
     ):
         yield found
+
+
+def guards(gm: fx.GraphModule) -> list[str]:
+    """All that calls of a graph have to hold, each once, and what is known of symbols."""
+    values = [
+        node.meta.get("example_value") for module in torch_compat.graph_modules(gm) for node in module.graph.nodes
+    ]
+    mode = torch_tracing.fake_mode_of_values(values)
+    if mode is None or mode.shape_env is None:
+        return []
+    return [
+        *sorted({str(guard) for guard in torch_symbols.guards(mode.shape_env)}),
+        str(torch_symbols.knowledge(mode.shape_env)),
+    ]
 
 
 def described(gm: fx.GraphModule) -> list[dict[str, Any]]:
@@ -90,9 +106,11 @@ def _text(arguments: Any) -> str:
 
 
 def _value(x: Any, memory: dict[int, int]) -> Any:
+    if isinstance(x, torch.SymInt):
+        return str(x)  # To compare two would be a guard.
     if not isinstance(x, torch.Tensor):
         return x
-    sizes = x.shape, x.stride(), x.storage_offset()
+    sizes = [str(size) for size in (*x.shape, *x.stride(), x.storage_offset())]
     # What is made on the way and erased again has no number.
     where = memory.setdefault(torch_compat.without_transforms(x).untyped_storage()._cdata, len(memory))
     return type(x).__name__, x.dtype, x.device, x.requires_grad, *sizes, where
