@@ -123,8 +123,11 @@ def simplified(mode: FakeTensorMode, size: sympy.Expr) -> sympy.Expr:
 # ---- what is known, to be told to another process -----------------------------------------------------------------------
 
 _SYMPY = ("Add", "Mul", "Pow", "Eq", "Ne", "Lt", "Le", "Gt", "Ge", "And", "Or", "Not")
-_PYTORCH = ("CeilToInt", "CleanDiv", "FloorDiv", "Max", "Min", "Mod", "ModularIndexing", "PythonMod")
-#: what sizes and guards are made of, beside symbols and whole numbers, by the names of their classes
+_PYTORCH = (
+    *("CeilToInt", "CleanDiv", "FloorDiv", "Max", "Min", "Mod", "ModularIndexing", "PythonMod", "PowByNatural"),
+    *("FloatPow", "FloatTrueDiv", "FloorToInt", "IntTrueDiv", "ToFloat", "TruncToInt", "OpaqueUnaryFn_sqrt"),
+)
+#: what sizes, other symbolic numbers and guards are made of, beside symbols and numbers, by the names of their classes
 FUNCTIONS: dict[str, Callable[..., sympy.Basic]] = {
     kind.__name__: kind
     for kind in (
@@ -134,7 +137,7 @@ FUNCTIONS: dict[str, Callable[..., sympy.Basic]] = {
 }
 
 
-def env_of(number: torch.SymInt) -> symbolic_shapes.ShapeEnv:
+def env_of(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> symbolic_shapes.ShapeEnv:
     """What knows of a number's symbols."""
     env: symbolic_shapes.ShapeEnv = number.node.shape_env
     return env

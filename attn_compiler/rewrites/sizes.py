@@ -1,4 +1,4 @@
-"""Symbolic sizes of one graph: expressions as plain data, what is known of the symbols, and the guards that passes took.
+"""Symbolic sizes and other symbolic numbers of one graph: as plain data, what is known of the symbols, and the guards that passes took.
 
 The key holds what is known, and not what the sizes are in this call. So the same questions have the same answers wherever the key is
 found, but for those that PyTorch answers by this call's sizes. Each of these is a guard: it is kept, holds in the call that a rewrite is
@@ -28,10 +28,10 @@ class Sizes:
         self._asked: list[sympy.Basic] = []
 
     def data_of(self, size: Any) -> Any:
-        """A number, or a symbolic one as data. Raises Unkeyed."""
+        """A whole number, or a symbolic one as data, which may be no size. Raises Unkeyed."""
         if type(size) is int:
             return size
-        if not isinstance(size, torch.SymInt):
+        if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise Unkeyed(f"a size is {type(size).__name__}")
         env = torch_symbols.env_of(size)
         if self._env is None:
@@ -41,7 +41,7 @@ class Sizes:
         return "size", _data(size.node.expr)
 
     def made(self, data: Any) -> Any:
-        """Inverse of `data_of`."""
+        """Inverse of `data_of` for sizes."""
         if type(data) is int:
             return data
         kind, expr = data
@@ -97,6 +97,8 @@ def _data(expr: sympy.Basic) -> Any:
         return "symbol", str(expr)
     if isinstance(expr, sympy.Integer):
         return "number", int(expr)
+    if isinstance(expr, sympy.Float):
+        return "float", float(expr).hex()
     name = type(expr).__name__
     if torch_symbols.FUNCTIONS.get(name) is not type(expr):
         raise Unkeyed(f"a size or a guard has {name}")
@@ -111,6 +113,8 @@ def _expr(data: Any, symbols: dict[str, sympy.Symbol]) -> Any:
     kind, *parts = data
     if kind == "number" and type(parts[0]) is int:
         return sympy.Integer(parts[0])
+    if kind == "float":
+        return sympy.Float(float.fromhex(parts[0]))
     if kind == "symbol" and parts[0] in symbols:
         return symbols[parts[0]]
     if kind not in torch_symbols.FUNCTIONS:

@@ -37,10 +37,8 @@ class GraphValues:
             return "float", value.hex()
         if type(value) in (tuple, list, torch.Size):
             return type(value).__name__, *map(self.data_of, value)
-        if isinstance(value, torch.SymInt):
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self.sizes.data_of(value)
-        if isinstance(value, (torch.SymFloat, torch.SymBool)):
-            raise Unkeyed("a number that is no size is symbolic")
         if isinstance(value, tuple) and type(value).__module__ == "torch.return_types":
             return type(value).__qualname__, *map(self.data_of, value)
         raise Unkeyed(f"a value of the graph is {type(value).__module__}.{type(value).__qualname__}")

@@ -20,7 +20,7 @@ from attn_compiler import cache, rewrites, torch_inductor
 from attn_compiler.options import Options
 from attn_compiler.rewrites import targets
 from tests.rewrites.compiling import attention, compiled, is_again, masked, qkv, why_not
-from tests.rewrites.watching import watched, without_times
+from tests.rewrites.watching import without_times
 
 
 def _same(function: Callable[..., Any], *inputs: Any, **options: Any) -> None:
@@ -277,17 +277,6 @@ def test_another_line_of_the_model_is_another_graph_since_reports_name_it() -> N
 
 
 # ---- what is not looked up or not kept --------------------------------------------------------------------------------
-
-
-def test_a_symbolic_float_is_not_kept() -> None:
-    def model(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return torch.softmax(q @ k.transpose(-2, -1) * scale, -1) @ v
-
-    assert why_not(model, *qkv(), 0.5) is None
-    with watched() as seen:
-        function = torch.compile(model, backend="attn_compiler", dynamic=True, options={"inner": "eager"})
-        function(*qkv(), 0.25)
-    assert seen[0].report.not_kept == "a number that is no size is symbolic"
 
 
 @pytest.mark.parametrize("kind", ["CompositeExplicitAutograd", "CompositeImplicitAutograd"])

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import attn_compiler
+from attn_compiler import torch_symbols
 from attn_compiler.passes import pipeline
 from attn_compiler.passes.pipeline import Pass
 from attn_compiler.rewrites.refusing import Unkeyed
@@ -24,7 +25,7 @@ from tests.rewrites.test_values import symbolic
 from tests.rewrites.watching import Seen, watched, without_times
 
 
-def compiled(function: Callable[..., Any], *calls: list[Tensor], **options: Any) -> list[Seen]:
+def compiled(function: Callable[..., Any], *calls: list[Any], **options: Any) -> list[Seen]:
     """The graphs of calls of one function that is compiled anew, with symbolic sizes. Outputs are eager's."""
     torch._dynamo.reset()
     attn_compiler.reset()
@@ -117,6 +118,26 @@ def test_guards_of_the_passes_are_asked_of_later_calls(length: int, others: tupl
     assert two.guards != one.guards
 
 
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_a_float_that_is_symbolic(is_fixed: bool) -> None:
+    """As models' scales are with dynamic=True. Some kernels take a number, which the passes fix by a guard; others read a tensor."""
+
+    def scaled(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        if is_fixed:
+            return F.scaled_dot_product_attention(q, k, v, scale=scale)
+        return torch.softmax(q @ k.transpose(-2, -1) * scale, -1) @ v
+
+    (first,), (second,), (other,) = (
+        compiled(scaled, [*of_length(length), scale]) for length, scale in ((20, 0.25), (33, 0.25), (33, 0.3))
+    )
+    assert (first.report.from_cache, first.report.not_kept) == (False, None)
+    assert second.report.from_cache
+    assert second.guards == first.guards
+    assert other.report.from_cache is not is_fixed
+    score = other.report.sites[0].spec.score
+    assert (score.scale, score.runtime_scale) == ((0.3, False) if is_fixed else (1.0, True))
+
+
 def test_what_is_known_after_the_guards_is_compared() -> None:
     first, second = symbolic(8, 6), symbolic(10, 6)
     told, heard = Sizes(), Sizes()
@@ -187,6 +208,7 @@ def test_a_function_that_is_not_told_is_refused() -> None:
     size = symbolic(8, 6).shape[0]
     sizes = Sizes()
     sizes.data_of(size)
-    odd: Any = math.trunc(size / 3)
-    with pytest.raises(Unkeyed, match="TruncToInt"):
-        sizes.data_of(odd)
+    with mock.patch.dict(torch_symbols.FUNCTIONS):
+        del torch_symbols.FUNCTIONS["FloorDiv"]
+        with pytest.raises(Unkeyed, match="FloorDiv"):
+            sizes.data_of(size // 3)
