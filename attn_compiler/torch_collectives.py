@@ -15,7 +15,9 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from attn_compiler.context_parallel import slots
 from attn_compiler.context_parallel.layout import joined, split
+from attn_compiler.errors import ContextParallelInput
 from attn_compiler.lowerings.base import NAMESPACE
 from attn_compiler.op_library import LIBRARY
 
@@ -64,6 +66,27 @@ def _to_positions(x: torch.Tensor, size: int, balanced: bool, group: str) -> tor
     """The inverse of `_to_heads`."""
     by_heads = _exchanged(split(x, 2, size, balanced), group)
     return by_heads.movedim(0, 1).flatten(1, 2).clone(memory_format=torch.contiguous_format)
+
+
+def _of_slots(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """(B, H, slots, D) -> (B, H, slots · size, D), in the order of positions (context_parallel/slots.py)."""
+    return slots.joined(parts(x, size, group)).clone(memory_format=torch.contiguous_format)
+
+
+def _same_on_ranks(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """A copy of x, if all ranks have the same. Each rank raises where one differs."""
+    # A few numbers of each position tell whether ranks were given one sequence. Kernels may round in other ways on other machines.
+    by_rank = parts(x[..., :4], size, group).double()
+    is_same = torch.isclose(by_rank, by_rank[:1], rtol=2e-2, atol=1e-3, equal_nan=True).all()
+    if not bool(is_same):
+        raise ContextParallelInput(
+            call="cache",
+            names=("past_key_values",),
+            rule="ranks that share a cache are given the same tokens, each of them the whole prompt",
+            observed=f"new keys of {tuple(x.shape)} that differ between ranks",
+            remedy="Give every rank what rank 0 has, not a part of ContextParallel.shard; seed every rank alike before it samples",
+        )
+    return x.clone()
 
 
 def _with_gradient(
@@ -220,4 +243,15 @@ gathered_sequence = getattr(torch.ops, NAMESPACE).gathered_sequence.default
 summed_over_ranks = getattr(torch.ops, NAMESPACE).summed_over_ranks.default
 heads_for_positions = getattr(torch.ops, NAMESPACE).heads_for_positions.default
 positions_for_heads = getattr(torch.ops, NAMESPACE).positions_for_heads.default
+if not hasattr(getattr(torch.ops, NAMESPACE), "keys_of_slots"):
+    # Caches have no gradients.
+    LIBRARY.define("keys_of_slots(Tensor x, int size, str group) -> Tensor")
+    LIBRARY.impl("keys_of_slots", _of_slots, "Autograd")
+    LIBRARY.impl("keys_of_slots", _of_slots, "CompositeExplicitAutograd")
+    LIBRARY.define("same_on_ranks(Tensor x, int size, str group) -> Tensor")
+    LIBRARY.impl("same_on_ranks", _same_on_ranks, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::same_on_ranks", lambda x, size, group: x.clone(), lib=LIBRARY)
+
+keys_of_slots = getattr(torch.ops, NAMESPACE).keys_of_slots.default
+same_on_ranks = getattr(torch.ops, NAMESPACE).same_on_ranks.default
 sequence_rank = getattr(torch.ops, NAMESPACE).sequence_rank.default

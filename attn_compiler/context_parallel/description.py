@@ -93,6 +93,10 @@ class ContextParallel:
     def __hash__(self) -> int:
         return hash(self.digest)
 
+    def __deepcopy__(self, memo: object) -> ContextParallel:
+        """Itself: it is frozen, and its mesh can't be copied. transformers copies the options of a CompileConfig."""
+        return self
+
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
         """int64 (length,): which positions of the whole sequence this rank has. length: of this rank's part."""
         self._check_part("positions", "length", length)

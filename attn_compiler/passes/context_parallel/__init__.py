@@ -41,9 +41,16 @@ _PATIENCE = 900.0
 
 
 def asked(unit: Unit) -> ContextParallel | None:
-    """What the user gave, if there is more than one rank."""
+    """What the user gave, if there is more than one rank, and each has a part of the sequence.
+
+    A graph that takes keys out of a cache which ranks share is none such: each rank is given all new tokens, and the cache gives all keys.
+    """
     found = unit.options.context_parallel
-    return None if found is None or found.size == 1 else found
+    return None if found is None or found.size == 1 or _shares_cache(unit) else found
+
+
+def _shares_cache(unit: Unit) -> bool:
+    return any(node.target is torch_collectives.keys_of_slots for node in unit.graph.nodes)
 
 
 def longer(unit: Unit) -> dict[int, int]:
@@ -69,6 +76,9 @@ def run(unit: Unit, mirror: Mirror) -> None:
     positions."""
     cp = asked(unit)
     if cp is None:
+        if _shares_cache(unit):
+            for site in unit.sites:
+                site.notes.append("context parallel: keys of a cache that ranks share are gathered in each call")
         return
     error: Exception | None = None
     # As the graph came: the rewrite may fail halfway.

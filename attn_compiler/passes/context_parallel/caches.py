@@ -36,8 +36,8 @@ def check(mirror: Mirror, site: Site, replicated: tuple[str, ...]) -> None:
             "attention reads keys of this call alone: a cache would hold this rank's positions of earlier calls, and not those of others",
             f"keys that are kept in {name}",
             at=site.match.out,
-            remedy="call the model with use_cache=False; to decode, compile the model without context_parallel, and give every rank the "
-            "whole prompt",
+            remedy="call the model with use_cache=False; to decode, give every rank the whole prompt, and past_key_values="
+            "ShardedCache(...) of attn_compiler.integrations.transformers_cache",
         )
 
 

@@ -1,0 +1,46 @@
+"""Which rank keeps which position of a cache: position p is slot p // size of rank p % size. Functions that can be traced.
+
+So ranks hold as many positions as each other at every length, and nothing moves when the sequence grows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def count(length: int, size: int) -> int:
+    """How many slots each of `size` ranks needs for `length` positions."""
+    return -(-length // size)
+
+
+def positions(slots: int, size: int, rank: Tensor) -> Tensor:
+    """(slots,): int64, the position of each slot of a rank. rank: (), int64."""
+    return torch.arange(slots, device=rank.device) * size + rank
+
+
+def joined(by_rank: Tensor) -> Tensor:
+    """(size, B, H, slots, D) -> (B, H, slots · size, D), in the order of positions."""
+    return torch.flatten(torch.movedim(by_rank, 0, 3), 2, 3)
+
+
+def write(kept: Tensor, new: Tensor, start: Tensor, size: int, rank: Tensor) -> None:
+    """Put what a rank keeps of new positions into its slots. The others of them are not for this rank.
+
+    kept: (B, H, slots, D), written in place. new: (B, H, n, D), the same on all ranks. start: (), int64, the position of the first of them.
+    rank: (), int64. Positions beyond the slots are an index out of range on every rank.
+    """
+    slots, length = kept.shape[2], new.shape[2]
+    first = torch.div(start - rank + size - 1, size, rounding_mode="floor")
+    at = first + torch.arange(count(length, size), device=new.device)
+    place = at * size + rank - start
+    is_own = place < length
+    # A rank may have one position less than others. What is left over writes once more what its first slot has.
+    at = torch.where(is_own, at, first.clamp(max=slots - 1))
+    place = torch.where(is_own, place, place[:1]).clamp(max=length - 1)
+    values = new.index_select(2, place)
+    at = torch.where(start + length > slots * size, slots, at)
+    if at.shape[0] == 1:
+        held = kept.index_select(2, at.clamp(max=slots - 1))
+        values = torch.where(is_own, values, held)
+    kept.index_copy_(2, at, values)

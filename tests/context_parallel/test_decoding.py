@@ -1,0 +1,137 @@
+"""Decoding with a cache that ranks share: the tokens and logits of one process, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from attn_compiler import ContextParallel
+from attn_compiler.context_parallel import slots
+from attn_compiler.errors import AttnCompilerError
+from tests.context_parallel import decoding
+from tests.context_parallel.decoding import NEW, RUNS, Found, Run
+from tests.distributed import processes
+
+_UNCOMPILED = [run for run in RUNS if not run.compiled]
+
+
+@pytest.fixture(scope="module")
+def by_two() -> dict[str, list[Found]]:
+    return _by_name(RUNS, processes.run(decoding.measured, RUNS, size=2))
+
+
+@pytest.fixture(scope="module")
+def by_three() -> dict[str, list[Found]]:
+    return _by_name(_UNCOMPILED, processes.run(decoding.measured, _UNCOMPILED, size=3))
+
+
+def _by_name(runs: list[Run], by_rank: list[list[Found]]) -> dict[str, list[Found]]:
+    return {run.name: [found[i] for found in by_rank] for i, run in enumerate(runs)}
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_two_ranks_generate_what_one_process_generates(by_two: dict[str, list[Found]], run: Run) -> None:
+    _check(by_two[run.name], run, 2)
+
+
+@pytest.mark.parametrize("run", _UNCOMPILED, ids=lambda run: run.name)
+def test_so_do_three_of_which_some_keep_a_position_less(by_three: dict[str, list[Found]], run: Run) -> None:
+    _check(by_three[run.name], run, 3)
+
+
+def _check(found: list[Found], run: Run, size: int) -> None:
+    for one in found:
+        assert one.error < 1e-12
+        assert one.tokens == one.expected
+        assert one.slots == -(-(run.prompt + NEW) // size)
+        assert (
+            "context parallel: keys of a cache that ranks share are gathered in each call" in one.notes
+        ) == run.compiled
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("pieces", [(7, 1, 1, 1), (2, 1, 3, 5), (1,) * 9, (12,)])
+def test_each_position_is_kept_once_and_comes_back_in_order(size: int, pieces: tuple[int, ...]) -> None:
+    kept = [torch.zeros(2, 1, slots.count(12, size), 3) for _ in range(size)]
+    whole = torch.randn(2, 1, sum(pieces), 3)
+    start = 0
+    for length in pieces:
+        for rank, one in enumerate(kept):
+            slots.write(one, whole[:, :, start : start + length], torch.tensor(start), size, torch.tensor(rank))
+        start += length
+    found = slots.joined(torch.stack(kept))
+    assert torch.equal(found[:, :, :start], whole)
+    assert not found[:, :, start:].any()
+    assert slots.positions(4, size, torch.tensor(0)).tolist() == [0, size, 2 * size, 3 * size]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_what_does_not_fit_is_an_error_on_every_rank(rank: int, length: int) -> None:
+    kept = torch.zeros(1, 1, 3, 2)
+    with pytest.raises(IndexError):
+        slots.write(kept, torch.ones(1, 1, length, 2), torch.tensor(7 - length), 2, torch.tensor(rank))
+    slots.write(kept, torch.ones(1, 1, length, 2), torch.tensor(6 - length), 2, torch.tensor(rank))
+
+
+def _refusals(size: int) -> dict[str, str]:
+    """To be called on every rank: what each call that is not supported raises."""
+    from transformers import MistralConfig, T5Config
+
+    from attn_compiler.integrations.transformers_cache import ShardedCache
+
+    cp = ContextParallel(init_device_mesh("cpu", (size,)))
+    run = Run()
+    model, given = decoding.build(run), decoding.inputs(run)
+
+    def cache() -> Any:
+        return ShardedCache(model.config, cp, max_cache_len=16)
+
+    def other_tokens() -> None:
+        ids = given["input_ids"] if dist.get_rank() == 0 else given["input_ids"].flip(1)
+        model.generate(ids, past_key_values=cache(), max_new_tokens=1, do_sample=False)
+
+    def gradients() -> None:
+        model(**given, past_key_values=cache())
+
+    def beams() -> None:
+        model.generate(**given, past_key_values=cache(), max_new_tokens=3, do_sample=False, num_beams=2)
+
+    calls = {
+        "other tokens": other_tokens,
+        "gradients": gradients,
+        "beams": beams,
+        "window": lambda: ShardedCache(MistralConfig(sliding_window=8), cp, max_cache_len=16),
+        "encoder": lambda: ShardedCache(T5Config(), cp, max_cache_len=16),
+        "crop": lambda: cache().crop(1),
+        "repeat": lambda: cache().batch_repeat_interleave(2),
+        "select": lambda: cache().batch_select_indices(torch.tensor([0])),
+    }
+    return {name: _raised(call) for name, call in calls.items()}
+
+
+def _raised(call: Any) -> str:
+    try:
+        call()
+    except AttnCompilerError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_a_shared_cache_can_not_do_is_refused_on_every_rank() -> None:
+    words = {
+        "other tokens": "differ between ranks",
+        "gradients": "no gradients",
+        "beams": "beam search",
+        "window": "sliding_attention",
+        "encoder": "encoder",
+        "crop": "crop",
+        "repeat": "batch_repeat_interleave",
+        "select": "batch_select_indices",
+    }
+    for found in processes.run(_refusals, 2):
+        assert {name: words[name] in text for name, text in found.items()} == dict.fromkeys(words, True), found
