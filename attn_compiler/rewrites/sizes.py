@@ -20,7 +20,7 @@ from attn_compiler import torch_symbols
 from attn_compiler.rewrites.refusing import Unkeyed
 
 
-class Sizes:
+class SymbolSizes:
     """Of one graph and its bodies. There is nothing to tell until a size is met."""
 
     def __init__(self) -> None:

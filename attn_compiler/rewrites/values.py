@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from attn_compiler import torch_tracing
 from attn_compiler.rewrites import arguments
 from attn_compiler.rewrites.refusing import Unkeyed
-from attn_compiler.rewrites.sizes import Sizes
+from attn_compiler.rewrites.sizes import SymbolSizes
 
 #: numbers of a known tensor that are put into a key
 _MOST_NUMBERS = 4096
@@ -20,7 +20,7 @@ class GraphValues:
     """The values of one graph and its bodies, in the order in which they are met: tensors and memory go by when they are met first."""
 
     def __init__(self) -> None:
-        self.sizes = Sizes()
+        self.sizes = SymbolSizes()
         self._tensors: dict[int, int] = {}
         self._places: dict[int, int] = {}
         self._storages: list[torch.UntypedStorage] = []

@@ -19,7 +19,7 @@ from attn_compiler import torch_symbols
 from attn_compiler.passes import pipeline
 from attn_compiler.passes.pipeline import Pass
 from attn_compiler.rewrites.refusing import Unkeyed
-from attn_compiler.rewrites.sizes import Sizes
+from attn_compiler.rewrites.sizes import SymbolSizes
 from tests.rewrites.compiling import attention, masked, qkv
 from tests.rewrites.test_values import symbolic
 from tests.rewrites.watching import Seen, watched, without_times
@@ -140,7 +140,7 @@ def test_a_float_that_is_symbolic(is_fixed: bool) -> None:
 
 def test_what_is_known_after_the_guards_is_compared() -> None:
     first, second = symbolic(8, 6), symbolic(10, 6)
-    told, heard = Sizes(), Sizes()
+    told, heard = SymbolSizes(), SymbolSizes()
     for sizes, x in ((told, first), (heard, second)):
         sizes.data_of(x.shape[0])
     assert told.known() == heard.known()
@@ -151,10 +151,10 @@ def test_what_is_known_after_the_guards_is_compared() -> None:
     assert told.known() != heard.known()
     with pytest.raises(Unkeyed, match="something else"):
         heard.take(guards, "another")
-    again = Sizes()
+    again = SymbolSizes()
     again.data_of(symbolic(12, 6).shape[0])
     again.take(guards, told.known())
-    third = Sizes()
+    third = SymbolSizes()
     third.data_of(symbolic(4, 6).shape[0])
     assert not third.hold(guards)
 
@@ -162,7 +162,7 @@ def test_what_is_known_after_the_guards_is_compared() -> None:
 def test_expressions_come_back() -> None:
     x = symbolic(8, 6)
     size = x.shape[0]
-    sizes = Sizes()
+    sizes = SymbolSizes()
     for one in (
         size,
         size + 1,
@@ -178,7 +178,7 @@ def test_expressions_come_back() -> None:
 
 
 def test_what_is_not_from_here_is_refused() -> None:
-    sizes = Sizes()
+    sizes = SymbolSizes()
     with pytest.raises(Unkeyed, match="the graph none"):
         sizes.hold([["symbol", "s0"]])
     with pytest.raises(Unkeyed, match="has the size"):
@@ -198,7 +198,7 @@ def test_a_size_that_data_decides_has_no_key() -> None:
     env = ShapeEnv()
     with FakeTensorMode(shape_env=env):
         size: Any = env.create_unbacked_symint()
-    sizes = Sizes()
+    sizes = SymbolSizes()
     sizes.data_of(size)
     with pytest.raises(Unkeyed, match="more is known"):
         sizes.known()
@@ -206,7 +206,7 @@ def test_a_size_that_data_decides_has_no_key() -> None:
 
 def test_a_function_that_is_not_told_is_refused() -> None:
     size = symbolic(8, 6).shape[0]
-    sizes = Sizes()
+    sizes = SymbolSizes()
     sizes.data_of(size)
     with mock.patch.dict(torch_symbols.FUNCTIONS):
         del torch_symbols.FUNCTIONS["FloorDiv"]
