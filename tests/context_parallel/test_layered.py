@@ -79,16 +79,20 @@ def test_each_rank_has_its_share_of_the_heads(results: dict[str, list[Result]], 
         assert set(result.heads) == {run.heads[0] // (4 if exchanged else 2)}
 
 
+#: what one rank finds wrong is raised while the first graph is compiled or runs, and a layer's is smaller than the model's
+_ONE_LAYER = Run(way="tp", compiled="layers")
+
+
 def test_an_error_for_some_heads_is_one_on_every_rank() -> None:
     """The others would wait for it in the collectives of tensor parallelism."""
     own, others = "this rank has heads that it can take", "all ranks compile the same graph"
-    found = processes.run(layered.failing_for_some_heads, Run(way="tp"), size=4)
+    found = processes.run(layered.failing_for_some_heads, _ONE_LAYER, size=4)
     assert [str(one.error).count(own) > 0 for one in found] == [False, True, False, True]
     assert [str(one.error).count(others) > 0 for one in found] == [True, False, True, False]
 
 
 def test_a_mismatch_for_some_heads_is_raised_on_every_rank() -> None:
-    found = processes.run(layered.misplaced_for_some_heads, Run(way="tp"), size=4)
+    found = processes.run(layered.misplaced_for_some_heads, _ONE_LAYER, size=4)
     assert len({one.error for one in found}) == 1
     assert "over the whole sequence is not the model's own" in str(found[0].error)
     assert "on rank 1" in str(found[0].error)
