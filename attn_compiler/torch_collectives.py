@@ -238,12 +238,6 @@ if not hasattr(getattr(torch.ops, NAMESPACE), "gathered_sequence"):
     LIBRARY.define("sequence_rank(Tensor like, str group) -> Tensor")
     LIBRARY.impl("sequence_rank", _sequence_rank, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::sequence_rank", _fake_sequence_rank, lib=LIBRARY)
-
-gathered_sequence = getattr(torch.ops, NAMESPACE).gathered_sequence.default
-summed_over_ranks = getattr(torch.ops, NAMESPACE).summed_over_ranks.default
-heads_for_positions = getattr(torch.ops, NAMESPACE).heads_for_positions.default
-positions_for_heads = getattr(torch.ops, NAMESPACE).positions_for_heads.default
-if not hasattr(getattr(torch.ops, NAMESPACE), "keys_of_slots"):
     # Caches have no gradients.
     LIBRARY.define("keys_of_slots(Tensor x, int size, str group) -> Tensor")
     LIBRARY.impl("keys_of_slots", _of_slots, "Autograd")
@@ -252,6 +246,10 @@ if not hasattr(getattr(torch.ops, NAMESPACE), "keys_of_slots"):
     LIBRARY.impl("same_on_ranks", _same_on_ranks, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::same_on_ranks", lambda x, size, group: x.clone(), lib=LIBRARY)
 
+gathered_sequence = getattr(torch.ops, NAMESPACE).gathered_sequence.default
+summed_over_ranks = getattr(torch.ops, NAMESPACE).summed_over_ranks.default
+heads_for_positions = getattr(torch.ops, NAMESPACE).heads_for_positions.default
+positions_for_heads = getattr(torch.ops, NAMESPACE).positions_for_heads.default
 keys_of_slots = getattr(torch.ops, NAMESPACE).keys_of_slots.default
 same_on_ranks = getattr(torch.ops, NAMESPACE).same_on_ranks.default
 sequence_rank = getattr(torch.ops, NAMESPACE).sequence_rank.default

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import dataclasses
 import fnmatch
 import gc
@@ -36,8 +35,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from attn_compiler.lowerings.choice import head_parts, shape_class
@@ -244,24 +241,16 @@ def rows_of(measured: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
 
 def write_rows(path: Path, measured: Sequence[Mapping[str, str]]) -> None:
     """Put them into the file that decides, in place of its rows of the same cases."""
-    found = rows_of(measured)
-    cases = {row["case"] for row in found}
-    kept = [row for row in harness.read(path) if row["case"] not in cases]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, head_parts.COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows([*kept, *found])
+    harness.replace_rows(path, head_parts.COLUMNS, rows_of(measured))
 
 
 def print_table(rows: Sequence[Mapping[str, str]]) -> None:
     """A line for each case: TFLOP/s of each side, the chosen one in green."""
-    table = Table(title="forward, TFLOP/s on allowed pairs, medians")
-    for column in ("case", *SIDES):
-        table.add_column(column)
-    for case in dict.fromkeys(row["case"] for row in rows):
-        of_case = {row["side"]: row for row in rows if row["case"] == case}
-        table.add_row(case, *(_cell(of_case.get(name, of_case.get("", {}))) for name in SIDES))
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+    def cell(of_case: Mapping[str, Mapping[str, str]], name: str) -> str:
+        return _cell(of_case.get(name, of_case.get("", {})))
+
+    harness.print_sides(rows, SIDES, cell, title="forward, TFLOP/s on allowed pairs, medians", width=140)
 
 
 def _cell(row: Mapping[str, str]) -> str:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import dataclasses
 import functools
 import gc
@@ -35,8 +34,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from attn_compiler.lowerings.choice import in_order, shape_class
@@ -259,9 +256,10 @@ def rows_of(measured: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
             and row.get("tflops")
             and row["case"] in triton
         ):
-            shape = shape_class.of(select_cases.spec_of(by_name[row["case"]], training=True))
+            spec = select_cases.spec_of(by_name[row["case"]], training=True)
+            shape = shape_class.of(spec)
             first, last = next((a, b) for a, b in _HEAD_DIMS if a <= (shape.head_dim or 0) <= b)
-            values = (shape.band if shape.mask in shape_class.BY_BAND else shape.mask, shape.band, first, last)
+            values = (shape_class.sort_of_mask(spec), shape.band, first, last)
             speeds = (row["seqlen"], row["heads_at_once"], row["tflops"], triton[row["case"]]["tflops"])
             found.append(
                 dict(zip(in_order.COLUMNS, map(str, (*values, *speeds, row["date"], row["case"])), strict=True))
@@ -271,25 +269,17 @@ def rows_of(measured: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
 
 def write_rows(path: Path, measured: Sequence[Mapping[str, str]]) -> None:
     """Put them into the file that decides, in place of its rows of the same cases."""
-    found = rows_of(measured)
-    cases = {row["case"] for row in found}
-    kept = [row for row in harness.read(path) if row["case"] not in cases]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, in_order.COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows([*kept, *found])
+    harness.replace_rows(path, in_order.COLUMNS, rows_of(measured))
 
 
 def print_table(rows: Sequence[Mapping[str, str]]) -> None:
     """A line for each case: TFLOP/s of each side, the chosen one in green, those whose bits differ in yellow."""
     names = list(dict.fromkeys(row["side"] for row in rows))
-    table = Table(title="backward, TFLOP/s on allowed pairs, medians")
-    for column in ("case", *names):
-        table.add_column(column)
-    for case in dict.fromkeys(row["case"] for row in rows):
-        of_case = {row["side"]: row for row in rows if row["case"] == case}
-        table.add_row(case, *(_cell(of_case[name]) if name in of_case else "" for name in names))
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+
+    def cell(of_case: Mapping[str, Mapping[str, str]], name: str) -> str:
+        return _cell(of_case[name]) if name in of_case else ""
+
+    harness.print_sides(rows, names, cell, title="backward, TFLOP/s on allowed pairs, medians", width=180)
 
 
 def _cell(row: Mapping[str, str]) -> str:

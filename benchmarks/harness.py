@@ -187,6 +187,16 @@ def read(path: Path, *, missing_ok: bool = False) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def replace_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> None:
+    """Put rows into a file that is there, in place of its rows of the same cases."""
+    cases = {row["case"] for row in rows}
+    kept = [row for row in read(path) if row["case"] not in cases]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([*kept, *rows])
+
+
 class CsvFile:
     """Rows that are on disk as soon as they are added, so that a run that is cut off keeps what it measured."""
 
@@ -227,6 +237,25 @@ def print_table(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> None
             row["numerics"] if row["numerics"] == "ok" else f"[red]{row['numerics']}",
         )
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def print_sides(
+    rows: Sequence[Mapping[str, str]],
+    names: Sequence[str],
+    cell: Callable[[Mapping[str, Mapping[str, str]], str], str],
+    *,
+    title: str,
+    width: int,
+) -> None:
+    """A line for each case, with a cell for each side. cell: of the rows of a case by their sides, and a side's name. width: without a
+    terminal."""
+    table = Table(title=title)
+    for column in ("case", *names):
+        table.add_column(column)
+    for case in dict.fromkeys(row["case"] for row in rows):
+        of_case = {row["side"]: row for row in rows if row["case"] == case}
+        table.add_row(case, *(cell(of_case, name) for name in names))
+    Console(width=None if sys.stdout.isatty() else width).print(table)
 
 
 def failures(rows: Sequence[Mapping[str, str]]) -> int:

@@ -5,6 +5,8 @@ So ranks hold as many positions as each other at every length, and nothing moves
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,23 +26,24 @@ def joined(by_rank: Tensor) -> Tensor:
     return torch.flatten(torch.movedim(by_rank, 0, 3), 2, 3)
 
 
-def write(kept: Tensor, new: Tensor, start: Tensor, size: int, rank: Tensor) -> None:
-    """Put what a rank keeps of new positions into its slots. The others of them are not for this rank.
+def write(kept: Sequence[Tensor], new: Sequence[Tensor], start: Tensor, size: int, rank: Tensor) -> None:
+    """Put what a rank keeps of new positions into its slots. The other positions are not for this rank.
 
-    kept: (B, H, slots, D), written in place. new: (B, H, n, D), the same on all ranks. start: (), int64, the position of the first of them.
-    rank: (), int64. Positions beyond the slots are an index out of range on every rank.
+    kept: keys and values, (B, H, slots, D), written in place. new: of each, (B, H, n, D), the same on all ranks. start: (), int64, the
+    position of the first of them. rank: (), int64. Positions beyond the slots are an index out of range on every rank.
     """
-    slots, length = kept.shape[2], new.shape[2]
+    slots, length = kept[0].shape[2], new[0].shape[2]
     first = torch.div(start - rank + size - 1, size, rounding_mode="floor")
-    at = first + torch.arange(count(length, size), device=new.device)
+    at = first + torch.arange(count(length, size), device=new[0].device)
     place = at * size + rank - start
     is_own = place < length
-    # A rank may have one position less than others. What is left over writes once more what its first slot has.
+    # A rank may keep one new position less than others. Then it writes its first slot twice, with the same values.
     at = torch.where(is_own, at, first.clamp(max=slots - 1))
     place = torch.where(is_own, place, place[:1]).clamp(max=length - 1)
-    values = new.index_select(2, place)
     at = torch.where(start + length > slots * size, slots, at)
-    if at.shape[0] == 1:
-        held = kept.index_select(2, at.clamp(max=slots - 1))
-        values = torch.where(is_own, values, held)
-    kept.index_copy_(2, at, values)
+    for held, come in zip(kept, new, strict=True):
+        values = come.index_select(2, place)
+        if at.shape[0] == 1:
+            # A rank that keeps none of them writes back what its slot holds.
+            values = torch.where(is_own, values, held.index_select(2, at.clamp(max=slots - 1)))
+        held.index_copy_(2, at, values)

@@ -47,8 +47,7 @@ class ShardedLayer(StaticLayer):  # type: ignore[no-untyped-call]
             key_states = torch_collectives.same_on_ranks(key_states, self._size, self._group)
         rank = torch_collectives.sequence_rank(self.cumulative_length, self._group).to(torch.int64)
         own: tuple[Any, Any] = (self.keys, self.values)
-        for kept, new in zip(own, (key_states, value_states), strict=True):
-            slots.write(kept, new, self.cumulative_length, self._size, rank)
+        slots.write(own, (key_states, value_states), self.cumulative_length, self._size, rank)
         self.cumulative_length.add_(key_states.shape[-2])
         keys, values = (torch_collectives.keys_of_slots(kept, self._size, self._group) for kept in own)
         return keys, values

@@ -1,8 +1,9 @@
 """Symbolic sizes and other symbolic numbers of one graph: as plain data, what is known of the symbols, and the guards that passes took.
 
-The key holds what is known, and not what the sizes are in this call. So the same questions have the same answers wherever the key is
-found, but for those that PyTorch answers by this call's sizes. Each of these is a guard: it is kept, holds in the call that a rewrite is
-done again for, and is asked of every later one. What is known after that has to be what was known after the passes (docs/warm_starts.md).
+The key holds what is known of the symbols. It does not hold the sizes of this call. So a question has the same answer wherever the key is
+found, unless PyTorch answers it by this call's sizes. Each such answer is a guard. The file keeps these guards. A rewrite is done again
+only for a call in which all of them hold, and every later call is asked for them. Afterwards as much must be known of the symbols as was
+known after the passes (docs/warm_starts.md).
 """
 
 from __future__ import annotations

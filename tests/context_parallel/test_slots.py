@@ -16,7 +16,7 @@ def test_each_position_is_kept_once_and_comes_back_in_order(size: int, pieces: t
     start = 0
     for length in pieces:
         for rank, one in enumerate(kept):
-            slots.write(one, whole[:, :, start : start + length], torch.tensor(start), size, torch.tensor(rank))
+            slots.write((one,), (whole[:, :, start : start + length],), torch.tensor(start), size, torch.tensor(rank))
         start += length
     found = slots.joined(torch.stack(kept))
     assert torch.equal(found[:, :, :start], whole)
@@ -29,5 +29,5 @@ def test_each_position_is_kept_once_and_comes_back_in_order(size: int, pieces: t
 def test_what_does_not_fit_is_an_error_on_every_rank(rank: int, length: int) -> None:
     kept = torch.zeros(1, 1, 3, 2)
     with pytest.raises(IndexError):
-        slots.write(kept, torch.ones(1, 1, length, 2), torch.tensor(7 - length), 2, torch.tensor(rank))
-    slots.write(kept, torch.ones(1, 1, length, 2), torch.tensor(6 - length), 2, torch.tensor(rank))
+        slots.write((kept,), (torch.ones(1, 1, length, 2),), torch.tensor(7 - length), 2, torch.tensor(rank))
+    slots.write((kept,), (torch.ones(1, 1, length, 2),), torch.tensor(6 - length), 2, torch.tensor(rank))

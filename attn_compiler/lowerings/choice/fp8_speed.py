@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.fp8_recipe import CurrentScaling
 from attn_compiler.lowerings.base import FP8
-from attn_compiler.lowerings.choice import shape_class
+from attn_compiler.lowerings.choice import nearest, shape_class
 from attn_compiler.lowerings.shared import parts
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -140,20 +139,11 @@ def estimate(lowering: str, spec: AttentionSpec, like: SpeedRow | None = None) -
     if asked is None:
         return None
     wanted = (asked.keys, asked.seqlen) if like is None else (like.keys, like.seqlen)
-    near = [
-        (_distance((row.keys, row.seqlen), wanted), row)
-        for row in rows()
-        if row.lowering == lowering and row.fits(asked)
-    ]
-    nearest = min((distance for distance, _ in near), default=None)
-    there = [row for distance, row in near if distance == nearest]
+    fitting = [row for row in rows() if row.lowering == lowering and row.fits(asked)]
+    there = nearest.of(fitting, lambda row: (row.keys, row.seqlen), wanted)
     there = [row for row in there if row.grouped == asked.grouped] or there
     own = [row for row in there if row.scaling in ("", asked.scaling)]
     return max(own or there, key=lambda row: row.tflops, default=None)
-
-
-def _distance(sizes: tuple[float, int], wanted: tuple[float, int]) -> tuple[float, ...]:
-    return tuple(abs(math.log(max(a, 1)) - math.log(max(b, 1))) for a, b in zip(sizes, wanted, strict=True))
 
 
 def sizes_of(spec: AttentionSpec) -> tuple[float, int] | None:

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import csv
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from attn_compiler.lowerings.choice import shape_class
+from attn_compiler.lowerings.choice import nearest, shape_class
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_sums, head_dim_tiles
 from attn_compiler.spec import AttentionSpec
 
 MEASURED = Path(__file__).with_name("head_parts_sm90.csv")
 #: columns of MEASURED, in its order
 COLUMNS = tuple("mask band head_dim_qk head_dim_v seqlen summed padded since case".split())
-#: Of a shape with so many times fewer positions than the shortest row, or so many times more keys than queries, nothing is known.
-_FAR = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,12 +59,6 @@ def is_faster(spec: AttentionSpec) -> bool:
         return False
     sort = shape_class.sort_of_mask(spec), shape_class.of(spec).band
     there = [row for row in rows() if (row.mask, row.band) == sort and row.head_dims == head_dims]
-    shorter, longer = seqlens
-    if not there or _FAR * shorter < min(row.seqlen for row in there) or longer > _FAR * shorter:
+    if not there or nearest.is_far(seqlens, min(row.seqlen for row in there)):
         return False
-    nearest = min(_distance(row, shorter) for row in there)
-    return all(row.summed > row.padded for row in there if _distance(row, shorter) == nearest)
-
-
-def _distance(row: PartsRow, seqlen: int) -> float:
-    return abs(math.log(row.seqlen) - math.log(max(seqlen, 1)))
+    return all(row.summed > row.padded for row in nearest.of(there, lambda row: (row.seqlen,), seqlens[:1]))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import csv
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.choice import shape_class
+from attn_compiler.lowerings.choice import nearest, shape_class
 from attn_compiler.lowerings.shared import persistent
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -25,8 +24,6 @@ MEASURED = Path(__file__).with_name("in_order_sm90.csv")
 COLUMNS = tuple("mask band head_dim_from head_dim_to seqlen heads in_order triton since case".split())
 #: what the other side is called
 OTHER = "triton"
-#: Of a shape with so many times fewer positions than the shortest row, or so many times more keys than queries, nothing is known.
-_FAR = 2
 _RULE = "the backward that adds up in one order was measured to be faster than Triton's for such a shape"
 _REMEDY = (
     "torch.use_deterministic_algorithms(False), if the last bits of gradients may differ from run to run, takes the backward that adds up "
@@ -88,11 +85,11 @@ def check(spec: AttentionSpec, target: Target) -> list[Reason]:
     if not there:
         return [_refused(f"no row of a mask and head dims like these, {_sort_words(spec)}", _REMEDY)]
     least = min(row.seqlen for row in there)
-    if _FAR * shorter < least or longer > _FAR * shorter:
+    if nearest.is_far((shorter, longer), least):
         return [_refused(f"lengths of {shorter} and {longer}, and the nearest row has S {least}", _REMEDY)]
     wanted = (shorter, persistent.heads_at_once(heads, target.processors))
-    nearest = min(_distance(row, wanted) for row in there)
-    slower = [row for row in there if _distance(row, wanted) == nearest and row.in_order <= row.triton]
+    near = nearest.of(there, lambda row: (row.seqlen, row.heads), wanted)
+    slower = [row for row in near if row.in_order <= row.triton]
     return [_refused(slower[0].words, _REMEDY)] if slower else []
 
 
@@ -125,8 +122,3 @@ def _sort_words(spec: AttentionSpec) -> str:
     shape = shape_class.of(spec)
     mask = shape_class.sort_of_mask(spec)
     return f"{mask}{'' if mask == shape.band else f' and {shape.band}'}, D {shape.head_dim}"
-
-
-def _distance(row: OrderRow, wanted: tuple[int, int]) -> tuple[float, ...]:
-    """By length, and then by heads at once."""
-    return tuple(abs(math.log(a) - math.log(max(b, 1))) for a, b in zip((row.seqlen, row.heads), wanted, strict=True))

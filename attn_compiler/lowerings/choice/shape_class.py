@@ -21,7 +21,7 @@ MASKS: tuple[Mask, ...] = get_args(Mask)
 Band = Literal["window", "causal", "full"]
 BANDS: tuple[Band, ...] = get_args(Band)
 #: masks that `sort_of_mask` has under their band
-BY_BAND: tuple[Mask, ...] = ("sinks", "softcap")
+_BY_BAND: tuple[Mask, ...] = ("sinks", "softcap")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ def sort_of_mask(spec: AttentionSpec) -> str:
     if "rows" in site_parts.parts(spec).kinds:
         return "intervals"
     shape = of(spec)
-    return shape.band if shape.mask in BY_BAND else shape.mask
+    return shape.band if shape.mask in _BY_BAND else shape.mask
 
 
 def _mask(spec: AttentionSpec) -> Mask:

@@ -1,7 +1,7 @@
 """Launches a compiled Triton kernel by the driver's own function, with all but its addresses and its stream written down before.
 
-Triton's launcher reads every argument of a kernel anew, in each call. Here numbers are packed once. What is not described here goes by
-Triton's launcher: descriptors of the copy engine, clusters, memory for a profiler, and whatever the driver does not take.
+Triton's launcher reads every argument of a kernel in each call. This module packs the numbers once. Triton's launcher still launches what
+this module can't describe: descriptors of the copy engine, clusters and memory for a profiler. It also launches what the driver refuses.
 Imports triton, so it comes late.
 """
 

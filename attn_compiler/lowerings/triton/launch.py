@@ -89,17 +89,10 @@ def _grad_operand(name: str) -> Callable[[Backward], torch.Tensor]:
     """What gives the gradient of an operand."""
     if name == "sinks":
         return gradient_launch.grad_sinks
-    of_added: Callable[[Backward], torch.Tensor] = {"bias": _added().grad_bias, "distances": _added().grad_distances}[
-        name
-    ]
-    return of_added
-
-
-def _added() -> Any:
-    """The module launch_added. Most models learn nothing that is added to scores, and to define its kernels takes time in each process."""
+    # Here and below: most models learn nothing that is added to scores, and to define these kernels takes time in each process.
     from attn_compiler.lowerings.triton import launch_added
 
-    return launch_added
+    return {"bias": launch_added.grad_bias, "distances": launch_added.grad_distances}[name]
 
 
 def _add_scores(shared: Backward) -> None:
@@ -111,7 +104,9 @@ def _add_scores(shared: Backward) -> None:
         q, k = shared.tensors["Q"], shared.tensors["K"]
         make = functools.partial(torch.empty, _scores_shape(q, k), dtype=q.dtype, device=q.device)
         shared.tensors["Scores"] = shared.same.empty("Scores", make)
-        _added().add_further(shared)
+        from attn_compiler.lowerings.triton import launch_added
+
+        launch_added.add_further(shared)
 
 
 def _keeps_scores(shared: Backward) -> bool:
@@ -144,7 +139,9 @@ def _row_stats(shared: Backward) -> Arguments:
 
 def _launch_grad_q(shared: Backward) -> None:
     if shared.keeps_scores:
-        _added().launch_grad_q_kept(shared)
+        from attn_compiler.lowerings.triton import launch_added
+
+        launch_added.launch_grad_q_kept(shared)
     else:
         shared.launch(backward.attention_grad_q, gradient_launch.grad_q)
 

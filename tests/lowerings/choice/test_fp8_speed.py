@@ -16,6 +16,7 @@ from attn_compiler.passes import select
 from attn_compiler.scores import ScoreChange, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
+from tests.lowerings.choice.measured import rows_from
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, make_spec
 
 H200 = Target.fake(sm=90)
@@ -36,13 +37,9 @@ sdpa_cudnn,causal,65,128,8192,4096.5,no,yes,,,508,2026-11-21,causal_d128_s8192
 
 
 @pytest.fixture(autouse=True)
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    path = tmp_path / "rows.csv"
-    path.write_text(LINES)
-    monkeypatch.setattr(fp8_speed, "MEASURED", path)
-    fp8_speed.rows.cache_clear()
-    yield
-    fp8_speed.rows.cache_clear()
+def measured(tmp_path: Path) -> Any:
+    with rows_from(fp8_speed, LINES, tmp_path):
+        yield
 
 
 def asked(seqlen: int, **given: Any) -> AttentionSpec:

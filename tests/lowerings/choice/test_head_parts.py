@@ -15,6 +15,7 @@ from attn_compiler.lowerings.choice import head_parts, shape_class
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_sums, head_dim_tiles
 from attn_compiler.scores import Softcap
 from attn_compiler.spec import AttentionSpec
+from tests.lowerings.choice.measured import rows_from
 from tests.lowerings.specs import CAUSAL, make_spec
 
 LINES = """\
@@ -27,13 +28,9 @@ causal,causal,80,80,1024,300,250,2026-11-24,c
 
 
 @pytest.fixture
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    path = tmp_path / "rows.csv"
-    path.write_text(LINES)
-    monkeypatch.setattr(head_parts, "MEASURED", path)
-    head_parts.rows.cache_clear()
-    yield
-    head_parts.rows.cache_clear()
+def measured(tmp_path: Path) -> Iterator[None]:
+    with rows_from(head_parts, LINES, tmp_path):
+        yield
 
 
 def _spec(seqlen: int | str, **given: Any) -> AttentionSpec:

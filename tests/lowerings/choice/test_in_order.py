@@ -17,6 +17,7 @@ from attn_compiler.lowerings.choice import in_order, shape_class
 from attn_compiler.scores import Softcap
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
+from tests.lowerings.choice.measured import rows_from
 from tests.lowerings.specs import CAUSAL, bias, make_spec
 
 H200 = Target.fake(deterministic=True)
@@ -32,13 +33,9 @@ padding,causal,97,128,2048,64,323,301,2026-11-24,c
 
 
 @pytest.fixture
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    path = tmp_path / "rows.csv"
-    path.write_text(LINES)
-    monkeypatch.setattr(in_order, "MEASURED", path)
-    in_order.rows.cache_clear()
-    yield
-    in_order.rows.cache_clear()
+def measured(tmp_path: Path) -> Iterator[None]:
+    with rows_from(in_order, LINES, tmp_path):
+        yield
 
 
 def _spec(seqlen: int | str, **given: Any) -> AttentionSpec:

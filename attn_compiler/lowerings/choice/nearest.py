@@ -1,0 +1,32 @@
+"""Which measured rows are nearest to a shape, and where a shape is too far from all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+Row = TypeVar("Row")
+
+#: Of a shape with so many times fewer positions than the shortest row, or so many times more keys than queries, nothing is known.
+_FAR = 2
+
+
+def is_far(seqlens: tuple[int, int], least: int) -> bool:
+    """Whether rows say nothing of these lengths. seqlens: the smaller and the larger one. least: the shortest row's."""
+    shorter, longer = seqlens
+    return _FAR * shorter < least or longer > _FAR * shorter
+
+
+def of(rows: Iterable[Row], sizes: Callable[[Row], tuple[float, ...]], wanted: tuple[float, ...]) -> list[Row]:
+    """All rows that are as near as the nearest one. The first size decides, as a ratio, and then the next one.
+
+    sizes: of a row, as many as `wanted` has.
+    """
+    near = [(_distance(sizes(row), wanted), row) for row in rows]
+    least = min((distance for distance, _ in near), default=None)
+    return [row for distance, row in near if distance == least]
+
+
+def _distance(sizes: tuple[float, ...], wanted: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(abs(math.log(max(a, 1)) - math.log(max(b, 1))) for a, b in zip(sizes, wanted, strict=True))
