@@ -1,31 +1,29 @@
 """Two processes train one model: DDP, FSDP2 and tensor parallelism, our backend beside Inductor's own in the same processes.
 
-    python -m benchmarks.bench_parallel
+    python -m benchmarks.bench_parallel --together 5
     python -m benchmarks.bench_parallel --ways tp tp_sequence --models llama --append
     python -m benchmarks.bench_parallel --tiny --output /tmp/parallel.csv
 
 A row is a way (benchmarks/parallel_cases.py) and a model: a training step of padded sequences with labels, in bfloat16, over NCCL, a GPU
-each. Each row has two processes of its own; what fails or takes longer than --way-seconds is told in its row, and costs no other. Two
-copies of the model, prepared alike, are compiled by Inductor and by us, and timed in turn; numbers are those of the first process.
+each. Each row has two processes of its own; what fails or takes longer than --way-seconds is told in its row, and costs no other. Rows
+compile --together at a time and are timed one after another (members.py): first seconds are those of a busy machine then. Two copies of
+the model, prepared alike, are compiled by Inductor and by us, and timed in turn; numbers are those of the first process.
 `attentions` is how many the model has; layers that are compiled one by one share a site, and the profiler's launches say what ran.
 `gradient_difference` is the largest over the parameters, to the same step uncompiled, in the norm; `loss_difference` is relative.
---tiny: a dry run on a CPU over gloo, without Inductor. Writes benchmarks/results/parallel_h200.csv. Exits with 1 where an attention was
+--tiny: a dry run on a CPU over gloo, without Inductor. Writes benchmarks/results/parallel_gpus.csv. Exits with 1 where an attention was
 missed, a mask was not proved, or something is slower, wrong or failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,12 +31,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import attn_compiler
-from benchmarks import bench_h200, compare, found, harness, parallel_cases
+from benchmarks import bench_h200, compare, found, harness, members, parallel_cases
 from benchmarks.harness import BACKEND, BASELINE, Step
 from benchmarks.models import Size
 from benchmarks.parallel_cases import MODELS, WAYS, Context
 
-RESULTS = Path(__file__).parent / "results" / "parallel_h200.csv"
+RESULTS = Path(__file__).parent / "results" / "parallel_gpus.csv"
 PROCESSES = 2
 KEYS = ("way", "model", "batch", "length")
 DIFFERENCES = tuple(f"{prefix}{what}_difference" for what in ("loss", "gradient") for prefix in ("", f"{BASELINE}_"))
@@ -58,8 +56,6 @@ COLUMNS = (
 IMPORTS = (*bench_h200.IMPORTS, "benchmarks.parallel_cases")
 #: what orders of summation do to a gradient, where Inductor's side happens to be nearer
 _NOISE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-#: seconds between looks at the processes
-_LOOK = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,37 +82,30 @@ class Job:
 
 def member(rank: int, folder: str, job: Job) -> None:
     """One process of a row: writes the row, or with how it failed. Ends with 1 then."""
-    try:
-        row = _joined(rank, folder, job)
-    except Exception as error:  # noqa: BLE001 (the row names it)
-        row = {"failure": bench_h200.failure(error)}
-    _file(folder, rank).write_text(json.dumps(row))
-    if "failure" in row:
-        sys.exit(1)
+    members.write(rank, folder, lambda: _joined(rank, folder, job), bench_h200.failure)
 
 
 def _joined(rank: int, folder: str, job: Job) -> dict[str, str]:
     torch.set_num_threads(1)
     device = "cpu" if job.dry else f"cuda:{rank}"
-    store = f"file://{folder}/store"
+    how: dict[str, Any] = {"init_method": members.store(folder), "rank": rank, "world_size": PROCESSES}
     if job.dry:
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=PROCESSES)
+        dist.init_process_group("gloo", **how)
     else:
         torch.cuda.set_device(rank)
-        dist.init_process_group(
-            "nccl", init_method=store, rank=rank, world_size=PROCESSES, device_id=torch.device(device)
-        )
+        dist.init_process_group("nccl", device_id=torch.device(device), **how)
     try:
         mesh = init_device_mesh("cpu" if job.dry else "cuda", (PROCESSES,))
-        row = measure(job, Context(name=job.model, size=job.size, mesh=mesh, device=device))
+        context = Context(name=job.model, size=job.size, mesh=mesh, device=device)
+        row = measure(job, context, ready=lambda: members.wait_for_turn(rank, folder))
         dist.barrier()
     finally:
         dist.destroy_process_group()
     return row
 
 
-def measure(job: Job, context: Context) -> dict[str, str]:
-    """The row, but for its names. Each process of the group calls it."""
+def measure(job: Job, context: Context, *, ready: Callable[[], None] = lambda: None) -> dict[str, str]:
+    """The row, but for its names. Each process of the group calls it. ready: called once all is compiled, before anything is timed."""
     # Layers of two models share their code, and each model may need several compilations of it.
     torch._dynamo.config.recompile_limit = 64
     row = {"attentions": str(context.layers)}
@@ -125,6 +114,9 @@ def measure(job: Job, context: Context) -> dict[str, str]:
     steps, numbers = _compiled(job, context, given, row)
     row |= found.columns(attn_compiler.reports()) | _differences(numbers)
     numbers.clear()
+    if context.device != "cpu":
+        torch.cuda.empty_cache()
+    ready()
     row |= harness.timing_columns(harness.interleave(steps, context.device, seconds=0.0, min_rounds=job.rounds))
     if context.device != "cpu":
         row |= bench_h200.kernel_columns(steps, row["lowerings"])
@@ -176,53 +168,6 @@ def _differences(numbers: Mapping[str, Numbers]) -> dict[str, str]:
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 
-def measured(job: Job, seconds: float, target: Callable[[int, str, Job], None] = member) -> dict[str, str]:
-    """The row of the first process, or how one of them failed. target: what each process runs."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTS))
-    with tempfile.TemporaryDirectory() as folder:
-        processes: list[BaseProcess] = [
-            context.Process(target=target, args=(rank, folder, job)) for rank in range(PROCESSES)
-        ]
-        for process in processes:
-            process.start()
-        late = _wait(processes, time.monotonic() + seconds)
-        return _row(folder, processes, f"TimeoutError: not done after {seconds:.0f} s" if late else "")
-
-
-def _wait(processes: Sequence[BaseProcess], deadline: float) -> bool:
-    """Until all of them are done, or one failed, which the others would wait for. Whether that took too long. None is left."""
-    try:
-        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-            if any(process.exitcode for process in processes):
-                return False
-            time.sleep(_LOOK)
-        return any(process.is_alive() for process in processes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-def _row(folder: str, processes: Sequence[BaseProcess], failure: str) -> dict[str, str]:
-    rows = [
-        json.loads(_file(folder, rank).read_text()) if _file(folder, rank).exists() else {} for rank in range(PROCESSES)
-    ]
-    told = [f"rank {rank}: {row['failure']}" for rank, row in enumerate(rows) if "failure" in row]
-    if told:
-        return {"failure": told[0]}
-    if failure:
-        return {"failure": failure}
-    if not all(rows):
-        return {"failure": f"a process died, exit codes {[process.exitcode for process in processes]}"}
-    row: dict[str, str] = rows[0]
-    return row
-
-
-def _file(folder: str, rank: int) -> Path:
-    return Path(folder) / f"row_{rank}.json"
-
-
 def is_short(row: Mapping[str, str]) -> bool:
     """Whether something is not as it should be."""
     if row.get("failure"):
@@ -263,7 +208,10 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=20, help="of timing (%(default)s)")
-    parser.add_argument("--way-seconds", type=float, default=150.0, help="how long a row may take (%(default)s)")
+    parser.add_argument("--together", type=int, default=1, help="rows that compile at a time (%(default)s)")
+    parser.add_argument(
+        "--way-seconds", type=float, default=150.0, help="how long rows may compile, and each be timed (%(default)s)"
+    )
     parser.add_argument("--budget-seconds", type=float, default=480.0, help="begin no row after that (%(default)s)")
     parser.add_argument("--append", action="store_true", help="keep the rows of the file and measure only the others")
     parser.add_argument("--tiny", action="store_true", help="a dry run on a CPU")
@@ -281,14 +229,15 @@ def main() -> int:
         for model in options.models
         if (way, model) not in done
     ]
-    for job in jobs:
-        if time.monotonic() > until:
-            print(f"{job.way} {job.model}: left for a run with --append")
-            continue
-        begin = time.monotonic()
-        row = job.names | measured(job, options.way_seconds)
+    limits = members.Limits(together=options.together, seconds=options.way_seconds, turn_seconds=options.way_seconds)
+    begin, left = time.monotonic(), list(jobs)
+    for job, found_row in members.rows(jobs, member, processes=PROCESSES, limits=limits, until=until, imports=IMPORTS):
+        row = job.names | found_row
+        left.remove(job)
         file.add(row | where)
-        print(f"{time.monotonic() - begin:.0f} s, {said(row)}", flush=True)
+        print(f"at {time.monotonic() - begin:.0f} s, {said(row)}", flush=True)
+    for job in left:
+        print(f"{job.way} {job.model}: left for a run with --append")
     print("\n".join(means(file.rows)))
     return int(any(map(is_short, file.rows)))
 

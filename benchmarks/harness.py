@@ -97,12 +97,13 @@ def interleave(
         if round_ >= min_rounds and time.perf_counter() > deadline:
             break
         for name in order:
-            times[name].append(_milliseconds(steps[name], device, clock))
+            times[name].append(milliseconds(steps[name], device, clock))
         order.reverse()
     return times
 
 
-def _milliseconds(step: Step, device: str, clock: CpuClock) -> float:
+def milliseconds(step: Step, device: str, clock: CpuClock = "wall") -> float:
+    """Of one call: wall clock or processor time on a CPU, CUDA events on a GPU."""
     if device == "cpu":
         now = _CLOCKS[clock]
         start = now()

@@ -1,10 +1,9 @@
-"""Rows of models that two processes train: a dry run of each way, and that a process that fails costs its own row alone."""
+"""Rows of models that two processes train: a dry run of each way, and what is told of it."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ pytest.importorskip("transformers", reason="the cases are models of transformers
 
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks import bench_parallel, harness, parallel_cases
+from benchmarks import bench_parallel, harness, members, parallel_cases
 from benchmarks.bench_parallel import COLUMNS, KEYS, Job
 from benchmarks.parallel_cases import WAYS, Context
 from tests.distributed import processes
@@ -80,59 +79,6 @@ def test_processes_have_data_of_their_own_or_the_same() -> None:
     assert {name for name, way in WAYS.items() if way.own_data} == {"ddp", "fsdp", "fsdp_layers"}
 
 
-# ---- a process that fails -------------------------------------------------------------------------------------------
-
-
-def one_raises(rank: int, folder: str, job: Job) -> None:
-    bench_parallel._joined = _raising if rank else _waiting
-    bench_parallel.member(rank, folder, job)
-
-
-def _raising(*_: Any) -> dict[str, str]:
-    raise RuntimeError("no such thing\nmore")
-
-
-def _waiting(*_: Any) -> dict[str, str]:
-    time.sleep(3600)
-    return {}
-
-
-def one_dies(rank: int, folder: str, job: Job) -> None:
-    if rank:
-        os._exit(7)
-    time.sleep(3600)
-
-
-def both_wait(rank: int, folder: str, job: Job) -> None:
-    time.sleep(3600)
-
-
-def both_answer(rank: int, folder: str, job: Job) -> None:
-    bench_parallel._joined = _answering
-    bench_parallel.member(rank, folder, job)
-
-
-def _answering(rank: int, *_: Any) -> dict[str, str]:
-    return {"ratio": str(rank)}
-
-
-@pytest.mark.parametrize(
-    ("target", "seconds", "row"),
-    [
-        (both_answer, 600.0, {"ratio": "0"}),
-        (one_raises, 600.0, {"failure": "rank 1: RuntimeError: no such thing"}),
-        (one_dies, 600.0, {"failure": "a process died, exit codes [-9, 7]"}),
-        (both_wait, 1.0, {"failure": "TimeoutError: not done after 1 s"}),
-    ],
-)
-def test_what_fails_is_a_row_and_nothing_is_left(
-    target: Any, seconds: float, row: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # What the targets are in. A server of forks that runs already has imported something else: each process imports this then.
-    monkeypatch.setattr(bench_parallel, "IMPORTS", (__name__,))
-    assert bench_parallel.measured(JOBS["ddp"], seconds, target) == row
-
-
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 
@@ -180,11 +126,12 @@ def test_a_gradient_that_is_missing_is_no_small_difference() -> None:
 def test_ways_and_models_are_chosen_and_rows_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
 
-    def measured(job: Job, seconds: float) -> dict[str, str]:
-        asked.append((job.way, job.model))
-        return {name: x for name, x in GOOD.items() if name not in KEYS}
+    def rows(jobs: Sequence[Job], *_: Any, until: float, **__: Any) -> Iterator[tuple[Job, dict[str, str]]]:
+        for job in jobs if until > time.monotonic() else ():
+            asked.append((job.way, job.model))
+            yield job, {name: x for name, x in GOOD.items() if name not in KEYS}
 
-    monkeypatch.setattr(bench_parallel, "measured", measured)
+    monkeypatch.setattr(members, "rows", rows)
     path = tmp_path / "rows.csv"
     for further in (["--models", "gemma3"], ["--append"], ["--append", "--budget-seconds", "-1", "--ways", "ddp"]):
         arguments = ["bench_parallel", "--tiny", "--output", str(path), "--ways", "tp", *further]
