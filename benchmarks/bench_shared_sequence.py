@@ -316,7 +316,8 @@ def _model(job: Job, place: Place) -> Iterator[Prepared]:
         results["whole"] = _trained(plain, steps["whole_step"])
         row["whole_memory_gb"] = _memory(place)
     shared = build()
-    over_ranks = DistributedDataParallel(shared, device_ids=None if job.dry else [torch.device(place.device)])
+    # Without device_ids, with which PyTorch's wrapper moves inputs between streams, and breaks the graph there.
+    over_ranks = DistributedDataParallel(shared)
     ours = torch.compile(over_ranks, options=job.options | {"context_parallel": context}, **how)
     count = (part["shift_labels"] != -100).sum()
 
