@@ -316,9 +316,10 @@ def _model(job: Job, place: Place) -> Iterator[Prepared]:
         results["whole"] = _trained(plain, steps["whole_step"])
         row["whole_memory_gb"] = _memory(place)
     shared = build()
-    # Without device_ids, with which PyTorch's wrapper moves inputs between streams, and breaks the graph there.
-    over_ranks = DistributedDataParallel(shared)
-    ours = torch.compile(over_ranks, options=job.options | {"context_parallel": context}, **how)
+    # One graph, on PyTorch 2.11 too, which does not trace the wrapper.
+    torch._dynamo.config.optimize_ddp = False
+    shared.compile(options=job.options | {"context_parallel": context}, **how)
+    ours = DistributedDataParallel(shared)
     count = (part["shift_labels"] != -100).sum()
 
     def loss() -> Tensor:

@@ -175,6 +175,12 @@ def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel, beside: list[str
 
 def _check_frame(unit: Unit, cp: ContextParallel) -> None:
     """Nothing of the model runs outside of graphs, now or after some more lengths."""
+    if torch_frames.is_cut_into_buckets():
+        raise CannotShard(
+            "the compiled function is one graph: what masks an attention, and where the sequence is, is known in it",
+            "parts of one, which the buckets of DistributedDataParallel cut",
+            remedy="set torch._dynamo.config.optimize_ddp = False",
+        )
     if GRAPH_BREAK not in cp.allow and not torch_frames.is_whole(unit.graph_module):
         raise CannotShard(
             "the compiled function is one graph: what runs between two of them is not looked at",

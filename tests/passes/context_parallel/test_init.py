@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from attn_compiler import ContextParallel, torch_inductor
@@ -46,6 +47,23 @@ def test_a_graph_break_may_be_allowed() -> None:
         return x * 2
 
     assert compile_and_run(after=after, allow=("graph_break",)).shape == (BATCH, LENGTH, WIDTH)
+
+
+@pytest.mark.parametrize("in_buckets", [True, False])
+def test_the_buckets_of_ddp_are_refused_by_name(in_buckets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cut graphs of models of some MB. What to do about it makes one graph."""
+    monkeypatch.setattr(context_parallel.torch_collectives, "agree", lambda *_, **__: None)
+    monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 100)
+    with fresh_mesh() as mesh, torch._dynamo.config.patch(optimize_ddp=in_buckets):
+        options = {"context_parallel": ContextParallel(mesh), "inner": "eager"}
+        wrapped = DistributedDataParallel(Model(None, None, None), bucket_cap_mb=0.001, find_unused_parameters=True)
+        compiled = torch.compile(wrapped, backend="attn_compiler", options=options, dynamic=False)
+        x = torch.randn(BATCH, LENGTH, WIDTH)
+        if in_buckets:
+            with pytest.raises(ContextParallelUnsupported, match=r"buckets of Dist.*optimize_ddp = False"):
+                compiled(x)
+        else:
+            assert compiled(x).shape == (BATCH, LENGTH, WIDTH)
 
 
 def test_local_positions_do_not_leave_a_graph() -> None:
