@@ -6,7 +6,8 @@
 
 A row is a form (shared_sequence_cases.py), a length and a method, over NCCL, a GPU a process. "torch ..." are PyTorch's
 `context_parallel`, uncompiled as people call it, which has causal attention alone. The form "model" is a training step (forward, loss,
-backward) of a Llama of 8 layers with DDP; "model checkpointed" checkpoints each layer, and has no GPU beside it that would hold all of it.
+backward) of a Llama of 8 layers with DDP; "model checkpointed" checkpoints each layer, and has no GPU beside it that would hold all of it. --overlaps are
+Inductor's own ways to run collectives beside other work. Times are of one of a few steps in a row.
 One GPU computes the whole ("whole") in turn with the ranks, in the same processes. Times are medians of rounds, each of them the slowest
 rank's. `efficiency`: whole / (ranks · shared). Differences are of this rank's part to one GPU's result, in the norm; the largest of all
 ranks. --tiny: a dry run on a CPU over gloo. Writes benchmarks/results/shared_sequence_gpus.csv. Exits with 1 where something failed or
@@ -39,7 +40,7 @@ RESULTS = Path(__file__).parent / "results" / "shared_sequence_gpus.csv"
 PROCESSES = 2
 METHODS = ("all_gather", "all_to_all", "auto")
 MODEL, CHECKPOINTED = "model", "model checkpointed"
-KEYS = ("form", "length", "method", "order")
+KEYS = ("form", "length", "method", "order", "overlap")
 TIMES = ("forward", "step")
 COLUMNS = (
     *KEYS,
@@ -58,6 +59,14 @@ COLUMNS = (
     "failure",
 )
 IMPORTS = (*bench_h200.IMPORTS, "benchmarks.shared_sequence_cases", "torch.distributed.tensor.experimental")
+#: what Inductor is told about collectives
+OVERLAPS: Mapping[str, Mapping[str, Any]] = {
+    "": {},
+    "reorder": {"reorder_for_compute_comm_overlap": True},
+    "schedule": {"aten_distributed_optimizations.enable_overlap_scheduling": True},
+}
+#: steps that are timed as one: the host may run ahead of the GPU, as in a loop over batches
+IN_A_ROW = 4
 #: two computations of one attention or model in bfloat16 differ by so much
 _NOISE = {"cpu": 1e-5, "cuda": 2e-2}
 Step = Callable[[], Tensor]
@@ -72,11 +81,12 @@ class Job:
     method: str
     order: str
     rounds: int
+    overlap: str = ""
     dry: bool = False
 
     @property
     def names(self) -> dict[str, str]:
-        return dict(zip(KEYS, (self.form, str(self.length), self.method, self.order), strict=True))
+        return dict(zip(KEYS, (self.form, str(self.length), self.method, self.order, self.overlap), strict=True))
 
     @property
     def sizes(self) -> Sizes:
@@ -160,9 +170,9 @@ def _times(steps: Mapping[str, Step], rounds: int, place: Place) -> dict[str, st
     for at in range(rounds + 2):
         for name in order:
             dist.all_reduce(begin_together)
-            time_of_one = harness.milliseconds(steps[name], place.device)
+            together = harness.milliseconds(lambda step=steps[name]: _in_a_row(step), place.device)
             if at >= 2:
-                found[name].append(time_of_one)
+                found[name].append(together / IN_A_ROW)
         order.reverse()
     gathered: list[Any] = [None] * PROCESSES
     dist.all_gather_object(gathered, found)
@@ -176,6 +186,12 @@ def _times(steps: Mapping[str, Step], rounds: int, place: Place) -> dict[str, st
             share = slowest[f"whole_{what}"] / PROCESSES / slowest[f"shared_{what}"]
             row[f"efficiency_{what}"] = f"{share:.3f}"
     return row
+
+
+def _in_a_row(step: Step) -> Tensor:
+    for _ in range(IN_A_ROW - 1):
+        step()
+    return step()
 
 
 def _differences(parts: Sequence[tuple[Tensor, Tensor]], device: str) -> dict[str, str]:
@@ -309,7 +325,7 @@ def _model(job: Job, place: Place) -> Iterator[Prepared]:
     def build() -> nn.Module:
         return shared_sequence_cases.llama(job.size, job.length, place.device, checkpointed=checkpointed)
 
-    if not checkpointed:
+    if not checkpointed and not job.overlap:
         plain = build()
         compiled = torch.compile(plain, options=job.options, **how)
         steps["whole_step"] = _training(plain, lambda: compiled(input_ids=ids, labels=ids, use_cache=False).loss)
@@ -318,7 +334,7 @@ def _model(job: Job, place: Place) -> Iterator[Prepared]:
     shared = build()
     # One graph, on PyTorch 2.11 too, which does not trace the wrapper.
     torch._dynamo.config.optimize_ddp = False
-    shared.compile(options=job.options | {"context_parallel": context}, **how)
+    shared.compile(options=job.options | OVERLAPS[job.overlap] | {"context_parallel": context}, **how)
     ours = DistributedDataParallel(shared)
     count = (part["shift_labels"] != -100).sum()
 
@@ -386,14 +402,15 @@ def is_short(row: Mapping[str, str]) -> bool:
     return bool(row["method"] not in PEERS and (row.get("failure") or row.get("numerics") == "WRONG"))
 
 
-def jobs(forms: Sequence[str], lengths: Sequence[int], methods: Sequence[str], rounds: int, dry: bool) -> list[Job]:
+def jobs(given: argparse.Namespace) -> list[Job]:
     """Each form with each length and method. PyTorch's own has causal attention alone, and is no model's."""
     return [
-        Job(form=form, length=length, method=method, order=order, rounds=rounds, dry=dry)
-        for form in forms
-        for length in lengths
-        for method in methods
+        Job(form=form, length=length, method=method, order=order, rounds=given.rounds, overlap=overlap, dry=given.tiny)
+        for form in given.forms
+        for length in given.lengths
+        for method in given.methods
         for order in (("head_tail",) if method in PEERS or form != "window" else ("contiguous", "head_tail"))
+        for overlap in (given.overlaps if form in (MODEL, CHECKPOINTED) else ("",))
         if form == "causal" or method not in PEERS
     ]
 
@@ -404,6 +421,7 @@ def main() -> int:
     parser.add_argument("--forms", nargs="+", choices=[*FORMS, MODEL, CHECKPOINTED], default=["causal"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[16384, 65536])
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, *PEERS], default=[*METHODS, *PEERS])
+    parser.add_argument("--overlaps", nargs="+", choices=[*OVERLAPS], default=[""], help="of models")
     parser.add_argument("--rounds", type=int, default=10, help="of timing (%(default)s)")
     parser.add_argument("--together", type=int, default=1, help="rows that compile at a time (%(default)s)")
     parser.add_argument("--seconds", type=float, default=150.0, help="how long rows may compile (%(default)s)")
@@ -418,8 +436,7 @@ def main() -> int:
     where = harness.environment("cpu" if given.tiny else "cuda:0", given.commit)
     file = harness.CsvFile(given.output, [*COLUMNS, *where], append=given.append)
     done = {tuple(row[key] for key in KEYS) for row in file.rows}
-    wanted = jobs(given.forms, given.lengths, given.methods, given.rounds, given.tiny)
-    wanted = [job for job in wanted if tuple(job.names.values()) not in done]
+    wanted = [job for job in jobs(given) if tuple(job.names.values()) not in done]
     limits = members.Limits(together=given.together, seconds=given.seconds, turn_seconds=60.0)
     begin = time.monotonic()
     for job, found in members.rows(wanted, member, processes=PROCESSES, limits=limits, until=until, imports=IMPORTS):
