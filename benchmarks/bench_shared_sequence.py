@@ -6,12 +6,11 @@
 
 A row is a form (shared_sequence_cases.py), a length and a method, over NCCL, a GPU a process. "torch ..." are PyTorch's
 `context_parallel`, uncompiled as people call it, which has causal attention alone. The form "model" is a training step (forward, loss,
-backward) of a Llama of 8 layers with DDP; "model checkpointed" checkpoints each layer, and has no GPU beside it that would hold all of it. --overlaps are
-Inductor's own ways to run collectives beside other work. Times are of one of a few steps in a row.
-One GPU computes the whole ("whole") in turn with the ranks, in the same processes. Times are medians of rounds, each of them the slowest
-rank's. `efficiency`: whole / (ranks · shared). Differences are of this rank's part to one GPU's result, in the norm; the largest of all
-ranks. --tiny: a dry run on a CPU over gloo. Writes benchmarks/results/shared_sequence_gpus.csv. Exits with 1 where something failed or
-is wrong.
+backward) of a Llama of 8 layers with DDP; "model checkpointed" checkpoints each layer, and has no GPU beside it that would hold all of it.
+--overlaps are Inductor's own ways to run collectives beside other work. One GPU computes the whole ("whole") in turn with the ranks, in
+the same processes. Times are of one of a few steps in a row, medians of rounds, each of them the slowest rank's.
+`efficiency`: whole / (ranks · shared). Differences are of this rank's part to one GPU's result, in the norm; the largest of all ranks.
+--tiny: a dry run on a CPU over gloo. Writes benchmarks/results/shared_sequence_gpus.csv. Exits with 1 where something failed or is wrong.
 """
 
 from __future__ import annotations
