@@ -8,7 +8,7 @@ A row is a form (shared_sequence_cases.py), a length and a method, over NCCL, a 
 `context_parallel`, uncompiled as people call it, which has causal attention alone. The form "model" is a training step (forward, loss,
 backward) of a Llama of 8 layers with DDP; "model checkpointed" checkpoints each layer, and has no GPU beside it that would hold all of it.
 --overlaps are Inductor's own ways to run collectives beside other work. One GPU computes the whole ("whole") in turn with the ranks, in
-the same processes. Times are of one of a few steps in a row, medians of rounds, each of them the slowest rank's.
+the same processes. Attention is timed a few steps in a row. Times are medians of rounds, each of them the slowest rank's.
 `efficiency`: whole / (ranks · shared). Differences are of this rank's part to one GPU's result, in the norm; the largest of all ranks.
 --tiny: a dry run on a CPU over gloo. Writes benchmarks/results/shared_sequence_gpus.csv. Exits with 1 where something failed or is wrong.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import statistics
 import sys
 import time
@@ -64,7 +65,7 @@ OVERLAPS: Mapping[str, Mapping[str, Any]] = {
     "reorder": {"reorder_for_compute_comm_overlap": True},
     "schedule": {"aten_distributed_optimizations.enable_overlap_scheduling": True},
 }
-#: steps that are timed as one: the host may run ahead of the GPU, as in a loop over batches
+#: attentions that are timed as one: the host may run ahead of the GPU, as in a loop over batches. A model's step is long enough alone.
 IN_A_ROW = 4
 #: two computations of one attention or model in bfloat16 differ by so much
 _NOISE = {"cpu": 1e-5, "cuda": 2e-2}
@@ -86,6 +87,10 @@ class Job:
     @property
     def names(self) -> dict[str, str]:
         return dict(zip(KEYS, (self.form, str(self.length), self.method, self.order, self.overlap), strict=True))
+
+    @property
+    def is_model(self) -> bool:
+        return self.form in (MODEL, CHECKPOINTED)
 
     @property
     def sizes(self) -> Sizes:
@@ -150,28 +155,29 @@ def _joined(rank: int, folder: str, job: Job) -> dict[str, str]:
 
 def measure(job: Job, place: Place, *, ready: Callable[[], None] = lambda: None) -> dict[str, str]:
     """The row, but for its names. Each process of the group calls it. ready: called once all is compiled, before anything is timed."""
-    prepare = _peer if job.method in PEERS else _model if job.form in (MODEL, CHECKPOINTED) else _attention
+    prepare = _peer if job.method in PEERS else _model if job.is_model else _attention
     with prepare(job, place) as prepared:
         row = {"ranks": str(PROCESSES)} | prepared.row | _differences(prepared.parts, place.device)
         prepared.parts.clear()
         if not job.dry:
             torch.cuda.empty_cache()
         ready()
-        row |= _times(prepared.steps, job.rounds, place)
+        row |= _times(prepared.steps, job.rounds, 1 if job.is_model else IN_A_ROW, place)
     return row
 
 
-def _times(steps: Mapping[str, Step], rounds: int, place: Place) -> dict[str, str]:
-    """Medians of rounds, each of the slowest rank. Ranks begin each step together."""
+def _times(steps: Mapping[str, Step], rounds: int, in_a_row: int, place: Place) -> dict[str, str]:
+    """Medians of rounds, each of the slowest rank. Ranks begin each measurement together."""
     begin_together = torch.zeros(1, device=place.device)
     found: dict[str, list[float]] = {name: [] for name in steps}
     order = list(steps)
-    for at in range(rounds + 2):
+    for at in range(rounds + 1):
         for name in order:
             dist.all_reduce(begin_together)
-            together = harness.milliseconds(lambda step=steps[name]: _in_a_row(step), place.device)
-            if at >= 2:
-                found[name].append(together / IN_A_ROW)
+            together = harness.milliseconds(functools.partial(_in_a_row, steps[name], in_a_row), place.device)
+            # The first round warms up.
+            if at:
+                found[name].append(together / in_a_row)
         order.reverse()
     gathered: list[Any] = [None] * PROCESSES
     dist.all_gather_object(gathered, found)
@@ -187,8 +193,8 @@ def _times(steps: Mapping[str, Step], rounds: int, place: Place) -> dict[str, st
     return row
 
 
-def _in_a_row(step: Step) -> Tensor:
-    for _ in range(IN_A_ROW - 1):
+def _in_a_row(step: Step, times: int) -> Tensor:
+    for _ in range(times - 1):
         step()
     return step()
 
