@@ -69,6 +69,31 @@ class Evidence:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Faster:
+    """A lowering that would take a site if a package were installed, and was measured to be faster on sites like it.
+
+    lowering: its name.
+    distribution: what is not installed, or in another version.
+    install: the command that installs it.
+    speed: how many times as fast as the chosen lowering; forward, and backward where the site needs gradients.
+    why: the measurement, in words.
+    since: its date.
+    """
+
+    lowering: str
+    distribution: str
+    install: str
+    speed: float
+    why: str
+    since: str
+
+    @property
+    def words(self) -> str:
+        """For people, in one line."""
+        return f"{self.lowering} was {self.speed:.2f} times as fast on such sites ({self.since}): {self.install}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
     """How long one call of a site takes, from speeds that were measured on such a GPU for sites like it. Nothing of the model was timed.
 

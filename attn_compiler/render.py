@@ -180,6 +180,7 @@ def _site_block(number: int, site: SiteReport) -> RenderableType:
     rows += [("source", _text(site.source))] if site.source else []
     rows += [("copies" if i == 0 else "", _copy(copy)) for i, copy in enumerate(site.copies)]
     rows += [("notes" if i == 0 else "", _text(note)) for i, note in enumerate(site.notes)]
+    rows += [("faster", _text(site.faster.words))] if site.faster is not None else []
     rows += [("refused" if i == 0 else "", row) for i, row in enumerate(_refusals(site.decision.refusals))]
     return _block(f"[{number}]", site.modules, rows)
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from attn_compiler import wording
-from attn_compiler.decisions import Copy, Decision, Estimate, Evidence, Reason
+from attn_compiler.decisions import Copy, Decision, Estimate, Evidence, Faster, Reason
 from attn_compiler.errors import ReportNotSaved
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.unpadding import Steps, UnpaddedStep
@@ -34,6 +34,7 @@ class SiteReport:
     source: the line of the model that the first of them was traced from ("llama.py:120"), if known.
     evidence: the measurement that gave lowerings their order; None where the user did, or no measurement is for such a machine.
     estimate: how long one call takes; None where nothing like it was measured.
+    faster: what was measured to be faster on sites like it, and wants a package that is not installed; None where nothing is.
     """
 
     modules: tuple[str, ...]
@@ -45,6 +46,7 @@ class SiteReport:
     source: str | None = None
     evidence: Evidence | None = None
     estimate: Estimate | None = None
+    faster: Faster | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,6 +256,7 @@ def _site_dict(site: SiteReport) -> dict[str, Any]:
         "source": site.source,
         "evidence": None if site.evidence is None else asdict(site.evidence),
         "estimate": None if site.estimate is None else asdict(site.estimate),
+        "faster": None if site.faster is None else asdict(site.faster),
     }
 
 

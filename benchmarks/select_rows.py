@@ -257,7 +257,8 @@ def _line(
         "grouped": grouped,
         "order": " ".join([*names, *(name for name in _EVERYWHERE if name not in names)]),
         "since": max(one.date for one in measured),
-        "why": f"times the fastest: {said} ({', '.join(one.case for one in measured)})",
+        "times": said,
+        "cases": ", ".join(one.case for one in measured),
     }
 
 

@@ -134,3 +134,13 @@ def test_tables_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert command_line.main(["doctor"]) == 0
     printed = capsys.readouterr().out
     assert all(lowering.name in printed for lowering in KNOWN)
+
+
+def test_packages_say_what_they_gain_on_a_machine_that_was_measured() -> None:
+    on_hopper = doctor.gains(GPU)
+    assert set(on_hopper) == {"flash-attn-4", "nvidia-cudnn-frontend"}
+    assert "measured sorts of attention" in on_hopper["flash-attn-4"]
+    assert doctor.gains(CPU) == doctor.gains(Target.fake(sm=80)) == {}
+    advice = {fact.name: fact.advice for fact in doctor.machine_facts(gains={"flash-attn-4": ". Gains much"})}
+    if advice["flash-attn-4"] is not None:
+        assert advice["flash-attn-4"].endswith(". Gains much")

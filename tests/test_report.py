@@ -84,6 +84,7 @@ def test_json_has_every_field_under_its_name() -> None:
                 "source": None,
                 "evidence": None,
                 "estimate": None,
+                "faster": None,
             }
         ],
         "misses": [

@@ -12,6 +12,7 @@ from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operan
 from attn_compiler.lowerings.choice.evidence import estimate, evidence
 from attn_compiler.lowerings.choice.flex import check as check_flex
 from attn_compiler.lowerings.choice.fp8_speed import check as check_fp8_speed
+from attn_compiler.lowerings.choice.packages import PACKAGES, faster, standing
 from attn_compiler.lowerings.choice.priorities import order
 from attn_compiler.lowerings.cudnn.fp8 import CudnnFp8
 from attn_compiler.lowerings.cudnn.lowering import CudnnAttention
@@ -32,6 +33,7 @@ from attn_compiler.lowerings.triton.lowering import TritonAttention
 
 __all__ = [
     "LOWERINGS",
+    "PACKAGES",
     "Emitter",
     "LayoutDemand",
     "Lowering",
@@ -41,8 +43,10 @@ __all__ = [
     "check_fp8_speed",
     "estimate",
     "evidence",
+    "faster",
     "order",
     "packaged_twin",
+    "standing",
     "tile_tuner",
 ]
 

@@ -19,7 +19,7 @@ from attn_compiler.page.grid import Grid, grid_of
 from attn_compiler.page.markup import Markup, code, element, facts, folded, joined, table
 
 if TYPE_CHECKING:
-    from attn_compiler.decisions import Copy, Estimate, Reason
+    from attn_compiler.decisions import Copy, Estimate, Faster, Reason
     from attn_compiler.masks import MaskSpec
     from attn_compiler.report import MissReport, SiteReport
     from attn_compiler.spec import AttentionSpec, Dim, TensorSpec
@@ -102,6 +102,7 @@ def _facts(site: SiteReport) -> Markup:
             ("Scores", spec.score.words),
             ("Added to scores", _long(spec.score.added) if spec.score.added else None),
             ("Computed in", render.dtype_words(spec)),
+            ("Faster, if installed", None if site.faster is None else _faster(site.faster)),
             ("Notes", element("ul", *(element("li", note) for note in site.notes)) if site.notes else None),
         )
     )
@@ -131,6 +132,11 @@ def _why(site: SiteReport) -> Markup | str:
     if lowering == _UNTOUCHED:
         return joined(("No kernel was asked.", element("p", measured)))
     return "It is asked before all others for such a site, and does not refuse."
+
+
+def _faster(faster: Faster) -> Markup:
+    words = f" was {faster.speed:.2f} times as fast on sites like this one ({faster.since}; {faster.why}). "
+    return joined((code(faster.lowering), words, code(faster.install)))
 
 
 def _time(site: SiteReport) -> Markup | str:

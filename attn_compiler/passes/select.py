@@ -6,7 +6,7 @@ import dataclasses
 import functools
 
 from attn_compiler import lowerings
-from attn_compiler.decisions import Decision, Reason, Refusal
+from attn_compiler.decisions import Decision, Faster, Reason, Refusal
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.options import Options
@@ -37,6 +37,7 @@ def run(unit: Unit, mirror: Mirror) -> None:
             site.decision = decided[spec, of_flex]
             if not _is_named(options):
                 site.evidence = lowerings.evidence(spec, unit.target(spec.device))
+                site.faster = faster(spec, unit.target(spec.device), site.decision)
             site.estimate = lowerings.estimate(spec, unit.target(spec.device), site.decision.lowering)
         if attempt.reason is not None:
             leave_alone(site, attempt.reason)
@@ -55,7 +56,7 @@ def leave_alone(site: Site, reason: Reason) -> None:
     refused = Refusal(lowering="any" if site.decision is None else site.decision.lowering, reasons=(reason,))
     before = () if site.decision is None else site.decision.refusals
     site.decision = Decision(lowering=UNTOUCHED, refusals=(*before, refused))
-    site.evidence = site.estimate = None
+    site.evidence = site.estimate = site.faster = None
     site.copies.clear()
 
 
@@ -84,6 +85,15 @@ def decide(spec: AttentionSpec, target: Target, options: Options, of_flex: bool 
             return Decision(lowering=name, refusals=tuple(refusals))
         refusals.append(Refusal(lowering=name, reasons=tuple(reasons or broken), when_built=bool(broken)))
     return Decision(lowering=UNTOUCHED, refusals=tuple(refusals))
+
+
+def faster(spec: AttentionSpec, target: Target, decision: Decision) -> Faster | None:
+    """The fastest lowering that would take the site with a package that the machine lacks, if it was measured to be faster."""
+    refused = {refusal.lowering for refusal in decision.refusals}
+    for found, machine in lowerings.faster(spec, target, decision.lowering):
+        if found.lowering in refused and machine != target and not by_name(found.lowering).why_not(spec, machine):
+            return found
+    return None
 
 
 def _may_be_slower(name: str, spec: AttentionSpec, options: Options) -> bool:

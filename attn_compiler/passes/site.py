@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from attn_compiler.codes import Code
-from attn_compiler.decisions import Copy, Decision, Estimate, Evidence, Reason
+from attn_compiler.decisions import Copy, Decision, Estimate, Evidence, Faster, Reason
 from attn_compiler.index_expr import Expr
 from attn_compiler.passes.axes import Atom, Dim, Dims, resolve
 from attn_compiler.passes.mutation import Version
@@ -260,6 +260,7 @@ class Site:
     decision: the lowering that was chosen; set by select.
     evidence: the measurement that gave lowerings their order; set by select.
     estimate: how long the site takes, where that is known; set by select.
+    faster: what would be faster with a package that is not installed, where that is known; set by select.
     new_out: the Dynamo node that took the old output's place; set by lower.
     copies: copies that were put into the graph.
     notes: what else is said of the site in the report.
@@ -278,6 +279,7 @@ class Site:
     decision: Decision | None = None
     evidence: Evidence | None = None
     estimate: Estimate | None = None
+    faster: Faster | None = None
     new_out: fx.Node | None = None
     copies: list[Copy] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

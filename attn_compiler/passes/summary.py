@@ -66,7 +66,13 @@ def taken_back(report: Report, cause: str, failure: str) -> Report:
     )
     sites = tuple(
         dataclasses.replace(
-            site, decision=_given_up(site.decision, reason), copies=(), notes=(), evidence=None, estimate=None
+            site,
+            decision=_given_up(site.decision, reason),
+            copies=(),
+            notes=(),
+            evidence=None,
+            estimate=None,
+            faster=None,
         )
         for site in report.sites
     )
@@ -114,6 +120,7 @@ def _row(found: list[tuple[Unit, Site]]) -> SiteReport:
         source=first.source,
         evidence=first.evidence,
         estimate=first.estimate,
+        faster=first.faster,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.choice import shape_class
@@ -34,6 +35,7 @@ class Row:
     order: the lowerings, the first one first.
     since: the date of the evidence.
     why: the evidence.
+    times: of lowerings that ran on such sites, in multiples of the fastest one's; none where they were not timed together.
     """
 
     sms: tuple[int, int] | None
@@ -58,6 +60,8 @@ class Row:
     order: tuple[str, ...]
     since: str
     why: str
+    # It says no more than the evidence does.
+    times: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def fits(self, spec: AttentionSpec, target: Target) -> bool:
         return (
