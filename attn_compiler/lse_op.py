@@ -10,6 +10,7 @@ attn_mask: truth values, or numbers that are added after the softcap; it broadca
 is_causal: query i sees keys up to i.
 out: in value's dtype. 0 in a row without any allowed key.
 lse: (B, Hq, Sq), float32, or float64 for float64, the natural logarithm. -inf in a row without any allowed key, which has no gradient.
+is_part: what comes back for the lse is minus delta, as merging.py says.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import math
 import torch
 
 from attn_compiler.lowerings.base import NAMESPACE
+from attn_compiler.merging import as_part
 from attn_compiler.op_library import LIBRARY
 
 _NAME = "scaled_dot_product_attention_with_lse"
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, bool is_causal=False, *, float scale, "
-    "float? softcap=None) -> (Tensor out, Tensor lse)"
+    "float? softcap=None, bool is_part=False) -> (Tensor out, Tensor lse)"
 )
 
 
@@ -37,6 +39,7 @@ def _composite(
     *,
     scale: float,
     softcap: float | None = None,
+    is_part: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.promote_types(query.dtype, torch.float32)
     groups = query.shape[1] // key.shape[1]
@@ -52,7 +55,8 @@ def _composite(
         pairs = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
         scores = torch.where(pairs.tril(), scores, -math.inf)
     weights, lse = softmax_and_lse(scores)
-    return (weights @ values).to(value.dtype), lse
+    out = (weights @ values).to(value.dtype)
+    return as_part(out, lse) if is_part else (out, lse)
 
 
 def softmax_and_lse(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,8 +18,9 @@ from attn_compiler.fp8_recipe import Fp8Recipe
 
 Dim = int | str
 
-#: what becomes of a site's logsumexp, one number for each query
-LseUse = Literal["unread", "read", "differentiated"]
+#: What becomes of a site's logsumexp, one number for each query. "merged": the site is a part of an attention, and what comes back for its
+#: lse is minus delta (merging.py).
+LseUse = Literal["unread", "read", "differentiated", "merged"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

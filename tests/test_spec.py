@@ -89,7 +89,7 @@ SPECS = st.builds(
     out_dtype=DTYPES,
     needs_grad=st.booleans(),
     returns_weights=st.booleans(),
-    lse=st.sampled_from(["unread", "read", "differentiated"]),
+    lse=st.sampled_from(["unread", "read", "differentiated", "merged"]),
 )
 
 

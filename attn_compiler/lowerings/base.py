@@ -23,6 +23,8 @@ from attn_compiler.target import Target
 NAMESPACE = "attn_compiler"
 #: what the name of an op ends with that hands on what other nodes computed, the first of its operands, and has a formula of autograd
 GIVEN = "_given"
+#: what the name of a leaf op ends with whose lse gets minus delta in place of a gradient (merging.py)
+PART = "_part"
 
 #: Lowerings that read what k and v are made of, and neither k nor v: the first ones for a site that has it.
 OF_LATENT = ("decode_latent", "absorbed")

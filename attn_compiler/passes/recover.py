@@ -169,7 +169,9 @@ def _describe(
 def _lse_use(mirror: Mirror, match: Match) -> LseUse:
     if match.lse is None:
         return "unread"
-    return "differentiated" if emit.example(mirror, match.lse).requires_grad else "read"
+    if not emit.example(mirror, match.lse).requires_grad:
+        return "read"
+    return "merged" if match.is_part else "differentiated"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -208,6 +208,7 @@ class Match:
     lse: where the logsumexp is read; None where nothing reads it.
     lse_dims: what its dimensions mean in the site's atoms.
     lse_kept: as `out_kept`, of the logsumexp.
+    is_part: what comes back for the logsumexp is minus delta (merging.py).
     notes: what else is said of the site in the report.
     """
 
@@ -247,6 +248,7 @@ class Match:
     lse: fx.Node | None = None
     lse_dims: Dims = ()
     lse_kept: str | None = None
+    is_part: bool = False
     notes: tuple[str, ...] = ()
 
     @property

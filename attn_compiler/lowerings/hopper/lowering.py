@@ -77,7 +77,7 @@ def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.No
     refused = why_not_in_order(spec, emitter.target) if family == _FOR_ALL else []
     emitter.note("; ".join([f"backward: {family}", *(f"{IN_ORDER}: {reason}" for reason in refused)]))
     further = _read_by_backward(family, emitter, spec, operands, tiles)
-    with_gradient = getattr(torch.ops.attn_compiler, given_op(family)).default
+    with_gradient = getattr(torch.ops.attn_compiler, given_op(family, is_part=spec.lse == "merged")).default
     return emitter.call(with_gradient, *given, [*results, *detached, *further], text)
 
 

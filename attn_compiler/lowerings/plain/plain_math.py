@@ -14,10 +14,11 @@ import torch
 from torch import fx
 
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
 from attn_compiler.lowerings.plain.takes import MATH
 from attn_compiler.lowerings.shared import mask_limits, score_changes, unused
 from attn_compiler.lowerings.shared.takes import refused
+from attn_compiler.merging import as_part
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -51,7 +52,13 @@ class PlainMath(Lowering):
         scores = _softmaxed(emitter, spec, operands, _scores(emitter, spec, operands))
         out = _weighted(emitter, spec, operands, _weights(emitter, spec, scores, operands.sinks))
         lse = _logsumexp(emitter, spec, _with_sinks(emitter, scores, operands.sinks))
-        return out, cast(emitter, lse, compute_dtype(emitter.value(operands.q).dtype))
+        lse = cast(emitter, lse, compute_dtype(emitter.value(operands.q).dtype))
+        return handed_to_merge(emitter, spec, out, lse)
+
+
+def handed_to_merge(emitter: Emitter, spec: AttentionSpec, out: fx.Node, lse: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The same, where what comes back for the lse of a merged site is to be its gradient."""
+    return first_two(emitter, emitter.call(as_part, out, lse)) if spec.lse == "merged" else (out, lse)
 
 
 def _weighted(emitter: Emitter, spec: AttentionSpec, operands: Operands, weights: fx.Node) -> fx.Node:

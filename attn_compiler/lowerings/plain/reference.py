@@ -20,6 +20,7 @@ from torch import fx
 
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
+from attn_compiler.lowerings.plain.plain_math import handed_to_merge
 from attn_compiler.lowerings.plain.takes import REFERENCE
 from attn_compiler.lowerings.shared import mask_limits, score_changes
 from attn_compiler.lowerings.shared.takes import refused
@@ -48,7 +49,7 @@ class Reference(Lowering):
         return emitter.call(operator.getitem, _outputs(emitter, spec, operands), 0)
 
     def emit_with_lse(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[fx.Node, fx.Node]:
-        return first_two(emitter, _outputs(emitter, spec, operands))
+        return handed_to_merge(emitter, spec, *first_two(emitter, _outputs(emitter, spec, operands)))
 
 
 def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:

@@ -53,7 +53,7 @@ class Takes:
     symbolic_sizes: sizes and strides need not be known.
     float64_softmax: it keeps the softmax in float64 for a site in a narrower dtype.
     dropout, gradients: sites may have them.
-    lse: the most that a site may do with its logsumexp.
+    lse: the most that a site may do with its logsumexp. A family that differentiates it takes sites that are merged, too.
     """
 
     sms: tuple[tuple[int, int], ...] | None

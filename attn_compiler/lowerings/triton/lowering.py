@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch import fx
 
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
-from attn_compiler.lowerings.shared import kernel_limits, part_tensors, tile_table
+from attn_compiler.lowerings.shared import kernel_limits, ops, part_tensors, tile_table
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -47,6 +46,5 @@ def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.No
     measured = emitter.tuned(spec, emitter.value(operands.q).device)
     tiles = measured or tile_table.tiles(spec, emitter.target)
     further = part_tensors.emit(emitter, spec, operands, tiles)
-    leaf = torch.ops.attn_compiler.triton.default
     text = Call(spec=spec, tiles=tiles).to_text()
-    return emitter.call(leaf, operands.q, operands.k, operands.v, further, text)
+    return emitter.call(ops.leaf_op("triton", spec), operands.q, operands.k, operands.v, further, text)

@@ -31,6 +31,7 @@ def match(mirror: Mirror, anchor: fx.Node) -> Match:
         _check_order(mirror, anchor, out, lse)
         found.lse, found.lse_dims = lse, found.out_dims[:-1]
         found.covered |= {lse}
+        found.is_part = bool(views.argument(anchor, "is_part"))
     return found
 
 

@@ -58,6 +58,7 @@ def test_with_gradients_another_op_hands_on_what_it_computed() -> None:
 def test_the_lse_is_handed_on_with_its_gradient() -> None:
     assert _emitted(needs_grad=False, lse="read") == (["hopper"], [])
     assert _emitted(needs_grad=True, lse="differentiated") == (["hopper", "hopper_hopper_given"], ["backward: hopper"])
+    assert _emitted(needs_grad=True, lse="merged") == (["hopper", "hopper_hopper_part_given"], ["backward: hopper"])
 
 
 def test_cudnns_backward_takes_no_gradient_of_the_lse() -> None:

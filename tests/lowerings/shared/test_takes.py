@@ -76,6 +76,7 @@ def said(taken: Takes, **spec: Any) -> str:
         ({"lse": "unread"}, {"lse": "read"}, "nothing reads the logsumexp of the scores; observed it is read"),
         ({"lse": "unread"}, {"lse": "differentiated"}, "nothing reads the logsumexp"),
         ({"lse": "read"}, {"lse": "differentiated"}, "the logsumexp of the scores has no gradient"),
+        ({"lse": "read"}, {"lse": "merged"}, "the logsumexp of the scores has no gradient; observed it is merged"),
         ({"dropout": False}, {"dropout_p": 0.25}, "no dropout; observed 0.25"),
         ({"symbolic_sizes": False}, {"seqlen_kv": "s0"}, "every size and stride is known"),
         ({"tensors": ()}, {"mask": dense(1, 1, 128, 128)}, "no mask tensor"),

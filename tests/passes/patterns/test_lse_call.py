@@ -288,6 +288,7 @@ def test_a_match_names_both_outputs() -> None:
     assert match.lse is not None
     assert match.outputs == (match.out, match.lse)
     assert match.lse_dims == match.out_dims[:-1]
+    assert not match.is_part
     assert found.dynamo_node(match.lse) is not None
     _, unread = matched(lambda q, k, v: plain(q, k, v)[0], *inputs(grad=False))
     assert unread.outputs == (unread.out,)
