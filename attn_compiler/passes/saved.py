@@ -236,6 +236,7 @@ def settle(unit: Unit, mirror: Mirror, match: Match) -> None:
     for operand in operands(match):
         operand.kept = keeping.why(operand.root)
     match.out_kept = keeping.why(match.out)
+    match.lse_kept = None if match.lse is None else keeping.why(match.lse)
 
 
 def operands(match: Match) -> list[Operand]:

@@ -300,7 +300,7 @@ def _rewrite_sites(
             with builder.without_autocast():
                 out, done[site.module] = sites.rewrite(mirror, site, builder, layout, wholes, method)
             new = lower.finish(mirror, site, builder, out, old)
-        unread = lower.unread(mirror, site, builder.leaf(site.match.out))
+        unread = lower.unread(mirror, site, [builder.leaf(site.match.out)])
         builder.replace(builder.leaf(site.match.out), new)
         rewritten[old.name] = new
         for node in unread:
