@@ -35,6 +35,13 @@ def _exchanged(pieces: torch.Tensor, group: str) -> torch.Tensor:
     return theirs
 
 
+def sent_and_received(x: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:
+    """What comes from all ranks, one after the other, for x, whose first sent[0] elements go to rank 0, and so on. Without a gradient."""
+    started = _COLLECTIVES.all_to_all_single.default(x, received, sent, group)
+    theirs: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
+    return theirs
+
+
 def _gathered(x: torch.Tensor, axis: int, size: int, balanced: bool, group: str) -> torch.Tensor:
     sent = x.to(torch.uint8) if x.dtype == torch.bool else x
     started = _COLLECTIVES.all_gather_into_tensor.default(sent.contiguous(), size, group)

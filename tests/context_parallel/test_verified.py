@@ -20,6 +20,8 @@ def _every_way(case: str, fault: str = "", dtype: torch.dtype = torch.float64) -
 _RIGHT = [
     *(Checked(run=run) for run in against_one.some(2, models.CASES)),
     Checked(run=Run(case="causal, right padding", method="all_gather", load_balance="head_tail", inner="inductor")),
+    *_every_way("near, left padding")[:2],
+    *_every_way("near, ALiBi", dtype=torch.bfloat16)[1:2],
     *_every_way(REPLICATED)[1:3],
     *_every_way("causal, 8 heads share 2", dtype=torch.bfloat16),
     *_every_way("softcap", dtype=torch.float32),

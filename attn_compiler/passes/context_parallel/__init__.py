@@ -169,7 +169,7 @@ def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel, beside: list[str
     _look_again(unit, len(unit.sites), len(others))
     _note(unit, cp, done)
     specs = [site.spec.to_text() for site in unit.sites if site.spec is not None]
-    digest = hashlib.sha256("\n".join([*specs, *(one.method for one in done.values())]).encode()).hexdigest()[:16]
+    digest = hashlib.sha256("\n".join([*specs, *(one.words for one in done.values())]).encode()).hexdigest()[:16]
     return f"{len(shared)} attentions, {sorted({one.length for one in given.values()})} positions, {digest}"
 
 
@@ -334,7 +334,7 @@ def _note(unit: Unit, cp: ContextParallel, done: dict[str, RewrittenSite]) -> No
             continue
         sent = f"{one.bytes / 2**20:.1f} MiB" if one.bytes >= 2**20 else f"{one.bytes} bytes"
         site.notes.append(
-            f"context parallel: {one.method} over {cp.size} ranks, {order} positions, a rank sends {sent} in the forward"
+            f"context parallel: {one.words} over {cp.size} ranks, {order} positions, a rank sends {sent} in the forward"
         )
 
 

@@ -13,7 +13,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr, Index, on_nodes
 from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.passes import axes, elements, program, recover
-from attn_compiler.passes.context_parallel import exchanging
+from attn_compiler.passes.context_parallel import exchanging, halo
 from attn_compiler.passes.context_parallel.exchanging import Met
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, check_numbers, check_rounding, is_of_length
@@ -29,10 +29,17 @@ from attn_compiler.spec import AttentionSpec
 
 @dataclass(frozen=True, kw_only=True)
 class RewrittenSite:
-    """What became of one site. method: "all_gather" or "all_to_all". bytes: that a rank sends in the forward."""
+    """What became of one site. method: "all_gather" or "all_to_all". bytes: that a rank sends in the forward. halo: in words, where one is
+    exchanged and nothing is gathered."""
 
     method: str
     bytes: int
+    halo: str | None = None
+
+    @property
+    def words(self) -> str:
+        """How queries meet keys, for reports."""
+        return self.halo or self.method
 
 
 def check(site: Site, spec: AttentionSpec) -> None:
@@ -106,13 +113,33 @@ def rewrite(
     if spec is None:
         raise ValueError(f"the site at {site.module} has no spec")
     tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
-    meet = exchanging.exchange if method == "all_to_all" else exchanging.gather
-    met = meet(builder, layout, tensors.q, tensors.k, tensors.v)
+    near = None if method == "all_to_all" else halo.found(_allowed(site, spec), _length(spec), layout)
+    operands = (tensors.q, tensors.k, tensors.v)
+    if near is not None:
+        met = halo.meet(builder, layout, near, *operands)
+    else:
+        meet = exchanging.exchange if method == "all_to_all" else exchanging.gather
+        met = meet(builder, layout, *operands)
     scores = _Scores(site=site, spec=spec, builder=builder, met=met, wholes=wholes, size=layout.size)
     out = _attention(builder, site, spec, met, scores, tensors.sinks)
     if method == "all_to_all":
         out = layout.to_positions(builder, out)
-    return out, RewrittenSite(method=method, bytes=met.bytes)
+    if near is not None:
+        out = halo.unfolded(builder, layout, out)
+    return out, RewrittenSite(method=method, bytes=met.bytes, halo=None if near is None else near.words)
+
+
+def _allowed(site: Site, spec: AttentionSpec) -> Expr:
+    """Which pairs take part, over positions of the whole sequence."""
+    causal = ix.compare("<=", Index("k"), Index("q")) if spec.mask.is_causal else ix.TRUE
+    return ix.apply("and", site.condition or ix.TRUE, causal)
+
+
+def _length(spec: AttentionSpec) -> int:
+    """How many positions a rank has."""
+    if not isinstance(spec.seqlen_q, int):
+        raise ValueError("sizes are checked before")
+    return spec.seqlen_q
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,18 +153,16 @@ class _Scores:
     wholes: Wholes
     size: int
 
-    @property
-    def allowed(self) -> Expr:
-        condition = self.site.condition or ix.TRUE
-        causal = ix.compare("<=", Index("k"), Index("q")) if self.spec.mask.is_causal else ix.TRUE
-        return ix.apply("and", condition, causal)
-
     def mask(self) -> fx.Node | None:
         """Truth values that broadcast to (B, H, Q, N); None where every pair takes part."""
-        allowed = self.allowed
+        allowed = _allowed(self.site, self.spec)
+        inside = None if self.met.places is None else self.met.places.inside
         if allowed == ix.TRUE:
-            return None
-        return self._shared(("allowed", allowed), allowed, self.site.loads, torch.float64)
+            return inside
+        mask = self._shared(("allowed", allowed), allowed, self.site.loads, torch.float64)
+        if inside is None:
+            return mask
+        return self.builder.once(("inside", mask, inside), lambda: self.builder.call(torch.logical_and, mask, inside))
 
     def bias(self) -> fx.Node | None:
         """Numbers that broadcast to (B, H, Q, N), in float32, or wider if the model's are."""
@@ -150,12 +175,9 @@ class _Scores:
         return total
 
     def _shared(self, key: object, x: Expr, loads: Mapping[str, Version], real: torch.dtype) -> fx.Node:
-        length = self.spec.seqlen_q
-        if not isinstance(length, int):
-            raise ValueError("sizes are checked before")
         check_rounding(x)
         if not self.wholes.are_chance:
-            check_numbers(x, length)
+            check_numbers(x, _length(self.spec))
         tensors = {name: self._loaded(x, name, loads) for name in sorted(x.facts.tensors)}
         nodes = tuple(tensors.items())
         key = ("scores", key, nodes, self.met.queries, self.met.first_head, real)
@@ -166,12 +188,15 @@ class _Scores:
             raise CannotShard("sizes are known when the graph is compiled", ix.text(x, 80), at=self.site.match.out)
         q = self.builder.value(self.met.q)
         indices = {name: self._index(name, q) for name in x.facts.indices}
-        names = Names(device=q.device, indices=indices, tensors=tensors, within=self._within())
+        within = {name: most for name, most in self._within().items() if name != "k" or self.met.places is None}
+        names = Names(device=q.device, indices=indices, tensors=tensors, within=within)
         return on_nodes.emit(self.builder, x, names, real=real)
 
     def _index(self, name: str, q: torch.Tensor) -> fx.Node:
         """Of the pairs that this rank computes, what each is in the model."""
         call, device = self.builder.call, q.device
+        if self.met.places is not None and name != "h":
+            return {"b": self.met.places.b, "q": self.met.places.q, "k": self.met.places.k}[name]
         if name == "q":
             return call(torch.Tensor.view, self.met.queries, (1, 1, -1, 1))
         sizes = {"b": q.shape[0], "h": q.shape[1], "k": self.builder.value(self.met.k).shape[2]}
