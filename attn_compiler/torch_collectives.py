@@ -50,6 +50,19 @@ def _gathered(x: torch.Tensor, axis: int, size: int, balanced: bool, group: str)
     return joined(by_rank, axis, balanced).to(x.dtype).clone(memory_format=torch.contiguous_format)
 
 
+def _gathered_piece(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """(s,) of each rank -> (size · s,)"""
+    started = _COLLECTIVES.all_gather_into_tensor.default(x.contiguous(), size, group)
+    whole: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
+    return whole
+
+
+def _scattered_piece(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    started = _COLLECTIVES.reduce_scatter_tensor.default(x.contiguous(), "sum", size, group)
+    own: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
+    return own
+
+
 def _scattered_sum(x: torch.Tensor, axis: int, size: int, balanced: bool, group: str) -> torch.Tensor:
     by_rank = split(x, axis, size, balanced)
     started = _COLLECTIVES.reduce_scatter_tensor.default(by_rank.flatten(0, 1).contiguous(), "sum", size, group)
@@ -234,6 +247,8 @@ _OPS: dict[str, tuple[str, Callable[..., torch.Tensor], Callable[..., torch.Tens
     # The sum over ranks of their losses is what is differentiated.
     "summed_over_ranks": ("str group", _summed, _summed),
     "heads_for_positions": ("int size, bool balanced, str group", _to_heads, _to_positions),
+    "exchanged_pieces": ("str group", _exchanged, _exchanged),
+    "gathered_piece": ("int size, str group", _gathered_piece, _scattered_piece),
     "positions_for_heads": ("int size, bool balanced, str group", _to_positions, _to_heads),
 }
 
@@ -257,6 +272,8 @@ gathered_sequence = getattr(torch.ops, NAMESPACE).gathered_sequence.default
 summed_over_ranks = getattr(torch.ops, NAMESPACE).summed_over_ranks.default
 heads_for_positions = getattr(torch.ops, NAMESPACE).heads_for_positions.default
 positions_for_heads = getattr(torch.ops, NAMESPACE).positions_for_heads.default
+exchanged_pieces = getattr(torch.ops, NAMESPACE).exchanged_pieces.default
+gathered_piece = getattr(torch.ops, NAMESPACE).gathered_piece.default
 keys_of_slots = getattr(torch.ops, NAMESPACE).keys_of_slots.default
 same_on_ranks = getattr(torch.ops, NAMESPACE).same_on_ranks.default
 sequence_rank = getattr(torch.ops, NAMESPACE).sequence_rank.default
