@@ -128,7 +128,7 @@ def _with_gradient(
 _GATHER, _WAIT = _COLLECTIVES.all_gather_into_tensor.default, _COLLECTIVES.wait_tensor.default
 _ATEN = torch.ops.aten
 #: what `joined`, and taking keys and values apart, are made of once they are traced
-_MOVES = frozenset(
+MOVES = frozenset(
     {_WAIT, _ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default, _ATEN.permute.default}
     | {_ATEN.transpose.int, _ATEN.unsqueeze.default, _ATEN.squeeze.dim, _ATEN.slice.Tensor, _ATEN.select.int}
     | {_ATEN.cat.default, _ATEN.flip.default, _ATEN.clone.default, _ATEN.alias.default, _ATEN.expand.default}
@@ -143,7 +143,7 @@ def gather_again(graph: fx.Graph, group: str) -> None:
     again: set[fx.Node] = set()
     for node in graph.nodes:
         is_gather = node.target is _GATHER and group in node.args and node.meta["val"].is_floating_point()
-        if is_gather or (node.target in _MOVES and any(x in again for x in node.all_input_nodes)):
+        if is_gather or (node.target in MOVES and any(x in again for x in node.all_input_nodes)):
             again.add(node)
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = 0

@@ -154,7 +154,8 @@ class _Slices:
             flat = call(torch.nn.functional.pad, flat, (0, lacking)) if lacking else flat
             to_ranks = call(torch.unflatten, flat, 0, (layout.size, -1))
             come = call(torch_collectives.exchanged_pieces, to_ranks, layout.group)
-            apart.append([call(torch.select, come, 0, rank) for rank in range(layout.size)])
+            by_rank = call(torch.unbind, come)
+            apart.append([call(operator.getitem, by_rank, rank) for rank in range(layout.size)])
             # The exchange, and then a slice of each rank's to all others.
             one = int(value(flat).numel()) * value(flat).element_size() // layout.size
             sent += (layout.size - 1) * one * (1 + layout.size)
