@@ -252,7 +252,7 @@ class _Inner:
 
     def compile_rewritten(self, gm: fx.GraphModule, example_inputs: Sequence[Any], key: str) -> Callable[..., Any]:
         # Here and not in the pass, which does not run where a cache has the code: that calls their ops all the same.
-        from attn_compiler import rotary_tables, torch_collectives
+        from attn_compiler import rotary_tables, torch_collectives, torch_halos  # noqa: F401
         from attn_compiler.lowerings.shared.ops import without_autograd
 
         def joint_pass(graph: fx.Graph) -> None:
@@ -266,7 +266,15 @@ class _Inner:
                 failed.told(self.options, torch_compat.graph_name(), "they are computed where they are read")
             self._compile_ahead(graph)
 
-        return self._compile(gm, example_inputs, key, joint_pass)
+        return self._compile(gm, example_inputs, key, joint_pass, self._last_pass())
+
+    def _last_pass(self) -> torch_inductor.GraphPass | None:
+        cp = self.options.context_parallel
+        if not self.options.is_context_parallel or cp is None:
+            return None
+        from attn_compiler import torch_overlap
+
+        return torch_overlap.passes(cp.group_name)
 
     def _compile_ahead(self, graph: fx.Graph) -> None:
         if self.ahead is None:
@@ -287,10 +295,17 @@ class _Inner:
         example_inputs: Sequence[Any],
         key: str | None,
         joint_pass: torch_inductor.GraphPass | None,
+        last_pass: torch_inductor.GraphPass | None = None,
     ) -> Callable[..., Any]:
         if self.options.inner == "inductor":
             return torch_inductor.compile_with_inductor(
-                gm, example_inputs, patches=self.patches, cache_key=key, joint_pass=joint_pass, region=self.region
+                gm,
+                example_inputs,
+                patches=self.patches,
+                cache_key=key,
+                joint_pass=joint_pass,
+                last_pass=last_pass,
+                region=self.region,
             )
         if self.patches:
             log.warning("inner=%r ignores Inductor's options: %s", self.options.inner, ", ".join(self.patches))

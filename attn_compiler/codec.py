@@ -1,7 +1,7 @@
 """Frozen dataclasses as text and back: what leaf ops, reports and caches say of decisions. Equal values have equal texts: canonical JSON.
 
 A dataclass is an object with its name under "kind"; a tuple is a list; an expression (index_expr) is {"expr": its class, "of": its fields},
-which is shorter. An enum is {"kind": its class, "value": ...}.
+which is shorter. An enum is {"kind": its class, "value": ...}. A field declared with UNSAID is left out where it has its default value.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from attn_compiler import index_expr
 T = TypeVar("T")
 
 _EXPRESSIONS: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(index_expr.Expr)}
+#: metadata of a field that few values have: texts without it are what they were before the field
+UNSAID = {"unsaid": True}
 #: texts of one codec whose values are remembered
 _REMEMBERED = 1024
 
@@ -67,11 +69,8 @@ class Codec:
         return value
 
     def _said(self, value: Any) -> dict[str, Any]:
-        found = _fields(value)
-        if not self._brief:
-            return found
-        usual = {f.name: f.default for f in dataclasses.fields(value)}
-        return {name: x for name, x in found.items() if not _is_same(x, usual[name])}
+        usual = {f.name: f.default for f in dataclasses.fields(value) if self._brief or "unsaid" in f.metadata}
+        return {name: x for name, x in _fields(value).items() if name not in usual or not _is_same(x, usual[name])}
 
     def _parse(self, text: str) -> Any:
         return self.made(json.loads(text))

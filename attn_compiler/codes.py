@@ -45,6 +45,7 @@ class Code(StrEnum):
     WEIGHTS_READ = "AC214"
     LENGTHS = "AC215"
     LATENT = "AC216"
+    LSE_READ = "AC217"
 
     # Masks and scores.
     SOFTCAP = "AC301"

@@ -275,6 +275,8 @@ def dtype_words(spec: AttentionSpec) -> str:
     parts.append("needs grad" if spec.needs_grad else "no grad")
     if spec.returns_weights:
         parts.append("returns the weights")
+    if spec.lse != "unread":
+        parts.append(f"its logsumexp is {spec.lse}")
     return ", ".join(parts)
 
 

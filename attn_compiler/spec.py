@@ -7,15 +7,20 @@ The same `AttentionSpec` always gets the same decision, so layers that agree sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from attn_compiler import added_scores, fp8_recipe, masks, scores
-from attn_compiler.codec import Codec
+from attn_compiler.codec import UNSAID, Codec
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.fp8_recipe import Fp8Recipe
 
 Dim = int | str
+
+#: What becomes of a site's logsumexp, one number for each query. "merged": the site is a part of an attention, and what comes back for its
+#: lse is minus delta (merging.py).
+LseUse = Literal["unread", "read", "differentiated", "merged"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +103,7 @@ class AttentionSpec:
     stored: the cache in FP8 that k and v come from. A kernel may read the cache in their place.
     latent: what k and v are linear maps of. A lowering may read that in their place.
     no_latent: why k and v are not, where they are nearly.
+    lse: the logarithm of each query's sum of exponentiated scores, (B, Hq, Sq), is read besides the output, and has a gradient.
     """
 
     q: TensorSpec
@@ -114,6 +120,7 @@ class AttentionSpec:
     stored: StoredSpec | None = None
     latent: LatentSpec | None = None
     no_latent: Reason | None = None
+    lse: LseUse = field(default="unread", metadata=UNSAID)
 
     @property
     def batch(self) -> Dim:

@@ -35,12 +35,32 @@ def _exchanged(pieces: torch.Tensor, group: str) -> torch.Tensor:
     return theirs
 
 
+def sent_and_received(x: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:
+    """What comes from all ranks, one after the other, for x, whose first sent[0] elements go to rank 0, and so on. Without a gradient."""
+    started = _COLLECTIVES.all_to_all_single.default(x, received, sent, group)
+    theirs: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
+    return theirs
+
+
 def _gathered(x: torch.Tensor, axis: int, size: int, balanced: bool, group: str) -> torch.Tensor:
     sent = x.to(torch.uint8) if x.dtype == torch.bool else x
     started = _COLLECTIVES.all_gather_into_tensor.default(sent.contiguous(), size, group)
     by_rank = torch.unflatten(_COLLECTIVES.wait_tensor.default(started), 0, (size, x.shape[0]))
     # A copy even where this is a view: an op gives what is its own.
     return joined(by_rank, axis, balanced).to(x.dtype).clone(memory_format=torch.contiguous_format)
+
+
+def _gathered_piece(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """(s,) of each rank -> (size · s,)"""
+    started = _COLLECTIVES.all_gather_into_tensor.default(x.contiguous(), size, group)
+    whole: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
+    return whole
+
+
+def _scattered_piece(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    started = _COLLECTIVES.reduce_scatter_tensor.default(x.contiguous(), "sum", size, group)
+    own: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
+    return own
 
 
 def _scattered_sum(x: torch.Tensor, axis: int, size: int, balanced: bool, group: str) -> torch.Tensor:
@@ -112,7 +132,7 @@ def _with_gradient(
 _GATHER, _WAIT = _COLLECTIVES.all_gather_into_tensor.default, _COLLECTIVES.wait_tensor.default
 _ATEN = torch.ops.aten
 #: what `joined`, and taking keys and values apart, are made of once they are traced
-_MOVES = frozenset(
+MOVES = frozenset(
     {_WAIT, _ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default, _ATEN.permute.default}
     | {_ATEN.transpose.int, _ATEN.unsqueeze.default, _ATEN.squeeze.dim, _ATEN.slice.Tensor, _ATEN.select.int}
     | {_ATEN.cat.default, _ATEN.flip.default, _ATEN.clone.default, _ATEN.alias.default, _ATEN.expand.default}
@@ -127,7 +147,7 @@ def gather_again(graph: fx.Graph, group: str) -> None:
     again: set[fx.Node] = set()
     for node in graph.nodes:
         is_gather = node.target is _GATHER and group in node.args and node.meta["val"].is_floating_point()
-        if is_gather or (node.target in _MOVES and any(x in again for x in node.all_input_nodes)):
+        if is_gather or (node.target in MOVES and any(x in again for x in node.all_input_nodes)):
             again.add(node)
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = 0
@@ -231,6 +251,8 @@ _OPS: dict[str, tuple[str, Callable[..., torch.Tensor], Callable[..., torch.Tens
     # The sum over ranks of their losses is what is differentiated.
     "summed_over_ranks": ("str group", _summed, _summed),
     "heads_for_positions": ("int size, bool balanced, str group", _to_heads, _to_positions),
+    "exchanged_pieces": ("str group", _exchanged, _exchanged),
+    "gathered_piece": ("int size, str group", _gathered_piece, _scattered_piece),
     "positions_for_heads": ("int size, bool balanced, str group", _to_positions, _to_heads),
 }
 
@@ -254,6 +276,8 @@ gathered_sequence = getattr(torch.ops, NAMESPACE).gathered_sequence.default
 summed_over_ranks = getattr(torch.ops, NAMESPACE).summed_over_ranks.default
 heads_for_positions = getattr(torch.ops, NAMESPACE).heads_for_positions.default
 positions_for_heads = getattr(torch.ops, NAMESPACE).positions_for_heads.default
+exchanged_pieces = getattr(torch.ops, NAMESPACE).exchanged_pieces.default
+gathered_piece = getattr(torch.ops, NAMESPACE).gathered_piece.default
 keys_of_slots = getattr(torch.ops, NAMESPACE).keys_of_slots.default
 same_on_ranks = getattr(torch.ops, NAMESPACE).same_on_ranks.default
 sequence_rank = getattr(torch.ops, NAMESPACE).sequence_rank.default

@@ -63,12 +63,14 @@ def compile_with_inductor(
     patches: dict[str, Any],
     cache_key: str | None,
     joint_pass: GraphPass | None,
+    last_pass: GraphPass | None = None,
     region: str | None = None,
 ) -> CompiledFn:
     """Inductor's compile_fx. It takes ownership of `gm`. region: torch.compile's `name=`, where this torch has it.
 
     joint_pass: runs on the graph of the forward or, in training, of both, once autograd was traced; has to be covered by the key. With
-    neither, the graph is compiled as Inductor alone would.
+    neither, the graph is compiled as Inductor alone would. last_pass: runs on the forward and on the backward, each by itself, before
+    Inductor looks for its own patterns.
     The patches also hold for the backward, which is compiled later, outside of this call. cache_key: what decides the
     compiled code besides the graph and the config; it enters the keys of the AOTAutograd and FX graph caches.
     """
@@ -78,6 +80,9 @@ def compile_with_inductor(
     if cache_key is not None and joint_pass is not None:
         users = patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
         patches = {**patches, "joint_custom_pre_pass": JointPass(cache_key, joint_pass, before=_as_passes(users))}
+    if cache_key is not None and last_pass is not None:
+        users = patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
+        patches = {**patches, "post_grad_custom_pre_pass": JointPass(cache_key, last_pass, before=_as_passes(users))}
     extra: dict[str, Any] = {}
     if region is not None and "compile_region_name" in inspect.signature(compile_fx).parameters:
         extra["compile_region_name"] = region

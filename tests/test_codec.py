@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
 from attn_compiler import index_expr as ix
-from attn_compiler.codec import Codec
+from attn_compiler.codec import UNSAID, Codec
 
 
 class Side(enum.Enum):
@@ -53,6 +53,19 @@ def test_a_brief_text_says_what_is_not_usual() -> None:
     assert codec.text(Inner(size=1, weight=None)) == '{"kind":"Inner","size":1,"weight":null}'
     # Equal in Python, and another text.
     assert codec.text(Inner(size=1, flag=0)) != codec.text(Inner(size=1))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grown:
+    size: int
+    later: str = field(default="usual", metadata=UNSAID)
+
+
+def test_a_field_that_came_later_is_said_where_it_is_not_usual() -> None:
+    codec = Codec((Grown,))
+    assert codec.text(Grown(size=1)) == '{"kind":"Grown","size":1}'
+    assert codec.text(Grown(size=1, later="not")) == '{"kind":"Grown","later":"not","size":1}'
+    assert all(codec.value(codec.text(x), Grown) == x for x in (Grown(size=1), Grown(size=1, later="not")))
 
 
 def test_a_full_text_says_everything() -> None:

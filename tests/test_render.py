@@ -146,9 +146,9 @@ def test_reports_of_no_graph() -> None:
 
 def test_unusual_dtypes_symbolic_sizes_and_returned_weights_are_shown() -> None:
     q = TensorSpec(shape=("s0", 32, "s1", 64), strides=("2048*s1", 64, 2048, 1), dtype="float16")
-    spec = dataclasses.replace(SPEC, q=q, out_dtype="float32", needs_grad=False, returns_weights=True)
+    spec = dataclasses.replace(SPEC, q=q, out_dtype="float32", needs_grad=False, returns_weights=True, lse="read")
     text = str(dataclasses.replace(REPORT, sites=(dataclasses.replace(SITE, spec=spec),)))
-    assert "float16, goes on as float32, no grad, returns the weights" in text
+    assert "float16, goes on as float32, no grad, returns the weights, its logsumexp is read" in text
     assert "float16[s0, 32, s1, 64]" in text
     assert "strides (2048*s1, 64, 2048, 1)" in text
 

@@ -89,6 +89,7 @@ SPECS = st.builds(
     out_dtype=DTYPES,
     needs_grad=st.booleans(),
     returns_weights=st.booleans(),
+    lse=st.sampled_from(["unread", "read", "differentiated", "merged"]),
 )
 
 
@@ -121,6 +122,14 @@ def _spec() -> AttentionSpec:
         device="cpu",
         out_dtype="float32",
     )
+
+
+def test_the_text_of_a_spec_whose_lse_is_unread_does_not_name_it() -> None:
+    found = _spec()
+    assert '"lse"' not in found.to_text()
+    read = dataclasses.replace(found, lse="read")
+    assert '"lse":"read"' in read.to_text()
+    assert AttentionSpec.from_text(read.to_text()) == read
 
 
 def test_names_of_the_axes() -> None:

@@ -148,4 +148,14 @@ PAGES = (
         kind=ExampleKind.DECISION,
         example='why_not("decode_latent", attention(length=1, length_kv=4096), Target.fake())',
     ),
+    Page(
+        code=Code.LSE_READ,
+        title="The logsumexp of the scores is used, or differentiated",
+        cause="Parts of an attention are merged by it: those of a ring (context parallelism), or of a cache that ranks "
+        "share. Our own kernels give it, those for training with its gradient. PyTorch's, cuDNN's and FA4 are not asked "
+        "for it, and what is rounded to FP8 has another one.",
+        remedy="There is nothing to do: another kernel serves. `lowering=` naming this one would leave it to plain products.",
+        kind=ExampleKind.DECISION,
+        example='why_not("sdpa_flash", attention(lse="read"), Target.fake())',
+    ),
 )

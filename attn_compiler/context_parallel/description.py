@@ -18,8 +18,10 @@ from attn_compiler.errors import ContextParallelInput, InvalidOption
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-METHODS = ("auto", "all_gather", "all_to_all")
+METHODS = ("auto", "all_gather", "all_to_all", "ring")
 LOAD_BALANCES = ("auto", "head_tail", None)
+#: bytes: what Llama 3 70B has of keys and values in one layer at 2^20 positions, in half precision
+GATHER_LIMIT = 4 * 2**30
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -29,20 +31,23 @@ class ContextParallel:
     InvalidOption says what is wrong when it is built.
 
     mesh: the DeviceMesh of the ranks that share a sequence; it has one dimension.
-    method: what attention exchanges. "all_gather": keys and values; "all_to_all": heads for positions.
+    method: what attention exchanges. "all_gather": keys and values; "all_to_all": heads for positions; "ring": keys and values of one rank
+        after the other.
     load_balance: "head_tail" gives each rank a chunk of the first half and one of the second; None gives it one. "auto" is "head_tail".
     replicated: names of model inputs that every rank has as a whole.
     allow: names of ops along the sequence that are right on a part of it, as the user knows: "aten.cumsum.default".
     packed: a row holds several documents, and position_ids start again with each.
+    gather_limit: bytes of the keys and values of one attention and all ranks up to which "auto" gathers them.
     """
 
     mesh: DeviceMesh
     _: KW_ONLY
-    method: Literal["auto", "all_gather", "all_to_all"] = "auto"
+    method: Literal["auto", "all_gather", "all_to_all", "ring"] = "auto"
     load_balance: Literal["auto", "head_tail"] | None = "auto"
     replicated: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
     packed: bool = False
+    gather_limit: int = GATHER_LIMIT
 
     def __post_init__(self) -> None:
         _check_mesh(self.mesh)
@@ -52,6 +57,8 @@ class ContextParallel:
         object.__setattr__(self, "allow", _names("allow", "names of ops, as 'aten.cumsum.default'", self.allow))
         if not isinstance(self.packed, bool):
             raise _invalid("packed", "True or False", self.packed)
+        if isinstance(self.gather_limit, bool) or not isinstance(self.gather_limit, int) or self.gather_limit < 0:
+            raise _invalid("gather_limit", "a number of bytes, 0 or more", self.gather_limit)
 
     @property
     def size(self) -> int:
@@ -77,13 +84,13 @@ class ContextParallel:
     def digest(self) -> str:
         """A short hash of what changes compiled code. It is the same on all ranks of the group."""
         names = [sorted(set(self.replicated)), sorted(set(self.allow))]
-        data = [self.method, self.is_balanced, self.size, *names, self.packed, self.group_name]
+        data = [self.method, self.is_balanced, self.size, *names, self.packed, self.group_name, self.gather_limit]
         return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
         """What it was built with, for JSON."""
-        given = {name: getattr(self, name) for name in ("method", "load_balance", "replicated", "allow", "packed")}
-        return {"mesh": str(self.mesh), **given}
+        names = ("method", "load_balance", "replicated", "allow", "packed", "gather_limit")
+        return {"mesh": str(self.mesh), **{name: getattr(self, name) for name in names}}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ContextParallel):

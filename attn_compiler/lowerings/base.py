@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ from attn_compiler.target import Target
 NAMESPACE = "attn_compiler"
 #: what the name of an op ends with that hands on what other nodes computed, the first of its operands, and has a formula of autograd
 GIVEN = "_given"
+#: what the name of a leaf op ends with whose lse gets minus delta in place of a gradient (merging.py)
+PART = "_part"
 
 #: Lowerings that read what k and v are made of, and neither k nor v: the first ones for a site that has it.
 OF_LATENT = ("decode_latent", "absorbed")
@@ -260,6 +263,16 @@ class Lowering(Protocol):
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         """Insert the computation; returns the node of the output, logical (B, Hq, Sq, Dv), in any strides and in q's dtype."""
         ...
+
+    def emit_with_lse(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[fx.Node, fx.Node]:
+        """As `emit`, for a spec whose lse is read: the output, and (B, Hq, Sq) in float32, or in float64 for float64. -inf in a row
+        without any allowed key."""
+        raise TypeError(f"{self.name} gives no lse: its why_not refuses a spec whose lse is {spec.lse}")
+
+
+def first_two(emitter: Emitter, outputs: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The output and the lse of a leaf op."""
+    return emitter.call(operator.getitem, outputs, 0), emitter.call(operator.getitem, outputs, 1)
 
 
 def check_fp8_inputs(spec: AttentionSpec) -> list[Reason]:

@@ -98,7 +98,7 @@ def _try(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> list[
     taken_back = torch_snapshots.taken_back_on_error(unit.graph_module)
     with faults.confined(unit, "lower", site.module) as attempt, taken_back:
         new, held = _lower(unit, mirror, site, builder)
-        old = builder.leaf(site.match.out)
+        old = [builder.leaf(output) for output in site.match.outputs]
         gone = unread(mirror, site, old)
     if attempt.reason is not None:
         builder.forget_erased()
@@ -107,8 +107,9 @@ def _try(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> list[
         site.notes[:], site.copies[:] = notes, copies
         leave_alone(site, attempt.reason)
         return []
-    builder.replace(old, new)
-    site.new_out = new
+    for before, after in zip(old, new, strict=True):
+        builder.replace(before, after)
+    site.new_out = new[0]
     for node in gone:
         unit.graph.erase_node(node)
     return held
@@ -124,8 +125,8 @@ def _erase_expanded(site: Site, graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tuple[fx.Node, list[_Held]]:
-    """What takes the place of the site's output, which nothing reads yet, and the copies that it reads."""
+def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tuple[list[fx.Node], list[_Held]]:
+    """What takes the place of the site's outputs, which nothing reads yet, and the copies that it reads."""
     if site.spec is None or site.decision is None:
         raise ValueError(f"the site at {site.module} was not decided")
     target = unit.target(site.spec.device)
@@ -140,17 +141,26 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tup
         tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
         operands = _operands(mirror, site, site.spec, builder, tensors)
         with builder.without_autocast():
-            out = by_name(site.decision.lowering).emit(builder, site.spec, operands)
+            out, *lse = _emitted(site, site.spec, builder, operands)
         if site.has_scores is not None and shut_queries.at_hand(site.has_scores, operands):
             out = shut_queries.filled(builder, site.has_scores, operands, out)
             note(shut_queries.NOTE)
         new = finish(mirror, site, builder, out, old)
         held, new = _settle(site, builder, builder.made[before:], new)
+        finished = [_finish_lse(mirror, site, builder, x) for x in lse]
     site.notes.extend(site.match.notes)
     why_not = None if unit.tuner is None else unit.tuner.unmeasurable(target)
     if why_not is not None:
         site.notes.append(f"autotune has nothing to measure: {why_not}")
-    return new, held
+    return [new, *finished], held
+
+
+def _emitted(site: Site, spec: AttentionSpec, builder: GraphBuilder, operands: Operands) -> tuple[fx.Node, ...]:
+    """One node for each output of the match."""
+    lowering = by_name(UNTOUCHED if site.decision is None else site.decision.lowering)
+    if site.match.lse is None:
+        return (lowering.emit(builder, spec, operands),)
+    return lowering.emit_with_lse(builder, spec, operands)
 
 
 def _tuned(unit: Unit, site: Site, spec: AttentionSpec, device: torch.device) -> Tiles | None:
@@ -187,16 +197,32 @@ def _operands(
 
 def finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old: fx.Node) -> fx.Node:
     """The kernel's output in the model's dimensions and dtype, and in a copy of its own where somebody downstream needs one."""
-    new = program.restore(site.match, builder, out)
+    return _as_was(mirror, site, builder, program.restore(site.match, builder, out), site.match.out, old, "out")
+
+
+def _finish_lse(mirror: Mirror, site: Site, builder: GraphBuilder, lse: fx.Node) -> fx.Node:
+    """As `finish`. Who may write to the lse gets a copy of it: kernels save theirs."""
+    match = site.match
+    if match.lse is None:
+        raise ValueError(f"nothing reads the lse of the site at {site.module}")
+    new = program.restore_lse(match, builder, lse)
+    new = _as_was(mirror, site, builder, new, match.lse, builder.leaf(match.lse), "lse")
+    return new if match.lse_kept is None else _handed_on(site, builder, new, match.lse_kept, "lse")
+
+
+def _as_was(
+    mirror: Mirror, site: Site, builder: GraphBuilder, new: fx.Node, at: fx.Node, old: fx.Node, name: str
+) -> fx.Node:
+    """In the dtype of a Dynamo node, in its strides if somebody needs them, and without a gradient if it had none. at: its mirror node."""
     wanted: torch.Tensor = old.meta["example_value"]
     if builder.value(new).dtype != wanted.dtype:
         new = builder.call(torch.Tensor.to, new, wanted.dtype)
     if not wanted.requires_grad and _brings_gradient(mirror, site):
         new = builder.call(torch.Tensor.detach, new)
-    reader = strides.relies_on(mirror, site.match.out, old, builder.value(new), builder.mode)
+    reader = strides.relies_on(mirror, at, old, builder.value(new), builder.mode)
     if reader is not None:
         site.copies.append(
-            Copy(operand="out", bytes=_bytes(wanted), why=f"{reader} needs the strides that the model made")
+            Copy(operand=name, bytes=_bytes(wanted), why=f"{reader} needs the strides that the model made")
         )
         return strides.restride(builder, new, wanted)
     return new
@@ -213,12 +239,12 @@ def _settle(site: Site, builder: GraphBuilder, emitted: Sequence[fx.Node], new: 
         for copy in builder.held
     ]
     is_handed_on = why is not None and (ran is None or ran.saves(new))
-    return held, _handed_on(site, builder, new, why) if is_handed_on and why is not None else new
+    return held, _handed_on(site, builder, new, why, "out") if is_handed_on and why is not None else new
 
 
-def _handed_on(site: Site, builder: GraphBuilder, new: fx.Node, why: str) -> fx.Node:
-    """A copy of the kernel's output, which the kernel saves."""
-    site.copies.append(saved.copy("out", new, why))
+def _handed_on(site: Site, builder: GraphBuilder, new: fx.Node, why: str, name: str) -> fx.Node:
+    """A copy of what the kernel gives, which the kernel saves."""
+    site.copies.append(saved.copy(name, new, why))
     # Not a clone, which Inductor leaves out where what is returned is a view of it: that the output is saved, too, it does not know yet.
     return builder.call(torch.ops.attn_compiler.held.default, new)
 
@@ -233,16 +259,16 @@ def _bytes(value: torch.Tensor) -> int | None:
     return None if any(isinstance(s, torch.SymInt) for s in value.shape) else value.numel() * value.element_size()
 
 
-def unread(mirror: Mirror, site: Site, old: fx.Node) -> list[fx.Node]:
-    """The site's own nodes that nothing reads any more once another node is read in place of the old output, and pure ones above them
-    that only it read: those that read others first."""
+def unread(mirror: Mirror, site: Site, old: Sequence[fx.Node]) -> list[fx.Node]:
+    """The site's own nodes that nothing reads any more once others are read in place of its old outputs, and pure ones above them
+    that only they read: those that read others first."""
     own = {mirror.owner(n) for n in site.match.covered}
     writers = {mirror.owner(writer) for writer, _ in mirror.writers} - own
-    candidates = [old]
+    candidates = list(old)
     found: dict[fx.Node, None] = {}
     while candidates:
         node = candidates.pop()
-        is_read = node is not old and not found.keys() >= node.users.keys()
+        is_read = node not in old and not found.keys() >= node.users.keys()
         if node in found or node in writers or is_read or node.op not in ("call_function", "call_method"):
             continue
         found[node] = None

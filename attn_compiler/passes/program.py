@@ -84,6 +84,14 @@ def restore(match: Match, builder: Builder[X], out: X) -> X:
     return _run(match, builder, recipe, out)
 
 
+def restore_lse(match: Match, builder: Builder[X], lse: X) -> X:
+    """The kernel's logsumexp (B, Hq, Sq) with the dimensions that the model expects."""
+    kernel_dims = (match.batch, match.heads, match.query)
+    atoms = {a: a for a in axes.flat(kernel_dims)}
+    recipe = simplified(arrange(kernel_dims, atoms, match.lse_dims, broadcast=False))
+    return _run(match, builder, recipe, lse)
+
+
 def _run(match: Match, builder: Builder[X], recipe: Recipe, x: X) -> X:
     known = [match.q.root, match.k.root, match.v.root]
     known += [t.operand.root for t in (*match.additive, *match.allowed)]

@@ -38,7 +38,7 @@ from attn_compiler.passes.program import Tensors
 from attn_compiler.passes.reading import Reader
 from attn_compiler.passes.site import Latent, Match, Miss, Operand, Site, Term
 from attn_compiler.passes.unit import Unit
-from attn_compiler.spec import AttentionSpec, Dim, LatentSpec, StoredSpec, TensorSpec
+from attn_compiler.spec import AttentionSpec, Dim, LatentSpec, LseUse, StoredSpec, TensorSpec
 
 #: said of a mask of which nothing is known for where it comes from
 COMES_IN = (
@@ -97,6 +97,9 @@ def _described(
     except AxisError as error:
         rule = "q, k, v and the mask can be brought into (batch, heads, sequence, head dim)"
         return Reason(code=Code.AXES, rule=rule, observed=str(error))
+    if site.match.lse is not None and site.has_scores is not None:
+        rule = "a query whose logsumexp is read has no keys only where they are masked by -inf"
+        return Reason(code=Code.KEYLESS_ROWS, rule=rule, observed="a mask shuts queries out with a finite number")
     return None
 
 
@@ -159,7 +162,16 @@ def _describe(
         stored=_stored_spec(match, tensors),
         latent=_latent_spec(match, tensors),
         no_latent=match.latent if isinstance(match.latent, Reason) else None,
+        lse=_lse_use(mirror, match),
     )
+
+
+def _lse_use(mirror: Mirror, match: Match) -> LseUse:
+    if match.lse is None:
+        return "unread"
+    if not emit.example(mirror, match.lse).requires_grad:
+        return "read"
+    return "merged" if match.is_part else "differentiated"
 
 
 def _name(dtype: torch.dtype) -> str:

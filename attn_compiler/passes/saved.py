@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_compiler import torch_tracing
 from attn_compiler.decisions import Copy
-from attn_compiler.lowerings.base import GIVEN, NAMESPACE
+from attn_compiler.lowerings.base import GIVEN, NAMESPACE, PART
 from attn_compiler.passes import bodies, closed, mutation
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.calls import target_name
@@ -129,7 +129,8 @@ def _is_kernel(node: fx.Node) -> bool:
         return False
     namespace, name = node.target.namespace, target_name(node)
     ours = getattr(torch.ops, NAMESPACE)
-    return name.startswith("_scaled_dot_product") or (namespace == NAMESPACE and hasattr(ours, f"{name}_backward"))
+    family = name.removesuffix(PART)
+    return name.startswith("_scaled_dot_product") or (namespace == NAMESPACE and hasattr(ours, f"{family}_backward"))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -236,6 +237,7 @@ def settle(unit: Unit, mirror: Mirror, match: Match) -> None:
     for operand in operands(match):
         operand.kept = keeping.why(operand.root)
     match.out_kept = keeping.why(match.out)
+    match.lse_kept = None if match.lse is None else keeping.why(match.lse)
 
 
 def operands(match: Match) -> list[Operand]:

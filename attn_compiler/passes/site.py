@@ -205,6 +205,10 @@ class Match:
     stored: k and v, if a cache in FP8 holds both.
     latent: what k and v are linear maps of, or why they are not, where they are nearly (latent.py).
     out_kept: why a kernel that saves its output has to hand on a copy (saved.py).
+    lse: where the logsumexp is read; None where nothing reads it.
+    lse_dims: what its dimensions mean in the site's atoms.
+    lse_kept: as `out_kept`, of the logsumexp.
+    is_part: what comes back for the logsumexp is minus delta (merging.py).
     notes: what else is said of the site in the report.
     """
 
@@ -241,7 +245,16 @@ class Match:
     stored: tuple[Stored, Stored] | None = None
     latent: Latent | Reason | None = None
     out_kept: str | None = None
+    lse: fx.Node | None = None
+    lse_dims: Dims = ()
+    lse_kept: str | None = None
+    is_part: bool = False
     notes: tuple[str, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """What others read: the output, and the logsumexp where that is read."""
+        return (self.out,) if self.lse is None else (self.out, self.lse)
 
 
 @dataclass(kw_only=True, eq=False)

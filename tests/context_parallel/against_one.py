@@ -54,7 +54,7 @@ def _measured(mesh: Any, run: Run) -> Result:
     torch._dynamo.reset()
     attn_compiler.reset()
     cp = ContextParallel(mesh, method=run.method, load_balance=run.load_balance)  # type: ignore[arg-type]
-    case = models.CASES[run.case]
+    case = models.EVERY[run.case]
     model, batch = models.build(case), models.batch(case, LENGTH)
     weight = torch.randn(batch["x"].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     if "mask" in batch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,18 +28,23 @@ _BASE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hf:
-    """model: the name of a class. given: what its configuration says besides the sizes. experts: how its experts are computed."""
+    """model: the name of a class. given: what its configuration says besides the sizes. experts: how its experts are computed.
+    method: of ContextParallel."""
 
     model: str
     given: Mapping[str, Any] = field(default_factory=dict)
     attention: str = "sdpa"
     experts: str | None = None
+    method: Literal["auto", "all_gather"] = "auto"
 
 
-_MIXED = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
+_MIXED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 CASES: Mapping[str, Hf] = {
     "Llama": Hf(model="LlamaForCausalLM", given={"num_key_value_heads": 2}),
     "Mistral": Hf(model="MistralForCausalLM", given={"num_key_value_heads": 2, "sliding_window": 11}),
+    "Mistral, halos": Hf(
+        model="MistralForCausalLM", given={"num_key_value_heads": 2, "sliding_window": 6}, method="all_gather"
+    ),
     "BERT": Hf(model="BertForMaskedLM"),
     "ModernBERT": Hf(
         model="ModernBertForMaskedLM",
@@ -51,6 +56,7 @@ CASES: Mapping[str, Hf] = {
         given={"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2} | _MIXED,
         attention="eager",
         experts="batched_mm",
+        method="all_gather",
     ),
 }
 
@@ -58,13 +64,15 @@ CASES: Mapping[str, Hf] = {
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """error: the largest difference of a real position's output. gradient_error: the largest, over the largest gradient. verified: what of
-    the sites held in the first call. skipped: what could not be compared."""
+    the sites held in the first call. skipped: what could not be compared.
+    halos: sites that exchange one."""
 
     error: float
     gradient_error: float
     sites: int
     verified: tuple[str, ...]
     skipped: tuple[str, ...]
+    halos: int
 
 
 def measured(names: list[str]) -> list[Found]:
@@ -97,7 +105,7 @@ def _measured(mesh: Any, case: Hf) -> Found:
     (expected * weight).sum().backward()
     wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    cp = ContextParallel(mesh)
+    cp = ContextParallel(mesh, method=case.method)
     part = cp.shard(input_ids=ids, attention_mask=real.long())
     options = {"context_parallel": cp, "inner": "aot_eager", "verify": True}
     out = torch.compile(model, backend="attn_compiler", options=options)(**part, **given).logits
@@ -115,4 +123,10 @@ def _measured(mesh: Any, case: Hf) -> Found:
         sites=sum(len(site.modules) for report in attn_compiler.reports() for site in report.sites),
         verified=tuple(sorted({x.subject for x in checks if x.skipped is None})),
         skipped=tuple(sorted({x.subject for x in checks if x.skipped is not None})),
+        halos=sum(
+            len(site.modules)
+            for report in attn_compiler.reports()
+            for site in report.sites
+            if any("halo of 5 positions before each chunk" in note for note in site.notes)
+        ),
     )

@@ -212,6 +212,73 @@ CASES: Mapping[str, Case] = {
 }
 
 
+def _near(q, k, v, data, model):
+    i, j = _positions(q)
+    return _sdpa(q, k, v, (j <= i) & (i - j < 5))
+
+
+def _both_sides(q, k, v, data, model):
+    i, j = _positions(q)
+    return _sdpa(q, k, v, (i - j).abs() <= 3)
+
+
+def _ahead(q, k, v, data, model):
+    """More ahead than back."""
+    i, j = _positions(q)
+    return _sdpa(q, k, v, (i - j < 3) & (j - i < 6))
+
+
+def _near_or_ahead(q, k, v, data, model):
+    i, j = _positions(q)
+    return _sdpa(q, k, v, ((j <= i) & (i - j < 6)) | ((i - j).abs() <= 2))
+
+
+def _near_padded(q, k, v, data, model):
+    i, j = _positions(q)
+    return _sdpa(q, k, v, (j <= i) & (i - j < 5) & data["mask"][:, None, None, :])
+
+
+def _near_documents(q, k, v, data, model):
+    i, j = _positions(q)
+    doc = data["documents"]
+    return _sdpa(q, k, v, ((i - j).abs() <= 4) & (doc[:, None, :, None] == doc[:, None, None, :]))
+
+
+def _near_alibi(q, k, v, data, model):
+    i, j = _positions(q)
+    bias = model.slopes.to(q.dtype)[:, None, None] * (j - i)
+    return _sdpa(q, k, v, bias[None].masked_fill((j > i) | (i - j > 5), -math.inf))
+
+
+def _near_sunk(q, k, v, data, model):
+    i, j = _positions(q)
+    scores = _scores(q, k).masked_fill((j > i) | (i - j > 5), -math.inf)
+    column = model.sinks.view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
+    weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+    return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+
+def _whole_chunks(q, k, v, data, model):
+    i, j = _positions(q)
+    return _sdpa(q, k, v, i // 4 == j // 4)
+
+
+#: which let a query see the keys near it alone
+NEAR: Mapping[str, Case] = {
+    "near": Case(attend=_near),
+    "near, 4 heads share 1, values of another width": Case(attend=_near, heads_kv=1, dim_v=4),
+    "near on both sides": Case(attend=_both_sides),
+    "further ahead than back": Case(attend=_ahead),
+    "near, or ahead": Case(attend=_near_or_ahead),
+    "near, left padding": Case(attend=_near_padded, data=_mask(True)),
+    "near, of one document": Case(attend=_near_documents, data=_docs),
+    "near, ALiBi": Case(attend=_near_alibi),
+    "near, sinks": Case(attend=_near_sunk),
+    "chunks that a rank has whole": Case(attend=_whole_chunks),
+}
+EVERY = {**CASES, **NEAR}
+
+
 def build(case: Case) -> Model:
     """In float64, with the same numbers on every rank."""
     torch.manual_seed(0)

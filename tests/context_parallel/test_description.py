@@ -47,7 +47,7 @@ def test_a_build_without_meshes_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("method", "ring", "one of 'auto', 'all_gather', 'all_to_all', got 'ring'"),
+        ("method", "rings", "one of 'auto', 'all_gather', 'all_to_all', 'ring', got 'rings'"),
         ("method", None, "one of 'auto'"),
         ("load_balance", "zigzag", "one of 'auto', 'head_tail', None"),
         ("load_balance", True, "one of 'auto', 'head_tail', None"),
@@ -56,6 +56,9 @@ def test_a_build_without_meshes_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         ("allow", torch.ops.aten.cumsum.default, "a tuple of names of ops, as 'aten.cumsum.default'"),
         ("allow", (torch.ops.aten.cumsum.default,), "a tuple of names of ops"),
         ("packed", 1, "True or False, got 1"),
+        ("gather_limit", -1, "a number of bytes, 0 or more, got -1"),
+        ("gather_limit", True, "a number of bytes"),
+        ("gather_limit", 1e9, "a number of bytes"),
     ],
 )
 def test_wrong_values_are_refused_and_named(name: str, value: object, expected: str) -> None:
@@ -73,6 +76,8 @@ def test_the_digest_has_everything_but_the_rank() -> None:
         ((2,), 0, {"replicated": ["image"]}),
         ((2,), 0, {"allow": {"aten.cumsum.default"}}),
         ((2,), 0, {"packed": True}),
+        ((2,), 0, {"gather_limit": 2**20}),
+        ((2,), 0, {"method": "ring"}),
     ):
         with fake_mesh(*shape, rank=rank) as mesh:
             digests.append(ContextParallel(mesh, **given).digest)  # type: ignore[arg-type]

@@ -32,3 +32,9 @@ def test_each_attention_is_verified(found: dict[str, list[Found]], name: str) ->
     for one in found[name]:
         assert one.verified == ("mask", "output")
         assert one.skipped == ("graph gradients", "graph outputs")
+
+
+def test_layers_with_a_window_exchange_a_halo_beside_those_that_gather(found: dict[str, list[Found]]) -> None:
+    assert {one.halos for one in found["Mistral, halos"]} == {2}
+    assert {one.halos for one in found["gpt-oss"]} == {1}
+    assert {one.halos for one in found["Llama"]} == {0}

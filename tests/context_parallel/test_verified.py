@@ -17,9 +17,20 @@ def _every_way(case: str, fault: str = "", dtype: torch.dtype = torch.float64) -
     return [Checked(run=Run(case=case, method=m, load_balance=o), fault=fault, dtype=dtype) for m, o in _WAYS]
 
 
+_RINGS = [
+    Checked(run=Run(case="causal, right padding", method="ring", load_balance="head_tail")),
+    Checked(run=Run(case="sinks", method="ring", load_balance=None), dtype=torch.bfloat16),
+]
+_WRONG_RINGS = [
+    Checked(run=Run(case="causal", method="ring", load_balance=None), fault="positions off by the rank"),
+    Checked(run=Run(case="ALiBi", method="ring", load_balance="head_tail"), fault="rank 0 twice"),
+]
 _RIGHT = [
+    *_RINGS,
     *(Checked(run=run) for run in against_one.some(2, models.CASES)),
     Checked(run=Run(case="causal, right padding", method="all_gather", load_balance="head_tail", inner="inductor")),
+    *_every_way("near, left padding")[:2],
+    *_every_way("near, ALiBi", dtype=torch.bfloat16)[1:2],
     *_every_way(REPLICATED)[1:3],
     *_every_way("causal, 8 heads share 2", dtype=torch.bfloat16),
     *_every_way("softcap", dtype=torch.float32),
@@ -27,6 +38,7 @@ _RIGHT = [
     *_every_way("relative bias, learned", dtype=torch.bfloat16)[1:3],
 ]
 _WRONG = [
+    *_WRONG_RINGS,
     *_every_way("causal", "positions off by the rank"),
     *_every_way("ALiBi", "rank 0 twice"),
     *_every_way("none", "pieces swapped on rank 1")[2:],
@@ -57,7 +69,7 @@ def test_what_is_right_holds_on_every_rank(found: dict[str, list[Outcome]], one:
         assert skipped == {"graph outputs", "graph gradients"}
 
 
-@pytest.mark.parametrize("one", _RIGHT[:1], ids=lambda one: one.name)
+@pytest.mark.parametrize("one", _RIGHT[len(_RINGS) :][:1], ids=lambda one: one.name)
 def test_only_the_first_call_is_checked(found: dict[str, list[Outcome]], one: Checked) -> None:
     assert [outcome.again for outcome in found[one.name]] == [(), ()]
 

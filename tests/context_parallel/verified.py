@@ -63,7 +63,7 @@ def _text(_: int) -> models.Batch:
 
 
 REPLICATED = "keys that every rank has"
-CASES: Mapping[str, models.Case] = {**models.CASES, REPLICATED: models.Case(attend=_of_text, data=_text)}
+CASES: Mapping[str, models.Case] = {**models.EVERY, REPLICATED: models.Case(attend=_of_text, data=_text)}
 
 
 def outcomes(every: list[Checked]) -> list[Outcome]:

@@ -8,7 +8,7 @@ from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Lowering
 from attn_compiler.masks import Alignment, Causal, Dense, Flag, MaskSpec
 from attn_compiler.scores import DenseBias, ScoreChange, ScoreSpec
-from attn_compiler.spec import AttentionSpec, Dim, TensorSpec
+from attn_compiler.spec import AttentionSpec, Dim, LseUse, TensorSpec
 from attn_compiler.target import Target
 
 CAUSAL = MaskSpec(kinds=(Causal(),), flag=Flag.CALLED)
@@ -52,6 +52,7 @@ def make_spec(
     needs_grad: bool = True,
     returns_weights: bool = False,
     decomposed: bool = False,
+    lse: LseUse = "unread",
 ) -> AttentionSpec:
     """Contiguous bfloat16 on a GPU, without a mask and with gradients, unless told otherwise."""
 
@@ -69,6 +70,7 @@ def make_spec(
         needs_grad=needs_grad,
         returns_weights=returns_weights,
         decomposed=decomposed,
+        lse=lse,
     )
 
 

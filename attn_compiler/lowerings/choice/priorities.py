@@ -36,6 +36,9 @@ LAST = "untouched"
 _FP8_FIRST = ("hopper_fp8", "triton_fp8", "cudnn_fp8")
 
 
+#: Those that give a logsumexp, after what was measured without one: what is left as it is writes all scores to memory.
+_WITH_LSE = ("decode", "hopper", "triton", "math")
+
 # Fewer are over sooner than a kernel of ours is started.
 _MANY_SCORES = 512 * 512
 # PyTorch puts cuDNN first from 9.15.1 on (check_prefer_cudnn_attention in sdp_utils.cpp: "> 91500").
@@ -358,7 +361,9 @@ def order(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
     """Names of lowerings in the order to ask them; "untouched" is always the last. "reference" is never among them."""
     row = row_of(spec, target)
     fp8 = _FP8_FIRST if spec.fp8 is not None else ()
-    return (*fp8, *_of_latent(spec, target), *(row.order if row is not None else ()), LAST)
+    measured = row.order if row is not None else ()
+    giving = () if spec.lse == "unread" else tuple(name for name in _WITH_LSE if name not in measured)
+    return (*fp8, *_of_latent(spec, target), *measured, *giving, LAST)
 
 
 def _of_latent(spec: AttentionSpec, target: Target) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from torch import fx
 
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
 from attn_compiler.lowerings.choice.priorities import MOST_QUERIES
 from attn_compiler.lowerings.decode import operands as decode_operands
 from attn_compiler.lowerings.decode import schedule as decode_schedule
@@ -50,12 +50,18 @@ class Decode(Lowering):
         return LayoutDemand(alignment=1 if spec.dtype == "float32" else _VECTOR)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        spec, k, v = as_read(spec, operands, emitter.target)
-        call = DecodeCall(spec=spec, schedule=decode_schedule.schedule(spec, emitter.target))
-        further = decode_operands.emit(emitter, call, operands)
-        leaf = torch.ops.attn_compiler.decode.default
-        outputs = emitter.call(leaf, operands.q, k, v, further, call.to_text())
-        return emitter.call(operator.getitem, outputs, 0)
+        return emitter.call(operator.getitem, _outputs(emitter, spec, operands), 0)
+
+    def emit_with_lse(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[fx.Node, fx.Node]:
+        return first_two(emitter, _outputs(emitter, spec, operands))
+
+
+def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+    spec, k, v = as_read(spec, operands, emitter.target)
+    call = DecodeCall(spec=spec, schedule=decode_schedule.schedule(spec, emitter.target))
+    further = decode_operands.emit(emitter, call, operands)
+    leaf = torch.ops.attn_compiler.decode.default
+    return emitter.call(leaf, operands.q, k, v, further, call.to_text())
 
 
 def as_read(spec: AttentionSpec, operands: Operands, target: Target) -> tuple[AttentionSpec, fx.Node, fx.Node]:

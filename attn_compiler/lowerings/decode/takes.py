@@ -10,7 +10,7 @@ from attn_compiler.lowerings.shared import kernel_limits
 _ADDED_BY_DISTANCE = frozenset({"documents", "distances", "slopes"})
 
 TAKES = dataclasses.replace(
-    kernel_limits.TAKES, parts=kernel_limits.TAKES.parts - {"documents"}, gradients=False, dropout=False
+    kernel_limits.TAKES, parts=kernel_limits.TAKES.parts - {"documents"}, gradients=False, dropout=False, lse="read"
 )
 #: over a latent, of which each row is one head: nothing that is added by distance, and any head dims of the model's own
 OF_LATENT = dataclasses.replace(
@@ -19,6 +19,7 @@ OF_LATENT = dataclasses.replace(
     head_dims=None,
     gradients=False,
     dropout=False,
+    lse="unread",
 )
 #: by the kernel for Hopper: bounds of keys alone, and nothing that changes a score but a positive scale
 ON_HOPPER = dataclasses.replace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.fp8.rounding import VECTOR
+from attn_compiler.lowerings.shared.limits import check_lse_unread
 from attn_compiler.spec import AttentionSpec
 
 #: So few read k and v once, and rounding them before that is as much work again.
@@ -24,7 +25,8 @@ def check_recipe(spec: AttentionSpec, *, has_backward: bool = False) -> list[Rea
                 remedy=remedy,
             )
         ]
-    reasons = []
+    # What is rounded to FP8 has another logsumexp.
+    reasons = check_lse_unread(spec)
     if not recipe.forward:
         remedy = "give Fp8Recipe(forward=True)"
         reasons.append(

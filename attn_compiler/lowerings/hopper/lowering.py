@@ -14,7 +14,7 @@ from torch import fx
 
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, Tiles
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, Tiles, first_two
 from attn_compiler.lowerings.choice import in_order
 from attn_compiler.lowerings.hopper import limits
 from attn_compiler.lowerings.hopper.ops import FAMILY, IN_ORDER, given_op
@@ -56,23 +56,29 @@ class HopperAttention(Lowering):
         return kernel_limits.DEMAND
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        tiles = tile_table.tiles(spec, emitter.target)
-        text = Call(spec=spec, tiles=tiles).to_text()
-        own = dataclasses.replace(tiles, forward=blocks_of(spec).tile)
-        read = _without("tiles_by_key", spec, part_tensors.emit(emitter, spec, operands, own, ordered=is_ordered(spec)))
-        given = [operands.q, operands.k, operands.v]
-        if not spec.needs_grad:
-            return emitter.call(operator.getitem, _call(emitter, given, read, text), 0)
-        detached, read = ([emitter.call(torch.Tensor.detach, x) for x in nodes] for nodes in (given, read))
-        outputs = _call(emitter, detached, read, text)
-        results = [emitter.call(operator.getitem, outputs, i) for i in range(2)]
-        family = backward_of(spec, emitter.target)
-        refused = why_not_in_order(spec, emitter.target) if family == _FOR_ALL else []
-        emitter.note("; ".join([f"backward: {family}", *(f"{IN_ORDER}: {reason}" for reason in refused)]))
-        further = _read_by_backward(family, emitter, spec, operands, tiles)
-        with_gradient = getattr(torch.ops.attn_compiler, given_op(family)).default
-        outputs = emitter.call(with_gradient, *given, [*results, *detached, *further], text)
-        return emitter.call(operator.getitem, outputs, 0)
+        return emitter.call(operator.getitem, _outputs(emitter, spec, operands), 0)
+
+    def emit_with_lse(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[fx.Node, fx.Node]:
+        return first_two(emitter, _outputs(emitter, spec, operands))
+
+
+def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+    tiles = tile_table.tiles(spec, emitter.target)
+    text = Call(spec=spec, tiles=tiles).to_text()
+    own = dataclasses.replace(tiles, forward=blocks_of(spec).tile)
+    read = _without("tiles_by_key", spec, part_tensors.emit(emitter, spec, operands, own, ordered=is_ordered(spec)))
+    given = [operands.q, operands.k, operands.v]
+    if not spec.needs_grad:
+        return _call(emitter, given, read, text)
+    detached, read = ([emitter.call(torch.Tensor.detach, x) for x in nodes] for nodes in (given, read))
+    outputs = _call(emitter, detached, read, text)
+    results = [emitter.call(operator.getitem, outputs, i) for i in range(2)]
+    family = backward_of(spec, emitter.target)
+    refused = why_not_in_order(spec, emitter.target) if family == _FOR_ALL else []
+    emitter.note("; ".join([f"backward: {family}", *(f"{IN_ORDER}: {reason}" for reason in refused)]))
+    further = _read_by_backward(family, emitter, spec, operands, tiles)
+    with_gradient = getattr(torch.ops.attn_compiler, given_op(family, is_part=spec.lse == "merged")).default
+    return emitter.call(with_gradient, *given, [*results, *detached, *further], text)
 
 
 def backward_of(spec: AttentionSpec, target: Target) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from attn_compiler.lowerings.shared import cudnn_backward, parts
 from attn_compiler.lowerings.shared.given_ops import Read, Tensors, register_given
 from attn_compiler.lowerings.shared.kernel_plan import Call
-from attn_compiler.lowerings.shared.ops import GIVEN, late, like_output, register_backward, register_forward
+from attn_compiler.lowerings.shared.ops import GIVEN, PART, late, like_output, register_backward, register_forward
 from attn_compiler.spec import AttentionSpec
 
 #: the family itself
@@ -22,9 +22,9 @@ IN_ORDER = "hopper_in_order"
 _READ = 3
 
 
-def given_op(family: str) -> str:
-    """The name of the op with a family's backward."""
-    return f"hopper_{family}{GIVEN}"
+def given_op(family: str, *, is_part: bool = False) -> str:
+    """The name of the op with a family's backward. is_part: for sites that are merged (merging.py)."""
+    return f"hopper_{family}{PART if is_part else ''}{GIVEN}"
 
 
 def _read(kept: Tensors, text: str) -> Read:
@@ -60,19 +60,26 @@ register_backward(
     differentiable=_differentiable,
     dispatch_key="CUDA",
 )
-for _family in (FAMILY, IN_ORDER):
+for _is_part in (False, True):
+    for _family in (FAMILY, IN_ORDER):
+        register_given(
+            _family,
+            given_op(_family, is_part=_is_part),
+            leading=lambda text: _READ,
+            read=_read,
+            differentiable=_differentiable,
+            # The copy engine reads whole vectors.
+            prepare_grad_out=like_output,
+            is_part=_is_part,
+        )
     register_given(
-        _family,
-        given_op(_family),
+        "triton",
+        given_op("triton", is_part=_is_part),
         leading=lambda text: _READ,
         read=_read,
-        differentiable=_differentiable,
-        # The copy engine reads whole vectors.
-        prepare_grad_out=like_output,
+        differentiable=parts.differentiable,
+        is_part=_is_part,
     )
-register_given(
-    "triton", given_op("triton"), leading=lambda text: _READ, read=_read, differentiable=parts.differentiable
-)
 register_given(
     cudnn_backward.FAMILY,
     given_op(cudnn_backward.FAMILY),

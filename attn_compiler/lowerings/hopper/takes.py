@@ -27,6 +27,7 @@ TAKES = dataclasses.replace(
 FP8 = dataclasses.replace(
     TAKES,
     parts=frozenset({"band", "lengths"}),
+    lse="unread",
     # Beyond, registers hold no sum of one tile beside the sum of all.
     head_dims=HeadDims(multiple=VECTOR, in_full=VECTOR, most=128),
 )

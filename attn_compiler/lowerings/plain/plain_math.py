@@ -14,10 +14,11 @@ import torch
 from torch import fx
 
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
 from attn_compiler.lowerings.plain.takes import MATH
 from attn_compiler.lowerings.shared import mask_limits, score_changes, unused
 from attn_compiler.lowerings.shared.takes import refused
+from attn_compiler.merging import as_part
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -42,15 +43,33 @@ class PlainMath(Lowering):
         return LayoutDemand(last_stride_one=False)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        dtype = emitter.value(operands.q).dtype
         operands = unused.cleared(emitter, spec, operands)
         weights = attention_weights(emitter, spec, operands, _scores(emitter, spec, operands))
-        if spec.score.dropout_p:
-            weights = emitter.call(torch.dropout, weights, spec.score.dropout_p, True)
-        weights = cast(emitter, weights, compute_dtype(dtype))
-        rows = _share_rows(emitter, spec, weights)
-        out = emitter.call(torch.matmul, rows, cast(emitter, operands.v, compute_dtype(dtype)))
-        return cast(emitter, _own_rows(emitter, spec, out), dtype)
+        return _weighted(emitter, spec, operands, weights)
+
+    def emit_with_lse(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[fx.Node, fx.Node]:
+        operands = unused.cleared(emitter, spec, operands)
+        scores = _softmaxed(emitter, spec, operands, _scores(emitter, spec, operands))
+        out = _weighted(emitter, spec, operands, _weights(emitter, spec, scores, operands.sinks))
+        lse = _logsumexp(emitter, spec, _with_sinks(emitter, scores, operands.sinks))
+        lse = cast(emitter, lse, compute_dtype(emitter.value(operands.q).dtype))
+        return handed_to_merge(emitter, spec, out, lse)
+
+
+def handed_to_merge(emitter: Emitter, spec: AttentionSpec, out: fx.Node, lse: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The same, where what comes back for the lse of a merged site is to be its gradient."""
+    return first_two(emitter, emitter.call(as_part, out, lse)) if spec.lse == "merged" else (out, lse)
+
+
+def _weighted(emitter: Emitter, spec: AttentionSpec, operands: Operands, weights: fx.Node) -> fx.Node:
+    """The output in q's dtype."""
+    dtype = emitter.value(operands.q).dtype
+    if spec.score.dropout_p:
+        weights = emitter.call(torch.dropout, weights, spec.score.dropout_p, True)
+    weights = cast(emitter, weights, compute_dtype(dtype))
+    rows = _share_rows(emitter, spec, weights)
+    out = emitter.call(torch.matmul, rows, cast(emitter, operands.v, compute_dtype(dtype)))
+    return cast(emitter, _own_rows(emitter, spec, out), dtype)
 
 
 def _scores(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
@@ -65,11 +84,14 @@ def _scores(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Nod
 
 def attention_weights(emitter: Emitter, spec: AttentionSpec, operands: Operands, scores: fx.Node) -> fx.Node:
     """Of the scaled scores (B, Hq, Sq, Skv): changed, masked, and through the softmax."""
+    return _weights(emitter, spec, _softmaxed(emitter, spec, operands, scores), operands.sinks)
+
+
+def _softmaxed(emitter: Emitter, spec: AttentionSpec, operands: Operands, scores: fx.Node) -> fx.Node:
+    """What the softmax runs over, but for sinks."""
     scores = score_changes.applied(emitter.call, scores, spec.score.pointwise)
     scores = _masked(emitter, spec, scores, operands.mask)
-    if spec.score.softmax_dtype == "float64":
-        scores = cast(emitter, scores, torch.float64)
-    return _weights(emitter, spec, scores, operands.sinks)
+    return cast(emitter, scores, torch.float64) if spec.score.softmax_dtype == "float64" else scores
 
 
 def _masked(emitter: Emitter, spec: AttentionSpec, scores: fx.Node, mask: fx.Node | None) -> fx.Node:
@@ -90,13 +112,28 @@ def _weights(emitter: Emitter, spec: AttentionSpec, scores: fx.Node, sinks: fx.N
         if not _can_empty_a_row(spec):
             return emitter.call(torch.softmax, scores, -1)
         return emitter.call(aten._safe_softmax.default, scores, -1)
-    batch, seqlen_q, seqlen_kv = (unused.size(emitter, scores, axis) for axis in (0, 2, 3))
+    weights = emitter.call(torch.softmax, _with_sinks(emitter, scores, sinks), -1)
+    return emitter.call(aten.slice.Tensor, weights, -1, 0, unused.size(emitter, scores, 3))
+
+
+def _with_sinks(emitter: Emitter, scores: fx.Node, sinks: fx.Node | None) -> fx.Node:
+    if sinks is None:
+        return scores
+    batch, seqlen_q = (unused.size(emitter, scores, axis) for axis in (0, 2))
     column = emitter.call(torch.Tensor.to, sinks, emitter.value(scores).dtype)
     for axis in (0, 2, 3):
         column = emitter.call(torch.unsqueeze, column, axis)
     column = emitter.call(aten.expand.default, column, [batch, -1, seqlen_q, -1])
-    weights = emitter.call(torch.softmax, emitter.call(torch.cat, [scores, column], -1), -1)
-    return emitter.call(aten.slice.Tensor, weights, -1, 0, seqlen_kv)
+    return emitter.call(torch.cat, [scores, column], -1)
+
+
+def _logsumexp(emitter: Emitter, spec: AttentionSpec, scores: fx.Node) -> fx.Node:
+    """-inf in a row of -inf, which `torch.logsumexp` gives a gradient of NaN."""
+    if not _can_empty_a_row(spec):
+        return emitter.call(torch.logsumexp, scores, -1)
+    has_keys = emitter.call(torch.any, emitter.call(torch.ne, scores, -torch.inf), -1, True)
+    lse = emitter.call(torch.logsumexp, emitter.call(torch.where, has_keys, scores, 0.0), -1)
+    return emitter.call(torch.where, emitter.call(torch.squeeze, has_keys, -1), lse, -torch.inf)
 
 
 def _can_empty_a_row(spec: AttentionSpec) -> bool:

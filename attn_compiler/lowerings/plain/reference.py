@@ -19,7 +19,8 @@ import torch
 from torch import fx
 
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
+from attn_compiler.lowerings.plain.plain_math import handed_to_merge
 from attn_compiler.lowerings.plain.takes import REFERENCE
 from attn_compiler.lowerings.shared import mask_limits, score_changes
 from attn_compiler.lowerings.shared.takes import refused
@@ -45,10 +46,16 @@ class Reference(Lowering):
         return LayoutDemand(last_stride_one=False)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        further = [node for node in (operands.mask, operands.sinks) if node is not None]
-        leaf = torch.ops.attn_compiler.reference.default
-        outputs = emitter.call(leaf, operands.q, operands.k, operands.v, further, spec.to_text())
-        return emitter.call(operator.getitem, outputs, 0)
+        return emitter.call(operator.getitem, _outputs(emitter, spec, operands), 0)
+
+    def emit_with_lse(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[fx.Node, fx.Node]:
+        return handed_to_merge(emitter, spec, *first_two(emitter, _outputs(emitter, spec, operands)))
+
+
+def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+    further = [node for node in (operands.mask, operands.sinks) if node is not None]
+    leaf = torch.ops.attn_compiler.reference.default
+    return emitter.call(leaf, operands.q, operands.k, operands.v, further, spec.to_text())
 
 
 def check(spec: AttentionSpec) -> list[Reason]:

@@ -15,9 +15,10 @@ MATH = Takes(
     scales="any",
     many_blocks=True,
     float64_softmax=True,
+    lse="differentiated",
 )
 
 #: by what is read in place of k and v
-ABSORBED = dataclasses.replace(MATH, dropout=False, gradients=False)
+ABSORBED = dataclasses.replace(MATH, dropout=False, gradients=False, lse="unread")
 
 REFERENCE = dataclasses.replace(MATH, any_shape=True, dropout=False)

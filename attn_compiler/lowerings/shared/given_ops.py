@@ -42,25 +42,28 @@ def register_given(
     read: Callable[[Tensors, str], Read],
     differentiable: Differentiable,
     prepare_grad_out: OfTensor = ops.as_it_is,
+    is_part: bool = False,
 ) -> None:
     """Define `name` with the backward of a registered family, which reads other tensors in place of the op's q, k and v.
 
     leading(text): how many of the operands after out and lse `read` gets, besides the op's text; traced, in front of the backward. The
-    others are the family's own. As `ops.register_family` otherwise.
+    others are the family's own. is_part: what comes back for the lse is minus delta, and out is not saved. As `ops.register_family`
+    otherwise.
     """
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
         *_, operands, ctx.spec = inputs
-        ctx.save_for_backward(*operands)
+        ctx.save_for_backward(*operands[1:] if is_part else operands)
 
     def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Any, ...]:
-        out, lse, *kept = ctx.saved_tensors
+        grad_out = prepare_grad_out(grad_out)
+        out, lse, *kept = (ops.of_minus_delta(grad_out), *ctx.saved_tensors) if is_part else ctx.saved_tensors
         count = leading(ctx.spec)
         found, operands = read(kept[:count], ctx.spec), kept[count:]
         leaf = getattr(getattr(torch.ops, NAMESPACE), f"{family}_backward").default
-        tensors = (prepare_grad_out(grad_out), grad_lse, found.q, found.k, found.v, operands, out, lse)
+        tensors = (grad_out, grad_lse, found.q, found.k, found.v, operands, out, lse)
         *grads, grad_operands = leaf(*tensors, found.text)
         own = iter(grad_operands)
         wanted = differentiable(operands, found.text)

@@ -25,6 +25,7 @@ TAKES = Takes(
     # In half precision every head has to begin where a vector does.
     head_dims=HeadDims(multiple=8, in_full=1, most=256),
     scales="moderate",
+    lse="differentiated",
 )
 
 _FIRST_TRITON = (3, 2)

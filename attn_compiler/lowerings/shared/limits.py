@@ -23,6 +23,7 @@ MAX_GRID = 65535
 LARGEST_SCALE = 256.0
 
 LOWER_PRECISION = "call model.bfloat16(), or run it under torch.autocast"
+OTHER_KERNEL = "leave the choice to the compiler: other kernels give it"
 STATIC = "compile with dynamic=False, or mark the length static"
 
 
@@ -255,6 +256,20 @@ def check_weights_unread(spec: AttentionSpec) -> list[Reason]:
             remedy=remedy,
         )
     ]
+
+
+def check_lse_unread(spec: AttentionSpec) -> list[Reason]:
+    if spec.lse == "unread":
+        return []
+    rule = "nothing reads the logsumexp of the scores"
+    return [Reason(code=Code.LSE_READ, rule=rule, observed=f"it is {spec.lse}", remedy=OTHER_KERNEL)]
+
+
+def check_lse_undifferentiated(spec: AttentionSpec) -> list[Reason]:
+    if spec.lse in ("unread", "read"):
+        return []
+    rule = "the logsumexp of the scores has no gradient"
+    return [Reason(code=Code.LSE_READ, rule=rule, observed=f"it is {spec.lse}", remedy=OTHER_KERNEL)]
 
 
 def check_scale(spec: AttentionSpec) -> list[Reason]:

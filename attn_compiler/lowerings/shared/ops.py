@@ -3,6 +3,7 @@
     attn_compiler::<family>(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)
     attn_compiler::<family>_backward(grad_out, grad_lse, q, k, v, operands, out, lse, spec) -> (dq, dk, dv, Tensor[])
     attn_compiler::<family>_forward: the leaf op without its formula of autograd
+    attn_compiler::<family>_part: the leaf op where what comes back for the lse is minus delta (merging.py); it does not save its output
     attn_compiler::<family>_given: a formula of autograd for what other nodes computed (given_ops.py)
 
 q, k, v, out: logical BHSD. out: q's dtype, BSHD in memory, which is what models transpose to next. lse: (B, Hq, Sq),
@@ -25,7 +26,9 @@ from torch import fx
 
 from attn_compiler.lowerings.base import GIVEN as GIVEN
 from attn_compiler.lowerings.base import NAMESPACE
+from attn_compiler.lowerings.base import PART as PART
 from attn_compiler.op_library import BODIES, LIBRARY, Late, define
+from attn_compiler.spec import AttentionSpec
 
 LEAF_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)"
 BACKWARD_SCHEMA = (
@@ -108,6 +111,33 @@ def register_family(
     )
 
 
+def register_part(
+    name: str,
+    *,
+    forward: Forward,
+    differentiable: Differentiable,
+    dispatch_key: str,
+    prepare_grad_out: OfTensor = as_it_is,
+) -> None:
+    """Define the leaf op of a registered family for sites that are merged. As `register_family`."""
+    op = name + PART
+    if hasattr(getattr(torch.ops, NAMESPACE), op):
+        return
+    define(op, LEAF_SCHEMA, forward, dispatch_key)
+    torch.library.register_fake(f"{NAMESPACE}::{op}", fake_forward, lib=LIBRARY)
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{op}",
+        _part_backward(f"{name}_backward", differentiable, prepare_grad_out),
+        setup_context=_setup_part,
+        lib=LIBRARY,
+    )
+
+
+def leaf_op(name: str, spec: AttentionSpec) -> Any:
+    """A family's leaf op, with the formula of autograd that a site needs."""
+    return getattr(getattr(torch.ops, NAMESPACE), name + PART if spec.lse == "merged" else name).default
+
+
 def register_backward(
     name: str,
     *,
@@ -143,7 +173,7 @@ def without_autograd(graph: fx.Graph) -> None:
             if name.endswith(GIVEN):
                 _leave_out(node)
                 continue
-            bare = getattr(getattr(torch.ops, NAMESPACE), name + _WITHOUT_AUTOGRAD, None)
+            bare = getattr(getattr(torch.ops, NAMESPACE), name.removesuffix(PART) + _WITHOUT_AUTOGRAD, None)
             node.target = node.target if bare is None else bare.default
             _, _, called = node.target.name().partition("::")
             if called in BODIES:
@@ -223,6 +253,32 @@ def _autograd_backward(
         return *grads, [next(found) if is_wanted else by_node for is_wanted, by_node in pairs], None
 
     return backward
+
+
+def _setup_part(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, operands, ctx.spec = inputs
+    ctx.save_for_backward(q, k, v, output[1], *operands)
+
+
+def _part_backward(
+    op: str, differentiable: Differentiable, prepare_grad_out: OfTensor
+) -> Callable[..., tuple[Any, ...]]:
+    def backward(ctx: Any, grad_out: torch.Tensor, minus_delta: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v, lse, *operands = ctx.saved_tensors
+        leaf = getattr(getattr(torch.ops, NAMESPACE), op).default
+        grad_out = prepare_grad_out(grad_out)
+        out = of_minus_delta(grad_out)
+        *grads, grad_operands = leaf(grad_out, minus_delta, q, k, v, operands, out, lse, ctx.spec)
+        found = iter(grad_operands)
+        wanted = differentiable(operands, ctx.spec)
+        return *grads, [next(found) if is_wanted else None for is_wanted in wanted], None
+
+    return backward
+
+
+def of_minus_delta(grad_out: torch.Tensor) -> torch.Tensor:
+    """What a backward is given as out where the lse's gradient is minus delta: its own delta is then that number."""
+    return torch.zeros_like(grad_out)
 
 
 # ---- what is held --------------------------------------------------------------------------------------------------------

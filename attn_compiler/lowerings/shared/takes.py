@@ -14,7 +14,7 @@ from attn_compiler.lowerings.shared import limits, mask_limits, parts
 from attn_compiler.lowerings.shared.limits import LAST_SM
 from attn_compiler.lowerings.shared.parts import ADDED, MASKING, PartKind
 from attn_compiler.scores import DenseBias, Pointwise, ScoreChange, Sinks, Softcap
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec import AttentionSpec, LseUse
 from attn_compiler.target import Target
 
 #: the number that q k is multiplied by. "positive": above 0 and not large. "moderate": of either sign, and not large.
@@ -53,6 +53,7 @@ class Takes:
     symbolic_sizes: sizes and strides need not be known.
     float64_softmax: it keeps the softmax in float64 for a site in a narrower dtype.
     dropout, gradients: sites may have them.
+    lse: the most that a site may do with its logsumexp. A family that differentiates it takes sites that are merged, too.
     """
 
     sms: tuple[tuple[int, int], ...] | None
@@ -69,6 +70,7 @@ class Takes:
     float64_softmax: bool = False
     dropout: bool = True
     gradients: bool = True
+    lse: LseUse = "unread"
 
     def beyond(self, spec: AttentionSpec) -> frozenset[PartKind]:
         """Parts of a site that it does not take."""
@@ -98,6 +100,7 @@ def refused(takes: Takes, spec: AttentionSpec) -> list[Reason]:
     return [
         *_check_changes(takes, spec),
         *limits.check_weights_unread(spec),
+        *_check_lse(takes, spec),
         *_check_scale(takes, spec),
         *mask_limits.check_masks(spec),
         *(() if takes.float64_softmax else limits.check_softmax_dtype(spec)),
@@ -111,6 +114,12 @@ def refused(takes: Takes, spec: AttentionSpec) -> list[Reason]:
         *(() if takes.symbolic_sizes else _check_known_sizes(spec)),
         *_check_tensors(takes, spec),
     ]
+
+
+def _check_lse(takes: Takes, spec: AttentionSpec) -> list[Reason]:
+    if takes.lse == "unread":
+        return limits.check_lse_unread(spec)
+    return limits.check_lse_undifferentiated(spec) if takes.lse == "read" else []
 
 
 def _check_changes(takes: Takes, spec: AttentionSpec) -> list[Reason]:

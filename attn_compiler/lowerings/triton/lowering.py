@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch import fx
 
 from attn_compiler.decisions import Reason
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
-from attn_compiler.lowerings.shared import kernel_limits, part_tensors, tile_table
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
+from attn_compiler.lowerings.shared import kernel_limits, ops, part_tensors, tile_table
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -37,10 +36,15 @@ class TritonAttention(Lowering):
         return kernel_limits.DEMAND
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        measured = emitter.tuned(spec, emitter.value(operands.q).device)
-        tiles = measured or tile_table.tiles(spec, emitter.target)
-        further = part_tensors.emit(emitter, spec, operands, tiles)
-        leaf = torch.ops.attn_compiler.triton.default
-        text = Call(spec=spec, tiles=tiles).to_text()
-        outputs = emitter.call(leaf, operands.q, operands.k, operands.v, further, text)
-        return emitter.call(operator.getitem, outputs, 0)
+        return emitter.call(operator.getitem, _outputs(emitter, spec, operands), 0)
+
+    def emit_with_lse(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[fx.Node, fx.Node]:
+        return first_two(emitter, _outputs(emitter, spec, operands))
+
+
+def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+    measured = emitter.tuned(spec, emitter.value(operands.q).device)
+    tiles = measured or tile_table.tiles(spec, emitter.target)
+    further = part_tensors.emit(emitter, spec, operands, tiles)
+    text = Call(spec=spec, tiles=tiles).to_text()
+    return emitter.call(ops.leaf_op("triton", spec), operands.q, operands.k, operands.v, further, text)

@@ -7,12 +7,18 @@ triton itself is imported by the first call, not before: a dump or a fake needs 
 from __future__ import annotations
 
 from attn_compiler.lowerings.shared import parts
-from attn_compiler.lowerings.shared.ops import late, register_family
+from attn_compiler.lowerings.shared.ops import late, register_family, register_part
 
 register_family(
     "triton",
     forward=late("triton.launch", "forward", site="ForwardSite", notes=True),
     backward=late("triton.launch", "gradients", site="BackwardSite", notes=True),
+    differentiable=parts.differentiable,
+    dispatch_key="CompositeExplicitAutograd",
+)
+register_part(
+    "triton",
+    forward=late("triton.launch", "forward", site="ForwardSite", notes=True),
     differentiable=parts.differentiable,
     dispatch_key="CompositeExplicitAutograd",
 )

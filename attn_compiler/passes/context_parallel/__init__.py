@@ -19,7 +19,7 @@ from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.decisions import Reason
 from attn_compiler.errors import ContextParallelUnsupported, described
 from attn_compiler.passes import axes, lower, match, recover
-from attn_compiler.passes.context_parallel import caches, first_look, following, outside, sites, wrapped
+from attn_compiler.passes.context_parallel import caches, first_look, following, outside, ring, sites, wrapped
 from attn_compiler.passes.context_parallel.first_look import FirstLook
 from attn_compiler.passes.context_parallel.following import Following, Input
 from attn_compiler.passes.context_parallel.layout import GraphLayout
@@ -165,11 +165,11 @@ def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel, beside: list[str
             sites=tuple(first_look.in_order(mirror, unit.sites)),
             axes={node.name: one.axis for node, one in given.items()},
         )
-    done = _rewrite_sites(unit, mirror, cp, given, shared)
-    _look_again(unit, len(unit.sites), len(others))
+    done, parts = _rewrite_sites(unit, mirror, cp, given, shared)
+    _look_again(unit, len(unit.sites) - len(shared) + parts, len(others))
     _note(unit, cp, done)
     specs = [site.spec.to_text() for site in unit.sites if site.spec is not None]
-    digest = hashlib.sha256("\n".join([*specs, *(one.method for one in done.values())]).encode()).hexdigest()[:16]
+    digest = hashlib.sha256("\n".join([*specs, *(one.words for one in done.values())]).encode()).hexdigest()[:16]
     return f"{len(shared)} attentions, {sorted({one.length for one in given.values()})} positions, {digest}"
 
 
@@ -276,13 +276,15 @@ def _check_outputs(mirror: Mirror, places: Following) -> None:
 
 def _rewrite_sites(
     unit: Unit, mirror: Mirror, cp: ContextParallel, given: dict[fx.Node, Input], shared: list[Site]
-) -> dict[str, RewrittenSite]:
+) -> tuple[dict[str, RewrittenSite], int]:
+    """What became of the sites, by module, and how many attentions they are now."""
     are_chance = LENGTH in cp.allow
     layout = GraphLayout(size=cp.size, group=cp.group_name, is_balanced=cp.is_balanced)
     builder = GraphBuilder(unit.graph, mirror, unit.mode)
     wholes = Wholes(builder, mirror, layout, given, are_chance=are_chance)
     done: dict[str, RewrittenSite] = {}
     rewritten: dict[str, fx.Node] = {}
+    parts: dict[str, int] = {}
     for site in first_look.in_order(mirror, shared):
         unit.current = site.module
         if site.spec is None:
@@ -301,12 +303,17 @@ def _rewrite_sites(
                 at=site.match.out,
                 remedy="cut batches by ContextParallel.shard",
             )
-        method = sites.method_of(site, site.spec, cp.method, cp.size)
+        method = sites.method_of(site, site.spec, cp.method, cp.size, cp.gather_limit)
+        is_ring = method == "ring" and sites.halo_of(site, site.spec, layout, method) is None
         with builder.at(site.match.out, with_grad=site.spec.needs_grad) as old:
             with builder.without_autocast():
-                out, done[site.module] = sites.rewrite(mirror, site, builder, layout, wholes, method)
+                if is_ring:
+                    out, one = ring.rewrite(mirror, site, builder, layout, wholes)
+                else:
+                    out, one = sites.rewrite(mirror, site, builder, layout, wholes, method)
             new = lower.finish(mirror, site, builder, out, old)
-        unread = lower.unread(mirror, site, builder.leaf(site.match.out))
+        done[site.module], parts[old.name] = one, one.parts
+        unread = lower.unread(mirror, site, [builder.leaf(site.match.out)])
         builder.replace(builder.leaf(site.match.out), new)
         rewritten[old.name] = new
         for node in unread:
@@ -314,8 +321,8 @@ def _rewrite_sites(
     builder.erase_unused([])
     unit.graph_module.recompile()
     if unit.first_look is not None:
-        unit.first_look = dataclasses.replace(unit.first_look, rewritten=rewritten)
-    return done
+        unit.first_look = dataclasses.replace(unit.first_look, rewritten=rewritten, parts=parts)
+    return done, sum(parts.values())
 
 
 def _look_again(unit: Unit, expected: int, others: int) -> None:
@@ -338,10 +345,14 @@ def _note(unit: Unit, cp: ContextParallel, done: dict[str, RewrittenSite]) -> No
         if one is None:
             site.notes.append("context parallel: every rank has all of its keys")
             continue
-        sent = f"{one.bytes / 2**20:.1f} MiB" if one.bytes >= 2**20 else f"{one.bytes} bytes"
+        why = f"; {one.why}" if one.why is not None and cp.method == "auto" else ""
         site.notes.append(
-            f"context parallel: {one.method} over {cp.size} ranks, {order} positions, a rank sends {sent} in the forward"
+            f"context parallel: {one.words} over {cp.size} ranks, {order} positions, a rank sends {_amount(one.bytes)} in the forward{why}"
         )
+
+
+def _amount(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count} bytes"
 
 
 __all__ = ["asked", "check_not_left", "longer", "run"]

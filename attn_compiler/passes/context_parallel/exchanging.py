@@ -13,11 +13,23 @@ from attn_compiler.passes.emit import GraphBuilder
 
 
 @dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where pairs stand in the model, int64 nodes that broadcast to (B, H, Q, N): b is the batch row, q and k are positions of the whole
+    sequence. inside: truth values, which keys are positions of it; None: all are. Others mask nothing else, and hold zeros."""
+
+    b: fx.Node
+    q: fx.Node
+    k: fx.Node
+    inside: fx.Node | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Met:
     """q (B, H, Q, D), k and v (B, Hkv, N, ·) as a rank's attention has them, N the length of the whole sequence.
 
     queries: (Q,) int64, where each query stands in the whole sequence. first_head: (), int64, the head of the model that is the first here;
     None: the rank has all heads. bytes: that the rank sends in the forward.
+    places: where batch rows, queries and keys are others than those of the model. Then N is what the rank has of the keys.
     """
 
     q: fx.Node
@@ -26,6 +38,7 @@ class Met:
     queries: fx.Node
     first_head: fx.Node | None
     bytes: int
+    places: Places | None = None
 
 
 def gather(builder: GraphBuilder, layout: GraphLayout, q: fx.Node, k: fx.Node, v: fx.Node) -> Met:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ class FirstLook:
     cp: what the user gave. beside: names of the groups that share heads with this rank. mirror, original: of the graph. sites: found there,
     in the order of their outputs. axes: name of each input with a part of the sequence -> its axis of positions.
     rewritten: name of a site's output -> the node that took its place in the rewrite; none for a site of which every rank has all keys.
+    parts: name of a site's output -> how many attentions became of it, where that is not one.
     outs: name of a site's output -> the name of what gives it in `final`. final: the graph after all passes.
     """
 
@@ -31,6 +33,7 @@ class FirstLook:
     sites: tuple[Site, ...]
     axes: Mapping[str, int]
     rewritten: Mapping[str, fx.Node] = field(default_factory=dict)
+    parts: Mapping[str, int] = field(default_factory=dict)
     outs: Mapping[str, str] = field(default_factory=dict)
     final: fx.Graph | None = None
 
@@ -46,7 +49,9 @@ class FirstLook:
         """With what became of the sites. graph: after all passes. mirror, sites: of the rewritten graph, which has decisions."""
         left, outs = set(graph.nodes), {}
         # Attentions stand in the order in which they stood before they were rewritten.
-        for site, later in zip(self.sites, in_order(mirror, sites), strict=True):
+        every = iter(in_order(mirror, sites))
+        for site in self.sites:
+            later, *_ = itertools.islice(every, self.parts.get(self._name(site), 1))
             site.decision = later.decision
             new = self.rewritten.get(self._name(site))
             found = new if new in left else later.new_out

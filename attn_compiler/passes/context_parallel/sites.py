@@ -10,10 +10,13 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
+from attn_compiler.context_parallel.description import GATHER_LIMIT
+from attn_compiler.context_parallel.halo import Halo
+from attn_compiler.dtypes import BYTES
 from attn_compiler.index_expr import Expr, Index, on_nodes
 from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.passes import axes, elements, program, recover
-from attn_compiler.passes.context_parallel import exchanging
+from attn_compiler.passes.context_parallel import exchanging, halo
 from attn_compiler.passes.context_parallel.exchanging import Met
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, check_numbers, check_rounding, is_of_length
@@ -26,13 +29,26 @@ from attn_compiler.passes.site import Site
 from attn_compiler.scores import DenseBias, Sinks, Softcap
 from attn_compiler.spec import AttentionSpec
 
+#: parts of the sequence that a rank keeps in a ring
+_OF_RING = 3
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewrittenSite:
-    """What became of one site. method: "all_gather" or "all_to_all". bytes: that a rank sends in the forward."""
+    """What became of one site. method: "all_gather", "all_to_all" or "ring". bytes: that a rank sends in the forward. halo: in words, where
+    one is exchanged and nothing is gathered. parts: attentions that are merged. why: what "auto" chose the method for, where that is
+    not seen."""
 
     method: str
     bytes: int
+    halo: str | None = None
+    parts: int = 1
+    why: str | None = None
+
+    @property
+    def words(self) -> str:
+        """How queries meet keys, for reports."""
+        return self.halo or self.method
 
 
 def check(site: Site, spec: AttentionSpec) -> None:
@@ -84,8 +100,15 @@ def _is_known(change: object) -> bool:
     return isinstance(change, (Softcap, Sinks, DenseBias))
 
 
-def method_of(site: Site, spec: AttentionSpec, asked: str, size: int) -> str:
-    """Heads are exchanged where they can be shared out: that moves less, and leaves each attention as it was."""
+def gathered_bytes(spec: AttentionSpec, size: int) -> int:
+    """Of all keys and values of one attention, which each rank would have."""
+    sizes = [n for x in (spec.k, spec.v) for n in x.shape if not isinstance(n, int)]
+    return 0 if sizes else size * sum(math.prod(map(int, x.shape)) * BYTES[x.dtype] for x in (spec.k, spec.v))
+
+
+def method_of(site: Site, spec: AttentionSpec, asked: str, size: int, gather_limit: int = GATHER_LIMIT) -> str:
+    """Heads are exchanged where they can be shared out: that moves less, and leaves each attention as it was. Keys and values are gathered
+    up to so many bytes, and else taken from one rank at a time."""
     heads = (spec.num_heads_q, spec.num_heads_kv)
     divides = all(isinstance(n, int) and n % size == 0 for n in heads)
     if asked == "all_to_all" and not divides:
@@ -95,7 +118,9 @@ def method_of(site: Site, spec: AttentionSpec, asked: str, size: int) -> str:
             at=site.match.out,
             remedy='use method="all_gather" or "auto"',
         )
-    return asked if asked != "auto" else "all_to_all" if divides else "all_gather"
+    if asked != "auto":
+        return asked
+    return "all_to_all" if divides else "ring" if gathered_bytes(spec, size) > gather_limit else "all_gather"
 
 
 def rewrite(
@@ -106,17 +131,48 @@ def rewrite(
     if spec is None:
         raise ValueError(f"the site at {site.module} has no spec")
     tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
-    meet = exchanging.exchange if method == "all_to_all" else exchanging.gather
-    met = meet(builder, layout, tensors.q, tensors.k, tensors.v)
-    scores = _Scores(site=site, spec=spec, builder=builder, met=met, wholes=wholes, size=layout.size)
+    near = halo_of(site, spec, layout, method)
+    operands = (tensors.q, tensors.k, tensors.v)
+    if near is not None:
+        met = halo.meet(builder, layout, near, *operands)
+    else:
+        meet = exchanging.exchange if method == "all_to_all" else exchanging.gather
+        met = meet(builder, layout, *operands)
+    scores = Scores(site=site, spec=spec, builder=builder, met=met, wholes=wholes, size=layout.size)
     out = _attention(builder, site, spec, met, scores, tensors.sinks)
     if method == "all_to_all":
         out = layout.to_positions(builder, out)
-    return out, RewrittenSite(method=method, bytes=met.bytes)
+    if near is not None:
+        out = halo.unfolded(builder, layout, out)
+    return out, RewrittenSite(method=method, bytes=met.bytes, halo=None if near is None else near.words)
+
+
+def halo_of(site: Site, spec: AttentionSpec, layout: GraphLayout, method: str) -> Halo | None:
+    """What is exchanged in place of all keys, where the mask lets a query see those near it alone. In place of a ring it is no more than a
+    ring keeps: a rank's own keys, a step's, and the next one's."""
+    if method == "all_to_all":
+        return None
+    found = halo.found(allowed(site, spec), rank_length(spec), layout)
+    if found is None or method != "ring":
+        return found
+    return found if found.keys * (rank_length(spec) // found.chunk) <= _OF_RING * rank_length(spec) else None
+
+
+def allowed(site: Site, spec: AttentionSpec) -> Expr:
+    """Which pairs take part, over positions of the whole sequence."""
+    causal = ix.compare("<=", Index("k"), Index("q")) if spec.mask.is_causal else ix.TRUE
+    return ix.apply("and", site.condition or ix.TRUE, causal)
+
+
+def rank_length(spec: AttentionSpec) -> int:
+    """How many positions a rank has."""
+    if not isinstance(spec.seqlen_q, int):
+        raise ValueError("sizes are checked before")
+    return spec.seqlen_q
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Scores:
+class Scores:
     """What masks a site and is added to it, at positions of the whole sequence. size: ranks."""
 
     site: Site
@@ -126,18 +182,16 @@ class _Scores:
     wholes: Wholes
     size: int
 
-    @property
-    def allowed(self) -> Expr:
-        condition = self.site.condition or ix.TRUE
-        causal = ix.compare("<=", Index("k"), Index("q")) if self.spec.mask.is_causal else ix.TRUE
-        return ix.apply("and", condition, causal)
-
     def mask(self) -> fx.Node | None:
         """Truth values that broadcast to (B, H, Q, N); None where every pair takes part."""
-        allowed = self.allowed
-        if allowed == ix.TRUE:
-            return None
-        return self._shared(("allowed", allowed), allowed, self.site.loads, torch.float64)
+        pairs = allowed(self.site, self.spec)
+        inside = None if self.met.places is None else self.met.places.inside
+        if pairs == ix.TRUE:
+            return inside
+        mask = self._shared(("allowed", pairs), pairs, self.site.loads, torch.float64)
+        if inside is None:
+            return mask
+        return self.builder.once(("inside", mask, inside), lambda: self.builder.call(torch.logical_and, mask, inside))
 
     def bias(self) -> fx.Node | None:
         """Numbers that broadcast to (B, H, Q, N), in float32, or wider if the model's are."""
@@ -150,15 +204,12 @@ class _Scores:
         return total
 
     def _shared(self, key: object, x: Expr, loads: Mapping[str, Version], real: torch.dtype) -> fx.Node:
-        length = self.spec.seqlen_q
-        if not isinstance(length, int):
-            raise ValueError("sizes are checked before")
         check_rounding(x)
         if not self.wholes.are_chance:
-            check_numbers(x, length)
+            check_numbers(x, rank_length(self.spec))
         tensors = {name: self._loaded(x, name, loads) for name in sorted(x.facts.tensors)}
         nodes = tuple(tensors.items())
-        key = ("scores", key, nodes, self.met.queries, self.met.first_head, real)
+        key = ("scores", key, nodes, self.met.queries, self.met.places, self.met.first_head, real)
         return self.builder.once(key, lambda: self._emitted(x, tensors, real))
 
     def _emitted(self, x: Expr, tensors: Mapping[str, fx.Node], real: torch.dtype) -> fx.Node:
@@ -166,12 +217,16 @@ class _Scores:
             raise CannotShard("sizes are known when the graph is compiled", ix.text(x, 80), at=self.site.match.out)
         q = self.builder.value(self.met.q)
         indices = {name: self._index(name, q) for name in x.facts.indices}
-        names = Names(device=q.device, indices=indices, tensors=tensors, within=self._within())
+        is_beyond = self.met.places is not None and self.met.places.inside is not None
+        within = {name: most for name, most in self._within().items() if name != "k" or not is_beyond}
+        names = Names(device=q.device, indices=indices, tensors=tensors, within=within)
         return on_nodes.emit(self.builder, x, names, real=real)
 
     def _index(self, name: str, q: torch.Tensor) -> fx.Node:
         """Of the pairs that this rank computes, what each is in the model."""
         call, device = self.builder.call, q.device
+        if self.met.places is not None and name != "h":
+            return {"b": self.met.places.b, "q": self.met.places.q, "k": self.met.places.k}[name]
         if name == "q":
             return call(torch.Tensor.view, self.met.queries, (1, 1, -1, 1))
         sizes = {"b": q.shape[0], "h": q.shape[1], "k": self.builder.value(self.met.k).shape[2]}
@@ -213,31 +268,36 @@ class _Scores:
         return elements.ranges(match, {length: length * self.size})
 
 
-def _attention(
-    builder: GraphBuilder, site: Site, spec: AttentionSpec, met: Met, scores: _Scores, sinks: fx.Node | None
-) -> fx.Node:
-    dtype = builder.value(met.q).dtype
+def joined(builder: GraphBuilder, scores: Scores, dtype: torch.dtype) -> fx.Node | None:
+    """What masks and what is added, in one tensor: truth values, or numbers in the scores' dtype. None where there is neither."""
     mask, bias = scores.mask(), scores.bias()
     added = bias if bias is None else program.cast(builder, bias, dtype)
-    joined = mask if added is None else added if mask is None else builder.call(torch.where, mask, added, -math.inf)
+    return mask if added is None else added if mask is None else builder.call(torch.where, mask, added, -math.inf)
+
+
+def _attention(
+    builder: GraphBuilder, site: Site, spec: AttentionSpec, met: Met, scores: Scores, sinks: fx.Node | None
+) -> fx.Node:
+    dtype = builder.value(met.q).dtype
+    mask = joined(builder, scores, dtype)
     cap = spec.score.softcap
     are_alike = {builder.value(x).dtype for x in (met.k, met.v)} == {dtype}
     if cap is None and sinks is None and are_alike:
         return builder.call(
             torch.nn.functional.scaled_dot_product_attention,
             *(met.q, met.k, met.v),
-            attn_mask=joined,
+            attn_mask=mask,
             scale=spec.score.scale,
             enable_gqa=spec.is_gqa,
         )
-    return _written_out(builder, spec, met, joined, cap, sinks)
+    return _written_out(builder, spec, met, mask, cap, sinks)
 
 
 def _written_out(
     builder: GraphBuilder,
     spec: AttentionSpec,
     met: Met,
-    joined: fx.Node | None,
+    mask: fx.Node | None,
     cap: float | None,
     sinks: fx.Node | None,
 ) -> fx.Node:
@@ -249,10 +309,10 @@ def _written_out(
     scores = call(torch.mul, call(torch.matmul, met.q, call(torch.transpose, k, 2, 3)), spec.score.scale)
     if cap is not None:
         scores = call(torch.mul, call(torch.tanh, call(torch.div, scores, cap)), cap)
-    if joined is not None and value(joined).dtype == torch.bool:
-        scores = call(torch.masked_fill, scores, call(torch.logical_not, joined), -math.inf)
-    elif joined is not None:
-        scores = call(torch.add, scores, joined)
+    if mask is not None and value(mask).dtype == torch.bool:
+        scores = call(torch.masked_fill, scores, call(torch.logical_not, mask), -math.inf)
+    elif mask is not None:
+        scores = call(torch.add, scores, mask)
     wide = torch.promote_types(q.dtype, torch.float32)
     if sinks is None:
         weights = call(torch.softmax, scores, -1, dtype=wide)

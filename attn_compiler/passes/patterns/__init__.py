@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.patterns import sdpa_call, sdpa_kernel_call, softmax_chain
+from attn_compiler.passes.patterns import lse_call, sdpa_call, sdpa_kernel_call, softmax_chain
 from attn_compiler.passes.site import Match
 
 
@@ -24,5 +24,6 @@ class Pattern:
 PATTERNS: tuple[Pattern, ...] = (
     Pattern(name=sdpa_call.NAME, anchors=sdpa_call.ANCHORS, match=sdpa_call.match),
     Pattern(name=sdpa_kernel_call.NAME, anchors=sdpa_kernel_call.ANCHORS, match=sdpa_kernel_call.match),
+    Pattern(name=lse_call.NAME, anchors=lse_call.ANCHORS, match=lse_call.match),
     Pattern(name=softmax_chain.NAME, anchors=softmax_chain.ANCHORS, match=softmax_chain.match),
 )

@@ -107,7 +107,7 @@ def _match(mirror: Mirror, call: SdpaCall, q: fx.Node, k: fx.Node, v: fx.Node) -
         is_causal=bool(views.argument(anchor, "is_causal")),
         additive=(mask,) if mask is not None and not boolean else (),
         allowed=(mask,) if mask is not None and boolean else (),
-        dropout_p=float(_number(views.argument(anchor, "dropout_p"), anchor)),
+        dropout_p=float(_number(views.argument(anchor, "dropout_p", 0.0), anchor)),
         covered=frozenset({anchor, call.out}),
     )
 

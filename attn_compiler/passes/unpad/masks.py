@@ -91,6 +91,8 @@ def _check_reading(site: Site, spec: AttentionSpec) -> None:
     """Nothing reads more of the attention than its output, and it reads what the model computes."""
     if spec.returns_weights:
         raise _refused(site, "the attention weights are read", "call the model without output_attentions")
+    if spec.lse != "unread":
+        raise _refused(site, "the logsumexp of the scores is read")
     if spec.stored is not None:
         raise _refused(site, "k and v come from a cache in FP8")
 

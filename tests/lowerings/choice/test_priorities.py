@@ -187,6 +187,15 @@ def test_order_on_the_cpu(
     assert order(dataclasses.replace(spec, decomposed=True), CPU) == of_products
 
 
+def test_where_a_logsumexp_is_read_those_that_give_it_come_before_what_is_left() -> None:
+    for target in (Target.fake(sm=100), Target.fake(sm=75), Target.fake(device="cpu"), Target.fake(sm=200)):
+        usual = order(make_spec(device=target.device), target)
+        found = order(make_spec(device=target.device, lse="merged"), target)
+        assert found[: len(usual) - 1] == usual[:-1]
+        assert set(found[len(usual) - 1 :]) == {"decode", "hopper", "triton", "math", "untouched"} - set(usual[:-1])
+        assert found[-1] == "untouched"
+
+
 @pytest.mark.parametrize("sm", [75, 80, 90, 100])
 def test_the_spelling_changes_nothing_on_a_gpu(sm: int) -> None:
     target = Target.fake(sm=sm)

@@ -29,6 +29,12 @@ def test_no_recipe() -> None:
     assert "options={'fp8_recipe'" in refusals(None)
 
 
+@pytest.mark.parametrize("name", ["triton_fp8", "hopper_fp8", "cudnn_fp8", "reference_fp8"])
+def test_nothing_in_fp8_gives_the_logsumexp(name: str) -> None:
+    spec = dataclasses.replace(make_spec(lse="read", needs_grad=False), fp8=Fp8Recipe())
+    assert "nothing reads the logsumexp" in words(by_name(name).why_not(spec, H100))
+
+
 def test_a_model_in_float32() -> None:
     found = refusals(dtype="float32")
     assert "the attention runs in fp32, FP8 is ignored" in found

@@ -16,6 +16,7 @@ from attn_compiler.lowerings.hopper.plan import blocks_of
 from attn_compiler.lowerings.shared import tile_table
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.passes import saved
+from attn_compiler.spec import LseUse
 from attn_compiler.target import Target
 from tests.lowerings import emitting
 from tests.lowerings.specs import CAUSAL, dense, make_spec
@@ -25,9 +26,12 @@ H200 = Target.fake()
 DETERMINISTIC = Target.fake(deterministic=True)
 
 
-def _emitted(target: Target = H200, *, needs_grad: bool, seqlen: int = 2048) -> tuple[list[str], list[str]]:
+def _emitted(
+    target: Target = H200, *, needs_grad: bool, seqlen: int = 2048, lse: LseUse = "unread"
+) -> tuple[list[str], list[str]]:
     """Names of what the lowering calls of ours, in order, and what it tells people."""
-    spec = make_spec(mask=CAUSAL, seqlen_q=seqlen, seqlen_kv=seqlen, heads=16, head_dim=128, needs_grad=needs_grad)
+    sizes: dict[str, Any] = {"seqlen_q": seqlen, "seqlen_kv": seqlen, "heads": 16, "head_dim": 128}
+    spec = make_spec(mask=CAUSAL, **sizes, needs_grad=needs_grad, lse=lse)
     graph = fx.Graph()
     emitter = emitting.GraphEmitter(graph, target)
     nodes = []
@@ -36,7 +40,8 @@ def _emitted(target: Target = H200, *, needs_grad: bool, seqlen: int = 2048) -> 
         shape = (2, 16 if name == "q" else 8, seqlen, 128)
         node.meta["example_value"] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
         nodes.append(node)
-    HOPPER.emit(emitter, spec, Operands(q=nodes[0], k=nodes[1], v=nodes[2]))
+    emit = HOPPER.emit if lse == "unread" else HOPPER.emit_with_lse
+    emit(emitter, spec, Operands(q=nodes[0], k=nodes[1], v=nodes[2]))
     names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     return [name.split(".")[1] for name in names if name.startswith("attn_compiler.")], emitter.notes
 
@@ -48,6 +53,19 @@ def test_without_gradients_there_is_the_leaf_op_alone() -> None:
 
 def test_with_gradients_another_op_hands_on_what_it_computed() -> None:
     assert _emitted(needs_grad=True) == (["hopper", "hopper_hopper_given"], ["backward: hopper"])
+
+
+def test_the_lse_is_handed_on_with_its_gradient() -> None:
+    assert _emitted(needs_grad=False, lse="read") == (["hopper"], [])
+    assert _emitted(needs_grad=True, lse="differentiated") == (["hopper", "hopper_hopper_given"], ["backward: hopper"])
+    assert _emitted(needs_grad=True, lse="merged") == (["hopper", "hopper_hopper_part_given"], ["backward: hopper"])
+
+
+def test_cudnns_backward_takes_no_gradient_of_the_lse() -> None:
+    assert backward_of(make_spec(**_LONG), H200) == "sdpa_cudnn"
+    differentiated = make_spec(**_LONG, lse="differentiated")
+    assert HOPPER.why_not(differentiated, H200) == []
+    assert backward_of(differentiated, H200) == "hopper"
 
 
 _LONG: dict[str, Any] = {"dtype": "bfloat16", "seqlen_q": 2048, "seqlen_kv": 2048, "head_dim": 128}

@@ -35,6 +35,26 @@ def test_gradients_are_the_triton_familys() -> None:
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("part", ["triton_part", "hopper_triton_part_given"])
+def test_a_part_gets_minus_delta_in_place_of_its_own_output(part: str) -> None:
+    problem = kernel_problems.build(BY_NAME["causal"])
+    leaves = [problem.q, problem.k, problem.v]
+    ours = torch.ops.attn_compiler
+    with kernel_problems.planned(problem.plan):
+        out, lse = kernel_problems.outputs(problem)
+        upstream, of_lse = torch.randn_like(out), torch.randn_like(lse)
+        wanted = torch.autograd.grad((out, lse), leaves, (upstream, of_lse))
+        minus_delta = of_lse - (out.detach() * upstream).sum(-1)
+        if part == "triton_part":
+            handed = ours.triton_part(*leaves, problem.operands, problem.text)
+        else:
+            kept = [x.detach() for x in (out, lse, *leaves)]
+            handed = getattr(ours, part)(*leaves, [*kept, *problem.operands], problem.text)
+        found = torch.autograd.grad(handed, leaves, (upstream, minus_delta))
+    torch.testing.assert_close(handed[0], out)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
 _SIZES: Any = {"heads_q": 4, "heads_kv": 2, "band": Band(right=0)}
 
 

@@ -30,3 +30,5 @@ def test_asks_for_no_layout_and_emits_nothing() -> None:
     node = fx.Graph().placeholder("q")
     with pytest.raises(TypeError, match="never emitted"):
         UNTOUCHED.emit(cast("Emitter", None), spec, Operands(q=node, k=node, v=node))
+    with pytest.raises(TypeError, match="gives no lse"):
+        UNTOUCHED.emit_with_lse(cast("Emitter", None), spec, Operands(q=node, k=node, v=node))

@@ -49,6 +49,7 @@ ALL = Takes(
     any_shape=True,
     many_blocks=True,
     float64_softmax=True,
+    lse="differentiated",
 )
 SOFTCAP, SINKS = Softcap(cap=30.0), Sinks(requires_grad=False)
 
@@ -72,6 +73,10 @@ def said(taken: Takes, **spec: Any) -> str:
         ({"unequal_head_dims": False}, {"head_dim_v": 32}, "q, k and v have one head_dim"),
         ({"many_blocks": False}, {"batch": 70_000}, "batch and heads are at most 65535"),
         ({"gradients": False}, {}, "no gradient is needed"),
+        ({"lse": "unread"}, {"lse": "read"}, "nothing reads the logsumexp of the scores; observed it is read"),
+        ({"lse": "unread"}, {"lse": "differentiated"}, "nothing reads the logsumexp"),
+        ({"lse": "read"}, {"lse": "differentiated"}, "the logsumexp of the scores has no gradient"),
+        ({"lse": "read"}, {"lse": "merged"}, "the logsumexp of the scores has no gradient; observed it is merged"),
         ({"dropout": False}, {"dropout_p": 0.25}, "no dropout; observed 0.25"),
         ({"symbolic_sizes": False}, {"seqlen_kv": "s0"}, "every size and stride is known"),
         ({"tensors": ()}, {"mask": dense(1, 1, 128, 128)}, "no mask tensor"),
@@ -133,6 +138,13 @@ def test_architectures_are_ranges(sms: Any, sm: int, rule: str) -> None:
     found = words(takes.check_gpu(dataclasses.replace(ALL, sms=sms), Target.fake(sm=sm)))
     assert rule in found
     assert bool(found) == bool(rule)
+
+
+def test_our_own_kernels_and_plain_products_give_the_logsumexp() -> None:
+    given = {name: taken.lse for name, taken in FAMILIES.items() if taken.lse != "unread"}
+    differentiated = dict.fromkeys(("math", "reference", "triton", "hopper"), "differentiated")
+    assert given == {**differentiated, "decode": "read"}
+    assert said(DECODE, lse="read", needs_grad=False) == ""
 
 
 def test_the_cpu_is_no_gpu() -> None:

@@ -38,7 +38,7 @@ def _of_text(model: Model, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, da
     return causal(model, q, k, v, data) + other
 
 
-@pytest.mark.parametrize("method", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("method", ["all_gather", "all_to_all", "ring"])
 def test_a_site_of_the_model_s_own_graph_knows_what_took_its_place(method: str) -> None:
     unit = _unit(None, {}, method=method)
     look = unit.first_look

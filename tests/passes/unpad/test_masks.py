@@ -72,6 +72,7 @@ WRITTEN: Any = SimpleNamespace(node="mask", since=None, until="later")
         ([_site(PADDED, anchor=torch.ops.aten.softmax.int)], "no call of scaled_dot_product_attention"),
         ([_site(PADDED, changes=(Softcap(cap=3.0),))], "the scores are changed: scale 0.125, softcap 3"),
         ([_site(PADDED, returns_weights=True)], "weights are read"),
+        ([_site(PADDED, lse="read")], "the logsumexp of the scores is read"),
         ([_site(Causal(alignment=Alignment.BOTTOM_RIGHT), PADDED)], "bottom-right"),
         ([_site(PADDED, Document(of_key=Load("ids", (B, K), "int")))], "document"),
         ([_site(PADDED, SlidingWindow(left=3, right=None), SlidingWindow(left=9, right=None))], "window"),

@@ -1,0 +1,153 @@
+"""What chunks need of their neighbours: in numbers, and models whose masks are narrow on several ranks, against one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_compiler.context_parallel.halo import Halo, most_sent, pieces
+from attn_compiler.context_parallel.layout import Layout
+from tests.context_parallel import against_one, models
+from tests.context_parallel.against_one import Result, Run
+from tests.distributed import processes
+
+layouts = st.builds(Layout, size=st.integers(2, 5), balanced=st.booleans())
+
+
+@st.composite
+def _halos(draw: st.DrawFn) -> tuple[Layout, Halo]:
+    layout, chunk = draw(layouts), draw(st.integers(1, 4))
+    widest = (layout.chunks - 1) * chunk
+    return layout, Halo(left=draw(st.integers(0, widest)), right=draw(st.integers(0, widest)), chunk=chunk)
+
+
+@given(_halos())
+def test_each_position_of_a_halo_comes_once_from_the_rank_that_has_it(drawn: tuple[Layout, Halo]) -> None:
+    layout, halo = drawn
+    whole = layout.chunks * halo.chunk
+    for rank in range(layout.size):
+        for target, chunk in enumerate(layout.chunks_of(rank)):
+            first = chunk * halo.chunk
+            around = [*range(first - halo.left, first), *range(first + halo.chunk, first + halo.chunk + halo.right)]
+            found = [-1] * len(around)
+            for sender in range(layout.size):
+                for piece in pieces(layout, halo, sender, rank):
+                    if piece.target != target:
+                        continue
+                    start = layout.chunks_of(sender)[piece.source] * halo.chunk
+                    ends = [
+                        *range(start + halo.chunk - halo.tail, start + halo.chunk),
+                        *range(start, start + halo.head),
+                    ]
+                    for at in range(piece.count):
+                        assert found[piece.into + at] == -1
+                        found[piece.into + at] = ends[piece.start + at]
+            assert found == [p if 0 <= p < whole else -1 for p in around]
+
+
+@pytest.mark.parametrize(
+    ("size", "balanced", "halo", "sent"),
+    [
+        (2, False, Halo(left=3, right=0, chunk=8), 3),
+        (4, False, Halo(left=3, right=2, chunk=8), 5),
+        (4, False, Halo(left=12, right=0, chunk=8), 12),
+        # Rank 1 has chunks 1 and 2: what chunk 2 needs of chunk 1 stays there.
+        (2, True, Halo(left=3, right=0, chunk=8), 3),
+        (4, True, Halo(left=3, right=0, chunk=8), 6),
+        (4, False, Halo(left=0, right=0, chunk=8), 0),
+    ],
+)
+def test_what_the_busiest_rank_sends(size: int, balanced: bool, halo: Halo, sent: int) -> None:
+    assert most_sent(Layout(size=size, balanced=balanced), halo) == sent
+
+
+def test_a_halo_in_words() -> None:
+    assert Halo(left=3, right=0, chunk=4).words == "halo of 3 positions before each chunk"
+    assert Halo(left=3, right=2, chunk=4).words == "halo of 3 positions before and 2 positions after each chunk"
+    assert Halo(left=0, right=0, chunk=4).words == "halo of 0 positions around each chunk"
+
+
+# ---- on several ranks ----------------------------------------------------------------------------------------------------
+
+_ORDERS = (None, "head_tail")
+
+
+def _runs(cases: tuple[str, ...], inner: str = "eager") -> list[Run]:
+    return [Run(case=case, method="all_gather", load_balance=order, inner=inner) for case in cases for order in _ORDERS]
+
+
+_TWO = [
+    *_runs(("near", "further ahead than back", "near, left padding", "near, sinks", "chunks that a rank has whole")),
+    *_runs(("near, ALiBi",), "aot_eager"),
+    *_runs(("near",), "inductor"),
+    Run(case="window", method="all_gather", load_balance=None),
+]
+#: which reach beyond the neighbour, too
+_FOUR = [
+    *_runs(("window", "near on both sides", "near, of one document", "near, 4 heads share 1, values of another width")),
+    *_runs(("near, or ahead",)),
+    Run(case="window wider than a part", method="all_gather", load_balance=None),
+    Run(case="near", method="auto", load_balance="head_tail"),
+]
+#: what is gathered because that is less
+_GATHERED = [
+    Run(case="window", method="all_gather", load_balance="head_tail"),
+    Run(case="window wider than a part", method="all_gather", load_balance=None),
+    Run(case="near", method="all_to_all", load_balance=None),
+]
+
+
+def _results(runs: list[Run], size: int) -> dict[str, list[Result]]:
+    by_rank = processes.run(against_one.measured, runs, size=size)
+    return {run.name: [results[i] for results in by_rank] for i, run in enumerate(runs)}
+
+
+def _check(results: list[Result], word: str) -> None:
+    for result in results:
+        assert result.error < 1e-12
+        assert result.gradient_error < 1e-12
+        assert result.sites == 2
+        assert all("proved" in mask for mask in result.masks), result.masks
+        assert result.notes
+        assert any(note.startswith(f"context parallel: {word}") for note in result.notes), result.notes
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, list[Result]]:
+    return _results([*_TWO, *_GATHERED], 2)
+
+
+@pytest.fixture(scope="module")
+def four() -> dict[str, list[Result]]:
+    return _results(_FOUR, 4)
+
+
+@pytest.mark.parametrize("run", _TWO, ids=lambda run: run.name)
+def test_two_ranks(two: dict[str, list[Result]], run: Run) -> None:
+    _check(two[run.name], "halo of")
+
+
+@pytest.mark.parametrize("run", _GATHERED, ids=lambda run: run.name)
+def test_what_is_too_wide_for_two_ranks_is_gathered(two: dict[str, list[Result]], run: Run) -> None:
+    for result in two[run.name]:
+        assert any(note.startswith("context parallel: all_") for note in result.notes)
+        assert result.error < 1e-12
+
+
+@pytest.mark.parametrize("run", _FOUR, ids=lambda run: run.name)
+def test_four_ranks(four: dict[str, list[Result]], run: Run) -> None:
+    word = "all_to_all" if run.method == "auto" else "halo of"
+    _check(four[run.name], word)
+
+
+def test_bytes_of_a_halo_are_those_of_its_positions(four: dict[str, list[Result]]) -> None:
+    """Two rows of 4 heads, k and v of 8 float64 each: 10 positions reach the next rank and the one after it."""
+    (note, *_) = four["window · all_gather · contiguous · eager"][0].notes
+    sent = 10 * models.BATCH * 4 * 2 * models.HEAD_DIM * torch.float64.itemsize
+    order = "over 4 ranks, contiguous positions"
+    assert (
+        note
+        == f"context parallel: halo of 10 positions before each chunk {order}, a rank sends {sent} bytes in the forward"
+    )

@@ -1,0 +1,85 @@
+"""Keys and values of one rank after the other, merged: outputs and gradients are those of one process, in every form."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.context_parallel import against_one, models
+from tests.context_parallel.against_one import Result, Run
+from tests.distributed import processes
+
+#: of float64
+_EXACT = 1e-12
+
+
+def _ring(case: str, order: str | None, inner: str = "eager") -> Run:
+    return Run(case=case, method="ring", load_balance=order, inner=inner)
+
+
+_TWO = [
+    _ring("causal, 8 heads share 1", None),
+    _ring("none", "head_tail"),
+    _ring("left padding", "head_tail"),
+    _ring("window wider than a part", None),
+    _ring("chunks", "head_tail"),
+    _ring("prefix", None),
+    _ring("ALiBi", "head_tail"),
+    _ring("softcap", None),
+    _ring("values of another width", "head_tail"),
+    _ring("causal documents", None, "aot_eager"),
+    _ring("relative bias, learned", "head_tail", "aot_eager"),
+    _ring("sinks", "head_tail", "inductor"),
+    _ring("causal, right padding", None, "inductor"),
+]
+_FOUR = [_ring("causal, right padding", "head_tail"), _ring("sinks", None), _ring("causal, 8 heads share 1", None)]
+_ALL = [run for case in models.CASES for order in (None, "head_tail") if (run := _ring(case, order)) not in _TWO]
+#: of which a rank's parts near the queries are less than a ring keeps
+_HALOS = ("window", "chunks")
+
+
+def _results(runs: list[Run], size: int) -> dict[str, list[Result]]:
+    by_rank = processes.run(against_one.measured, runs, size=size)
+    return {run.name: [results[i] for results in by_rank] for i, run in enumerate(runs)}
+
+
+def _check(run: Run, results: list[Result], size: int) -> None:
+    is_halo = run.load_balance is None and run.case in _HALOS
+    each = 1 if is_halo else size * (2 if run.load_balance is not None and run.case != "none" else 1)
+    for result in results:
+        assert result.error < _EXACT
+        assert result.gradient_error < _EXACT
+        assert result.sites == 2 * each
+        assert all("dense" not in mask or "proved" in mask for mask in result.masks), result.masks
+        begins = f"context parallel: {'halo of' if is_halo else 'ring over'}"
+        assert sum(note.startswith(begins) for note in result.notes) == len(result.masks)
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, list[Result]]:
+    return _results(_TWO, 2)
+
+
+@pytest.fixture(scope="module")
+def four() -> dict[str, list[Result]]:
+    return _results(_FOUR, 4)
+
+
+@pytest.fixture(scope="module")
+def every() -> dict[str, list[Result]]:
+    return _results(_ALL, 2)
+
+
+@pytest.mark.parametrize("run", _TWO, ids=lambda run: run.name)
+def test_two_ranks(two: dict[str, list[Result]], run: Run) -> None:
+    _check(run, two[run.name], 2)
+
+
+@pytest.mark.parametrize("run", _FOUR, ids=lambda run: run.name)
+def test_four_ranks(four: dict[str, list[Result]], run: Run) -> None:
+    _check(run, four[run.name], 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", _ALL, ids=lambda run: run.name)
+def test_every_form(every: dict[str, list[Result]], run: Run) -> None:
+    _check(run, every[run.name], 2)
