@@ -15,7 +15,7 @@ _NAME = "merged_over_ranks"
 def _merged(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, size: int, group: str) -> torch.Tensor:
     """out: (B, H, Q, D). lse: (B, H, Q), in the dtype that is merged in. sinks: (H,). Without a gradient: caches have none."""
     sent = torch.cat((out.to(lse.dtype), lse.unsqueeze(-1)), -1)
-    outs, lses = torch.split(parts(sent, size, group), (out.shape[-1], 1), -1)
+    outs, lses = torch.split(parts(sent, size, group), [out.shape[-1], 1], -1)
     return merging.merged(outs, lses.squeeze(-1), sinks).to(out.dtype)
 
 
