@@ -101,6 +101,8 @@ def why_not(mirror: Mirror, site: Site, spec: AttentionSpec, cp: ContextParallel
             return f"the {name} are not read as the cache gives them: (batch, heads, positions, width)"
         if not _is_unwritten(mirror, node, match.out):
             return "the cache is written to between what it gives and the attention"
+    if not isinstance(spec.seqlen_kv, int) or (match.is_causal and not isinstance(spec.seqlen_q, int)):
+        return f"how many positions there are is not known when the graph is compiled: {spec.seqlen_q} and {spec.seqlen_kv}"
     return _changed(site, spec)
 
 
