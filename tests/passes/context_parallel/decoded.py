@@ -27,7 +27,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, Mapping[str, Tensor]], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """queries: how many. attend: of whole keys. slots: makes them of what a rank keeps; None: both are gathered as the cache does it."""
+    """queries: how many. attend: of whole keys. slots: makes them of what a rank keeps; None: both are gathered as the cache does it.
+    symbol: of q, k and v, the axis whose size is a symbol: that of rows, or of k and v that of positions."""
 
     attend: Attend
     queries: int = 1
@@ -37,6 +38,7 @@ class Case:
     slots: Callable[[Tensor, Tensor, Mapping[str, Tensor], ContextParallel], tuple[Tensor, Tensor]] | None = None
     inner: str = "aot_eager"
     verify: bool = False
+    symbol: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +205,7 @@ RIGHT: Mapping[str, Case] = {
     "softcap": Case(attend=_softcap, queries=2),
     "sinks": Case(attend=_sunk, queries=2),
     "sinks, verified": Case(attend=_sunk, inner="eager", verify=True),
+    "filled, any number of rows": Case(attend=filled, symbol=0, rows=3),
     "mask from outside": Case(attend=_given_mask, queries=2),
 }
 #: name -> (case, what the report says)
@@ -213,6 +216,7 @@ KEPT: Mapping[str, tuple[Case, str]] = {
     "written": (Case(attend=filled, slots=_written), "the cache is written to"),
     "a part of the positions": (Case(attend=everything, slots=_part), "not"),
     "weights are read": (Case(attend=_weights_read), "weights are read"),
+    "any number of positions": (Case(attend=_added, symbol=2), "not known when the graph is compiled"),
     "a gradient": (Case(attend=filled, grad=True), "it has a gradient"),
 }
 
@@ -238,7 +242,7 @@ def _measured(case: Case, cp: ContextParallel) -> Found:
     own = [x[:, :, cp.rank :: cp.size].contiguous() for x in whole]
     data = {
         "start": torch.tensor(FILLED - 1 - (case.queries - 1) * (case.queries < POSITIONS)).clamp(min=0),
-        "real": torch.arange(POSITIONS) >= torch.tensor([0, 3])[: case.rows, None],
+        "real": torch.arange(POSITIONS) >= torch.tensor([0, 3, 5])[: case.rows, None],
         "slopes": 2.0 ** -torch.arange(1, HEADS + 1, dtype=torch.float64),
         "table": random(7, HEADS),
         "sinks": random(HEADS),
@@ -258,8 +262,12 @@ def _measured(case: Case, cp: ContextParallel) -> Found:
     options = {"context_parallel": cp, "inner": case.inner, "verify": case.verify}
     with _noted(graphs):
         compiled = torch.compile(call, backend="attn_compiler", options=options, fullgraph=True)
+        given = [q, *(x.clone() for x in own)]
+        if case.symbol is not None:
+            for x in given[case.symbol == 2 :]:
+                torch._dynamo.mark_dynamic(x, case.symbol)
         with torch.set_grad_enabled(case.grad):
-            out = compiled(q, *(x.clone() for x in own), data)
+            out = compiled(*given, data)
     sites = [site for report in attn_compiler.reports() for site in report.sites]
     return Found(
         error=float((out - expected).abs().max()),
