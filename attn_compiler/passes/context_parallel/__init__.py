@@ -1,7 +1,8 @@
 """Attention over a sequence that the ranks of a process group have parts of (`options={"context_parallel": ContextParallel(...)}`).
 
 following.py, ops.py: that nothing but attention mixes positions. whole.py: what masks read, of the whole sequence. layout.py and
-exchanging.py: the collectives. sites.py: each attention anew. What comes out is matched, recovered and decided for like any graph.
+exchanging.py: the collectives. sites.py: each attention anew; halo.py: with the keys near a rank's queries alone. decoding.py: over a cache
+that ranks share. What comes out is matched, recovered and decided for like any graph.
 
 Every reason to leave something as it was is an error, on every rank: a site that is left alone would attend to a part of the sequence.
 """

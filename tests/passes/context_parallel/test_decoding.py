@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from attn_compiler.lowerings import by_name
+from attn_compiler.lowerings.shared import parts
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 from tests.distributed import processes
@@ -71,3 +72,12 @@ def test_the_decode_kernel_takes_what_a_rank_is_left_with(two: list[dict[str, Fo
     on_gpu = dataclasses.replace(spec, **half, device="cuda", out_dtype="bfloat16")
     assert on_gpu.lse == "read"
     assert by_name("decode").why_not(on_gpu, Target.fake()) == []
+
+
+@pytest.mark.parametrize("name", ["filled", "filled, several queries", "causal flag"])
+def test_what_is_not_filled_yet_is_an_interval_of_slots(two: list[dict[str, Found]], name: str) -> None:
+    """So kernels read no tensor for the mask, and no slot that is empty."""
+    (text,) = two[0][name].specs
+    found = parts.of(AttentionSpec.from_text(text))
+    assert found.rows
+    assert not found.mask
