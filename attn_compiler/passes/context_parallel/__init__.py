@@ -384,8 +384,4 @@ def _note(unit: Unit, cp: ContextParallel, done: dict[str, RewrittenSite]) -> No
         )
 
 
-def _amount(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count} bytes"
-
-
 __all__ = ["asked", "check_not_left", "longer", "run"]
