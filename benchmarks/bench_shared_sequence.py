@@ -38,7 +38,7 @@ from benchmarks.shared_sequence_cases import FORMS, FULL, PEERS, SMALL, Attentio
 
 RESULTS = Path(__file__).parent / "results" / "shared_sequence_gpus.csv"
 PROCESSES = 2
-METHODS = ("all_gather", "all_to_all", "auto")
+METHODS = ("all_gather", "all_to_all", "ring", "auto")
 MODEL, CHECKPOINTED = "model", "model checkpointed"
 KEYS = ("form", "length", "method", "order", "overlap")
 TIMES = ("forward", "step")
