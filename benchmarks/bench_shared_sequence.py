@@ -440,7 +440,7 @@ def main() -> int:
     until = time.monotonic() + given.budget_seconds
     where = harness.environment("cpu" if given.tiny else "cuda:0", given.commit)
     file = harness.CsvFile(given.output, [*COLUMNS, *where], append=given.append)
-    done = {tuple(row[key] for key in KEYS) for row in file.rows}
+    done = {tuple(row[key] for key in KEYS) for row in file.rows if row["device"] == where["device"]}
     wanted = [job for job in jobs(given) if tuple(job.names.values()) not in done]
     limits = members.Limits(together=given.together, seconds=given.seconds, turn_seconds=60.0)
     begin = time.monotonic()
