@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
 from attn_compiler import ContextParallel, torch_collectives
-from attn_compiler.passes.context_parallel import sites
+from attn_compiler.passes.context_parallel import choosing
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.verifying import results
 from tests import dtensor_kernels
@@ -161,7 +161,7 @@ def failing_for_some_heads(run: Run) -> Result:
     def fails(*_: Any) -> str:
         raise CannotShard("this rank has heads that it can take", "others")
 
-    with unittest.mock.patch.object(sites, "method_of", fails):
+    with unittest.mock.patch.object(choosing, "choice", fails):
         return measured_once(run)
 
 

@@ -21,7 +21,17 @@ from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.decisions import Reason
 from attn_compiler.errors import ContextParallelUnsupported, described
 from attn_compiler.passes import axes, lower, match, recover
-from attn_compiler.passes.context_parallel import caches, decoding, first_look, following, outside, ring, sites, wrapped
+from attn_compiler.passes.context_parallel import (
+    caches,
+    choosing,
+    decoding,
+    first_look,
+    following,
+    outside,
+    ring,
+    sites,
+    wrapped,
+)
 from attn_compiler.passes.context_parallel.decoding import Outcome
 from attn_compiler.passes.context_parallel.first_look import FirstLook
 from attn_compiler.passes.context_parallel.following import Following, Input
@@ -321,16 +331,16 @@ def _rewrite_sites(
                 at=site.match.out,
                 remedy="cut batches by ContextParallel.shard",
             )
-        method = sites.method_of(site, site.spec, cp.method, cp.size, cp.gather_limit)
-        is_ring = method == "ring" and sites.halo_of(site, site.spec, layout, method) is None
+        chosen = choosing.choice(site, site.spec, cp, layout, unit.target(site.spec.device))
+        is_ring = chosen.method == "ring" and sites.halo_of(site, site.spec, layout, "ring") is None
         with builder.at(site.match.out, with_grad=site.spec.needs_grad) as old:
             with builder.without_autocast():
                 if is_ring:
                     out, one = ring.rewrite(mirror, site, builder, layout, wholes)
                 else:
-                    out, one = sites.rewrite(mirror, site, builder, layout, wholes, method)
+                    out, one = sites.rewrite(mirror, site, builder, layout, wholes, chosen.method)
             new = lower.finish(mirror, site, builder, out, old)
-        done[site.module], parts[old.name] = one, one.parts
+        done[site.module], parts[old.name] = dataclasses.replace(one, why=chosen.why), one.parts
         unread = lower.unread(mirror, site, [builder.leaf(site.match.out)])
         builder.replace(builder.leaf(site.match.out), new)
         rewritten[old.name] = new
@@ -378,7 +388,7 @@ def _note(unit: Unit, cp: ContextParallel, done: dict[str, RewrittenSite]) -> No
         if one is None:
             site.notes.append("context parallel: every rank has all of its keys")
             continue
-        why = f"; {one.why}" if one.why is not None and cp.method == "auto" else ""
+        why = "" if one.why is None else f"; {one.why}"
         site.notes.append(
             f"context parallel: {one.words} over {cp.size} ranks, {order} positions, a rank sends {_amount(one.bytes)} in the forward{why}"
         )

@@ -56,9 +56,7 @@ def rewrite(
             merge.add(_part(builder, spec, met, scores))
             parts += 1
     out = merge.whole(tensors.sinks, builder.value(tensors.q).dtype, builder.value(tensors.v).dtype)
-    gathered = sites.gathered_bytes(spec, layout.size)
-    why = f"keys and values of all ranks would be {gathered} bytes, more than gather_limit"
-    return out, RewrittenSite(method="ring", bytes=slices.bytes, parts=parts, why=why)
+    return out, RewrittenSite(method="ring", bytes=slices.bytes, parts=parts)
 
 
 def _ranges(layout: GraphLayout, length: int, owner: int, *, is_whole: bool) -> Iterator[tuple[int, int, int]]:

@@ -10,9 +10,7 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler.context_parallel.description import GATHER_LIMIT
 from attn_compiler.context_parallel.halo import Halo
-from attn_compiler.dtypes import BYTES
 from attn_compiler.index_expr import Expr, Index, on_nodes
 from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.passes import axes, elements, program, recover
@@ -98,29 +96,6 @@ def check_scale(site: Site, spec: AttentionSpec) -> None:
 
 def _is_known(change: object) -> bool:
     return isinstance(change, (Softcap, Sinks, DenseBias))
-
-
-def gathered_bytes(spec: AttentionSpec, size: int) -> int:
-    """Of all keys and values of one attention, which each rank would have."""
-    sizes = [n for x in (spec.k, spec.v) for n in x.shape if not isinstance(n, int)]
-    return 0 if sizes else size * sum(math.prod(map(int, x.shape)) * BYTES[x.dtype] for x in (spec.k, spec.v))
-
-
-def method_of(site: Site, spec: AttentionSpec, asked: str, size: int, gather_limit: int = GATHER_LIMIT) -> str:
-    """Heads are exchanged where they can be shared out: that moves less, and leaves each attention as it was. Keys and values are gathered
-    up to so many bytes, and else taken from one rank at a time."""
-    heads = (spec.num_heads_q, spec.num_heads_kv)
-    divides = all(isinstance(n, int) and n % size == 0 for n in heads)
-    if asked == "all_to_all" and not divides:
-        raise CannotShard(
-            "all_to_all gives each rank as many heads of q, and of k and v",
-            f"{heads[0]} and {heads[1]} heads for {size} ranks",
-            at=site.match.out,
-            remedy='use method="all_gather" or "auto"',
-        )
-    if asked != "auto":
-        return asked
-    return "all_to_all" if divides else "ring" if gathered_bytes(spec, size) > gather_limit else "all_gather"
 
 
 def rewrite(

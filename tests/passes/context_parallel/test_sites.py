@@ -59,41 +59,6 @@ def test_what_a_match_has_besides_is_refused(changed: dict[str, Any], observed: 
     assert observed in f"{caught.value.reason.rule} {caught.value.reason.observed}"
 
 
-@pytest.mark.parametrize(
-    ("heads", "heads_kv", "asked", "size", "method"),
-    [
-        (8, 8, "auto", 4, "all_to_all"),
-        (8, 2, "auto", 2, "all_to_all"),
-        (8, 2, "auto", 4, "all_gather"),
-        (6, 6, "auto", 4, "all_gather"),
-        (8, 8, "all_gather", 4, "all_gather"),
-        ("s0", 8, "auto", 4, "all_gather"),
-        (8, 2, "ring", 2, "ring"),
-    ],
-)
-def test_heads_are_exchanged_where_they_can_be_shared_out(
-    heads: Any, heads_kv: Any, asked: str, size: int, method: str
-) -> None:
-    assert sites.method_of(_site(), make_spec(heads=heads, heads_kv=heads_kv), asked, size) == method
-
-
-def test_keys_and_values_are_gathered_up_to_a_limit() -> None:
-    spec = make_spec(batch=2, heads=8, heads_kv=2, seqlen_q=128, seqlen_kv=128, head_dim=64, head_dim_v=32)
-    whole = 4 * 2 * 2 * 128 * (64 + 32) * 2
-    assert sites.gathered_bytes(spec, 4) == whole
-    assert sites.method_of(_site(), spec, "auto", 4, whole) == "all_gather"
-    assert sites.method_of(_site(), spec, "auto", 4, whole - 1) == "ring"
-    assert sites.method_of(_site(), spec, "auto", 2, 0) == "all_to_all"
-    assert sites.method_of(_site(), spec, "all_gather", 4, 0) == "all_gather"
-    assert sites.gathered_bytes(make_spec(batch="s0"), 4) == 0
-
-
-def test_heads_that_can_not_be_shared_out_are_not_exchanged() -> None:
-    with pytest.raises(CannotShard) as caught:
-        sites.method_of(_site(), make_spec(heads=8, heads_kv=2), "all_to_all", 4)
-    assert caught.value.reason.observed == "8 and 2 heads for 4 ranks"
-
-
 def test_a_scale_that_looks_like_the_length_is_refused() -> None:
     def by_length(model: Model, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, data: Data) -> torch.Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=1 / LENGTH)
