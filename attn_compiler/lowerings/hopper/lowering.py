@@ -16,7 +16,7 @@ from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, Tiles
 from attn_compiler.lowerings.choice import in_order
-from attn_compiler.lowerings.hopper import limits
+from attn_compiler.lowerings.hopper import added, limits
 from attn_compiler.lowerings.hopper.ops import FAMILY, IN_ORDER, given_op
 from attn_compiler.lowerings.hopper.plan import blocks_of, cudnn_is_faster, grad_blocks_of, has_backward, is_ordered
 from attn_compiler.lowerings.shared import cudnn_backward, kernel_limits, part_tensors, tile_table
@@ -59,7 +59,8 @@ class HopperAttention(Lowering):
         tiles = tile_table.tiles(spec, emitter.target)
         text = Call(spec=spec, tiles=tiles).to_text()
         own = dataclasses.replace(tiles, forward=blocks_of(spec).tile)
-        read = _without("tiles_by_key", spec, part_tensors.emit(emitter, spec, operands, own, ordered=is_ordered(spec)))
+        parts = part_tensors.emit(emitter, spec, operands, own, ordered=is_ordered(spec))
+        read = [*_without("tiles_by_key", spec, parts), *_added(emitter, spec, operands, parts)]
         given = [operands.q, operands.k, operands.v]
         if not spec.needs_grad:
             return emitter.call(operator.getitem, _call(emitter, given, read, text), 0)
@@ -108,6 +109,15 @@ def _read_by_backward(
         return []
     own = dataclasses.replace(tiles, grad_kv=grad_blocks_of(spec).tile)
     return _without("tiles", spec, part_tensors.emit(emitter, spec, operands, own, ordered=is_ordered(spec)))
+
+
+def _added(emitter: Emitter, spec: AttentionSpec, operands: Operands, parts: list[fx.Node]) -> list[fx.Node]:
+    """What the copy engine brings to be added to the scores, if anything is."""
+    plan = site_parts.of(spec)
+    if not added.is_there(plan):
+        return []
+    lengths = part_tensors.lengths(emitter, spec, operands)
+    return [added.emit(emitter, plan, dict(zip(plan.operands, parts, strict=True)), lengths)]
 
 
 def _call(emitter: Emitter, tensors: list[fx.Node], read: list[fx.Node], text: str) -> fx.Node:

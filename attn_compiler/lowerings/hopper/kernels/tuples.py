@@ -30,6 +30,10 @@ class ForwardSwitches(NamedTuple):
     OUT_IN_Q: Any  # outputs leave from where the queries were
     OVERLAPS: Any  # a warpgroup has its softmax while the tensor cores take the outputs of its tile before, which takes registers
     TURNS: Any  # two warpgroups take turns: one's products while the other has its softmax
+    ADDED_STAGES: Any  # tiles of what is added to the scores that are in shared memory for each warpgroup; 0: nothing is
+    ADDED_EARLY: Any  # it is read while q kᵀ is under way, which takes registers
+    BY_DISTANCE: Any  # that is numbers by distance, else a bias
+    BATCH_LAST: Any  # blocks of all batch rows come before the next head's
 
 
 class ForwardWork(NamedTuple):
@@ -41,6 +45,29 @@ class ForwardWork(NamedTuple):
     sizes: Any  # shared Sizes
     Lists: Any  # of tiles, or None
     lists: Any  # ListStrides
+
+
+class Adding(NamedTuple):
+    """A tensor of logical (batch, head, row, key) that is added to the scores. Axes of size 1 broadcast, but for rows."""
+
+    batches: Any
+    heads: Any
+    rows: Any  # queries, or by distance 64
+    columns: Any  # keys, or by distance all that there are
+    stride_b: Any
+    stride_h: Any
+    stride_q: Any
+    zero: Any  # by distance: the column of a key beside the first of 64 queries
+
+
+class AddedTiles(NamedTuple):
+    """Tiles of it in shared memory, of each stage those of all warpgroups; all are None where nothing is added."""
+
+    of: Any  # the descriptor that they come by
+    at: Any  # Adding
+    tiles: Any
+    full: Any  # when they have come
+    empty: Any  # and may be written over
 
 
 class Masks(NamedTuple):
@@ -75,6 +102,7 @@ class Warpgroup(NamedTuple):
     factor: Any  # what q kᵀ is multiplied by
     cap: Any  # and then tanh of that, where there is a softcap
     slope: Any  # or None
+    of_added: Any  # what is added is multiplied by that before it joins q kᵀ, or the softcap's tanh
 
 
 class GradSwitches(NamedTuple):
