@@ -10,15 +10,15 @@ from typing import Any
 import torch
 import triton
 
-from attn_compiler.lowerings.hopper import added
+from attn_compiler.lowerings.hopper import added, mask_bits
 from attn_compiler.lowerings.hopper.kernels import forward_sm90
 from attn_compiler.lowerings.hopper.kernels.tuples import Adding, ForwardSwitches
 from attn_compiler.lowerings.hopper.plan import ForwardBlocks, blocks_of, is_ordered, leaves_from_queries, multiplied
 from attn_compiler.lowerings.shared import leaf_calls, persistent
-from attn_compiler.lowerings.shared.arguments import Prepared, common, lists, operand_parameters, prepare, strides
+from attn_compiler.lowerings.shared.arguments import Prepared, along, common, lists, operand_parameters, prepare, strides
 from attn_compiler.lowerings.shared.forward_call import Forward, Named
 from attn_compiler.lowerings.shared.kernels.forward import attention_again
-from attn_compiler.lowerings.shared.kernels.tuples import Sizes, Strides
+from attn_compiler.lowerings.shared.kernels.tuples import MaskStrides, Sizes, Strides
 from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
 from attn_compiler.lowerings.shared.leaf_calls import ForwardArguments, Outputs
 from attn_compiler.lowerings.shared.replaying import Alike
@@ -30,7 +30,8 @@ _HALF_VECTOR = 8
 
 def operands_of(prepared: Prepared) -> tuple[str, ...]:
     """Names of the operands that the leaf op takes, in order."""
-    own = (added.NAME,) if added.is_there(prepared.plan) else ()
+    further = {mask_bits.NAME: mask_bits.is_there(prepared.plan), added.NAME: added.is_there(prepared.plan)}
+    own = (name for name, here in further.items() if here)
     return (*(name for name in prepared.operands if name != "tiles_by_key"), *own)
 
 
@@ -90,11 +91,15 @@ def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argumen
         "blocks": in_head,
         "heads_of_all": heads_of_all,
         "adding": _adding(tensors),
+        "masking": _masking(every["masking"], tensors.get(mask_bits.NAME)),
         "HOW": switches(prepared, every, blocks, leaks=may_leak(prepared, q, k), further=tensors.get(added.NAME)),
     }
     wanted = {*forward_sm90.attention_forward_sm90.arg_names, *Sizes._fields}
     given = {**operand_parameters(prepared), "Sinks": prepared.present("sinks"), "Lists": prepared.present("tiles")}
-    given["Added"] = added.NAME if added.NAME in tensors else None
+    given |= {
+        parameter: name if name in tensors else None
+        for parameter, name in (("Added", added.NAME), ("Bits", mask_bits.NAME))
+    }
     return Arguments(
         grid=persistent.programs(in_head * heads_of_all, q.device),
         tensors={name: name for name in ("Q", "K", "V", "Out", "Lse")}
@@ -102,6 +107,14 @@ def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argumen
         numbers={name: x for name, x in numbers.items() if name in wanted},
         tile=blocks.tile,
     )
+
+
+def _masking(masking: MaskStrides, bits: torch.Tensor | None) -> MaskStrides:
+    """With the strides of the mask's bits, if there are such, in place of its own."""
+    if bits is None:
+        return masking
+    b, h, q = (along(bits, axis) for axis in range(3))
+    return masking._replace(mask_b=b, mask_h=h, mask_q=q, mask_k=0)
 
 
 def _adding(tensors: Mapping[str, torch.Tensor]) -> Adding | None:

@@ -16,12 +16,13 @@ from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, Tiles
 from attn_compiler.lowerings.choice import in_order
-from attn_compiler.lowerings.hopper import added, limits
+from attn_compiler.lowerings.hopper import added, limits, mask_bits
 from attn_compiler.lowerings.hopper.ops import FAMILY, IN_ORDER, given_op
-from attn_compiler.lowerings.hopper.plan import blocks_of, cudnn_is_faster, grad_blocks_of, has_backward, is_ordered
+from attn_compiler.lowerings.hopper.plan import blocks_of, cudnn_is_faster, grad_blocks_of, has_added, has_backward, is_ordered
 from attn_compiler.lowerings.shared import cudnn_backward, kernel_limits, part_tensors, tile_table
 from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.lowerings.shared.kernel_plan import Call
+from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
+from attn_compiler.lowerings.shared.part_tensors import Size
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -60,7 +61,7 @@ class HopperAttention(Lowering):
         text = Call(spec=spec, tiles=tiles).to_text()
         own = dataclasses.replace(tiles, forward=blocks_of(spec).tile)
         parts = part_tensors.emit(emitter, spec, operands, own, ordered=is_ordered(spec))
-        read = [*_without("tiles_by_key", spec, parts), *_added(emitter, spec, operands, parts)]
+        read = [*_without("tiles_by_key", spec, parts), *_further(emitter, spec, operands, parts)]
         given = [operands.q, operands.k, operands.v]
         if not spec.needs_grad:
             return emitter.call(operator.getitem, _call(emitter, given, read, text), 0)
@@ -111,13 +112,21 @@ def _read_by_backward(
     return _without("tiles", spec, part_tensors.emit(emitter, spec, operands, own, ordered=is_ordered(spec)))
 
 
-def _added(emitter: Emitter, spec: AttentionSpec, operands: Operands, parts: list[fx.Node]) -> list[fx.Node]:
-    """What the copy engine brings to be added to the scores, if anything is."""
+def _further(emitter: Emitter, spec: AttentionSpec, operands: Operands, parts: list[fx.Node]) -> list[fx.Node]:
+    """Operands of this family's own: a dense mask as bits, what the copy engine brings to be added to the scores."""
     plan = site_parts.of(spec)
-    if not added.is_there(plan):
+    if not plan.mask and not has_added(spec):
         return []
-    lengths = part_tensors.lengths(emitter, spec, operands)
-    return [added.emit(emitter, plan, dict(zip(plan.operands, parts, strict=True)), lengths)]
+    named = dict(zip(plan.operands, parts, strict=True))
+    return further_operands(emitter, plan, named, part_tensors.lengths(emitter, spec, operands))
+
+
+def further_operands(
+    emitter: Emitter, plan: Plan, named: dict[str, fx.Node], lengths: tuple[Size, Size]
+) -> list[fx.Node]:
+    """named: the plan's operands. lengths: of queries and of keys."""
+    bits = [mask_bits.emit(emitter, named["mask"], lengths[1])] if mask_bits.is_there(plan) else []
+    return [*bits, *([added.emit(emitter, plan, named, lengths)] if added.is_there(plan) else [])]
 
 
 def _call(emitter: Emitter, tensors: list[fx.Node], read: list[fx.Node], text: str) -> fx.Node:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from attn_compiler.lowerings.choice import head_parts
-from attn_compiler.lowerings.hopper import added, backward_launch, launch
+from attn_compiler.lowerings.hopper import backward_launch, launch
 from attn_compiler.lowerings.hopper.kernels import backward_sm90, forward_sm90
+from attn_compiler.lowerings.hopper.lowering import further_operands
 from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_backward, is_ordered
 from attn_compiler.lowerings.shared import launching, persistent, replaying
 from attn_compiler.lowerings.shared.kernel_plan import Call, head_dim_sums, head_dim_tiles
@@ -54,11 +55,9 @@ def build(case: Case, **given: Any) -> Problem:
 def operands(problem: Problem) -> list[Tensor]:
     """Those of the leaf op."""
     found = [problem.named[name] for name in problem.plan.operands if name != "tiles_by_key"]
-    if not added.is_there(problem.plan):
-        return found
     lengths = problem.q.shape[2], problem.k.shape[2]
     with torch.no_grad():
-        return [*found, added.emit(kernel_problems.Eager(), problem.plan, problem.named, lengths)]
+        return [*found, *further_operands(kernel_problems.Eager(), problem.plan, problem.named, lengths)]
 
 
 def grad_operands(problem: Problem) -> list[Tensor]:

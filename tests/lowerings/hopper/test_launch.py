@@ -80,6 +80,19 @@ ADDED = (
     Case(name="hopper distances, one query", distances=2, seqlen_q=1, seqlen_kv=130, needs_grad=False),
 )
 
+#: with a dense mask
+MASKED = (
+    Case(name="hopper mask", mask="bhqk", heads_q=4, heads_kv=2, **_SIZES),
+    Case(name="hopper mask of all heads", mask="bqk", **_EVEN, **_CAUSAL),
+    Case(name="hopper mask of all batch rows", mask="hqk", **_SIZES),
+    Case(name="hopper mask of keys", mask="hk", **_SIZES),
+    Case(name="hopper mask of queries", mask="bq", **_SIZES),
+    Case(name="hopper mask, padding left, documents", mask="qk", keys="left", documents=True, **_EVEN, **_CAUSAL),
+    Case(name="hopper mask, bias, 128", mask="qk", bias="hqk", head_dim=128, **_LONG),
+    Case(name="hopper mask, 256", mask="bqk", head_dim=256, **_SIZES),
+    Case(name="hopper mask, few pairs", mask="bqk", few_pairs=True, seqlen_q=20, seqlen_kv=130, needs_grad=False),
+)
+
 #: head dims that are sums of powers of two
 SUMMED = (
     Case(name="hopper summed 72", head_dim=72, **_SIZES),
@@ -105,7 +118,7 @@ def test_attention_by_its_definition(case: Case) -> None:
     kernel_problems.assert_within_rule(problems.outputs(problem), problem)
 
 
-@pytest.mark.parametrize("case", ADDED, ids=lambda case: case.name.removeprefix("hopper "))
+@pytest.mark.parametrize("case", (*ADDED, *MASKED), ids=lambda case: case.name.removeprefix("hopper "))
 def test_what_is_added_by_its_definition(case: Case) -> None:
     problem = problems.build(case)
     kernel_problems.assert_within_rule(problems.outputs(problem), problem)

@@ -274,7 +274,7 @@ def attention_backward_sm90(
         work=gl.allocate_shared_memory(gl.int32, [6, 1], FLAT),
     )
     barriers = grad_barriers_of(how.STAGES)
-    masks = Masks(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Slopes=Slopes)
+    masks = Masks(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Slopes=Slopes, Bits=None)
     scale, softcap = sizes.scale, sizes.changed_by
     factor = scale / softcap if how.SOFTCAP else scale * LOG2E
     gl.warp_specialize(

@@ -6,12 +6,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attn_compiler.lowerings.shared.kernels.optional import at_index
-from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, bytes_set, up_to
+from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, bits_set, bytes_set, up_to
 
 
 @gluon.jit
-def masked(qk, start, own, masks, seqlen_kv, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
+def masked(qk, tile, own, masks, seqlen_kv, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
     """The scores of a tile, -inf where a pair is not allowed."""
+    start = tile * how.BLOCK_N
     qk = gl.where(up_to(own.most - start, QK_LAYOUT, how.BLOCK_N), qk, float("-inf"))
     if how.HAS_LEFT or masks.Rows is not None:
         qk = gl.where(up_to(own.least - 1 - start, QK_LAYOUT, how.BLOCK_N), float("-inf"), qk)
@@ -21,6 +22,9 @@ def masked(qk, start, own, masks, seqlen_kv, QK_LAYOUT: gl.constexpr, how: gl.co
         keys = start + gl.arange(0, how.BLOCK_N, layout=gl.SliceLayout(0, QK_LAYOUT))
         document = gl.load(masks.DocumentsK + keys, mask=keys < seqlen_kv, other=0)
         qk = gl.where(own.document[:, None] == document[None, :], qk, float("-inf"))
+    if masks.Bits is not None:
+        words = tile * (how.BLOCK_N // 32)
+        qk = gl.where(bits_set(masks.Bits, own.bits, words, QK_LAYOUT, how.BLOCK_N), qk, float("-inf"))
     return qk
 
 

@@ -46,7 +46,7 @@ from attn_compiler.lowerings.hopper.kernels.head_parts_sm90 import (
 )
 from attn_compiler.lowerings.hopper.kernels.tuples import AddedTiles, ForwardWork, Masks, Visits, Warpgroup
 from attn_compiler.lowerings.hopper.kernels.visiting import nth_tile
-from attn_compiler.lowerings.shared.kernels.optional import at_index
+from attn_compiler.lowerings.shared.kernels.optional import at_index, of_head
 from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import barriers_of
 from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
@@ -98,7 +98,7 @@ def _softmax(
         qk = distances_to(qk * factor, from_start, own.slope, QK_LAYOUT, how.BLOCK_N)
         factor = 1.0
     if MASKED:
-        qk = masked(qk, start, own, masks, seqlen_kv, QK_LAYOUT, how)
+        qk = masked(qk, tile, own, masks, seqlen_kv, QK_LAYOUT, how)
     new_peak = gl.maximum(peak, gl.max(qk, 1) * factor)
     weights = gl.exp2(qk * factor - new_peak[:, None])
     decay = gl.exp2(peak - new_peak)
@@ -272,11 +272,15 @@ def _compute(
                 DocumentsQ=masks.DocumentsQ,
                 DocumentsK=at_index(masks.DocumentsK, batch, masking.documents_kb),
                 Slopes=masks.Slopes,
+                Bits=of_head(masks.Bits, batch, head, masking.mask_b, masking.mask_h),
             )
+            bits = None
+            if masks.Bits is not None:
+                bits = gl.minimum(rows, seqlen_q - 1) * masking.mask_q
             place, phase = place_of_queries(consumer, nth, how)
             own = Warpgroup(
                 q=rows_at(tiles.q, place, ROWS, how.QK_ALL), least=least, most=most, document=document,
-                rows=rows, factor=scale, cap=softcap * LOG2E, slope=slope, of_added=of_added,
+                rows=rows, factor=scale, cap=softcap * LOG2E, slope=slope, of_added=of_added, bits=bits,
             )  # fmt: skip
             mbarrier.wait(barriers.q_full.index(place), phase)
             peak, total, out = _tiles(
@@ -289,8 +293,8 @@ def _compute(
             List = list_of_block(work, next_batch, next_head, next_block)
             partial, first, second, full_first, full_last = tiles_to_visit(List, next_block, sizes, how)
             of_next_rows = keys_of(consumer, next_block, next_batch, masks, masking, sizes, QK_LAYOUT, how)
-            of_head = Lse + row.to(gl.int64) * seqlen_q
-            out = _finish(peak, total, out, of_head, Sinks, head, rows, seqlen_q, QK_LAYOUT, how)
+            lse_of_head = Lse + row.to(gl.int64) * seqlen_q
+            out = _finish(peak, total, out, lse_of_head, Sinks, head, rows, seqlen_q, QK_LAYOUT, how)
             own_place = place if how.OUT_IN_Q else consumer
             if not how.OUT_IN_Q:
                 # Until what the block before wrote has left.
@@ -309,14 +313,14 @@ def _compute(
 
 @gluon.jit(do_not_specialize=["section", "blocks", "heads_of_all"])
 def attention_forward_sm90(
-    Q, K, V, Out, Lse, Rows, Keys, DocumentsQ, DocumentsK, Lists, Slopes, Sinks, Added, stride_q, stride_k, stride_v,
-    stride_o, masking, lists, adding, sizes, section, blocks, heads_of_all, HOW: gl.constexpr,
+    Q, K, V, Out, Lse, Rows, Keys, DocumentsQ, DocumentsK, Lists, Slopes, Sinks, Bits, Added, stride_q, stride_k,
+    stride_v, stride_o, masking, lists, adding, sizes, section, blocks, heads_of_all, HOW: gl.constexpr,
 ):  # fmt: skip
     """Grid: up to blocks · heads_of_all, for `blocks` blocks of BLOCK_M queries of each of heads_of_all = B · Hq heads: no more than run at
     once, each then computes several. num_warps: 4.
 
     Q, K, V, Out: logical BHSD, in half precision, every stride but the last one a multiple of 16 bytes. Lse: (B, Hq, Sq), contiguous,
-    float32. Added: what is added to the scores, every stride but the last one a multiple of 16 bytes; adding: `Adding`; or None. The other
+    float32. Bits: of a dense mask, int32 (B|1, Hq|1, Sq|1, words), or None; masking has its strides as the mask's. Added: what is added to the scores, every stride but the last one a multiple of 16 bytes; adding: `Adding`; or None. The other
     operands: kernel_plan.Plan; tuples: shared tuples.py; HOW: `ForwardSwitches`. The scale is positive.
     """
     how: gl.constexpr = HOW._replace()
@@ -343,7 +347,7 @@ def attention_forward_sm90(
         of_added = descriptor_of_added(Added, adding, ROWS, how.BLOCK_N)
         places, full, empty = room_for_added(of_added, Added.dtype.element_ty, how)
         added = AddedTiles(of=of_added, at=adding, tiles=places, full=full, empty=empty)
-    masks = Masks(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Slopes=Slopes)
+    masks = Masks(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Slopes=Slopes, Bits=Bits)
     softcap = sizes.changed_by
     scale = sizes.scale / softcap if how.SOFTCAP else sizes.scale * LOG2E
     if how.CONSUMERS == 2:

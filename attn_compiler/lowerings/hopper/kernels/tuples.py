@@ -78,6 +78,7 @@ class Masks(NamedTuple):
     DocumentsQ: Any
     DocumentsK: Any
     Slopes: Any
+    Bits: Any  # of a dense mask, 32 keys a word
 
 
 class Visits(NamedTuple):
@@ -102,6 +103,7 @@ class Warpgroup(NamedTuple):
     factor: Any  # what q kᵀ is multiplied by
     cap: Any  # and then tanh of that, where there is a softcap
     slope: Any  # or None
+    bits: Any  # where its words of a dense mask begin, or None
     of_added: Any  # what is added is multiplied by that before it joins q kᵀ, or the softcap's tanh
 
 

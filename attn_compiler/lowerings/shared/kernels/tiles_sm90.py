@@ -144,23 +144,43 @@ def bits_of(address, left):
 
 
 @gluon.jit
-def bytes_set(Bytes, start, length, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
-    """(ROWS, SIZE): whether the byte of a key is not 0, of SIZE keys from `start` on; none from `length` on. Bytes: one a key."""
+def bits_set(Words, of_rows, first, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
+    """(ROWS, SIZE): whether the bit of a pair is set. Words: int32, 32 keys each. of_rows: where each row's words begin, counted from there;
+    first: of them the tile's first one."""
     WORDS: gl.constexpr = WORDS_128 if SIZE == 128 else WORDS_64
     OF_LANES: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, WORDS))
-    WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, OF_LANES))
+    OF_WORDS: gl.constexpr = gl.SliceLayout(2, OF_LANES)
+    rows = gl.convert_layout(of_rows, gl.SliceLayout(1, OF_WORDS), assert_trivial=True)
+    words = gl.arange(0, SIZE // 32, layout=gl.SliceLayout(0, OF_WORDS))
+    found = gl.load(Words + (rows[:, None] + (first + words)[None, :]))
+    return _spread(found[:, :, None], QK_LAYOUT, SIZE)
+
+
+@gluon.jit
+def _spread(words, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr):
+    """(ROWS, SIZE): the bits of words, which are (ROWS | 1, SIZE // 32, 1)."""
+    WORDS: gl.constexpr = WORDS_128 if SIZE == 128 else WORDS_64
+    OF_LANES: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, WORDS))
     LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, OF_LANES))
     EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, WORDS))))
     TWO: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
-    first = start + 32 * gl.arange(0, SIZE // 32, layout=WORD)
-    words = bits_of(Bytes.to(gl.int64) + first, length - first)
-    moved = words[None, :, None] >> (2 * gl.arange(0, 4, layout=LANE))[None, None, :]
+    moved = words >> (2 * gl.arange(0, 4, layout=LANE))[None, None, :]
     eights = 8 * gl.arange(0, 4, layout=EIGHT)
     own = 1 << (eights[None, None, :, None, None] + gl.arange(0, 2, layout=TWO)[None, None, None, None, :])
     found = (moved[:, :, None, :, None] & own) != 0
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, WORDS)))))
     found = found & (rows >= 0)[:, None, None, None, None]
     return gl.convert_layout(found.reshape([ROWS, SIZE]), QK_LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def bytes_set(Bytes, start, length, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
+    """(ROWS, SIZE): whether the byte of a key is not 0, of SIZE keys from `start` on; none from `length` on. Bytes: one a key."""
+    WORDS: gl.constexpr = WORDS_128 if SIZE == 128 else WORDS_64
+    WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(2, gl.SliceLayout(4, WORDS))))
+    first = start + 32 * gl.arange(0, SIZE // 32, layout=WORD)
+    words = bits_of(Bytes.to(gl.int64) + first, length - first)
+    return _spread(words[None, :, None], QK_LAYOUT, SIZE)
 
 
 @gluon.jit
