@@ -1,5 +1,5 @@
-"""Whether Hopper's kernel is faster than the Triton family's where it reads a tensor with an element for each score, or numbers by distance,
-by what was measured.
+"""Whether Hopper's kernel is faster than the Triton family's where it reads a tensor with an element for each score, or numbers by
+distance, by what was measured.
 
 hopper_added_sm90.csv holds the TFLOP/s of both forwards on an H200. A row speaks for sites with its part and its head dims. Of these rows
 the ones of the nearest length decide. A site that no row speaks for is left to the Triton kernels, unless the user names this one.

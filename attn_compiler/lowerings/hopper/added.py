@@ -1,9 +1,9 @@
 """What is added to the scores, as the copy engine reads it for the forward: a further operand of the leaf op, made from the plan's bias or
 numbers by distance. Imports no Triton.
 
-Numbers by distance become (1, Hq|1, 64, columns): once for each query of a warpgroup, each time moved on by one. A tile of 64 queries and any
-keys then begins at the column of its first key's distance from its first query, which is a multiple of a vector, and is read like one of a
-dense bias. They take 64 · (Sq + Skv) elements a head.
+Numbers by distance become (1, Hq|1, 64, columns): once for each query of a warpgroup, each time moved on by one. A tile of 64 queries and
+any keys then begins at the column of its first key's distance from its first query, which is a multiple of a vector, and is read like one
+of a dense bias. They take 64 · (Sq + Skv) elements a head.
 """
 
 from __future__ import annotations

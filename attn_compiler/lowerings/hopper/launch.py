@@ -15,7 +15,15 @@ from attn_compiler.lowerings.hopper.kernels import forward_sm90
 from attn_compiler.lowerings.hopper.kernels.tuples import Adding, ForwardSwitches
 from attn_compiler.lowerings.hopper.plan import ForwardBlocks, blocks_of, is_ordered, leaves_from_queries, multiplied
 from attn_compiler.lowerings.shared import leaf_calls, persistent
-from attn_compiler.lowerings.shared.arguments import Prepared, along, common, lists, operand_parameters, prepare, strides
+from attn_compiler.lowerings.shared.arguments import (
+    Prepared,
+    along,
+    common,
+    lists,
+    operand_parameters,
+    prepare,
+    strides,
+)
 from attn_compiler.lowerings.shared.forward_call import Forward, Named
 from attn_compiler.lowerings.shared.kernels.forward import attention_again
 from attn_compiler.lowerings.shared.kernels.tuples import MaskStrides, Sizes, Strides

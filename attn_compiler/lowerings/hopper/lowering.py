@@ -18,7 +18,14 @@ from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operan
 from attn_compiler.lowerings.choice import in_order
 from attn_compiler.lowerings.hopper import added, limits, mask_bits
 from attn_compiler.lowerings.hopper.ops import FAMILY, IN_ORDER, given_op
-from attn_compiler.lowerings.hopper.plan import blocks_of, cudnn_is_faster, grad_blocks_of, has_added, has_backward, is_ordered
+from attn_compiler.lowerings.hopper.plan import (
+    blocks_of,
+    cudnn_is_faster,
+    grad_blocks_of,
+    has_added,
+    has_backward,
+    is_ordered,
+)
 from attn_compiler.lowerings.shared import cudnn_backward, kernel_limits, part_tensors, tile_table
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import Call, Plan

@@ -56,8 +56,11 @@ def operands(problem: Problem) -> list[Tensor]:
     """Those of the leaf op."""
     found = [problem.named[name] for name in problem.plan.operands if name != "tiles_by_key"]
     lengths = problem.q.shape[2], problem.k.shape[2]
+    emitter: Any = kernel_problems.Eager()
+    named: Any = problem.named
     with torch.no_grad():
-        return [*found, *further_operands(kernel_problems.Eager(), problem.plan, problem.named, lengths)]
+        further: list[Any] = further_operands(emitter, problem.plan, named, lengths)
+    return [*found, *further]
 
 
 def grad_operands(problem: Problem) -> list[Tensor]:

@@ -69,7 +69,15 @@ ADDED = (
     Case(name="hopper bias, softcap", bias="hqk", softcap=5.0, **_EVEN),
     Case(name="hopper bias, 128", bias="hqk", head_dim=128, heads_q=4, heads_kv=1, **_LONG),
     Case(name="hopper bias, 256", bias="hqk", head_dim=256, keys="left", **_LONG),
-    Case(name="hopper bias, few pairs", bias="qk", keys="left", few_pairs=True, seqlen_q=70, seqlen_kv=136, needs_grad=False),
+    Case(
+        name="hopper bias, few pairs",
+        bias="qk",
+        keys="left",
+        few_pairs=True,
+        seqlen_q=70,
+        seqlen_kv=136,
+        needs_grad=False,
+    ),
     Case(name="hopper bias, one query", bias="hqk", seqlen_q=1, seqlen_kv=136, needs_grad=False),
     Case(name="hopper distances", distances=2, **_SIZES),
     Case(name="hopper distances of all heads", distances=1, heads_q=4, heads_kv=2, **_EVEN, **_CAUSAL),
@@ -118,7 +126,7 @@ def test_attention_by_its_definition(case: Case) -> None:
     kernel_problems.assert_within_rule(problems.outputs(problem), problem)
 
 
-@pytest.mark.parametrize("case", (*ADDED, *MASKED), ids=lambda case: case.name.removeprefix("hopper "))
+@pytest.mark.parametrize("case", [*ADDED, *MASKED], ids=lambda case: case.name.removeprefix("hopper "))
 def test_what_is_added_by_its_definition(case: Case) -> None:
     problem = problems.build(case)
     kernel_problems.assert_within_rule(problems.outputs(problem), problem)

@@ -320,8 +320,9 @@ def attention_forward_sm90(
     once, each then computes several. num_warps: 4.
 
     Q, K, V, Out: logical BHSD, in half precision, every stride but the last one a multiple of 16 bytes. Lse: (B, Hq, Sq), contiguous,
-    float32. Bits: of a dense mask, int32 (B|1, Hq|1, Sq|1, words), or None; masking has its strides as the mask's. Added: what is added to the scores, every stride but the last one a multiple of 16 bytes; adding: `Adding`; or None. The other
-    operands: kernel_plan.Plan; tuples: shared tuples.py; HOW: `ForwardSwitches`. The scale is positive.
+    float32. Bits: of a dense mask, int32 (B|1, Hq|1, Sq|1, words), or None; its strides are where masking has the mask's. Added: what is
+    added to the scores, strides as those of Q; adding: `Adding`; or both None. The other operands: kernel_plan.Plan; tuples: shared
+    tuples.py; HOW: `ForwardSwitches`. The scale is positive.
     """
     how: gl.constexpr = HOW._replace()
     rounds = (blocks * heads_of_all + gl.num_programs(0) - 1) // gl.num_programs(0)
@@ -353,8 +354,14 @@ def attention_forward_sm90(
     if how.CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_compute, (0, of_out, Lse, Sinks, masks, masking, tiles, added, barriers, work, rounds, scale, softcap, how)),
-                (_compute, (1, of_out, Lse, Sinks, masks, masking, tiles, added, barriers, work, rounds, scale, softcap, how)),
+                (
+                    _compute,
+                    (0, of_out, Lse, Sinks, masks, masking, tiles, added, barriers, work, rounds, scale, softcap, how),
+                ),
+                (
+                    _compute,
+                    (1, of_out, Lse, Sinks, masks, masking, tiles, added, barriers, work, rounds, scale, softcap, how),
+                ),
                 (fetch, (of_q, of_k, of_v, tiles, added, barriers, work, rounds, how)),
             ],
             [4, 4],
@@ -363,9 +370,18 @@ def attention_forward_sm90(
     else:
         gl.warp_specialize(
             [
-                (_compute, (0, of_out, Lse, Sinks, masks, masking, tiles, added, barriers, work, rounds, scale, softcap, how)),
-                (_compute, (1, of_out, Lse, Sinks, masks, masking, tiles, added, barriers, work, rounds, scale, softcap, how)),
-                (_compute, (2, of_out, Lse, Sinks, masks, masking, tiles, added, barriers, work, rounds, scale, softcap, how)),
+                (
+                    _compute,
+                    (0, of_out, Lse, Sinks, masks, masking, tiles, added, barriers, work, rounds, scale, softcap, how),
+                ),
+                (
+                    _compute,
+                    (1, of_out, Lse, Sinks, masks, masking, tiles, added, barriers, work, rounds, scale, softcap, how),
+                ),
+                (
+                    _compute,
+                    (2, of_out, Lse, Sinks, masks, masking, tiles, added, barriers, work, rounds, scale, softcap, how),
+                ),
                 (fetch, (of_q, of_k, of_v, tiles, added, barriers, work, rounds, how)),
             ],
             [4, 4, 4],

@@ -30,7 +30,9 @@ class ForwardSwitches(NamedTuple):
     OUT_IN_Q: Any  # outputs leave from where the queries were
     OVERLAPS: Any  # a warpgroup has its softmax while the tensor cores take the outputs of its tile before, which takes registers
     TURNS: Any  # two warpgroups take turns: one's products while the other has its softmax
-    ADDED_STAGES: Any  # tiles of what is added to the scores that are in shared memory for each warpgroup; 0: nothing is
+    ADDED_STAGES: (
+        Any  # tiles of what is added to the scores that are in shared memory for each warpgroup; 0: nothing is
+    )
     ADDED_EARLY: Any  # it is read while q kᵀ is under way, which takes registers
     BY_DISTANCE: Any  # that is numbers by distance, else a bias
     BATCH_LAST: Any  # blocks of all batch rows come before the next head's

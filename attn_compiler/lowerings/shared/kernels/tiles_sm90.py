@@ -145,8 +145,8 @@ def bits_of(address, left):
 
 @gluon.jit
 def bits_set(Words, of_rows, first, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
-    """(ROWS, SIZE): whether the bit of a pair is set. Words: int32, 32 keys each. of_rows: where each row's words begin, counted from there;
-    first: of them the tile's first one."""
+    """(ROWS, SIZE): whether the bit of a pair is set. Words: int32, 32 keys each. of_rows: where each row's words begin, counted from
+    there; first: of them the tile's first one."""
     WORDS: gl.constexpr = WORDS_128 if SIZE == 128 else WORDS_64
     OF_LANES: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, WORDS))
     OF_WORDS: gl.constexpr = gl.SliceLayout(2, OF_LANES)
