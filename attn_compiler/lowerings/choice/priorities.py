@@ -258,9 +258,9 @@ ROWS: tuple[Row, ...] = (
         order=("hopper", "triton", *_CUDNN_FIRST),
         since="2026-11-25",
         why=(
-            "Hopper's own kernel serves biases and dense masks where it was measured to be faster than Triton's (hopper_added_sm90.csv), and "
-            "no others. Triton's before PyTorch's, S 2048, against the memory-efficient kernel (kernels_h200.csv): a learned bias 3.6 "
-            "times at D 64 and 3.0 at 128, a table by distance 3.4 and 2.7"
+            "Hopper's own kernel serves biases and dense masks where it was measured to be faster than Triton's "
+            "(hopper_added_sm90.csv), and no others. Triton's before PyTorch's, S 2048, against the memory-efficient kernel "
+            "(kernels_h200.csv): a learned bias 3.6 times at D 64 and 3.0 at 128, a table by distance 3.4 and 2.7"
         ),
     ),
     Row(
