@@ -116,7 +116,11 @@ def _read_by_backward(
     if family not in (FAMILY, IN_ORDER):
         return []
     own = dataclasses.replace(tiles, grad_kv=grad_blocks_of(spec).tile)
-    return _without("tiles", spec, part_tensors.emit(emitter, spec, operands, own, ordered=is_ordered(spec)))
+    made = part_tensors.emit(emitter, spec, operands, own, ordered=is_ordered(spec))
+    plan = site_parts.of(spec)
+    named = dict(zip(plan.operands, made, strict=True))
+    further = further_grad_operands(emitter, plan, named, part_tensors.lengths(emitter, spec, operands))
+    return [*_without("tiles", spec, made), *further]
 
 
 def _further(emitter: Emitter, spec: AttentionSpec, operands: Operands, parts: list[fx.Node]) -> list[fx.Node]:
@@ -134,6 +138,13 @@ def further_operands(
     """named: the plan's operands. lengths: of queries and of keys."""
     bits = [mask_bits.emit(emitter, named["mask"], lengths[1])] if mask_bits.is_there(plan) else []
     return [*bits, *([added.emit(emitter, plan, named, lengths)] if added.is_there(plan) else [])]
+
+
+def further_grad_operands(
+    emitter: Emitter, plan: Plan, named: dict[str, fx.Node], lengths: tuple[Size, Size]
+) -> list[fx.Node]:
+    """As `further_operands`, of the backward."""
+    return [mask_bits.emit_by_key(emitter, named["mask"], lengths[0])] if mask_bits.is_there(plan) else []
 
 
 def _call(emitter: Emitter, tensors: list[fx.Node], read: list[fx.Node], text: str) -> fx.Node:

@@ -1,6 +1,7 @@
 """A dense mask as bits, as the forward for Hopper reads it: a further operand of the leaf op. Imports no Triton.
 
-A thread loads what it needs of a tile of the mask as four words of each of its two rows. As bytes it would take 64 loads.
+A thread loads what it needs of a tile of the mask as four words of each of its two rows. As bytes it would take 64 loads. The backward's
+tiles are (keys, queries), and it has words of queries.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from attn_compiler.lowerings.shared.kernel_plan import Plan
 
 aten = torch.ops.aten
 
-#: what the operand is called
+#: what the operand is called, of the forward and of the backward
 NAME = "mask_bits"
+BY_KEY = "mask_bits_by_key"
 #: keys of a word
 BITS = 32
 #: Words that a row's are a multiple of: Triton is told of multiples of 16, and then loads four at once.
@@ -40,7 +42,17 @@ def emit(emitter: Emitter, mask: fx.Node, seqlen_kv: Size) -> fx.Node:
     return emitter.once(("hopper bits", mask, seqlen_kv), lambda: _packed(emitter, mask, seqlen_kv))
 
 
-def _packed(emitter: Emitter, mask: fx.Node, seqlen_kv: Size) -> fx.Node:
+def emit_by_key(emitter: Emitter, mask: fx.Node, seqlen_q: Size) -> fx.Node:
+    """As `emit`, of the queries of each key: int32 (B|1, Hq|1, Skv|1, words)."""
+
+    def make() -> fx.Node:
+        return _packed(emitter, emitter.call(torch.Tensor.transpose, mask, 2, 3), seqlen_q)
+
+    return emitter.once(("hopper bits by key", mask, seqlen_q), make)
+
+
+def _packed(emitter: Emitter, mask: fx.Node, length: Size) -> fx.Node:
+    """Along the last axis."""
     call = emitter.call
 
     def number(function: Callable[..., Any], a: Size, b: Size) -> Size:
@@ -48,10 +60,10 @@ def _packed(emitter: Emitter, mask: fx.Node, seqlen_kv: Size) -> fx.Node:
 
     value = emitter.value(mask)
     if value.shape[3] == 1:
-        mask = call(torch.Tensor.expand, mask, -1, -1, -1, seqlen_kv)
+        mask = call(torch.Tensor.expand, mask, -1, -1, -1, length)
     step = BITS * _WORDS
-    steps = number(operator.floordiv, number(operator.add, seqlen_kv, step - 1), step)
-    missing = number(operator.sub, number(operator.mul, steps, step), seqlen_kv)
+    steps = number(operator.floordiv, number(operator.add, length, step - 1), step)
+    missing = number(operator.sub, number(operator.mul, steps, step), length)
     padded = call(aten.constant_pad_nd.default, mask, [0, missing], 0)
     of_words = call(torch.Tensor.to, call(torch.Tensor.unflatten, padded, 3, (-1, BITS)), torch.int32)
     bits = call(torch.arange, BITS, dtype=torch.int32, device=value.device)

@@ -179,10 +179,9 @@ def grad_blocks_of(spec: AttentionSpec) -> GradBlocks:
 
 def has_backward(spec: AttentionSpec) -> bool:
     """Wider heads leave no room for the sums of dk and dv in registers. dv leaves from the place of dq's sums, which is as large as dk.
-    It adds nothing but slopes to the scores, and reads no dense masks."""
+    It adds nothing but slopes to the scores."""
     qk, v = head_dim_tiles(spec)
-    reads_tensor = has_added(spec) or site_parts.of(spec).mask
-    return not reads_tensor and v <= qk and qk in GRAD_BLOCKS
+    return not has_added(spec) and v <= qk and qk in GRAD_BLOCKS
 
 
 def cudnn_is_faster(spec: AttentionSpec) -> bool:

@@ -71,12 +71,14 @@ def test_wide_heads_have_the_backward_of_another_family() -> None:
     assert backward_of(make_spec(mask=dense(2, 1, 2048, 2048), **wide), H200) == "triton"
 
 
-@pytest.mark.parametrize(
-    "given", [{"mask": dense(2, 1, 2048, 2048)}, {"changes": (bias(1, 8, 2048, 2048),)}], ids=["mask", "bias"]
-)
 @pytest.mark.parametrize("target", [H200, DETERMINISTIC])
-def test_tensors_have_the_backward_of_another_family(given: dict[str, Any], target: Target) -> None:
-    assert backward_of(make_spec(**given, **_LONG), target) == "triton"
+def test_biases_have_the_backward_of_another_family(target: Target) -> None:
+    assert backward_of(make_spec(changes=(bias(1, 8, 2048, 2048),), **_LONG), target) == "triton"
+
+
+def test_dense_masks_have_its_own_backward() -> None:
+    assert backward_of(make_spec(mask=dense(2, 1, 2048, 2048), **_LONG), H200) == "hopper"
+    assert backward_of(make_spec(mask=dense(2, 1, 2048, 2048), **_LONG), DETERMINISTIC) == "triton"
 
 
 def _emitted_with(tensor: torch.Tensor, *, needs_grad: bool, **given: Any) -> tuple[fx.Graph, list[fx.Node]]:
@@ -120,6 +122,13 @@ def test_a_dense_mask_is_read_as_bits() -> None:
     mask = torch.empty(2, 1, 256, 256, dtype=torch.bool, device="meta")
     _, operands = _emitted_with(mask, needs_grad=False, mask=dense(2, 1, 256, 256))
     assert [tuple(node.meta["example_value"].shape) for node in operands[::2]] == [(2, 1, 256, 256), (2, 1, 256, 16)]
+
+
+def test_the_backward_of_a_dense_mask_reads_bits_of_queries() -> None:
+    mask = torch.empty(2, 1, 256, 256, dtype=torch.bool, device="meta")
+    graph, _ = _emitted_with(mask, needs_grad=True, mask=dense(2, 1, 256, 256))
+    (call,) = (node for node in graph.nodes if node.target is torch.ops.attn_compiler.hopper_hopper_given.default)
+    assert call.args[3][-1].meta["example_value"].shape == (2, 1, 256, 16)
 
 
 def test_values_that_are_wider_than_keys_have_the_backward_of_another_family() -> None:

@@ -27,6 +27,14 @@ def test_each_pair_has_its_bit(shape: tuple[int, ...]) -> None:
     assert not found.flatten(3)[..., seqlen:].any()
 
 
+def test_bits_of_queries_by_key() -> None:
+    emitter: Any = kernel_problems.Eager()
+    mask = torch.rand(2, 1, 70, 130) < 0.5
+    words = mask_bits.emit_by_key(emitter, mask, 70)
+    assert torch.equal(words, mask_bits.emit(emitter, mask.transpose(2, 3).contiguous(), 70))
+    assert words.shape == (2, 1, 130, 16)
+
+
 def test_what_has_the_operand() -> None:
     assert mask_bits.is_there(Plan(mask=True))
     assert not mask_bits.is_there(Plan(keys=True))

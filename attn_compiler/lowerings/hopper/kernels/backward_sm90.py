@@ -32,7 +32,7 @@ from attn_compiler.lowerings.hopper.kernels.grad_tiles_sm90 import (
 )
 from attn_compiler.lowerings.hopper.kernels.in_order_sm90 import sums_have_come
 from attn_compiler.lowerings.hopper.kernels.tuples import ForwardWork, GradTiles, KeyBlock, Masks, QueryMasks
-from attn_compiler.lowerings.shared.kernels.optional import at_index
+from attn_compiler.lowerings.shared.kernels.optional import at_index, of_head
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, barrier_of_threads, descriptor, narrowed
 from attn_compiler.lowerings.shared.kernels.tuples_sm90 import GradLayouts
@@ -163,13 +163,18 @@ def _compute(
         of_batch = QueryMasks(
             Rows=at_index(masks.Rows, batch, masking.rows_b), rows_side=masking.rows_side,
             Documents=at_index(masks.DocumentsQ, batch, masking.documents_qb),
+            Bits=of_head(masks.Bits, batch, head, masking.mask_b, masking.mask_h),
         )  # fmt: skip
         slope = None
         if masks.Slopes is not None:
             slope = gl.load(masks.Slopes + head) * LOG2E
+        bits = None
+        if masks.Bits is not None:
+            bits = gl.minimum(keys, sizes.seqlen_kv - 1) * masking.mask_k
         own = KeyBlock(
-            keys=keys, least=least, most=most, document=document, factor=factor, cap=softcap * LOG2E, slope=slope
-        )
+            keys=keys, least=least, most=most, document=document, factor=factor, cap=softcap * LOG2E, slope=slope,
+            bits=bits,
+        )  # fmt: skip
         grad_k = gl.zeros([ROWS, how.QK_ALL], gl.float32, layout=GRAD_K)
         grad_v = gl.zeros([ROWS, how.V_ALL], gl.float32, layout=GRAD_V)
         if count > 0:
@@ -225,8 +230,8 @@ def _compute(
 
 @gluon.jit(do_not_specialize=["section", "blocks", "heads_of_all"])
 def attention_backward_sm90(
-    Q, K, V, GradOut, RowStats, Sums, GradK, GradV, Flag, Rows, Keys, DocumentsQ, DocumentsK, Lists, Slopes, Turns, Ranks,
-    stride_q, stride_k, stride_v, stride_g, stride_s, stride_dk, stride_dv, stats_rows, masking, lists, sizes,
+    Q, K, V, GradOut, RowStats, Sums, GradK, GradV, Flag, Rows, Keys, DocumentsQ, DocumentsK, Lists, Slopes, Bits, Turns,
+    Ranks, stride_q, stride_k, stride_v, stride_g, stride_s, stride_dk, stride_dv, stats_rows, masking, lists, sizes,
     section, blocks, heads_of_all, HOW: gl.constexpr,
 ):  # fmt: skip
     """Grid: up to blocks · heads_of_all, for `blocks` blocks of BLOCK_N keys of each of heads_of_all = B · Hq heads: no more than run at
@@ -236,8 +241,8 @@ def attention_backward_sm90(
     (B, Hq, Skv, D), what each head of queries adds. RowStats: (B, Hq, 2, stats_rows) float32, as row_stats.py says. Sums: (B, Hq, Sq, QK)
     float32, contiguous, zeros: gets dq over the scale. Flag: two int32, 0: the first gets 1 if MARKS and a gradient is NaN, the second
     counts blocks. Lists: by key. Turns: int32 (B, Hq, stats_rows / BLOCK_M), 0, or None where the order does not matter. Ranks: as
-    `attention_ranks` makes them of Lists, or None. The other operands: kernel_plan.Plan; tuples: shared tuples.py; HOW: `GradSwitches`.
-    The scale is positive.
+    `attention_ranks` makes them of Lists, or None. Bits: of a dense mask, int32 (B|1, Hq|1, Skv|1, words of queries), or None; masking has
+    its strides. The other operands: kernel_plan.Plan; tuples: shared tuples.py; HOW: `GradSwitches`. The scale is positive.
     """
     how: gl.constexpr = HOW._replace()
     work = ForwardWork(section=section, blocks=blocks, heads_of_all=heads_of_all, sizes=sizes, Lists=Lists, lists=lists)
@@ -274,7 +279,7 @@ def attention_backward_sm90(
         work=gl.allocate_shared_memory(gl.int32, [6, 1], FLAT),
     )
     barriers = grad_barriers_of(how.STAGES)
-    masks = Masks(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Slopes=Slopes, Bits=None)
+    masks = Masks(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Slopes=Slopes, Bits=Bits)
     scale, softcap = sizes.scale, sizes.changed_by
     factor = scale / softcap if how.SOFTCAP else scale * LOG2E
     gl.warp_specialize(

@@ -10,6 +10,7 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
     ROWS,
     add_from_shared,
     barrier_of_threads,
+    bits_set,
     distances_to,
     tanh,
     up_to,
@@ -57,6 +58,8 @@ def _allowed(weights, start, own, masks, sizes, layouts: gl.constexpr, how: gl.c
         queries = start + gl.arange(0, how.BLOCK_M, layout=QUERY)
         document = gl.load(masks.Documents + queries, mask=queries < sizes.seqlen_q, other=0)
         weights = gl.where(own.document[:, None] == document[None, :], weights, 0.0)
+    if masks.Bits is not None:
+        weights = gl.where(bits_set(masks.Bits, own.bits, start // 32, SCORES, how.BLOCK_M), weights, 0.0)
     return weights
 
 

@@ -168,6 +168,7 @@ class QueryMasks(NamedTuple):
     Rows: Any
     rows_side: Any  # MaskStrides.rows_side
     Documents: Any
+    Bits: Any  # of a dense mask, of one head: 32 queries a word
 
 
 class KeyBlock(NamedTuple):
@@ -180,3 +181,4 @@ class KeyBlock(NamedTuple):
     factor: Any  # what q kᵀ is multiplied by
     cap: Any  # and then tanh of that, where there is a softcap
     slope: Any  # or None
+    bits: Any  # where its words of a dense mask begin, or None
