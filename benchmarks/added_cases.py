@@ -20,7 +20,19 @@ from attn_compiler.target import Target
 from benchmarks import kernel_cases, kernel_peers
 from benchmarks.kernel_cases import Case, EagerEmitter, Problem
 
-__all__ = ["CASES", "AddedCase", "Problem", "build", "cudnn", "error", "exact", "flex", "head_dims", "site_of"]
+__all__ = [
+    "CASES",
+    "AddedCase",
+    "Problem",
+    "build",
+    "cudnn",
+    "error",
+    "exact",
+    "exact_gradients",
+    "flex",
+    "head_dims",
+    "site_of",
+]
 
 _TOKENS, _WIDTH = 16384, 2048
 #: heads whose numbers are compared with float64
@@ -109,9 +121,9 @@ def mask_of(case: AddedCase) -> Tensor:
     return found.fill_diagonal_(True)
 
 
-def build(case: AddedCase, device: str) -> Problem:
+def build(case: AddedCase, device: str, *, training: bool = False) -> Problem:
     """The tensors of a case, the same ones for every call."""
-    problem = kernel_cases.build(case, device=device, dtype=torch.bfloat16, training=False)
+    problem = kernel_cases.build(case, device=device, dtype=torch.bfloat16, training=training)
     given, spec = dict(problem.given), problem.spec
     if case.dense is not None:
         given["mask"] = mask_of(case).to(device)[None, None]
@@ -170,28 +182,44 @@ def cudnn(problem: Problem) -> Callable[[], Tensor]:
 
 def exact(problem: Problem) -> list[tuple[int, int, Tensor, Tensor]]:
     """Batch row, head, out (S, Dv) and lse (S,) of some heads, in float64."""
-    return [(b, h, *_exact(problem, b, h)) for b, h in _COMPARED]
+    return [(b, h, *_exact(problem, _read(problem, b, h), h)) for b, h in _COMPARED]
 
 
-def _exact(problem: Problem, batch: int, head: int) -> tuple[Tensor, Tensor]:
+def exact_gradients(problem: Problem, grad_out: Tensor) -> list[tuple[int, int, Tensor, Tensor, Tensor]]:
+    """Batch row, head, and the gradients of q, k and v of some heads, which are not grouped, in float64."""
+    found = []
+    for batch, head in _COMPARED:
+        leaves = [x.requires_grad_() for x in _read(problem, batch, head)]
+        out, _ = _exact(problem, leaves, head)
+        grad_q, grad_k, grad_v = torch.autograd.grad(out, leaves, grad_out[batch, head].double())
+        found.append((batch, head, grad_q, grad_k, grad_v))
+    return found
+
+
+def _read(problem: Problem, batch: int, head: int) -> list[Tensor]:
+    """q, k and v of a head, in float64."""
+    kv_head = (head % problem.case.heads_q) // (problem.case.heads_q // problem.case.heads_kv)
+    given = (problem.q[batch, head], problem.k[batch, kv_head], problem.v[batch, kv_head])
+    return [x.detach().double() for x in given]
+
+
+def _exact(problem: Problem, read: Sequence[Tensor], head: int) -> tuple[Tensor, Tensor]:
     case, given = problem.case, problem.given
-    group = case.heads_q // case.heads_kv
-    kv_head = (head % case.heads_q) // group
-    q, k, v = (x.double() for x in (problem.q[batch, head], problem.k[batch, kv_head], problem.v[batch, kv_head]))
+    q, k, v = read
     logits = q @ k.T * problem.spec.score.scale
     at = torch.arange(case.seqlen, device=q.device)
     if case.bias:
-        logits += given["bias"][0, head].double()
+        logits = logits + given["bias"][0, head].double()
     if case.table:
-        logits += given["table"][at - at[:, None] + case.seqlen - 1, head].double()
+        logits = logits + given["table"][at - at[:, None] + case.seqlen - 1, head].double()
     if case.causal:
-        logits.masked_fill_(at > at[:, None], -torch.inf)
+        logits = logits.masked_fill(at > at[:, None], -torch.inf)
     if "mask" in given:
-        logits.masked_fill_(~given["mask"][0, 0], -torch.inf)
+        logits = logits.masked_fill(~given["mask"][0, 0], -torch.inf)
     return logits.softmax(-1) @ v, logits.logsumexp(-1)
 
 
-def error(found: Sequence[Tensor], expected: Sequence[tuple[int, int, Tensor, Tensor]]) -> float:
+def error(found: Sequence[Tensor], expected: Sequence[tuple[Any, ...]]) -> float:
     """The norm of the difference, relative to that of what is expected: the largest of all. inf if it is no number."""
     worst = 0.0
     for batch, head, *right in expected:

@@ -24,6 +24,7 @@ import dataclasses
 import fnmatch
 import functools
 import gc
+import itertools
 import os
 import sys
 import time
@@ -40,7 +41,7 @@ from torch import Tensor
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.choice import hopper_added
 from attn_compiler.lowerings.hopper import plan
-from attn_compiler.lowerings.hopper.lowering import further_operands
+from attn_compiler.lowerings.hopper.lowering import further_operands, read_by_backward
 from attn_compiler.lowerings.hopper.plan import ForwardBlocks
 from attn_compiler.lowerings.shared import ahead, imagined, part_tensors
 from attn_compiler.lowerings.shared import parts as site_parts
@@ -128,7 +129,8 @@ def _nodes(side: str, emitter: Any, problem: Problem, operands: Operands) -> lis
     made = part_tensors.emit(emitter, spec, operands, own, ordered=plan.is_ordered(spec))
     of_plan = site_parts.of(spec)
     named = dict(zip(of_plan.operands, made, strict=True))
-    return [*made, *further_operands(emitter, of_plan, named, part_tensors.lengths(emitter, spec, operands))]
+    kept = [node for name, node in named.items() if name != "tiles_by_key"]
+    return [*kept, *further_operands(emitter, of_plan, named, part_tensors.lengths(emitter, spec, operands))]
 
 
 def body_of(side: str) -> Any:
@@ -171,6 +173,37 @@ def sides_of(case: AddedCase, problem: Problem, names: Sequence[str]) -> dict[st
     found: dict[str, Callable[[], Any]] = {name: functools.partial(mine, name) for name in ours(case, names)}
     peers = {FLEX: added_cases.flex, CUDNN: added_cases.cudnn}
     return found | {name: functools.partial(others, make) for name, make in peers.items() if name in names}
+
+
+def backwards_of(problem: Problem, grad_out: Tensor) -> dict[str, Timed]:
+    """The backward of each family, of Hopper's forward. problem: for training."""
+    from attn_compiler.lowerings.hopper import backward_launch
+    from attn_compiler.lowerings.triton import launch as triton_launch
+
+    emitter: Any = EagerEmitter(Target.current(str(problem.q.device)))
+    operands = added_cases.site_of(emitter, problem)
+    with torch.no_grad():
+        read = [emitter.value(node) for node in _nodes(HOPPER, emitter, problem, operands)]
+        given = (problem.q, problem.k, problem.v)
+        out, lse = body_of(HOPPER)(*given, read, problem.text)
+
+    def timed(family: str, body: Any) -> Timed:
+        with torch.no_grad():
+            nodes = read_by_backward(family, emitter, problem.spec, operands, problem.tiles)
+        values = [emitter.value(node) for node in nodes]
+        arguments = (grad_out, torch.zeros_like(lse), *given, values, out, lse, problem.text)
+
+        def run(_: None) -> Sequence[Tensor]:
+            with torch.no_grad():
+                found: Sequence[Tensor] = body(*arguments)
+            return found
+
+        return Timed(prepare=lambda: None, run=run)
+
+    return {
+        HOPPER: timed(HOPPER, backward_launch.gradients),
+        TRITON: timed(TRITON, triton_launch.gradients),
+    }
 
 
 def begin(cases: Sequence[AddedCase], device: str, names: Sequence[str]) -> list[Future[Any]]:
@@ -254,23 +287,43 @@ def measure(case: AddedCase, *, device: str, seconds: float, names: Sequence[str
     return list(rows.values())
 
 
+def measure_backward(case: AddedCase, *, device: str, seconds: float) -> list[dict[str, str]]:
+    """As `measure`, of the backwards of a dense mask."""
+    columns = case.columns | {"dtype": "bfloat16", "pass": "backward"}
+    try:
+        problem = added_cases.build(case, device, training=True)
+        grad_out = bench_kernels.gradient_of_out(problem)
+        exact = added_cases.exact_gradients(problem, grad_out)
+        sides = backwards_of(problem, grad_out)
+        rows: dict[str, dict[str, str]] = {name: columns | {"side": name} for name in sides}
+        for name, side in sides.items():
+            rows[name]["error"] = f"{added_cases.error(side.run(None)[:3], exact):.2g}"
+        for name, values in bench_select.contest(sides, device, seconds).items():
+            p20, p50, p80 = harness.percentiles(values)
+            rows[name] |= {"rounds": str(len(values)), "tflops": f"{case.flops('backward') / p50 / 1e6:.1f}"}
+            rows[name] |= {"p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}"}
+    except Exception as failure:  # noqa: BLE001 (one broken case must not cost the others, and its row names it)
+        return [columns | {"side": HOPPER, "failure": bench_kernels.reason(failure, [])}]
+    return list(rows.values())
+
+
 def rows_of(measured: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     """Rows of hopper_added.MEASURED, of each case of which both have times, and right numbers."""
-    speeds = {(row["case"], row["side"]): row for row in measured if row.get("tflops")}
+    speeds = {(row["case"], row["pass"], row["side"]): row for row in measured if row.get("tflops")}
     found = []
-    for case in CASES:
-        sides = [speeds.get((case.name, side)) for side in (HOPPER, TRITON)]
+    for case, which in itertools.product(CASES, (hopper_added.FORWARD, hopper_added.BACKWARD)):
+        sides = [speeds.get((case.name, which, side)) for side in (HOPPER, TRITON)]
         if None in sides or any(float(side["error"]) > bench_kernels.MAX_ERROR for side in sides if side is not None):
             continue
         first, last = added_cases.head_dims(case)
         told = [side["tflops"] for side in sides if side is not None]
-        date = speeds[case.name, HOPPER]["date"]
-        values = (case.part, first, last, case.seqlen, *told, date, case.name)
+        date = speeds[case.name, which, HOPPER]["date"]
+        values = (case.part, which, first, last, case.seqlen, *told, date, case.name)
         found.append(dict(zip(hopper_added.COLUMNS, map(str, values), strict=True)))
     return found
 
 
-def print_table(rows: Sequence[Mapping[str, str]]) -> None:
+def print_table(rows: Sequence[Mapping[str, str]], which: str) -> None:
     """A line for each case: TFLOP/s of each side, the chosen one in green."""
 
     def cell(of_case: Mapping[str, Mapping[str, str]], name: str) -> str:
@@ -279,7 +332,7 @@ def print_table(rows: Sequence[Mapping[str, str]]) -> None:
             return "failed"
         return f"[green]{row['tflops']}[/]" if row.get("chosen") and row.get("tflops") else row.get("tflops", "")
 
-    harness.print_sides(rows, SIDES, cell, title="forward, TFLOP/s on allowed pairs, medians", width=160)
+    harness.print_sides(rows, SIDES, cell, title=f"{which}, TFLOP/s on allowed pairs, medians", width=160)
 
 
 def main() -> int:
@@ -313,13 +366,17 @@ def main() -> int:
         if time.monotonic() - start > options.budget_seconds:
             print("no time left for", case.name)
             continue
-        for row in measure(case, device=options.device, seconds=options.seconds, names=options.sides):
+        rows = measure(case, device=options.device, seconds=options.seconds, names=options.sides)
+        if case.dense is not None and case.head_dim <= max(plan.GRAD_BLOCKS):
+            rows += measure_backward(case, device=options.device, seconds=options.seconds)
+        for row in rows:
             file.add({**row, **where})
             told = row.get("failure") or f"{row.get('p50_us')} µs, {row.get('tflops')} TFLOP/s, error {row['error']}"
-            print(f"{time.monotonic() - start:4.0f} s  {row['case']}  {row['side']}  {told}", flush=True)
+            print(f"{time.monotonic() - start:4.0f} s  {row['case']}  {row['pass']}  {row['side']}  {told}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
-    print_table(file.rows)
+    for which in (hopper_added.FORWARD, hopper_added.BACKWARD):
+        print_table([row for row in file.rows if row["pass"] == which], which)
     bad = any(float(row.get("error") or 0) > bench_kernels.MAX_ERROR for row in file.rows)
     return int(bad or wrong > 0)
 

@@ -1,8 +1,9 @@
 """Whether Hopper's kernel is faster than the Triton family's where it reads a tensor with an element for each score, or numbers by
 distance, by what was measured.
 
-hopper_added_sm90.csv holds the TFLOP/s of both forwards on an H200. A row speaks for sites with its part and its head dims. Of these rows
-the ones of the nearest length decide. A site that no row speaks for is left to the Triton kernels, unless the user names this one.
+hopper_added_sm90.csv holds the TFLOP/s of both on an H200. A row speaks for sites with its part and its head dims. Of these rows the ones
+of the nearest length decide. A site that no row speaks for is left to the Triton kernels, unless the user names this one. With gradients,
+dense masks have to have rows of the backward, too; that of a bias is the Triton family's either way.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from attn_compiler.spec import AttentionSpec
 
 MEASURED = Path(__file__).with_name("hopper_added_sm90.csv")
 #: columns of MEASURED, in its order
-COLUMNS = tuple("part head_dim_from head_dim_to seqlen hopper triton since case".split())
+COLUMNS = tuple("part pass head_dim_from head_dim_to seqlen hopper triton since case".split())
 #: parts that rows have to speak for
 PARTS: frozenset[PartKind] = frozenset({"bias", "distances", "mask"})
+#: those that this family has a backward for
+_WITH_BACKWARD: frozenset[PartKind] = frozenset({"mask"})
+FORWARD, BACKWARD = "forward", "backward"
 #: whose kernel it is, and whose the other one is
 FAMILY, OTHER = "hopper", "triton"
 _WORDS: Mapping[PartKind, str] = {"mask": "a dense mask", "bias": "a dense bias", "distances": "a bias by distance"}
@@ -32,9 +36,10 @@ _WORDS: Mapping[PartKind, str] = {"mask": "a dense mask", "bias": "a dense bias"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AddedRow:
-    """hopper, triton: TFLOP/s on allowed pairs, of the forward alone. since: the date of the measurement."""
+    """hopper, triton: TFLOP/s on allowed pairs, of one pass alone. since: the date of the measurement."""
 
     part: str
+    which: str
     head_dims: tuple[int, int]
     seqlen: int
     hopper: float
@@ -57,6 +62,7 @@ def rows() -> tuple[AddedRow, ...]:
 def _row(line: Mapping[str, str]) -> AddedRow:
     return AddedRow(
         part=line["part"],
+        which=line["pass"],
         head_dims=(int(line["head_dim_from"]), int(line["head_dim_to"])),
         seqlen=int(line["seqlen"]),
         hopper=float(line["hopper"]),
@@ -68,18 +74,23 @@ def _row(line: Mapping[str, str]) -> AddedRow:
 def check(spec: AttentionSpec, name: str) -> list[Reason]:
     """Why a lowering that nobody asked for by name does not serve a site that it could: for each such part of it, one reason."""
     wanted = site_parts.parts(spec).kinds & PARTS if name == FAMILY else frozenset()
-    return [reason for part in sorted(wanted) for reason in _check_part(spec, part)]
+    passes = {
+        part: (FORWARD, BACKWARD) if spec.needs_grad and part in _WITH_BACKWARD else (FORWARD,) for part in wanted
+    }
+    return [reason for part in sorted(wanted) for which in passes[part] for reason in _check_part(spec, part, which)]
 
 
-def _check_part(spec: AttentionSpec, part: PartKind) -> list[Reason]:
+def _check_part(spec: AttentionSpec, part: PartKind, which: str) -> list[Reason]:
     shape = shape_class.of(spec)
     there = [
         row
         for row in rows()
-        if row.part == part and shape.head_dim is not None and row.head_dims[0] <= shape.head_dim <= row.head_dims[1]
+        if (row.part, row.which) == (part, which)
+        and shape.head_dim is not None
+        and row.head_dims[0] <= shape.head_dim <= row.head_dims[1]
     ]
     if not there or shape.seqlens is None:
-        return [_refused(part, f"no row of {_WORDS[part]} and such sizes, D {shape.head_dim}")]
+        return [_refused(part, f"no row of the {which} with {_WORDS[part]} and such sizes, D {shape.head_dim}")]
     least = min(row.seqlen for row in there)
     if nearest.is_far(shape.seqlens, least):
         shorter, longer = shape.seqlens

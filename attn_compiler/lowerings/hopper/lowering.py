@@ -78,7 +78,7 @@ class HopperAttention(Lowering):
         family = backward_of(spec, emitter.target)
         refused = why_not_in_order(spec, emitter.target) if family == _FOR_ALL else []
         emitter.note("; ".join([f"backward: {family}", *(f"{IN_ORDER}: {reason}" for reason in refused)]))
-        further = _read_by_backward(family, emitter, spec, operands, tiles)
+        further = read_by_backward(family, emitter, spec, operands, tiles)
         with_gradient = getattr(torch.ops.attn_compiler, given_op(family)).default
         outputs = emitter.call(with_gradient, *given, [*results, *detached, *further], text)
         return emitter.call(operator.getitem, outputs, 0)
@@ -108,9 +108,10 @@ def why_not_in_order(spec: AttentionSpec, target: Target) -> list[Reason]:
     return in_order.check(spec, target) if target.deterministic and has_backward(spec) else []
 
 
-def _read_by_backward(
+def read_by_backward(
     family: str, emitter: Emitter, spec: AttentionSpec, operands: Operands, tiles: Tiles
 ) -> list[fx.Node]:
+    """The operands of a family's backward, in its order. tiles: of the Triton family."""
     if family == _FOR_ALL:
         return part_tensors.emit(emitter, spec, operands, tiles)
     if family not in (FAMILY, IN_ORDER):

@@ -18,12 +18,16 @@ from tests.lowerings.choice.measured import rows_from
 from tests.lowerings.specs import CAUSAL, bias, dense, make_spec
 
 LINES = """\
-part,head_dim_from,head_dim_to,seqlen,hopper,triton,since,case
-bias,65,128,2048,500,372,2026-11-26,bias_d128_s2048
-bias,65,128,512,300,340,2026-11-26,bias_d128_s512
-mask,1,64,2048,300,250,2026-11-26,mask_holes_d64_s2048
-mask,1,64,2048,200,250,2026-11-26,mask_blocks_d64_s2048
+part,pass,head_dim_from,head_dim_to,seqlen,hopper,triton,since,case
+bias,forward,65,128,2048,500,372,2026-11-26,bias_d128_s2048
+bias,forward,65,128,512,300,340,2026-11-26,bias_d128_s512
+mask,forward,1,64,2048,300,250,2026-11-26,mask_holes_d64_s2048
+mask,forward,1,64,2048,200,250,2026-11-26,mask_blocks_d64_s2048
+mask,forward,65,128,2048,300,250,2026-11-26,mask_holes_d128_s2048
+mask,backward,65,128,2048,300,310,2026-11-26,mask_holes_d128_s2048
 """
+
+MASK = dense(2, 1, 2048, 2048)
 
 
 @pytest.fixture
@@ -47,15 +51,24 @@ def test_it_is_taken_where_it_was_faster(measured: None) -> None:
     [
         (_biased(512), "300 TFLOP/s, triton 340 (S 512; H200, 2026-11-26)"),
         (_biased(128), "lengths of 128 and 128, and the nearest row has S 512"),
-        (_biased("8*s0"), "no row of a dense bias and such sizes, D 128"),
-        (_biased(2048, head_dim=64), "no row of a dense bias and such sizes, D 64"),
-        (make_spec(mask=dense(2, 1, 2048, 2048), seqlen_q=2048, seqlen_kv=2048), "200 TFLOP/s, triton 250"),
+        (_biased("8*s0"), "no row of the forward with a dense bias and such sizes, D 128"),
+        (_biased(2048, head_dim=64), "no row of the forward with a dense bias and such sizes, D 64"),
+        (make_spec(mask=MASK, needs_grad=False, seqlen_q=2048, seqlen_kv=2048), "200 TFLOP/s, triton 250"),
     ],
 )
 def test_it_is_not_taken_where_it_was_not(spec: AttentionSpec, observed: str, measured: None) -> None:
     (reason,) = hopper_added.check(spec, "hopper")
     assert reason.code == Code.ADDED_SLOWER
     assert reason.observed.startswith(observed)
+
+
+def test_with_gradients_a_mask_wants_a_faster_backward_too(measured: None) -> None:
+    sizes: dict[str, Any] = {"seqlen_q": 2048, "seqlen_kv": 2048, "head_dim": 128}
+    assert hopper_added.check(make_spec(mask=MASK, needs_grad=False, **sizes), "hopper") == []
+    (reason,) = hopper_added.check(make_spec(mask=MASK, needs_grad=True, **sizes), "hopper")
+    assert reason.observed.startswith("300 TFLOP/s, triton 310")
+    # That of a bias is the Triton family's.
+    assert hopper_added.check(_biased(2048, needs_grad=True), "hopper") == []
 
 
 def test_others_and_other_sites_are_not_asked(measured: None) -> None:
