@@ -172,7 +172,11 @@ def sides_of(case: AddedCase, problem: Problem, names: Sequence[str]) -> dict[st
 
     found: dict[str, Callable[[], Any]] = {name: functools.partial(mine, name) for name in ours(case, names)}
     peers = {FLEX: added_cases.flex, CUDNN: added_cases.cudnn}
-    return found | {name: functools.partial(others, make) for name, make in peers.items() if name in names}
+    return found | {
+        name: functools.partial(others, make)
+        for name, make in peers.items()
+        if name in names and (name != FLEX or FLEX in case.peers)
+    }
 
 
 def backwards_of(problem: Problem, grad_out: Tensor) -> dict[str, Timed]:

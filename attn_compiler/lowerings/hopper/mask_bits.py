@@ -1,6 +1,6 @@
 """A dense mask as bits, as the forward for Hopper reads it: a further operand of the leaf op. Imports no Triton.
 
-A thread loads what it needs of a tile of the mask as four words of each of its two rows. As bytes it would take 64 loads. The backward's
+A thread loads what it needs of a tile of the mask at once: four words of each of its two rows. As bytes it would take 64 loads. The backward's
 tiles are (keys, queries), and it has words of queries.
 """
 
@@ -67,4 +67,5 @@ def _packed(emitter: Emitter, mask: fx.Node, length: Size) -> fx.Node:
     padded = call(aten.constant_pad_nd.default, mask, [0, missing], 0)
     of_words = call(torch.Tensor.to, call(torch.Tensor.unflatten, padded, 3, (-1, BITS)), torch.int32)
     bits = call(torch.arange, BITS, dtype=torch.int32, device=value.device)
-    return call(torch.sum, call(torch.bitwise_left_shift, of_words, bits), -1, dtype=torch.int32)
+    words = call(torch.sum, call(torch.bitwise_left_shift, of_words, bits), -1, dtype=torch.int32)
+    return call(torch.Tensor.contiguous, words)

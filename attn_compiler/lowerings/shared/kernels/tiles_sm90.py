@@ -54,6 +54,23 @@ def _words(keys: int) -> gl.constexpr:
 #: of tiles of 128 and of 64 keys
 SCORES_128, SCORES_64 = _scores(128), _scores(64)
 WORDS_128, WORDS_64 = _words(128), _words(64)
+
+
+def _loaded(keys: int) -> gl.constexpr:
+    """How threads load those numbers of a row, (ROWS, keys // 32): all at once."""
+    words = [[0, 2**i] for i in range((keys // 32).bit_length() - 1)]
+    return gl.constexpr(
+        gl.DistributedLinearLayout(
+            reg_bases=[*words, [8, 0]],
+            lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+            warp_bases=[[16, 0], [32, 0]],
+            block_bases=[],
+            shape=[64, keys // 32],
+        )
+    )
+
+
+LOADED_128, LOADED_64 = _loaded(128), _loaded(64)
 #: of (ROWS, 4): two rows of one column a thread, as many threads a row as share it in the tensor cores' layouts
 SHARES = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -148,11 +165,14 @@ def bits_set(Words, of_rows, first, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr 
     """(ROWS, SIZE): whether the bit of a pair is set. Words: int32, 32 keys each. of_rows: where each row's words begin, counted from
     there; first: of them the tile's first one."""
     WORDS: gl.constexpr = WORDS_128 if SIZE == 128 else WORDS_64
-    OF_LANES: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, WORDS))
-    OF_WORDS: gl.constexpr = gl.SliceLayout(2, OF_LANES)
-    rows = gl.convert_layout(of_rows, gl.SliceLayout(1, OF_WORDS), assert_trivial=True)
-    words = gl.arange(0, SIZE // 32, layout=gl.SliceLayout(0, OF_WORDS))
-    found = gl.load(Words + (rows[:, None] + (first + words)[None, :]))
+    OF_WORDS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(2, gl.SliceLayout(4, WORDS)))
+    LOADED: gl.constexpr = LOADED_128 if SIZE == 128 else LOADED_64
+    rows = gl.convert_layout(of_rows, gl.SliceLayout(1, LOADED), assert_trivial=True)
+    words = gl.arange(0, SIZE // 32, layout=gl.SliceLayout(0, LOADED))
+    # What Triton knows of arguments it does not know in the partitions of warps.
+    rows = gl.multiple_of(rows, [16])
+    loaded = gl.load(gl.multiple_of(Words, 16) + (rows[:, None] + (first + words)[None, :]))
+    found = gl.convert_layout(loaded, OF_WORDS, assert_trivial=True)
     return _spread(found[:, :, None], QK_LAYOUT, SIZE)
 
 
