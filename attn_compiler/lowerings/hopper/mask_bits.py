@@ -1,7 +1,7 @@
 """A dense mask as bits, as the forward for Hopper reads it: a further operand of the leaf op. Imports no Triton.
 
-A thread loads what it needs of a tile of the mask at once: four words of each of its two rows. As bytes it would take 64 loads. The backward's
-tiles are (keys, queries), and it has words of queries.
+A thread loads what it needs of a tile of the mask at once: four words of each of its two rows. As bytes it would take 64 loads. The
+backward's tiles are (keys, queries), and it has words of queries.
 """
 
 from __future__ import annotations
