@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attn_compiler import masks, scores
 from attn_compiler.lowerings.base import Operands
+from attn_compiler.lowerings.hopper.plan import GRAD_BLOCKS
 from attn_compiler.lowerings.shared import parts, tile_table
 from attn_compiler.target import Target
 from benchmarks import kernel_cases, kernel_peers
@@ -61,6 +62,12 @@ class AddedCase(Case):
     def element(self) -> int:
         """Bytes of a number that is added. A table in q's dtype is read as such."""
         return 4 if self.wide else 2
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether there is one of Hopper's own, and it can be compared: heads are not grouped."""
+        takes = self.dense is not None or (self.bias and not self.wide)
+        return takes and self.head_dim <= max(GRAD_BLOCKS) and self.heads_q == self.heads_kv
 
     @property
     def part(self) -> str:
@@ -134,7 +141,10 @@ def build(case: AddedCase, device: str, *, training: bool = False) -> Problem:
         spec = dataclasses.replace(spec, mask=masks.MaskSpec(dense=dense, reason="it comes in"))
     if case.wide:
         given["bias"] = given["bias"].float()
-        change = scores.DenseBias(shape=tuple(given["bias"].shape), dtype="float32", requires_grad=False)
+    if case.bias:
+        # In a backward of its own Hopper's kernel takes those that want no gradient.
+        dtype = str(given["bias"].dtype).removeprefix("torch.")
+        change = scores.DenseBias(shape=tuple(given["bias"].shape), dtype=dtype, requires_grad=False)
         spec = dataclasses.replace(spec, score=dataclasses.replace(spec.score, changes=(change,)))
     tiles = tile_table.tiles(spec, Target.current(device))
     return dataclasses.replace(problem, given=given, spec=spec, plan=parts.of(spec), tiles=tiles)

@@ -179,23 +179,29 @@ def sides_of(case: AddedCase, problem: Problem, names: Sequence[str]) -> dict[st
     }
 
 
-def backwards_of(problem: Problem, grad_out: Tensor) -> dict[str, Timed]:
-    """The backward of each family, of Hopper's forward. problem: for training."""
+def backward_of(
+    family: str, problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Any, tuple[Any, ...]]:
+    """What runs a family's backward, and its arguments. problem: for training."""
     from attn_compiler.lowerings.hopper import backward_launch
     from attn_compiler.lowerings.triton import launch as triton_launch
 
     emitter: Any = EagerEmitter(Target.current(str(problem.q.device)))
     operands = added_cases.site_of(emitter, problem)
     with torch.no_grad():
-        read = [emitter.value(node) for node in _nodes(HOPPER, emitter, problem, operands)]
-        given = (problem.q, problem.k, problem.v)
-        out, lse = body_of(HOPPER)(*given, read, problem.text)
+        nodes = read_by_backward(family, emitter, problem.spec, operands, problem.tiles)
+    values = [emitter.value(node) for node in nodes]
+    body = backward_launch.gradients if family == HOPPER else triton_launch.gradients
+    return body, (grad_out, torch.zeros_like(lse), problem.q, problem.k, problem.v, values, out, lse, problem.text)
 
-    def timed(family: str, body: Any) -> Timed:
-        with torch.no_grad():
-            nodes = read_by_backward(family, emitter, problem.spec, operands, problem.tiles)
-        values = [emitter.value(node) for node in nodes]
-        arguments = (grad_out, torch.zeros_like(lse), *given, values, out, lse, problem.text)
+
+def backwards_of(case: AddedCase, problem: Problem, grad_out: Tensor) -> dict[str, Timed]:
+    """The backward of each family, of Hopper's forward. problem: for training."""
+    with torch.no_grad():
+        out, lse = body_of(HOPPER)(*arguments_of(HOPPER, case, problem))
+
+    def timed(family: str) -> Timed:
+        body, arguments = backward_of(family, problem, grad_out, out, lse)
 
         def run(_: None) -> Sequence[Tensor]:
             with torch.no_grad():
@@ -204,10 +210,7 @@ def backwards_of(problem: Problem, grad_out: Tensor) -> dict[str, Timed]:
 
         return Timed(prepare=lambda: None, run=run)
 
-    return {
-        HOPPER: timed(HOPPER, backward_launch.gradients),
-        TRITON: timed(TRITON, triton_launch.gradients),
-    }
+    return {family: timed(family) for family in (HOPPER, TRITON)}
 
 
 def begin(cases: Sequence[AddedCase], device: str, names: Sequence[str]) -> list[Future[Any]]:
@@ -226,6 +229,12 @@ def begin(cases: Sequence[AddedCase], device: str, names: Sequence[str]) -> list
             described = imagined.described(arguments_of(side, case, problem))
             with taking(side, case):
                 ahead.note_launches(ahead.LaunchingCall(body=body_of(side), arguments=described, named=()), note)
+        for family in (HOPPER, TRITON) if case.has_backward else ():
+            problem = added_cases.build(case, device, training=True)
+            out = bench_kernels.gradient_of_out(problem)
+            body, arguments = backward_of(family, problem, out, out, torch.empty(out.shape[:3], device=device))
+            call = ahead.LaunchingCall(body=body, arguments=imagined.described(arguments), named=())
+            ahead.note_launches(call, note)
     return started
 
 
@@ -292,13 +301,13 @@ def measure(case: AddedCase, *, device: str, seconds: float, names: Sequence[str
 
 
 def measure_backward(case: AddedCase, *, device: str, seconds: float) -> list[dict[str, str]]:
-    """As `measure`, of the backwards of a dense mask."""
+    """As `measure`, of the backwards of a dense mask, or of a bias that wants no gradient."""
     columns = case.columns | {"dtype": "bfloat16", "pass": "backward"}
     try:
         problem = added_cases.build(case, device, training=True)
         grad_out = bench_kernels.gradient_of_out(problem)
         exact = added_cases.exact_gradients(problem, grad_out)
-        sides = backwards_of(problem, grad_out)
+        sides = backwards_of(case, problem, grad_out)
         rows: dict[str, dict[str, str]] = {name: columns | {"side": name} for name in sides}
         for name, side in sides.items():
             rows[name]["error"] = f"{added_cases.error(side.run(None)[:3], exact):.2g}"
@@ -371,7 +380,7 @@ def main() -> int:
             print("no time left for", case.name)
             continue
         rows = measure(case, device=options.device, seconds=options.seconds, names=options.sides)
-        if case.dense is not None and case.head_dim <= max(plan.GRAD_BLOCKS):
+        if case.has_backward:
             rows += measure_backward(case, device=options.device, seconds=options.seconds)
         for row in rows:
             file.add({**row, **where})

@@ -3,7 +3,7 @@ distance, by what was measured.
 
 hopper_added_sm90.csv holds the TFLOP/s of both on an H200. A row speaks for sites with its part and its head dims. Of these rows the ones
 of the nearest length decide. A site that no row speaks for is left to the Triton kernels, unless the user names this one. With gradients,
-dense masks have to have rows of the backward, too; that of a bias is the Triton family's either way.
+dense masks and biases that want none have to have rows of the backward, too; that of other biases is the Triton family's either way.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ MEASURED = Path(__file__).with_name("hopper_added_sm90.csv")
 COLUMNS = tuple("part pass head_dim_from head_dim_to seqlen hopper triton since case".split())
 #: parts that rows have to speak for
 PARTS: frozenset[PartKind] = frozenset({"bias", "distances", "mask"})
-#: those that this family has a backward for
-_WITH_BACKWARD: frozenset[PartKind] = frozenset({"mask"})
 FORWARD, BACKWARD = "forward", "backward"
 #: whose kernel it is, and whose the other one is
 FAMILY, OTHER = "hopper", "triton"
@@ -74,10 +72,15 @@ def _row(line: Mapping[str, str]) -> AddedRow:
 def check(spec: AttentionSpec, name: str) -> list[Reason]:
     """Why a lowering that nobody asked for by name does not serve a site that it could: for each such part of it, one reason."""
     wanted = site_parts.parts(spec).kinds & PARTS if name == FAMILY else frozenset()
-    passes = {
-        part: (FORWARD, BACKWARD) if spec.needs_grad and part in _WITH_BACKWARD else (FORWARD,) for part in wanted
-    }
-    return [reason for part in sorted(wanted) for which in passes[part] for reason in _check_part(spec, part, which)]
+    return [
+        reason for part in sorted(wanted) for which in _passes(spec, part) for reason in _check_part(spec, part, which)
+    ]
+
+
+def _passes(spec: AttentionSpec, part: PartKind) -> tuple[str, ...]:
+    """Those that are this family's own."""
+    has_backward = part == "mask" or (part == "bias" and not site_parts.parts(spec).bias_grad)
+    return (FORWARD, BACKWARD) if spec.needs_grad and has_backward else (FORWARD,)
 
 
 def _check_part(spec: AttentionSpec, part: PartKind, which: str) -> list[Reason]:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import triton
 
-from attn_compiler.lowerings.hopper import mask_bits
+from attn_compiler.lowerings.hopper import added, mask_bits
 from attn_compiler.lowerings.hopper.kernels import around_backward, backward_sm90
 from attn_compiler.lowerings.hopper.kernels.tuples import GradSwitches
-from attn_compiler.lowerings.hopper.launch import bhsd_strides, may_leak
+from attn_compiler.lowerings.hopper.launch import adding_of, bhsd_strides, may_leak
 from attn_compiler.lowerings.hopper.ops import IN_ORDER, grad_operands
 from attn_compiler.lowerings.hopper.plan import GradBlocks, grad_blocks_of, is_ordered
 from attn_compiler.lowerings.shared import gradient_launch, leaf_calls, persistent
@@ -179,11 +179,13 @@ def main(shared: Backward) -> Arguments:
         "section": _section(shared, every, in_head, heads_of_all) if differ or _is_in_order(shared) else 1,
         "blocks": in_head,
         "heads_of_all": heads_of_all,
+        "adding": adding_of(shared.tensors),
         "masking": _masking(every["masking"], shared.tensors.get(mask_bits.BY_KEY)),
         "HOW": switches(prepared, every, blocks, leaks=leaks(shared), in_order=_is_in_order(shared)),
     }
     wanted = {*backward_sm90.attention_backward_sm90.arg_names, *Sizes._fields}
     given = {**operand_parameters(prepared), "Lists": prepared.present("tiles_by_key")}
+    given["Added"] = added.NAME if added.NAME in shared.tensors else None
     given["Bits"] = mask_bits.BY_KEY if mask_bits.is_there(prepared.plan) else None
     given |= {name: name if name in shared.tensors else None for name in ("Turns", "Ranks")}
     names = ("Q", "K", "V", "GradOut", "RowStats", "Sums", "Flag")
@@ -245,6 +247,7 @@ def switches(
         ORDERED=is_ordered(prepared.call.spec),
         REGISTERS=blocks.registers,
         IN_ORDER=in_order,
+        ADDED=added.is_there(prepared.plan),
     )
 
 

@@ -98,7 +98,7 @@ def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argumen
         "section": section,
         "blocks": in_head,
         "heads_of_all": heads_of_all,
-        "adding": _adding(tensors),
+        "adding": adding_of(tensors),
         "masking": _masking(every["masking"], tensors.get(mask_bits.NAME)),
         "HOW": switches(prepared, every, blocks, leaks=may_leak(prepared, q, k), further=tensors.get(added.NAME)),
     }
@@ -125,7 +125,7 @@ def _masking(masking: MaskStrides, bits: torch.Tensor | None) -> MaskStrides:
     return masking._replace(mask_b=b, mask_h=h, mask_q=q, mask_k=0)
 
 
-def _adding(tensors: Mapping[str, torch.Tensor]) -> Adding | None:
+def adding_of(tensors: Mapping[str, torch.Tensor]) -> Adding | None:
     further = tensors.get(added.NAME)
     if further is None:
         return None

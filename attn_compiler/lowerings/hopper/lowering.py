@@ -145,7 +145,8 @@ def further_grad_operands(
     emitter: Emitter, plan: Plan, named: dict[str, fx.Node], lengths: tuple[Size, Size]
 ) -> list[fx.Node]:
     """As `further_operands`, of the backward."""
-    return [mask_bits.emit_by_key(emitter, named["mask"], lengths[0])] if mask_bits.is_there(plan) else []
+    bits = [mask_bits.emit_by_key(emitter, named["mask"], lengths[0])] if mask_bits.is_there(plan) else []
+    return [*bits, *([added.emit(emitter, plan, named, lengths)] if added.is_there(plan) else [])]
 
 
 def _call(emitter: Emitter, tensors: list[fx.Node], read: list[fx.Node], text: str) -> fx.Node:

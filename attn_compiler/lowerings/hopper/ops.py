@@ -8,7 +8,7 @@ knows nothing of gradients: `attn_compiler::hopper_<family>_given` hands on what
 
 from __future__ import annotations
 
-from attn_compiler.lowerings.hopper import mask_bits
+from attn_compiler.lowerings.hopper import added, mask_bits
 from attn_compiler.lowerings.shared import cudnn_backward, parts
 from attn_compiler.lowerings.shared.given_ops import Read, Tensors, register_given
 from attn_compiler.lowerings.shared.kernel_plan import Call
@@ -36,8 +36,9 @@ def _read(kept: Tensors, text: str) -> Read:
 def grad_operands(spec: AttentionSpec) -> tuple[str, ...]:
     """Names of the operands that `hopper_backward` takes, in order."""
     plan = parts.of(spec)
-    further = (mask_bits.BY_KEY,) if mask_bits.is_there(plan) else ()
-    return (*(name for name in plan.operands if name != "tiles"), *further)
+    further = {mask_bits.BY_KEY: mask_bits.is_there(plan), added.NAME: added.is_there(plan)}
+    own = (name for name, here in further.items() if here)
+    return (*(name for name in plan.operands if name != "tiles"), *own)
 
 
 def _differentiable(operands: Tensors, text: str) -> list[bool]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attn_compiler.dtypes import BYTES
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.choice import head_parts
+from attn_compiler.lowerings.shared import mask_limits
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_sums, head_dim_tiles
 from attn_compiler.spec import AttentionSpec
@@ -82,7 +84,7 @@ ADDED = {
 }
 #: bytes of shared memory that tiles of a program may take, which leaves some for barriers
 _ROOM = 226 * 1024
-_HALF_BYTES = 2
+_HALF_BYTES, _WIDE = 2, 8
 
 
 def multiplied(spec: AttentionSpec) -> tuple[int, int]:
@@ -179,9 +181,13 @@ def grad_blocks_of(spec: AttentionSpec) -> GradBlocks:
 
 def has_backward(spec: AttentionSpec) -> bool:
     """Wider heads leave no room for the sums of dk and dv in registers. dv leaves from the place of dq's sums, which is as large as dk.
-    It adds nothing but slopes to the scores."""
+    It adds nothing but slopes to the scores, and biases in half precision that want no gradient: for more it has no room."""
     qk, v = head_dim_tiles(spec)
-    return not has_added(spec) and v <= qk and qk in GRAD_BLOCKS
+    plan, bias = site_parts.of(spec), mask_limits.additive(spec)
+    is_wide = bias is not None and BYTES.get(bias.dtype, _WIDE) > _HALF_BYTES
+    if plan.distances or plan.bias_grad or (plan.bias and is_wide):
+        return False
+    return v <= qk and qk in GRAD_BLOCKS
 
 
 def cudnn_is_faster(spec: AttentionSpec) -> bool:

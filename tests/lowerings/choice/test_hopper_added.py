@@ -67,8 +67,11 @@ def test_with_gradients_a_mask_wants_a_faster_backward_too(measured: None) -> No
     assert hopper_added.check(make_spec(mask=MASK, needs_grad=False, **sizes), "hopper") == []
     (reason,) = hopper_added.check(make_spec(mask=MASK, needs_grad=True, **sizes), "hopper")
     assert reason.observed.startswith("300 TFLOP/s, triton 310")
-    # That of a bias is the Triton family's.
+    # That of a learned bias is the Triton family's.
     assert hopper_added.check(_biased(2048, needs_grad=True), "hopper") == []
+    held = make_spec(changes=(bias(1, 8, 2048, 2048, requires_grad=False),), needs_grad=True, **sizes)
+    (reason,) = hopper_added.check(held, "hopper")
+    assert reason.observed.startswith("no row of the backward with a dense bias")
 
 
 def test_others_and_other_sites_are_not_asked(measured: None) -> None:

@@ -72,8 +72,15 @@ def test_wide_heads_have_the_backward_of_another_family() -> None:
 
 
 @pytest.mark.parametrize("target", [H200, DETERMINISTIC])
-def test_biases_have_the_backward_of_another_family(target: Target) -> None:
+def test_learned_biases_have_the_backward_of_another_family(target: Target) -> None:
     assert backward_of(make_spec(changes=(bias(1, 8, 2048, 2048),), **_LONG), target) == "triton"
+
+
+@pytest.mark.parametrize(("dtype", "family"), [("bfloat16", "hopper"), ("float16", "hopper"), ("float32", "triton")])
+def test_biases_in_half_precision_that_want_no_gradient_have_its_own_backward(dtype: str, family: str) -> None:
+    held = bias(1, 8, 2048, 2048, dtype=dtype, requires_grad=False)
+    assert backward_of(make_spec(changes=(held,), **_LONG), H200) == family
+    assert backward_of(make_spec(changes=(held,), **_LONG), DETERMINISTIC) == "triton"
 
 
 def test_dense_masks_have_its_own_backward() -> None:

@@ -128,6 +128,7 @@ class GradSwitches(NamedTuple):
     ORDERED: Any  # blocks come by the lengths of their lists
     REGISTERS: Any  # of a thread that computes
     IN_ORDER: Any  # blocks take turns at dq
+    ADDED: Any  # a bias is added to the scores, of which the copy engine brings tiles
 
 
 class GradTiles(NamedTuple):
@@ -145,6 +146,7 @@ class GradTiles(NamedTuple):
         Any  # of 2 · STAGES tiles: where the counter of each is, and how many blocks add to it before this one; or None
     )
     turn_full: Any  # barriers: when each of these may be added; or None
+    added: Any  # of a bias, (queries, keys) of each of two warpgroups, or None
     work: Any  # of a block its number among those of all heads, -1 after the last one; its tiles; how many of them are masked
 
 

@@ -39,7 +39,7 @@ def weights(mine: types.SimpleNamespace, masks: Any = NO_MASKS, *, masked: bool 
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(KEYS, QUERIES, generator=generator)
     base = torch.randn(QUERIES, generator=generator)
-    found = scope()["weights_of"](scores, START, masked, base, mine, masks, SIZES, LAYOUTS, how(**further))
+    found = scope()["weights_of"](scores, START, masked, base, None, mine, masks, SIZES, LAYOUTS, how(**further))
     return *found, scores, base
 
 
