@@ -9,7 +9,7 @@ of a dense bias. They take 64 · (Sq + Skv) elements a head.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,17 @@ Size = int | fx.Node
 def is_there(plan: Plan) -> bool:
     """Whether the leaf op has the operand."""
     return plan.bias or plan.distances
+
+
+def begins_between_vectors(plan: Plan, operands: Sequence[torch.Tensor]) -> bool:
+    """Whether the copy engine can't read the operand, which is the last one, where it is: no stride says so."""
+    return is_there(plan) and operands[-1].data_ptr() % VECTOR != 0
+
+
+def with_copy(operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The operands, of which the last one is a copy."""
+    *others, last = operands
+    return [*others, last.clone(memory_format=torch.contiguous_format)]
 
 
 def zero(seqlen_q: int) -> int:

@@ -24,6 +24,7 @@ from attn_compiler.lowerings.shared.arguments import (
     along,
     lists,
     operand_parameters,
+    prepare,
     strides,
 )
 from attn_compiler.lowerings.shared.backward_call import Backward, BackwardByKernels
@@ -31,6 +32,7 @@ from attn_compiler.lowerings.shared.kernel_plan import head_dim_tiles
 from attn_compiler.lowerings.shared.kernels import backward, kv_backward
 from attn_compiler.lowerings.shared.kernels.tuples import MaskStrides, Sizes
 from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
+from attn_compiler.lowerings.shared.leaf_calls import BackwardArguments
 
 #: queries of a program of the kernels around it
 _AROUND = 64
@@ -274,7 +276,18 @@ def _start(*given: Any) -> ReadyKernel | None:
     return launch(*given)
 
 
-gradients = BackwardByKernels(
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Gradients(BackwardByKernels):
+    """Copies what is added where the copy engine can't read it."""
+
+    def begin(self, *arguments: Any) -> Backward:
+        given = BackwardArguments(*arguments)
+        if added.begins_between_vectors(prepare(given.text).plan, given.operands):
+            given = given._replace(operands=added.with_copy(given.operands))
+        return BackwardByKernels.begin(self, *given)
+
+
+gradients = _Gradients(
     op="hopper_backward",
     operands=lambda prepared: grad_operands(prepared.call.spec),
     rows_together=_rows_together,

@@ -52,12 +52,11 @@ def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Forward(Forward):
-    """Copies what is added where its memory begins between two vectors, which no stride says: the copy engine reads none such."""
+    """Copies what is added where the copy engine can't read it."""
 
     def first(self, given: ForwardArguments, same: Alike) -> Outputs:
-        if added.is_there(prepare(given.text).plan) and given.operands[-1].data_ptr() % added.VECTOR:
-            *others, last = given.operands
-            return self(given.q, given.k, given.v, [*others, last.clone()], given.text)
+        if added.begins_between_vectors(prepare(given.text).plan, given.operands):
+            return self(*given._replace(operands=added.with_copy(given.operands)))
         return Forward.first(self, given, same)
 
 

@@ -71,6 +71,20 @@ def test_heads_and_batch_rows_that_are_repeated_are_read_once(emitter: Any) -> N
     assert found.data_ptr() == bias.data_ptr()
 
 
+def test_what_begins_between_vectors_is_copied() -> None:
+    memory = torch.randn(129)
+    there, beside = memory[:128].view(1, 1, 8, 16), memory[1:].view(1, 1, 8, 16)
+    first = torch.empty(3)
+    assert there.data_ptr() % 16 == 0
+    assert not added.begins_between_vectors(Plan(bias=True), [first, there])
+    assert added.begins_between_vectors(Plan(bias=True), [first, beside])
+    assert not added.begins_between_vectors(Plan(), [first, beside])
+    same, copy = added.with_copy([first, beside])
+    assert same is first
+    assert torch.equal(copy, beside)
+    assert copy.data_ptr() % 16 == 0
+
+
 def test_what_has_the_operand() -> None:
     assert added.is_there(Plan(bias=True))
     assert added.is_there(Plan(distances=True))

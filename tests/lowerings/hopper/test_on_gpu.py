@@ -254,6 +254,25 @@ def test_tensors_that_begin_between_vectors(hopper: Target) -> None:
             assert float((mine.float() - theirs).norm() / theirs.norm()) < 0.02
 
 
+def test_a_bias_that_begins_between_vectors(hopper: Target) -> None:
+    def attention(q: Tensor, bias: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, q, q, attn_mask=bias)
+
+    compiled = torch.compile(
+        attention, backend="attn_compiler", options={"lowering": "hopper", "strict": True}, dynamic=False
+    )
+    q = torch.randn(2, 4, 256, 64, device="cuda").bfloat16().requires_grad_()
+    bias = torch.randn(4 * 256 * 256 + 1, device="cuda").bfloat16()[1:].view(1, 4, 256, 256)
+    exact = q.detach().double().requires_grad_()
+    right = attention(exact, bias.double())
+    (wanted,) = torch.autograd.grad(right.sum(), exact)
+    for _ in range(2):
+        out = compiled(q, bias)
+        (found,) = torch.autograd.grad(out.sum(), q)
+        assert float((out.double() - right).norm() / right.norm()) < 0.02
+        assert float((found.double() - wanted).norm() / wanted.norm()) < 0.02
+
+
 def test_whoever_told_triton_where_to_get_memory_keeps_that(hopper: Target) -> None:
     from triton.runtime import _allocation
 
