@@ -70,6 +70,7 @@ class Code(StrEnum):
     OWN_KERNEL = "AC404"
     NOTHING_LEFT_OUT = "AC405"
     IN_ORDER_SLOWER = "AC406"
+    ADDED_SLOWER = "AC407"
 
     # Misses: what was not read as an attention.
     BEFORE_SOFTMAX = "AC501"

@@ -75,4 +75,13 @@ inputs = (torch.randn(1, 2, 128, 16), torch.randn(128, 128))""",
         example="Packed documents in training on an H100 or H200, after `torch.use_deterministic_algorithms(True)`: the "
         "site's note in the report begins with `backward: triton`.",
     ),
+    Page(
+        code=Code.ADDED_SLOWER,
+        title="Hopper's kernel was not measured to be faster with such a mask or bias",
+        cause="The mask or the bias is a tensor with an element for each score, or numbers by distance. Hopper's kernel "
+        "takes these. It is chosen where it was measured to be faster than the Triton kernel, and only there.",
+        remedy="Nothing to do. `options={'lowering': 'hopper'}` takes it all the same.",
+        kind=ExampleKind.TOLD,
+        example="A learned bias of (1, 12, 100, 200) elements on an H100 or H200: no row has such lengths.",
+    ),
 )

@@ -12,6 +12,7 @@ from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operan
 from attn_compiler.lowerings.choice.evidence import estimate, evidence
 from attn_compiler.lowerings.choice.flex import check as check_flex
 from attn_compiler.lowerings.choice.fp8_speed import check as check_fp8_speed
+from attn_compiler.lowerings.choice.hopper_added import check as check_added
 from attn_compiler.lowerings.choice.packages import PACKAGES, faster, standing
 from attn_compiler.lowerings.choice.priorities import order
 from attn_compiler.lowerings.cudnn.fp8 import CudnnFp8
@@ -39,6 +40,7 @@ __all__ = [
     "Lowering",
     "Operands",
     "by_name",
+    "check_added",
     "check_flex",
     "check_fp8_speed",
     "estimate",

@@ -79,6 +79,8 @@ def decide(spec: AttentionSpec, target: Target, options: Options, of_flex: bool 
             reasons = lowerings.check_fp8_speed(spec, target, name, without_fp8())
         if not reasons and of_flex and not _is_named(options):
             reasons = lowerings.check_flex(spec, name)
+        if not reasons and not _is_named(options):
+            reasons = lowerings.check_added(spec, name)
         # Last: it may build kernels.
         broken = [] if reasons else lowering.cannot_build(spec, target)
         if not reasons and not broken:

@@ -17,6 +17,7 @@ TOLD = frozenset(
     {
         # A GPU and a library.
         *(Code.NO_PLAN, Code.NOT_COMPILED, Code.CUDNN_REFUSED, Code.LIBRARY_ARGUMENTS, Code.IN_ORDER_SLOWER),
+        Code.ADDED_SLOWER,
         # Several processes.
         *(Code.CONTEXT_PARALLEL_UNSUPPORTED, Code.CONTEXT_PARALLEL_INPUT),
         *(Code.SHARDED_SEQUENCE, Code.PLACEMENTS, Code.SHARDED_DROPOUT, Code.UNEQUAL_SHARES, Code.NO_LOCAL_ATTENTION),

@@ -213,7 +213,7 @@ def _distances(case: Case, draws: _Draws) -> Tensor:
     return torch.stack([values[:, p : p + length] for p in range(8)], 1).contiguous()
 
 
-class _Eager:
+class Eager:
     """An emitter whose nodes are tensors."""
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +235,7 @@ def lists(
     masking = Masking(
         device=torch.device(device), seqlen_q=case.seqlen_q, seqlen_kv=case.seqlen_kv, band=case.band, **parts
     )
-    emitter: Any = _Eager()
+    emitter: Any = Eager()
     found: dict[str, Any] = {"tiles": tile_lists.lists(emitter, masking, tiles, by_key=False, ordered=ordered)}
     if case.needs_grad:
         found["tiles_by_key"] = tile_lists.lists(emitter, masking, tiles, by_key=True, ordered=ordered)

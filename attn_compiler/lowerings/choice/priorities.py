@@ -24,7 +24,7 @@ from pathlib import Path
 
 from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.base import OF_LATENT
-from attn_compiler.lowerings.choice import shape_class
+from attn_compiler.lowerings.choice import hopper_added, shape_class
 from attn_compiler.lowerings.choice.cpu_rows import CPU_ROWS
 from attn_compiler.lowerings.choice.rows import Row
 from attn_compiler.lowerings.shared.limits import LAST_SM
@@ -250,6 +250,21 @@ ROWS: tuple[Row, ...] = (
         why=(
             "head dims 96 and 256, as at 128 and 64 (select_h200.csv, S 2048, forward and backward: cuDNN by lengths 409 and 1156 us, ours "
             "492 and 1544, cuDNN with a dense mask 828 and 2564; 552 and 1468, 632 and 1528, 1101 and 2598)"
+        ),
+    ),
+    Row(
+        sms=(90, 90),
+        dtypes=HALF,
+        parts=hopper_added.PARTS,
+        dropout=False,
+        one_query=False,
+        least_scores=_MANY_SCORES,
+        order=("hopper", "triton", *_CUDNN_FIRST),
+        since="2026-11-25",
+        why=(
+            "Hopper's own kernel serves biases and dense masks where it was measured to be faster than Triton's "
+            "(hopper_added_sm90.csv), and no others. Triton's before PyTorch's, S 2048, against the memory-efficient kernel "
+            "(kernels_h200.csv): a learned bias 3.6 times at D 64 and 3.0 at 128, a table by distance 3.4 and 2.7"
         ),
     ),
     Row(

@@ -9,6 +9,8 @@ from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.choice import shape_class
 from attn_compiler.lowerings.choice.shape_class import ShapeClass
 from attn_compiler.lowerings.shared import mask_limits
+from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared.parts import PartKind
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -30,6 +32,7 @@ class Row:
     dropout: some weights are dropped.
     least_scores, most_scores: bounds on seqlen_q · seqlen_kv, which has to be known.
     mask, band, grouped: as in ShapeClass.
+    parts: the site has one of these.
     head_dims, seqlens: both of the spec's are known and within them, bounds included; None is no upper bound.
     least_elements: q has so many, and they are known.
     order: the lowerings, the first one first.
@@ -54,6 +57,7 @@ class Row:
     mask: shape_class.Mask | None = None
     band: shape_class.Band | None = None
     grouped: bool | None = None
+    parts: frozenset[PartKind] | None = None
     head_dims: tuple[int, int | None] | None = None
     seqlens: tuple[int, int | None] | None = None
     least_elements: int | None = None
@@ -77,6 +81,7 @@ class Row:
             and self.dropout in (None, spec.score.dropout_p > 0)
             and self._fits_scores(spec)
             and self._fits_shape(shape_class.of(spec))
+            and (self.parts is None or bool(self.parts & site_parts.parts(spec).kinds))
         )
 
     def _fits_machine(self, target: Target) -> bool:

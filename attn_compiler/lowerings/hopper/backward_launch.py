@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import triton
 
+from attn_compiler.lowerings.hopper import added, mask_bits
 from attn_compiler.lowerings.hopper.kernels import around_backward, backward_sm90
 from attn_compiler.lowerings.hopper.kernels.tuples import GradSwitches
-from attn_compiler.lowerings.hopper.launch import bhsd_strides, may_leak
+from attn_compiler.lowerings.hopper.launch import adding_of, bhsd_strides, may_leak
 from attn_compiler.lowerings.hopper.ops import IN_ORDER, grad_operands
 from attn_compiler.lowerings.hopper.plan import GradBlocks, grad_blocks_of, is_ordered
 from attn_compiler.lowerings.shared import gradient_launch, leaf_calls, persistent
@@ -20,15 +21,18 @@ from attn_compiler.lowerings.shared.arguments import (
     STATS_BLOCK,
     Prepared,
     alignment,
+    along,
     lists,
     operand_parameters,
+    prepare,
     strides,
 )
 from attn_compiler.lowerings.shared.backward_call import Backward, BackwardByKernels
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_tiles
 from attn_compiler.lowerings.shared.kernels import backward, kv_backward
-from attn_compiler.lowerings.shared.kernels.tuples import Sizes
+from attn_compiler.lowerings.shared.kernels.tuples import MaskStrides, Sizes
 from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
+from attn_compiler.lowerings.shared.leaf_calls import BackwardArguments
 
 #: queries of a program of the kernels around it
 _AROUND = 64
@@ -177,10 +181,14 @@ def main(shared: Backward) -> Arguments:
         "section": _section(shared, every, in_head, heads_of_all) if differ or _is_in_order(shared) else 1,
         "blocks": in_head,
         "heads_of_all": heads_of_all,
+        "adding": adding_of(shared.tensors),
+        "masking": _masking(every["masking"], shared.tensors.get(mask_bits.BY_KEY)),
         "HOW": switches(prepared, every, blocks, leaks=leaks(shared), in_order=_is_in_order(shared)),
     }
     wanted = {*backward_sm90.attention_backward_sm90.arg_names, *Sizes._fields}
     given = {**operand_parameters(prepared), "Lists": prepared.present("tiles_by_key")}
+    given["Added"] = added.NAME if added.NAME in shared.tensors else None
+    given["Bits"] = mask_bits.BY_KEY if mask_bits.is_there(prepared.plan) else None
     given |= {name: name if name in shared.tensors else None for name in ("Turns", "Ranks")}
     names = ("Q", "K", "V", "GradOut", "RowStats", "Sums", "Flag")
     return Arguments(
@@ -191,6 +199,14 @@ def main(shared: Backward) -> Arguments:
         numbers={name: x for name, x in numbers.items() if name in wanted},
         tile=blocks.tile,
     )
+
+
+def _masking(masking: MaskStrides, bits: torch.Tensor | None) -> MaskStrides:
+    """With the strides of the mask's bits by key, if there are such, in place of its own."""
+    if bits is None:
+        return masking
+    b, h, k = (along(bits, axis) for axis in range(3))
+    return masking._replace(mask_b=b, mask_h=h, mask_q=0, mask_k=k)
 
 
 def _section(shared: Backward, numbers: Mapping[str, Any], blocks: int, heads_of_all: int) -> int:
@@ -233,6 +249,7 @@ def switches(
         ORDERED=is_ordered(prepared.call.spec),
         REGISTERS=blocks.registers,
         IN_ORDER=in_order,
+        ADDED=added.is_there(prepared.plan),
     )
 
 
@@ -259,7 +276,18 @@ def _start(*given: Any) -> ReadyKernel | None:
     return launch(*given)
 
 
-gradients = BackwardByKernels(
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Gradients(BackwardByKernels):
+    """Copies what is added where the copy engine can't read it."""
+
+    def begin(self, *arguments: Any) -> Backward:
+        given = BackwardArguments(*arguments)
+        if added.begins_between_vectors(prepare(given.text).plan, given.operands):
+            given = given._replace(operands=added.with_copy(given.operands))
+        return BackwardByKernels.begin(self, *given)
+
+
+gradients = _Gradients(
     op="hopper_backward",
     operands=lambda prepared: grad_operands(prepared.call.spec),
     rows_together=_rows_together,

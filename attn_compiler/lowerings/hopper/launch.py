@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
+from attn_compiler.lowerings.hopper import added, mask_bits
 from attn_compiler.lowerings.hopper.kernels import forward_sm90
-from attn_compiler.lowerings.hopper.kernels.tuples import ForwardSwitches
+from attn_compiler.lowerings.hopper.kernels.tuples import Adding, ForwardSwitches
 from attn_compiler.lowerings.hopper.plan import ForwardBlocks, blocks_of, is_ordered, leaves_from_queries, multiplied
 from attn_compiler.lowerings.shared import leaf_calls, persistent
-from attn_compiler.lowerings.shared.arguments import Prepared, common, lists, operand_parameters, strides
+from attn_compiler.lowerings.shared.arguments import (
+    Prepared,
+    along,
+    common,
+    lists,
+    operand_parameters,
+    prepare,
+    strides,
+)
 from attn_compiler.lowerings.shared.forward_call import Forward, Named
 from attn_compiler.lowerings.shared.kernels.forward import attention_again
-from attn_compiler.lowerings.shared.kernels.tuples import Sizes, Strides
+from attn_compiler.lowerings.shared.kernels.tuples import MaskStrides, Sizes, Strides
 from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
+from attn_compiler.lowerings.shared.leaf_calls import ForwardArguments, Outputs
 from attn_compiler.lowerings.shared.replaying import Alike
 
 #: rows that a program looks at to find those that are to be computed again
@@ -27,7 +38,9 @@ _HALF_VECTOR = 8
 
 def operands_of(prepared: Prepared) -> tuple[str, ...]:
     """Names of the operands that the leaf op takes, in order."""
-    return tuple(name for name in prepared.operands if name != "tiles_by_key")
+    further = {mask_bits.NAME: mask_bits.is_there(prepared.plan), added.NAME: added.is_there(prepared.plan)}
+    own = (name for name, here in further.items() if here)
+    return (*(name for name in prepared.operands if name != "tiles_by_key"), *own)
 
 
 def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | None]:
@@ -37,7 +50,17 @@ def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | 
     return ran
 
 
-forward = Forward(op="hopper", operands=operands_of, run=_run)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Forward(Forward):
+    """Copies what is added where the copy engine can't read it."""
+
+    def first(self, given: ForwardArguments, same: Alike) -> Outputs:
+        if added.begins_between_vectors(prepare(given.text).plan, given.operands):
+            return self(*given._replace(operands=added.with_copy(given.operands)))
+        return Forward.first(self, given, same)
+
+
+forward = _Forward(op="hopper", operands=operands_of, run=_run)
 
 #: `forward` for one place in compiled code
 ForwardSite = functools.partial(leaf_calls.ForwardSite, forward)
@@ -74,10 +97,16 @@ def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argumen
         "section": section,
         "blocks": in_head,
         "heads_of_all": heads_of_all,
-        "HOW": switches(prepared, every, blocks, leaks=may_leak(prepared, q, k)),
+        "adding": adding_of(tensors),
+        "masking": _masking(every["masking"], tensors.get(mask_bits.NAME)),
+        "HOW": switches(prepared, every, blocks, leaks=may_leak(prepared, q, k), further=tensors.get(added.NAME)),
     }
     wanted = {*forward_sm90.attention_forward_sm90.arg_names, *Sizes._fields}
     given = {**operand_parameters(prepared), "Sinks": prepared.present("sinks"), "Lists": prepared.present("tiles")}
+    given |= {
+        parameter: name if name in tensors else None
+        for parameter, name in (("Added", added.NAME), ("Bits", mask_bits.NAME))
+    }
     return Arguments(
         grid=persistent.programs(in_head * heads_of_all, q.device),
         tensors={name: name for name in ("Q", "K", "V", "Out", "Lse")}
@@ -87,9 +116,46 @@ def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argumen
     )
 
 
-def switches(prepared: Prepared, numbers: Mapping[str, Any], blocks: ForwardBlocks, *, leaks: bool) -> ForwardSwitches:
-    """What the kernel is compiled for. numbers: `arguments.common`."""
+def _masking(masking: MaskStrides, bits: torch.Tensor | None) -> MaskStrides:
+    """With the strides of the mask's bits, if there are such, in place of its own."""
+    if bits is None:
+        return masking
+    b, h, q = (along(bits, axis) for axis in range(3))
+    return masking._replace(mask_b=b, mask_h=h, mask_q=q, mask_k=0)
+
+
+def adding_of(tensors: Mapping[str, torch.Tensor]) -> Adding | None:
+    further = tensors.get(added.NAME)
+    if further is None:
+        return None
+    batches, heads, rows, columns = further.shape
+    at = bhsd_strides(further)
+    return Adding(
+        batches=batches,
+        heads=heads,
+        rows=rows,
+        columns=columns,
+        stride_b=at.b,
+        stride_h=at.h,
+        stride_q=at.s,
+        zero=added.zero(tensors["Q"].shape[2]),
+    )
+
+
+def switches(
+    prepared: Prepared,
+    numbers: Mapping[str, Any],
+    blocks: ForwardBlocks,
+    *,
+    leaks: bool,
+    further: torch.Tensor | None = None,
+) -> ForwardSwitches:
+    """What the kernel is compiled for. numbers: `arguments.common`. further: what the copy engine brings to be added.
+
+    Batch rows that share a bias read it one after the other: from memory once, and from the L2 cache after that.
+    """
     qk, v = multiplied(prepared.call.spec)
+    is_shared = further is not None and prepared.plan.bias and further.shape[0] == 1 < further.shape[1]
     return ForwardSwitches(
         HEAD_DIM_QK=numbers["HEAD_DIM_QK"],
         HEAD_DIM_V=numbers["HEAD_DIM_V"],
@@ -107,9 +173,13 @@ def switches(prepared: Prepared, numbers: Mapping[str, Any], blocks: ForwardBloc
         ORDERED=is_ordered(prepared.call.spec),
         CONSUMERS=blocks.consumers,
         REGISTERS=blocks.registers,
-        OUT_IN_Q=leaves_from_queries(prepared.call.spec),
+        OUT_IN_Q=leaves_from_queries(prepared.call.spec, 0 if further is None else further.element_size()),
         OVERLAPS=blocks.overlaps,
         TURNS=blocks.takes_turns,
+        ADDED_STAGES=0 if further is None else blocks.added_stages,
+        ADDED_EARLY=further is not None and blocks.reads_early(further.element_size()),
+        BY_DISTANCE=prepared.plan.distances,
+        BATCH_LAST=is_shared,
     )
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from attn_compiler import dims
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
+from attn_compiler.dtypes import BYTES
 from attn_compiler.lowerings.hopper.takes import TAKES
-from attn_compiler.lowerings.shared import kernel_limits, takes
+from attn_compiler.lowerings.shared import kernel_limits, mask_limits, parts, takes
 from attn_compiler.lowerings.shared import limits as shared_limits
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
 #: what float32 holds in full, with room for a factor of a few units
 _LEAST_FACTOR, _MOST_FACTOR = 1e-30, 1e30
+#: of what is added to the scores: it is multiplied by one over the scale, or over the softcap
+_LEAST_BESIDE = 1e-6
 _REMEDY = "leave the choice to the compiler, or give lowering='triton', which takes that"
-_WORDS = {"mask": "a dense mask", "bias": "a dense bias", "distances": "a bias by distance"}
+#: bytes that the copy engine reads at once
+_VECTOR = 16
 
 
 def check(spec: AttentionSpec, target: Target) -> list[Reason]:
@@ -24,7 +29,7 @@ def check(spec: AttentionSpec, target: Target) -> list[Reason]:
     return [
         *takes.refused(TAKES, spec),
         *kernel_limits.check_site(spec, target),
-        *_check_parts(spec),
+        *_check_added(spec),
         *_check_numbers(spec),
     ]
 
@@ -34,16 +39,31 @@ def check_machine(target: Target) -> list[Reason]:
     return kernel_limits.check_gluon(target, TAKES)
 
 
-def _check_parts(spec: AttentionSpec) -> list[Reason]:
-    beyond = TAKES.beyond(spec)
-    if not beyond:
+def _check_added(spec: AttentionSpec) -> list[Reason]:
+    kinds, score = parts.parts(spec).kinds, spec.score
+    reasons = _check_bias(spec) if "bias" in kinds else []
+    divisor = score.scale if score.softcap is None else score.softcap
+    if kinds & {"bias", "distances"} and 0 < divisor < _LEAST_BESIDE:
+        rule = f"beside a bias, the scale and the softcap are at least {_LEAST_BESIDE:g}"
+        reasons.append(Reason(code=Code.SCALE, rule=rule, observed=f"{divisor:g}", remedy=_REMEDY))
+    return reasons
+
+
+def _check_bias(spec: AttentionSpec) -> list[Reason]:
+    """The copy engine reads tiles of it, whose rows begin at whole vectors."""
+    bias = mask_limits.additive(spec)
+    if bias is None or bias.dtype not in BYTES:
         return []
-    rule = "the kernel knows bands, intervals, key masks, documents, slopes, a softcap and sinks"
-    return [
-        Reason(
-            code=Code.MASK_KIND, rule=rule, observed=", ".join(_WORDS[part] for part in sorted(beyond)), remedy=_REMEDY
-        )
-    ]
+    *_, rows, keys = (1, 1, *bias.shape)
+    observed = f"({', '.join(map(str, bias.shape))})"
+    if not dims.same(rows, spec.seqlen_q) or not dims.same(keys, spec.seqlen_kv):
+        rule = "a bias has an element for each pair of a query and a key"
+        return [Reason(code=Code.MASK_SHAPE, rule=rule, observed=observed, remedy=_REMEDY)]
+    step = max(_VECTOR // BYTES[bias.dtype], 1)
+    if dims.is_multiple(keys, step):
+        return []
+    rule = f"rows of a bias in {bias.dtype} are a multiple of {step} keys long"
+    return [Reason(code=Code.MASK_SHAPE, rule=rule, observed=observed, remedy=_REMEDY)]
 
 
 def _check_numbers(spec: AttentionSpec) -> list[Reason]:

@@ -16,12 +16,20 @@ from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, Tiles, first_two
 from attn_compiler.lowerings.choice import in_order
-from attn_compiler.lowerings.hopper import limits
+from attn_compiler.lowerings.hopper import added, limits, mask_bits
 from attn_compiler.lowerings.hopper.ops import FAMILY, IN_ORDER, given_op
-from attn_compiler.lowerings.hopper.plan import blocks_of, cudnn_is_faster, grad_blocks_of, has_backward, is_ordered
+from attn_compiler.lowerings.hopper.plan import (
+    blocks_of,
+    cudnn_is_faster,
+    grad_blocks_of,
+    has_added,
+    has_backward,
+    is_ordered,
+)
 from attn_compiler.lowerings.shared import cudnn_backward, kernel_limits, part_tensors, tile_table
 from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.lowerings.shared.kernel_plan import Call
+from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
+from attn_compiler.lowerings.shared.part_tensors import Size
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -66,7 +74,8 @@ def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.No
     tiles = tile_table.tiles(spec, emitter.target)
     text = Call(spec=spec, tiles=tiles).to_text()
     own = dataclasses.replace(tiles, forward=blocks_of(spec).tile)
-    read = _without("tiles_by_key", spec, part_tensors.emit(emitter, spec, operands, own, ordered=is_ordered(spec)))
+    parts = part_tensors.emit(emitter, spec, operands, own, ordered=is_ordered(spec))
+    read = [*_without("tiles_by_key", spec, parts), *_further(emitter, spec, operands, parts)]
     given = [operands.q, operands.k, operands.v]
     if not spec.needs_grad:
         return _call(emitter, given, read, text)
@@ -76,7 +85,7 @@ def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.No
     family = backward_of(spec, emitter.target)
     refused = why_not_in_order(spec, emitter.target) if family == _FOR_ALL else []
     emitter.note("; ".join([f"backward: {family}", *(f"{IN_ORDER}: {reason}" for reason in refused)]))
-    further = _read_by_backward(family, emitter, spec, operands, tiles)
+    further = read_by_backward(family, emitter, spec, operands, tiles)
     with_gradient = getattr(torch.ops.attn_compiler, given_op(family, is_part=spec.lse == "merged")).default
     return emitter.call(with_gradient, *given, [*results, *detached, *further], text)
 
@@ -105,15 +114,45 @@ def why_not_in_order(spec: AttentionSpec, target: Target) -> list[Reason]:
     return in_order.check(spec, target) if target.deterministic and has_backward(spec) else []
 
 
-def _read_by_backward(
+def read_by_backward(
     family: str, emitter: Emitter, spec: AttentionSpec, operands: Operands, tiles: Tiles
 ) -> list[fx.Node]:
+    """The operands of a family's backward, in its order. tiles: of the Triton family."""
     if family == _FOR_ALL:
         return part_tensors.emit(emitter, spec, operands, tiles)
     if family not in (FAMILY, IN_ORDER):
         return []
     own = dataclasses.replace(tiles, grad_kv=grad_blocks_of(spec).tile)
-    return _without("tiles", spec, part_tensors.emit(emitter, spec, operands, own, ordered=is_ordered(spec)))
+    made = part_tensors.emit(emitter, spec, operands, own, ordered=is_ordered(spec))
+    plan = site_parts.of(spec)
+    named = dict(zip(plan.operands, made, strict=True))
+    further = further_grad_operands(emitter, plan, named, part_tensors.lengths(emitter, spec, operands))
+    return [*_without("tiles", spec, made), *further]
+
+
+def _further(emitter: Emitter, spec: AttentionSpec, operands: Operands, parts: list[fx.Node]) -> list[fx.Node]:
+    """Operands of this family's own: a dense mask as bits, what the copy engine brings to be added to the scores."""
+    plan = site_parts.of(spec)
+    if not plan.mask and not has_added(spec):
+        return []
+    named = dict(zip(plan.operands, parts, strict=True))
+    return further_operands(emitter, plan, named, part_tensors.lengths(emitter, spec, operands))
+
+
+def further_operands(
+    emitter: Emitter, plan: Plan, named: dict[str, fx.Node], lengths: tuple[Size, Size]
+) -> list[fx.Node]:
+    """named: the plan's operands. lengths: of queries and of keys."""
+    bits = [mask_bits.emit(emitter, named["mask"], lengths[1])] if mask_bits.is_there(plan) else []
+    return [*bits, *([added.emit(emitter, plan, named, lengths)] if added.is_there(plan) else [])]
+
+
+def further_grad_operands(
+    emitter: Emitter, plan: Plan, named: dict[str, fx.Node], lengths: tuple[Size, Size]
+) -> list[fx.Node]:
+    """As `further_operands`, of the backward."""
+    bits = [mask_bits.emit_by_key(emitter, named["mask"], lengths[0])] if mask_bits.is_there(plan) else []
+    return [*bits, *([added.emit(emitter, plan, named, lengths)] if added.is_there(plan) else [])]
 
 
 def _call(emitter: Emitter, tensors: list[fx.Node], read: list[fx.Node], text: str) -> fx.Node:

@@ -2,12 +2,13 @@
 Triton family's tiles.
 
 operands: those that the plan names, in its order, without `tiles_by_key`; of the backward without `tiles`. Both lists are made for the
-blocks of plan.py. The leaf op knows nothing of gradients: `attn_compiler::hopper_<family>_given` hands on what it computed, and has the
-backward of a family.
+blocks of plan.py. Behind them stand those of this family alone: a dense mask's bits (mask_bits.py), what is added (added.py). The leaf op
+knows nothing of gradients: `attn_compiler::hopper_<family>_given` hands on what it computed, and has the backward of a family.
 """
 
 from __future__ import annotations
 
+from attn_compiler.lowerings.hopper import added, mask_bits
 from attn_compiler.lowerings.shared import cudnn_backward, parts
 from attn_compiler.lowerings.shared.given_ops import Read, Tensors, register_given
 from attn_compiler.lowerings.shared.kernel_plan import Call
@@ -34,7 +35,10 @@ def _read(kept: Tensors, text: str) -> Read:
 
 def grad_operands(spec: AttentionSpec) -> tuple[str, ...]:
     """Names of the operands that `hopper_backward` takes, in order."""
-    return tuple(name for name in parts.of(spec).operands if name != "tiles")
+    plan = parts.of(spec)
+    further = {mask_bits.BY_KEY: mask_bits.is_there(plan), added.NAME: added.is_there(plan)}
+    own = (name for name, here in further.items() if here)
+    return (*(name for name in plan.operands if name != "tiles"), *own)
 
 
 def _differentiable(operands: Tensors, text: str) -> list[bool]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attn_compiler.dtypes import BYTES
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.choice import head_parts
+from attn_compiler.lowerings.shared import mask_limits
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_sums, head_dim_tiles
 from attn_compiler.spec import AttentionSpec
@@ -23,6 +25,9 @@ class ForwardBlocks:
     registers: of a thread that computes, as many as the others leave.
     overlaps: a warpgroup has its softmax while the tensor cores take the outputs of its tile before. That takes registers for the weights
         of two tiles, and moves between them.
+    added_stages: tiles of what is added to the scores that are in shared memory, where something is.
+    added_early: such a tile is read while its scores are under way, if its numbers have so many bytes or fewer. Compiled for D 128, 10
+        numbers of a thread are spilled that way with 4 bytes.
     """
 
     keys: int
@@ -31,6 +36,8 @@ class ForwardBlocks:
     consumers: int = 2
     registers: int = 240
     overlaps: bool = False
+    added_stages: int = 0
+    added_early: int = 2
 
     @property
     def queries(self) -> int:
@@ -41,6 +48,10 @@ class ForwardBlocks:
     def takes_turns(self) -> bool:
         """With more than two, a warpgroup finds the tensor cores free without that."""
         return self.consumers == 2
+
+    def reads_early(self, size: int) -> bool:
+        """Whether numbers of so many bytes are read while their scores are under way."""
+        return size <= self.added_early
 
     @property
     def tile(self) -> Tile:
@@ -65,21 +76,35 @@ SUMMED = {
     128: ForwardBlocks(keys=128, stages=2, query_stages=2),
     192: ForwardBlocks(keys=128, stages=2),
 }
+#: Where a bias or numbers by distance are added, as `BLOCKS`: with them there is no room for the next block's queries at D 128.
+ADDED = {
+    64: ForwardBlocks(keys=128, stages=3, query_stages=2, overlaps=True, added_stages=1, added_early=4),
+    128: ForwardBlocks(keys=128, stages=2, added_stages=1),
+    256: ForwardBlocks(keys=64, stages=2, added_stages=1),
+}
 #: bytes of shared memory that tiles of a program may take, which leaves some for barriers
 _ROOM = 226 * 1024
-_HALF_BYTES = 2
+_HALF_BYTES, _WIDE = 2, 8
 
 
 def multiplied(spec: AttentionSpec) -> tuple[int, int]:
     """The head dims that the forward's products have: sums of powers of two where that was measured to be faster, else powers of two.
     Raises TypeError for those that are not known."""
-    return head_dim_sums(spec) if head_parts.is_faster(spec) else head_dim_tiles(spec)
+    return head_dim_sums(spec) if head_parts.is_faster(spec) and not has_added(spec) else head_dim_tiles(spec)
+
+
+def has_added(spec: AttentionSpec) -> bool:
+    """Whether the copy engine brings what is added to the scores."""
+    plan = site_parts.of(spec)
+    return plan.bias or plan.distances
 
 
 def blocks_of(spec: AttentionSpec) -> ForwardBlocks:
     """Those of a spec. Raises TypeError for head dims that are not known."""
     qk, v = multiplied(spec)
     widest = max(qk, v)
+    if has_added(spec):
+        return next(blocks for limit, blocks in sorted(ADDED.items()) if widest <= limit)
     if (qk, v) != head_dim_tiles(spec):
         return next(blocks for limit, blocks in sorted(SUMMED.items()) if widest <= limit)
     if widest == min(BLOCKS) and _is_long(spec) and not _is_listed(spec):
@@ -109,13 +134,13 @@ def is_ordered(spec: AttentionSpec) -> bool:
     return site_parts.of(spec).tiles and bool({"rows", "documents"} & site_parts.parts(spec).kinds)
 
 
-def leaves_from_queries(spec: AttentionSpec) -> bool:
+def leaves_from_queries(spec: AttentionSpec, added: int = 0) -> bool:
     """Whether outputs leave from where the queries were: shared memory has no room for both. The parts of their head dim are then the
-    first ones of the queries'."""
+    first ones of the queries'. added: bytes of a number that is added to a score."""
     qk, v = multiplied(spec)
     blocks = blocks_of(spec)
     elements = blocks.queries * (blocks.query_stages * qk + v) + blocks.stages * blocks.keys * (qk + v)
-    return elements * _HALF_BYTES > _ROOM
+    return elements * _HALF_BYTES + blocks.added_stages * blocks.queries * blocks.keys * added > _ROOM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,8 +180,13 @@ def grad_blocks_of(spec: AttentionSpec) -> GradBlocks:
 
 
 def has_backward(spec: AttentionSpec) -> bool:
-    """Wider heads leave no room for the sums of dk and dv in registers. dv leaves from the place of dq's sums, which is as large as dk."""
+    """Wider heads leave no room for the sums of dk and dv in registers. dv leaves from the place of dq's sums, which is as large as dk.
+    It adds nothing but slopes to the scores, and biases in half precision that want no gradient: for more it has no room."""
     qk, v = head_dim_tiles(spec)
+    plan, bias = site_parts.of(spec), mask_limits.additive(spec)
+    is_wide = bias is not None and BYTES.get(bias.dtype, _WIDE) > _HALF_BYTES
+    if plan.distances or plan.bias_grad or (plan.bias and is_wide):
+        return False
     return v <= qk and qk in GRAD_BLOCKS
 
 

@@ -15,7 +15,7 @@ TAKES = dataclasses.replace(
     sms=((90, 90),),
     dtypes=HALF,
     changes=(Softcap, Sinks),
-    parts=frozenset({"band", "lengths", "rows", "keys", "documents", "slopes"}),
+    parts=frozenset({"band", "lengths", "rows", "keys", "documents", "slopes", "mask", "bias", "distances"}),
     # The copy engine reads vectors of 16 bytes.
     head_dims=HeadDims(multiple=8, in_full=8, most=256),
     scales="positive",

@@ -52,6 +52,12 @@ def emit_parts(emitter: Emitter, spec: AttentionSpec, operands: Operands, parts:
     return _Made(emitter, spec, operands).all_of_parts(parts)
 
 
+def lengths(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[Size, Size]:
+    """Of queries and of keys: numbers, or the nodes that what is made here has them from."""
+    made = _Made(emitter, spec, operands)
+    return made.seqlen_q, made.seqlen_kv
+
+
 @dataclass
 class _Made:
     emitter: Emitter
@@ -104,8 +110,8 @@ class _Made:
         documents = (made["documents_q"], made["documents_k"]) if "documents_q" in made else None
         return Masking(
             device=self._device,
-            seqlen_q=self._seqlen_q,
-            seqlen_kv=self._seqlen_kv,
+            seqlen_q=self.seqlen_q,
+            seqlen_kv=self.seqlen_kv,
             band=parts.band,
             rows=made.get("rows"),
             keys=made.get("keys"),
@@ -119,11 +125,11 @@ class _Made:
         upper = SEQLEN_KV if interval.upper is None else interval.upper
 
         def make() -> fx.Node:
-            names = self._names({"q": self._along(self._seqlen_q, 0)}, (lower, upper), self.given.loads)
+            names = self._names({"q": self._along(self.seqlen_q, 0)}, (lower, upper), self.given.loads)
             batch = self._batch if any(ix.mentions(x, B) for x in (lower, upper)) else 1
             values = [on_nodes.emit(self.emitter, x, names) for x in (lower, upper)]
-            sides = [self._expanded(x, batch, self._seqlen_q) for x in values]
-            rows = self._call(torch.clamp, self._call(torch.stack, sides), 0, self._seqlen_kv)
+            sides = [self._expanded(x, batch, self.seqlen_q) for x in values]
+            rows = self._call(torch.clamp, self._call(torch.stack, sides), 0, self.seqlen_kv)
             return self._call(torch.Tensor.to, rows, torch.int32)
 
         return self._once("rows", (lower, upper), self.given.loads, make)
@@ -132,10 +138,10 @@ class _Made:
         """(B|1, Skv), contiguous: an expression over (b, k)."""
 
         def make() -> fx.Node:
-            names = self._names({"k": self._along(self._seqlen_kv, 0)}, (x,), self.given.loads)
+            names = self._names({"k": self._along(self.seqlen_kv, 0)}, (x,), self.given.loads)
             value = on_nodes.emit(self.emitter, x, names)
             batch = self._batch if ix.mentions(x, B) else 1
-            return self._packed(self._expanded(value, batch, self._seqlen_kv), dtype)
+            return self._packed(self._expanded(value, batch, self.seqlen_kv), dtype)
 
         return self._once(name, (x,), self.given.loads, make)
 
@@ -162,18 +168,18 @@ class _Made:
             return self._call(torch.Tensor.contiguous, sliced)
 
         return (
-            self._once("documents of queries", (ranked,), {}, lambda: part(0, self._seqlen_q)),
-            self._once("documents of keys", (ranked,), {}, lambda: part(self._seqlen_q, None)),
+            self._once("documents of queries", (ranked,), {}, lambda: part(0, self.seqlen_q)),
+            self._once("documents of keys", (ranked,), {}, lambda: part(self.seqlen_q, None)),
         )
 
     def _of_queries(self, x: Expr, dtype: torch.dtype) -> fx.Node:
         """(B|1, Sq), contiguous: an expression over (b, q)."""
 
         def make() -> fx.Node:
-            names = self._names({"q": self._along(self._seqlen_q, 0)}, (x,), self.given.loads)
+            names = self._names({"q": self._along(self.seqlen_q, 0)}, (x,), self.given.loads)
             batch = self._batch if ix.mentions(x, B) else 1
             value = on_nodes.emit(self.emitter, x, names)
-            return self._packed(self._expanded(value, batch, self._seqlen_q), dtype)
+            return self._packed(self._expanded(value, batch, self.seqlen_q), dtype)
 
         return self._once(f"queries {dtype}", (x,), self.given.loads, make)
 
@@ -251,7 +257,7 @@ class _Made:
     def _in_copies(self, values: fx.Node) -> fx.Node:
         """(Hq|1, Sq + Skv - 1) eight times, each moved on by one, up to a length that is a multiple of 8. What is beyond the end
         is never used."""
-        count = self._number(operator.add, self._seqlen_q, self._seqlen_kv)
+        count = self._number(operator.add, self.seqlen_q, self.seqlen_kv)
         blocks = self._number(operator.floordiv, self._number(operator.add, count, _COPIES - 1), _COPIES)
         length = self._number(operator.mul, blocks, _COPIES)
         shifts = self._along(_COPIES, 1)
@@ -261,7 +267,7 @@ class _Made:
 
     def _distance(self) -> fx.Node:
         """int64 (1, Sq + Skv - 1): -(Sq - 1) up to Skv - 1."""
-        queries, keys = self._seqlen_q, self._seqlen_kv
+        queries, keys = self.seqlen_q, self.seqlen_kv
         first = self._number(operator.sub, 1, queries)
         return self._call(torch.unsqueeze, self._call(torch.arange, first, keys, device=self._device), 0)
 
@@ -298,7 +304,7 @@ class _Made:
         found = dict(indices)
         if any(ix.mentions(x, B) for x in used):
             found["b"] = self._along(self._batch, 1)
-        sizes = {SEQLEN_Q.name: self._seqlen_q, SEQLEN_KV.name: self._seqlen_kv}
+        sizes = {SEQLEN_Q.name: self.seqlen_q, SEQLEN_KV.name: self.seqlen_kv}
         for name in sorted({name for x in used for name in reads.names_in(x)} & self.given.sizes.keys()):
             sizes[name] = self._given_size(name)
         return Names(device=self._device, indices=found, sizes=sizes, tensors=loads)
@@ -334,11 +340,11 @@ class _Made:
         return self._dim(self.given.q, 1, self.spec.num_heads_q)
 
     @property
-    def _seqlen_q(self) -> Size:
+    def seqlen_q(self) -> Size:
         return self._dim(self.given.q, 2, self.spec.seqlen_q)
 
     @property
-    def _seqlen_kv(self) -> Size:
+    def seqlen_kv(self) -> Size:
         return self._dim(self.given.k, 2, self.spec.seqlen_kv)
 
     def _dim(self, node: fx.Node, axis: int, dim: Dim) -> Size:

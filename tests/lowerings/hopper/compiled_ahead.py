@@ -26,6 +26,14 @@ from tests.lowerings.kernel_problems import planned
 
 _CASE = Case(name="hopper ahead", seqlen_q=256, seqlen_kv=256, head_dim=64, keys="left", band=Band(right=0))
 
+_BIASED = Case(name="hopper ahead, bias", seqlen_q=256, seqlen_kv=256, head_dim=64, bias="hqk", needs_grad=False)
+
+
+def _biased() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    problem = problems.build(_BIASED, dtype=torch.bfloat16, device="cpu", target=Target.fake())
+    given = (problem.q, problem.k, problem.v, problems.operands(problem), problem.text)
+    return {"forward, bias": (launch.forward, given)}
+
 
 def _calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Bodies and their arguments."""
@@ -55,10 +63,12 @@ def main() -> None:
     triton.runtime.driver.set_active(_Driver())
     properties = types.SimpleNamespace(multi_processor_count=132)
     machine = mock.patch.object(torch.cuda, "get_device_properties", return_value=properties)
-    plan = problems.build(_CASE, dtype=torch.bfloat16, device="cpu", target=Target.fake()).plan
-    with tempfile.TemporaryDirectory() as folder, planned(plan), machine:
+    found = []
+    with tempfile.TemporaryDirectory() as folder, machine:
         triton.knobs.cache.dir = folder
-        found = [{"name": name, **_begun(*call)} for name, call in _calls().items()]
+        for case, calls in ((_CASE, _calls), (_BIASED, _biased)):
+            with planned(case.plan):
+                found += [{"name": name, **_begun(*call)} for name, call in calls().items()]
     json.dump(found, sys.stdout)
 
 

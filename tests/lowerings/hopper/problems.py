@@ -14,6 +14,7 @@ from torch import Tensor
 from attn_compiler.lowerings.choice import head_parts
 from attn_compiler.lowerings.hopper import backward_launch, launch
 from attn_compiler.lowerings.hopper.kernels import backward_sm90, forward_sm90
+from attn_compiler.lowerings.hopper.lowering import further_grad_operands, further_operands
 from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_backward, is_ordered
 from attn_compiler.lowerings.shared import launching, persistent, replaying
 from attn_compiler.lowerings.shared.kernel_plan import Call, head_dim_sums, head_dim_tiles
@@ -53,12 +54,23 @@ def build(case: Case, **given: Any) -> Problem:
 
 def operands(problem: Problem) -> list[Tensor]:
     """Those of the leaf op."""
-    return [problem.named[name] for name in problem.plan.operands if name != "tiles_by_key"]
+    found = [problem.named[name] for name in problem.plan.operands if name != "tiles_by_key"]
+    lengths = problem.q.shape[2], problem.k.shape[2]
+    emitter: Any = kernel_problems.Eager()
+    named: Any = problem.named
+    with torch.no_grad():
+        further: list[Any] = further_operands(emitter, problem.plan, named, lengths)
+    return [*found, *further]
 
 
 def grad_operands(problem: Problem) -> list[Tensor]:
     """Those of its backward."""
-    return [problem.named[name] for name in problem.plan.operands if name != "tiles"]
+    emitter: Any = kernel_problems.Eager()
+    named: Any = problem.named
+    lengths = problem.q.shape[2], problem.k.shape[2]
+    with torch.no_grad():
+        further: list[Any] = further_grad_operands(emitter, problem.plan, named, lengths)
+    return [*(problem.named[name] for name in problem.plan.operands if name != "tiles"), *further]
 
 
 def launched(

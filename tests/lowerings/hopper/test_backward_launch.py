@@ -47,6 +47,15 @@ CASES = (
     Case(name="hopper one key", seqlen_q=130, seqlen_kv=1),
     Case(name="hopper groups of four", heads_q=4, heads_kv=1, batch=1, layout="bhsd", **_EVEN, **_CAUSAL),
     Case(name="hopper split projection", layout="sb(h+2hg)d", heads_q=4, heads_kv=2, **_EVEN),
+    Case(name="hopper bias", bias="bhqk", bias_grad=False, heads_q=4, heads_kv=2, seqlen_q=150, seqlen_kv=208),
+    Case(name="hopper bias of all heads, 128", bias="bqk", bias_grad=False, head_dim=128, **_EVEN, **_CAUSAL),
+    Case(name="hopper bias, padding left", bias="hqk", bias_grad=False, keys="left", **_EVEN, **_CAUSAL),
+    Case(name="hopper bias, mask, softcap", bias="qk", bias_grad=False, mask="qk", softcap=5.0, **_EVEN),
+    Case(name="hopper mask", mask="bhqk", heads_q=4, heads_kv=2, **_SIZES),
+    Case(name="hopper mask of all batch rows, 128", mask="hqk", head_dim=128, **_EVEN, **_CAUSAL),
+    Case(name="hopper mask of queries", mask="bq", **_SIZES),
+    Case(name="hopper mask of keys", mask="hk", **_SIZES),
+    Case(name="hopper mask, padding left, documents", mask="qk", keys="left", documents=True, **_EVEN, **_CAUSAL),
 )
 
 

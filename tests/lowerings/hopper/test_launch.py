@@ -54,6 +54,53 @@ CASES = (
     Case(name="hopper expanded heads", layout="expanded_heads", heads_q=2, heads_kv=2, **_EVEN),
 )
 
+_LONG: Any = {"seqlen_q": 200, "seqlen_kv": 304, "needs_grad": False}
+#: with a bias, or numbers by distance
+ADDED = (
+    Case(name="hopper bias", bias="hqk", **_LONG),
+    Case(name="hopper bias of each batch row", bias="bhqk", heads_q=4, heads_kv=2, **_LONG),
+    Case(name="hopper bias of all heads", bias="bqk", **_LONG, **_CAUSAL),
+    Case(name="hopper bias of all", bias="qk", **_EVEN, **_CAUSAL),
+    Case(name="hopper bias, padding left", bias="hqk", keys="left", **_LONG, **_CAUSAL),
+    Case(name="hopper bias, a row without keys", bias="hqk", keys="none", **_LONG),
+    Case(name="hopper bias, documents", bias="bhqk", documents=True, **_EVEN, **_CAUSAL),
+    Case(name="hopper bias, window, sinks", bias="hqk", band=Band(left=40, right=7), sinks=True, **_LONG),
+    Case(name="hopper bias, slopes", bias="hqk", slopes=True, **_EVEN, **_CAUSAL),
+    Case(name="hopper bias, softcap", bias="hqk", softcap=5.0, **_EVEN),
+    Case(name="hopper bias, 128", bias="hqk", head_dim=128, heads_q=4, heads_kv=1, **_LONG),
+    Case(name="hopper bias, 256", bias="hqk", head_dim=256, keys="left", **_LONG),
+    Case(
+        name="hopper bias, few pairs",
+        bias="qk",
+        keys="left",
+        few_pairs=True,
+        seqlen_q=70,
+        seqlen_kv=136,
+        needs_grad=False,
+    ),
+    Case(name="hopper bias, one query", bias="hqk", seqlen_q=1, seqlen_kv=136, needs_grad=False),
+    Case(name="hopper distances", distances=2, **_SIZES),
+    Case(name="hopper distances of all heads", distances=1, heads_q=4, heads_kv=2, **_EVEN, **_CAUSAL),
+    Case(name="hopper distances, more queries", distances=2, seqlen_q=333, seqlen_kv=77, needs_grad=False),
+    Case(name="hopper distances, padding left", distances=2, keys="left", **_SIZES, **_CAUSAL),
+    Case(name="hopper distances, softcap, sinks", distances=2, softcap=5.0, sinks=True, **_EVEN),
+    Case(name="hopper distances, 128", distances=2, head_dim=128, **_SIZES),
+    Case(name="hopper distances, one query", distances=2, seqlen_q=1, seqlen_kv=130, needs_grad=False),
+)
+
+#: with a dense mask
+MASKED = (
+    Case(name="hopper mask", mask="bhqk", heads_q=4, heads_kv=2, **_SIZES),
+    Case(name="hopper mask of all heads", mask="bqk", **_EVEN, **_CAUSAL),
+    Case(name="hopper mask of all batch rows", mask="hqk", **_SIZES),
+    Case(name="hopper mask of keys", mask="hk", **_SIZES),
+    Case(name="hopper mask of queries", mask="bq", **_SIZES),
+    Case(name="hopper mask, padding left, documents", mask="qk", keys="left", documents=True, **_EVEN, **_CAUSAL),
+    Case(name="hopper mask, bias, 128", mask="qk", bias="hqk", head_dim=128, **_LONG),
+    Case(name="hopper mask, 256", mask="bqk", head_dim=256, **_SIZES),
+    Case(name="hopper mask, few pairs", mask="bqk", few_pairs=True, seqlen_q=20, seqlen_kv=130, needs_grad=False),
+)
+
 #: head dims that are sums of powers of two
 SUMMED = (
     Case(name="hopper summed 72", head_dim=72, **_SIZES),
@@ -75,6 +122,12 @@ SUMMED = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.removeprefix("hopper "))
 def test_attention_by_its_definition(case: Case) -> None:
+    problem = problems.build(case)
+    kernel_problems.assert_within_rule(problems.outputs(problem), problem)
+
+
+@pytest.mark.parametrize("case", [*ADDED, *MASKED], ids=lambda case: case.name.removeprefix("hopper "))
+def test_what_is_added_by_its_definition(case: Case) -> None:
     problem = problems.build(case)
     kernel_problems.assert_within_rule(problems.outputs(problem), problem)
 

@@ -9,7 +9,7 @@ import pytest
 from attn_compiler.lowerings.hopper.lowering import HopperAttention
 from attn_compiler.scores import Sinks, Softcap
 from attn_compiler.target import Target
-from tests.lowerings.specs import CAUSAL, dense, make_spec, words
+from tests.lowerings.specs import CAUSAL, bias, dense, make_spec, words
 
 HOPPER = HopperAttention()
 H200 = Target.fake()
@@ -44,7 +44,14 @@ def test_where_it_runs(machine: Target, said: str) -> None:
         ({"head_dim": 68}, "8"),
         ({"dtype": "float32"}, "float32"),
         ({"dtype": "float16"}, ""),
-        ({"mask": dense(2, 1, 4096, 4096)}, "a dense mask"),
+        ({"mask": dense(2, 1, 4096, 4096)}, ""),
+        ({"changes": (bias(1, 8, 4096, 4096),)}, ""),
+        ({"changes": (bias(1, 8, 1, 4096),)}, "for each pair"),
+        ({"changes": (bias(1, 8, 4096, 1),)}, "for each pair"),
+        ({"changes": (bias(1, 8, 4096, 4095),), "seqlen_kv": 4095}, "a multiple of 8 keys"),
+        ({"changes": (bias(1, 8, 4096, "8*s0"),), "seqlen_kv": "8*s0"}, ""),
+        ({"changes": (bias(1, 8, 4096, "s0"),), "seqlen_kv": "s0"}, "a multiple of 8 keys"),
+        ({"changes": (bias(1, 8, 4096, 4096),), "scale": 1e-7}, "beside a bias"),
         ({"scale": 1e-40}, "scale is at least"),
         ({"changes": (Softcap(cap=1e35),)}, "softcap is at most"),
         ({"changes": (Softcap(cap=30.0), Sinks(requires_grad=True))}, ""),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
@@ -19,7 +20,7 @@ from attn_compiler.passes import saved
 from attn_compiler.spec import LseUse
 from attn_compiler.target import Target
 from tests.lowerings import emitting
-from tests.lowerings.specs import CAUSAL, dense, make_spec
+from tests.lowerings.specs import CAUSAL, bias, dense, make_spec
 
 HOPPER = HopperAttention()
 H200 = Target.fake()
@@ -68,12 +69,15 @@ def test_cudnns_backward_takes_no_gradient_of_the_lse() -> None:
     assert backward_of(differentiated, H200) == "hopper"
 
 
+#: of each key alone, which this family's backward reads
+KEYS = dense(2, 1, 1, 2048)
+
 _LONG: dict[str, Any] = {"dtype": "bfloat16", "seqlen_q": 2048, "seqlen_kv": 2048, "head_dim": 128}
 
 
 def test_the_backward_is_its_own_where_it_is_the_fastest() -> None:
     assert backward_of(make_spec(mask=CAUSAL, **_LONG), H200) == "hopper"
-    assert backward_of(make_spec(mask=dense(2, 1, 2048, 2048), **_LONG), H200) == "hopper"
+    assert backward_of(make_spec(mask=KEYS, **_LONG), H200) == "hopper"
     assert backward_of(make_spec(**_LONG), H200) == "sdpa_cudnn"
     assert backward_of(make_spec(mask=CAUSAL, **_LONG | {"seqlen_q": 512, "seqlen_kv": 512}), H200) == "sdpa_cudnn"
     assert backward_of(make_spec(**_LONG), Target.fake(cudnn=0)) == "hopper"
@@ -85,10 +89,77 @@ def test_wide_heads_have_the_backward_of_another_family() -> None:
     assert backward_of(make_spec(mask=dense(2, 1, 2048, 2048), **wide), H200) == "triton"
 
 
+@pytest.mark.parametrize("target", [H200, DETERMINISTIC])
+def test_learned_biases_have_the_backward_of_another_family(target: Target) -> None:
+    assert backward_of(make_spec(changes=(bias(1, 8, 2048, 2048),), **_LONG), target) == "triton"
+
+
+@pytest.mark.parametrize(("dtype", "family"), [("bfloat16", "hopper"), ("float16", "hopper"), ("float32", "triton")])
+def test_biases_in_half_precision_that_want_no_gradient_have_its_own_backward(dtype: str, family: str) -> None:
+    held = bias(1, 8, 2048, 2048, dtype=dtype, requires_grad=False)
+    assert backward_of(make_spec(changes=(held,), **_LONG), H200) == family
+    assert backward_of(make_spec(changes=(held,), **_LONG), DETERMINISTIC) == "triton"
+
+
+def test_dense_masks_have_its_own_backward() -> None:
+    assert backward_of(make_spec(mask=dense(2, 1, 2048, 2048), **_LONG), H200) == "hopper"
+    assert backward_of(make_spec(mask=dense(2, 1, 2048, 2048), **_LONG), DETERMINISTIC) == "triton"
+
+
+def _emitted_with(tensor: torch.Tensor, *, needs_grad: bool, **given: Any) -> tuple[fx.Graph, list[fx.Node]]:
+    """The graph, and the operands of the leaf op."""
+    spec = make_spec(seqlen_q=256, seqlen_kv=256, needs_grad=needs_grad, **given)
+    graph = fx.Graph()
+    emitter = emitting.GraphEmitter(graph, H200)
+    nodes = {name: graph.placeholder(name) for name in ("q", "k", "v", "mask")}
+    for name in "qkv":
+        nodes[name].meta["example_value"] = torch.empty(2, 8, 256, 64, dtype=torch.bfloat16, device="meta")
+    nodes["mask"].meta["example_value"] = tensor
+    HOPPER.emit(emitter, spec, Operands(**nodes))
+    (call,) = (node for node in graph.nodes if node.target is torch.ops.attn_compiler.hopper.default)
+    return graph, list(call.args[3])
+
+
+def _bias(*, keys_first: bool = False) -> torch.Tensor:
+    found = torch.empty(1, 8, 256, 256, dtype=torch.bfloat16, device="meta")
+    return found.transpose(2, 3) if keys_first else found
+
+
+def test_a_bias_is_read_where_it_is() -> None:
+    graph, (own, read) = _emitted_with(_bias(), needs_grad=False, changes=(bias(1, 8, 256, 256),))
+    assert own is read
+    assert not [node for node in graph.nodes if node.target is torch.clone]
+
+
+def test_a_bias_whose_keys_are_no_neighbours_is_copied() -> None:
+    graph, (own, read) = _emitted_with(_bias(keys_first=True), needs_grad=False, changes=(bias(1, 8, 256, 256),))
+    (copy,) = (node for node in graph.nodes if node.target is torch.clone)
+    assert copy is read is not own
+
+
+def test_a_learned_bias_gets_its_gradient_from_the_triton_kernels() -> None:
+    graph, _ = _emitted_with(_bias(), needs_grad=True, changes=(bias(1, 8, 256, 256),))
+    (call,) = (node for node in graph.nodes if node.target is torch.ops.attn_compiler.hopper_triton_given.default)
+    assert call.args[3][-1].name == "mask"
+
+
+def test_a_dense_mask_is_read_as_bits() -> None:
+    mask = torch.empty(2, 1, 256, 256, dtype=torch.bool, device="meta")
+    _, operands = _emitted_with(mask, needs_grad=False, mask=dense(2, 1, 256, 256))
+    assert [tuple(node.meta["example_value"].shape) for node in operands[::2]] == [(2, 1, 256, 256), (2, 1, 256, 16)]
+
+
+def test_the_backward_of_a_dense_mask_reads_bits_of_queries() -> None:
+    mask = torch.empty(2, 1, 256, 256, dtype=torch.bool, device="meta")
+    graph, _ = _emitted_with(mask, needs_grad=True, mask=dense(2, 1, 256, 256))
+    (call,) = (node for node in graph.nodes if node.target is torch.ops.attn_compiler.hopper_hopper_given.default)
+    assert call.args[3][-1].meta["example_value"].shape == (2, 1, 256, 16)
+
+
 def test_values_that_are_wider_than_keys_have_the_backward_of_another_family() -> None:
     """dv leaves from a place in shared memory that is as large as a tile of q."""
     wide = _LONG | {"head_dim": 64, "head_dim_v": 128}
-    mask = dense(2, 1, 2048, 2048)
+    mask = KEYS
     assert backward_of(make_spec(mask=mask, **wide), H200) == "triton"
     assert backward_of(make_spec(mask=mask, **wide | {"head_dim": 72}), H200) == "hopper"
     assert backward_of(make_spec(mask=mask, **wide | {"head_dim": 128, "head_dim_v": 64}), H200) == "hopper"

@@ -20,7 +20,7 @@ from attn_compiler.target import Target
 from tests.lowerings import kernel_problems
 from tests.lowerings.hopper import problems
 from tests.lowerings.hopper.test_backward_launch import CASES as GRADIENT_CASES
-from tests.lowerings.hopper.test_launch import CASES, SUMMED
+from tests.lowerings.hopper.test_launch import ADDED, CASES, MASKED, SUMMED
 from tests.lowerings.kernel_cases import Case
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +47,31 @@ def _results(case: Case, target: Target, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if case.head_dim % 8 == 0], ids=lambda case: case.name)
 def test_attention_by_its_definition(case: Case, hopper: Target) -> None:
     _results(case, hopper, torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", [*ADDED, *MASKED], ids=lambda case: case.name)
+def test_what_is_added_by_its_definition(case: Case, hopper: Target) -> None:
+    _results(case, hopper, torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_learned_bias_and_its_gradients(head_dim: int, hopper: Target) -> None:
+    """The forward is this family's, the backward the Triton kernels'."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    options = {"lowering": "hopper", "strict": True}
+    compiled = torch.compile(attention, backend="attn_compiler", options=options, dynamic=False)
+    given = [torch.randn(2, 4, 320, head_dim, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
+    given.append(torch.randn(1, 4, 320, 320, device="cuda").bfloat16().requires_grad_())
+    exact = [x.detach().double().requires_grad_() for x in given]
+    out, right = compiled(*given), attention(*exact)
+    upstream = torch.randn_like(out)
+    found = [out, *torch.autograd.grad(out, given, upstream)]
+    wanted = [right, *torch.autograd.grad(right, exact, upstream.double())]
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert float((mine.double() - theirs).norm() / theirs.norm()) < 0.02
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -227,6 +252,25 @@ def test_tensors_that_begin_between_vectors(hopper: Target) -> None:
         found = [out, *torch.autograd.grad(out, given, upstream.to(out.dtype))]
         for mine, theirs in zip(found, wanted, strict=True):
             assert float((mine.float() - theirs).norm() / theirs.norm()) < 0.02
+
+
+def test_a_bias_that_begins_between_vectors(hopper: Target) -> None:
+    def attention(q: Tensor, bias: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, q, q, attn_mask=bias)
+
+    compiled = torch.compile(
+        attention, backend="attn_compiler", options={"lowering": "hopper", "strict": True}, dynamic=False
+    )
+    q = torch.randn(2, 4, 256, 64, device="cuda").bfloat16().requires_grad_()
+    bias = torch.randn(4 * 256 * 256 + 1, device="cuda").bfloat16()[1:].view(1, 4, 256, 256)
+    exact = q.detach().double().requires_grad_()
+    right = attention(exact, bias.double())
+    (wanted,) = torch.autograd.grad(right.sum(), exact)
+    for _ in range(2):
+        out = compiled(q, bias)
+        (found,) = torch.autograd.grad(out.sum(), q)
+        assert float((out.double() - right).norm() / right.norm()) < 0.02
+        assert float((found.double() - wanted).norm() / wanted.norm()) < 0.02
 
 
 def test_whoever_told_triton_where_to_get_memory_keeps_that(hopper: Target) -> None:

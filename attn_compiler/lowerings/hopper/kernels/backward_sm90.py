@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attn_compiler.lowerings.hopper.kernels.forward_added_sm90 import descriptor_of_added
 from attn_compiler.lowerings.hopper.kernels.grad_fetching_sm90 import fetch, grad_barriers_of, told, told_block
 from attn_compiler.lowerings.hopper.kernels.grad_tiles_sm90 import (
     add_to_dq,
@@ -31,8 +32,15 @@ from attn_compiler.lowerings.hopper.kernels.grad_tiles_sm90 import (
     weights_of,
 )
 from attn_compiler.lowerings.hopper.kernels.in_order_sm90 import sums_have_come
-from attn_compiler.lowerings.hopper.kernels.tuples import ForwardWork, GradTiles, KeyBlock, Masks, QueryMasks
-from attn_compiler.lowerings.shared.kernels.optional import at_index
+from attn_compiler.lowerings.hopper.kernels.tuples import (
+    AddedTiles,
+    ForwardWork,
+    GradTiles,
+    KeyBlock,
+    Masks,
+    QueryMasks,
+)
+from attn_compiler.lowerings.shared.kernels.optional import at_index, of_head
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, barrier_of_threads, descriptor, narrowed
 from attn_compiler.lowerings.shared.kernels.tuples_sm90 import GradLayouts
@@ -62,8 +70,11 @@ def _step(
     start = told(tiles.first, stage)
     stats = tiles.stats.index(stage)
     base = stats.slice(0, how.BLOCK_M).load(QUERY)
+    bias = None
+    if how.ADDED:
+        bias = tiles.added.index(2 * stage + consumer).reshape([how.BLOCK_M, ROWS]).permute([1, 0]).load(layouts.SCORES)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    weights, through = weights_of(scores, start, IS_MASKED, base, own, masks, sizes, layouts, how)
+    weights, through = weights_of(scores, start, IS_MASKED, base, bias, own, masks, sizes, layouts, how)
     left = gl.convert_layout(narrowed(weights, tiles.k), LEFT_OF_V, assert_trivial=True)
     delta = stats.slice(how.BLOCK_M, how.BLOCK_M).load(QUERY)
     # It has come. ptxas moves the weights behind the products' wait unless something that branches is between.
@@ -163,13 +174,18 @@ def _compute(
         of_batch = QueryMasks(
             Rows=at_index(masks.Rows, batch, masking.rows_b), rows_side=masking.rows_side,
             Documents=at_index(masks.DocumentsQ, batch, masking.documents_qb),
+            Bits=of_head(masks.Bits, batch, head, masking.mask_b, masking.mask_h),
         )  # fmt: skip
         slope = None
         if masks.Slopes is not None:
             slope = gl.load(masks.Slopes + head) * LOG2E
+        bits = None
+        if masks.Bits is not None:
+            bits = gl.minimum(keys, sizes.seqlen_kv - 1) * masking.mask_k
         own = KeyBlock(
-            keys=keys, least=least, most=most, document=document, factor=factor, cap=softcap * LOG2E, slope=slope
-        )
+            keys=keys, least=least, most=most, document=document, factor=factor, cap=softcap * LOG2E, slope=slope,
+            bits=bits,
+        )  # fmt: skip
         grad_k = gl.zeros([ROWS, how.QK_ALL], gl.float32, layout=GRAD_K)
         grad_v = gl.zeros([ROWS, how.V_ALL], gl.float32, layout=GRAD_V)
         if count > 0:
@@ -225,8 +241,8 @@ def _compute(
 
 @gluon.jit(do_not_specialize=["section", "blocks", "heads_of_all"])
 def attention_backward_sm90(
-    Q, K, V, GradOut, RowStats, Sums, GradK, GradV, Flag, Rows, Keys, DocumentsQ, DocumentsK, Lists, Slopes, Turns, Ranks,
-    stride_q, stride_k, stride_v, stride_g, stride_s, stride_dk, stride_dv, stats_rows, masking, lists, sizes,
+    Q, K, V, GradOut, RowStats, Sums, GradK, GradV, Flag, Rows, Keys, DocumentsQ, DocumentsK, Lists, Slopes, Bits, Added,
+    Turns, Ranks, stride_q, stride_k, stride_v, stride_g, stride_s, stride_dk, stride_dv, stats_rows, masking, lists, adding, sizes,
     section, blocks, heads_of_all, HOW: gl.constexpr,
 ):  # fmt: skip
     """Grid: up to blocks · heads_of_all, for `blocks` blocks of BLOCK_N keys of each of heads_of_all = B · Hq heads: no more than run at
@@ -236,8 +252,9 @@ def attention_backward_sm90(
     (B, Hq, Skv, D), what each head of queries adds. RowStats: (B, Hq, 2, stats_rows) float32, as row_stats.py says. Sums: (B, Hq, Sq, QK)
     float32, contiguous, zeros: gets dq over the scale. Flag: two int32, 0: the first gets 1 if MARKS and a gradient is NaN, the second
     counts blocks. Lists: by key. Turns: int32 (B, Hq, stats_rows / BLOCK_M), 0, or None where the order does not matter. Ranks: as
-    `attention_ranks` makes them of Lists, or None. The other operands: kernel_plan.Plan; tuples: shared tuples.py; HOW: `GradSwitches`.
-    The scale is positive.
+    `attention_ranks` makes them of Lists, or None. Bits: of a dense mask, int32 (B|1, Hq|1, Skv|1, words of queries), or None; its strides
+    are where masking has the mask's. Added: a bias that wants no gradient, and adding: `Adding`; or both None. The other operands:
+    kernel_plan.Plan; tuples: shared tuples.py; HOW: `GradSwitches`. The scale is positive.
     """
     how: gl.constexpr = HOW._replace()
     work = ForwardWork(section=section, blocks=blocks, heads_of_all=heads_of_all, sizes=sizes, Lists=Lists, lists=lists)
@@ -252,6 +269,7 @@ def attention_backward_sm90(
     of_dv = descriptor(GradV, batch, heads, seqlen_kv, stride_dv, ROWS, how.HEAD_DIM_V, how.V_ALL)
     of_sums = descriptor(Sums, batch, heads, seqlen_q, stride_s, ROWS, QK, how.SUM_COLUMNS)
     turns, turn_full = None, None
+    added = AddedTiles(of=None, at=None, tiles=None, full=None, empty=None)
     ELEMENT: gl.constexpr = K.dtype.element_ty
     GRADS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * ROWS, how.BLOCK_M], ELEMENT)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -260,6 +278,14 @@ def attention_backward_sm90(
         turn_full = gl.allocate_shared_memory(gl.int64, [2 * how.STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(2 * how.STAGES):
             mbarrier.init(turn_full.index(i), count=1)
+    if how.ADDED:
+        of_added = descriptor_of_added(Added, adding, how.BLOCK_M, ROWS)
+        added = AddedTiles(
+            of=of_added, at=adding, full=None, empty=None,
+            tiles=gl.allocate_shared_memory(
+                Added.dtype.element_ty, [2 * how.STAGES, 1, 1, how.BLOCK_M, ROWS], of_added.layout
+            ),
+        )  # fmt: skip
     tiles = GradTiles(
         q=gl.allocate_shared_memory(ELEMENT, [how.STAGES, 1, 1, how.BLOCK_M, how.QK_ALL], of_q.layout),
         g=gl.allocate_shared_memory(ELEMENT, [how.STAGES, 1, 1, how.BLOCK_M, how.V_ALL], of_g.layout),
@@ -271,17 +297,18 @@ def attention_backward_sm90(
         first=gl.allocate_shared_memory(gl.int32, [how.STAGES, 1], FLAT),
         turns=turns,
         turn_full=turn_full,
+        added=added.tiles,
         work=gl.allocate_shared_memory(gl.int32, [6, 1], FLAT),
     )
     barriers = grad_barriers_of(how.STAGES)
-    masks = Masks(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Slopes=Slopes)
+    masks = Masks(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Slopes=Slopes, Bits=Bits)
     scale, softcap = sizes.scale, sizes.changed_by
     factor = scale / softcap if how.SOFTCAP else scale * LOG2E
     gl.warp_specialize(
         [
             (_compute, (0, of_sums, of_dk, of_dv, Flag, masks, masking, tiles, barriers, work, scale, factor, softcap, how)),
             (_compute, (1, of_sums, of_dk, of_dv, Flag, masks, masking, tiles, barriers, work, scale, factor, softcap, how)),
-            (fetch, (of_q, of_k, of_v, of_g, RowStats, Flag + 1, Turns, Ranks, stats_rows, tiles, barriers, work, how)),
+            (fetch, (of_q, of_k, of_v, of_g, added, RowStats, Flag + 1, Turns, Ranks, stats_rows, tiles, barriers, work, how)),
         ],
         [4, 4],
         [how.REGISTERS, REGISTERS_OF_ALL - 2 * how.REGISTERS],

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from attn_compiler.lowerings.hopper.kernels.forward_added_sm90 import fetch_added
 from attn_compiler.lowerings.hopper.kernels.head_parts_sm90 import fetch_parts
 from attn_compiler.lowerings.hopper.kernels.tuples import Visits
 from attn_compiler.lowerings.hopper.kernels.visiting import nth_shortest, nth_tile
@@ -22,6 +23,10 @@ def nth_block(nth, work, how: gl.constexpr):
     # Where there is none, that of the first one is read.
     block, row = gl.where(is_one, block, 0), gl.where(is_one, row, 0)
     batch, head = row // work.sizes.heads_q, row % work.sizes.heads_q
+    if how.BATCH_LAST:
+        batches = work.heads_of_all // work.sizes.heads_q
+        batch, head = row % batches, row // batches
+        row = batch * work.sizes.heads_q + head
     if how.ORDERED:
         block = nth_shortest(block, work, batch, head)
     return is_one, block, batch, head, row
@@ -55,8 +60,11 @@ def place_of_queries(consumer: gl.constexpr, nth, how: gl.constexpr):
 
 
 @gluon.jit
-def fetch(Q, K, V, tiles, barriers, work, rounds, how: gl.constexpr):
-    """For each block the queries of every warpgroup, then tiles of keys and values, keys a tile ahead. Runs ahead into the next block."""
+def fetch(Q, K, V, tiles, added, barriers, work, rounds, how: gl.constexpr):
+    """For each block the queries of every warpgroup, then tiles of keys and values, keys a tile ahead. Runs ahead into the next block.
+
+    What is added to the scores comes last: its place is free later than that of the values before.
+    """
     done = 0
     for nth in range(rounds):
         is_one, block, batch, head, _row = nth_block(nth, work, how)
@@ -80,6 +88,8 @@ def fetch(Q, K, V, tiles, barriers, work, rounds, how: gl.constexpr):
             _fetch_tile(
                 K, batch, head_kv, key, stage, phase, barriers.k_full, barriers.k_empty, tiles.k, how.QK_ALL
             )  # fmt: skip
+            if how.ADDED_STAGES > 0:
+                fetch_added(batch, head, start, key, done, added, how)
             for i in range(1, count):
                 next_stage, next_phase = (done + i) % how.STAGES, ((done + i) // how.STAGES) & 1
                 next_key = nth_tile(i, visits) * how.BLOCK_N
@@ -89,6 +99,8 @@ def fetch(Q, K, V, tiles, barriers, work, rounds, how: gl.constexpr):
                 _fetch_tile(
                     V, batch, head_kv, key, stage, phase, barriers.v_full, barriers.v_empty, tiles.v, how.V_ALL
                 )  # fmt: skip
+                if how.ADDED_STAGES > 0:
+                    fetch_added(batch, head, start, next_key, done + i, added, how)
                 key, stage, phase = next_key, next_stage, next_phase
             _fetch_tile(
                 V, batch, head_kv, key, stage, phase, barriers.v_full, barriers.v_empty, tiles.v, how.V_ALL

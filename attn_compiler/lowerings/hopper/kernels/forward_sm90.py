@@ -1,4 +1,4 @@
-"""Attention forward in half precision for Hopper, in Gluon: bands, intervals, keys, documents, softcap, slopes and sinks.
+"""Attention forward in half precision for Hopper, in Gluon: bands, intervals, keys, documents, softcap, slopes, biases and sinks.
 
 One warpgroup has the copy engine (TMA) fetch tiles of keys and values, two or three compute 64 queries each. While the tensor cores take
 the scores of a tile and the outputs of the one before, the softmax of that one is over: a warpgroup has two products under way
@@ -15,6 +15,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
+from attn_compiler.lowerings.hopper.kernels.forward_added_sm90 import (
+    added_of,
+    descriptor_of_added,
+    room_for_added,
+)
 from attn_compiler.lowerings.hopper.kernels.forward_fetching_sm90 import (
     fetch,
     list_of_block,
@@ -22,6 +27,7 @@ from attn_compiler.lowerings.hopper.kernels.forward_fetching_sm90 import (
     place_of_queries,
     tiles_to_visit,
 )
+from attn_compiler.lowerings.hopper.kernels.forward_masks_sm90 import keys_of, masked
 from attn_compiler.lowerings.hopper.kernels.head_parts_sm90 import (
     descriptors,
     no_outputs,
@@ -38,9 +44,9 @@ from attn_compiler.lowerings.hopper.kernels.head_parts_sm90 import (
     weights_layout,
     zero_where,
 )
-from attn_compiler.lowerings.hopper.kernels.tuples import ForwardWork, Masks, Visits, Warpgroup
+from attn_compiler.lowerings.hopper.kernels.tuples import AddedTiles, ForwardWork, Masks, Visits, Warpgroup
 from attn_compiler.lowerings.hopper.kernels.visiting import nth_tile
-from attn_compiler.lowerings.shared.kernels.optional import at_index
+from attn_compiler.lowerings.shared.kernels.optional import at_index, of_head
 from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import barriers_of
 from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
@@ -49,12 +55,10 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
     ROWS,
     SHARES,
     barrier_of_threads,
-    bytes_set,
     distances_to,
     narrowed,
     shares,
     tanh,
-    up_to,
 )
 from attn_compiler.lowerings.shared.kernels.tuples_sm90 import SharedTiles
 
@@ -76,29 +80,17 @@ def _give_turn(consumer: gl.constexpr, how: gl.constexpr):
 
 
 @gluon.jit
-def _masked(qk, start, own, masks, seqlen_kv, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
-    """The scores of a tile, -inf where a pair is not allowed."""
-    qk = gl.where(up_to(own.most - start, QK_LAYOUT, how.BLOCK_N), qk, float("-inf"))
-    if how.HAS_LEFT or masks.Rows is not None:
-        qk = gl.where(up_to(own.least - 1 - start, QK_LAYOUT, how.BLOCK_N), float("-inf"), qk)
-    if masks.Keys is not None:
-        qk = gl.where(bytes_set(masks.Keys, start, seqlen_kv, QK_LAYOUT, how.BLOCK_N), qk, float("-inf"))
-    if own.document is not None:
-        keys = start + gl.arange(0, how.BLOCK_N, layout=gl.SliceLayout(0, QK_LAYOUT))
-        document = gl.load(masks.DocumentsK + keys, mask=keys < seqlen_kv, other=0)
-        qk = gl.where(own.document[:, None] == document[None, :], qk, float("-inf"))
-    return qk
-
-
-@gluon.jit
 def _softmax(
-    qk, tile, peak, total, own, masks, seqlen_kv, MASKED: gl.constexpr, QK_LAYOUT: gl.constexpr, how: gl.constexpr
+    qk, bias, tile, peak, total, own, masks, seqlen_kv, MASKED: gl.constexpr, QK_LAYOUT: gl.constexpr, how: gl.constexpr
 ):  # fmt: skip
     """The weights of a tile, and each row's maximum, its sum as `shares` of it, and what all sums so far are to be multiplied by."""
     factor = own.factor
     if how.SOFTCAP:
         qk = tanh(qk * factor)
         factor = own.cap
+    if bias is not None:
+        # Beside q kᵀ, which the row's maximum and the exponentials then are of: it takes no product of its own.
+        qk = qk + bias.to(gl.float32) * own.of_added
     start = tile * how.BLOCK_N
     if own.slope is not None:
         # Of the difference: two large numbers would leave its rounding to the lse, which the backward reads.
@@ -106,7 +98,7 @@ def _softmax(
         qk = distances_to(qk * factor, from_start, own.slope, QK_LAYOUT, how.BLOCK_N)
         factor = 1.0
     if MASKED:
-        qk = _masked(qk, start, own, masks, seqlen_kv, QK_LAYOUT, how)
+        qk = masked(qk, tile, own, masks, seqlen_kv, QK_LAYOUT, how)
     new_peak = gl.maximum(peak, gl.max(qk, 1) * factor)
     weights = gl.exp2(qk * factor - new_peak[:, None])
     decay = gl.exp2(peak - new_peak)
@@ -124,7 +116,7 @@ def _scores(own, tiles, stage, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
 
 @gluon.jit
 def _step(
-    consumer: gl.constexpr, i, tile, done, state, own, masks, tiles, barriers, seqlen_kv,
+    consumer: gl.constexpr, i, tile, done, state, own, masks, tiles, added, barriers, seqlen_kv,
     MASKED: gl.constexpr, QK_LAYOUT: gl.constexpr, how: gl.constexpr,
 ):  # fmt: skip
     """The i-th tile of a block, and the outputs of the one before, whose values have come. `done` tiles went through the stages before the
@@ -141,12 +133,17 @@ def _step(
     qk = _scores(own, tiles, stage, QK_LAYOUT, how)
     out = outputs_of(weights, rows_at(tiles.v, before, how.BLOCK_N, how.V_ALL), out, how.V_ALL)
     _give_turn(consumer, how)
+    bias = None
+    if how.ADDED_STAGES > 0 and how.ADDED_EARLY:
+        bias = added_of(consumer, done + i, added, QK_LAYOUT, how)
     qk = warpgroup_mma_wait(parts_in(how.V_ALL), deps=(qk,))
     mbarrier.arrive(barriers.k_empty.index(stage))
+    if how.ADDED_STAGES > 0 and not how.ADDED_EARLY:
+        bias = added_of(consumer, done + i, added, QK_LAYOUT, how)
     if not how.OVERLAPS:
         out = outputs_there(out, how.V_ALL)
         mbarrier.arrive(barriers.v_empty.index(before))
-    found, peak, total, decay = _softmax(qk, tile, peak, total, own, masks, seqlen_kv, MASKED, QK_LAYOUT, how)
+    found, peak, total, decay = _softmax(qk, bias, tile, peak, total, own, masks, seqlen_kv, MASKED, QK_LAYOUT, how)
     weights = gl.convert_layout(narrowed(found, tiles.v[0]), WEIGHTS, assert_trivial=True)
     # Waited for here, not where they are used: ptxas moves the softmax behind the products' wait unless something that branches is between.
     mbarrier.wait(barriers.v_full.index(stage), phase)
@@ -159,7 +156,7 @@ def _step(
 
 @gluon.jit
 def _tiles(
-    consumer: gl.constexpr, place, done, visits, own, masks, tiles, barriers, seqlen_kv,
+    consumer: gl.constexpr, place, done, visits, own, masks, tiles, added, barriers, seqlen_kv,
     QK_LAYOUT: gl.constexpr, how: gl.constexpr,
 ):  # fmt: skip
     """The online softmax over all tiles of a block: maximum, sum as `shares` of it and output of each row. place: of its queries."""
@@ -175,10 +172,13 @@ def _tiles(
     _await_turn(consumer, how)
     qk = _scores(own, tiles, stage, QK_LAYOUT, how)
     _give_turn(consumer, how)
+    bias = None
+    if how.ADDED_STAGES > 0:
+        bias = added_of(consumer, done, added, QK_LAYOUT, how)
     qk = warpgroup_mma_wait(0, deps=(qk,))
     mbarrier.arrive(barriers.k_empty.index(stage))
     tile = nth_tile(0, visits)
-    found, peak, total, _ = _softmax(qk, tile, peak, total, own, masks, seqlen_kv, True, QK_LAYOUT, how)
+    found, peak, total, _ = _softmax(qk, bias, tile, peak, total, own, masks, seqlen_kv, True, QK_LAYOUT, how)
     weights = gl.convert_layout(narrowed(found, tiles.v[0]), WEIGHTS, assert_trivial=True)
     mbarrier.wait(barriers.v_full.index(stage), (done // how.STAGES) & 1)
     state = (peak, total, out, weights)
@@ -188,12 +188,12 @@ def _tiles(
         # Loaded a tile ahead: what it needs then has come.
         upcoming = nth_tile(i + 1, visits)
         state = _step(
-            consumer, i, tile, done, state, own, masks, tiles, barriers, seqlen_kv, True, QK_LAYOUT, how
+            consumer, i, tile, done, state, own, masks, tiles, added, barriers, seqlen_kv, True, QK_LAYOUT, how
         )  # fmt: skip
     for i in range(gl.maximum(partial, 1), count):
         tile = visits.full_first + i - partial
         state = _step(
-            consumer, i, tile, done, state, own, masks, tiles, barriers, seqlen_kv, how.MASK_ALL, QK_LAYOUT, how
+            consumer, i, tile, done, state, own, masks, tiles, added, barriers, seqlen_kv, how.MASK_ALL, QK_LAYOUT, how
         )  # fmt: skip
     if not how.OUT_IN_Q:
         mbarrier.arrive(barriers.q_empty.index(place))
@@ -231,26 +231,9 @@ def _finish(peak, total, out, Lse, Sinks, head, rows, seqlen_q, QK_LAYOUT: gl.co
 
 
 @gluon.jit
-def _keys_of(consumer: gl.constexpr, block, batch, masks, masking, sizes, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
-    """Of each of a warpgroup's queries of a block: its number, and the first and the last key that it may use."""
-    rows = block * how.BLOCK_M + consumer * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, QK_LAYOUT))
-    inside = rows < sizes.seqlen_q
-    most = rows * 0 + (sizes.seqlen_kv - 1)
-    least = rows * 0
-    if how.HAS_RIGHT:
-        most = gl.minimum(most, rows + sizes.band_right)
-    if how.HAS_LEFT:
-        least = rows - sizes.band_left
-    Rows = at_index(masks.Rows, batch, masking.rows_b)
-    if Rows is not None:
-        least = gl.maximum(least, gl.load(Rows + rows, mask=inside, other=0))
-        most = gl.minimum(most, gl.load(Rows + masking.rows_side + rows, mask=inside, other=0) - 1)
-    return rows, least, most
-
-
-@gluon.jit
 def _compute(
-    consumer: gl.constexpr, Out, Lse, Sinks, masks, masking, tiles, barriers, work, rounds, scale, softcap, how: gl.constexpr
+    consumer: gl.constexpr, Out, Lse, Sinks, masks, masking, tiles, added, barriers, work, rounds, scale, softcap,
+    how: gl.constexpr,
 ):  # fmt: skip
     """64 queries of each of this program's blocks."""
     QK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -259,13 +242,16 @@ def _compute(
     sizes = work.sizes
     seqlen_q, seqlen_kv = sizes.seqlen_q, sizes.seqlen_kv
     done = 0
+    of_added = None
+    if how.ADDED_STAGES > 0:
+        of_added = 1.0 / softcap if how.SOFTCAP else LOG2E / scale
     if consumer == 1:
         _give_turn(consumer, how)
     is_one, block, batch, head, row = nth_block(0, work, how)
     partial, first, second, full_first, full_last = tiles_to_visit(
         list_of_block(work, batch, head, block), block, sizes, how
     )
-    rows, least, most = _keys_of(consumer, block, batch, masks, masking, sizes, QK_LAYOUT, how)
+    rows, least, most = keys_of(consumer, block, batch, masks, masking, sizes, QK_LAYOUT, how)
     for nth in range(rounds):
         if is_one:
             start = block * how.BLOCK_M
@@ -286,15 +272,19 @@ def _compute(
                 DocumentsQ=masks.DocumentsQ,
                 DocumentsK=at_index(masks.DocumentsK, batch, masking.documents_kb),
                 Slopes=masks.Slopes,
+                Bits=of_head(masks.Bits, batch, head, masking.mask_b, masking.mask_h),
             )
+            bits = None
+            if masks.Bits is not None:
+                bits = gl.minimum(rows, seqlen_q - 1) * masking.mask_q
             place, phase = place_of_queries(consumer, nth, how)
             own = Warpgroup(
                 q=rows_at(tiles.q, place, ROWS, how.QK_ALL), least=least, most=most, document=document,
-                rows=rows, factor=scale, cap=softcap * LOG2E, slope=slope,
+                rows=rows, factor=scale, cap=softcap * LOG2E, slope=slope, of_added=of_added, bits=bits,
             )  # fmt: skip
             mbarrier.wait(barriers.q_full.index(place), phase)
             peak, total, out = _tiles(
-                consumer, place, done, visits, own, of_row, tiles, barriers, seqlen_kv, QK_LAYOUT, how
+                consumer, place, done, visits, own, of_row, tiles, added, barriers, seqlen_kv, QK_LAYOUT, how
             )
             done += partial + full_last - full_first
             # What the next block visits and sees is on its way from memory while this one's outputs are on theirs to it.
@@ -302,9 +292,9 @@ def _compute(
             is_one, next_block, next_batch, next_head, next_row = of_next
             List = list_of_block(work, next_batch, next_head, next_block)
             partial, first, second, full_first, full_last = tiles_to_visit(List, next_block, sizes, how)
-            of_next_rows = _keys_of(consumer, next_block, next_batch, masks, masking, sizes, QK_LAYOUT, how)
-            of_head = Lse + row.to(gl.int64) * seqlen_q
-            out = _finish(peak, total, out, of_head, Sinks, head, rows, seqlen_q, QK_LAYOUT, how)
+            of_next_rows = keys_of(consumer, next_block, next_batch, masks, masking, sizes, QK_LAYOUT, how)
+            lse_of_head = Lse + row.to(gl.int64) * seqlen_q
+            out = _finish(peak, total, out, lse_of_head, Sinks, head, rows, seqlen_q, QK_LAYOUT, how)
             own_place = place if how.OUT_IN_Q else consumer
             if not how.OUT_IN_Q:
                 # Until what the block before wrote has left.
@@ -323,14 +313,16 @@ def _compute(
 
 @gluon.jit(do_not_specialize=["section", "blocks", "heads_of_all"])
 def attention_forward_sm90(
-    Q, K, V, Out, Lse, Rows, Keys, DocumentsQ, DocumentsK, Lists, Slopes, Sinks, stride_q, stride_k, stride_v, stride_o,
-    masking, lists, sizes, section, blocks, heads_of_all, HOW: gl.constexpr,
+    Q, K, V, Out, Lse, Rows, Keys, DocumentsQ, DocumentsK, Lists, Slopes, Sinks, Bits, Added, stride_q, stride_k,
+    stride_v, stride_o, masking, lists, adding, sizes, section, blocks, heads_of_all, HOW: gl.constexpr,
 ):  # fmt: skip
     """Grid: up to blocks · heads_of_all, for `blocks` blocks of BLOCK_M queries of each of heads_of_all = B · Hq heads: no more than run at
     once, each then computes several. num_warps: 4.
 
     Q, K, V, Out: logical BHSD, in half precision, every stride but the last one a multiple of 16 bytes. Lse: (B, Hq, Sq), contiguous,
-    float32. The other operands: kernel_plan.Plan; tuples: shared tuples.py; HOW: `ForwardSwitches`. The scale is positive.
+    float32. Bits: of a dense mask, int32 (B|1, Hq|1, Sq|1, words), or None; its strides are where masking has the mask's. Added: what is
+    added to the scores, strides as those of Q; adding: `Adding`; or both None. The other operands: kernel_plan.Plan; tuples: shared
+    tuples.py; HOW: `ForwardSwitches`. The scale is positive.
     """
     how: gl.constexpr = HOW._replace()
     rounds = (blocks * heads_of_all + gl.num_programs(0) - 1) // gl.num_programs(0)
@@ -351,15 +343,26 @@ def attention_forward_sm90(
         out_tiles = room(ELEMENT, how.CONSUMERS, ROWS, of_out, how.V_ALL)
     tiles = SharedTiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles)
     barriers = barriers_of(QUERIES, how.STAGES, how.CONSUMERS)
-    masks = Masks(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Slopes=Slopes)
+    added = AddedTiles(of=None, at=None, tiles=None, full=None, empty=None)
+    if how.ADDED_STAGES > 0:
+        of_added = descriptor_of_added(Added, adding, ROWS, how.BLOCK_N)
+        places, full, empty = room_for_added(of_added, Added.dtype.element_ty, how)
+        added = AddedTiles(of=of_added, at=adding, tiles=places, full=full, empty=empty)
+    masks = Masks(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Slopes=Slopes, Bits=Bits)
     softcap = sizes.changed_by
     scale = sizes.scale / softcap if how.SOFTCAP else sizes.scale * LOG2E
     if how.CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_compute, (0, of_out, Lse, Sinks, masks, masking, tiles, barriers, work, rounds, scale, softcap, how)),
-                (_compute, (1, of_out, Lse, Sinks, masks, masking, tiles, barriers, work, rounds, scale, softcap, how)),
-                (fetch, (of_q, of_k, of_v, tiles, barriers, work, rounds, how)),
+                (
+                    _compute,
+                    (0, of_out, Lse, Sinks, masks, masking, tiles, added, barriers, work, rounds, scale, softcap, how),
+                ),
+                (
+                    _compute,
+                    (1, of_out, Lse, Sinks, masks, masking, tiles, added, barriers, work, rounds, scale, softcap, how),
+                ),
+                (fetch, (of_q, of_k, of_v, tiles, added, barriers, work, rounds, how)),
             ],
             [4, 4],
             [how.REGISTERS, FEW],
@@ -367,10 +370,19 @@ def attention_forward_sm90(
     else:
         gl.warp_specialize(
             [
-                (_compute, (0, of_out, Lse, Sinks, masks, masking, tiles, barriers, work, rounds, scale, softcap, how)),
-                (_compute, (1, of_out, Lse, Sinks, masks, masking, tiles, barriers, work, rounds, scale, softcap, how)),
-                (_compute, (2, of_out, Lse, Sinks, masks, masking, tiles, barriers, work, rounds, scale, softcap, how)),
-                (fetch, (of_q, of_k, of_v, tiles, barriers, work, rounds, how)),
+                (
+                    _compute,
+                    (0, of_out, Lse, Sinks, masks, masking, tiles, added, barriers, work, rounds, scale, softcap, how),
+                ),
+                (
+                    _compute,
+                    (1, of_out, Lse, Sinks, masks, masking, tiles, added, barriers, work, rounds, scale, softcap, how),
+                ),
+                (
+                    _compute,
+                    (2, of_out, Lse, Sinks, masks, masking, tiles, added, barriers, work, rounds, scale, softcap, how),
+                ),
+                (fetch, (of_q, of_k, of_v, tiles, added, barriers, work, rounds, how)),
             ],
             [4, 4, 4],
             [how.REGISTERS, how.REGISTERS, FEW],

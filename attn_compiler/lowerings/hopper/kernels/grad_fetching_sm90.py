@@ -79,6 +79,19 @@ def _fetch_tile(X, at, full, stage, tiles):
 
 
 @gluon.jit
+def _fetch_with_bias(Q, at, full, stage, tiles, added, key):
+    """Ask for a tile of queries, and for the bias of these and of each warpgroup's keys. key: the first of the block."""
+    batch, head, query = at[0], at[1], at[2]
+    mbarrier.expect(full, Q.block_type.nbytes + 2 * added.of.block_type.nbytes)
+    tma.async_copy_global_to_shared(Q, [batch, head, query, 0], full, tiles.q.index(stage))
+    batch, head = gl.minimum(batch, added.at.batches - 1), gl.minimum(head, added.at.heads - 1)
+    for half in gl.static_range(2):
+        tma.async_copy_global_to_shared(
+            added.of, [batch, head, query, key + half * ROWS], full, added.tiles.index(2 * stage + half)
+        )  # fmt: skip
+
+
+@gluon.jit
 def _fetch_keys(K, V, batch, head, start, loaded, tiles, barriers):
     """The keys and values of a block, each half for a warpgroup, as soon as both have let go of those of the block before."""
     mbarrier.wait(barriers.kv_empty, (loaded & 1) ^ 1)
@@ -105,7 +118,9 @@ def _give_last(Turns, n, count, tiles, how: gl.constexpr):
 
 
 @gluon.jit
-def fetch(Q, K, V, GradOut, RowStats, Counter, Turns, Ranks, stats_rows, tiles, barriers, work, how: gl.constexpr):
+def fetch(
+    Q, K, V, GradOut, added, RowStats, Counter, Turns, Ranks, stats_rows, tiles, barriers, work, how: gl.constexpr
+):
     """For each block its keys and values, and the tiles of queries, of the output's gradient and of row stats: those that need their mask,
     and then the others. Which block is the next one a counter tells, that all programs share: so none is done long before the others.
 
@@ -155,7 +170,10 @@ def fetch(Q, K, V, GradOut, RowStats, Counter, Turns, Ranks, stats_rows, tiles, 
             if how.IN_ORDER:
                 if i > how.STAGES:
                     give_turn(Turns + told(tiles.turns, (done + i - how.STAGES - 1) % ROOM))
-            _fetch_tile(Q, at, barriers.q_full, stage, tiles.q)
+            if how.ADDED:
+                _fetch_with_bias(Q, at, barriers.q_full.index(stage), stage, tiles, added, block * how.BLOCK_N)
+            else:
+                _fetch_tile(Q, at, barriers.q_full, stage, tiles.q)
             _fetch_tile(GradOut, at, barriers.g_full, stage, tiles.g)
             # Later than the first tile, which has room before the block before is done.
             if i == 0:

@@ -6,10 +6,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
+from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
     ROWS,
     add_from_shared,
     barrier_of_threads,
+    bits_set,
     distances_to,
     tanh,
     up_to,
@@ -57,19 +59,24 @@ def _allowed(weights, start, own, masks, sizes, layouts: gl.constexpr, how: gl.c
         queries = start + gl.arange(0, how.BLOCK_M, layout=QUERY)
         document = gl.load(masks.Documents + queries, mask=queries < sizes.seqlen_q, other=0)
         weights = gl.where(own.document[:, None] == document[None, :], weights, 0.0)
+    if masks.Bits is not None:
+        weights = gl.where(bits_set(masks.Bits, own.bits, start // 32, SCORES, how.BLOCK_M), weights, 0.0)
     return weights
 
 
 @gluon.jit
 def weights_of(
-    scores, start, IS_MASKED: gl.constexpr, base, own, masks, sizes, layouts: gl.constexpr, how: gl.constexpr
-):
-    """The weights of a tile (keys, queries), and what their gradients are multiplied by instead of them. base: -lse, in units of log 2."""
+    scores, start, IS_MASKED: gl.constexpr, base, bias, own, masks, sizes, layouts: gl.constexpr, how: gl.constexpr
+):  # fmt: skip
+    """The weights of a tile (keys, queries), and what their gradients are multiplied by instead of them. base: -lse, in units of log 2.
+    bias: what is added to the scores, or None."""
     factor = own.factor
     if how.SOFTCAP:
         scores = tanh(scores * factor)
         factor = own.cap
     logits = scores * factor + base[None, :]
+    if bias is not None:
+        logits = logits + bias.to(gl.float32) * LOG2E
     if own.slope is not None:
         from_start = own.slope * (own.keys - start).to(gl.float32)
         logits = distances_to(logits, from_start, -own.slope, layouts.SCORES, how.BLOCK_M)

@@ -30,6 +30,12 @@ class ForwardSwitches(NamedTuple):
     OUT_IN_Q: Any  # outputs leave from where the queries were
     OVERLAPS: Any  # a warpgroup has its softmax while the tensor cores take the outputs of its tile before, which takes registers
     TURNS: Any  # two warpgroups take turns: one's products while the other has its softmax
+    ADDED_STAGES: (
+        Any  # tiles of what is added to the scores that are in shared memory for each warpgroup; 0: nothing is
+    )
+    ADDED_EARLY: Any  # it is read while q kᵀ is under way, which takes registers
+    BY_DISTANCE: Any  # that is numbers by distance, else a bias
+    BATCH_LAST: Any  # blocks of all batch rows come before the next head's
 
 
 class ForwardWork(NamedTuple):
@@ -43,6 +49,29 @@ class ForwardWork(NamedTuple):
     lists: Any  # ListStrides
 
 
+class Adding(NamedTuple):
+    """A tensor of logical (batch, head, row, key) that is added to the scores. Axes of size 1 broadcast, but for rows."""
+
+    batches: Any
+    heads: Any
+    rows: Any  # queries, or by distance 64
+    columns: Any  # keys, or by distance all that there are
+    stride_b: Any
+    stride_h: Any
+    stride_q: Any
+    zero: Any  # by distance: the column of a key beside the first of 64 queries
+
+
+class AddedTiles(NamedTuple):
+    """Tiles of it in shared memory, of each stage those of all warpgroups; all are None where nothing is added."""
+
+    of: Any  # the descriptor that they come by
+    at: Any  # Adding
+    tiles: Any
+    full: Any  # when they have come
+    empty: Any  # and may be written over
+
+
 class Masks(NamedTuple):
     """What masks and scores read, of all batch rows and heads, or of one."""
 
@@ -51,6 +80,7 @@ class Masks(NamedTuple):
     DocumentsQ: Any
     DocumentsK: Any
     Slopes: Any
+    Bits: Any  # of a dense mask, 32 keys a word
 
 
 class Visits(NamedTuple):
@@ -75,6 +105,8 @@ class Warpgroup(NamedTuple):
     factor: Any  # what q kᵀ is multiplied by
     cap: Any  # and then tanh of that, where there is a softcap
     slope: Any  # or None
+    bits: Any  # where its words of a dense mask begin, or None
+    of_added: Any  # what is added is multiplied by that before it joins q kᵀ, or the softcap's tanh
 
 
 class GradSwitches(NamedTuple):
@@ -96,6 +128,7 @@ class GradSwitches(NamedTuple):
     ORDERED: Any  # blocks come by the lengths of their lists
     REGISTERS: Any  # of a thread that computes
     IN_ORDER: Any  # blocks take turns at dq
+    ADDED: Any  # a bias is added to the scores, of which the copy engine brings tiles
 
 
 class GradTiles(NamedTuple):
@@ -113,6 +146,7 @@ class GradTiles(NamedTuple):
         Any  # of 2 · STAGES tiles: where the counter of each is, and how many blocks add to it before this one; or None
     )
     turn_full: Any  # barriers: when each of these may be added; or None
+    added: Any  # of a bias, (queries, keys) of each of two warpgroups, or None
     work: Any  # of a block its number among those of all heads, -1 after the last one; its tiles; how many of them are masked
 
 
@@ -136,6 +170,7 @@ class QueryMasks(NamedTuple):
     Rows: Any
     rows_side: Any  # MaskStrides.rows_side
     Documents: Any
+    Bits: Any  # of a dense mask, of one head: 32 queries a word
 
 
 class KeyBlock(NamedTuple):
@@ -148,3 +183,4 @@ class KeyBlock(NamedTuple):
     factor: Any  # what q kᵀ is multiplied by
     cap: Any  # and then tanh of that, where there is a softcap
     slope: Any  # or None
+    bits: Any  # where its words of a dense mask begin, or None

@@ -54,6 +54,23 @@ def _words(keys: int) -> gl.constexpr:
 #: of tiles of 128 and of 64 keys
 SCORES_128, SCORES_64 = _scores(128), _scores(64)
 WORDS_128, WORDS_64 = _words(128), _words(64)
+
+
+def _loaded(keys: int) -> gl.constexpr:
+    """How threads load those numbers of a row, (ROWS, keys // 32): all at once."""
+    words = [[0, 2**i] for i in range((keys // 32).bit_length() - 1)]
+    return gl.constexpr(
+        gl.DistributedLinearLayout(
+            reg_bases=[*words, [8, 0]],
+            lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+            warp_bases=[[16, 0], [32, 0]],
+            block_bases=[],
+            shape=[64, keys // 32],
+        )
+    )
+
+
+LOADED_128, LOADED_64 = _loaded(128), _loaded(64)
 #: of (ROWS, 4): two rows of one column a thread, as many threads a row as share it in the tensor cores' layouts
 SHARES = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -144,23 +161,46 @@ def bits_of(address, left):
 
 
 @gluon.jit
-def bytes_set(Bytes, start, length, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
-    """(ROWS, SIZE): whether the byte of a key is not 0, of SIZE keys from `start` on; none from `length` on. Bytes: one a key."""
+def bits_set(Words, of_rows, first, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
+    """(ROWS, SIZE): whether the bit of a pair is set. Words: int32, 32 keys each. of_rows: where each row's words begin, counted from
+    there; first: of them the tile's first one."""
+    WORDS: gl.constexpr = WORDS_128 if SIZE == 128 else WORDS_64
+    OF_WORDS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(2, gl.SliceLayout(4, WORDS)))
+    LOADED: gl.constexpr = LOADED_128 if SIZE == 128 else LOADED_64
+    rows = gl.convert_layout(of_rows, gl.SliceLayout(1, LOADED), assert_trivial=True)
+    words = gl.arange(0, SIZE // 32, layout=gl.SliceLayout(0, LOADED))
+    # What Triton knows of arguments it does not know in the partitions of warps.
+    rows = gl.multiple_of(rows, [16])
+    loaded = gl.load(gl.multiple_of(Words, 16) + (rows[:, None] + (first + words)[None, :]))
+    found = gl.convert_layout(loaded, OF_WORDS, assert_trivial=True)
+    return _spread(found[:, :, None], QK_LAYOUT, SIZE)
+
+
+@gluon.jit
+def _spread(words, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr):
+    """(ROWS, SIZE): the bits of words, which are (ROWS | 1, SIZE // 32, 1)."""
     WORDS: gl.constexpr = WORDS_128 if SIZE == 128 else WORDS_64
     OF_LANES: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, WORDS))
-    WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, OF_LANES))
     LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, OF_LANES))
     EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, WORDS))))
     TWO: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
-    first = start + 32 * gl.arange(0, SIZE // 32, layout=WORD)
-    words = bits_of(Bytes.to(gl.int64) + first, length - first)
-    moved = words[None, :, None] >> (2 * gl.arange(0, 4, layout=LANE))[None, None, :]
+    moved = words >> (2 * gl.arange(0, 4, layout=LANE))[None, None, :]
     eights = 8 * gl.arange(0, 4, layout=EIGHT)
     own = 1 << (eights[None, None, :, None, None] + gl.arange(0, 2, layout=TWO)[None, None, None, None, :])
     found = (moved[:, :, None, :, None] & own) != 0
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, WORDS)))))
     found = found & (rows >= 0)[:, None, None, None, None]
     return gl.convert_layout(found.reshape([ROWS, SIZE]), QK_LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def bytes_set(Bytes, start, length, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
+    """(ROWS, SIZE): whether the byte of a key is not 0, of SIZE keys from `start` on; none from `length` on. Bytes: one a key."""
+    WORDS: gl.constexpr = WORDS_128 if SIZE == 128 else WORDS_64
+    WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(2, gl.SliceLayout(4, WORDS))))
+    first = start + 32 * gl.arange(0, SIZE // 32, layout=WORD)
+    words = bits_of(Bytes.to(gl.int64) + first, length - first)
+    return _spread(words[None, :, None], QK_LAYOUT, SIZE)
 
 
 @gluon.jit

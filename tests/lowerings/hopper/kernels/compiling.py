@@ -60,6 +60,20 @@ SUMMED = (
     Case(name="summed_192_128", head_dim=192, head_dim_v=128, **_SIZES, **_CAUSAL),
     Case(name="summed_192_128_keys", head_dim=192, head_dim_v=128, keys="left", **_SIZES, **_CAUSAL),
 )
+#: with a bias, numbers by distance, or a dense mask
+ADDED = (
+    Case(name="bias_64", head_dim=64, bias="hqk", **_SIZES),
+    Case(name="bias_64_keys", head_dim=64, bias="bhqk", keys="left", **_SIZES, **_CAUSAL),
+    Case(name="bias_128", head_dim=128, bias="hqk", **_SIZES),
+    Case(name="bias_128_causal", head_dim=128, bias="hqk", **_SIZES, **_CAUSAL),
+    Case(name="bias_128_softcap", head_dim=128, bias="hqk", softcap=50.0, **_SIZES),
+    Case(name="bias_256", head_dim=256, bias="hqk", **_SIZES),
+    Case(name="distances_64", head_dim=64, distances=4, **_SIZES),
+    Case(name="distances_128", head_dim=128, distances=4, **_SIZES),
+    Case(name="mask_64", head_dim=64, mask="bqk", **_SIZES),
+    Case(name="mask_128", head_dim=128, mask="bqk", **_SIZES),
+    Case(name="mask_256", head_dim=256, mask="bqk", **_SIZES),
+)
 _KERNELS = {
     "attention_backward_sm90": (attention_backward_sm90, GluonASTSource),
     "attention_forward_sm90": (attention_forward_sm90, GluonASTSource),
@@ -70,7 +84,7 @@ _KERNELS = {
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """spilled: bytes of a thread's stack. shared: bytes. Counts of the machine code: products on the tensor cores, also by their columns;
-    waits for them. unset: `descriptors.unset`."""
+    waits for them; matrices that are loaded from shared memory. unset: `descriptors.unset`."""
 
     name: str
     kernel: str
@@ -79,6 +93,7 @@ class Found:
     products: int
     columns: dict[str, int]
     waits: int
+    matrices: int
     unset: list[str]
 
 
@@ -109,6 +124,7 @@ def _run(case: Case) -> list[Found]:
                 products=len(re.findall("HGMMA", code)),
                 columns=dict(Counter(re.findall(r"HGMMA\.\d+x(\d+)x", code))),
                 waits=len(re.findall("WARPGROUP.DEPBAR", code)),
+                matrices=len(re.findall("LDSM", code)),
                 unset=unset(code),
             )
         )
@@ -125,4 +141,4 @@ def say(cases: Sequence[Case]) -> None:
 
 
 if __name__ == "__main__":
-    say((*CASES, *SUMMED))
+    say((*CASES, *SUMMED, *ADDED))

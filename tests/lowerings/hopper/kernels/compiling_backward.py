@@ -12,10 +12,15 @@ CASES = tuple(
     for case in compiling.CASES
     if max(case.head_dim, case.head_dim_v or 0) <= max(GRAD_BLOCKS)
 )
-
+#: with a dense mask, or a bias that wants no gradient
+ADDED = tuple(
+    dataclasses.replace(case, name=f"grad_{case.name}", needs_grad=True, bias_grad=False)
+    for case in compiling.ADDED
+    if not case.distances and case.head_dim <= max(GRAD_BLOCKS)
+)
 
 #: the same as they add up in one order
 IN_ORDER = tuple(dataclasses.replace(case, name=f"in_order_{case.name}") for case in CASES)
 
 if __name__ == "__main__":
-    compiling.say((*CASES, *IN_ORDER))
+    compiling.say((*CASES, *ADDED, *IN_ORDER))

@@ -8,7 +8,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from tests.lowerings.hopper.kernels import compiling_backward
 from tests.lowerings.hopper.kernels.compiling import Found
-from tests.lowerings.hopper.kernels.compiling_backward import CASES, IN_ORDER
+from tests.lowerings.hopper.kernels.compiling_backward import ADDED, CASES, IN_ORDER
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
 from tests.thinned import asked_for, in_full
@@ -32,6 +32,8 @@ _DAILY = (
     "grad_rows_128",
     "grad_softcap_128",
     "grad_slopes_128",
+    "grad_mask_128",
+    "grad_bias_128",
     "in_order_grad_causal_64",
     "in_order_grad_causal_128",
     "in_order_grad_keys_128",
@@ -46,7 +48,7 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, Found]:
 
 @of_a_known_compiler
 @pytest.mark.parametrize(
-    "case", in_full((*CASES, *IN_ORDER), daily=lambda case: case.name in _DAILY), ids=lambda case: case.name
+    "case", in_full((*CASES, *ADDED, *IN_ORDER), daily=lambda case: case.name in _DAILY), ids=lambda case: case.name
 )
 def test_little_is_spilled_and_products_do_not_wait_for_each_other(case: Case, compiled: dict[str, Found]) -> None:
     found = compiled[case.name]

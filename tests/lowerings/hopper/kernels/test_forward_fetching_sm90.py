@@ -14,17 +14,17 @@ from attn_compiler.lowerings.hopper.kernels import forward_fetching_sm90
 from tests.lowerings.shared.kernels import gluon_in_torch
 
 HEADS, BATCH, BLOCKS = 3, 2, 5
-#: blocks in the order of their numbers
-HOW = types.SimpleNamespace(ORDERED=False)
 
 
 def scope(program: int = 0, programs: int = 1) -> dict[str, Any]:
     return gluon_in_torch.scope(forward_fetching_sm90, (program,), (programs,))
 
 
+@pytest.mark.parametrize("batch_last", [False, True])
 @pytest.mark.parametrize("section", [1, 4, 6])
 @pytest.mark.parametrize("programs", [1, 4, 30])
-def test_every_block_of_every_head_is_some_programs(programs: int, section: int) -> None:
+def test_every_block_of_every_head_is_some_programs(programs: int, section: int, batch_last: bool) -> None:
+    how = types.SimpleNamespace(ORDERED=False, BATCH_LAST=batch_last)
     work = types.SimpleNamespace(
         section=section,
         blocks=BLOCKS,
@@ -34,11 +34,15 @@ def test_every_block_of_every_head_is_some_programs(programs: int, section: int)
     taken, rounds = [], -(-BLOCKS * HEADS * BATCH // programs)
     for program in range(programs):
         for nth in range(rounds):
-            is_one, block, batch, head, row = map(int, scope(program, programs)["nth_block"](nth, work, HOW))
+            is_one, block, batch, head, row = map(int, scope(program, programs)["nth_block"](nth, work, how))
             assert row == batch * HEADS + head
             if is_one:
                 taken.append((batch, head, block))
     assert sorted(taken) == [(b, h, i) for b in range(BATCH) for h in range(HEADS) for i in range(BLOCKS)]
+    if programs == section == 1:
+        # Batch rows that share a bias follow each other.
+        (first, _, _), (second, _, _) = taken[0], taken[BLOCKS]
+        assert (first != second) is batch_last
 
 
 @pytest.mark.parametrize(("consumers", "stages"), [(2, 1), (2, 2), (3, 1)])

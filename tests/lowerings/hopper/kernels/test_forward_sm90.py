@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from tests.lowerings.hopper.kernels import compiling
-from tests.lowerings.hopper.kernels.compiling import CASES, SUMMED, Found
+from tests.lowerings.hopper.kernels.compiling import ADDED, CASES, SUMMED, Found
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
 from tests.thinned import asked_for, in_full
@@ -19,13 +19,14 @@ SPILLED = 48
 WAITS = 6
 _CONSUMERS = 2
 #: of what the rows of a mask that is all of several parts are computed again with, once in a while; the Triton family's, whose products
-#: of 96 dims are two as well
+#: of 96 dims are two as well, and which reads dense masks as they are
 _SPILLED_AGAIN, _SPILLED_AGAIN_BY_TWO = 512, 1024
 
 #: Each part of a mask, each change of the scores, each pair of head dims.
 _DAILY = (
     *("causal_64", "keys_64", "documents_128", "rows_128", "slopes_128", "causal_192_128", "softcap_256"),
     *("summed_80", "summed_96_window", "summed_112_keys"),
+    *("bias_64_keys", "bias_128", "distances_128", "mask_128"),
 )
 #: of summed head dims: what the tensor cores multiply along an axis at once, keys of a tile, and tiles that the code has
 _STEP, _KEYS, _SCORES, _OUTPUTS = 16, 128, 3, 3
@@ -39,7 +40,7 @@ def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str], Found]:
 
 @of_a_known_compiler
 @pytest.mark.parametrize(
-    "case", in_full((*CASES, *SUMMED), daily=lambda case: case.name in _DAILY), ids=lambda case: case.name
+    "case", in_full((*CASES, *SUMMED, *ADDED), daily=lambda case: case.name in _DAILY), ids=lambda case: case.name
 )
 def test_little_is_spilled_and_products_do_not_wait_for_each_other(
     case: Case, compiled: dict[tuple[str, str], Found]
@@ -51,11 +52,23 @@ def test_little_is_spilled_and_products_do_not_wait_for_each_other(
     assert found.waits == WAITS * _CONSUMERS < found.products
     assert not found.unset
     again = compiled.get((case.name, "attention_again"))
-    most = _SPILLED_AGAIN_BY_TWO if case in SUMMED else _SPILLED_AGAIN
+    most = _SPILLED_AGAIN_BY_TWO if case in (*SUMMED, *ADDED) else _SPILLED_AGAIN
     assert again is None or again.spilled <= most
 
 
 _OWN_SIZE = [case for case in SUMMED if max(case.head_dim, case.head_dim_v or 0) <= _KEYS]
+
+
+@of_a_known_compiler
+@pytest.mark.parametrize(
+    "case",
+    in_full([case for case in ADDED if case.bias], daily=lambda case: case.name in _DAILY),
+    ids=lambda case: case.name,
+)
+def test_tiles_of_a_bias_are_read_as_matrices(case: Case, compiled: dict[tuple[str, str], Found]) -> None:
+    """Of the first tile and of each loop, by each warpgroup: four of 8 x 8 at once."""
+    keys = _KEYS if case.head_dim <= _KEYS else _KEYS // 2
+    assert compiled[case.name, "attention_forward_sm90"].matrices == _CONSUMERS * _SCORES * keys // 16
 
 
 @of_a_known_compiler

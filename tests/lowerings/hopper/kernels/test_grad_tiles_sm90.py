@@ -17,7 +17,7 @@ from tests.lowerings.shared.kernels import gluon_in_torch
 KEYS, QUERIES, START = 64, 64, 128
 LAYOUTS = types.SimpleNamespace(SCORES=None, SUM=None)
 SIZES = types.SimpleNamespace(seqlen_q=START + QUERIES)
-NO_MASKS = types.SimpleNamespace(Rows=None, rows_side=0, Documents=None)
+NO_MASKS = types.SimpleNamespace(Rows=None, rows_side=0, Documents=None, Bits=None)
 
 
 def scope() -> dict[str, Any]:
@@ -39,7 +39,7 @@ def weights(mine: types.SimpleNamespace, masks: Any = NO_MASKS, *, masked: bool 
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(KEYS, QUERIES, generator=generator)
     base = torch.randn(QUERIES, generator=generator)
-    found = scope()["weights_of"](scores, START, masked, base, mine, masks, SIZES, LAYOUTS, how(**further))
+    found = scope()["weights_of"](scores, START, masked, base, None, mine, masks, SIZES, LAYOUTS, how(**further))
     return *found, scores, base
 
 
@@ -68,6 +68,7 @@ def test_intervals_and_documents_of_queries() -> None:
         Rows=gluon_in_torch.Pointer(rows.view(-1)),
         rows_side=rows.shape[1],
         Documents=gluon_in_torch.Pointer(documents),
+        Bits=None,
     )
     found, _, scores, base = weights(own(keys, document=of_keys), masks)
     lower, upper = rows[:, START:]

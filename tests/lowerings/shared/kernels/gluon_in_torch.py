@@ -322,6 +322,7 @@ def _language(program: Sequence[int], programs: Sequence[int]) -> types.SimpleNa
         "full": lambda shape, value, dtype, layout: torch.full(shape, float(value), dtype=dtype),
         "abs": torch.abs,
         "arange": lambda first, end, layout: torch.arange(first, end),
+        "multiple_of": lambda x, of: x,
         "convert_layout": lambda x, layout, assert_trivial=False: x,
         "inline_asm_elementwise": _assembly,
         "uint8": torch.uint8,

@@ -25,6 +25,14 @@ def test_keys_up_to_a_number(in_torch: dict[str, Any]) -> None:
     assert torch.equal(allowed, torch.arange(128)[None, :] <= most[:, None])
 
 
+@pytest.mark.parametrize("size", [64, 128])
+def test_bits_of_each_row(size: int, in_torch: dict[str, Any]) -> None:
+    words = torch.randint(-(2**31), 2**31, (64, 6), dtype=torch.int64).to(torch.int32)
+    found = in_torch["bits_set"](gluon_in_torch.Pointer(words.view(-1)), torch.arange(64) * 6, 2, None, size)
+    bits = (words[..., None] >> torch.arange(32, dtype=torch.int32)) & 1
+    assert torch.equal(found, bits.flatten(1)[:, 64 : 64 + size] != 0)
+
+
 def test_shares_add_up_to_the_sum(in_torch: dict[str, Any]) -> None:
     weights = torch.rand(64, 128)
     shares = in_torch["shares"](weights)

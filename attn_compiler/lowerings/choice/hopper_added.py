@@ -1,0 +1,112 @@
+"""Whether Hopper's kernel is faster than the Triton family's where it reads a tensor with an element for each score, or numbers by
+distance, by what was measured.
+
+hopper_added_sm90.csv holds the TFLOP/s of both on an H200. A row speaks for sites with its part and its head dims. Of these rows the ones
+of the nearest length decide. A site that no row speaks for is left to the Triton kernels, unless the user names this one. With gradients,
+dense masks and biases that want none have to have rows of the backward, too; that of other biases is the Triton family's either way.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from attn_compiler.codes import Code
+from attn_compiler.decisions import Reason
+from attn_compiler.lowerings.choice import nearest, shape_class
+from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared.parts import PartKind
+from attn_compiler.spec import AttentionSpec
+
+MEASURED = Path(__file__).with_name("hopper_added_sm90.csv")
+#: columns of MEASURED, in its order
+COLUMNS = tuple("part pass head_dim_from head_dim_to seqlen hopper triton since case".split())
+#: parts that rows have to speak for
+PARTS: frozenset[PartKind] = frozenset({"bias", "distances", "mask"})
+FORWARD, BACKWARD = "forward", "backward"
+#: whose kernel it is, and whose the other one is
+FAMILY, OTHER = "hopper", "triton"
+_WORDS: Mapping[PartKind, str] = {"mask": "a dense mask", "bias": "a dense bias", "distances": "a bias by distance"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AddedRow:
+    """hopper, triton: TFLOP/s on allowed pairs, of one pass alone. since: the date of the measurement."""
+
+    part: str
+    which: str
+    head_dims: tuple[int, int]
+    seqlen: int
+    hopper: float
+    triton: float
+    since: str
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        return f"{self.hopper:.0f} TFLOP/s, {OTHER} {self.triton:.0f} (S {self.seqlen}; H200, {self.since})"
+
+
+@functools.cache
+def rows() -> tuple[AddedRow, ...]:
+    """Of MEASURED."""
+    with MEASURED.open(newline="") as file:
+        return tuple(map(_row, csv.DictReader(file)))
+
+
+def _row(line: Mapping[str, str]) -> AddedRow:
+    return AddedRow(
+        part=line["part"],
+        which=line["pass"],
+        head_dims=(int(line["head_dim_from"]), int(line["head_dim_to"])),
+        seqlen=int(line["seqlen"]),
+        hopper=float(line["hopper"]),
+        triton=float(line["triton"]),
+        since=line["since"],
+    )
+
+
+def check(spec: AttentionSpec, name: str) -> list[Reason]:
+    """Why a lowering that nobody asked for by name does not serve a site that it could: for each such part of it, one reason."""
+    wanted = site_parts.parts(spec).kinds & PARTS if name == FAMILY else frozenset()
+    return [
+        reason for part in sorted(wanted) for which in _passes(spec, part) for reason in _check_part(spec, part, which)
+    ]
+
+
+def _passes(spec: AttentionSpec, part: PartKind) -> tuple[str, ...]:
+    """Those that are this family's own."""
+    has_backward = part == "mask" or (part == "bias" and not site_parts.parts(spec).bias_grad)
+    return (FORWARD, BACKWARD) if spec.needs_grad and has_backward else (FORWARD,)
+
+
+def _check_part(spec: AttentionSpec, part: PartKind, which: str) -> list[Reason]:
+    shape = shape_class.of(spec)
+    there = [
+        row
+        for row in rows()
+        if (row.part, row.which) == (part, which)
+        and shape.head_dim is not None
+        and row.head_dims[0] <= shape.head_dim <= row.head_dims[1]
+    ]
+    if not there or shape.seqlens is None:
+        return [_refused(part, f"no row of the {which} with {_WORDS[part]} and such sizes, D {shape.head_dim}")]
+    least = min(row.seqlen for row in there)
+    if nearest.is_far(shape.seqlens, least):
+        shorter, longer = shape.seqlens
+        return [_refused(part, f"lengths of {shorter} and {longer}, and the nearest row has S {least}")]
+    near = nearest.of(there, lambda row: (row.seqlen,), shape.seqlens[:1])
+    slower = [row for row in near if row.hopper <= row.triton]
+    return [_refused(part, slower[0].words)] if slower else []
+
+
+def _refused(part: PartKind, observed: str) -> Reason:
+    return Reason(
+        code=Code.ADDED_SLOWER,
+        rule=f"with {_WORDS[part]} this kernel was measured to be faster than Triton's for such a shape",
+        observed=observed,
+        remedy=f"options={{'lowering': {FAMILY!r}}} takes it all the same",
+    )
