@@ -121,7 +121,7 @@ def flex(problem: Problem, *, compiled: bool = True) -> Side:
     }
     further: dict[str, Any] = {
         "score_mod": _score_mod(case, {**problem.given, **learned}),
-        "block_mask": _block_mask(problem),
+        "block_mask": block_mask(problem),
         "scale": problem.spec.score.scale,
         "enable_gqa": case.heads_q != case.heads_kv,
     }
@@ -155,7 +155,8 @@ def _score_mod(case: Case, given: Mapping[str, Tensor]) -> Callable[..., Tensor]
     return None
 
 
-def _block_mask(problem: Problem) -> Any:
+def block_mask(problem: Problem) -> Any:
+    """FlexAttention's, made anew; None where nothing is masked."""
     case, device = problem.case, problem.q.device
     conditions: list[Callable[..., Any]] = []
     if case.causal:
