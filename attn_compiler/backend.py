@@ -252,7 +252,7 @@ class _Inner:
 
     def compile_rewritten(self, gm: fx.GraphModule, example_inputs: Sequence[Any], key: str) -> Callable[..., Any]:
         # Here and not in the pass, which does not run where a cache has the code: that calls their ops all the same.
-        from attn_compiler import rotary_tables, torch_collectives, torch_halos  # noqa: F401
+        from attn_compiler import rotary_tables, torch_collectives, torch_halos, torch_merges  # noqa: F401
         from attn_compiler.lowerings.shared.ops import without_autograd
 
         def joint_pass(graph: fx.Graph) -> None:

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
-from attn_compiler.context_parallel.halo import Halo, Piece, pieces
+from attn_compiler.context_parallel.halo import Halo, Piece, of_rank
 from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.lowerings.base import NAMESPACE
 from attn_compiler.op_library import register_helper
 from attn_compiler.torch_collectives import rank_of, sent_and_received
+
+#: of each rank
+_Pieces = Sequence[Sequence[Piece]]
 
 #: along which axis of (B, H, chunks, positions, D) positions stand
 _POSITIONS = 3
@@ -22,9 +25,7 @@ _POSITIONS = 3
 
 def _halo(ends: torch.Tensor, left: int, right: int, chunk: int, size: int, balanced: bool, group: str) -> torch.Tensor:
     """(B, H, chunks of the rank, tail + head, D) -> (B, H, chunks, left + right, D), 0 where the sequence has no such positions."""
-    halo, layout, own = Halo(left=left, right=right, chunk=chunk), Layout(size=size, balanced=balanced), rank_of(group)
-    sending = [pieces(layout, halo, own, other) for other in range(size)]
-    coming = [pieces(layout, halo, other, own) for other in range(size)]
+    sending, coming = _pieces(left, right, chunk, size, balanced, group)
     found = _fake_halo(ends, left, right, chunk, size, balanced, group).zero_()
     sent = [[_place(ends, one.source, one.start, one) for one in to] for to in sending]
     for there, values in _exchanged(found, sent, coming, group):
@@ -36,15 +37,19 @@ def _halo_gradient(
     grad: torch.Tensor, left: int, right: int, chunk: int, size: int, balanced: bool, group: str
 ) -> torch.Tensor:
     """The transpose of `_halo`: what others make of a rank's ends is added up."""
-    halo, layout, own = Halo(left=left, right=right, chunk=chunk), Layout(size=size, balanced=balanced), rank_of(group)
     # Those who were sent to send back.
-    sending = [pieces(layout, halo, other, own) for other in range(size)]
-    coming = [pieces(layout, halo, own, other) for other in range(size)]
+    coming, sending = _pieces(left, right, chunk, size, balanced, group)
     found = _fake_gradient(grad, left, right, chunk, size, balanced, group).zero_()
     sent = [[_place(grad, one.target, one.into, one) for one in to] for to in sending]
     for here, values in _exchanged(found, sent, coming, group):
         _place(found, here.source, here.start, here).add_(values)
     return found
+
+
+def _pieces(left: int, right: int, chunk: int, size: int, balanced: bool, group: str) -> tuple[_Pieces, _Pieces]:
+    """What this rank sends to each, and what comes to it from each."""
+    halo, layout = Halo(left=left, right=right, chunk=chunk), Layout(size=size, balanced=balanced)
+    return of_rank(layout, halo, rank_of(group))
 
 
 def _place(x: torch.Tensor, chunk: int, start: int, piece: Piece) -> torch.Tensor:

@@ -58,7 +58,6 @@ class Piece:
     count: int
 
 
-@functools.lru_cache(maxsize=256)
 def pieces(layout: Layout, halo: Halo, sender: int, receiver: int) -> tuple[Piece, ...]:
     """What a rank sends to another, in the order in which it is sent."""
     found = [
@@ -86,6 +85,17 @@ def _between(halo: Halo, apart: int, source: int, target: int) -> Iterator[Piece
             yield Piece(source=source, target=target, start=halo.tail, into=halo.left + between, count=count)
 
 
+@functools.lru_cache(maxsize=64)
+def of_rank(
+    layout: Layout, halo: Halo, rank: int
+) -> tuple[tuple[tuple[Piece, ...], ...], tuple[tuple[Piece, ...], ...]]:
+    """What a rank sends to each, and what comes to it from each."""
+    ranks = range(layout.size)
+    sent = tuple(pieces(layout, halo, rank, other) for other in ranks)
+    return sent, tuple(pieces(layout, halo, other, rank) for other in ranks)
+
+
+@functools.lru_cache(maxsize=64)
 def most_sent(layout: Layout, halo: Halo) -> int:
     """The most positions that a rank sends to others."""
     return max(

@@ -3,8 +3,8 @@
 cache = ShardedCache(model.config, cp, max_cache_len=4096)
 model.generate(ids, past_key_values=cache, do_sample=False, disable_compile=True)   # on every rank, with the same ids
 
-A layer gives attention the keys of all ranks, so the model is right with and without a compiler. They are gathered in each call, for one
-layer at a time.
+A layer gives attention the keys of all ranks, so the model is right without a compiler: they are gathered in each call, for one layer at
+a time. Compiled with options={"context_parallel": cp}, each rank attends to its own, and the ranks merge what they have.
 """
 
 from __future__ import annotations

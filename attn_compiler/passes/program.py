@@ -105,6 +105,11 @@ def _arranged(match: Match, builder: Builder[X], operand: Operand, target: tuple
     return _run(match, builder, recipe, source)
 
 
+def is_arranged(operand: Operand, target: tuple[Dim, ...]) -> bool:
+    """Whether the operand's root lies as the target says, so that nothing has to be moved or repeated. Raises AxisError as `build`."""
+    return not simplified(arrange(operand.root_dims, operand.reads, target, broadcast=False)).views
+
+
 def _operand(
     mirror: Mirror, match: Match, builder: Builder[X], name: str, target: tuple[Dim, ...], dtype: torch.dtype | None
 ) -> X:

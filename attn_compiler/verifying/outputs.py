@@ -22,7 +22,6 @@ from attn_compiler.errors import VerificationMismatch
 from attn_compiler.lowerings.base import FP8, OF_LATENT
 from attn_compiler.passes import axes, mutation, program
 from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.select import UNTOUCHED
 from attn_compiler.passes.site import Latent, Match, Site
 from attn_compiler.verifying import masks, pairs
 from attn_compiler.verifying.numbers import (
@@ -52,7 +51,7 @@ class Compared:
 
 def needs(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> set[Key]:
     """What has to be recorded for `check`. new_out: in the body's rewritten graph. Raises NoValueError where it can't be."""
-    if site.spec is None or site.decision is None or site.decision.lowering == UNTOUCHED or new_out is None:
+    if site.spec is None or site.decision is None or new_out is None:
         raise NoValueError("the site is as the model made it")
     if site.spec.score.dropout_p > 0:
         raise NoValueError("dropout draws other numbers in every kernel")

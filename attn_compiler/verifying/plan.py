@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from attn_compiler import torch_compat, torch_packed
 from attn_compiler.passes import Rewritten, axes, mutation
 from attn_compiler.passes.context_parallel.first_look import FirstLook
-from attn_compiler.passes.select import UNTOUCHED
 from attn_compiler.passes.site import Site
 from attn_compiler.passes.unit import Unit
 from attn_compiler.passes.unpad.outcome import Packed
@@ -46,7 +45,7 @@ class Check:
         if self.shared is not None:
             return False
         decision = self.site.decision
-        return self.site.spec is None or decision is None or decision.lowering == UNTOUCHED or self.new_out is None
+        return self.site.spec is None or decision is None or self.new_out is None
 
 
 @dataclass(kw_only=True, eq=False)

@@ -25,19 +25,20 @@ _PATIENCE = 900.0
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
     """layout: of the sequence. rank: of this process. group: the name of their process group. beside: those of the groups that share heads
-    with this rank."""
+    with this rank. has_whole: each rank runs the model's own graph by itself."""
 
     layout: Layout
     rank: int
     group: str
     beside: tuple[str, ...] = ()
+    has_whole: bool = False
 
     @staticmethod
     def of(look: FirstLook) -> Ranks:
         """The ranks that share a graph's sequence."""
         cp = look.cp
         layout = Layout(size=cp.size, balanced=cp.is_balanced)
-        return Ranks(layout=layout, rank=cp.rank, group=cp.group_name, beside=look.beside)
+        return Ranks(layout=layout, rank=cp.rank, group=cp.group_name, beside=look.beside, has_whole=look.has_whole)
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
         """Where in the whole sequence this rank's positions are. length: of its part."""

@@ -17,6 +17,10 @@ from attn_compiler.verifying.results import Verification
 from attn_compiler.verifying.values import Key, NoValueError, Values
 from attn_compiler.verifying.whole import Called, Ran
 
+_OF_PART = "no rank can run the model's own graph on the whole sequence"
+#: Sites are compared, and each mismatch is one on all ranks. What comes after them is not exchanged.
+_OF_CACHE = "ranks share a cache of keys, and an error of one rank alone would leave the others waiting"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -73,7 +77,7 @@ class Session:
     def apart(self) -> str | None:
         """Why what follows the sites may differ from what the model gives, if it may."""
         if self._plan.ranks is not None:
-            return "no rank can run the model's own graph on the whole sequence"
+            return _OF_CACHE if self._plan.ranks.has_whole else _OF_PART
         outs = [check for check in self._checks if check.subject == "output" and check not in self._not_run]
         if self._plan.padded is None and all(check.is_as_it_was for check in outs):
             return "every attention is as the model made it"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 import attn_compiler
-from attn_compiler import ContextParallel
+from attn_compiler import ContextParallel, torch_inductor
+from attn_compiler.passes.calls import target_name
 
 VOCABULARY, NEW = 99, 4
 
@@ -33,18 +37,20 @@ class Run:
     @property
     def name(self) -> str:
         how = f"{self.inner}{', verified' * self.verify}" if self.compiled else "as it is"
-        return f"{self.kind} · {self.attention} · {self.prompt} · {self.padded} padded · {how}"
+        given = "".join(f" · {name} {value}" for name, value in self.given.items())
+        return f"{self.kind} · {self.attention} · {self.prompt} · {self.padded} padded · {how}{given}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """error: the largest difference of a logit. tokens: what was generated. expected: by one process. slots: that the rank keeps.
-    notes: of all sites."""
+    calls: names of ops in the graphs, each with how often it is called. notes: of all sites."""
 
     error: float
     tokens: list[list[int]]
     expected: list[list[int]]
     slots: int
+    calls: Mapping[str, int]
     notes: tuple[str, ...]
 
 
@@ -55,6 +61,7 @@ RUNS = [
     Run(compiled=True),
     Run(attention="eager", prompt=5, compiled=True),
     Run(kind="Qwen3", prompt=8, padded=3, compiled=True, verify=True),
+    Run(kind="Qwen3", prompt=1, compiled=True, given={"num_key_value_heads": 1}),
 ]
 
 
@@ -73,13 +80,12 @@ def build(run: Run) -> Any:
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=8,
         max_position_embeddings=96,
         pad_token_id=0,
         eos_token_id=None,
         bos_token_id=None,
-        **run.given,
+        **{"num_key_value_heads": 2, **run.given},
     )
     config._attn_implementation = run.attention
     torch.manual_seed(0)
@@ -94,13 +100,49 @@ def inputs(run: Run) -> dict[str, torch.Tensor]:
 
 
 def _measured(cp: ContextParallel, run: Run) -> Found:
+    torch._dynamo.reset()
+    attn_compiler.reset()
+    model, given = build(run), inputs(run)
+    with _wide_softmax(), _noted() as graphs:
+        return _generated(cp, run, model, given, graphs)
+
+
+@contextmanager
+def _wide_softmax() -> Iterator[None]:
+    """Eager attention of transformers rounds weights to float32, which comes out otherwise where they are summed in another order."""
+    before = torch.nn.functional.softmax
+
+    def softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return before(x, dim, dtype=None if x.dtype == torch.float64 else dtype)
+
+    torch.nn.functional.softmax = softmax  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.nn.functional.softmax = before
+
+
+@contextmanager
+def _noted() -> Iterator[list[fx.GraphModule]]:
+    """The graphs that an inner compiler is given."""
+    before, graphs = torch_inductor.compile_with_backend, []
+
+    def kept(name: str, gm: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(gm)
+        return before(name, gm, inputs)
+
+    torch_inductor.compile_with_backend = kept
+    try:
+        yield graphs
+    finally:
+        torch_inductor.compile_with_backend = before
+
+
+def _generated(cp: ContextParallel, run: Run, model: Any, given: Any, graphs: list[fx.GraphModule]) -> Found:
     from transformers import CompileConfig
 
     from attn_compiler.integrations.transformers_cache import ShardedCache
 
-    torch._dynamo.reset()
-    attn_compiler.reset()
-    model, given = build(run), inputs(run)
     told = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     expected = model.generate(**given, **told)
     how: dict[str, Any] = {"disable_compile": True}
@@ -117,5 +159,6 @@ def _measured(cp: ContextParallel, run: Run) -> Found:
         tokens=found.sequences.tolist(),
         expected=expected.sequences.tolist(),
         slots=cache.layers[0].keys.shape[2],
+        calls=Counter(target_name(node) for gm in graphs for node in gm.graph.nodes if node.op == "call_function"),
         notes=tuple(note for report in reports for site in report.sites for note in site.notes),
     )

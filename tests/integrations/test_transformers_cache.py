@@ -15,7 +15,8 @@ from tests.context_parallel import decoding
 from tests.context_parallel.decoding import NEW, RUNS, Found, Run
 from tests.distributed import processes
 
-_UNCOMPILED = [run for run in RUNS if not run.compiled]
+#: one of each with three ranks
+_THREE = [run for run in RUNS if not run.compiled or run.verify or run.given]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def by_two() -> dict[str, list[Found]]:
 
 @pytest.fixture(scope="module")
 def by_three() -> dict[str, list[Found]]:
-    return _by_name(_UNCOMPILED, processes.run(decoding.measured, _UNCOMPILED, size=3))
+    return _by_name(_THREE, processes.run(decoding.measured, _THREE, size=3))
 
 
 def _by_name(runs: list[Run], by_rank: list[list[Found]]) -> dict[str, list[Found]]:
@@ -37,7 +38,7 @@ def test_two_ranks_generate_what_one_process_generates(by_two: dict[str, list[Fo
     _check(by_two[run.name], run, 2)
 
 
-@pytest.mark.parametrize("run", _UNCOMPILED, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", _THREE, ids=lambda run: run.name)
 def test_so_do_three_of_which_some_keep_a_position_less(by_three: dict[str, list[Found]], run: Run) -> None:
     _check(by_three[run.name], run, 3)
 
@@ -47,9 +48,11 @@ def _check(found: list[Found], run: Run, size: int) -> None:
         assert one.error < 1e-12
         assert one.tokens == one.expected
         assert one.slots == -(-(run.prompt + NEW) // size)
-        assert (
-            "context parallel: keys of a cache that ranks share are gathered in each call" in one.notes
-        ) == run.compiled
+        assert "keys_of_slots" not in one.calls
+        # One collective a layer.
+        assert one.calls.get("merged_over_ranks", 0) == (2 if run.compiled else 0)
+        said = [note for note in one.notes if "attends to the keys that it keeps, and sends" in note]
+        assert bool(said) == run.compiled, one.notes
 
 
 def _refusals(size: int) -> dict[str, str]:

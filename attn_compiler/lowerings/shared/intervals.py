@@ -82,22 +82,24 @@ def interval_of(kind: MaskKind) -> Interval | None:
 
 
 def _of_condition(condition: Expr) -> Interval | None:
-    """k <= f(b, q), k >= f(b, q), or a condition on the query alone: k <= cache_position[q]."""
+    """n · k <= f(b, q), n · k >= f(b, q), or a condition on the query alone: k <= cache_position[q]. n > 1 where keys are every n-th of a
+    longer sequence."""
     if mentions_any(condition, H):
         return None
     if not mentions_any(condition, K):
         return Interval(upper=ix.where(condition, SEQLEN_KV, ix.ZERO))
     if not isinstance(condition, Test) or condition.relation != ">=":
         return None
-    factor = dict(condition.form.terms).get(K)
-    if factor not in (1, -1):
+    factor = dict(condition.form.terms).get(K, 0)
+    if not factor:
         return None
     rest = ix.add(ix.combine(condition.form, ix.linear(K), -factor), ix.ZERO)
     if mentions_any(rest, K):
         return None
-    if factor == -1:
-        return Interval(upper=ix.add(rest, ix.ONE))
-    return Interval(lower=ix.mul(rest, Const(-1)))
+    times = ix.apply("floordiv", rest, Const(abs(factor)))
+    if factor < 0:
+        return Interval(upper=ix.add(times, ix.ONE))
+    return Interval(lower=ix.mul(times, Const(-1)))
 
 
 def mentions_any(x: Expr, *indices: Index) -> bool:

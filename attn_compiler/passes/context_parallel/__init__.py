@@ -1,7 +1,8 @@
 """Attention over a sequence that the ranks of a process group have parts of (`options={"context_parallel": ContextParallel(...)}`).
 
 following.py, ops.py: that nothing but attention mixes positions. whole.py: what masks read, of the whole sequence. layout.py and
-exchanging.py: the collectives. sites.py: each attention anew. What comes out is matched, recovered and decided for like any graph.
+exchanging.py: the collectives. sites.py: each attention anew; halo.py: with the keys near a rank's queries alone. decoding.py: over a cache
+that ranks share. What comes out is matched, recovered and decided for like any graph.
 
 Every reason to leave something as it was is an error, on every rank: a site that is left alone would attend to a part of the sequence.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 
 from torch import fx
 
@@ -19,7 +21,8 @@ from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.decisions import Reason
 from attn_compiler.errors import ContextParallelUnsupported, described
 from attn_compiler.passes import axes, lower, match, recover
-from attn_compiler.passes.context_parallel import caches, first_look, following, outside, ring, sites, wrapped
+from attn_compiler.passes.context_parallel import caches, decoding, first_look, following, outside, ring, sites, wrapped
+from attn_compiler.passes.context_parallel.decoding import Outcome
 from attn_compiler.passes.context_parallel.first_look import FirstLook
 from attn_compiler.passes.context_parallel.following import Following, Input
 from attn_compiler.passes.context_parallel.layout import GraphLayout
@@ -46,11 +49,7 @@ def asked(unit: Unit) -> ContextParallel | None:
     A graph that takes keys out of a cache which ranks share is none such: each rank is given all new tokens, and the cache gives all keys.
     """
     found = unit.options.context_parallel
-    return None if found is None or found.size == 1 or _shares_cache(unit) else found
-
-
-def _shares_cache(unit: Unit) -> bool:
-    return any(node.target is torch_collectives.keys_of_slots for node in unit.graph.nodes)
+    return None if found is None or found.size == 1 or decoding.shares_cache(unit.graph) else found
 
 
 def longer(unit: Unit) -> dict[int, int]:
@@ -75,16 +74,23 @@ def run(unit: Unit, mirror: Mirror) -> None:
     """Rewrite every attention of the graph. Raises ContextParallelUnsupported, on all ranks, where one can't be, or something else mixes
     positions."""
     cp = asked(unit)
-    if cp is None:
-        if _shares_cache(unit):
-            for site in unit.sites:
-                site.notes.append("context parallel: keys of a cache that ranks share are gathered in each call")
-        return
+    if cp is not None:
+        # As the graph came: the rewrite may fail halfway.
+        beside = _groups_beside(unit, cp)
+        _together(unit, mirror, cp, beside, lambda: _rewritten(unit, mirror, cp, beside))
+    elif decoding.shares_cache(unit.graph):
+        given = unit.options.context_parallel
+        if given is None or given.size == 1:
+            _note_decoding(unit, Outcome(kept={site.module: decoding.NO_OPTION for site in unit.sites}), 1)
+        else:
+            _together(unit, mirror, given, [], lambda: _decoding(unit, mirror, given))
+
+
+def _together(unit: Unit, mirror: Mirror, cp: ContextParallel, beside: list[str], rewrite: Callable[[], str]) -> None:
+    """Rewrite a graph on all ranks, or raise on all of them. rewrite: gives what they have to agree on."""
     error: Exception | None = None
-    # As the graph came: the rewrite may fail halfway.
-    beside = _groups_beside(unit, cp)
     try:
-        said = _rewritten(unit, mirror, cp, beside)
+        said = rewrite()
     except CannotShard as cannot:
         error = _told(mirror, cannot.at, cannot.reason)
         said = f"error: {error}"
@@ -171,6 +177,18 @@ def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel, beside: list[str
     specs = [site.spec.to_text() for site in unit.sites if site.spec is not None]
     digest = hashlib.sha256("\n".join([*specs, *(one.words for one in done.values())]).encode()).hexdigest()[:16]
     return f"{len(shared)} attentions, {sorted({one.length for one in given.values()})} positions, {digest}"
+
+
+def _decoding(unit: Unit, mirror: Mirror, cp: ContextParallel) -> str:
+    """Rewrite a graph with a cache that ranks share, and say what all ranks have to agree on."""
+    expected, others = len(unit.sites), len(unit.misses)
+    found = decoding.rewrite(unit, mirror, cp)
+    if found.sent:
+        _look_again(unit, expected, others)
+    _note_decoding(unit, found, cp.size)
+    specs = "\n".join(site.spec.to_text() for site in unit.sites if site.spec is not None)
+    digest = hashlib.sha256(specs.encode()).hexdigest()[:16]
+    return f"{len(found.sent)} attentions to slots, {len(found.kept)} that gather, {digest}"
 
 
 def _check_frame(unit: Unit, cp: ContextParallel) -> None:
@@ -332,6 +350,21 @@ def _look_again(unit: Unit, expected: int, others: int) -> None:
         raise CannotShard("each rewritten attention is understood again", observed)
 
 
+def _note_decoding(unit: Unit, found: Outcome, size: int) -> None:
+    for site in unit.sites:
+        if site.module in found.sent:
+            sent = found.sent[site.module]
+            how_much = "what it has" if sent is None else _amount(sent)
+            said = f"each of {size} ranks attends to the keys that it keeps, and sends {how_much} in each call"
+        else:
+            said = f"keys of a cache that ranks share are gathered in each call: {found.kept.get(site.module, 'of unknown origin')}"
+        site.notes.append(f"context parallel: {said}")
+
+
+def _amount(sent: int) -> str:
+    return f"{sent / 2**20:.1f} MiB" if sent >= 2**20 else f"{sent} bytes"
+
+
 def _note(unit: Unit, cp: ContextParallel, done: dict[str, RewrittenSite]) -> None:
     order = "head-tail" if cp.is_balanced else "contiguous"
     for site in unit.sites:
@@ -343,10 +376,6 @@ def _note(unit: Unit, cp: ContextParallel, done: dict[str, RewrittenSite]) -> No
         site.notes.append(
             f"context parallel: {one.words} over {cp.size} ranks, {order} positions, a rank sends {_amount(one.bytes)} in the forward{why}"
         )
-
-
-def _amount(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count} bytes"
 
 
 __all__ = ["asked", "check_not_left", "longer", "run"]

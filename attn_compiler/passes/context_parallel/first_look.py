@@ -21,6 +21,7 @@ class FirstLook:
 
     cp: what the user gave. beside: names of the groups that share heads with this rank. mirror, original: of the graph. sites: found there,
     in the order of their outputs. axes: name of each input with a part of the sequence -> its axis of positions.
+    has_whole: each rank can run the model's own graph, which gathers keys out of a cache that ranks share (decoding.py).
     rewritten: name of a site's output -> the node that took its place in the rewrite; none for a site of which every rank has all keys.
     parts: name of a site's output -> how many attentions became of it, where that is not one.
     outs: name of a site's output -> the name of what gives it in `final`. final: the graph after all passes.
@@ -32,14 +33,15 @@ class FirstLook:
     original: fx.Graph
     sites: tuple[Site, ...]
     axes: Mapping[str, int]
+    has_whole: bool = False
     rewritten: Mapping[str, fx.Node] = field(default_factory=dict)
     parts: Mapping[str, int] = field(default_factory=dict)
     outs: Mapping[str, str] = field(default_factory=dict)
     final: fx.Graph | None = None
 
     def is_shared(self, site: Site) -> bool:
-        """Whether keys of a site are on several ranks."""
-        return self._name(site) in self.rewritten
+        """Whether only all ranks together can tell what a site's output is."""
+        return not self.has_whole and self._name(site) in self.rewritten
 
     def new_out(self, site: Site) -> str | None:
         """The name of what gives a site's output in the end."""

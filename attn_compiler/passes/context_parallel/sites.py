@@ -16,7 +16,7 @@ from attn_compiler.dtypes import BYTES
 from attn_compiler.index_expr import Expr, Index, on_nodes
 from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.passes import axes, elements, program, recover
-from attn_compiler.passes.context_parallel import exchanging, halo
+from attn_compiler.passes.context_parallel import bands, exchanging, halo
 from attn_compiler.passes.context_parallel.exchanging import Met
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, check_numbers, check_rounding, is_of_length
@@ -161,7 +161,7 @@ def halo_of(site: Site, spec: AttentionSpec, layout: GraphLayout, method: str) -
 def allowed(site: Site, spec: AttentionSpec) -> Expr:
     """Which pairs take part, over positions of the whole sequence."""
     causal = ix.compare("<=", Index("k"), Index("q")) if spec.mask.is_causal else ix.TRUE
-    return ix.apply("and", site.condition or ix.TRUE, causal)
+    return ix.apply("and", bands.opened(site.condition or ix.TRUE), causal)
 
 
 def rank_length(spec: AttentionSpec) -> int:

@@ -47,3 +47,17 @@ def test_a_test_of_a_choice_of_keys_is_no_interval() -> None:
     either = ix.where(ix.compare("<", K, Const(4)), Q, ix.mul(Q, Const(2)))
     condition = Test(">=", Linear(((either, 1), (K, -1))))
     assert parts(masks.Formula(condition=condition)) == Parts(mask=True)
+
+
+@pytest.mark.parametrize("offset", [-9, -3, 0, 4])
+@pytest.mark.parametrize("factor", [-3, -2, -1, 1, 2, 3])
+def test_bounds_of_every_nth_key_are_an_interval(factor: int, offset: int) -> None:
+    """Keys that a rank keeps of a cache which ranks share: n · k + rank <= q."""
+    form = Linear(tuple(sorted(((K, factor), (Q, -1 if factor > 0 else 1)), key=str)), offset)
+    rows = parts(masks.Formula(condition=Test(">=", form))).rows
+    assert rows is not None
+    (bound,) = (x for x in (rows.lower, rows.upper) if x is not None)
+    for q in range(20):
+        first = ix.evaluate(bound, {"q": q}, lambda *_: None)
+        allowed = [factor * k + (q if factor < 0 else -q) + offset >= 0 for k in range(-20, 40)]
+        assert allowed == [k < first if factor < 0 else k >= first for k in range(-20, 40)]

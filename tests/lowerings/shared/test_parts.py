@@ -128,7 +128,11 @@ def parts(*proved: MaskKind, **of: object) -> Parts:
             Parts(rows=Interval(upper=ix.where(ix.as_bool(Load("used", (B, Q), "int")), SEQLEN_KV, ix.ZERO))),
         ),
         ([masks.Formula(condition=ix.compare("!=", K, Const(3)))], Parts(keys=ix.compare("!=", K, Const(3)))),
-        ([masks.Formula(condition=ix.compare("<=", ix.mul(K, Const(2)), Q))], Parts(mask=True)),
+        (
+            [masks.Formula(condition=ix.compare("<=", ix.mul(K, Const(2)), Q))],
+            Parts(rows=Interval(upper=ix.add(ix.apply("floordiv", Q, Const(2)), ix.ONE))),
+        ),
+        ([masks.Formula(condition=ix.compare("<=", ix.apply("mul", K, Q), Q))], Parts(mask=True)),
         ([masks.Formula(condition=ix.compare("<=", K, ix.add(Q, H)))], Parts(mask=True)),
     ],
 )

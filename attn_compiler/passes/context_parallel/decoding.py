@@ -1,0 +1,204 @@
+"""Attention over a cache that ranks share: each rank attends to the slots that it keeps, and what they have is merged.
+
+The cache gives attention the keys of all ranks (`keys_of_slots`), which is right without this pass. Where k and v are what it gave, a site
+reads the slots instead, its mask at the positions of the slots (position p is slot p // size of rank p % size), and gives its logsumexp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from attn_compiler import torch_collectives, torch_merges
+from attn_compiler.context_parallel import ContextParallel
+from attn_compiler.lse_op import attention_with_lse
+from attn_compiler.passes import lower, mutation, program, recover
+from attn_compiler.passes.context_parallel import first_look
+from attn_compiler.passes.context_parallel.first_look import FirstLook
+from attn_compiler.passes.context_parallel.layout import GraphLayout
+from attn_compiler.passes.emit import GraphBuilder
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.site import Match, Operand, Site
+from attn_compiler.passes.unit import Unit
+from attn_compiler.scores import DenseBias, Sinks, Softcap
+from attn_compiler.spec import AttentionSpec
+
+#: what is said of a site where nothing is asked for
+NO_OPTION = 'compile with options={"context_parallel": cp}, so that each rank attends to its own'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """By the module of each site. sent: how many bytes a rank sends in a call, None where sizes are symbols. kept: why the site still
+    gathers keys."""
+
+    sent: dict[str, int | None] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+
+
+def shares_cache(graph: fx.Graph) -> bool:
+    """Whether a graph takes keys out of a cache that ranks share."""
+    return any(node.target is torch_collectives.keys_of_slots for node in graph.nodes)
+
+
+def rewrite(unit: Unit, mirror: Mirror, cp: ContextParallel) -> Outcome:
+    """Let each site that can read this rank's slots, and merge. The graph has to be looked at again if any does."""
+    builder = GraphBuilder(unit.graph, mirror, unit.mode)
+    layout = GraphLayout(size=cp.size, group=cp.group_name, is_balanced=False)
+    found, rewritten = Outcome(), {}
+    look = _look(unit, mirror, cp) if unit.options.verify else None
+    for site in first_look.in_order(mirror, unit.sites):
+        unit.current = site.module
+        if site.spec is None:
+            raise ValueError(f"the site at {site.module} has no spec")
+        why = why_not(mirror, site, site.spec, cp)
+        if why is not None:
+            found.kept[site.module] = why
+            continue
+        with builder.at(site.match.out, with_grad=False) as old:
+            out = _emitted(mirror, site, site.spec, builder, layout)
+            found.sent[site.module] = _sent(builder.value(out), cp.size)
+            new = lower.finish(mirror, site, builder, out, old)
+        unread = lower.unread(mirror, site, [old])
+        builder.replace(old, new)
+        rewritten[old.name] = new
+        for node in unread:
+            unit.graph.erase_node(node)
+    builder.erase_unused([])
+    for node in reversed(unit.graph.nodes):
+        if node.target is torch_collectives.keys_of_slots and not node.users:
+            unit.graph.erase_node(node)
+    unit.graph_module.recompile()
+    if look is not None and rewritten:
+        unit.first_look = dataclasses.replace(look, rewritten=rewritten)
+    return found
+
+
+def _look(unit: Unit, mirror: Mirror, cp: ContextParallel) -> FirstLook:
+    sites = tuple(first_look.in_order(mirror, unit.sites))
+    original = first_look.copied(unit.graph)
+    return FirstLook(cp=cp, beside=(), mirror=mirror, original=original, sites=sites, axes={}, has_whole=True)
+
+
+# ---- why a site still gathers --------------------------------------------------------------------------------------------
+
+
+def why_not(mirror: Mirror, site: Site, spec: AttentionSpec, cp: ContextParallel) -> str | None:
+    """Why a site can't read the slots of this rank alone; None if it can."""
+    match = site.match
+    nodes = [_given(x) for x in (match.k, match.v)]
+    if any(node is None for node in nodes):
+        return "its keys and values are not what the cache gives"
+    for node, operand, name in zip(nodes, (match.k, match.v), ("keys", "values"), strict=True):
+        if node is None or tuple(node.args[1:]) != (cp.size, cp.group_name):
+            return "the cache is shared by other ranks than ContextParallel's"
+        if not _is_as_given(match, operand):
+            return f"the {name} are not read as the cache gives them: (batch, heads, positions, width)"
+        if not _is_unwritten(mirror, node, match.out):
+            return "the cache is written to between what it gives and the attention"
+    if not isinstance(spec.seqlen_kv, int) or (match.is_causal and not isinstance(spec.seqlen_q, int)):
+        return f"how many positions there are is not known when the graph is compiled: {spec.seqlen_q} and {spec.seqlen_kv}"
+    return _changed(site, spec)
+
+
+def _changed(site: Site, spec: AttentionSpec) -> str | None:
+    """What merging does not know of, if anything."""
+    if spec.needs_grad:
+        return "it has a gradient"
+    if spec.score.dropout_p:
+        return "weights are dropped"
+    if spec.returns_weights:
+        return "its weights are read"
+    if site.has_scores is not None:
+        return "queries that a mask shuts out get the mean of v"
+    if site.match.limits:
+        return "scores are clamped"
+    if spec.stored is not None or spec.latent is not None:
+        return "keys and values are made of what the cache holds"
+    unknown = [x.words for x in spec.score.changes if not isinstance(x, (Softcap, Sinks, DenseBias))]
+    return f"the scores are changed: {unknown[0]}" if unknown else None
+
+
+def _given(operand: Operand) -> fx.Node | None:
+    """The mirror node that gives the keys of all ranks, if the operand is read from there."""
+    return operand.root if operand.root.target is torch_collectives.keys_of_slots else None
+
+
+def _is_as_given(match: Match, operand: Operand) -> bool:
+    """Whether the root's axes are batch, heads, positions and width, one by one."""
+    width = match.head_dim_qk if operand is match.k else match.head_dim_v
+    return program.is_arranged(operand, (match.batch, match.heads_kv, match.key, width))
+
+
+def _is_unwritten(mirror: Mirror, given: fx.Node, at: fx.Node) -> bool:
+    """Whether the slots hold at a mirror node what they held where the keys of all ranks were made of them."""
+    slots = given.args[0]
+    if not isinstance(slots, fx.Node) or mirror.dynamo_node(slots) is None:
+        return False
+    before, after = (mutation.version(mirror, slots, mirror.order(node)) for node in (given, at))
+    return before.since is after.since
+
+
+# ---- nodes ---------------------------------------------------------------------------------------------------------------
+
+
+def _emitted(mirror: Mirror, site: Site, spec: AttentionSpec, builder: GraphBuilder, layout: GraphLayout) -> fx.Node:
+    """What takes the place of the site's output, (B, H, Q, D)."""
+    match, call = site.match, builder.call
+    with builder.without_autocast():
+        tensors = program.build(mirror, match, builder, recover.compute_dtype(mirror, match))
+        k, v = (
+            program.cast(builder, _slots(builder, operand), builder.value(x).dtype)
+            for operand, x in ((match.k, tensors.k), (match.v, tensors.v))
+        )
+        mask = _mask(builder, layout, match, tensors.mask, tensors.q, k)
+        given = {"scale": spec.score.scale, "softcap": spec.score.softcap}
+        both = call(attention_with_lse, tensors.q, k, v, mask, False, **given)
+        out, lse = (call(operator.getitem, both, i) for i in range(2))
+        return call(torch_merges.merged_over_ranks, out, lse, tensors.sinks, layout.size, layout.group)
+
+
+def _slots(builder: GraphBuilder, operand: Operand) -> fx.Node:
+    """What this rank keeps, of which the operand has the keys of all ranks."""
+    kept: fx.Node = operand.root.args[0]  # type: ignore[assignment]
+    return builder.leaf(kept)
+
+
+def _mask(
+    builder: GraphBuilder, layout: GraphLayout, match: Match, mask: fx.Node | None, q: fx.Node, k: fx.Node
+) -> fx.Node | None:
+    """The mask, which broadcasts to (B, H, Q, keys), at the keys of this rank."""
+    call, value = builder.call, builder.value
+    slots, device = int(value(k).shape[2]), value(k).device
+
+    def positions() -> fx.Node:
+        own = call(torch.mul, call(torch.arange, slots, device=device), layout.size)
+        return call(torch.add, own, layout.rank(builder, device))
+
+    at = builder.once(("positions of slots", layout, slots, device), positions)
+    if mask is not None and value(mask).shape[3] != 1:
+        whole = mask
+        mask = builder.once(("of slots", whole, at), lambda: call(torch.index_select, whole, 3, at))
+    if not match.is_causal:
+        return mask
+    queries = call(torch.arange, value(q).shape[2], device=device)
+    causal = call(torch.le, call(torch.Tensor.view, at, (1, 1, 1, -1)), call(torch.Tensor.view, queries, (1, 1, -1, 1)))
+    if mask is None:
+        return causal
+    if value(mask).dtype == torch.bool:
+        return call(torch.logical_and, mask, causal)
+    return call(torch.where, causal, mask, -math.inf)
+
+
+def _sent(out: torch.Tensor, size: int) -> int | None:
+    """How many bytes a rank sends: its outputs, each row with its logsumexp, to all others."""
+    wide = torch.promote_types(out.dtype, torch.float32).itemsize
+    *rows, width = out.shape
+    if not all(isinstance(n, int) for n in (*rows, width)):
+        return None
+    return (size - 1) * math.prod(rows) * (width + 1) * wide
