@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.context_parallel import against_one, models
+from tests.context_parallel import against_one, models, ring_models
 from tests.context_parallel.against_one import Result, Run
 from tests.distributed import processes
 
@@ -86,6 +86,26 @@ def test_two_ranks_with_compiled_collectives(compiled: dict[str, list[Result]], 
 @pytest.mark.parametrize("run", _FOUR, ids=lambda run: run.name)
 def test_four_ranks(four: dict[str, list[Result]], run: Run) -> None:
     _check(run, four[run.name], 4)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_without_gradients(inner: str) -> None:
+    for found in processes.run(ring_models.without_gradients, "causal, right padding", inner):
+        assert found.error < _EXACT
+        assert found.uses == {"read"}
+
+
+#: attentions that two layers become: gpt-oss has a window in one of its two, of which the halo is less than a ring keeps
+_HF = {"Llama": 8, "BERT": 8, "gpt-oss": 5}
+
+
+def test_models_of_transformers_are_verified_in_rings() -> None:
+    for found in processes.run(ring_models.of_transformers, list(_HF)):
+        for (name, parts), one in zip(_HF.items(), found, strict=True):
+            assert one.error < (1e-7 if name == "gpt-oss" else _EXACT)
+            assert one.gradient_error < (1e-7 if name == "gpt-oss" else _EXACT)
+            assert one.sites == parts
+            assert one.verified == ("mask", "output")
 
 
 @pytest.mark.slow
