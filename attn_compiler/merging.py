@@ -24,9 +24,11 @@ from attn_compiler.lowerings.base import NAMESPACE
 from attn_compiler.op_library import LIBRARY
 
 
-def share(lse: Tensor, total: Tensor) -> Tensor:
-    """exp(lse - total): the part of all weights that keys with this lse have. 0 where there are no keys at all."""
-    return torch.exp(lse - torch.where(total == -math.inf, 0.0, total))
+def shares(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the weights of two parts with these lses: exp(a) and exp(b) by their sum. They add up to 1 however large both are, and in a row
+    without any key, where either has a half of nothing."""
+    apart = torch.where(a == b, 0.0, a - b)
+    return torch.sigmoid(apart), torch.sigmoid(-apart)
 
 
 def _joined(a: Tensor, b: Tensor) -> Tensor:
@@ -40,24 +42,22 @@ def _joined(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _merged(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    total = _joined(acc_lse, lse)
-    ours, theirs = share(acc_lse, total)[..., None], share(lse, total)[..., None]
-    return acc * ours + out.to(acc.dtype) * theirs, total
+    ours, theirs = shares(acc_lse, lse)
+    return acc * ours[..., None] + out.to(acc.dtype) * theirs[..., None], _joined(acc_lse, lse)
 
 
 class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         found, total = _merged(acc, acc_lse, out, lse)
-        ctx.save_for_backward(acc_lse, lse, total)
+        ctx.save_for_backward(acc_lse, lse)
         ctx.dtype = out.dtype
         return found, total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         grad, minus_delta = grads
-        acc_lse, lse, total = ctx.saved_tensors
-        ours, theirs = share(acc_lse, total), share(lse, total)
+        ours, theirs = shares(*ctx.saved_tensors)
         return (
             grad * ours[..., None],
             minus_delta * ours,
@@ -74,11 +74,8 @@ def _whole(acc: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -
     if sinks is None:
         # An op gives what is its own.
         return acc.to(dtype, copy=True)
-    return (acc * share(lse, _with_sinks(lse, sinks))[..., None]).to(dtype)
-
-
-def _with_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
-    return _joined(lse, sinks.to(lse.dtype)[:, None])
+    of_keys, _ = shares(lse, sinks.to(lse.dtype)[:, None])
+    return (acc * of_keys[..., None]).to(dtype)
 
 
 class _Whole(torch.autograd.Function):
@@ -96,8 +93,7 @@ class _Whole(torch.autograd.Function):
         minus_delta = -(grad * out.to(ctx.wide)).sum(-1).to(lse.dtype)
         if sinks is None:
             return grad, minus_delta, None, None
-        total = _with_sinks(lse, sinks)
-        of_keys, of_sink = share(lse, total), share(sinks.to(lse.dtype)[:, None], total)
+        of_keys, of_sink = shares(lse, sinks.to(lse.dtype)[:, None])
         of_sinks = (of_sink * minus_delta).sum((0, 2)).to(sinks.dtype)
         return grad * of_keys[..., None], minus_delta * of_keys, of_sinks, None
 

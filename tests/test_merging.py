@@ -141,6 +141,35 @@ def test_a_part_that_is_differentiated_by_nodes_gets_the_gradient_of_its_lse() -
     torch.testing.assert_close(of_lse, minus_delta + (grad * out).sum(-1))
 
 
+def test_parts_of_equal_values_are_that_value_however_large_their_scores_are() -> None:
+    acc = torch.full((1, 1, 3, 2), 0.7)
+    lse = torch.tensor([[[1e6, -1e6, 3e38]]])
+    for other in (lse, lse * 0.999, torch.full_like(lse, -math.inf)):
+        merged, total = merged_parts(acc, lse, acc, other)
+        torch.testing.assert_close(merged, acc, rtol=2e-7, atol=0)
+        assert torch.isfinite(total).all()
+
+
+@pytest.mark.parametrize("lowering", ["math", "triton"])
+def test_keys_that_nobody_sees_may_hold_anything(lowering: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, n, s, 16, generator=generator) for n, s in ((4, 20), (2, 48), (2, 48)))
+    seen = torch.rand(2, 1, 1, 48, generator=generator) < 0.6
+    # A part of which nobody sees anything, and a batch row of which nobody sees anything.
+    seen[:, ..., 16:32] = seen[1] = False
+    k, v = (x.masked_fill(~seen.mT, bad).requires_grad_() for x, bad in ((k, math.nan), (v, math.inf)))
+    run = compiled(lambda q, k, v, m: merged(q, k, v, m, [16, 32]), lowering=lowering)
+    out = run(q.requires_grad_(), k, v, seen.expand(-1, 4, 20, -1))
+    assert {site.decision.lowering for site in run.report.sites} == {lowering}
+    assert (out[1] == 0).all()
+    clean = [x.detach().nan_to_num(0.0, 0.0, 0.0).double().requires_grad_() for x in (q, k, v)]
+    wanted = whole(*clean, seen.expand(-1, 4, 20, -1))
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=2e-6)
+    grads = torch.autograd.grad((out**3).sum(), (q, k, v)), torch.autograd.grad((wanted**3).sum(), clean)
+    for mine, right in zip(*grads, strict=True):
+        torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-5)
+
+
 def test_dtypes() -> None:
     acc, lse = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3)
     assert whole_of_parts(acc, lse, None, torch.float32).data_ptr() != acc.data_ptr()

@@ -85,6 +85,29 @@ def test_patches_and_the_users_pass_reach_forward_and_lazy_backward() -> None:
     assert torch._inductor.config.joint_custom_pre_pass is None
 
 
+def test_the_last_pass_sees_the_forward_and_the_backward_each_by_itself() -> None:
+    recorder, seen = _Recorder(), []
+
+    def backend(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        return torch_inductor.compile_with_inductor(
+            gm,
+            inputs,
+            patches={"post_grad_custom_pre_pass": recorder},
+            cache_key="test",
+            joint_pass=unchanged,
+            last_pass=seen.append,
+        )
+
+    weight = torch.randn(4, 4, requires_grad=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        out = torch.compile(lambda a: a @ weight, backend=backend)(torch.randn(4, 4))
+        assert len(seen) == 1
+        out.backward(torch.ones_like(out))
+    assert len(seen) == 2
+    # The user's own runs, too.
+    assert len(recorder.cudagraphs) == 2
+
+
 def test_a_pass_set_in_inductors_config_is_kept() -> None:
     recorder = _Recorder()
 

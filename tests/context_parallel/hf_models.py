@@ -35,7 +35,7 @@ class Hf:
     given: Mapping[str, Any] = field(default_factory=dict)
     attention: str = "sdpa"
     experts: str | None = None
-    method: Literal["auto", "all_gather"] = "auto"
+    method: Literal["auto", "all_gather", "ring"] = "auto"
 
 
 _MIXED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}

@@ -44,7 +44,30 @@ _CHECKPOINTS = [
     Run(way="tp", checkpointed=False, masked=True, compiled="layers"),
     Run(way="fsdp over all", checkpointed=False, compiled="layers", masked=True),
 ]
+_RINGS = [
+    Run(way="alone", checkpointed=False, method="ring", heads=(8, 2), compiled="layers", masked=True),
+    Run(way="tp", method="ring", compiled="layers", masked=True),
+    Run(way="fsdp over all", method="ring", compiled="layers", masked=True),
+    Run(way="alone", checkpointed=False, method="ring", load_balance=None, masked="model", inner="inductor"),
+]
 _RUNS = [*_HEADS, *_SHARDS, *_CHECKPOINTS]
+
+
+@pytest.fixture(scope="module")
+def rings() -> dict[str, list[Result]]:
+    by_rank = processes.run(layered.measured, _RINGS, size=4)
+    return {run.name: [found[i] for found in by_rank] for i, run in enumerate(_RINGS)}
+
+
+@pytest.mark.parametrize("run", _RINGS, ids=lambda run: run.name)
+def test_four_ranks_of_a_ring(rings: dict[str, list[Result]], run: Run) -> None:
+    for result in rings[run.name]:
+        assert result.error is None
+        assert max(result.far.values()) < _EXACT, result.far
+        layers = 1 if run.compiled == "layers" else LAYERS
+        ranks = 2 if "tp" in run.way or "fsdp" in run.way else 4
+        assert result.verified == layers
+        assert result.sites == layers * ranks * (1 if run.load_balance is None else 2)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.context_parallel import against_one, models
+from tests.context_parallel import against_one, models, ring_models
 from tests.context_parallel.against_one import Result, Run
 from tests.distributed import processes
 
@@ -17,21 +17,20 @@ def _ring(case: str, order: str | None, inner: str = "eager") -> Run:
 
 
 _TWO = [
-    _ring("causal, 8 heads share 1", None),
-    _ring("none", "head_tail"),
     _ring("left padding", "head_tail"),
     _ring("window wider than a part", None),
-    _ring("chunks", "head_tail"),
-    _ring("prefix", None),
-    _ring("ALiBi", "head_tail"),
-    _ring("softcap", None),
-    _ring("values of another width", "head_tail"),
-    _ring("causal documents", None, "aot_eager"),
-    _ring("relative bias, learned", "head_tail", "aot_eager"),
-    _ring("sinks", "head_tail", "inductor"),
-    _ring("causal, right padding", None, "inductor"),
+    _ring("prefix", "head_tail"),
+    _ring("ALiBi", None),
+    _ring("softcap", "head_tail"),
+    _ring("causal, 8 heads share 1", None),
 ]
-_FOUR = [_ring("causal, right padding", "head_tail"), _ring("sinks", None), _ring("causal, 8 heads share 1", None)]
+#: with AOTAutograd and with Inductor, whose graphs have the collectives themselves
+_COMPILED = [
+    _ring("causal documents", None, "aot_eager"),
+    _ring("relative bias, learned", None, "aot_eager"),
+    _ring("sinks", "head_tail", "inductor"),
+]
+_FOUR = [_ring("causal, right padding", "head_tail"), _ring("sinks", None)]
 _ALL = [run for case in models.CASES for order in (None, "head_tail") if (run := _ring(case, order)) not in _TWO]
 #: of which a rank's parts near the queries are less than a ring keeps
 _HALOS = ("window", "chunks")
@@ -60,6 +59,11 @@ def two() -> dict[str, list[Result]]:
 
 
 @pytest.fixture(scope="module")
+def compiled() -> dict[str, list[Result]]:
+    return _results(_COMPILED, 2)
+
+
+@pytest.fixture(scope="module")
 def four() -> dict[str, list[Result]]:
     return _results(_FOUR, 4)
 
@@ -74,9 +78,34 @@ def test_two_ranks(two: dict[str, list[Result]], run: Run) -> None:
     _check(run, two[run.name], 2)
 
 
+@pytest.mark.parametrize("run", _COMPILED, ids=lambda run: run.name)
+def test_two_ranks_with_compiled_collectives(compiled: dict[str, list[Result]], run: Run) -> None:
+    _check(run, compiled[run.name], 2)
+
+
 @pytest.mark.parametrize("run", _FOUR, ids=lambda run: run.name)
 def test_four_ranks(four: dict[str, list[Result]], run: Run) -> None:
     _check(run, four[run.name], 4)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_without_gradients(inner: str) -> None:
+    for found in processes.run(ring_models.without_gradients, "causal, right padding", inner):
+        assert found.error < _EXACT
+        assert found.uses == {"read"}
+
+
+#: attentions that two layers become: gpt-oss has a window in one of its two, of which the halo is less than a ring keeps
+_HF = {"Llama": 8, "BERT": 8, "gpt-oss": 5}
+
+
+def test_models_of_transformers_are_verified_in_rings() -> None:
+    for found in processes.run(ring_models.of_transformers, list(_HF)):
+        for (name, parts), one in zip(_HF.items(), found, strict=True):
+            assert one.error < (1e-7 if name == "gpt-oss" else _EXACT)
+            assert one.gradient_error < (1e-7 if name == "gpt-oss" else _EXACT)
+            assert one.sites == parts
+            assert one.verified == ("mask", "output")
 
 
 @pytest.mark.slow

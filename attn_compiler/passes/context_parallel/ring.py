@@ -23,7 +23,7 @@ from attn_compiler.passes import program, recover
 from attn_compiler.passes.context_parallel import sites
 from attn_compiler.passes.context_parallel.exchanging import Met, Places
 from attn_compiler.passes.context_parallel.layout import GraphLayout
-from attn_compiler.passes.context_parallel.sites import RewrittenSite, Scores
+from attn_compiler.passes.context_parallel.sites import PlacedScores, RewrittenSite
 from attn_compiler.passes.context_parallel.whole import Wholes
 from attn_compiler.passes.emit import GraphBuilder
 from attn_compiler.passes.mirror import Mirror
@@ -52,7 +52,7 @@ def rewrite(
         for first, start, count in _ranges(layout, sites.rank_length(spec), step, is_whole=is_whole):
             k, v = (_cut(builder, x, start, count) for x in (keys, values))
             met = _met(builder, layout, tensors.q, k, v, first)
-            scores = Scores(site=site, spec=spec, builder=builder, met=met, wholes=wholes, size=layout.size)
+            scores = PlacedScores(site=site, spec=spec, builder=builder, met=met, wholes=wholes, size=layout.size)
             merge.add(_part(builder, spec, met, scores))
             parts += 1
     out = merge.whole(tensors.sinks, builder.value(tensors.q).dtype, builder.value(tensors.v).dtype)
@@ -89,7 +89,7 @@ def _met(builder: GraphBuilder, layout: GraphLayout, q: fx.Node, k: fx.Node, v: 
     return Met(q=q, k=k, v=v, queries=queries, first_head=None, bytes=0, places=places)
 
 
-def _part(builder: GraphBuilder, spec: AttentionSpec, met: Met, scores: Scores) -> tuple[fx.Node, fx.Node]:
+def _part(builder: GraphBuilder, spec: AttentionSpec, met: Met, scores: PlacedScores) -> tuple[fx.Node, fx.Node]:
     """The output and the lse of a part. Sinks come in once, at the end of the merge."""
     both = builder.call(
         attention_with_lse,

@@ -113,7 +113,7 @@ def rewrite(
     else:
         meet = exchanging.exchange if method == "all_to_all" else exchanging.gather
         met = meet(builder, layout, *operands)
-    scores = Scores(site=site, spec=spec, builder=builder, met=met, wholes=wholes, size=layout.size)
+    scores = PlacedScores(site=site, spec=spec, builder=builder, met=met, wholes=wholes, size=layout.size)
     out = _attention(builder, site, spec, met, scores, tensors.sinks)
     if method == "all_to_all":
         out = layout.to_positions(builder, out)
@@ -147,7 +147,7 @@ def rank_length(spec: AttentionSpec) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scores:
+class PlacedScores:
     """What masks a site and is added to it, at positions of the whole sequence. size: ranks."""
 
     site: Site
@@ -243,7 +243,7 @@ class Scores:
         return elements.ranges(match, {length: length * self.size})
 
 
-def joined(builder: GraphBuilder, scores: Scores, dtype: torch.dtype) -> fx.Node | None:
+def joined(builder: GraphBuilder, scores: PlacedScores, dtype: torch.dtype) -> fx.Node | None:
     """What masks and what is added, in one tensor: truth values, or numbers in the scores' dtype. None where there is neither."""
     mask, bias = scores.mask(), scores.bias()
     added = bias if bias is None else program.cast(builder, bias, dtype)
@@ -251,7 +251,7 @@ def joined(builder: GraphBuilder, scores: Scores, dtype: torch.dtype) -> fx.Node
 
 
 def _attention(
-    builder: GraphBuilder, site: Site, spec: AttentionSpec, met: Met, scores: Scores, sinks: fx.Node | None
+    builder: GraphBuilder, site: Site, spec: AttentionSpec, met: Met, scores: PlacedScores, sinks: fx.Node | None
 ) -> fx.Node:
     dtype = builder.value(met.q).dtype
     mask = joined(builder, scores, dtype)
