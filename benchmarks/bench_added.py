@@ -370,10 +370,11 @@ def main() -> int:
     cases = [case for case in CASES if any(fnmatch.fnmatch(case.name, pattern) for pattern in options.cases)]
     where = bench_kernels.environment(options.device, options.commit) | dict.fromkeys(bench_select.PACKAGES, "")
     file = harness.CsvFile(options.output, [*COLUMNS, *where])
-    wrong = check(options.device, options.check_seconds)
     # All lengths of a sort have the same kernels, but for few.
     sorts = {case.name.rpartition("_s")[0]: case for case in reversed(cases)}
-    wait(begin(list(reversed(sorts.values())), options.device, options.sides), timeout=options.budget_seconds)
+    started = begin(list(reversed(sorts.values())), options.device, options.sides)
+    wrong = check(options.device, options.check_seconds)
+    wait(started, timeout=options.budget_seconds)
     print(f"{time.monotonic() - start:4.0f} s  compiled", flush=True)
     for case in cases:
         if time.monotonic() - start > options.budget_seconds:
