@@ -92,11 +92,7 @@ def blocks_of(side: str, case: AddedCase) -> ForwardBlocks | None:
     found = VARIANTS.get(side, {})
     widest = max(case.head_dim, case.head_dim_v)
     blocks = next((blocks for limit, blocks in sorted(found.items()) if limit // 2 < widest <= limit), None)
-    if (
-        blocks is None
-        or not case.is_added
-        or (case.element > 2 and blocks.added_stages > 1 and blocks.keys > plan.ROWS)
-    ):
+    if blocks is None or not case.forms or (case.element > 2 and blocks.added_stages > 1 and blocks.keys > plan.ROWS):
         return None
     return blocks
 
