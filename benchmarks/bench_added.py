@@ -92,11 +92,7 @@ def blocks_of(side: str, case: AddedCase) -> ForwardBlocks | None:
     found = VARIANTS.get(side, {})
     widest = max(case.head_dim, case.head_dim_v)
     blocks = next((blocks for limit, blocks in sorted(found.items()) if limit // 2 < widest <= limit), None)
-    if (
-        blocks is None
-        or not case.is_added
-        or (case.element > 2 and blocks.added_stages > 1 and blocks.keys > plan.ROWS)
-    ):
+    if blocks is None or not case.forms or (case.element > 2 and blocks.added_stages > 1 and blocks.keys > plan.ROWS):
         return None
     return blocks
 
@@ -241,15 +237,15 @@ def begin(cases: Sequence[AddedCase], device: str, names: Sequence[str]) -> list
 # ---- checks -------------------------------------------------------------------------------------------------------
 
 
-def check(device: str, seconds: float) -> int:
-    """Hold Hopper's kernel against attention's definition on odd sizes; how many cases are wrong, or fail. seconds: to begin new ones."""
+def begin_checks(device: str) -> tuple[list[Any], list[Future[Any]]]:
+    """Problems of odd sizes, and what is being compiled for them."""
     from attn_compiler.lowerings.hopper import launch
     from attn_compiler.lowerings.shared import compiling
     from tests.lowerings import kernel_problems
     from tests.lowerings.hopper import problems, test_launch
 
-    cases = [case for case in (*test_launch.ADDED, *test_launch.MASKED) if case.head_dim % 8 == 0]
-    start, target, wrong, done = time.monotonic(), Target.current(device), 0, 0
+    target = Target.current(device)
+    cases = [*test_launch.ADDED, *test_launch.MASKED]
     made = [problems.build(case, dtype=torch.bfloat16, device=device, target=target) for case in cases]
     started: list[Future[Any]] = []
     pool = compiling.workers(len(os.sched_getaffinity(0)))
@@ -258,6 +254,15 @@ def check(device: str, seconds: float) -> int:
             given = (problem.q, problem.k, problem.v, problems.operands(problem), problem.text)
             call = ahead.LaunchingCall(body=launch.forward, arguments=imagined.described(given), named=())
             ahead.note_launches(call, lambda *asked: started.extend(pool.begin(*asked)))
+    return made, started
+
+
+def check(made: Sequence[Any], started: Sequence[Future[Any]], seconds: float) -> int:
+    """Hold Hopper's kernel against attention's definition; how many problems are wrong, or fail. seconds: to begin new ones."""
+    from tests.lowerings import kernel_problems
+    from tests.lowerings.hopper import problems
+
+    start, wrong, done = time.monotonic(), 0, 0
     wait(started, timeout=seconds)
     for problem in made:
         if time.monotonic() - start > seconds:
@@ -267,10 +272,10 @@ def check(device: str, seconds: float) -> int:
             # The second call is replayed.
             for _ in range(2):
                 kernel_problems.assert_within_rule(problems.by_ops(problem), problem)
-        except Exception as failure:  # noqa: BLE001 (each case is told of)
+        except Exception as failure:  # noqa: BLE001 (each problem is told of)
             wrong += 1
             print("WRONG", problem.case.name, bench_kernels.reason(failure, []), flush=True)
-    print(f"{time.monotonic() - start:4.0f} s  {done - wrong} of {len(cases)} odd sizes are right", flush=True)
+    print(f"{time.monotonic() - start:4.0f} s  {done - wrong} of {len(made)} odd sizes are right", flush=True)
     return wrong
 
 
@@ -370,10 +375,12 @@ def main() -> int:
     cases = [case for case in CASES if any(fnmatch.fnmatch(case.name, pattern) for pattern in options.cases)]
     where = bench_kernels.environment(options.device, options.commit) | dict.fromkeys(bench_select.PACKAGES, "")
     file = harness.CsvFile(options.output, [*COLUMNS, *where])
-    wrong = check(options.device, options.check_seconds)
     # All lengths of a sort have the same kernels, but for few.
     sorts = {case.name.rpartition("_s")[0]: case for case in reversed(cases)}
-    wait(begin(list(reversed(sorts.values())), options.device, options.sides), timeout=options.budget_seconds)
+    checked = begin_checks(options.device)
+    started = begin(list(reversed(sorts.values())), options.device, options.sides)
+    wrong = check(*checked, options.check_seconds)
+    wait(started, timeout=options.budget_seconds)
     print(f"{time.monotonic() - start:4.0f} s  compiled", flush=True)
     for case in cases:
         if time.monotonic() - start > options.budget_seconds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ def test_a_form_is_of_the_head_dims_that_it_is_for() -> None:
     assert set(bench_added.ours(BY_NAME["bias_d64_s2048"], SIDES)) == {TRITON, HOPPER, *VARIANTS}
     assert set(bench_added.ours(BY_NAME["bias_d256_s2048"], SIDES)) == {TRITON, HOPPER}
     assert set(bench_added.ours(BY_NAME["mask_holes_d64_s2048"], SIDES)) == {TRITON, HOPPER}
-    assert "hopper, two stages" not in bench_added.ours(BY_NAME["bias_float32_d128_s2048"], SIDES)
+    assert set(bench_added.ours(BY_NAME["bias_causal_d128_s2048"], SIDES)) == {TRITON, HOPPER}
+    wide = dataclasses.replace(BY_NAME["bias_d128_s2048"], wide=True)
+    assert set(bench_added.ours(wide, SIDES)) == {TRITON, HOPPER, *both} - {"hopper, two stages"}
 
 
 @pytest.mark.parametrize("side", VARIANTS)

@@ -9,7 +9,7 @@ import pytest
 
 from attn_compiler.lowerings.choice.rows import Row
 from attn_compiler.target import Target
-from tests.lowerings.specs import make_spec
+from tests.lowerings.specs import dense, make_spec
 
 H200 = Target.fake()
 ROW = Row(sms=(90, 90), order=("triton",), since="2026-11-23", why="a test")
@@ -36,6 +36,8 @@ ROW = Row(sms=(90, 90), order=("triton",), since="2026-11-23", why="a test")
         ({"seqlens": (64, None)}, {"seqlen_kv": "s0"}, False),
         ({"mask": "full"}, {}, True),
         ({"mask": "padding"}, {}, False),
+        ({"parts": frozenset({"bias", "mask"})}, {"mask": dense(2, 1, 128, 128)}, True),
+        ({"parts": frozenset({"bias", "mask"})}, {}, False),
     ],
 )
 def test_every_field_that_is_said_has_to_hold(bounds: dict[str, Any], spec: dict[str, Any], fits: bool) -> None:
