@@ -15,8 +15,8 @@ from tests.thinned import asked_for, in_full
 #: of float64
 _EXACT = 1e-12
 
-# AOTAutograd takes as long as everything else, Inductor three times as long. Each way of sharing and of checkpoints has AOTAutograd here, and
-# so has each method; the rewritten graphs of the other runs run op by op. `-m slow` has what is left out.
+# AOTAutograd takes as long as everything else, Inductor three times as long. Each way of sharing and of checkpoints has AOTAutograd here,
+# and so has each method; the rewritten graphs of the other runs run op by op. `-m slow` has what is left out.
 _HEADS = [
     Run(way="tp"),
     Run(way="tp", method="all_to_all", heads=(8, 4), masked=True, inner="eager"),
