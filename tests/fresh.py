@@ -34,7 +34,11 @@ IMPORTED = ("torch._dynamo", "torch._inductor.compile_fx", "torch._dynamo.backen
 #: a server whose forks run models of transformers
 MODELS = "models"
 _IMPORTED_FOR_MODELS = (*IMPORTED, "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
-_IMPORTED_FOR_KERNELS = ("torch", "triton.backends.nvidia.compiler", "triton.experimental.gluon.language")
+_IMPORTED_FOR_KERNELS = (
+    "torch.fx.experimental.symbolic_shapes",
+    "triton.backends.nvidia.compiler",
+    "triton.experimental.gluon.language",
+)
 #: variables that are read when something is compiled or printed, so that a fork can have others than this process, and CUDA's own
 LATE = frozenset({"ATTN_COMPILER_CACHE_REWRITES", "COLUMNS", "CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_CACHE_DIR"})
 

@@ -2,18 +2,29 @@
 
 Each kernel keeps its source, its flags and its own call. They lie in one library, whose entry takes the kernel's number before the
 kernel's arguments. Where that can't be compiled, each kernel is compiled on its own, as Inductor does. GNU's faster linker is taken where
-there is one. A release of PyTorch that has other names for these functions is left as it is, only slower.
+there is one.
+
+Half of Inductor's own time for a CPU is sympy's, which simplifies each index to find how far apart in memory neighbours along an axis lie.
+Of sums of products, without a division or a remainder, that is found without it, and is the same.
+
+Processes of one group compile the same graphs: `one_after_another` lets the first one do it. A release of PyTorch that has other names for
+these functions is left as it is, only slower.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import sympy
 
 #: of the entry of a library: this many arguments are looked for
 _COUNT = "{arg_len}"
@@ -38,6 +49,7 @@ def _install() -> None:
     from torch._inductor import async_compile, codecache, cpp_builder
 
     _link_quickly(cpp_builder)
+    _find_strides_of_sums()
     own, library = async_compile.AsyncCompile, getattr(codecache, "CppPythonBindingsCodeCache", None)
     if library is None or not (hasattr(own, "cpp_pybinding") and _COUNT in getattr(library, "suffix_template", "")):
         return
@@ -111,3 +123,84 @@ def _link_quickly(cpp_builder: Any) -> None:
         return run(f"{cmd_line} -fuse-ld=gold" if links else cmd_line, *args, **kwargs)
 
     cpp_builder.run_compile_cmd = run_compile_cmd
+
+
+def _find_strides_of_sums() -> None:
+    from torch._inductor import sizevars
+
+    own = getattr(sizevars, "stride_at_vec_range", None)
+    if own is None:
+        return
+
+    @functools.lru_cache(1 << 14)
+    @functools.wraps(own)
+    def stride_at_vec_range(index: Any, var: Any, vec_length: int | None = None) -> Any:
+        if not _is_sum_of_products(index):
+            return own(index, var, vec_length)
+        return sympy.expand(index.xreplace({var: var + 1}) - index)
+
+    for module in ("torch._inductor.sizevars", "torch._inductor.codegen.cpp"):
+        if getattr(sys.modules.get(module), "stride_at_vec_range", None) is own:
+            sys.modules[module].stride_at_vec_range = stride_at_vec_range  # type: ignore[attr-defined]
+
+
+def _is_sum_of_products(index: Any) -> bool:
+    """Of whole numbers and symbols."""
+    if isinstance(index, (sympy.Add, sympy.Mul)):
+        return all(map(_is_sum_of_products, index.args))
+    return isinstance(index, (sympy.Symbol, sympy.Integer))
+
+
+#: seconds that a process waits for the others before it compiles beside them
+_PATIENCE = 60.0
+
+
+def one_after_another(lock: Path) -> None:
+    """In each of several processes that compile the same graphs: one compiles, and the others find its code in Inductor's cache.
+
+    What is compiled does not depend on who compiles it: Inductor's cache is on for users, too, and its keys hold all that matters.
+    """
+    from torch._inductor import compile_fx
+
+    turn = _Turn(lock)
+    for name in ("compile_fx", "_compile_fx_inner"):
+        if hasattr(compile_fx, name):
+            setattr(compile_fx, name, turn.taken_by(getattr(compile_fx, name)))
+
+
+class _Turn:
+    """To be taken by one process at a time, which may take it again inside."""
+
+    def __init__(self, lock: Path) -> None:
+        self._lock, self._depth = lock, 0
+
+    def taken_by(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._taken():
+                return function(*args, **kwargs)
+
+        return call
+
+    @contextlib.contextmanager
+    def _taken(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._depth == 0:
+                file = stack.enter_context(self._lock.open("w"))
+                deadline = time.monotonic() + _PATIENCE
+                while not _is_locked(file) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+
+
+def _is_locked(file: Any) -> bool:
+    """By this process, as long as the file is open."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

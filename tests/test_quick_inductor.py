@@ -1,13 +1,19 @@
-"""Kernels of a graph that are compiled as one file compute what each on its own computes."""
+"""Kernels of a graph that are compiled as one file compute what each on its own computes. Strides are Inductor's, and processes of a group
+compile one after another."""
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import sympy
 import torch
-from torch._inductor import async_compile, codecache
+from torch._inductor import async_compile, codecache, compile_fx, sizevars
+from torch._inductor.codegen import cpp
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from tests import quick_inductor
 from tests.inductor_caches import no_graphs
@@ -53,7 +59,45 @@ def test_what_can_not_be_compiled_together_is_compiled_alone(
     assert joined[-1] == 0
 
 
+_X, _Y = sympy.symbols("x y", integer=True, nonnegative=True)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        sympy.Integer(0),
+        _X,
+        _Y,
+        3 * _X + 128 * _Y + 7,
+        _X * _Y + 2 * _X,
+        FloorDiv(_X, 16) + _Y,
+        ModularIndexing(_X, 1, 32) + 32 * _Y,
+        ModularIndexing(_X, 3, 5),
+    ],
+    ids=str,
+)
+def test_strides_are_inductor_s(index: Any) -> None:
+    quick_inductor.install()
+    quick = sizevars.stride_at_vec_range
+    for var, width in ((_X, 16), (_Y, 16), (_X, None)):
+        assert sympy.expand(quick(index, var, width) - quick.__wrapped__(index, var, width)) == 0
+
+
+def test_one_process_compiles_at_a_time(tmp_path: Path) -> None:
+    """And the same one more, inside. Who waited in vain compiles as well."""
+    first, second = (quick_inductor._Turn(tmp_path / "lock") for _ in range(2))
+    with first._taken(), first._taken(), (tmp_path / "lock").open("w") as file:
+        assert not quick_inductor._is_locked(file)
+        with mock.patch.object(quick_inductor, "_PATIENCE", 0.0):
+            assert second.taken_by(lambda x: x + 1)(1) == 2
+    with (tmp_path / "lock").open("w") as file:
+        assert quick_inductor._is_locked(file)
+
+
 def test_this_release_is_known() -> None:
     quick_inductor.install()
+    assert hasattr(sizevars.stride_at_vec_range, "__wrapped__")
+    assert cpp.stride_at_vec_range is sizevars.stride_at_vec_range
+    assert {"compile_fx", "_compile_fx_inner"} <= vars(compile_fx).keys()
     assert hasattr(async_compile.AsyncCompile.cpp_pybinding, "__wrapped__")
     assert quick_inductor._COUNT in codecache.CppPythonBindingsCodeCache.suffix_template

@@ -16,6 +16,9 @@ from benchmarks import bench_flex, compare, flex_cases, harness
 from benchmarks.bench_flex import COLUMNS, Way
 from benchmarks.flex_cases import FlexCase
 
+# After each row its tensors are given back by a collection of garbage.
+pytestmark = pytest.mark.usefixtures("little_to_look_through")
+
 DRY = Way(device="cpu", seconds=0.0, dry=True)
 MS = {"inductor_p50_ms": "3", "attn_compiler_p50_ms": "2"}
 GOOD = {"sites": "2", "attentions": "2", "numerics": "ok", "ratio": "1.5", **MS}

@@ -28,7 +28,8 @@ LENGTH = 26
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """way: "tp", "sp" (and along the sequence), or one of layered.WAYS. compiled: "whole" or "layers". padded: a row ends early.
-    hides_padding: the model gets a mask of ones. checkpointed: use_reentrant of the model's own gradient checkpointing, if it is on."""
+    hides_padding: the model gets a mask of ones. checkpointed: use_reentrant of the model's own gradient checkpointing, if it is on.
+    ranks: how many there are."""
 
     way: str
     compiled: str = "whole"
@@ -36,10 +37,13 @@ class Run:
     hides_padding: bool = False
     checkpointed: bool | None = None
     method: str = "auto"
+    inner: str = "eager"
+    ranks: int = 4
 
     @property
     def name(self) -> str:
-        words = [self.way, self.compiled, self.method, *(["padded"] if self.padded else [])]
+        words = [self.way, self.compiled, self.method, self.inner, *(["padded"] if self.padded else [])]
+        words += [] if self.ranks == 4 else [f"{self.ranks} ranks"]
         words += ["hidden padding"] if self.hides_padding else []
         return " · ".join([*words, *([] if self.checkpointed is None else [f"reentrant {self.checkpointed}"])])
 
@@ -67,7 +71,7 @@ def _step(run: Run) -> Result:
         model.gradient_checkpointing_enable({"use_reentrant": run.checkpointed})
     _spread(model, run, found)
     cp = ContextParallel(found.cp, method=run.method)  # type: ignore[arg-type]
-    options = {"context_parallel": cp, "inner": "aot_eager"}
+    options = {"context_parallel": cp, "inner": run.inner}
     for part in model.model.layers if run.compiled == "layers" else [model]:
         part.compile(backend="attn_compiler", options=options, fullgraph=True)
     part = cp.shard(**_batches(found.groups, run)[found.group])

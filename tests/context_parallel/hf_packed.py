@@ -28,7 +28,7 @@ class Run:
     compiled: str = "whole"
     checkpointed: bool = False
     packed: bool = True
-    inner: str = "aot_eager"
+    inner: str = "eager"
 
     @property
     def name(self) -> str:

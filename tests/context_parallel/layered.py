@@ -45,7 +45,7 @@ WAYS = (
 class Run:
     """way: one of WAYS. masked: right padding, from which each layer makes its mask; "model": the model makes it for all layers.
     checkpointed: use_reentrant, if each layer is in a checkpoint. compiled: "whole", "layers", or "checkpoints": each layer with what
-    checkpoints it."""
+    checkpoints it. ranks: how many there are."""
 
     way: str
     method: str = "all_gather"
@@ -55,10 +55,12 @@ class Run:
     compiled: str = "whole"
     checkpointed: bool | None = None
     inner: str = "aot_eager"
+    ranks: int = 4
 
     @property
     def name(self) -> str:
         words = [self.way, self.method, self.load_balance or "contiguous", self.compiled, self.inner]
+        words += [] if self.ranks == 4 else [f"{self.ranks} ranks"]
         words += [f"padding by {self.masked}"] if self.masked else []
         words += [] if self.checkpointed is None else [f"reentrant {self.checkpointed}"]
         return " · ".join([*words, "{} and {} heads".format(*self.heads)])

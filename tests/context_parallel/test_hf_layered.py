@@ -5,6 +5,9 @@ Loss and gradients are those of one process with whole sequences.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -13,21 +16,24 @@ from tests.context_parallel import hf_layered
 from tests.context_parallel.hf_layered import Run
 from tests.context_parallel.layered import Result
 from tests.distributed import processes
+from tests.thinned import asked_for, in_full
 
 #: relative, of float32
 _NEAR = 2e-6
 
+# Each way of sharing has AOTAutograd, which takes as long as everything else, here or in test_layered.py; `-m slow` has it everywhere.
 _RUNS = [
-    Run(way="tp", padded=True),
+    Run(way="tp", padded=True, inner="aot_eager"),
     Run(way="sp", padded=True),
     Run(way="tp", compiled="layers", hides_padding=True),
-    Run(way="fsdp over all", compiled="layers", padded=True, hides_padding=True),
+    Run(way="fsdp over all", compiled="layers", padded=True, hides_padding=True, inner="aot_eager"),
     Run(way="fsdp over dp", compiled="layers", hides_padding=True, method="all_gather"),
 ]
 _CHECKPOINTED = [
-    Run(way="alone", padded=True, checkpointed=False),
-    Run(way="alone", padded=True, checkpointed=True, method="all_gather"),
-    Run(way="alone", compiled="layers", padded=True, hides_padding=True, checkpointed=False),
+    # Ranks that share nothing else need no mesh of two dimensions.
+    Run(way="alone", padded=True, checkpointed=False, inner="aot_eager", ranks=2),
+    Run(way="alone", padded=True, checkpointed=True, method="all_gather", ranks=2),
+    Run(way="alone", compiled="layers", padded=True, hides_padding=True, checkpointed=False, ranks=2),
     Run(way="fsdp over all", compiled="layers", padded=True, hides_padding=True, checkpointed=False),
 ]
 _REFUSED = [
@@ -37,15 +43,23 @@ _REFUSED = [
 ]
 
 
+def _in_full(runs: list[Run]) -> list[Any]:
+    further = [replace(run, ranks=4, inner="aot_eager") for run in runs]
+    return in_full(dict.fromkeys([*runs, *further]), daily=runs)
+
+
 @pytest.fixture(scope="module")
-def results() -> dict[str, list[Result]]:
-    runs = [*_RUNS, *_CHECKPOINTED, *_REFUSED]
-    by_rank = processes.run(hf_layered.measured, runs, size=4)
-    return {run.name: [found[i] for found in by_rank] for i, run in enumerate(runs)}
+def results(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
+    found = {}
+    for ranks in (2, 4):
+        runs = [run for run in asked_for(request, "run") if run.ranks == ranks]
+        by_rank = processes.run(hf_layered.measured, runs, size=ranks) if runs else []
+        found |= {run.name: [results[i] for results in by_rank] for i, run in enumerate(runs)}
+    return found
 
 
-@pytest.mark.parametrize("run", [*_RUNS, *_CHECKPOINTED], ids=lambda run: run.name)
-def test_four_ranks(results: dict[str, list[Result]], run: Run) -> None:
+@pytest.mark.parametrize("run", _in_full([*_RUNS, *_CHECKPOINTED]), ids=lambda run: run.name)
+def test_ranks_compute_what_one_process_computes(results: dict[str, list[Result]], run: Run) -> None:
     for result in results[run.name]:
         assert result.error is None
         assert max(result.far.values()) < _NEAR, result.far
@@ -53,7 +67,7 @@ def test_four_ranks(results: dict[str, list[Result]], run: Run) -> None:
         assert all("dense" not in mask or "proved" in mask for mask in result.masks), result.masks
 
 
-@pytest.mark.parametrize("run", _REFUSED, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", _in_full(_REFUSED), ids=lambda run: run.name)
 def test_a_mask_of_pairs_from_around_the_layers_is_refused_on_every_rank(
     results: dict[str, list[Result]], run: Run
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -10,15 +12,17 @@ from tests.context_parallel import hf_packed
 from tests.context_parallel.hf_packed import Run
 from tests.context_parallel.layered import Result
 from tests.distributed import processes
+from tests.thinned import asked_for, in_full
 
 #: each rank's part, in the order of the sequence, is one document
 _ALIGNED = ((12, 12), (12, 12))
+# With AOTAutograd, which takes as long as everything else, one of each method; `-m slow` has it everywhere.
 _RUNS = [
-    Run(),
+    Run(inner="aot_eager"),
     Run(load_balance=None),
     Run(method="all_to_all"),
     Run(documents=_ALIGNED, load_balance=None),
-    Run(documents=_ALIGNED, method="all_to_all", checkpointed=True),
+    Run(documents=_ALIGNED, method="all_to_all", checkpointed=True, inner="aot_eager"),
     # Ends are padded, and documents of one position are there.
     Run(documents=((1, 1, 20, 3), (25,))),
     Run(documents=((1, 1, 20, 3), (25,)), load_balance=None, inner="inductor"),
@@ -29,16 +33,17 @@ _REFUSED = {
     Run(documents=_ALIGNED, load_balance=None, packed=False): "packed=True",
     Run(compiled="layers"): "compile the whole model in one graph",
 }
+_FURTHER = [replace(run, inner="aot_eager") for run in _RUNS if run.inner == "eager"]
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, list[Result]]:
-    runs = [*_RUNS, *_REFUSED]
+def results(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
+    runs = asked_for(request, "run")
     by_rank = processes.run(hf_packed.measured, runs)
     return {run.name: [found[i] for found in by_rank] for i, run in enumerate(runs)}
 
 
-@pytest.mark.parametrize("run", _RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", in_full([*_RUNS, *_FURTHER], daily=_RUNS), ids=lambda run: run.name)
 def test_two_ranks(results: dict[str, list[Result]], run: Run) -> None:
     for result in results[run.name]:
         assert result.error is None

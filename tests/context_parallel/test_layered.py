@@ -2,43 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from tests.context_parallel import layered
 from tests.context_parallel.layered import LAYERS, Result, Run
 from tests.distributed import processes
+from tests.thinned import asked_for, in_full
 
 #: of float64
 _EXACT = 1e-12
 
+# AOTAutograd takes as long as everything else, Inductor three times as long. Each way of sharing and of checkpoints has AOTAutograd here,
+# and so has each method; the rewritten graphs of the other runs run op by op. `-m slow` has what is left out.
 _HEADS = [
     Run(way="tp"),
-    Run(way="tp", method="all_to_all", heads=(8, 4), masked=True),
-    Run(way="tp", method="auto", heads=(4, 4), compiled="layers"),
-    Run(way="tp", load_balance=None, masked="model"),
+    Run(way="tp", method="all_to_all", heads=(8, 4), masked=True, inner="eager"),
+    Run(way="tp", method="auto", heads=(4, 4), compiled="layers", inner="eager"),
+    Run(way="tp", load_balance=None, masked="model", inner="eager"),
     Run(way="tp, cp last", method="auto", heads=(8, 2), masked=True, compiled="layers"),
     Run(way="tp, DTensors"),
-    Run(way="tp, DTensors", method="all_to_all", heads=(4, 4), load_balance=None, compiled="layers"),
+    Run(way="tp, DTensors", method="all_to_all", heads=(4, 4), load_balance=None, compiled="layers", inner="eager"),
     Run(way="tp and fsdp", masked=True, compiled="layers"),
-    Run(way="tp", masked=True, inner="inductor"),
+    Run(way="tp", masked=True, compiled="layers", inner="inductor"),
 ]
 _SHARDS = [
     Run(way="fsdp over dp", compiled="layers", masked=True),
     Run(way="fsdp over all", method="all_to_all", compiled="layers"),
-    Run(way="fsdp over all", compiled="layers", load_balance=None, masked=True),
+    Run(way="fsdp over all", compiled="layers", load_balance=None, masked=True, inner="eager"),
     Run(way="fsdp, replicas", method="auto", compiled="layers", masked=True),
-    Run(way="fsdp over dp"),
+    Run(way="fsdp over dp", inner="eager"),
     Run(way="fsdp over all", method="auto", masked=True),
 ]
 _CHECKPOINTS = [
-    Run(way="alone", checkpointed=False),
-    Run(way="alone", checkpointed=True, method="all_to_all", heads=(8, 4), masked=True),
-    Run(way="alone", checkpointed=False, masked="model", load_balance=None, heads=(8, 1)),
-    Run(way="alone", checkpointed=False, masked=True, method="all_to_all", heads=(4, 4), inner="inductor"),
-    Run(way="alone", checkpointed=False, masked="model", inner="inductor"),
-    Run(way="alone", checkpointed=False, masked=True, inner="eager"),
-    Run(way="alone", checkpointed=False, masked=True, compiled="checkpoints"),
-    Run(way="alone", checkpointed=True, compiled="layers", masked=True),
+    # Ranks that share nothing else need no mesh of two dimensions.
+    Run(way="alone", checkpointed=False, ranks=2),
+    Run(way="alone", checkpointed=True, method="all_to_all", heads=(8, 4), masked=True, ranks=2),
+    Run(way="alone", checkpointed=False, masked="model", load_balance=None, heads=(8, 1), inner="eager", ranks=2),
+    Run(way="alone", checkpointed=False, masked=True, method="all_to_all", heads=(4, 4), inner="inductor", ranks=2),
+    Run(way="alone", checkpointed=False, masked="model", inner="inductor", ranks=2),
+    Run(way="alone", checkpointed=False, masked=True, inner="eager", ranks=2),
+    Run(way="alone", checkpointed=False, masked=True, compiled="checkpoints", ranks=2),
+    Run(way="alone", checkpointed=True, compiled="layers", masked=True, ranks=2),
     # PyTorch 2.13 can't compile a checkpoint around DTensors: it would save their mesh.
     Run(way="tp", checkpointed=False, masked=True, inner="eager"),
     Run(way="tp", checkpointed=False, masked=True, compiled="layers"),
@@ -50,16 +57,16 @@ _RINGS = [
     Run(way="fsdp over all", method="ring", compiled="layers", masked=True),
     Run(way="alone", checkpointed=False, method="ring", load_balance=None, masked="model", inner="inductor"),
 ]
-_RUNS = [*_HEADS, *_SHARDS, *_CHECKPOINTS]
 
 
 @pytest.fixture(scope="module")
-def rings() -> dict[str, list[Result]]:
-    by_rank = processes.run(layered.measured, _RINGS, size=4)
-    return {run.name: [found[i] for found in by_rank] for i, run in enumerate(_RINGS)}
+def rings(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
+    runs = asked_for(request, "run")
+    by_rank = processes.run(layered.measured, runs, size=4)
+    return {run.name: [found[i] for found in by_rank] for i, run in enumerate(runs)}
 
 
-@pytest.mark.parametrize("run", _RINGS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", in_full(_RINGS, daily=_RINGS[:2]), ids=lambda run: run.name)
 def test_four_ranks_of_a_ring(rings: dict[str, list[Result]], run: Run) -> None:
     for result in rings[run.name]:
         assert result.error is None
@@ -70,32 +77,43 @@ def test_four_ranks_of_a_ring(rings: dict[str, list[Result]], run: Run) -> None:
         assert result.sites == layers * ranks * (1 if run.load_balance is None else 2)
 
 
+def _in_full(runs: list[Run]) -> list[Any]:
+    """And on four ranks each, with AOTAutograd, where only the checkpoints of DTensors have none."""
+    further = [replace(run, ranks=4, inner=run.inner if run in _CHECKPOINTS else "aot_eager") for run in runs]
+    further += [replace(run, compiled="whole", ranks=4) for run in runs if run.inner == "inductor"]
+    return in_full(dict.fromkeys([*runs, *further]), daily=runs)
+
+
 @pytest.fixture(scope="module")
-def results() -> dict[str, list[Result]]:
-    by_rank = processes.run(layered.measured, _RUNS, size=4)
-    return {run.name: [found[i] for found in by_rank] for i, run in enumerate(_RUNS)}
+def results(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
+    found = {}
+    for ranks in (2, 4):
+        runs = [run for run in asked_for(request, "run") if run.ranks == ranks]
+        by_rank = processes.run(layered.measured, runs, size=ranks) if runs else []
+        found |= {run.name: [results[i] for results in by_rank] for i, run in enumerate(runs)}
+    return found
 
 
-@pytest.mark.parametrize("run", _RUNS, ids=lambda run: run.name)
-def test_four_ranks(results: dict[str, list[Result]], run: Run) -> None:
+@pytest.mark.parametrize("run", _in_full([*_HEADS, *_SHARDS, *_CHECKPOINTS]), ids=lambda run: run.name)
+def test_ranks_compute_what_one_process_computes(results: dict[str, list[Result]], run: Run) -> None:
     for result in results[run.name]:
         assert result.error is None
         assert max(result.far.values()) < _EXACT, result.far
         # Layers that are compiled one by one share their code; FSDP's hooks leave a whole model to its layers.
-        is_shared = run.compiled != "whole" or run in _SHARDS
+        is_shared = run.compiled != "whole" or run.way.startswith("fsdp")
         # The first layer of reentrant checkpoints is compiled for an input without a gradient, too.
         assert result.sites in ((1, LAYERS) if run.checkpointed and is_shared else (1 if is_shared else LAYERS,))
         assert all("dense" not in mask or "proved" in mask for mask in result.masks), result.masks
 
 
-@pytest.mark.parametrize("run", _RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", _in_full([*_HEADS, *_SHARDS, *_CHECKPOINTS]), ids=lambda run: run.name)
 def test_each_attention_is_verified(results: dict[str, list[Result]], run: Run) -> None:
     for result in results[run.name]:
         assert result.skipped == ()
         assert result.verified == result.sites
 
 
-@pytest.mark.parametrize("run", _HEADS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", _in_full(_HEADS), ids=lambda run: run.name)
 def test_each_rank_has_its_share_of_the_heads(results: dict[str, list[Result]], run: Run) -> None:
     exchanged = run.method == "all_to_all" or (run.method == "auto" and run.heads[1] % 4 == 0)
     for result in results[run.name]:

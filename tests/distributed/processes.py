@@ -73,6 +73,7 @@ def _member(rank: int, directory: str, size: int, function: Callable[..., Any], 
     quick_tracing.install()
     quick_tracing.say_nothing()
     quick_inductor.install()
+    quick_inductor.one_after_another(Path(directory) / "compiling")
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size)
     try:
         torch.save(function(*args), _result(directory, rank))

@@ -12,6 +12,7 @@ from torch import nn
 import attn_compiler
 from attn_compiler.passes import unpad
 from attn_compiler.report import UnpadReport
+from tests.thinned import in_full
 
 SIZES = {
     "hidden_size": 32,
@@ -71,7 +72,7 @@ def batch(*, left: bool = False, labels: bool = False) -> dict[str, torch.Tensor
 def compiled(model: nn.Module, **further: Any) -> Any:
     torch._dynamo.reset()
     attn_compiler.reset()
-    options = {"unpad": True, "strict": True, "inner": "aot_eager", **further}
+    options = {"unpad": True, "strict": True, "inner": "eager", **further}
     return torch.compile(model, backend="attn_compiler", options=options)
 
 
@@ -103,19 +104,33 @@ def check(model: nn.Module, given: dict[str, torch.Tensor], function: Any) -> Un
     return report()
 
 
-@pytest.mark.parametrize("name", ["bert", "xlm-r", "distilbert", "modernbert", "gpt2"])
-def test_encoders_with_gradients(name: str) -> None:
+# AOTAutograd takes longer than all the rest: one encoder and one loss have it by default.
+_ENCODERS = [
+    (name, inner) for name in ("bert", "xlm-r", "distilbert", "modernbert", "gpt2") for inner in ("eager", "aot_eager")
+]
+_LOSSES = [(name, inner) for name in ("bert mlm", "llama") for inner in ("eager", "aot_eager")]
+_TRACED = {"modernbert", "llama"}
+
+
+def _is_quick(way: tuple[str, str]) -> bool:
+    return (way[0] in _TRACED) == (way[1] == "aot_eager")
+
+
+@pytest.mark.parametrize("way", in_full(_ENCODERS, daily=_is_quick), ids=" · ".join)
+def test_encoders_with_gradients(way: tuple[str, str]) -> None:
+    name, inner = way
     model = model_of(name)
-    function = compiled(model)
+    function = compiled(model, inner=inner)
     assert check(model, batch(), function).kept is None
     assert report().last[-1].failed == ()
     assert len(report().zeroed) == 1
 
 
-@pytest.mark.parametrize("name", ["bert mlm", "llama"])
-def test_losses(name: str) -> None:
+@pytest.mark.parametrize("way", in_full(_LOSSES, daily=_is_quick), ids=" · ".join)
+def test_losses(way: tuple[str, str]) -> None:
+    name, inner = way
     model = model_of(name)
-    function = compiled(model)
+    function = compiled(model, inner=inner)
     found = check(model, batch(labels=True), function)
     assert found.kept is None
     assert found.last[-1].failed == ()

@@ -24,7 +24,9 @@ from attn_compiler.integrations.transformers import KNOWN_BLOCKS, CompileCallbac
 from tests.integrations import launching
 
 SEQLEN, LAYERS = 32, 3
-OPTIONS = {"inner": "aot_eager", "strict": True}
+OPTIONS = {"inner": "eager", "strict": True}
+#: what AOTAutograd makes of a whole model, and of layers that share their code
+TRACED = {"inner": "aot_eager", "strict": True}
 
 
 def _model(**config: Any) -> Any:
@@ -58,7 +60,7 @@ def _same(model: nn.Module, plain: nn.Module, batch: dict[str, Tensor]) -> None:
 def test_a_whole_model_is_compiled_in_place() -> None:
     model = _model()
     plain = copy.deepcopy(model)
-    assert compile_model(model, options=OPTIONS) is model
+    assert compile_model(model, options=TRACED) is model
     _same(model, plain, _batch())
     assert len(_words()) == LAYERS
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -67,7 +69,7 @@ def test_a_whole_model_is_compiled_in_place() -> None:
 def test_layers_that_are_compiled_one_by_one_know_their_mask() -> None:
     model = _model()
     plain = copy.deepcopy(model)
-    compile_model(model, per_layer=True, options=OPTIONS)
+    compile_model(model, per_layer=True, options=TRACED)
     _same(model, plain, _batch())
     assert _words() == ["causal ∧ key padding attention_mask[b, 0, 31, k] (proved), as dense bool[2, 1, 32, 32]"]
 
