@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -188,3 +189,18 @@ def test_what_keeps_compiled_kernels_already_stays(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
     torch_inductor.share_kernel_cache(0)
     assert os.environ["TRITON_CACHE_DIR"] == "/somewhere"
+
+
+def test_the_stack_is_as_deep_as_inductor_makes_it() -> None:
+    """Its own line, as a compilation would take seconds."""
+    from torch._inductor import compile_fx
+
+    assert "sys.setrecursionlimit(max(sys.getrecursionlimit(), 2000))" in inspect.getsource(compile_fx)
+    before = sys.getrecursionlimit()
+    try:
+        for given, made in ((1000, 2000), (2000, 2000), (3000, 3000)):
+            sys.setrecursionlimit(given)
+            torch_inductor.deepen_stack()
+            assert sys.getrecursionlimit() == made
+    finally:
+        sys.setrecursionlimit(before)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_compat, torch_inductor
 from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.meanings import Known
 from attn_compiler.options import Options
@@ -91,6 +91,7 @@ def rewrite(
     """
     failure: str | None = None
     work = Work()
+    torch_inductor.deepen_stack()
     try:
         with _without_collector():
             report = _rewrite(gm, options, targets or {}, work, store)
