@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,6 +126,27 @@ def test_passes_rewrite_then_publish_then_compile(pipeline: Pipeline) -> None:
     torch.testing.assert_close(result, x.cos())
     assert [options for _, options in pipeline.calls] == [Options(inner="eager", strict=True, cache_rewrites=False)]
     assert pipeline.published == [(pipeline.report, Options(inner="eager", strict=True, cache_rewrites=False))]
+
+
+@pytest.mark.parametrize("from_cache", [True, False])
+def test_the_collector_is_paused_where_code_is_loaded(
+    from_cache: bool, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def inner(name: str, gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        seen.append(gc.isenabled())
+        return gm.forward
+
+    monkeypatch.setattr(torch_inductor, "compile_with_backend", inner)
+    pipeline.report = dataclasses.replace(pipeline.report, from_cache=from_cache)
+    before = gc.isenabled()
+    gc.enable()
+    try:
+        _compile(lambda a: torch.sin(a), inner="eager")(torch.randn(3))
+        assert (seen, gc.isenabled()) == ([not from_cache], True)
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_a_graph_that_dynamo_traces_again_has_one_report() -> None:
