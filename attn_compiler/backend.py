@@ -65,6 +65,11 @@ def _compile(
     name: str | None = None,
     **others: Any,
 ) -> Callable[..., Any]:
+    if others:
+        log.warning("ignored arguments of torch.compile that attn_compiler does not know: %s", ", ".join(others))
+    own, patches = split_options(mode, options)
+    if own.inner == "inductor" and any(device.type == "cuda" for device in torch_compat.graph_devices(gm)):
+        torch_inductor.start_workers()
     # Imported at the first graph, so that naming the backend and printing its options stay cheap.
     with collector.paused():
         from attn_compiler import rewrites
@@ -72,9 +77,6 @@ def _compile(
         from attn_compiler.passes import rewrite
         from attn_compiler.verifying import checked
 
-    if others:
-        log.warning("ignored arguments of torch.compile that attn_compiler does not know: %s", ", ".join(others))
-    own, patches = split_options(mode, options)
     check_lowering_names(own, (lowering.name for lowering in LOWERINGS))
     ahead = _ahead(own)
     inner = _Inner(options=own, patches=patches, region=name, ahead=ahead)

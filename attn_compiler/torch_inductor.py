@@ -174,6 +174,17 @@ def compile_threads() -> int:
     return get_compile_threads()
 
 
+def start_workers() -> None:
+    """Start the processes that Inductor compiles kernels with, where it has any. They take seconds to come, and until then it compiles one
+    kernel after the other. compile_fx starts them, too, and in torch.compile(backend="inductor") nothing comes before that; here the
+    passes do, and the import of compile_fx."""
+    from torch._inductor import async_compile
+
+    start = getattr(async_compile, "maybe_warm_pool", None)
+    if start is not None:
+        start()
+
+
 def share_kernel_cache(device: int) -> None:
     """Triton keeps compiled kernels where Inductor will have it keep them, which it says when it loads the first of its own."""
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir

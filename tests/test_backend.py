@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 import attn_compiler.backend as backend_module
-from attn_compiler import lowerings, masks, passes, publishing, scores, torch_inductor
+from attn_compiler import lowerings, masks, passes, publishing, scores, torch_compat, torch_inductor
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Decision, Reason
 from attn_compiler.errors import InvalidOption, LoweringUnavailable, PassFailed, UnknownOption
@@ -126,6 +126,21 @@ def test_passes_rewrite_then_publish_then_compile(pipeline: Pipeline) -> None:
     torch.testing.assert_close(result, x.cos())
     assert [options for _, options in pipeline.calls] == [Options(inner="eager", strict=True, cache_rewrites=False)]
     assert pipeline.published == [(pipeline.report, Options(inner="eager", strict=True, cache_rewrites=False))]
+
+
+@pytest.mark.parametrize(("inner", "device"), [("inductor", "cuda"), ("inductor", "cpu"), ("eager", "cuda")])
+def test_inductors_processes_start_before_the_passes(
+    inner: str, device: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is a GPU: what they compile are Triton kernels."""
+    done: list[str] = []
+    pipeline.rewrite = lambda gm: done.append("passes")
+    monkeypatch.setattr(torch_inductor, "start_workers", lambda: done.append("workers"))
+    monkeypatch.setattr(torch_inductor, "compile_with_inductor", lambda gm, inputs, **_: gm.forward)
+    monkeypatch.setattr(torch_compat, "graph_devices", lambda gm: (torch.device(device),))
+    monkeypatch.setattr(Target, "current", lambda device: Target.fake(device=device))
+    _compile(lambda a: torch.sin(a), inner=inner)(torch.randn(3))
+    assert done == (["workers", "passes"] if (inner, device) == ("inductor", "cuda") else ["passes"])
 
 
 @pytest.mark.parametrize("from_cache", [True, False])

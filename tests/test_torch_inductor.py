@@ -191,6 +191,18 @@ def test_what_keeps_compiled_kernels_already_stays(monkeypatch: pytest.MonkeyPat
     assert os.environ["TRITON_CACHE_DIR"] == "/somewhere"
 
 
+def test_its_processes_are_started_by_its_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import async_compile
+
+    started: list[bool] = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: started.append(True))
+    torch_inductor.start_workers()
+    assert started == [True]
+    # A release without it starts them by itself.
+    monkeypatch.delattr(async_compile, "maybe_warm_pool")
+    torch_inductor.start_workers()
+
+
 def test_the_stack_is_as_deep_as_inductor_makes_it() -> None:
     """Its own line, as a compilation would take seconds."""
     from torch._inductor import compile_fx
