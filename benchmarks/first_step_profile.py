@@ -32,7 +32,9 @@ def seconds_of(path: Path) -> Seconds:
 def library(file: str, name: str) -> str:
     """Whose a function is. Of a built-in one, its name."""
     found = _LIBRARY.search(file)
-    return name if found is None else next(filter(None, found.groups()))
+    if found is None:
+        return name if file == "~" else "generated code and others"
+    return next(filter(None, found.groups()))
 
 
 def by_library(seconds: Seconds) -> Mapping[str, float]:

@@ -18,6 +18,7 @@ from benchmarks import first_step_profile
         ("/usr/lib/python3/dist-packages/triton/runtime/jit.py", "run", "triton"),
         ("/home/me/attn_compiler/backend.py", "_compile", "attn_compiler"),
         ("/usr/lib/python3.12/inspect.py", "getmodule", "inspect"),
+        ("/tmp/caches/r/ab/cabc.py", "<listcomp>", "generated code and others"),
         ("~", "<built-in method builtins.exec>", "<built-in method builtins.exec>"),
     ],
 )
