@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from attn_compiler import fp8_state, meanings, torch_compat, torch_inductor, torch_packed
+from attn_compiler import collector, fp8_state, meanings, torch_compat, torch_inductor, torch_packed
 from attn_compiler.cache import cache_key
 from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, CompileFailed, LoweringUnavailable, described
 from attn_compiler.options import Options, check_lowering_names, split_options
@@ -65,15 +65,18 @@ def _compile(
     name: str | None = None,
     **others: Any,
 ) -> Callable[..., Any]:
-    # Imported at the first graph, so that naming the backend and printing its options stay cheap.
-    from attn_compiler import rewrites
-    from attn_compiler.lowerings import LOWERINGS
-    from attn_compiler.passes import rewrite
-    from attn_compiler.verifying import checked
-
     if others:
         log.warning("ignored arguments of torch.compile that attn_compiler does not know: %s", ", ".join(others))
     own, patches = split_options(mode, options)
+    if own.inner == "inductor" and any(device.type == "cuda" for device in torch_compat.graph_devices(gm)):
+        torch_inductor.start_workers()
+    # Imported at the first graph, so that naming the backend and printing its options stay cheap.
+    with collector.paused():
+        from attn_compiler import rewrites
+        from attn_compiler.lowerings import LOWERINGS
+        from attn_compiler.passes import rewrite
+        from attn_compiler.verifying import checked
+
     check_lowering_names(own, (lowering.name for lowering in LOWERINGS))
     ahead = _ahead(own)
     inner = _Inner(options=own, patches=patches, region=name, ahead=ahead)
@@ -89,7 +92,8 @@ def _compile(
             if rewritten.packed is not None:
                 compiled = _compile_unpadded(gm, rewritten.packed, inner, example_inputs, key)
             else:
-                compiled = inner.compile_rewritten(gm, example_inputs, key)
+                with _paused_where_cached(report):
+                    compiled = inner.compile_rewritten(gm, example_inputs, key)
     except _StepFailed as error:
         failed = error
     except Exception as error:
@@ -195,6 +199,11 @@ def _step(name: str, *, user_errors: bool = False) -> Iterator[None]:
         if torch_compat.starts_over(error) or (user_errors and isinstance(error, AttnCompilerError)):
             raise
         raise _StepFailed(name, error) from error
+
+
+def _paused_where_cached(report: Report) -> contextlib.AbstractContextManager[None]:
+    """Where the rewrite was on disk, the code most likely is: to load it takes little, and the collector may take as long."""
+    return collector.paused() if report.from_cache else contextlib.nullcontext()
 
 
 def _key(gm: fx.GraphModule, options: Options, report: Report) -> str:

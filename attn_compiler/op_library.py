@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from attn_compiler import torch_compat
 from attn_compiler.lowerings.base import NAMESPACE
 
 # Holds the registrations, which end when it is collected. A reload has to keep it: torch 2.11 crashes in an op that was
@@ -56,6 +57,11 @@ def define(op: str, schema: str, body: Callable[..., Any], dispatch_key: str) ->
             NOTING[op] = body
 
 
+def register_fake(op: str, fake: Callable[..., Any]) -> None:
+    """Say what an op of the namespace gives, of tensors without memory."""
+    torch_compat.register_fake(LIBRARY, op, fake)
+
+
 def launching_body(target: Any) -> Callable[..., Any] | None:
     """The body of an op whose launches can be noted; None for other ops, and for all that is no op of ours."""
     if getattr(target, "namespace", None) != NAMESPACE:
@@ -90,7 +96,7 @@ def register_helper(
         LIBRARY.impl(name, on_gpu, "CUDA")
     if notes:
         NOTING[name] = on_gpu or function
-    torch.library.register_fake(f"{NAMESPACE}::{name}", function if fake is None else fake, lib=LIBRARY)
+    register_fake(name, function if fake is None else fake)
     if differentiated is not None:
         setup_context, backward = differentiated
         torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=LIBRARY)

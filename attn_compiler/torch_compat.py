@@ -38,6 +38,7 @@ require_supported_torch(str(torch.__version__))
 
 # Private names come after the check, so that an unsupported torch is named before one of them is found missing.
 from torch._guards import CompileContext  # noqa: E402
+from torch._library import simple_registry  # noqa: E402
 from torch._logging import trace_structured  # type: ignore[attr-defined]  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 from torch.utils._python_dispatch import (  # noqa: E402
@@ -173,6 +174,16 @@ def graph_devices(gm: fx.GraphModule) -> tuple[torch.device, ...]:
 def is_wrapper_subclass(value: Any) -> bool:
     """Whether `value` is a tensor that wraps others (DTensor, nested ...): its ops are not those of a plain tensor."""
     return bool(is_traceable_wrapper_subclass(value))
+
+
+# ---- ops ------------------------------------------------------------------------------------------------------------
+
+
+def register_fake(library: Any, op: str, fake: Callable[..., Any]) -> None:
+    """As torch.library.register_fake for an op of the library, by its name. That one looks for the caller's file among all modules of the
+    process, to say where a fake is from: a quarter of what it took to import this package beside transformers."""
+    kept = simple_registry.singleton.find(f"{library.ns}::{op}").fake_impl
+    library._registration_handles.append(kept.register(fake, "attn_compiler", lib=library))
 
 
 # ---- CUDA ----------------------------------------------------------------------------------------------------------

@@ -56,6 +56,16 @@ def inductor_patches(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     return dict(torch._TorchCompileInductorWrapper(mode, options, None).config)  # type: ignore[no-untyped-call]
 
 
+#: calls in a row that Inductor lets Python make, from the first graph that it generates code for on
+_DEEPEST = 2000
+
+
+def deepen_stack() -> None:
+    """Let Python make as many calls in a row as Inductor will let it, and for good, as it does. What is read and kept of a graph then does
+    not depend on whether an earlier graph's code was generated in this process, or found on disk."""
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), _DEEPEST))
+
+
 def compile_with_inductor(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -167,6 +177,17 @@ def compile_threads() -> int:
     from torch._inductor.async_compile import get_compile_threads
 
     return get_compile_threads()
+
+
+def start_workers() -> None:
+    """Start the processes that Inductor compiles kernels with, where it has any. They take seconds to come, and until then it compiles one
+    kernel after the other. compile_fx starts them, too, and in torch.compile(backend="inductor") nothing comes before that; here the
+    passes do, and the import of compile_fx."""
+    from torch._inductor import async_compile
+
+    start = getattr(async_compile, "maybe_warm_pool", None)
+    if start is not None:
+        start()
 
 
 def share_kernel_cache(device: int) -> None:

@@ -1,13 +1,16 @@
 """How long a model's first step takes, ours beside Inductor's: each in fresh processes, with empty caches and then with full ones.
 
     python -m benchmarks.bench_first_step --models llama t5 --calls prefill_left train_right --lengths 1024 6144 --jobs 4
-    python -m benchmarks.bench_first_step --rows llama/prefill_left/16384 t5/train_right/1024 --jobs 4
+    python -m benchmarks.bench_first_step --rows llama/prefill_left/16384 t5/train_right/1024 --jobs 4 --warm-runs 3
     python -m benchmarks.bench_first_step --device cpu
+    python -m benchmarks.bench_first_step --slow benchmarks/results/first_step_h200.csv --jobs 4
 
-A row is a model, a call of it (benchmarks/first_step_cases.py) and a length; four processes (benchmarks/first_step.py says what each
-measures). Rows are on disk as soon as they are measured. --append leaves out those that the file has. --jobs rows are measured beside each
-other, which costs each some time, the same on both sides; --budget-seconds begins no row after that. Writes
-benchmarks/results/first_step.csv.
+A row is a model, a call of it (benchmarks/first_step_cases.py) and a length; benchmarks/first_step.py says what each process measures.
+Both sides of a row run beside each other, with empty caches and then --warm-runs times with full ones, of which the one with the median
+time counts. One after the other, the second side had more of the machine to itself wherever other rows had ended in the meantime.
+Rows are on disk as soon as they are measured. --append leaves out those that the file has. --slow measures those of a file that are above
+the goals. --jobs rows are measured beside each other; --budget-seconds begins no row after that. --profile FOLDER runs each side once more
+with full caches, under a profiler: benchmarks/first_step_profile.py compares the two. Writes benchmarks/results/first_step.csv.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +41,13 @@ CACHES = ("cold", "warm")
 #: a row's name
 ROW = ("model", "call", "length", "batch", "size", "jobs")
 MEASURED = (
-    *("first_seconds", "second_seconds", "import_seconds", "passes_seconds"),
+    *("first_seconds", "second_seconds", "cpu_seconds", "import_seconds", "passes_seconds"),
     *("kernels_ahead", "kernels_late", "from_cache"),
 )
 #: what Inductor's side has not
-_OURS = MEASURED[2:]
+_OURS = MEASURED[3:]
+#: ours / Inductor's, above which a row is too slow
+GOALS = {"ratio_cold": 1.25, "ratio_warm": 1.1}
 COLUMNS = (
     *ROW,
     *(
@@ -51,8 +56,10 @@ COLUMNS = (
         if side == "ours" or name not in _OURS
     ),
     "sites",
+    "warm_runs",
     "ratio_cold",
     "ratio_warm",
+    "ratio_warm_cpu",
     "failure",
 )
 #: folders that a process keeps what it compiled in
@@ -83,26 +90,55 @@ def fresh_process(job: Job, caches: Path, *, seconds: float, threads: int) -> Ma
     return found
 
 
-def measured(name: Row, device: str, run: Run) -> Row:
+def measured(name: Row, device: str, run: Run, *, warm_runs: int = 1, profile: Path | None = None) -> Row:
     """A row. What fails is its failure, and other columns stay empty."""
     row = dict(name)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(SIDES)) as pool:
+        places = {side: Path(folder) / side for side in SIDES}
+
+        def both(caches: str, profile: Path | None = None) -> dict[str, Mapping[str, Any]]:
+            jobs = {side: _job(name, device, side, profile) for side in SIDES}
+            began = {side: pool.submit(run, job, places[side]) for side, job in jobs.items()}
+            return {side: _result(future, f"{side} {caches}") for side, future in began.items()}
+
+        try:
+            for caches, times in zip(CACHES, (1, warm_runs), strict=True):
+                found = [both(caches) for _ in range(times)]
+                for side in SIDES:
+                    row |= _columns(side, caches, _median([one[side] for one in found]))
+            if profile is not None:
+                both("profiled", profile)
+        except StepFailed as error:
+            return row | {"failure": str(error)}
+    ratios = {f"ratio_{caches}": _ratio(row, caches, "first_seconds") for caches in CACHES}
+    return row | ratios | {"ratio_warm_cpu": _ratio(row, "warm", "cpu_seconds"), "warm_runs": str(warm_runs)}
+
+
+def _job(name: Row, device: str, side: str, profile: Path | None) -> Job:
+    file = "-".join((name["model"], name["call"], name["length"], side)) + ".prof"
+    return Job(
+        model=name["model"],
+        call=name["call"],
+        length=int(name["length"]),
+        batch=int(name["batch"]),
+        size="small" if name["size"] == "small" else "full",
+        device=device,
+        side=SIDES[side],
+        profile="" if profile is None else str(profile / file),
+    )
+
+
+def _result(future: Future[Mapping[str, Any]], where: str) -> Mapping[str, Any]:
+    """Raises StepFailed, which says where."""
     try:
-        for side, backend in SIDES.items():
-            job = Job(
-                model=name["model"],
-                call=name["call"],
-                length=int(name["length"]),
-                batch=int(name["batch"]),
-                size="small" if name["size"] == "small" else "full",
-                device=device,
-                side=backend,
-            )
-            with tempfile.TemporaryDirectory() as folder:
-                for caches in CACHES:
-                    row |= _columns(side, caches, run(job, Path(folder)))
+        return future.result()
     except StepFailed as error:
-        return row | {"failure": f"{side} {caches}: {error}"}
-    return row | {f"ratio_{caches}": _ratio(row, caches) for caches in CACHES}
+        raise StepFailed(f"{where}: {error}") from error
+
+
+def _median(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """All of the process whose first step took the median time."""
+    return sorted(found, key=lambda one: one["first_seconds"])[(len(found) - 1) // 2]
 
 
 def _columns(side: str, caches: str, found: Mapping[str, Any]) -> Row:
@@ -115,9 +151,19 @@ def _columns(side: str, caches: str, found: Mapping[str, Any]) -> Row:
     return columns | ({"sites": found["sites"]} if side == "ours" else {})
 
 
-def _ratio(row: Row, caches: str) -> str:
-    ours, theirs = (float(row[f"{side}_{caches}_first_seconds"]) for side in SIDES)
+def _ratio(row: Row, caches: str, measured: str) -> str:
+    ours, theirs = (float(row[f"{side}_{caches}_{measured}"]) for side in SIDES)
     return f"{ours / theirs:.3f}"
+
+
+def slow(rows: Iterable[Mapping[str, str]]) -> list[str]:
+    """The names of rows above a goal, as `picked` takes them, the worst first. Of a row that was measured again the last time counts."""
+    over = {
+        f"{row['model']}/{row['call']}/{row['length']}": max(float(row[name]) / goal for name, goal in GOALS.items())
+        for row in rows
+        if not row["failure"]
+    }
+    return sorted((name for name, times in over.items() if times > 1), key=lambda name: -over[name])
 
 
 def names(
@@ -189,7 +235,7 @@ def said(row: Mapping[str, str]) -> str:
 
 def measure_all(wanted: Sequence[Row], file: harness.CsvFile, where: Row, options: argparse.Namespace) -> None:
     """Rows that are begun in time, each written as it comes."""
-    threads = max(2, (os.cpu_count() or 2) // options.jobs)
+    threads = max(2, (os.cpu_count() or 2) // (len(SIDES) * options.jobs))
     deadline = time.perf_counter() + options.budget_seconds
     lock = threading.Lock()
 
@@ -199,7 +245,8 @@ def measure_all(wanted: Sequence[Row], file: harness.CsvFile, where: Row, option
     def one(name: Row) -> None:
         if time.perf_counter() > deadline:
             return
-        row = {"failure": "", **measured(name, options.device, run)}
+        given = {"warm_runs": options.warm_runs, "profile": options.profile}
+        row = {"failure": "", **measured(name, options.device, run, **given)}
         with lock:
             file.add(row | where)
             print(said(row), flush=True)
@@ -219,6 +266,11 @@ def main() -> int:
     )
     parser.add_argument("--lengths", nargs="+", type=int, help="1024 6144 16384; on a CPU 128")
     parser.add_argument("--rows", nargs="+", metavar="MODEL/CALL/LENGTH", help="these, in this order")
+    parser.add_argument(
+        "--slow", type=Path, metavar="CSV", help="the rows of a file that are above a goal, the worst first"
+    )
+    parser.add_argument("--warm-runs", type=int, default=1)
+    parser.add_argument("--profile", type=Path, metavar="FOLDER")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--budget-seconds", type=float, default=1e9)
@@ -228,6 +280,10 @@ def main() -> int:
     parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
     options = parser.parse_args()
 
+    if options.profile is not None:
+        options.profile.mkdir(parents=True, exist_ok=True)
+    if options.slow is not None:
+        options.rows = slow(harness.read(options.slow))
     on_cpu = options.device == "cpu"
     given = {"batch": options.batch, "size": "small" if on_cpu else "full", "jobs": options.jobs}
     wanted = (

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +11,7 @@ import torch
 from torch import fx, nn
 
 import attn_compiler.backend as backend_module
-from attn_compiler import lowerings, masks, passes, publishing, scores, torch_inductor
+from attn_compiler import lowerings, masks, passes, publishing, scores, torch_compat, torch_inductor
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Decision, Reason
 from attn_compiler.errors import InvalidOption, LoweringUnavailable, PassFailed, UnknownOption
@@ -124,6 +126,42 @@ def test_passes_rewrite_then_publish_then_compile(pipeline: Pipeline) -> None:
     torch.testing.assert_close(result, x.cos())
     assert [options for _, options in pipeline.calls] == [Options(inner="eager", strict=True, cache_rewrites=False)]
     assert pipeline.published == [(pipeline.report, Options(inner="eager", strict=True, cache_rewrites=False))]
+
+
+@pytest.mark.parametrize(("inner", "device"), [("inductor", "cuda"), ("inductor", "cpu"), ("eager", "cuda")])
+def test_inductors_processes_start_before_the_passes(
+    inner: str, device: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is a GPU: what they compile are Triton kernels."""
+    done: list[str] = []
+    pipeline.rewrite = lambda gm: done.append("passes")
+    monkeypatch.setattr(torch_inductor, "start_workers", lambda: done.append("workers"))
+    monkeypatch.setattr(torch_inductor, "compile_with_inductor", lambda gm, inputs, **_: gm.forward)
+    monkeypatch.setattr(torch_compat, "graph_devices", lambda gm: (torch.device(device),))
+    monkeypatch.setattr(Target, "current", lambda device: Target.fake(device=device))
+    _compile(lambda a: torch.sin(a), inner=inner)(torch.randn(3))
+    assert done == (["workers", "passes"] if (inner, device) == ("inductor", "cuda") else ["passes"])
+
+
+@pytest.mark.parametrize("from_cache", [True, False])
+def test_the_collector_is_paused_where_code_is_loaded(
+    from_cache: bool, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def inner(name: str, gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        seen.append(gc.isenabled())
+        return gm.forward
+
+    monkeypatch.setattr(torch_inductor, "compile_with_backend", inner)
+    pipeline.report = dataclasses.replace(pipeline.report, from_cache=from_cache)
+    before = gc.isenabled()
+    gc.enable()
+    try:
+        _compile(lambda a: torch.sin(a), inner="eager")(torch.randn(3))
+        assert (seen, gc.isenabled()) == ([not from_cache], True)
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_a_graph_that_dynamo_traces_again_has_one_report() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import logging
 import re
 import traceback
@@ -186,3 +187,18 @@ def test_under_a_mode_allocators_are_those_that_know_of_modes() -> None:
         make = torch_compat.allocator((2, 3), (1, 2), torch.float16, "cuda")
         made = make()
     assert (made.shape, made.stride(), made.dtype, made.device.type) == ((2, 3), (1, 2), torch.float16, "cuda")
+
+
+def test_a_fake_is_registered_without_a_search_for_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(inspect, "getmodule", search)
+    with torch.library._scoped_library("test_torch_compat", "FRAGMENT") as library:
+        library.define("halves(Tensor x) -> Tensor")
+        library.impl("halves", lambda x: x.view(2, -1).clone(), "CompositeExplicitAutograd")
+        torch_compat.register_fake(library, "halves", lambda x: x.new_empty(2, x.numel() // 2))
+        with FakeTensorMode():
+            assert torch.ops.test_torch_compat.halves(torch.ones(6)).shape == (2, 3)
+        assert torch.ops.test_torch_compat.halves(torch.ones(4)).shape == (2, 2)
+    assert not hasattr(torch.ops.test_torch_compat, "halves")

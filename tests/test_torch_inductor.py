@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -211,3 +212,30 @@ def test_what_keeps_compiled_kernels_already_stays(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
     torch_inductor.share_kernel_cache(0)
     assert os.environ["TRITON_CACHE_DIR"] == "/somewhere"
+
+
+def test_its_processes_are_started_by_its_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import async_compile
+
+    started: list[bool] = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: started.append(True))
+    torch_inductor.start_workers()
+    assert started == [True]
+    # A release without it starts them by itself.
+    monkeypatch.delattr(async_compile, "maybe_warm_pool")
+    torch_inductor.start_workers()
+
+
+def test_the_stack_is_as_deep_as_inductor_makes_it() -> None:
+    """Its own line, as a compilation would take seconds."""
+    from torch._inductor import compile_fx
+
+    assert "sys.setrecursionlimit(max(sys.getrecursionlimit(), 2000))" in inspect.getsource(compile_fx)
+    before = sys.getrecursionlimit()
+    try:
+        for given, made in ((1000, 2000), (2000, 2000), (3000, 3000)):
+            sys.setrecursionlimit(given)
+            torch_inductor.deepen_stack()
+            assert sys.getrecursionlimit() == made
+    finally:
+        sys.setrecursionlimit(before)

@@ -6,19 +6,16 @@ what fails otherwise leaves the model's graph as it was.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from attn_compiler import torch_compat
+from attn_compiler import collector, torch_compat, torch_inductor
 from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.meanings import Known
 from attn_compiler.options import Options
@@ -91,8 +88,10 @@ def rewrite(
     """
     failure: str | None = None
     work = Work()
+    torch_inductor.deepen_stack()
     try:
-        with _without_collector():
+        # Looking through all that a process has loaded takes a third of their time.
+        with collector.paused():
             report = _rewrite(gm, options, targets or {}, work, store)
     except Exception as error:
         from attn_compiler.passes import buffers, summary
@@ -116,19 +115,6 @@ def rewrite(
         snapshot=None if failure is not None else work.snapshot,
         known=work.known,
     )
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Without Python's cyclic collector: what the passes make is needed to their end, and looking through it and all that a process has
-    loaded takes a third of their time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _rewrite(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import pstats
 import subprocess
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +29,7 @@ def found(first: float, **others: Any) -> dict[str, Any]:
     return {
         "first_seconds": first,
         "second_seconds": 0.5,
+        "cpu_seconds": first / 2,
         "import_seconds": 0.25,
         "passes_seconds": 0.125,
         "kernels_ahead": 3,
@@ -40,6 +43,7 @@ def found(first: float, **others: Any) -> dict[str, Any]:
 def run(job: Job, caches: Path) -> Mapping[str, Any]:
     """Ours takes 9 s and with full caches 6, Inductor 6 and 2."""
     is_warm = (caches / "used").exists()
+    caches.mkdir(exist_ok=True)
     (caches / "used").touch()
     return found({"attn_compiler": (9.0, 6.0), "inductor": (6.0, 2.0)}[job.side][is_warm])
 
@@ -49,13 +53,65 @@ def test_a_row_has_both_sides_with_empty_caches_and_then_with_theirs() -> None:
     assert row["ours_cold_first_seconds"] == "9.000"
     assert row["ours_warm_first_seconds"] == "6.000"
     assert row["inductor_cold_first_seconds"] == "6.000"
-    assert (row["ratio_cold"], row["ratio_warm"]) == ("1.500", "3.000")
+    assert (row["ratio_cold"], row["ratio_warm"], row["ratio_warm_cpu"]) == ("1.500", "3.000", "3.000")
     assert (row["ours_cold_kernels_ahead"], row["ours_warm_passes_seconds"], row["sites"]) == (
         "3",
         "0.125",
         "triton x8",
     )
     assert set(row) | {"failure"} == set(COLUMNS)
+
+
+def test_both_sides_run_beside_each_other() -> None:
+    """Whatever else the machine does meanwhile then slows both alike."""
+    meet = threading.Barrier(2)
+
+    def together(job: Job, caches: Path) -> Mapping[str, Any]:
+        meet.wait(timeout=30)
+        return run(job, caches)
+
+    row = bench_first_step.measured(NAME, "cpu", together, warm_runs=2)
+    assert row["ratio_warm"] == "3.000"
+
+
+def test_of_several_warm_runs_that_with_the_median_time_counts() -> None:
+    times = {
+        side: iter((9.0, *warm)) for side, warm in (("attn_compiler", (4.0, 8.0, 5.0)), ("inductor", (2.0, 1.0, 9.0)))
+    }
+
+    def changing(job: Job, caches: Path) -> Mapping[str, Any]:
+        first = next(times[job.side])
+        return found(first, second_seconds=first / 10)
+
+    row = bench_first_step.measured(NAME, "cpu", changing, warm_runs=3)
+    assert (row["ours_warm_first_seconds"], row["ours_warm_second_seconds"]) == ("5.000", "0.500")
+    assert (row["inductor_warm_first_seconds"], row["ratio_warm"], row["warm_runs"]) == ("2.000", "2.500", "3")
+
+
+def test_a_profile_of_each_side_is_one_more_run(tmp_path: Path) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def noting(job: Job, caches: Path) -> Mapping[str, Any]:
+        asked.append((job.side, job.profile))
+        return run(job, caches)
+
+    row = bench_first_step.measured(NAME, "cpu", noting, profile=tmp_path)
+    assert row["ours_warm_first_seconds"] == "6.000"
+    assert sorted(asked[4:]) == [
+        ("attn_compiler", str(tmp_path / "llama-train_right-64-ours.prof")),
+        ("inductor", str(tmp_path / "llama-train_right-64-inductor.prof")),
+    ]
+
+
+def test_slow_rows_are_those_above_a_goal_and_of_a_row_the_last_time_counts() -> None:
+    def row(length: int, cold: str, warm: str, failure: str = "") -> dict[str, str]:
+        return {**NAME, "length": str(length), "ratio_cold": cold, "ratio_warm": warm, "failure": failure}
+
+    rows = [row(1, "1.25", "1.1"), row(2, "1.3", "1.0"), row(3, "1.0", "1.5"), row(4, "9", "9"), row(4, "1", "1")]
+    assert bench_first_step.slow([*rows, row(5, "", "", "too long")]) == [
+        "llama/train_right/3",
+        "llama/train_right/2",
+    ]
 
 
 def test_what_fails_is_told_in_its_row() -> None:
@@ -66,7 +122,6 @@ def test_what_fails_is_told_in_its_row() -> None:
 
     row = bench_first_step.measured(NAME, "cpu", fail)
     assert row["failure"] == "inductor cold: out of memory"
-    assert row["ours_cold_first_seconds"] == "1.000"
     assert "ratio_cold" not in row
     assert "FAILED, inductor cold: out of memory" in bench_first_step.said(row)
 
@@ -124,7 +179,7 @@ def test_rows_are_on_disk_as_they_come_and_none_is_begun_too_late(
 ) -> None:
     monkeypatch.setattr(bench_first_step, "fresh_process", lambda job, caches, **_: run(job, caches))
     file = harness.CsvFile(tmp_path / "rows.csv", [*COLUMNS, "device"])
-    options = {"device": "cpu", "jobs": 2, "process_seconds": 9.0}
+    options = {"device": "cpu", "jobs": 2, "process_seconds": 9.0, "warm_runs": 1, "profile": None}
     for budget, count in ((60.0, 2), (-1.0, 2)):
         wanted = [{**NAME, "length": str(length)} for length in (32, 64)]
         chosen = argparse.Namespace(**options, budget_seconds=budget)
@@ -179,11 +234,13 @@ def test_kernels_of_ours_are_counted_and_none_that_was_on_disk() -> None:
 
 
 @pytest.mark.parametrize("side", ["attn_compiler", "eager"])
-def test_one_process_measures_both_steps(side: str) -> None:
+def test_one_process_measures_both_steps(side: str, tmp_path: Path) -> None:
     torch.compiler.reset()
-    measured = first_step.measure(
-        Job(model="bert", call="prefill_right", length=16, batch=2, size="small", device="cpu", side=side)
-    )
+    given: dict[str, Any] = {"length": 16, "batch": 2, "size": "small", "device": "cpu", "side": side}
+    file = tmp_path / "step.prof"
+    measured = first_step.measure(Job(model="bert", call="prefill_right", **given, profile=str(file)))
+    assert pstats.Stats(str(file)).total_calls > 1000  # type: ignore[attr-defined]
+    assert measured.cpu_seconds > 0
     assert measured.first_seconds > measured.second_seconds > 0
     assert measured.first_seconds > measured.import_seconds
     assert bool(measured.sites) == bool(measured.passes_seconds) == (side == "attn_compiler")

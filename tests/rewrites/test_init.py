@@ -231,6 +231,14 @@ def test_other_states_of_pytorch_are_another_graph(state: str) -> None:
     assert is_again(attention, *inputs)
 
 
+def test_a_graph_is_the_same_after_inductor_generated_code() -> None:
+    """It lets Python make more calls in a row from then on; a process that finds the code on disk does not come there."""
+    with _set(sys.getrecursionlimit, sys.setrecursionlimit, 1000):
+        assert not is_again(attention, *qkv())
+        sys.setrecursionlimit(2000)
+        assert is_again(attention, *qkv())
+
+
 def test_another_number_in_the_model_is_another_graph() -> None:
     def scaled(scale: Any) -> Callable[..., Tensor]:
         return lambda q, k, v: torch.softmax(q @ k.transpose(-2, -1) * scale, -1) @ v

@@ -71,7 +71,7 @@ def register_given(
 
     op_library.define(name, LEAF_SCHEMA, _hand_on, "CompositeExplicitAutograd")
     op = f"{NAMESPACE}::{name}"
-    torch.library.register_fake(op, ops.fake_forward, lib=op_library.LIBRARY)
+    op_library.register_fake(name, ops.fake_forward)
     torch.library.register_autograd(op, backward, setup_context=setup_context, lib=op_library.LIBRARY)
 
 
@@ -85,7 +85,7 @@ def register_given_with(name: str, *, formula: Callable[[torch.Tensor, Tensors, 
     if hasattr(getattr(torch.ops, NAMESPACE), name + GIVEN):
         return
     op_library.define(name + GIVEN, LEAF_SCHEMA, _hand_on, "CompositeExplicitAutograd")
-    torch.library.register_fake(op, ops.fake_forward, lib=op_library.LIBRARY)
+    op_library.register_fake(name + GIVEN, ops.fake_forward)
     torch.library.register_autograd(op, _backward(formula), setup_context=_setup_context, lib=op_library.LIBRARY)
 
 

@@ -27,7 +27,7 @@ from torch import fx
 from attn_compiler.lowerings.base import GIVEN as GIVEN
 from attn_compiler.lowerings.base import NAMESPACE
 from attn_compiler.lowerings.base import PART as PART
-from attn_compiler.op_library import BODIES, LIBRARY, Late, define
+from attn_compiler.op_library import BODIES, LIBRARY, Late, define, register_fake
 from attn_compiler.spec import AttentionSpec
 
 LEAF_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)"
@@ -74,7 +74,7 @@ def register_forward(name: str, *, forward: Forward, dispatch_key: str, fake: Fo
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
     define(name, LEAF_SCHEMA, forward, dispatch_key)
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake_forward if fake is None else fake, lib=LIBRARY)
+    register_fake(name, fake_forward if fake is None else fake)
 
 
 def register_family(
@@ -151,12 +151,12 @@ def register_backward(
     if hasattr(getattr(torch.ops, NAMESPACE), op):
         return
     define(op, BACKWARD_SCHEMA, backward, dispatch_key)
-    torch.library.register_fake(f"{NAMESPACE}::{op}", _fake_backward(differentiable, gradient), lib=LIBRARY)
+    register_fake(op, _fake_backward(differentiable, gradient))
 
 
 def _register_fakes(name: str) -> None:
     for op in (name, name + _WITHOUT_AUTOGRAD):
-        torch.library.register_fake(f"{NAMESPACE}::{op}", fake_forward, lib=LIBRARY)
+        register_fake(op, fake_forward)
 
 
 def without_autograd(graph: fx.Graph) -> None:
@@ -298,5 +298,5 @@ if not hasattr(getattr(torch.ops, NAMESPACE), "held"):
     for op in ("held", "held" + _WITHOUT_AUTOGRAD):
         LIBRARY.define(f"{op}(Tensor x) -> Tensor")
         LIBRARY.impl(op, _held, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{op}", _held, lib=LIBRARY)
+        register_fake(op, _held)
     torch.library.register_autograd(f"{NAMESPACE}::held", _held_backward, lib=LIBRARY)
