@@ -124,7 +124,7 @@ def register_part(
     if hasattr(getattr(torch.ops, NAMESPACE), op):
         return
     define(op, LEAF_SCHEMA, forward, dispatch_key)
-    torch.library.register_fake(f"{NAMESPACE}::{op}", fake_forward, lib=LIBRARY)
+    register_fake(op, fake_forward)
     torch.library.register_autograd(
         f"{NAMESPACE}::{op}",
         _part_backward(f"{name}_backward", differentiable, prepare_grad_out),
