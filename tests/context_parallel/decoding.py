@@ -162,3 +162,39 @@ def _generated(cp: ContextParallel, run: Run, model: Any, given: Any, graphs: li
         calls=Counter(target_name(node) for gm in graphs for node in gm.graph.nodes if node.op == "call_function"),
         notes=tuple(note for report in reports for site in report.sites for note in site.notes),
     )
+
+
+def prompted(is_early: bool) -> Found:
+    """To be called on every rank: a model that is compiled whole gets a prompt, then one more token; its masks are made in the graph.
+
+    is_early: the cache has its tensors before the first call.
+    """
+    from transformers import StaticCache
+
+    from attn_compiler.integrations.transformers_cache import ShardedCache
+
+    torch._dynamo.reset()
+    attn_compiler.reset()
+    cp, run = ContextParallel(init_device_mesh("cpu", (dist.get_world_size(),))), Run(prompt=7, padded=2)
+    model, given = build(run), inputs(run)
+    longer = torch.cat((given["attention_mask"], torch.ones(2, 1, dtype=torch.int64)), 1)
+    step = {"input_ids": given["input_ids"][:, -1:], "attention_mask": longer, "position_ids": torch.full((2, 1), 7)}
+    cache, own = ShardedCache(model.config, cp, max_cache_len=12), StaticCache(model.config, max_cache_len=12)
+    if is_early:
+        cache.early_initialization(2, 2, 8, torch.float64, torch.device("cpu"))
+    with torch.no_grad(), _noted() as graphs:
+        compiled = torch.compile(model, backend="attn_compiler", options={"context_parallel": cp, "inner": "aot_eager"})
+        wanted = [model(**one, past_key_values=own).logits for one in (given, step)]
+        found = [compiled(**one, past_key_values=cache).logits for one in (given, step)]
+    # What padding gives is not told to anyone.
+    pairs = [(a[:, run.padded :], b[:, run.padded :]) for a, b in zip(found[:1], wanted[:1], strict=True)]
+    pairs.append((found[1], wanted[1]))
+    sites = [site for report in attn_compiler.reports() for site in report.sites]
+    return Found(
+        error=max(float((a - b).abs().max()) for a, b in pairs),
+        tokens=[x.argmax(-1)[:, -1].tolist() for x in found],
+        expected=[x.argmax(-1)[:, -1].tolist() for x in wanted],
+        slots=cache.layers[0].keys.shape[2],
+        calls=Counter(target_name(node) for gm in graphs for node in gm.graph.nodes if node.op == "call_function"),
+        notes=tuple(note for site in sites for note in site.notes),
+    )

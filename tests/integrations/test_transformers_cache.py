@@ -57,6 +57,17 @@ def _check(found: list[Found], run: Run, size: int) -> None:
         assert bool(said) == run.compiled, one.notes
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_compiled_prompt_is_attended_to_by_slots(is_early: bool) -> None:
+    for one in processes.run(decoding.prompted, is_early, size=2):
+        assert one.error < 1e-12
+        assert one.tokens == one.expected
+        assert "keys_of_slots" not in one.calls
+        # Two layers, of the prompt and of a step.
+        assert one.calls["merged_over_ranks"] == 4
+        assert all("attends to the keys that it keeps" in note for note in one.notes)
+
+
 def _refusals(size: int) -> dict[str, str]:
     """To be called on every rank: what each call that is not supported raises."""
     from transformers import MistralConfig, T5Config
