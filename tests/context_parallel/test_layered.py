@@ -36,6 +36,8 @@ _SHARDS = [
     Run(way="fsdp over dp", inner="eager"),
     Run(way="fsdp over all", method="auto", masked=True),
 ]
+# PyTorch 2.13 can't compile a checkpoint around DTensors: it would save their mesh.
+_AROUND_DTENSORS = Run(way="tp", checkpointed=False, masked=True, inner="eager")
 _CHECKPOINTS = [
     # Ranks that share nothing else need no mesh of two dimensions.
     Run(way="alone", checkpointed=False, ranks=2),
@@ -46,8 +48,7 @@ _CHECKPOINTS = [
     Run(way="alone", checkpointed=False, masked=True, inner="eager", ranks=2),
     Run(way="alone", checkpointed=False, masked=True, compiled="checkpoints", ranks=2),
     Run(way="alone", checkpointed=True, compiled="layers", masked=True, ranks=2),
-    # PyTorch 2.13 can't compile a checkpoint around DTensors: it would save their mesh.
-    Run(way="tp", checkpointed=False, masked=True, inner="eager"),
+    _AROUND_DTENSORS,
     Run(way="tp", checkpointed=False, masked=True, compiled="layers"),
     Run(way="fsdp over all", checkpointed=False, compiled="layers", masked=True),
 ]
@@ -78,8 +79,8 @@ def test_four_ranks_of_a_ring(rings: dict[str, list[Result]], run: Run) -> None:
 
 
 def _in_full(runs: list[Run]) -> list[Any]:
-    """And on four ranks each, with AOTAutograd, where only the checkpoints of DTensors have none."""
-    further = [replace(run, ranks=4, inner=run.inner if run in _CHECKPOINTS else "aot_eager") for run in runs]
+    """And on four ranks each, with AOTAutograd, of which the checkpoint around DTensors has none."""
+    further = [replace(run, ranks=4, inner="eager" if run == _AROUND_DTENSORS else "aot_eager") for run in runs]
     further += [replace(run, compiled="whole", ranks=4) for run in runs if run.inner == "inductor"]
     return in_full(dict.fromkeys([*runs, *further]), daily=runs)
 
