@@ -33,6 +33,12 @@ class ShardedLayer(StaticLayer):  # type: ignore[no-untyped-call]
         # Read by transformers: where keys of the whole sequence would end.
         self._whole = self._slots * cp.size
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """As any static layer, and with this rank's number: compiled code is given it, and does not ask for it in each call."""
+        super().lazy_initialization(key_states, value_states)
+        rank = torch_collectives.sequence_rank(self.cumulative_length, self._group)
+        self._rank = rank.to(torch.int64)
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keep this rank's positions of new keys and values, and give those of all ranks."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
@@ -45,9 +51,8 @@ class ShardedLayer(StaticLayer):  # type: ignore[no-untyped-call]
             self.lazy_initialization(key_states, value_states)
         if self._is_first:
             key_states = torch_collectives.same_on_ranks(key_states, self._size, self._group)
-        rank = torch_collectives.sequence_rank(self.cumulative_length, self._group).to(torch.int64)
         own: tuple[Any, Any] = (self.keys, self.values)
-        slots.write(own, (key_states, value_states), self.cumulative_length, self._size, rank)
+        slots.write(own, (key_states, value_states), self.cumulative_length, self._size, self._rank)
         self.cumulative_length.add_(key_states.shape[-2])
         keys, values = (torch_collectives.keys_of_slots(kept, self._size, self._group) for kept in own)
         return keys, values

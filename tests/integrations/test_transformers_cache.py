@@ -49,6 +49,8 @@ def _check(found: list[Found], run: Run, size: int) -> None:
         assert one.tokens == one.expected
         assert one.slots == -(-(run.prompt + NEW) // size)
         assert "keys_of_slots" not in one.calls
+        # It is asked once for the positions of slots, and not by each layer.
+        assert one.calls.get("sequence_rank", 0) == run.compiled
         # One collective a layer.
         assert one.calls.get("merged_over_ranks", 0) == (2 if run.compiled else 0)
         said = [note for note in one.notes if "attends to the keys that it keeps, and sends" in note]

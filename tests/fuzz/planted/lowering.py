@@ -31,7 +31,7 @@ PLAIN = [
         "math: the sink is kept",
         "plain/plain_math.py",
         "_weights",
-        "emitter.call(aten.slice.Tensor, weights, -1, 0, seqlen_kv)",
+        "emitter.call(aten.slice.Tensor, weights, -1, 0, unused.size(emitter, scores, 3))",
         "emitter.call(aten.slice.Tensor, weights, -1, 1, 9223372036854775807)",
         "math",
         "the first key is dropped for the sink",

@@ -284,7 +284,7 @@ SITES = [
     _f(
         "the output stays in the kernel's dtype",
         "lower.py",
-        "finish",
+        "_as_was",
         "if builder.value(new).dtype != wanted.dtype:",
         "if False:",
         "halves",

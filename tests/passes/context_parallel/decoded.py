@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
@@ -14,7 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attn_compiler
 from attn_compiler import ContextParallel, torch_collectives, torch_inductor
+from attn_compiler.errors import VerificationMismatch
 from attn_compiler.passes.calls import target_name
+from attn_compiler.passes.context_parallel.layout import GraphLayout
+from attn_compiler.passes.emit import GraphBuilder
 from attn_compiler.verifying import results
 
 #: batch rows, heads, heads of k and v, width
@@ -175,6 +180,17 @@ def _part(kept_k: Tensor, kept_v: Tensor, data: Mapping[str, Tensor], cp: Contex
     return k, v
 
 
+#: by the name of a group, that of another one with the same ranks
+_OTHERS: dict[str, str] = {}
+
+
+def _of_others(
+    kept_k: Tensor, kept_v: Tensor, data: Mapping[str, Tensor], cp: ContextParallel
+) -> tuple[Tensor, Tensor]:
+    k, v = (torch_collectives.keys_of_slots(x, cp.size, _OTHERS[cp.group_name]) for x in (kept_k, kept_v))
+    return k, v
+
+
 def _weights_read(q, k, v, data):
     i, j = _places(q, k, data)
     weights = _scores(q, k).masked_fill(j > i, -math.inf).softmax(-1)
@@ -214,6 +230,7 @@ KEPT: Mapping[str, tuple[Case, str]] = {
     "other values": (Case(attend=filled, slots=_other_values), "not what the cache gives"),
     "in another order": (Case(attend=everything, slots=_exchanged), "not what the cache gives"),
     "written": (Case(attend=filled, slots=_written), "the cache is written to"),
+    "of another group": (Case(attend=filled, slots=_of_others), "other ranks than ContextParallel's"),
     "a part of the positions": (Case(attend=everything, slots=_part), "not"),
     "weights are read": (Case(attend=_weights_read), "weights are read"),
     "any number of positions": (Case(attend=_added, symbol=2), "not known when the graph is compiled"),
@@ -224,8 +241,21 @@ KEPT: Mapping[str, tuple[Case, str]] = {
 def measured(names: list[str]) -> dict[str, Found]:
     """To be called on every rank of a group."""
     cp = ContextParallel(init_device_mesh("cpu", (dist.get_world_size(),)))
+    _OTHERS[cp.group_name] = dist.new_group().group_name
     cases = {**RIGHT, **{name: case for name, (case, _) in KEPT.items()}}
     return {name: _measured(cases[name], cp) for name in names}
+
+
+def mismatch() -> str:
+    """To be called on every rank of a group: what `verify` says where each rank masks as if it were the first."""
+
+    def first(self: GraphLayout, builder: GraphBuilder, device: torch.device) -> fx.Node:
+        return builder.call(torch.zeros, (), dtype=torch.int64, device=device)
+
+    cp = ContextParallel(init_device_mesh("cpu", (dist.get_world_size(),)))
+    with mock.patch.object(GraphLayout, "rank", first), pytest.raises(VerificationMismatch) as caught:
+        _measured(RIGHT["filled, verified"], cp)
+    return str(caught.value)
 
 
 def _measured(case: Case, cp: ContextParallel) -> Found:

@@ -58,6 +58,12 @@ def test_what_can_not_be_merged_gathers_and_says_why(two: list[dict[str, Found]]
         assert any("gathered in each call" in note and words in note for note in found.notes), found.notes
 
 
+def test_what_is_merged_wrongly_is_an_error_on_every_rank() -> None:
+    for said in processes.run(decoded.mismatch, size=2):
+        assert "output" in said
+        assert "on rank 0" in said
+
+
 def test_masks_are_proved_at_the_positions_of_slots(two: list[dict[str, Found]]) -> None:
     (mask,) = two[0]["left padding"].masks
     assert "proved" in mask
