@@ -45,8 +45,6 @@ CASES = (
     Case(name="one_key", seqlen_kv=1),
     Case(name="whole_tiles", seqlen_kv=256, splits=2),
 )
-#: The others have one tile of heads: adding up splits costs as much as all the rest, head by head, in Triton's interpreter.
-_TWO_TILES = ("plain", "one_split", "odd_lengths", "none_and_one")
 
 
 def _pointer(x: Any) -> Any:
@@ -74,11 +72,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     latent_launch.prepare.cache_clear()
 
 
-#: heads of a tile. Which keys a row has, and how they are split, does not depend on how many tiles of heads there are.
-_TILE = 64
-
-
-def _problem(case: Case, device: str, *, heads: int = _TILE, dtype: torch.dtype = torch.bfloat16) -> Problem:
+def _problem(case: Case, device: str, *, heads: int = 128, dtype: torch.dtype = torch.bfloat16) -> Problem:
     given: Any = {"rank": 512, "rope": 64, "dtype": dtype, "device": device}
     case = dataclasses.replace(case, heads_q=heads)
     return of_latent(case, **given, schedule=_schedule(of_latent(case, **given)))
@@ -95,7 +89,7 @@ def _schedule(problem: Problem) -> Schedule:
 @pytest.mark.parametrize("device", on_both)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_as_defined(case: Case, device: str, launched: list[Any]) -> None:
-    problem = _problem(case, device, heads=2 * _TILE if case.name in _TWO_TILES else _TILE)
+    problem = _problem(case, device)
     problems.assert_within_rule(results(problem), problem)
     assert launched[0] is KERNEL
 
