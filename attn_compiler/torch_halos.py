@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from attn_compiler.context_parallel.halo import Halo, Piece, of_rank
+from attn_compiler.context_parallel.halo import Halo, HaloPiece, of_rank
 from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.lowerings.base import NAMESPACE
 from attn_compiler.op_library import register_helper
 from attn_compiler.torch_collectives import rank_of, sent_and_received
 
 #: of each rank
-_Pieces = Sequence[Sequence[Piece]]
+_Pieces = Sequence[Sequence[HaloPiece]]
 
 #: along which axis of (B, H, chunks, positions, D) positions stand
 _POSITIONS = 3
@@ -52,13 +52,13 @@ def _pieces(left: int, right: int, chunk: int, size: int, balanced: bool, group:
     return of_rank(layout, halo, rank_of(group))
 
 
-def _place(x: torch.Tensor, chunk: int, start: int, piece: Piece) -> torch.Tensor:
+def _place(x: torch.Tensor, chunk: int, start: int, piece: HaloPiece) -> torch.Tensor:
     return x.select(_POSITIONS - 1, chunk).narrow(_POSITIONS - 1, start, piece.count)
 
 
 def _exchanged(
-    like: torch.Tensor, sent: Sequence[Sequence[torch.Tensor]], coming: Sequence[Sequence[Piece]], group: str
-) -> list[tuple[Piece, torch.Tensor]]:
+    like: torch.Tensor, sent: Sequence[Sequence[torch.Tensor]], coming: Sequence[Sequence[HaloPiece]], group: str
+) -> list[tuple[HaloPiece, torch.Tensor]]:
     """Every piece that comes, with its values. sent: what goes to each rank."""
     b, h, *_, d = like.shape
     flat = [x.reshape(-1) for to in sent for x in to]

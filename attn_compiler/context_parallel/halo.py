@@ -43,7 +43,7 @@ class Halo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class HaloPiece:
     """Positions that one rank sends to another, or to itself.
 
     source, target: a chunk of the sender and one of the receiver, by their places among those that the rank has. start: of the first
@@ -58,7 +58,7 @@ class Piece:
     count: int
 
 
-def pieces(layout: Layout, halo: Halo, sender: int, receiver: int) -> tuple[Piece, ...]:
+def pieces(layout: Layout, halo: Halo, sender: int, receiver: int) -> tuple[HaloPiece, ...]:
     """What a rank sends to another, in the order in which it is sent."""
     found = [
         piece
@@ -69,7 +69,7 @@ def pieces(layout: Layout, halo: Halo, sender: int, receiver: int) -> tuple[Piec
     return tuple(found)
 
 
-def _between(halo: Halo, apart: int, source: int, target: int) -> Iterator[Piece]:
+def _between(halo: Halo, apart: int, source: int, target: int) -> Iterator[HaloPiece]:
     """What a chunk has of the halo of another one. apart: how many chunks later it comes in the sequence."""
     if apart < 0:
         # The end of a chunk, so far before the other that these positions lie between.
@@ -77,18 +77,18 @@ def _between(halo: Halo, apart: int, source: int, target: int) -> Iterator[Piece
         count = min(halo.chunk, halo.left - between)
         if count > 0:
             into = halo.left - between - count
-            yield Piece(source=source, target=target, start=halo.tail - count, into=into, count=count)
+            yield HaloPiece(source=source, target=target, start=halo.tail - count, into=into, count=count)
     if apart > 0:
         between = (apart - 1) * halo.chunk
         count = min(halo.chunk, halo.right - between)
         if count > 0:
-            yield Piece(source=source, target=target, start=halo.tail, into=halo.left + between, count=count)
+            yield HaloPiece(source=source, target=target, start=halo.tail, into=halo.left + between, count=count)
 
 
 @functools.lru_cache(maxsize=64)
 def of_rank(
     layout: Layout, halo: Halo, rank: int
-) -> tuple[tuple[tuple[Piece, ...], ...], tuple[tuple[Piece, ...], ...]]:
+) -> tuple[tuple[tuple[HaloPiece, ...], ...], tuple[tuple[HaloPiece, ...], ...]]:
     """What a rank sends to each, and what comes to it from each."""
     ranks = range(layout.size)
     sent = tuple(pieces(layout, halo, rank, other) for other in ranks)

@@ -138,8 +138,7 @@ def test_what_is_too_wide_for_two_ranks_is_gathered(two: dict[str, list[Result]]
 
 @pytest.mark.parametrize("run", _FOUR, ids=lambda run: run.name)
 def test_four_ranks(four: dict[str, list[Result]], run: Run) -> None:
-    word = "all_to_all" if run.method == "auto" else "halo of"
-    _check(four[run.name], word)
+    _check(four[run.name], "halo of")
 
 
 def test_bytes_of_a_halo_are_those_of_its_positions(four: dict[str, list[Result]]) -> None:

@@ -32,7 +32,7 @@ from attn_compiler.passes.context_parallel import (
     sites,
     wrapped,
 )
-from attn_compiler.passes.context_parallel.decoding import Outcome
+from attn_compiler.passes.context_parallel.decoding import SlotOutcome
 from attn_compiler.passes.context_parallel.first_look import FirstLook
 from attn_compiler.passes.context_parallel.following import Following, Input
 from attn_compiler.passes.context_parallel.layout import GraphLayout
@@ -91,7 +91,7 @@ def run(unit: Unit, mirror: Mirror) -> None:
     elif decoding.shares_cache(unit.graph):
         given = unit.options.context_parallel
         if given is None or given.size == 1:
-            _note_decoding(unit, Outcome(kept={site.module: decoding.NO_OPTION for site in unit.sites}), 1)
+            _note_decoding(unit, SlotOutcome(kept={site.module: decoding.NO_OPTION for site in unit.sites}), 1)
         else:
             _together(unit, mirror, given, [], lambda: _decoding(unit, mirror, given))
 
@@ -366,7 +366,7 @@ def _look_again(unit: Unit, expected: int, others: int) -> None:
         raise CannotShard("each rewritten attention is understood again", observed)
 
 
-def _note_decoding(unit: Unit, found: Outcome, size: int) -> None:
+def _note_decoding(unit: Unit, found: SlotOutcome, size: int) -> None:
     for site in unit.sites:
         if site.module in found.sent:
             sent = found.sent[site.module]

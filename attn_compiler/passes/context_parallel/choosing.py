@@ -24,14 +24,14 @@ _GATHERS, _EXCHANGES = (1, 3), (1, 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class MethodChoice:
     """method: "all_gather", "all_to_all" or "ring". why: what "auto" chose it for; None where the user named it."""
 
     method: str
     why: str | None = None
 
 
-def choice(site: Site, spec: AttentionSpec, cp: ContextParallel, layout: GraphLayout, target: Target) -> Choice:
+def choice(site: Site, spec: AttentionSpec, cp: ContextParallel, layout: GraphLayout, target: Target) -> MethodChoice:
     """Raises CannotShard where the method that was asked for can't be.
 
     "auto" takes a halo where it sends less than all else. It exchanges heads where they can be shared out, which leaves each attention as
@@ -48,23 +48,23 @@ def choice(site: Site, spec: AttentionSpec, cp: ContextParallel, layout: GraphLa
             remedy='use method="all_gather" or "auto"',
         )
     if cp.method != "auto":
-        return Choice(method=cp.method)
+        return MethodChoice(method=cp.method)
     gathered = gathered_bytes(spec, cp.size)
     if divides:
         exchanged = exchanged_bytes(spec, cp.size)
         near = halo_bytes(site, spec, layout)
         if near is not None and near < exchanged:
-            return Choice(method="all_gather", why=f"to exchange heads would send {exchanged} bytes")
+            return MethodChoice(method="all_gather", why=f"to exchange heads would send {exchanged} bytes")
         if target.sm == _SM and gathered <= cp.gather_limit and _says_less(site, spec, cp.size):
-            return Choice(
+            return MethodChoice(
                 method="all_gather", why=f"to exchange heads would send {exchanged} bytes, and in a backward as many"
             )
-        return Choice(method="all_to_all")
+        return MethodChoice(method="all_to_all")
     if gathered > cp.gather_limit:
-        return Choice(
+        return MethodChoice(
             method="ring", why=f"keys and values of all ranks would be {gathered} bytes, more than gather_limit"
         )
-    return Choice(method="all_gather")
+    return MethodChoice(method="all_gather")
 
 
 def _says_less(site: Site, spec: AttentionSpec, size: int) -> bool:

@@ -33,7 +33,7 @@ NO_OPTION = 'compile with options={"context_parallel": cp}, so that each rank at
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SlotOutcome:
     """By the module of each site. sent: how many bytes a rank sends in a call, None where sizes are symbols. kept: why the site still
     gathers keys."""
 
@@ -46,11 +46,11 @@ def shares_cache(graph: fx.Graph) -> bool:
     return any(node.target is torch_collectives.keys_of_slots for node in graph.nodes)
 
 
-def rewrite(unit: Unit, mirror: Mirror, cp: ContextParallel) -> Outcome:
+def rewrite(unit: Unit, mirror: Mirror, cp: ContextParallel) -> SlotOutcome:
     """Let each site that can read this rank's slots, and merge. The graph has to be looked at again if any does."""
     builder = GraphBuilder(unit.graph, mirror, unit.mode)
     layout = GraphLayout(size=cp.size, group=cp.group_name, is_balanced=False)
-    found, rewritten = Outcome(), {}
+    found, rewritten = SlotOutcome(), {}
     look = _look(unit, mirror, cp) if unit.options.verify else None
     for site in first_look.in_order(mirror, unit.sites):
         unit.current = site.module

@@ -33,7 +33,7 @@ def _window(keys: int) -> Expr:
 
 def _choice(
     spec: AttentionSpec, asked: str, size: int, limit: int = GATHER_LIMIT, target: Target = CPU, **site: Any
-) -> choosing.Choice:
+) -> choosing.MethodChoice:
     cp: Any = SimpleNamespace(method=asked, size=size, gather_limit=limit)
     layout = GraphLayout(size=size, group="", is_balanced=False)
     return choosing.choice(_site(**site), spec, cp, layout, target)
@@ -61,7 +61,7 @@ def test_keys_and_values_are_gathered_up_to_a_limit() -> None:
     spec = make_spec(batch=2, heads=8, heads_kv=2, seqlen_q=128, seqlen_kv=128, head_dim=64, head_dim_v=32)
     whole = 4 * 2 * 2 * 128 * (64 + 32) * 2
     assert choosing.gathered_bytes(spec, 4) == whole
-    assert _choice(spec, "auto", 4, whole) == choosing.Choice(method="all_gather")
+    assert _choice(spec, "auto", 4, whole) == choosing.MethodChoice(method="all_gather")
     over = _choice(spec, "auto", 4, whole - 1)
     assert over.method == "ring"
     assert over.why is not None
