@@ -59,7 +59,9 @@ def _window(model: Model, q: Tensor, k: Tensor, v: Tensor, data: Data) -> Tensor
 
 
 @pytest.mark.parametrize(
-    ("attend", "order", "parts"), [(None, None, 3), (None, "head_tail", 6), (_full, "head_tail", 3)], ids=str
+    ("attend", "order", "parts"),
+    [(None, None, 3), (None, "head_tail", 6), (_full, "head_tail", 3)],
+    ids=["contiguous", "head and tail", "no mask"],
 )
 def test_one_exchange_and_a_gather_for_each_rank(
     attend: Attend | None, order: str | None, parts: int, monkeypatch: pytest.MonkeyPatch
