@@ -19,9 +19,8 @@ import math
 
 import torch
 
-from attn_compiler.lowerings.base import NAMESPACE
 from attn_compiler.merging import as_part
-from attn_compiler.op_library import LIBRARY
+from attn_compiler.op_library import LIBRARY, NAMESPACE
 
 _NAME = "scaled_dot_product_attention_with_lse"
 _SCHEMA = (

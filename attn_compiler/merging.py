@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings.base import NAMESPACE
-from attn_compiler.op_library import LIBRARY
+from attn_compiler.op_library import LIBRARY, NAMESPACE
 
 
 def shares(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

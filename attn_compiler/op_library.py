@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from attn_compiler import torch_compat
-from attn_compiler.lowerings.base import NAMESPACE
+
+#: of all ops of this package, in torch.ops
+NAMESPACE = "attn_compiler"
 
 # Holds the registrations, which end when it is collected. A reload has to keep it: torch 2.11 crashes in an op that was
 # called, deregistered and defined again.

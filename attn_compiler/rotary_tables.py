@@ -13,8 +13,7 @@ import torch
 from torch import fx
 
 from attn_compiler import torch_symbols
-from attn_compiler.lowerings.base import NAMESPACE
-from attn_compiler.op_library import register_helper
+from attn_compiler.op_library import NAMESPACE, register_helper
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -18,8 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from attn_compiler.context_parallel import slots
 from attn_compiler.context_parallel.layout import joined, split
 from attn_compiler.errors import ContextParallelInput
-from attn_compiler.lowerings.base import NAMESPACE
-from attn_compiler.op_library import LIBRARY
+from attn_compiler.op_library import LIBRARY, NAMESPACE
 
 _COLLECTIVES = torch.ops._c10d_functional
 

@@ -12,8 +12,7 @@ import torch
 
 from attn_compiler.context_parallel.halo import Halo, HaloPiece, of_rank
 from attn_compiler.context_parallel.layout import Layout
-from attn_compiler.lowerings.base import NAMESPACE
-from attn_compiler.op_library import register_helper
+from attn_compiler.op_library import NAMESPACE, register_helper
 from attn_compiler.torch_collectives import rank_of, sent_and_received
 
 #: of each rank

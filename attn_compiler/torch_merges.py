@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from attn_compiler.context_parallel import merging
-from attn_compiler.lowerings.base import NAMESPACE
-from attn_compiler.op_library import LIBRARY
+from attn_compiler.op_library import LIBRARY, NAMESPACE
 from attn_compiler.torch_collectives import parts
 
 _NAME = "merged_over_ranks"

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from attn_compiler import lowerings, torch_compat
-from attn_compiler.lowerings.base import NAMESPACE
+from attn_compiler.op_library import NAMESPACE
 
 _PLAIN = {torch.ops.attn_compiler.held.default: torch.ops.aten.clone.default}
 #: Ops of lowerings that can be packaged. Their twins are there from here on, for programs that are loaded.

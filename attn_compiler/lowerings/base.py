@@ -19,8 +19,6 @@ from attn_compiler.index_expr.on_nodes import NodeMaker
 from attn_compiler.spec import AttentionSpec, TensorSpec
 from attn_compiler.target import Target
 
-#: of the leaf ops, in torch.ops
-NAMESPACE = "attn_compiler"
 #: what the name of an op ends with that hands on what other nodes computed, the first of its operands, and has a formula of autograd
 GIVEN = "_given"
 #: what the name of a leaf op ends with whose lse gets minus delta in place of a gradient (merging.py)

@@ -29,7 +29,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_compiler import torch_tracing
 from attn_compiler.decisions import Copy
-from attn_compiler.lowerings.base import GIVEN, NAMESPACE, PART
+from attn_compiler.lowerings.base import GIVEN, PART
+from attn_compiler.op_library import NAMESPACE
 from attn_compiler.passes import bodies, closed, mutation
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.calls import target_name

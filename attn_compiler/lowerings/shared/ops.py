@@ -25,9 +25,8 @@ import torch
 from torch import fx
 
 from attn_compiler.lowerings.base import GIVEN as GIVEN
-from attn_compiler.lowerings.base import NAMESPACE
 from attn_compiler.lowerings.base import PART as PART
-from attn_compiler.op_library import BODIES, LIBRARY, Late, define, register_fake
+from attn_compiler.op_library import BODIES, LIBRARY, NAMESPACE, Late, define, register_fake
 from attn_compiler.spec import AttentionSpec
 
 LEAF_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)"

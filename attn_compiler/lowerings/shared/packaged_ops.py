@@ -15,10 +15,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_export
-from attn_compiler.lowerings.base import NAMESPACE
 from attn_compiler.lowerings.shared.imagined import Addresses
 from attn_compiler.lowerings.shared.recording import recording
-from attn_compiler.op_library import LIBRARY, launching_body
+from attn_compiler.op_library import LIBRARY, NAMESPACE, launching_body
 from attn_compiler.torch_symbols import statically_known
 
 _TWIN = "_packaged"
