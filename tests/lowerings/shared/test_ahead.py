@@ -249,6 +249,7 @@ def test_every_leaf_op_of_triton_kernels_is_looked_at() -> None:
         "triton",
         "triton_forward",
         "triton_backward",
+        "triton_part",
         "decode",
         "decode_latent",
         "triton_fp8",
