@@ -132,6 +132,25 @@ def test_what_is_added_by_its_definition(case: Case) -> None:
     kernel_problems.assert_within_rule(problems.outputs(problem), problem)
 
 
+@pytest.mark.parametrize("bias", ["hqk", "bhqk"])
+def test_a_bias_of_minus_infinity_masks_what_it_is_added_to(bias: str) -> None:
+    """Single pairs, all keys of a tile, and all keys of a query, which has no pair then."""
+    problem = problems.build(Case(name=f"hopper bias of -inf {bias}", bias=bias, heads_q=4, heads_kv=2, **_LONG))
+    added = problem.named["bias"]
+    with torch.no_grad():
+        added[torch.rand(added.shape, generator=torch.Generator().manual_seed(0)) < 0.3] = -torch.inf
+        added[..., 3, :] = -torch.inf
+        added[..., 5:90, :128] = -torch.inf
+    out, lse = problems.outputs(problem)
+    q, k, v = (x.double() for x in (problem.q, problem.k, problem.v))
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = q @ k.mT * Call.from_text(problem.text).spec.score.scale + added.double()
+    # A query without a pair has an output of 0.
+    right = scores.softmax(-1).nan_to_num(0) @ v
+    torch.testing.assert_close(out.double(), right, atol=2e-5, rtol=0)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("case", SUMMED, ids=lambda case: case.name.removeprefix("hopper summed "))
 def test_head_dims_that_are_sums(case: Case) -> None:
     with problems.summed():
