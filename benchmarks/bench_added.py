@@ -5,7 +5,7 @@
 First Hopper's kernel is checked on the odd sizes of tests/lowerings/hopper/test_launch.py, by the definition of attention. Then each case
 is timed: "triton", the Triton family's, which is chosen while no row says otherwise; "flex", FlexAttention; "cudnn", PyTorch's cuDNN with
 the bias; "hopper"; and forms of it (VARIANTS), by how tiles of keys and of what is added lie in shared memory. `chosen` marks what
-sessions get. `error`: the norm of the difference from float64, of out and of lse, over two heads, relative to that of float64.
+users get. `error`: the norm of the difference from float64, of out and of lse, over two heads, relative to that of float64.
 
 Times are microseconds of the GPU, as in bench_kernels.py. Kernels are compiled in threads before anything is timed. Writes
 benchmarks/results/added_h200.csv, whose columns are those of bench_select.py.
