@@ -61,8 +61,10 @@ _DEEPEST = 2000
 
 
 def deepen_stack() -> None:
-    """Let Python make as many calls in a row as Inductor will let it, and for good, as it does. What is read and kept of a graph then does
-    not depend on whether an earlier graph's code was generated in this process, or found on disk."""
+    """Raise Python's recursion limit to the one that Inductor sets, for good, when it first generates code.
+
+    The limit is in the key of a rewrite. A graph's key must not depend on whether an earlier graph's code was generated in this process.
+    """
     sys.setrecursionlimit(max(sys.getrecursionlimit(), _DEEPEST))
 
 

@@ -23,12 +23,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import attn_compiler
 from benchmarks import bench_h200, compare, found, harness, members, parallel_cases
@@ -86,22 +84,9 @@ def member(rank: int, folder: str, job: Job) -> None:
 
 
 def _joined(rank: int, folder: str, job: Job) -> dict[str, str]:
-    torch.set_num_threads(1)
-    device = "cpu" if job.dry else f"cuda:{rank}"
-    how: dict[str, Any] = {"init_method": members.store(folder), "rank": rank, "world_size": PROCESSES}
-    if job.dry:
-        dist.init_process_group("gloo", **how)
-    else:
-        torch.cuda.set_device(rank)
-        dist.init_process_group("nccl", device_id=torch.device(device), **how)
-    try:
-        mesh = init_device_mesh("cpu" if job.dry else "cuda", (PROCESSES,))
+    with members.joined(rank, folder, PROCESSES, dry=job.dry) as (mesh, device):
         context = Context(name=job.model, size=job.size, mesh=mesh, device=device)
-        row = measure(job, context, ready=lambda: members.wait_for_turn(rank, folder))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    return row
+        return measure(job, context, ready=lambda: members.wait_for_turn(rank, folder))
 
 
 def measure(job: Job, context: Context, *, ready: Callable[[], None] = lambda: None) -> dict[str, str]:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import attn_compiler
@@ -137,20 +137,8 @@ def member(rank: int, folder: str, job: Job) -> None:
 
 
 def _joined(rank: int, folder: str, job: Job) -> dict[str, str]:
-    torch.set_num_threads(1)
-    kind = "cpu" if job.dry else "cuda"
-    how: dict[str, Any] = {"init_method": members.store(folder), "rank": rank, "world_size": PROCESSES}
-    if not job.dry:
-        torch.cuda.set_device(rank)
-        how["device_id"] = torch.device("cuda", rank)
-    dist.init_process_group("gloo" if job.dry else "nccl", **how)
-    try:
-        place = Place(mesh=init_device_mesh(kind, (PROCESSES,)), device="cpu" if job.dry else f"cuda:{rank}")
-        row = measure(job, place, ready=lambda: members.wait_for_turn(rank, folder))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    return row
+    with members.joined(rank, folder, PROCESSES, dry=job.dry) as (mesh, device):
+        return measure(job, Place(mesh=mesh, device=device), ready=lambda: members.wait_for_turn(rank, folder))
 
 
 def measure(job: Job, place: Place, *, ready: Callable[[], None] = lambda: None) -> dict[str, str]:

@@ -7,6 +7,7 @@ is told in its row, and costs no other case. Nothing is left running.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import sys
@@ -17,6 +18,10 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Row = dict[str, str]
 #: what each process runs: its rank, the group's folder, the case
@@ -47,9 +52,21 @@ def wait_for_turn(rank: int, folder: str) -> None:
         time.sleep(_LOOK)
 
 
-def store(folder: str) -> str:
-    """Where the processes of a group find each other, for `init_process_group`."""
-    return f"file://{folder}/store"
+@contextlib.contextmanager
+def joined(rank: int, folder: str, processes: int, *, dry: bool) -> Iterator[tuple[DeviceMesh, str]]:
+    """The group's mesh and this process's device, while it is in the process group: gloo on a CPU if dry, else NCCL and a GPU each."""
+    torch.set_num_threads(1)
+    kind, device = ("cpu", "cpu") if dry else ("cuda", f"cuda:{rank}")
+    how: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": processes}
+    if not dry:
+        torch.cuda.set_device(rank)
+        how["device_id"] = torch.device(device)
+    dist.init_process_group("gloo" if dry else "nccl", **how)
+    try:
+        yield init_device_mesh(kind, (processes,)), device
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
 
 
 # ---- in the process that asks -----------------------------------------------------------------------------------------

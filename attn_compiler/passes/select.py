@@ -25,6 +25,7 @@ def run(unit: Unit, mirror: Mirror) -> None:
     fp8_sites.apply(unit)
     options = unit.options if unit.lowerings is None else _among(unit.options, unit.lowerings)
     decided: dict[tuple[AttentionSpec, bool], Decision] = {}
+    with_packages: dict[tuple[AttentionSpec, bool], Faster | None] = {}
     for site in unit.sites:
         unit.current = site.module
         with faults.confined(unit, "select", site.module) as attempt:
@@ -37,7 +38,9 @@ def run(unit: Unit, mirror: Mirror) -> None:
             site.decision = decided[spec, of_flex]
             if not _is_named(options):
                 site.evidence = lowerings.evidence(spec, unit.target(spec.device))
-                site.faster = faster(spec, unit.target(spec.device), site.decision)
+                if (spec, of_flex) not in with_packages:
+                    with_packages[spec, of_flex] = faster(spec, unit.target(spec.device), site.decision)
+                site.faster = with_packages[spec, of_flex]
             site.estimate = lowerings.estimate(spec, unit.target(spec.device), site.decision.lowering)
         if attempt.reason is not None:
             leave_alone(site, attempt.reason)

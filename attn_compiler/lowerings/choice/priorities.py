@@ -36,7 +36,7 @@ LAST = "untouched"
 _FP8_FIRST = ("hopper_fp8", "triton_fp8", "cudnn_fp8")
 
 
-#: Those that give a logsumexp, after what was measured without one: what is left as it is writes all scores to memory.
+#: Lowerings that give a logsumexp. They come after those of a measured order, and before `untouched`, which writes all scores to memory.
 _WITH_LSE = ("decode", "hopper", "triton", "math")
 
 # Fewer are over sooner than a kernel of ours is started.

@@ -40,7 +40,7 @@ def is_there(plan: Plan) -> bool:
 
 
 def begins_between_vectors(plan: Plan, operands: Sequence[torch.Tensor]) -> bool:
-    """Whether the copy engine can't read the operand, which is the last one, where it is: no stride says so."""
+    """Whether what is added, the last operand, begins where the copy engine can't read. Its strides don't tell."""
     return is_there(plan) and operands[-1].data_ptr() % VECTOR != 0
 
 
