@@ -47,9 +47,11 @@ def attn_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: A
 def _reset() -> None:
     """Called by torch._dynamo.reset() for every backend that was used."""
     from attn_compiler import torch_frames
+    from attn_compiler.lowerings.shared.failures import FAILURES
 
     torch_inductor.forget_cuda_graphs()
     torch_frames.forget_meanings()
+    FAILURES.forget()
     fp8_state.forget()
 
 
@@ -74,6 +76,7 @@ def _compile(
     with collector.paused():
         from attn_compiler import rewrites
         from attn_compiler.lowerings import LOWERINGS
+        from attn_compiler.lowerings.shared import failures
         from attn_compiler.passes import rewrite
         from attn_compiler.verifying import checked
 
@@ -117,7 +120,17 @@ def _compile(
             if not torch_compat.starts_over(error):
                 _publish(report, own)
             raise
-    _publish(dataclasses.replace(report, kernels=() if ahead is None else ahead.compiled()), own)
+    _watch(report, own)
+    if ahead is not None:
+        built = ahead.built()
+        # All are told of before the graph is compiled again.
+        told = [failures.at_compilation(one.op, one.text, one.error) for one in built.failed]
+        if failed is None and any(told):
+            rewritten.take_back(gm)
+            torch_packed.forget_guards(rewritten.further_inputs)
+            return _compile(gm, example_inputs, mode=mode, options=options, name=name)
+        report = dataclasses.replace(report, kernels=built.seconds)
+    _publish(report, own)
     return meanings.telling(checked(compiled, plan), rewritten.known)
 
 
@@ -204,6 +217,17 @@ def _step(name: str, *, user_errors: bool = False) -> Iterator[None]:
 def _paused_where_cached(report: Report) -> contextlib.AbstractContextManager[None]:
     """Where the rewrite was on disk, the code most likely is: to load it takes little, and the collector may take as long."""
     return collector.paused() if report.from_cache else contextlib.nullcontext()
+
+
+def _watch(report: Report, options: Options) -> None:
+    """Be told of kernels of these sites that fail, and have the frame compiled anew then."""
+    from attn_compiler import torch_frames
+    from attn_compiler.lowerings.shared.failures import FAILURES, Caller
+
+    start_over = torch_frames.start_over()
+    for site in report.sites:
+        caller = Caller(lowering=site.decision.lowering, spec=site.spec, strict=options.strict, start_over=start_over)
+        FAILURES.watch(site.texts, caller)
 
 
 def _key(gm: fx.GraphModule, options: Options, report: Report) -> str:

@@ -252,6 +252,21 @@ class CompileFailed(AttnCompilerError):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class KernelFailed(AttnCompilerError):
+    """A kernel could not be compiled, or did not start. op: the leaf op that it belongs to. step: what was being done. cause: the
+    exception's text. instead: what is done without strict=True."""
+
+    code = Code.KERNEL_FAILED
+    message = "attn_compiler's kernel {e.op!r} did not {e.step}: {e.cause}. Without strict=True {e.instead}. To reproduce: {e.reproduce}"
+
+    op: str
+    step: str
+    cause: str
+    instead: str
+    reproduce: str = REPRODUCE
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class VerifyFailed(AttnCompilerError):
     """A pass broke an invariant of the graph. invariant: what has to hold. observed: what was found instead."""
 

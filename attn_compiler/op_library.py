@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from attn_compiler import torch_compat
 
@@ -69,6 +70,22 @@ def launching_body(target: Any) -> Callable[..., Any] | None:
     if getattr(target, "namespace", None) != NAMESPACE:
         return None
     return NOTING.get(target.name().partition("::")[2])
+
+
+def texts(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """`text_of` all calls of ops of this package among nodes."""
+    ours = (node for node in nodes if getattr(node.target, "namespace", None) == NAMESPACE)
+    found = (text_of(node.target.name().partition("::")[2], node.args) for node in ours)  # type: ignore[union-attr]
+    return tuple(dict.fromkeys(filter(None, found)))
+
+
+def text_of(op: str, arguments: Sequence[Any]) -> str:
+    """What failures of a call's kernels are told by: what was decided of it, with which calls of leaf ops end; of a helper that launches
+    kernels its name; "" of what launches none."""
+    if op in NOTING and op not in BODIES:
+        return op
+    last = arguments[-1] if arguments else ""
+    return last if isinstance(last, str) else ""
 
 
 def register_helper(

@@ -35,6 +35,7 @@ class SiteReport:
     evidence: the measurement that gave lowerings their order; None where the user did, or no measurement is for such a machine.
     estimate: how long one call takes; None where nothing like it was measured.
     faster: what was measured to be faster on sites like it, and wants a package that is not installed; None where nothing is.
+    texts: of the leaf ops that compute it, by which their failures are told.
     """
 
     modules: tuple[str, ...]
@@ -47,6 +48,7 @@ class SiteReport:
     evidence: Evidence | None = None
     estimate: Estimate | None = None
     faster: Faster | None = None
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

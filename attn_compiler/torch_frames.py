@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo import config
 from torch._dynamo.cache_size import _has_same_id_matched_objs
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code  # type: ignore[attr-defined]
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import LocalSource, NNModuleSource
@@ -178,6 +178,20 @@ def is_whole(gm: fx.GraphModule) -> bool:
     if reason is None:
         return True
     return not reason.graph_break and not _frame().f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+
+
+def start_over() -> Callable[[], None] | None:
+    """What has the frame of the compilation under way compiled anew before its next call, all of its code; None outside of one."""
+    if TracingContext.try_get() is None:
+        return None
+    code = weakref.ref(_frame().f_code)
+
+    def again() -> None:
+        found = code()
+        if found is not None:
+            reset_code(found)
+
+    return again
 
 
 def is_last_recompilation() -> bool:

@@ -165,7 +165,7 @@ def compile_all(found: Sequence[Timed]) -> None:
             call = ahead.LaunchingCall(body=timed.function, arguments=imagined.described(timed.arguments), named=())
             with timed.planned():
                 ahead.note_launches(call, begun.note)
-    begun.compiled()
+    begun.built()
 
 
 def microseconds(timed: Timed, *, burst: int, bursts: int, device: str) -> float:

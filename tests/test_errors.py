@@ -34,6 +34,9 @@ EXAMPLES = [
         call="shard", names=("labels",), rule="one length", observed="5 and 7", remedy="Name those that are whole"
     ),
     errors.PassFailed(pass_name="match", site="layers.0.attn", cause="ValueError: odd", reproduce="pass strict=True"),
+    errors.KernelFailed(
+        op="triton", step="start", cause="RuntimeError: no", instead="it is left out", reproduce="again"
+    ),
     errors.CompileFailed(
         step="publish the report", graph="0/0", cause="OSError: full", instead="the report is lost", reproduce="again"
     ),

@@ -158,4 +158,14 @@ attn_compiler.rewrite(program, {"verify": True})""",
         kind=ExampleKind.RAISES,
         example='attn_compiler.reports().save("a/folder/that/is/not/there/report.html")',
     ),
+    Page(
+        code=Code.KERNEL_FAILED,
+        title="A kernel was not compiled, or did not start",
+        cause="Triton, CUDA or a library refused one of our kernels. Without `strict` this is a warning: the call is computed another way, "
+        "and the graph is compiled again without the kernel.",
+        remedy="Look at the cause in the message: an old driver, or a release of Triton that is newer than this package. "
+        "`python -m attn_compiler doctor` tells both. Otherwise please report it.",
+        kind=ExampleKind.TOLD,
+        example="It takes a kernel that fails. tests/test_kernel_failures.py plants such failures.",
+    ),
 )

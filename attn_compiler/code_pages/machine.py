@@ -114,12 +114,12 @@ PAGES = (
     Page(
         code=Code.NOT_COMPILED,
         title="The kernel does not compile",
-        cause="Every check allowed FlashAttention-4 for this attention, but its compiler failed. "
-        "The report has the compiler's message.",
-        remedy="Install another version that `pip install 'attn_compiler[fa4]'` allows. Until then another kernel "
-        "serves.",
+        cause="Every check allowed the kernel for this attention, but it could not be compiled, or did not start. "
+        "The report has the message.",
+        remedy="Another kernel serves. If the installed Triton, or FlashAttention-4, is newer than what this package was tried with, "
+        "install one that it names in `doctor`. Otherwise please report it.",
         kind=ExampleKind.TOLD,
-        example="It takes a GPU and the extra `[fa4]`, and a beta of CuTe that its compiler fails with.",
+        example="It takes a kernel that fails. tests/test_kernel_failures.py plants such failures.",
     ),
     Page(
         code=Code.MEMORY,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, TileTuner
 from attn_compiler.lowerings.choice.evidence import estimate, evidence
 from attn_compiler.lowerings.choice.flex import check as check_flex
@@ -29,8 +30,11 @@ from attn_compiler.lowerings.plain.reference import Reference
 from attn_compiler.lowerings.plain.untouched import Untouched
 from attn_compiler.lowerings.rows.lowering import CpuRows
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash, SdpaCudnn, SdpaEfficient, SdpaFlash
+from attn_compiler.lowerings.shared.failures import FAILURES
 from attn_compiler.lowerings.triton.fp8 import TritonFp8
 from attn_compiler.lowerings.triton.lowering import TritonAttention
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
 
 __all__ = [
     "LOWERINGS",
@@ -40,6 +44,7 @@ __all__ = [
     "Lowering",
     "Operands",
     "by_name",
+    "cannot_build",
     "check_added",
     "check_flex",
     "check_fp8_speed",
@@ -82,6 +87,11 @@ def by_name(name: str) -> Lowering:
     if name not in _BY_NAME:
         raise KeyError(f"no lowering {name!r}; there are {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
+
+
+def cannot_build(name: str, spec: AttentionSpec, target: Target) -> list[Reason]:
+    """What only building a lowering's kernels tells against a spec: that they failed before in this process, or the lowering's own word."""
+    return FAILURES.reasons(name, spec) or by_name(name).cannot_build(spec, target)
 
 
 def tile_tuner() -> TileTuner:

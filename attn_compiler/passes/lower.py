@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from attn_compiler import torch_snapshots, torch_symbols
+from attn_compiler import op_library, torch_snapshots, torch_symbols
 from attn_compiler.decisions import Copy
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import LatentNodes, Operands, StoredNodes, Tiles
@@ -146,6 +146,7 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tup
             out = shut_queries.filled(builder, site.has_scores, operands, out)
             note(shut_queries.NOTE)
         new = finish(mirror, site, builder, out, old)
+        site.texts = op_library.texts(builder.made[before:])
         held, new = _settle(site, builder, builder.made[before:], new)
         finished = [_finish_lse(mirror, site, builder, x) for x in lse]
     site.notes.extend(site.match.notes)

@@ -98,8 +98,7 @@ class Remembered:
         """Whether this process can build the kernels that were chosen, which are ready then as after the passes, and may rely on what the
         passes relied on."""
         for site in kept.report.sites:
-            spec, lowering = site.spec, lowerings.by_name(site.decision.lowering)
-            if lowering.cannot_build(spec, Target.current(spec.device)):
+            if lowerings.cannot_build(site.decision.lowering, site.spec, Target.current(site.spec.device)):
                 return False
         if self.keyed is None or not self.keyed.values.sizes.hold(kept.guards):
             return False

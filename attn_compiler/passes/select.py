@@ -85,7 +85,7 @@ def decide(spec: AttentionSpec, target: Target, options: Options, of_flex: bool 
         if not reasons and not _is_named(options):
             reasons = lowerings.check_added(spec, name)
         # Last: it may build kernels.
-        broken = [] if reasons else lowering.cannot_build(spec, target)
+        broken = [] if reasons else lowerings.cannot_build(name, spec, target)
         if not reasons and not broken:
             return Decision(lowering=name, refusals=tuple(refusals))
         refusals.append(Refusal(lowering=name, reasons=tuple(reasons or broken), when_built=bool(broken)))

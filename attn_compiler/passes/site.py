@@ -210,6 +210,7 @@ class Match:
     lse_kept: as `out_kept`, of the logsumexp.
     is_part: what comes back for the logsumexp is minus delta (merging.py).
     notes: what else is said of the site in the report.
+    texts: of the leaf ops that compute the site; set by lower.
     """
 
     pattern: str
@@ -296,3 +297,4 @@ class Site:
     new_out: fx.Node | None = None
     copies: list[Copy] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    texts: tuple[str, ...] = ()

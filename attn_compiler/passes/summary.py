@@ -73,6 +73,7 @@ def taken_back(report: Report, cause: str, failure: str) -> Report:
             evidence=None,
             estimate=None,
             faster=None,
+            texts=(),
         )
         for site in report.sites
     )
@@ -121,6 +122,7 @@ def _row(found: list[tuple[Unit, Site]]) -> SiteReport:
         evidence=first.evidence,
         estimate=first.estimate,
         faster=first.faster,
+        texts=tuple(dict.fromkeys(text for _, site in found for text in site.texts)),
     )
 
 

@@ -22,7 +22,14 @@ TOLD = frozenset(
         *(Code.CONTEXT_PARALLEL_UNSUPPORTED, Code.CONTEXT_PARALLEL_INPUT),
         *(Code.SHARDED_SEQUENCE, Code.PLACEMENTS, Code.SHARDED_DROPOUT, Code.UNEQUAL_SHARES, Code.NO_LOCAL_ATTENTION),
         # A fault of ours, or of the compiler.
-        *(Code.FAULT, Code.COMPILER_REFUSED, Code.PASS_FAILED, Code.COMPILE_FAILED, Code.VERIFY_FAILED),
+        *(
+            Code.FAULT,
+            Code.COMPILER_REFUSED,
+            Code.PASS_FAILED,
+            Code.COMPILE_FAILED,
+            Code.KERNEL_FAILED,
+            Code.VERIFY_FAILED,
+        ),
         Code.VERIFICATION_MISMATCH,
         # A model that is larger than an example.
         *(Code.INSIDE_A_CALL, Code.CLOSED_TENSOR, Code.AUTOCAST_BODY),

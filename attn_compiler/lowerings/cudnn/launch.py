@@ -14,11 +14,15 @@ from typing import Any
 
 import torch
 
+from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings.cudnn import frontend, graphs
 from attn_compiler.lowerings.cudnn.graphs import BuiltPlan, Laid
 from attn_compiler.lowerings.cudnn.ops import gradient_in_fp8, gradient_like
 from attn_compiler.lowerings.cudnn.plan import ALIGNMENT, CudnnCall
-from attn_compiler.lowerings.shared import leaf_calls
+from attn_compiler.lowerings.shared import by_definition, leaf_calls
+from attn_compiler.lowerings.shared.by_definition import Attention
+from attn_compiler.lowerings.shared.failures import FAILURES
+from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.leaf_calls import (
     BackwardArguments,
     BackwardBody,
@@ -52,6 +56,27 @@ class ReadyPlan:
         return launch
 
 
+def _definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str) -> Attention:
+    """What a call computes. q, k and v in FP8 are multiplied by their descales."""
+    call = CudnnCall.from_text(text)
+    named = dict(zip(call.operands, operands, strict=True))
+    if call.fp8:
+        q, k, v = (x.float() * named[f"descale_{name}"] for name, x in (("q", q), ("k", k), ("v", v)))
+    tensors = {name: x for name, x in named.items() if name in ("bias", "sinks", "seed")}
+    if call.lengths:
+        ends = named["lengths"][:, None].expand(-1, q.shape[2])
+        tensors["rows"] = torch.stack((torch.zeros_like(ends), ends))
+    return Attention(
+        q=q,
+        k=k,
+        v=v,
+        tensors=tensors,
+        scale=call.scale,
+        band=Band(left=call.left, right=call.right, from_end=call.from_end),
+        dropout_p=call.dropout_p,
+    )
+
+
 class PlanForward(ForwardBody):
     """Every call is replayed. lse is only written if the call needs gradients, and for batch rows with keys."""
 
@@ -73,6 +98,18 @@ class PlanForward(ForwardBody):
         ready = ReadyPlan(plan=plan, device=q.device)
         same.replay = replay_of(q.device, [ready], empties, inputs=(*_FORWARD, *call.operands), returned=returned)
         return self(*given)
+
+    def definition(self, given: ForwardArguments) -> Attention:
+        return _definition(*given)
+
+    def instead(self, given: ForwardArguments) -> Outputs:
+        call = CudnnCall.from_text(given.text)
+        if not call.fp8:
+            return ForwardBody.instead(self, given)
+        exact_out, exact_lse = by_definition.forward(self.definition(given))
+        out, lse = empty_outputs(given.q, given.v)
+        scale = dict(zip(call.operands, given.operands, strict=True))["scale_out"]
+        return out.copy_((exact_out * scale).to(out.dtype)), lse.copy_(exact_lse)
 
 
 class PlanBackward(BackwardBody):
@@ -109,6 +146,38 @@ class PlanBackward(BackwardBody):
         inputs, returned = (*_BACKWARD, *call.operands), ("grad_q", "grad_k", "grad_v", list(further))
         same.replay = replay_of(q.device, [ready], empties, inputs=inputs, returned=returned)
         return self(*given)
+
+    def definition(self, given: BackwardArguments) -> Attention:
+        return _definition(given.q, given.k, given.v, given.operands, given.text)
+
+    def differentiable(self, given: BackwardArguments) -> tuple[str, ...]:
+        return CudnnCall.from_text(given.text).by_kernel
+
+    def unfilled(self, tensor: torch.Tensor) -> torch.Tensor:
+        return gradient_like(tensor)
+
+    def instead(self, given: BackwardArguments) -> Gradients:
+        """Raises CudnnRefused where the forward dropped weights as cuDNN draws them: nobody else draws the same."""
+        call = CudnnCall.from_text(given.text)
+        if call.dropout_p and given.text not in FAILURES.causes:
+            raise CudnnRefused(said="it drew what its forward dropped")
+        if not call.fp8:
+            return BackwardBody.instead(self, given)
+        named = dict(zip(call.operands, given.operands, strict=True))
+        grad_out, out = (
+            x.float() * named[f"descale_{name}"] for name, x in (("grad_out", given.grad_out), ("out", given.out))
+        )
+        grads = by_definition.backward(self.definition(given), grad_out, given.grad_lse, out, given.lse)
+        q, k, v = (
+            (grad * named[f"scale_grad_{name}"]).to(torch.float8_e5m2)
+            for name, grad in (("q", grads.q), ("k", grads.k), ("v", grads.v))
+        )
+        return (
+            gradient_in_fp8(given.q).copy_(q),
+            gradient_in_fp8(given.k).copy_(k),
+            gradient_in_fp8(given.v).copy_(v),
+            [],
+        )
 
 
 forward = PlanForward(op="cudnn")

@@ -15,16 +15,17 @@ import torch
 import triton
 from triton.runtime import driver
 
-from attn_compiler.lowerings.decode import latent_schedule
+from attn_compiler.lowerings.decode import definition, latent_schedule
 from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.decode.kernels.decode_latent import attention_decode_latent, combine_latent
 from attn_compiler.lowerings.decode.kernels.latent_sm90_tuples import HopperSwitches
 from attn_compiler.lowerings.decode.kernels.tuples import LatentSwitches, MergeSwitches
 from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule, none_too_short
 from attn_compiler.lowerings.decode.replaying import DecodeSite, Launched
-from attn_compiler.lowerings.shared import score_changes
+from attn_compiler.lowerings.shared import by_definition, score_changes
 from attn_compiler.lowerings.shared.arguments import along
 from attn_compiler.lowerings.shared.launching import check_grid, first_launch, plain, start
+from attn_compiler.lowerings.shared.leaf_calls import or_else
 from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.ops import output_strides
 from attn_compiler.lowerings.shared.readable import readable
@@ -126,6 +127,26 @@ def forward(
     launched: list[Launched] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out, float32, and lse. k and v: the latent. launched: see `DecodeSite`."""
+    return or_else(
+        "decode_latent",
+        text,
+        lambda: _by_kernel(q, k, operands, text, launched),
+        lambda: _by_definition(q, k, operands, text),
+    )
+
+
+def _by_definition(
+    q: torch.Tensor, latent: torch.Tensor, operands: Tensors, text: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (batch, heads, seqlen_q, _), rank = q.shape, latent.shape[3]
+    out = _empty((batch, heads, seqlen_q, rank), output_strides(heads, seqlen_q, rank), q)
+    exact_out, exact_lse = by_definition.forward(definition.attention(q, latent, latent, operands, text))
+    return out.copy_(exact_out), exact_lse.to(torch.float32)
+
+
+def _by_kernel(
+    q: torch.Tensor, k: torch.Tensor, operands: Tensors, text: str, launched: list[Launched] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     prepared = prepare(text)
     if noter() is not None:
         # Nothing is kept of stand-ins.

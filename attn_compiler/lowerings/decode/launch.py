@@ -18,14 +18,16 @@ import triton
 from triton.runtime import driver
 
 from attn_compiler.dtypes import BYTES
+from attn_compiler.lowerings.decode import definition
 from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.decode.kernels.decode import attention_decode
 from attn_compiler.lowerings.decode.kernels.tuples import DecodeSwitches
 from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule, none_too_short
 from attn_compiler.lowerings.decode.replaying import DecodeSite, Launched
-from attn_compiler.lowerings.shared import score_changes
+from attn_compiler.lowerings.shared import by_definition, score_changes
 from attn_compiler.lowerings.shared.arguments import alignment, along, kernel_constants
 from attn_compiler.lowerings.shared.launching import check_grid, first_launch, plain, start
+from attn_compiler.lowerings.shared.leaf_calls import or_else
 from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.on_device import Empty, new_outputs
 from attn_compiler.lowerings.shared.readable import readable
@@ -137,6 +139,30 @@ def forward(
     launched: list[Launched] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, as `ops.LEAF_SCHEMA` says. launched: see `DecodeSite`."""
+    return or_else(
+        "decode",
+        text,
+        lambda: _by_kernel(q, k, v, operands, text, launched),
+        lambda: _by_definition(q, k, v, operands, text),
+    )
+
+
+def _by_definition(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = new_outputs(q, v)
+    exact_out, exact_lse = by_definition.forward(definition.attention(q, k, v, operands, text))
+    return out.copy_(exact_out), lse.copy_(exact_lse)
+
+
+def _by_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    operands: Tensors,
+    text: str,
+    launched: list[Launched] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     prepared = prepare(text)
     strides, align = _strides(q, k, v)
     if align == 1:

@@ -30,6 +30,8 @@ from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.fa4 import replay
 from attn_compiler.lowerings.fa4.plan import Fa4Call, Settings
 from attn_compiler.lowerings.shared import leaf_calls
+from attn_compiler.lowerings.shared.by_definition import Attention
+from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.leaf_calls import (
     BackwardArguments,
     BackwardBody,
@@ -141,6 +143,21 @@ def _prepared(text: str) -> _Prepared:
     return _Prepared(call=call, settings=settings, window=settings.window)
 
 
+def _definition(q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], text: str) -> Attention:
+    """What a call computes."""
+    prepared = _prepared(text)
+    settings = prepared.settings
+    return Attention(
+        q=q,
+        k=k,
+        v=v,
+        tensors=_sinks(operands),
+        scale=settings.scale,
+        band=Band(left=settings.left, right=settings.right, from_end=True),
+        change=prepared.call.spec.score.pointwise,
+    )
+
+
 class FlashForward(ForwardBody):
     """Outputs are laid out as `ops` says. Sizes are those of the tensors, not the spec's."""
 
@@ -154,6 +171,9 @@ class FlashForward(ForwardBody):
             is_plain = _is_plain(q) and _is_plain(k) and _is_plain(v)
             _first(_flash_forward, text, named, outputs, ("out", "lse") if is_plain else None, same)
         return outputs["out"], outputs["lse"]
+
+    def definition(self, given: ForwardArguments) -> Attention:
+        return _definition(given.q, given.k, given.v, given.operands, given.text)
 
 
 class FlashBackward(BackwardBody):
@@ -177,6 +197,12 @@ class FlashBackward(BackwardBody):
             returned = ("grad_q", "grad_k", "grad_v", further) if is_plain else None
             results = _first(_flash_backward, text, named, grads, returned, same)
         return grads["grad_q"], grads["grad_k"], grads["grad_v"], [results[name] for name in further]
+
+    def definition(self, given: BackwardArguments) -> Attention:
+        return _definition(given.q, given.k, given.v, given.operands, given.text)
+
+    def differentiable(self, given: BackwardArguments) -> tuple[str, ...]:
+        return ("sinks",) if _prepared(given.text).settings.sinks_grad else ()
 
 
 forward = FlashForward(op="fa4")

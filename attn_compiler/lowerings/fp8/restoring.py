@@ -147,10 +147,26 @@ def _read(kept: Tensors, text: str) -> Read:
     return Read(q=_restored("q", given, how), k=_restored("k", given, how), v=v, text=how.call)
 
 
+def exact(spec: AttentionSpec, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v in float32 as a kernel of the forward reads them. given: the operands of `quantise.names`, by name. A shift is one more
+    element of each head of q and k: so it is added where the kernel adds it, before scale and softcap."""
+    block = quantise.scales_of(spec).block
+    q, k = (_descaled(given[f"{x}8"], given[f"descale_{x}"], block) for x in ("q", "k"))
+    v = _descaled(rounding.in_order(given["v8"]).transpose(2, 3)[:, :, : k.shape[2]], given["descale_v"], block)
+    if "shift" in given:
+        q = torch.cat((q, given["shift"][..., None]), -1)
+        k = torch.cat((k, torch.ones_like(k[..., :1])), -1)
+    return q, k, v
+
+
+def _descaled(x: torch.Tensor, descale: torch.Tensor, block: int | None) -> torch.Tensor:
+    of_positions = descale if block is None else rounding.spread(descale, block, x.shape[2])
+    return x.float() * of_positions[..., None]
+
+
 def _restored(name: str, given: Mapping[str, torch.Tensor], how: Kept) -> torch.Tensor:
     numbers, descale, dtype = given[f"{name}8"], given[f"descale_{name}"], getattr(torch, how.dtype)
     if how.rotated and name != "v":
         numbers = rounding.unrotated(numbers, dtype, near=1 / numbers.shape[3])
-    of_positions = descale if how.block is None else rounding.spread(descale, how.block, numbers.shape[2])
-    exact = numbers.float() * of_positions[..., None]
-    return (exact + given["mean"][:, :, :1] if name == "k" and how.has_mean else exact).to(dtype)
+    found = _descaled(numbers, descale, how.block)
+    return (found + given["mean"][:, :, :1] if name == "k" and how.has_mean else found).to(dtype)

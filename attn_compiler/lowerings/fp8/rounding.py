@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from attn_compiler.codec import Codec
 from attn_compiler.fp8_recipe import DTYPES, largest_of
+from attn_compiler.lowerings.shared.leaf_calls import or_else
 from attn_compiler.lowerings.shared.ops import late
 from attn_compiler.op_library import register_helper
 
@@ -190,20 +191,29 @@ def round_fp8(
     tensor, contiguous, the magnitude that becomes what fits; or none: of each block its own. text: of a `Rounding`. seen: bool (B|1, S),
     contiguous, which keys anybody may see, or None for all: the others become 0, and count for nothing. On a GPU one kernel
     (kernels/round_fp8.py), elsewhere plain PyTorch."""
-    if tensors[0].device.type == "cuda":
-        found: list[torch.Tensor] = _ROUND_ON_GPU(tensors, mean, largest, text, seen)
-        return found
-    return _round_in_pytorch(tensors, mean, largest, Rounding.from_text(text), seen)
+
+    def in_pytorch() -> list[torch.Tensor]:
+        return _round_in_pytorch(tensors, mean, largest, Rounding.from_text(text), seen)
+
+    if tensors[0].device.type != "cuda":
+        return in_pytorch()
+    return or_else("round_fp8", "round_fp8", lambda: _ROUND_ON_GPU(tensors, mean, largest, text, seen), in_pytorch)
 
 
 def largest_fp8(
     tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, text: str, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
     """float32 (n,): the largest finite magnitudes of (x - mean) · R, tensor after tensor. As `round_fp8` otherwise."""
-    if tensors[0].device.type == "cuda":
-        found: torch.Tensor = _LARGEST_ON_GPU(tensors, mean, text, seen)
-        return found
-    return _largest_in_pytorch(tensors, mean, Rounding.from_text(text), seen)
+
+    def in_pytorch() -> torch.Tensor:
+        return _largest_in_pytorch(tensors, mean, Rounding.from_text(text), seen)
+
+    if tensors[0].device.type != "cuda":
+        return in_pytorch()
+    found: torch.Tensor = or_else(
+        "largest_fp8", "largest_fp8", lambda: _LARGEST_ON_GPU(tensors, mean, text, seen), in_pytorch
+    )
+    return found
 
 
 def mean_fp8(k: torch.Tensor, rotated: bool, seen: torch.Tensor | None = None) -> torch.Tensor:
@@ -212,10 +222,14 @@ def mean_fp8(k: torch.Tensor, rotated: bool, seen: torch.Tensor | None = None) -
     A position that is not finite, or not seen, counts as 0. A mean that overflows becomes 0: scores are given back whatever vector is
     taken from k.
     """
-    if k.device.type == "cuda":
-        found: torch.Tensor = _MEAN_ON_GPU(k, rotated, seen)
-        return found
-    return _mean_in_pytorch(k, rotated, seen)
+
+    def in_pytorch() -> torch.Tensor:
+        return _mean_in_pytorch(k, rotated, seen)
+
+    if k.device.type != "cuda":
+        return in_pytorch()
+    found: torch.Tensor = or_else("mean_fp8", "mean_fp8", lambda: _MEAN_ON_GPU(k, rotated, seen), in_pytorch)
+    return found
 
 
 def stand_in_fp8(x: torch.Tensor) -> torch.Tensor:

@@ -15,12 +15,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_compiler.dtypes import HALF, HALVES
 from attn_compiler.lowerings.base import Tile
-from attn_compiler.lowerings.fp8 import quantise
+from attn_compiler.lowerings.fp8 import quantise, restoring
 from attn_compiler.lowerings.hopper.kernels import forward_fp8_sm90
 from attn_compiler.lowerings.hopper.kernels.fp8_tuples import Fp8Switches
 from attn_compiler.lowerings.shared import leaf_calls, persistent
 from attn_compiler.lowerings.shared.arguments import Prepared, along, common
-from attn_compiler.lowerings.shared.forward_call import Forward, Named
+from attn_compiler.lowerings.shared.forward_call import Exact, Forward, Named
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_tiles
 from attn_compiler.lowerings.shared.kernels import tiles_sm90
 from attn_compiler.lowerings.shared.kernels.tuples import DescaleStrides
@@ -66,7 +66,11 @@ def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | 
     return [launch(kernel, same, tensors, lambda: _arguments(prepared, tensors))]
 
 
-forward = Forward(op="hopper_fp8", operands=_operands, run=_run, reads_operands_alone=True)
+def _exact(prepared: Prepared, tensors: Named) -> Exact:
+    return restoring.exact(prepared.call.spec, tensors)
+
+
+forward = Forward(op="hopper_fp8", operands=_operands, run=_run, restore=_exact)
 
 #: `forward` for one place in compiled code
 ForwardSite = functools.partial(leaf_calls.ForwardSite, forward)

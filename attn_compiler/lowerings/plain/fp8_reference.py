@@ -15,7 +15,7 @@ from torch import fx
 from attn_compiler.decisions import Reason
 from attn_compiler.fp8_recipe import DTYPES
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, check_fp8_inputs
-from attn_compiler.lowerings.fp8 import limits, quantise, restoring, rounding
+from attn_compiler.lowerings.fp8 import limits, quantise, restoring
 from attn_compiler.lowerings.fp8 import seen as fp8_seen
 from attn_compiler.lowerings.plain import reference
 from attn_compiler.lowerings.shared import limits as shared_limits
@@ -67,25 +67,13 @@ def forward(
     spec = AttentionSpec.from_text(text)
     names = quantise.names(spec)
     given = dict(zip(names, operands[: len(names)], strict=True))
-    block = quantise.scales_of(spec).block
-    q_exact, k_exact = (_restored(given[f"{x}8"], given[f"descale_{x}"], block) for x in ("q", "k"))
-    v_exact = _restored(rounding.in_order(given["v8"]).transpose(2, 3)[:, :, : k.shape[2]], given["descale_v"], block)
     further = operands[len(names) :]
-    q_exact, k_exact, v_exact = reference.without_unused(q_exact, k_exact, v_exact, further, spec)
-    if "shift" in given:
-        # As one more element of each head, so that it is where the kernel adds it: before scale and softcap.
-        q_exact = torch.cat((q_exact, given["shift"][..., None]), -1)
-        k_exact = torch.cat((k_exact, torch.ones_like(k_exact[..., :1])), -1)
+    q_exact, k_exact, v_exact = reference.without_unused(*restoring.exact(spec, given), further, spec)
     logits, sinks = reference.logits(q_exact, k_exact, further, spec)
     dtype = getattr(torch, DTYPES[quantise.recipe_of(spec).forward_format])
     exact_out, exact_lse = _attention(logits, sinks, reference.repeated(v_exact, q), dtype)
     out, lse = empty_outputs(q, v)
     return out.copy_(exact_out), lse.copy_(exact_lse)
-
-
-def _restored(x: torch.Tensor, descale: torch.Tensor, block: int | None) -> torch.Tensor:
-    spread = descale if block is None else rounding.spread(descale, block, x.shape[2])
-    return x.float() * spread[..., None]
 
 
 def _attention(

@@ -6,7 +6,8 @@ described once, by the code that launches. Equal calls, as those of equal layers
 compiled once (compiling.py). Symbolic sizes are those of this call, and then such that all are multiples of 16, and none: kernels of
 symbolic sizes are told apart by that (any_size.py).
 
-Nothing here decides anything. Whatever fails, or lies otherwise at run time, costs time alone: the launch compiles what it needs.
+What lies otherwise at run time costs time alone: the launch compiles what it needs. A kernel that does not compile is told with the text
+of its call (`Built`): the site is then decided again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -38,11 +39,34 @@ _SHOWN_AFTER = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchingCall:
-    """One call of a body, with its tensors described: equal for calls that launch the same."""
+    """One call of a body, with its tensors described: equal for calls that launch the same. op: whose body it is."""
 
     body: Callable[..., Any]
     arguments: tuple[Any, ...]
     named: tuple[tuple[str, Any], ...]
+    op: str = ""
+
+    @property
+    def text(self) -> str:
+        """`op_library.text_of` it."""
+        return op_library.text_of(self.op, self.arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotCompiled:
+    """A kernel of a call of an op with a text that does not compile."""
+
+    op: str
+    text: str
+    error: Exception
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What became of kernels. seconds: of each kernel, of all its variants. failed: those that do not compile."""
+
+    seconds: tuple[tuple[str, float], ...] = ()
+    failed: tuple[NotCompiled, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -50,38 +74,42 @@ class Ahead:
     """The kernels of one graph that are compiled ahead.
 
     begin: starts to compile a kernel (`Workers.begin`); gives what it started.
+    started: what was begun, and for which call of a graph.
     """
 
     begin: Callable[..., list[Future[Compiled]]]
-    started: list[Future[Compiled]] = field(default_factory=list)
+    started: dict[Future[Compiled], LaunchingCall | None] = field(default_factory=dict)
 
-    def note(self, kernel: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self.started += self.begin(kernel, positional, named)
+    def note(
+        self, kernel: Any, positional: tuple[Any, ...], named: dict[str, Any], call: LaunchingCall | None = None
+    ) -> None:
+        self.started |= dict.fromkeys(self.begin(kernel, positional, named), call)
 
     def read(self, graph: fx.Graph) -> None:
         """Start to compile what the leaf ops of a graph launch."""
         for call in dict.fromkeys(calls(graph)):
             try:
-                note_launches(call, self.note)
+                note_launches(call, functools.partial(self.note, call=call))
             except Exception as error:  # noqa: BLE001 (whatever a body raises for stand-ins, it may run on tensors)
                 log.warning("its kernels are compiled at their first launch: %s: %r", call.body, error)
 
-    def compiled(self) -> tuple[tuple[str, float], ...]:
-        """Wait, and give the seconds of each kernel, of all its variants."""
+    def built(self) -> Built:
+        """Wait until all is done."""
         seconds: dict[str, float] = {}
+        failed: list[NotCompiled] = []
         with _shown(self.started):
             wait(self.started)
-        for future in self.started:
+        for future, call in self.started.items():
             try:
                 one = future.result()
             except CancelledError:
                 continue
-            except Exception as error:  # noqa: BLE001 (Triton's compiler raises what it likes, and its launch will raise it again)
-                log.warning("a kernel was not compiled ahead of its launch: %r", error)
+            except Exception as error:  # noqa: BLE001 (Triton's compiler raises what it likes)
+                failed += [] if call is None else [NotCompiled(op=call.op, text=call.text, error=error)]
                 continue
             seconds[one.kernel] = seconds.get(one.kernel, 0.0) + one.seconds
         self.started.clear()
-        return tuple(seconds.items())
+        return Built(seconds=tuple(seconds.items()), failed=tuple(failed))
 
 
 def here() -> Ahead | None:
@@ -110,13 +138,15 @@ def calls(graph: fx.Graph) -> Iterator[LaunchingCall]:
             continue
         with contextlib.suppress(imagined.NoExampleError):
             given, named = fx.map_arg((node.args, node.kwargs), _value)
-            yield from dict.fromkeys(_call(body, tuple(given), named, example) for example in _EXAMPLES)
+            op = node.target.name().partition("::")[2]
+            yield from dict.fromkeys(_call(op, body, tuple(given), named, example) for example in _EXAMPLES)
 
 
 def _call(
-    body: Callable[..., Any], given: tuple[Any, ...], named: Mapping[str, Any], example: imagined.Example
+    op: str, body: Callable[..., Any], given: tuple[Any, ...], named: Mapping[str, Any], example: imagined.Example
 ) -> LaunchingCall:
     return LaunchingCall(
+        op=op,
         body=body,
         arguments=imagined.described(given, example),
         named=tuple((name, imagined.described(value, example)) for name, value in named.items()),
@@ -149,7 +179,7 @@ def note_launches(call: LaunchingCall, note: Note) -> None:
 
 
 @contextlib.contextmanager
-def _shown(started: list[Future[Compiled]]) -> Iterator[None]:
+def _shown(started: Collection[Future[Compiled]]) -> Iterator[None]:
     """On a terminal, what takes long has a line, which is gone when it is done."""
     if started and wait(started, timeout=_SHOWN_AFTER).not_done:
         from rich.console import Console

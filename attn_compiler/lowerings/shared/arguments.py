@@ -11,6 +11,7 @@ import torch
 import triton
 
 from attn_compiler.lowerings.shared import parts, score_changes
+from attn_compiler.lowerings.shared.by_definition import Attention
 from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_POSITIONS, Call, Plan
 from attn_compiler.lowerings.shared.kernels.tuples import AddedStrides, ListStrides, MaskStrides, Strides
 from attn_compiler.lowerings.shared.replaying import VECTOR
@@ -54,6 +55,22 @@ class Prepared:
     def named(self, operands: Tensors) -> dict[str, torch.Tensor]:
         """The operands by their names. Raises ValueError if their number is not the plan's."""
         return dict(zip(self.operands, operands, strict=True))
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+    ) -> Attention:
+        """What a call computes of such tensors."""
+        score = self.call.spec.score
+        return Attention(
+            q=q,
+            k=k,
+            v=v,
+            tensors=tensors,
+            scale=score.scale,
+            band=self.plan.band,
+            change=score.pointwise,
+            dropout_p=score.dropout_p,
+        )
 
     def present(self, name: str) -> str | None:
         """The name, if there is such an operand."""

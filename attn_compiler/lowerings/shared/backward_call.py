@@ -21,6 +21,7 @@ from attn_compiler.lowerings.shared.arguments import (
     prepare,
     strides,
 )
+from attn_compiler.lowerings.shared.by_definition import Attention
 from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel
 from attn_compiler.lowerings.shared.leaf_calls import (
     BackwardArguments,
@@ -95,6 +96,14 @@ class BackwardByKernels(BackwardBody):
     start: Callable[..., ReadyKernel | None]
     make_room: Callable[[Backward], None]
     run: Callable[[Backward], list[torch.Tensor]]
+
+    def definition(self, given: BackwardArguments) -> Attention:
+        prepared = prepare(given.text)
+        tensors = dict(zip(self.operands(prepared), given.operands, strict=True))
+        return prepared.attention(given.q, given.k, given.v, tensors)
+
+    def differentiable(self, given: BackwardArguments) -> tuple[str, ...]:
+        return prepare(given.text).plan.differentiable
 
     def first(self, given: BackwardArguments, same: Alike) -> Gradients:
         """Gradients of q, k, v and of the plan's differentiable operands, as `ops.BACKWARD_SCHEMA` says."""

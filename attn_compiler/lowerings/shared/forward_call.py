@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from attn_compiler.lowerings.shared.arguments import Prepared, prepare
+from attn_compiler.lowerings.shared.by_definition import Attention
 from attn_compiler.lowerings.shared.launching import ReadyKernel
 from attn_compiler.lowerings.shared.leaf_calls import ForwardArguments, ForwardBody, Outputs
 from attn_compiler.lowerings.shared.on_device import on
@@ -20,24 +21,32 @@ from attn_compiler.lowerings.shared.replaying import Alike
 
 #: of a call, by name
 Named = dict[str, torch.Tensor]
+#: q, k and v
+Exact = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forward(ForwardBody):
     """operands: names of those that the leaf op takes, in order.
     run: launches the kernels on Q, K, V, Out, Lse and the operands. Gives what `launch` gave, in order.
-    reads_operands_alone: of q, k and v only shapes and dtypes are read.
+    restore: of what operands q, k and v are made, where of those themselves only shapes and dtypes are read; None where they are read.
     """
 
     operands: Callable[[Prepared], tuple[str, ...]]
     run: Callable[[Prepared, Alike, Named], list[ReadyKernel | None]]
-    reads_operands_alone: bool = False
+    restore: Callable[[Prepared, Named], Exact] | None = None
+
+    def definition(self, given: ForwardArguments) -> Attention:
+        prepared = prepare(given.text)
+        tensors = dict(zip(self.operands(prepared), given.operands, strict=True))
+        exact = (given.q, given.k, given.v) if self.restore is None else self.restore(prepared, tensors)
+        return prepared.attention(*exact, tensors)
 
     def first(self, given: ForwardArguments, same: Alike) -> Outputs:
         q, k, v, operands, text = given
         prepared = prepare(text)
         same.any_size = prepared.any_size
-        if not self.reads_operands_alone and same.fact("unreadable", lambda: is_unreadable(q, k, v)):
+        if self.restore is None and same.fact("unreadable", lambda: is_unreadable(q, k, v)):
             return self(readable(q), readable(k), readable(v), operands, text)
         names = self.operands(prepared)
         tensors = {"Q": q, "K": k, "V": v, **dict(zip(names, operands, strict=True))}

@@ -9,7 +9,8 @@ import torch
 from attn_compiler.lowerings.shared.arguments import along
 from attn_compiler.lowerings.shared.kernels.tile_lists import tile_bounds, tile_lists, tile_order
 from attn_compiler.lowerings.shared.launching import Arguments, launch
-from attn_compiler.lowerings.shared.listing import OF_KEYS, OF_QUERIES, UNIT, ListAsked
+from attn_compiler.lowerings.shared.leaf_calls import or_else
+from attn_compiler.lowerings.shared.listing import OF_KEYS, OF_QUERIES, UNIT, ListAsked, listed
 from attn_compiler.lowerings.shared.on_device import on
 from attn_compiler.lowerings.shared.replaying import Alike, alike
 
@@ -29,6 +30,10 @@ _SUMMED = {"Rows": "rows", "Keys": "keys", "DocumentsQ": "documents_q", "Documen
 
 def lists(*given: Any) -> Tensor:
     """As `listing.listed`."""
+    return or_else("tile_lists", "tile_lists", lambda: _by_kernels(*given), lambda: listed(*given))
+
+
+def _by_kernels(*given: Any) -> Tensor:
     asked = ListAsked.of(*given)
     have = asked.tensors
     same = alike("tile_lists", f"{tuple(have)} {asked.numbers}", list(have.values()))

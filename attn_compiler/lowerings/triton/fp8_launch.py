@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton
 
-from attn_compiler.lowerings.fp8 import quantise
+from attn_compiler.lowerings.fp8 import quantise, restoring
 from attn_compiler.lowerings.shared import leaf_calls
 from attn_compiler.lowerings.shared.arguments import (
     Prepared,
@@ -20,7 +20,7 @@ from attn_compiler.lowerings.shared.arguments import (
     operand_parameters,
     strides,
 )
-from attn_compiler.lowerings.shared.forward_call import Forward, Named
+from attn_compiler.lowerings.shared.forward_call import Exact, Forward, Named
 from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
 from attn_compiler.lowerings.shared.replaying import Alike
 from attn_compiler.lowerings.triton.kernels import forward_fp8
@@ -53,7 +53,11 @@ def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | 
     return [launch(forward_fp8.attention_forward_fp8, same, tensors, arguments)]
 
 
-forward = Forward(op="triton_fp8", operands=_operands, run=_run, reads_operands_alone=True)
+def _exact(prepared: Prepared, tensors: Named) -> Exact:
+    return restoring.exact(prepared.call.spec, tensors)
+
+
+forward = Forward(op="triton_fp8", operands=_operands, run=_run, restore=_exact)
 
 #: `forward` for one place in compiled code
 ForwardSite = functools.partial(leaf_calls.ForwardSite, forward)

@@ -44,7 +44,7 @@ def main() -> None:
         (kernel,) = tile_lists.device_caches[0][0].values()
         ahead.note_launches(call, again.note)
         ahead.note_launches(call, lambda *asked: left.extend(compiling.variants(*asked)))
-    seconds = sum(seconds for _, seconds in first.compiled())
+    seconds = sum(seconds for _, seconds in first.built().seconds)
     found = {
         "begun": begun,
         "begun_again": [future.result().kernel for future in again.started],

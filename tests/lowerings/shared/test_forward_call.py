@@ -83,7 +83,7 @@ def test_what_a_kernel_can_not_read_is_copied() -> None:
 def test_one_that_reads_operands_alone_copies_nothing() -> None:
     problem, kernel = build(PADDED, device="cpu"), Kernel()
     q = _apart(problem.q)
-    _call(problem, kernel, q=q, reads_operands_alone=True)
+    _call(problem, kernel, q=q, restore=lambda *_: (q, problem.k, problem.v))
     assert kernel.seen[0]["Q"] is q
 
 
