@@ -54,7 +54,15 @@ def test_the_forward_is_that_of_a_side() -> None:
 
 
 def _row(case: str, which: str, side: str, tflops: str, error: str = "0.002") -> dict[str, str]:
-    return {"case": case, "pass": which, "side": side, "tflops": tflops, "error": error, "date": "2026-11-26"}
+    return {
+        "case": case,
+        "pass": which,
+        "side": side,
+        "tflops": tflops,
+        "error": error,
+        "date": "2026-11-26",
+        "device": "NVIDIA H200",
+    }
 
 
 def test_rows_of_what_both_have_right_numbers_for(tmp_path: Path) -> None:
@@ -72,8 +80,8 @@ def test_rows_of_what_both_have_right_numbers_for(tmp_path: Path) -> None:
     harness.replace_rows(path, hopper_added.COLUMNS, bench_added.rows_of(measured))
     assert path.read_text().splitlines() == [
         ",".join(hopper_added.COLUMNS),
-        "bias,forward,65,128,2048,500.0,370.0,2026-11-26,bias_d128_s2048",
-        "mask,backward,1,64,2048,330.0,300.0,2026-11-26,mask_holes_d64_s2048",
+        "bias,forward,65,128,2048,500.0,370.0,H200,2026-11-26,bias_d128_s2048",
+        "mask,backward,1,64,2048,330.0,300.0,H200,2026-11-26,mask_holes_d64_s2048",
     ]
 
 

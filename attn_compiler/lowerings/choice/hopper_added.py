@@ -1,9 +1,10 @@
 """Whether Hopper's kernel is faster than the Triton family's where it reads a tensor with an element for each score, or numbers by
 distance, by what was measured.
 
-hopper_added_sm90.csv holds the TFLOP/s of both on an H200. A row speaks for sites with its part and its head dims. Of these rows the ones
-of the nearest length decide. A site that no row speaks for is left to the Triton kernels, unless the user names this one. With gradients,
-dense masks and biases that want none have to have rows of the backward, too; that of other biases is the Triton family's either way.
+hopper_added_sm90.csv holds the TFLOP/s of both, side by side on one GPU. A row speaks for sites with its part and its head dims. Of these
+rows the ones of the nearest length decide. A site that no row speaks for is left to the Triton kernels, unless the user names this one.
+With gradients, dense masks and biases that want none have to have rows of the backward, too. The backward of other biases is the Triton
+family's either way.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from attn_compiler.spec import AttentionSpec
 
 MEASURED = Path(__file__).with_name("hopper_added_sm90.csv")
 #: columns of MEASURED, in its order
-COLUMNS = tuple("part pass head_dim_from head_dim_to seqlen hopper triton since case".split())
+COLUMNS = tuple("part pass head_dim_from head_dim_to seqlen hopper triton device since case".split())
 #: parts that rows have to speak for
 PARTS: frozenset[PartKind] = frozenset({"bias", "distances", "mask"})
 FORWARD, BACKWARD = "forward", "backward"
@@ -34,7 +35,8 @@ _WORDS: Mapping[PartKind, str] = {"mask": "a dense mask", "bias": "a dense bias"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AddedRow:
-    """hopper, triton: TFLOP/s on allowed pairs, of one pass alone. since: the date of the measurement."""
+    """hopper, triton: TFLOP/s on allowed pairs, of one pass alone. device, since: the GPU and the date of the
+    measurement."""
 
     part: str
     which: str
@@ -42,12 +44,13 @@ class AddedRow:
     seqlen: int
     hopper: float
     triton: float
+    device: str
     since: str
 
     @property
     def words(self) -> str:
         """For people."""
-        return f"{self.hopper:.0f} TFLOP/s, {OTHER} {self.triton:.0f} (S {self.seqlen}; H200, {self.since})"
+        return f"{self.hopper:.0f} TFLOP/s, {OTHER} {self.triton:.0f} (S {self.seqlen}; {self.device}, {self.since})"
 
 
 @functools.cache
@@ -65,6 +68,7 @@ def _row(line: Mapping[str, str]) -> AddedRow:
         seqlen=int(line["seqlen"]),
         hopper=float(line["hopper"]),
         triton=float(line["triton"]),
+        device=line["device"],
         since=line["since"],
     )
 

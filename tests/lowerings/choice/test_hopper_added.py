@@ -18,13 +18,13 @@ from tests.lowerings.choice.measured import rows_from
 from tests.lowerings.specs import CAUSAL, bias, dense, make_spec
 
 LINES = """\
-part,pass,head_dim_from,head_dim_to,seqlen,hopper,triton,since,case
-bias,forward,65,128,2048,500,372,2026-11-26,bias_d128_s2048
-bias,forward,65,128,512,300,340,2026-11-26,bias_d128_s512
-mask,forward,1,64,2048,300,250,2026-11-26,mask_holes_d64_s2048
-mask,forward,1,64,2048,200,250,2026-11-26,mask_blocks_d64_s2048
-mask,forward,65,128,2048,300,250,2026-11-26,mask_holes_d128_s2048
-mask,backward,65,128,2048,300,310,2026-11-26,mask_holes_d128_s2048
+part,pass,head_dim_from,head_dim_to,seqlen,hopper,triton,device,since,case
+bias,forward,65,128,2048,500,372,H200,2026-11-26,bias_d128_s2048
+bias,forward,65,128,512,300,340,H200,2026-11-26,bias_d128_s512
+mask,forward,1,64,2048,300,250,H200,2026-11-26,mask_holes_d64_s2048
+mask,forward,1,64,2048,200,250,H200,2026-11-26,mask_blocks_d64_s2048
+mask,forward,65,128,2048,300,250,H200,2026-11-26,mask_holes_d128_s2048
+mask,backward,65,128,2048,300,310,H200,2026-11-26,mask_holes_d128_s2048
 """
 
 MASK = dense(2, 1, 2048, 2048)

@@ -60,10 +60,19 @@ def fetch_added(batch, head, start, key, n, added, how: gl.constexpr):
 
 @gluon.jit
 def added_of(consumer: gl.constexpr, n, added, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
-    """What is added to a warpgroup's scores in the n-th tile, as it is in memory. Its place is free after that."""
+    """What is added to a warpgroup's scores in the n-th tile, as it is in memory."""
     place = n % how.ADDED_STAGES * how.CONSUMERS + consumer
     mbarrier.wait(added.full.index(place), (n // how.ADDED_STAGES) & 1)
-    found = added.tiles.index(place).reshape([ROWS, how.BLOCK_N]).load(QK_LAYOUT)
+    return added.tiles.index(place).reshape([ROWS, how.BLOCK_N]).load(QK_LAYOUT)
+
+
+@gluon.jit
+def let_go_of_added(consumer: gl.constexpr, n, added, how: gl.constexpr):
+    """The n-th tile's place is free for the copy engine. To be called once its numbers were used.
+
+    Until then ptxas may leave loads under way, which no barrier waits for: on an H100 the copy engine wrote the next tile over them.
+    """
+    place = n % how.ADDED_STAGES * how.CONSUMERS + consumer
+    fence_async_shared()
     barrier_of_threads()
     mbarrier.arrive(added.empty.index(place))
-    return found

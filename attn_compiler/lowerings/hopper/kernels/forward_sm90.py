@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attn_compiler.lowerings.hopper.kernels.forward_added_sm90 import (
     added_of,
     descriptor_of_added,
+    let_go_of_added,
     room_for_added,
 )
 from attn_compiler.lowerings.hopper.kernels.forward_fetching_sm90 import (
@@ -147,6 +148,8 @@ def _step(
     weights = gl.convert_layout(narrowed(found, tiles.v[0]), WEIGHTS, assert_trivial=True)
     # Waited for here, not where they are used: ptxas moves the softmax behind the products' wait unless something that branches is between.
     mbarrier.wait(barriers.v_full.index(stage), phase)
+    if how.ADDED_STAGES > 0:
+        let_go_of_added(consumer, done + i, added, how)
     if how.OVERLAPS:
         out = outputs_there(out, how.V_ALL)
         mbarrier.arrive(barriers.v_empty.index(before))
@@ -181,6 +184,8 @@ def _tiles(
     found, peak, total, _ = _softmax(qk, bias, tile, peak, total, own, masks, seqlen_kv, True, QK_LAYOUT, how)
     weights = gl.convert_layout(narrowed(found, tiles.v[0]), WEIGHTS, assert_trivial=True)
     mbarrier.wait(barriers.v_full.index(stage), (done // how.STAGES) & 1)
+    if how.ADDED_STAGES > 0:
+        let_go_of_added(consumer, done, added, how)
     state = (peak, total, out, weights)
     upcoming = nth_tile(1, visits)
     for i in range(1, partial):

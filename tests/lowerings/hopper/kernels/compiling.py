@@ -28,6 +28,7 @@ from attn_compiler.lowerings.shared.kernels.forward import attention_again
 from attn_compiler.target import Target
 from tests.lowerings.fp8.kernels.descriptors import unset
 from tests.lowerings.hopper import problems
+from tests.lowerings.hopper.kernels.letting_go import PLACES, LettingGo, letting_go
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.triton.kernels.compiling import resources, said_of, source
 
@@ -73,6 +74,7 @@ ADDED = (
     Case(name="mask_64", head_dim=64, mask="bqk", **_SIZES),
     Case(name="mask_128", head_dim=128, mask="bqk", **_SIZES),
     Case(name="mask_256", head_dim=256, mask="bqk", **_SIZES),
+    Case(name="mask_bias_128", head_dim=128, mask="bqk", bias="hqk", **_SIZES),
 )
 _KERNELS = {
     "attention_backward_sm90": (attention_backward_sm90, GluonASTSource),
@@ -84,7 +86,8 @@ _KERNELS = {
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """spilled: bytes of a thread's stack. shared: bytes. Counts of the machine code: products on the tensor cores, also by their columns;
-    waits for them; matrices that are loaded from shared memory. unset: `descriptors.unset`."""
+    waits for them; matrices that are loaded from shared memory. read, under_way: `LettingGo`, of what is added to the scores. unset:
+    `descriptors.unset`."""
 
     name: str
     kernel: str
@@ -94,6 +97,8 @@ class Found:
     columns: dict[str, int]
     waits: int
     matrices: int
+    read: int
+    under_way: list[int]
     unset: list[str]
 
 
@@ -115,6 +120,9 @@ def _run(case: Case) -> list[Found]:
         options = {} if arguments.tile is None else arguments.tile.launch_options
         compiled = compile_kernel(made, target=GPUTarget("cuda", 90, 32), options=options)
         code = said_of(compiled.asm["cubin"], "-sass")
+        let_go = LettingGo(loads=0, under_way=())
+        if name in PLACES and (case.bias or case.distances):
+            let_go = letting_go(compiled.asm["cubin"], name)
         found.append(
             Found(
                 name=case.name,
@@ -125,6 +133,8 @@ def _run(case: Case) -> list[Found]:
                 columns=dict(Counter(re.findall(r"HGMMA\.\d+x(\d+)x", code))),
                 waits=len(re.findall("WARPGROUP.DEPBAR", code)),
                 matrices=len(re.findall("LDSM", code)),
+                read=let_go.loads,
+                under_way=list(let_go.under_way),
                 unset=unset(code),
             )
         )

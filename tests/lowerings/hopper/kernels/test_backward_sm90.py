@@ -61,3 +61,15 @@ def test_little_is_spilled_and_products_do_not_wait_for_each_other(case: Case, c
     loops = 1 if in_order and found.products < 2 * PRODUCTS[case.head_dim] else 2
     assert found.waits == WAITS // 2 * loops * _CONSUMERS < found.products
     # `unset` says nothing here: ptxas moves descriptors to registers and back, where uniform ones do not suffice.
+
+
+@pytest.mark.parametrize(
+    "case",
+    in_full([case for case in ADDED if case.bias], daily=lambda case: case.name in _DAILY),
+    ids=lambda case: case.name,
+)
+def test_a_tile_has_been_read_where_it_is_let_go_of(case: Case, compiled: dict[str, Found]) -> None:
+    """By each of two warpgroups, in each of two loops."""
+    found = compiled[case.name]
+    assert found.read >= 4
+    assert found.under_way == [0] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import types
 from typing import Any
@@ -14,6 +15,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from attn_compiler.lowerings.hopper.kernels import forward_added_sm90
 from tests.lowerings.shared.kernels import gluon_in_torch
 from tests.lowerings.shared.kernels.gluon_in_torch import Pointer
+from tests.lowerings.shared.kernels.proxies import Unfenced
 
 BATCHES, HEADS, QUERIES, KEYS = 2, 3, 200, 256
 
@@ -40,7 +42,9 @@ def _brought(
     found: dict[int, list[torch.Tensor]] = {0: [], 1: []}
 
     def read(consumer: int) -> None:
-        found[consumer] += [functions["added_of"](consumer, n, added, None, how) for n in range(KEYS // 128)]
+        for n in range(KEYS // 128):
+            found[consumer].append(functions["added_of"](consumer, n, added, None, how))
+            functions["let_go_of_added"](consumer, n, added, how)
 
     readers = [threading.Thread(target=read, args=(consumer,)) for consumer in found]
     for reader in readers:
@@ -79,3 +83,30 @@ def test_a_tile_by_distance_begins_at_its_first_key_and_query(functions: dict[st
     for consumer, tiles in found.items():
         for n, tile in enumerate(tiles):
             assert float(tile[0, 0]) == n * 128 - (128 + 64 * consumer) + 320
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_a_tile_is_let_go_of_behind_a_fence(
+    fenced: bool, functions: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Barriers order threads, not the copy engine."""
+    if not fenced:
+        monkeypatch.setitem(functions, "fence_async_shared", lambda: None)
+    how = _how(stages=1)
+    added = _added(functions, torch.randn(1, 1, QUERIES, KEYS), how)
+
+    def fetch(n: int) -> None:
+        functions["fetch_added"](torch.tensor(0), torch.tensor(0), torch.tensor(0), n * 128, n, added, how)
+
+    def read(consumer: int) -> None:
+        functions["added_of"](consumer, 0, added, None, how)
+        functions["let_go_of_added"](consumer, 0, added, how)
+
+    fetch(0)
+    readers = [threading.Thread(target=read, args=(each,)) for each in range(2)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    with contextlib.nullcontext() if fenced else pytest.raises(Unfenced):
+        fetch(1)

@@ -26,7 +26,7 @@ _SPILLED_AGAIN, _SPILLED_AGAIN_BY_TWO = 512, 1024
 _DAILY = (
     *("causal_64", "keys_64", "documents_128", "rows_128", "slopes_128", "causal_192_128", "softcap_256"),
     *("summed_80", "summed_96_window", "summed_112_keys"),
-    *("bias_64_keys", "bias_128", "distances_128", "mask_128"),
+    *("bias_64_keys", "bias_128", "distances_128", "mask_128", "mask_bias_128"),
 )
 #: of summed head dims: what the tensor cores multiply along an axis at once, keys of a tile, and tiles that the code has
 _STEP, _KEYS, _SCORES, _OUTPUTS = 16, 128, 3, 3
@@ -54,6 +54,18 @@ def test_little_is_spilled_and_products_do_not_wait_for_each_other(
     again = compiled.get((case.name, "attention_again"))
     most = _SPILLED_AGAIN_BY_TWO if case in (*SUMMED, *ADDED) else _SPILLED_AGAIN
     assert again is None or again.spilled <= most
+
+
+@pytest.mark.parametrize(
+    "case",
+    in_full([case for case in ADDED if case.bias or case.distances], daily=lambda case: case.name in _DAILY),
+    ids=lambda case: case.name,
+)
+def test_a_tile_has_been_read_where_it_is_let_go_of(case: Case, compiled: dict[tuple[str, str], Found]) -> None:
+    """By each warpgroup, of the first tile and in each loop."""
+    found = compiled[case.name, "attention_forward_sm90"]
+    assert found.read >= _CONSUMERS * _SCORES
+    assert found.under_way == [0] * _CONSUMERS * _SCORES
 
 
 _OWN_SIZE = [case for case in SUMMED if max(case.head_dim, case.head_dim_v or 0) <= _KEYS]

@@ -3,7 +3,7 @@
 Its functions get stand-ins for `gl`, `tma` and the like in place of Triton's. Programs run one after another, or at once where they wait
 for each other, the partitions of one as threads that meet at barriers in shared memory: a tile that is read before it came, or
 overwritten before it was read, gives wrong numbers or nobody's turn ever comes, which is an error. What a tile holds beyond its tensor is
-0, as the copy engine makes it.
+0, as the copy engine makes it. What the copy engine and the tensor cores touch needs a fence after threads touched it (proxies.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.lowerings.shared.kernels.proxies import Proxies
+
+#: of the programs that run
+_PROXIES = Proxies()
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,10 @@ class Shared:
 
     def store(self, value: Tensor) -> None:
         self.memory.copy_(value)
+        _PROXIES.touch(self.memory, writes=True)
 
     def load(self, layout: Any) -> Tensor:
+        _PROXIES.touch(self.memory, writes=False)
         return self.memory.clone()
 
 
@@ -178,6 +185,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 def _to_shared(descriptor: Descriptor, at: Sequence[Any], barrier: Barrier, result: Shared) -> None:
     ours, tile = descriptor.slices(at)
+    _PROXIES.check(result.memory, writes=True)
     _bytes(result.memory).zero_()
     _bytes(result.memory)[tile] = _bytes(descriptor.tensor)[ours]
     barrier.receive(descriptor.block_type.nbytes)
@@ -185,11 +193,13 @@ def _to_shared(descriptor: Descriptor, at: Sequence[Any], barrier: Barrier, resu
 
 def _from_shared(descriptor: Descriptor, at: Sequence[Any], source: Shared) -> None:
     ours, tile = descriptor.slices(at)
+    _PROXIES.check(source.memory, writes=False)
     descriptor.tensor[ours] = source.memory[tile]
 
 
 def _add_from_shared(descriptor: Descriptor, at: Sequence[Any], source: Shared) -> None:
     ours, tile = descriptor.slices(at)
+    _PROXIES.check(source.memory, writes=False)
     descriptor.tensor[ours] += source.memory[tile]
 
 
@@ -214,6 +224,9 @@ def _await_number(pointer: Pointer, least: Any) -> Any:
 
 
 def _mma(a: Any, b: Shared, acc: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Tensor:
+    for operand in (a, b):
+        if isinstance(operand, Shared):
+            _PROXIES.check(operand.memory, writes=False)
     a = a.memory if isinstance(a, Shared) else a
     wide = torch.float64 if acc.dtype == torch.int32 else torch.float32
     product = (a.to(wide) @ b.memory.to(wide)).to(acc.dtype)
@@ -259,10 +272,17 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """What only orders work."""
 
 
-def _specialise(partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
+def _partition(function: Callable[..., None], *arguments: Any) -> None:
     # Whether autograd watches is each thread's own.
+    try:
+        torch.no_grad()(function)(*arguments)
+    finally:
+        _PROXIES.fence()
+
+
+def _specialise(partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
     with ThreadPoolExecutor(len(partitions)) as pool:
-        running = [pool.submit(torch.no_grad()(function), *arguments) for function, arguments in partitions]
+        running = [pool.submit(_partition, function, *arguments) for function, arguments in partitions]
         wait(running, return_when=FIRST_EXCEPTION)
         for each in running:
             each.result()
@@ -373,7 +393,7 @@ def scope(module: Any, program: Sequence[int], programs: Sequence[int]) -> dict[
     given: dict[str, Any] = {"gl": language, "tl": language, "mbarrier": barrier, "tma": copies, "range": range}
     given |= {"warpgroup_mma": _mma, "warpgroup_mma_wait": _waited}
     given |= {"add_from_shared": _add_from_shared}
-    given |= {"fence_async_shared": _nothing, "barrier_of_threads": _nothing}
+    given |= {"fence_async_shared": _PROXIES.fence, "barrier_of_threads": _nothing}
     modules = _modules_of(module)
     scopes = {name: dict(given) for name in modules}
     for each, own in ((modules[name], scopes[name]) for name in modules):
