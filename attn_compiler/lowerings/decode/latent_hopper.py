@@ -25,7 +25,7 @@ def refused(spec: AttentionSpec, target: Target) -> list[Reason]:
     if spec.latent is None:
         raise ValueError("the site has no latent")
     return (
-        kernel_limits.check_gluon(target, ON_HOPPER)
+        kernel_limits.check_gluon(target, ON_HOPPER, "decode_latent_sm90")
         or _check_sizes(spec, spec.latent)
         or takes.refused(ON_HOPPER, spec)
         or [*_check_parts(spec), *_check_least_scale(spec)]

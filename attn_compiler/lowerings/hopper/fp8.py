@@ -22,8 +22,6 @@ from attn_compiler.lowerings.shared.ops import late, register_forward
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
-#: Gluon may change from one release to the next: those that the kernel was compiled with
-_TRITON = ((3, 6), (3, 7))
 _REMEDY = "leave the choice to the recipe, or give lowering='triton_fp8', which takes that"
 #: of which the kernel reads the first: tiles follow from the number of keys
 _OF_LENGTHS = ("rows", "tiles", "tiles_by_key")
@@ -35,22 +33,7 @@ class HopperFp8(Lowering):
     name = "hopper_fp8"
 
     def unavailable(self, target: Target) -> list[Reason]:
-        reasons = kernel_limits.check_machine(target)
-        if reasons:
-            return reasons
-        if target.triton_interpreted or takes.check_gpu(FP8, target):
-            observed = "Triton's interpreter" if target.triton_interpreted else f"sm{target.sm}"
-            return [
-                Reason(code=Code.ARCHITECTURE, rule="its kernel is made of the instructions of sm90", observed=observed)
-            ]
-        if shared_limits.release(target.triton) in _TRITON:
-            return []
-        checked = " or ".join(f"{major}.{minor}" for major, minor in _TRITON)
-        return [
-            Reason(
-                code=Code.LIBRARY_VERSION, rule=f"its kernel was compiled with Triton {checked}", observed=target.triton
-            )
-        ]
+        return kernel_limits.check_gluon(target, FP8, self.name)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         recipe = limits.check_recipe(spec)

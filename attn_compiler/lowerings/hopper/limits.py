@@ -36,7 +36,7 @@ def check(spec: AttentionSpec, target: Target) -> list[Reason]:
 
 def check_machine(target: Target) -> list[Reason]:
     """Hopper, and a Triton whose Gluon is known."""
-    return kernel_limits.check_gluon(target, TAKES)
+    return kernel_limits.check_gluon(target, TAKES, "hopper")
 
 
 def _check_added(spec: AttentionSpec) -> list[Reason]:

@@ -8,9 +8,10 @@ from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.base import LayoutDemand
-from attn_compiler.lowerings.shared import limits, score_changes
+from attn_compiler.lowerings.shared import limits, score_changes, triton_releases
 from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS
 from attn_compiler.lowerings.shared.takes import HeadDims, Takes, check_gpu, refused, since
+from attn_compiler.lowerings.shared.triton_releases import COMPILED
 from attn_compiler.scores import Sinks
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -28,9 +29,8 @@ TAKES = Takes(
     lse="differentiated",
 )
 
-_FIRST_TRITON = (3, 2)
-#: Gluon may change from one release to the next: those that the kernels in it were compiled with
-_GLUON = ((3, 6), (3, 7))
+#: later releases are taken, too
+_FIRST_TRITON = COMPILED["triton"][0]
 _SMALL_MACHINE_HEAD_DIM = 128
 # Bytes that the kernels load at once along a head.
 _ALIGNMENT = 16
@@ -47,8 +47,8 @@ def check_machine(target: Target) -> list[Reason]:
     return gpu or _check_triton(target)
 
 
-def check_gluon(target: Target, takes: Takes) -> list[Reason]:
-    """For a kernel in Gluon: a GPU of the architectures that `takes` names, and a Triton whose Gluon is known."""
+def check_gluon(target: Target, takes: Takes, kernel: str) -> list[Reason]:
+    """For a kernel in Gluon: a GPU of the architectures that `takes` names, and a Triton whose Gluon is known. kernel: of `COMPILED`."""
     reasons = check_machine(target)
     if reasons:
         return reasons
@@ -57,12 +57,12 @@ def check_gluon(target: Target, takes: Takes) -> list[Reason]:
         return [
             Reason(code=Code.ARCHITECTURE, rule="the kernel is made of the instructions of sm90", observed=observed)
         ]
-    if limits.release(target.triton) in _GLUON:
+    known = COMPILED[kernel]
+    if limits.release(target.triton) in known:
         return []
-    checked = " or ".join(f"{major}.{minor}" for major, minor in _GLUON)
-    return [
-        Reason(code=Code.LIBRARY_VERSION, rule=f"the kernel was compiled with Triton {checked}", observed=target.triton)
-    ]
+    rule = f"the kernel was compiled with Triton {triton_releases.words(known)}"
+    remedy = triton_releases.remedy(known)
+    return [Reason(code=Code.LIBRARY_VERSION, rule=rule, observed=target.triton, remedy=remedy)]
 
 
 def check_site(spec: AttentionSpec, target: Target, takes: Takes = TAKES) -> list[Reason]:

@@ -29,6 +29,7 @@ from attn_compiler.lowerings.shared.limits import MAX_GRID
 from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.recording import recorder
 from attn_compiler.lowerings.shared.replaying import Alike, Start
+from attn_compiler.lowerings.shared.triton_releases import FUSION
 from attn_compiler.torch_compat import empty_strided
 
 Grid = tuple[int, int, int]
@@ -190,6 +191,7 @@ def compiled_for_any(kernel: Any, grid: Grid, numbers: Mapping[str, Any], **name
     multiples = any_size.are_multiples(numbers)
     taken = as_taken(kernel.arg_names, numbers).items()
     named |= {name: x if name in constants else any_size.shown(x, multiples=multiples) for name, x in taken}
+    named |= FUSION
     return None if _is_noted(kernel, (), named) else _finished(kernel.warmup(grid=grid, **named))
 
 
@@ -217,6 +219,7 @@ def first_launch(kernel: Any, grid: Grid, *positional: Any, **named: Any) -> Any
 
     named: options, too, such as num_warps.
     """
+    named |= FUSION
     if _is_noted(kernel, positional, named):
         return None
     with _scratch():

@@ -28,6 +28,7 @@ from triton.runtime import driver
 
 from attn_compiler import torch_export
 from attn_compiler.lowerings.shared import listing, packaged_ops
+from attn_compiler.lowerings.shared.triton_releases import FUSION
 from attn_compiler.op_library import launching_body
 from tests.lowerings.kernel_cases import BY_NAME
 from tests.lowerings.kernel_problems import build, planned
@@ -104,7 +105,7 @@ def _compiled(kernel: Any, given: Mapping[str, Any]) -> int:
         spec.loader.exec_module(module)
     signature = {name: _type_of(value) for name, value in given.items()}
     source = ASTSource(fn=getattr(module, function.__name__), signature=signature, constexprs={}, attrs={})
-    return len(compile_kernel(source, target=_TARGET).asm["cubin"])
+    return len(compile_kernel(source, target=_TARGET, options=dict(FUSION)).asm["cubin"])
 
 
 def _type_of(value: Any) -> str:

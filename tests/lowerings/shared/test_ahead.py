@@ -24,6 +24,7 @@ from attn_compiler.lowerings.shared.ahead import Ahead
 from attn_compiler.lowerings.shared.compiling import Compiled
 from attn_compiler.lowerings.shared.listing import OPEN
 from attn_compiler.lowerings.shared.noting import noter
+from attn_compiler.lowerings.shared.triton_releases import FUSION
 from tests import inductor_caches
 
 BACKWARD = ["attention_grad_q", "attention_grad_kv"]
@@ -95,7 +96,7 @@ def test_compiled_code_launches_what_was_noted(begun: Begun, monkeypatch: pytest
 
     def looked_at(kernel: Any, grid: Any, *positional: Any, **named: Any) -> Any:
         if noter() is None:
-            launched.append((kernel.fn.__name__, _told_apart(named)))
+            launched.append((kernel.fn.__name__, _told_apart({**named, **FUSION})))
         return launch(kernel, grid, *positional, **named)
 
     monkeypatch.setattr(launching, "first_launch", looked_at)

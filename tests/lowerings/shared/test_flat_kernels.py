@@ -14,6 +14,7 @@ import triton.language as tl
 
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.shared.flat_kernels import FlatLaunch, flat
+from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.launching import Arguments
 from tests.lowerings.shared import compiled_flat
 from tests.lowerings.shared.compiled_flat import CASES, Found
@@ -35,7 +36,7 @@ class Settings(NamedTuple):
 @triton.jit
 def shifted(X, Y, More, pair, HOW: tl.constexpr, SECOND: tl.constexpr):
     """Y: X · factor + shift. More: added, if there is any."""
-    how: tl.constexpr = HOW._replace()
+    how: tl.constexpr = members(HOW)
     at = tl.arange(0, how.LENGTH)
     y = tl.load(X + at) * pair.factor + pair.shift
     if More is not None:

@@ -24,9 +24,10 @@ def said(target: Target = H200, **spec: Any) -> str:
     [
         (Target.fake(sm=80), ""),
         (Target.fake(sm=75), "GPU architecture from sm80"),
-        (Target.fake(triton=""), "Triton 3.2 or newer is installed; observed no Triton"),
-        (Target.fake(triton="3.1.0"), "Triton 3.2 or newer is installed; observed 3.1.0"),
-        (Target.fake(triton="3.2.0"), ""),
+        (Target.fake(triton=""), "Triton 3.6 or newer is installed; observed no Triton"),
+        (Target.fake(triton="3.5.1"), "Triton 3.6 or newer is installed; observed 3.5.1"),
+        (Target.fake(triton="3.6.0"), ""),
+        (Target.fake(triton="3.10.0"), ""),
         (Target.fake(device="cpu"), "NVIDIA GPU"),
         (INTERPRETED, ""),
         (Target.fake(device="cpu", triton_interpreted=True, triton=""), "observed no Triton"),

@@ -82,6 +82,14 @@ def run(kernel: Kernel, q: Tensor, out: Tensor, asked: list[int], text: str = "t
     launch(kernel, alike("op", text, (q,)), {"q": q, "out": out, "of another kernel": q}, arguments(asked))
 
 
+def test_a_launch_says_how_products_and_sums_are_rounded() -> None:
+    """Releases of Triton have other defaults."""
+    kernel, q = Kernel(), torch.randn(4, 8)
+    run(kernel, q, torch.empty_like(q), [])
+    ((_, given),) = kernel.calls
+    assert given["enable_fp_fusion"] is True
+
+
 def test_a_further_call_has_its_own_tensors_and_the_numbers_of_the_first() -> None:
     kernel, asked = Kernel(), list[int]()
     first, second = (tuple(torch.empty(4, 8) for _ in range(2)) for _ in range(2))

@@ -39,7 +39,7 @@ def why_not(spec_of: dict[str, Any], machine: Target = H200) -> str:
         (Target.fake(sm=80), ""),
         (Target.fake(sm=75), "from sm80"),
         (Target.fake(triton=""), "no Triton"),
-        (Target.fake(triton="3.1.0"), "3.1.0"),
+        (Target.fake(triton="3.5.1"), "3.5.1"),
         (Target.fake(triton="3.10.0+git"), ""),
         (Target.fake(device="cpu"), "device cpu"),
         (INTERPRETED, ""),

@@ -17,6 +17,7 @@ import triton.language as tl
 from attn_compiler.lowerings.decode.kernels.decode_fp8 import WEIGHT, halves, near_the_top
 from attn_compiler.lowerings.decode.kernels.results import combine, first_half, joined, leave, store
 from attn_compiler.lowerings.decode.kernels.tuples import Cache, KeyTile, Queries
+from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E, at_head, change, load_pairs
 
 #: Numbers and operands that kernels are not compiled for: one serves every length, stride and address.
@@ -252,7 +253,7 @@ def attention_decode(
     Partial: float32, (B, Hkv · blocks, splits, KEPT, Dv) results and, from lse_at on, (…, KEPT) logarithms; Count: int32 (B, Hkv · blocks),
     zero, and zero again in the end. Both None for one split.
     """
-    how: tl.constexpr = HOW._replace()
+    how: tl.constexpr = members(HOW)
     split, place, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     blocks: tl.constexpr = (how.GROUP * how.SEQLEN_Q + how.BLOCK_M - 1) // how.BLOCK_M
     kv_head, block = place // blocks, place % blocks

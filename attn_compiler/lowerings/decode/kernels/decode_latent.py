@@ -13,6 +13,7 @@ import triton.language as tl
 
 from attn_compiler.lowerings.decode.kernels.decode import _bounds, _is_added, _load, _of_some_row
 from attn_compiler.lowerings.decode.kernels.results import leave, store
+from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E, change, load_pairs
 
 #: as in decode.py
@@ -39,7 +40,7 @@ def attention_decode_latent(
     share, or None. Partial: float32, (B, blocks, splits, KEPT, rank) and, from lse_at on, (…, KEPT) logarithms, -inf of splits that have
     no keys; None for one split, which stores its results.
     """
-    how: tl.constexpr = HOW._replace()
+    how: tl.constexpr = members(HOW)
     split, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     local = block * how.BLOCK_M + tl.arange(0, how.BLOCK_M)
     # Rows beyond the last one repeat it, and are not stored.
@@ -139,7 +140,7 @@ def attention_decode_latent(
 @triton.jit(do_not_specialize=("lse_at", "splits"), do_not_specialize_on_alignment=("Lse", "Partial", "Sinks", "Out"))
 def combine_latent(Out, Lse, Partial, Sinks, lse_at: tl.int64, splits: tl.int32, HOW: tl.constexpr):
     """What splits have left, as one result. Grid: (rows, parts of COLUMNS dims, B)."""
-    how: tl.constexpr = HOW._replace()
+    how: tl.constexpr = members(HOW)
     row, part, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if how.EARLY:
         tl.extra.cuda.gdc_wait()

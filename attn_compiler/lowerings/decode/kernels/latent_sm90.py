@@ -25,17 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attn_compiler.lowerings.decode.kernels.latent_sm90_tuples import LatentBarriers, LatentTiles
+from attn_compiler.lowerings.shared.kernels.releases import members
+from attn_compiler.lowerings.shared.kernels.releases_sm90 import async_load, barrier_of_threads
 from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E
-from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
-    FEW,
-    NOTHING,
-    ROWS,
-    SHARES,
-    barrier_of_threads,
-    narrowed,
-    shares,
-    up_to,
-)
+from attn_compiler.lowerings.shared.kernels.tiles_sm90 import FEW, NOTHING, ROWS, SHARES, narrowed, shares, up_to
 
 #: keys of a tile
 KEYS = gl.constexpr(64)
@@ -53,22 +46,20 @@ def _fetch(of_q, of_q_rope, of_c, of_r, tiles, barriers, block, start, step, cou
     """The queries, and tiles of keys: first what the scores' first products and the left half of the output read, then the right half."""
     first_row = block * ROWS
     mbarrier.expect(barriers.q_full, 2 * of_q.block_type.nbytes)
-    tma.async_copy_global_to_shared(of_q, [first_row, 0], barriers.q_full, tiles.q.index(0))
-    tma.async_copy_global_to_shared(of_q, [first_row, how.HALF], barriers.q_full, tiles.q.index(1))
+    async_load(of_q, [first_row, 0], barriers.q_full, tiles.q.index(0))
+    async_load(of_q, [first_row, how.HALF], barriers.q_full, tiles.q.index(1))
     mbarrier.expect(barriers.q_rope_full, of_q_rope.block_type.nbytes)
-    tma.async_copy_global_to_shared(of_q_rope, [first_row, 0], barriers.q_rope_full, tiles.q_rope)
+    async_load(of_q_rope, [first_row, 0], barriers.q_rope_full, tiles.q_rope)
     for i in range(count):
         stage, phase = i % how.STAGES, (i // how.STAGES) & 1
         key = start + i * step
         mbarrier.wait(barriers.left_empty.index(stage), phase ^ 1)
         mbarrier.expect(barriers.left_full.index(stage), of_c.block_type.nbytes + of_r.block_type.nbytes)
-        tma.async_copy_global_to_shared(of_r, [key, 0], barriers.left_full.index(stage), tiles.rope.index(stage))
-        tma.async_copy_global_to_shared(of_c, [key, 0], barriers.left_full.index(stage), tiles.left.index(stage))
+        async_load(of_r, [key, 0], barriers.left_full.index(stage), tiles.rope.index(stage))
+        async_load(of_c, [key, 0], barriers.left_full.index(stage), tiles.left.index(stage))
         mbarrier.wait(barriers.right_empty.index(stage), phase ^ 1)
         mbarrier.expect(barriers.right_full.index(stage), of_c.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            of_c, [key, how.HALF], barriers.right_full.index(stage), tiles.right.index(stage)
-        )
+        async_load(of_c, [key, how.HALF], barriers.right_full.index(stage), tiles.right.index(stage))
 
 
 @gluon.jit
@@ -278,7 +269,7 @@ def attention_latent_sm90(
 
     stride_qr: from one row of Q to the next. Every stride is a multiple of 16 bytes.
     """
-    how: gl.constexpr = HOW._replace()
+    how: gl.constexpr = members(HOW)
     block, split, batch = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     splits = gl.num_programs(1)
     far = batch.to(gl.int64)

@@ -13,6 +13,7 @@ import triton.language as tl
 from attn_compiler.lowerings.fp8.kernels.rotation import finite_rows, load_rotated, signs
 from attn_compiler.lowerings.fp8.kernels.tuples_round import RoundTensors
 from attn_compiler.lowerings.shared.kernels.optional import at_index
+from attn_compiler.lowerings.shared.kernels.releases import members
 
 #: Added and taken away again, it leaves a whole number, the nearest and of two the even one.
 _WHOLE = tl.constexpr(12582912.0)
@@ -254,10 +255,10 @@ def round_fp8(
     Newest: the bits of float32, where the largest magnitudes are kept, of the second tensor from newest1 on. Rounded: (B, H, S, D), or
     TURNED: (B, H, D, S').
     """
-    how: tl.constexpr = HOW._replace()
-    each_0: tl.constexpr = EACH0._replace()
-    each_1: tl.constexpr = EACH1._replace()
-    each_2: tl.constexpr = EACH2._replace()
+    how: tl.constexpr = members(HOW)
+    each_0: tl.constexpr = members(EACH0)
+    each_1: tl.constexpr = members(EACH1)
+    each_2: tl.constexpr = members(EACH2)
     # What a pass before this one read last is still in the cache. Each branch's tuple has a name of its own: Triton would unite them.
     place = tl.num_programs(0) - 1 - tl.program_id(0)
     if place < of_0.programs:
@@ -328,10 +329,10 @@ def largest_fp8(
 ):  # fmt: skip
     """Grid: (all programs of of_0, of_1 and of_2,). See fp8_rounding.largest_fp8; tuples: tuples_round.py. Kept: the bits of float32, 0
     before; of the second tensor from kept1 on. The rest as in `round_fp8`."""
-    how: tl.constexpr = HOW._replace()
-    each_0: tl.constexpr = EACH0._replace()
-    each_1: tl.constexpr = EACH1._replace()
-    each_2: tl.constexpr = EACH2._replace()
+    how: tl.constexpr = members(HOW)
+    each_0: tl.constexpr = members(EACH0)
+    each_1: tl.constexpr = members(EACH1)
+    each_2: tl.constexpr = members(EACH2)
     place = tl.program_id(0)
     if place < of_0.programs:
         _keep_largest_of(

@@ -41,8 +41,10 @@ from attn_compiler.lowerings.hopper.kernels.tuples import (
     QueryMasks,
 )
 from attn_compiler.lowerings.shared.kernels.optional import at_index, of_head
+from attn_compiler.lowerings.shared.kernels.releases import members
+from attn_compiler.lowerings.shared.kernels.releases_sm90 import async_store, barrier_of_threads, reinterpret
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
-from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, barrier_of_threads, descriptor, narrowed
+from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, descriptor, narrowed
 from attn_compiler.lowerings.shared.kernels.tuples_sm90 import GradLayouts
 
 #: of a thread of each of the three warpgroups, in all
@@ -123,13 +125,13 @@ def _own(block, batch, consumer: gl.constexpr, masks, masking, sizes, layouts: g
 @gluon.jit
 def _leave(Out, at, sums, tile, HEAD_DIM: gl.constexpr, ELEMENT: gl.constexpr):
     """64 rows of a gradient, by the place that sums of dq leave from."""
-    own = tile._reinterpret(ELEMENT, [1, 1, ROWS, HEAD_DIM], Out.layout)
+    own = reinterpret(tile, ELEMENT, [1, 1, ROWS, HEAD_DIM], Out.layout)
     tma.store_wait(0)
     barrier_of_threads()
     own.reshape([ROWS, HEAD_DIM]).store(sums.to(ELEMENT))
     fence_async_shared()
     barrier_of_threads()
-    tma.async_copy_shared_to_global(Out, at, own)
+    async_store(Out, at, own)
 
 
 @gluon.jit
@@ -256,7 +258,7 @@ def attention_backward_sm90(
     are where masking has the mask's. Added: a bias that wants no gradient, and adding: `Adding`; or both None. The other operands:
     kernel_plan.Plan; tuples: shared tuples.py; HOW: `GradSwitches`. The scale is positive.
     """
-    how: gl.constexpr = HOW._replace()
+    how: gl.constexpr = members(HOW)
     work = ForwardWork(section=section, blocks=blocks, heads_of_all=heads_of_all, sizes=sizes, Lists=Lists, lists=lists)
     heads, heads_kv = sizes.heads_q, sizes.heads_q // sizes.group
     batch, seqlen_q, seqlen_kv = heads_of_all // heads, sizes.seqlen_q, sizes.seqlen_kv

@@ -11,7 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, barrier_of_threads
+from attn_compiler.lowerings.shared.kernels.releases_sm90 import async_load, barrier_of_threads
+from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS
 
 
 @gluon.jit
@@ -53,7 +54,7 @@ def fetch_added(batch, head, start, key, n, added, how: gl.constexpr):
             row, column = start * 0, key - row + adding.zero
         mbarrier.wait(added.empty.index(place), ((n // how.ADDED_STAGES) & 1) ^ 1)
         mbarrier.expect(added.full.index(place), BYTES)
-        tma.async_copy_global_to_shared(
+        async_load(
             added.of, [own_batch, own_head, row, column], added.full.index(place), added.tiles.index(place)
         )  # fmt: skip
 

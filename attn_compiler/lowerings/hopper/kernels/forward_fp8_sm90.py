@@ -14,6 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from attn_compiler.lowerings.hopper.kernels.fp8_tuples import Fp8Tensors, Fp8Warpgroup, Fp8Work
+from attn_compiler.lowerings.shared.kernels.releases import members
+from attn_compiler.lowerings.shared.kernels.releases_sm90 import async_load, async_store, barrier_of_threads
 from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import barriers_of, turn
 from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
@@ -23,7 +25,6 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
     ROWS,
     SHARES,
     as_numbers,
-    barrier_of_threads,
     quotient,
     rounded,
     shares,
@@ -76,20 +77,16 @@ def _fetch(Q, K, V, tiles, barriers, work, rounds, how: gl.constexpr):
                 mbarrier.expect(full, Q.block_type.nbytes)
                 # Before the first query there is nothing that the copy engine could be asked for.
                 at = [batch, head, gl.maximum(start + consumer * ROWS, 0), 0]
-                tma.async_copy_global_to_shared(Q, at, full, tiles.q.index(consumer))
+                async_load(Q, at, full, tiles.q.index(consumer))
             for i in range(count):
                 stage, phase = (done + i) % how.STAGES, ((done + i) // how.STAGES) & 1
                 first = (first_tile + count - 1 - i) * KEYS
                 mbarrier.wait(barriers.k_empty.index(stage), phase ^ 1)
                 mbarrier.expect(barriers.k_full.index(stage), K.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    K, [batch, head_kv, first, 0], barriers.k_full.index(stage), tiles.k.index(stage)
-                )
+                async_load(K, [batch, head_kv, first, 0], barriers.k_full.index(stage), tiles.k.index(stage))
                 mbarrier.wait(barriers.v_empty.index(stage), phase ^ 1)
                 mbarrier.expect(barriers.v_full.index(stage), V.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    V, [batch, head_kv, 0, first], barriers.v_full.index(stage), tiles.v.index(stage)
-                )
+                async_load(V, [batch, head_kv, 0, first], barriers.v_full.index(stage), tiles.v.index(stage))
             done += count
 
 
@@ -258,7 +255,7 @@ def _queries(
     barrier_of_threads()
     own_tile.reshape([ROWS, how.HEAD_DIM_V]).store(out.to(tiles.out.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(tensors.Out, [batch, head, first_row, 0], own_tile)
+    async_store(tensors.Out, [batch, head, first_row, 0], own_tile)
 
 
 @gluon.jit
@@ -304,7 +301,7 @@ def attention_forward_fp8_sm90(
     forward_fp8.py. Sinks: (Hq,) or None. Ends: int32 (B|1, Sq), the numbers of keys that queries may use, all of a
     batch row the same; or None. scale is positive. section: `_block` says. HOW: tuples_sm90.py.
     """
-    how: gl.constexpr = HOW._replace()
+    how: gl.constexpr = members(HOW)
     rounds = (blocks * heads_of_all + gl.num_programs(0) - 1) // gl.num_programs(0)
     work = Fp8Work(
         section=section, blocks=blocks, heads_of_all=heads_of_all, heads_q=heads_q, group=group, seqlen_q=seqlen_q,

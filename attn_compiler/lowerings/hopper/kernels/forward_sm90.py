@@ -48,6 +48,8 @@ from attn_compiler.lowerings.hopper.kernels.head_parts_sm90 import (
 from attn_compiler.lowerings.hopper.kernels.tuples import AddedTiles, ForwardWork, Masks, Visits, Warpgroup
 from attn_compiler.lowerings.hopper.kernels.visiting import nth_tile
 from attn_compiler.lowerings.shared.kernels.optional import at_index, of_head
+from attn_compiler.lowerings.shared.kernels.releases import members
+from attn_compiler.lowerings.shared.kernels.releases_sm90 import barrier_of_threads
 from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import barriers_of
 from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
@@ -55,7 +57,6 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
     NOTHING,
     ROWS,
     SHARES,
-    barrier_of_threads,
     distances_to,
     narrowed,
     shares,
@@ -329,7 +330,7 @@ def attention_forward_sm90(
     added to the scores, strides as those of Q; adding: `Adding`; or both None. The other operands: kernel_plan.Plan; tuples: shared
     tuples.py; HOW: `ForwardSwitches`. The scale is positive.
     """
-    how: gl.constexpr = HOW._replace()
+    how: gl.constexpr = members(HOW)
     rounds = (blocks * heads_of_all + gl.num_programs(0) - 1) // gl.num_programs(0)
     work = ForwardWork(section=section, blocks=blocks, heads_of_all=heads_of_all, sizes=sizes, Lists=Lists, lists=lists)
     heads, batch = sizes.heads_q, heads_of_all // sizes.heads_q

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from attn_compiler.lowerings.hopper.kernels.in_order_sm90 import (
     await_turn,
@@ -17,6 +17,7 @@ from attn_compiler.lowerings.hopper.kernels.in_order_sm90 import (
 from attn_compiler.lowerings.hopper.kernels.tuples import GradBarriers, Visits
 from attn_compiler.lowerings.hopper.kernels.visiting import nth_shortest, nth_tile
 from attn_compiler.lowerings.shared.kernels.optional import list_of
+from attn_compiler.lowerings.shared.kernels.releases_sm90 import async_load
 from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import place
 from attn_compiler.lowerings.shared.kernels.tile_visits import queries_to_visit
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS
@@ -75,7 +76,7 @@ def told(tiles, at):
 def _fetch_tile(X, at, full, stage, tiles):
     """Ask for a tile."""
     mbarrier.expect(full.index(stage), X.block_type.nbytes)
-    tma.async_copy_global_to_shared(X, at, full.index(stage), tiles.index(stage))
+    async_load(X, at, full.index(stage), tiles.index(stage))
 
 
 @gluon.jit
@@ -83,10 +84,10 @@ def _fetch_with_bias(Q, at, full, stage, tiles, added, key):
     """Ask for a tile of queries, and for the bias of these and of each warpgroup's keys. key: the first of the block."""
     batch, head, query = at[0], at[1], at[2]
     mbarrier.expect(full, Q.block_type.nbytes + 2 * added.of.block_type.nbytes)
-    tma.async_copy_global_to_shared(Q, [batch, head, query, 0], full, tiles.q.index(stage))
+    async_load(Q, [batch, head, query, 0], full, tiles.q.index(stage))
     batch, head = gl.minimum(batch, added.at.batches - 1), gl.minimum(head, added.at.heads - 1)
     for half in gl.static_range(2):
-        tma.async_copy_global_to_shared(
+        async_load(
             added.of, [batch, head, query, key + half * ROWS], full, added.tiles.index(2 * stage + half)
         )  # fmt: skip
 
@@ -98,8 +99,8 @@ def _fetch_keys(K, V, batch, head, start, loaded, tiles, barriers):
     mbarrier.expect(barriers.kv_full, 2 * K.block_type.nbytes + 2 * V.block_type.nbytes)
     for half in gl.static_range(2):
         at = [batch, head, start + half * ROWS, 0]
-        tma.async_copy_global_to_shared(K, at, barriers.kv_full, tiles.k.index(half))
-        tma.async_copy_global_to_shared(V, at, barriers.kv_full, tiles.v.index(half))
+        async_load(K, at, barriers.kv_full, tiles.k.index(half))
+        async_load(V, at, barriers.kv_full, tiles.v.index(half))
 
 
 @gluon.jit

@@ -6,16 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
+from attn_compiler.lowerings.shared.kernels.releases_sm90 import add_from_shared, barrier_of_threads
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
-from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
-    ROWS,
-    add_from_shared,
-    barrier_of_threads,
-    bits_set,
-    distances_to,
-    tanh,
-    up_to,
-)
+from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, bits_set, distances_to, tanh, up_to
 
 
 @gluon.jit

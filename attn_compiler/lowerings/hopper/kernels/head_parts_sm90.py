@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from attn_compiler.lowerings.shared.kernels.releases_sm90 import async_load, async_store
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, descriptor
 
 
@@ -71,7 +72,7 @@ def fetch_parts(of, batch, head, position, barrier, tiles, place, ALL: gl.conste
     BYTES: gl.constexpr = of[0].block_type.nbytes // width_of(ALL, 0) * ALL
     mbarrier.expect(barrier, BYTES)
     for n in gl.static_range(parts_in(ALL)):
-        tma.async_copy_global_to_shared(
+        async_load(
             of[n], [batch, head, position, start_of(ALL, n)], barrier, tiles[n].index(place)
         )  # fmt: skip
 
@@ -161,4 +162,4 @@ def put(out, tiles, place, ALL: gl.constexpr):
 def send(of, batch, head, position, tiles, place, ALL: gl.constexpr):
     """Have the copy engine write all parts of a tile to memory."""
     for n in gl.static_range(parts_in(ALL)):
-        tma.async_copy_shared_to_global(of[n], [batch, head, position, start_of(ALL, n)], tiles[n].index(place))
+        async_store(of[n], [batch, head, position, start_of(ALL, n)], tiles[n].index(place))

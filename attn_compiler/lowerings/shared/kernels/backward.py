@@ -24,6 +24,7 @@ from attn_compiler.lowerings.shared.kernels.optional import (
     load_upper,
     of_head,
 )
+from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.kernels.row_stats import (
     delta_of,
     make_row_stats,
@@ -148,7 +149,7 @@ def attention_grad_q(
     if Wanted is not None:
         if tl.load(Wanted) == 0:
             return
-    how: tl.constexpr = HOW._replace()
+    how: tl.constexpr = members(HOW)
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = head_and_batch(HEADS_LAST)
     row = batch.to(tl.int64) * sizes.heads_q + head

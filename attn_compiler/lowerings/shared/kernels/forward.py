@@ -21,6 +21,7 @@ from attn_compiler.lowerings.shared.kernels.optional import (
     load_upper,
     of_head,
 )
+from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.kernels.tile_parts import (
     LN2,
     LOG2E,
@@ -198,7 +199,7 @@ def attention_forward(
 
     Lse: (B, Hq, Sq), contiguous, float32, natural logarithm. A row without any allowed key gets 0 and -inf.
     """
-    how: tl.constexpr = HOW._replace()
+    how: tl.constexpr = members(HOW)
     # Later blocks have more keys under a causal mask: they go first, so that the last programs to run are short.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = head_and_batch(HEADS_LAST)
@@ -222,7 +223,7 @@ def attention_again(
     stride_q, stride_k, stride_v, stride_o, masking, lists, adding, sizes, HOW: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Compute again the blocks of queries that have an lse of NaN: as `attention_forward`. Grid: (parts of TOGETHER blocks · B · Hq,)."""
-    how: tl.constexpr = HOW._replace()
+    how: tl.constexpr = members(HOW)
     LENGTH: tl.constexpr = TOGETHER * how.BLOCK_M
     parts = tl.cdiv(sizes.seqlen_q, LENGTH)
     part, row = tl.program_id(0) % parts, tl.program_id(0) // parts

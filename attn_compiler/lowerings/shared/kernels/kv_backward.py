@@ -27,6 +27,7 @@ from attn_compiler.lowerings.shared.kernels.optional import (
     load_row,
     of_head,
 )
+from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.kernels.row_stats import row_stats
 from attn_compiler.lowerings.shared.kernels.tile_parts import (
     at_head,
@@ -186,7 +187,7 @@ def attention_grad_kv(
     if Wanted is not None:
         if tl.load(Wanted) == 0:
             return
-    how: tl.constexpr = HOW._replace()
+    how: tl.constexpr = members(HOW)
     block = tl.program_id(0)
     head_kv, batch = head_and_batch(HEADS_LAST)
     start = block * how.BLOCK_N

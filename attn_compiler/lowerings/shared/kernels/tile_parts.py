@@ -21,6 +21,7 @@ from attn_compiler.lowerings.shared.kernels.optional import (
     of_head,
     turned,
 )
+from attn_compiler.lowerings.shared.kernels.releases import of_tile
 from attn_compiler.lowerings.shared.kernels.tuples import Pairs
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -170,13 +171,13 @@ def is_allowed(
 def in_reach(positions, first, last, before, after, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr):
     """Which positions of one side a band lets see some position from `first` to `last` of the other side: all from first - before to
     last + after. It follows from the positions alone, so that no load waits for another."""
-    found = (positions >= 0) & (first <= last)
+    found = (positions >= 0) & of_tile(first <= last)
     if HAS_BEFORE:
         found = found & (positions >= first - before)
     if HAS_AFTER:
         found = found & (positions <= last + after)
     if HAS_BEFORE and HAS_AFTER:
-        found = found & (before >= -after)
+        found = found & of_tile(before >= -after)
     return found
 
 

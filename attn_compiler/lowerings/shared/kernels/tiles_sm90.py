@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
-
-#: of Triton 3.7, else of 3.6
-barrier_of_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 #: queries of a warpgroup: what its tensor cores take at once
 ROWS = gl.constexpr(64)
@@ -235,11 +228,3 @@ def descriptor(X, batch, heads, length, strides, SIZE: gl.constexpr, HEAD_DIM: g
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, X.dtype.element_ty)
     shape = [batch, heads, length, HEAD_DIM]
     return tma.make_tensor_descriptor(X, shape, [strides.b, strides.h, strides.s, 1], TILE, LAYOUT)
-
-
-@builtin
-def add_from_shared(descriptor: Any, at: Any, source: Any, _semantic: Any = None) -> None:
-    """Have the copy engine add a tile in shared memory to a tensor; `tma.store_wait` waits for it. Triton 3.8 has it in Gluon
-    (https://github.com/triton-lang/triton/pull/10040), 3.6 and 3.7 in their builder alone."""
-    at = _semantic._convert_to_ir_values(at, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, at, source.handle)

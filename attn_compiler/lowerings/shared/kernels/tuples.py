@@ -3,8 +3,8 @@
 A kernel takes each tensor as a parameter of its own, since addresses change from call to call, and everything else in tuples:
 
 - Numbers: `sizes.seqlen_q`. Triton looks at each member as at a parameter: it is compiled for a 1 and for a multiple of 16.
-- Constants: `HOW: tl.constexpr`, one tuple of plain values. `how: tl.constexpr = HOW._replace()` makes a constant of each member: Triton
-  makes constants of what a method of a constant gives, and of HOW.BLOCK_M itself a Python int, which is no length of a tile.
+- Constants: `HOW: tl.constexpr`, one tuple of plain values. `how: tl.constexpr = members(HOW)` has a constant for each member
+  (releases.py), where HOW.BLOCK_M itself may be a Python int, which is no length of a tile.
 
 Within a kernel, what belongs together is put into further ones. Members may be None there, but Triton 3.6 returns no tuple that has
 such a member, nor one with a constant. So they are made where they are used, and no function makes them.

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from attn_compiler.lowerings.shared.kernels.optional import at_index, load_one, of_head
+from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.kernels.row_stats import row_stats
 from attn_compiler.lowerings.shared.kernels.sums_backward import store_diagonals
 from attn_compiler.lowerings.shared.kernels.tile_parts import (
@@ -143,7 +144,7 @@ def attention_grad_bias(
 
     Grid: (blocks of queries · blocks of keys, heads, batch rows) of the bias, one along each axis of size one.
     """
-    how: tl.constexpr = HOW._replace()
+    how: tl.constexpr = members(HOW)
     given = _Given(
         Q=Q, K=K, V=V, GradOut=GradOut, RowStats=RowStats, stats_rows=stats_rows,
         operands=MaskOperands(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Mask=Mask),
@@ -198,7 +199,7 @@ def attention_grad_distances(
     Sums: float32 (Hq|1, 1, nQ + nK - 1, 2, M), contiguous, for the diagonals k block - q block = d - (nQ - 1), as
     `attention_sum_diagonals` takes them. Grid: (nQ + nK - 1, heads, 1).
     """
-    how: tl.constexpr = HOW._replace()
+    how: tl.constexpr = members(HOW)
     given = _Given(
         Q=Q, K=K, V=V, GradOut=GradOut, RowStats=RowStats, stats_rows=stats_rows,
         operands=MaskOperands(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Mask=Mask),

@@ -30,6 +30,7 @@ from attn_compiler.lowerings.shared.kernels.optional import (
     load_upper,
     of_head,
 )
+from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.kernels.tile_parts import (
     LN2,
     LOG2E,
@@ -199,7 +200,7 @@ def attention_forward_fp8(
     V: (B, Hkv, Dv, Skv'), so stride_v.s is that of head dims. SCALE_BLOCK: positions that share a scale, 0 if all of a head do; a
     multiple of BLOCK_M and BLOCK_N. Shift: float32 (B, Hq, Sq) that belongs to every product of a row, or None.
     """
-    how: tl.constexpr = HOW._replace()
+    how: tl.constexpr = members(HOW)
     # Later blocks have more keys under a causal mask: they go first, so that the last programs to run are short.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = tl.program_id(1), tl.program_id(2)

@@ -21,6 +21,7 @@ from attn_compiler.lowerings.shared.kernels.optional import (
     load_upper,
     of_head,
 )
+from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.kernels.sums_backward import store_diagonals
 from attn_compiler.lowerings.shared.kernels.tile_parts import (
     allowed_at,
@@ -184,7 +185,7 @@ def attention_grad_q_kept(
     a group of programs, a multiple of BLOCK_M and SIZE. Grid: (spans · all programs of one, heads and batch rows that are not summed
     over). stride_grad: `GradStrides`; the other tuples: tuples.py.
     """
-    how: tl.constexpr = HOW._replace()
+    how: tl.constexpr = members(HOW)
     operands = MaskOperands(Rows=Rows, Keys=Keys, DocumentsQ=DocumentsQ, DocumentsK=DocumentsK, Mask=Mask)
     of = _Kept(Scores=Scores, pitch=pitch, operands=operands, masking=masking)
     count_h = sizes.heads_q if ONE_H else 1

@@ -18,6 +18,7 @@ from triton.compiler import compile as compile_kernel
 from attn_compiler.lowerings.decode import launch
 from attn_compiler.lowerings.decode import schedule as decode_schedule
 from attn_compiler.lowerings.decode.kernels.tuples import DecodeSwitches
+from attn_compiler.lowerings.shared.triton_releases import FUSION
 from attn_compiler.target import Target
 from tests.lowerings.decode.problems import Case, build, results
 from tests.lowerings.triton.kernels.compiling import POINTERS, resources
@@ -74,7 +75,7 @@ def run(job: tuple[str, int]) -> Found:
         results(problem)
     options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
     source = source_of(launch.attention_decode, values)
-    compiled = compile_kernel(source, target=GPUTarget("cuda", sm, 32), options=options)
+    compiled = compile_kernel(source, target=GPUTarget("cuda", sm, 32), options={**options, **FUSION})
     registers, spilled = resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     return Found(

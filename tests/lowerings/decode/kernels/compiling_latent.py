@@ -16,6 +16,7 @@ from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from attn_compiler.lowerings.decode import latent_launch, latent_schedule
+from attn_compiler.lowerings.shared.triton_releases import FUSION
 from attn_compiler.target import Target
 from tests.lowerings.decode.kernels.compiling import source_of
 from tests.lowerings.decode.latent_problems import of_latent, results
@@ -68,7 +69,9 @@ def run(job: tuple[int, int, int, int]) -> list[Found]:
     found = []
     for kernel, values, options in launched:
         kind = GluonASTSource if kernel.is_gluon() else ASTSource
-        compiled = compile_kernel(source_of(kernel, values, kind), target=GPUTarget("cuda", sm, 32), options=options)
+        compiled = compile_kernel(
+            source_of(kernel, values, kind), target=GPUTarget("cuda", sm, 32), options={**options, **FUSION}
+        )
         registers, spilled = resources(compiled.asm["cubin"])
         ptx, code = compiled.asm["ptx"], said_of(compiled.asm["cubin"], "-sass")
         found.append(

@@ -17,6 +17,7 @@ from attn_compiler.lowerings.fp8 import rounding_launch
 from attn_compiler.lowerings.fp8.kernels import mean_fp8, round_fp8
 from attn_compiler.lowerings.fp8.rounding import How, Rounding, empty_outputs, empty_shift
 from attn_compiler.lowerings.shared.launching import Arguments
+from attn_compiler.lowerings.shared.triton_releases import FUSION
 from tests.lowerings.triton.kernels.compiling import described, resources
 
 _TYPES = {
@@ -111,7 +112,7 @@ def _compiled(name: str, kernel: Any, arguments: Arguments, tensors: dict[str, t
             signature[parameter.name] = described(value, (i,), constants, attributes)
     source_of = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {} if arguments.tile is None else arguments.tile.launch_options
-    compiled = compile_kernel(source_of, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = compile_kernel(source_of, target=GPUTarget("cuda", 90, 32), options={**options, **FUSION})
     _, spilled = resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     packed = set(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32\s+(%\w+)", ptx))

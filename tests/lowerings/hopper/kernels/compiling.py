@@ -25,6 +25,7 @@ from attn_compiler.lowerings.hopper.kernels.backward_sm90 import attention_backw
 from attn_compiler.lowerings.hopper.kernels.forward_sm90 import attention_forward_sm90
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.kernels.forward import attention_again
+from attn_compiler.lowerings.shared.triton_releases import FUSION
 from attn_compiler.target import Target
 from tests.lowerings.fp8.kernels.descriptors import unset
 from tests.lowerings.hopper import problems
@@ -118,7 +119,7 @@ def _run(case: Case) -> list[Found]:
         given = {parameter: None if key is None else tensors[key] for parameter, key in arguments.tensors.items()}
         made = source(kernel, {**given, **arguments.numbers}, kind)
         options = {} if arguments.tile is None else arguments.tile.launch_options
-        compiled = compile_kernel(made, target=GPUTarget("cuda", 90, 32), options=options)
+        compiled = compile_kernel(made, target=GPUTarget("cuda", 90, 32), options={**options, **FUSION})
         code = said_of(compiled.asm["cubin"], "-sass")
         let_go = LettingGo(loads=0, under_way=())
         if name in PLACES and (case.bias or case.distances):

@@ -17,6 +17,7 @@ from attn_compiler.lowerings.hopper import fp8_launch
 from attn_compiler.lowerings.hopper.kernels.forward_fp8_sm90 import attention_forward_fp8_sm90
 from attn_compiler.lowerings.hopper.kernels.fp8_tuples import Fp8Switches
 from attn_compiler.lowerings.shared.kernels.tuples import DescaleStrides
+from attn_compiler.lowerings.shared.triton_releases import FUSION
 from tests.lowerings.fp8.kernels.descriptors import unset
 from tests.lowerings.triton.kernels.compiling import resources, said_of
 
@@ -96,7 +97,7 @@ def run(job: Job) -> Found:
     signature = {name: _type(name, constants, descriptors) for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(fn=attention_forward_fp8_sm90, signature=signature, constexprs=values)
-    compiled = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    compiled = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **FUSION})
     _, spilled = resources(compiled.asm["cubin"])
     found = sorted(set(re.findall(r"wgmma\.mma_async[\w.:]*", compiled.asm["ptx"])))
     return Found(

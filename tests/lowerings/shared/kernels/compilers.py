@@ -13,7 +13,7 @@ import triton
 from tests import fresh
 
 #: releases that the bounds on spilled registers were found with
-KNOWN = ("3.6", "3.7")
+KNOWN = ("3.6", "3.7", "3.8", "3.9")
 
 of_a_known_compiler = pytest.mark.skipif(
     not triton.__version__.startswith(KNOWN), reason=f"Triton {triton.__version__} spills other registers than {KNOWN}"

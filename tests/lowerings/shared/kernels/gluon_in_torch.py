@@ -68,10 +68,6 @@ class Shared:
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.memory.narrow(dim, start, length))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
-        """Of its own memory: elements that take more bytes here than on a GPU would not fit."""
-        return Shared(torch.zeros(list(shape), dtype=dtype))
-
     def store(self, value: Tensor) -> None:
         self.memory.copy_(value)
         _PROXIES.touch(self.memory, writes=True)
@@ -195,6 +191,11 @@ def _from_shared(descriptor: Descriptor, at: Sequence[Any], source: Shared) -> N
     ours, tile = descriptor.slices(at)
     _PROXIES.check(source.memory, writes=False)
     descriptor.tensor[ours] = source.memory[tile]
+
+
+def _reinterpreted(tile: Shared, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
+    """Of its own memory: elements that take more bytes here than on a GPU would not fit."""
+    return Shared(torch.zeros(list(shape), dtype=dtype))
 
 
 def _add_from_shared(descriptor: Descriptor, at: Sequence[Any], source: Shared) -> None:
@@ -383,16 +384,12 @@ def scope(module: Any, program: Sequence[int], programs: Sequence[int]) -> dict[
     barrier = types.SimpleNamespace(
         init=_init, expect=Barrier.expect, wait=Barrier.wait, arrive=Barrier.arrive, MBarrierLayout=_nothing
     )
-    copies = types.SimpleNamespace(
-        async_copy_global_to_shared=_to_shared,
-        async_copy_shared_to_global=_from_shared,
-        store_wait=_nothing,
-        make_tensor_descriptor=_descriptor,
-    )
+    copies = types.SimpleNamespace(store_wait=_nothing, make_tensor_descriptor=_descriptor)
     language = _language(program, programs)
     given: dict[str, Any] = {"gl": language, "tl": language, "mbarrier": barrier, "tma": copies, "range": range}
     given |= {"warpgroup_mma": _mma, "warpgroup_mma_wait": _waited}
-    given |= {"add_from_shared": _add_from_shared}
+    given |= {"async_load": _to_shared, "async_store": _from_shared, "add_from_shared": _add_from_shared}
+    given |= {"reinterpret": _reinterpreted, "members": lambda how: how, "of_tile": lambda condition: condition}
     given |= {"fence_async_shared": _PROXIES.fence, "barrier_of_threads": _nothing}
     modules = _modules_of(module)
     scopes = {name: dict(given) for name in modules}

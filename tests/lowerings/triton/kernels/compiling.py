@@ -25,6 +25,7 @@ from triton.compiler import compile as compile_kernel
 
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.launching import Arguments, as_taken
+from attn_compiler.lowerings.shared.triton_releases import FUSION
 from attn_compiler.lowerings.triton import launch
 from attn_compiler.target import Target
 from tests.lowerings.kernel_cases import Case
@@ -82,7 +83,7 @@ def run(job: tuple[str, str, int]) -> Found:
     name, kernel, sm = job
     problem = build(CASES[name], dtype=torch.bfloat16, device="cpu", target=Target.fake(sm=sm))
     function, values, options = _launch_of(problem, f"attention_{kernel}")
-    compiled = compile_kernel(source(function, values), target=GPUTarget("cuda", sm, 32), options=options)
+    compiled = compile_kernel(source(function, values), target=GPUTarget("cuda", sm, 32), options={**options, **FUSION})
     ptx = compiled.asm["ptx"]
     registers, spilled = resources(compiled.asm["cubin"])
     code = said_of(compiled.asm["cubin"], "-sass") if sm == 90 else ""

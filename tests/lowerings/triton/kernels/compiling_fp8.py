@@ -18,6 +18,7 @@ from triton.compiler import compile as compile_kernel
 from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.launching import Arguments
+from attn_compiler.lowerings.shared.triton_releases import FUSION
 from attn_compiler.lowerings.triton import fp8_launch
 from attn_compiler.target import Target
 from tests.lowerings.fp8 import problems
@@ -83,7 +84,7 @@ def run(job: tuple[str, str, int]) -> Found:
     with planned(problem.plan), mock.patch.object(fp8_launch, "launch", record), torch.no_grad():
         fp8_launch.forward(problem.q, problem.k, problem.v, given.operands, problem.text)
     ((kernel, values, options),) = found
-    compiled = compile_kernel(source(kernel, values), target=GPUTarget("cuda", sm, 32), options=options)
+    compiled = compile_kernel(source(kernel, values), target=GPUTarget("cuda", sm, 32), options={**options, **FUSION})
     registers, spilled = resources(compiled.asm["cubin"])
     pattern = r"(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*"
     return Found(

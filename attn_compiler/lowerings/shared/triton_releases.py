@@ -1,0 +1,42 @@
+"""Which releases of Triton our kernels are known with, and what a launch says instead of taking a release's default. No triton is imported.
+
+What is written in another way from release to release is in kernels/releases.py and kernels/releases_sm90.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+Release = tuple[int, int]
+
+#: A product and a sum are rounded once, as one instruction does it. Triton's default until 3.9, which warns that 3.10 has another.
+FUSION: Mapping[str, bool] = MappingProxyType({"enable_fp_fusion": True})
+
+_TRITON: tuple[Release, ...] = ((3, 6), (3, 7), (3, 8), (3, 9))
+#: Gluon may change from one release to the next
+_GLUON: tuple[Release, ...] = ((3, 6), (3, 7), (3, 8), (3, 9))
+#: Releases that the kernels of each lowering were compiled with for sm90, oldest first: benchmarks/results/triton_releases.csv.
+#: `decode_latent` has a kernel in Gluon beside those in Triton.
+COMPILED: Mapping[str, tuple[Release, ...]] = MappingProxyType(
+    {
+        "triton": _TRITON,
+        "triton_fp8": _TRITON,
+        "decode": _TRITON,
+        "decode_latent": _TRITON,
+        "decode_latent_sm90": _GLUON,
+        "hopper": _GLUON,
+        "hopper_fp8": _GLUON,
+    }
+)
+
+
+def words(releases: Sequence[Release]) -> str:
+    """For people: "3.6, 3.7 or 3.8"."""
+    *former, last = (f"{major}.{minor}" for major, minor in releases)
+    return f"{', '.join(former)} or {last}" if former else last
+
+
+def remedy(releases: Sequence[Release]) -> str:
+    """How to get the newest of them."""
+    return f"pip install 'triton=={words(releases[-1:])}.*'"
