@@ -15,6 +15,14 @@ from attn_compiler.lowerings.shared.parts import PartKind
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
+#: PyTorch's kernels in the order in which it asks them (sdp_utils.cpp): usually, and where it prefers cuDNN
+FLASH_FIRST = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn")
+CUDNN_FIRST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
+#: PyTorch puts cuDNN first from 9.15.1 on (check_prefer_cudnn_attention in sdp_utils.cpp: "> 91500").
+PREFERRED_CUDNN = 91_501
+#: Fewer are over sooner than a kernel of ours is started.
+MANY_SCORES = 512 * 512
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:

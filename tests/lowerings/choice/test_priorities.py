@@ -57,11 +57,16 @@ def test_order(target: Target, expected: tuple[str, ...]) -> None:
         (90, 4096, 4096, False, "later"),
         (90, 512, 512, False, "later"),
         (90, 511, 512, False, None),
-        (80, 4096, 4096, True, "later"),
+        (80, 4096, 4096, True, "first"),
+        (89, "s0", "s0", True, "first"),
+        (120, 512, 512, True, "first"),
+        (120, 511, 512, True, None),
         (89, 4096, 4096, False, "later"),
         (80, 512, 4096, False, "later"),
         (80, 1, 1 << 20, False, None),
-        (100, 4096, 4096, True, None),
+        (100, 4096, 4096, True, "later"),
+        (100, 4096, 4096, False, "later"),
+        (100, 511, 512, False, None),
         (75, 4096, 4096, True, None),
     ],
 )
@@ -77,7 +82,8 @@ def test_our_kernels_come_where_there_is_work_for_them(
         asked = [name for name in found if name != "hopper"]
         assert (("first" if asked[0] == "triton" else "later") if "triton" in found else None) == place
     dropped = dataclasses.replace(spec, score=dataclasses.replace(spec.score, dropout_p=0.1))
-    assert not {"hopper", "triton"} & {order(dropped, Target.fake(sm=sm))[0]}
+    assert (order(dropped, Target.fake(sm=sm))[0] in ("hopper", "triton")) == (place == "first")
+    assert order(dropped, Target.fake(sm=sm))[0] != "hopper"
 
 
 def test_scores_in_float32_beside_halves_stay_the_models_own() -> None:
