@@ -56,16 +56,20 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What a decision rests on besides refusals: the measurement that put lowerings in their order.
+    """What a decision rests on besides refusals: the measurement that put lowerings in their order, or the reasoning.
 
     order: the lowerings, the first one asked first.
     why: the measurement, in words.
     since: its date.
+    measured: on such a machine. Otherwise `why` is reasoning.
+    length: where lengths are not known, which ones the order was chosen for, in words.
     """
 
     order: tuple[str, ...]
     why: str
     since: str
+    measured: bool = True
+    length: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

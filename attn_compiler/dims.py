@@ -10,7 +10,7 @@ import ast
 import math
 import re
 
-from attn_compiler.spec import Dim
+from attn_compiler.spec import AttentionSpec, Dim
 
 _BACKED = re.compile(r"s\d+")
 
@@ -26,6 +26,14 @@ def at_least(dim: Dim) -> int:
         return dim
     bound = _lower_bound(ast.parse(dim, mode="eval").body)
     return 0 if bound is None else max(0, bound)
+
+
+def range_of(spec: AttentionSpec, dim: Dim) -> tuple[int, int | None]:
+    """The least and the most that a size of a spec can be, by its name and by guards; None: no end."""
+    if isinstance(dim, int):
+        return dim, dim
+    found = next((one for one in spec.ranges if one.size == dim), None)
+    return (at_least(dim), None) if found is None else (max(found.least, at_least(dim)), found.most)
 
 
 def is_multiple(dim: Dim, of: int) -> bool:

@@ -177,6 +177,7 @@ def _site_block(number: int, site: SiteReport) -> RenderableType:
         ("dtype", _text(dtype_words(site.spec))),
         ("q, k, v", _operands(site.spec)),
     ]
+    rows += [("length", _text(site.evidence.length))] if site.evidence is not None and site.evidence.length else []
     rows += [("source", _text(site.source))] if site.source else []
     rows += [("copies" if i == 0 else "", _copy(copy)) for i, copy in enumerate(site.copies)]
     rows += [("notes" if i == 0 else "", _text(note)) for i, note in enumerate(site.notes)]

@@ -1,7 +1,8 @@
 """What one attention is, as frozen data: imports neither FX nor CUDA.
 
 Logical axis order is BHSD everywhere (batch, heads, sequence, head dim); `TensorSpec.strides` say how that is laid out.
-A `Dim` is an int, or the name of a symbolic size ("s0"): equal names are equal sizes, and nothing else is known of them.
+A `Dim` is an int, or the name of a symbolic size ("s0"): equal names are equal sizes, and of lengths a spec holds what guards say
+(`SizeRange`). Nothing else is known of them.
 The same `AttentionSpec` always gets the same decision, so layers that agree share one.
 """
 
@@ -37,6 +38,19 @@ class TensorSpec:
     strides: tuple[Dim, ...]
     dtype: str
     requires_grad: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SizeRange:
+    """What guards ask of a symbolic size in every call, so it is never this call's size.
+
+    size: the symbolic size.
+    least, most: it is from `least` to `most`, both included; None is no end.
+    """
+
+    size: str
+    least: int
+    most: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +118,7 @@ class AttentionSpec:
     latent: what k and v are linear maps of. A lowering may read that in their place.
     no_latent: why k and v are not, where they are nearly.
     lse: the logarithm of each query's sum of exponentiated scores, (B, Hq, Sq), is read besides the output, and has a gradient.
+    ranges: of symbolic lengths, where guards say more than the name does. Ask `dims.range_of`.
     """
 
     q: TensorSpec
@@ -121,6 +136,7 @@ class AttentionSpec:
     latent: LatentSpec | None = None
     no_latent: Reason | None = None
     lse: LseUse = field(default="unread", metadata=UNSAID)
+    ranges: tuple[SizeRange, ...] = field(default=(), metadata=UNSAID)
 
     @property
     def batch(self) -> Dim:
@@ -177,6 +193,6 @@ CODEC = Codec(
         *added_scores.PROVED_KINDS,
         *added_scores.PARTS,
         *fp8_recipe.PARTS,
-        *(TensorSpec, StoredSpec, LatentSpec, Reason, Code, AttentionSpec, masks.MaskSpec, scores.ScoreSpec),
+        *(TensorSpec, SizeRange, StoredSpec, LatentSpec, Reason, Code, AttentionSpec, masks.MaskSpec, scores.ScoreSpec),
     )
 )

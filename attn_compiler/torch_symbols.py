@@ -14,6 +14,9 @@ from torch.fx.experimental import symbolic_shapes
 from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+#: what older releases of PyTorch have for no end lies above
+_NO_END = 2**48
+
 
 def statically_known(condition: bool | torch.SymBool) -> bool:
     """Whether `condition` always holds. Adds no guard: a symbolic condition that can't be proved is False."""
@@ -46,6 +49,16 @@ def dim_of(size: int | torch.SymInt) -> int | str:
         return int(size)
     constant = size.node.maybe_as_int()
     return str(size.node.expr) if constant is None else int(constant)
+
+
+def range_of(size: int | torch.SymInt) -> tuple[int, int | None]:
+    """The least and the most that a size can be by the guards of by now; None: no end. Adds no guard."""
+    if not isinstance(size, torch.SymInt):
+        return int(size), int(size)
+    env = size.node.shape_env
+    found = env.bound_sympy(env.replace(size.node.expr))
+    least, most = (int(end) if end.is_Integer else None for end in (found.lower, found.upper))
+    return least or 0, None if most is None or most >= _NO_END else most
 
 
 def decided(size: int | torch.SymInt) -> sympy.Expr:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from attn_compiler import dims
-from attn_compiler.spec import Dim
+from attn_compiler.spec import Dim, SizeRange
+from tests.lowerings.specs import make_spec
 
 
 @pytest.mark.parametrize(
@@ -87,3 +90,23 @@ def test_a_symbol_can_have_every_remainder() -> None:
 )
 def test_broadcasts(shape: tuple[Dim, ...], fits: bool) -> None:
     assert dims.broadcasts(shape, (2, 4, "s0", 7)) == fits
+
+
+@pytest.mark.parametrize(
+    ("dim", "found"),
+    [
+        (7, (7, 7)),
+        ("s0", (2, None)),
+        ("s1", (2, 512)),
+        ("8*s2", (16, None)),
+        ("s3", (1024, None)),
+        ("u0", (0, 64)),
+    ],
+)
+def test_the_range_of_a_size_of_a_spec(dim: Dim, found: tuple[int, int | None]) -> None:
+    ranges = (
+        SizeRange(size="s1", least=0, most=512),
+        SizeRange(size="s3", least=1024),
+        SizeRange(size="u0", least=0, most=64),
+    )
+    assert dims.range_of(dataclasses.replace(make_spec(), ranges=ranges), dim) == found

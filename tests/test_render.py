@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from attn_compiler import index_expr as ix
 from attn_compiler import masks, render, scores
 from attn_compiler.codes import Code
-from attn_compiler.decisions import Copy, Decision, Reason, Refusal
+from attn_compiler.decisions import Copy, Decision, Evidence, Reason, Refusal
 from attn_compiler.report import MissReport, Report, Reports, SiteReport
 from attn_compiler.spec import AttentionSpec, TensorSpec
 
@@ -291,3 +291,13 @@ def test_kernels_that_were_compiled_have_a_line_of_seconds() -> None:
     passes = next(i for i, line in enumerate(lines) if line.startswith("passes took"))
     assert lines[passes + 1] == "kernels compiled: attention_forward 1.82 s, attention_grad_q 4 ms"
     assert "kernels compiled" not in str(REPORT)
+
+
+def test_lengths_that_are_not_known_have_a_row() -> None:
+    evidence = Evidence(
+        order=("triton",), why="as it was measured", since="2026-11-27", length="any, chosen as for 4096"
+    )
+    of_any = dataclasses.replace(SITE, evidence=evidence)
+    text = str(dataclasses.replace(REPORT, sites=(of_any,)))
+    assert re.search(r"length +any, chosen as for 4096", text)
+    assert "chosen as for" not in str(REPORT)

@@ -137,7 +137,10 @@ def test_evidence_and_estimate_are_in_the_json() -> None:
     estimate = Estimate(milliseconds=0.5, other="b", other_milliseconds=0.75, like="S 8192", since="2026-11-22")
     site = dataclasses.replace(make_report().sites[0], evidence=evidence, estimate=estimate)
     [row] = json.loads(dataclasses.replace(make_report(), sites=(site,)).to_json())["sites"]
-    assert row["evidence"] == {"order": ["a", "b"], "why": "a 1.00, b 1.20", "since": "2026-11-23"}
+    assert row["evidence"] == {"order": ["a", "b"], "why": "a 1.00, b 1.20", "since": "2026-11-23"} | {
+        "measured": True,
+        "length": None,
+    }
     assert row["estimate"] == {
         "milliseconds": 0.5,
         "other": "b",

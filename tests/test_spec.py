@@ -132,6 +132,13 @@ def test_the_text_of_a_spec_whose_lse_is_unread_does_not_name_it() -> None:
     assert AttentionSpec.from_text(read.to_text()) == read
 
 
+def test_the_text_of_a_spec_names_ranges_only_where_there_are_some() -> None:
+    found = _spec()
+    assert '"ranges"' not in found.to_text()
+    held = dataclasses.replace(found, ranges=(spec.SizeRange(size="s0", least=2, most=512),))
+    assert AttentionSpec.from_text(held.to_text()) == held
+
+
 def test_names_of_the_axes() -> None:
     found = _spec()
     assert (found.batch, found.num_heads_q, found.num_heads_kv) == (2, 8, 4)

@@ -47,6 +47,34 @@ def test_dims_and_conditions_add_no_guard(capture: Capture) -> None:
     assert len(size.node.shape_env.guards) == guards
 
 
+def test_the_range_of_a_size_is_what_guards_ask() -> None:
+    found: list[tuple[int, int | None]] = []
+    table = torch.zeros(512)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x + table[: x.size(0)]
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        sizes = [size for size in inputs if isinstance(size, torch.SymInt)]
+        guards = len(sizes[0].node.shape_env.guards)
+        found.append(torch_symbols.range_of(sizes[0]))
+        assert len(sizes[0].node.shape_env.guards) == guards
+        return gm.forward
+
+    for bounds in ({}, {"min": 3, "max": 64}):
+        x = torch.zeros(6)
+        torch._dynamo.mark_dynamic(x, 0, **bounds)
+        torch._dynamo.reset()
+        torch.compile(function, backend=backend)(x)
+    assert found == [(2, 512), (3, 64)]
+    torch._dynamo.reset()
+    x = torch.zeros(6)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch.compile(lambda x: x.sin(), backend=backend)(x)
+    assert found[-1] == (2, None)
+    assert torch_symbols.range_of(7) == (7, 7)
+
+
 def test_the_larger_of_two_sizes_is_the_one_that_guards_say() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         n = x.size(0)

@@ -102,6 +102,7 @@ def _facts(site: SiteReport) -> Markup:
             ("Scores", spec.score.words),
             ("Added to scores", _long(spec.score.added) if spec.score.added else None),
             ("Computed in", render.dtype_words(spec)),
+            ("Length", None if site.evidence is None else site.evidence.length),
             ("Faster, if installed", None if site.faster is None else _faster(site.faster)),
             ("Notes", element("ul", *(element("li", note) for note in site.notes)) if site.notes else None),
         )
@@ -123,7 +124,7 @@ def _why(site: SiteReport) -> Markup | str:
         return (
             "No measured order decided: the options name the lowerings to ask, or no measurement is for such a machine."
         )
-    measured = f"Measured, {evidence.since}: {evidence.why}"
+    measured = f"{'Measured' if evidence.measured else 'Not measured here'}, {evidence.since}: {evidence.why}"
     if lowering in evidence.order:
         order = joined([code(name) if name != lowering else element("b", code(name)) for name in evidence.order], ", ")
         return joined(("The first that does not refuse, of ", order, ".", element("p", measured)))

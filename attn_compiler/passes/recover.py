@@ -12,7 +12,7 @@ import warnings
 
 import torch
 
-from attn_compiler import masks, scores, torch_symbols
+from attn_compiler import dims, masks, scores, torch_symbols
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.errors import AttnCompilerWarning
@@ -38,7 +38,7 @@ from attn_compiler.passes.program import Tensors
 from attn_compiler.passes.reading import Reader
 from attn_compiler.passes.site import Latent, Match, Miss, Operand, Site, Term
 from attn_compiler.passes.unit import Unit
-from attn_compiler.spec import AttentionSpec, Dim, LatentSpec, LseUse, StoredSpec, TensorSpec
+from attn_compiler.spec import AttentionSpec, Dim, LatentSpec, LseUse, SizeRange, StoredSpec, TensorSpec
 
 #: said of a mask of which nothing is known for where it comes from
 COMES_IN = (
@@ -163,6 +163,7 @@ def _describe(
         latent=_latent_spec(match, tensors),
         no_latent=match.latent if isinstance(match.latent, Reason) else None,
         lse=_lse_use(mirror, match),
+        ranges=_ranges(tensors.q.shape[2], tensors.k.shape[2]),
     )
 
 
@@ -180,6 +181,17 @@ def _name(dtype: torch.dtype) -> str:
 
 def _dims(sizes: torch.Size | tuple[int, ...]) -> tuple[Dim, ...]:
     return tuple(torch_symbols.dim_of(s) for s in sizes)
+
+
+def _ranges(*lengths: int | torch.SymInt) -> tuple[SizeRange, ...]:
+    """Of symbolic lengths, where guards say more of them than their names do."""
+    found = {}
+    for size in lengths:
+        dim = torch_symbols.dim_of(size)
+        least, most = torch_symbols.range_of(size)
+        if isinstance(dim, str) and (least > dims.at_least(dim) or most is not None):
+            found[dim] = SizeRange(size=dim, least=least, most=most)
+    return tuple(found.values())
 
 
 def _tensor_spec(value: torch.Tensor, root: torch.Tensor) -> TensorSpec:

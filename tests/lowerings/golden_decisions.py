@@ -19,7 +19,8 @@ from typing import TextIO
 from attn_compiler.fp8_recipe import Fp8Recipe
 from attn_compiler.options import Options
 from attn_compiler.passes.select import decide
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.scores import DenseBias
+from attn_compiler.spec import AttentionSpec, Dim, TensorSpec
 from attn_compiler.target import Target
 from benchmarks import bench_mla, decode_cases, kernel_cases, select_cases
 from tests import cases
@@ -28,6 +29,8 @@ PATH = Path(__file__).with_name("golden_decisions.csv")
 
 #: hexadecimal digits of a digest
 _DIGITS = 8
+#: the length of those of the measured cases that are also decided with a symbol in its place
+_OF_ANY = 2048
 
 TARGETS: dict[str, Target] = {
     "cpu": Target.fake(device="cpu"),
@@ -41,6 +44,38 @@ TARGETS: dict[str, Target] = {
 }
 
 
+def of_any_length(spec: AttentionSpec) -> AttentionSpec:
+    """A spec, of as many queries as keys, as it is where their number is a symbol."""
+    length = spec.seqlen_q
+    if length != spec.seqlen_kv or not isinstance(length, int):
+        raise ValueError(f"as many queries as keys, got {length} and {spec.seqlen_kv}")
+
+    def tensor(x: TensorSpec) -> TensorSpec:
+        batch, heads, _, width = x.shape
+        strides = tuple(
+            f"{stride // length}*s0" if isinstance(stride, int) and axis < 2 and stride % length == 0 else stride
+            for axis, stride in enumerate(x.strides)
+        )
+        return dataclasses.replace(x, shape=(batch, heads, "s0", width), strides=strides)
+
+    def shape(of: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        return (*of[:-2], *("s0" if size == length else size for size in of[-2:]))
+
+    dense = (
+        None if spec.mask.dense is None else dataclasses.replace(spec.mask.dense, shape=shape(spec.mask.dense.shape))
+    )
+    changes = tuple(
+        dataclasses.replace(one, shape=shape(one.shape)) if isinstance(one, DenseBias) else one
+        for one in spec.score.changes
+    )
+    return dataclasses.replace(
+        spec,
+        **{name: tensor(getattr(spec, name)) for name in "qkv"},
+        mask=dataclasses.replace(spec.mask, dense=dense),
+        score=dataclasses.replace(spec.score, changes=changes),
+    )
+
+
 def specs() -> Iterator[tuple[str, AttentionSpec]]:
     """(name, spec): the cases that kernels are tested with, those that the order of lowerings was measured on, and the benchmarks' own of
     kernels, decoding and latent attention."""
@@ -51,6 +86,8 @@ def specs() -> Iterator[tuple[str, AttentionSpec]]:
         for training in (False, True):
             spec = select_cases.spec_of(measured, training=training)
             yield f"measured_{measured.name}{'_training' if training else ''}", spec
+            if spec.seqlen_q == _OF_ANY:
+                yield f"any_length_{measured.name}{'_training' if training else ''}", of_any_length(spec)
             if not training:
                 yield f"measured_{measured.name}_fp8", dataclasses.replace(spec, fp8=Fp8Recipe())
     for kernel in kernel_cases.CASES:

@@ -121,11 +121,21 @@ def test_layers_that_share_a_mask_evaluate_it_once(monkeypatch: pytest.MonkeyPat
             "Every kernel that was asked refused",
         ),
         ({"decision": Decision(lowering="untouched")}, "No kernel was asked.Measured, 2026-11-23"),
+        (
+            {"decision": Decision(lowering="untouched"), "evidence": dataclasses.replace(EVIDENCE, measured=False)},
+            "No kernel was asked.Not measured here, 2026-11-23",
+        ),
         ({"decision": Decision(lowering="hopper_fp8")}, "It is asked before all others"),
     ],
 )
 def test_why(changed: dict[str, object], said: str) -> None:
     assert _facts(_card(dataclasses.replace(SITE, **changed)))["Why"].startswith(said)  # type: ignore[arg-type]
+
+
+def test_lengths_that_are_not_known_are_said_with_what_they_were_chosen_for() -> None:
+    assert "Length" not in _facts(_card(SITE))
+    of_any = dataclasses.replace(EVIDENCE, length="any, chosen as for 4096")
+    assert _facts(_card(dataclasses.replace(SITE, evidence=of_any)))["Length"] == "any, chosen as for 4096"
 
 
 @pytest.mark.parametrize(

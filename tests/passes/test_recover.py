@@ -55,6 +55,25 @@ def test_operands_in_logical_order_with_the_strides_they_have() -> None:
     assert (spec.device, spec.dtype, spec.out_dtype) == ("cpu", "float32", "float32")
 
 
+def test_what_guards_say_of_a_symbolic_length() -> None:
+    """A table of positions has an end: a longer call compiles anew."""
+    table = torch.randn(64, D)
+
+    def bounded(q: Tensor) -> Tensor:
+        at = q + table[: q.shape[2]]
+        return sdpa(at, at, at, is_causal=True)
+
+    for function, ranges in ((bounded, (2, 64)), (lambda q: sdpa(q, q, q, is_causal=True), None)):
+        q = _q()
+        torch._dynamo.mark_dynamic(q, 2)
+        spec = _spec(function, q)
+        assert isinstance(spec.seqlen_q, str)
+        assert [(one.size, one.least, one.most) for one in spec.ranges] == (
+            [] if ranges is None else [(spec.seqlen_q, *ranges)]
+        )
+    assert _spec(bounded, _q()).ranges == ()
+
+
 def test_gradients_of_each_operand() -> None:
     q, k = _q().requires_grad_(), _q()
     spec = _spec(lambda q, k: sdpa(q, k, k), q, k)

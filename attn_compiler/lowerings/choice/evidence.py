@@ -27,7 +27,10 @@ _NEAR = 2.0
 def evidence(spec: AttentionSpec, target: Target) -> Evidence | None:
     """The row of the machine and the site; None for a machine that no row knows."""
     row = priorities.row_of(spec, target)
-    return None if row is None else Evidence(order=row.order, why=row.why, since=row.since)
+    if row is None:
+        return None
+    length = None if row.sms is None else shape_class.words_of_any(spec)
+    return Evidence(order=row.order, why=row.why, since=row.since, measured=row.measured, length=length)
 
 
 def estimate(spec: AttentionSpec, target: Target, lowering: str) -> Estimate | None:

@@ -19,6 +19,7 @@ from attn_compiler.fp8_recipe import CurrentScaling
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.choice import nearest, shape_class
 from attn_compiler.lowerings.shared import parts
+from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -148,16 +149,20 @@ def estimate(lowering: str, spec: AttentionSpec, like: SpeedRow | None = None) -
 
 def sizes_of(spec: AttentionSpec) -> tuple[float, int] | None:
     """How many keys a query may use by the band, on average, and how many there are; None where lengths are not known."""
-    seqlen_q, seqlen_kv, band = spec.seqlen_q, spec.seqlen_kv, parts.parts(spec).band
-    if not isinstance(seqlen_q, int) or not isinstance(seqlen_kv, int):
+    if not isinstance(spec.seqlen_q, int) or not isinstance(spec.seqlen_kv, int):
         return None
+    return keys_in_band(parts.parts(spec).band, spec.seqlen_q, spec.seqlen_kv), spec.seqlen_kv
+
+
+def keys_in_band(band: Band | None, seqlen_q: int, seqlen_kv: int) -> float:
+    """How many keys a query may use by the band, on average."""
     if band is None:
-        return seqlen_kv, seqlen_kv
+        return seqlen_kv
     shift = seqlen_kv - seqlen_q if band.from_end else 0
     no_right = seqlen_q * seqlen_kv
     ends = no_right if band.right is None else _clipped(shift + band.right + 1, seqlen_q, seqlen_kv)
     firsts = 0 if band.left is None else _clipped(shift - band.left, seqlen_q, seqlen_kv)
-    return (ends - firsts) / max(seqlen_q, 1), seqlen_kv
+    return (ends - firsts) / max(seqlen_q, 1)
 
 
 def _clipped(first: int, count: int, limit: int) -> int:

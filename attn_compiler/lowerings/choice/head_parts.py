@@ -55,7 +55,7 @@ def _row(line: Mapping[str, str]) -> PartsRow:
 def is_faster(spec: AttentionSpec) -> bool:
     """Whether it was, in all rows that are as near. Raises TypeError for head dims that are not known."""
     head_dims, seqlens = head_dim_sums(spec), shape_class.of(spec).seqlens
-    if head_dims == head_dim_tiles(spec) or seqlens is None:
+    if head_dims == head_dim_tiles(spec):
         return False
     sort = shape_class.sort_of_mask(spec), shape_class.of(spec).band
     there = [row for row in rows() if (row.mask, row.band) == sort and row.head_dims == head_dims]

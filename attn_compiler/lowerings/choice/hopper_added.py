@@ -96,7 +96,7 @@ def _check_part(spec: AttentionSpec, part: PartKind, which: str) -> list[Reason]
         and shape.head_dim is not None
         and row.head_dims[0] <= shape.head_dim <= row.head_dims[1]
     ]
-    if not there or shape.seqlens is None:
+    if not there:
         return [_refused(part, f"no row of the {which} with {_WORDS[part]} and such sizes, D {shape.head_dim}")]
     least = min(row.seqlen for row in there)
     if nearest.is_far(shape.seqlens, least):

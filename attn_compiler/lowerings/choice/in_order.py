@@ -99,10 +99,10 @@ def _refused(observed: str, remedy: str) -> Reason:
 
 def _sizes(spec: AttentionSpec) -> tuple[int, tuple[int, int]] | None:
     """Heads of all batch rows, and the smaller and the larger length; None where one is not known."""
-    seqlens = shape_class.of(spec).seqlens
-    if seqlens is None or not isinstance(spec.batch, int) or not isinstance(spec.num_heads_q, int):
+    shape = shape_class.of(spec)
+    if shape.is_any or not isinstance(spec.batch, int) or not isinstance(spec.num_heads_q, int):
         return None
-    return spec.batch * spec.num_heads_q, seqlens
+    return spec.batch * spec.num_heads_q, shape.seqlens
 
 
 def _of_its_sort(spec: AttentionSpec) -> list[OrderRow]:

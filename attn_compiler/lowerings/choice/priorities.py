@@ -1,8 +1,8 @@
 """Which lowering is asked first, by machine and shape: dated data, each row with what it rests on. `order` reads it.
 
-The CPU's rows are in cpu_rows.py. Rows by classes of shapes come from priorities_sm90.csv, which `python -m benchmarks.select_rows` makes
-from the measured times of benchmarks/results/select_h200.csv and select_hopper_h200.csv: nobody writes in it. Those below are for what was
-not measured so, and for sizes that are not known.
+The CPU's rows are in cpu_rows.py, those of GPUs that were not measured in unmeasured_rows.py. Rows by classes of shapes come from
+priorities_sm90.csv, which `python -m benchmarks.select_rows` makes from the measured times of benchmarks/results/select_h200.csv and
+select_hopper_h200.csv: nobody writes in it. Those below are for what was not measured so.
 
 GPU: one H200, torch 2.11, cuDNN 9.19, 2026-11-21; bf16, causal, microseconds, forward / backward.
 
@@ -26,7 +26,8 @@ from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.base import OF_LATENT
 from attn_compiler.lowerings.choice import hopper_added, shape_class
 from attn_compiler.lowerings.choice.cpu_rows import CPU_ROWS
-from attn_compiler.lowerings.choice.rows import Row
+from attn_compiler.lowerings.choice.rows import CUDNN_FIRST, FLASH_FIRST, MANY_SCORES, PREFERRED_CUDNN, Row
+from attn_compiler.lowerings.choice.unmeasured_rows import DROPOUT_ROWS, UNMEASURED_ROWS
 from attn_compiler.lowerings.shared.limits import LAST_SM
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
@@ -39,12 +40,6 @@ _FP8_FIRST = ("hopper_fp8", "triton_fp8", "cudnn_fp8")
 #: Lowerings that give a logsumexp. They come after those of a measured order, and before `untouched`, which writes all scores to memory.
 _WITH_LSE = ("decode", "hopper", "triton", "math")
 
-# Fewer are over sooner than a kernel of ours is started.
-_MANY_SCORES = 512 * 512
-# PyTorch puts cuDNN first from 9.15.1 on (check_prefer_cudnn_attention in sdp_utils.cpp: "> 91500").
-_PREFERRED_CUDNN = 91_501
-_FLASH_FIRST = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn")
-_CUDNN_FIRST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
 #: of what counts as decode: one token, several guessed ones, a piece of a prompt
 MOST_QUERIES = 16
 
@@ -59,7 +54,7 @@ def _measured(line: Mapping[str, str]) -> Row:
     """A row of MEASURED. What is not said there: half precision, no dropout, and the cuDNN that PyTorch prefers too, or a newer one."""
     return Row(
         sms=(90, 90),
-        cudnn=_PREFERRED_CUDNN,
+        cudnn=PREFERRED_CUDNN,
         dtypes=HALF,
         dropout=False,
         training=_YES_NO[line["training"]],
@@ -92,13 +87,13 @@ ROWS: tuple[Row, ...] = (
     # The measured rows of padding are of all keys, or of a diagonal.
     Row(
         sms=(90, 90),
-        cudnn=_PREFERRED_CUDNN,
+        cudnn=PREFERRED_CUDNN,
         dtypes=HALF,
         dropout=False,
         mask="padding",
         band="window",
         seqlens=(512, None),
-        order=("triton", "hopper", *_CUDNN_FIRST),
+        order=("triton", "hopper", *CUDNN_FIRST),
         since="2026-11-23",
         why=(
             "Mistral, 4 layers, D 128, padded prefill of 4096 with a window of 1024 (h200.csv): attention 1.24 ms with Hopper's own "
@@ -108,13 +103,13 @@ ROWS: tuple[Row, ...] = (
     *_read(),
     Row(
         sms=(90, 90),
-        cudnn=_PREFERRED_CUDNN,
+        cudnn=PREFERRED_CUDNN,
         dtypes=HALF,
         dropout=False,
         mask="padding",
         head_dims=(1, 64),
         seqlens=(64, 511),
-        order=("triton", *_CUDNN_FIRST),
+        order=("triton", *CUDNN_FIRST),
         since="2026-11-23",
         why=(
             "short_masks_h200.csv, 12 heads of 64, S 64 to 384, batch 1 to 64, us of cuDNN with a dense mask and ours: 28.4 and 11.9 at "
@@ -124,20 +119,20 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         sms=(90, 90),
-        cudnn=_PREFERRED_CUDNN,
+        cudnn=PREFERRED_CUDNN,
         dtypes=HALF,
         dropout=False,
         mask="padding",
         band="causal",
         head_dims=(97, 128),
         seqlens=(64, 511),
-        order=("triton", *_CUDNN_FIRST),
+        order=("triton", *CUDNN_FIRST),
         since="2026-11-23",
         why="short_masks_h200.csv, 16 heads of 128, S 64 to 384: cuDNN with a dense mask takes 1.1 to 1.6 times as long",
     ),
     Row(
         sms=(90, 90),
-        cudnn=_PREFERRED_CUDNN,
+        cudnn=PREFERRED_CUDNN,
         dtypes=HALF,
         dropout=False,
         training=True,
@@ -145,7 +140,7 @@ ROWS: tuple[Row, ...] = (
         band="full",
         head_dims=(97, 128),
         seqlens=(256, 511),
-        order=("triton", *_CUDNN_FIRST),
+        order=("triton", *CUDNN_FIRST),
         since="2026-11-23",
         why=(
             "short_masks_h200.csv, 16 heads of 128, S 256 and 384 with the gradients: cuDNN with a dense mask takes 1.04 to 1.26 times as "
@@ -172,18 +167,18 @@ ROWS: tuple[Row, ...] = (
         training=False,
         most_queries=MOST_QUERIES,
         stored=True,
-        order=("decode", *_FLASH_FIRST),
+        order=("decode", *FLASH_FIRST),
         since="2026-11-21",
         why="ours alone reads FP8; for the others the whole cache is made the model's dtype first, which moves 5 bytes for each of its own",
     ),
     Row(
         sms=(90, 90),
-        cudnn=_PREFERRED_CUDNN,
+        cudnn=PREFERRED_CUDNN,
         dtypes=HALF,
         training=False,
         most_queries=MOST_QUERIES,
         tensor=True,
-        order=("decode", *_CUDNN_FIRST),
+        order=("decode", *CUDNN_FIRST),
         since="2026-11-21",
         why=(
             "8 layers of Llama and Qwen3, 16 sequences, a static cache of 4096: a step 6.04 to 1.58 and 5.99 to 1.52 ms half full, 6.04 to "
@@ -192,11 +187,11 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         sms=(90, 90),
-        cudnn=_PREFERRED_CUDNN,
+        cudnn=PREFERRED_CUDNN,
         dtypes=HALF,
         training=False,
         most_queries=MOST_QUERIES,
-        order=(*_CUDNN_FIRST, "decode"),
+        order=(*CUDNN_FIRST, "decode"),
         since="2026-11-21",
         why=(
             "decode_h200.csv: caches not in L2, cuDNN 74 and ours 65 us for 16 x 4096, 11.0 and 8.8 for 1 x 4096; in L2 64.0 and 63.3, "
@@ -210,7 +205,7 @@ ROWS: tuple[Row, ...] = (
         training=False,
         most_queries=MOST_QUERIES,
         tensor=True,
-        order=("decode", *_FLASH_FIRST),
+        order=("decode", *FLASH_FIRST),
         since="2026-11-21",
         why="of PyTorch's kernels those that take a mask repeat K/V and read every slot of a cache; not measured here",
     ),
@@ -219,13 +214,13 @@ ROWS: tuple[Row, ...] = (
         dtypes=HALF,
         training=False,
         most_queries=MOST_QUERIES,
-        order=(*_FLASH_FIRST, "decode"),
+        order=(*FLASH_FIRST, "decode"),
         since="2026-11-21",
         why="as the rows for more queries; ours is last, for softcap and sinks; not measured here",
     ),
     Row(
         sms=(90, 90),
-        cudnn=_PREFERRED_CUDNN,
+        cudnn=PREFERRED_CUDNN,
         dtypes=HALF,
         mask="sinks",
         dropout=False,
@@ -240,12 +235,12 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         sms=(90, 90),
-        cudnn=_PREFERRED_CUDNN,
+        cudnn=PREFERRED_CUDNN,
         dtypes=HALF,
         mask="lengths",
         dropout=False,
         seqlens=(1024, None),
-        order=("cudnn", "hopper", "triton", *_CUDNN_FIRST),
+        order=("cudnn", "hopper", "triton", *CUDNN_FIRST),
         since="2026-11-21",
         why=(
             "head dims 96 and 256, as at 128 and 64 (select_h200.csv, S 2048, forward and backward: cuDNN by lengths 409 and 1156 us, ours "
@@ -258,8 +253,8 @@ ROWS: tuple[Row, ...] = (
         parts=hopper_added.PARTS,
         dropout=False,
         one_query=False,
-        least_scores=_MANY_SCORES,
-        order=("hopper", "triton", *_CUDNN_FIRST),
+        least_scores=MANY_SCORES,
+        order=("hopper", "triton", *CUDNN_FIRST),
         since="2026-11-25",
         why=(
             "Hopper's own kernel serves biases and dense masks where it was measured to be faster than Triton's "
@@ -274,8 +269,8 @@ ROWS: tuple[Row, ...] = (
         dropout=False,
         one_query=False,
         head_dims=(65, 256),
-        least_scores=_MANY_SCORES,
-        order=("hopper", "triton", *_CUDNN_FIRST),
+        least_scores=MANY_SCORES,
+        order=("hopper", "triton", *CUDNN_FIRST),
         since="2026-11-23",
         why=(
             "as the row below. Documents, S 8192, D 128: Hopper's own kernel takes 203 us and Triton's 257; ALiBi, S 2048: 278 and 367 "
@@ -290,22 +285,22 @@ ROWS: tuple[Row, ...] = (
         one_query=False,
         head_dims=(1, 64),
         seqlens=(2048, None),
-        order=("hopper", "triton", *_CUDNN_FIRST),
+        order=("hopper", "triton", *CUDNN_FIRST),
         since="2026-11-23",
         why=(
             "documents, S 8192, D 64: 286 us and 344 with Triton's (hopper_kernels_h200.csv). The Triton kernels take dense masks, "
             "which Hopper's does not"
         ),
     ),
-    # Of both: ours draws each weight's number by itself, which was not measured yet.
+    *DROPOUT_ROWS,
     Row(
         sms=(90, 90),
         dtypes=HALF,
         tensor=True,
         dropout=False,
         one_query=False,
-        least_scores=_MANY_SCORES,
-        order=("triton", *_CUDNN_FIRST),
+        least_scores=MANY_SCORES,
+        order=("triton", *CUDNN_FIRST),
         since="2026-11-22",
         why=(
             "padded prefill of 4 x 4096, S 1024 to 4096: attention of Llama 18.4 to 4.8 ms, Gemma 2 9.9 to 1.4, Bloom 3.4 to 0.5, "
@@ -316,10 +311,10 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         sms=(90, 90),
-        cudnn=_PREFERRED_CUDNN,
+        cudnn=PREFERRED_CUDNN,
         one_query=False,
-        least_scores=_MANY_SCORES,
-        order=(*_CUDNN_FIRST, "hopper", "triton"),
+        least_scores=MANY_SCORES,
+        order=(*CUDNN_FIRST, "hopper", "triton"),
         since="2026-11-21",
         why=(
             "causal, S 8192, D 128: cuDNN 604 TFLOP/s, Triton's 480. Last, ours serve what PyTorch's kernels don't take: softcap and "
@@ -328,42 +323,12 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         sms=(90, 90),
-        cudnn=_PREFERRED_CUDNN,
-        order=_CUDNN_FIRST,
+        cudnn=PREFERRED_CUDNN,
+        order=CUDNN_FIRST,
         since="2026-11-21",
         why="measured on an H200: of PyTorch's kernels cuDNN is first in every shape, forward, backward and decode; PyTorch's order",
     ),
-    Row(
-        sms=(100, 109),
-        cudnn=_PREFERRED_CUDNN,
-        order=_CUDNN_FIRST,
-        since="2026-11-21",
-        why="PyTorch's own order (sdp_utils.cpp, torch 2.11 to 2.15); not measured here",
-    ),
-    Row(
-        sms=(80, LAST_SM),
-        one_query=False,
-        least_scores=_MANY_SCORES,
-        order=(*_FLASH_FIRST, "triton"),
-        since="2026-11-21",
-        why="as below; softcap and sinks are otherwise left to Inductor, which writes all scores to memory; not measured here",
-    ),
-    Row(
-        sms=(80, LAST_SM),
-        order=_FLASH_FIRST,
-        since="2026-11-21",
-        why=(
-            "PyTorch's own order for sm80, sm86, sm89, sm120 and for older cuDNN, where sequence lengths off multiples of 128 "
-            "went wrong (https://github.com/pytorch/pytorch/issues/169849); it never comes to cuDNN there unless the others "
-            "are switched off; not measured here"
-        ),
-    ),
-    Row(
-        sms=(50, 79),
-        order=("sdpa_efficient",),
-        since="2026-11-21",
-        why="the only fused kernel that PyTorch has there; not measured here",
-    ),
+    *UNMEASURED_ROWS,
 )
 
 

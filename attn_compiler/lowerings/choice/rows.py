@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from attn_compiler import dims
 from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.choice import shape_class
 from attn_compiler.lowerings.choice.shape_class import ShapeClass
@@ -13,6 +14,14 @@ from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.parts import PartKind
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
+
+#: PyTorch's kernels in the order in which it asks them (sdp_utils.cpp): usually, and where it prefers cuDNN
+FLASH_FIRST = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn")
+CUDNN_FIRST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
+#: PyTorch puts cuDNN first from 9.15.1 on (check_prefer_cudnn_attention in sdp_utils.cpp: "> 91500").
+PREFERRED_CUDNN = 91_501
+#: Fewer are over sooner than a kernel of ours is started.
+MANY_SCORES = 512 * 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,18 +35,21 @@ class Row:
     decomposed: as in AttentionSpec.
     upcast: q and k are float32, and the output is half precision.
     one_query: decode.
-    most_queries: no more, and known.
+    most_queries: no more, in every call.
     tensor: a dense mask or bias joins the scores.
     stored: a cache in FP8 holds k and v.
     dropout: some weights are dropped.
-    least_scores, most_scores: bounds on seqlen_q · seqlen_kv, which has to be known.
+    least_scores, most_scores: bounds on seqlen_q · seqlen_kv.
     mask, band, grouped: as in ShapeClass.
     parts: the site has one of these.
-    head_dims, seqlens: both of the spec's are known and within them, bounds included; None is no upper bound.
+    head_dims: both of the spec's are known and within them, bounds included; None is no upper bound.
+    seqlens: the same of its lengths. On a GPU, here and in bounds on scores, one that is not known counts as shape_class.py says; on a CPU
+        it is within none.
     least_elements: q has so many, and they are known.
     order: the lowerings, the first one first.
     since: the date of the evidence.
     why: the evidence.
+    measured: on such machines. Otherwise it is reasoning.
     times: of lowerings that ran on such sites, in multiples of the fastest one's; none where they were not timed together.
     """
 
@@ -64,6 +76,7 @@ class Row:
     order: tuple[str, ...]
     since: str
     why: str
+    measured: bool = field(default=True, compare=False)
     # It says no more than the evidence does.
     times: Mapping[str, float] = field(default_factory=dict, compare=False)
 
@@ -79,7 +92,7 @@ class Row:
             and self.tensor in (None, mask_limits.additive(spec) is not None)
             and self.stored in (None, spec.stored is not None)
             and self.dropout in (None, spec.score.dropout_p > 0)
-            and self._fits_scores(spec)
+            and self._fits_lengths(spec)
             and self._fits_shape(shape_class.of(spec))
             and (self.parts is None or bool(self.parts & site_parts.parts(spec).kinds))
         )
@@ -91,16 +104,20 @@ class Row:
         return target.device == "cuda" and first <= target.sm <= last and target.cudnn >= self.cudnn
 
     def _fits_queries(self, spec: AttentionSpec) -> bool:
-        """An unknown number of queries is not few."""
-        return self.most_queries is None or (isinstance(spec.seqlen_q, int) and spec.seqlen_q <= self.most_queries)
+        """An unknown number of queries is few only if guards say so."""
+        most = dims.range_of(spec, spec.seqlen_q)[1]
+        return self.most_queries is None or (most is not None and most <= self.most_queries)
 
-    def _fits_scores(self, spec: AttentionSpec) -> bool:
-        if self.least_scores is None and self.most_scores is None:
+    def _fits_lengths(self, spec: AttentionSpec) -> bool:
+        if self.least_scores is None and self.most_scores is None and self.seqlens is None:
             return True
-        if not isinstance(spec.seqlen_q, int) or not isinstance(spec.seqlen_kv, int):
+        shape = shape_class.of(spec)
+        if self.sms is None and shape.is_any:
             return False
-        scores = spec.seqlen_q * spec.seqlen_kv
-        return (self.least_scores or 0) <= scores and (self.most_scores is None or scores <= self.most_scores)
+        shorter, longer = shape.seqlens
+        is_enough = (self.least_scores or 0) <= shorter * longer
+        is_few = self.most_scores is None or shorter * longer <= self.most_scores
+        return is_enough and is_few and _is_within(shape.seqlens, self.seqlens)
 
     def _fits_shape(self, shape: ShapeClass) -> bool:
         head_dims = None if shape.head_dim is None else (shape.head_dim, shape.head_dim)
@@ -109,7 +126,6 @@ class Row:
             and self.band in (None, shape.band)
             and self.grouped in (None, shape.grouped)
             and _is_within(head_dims, self.head_dims)
-            and _is_within(shape.seqlens, self.seqlens)
             and (self.least_elements is None or (shape.elements or 0) >= self.least_elements)
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attn_compiler import dims
 from attn_compiler.dtypes import BYTES
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.choice import head_parts
@@ -113,8 +114,8 @@ def blocks_of(spec: AttentionSpec) -> ForwardBlocks:
 
 
 def _is_long(spec: AttentionSpec) -> bool:
-    """Lengths that are not known are not."""
-    return all(isinstance(size, int) and size >= _LONG for size in (spec.seqlen_q, spec.seqlen_kv))
+    """In every call: below that, three warpgroups are the slower ones."""
+    return all(dims.range_of(spec, size)[0] >= _LONG for size in (spec.seqlen_q, spec.seqlen_kv))
 
 
 def _is_listed(spec: AttentionSpec) -> bool:
@@ -197,7 +198,8 @@ def cudnn_is_faster(spec: AttentionSpec) -> bool:
     but for narrow heads and short sequences, 1.08; causal, 512 tokens, head dim 96 and 128 0.92 to 0.97, 64 1.14.
     """
     is_narrow = max(head_dim_tiles(spec)) == min(GRAD_BLOCKS)
-    is_short = isinstance(spec.seqlen_kv, int) and spec.seqlen_kv < _FROM
+    most = dims.range_of(spec, spec.seqlen_kv)[1]
+    is_short = most is not None and most < _FROM
     if is_short:
         return not is_narrow
     return site_parts.of(spec).band is None

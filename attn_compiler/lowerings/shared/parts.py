@@ -115,8 +115,8 @@ def with_band_as_rows(found: Parts) -> Parts:
 
 def _has_few_pairs(spec: AttentionSpec) -> bool:
     """To make a list takes a kernel of its own."""
-    few_queries = isinstance(spec.seqlen_q, int) and spec.seqlen_q <= _FEW_QUERIES
-    return few_queries or (isinstance(spec.seqlen_kv, int) and spec.seqlen_kv <= _FEW_KEYS)
+    most = ((dims.range_of(spec, spec.seqlen_q)[1], _FEW_QUERIES), (dims.range_of(spec, spec.seqlen_kv)[1], _FEW_KEYS))
+    return any(size is not None and size <= few for size, few in most)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -39,6 +39,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from attn_compiler import dims
 from attn_compiler.dtypes import BYTES
 from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.shared import parts
@@ -54,7 +55,7 @@ Part = Literal["bias", "distances", "rows", "keys", "documents", "mask", "band",
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileRow:
     """Tiles of every spec whose element size is at most `bytes`, whose head dims are at most `head_dim`, with at most `seqlen_q`
-    queries (None: any, or not known), that holds any of the parts in `holds` (none given: whatever it holds), on a GPU from
+    queries (None: any), that holds any of the parts in `holds` (none given: whatever it holds), on a GPU from
     `first_sm` on.
 
     listed_grad_q: for dq where it visits the forward's lists, and so has the forward's tile.
@@ -268,9 +269,9 @@ def tiles(spec: AttentionSpec, target: Target) -> Tiles:
 
 
 def _applies(row: TileRow, spec: AttentionSpec, plan: Plan, target: Target) -> bool:
-    head_dims, seqlen_q = (spec.head_dim_qk, spec.head_dim_v), spec.seqlen_q
+    head_dims, most = (spec.head_dim_qk, spec.head_dim_v), dims.range_of(spec, spec.seqlen_q)[1]
     fits = all(isinstance(size, int) and size <= row.head_dim for size in head_dims)
-    few = row.seqlen_q is None or (isinstance(seqlen_q, int) and seqlen_q <= row.seqlen_q)
+    few = row.seqlen_q is None or (most is not None and most <= row.seqlen_q)
     holds = not row.holds or not parts_of(spec, plan).isdisjoint(row.holds)
     return fits and few and holds and BYTES.get(spec.dtype, 8) <= row.bytes and generation(target) >= row.first_sm
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from attn_compiler import dims
 from attn_compiler.dtypes import BYTES
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.shared import parts, tile_table
@@ -172,9 +173,9 @@ def candidates(spec: AttentionSpec, target: Target) -> Candidates:
 
 
 def _applies(row: CandidateRow, spec: AttentionSpec, target: Target) -> bool:
-    head_dims, seqlen_q = (spec.head_dim_qk, spec.head_dim_v), spec.seqlen_q
+    head_dims, most = (spec.head_dim_qk, spec.head_dim_v), dims.range_of(spec, spec.seqlen_q)[1]
     fits = all(isinstance(size, int) and size <= row.head_dim for size in head_dims)
-    few = row.seqlen_q is None or (isinstance(seqlen_q, int) and seqlen_q <= row.seqlen_q)
+    few = row.seqlen_q is None or (most is not None and most <= row.seqlen_q)
     size = BYTES.get(spec.dtype, math.inf)
     return fits and few and size <= row.bytes and tile_table.generation(target) >= row.first_sm
 

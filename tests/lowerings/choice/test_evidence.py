@@ -29,6 +29,17 @@ def test_the_row_that_decides_is_the_evidence() -> None:
     assert found is not None
     assert row is not None
     assert (found.order, found.why, found.since) == (row.order, row.why, row.since)
+    assert (found.measured, found.length) == (True, None)
+
+
+def test_lengths_that_are_not_known_are_said() -> None:
+    found = evidence.evidence(_spec(seqlen="s0"), H200)
+    assert found is not None
+    assert found.length == "any, chosen as for 4096"
+    # A CPU's rows do not count them as any number.
+    on_cpu = evidence.evidence(_spec(seqlen="s0", device="cpu"), Target.fake(device="cpu"))
+    assert on_cpu is not None
+    assert on_cpu.length is None
 
 
 def test_a_machine_that_no_row_knows_has_no_evidence() -> None:

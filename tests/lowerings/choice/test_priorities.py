@@ -51,15 +51,22 @@ def test_order(target: Target, expected: tuple[str, ...]) -> None:
         (90, 512, 512, True, "first"),
         (90, 511, 512, True, None),
         (90, 1, 1 << 20, True, None),
-        (90, "s0", "s0", True, None),
+        (90, "s0", "s0", True, "first"),
+        (90, "s0", "s0", False, "later"),
+        (90, "s0", 32, True, None),
         (90, 4096, 4096, False, "later"),
         (90, 512, 512, False, "later"),
         (90, 511, 512, False, None),
-        (80, 4096, 4096, True, "later"),
+        (80, 4096, 4096, True, "first"),
+        (89, "s0", "s0", True, "first"),
+        (120, 512, 512, True, "first"),
+        (120, 511, 512, True, None),
         (89, 4096, 4096, False, "later"),
         (80, 512, 4096, False, "later"),
         (80, 1, 1 << 20, False, None),
-        (100, 4096, 4096, True, None),
+        (100, 4096, 4096, True, "later"),
+        (100, 4096, 4096, False, "later"),
+        (100, 511, 512, False, None),
         (75, 4096, 4096, True, None),
     ],
 )
@@ -75,7 +82,8 @@ def test_our_kernels_come_where_there_is_work_for_them(
         asked = [name for name in found if name != "hopper"]
         assert (("first" if asked[0] == "triton" else "later") if "triton" in found else None) == place
     dropped = dataclasses.replace(spec, score=dataclasses.replace(spec.score, dropout_p=0.1))
-    assert not {"hopper", "triton"} & {order(dropped, Target.fake(sm=sm))[0]}
+    assert (order(dropped, Target.fake(sm=sm))[0] in ("hopper", "triton")) == (place == "first")
+    assert order(dropped, Target.fake(sm=sm))[0] != "hopper"
 
 
 def test_scores_in_float32_beside_halves_stay_the_models_own() -> None:
@@ -87,16 +95,17 @@ def test_scores_in_float32_beside_halves_stay_the_models_own() -> None:
     assert order(spec, Target.fake(sm=90))[0] != "untouched"
 
 
-def test_a_measured_row_counts_where_all_sizes_are_known() -> None:
+def test_a_measured_row_counts_where_head_dims_are_known() -> None:
     target = Target.fake(flash_attn_4="4.0.0b36")
     known = make_spec(mask=CAUSAL, seqlen_q=8192, seqlen_kv=8192, head_dim=128)
     row = priorities.row_of(known, target)
     assert row is not None
     assert (row.mask, row.head_dims, row.seqlens, row.training) == ("causal", (97, 128), (4096, 16383), True)
     assert order(known, target)[0] == "fa4"
-    for unknown in ({"seqlen_q": "s0", "seqlen_kv": "s0"}, {"seqlen_q": 8192, "seqlen_kv": "s0"}, {"head_dim": "s0"}):
-        sizes = {"seqlen_q": 8192, "seqlen_kv": 8192, "head_dim": 128} | unknown
-        assert order(make_spec(mask=CAUSAL, **sizes), target)[0] == "sdpa_cudnn"  # type: ignore[arg-type]
+    assert order(make_spec(mask=CAUSAL, seqlen_q=8192, seqlen_kv=8192, head_dim="s0"), target)[0] == "sdpa_cudnn"
+    # A length that is not known counts as 4096.
+    for unknown in ({"seqlen_q": "s0", "seqlen_kv": "s0"}, {"seqlen_q": 8192, "seqlen_kv": "s0"}):
+        assert priorities.row_of(make_spec(mask=CAUSAL, head_dim=128, **unknown), target) == row  # type: ignore[arg-type]
     assert order(make_spec(mask=CAUSAL, seqlen_q=8192, seqlen_kv=8192, batch="s0"), target)[0] == "fa4"
     assert (
         order(dataclasses.replace(known, score=dataclasses.replace(known.score, dropout_p=0.1)), target)[0]

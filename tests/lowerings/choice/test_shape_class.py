@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 
 from attn_compiler import index_expr as ix
 from attn_compiler import masks
 from attn_compiler.index_expr import Index, Load
-from attn_compiler.lowerings.choice import shape_class
+from attn_compiler.lowerings.choice import priorities, shape_class
+from attn_compiler.lowerings.choice.rows import Row
 from attn_compiler.lowerings.choice.shape_class import BANDS, MASKS
 from attn_compiler.masks import Causal, Dense, MaskSpec, SlidingWindow
 from attn_compiler.scores import ScoreChange, Sinks, Softcap
+from attn_compiler.spec import Dim, SizeRange
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, dense, make_spec
 
 AT = (Index("b"), Index("k"))
@@ -74,8 +77,78 @@ def test_sizes() -> None:
     assert shape.elements == 2 * 8 * 512 * 64
 
 
-@pytest.mark.parametrize("unknown", [{"seqlen_q": "s0"}, {"seqlen_kv": "s0"}, {"seqlen_q": "s0", "seqlen_kv": "s0"}])
-def test_sizes_that_are_not_known(unknown: dict[str, str]) -> None:
-    assert shape_class.of(make_spec(**unknown)).seqlens is None  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("sizes", "ranges", "seqlens", "words"),
+    [
+        (("s0", "s0"), (), (4096, 4096), "any, chosen as for 4096"),
+        (("s0", 77), (), (77, 4096), "any, chosen as for 4096"),
+        (
+            ("s0", "s0"),
+            (SizeRange(size="s0", least=2, most=512),),
+            (512, 512),
+            "any, chosen as for 512 (guards: at most 512)",
+        ),
+        (
+            ("s0", "s0"),
+            (SizeRange(size="s0", least=8192),),
+            (8192, 8192),
+            "any, chosen as for 8192 (guards: at least 8192)",
+        ),
+        (
+            ("s0", "s1"),
+            (SizeRange(size="s1", least=2, most=300),),
+            (300, 4096),
+            "any, chosen as for 300 (guards: at most 300) and chosen as for 4096",
+        ),
+        ((256, 512), (), (256, 512), None),
+    ],
+)
+def test_a_length_that_is_not_known_is_chosen_for_as_one_that_guards_allow(
+    sizes: tuple[Dim, Dim], ranges: tuple[SizeRange, ...], seqlens: tuple[int, int], words: str | None
+) -> None:
+    spec = dataclasses.replace(make_spec(seqlen_q=sizes[0], seqlen_kv=sizes[1]), ranges=ranges)
+    assert shape_class.of(spec).seqlens == seqlens
+    assert shape_class.of(spec).is_any == (words is not None)
+    assert shape_class.words_of_any(spec) == words
+
+
+def test_other_sizes_that_are_not_known() -> None:
     assert shape_class.of(make_spec(head_dim="s1")).head_dim is None
     assert shape_class.of(make_spec(head_dim="s1")).elements is None
+    assert shape_class.of(make_spec(batch="s1")).elements is None
+    # Those of q, with the length that it is chosen for as.
+    assert shape_class.of(make_spec(seqlen_q="s1")).elements == 2 * 8 * 4096 * 64
+
+
+#: what needs a package: of lowerings without one, some one is always there
+_OF_PACKAGES = {"fa4", "cudnn"}
+#: times the fastest one's, at most
+_NEVER_WORSE = 1.2
+
+
+def _first(row: Row) -> str:
+    return next(name for name in row.order if name not in _OF_PACKAGES)
+
+
+def _shorter(row: Row) -> Iterator[Row]:
+    """Measured rows of such sites, of fewer positions."""
+    for other in priorities.ROWS:
+        is_like = (other.mask, other.head_dims, other.training) == (row.mask, row.head_dims, row.training)
+        both = ((other.band, row.band), (other.grouped, row.grouped))
+        is_like = is_like and all(None in pair or pair[0] == pair[1] for pair in both)
+        if is_like and other.times and other.seqlens is not None and other.seqlens[0] < shape_class.ANY_LENGTH:
+            yield other
+
+
+def test_what_is_chosen_for_any_length_is_right_for_long_ones_and_never_bad_for_short_ones() -> None:
+    """By all measured rows: of lowerings without a package, no other one is much faster at a shorter length."""
+    compared = 0
+    for row in priorities.ROWS:
+        if not row.times or row.seqlens is None or row.seqlens[0] != shape_class.ANY_LENGTH:
+            continue
+        chosen = _first(row)
+        for other in _shorter(row):
+            fastest = min(time for name, time in other.times.items() if name not in _OF_PACKAGES)
+            assert other.times[chosen] <= _NEVER_WORSE * fastest, (row, other)
+            compared += 1
+    assert compared > 50

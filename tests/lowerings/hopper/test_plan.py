@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from attn_compiler import index_expr as ix
@@ -11,6 +13,7 @@ from attn_compiler.lowerings.choice import head_parts
 from attn_compiler.lowerings.hopper import plan
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_sums, head_dim_tiles
 from attn_compiler.masks import MaskKind
+from attn_compiler.spec import SizeRange
 from tests.lowerings.specs import CAUSAL, make_spec
 
 
@@ -56,9 +59,20 @@ def test_a_sum_leaves_room_for_more_tiles(head_dim: int, multiplied: int, stages
 
 
 def test_what_was_not_measured_has_powers_of_two() -> None:
-    spec = make_spec(head_dim=80, seqlen_q="s0", seqlen_kv="s0")
+    spec = make_spec(head_dim=80, seqlen_q=256, seqlen_kv=256)
     assert plan.multiplied(spec) == (128, 128)
     assert plan.blocks_of(spec) == plan.BLOCKS[128]
+
+
+def test_of_any_length_what_guards_say_counts() -> None:
+    """Three warpgroups where every call is long, cuDNN's backward where every call is short."""
+    any_length = make_spec(head_dim=64, seqlen_q="s0", seqlen_kv="s0", mask=CAUSAL)
+    assert plan.blocks_of(any_length) == plan.BLOCKS[64]
+    long = dataclasses.replace(any_length, ranges=(SizeRange(size="s0", least=4096),))
+    assert plan.blocks_of(long) == plan.THREE
+    wide = make_spec(head_dim=128, seqlen_q="s0", seqlen_kv="s0", mask=CAUSAL)
+    assert not plan.cudnn_is_faster(wide)
+    assert plan.cudnn_is_faster(dataclasses.replace(wide, ranges=(SizeRange(size="s0", least=2, most=512),)))
 
 
 @pytest.mark.parametrize(("qk", "v"), [(64, 80), (72, 72), (96, 80), (112, 112), (128, 96), (192, 128)])

@@ -1,0 +1,96 @@
+"""What is chosen on machines that were not measured is what the model of cost says, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from attn_compiler.lowerings import by_name
+from attn_compiler.lowerings.choice import cost, evidence, priorities
+from attn_compiler.lowerings.choice.unmeasured_rows import DROPOUT_ROWS, UNMEASURED_ROWS
+from attn_compiler.lowerings.shared import parts
+from attn_compiler.options import Options
+from attn_compiler.passes.select import decide
+from attn_compiler.scores import Sinks, Softcap
+from attn_compiler.spec import AttentionSpec
+from attn_compiler.target import Target
+from benchmarks import select_cases
+from tests.lowerings.choice.test_cost import PYTORCHS, WITH_TENSOR, spec_of
+from tests.lowerings.golden_decisions import of_any_length
+from tests.lowerings.specs import CAUSAL, bias, dense, make_spec
+
+MACHINES = [80, 86, 89, 100, 103, 120]
+
+
+def _sites() -> Iterator[AttentionSpec]:
+    for name, case in select_cases.BY_NAME.items():
+        if case.seqlen in (512, 2048, 8192) and name.startswith(WITH_TENSOR):
+            for training in (False, True):
+                yield spec_of(name, training)
+                yield of_any_length(spec_of(name, training))
+    sizes: dict[str, Any] = {"seqlen_q": 2048, "seqlen_kv": 2048}
+    for head_dim in (64, 128, 256):
+        for needs_grad in (False, True):
+            made: dict[str, Any] = {**sizes, "head_dim": head_dim, "needs_grad": needs_grad}
+            yield make_spec(mask=dense(2, 1, 2048, 2048), **made)
+            yield make_spec(mask=dense(2, 1, 1, 2048), dropout_p=0.1, **made)
+            yield make_spec(changes=(bias(1, 8, 2048, 2048, requires_grad=False),), **made)
+
+
+@pytest.mark.parametrize("sm", MACHINES)
+def test_on_other_machines_a_tensor_goes_to_the_kernel_that_the_model_says_takes_least(sm: int) -> None:
+    """But for dense masks that were not proved, on sm100: nearly a tie by the model, and cuDNN's is asked first."""
+    target, compared = Target.fake(sm=sm), 0
+    for spec in _sites():
+        if sm // 10 == 10 and "mask" in parts.parts(spec).kinds:
+            assert priorities.order(spec, target)[:2] == ("sdpa_cudnn", "triton")
+            continue
+        names = [name for name in ("triton", *PYTORCHS) if not by_name(name).why_not(spec, target)]
+        found = decide(spec, target, Options()).lowering
+        wanted, least = cost.cheapest(names, spec, target), cost.seconds(found, spec, target)
+        assert wanted is not None
+        assert least is not None
+        words = (found, wanted, spec.mask.words, spec.q.shape, spec.score.words, spec.needs_grad)
+        assert least <= 1.001 * (cost.seconds(wanted, spec, target) or 0), words
+        compared += 1
+    assert compared > 100
+
+
+@pytest.mark.parametrize("sm", MACHINES)
+@pytest.mark.parametrize("seqlen", [2048, "s0"])
+@pytest.mark.parametrize("change", [Sinks(requires_grad=False), Softcap(cap=30.0)])
+def test_sinks_and_softcap_are_left_to_nobody(sm: int, seqlen: int | str, change: Any) -> None:
+    for needs_grad in (False, True):
+        spec = make_spec(
+            mask=CAUSAL, changes=(change,), seqlen_q=seqlen, seqlen_kv=seqlen, head_dim=128, needs_grad=needs_grad
+        )
+        assert decide(spec, Target.fake(sm=sm), Options()).lowering == "triton"
+
+
+def test_rows_say_that_nothing_was_measured() -> None:
+    assert all(not row.measured and "not measured here" in row.why for row in DROPOUT_ROWS)
+    assert not any(row.measured for row in UNMEASURED_ROWS)
+    found = evidence.evidence(make_spec(mask=dense(2, 1, 1, 2048), seqlen_q=2048, seqlen_kv=2048), Target.fake(sm=80))
+    assert found is not None
+    assert not found.measured
+    assert found.why.startswith("not measured here: by pairs and bytes")
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_dropout_beside_a_mask_goes_by_the_model_on_sm90(head_dim: int, needs_grad: bool) -> None:
+    """BERT, XLM-R and T5 as they are configured: cuDNN takes no dropout of 0.1."""
+    target = Target.fake()
+    sizes: dict[str, Any] = {"seqlen_q": 512, "seqlen_kv": 512, "head_dim": head_dim, "needs_grad": needs_grad}
+    spec = make_spec(mask=dense(2, 1, 1, 512), dropout_p=0.1, **sizes)
+    names = [name for name in ("triton", *PYTORCHS) if not by_name(name).why_not(spec, target)]
+    assert decide(spec, target, Options()).lowering == cost.cheapest(names, spec, target) == "triton"
+    found = evidence.evidence(spec, target)
+    assert found is not None
+    assert not found.measured
+    # Few scores, and no mask, are left to PyTorch's kernels as before.
+    few = make_spec(mask=dense(2, 1, 1, 128), dropout_p=0.1)
+    assert decide(few, target, Options()).lowering == "sdpa_efficient"
+    assert decide(make_spec(dropout_p=0.1, **sizes), target, Options()).lowering in PYTORCHS
