@@ -1,6 +1,6 @@
 """Sessions outside CI's default path: the public API on every torch that we support, and models of other releases of transformers.
 
-nox                              the public API on three torches, and models of two releases of transformers
+nox                              the public API and the passes on every torch, and models of two releases of transformers
 nox -s docs                      the site, strictly, into build/site; after -- what mkdocs is to do: nox -s docs -- serve
 nox -s "api(2.11.0)"             one torch; arguments after -- go to pytest
 nox -s "transformers(4.57)"      one transformers
@@ -14,10 +14,17 @@ import nox
 nox.options.default_venv_backend = "venv"
 nox.options.sessions = ["api", "transformers"]
 
-TORCHES = {"2.11.0": "torch==2.11.0", "2.13.0": "torch==2.13.0", "newest": "torch>=2.13,<2.16"}
+TORCHES = {
+    "2.11.0": "torch==2.11.0",
+    "2.13.0": "torch==2.13.0",
+    "2.14.1": "torch==2.14.1",
+    "newest": "torch>=2.15,<2.16",
+}
 
-# What a user calls: the entry point, its options, reports and errors. The passes behind it are in torch's hands as far as
-# these reach them; a tests path after -- runs more.
+# What tests put into PyTorch to be quick is left out: what runs is what users run (tests/quick.py).
+AS_IT_IS = {"TESTS_QUICK": "0"}
+
+# What a user calls: the entry point, its options, reports and errors.
 PUBLIC_API = (
     "tests/test_always_runs.py",
     "tests/test_backend.py",
@@ -38,12 +45,12 @@ PUBLIC_API = (
 @nox.session
 @nox.parametrize("torch", list(TORCHES), ids=list(TORCHES))
 def api(session: nox.Session, torch: str) -> None:
-    """The public API's tests on one version of torch."""
+    """The tests of the public API and of the passes on one version of torch."""
     # torch on its own first, so that no other package's wish picks its version.
     session.install(TORCHES[torch])
     session.install("-e", ".[models]", "pytest", "pytest-xdist", "hypothesis")
     session.run("python", "-c", "import torch; print(torch.__version__)")
-    session.run("python", "-m", "pytest", *(session.posargs or PUBLIC_API))
+    session.run("python", "-m", "pytest", *(session.posargs or (*PUBLIC_API, "tests/passes")), env=AS_IT_IS)
 
 
 @nox.session

@@ -1,4 +1,7 @@
-"""`python -m attn_compiler doctor`: what this machine has, and which lowerings can run on it. `... code AC201`: what a code means."""
+"""`python -m attn_compiler doctor`: what this machine has, and which lowerings can run on it. `... code AC201`: what a code means.
+
+`python -m attn_compiler --version`: which version this is.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,29 @@ import json
 import sys
 from collections.abc import Sequence
 
+import attn_compiler
+from attn_compiler.errors import nearest
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. argparse exits with 2 and the usage for anything it does not know."""
     parser = argparse.ArgumentParser(prog="python -m attn_compiler", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    parser.add_argument("--version", action="store_true", help="print which version this is")
+    commands = parser.add_subparsers(dest="command", metavar="command")
     doctor = commands.add_parser("doctor", help="versions, GPUs, and which lowerings can run here, or why not")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of tables")
     code = commands.add_parser("code", help="what a code of a report means, and what to do")
     code.add_argument("code", help="AC201, say")
-    parsed = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] not in commands.choices:
+        for near in nearest(given[0], commands.choices, limit=1):
+            parser.error(f"there is no command {given[0]!r}; did you mean {near!r}?")
+    parsed = parser.parse_args(given)
+    if parsed.version:
+        print(f"attn_compiler {attn_compiler.__version__}")
+        return 0
+    if parsed.command is None:
+        parser.error("a command is needed")
     if parsed.command == "code":
         return _code(parsed.code)
     _doctor(as_json=parsed.json)

@@ -174,6 +174,24 @@ def cache_folder() -> Path:
     return Path(cache_dir())
 
 
+def kernel_cache_folder(device: int) -> str:
+    """Where Triton keeps what it compiled for a GPU: where Inductor will have it, unless TRITON_CACHE_DIR says another folder."""
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    return os.environ.get("TRITON_CACHE_DIR") or triton_cache_dir(device)
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor finds (CXX), as it would call it; None: none of those that it looks for runs."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return None
+
+
 def compile_threads() -> int:
     """How many kernels Inductor compiles at a time (TORCHINDUCTOR_COMPILE_THREADS); 1: one, where it is needed."""
     from torch._inductor.async_compile import get_compile_threads
@@ -194,9 +212,7 @@ def start_workers() -> None:
 
 def share_kernel_cache(device: int) -> None:
     """Triton keeps compiled kernels where Inductor will have it keep them, which it says when it loads the first of its own."""
-    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
-
-    os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device))
+    os.environ.setdefault("TRITON_CACHE_DIR", kernel_cache_folder(device))
 
 
 def call_directly(op: str, module: str, function: str, *, site: str | None = None) -> None:

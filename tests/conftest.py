@@ -40,10 +40,9 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests import one_stack, quick_inductor, quick_interpreter, quick_tracing
+from tests import quick
 
-quick_interpreter.install()
-quick_tracing.install()
+quick.install(interpreter=True)
 
 # Before any test module is imported: what they decorate takes these over. How long an example took is the machine's matter.
 _untimed: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -130,7 +129,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Any:
     """pytest's own, in whose calls no frame waits for memory."""
-    return one_stack.call(item.config.pluginmanager.get_plugin("runner").pytest_runtest_protocol, item, nextitem)
+    return quick.call(item.config.pluginmanager.get_plugin("runner").pytest_runtest_protocol, item, nextitem)
 
 
 _modules = 0
@@ -159,8 +158,7 @@ def each_test_alike() -> Iterator[None]:
     random.seed(0)
     # torch.manual_seed would write down where it was called from, for each sort of device that is not there.
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
-    quick_tracing.say_nothing()
-    quick_inductor.install()
+    quick.install_in_imported()
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

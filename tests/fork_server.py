@@ -17,7 +17,7 @@ import traceback
 import types
 from typing import Any
 
-from tests import one_stack, quick_inductor, quick_tracing
+from tests import quick
 
 #: bytes of a request: code, arguments and environment
 LARGEST = 1 << 20
@@ -99,15 +99,14 @@ def main() -> None:
         # Else each fork with an empty cache would compile a dozen programs to find out.
         sys.modules["torch._inductor.cpu_vec_isa"].pick_vec_isa()
     if "torch._dynamo" in sys.modules:
-        quick_tracing.install()
-        quick_tracing.say_nothing()
-        quick_inductor.install()
+        quick.install()
+        quick.install_in_imported()
     # What is imported lasts, as in tests/conftest.py.
     gc.set_threshold(200_000, 10, 20)
     gc.collect()
     gc.freeze()
     # Forks have it as well.
-    one_stack.call(serve, requests)
+    quick.call(serve, requests)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import re
 import shutil
 import sys
 import time
@@ -26,8 +27,8 @@ from typing import Any
 
 import sympy
 
-#: of the entry of a library: this many arguments are looked for
-_COUNT = "{arg_len}"
+#: in the entry of a library: how many arguments came, and how many are looked for
+_COUNT = re.compile(r"if\((?P<came>\S+) != \{arg_len\}\)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,9 @@ def _install() -> None:
     _link_quickly(cpp_builder)
     _find_strides_of_sums()
     own, library = async_compile.AsyncCompile, getattr(codecache, "CppPythonBindingsCodeCache", None)
-    if library is None or not (hasattr(own, "cpp_pybinding") and _COUNT in getattr(library, "suffix_template", "")):
+    if library is None or not (
+        hasattr(own, "cpp_pybinding") and _COUNT.search(getattr(library, "suffix_template", ""))
+    ):
         return
     compile_one, wait = own.cpp_pybinding, own.wait
 
@@ -93,7 +96,7 @@ def _library(kernels: list[_Kernel], library: Any) -> type:
         {
             "cache": {},
             "call_entry_function": call,
-            "suffix_template": library.suffix_template.replace(_COUNT, "PyTuple_GET_SIZE(args)"),
+            "suffix_template": _COUNT.sub(r"if(\g<came> < 1)", library.suffix_template),
         },
     )
 

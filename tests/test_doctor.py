@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
 from attn_compiler import __main__ as command_line
-from attn_compiler import doctor, lowerings
+from attn_compiler import doctor, lowerings, torch_inductor
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.target import Target
@@ -73,6 +75,68 @@ def test_table_says_where_or_why_not_and_what_to_do() -> None:
 def test_table_on_a_machine_without_gpu() -> None:
     lines = _rendered(doctor.Checkup(facts=(), lowerings=doctor.availabilities(KNOWN, [CPU]))).splitlines()
     assert any("cudnn" in line and "nothing here" in line and "run on a GPU" in line for line in lines)
+
+
+def test_lowerings_of_which_the_same_is_said_share_a_row() -> None:
+    known = (*KNOWN, *(dataclasses.replace(KNOWN[1], name=name) for name in ("decode", "hopper")))
+    lines = _rendered(doctor.Checkup(facts=(), lowerings=doctor.availabilities(known, [CPU]))).splitlines()
+    assert sum("needs a CUDA device; observed cpu" in line for line in lines) == 2
+    assert any("cudnn, decode, hopper" in line and "nothing here" in line for line in lines)
+    assert any("fa4" in line and "decode" not in line for line in lines)
+
+
+def test_the_compiler_is_found_and_run() -> None:
+    found = doctor.compiler(torch_inductor.cpp_compiler())
+    assert found.advice is None
+    assert any(character.isdigit() for character in found.value)
+
+
+def test_a_missing_compiler_comes_with_advice() -> None:
+    found = doctor.compiler(None)
+    assert found.value == "none that runs"
+    assert found.advice is not None
+    assert "CXX" in found.advice
+
+
+def test_where_compiled_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    found = {fact.name: fact for fact in doctor.caches(torch_inductor)}
+    assert found["Inductor's cache"] == doctor.Fact(name="Inductor's cache", value=str(tmp_path / "inductor"))
+    assert found["Triton's cache"].value == str(tmp_path / "triton")
+
+
+def test_a_cache_that_can_not_be_made_comes_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "below"))
+    (found,) = doctor.caches(torch_inductor)
+    assert found.value.startswith("none: ")
+    assert "TORCHINDUCTOR_CACHE_DIR" in str(found.advice)
+
+
+def test_the_driver_is_asked_for_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    query = [sys.executable, "-c", "print('580.95.05')"]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert doctor.driver(query) == doctor.Fact(name="NVIDIA driver", value="580.95.05")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "CUDA build" in str(doctor.driver(query).advice)
+
+
+@pytest.mark.parametrize("query", [["no-such-command"], [sys.executable, "-c", "raise SystemExit(1)"]])
+def test_a_machine_without_a_driver_has_none(query: list[str]) -> None:
+    assert doctor.driver(query) == doctor.Fact(name="NVIDIA driver", value="none that nvidia-smi finds")
+
+
+@pytest.mark.parametrize(("version", "advised"), [("3.7.1", False), ("9.0.0", True)])
+def test_a_newer_triton_than_was_tried_is_said(version: str, advised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda distribution: version)
+    advice = {fact.name: fact.advice for fact in doctor.machine_facts()}["triton"]
+    assert (advice is not None and advice.startswith("triton 9.0 was not tried")) is advised
+
+
+def test_the_checkup_has_all_of_this_machine() -> None:
+    names = {fact.name for fact in doctor.examine().facts}
+    assert {"torch", "NVIDIA driver", "C++ compiler", "Inductor's cache", "Triton's cache"} <= names
 
 
 def test_the_extras_of_an_advice_are_no_markup() -> None:

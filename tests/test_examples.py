@@ -18,10 +18,9 @@ README = (ROOT / "README.md").read_text()
 #: long it takes is the machine's matter.
 _RUN = """
 import functools, runpy, sys, timeit
-from tests import quick_inductor, quick_tracing
-quick_inductor.install()
-quick_tracing.install()
-quick_tracing.say_nothing()
+from tests import quick
+quick.install()
+quick.install_in_imported()
 timeit.timeit = functools.cache(timeit.timeit)
 runpy.run_path(sys.argv[1], run_name="__main__")
 """
@@ -31,10 +30,9 @@ import runpy, sys
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 def rank(script):
-    from tests import quick_inductor, quick_tracing
-    quick_inductor.install()
-    quick_tracing.install()
-    quick_tracing.say_nothing()
+    from tests import quick
+    quick.install()
+    quick.install_in_imported()
     sys.argv = [script]
     runpy.run_path(script, run_name="__main__")
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import attn_compiler
 from attn_compiler import __main__ as command_line
 from attn_compiler.code_pages import PAGES
 from attn_compiler.codes import Code
@@ -34,6 +35,17 @@ def test_unknown_command_prints_the_usage(arguments: list[str], capsys: pytest.C
         command_line.main(arguments)
     assert caught.value.code == 2
     assert "usage: python -m attn_compiler" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_told_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line.main(["docter"])
+    assert "there is no command 'docter'; did you mean 'doctor'?" in capsys.readouterr().err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"attn_compiler {attn_compiler.__version__}\n"
 
 
 def test_runs_as_a_module() -> None:

@@ -14,9 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tests import fresh, quick_interpreter
+from tests import fresh, quick, quick_interpreter
 
-pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels are compiled here")
+pytestmark = [
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels are compiled here"),
+    pytest.mark.skipif(not quick.ON, reason="Triton's interpreter is left as it is"),
+]
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -17,7 +17,7 @@ from tests import quick_tracing
 QUICK = ("_cached_dispatch_impl", "_make_cache_entry")
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(FakeTensorMode._make_cache_entry, "__wrapped__"), reason="this release of PyTorch is left as it is"
+    not hasattr(FakeTensorMode._make_cache_entry, "__wrapped__"), reason="PyTorch is left as it is"
 )
 
 

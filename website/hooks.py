@@ -23,8 +23,8 @@ def on_files(files: Files, *, config: Any) -> Files:
     _listed.clear()
     for path, text in generated().items():
         files.append(File.generated(config, path, content=text))
-    for source in _copied(files):
-        files.append(File.generated(config, f"data/{source.name}", content=source.read_text(encoding="utf-8")))
+    for path in _copied(files):
+        files.append(File.generated(config, links.copy_of(path), content=(ROOT / path).read_text(encoding="utf-8")))
     return files
 
 
@@ -44,13 +44,13 @@ def generated() -> dict[str, str]:
     return made
 
 
-def _copied(files: Files) -> list[Path]:
-    """The CSVs and scripts that pages link to."""
+def _copied(files: Files) -> list[str]:
+    """The CSVs, scripts, sources and tests that pages link to, by their paths in the repository."""
     found = {f"benchmarks/results/{results}.csv" for _, results in plots.PLOTS.values()}
     for file in files.documentation_pages():
         targets = (each[1] for each in links.LINK.finditer(file.content_string))
         found |= {path for target in targets if (path := links.in_repository(target, file.src_uri)) is not None}
-    return sorted(ROOT / path for path in found if path.startswith(links.COPIED) and (ROOT / path).is_file())
+    return sorted(path for path in found if path.startswith(links.COPIED) and (ROOT / path).is_file())
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: Any, files: Files) -> str:

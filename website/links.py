@@ -8,7 +8,7 @@ import re
 #: files outside of docs/ that are pages of the site -> where it has them
 OUTSIDE = {"CONTRIBUTING.md": "contributing.md", "README.md": "index.md"}
 #: folders whose files are copied where a page links to them
-COPIED = ("benchmarks/", "examples/")
+COPIED = ("attn_compiler/", "benchmarks/", "examples/", "tests/")
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -29,6 +29,11 @@ def in_repository(target: str, here: str) -> str | None:
     return posixpath.normpath(posixpath.join(posixpath.dirname(source_of(here)), target))
 
 
+def copy_of(path: str) -> str:
+    """Where the site has a file of the repository that is no page of it. Files of one name have different folders."""
+    return f"data/{path}"
+
+
 def _target(target: str, here: str) -> str:
     path = in_repository(target, here)
     if path is None:
@@ -38,7 +43,7 @@ def _target(target: str, here: str) -> str:
     elif path.startswith("docs/"):
         inside = path.removeprefix("docs/")
     elif path.startswith(COPIED):
-        inside = f"data/{posixpath.basename(path)}"
+        inside = copy_of(path)
     else:
         return target
     return posixpath.relpath(inside, posixpath.dirname(here) or ".")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks import plot
+from website import links
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -55,7 +56,7 @@ def drawn(name: str) -> str:
 def page() -> str:
     """The page that shows them."""
     parts = [
-        f"## {heading}\n\n[rows](data/{results}.csv)\n\n![{heading}](plots/{name}.svg)\n"
+        f"## {heading}\n\n[rows]({links.copy_of(f'benchmarks/results/{results}.csv')})\n\n![{heading}](plots/{name}.svg)\n"
         for name, (heading, results) in PLOTS.items()
     ]
     return "\n".join([HEAD, *parts])

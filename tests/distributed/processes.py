@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
-from tests import fresh, quick_inductor, quick_tracing
+from tests import fresh, quick
 
 SIZE = 2
 _SECONDS = 280
@@ -70,10 +70,9 @@ def _result(directory: str, rank: int) -> Path:
 
 def _member(rank: int, directory: str, size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    quick_tracing.install()
-    quick_tracing.say_nothing()
-    quick_inductor.install()
-    quick_inductor.one_after_another(Path(directory) / "compiling")
+    quick.install()
+    quick.install_in_imported()
+    quick.one_after_another(Path(directory) / "compiling")
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size)
     try:
         torch.save(function(*args), _result(directory, rank))

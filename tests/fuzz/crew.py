@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from tests import one_stack
+from tests import quick
 
 Tell = Callable[[Any], None]
 
@@ -202,7 +202,7 @@ def _serve(pipe: Any, log: Path | None) -> None:
         if os.fstat(1).st_size > LOG:
             os.ftruncate(1, 0)
         try:
-            one_stack.call(job.run, pipe.send)
+            quick.call(job.run, pipe.send)
             ended = Ended()
         except Spent:
             ended = Ended(spent=True)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import posixpath
+from pathlib import Path
+
 import pytest
 
 from website import links
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -12,8 +17,10 @@ from website import links
     [
         ("index.md", "docs/fp8.md#the-recipe", "fp8.md#the-recipe"),
         ("index.md", "CONTRIBUTING.md", "contributing.md"),
-        ("index.md", "benchmarks/results/cpu.csv", "data/cpu.csv"),
-        ("fp8.md", "../benchmarks/results/cpu.csv", "data/cpu.csv"),
+        ("index.md", "benchmarks/results/cpu.csv", "data/benchmarks/results/cpu.csv"),
+        ("fp8.md", "../benchmarks/results/cpu.csv", "data/benchmarks/results/cpu.csv"),
+        ("context_parallel.md", "../tests/conftest.py", "data/tests/conftest.py"),
+        ("reference/api.md", "../../attn_compiler/report.py", "../data/attn_compiler/report.py"),
         ("fp8.md", "../README.md", "index.md"),
         ("contributing.md", "docs/fuzzing.md", "fuzzing.md"),
         ("reference/api.md", "../codes.md", "../codes.md"),
@@ -31,3 +38,32 @@ def test_the_first_sentence_is_of_prose() -> None:
 
 def test_a_picture_of_the_same_folder_stays() -> None:
     assert links.mended("# no link\n\n![a plot](plots/cpu.svg)", "plots.md") == "# no link\n\n![a plot](plots/cpu.svg)"
+
+
+def test_no_link_of_a_page_leads_out_of_the_site() -> None:
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    outside = [
+        f"{here}: {target}"
+        for here in [*pages, *links.OUTSIDE.values()]
+        for _, target in _targets(here)
+        if posixpath.normpath(posixpath.join(posixpath.dirname(here), target)).startswith("..")
+    ]
+    assert outside == []
+
+
+def test_what_is_copied_is_there() -> None:
+    """Under its whole path: two files of one name are two."""
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    found = {path for here in pages for path, _ in _targets(here) if path.startswith(links.COPIED)}
+    assert {path for path in found if not (ROOT / path).is_file()} == set()
+    assert len({links.copy_of(path) for path in found}) == len(found)
+    assert any(path.startswith("tests/") for path in found)
+
+
+def _targets(here: str) -> list[tuple[str, str]]:
+    """Of each link of a page to the repository: the file's path there, and the link in the site."""
+    text = (ROOT / links.source_of(here)).read_text(encoding="utf-8")
+    before = [found[1] for found in links.LINK.finditer(text)]
+    after = [found[1] for found in links.LINK.finditer(links.mended(text, here))]
+    both = zip(before, after, strict=True)
+    return [(path, new) for old, new in both if (path := links.in_repository(old, here)) is not None]

@@ -1,0 +1,21 @@
+"""Up to which release of torch and of Triton this version was tried. A newer one is said, not refused."""
+
+from __future__ import annotations
+
+#: by name, the newest release that the tests ran with
+NEWEST = {"torch": (2, 15), "triton": (3, 9)}
+
+
+def not_tried(name: str, version: str) -> str | None:
+    """What to tell of a release that is newer than all that were tried; None of any other. version: "2.16.0+cu132", or "" if absent."""
+    if not version:
+        return None
+    newest = NEWEST[name]
+    found = tuple(int(part) for part in version.split(".")[:2])
+    if found <= newest:
+        return None
+    return f"{name} {_words(found)} was not tried with this version of attn_compiler; {_words(newest)} is the newest that was"
+
+
+def _words(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
