@@ -21,6 +21,7 @@ from attn_compiler.lowerings.shared import ahead, launching, listing, listing_la
 from attn_compiler.lowerings.shared.failures import FAILURES
 
 B, H, S, D = 2, 2, 40, 16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Tensor = torch.Tensor
 
 #: what users may meet: how it is said, and by whom
@@ -73,8 +74,8 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
 
 def _inputs() -> tuple[Tensor, ...]:
     torch.manual_seed(0)
-    q, k, v = (torch.randn(B, H, S, D, requires_grad=True) for _ in range(3))
-    return q, k, v, torch.arange(S) < torch.tensor([[S], [S - 7]])
+    q, k, v = (torch.randn(B, H, S, D, device=DEVICE, requires_grad=True) for _ in range(3))
+    return q, k, v, torch.arange(S, device=DEVICE) < torch.tensor([[S], [S - 7]], device=DEVICE)
 
 
 def _step(run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -178,7 +179,7 @@ def test_dropout_is_the_same_in_a_backward_by_its_definition(monkeypatch: pytest
 
 def test_a_helpers_kernel() -> None:
     """Lists of tiles are made by ordinary ops then."""
-    keys = torch.arange(100) < torch.tensor([[100], [60]])
+    keys = torch.arange(100, device=DEVICE) < torch.tensor([[100], [60]], device=DEVICE)
     given = (None, keys, None, None, None, 64, 100, listing.OPEN, 0, False, 64, 32, False, True)
 
     def failing(*_: Any) -> Any:
@@ -196,8 +197,8 @@ def test_a_helpers_kernel() -> None:
 
 def test_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    q, k, v = torch.randn(B, H, 1, D), torch.randn(B, H, S, D), torch.randn(B, H, S, D)
-    keep = torch.arange(S) < torch.tensor([[S - 3], [S - 9]])
+    q, k, v = (torch.randn(B, H, length, D, device=DEVICE) for length in (1, S, S))
+    keep = torch.arange(S, device=DEVICE) < torch.tensor([[S - 3], [S - 9]], device=DEVICE)
 
     def step(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None, :])
