@@ -40,14 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _code(name: str) -> int:
-    from attn_compiler.code_pages import page_of
+    from attn_compiler.code_pages import PAGES, page_of
 
     page = page_of(name)
     if page is None:
-        print(
-            f"there is no code {name}; codes are AC101 to AC916, and stand at the end of a reason in a report",
-            file=sys.stderr,
-        )
+        first, *_, last = PAGES
+        said = f"there is no code {name}; codes are {first} to {last}, and stand at the end of a reason in a report"
+        print(said, file=sys.stderr)
         return 2
     print(f"{page.code}: {page.title}\n\n{page.cause}\n\nWhat to do: {page.remedy}\n\nExample:\n\n{page.example}")
     return 0

@@ -17,7 +17,7 @@ import attn_compiler
 import attn_compiler.backend as backend_module
 from attn_compiler.errors import AttnCompilerWarning, KernelFailed
 from attn_compiler.lowerings.decode import launch as decode_launch
-from attn_compiler.lowerings.shared import ahead, launching, listing, listing_launch
+from attn_compiler.lowerings.shared import ahead, launching, listing, listing_launch, on_device, replaying
 from attn_compiler.lowerings.shared.failures import FAILURES
 
 B, H, S, D = 2, 2, 40, 16
@@ -37,8 +37,10 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 
 
 @pytest.fixture(autouse=True)
-def _anew() -> Iterator[None]:
+def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every launch of a test is a first one."""
     torch._dynamo.reset()
+    monkeypatch.setattr(replaying, "_ALIKE", on_device.KnownCalls())
     yield
     torch._dynamo.reset()
 
@@ -170,6 +172,7 @@ def test_dropout_is_the_same_in_a_backward_by_its_definition(monkeypatch: pytest
     torch.manual_seed(3)
     expected = _step(_compiled(dropped), inputs)
     torch._dynamo.reset()
+    monkeypatch.setattr(replaying, "_ALIKE", on_device.KnownCalls())
     _Planted(monkeypatch, "attention_grad_q", ERRORS["launch error"])
     torch.manual_seed(3)
     got, said = _warned(lambda: _step(_compiled(dropped), inputs))
