@@ -23,7 +23,7 @@ from attn_compiler.unpadding import PackedCode, Unpadded
 
 if TYPE_CHECKING:
     from attn_compiler.lowerings import Lowering
-    from attn_compiler.lowerings.shared.ahead import Ahead
+    from attn_compiler.lowerings.shared.ahead import Ahead, NotCompiled
     from attn_compiler.passes import Rewritten
     from attn_compiler.passes.unpad.outcome import Packed
     from attn_compiler.verifying.plan import CheckPlan
@@ -76,7 +76,6 @@ def _compile(
     with collector.paused():
         from attn_compiler import rewrites
         from attn_compiler.lowerings import LOWERINGS
-        from attn_compiler.lowerings.shared import failures
         from attn_compiler.passes import rewrite
         from attn_compiler.verifying import checked
 
@@ -124,8 +123,7 @@ def _compile(
     if ahead is not None:
         built = ahead.built()
         # All are told of before the graph is compiled again.
-        told = [failures.at_compilation(one.op, one.text, one.error) for one in built.failed]
-        if failed is None and any(told):
+        if failed is None and _tell_of(built.failed):
             rewritten.take_back(gm)
             torch_packed.forget_guards(rewritten.further_inputs)
             return _compile(gm, example_inputs, mode=mode, options=options, name=name)
@@ -217,6 +215,17 @@ def _step(name: str, *, user_errors: bool = False) -> Iterator[None]:
 def _paused_where_cached(report: Report) -> contextlib.AbstractContextManager[None]:
     """Where the rewrite was on disk, the code most likely is: to load it takes little, and the collector may take as long."""
     return collector.paused() if report.from_cache else contextlib.nullcontext()
+
+
+def _tell_of(failed: Sequence[NotCompiled]) -> bool:
+    """Tell of kernels that do not compile. Gives whether sites of the graph are concerned, which are then to be decided again."""
+    from attn_compiler.lowerings.shared import failures, untried
+
+    found = [(one, failures.at_compilation(one.op, one.text, one.error)) for one in failed]
+    for one, concerned in found:
+        for caller in concerned:
+            untried.note(caller.lowering, Target.current(caller.spec.device), described(one.error))
+    return any(concerned for _, concerned in found)
 
 
 def _watch(report: Report, options: Options) -> None:

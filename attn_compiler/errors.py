@@ -117,17 +117,16 @@ class InvalidOption(AttnCompilerError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class UnsupportedTorch(AttnCompilerError):
-    """The installed torch is outside the range whose private API we know. minimum, limit: e.g. "2.11", "2.16"."""
+    """The installed torch is older than what this package needs. minimum: e.g. "2.11"."""
 
     code = Code.UNSUPPORTED_TORCH
     message = (
-        "torch {e.found} is not supported: attn_compiler needs torch >={e.minimum},<{e.limit}, because it uses parts "
-        "of torch.compile that change between releases. Install one: pip install 'torch>={e.minimum},<{e.limit}'"
+        "torch {e.found} is not supported: attn_compiler needs torch {e.minimum} or newer. Install one: pip install "
+        "'torch>={e.minimum}'"
     )
 
     found: str
     minimum: str
-    limit: str
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

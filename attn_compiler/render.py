@@ -70,6 +70,7 @@ def report_view(report: Report) -> RenderableType:
         _text(f"attn_compiler · graph {report.graph} · {report.target}", "bold"),
         _text(what_was_found(report)),
     ]
+    head += [_text(said) for said in report.untried]
     if report.seconds:
         head.append(_times(f"passes took {wording.duration(report.total_seconds)}:", report.seconds))
     if report.from_cache:

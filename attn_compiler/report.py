@@ -103,6 +103,7 @@ class Report:
     from_cache: the passes did not run; what they made of the same graph before was done again.
     not_kept: why the next process has to run the passes again, if it has to.
     unpad: what became of padding; None if nobody asked for that.
+    untried: which installed releases are newer than all that this version was tried with.
     dumped: the directory that has the graph before and after each pass; None if nobody asked for that.
 
     str(report) is the plain table, 100 columns wide; rich's print shows it in colour.
@@ -118,6 +119,7 @@ class Report:
     faults: tuple[str, ...] = ()
     from_cache: bool = False
     not_kept: str | None = None
+    untried: tuple[str, ...] = ()
     unpad: UnpadReport | None = None
     dumped: str | None = field(default=None, compare=False)
 
@@ -149,6 +151,7 @@ class Report:
             "faults": list(self.faults),
             "from_cache": self.from_cache,
             "not_kept": self.not_kept,
+            "untried": list(self.untried),
             "unpad": None if self.unpad is None else _unpad_dict(self.unpad),
             "dumped": self.dumped,
         }

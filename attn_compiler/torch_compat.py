@@ -23,15 +23,15 @@ from attn_compiler.errors import AttnCompilerError, UnsupportedTorch
 log = logging.getLogger(__name__)
 
 MINIMUM_TORCH = (2, 11)
-TORCH_LIMIT = (2, 16)
 
 
 def require_supported_torch(version: str) -> None:
-    """Raise UnsupportedTorch unless MINIMUM_TORCH <= version < TORCH_LIMIT. version: e.g. "2.13.0+cpu"."""
+    """Raise UnsupportedTorch before MINIMUM_TORCH. A release that is newer than all that were tried is said (tried.py), and runs.
+
+    version: e.g. "2.13.0+cpu"."""
     release = tuple(int(part) for part in version.split(".")[:2])
-    if not MINIMUM_TORCH <= release < TORCH_LIMIT:
-        minimum, limit = (".".join(map(str, bound)) for bound in (MINIMUM_TORCH, TORCH_LIMIT))
-        raise UnsupportedTorch(found=version, minimum=minimum, limit=limit)
+    if release < MINIMUM_TORCH:
+        raise UnsupportedTorch(found=version, minimum=".".join(map(str, MINIMUM_TORCH)))
 
 
 require_supported_torch(str(torch.__version__))

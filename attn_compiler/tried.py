@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from attn_compiler.target import Target
+
 #: by name, the newest release that the tests ran with
 NEWEST = {"torch": (2, 15), "triton": (3, 9)}
 
@@ -15,6 +17,12 @@ def not_tried(name: str, version: str) -> str | None:
     if found <= newest:
         return None
     return f"{name} {_words(found)} was not tried with this version of attn_compiler; {_words(newest)} is the newest that was"
+
+
+def on(target: Target) -> tuple[str, ...]:
+    """The same of all that a machine's attention runs with. A CPU runs no Triton."""
+    releases = {"torch": target.torch, "triton": target.triton if target.device == "cuda" else ""}
+    return tuple(filter(None, (not_tried(name, version) for name, version in releases.items())))
 
 
 def _words(release: tuple[int, ...]) -> str:

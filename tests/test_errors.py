@@ -11,7 +11,7 @@ from attn_compiler.decisions import Reason
 EXAMPLES = [
     errors.UnknownOption(option="stric", ours=("strict", "dump_dir"), inductors=("max_autotune",)),
     errors.InvalidOption(option="strict", expected="True or False", value="yes"),
-    errors.UnsupportedTorch(found="2.9.1", minimum="2.11", limit="2.16"),
+    errors.UnsupportedTorch(found="2.9.1", minimum="2.11"),
     errors.LoweringUnavailable(
         lowering="cudnn",
         target="cpu",

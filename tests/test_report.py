@@ -103,6 +103,7 @@ def test_json_has_every_field_under_its_name() -> None:
         "faults": [],
         "from_cache": False,
         "not_kept": None,
+        "untried": [],
         "unpad": None,
         "dumped": None,
     }

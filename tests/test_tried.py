@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from attn_compiler import torch_compat
-from attn_compiler.tried import NEWEST, not_tried
+from attn_compiler.lowerings.shared import triton_releases
+from attn_compiler.target import Target
+from attn_compiler.tried import NEWEST, not_tried, on
 
 
 def test_what_is_newer_is_said() -> None:
@@ -19,6 +20,12 @@ def test_of_what_was_tried_or_is_absent_nothing_is_said(name: str, version: str)
     assert not_tried(name, version) is None
 
 
-def test_torch_is_refused_only_beyond_what_was_tried() -> None:
-    major, minor = NEWEST["torch"]
-    assert (major, minor + 1) == torch_compat.TORCH_LIMIT
+def test_the_newest_triton_that_was_tried_is_the_newest_that_kernels_were_compiled_with() -> None:
+    assert NEWEST["triton"] == max(release for releases in triton_releases.COMPILED.values() for release in releases)
+
+
+def test_of_a_machine_both_are_said() -> None:
+    target = Target.fake(torch="2.16.0", triton="3.10.0")
+    assert [said.split(" was")[0] for said in on(target)] == ["torch 2.16", "triton 3.10"]
+    assert len(on(Target.fake(device="cpu", torch="2.16.0", triton="3.10.0"))) == 1
+    assert on(Target.fake()) == ()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from attn_compiler import index_expr as ix
-from attn_compiler import masks, scores, torch_compat
+from attn_compiler import masks, scores, torch_compat, tried
 from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings import LOWERINGS, by_name
@@ -177,9 +177,10 @@ def page() -> str:
     heads = ["machines", "dtypes of q, k, v", "head dims up to", *FEATURES]
     dtypes = ["float32" if name == "CPU" else "float16" if name == "sm75" else "bfloat16" for name in MACHINES]
     machines = [f"{name}, {dtype}" for name, dtype in zip(MACHINES, dtypes, strict=True)]
-    oldest, limit = (".".join(map(str, bound)) for bound in (torch_compat.MINIMUM_TORCH, torch_compat.TORCH_LIMIT))
+    oldest, newest = (".".join(map(str, bound)) for bound in (torch_compat.MINIMUM_TORCH, tried.NEWEST["torch"]))
     return f"""{HEAD}
-torch from {oldest} on, before {limit}. Architectures of GPUs: sm75 is Turing, sm80 A100, sm89 Ada, sm90 H100 and H200, sm100 B200, sm120
+torch from {oldest} to {newest}; a newer one runs, and the report says that it was not tried.
+Architectures of GPUs: sm75 is Turing, sm80 A100, sm89 Ada, sm90 H100 and H200, sm100 B200, sm120
 RTX 50. Libraries: {_versions()}
 
 ## What each lowering takes

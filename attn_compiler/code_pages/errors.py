@@ -30,11 +30,11 @@ PAGES = (
     Page(
         code=Code.UNSUPPORTED_TORCH,
         title="The installed torch is not supported",
-        cause="The backend uses parts of `torch.compile` that change between releases, so it refuses a torch that it "
-        "was not tried with.",
-        remedy="Install a torch of the range in the message.",
+        cause="The backend uses parts of `torch.compile` that older releases do not have. A release that is newer than what "
+        "this version was tried with is not refused: the report says so.",
+        remedy="Install a torch that is new enough.",
         kind=ExampleKind.RAISES,
-        example='raise attn_compiler.UnsupportedTorch(found="2.10.0", minimum="2.11", limit="2.16")',
+        example='raise attn_compiler.UnsupportedTorch(found="2.10.0", minimum="2.11")',
     ),
     Page(
         code=Code.LOWERING_UNAVAILABLE,

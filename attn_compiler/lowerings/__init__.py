@@ -30,6 +30,7 @@ from attn_compiler.lowerings.plain.reference import Reference
 from attn_compiler.lowerings.plain.untouched import Untouched
 from attn_compiler.lowerings.rows.lowering import CpuRows
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash, SdpaCudnn, SdpaEfficient, SdpaFlash
+from attn_compiler.lowerings.shared import untried
 from attn_compiler.lowerings.shared.failures import FAILURES
 from attn_compiler.lowerings.triton.fp8 import TritonFp8
 from attn_compiler.lowerings.triton.lowering import TritonAttention
@@ -90,8 +91,8 @@ def by_name(name: str) -> Lowering:
 
 
 def cannot_build(name: str, spec: AttentionSpec, target: Target) -> list[Reason]:
-    """What only building a lowering's kernels tells against a spec: that they failed before in this process, or the lowering's own word."""
-    return FAILURES.reasons(name, spec) or by_name(name).cannot_build(spec, target)
+    """What only building a lowering's kernels tells against a spec: that they failed before, or the lowering's own word."""
+    return FAILURES.reasons(name, spec) or untried.reasons(name, target) or by_name(name).cannot_build(spec, target)
 
 
 def tile_tuner() -> TileTuner:

@@ -89,6 +89,7 @@ def _list(lines: Sequence[str]) -> Markup | None:
 
 def _seconds(report: Report) -> Markup:
     notes = [
+        *(f"{said}." for said in report.untried),
         "The rewrite was done before: it is from the cache, and no pass ran." if report.from_cache else "",
         f"The rewrite is not kept for the next process: {report.not_kept}." if report.not_kept else "",
         ""

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from torch import fx
 
-from attn_compiler import torch_compat
+from attn_compiler import torch_compat, tried
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Decision, Reason, Refusal
 from attn_compiler.errors import REPRODUCE, described
@@ -29,6 +29,7 @@ def report(gm: fx.GraphModule, units: list[Unit], seconds: dict[str, float], *, 
     return Report(
         graph=torch_compat.graph_name(),
         target=_target(gm, units),
+        untried=tuple(sorted({said for target in _targets(gm, units) for said in tried.on(target)})),
         sites=tuple(_site_rows(units)),
         misses=(*_miss_rows(units), *_chosen_rows(gm, units)),
         seconds=tuple(seconds.items()),
@@ -88,9 +89,12 @@ def _given_up(decision: Decision, reason: Reason) -> Decision:
 
 
 def _target(gm: fx.GraphModule, units: list[Unit]) -> str:
+    return "; ".join(sorted({target.words for target in _targets(gm, units)}))
+
+
+def _targets(gm: fx.GraphModule, units: list[Unit]) -> set[Target]:
     used = {target for unit in units for target in unit.targets.values()}
-    targets = {t.words for t in used or (Target.current(str(device)) for device in torch_compat.graph_devices(gm))}
-    return "; ".join(sorted(targets))
+    return used or {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
 
 
 def _site_rows(units: list[Unit]) -> list[SiteReport]:

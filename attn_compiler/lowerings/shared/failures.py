@@ -92,14 +92,14 @@ def is_ours(error: Exception) -> bool:
     return type(error).__name__ != _NO_MEMORY
 
 
-def at_compilation(op: str, text: str, error: Exception) -> bool:
-    """Tell of a kernel that does not compile. Gives whether sites of the code that was compiled are concerned. Raises as `at_launch`."""
+def at_compilation(op: str, text: str, error: Exception) -> list[Caller]:
+    """Tell of a kernel that does not compile. Gives the sites of the code that was compiled that are concerned. Raises as `at_launch`."""
     concerned = FAILURES.fail(text, described(error)) if text else []
     if concerned:
         _tell(op, "compile", error, concerned, "its graph is compiled again without it")
     else:
         log.warning("a kernel of %s was not compiled ahead of its launch: %r", op, error)
-    return bool(concerned)
+    return concerned
 
 
 def at_launch(op: str, text: str, error: Exception, seconds: float) -> None:

@@ -1,0 +1,57 @@
+"""Lowerings whose kernels did not compile with a torch or Triton that is newer than all that were tried (tried.py).
+
+The first kernel of a lowering that is compiled there is its probe. Where it fails, the lowering is refused as a whole, and that is kept
+on disk: so a machine compiles a graph twice once. With releases that were tried, a failure speaks for its own sites alone (failures.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+
+from attn_compiler import cache, torch_inductor, tried
+from attn_compiler.codes import Code
+from attn_compiler.decisions import Reason
+from attn_compiler.rewrites.store import Store
+from attn_compiler.target import Target
+
+
+def note(lowering: str, target: Target, cause: str) -> None:
+    """Keep that a kernel of a lowering did not compile, if that machine has a release that was not tried."""
+    if tried.on(target):
+        known = {**_known(target), lowering: cause}
+        store = _store()
+        if store is not None:
+            store.put(_key(target), known)
+        _known.cache_clear()
+
+
+def reasons(lowering: str, target: Target) -> list[Reason]:
+    """Why a lowering is not chosen on a machine."""
+    said = tried.on(target)
+    cause = _known(target).get(lowering) if said else None
+    if cause is None:
+        return []
+    remedy = "install a release that was tried; attn_compiler/rewrites in Inductor's cache folder keeps what failed"
+    return [Reason(code=Code.NOT_COMPILED, rule="; ".join(said), observed=cause, remedy=remedy)]
+
+
+@functools.lru_cache(maxsize=16)
+def _known(target: Target) -> Mapping[str, str]:
+    """Causes by lowering."""
+    store = _store()
+    found = None if store is None else store.get(_key(target))
+    return found if isinstance(found, dict) else {}
+
+
+def _store() -> Store | None:
+    try:
+        return Store(root=torch_inductor.cache_folder())
+    except OSError:
+        return None
+
+
+def _key(target: Target) -> str:
+    text = f"untried/{cache.sources_digest()}/{target.digest()}"
+    return hashlib.sha256(text.encode()).hexdigest()
