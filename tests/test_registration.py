@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import fresh
 
@@ -73,6 +74,9 @@ def _run(code: str, environment: dict[str, str]) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.skipif(
+    str(torch.__version__).startswith("2.11."), reason="torch 2.11 crashes there with backend='eager', too"
+)
 def test_eight_threads_at_once(installed: dict[str, str]) -> None:
     assert _run(PROGRAM, installed) == "8 8 8 []"
 

@@ -49,7 +49,7 @@ PACKAGES = (
         distribution=CUDNN_FRONTEND_DISTRIBUTION,
         install="pip install 'attn_compiler[cudnn]'",
         field="cudnn_frontend",
-        version="1.23.0",
+        version="1.27.0",
     ),
 )
 

@@ -11,9 +11,10 @@ import importlib
 import logging
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,9 +31,13 @@ log = logging.getLogger(__name__)
 _handles = threading.local()
 
 
+#: what graphs are told and handles are made with, under one name in all releases
+_IN_EACH = ("data_type", "diagonal_alignment", "heur_mode", "cudnnGraphNotSupportedError", "create_handle")
+
+
 @functools.cache
-def load() -> ModuleType:
-    """The frontend's module. Raises CudnnRefused, saying why, where it can't be imported or opened another cuDNN than torch's."""
+def load() -> Any:
+    """The frontend's names. Raises CudnnRefused, saying why, where it can't be imported or opened another cuDNN than torch's."""
     torch_version = cudnn_version()
     try:
         module = importlib.import_module("cudnn")
@@ -44,7 +49,18 @@ def load() -> ModuleType:
         raise CudnnRefused(
             said=f"the frontend opened cuDNN {cudnn_words(opened)}, torch runs with {cudnn_words(torch_version)}"
         )
-    return module
+    return _names(module)
+
+
+def _names(module: Any) -> Any:
+    """Graphs and handles of C++, under the names of 1.26. From 1.27 on the module's own are written in Python, around these."""
+    inner: Any = getattr(module, "_pybind_module", None)
+    if not hasattr(inner, "backend_graph"):
+        return module
+    set_stream = getattr(inner, "_raw_set_stream", None) or inner.set_stream
+    return SimpleNamespace(
+        **{name: getattr(inner, name) for name in _IN_EACH}, pygraph=inner.backend_graph, set_stream=set_stream
+    )
 
 
 def build(key: PlanKey) -> BuiltPlan:
@@ -113,7 +129,7 @@ def launcher(plan: BuiltPlan, device: torch.device, pick: Callable[[list[int]], 
     pick: of a call's addresses those that the plan takes, in the plan's order.
     The workspace is the caching allocator's, so it is safe to free at once and to capture.
     """
-    execute, index = plan.graph._execute_with_ptrs, device.index
+    execute, index = _executor(plan.graph), device.index
     workspace = torch_compat.allocator((plan.workspace,), (1,), torch.uint8, device.type)
 
     def launch(tensors: list[torch.Tensor], addresses: list[int]) -> None:
@@ -121,3 +137,18 @@ def launcher(plan: BuiltPlan, device: torch.device, pick: Callable[[list[int]], 
         execute(pick(addresses), space.data_ptr(), handle(index))
 
     return launch
+
+
+def _executor(graph: Any) -> Callable[[Sequence[int], int, int], None]:
+    """Of addresses, a workspace and a handle. Up to 1.27 graphs take a list of addresses, from 1.28 on where an array of them begins."""
+    if hasattr(graph, "_execute_with_ptrs"):
+        of_list: Callable[[Sequence[int], int, int], None] = graph._execute_with_ptrs
+        return of_list
+    of_array = graph._execute_with_raw_ptrs
+
+    def execute(addresses: Sequence[int], workspace: int, handle: int) -> None:
+        held = array("Q", addresses)
+        begin, count = held.buffer_info()
+        of_array(begin, count, workspace, handle)
+
+    return execute

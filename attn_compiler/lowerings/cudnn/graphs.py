@@ -370,6 +370,8 @@ def build(fe: Any, key: PlanKey, clock: Callable[[], float], **machine: Any) -> 
 
 def _order(graph: Any, names: tuple[str, ...]) -> tuple[str, ...]:
     """Names in the order in which the built graph takes addresses. It leaves out what it found that it does not need."""
+    # From 1.27 on the order is not known before a graph is executed, or asked for this.
+    graph._prepare_variant_pack_template()
     by_uid = {UIDS[name]: name for name in names}
     return tuple(by_uid[uid] for uid in graph._get_variant_pack_uids_sorted())
 

@@ -14,9 +14,10 @@ from attn_compiler.lowerings.shared.takes import check_gpu
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target, cudnn_words
 
-# 1.22 is the first to take addresses as a list (_execute_with_ptrs). 1.24 to 1.26 set an attribute in every backward that cuDNN 9.19
-# does not know (CUDNN_ATTR_OPERATION_RESHAPE_MODE), and 1.27 is written anew.
-_FIRST_FRONTEND, _FRONTEND_LIMIT = (1, 22), (1, 24)
+# 1.22 is the first to take addresses as a list (_execute_with_ptrs), 1.27 the last. frontend.py launches newer ones; no GPU has run that.
+_FIRST_FRONTEND, _FRONTEND_LIMIT = (1, 22), (1, 28)
+# These set an attribute in every backward (CUDNN_ATTR_OPERATION_RESHAPE_MODE), which cuDNN knows from 9.22 on. 1.27 asks cuDNN first.
+_RESHAPE_FRONTENDS, _RESHAPE_CUDNN = ((1, 24), (1, 25), (1, 26)), 92_200
 # The first with sinks, and with windows that no diagonal bounds.
 OLDEST_GRAPHS = 91_300
 
@@ -75,6 +76,18 @@ def _check_frontend(target: Target) -> list[Reason]:
     rule, remedy = f"nvidia-cudnn-frontend from {first} to before {limit}", "pip install 'attn_compiler[cudnn]'"
     if not target.cudnn_frontend:
         return [Reason(code=Code.LIBRARY_MISSING, rule=rule, observed="not installed", remedy=remedy)]
-    if _FIRST_FRONTEND <= limits.release(target.cudnn_frontend) < _FRONTEND_LIMIT:
+    release = limits.release(target.cudnn_frontend)
+    if release in _RESHAPE_FRONTENDS and target.cudnn < _RESHAPE_CUDNN:
+        return [_refused_attribute(target)]
+    if _FIRST_FRONTEND <= release < _FRONTEND_LIMIT:
         return []
     return [Reason(code=Code.LIBRARY_VERSION, rule=rule, observed=target.cudnn_frontend, remedy=remedy)]
+
+
+def _refused_attribute(target: Target) -> Reason:
+    return Reason(
+        code=Code.LIBRARY_VERSION,
+        rule=f"nvidia-cudnn-frontend 1.24 to 1.26 with cuDNN {cudnn_words(_RESHAPE_CUDNN)} or newer, which knows their reshape mode",
+        observed=f"{target.cudnn_frontend}, cuDNN {cudnn_words(target.cudnn)}",
+        remedy="pip install 'nvidia-cudnn-frontend==1.27.*'",
+    )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from dataclasses import dataclass, field
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -74,6 +76,7 @@ class Graph:
         self.tensors: list[Tensor] = []
         self.largest: list[Tensor] = []
         self.launches: list[tuple[list[int], int, int]] = []
+        self._prepared = False
 
     def tensor(self, **fields: Any) -> Tensor:
         self.tensors.append(Tensor(**fields))
@@ -123,8 +126,12 @@ class Graph:
     def get_workspace_size(self) -> int:
         return self._frontend.workspace
 
+    def _prepare_variant_pack_template(self) -> None:
+        self._prepared = True
+
     def _get_variant_pack_uids_sorted(self) -> list[int]:
-        return sorted(tensor.uid for tensor in self.tensors)
+        """As from 1.27 on: none before they are asked for."""
+        return sorted(tensor.uid for tensor in self.tensors) if self._prepared else []
 
     def _execute_with_ptrs(self, addresses: list[int], workspace: int, handle: int) -> None:
         self.launches.append((list(addresses), workspace, handle))
@@ -132,6 +139,18 @@ class Graph:
     def named(self, uids: dict[str, int]) -> dict[str, Tensor]:
         names = {uid: name for name, uid in uids.items()}
         return {names[tensor.uid]: tensor for tensor in self.tensors}
+
+
+class NewerGraph(Graph):
+    """A graph of C++ in a frontend from 1.28 on: addresses come as where an array of them begins."""
+
+    _execute_with_ptrs = property()  # type: ignore[assignment]  # hasattr finds none
+
+    def _execute_with_raw_ptrs(
+        self, user_ptrs_array: int, n_user: int, workspace: int, handle: int, plan_index: int = -1
+    ) -> None:
+        held = (ctypes.c_uint64 * n_user).from_address(user_ptrs_array)
+        self.launches.append((list(held), workspace, handle))
 
 
 @dataclass
@@ -168,3 +187,24 @@ class Frontend:
 
     def set_stream(self, *, handle: int, stream: int) -> None:
         self.streams.append((handle, stream))
+
+
+class NewerFrontend:
+    """The module from 1.28 on: graphs and handles in Python, which are not for us, around C++ under other names."""
+
+    def __init__(self) -> None:
+        self.inner = Frontend()
+        self._pybind_module = SimpleNamespace(
+            **{name: getattr(self.inner, name) for name in ("data_type", "diagonal_alignment", "heur_mode")},
+            cudnnGraphNotSupportedError=NotSupported,
+            create_handle=self.inner.create_handle,
+            backend_graph=self._graph,
+            _raw_set_stream=self.inner.set_stream,
+        )
+
+    def _graph(self, **machine: Any) -> NewerGraph:
+        self.inner.graphs.append(NewerGraph(self.inner, **machine))
+        return self.inner.graphs[-1]
+
+    def backend_version(self) -> int:
+        return self.inner.version

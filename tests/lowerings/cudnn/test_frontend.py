@@ -14,7 +14,7 @@ from attn_compiler import torch_compat
 from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings.cudnn import frontend as cudnn_frontend
 from attn_compiler.lowerings.cudnn.graphs import BuiltPlan
-from tests.lowerings.cudnn.recording_frontend import Frontend
+from tests.lowerings.cudnn.recording_frontend import Frontend, NewerFrontend
 from tests.lowerings.cudnn.test_graphs import backward_key, forward_key
 
 
@@ -97,6 +97,23 @@ def test_a_launch_gets_addresses_a_workspace_and_the_handle(frontend: Frontend) 
     ((addresses, workspace, handle),) = plan.graph.launches
     assert (addresses, handle) == ([1, 2, 3], cudnn_frontend.handle(0))
     assert workspace != 0
+
+
+def test_of_a_newer_frontend_its_own_graphs_and_handles_are_taken(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of C++, whose handles are numbers; and an array of addresses."""
+    newer = NewerFrontend()
+    monkeypatch.setitem(sys.modules, "cudnn", newer)  # type: ignore[arg-type]
+    plan = cudnn_frontend.build(backward_key())
+    assert "out" in plan.order
+    assert plan.graph is newer.inner.graphs[-1]
+    cudnn_frontend.launcher(plan, torch.device("cpu", 0), lambda all: all[1:])([], [0, 1, 1 << 47, 3])
+    ((addresses, workspace, handle),) = plan.graph.launches
+    assert (addresses, handle) == ([1, 1 << 47, 3], cudnn_frontend.handle(0))
+    assert workspace != 0
+    assert newer.inner.streams == [(handle, 11)]
+    assert frontend.graphs == []
 
 
 @pytest.mark.parametrize(("is_late", "level"), [(False, logging.INFO), (True, logging.WARNING)])

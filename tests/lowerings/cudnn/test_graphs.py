@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from attn_compiler.errors import CudnnRefused
+from attn_compiler.lowerings.cudnn import frontend as cudnn_frontend
 from attn_compiler.lowerings.cudnn import graphs
 from attn_compiler.lowerings.cudnn import plan as cudnn_call
 from attn_compiler.lowerings.cudnn.graphs import UIDS, BuiltPlan, Laid, PlanKey, Plans
@@ -337,7 +338,7 @@ def test_lengths_in_fp8() -> None:
     "call", [FP8_FORWARD, FP8_BACKWARD, CudnnCall(scale=1.0, needs_grad=True, lengths=True, fp8="forward")]
 )
 def test_the_frontend_takes_the_graph_in_fp8(call: CudnnCall) -> None:
-    frontend = pytest.importorskip("cudnn", reason="needs the extra: pip install -e '.[cudnn]'")
+    frontend = cudnn_frontend._names(pytest.importorskip("cudnn", reason="needs the extra: pip install -e '.[cudnn]'"))
     if not cudnn_version():
         pytest.skip("this torch brings no cuDNN")
     square = {name: bshd(heads=heads, head_dim=128) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
@@ -369,7 +370,7 @@ def test_the_frontend_takes_the_graph_in_fp8(call: CudnnCall) -> None:
 @pytest.mark.parametrize("make", [forward_key, backward_key])
 def test_the_frontend_takes_the_graph(make: Any, call: CudnnCall) -> None:
     """As far as it goes without a GPU: its own rules, and the descriptors of cuDNN's library."""
-    frontend = pytest.importorskip("cudnn", reason="needs the extra: pip install -e '.[cudnn]'")
+    frontend = cudnn_frontend._names(pytest.importorskip("cudnn", reason="needs the extra: pip install -e '.[cudnn]'"))
     if not cudnn_version():
         pytest.skip("this torch brings no cuDNN")
     square = {name: bshd(heads=heads) for name, heads in (("q", 4), ("k", 2), ("v", 2))}

@@ -52,11 +52,20 @@ def window(left: int, right: int | None = None, *, queries: int = 128, keys: int
 
 
 def test_the_frontend_has_to_be_installed_in_a_version_that_is_known() -> None:
-    assert "nvidia-cudnn-frontend from 1.22 to before 1.24; observed not installed; pip install" in why_not(
+    assert "nvidia-cudnn-frontend from 1.22 to before 1.28; observed not installed; pip install" in why_not(
         Target.fake()
     )
-    for version, taken in (("1.21.0", False), ("1.22.0", True), ("1.23.0", True), ("1.24.1", False), ("1.32.0", False)):
+    for version, taken in (("1.21.0", False), ("1.22.0", True), ("1.23.0", True), ("1.27.0", True), ("1.28.0", False)):
         assert (why_not(Target.fake(cudnn_frontend=version)) == "") == taken
+
+
+@pytest.mark.parametrize("version", ["1.24.1", "1.25.0", "1.26.2"])
+def test_what_a_frontend_tells_cudnn_has_to_be_known_to_it(version: str) -> None:
+    """By the version of the cuDNN that is installed."""
+    said = why_not(Target.fake(cudnn_frontend=version, cudnn=92_100))
+    assert f"cuDNN 9.22.0 or newer, which knows their reshape mode; observed {version}, cuDNN 9.21.0" in said
+    assert "pip install 'nvidia-cudnn-frontend==1.27.*'" in said
+    assert why_not(Target.fake(cudnn_frontend=version, cudnn=92_200)) == ""
 
 
 @pytest.mark.parametrize(
